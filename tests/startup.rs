@@ -286,3 +286,58 @@ fn the_pid_file_is_there_while_the_daemon_is() {
     weir.stop();
     assert!(!file.exists() && !socket.exists());
 }
+
+#[test]
+fn errors_say_everything_once_and_without_numbers() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", MIB);
+    let (image, socket) = (text(&image), format!("unix:{}", text(&scratch.socket("other"))));
+    let _holds = Serve::new(&scratch).arg(image).start();
+    let lost = "/nonexistent/file";
+    let below_a_file = format!("{image}/x");
+    let serving = |more: &[&str]| -> Vec<String> {
+        let line = ["serve", "memory:1M", "--nbd", &socket];
+        line.iter().chain(more).map(|word| (*word).to_owned()).collect()
+    };
+    let line = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let mut lines = vec![
+        serving(&["--image-root", lost]),
+        serving(&["--pid-file", lost]),
+        serving(&["--tls", "on", "--tls-psk", lost]),
+        serving(&["--tls", "on", "--tls-certificates", lost]),
+        line(&["serve", "--config", lost]),
+        line(&["serve", "-f", "qcow2", "--secret-file", lost, "--nbd", &socket, lost]),
+        line(&["serve", image, "--nbd", &socket]),
+        line(&["serve", "memory:1M", "--nbd", "unix:/nonexistent/s"]),
+        line(&["bench", "nbd+unix:///x?socket=/nonexistent/s"]),
+        line(&["image", "convert", "-f", "raw", "-O", "qcow2", image, text(&scratch.path("o"))]),
+        line(&["image", "compare", lost, image]),
+        line(&["image", "create", "-f", "raw", lost, "1M"]),
+        line(&["image", "create", "-f", "qcow2", &below_a_file, "1M"]),
+        line(&["image", "bitmap", "--add", lost, "b"]),
+        line(&["image", "snapshot", "-l", lost]),
+        line(&["image", "resize", "-f", "raw", image, "2M"]),
+        line(&["status", "--qmp", "unix:/nonexistent/s"]),
+        line(&["cgroup", "show", lost]),
+    ];
+    for command in
+        ["serve", "bench", "image info", "image check", "image map", "probe", "tune", "simulate", "report"]
+    {
+        for path in [lost, &below_a_file, "/proc/self/mem"] {
+            let mut words: Vec<_> = command.split(' ').collect();
+            words.push(path);
+            lines.push(line(&words));
+        }
+    }
+    for words in lines {
+        let words: Vec<_> = words.iter().map(String::as_str).collect();
+        let said = weir(&words).fails();
+        let first = said.lines().next().unwrap_or_default();
+        assert!(first.starts_with("weir: "), "{words:?}: {said}");
+        assert!(!first.contains("os error"), "{words:?}: {said}");
+        let mut parts: Vec<_> = first.split([':', '(', ')']).map(str::trim).collect();
+        parts.retain(|part| !part.is_empty());
+        parts.sort_unstable();
+        assert!(parts.windows(2).all(|pair| pair[0] != pair[1]), "{words:?} says a thing twice: {said}");
+    }
+}

@@ -26,7 +26,7 @@ pub mod table;
 pub mod undo;
 
 use std::{
-    io::{ErrorKind, Write as _, stderr, stdout},
+    io::{self, ErrorKind, Write as _, stderr, stdout},
     process::exit,
 };
 
@@ -52,7 +52,61 @@ impl<E: Into<anyhow::Error>> From<E> for Failure {
 
 /// Says what is wrong, in the form of all errors.
 pub fn complain(error: &anyhow::Error) {
-    say(&format!("{error:#}"));
+    say(&told(error));
+}
+
+/// An error and its causes in one line, each text once: a cause may repeat what it is the cause of.
+/// Numbers of the system's errors, which say nothing to people, become what to do.
+fn told(error: &anyhow::Error) -> String {
+    let mut line = String::new();
+    for cause in error.chain() {
+        let text = cause.to_string();
+        let last = line.rsplit(": ").next().unwrap_or_default();
+        let repeated = text.strip_prefix(last).and_then(|rest| rest.strip_prefix(": "));
+        let text = repeated.unwrap_or(&text);
+        if line.contains(text) {
+            continue;
+        }
+        if !line.is_empty() {
+            line.push_str(": ");
+        }
+        line.push_str(text);
+    }
+    let mut remedy = "";
+    while let Some((before, number, after)) = system_error(&line) {
+        remedy = what_helps(io::Error::from_raw_os_error(number).kind());
+        line = format!("{before}{after}");
+    }
+    if !remedy.is_empty() && !line.ends_with(')') {
+        line = format!("{line} ({remedy})");
+    }
+    line
+}
+
+/// The first ` (os error N)` of a text: what is before it, the number, what is behind.
+fn system_error(text: &str) -> Option<(&str, i32, &str)> {
+    let (before, rest) = text.split_once(" (os error ")?;
+    let (number, after) = rest.split_once(')')?;
+    Some((before, number.parse().ok()?, after))
+}
+
+/// What to do about an error of the system, where nobody knows better.
+fn what_helps(kind: ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::NotFound => "check the path",
+        ErrorKind::NotADirectory => "check the path: a part of it is a file",
+        ErrorKind::IsADirectory => "name a file in it",
+        ErrorKind::PermissionDenied => "check the owner and the mode of it and of its directories",
+        ErrorKind::ReadOnlyFilesystem => "choose a place that can be written to",
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "make room, or choose another place",
+        ErrorKind::ConnectionRefused | ErrorKind::HostUnreachable | ErrorKind::TimedOut => {
+            "does the server run, and is that its address?"
+        }
+        ErrorKind::AddrInUse | ErrorKind::ResourceBusy => "stop what uses it, or choose another",
+        ErrorKind::Unsupported => "the file system or the device cannot do it; try another",
+        ErrorKind::InvalidInput => "is it the right kind of file?",
+        _ => "the system refused it; its log (`dmesg`) may say more",
+    }
 }
 
 /// Says on standard error what the user should know.
@@ -94,4 +148,36 @@ pub fn print(text: &str) -> anyhow::Result<()> {
 pub fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     let text = serde_json::to_string_pretty(value).context("this cannot be told as JSON")?;
     print(&(text + "\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+
+    use super::*;
+
+    #[test]
+    fn an_error_says_everything_once_and_what_to_do() {
+        let missing = || io::Error::from_raw_os_error(2);
+        for (error, expect) in [
+            (anyhow!("vm1: locked (stop it)").context("vm1"), "vm1: locked (stop it)"),
+            (anyhow!("vm1: locked (stop it)").context("disk a: vm1"), "disk a: vm1: locked (stop it)"),
+            (anyhow!("vm1: locked"), "vm1: locked"),
+            (
+                anyhow::Error::new(missing()).context(format!("TLS: k: {} (make one)", missing())),
+                "TLS: k: No such file or directory (make one)",
+            ),
+            (
+                anyhow::Error::new(missing()).context("image root /x"),
+                "image root /x: No such file or directory (check the path)",
+            ),
+            (
+                anyhow::Error::new(io::Error::from_raw_os_error(95)).context("x"),
+                "x: Operation not supported (the file system or the device cannot do it; try another)",
+            ),
+            (anyhow!("x: odd (os error what)"), "x: odd (os error what)"),
+        ] {
+            assert_eq!(told(&error), expect);
+        }
+    }
 }

@@ -568,8 +568,9 @@ struct FeatureName {
 impl FeatureName {
     /// From 48 bytes.
     fn parse(bytes: &[u8]) -> Self {
-        let name = String::from_utf8_lossy(&bytes[2..]);
-        Self { kind: bytes[0], bit: bytes[1], name: name.trim_end_matches('\0').to_owned() }
+        // What is behind the first zero is no part of it.
+        let name = bytes[2..].split(|&byte| byte == 0).next().unwrap_or_default();
+        Self { kind: bytes[0], bit: bytes[1], name: String::from_utf8_lossy(name).into_owned() }
     }
 
     fn find(names: &[Self], bit: u8) -> String {
@@ -709,6 +710,16 @@ pub(super) mod tests {
             let said = Header::parse(&bytes).expect_err(part).to_string();
             assert!(said.contains(part), "{said}");
         }
+    }
+
+    #[test]
+    fn the_name_of_a_feature_ends_with_its_first_zero() {
+        let mut entry = [0; 48];
+        entry[..12].copy_from_slice(b"\0\x09later\0old\0");
+        let names = [FeatureName::parse(&entry)];
+        assert_eq!(FeatureName::find(&names, 9), "\"later\"");
+        entry[2..].fill(b'x');
+        assert_eq!(FeatureName::parse(&entry).name, "x".repeat(46), "all of them");
     }
 
     #[test]
