@@ -269,7 +269,10 @@ mod tests {
             assert_eq!(runs(&all), [(4096, true), (1, false), (2, true), (8189, false), (4096, true)]);
             let part = view.marked((4097 << 16) + 512, 512).await.expect("readable");
             assert_eq!(part, [Marked { length: 512, dirty: true }]);
-            assert_eq!(view.marked(SIZE - 1, 2).await, Err(Error::INVALID));
+            let run = |length, dirty| Ok(vec![Marked { length, dirty }]);
+            assert_eq!(view.marked(SIZE - 1, 2).await, run(1, true), "up to the end of its image");
+            assert_eq!(view.marked(SIZE, 2).await, run(2, false), "behind it");
+            assert_eq!(view.marked(0, 0).await, Err(Error::INVALID));
         });
     }
 
