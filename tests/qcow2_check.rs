@@ -168,7 +168,10 @@ fn snapshots_that_say_too_little_are_found_as_qemu_finds_them() {
 }
 
 /// Damage for which weir and QEMU have other remedies.
-const RUINS: [Damage; 6] = [
+const RUINS: [Damage; 9] = [
+    ("no refcount table", |at| at.put(56, 0)),
+    ("a refcount table between clusters", |at| at.put(48, 0x1_0200)),
+    ("a refcount table beyond the end", |at| at.put(48, 1 << 40)),
     ("no refcount block", |at| at.put(at.refcount_table, 0)),
     ("a refcount block on guest data", |at| at.put(at.refcount_table, number(&at.file, at.l2) & !(1 << 63))),
     ("a refcount block beyond the end", |at| at.put(at.refcount_table, 1 << 40)),

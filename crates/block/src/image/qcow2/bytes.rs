@@ -27,6 +27,11 @@ pub enum MetadataError {
 /// # Errors
 /// What is wrong with it, or the storage's error.
 pub async fn read_header(storage: &Storage) -> std::result::Result<Header, MetadataError> {
+    Ok(Header::parse(&read_start(storage).await?)?)
+}
+
+/// The first cluster, or the file where that is shorter.
+pub(super) async fn read_start(storage: &Storage) -> Result<Vec<u8>> {
     let bits_end = 24;
     let start = read(storage, 0, bits_end).await?;
     let mut bits = [0; 4];
@@ -34,7 +39,7 @@ pub async fn read_header(storage: &Storage) -> std::result::Result<Header, Metad
     // Where that is no possible size, parsing finds it again and says so.
     let bits = u32::from_be_bytes(bits).clamp(9, 21);
     let length = (1_u64 << bits).min(storage.size_bytes()) as usize;
-    Ok(Header::parse(&read(storage, 0, length).await?)?)
+    read(storage, 0, length).await
 }
 
 /// `length` bytes at `offset`; zeroes where there is no file.

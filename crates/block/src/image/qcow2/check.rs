@@ -46,6 +46,8 @@ use counts::Counts;
 /// Findings are told up to so many; the others are counted.
 pub const MOST_FINDINGS: usize = 1000;
 
+const LARGEST_CLUSTER: u64 = 2 << 20;
+
 /// What is to be repaired.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Repair {
@@ -108,7 +110,7 @@ impl Report {
 /// If the header cannot be read or is wrong, so that nothing can be said; if a repair cannot be
 /// written.
 pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, MetadataError> {
-    let mut header = read_header(storage).await?;
+    let mut header = read_repairable(storage).await?;
     if repair != Repair::Nothing && header.autoclear & !autoclear::KNOWN != 0 {
         // Nobody knows what they promise, and it may not be so afterwards.
         header.autoclear &= autoclear::KNOWN;
@@ -117,12 +119,12 @@ pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, Metadata
     let (mut report, has_moved) = Pass::new(storage, header, repair).run().await?;
     if has_moved {
         // What nothing leads to any more is no finding.
-        let header = read_header(storage).await?;
+        let header = read_repairable(storage).await?;
         Pass::new(storage, header, Repair::Leaks).run().await?;
     }
     if has_moved || report.corruptions_fixed + report.leaks_fixed > 0 {
         // What is left is what a second look finds.
-        let header = read_header(storage).await?;
+        let header = read_repairable(storage).await?;
         let (mut second, _) = Pass::new(storage, header, Repair::Nothing).run().await?;
         second.corruptions_fixed = report.corruptions_fixed;
         second.leaks_fixed = report.leaks_fixed;
@@ -137,6 +139,21 @@ pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, Metadata
         mark_clean(storage).await?;
     }
     Ok(report)
+}
+
+/// The header, also where nothing is wrong with it but where the refcount table is: that is then
+/// behind the end of the file, so that the refcounts count as lost and can be made anew.
+async fn read_repairable(storage: &Storage) -> Result<Header, MetadataError> {
+    let mut start = bytes::read_start(storage).await?;
+    let invalid = match Header::parse(&start) {
+        Ok(header) => return Ok(header),
+        Err(invalid) => invalid,
+    };
+    let behind = storage.size_bytes().next_multiple_of(LARGEST_CLUSTER);
+    let Some(place) = start.get_mut(48..60) else { return Err(invalid.into()) };
+    place[..8].copy_from_slice(&behind.to_be_bytes());
+    place[8..].copy_from_slice(&1_u32.to_be_bytes());
+    Header::parse(&start).map_err(|_| invalid.into())
 }
 
 /// Takes back that the image is dirty or corrupt.

@@ -340,3 +340,15 @@ fn any_byte_may_be_anything() {
         }
     });
 }
+
+#[test]
+fn refcounts_are_made_anew_where_their_table_is_lost() {
+    for (at, wrong) in [(48, 0), (48, 0x1200), (48, 1 << 60), (48, 1 << 40), (56, 0), (56, u64::MAX << 32)] {
+        let report = damaged(async move |storage, _| {
+            put(storage, at, wrong).await;
+            // Promises that are taken back before, with a header that is still wrong.
+            put(storage, 88, 1 << 60).await;
+        });
+        assert!(report.corruptions > 64, "each cluster counts as free: {report:?}");
+    }
+}
