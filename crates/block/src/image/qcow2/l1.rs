@@ -26,6 +26,12 @@ pub(super) struct L1 {
 /// Entries of a sector: what is written at once.
 pub(super) const SECTOR_ENTRIES: usize = 64;
 
+/// A table to its last sector. The rest of its clusters is read by nobody, and takes no room.
+pub(super) fn padded(mut table: Vec<u8>) -> Vec<u8> {
+    table.resize(table.len().max(1).next_multiple_of(SECTOR_ENTRIES * 8), 0);
+    table
+}
+
 impl L1 {
     /// From the bytes in the file.
     pub(super) fn parse(offset: u64, bytes: &[u8], shape: Shape, file_bytes: u64) -> Result<Self, Invalid> {

@@ -39,7 +39,7 @@ use crate::{
 /// What a cluster held that is given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Held {
-    /// Metadata, which it is protected as until then.
+    /// Metadata, which it is protected as until then, or what a snapshot had.
     Metadata,
     /// Guest data, or nothing yet. `unmapped`: nothing took its place, so the storage may be told
     /// that it is not needed.
@@ -443,14 +443,57 @@ impl Refcounts {
         for freed in self.lower(file, clusters).await? {
             let (offset, length) =
                 (freed.start << self.cluster_bits, (freed.end - freed.start) << self.cluster_bits);
-            match held {
-                Held::Metadata => metadata.remove(offset, length),
-                Held::Data { unmapped: true } => {
-                    // A hint: what it does not do costs room and nothing else.
-                    let _ = file.storage().discard(offset, length).await;
-                }
-                Held::Data { unmapped: false } | Held::Compressed => {}
+            if held == Held::Metadata {
+                metadata.remove(offset, length);
             }
+            if matches!(held, Held::Metadata | Held::Data { unmapped: true }) {
+                // A hint: what it does not do costs room and nothing else.
+                let _ = file.storage().discard(offset, length).await;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back the blocks that count nothing, or nothing but themselves. Only while nothing else
+    /// of the metadata is changed or waits to be written.
+    pub(super) async fn drop_empty_blocks(&self, file: &ImageFile, metadata: &Metadata) -> Result<()> {
+        let _turn = self.turn.exclusive(0..1).await;
+        let table = self.lock().table.clone();
+        let mut dropped = Vec::new();
+        for (block, offset) in table.into_iter().enumerate().filter(|(_, offset)| *offset != 0) {
+            self.load(file, block).await?;
+            let (own_block, own_index) = self.block_of(offset >> self.cluster_bits);
+            let place = {
+                let mut state = self.lock();
+                let bytes = &state.blocks[&block].bytes;
+                let counts = |index| get(bytes, self.order, index) != 0;
+                let itself = |index| own_block == block && index == own_index;
+                if (0..self.block_entries() as usize).any(|index| counts(index) && !itself(index)) {
+                    continue;
+                }
+                state.table[block] = 0;
+                state.blocks.remove(&block);
+                state.full.remove(&block);
+                state.dirty_entries.remove(&block);
+                state.table_offset + block as u64 * 8
+            };
+            file.write(place, &[0; 8]).await?;
+            dropped.push((offset, own_block == block));
+        }
+        if dropped.is_empty() {
+            return Ok(());
+        }
+        file.flush().await?;
+        for (offset, by_itself) in dropped {
+            let cluster = offset >> self.cluster_bits;
+            if !by_itself {
+                self.lower(file, cluster..cluster + 1).await?;
+            }
+            let mut state = self.lock();
+            state.first_free = state.first_free.min(cluster);
+            drop(state);
+            metadata.remove(offset, 1 << self.cluster_bits);
+            let _ = file.storage().discard(offset, 1 << self.cluster_bits).await;
         }
         Ok(())
     }

@@ -7,7 +7,7 @@
 use super::{
     Qcow2, bytes,
     header::{LARGEST_L1, autoclear},
-    l1::L1,
+    l1::{L1, padded},
 };
 use crate::{
     error::{Error, Result},
@@ -63,6 +63,8 @@ impl Qcow2 {
     async fn cut_off(&self, first: u64, to: u64, from: u64) -> Result<()> {
         if first < from {
             self.forget(first, from).await?;
+            self.refcounts.drop_empty_blocks(&self.file, &self.overlap).await?;
+            self.write_everything().await?;
         }
         self.set_size(from, to).await?;
         if let Some(data) = &self.data {
@@ -130,8 +132,7 @@ impl Qcow2 {
         let offset = self.allocate(clusters).await?;
         let table = L1::parse(offset, &bytes, self.shape, self.file.size_bytes())
             .map_err(|invalid| self.file.found(&invalid))?;
-        bytes.resize((clusters * cluster_bytes) as usize, 0);
-        self.write_metadata(offset, &bytes).await?;
+        self.write_metadata(offset, &padded(bytes)).await?;
         self.flush_metadata().await?;
         self.update_header(|header| {
             header.l1_offset = offset;

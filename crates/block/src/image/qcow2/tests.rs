@@ -5,9 +5,10 @@ use proptest::prelude::*;
 
 use super::{
     CacheSettings, L2Size, Parts, Qcow2,
-    big_endian::u64_at,
+    big_endian::{u64_at, words},
+    bytes,
     check::{Repair, check},
-    create::{CreateOptions, create},
+    create::{CreateOptions, Preallocation, create},
     header::{Backing, Header, incompatible},
 };
 use crate::{
@@ -401,6 +402,32 @@ fn what_was_behind_the_old_end_does_not_come_to_light() {
         let first = bytes.iter().position(|byte| *byte != 7);
         assert_eq!(first, Some((50 << 10) + 512));
         assert!(bytes[(50 << 10) + 512..].iter().all(|byte| *byte == 0));
+        image.close().await.expect("memory");
+        let report = check(image.storage(), Repair::Nothing).await.expect("valid");
+        assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");
+    });
+}
+
+#[test]
+fn a_disk_that_shrinks_keeps_no_refcounts_of_nothing() {
+    sim::run(1, async {
+        // A refcount block is for 64 clusters, and the tables of the mapping lie before all data.
+        let preallocation = Preallocation::Metadata;
+        let options =
+            CreateOptions { cluster_bytes: 512, refcount_bits: 64, preallocation, ..plain().options };
+        let image = World::new(Kind { options, ..plain() }).await.image;
+        let used = async |image: &Qcow2| {
+            let header = image.header();
+            let length = header.refcount_table_clusters as usize * 512;
+            let table =
+                bytes::read(image.storage(), header.refcount_table_offset, length).await.expect("memory");
+            words(&table).filter(|block| *block != 0).count()
+        };
+        assert!(used(&image).await >= SIZE / 512 / 64);
+        image.resize(512).await.expect("possible");
+        assert!(used(&image).await <= 2, "{} blocks", used(&image).await);
+        image.resize(SIZE as u64).await.expect("room");
+        image.write(0, Buffer::copy_of(&[7; SIZE]).into(), Durability::Cached).await.expect("room");
         image.close().await.expect("memory");
         let report = check(image.storage(), Repair::Nothing).await.expect("valid");
         assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");

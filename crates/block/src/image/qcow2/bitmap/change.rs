@@ -14,6 +14,7 @@ use crate::{
     image::qcow2::{
         Invalid, MetadataError, Qcow2, bytes,
         header::{Bitmaps, LARGEST_BITMAP_DIRECTORY, MOST_BITMAPS, Place, autoclear},
+        l1::padded,
     },
 };
 
@@ -324,14 +325,12 @@ impl Qcow2 {
     }
 
     async fn store_clusters(&self, bytes: &[u8]) -> IoResult<u64> {
-        let cluster = 1_usize << self.shape.cluster_bits;
-        let mut whole = bytes.to_vec();
-        whole.resize(bytes.len().next_multiple_of(cluster), 0);
-        let offset = self.allocate((whole.len() / cluster) as u64).await?;
-        match self.write_metadata(offset, &whole).await {
+        let length = bytes.len() as u64;
+        let offset = self.allocate(length.div_ceil(1 << self.shape.cluster_bits)).await?;
+        match self.write_metadata(offset, &padded(bytes.to_vec())).await {
             Ok(()) => Ok(offset),
             Err(error) => {
-                let _ = self.change_refcount(offset, whole.len() as u64, -1).await;
+                let _ = self.change_refcount(offset, length, -1).await;
                 Err(error)
             }
         }

@@ -21,7 +21,7 @@ use super::{
 use crate::image::qcow2::{
     Invalid, Qcow2,
     header::{Header, LARGEST_L1, MOST_SNAPSHOTS},
-    l1::L1,
+    l1::{L1, padded},
 };
 
 /// What a snapshot is to be called, and when it was taken.
@@ -208,12 +208,10 @@ impl Qcow2 {
     /// Puts metadata where nothing is. There is room for at least one cluster, also where there are
     /// no bytes.
     async fn store(&self, bytes: &[u8]) -> Result<u64> {
-        let cluster = 1_usize << self.shape.cluster_bits;
-        let mut bytes = bytes.to_vec();
-        bytes.resize(bytes.len().max(1).next_multiple_of(cluster), 0);
-        let offset = self.allocate((bytes.len() / cluster) as u64).await?;
-        if let Err(error) = self.write_metadata(offset, &bytes).await {
-            self.change_refcount(offset, bytes.len() as u64, -1).await?;
+        let length = bytes.len().max(1) as u64;
+        let offset = self.allocate(length.div_ceil(1 << self.shape.cluster_bits)).await?;
+        if let Err(error) = self.write_metadata(offset, &padded(bytes.to_vec())).await {
+            self.change_refcount(offset, length, -1).await?;
             return Err(error.into());
         }
         Ok(offset)
