@@ -13,7 +13,7 @@ use console::{Failure, on_reactor, print};
 use serde_json::{Value, json};
 
 use super::{
-    Output, form,
+    Output, OutputArgs, form,
     opening::{self, How, Subject},
 };
 
@@ -42,9 +42,8 @@ enum What {
 pub struct Arguments {
     #[command(flatten)]
     subject: Subject,
-    /// How to print
-    #[arg(long, value_name = "KIND", value_enum, default_value_t)]
-    output: Output,
+    #[command(flatten)]
+    output: OutputArgs,
     /// Repair it: leaks, or all
     #[arg(long, value_name = "WHAT", num_args = 0..=1, require_equals = true, default_missing_value = "all", conflicts_with = "short_repair")]
     repair: Option<What>,
@@ -97,7 +96,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         if report.unsaid > 0 {
             eprint(&format!("and {} more\n", report.unsaid));
         }
-        print(&match arguments.output {
+        print(&match arguments.output.kind() {
             Output::Human => text(&report),
             Output::Json => form::json(&json(&report, &name)),
         })?;

@@ -4,10 +4,7 @@
 //! The backing file is complete and flushed before anything is taken out of the image: however it
 //! ends, a guest sees the same disk in the image.
 
-use std::{
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+use std::{path::PathBuf, sync::Arc};
 
 use anyhow::{Context as _, bail};
 use block::{
@@ -39,8 +36,8 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 pub struct Arguments {
     #[command(flatten)]
     subject: Subject,
-    /// The image of the chain to move it into, with all that lies above; implies -d [default: the
-    /// backing file]
+    /// The image of the chain to move it into, with all that lies above, relative to the image's
+    /// directory; implies -d [default: the backing file]
     #[arg(short, long, value_name = "FILE")]
     base: Option<String>,
     /// Leave the image as it is afterwards
@@ -80,6 +77,7 @@ type Layer = (PathBuf, Format);
 async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
     let subject = &arguments.subject;
     let mut layers = vec![(subject.file.clone(), disk::format_of_chain(subject).await?)];
+    let base = arguments.base.as_deref().map(|base| opening::beside(&subject.file, base));
     loop {
         let (path, format) = layers.last().context("the first is there")?.clone();
         let name = path.display().to_string();
@@ -96,7 +94,7 @@ async fn layers(arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
             };
             bail!("{name}: {what}");
         };
-        let is_base = arguments.base.as_deref().is_none_or(|base| opening::is_same(&below, Path::new(base)));
+        let is_base = base.as_ref().is_none_or(|base| opening::is_same(&below, base));
         layers.push((below, below_format));
         if is_base {
             return Ok(layers);
@@ -119,15 +117,20 @@ async fn commit(layers: &[Layer], arguments: &Arguments, mut keys: Keys) -> anyh
     let base = disk::open(base_path, Some(*base_format), how, &mut keys).await?;
     keys.check_used()?;
     let size = sources.iter().map(|(_, image)| image.size_bytes()).max().unwrap_or(0);
-    if base.size_bytes() < size {
+    let base_bytes = base.size_bytes();
+    if base_bytes < size {
         base.resize(size).await.with_context(|| format!("{}: cannot be made larger", base_path.display()))?;
     }
     let total = size * sources.len() as u64;
     let progress = Arc::new(arguments.talk.progress("committing", total));
     // From the lowest upwards, so that what is newer goes over what is older.
+    // Past the end of the one below, each hides what the base may have there.
+    let mut below_bytes = base_bytes;
     for source in sources.iter().rev() {
-        let source = Source::new([source.clone()]).only_top();
-        copy::copy(source, Arc::clone(&base), how_to_copy(), Arc::clone(&progress)).await?;
+        let layer = Source::new([source.clone()]).layer_on(below_bytes);
+        let copied = copy::copy(layer, Arc::clone(&base), how_to_copy(), Arc::clone(&progress)).await;
+        copied.with_context(|| format!("{}: committing to it failed", base_path.display()))?;
+        below_bytes = source.1.size_bytes();
     }
     base.flush().await.with_context(|| format!("{}: cannot be flushed", base_path.display()))?;
     base.close().await.with_context(|| format!("{}: cannot be completed", base_path.display()))?;

@@ -43,6 +43,7 @@ Examples:
       Onto a device, 16 requests at a time in any order, and how far it has come.
 
 The new image has its name once it is complete; until then, and if the command is interrupted, the name is what it was.
+A command that was killed with SIGKILL leaves its copy beside it, .NAME.….unfinished, which nobody needs.
 Exit status: 0 copied, 1 failed, 2 wrong use of the command line.";
 
 /// What `weir image convert` is told.
@@ -73,8 +74,9 @@ pub struct Arguments {
     /// Compress every cluster; qcow2 alone
     #[arg(short, long)]
     compress: bool,
-    /// The new image's backing file, whose content what the source does not have itself must be
-    #[arg(short = 'B', short_alias = 'b', long, value_name = "FILE", conflicts_with = "no_create")]
+    /// The new image's backing file, whose content what the source does not have itself must be;
+    /// with -n, the one that the image has
+    #[arg(short = 'B', short_alias = 'b', long, value_name = "FILE")]
     backing: Option<String>,
     /// The backing file's format
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing", value_parser = opening::format_option())]
@@ -145,7 +147,7 @@ const UNIT: u64 = 2 << 20;
 const FILE_BLOCK: u64 = 4096;
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    if create::asks_for_help(&arguments.options) {
+    if Options::ask_for_help(&arguments.options) {
         return Ok(print(create::OPTIONS)?);
     }
     let Some((target, sources)) = arguments.files.split_last().filter(|(_, sources)| !sources.is_empty())
@@ -155,7 +157,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         );
         return Err(Failure::Usage(what));
     };
-    check(&arguments, sources).map_err(Failure::Usage)?;
+    let options = Options::read(&arguments.options);
+    let options = options.map_err(|what| Failure::Usage(anyhow!("{}: {what}", target.display())))?;
+    let has_backing = arguments.backing.is_some() || options.has("backing_file");
+    check(&arguments, sources, has_backing).map_err(Failure::Usage)?;
     if sources.iter().any(|source| opening::is_same(source, target)) {
         let what = anyhow!(
             "{}: is what is copied, and cannot be where to (give the new image another name)",
@@ -164,7 +169,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         return Err(Failure::Usage(what));
     }
     let undo = Undo::watch()?;
-    let (source, carry) = open_sources(sources, &arguments)?;
+    let (source, carry) = open_sources(sources, has_backing, &arguments)?;
     let target_keys =
         keys::read(&arguments.target_keys.target_secret_file, &arguments.target_keys.target_secret_fd)?;
     if arguments.no_create {
@@ -172,7 +177,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         return on_reactor(copy_into(source, carry, target, target_keys, arguments));
     }
     let place = Unfinished::new(target, &undo)?;
-    let made = make(&place, target, source.size_bytes(), &target_keys, &arguments)?;
+    let made = make(&place, target, source.size_bytes(), &target_keys, options, &arguments)?;
     let target = Target {
         path: place.path().to_owned(),
         name: target.clone(),
@@ -182,7 +187,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     Ok(place.finish()?)
 }
 
-fn check(arguments: &Arguments, sources: &[PathBuf]) -> anyhow::Result<()> {
+fn check(arguments: &Arguments, sources: &[PathBuf], has_backing: bool) -> anyhow::Result<()> {
     let raw = arguments.output_format == Format::Raw;
     if raw && arguments.compress {
         bail!("-c: raw images cannot be compressed (use -O qcow2)");
@@ -199,6 +204,9 @@ fn check(arguments: &Arguments, sources: &[PathBuf]) -> anyhow::Result<()> {
     if sources.len() > 1 && arguments.bitmaps {
         bail!("--bitmaps: several images as one disk have no bitmaps (copy them one by one)");
     }
+    if sources.len() > 1 && has_backing {
+        bail!("-B: several images as one disk have no backing file (copy them one by one)");
+    }
     if sources.len() > 1 && arguments.snapshot.is_some() {
         bail!("-l: is for one image (copy them one by one)");
     }
@@ -211,10 +219,14 @@ fn check(arguments: &Arguments, sources: &[PathBuf]) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn open_sources(paths: &[PathBuf], arguments: &Arguments) -> Result<(Source, Option<Carry>), Failure> {
+fn open_sources(
+    paths: &[PathBuf],
+    has_backing: bool,
+    arguments: &Arguments,
+) -> Result<(Source, Option<Carry>), Failure> {
     let how = How { cache: arguments.source_cache, force_share: arguments.force_share, ..How::default() };
     let (paths, format, pick) = (paths.to_vec(), arguments.format, arguments.snapshot.clone());
-    let (only_top, bitmaps) = (arguments.backing.is_some(), arguments.bitmaps);
+    let bitmaps = arguments.bitmaps;
     let skip_broken = arguments.skip_broken_bitmaps;
     let mut keys = arguments.keys.read()?;
     on_reactor(async move {
@@ -228,8 +240,10 @@ fn open_sources(paths: &[PathBuf], arguments: &Arguments) -> Result<(Source, Opt
             [(name, image)] if bitmaps => Some(Carry::of(image, name, skip_broken).await?),
             _ => None,
         };
+        // What the source leaves to its backing file, the new image leaves to its own.
+        let below_bytes = images.first().and_then(|(_, image)| image.backing()).map_or(0, Image::size_bytes);
         let source = Source::new(images);
-        Ok((if only_top { source.only_top() } else { source }, carry))
+        Ok((if has_backing { source.layer_on(below_bytes) } else { source }, carry))
     })
 }
 
@@ -243,16 +257,17 @@ fn make(
     target: &Path,
     size: u64,
     keys: &Keys,
+    mut options: Options,
     arguments: &Arguments,
 ) -> Result<Made, Failure> {
     let name = target.display().to_string();
     let usage = |text: String| Failure::Usage(anyhow!("{name}: {text}"));
-    let mut options = Options::read(&arguments.options).map_err(usage)?;
     let larger = options.take_size("size").map_err(usage)?;
     let size = larger.unwrap_or(size);
     match arguments.output_format {
         Format::Raw => {
             let preallocation = create::preallocation(&mut options).map_err(usage)?.unwrap_or_default();
+            create::take_hints(&mut options).map_err(usage)?;
             options.finish("raw").map_err(usage)?;
             create::create_raw(place.path(), size, preallocation, &name)?;
             Ok(Made { has_backing: false, keys: Keys::default() })
@@ -300,7 +315,7 @@ async fn copy_into(
     if room < size {
         return Err(anyhow!("{name}: has {room} bytes, and the source {size} (resize it first)").into());
     }
-    check_target(&image, &arguments).with_context(|| name.clone())?;
+    check_target(&image, &target.path, &arguments).with_context(|| name.clone())?;
     if let Some(carry) = &carry {
         carry.check_target(&image).await.with_context(|| name.clone())?;
     }
@@ -319,9 +334,17 @@ async fn copy_into(
     Ok(())
 }
 
-fn check_target(target: &Image, arguments: &Arguments) -> anyhow::Result<()> {
+fn check_target(target: &Image, path: &Path, arguments: &Arguments) -> anyhow::Result<()> {
     let Image::Qcow2(qcow2) = target else { return Ok(()) };
     let header = qcow2.header();
+    if let (true, Some(backing)) = (arguments.no_create, &arguments.backing) {
+        let own = header.backing.as_ref().map(|own| opening::beside(path, &own.name));
+        if !own.is_some_and(|own| opening::is_same(&own, &opening::beside(path, backing))) {
+            bail!(
+                "-B {backing}: is not its backing file, so what the source has there would be missing (leave -B out)"
+            );
+        }
+    }
     if arguments.compress && header.crypt != Crypt::None {
         bail!("-c: an encrypted image has no compressed clusters (leave out -c, or the encryption)");
     }

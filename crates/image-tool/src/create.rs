@@ -57,9 +57,12 @@ Options of qcow2:
   preallocation=MODE      off, metadata, falloc or full [off]
   refcount_bits=N         1 to 64, a power of two [16]
   size=SIZE               the disk's size
+  encryption=off          as it is; no other than luks is there
 Options of raw:
   preallocation=MODE      off, falloc or full [off]
   size=SIZE               the disk's size
+Of both, for scripts: extent_size_hint=SIZE and nocow=SWITCH, hints for a host's file system, are
+taken and change nothing.
 ";
 
 /// What `weir image create` is told.
@@ -94,7 +97,7 @@ pub struct Arguments {
 }
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    if asks_for_help(&arguments.options) {
+    if Options::ask_for_help(&arguments.options) {
         return Ok(print(OPTIONS)?);
     }
     let no_file = || Failure::Usage(anyhow!("no file was named (weir image create --help has examples)"));
@@ -112,6 +115,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
             }
             let size = size(&mut options, &arguments).map_err(usage)?;
             let preallocation = preallocation(&mut options).map_err(usage)?.unwrap_or_default();
+            take_hints(&mut options).map_err(usage)?;
             options.finish("raw").map_err(usage)?;
             let size = size.ok_or_else(|| usage("has no size (give it one: 20G)".to_owned()))?;
             create_raw(&path, size, preallocation, &name)?;
@@ -142,17 +146,17 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     }
 }
 
-pub(super) fn asks_for_help(options: &[String]) -> bool {
-    options.iter().any(|text| text == "help" || text == "?")
-}
-
 fn say(arguments: &Arguments, line: std::fmt::Arguments<'_>) -> Result<(), Failure> {
     if arguments.quiet { Ok(()) } else { Ok(print(&format!("{line}\n"))?) }
 }
 
 fn size(options: &mut Options, arguments: &Arguments) -> Result<Option<u64>, String> {
-    let option = options.take_size("size")?;
-    Ok(arguments.size.or(option))
+    match (options.take_size("size")?, arguments.size) {
+        (Some(_), Some(_)) => {
+            Err("the size is said twice, as SIZE and with -o size (leave one of them out)".to_owned())
+        }
+        (option, size) => Ok(size.or(option)),
+    }
 }
 
 pub(super) fn preallocation(options: &mut Options) -> Result<Option<Preallocation>, String> {
@@ -167,6 +171,14 @@ pub(super) fn preallocation_mode(name: &str) -> Result<Preallocation, String> {
         "full" => Ok(Preallocation::Full),
         _ => Err("is none of off, metadata, falloc and full".to_owned()),
     }
+}
+
+/// What scripts tell btrfs and XFS about the file. It changes nothing that a reader of the image
+/// sees, and is checked and left at that.
+pub(super) fn take_hints(options: &mut Options) -> Result<(), String> {
+    options.take_size("extent_size_hint")?;
+    options.take_switch("nocow")?;
+    Ok(())
 }
 
 /// All but the size. `backing` is what was given beside the options.
@@ -188,7 +200,15 @@ pub(super) fn qcow2_options(
         _ => Err("is neither zlib nor zstd".to_owned()),
     })?;
     let number = |value: &str| value.parse().map_err(|_| "is not a whole number".to_owned());
-    let backing = backing.0.or(backing_file).filter(|name| !name.is_empty());
+    let backing = backing.0.or(backing_file);
+    if backing.as_deref() == Some("") {
+        return Err("the backing file has no name (leave -b out for none)".to_owned());
+    }
+    if options.take_switch("encryption")? == Some(true) {
+        return Err("encryption=on: weir has not that encryption, which is broken (use encrypt.format=luks)"
+            .to_owned());
+    }
+    take_hints(options)?;
     if backing.is_none() && backing_format.is_some() {
         return Err("a format of the backing file was given, and no backing file (-b)".to_owned());
     }
@@ -336,18 +356,15 @@ pub(super) fn create_raw(
     if preallocation == Preallocation::Metadata {
         return Err(Failure::Usage(anyhow!("{name}: preallocation=metadata: raw images have no metadata")));
     }
-    if size == 0 {
-        return Err(Failure::Usage(anyhow!(
-            "{name}: has size zero, so there is no disk (give it a size: 20G)"
-        )));
-    }
     let (file, storage) = NewFile::open(path)?;
     let is_file = is_regular(path)?;
     on_reactor(async move {
         if is_file {
             empty(&storage).await?;
             storage.write_zeroes(0, storage.size_bytes(), ZEROES).await?;
-            storage.resize(size).await.context("cannot have this size")?;
+            if size > 0 {
+                storage.resize(size).await.context("cannot have this size")?;
+            }
         } else if storage.size_bytes() < size {
             return Err(Failure::Failed(anyhow!("the device has {} bytes", storage.size_bytes())));
         }
@@ -361,6 +378,11 @@ pub(super) fn create_raw(
         Ok(storage.flush().await?)
     })
     .map_err(|failure| named(failure, name))?;
+    if size == 0 && is_file {
+        // A disk without a byte, which only a file of its own can be.
+        let emptied = OpenOptions::new().write(true).open(path).and_then(|file| file.set_len(0));
+        emptied.with_context(|| format!("{name}: cannot be emptied"))?;
+    }
     file.finish();
     Ok(())
 }

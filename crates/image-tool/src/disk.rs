@@ -10,7 +10,7 @@ use block::{
     image::{
         self, Image,
         open::{BackingChoice, ImageOptions},
-        qcow2::What,
+        qcow2::{Piece, What},
     },
     storage::{Format, OpenOptions},
 };
@@ -94,23 +94,34 @@ pub(super) fn blocks(image: &Image) -> Option<Blocks> {
 pub(super) enum Kind {
     Data,
     Zero,
-    /// It is not in this layer; what lies below has it already.
+    /// It is not in this layer, and may be in what lies below.
     Below,
 }
 
 /// Pieces that follow each other from `offset` on, at least one, of at most `length` bytes in all.
-pub(super) async fn layer(image: &Image, offset: u64, length: u64) -> Result<Vec<(u64, Kind)>> {
+/// What lies below has `below_bytes`; past them, what is not in the layer reads as zeroes.
+pub(super) async fn layer(
+    image: &Image,
+    offset: u64,
+    length: u64,
+    below_bytes: u64,
+) -> Result<Vec<(u64, Kind)>> {
     let Image::Qcow2(qcow2) = image else {
         // There is nothing below it.
         return Ok(vec![(length, Kind::Data)]);
     };
-    let kind = |what| match what {
-        What::Unallocated => Kind::Below,
-        What::Zero { .. } => Kind::Zero,
-        What::Data { .. } | What::Compressed { .. } => Kind::Data,
-    };
-    let pieces = qcow2.map(offset, length).await?;
-    Ok(pieces.into_iter().map(|piece| (piece.length, kind(piece.what))).collect())
+    let (mut at, mut kinds) = (offset, Vec::new());
+    for Piece { length, what } in qcow2.map(offset, length).await? {
+        let below = below_bytes.saturating_sub(at).min(length);
+        match what {
+            What::Unallocated => kinds.extend([(below, Kind::Below), (length - below, Kind::Zero)]),
+            What::Zero { .. } => kinds.push((length, Kind::Zero)),
+            What::Data { .. } | What::Compressed { .. } => kinds.push((length, Kind::Data)),
+        }
+        at += length;
+    }
+    kinds.retain(|(length, _)| *length > 0);
+    Ok(kinds)
 }
 
 pub(super) async fn write_compressed(image: &Image, offset: u64, data: Segments) -> Result<()> {

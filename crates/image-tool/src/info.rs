@@ -28,7 +28,7 @@ use console::{Failure, on_reactor, print};
 use serde_json::{Map, Value, json};
 
 use super::{
-    Output,
+    Output, OutputArgs,
     form::{self, human},
     opening::{self, How, Subject},
     snapshot,
@@ -48,9 +48,8 @@ Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 pub struct Arguments {
     #[command(flatten)]
     subject: Subject,
-    /// How to print
-    #[arg(long, value_name = "KIND", value_enum, default_value_t)]
-    output: Output,
+    #[command(flatten)]
+    output: OutputArgs,
     /// Show the backing files too
     #[arg(long)]
     backing_chain: bool,
@@ -81,7 +80,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
             shown.push(show(&path, format, how)?);
         }
     }
-    let text = match (arguments.output, arguments.backing_chain) {
+    let text = match (arguments.output.kind(), arguments.backing_chain) {
         (Output::Human, _) => shown.iter().map(Shown::text).collect::<Vec<_>>().join("\n"),
         (Output::Json, false) => form::json(&shown[0].json),
         (Output::Json, true) => form::json(&shown.into_iter().map(|shown| shown.json).collect()),

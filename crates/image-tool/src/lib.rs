@@ -40,7 +40,7 @@ mod snapshot;
 mod source;
 mod unfinished;
 
-use clap::{Subcommand, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 use console::Failure;
 
 // For the daemon, which answers QMP's `query-block` with the `ImageInfo` that `info` prints.
@@ -101,6 +101,22 @@ pub fn run(command: Command) -> Result<(), Failure> {
         Command::Resize(arguments) => resize::run(arguments),
         Command::Commit(arguments) => commit::run(arguments),
         Command::Rebase(arguments) => rebase::run(arguments),
+    }
+}
+
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct OutputArgs {
+    /// How to print
+    #[arg(long, value_name = "KIND", value_enum, default_value_t)]
+    output: Output,
+    /// The same as --output=json
+    #[arg(long, conflicts_with = "output")]
+    json: bool,
+}
+
+impl OutputArgs {
+    pub(crate) fn kind(self) -> Output {
+        if self.json { Output::Json } else { self.output }
     }
 }
 

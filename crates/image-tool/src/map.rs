@@ -1,20 +1,23 @@
 //! `weir image map`: what a disk is made of and where it lies, through the chain of backing files,
 //! as `qemu-img map` prints it.
 //!
-//! Never reads guest data.
+//! Never reads guest data: what is zero is what the file says of itself.
 
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, bail};
-use block::image::{
-    Image, Qcow2,
-    qcow2::{Piece, What},
+use block::{
+    image::{
+        Image, Qcow2,
+        qcow2::{Piece, What},
+    },
+    storage::Storage,
 };
 use clap::Args;
 use console::{Failure, on_reactor, print};
 
 use super::{
-    Output, disk,
+    Output, OutputArgs, disk,
     keys::KeyArgs,
     opening::{How, Subject},
 };
@@ -33,9 +36,8 @@ Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 pub struct Arguments {
     #[command(flatten)]
     subject: Subject,
-    /// How to print
-    #[arg(long, value_name = "KIND", value_enum, default_value_t)]
-    output: Output,
+    #[command(flatten)]
+    output: OutputArgs,
     /// Begin here
     #[arg(short, long, value_name = "OFFSET", default_value = "0", value_parser = settings::size)]
     start_offset: u64,
@@ -64,7 +66,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         map.add(&image, start, end)
             .await
             .with_context(|| format!("{name}: what is where cannot be found out"))?;
-        print(&match arguments.output {
+        print(&match arguments.output.kind() {
             Output::Json => map.json(),
             Output::Human => map.text().with_context(|| name)?,
         })?;
@@ -170,9 +172,23 @@ impl Map {
                 }
                 What::Unallocated => nothing,
                 What::Zero { host } => Entry { present: true, offset: host, ..nothing },
+                What::Data { .. } if encrypted => Entry { present: true, zero: false, data: true, ..nothing },
                 What::Data { host, .. } => {
-                    let offset = (!encrypted).then_some(host);
-                    Entry { present: true, zero: false, data: true, offset, ..nothing }
+                    // Where the file has a hole, as under preallocated clusters, they are zeroes.
+                    for (into, length, zero) in in_file(qcow2.storage(), host, length).await? {
+                        let start = nothing.start + into;
+                        let offset = Some(host + into);
+                        self.push(Entry {
+                            start,
+                            length,
+                            present: true,
+                            zero,
+                            data: true,
+                            offset,
+                            ..nothing.clone()
+                        });
+                    }
+                    continue;
                 }
                 What::Compressed { .. } => {
                     Entry { present: true, zero: false, data: true, compressed: true, ..nothing }
@@ -202,6 +218,23 @@ impl Map {
         }
         Ok(text)
     }
+}
+
+/// Pieces of a range of the file, which may reach past its end: where in it, how long, and whether
+/// all of it is zeroes.
+async fn in_file(storage: &Storage, offset: u64, length: u64) -> anyhow::Result<Vec<(u64, u64, bool)>> {
+    let there = storage.size_bytes().saturating_sub(offset).min(length);
+    let (mut at, mut pieces) = (0, Vec::new());
+    while at < there {
+        for extent in storage.block_status(offset + at, there - at).await? {
+            pieces.push((at, extent.length, extent.zero));
+            at += extent.length;
+        }
+    }
+    if at < length {
+        pieces.push((at, length - at, true));
+    }
+    Ok(pieces)
 }
 
 impl Entry {

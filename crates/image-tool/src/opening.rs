@@ -119,6 +119,7 @@ pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
         cache: how.cache,
         read_only: !how.write,
         force_share: how.force_share,
+        may_be_empty: true,
         rate,
         ..OpenOptions::default()
     })

@@ -1,6 +1,7 @@
 //! `-o key=value,key=value`: options of a format, as qemu-img writes them.
 //!
-//! A comma in a value is written twice. A key that is unknown or there twice is an error.
+//! A comma in a value is written twice. Of a key that is there twice the last one counts, as for
+//! qemu-img; one that is unknown is an error.
 
 use block::storage::parse_size;
 
@@ -9,26 +10,33 @@ use block::storage::parse_size;
 pub(super) struct Options(Vec<(String, String)>);
 
 impl Options {
-    /// Errors: a key without a value, or twice.
+    /// Errors: a key without a value.
     pub(super) fn read(texts: &[String]) -> Result<Self, String> {
         let mut options = Self::default();
         for text in texts {
             for pair in split(text).into_iter().filter(|pair| !pair.is_empty()) {
                 let (key, value) =
                     pair.split_once('=').ok_or_else(|| format!("{pair}: has no value (write {pair}=…)"))?;
-                if options.0.iter().any(|(known, _)| known == key) {
-                    return Err(format!("{key}: is given twice"));
-                }
+                options.0.retain(|(known, _)| known != key);
                 options.0.push((key.to_owned(), value.to_owned()));
             }
         }
         Ok(options)
     }
 
+    /// Whether the format's options are asked for, also behind others.
+    pub(super) fn ask_for_help(texts: &[String]) -> bool {
+        texts.iter().flat_map(|text| split(text)).any(|pair| pair == "help" || pair == "?")
+    }
+
     pub(super) fn set_missing(&mut self, key: &str, value: &str) {
-        if !self.0.iter().any(|(known, _)| known == key) {
+        if !self.has(key) {
             self.0.push((key.to_owned(), value.to_owned()));
         }
+    }
+
+    pub(super) fn has(&self, key: &str) -> bool {
+        self.0.iter().any(|(known, _)| known == key)
     }
 
     pub(super) fn take(&mut self, key: &str) -> Option<String> {
@@ -103,9 +111,24 @@ mod tests {
     }
 
     #[test]
+    fn the_last_of_a_key_counts() {
+        let mut options = Options::read(&["a=1,a=2".to_owned(), "b=1".to_owned(), "a=3".to_owned()]).unwrap();
+        assert_eq!(options.take("a").unwrap(), "3");
+        assert_eq!((options.take("b").as_deref(), options.finish("raw")), (Some("1"), Ok(())));
+    }
+
+    #[test]
+    fn help_may_stand_behind_other_options() {
+        for (text, asks) in
+            [("help", true), ("size=1M,help", true), ("?", true), ("backing_file=help", false)]
+        {
+            assert_eq!(Options::ask_for_help(&[text.to_owned()]), asks, "{text}");
+        }
+    }
+
+    #[test]
     fn nothing_is_ignored() {
         assert_eq!(read("a").unwrap_err(), "a: has no value (write a=…)");
-        assert_eq!(read("a=1,a=2").unwrap_err(), "a: is given twice");
         assert!(read("a=1").unwrap().finish("raw").unwrap_err().starts_with("a=1: is no option of raw"));
         let said = read("lazy_refcounts=maybe").unwrap().take_switch("lazy_refcounts").unwrap_err();
         assert_eq!(said, "lazy_refcounts=maybe: is neither on nor off");

@@ -19,6 +19,7 @@ use clap::Args;
 use console::{Failure, on_reactor};
 
 use super::{
+    copy::is_zero,
     disk::{self, Kind},
     keys::{KeyArgs, Keys},
     opening::{self, How, Subject},
@@ -66,7 +67,8 @@ pub struct Arguments {
     talk: Talk,
 }
 
-const PIECE: u64 = 1 << 20;
+/// The largest cluster: less than one cannot become zeroes as a whole.
+const PIECE: u64 = 2 << 20;
 
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let name = arguments.subject.name();
@@ -182,7 +184,7 @@ impl Below {
         Ok(())
     }
 
-    /// Zeroes are written as data: an image makes no zeroes of what reads as zeroes already.
+    /// What the old backing file has as zeroes becomes zero clusters, where the format has them.
     async fn keep(&self, image: &Qcow2, start: u64, end: u64, cluster: u64) -> anyhow::Result<()> {
         let length = (end - start) as usize;
         let old = content(self.old.as_ref(), start, length).await?;
@@ -191,14 +193,19 @@ impl Below {
             return Ok(());
         }
         let [old, new] = [old, new].map(|content| content.unwrap_or_else(|| Buffer::zeroed(length)));
-        let mut at = 0;
+        let (mut at, size) = (0, image.size_bytes());
         while at < length {
             let into = (start + at as u64) % cluster;
             let next = length.min(at + (cluster - into) as usize);
             if old[at..next] != new[at..next] {
-                let (offset, part) = (start + at as u64, Buffer::copy_of(&old[at..next]));
-                let what = || format!("writing {} bytes at {offset}", next - at);
-                image.write(offset, part.into(), Durability::Cached).await.with_context(what)?;
+                let (offset, part) = (start + at as u64, &old[at..next]);
+                let is_whole = into == 0 && (part.len() as u64 == cluster || start + next as u64 == size);
+                let kept = if is_whole && image.header().version >= 3 && is_zero(part) {
+                    image.hide(offset, part.len() as u64).await
+                } else {
+                    image.write(offset, Buffer::copy_of(part).into(), Durability::Cached).await
+                };
+                kept.with_context(|| format!("writing {} bytes at {offset}", part.len()))?;
             }
             at = next;
         }

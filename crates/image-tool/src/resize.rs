@@ -67,7 +67,7 @@ fn change(text: &str) -> Result<Change, String> {
 
 const PIECE: u64 = 1 << 20;
 
-/// On failure the size is what it was, unless only filling what was added failed.
+/// On failure the size is what it was, unless not even that could be written.
 pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let mut keys = arguments.keys.read()?;
     on_reactor(async move {
@@ -81,10 +81,16 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         check(&image, old, size, &arguments).with_context(|| name.clone()).map_err(Failure::Usage)?;
         image.resize(size).await.with_context(|| name.clone())?;
         let filled = fill(&image, old, size, arguments.preallocation).await;
+        let undone = match &filled {
+            Ok(()) => true,
+            Err(_) => image.resize(old).await.is_ok(),
+        };
         let closed = image.close().await;
-        filled
-            .and(closed)
-            .with_context(|| format!("{name}: has its new size, but could not be completed"))?;
+        let what = match (&filled, undone && closed.is_ok()) {
+            (Err(_), true) => "what was to be added has no room, and the size is what it was",
+            _ => "has its new size, but could not be completed",
+        };
+        filled.and(closed).with_context(|| format!("{name}: {what}"))?;
         if !arguments.quiet {
             print("Image resized.\n")?;
         }
@@ -109,8 +115,8 @@ fn check(image: &Image, old: u64, size: u64, arguments: &Arguments) -> anyhow::R
             "has {old} bytes, and {size} are less: what lies behind them would be lost (give --shrink if it may)"
         );
     }
-    if size < old && arguments.preallocation != Preallocation::Off {
-        bail!("--preallocation is about what is added (leave it away)");
+    if size <= old && arguments.preallocation != Preallocation::Off {
+        bail!("--preallocation is about what is added, and nothing is (leave it out)");
     }
     if matches!(image, Image::Raw(_)) && arguments.preallocation == Preallocation::Metadata {
         bail!("--preallocation metadata: raw images have none (falloc or full are possible here)");

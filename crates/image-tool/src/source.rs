@@ -12,7 +12,8 @@ use super::disk::{self, Kind};
 pub(super) struct Source {
     parts: Vec<Part>,
     size_bytes: u64,
-    only_top: bool,
+    /// Of one layer alone: how large what lies below it is, in bytes.
+    layer_on: Option<u64>,
 }
 
 #[derive(Clone, Debug)]
@@ -24,7 +25,7 @@ struct Part {
 
 impl Source {
     pub(super) fn new(images: impl IntoIterator<Item = (String, Arc<Image>)>) -> Self {
-        let mut source = Self { parts: Vec::new(), size_bytes: 0, only_top: false };
+        let mut source = Self { parts: Vec::new(), size_bytes: 0, layer_on: None };
         for (name, image) in images {
             let start = source.size_bytes;
             source.size_bytes += image.size_bytes();
@@ -33,9 +34,9 @@ impl Source {
         source
     }
 
-    /// The same, with what comes from backing files told as [`Kind::Below`].
-    pub(super) fn only_top(self) -> Self {
-        Self { only_top: true, ..self }
+    /// The same, with what comes from backing files of so many bytes told as [`Kind::Below`].
+    pub(super) fn layer_on(self, below_bytes: u64) -> Self {
+        Self { layer_on: Some(below_bytes), ..self }
     }
 
     pub(super) fn size_bytes(&self) -> u64 {
@@ -53,8 +54,8 @@ impl Source {
     pub(super) async fn status(&self, offset: u64, length: u64) -> anyhow::Result<Vec<(u64, Kind)>> {
         let (part, at, left) = self.at(offset);
         let length = length.min(left);
-        let status = if self.only_top {
-            disk::layer(&part.image, at, length).await
+        let status = if let Some(below_bytes) = self.layer_on {
+            disk::layer(&part.image, at, length, below_bytes).await
         } else {
             let extents = part.image.block_status(at, length).await;
             let kind = |zero| if zero { Kind::Zero } else { Kind::Data };

@@ -52,7 +52,7 @@ pub(crate) enum Command {
     #[command(after_help = lab::probe::EXAMPLES)]
     Probe(lab::probe::ProbeArgs),
     /// Make, look into, check and change images
-    #[command(subcommand)]
+    #[command(subcommand, version, propagate_version = true)]
     Image(Box<image_tool::Command>),
     /// Limit control groups, explain what a limit misses, and show who does what
     #[command(subcommand, after_help = cgroup::ABOUT)]

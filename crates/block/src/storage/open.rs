@@ -27,6 +27,8 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Read although somebody else writes; only with `read_only`.
     pub force_share: bool,
+    /// A regular file of no bytes is a disk too, of size zero.
+    pub may_be_empty: bool,
     /// Where files must lie; everywhere without it.
     pub root: Option<Root>,
     /// The part of it that is the disk; only of raw images.
@@ -70,6 +72,7 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
         cache: options.cache,
         read_only: options.read_only,
         force_share: options.force_share,
+        may_be_empty: options.may_be_empty,
         root: options.root.clone(),
     };
     let (file, plain) = file::open(path, &how)?;

@@ -25,6 +25,7 @@ use anyhow::Context as _;
 use async_channel::{Receiver, Sender};
 use block::{
     buffer::Buffer,
+    error::Error,
     image::Image,
     reactor::{Polling, Worker},
     storage::{Durability, ZeroOptions},
@@ -221,10 +222,28 @@ impl Copy {
     }
 
     async fn zero(&self, offset: u64, length: u64) -> anyhow::Result<()> {
-        let how = ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
-        self.target
-            .write_zeroes(offset, length, how)
-            .await
-            .with_context(|| format!("zeroing {length} bytes at {offset}"))
+        let mut how = ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+        let what = || format!("zeroing {length} bytes at {offset}");
+        if self.how.compressed {
+            // Zeroes that would have to be written are compressed, as far as they are clusters.
+            how.only_if_fast = true;
+            match self.target.write_zeroes(offset, length, how).await {
+                Err(Error::UNSUPPORTED) => how.only_if_fast = false,
+                done => return done.with_context(what),
+            }
+            let (end, unit) = (offset + length, self.how.align);
+            let last = if end == self.target.size_bytes() { end } else { end - end % unit };
+            let mut at = offset;
+            while at.is_multiple_of(unit) && at < last {
+                let next = last.min(at + unit);
+                self.write(at, Buffer::zeroed((next - at) as usize)).await?;
+                at = next;
+            }
+            return match end - at {
+                0 => Ok(()),
+                rest => self.target.write_zeroes(at, rest, how).await.with_context(what),
+            };
+        }
+        self.target.write_zeroes(offset, length, how).await.with_context(what)
     }
 }

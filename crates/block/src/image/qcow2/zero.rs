@@ -29,6 +29,8 @@ const ZEROES_AT_ONCE: u64 = 2 << 20;
 enum Become {
     /// Zeroes; their room may be given back, or is kept.
     Zero { unmap: bool },
+    /// Zeroes of its own, also where what is behind the image reads as zeroes.
+    OwnZero,
     /// As if never written, which without a backing file reads as zeroes.
     Unallocated,
 }
@@ -51,6 +53,27 @@ impl Qcow2 {
             image.made_durable(offset, length, options.durability).await
         });
         zero.await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    /// Makes whole clusters read as zeroes whatever comes to stand behind the image: `offset` is
+    /// where one begins, and the range ends where one or the disk does.
+    ///
+    /// # Errors
+    /// As [`Qcow2::write`]; [`Error::UNSUPPORTED`] in images of version 2, which have no entry for
+    /// that.
+    pub async fn hide(&self, offset: u64, length: u64) -> Result<()> {
+        let image = self.clone();
+        let hide = reactor::spawn_to_end(async move {
+            let _pass = image.gate.enter().await;
+            image.check_change(offset, length)?;
+            let (first, last) = image.whole_clusters(offset, offset + length);
+            if image.shape.version < 3 || (first, last) != (offset, offset + length) {
+                return Err(Error::UNSUPPORTED);
+            }
+            image.record(offset, length).await?;
+            image.change_clusters(first, last, Become::OwnZero).await
+        });
+        hide.await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
     pub(super) async fn zero_inside(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
@@ -167,7 +190,12 @@ impl Qcow2 {
             // Where there is no table, there is nothing to free, and without a backing file nothing
             // to hide.
             let has_table = self.slice_offset(self.slice_number(at)).is_some();
-            if has_table || what != Become::Unallocated && self.backing_bytes(at) > 0 {
+            let hides = match what {
+                Become::Unallocated => false,
+                Become::Zero { .. } => self.backing_bytes(at) > 0,
+                Become::OwnZero => true,
+            };
+            if has_table || hides {
                 self.own_table(self.l1_index(at)).await?;
                 self.change_entries(at, clusters, |index, old| {
                     self.changed(old, what, at + index * cluster_bytes)
@@ -183,6 +211,7 @@ impl Qcow2 {
         let zero = self.shape.all();
         match what {
             Become::Unallocated => Cluster::Standard(Standard::UNALLOCATED),
+            Become::OwnZero => Cluster::Standard(Standard { host: None, copied: false, allocated: 0, zero }),
             Become::Zero { unmap } => {
                 if old == Cluster::Standard(Standard::UNALLOCATED) && self.backing_bytes(guest) == 0 {
                     return old;

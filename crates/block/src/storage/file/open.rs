@@ -32,6 +32,8 @@ pub(in crate::storage) struct FileOptions {
     pub(in crate::storage) read_only: bool,
     /// Read although somebody else writes.
     pub(in crate::storage) force_share: bool,
+    /// A regular file of no bytes is a disk too.
+    pub(in crate::storage) may_be_empty: bool,
     /// Where it must lie.
     pub(in crate::storage) root: Option<Root>,
 }
@@ -57,7 +59,7 @@ pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(Fi
     };
     let is_protected = lock::acquire(&main, &name, lock::Use::of(options.read_only, options.force_share))?;
     let size_bytes = buffered.seek(SeekFrom::End(0)).map_err(|error| failed(&error))?;
-    if size_bytes == 0 {
+    if size_bytes == 0 && !(options.may_be_empty && kind == Kind::Regular) {
         return Err(empty(name, kind));
     }
     let zero_alignment = match kind {

@@ -78,8 +78,13 @@ fn everywhere<F: Future<Output = ()>>(
 fn an_image_is_free_once_it_is_dropped_and_nothing_is_in_flight() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(4096).unwrap();
-    let options =
-        FileOptions { cache: CacheMode::Writeback, read_only: false, force_share: false, root: None };
+    let options = FileOptions {
+        cache: CacheMode::Writeback,
+        read_only: false,
+        force_share: false,
+        may_be_empty: false,
+        root: None,
+    };
     let locked = || open_file(file.path(), &options).is_err();
     let (image, _) = open_file(file.path(), &options).unwrap();
     // As the kernel does for a moment, after an operation.
@@ -288,7 +293,13 @@ fn read_only_reads_and_refuses_everything_else() {
 #[test]
 fn error_numbers_arrive_as_they_are() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
-    let options = FileOptions { cache: CacheMode::Writeback, read_only: true, force_share: true, root: None };
+    let options = FileOptions {
+        cache: CacheMode::Writeback,
+        read_only: true,
+        force_share: true,
+        may_be_empty: false,
+        root: None,
+    };
     let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {
         // Past `Align`, which would refuse it: the descriptor is read-only.
@@ -301,8 +312,13 @@ fn error_numbers_arrive_as_they_are() {
 #[test]
 fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
-    let options =
-        FileOptions { cache: CacheMode::Writeback, read_only: false, force_share: false, root: None };
+    let options = FileOptions {
+        cache: CacheMode::Writeback,
+        read_only: false,
+        force_share: false,
+        may_be_empty: false,
+        root: None,
+    };
     let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {
         assert_eq!(storage.flush().await, Ok(()));
