@@ -13,6 +13,7 @@ FUZZ_SECONDS ?= 600
 SOAK_SEEDS ?= 20000
 SOAK_CASES ?= 20000
 SOAK_KILLS ?= 200
+SOAK_SEQUENCES ?= 2000
 # Twice as many tests at a time as there are processors: many of them wait for a limit or a disk.
 TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
 # Further options for `make bench`, for example: make bench BENCH="--rows 'file-*' --rounds 3".
@@ -72,10 +73,11 @@ fuzz: ## fuzz every parser of untrusted bytes, FUZZ_SECONDS (600) each
 	@scripts/deps build
 	@scripts/fuzz $(FUZZ_SECONDS)
 
-soak: ## the properties and the simulation with many more cases and seeds; qcow2 in every combination, and killed; cgroups for longer
+soak: ## the properties and the simulation with many more cases and seeds; qcow2 in every combination, killed, and in random histories with qemu-img; cgroups for longer
 	@scripts/deps build clients guest systemd
 	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block -p weir-export
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
+	WEIR_SEQUENCES=$(SOAK_SEQUENCES) $(CARGO) test --release --locked -p weir --test e2e image_soak
 	$(RELEASE)
 	tests/guest/against-weir --full "$(TARGET)/release/weir"
 	tests/guest/against-weir --systemd "$(TARGET)/release/weir"

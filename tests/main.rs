@@ -27,6 +27,8 @@ mod devices;
 mod failures;
 mod fio;
 mod hostile;
+mod image_habits;
+mod image_soak;
 mod imitation;
 mod libnbd;
 mod limits;

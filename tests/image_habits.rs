@@ -1,0 +1,141 @@
+//! `weir image` where scripts that were written for qemu-img would trip: what is taken, what is
+//! refused, and disks that must stay the same under `convert -B`, `rebase` and `commit`.
+
+use std::{fs, os::unix::fs::MetadataExt as _};
+
+use crate::harness::{MIB, Scratch, assert_says, qemu_img, qemu_io, text, weir_image};
+
+#[test]
+fn what_scripts_say_is_taken_or_refused_as_by_qemu_img() {
+    let scratch = Scratch::new();
+    scratch.sparse("empty.raw", 0);
+    scratch.sparse("base.raw", MIB);
+    let inside = scratch.path("");
+    qemu_img(["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", "top.q"])
+        .inside(&inside)
+        .succeeds();
+    for (taken, line) in [
+        (true, "create -f qcow2 -o size=1M,size=2M -o cluster_size=4k,nocow=on,encryption=off a.q"),
+        (true, "create -f raw -o extent_size_hint=1M,nocow=off a.raw 1M"),
+        (true, "create -f raw a.raw 0"),
+        (true, "create -f qcow2 -o size=1M,help a.q"),
+        (false, "create -f qcow2 -o size=1M a.q 2M"),
+        (false, "create -f qcow2 -o backing_file= a.q 2M"),
+        (false, "create -f qcow2 -o encryption=on a.q 2M"),
+        (false, "create -f qcow2 -o nocow=maybe a.q 2M"),
+        (true, "info empty.raw"),
+        (true, "info --output=json -f raw empty.raw"),
+        (true, "map -f raw empty.raw"),
+        (true, "convert -f raw -O raw empty.raw a.raw"),
+        (true, "compare -f raw -F raw empty.raw a.raw"),
+        (true, "resize -f raw a.raw 1M"),
+        (true, "convert -n -f qcow2 -O qcow2 -B base.raw -F raw top.q top2.q"),
+        (false, "convert -f raw -O qcow2 -B base.raw -F raw base.raw base.raw a.q"),
+        (false, "resize -f qcow2 --preallocation=metadata top.q 1M"),
+    ] {
+        qemu_img(["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw", "top2.q"])
+            .inside(&inside)
+            .succeeds();
+        let words: Vec<_> = line.split(' ').collect();
+        assert_eq!(qemu_img(&words).inside(&inside).run().code() == 0, taken, "qemu-img {line}");
+        let ours = weir_image(&words).inside(&inside).run();
+        assert_eq!(ours.code() == 0, taken, "weir image {line}: {}", ours.said());
+    }
+    assert_eq!(weir_image(&["info", "--json", "empty.raw"]).inside(&inside).json()["virtual-size"], 0);
+    assert_says(&weir_image(&["info", "--version"]).succeeds(), &[env!("CARGO_PKG_VERSION")]);
+    let said = weir_image(&["create", "-f", "qcow2", "-b", "", "a.q", "1M"]).inside(&inside).fails();
+    assert_says(&said, &["the backing file has no name"]);
+    // QEMU leaves what the source does not have to whatever is behind the target.
+    let said = weir_image(&["convert", "-n", "-O", "qcow2", "-f", "qcow2", "-B", "empty.raw", "-F", "raw"])
+        .args(["top.q", "top2.q"])
+        .inside(&inside)
+        .fails();
+    assert_says(&said, &["is not its backing file"]);
+}
+
+/// A chain in a directory of its own, `top` on `middle` on `base`, and the disk that `top` is.
+fn chain(scratch: &Scratch) {
+    let inside = scratch.path("");
+    let create = |words: &[&str]| {
+        qemu_img(["create", "-q", "-f", "qcow2"]).args(words).inside(&inside).succeeds();
+    };
+    create(&["base", "4M"]);
+    qemu_io(["-f", "qcow2"], ["write -P 1 0 4M"], scratch.path("base"));
+    create(&["-b", "base", "-F", "qcow2", "middle", "1M"]);
+    create(&["-b", "middle", "-F", "qcow2", "top", "2M"]);
+    qemu_io(["-f", "qcow2"], ["write -P 2 64k 64k"], scratch.path("top"));
+    qemu_img(["convert", "-f", "qcow2", "-O", "raw", "top", "disk.raw"]).inside(&inside).succeeds();
+}
+
+#[test]
+fn what_lies_below_a_shorter_image_stays_hidden() {
+    let scratch = Scratch::new();
+    chain(&scratch);
+    // From elsewhere: the base's name begins where the image is.
+    weir_image(&["commit", "-q", "-f", "qcow2", "-b", "base", text(&scratch.path("top"))]).succeeds();
+    let inside = scratch.path("");
+    for image in ["top", "base"] {
+        let commands = ["read -P 1 0 64k", "read -P 2 64k 64k", "read -P 1 128k 896k", "read -P 0 1M 1M"];
+        qemu_io(["-f", "qcow2"], commands, scratch.path(image));
+    }
+    qemu_io(["-f", "qcow2"], ["read -P 1 2M 2M"], scratch.path("base"));
+    let said = weir_image(&["commit", "-f", "qcow2", "-b", "../base", "top"]).inside(&inside).fails();
+    assert_says(&said, &["../base is not behind it"]);
+}
+
+#[test]
+fn a_copy_upon_a_backing_file_is_the_same_disk() {
+    let scratch = Scratch::new();
+    chain(&scratch);
+    let inside = scratch.path("");
+    // Alone: where it has nothing, nor has anything behind it.
+    qemu_img(["create", "-q", "-f", "qcow2", "alone", "2M"]).inside(&inside).succeeds();
+    qemu_io(["-f", "qcow2"], ["write -P 3 1M 64k"], scratch.path("alone"));
+    for (source, backing) in [("top", "middle"), ("alone", "base")] {
+        let option = format!("backing_file={backing},backing_fmt=qcow2");
+        for how in [["-B", backing, "-F", "qcow2"].as_slice(), &["-o", &option]] {
+            let convert = weir_image(&["convert", "-f", "qcow2", "-O", "qcow2"]).args(how);
+            convert.args([source, "copy"]).inside(&inside).succeeds();
+            qemu_img(["compare", "-f", "qcow2", "-F", "qcow2", source, "copy"]).inside(&inside).succeeds();
+            let bytes = fs::metadata(scratch.path("copy")).unwrap().blocks() * 512;
+            assert!(bytes < MIB / 2, "{source} {how:?}: {bytes} bytes, and it has 64 KiB itself");
+        }
+    }
+}
+
+#[test]
+fn a_new_backing_file_is_hidden_by_zeroes_that_take_no_room() {
+    let scratch = Scratch::new();
+    let inside = scratch.path("");
+    scratch.filled("full.raw", 64 * MIB);
+    for options in ["", ",extended_l2=on", ",cluster_size=2M"] {
+        let options = format!("lazy_refcounts=off{options}");
+        qemu_img(["create", "-q", "-f", "qcow2", "-o", &options, "image", "65M"]).inside(&inside).succeeds();
+        qemu_io(["-f", "qcow2"], ["write -P 7 100k 8k"], scratch.path("image"));
+        qemu_img(["convert", "-f", "qcow2", "-O", "raw", "image", "disk.raw"]).inside(&inside).succeeds();
+        weir_image(&["rebase", "-f", "qcow2", "-b", "full.raw", "-F", "raw", "image"])
+            .inside(&inside)
+            .succeeds();
+        qemu_img(["compare", "-f", "raw", "-F", "qcow2", "disk.raw", "image"]).inside(&inside).succeeds();
+        qemu_img(["check", "-q", "-f", "qcow2", "image"]).inside(&inside).succeeds();
+        let bytes = fs::metadata(scratch.path("image")).unwrap().blocks() * 512;
+        assert!(bytes < 5 * MIB, "{options}: {bytes} bytes");
+    }
+}
+
+#[test]
+fn the_map_tells_of_holes_below_clusters_that_have_a_place() {
+    let scratch = Scratch::new();
+    let inside = scratch.path("");
+    let create = ["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata", "image", "4M"];
+    qemu_img(create).inside(&inside).succeeds();
+    qemu_io(["-f", "qcow2"], ["write -P 5 1M 64k"], scratch.path("image"));
+    for output in ["json", "human"] {
+        let output = format!("--output={output}");
+        let words = ["map", &output, "-f", "qcow2", "image"];
+        let theirs = qemu_img(words).inside(&inside).succeeds();
+        // Later ones than the one that is compared with say it too.
+        let ours = weir_image(&words).inside(&inside).succeeds().replace(", \"compressed\": false", "");
+        assert_eq!(ours.trim(), theirs.trim().replace(", \"compressed\": false", ""));
+    }
+}

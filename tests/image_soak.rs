@@ -1,0 +1,440 @@
+//! `weir image` beside `qemu-img`: random histories of an image, in which each command is done by
+//! either program, and the same histories by qemu-img alone. Both must come to the same disk and
+//! succeed or fail at the same commands; qemu-img must find nothing wrong, and no tenth more on the
+//! host's disk.
+//!
+//! A history comes from its seed alone, so `WEIR_SEED=N WEIR_SEQUENCES=1` repeats one. A plain run
+//! tries a few, `make soak` 2,000.
+//!
+//! Left out is what qemu-img itself does wrong or not at all with images of version 2: `rebase` of
+//! one that has no backing file shows the new one's content, and one that has cannot grow. And it
+//! does not go back to a snapshot while a bitmap records, where weir marks everything in it; and
+//! its `check -r all` loses the snapshots of an image that has bitmaps too, and its `convert -l`
+//! gives the copy the size that the disk has now.
+
+use std::{
+    env,
+    fmt::Write as _,
+    fs,
+    os::unix::fs::MetadataExt as _,
+    path::PathBuf,
+    sync::atomic::{AtomicU64, Ordering},
+    thread,
+};
+
+use fastrand::Rng;
+
+use crate::harness::{Client, Scratch, qemu_img, weir_image};
+
+const STEPS: u32 = 14;
+/// What a history may need on the host's disk beyond a tenth more, and beyond a cluster, which one
+/// program may write whole and the other by sectors: a few blocks of metadata, and what a file
+/// system allocates ahead.
+const SPARE_BYTES: u64 = 512 << 10;
+/// The images that others stand on.
+const BASES: [&str; 3] = ["base.raw", "base.qcow2", "other.qcow2"];
+
+fn number(name: &str, default: u64) -> u64 {
+    env::var(name).map_or(default, |text| text.parse().expect("a number"))
+}
+
+#[test]
+fn weir_and_qemu_img_come_to_the_same_disk() {
+    let (first, many) = (number("WEIR_SEED", 1), number("WEIR_SEQUENCES", 6));
+    let next = AtomicU64::new(first);
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= first + many {
+                        return;
+                    }
+                    History::new(seed).run();
+                }
+            });
+        }
+    });
+}
+
+/// One of the two: the commands of a history run in its directory, with the same names in both.
+struct Twin {
+    directory: PathBuf,
+}
+
+impl Twin {
+    fn new(scratch: &Scratch, name: &str) -> Self {
+        let directory = scratch.path(name);
+        fs::create_dir(&directory).expect("the directory is ours");
+        Self { directory }
+    }
+
+    fn does(&self, weir: bool, words: &[&str]) -> (bool, String) {
+        let client = if weir { weir_image(words) } else { qemu_img(words) };
+        let outcome = client.inside(&self.directory).run();
+        let code = outcome.code();
+        (code == 0, format!("{}{}({code})", outcome.printed(), outcome.said()))
+    }
+
+    fn io(&self, format: &str, file: &str, commands: &[String]) {
+        Client::new("qemu-io").inside(&self.directory).args(["-f", format]).does(commands, file);
+    }
+
+    /// All that its images take of the host's disk.
+    fn bytes(&self) -> u64 {
+        let entries = fs::read_dir(&self.directory).expect("the directory is ours");
+        entries
+            .map(|entry| entry.and_then(|entry| entry.metadata()).expect("a file of ours").blocks() * 512)
+            .sum()
+    }
+}
+
+struct History {
+    seed: u64,
+    random: Rng,
+    _scratch: Scratch,
+    mixed: Twin,
+    qemu: Twin,
+    said: String,
+    /// What the generator knows of the image, so that most commands are possible.
+    version: u32,
+    cluster: u64,
+    size: u64,
+    snapshots: Vec<String>,
+    bitmaps: Vec<String>,
+    /// A snapshot may have another size than the disk.
+    resized: bool,
+    backing: Option<&'static str>,
+    names: u32,
+}
+
+impl History {
+    fn new(seed: u64) -> Self {
+        let scratch = Scratch::new();
+        let (mixed, qemu) = (Twin::new(&scratch, "mixed"), Twin::new(&scratch, "qemu"));
+        Self {
+            seed,
+            random: Rng::with_seed(seed),
+            _scratch: scratch,
+            mixed,
+            qemu,
+            said: String::new(),
+            version: 3,
+            cluster: 65_536,
+            size: 0,
+            snapshots: Vec::new(),
+            bitmaps: Vec::new(),
+            resized: false,
+            backing: None,
+            names: 0,
+        }
+    }
+
+    fn run(mut self) {
+        self.make_bases();
+        self.create();
+        for _ in 0..STEPS {
+            match self.random.u32(..16) {
+                0..5 => self.write(),
+                5 | 6 => self.snapshot(),
+                7 => self.resize(),
+                8 | 9 => self.convert(),
+                10 | 11 => self.rebase(),
+                12 => self.commit(),
+                13 => self.repair(),
+                _ => self.bitmap(),
+            }
+            self.look();
+        }
+    }
+
+    fn one_in(&mut self, many: u32) -> bool {
+        self.random.u32(..many) == 0
+    }
+
+    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.random.usize(..from.len())]
+    }
+
+    fn some_size(&mut self) -> u64 {
+        (1 + self.random.u64(..6)) * (1 << 20) + self.random.u64(..3) * 512
+    }
+
+    fn name(&mut self, of: &str) -> String {
+        self.names += 1;
+        format!("{of}{}", self.names)
+    }
+
+    /// Runs it in both directories, in one of them by either program; whether it was done.
+    #[track_caller]
+    fn both(&mut self, words: &[&str]) -> bool {
+        let weir = self.random.bool();
+        let (mixed, said) = self.mixed.does(weir, words);
+        let (qemu, their) = self.qemu.does(false, words);
+        let program = if weir { "weir image" } else { "qemu-img" };
+        // Writing to a string cannot fail.
+        let _ =
+            writeln!(self.said, "{program} {}: {}", words.join(" "), if mixed { "done" } else { "failed" });
+        assert!(mixed == qemu, "{}{program} said:\n{said}\nqemu-img said:\n{their}", self.story());
+        mixed
+    }
+
+    fn story(&self) -> String {
+        format!("seed {} (WEIR_SEED={} WEIR_SEQUENCES=1), so far:\n{}", self.seed, self.seed, self.said)
+    }
+
+    /// Writes the same to both, with qemu-io.
+    fn io(&mut self, format: &str, file: &str, commands: &[String]) {
+        let _ = writeln!(self.said, "qemu-io -f {format} {file}: {}", commands.join("; "));
+        self.mixed.io(format, file, commands);
+        self.qemu.io(format, file, commands);
+    }
+
+    fn make_bases(&mut self) {
+        for base in BASES {
+            let format = format_of(base);
+            let size = self.some_size();
+            assert!(self.both(&["create", "-f", format, base, &size.to_string()]), "{}", self.story());
+            let commands: Vec<String> = (0..3).map(|_| self.pattern(size)).collect();
+            self.io(format, base, &commands);
+        }
+    }
+
+    fn range(&mut self, size: u64) -> (u64, u64) {
+        let longest = self.pick(&[512, 5_000, 70_000, 1 << 20]).min(size);
+        let length = 1 + self.random.u64(..longest);
+        let offset = self.random.u64(..size - length + 1);
+        // Half of them whole clusters.
+        if self.random.bool() && length > self.cluster {
+            (offset / self.cluster * self.cluster, length / self.cluster * self.cluster)
+        } else {
+            (offset, length)
+        }
+    }
+
+    fn pattern(&mut self, size: u64) -> String {
+        let (offset, length) = self.range(size);
+        format!("write -P {} {offset} {length}", 1 + self.random.u32(..250))
+    }
+
+    /// Options of a new image.
+    fn options(&mut self) -> String {
+        self.version = if self.one_in(4) { 2 } else { 3 };
+        self.cluster = self.pick(&[512, 4096, 65_536, 65_536, 2 << 20]);
+        let mut options = format!("cluster_size={}", self.cluster);
+        if self.version == 2 {
+            return options + ",compat=0.10";
+        }
+        if self.cluster >= 16_384 && self.one_in(3) {
+            options += ",extended_l2=on";
+        }
+        if self.one_in(4) {
+            options += ",lazy_refcounts=on";
+        }
+        if self.one_in(3) {
+            options += &format!(",refcount_bits={}", self.pick(&[8, 64]));
+        }
+        if self.one_in(4) {
+            options += ",compression_type=zstd";
+        }
+        options
+    }
+
+    fn create(&mut self) {
+        let mut options = self.options();
+        self.size = self.some_size();
+        self.backing = self.random.bool().then(|| self.pick(&BASES));
+        if self.backing.is_none() {
+            options += self.pick(&["", "", ",preallocation=metadata", ",preallocation=falloc"]);
+        }
+        let size = self.size.to_string();
+        let mut words = vec!["create", "-f", "qcow2", "-o", &options];
+        if let Some(base) = self.backing {
+            words.extend(["-b", base, "-F", format_of(base)]);
+        }
+        words.extend(["image", &size]);
+        assert!(self.both(&words), "{}", self.story());
+    }
+
+    fn write(&mut self) {
+        let mut commands = Vec::new();
+        for _ in 0..1 + self.random.u32(..4) {
+            let (offset, length) = self.range(self.size);
+            commands.push(match self.random.u32(..6) {
+                0 => format!("write -z {offset} {length}"),
+                1 => format!("write -z -u {offset} {length}"),
+                // Bytes that are zeroes and have a place.
+                2 => format!("write -P 0 {offset} {length}"),
+                _ => self.pattern(self.size),
+            });
+        }
+        self.io("qcow2", "image", &commands);
+    }
+
+    fn snapshot(&mut self) {
+        let known =
+            if self.snapshots.is_empty() { None } else { Some(self.random.usize(..self.snapshots.len())) };
+        match (self.random.u32(..4), known) {
+            (0, Some(at)) if self.bitmaps.is_empty() => {
+                let name = self.snapshots[at].clone();
+                self.both(&["snapshot", "-a", &name, "image"]);
+            }
+            (1, Some(at)) => {
+                let name = self.snapshots.remove(at);
+                self.both(&["snapshot", "-d", &name, "image"]);
+            }
+            (2, None) => drop(self.both(&["snapshot", "-d", "nothing", "image"])),
+            _ => {
+                let name = self.name("s");
+                if self.both(&["snapshot", "-c", &name, "image"]) {
+                    self.snapshots.push(name);
+                }
+            }
+        }
+        self.learn();
+    }
+
+    /// What a command may have changed.
+    fn learn(&mut self) {
+        let [mixed, qemu] = [&self.mixed, &self.qemu].map(|twin| {
+            let info = qemu_img(["info", "--output=json", "-f", "qcow2", "image"]);
+            info.inside(&twin.directory).json()["virtual-size"].as_u64().expect("a size")
+        });
+        assert_eq!(mixed, qemu, "{}", self.story());
+        self.size = qemu;
+    }
+
+    fn resize(&mut self) {
+        let size = self.some_size();
+        if self.version < 3 && self.backing.is_some() && size > self.size {
+            return;
+        }
+        self.resized = true;
+        let size = size.to_string();
+        if self.one_in(3) {
+            self.both(&["resize", "-f", "qcow2", "--preallocation=metadata", "image", &size]);
+        } else {
+            self.both(&["resize", "-f", "qcow2", "--shrink", "image", &size]);
+        }
+        self.learn();
+    }
+
+    fn convert(&mut self) {
+        let from = (self.version, self.cluster);
+        let options = self.options();
+        let parallel = format!("{}", 1 + self.random.u32(..8));
+        let mut words = vec!["convert", "-f", "qcow2", "-O", "qcow2", "-o", &options, "-m", &parallel];
+        if self.random.bool() {
+            words.push("-W");
+        }
+        if self.one_in(3) {
+            words.push("-c");
+        } else if self.one_in(3) {
+            words.extend(["-S", self.pick(&["0", "512", "64k"])]);
+        }
+        let backing = self.backing.filter(|_| self.random.bool());
+        if let Some(base) = backing {
+            words.extend(["-B", base, "-F", format_of(base)]);
+        }
+        let snapshot = if self.snapshots.is_empty() || self.resized || backing.is_some() {
+            None
+        } else {
+            let at = self.random.usize(..self.snapshots.len());
+            self.one_in(3).then(|| self.snapshots[at].clone())
+        };
+        if let Some(name) = &snapshot {
+            words.extend(["-l", name]);
+        }
+        words.extend(["image", "new"]);
+        if !self.both(&words) {
+            (self.version, self.cluster) = from;
+            return;
+        }
+        for twin in [&self.mixed, &self.qemu] {
+            fs::rename(twin.directory.join("new"), twin.directory.join("image")).expect("both are ours");
+        }
+        self.backing = backing;
+        self.resized = false;
+        self.snapshots.clear();
+        self.bitmaps.clear();
+        self.learn();
+    }
+
+    fn rebase(&mut self) {
+        let may_stand = self.version > 2 || self.backing.is_some();
+        let base = (may_stand && self.random.bool()).then(|| self.pick(&BASES));
+        let mut words = vec!["rebase", "-f", "qcow2", "-b", base.unwrap_or("")];
+        if let Some(base) = base {
+            words.extend(["-F", format_of(base)]);
+        }
+        words.push("image");
+        if self.both(&words) {
+            self.backing = base;
+        }
+    }
+
+    fn commit(&mut self) {
+        let mut words = vec!["commit", "-f", "qcow2"];
+        if self.random.bool() {
+            words.push("-d");
+        }
+        words.push("image");
+        self.both(&words);
+    }
+
+    fn repair(&mut self) {
+        if !self.snapshots.is_empty() && !self.bitmaps.is_empty() {
+            return;
+        }
+        let what = self.pick(&["all", "leaks"]);
+        self.both(&["check", "-r", what, "-f", "qcow2", "image"]);
+    }
+
+    fn bitmap(&mut self) {
+        let known =
+            if self.bitmaps.is_empty() { None } else { Some(self.random.usize(..self.bitmaps.len())) };
+        match (self.random.u32(..5), known) {
+            (0, Some(at)) => {
+                let name = self.bitmaps.remove(at);
+                self.both(&["bitmap", "--remove", "-f", "qcow2", "image", &name]);
+            }
+            (action @ 1..4, Some(at)) => {
+                let name = self.bitmaps[at].clone();
+                let action = ["--clear", "--enable", "--disable"][action as usize - 1];
+                self.both(&["bitmap", action, "-f", "qcow2", "image", &name]);
+            }
+            _ => {
+                let name = self.name("b");
+                if self.both(&["bitmap", "--add", "-f", "qcow2", "image", &name]) {
+                    self.bitmaps.push(name);
+                }
+            }
+        }
+    }
+
+    /// Both have the same disk, nothing is wrong, and the mixed one is not much larger.
+    fn look(&mut self) {
+        let (mixed, qemu) = (self.mixed.directory.join("image"), self.qemu.directory.join("image"));
+        let (mixed, qemu) = (mixed.to_str().expect("UTF-8"), qemu.to_str().expect("UTF-8"));
+        let mut commands = vec![vec!["compare", "-f", "qcow2", "-F", "qcow2", mixed, qemu]];
+        commands.push(vec!["check", "-f", "qcow2", mixed]);
+        for weir in [false, true] {
+            for words in &commands {
+                let (right, said) = self.mixed.does(weir, words);
+                let program = if weir { "weir image" } else { "qemu-img" };
+                assert!(right, "{}{program} {} said:\n{said}", self.story(), words.join(" "));
+            }
+        }
+        let (ours, theirs) = (self.mixed.bytes(), self.qemu.bytes());
+        assert!(
+            ours <= theirs + theirs / 10 + self.cluster + SPARE_BYTES,
+            "{}{ours} bytes on the host's disk, and {theirs} by qemu-img alone",
+            self.story()
+        );
+    }
+}
+
+fn format_of(base: &str) -> &'static str {
+    if base.ends_with(".raw") { "raw" } else { "qcow2" }
+}
