@@ -489,9 +489,10 @@ impl Refcounts {
             if !by_itself {
                 self.lower(file, cluster..cluster + 1).await?;
             }
-            let mut state = self.lock();
-            state.first_free = state.first_free.min(cluster);
-            drop(state);
+            {
+                let mut state = self.lock();
+                state.first_free = state.first_free.min(cluster);
+            }
             metadata.remove(offset, 1 << self.cluster_bits);
             let _ = file.storage().discard(offset, 1 << self.cluster_bits).await;
         }
@@ -507,7 +508,6 @@ impl Refcounts {
             // it.
             let Some(less) = now.checked_sub(1) else { continue };
             self.put(cluster, less);
-
             if less > 0 {
                 continue;
             }
