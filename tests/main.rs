@@ -24,6 +24,7 @@ mod cgroup_show;
 mod chains;
 mod control;
 mod devices;
+mod documents;
 mod failures;
 mod fio;
 mod hostile;

@@ -12,9 +12,10 @@ use std::{
 use serde_json::Value;
 
 /// Which Debian package has which program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 16] = [
+const PACKAGES: [(&str, &str); 17] = [
     ("chromium", "chromium"),
     ("fio", "fio"),
+    ("ip", "iproute2"),
     ("losetup", "mount"),
     ("nbdcopy", "libnbd-bin"),
     ("nbdinfo", "libnbd-bin"),
@@ -120,6 +121,15 @@ impl Client {
 
     pub(crate) fn inside(mut self, directory: &Path) -> Self {
         self.command.current_dir(directory);
+        self
+    }
+
+    /// Programs of this directory are found first.
+    pub(crate) fn finding(mut self, directory: &Path) -> Self {
+        let mut path = directory.as_os_str().to_owned();
+        path.push(":");
+        path.push(search_path());
+        self.command.env("PATH", path);
         self
     }
 

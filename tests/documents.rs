@@ -1,0 +1,181 @@
+//! The documents, word by word: each block of commands in README.md and docs/ is run as it is
+//! written, those of one document in one shell, one after the other, in an empty directory.
+//!
+//! A block is fenced as `sh`, or as `console`, where what follows `$ ` is typed and the rest is
+//! what an answer looks like. The fence of a block that cannot run here says why, behind the
+//! language, where readers do not see it: `sh no-run: needs systemd`.
+//!
+//! A document has the machine for itself: its own network, so that it may listen on any port, its
+//! own processes, which end with it, and nothing in /run and /var/lib. Like a reader it goes on
+//! once its servers say that they are ready. It fails with the first command that fails, also one
+//! in the background that it waits for, and if it leaves something running.
+
+use std::{fmt::Write as _, fs, path::Path, path::PathBuf, thread};
+
+use crate::harness::{Client, Scratch, WEIR, need, need_root, text};
+
+/// What the shell of a document does before, between and after the blocks.
+const BEFORE: &str = r#"
+set -Eemo pipefail
+ip link set lo up
+mount -t tmpfs run /run
+mount -t tmpfs lib /var/lib
+# Images need a file system like those of disks, for O_DIRECT and holes.
+export TMPDIR=$1
+said=$2
+mkfifo "$said.pipe"
+trap 'echo "$block: \`$BASH_COMMAND\` failed with status $?"' ERR
+ready() { grep -c ' ready ' "$said" || true; }
+# Until so many servers were ready.
+await() {
+    tail -n +1 -f "$said" > "$said.pipe" & local tail=$!
+    disown
+    grep -cm "$1" ' ready ' < "$said.pipe" > "$said.ready"
+    kill "$tail" || true # it may have ended, writing to nobody
+}
+wait() {
+    local jobs=("$@") job
+    [[ ${jobs[*]} ]] || mapfile -t jobs < <(jobs -p)
+    for job in "${jobs[@]}"; do builtin wait "$job"; done
+}
+cd "$3"
+exec 2> "$said"
+"#;
+const AFTER: &str = r#"
+block='at its end'
+! jobs -r | grep .
+"#;
+
+struct Block {
+    line: usize,
+    commands: String,
+    /// Servers that it leaves in the background.
+    servers: usize,
+}
+
+/// What follows a prompt is a command, and so are the lines that it is continued on.
+fn typed(lines: &[&str]) -> Vec<String> {
+    let mut commands: Vec<String> = Vec::new();
+    for line in lines {
+        let continued = commands.last().is_some_and(|command| command.ends_with('\\'));
+        if let Some(command) = line.strip_prefix("$ ") {
+            commands.push(command.to_owned());
+        } else if continued {
+            let command = commands.last_mut().expect("there is one");
+            *command += "\n";
+            *command += line;
+        }
+    }
+    commands
+}
+
+/// The blocks of `document` to run, and what is wrong with its fences.
+fn blocks(document: &str) -> (Vec<Block>, Vec<String>) {
+    let (mut blocks, mut complaints) = (Vec::new(), Vec::new());
+    let lines: Vec<&str> = document.lines().map(str::trim_start).collect();
+    let fences: Vec<usize> = (0..lines.len()).filter(|&line| lines[line].starts_with("```")).collect();
+    for fence in fences.chunks(2) {
+        let &[from, to] = fence else { panic!("the last fence is not closed") };
+        let (info, inside) = (lines[from].trim_start_matches('`'), &lines[from + 1..to]);
+        let line = from + 1;
+        let commands = match info.split_once(" no-run: ").unwrap_or((info, "")) {
+            ("sh" | "console", reason) if !reason.is_empty() => continue,
+            ("sh", _) => inside.join("\n"),
+            ("console", _) => typed(inside).join("\n"),
+            ("", _) => {
+                complaints.push(format!("{line}: the fence names no language (`text` is for answers)"));
+                continue;
+            }
+            _ => {
+                if inside.iter().any(|line| line.starts_with("$ ") || line.starts_with("# weir")) {
+                    complaints.push(format!("{line}: commands are fenced as `sh` or `console`"));
+                }
+                continue;
+            }
+        };
+        let one_line = commands.replace("\\\n", " ");
+        let begins = |line: &&str| {
+            line.starts_with("weir serve ")
+                && line.split('#').next().is_some_and(|line| line.trim_end().ends_with('&'))
+        };
+        blocks.push(Block { line, servers: one_line.lines().filter(begins).count(), commands });
+    }
+    (blocks, complaints)
+}
+
+fn script(name: &str, blocks: &[Block]) -> String {
+    let mut script = BEFORE.to_owned();
+    for Block { line, commands, servers } in blocks {
+        let _ = write!(script, "\nblock={name}:{line} were=$(ready)\n{commands}\n");
+        if *servers > 0 {
+            let _ = writeln!(script, "await $((were + {servers}))");
+        }
+    }
+    script + AFTER
+}
+
+/// Why `document` does not hold what it says.
+fn wrong_with(root: &Path, document: &Path) -> Vec<String> {
+    let name = text(document.strip_prefix(root).expect("it lies there"));
+    let (blocks, mut complaints) = blocks(&fs::read_to_string(document).expect("it is a text"));
+    complaints.iter_mut().for_each(|complaint| complaint.insert_str(0, &format!("{name}:")));
+    if blocks.is_empty() {
+        return complaints;
+    }
+    let scratch = Scratch::new();
+    let made = ["tmp", "empty"].map(|name| scratch.path(name));
+    made.iter().for_each(|directory| fs::create_dir(directory).expect("the directory is ours"));
+    let (script, said) = (scratch.file("script", script(name, &blocks)), scratch.path("said"));
+    let outcome = Client::new("unshare")
+        .args(["--mount", "--net", "--pid", "--mount-proc", "--kill-child", "bash", text(&script)])
+        .args([text(&made[0]), text(&said), text(&made[1])])
+        .finding(Path::new(WEIR).parent().expect("it lies in a directory"))
+        .run();
+    if outcome.code() != 0 {
+        let log = fs::read_to_string(&said).unwrap_or_else(|_| outcome.said());
+        let last = |text: &str| {
+            text.lines().rev().take(20).collect::<Vec<_>>().into_iter().rev().collect::<Vec<_>>().join("\n")
+        };
+        complaints.push(format!("{}\nit said:\n{}", last(&outcome.printed()), last(&log)));
+    }
+    complaints
+}
+
+fn markdown_below(directory: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory)
+        .expect("it is a directory")
+        .map(|entry| entry.expect("it can be read").path());
+    let found = |path: PathBuf| match path.is_dir() {
+        true => markdown_below(&path),
+        false if path.extension().is_some_and(|extension| extension == "md") => vec![path],
+        false => vec![],
+    };
+    entries.flat_map(found).collect()
+}
+
+#[test]
+fn every_command_of_the_documents_runs_as_it_is_written() {
+    need_root("namespaces");
+    for program in ["ip", "fio", "nbdinfo", "nbdcopy", "qemu-img"] {
+        need(program);
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut documents = markdown_below(&root.join("docs"));
+    documents.push(root.join("README.md"));
+    let complaints: Vec<String> = thread::scope(|scope| {
+        let run: Vec<_> =
+            documents.iter().map(|document| scope.spawn(|| wrong_with(&root, document))).collect();
+        run.into_iter().flat_map(|thread| thread.join().expect("it does not panic")).collect()
+    });
+    assert!(complaints.is_empty(), "{}", complaints.join("\n\n"));
+}
+
+#[test]
+fn what_runs_of_a_document_is_fenced_so() {
+    let document = "a\n```sh\nweir serve a \\\n  b & # c\nweir serve d\n```\n  ```console\n  $ weir \\\n  status\n  DISK\n  ```\n```sh no-run: why\nfalse\n```\n```\nx\n```\n```text\n$ y\n```\n";
+    let (blocks, complaints) = blocks(document);
+    let found: Vec<_> =
+        blocks.iter().map(|block| (block.line, block.commands.as_str(), block.servers)).collect();
+    assert_eq!(found, [(2, "weir serve a \\\nb & # c\nweir serve d", 1), (7, "weir \\\nstatus", 0)]);
+    assert_eq!(complaints.len(), 2, "{complaints:?}");
+}
