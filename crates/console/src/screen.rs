@@ -1,6 +1,7 @@
 //! The terminal while it is ours, and giving it back.
 
 use std::{
+    env,
     io::{self, IsTerminal as _, Stdout, stdin, stdout},
     panic,
 };
@@ -9,6 +10,7 @@ use nix::sys::signal::{Signal, raise};
 use ratatui::{
     Frame, Terminal,
     backend::CrosstermBackend,
+    buffer::Buffer,
     crossterm::{
         cursor::Show,
         execute,
@@ -17,7 +19,7 @@ use ratatui::{
         },
     },
     layout::{Constraint, Rect},
-    style::{Color, Style},
+    style::{Color, Modifier, Style},
     text::Text,
     widgets::{self, Block, Paragraph, Wrap},
 };
@@ -31,6 +33,23 @@ pub const DIM: Style = Style::new().fg(Color::DarkGray);
 pub const HELD: Style = Style::new().fg(Color::Yellow);
 /// What is wrong.
 pub const WRONG: Style = Style::new().fg(Color::Red);
+
+/// Whether the user wants no colours (<https://no-color.org>).
+pub fn is_plain() -> bool {
+    env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
+}
+
+/// Makes bold what is told by a colour alone, and leaves all other attributes.
+///
+/// Crossterm leaves colours away by itself, but then resets the attributes with them.
+pub fn without_colours(buffer: &mut Buffer) {
+    for cell in &mut buffer.content {
+        if [HELD.fg, WRONG.fg].contains(&Some(cell.fg)) {
+            cell.modifier |= Modifier::BOLD;
+        }
+        (cell.fg, cell.bg) = (Color::Reset, Color::Reset);
+    }
+}
 
 /// Whether the terminal has room for `command`'s screen; if not, that is drawn.
 pub fn has_room(frame: &mut Frame<'_>, command: &str) -> bool {
@@ -95,6 +114,12 @@ impl Screen {
     /// # Errors
     /// If the terminal is gone.
     pub fn draw(&mut self, draw: impl FnOnce(&mut Frame<'_>)) -> io::Result<()> {
+        let draw = |frame: &mut Frame<'_>| {
+            draw(frame);
+            if is_plain() {
+                without_colours(frame.buffer_mut());
+            }
+        };
         self.terminal.draw(draw).map(drop)
     }
 

@@ -4,7 +4,7 @@
 //! The limits drawn are its own; where it has none of that unit, those of the nearest group above
 //! that has.
 
-use console::screen::{DIM, HELD};
+use console::screen::{DIM, HELD, is_plain};
 use console::{figures, figures::Limits};
 use policy::throttle::{LimitKind, Part, Setting};
 use ratatui::{
@@ -29,6 +29,16 @@ use crate::{
 const READS: Style = Style::new().fg(Color::Green);
 const WRITES: Style = Style::new().fg(Color::Magenta);
 const TOTAL: Style = Style::new().fg(Color::Cyan);
+
+/// How reads, writes and their sum are drawn, and the sign of that in the title: without colours,
+/// their signs tell them apart.
+fn markers(plain: bool) -> [(Marker, &'static str); 3] {
+    if plain {
+        [(Marker::Dot, "• "), (Marker::Bar, "▄ "), (Marker::Block, "█ ")]
+    } else {
+        [(Marker::Braille, ""); 3]
+    }
+}
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Unit {
@@ -63,13 +73,16 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>, uni
         .filter(|&&limit| limit as f64 <= top)
         .map(|&limit| vec![(from, limit as f64), (0.0, limit as f64)])
         .collect();
-    let limits = lines.iter().map(|line| dataset(line, HELD));
-    let measured = series.iter().map(|(points, style)| dataset(points, *style));
+    let markers = markers(is_plain());
+    let limits = lines.iter().map(|line| dataset(line, HELD, Marker::Braille));
+    // The sum comes first, so that it hides nothing.
+    let measured = series.iter().zip(markers).rev();
+    let measured = measured.map(|((points, style), (marker, _))| dataset(points, *style, marker));
     let name = match unit {
         Unit::Operations => "IOPS",
         Unit::Bytes => "bytes/s",
     };
-    let mut frame_of = Block::bordered().border_style(DIM).title(title(name, row.name));
+    let mut frame_of = Block::bordered().border_style(DIM).title(title(name, row.name, markers));
     if let Some(group) = of_group {
         frame_of = frame_of.title_bottom(Line::styled(format!(" limit of {group} "), HELD));
     }
@@ -81,16 +94,18 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>, uni
     frame.render_widget(chart, area);
 }
 
-fn title(unit: &str, name: &str) -> Line<'static> {
+fn title(unit: &str, name: &str, markers: [(Marker, &str); 3]) -> Line<'static> {
     let mut spans = vec![Span::raw(format!(" {name} {unit}: "))];
-    for (text, style) in [("reads ", READS), ("writes ", WRITES), ("sum ", TOTAL)] {
-        spans.push(Span::styled(text, style));
+    for ((text, style), (_, sign)) in
+        [("reads ", READS), ("writes ", WRITES), ("sum ", TOTAL)].into_iter().zip(markers)
+    {
+        spans.push(Span::styled(format!("{text}{sign}"), style));
     }
     Line::from(spans)
 }
 
-fn dataset(points: &Points, style: Style) -> Dataset<'_> {
-    Dataset::default().data(points).style(style).marker(Marker::Braille).graph_type(GraphType::Line)
+fn dataset(points: &Points, style: Style, marker: Marker) -> Dataset<'_> {
+    Dataset::default().data(points).style(style).marker(marker).graph_type(GraphType::Line)
 }
 
 fn read(point: &Point, unit: Unit) -> f64 {
@@ -144,6 +159,14 @@ fn labels(top: f64, unit: Unit) -> [String; 3] {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn without_colours_each_line_has_a_sign_of_its_own() {
+        let signs = markers(true).map(|(_, sign)| sign);
+        assert!(signs[0] != signs[1] && signs[1] != signs[2] && signs[0] != signs[2]);
+        let title = title("IOPS", "vm1", markers(true)).to_string();
+        assert_eq!(title, " vm1 IOPS: reads • writes ▄ sum █ ");
+    }
 
     #[test]
     fn limits_in_sight_are_drawn_and_those_far_above_are_not() {

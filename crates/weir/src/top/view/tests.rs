@@ -5,7 +5,13 @@
 
 use std::{env, fs, path::PathBuf};
 
-use ratatui::{Terminal, backend::TestBackend, crossterm::event::KeyCode};
+use console::screen::without_colours;
+use ratatui::{
+    Frame, Terminal,
+    backend::TestBackend,
+    crossterm::event::KeyCode,
+    style::{Color, Modifier},
+};
 
 use super::draw;
 use crate::top::state::{
@@ -57,6 +63,22 @@ fn a_change_of_settings_and_the_error_it_got() {
     check(&mut state, (80, 24), "edit.txt");
     press(&mut state, KeyCode::Enter);
     check(&mut state, (80, 24), "edit-refused.txt");
+}
+
+#[test]
+fn without_colours_the_chosen_row_stands_out_all_the_same() {
+    let mut state = watched(2, &["vm1", "vm2"]);
+    let mut terminal = Terminal::new(TestBackend::new(80, 24)).unwrap();
+    let draw = |frame: &mut Frame<'_>| {
+        draw(frame, &mut state);
+        without_colours(frame.buffer_mut());
+    };
+    terminal.draw(draw).unwrap();
+    let buffer = terminal.backend().buffer();
+    assert!(buffer.content.iter().all(|cell| (cell.fg, cell.bg) == (Color::Reset, Color::Reset)));
+    let reversed: Vec<u16> =
+        (0..24).filter(|&y| buffer[(4, y)].modifier.contains(Modifier::REVERSED)).collect();
+    assert_eq!(reversed.len(), 1, "{reversed:?}");
 }
 
 #[test]
