@@ -25,6 +25,28 @@ pub(super) fn new() -> Latencies {
     Histogram::new_with_bounds(1, LONGEST_NS, DIGITS).expect("constants that are in range")
 }
 
+/// Of one second of a run, which [`Counts`] are taken from.
+pub(super) fn of_a_second() -> Latencies {
+    Histogram::new_with_bounds(1, LONGEST_NS, SIMULATED_DIGITS).expect("constants that are in range")
+}
+
+/// Latencies in nanoseconds within a hundredth, and how many requests had each.
+pub(super) type Counts = Vec<(u64, u64)>;
+
+/// Leaves `latencies` empty.
+pub(super) fn take_counts(latencies: &mut Latencies) -> Counts {
+    let counts = latencies.iter_recorded().map(|step| (step.value_iterated_to(), step.count_at_value()));
+    let counts = counts.collect();
+    latencies.reset();
+    counts
+}
+
+pub(super) fn of_counts(counts: &Counts) -> Latencies {
+    let mut latencies = of_a_second();
+    counts.iter().for_each(|&(ns, count)| latencies.saturating_record_n(ns, count));
+    latencies
+}
+
 /// For simulated times of any length; [`note`] adds to it.
 pub(super) fn growing() -> Latencies {
     Histogram::new(SIMULATED_DIGITS).expect("between 0 and 5 digits")
@@ -40,12 +62,21 @@ pub(super) fn percentiles(latencies: &Latencies) -> [(&'static str, u64); 5] {
     PERCENTILES.map(|(name, quantile)| (name, latencies.value_at_quantile(quantile)))
 }
 
+/// A percentile of each second that has enough requests to tell it.
+pub(super) fn percentile_of_each<'a>(seconds: impl Iterator<Item = &'a Latencies>, name: &str) -> Vec<f64> {
+    let quantile =
+        PERCENTILES.iter().find(|(known, _)| *known == name).map_or(1.0, |(_, quantile)| *quantile);
+    let tells = |latencies: &&Latencies| latencies.len() as f64 * (1.0 - quantile) >= 1.0;
+    seconds.filter(tells).map(|latencies| latencies.value_at_quantile(quantile) as f64).collect()
+}
+
 pub(super) fn percentile_names() -> [&'static str; 5] {
     PERCENTILES.map(|(name, _)| name)
 }
 
 /// Points (nanoseconds, share of requests within), without 0, which has no logarithm: where few
-/// requests differ, as in the tail, each that is another time.
+/// requests differ, as in the tail, each that is another time. The first is the share of those that
+/// took no time.
 pub(super) fn distribution(latencies: &Latencies) -> Vec<(f64, f64)> {
     let (mut points, mut within) = (Vec::<(f64, f64)>::new(), 0);
     for step in latencies.iter_recorded() {
@@ -53,7 +84,10 @@ pub(super) fn distribution(latencies: &Latencies) -> Vec<(f64, f64)> {
         let (ns, share) = (step.value_iterated_to() as f64, within as f64 / latencies.len() as f64);
         let is_last = within == latencies.len();
         let apart = |&(last_ns, last): &(f64, f64)| share - last >= STEP || ns >= FACTOR * last_ns;
-        if ns > 0.0 && (is_last || points.last().is_none_or(apart)) {
+        if ns > 0.0 && points.is_empty() {
+            points.push((ns, (within - step.count_at_value()) as f64 / latencies.len() as f64));
+        }
+        if ns > 0.0 && (is_last || points.len() == 1 || points.last().is_none_or(apart)) {
             points.push((ns, share));
         }
     }
@@ -78,7 +112,12 @@ mod tests {
         near(0.99, 9.0);
         near(1.0, 10.0);
         assert!((times.mean() / 550_000.0 - 1.0).abs() < 0.01, "{}", times.mean());
-        assert_eq!(distribution(&times).last().unwrap().1, 1.0);
+        let points = distribution(&times);
+        assert_eq!(
+            (points[0].1, points.last().unwrap().1),
+            (0.9, 1.0),
+            "it begins with those that took no time"
+        );
         assert_eq!(growing().value_at_quantile(0.99), 0);
     }
 
@@ -88,9 +127,10 @@ mod tests {
         (0..10_000).for_each(|_| note(&mut times, 4_000_000));
         (1..=30).for_each(|number| note(&mut times, 4_000_000 * number));
         let points = distribution(&times);
-        assert_eq!(points.len(), 30);
-        assert!((points[1].0 / 8e6 - 1.0).abs() < 0.01 && points[1].1 < 0.998, "{:?}", points[1]);
-        assert_eq!(points[29].1, 1.0);
+        assert_eq!(points.len(), 31);
+        assert_eq!((points[0].0, points[0].1), (points[1].0, 0.0), "it begins at the bottom");
+        assert!((points[2].0 / 8e6 - 1.0).abs() < 0.01 && points[2].1 < 0.998, "{:?}", points[2]);
+        assert_eq!(points[30].1, 1.0);
         let mut even = new();
         (1..=1_000_000).for_each(|ns| even.record(1000 + ns).unwrap());
         assert!(distribution(&even).len() < 500);

@@ -4,7 +4,7 @@ use console::figures;
 
 use crate::{
     latencies,
-    latencies::{Latencies, percentile_names, percentiles},
+    latencies::{Counts, Latencies, percentile_names, percentiles},
     load::{Outcome, Second},
     result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit},
 };
@@ -17,14 +17,26 @@ struct Direction<'a> {
     latencies: &'a Latencies,
     part: fn(&Second) -> u64,
     part_ns: fn(&Second) -> u64,
+    took: fn(&Second) -> &Counts,
 }
 
 pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
     let measured = &outcome.measured;
-    let direction = |name, latencies, part, part_ns| Direction { name, latencies, part, part_ns };
     let both = [
-        direction("read", &measured.reads, |second| second.reads, |second| second.reads_ns),
-        direction("write", &measured.writes, |second| second.writes, |second| second.writes_ns),
+        Direction {
+            name: "read",
+            latencies: &measured.reads,
+            part: |second| second.reads,
+            part_ns: |second| second.reads_ns,
+            took: |second| &second.reads_took,
+        },
+        Direction {
+            name: "write",
+            latencies: &measured.writes,
+            part: |second| second.writes,
+            part_ns: |second| second.writes_ns,
+            took: |second| &second.writes_took,
+        },
     ];
     let directions: Vec<_> = both.into_iter().filter(|direction| !direction.latencies.is_empty()).collect();
     let mut charts = Vec::new();
@@ -39,11 +51,12 @@ pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
         measures: directions.iter().flat_map(|direction| measures(outcome, direction)).collect(),
         tables: vec![table(outcome, &directions)],
         charts,
+        ..Findings::default()
     }
 }
 
 fn measures(outcome: &Outcome, direction: &Direction<'_>) -> Vec<Measure> {
-    let Direction { name, latencies, part, part_ns } = direction;
+    let Direction { name, latencies, part, part_ns, took } = direction;
     let seconds = &outcome.measured.seconds;
     let are_few = seconds.len() < FEWEST_SECONDS;
     let rates = if are_few {
@@ -59,7 +72,11 @@ fn measures(outcome: &Outcome, direction: &Direction<'_>) -> Vec<Measure> {
     };
     let rate = Measure::new(format!("{name} IOPS"), Unit::Iops, Better::Higher, rates);
     let mean = latency("mean", means);
-    let percentile = |(what, value): (&str, u64)| latency(what, vec![value as f64]);
+    let each: Vec<Latencies> = seconds.iter().map(|second| latencies::of_counts(took(second))).collect();
+    let percentile = |(what, value): (&str, u64)| {
+        let samples = latencies::percentile_of_each(each.iter(), what);
+        latency(what, if samples.len() < FEWEST_SECONDS { vec![value as f64] } else { samples })
+    };
     let all = [rate, mean].into_iter().chain(percentiles(latencies).map(percentile));
     all.map(|measure| Measure { samples_are: SamplesAre::Seconds, ..measure }).collect()
 }
@@ -92,6 +109,7 @@ fn over_time(outcome: &Outcome, directions: &[Direction<'_>]) -> Chart {
         title: "Requests answered each second".to_owned(),
         x: Axis::new("time", Unit::Seconds),
         y: Axis::new("requests", Unit::Iops),
+        steps: false,
         series: directions.iter().map(line).collect(),
     })
 }
@@ -115,18 +133,22 @@ mod tests {
     fn outcome(seconds: usize) -> Outcome {
         let mut measured = Measured::default();
         (1..=1000).for_each(|number| measured.reads.record(number * 1000).unwrap());
-        measured.seconds = vec![Second { reads: 200, reads_ns: 200_000, ..Second::default() }; seconds];
+        let reads_took = (1..=200).map(|number| (number * 1000, 1)).collect();
+        measured.seconds =
+            vec![Second { reads: 200, reads_ns: 200_000, reads_took, ..Second::default() }; seconds];
         Outcome { elapsed: Duration::from_secs(4), measured, ..Outcome::default() }
     }
 
     #[test]
-    fn rates_and_mean_latencies_have_a_sample_each_second_and_percentiles_one() {
+    fn each_second_is_a_sample_and_the_whole_run_of_percentiles_that_no_second_can_tell() {
         let found = findings(&outcome(4), vec!["told".to_owned()]);
         let names: Vec<_> = found.measures.iter().map(|measure| measure.name.as_str()).collect();
         assert_eq!(names[..3], ["read IOPS", "read latency, mean", "read latency, p50"]);
         assert_eq!(found.measures[0].samples, [200.0; 4]);
         assert_eq!(found.measures[1].samples, [1000.0; 4]);
-        assert!(found.measures[2..].iter().all(|measure| measure.samples.len() == 1));
+        let counts: Vec<_> = found.measures[2..].iter().map(|measure| measure.samples.len()).collect();
+        assert_eq!(counts, [4, 4, 4, 1, 1], "p50, p90 and p99 of 200 requests; p99.9 needs 1000");
+        assert!((found.measures[3].samples[0] / 180e3 - 1.0).abs() < 0.01, "{:?}", found.measures[3]);
         assert!(found.measures.iter().all(|measure| measure.samples_are == SamplesAre::Seconds));
         assert_eq!(findings(&outcome(2), vec![]).measures[0].samples, [250.0], "all of it");
         assert!(found.tables[0].rows.iter().all(|row| row.len() == found.tables[0].columns.len()));

@@ -19,6 +19,7 @@ mod target;
 mod text;
 
 use std::{
+    cell::Cell,
     fs,
     os::unix::fs::{FileTypeExt as _, MetadataExt as _},
     sync::Arc,
@@ -62,7 +63,7 @@ pub fn run(arguments: BenchArgs) -> Result<(), Failure> {
     let _claim = claimed(&arguments)?;
     let name = arguments.target.to_string();
     on_reactor(async move {
-        let run = Run { arguments, begun, interruption, stop };
+        let run = Run { arguments, begun, interruption, stop, size_bytes: Cell::new(0) };
         Ok(run.measure().await.context(name)?)
     })
 }
@@ -81,6 +82,8 @@ struct Run {
     begun: Begun,
     interruption: Interruption,
     stop: Stop,
+    /// Of the disk, once it is open.
+    size_bytes: Cell<u64>,
 }
 
 impl Run {
@@ -126,6 +129,7 @@ impl Run {
 
     async fn put(&self, size_bytes: u64, source: Source) -> anyhow::Result<(Job, Ran)> {
         let BenchArgs { jobs, quiet, json, .. } = self.arguments;
+        self.size_bytes.set(size_bytes);
         let job = check::job(&self.arguments, size_bytes)?;
         let job = Job { stop: self.stop.clone(), ..job };
         let parts = job.clone().split(jobs);
@@ -184,7 +188,18 @@ impl Run {
         if self.arguments.has_statistics() || partial.is_some() {
             print(&text::statistics(job, outcome))?;
         }
-        Ok(())
+        self.unallocated().map_or(Ok(()), |said| print(&(said + "\n")))
+    }
+
+    /// How much of an image that was read lies nowhere: those reads were not the storage's.
+    fn unallocated(&self) -> Option<String> {
+        let BenchTarget::Image(image) = &self.arguments.target else { return None };
+        let file = fs::metadata(image.path()?).ok().filter(fs::Metadata::is_file)?;
+        let reads = !self.arguments.write || self.arguments.rwmixread.is_some();
+        let percent = 100 - (file.blocks() * 512 * 100).div_ceil(self.size_bytes.get().max(1)).min(100);
+        (reads && percent > 0).then(|| {
+            format!("{percent} % of {image} is not allocated: reads of it cost the storage nothing (write it first, with -w).")
+        })
     }
 
     fn keep(&self, job: &Job, outcome: &Outcome, partial: Option<&str>) -> anyhow::Result<()> {
@@ -193,7 +208,7 @@ impl Run {
             BenchTarget::Nbd(_) => None,
         };
         let told = text::announcement(job, self.arguments.jobs) + &text::statistics(job, outcome);
-        let told = told.lines().map(|line| line.trim().to_owned()).collect();
+        let told = told.lines().map(|line| line.trim().to_owned()).chain(self.unallocated()).collect();
         let result = ResultFile::new(self.begun.end(place), findings::findings(outcome, told));
         self.arguments.results.keep(&ResultFile { partial: partial.map(str::to_owned), ..result })
     }

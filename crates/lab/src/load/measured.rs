@@ -3,7 +3,10 @@
 
 use policy::time::{Duration, Instant};
 
-use crate::{latencies, latencies::Latencies};
+use crate::{
+    latencies,
+    latencies::{Counts, Latencies},
+};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -27,12 +30,15 @@ pub(crate) struct Measured {
     pub(crate) behind: Duration,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Second {
     pub(crate) reads: u64,
     pub(crate) writes: u64,
     pub(crate) reads_ns: u64,
     pub(crate) writes_ns: u64,
+    /// How long they took.
+    pub(crate) reads_took: Counts,
+    pub(crate) writes_took: Counts,
 }
 
 impl Default for Measured {
@@ -59,6 +65,8 @@ impl Measured {
             ours.writes += theirs.writes;
             ours.reads_ns = ours.reads_ns.saturating_add(theirs.reads_ns);
             ours.writes_ns = ours.writes_ns.saturating_add(theirs.writes_ns);
+            ours.reads_took.extend(&theirs.reads_took);
+            ours.writes_took.extend(&theirs.writes_took);
         }
         self.behind = self.behind.max(other.behind);
     }
@@ -74,12 +82,16 @@ pub(super) struct Recorder {
     from: Instant,
     second_ends: Instant,
     second: Second,
+    reads: Latencies,
+    writes: Latencies,
     measured: Measured,
 }
 
 impl Recorder {
     pub(super) fn new(from: Instant) -> Self {
-        Self { from, second_ends: from + SECOND, second: Second::default(), measured: Measured::default() }
+        let [reads, writes] = [(); 2].map(|()| latencies::of_a_second());
+        let (second, measured) = (Second::default(), Measured::default());
+        Self { from, second_ends: from + SECOND, second, reads, writes, measured }
     }
 
     pub(super) fn answered(&mut self, kind: Kind, due: Instant, at: Instant) {
@@ -87,6 +99,8 @@ impl Recorder {
             return;
         }
         while at >= self.second_ends {
+            self.second.reads_took = latencies::take_counts(&mut self.reads);
+            self.second.writes_took = latencies::take_counts(&mut self.writes);
             self.measured.seconds.push(std::mem::take(&mut self.second));
             self.second_ends += SECOND;
         }
@@ -95,11 +109,13 @@ impl Recorder {
             Kind::Read => {
                 self.second.reads += 1;
                 self.second.reads_ns = self.second.reads_ns.saturating_add(took_ns);
+                self.reads.saturating_record(took_ns);
                 &mut self.measured.reads
             }
             Kind::Write => {
                 self.second.writes += 1;
                 self.second.writes_ns = self.second.writes_ns.saturating_add(took_ns);
+                self.writes.saturating_record(took_ns);
                 &mut self.measured.writes
             }
             Kind::Flush => &mut self.measured.flushes,
@@ -152,8 +168,12 @@ mod tests {
         let mut sum = one(&[Kind::Read, Kind::Flush], 1);
         sum.add(&one(&[Kind::Read, Kind::Write], 2));
         assert_eq!((sum.reads.len(), sum.writes.len(), sum.flushes.len()), (2, 3, 1));
-        let first = Second { reads: 2, writes: 1, reads_ns: 2_000_000, writes_ns: 1_000_000 };
-        assert_eq!(sum.seconds, [first, Second::default()]);
+        let [first, second] = sum.seconds.as_slice() else { panic!("{:?}", sum.seconds) };
+        assert_eq!((first.reads, first.writes), (2, 1));
+        assert_eq!((first.reads_ns, first.writes_ns), (2_000_000, 1_000_000));
+        let took = latencies::of_counts(&first.reads_took);
+        assert!(took.len() == 2 && took.equivalent(took.max(), 1_000_000), "{:?}", first.reads_took);
+        assert_eq!(*second, Second::default());
         assert_eq!(sum.behind, Duration::from_millis(2));
     }
 }

@@ -1,38 +1,60 @@
-//! A matrix of values, drawn: the better a value, the stronger its cell. Each value is also written
-//! into its cell, so colour alone says nothing.
+//! A matrix of values, drawn. Each value is also written into its cell, so colour alone says
+//! nothing.
+//!
+//! Values of any unit: the better, the stronger. Quotients: blue is better than 1×, orange worse,
+//! the further from 1× the stronger, and what is noise has no colour. Columns that do not fit
+//! beside each other on a telephone are drawn in bands, which lie beside each other where there is
+//! room.
 
-use std::fmt::Write as _;
+use std::{fmt::Write as _, ops::Range};
 
-use plotters::style::text_anchor::{HPos, VPos};
+use plotters::style::{
+    FontTransform,
+    text_anchor::{HPos, VPos},
+};
 
 use super::{
     drawing::{self, Drawing, Drawn, LETTER_WIDTH, Sheet, letters},
     html::cut,
-    palette::{CELLS, FAINT, INK, NO_CELL, ON_FAINT, ON_STRONG},
+    palette::{BETTER, CELLS, FAINT, INK, NO_CELL, ON_FAINT, ON_STRONG, Pair, WORSE},
     quantity,
 };
-use crate::result::{Better, HeatMap};
+use crate::result::{Better, HeatMap, Unit};
 
 const CELL_HEIGHT: f64 = 34.0;
-const CELL_WIDTHS: (f64, f64) = (64.0, 100.0);
-const NAME_WIDTHS: (f64, f64) = (40.0, 260.0);
-/// Height of a line of the columns' names, and the most lines.
-const LINE: f64 = 18.0;
-const LINES: usize = 4;
+const CELL_WIDTHS: (f64, f64) = (34.0, 80.0);
+const NAME_WIDTHS: (f64, f64) = (40.0, 124.0);
+/// Width of a band: that of a telephone without its margins.
+const BAND: f64 = 356.0;
+/// Names in the columns' heads stand upright, from the cells to the top.
+const HEAD_HEIGHTS: (f64, f64) = (40.0, 200.0);
+const LINE: f64 = 15.0;
+/// Of a row's name.
+const LINES: usize = 2;
 const GAP: f64 = 2.0;
 const MARGIN: f64 = 8.0;
 /// Rows and columns that are drawn.
 const MOST: usize = 64;
+/// Quotients from which a cell is stronger, and their inverses. Those nearer to 1 have no colour.
+const STEPS: [f64; 4] = [1.05, 1.3, 2.0, 4.0];
 
 pub(super) fn html(map: &HeatMap) -> anyhow::Result<String> {
-    let drawing = drawing(map)?.inline();
     let best = match map.better {
         Better::Higher => "higher",
         Better::Lower => "lower",
     };
-    let mut html = format!(
-        "<p class=\"note\">The stronger a cell, the better; {best} is better.</p><div class=\"wide\">{drawing}</div>"
-    );
+    let note = match map.unit {
+        Unit::Ratio => format!(
+            "Blue is better than 1×, orange worse; {best} is better. Without colour: no difference beyond noise{}.",
+            if map.noise.is_empty() { ", or 5 %" } else { "" }
+        ),
+        _ => format!("The stronger a cell, the better; {best} is better."),
+    };
+    let mut html = format!("<p class=\"note\">{note}</p><div class=\"bands\">");
+    for band in bands(map) {
+        html += &drawing(map, band)?.inline();
+    }
+    html += "</div>";
     if map.rows.len() > MOST || map.columns.len() > MOST {
         let (rows, columns) = (map.rows.len(), map.columns.len());
         let _ = write!(
@@ -44,51 +66,73 @@ pub(super) fn html(map: &HeatMap) -> anyhow::Result<String> {
 }
 
 pub(super) fn alone(map: &HeatMap) -> anyhow::Result<String> {
-    Ok(drawing(map)?.alone(&[]))
+    Ok(drawing(map, 0..map.columns.len().min(MOST))?.alone(&[]))
 }
 
-fn drawing(map: &HeatMap) -> anyhow::Result<Drawing> {
-    let layout = Layout::of(map);
+fn drawing(map: &HeatMap, columns: Range<usize>) -> anyhow::Result<Drawing> {
+    let layout = Layout::of(map, columns);
     drawing::drawing(layout.size(), &map.title, |sheet| layout.paint(sheet, map))
+}
+
+/// Parts of the columns, of about the same width; one of nothing where there are none.
+fn bands(map: &HeatMap) -> Vec<Range<usize>> {
+    let columns = map.columns.len().min(MOST);
+    let Layout { name_width, cell_width, .. } = Layout::of(map, 0..columns);
+    let most = (((BAND - name_width) / cell_width) as usize).max(1);
+    let bands = columns.div_ceil(most).max(1);
+    (0..bands).map(|band| band * columns / bands..(band + 1) * columns / bands).collect()
+}
+
+fn value(map: &HeatMap, row: usize, column: usize) -> Option<f64> {
+    map.values.get(row).and_then(|row| *row.get(column)?).filter(|value| value.is_finite())
+}
+
+/// The unit of quotients is in the title.
+fn shown(value: f64, unit: Unit) -> String {
+    let text = quantity::short(value, unit);
+    if unit == Unit::Ratio { text.trim_end_matches('×').to_owned() } else { text }
 }
 
 struct Layout {
     rows: usize,
-    columns: usize,
+    columns: Range<usize>,
+    names: Vec<Vec<String>>,
     name_width: f64,
     cell_width: f64,
-    heads: Vec<Vec<String>>,
     head_height: f64,
 }
 
 impl Layout {
-    fn of(map: &HeatMap) -> Self {
-        let (rows, columns) = (map.rows.len().min(MOST), map.columns.len().min(MOST));
-        let longest = |names: &[String]| names.iter().map(|name| name.chars().count()).max().unwrap_or(0);
+    fn of(map: &HeatMap, columns: Range<usize>) -> Self {
+        let rows = map.rows.len().min(MOST);
         let room = |letters: usize, (least, most): (f64, f64)| {
-            (letters as f64 * LETTER_WIDTH + 2.0 * MARGIN).clamp(least, most)
+            (letters as f64 * LETTER_WIDTH + MARGIN).clamp(least, most)
         };
-        let cell_width = room(longest(&map.columns[..columns]), CELL_WIDTHS);
-        let heads: Vec<_> =
-            map.columns[..columns].iter().map(|name| wrapped(name, fitting(cell_width))).collect();
-        let lines = heads.iter().map(Vec::len).max().unwrap_or(1);
+        let longest = |names: &mut dyn Iterator<Item = &String>| {
+            names.map(|name| name.chars().count()).max().unwrap_or(0)
+        };
+        let whole = map.columns.len().min(MOST);
+        let cells = (0..rows).flat_map(|row| (0..whole).filter_map(move |column| value(map, row, column)));
+        let cells: Vec<String> = cells.map(|value| shown(value, map.unit)).collect();
+        let most = fitting(NAME_WIDTHS.1);
+        let names: Vec<_> = map.rows[..rows].iter().map(|name| wrapped(name, most)).collect();
         Self {
             rows,
+            name_width: room(longest(&mut names.iter().flatten()), NAME_WIDTHS),
+            names,
+            cell_width: room(longest(&mut cells.iter()), CELL_WIDTHS),
+            head_height: room(longest(&mut map.columns[columns.clone()].iter()), HEAD_HEIGHTS),
             columns,
-            name_width: room(longest(&map.rows[..rows]), NAME_WIDTHS),
-            cell_width,
-            heads,
-            head_height: lines as f64 * LINE + MARGIN,
         }
     }
 
     fn size(&self) -> (f64, f64) {
-        let width = self.name_width + self.columns as f64 * self.cell_width;
+        let width = self.name_width + self.columns.len() as f64 * self.cell_width;
         (width.max(200.0), self.head_height + self.rows.max(1) as f64 * CELL_HEIGHT)
     }
 
     fn paint(&self, sheet: &Sheet, map: &HeatMap) -> Drawn {
-        if self.rows == 0 || self.columns == 0 {
+        if self.rows == 0 || self.columns.is_empty() {
             return drawing::write(
                 sheet,
                 "no values",
@@ -96,26 +140,36 @@ impl Layout {
                 letters(INK.light, HPos::Left, VPos::Top),
             );
         }
-        for (column, lines) in self.heads.iter().enumerate() {
-            let x = self.name_width + (column as f64 + 0.5) * self.cell_width;
-            for (line, text) in lines.iter().rev().enumerate() {
-                let y = self.head_height - MARGIN / 2.0 - (line as f64 + 0.5) * LINE;
-                drawing::write(sheet, text, (x, y), letters(INK.light, HPos::Center, VPos::Center))?;
-            }
+        let upright = letters(INK.light, HPos::Left, VPos::Center).transform(FontTransform::Rotate270);
+        for (place, name) in map.columns[self.columns.clone()].iter().enumerate() {
+            let x = self.name_width + (place as f64 + 0.5) * self.cell_width;
+            let name = cut(name, fitting(self.head_height));
+            drawing::write(sheet, &name, (x, self.head_height - MARGIN / 2.0), upright.clone())?;
         }
         let range = range(map);
-        for (row, name) in map.rows.iter().take(self.rows).enumerate() {
-            let y = self.head_height + (row as f64 + 0.5) * CELL_HEIGHT;
+        for (row, lines) in self.names.iter().enumerate() {
+            let middle = self.head_height + (row as f64 + 0.5) * CELL_HEIGHT - GAP / 2.0;
             let style = letters(INK.light, HPos::Right, VPos::Center);
-            drawing::write(
-                sheet,
-                &cut(name, fitting(self.name_width)),
-                (self.name_width - MARGIN, y),
-                style,
-            )?;
-            for column in 0..self.columns {
-                let value = map.values.get(row).and_then(|row| *row.get(column)?);
-                self.cell(sheet, (row, column), value.filter(|value| value.is_finite()), range, map)?;
+            for (line, text) in lines.iter().enumerate() {
+                let y = middle + (line as f64 - (lines.len() as f64 - 1.0) / 2.0) * LINE;
+                drawing::write(sheet, text, (self.name_width - MARGIN, y), style.clone())?;
+            }
+            for (place, column) in self.columns.clone().enumerate() {
+                let colours = match value(map, row, column) {
+                    None => (NO_CELL, ON_FAINT),
+                    Some(value) if map.unit == Unit::Ratio => {
+                        let is_noise =
+                            map.noise.get(row).and_then(|row| row.get(column)).copied().unwrap_or(false);
+                        beside_one(value, map.better, is_noise)
+                    }
+                    Some(value) => {
+                        let step = strength(value, range, map.better);
+                        (CELLS[step], if step < FAINT { ON_FAINT } else { ON_STRONG })
+                    }
+                };
+                let text =
+                    value(map, row, column).map_or_else(|| "–".to_owned(), |value| shown(value, map.unit));
+                self.cell(sheet, (row, place), &text, colours)?;
             }
         }
         Ok(())
@@ -124,26 +178,21 @@ impl Layout {
     fn cell(
         &self,
         sheet: &Sheet,
-        (row, column): (usize, usize),
-        value: Option<f64>,
-        range: (f64, f64),
-        map: &HeatMap,
+        (row, place): (usize, usize),
+        text: &str,
+        (colour, ink): (Pair, Pair),
     ) -> Drawn {
-        let left = self.name_width + column as f64 * self.cell_width;
+        let left = self.name_width + place as f64 * self.cell_width;
         let top = self.head_height + row as f64 * CELL_HEIGHT;
         let (right, bottom) = (left + self.cell_width - GAP, top + CELL_HEIGHT - GAP);
-        let step = value.map(|value| strength(value, range, map.better));
-        let colour = step.map_or(NO_CELL, |step| CELLS[step]);
         drawing::fill(sheet, (left, top), (right, bottom), colour.light)?;
-        let ink = if step.is_some_and(|step| step >= FAINT) { ON_STRONG } else { ON_FAINT };
-        let text = value.map_or_else(|| "–".to_owned(), |value| quantity::short(value, map.unit));
         let centre = (f64::midpoint(left, right), f64::midpoint(top, bottom));
-        drawing::write(sheet, &text, centre, letters(ink.light, HPos::Center, VPos::Center))
+        drawing::write(sheet, text, centre, letters(ink.light, HPos::Center, VPos::Center))
     }
 }
 
 fn fitting(width: f64) -> usize {
-    ((width - 2.0 * MARGIN) / LETTER_WIDTH) as usize
+    ((width - MARGIN) / LETTER_WIDTH) as usize
 }
 
 /// Broken between words; what does not fit is cut.
@@ -168,6 +217,16 @@ fn wrapped(name: &str, most: usize) -> Vec<String> {
 fn range(map: &HeatMap) -> (f64, f64) {
     let values = map.values.iter().flatten().flatten().filter(|value| value.is_finite());
     values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &value| (low.min(value), high.max(value)))
+}
+
+/// The colours of a quotient's cell and its letters.
+fn beside_one(value: f64, better: Better, is_noise: bool) -> (Pair, Pair) {
+    let factor = if value < 1.0 { 1.0 / value.max(f64::MIN_POSITIVE) } else { value };
+    let reached = STEPS.iter().filter(|step| factor >= **step).count();
+    let Some(step) = reached.checked_sub(1).filter(|_| !is_noise) else { return (NO_CELL, ON_FAINT) };
+    let good = (value > 1.0) == (better == Better::Higher);
+    let colour = if good { BETTER[step] } else { WORSE[step] };
+    (colour, if step < STEPS.len() / 2 { ON_FAINT } else { ON_STRONG })
 }
 
 /// By factors if values span more than ten times, or all but the largest would look alike.
@@ -200,6 +259,7 @@ mod tests {
             columns: vec!["64K".to_owned(), "<b>".to_owned()],
             rows: vec!["none".to_owned(), "a name that is far too long for the place there is".to_owned()],
             values,
+            noise: Vec::new(),
         }
     }
 
@@ -207,7 +267,7 @@ mod tests {
     fn each_value_is_written_into_its_cell() {
         let svg = html(&map(vec![vec![Some(85e3), Some(1.2e6)], vec![None, Some(3e6)]])).unwrap();
         for text in
-            ["85us", "1.2ms", "3ms", "–", "none", "64K", "&lt;b&gt;", "a name that is f…place there is"]
+            ["85us", "1.2ms", "3ms", "–", "none", "64K", "&lt;b&gt;", "a name that is", "far too…here is"]
         {
             assert!(svg.contains(&format!(">\n{text}\n</text>")), "{text} in {svg}");
         }
@@ -228,9 +288,40 @@ mod tests {
     #[test]
     fn long_names_are_broken_between_words() {
         assert_eq!(wrapped("random read 4K ×32", 12), ["random read", "4K ×32"]);
-        assert_eq!(wrapped("a b c d e f g h", 1), ["a", "b", "c", "…"]);
+        assert_eq!(wrapped("a b c d e f g h", 1), ["a", "…"]);
         assert_eq!(wrapped("writethrough", 7), ["wri…ugh"]);
         assert_eq!(wrapped(" ", 7), [""; 0]);
+    }
+
+    #[test]
+    fn a_quotient_is_blue_or_orange_and_noise_is_neither() {
+        let colour = |value, better, is_noise| beside_one(value, better, is_noise).0.light;
+        for (value, higher, lower) in [
+            (0.2, WORSE[3], BETTER[3]),
+            (0.44, WORSE[2], BETTER[2]),
+            (1.07, BETTER[0], WORSE[0]),
+            (1.5, BETTER[1], WORSE[1]),
+            (9.0, BETTER[3], WORSE[3]),
+            (1.0, NO_CELL, NO_CELL),
+            (0.0, WORSE[3], BETTER[3]),
+        ] {
+            assert_eq!(colour(value, Better::Higher, false), higher.light, "{value}");
+            assert_eq!(colour(value, Better::Lower, false), lower.light, "{value}");
+            assert_eq!(colour(value, Better::Higher, true), NO_CELL.light, "{value}");
+        }
+    }
+
+    #[test]
+    fn all_columns_are_drawn_each_band_as_wide_as_a_telephone() {
+        let mut wide = map(vec![vec![Some(1.5); 22]; 2]);
+        wide.columns = (0..22).map(|number| format!("random read 4K ×{number}")).collect();
+        wide.unit = Unit::Ratio;
+        let bands = bands(&wide);
+        assert_eq!(bands.iter().map(ExactSizeIterator::len).sum::<usize>(), 22);
+        assert!(bands.windows(2).all(|pair| pair[0].end == pair[1].start), "{bands:?}");
+        assert!(bands.iter().all(|band| Layout::of(&wide, band.clone()).size().0 <= BAND), "{bands:?}");
+        let svg = html(&wide).unwrap();
+        assert_eq!((svg.matches("<svg").count(), svg.matches(">\n1.5\n<").count()), (bands.len(), 44));
     }
 
     #[test]

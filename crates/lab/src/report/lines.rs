@@ -118,7 +118,10 @@ fn paint(sheet: &Sheet, lines: &Lines, series: &[&Series], x: &Scale, y: &Scale)
     drawing::write(sheet, &lines.x.label, (WIDTH - RIGHT, HEIGHT - 4.0), rightwards)?;
     for (series, colour) in series.iter().zip(LINES) {
         let style = colour.light.stroke_width(px(2.0).unsigned_abs());
-        let points = places(series, x, y);
+        let mut points = places(series, x, y);
+        if lines.steps {
+            points = stepped(&points);
+        }
         if let &[only] = points.as_slice() {
             chart.draw_series([Circle::new(only, px(3.5), colour.light.filled())])?;
         }
@@ -155,6 +158,14 @@ impl ValueFormatter<f64> for Direction<'_> {
     }
 }
 
+/// Level until the next point, from one end of the chart to the other.
+fn stepped(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    let (Some(&(_, first)), Some(&(_, last))) = (points.first(), points.last()) else { return vec![] };
+    let corners = points.windows(2).flat_map(|pair| [pair[0], (pair[1].0, pair[0].1)]);
+    let middle = corners.chain(points.last().copied());
+    [(0.0, first)].into_iter().chain(middle).chain([(1.0, last)]).collect()
+}
+
 /// From 0 to 1 both ways; at most four points for each column of pixels.
 fn places(series: &Series, x: &Scale, y: &Scale) -> Vec<(f64, f64)> {
     let place = |&(at, value): &(f64, f64)| Some((x.position(at)?, y.position(value)?));
@@ -187,6 +198,7 @@ mod tests {
             title: "IOPS over time".to_owned(),
             x: Axis::new("time", Unit::Seconds),
             y: Axis::new("IOPS", Unit::Iops),
+            steps: false,
             series,
         }
     }
@@ -230,6 +242,13 @@ mod tests {
         assert!(html(&lines(vec![series("", &[])])).unwrap().contains("no values"));
         let svg = html(&lines(vec![series("", &[(1.0, 5.0)])])).unwrap();
         assert!(svg.contains("<circle") && !svg.contains("no values"), "{svg}");
+    }
+
+    #[test]
+    fn a_value_holds_until_the_next() {
+        let stairs = [(0.0, 0.0), (0.2, 0.0), (0.2, 0.0), (0.2, 0.5), (0.6, 0.5), (0.6, 1.0), (1.0, 1.0)];
+        assert_eq!(stepped(&[(0.2, 0.0), (0.2, 0.5), (0.6, 1.0)]), stairs);
+        assert!(stepped(&[]).is_empty());
     }
 
     #[test]

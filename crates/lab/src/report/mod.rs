@@ -42,6 +42,9 @@ pub(crate) fn page(result: &ResultFile) -> anyhow::Result<String> {
     if let Some(warning) = result.warning() {
         page.warning(&warning);
     }
+    for table in &findings.opening {
+        page.table(table);
+    }
     page.summary(&findings.summary);
     for chart in &findings.charts {
         page.chart(chart)?;

@@ -47,13 +47,21 @@ pub(super) const CELLS: [Pair; 7] = [
     pair(0x0F_5FA3, 0x8C_C4EA),
     pair(0x08_3E7A, 0xC6_E4F8),
 ];
+/// Quotients above and below 1, from the nearest: the first half has letters [`ON_FAINT`].
+pub(super) const BETTER: [Pair; 4] = [CELLS[1], CELLS[2], CELLS[5], CELLS[6]];
+pub(super) const WORSE: [Pair; 4] = [
+    pair(0xFB_E6D6, 0x3A_2618),
+    pair(0xF5_C6A0, 0x5E_3815),
+    pair(0xAD_4D0D, 0xE0_9050),
+    pair(0x7A_3106, 0xF6_CBA4),
+];
 /// The first so many cells have letters [`ON_FAINT`], the others [`ON_STRONG`].
 pub(super) const FAINT: usize = 4;
 pub(super) const ON_FAINT: Pair = pair(0x10_1418, 0xF5_F7FA);
 pub(super) const ON_STRONG: Pair = pair(0xFE_FEFE, 0x0B_0E12);
 pub(super) const NO_CELL: Pair = pair(0xE9_EBED, 0x2A_2D33);
 
-const ALL: [&[Pair]; 3] = [&[GROUND, INK, GRID, ON_FAINT, ON_STRONG, NO_CELL], &LINES, &CELLS];
+const ALL: [&[Pair]; 4] = [&[GROUND, INK, GRID, ON_FAINT, ON_STRONG, NO_CELL], &LINES, &CELLS, &WORSE];
 
 pub(super) fn code(RGBColor(red, green, blue): RGBColor) -> String {
     format!("#{red:02X}{green:02X}{blue:02X}")
@@ -119,6 +127,13 @@ mod tests {
                 assert!(contrast >= 4.5, "cell {index}: {contrast}");
             }
             assert!(contrast(of(&NO_CELL), of(&ON_FAINT)) >= 4.5);
+            for (index, (better, worse)) in BETTER.iter().zip(&WORSE).enumerate() {
+                let letters = if index < BETTER.len() / 2 { ON_FAINT } else { ON_STRONG };
+                for cell in [better, worse] {
+                    let contrast = contrast(of(cell), of(&letters));
+                    assert!(contrast >= 4.5, "step {index}: {contrast}");
+                }
+            }
         }
     }
 

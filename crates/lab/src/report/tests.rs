@@ -49,6 +49,7 @@ fn small() -> ResultFile {
                 title: "IOPS over time".to_owned(),
                 x: axis("time", Unit::Seconds),
                 y: axis("IOPS", Unit::Iops),
+                steps: false,
                 series: vec![Series { name: "none".to_owned(), points: vec![(0.0, 1.0), (1.0, 2.0)] }],
             }),
             Chart::HeatMap(HeatMap {
@@ -58,8 +59,10 @@ fn small() -> ResultFile {
                 columns: words(&["64K"]),
                 rows: words(&["none"]),
                 values: vec![vec![Some(10e3)]],
+                noise: Vec::new(),
             }),
         ],
+        ..Findings::default()
     };
     ResultFile {
         partial: Some("it was interrupted".to_owned()),
@@ -203,12 +206,12 @@ fn chart() -> impl Strategy<Value = Chart> {
     let points = prop::collection::vec((number(), number()), 0..6);
     let series = (text(), points).prop_map(|(name, points)| Series { name, points });
     let lines = (text(), axis(), axis(), prop::collection::vec(series, 0..11))
-        .prop_map(|(title, x, y, series)| Chart::Lines(Lines { title, x, y, series }));
+        .prop_map(|(title, x, y, series)| Chart::Lines(Lines { title, x, y, steps: false, series }));
     let names = || prop::collection::vec(text(), 0..4);
     let values = prop::collection::vec(prop::collection::vec(prop::option::of(number()), 0..4), 0..4);
     let map = (text(), unit(), better(), names(), names(), values).prop_map(
         |(title, unit, better, columns, rows, values)| {
-            Chart::HeatMap(HeatMap { title, unit, better, columns, rows, values })
+            Chart::HeatMap(HeatMap { title, unit, better, columns, rows, values, noise: Vec::new() })
         },
     );
     prop_oneof![lines, map]
@@ -226,7 +229,13 @@ fn findings() -> impl Strategy<Value = Findings> {
         prop::collection::vec(table, 0..3),
         prop::collection::vec(chart(), 0..3),
     )
-        .prop_map(|(summary, measures, tables, charts)| Findings { summary, measures, tables, charts })
+        .prop_map(|(summary, measures, tables, charts)| Findings {
+            opening: tables.clone(),
+            summary,
+            measures,
+            tables,
+            charts,
+        })
 }
 
 /// Closing tags begin with a slash.

@@ -17,6 +17,9 @@ pub(super) fn result(result: &ResultFile, bold: bool) -> String {
     if let Some(warning) = result.warning() {
         let _ = writeln!(text, "\n{}", clean(&warning));
     }
+    for table in &findings.opening {
+        text += &titled(table, bold);
+    }
     for paragraph in &findings.summary {
         let _ = writeln!(text, "\n{}", clean(paragraph.trim_end()));
     }

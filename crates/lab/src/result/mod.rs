@@ -64,6 +64,9 @@ pub(crate) struct Findings {
     /// One paragraph each.
     #[serde(default)]
     pub(crate) summary: Vec<String>,
+    /// Tables that come before the charts.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) opening: Vec<Table>,
     #[serde(default)]
     pub(crate) measures: Vec<Measure>,
     #[serde(default)]
@@ -157,6 +160,9 @@ pub(crate) struct Lines {
     pub(crate) title: String,
     pub(crate) x: Axis,
     pub(crate) y: Axis,
+    /// A value holds until the next point.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) steps: bool,
     /// At most eight can be told apart.
     pub(crate) series: Vec<Series>,
 }
@@ -188,6 +194,7 @@ impl Lines {
             title: title.to_owned(),
             x: Axis::new("latency", Unit::Nanoseconds).logarithmic(),
             y: Axis::new("requests", Unit::Share),
+            steps: true,
             series,
         }
     }
@@ -211,4 +218,7 @@ pub(crate) struct HeatMap {
     pub(crate) rows: Vec<String>,
     /// One list a row; `None` was not measured.
     pub(crate) values: Vec<Vec<Option<f64>>>,
+    /// Whether a value differs from 1 by noise alone, in the same form; empty where nobody knows.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) noise: Vec<Vec<bool>>,
 }

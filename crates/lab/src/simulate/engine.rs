@@ -228,10 +228,13 @@ impl Engine {
     pub(crate) fn settle(&mut self) {
         let now = self.state.now;
         for disk in &mut self.state.disks {
-            disk.queue.settle(now);
+            let waiting = disk.queue.settle(now);
+            if let Some(drawn) = disk.tally.drawn.as_mut().filter(|_| waiting > 0) {
+                drawn.waiting.turn(now, waiting);
+            }
             disk.held.settle(now);
         }
-        self.state.groups.iter_mut().for_each(|group| group.queue.settle(now));
+        self.state.groups.iter_mut().for_each(|group| _ = group.queue.settle(now));
     }
 
     /// Results since the last call, in the order in which requests passed the limits.
@@ -359,7 +362,7 @@ impl Engine {
         let disk = &mut self.state.disks[disk];
         let waiting = disk.queue.join(now);
         if let Some(drawn) = &mut disk.tally.drawn {
-            drawn.waiting.note(now, waiting);
+            drawn.waiting.turn(now, waiting);
         }
         let mut group = disk.group;
         while let Some(index) = group {
@@ -371,7 +374,10 @@ impl Engine {
     fn count_out(&mut self, request: &Request) -> Bucket {
         let now = self.state.now;
         let disk = &mut self.state.disks[request.disk];
-        disk.queue.leave(now);
+        let waiting = disk.queue.leave(now);
+        if let Some(drawn) = &mut disk.tally.drawn {
+            drawn.waiting.turn(now, waiting);
+        }
         let mut group = disk.group;
         while let Some(index) = group {
             self.state.groups[index].queue.leave(now);

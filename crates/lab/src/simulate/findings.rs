@@ -41,6 +41,7 @@ pub(super) fn of_run(summary: &Summary, outcome: &Outcome) -> Findings {
         measures,
         tables: vec![table(summary)],
         charts: charts(outcome),
+        ..Findings::default()
     }
 }
 
@@ -55,6 +56,7 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
         title: format!("What each {} would have done to latency", swept.limit),
         x: Axis::new(swept.limit, unit),
         y: Axis::new("latency", Unit::Nanoseconds),
+        steps: false,
         series: vec![
             line("p50", |point| point.latency_ns.p50 as f64),
             line("p99", |point| point.latency_ns.p99 as f64),
@@ -65,6 +67,7 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
         title: "Share of the time in which somebody waited".to_owned(),
         x: Axis::new(swept.limit, unit),
         y: Axis::new("throttled", Unit::Share),
+        steps: false,
         series: vec![line("throttled", |point| point.throttled)],
     };
     let row = |point: &Point| {
@@ -85,6 +88,7 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
         measures: swept.points.iter().map(measure).collect(),
         tables: vec![Table::new(&title, columns, swept.points.iter().map(row).collect())],
         charts: vec![Chart::Lines(latency), Chart::Lines(throttled)],
+        ..Findings::default()
     }
 }
 
@@ -115,21 +119,24 @@ fn sentence(what: &str, line: &Line) -> String {
 fn table(summary: &Summary) -> Table {
     let columns = "|limits|requests|IOPS|bytes/s|p50|p99|p99.9|max|throttled|longest queue".split('|');
     let mut rows = Vec::new();
-    for (what, line) in summary.lines() {
-        let both = line.before.iter().map(|before| (false, before)).chain([(true, &line.after)]);
-        for (with, figures) in both {
+    let lines = summary
+        .lines()
+        .map(|(what, line)| (format!("{what} {}", line.name), line.before.as_ref(), &line.after, Some(line)));
+    let all = summary.all.iter().map(|all| ("all disks".to_owned(), all.before.as_ref(), &all.after, None));
+    for (name, before, after, line) in lines.chain(all) {
+        let with = before.map_or("none", |_| "with");
+        for (when, figures) in before.map(|before| ("without", before)).into_iter().chain([(with, after)]) {
             let Percentiles { p50, p99, p99_9, max, .. } = figures.latency_ns;
-            let mut row =
-                vec![format!("{what} {}", line.name), if with { "with" } else { "without" }.to_owned()];
+            let mut row = vec![name.clone(), when.to_owned()];
             row.extend([
                 figures.requests.to_string(),
                 figures::count(figures.iops),
                 figures::bytes(figures.bps),
             ]);
             row.extend([p50, p99, p99_9, max].map(figures::time));
-            row.extend(match with {
-                true => [figures::share(line.throttled), line.longest_queue.to_string()],
-                false => ["-".to_owned(), "-".to_owned()],
+            row.extend(match line.filter(|_| when != "without") {
+                Some(line) => [figures::share(line.throttled), line.longest_queue.to_string()],
+                None => ["-".to_owned(), "-".to_owned()],
             });
             rows.push(row);
         }
@@ -155,7 +162,8 @@ fn charts(outcome: &Outcome) -> Vec<Chart> {
     let over_time = |title: &str, label: &str, unit, series: Vec<Series>| {
         let series: Vec<_> = series.into_iter().filter(|series| !series.points.is_empty()).collect();
         let (x, y) = (Axis::new("time", Unit::Seconds), Axis::new(label, unit));
-        (!series.is_empty()).then(|| Chart::Lines(Lines { title: title.to_owned(), x, y, series }))
+        (!series.is_empty())
+            .then(|| Chart::Lines(Lines { title: title.to_owned(), x, y, steps: false, series }))
     };
     let first = [
         over_time("Requests done a second, with the limits", "IOPS", Unit::Iops, done),

@@ -18,19 +18,31 @@ use crate::latencies::Latencies;
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Summary {
+    /// All disks together, where there are several.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) all: Option<All>,
     pub(crate) disks: Vec<Line>,
     pub(crate) groups: Vec<Line>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) remarks: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) partial: Option<String>,
+    #[serde(skip)]
+    is_limited: bool,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct All {
+    pub(crate) before: Option<Figures>,
+    pub(crate) after: Figures,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Line {
     pub(crate) name: String,
-    /// Without limits, on the same device.
+    /// Without limits, on the same device; absent where it would be the same.
     pub(crate) before: Option<Figures>,
     pub(crate) after: Figures,
     /// The share of time in which requests waited for limits, 0 to 1.
@@ -118,8 +130,9 @@ impl Line {
         }
     }
 
-    fn of_disk(name: &str, disk: &OfDisk) -> Self {
-        let mut line = Self::new(name, &disk.after, disk.before.as_ref(), &disk.queue);
+    fn of_disk(name: &str, disk: &OfDisk, is_known: bool) -> Self {
+        let before = disk.before.as_ref().filter(|_| is_known);
+        let mut line = Self::new(name, &disk.after, before, &disk.queue);
         let held = |(limit, ns): &(String, u64)| HeldBy {
             limit: limit.clone(),
             seconds: *ns as f64 / 1e9,
@@ -138,8 +151,22 @@ impl Line {
 impl Summary {
     pub(crate) fn new(outcome: &Outcome, remarks: &[String]) -> Self {
         let Outcome { world, disks, groups, partial } = outcome;
+        let is_limited = world.is_limited();
+        let reads_ahead = |disk: &OfDisk| disk.prefetch.is_some_and(|stats| stats.read_ahead_bytes > 0);
+        // Else it would be the same twice.
+        let is_known =
+            (is_limited || disks.iter().any(reads_ahead)) && disks.iter().any(|disk| disk.before.is_some());
         let used = disks.iter().zip(&world.disks).filter(|(disk, _)| disk.after.requests > 0);
-        let lines = used.map(|(disk, named)| Line::of_disk(&named.name, disk)).collect();
+        let lines: Vec<_> = used.map(|(disk, named)| Line::of_disk(&named.name, disk, is_known)).collect();
+        let sum = |of: fn(&OfDisk) -> Option<&Tally>| {
+            let mut sum = Tally::default();
+            disks.iter().filter_map(of).for_each(|tally| sum.add(tally));
+            Figures::of(&sum)
+        };
+        let all = (lines.len() > 1).then(|| All {
+            before: is_known.then(|| sum(|disk| disk.before.as_ref())),
+            after: sum(|disk| Some(&disk.after)),
+        });
         let of_group = |(index, queue): (usize, &Queue)| {
             let (mut after, mut before) = (Tally::default(), Tally::default());
             for (disk, of) in world.disks.iter().zip(disks) {
@@ -148,17 +175,16 @@ impl Summary {
                     of.before.iter().for_each(|one| before.add(one));
                 }
             }
-            let is_known = disks.iter().any(|disk| disk.before.is_some());
             Line::new(&world.groups[index].name, &after, is_known.then_some(&before), queue)
         };
         let groups = groups.iter().enumerate().map(of_group).filter(|line| line.after.requests > 0).collect();
-        Self { disks: lines, groups, remarks: remarks.to_vec(), partial: partial.clone() }
+        Self { all, disks: lines, groups, remarks: remarks.to_vec(), partial: partial.clone(), is_limited }
     }
 
     pub(crate) fn text(&self) -> String {
-        let mut tables = vec![self.latencies(), self.parts(), self.limits()];
-        tables.extend(self.prefetched());
-        let mut text: Vec<String> = tables.iter().map(|table| table.render(false)).collect();
+        let tables = [Some(self.latencies()), self.parts(), self.limits(), self.prefetched()];
+        let tables = tables.into_iter().flatten();
+        let mut text: Vec<String> = tables.map(|table| table.render(false)).collect();
         text.extend(self.remarks.iter().map(|remark| format!("{remark}\n")));
         if let Some(why) = &self.partial {
             text.push(format!("Not complete: {why}. The figures are of what came before.\n"));
@@ -173,10 +199,13 @@ impl Summary {
     fn latencies(&self) -> Table {
         let numbers = ["REQUESTS", "BYTES", "IOPS", "BYTES/S", "P50", "P90", "P99", "P99.9", "MAX"];
         let mut table = Table::new(columns(&["DISK", "LIMITS"], &numbers));
-        for (what, line) in self.lines() {
-            let rows = line.before.iter().map(|before| ("without", before)).chain([("with", &line.after)]);
+        let lines = self.lines().map(|(what, line)| (shown(what, line), line.before.as_ref(), &line.after));
+        let all = self.all.iter().map(|all| ("all disks".to_owned(), all.before.as_ref(), &all.after));
+        for (name, before, after) in lines.chain(all) {
+            let with = before.map_or("none", |_| "with");
+            let rows = before.into_iter().map(|before| ("without", before)).chain([(with, after)]);
             for (when, figures) in rows {
-                let mut row = vec![shown(what, line), when.to_owned()];
+                let mut row = vec![name.clone(), when.to_owned()];
                 row.extend([
                     figures.requests.to_string(),
                     figures::bytes(figures.bytes as f64),
@@ -190,10 +219,16 @@ impl Summary {
         table
     }
 
-    fn parts(&self) -> Table {
+    /// Of the disks and groups where somebody waited.
+    fn waited(&self) -> impl Iterator<Item = (&'static str, &Line)> {
+        self.lines().filter(|(_, line)| line.after.waited_ns.max > 0)
+    }
+
+    /// `None` if nobody waited.
+    fn parts(&self) -> Option<Table> {
         let mut table =
             Table::new(columns(&["DISK", "TIME"], &["P50", "P90", "P99", "P99.9", "MAX", "MEAN"]));
-        for (what, line) in self.lines() {
+        for (what, line) in self.waited() {
             for (part, percentiles) in [("waited", &line.after.waited_ns), ("served", &line.after.served_ns)]
             {
                 let mut row = vec![shown(what, line), part.to_owned()];
@@ -202,10 +237,11 @@ impl Summary {
                 table.row(row);
             }
         }
-        table
+        self.waited().next().is_some().then_some(table)
     }
 
-    fn limits(&self) -> Table {
+    /// `None` where there is no limit.
+    fn limits(&self) -> Option<Table> {
         let mut table = Table::new([
             ("DISK", Side::Left),
             ("THROTTLED", Side::Right),
@@ -223,12 +259,13 @@ impl Summary {
                 if held.is_empty() { "-".to_owned() } else { held.join(", ") },
             ]);
         }
-        table
+        self.is_limited.then_some(table)
     }
 
     fn prefetched(&self) -> Option<Table> {
         let mut table = Table::new(columns(&["DISK"], &["HITS", "ACCURACY", "READ AHEAD"]));
         let ahead = self.disks.iter().filter_map(|line| Some((line, line.prefetch.as_ref()?)));
+        let ahead = ahead.filter(|(_, prefetch)| prefetch.read_ahead_bytes > 0);
         let mut any = false;
         for (line, prefetch) in ahead {
             any = true;

@@ -15,15 +15,24 @@ pub(crate) struct Series {
     bits: u32,
     values: Vec<u64>,
     join: fn(u64, u64) -> u64,
+    /// What holds from the last note on, until the next: the number of those that wait.
+    level: u64,
 }
 
 impl Series {
     pub(crate) fn sums() -> Self {
-        Self { bits: FIRST_BITS, values: Vec::with_capacity(INTERVALS), join: u64::saturating_add }
+        Self { bits: FIRST_BITS, values: Vec::with_capacity(INTERVALS), join: u64::saturating_add, level: 0 }
     }
 
+    /// The highest level of each interval.
     pub(crate) fn peaks() -> Self {
         Self { join: |one, other| one.max(other), ..Self::sums() }
+    }
+
+    /// A level that holds until the next; there are [`peaks`](Self::peaks) of levels.
+    pub(crate) fn turn(&mut self, at: u64, level: u64) {
+        self.note(at, level);
+        self.level = level;
     }
 
     pub(crate) fn note(&mut self, at: u64, value: u64) {
@@ -34,7 +43,7 @@ impl Series {
         }
         let interval = interval as usize;
         if self.values.len() <= interval {
-            self.values.resize(interval + 1, 0);
+            self.values.resize(interval + 1, self.level);
         }
         self.values[interval] = (self.join)(self.values[interval], value);
     }
@@ -82,18 +91,20 @@ impl Queue {
         self.waiting
     }
 
-    pub(crate) fn leave(&mut self, now: u64) {
+    pub(crate) fn leave(&mut self, now: u64) -> u64 {
         self.waiting -= 1;
         if self.waiting == 0 {
             self.throttled_ns += now - self.since;
         }
+        self.waiting
     }
 
-    pub(crate) fn settle(&mut self, now: u64) {
+    pub(crate) fn settle(&mut self, now: u64) -> u64 {
         if self.waiting > 0 {
             self.throttled_ns += now.saturating_sub(self.since);
             self.since = now;
         }
+        self.waiting
     }
 }
 
@@ -191,6 +202,19 @@ mod tests {
         let mut peaks = Series::peaks();
         (0..5000).for_each(|number| peaks.note(number * 1_000_000_000, number % 7));
         assert!(peaks.points(10).0.iter().all(|(_, value)| *value == 6));
+    }
+
+    #[test]
+    fn those_that_wait_are_drawn_until_they_pass_also_where_nobody_comes() {
+        let mut waiting = Series::peaks();
+        for (at, level) in [(0, 2300), (5, 2299), (9, 0), (12, 1), (14, 1)] {
+            waiting.turn(at << FIRST_BITS, level);
+        }
+        let levels: Vec<_> = waiting.points(INTERVALS).0.into_iter().map(|(_, level)| level).collect();
+        let mut expected = vec![2300; 6];
+        expected.extend([2299; 4]);
+        expected.extend([0, 0, 1, 1, 1]);
+        assert_eq!(levels, expected);
     }
 
     #[test]

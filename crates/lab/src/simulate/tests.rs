@@ -176,9 +176,25 @@ fn larger_limits_make_nobody_wait_longer() {
 #[test]
 fn without_limits_nobody_waits() {
     let outcome = outcome("--workload random:iops=5000,seconds=2 --delay read=1ms,parallel=8", 1).unwrap();
-    let line = &Summary::new(&outcome, &[]).disks[0];
+    let summary = Summary::new(&outcome, &[]);
+    let line = &summary.disks[0];
     assert_eq!((line.throttled, line.longest_queue, line.after.waited_ns.max), (0.0, 0, 0));
-    assert_eq!(line.after.latency_ns.p99, line.before.as_ref().unwrap().latency_ns.p99);
+    assert!(line.before.is_none(), "it would be the same");
+    assert_eq!(summary.text().lines().count(), 2, "no rows of zeroes:\n{}", summary.text());
+}
+
+#[test]
+fn several_disks_have_a_line_for_all_of_them() {
+    let workload = "--workload random:iops=5000,seconds=2,disks=3";
+    for (limits, rows) in [("", 1), (" --iops-total 1000", 2)] {
+        let outcome = outcome(&format!("{workload}{limits}"), 1).unwrap();
+        let summary = Summary::new(&outcome, &[]);
+        let all = summary.all.as_ref().unwrap();
+        let sum: u64 = summary.disks.iter().map(|line| line.after.requests).sum();
+        assert_eq!((summary.disks.len(), all.after.requests), (3, sum));
+        let text = summary.text();
+        assert_eq!(text.lines().filter(|line| line.starts_with("all disks ")).count(), rows, "{text}");
+    }
 }
 
 #[test]

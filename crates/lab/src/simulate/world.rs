@@ -1,7 +1,7 @@
 //! What is simulated, as plain values: groups, disks and devices. [`setup`](super::setup) makes it.
 
 pub(crate) use block::layer::throttle::DiskSettings;
-use policy::{device::Rates, prefetch};
+use policy::{device::Rates, prefetch, throttle::Limits};
 
 use super::device::{Place, StationSpec};
 
@@ -53,6 +53,12 @@ impl World {
         let station = Some(self.add_station(station));
         let budget = (budget != Rates::default()).then(|| self.add_budget(budget));
         Place { station, budget }
+    }
+
+    pub(crate) fn is_limited(&self) -> bool {
+        let mut holds =
+            self.disks.iter().map(|disk| &disk.hold).chain(self.groups.iter().map(|group| &group.hold));
+        holds.any(|hold| hold.limits != Limits::default())
     }
 
     /// Innermost first.

@@ -20,7 +20,7 @@ use crate::statistics::{Comparison, Verdict, median};
 pub(super) const MARGIN: f64 = 0.05;
 
 pub(super) const RULE: &str = "Recommended is the first configuration, in this order, that was shown to be within 5 % of the fastest: \
-     the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %.";
+     the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %. What is not settled could become another one with more --budget.";
 
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Choice {

@@ -46,15 +46,17 @@ impl Found<'_> {
 
     pub(super) fn findings(&self) -> Findings {
         let recommendations = self.recommendations();
-        let mut summary: Vec<_> = recommendations.iter().map(Recommendation::sentence).collect();
-        if !recommendations.is_empty() {
-            summary.push(RULE.to_owned());
-        }
-        summary.extend(self.remarks.iter().cloned());
+        let opening = (!recommendations.is_empty()).then(|| recommended(&recommendations));
         let mut tables = vec![self.scores()];
         tables.extend(recommendations.iter().map(apply));
         tables.extend(self.search.patterns.iter().filter_map(|pattern| self.pattern(pattern)));
-        Findings { summary, measures: self.measures(), tables, charts: self.charts() }
+        Findings {
+            opening: opening.into_iter().collect(),
+            summary: self.remarks.to_vec(),
+            measures: self.measures(),
+            tables,
+            charts: self.charts(),
+        }
     }
 
     pub(super) fn text(&self, bold: bool) -> String {
@@ -160,10 +162,14 @@ impl Found<'_> {
         let samples = &self.search.samples;
         let default = self.search.space.default_configuration();
         let patterns = &self.search.patterns;
-        let value = |configuration: &Configuration, pattern: &Pattern| {
-            samples
-                .compare_cells((&default, pattern), (configuration, pattern))
-                .map(|comparison| comparison.ratio.median)
+        let compared = |configuration: &Configuration| {
+            let cell = |pattern| samples.compare_cells((&default, pattern), (configuration, pattern));
+            patterns.iter().map(cell).collect()
+        };
+        let cells: Vec<Vec<Option<Comparison>>> = samples.configurations.iter().map(compared).collect();
+        let value = |cell: &Option<Comparison>| cell.as_ref().map(|comparison| comparison.ratio.median);
+        let is_noise = |cell: &Option<Comparison>| {
+            cell.as_ref().is_some_and(|comparison| comparison.verdict == Verdict::Same)
         };
         let mut charts = Vec::new();
         if !samples.configurations.is_empty() {
@@ -173,13 +179,8 @@ impl Found<'_> {
                 better: Better::Higher,
                 columns: patterns.iter().map(ToString::to_string).collect(),
                 rows: samples.configurations.iter().map(ToString::to_string).collect(),
-                values: samples
-                    .configurations
-                    .iter()
-                    .map(|configuration| {
-                        patterns.iter().map(|pattern| value(configuration, pattern)).collect()
-                    })
-                    .collect(),
+                values: cells.iter().map(|row| row.iter().map(value).collect()).collect(),
+                noise: cells.iter().map(|row| row.iter().map(is_noise).collect()).collect(),
             }));
         }
         if !self.growth.is_empty() {
@@ -202,6 +203,7 @@ impl Found<'_> {
             title: "Random reads of 4K from a cold L2 cache".to_owned(),
             x: Axis::new("Time", Unit::Seconds),
             y: Axis::new("Operations per second", Unit::Iops),
+            steps: false,
             series: self.growth.iter().map(series).collect(),
         }
     }
@@ -212,6 +214,12 @@ fn beside_default(comparison: &Comparison) -> String {
         Verdict::Same => "no difference".to_owned(),
         Verdict::Higher | Verdict::Lower => percent(&comparison.ratio),
     }
+}
+
+fn recommended(recommendations: &[Recommendation]) -> Table {
+    let columns = ["For", "Use", "Gains", "Costs", "More memory", "A power failure loses"];
+    let rows = recommendations.iter().map(Recommendation::row).collect();
+    Table { note: Some(RULE.to_owned()), ..Table::new("Recommended", columns, rows) }
 }
 
 fn apply(recommendation: &Recommendation) -> Table {

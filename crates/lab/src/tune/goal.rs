@@ -76,6 +76,15 @@ impl Safety {
         }
     }
 
+    /// What a power failure of the host loses.
+    pub(super) fn loses(self) -> &'static str {
+        match self {
+            Self::Always => "nothing",
+            Self::WithFlushes => "what was not flushed",
+            Self::Never => "perhaps the whole disk",
+        }
+    }
+
     pub(super) fn words(self) -> &'static str {
         match self {
             Self::Always => {

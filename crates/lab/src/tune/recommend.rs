@@ -69,6 +69,39 @@ impl Recommendation {
         }
     }
 
+    /// In a few words each: the goal, what to use for it, gains, costs, memory, safety.
+    pub(super) fn row(&self) -> Vec<String> {
+        let told = |list: &[Difference]| match list {
+            _ if self.is_default => "-".to_owned(),
+            _ if !self.is_compared => "not known: too few samples".to_owned(),
+            [] => "nothing beyond noise".to_owned(),
+            list => {
+                let told = list.iter().take(MOST_TOLD).map(Difference::text);
+                let more = list.len().saturating_sub(MOST_TOLD);
+                let more = (more > 0).then(|| format!("and {more} more"));
+                told.chain(more).collect::<Vec<_>>().join("\n")
+            }
+        };
+        let remark = match (self.is_default, self.settled) {
+            (true, true) => "\n(the default)",
+            (true, false) => "\n(the default; not settled)",
+            (false, true) => "",
+            (false, false) => "\n(not settled)",
+        };
+        let memory = match self.more_memory_bytes {
+            0 => "-".to_owned(),
+            bytes => figures::bytes(bytes as f64),
+        };
+        vec![
+            self.goal.name().to_owned(),
+            format!("{}{remark}", self.configuration),
+            told(&self.gains),
+            told(&self.costs),
+            memory,
+            Safety::of(self.configuration.cache).loses().to_owned(),
+        ]
+    }
+
     pub(super) fn sentence(&self) -> String {
         let mut text = format!("For {}: {}", self.goal.name(), self.configuration);
         if self.is_default {

@@ -100,6 +100,7 @@ impl Measured<'_> {
                 .collect(),
             rows: published.rows.iter().map(|row| row.name.clone()).collect(),
             values: (0..published.rows.len()).map(row).collect(),
+            noise: Vec::new(),
         }
     }
 
