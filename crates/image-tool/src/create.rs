@@ -35,7 +35,7 @@ Examples:
       One that begins with what is in base.qcow2, and is as large.
   weir image create -f qcow2 --secret-file key vm1.qcow2 20G
       Encrypted with LUKS, and the passphrase in key.
-  weir image create -f qcow2 -o cluster_size=2M,preallocation=metadata,lazy_refcounts=on vm1.qcow2 1T
+  weir image create -f qcow2 -o cluster_size=2M,preallocation=metadata vm1.qcow2 1T
       With options of the format; -o help lists them.
 
 Exit status: 0 created, 1 failed, 2 wrong use of the command line.";

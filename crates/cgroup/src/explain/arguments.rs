@@ -22,7 +22,7 @@ Exit status: 0 it was looked, whatever was seen (`--json` has `verdict`), 1 it c
 /// What `weir cgroup explain` is told.
 #[derive(Debug, Args)]
 pub struct ExplainArgs {
-    /// A control group, or the number of a process
+    /// A control group, the number of a process, or self
     #[arg(value_name = "CGROUP|PID")]
     pub(crate) cgroup: String,
     /// Write and read small files in a cgroup beside it, with the same limits, and tell what became

@@ -11,7 +11,8 @@ pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir cgroup limit nginx.service --device /var/lib --bps-write 20M
       20 MiB per second written to the disk below that directory, from now on, until the machine ends.
-  weir cgroup limit 3f1c9a7be4d0 --device /dev/vda --iops-total 500 --iops-total-max 2000 --iops-total-max-length 10
+  weir cgroup limit 3f1c9a7be4d0 --device /dev/vda --iops-total 500 \\
+      --iops-total-max 2000 --iops-total-max-length 10
       A container; after idle time it may do 2000 operations a second, for 13 seconds. `weir cgroup watch` sees to that.
   weir cgroup limit /system.slice/db.service --device 254:0 --bps-write 50M --watermark 90
       Only while nine tenths of what the disk can do are in use.

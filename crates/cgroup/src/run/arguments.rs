@@ -10,14 +10,13 @@ pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir cgroup run --bps-write 20M -- tar -xf backup.tar
       Unpacks with at most 20 MiB/s written to the disk below the current directory, and says at the end how it went.
-  weir cgroup run --device /dev/nvme0n1 --iops-total 500 --iops-total-max 2000 --iops-total-max-length 10 -- fio job.fio
+  weir cgroup run --device /dev/nvme0n1 --iops-total 500 \\
+      --iops-total-max 2000 --iops-total-max-length 10 -- fio job.fio
       500 operations per second on that disk, after 13 seconds of 2000: what ten would take, less what is allowed anyhow.
   weir cgroup run --json --output run.json -- make -j8
       No limits: only what the command reads and writes, as JSON in a file.
 
-The command's standard streams are weir's own, and so is its exit status; killed by a signal, it is 128 and the signal's number.
-SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to it. The summary comes last, on standard error. Bursts and watermarks are run without
-`weir cgroup watch`. Sizes take K, M, G or T (powers of 1024).
+The command's standard streams are weir's own, and so is its exit status; killed by a signal, it is 128 and the signal's number. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to it. The summary comes last, on standard error. Bursts and watermarks are run without `weir cgroup watch`. Sizes take K, M, G or T (powers of 1024).
 Exit status: the command's; of weir itself 1 (failed) or 2 (wrong use); 125, 126 or 127 as env(1) if the command cannot be run.";
 
 /// What `weir cgroup run` is told.

@@ -27,8 +27,7 @@ Examples:
   weir bench --json memory:1G
       What the data path costs where the disk costs nothing.
 
-Requests go through the very code that `weir serve` runs, on one thread for each job, without a client and a socket in between; those for an
-NBD URI through a connection for each job.
+Requests go through the very code that `weir serve` runs, on one thread for each job, without a client and a socket in between; those for an NBD URI through a connection for each job.
 Sizes take K, M, G or T (powers of 1024), times ns, us, ms or s. With --json, what fio prints with its own, and \"weir\" beside it.
 Ctrl-C ends the sending; what was measured until then is told.
 Exit status: 0 measured, 1 failed or interrupted, 2 wrong use of the command line.";
@@ -115,8 +114,8 @@ pub struct BenchArgs {
     /// The byte that is written, from 0 to 255 [default: 0]
     #[arg(long, value_name = "BYTE", requires = "write")]
     pub(crate) pattern: Option<u8>,
-    /// Print nothing but errors
-    #[arg(short = 'q', long, conflicts_with = "json")]
+    /// Print nothing but errors, and the object of --json
+    #[arg(short = 'q', long)]
     pub(crate) quiet: bool,
     /// Bytes of a request
     #[arg(short = 's', long, value_name = "SIZE", default_value = "4K", value_parser = settings::size)]

@@ -19,8 +19,7 @@ Examples:
       The same, for a script: status 1 if something got worse.
 
 Result files are those of `weir bench --result`, `weir tune` and `weir simulate --result`.
-A measure differs where chance makes such a difference in less than one of twenty cases. What `weir bench` measures are seconds of one run:
-how much another run would differ they do not tell. What `weir simulate` computes differs wherever it is not the same.
+A measure differs where chance makes such a difference in less than one of twenty cases. What `weir bench` measures are seconds of one run: how much another run would differ they do not tell. What `weir simulate` computes differs wherever it is not the same.
 Exit status: 0 shown, 1 failed, or something got worse and --fail-on-worse is given, 2 wrong use of the command line.";
 
 /// What `weir report` is told.

@@ -22,9 +22,7 @@ Examples:
   weir tune vm1.qcow2 --format qcow2
       Cache mode, L2 cache and prefetch for an image that is there, which is only read.
 
-Measures cache mode, cluster size (64K to 2M), L2 cache (1/128 of what covers the disk, to all of it) and prefetch, one at a
-time around the default and then together where that promises something, in rounds in random order. Recommends nothing that
-was not shown to gain more than noise and 5 %.
+Measures cache mode, cluster size (64K to 2M), L2 cache (1/128 of what covers the disk, to all of it) and prefetch, one at a time around the default and then together where that promises something, in rounds in random order. Recommends nothing that was not shown to gain more than noise and 5 %.
 Exit status: 0 measured, 1 failed or interrupted, 2 wrong use of the command line.";
 
 /// What `weir tune` is told.
