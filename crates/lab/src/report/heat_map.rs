@@ -23,7 +23,7 @@ use crate::result::{Better, HeatMap, Unit};
 
 const CELL_HEIGHT: f64 = 34.0;
 const CELL_WIDTHS: (f64, f64) = (34.0, 80.0);
-const NAME_WIDTHS: (f64, f64) = (40.0, 124.0);
+const NAME_WIDTHS: (f64, f64) = (40.0, 132.0);
 /// Width of a band: that of a telephone without its margins.
 const BAND: f64 = 356.0;
 /// Names in the columns' heads stand upright, from the cells to the top.
@@ -87,10 +87,14 @@ fn value(map: &HeatMap, row: usize, column: usize) -> Option<f64> {
     map.values.get(row).and_then(|row| *row.get(column)?).filter(|value| value.is_finite())
 }
 
-/// The unit of quotients is in the title.
+/// Quotients to a hundredth, without their unit, which the note has.
 fn shown(value: f64, unit: Unit) -> String {
-    let text = quantity::short(value, unit);
-    if unit == Unit::Ratio { text.trim_end_matches('×').to_owned() } else { text }
+    match value {
+        _ if unit != Unit::Ratio => quantity::short(value, unit),
+        _ if !(-10.0..1e4).contains(&value) => quantity::short(value, unit),
+        _ if value.abs() < 10.0 => format!("{value:.2}"),
+        _ => format!("{value:.0}"),
+    }
 }
 
 struct Layout {
@@ -106,7 +110,7 @@ impl Layout {
     fn of(map: &HeatMap, columns: Range<usize>) -> Self {
         let rows = map.rows.len().min(MOST);
         let room = |letters: usize, (least, most): (f64, f64)| {
-            (letters as f64 * LETTER_WIDTH + MARGIN).clamp(least, most)
+            (letters as f64 * LETTER_WIDTH + 2.0 * MARGIN).clamp(least, most)
         };
         let longest = |names: &mut dyn Iterator<Item = &String>| {
             names.map(|name| name.chars().count()).max().unwrap_or(0)
@@ -120,8 +124,8 @@ impl Layout {
             rows,
             name_width: room(longest(&mut names.iter().flatten()), NAME_WIDTHS),
             names,
-            cell_width: room(longest(&mut cells.iter()), CELL_WIDTHS),
-            head_height: room(longest(&mut map.columns[columns.clone()].iter()), HEAD_HEIGHTS),
+            cell_width: room(longest(&mut cells.iter()), CELL_WIDTHS) - GAP,
+            head_height: room(longest(&mut map.columns[..whole].iter()), HEAD_HEIGHTS),
             columns,
         }
     }
@@ -192,7 +196,7 @@ impl Layout {
 }
 
 fn fitting(width: f64) -> usize {
-    ((width - MARGIN) / LETTER_WIDTH) as usize
+    ((width - 2.0 * MARGIN) / LETTER_WIDTH) as usize
 }
 
 /// Broken between words; what does not fit is cut.
@@ -321,7 +325,7 @@ mod tests {
         assert!(bands.windows(2).all(|pair| pair[0].end == pair[1].start), "{bands:?}");
         assert!(bands.iter().all(|band| Layout::of(&wide, band.clone()).size().0 <= BAND), "{bands:?}");
         let svg = html(&wide).unwrap();
-        assert_eq!((svg.matches("<svg").count(), svg.matches(">\n1.5\n<").count()), (bands.len(), 44));
+        assert_eq!((svg.matches("<svg").count(), svg.matches(">\n1.50\n<").count()), (bands.len(), 44));
     }
 
     #[test]

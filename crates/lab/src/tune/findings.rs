@@ -217,7 +217,7 @@ fn beside_default(comparison: &Comparison) -> String {
 }
 
 fn recommended(recommendations: &[Recommendation]) -> Table {
-    let columns = ["For", "Use", "Gains", "Costs", "More memory", "A power failure loses"];
+    let columns = ["For", "Use", "Gains", "Costs", "A power failure loses"];
     let rows = recommendations.iter().map(Recommendation::row).collect();
     Table { note: Some(RULE.to_owned()), ..Table::new("Recommended", columns, rows) }
 }

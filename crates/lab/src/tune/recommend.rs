@@ -69,35 +69,32 @@ impl Recommendation {
         }
     }
 
-    /// In a few words each: the goal, what to use for it, gains, costs, memory, safety.
+    /// In a few words each: the goal, what to use for it, gains, costs, safety.
     pub(super) fn row(&self) -> Vec<String> {
         let told = |list: &[Difference]| match list {
             _ if self.is_default => "-".to_owned(),
-            _ if !self.is_compared => "not known: too few samples".to_owned(),
+            _ if !self.is_compared => "too few samples".to_owned(),
             [] => "nothing beyond noise".to_owned(),
             list => {
-                let told = list.iter().take(MOST_TOLD).map(Difference::text);
+                let told = list.iter().take(MOST_TOLD).map(Difference::brief);
                 let more = list.len().saturating_sub(MOST_TOLD);
                 let more = (more > 0).then(|| format!("and {more} more"));
                 told.chain(more).collect::<Vec<_>>().join("\n")
             }
         };
-        let remark = match (self.is_default, self.settled) {
-            (true, true) => "\n(the default)",
-            (true, false) => "\n(the default; not settled)",
-            (false, true) => "",
-            (false, false) => "\n(not settled)",
-        };
-        let memory = match self.more_memory_bytes {
-            0 => "-".to_owned(),
-            bytes => figures::bytes(bytes as f64),
-        };
+        let memory = format!("{} more memory", figures::bytes(self.more_memory_bytes as f64));
+        let remarks = [
+            (self.is_default, "the default"),
+            (!self.settled, "not settled"),
+            (self.more_memory_bytes > 0, &memory),
+        ];
+        let remarks =
+            remarks.into_iter().filter(|(is_so, _)| *is_so).map(|(_, remark)| format!("\n{remark}"));
         vec![
             self.goal.name().to_owned(),
-            format!("{}{remark}", self.configuration),
+            format!("{}{}", self.configuration, remarks.collect::<String>()),
             told(&self.gains),
             told(&self.costs),
-            memory,
             Safety::of(self.configuration.cache).loses().to_owned(),
         ]
     }
@@ -149,6 +146,11 @@ impl Recommendation {
 }
 
 impl Difference {
+    /// Without its interval, which the tables of patterns have.
+    fn brief(&self) -> String {
+        format!("{:+.0} % {}", (self.ratio.median - 1.0) * 100.0, self.pattern)
+    }
+
     fn text(&self) -> String {
         format!("{} {}", percent(&self.ratio), self.pattern)
     }
