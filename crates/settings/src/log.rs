@@ -49,6 +49,12 @@ pub fn filter(text: &str) -> Result<String, String> {
 fn checked(text: &str) -> Result<String, String> {
     // EnvFilter takes the empty string for "errors only", and any word for the name of a module.
     let level = |word: &str| word.parse::<tracing::metadata::LevelFilter>().is_ok();
+    if let Some(unknown) = text.split(',').find_map(unknown_module) {
+        let names = MODULES.join(", ");
+        return Err(format!(
+            "names a module that there is not, {unknown:?}; there are {names}, and what lies in them, as export::nbd"
+        ));
+    }
     let plausible =
         |directive: &str| level(directive) || directive.contains(['=', '[']) || directive.contains("::");
     if !text.is_empty()
@@ -58,6 +64,15 @@ fn checked(text: &str) -> Result<String, String> {
         return Ok(text.to_owned());
     }
     Err("is not a log filter; write off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas".to_owned())
+}
+
+/// The first part of a directive's module, if it is none of the program's: nothing would be logged
+/// of it.
+fn unknown_module(directive: &str) -> Option<&str> {
+    let (module, level) = directive.split_once('=')?;
+    let first = module.split("::").next()?;
+    let is_name = !first.is_empty() && first.chars().all(|letter| letter.is_alphanumeric() || letter == '_');
+    (is_name && !level.contains('=') && !MODULES.contains(&first)).then_some(first)
 }
 
 #[cfg(test)]
@@ -71,6 +86,13 @@ mod tests {
         }
         let all = filter("off,weir=info").unwrap();
         assert!(all.starts_with("off,weir=info,daemon=info,") && all.ends_with(",policy=info"), "{all}");
+        for text in ["nosuch=debug", "info,weird::limits=debug"] {
+            let error = filter(text).unwrap_err();
+            assert!(
+                error.contains("\"nosuch\"; there are weir, daemon,") || error.contains("\"weird\";"),
+                "{error}"
+            );
+        }
         for text in ["", "loud", "weir=loud", "info,", "block=loud", "a=b=c"] {
             assert!(filter(text).unwrap_err().starts_with("is not a log filter"), "{text}");
         }
