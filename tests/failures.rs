@@ -1,8 +1,13 @@
 //! A disk that fails while it is served: the client gets the fitting error, and the daemon goes on.
 
-use std::fs;
+use std::{fs, process::Stdio};
 
-use crate::harness::{MIB, Scratch, Serve, nbdsh, nbdsh_command, need_root, text};
+use nix::sys::signal::Signal;
+use serde_json::json;
+
+use crate::harness::{
+    Client, MIB, Qmp, Scratch, Serve, nbdsh, nbdsh_command, need_root, text, weir as weir_command,
+};
 
 /// Becomes the daemon in a mount namespace where an image of 8 MiB lies on a tmpfs of 2 at `$0`.
 const ON_A_SMALL_FILE_SYSTEM: &str =
@@ -39,6 +44,92 @@ assert h.pread(65536, written) == b'y' * 65536
 }
 
 #[test]
+fn a_full_file_system_stops_the_disk_until_there_is_room() {
+    let scratch = Scratch::new();
+    need_root("mounts");
+    let mount = scratch.path("small");
+    fs::create_dir(&mount).unwrap();
+    let control = scratch.path("qmp.sock");
+    let weir = Serve::new(&scratch)
+        .behind(["unshare", "--mount", "sh", "-c", ON_A_SMALL_FILE_SYSTEM, text(&mount)])
+        .arg(mount.join("disk.raw"))
+        .args(["--on-write-error", "enospc", "--qmp", &format!("unix:{}", control.display())])
+        .start();
+    let mut qmp = Qmp::negotiated(&control);
+    let blocks = qmp.ask("query-block", json!({}));
+    assert_eq!(blocks["return"][0]["io-status"], "ok", "{blocks}");
+    let script = format!(
+        "
+h.connect_uri({:?})
+for number in range(32):
+    h.pwrite(bytes([number]) * 65536, number * 65536)
+h.flush()
+for number in range(32):
+    assert h.pread(65536, number * 65536) == bytes([number]) * 65536, number
+print('done')
+",
+        weir.uri("disk")
+    );
+    let client = nbdsh_command(&script).stdout(Stdio::piped()).spawn().expect("nbdsh was found");
+    let told = qmp.event("BLOCK_IO_ERROR");
+    let expect = json!({
+        "qom-path": "", "device": "disk", "node-name": "disk", "operation": "write", "action": "stop",
+        "nospace": true, "reason": "No space left on device (os error 28)",
+    });
+    assert_eq!(told, expect);
+    qmp.event("STOP");
+    assert_eq!(qmp.ask("query-status", json!({}))["return"], json!({"running": false, "status": "io-error"}));
+    assert_eq!(qmp.ask("query-block", json!({}))["return"][0]["io-status"], "nospace");
+    let stats = qmp.ask("query-blockstats", json!({}));
+    assert_eq!(stats["return"][0]["stats"]["failed_wr_operations"], 1, "{stats}");
+    // The mount is the daemon's own, and is reached as it sees it.
+    let inside =
+        ["--mount", "--target", &weir.pid().to_string(), "mount", "-o", "remount,size=16M", text(&mount)];
+    Client::new("nsenter").args(inside).succeeds();
+    let resumed = weir_command(&["resume", "--qmp", &format!("unix:{}", control.display())]).succeeds();
+    assert_eq!(resumed, "resumed: disk\n");
+    qmp.event("RESUME");
+    let output = client.wait_with_output().expect("it is ours");
+    assert!(output.status.success() && output.stdout == b"done\n", "the client has seen no error");
+    assert_eq!(qmp.ask("query-status", json!({}))["return"]["running"], true);
+}
+
+#[test]
+fn the_end_does_not_wait_for_a_stopped_disk() {
+    let scratch = Scratch::new();
+    let control = scratch.path("qmp.sock");
+    let weir = Serve::new(&scratch)
+        .args(["memory:1M", "--fault", "kind=write,error=EIO", "--on-write-error", "stop"])
+        // The last flush takes its time, so that the signal meets a daemon that is ending.
+        .args(["--delay", "flush=1s"])
+        .args(["--qmp", &format!("unix:{}", control.display())])
+        .start();
+    let mut qmp = Qmp::negotiated(&control);
+    let script = format!(
+        "
+h.connect_uri({:?})
+try:
+    h.pwrite(b'x' * 512, 0)
+    raise AssertionError('the device fails')
+except nbd.Error as error:
+    assert error.errno == 'EIO', error
+print('told')
+",
+        weir.uri("memory")
+    );
+    let client = nbdsh_command(&script).stdout(Stdio::piped()).spawn().expect("nbdsh was found");
+    qmp.event("STOP");
+    // As a service manager does when a client has asked for the end already.
+    assert_eq!(qmp.ask("quit", json!({}))["return"], json!({}));
+    weir.wait_for_log("stopping");
+    weir.signal(Signal::SIGTERM);
+    let (status, log) = weir.wait();
+    assert!(status.success(), "{log}");
+    let output = client.wait_with_output().expect("it is ours");
+    assert!(output.status.success() && output.stdout == b"told\n", "{output:?}");
+}
+
+#[test]
 fn a_file_that_was_truncated_is_an_error_and_never_old_memory() {
     let scratch = Scratch::new();
     for cache in ["writeback", "none"] {
@@ -64,10 +155,8 @@ assert any(h.pread(4096, 0)), 'the rest is still served'
 
 #[test]
 fn a_client_that_is_killed_in_the_middle_of_its_writes_harms_nobody() {
-    use std::{
-        io::{BufRead as _, BufReader},
-        process::Stdio,
-    };
+    use std::io::{BufRead as _, BufReader};
+
     let weir = Serve::alone().args(["memory:64M", "--delay", "write=20ms"]).start();
     let script = format!(
         "

@@ -376,6 +376,11 @@ impl Segments {
         self.0.iter().all(Buffer::is_empty)
     }
 
+    /// The same bytes in buffers of their own.
+    pub fn copy(&self) -> Self {
+        Self(self.iter().map(|buffer| Buffer::copy_of(buffer)).collect())
+    }
+
     /// Appends a segment.
     pub fn push(&mut self, buffer: Buffer) {
         self.0.push(buffer);

@@ -12,10 +12,15 @@
 //! All worker threads share it: every method takes `&self`, and the future of a request belongs to
 //! the thread that made it.
 
+mod failures;
+
 use std::sync::{
     Arc,
     atomic::{AtomicU64, Ordering},
 };
+
+pub use failures::{ErrorPolicies, Errors, Failure, Failures, OnError, Patience};
+use failures::{Kind, Request};
 
 use policy::{
     prefetch::Ahead,
@@ -32,8 +37,6 @@ use crate::{
         throttle::{DiskSettings, Group, Member},
     },
     memory::{Account, Budget, NotEnough},
-    reactor,
-    seldom::Seldom,
     storage::{Durability, Extent, ResizeError, ZeroOptions},
 };
 
@@ -45,7 +48,7 @@ pub struct Disk {
     member: Member,
     prefetch: Prefetch,
     counters: Counters,
-    failures: Seldom,
+    failures: Arc<Failures>,
     memory: Arc<Account>,
 }
 
@@ -56,10 +59,18 @@ pub struct Disk {
 pub struct Pass {
     /// How many requests of the client's it stands for.
     requests: u64,
+    patience: Option<Arc<Patience>>,
 }
 
-/// What has been done, since the disk was opened. Counted as clients asked, before anything was
-/// merged.
+impl Pass {
+    /// Where the disk stops, the request is held only while somebody waits for it.
+    pub fn while_awaited(self, patience: &Arc<Patience>) -> Self {
+        Self { patience: Some(Arc::clone(patience)), ..self }
+    }
+}
+
+/// What has been done, since the disk was opened: requests that succeeded, as clients asked, before
+/// anything was merged.
 #[derive(Debug, Default)]
 pub struct Counters {
     reads: AtomicU64,
@@ -108,7 +119,7 @@ impl Disk {
             member,
             prefetch,
             counters: Counters::default(),
-            failures: Seldom::default(),
+            failures: Arc::default(),
             memory: Account::new(Budget::process()),
         })
     }
@@ -154,6 +165,11 @@ impl Disk {
         Self { name: name.into(), ..self }
     }
 
+    /// What the device failed, and what is done about it: to look at and to change while it runs.
+    pub fn failures(&self) -> &Arc<Failures> {
+        &self.failures
+    }
+
     /// Bytes, now.
     pub fn size_bytes(&self) -> u64 {
         self.image.size_bytes()
@@ -177,29 +193,26 @@ impl Disk {
     /// Apart from the I/O itself so that whoever asks can give up while nothing has happened: a
     /// dropped future is charged nothing.
     pub async fn admit(&self, direction: Direction, cost: Cost) -> Pass {
-        self.counters.count(direction, &cost);
-        self.permit(direction, cost).await
-    }
-
-    /// The same for work that answers no read or write, and is counted as none: hints, queries,
-    /// second attempts. The device does it all the same.
-    pub async fn permit(&self, direction: Direction, cost: Cost) -> Pass {
         let requests = cost.requests();
         self.member.admit(direction, cost).await;
-        Pass { requests }
+        Pass { requests, patience: None }
     }
 
-    /// Reads `length` bytes at `offset`; those that are in memory already are not read again.
+    /// Reads `length` bytes at `offset`; those that are in memory already are not read again. If
+    /// several requests of a client fail together, which of them did is not known: each is to be
+    /// tried by [`Disk::retry_read`].
     pub async fn read(&self, pass: Pass, offset: u64, length: usize) -> Result<Segments> {
-        let may = |ahead: &Ahead, given_back| self.member.spare(&ahead.cost(), given_back);
-        let result = self.prefetch.read(offset, length, pass.requests, may).await;
-        self.noted("read", offset, length as u64, result)
+        let read = async || {
+            let may = |ahead: &Ahead, given_back| self.member.spare(&ahead.cost(), given_back);
+            self.prefetch.read(offset, length, pass.requests, may).await
+        };
+        self.done(Kind::Read, "read", (offset, length as u64), &pass, true, read).await
     }
 
     /// Reads a part of what [`Disk::read`] failed to read as a whole.
-    pub async fn retry_read(&self, _: Pass, offset: u64, length: usize) -> Result<Segments> {
-        let result = self.image.read(offset, length).await;
-        self.noted("read", offset, length as u64, result)
+    pub async fn retry_read(&self, pass: Pass, offset: u64, length: usize) -> Result<Segments> {
+        let read = async || self.image.read(offset, length).await;
+        self.done(Kind::Read, "read", (offset, length as u64), &pass, true, read).await
     }
 
     /// Whether [`Disk::will_need`] reads anything.
@@ -217,11 +230,18 @@ impl Disk {
     ///
     /// # Errors
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
-    pub async fn write(&self, _: Pass, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+    pub async fn write(&self, pass: Pass, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         self.check_writable()?;
         let length = data.len() as u64;
-        let result = self.prefetch.change(offset, length, self.image.write(offset, data, durability)).await;
-        self.noted("write", offset, length, result)
+        let may_hold = self.failures.may_stop();
+        let mut data = Some(data);
+        let write = async || {
+            // To be tried again it must still be there.
+            let data = if may_hold { data.as_ref().map(Segments::copy) } else { data.take() };
+            let data = data.expect("tried once unless it may be held");
+            self.prefetch.change(offset, length, self.image.write(offset, data, durability)).await
+        };
+        self.done(Kind::Write, "write", (offset, length), &pass, may_hold, write).await
     }
 
     /// Makes all completed writes durable. Never throttled: it moves no data of its own.
@@ -229,8 +249,14 @@ impl Disk {
     /// # Errors
     /// The image's; what was written since the last flush must then be taken for lost.
     pub async fn flush(&self) -> Result<()> {
-        let result = self.image.flush().await;
-        self.noted("flush", 0, 0, result)
+        self.flush_for(None).await
+    }
+
+    /// The same, held by a stopped disk only while somebody waits for it.
+    pub async fn flush_for(&self, patience: Option<&Arc<Patience>>) -> Result<()> {
+        let pass = Pass { requests: 1, patience: patience.cloned() };
+        let flush = async || self.image.flush().await;
+        self.done(Kind::Flush, "flush", (0, 0), &pass, true, flush).await
     }
 
     /// Makes `length` bytes at `offset` read as zeroes.
@@ -238,11 +264,18 @@ impl Disk {
     /// # Errors
     /// [`Error::UNSUPPORTED`] where it was to be fast and is not, [`Error::NOT_PERMITTED`] on a
     /// read-only disk, or the image's.
-    pub async fn write_zeroes(&self, _: Pass, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
+    pub async fn write_zeroes(
+        &self,
+        pass: Pass,
+        offset: u64,
+        length: u64,
+        options: ZeroOptions,
+    ) -> Result<()> {
         self.check_writable()?;
-        let result =
-            self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await;
-        self.noted("write-zeroes", offset, length, result)
+        let zero = async || {
+            self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await
+        };
+        self.done(Kind::Write, "write-zeroes", (offset, length), &pass, true, zero).await
     }
 
     /// Says that `length` bytes at `offset` are no longer needed; what they read as afterwards is
@@ -250,13 +283,13 @@ impl Disk {
     ///
     /// # Errors
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
-    pub async fn discard(&self, _: Pass, offset: u64, length: u64, durability: Durability) -> Result<()> {
+    pub async fn discard(&self, pass: Pass, offset: u64, length: u64, durability: Durability) -> Result<()> {
         self.check_writable()?;
-        let result = self.prefetch.change(offset, length, self.image.discard(offset, length)).await;
-        self.noted("discard", offset, length, result)?;
+        let discard = async || self.prefetch.change(offset, length, self.image.discard(offset, length)).await;
+        self.done(Kind::Discard, "discard", (offset, length), &pass, true, discard).await?;
         match durability {
             Durability::Cached => Ok(()),
-            Durability::Synchronous => self.flush().await,
+            Durability::Synchronous => self.flush_for(pass.patience.as_ref()).await,
         }
     }
 
@@ -311,18 +344,28 @@ impl Disk {
         self.image.close().await
     }
 
-    /// Says in the log that a request failed, if it is the device that did: what breaks a rule, or
-    /// cannot be had fast, is the client's affair.
-    fn noted<T>(&self, what: &str, offset: u64, length: u64, result: Result<T>) -> Result<T> {
-        const REFUSED: [Error; 4] =
-            [Error::INVALID, Error::NOT_PERMITTED, Error::UNSUPPORTED, Error::SHUTDOWN];
-        if let Err(error) = &result
-            && !REFUSED.contains(error)
-            && let Some(left_out) = self.failures.line(reactor::recently())
-        {
-            tracing::error!(disk = %self.name, request = what, offset, length, %error, left_out, "a request failed");
+    /// Attempts a request until its client is to know how it ended, and counts it.
+    async fn done<T>(
+        &self,
+        kind: Kind,
+        what: &'static str,
+        (offset, length): (u64, u64),
+        pass: &Pass,
+        may_hold: bool,
+        attempt: impl AsyncFnMut() -> Result<T>,
+    ) -> Result<T> {
+        let (disk, requests) = (&*self.name, pass.requests);
+        let patience = pass.patience.as_deref();
+        let request = Request { disk, kind, what, offset, length, requests, patience };
+        // What the page cache has lost no second attempt brings back: the client must know.
+        let may_hold = || may_hold && !self.image.storage().has_lost_writes();
+        let result = self.failures.until_done(request, may_hold, attempt).await?;
+        match kind {
+            Kind::Read => self.counters.count(Direction::Read, requests, length),
+            Kind::Write | Kind::Discard => self.counters.count(Direction::Write, requests, length),
+            Kind::Flush => {}
         }
-        result
+        Ok(result)
     }
 
     fn check_writable(&self) -> Result<()> {
@@ -331,15 +374,15 @@ impl Disk {
 }
 
 impl Counters {
-    fn count(&self, direction: Direction, cost: &Cost) {
-        let (requests, bytes) = match direction {
+    fn count(&self, direction: Direction, requests: u64, bytes: u64) {
+        let (of_requests, of_bytes) = match direction {
             Direction::Read => (&self.reads, &self.read_bytes),
             Direction::Write => (&self.writes, &self.written_bytes),
         };
-        requests.fetch_add(cost.requests(), Ordering::Relaxed);
-        bytes.fetch_add(cost.bytes(), Ordering::Relaxed);
-        if cost.requests() > 1 {
-            self.merged_requests.fetch_add(cost.requests() - 1, Ordering::Relaxed);
+        of_requests.fetch_add(requests, Ordering::Relaxed);
+        of_bytes.fetch_add(bytes, Ordering::Relaxed);
+        if requests > 1 {
+            self.merged_requests.fetch_add(requests - 1, Ordering::Relaxed);
         }
     }
 }

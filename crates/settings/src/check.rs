@@ -175,6 +175,7 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
         cache: disk.cache.as_ref().map(|said| said.value).unwrap_or_default(),
         qcow2,
         prefetch: disk.prefetch.check()?,
+        on_error: disk.on_error.check()?,
         read_only: disk.is_read_only(),
         force_share: disk.force_share.is_some(),
         delay: disk.delay.as_ref().map(|said| said.value),
@@ -187,7 +188,8 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
 
 fn settings(disk: &DiskDraft, groups: &Groups<'_>) -> Result<(Settings, Option<usize>), Wrong> {
     let group = disk.group.as_ref().map(|name| groups.index_of(name)).transpose()?;
-    if let (Some(name), Some(watermark)) = (&disk.group, &disk.settings.watermark) {
+    let watermark = disk.settings.watermark.as_ref().filter(|said| said.value > 0);
+    if let (Some(name), Some(watermark)) = (&disk.group, watermark) {
         return Err(watermark.wrong(format!(
             "the disk is in group {0:?}, which has the watermark for its members (set it at [group.{0}])",
             name.value

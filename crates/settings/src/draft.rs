@@ -5,7 +5,8 @@ use std::{path::PathBuf, time::Duration};
 use block::storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 
 use super::{
-    Address, Image, LogFormat, Owner, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft, tls::TlsDraft,
+    Address, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft,
+    tls::TlsDraft,
 };
 
 /// All that the command line and the config file said.
@@ -28,6 +29,7 @@ pub struct DiskDraft {
     pub cache: Option<Said<CacheMode>>,
     pub qcow2: Qcow2Draft,
     pub prefetch: PrefetchDraft,
+    pub on_error: OnErrorDraft,
     pub read_only: bool,
     /// Where it was asked for, if it was.
     pub force_share: Option<Place>,

@@ -24,6 +24,8 @@ mod draft;
 mod groups;
 mod image;
 pub mod log;
+#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
+pub mod on_error;
 mod place;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 pub mod prefetch;
@@ -43,10 +45,14 @@ use std::{path::PathBuf, time::Duration};
 
 pub use access::{Owner, SocketAccess, socket_mode};
 pub use address::{Address, socket};
-use block::storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+use block::{
+    disk::ErrorPolicies,
+    storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
+};
 pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
 pub use image::Image;
 pub use log::{LogFormat, LogSettings};
+pub use on_error::OnErrorDraft;
 pub use place::{Place, Said, Wrong};
 pub use prefetch::PrefetchDraft;
 pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
@@ -88,6 +94,8 @@ pub struct Disk {
     pub qcow2: Qcow2Settings,
     /// What is read ahead.
     pub prefetch: policy::prefetch::Settings,
+    /// What is done about requests that the device fails.
+    pub on_error: ErrorPolicies,
     /// Refuses writes.
     pub read_only: bool,
     /// Opens the image though somebody else writes to it.

@@ -2,7 +2,7 @@
 
 use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
-use crate::{prefetch, status, throttle, top};
+use crate::{prefetch, resume, status, throttle, top};
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
 
@@ -45,6 +45,9 @@ pub(crate) enum Command {
     /// Show what is read ahead of a disk's readers, or change it while it runs
     #[command(after_help = prefetch::EXAMPLES)]
     Prefetch(prefetch::PrefetchArgs),
+    /// Let disks go on that an error of their device has stopped
+    #[command(after_help = resume::EXAMPLES)]
+    Resume(resume::ResumeArgs),
     /// The same as `status`, live on the whole terminal
     #[command(after_help = top::EXAMPLES)]
     Top(top::TopArgs),

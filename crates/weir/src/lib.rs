@@ -5,6 +5,7 @@
 //!   client               the daemon's control socket from the other end: reports, rates, changes
 //!   status, top          what runs; the same, live
 //!   throttle, prefetch   one setting of what runs, shown or changed
+//!   resume               disks that an error has stopped go on
 //!   saving               what these two share: a change, told to the daemon and kept in the config file
 //! ```
 //!
@@ -15,6 +16,7 @@
 mod cli;
 mod client;
 mod prefetch;
+mod resume;
 mod saving;
 mod status;
 mod throttle;
@@ -36,6 +38,7 @@ pub fn main() -> ExitCode {
         Ok(Cli { command: Command::Status(arguments) }) => status::run(arguments),
         Ok(Cli { command: Command::Throttle(arguments) }) => saving::run(&*arguments),
         Ok(Cli { command: Command::Prefetch(arguments) }) => saving::run(&arguments),
+        Ok(Cli { command: Command::Resume(arguments) }) => resume::run(arguments),
         Ok(Cli { command: Command::Top(arguments) }) => top::run(arguments),
         Ok(Cli { command: Command::Probe(arguments) }) => lab::probe::run(arguments),
         Ok(Cli { command: Command::Image(command) }) => image_tool::run(*command),

@@ -234,6 +234,11 @@ impl Storage {
         self.file().is_some_and(File::writes_through)
     }
 
+    /// Whether the page cache has lost writes, so that flushes fail from now on.
+    pub(crate) fn has_lost_writes(&self) -> bool {
+        self.file().is_some_and(File::has_lost_writes)
+    }
+
     /// Whether others may write to it meanwhile, for all that is known here: it was opened although
     /// somebody does, or the file system has no locks.
     pub(crate) fn may_be_written_by_others(&self) -> bool {

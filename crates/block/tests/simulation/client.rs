@@ -220,7 +220,7 @@ impl Client {
 
     async fn block_status(&self) {
         let range = self.range();
-        let pass = self.disk.permit(Direction::Read, Cost::one(0)).await;
+        let pass = self.disk.admit(Direction::Read, Cost::one(0)).await;
         let result = self.disk.block_status(&pass, range.start as u64, range.len() as u64).await;
         if let Ok(extents) = self.answered(result) {
             assert!(!extents.is_empty() && extents.iter().all(|extent| extent.length > 0), "{extents:?}");

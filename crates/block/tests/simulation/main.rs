@@ -12,6 +12,7 @@
 //! - `spare`: what is read ahead takes what guests leave, and they cannot tell.
 //! - `qcow2`: the same for an image between clients and disk; after every crash it must be valid
 //!   (`references`).
+//! - `failures`: devices that are full and get room again, where a disk holds requests meanwhile.
 //! - `prefetch`: reading ahead, where storage takes its time.
 //! - `replay`: a trace passes the layer when the tree of buckets alone says, as `weir simulate` has
 //!   it.
@@ -25,6 +26,7 @@
 mod bucket;
 mod client;
 mod disks;
+mod failures;
 mod model;
 mod nested;
 mod passed;

@@ -3,12 +3,20 @@
 
 use std::rc::Rc;
 
+use block::disk::Failure;
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
     /// Its last client is gone.
     ExportDeleted { id: String },
     /// A disk or a group came or went.
     Listed { name: String },
+    /// The device failed a request of a disk. Of many in a second, the first and the last.
+    Failed { disk: String, failure: Failure },
+    /// A disk has stopped at an error; before, none was stopped.
+    Stopped,
+    /// What was stopped goes on.
+    Resumed,
     /// A disk or a group has other limits, another weight, another group.
     SettingsChanged { name: String },
 }

@@ -4,9 +4,14 @@
 use std::{
     collections::HashMap,
     rc::{Rc, Weak},
+    sync::Arc,
 };
 
-use block::reactor::{self, JoinHandle};
+use block::{
+    disk::Disk,
+    layer::throttle::Group,
+    reactor::{self, JoinHandle},
+};
 use policy::{
     throttle::{Part, Setting, Stats},
     time::Duration,
@@ -58,20 +63,46 @@ impl Seen {
     }
 }
 
+/// A disk or a group now, with the groups above it, nearest first.
+struct Now {
+    name: String,
+    stats: Stats,
+    above: Vec<Arc<Group>>,
+}
+
+impl Now {
+    fn new(name: &str, stats: Stats, group: Option<Arc<Group>>) -> Self {
+        let above = std::iter::successors(group, |group| group.parent().cloned());
+        Self { name: name.to_owned(), stats, above: above.collect() }
+    }
+}
+
 impl Last {
     fn look(&mut self, inventory: &Inventory) {
-        let disks = inventory.disks();
-        let disks = disks.iter().map(|disk| (disk.disk.name().to_string(), disk.disk.throttle().stats()));
-        let groups = inventory.groups();
-        let groups = groups.iter().map(|group| (group.name().to_owned(), group.stats()));
-        let now: Vec<_> = disks.chain(groups).collect();
-        for (name, stats) in &now {
-            let before = self.0.get(name).copied().unwrap_or_default();
-            if let Some(seen) = held_back(stats, before) {
-                log(name, stats, seen);
+        let (disks, groups) = (inventory.disks(), inventory.groups());
+        let of_disk = |disk: &Disk| Now::new(disk.name(), disk.throttle().stats(), disk.throttle().group());
+        let of_group = |group: &Arc<Group>| Now::new(group.name(), group.stats(), group.parent().cloned());
+        let disks = disks.iter().map(|running| of_disk(&running.disk));
+        let now: HashMap<_, _> =
+            disks.chain(groups.iter().map(of_group)).map(|now| (now.name.clone(), now)).collect();
+        for one in now.values() {
+            if let Some(seen) = held_back(&one.stats, self.before(&one.name)) {
+                let above = one.above.iter().filter_map(|group| now.get(group.name()));
+                let above: Vec<_> = above.map(|group| (&*group.name, &group.stats)).collect();
+                log(&one.name, &one.stats, self.limited_by(seen, &above), &above);
             }
         }
-        self.0 = now.iter().map(|(name, stats)| (name.clone(), Seen::of(stats))).collect();
+        self.0 = now.into_iter().map(|(name, now)| (name, Seen::of(&now.stats))).collect();
+    }
+
+    fn before(&self, name: &str) -> Seen {
+        self.0.get(name).copied().unwrap_or_default()
+    }
+
+    /// What waited was limited for at least as long as any group above, as `weir status` has it.
+    fn limited_by(&self, seen: Seen, above: &[(&str, &Stats)]) -> Seen {
+        let of_group = |(name, stats): &(&str, &Stats)| Seen::of(stats).since(self.before(name)).limited_ns;
+        Seen { limited_ns: above.iter().map(of_group).fold(seen.limited_ns, u64::max), ..seen }
     }
 }
 
@@ -81,7 +112,14 @@ fn held_back(stats: &Stats, before: Seen) -> Option<Seen> {
     (seen != Seen::default() || stats.waiting != [0, 0]).then_some(seen)
 }
 
-fn log(name: &str, stats: &Stats, seen: Seen) {
+/// Its own limit, or that of the nearest group above: `tenant: iops-total`.
+fn binding(stats: &Stats, above: &[(&str, &Stats)]) -> Option<String> {
+    let limit = |stats: &Stats| stats.binding.map(|kind| Setting::Limit(kind, Part::Rate).name());
+    let of_group = || above.iter().find_map(|(name, stats)| Some(format!("{name}: {}", limit(stats)?)));
+    limit(stats).map(str::to_owned).or_else(of_group)
+}
+
+fn log(name: &str, stats: &Stats, seen: Seen, above: &[(&str, &Stats)]) {
     let [waiting_reads, waiting_writes] = stats.waiting;
     tracing::info!(
         target: "weir::limits",
@@ -89,11 +127,13 @@ fn log(name: &str, stats: &Stats, seen: Seen) {
         throttled = seen.throttled,
         waited_ns = seen.waited_ns,
         limited_percent = seen.limited_ns.saturating_mul(100) / INTERVAL.as_nanos() as u64,
-        // Since the start: what they say of ten seconds alone would be noise.
-        wait_p50_ns = stats.waits.p50_ns,
-        wait_p99_ns = stats.waits.p99_ns,
-        wait_max_ns = stats.waits.max_ns,
-        binding = stats.binding.map(|kind| Setting::Limit(kind, Part::Rate).name()),
+        // Of the last ten to twenty seconds, and since the start.
+        wait_p50_ns = stats.recent_waits.p50_ns,
+        wait_p99_ns = stats.recent_waits.p99_ns,
+        wait_max_ns = stats.recent_waits.max_ns,
+        all_wait_p99_ns = stats.waits.p99_ns,
+        all_wait_max_ns = stats.waits.max_ns,
+        binding = binding(stats, above),
         waiting_reads,
         waiting_writes,
         "held back by limits"
@@ -102,7 +142,7 @@ fn log(name: &str, stats: &Stats, seen: Seen) {
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::{Counters, WaitSummary};
+    use policy::throttle::{Counters, LimitKind, WaitSummary};
 
     use super::*;
 
@@ -112,6 +152,7 @@ mod tests {
             reads,
             writes: Counters::default(),
             waits: WaitSummary::default(),
+            recent_waits: WaitSummary::default(),
             limited_ns: 5 * throttled,
             binding: None,
             tokens: [None; 6],
@@ -131,6 +172,18 @@ mod tests {
     #[test]
     fn who_waits_is_held_back_although_nothing_has_passed_yet() {
         assert_eq!(held_back(&stats(3, [0, 1]), Seen::of(&stats(3, [0, 0]))), Some(Seen::default()));
+    }
+
+    #[test]
+    fn a_disk_that_waits_for_its_group_is_limited_as_the_group_is() {
+        let group = Stats { limited_ns: 7, binding: Some(LimitKind::IopsTotal), ..stats(0, [0, 1]) };
+        let above = [("tenant", &group)];
+        let disk = Stats { limited_ns: 0, ..stats(2, [0, 1]) };
+        let seen = held_back(&disk, Seen::default()).unwrap();
+        let last = Last(HashMap::from([("tenant".to_owned(), Seen { limited_ns: 3, ..Seen::default() })]));
+        assert_eq!(last.limited_by(seen, &above).limited_ns, 4);
+        assert_eq!(binding(&disk, &above).as_deref(), Some("tenant: iops-total"));
+        assert_eq!(last.limited_by(seen, &[]).limited_ns, 0);
     }
 
     #[test]

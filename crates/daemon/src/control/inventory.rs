@@ -13,12 +13,12 @@ use std::{
     cell::{Cell, OnceCell, RefCell},
     collections::BTreeMap,
     path::{Path, PathBuf},
-    rc::Rc,
+    rc::{Rc, Weak},
     sync::Arc,
 };
 
 use block::{
-    disk::Disk,
+    disk::{Disk, Failures},
     image::{
         Secret,
         qcow2::{CacheSettings, bitmap::BitmapView},
@@ -133,6 +133,10 @@ pub(crate) struct Inventory {
     started: Instant,
     pub(crate) config: Option<PathBuf>,
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
+    /// Tells of the failures of each disk, while it is held.
+    watches: RefCell<BTreeMap<String, reactor::JoinHandle<()>>>,
+    /// A disk has stopped, and nothing was resumed since.
+    stopped: Cell<bool>,
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
     servers: RefCell<Vec<Rc<Serving>>>,
     /// The daemon ends once the last client has gone.
@@ -152,6 +156,8 @@ impl Inventory {
             started: reactor::now(),
             config,
             disks: RefCell::default(),
+            watches: RefCell::default(),
+            stopped: Cell::new(false),
             groups: RefCell::default(),
             servers: RefCell::default(),
             ends_when_idle: Cell::new(false),
@@ -243,12 +249,18 @@ impl Inventory {
         self.disks.borrow().get(name).cloned().ok_or_else(|| Refused::NoDisk(name.to_owned()))
     }
 
-    pub(crate) fn add_disk(&self, disk: RunningDisk) -> Result<(), Refused> {
+    pub(crate) fn add_disk(self: &Rc<Self>, disk: RunningDisk) -> Result<(), Refused> {
         let name = disk.disk.name().to_string();
         self.check_name(&name)?;
-        self.disks.borrow_mut().insert(name.clone(), Rc::new(disk));
-        self.tell(&Change::Listed { name });
+        self.list_disk(name, Rc::new(disk));
         Ok(())
+    }
+
+    fn list_disk(self: &Rc<Self>, name: String, disk: Rc<RunningDisk>) {
+        let watch = tell_failures(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.failures()));
+        self.watches.borrow_mut().insert(name.clone(), reactor::spawn_joinable(watch));
+        self.disks.borrow_mut().insert(name.clone(), disk);
+        self.tell(&Change::Listed { name });
     }
 
     /// Takes a disk that is not exported off the list, and says so.
@@ -259,6 +271,7 @@ impl Inventory {
             return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
         self.disks.borrow_mut().remove(name);
+        self.watches.borrow_mut().remove(name);
         self.tell(&Change::Listed { name: name.to_owned() });
         Ok(disk)
     }
@@ -267,6 +280,7 @@ impl Inventory {
     /// would keep the disk for ever.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
         let disk = self.unlist_disk(name)?;
+        disk.disk.failures().lift();
         if let Err(error) = disk.disk.flush().await {
             tracing::error!(disk = name, %error, "the last flush of a disk that is removed failed");
         }
@@ -277,15 +291,28 @@ impl Inventory {
     }
 
     /// Takes a disk that nobody uses out, to be put back as a part of another.
-    pub(crate) fn take_disk(&self, name: &str) -> Result<RunningDisk, Refused> {
+    pub(crate) fn take_disk(self: &Rc<Self>, name: &str) -> Result<RunningDisk, Refused> {
         let kept = match Rc::try_unwrap(self.unlist_disk(name)?) {
             Ok(disk) if Arc::strong_count(&disk.disk) == 1 => return Ok(disk),
             Ok(disk) => Rc::new(disk),
             Err(disk) => disk,
         };
-        self.disks.borrow_mut().insert(name.to_owned(), kept);
-        self.tell(&Change::Listed { name: name.to_owned() });
+        self.list_disk(name.to_owned(), kept);
         Err(Refused::Busy(name.to_owned()))
+    }
+
+    /// Lets all disks go on that an error has stopped; how many there were.
+    pub(crate) fn resume(&self) -> usize {
+        let resumed = self.disks().iter().filter(|running| running.disk.failures().resume()).count();
+        if self.stopped.replace(false) {
+            self.tell(&Change::Resumed);
+        }
+        resumed
+    }
+
+    /// Whether an error has stopped a disk.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.disks.borrow().values().any(|running| running.disk.failures().stopped_by().is_some())
     }
 
     pub(crate) fn is_below(&self, name: &str) -> bool {
@@ -422,5 +449,23 @@ impl Inventory {
             inventory.tell(&Change::ExportDeleted { id: export.id.clone() });
         });
         Ok(())
+    }
+}
+
+/// Says at once that a disk was stopped, and of other failures the last in a second, as QEMU does:
+/// their rate is in the hand of clients.
+async fn tell_failures(inventory: Weak<Inventory>, disk: String, failures: Arc<Failures>) {
+    let mut failure = failures.next(false).await;
+    loop {
+        let Some(inventory) = inventory.upgrade() else { return };
+        inventory.tell(&Change::Failed { disk: disk.clone(), failure });
+        if failure.stops && failures.stopped_by().is_some() && !inventory.stopped.replace(true) {
+            inventory.tell(&Change::Stopped);
+        }
+        drop(inventory);
+        failure = match reactor::timeout(Duration::from_secs(1), failures.next(true)).await {
+            Ok(failure) => failure,
+            Err(_) => failures.next(false).await,
+        };
     }
 }

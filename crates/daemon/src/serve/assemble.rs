@@ -1,6 +1,6 @@
 //! From a plan to the parts of the data path: opened images, groups, disks, servers.
 
-use std::{cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, sync::Arc};
+use std::{cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, rc::Rc, sync::Arc};
 
 use anyhow::Context as _;
 use block::{
@@ -19,7 +19,7 @@ use settings::{Credentials, Plan, SecretSource, Service, Tls, secret::Secrets};
 use crate::control::inventory::{Inventory, RunningDisk};
 
 /// Opens every image and adds all groups and disks to the inventory.
-pub(super) async fn disks(plan: &Plan, inventory: &Inventory) -> anyhow::Result<()> {
+pub(super) async fn disks(plan: &Plan, inventory: &Rc<Inventory>) -> anyhow::Result<()> {
     let mut groups = Vec::new();
     for planned in &plan.groups {
         let parent = planned.parent.map(|parent| &groups[parent]);
@@ -84,6 +84,7 @@ async fn disk(
     tracing::debug!(disk = planned.name, image = image.description(), "opened");
     let disk = Disk::new(&planned.name, image, planned.settings.of_disk(), group)
         .with_context(|| format!("disk {}", planned.name))?;
+    disk.failures().set_policies(planned.on_error);
     disk.prefetch().set(planned.prefetch).with_context(|| format!("disk {}", planned.name))?;
     disk.reserve_memory().with_context(|| format!("disk {}", planned.name))?;
     Ok(RunningDisk {

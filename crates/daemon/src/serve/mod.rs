@@ -149,18 +149,20 @@ impl Daemon {
 
     async fn run(self) -> anyhow::Result<()> {
         let mut outcome = Ok(());
-        let mut ending = false;
+        let (mut ending, mut signalled) = (false, false);
         loop {
             // The daemon itself holds a sender, so there is always a next event.
             match self.events.1.recv().await.context("the daemon's events ended")? {
                 Event::Signal(request @ (Request::HangUp | Request::Meaningless(_))) => ignore(request),
-                Event::Signal(Request::End(signal)) if ending => {
+                Event::Signal(Request::End(signal)) if signalled => {
                     return Err(anyhow!(
                         "{signal}: ended at once, as asked twice (check what was being written)"
                     ));
                 }
+                // It may only repeat what a client has asked for with `quit`.
+                Event::Signal(Request::End(_)) if ending => signalled = true,
                 Event::Signal(Request::End(signal)) => {
-                    ending = true;
+                    (ending, signalled) = (true, true);
                     self.finish(signal, Ending::Signal);
                 }
                 Event::End(_) if ending => {}
@@ -217,6 +219,8 @@ impl Daemon {
         for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
             // A limit could hold what is in flight for hours. QEMU's drain lifts limits too.
             disk.throttle().lift();
+            // And an error could hold it until somebody comes.
+            disk.failures().lift();
         }
         let control = Rc::clone(&self.control);
         let control = reactor::spawn_joinable(async move { control.stop(ending).await });

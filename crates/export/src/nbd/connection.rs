@@ -28,18 +28,26 @@ use event_listener::Event;
 use policy::time::Duration;
 
 use super::{
+    holding::Holding,
     inbox::Inbox,
     intake::{Incoming, Intake, Joined, bytes_in_flight},
     outbox::{Message, Outbox},
-    patience::Patience,
     reply::Replier,
     request::{self, Breach, Command, Parsed, Refused},
     session::Session,
     stream::Stream,
 };
-use block::{buffer::Buffer, disk::Disk, image::qcow2::bitmap::BitmapView, memory::Account, reactor};
+use block::{
+    buffer::Buffer,
+    disk::{Disk, Patience},
+    image::qcow2::bitmap::BitmapView,
+    memory::Account,
+    reactor,
+};
 
 const FAREWELL: Duration = Duration::from_secs(1);
+/// How often a client that has enough in flight is looked after: a stopped disk may hold all of it.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Why a connection ended before the client took its leave.
 #[derive(Debug, thiserror::Error)]
@@ -67,7 +75,11 @@ pub(super) struct Connection {
     /// Nobody is there to answer: requests that still wait for their limits are dropped.
     pub(super) abandoned: Cell<bool>,
     pub(super) abandonment: Event,
-    patience: Arc<Patience>,
+    /// What it keeps of the disk's memory.
+    holding: Arc<Holding>,
+    /// Lost when nobody is there to answer, or the server wants no more of the client: then a
+    /// stopped disk holds nothing of it.
+    pub(super) patience: Arc<Patience>,
 }
 
 /// Memory for a request that is being taken in: given back if that fails.
@@ -107,10 +119,10 @@ impl Connection {
         session: Session,
         stop: Arc<AtomicBool>,
     ) -> Rc<Self> {
-        let patience = Patience::with(&stream, &disk);
+        let holding = Holding::with(&stream, &disk);
         Rc::new(Self {
             stream,
-            patience,
+            holding,
             disk,
             bitmaps,
             session,
@@ -121,6 +133,7 @@ impl Connection {
             finished: Cell::new(false),
             abandoned: Cell::new(false),
             abandonment: Event::new(),
+            patience: Arc::default(),
         })
     }
 
@@ -133,6 +146,9 @@ impl Connection {
         let outcome = self.receive_requests(&mut inbox, &mut intake).await;
         // However receiving ended, what was taken in is in flight.
         self.start(&mut intake).await;
+        if self.stop.load(Ordering::Relaxed) {
+            self.patience.lose();
+        }
         let watch = match outcome {
             Ok(End::Orderly) => Some(reactor::spawn_joinable(Rc::clone(&self).watch())),
             Ok(End::Vanished) | Err(_) => {
@@ -177,6 +193,7 @@ impl Connection {
     fn abandon(&self) {
         self.abandoned.set(true);
         self.abandonment.notify(usize::MAX);
+        self.patience.lose();
     }
 
     async fn receive_requests(
@@ -212,7 +229,7 @@ impl Connection {
                         length if inbox.holds(length) => Some(inbox.payload(length, &self.stream).await?),
                         length => {
                             self.start(intake).await;
-                            let _waiting = self.patience.receiving.waits_for(length);
+                            let _waiting = self.holding.receiving.waits_for(length);
                             Some(inbox.payload(length, &self.stream).await?)
                         }
                     };
@@ -252,7 +269,11 @@ impl Connection {
         if !self.outbox.has_room(bytes) {
             self.start(intake).await;
             while !self.outbox.has_room(bytes) {
-                self.outbox.room.wait().await;
+                let room = reactor::timeout(LOOK, self.outbox.room.wait()).await;
+                let is_over = || self.stop.load(Ordering::Relaxed) || self.stream.is_closed_by_peer();
+                if room.is_err() && is_over() {
+                    self.patience.lose();
+                }
             }
         }
         if bytes > 0 && !memory.try_take(bytes as u64) {
@@ -297,7 +318,7 @@ impl Connection {
                 reactor::linger();
             }
             let length = message.segments.len();
-            let waiting = self.patience.sending.waits_for(length);
+            let waiting = self.holding.sending.waits_for(length);
             if !self.broken.get()
                 && let Err(error) = self.stream.send(message.segments).await
             {

@@ -42,7 +42,7 @@ impl Connection {
                 let length = data.len();
                 self.write(offset, data.into(), fua, &[(tag, length)]).await;
             }
-            Command::Flush => self.answer(tag, self.disk.flush().await, 0),
+            Command::Flush => self.answer(tag, self.disk.flush_for(Some(&self.patience)).await, 0),
             Command::Trim { offset, length, fua } => {
                 let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else { return };
                 self.answer(tag, self.disk.discard(pass, offset, length, durability(fua)).await, 0);
@@ -119,8 +119,7 @@ impl Connection {
         let mut rest = if self.disk.can_read_ahead() { offset..offset + length } else { 0..0 };
         while !rest.is_empty() && !self.abandoned.get() {
             let part = PART.min(rest.end - rest.start);
-            let permit = self.disk.permit(Direction::Read, Cost::one(part));
-            let Some(pass) = self.unless_abandoned(permit, 1, 0).await else { return };
+            let Some(pass) = self.admit(Direction::Read, Cost::one(part), 1, 0).await else { return };
             self.disk.will_need(pass, rest.start, part).await;
             rest.start += part;
         }
@@ -150,8 +149,8 @@ impl Connection {
         tracing::debug!(disk = %self.disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for part in parts {
             let Candidate { offset, length, .. } = part.candidate();
-            let permit = self.disk.permit(Direction::Read, Cost::one(length));
-            let Some(pass) = self.unless_abandoned(permit, 1, length as usize).await else { continue };
+            let admitted = self.admit(Direction::Read, Cost::one(length), 1, length as usize).await;
+            let Some(pass) = admitted else { continue };
             match self.disk.retry_read(pass, offset, length as usize).await {
                 Ok(data) => self.answer_read(part.tag, offset, data, wants_whole(&part)),
                 Err(error) => self.fail(part.tag, errno(error), "reading failed", length as usize),
@@ -190,8 +189,7 @@ impl Connection {
     }
 
     async fn block_status(&self, tag: Tag, query: StatusQuery, bytes: usize) {
-        let permit = self.disk.permit(Direction::Read, Cost::one(0));
-        let Some(pass) = self.unless_abandoned(permit, 1, bytes).await else { return };
+        let Some(pass) = self.admit(Direction::Read, Cost::one(0), 1, bytes).await else { return };
         let mut reply = Vec::new();
         let contexts = query.contexts.len();
         for (index, context) in query.contexts.iter().enumerate() {
@@ -275,16 +273,7 @@ impl Connection {
     /// Waits for the disk's limits; `None` if the client went away meanwhile: its waiting requests
     /// must not use up what its group's other members may have.
     async fn admit(&self, direction: Direction, cost: Cost, requests: usize, bytes: usize) -> Option<Pass> {
-        self.unless_abandoned(self.disk.admit(direction, cost), requests, bytes).await
-    }
-
-    async fn unless_abandoned(
-        &self,
-        admission: impl Future<Output = Pass>,
-        requests: usize,
-        bytes: usize,
-    ) -> Option<Pass> {
-        let mut admission = pin!(admission);
+        let mut admission = pin!(self.disk.admit(direction, cost));
         // Made only for a request that has to wait.
         let mut abandonment = None;
         let pass = poll_fn(|context| {
@@ -299,7 +288,7 @@ impl Connection {
         if pass.is_none() {
             self.ended(requests, bytes, 0);
         }
-        pass
+        pass.map(|pass| pass.while_awaited(&self.patience))
     }
 }
 

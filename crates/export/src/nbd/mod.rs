@@ -38,13 +38,13 @@ pub mod context;
 pub mod credentials;
 pub mod errno;
 mod execute;
+mod holding;
 mod inbox;
 mod intake;
 mod live;
 pub mod negotiate;
 mod option;
 mod outbox;
-mod patience;
 #[cfg(test)]
 mod pipe;
 pub mod proto;

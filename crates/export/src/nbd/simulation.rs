@@ -43,7 +43,7 @@ use super::{
     stream::Stream,
 };
 use block::{
-    disk::{Disk, Totals},
+    disk::{Disk, ErrorPolicies, OnError, Totals},
     error::Error,
     image::{Image, Raw},
     layer::throttle::DiskSettings,
@@ -279,6 +279,39 @@ fn a_client_that_reads_no_replies_is_not_read_from() {
 fn a_client_that_reads_no_replies_costs_a_bounded_amount_of_memory() {
     let (requests, bytes) = sim::run(1, neglect_replies(10, proto::DEFAULT_MAX_PAYLOAD));
     assert_eq!((requests, bytes), (2, MAX_BYTES));
+}
+
+#[test]
+fn what_a_stopped_disk_holds_of_a_client_ends_with_its_connection() {
+    for server_ends_it in [false, true] {
+        sim::run(1, async move {
+            let full = "kind=write,error=ENOSPC".parse().expect("valid");
+            let disk = Arc::new(disk(Storage::memory(1 << 20).with_faults(vec![full]), Limits::default()));
+            disk.failures()
+                .set_policies(ErrorPolicies { write: OnError::Enospc, ..ErrorPolicies::default() });
+            let (pipe, served) = connect(&serve(&disk));
+            let mut wire = Wire::new(pipe);
+            wire.handshake(ReplyStyle::Simple).await.expect("a handshake");
+            for cookie in 0..8 {
+                let mut request = wire::request(ReplyStyle::Simple, cmd::WRITE, 0, cookie, 0, 512);
+                request.extend([1; 512]);
+                wire.send(&request).await.expect("it is received");
+            }
+            disk.failures().next(true).await;
+            sleep_until(now() + Duration::from_secs(100)).await;
+            assert!(!served.task.is_finished() && wire.left_over() == 0);
+            if server_ends_it {
+                served.stop.store(true, Ordering::SeqCst);
+                served.end.end_receiving();
+                let replies = wire.take(8 * 16).await.expect("each is answered with the error");
+                assert!(replies.chunks(16).all(|reply| reply[4..8] == 28_u32.to_be_bytes()), "{replies:?}");
+            } else {
+                wire.close();
+            }
+            timeout(Duration::from_secs(5), served.task).await.expect("it ends though the disk is stopped");
+            assert_eq!(disk.failures().stopped_by(), Some(Error::NO_SPACE), "others are held as before");
+        });
+    }
 }
 
 #[test]

@@ -4,7 +4,10 @@
 
 use std::{cell::RefCell, io};
 
-use nix::sys::socket::{Shutdown, shutdown};
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::socket::{Shutdown, shutdown},
+};
 
 #[cfg(test)]
 use super::pipe::Pipe;
@@ -73,6 +76,18 @@ impl Stream {
             Self::Plain(fd) | Self::Tls { fd, .. } => op::waiting_bytes(fd).unwrap_or(0),
             #[cfg(test)]
             Self::Simulated(_) => usize::MAX / 2,
+        }
+    }
+
+    /// Whether the client sends nothing behind what has arrived, which is not received for this.
+    pub(super) fn is_closed_by_peer(&self) -> bool {
+        match self {
+            Self::Plain(fd) | Self::Tls { fd, .. } => {
+                let mut polled = [PollFd::new(fd.as_fd(), PollFlags::from_bits_retain(libc::POLLRDHUP))];
+                poll(&mut polled, PollTimeout::ZERO).is_ok_and(|count| count > 0)
+            }
+            #[cfg(test)]
+            Self::Simulated(_) => false,
         }
     }
 

@@ -9,7 +9,7 @@ use super::enforcement::Enforcement;
 use super::limits::{LimitKind, Limits};
 use super::schedule::Schedule;
 use super::share::Share;
-use super::stats::{Counters, Stats, Waits};
+use super::stats::{AllWaits, Counters, Stats};
 use crate::request::Direction;
 use crate::time::Instant;
 use alloc::boxed::Box;
@@ -82,7 +82,7 @@ pub(super) struct Node<T> {
     blocked_since: Instant,
     limited_ns: u64,
     binding: Option<LimitKind>,
-    waits: Option<Waits>,
+    waits: Option<Box<AllWaits>>,
     /// By unit: what the device below can do; 0 if unknown.
     pub(super) capacity: [u64; 2],
     /// By unit: what is promised to its children.
@@ -221,10 +221,11 @@ impl<T> Node<T> {
         }
     }
 
-    pub(super) fn count(&mut self, direction: Direction, cost: &Cost, waited_ns: Option<u64>) {
+    pub(super) fn count(&mut self, direction: Direction, cost: &Cost, waited_ns: Option<u64>, now: Instant) {
         self.counters[direction.index()].count(cost, waited_ns);
         if let Some(waited_ns) = waited_ns {
-            self.waits.get_or_insert_with(Waits::new).add(waited_ns, cost.requests());
+            let waits = self.waits.get_or_insert_with(|| Box::new(AllWaits::new(now)));
+            waits.add(waited_ns, cost.requests(), now);
         }
     }
 
@@ -240,7 +241,8 @@ impl<T> Node<T> {
         Stats {
             reads: self.counters[Direction::Read.index()],
             writes: self.counters[Direction::Write.index()],
-            waits: self.waits.as_ref().map(Waits::summary).unwrap_or_default(),
+            waits: self.waits.as_ref().map(|waits| waits.all()).unwrap_or_default(),
+            recent_waits: self.waits.as_ref().map(|waits| waits.recent(now)).unwrap_or_default(),
             limited_ns: self.limited_ns + so_far,
             binding: self.binding.filter(|_| is_blocked || self.waiting != [0; 2]),
             tokens,

@@ -3,6 +3,7 @@
 
 use super::cost::Cost;
 use super::limits::LimitKind;
+use crate::time::Instant;
 use alloc::boxed::Box;
 
 /// What has been admitted by a node in one direction since it was added. Merged requests count as
@@ -48,8 +49,10 @@ pub struct Stats {
     pub reads: Counters,
     /// Writes and discards that have passed it.
     pub writes: Counters,
-    /// How long requests waited that passed it, whatever for.
+    /// How long requests waited that passed it, whatever for, since it was added.
     pub waits: WaitSummary,
+    /// The same of those that passed in the last [`RECENT_NS`] to twice that.
+    pub recent_waits: WaitSummary,
     /// Nanoseconds during which work waited for this node's own limits, in either direction.
     pub limited_ns: u64,
     /// The limit of this node that work waits for, or waited for last.
@@ -60,6 +63,9 @@ pub struct Stats {
     pub waiting: [usize; 2],
 }
 
+/// How long a wait counts among the recent ones, in nanoseconds; at most twice as long.
+pub const RECENT_NS: u64 = 10_000_000_000;
+
 /// Waits are counted in units of 2¹⁰ ns, about a microsecond: nobody is told of less.
 const UNIT_BITS: u32 = 10;
 /// Steps in an octave. A value counts as the middle of its step, off by 1/32 at most.
@@ -69,7 +75,7 @@ const STEP_BITS: u32 = STEPS.trailing_zeros();
 const OCTAVES: usize = 32 - STEP_BITS as usize + 1;
 const ALL_STEPS: usize = OCTAVES * STEPS as usize;
 
-/// A histogram of waits: less than 2 KiB, since 10,000 disks may have one.
+/// A histogram of waits: less than 2 KiB, since 10,000 disks may have three.
 #[derive(Clone, Debug)]
 pub(super) struct Waits {
     counts: Box<[u32; ALL_STEPS]>,
@@ -128,6 +134,56 @@ fn middle_of(step: usize) -> u64 {
     (first << UNIT_BITS) + ((width << UNIT_BITS) / 2)
 }
 
+/// The waits since the start, and of these the recent ones: two histograms that take turns, the
+/// older of which is forgotten when the newer is [`RECENT_NS`] old.
+#[derive(Clone, Debug)]
+pub(super) struct AllWaits {
+    all: Waits,
+    /// The newer first.
+    recent: [Waits; 2],
+    /// When the newer was begun.
+    begun: Instant,
+}
+
+impl AllWaits {
+    pub(super) fn new(now: Instant) -> Self {
+        Self { all: Waits::new(), recent: [Waits::new(), Waits::new()], begun: now }
+    }
+
+    pub(super) fn add(&mut self, wait_ns: u64, requests: u64, now: Instant) {
+        let age_ns = now.nanos_since(self.begun);
+        if age_ns >= RECENT_NS {
+            self.recent.swap(0, 1);
+            self.recent[0] = Waits::new();
+            if age_ns >= 2 * RECENT_NS {
+                self.recent[1] = Waits::new();
+            }
+            self.begun = now;
+        }
+        self.all.add(wait_ns, requests);
+        self.recent[0].add(wait_ns, requests);
+    }
+
+    pub(super) fn all(&self) -> WaitSummary {
+        self.all.summary()
+    }
+
+    pub(super) fn recent(&self, now: Instant) -> WaitSummary {
+        match now.nanos_since(self.begun) {
+            age_ns if age_ns >= 2 * RECENT_NS => WaitSummary::default(),
+            age_ns if age_ns >= RECENT_NS => self.recent[0].summary(),
+            _ => {
+                let mut both = self.recent[0].clone();
+                both.max_ns = both.max_ns.max(self.recent[1].max_ns);
+                for (count, older) in both.counts.iter_mut().zip(self.recent[1].counts.iter()) {
+                    *count = count.saturating_add(*older);
+                }
+                both.summary()
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -140,6 +196,21 @@ mod tests {
             prop_assert!(told.abs_diff(ns) <= (ns / 32).max(512), "{ns} is told as {told}");
             prop_assert_eq!(step_of(told), step_of(ns));
         }
+    }
+
+    #[test]
+    fn recent_waits_are_forgotten_and_all_are_not() {
+        let at = |seconds: u64| Instant::from_nanos(seconds * 1_000_000_000);
+        let mut waits = AllWaits::new(at(100));
+        waits.add(1 << 30, 1000, at(100));
+        for second in 111..130 {
+            waits.add(1 << 20, 10, at(second));
+            let longest = if second < 121 { 1 << 30 } else { 1 << 20 };
+            assert_eq!(waits.recent(at(second)).max_ns, longest, "at {second} s");
+        }
+        assert!(waits.recent(at(130)).p99_ns < 1 << 21 && waits.all().p99_ns > 1 << 29);
+        assert_ne!(waits.recent(at(140)), WaitSummary::default());
+        assert_eq!(waits.recent(at(141)), WaitSummary::default(), "nothing has waited for long");
     }
 
     #[test]

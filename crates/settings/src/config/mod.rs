@@ -26,8 +26,8 @@ use section::{Entry, Section, Source};
 use toml::de::DeTable;
 
 use crate::{
-    Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LimitsDraft, Place, PrefetchDraft, Qcow2Draft,
-    Said, SecretSource, ServiceDraft, SettingsDraft, Wrong, log,
+    Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LimitsDraft, OnErrorDraft, Place,
+    PrefetchDraft, Qcow2Draft, Said, SecretSource, ServiceDraft, SettingsDraft, Wrong, log,
 };
 
 /// Largest config file that is read: some hundred thousand disks.
@@ -165,6 +165,10 @@ impl Reader<'_> {
         let cache = section.value("cache")?;
         let qcow2 = self.qcow2(section)?;
         let prefetch = prefetch(section)?;
+        let on_error = OnErrorDraft {
+            read: section.value(crate::on_error::READ)?,
+            write: section.value(crate::on_error::WRITE)?,
+        };
         let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
         let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
         let settings = settings(section)?;
@@ -190,6 +194,7 @@ impl Reader<'_> {
             cache,
             qcow2,
             prefetch,
+            on_error,
             read_only,
             force_share,
             settings,

@@ -45,7 +45,17 @@ pub(crate) struct Disk {
     pub(crate) settings: Settings,
     pub(crate) throttle: Throttle,
     pub(crate) read_ahead: ReadAhead,
+    pub(crate) errors: Errors,
+    /// `ok`, `nospace` or `failed`; absent where no error can stop it.
+    pub(crate) io_status: Option<String>,
     pub(crate) memory: Memory,
+}
+
+impl Disk {
+    /// Why it is stopped, if it is: `nospace` or `failed`.
+    pub(crate) fn stopped_by(&self) -> Option<&str> {
+        self.io_status.as_deref().filter(|&status| status != "ok")
+    }
 }
 
 /// What the daemon, or one disk, has of the memory for data, in bytes.
@@ -61,6 +71,16 @@ pub(crate) struct Memory {
     pub(crate) requests: u64,
     /// Requests that wait for memory.
     pub(crate) waiting: u64,
+}
+
+/// Requests that the device failed, since the disk was opened.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Errors {
+    pub(crate) reads: u64,
+    pub(crate) writes: u64,
+    pub(crate) flushes: u64,
+    pub(crate) discards: u64,
 }
 
 /// What was read ahead of a disk's readers since it was opened, and what is held now.
@@ -171,6 +191,8 @@ pub(crate) struct Throttle {
     pub(crate) waiting: Waiting,
     /// How long requests waited, since the start; absent while none has.
     pub(crate) wait_ns: Option<Waits>,
+    /// The same of the last ten to twenty seconds.
+    pub(crate) recent_wait_ns: Option<Waits>,
     /// Time during which work waited for these very limits.
     pub(crate) limited_ns: u64,
     pub(crate) binding: Option<String>,

@@ -15,8 +15,9 @@ Examples:
   weir status --json | jq '.disks[] | {name, limited: .rate.limited}'
       The share of time during which each disk waited for limits.
 
-THROTTLED is the share of the interval during which requests waited for limits; BINDING the limit they wait for now; \
-P99 WAIT how long 99 of 100 requests that had to wait have waited at most, since the daemon started. Of what is \
+HELD is the share of the interval during which requests waited for limits; BINDING the limit they wait for now; \
+WAIT how many do; P99 how long 99 of 100 requests that had to wait have waited at most, in the last ten to twenty \
+seconds, and P99 ALL since the daemon started. A disk that its device failed has its errors below. Of what is \
 read ahead, HIT RATE is the share of reads that were answered from memory, and ACCURACY the share that was used.";
 
 /// What `weir status` is told.

@@ -9,7 +9,10 @@ use super::Shown;
 use crate::client::{
     rates,
     rates::{Rate, Rates},
-    report::{Capacity, Device, Disk, Group, Memory, MetadataCache, Node, ReadAhead, Report, Throttle},
+    report::{
+        Capacity, Device, Disk, Errors, Group, Memory, MetadataCache, Node, ReadAhead, Report, Throttle,
+        Waits,
+    },
 };
 
 /// All tables that have rows, separated by an empty line. `bold` is for terminals.
@@ -20,6 +23,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) 
         read_ahead(report, shown),
         groups(report, rates, shown),
         devices(report, shown),
+        errors(report, shown),
         memory(report, shown),
     ];
     let texts = tables.iter().map(|table| table.render(bold)).filter(|text| !text.is_empty());
@@ -36,6 +40,32 @@ fn disks(report: &Report, rates: &Rates, shown: &Shown) -> Table {
         let group = settings.group.clone().unwrap_or_else(nothing);
         let mut row = vec![name.clone(), group, figures::limits(&settings.limits)];
         row.extend(measured(report, Node::Disk(disk), rates.of(name)));
+        table.row(row);
+    }
+    table
+}
+
+/// What the devices failed since the disks were opened, and which of these are stopped by it.
+fn errors(report: &Report, shown: &Shown) -> Table {
+    let mut table = Table::new([
+        ("DISK", Side::Left),
+        ("STATE", Side::Left),
+        ("READ ERRORS", Side::Right),
+        ("WRITE ERRORS", Side::Right),
+        ("FLUSH ERRORS", Side::Right),
+        ("DISCARD ERRORS", Side::Right),
+    ]);
+    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+        let stopped_by = disk.stopped_by();
+        if stopped_by.is_none() && disk.errors == Errors::default() {
+            continue;
+        }
+        let Errors { reads, writes, flushes, discards } = disk.errors;
+        let mut row = vec![
+            disk.name.clone(),
+            stopped_by.map_or_else(|| "runs".to_owned(), |status| format!("stopped: {status}")),
+        ];
+        row.extend([reads, writes, flushes, discards].map(|count| figures::count(count as f64)));
         table.row(row);
     }
     table
@@ -165,26 +195,29 @@ fn watermark(group: &Group) -> String {
     format!("{percent}% {state}{}", scale.unwrap_or_default()).trim_end().to_owned()
 }
 
-const MEASURED: [(&str, Side); 7] = [
+const MEASURED: [(&str, Side); 8] = [
     ("IOPS", Side::Right),
     ("READ/s", Side::Right),
     ("WRITE/s", Side::Right),
-    ("WAITING", Side::Right),
-    ("THROTTLED", Side::Right),
-    ("P99 WAIT", Side::Right),
+    ("WAIT", Side::Right),
+    ("HELD", Side::Right),
+    ("P99", Side::Right),
+    ("P99 ALL", Side::Right),
     ("BINDING", Side::Left),
 ];
 
-fn measured(report: &Report, node: Node<'_>, rate: Option<&Rate>) -> [String; 7] {
+fn measured(report: &Report, node: Node<'_>, rate: Option<&Rate>) -> [String; 8] {
     let of = |figure: fn(&Rate) -> String| rate.map_or_else(nothing, figure);
-    let Throttle { waiting, wait_ns, .. } = node.throttle();
+    let Throttle { waiting, wait_ns, recent_wait_ns, .. } = node.throttle();
+    let p99 = |waits: Option<Waits>| waits.map_or_else(nothing, |waits| figures::time(waits.p99));
     [
         of(|rate| figures::count(rate.iops())),
         of(|rate| figures::bytes(rate.read_bps)),
         of(|rate| figures::bytes(rate.write_bps)),
         waiting.total().to_string(),
         of(|rate| figures::share(rate.limited)),
-        wait_ns.map_or_else(nothing, |waits| figures::time(waits.p99)),
+        p99(*recent_wait_ns),
+        p99(*wait_ns),
         rates::binding(report, node).unwrap_or_else(nothing),
     ]
 }

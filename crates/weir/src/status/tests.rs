@@ -18,6 +18,7 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
                     "reads": { "requests": reads, "bytes": reads * 4096, "throttled": reads, "waited-ns": 9 },
                     "writes": { "requests": 0, "bytes": 0, "throttled": 0, "waited-ns": 0 },
                     "waiting": { "reads": 31, "writes": 0 }, "wait-ns": waits,
+                    "recent-wait-ns": { "p50": 8_000_000, "p99": 12_000_000, "max": 13_000_000 },
                     "limited-ns": uptime_ns / 4 * 3, "binding": "iops-total", "tokens": { "iops-total": 0 }
                 },
                 "prefetch": { "mode": "auto", "memory": 4 << 20, "streams": 256 },
@@ -28,6 +29,7 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
                 }
             },
             {
+                "errors": { "reads": 0, "writes": 3, "flushes": 1, "discards": 0 }, "io-status": "nospace",
                 "name": "vm2", "image": "vm2.qcow2", "size": 1_u64 << 34, "limits": {}, "format": "qcow2",
                 "l2-cache": {
                     "hits": 123_456, "misses": 300, "evictions": 44, "bytes": 1 << 20, "limit": 1 << 20, "covered": 8_u64 << 30
@@ -64,9 +66,9 @@ fn the_tables() {
     let (_, report, rates) = reports();
     let shown = Shown::new(&report, &[]).unwrap();
     let expect = "\
-DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s  WAITING  THROTTLED  P99 WAIT  BINDING
-vm1   gold   iops 1000↑5000×5s  1.0K    3.9M        0       31        75%      31ms  iops-total
-vm2   -      -                     0       0        0        0         0%         -  -
+DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s  WAIT  HELD   P99  P99 ALL  BINDING
+vm1   gold   iops 1000↑5000×5s  1.0K    3.9M        0    31   75%  12ms     31ms  iops-total
+vm2   -      -                     0       0        0     0    0%     -        -  -
 
 DISK  FORMAT  L2 CACHE    OF  COVERS  HITS  MISSES  EVICTED  REFCOUNTS
 vm2   qcow2       1.0M  1.0M     50%  123K     300       44      64.0K
@@ -74,11 +76,14 @@ vm2   qcow2       1.0M  1.0M     50%  123K     300       44      64.0K
 DISK  PREFETCH     HIT RATE  ACCURACY  READ AHEAD  WASTED  MEMORY    OF  STREAMS
 vm1   auto closed       93%       96%        1.0G   24.0M    3.0M  4.0M       12
 
-GROUP  IN  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s  WAITING  THROTTLED  P99 WAIT  BINDING
-gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0        0         0%         -  -
+GROUP  IN  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s  WAIT  HELD  P99  P99 ALL  BINDING
+gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0     0    0%    -        -  -
 
 DEVICE    DISKS  USE  CAPACITY READ       CAPACITY WRITE  KNOWN FROM
 /dev/vda  vm1    42%  85.2K iops, 1.4G/s  -               probe
+
+DISK  STATE             READ ERRORS  WRITE ERRORS  FLUSH ERRORS  DISCARD ERRORS
+vm2   stopped: nospace            0             3             1               0
 ";
     assert_eq!(tables::render(&report, &rates, &shown, false), expect);
 }
@@ -113,5 +118,5 @@ fn one_report_has_no_rates() {
     let (_, report, _) = reports();
     let shown = Shown::new(&report, &[]).unwrap();
     let table = tables::render(&report, &Rates::default(), &shown, false);
-    assert!(table.contains("vm1   gold   iops 1000↑5000×5s     -       -        -       31          -"));
+    assert!(table.contains("vm1   gold   iops 1000↑5000×5s     -       -        -    31     -"));
 }

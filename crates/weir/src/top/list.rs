@@ -106,7 +106,7 @@ fn number(row: &Row<'_>, column: Column) -> f64 {
         Column::Writes => rate.write_bps,
         Column::Limited => rate.limited,
         Column::Waiting => throttle.waiting.total() as f64,
-        Column::Wait => throttle.wait_ns.map_or(0.0, |waits| waits.p99 as f64),
+        Column::Wait => throttle.recent_wait_ns.map_or(0.0, |waits| waits.p99 as f64),
         Column::Name | Column::Group => 0.0,
     }
 }

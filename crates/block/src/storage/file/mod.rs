@@ -143,6 +143,11 @@ impl File {
         }
     }
 
+    /// See [`Storage::has_lost_writes`](crate::storage::Storage::has_lost_writes).
+    pub(in crate::storage) fn has_lost_writes(&self) -> bool {
+        self.lost.load(Relaxed) != 0
+    }
+
     /// Brings everything to stable storage, whatever the cache mode.
     async fn sync(&self) -> Result<()> {
         match self.lost.load(Relaxed) {

@@ -4,7 +4,8 @@
 use std::{cell::RefCell, rc::Rc};
 
 use block::reactor::{self, JoinHandle, op::Fd};
-use serde_json::json;
+use policy::request::Direction;
+use serde_json::{Value, json};
 
 use super::{
     command::Commands,
@@ -53,6 +54,24 @@ impl Control {
 fn tell(events: &Events, change: &Change) {
     match change {
         Change::ExportDeleted { id } => events.emit("BLOCK_EXPORT_DELETED", json!({ "id": id })),
+        Change::Failed { disk, failure } => {
+            let nospace = failure.error == block::error::Error::NO_SPACE;
+            events.emit(
+                "BLOCK_IO_ERROR",
+                json!({
+                    // No device of a guest's is known here; QEMU says as much of such.
+                    "qom-path": "",
+                    "device": disk,
+                    "node-name": disk,
+                    "operation": match failure.direction { Direction::Read => "read", Direction::Write => "write" },
+                    "action": if failure.stops { "stop" } else { "report" },
+                    "nospace": nospace,
+                    "reason": failure.error.to_string(),
+                }),
+            );
+        }
+        Change::Stopped => events.emit("STOP", Value::Null),
+        Change::Resumed => events.emit("RESUME", Value::Null),
         // QEMU has no event for it.
         Change::Listed { .. } => {}
         Change::SettingsChanged { name } => events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name })),

@@ -19,6 +19,7 @@ mod command;
 mod commands;
 mod control;
 mod error;
+mod errors;
 mod event;
 pub mod fuzzing;
 mod identifier;

@@ -4,14 +4,17 @@
 
 use std::path::PathBuf;
 
-use block::storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+use block::{
+    disk::OnError,
+    storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
+};
 use clap::Args;
 use policy::throttle::Setting;
 use settings::{
-    Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, Owner, Place, PrefetchDraft, Qcow2Draft, Said,
-    ServiceDraft, SettingsDraft, TlsDraft, TlsMode, Wrong,
+    Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft,
+    Qcow2Draft, Said, ServiceDraft, SettingsDraft, TlsDraft, TlsMode, Wrong,
     arguments::{CacheArgs, LimitArgs, LongArgs, Qcow2Args, ShareArgs},
-    log,
+    log, on_error,
 };
 
 /// Shown below the options.
@@ -84,6 +87,14 @@ struct ImageArgs {
     /// writeback]
     #[arg(long, value_name = "MODE", value_parser = settings::read::<CacheMode>, conflicts_with = "config")]
     cache: Option<CacheMode>,
+    /// When the device fails a read: report it to the client, or stop the disk until `weir resume`
+    /// [default: report]
+    #[arg(long, value_name = "POLICY", value_parser = settings::read::<OnError>, conflicts_with = "config")]
+    on_read_error: Option<OnError>,
+    /// The same for writes, flushes and discards: report, stop, or enospc to stop where the device
+    /// is full [default: report]
+    #[arg(long, value_name = "POLICY", value_parser = settings::read::<OnError>, conflicts_with = "config")]
+    on_write_error: Option<OnError>,
     /// Refuse writes
     #[arg(long, conflicts_with = "config")]
     read_only: bool,
@@ -273,6 +284,10 @@ impl ImageArgs {
             image,
             qcow2: qcow2.clone(),
             prefetch: prefetch.clone(),
+            on_error: OnErrorDraft {
+                read: Said::option(on_error::READ, self.on_read_error),
+                write: Said::option(on_error::WRITE, self.on_write_error),
+            },
             read_only: self.read_only,
             force_share: self.force_share.then(|| Place::new("--force-share")),
             settings: settings.clone(),

@@ -285,7 +285,7 @@ impl<T> Tree<T> {
 
     fn count(&mut self, direction: Direction, cost: &Cost, waited_ns: Option<u64>) {
         for step in &self.path.steps[1..self.path.length] {
-            self.nodes[step.slot].count(direction, cost, waited_ns);
+            self.nodes[step.slot].count(direction, cost, waited_ns, self.now);
         }
     }
 

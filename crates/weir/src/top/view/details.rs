@@ -85,9 +85,11 @@ fn settings(report: &Report, node: Node<'_>) -> String {
 fn waits(report: &Report, node: Node<'_>) -> Line<'static> {
     let throttle = node.throttle();
     let mut text = format!("{} reads, {} writes now", throttle.waiting.reads, throttle.waiting.writes);
-    if let Some(waits) = throttle.wait_ns {
-        let [p50, p99, max] = [waits.p50, waits.p99, waits.max].map(figures::time);
-        text += &format!(" · p50 {p50} p99 {p99} max {max}");
+    for (waits, since) in [(throttle.recent_wait_ns, ""), (throttle.wait_ns, "all: ")] {
+        if let Some(waits) = waits {
+            let [p50, p99, max] = [waits.p50, waits.p99, waits.max].map(figures::time);
+            text += &format!(" · {since}p50 {p50} p99 {p99} max {max}");
+        }
     }
     let mut line = fact("waiting", text);
     if let Some(binding) = rates::binding(report, node) {

@@ -73,7 +73,7 @@ fn row(row: &list::Row<'_>) -> Row<'static> {
         of(|rate| figures::bytes(rate.write_bps)),
         figure(right(waiting.to_string())),
         figure(of(|rate| figures::share(rate.limited))),
-        right(throttle.wait_ns.map_or_else(|| "-".to_owned(), |waits| figures::time(waits.p99))),
+        right(throttle.recent_wait_ns.map_or_else(|| "-".to_owned(), |waits| figures::time(waits.p99))),
         Cell::from(figures::limits(&settings.limits)),
     ])
     .style(style)

@@ -57,6 +57,7 @@ impl Command for BlockdevAdd {
                     caches: Cell::new(chain.caches()),
                     below: inner_nodes(&chain),
                 };
+                chain.policies.apply_to(disk.disk.failures());
                 inventory.add_disk(disk).map_err(generic)?;
             }
         }
@@ -102,7 +103,7 @@ fn build(
     Ok(Arc::new(disk))
 }
 
-fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Error> {
+fn put_over(inventory: &Rc<Inventory>, chain: &Chain, bottom: &str) -> Result<(), Error> {
     let name = shown(bottom);
     let below = inventory.disk(bottom).map_err(|_| {
         if inventory.is_below(bottom) {
@@ -135,6 +136,7 @@ fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Er
         inventory.add_disk(taken).map_err(generic)?;
         return Err(generic(error));
     }
+    chain.policies.apply_to(taken.disk.failures());
     let mut nodes = inner_nodes(chain);
     nodes.push(NodeBelow { name: bottom.to_owned(), stays: true });
     nodes.extend(taken.below.iter().cloned());
@@ -144,7 +146,7 @@ fn put_over(inventory: &Inventory, chain: &Chain, bottom: &str) -> Result<(), Er
 /// Moves a disk that was taken out to a group, or out of any; where its reservations cannot be
 /// kept, nothing has happened.
 fn move_taken(
-    inventory: &Inventory,
+    inventory: &Rc<Inventory>,
     taken: RunningDisk,
     group: Option<&Arc<Group>>,
 ) -> Result<RunningDisk, Error> {
@@ -156,7 +158,12 @@ fn move_taken(
 }
 
 /// Puts a disk that was taken out back under another name.
-fn rename(inventory: &Inventory, taken: RunningDisk, name: &str, below: Vec<NodeBelow>) -> Result<(), Error> {
+fn rename(
+    inventory: &Rc<Inventory>,
+    taken: RunningDisk,
+    name: &str,
+    below: Vec<NodeBelow>,
+) -> Result<(), Error> {
     let RunningDisk { disk, image, cache, caches, .. } = taken;
     let disk = Arc::into_inner(disk).expect("taken when nobody else had it").renamed(name);
     let disk = Arc::new(disk);

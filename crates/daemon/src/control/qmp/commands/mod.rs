@@ -44,6 +44,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<process::QueryCommands>(),
     Entry::of::<process::QueryStatus>(),
     Entry::of::<process::QueryName>(),
+    Entry::of::<process::Continue>(),
     Entry::of::<block::BlockdevAdd>(),
     Entry::of::<block::BlockdevDel>(),
     Entry::of::<block::BlockResize>(),

@@ -25,6 +25,7 @@ use crate::control::qmp::{
     arguments::{Arguments, Reference},
     caches::CacheChanges,
     error::Error,
+    errors::PolicyChanges,
     identifier,
     json::shown,
     prefetch::PrefetchChanges,
@@ -45,6 +46,7 @@ pub(super) struct Chain {
     pub(super) read_only: bool,
     pub(super) qcow2: Option<Qcow2Node>,
     pub(super) prefetch: PrefetchChanges,
+    pub(super) policies: PolicyChanges,
     pub(super) bottom: Bottom,
 }
 
@@ -79,6 +81,7 @@ impl Chain {
             read_only: false,
             qcow2: None,
             prefetch: PrefetchChanges::read(arguments, "x-weir-")?,
+            policies: PolicyChanges::read(arguments, "x-weir-")?,
             bottom: Bottom::Node(String::new()),
         };
         let driver = driver(arguments)?;

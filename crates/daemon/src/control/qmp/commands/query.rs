@@ -17,20 +17,24 @@ use serde_json::{Value, json};
 
 use crate::control::{
     inventory::{Inventory, RunningDisk},
-    qmp::{arguments::Arguments, command::Command, error::Error, settings},
+    qmp::{arguments::Arguments, command::Command, error::Error, errors, settings},
 };
 
 query!(QueryBlock, "query-block", |inventory| {
     let mut list = Vec::new();
     for running in inventory.disks() {
-        list.push(json!({
+        let mut entry = json!({
             "device": &**running.disk.name(),
             // QEMU's own answer to everything.
             "type": "unknown",
             "removable": false,
             "locked": false,
             "inserted": node(&running).await,
-        }));
+        });
+        if let Some(status) = errors::io_status(running.disk.failures()) {
+            entry["io-status"] = json!(status);
+        }
+        list.push(entry);
     }
     Value::Array(list)
 });
@@ -158,9 +162,11 @@ impl Command for QueryBlockstats {
     }
 }
 
-/// A `BlockStats`. Operations and bytes are as clients asked, discards among the writes.
+/// A `BlockStats`. Operations and bytes are as clients asked, discards among the writes; what was
+/// held and failed again has failed twice.
 fn statistics(running: &RunningDisk) -> Value {
     let totals = running.disk.totals();
+    let errors = running.disk.failures().errors();
     json!({
         "device": &**running.disk.name(),
         "node-name": &**running.disk.name(),
@@ -169,6 +175,10 @@ fn statistics(running: &RunningDisk) -> Value {
             "wr_operations": totals.writes,
             "rd_bytes": totals.read_bytes,
             "wr_bytes": totals.written_bytes,
+            "failed_rd_operations": errors.reads,
+            "failed_wr_operations": errors.writes,
+            "failed_flush_operations": errors.flushes,
+            "failed_unmap_operations": errors.discards,
             "x-weir-merged": totals.merged_requests,
         },
     })

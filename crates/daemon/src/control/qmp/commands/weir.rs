@@ -30,6 +30,8 @@ use crate::control::{
         caches::CacheChanges,
         command::Command,
         error::Error,
+        errors,
+        errors::PolicyChanges,
         prefetch,
         prefetch::PrefetchChanges,
         settings,
@@ -45,6 +47,7 @@ pub(super) struct Set {
     changes: Changes,
     caches: CacheChanges,
     prefetch: PrefetchChanges,
+    policies: PolicyChanges,
 }
 
 impl Command for Set {
@@ -57,7 +60,8 @@ impl Command for Set {
         let own = Changes::read_own(arguments, "")?;
         let caches = CacheChanges::read(arguments)?;
         let prefetch = PrefetchChanges::read(arguments, "")?;
-        Ok(Self { name, group, changes: own.with_limits(limits), caches, prefetch })
+        let policies = PolicyChanges::read(arguments, "")?;
+        Ok(Self { name, group, changes: own.with_limits(limits), caches, prefetch, policies })
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
@@ -84,6 +88,12 @@ impl Set {
                 group.name()
             )));
         }
+        if !self.policies.is_empty() {
+            return Err(Error::generic(format!(
+                "group {}: errors are its disks' affair (set it for each)",
+                group.name()
+            )));
+        }
         let parent = group.parent().map_or("", |parent| parent.name());
         if self.group.as_deref().is_some_and(|wanted| wanted != parent) {
             let rule = "cannot be changed for a group: it stays in the group it was made in (disks can move)";
@@ -97,12 +107,21 @@ impl Set {
         let disk = &running.disk;
         let caches = self.new_caches(&running)?;
         let prefetch = self.prefetch.apply_to(disk.prefetch().settings())?;
-        let settings = self.changes.apply_to_disk(disk.throttle().settings())?;
+        let before = disk.throttle().settings();
+        let settings = self.changes.apply_to_disk(before)?;
         let group = match self.group.as_deref() {
             None => disk.throttle().group(),
             Some("") => None,
             Some(name) => Some(inventory.group(name)?),
         };
+        let is_asked = self.group.is_some() || settings.watermark != before.watermark;
+        if let Some(group) = group.as_ref().filter(|_| is_asked && settings.watermark.percent() > 0) {
+            let rule = format_args!(
+                "cannot be the disk's own: it is in group {0:?}, which has the watermark for its members (set it at {0:?})",
+                group.name()
+            );
+            return Err(Error::rule("watermark", rule));
+        }
         let of_disk = |error: &dyn std::fmt::Display| Error::generic(format!("disk {}: {error}", self.name));
         let before = (disk.prefetch().settings(), running.caches.get());
         disk.prefetch().set(prefetch).map_err(|invalid| of_disk(&invalid))?;
@@ -119,6 +138,8 @@ impl Set {
                 running.caches.set(before.1);
             }
             disk.reserve_memory().map_err(|error| of_disk(&error))?;
+        } else {
+            self.policies.apply_to(disk.failures());
         }
         changed
     }
@@ -195,6 +216,7 @@ fn disk(running: &Rc<RunningDisk>, exports: &[Rc<RunningExport>]) -> Value {
         "prefetch": prefetch::settings(&disk.prefetch().settings()),
         "read-ahead": prefetch::statistics(&disk.prefetch().stats()),
     });
+    errors::describe(disk.failures(), &mut answer);
     answer["format"] = json!(disk.image().format().name());
     if let Image::Qcow2(qcow2) = disk.image() {
         (answer["l2-cache"], answer["refcount-cache"]) = caches::statistics(qcow2);
@@ -287,8 +309,8 @@ fn export(export: &RunningExport) -> Value {
 }
 
 fn throttle(stats: &Stats) -> Value {
-    let Stats { reads, writes, waits, limited_ns, binding, tokens, waiting: [reads_waiting, writes_waiting] } =
-        stats;
+    let Stats { reads, writes, waits, recent_waits, limited_ns, binding, tokens, waiting } = stats;
+    let [reads_waiting, writes_waiting] = waiting;
     let mut answer = json!({
         "reads": counters(reads),
         "writes": counters(writes),
@@ -296,8 +318,10 @@ fn throttle(stats: &Stats) -> Value {
         "limited-ns": limited_ns,
         "tokens": token_counts(tokens),
     });
-    if waits.max_ns > 0 {
-        answer["wait-ns"] = json!({ "p50": waits.p50_ns, "p99": waits.p99_ns, "max": waits.max_ns });
+    for (name, waits) in [("wait-ns", waits), ("recent-wait-ns", recent_waits)] {
+        if waits.max_ns > 0 {
+            answer[name] = json!({ "p50": waits.p50_ns, "p99": waits.p99_ns, "max": waits.max_ns });
+        }
     }
     if let Some(kind) = binding {
         answer["binding"] = json!(limit_name(*kind));

@@ -21,7 +21,7 @@ const SLOWEST_BPS: u64 = 1 << 20;
 
 /// What is awaited of one client, seen from the other threads.
 #[derive(Debug)]
-pub(super) struct Patience {
+pub(super) struct Holding {
     /// The rest of a write's data.
     pub(super) receiving: Due,
     /// That replies are read.
@@ -31,19 +31,19 @@ pub(super) struct Patience {
     socket: Option<Fd>,
 }
 
-impl Patience {
+impl Holding {
     /// With the client at the other end of `stream`, as far as others have to wait for it.
     pub(super) fn with(stream: &Stream, disk: &Disk) -> Arc<Self> {
         let memory = Arc::clone(disk.memory());
         let (receiving, sending) = (Due::default(), Due::default());
-        let patience = Arc::new(Self { receiving, sending, memory, socket: stream.socket().cloned() });
-        let watched: Arc<dyn Holder> = patience.clone();
-        Budget::watch(patience.memory.budget(), Arc::downgrade(&watched));
-        patience
+        let holding = Arc::new(Self { receiving, sending, memory, socket: stream.socket().cloned() });
+        let watched: Arc<dyn Holder> = holding.clone();
+        Budget::watch(holding.memory.budget(), Arc::downgrade(&watched));
+        holding
     }
 }
 
-impl Holder for Patience {
+impl Holder for Holding {
     fn is_overdue(&self) -> bool {
         self.memory.is_over_its_part() && (self.receiving.is_past() || self.sending.is_past())
     }

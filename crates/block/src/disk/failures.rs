@@ -1,0 +1,361 @@
+//! What becomes of requests that the device fails: counted, logged, told; answered with the error,
+//! or held until somebody has made room and says so.
+//!
+//! ```text
+//!   attempt ─► fails ─► stop? ── no ──► the client has the error
+//!      ▲                  │
+//!      └── resume ◄── disk stopped: this request and all later ones wait, unanswered
+//! ```
+//!
+//! Words and defaults are QEMU's `rerror` and `werror`, but for `werror`'s default: a server's
+//! clients have been told of errors so far. There is no `ignore`: it would acknowledge what is
+//! lost, and answer reads with what was never written.
+
+use std::{
+    fmt,
+    str::FromStr,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+};
+
+use event_listener::Event;
+use policy::request::Direction;
+
+use crate::{
+    error::{Error, Result},
+    reactor,
+    seldom::Seldom,
+};
+
+/// What is done about a request that the device failed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnError {
+    /// The client has the error.
+    #[default]
+    Report,
+    /// The disk stops where the device is full; other errors are reported. For writes alone.
+    Enospc,
+    /// The disk stops.
+    Stop,
+}
+
+impl OnError {
+    /// Every one.
+    pub const ALL: [Self; 3] = [Self::Report, Self::Enospc, Self::Stop];
+    /// Those that reads may have: there is no room that a read could lack.
+    pub const OF_READS: [Self; 2] = [Self::Report, Self::Stop];
+
+    /// As users write it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Report => "report",
+            Self::Enospc => "enospc",
+            Self::Stop => "stop",
+        }
+    }
+
+    fn stops(self, error: Error) -> bool {
+        match self {
+            Self::Report => false,
+            Self::Enospc => error == Error::NO_SPACE,
+            Self::Stop => true,
+        }
+    }
+}
+
+impl fmt::Display for OnError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for OnError {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|policy| policy.name() == text);
+        found.ok_or_else(|| match text {
+            "ignore" => {
+                "is not to be had: lost data would be called safe (use report, enospc or stop)".to_owned()
+            }
+            _ => "is not a policy for errors; there are report, enospc and stop".to_owned(),
+        })
+    }
+}
+
+/// What is done about errors of a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ErrorPolicies {
+    /// Of reads: one of [`OnError::OF_READS`].
+    pub read: OnError,
+    /// Of everything else.
+    pub write: OnError,
+}
+
+impl ErrorPolicies {
+    /// Whether there are errors that stop the disk.
+    pub fn may_stop(self) -> bool {
+        self != Self::default()
+    }
+}
+
+/// What a request does, as far as errors are counted apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Read,
+    /// Of data or zeroes.
+    Write,
+    Flush,
+    Discard,
+}
+
+impl Kind {
+    fn direction(self) -> Direction {
+        if self == Self::Read { Direction::Read } else { Direction::Write }
+    }
+}
+
+/// Requests that the device failed since the disk was opened; one that was held and failed again
+/// counts again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Errors {
+    /// Reads.
+    pub reads: u64,
+    /// Writes, of zeroes too.
+    pub writes: u64,
+    /// Flushes.
+    pub flushes: u64,
+    /// Discards.
+    pub discards: u64,
+}
+
+/// A failure, to be told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// Whether it was a read; all else writes.
+    pub direction: Direction,
+    /// What the device said.
+    pub error: Error,
+    /// Whether the disk was stopped by it.
+    pub stops: bool,
+}
+
+/// Whether somebody still waits for what a stopped disk holds. Once lost, it answers with the error
+/// that stopped it.
+#[derive(Debug, Default)]
+pub struct Patience {
+    lost: AtomicBool,
+    event: Event,
+}
+
+impl Patience {
+    /// Nobody waits any more.
+    pub fn lose(&self) {
+        self.lost.store(true, Ordering::SeqCst);
+        self.event.notify(usize::MAX);
+    }
+}
+
+/// The failures of a disk. Shared by all threads; outlives the disk for those who tell of it.
+#[derive(Debug, Default)]
+pub struct Failures {
+    counts: [AtomicU64; 4],
+    log: Seldom,
+    /// As `state.stopped_by`, to be looked at by every request.
+    stopped: AtomicBool,
+    /// As `state.policies`.
+    may_stop: AtomicBool,
+    state: Mutex<State>,
+    resumed: Event,
+    news: Event,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    policies: ErrorPolicies,
+    stopped_by: Option<Error>,
+    /// The disk does not stop any more.
+    lifted: bool,
+    /// Nobody has been told of it.
+    failure: Option<Failure>,
+}
+
+impl Failures {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many there were.
+    pub fn errors(&self) -> Errors {
+        let get = |kind: Kind| self.counts[kind as usize].load(Ordering::Relaxed);
+        Errors {
+            reads: get(Kind::Read),
+            writes: get(Kind::Write),
+            flushes: get(Kind::Flush),
+            discards: get(Kind::Discard),
+        }
+    }
+
+    /// What is done about them.
+    pub fn policies(&self) -> ErrorPolicies {
+        self.lock().policies
+    }
+
+    /// Does something else about those to come. A disk that is stopped stays so.
+    pub fn set_policies(&self, policies: ErrorPolicies) {
+        self.lock().policies = policies;
+        self.may_stop.store(policies.may_stop(), Ordering::Relaxed);
+    }
+
+    /// The error that stopped the disk, while it is stopped.
+    pub fn stopped_by(&self) -> Option<Error> {
+        self.lock().stopped_by
+    }
+
+    /// Lets a stopped disk go on: what failed is tried again. False if it was not stopped.
+    pub fn resume(&self) -> bool {
+        let mut state = self.lock();
+        let was_stopped = state.stopped_by.take().is_some();
+        self.stopped.store(false, Ordering::SeqCst);
+        drop(state);
+        self.resumed.notify(usize::MAX);
+        was_stopped
+    }
+
+    /// For a disk that comes to its end: what is held is answered with its error, and nothing is
+    /// held from now on.
+    pub fn lift(&self) {
+        self.lock().lifted = true;
+        self.resume();
+    }
+
+    /// Waits for a failure that nobody has been told of; of several the last, unless an earlier one
+    /// stopped the disk. With `only_stops`, waits for one that stops it.
+    pub async fn next(&self, only_stops: bool) -> Failure {
+        loop {
+            let news = self.news.listen();
+            if let Some(failure) = self.lock().failure.take_if(|failure| failure.stops || !only_stops) {
+                return failure;
+            }
+            news.await;
+        }
+    }
+
+    /// Whether a request that begins now may be held, and so must keep its data.
+    pub(super) fn may_stop(&self) -> bool {
+        self.may_stop.load(Ordering::Relaxed)
+    }
+
+    /// Does `request` until it has come to an end that its client is to know. After a failure,
+    /// `may_hold` says whether it could be tried again at all.
+    pub(super) async fn until_done<T>(
+        &self,
+        request: Request<'_>,
+        may_hold: impl Fn() -> bool,
+        mut attempt: impl AsyncFnMut() -> Result<T>,
+    ) -> Result<T> {
+        let mut failed = None;
+        loop {
+            if self.stopped.load(Ordering::Acquire) {
+                self.wait(request.patience).await.map_err(|stopped_by| failed.unwrap_or(stopped_by))?;
+            }
+            match attempt().await {
+                Err(error) if is_of_device(error) => {
+                    if !self.holds(&request, error, may_hold()) {
+                        return Err(error);
+                    }
+                    failed = Some(error);
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Until the disk goes on; fails with what stopped it if nobody waits for it to.
+    async fn wait(&self, patience: Option<&Patience>) -> Result<()> {
+        let never = Event::new();
+        loop {
+            let resumed = self.resumed.listen();
+            let lost = patience.map_or(&never, |patience| &patience.event).listen();
+            let Some(stopped_by) = self.stopped_by() else { return Ok(()) };
+            if patience.is_some_and(|patience| patience.lost.load(Ordering::SeqCst)) {
+                return Err(stopped_by);
+            }
+            either(resumed, lost).await;
+            if self.lock().lifted {
+                return Err(stopped_by);
+            }
+        }
+    }
+
+    /// Counts and tells a failure, and says whether its request is held.
+    fn holds(&self, request: &Request<'_>, error: Error, may_hold: bool) -> bool {
+        let direction = request.kind.direction();
+        let mut state = self.lock();
+        let policy = match direction {
+            Direction::Read => state.policies.read,
+            Direction::Write => state.policies.write,
+        };
+        let is_held = may_hold && policy.stops(error) && !state.lifted;
+        if !is_held && request.kind == Kind::Read && request.requests > 1 {
+            // Each is tried alone now, and tells for itself.
+            return false;
+        }
+        let stops = is_held && state.stopped_by.is_none();
+        if stops {
+            state.stopped_by = Some(error);
+            self.stopped.store(true, Ordering::Release);
+        }
+        if !state.failure.is_some_and(|failure| failure.stops) {
+            state.failure = Some(Failure { direction, error, stops });
+        }
+        drop(state);
+        self.counts[request.kind as usize].fetch_add(request.requests, Ordering::Relaxed);
+        self.news.notify(usize::MAX);
+        self.log(request, error);
+        if stops {
+            let disk = request.disk;
+            tracing::error!(disk, %error, "the disk is stopped: its requests wait until it is resumed");
+        }
+        is_held
+    }
+
+    fn log(&self, request: &Request<'_>, error: Error) {
+        if let Some(left_out) = self.log.line(reactor::recently()) {
+            let Request { disk, what, offset, length, .. } = *request;
+            tracing::error!(disk, request = what, offset, length, %error, left_out, "a request failed");
+        }
+    }
+}
+
+/// A request, as far as its failures are concerned.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Request<'a> {
+    pub(super) disk: &'a str,
+    pub(super) kind: Kind,
+    /// In the log.
+    pub(super) what: &'static str,
+    pub(super) offset: u64,
+    pub(super) length: u64,
+    /// Of the client's.
+    pub(super) requests: u64,
+    pub(super) patience: Option<&'a Patience>,
+}
+
+/// What breaks a rule, or cannot be had fast, is the client's affair.
+fn is_of_device(error: Error) -> bool {
+    ![Error::INVALID, Error::NOT_PERMITTED, Error::UNSUPPORTED, Error::SHUTDOWN].contains(&error)
+}
+
+async fn either(first: impl Future<Output = ()>, second: impl Future<Output = ()>) {
+    let (mut first, mut second) = (std::pin::pin!(first), std::pin::pin!(second));
+    std::future::poll_fn(|context| {
+        match first.as_mut().poll(context).is_ready() || second.as_mut().poll(context).is_ready() {
+            true => std::task::Poll::Ready(()),
+            false => std::task::Poll::Pending,
+        }
+    })
+    .await;
+}

@@ -1,0 +1,196 @@
+//! A device that fails and is mended: what a disk holds is done in the end, once, and nobody waits
+//! for what will not come.
+
+use std::{cell::Cell, rc::Rc, sync::Arc};
+
+use block::{
+    buffer::{Buffer, Segments},
+    disk::{Disk, ErrorPolicies, OnError, Patience, Totals},
+    error::{Error, Result},
+    image::{Image, Raw},
+    layer::throttle::DiskSettings,
+    reactor::{now, sim, sleep_until, spawn_joinable, timeout},
+    storage::{
+        Durability, Storage, ZeroOptions,
+        fault::{FaultRule, Kind},
+    },
+};
+use policy::{request::Direction, throttle::Cost, time::Duration};
+
+use crate::seeds;
+
+const BLOCK: u64 = 4096;
+const BLOCKS: u64 = 32;
+const CLIENTS: u64 = 4;
+const FOREVER: Duration = Duration::from_secs(24 * 3600);
+const SECOND: Duration = Duration::from_secs(1);
+
+/// On a device where some of these requests fail, `count` at most, and each takes up to 2 ms.
+fn disk(
+    kind: Kind,
+    error: Error,
+    count: Option<u64>,
+    probability: f64,
+    policies: ErrorPolicies,
+) -> Arc<Disk> {
+    let seed = sim::random(|random| random.u64(..));
+    let rule = FaultRule { kind: Some(kind), range: None, error, count, probability, seed };
+    let latency = format!("{}us", sim::random(|random| random.u64(1..2000)));
+    let storage = Storage::memory(CLIENTS * BLOCKS * BLOCK).with_faults(vec![rule]).delayed(
+        format!("read={latency},write={latency},zero={latency},flush={latency}").parse().expect("valid"),
+    );
+    let image = Image::Raw(Raw::new(storage));
+    let disk = Disk::new("disk", image, DiskSettings::default(), None).expect("no limits");
+    disk.failures().set_policies(policies);
+    Arc::new(disk)
+}
+
+fn on_writes(write: OnError) -> ErrorPolicies {
+    ErrorPolicies { write, ..ErrorPolicies::default() }
+}
+
+async fn write(disk: &Disk, block: u64, byte: u8, patience: &Arc<Patience>) -> Result<()> {
+    let pass = disk.admit(Direction::Write, Cost::one(BLOCK)).await.while_awaited(patience);
+    let data = Segments::from(Buffer::copy_of(&[byte; BLOCK as usize]));
+    disk.write(pass, block * BLOCK, data, Durability::Cached).await
+}
+
+async fn read(disk: &Disk, block: u64) -> Result<u8> {
+    let pass = disk.admit(Direction::Read, Cost::one(BLOCK)).await;
+    Ok(disk.read(pass, block * BLOCK, BLOCK as usize).await?.as_slice()[0][0])
+}
+
+async fn some_time(most: Duration) {
+    let nanos = sim::random(|random| random.u64(..=most.as_nanos() as u64));
+    sleep_until(now() + Duration::from_nanos(nanos)).await;
+}
+
+#[test]
+fn a_full_device_holds_writes_until_it_has_room() {
+    let stops = Cell::new(0);
+    let seeds = seeds::for_each("--test simulation", "a_full_device_holds_writes", 200, |seed| {
+        stops.set(stops.get() + sim::run(seed, fill_and_make_room()));
+    });
+    assert!(seeds < 20 || stops.get() > seeds, "{} stops in {seeds} seeds", stops.get());
+}
+
+/// How often the disk has stopped.
+async fn fill_and_make_room() -> u64 {
+    let shortage = sim::random(|random| random.u64(1..20));
+    let kind = [Kind::Write, Kind::Flush][sim::random(|random| random.usize(..2))];
+    let policy = [OnError::Enospc, OnError::Stop][sim::random(|random| random.usize(..2))];
+    let disk = disk(kind, Error::NO_SPACE, Some(shortage), 0.3, on_writes(policy));
+    let clients: Vec<_> =
+        (0..CLIENTS).map(|client| spawn_joinable(work(Arc::clone(&disk), client))).collect();
+    let stops = Rc::new(Cell::new(0));
+    let (mended, count) = (Arc::clone(&disk), Rc::clone(&stops));
+    let operator = spawn_joinable(async move {
+        loop {
+            let failure = mended.failures().next(true).await;
+            assert_eq!((failure.error, failure.direction), (Error::NO_SPACE, Direction::Write));
+            count.set(count.get() + 1);
+            // What was under way comes to its end; then nothing happens until somebody says so.
+            sleep_until(now() + SECOND).await;
+            let before = mended.totals();
+            some_time(SECOND * 100).await;
+            assert_eq!(mended.totals(), before, "a stopped disk does nothing");
+            assert_eq!(mended.failures().stopped_by(), Some(Error::NO_SPACE));
+            assert!(mended.failures().resume());
+        }
+    });
+    for client in clients {
+        timeout(FOREVER, client).await.expect("what is held is done once there is room");
+    }
+    operator.cancel().await;
+    let writes = CLIENTS * BLOCKS;
+    let done = Totals { writes, written_bytes: writes * BLOCK, ..disk.totals() };
+    assert_eq!(disk.totals(), done, "each is counted once, when it has landed");
+    assert_eq!(disk.throttle().stats().writes.requests, writes, "and has been charged once");
+    let errors = disk.failures().errors();
+    assert!(errors.writes + errors.flushes <= shortage && errors.reads + errors.discards == 0, "{errors:?}");
+    stops.get()
+}
+
+/// Knows nothing of errors, and must not learn of any.
+async fn work(disk: Arc<Disk>, client: u64) {
+    let patience = Arc::default();
+    for block in client * BLOCKS..(client + 1) * BLOCKS {
+        write(&disk, block, block as u8, &patience).await.expect("held, not failed");
+        if sim::random(|random| random.bool()) {
+            disk.flush().await.expect("held, not failed");
+        }
+        let written = sim::random(|random| random.u64(client * BLOCKS..=block));
+        assert_eq!(read(&disk, written).await, Ok(written as u8));
+    }
+}
+
+#[test]
+fn who_does_not_wait_has_the_error_and_the_end_of_a_disk_waits_for_nobody() {
+    seeds::for_each("--test simulation", "who_does_not_wait", 50, |seed| {
+        sim::run(seed, async {
+            let disk = disk(Kind::Write, Error::NO_SPACE, None, 1.0, on_writes(OnError::Enospc));
+            let patience: [Arc<Patience>; 2] = Default::default();
+            let attempt = |who: usize, block: u64| {
+                let (disk, patience) = (Arc::clone(&disk), Arc::clone(&patience[who]));
+                spawn_joinable(async move { write(&disk, block, 1, &patience).await })
+            };
+            let (leaves, stays) = (attempt(0, 0), attempt(1, 1));
+            disk.failures().next(true).await;
+            sleep_until(now() + SECOND).await;
+            let (leaves_untried, stays_untried) = (attempt(0, 2), attempt(1, 3));
+            sleep_until(now() + SECOND).await;
+            patience[0].lose();
+            for gone in [leaves, leaves_untried] {
+                assert_eq!(timeout(SECOND, gone).await, Ok(Err(Error::NO_SPACE)));
+            }
+            assert!(!stays.is_finished() && !stays_untried.is_finished(), "the others are still held");
+            disk.failures().lift();
+            for held in [stays, stays_untried, attempt(1, 4)] {
+                assert_eq!(timeout(SECOND, held).await, Ok(Err(Error::NO_SPACE)));
+            }
+            assert_eq!(disk.failures().stopped_by(), None);
+            assert_eq!(disk.totals(), Totals::default(), "nothing has landed, so nothing is counted");
+        });
+    });
+}
+
+#[test]
+fn what_no_policy_stops_is_reported_and_counted_by_its_kind() {
+    let (report, enospc) = (ErrorPolicies::default(), on_writes(OnError::Enospc));
+    for (kind, error, policies) in [
+        (Kind::Read, Error::IO, enospc),
+        (Kind::Write, Error::IO, enospc),
+        (Kind::Zero, Error::NO_SPACE, report),
+        (Kind::Flush, Error::NO_SPACE, report),
+        (Kind::Discard, Error::IO, report),
+    ] {
+        sim::run(1, async move {
+            let disk = disk(kind, error, None, 1.0, policies);
+            let pass = || disk.admit(Direction::Write, Cost::one(BLOCK));
+            let result = match kind {
+                Kind::Read => read(&disk, 0).await.map(drop),
+                Kind::Write => write(&disk, 0, 1, &Arc::default()).await,
+                Kind::Zero => {
+                    let options =
+                        ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
+                    disk.write_zeroes(pass().await, 0, BLOCK, options).await
+                }
+                Kind::Discard => disk.discard(pass().await, 0, BLOCK, Durability::Cached).await,
+                _ => disk.flush().await,
+            };
+            assert_eq!(result, Err(error), "{kind:?}");
+            let failure = disk.failures().next(false).await;
+            assert_eq!((failure.error, failure.stops, disk.failures().stopped_by()), (error, false, None));
+            let errors = disk.failures().errors();
+            let counts = [errors.reads, errors.writes, errors.flushes, errors.discards];
+            let expect = match kind {
+                Kind::Read => [1, 0, 0, 0],
+                Kind::Flush => [0, 0, 1, 0],
+                Kind::Discard => [0, 0, 0, 1],
+                _ => [0, 1, 0, 0],
+            };
+            assert_eq!(counts, expect, "{kind:?}");
+            assert_eq!(disk.totals(), Totals::default(), "{kind:?}");
+        });
+    }
+}

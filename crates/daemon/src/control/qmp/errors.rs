@@ -1,0 +1,66 @@
+//! What is done about errors of disks, as arguments and answers. Where a command is QEMU's, the
+//! names have `x-weir-` before them: QEMU sets them at a guest's device.
+
+use block::{
+    disk::{ErrorPolicies, Failures, OnError},
+    error::Error as DiskError,
+};
+use serde_json::{Value, json};
+use settings::on_error;
+
+use super::{arguments::Arguments, error::Error};
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct PolicyChanges {
+    read: Option<OnError>,
+    write: Option<OnError>,
+}
+
+impl PolicyChanges {
+    pub(super) fn read(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
+        let mut policy = |name: &str, all: &[OnError]| -> Result<_, Error> {
+            let words: Vec<_> = all.iter().map(|policy| policy.name()).collect();
+            Ok(arguments.choice(&format!("{prefix}{name}"), &words)?.map(|place| all[place]))
+        };
+        Ok(Self {
+            read: policy(on_error::READ, &OnError::OF_READS)?,
+            write: policy(on_error::WRITE, &OnError::ALL)?,
+        })
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+
+    pub(super) fn apply_to(&self, failures: &Failures) {
+        let ErrorPolicies { read, write } = failures.policies();
+        failures.set_policies(ErrorPolicies {
+            read: self.read.unwrap_or(read),
+            write: self.write.unwrap_or(write),
+        });
+    }
+}
+
+/// A `BlockDeviceIoStatus`; as in QEMU, nothing where no error can change it.
+pub(super) fn io_status(failures: &Failures) -> Option<&'static str> {
+    match failures.stopped_by() {
+        Some(DiskError::NO_SPACE) => Some("nospace"),
+        Some(_) => Some("failed"),
+        None => failures.policies().may_stop().then_some("ok"),
+    }
+}
+
+/// Adds what `x-weir-query-status` says.
+pub(super) fn describe(failures: &Failures, answer: &mut Value) {
+    let errors = failures.errors();
+    answer["errors"] = json!({
+        "reads": errors.reads, "writes": errors.writes,
+        "flushes": errors.flushes, "discards": errors.discards,
+    });
+    let policies = failures.policies();
+    answer[on_error::READ] = json!(policies.read.name());
+    answer[on_error::WRITE] = json!(policies.write.name());
+    if let Some(status) = io_status(failures) {
+        answer["io-status"] = json!(status);
+    }
+}

@@ -1,0 +1,35 @@
+//! `weir resume`: what an error has stopped goes on.
+
+use clap::Args;
+use console::{Failure, print};
+use serde_json::json;
+
+use crate::client::{Client, Target};
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  weir resume
+      Once a full device has room again, the disks that it stopped try again what failed.
+
+With `--on-write-error enospc`, a disk whose device is full holds its requests instead of failing them: guests wait. \
+QMP's `cont` does the same as this command.";
+
+/// What `weir resume` is told.
+#[derive(Debug, Args)]
+pub(crate) struct ResumeArgs {
+    /// The daemon's control socket [default: $WEIR_QMP, else unix:/run/weir/qmp.sock]
+    #[arg(long, value_name = "unix:PATH")]
+    qmp: Option<Target>,
+}
+
+pub(crate) fn run(arguments: ResumeArgs) -> Result<(), Failure> {
+    let mut client = Client::reach(arguments.qmp)?;
+    let (_, report) = client.status()?;
+    let stopped = report.disks.iter().filter(|disk| disk.stopped_by().is_some());
+    let names: Vec<_> = stopped.map(|disk| disk.name.as_str()).collect();
+    client.execute("cont", json!({}))?;
+    Ok(print(&match names.is_empty() {
+        true => "no disk was stopped\n".to_owned(),
+        false => format!("resumed: {}\n", names.join(" ")),
+    })?)
+}
