@@ -85,11 +85,9 @@ fn settings(report: &Report, node: Node<'_>) -> String {
 fn waits(report: &Report, node: Node<'_>) -> Line<'static> {
     let throttle = node.throttle();
     let mut text = format!("{} reads, {} writes now", throttle.waiting.reads, throttle.waiting.writes);
-    for (waits, since) in [(throttle.recent_wait_ns, ""), (throttle.wait_ns, "all: ")] {
-        if let Some(waits) = waits {
-            let [p50, p99, max] = [waits.p50, waits.p99, waits.max].map(figures::time);
-            text += &format!(" · {since}p50 {p50} p99 {p99} max {max}");
-        }
+    if let Some(waits) = throttle.recent_wait_ns {
+        let [p50, p99, max] = [waits.p50, waits.p99, waits.max].map(figures::time);
+        text += &format!(" · p50 {p50} p99 {p99} max {max}");
     }
     let mut line = fact("waiting", text);
     if let Some(binding) = rates::binding(report, node) {
@@ -97,6 +95,9 @@ fn waits(report: &Report, node: Node<'_>) -> Line<'static> {
     }
     for (limit, tokens) in &throttle.tokens {
         line.push_span(Span::raw(format!(" · {limit} left {tokens}")));
+    }
+    if let Some(waits) = throttle.wait_ns {
+        line.push_span(Span::raw(format!(" · since the start p99 {}", figures::time(waits.p99))));
     }
     line
 }
