@@ -61,10 +61,10 @@ fn a_full_file_system_stops_the_disk_until_there_is_room() {
     let script = format!(
         "
 h.connect_uri({:?})
-for number in range(32):
+for number in range(64):
     h.pwrite(bytes([number]) * 65536, number * 65536)
 h.flush()
-for number in range(32):
+for number in range(64):
     assert h.pread(65536, number * 65536) == bytes([number]) * 65536, number
 print('done')
 ",
