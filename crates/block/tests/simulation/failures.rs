@@ -116,7 +116,7 @@ async fn work(disk: Arc<Disk>, client: u64) {
     let patience = Arc::default();
     for block in client * BLOCKS..(client + 1) * BLOCKS {
         write(&disk, block, block as u8, &patience).await.expect("held, not failed");
-        if sim::random(|random| random.bool()) {
+        if sim::random(fastrand::Rng::bool) {
             disk.flush().await.expect("held, not failed");
         }
         let written = sim::random(|random| random.u64(client * BLOCKS..=block));
