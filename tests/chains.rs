@@ -2,8 +2,11 @@
 //! qemu-img again.
 
 use std::{
-    fs,
-    os::{fd::AsRawFd as _, unix::fs::symlink},
+    fs::{self, Permissions},
+    os::{
+        fd::AsRawFd as _,
+        unix::fs::{PermissionsExt as _, symlink},
+    },
     path::Path,
 };
 
@@ -162,6 +165,7 @@ fn encrypted_images_are_served_with_their_passphrase() {
     let said = serve(&scratch, "e.qcow2").fails();
     assert_says(&said, &["e.qcow2: is encrypted with LUKS", "--secret-file"]);
     let wrong = scratch.file("wrong", "geheim\n");
+    fs::set_permissions(&wrong, Permissions::from_mode(0o600)).unwrap();
     let said = serve(&scratch, "e.qcow2").arg("--secret-file").arg(wrong).fails();
     assert_says(&said, &["the passphrase opens none of its 1 key slots", "line break"]);
     let file = fs::File::open(&key).unwrap();

@@ -53,8 +53,10 @@ pub(crate) struct Shared {
     pub(crate) block_bytes: usize,
     /// Somebody changes the image beside the disk, so that nothing may be read ahead.
     pub(crate) beside: Cell<bool>,
-    /// Requests that the disk counts: reads and writes, since it was opened.
+    /// Requests of which the disk counts those that succeed: reads and writes, since it was opened.
     pub(crate) sent: [Cell<u64>; 2],
+    /// Those that were answered with success.
+    pub(crate) succeeded: [Cell<u64>; 2],
 }
 
 /// One client.
@@ -146,6 +148,11 @@ impl Client {
         sent.set(sent.get() + 1);
     }
 
+    fn succeeded(&self, direction: usize) {
+        let succeeded = &self.shared.succeeded[direction];
+        succeeded.set(succeeded.get() + 1);
+    }
+
     /// Reads and compares.
     pub(crate) async fn read(&self, range: Range<usize>) {
         self.count(0);
@@ -155,6 +162,7 @@ impl Client {
             self.disk.read(pass, range.start as u64, range.len()).await
         };
         if let Ok(data) = self.answered(result) {
+            self.succeeded(0);
             assert_eq!(data.len(), range.len());
             let mut found = vec![0; range.len()];
             data.copy_to(&mut found);
@@ -192,6 +200,9 @@ impl Client {
             (Ok(()), Durability::Cached) => Outcome::Applied,
             (Ok(()), Durability::Synchronous) => Outcome::Durable,
         };
+        if outcome != Outcome::Open {
+            self.succeeded(1);
+        }
         self.shared.model.borrow_mut().end_change(number, outcome);
     }
 
@@ -203,7 +214,9 @@ impl Client {
         let pass = self.disk.admit(Direction::Write, Cost::one(range.len() as u64)).await;
         let result = self.disk.discard(pass, range.start as u64, range.len() as u64, durability).await;
         // A hint, so even success leaves it open what is there.
-        let _ = self.answered(result);
+        if self.answered(result).is_ok() {
+            self.succeeded(1);
+        }
         self.shared.model.borrow_mut().end_change(number, Outcome::Open);
     }
 

@@ -15,7 +15,11 @@ use block::{
         fault::{FaultRule, Kind},
     },
 };
-use policy::{request::Direction, throttle::Cost, time::Duration};
+use policy::{
+    request::Direction,
+    throttle::{Cost, Limit, LimitKind, Limits},
+    time::Duration,
+};
 
 use crate::seeds;
 
@@ -40,7 +44,11 @@ fn disk(
         format!("read={latency},write={latency},zero={latency},flush={latency}").parse().expect("valid"),
     );
     let image = Image::Raw(Raw::new(storage));
-    let disk = Disk::new("disk", image, DiskSettings::default(), None).expect("no limits");
+    // Out of reach, so that each request is charged and none waits.
+    let mut limits = Limits::default();
+    *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: 1_000_000_000, ..Limit::NONE };
+    let settings = DiskSettings { limits, ..DiskSettings::default() };
+    let disk = Disk::new("disk", image, settings, None).expect("valid limits");
     disk.failures().set_policies(policies);
     Arc::new(disk)
 }

@@ -125,6 +125,7 @@ impl Life {
             block_bytes,
             beside: Cell::new(false),
             sent: [Cell::new(0), Cell::new(0)],
+            succeeded: [Cell::new(0), Cell::new(0)],
         };
         Self {
             kind,
@@ -197,7 +198,7 @@ impl Life {
 
     /// `None` where an error kept it from being opened: the next time it may be.
     async fn open(&self) -> Option<(Devices, Arc<Disk>)> {
-        self.shared.sent.iter().for_each(|sent| sent.set(0));
+        self.shared.sent.iter().chain(&self.shared.succeeded).for_each(|count| count.set(0));
         self.shared.beside.set(false);
         let device = |content: &Vec<u8>| Simulated::new(content.clone(), self.behaviour);
         let devices =
