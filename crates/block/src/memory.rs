@@ -12,6 +12,10 @@
 //! not send what it announced, or does not read what it asked for, is disconnected once others have
 //! to wait for it. So no client costs another disk its requests, and none ends the process.
 //!
+//! The common half goes to the disk that has least of it, and among those with as much (nothing, as
+//! a rule) to the one that had some longest ago. So a disk waits for one client of another that
+//! keeps memory until it is pushed out, not for all that are in the queue behind that one.
+//!
 //! A request is charged its payload. What it takes beside that while it is carried out (tables,
 //! blocks that were not aligned, ciphertext) is not counted: a fifth of the machine is left for it.
 
@@ -21,6 +25,8 @@ use std::sync::{
 };
 
 use event_listener::Event;
+
+use crate::{reactor, seldom::Seldom};
 
 /// What requests have at least, in bytes: in each half of it, one of the largest fits.
 pub const LEAST_REQUESTS: u64 = 64 << 20;
@@ -76,29 +82,47 @@ pub struct Budget {
     /// Somebody is in the queue.
     is_awaited: AtomicBool,
     state: Mutex<State>,
+    log: Seldom,
 }
 
 #[derive(Debug, Default)]
 struct State {
     reserved: u64,
     /// What each account uses.
-    accounts: Vec<Arc<AtomicU64>>,
+    accounts: Vec<Arc<Used>>,
+    /// How often somebody has had more than its part.
+    turns: u64,
     queue: Vec<Arc<Waiter>>,
     clients: Vec<Weak<dyn Holder>>,
+}
+
+/// What an account uses.
+#[derive(Debug, Default)]
+struct Used {
+    /// Of requests in flight and unread replies.
+    bytes: AtomicU64,
+    /// The turn in which it last had more than its part; 0 before it has. Changed under the lock.
+    turn: AtomicU64,
+}
+
+impl Used {
+    fn bytes(&self) -> u64 {
+        self.bytes.load(SeqCst)
+    }
 }
 
 /// Somebody who may keep memory for as long as a client likes.
 pub trait Holder: std::fmt::Debug + Send + Sync {
     /// Whether it has been waiting for its client for longer than is reasonable.
     fn is_overdue(&self) -> bool;
-    /// Ends it, so that the memory comes back.
+    /// Ends it, so that the memory comes back, now or in a moment. Called once.
     fn push_out(&self);
 }
 
 #[derive(Debug)]
 struct Waiter {
     /// What its account uses.
-    used: Arc<AtomicU64>,
+    used: Arc<Used>,
     bytes: u64,
     granted: AtomicBool,
     news: Event,
@@ -115,6 +139,7 @@ impl Budget {
             part: AtomicU64::new(MOST_REQUESTS / 2),
             is_awaited: AtomicBool::new(false),
             state: Mutex::default(),
+            log: Seldom::default(),
         })
     }
 
@@ -136,7 +161,7 @@ impl Budget {
             total: self.total(),
             reserved: state.reserved,
             pages: self.pages.load(SeqCst),
-            requests: state.accounts.iter().map(|used| used.load(SeqCst)).sum(),
+            requests: state.accounts.iter().map(|used| used.bytes()).sum(),
             most_requests: self.most_requests(state.reserved),
             waiting: state.queue.len() as u64,
         }
@@ -210,44 +235,72 @@ impl Budget {
         state.clients.push(client);
     }
 
-    /// Ends those that keep others waiting.
+    /// Ends those that keep others waiting. Once each: an end takes a moment, and meanwhile all
+    /// that wait ask for it.
     fn push_out(&self) {
         let clients: Vec<_> = self.lock().clients.iter().filter_map(Weak::upgrade).collect();
-        let overdue: Vec<_> = clients.iter().filter(|client| client.is_overdue()).collect();
-        overdue.iter().for_each(|client| client.push_out());
-        if !overdue.is_empty() {
-            let count = overdue.len();
-            tracing::warn!(clients = count, "disconnected: they keep memory that others wait for");
+        for client in clients.iter().filter(|client| client.is_overdue()) {
+            if !self.forget(client) {
+                continue;
+            }
+            client.push_out();
+            if let Some(left_out) = self.log.line(reactor::recently()) {
+                tracing::warn!(left_out, "a client was disconnected: it kept memory that others wait for");
+            }
         }
     }
 
-    /// Lets in who may go now: whoever stays within its part, and then who has least. Nobody
-    /// overtakes that one to the common half.
+    /// Watches a client no more; false if it was not watched.
+    fn forget(&self, client: &Arc<dyn Holder>) -> bool {
+        let mut state = self.lock();
+        let is_it = |other: &Weak<dyn Holder>| std::ptr::addr_eq(other.as_ptr(), Arc::as_ptr(client));
+        let place = state.clients.iter().position(is_it);
+        place.is_some_and(|place| {
+            state.clients.swap_remove(place);
+            true
+        })
+    }
+
+    /// Lets in who may go now: whoever stays within its part, and then whose disk has least beyond
+    /// it, in turn. Nobody overtakes that one to the common half.
     fn serve(&self, state: &mut State) {
         loop {
             let part = self.part.load(SeqCst);
-            let used = |waiter: &Waiter| waiter.used.load(SeqCst);
-            let within = state.queue.iter().position(|waiter| used(waiter) + waiter.bytes <= part);
-            let least = (0..state.queue.len()).min_by_key(|&place| used(&state.queue[place]));
+            let within = state.queue.iter().position(|waiter| waiter.used.bytes() + waiter.bytes <= part);
+            let standing = |&place: &usize| {
+                let used = &state.queue[place].used;
+                // Not what it has of its part: another disk, whose clients have nothing whenever
+                // one of them was pushed out, would come before one with any request in flight.
+                (used.bytes().saturating_sub(part), used.turn.load(SeqCst))
+            };
+            let next = (0..state.queue.len()).min_by_key(standing);
             let may = |&place: &usize| self.may(state, &state.queue[place].used, state.queue[place].bytes);
-            let Some(place) = within.or(least.filter(may)) else { break };
+            let Some(place) = within.or(next.filter(may)) else { break };
             let waiter = state.queue.remove(place);
-            waiter.used.fetch_add(waiter.bytes, SeqCst);
+            self.charge(state, &waiter.used, waiter.bytes);
             waiter.granted.store(true, SeqCst);
             waiter.news.notify(usize::MAX);
         }
         self.is_awaited.store(!state.queue.is_empty(), SeqCst);
     }
 
+    /// Charges an account. Where that is more than its part it was its turn.
+    fn charge(&self, state: &mut State, account: &Used, bytes: u64) {
+        if account.bytes.fetch_add(bytes, SeqCst) + bytes > self.part.load(SeqCst) {
+            state.turns += 1;
+            account.turn.store(state.turns, SeqCst);
+        }
+    }
+
     /// Whether an account may have more: of its own part, or of the common half. Of that nobody has
     /// more than is still free, except by one request: what waits long for its limits would
     /// otherwise keep all of it.
-    fn may(&self, state: &State, account: &Arc<AtomicU64>, bytes: u64) -> bool {
+    fn may(&self, state: &State, account: &Arc<Used>, bytes: u64) -> bool {
         let part = self.part.load(SeqCst);
         let over = |used: u64| used.saturating_sub(part);
-        let used = account.load(SeqCst);
+        let used = account.bytes();
         let others = state.accounts.iter().filter(|other| !Arc::ptr_eq(other, account));
-        let others: u64 = others.map(|used| over(used.load(SeqCst))).sum();
+        let others: u64 = others.map(|used| over(used.bytes())).sum();
         let common = self.most_requests(state.reserved) - part * state.accounts.len() as u64;
         let wanted = over(used + bytes);
         let Some(free) = common.checked_sub(others + wanted) else { return wanted == 0 };
@@ -259,14 +312,14 @@ impl Budget {
 #[derive(Debug)]
 pub struct Account {
     budget: Arc<Budget>,
-    used: Arc<AtomicU64>,
+    used: Arc<Used>,
     reserved: AtomicU64,
 }
 
 impl Account {
     /// An account of its own in `budget`.
     pub fn new(budget: &Arc<Budget>) -> Arc<Self> {
-        let used = Arc::default();
+        let used: Arc<Used> = Arc::default();
         let mut state = budget.lock();
         state.accounts.push(Arc::clone(&used));
         budget.divide(&state);
@@ -281,7 +334,7 @@ impl Account {
 
     /// Bytes of requests in flight and unread replies.
     pub fn used(&self) -> u64 {
-        self.used.load(SeqCst)
+        self.used.bytes()
     }
 
     /// Bytes set aside.
@@ -304,13 +357,13 @@ impl Account {
     pub fn try_take(&self, bytes: u64) -> bool {
         let part = self.budget.part.load(SeqCst);
         let within = |used: u64| used.checked_add(bytes).filter(|&used| used <= part);
-        if self.used.fetch_update(SeqCst, SeqCst, within).is_ok() {
+        if self.used.bytes.fetch_update(SeqCst, SeqCst, within).is_ok() {
             return true;
         }
-        let state = self.budget.lock();
+        let mut state = self.budget.lock();
         let free = state.queue.is_empty() && self.budget.may(&state, &self.used, bytes);
         if free {
-            self.used.fetch_add(bytes, SeqCst);
+            self.budget.charge(&mut state, &self.used, bytes);
         }
         free
     }
@@ -338,7 +391,7 @@ impl Account {
             self.budget.serve(&mut state);
         }
         while !waiter.granted.load(SeqCst) {
-            if crate::reactor::timeout(PATIENCE, news).await.is_err() {
+            if reactor::timeout(PATIENCE, news).await.is_err() {
                 self.budget.push_out();
             }
             news = waiter.news.listen();
@@ -353,7 +406,7 @@ impl Account {
 
     /// Gives back what was taken.
     pub fn give_back(&self, bytes: u64) {
-        self.used.fetch_sub(bytes, SeqCst);
+        self.used.bytes.fetch_sub(bytes, SeqCst);
         if self.budget.is_awaited.load(SeqCst) {
             self.budget.serve(&mut self.budget.lock());
         }
@@ -388,136 +441,11 @@ impl Drop for Place<'_> {
         let mut state = self.budget.lock();
         state.queue.retain(|waiter| !Arc::ptr_eq(waiter, self.waiter));
         if self.waiter.granted.load(SeqCst) {
-            self.waiter.used.fetch_sub(self.waiter.bytes, SeqCst);
+            self.waiter.used.bytes.fetch_sub(self.waiter.bytes, SeqCst);
         }
         self.budget.serve(&mut state);
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use std::{cell::RefCell, rc::Rc};
-
-    use super::*;
-    use crate::reactor::{now, sim, sleep_until, spawn_joinable, timeout};
-    use policy::time::Duration;
-
-    const MIB: u64 = 1 << 20;
-    const LARGEST: u64 = LEAST_REQUESTS / 2;
-
-    fn pause() -> Duration {
-        Duration::from_millis(sim::random(|random| random.u64(..100)))
-    }
-
-    /// Clients of several disks take memory, keep it and give it back, in any order, and sometimes
-    /// give up: there is never more in use than there is, everybody gets what it waits for, and a
-    /// disk has its part at once, whatever the others do.
-    #[test]
-    fn memory_is_shared_between_disks() {
-        for seed in 0..200 {
-            sim::run(seed, async {
-                let total = MIB * sim::random(|random| random.u64(65..3000));
-                let budget = Budget::new(total);
-                let count = sim::random(|random| random.usize(1..6));
-                let accounts: Rc<Vec<_>> = Rc::new((0..count).map(|_| Account::new(&budget)).collect());
-                let waited = Rc::new(RefCell::new(0));
-                let client = |number: usize| {
-                    let (budget, accounts, waited) =
-                        (Arc::clone(&budget), Rc::clone(&accounts), Rc::clone(&waited));
-                    async move {
-                        let account = &accounts[number % accounts.len()];
-                        for _ in 0..20 {
-                            let bytes = sim::random(|random| random.u64(1..=LARGEST));
-                            let at_once = account.used() + bytes <= budget.part.load(SeqCst);
-                            let began = now();
-                            let patience = if sim::random(fastrand::Rng::bool) {
-                                Duration::from_secs(3600)
-                            } else {
-                                pause()
-                            };
-                            if timeout(patience, account.take(bytes)).await.is_err() {
-                                continue;
-                            }
-                            *waited.borrow_mut() += u64::from(now() > began);
-                            assert!(!at_once || now() == began, "its own part, and it waited");
-                            let usage = budget.usage();
-                            assert!(usage.requests <= usage.most_requests, "{usage:?}");
-                            sleep_until(now() + pause()).await;
-                            account.give_back(bytes);
-                        }
-                    }
-                };
-                let clients: Vec<_> = (0..20).map(|number| spawn_joinable(client(number))).collect();
-                for client in clients {
-                    client.await;
-                }
-                let usage = budget.usage();
-                assert_eq!((usage.requests, usage.waiting), (0, 0));
-                assert!(total > 1000 * MIB || *waited.borrow() > 0, "nobody had to wait");
-            });
-        }
-    }
-
-    #[test]
-    fn one_disk_leaves_the_others_as_much_as_it_has_beyond_its_part() {
-        let budget = Budget::new(1024 * MIB);
-        let (greedy, other) = (Account::new(&budget), Account::new(&budget));
-        assert_eq!(budget.usage().most_requests, 256 * MIB);
-        while greedy.try_take(MIB) {}
-        assert_eq!(greedy.used(), (64 + 64) * MIB, "its part, and half of the common half");
-        while other.try_take(MIB) {}
-        assert_eq!(other.used(), (64 + 32) * MIB);
-        assert!(greedy.is_over_its_part());
-    }
-
-    #[test]
-    fn what_is_set_aside_fits_or_is_refused() {
-        let budget = Budget::new(256 * MIB);
-        let account = Account::new(&budget);
-        let refused = account.reserve("the caches of a", 193 * MIB).expect_err("64 MiB are for requests");
-        assert_eq!(
-            refused.to_string(),
-            "the caches of a would need 193 MiB, and 192 MiB are left of the 256 MiB of memory that weir \
-             may use (allow more with --memory, or make caches and read-ahead smaller)"
-        );
-        account.reserve("the caches of a", 192 * MIB).expect("as much as there is");
-        assert!(!budget.take_page(1));
-        account.reserve("the caches of a", 100 * MIB).expect("less");
-        assert!(budget.take_page(92 * MIB) && !budget.take_page(1));
-        account.reserve("the caches of a", 101 * MIB).expect_err("a disk in memory has it");
-        budget.give_back_pages(MIB);
-        account.reserve("the caches of a", 101 * MIB).expect("it has come back");
-        drop(account);
-        assert_eq!(budget.usage().reserved, 0);
-    }
-
-    #[derive(Debug)]
-    struct Silent(Arc<Account>, AtomicBool);
-
-    impl Holder for Silent {
-        fn is_overdue(&self) -> bool {
-            !self.1.load(SeqCst)
-        }
-
-        fn push_out(&self) {
-            self.1.store(true, SeqCst);
-            self.0.give_back(LARGEST);
-        }
-    }
-
-    #[test]
-    fn who_keeps_others_waiting_has_to_go() {
-        sim::run(1, async {
-            let budget = Budget::new(0);
-            let (silent, other, _third) =
-                (Account::new(&budget), Account::new(&budget), Account::new(&budget));
-            silent.take(LARGEST).await;
-            let client = Arc::new(Silent(silent, AtomicBool::new(false)));
-            let watched: Arc<dyn Holder> = client.clone();
-            budget.watch(Arc::downgrade(&watched));
-            let began = now();
-            other.take(LARGEST).await;
-            assert_eq!(now() - began, PATIENCE);
-        });
-    }
-}
+mod tests;

@@ -3,9 +3,12 @@
 use std::{fs, path::Path};
 
 use anyhow::Context as _;
-use block::{buffer, memory::Budget};
+use block::{
+    buffer,
+    memory::{Budget, Usage},
+};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
-use settings::Service;
+use settings::{Disk, Service, exact_size};
 
 const CGROUPS: &str = "/sys/fs/cgroup";
 
@@ -20,6 +23,30 @@ pub(super) fn set_aside(service: &Service) -> anyhow::Result<()> {
     let kept = (total / 8 / threads).min(buffer::POOL_BYTES as u64);
     buffer::keep_at_most(kept as usize);
     budget.reserve("buffers of the threads", 0, kept * threads).context("memory")
+}
+
+/// Says that disks in memory cannot be filled: what they may have is taken as they are written.
+pub(super) fn warn_of_disks(disks: &[Disk]) {
+    let sizes = disks.iter().filter_map(|disk| disk.image.memory_bytes());
+    if let Some(warning) = warning(sizes, &Budget::process().usage()) {
+        tracing::warn!("{warning}");
+    }
+}
+
+fn warning(sizes: impl Iterator<Item = u64>, usage: &Usage) -> Option<String> {
+    let Usage { total, reserved, most_requests, .. } = *usage;
+    // Where nothing bounds the whole, nothing bounds them.
+    let room = total.saturating_sub(reserved).saturating_sub(most_requests);
+    let together = sizes.fold(0, u64::saturating_add);
+    // Whole MiB: it is no promise.
+    let room_shown = exact_size(room >> 20 << 20);
+    (total != u64::MAX && together > room).then(|| {
+        format!(
+            "disks in memory have {} together, and memory for {room_shown} of it: further writes fail with ENOSPC \
+             (make them smaller, or allow more with --memory)",
+            exact_size(together)
+        )
+    })
 }
 
 /// Four fifths of the machine's memory and of what its control groups allow, or half of what
@@ -70,6 +97,30 @@ fn field(text: &str, name: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn disks_in_memory_that_cannot_be_filled_are_warned_of() {
+        const MIB: u64 = 1 << 20;
+        let usage = |total| Usage {
+            total,
+            reserved: 16 * MIB,
+            pages: 0,
+            requests: 0,
+            most_requests: 64 * MIB,
+            waiting: 0,
+        };
+        let told = |total, sizes: &[u64]| warning(sizes.iter().copied(), &usage(total));
+        for (total, sizes) in
+            [(128 * MIB, &[][..]), (128 * MIB, &[24 * MIB, 24 * MIB]), (u64::MAX, &[1 << 60])]
+        {
+            assert_eq!(told(total, sizes), None, "{sizes:?}");
+        }
+        for (sizes, together) in [(&[1024 * MIB][..], "1G"), (&[24 * MIB, 25 * MIB], "49M")] {
+            let text = told(128 * MIB, sizes).expect("too much");
+            let expect = format!("disks in memory have {together} together, and memory for 48M of it: ");
+            assert!(text.starts_with(&expect), "{text}");
+        }
+    }
 
     #[test]
     fn the_smallest_limit_counts() {

@@ -109,6 +109,21 @@ impl Store {
         }
     }
 
+    /// Whether a record could be kept: the directory is made, and a file in it, which goes again.
+    ///
+    /// # Errors
+    /// As [`Store::save`] would fail.
+    pub fn try_out(&self) -> anyhow::Result<()> {
+        let write = || -> anyhow::Result<()> {
+            fs::create_dir_all(&self.0)?;
+            tempfile::NamedTempFile::new_in(&self.0)?;
+            Ok(())
+        };
+        write().with_context(|| {
+            format!("{} cannot be written to (give another place with --state)", shown(&self.0))
+        })
+    }
+
     /// Keeps a record, in place of an earlier one of that device. Returns its file.
     ///
     /// # Errors
