@@ -19,6 +19,8 @@ struct Level {
     level: f64,
     /// Up to where requests pass: the size, or more after a change from a larger one.
     ceiling: f64,
+    /// As full as it may be, the ceiling being the size, since a disk came that has filled another.
+    fullest: Option<f64>,
 }
 
 /// Rates and sizes of a limit's two levels; 0 for one that is not there. Rates are whole units a
@@ -65,14 +67,18 @@ impl Buckets {
 
     /// Other limits, which take over what has passed.
     pub(crate) fn change(&mut self, limits: &Limits) {
-        self.is_idle = limits.is_unlimited();
+        let was_idle = std::mem::replace(&mut self.is_idle, limits.is_unlimited());
         if self.is_idle {
             return;
         }
         self.last = *limits;
         self.each(|level, rate, size| {
+            let was_set = level.rate > 0.0 && !was_idle;
             level.rate = rate;
             if rate > 0.0 {
+                // Where nothing was limited, what a disk brought counts from now on.
+                let fullest = |full: f64| if was_set { full + size - level.size } else { full.max(size) };
+                level.fullest = level.fullest.map(|full| fullest(full).max(0.0));
                 level.size = size;
                 level.ceiling = level.ceiling.min(level.level + size).max(size);
             }
@@ -84,8 +90,9 @@ impl Buckets {
         self.enforcement = enforcement;
         self.each(|level, rate, size| {
             if rate > 0.0 {
+                let fullest = level.fullest.map(|full| full + (size - level.size).max(0.0));
                 let deferred = (level.ceiling - level.size).min((level.ceiling - size).max(0.0));
-                *level = Level { rate, size, ceiling: size + deferred, ..*level };
+                *level = Level { rate, size, ceiling: size + deferred, fullest, ..*level };
             }
         });
     }
@@ -102,6 +109,7 @@ impl Buckets {
         self.now = now;
         for (_, level) in self.levels.iter_mut().filter(|(_, level)| level.rate > 0.0) {
             level.level = (level.level - level.rate * elapsed_s).max(0.0);
+            level.fullest = level.fullest.map(|full| (full - level.rate * elapsed_s).max(0.0));
             level.ceiling = level.ceiling.min(level.level + level.size).max(level.size);
         }
     }
@@ -111,7 +119,28 @@ impl Buckets {
         let applying = LimitKind::applying_to(direction);
         let in_force = |(kind, level): &&(LimitKind, Level)| applying.contains(kind) && level.rate > 0.0;
         let levels = self.levels.iter().filter(|level| !self.is_idle && in_force(level));
-        levels.map(|(_, level)| (level.level - level.ceiling) / level.rate).fold(0.0, f64::max)
+        let over = |level: &Level| {
+            let moved = level.fullest.map_or(0.0, |full| full - level.size);
+            (level.level - level.ceiling).max(moved)
+        };
+        levels.map(|(_, level)| over(level) / level.rate).fold(0.0, f64::max)
+    }
+
+    /// How much more than full each is, at most what it leaks in a second.
+    pub(crate) fn over(&self) -> Vec<f64> {
+        let over = |(_, level): &(LimitKind, Level)| {
+            let moved = level.fullest.map_or(0.0, |full| full - level.size);
+            (level.level - level.ceiling).max(moved).clamp(0.0, level.rate)
+        };
+        self.levels.iter().map(over).collect()
+    }
+
+    /// A disk comes that may have filled others, by so much more than full.
+    pub(crate) fn joined(&mut self, over: &[f64]) {
+        for ((_, level), over) in self.levels.iter_mut().zip(over) {
+            let full = level.size + over;
+            level.fullest = Some(level.fullest.map_or(full, |before| before.max(full)));
+        }
     }
 
     /// Charges what passed at one instant. Panics if no order of them is one in which each found
@@ -128,6 +157,7 @@ impl Buckets {
                 largest = largest.max(units(&charge));
             }
             level.level += sum;
+            level.fullest = level.fullest.map(|full| full + sum);
             let before_last = level.level - largest;
             assert!(
                 sum == 0.0 || before_last <= level.ceiling + SLACK_S * level.rate,

@@ -46,6 +46,7 @@ use crate::request::Direction;
 use crate::time::Instant;
 use core::ops::Range;
 
+mod brought;
 mod spare;
 
 use spare::Spare;
@@ -218,6 +219,8 @@ pub(super) struct Buckets {
     buckets: [Bucket; 6],
     applying: [Applying; 2],
     iops_size: u64,
+    /// The smallest that there was; 0 if there was none.
+    least_iops_size: u64,
     /// Levels are as of this instant.
     now: Instant,
     spare: Spare,
@@ -230,6 +233,7 @@ impl Buckets {
             buckets: LimitKind::ALL.map(|kind| Bucket::new(limits.limit(kind))),
             applying: Direction::ALL.map(|direction| Applying::new(limits, direction)),
             iops_size: limits.iops_size,
+            least_iops_size: limits.iops_size,
             now,
             spare: Spare::default(),
         }
@@ -280,6 +284,9 @@ impl Buckets {
         }
         self.applying = Direction::ALL.map(|direction| Applying::new(limits, direction));
         self.iops_size = limits.iops_size;
+        if limits.iops_size > 0 && (self.least_iops_size == 0 || limits.iops_size < self.least_iops_size) {
+            self.least_iops_size = limits.iops_size;
+        }
         self.forget_spare_of_no_limit();
     }
 

@@ -14,6 +14,7 @@ use crate::request::Direction;
 use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::collections::VecDeque;
+use alloc::vec::Vec;
 
 /// A disk or a group of one particular tree. Never valid again once it was removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -49,9 +50,16 @@ pub(super) struct Limited {
     pub(super) buckets: Buckets,
 }
 
-/// What has been charged to a node's own limits, to go on from in another tree or place.
+/// What has been charged to a disk, to go on from in another tree or place.
 #[derive(Clone, Debug)]
-pub struct Charged(Box<Limited>);
+pub struct Charged {
+    /// To its own limits.
+    pub(super) own: Option<Box<Limited>>,
+    /// To groups that it leaves, from its parent up; behind these what it brought for higher ones.
+    pub(super) apart: Vec<Option<Box<Limited>>>,
+    /// To groups that stay above it.
+    pub(super) common: Vec<Option<Box<Limited>>>,
+}
 
 /// See the head of this file.
 #[derive(Debug)]
@@ -66,7 +74,10 @@ pub(super) struct Node<T> {
     pub(super) limited: Option<Box<Limited>>,
     /// The last limits there were, if none are now: others may follow, and take over what has
     /// passed.
-    past: Option<Box<Limited>>,
+    pub(super) past: Option<Box<Limited>>,
+    /// A disk's: what it brought to the groups above, from its parent up, and to more than there
+    /// are. As if it alone had filled their buckets.
+    pub(super) brought: Vec<Option<Box<Limited>>>,
     pub(super) enforcement: Enforcement,
     pub(super) share: Share,
     /// None until it has had a child: idle disks are many.
@@ -106,6 +117,7 @@ impl<T> Node<T> {
             level,
             limited: None,
             past: None,
+            brought: Vec::new(),
             enforcement: Enforcement::Enforced,
             share,
             schedule: None,
@@ -156,16 +168,15 @@ impl<T> Node<T> {
 
     /// What was charged to its own limits, or to the last there were, up to now: for
     /// [`Node::take_over`] of another.
-    pub(super) fn charged(&self) -> Option<Charged> {
-        let limited = self.limited.as_ref().or(self.past.as_ref())?;
-        Some(Charged(Box::new(limited.as_ref().clone())))
+    pub(super) fn charged(&self) -> Option<Box<Limited>> {
+        self.limited.as_ref().or(self.past.as_ref()).cloned()
     }
 
     /// Goes on from what was charged to another node.
-    pub(super) fn take_over(&mut self, charged: Charged, now: Instant) {
+    pub(super) fn take_over(&mut self, charged: Box<Limited>, now: Instant) {
         let limits = self.limits();
         self.limited = None;
-        self.past = Some(charged.0);
+        self.past = Some(charged);
         self.set_limits(limits, now);
     }
 

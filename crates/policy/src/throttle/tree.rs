@@ -24,7 +24,7 @@ use super::cost::Cost;
 use super::enforcement::Enforcement;
 use super::heap::Heap;
 use super::limits::{LimitKind, Limits};
-use super::node::{Charged, Node, NodeId, Ticket, Waiter};
+use super::node::{Node, NodeId, Ticket, Waiter};
 use super::schedule::{Lane, Schedule};
 use super::share::Share;
 use super::stats::Stats;
@@ -33,6 +33,7 @@ use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 
+mod moves;
 mod serve;
 mod spare;
 
@@ -108,6 +109,8 @@ pub struct Tree<T> {
     now: Instant,
     next_number: u64,
     path: Path,
+    /// A disk has brought something from elsewhere: until then nobody looks for what one did.
+    has_moved: bool,
 }
 
 impl<T> Tree<T> {
@@ -122,6 +125,7 @@ impl<T> Tree<T> {
             now,
             next_number: 0,
             path: Path::new(),
+            has_moved: false,
         }
     }
 
@@ -284,6 +288,7 @@ impl<T> Tree<T> {
             return;
         }
         node.enforce(enforcement, self.now);
+        self.follow_enforcement(slot);
         self.settle_both_up(slot);
     }
 
@@ -369,22 +374,10 @@ impl<T> Tree<T> {
         self.nodes[self.slot(node)].stats(self.now.max(now))
     }
 
-    /// What was charged to a node's own limits: for [`Tree::take_over`], before it is removed.
-    pub fn charged(&self, node: NodeId) -> Option<Charged> {
-        self.nodes[self.slot(node)].charged()
-    }
-
-    /// Has a node's limits take over what was charged to another, as [`Tree::configure`] does: poll
-    /// afterwards.
-    pub fn take_over(&mut self, node: NodeId, charged: Charged, now: Instant) {
-        let slot = self.slot(node);
-        self.now = self.now.max(now);
-        self.nodes[slot].take_over(charged, self.now);
-        self.settle_both_up(slot);
-    }
-
     fn apply_limits(&mut self, slot: usize, limits: Limits) {
+        let before = self.nodes[slot].limits();
         self.nodes[slot].set_limits(limits, self.now);
+        self.follow_limits(slot, &before);
         self.share_lanes(slot);
         self.settle_both_up(slot);
     }

@@ -9,6 +9,7 @@ mod changes;
 mod every_order;
 mod fairness;
 mod groups;
+mod moves;
 mod naive;
 mod nesting;
 mod observed;

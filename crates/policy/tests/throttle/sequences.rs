@@ -9,8 +9,14 @@ use policy::time::{Duration, Instant};
 use proptest::prelude::*;
 
 const LARGEST: u64 = 16 << 10;
-/// Nodes that are watched: two groups, and a disk that moves between them.
-const DISK: usize = 2;
+/// Nodes that are watched: two groups at the top, three in these, and a disk that moves between the
+/// latter.
+const NODES: usize = 6;
+const DISK: usize = 5;
+/// The groups that the disk moves between, and which is above each.
+const GROUPS: [(usize, usize); 3] = [(2, 0), (3, 1), (4, 0)];
+/// Watched as well: whichever group is above the disk, by the level.
+const LEVELS: usize = 2;
 /// Windows may hold this many requests more: the one that makes a bucket run over, and one that has
 /// paid a part before the window.
 const ON_THE_WAY: f64 = 2.0;
@@ -39,7 +45,7 @@ enum Step {
     Back(usize),
     Weight(u32),
     Enforce(usize, Enforcement),
-    /// To one of the groups, or out of both.
+    /// To one of the groups, or out of all.
     Move(usize),
     /// A client that keeps one request waiting, for so long.
     Busy(Direction, u64, Duration),
@@ -50,13 +56,13 @@ fn any_step() -> impl Strategy<Value = Step> {
     let time = || {
         prop_oneof![0..1_000_000u64, 0..200_000_000u64, 0..8_000_000_000u64].prop_map(Duration::from_nanos)
     };
-    let node = 0..3usize;
+    let node = 0..NODES;
     prop_oneof![
         3 => (node.clone(), any_limits()).prop_map(|(node, limits)| Step::Limit(node, limits)),
         3 => node.clone().prop_map(Step::Back),
         1 => (1..10_000u32).prop_map(Step::Weight),
         1 => (node.clone(), any_enforcement()).prop_map(|(node, enforcement)| Step::Enforce(node, enforcement)),
-        1 => node.prop_map(Step::Move),
+        3 => (0..=GROUPS.len()).prop_map(Step::Move),
         6 => (any_direction(), 0..LARGEST, time()).prop_map(|(direction, length, time)| Step::Busy(direction, length, time)),
         2 => time().prop_map(Step::Idle),
     ]
@@ -73,13 +79,15 @@ struct Account {
 struct World {
     tree: Tree<()>,
     now: Instant,
-    nodes: [NodeId; 3],
-    before: [Limits; 3],
+    nodes: [NodeId; NODES],
+    before: [Limits; NODES],
     /// The last limits there were, and their factor: while nothing is limited, or limits are
     /// lifted, what passed runs out as if they held.
-    last: [(Limits, f64); 3],
-    group: Option<usize>,
-    accounts: [[Account; 6]; 3],
+    last: [(Limits, f64); NODES + LEVELS],
+    /// From the disk's parent up.
+    above: Vec<usize>,
+    /// Those of the levels behind those of the nodes.
+    accounts: [[Account; 6]; NODES + LEVELS],
     /// Requests that a step may let pass, so that a case ends soon.
     passed: u32,
 }
@@ -87,12 +95,13 @@ struct World {
 impl World {
     fn new() -> Self {
         let mut tree = Tree::new(Instant::ZERO);
-        let mut add = || tree.add(None, Limits::default(), Share::default()).unwrap();
-        let nodes = [add(), add(), add()];
-        let before = [Limits::default(); 3];
+        let mut add = |parent| tree.add(parent, Limits::default(), Share::default()).unwrap();
+        let (one, other) = (add(None), add(None));
+        let nodes = [one, other, add(Some(one)), add(Some(other)), add(Some(one)), add(None)];
+        let before = [Limits::default(); NODES];
         let accounts = Default::default();
-        let last = [(Limits::default(), 1.0); 3];
-        Self { tree, now: Instant::ZERO, nodes, before, last, group: None, accounts, passed: 0 }
+        let last = [(Limits::default(), 1.0); NODES + LEVELS];
+        Self { tree, now: Instant::ZERO, nodes, before, last, above: Vec::new(), accounts, passed: 0 }
     }
 
     fn take(&mut self, step: Step) {
@@ -120,17 +129,16 @@ impl World {
 
     /// As a disk's seat does it.
     fn move_to(&mut self, to: usize) {
-        let group = (to < DISK).then_some(to);
+        let above = GROUPS.get(to).map_or(Vec::new(), |(group, top)| vec![*group, *top]);
         let old = self.nodes[DISK];
-        let parent = group.map(|group| self.nodes[group]);
+        let parent = above.first().map(|group| self.nodes[*group]);
         let (limits, enforcement) = (self.tree.limits(old), self.tree.enforcement(old));
         let new = self.tree.add_in_place_of(old, parent, limits, Share::default()).unwrap();
         self.tree.enforce(new, enforcement, self.now);
-        if let Some(charged) = self.tree.charged(old) {
-            self.tree.take_over(new, charged, self.now);
-        }
+        let charged = self.tree.charged(old, Some(new), self.now);
         self.tree.remove(old);
-        (self.nodes[DISK], self.group) = (new, group);
+        self.tree.take_over(new, charged, self.now);
+        (self.nodes[DISK], self.above) = (new, above);
     }
 
     fn busy(&mut self, direction: Direction, length: u64, end: Instant) {
@@ -177,8 +185,7 @@ impl World {
 
     fn pass_time(&mut self, until: Instant) {
         let seconds = (until - self.now).as_secs_f64();
-        for node in 0..3 {
-            let (limits, factor) = self.last[node];
+        for (node, (limits, factor)) in self.last.iter().enumerate() {
             for kind in LimitKind::ALL {
                 self.accounts[node][kind.index()].balance -=
                     limits.limit(kind).rate as f64 * factor * seconds;
@@ -189,26 +196,29 @@ impl World {
 
     fn count(&mut self, direction: Direction, length: u64) {
         self.passed += 1;
-        for node in self.group.into_iter().chain([DISK]) {
+        let levels = self.above.iter().enumerate().map(|(level, node)| (*node, NODES + level));
+        let nodes = self.above.iter().chain([&DISK]).map(|node| (*node, *node));
+        for (node, account) in levels.chain(nodes) {
             let Some((limits, _)) = self.in_force(node) else { continue };
             for kind in LimitKind::applying_to(direction) {
                 if limits.limit(kind).rate > 0 {
-                    self.accounts[node][kind.index()].balance += units(kind, length, limits.iops_size);
+                    self.accounts[account][kind.index()].balance += units(kind, length, limits.iops_size);
                 }
             }
         }
     }
 
     fn note(&mut self) {
-        for node in 0..3 {
-            let in_force = self.in_force(node);
-            let limits = self.tree.limits(self.nodes[node]);
+        let levels = (0..LEVELS).map(|level| (self.above.get(level).copied(), NODES + level));
+        for (node, account) in (0..NODES).map(|node| (Some(node), node)).chain(levels) {
+            let in_force = node.and_then(|node| self.in_force(node));
+            let limits = node.map_or_else(Limits::default, |node| self.tree.limits(self.nodes[node]));
             if !limits.is_unlimited() {
-                self.last[node] = (limits, in_force.map_or(1.0, |(_, factor)| factor));
+                self.last[account] = (limits, in_force.map_or(1.0, |(_, factor)| factor));
             }
             for kind in LimitKind::ALL {
                 let size = in_force.map_or(0.0, |(limits, factor)| size_of(&limits, kind) * factor);
-                let account = &mut self.accounts[node][kind.index()];
+                let account = &mut self.accounts[account][kind.index()];
                 account.steps.push((account.balance, size));
             }
         }
@@ -263,8 +273,31 @@ fn size_of(limits: &Limits, kind: LimitKind) -> f64 {
 
 proptest! {
     #[test]
-    fn no_sequence_of_changes_gives_more(steps in prop::collection::vec(any_step(), 1..40)) {
+    fn no_sequence_of_changes_gives_more(steps in prop::collection::vec(any_step(), 1..60)) {
         let mut world = World::new();
+        world.note();
+        for step in steps {
+            world.take(step);
+        }
+        world.check();
+    }
+
+    /// The same of a client that goes from group to group, most of them with the same limits, as
+    /// somebody does who wants a burst each time.
+    #[test]
+    fn no_sequence_of_moves_gives_more(
+        limits in prop::collection::vec(prop_oneof![Just(Limits::default()), any_limits()], 3),
+        steps in prop::collection::vec(prop_oneof![
+            2 => any_step(),
+            3 => (0..=GROUPS.len()).prop_map(Step::Move),
+            3 => (any_direction(), 0..LARGEST, 0..100_000_000u64)
+                .prop_map(|(direction, length, ns)| Step::Busy(direction, length, Duration::from_nanos(ns))),
+        ], 1..60),
+    ) {
+        let mut world = World::new();
+        for (nodes, limits) in [&[0, 1][..], &[2, 3, 4], &[DISK]].into_iter().zip(limits) {
+            nodes.iter().for_each(|node| world.limit(*node, limits));
+        }
         world.note();
         for step in steps {
             world.take(step);

@@ -75,8 +75,9 @@ impl Member {
     /// Leaves its group for `group`, or for none. The requests that wait move along, in their
     /// order: those that may pass there do so at once.
     ///
-    /// Its own limits keep what has been charged. Its counters begin anew where it arrives, and
-    /// [`Member::stats`] adds them up.
+    /// Its own limits keep what has been charged, and those of `group` are charged what it can have
+    /// passed under those of the group before: a move grants no burst. Its counters begin anew
+    /// where it arrives, and [`Member::stats`] adds them up.
     ///
     /// # Errors
     /// [`Refused`] if `group` cannot keep its reservation; then it stays where it is.

@@ -180,12 +180,11 @@ impl<K> Seat<K> {
             let new = other.as_mut().unwrap_or(&mut old);
             let node = new.add(leaving, to.parent, limits, share, gate, now)?;
             let past = old.tree().stats(place.node, now);
-            let charged = old.tree().charged(place.node);
+            let beside = leaving.map(|_| node);
+            let charged = old.tree().charged(place.node, beside, now);
             let waiting = old.remove(place.node);
             let new = other.as_mut().unwrap_or(&mut old);
-            if let Some(charged) = charged {
-                new.tree().take_over(node, charged, now);
-            }
+            new.tree().take_over(node, charged, now);
             for request in waiting {
                 let waiter = Arc::clone(&request.token);
                 match new.tree().request(node, request.direction, request.cost, request.token, now) {

@@ -174,6 +174,8 @@ struct Forest {
     groups: usize,
     /// By disk and direction: how many wait.
     waiting: Vec<[usize; 2]>,
+    /// By how much buckets were more than full that a disk has left.
+    over: Vec<f64>,
     now: Instant,
 }
 
@@ -199,6 +201,7 @@ impl Forest {
             nodes: log.began.iter().map(naive).collect(),
             groups: log.groups,
             waiting: vec![[0; 2]; log.began.len() - log.groups],
+            over: vec![0.0; 2 * LimitKind::ALL.len()],
             now: Instant::ZERO,
         }
     }
@@ -230,7 +233,25 @@ impl Forest {
         self.now = at;
     }
 
+    /// A disk takes along what it has passed: what that is of a group's bucket is not followed
+    /// here, so the next may be full.
+    fn bring(&mut self, disk: usize, to: Option<usize>) {
+        let before = self.path(disk);
+        for node in &before[1..] {
+            for (most, over) in self.over.iter_mut().zip(self.nodes[*node].buckets.over()) {
+                *most = most.max(over);
+            }
+        }
+        let after = to.map_or(Vec::new(), |to| self.path(to));
+        for node in after.into_iter().filter(|node| !before.contains(node)) {
+            self.nodes[node].buckets.joined(&self.over);
+        }
+    }
+
     fn take(&mut self, entry: &Entry, log: &Log) {
+        if let Event::Changed(disk, Change::Moved(parent)) = entry.event {
+            self.bring(disk, parent);
+        }
         match entry.event {
             Event::Changed(at, change) => {
                 let node = &mut self.nodes[at];

@@ -1,0 +1,149 @@
+//! Disks that go from group to group: what they take along, and what they leave to others.
+
+use crate::timeline::{limits, ms, s};
+use policy::request::Direction;
+use policy::throttle::{Admission, Cost, Decision, NodeId, Share, Ticket, Tree};
+use policy::time::Instant;
+
+/// Groups of the same limits, and disks whose clients keep one request waiting.
+struct Groups {
+    tree: Tree<usize>,
+    now: Instant,
+    groups: Vec<NodeId>,
+    disks: Vec<NodeId>,
+    passed: Vec<u64>,
+    /// Of the request that came to wait last.
+    ticket: Option<Ticket>,
+}
+
+impl Groups {
+    fn new(groups: &[&str]) -> Self {
+        let mut tree = Tree::new(Instant::ZERO);
+        let groups = groups.iter().map(|text| tree.add(None, limits(text), Share::default()).unwrap());
+        let groups = groups.collect();
+        Self { tree, now: Instant::ZERO, groups, disks: Vec::new(), passed: Vec::new(), ticket: None }
+    }
+
+    /// A disk that asks for nothing until it is told to.
+    fn add(&mut self, group: usize) -> usize {
+        let parent = Some(self.groups[group]);
+        let disk = self.tree.add(parent, limits(""), Share::default()).unwrap();
+        self.disks.push(disk);
+        self.passed.push(0);
+        self.disks.len() - 1
+    }
+
+    /// As a disk's seat does it. `None` is out of all groups.
+    fn move_to(&mut self, disk: usize, group: Option<usize>) {
+        let parent = group.map(|group| self.groups[group]);
+        let old = self.disks[disk];
+        let new = self.tree.add_in_place_of(old, parent, limits(""), Share::default()).unwrap();
+        let charged = self.tree.charged(old, Some(new), self.now);
+        let waiting = self.tree.remove(old);
+        self.tree.take_over(new, charged, self.now);
+        self.disks[disk] = new;
+        for request in waiting {
+            let again = self.tree.request(new, request.direction, request.cost, request.token, self.now);
+            match again {
+                Admission::Admitted(disk) => {
+                    self.passed[disk] += 1;
+                    self.ask(disk);
+                }
+                Admission::Queued(ticket) => self.ticket = Some(ticket),
+            }
+        }
+    }
+
+    /// Has a disk's client ask from now on, as fast as it can.
+    fn ask(&mut self, disk: usize) {
+        loop {
+            let node = self.disks[disk];
+            match self.tree.request(node, Direction::Read, Cost::one(512), disk, self.now) {
+                Admission::Admitted(disk) => self.passed[disk] += 1,
+                Admission::Queued(ticket) => {
+                    self.ticket = Some(ticket);
+                    return;
+                }
+            }
+        }
+    }
+
+    fn run_until(&mut self, end: Instant) {
+        loop {
+            match self.tree.poll(self.now) {
+                Decision::Admit(disk) => {
+                    self.passed[disk] += 1;
+                    self.ask(disk);
+                }
+                Decision::Wait { until } if until <= end => self.now = until,
+                _ => break,
+            }
+        }
+        self.now = end;
+    }
+}
+
+const BURST: &str = "iops-total=100,iops-total-max=5000";
+
+#[test]
+fn a_move_grants_no_burst() {
+    let mut all = Groups::new(&[BURST; 3]);
+    let disk = all.add(0);
+    all.ask(disk);
+    for (group, until) in [(1, s(2)), (2, s(4)), (0, s(6))] {
+        all.run_until(until);
+        all.move_to(disk, Some(group));
+    }
+    assert!((5600..=5610).contains(&all.passed[disk]), "{}", all.passed[disk]);
+}
+
+/// A new group each time, as somebody makes them who reads the manual closely; by way of no group
+/// at all; and back and forth.
+#[test]
+fn moves_five_times_a_second_give_the_rate() {
+    for (setting, most) in [("iops-total=500", 5_060), ("iops-total=500,iops-total-max=2000", 7_010)] {
+        for (groups, by_way_of_none) in [(50, false), (50, true), (2, false)] {
+            let mut all = Groups::new(&vec![setting; groups]);
+            let disk = all.add(0);
+            all.ask(disk);
+            for fifth in 1..=50 {
+                all.run_until(ms(fifth * 200));
+                let waits = all.tree.waiting(all.disks[disk], Direction::Read);
+                assert_eq!(waits, 1, "its client keeps one waiting");
+                if by_way_of_none {
+                    // What waits would pass there, so that nothing does meanwhile.
+                    let ticket = all.ticket.take().expect("one waits");
+                    all.tree.cancel(ticket);
+                    all.move_to(disk, None);
+                }
+                all.move_to(disk, Some(fifth as usize % groups));
+                if by_way_of_none {
+                    all.ask(disk);
+                }
+            }
+            let passed = all.passed[disk];
+            assert!(passed <= most && passed >= 4_950, "{setting}, {groups} groups: {passed}");
+        }
+    }
+}
+
+/// A disk that did nothing in a full group brings nothing to the next; one that filled it takes the
+/// burst of the next with it, but nothing of its rate, however often it moves.
+#[test]
+fn an_idle_disk_brings_nothing_and_others_keep_their_rate() {
+    let mut all = Groups::new(&[BURST, BURST]);
+    let (busy, other, idle) = (all.add(0), all.add(1), all.add(0));
+    all.ask(busy);
+    all.run_until(s(10));
+    let ticket = all.ticket.expect("the group is full");
+    all.tree.cancel(ticket);
+    all.move_to(idle, Some(1));
+    all.ask(other);
+    all.run_until(s(11));
+    assert!((5_100..=5_102).contains(&all.passed[other]), "{}", all.passed[other]);
+    for tenth in 111..=210 {
+        all.run_until(ms(tenth * 100));
+        all.move_to(busy, Some(tenth as usize % 2));
+    }
+    assert!((6_100..=6_102).contains(&all.passed[other]), "{}", all.passed[other]);
+}
