@@ -288,6 +288,54 @@ fn the_pid_file_is_there_while_the_daemon_is() {
 }
 
 #[test]
+fn a_pid_file_belongs_to_one_daemon() {
+    let scratch = Scratch::new();
+    let (file, other) = (scratch.path("pid"), format!("unix:{}", text(&scratch.socket("other"))));
+    let second =
+        || Serve::new(&scratch).where_said().args(["memory:1M", "--nbd", &other, "--pid-file"]).arg(&file);
+    fs::write(&file, "4000000000\n").unwrap();
+    let weir = Serve::new(&scratch).arg("memory:1M").arg("--pid-file").arg(&file).start();
+    let number = weir.pid().to_string();
+    assert_eq!(fs::read_to_string(&file).unwrap().trim(), number, "one that was left behind is taken over");
+    assert_says(&second().fails(), &[&format!("is the pid file of process {number}, which runs")]);
+    assert_eq!(fs::read_to_string(&file).unwrap().trim(), number);
+    // A crash leaves it behind.
+    weir.crash();
+    assert!(file.exists());
+    second().start().stop();
+    assert!(!file.exists());
+    fs::write(&file, "hi\n").unwrap();
+    assert_says(&second().fails(), &["holds something else than the number of a process"]);
+    assert_eq!(fs::read_to_string(&file).unwrap(), "hi\n");
+}
+
+#[test]
+fn a_disk_in_memory_that_cannot_be_filled_is_warned_of() {
+    let log = Serve::alone().args(["memory:1G", "--memory", "128M"]).start().stop();
+    assert_says(&log, &["WARN", "disks in memory have 1G together", "ENOSPC"]);
+    let log = Serve::alone().args(["memory:16M", "--memory", "128M"]).start().stop();
+    assert!(!log.contains("WARN"), "{log}");
+}
+
+#[test]
+fn a_promise_above_its_limit_is_refused_as_what_it_is() {
+    let scratch = Scratch::new();
+    let promise = ["memory:1M", "--iops-reservation", "500", "--iops-total", "10"];
+    for more in [&[][..], &["--group", "g"]] {
+        let said = Serve::new(&scratch).args(promise).args(more).rejects_usage();
+        assert_says(
+            &said,
+            &["--iops-reservation 500: 500 IOPS would be promised, 490 more than the limit of 10"],
+        );
+        assert!(!said.contains("no effect"), "{said}");
+    }
+    let file = scratch
+        .file("weir.toml", "[disk.a]\nimage = \"memory:1M\"\niops-total = 10\niops-reservation = 500\n");
+    let said = Serve::new(&scratch).where_said().arg("--config").arg(&file).fails();
+    assert_says(&said, &[":4: disk.a.iops-reservation = 500: 500 IOPS would be promised"]);
+}
+
+#[test]
 fn errors_say_everything_once_and_without_numbers() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", MIB);

@@ -52,19 +52,41 @@ fn what_was_acknowledged_before_sigterm_is_in_the_file() {
     }
 }
 
-#[test]
-fn what_is_in_flight_is_answered_before_the_daemon_ends() {
-    let weir = Serve::alone().args(["memory:1M", "--delay", "write=1s"]).start();
+/// A client whose write has been taken in by a daemon that delays it.
+#[track_caller]
+fn writing(weir: &Weir) -> Wire {
     let (mut client, _) = Wire::go(weir.socket(), "memory");
     client.request(Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 4 }, b"last");
     // Answered at once, so the write before it has been taken in.
     client.request(Request { flags: 0, kind: CMD_READ, cookie: 2, offset: 65_536, length: 4 }, &[]);
     assert_eq!(client.simple_reply(), (0, 2));
     assert_eq!(client.receive::<4>(), [0; 4]);
+    client
+}
+
+#[test]
+fn what_is_in_flight_is_answered_before_the_daemon_ends() {
+    let weir = Serve::alone().args(["memory:1M", "--delay", "write=1s"]).start();
+    let mut client = writing(&weir);
     weir.signal(Signal::SIGTERM);
     assert_eq!(client.simple_reply(), (0, 1));
     client.is_closed();
     assert!(weir.wait().0.success());
+}
+
+/// As `timeout` of coreutils does: it signals its child and then its process group.
+#[test]
+fn two_signals_at_once_are_one_wish() {
+    let weir = Serve::alone().args(["memory:1M", "--delay", "write=1s"]).start();
+    let mut client = writing(&weir);
+    // Two different ones: of one kind a second could be lost before the first is heard.
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGCONT] {
+        weir.signal(signal);
+    }
+    assert_eq!(client.simple_reply(), (0, 1), "it ends in order");
+    client.is_closed();
+    let (status, log) = weir.wait();
+    assert!(status.success(), "{status}: {log}");
 }
 
 #[test]
@@ -72,15 +94,12 @@ fn a_second_signal_does_not_wait() {
     let scratch = Scratch::new();
     for second in [Signal::SIGTERM, Signal::SIGINT] {
         let weir = Serve::new(&scratch).args(["memory:1M", "--delay", "write=1000s"]).start();
-        let (mut client, _) = Wire::go(weir.socket(), "memory");
-        client.request(Request { flags: 0, kind: CMD_WRITE, cookie: 1, offset: 0, length: 4 }, b"late");
-        client.request(Request { flags: 0, kind: CMD_READ, cookie: 2, offset: 65_536, length: 1 }, &[]);
-        assert_eq!(client.simple_reply(), (0, 2));
+        let _client = writing(&weir);
         weir.signal(Signal::SIGTERM);
         // It says that it is ending, and does not end, because of the write.
         weir.wait_for_log("SIGTERM");
-        weir.signal(second);
-        let (status, log) = weir.wait();
+        // What comes within a second of the first repeats it: somebody who means it does so again.
+        let (status, log) = weir.wait_signalling(second);
         assert_eq!(status.code(), Some(1), "{log}");
         assert_says(&log, &[&format!("weir: {second}: ended at once, as asked twice")]);
     }

@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -254,6 +254,16 @@ impl Weir {
 
     pub(crate) fn signal(&self, signal: Signal) {
         kill(self.pid(), signal).expect("the daemon is a child that was not waited for");
+    }
+
+    /// Sends the signal again and again until it has ended.
+    #[track_caller]
+    pub(crate) fn wait_signalling(self, signal: Signal) -> (ExitStatus, String) {
+        let until = Instant::now() + DEADLINE;
+        while Instant::now() < until && !self.log.wait_for_end(Duration::from_millis(50)) {
+            self.signal(signal);
+        }
+        self.wait()
     }
 
     #[track_caller]

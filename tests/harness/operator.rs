@@ -40,9 +40,20 @@ pub(crate) fn prints_json(scratch: &Scratch, arguments: &[&str]) -> Value {
 /// What a command says that fails, as it must, with status 1.
 #[track_caller]
 pub(crate) fn fails(scratch: &Scratch, arguments: &[&str]) -> String {
+    refused(scratch, arguments, 1)
+}
+
+/// What a command says that makes no sense, with status 2.
+#[track_caller]
+pub(crate) fn misuses(scratch: &Scratch, arguments: &[&str]) -> String {
+    refused(scratch, arguments, 2)
+}
+
+#[track_caller]
+fn refused(scratch: &Scratch, arguments: &[&str], code: i32) -> String {
     let outcome = command(scratch, arguments).run();
     let said = outcome.said();
-    assert_eq!(outcome.code(), 1, "weir {arguments:?}: {said}");
+    assert_eq!(outcome.code(), code, "weir {arguments:?}: {said}");
     assert!(said.starts_with("weir: "), "{said}");
     said
 }

@@ -1,15 +1,36 @@
 //! Signals as messages: blocked in every thread, awaited in one.
+//!
+//! The first signal that asks for the end asks for an orderly one, and a second one for an end at
+//! once. What comes right behind the first is no second wish: `timeout` of coreutils signals its
+//! child and then its process group, and a terminal's Ctrl-C may reach a process twice.
+//!
+//! ```text
+//!   SIGTERM  SIGTERM            SIGINT
+//!      │        │                  │
+//!      ▼        ▼                  ▼
+//!     End    the same one      EndAtOnce
+//!      ├───── TOGETHER ─────┤
+//! ```
 
-use std::{io, thread};
+use std::{
+    io, thread,
+    time::{Duration, Instant},
+};
 
 use nix::sys::signal::{SigSet, Signal};
+
+/// Signals within so long after the first that asks for the end are the same wish as that.
+pub const TOGETHER: Duration = Duration::from_secs(1);
 
 /// What the process was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// SIGTERM or SIGINT, with its name.
+    /// To end: SIGTERM or SIGINT, with its name, and SIGHUP except for a daemon.
     End(&'static str),
-    /// SIGHUP.
+    /// Not to wait for an orderly end: another of them, no sooner than [`TOGETHER`] after the
+    /// first.
+    EndAtOnce(&'static str),
+    /// SIGHUP to a daemon.
     HangUp,
     /// One that weir has no meaning for, with its name: it would end a process that ignores
     /// nothing.
@@ -17,7 +38,10 @@ pub enum Request {
 }
 
 /// The signals that are awaited, blocked in the calling thread and in those it starts afterwards.
-pub struct Signals(SigSet);
+pub struct Signals {
+    set: SigSet,
+    is_daemon: bool,
+}
 
 impl Signals {
     /// Blocks them. To be called before other threads start: a signal goes to any thread that does
@@ -26,7 +50,7 @@ impl Signals {
     /// # Errors
     /// If the system call fails.
     pub fn block() -> io::Result<Self> {
-        Self::block_all([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP])
+        Self::block_all([Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP], false)
     }
 
     /// Blocks also those that would end a daemon for nothing: see [`Signals::block`].
@@ -35,32 +59,93 @@ impl Signals {
     /// If the system call fails.
     pub fn block_for_daemon() -> io::Result<Self> {
         use Signal::{SIGALRM, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGVTALRM};
-        Self::block_all([SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2, SIGALRM, SIGVTALRM])
+        Self::block_all([SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2, SIGALRM, SIGVTALRM], true)
     }
 
-    fn block_all(signals: impl IntoIterator<Item = Signal>) -> io::Result<Self> {
+    fn block_all(signals: impl IntoIterator<Item = Signal>, is_daemon: bool) -> io::Result<Self> {
         let set: SigSet = signals.into_iter().collect();
         set.thread_block()?;
-        Ok(Self(set))
+        Ok(Self { set, is_daemon })
     }
 
-    /// Calls `hear` for each signal, on a thread of its own, until it returns false.
+    /// Calls `hear` for each request, on a thread of its own, until it returns false.
     ///
     /// # Errors
     /// Where no thread can be had.
     pub fn forward(self, hear: impl Fn(Request) -> bool + Send + 'static) -> io::Result<()> {
         let wait = move || {
-            while let Ok(signal) = self.0.wait() {
-                let request = match signal {
-                    Signal::SIGHUP => Request::HangUp,
-                    Signal::SIGTERM | Signal::SIGINT => Request::End(signal.as_str()),
-                    other => Request::Meaningless(other.as_str()),
-                };
+            let mut wishes = Wishes { is_daemon: self.is_daemon, first: None };
+            while let Ok(signal) = self.set.wait() {
+                let Some(request) = wishes.understand(signal, Instant::now()) else { continue };
                 if !hear(request) {
                     return;
                 }
             }
         };
         thread::Builder::new().name("signals".to_owned()).spawn(wait).map(drop)
+    }
+}
+
+/// What signals mean, one after the other.
+struct Wishes {
+    is_daemon: bool,
+    /// When the first came that asks for the end.
+    first: Option<Instant>,
+}
+
+impl Wishes {
+    /// None for a signal that says again what the first has said.
+    fn understand(&mut self, signal: Signal, now: Instant) -> Option<Request> {
+        match signal {
+            Signal::SIGHUP if self.is_daemon => return Some(Request::HangUp),
+            Signal::SIGTERM | Signal::SIGINT | Signal::SIGHUP => {}
+            other => return Some(Request::Meaningless(other.as_str())),
+        }
+        let Some(first) = self.first else {
+            self.first = Some(now);
+            return Some(Request::End(signal.as_str()));
+        };
+        let again = now.saturating_duration_since(first) >= TOGETHER;
+        again.then_some(Request::EndAtOnce(signal.as_str()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use Signal::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+
+    use super::*;
+
+    #[test]
+    fn signals_right_behind_the_first_are_the_same_wish() {
+        let meant = |is_daemon, signals: &[(u64, Signal)]| {
+            let mut wishes = Wishes { is_daemon, first: None };
+            let start = Instant::now();
+            let hear = |&(at, signal)| wishes.understand(signal, start + Duration::from_millis(at));
+            signals.iter().map(hear).collect::<Vec<_>>()
+        };
+        let end = |name| Some(Request::End(name));
+        let at_once = |name| Some(Request::EndAtOnce(name));
+        for (is_daemon, signals, expect) in [
+            (true, &[(0, SIGTERM), (0, SIGTERM)][..], vec![end("SIGTERM"), None]),
+            (true, &[(5, SIGINT), (1004, SIGTERM)], vec![end("SIGINT"), None]),
+            (true, &[(5, SIGINT), (1005, SIGTERM)], vec![end("SIGINT"), at_once("SIGTERM")]),
+            // Not from one to the next: who presses Ctrl-C all the time is heard.
+            (
+                true,
+                &[(0, SIGINT), (600, SIGINT), (1200, SIGINT)],
+                vec![end("SIGINT"), None, at_once("SIGINT")],
+            ),
+            // What asks for nothing is not the first.
+            (
+                true,
+                &[(0, SIGHUP), (1, SIGUSR1), (1001, SIGTERM)],
+                vec![Some(Request::HangUp), Some(Request::Meaningless("SIGUSR1")), end("SIGTERM")],
+            ),
+            (false, &[(0, SIGHUP), (1, SIGTERM)], vec![end("SIGHUP"), None]),
+            (false, &[(0, SIGINT), (1000, SIGHUP)], vec![end("SIGINT"), at_once("SIGHUP")]),
+        ] {
+            assert_eq!(meant(is_daemon, signals), expect, "{signals:?}");
+        }
     }
 }

@@ -1,43 +1,137 @@
 //! A file with the process's number, for scripts that wait for the daemon or end it.
+//!
+//! It is locked as long as the process runs, as qemu-nbd locks its own: who finds it locked knows
+//! that its number is somebody's, and who finds it unlocked that it was left behind.
+//!
+//! ```text
+//!   not there, or empty       ─► made
+//!   a number, and locked      ─► refused: that process runs
+//!   a number, and not locked  ─► taken over: that process left it behind
+//!   anything else             ─► refused: it is not ours
+//! ```
 
 use std::{
-    fs,
-    fs::{OpenOptions, Permissions},
-    io::Write as _,
-    os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
+    fs::{self, File, OpenOptions, Permissions},
+    io::{ErrorKind, Read as _},
+    os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     process,
 };
 
-use anyhow::Context as _;
-use nix::libc::O_NOFOLLOW;
+use anyhow::{Context as _, bail};
+use nix::{
+    errno::Errno,
+    fcntl::{FcntlArg, fcntl},
+    libc::{self, O_NOFOLLOW, O_NONBLOCK},
+};
+
+/// A number with a line feed is shorter.
+const MOST_BYTES: u64 = 32;
 
 /// The file, removed when this is dropped if it still holds this process's number.
 #[derive(Debug)]
-pub(crate) struct PidFile(PathBuf);
+pub(crate) struct PidFile {
+    path: PathBuf,
+    /// Holds the lock.
+    _file: File,
+}
 
 impl PidFile {
-    /// Over what an earlier process left.
+    /// Fails where [`PidFile::write`] would because of what is there; changes nothing.
+    pub(crate) fn check(path: &Path) -> anyhow::Result<()> {
+        claim(path, false).map(drop).with_context(|| format!("pid file {}", path.display()))
+    }
+
+    /// In the place of what an earlier process left.
+    ///
+    /// # Errors
+    /// If another process has it, or it is something else than such a file.
     pub(crate) fn write(path: &Path) -> anyhow::Result<Self> {
-        let named = || format!("pid file {}: cannot be written", path.display());
+        let named = || format!("pid file {}", path.display());
         let path = std::path::absolute(path).with_context(named)?;
-        // Not through a link, which somebody else may have laid in a directory that others can
-        // write; and not for others to write, whatever the umask.
-        let mut options = OpenOptions::new();
-        options.write(true).create(true).truncate(true).mode(0o644).custom_flags(O_NOFOLLOW);
-        let mut file = options.open(&path).with_context(named)?;
-        file.set_permissions(Permissions::from_mode(0o644)).with_context(named)?;
-        writeln!(file, "{}", process::id()).with_context(named)?;
-        Ok(Self(path))
+        let Some(file) = claim(&path, true).with_context(named)? else {
+            bail!("{}: cannot be written: it is removed again and again", named());
+        };
+        let write = || {
+            file.set_len(0)?;
+            // Not for others to write, whatever the umask.
+            file.set_permissions(Permissions::from_mode(0o644))?;
+            // From the beginning, wherever what was there has been read to.
+            file.write_all_at(format!("{}\n", process::id()).as_bytes(), 0)
+        };
+        write().context("cannot be written").with_context(named)?;
+        Ok(Self { path, _file: file })
     }
 }
 
 impl Drop for PidFile {
     fn drop(&mut self) {
-        let ours = fs::read_to_string(&self.0).is_ok_and(|text| text.trim() == process::id().to_string());
+        let ours = fs::read_to_string(&self.path).is_ok_and(|text| text.trim() == process::id().to_string());
         if ours {
-            let _ = fs::remove_file(&self.0);
+            let _ = fs::remove_file(&self.path);
         }
+    }
+}
+
+/// The file, locked; none where there is none, and none is to be made.
+fn claim(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
+    // Who ends removes the file, perhaps between our opening and our locking it.
+    const TRIES: usize = 16;
+    for _ in 0..TRIES {
+        // Not through a link, which somebody else may have laid in a directory that others can
+        // write.
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(make).mode(0o644).custom_flags(O_NOFOLLOW | O_NONBLOCK);
+        let mut file = match options.open(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound && !make => return Ok(None),
+            file => file.context("cannot be written")?,
+        };
+        let metadata = file.metadata().context("cannot be looked at")?;
+        if !metadata.is_file() {
+            bail!("is no file (choose another path)");
+        }
+        let is_free = lock(&file).context("cannot be locked")?;
+        let still_there = fs::symlink_metadata(path)
+            .is_ok_and(|now| (now.dev(), now.ino()) == (metadata.dev(), metadata.ino()));
+        if !still_there {
+            continue;
+        }
+        let mut text = Vec::new();
+        (&mut file).take(MOST_BYTES).read_to_end(&mut text).context("cannot be read")?;
+        let text = String::from_utf8_lossy(&text);
+        let text = text.trim();
+        // What was cut off could be anything.
+        let is_short = metadata.len() <= MOST_BYTES;
+        let number = text.parse::<u32>().ok().filter(|_| is_short);
+        match number {
+            Some(number) if !is_free => bail!(
+                "is the pid file of process {number}, which runs (end that first, or choose another file)"
+            ),
+            None if !is_free => {
+                bail!("is locked by another process (end that first, or choose another file)")
+            }
+            None if !text.is_empty() => {
+                bail!("holds something else than the number of a process (remove it, or choose another file)")
+            }
+            _ => return Ok(Some(file)),
+        }
+    }
+    Ok(None)
+}
+
+/// Whether it could be locked. QEMU's tools lock the same way, so they and weir refuse each other.
+fn lock(file: &File) -> nix::Result<bool> {
+    let whole = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    match fcntl(file, FcntlArg::F_OFD_SETLK(&whole)) {
+        Ok(_) => Ok(true),
+        Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
+        Err(errno) => Err(errno),
     }
 }
 
@@ -47,7 +141,10 @@ mod tests {
 
     #[test]
     fn the_number_is_there_while_the_process_serves() {
-        let path = std::env::temp_dir().join(format!("weir-pid-{}", process::id()));
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("pid");
+        PidFile::check(&path).unwrap();
+        assert!(!path.exists(), "looking makes nothing");
         let file = PidFile::write(&path).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), format!("{}\n", process::id()));
         drop(file);
@@ -55,13 +152,56 @@ mod tests {
     }
 
     #[test]
+    fn only_what_a_process_left_behind_is_taken_over() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("pid");
+        for (content, is_taken) in [
+            ("", true),
+            ("4000000000\n", true),
+            ("12 \n", true),
+            ("hi\n", false),
+            ("-1\n", false),
+            ("12\n13\n", false),
+            ("1                                     2", false),
+        ] {
+            fs::write(&path, content).unwrap();
+            let (checked, written) = (PidFile::check(&path), PidFile::write(&path));
+            assert_eq!((checked.is_ok(), written.is_ok()), (is_taken, is_taken), "{content:?}");
+            let now = fs::read_to_string(&path).unwrap();
+            match written {
+                Ok(_file) => assert_eq!(now, format!("{}\n", process::id())),
+                Err(error) => {
+                    let text = format!("{error:#}");
+                    assert!(text.contains(": holds something else than the number of a process ("), "{text}");
+                    assert_eq!(now, content);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn that_of_a_running_process_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("pid");
+        let first = PidFile::write(&path).unwrap();
+        for result in [PidFile::check(&path), PidFile::write(&path).map(drop)] {
+            let text = format!("{:#}", result.unwrap_err());
+            let expect = format!(": is the pid file of process {}, which runs (", process::id());
+            assert!(text.contains(&expect), "{text}");
+        }
+        assert_eq!(fs::read_to_string(&path).unwrap(), format!("{}\n", process::id()));
+        drop(first);
+        PidFile::write(&path).unwrap();
+    }
+
+    #[test]
     fn another_process_s_file_stays() {
-        let path = std::env::temp_dir().join(format!("weir-pid-other-{}", process::id()));
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("pid");
         let file = PidFile::write(&path).unwrap();
         fs::write(&path, "1\n").unwrap();
         drop(file);
         assert!(path.exists());
-        fs::remove_file(path).unwrap();
     }
 
     #[test]

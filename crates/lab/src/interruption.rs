@@ -1,22 +1,17 @@
 //! Ctrl-C in the lab: the first ends what is under way, which the command defines; the second ends
-//! the process.
+//! the process ([`console::signals`] says what a second is).
 
 use std::{
-    cell::Cell,
     io::{Write as _, stderr},
     process,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
 };
 
 use anyhow::Context as _;
-use console::signals::Signals;
-
-/// Two signals within so long are one: `timeout` sends its own to the process and to its group.
-const TOGETHER: Duration = Duration::from_secs(1);
+use console::signals::{Request, Signals};
 
 /// Whether SIGINT, SIGTERM or SIGHUP has come.
 #[derive(Clone, Debug, Default)]
@@ -32,17 +27,13 @@ impl Interruption {
         let this = Self::default();
         let heard = this.clone();
         let signals = Signals::block().context("signals cannot be awaited")?;
-        let first_at = Cell::new(None::<Instant>);
-        let hear = move |_| {
-            if heard.0.swap(true, Ordering::SeqCst) {
-                if first_at.get().is_some_and(|first| first.elapsed() < TOGETHER) {
-                    return true;
-                }
+        let hear = move |request| {
+            if matches!(request, Request::EndAtOnce(_)) {
                 second();
                 let _ = writeln!(stderr(), "weir: interrupted twice: results discarded");
                 process::exit(1);
             }
-            first_at.set(Some(Instant::now()));
+            heard.0.store(true, Ordering::SeqCst);
             first();
             true
         };
