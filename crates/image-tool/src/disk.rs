@@ -8,7 +8,7 @@ use block::{
     buffer::Segments,
     error::{Error, Result},
     image::{
-        self, Image,
+        self, Image, Qcow2,
         open::{BackingChoice, ImageOptions},
         qcow2::{Piece, What},
     },
@@ -78,15 +78,19 @@ pub(super) struct Blocks {
     pub(super) subcluster: u64,
 }
 
+impl Blocks {
+    pub(super) fn of(image: &Qcow2) -> Self {
+        let header = image.header();
+        let cluster = header.cluster_bytes();
+        let subcluster = if header.has_subclusters() { cluster / 32 } else { cluster };
+        Self { cluster, subcluster }
+    }
+}
+
 pub(super) fn blocks(image: &Image) -> Option<Blocks> {
     match image {
         Image::Raw(_) => None,
-        Image::Qcow2(qcow2) => {
-            let header = qcow2.header();
-            let cluster = header.cluster_bytes();
-            let subcluster = if header.has_subclusters() { cluster / 32 } else { cluster };
-            Some(Blocks { cluster, subcluster })
-        }
+        Image::Qcow2(qcow2) => Some(Blocks::of(qcow2)),
     }
 }
 

@@ -3,7 +3,10 @@
 //! What it does not have itself, and the backing files have differently, is copied into it first: a
 //! guest sees the same disk before, during and after. With `-u` only the name is changed.
 
-use std::path::{Path, PathBuf};
+use std::{
+    ops::Range,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context as _, anyhow, bail};
 use block::{
@@ -20,7 +23,7 @@ use console::{Failure, on_reactor};
 
 use super::{
     copy::is_zero,
-    disk::{self, Kind},
+    disk::{self, Blocks, Kind},
     keys::{KeyArgs, Keys},
     opening::{self, How, Subject},
     progress::Talk,
@@ -164,7 +167,7 @@ impl Below {
     /// What the image leaves to the old backing file, and the new one has not.
     async fn keep_differences(&self, image: &Qcow2, arguments: &Arguments) -> anyhow::Result<()> {
         let size = image.size_bytes();
-        let cluster = image.header().cluster_bytes();
+        let blocks = Blocks::of(image);
         let progress = arguments.talk.progress("rebasing", size);
         let mut at = 0;
         while at < size {
@@ -172,7 +175,7 @@ impl Below {
                 let end = at + length;
                 while what == What::Unallocated && at < end {
                     let next = end.min((at / PIECE + 1) * PIECE);
-                    self.keep(image, at, next, cluster).await?;
+                    self.keep(image, at, next, blocks).await?;
                     progress.advance(next - at);
                     at = next;
                 }
@@ -185,7 +188,7 @@ impl Below {
     }
 
     /// What the old backing file has as zeroes becomes zero clusters, where the format has them.
-    async fn keep(&self, image: &Qcow2, start: u64, end: u64, cluster: u64) -> anyhow::Result<()> {
+    async fn keep(&self, image: &Qcow2, start: u64, end: u64, blocks: Blocks) -> anyhow::Result<()> {
         let length = (end - start) as usize;
         let old = content(self.old.as_ref(), start, length).await?;
         let new = content(self.new.as_ref(), start, length).await?;
@@ -195,22 +198,49 @@ impl Below {
         let [old, new] = [old, new].map(|content| content.unwrap_or_else(|| Buffer::zeroed(length)));
         let (mut at, size) = (0, image.size_bytes());
         while at < length {
-            let into = (start + at as u64) % cluster;
-            let next = length.min(at + (cluster - into) as usize);
-            if old[at..next] != new[at..next] {
-                let (offset, part) = (start + at as u64, &old[at..next]);
-                let is_whole = into == 0 && (part.len() as u64 == cluster || start + next as u64 == size);
-                let kept = if is_whole && image.header().version >= 3 && is_zero(part) {
-                    image.hide(offset, part.len() as u64).await
-                } else {
-                    image.write(offset, Buffer::copy_of(part).into(), Durability::Cached).await
-                };
-                kept.with_context(|| format!("writing {} bytes at {offset}", part.len()))?;
+            let (next, offset) = (end_of_block(start, at, length, blocks.cluster), start + at as u64);
+            let whole = offset.is_multiple_of(blocks.cluster)
+                && ((next - at) as u64 == blocks.cluster || start + next as u64 == size);
+            let cluster = at..next;
+            let differs = old[cluster.clone()] != new[cluster.clone()];
+            if differs && whole && image.header().version >= 3 && is_zero(&old[cluster.clone()]) {
+                let hidden = image.hide(offset, cluster.len() as u64).await;
+                hidden.with_context(|| format!("hiding {} bytes at {offset}", cluster.len()))?;
+            } else if differs {
+                // The rest of a cluster stays with the backing file.
+                for part in differences(&old, &new, start, cluster, blocks.subcluster) {
+                    let (offset, bytes) = (start + part.start as u64, Buffer::copy_of(&old[part.clone()]));
+                    let written = image.write(offset, bytes.into(), Durability::Cached).await;
+                    written.with_context(|| format!("writing {} bytes at {offset}", part.len()))?;
+                }
             }
             at = next;
         }
         Ok(())
     }
+}
+
+/// The blocks inside `range` in which two contents that begin at `start` differ; neighbours as one.
+fn differences(old: &[u8], new: &[u8], start: u64, range: Range<usize>, block: u64) -> Vec<Range<usize>> {
+    let mut found: Vec<Range<usize>> = Vec::new();
+    let mut at = range.start;
+    while at < range.end {
+        let next = end_of_block(start, at, range.end, block);
+        if old[at..next] != new[at..next] {
+            match found.last_mut() {
+                Some(last) if last.end == at => last.end = next,
+                _ => found.push(at..next),
+            }
+        }
+        at = next;
+    }
+    found
+}
+
+/// Where the block that holds byte `at` of what begins at `start` ends; at `end` at the latest.
+fn end_of_block(start: u64, at: usize, end: usize, block: u64) -> usize {
+    let into = (start + at as u64) % block;
+    end.min(at + (block - into) as usize)
 }
 
 /// Zeroes behind the end; `None` where the file says that all of it is zeroes.
