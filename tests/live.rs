@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::harness::{
     Client, Scratch, Terminal, assert_says,
-    operator::{self, fails, find, prints, serve, socket, start, status, wait_until},
+    operator::{self, fails, find, misuses, prints, serve, socket, start, status, wait_until},
     text,
 };
 
@@ -76,10 +76,29 @@ fn a_refused_change_changes_nothing() {
     let said = fails(&scratch, &["throttle", "a", "--weight", "7", "--iops-total-max", "20"]);
     assert_says(&said, &["iops-total-max", "20", "500"]);
     let said = fails(&scratch, &["throttle", "a", "--weight", "7", "--group", "nobody"]);
-    assert_says(&said, &["nobody"]);
+    assert_says(&said, &["weir: a: there is no group \"nobody\" (`weir status` lists them; "]);
+    let said = fails(&scratch, &["throttle", "a", "--group", "b"]);
+    assert_says(&said, &["weir: a: \"b\" is a disk, not a group"]);
     assert_eq!(prints(&scratch, &["throttle", "a"]), before);
     assert_says(&fails(&scratch, &["throttle", "aa"]), &["aa: no disk and no group has this name"]);
     assert_says(&fails(&scratch, &["status", "c"]), &["c: no disk and no group has this name"]);
+    for command in ["status", "throttle", "prefetch"] {
+        assert_says(&fails(&scratch, &[command, ""]), &["weir: the name is empty"]);
+    }
+}
+
+#[test]
+fn a_value_that_can_never_be_right_is_wrong_use_whether_or_not_there_is_a_daemon() {
+    let scratch = Scratch::new();
+    for (option, value, expect) in [
+        ("--weight", "0", "--weight 0: is out of range; a weight is from 1 to 10000"),
+        ("--watermark", "101", "--watermark 101: is out of range; a watermark is from 0 to 100 percent"),
+        ("--iops-total", "2000000000000000", "--iops-total 2000000000000000: "),
+        ("--bps-reservation", "7E", "--bps-reservation 8070450532247928832: is too large"),
+        ("--iops-total", "-1", "is not a whole number of 0 or more"),
+    ] {
+        assert_says(&misuses(&scratch, &["throttle", "a", option, value]), &[expect]);
+    }
 }
 
 /// A config file with two disks, a group, and comments.

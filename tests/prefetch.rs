@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::harness::{
     MIB, Qmp, Scratch, Serve, Weir, assert_says, nbdsh,
-    operator::{fails, find, prints, prints_json, serve, socket, start, status},
+    operator::{fails, find, misuses, prints, prints_json, serve, socket, start, status},
     text,
 };
 
@@ -101,8 +101,8 @@ fn a_live_change_is_whole_or_not_at_all() {
     assert_eq!(settings(&scratch, "a"), before);
     assert_eq!(settings(&scratch, "b"), defaults(json!({})), "it is each disk's own");
 
-    let said = fails(&scratch, &["prefetch", "a", "off", "--memory", "4K"]);
-    assert_says(&said, &["weir: a: ", "prefetch-memory", "(4096)", "from 262144 to 1099511627776"]);
+    let said = misuses(&scratch, &["prefetch", "a", "off", "--memory", "4K"]);
+    assert_says(&said, &["weir: --memory 4K: is out of range; it may be from 256K to 1T"]);
     let said = fails(&scratch, &["prefetch", "a", "off", "--window-max", "32K"]);
     assert_says(&said, &["prefetch-window-min (65536) is above prefetch-window-max (32768)"]);
     let mut client = Qmp::negotiated(&scratch.socket("qmp"));

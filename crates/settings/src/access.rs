@@ -52,7 +52,7 @@ impl FromStr for Owner {
 pub fn socket_mode(text: &str) -> Result<u32, String> {
     let octal = !text.is_empty() && text.bytes().all(|byte| matches!(byte, b'0'..=b'7'));
     let mode = u32::from_str_radix(text, 8).ok().filter(|mode| octal && *mode <= 0o777);
-    mode.ok_or_else(|| "is no mode; write three octal digits, such as 0660".to_owned())
+    mode.ok_or_else(|| "is no mode; write up to four octal digits, at most 0777, such as 0660".to_owned())
 }
 
 #[cfg(test)]
@@ -66,7 +66,10 @@ mod tests {
             (Ok(0o660), Ok(0o777), Ok(0))
         );
         for wrong in ["", "1777", "0o660", "+660", "888", "rw"] {
-            assert_eq!(socket_mode(wrong).unwrap_err(), "is no mode; write three octal digits, such as 0660");
+            assert_eq!(
+                socket_mode(wrong).unwrap_err(),
+                "is no mode; write up to four octal digits, at most 0777, such as 0660"
+            );
         }
     }
 

@@ -13,7 +13,7 @@ use block::storage::{Format, rate::RateOptions};
 
 use super::{
     Address, Disk, DiskDraft, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings, Place, Plan,
-    Said, Server, Service, ServiceDraft, Settings, SocketAccess, Wrong, groups::Groups,
+    Said, Server, Service, ServiceDraft, Settings, SocketAccess, Wrong, groups::Groups, promises,
 };
 
 /// Threads by default, at most: past them a disk's own queue is what limits.
@@ -46,7 +46,9 @@ impl Plan {
         check_images(&draft.disks)?;
         check_rates(&draft.disks)?;
         let (by_name, groups) = Groups::plan(&draft.groups)?;
-        let disks = draft.disks.iter().map(|disk| plan_disk(disk, &by_name)).collect::<Result<_, _>>()?;
+        let disks: Vec<_> =
+            draft.disks.iter().map(|disk| plan_disk(disk, &by_name)).collect::<Result<_, _>>()?;
+        promises::check(&draft, &groups, &disks)?;
         let standard = standard_endpoints(&draft, inherited)?;
         let servers = servers(&draft.disks, &standard)?;
         let control = draft.service.qmp.clone();

@@ -26,6 +26,14 @@ impl Image {
         }
     }
 
+    /// The size in bytes, where it is a disk in memory.
+    pub fn memory_bytes(&self) -> Option<u64> {
+        match self.0 {
+            Spec::Memory(bytes) => Some(bytes),
+            Spec::File(_) | Spec::Null(_) => None,
+        }
+    }
+
     /// A disk's default name: the file's without its extension, or the kind of storage.
     pub fn default_name(&self) -> String {
         match &self.0 {

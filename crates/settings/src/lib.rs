@@ -14,6 +14,14 @@
 //! Never opens an image or a socket. It reads the config file, passphrases, and what weir keeps for
 //! itself between runs (`state`).
 
+/// How sizes are written, in one sentence for the help of every command that takes some.
+#[macro_export]
+macro_rules! sizes {
+    () => {
+        "Sizes take K, M, G, T, P or E (powers of 1024; KB, MB and so on are powers of 1000), in either case."
+    };
+}
+
 mod access;
 mod address;
 pub mod arguments;
@@ -29,6 +37,7 @@ pub mod on_error;
 mod place;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 pub mod prefetch;
+mod promises;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod qcow2;
 mod remarks;

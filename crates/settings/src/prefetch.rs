@@ -37,8 +37,7 @@ impl PrefetchDraft {
             Invalid::OutOfRange { setting, .. } => {
                 let place =
                     place(setting).map_or_else(|| Place::new(setting.name()), |said| said.place.clone());
-                let (least, most) = range(setting);
-                place.wrong(format!("is out of range; it may be from {least} to {most}"))
+                out_of_range(setting, &place)
             }
             // Whichever was said is to blame: the defaults do not cross.
             Invalid::WindowsCross { .. } => {
@@ -64,6 +63,12 @@ pub fn is_size(setting: Setting) -> bool {
 /// A value of it as users write it.
 pub fn show(setting: Setting, value: u64) -> String {
     if is_size(setting) { crate::exact_size(value) } else { value.to_string() }
+}
+
+/// The complaint that what is said there is too little or too much.
+pub fn out_of_range(setting: Setting, place: &Place) -> Wrong {
+    let (least, most) = range(setting);
+    place.wrong(format!("is out of range; it may be from {least} to {most}"))
 }
 
 /// The least and the most that it may be, as users write them.

@@ -50,7 +50,7 @@ impl Settings {
         GroupSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
     }
 
-    fn share(&self) -> Share {
+    pub(crate) fn share(&self) -> Share {
         let share = Share::new(self.weight).expect("checked");
         share.with_reservation(self.iops_reservation, self.bps_reservation)
     }

@@ -36,7 +36,8 @@ impl Rule for block::storage::InvalidOption {
     }
 }
 
-/// A number of bytes: digits, perhaps a fraction, perhaps one of `K M G T` (powers of 1024).
+/// A number of bytes: digits, perhaps a fraction, perhaps one of `K M G T P E` (powers of
+/// 1024), or `KB MB …` (powers of 1000).
 pub fn size(text: &str) -> Result<u64, String> {
     parse_size(text).map_err(Rule::rule)
 }

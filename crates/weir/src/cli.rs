@@ -17,10 +17,29 @@ impl Cli {
     /// What the process's command line says. Behind any command may stand `--version`, which their
     /// help does not repeat.
     pub(crate) fn read() -> Result<Self, clap::Error> {
-        with_version(Self::command())
+        whole(Self::command())
             .try_get_matches()
             .and_then(|mut matches| Self::from_arg_matches_mut(&mut matches))
     }
+}
+
+fn whole(command: clap::Command) -> clap::Command {
+    with_numbers(with_version(command))
+}
+
+/// What numbers are called where an option takes one.
+const NUMBERS: [&str; 9] = ["SIZE", "N", "TIME", "SECONDS", "PERCENT", "COUNT", "DEPTH", "OFFSET", "BYTE"];
+
+/// A number below zero reaches the option it is for, which says what it takes, and is not looked
+/// for among the options.
+fn with_numbers(command: clap::Command) -> clap::Command {
+    let is_number = |argument: &Arg| {
+        let names = argument.get_value_names().unwrap_or_default();
+        !argument.is_positional() && names.iter().any(|name| NUMBERS.contains(&name.as_str()))
+    };
+    let taking =
+        |argument: Arg| if is_number(&argument) { argument.allow_hyphen_values(true) } else { argument };
+    command.mut_args(taking).mut_subcommands(with_numbers)
 }
 
 fn with_version(command: clap::Command) -> clap::Command {
@@ -34,7 +53,10 @@ fn with_version(command: clap::Command) -> clap::Command {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Serve disks until SIGTERM
-    #[command(after_help = daemon::serve::EXAMPLES)]
+    #[command(
+        after_help = daemon::serve::EXAMPLES,
+        override_usage = "weir serve [OPTIONS] <IMAGE>...\n       weir serve [OPTIONS] --config <FILE>"
+    )]
     Serve(Box<daemon::serve::ServeArgs>),
     /// Show what runs, how fast, and what holds it back
     #[command(after_help = status::EXAMPLES)]
@@ -78,10 +100,58 @@ pub(crate) enum Command {
 mod tests {
     use clap::CommandFactory as _;
 
-    use super::Cli;
+    use super::{Cli, whole};
 
     #[test]
     fn the_command_is_consistent() {
-        Cli::command().debug_assert();
+        whole(Cli::command()).debug_assert();
+    }
+
+    fn said(line: &str) -> String {
+        let words = std::iter::once("weir").chain(line.split_whitespace());
+        let matches = whole(Cli::command()).try_get_matches_from(words);
+        let text = matches.expect_err(line).render().to_string();
+        text.strip_prefix("error: ").unwrap_or(&text).to_owned()
+    }
+
+    #[test]
+    fn a_number_below_zero_is_judged_by_its_option() {
+        for (line, option, rule) in [
+            ("serve a --bps-total -5", "'-5' for '--bps-total <SIZE>'", "is not a size"),
+            ("serve a --bps-total=-5", "'-5' for '--bps-total <SIZE>'", "is not a size"),
+            ("serve a --memory -5G", "'-5G' for '--memory <SIZE>'", "is not a size"),
+            ("throttle x --iops-total -1", "'-1' for '--iops-total <N>'", "is not a whole number"),
+            ("throttle x --read-iops-sec -1", "'-1' for '--read-iops-sec", "is not a whole number"),
+            ("status --interval -1s", "'-1s' for '--interval <TIME>'", "is not a duration"),
+            ("cgroup limit / --device sda --bps-total -5", "'-5' for '--bps-total <SIZE>'", "is not a size"),
+        ] {
+            let text = said(line);
+            assert!(
+                text.starts_with(&format!("invalid value {option}")) && text.contains(rule),
+                "{line}: {text}"
+            );
+        }
+    }
+
+    #[test]
+    fn serve_says_what_disks_can_come_from() {
+        let text = said("serve");
+        assert!(text.contains("--config <FILE>") && text.contains("IMAGE"), "{text}");
+    }
+
+    /// Where help tells how sizes are written it does so in the same words.
+    #[test]
+    fn sizes_are_described_in_one_way() {
+        fn look(command: &clap::Command, found: &mut usize) {
+            let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            if help.contains("powers of 10") {
+                assert!(help.contains(settings::sizes!()), "{}: {help}", command.get_name());
+                *found += 1;
+            }
+            command.get_subcommands().for_each(|command| look(command, found));
+        }
+        let mut found = 0;
+        look(&Cli::command(), &mut found);
+        assert!(found > 4, "{found} commands describe sizes");
     }
 }

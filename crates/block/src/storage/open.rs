@@ -102,7 +102,9 @@ pub(crate) fn wrapped(spec: &str, mut storage: Storage, options: OpenOptions) ->
         let whole = storage.size_bytes();
         storage = storage.part(part);
         if storage.size_bytes() == 0 || part.size.is_some_and(|size| size > storage.size_bytes()) {
-            let why = format!("has {whole} bytes, and the part that was asked for is not all inside");
+            let why = format!(
+                "has {whole} bytes, and the part that was asked for (--options), which takes the file as raw, is not all inside"
+            );
             return Err(OpenError::new(spec, why, "choose another offset or size"));
         }
     }

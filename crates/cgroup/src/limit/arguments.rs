@@ -7,7 +7,8 @@ use settings::arguments::limits;
 
 use super::kept::{self, Change};
 
-pub(crate) const EXAMPLES: &str = "\
+pub(crate) const EXAMPLES: &str = concat!(
+    "\
 Examples:
   weir cgroup limit nginx.service --device /var/lib --bps-write 20M
       20 MiB per second written to the disk below that directory, from now on, until the machine ends.
@@ -25,8 +26,9 @@ Examples:
       No limit any more.
 
 What is not named stays as it is, and without any setting nothing changes; a limit set to 0 is none, and its burst goes with it. All of a change is made, or nothing.
-Sizes take K, M, G or T (powers of 1024).
-Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
+", settings::sizes!(), "
+Exit status: 0 done, 1 failed, 2 wrong use of the command line."
+);
 
 /// What `weir cgroup limit` is told.
 #[derive(Debug, Args)]

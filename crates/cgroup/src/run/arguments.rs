@@ -6,7 +6,8 @@ use clap::Args;
 
 use crate::limit::arguments::SettingsArgs;
 
-pub(crate) const EXAMPLES: &str = "\
+pub(crate) const EXAMPLES: &str = concat!(
+    "\
 Examples:
   weir cgroup run --bps-write 20M -- tar -xf backup.tar
       Unpacks with at most 20 MiB/s written to the disk below the current directory, and says at the end how it went.
@@ -16,8 +17,9 @@ Examples:
   weir cgroup run --json --output run.json -- make -j8
       No limits: only what the command reads and writes, as JSON in a file.
 
-The command's standard streams are weir's own, and so is its exit status; killed by a signal, it is 128 and the signal's number. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to it. The summary comes last, on standard error. Bursts and watermarks are run without `weir cgroup watch`. Sizes take K, M, G or T (powers of 1024).
-Exit status: the command's; of weir itself 1 (failed) or 2 (wrong use); 125, 126 or 127 as env(1) if the command cannot be run.";
+The command's standard streams are weir's own, and so is its exit status; killed by a signal, it is 128 and the signal's number. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to it. The summary comes last, on standard error. Bursts and watermarks are run without `weir cgroup watch`. ", settings::sizes!(), "
+Exit status: the command's; of weir itself 1 (failed) or 2 (wrong use); 125, 126 or 127 as env(1) if the command cannot be run."
+);
 
 /// What `weir cgroup run` is told.
 #[derive(Debug, Args)]

@@ -14,8 +14,7 @@ Examples:
   weir cgroup watch --settle
       Set every limit as configured, without bursts, and end: for a service manager to call after a crash.
 
-While it runs, io.max changes as the limits' bursts, watermarks and groups have it. When it ends or is killed, a second process, the
-guard, sees to it that each limit is what was configured, without bursts; the next watch goes on from there. `weir serve --cgroup-limits` does the same in the daemon.
+While it runs, io.max changes as the limits' bursts, watermarks and groups have it. When it ends or is killed, a second process, the guard, sees to it that each limit is what was configured, without bursts; the next watch goes on from there. `weir serve --cgroup-limits` does the same in the daemon.
 Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line.";
 
 /// What `weir cgroup watch` is told.

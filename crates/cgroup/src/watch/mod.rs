@@ -106,7 +106,8 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
             tracing::info!(signal, "ending");
             stop.send(()).is_ok()
         }
-        Request::HangUp | Request::Meaningless(_) => true,
+        // At the end there is nothing to wait for.
+        Request::EndAtOnce(_) | Request::HangUp | Request::Meaningless(_) => true,
     };
     signals.forward(hear).context("the thread that waits for signals")?;
     tracing::info!(limits = %path.display(), "ready");

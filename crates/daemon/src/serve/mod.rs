@@ -118,6 +118,8 @@ impl Daemon {
         // Nobody listens only when all ends anyway.
         let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
         let inventory = Inventory::new(config, ender);
+        // Written once clients can come; whether it may be is known before anything is touched.
+        plan.service.pid_file.as_deref().map(PidFile::check).transpose()?;
         // A key takes seconds to derive, and a pipe may never say its passphrase.
         match until_ended(assemble::disks(plan, &inventory), &events.1).await {
             Ok(opened) => opened?,
@@ -127,6 +129,7 @@ impl Daemon {
                 return Ok(None);
             }
         }
+        memory::warn_of_disks(&plan.disks);
         inventory.look_at_devices(plan.service.state.as_deref())?;
         let tls = assemble::credentials(&plan.service.tls)?;
         let workers = Rc::new(start_workers(&plan.service)?);
@@ -149,23 +152,22 @@ impl Daemon {
 
     async fn run(self) -> anyhow::Result<()> {
         let mut outcome = Ok(());
-        let (mut ending, mut signalled) = (false, false);
+        let mut ending = false;
         loop {
             // The daemon itself holds a sender, so there is always a next event.
             match self.events.1.recv().await.context("the daemon's events ended")? {
                 Event::Signal(request @ (Request::HangUp | Request::Meaningless(_))) => ignore(request),
-                Event::Signal(Request::End(signal)) if signalled => {
+                Event::Signal(Request::EndAtOnce(signal)) => {
                     return Err(anyhow!(
                         "{signal}: ended at once, as asked twice (check what was being written)"
                     ));
                 }
                 // It may only repeat what a client has asked for with `quit`.
-                Event::Signal(Request::End(_)) if ending => signalled = true,
+                Event::Signal(Request::End(_)) | Event::End(_) if ending => {}
                 Event::Signal(Request::End(signal)) => {
-                    (ending, signalled) = (true, true);
+                    ending = true;
                     self.finish(signal, Ending::Signal);
                 }
-                Event::End(_) if ending => {}
                 Event::End(End::Asked) => {
                     ending = true;
                     self.finish("quit", Ending::Quit);
@@ -240,7 +242,7 @@ fn ignore(request: Request) {
     match request {
         Request::HangUp => tracing::info!("SIGHUP ignored: there is nothing to reload"),
         Request::Meaningless(signal) => tracing::info!("{signal} ignored: it means nothing to weir"),
-        Request::End(_) => {}
+        Request::End(_) | Request::EndAtOnce(_) => {}
     }
 }
 
@@ -253,7 +255,7 @@ async fn until_ended<T>(
     let mut ended = pin!(async {
         loop {
             match events.recv().await {
-                Ok(Event::Signal(Request::End(signal))) => return signal,
+                Ok(Event::Signal(Request::End(signal) | Request::EndAtOnce(signal))) => return signal,
                 Ok(Event::Signal(request)) => ignore(request),
                 // Nothing else happens before the daemon serves.
                 Ok(_) => {}

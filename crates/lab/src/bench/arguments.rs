@@ -12,7 +12,8 @@ use settings::{
 use crate::{bench::BenchTarget, load::Spacing, result::arguments::ResultArgs};
 
 /// Shown below the options.
-pub const EXAMPLES: &str = "\
+pub const EXAMPLES: &str = concat!(
+    "\
 Examples:
   weir bench -f raw -t none -s 4K --random vm1.raw
       75000 random reads of 4 KiB past the page cache, 64 in flight.
@@ -28,9 +29,10 @@ Examples:
       What the data path costs where the disk costs nothing.
 
 Requests go through the very code that `weir serve` runs, on one thread for each job, without a client and a socket in between; those for an NBD URI through a connection for each job.
-Sizes take K, M, G or T (powers of 1024), times ns, us, ms or s. With --json, what fio prints with its own, and \"weir\" beside it.
+", settings::sizes!(), " Times take ns, us, ms or s. With --json, what fio prints with its own, and \"weir\" beside it.
 Ctrl-C ends the sending; what was measured until then is told.
-Exit status: 0 measured, 1 failed or interrupted, 2 wrong use of the command line.";
+Exit status: 0 measured, 1 failed or interrupted, 2 wrong use of the command line."
+);
 
 /// So many percent of the requests go to so many percent of the disk: `90/10`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

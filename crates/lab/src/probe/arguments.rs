@@ -14,7 +14,9 @@ Examples:
   weir probe /dev/nvme0n1 --write
       Writes too, over what is on the device. Refused where it is in use, or holds something known.
 
-Results are kept, and `weir serve` goes by them where a group has a watermark.
+Results are kept, and `weir serve` goes by them where a group has a watermark: root's in /var/lib/weir, those of other users in weir \
+below $XDG_STATE_HOME, or else in .local/state/weir below $HOME. Where a user has neither variable it is /var/lib/weir too, unless \
+--state names another place. Whether results can be kept there is looked at before anything is measured.
 Exit status: 0 measured, 1 failed, 2 wrong use of the command line.";
 
 /// What `weir probe` is told.

@@ -54,6 +54,12 @@ pub fn run(arguments: ProbeArgs) -> Result<(), Failure> {
     // Without an identity (a file system in memory) it is measured but not kept.
     let identity = Identity::resolve(Number::unpack(target.device_number), &roots).ok();
     let name = arguments.path.display().to_string();
+    let device = identity.map(|identity| (identity.node(), identity.key().to_owned()));
+    let store = Store::new(arguments.state.as_deref());
+    // Before minutes of measuring.
+    if device.is_some() {
+        store.try_out()?;
+    }
     let progress = Progress::new(arguments.json);
     let read_only = arguments.read_only;
     let seconds = Duration::from_secs(arguments.seconds);
@@ -61,10 +67,10 @@ pub fn run(arguments: ProbeArgs) -> Result<(), Failure> {
         let measured = measure(&target, &name, seconds, read_only, &progress).await;
         Ok(measured.with_context(|| format!("{name}: cannot be measured"))?)
     })?;
-    let store = Store::new(arguments.state.as_deref());
-    let report = keep(measured, &store, identity.as_ref(), arguments.path.display().to_string())?;
+    let (report, kept) = keep(measured, &store, device, arguments.path.display().to_string());
     let text = if arguments.json { report.json() } else { report.text() };
-    Ok(print(&text)?)
+    print(&text)?;
+    Ok(kept?)
 }
 
 #[derive(Debug)]
@@ -134,17 +140,18 @@ fn capacity(figures: &[Figure]) -> Figures {
     }
 }
 
+/// What was measured is told whether or not it could be kept.
 fn keep(
     measured: Measured,
     store: &Store,
-    identity: Option<&Identity>,
+    device: Option<(String, String)>,
     target: String,
-) -> anyhow::Result<Report> {
+) -> (Report, anyhow::Result<()>) {
     let Measured { size_bytes, figures, mut not_measured } = measured;
     let mut capacity = capacity(&figures);
-    let mut kept = None;
-    if let Some(identity) = identity {
-        let earlier = store.load(identity.key()).ok().flatten();
+    let mut saved = Ok(None);
+    if let Some((node, key)) = &device {
+        let earlier = store.load(key).ok().flatten();
         if let Some(earlier) = earlier.filter(|_| capacity.write_bps == 0 && capacity.write_iops == 0) {
             capacity.write_iops = earlier.capacity.write_iops;
             capacity.write_bps = earlier.capacity.write_bps;
@@ -153,11 +160,14 @@ fn keep(
             }
         }
         let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        let record = Record { key: identity.key().to_owned(), device: identity.node(), time, capacity };
-        kept = Some(store.save(&record)?);
+        let record = Record { key: key.clone(), device: node.clone(), time, capacity };
+        saved = store.save(&record).map(Some);
     }
-    let device = identity.map(|identity| (identity.node(), identity.key().to_owned()));
-    Ok(Report { target, device, size_bytes, figures, capacity, not_measured, kept })
+    let (kept, outcome) = match saved {
+        Ok(kept) => (kept, Ok(())),
+        Err(error) => (None, Err(error)),
+    };
+    (Report { target, device, size_bytes, figures, capacity, not_measured, kept }, outcome)
 }
 
 #[cfg(test)]
@@ -168,6 +178,30 @@ mod tests {
 
     fn figure(pattern: Pattern, direction: Direction, block_bytes: usize, rate: f64) -> Figure {
         Figure { load: Load { pattern, direction, block_bytes }, rate, spread: 0.0 }
+    }
+
+    #[test]
+    fn what_cannot_be_kept_is_told() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let device = Some(("/dev/vda".to_owned(), "serial".to_owned()));
+        let measure = || Measured {
+            size_bytes: 1 << 20,
+            figures: vec![figure(Pattern::Random, Direction::Read, 4096, 100.0)],
+            not_measured: Vec::new(),
+        };
+        let store = Store::new(Some(&file));
+        let (report, outcome) = keep(measure(), &store, device.clone(), "x".to_owned());
+        assert_eq!((report.capacity.read_iops, report.kept), (100, None));
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains("cannot be written (give another place with --state)"), "{error}");
+        let error = store.try_out().unwrap_err().to_string();
+        assert!(error.contains("cannot be written to (give another place with --state)"), "{error}");
+        let store = Store::new(Some(directory.path()));
+        store.try_out().unwrap();
+        let (report, outcome) = keep(measure(), &store, device, "x".to_owned());
+        assert!(outcome.is_ok() && report.kept.is_some());
     }
 
     #[test]

@@ -18,7 +18,8 @@ use crate::{
 };
 
 /// Shown below the options.
-pub const EXAMPLES: &str = "\
+pub const EXAMPLES: &str = concat!(
+    "\
 Examples:
   weir simulate vm1.csv.zst --iops-total 1000 --iops-total-max 5000 --iops-total-max-length 5
       What these limits would have done to the disks of the trace, each by itself.
@@ -34,8 +35,9 @@ Examples:
       The table of io-throttle v16 (2009), beside its own figures.
 
 Traces: weir's CSV (time_ns,disk,op,offset,length), fio's iolog 2 and 3, blkparse, MSR Cambridge, Alibaba, CloudPhysics; plain, gz or zst; - is standard input. Requests come when the trace says, however long those before them take.
-Sizes take K, M, G or T (powers of 1024), times ns, us, ms or s.
-Exit status: 0 simulated, 1 failed or not to the end, 2 wrong use of the command line.";
+", settings::sizes!(), " Times take ns, us, ms or s.
+Exit status: 0 simulated, 1 failed or not to the end, 2 wrong use of the command line."
+);
 
 /// What `weir simulate` is told.
 #[derive(Debug, Args)]

@@ -19,8 +19,18 @@ use crate::statistics::{Comparison, Verdict, median};
 /// Smaller gains are worth no change, and chance would decide between equals.
 pub(super) const MARGIN: f64 = 0.05;
 
-pub(super) const RULE: &str = "Recommended is the first configuration, in this order, that was shown to be within 5 % of the fastest: \
-     the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %. What is not settled could become another one with more --budget.";
+const RULE: &str = "Recommended is the first configuration, in this order, that was shown to be within 5 % of the fastest: \
+     the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %.";
+
+/// To follow [`RULE`] where it was not followed to its end.
+const NOT_SETTLED: &str = " What is not settled was not measured often enough to show that: where it was shown of nothing, \
+     the goal's base is named (the default, or for integrity the default with a safe cache mode), and another may be \
+     ahead in the table. More --budget can settle it.";
+
+/// How recommendations came about, if all were `settled`, and if not.
+pub(super) fn rule(settled: bool) -> String {
+    if settled { RULE.to_owned() } else { format!("{RULE}{NOT_SETTLED}") }
+}
 
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Choice {

@@ -4,7 +4,7 @@ use console::{figures, table};
 
 use super::{
     apply::Target,
-    choice::{Choice, RULE},
+    choice::{Choice, rule},
     goal::Goal,
     matrix::{Configuration, Pattern},
     recommend::{Recommendation, percent},
@@ -86,7 +86,7 @@ impl Found<'_> {
         }
         text += &match recommendations.as_slice() {
             [] => "Nothing was measured.\n".to_owned(),
-            _ => format!("\n{RULE}\n"),
+            all => format!("\n{}\n", rule(all.iter().all(|one| one.settled))),
         };
         for remark in self.remarks {
             text += &format!("{remark}\n");
@@ -219,7 +219,8 @@ fn beside_default(comparison: &Comparison) -> String {
 fn recommended(recommendations: &[Recommendation]) -> Table {
     let columns = ["For", "Use", "Gains", "Costs", "A power failure loses"];
     let rows = recommendations.iter().map(Recommendation::row).collect();
-    Table { note: Some(RULE.to_owned()), ..Table::new("Recommended", columns, rows) }
+    let settled = recommendations.iter().all(|recommendation| recommendation.settled);
+    Table { note: Some(rule(settled)), ..Table::new("Recommended", columns, rows) }
 }
 
 fn apply(recommendation: &Recommendation) -> Table {

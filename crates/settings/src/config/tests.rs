@@ -268,7 +268,7 @@ fn values_are_refused_with_their_rule() {
     check_disk("iops-total = inf", "is not a whole number of 0 or more");
     check_disk(
         "bps-read = \"10 MB\"",
-        "is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G)",
+        "is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G; KB is 1000, and so on)",
     );
     check_disk("export = []", "is empty (leave the key out, or give a value)");
     check_disk("export = \"nbd\"", "is not a table; write its settings as KEY = VALUE lines below it");

@@ -1,14 +1,14 @@
 //! A change of settings: which, to what; how it is written down, sent, and told.
 //!
-//! Each setting has one name, on the command line, in the config file and to the daemon. Never
-//! judges a value beyond its type: rules between settings are the daemon's.
+//! Each setting has one name, on the command line, in the config file and to the daemon. A value is
+//! judged by itself; rules between settings are the daemon's.
 
 use policy::{
     prefetch::{self, Mode},
-    throttle::{Part, Setting},
+    throttle::{Limits, Part, Setting},
 };
 use serde_json::{Map, Value};
-use settings::suggest;
+use settings::{Place, Said, SettingsDraft, Wrong, suggest};
 
 use super::report::Settings;
 
@@ -111,6 +111,31 @@ impl Name {
         value.map_err(|rule| format!("{} = {text}: {rule}", self.text()))
     }
 
+    /// Whether the value could be right at all, whatever else is set.
+    fn judge(self, value: &Setpoint) -> Result<(), Wrong> {
+        let &Setpoint::Number(number) = value else { return Ok(()) };
+        let place = Place::option(self.text(), number);
+        let mut draft = SettingsDraft::default();
+        let setting = match self {
+            Self::Limit(setting) => {
+                let set = Limits::default().set(setting, number);
+                return set.map_err(|invalid| place.wrong(invalid.rule.to_string()));
+            }
+            Self::PrefetchNumber(setting) if !setting.range().contains(&number) => {
+                let shown = settings::prefetch::show(setting, number);
+                let place = Place::option(settings::prefetch::short_name(setting), shown);
+                return Err(settings::prefetch::out_of_range(setting, &place));
+            }
+            Self::PrefetchNumber(_) | Self::Group | Self::Prefetch => return Ok(()),
+            Self::Weight => &mut draft.weight,
+            Self::IopsReservation => &mut draft.iops_reservation,
+            Self::BpsReservation => &mut draft.bps_reservation,
+            Self::Watermark => &mut draft.watermark,
+        };
+        *setting = Some(Said::new(number, place));
+        draft.check().map(drop)
+    }
+
     /// A value of it as users write it: `none` for what is not set.
     pub(crate) fn show(self, value: &Setpoint) -> String {
         match value {
@@ -149,6 +174,14 @@ impl Change {
             Some((_, known)) => *known = value,
             None => self.0.push((name, value)),
         }
+    }
+
+    /// Whether each value could be right at all: what need not be asked of a daemon.
+    ///
+    /// # Errors
+    /// The first that could not, told by its option.
+    pub(crate) fn judge(&self) -> Result<(), Wrong> {
+        self.iter().try_for_each(|(name, value)| name.judge(value))
     }
 
     pub(crate) fn is_empty(&self) -> bool {

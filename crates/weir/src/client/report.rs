@@ -314,6 +314,9 @@ impl Report {
     }
 
     pub(crate) fn no_such(&self, name: &str) -> String {
+        if name.is_empty() {
+            return "the name is empty (`weir status` lists disks and groups)".to_owned();
+        }
         let advice = match settings::suggest::nearest(name, self.names()) {
             Some(near) => format!("did you mean {near:?}?"),
             None => "`weir status` lists them".to_owned(),

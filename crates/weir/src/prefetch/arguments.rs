@@ -16,7 +16,8 @@ use crate::{
     saving::SaveArgs,
 };
 
-pub(crate) const EXAMPLES: &str = "\
+pub(crate) const EXAMPLES: &str = concat!(
+    "\
 Examples:
   weir prefetch vm1
       What is set for the disk vm1, and what came of it.
@@ -27,9 +28,10 @@ Examples:
   weir prefetch vm1 auto --save
       Where it pays; and so after the next start too.
 
-All settings of one command change together, or none does. Sizes take K, M, G or T (powers of 1024).
+All settings of one command change together, or none does. ", settings::sizes!(), "
 The hit rate is the share of reads that were answered from memory, wholly or in part; the accuracy the share of what was read ahead that \
-was used, of that whose fate is known. Both are since the disk was opened.";
+was used, of that whose fate is known. Both are since the disk was opened."
+);
 
 /// What `weir prefetch` is told.
 #[derive(Debug, Args)]

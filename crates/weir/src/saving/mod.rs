@@ -46,6 +46,8 @@ pub(crate) struct Common<'a> {
 /// Fails if the daemon refuses or cannot be asked, or the config file cannot be written.
 pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
     let Common { name, json, qmp, save } = setter.common();
+    // Which settings it has does not depend on what is in force, only those that go with them.
+    setter.change(&Settings::default()).judge().map_err(|wrong| Failure::Usage(wrong.into()))?;
     let mut client = Client::reach(qmp.clone())?;
     let (answer, report) = client.status()?;
     let node = setter.find(&report).map_err(anyhow::Error::msg)?;

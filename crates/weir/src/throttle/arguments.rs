@@ -17,7 +17,8 @@ use crate::{
     saving::SaveArgs,
 };
 
-pub(crate) const EXAMPLES: &str = "\
+pub(crate) const EXAMPLES: &str = concat!(
+    "\
 Examples:
   weir throttle vm1
       The settings of the disk vm1.
@@ -28,11 +29,12 @@ Examples:
   weir throttle vm1 --group gold --weight 200 --save
       Into a group, with twice the share of a neighbour; and so after the next start too.
 
-All settings of one command change together, or none does. What is set to 0 is no limit. Sizes take K, M, G or T (powers of 1024).
+All settings of one command change together, or none does. What is set to 0 is no limit. ", settings::sizes!(), "
 
 The names of `virsh blkdeviotune` are understood too: --total-bytes-sec, --read-iops-sec-max, --size-iops-sec, \
 --group-name and so on, also with underscores. As there, a limit clears the others of its kind: --read-iops-sec \
-those on total and written operations. Their sizes may end in KB, MB or GB (powers of 1000) as well.";
+those on total and written operations."
+);
 
 /// What `weir throttle` is told.
 #[derive(Debug, Args)]
@@ -152,20 +154,10 @@ const VIRSH: [(&str, &str); 19] = [
     ("size-iops-sec", "size_iops_sec"),
 ];
 
-/// As [`settings::size`], and `B`, `KiB` or `KB` and so on, the latter powers of 1000.
+/// As [`settings::size`], and `bytes` behind a number.
 fn virsh_size(text: &str) -> Result<u64, String> {
-    let bare = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
-    let unit = text[bare.len()..].to_ascii_lowercase();
-    if unit == "b" || unit == "bytes" {
-        return settings::size(bare);
-    }
-    let Some(letter) = unit.strip_suffix('b').filter(|unit| !unit.ends_with('i')) else {
-        return settings::size(&format!("{bare}{}", unit.strip_suffix("ib").unwrap_or(&unit)));
-    };
-    let exponent = ["k", "m", "g", "t"].iter().position(|&known| known == letter);
-    let exponent = exponent.ok_or_else(|| format!("has an unknown unit {unit}; write K, M, G or T"))?;
-    let value = settings::count(bare)?;
-    value.checked_mul(1000_u64.pow(exponent as u32 + 1)).ok_or_else(|| "is too large".to_owned())
+    let number = text.strip_suffix("bytes").filter(|number| number.ends_with(|c: char| c.is_ascii_digit()));
+    settings::size(number.unwrap_or(text))
 }
 
 fn virsh_option(setting: Setting, (name, old_name): (&'static str, &'static str)) -> Arg {
@@ -174,6 +166,7 @@ fn virsh_option(setting: Setting, (name, old_name): (&'static str, &'static str)
         .long(name)
         .alias(old_name)
         .value_parser(parser)
+        .value_name(if setting.is_size() { "SIZE" } else { "N" })
         .conflicts_with(setting.name())
         // The text below the options tells them.
         .hide(true)
@@ -286,11 +279,12 @@ mod tests {
 
     #[test]
     fn sizes_of_virsh_know_powers_of_1000() {
-        let sizes =
-            ["10", "10b", "10K", "10KiB", "10kb", "2GB", "1.5M"].map(|text| virsh_size(text).unwrap());
-        assert_eq!(sizes, [10, 10, 10 << 10, 10 << 10, 10_000, 2_000_000_000, 3 << 19]);
-        assert_eq!(virsh_size("1xb").unwrap_err(), "has an unknown unit xb; write K, M, G or T");
-        assert_eq!(virsh_size("99999999999TB").unwrap_err(), "is too large");
-        assert!(virsh_size("").is_err() && virsh_size("M").is_err() && virsh_size("ib").is_err());
+        let sizes = ["10", "10b", "10bytes", "10K", "10KiB", "10kb", "2GB", "1.5M"]
+            .map(|text| virsh_size(text).unwrap());
+        assert_eq!(sizes, [10, 10, 10, 10 << 10, 10 << 10, 10_000, 2_000_000_000, 3 << 19]);
+        assert!(virsh_size("99999999999TB").unwrap_err().starts_with("is too large"));
+        for wrong in ["", "M", "ib", "bytes", "1xb", "1Kbytes"] {
+            assert!(virsh_size(wrong).unwrap_err().starts_with("is not a size"), "{wrong}");
+        }
     }
 }

@@ -117,6 +117,9 @@ fn said(name: &str, failure: &OpenFailure) -> OpenError {
             "its refcounts were not written when it was last used".to_owned(),
             "`weir image check --repair` counts them again; --read-only opens it as it is",
         ),
+        OpenFailure::NoSnapshot(wanted) => {
+            (format!("has no snapshot {wanted:?}"), "`weir image snapshot -l` lists them")
+        }
         OpenFailure::Caches(invalid) => (invalid.to_string(), "the caches' sizes go by the image's clusters"),
         // Looked for before there was anything to open.
         OpenFailure::LegacyAes | OpenFailure::NoKey | OpenFailure::NoDataFile => {

@@ -86,6 +86,9 @@ pub enum OpenFailure {
         "it is encrypted with QEMU's old AES method, which is not safe (convert it with `qemu-img convert` to LUKS)"
     )]
     LegacyAes,
+    /// There is none of that id or name.
+    #[error("it has no snapshot {0:?} (`weir image snapshot -l` lists them)")]
+    NoSnapshot(String),
     /// No key was given.
     #[error("it is encrypted with LUKS (give its passphrase)")]
     NoKey,
@@ -196,8 +199,10 @@ impl Qcow2 {
             check::check(&storage, Repair::All).await?;
             header = read_header(&storage).await?;
         }
-        if let Purpose::Snapshot(name) = purpose {
-            snapshot::look_into(&storage, &mut header, name).await?;
+        if let Purpose::Snapshot(name) = purpose
+            && !snapshot::look_into(&storage, &mut header, name).await?
+        {
+            return Err(OpenFailure::NoSnapshot(name.to_owned()));
         }
         let first = bytes::read(&storage, 0, header.cluster_bytes() as usize).await?;
         let read_only = read_only || storage.read_only();

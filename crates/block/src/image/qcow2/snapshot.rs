@@ -71,18 +71,16 @@ impl From<MetadataError> for SnapshotError {
     }
 }
 
-/// Makes a header one by which the snapshot is read: its L1 table, and its size.
+/// Makes a header one by which the snapshot is read: its L1 table, and its size; whether there is
+/// such a snapshot.
 pub(super) async fn look_into(
     storage: &Storage,
     header: &mut Header,
     name: &str,
-) -> Result<(), MetadataError> {
+) -> Result<bool, MetadataError> {
     let (snapshots, _) = read(storage, header).await?;
     let Some(snapshot) = Snapshot::find(&snapshots, name).map(|found| &snapshots[found]) else {
-        return Err(Invalid::new(format!(
-            "it has no snapshot {name:?} (`weir image snapshot -l` lists them)"
-        ))
-        .into());
+        return Ok(false);
     };
     header.size_bytes = snapshot.disk_bytes.unwrap_or(header.size_bytes);
     (header.l1_offset, header.l1_entries) = (snapshot.l1_offset, snapshot.l1_entries);
@@ -93,5 +91,5 @@ pub(super) async fn look_into(
         );
         return Err(Invalid::new(what).into());
     }
-    Ok(())
+    Ok(true)
 }

@@ -8,7 +8,7 @@ use block::{
     disk::OnError,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
-use clap::Args;
+use clap::{ArgGroup, Args};
 use policy::throttle::Setting;
 use settings::{
     Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft,
@@ -18,7 +18,8 @@ use settings::{
 };
 
 /// Shown below the options.
-pub const EXAMPLES: &str = "\
+pub const EXAMPLES: &str = concat!(
+    "\
 Examples:
   weir serve vm1.raw
       The image at nbd://localhost, as `qemu-nbd vm1.raw` would, for any number of clients.
@@ -34,12 +35,14 @@ Examples:
   weir serve --config /etc/weir.toml
       Many disks; docs/reference/config.md lists the keys.
 
-Sizes take K, M, G or T (powers of 1024), times ns, us, ms or s.
-SIGTERM and SIGINT finish what is in flight, flush and exit with status 0; a second one exits at once with status 1.
-Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line.";
+", settings::sizes!(), " Times take ns, us, ms or s.
+SIGTERM and SIGINT finish what is in flight, flush and exit with status 0; another one, a second or more after the first, exits at once with status 1.
+Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line."
+);
 
 /// What `weir serve` is told.
 #[derive(Debug, Args)]
+#[command(group(ArgGroup::new("disks").args(["images", "config"]).required(true).multiple(true)))]
 pub struct ServeArgs {
     /// Take the disks from this file; options of an image, its limits and devices to imitate are
     /// then its keys
@@ -71,7 +74,7 @@ pub struct ServeArgs {
 #[command(next_help_heading = "Image")]
 struct ImageArgs {
     /// A file, a block device, memory:SIZE or null:SIZE; several are several disks
-    #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>, display_order = 0, required_unless_present = "config", conflicts_with = "config")]
+    #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>, display_order = 0, conflicts_with = "config")]
     images: Vec<Image>,
     /// How the image's bytes are laid out: raw or qcow2 [default: found by probing, where that is
     /// safe]
@@ -181,11 +184,12 @@ struct ProcessArgs {
     /// [default: 0]
     #[arg(long, value_name = "TIME", value_parser = settings::duration)]
     poll: Option<std::time::Duration>,
-    /// Memory for data: of requests, disks in memory, caches and read-ahead; clients wait for more
-    /// [default: four fifths of what the machine, its cgroup and ulimit allow]
+    /// Memory for data: of requests, which wait for more, of disks in memory, where writes past it
+    /// fail with ENOSPC, of caches and read-ahead; at least 128M [default: four
+    /// fifths of what the machine, its cgroup and ulimit allow]
     #[arg(long, value_name = "SIZE", value_parser = settings::size)]
     memory: Option<u64>,
-    /// Leave the process's number in this file while it serves
+    /// Leave the process's number in this file, locked, while it serves
     #[arg(long, value_name = "FILE")]
     pid_file: Option<PathBuf>,
     /// Refuse images outside of this directory, and those that name files outside of it
@@ -306,16 +310,19 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         let place = Place::option("qmp", format_args!("unix:{}", path.display()));
         Said { value: path, place }
     };
+    fn said<T>(name: &str, value: Option<T>, show: fn(&T) -> String) -> Option<Said<T>> {
+        value.map(|value| Said { place: Place::option(name, show(&value)), value })
+    }
     ServiceDraft {
         nbd: network.nbd.into_iter().map(address).collect(),
         qmp: network.qmp.into_iter().map(socket).collect(),
         socket_mode: Said::option("socket-mode", network.socket_mode),
         socket_owner: Said::option("socket-owner", network.socket_owner),
         exit_when_idle: Said::option("exit-when-idle", network.exit_when_idle.then_some(true)),
-        workers: Said::option("workers", process.workers),
-        poll: Said::option("poll", process.poll),
+        workers: said("workers", process.workers, usize::to_string),
+        poll: said("poll", process.poll, |time| format!("{time:?}")),
         max_connections: Said::option("max-connections", network.max_connections),
-        memory: Said::option("memory", process.memory),
+        memory: said("memory", process.memory, |size| settings::exact_size(*size)),
         tls: TlsDraft {
             mode: Said::option("tls", tls.tls),
             certificates: Said::option("tls-certificates", tls.tls_certificates),

@@ -159,14 +159,16 @@ fn values_that_make_no_sense_are_refused() {
     check(
         "a --bps-total 10Q",
         "invalid value '10Q' for '--bps-total <SIZE>': \
-         is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G)",
+         is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G; KB is 1000, and so on)",
     );
     check(
         "a --max-connections 5000000000",
         "invalid value '5000000000' for '--max-connections <N>': \
          is too large; it may be 4294967295 at most, or 0 for any number",
     );
-    check("a --workers 0", "--workers: is out of range; it is from 1 to 256");
+    check("a --workers 0", "--workers 0: is out of range; it is from 1 to 256");
+    check("a --memory 1M", "--memory 1M: is too little; it is at least 128M");
+    check("a --poll 2s", "--poll 2s: is too long; it is 1s at most (0 never polls)");
     check(
         "a --force-share",
         "--force-share: needs read-only; sharing an image that others write is for reading alone",

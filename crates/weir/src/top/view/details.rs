@@ -33,6 +33,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'
         held(state, row, width),
         ahead(row.node),
     ];
+    let lines = lines.map(|line| super::fitted(line, area.width));
     frame.render_widget(ratatui::text::Text::from(lines.to_vec()), area);
 }
 

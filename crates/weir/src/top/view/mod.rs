@@ -69,7 +69,32 @@ fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {
             Line::from(vec![name, Span::raw(facts)])
         }
     };
-    frame.render_widget(line, area);
+    frame.render_widget(fitted(line, area.width), area);
+}
+
+/// As much of a line as there is room for, with an ellipsis where it is cut off.
+fn fitted(line: Line<'static>, width: u16) -> Line<'static> {
+    let width = usize::from(width);
+    if line.width() <= width {
+        return line;
+    }
+    let mut left = width.saturating_sub(1);
+    let mut spans = Vec::new();
+    'cut: for span in line.spans {
+        let mut text = String::new();
+        for letter in span.content.chars() {
+            let wide = Span::raw(letter.to_string()).width();
+            if wide > left {
+                text.push('…');
+                spans.push(Span::styled(text, span.style));
+                break 'cut;
+            }
+            left -= wide;
+            text.push(letter);
+        }
+        spans.push(Span::styled(text, span.style));
+    }
+    Line { spans, ..line }
 }
 
 fn count(number: usize, what: &str) -> String {
@@ -89,7 +114,7 @@ fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &State) {
             DIM,
         ),
     };
-    frame.render_widget(line, area);
+    frame.render_widget(fitted(line, area.width), area);
 }
 
 #[cfg(test)]

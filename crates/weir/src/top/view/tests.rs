@@ -11,9 +11,10 @@ use ratatui::{
     backend::TestBackend,
     crossterm::event::KeyCode,
     style::{Color, Modifier},
+    text::{Line, Span},
 };
 
-use super::draw;
+use super::{draw, fitted};
 use crate::top::state::{
     State,
     tests::{press, watched, write},
@@ -41,6 +42,18 @@ fn check(state: &mut State, size: (u16, u16), golden: &str) {
     }
     let expect = fs::read_to_string(&path).unwrap_or_default();
     assert!(drawn == expect, "{golden} should be\n{expect}\nbut is\n{drawn}");
+}
+
+#[test]
+fn a_line_without_room_ends_with_an_ellipsis() {
+    let line = || Line::from(vec![Span::raw(" binding ".to_owned()), Span::raw("iops-total".to_owned())]);
+    for (width, expect) in
+        [(19, " binding iops-total"), (18, " binding iops-tot…"), (9, " binding…"), (5, " bin…"), (1, "…")]
+    {
+        let fitted = fitted(line(), width);
+        assert_eq!(fitted.to_string(), expect);
+        assert!(fitted.width() <= usize::from(width));
+    }
 }
 
 #[test]

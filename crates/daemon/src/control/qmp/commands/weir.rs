@@ -29,9 +29,10 @@ use crate::control::{
         caches,
         caches::CacheChanges,
         command::Command,
-        error::Error,
+        error::{Class, Error},
         errors,
         errors::PolicyChanges,
+        json::shown,
         prefetch,
         prefetch::PrefetchChanges,
         settings,
@@ -112,7 +113,7 @@ impl Set {
         let group = match self.group.as_deref() {
             None => disk.throttle().group(),
             Some("") => None,
-            Some(name) => Some(inventory.group(name)?),
+            Some(name) => Some(inventory.group(name).map_err(|_| no_group(inventory, name))?),
         };
         let is_asked = self.group.is_some() || settings.watermark != before.watermark;
         if let Some(group) = group.as_ref().filter(|_| is_asked && settings.watermark.percent() > 0) {
@@ -156,6 +157,20 @@ impl Set {
             .map_err(|error| Error::generic(format!("disk {}: {error}", self.name)))?;
         Ok(Some((qcow2, settings)))
     }
+}
+
+/// Of a group to move into. There is no command that makes one, only the start and `object-add`.
+fn no_group(inventory: &Inventory, name: &str) -> Error {
+    let name = shown(name);
+    Error::new(
+        Class::DeviceNotFound,
+        match inventory.disk(&name) {
+            Ok(_) => format!("{name:?} is a disk, not a group (name a group)"),
+            Err(_) => format!(
+                "there is no group {name:?} (`weir status` lists them; one is made at the start, with --group or in the config file, or with `object-add`)"
+            ),
+        },
+    )
 }
 
 query!(QueryStatus, "x-weir-query-status", |inventory| {
