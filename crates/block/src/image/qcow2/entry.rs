@@ -152,6 +152,23 @@ impl Shape {
         Ok(Cluster::Standard(Standard { host, copied: copied && host.is_some(), allocated, zero }))
     }
 
+    /// Judges where the guest cluster around `offset` lies in a data file: where the disk has it, or
+    /// nowhere. QEMU reads no others either.
+    ///
+    /// # Errors
+    /// It lies elsewhere.
+    pub fn check_place(self, cluster: Cluster, offset: u64) -> Result<(), Invalid> {
+        let own = offset >> self.cluster_bits << self.cluster_bits;
+        match cluster {
+            Cluster::Standard(Standard { host: Some(host), .. }) if self.data_file && host != own => {
+                Err(Invalid::new(format!(
+                    "the guest cluster at {own:#x} has its data at {host:#x} of the data file, not at its own place"
+                )))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The numbers in the image: the entry, and the map of an extended one.
     pub fn encode(self, cluster: Cluster) -> (u64, u64) {
         match cluster {

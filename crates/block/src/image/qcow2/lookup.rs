@@ -118,7 +118,7 @@ impl Qcow2 {
         let (word, map) = slice.get(self.entry_in_slice(at), shape.extended);
         let cluster_bytes = 1_u64 << shape.cluster_bits;
         let within = at & (cluster_bytes - 1);
-        let standard = match shape.decode(word, map)? {
+        let standard = match self.decode_at(at, word, map)? {
             Cluster::Compressed { offset, length } => {
                 return Ok((What::Compressed { offset, length }, cluster_bytes - within));
             }
@@ -138,6 +138,15 @@ impl Qcow2 {
             _ => What::Unallocated,
         };
         Ok((what, (u64::from(last) << shape.subcluster_bits()) - within))
+    }
+
+    /// What the entry of the guest cluster at `offset` says. In a data file each cluster lies where
+    /// the disk has it (qcow2 specification, "Cluster mapping"): two entries could share one, and
+    /// nothing is counted there.
+    pub(super) fn decode_at(&self, offset: u64, word: u64, map: u64) -> Valid<Cluster> {
+        let cluster = self.shape.decode(word, map)?;
+        self.shape.check_place(cluster, offset)?;
+        Ok(cluster)
     }
 
     /// The slice of this number, read if need be; `None` where there is no L2 table.

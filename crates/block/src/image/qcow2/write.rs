@@ -357,7 +357,8 @@ impl Qcow2 {
             for index in 0..clusters {
                 let at = self.entry_in_slice(guest) + index as usize;
                 let (word, map) = slice.get(at, shape.extended);
-                let old = shape.decode(word, map).map_err(|invalid| self.file.found(&invalid))?;
+                let offset = guest + (index << shape.cluster_bits);
+                let old = self.decode_at(offset, word, map).map_err(|invalid| self.file.found(&invalid))?;
                 let new = change(index, old);
                 if new == old {
                     continue;
@@ -397,7 +398,7 @@ impl Qcow2 {
             return Ok(Cluster::Standard(Standard::UNALLOCATED));
         };
         let (word, map) = slice.get(self.entry_in_slice(offset), self.shape.extended);
-        self.shape.decode(word, map).map_err(|invalid| self.file.found(&invalid))
+        self.decode_at(offset, word, map).map_err(|invalid| self.file.found(&invalid))
     }
 
     /// Sees to it that an L2 table is there, and the disk's own: a snapshot's is copied.

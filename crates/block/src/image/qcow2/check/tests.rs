@@ -101,6 +101,24 @@ fn entries_that_point_nowhere_are_dropped() {
     assert_eq!((report.leaks, report.corruptions), (65, 1), "the table and all that it reached: {report:?}");
 }
 
+/// Nothing is counted in a data file, so this alone keeps two clusters from sharing one there.
+#[test]
+fn clusters_of_a_data_file_lie_where_the_disk_has_them() {
+    sim::run(1, async {
+        let options = CreateOptions { data_file: Some("data".into()), ..preallocated() };
+        let (storage, header) = image(options).await;
+        let l2 = l2_of(&storage, &header).await;
+        let first = number_at(&storage, l2).await;
+        put(&storage, l2 + 8, first).await;
+        let found = check(&storage, Repair::Nothing).await.expect("a header");
+        assert_eq!((found.corruptions, found.leaks), (1, 0), "{found:?}");
+        let repaired = check(&storage, Repair::All).await.expect("a header");
+        assert_eq!((repaired.corruptions, repaired.corruptions_fixed), (0, 1), "{repaired:?}");
+        assert_eq!(number_at(&storage, l2 + 8).await, 0);
+        assert_eq!(number_at(&storage, l2).await, first);
+    });
+}
+
 #[test]
 fn two_owners_of_a_cluster_are_told_and_counted() {
     let report = damaged(async |storage, header| {

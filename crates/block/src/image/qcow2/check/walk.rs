@@ -32,6 +32,8 @@ struct Uses {
     active: u64,
     /// All entries.
     all: u64,
+    /// The disk's byte where the last of them begins.
+    guest: u64,
 }
 
 impl Pass<'_> {
@@ -40,12 +42,12 @@ impl Pass<'_> {
         let mut tables = BTreeMap::new();
         let (offset, entries) = (self.header.l1_offset, self.header.l1_entries);
         if self.count_region("the L1 table", offset, u64::from(entries) * 8, 1) {
-            self.read_l1(offset, entries, Uses { active: 1, all: 1 }, &mut tables).await?;
+            self.read_l1(offset, entries, Uses { active: 1, all: 1, guest: 0 }, &mut tables).await?;
         } else {
             self.is_incomplete = true;
         }
         for ((offset, entries), times) in snapshots {
-            self.read_l1(offset, entries, Uses { active: 0, all: times }, &mut tables).await?;
+            self.read_l1(offset, entries, Uses { active: 0, all: times, guest: 0 }, &mut tables).await?;
         }
         for (offset, uses) in tables {
             self.counts.add(offset >> self.header.cluster_bits, uses.all);
@@ -75,11 +77,17 @@ impl Pass<'_> {
                     let known: &mut Uses = tables.entry(table).or_default();
                     known.active += uses.active;
                     known.all += uses.all;
+                    known.guest = ((place - offset) / 8).wrapping_mul(self.table_covers());
                 }
             }
             at += length;
         }
         Ok(())
+    }
+
+    /// Bytes of the disk that an L2 table describes.
+    fn table_covers(&self) -> u64 {
+        self.header.cluster_bytes() / self.shape.entry_bytes() as u64 * self.header.cluster_bytes()
     }
 
     /// The L2 table of an L1 entry that is right, or was made so.
@@ -130,7 +138,7 @@ impl Pass<'_> {
             if raw == 0 && map == 0 {
                 continue;
             }
-            if let Some((raw, map)) = self.count_entry(raw, map, uses, offset + at as u64, &mut expected) {
+            if let Some((raw, map)) = self.count_entry(raw, map, uses, (offset, at), &mut expected) {
                 table[at..at + 8].copy_from_slice(&raw.to_be_bytes());
                 if self.shape.extended {
                     table[at + 8..at + 16].copy_from_slice(&map.to_be_bytes());
@@ -150,11 +158,15 @@ impl Pass<'_> {
         raw: u64,
         map: u64,
         uses: Uses,
-        place: u64,
+        (table, at): (u64, usize),
         expected: &mut Option<u64>,
     ) -> Option<(u64, u64)> {
+        let place = table + at as u64;
         let cleared = self.clear_reserved(raw, place);
-        let changed = self.count_cleared(cleared.unwrap_or(raw), map, uses, place, expected);
+        let entry = (at / self.shape.entry_bytes()) as u64;
+        // Numbers of a broken header may wrap: they are only compared.
+        let guest = uses.guest.wrapping_add(entry * self.header.cluster_bytes());
+        let changed = self.count_cleared((cleared.unwrap_or(raw), map), guest, uses, place, expected);
         changed.or(cleared.map(|raw| (raw, map)))
     }
 
@@ -176,14 +188,17 @@ impl Pass<'_> {
 
     fn count_cleared(
         &mut self,
-        raw: u64,
-        map: u64,
+        (raw, map): (u64, u64),
+        guest: u64,
         uses: Uses,
         place: u64,
         expected: &mut Option<u64>,
     ) -> Option<(u64, u64)> {
         let wrong = match self.shape.decode(raw, map) {
-            Ok(Cluster::Standard(standard)) => self.count_standard(standard, uses, expected),
+            Ok(cluster @ Cluster::Standard(standard)) => match self.shape.check_place(cluster, guest) {
+                Ok(()) => self.count_standard(standard, uses, expected),
+                Err(invalid) => Some(invalid.to_string()),
+            },
             Ok(Cluster::Compressed { offset, length }) => {
                 return self.count_compressed((raw, map), (offset, length), uses, place);
             }

@@ -105,3 +105,9 @@ fn images_that_nobody_damaged_are_used() {
         lookup(&[&image[..], &requests, &[31]].concat());
     }
 }
+
+#[test]
+fn clusters_that_share_a_place_in_the_data_file_are_not_written() {
+    let image = Damaged { number: 6, changes: vec![(2118, 2)] };
+    lookup(&[&image.content()[..], &[225, 2, 0, 0, 237, 1], &[1]].concat());
+}
