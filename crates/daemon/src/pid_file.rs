@@ -110,7 +110,7 @@ fn claim(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
             None if !is_free => {
                 bail!("is locked by another process (end that first, or choose another file)")
             }
-            None if !text.is_empty() => {
+            None if !text.is_empty() || !is_short => {
                 bail!("holds something else than the number of a process (remove it, or choose another file)")
             }
             _ => return Ok(Some(file)),
@@ -163,6 +163,7 @@ mod tests {
             ("-1\n", false),
             ("12\n13\n", false),
             ("1                                     2", false),
+            ("                                        x", false),
         ] {
             fs::write(&path, content).unwrap();
             let (checked, written) = (PidFile::check(&path), PidFile::write(&path));

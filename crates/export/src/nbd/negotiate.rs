@@ -30,8 +30,9 @@ pub const MAX_OPTION_BYTES: usize = 64 << 10;
 pub const MAX_SKIPPED_BYTES: u32 = 1 << 20;
 /// Options a client may send: enough to describe thousands of exports one by one.
 pub const MAX_OPTIONS: u32 = 1 << 14;
-/// Bytes of a LIST's replies after which a step ends, so that a long list is sent in pieces.
-const LIST_BATCH_BYTES: usize = 64 << 10;
+/// Bytes of a LIST's replies after which a step ends, so that a long list is sent in pieces, and a
+/// client that does not read it costs little.
+const LIST_BATCH_BYTES: usize = 2 << 10;
 
 /// When a connection uses TLS ("TLS support").
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

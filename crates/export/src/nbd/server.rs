@@ -388,12 +388,7 @@ impl Server {
             {
                 return Err(REMOVED.to_owned());
             }
-            let quiet = matches!(step.event, negotiate::Event::NeedInput);
-            if !out.is_empty()
-                && (quiet || !matches!(step.event, negotiate::Event::Replied) || out.len() > REPLY_BYTES)
-            {
-                let reply = block::buffer::Buffer::copy_of(&out);
-                out.clear();
+            if let Some(reply) = ready(step.event, &mut out) {
                 stream.send(reply.into()).await.map_err(|error| error.to_string())?;
             }
             match step.event {
@@ -423,8 +418,20 @@ impl Server {
 
 const REMOVED: &str = "the export was removed during the handshake";
 
-/// Bytes of replies gathered before they are sent, so that long lists go out in few messages.
-const REPLY_BYTES: usize = 32 << 10;
+/// Bytes of replies gathered before they are sent, so that those to many short options go out in
+/// few messages. Nobody knows yet who the client is, and it may never read them: with the longest
+/// reply on top, and what was received, they stay below 16 KiB.
+const REPLY_BYTES: usize = 2 << 10;
+
+/// What is to be sent before the handshake goes on. It leaves no memory behind: a client that does
+/// not read is waited for with what it is sent, and nothing else.
+fn ready(event: negotiate::Event, out: &mut Vec<u8>) -> Option<block::buffer::Buffer> {
+    let more_may_come = matches!(event, negotiate::Event::Replied) && out.len() < REPLY_BYTES;
+    if out.is_empty() || more_may_come {
+        return None;
+    }
+    Some(block::buffer::Buffer::copy_of(&std::mem::take(out)))
+}
 
 /// A client that shakes hands keeps its place for so long where all are taken and others wait.
 const MOMENT: Duration = Duration::from_secs(1);

@@ -118,3 +118,38 @@ fn a_client_that_waits_for_its_limits_goes_with_its_export() {
         assert!(gone.is_ok(), "it waits for its limits");
     });
 }
+
+/// Options by the thousand, as fast as they are taken: whatever they ask, what is kept of the
+/// replies while the client reads none is bounded, and what was received comes on top.
+#[test]
+fn a_client_that_reads_no_replies_of_its_options_costs_little() {
+    real(async {
+        let server = Server::new(None, Terms::default());
+        for number in 0..200 {
+            server.add(export(&format!("disk-{number}"))).expect("a name of its own");
+        }
+        let info = [&[0, 0, 0, 6][..], b"disk-7", &[0, 0]].concat();
+        for (option, data) in [(3, &[][..]), (6, &info), (77, b""), (8, b"")] {
+            let mut out = Vec::new();
+            let mut handshake = Handshake::start(TlsPolicy::Off, &mut out);
+            let one = [b"IHAVEOPT", &u32::to_be_bytes(option)[..], &(data.len() as u32).to_be_bytes(), data]
+                .concat();
+            let input = [&3_u32.to_be_bytes()[..], &one.repeat(4096 / one.len())].concat();
+            let (mut input, mut sent, mut most) = (&input[..], 0, 0);
+            loop {
+                let step = handshake.advance(input, &*server, &mut out);
+                input = &input[step.consumed..];
+                most = most.max(out.capacity());
+                if let Some(reply) = ready(step.event, &mut out) {
+                    most = most.max(reply.len() + out.capacity());
+                    sent += reply.len();
+                }
+                if matches!(step.event, negotiate::Event::NeedInput) {
+                    break;
+                }
+            }
+            assert!(sent > 4096 && out.is_empty(), "option {option}: {sent} bytes were answered");
+            assert!(most <= 8 << 10, "option {option}: {most} bytes are kept");
+        }
+    });
+}
