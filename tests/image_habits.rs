@@ -141,3 +141,37 @@ fn the_map_tells_of_holes_below_clusters_that_have_a_place() {
         assert_eq!(ours.trim(), theirs.trim().replace(", \"compressed\": false", ""));
     }
 }
+
+/// Programs look at the last entry.
+#[test]
+fn the_map_of_nothing_has_an_entry_of_no_length() {
+    let scratch = Scratch::new();
+    let inside = scratch.path("");
+    for format in ["raw", "qcow2"] {
+        qemu_img(["create", "-q", "-f", format, "image", "0"]).inside(&inside).succeeds();
+        for start in ["0", "1M"] {
+            let words = ["map", "--output=json", "-f", format, "-s", start, "image"];
+            let theirs = qemu_img(words).inside(&inside).succeeds();
+            let ours = weir_image(&words).inside(&inside).succeeds().replace(", \"compressed\": false", "");
+            assert_eq!(ours.trim(), theirs.trim().replace(", \"compressed\": false", ""), "{format}");
+        }
+    }
+}
+
+#[test]
+fn what_is_compressed_has_no_place_beforehand() {
+    let scratch = Scratch::new();
+    let inside = scratch.path("");
+    scratch.filled("full.raw", MIB);
+    let convert = |preallocation: &str| {
+        let options = format!("preallocation={preallocation}");
+        weir_image(&["convert", "-f", "raw", "-O", "qcow2", "-c", "-o", &options, "full.raw", "image"])
+            .inside(&inside)
+    };
+    for preallocation in ["metadata", "falloc", "full"] {
+        let said = convert(preallocation).fails();
+        assert_says(&said, &["image: -c: compressed clusters have no place beforehand (leave away"]);
+        assert!(!scratch.path("image").exists());
+    }
+    convert("off").succeeds();
+}

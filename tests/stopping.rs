@@ -6,7 +6,7 @@ use std::{fs, os::unix::process::ExitStatusExt as _};
 use nix::sys::signal::Signal;
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, Wire, assert_says,
+    Client, MIB, Scratch, Serve, Weir, Wire, assert_says,
     wire::{CMD_READ, CMD_WRITE, Request},
 };
 

@@ -10,7 +10,10 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 use block::{
-    image::{Image, qcow2::header::Crypt},
+    image::{
+        Image,
+        qcow2::{create::Preallocation, header::Crypt},
+    },
     storage::{CacheMode, Format},
 };
 use clap::Args;
@@ -280,6 +283,11 @@ fn make(
             options.finish("qcow2").map_err(usage)?;
             if encryption.is_none() && wish.backing.is_none() && keys.first().is_some() {
                 let what = "there is a passphrase, and encrypt.format=luks is missing among the options";
+                return Err(usage(what.to_owned()));
+            }
+            if arguments.compress && wish.preallocation != Preallocation::Off {
+                let what =
+                    "-c: compressed clusters have no place beforehand (leave away preallocation, or -c)";
                 return Err(usage(what.to_owned()));
             }
             wish.size_bytes = size;

@@ -66,6 +66,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         map.add(&image, start, end)
             .await
             .with_context(|| format!("{name}: what is where cannot be found out"))?;
+        if start == end {
+            // A list that is not empty, for those who look at its last entry.
+            let name = disk::data_file(&image);
+            map.0.push(Entry { zero: false, ..Entry::nothing(arguments.start_offset, 0, 0, name) });
+        }
         print(&match arguments.output.kind() {
             Output::Json => map.json(),
             Output::Human => map.text().with_context(|| name)?,
@@ -116,6 +121,7 @@ impl Map {
         let mut left = vec![(top, 0, start, end)];
         while let Some((image, depth, start, end)) = left.pop() {
             match image {
+                _ if start == end => {}
                 Image::Raw(_) => self.add_raw(image, depth, start, end).await?,
                 Image::Qcow2(qcow2) => {
                     let file = disk::data_file(image);

@@ -16,23 +16,36 @@ use crate::listen::{Authority, Listener, SocketFile};
 pub(crate) struct Serving {
     authorities: Vec<Authority>,
     pub(crate) server: Arc<nbd::Server>,
+    /// Those where nobody is let in yet.
+    closed: RefCell<Vec<Listener>>,
     /// Dropping one ends the accepting and removes the socket's file.
     accepting: RefCell<Vec<(JoinHandle<()>, Option<SocketFile>)>>,
     /// The threads end, and the clients with them, once nobody holds these.
-    _workers: Rc<Vec<Worker>>,
+    workers: Rc<Vec<Worker>>,
 }
 
 impl Serving {
-    /// Calls `broken` if accepting ends before it should.
-    pub(crate) fn start(
+    /// Lets nobody in yet: clients that connect wait in the sockets' queues.
+    pub(crate) fn new(
         server: Arc<nbd::Server>,
         listeners: Vec<Listener>,
         workers: &Rc<Vec<Worker>>,
-        broken: impl Fn(anyhow::Error) + Clone + 'static,
     ) -> Rc<Self> {
         let authorities = listeners.iter().map(|listener| listener.authority.clone()).collect();
+        Rc::new(Self {
+            authorities,
+            server,
+            closed: RefCell::new(listeners),
+            accepting: RefCell::default(),
+            workers: Rc::clone(workers),
+        })
+    }
+
+    /// Lets clients in. Calls `broken` if accepting ends before it should.
+    pub(crate) fn accept(&self, broken: impl Fn(anyhow::Error) + Clone + 'static) {
         let accept = |Listener { socket, file, .. }| {
-            let (server, workers, broken) = (Arc::clone(&server), Rc::clone(workers), broken.clone());
+            let (server, workers, broken) =
+                (Arc::clone(&self.server), Rc::clone(&self.workers), broken.clone());
             let accepting = reactor::spawn_joinable(async move {
                 if let Err(error) = server.listen(socket.into(), workers).await {
                     broken(anyhow!("connections cannot be accepted any more: {error} (restart weir)"));
@@ -40,8 +53,7 @@ impl Serving {
             });
             (accepting, file)
         };
-        let accepting = RefCell::new(listeners.into_iter().map(accept).collect());
-        Rc::new(Self { authorities, server, accepting, _workers: Rc::clone(workers) })
+        self.accepting.borrow_mut().extend(self.closed.take().into_iter().map(accept));
     }
 
     /// Where it listens, as text: `unix:PATH` or `HOST:PORT`, the first where there are several.
@@ -58,6 +70,7 @@ impl Serving {
 
     /// Lets nobody in any more, and removes the files of its sockets.
     pub(crate) fn close(&self) {
+        self.closed.take();
         self.accepting.take();
     }
 

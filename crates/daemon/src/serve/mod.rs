@@ -286,13 +286,17 @@ async fn listen(
     let mut uris = Vec::new();
     for (planned, listeners) in plan.servers.iter().zip(listeners) {
         let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service));
-        let ender = Rc::clone(&inventory.ender);
-        let serving = Serving::start(server, listeners, workers, move |error| ender(End::Broken(error)));
+        let serving = Serving::new(server, listeners, workers);
         inventory.add_server(&serving);
         for export in &planned.exports {
             uris.extend(serving.uris(&export.name, &plan.service.tls));
             add_export(plan, export, &serving, inventory).await?;
         }
+    }
+    // Who comes first finds everything: bitmaps are read for an export to be added.
+    for serving in inventory.servers() {
+        let ender = Rc::clone(&inventory.ender);
+        serving.accept(move |error| ender(End::Broken(error)));
     }
     Ok(uris)
 }

@@ -152,8 +152,8 @@ impl Shape {
         Ok(Cluster::Standard(Standard { host, copied: copied && host.is_some(), allocated, zero }))
     }
 
-    /// Judges where the guest cluster around `offset` lies in a data file: where the disk has it, or
-    /// nowhere. QEMU reads no others either.
+    /// Judges where the guest cluster around `offset` lies in a data file: where the disk has it,
+    /// or nowhere. QEMU reads no others either.
     ///
     /// # Errors
     /// It lies elsewhere.
@@ -162,7 +162,7 @@ impl Shape {
         match cluster {
             Cluster::Standard(Standard { host: Some(host), .. }) if self.data_file && host != own => {
                 Err(Invalid::new(format!(
-                    "the guest cluster at {own:#x} has its data at {host:#x} of the data file, not at its own place"
+                    "the guest cluster at {own:#x} has its data at {host:#x} of the data file, and not there"
                 )))
             }
             _ => Ok(()),
