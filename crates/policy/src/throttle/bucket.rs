@@ -119,6 +119,12 @@ impl Bucket {
         *self = new;
     }
 
+    /// Leaks as another limit would, which does not hold.
+    const fn run_at(&mut self, limit: Limit) {
+        let is_long = limit.rate > 0 && limit.burst_length_s > 1;
+        (self.rate, self.burst_rate) = (limit.rate, if is_long { limit.burst_rate } else { 0 });
+    }
+
     /// What may be added, in billionths of a unit, before the bucket is more than full.
     fn room(&self) -> u128 {
         let main = self.size.saturating_sub(self.level);
@@ -282,6 +288,20 @@ impl Buckets {
         for kind in LimitKind::ALL {
             self.buckets[kind.index()].change(limits.limit(kind), scale, Rest::Deferred);
         }
+        self.apply(limits);
+    }
+
+    /// Has what has passed run out as these limits, which must be valid, would have it. They are
+    /// lifted: until they hold, by [`Buckets::change`], nobody waits, and the sizes are those that
+    /// held last.
+    pub(super) fn run_at(&mut self, limits: &Limits) {
+        for kind in LimitKind::ALL {
+            self.buckets[kind.index()].run_at(limits.limit(kind));
+        }
+        self.apply(limits);
+    }
+
+    fn apply(&mut self, limits: &Limits) {
         self.applying = Direction::ALL.map(|direction| Applying::new(limits, direction));
         self.iops_size = limits.iops_size;
         if limits.iops_size > 0 && (self.least_iops_size == 0 || limits.iops_size < self.least_iops_size) {

@@ -5,7 +5,7 @@
 use super::booking::demand;
 use super::bucket::Buckets;
 use super::cost::Cost;
-use super::enforcement::Enforcement;
+use super::enforcement::{Enforcement, Scale};
 use super::limits::{LimitKind, Limits};
 use super::schedule::Schedule;
 use super::share::Share;
@@ -48,6 +48,36 @@ pub(super) struct Waiter<T> {
 pub(super) struct Limited {
     pub(super) limits: Limits,
     pub(super) buckets: Buckets,
+}
+
+impl Limited {
+    fn new(now: Instant) -> Self {
+        let limits = Limits::default();
+        Self { limits, buckets: Buckets::new(&limits, now) }
+    }
+
+    /// Puts other limits in force, which take over what has passed: see `bucket.rs`. Those that are
+    /// set while they are lifted hold nothing yet, and have no burst to give to those after them.
+    pub(super) fn set(&mut self, limits: &Limits, enforcement: Enforcement, now: Instant) {
+        self.buckets.leak_to(now);
+        match enforcement {
+            Enforcement::Lifted => self.buckets.run_at(limits),
+            enforced => self.buckets.change(limits, enforced.scale()),
+        }
+        self.limits = *limits;
+    }
+
+    /// Enforces the same limits in another way than before.
+    pub(super) fn enforce(&mut self, before: Enforcement, enforcement: Enforcement, now: Instant) {
+        self.buckets.leak_to(now);
+        if enforcement == Enforcement::Lifted {
+            return self.buckets.run_at(&self.limits);
+        }
+        if before == Enforcement::Lifted {
+            self.buckets.change(&self.limits, Scale::ONE);
+        }
+        self.buckets.rescale(&self.limits, enforcement.scale());
+    }
 }
 
 /// What has been charged to a disk, to go on from in another tree or place.
@@ -149,20 +179,16 @@ impl<T> Node<T> {
             self.past = before;
             return;
         }
-        let mut limited =
-            before.unwrap_or_else(|| Box::new(Limited { limits, buckets: Buckets::new(&limits, now) }));
-        limited.buckets.leak_to(now);
-        limited.buckets.change(&limits, self.enforcement.scale());
-        limited.limits = limits;
+        let mut limited = before.unwrap_or_else(|| Box::new(Limited::new(now)));
+        limited.set(&limits, self.enforcement, now);
         self.limited = Some(limited);
     }
 
     /// Enforces the limits so from now on.
     pub(super) fn enforce(&mut self, enforcement: Enforcement, now: Instant) {
-        self.enforcement = enforcement;
+        let before = core::mem::replace(&mut self.enforcement, enforcement);
         if let Some(limited) = &mut self.limited {
-            limited.buckets.leak_to(now);
-            limited.buckets.rescale(&limited.limits, enforcement.scale());
+            limited.enforce(before, enforcement, now);
         }
     }
 

@@ -284,11 +284,12 @@ impl<T> Tree<T> {
         let slot = self.slot(node);
         self.now = self.now.max(now);
         let node = &mut self.nodes[slot];
-        if node.enforcement == enforcement {
+        let before = node.enforcement;
+        if before == enforcement {
             return;
         }
         node.enforce(enforcement, self.now);
-        self.follow_enforcement(slot);
+        self.follow_enforcement(slot, before);
         self.settle_both_up(slot);
     }
 

@@ -2,7 +2,7 @@
 //! there is, over any window no more passes than the limits in force allowed, and one burst.
 
 use crate::properties::{any_direction, any_enforcement};
-use crate::timeline::{Timeline, Workload, ms, s};
+use crate::timeline::{Timeline, Workload, limits, ms, s};
 use policy::request::Direction;
 use policy::throttle::{Cost, Decision, Enforcement, LimitKind, Limits, NodeId, Share, Tree};
 use policy::time::{Duration, Instant};
@@ -303,6 +303,76 @@ proptest! {
             world.take(step);
         }
         world.check();
+    }
+}
+
+/// A burst that was configured while limits were lifted has never been in force, and is nobody's:
+/// neither of who comes by, nor of the node itself.
+#[test]
+fn limits_that_never_held_give_no_burst() {
+    use Step::{Busy, Enforce, Idle, Limit, Move};
+    let read = |length, ns| Busy(Direction::Read, length, Duration::from_nanos(ns));
+    let small = limits("bps-total=12288,bps-total-max=233472");
+    let (large, none) = (limits("bps-total=81920,bps-total-max=245760"), Limits::default());
+    let lifted = |node| Enforce(node, Enforcement::Lifted);
+    let enforced = |node| Enforce(node, Enforcement::Enforced);
+    let cases = [
+        // In the group itself.
+        vec![
+            Limit(2, small),
+            Move(0),
+            read(976, 1),
+            lifted(2),
+            Limit(2, large),
+            Limit(2, small),
+            enforced(2),
+        ],
+        // Passing by a group where it was set.
+        vec![
+            Limit(2, small),
+            Limit(4, small),
+            lifted(3),
+            Limit(3, large),
+            Move(0),
+            read(976, 1),
+            Move(1),
+            Move(2),
+        ],
+        // Passing by one where it has held, before the disk was there.
+        vec![
+            Limit(2, small),
+            Limit(3, large),
+            lifted(3),
+            Limit(4, small),
+            Move(2),
+            read(976, 1),
+            Move(1),
+            Idle(ms(90) - Instant::ZERO),
+            Move(2),
+        ],
+        // Staying in one until other limits hold there.
+        vec![
+            Limit(2, small),
+            Limit(3, large),
+            lifted(3),
+            Move(0),
+            read(976, 1),
+            Move(1),
+            Limit(3, none),
+            Limit(3, small),
+            enforced(3),
+        ],
+    ];
+    for (number, steps) in cases.into_iter().enumerate() {
+        let mut world = World::new();
+        world.note();
+        for step in steps {
+            world.take(step);
+        }
+        let full = world.passed;
+        world.take(read(976, 1));
+        world.check();
+        assert!(full > 200 && world.passed <= full + 2, "case {number}: {full}, then {}", world.passed);
     }
 }
 

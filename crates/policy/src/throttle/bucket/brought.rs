@@ -15,10 +15,8 @@
 //! disk that moves, as for one whose limits change.
 
 use super::{Bucket, Buckets, Spare, UNIT};
-use crate::throttle::enforcement::Scale;
-use crate::throttle::limits::{LimitKind, Limits};
+use crate::throttle::limits::LimitKind;
 use crate::throttle::stats::Counters;
-use crate::time::Instant;
 
 impl Bucket {
     /// Leaves what a disk has of it: it came with `brought` and has passed so much since. Under a
@@ -55,6 +53,20 @@ impl Bucket {
         if self.burst_rate > 0 {
             let of = |bucket: &Self| (bucket.burst_level, bucket.burst_deferred);
             (self.burst_level, self.burst_deferred) = joined(self.burst_size, of(self), of(brought));
+        }
+    }
+
+    /// Holds at least what a disk has brought, of which a part is here already.
+    fn hold(&mut self, brought: &Self) {
+        let most = |one: &mut u128, other| *one = (*one).max(other);
+        let total = (self.level + self.deferred).max(brought.level + brought.deferred);
+        most(&mut self.level, brought.level);
+        self.deferred = total.saturating_sub(self.level);
+        if self.burst_rate > 0 {
+            let total =
+                (self.burst_level + self.burst_deferred).max(brought.burst_level + brought.burst_deferred);
+            most(&mut self.burst_level, brought.burst_level);
+            self.burst_deferred = total.saturating_sub(self.burst_level);
         }
     }
 
@@ -117,10 +129,13 @@ impl Buckets {
         }
     }
 
-    /// Puts other limits in force from `now` on.
-    pub(in crate::throttle) fn follow(&mut self, limits: &Limits, scale: Scale, now: Instant) {
-        self.leak_to(now);
-        self.change(limits, scale);
+    /// Sees to it that the buckets in force hold at least what a disk has brought.
+    pub(in crate::throttle) fn hold(&mut self, brought: &Self) {
+        for (bucket, brought) in self.buckets.iter_mut().zip(&brought.buckets) {
+            if bucket.rate > 0 {
+                bucket.hold(brought);
+            }
+        }
     }
 
     /// Whether nothing has passed that has not run out.

@@ -18,6 +18,7 @@
 //! hold where it is. That leaks as it would in a bucket of the group's that it alone had filled:
 //! whatever changes the group's limits changes it as well. Costs nothing while nothing moves.
 
+use super::super::enforcement::Enforcement;
 use super::super::limits::{LimitKind, Limits};
 use super::super::node::{Charged, Limited, Node, NodeId};
 use super::{ROOT, Tree};
@@ -91,13 +92,16 @@ impl<T> Tree<T> {
         self.each_brought(group, |group, brought| group.follow(brought, before, now));
     }
 
-    /// The same where its limits are enforced otherwise.
-    pub(super) fn follow_enforcement(&mut self, group: usize) {
+    /// The same where its limits are enforced otherwise. What was brought while they were lifted is
+    /// held against the burst of limits that were in force where it passed, and the group's bucket
+    /// is at least as full.
+    pub(super) fn follow_enforcement(&mut self, group: usize, before: Enforcement) {
         let now = self.now;
         self.each_brought(group, |group, brought| {
-            if group.limited.is_some() {
-                brought.buckets.leak_to(now);
-                brought.buckets.rescale(&brought.limits, group.enforcement.scale());
+            let Some(limited) = &mut group.limited else { return };
+            brought.enforce(before, group.enforcement, now);
+            if before == Enforcement::Lifted {
+                limited.buckets.hold(&brought.buckets);
             }
         });
     }
@@ -136,7 +140,8 @@ impl<T> Node<T> {
         let mut part = limited.clone();
         part.buckets.leak_to(now);
         let came_with = brought.as_ref().map(|brought| &brought.buckets);
-        part.buckets.keep(came_with, disk.counters, self.limited.is_some());
+        let in_force = self.limited.is_some() && self.enforcement != Enforcement::Lifted;
+        part.buckets.keep(came_with, disk.counters, in_force);
         (!part.buckets.are_empty()).then_some(part)
     }
 
@@ -148,10 +153,8 @@ impl<T> Node<T> {
     /// Has what a disk brought follow the limits here, and takes it where there was no limit
     /// before.
     fn follow(&mut self, brought: &mut Limited, before: &Limits, now: Instant) {
-        let scale = self.enforcement.scale();
         let Some(limited) = &mut self.limited else { return };
-        brought.buckets.follow(&limited.limits, scale, now);
-        brought.limits = limited.limits;
+        brought.set(&limited.limits, self.enforcement, now);
         limited.buckets.leak_to(now);
         limited.buckets.join(&brought.buckets, |kind: LimitKind| before.limit(kind).rate == 0);
     }
