@@ -149,10 +149,14 @@ impl Place {
     }
 }
 
-/// Copies that the compiler neither repeats nor takes back: each byte is read or written once, in
-/// words where the guest's address allows it.
+/// Copies that the compiler neither repeats nor takes back: each byte is read or written once. In
+/// words where the guest's address allows it, and where there are many bytes by the processor's
+/// string instructions: the compiler does not know what those do, and for 4 KiB they take a third
+/// of the time, as long as `memcpy`.
 mod volatile {
     const WORD: usize = size_of::<u64>();
+    /// From so many bytes on the string instructions are faster.
+    const MANY: usize = 1024;
 
     /// Goes over `bytes` bytes at `address`: `word` gets the offset of each aligned word, `byte`
     /// those of the bytes before and behind them.
@@ -168,6 +172,10 @@ mod volatile {
     /// So many bytes as `into` has are mapped at `from`.
     pub(super) unsafe fn copy_from(from: *const u8, into: &mut [u8]) {
         let (bytes, into) = (into.len(), into.as_mut_ptr());
+        // SAFETY: both have so many bytes.
+        if bytes >= MANY && unsafe { string::copy(into, from, bytes) } {
+            return;
+        }
         // SAFETY: `each` names bytes below `bytes` alone, which both have, and words that are
         // aligned at `from`.
         let byte = |at| unsafe { into.add(at).write(from.add(at).read_volatile()) };
@@ -183,6 +191,10 @@ mod volatile {
     /// So many bytes as `from` has are mapped at `to`.
     pub(super) unsafe fn copy_to(to: *mut u8, from: &[u8]) {
         let (bytes, from) = (from.len(), from.as_ptr());
+        // SAFETY: both have so many bytes.
+        if bytes >= MANY && unsafe { string::copy(to, from, bytes) } {
+            return;
+        }
         // SAFETY: as in `copy_from`.
         let byte = |at| unsafe { to.add(at).write_volatile(from.add(at).read()) };
         // SAFETY: as in `copy_from`.
@@ -196,11 +208,66 @@ mod volatile {
     /// # Safety
     /// So many bytes are mapped at `to`.
     pub(super) unsafe fn fill(to: *mut u8, bytes: usize, byte: u8) {
+        // SAFETY: as the caller says.
+        if bytes >= MANY && unsafe { string::fill(to, bytes, byte) } {
+            return;
+        }
         let value = u64::from_ne_bytes([byte; WORD]);
         // SAFETY: as in `copy_from`.
         let byte = |at| unsafe { to.add(at).write_volatile(byte) };
         // SAFETY: as in `copy_from`.
         let word = |at| unsafe { to.add(at).cast::<u64>().write_volatile(value) };
         each(to, bytes, byte, word);
+    }
+
+    /// A fault in the middle leaves the registers at the byte in question, so SIGBUS is survived
+    /// here too.
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    mod string {
+        use std::arch::asm;
+
+        /// # Safety
+        /// So many bytes can be read at `from` and written at `to`, and do not overlap.
+        pub(super) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize) -> bool {
+            // SAFETY: it does what the caller allows; the direction is forward, as the ABI has it.
+            unsafe {
+                asm!(
+                    "rep movsb",
+                    inout("rcx") bytes => _,
+                    inout("rdi") to => _,
+                    inout("rsi") from => _,
+                    options(nostack, preserves_flags)
+                );
+            }
+            true
+        }
+
+        /// # Safety
+        /// So many bytes can be written at `to`.
+        pub(super) unsafe fn fill(to: *mut u8, bytes: usize, byte: u8) -> bool {
+            // SAFETY: as in `copy`.
+            unsafe {
+                asm!(
+                    "rep stosb",
+                    inout("rcx") bytes => _,
+                    inout("rdi") to => _,
+                    in("al") byte,
+                    options(nostack, preserves_flags)
+                );
+            }
+            true
+        }
+    }
+
+    /// There are none.
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    mod string {
+        pub(super) unsafe fn copy(_: *mut u8, _: *const u8, _: usize) -> bool {
+            false
+        }
+
+        pub(super) unsafe fn fill(_: *mut u8, _: usize, _: u8) -> bool {
+            false
+        }
     }
 }

@@ -221,11 +221,12 @@ fn a_part_that_is_not_inside_is_our_mistake() {
 }
 
 proptest! {
-    /// Reads, writes and fills at any alignment do what they do to a vector.
+    /// Reads, writes and fills of any length and alignment do what they do to a vector.
     #[test]
-    fn copies_are_exact(steps in prop::collection::vec((0..3_u8, 0..80_usize, 0..80_usize, any::<u8>()), 1..20)) {
-        let place = regions(&[(0, 160)]).place(0, 160).unwrap();
-        let mut model = vec![0_u8; 160];
+    fn copies_are_exact(steps in prop::collection::vec((0..3_u8, 0..80_usize, copied(), any::<u8>()), 1..20)) {
+        const ALL: usize = 4200;
+        let place = regions(&[(0, ALL)]).place(0, ALL).unwrap();
+        let mut model = vec![0_u8; ALL];
         for (kind, offset, bytes, seed) in steps {
             let range = offset..offset + bytes;
             match kind {
@@ -245,8 +246,13 @@ proptest! {
                 }
             }
         }
-        let mut all = vec![1; 160];
+        let mut all = vec![1; ALL];
         place.read(0, &mut all);
         prop_assert_eq!(all, model);
     }
+}
+
+/// Few bytes, or so many that they are copied in another way.
+fn copied() -> impl Strategy<Value = usize> {
+    prop_oneof![0..80_usize, 1000..1100_usize, 4000..4100_usize]
 }

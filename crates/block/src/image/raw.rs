@@ -83,11 +83,11 @@ impl Raw {
         durability: Durability,
     ) -> Result<()> {
         let _guard = locks.exclusive(0..HEADER_END).await;
-        let mut front = [0; HEADER_BYTES];
-        let front = &mut front[offset as usize..];
-        let length = copy_front(&data, front);
-        self.check_header(offset, &front[..length]).await?;
-        self.storage.write(offset, data, durability).await
+        // What is judged is what is written: a guest may change its memory in between.
+        let data = data.joined();
+        let front = data.len().min((HEADER_END - offset) as usize);
+        self.check_header(offset, &data[..front]).await?;
+        self.storage.write(offset, data.into(), durability).await
     }
 
     /// Whether the header may become what it is with `change` at `offset`.
@@ -148,17 +148,6 @@ impl Raw {
     }
 }
 
-/// Copies as many of the first bytes as there are and fit; returns how many.
-fn copy_front(data: &Segments, target: &mut [u8]) -> usize {
-    let mut done = 0;
-    for segment in data.iter() {
-        let length = segment.len().min(target.len() - done);
-        target[done..done + length].copy_from_slice(&segment[..length]);
-        done += length;
-    }
-    done
-}
-
 /// Opens the raw image that `spec` names: a path, `memory:SIZE` or `null:SIZE`. Images of any
 /// format are for [`open`](super::open).
 ///
@@ -191,7 +180,7 @@ mod tests {
         let mut data = Segments::from(Buffer::copy_of(bytes));
         let second = data.split_off(bytes.len() / 2);
         for part in second.iter() {
-            data.push(Buffer::copy_of(part));
+            data.push(Buffer::copy_of(&part.bytes()));
         }
         raw.write(offset, data, Durability::Cached).await
     }
