@@ -445,3 +445,108 @@ impl Target {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::guest::{Memory, Region};
+
+    /// A place that holds these bytes.
+    fn place(bytes: &[u8]) -> Place {
+        let memory = Memory::new(vec![Region::on_heap(0, 0, bytes.len() + 3)]).unwrap();
+        let place = memory.place(3, bytes.len()).unwrap();
+        place.write(0, bytes);
+        place
+    }
+
+    /// Of ours, a guest's, ours.
+    fn mixed() -> Segments {
+        let mut segments = Segments::from(Buffer::copy_of(b"abcd"));
+        segments.push(place(b"efgh"));
+        segments.push(Buffer::copy_of(b"ijkl"));
+        segments
+    }
+
+    #[test]
+    fn they_split_and_advance_anywhere() {
+        for at in 0..=12 {
+            let mut segments = mixed();
+            let rest = segments.split_off(at);
+            assert_eq!(segments.to_vec(), &b"abcdefghijkl"[..at]);
+            assert_eq!(rest.to_vec(), &b"abcdefghijkl"[at..]);
+            for count in 0..=at {
+                let mut segments = segments.again();
+                segments.advance(count);
+                assert_eq!(segments.to_vec(), &b"abcdefghijkl"[count..at]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_part_keeps_its_region() {
+        let mut segments = Segments::from(place(b"abcdef"));
+        let mut rest = segments.split_off(2);
+        drop(segments);
+        rest.advance(1);
+        rest.copy_from(b"xyz");
+        assert_eq!(rest.to_vec(), b"xyz");
+    }
+
+    #[test]
+    fn another_attempt_has_the_same_memory_of_a_guest_and_bytes_of_its_own() {
+        let mut first = mixed();
+        let second = first.again();
+        first.copy_from(b"ABCDEFGHIJKL");
+        assert_eq!(second.to_vec(), b"abcdEFGHijkl");
+    }
+
+    #[test]
+    fn one_buffer_of_ours_is_not_copied_when_it_is_joined() {
+        let buffer = Buffer::copy_of(b"abcd");
+        let address = buffer.as_ptr();
+        assert_eq!(Segments::from(buffer).joined().as_ptr(), address);
+        assert_eq!(mixed().joined()[..], *b"abcdefghijkl");
+        assert_eq!(Segments::from(place(b"ab")).joined()[..], *b"ab");
+        assert!(Segments::default().joined().is_empty());
+    }
+
+    #[test]
+    fn what_is_copied_from_and_to_guests_is_counted() {
+        let copied = |expected: u64, what: &dyn Fn()| {
+            let before = guest_copies();
+            what();
+            let after = guest_copies();
+            let bytes = if expected > 0 { 12 } else { 0 };
+            assert_eq!((after.count - before.count, after.bytes - before.bytes), (expected, bytes));
+        };
+        copied(1, &|| drop(mixed().to_vec()));
+        copied(1, &|| drop(mixed().joined()));
+        copied(1, &|| mixed().copy_from(b"abcdefghijkl"));
+        copied(1, &|| drop(Segment::from(place(b"abcdefghijkl")).bytes()));
+        copied(1, &|| drop(Target::Here(mixed()).copy_of(b"abcdefghijkl")));
+        copied(0, &|| drop(Target::Here(mixed()).zeroes()));
+        copied(0, &|| drop(mixed().again()));
+        copied(0, &|| drop(Segments::from(Buffer::zeroed(12)).to_vec()));
+        copied(0, &|| drop(Target::Anywhere(12).copy_of(b"abcdefghijkl")));
+    }
+
+    #[test]
+    fn data_comes_where_it_is_wanted() {
+        let bytes = b"ABCDEFGHIJKL";
+        let target = mixed();
+        let place = target.as_slice()[1].bytes().into_owned();
+        assert_eq!(place, b"efgh");
+        let mut target = Target::Here(target);
+        let front = target.split_front(5);
+        assert_eq!((front.len(), target.len()), (5, 7));
+        assert_eq!(front.copy_of(&bytes[..5]).to_vec(), b"ABCDE");
+        assert_eq!(target.take(Buffer::copy_of(&bytes[5..])).to_vec(), b"FGHIJKL");
+        let mut target = Target::Anywhere(12);
+        assert_eq!((target.split_front(5).memory().len(), target.len()), (5, 7));
+        let buffer = Buffer::copy_of(b"1234567");
+        let address = buffer.as_ptr();
+        assert_eq!(target.take(buffer).joined().as_ptr(), address, "moved");
+        assert!(Target::Anywhere(3).zeroes().as_slice()[0].is_known_zero());
+        assert_eq!(Target::Here(mixed()).zeroes().to_vec(), [0; 12]);
+    }
+}

@@ -15,7 +15,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::{CacheMode, FileOptions, open as open_file, open::describe};
 use crate::{
-    buffer::{Buffer, Segments, Target},
+    buffer::{Buffer, Segments, Target, guest_copies},
     error::Error,
     guest::{DirtyLog, Memory, Region},
     image::{Image, open_raw},
@@ -195,6 +195,21 @@ fn a_file_is_an_array_of_bytes_in_every_cache_mode() {
         let stored = std::fs::read(&path).expect("readable");
         assert_eq!(stored.len(), ODD_SIZE, "never longer");
         assert!(stored == model, "{}", path.display());
+    });
+}
+
+#[test]
+fn what_suits_the_device_is_not_copied() {
+    everywhere(1 << 20, |image, _, _| async move {
+        let (memory, _) = guest(20_000);
+        let is_picky = image.block_size().minimum > 1;
+        for (skew, copies) in [(0, 0), (4096, 0), (1, if is_picky { 2 } else { 0 })] {
+            let place = || memory.place(skew, 8192).expect("inside");
+            let before = guest_copies().count;
+            image.read_to(65_536, Target::Here(place().into())).await.expect("reads");
+            image.write(65_536, place().into(), Durability::Cached).await.expect("writes");
+            assert_eq!(guest_copies().count - before, copies, "at {skew}: {}", image.description());
+        }
     });
 }
 
