@@ -15,9 +15,13 @@
 //! A [frozen](Buffer::freeze) buffer leaves its thread: nobody changes it any more, and everybody
 //! may read it.
 //!
+//! Data of a request that is in a guest's memory is no buffer: see [`Segment`].
+//!
 //! Never hands out uninitialised memory: new blocks are zeroed. A reused block holds *old data*, so
 //! whoever takes a buffer fills all of it before anyone else reads it (debug builds poison it);
 //! storages zero what they cannot fill.
+
+mod segments;
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
@@ -31,7 +35,7 @@ use std::{
     },
 };
 
-use smallvec::SmallVec;
+pub use self::segments::{Copies, Segment, Segments, Target, guest_copies};
 
 /// Alignment of every buffer's first byte, in bytes: the largest logical block size of a Linux
 /// block device.
@@ -360,121 +364,6 @@ impl std::fmt::Debug for Buffer {
     }
 }
 
-/// The data of one write: buffers that follow each other on the disk, one for each request merged
-/// into it.
-#[derive(Debug, Default)]
-pub struct Segments(SmallVec<[Buffer; 1]>);
-
-impl Segments {
-    /// Bytes in all segments together.
-    pub fn len(&self) -> usize {
-        self.0.iter().map(Buffer::len).sum()
-    }
-
-    /// Whether there are no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.0.iter().all(Buffer::is_empty)
-    }
-
-    /// The same bytes in buffers of their own.
-    pub fn copy(&self) -> Self {
-        Self(self.iter().map(|buffer| Buffer::copy_of(buffer)).collect())
-    }
-
-    /// Appends a segment.
-    pub fn push(&mut self, buffer: Buffer) {
-        self.0.push(buffer);
-    }
-
-    /// Appends the segments of `other`.
-    pub fn append(&mut self, other: Self) {
-        self.0.extend(other.0);
-    }
-
-    /// The segments in order.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Buffer> {
-        self.0.iter()
-    }
-
-    /// The segments in order.
-    pub fn as_slice(&self) -> &[Buffer] {
-        &self.0
-    }
-
-    /// The segments in order, mutable: storages advance past what was written.
-    pub fn as_mut_slice(&mut self) -> &mut [Buffer] {
-        &mut self.0
-    }
-
-    /// Forgets the first `count` bytes, dropping segments that are used up.
-    ///
-    /// # Panics
-    /// If there are fewer.
-    pub fn advance(&mut self, mut count: usize) {
-        let mut used_up = 0;
-        for buffer in &mut self.0 {
-            let step = count.min(buffer.len());
-            buffer.advance(step);
-            count -= step;
-            if !buffer.is_empty() {
-                break;
-            }
-            used_up += 1;
-        }
-        assert_eq!(count, 0, "advance past the end of the segments");
-        self.0.drain(..used_up);
-    }
-
-    /// Keeps the first `at` bytes and returns the rest, without copying.
-    ///
-    /// # Panics
-    /// If `at` is beyond the end.
-    pub fn split_off(&mut self, at: usize) -> Self {
-        let (mut index, mut left) = (0, at);
-        while index < self.0.len() && left >= self.0[index].len() {
-            left -= self.0[index].len();
-            index += 1;
-        }
-        let mut rest = SmallVec::new();
-        if left > 0 {
-            assert!(index < self.0.len(), "split at {at} beyond the end of the segments");
-            rest.push(self.0[index].split_off(left));
-            index += 1;
-        }
-        rest.extend(self.0.drain(index..));
-        Self(rest)
-    }
-
-    /// Copies all bytes to the front of `target`.
-    ///
-    /// # Panics
-    /// If `target` is shorter than the segments.
-    pub fn copy_to(&self, mut target: &mut [u8]) {
-        for buffer in &self.0 {
-            let (head, tail) = target.split_at_mut(buffer.len());
-            head.copy_from_slice(buffer);
-            target = tail;
-        }
-    }
-}
-
-impl IntoIterator for Segments {
-    type Item = Buffer;
-    type IntoIter = smallvec::IntoIter<[Buffer; 1]>;
-
-    fn into_iter(self) -> Self::IntoIter {
-        self.0.into_iter()
-    }
-}
-
-impl From<Buffer> for Segments {
-    fn from(buffer: Buffer) -> Self {
-        let mut segments = SmallVec::new();
-        segments.push(buffer);
-        Self(segments)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -562,22 +451,5 @@ mod tests {
         let many: Vec<_> = (0..64).map(|_| Buffer::new(1 << 20)).collect();
         drop(many);
         assert!(POOL.with_borrow(|pool| pool.bytes) <= POOL_BYTES);
-    }
-
-    #[test]
-    fn segments_split_and_advance_anywhere() {
-        for at in 0..=12 {
-            let mut segments = Segments::from(Buffer::copy_of(b"abcd"));
-            segments.push(Buffer::copy_of(b"efgh"));
-            segments.push(Buffer::copy_of(b"ijkl"));
-            let rest = segments.split_off(at);
-            let (mut head, mut tail) = (vec![0; segments.len()], vec![0; rest.len()]);
-            segments.copy_to(&mut head);
-            rest.copy_to(&mut tail);
-            assert_eq!(head, &b"abcdefghijkl"[..at]);
-            assert_eq!(tail, &b"abcdefghijkl"[at..]);
-            segments.advance(at);
-            assert!(segments.is_empty());
-        }
     }
 }

@@ -29,7 +29,7 @@ use policy::{
 };
 
 use crate::{
-    buffer::Segments,
+    buffer::{Segments, Target},
     error::{Error, Result},
     image::{Depth, Image},
     layer::{
@@ -202,17 +202,47 @@ impl Disk {
     /// several requests of a client fail together, which of them did is not known: each is to be
     /// tried by [`Disk::retry_read`].
     pub async fn read(&self, pass: Pass, offset: u64, length: usize) -> Result<Segments> {
-        let read = async || {
+        self.read_to(pass, offset, Target::Anywhere(length)).await
+    }
+
+    /// The same, with the data where `target` wants it. If that is a guest's memory, the guest may
+    /// use it for something else only when the future has come to its end: dropped before, it
+    /// leaves reads behind that still write there.
+    pub async fn read_to(&self, pass: Pass, offset: u64, target: Target) -> Result<Segments> {
+        let read = async |target| {
             let may = |ahead: &Ahead, given_back| self.member.spare(&ahead.cost(), given_back);
-            self.prefetch.read(offset, length, pass.requests, may).await
+            self.prefetch.read(offset, target, pass.requests, may).await
         };
-        self.done(Kind::Read, "read", (offset, length as u64), &pass, true, read).await
+        self.read_done(&pass, offset, target, read).await
     }
 
     /// Reads a part of what [`Disk::read`] failed to read as a whole.
     pub async fn retry_read(&self, pass: Pass, offset: u64, length: usize) -> Result<Segments> {
-        let read = async || self.image.read(offset, length).await;
-        self.done(Kind::Read, "read", (offset, length as u64), &pass, true, read).await
+        self.retry_read_to(pass, offset, Target::Anywhere(length)).await
+    }
+
+    /// The same for [`Disk::read_to`].
+    pub async fn retry_read_to(&self, pass: Pass, offset: u64, target: Target) -> Result<Segments> {
+        let read = async |target| self.image.read_to(offset, target).await;
+        self.read_done(&pass, offset, target, read).await
+    }
+
+    /// Attempts a read until its client is to know how it ended.
+    async fn read_done(
+        &self,
+        pass: &Pass,
+        offset: u64,
+        target: Target,
+        read: impl AsyncFn(Target) -> Result<Segments>,
+    ) -> Result<Segments> {
+        let length = target.len() as u64;
+        let may_hold = matches!(target, Target::Anywhere(_)) || self.failures.may_stop();
+        let mut target = Some(target);
+        let attempt = async || {
+            let target = if may_hold { target.as_ref().map(Target::again) } else { target.take() };
+            read(target.expect("tried once unless it may be held")).await
+        };
+        self.done(Kind::Read, "read", (offset, length), pass, may_hold, attempt).await
     }
 
     /// Whether [`Disk::will_need`] reads anything.
@@ -237,7 +267,7 @@ impl Disk {
         let mut data = Some(data);
         let write = async || {
             // To be tried again it must still be there.
-            let data = if may_hold { data.as_ref().map(Segments::copy) } else { data.take() };
+            let data = if may_hold { data.as_ref().map(Segments::again) } else { data.take() };
             let data = data.expect("tried once unless it may be held");
             self.prefetch.change(offset, length, self.image.write(offset, data, durability)).await
         };

@@ -24,6 +24,8 @@ impl Error {
     pub const NOT_PERMITTED: Self = Self(libc::EPERM);
     /// The storage cannot do this (fast).
     pub const UNSUPPORTED: Self = Self(libc::EOPNOTSUPP);
+    /// Memory of a guest's that the data is in, or is wanted in, is not there any more.
+    pub const FAULT: Self = Self(libc::EFAULT);
     /// The disk is going away.
     pub const SHUTDOWN: Self = Self(libc::ESHUTDOWN);
 

@@ -15,7 +15,7 @@
 //!   [`image::qcow2`]. [`image::open`] goes from a name to an image with everything behind it.
 //! - [`storage`] does the I/O, and owns what a cache mode means.
 //! - [`reactor`] runs tasks on one io_uring a thread, or on a virtual clock; [`buffer`] is memory
-//!   for I/O.
+//!   for I/O, and [`guest`] that of virtual machines, which they change while we work on it.
 //! - [`memory`] is the budget of all that, and who has it.
 //! - [`device`] looks at the physical disk below, for watermarks; [`seldom`] keeps the log short.
 //!
@@ -23,7 +23,7 @@
 //!
 //! Never decides who may pass or what to read ahead, never speaks a client's protocol, and never
 //! reads a configuration: those are `policy`, `export`, and the crates above. `unsafe` lives in
-//! [`reactor`] and [`buffer`] alone.
+//! [`reactor`], [`buffer`] and [`guest`] alone.
 
 #![deny(unsafe_code)]
 
@@ -32,6 +32,8 @@ pub mod buffer;
 pub mod device;
 pub mod disk;
 pub mod error;
+#[allow(unsafe_code)]
+pub mod guest;
 pub mod image;
 pub mod layer;
 pub mod memory;

@@ -85,14 +85,6 @@ impl Source {
 impl Part {
     async fn read(&self, offset: u64, length: usize) -> anyhow::Result<Buffer> {
         let what = || format!("{}: reading {length} bytes at {offset}", self.name);
-        let mut read = self.image.read(offset, length).await.with_context(what)?;
-        Ok(match read.as_mut_slice() {
-            [one] => std::mem::replace(one, Buffer::new(0)),
-            _ => {
-                let mut data = Buffer::new(length);
-                read.copy_to(&mut data);
-                data
-            }
-        })
+        Ok(self.image.read(offset, length).await.with_context(what)?.joined())
     }
 }

@@ -344,9 +344,10 @@ pub(super) struct Request<'a> {
     pub(super) patience: Option<&'a Patience>,
 }
 
-/// What breaks a rule, or cannot be had fast, is the client's affair.
+/// What breaks a rule, cannot be had fast, or is about its own memory, is the client's affair.
 fn is_of_device(error: Error) -> bool {
-    ![Error::INVALID, Error::NOT_PERMITTED, Error::UNSUPPORTED, Error::SHUTDOWN].contains(&error)
+    let others = [Error::INVALID, Error::NOT_PERMITTED, Error::UNSUPPORTED, Error::SHUTDOWN, Error::FAULT];
+    !others.contains(&error)
 }
 
 async fn either(first: impl Future<Output = ()>, second: impl Future<Output = ()>) {

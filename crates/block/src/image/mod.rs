@@ -14,7 +14,7 @@ pub use self::{
     secret::Secret,
 };
 use crate::{
-    buffer::{Buffer, Segments},
+    buffer::{Segments, Target},
     error::Result,
     storage::{BlockSize, Durability, Extent, Format, ResizeError, Storage, ZeroOptions},
 };
@@ -156,12 +156,22 @@ impl Image {
 
     /// Reads `length` bytes at `offset`: see [`Storage::read`]. What is in memory already is lent.
     pub async fn read(&self, offset: u64, length: usize) -> Result<Segments> {
+        self.read_to(offset, Target::Anywhere(length)).await
+    }
+
+    /// Reads as many bytes as `target` wants, which are returned where it wants them: see
+    /// [`Storage::read_into`].
+    pub async fn read_to(&self, offset: u64, target: Target) -> Result<Segments> {
         match self {
-            Self::Raw(raw) => match raw.storage().lend(offset, length) {
-                Some(data) => Ok(data),
-                None => Ok(raw.storage().read(offset, Buffer::new(length)).await?.into()),
-            },
-            Self::Qcow2(qcow2) => qcow2.read(offset, length).await,
+            Self::Raw(raw) => {
+                if let Target::Anywhere(length) = target
+                    && let Some(data) = raw.storage().lend(offset, length)
+                {
+                    return Ok(data);
+                }
+                raw.storage().read_into(offset, target.memory()).await
+            }
+            Self::Qcow2(qcow2) => qcow2.read_to(offset, target).await,
         }
     }
 

@@ -83,11 +83,11 @@ impl Raw {
         durability: Durability,
     ) -> Result<()> {
         let _guard = locks.exclusive(0..HEADER_END).await;
-        let mut front = [0; HEADER_BYTES];
-        let front = &mut front[offset as usize..];
-        let length = copy_front(&data, front);
-        self.check_header(offset, &front[..length]).await?;
-        self.storage.write(offset, data, durability).await
+        // What is judged is what is written: a guest may change its memory in between.
+        let data = data.joined();
+        let front = data.len().min((HEADER_END - offset) as usize);
+        self.check_header(offset, &data[..front]).await?;
+        self.storage.write(offset, data.into(), durability).await
     }
 
     /// Whether the header may become what it is with `change` at `offset`.
@@ -148,17 +148,6 @@ impl Raw {
     }
 }
 
-/// Copies as many of the first bytes as there are and fit; returns how many.
-fn copy_front(data: &Segments, target: &mut [u8]) -> usize {
-    let mut done = 0;
-    for segment in data.iter() {
-        let length = segment.len().min(target.len() - done);
-        target[done..done + length].copy_from_slice(&segment[..length]);
-        done += length;
-    }
-    done
-}
-
 /// Opens the raw image that `spec` names: a path, `memory:SIZE` or `null:SIZE`. Images of any
 /// format are for [`open`](super::open).
 ///
@@ -181,7 +170,10 @@ pub fn open_raw(spec: &str, options: OpenOptions) -> std::result::Result<Image, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reactor::sim;
+    use crate::{
+        guest::{Memory, Region},
+        reactor::{now, sim, sleep_until, spawn_joinable},
+    };
 
     fn memory() -> Raw {
         Raw::new(Storage::memory(4096))
@@ -191,7 +183,7 @@ mod tests {
         let mut data = Segments::from(Buffer::copy_of(bytes));
         let second = data.split_off(bytes.len() / 2);
         for part in second.iter() {
-            data.push(Buffer::copy_of(part));
+            data.push(Buffer::copy_of(&part.bytes()));
         }
         raw.write(offset, data, Durability::Cached).await
     }
@@ -232,7 +224,7 @@ mod tests {
                 let raw = std::rc::Rc::new(memory().guarding_header());
                 let halves = [(0, &b"QF"[..]), (2, b"I\xfb")].map(|(offset, bytes)| {
                     let raw = std::rc::Rc::clone(&raw);
-                    crate::reactor::spawn_joinable(async move { write(&raw, offset, bytes).await })
+                    spawn_joinable(async move { write(&raw, offset, bytes).await })
                 });
                 let mut refused = 0;
                 for half in halves {
@@ -241,6 +233,28 @@ mod tests {
                 assert_eq!(refused, 1);
             });
         }
+    }
+
+    #[test]
+    fn a_guest_that_changes_its_memory_meanwhile_writes_what_was_judged() {
+        sim::run(1, async {
+            let delayed = Storage::memory(4096).delayed("read=1ms".parse().expect("valid"));
+            let raw = std::rc::Rc::new(Raw::new(delayed).guarding_header());
+            let memory = Memory::new(vec![Region::on_heap(0, 0, 8)]).expect("one region");
+            let place = memory.place(0, 8).expect("inside");
+            place.write(0, b"harmless");
+            let writing = {
+                let (raw, data) = (std::rc::Rc::clone(&raw), place.clone().into());
+                spawn_joinable(async move { raw.write(0, data, Durability::Cached).await })
+            };
+            // It is being judged: the rest of the header is on its way.
+            sleep_until(now() + policy::time::Duration::from_micros(500)).await;
+            assert!(!writing.is_finished());
+            place.write(0, b"QFI\xfbabcd");
+            assert_eq!(writing.await, Ok(()));
+            let read = raw.storage().read(0, Buffer::new(8)).await.expect("memory");
+            assert_eq!(read[..], *b"harmless");
+        });
     }
 
     #[test]

@@ -15,7 +15,7 @@ use nix::sys::resource::{Resource, getrlimit};
 use smallvec::SmallVec;
 
 use super::{priority, uring::Op};
-use crate::buffer::{Buffer, Segments};
+use crate::buffer::{Buffer, Segment, Segments};
 
 /// An open file, socket or device, shared between threads and operations in flight.
 #[derive(Clone, Debug)]
@@ -44,22 +44,61 @@ impl AsFd for Fd {
     }
 }
 
+/// Most segments in one system call: the kernel's UIO_MAXIOV.
+pub const MOST_SEGMENTS: usize = 1024;
+
 /// The kernel counts in 32 bits; more is a short transfer, which callers continue anyway.
 fn length(bytes: usize) -> u32 {
     u32::try_from(bytes).unwrap_or(1 << 30)
 }
 
-/// Reads at `offset` to the front of `buffer`; returns how many bytes, 0 at the end of the file.
-pub async fn read_at(fd: &Fd, mut buffer: Buffer, offset: u64) -> (io::Result<usize>, Buffer) {
-    let entry = opcode::Read::new(fd.target(), buffer.as_mut_ptr(), length(buffer.len()))
+/// Segments that the kernel fills. What is a guest's is recorded as dirty when the operation has
+/// ended, also where nobody waits for it any more.
+struct Filled(Segments);
+
+impl Filled {
+    fn ended(mut self) -> Segments {
+        self.0.mark_dirty();
+        std::mem::take(&mut self.0)
+    }
+}
+
+impl Drop for Filled {
+    fn drop(&mut self) {
+        self.0.mark_dirty();
+    }
+}
+
+/// Reads at `offset` into `segments`, behind their first `filled` bytes, of which there are fewer
+/// than all; returns how many bytes, 0 at the end of the file. The kernel takes [`MOST_SEGMENTS`]
+/// at most: more is a short transfer, and likewise too many bytes.
+pub async fn read_at(
+    fd: &Fd,
+    mut segments: Segments,
+    filled: usize,
+    offset: u64,
+) -> (io::Result<usize>, Segments) {
+    if let [only] = segments.as_mut_slice() {
+        let bytes = only.len() - filled;
+        let entry = opcode::Read::new(fd.target(), only.target().wrapping_add(filled), length(bytes))
+            .offset(offset)
+            .ioprio(priority::current())
+            .build();
+        // SAFETY: a segment's memory stays where it is when the segment moves, and the descriptor
+        // is held with it.
+        let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments))) };
+        let (result, (_, filled)) = op.await;
+        return (result.map(|count| count as usize), filled.ended());
+    }
+    let vectors = Vectors::to_fill(&mut segments, filled);
+    let entry = opcode::Readv::new(fd.target(), vectors.0.as_ptr(), length(vectors.0.len()))
         .offset(offset)
         .ioprio(priority::current())
         .build();
-    // SAFETY: a Buffer's memory stays where it is when the Buffer moves, and the descriptor is held
-    // with it.
-    let op = unsafe { Op::start(&entry, (fd.clone(), buffer)) };
-    let (result, (_, buffer)) = op.await;
-    (result.map(|count| count as usize), buffer)
+    // SAFETY: the vectors are boxed, and the segments they point to are held.
+    let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments), vectors)) };
+    let (result, (_, filled, _)) = op.await;
+    (result.map(|count| count as usize), filled.ended())
 }
 
 /// Whether a write reports success only once it is on stable storage.
@@ -83,7 +122,7 @@ pub async fn write_at(
         Durability::Synchronous => libc::RWF_DSYNC,
     };
     if let [only] = segments.as_slice() {
-        let entry = opcode::Write::new(fd.target(), only.as_ptr(), length(only.len()))
+        let entry = opcode::Write::new(fd.target(), only.source(), length(only.len()))
             .offset(offset)
             .rw_flags(flags)
             .build();
@@ -92,7 +131,7 @@ pub async fn write_at(
         let (result, (_, segments)) = op.await;
         return (result.map(|count| count as usize), segments);
     }
-    let vectors = Vectors::of(segments.iter());
+    let vectors = Vectors::of(&segments);
     let entry = opcode::Writev::new(fd.target(), vectors.0.as_ptr(), length(vectors.0.len()))
         .offset(offset)
         .rw_flags(flags)
@@ -152,7 +191,7 @@ pub async fn receive(fd: &Fd, mut buffer: Buffer, filled: usize) -> (io::Result<
 /// # Errors
 /// As `sendmsg(2)`; a closed peer is `EPIPE`, never a signal.
 pub async fn send(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) {
-    let mut message = Box::new(Message::new(Vectors::of(segments.iter())));
+    let mut message = Box::new(Message::new(Vectors::of(&segments)));
     let entry = opcode::SendMsg::new(fd.target(), message.header())
         .flags((libc::MSG_NOSIGNAL | libc::MSG_WAITALL) as u32)
         .build();
@@ -244,15 +283,25 @@ pub async fn readable(fd: &Fd) -> io::Result<()> {
 struct Vectors(Box<SmallVec<[libc::iovec; 8]>>);
 
 impl Vectors {
-    fn of<'a>(buffers: impl Iterator<Item = &'a Buffer>) -> Self {
-        Self(Box::new(
-            buffers
-                .map(|buffer| libc::iovec {
-                    iov_base: buffer.as_ptr().cast_mut().cast(),
-                    iov_len: buffer.len(),
-                })
-                .collect(),
-        ))
+    /// Of the bytes of all segments.
+    fn of(segments: &Segments) -> Self {
+        let vector = |segment: &Segment| libc::iovec {
+            iov_base: segment.source().cast_mut().cast(),
+            iov_len: segment.len(),
+        };
+        Self(Box::new(segments.iter().map(vector).collect()))
+    }
+
+    /// Of the room in the first segments that have any behind so many bytes.
+    fn to_fill(segments: &mut Segments, mut filled: usize) -> Self {
+        let vectors = segments.as_mut_slice().iter_mut().filter_map(|segment| {
+            let skip = filled.min(segment.len());
+            filled -= skip;
+            let room = segment.len() - skip;
+            let base = segment.target().wrapping_add(skip);
+            (room > 0).then_some(libc::iovec { iov_base: base.cast(), iov_len: room })
+        });
+        Self(Box::new(vectors.take(MOST_SEGMENTS).collect()))
     }
 }
 

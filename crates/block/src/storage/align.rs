@@ -58,11 +58,11 @@ impl Alignment {
     pub const NONE: Self = Self { offset: 1, memory: 1 };
 
     /// Whether a transfer of these segments at `offset` suits the device as it is.
-    fn suits<'a>(self, offset: u64, buffers: impl IntoIterator<Item = &'a Buffer>) -> bool {
+    fn suits(self, offset: u64, segments: &Segments) -> bool {
         let mut bits = offset & (self.offset - 1);
-        for buffer in buffers {
-            bits |= buffer.len() as u64 & (self.offset - 1);
-            bits |= (buffer.as_ptr().addr() & (self.memory - 1)) as u64;
+        for segment in segments.iter() {
+            bits |= segment.len() as u64 & (self.offset - 1);
+            bits |= (segment.source().addr() & (self.memory - 1)) as u64;
         }
         bits == 0
     }
@@ -101,11 +101,11 @@ pub trait Device: Send + Sync + 'static {
     /// See [`Storage::can_zero_fast`](super::Storage::can_zero_fast).
     fn can_zero_fast(&self) -> bool;
     /// Aligned.
-    async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer>;
+    async fn read(&self, offset: u64, target: Segments) -> Result<Segments>;
     /// Aligned.
     async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()>;
     /// Aligned to nothing, past the device's own way; used for the tail alone.
-    async fn read_buffered(&self, offset: u64, buffer: Buffer) -> Result<Buffer>;
+    async fn read_buffered(&self, offset: u64, target: Segments) -> Result<Segments>;
     /// As [`Device::read_buffered`].
     async fn write_buffered(&self, offset: u64, data: Segments, durability: Durability) -> Result<()>;
     /// See [`Storage::flush`](super::Storage::flush); covers both ways of writing.
@@ -202,33 +202,34 @@ impl<D: Device> Align<D> {
         self.device().block_status(offset, length).await
     }
 
-    /// See [`Storage::read`](super::Storage::read).
-    pub async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        if !within(offset, buffer.len() as u64, self.size_bytes()) {
+    /// See [`Storage::read_into`](super::Storage::read_into).
+    pub async fn read(&self, offset: u64, target: Segments) -> Result<Segments> {
+        let length = target.len() as u64;
+        if !within(offset, length, self.size_bytes()) {
             return Err(Error::INVALID);
         }
-        if self.alignment.suits(offset, [&buffer]) && offset + buffer.len() as u64 <= self.tail_start() {
-            return self.device().read(offset, buffer).await;
+        if self.alignment.suits(offset, &target) && offset + length <= self.tail_start() {
+            return self.device().read(offset, target).await;
         }
-        Box::pin(self.read_unaligned(offset, buffer)).await
+        Box::pin(self.read_unaligned(offset, target)).await
     }
 
-    async fn read_unaligned(&self, offset: u64, mut buffer: Buffer) -> Result<Buffer> {
-        let end = offset + buffer.len() as u64;
+    async fn read_unaligned(&self, offset: u64, mut target: Segments) -> Result<Segments> {
+        let end = offset + target.len() as u64;
         let direct_end = end.min(self.tail_start()).max(offset);
-        let (direct, tail) = buffer.split_at_mut((direct_end - offset) as usize);
-        if !direct.is_empty() {
+        let mut tail = target.split_off((direct_end - offset) as usize);
+        if !target.is_empty() {
             let first = self.alignment.down(offset);
             let bounce = Buffer::new((self.alignment.up(direct_end) - first) as usize);
-            let bounce = self.device().read(first, bounce).await?;
+            let bounce = self.device().read(first, bounce.into()).await?.joined();
             let skip = (offset - first) as usize;
-            direct.copy_from_slice(&bounce[skip..skip + direct.len()]);
+            target.copy_from(&bounce[skip..skip + target.len()]);
         }
         if !tail.is_empty() {
-            let bytes = self.device().read_buffered(direct_end, Buffer::new(tail.len())).await?;
-            tail.copy_from_slice(&bytes);
+            tail = self.device().read_buffered(direct_end, tail).await?;
         }
-        Ok(buffer)
+        target.append(tail);
+        Ok(target)
     }
 
     /// See [`Storage::write`](super::Storage::write).
@@ -240,7 +241,7 @@ impl<D: Device> Align<D> {
         if !within(offset, length, self.size_bytes()) {
             return Err(Error::INVALID);
         }
-        if !self.alignment.suits(offset, data.iter()) || offset + length > self.tail_start() {
+        if !self.alignment.suits(offset, &data) || offset + length > self.tail_start() {
             return Box::pin(self.write_unaligned(offset, data, durability)).await;
         }
         let _guard = self.lock_shared(offset..offset + length).await?;
@@ -372,14 +373,15 @@ impl<D: Device> Shared<D> {
         let mut blocks = Buffer::new((last - first) as usize);
         let block = alignment.offset;
         if blocks.len() <= READ_AT_ONCE.max(2 * block as usize) {
-            blocks = self.device.read(first, blocks).await?;
+            blocks = self.device.read(first, blocks.into()).await?.joined();
         } else {
             if offset > first {
-                let head = self.device.read(first, Buffer::new(block as usize)).await?;
+                let head = self.device.read(first, Buffer::new(block as usize).into()).await?.joined();
                 blocks[..head.len()].copy_from_slice(&head);
             }
             if end < last {
-                let foot = self.device.read(last - block, Buffer::new(block as usize)).await?;
+                let foot = Buffer::new(block as usize);
+                let foot = self.device.read(last - block, foot.into()).await?.joined();
                 let at = blocks.len() - foot.len();
                 blocks[at..].copy_from_slice(&foot);
             }

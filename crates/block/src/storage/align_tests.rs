@@ -7,6 +7,7 @@ use policy::time::Duration;
 
 use super::*;
 use crate::{
+    guest::{Memory, Region},
     reactor::{now, sim, sleep_until, spawn_joinable},
     storage::simulated::{Behaviour, Simulated},
 };
@@ -22,19 +23,33 @@ fn disk(seed: u64) -> (Simulated, Vec<u8>) {
     (Simulated::new(content.clone(), behaviour), content)
 }
 
-/// Random segments, their memory aligned or not.
-fn segments(bytes: &[u8]) -> Segments {
+/// Room for so many bytes: random segments, ours or a guest's, their memory aligned or not.
+fn room(mut length: usize) -> Segments {
     let mut segments = Segments::default();
-    let mut rest = bytes;
-    while !rest.is_empty() {
-        let (length, skew) = sim::random(|random| (random.usize(1..=rest.len()), random.usize(..2)));
-        let mut buffer = Buffer::new(length + skew);
-        buffer.advance(skew);
-        buffer.copy_from_slice(&rest[..length]);
-        segments.push(buffer);
-        rest = &rest[length..];
+    while length > 0 {
+        let (part, skew, is_guests) =
+            sim::random(|random| (random.usize(1..=length), random.usize(..2), random.bool()));
+        if is_guests {
+            let memory = Memory::new(vec![Region::on_heap(0, 0, part + skew)]).expect("one region");
+            segments.push(memory.place(skew as u64, part).expect("inside"));
+        } else {
+            let mut buffer = Buffer::new(part + skew);
+            buffer.advance(skew);
+            segments.push(buffer);
+        }
+        length -= part;
     }
     segments
+}
+
+fn segments(bytes: &[u8]) -> Segments {
+    let mut segments = room(bytes.len());
+    segments.copy_from(bytes);
+    segments
+}
+
+async fn read(storage: &Align<Simulated>, offset: u64, length: usize) -> Vec<u8> {
+    storage.read(offset, room(length)).await.expect("no errors").to_vec()
 }
 
 /// The clients' side of the model: bytes that a request in flight owns are not touched by another
@@ -70,7 +85,7 @@ async fn client(storage: Rc<Align<Simulated>>, model: Rc<RefCell<Model>>) {
         let (offset, length) = (range.start as u64, range.len() as u64);
         match sim::random(|random| random.u8(..5)) {
             0 => {
-                let read = storage.read(offset, Buffer::new(range.len())).await.expect("no errors");
+                let read = read(&storage, offset, range.len()).await;
                 assert_eq!(read[..], model.borrow().bytes[range.clone()]);
             }
             1 => {
@@ -102,7 +117,7 @@ fn concurrent_requests_that_share_blocks_never_touch_each_others_bytes() {
             for client in clients {
                 client.await;
             }
-            let read = storage.read(0, Buffer::new(SIZE)).await.expect("no errors");
+            let read = read(&storage, 0, SIZE).await;
             assert!(read[..] == model.borrow().bytes[..], "seed {seed}");
         });
     }
@@ -132,7 +147,7 @@ fn a_small_write_undoes_nothing_of_a_large_one_around_it() {
             for write in writes {
                 write.await.expect("no errors");
             }
-            let read = storage.read(0, Buffer::new(2 * BLOCK)).await.expect("no errors");
+            let read = read(&storage, 0, 2 * BLOCK).await;
             for (at, byte) in read.iter().enumerate() {
                 let expected: &[u8] = match at {
                     10..15 => &[1, 2],
@@ -162,7 +177,7 @@ fn a_client_that_goes_away_takes_no_bytes_of_others_with_it() {
             leaver.cancel().await;
             storage.write(10, segments(&[2; 20]), Durability::Cached).await.expect("no errors");
             sleep_until(now() + Duration::from_secs(1)).await;
-            let read = storage.read(0, Buffer::new(BLOCK)).await.expect("no errors");
+            let read = read(&storage, 0, BLOCK).await;
             assert!(read[..10] == [1; 10] || read[..10] == content[..10], "seed {seed}");
             assert_eq!(read[10..30], [2; 20], "seed {seed}: acknowledged");
             assert_eq!(read[30..], content[30..BLOCK], "seed {seed}: never written");
@@ -194,7 +209,7 @@ fn discard_leaves_partial_blocks_alone() {
             let (device, content) = disk(seed);
             let storage = Align::new(device);
             storage.discard(100, 3 * BLOCK as u64).await.expect("no errors");
-            let read = storage.read(0, Buffer::new(SIZE)).await.expect("no errors");
+            let read = read(&storage, 0, SIZE).await;
             assert_eq!(read[..BLOCK], content[..BLOCK]);
             assert_eq!(read[3 * BLOCK..], content[3 * BLOCK..]);
         });
@@ -206,8 +221,8 @@ fn out_of_range_is_an_error() {
     sim::run(1, async {
         let storage = Align::new(disk(1).0);
         let size = SIZE as u64;
-        assert_eq!(storage.read(size, Buffer::new(1)).await.err(), Some(Error::INVALID));
-        assert_eq!(storage.read(u64::MAX, Buffer::new(1)).await.err(), Some(Error::INVALID));
+        assert_eq!(storage.read(size, Buffer::new(1).into()).await.err(), Some(Error::INVALID));
+        assert_eq!(storage.read(u64::MAX, Buffer::new(1).into()).await.err(), Some(Error::INVALID));
         let one = || Segments::from(Buffer::copy_of(&[1]));
         assert_eq!(storage.write(size, one(), Durability::Cached).await, Err(Error::INVALID));
         assert_eq!(storage.discard(1, u64::MAX).await, Err(Error::INVALID));
@@ -222,7 +237,7 @@ async fn overtaken(storage: Rc<Align<Simulated>>, smallest: usize) {
         let range = start..(start + length).min(SIZE);
         let offset = range.start as u64;
         let result = match sim::random(|random| random.u8(..4)) {
-            0 => storage.read(offset, Buffer::new(range.len())).await.map(drop),
+            0 => storage.read(offset, Buffer::new(range.len()).into()).await.map(drop),
             1 => {
                 let options =
                     ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
@@ -258,7 +273,7 @@ fn a_shrink_overtakes_what_is_in_flight_and_leaves_nothing_behind() {
             }
             assert_eq!(storage.size_bytes(), smallest as u64);
             assert_eq!(storage.resize(SIZE as u64).await, Ok(()));
-            let added = storage.read(smallest as u64, Buffer::new(SIZE - smallest)).await.expect("inside");
+            let added = read(&storage, smallest as u64, SIZE - smallest).await;
             assert!(added.iter().all(|&byte| byte == 0), "seed {seed}: what was cut off came back");
             waiting
         });

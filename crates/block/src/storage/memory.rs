@@ -239,21 +239,26 @@ impl Memory {
         true
     }
 
-    pub(super) async fn read(&self, offset: u64, mut buffer: Buffer) -> Result<Buffer> {
-        if !within(offset, buffer.len() as u64, self.size_bytes()) {
+    pub(super) async fn read(&self, offset: u64, mut target: Segments) -> Result<Segments> {
+        if !within(offset, target.len() as u64, self.size_bytes()) {
             return Err(Error::INVALID);
         }
-        let mut rest = &mut buffer[..];
-        for piece in pieces(offset, rest.len() as u64) {
-            let (target, after) = rest.split_at_mut(piece.end - piece.start);
-            rest = after;
-            let page = self.page(piece.page).map(|page| page.read().unwrap_or_else(PoisonError::into_inner));
-            match page.as_ref().and_then(|page| page.as_ref()) {
-                Some(page) => target.copy_from_slice(&page[piece.start..piece.end]),
-                None => target.fill(0),
+        let mut start = offset;
+        for segment in target.as_mut_slice() {
+            let mut at = 0;
+            for piece in pieces(start, segment.len() as u64) {
+                let length = piece.end - piece.start;
+                let page =
+                    self.page(piece.page).map(|page| page.read().unwrap_or_else(PoisonError::into_inner));
+                match page.as_ref().and_then(|page| page.as_ref()) {
+                    Some(page) => segment.write(at, &page[piece.start..piece.end]),
+                    None => segment.zero(at, length),
+                }
+                at += length;
             }
+            start += segment.len() as u64;
         }
-        Ok(buffer)
+        Ok(target)
     }
 
     /// What [`Memory::read`] would read, where it lies.
@@ -279,11 +284,10 @@ impl Memory {
         }
         let mut at = offset;
         for segment in data.iter() {
-            let mut rest = &segment[..];
-            for piece in pieces(at, rest.len() as u64) {
-                let (source, after) = rest.split_at(piece.end - piece.start);
-                rest = after;
-                self.change(&piece, |target| target.copy_from_slice(source))?;
+            let mut done = 0;
+            for piece in pieces(at, segment.len() as u64) {
+                self.change(&piece, |target| segment.read(done, target))?;
+                done += piece.end - piece.start;
             }
             at += segment.len() as u64;
         }
@@ -414,7 +418,7 @@ mod tests {
                 model[offset as usize..][..length as usize].fill(0);
             }
             Step::Read(offset, length) => {
-                let read = memory.read(offset, Buffer::new(length)).await.expect("inside");
+                let read = memory.read(offset, Buffer::new(length).into()).await.expect("inside").joined();
                 assert_eq!(&read[..], &model[offset as usize..][..length]);
                 let lent = memory.lend(offset, length).expect("inside");
                 let mut bytes = vec![0; length];
@@ -467,7 +471,7 @@ mod tests {
         assert!(Memory::new(Memory::LARGEST + 1).is_none());
         sim::run(1, async {
             let memory = Memory::new(100).expect("small");
-            assert_eq!(memory.read(99, Buffer::new(2)).await.err(), Some(Error::INVALID));
+            assert_eq!(memory.read(99, Buffer::new(2).into()).await.err(), Some(Error::INVALID));
             assert_eq!(memory.discard(u64::MAX, 2).await.err(), Some(Error::INVALID));
         });
     }
@@ -485,7 +489,8 @@ mod tests {
             assert_eq!(memory.resize(cut), Ok(()));
             assert_eq!(write(&memory, cut - 1, &[1, 2]).await, Err(Error::INVALID));
             assert_eq!(memory.resize(4 * PAGE), Ok(()));
-            let read = memory.read(PAGE, Buffer::new(3 * PAGE as usize)).await.expect("inside");
+            let read =
+                memory.read(PAGE, Buffer::new(3 * PAGE as usize).into()).await.expect("inside").joined();
             assert_eq!(read[..512], [7; 512]);
             assert!(read[512..].iter().all(|&byte| byte == 0));
             assert!(memory.is_hole(2) && memory.is_hole(3), "its memory is free");
@@ -499,7 +504,8 @@ mod tests {
             assert_eq!(memory.resize(Memory::LARGEST), Ok(()));
             for offset in [0, REGION, 7 * REGION - 1, 1 << 40, Memory::LARGEST - 4] {
                 write(&memory, offset, b"here").await.expect("inside");
-                assert_eq!(memory.read(offset, Buffer::new(4)).await.expect("inside")[..], *b"here");
+                let read = memory.read(offset, Buffer::new(4).into()).await.expect("inside");
+                assert_eq!(read.to_vec(), *b"here");
             }
             let largest = Memory::LARGEST;
             assert_eq!(memory.resize(largest + 512), Err(ResizeError::TooLarge { largest }));

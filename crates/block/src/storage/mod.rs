@@ -268,7 +268,16 @@ impl Storage {
     /// [`Error::IO`](crate::error::Error::IO) from the device, or where a file has been truncated
     /// underneath; never old memory.
     pub async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        each!(self, inner => inner.read(offset, buffer).await)
+        Ok(self.read_into(offset, buffer.into()).await?.joined())
+    }
+
+    /// The same into segments, which come back filled. Where one is a guest's memory and the future
+    /// is dropped, the kernel may write to it until the operation has ended.
+    ///
+    /// # Errors
+    /// As [`Storage::read`]; what is in the segments is then undefined.
+    pub async fn read_into(&self, offset: u64, target: Segments) -> Result<Segments> {
+        each!(self, inner => inner.read(offset, target).await)
     }
 
     /// What [`Storage::read`] would read, without waiting and without copying it; `None` from

@@ -7,10 +7,7 @@ use super::{
     BlockSize, Durability, Extent, ZeroOptions,
     resize::{self, ResizeError},
 };
-use crate::{
-    buffer::{Buffer, Segments},
-    error::Result,
-};
+use crate::{buffer::Segments, error::Result};
 
 /// Zeroes.
 #[derive(Debug)]
@@ -54,10 +51,10 @@ impl Null {
         true
     }
 
-    pub(super) async fn read(&self, _offset: u64, mut buffer: Buffer) -> Result<Buffer> {
-        // The buffer holds what another client read before.
-        buffer.fill(0);
-        Ok(buffer)
+    pub(super) async fn read(&self, _offset: u64, mut target: Segments) -> Result<Segments> {
+        // It holds what another client read before.
+        target.zero();
+        Ok(target)
     }
 
     pub(super) async fn write(&self, _offset: u64, _data: Segments, _durability: Durability) -> Result<()> {
@@ -84,7 +81,7 @@ impl Null {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reactor::sim;
+    use crate::{buffer::Buffer, reactor::sim};
 
     #[test]
     fn reads_zeroes_even_into_a_used_buffer() {
@@ -92,8 +89,8 @@ mod tests {
             let null = Null::new(1 << 40);
             let mut used = Buffer::new(4096);
             used.fill(7);
-            let read = null.read(12_345, used).await.expect("null never fails");
-            assert!(read.iter().all(|&byte| byte == 0));
+            let read = null.read(12_345, used.into()).await.expect("null never fails");
+            assert!(read.to_vec().iter().all(|&byte| byte == 0));
         });
     }
 }

@@ -31,7 +31,7 @@ use super::{
     resize::ResizeError,
 };
 use crate::{
-    buffer::{Buffer, Segments},
+    buffer::Segments,
     error::{Error, Result},
     reactor::{now, sim, sleep_until, spawn_to_end},
 };
@@ -340,18 +340,18 @@ impl Device for Simulated {
         true
     }
 
-    async fn read(&self, offset: u64, mut buffer: Buffer) -> Result<Buffer> {
-        self.check(offset, buffer.len());
-        self.count_read(buffer.len() as u64);
+    async fn read(&self, offset: u64, mut target: Segments) -> Result<Segments> {
+        let length = target.len();
+        self.check(offset, length);
+        self.count_read(length as u64);
         self.pause().await;
-        let length = buffer.len();
         match self.lock().visible.get(offset as usize..offset as usize + length) {
-            Some(bytes) => buffer.copy_from_slice(bytes),
+            Some(bytes) => target.copy_from(bytes),
             // Cut off meanwhile: reads are not kept out of a resize.
             None => return Err(Error::INVALID),
         }
         self.pause().await;
-        if self.chance_of_error() { Err(Error::IO) } else { Ok(buffer) }
+        if self.chance_of_error() { Err(Error::IO) } else { Ok(target) }
     }
 
     async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
@@ -361,7 +361,7 @@ impl Device for Simulated {
         self.put(offset, &bytes, durability).await
     }
 
-    async fn read_buffered(&self, _offset: u64, _buffer: Buffer) -> Result<Buffer> {
+    async fn read_buffered(&self, _offset: u64, _target: Segments) -> Result<Segments> {
         unreachable!("the size is a multiple of the block, so there is no tail")
     }
 
@@ -415,7 +415,10 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
-    use crate::reactor::{spawn, spawn_joinable};
+    use crate::{
+        buffer::Buffer,
+        reactor::{spawn, spawn_joinable},
+    };
 
     const BLOCK: usize = 512;
     const BEHAVIOUR: Behaviour =
@@ -498,7 +501,7 @@ mod tests {
     fn unaligned_requests_are_an_assertion() {
         sim::run(1, async {
             let disk = Simulated::new(vec![0; BLOCK], BEHAVIOUR);
-            let _ = disk.read(1, Buffer::new(1)).await;
+            let _ = disk.read(1, Buffer::new(1).into()).await;
         });
     }
 }

@@ -14,11 +14,7 @@ use super::{
     fault::{FaultRule, Faults, Kind},
     rate::Budget,
 };
-use crate::{
-    buffer::{Buffer, Segments},
-    error::Result,
-    reactor::sleep_until,
-};
+use crate::{buffer::Segments, error::Result, reactor::sleep_until};
 
 /// A storage and what is put around it.
 #[derive(Debug)]
@@ -170,9 +166,10 @@ impl Wrapped {
         }
     }
 
-    pub(super) async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        let length = buffer.len() as u64;
-        self.pass(Kind::Read, offset, length, Box::pin(self.inner.read(self.below(offset), buffer))).await
+    pub(super) async fn read(&self, offset: u64, target: Segments) -> Result<Segments> {
+        let length = target.len() as u64;
+        let below = Box::pin(self.inner.read_into(self.below(offset), target));
+        self.pass(Kind::Read, offset, length, below).await
     }
 
     pub(super) async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {

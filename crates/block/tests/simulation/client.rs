@@ -12,7 +12,7 @@ use std::{
 };
 
 use block::{
-    buffer::{Buffer, Segments},
+    buffer::{Buffer, Segments, Target},
     disk::Disk,
     error::{Error, Result},
     reactor::{sim, timeout},
@@ -26,6 +26,7 @@ use policy::{
 };
 
 use crate::{
+    guest::Lent,
     model::{Model, Outcome},
     passed::Passed,
 };
@@ -159,13 +160,21 @@ impl Client {
         let began = self.shared.model.borrow_mut().begin();
         let result = {
             let pass = self.disk.admit(Direction::Read, Cost::one(range.len() as u64)).await;
-            self.disk.read(pass, range.start as u64, range.len()).await
+            if chance(50) {
+                self.disk.read(pass, range.start as u64, range.len()).await.map(|data| data.to_vec())
+            } else {
+                let lent = Lent::new(range.len());
+                let target = Target::Here(lent.segments());
+                self.disk.read_to(pass, range.start as u64, target).await.map(|data| {
+                    let found = lent.found();
+                    assert_eq!(data.to_vec(), found, "it is elsewhere");
+                    found
+                })
+            }
         };
-        if let Ok(data) = self.answered(result) {
+        if let Ok(found) = self.answered(result) {
             self.succeeded(0);
-            assert_eq!(data.len(), range.len());
-            let mut found = vec![0; range.len()];
-            data.copy_to(&mut found);
+            assert_eq!(found.len(), range.len());
             self.shared.model.borrow().check_read(began, range.start, &found);
         }
     }
@@ -297,7 +306,11 @@ fn in_pieces(bytes: &[u8]) -> Segments {
         let whole = chance(60);
         let count = if whole { rest.len() } else { sim::random(|random| random.usize(1..=rest.len())) };
         let (piece, more) = rest.split_at(count);
-        segments.push(misaligned(piece));
+        if chance(50) {
+            segments.push(misaligned(piece));
+        } else {
+            segments.append(Lent::holding(piece).segments());
+        }
         rest = more;
     }
     segments

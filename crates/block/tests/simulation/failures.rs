@@ -65,7 +65,7 @@ async fn write(disk: &Disk, block: u64, byte: u8, patience: &Arc<Patience>) -> R
 
 async fn read(disk: &Disk, block: u64) -> Result<u8> {
     let pass = disk.admit(Direction::Read, Cost::one(BLOCK)).await;
-    Ok(disk.read(pass, block * BLOCK, BLOCK as usize).await?.as_slice()[0][0])
+    Ok(disk.read(pass, block * BLOCK, BLOCK as usize).await?.to_vec()[0])
 }
 
 async fn some_time(most: Duration) {

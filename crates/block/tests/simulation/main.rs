@@ -3,7 +3,7 @@
 //! over many seeds; nothing here waits in real time, apart from `stress`, which is about threads.
 //!
 //! - `disks`: reads, writes, flushes, errors, cancellations and crashes against a model of what
-//!   each byte may be.
+//!   each byte may be; half of the data is in memory of guests (`guest`).
 //! - `nested`: requests in trees of groups against naive buckets: nothing passes too early, nothing
 //!   waits too long, whatever changes meanwhile; with large requests, refused changes, promises,
 //!   and limits enforced loosely or not at all.
@@ -27,6 +27,7 @@ mod bucket;
 mod client;
 mod disks;
 mod failures;
+mod guest;
 mod model;
 mod nested;
 mod passed;

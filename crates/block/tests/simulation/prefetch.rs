@@ -55,7 +55,7 @@ async fn read(disk: &Disk, block: usize) -> block::error::Result<u8> {
     let pass = disk.admit(Direction::Read, Cost::one(BLOCK as u64)).await;
     let data = disk.read(pass, (block * BLOCK) as u64, BLOCK).await?;
     assert_eq!(data.len(), BLOCK);
-    Ok(data.as_slice()[0][0])
+    Ok(data.to_vec()[0])
 }
 
 async fn write(disk: &Disk, block: usize, byte: u8) {

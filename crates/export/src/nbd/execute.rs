@@ -20,7 +20,7 @@ use super::{
     session::Tag,
 };
 use block::{
-    buffer::{Buffer, Segments},
+    buffer::{Segment, Segments},
     disk::Pass,
     error::{Error, Result},
     storage::{Durability, Extent, ZeroOptions},
@@ -90,7 +90,7 @@ impl Connection {
         if !whole
             && parts.len() <= MOST_CHUNKS
             && self.session.style.has_chunks()
-            && parts.iter().any(Buffer::is_known_zero)
+            && parts.iter().any(Segment::is_known_zero)
         {
             loop {
                 let (is_zero, length) = first_run(data.as_slice());
@@ -293,10 +293,10 @@ impl Connection {
 }
 
 /// How many bytes from the beginning on are alike: known to be zero, or not.
-fn first_run(parts: &[Buffer]) -> (bool, usize) {
-    let is_zero = parts.iter().find(|part| !part.is_empty()).is_some_and(Buffer::is_known_zero);
-    let alike = |part: &&Buffer| part.is_empty() || part.is_known_zero() == is_zero;
-    (is_zero, parts.iter().take_while(alike).map(Buffer::len).sum())
+fn first_run(parts: &[Segment]) -> (bool, usize) {
+    let is_zero = parts.iter().find(|part| !part.is_empty()).is_some_and(Segment::is_known_zero);
+    let alike = |part: &&Segment| part.is_empty() || part.is_known_zero() == is_zero;
+    (is_zero, parts.iter().take_while(alike).map(Segment::len).sum())
 }
 
 fn wants_whole(read: &Incoming) -> bool {

@@ -51,7 +51,7 @@ impl Stream {
             Self::Plain(fd) => send_plain(fd, segments).await,
             Self::Tls { fd, tls } => {
                 for segment in segments.iter() {
-                    encrypt(fd, tls, segment).await?;
+                    encrypt(fd, tls, &segment.bytes()).await?;
                 }
                 Ok(())
             }

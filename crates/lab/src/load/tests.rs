@@ -74,7 +74,7 @@ fn places_follow_each_other_as_if_the_end_were_the_beginning() {
         let mut found = Vec::new();
         for offset in [8192, 508_192, 1_008_192, 459_616, 959_616, 411_040, 0] {
             let read = disk.image().read(offset, 1).await.unwrap();
-            found.push((offset, read.as_slice()[0][0]));
+            found.push((offset, read.to_vec()[0]));
         }
         found
     });

@@ -115,7 +115,7 @@ async fn bytes(image: &Image) -> Vec<u8> {
     let mut bytes = Vec::new();
     for cluster in 0..image.size_bytes().div_ceil(65536) {
         let data = image.read(cluster * 65536, 1).await.expect("readable");
-        bytes.push(data.iter().next().expect("one byte")[0]);
+        bytes.push(data.to_vec()[0]);
     }
     bytes
 }

@@ -12,8 +12,9 @@ use super::{
     header::{Backing, Header, incompatible},
 };
 use crate::{
-    buffer::Buffer,
+    buffer::{Buffer, Segments, Target},
     error::Error,
+    guest::{Memory, Region},
     image::{Image, Raw},
     reactor::{self, sim},
     storage::{Durability, Storage, ZeroOptions},
@@ -117,6 +118,13 @@ async fn open(kind: &Kind, content: &[u8]) -> Qcow2 {
     Qcow2::open(parts).await.expect("valid")
 }
 
+/// A guest's memory, which holds no zeroes.
+fn guest(bytes: usize) -> Memory {
+    let memory = Memory::new(vec![Region::on_heap(0, 0, bytes)]).expect("one region");
+    memory.place(0, bytes).expect("inside").fill(0, bytes, 0xa5);
+    memory
+}
+
 impl World {
     async fn new(kind: Kind) -> Self {
         let storage = Storage::memory(512);
@@ -136,9 +144,12 @@ impl World {
     }
 
     async fn check(&self, at: usize, length: usize) {
-        let found = self.image.read(at as u64, length).await.expect("reads");
-        let mut bytes = vec![0; length];
-        found.copy_to(&mut bytes);
+        let bytes = self.image.read(at as u64, length).await.expect("reads").to_vec();
+        let memory = guest(length);
+        let target = Target::Here(memory.place(0, length).expect("inside").into());
+        self.image.read_to(at as u64, target).await.expect("reads");
+        let found = memory.place(0, length).expect("inside");
+        assert_eq!(Segments::from(found).to_vec(), bytes, "in memory of a guest: {length:#x} at {at:#x}");
         for (index, byte) in bytes.iter().enumerate() {
             let (at, want) = (at + index, self.model[at + index]);
             assert!(
@@ -188,6 +199,39 @@ impl World {
             }
         }
     }
+}
+
+#[test]
+fn a_read_that_fails_ends_when_nothing_writes_to_its_memory_any_more() {
+    sim::run(1, async {
+        let cluster = 65_536;
+        let options = CreateOptions {
+            size_bytes: 2 * cluster,
+            backing: Some(Backing { name: "base".into(), format: Some("raw".into()) }),
+            ..CreateOptions::default()
+        };
+        let storage = Storage::memory(512);
+        create(&storage, None, &options).await.expect("valid");
+        let image = Qcow2::open(Parts::of(storage)).await.expect("valid");
+        let data = Buffer::copy_of(&vec![7; cluster as usize]);
+        image.write(cluster, data.into(), Durability::Cached).await.expect("room");
+        image.close().await.expect("memory");
+        let content = image.storage().content().await.expect("memory");
+        // The first cluster fails at once, below; the second takes its time.
+        let base = Storage::memory(cluster).with_faults(vec!["kind=read".parse().expect("valid")]);
+        let slow = Storage::holding(&content).await.delayed("read=5ms".parse().expect("valid"));
+        let backing = Some(Box::new(Image::Raw(Raw::new(base).read_only())));
+        let image = Qcow2::open(Parts { backing, ..Parts::of(slow) }).await.expect("valid");
+        let memory = guest(2 * cluster as usize);
+        let place = |at, length| memory.place(at, length).expect("inside");
+        let target = Target::Here(place(0, 2 * cluster as usize).into());
+        assert_eq!(image.read_to(0, target).await.err(), Some(Error::IO));
+        let second = || Segments::from(place(cluster, cluster as usize)).to_vec();
+        assert_eq!(second(), vec![7; cluster as usize], "it was not waited for");
+        place(cluster, 8).write(0, b"others'!");
+        reactor::sleep_until(reactor::now() + Duration::from_secs(1)).await;
+        assert_eq!(second()[..8], *b"others'!");
+    });
 }
 
 proptest! {
@@ -246,7 +290,7 @@ fn refcounts_that_were_left_unwritten_are_counted_again() {
         assert_eq!(image.header().incompatible, 0);
         image.write(100 << 10, Buffer::zeroed(70_000).into(), Durability::Cached).await.expect("room");
         let read = image.read(0, 4096).await.expect("reads");
-        assert_eq!(read.as_slice()[0][0], 7);
+        assert_eq!(read.to_vec()[0], 7);
         image.close().await.expect("memory");
         let report = check(image.storage(), Repair::Nothing).await.expect("valid");
         assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");

@@ -22,7 +22,7 @@ use super::{
     writeback::Freed,
 };
 use crate::{
-    buffer::{Buffer, Segments},
+    buffer::{Buffer, Segments, Target},
     error::{Error, Result},
     reactor,
     storage::Durability,
@@ -157,7 +157,7 @@ impl Qcow2 {
         let mut sectors = Buffer::new((last - first) as usize);
         let there = last.min(self.size_bytes()).saturating_sub(first);
         sectors.fill(0);
-        let old = self.read_inside(first, there as usize).await?;
+        let old = self.read_inside(first, Target::Anywhere(there as usize)).await?;
         old.copy_to(&mut sectors[..there as usize]);
         data.copy_to(&mut sectors[(offset - first) as usize..][..data.len()]);
         self.write_data(host - (offset - first), sectors.into(), durability).await
@@ -301,7 +301,7 @@ impl Qcow2 {
         let mut data = if is_zero {
             Segments::from(Buffer::zeroed(there as usize))
         } else {
-            self.read_inside(from, there as usize).await?
+            self.read_inside(from, Target::Anywhere(there as usize)).await?
         };
         if from + there < to {
             data.push(Buffer::zeroed((to - from - there) as usize));

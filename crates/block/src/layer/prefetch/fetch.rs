@@ -17,12 +17,7 @@ use policy::prefetch::{Ahead, Fetch, FetchId, whole_blocks};
 use smallvec::SmallVec;
 
 use super::{Chunk, Shared};
-use crate::{
-    buffer::{Buffer, Frozen, Segments},
-    error::Result,
-    image::Image,
-    reactor,
-};
+use crate::{buffer::Frozen, error::Result, image::Image, reactor};
 
 /// How many tasks are reading ahead.
 #[derive(Debug, Default)]
@@ -140,16 +135,7 @@ fn bring(flight: Flight, fetch: Fetch<Arc<Chunk>>) -> impl Future<Output = ()> {
         let length = (range.end - range.start) as usize;
         let reading = pending.flight.0.image.read(range.start, length);
         let data = reactor::in_background(reading).await;
-        pending.end(data.ok().map(|data| joined(data).freeze()));
+        // One buffer, so that a chunk takes the memory that it is counted with.
+        pending.end(data.ok().map(|data| data.joined().freeze()));
     }
-}
-
-/// One buffer, so that a chunk takes the memory that it is counted with.
-fn joined(data: Segments) -> Buffer {
-    if data.as_slice().len() != 1 {
-        let mut whole = Buffer::new(data.len());
-        data.copy_to(&mut whole);
-        return whole;
-    }
-    data.into_iter().next().expect("there is one")
 }

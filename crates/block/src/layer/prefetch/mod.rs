@@ -39,12 +39,14 @@ use policy::{
     throttle::GivenBack,
 };
 
+use smallvec::SmallVec;
+
 use self::{
     chunk::Chunk,
     fetch::{Flights, fetch},
 };
 use crate::{
-    buffer::{Buffer, Segments},
+    buffer::{Segments, Target},
     error::Result,
     image::Image,
     reactor,
@@ -121,63 +123,75 @@ impl Prefetch {
         self.shared.with(|state| state.cache.stats())
     }
 
-    /// Reads `length` bytes at `offset`, inside the disk, for `requests` of a client's that were
-    /// merged. `may` has the last word on what is read ahead: see [`Cache::read`].
+    /// Reads what `target` wants at `offset`, inside the disk, for `requests` of a client's that
+    /// were merged. `may` has the last word on what is read ahead: see [`Cache::read`].
     pub(crate) async fn read(
         &self,
         offset: u64,
-        length: usize,
+        target: Target,
         requests: u64,
         may: impl FnOnce(&Ahead, GivenBack) -> bool,
     ) -> Result<Segments> {
         let (image, size_bytes) = (&self.shared.image, self.shared.image.size_bytes());
+        let length = target.len() as u64;
         // Exports let no others through, but a disk has other callers, and the image knows what to
         // say to them.
-        let end = offset.checked_add(length as u64).filter(|&end| end <= size_bytes && length > 0);
+        let end = offset.checked_add(length).filter(|&end| end <= size_bytes && length > 0);
         let may_look = self.shared.is_on.load(Relaxed) && !image.has_changed_below();
         let Some(end) = end.filter(|_| may_look) else {
-            return image.read(offset, length).await;
+            return image.read_to(offset, target).await;
         };
         let (found, ahead) =
             self.shared.with(|state| state.cache.read(offset..end, requests, size_bytes, may));
         match found {
-            Found::Nothing => self.start_behind(image.read(offset, length), ahead).await,
+            Found::Nothing => self.start_behind(image.read_to(offset, target), ahead).await,
             Found::Whole(cached) => {
                 if let Some(ahead) = ahead {
                     self.start(&ahead);
                 }
-                match copy_of(&cached).await {
-                    Some(data) => Ok(data.into()),
-                    None => image.read(offset, length).await,
+                match data_of(&cached).await {
+                    Some(data) => Ok(target.copy_of(data)),
+                    None => image.read_to(offset, target).await,
                 }
             }
-            Found::Parts(parts) => Box::pin(self.start_behind(self.read_parts(offset, parts), ahead)).await,
+            Found::Parts(parts) => {
+                Box::pin(self.start_behind(self.read_parts(offset, parts, target), ahead)).await
+            }
         }
     }
 
     /// What is missing in one place is read there, and all of it where it is missing in several:
     /// one read from the image takes less time than several, one after the other.
-    async fn read_parts(&self, offset: u64, parts: Vec<Part<Arc<Chunk>>>) -> Result<Segments> {
+    async fn read_parts(
+        &self,
+        offset: u64,
+        parts: Vec<Part<Arc<Chunk>>>,
+        mut target: Target,
+    ) -> Result<Segments> {
         let image = &self.shared.image;
-        let length = parts.iter().map(Part::length).sum::<u64>() as usize;
-        let mut missing = parts.iter().filter_map(|part| match part {
-            Part::Missing(range) => Some(range.clone()),
-            Part::Cached(_) => None,
-        });
+        if parts.iter().filter(|part| matches!(part, Part::Missing(_))).count() > 1 {
+            return image.read_to(offset, target).await;
+        }
+        let all = target.again();
+        let mut targets: SmallVec<[Option<Target>; 4]> =
+            parts.iter().map(|part| Some(target.split_front(part.length() as usize))).collect();
+        let mut rest = Segments::default();
         // Before the wait for what is on its way, which comes by itself.
-        let mut rest = match (missing.next(), missing.next()) {
-            (Some(_), Some(_)) => return image.read(offset, length).await,
-            (Some(range), None) => image.read(range.start, (range.end - range.start) as usize).await?,
-            (None, _) => Segments::default(),
-        };
+        for (part, target) in parts.iter().zip(&mut targets) {
+            if let Part::Missing(range) = part
+                && let Some(target) = target.take()
+            {
+                rest = image.read_to(range.start, target).await?;
+            }
+        }
         let mut data = Segments::default();
-        for part in parts {
-            match part {
-                Part::Missing(_) => data.append(std::mem::take(&mut rest)),
-                Part::Cached(cached) => match copy_of(&cached).await {
-                    Some(copy) => data.push(copy),
-                    None => return image.read(offset, length).await,
+        for (part, target) in parts.iter().zip(targets) {
+            match (part, target) {
+                (Part::Cached(cached), Some(target)) => match data_of(cached).await {
+                    Some(bytes) => data.append(target.copy_of(bytes)),
+                    None => return image.read_to(offset, all).await,
                 },
+                _ => data.append(std::mem::take(&mut rest)),
             }
         }
         Ok(data)
@@ -254,11 +268,11 @@ impl Shared {
     }
 }
 
-/// A copy of bytes of a chunk, once they are there; `None` if they could not be read.
-async fn copy_of(cached: &Cached<Arc<Chunk>>) -> Option<Buffer> {
+/// Bytes of a chunk, once they are there; `None` if they could not be read.
+async fn data_of(cached: &Cached<Arc<Chunk>>) -> Option<&[u8]> {
     let Range { start, end } = cached.range;
     let data = cached.token.data().await?;
-    Some(Buffer::copy_of(&data[start as usize..end as usize]))
+    Some(&data[start as usize..end as usize])
 }
 
 /// Whether something is gained by keeping what an image says: not if it is in memory already, and

@@ -36,18 +36,16 @@ use super::{
     resize::ResizeError,
 };
 use crate::{
-    buffer::{Buffer, Segments},
+    buffer::{Segment, Segments},
     error::{Error, Result},
     reactor::{
         self,
-        op::{self, Fd},
+        op::{self, Fd, MOST_SEGMENTS},
         yield_now,
     },
     seldom::Seldom,
 };
 
-/// Most segments in one system call: the kernel's UIO_MAXIOV.
-const MOST_SEGMENTS: usize = 1024;
 /// How often a request that the kernel cannot take now (EAGAIN) is tried, with other tasks in
 /// between.
 const MOST_ATTEMPTS: u32 = 1000;
@@ -205,25 +203,27 @@ impl File {
         }
     }
 
-    async fn read_all(&self, fd: &Fd, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        if buffer.is_empty() {
-            return Ok(buffer);
+    async fn read_all(&self, fd: &Fd, offset: u64, target: Segments) -> Result<Segments> {
+        let length = target.len();
+        if length == 0 {
+            return Ok(target);
         }
-        let (result, buffer) = op::read_at(fd, buffer, offset).await;
+        let (result, target) = op::read_at(fd, target, 0, offset).await;
         match result {
-            Ok(count) if count == buffer.len() => Ok(buffer),
-            other => Box::pin(self.read_rest(fd, offset, buffer, other)).await,
+            Ok(count) if count == length => Ok(target),
+            other => Box::pin(self.read_rest(fd, offset, target, other)).await,
         }
     }
 
-    /// The rare end of a read: short, interrupted, at the end of the file.
+    /// The rare end of a read: short, interrupted, in many segments, at the end of the file.
     async fn read_rest(
         &self,
         fd: &Fd,
         offset: u64,
-        mut buffer: Buffer,
+        mut target: Segments,
         mut last: std::io::Result<usize>,
-    ) -> Result<Buffer> {
+    ) -> Result<Segments> {
+        let length = target.len();
         let mut done = 0;
         let mut attempts = 0;
         loop {
@@ -232,20 +232,15 @@ impl File {
                 Ok(_) => return Err(self.past_the_end(offset + done as u64)),
                 Err(error) => try_again(error.into(), &mut attempts).await?,
             }
-            if done == buffer.len() {
-                return Ok(buffer);
+            if done == length {
+                return Ok(target);
             }
             // O_DIRECT stops inside a block only at the end of the file, and could not go on from
             // there.
             if !(done as u64).is_multiple_of(self.alignment.offset) {
                 return Err(self.past_the_end(offset + done as u64));
             }
-            let (result, rest) =
-                op::read_at(fd, Buffer::new(buffer.len() - done), offset + done as u64).await;
-            if let Ok(count) = result {
-                buffer[done..done + count].copy_from_slice(&rest[..count]);
-            }
-            last = result;
+            (last, target) = op::read_at(fd, target, done, offset + done as u64).await;
         }
     }
 
@@ -298,7 +293,7 @@ impl File {
         mut last: Option<std::io::Result<usize>>,
     ) -> Result<()> {
         loop {
-            let batch: usize = data.iter().take(MOST_SEGMENTS).map(Buffer::len).sum();
+            let batch: usize = data.iter().take(MOST_SEGMENTS).map(Segment::len).sum();
             let later = data.split_off(batch);
             self.write_batch(fd, offset, data, durability, last.take()).await?;
             if later.is_empty() {
@@ -416,16 +411,16 @@ impl Device for File {
         self.zeroing.fast(self.kind)
     }
 
-    async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        self.read_all(&self.fd, offset, buffer).await
+    async fn read(&self, offset: u64, target: Segments) -> Result<Segments> {
+        self.read_all(&self.fd, offset, target).await
     }
 
     async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         self.write_all(&self.fd, offset, data, durability).await
     }
 
-    async fn read_buffered(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
-        self.read_all(&self.buffered, offset, buffer).await
+    async fn read_buffered(&self, offset: u64, target: Segments) -> Result<Segments> {
+        self.read_all(&self.buffered, offset, target).await
     }
 
     async fn write_buffered(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {

@@ -11,10 +11,13 @@ use std::{
     rc::Rc,
 };
 
+use rustix::fs::{MemfdFlags, memfd_create};
+
 use super::{CacheMode, FileOptions, open as open_file, open::describe};
 use crate::{
-    buffer::{Buffer, Segments},
+    buffer::{Buffer, Segments, Target, guest_copies},
     error::Error,
+    guest::{DirtyLog, Memory, Region},
     image::{Image, open_raw},
     reactor::{Polling, run, spawn_joinable},
     storage::{Durability, Extent, Format, OpenError, OpenOptions, ResizeError, ZeroOptions, align::Device},
@@ -100,8 +103,41 @@ fn an_image_is_free_once_it_is_dropped_and_nothing_is_in_flight() {
     assert!(!locked());
 }
 
+/// A guest's memory of so many bytes, and the file that it is.
+fn guest(bytes: usize) -> (Memory, std::fs::File) {
+    let file = std::fs::File::from(memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd"));
+    file.set_len(bytes as u64).expect("room");
+    let descriptor = file.try_clone().expect("a descriptor").into();
+    let region = Region::map(descriptor, 0, 0, bytes as u64, 0).expect("maps");
+    (Memory::new(vec![region]).expect("one region"), file)
+}
+
+/// Reads into memory of ours and, at several alignments, into a guest's.
 async fn read(image: &Image, offset: usize, length: usize) -> Vec<u8> {
-    image.read(offset as u64, length).await.expect("reads").iter().flat_map(|part| part.to_vec()).collect()
+    let bytes = image.read(offset as u64, length).await.expect("reads").to_vec();
+    for (skew, gap) in [(0, 0), (1, 0), (512, 4096), (4096, 7)] {
+        let log = DirtyLog::on_heap(length / 4096 / 8 + 2);
+        let memory = guest(skew + length + gap + 1).0.with_log(Some(log.clone()));
+        let half = (length / 2).next_multiple_of(512).min(length);
+        let places = [(skew, half), (skew + half + gap, length - half)];
+        let places = places.map(|(at, bytes)| memory.place(at as u64, bytes).expect("inside"));
+        let target = Target::Here(places.into_iter().collect());
+        let read = image.read_to(offset as u64, target).await.expect("reads");
+        assert!(read.to_vec() == bytes, "{length} bytes at {offset}, in memory at {skew}, {gap} between");
+        assert!(length == 0 || log.is_marked(skew as u64));
+        let mut last = [1];
+        memory.place((skew + length + gap) as u64, 1).expect("inside").read(0, &mut last);
+        assert_eq!(last, [0], "read too far");
+    }
+    bytes
+}
+
+/// The same bytes at some place of a guest's memory.
+fn in_guest(bytes: &[u8], skew: usize) -> Segments {
+    let (memory, _) = guest(skew + bytes.len() + 1);
+    let place = memory.place(skew as u64, bytes.len()).expect("inside");
+    place.write(0, bytes);
+    place.into()
 }
 
 /// One random change to image and model alike.
@@ -130,7 +166,10 @@ async fn change(image: &Image, random: &mut fastrand::Rng, model: &mut [u8], off
             let mut data = Segments::from(Buffer::copy_of(&model[range.clone()]));
             let rest = data.split_off(random.usize(..=length));
             for part in rest.iter() {
-                data.push(Buffer::copy_of(part));
+                match random.usize(..4) {
+                    0 => data.push(Buffer::copy_of(&part.bytes())),
+                    skew => data.append(in_guest(&part.bytes(), (skew - 1) * 256)),
+                }
             }
             let durability = if kind == 3 { Durability::Synchronous } else { Durability::Cached };
             image.write(at, data, durability).await.expect("writes");
@@ -156,6 +195,42 @@ fn a_file_is_an_array_of_bytes_in_every_cache_mode() {
         let stored = std::fs::read(&path).expect("readable");
         assert_eq!(stored.len(), ODD_SIZE, "never longer");
         assert!(stored == model, "{}", path.display());
+    });
+}
+
+#[test]
+fn what_suits_the_device_is_not_copied() {
+    everywhere(1 << 20, |image, _, _| async move {
+        let (memory, _) = guest(20_000);
+        let is_picky = image.block_size().minimum > 1;
+        for (skew, copies) in [(0, 0), (4096, 0), (1, if is_picky { 2 } else { 0 })] {
+            let place = || memory.place(skew, 8192).expect("inside");
+            let before = guest_copies().count;
+            image.read_to(65_536, Target::Here(place().into())).await.expect("reads");
+            image.write(65_536, place().into(), Durability::Cached).await.expect("writes");
+            assert_eq!(guest_copies().count - before, copies, "at {skew}: {}", image.description());
+        }
+    });
+}
+
+#[test]
+fn memory_that_is_gone_fails_its_request_and_no_other() {
+    everywhere(1 << 20, |image, content, _| async move {
+        let (memory, file) = guest(8192);
+        let place = || memory.place(0, 8192).expect("inside");
+        place().fill(0, 8192, 7);
+        image.write(4096, place().into(), Durability::Cached).await.expect("writes");
+        file.set_len(0).expect("shrinks");
+        let target = Target::Here(place().into());
+        assert_eq!(image.read_to(4096, target).await.err(), Some(Error::FAULT));
+        assert_eq!(image.write(65_536, place().into(), Durability::Cached).await, Err(Error::FAULT));
+        // Where a copy is made it is of zeroes, and the region is lost from then on.
+        match image.write(100_001, place().part(0, 100).into(), Durability::Cached).await {
+            Ok(()) => assert!(memory.is_lost() && read(&image, 100_001, 100).await == [0; 100]),
+            Err(error) => assert_eq!(error, Error::FAULT),
+        }
+        assert_eq!(read(&image, 4096, 8192).await, [7; 8192]);
+        assert_eq!(read(&image, 200_000, 5000).await, content[200_000..205_000]);
     });
 }
 

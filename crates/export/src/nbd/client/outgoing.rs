@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use super::super::proto;
-use block::buffer::{Buffer, Segments};
+use block::buffer::{Buffer, Segment, Segments};
 
 /// Segments in one message; the kernel takes at most 1024 (IOV_MAX).
 const MAX_SEGMENTS: usize = 1000;
@@ -13,7 +13,7 @@ const MAX_SEGMENTS: usize = 1000;
 pub(super) struct Outgoing {
     /// Headers behind everything in `segments`.
     headers: Vec<u8>,
-    segments: VecDeque<Buffer>,
+    segments: VecDeque<Segment>,
 }
 
 impl Outgoing {
@@ -49,7 +49,7 @@ impl Outgoing {
 
     fn end_headers(&mut self) {
         if !self.headers.is_empty() {
-            self.segments.push_back(Buffer::copy_of(&self.headers));
+            self.segments.push_back(Buffer::copy_of(&self.headers).into());
             self.headers.clear();
         }
     }

@@ -1,0 +1,105 @@
+//! Which pages of a guest were written to: live migration copies those once more.
+
+use std::{
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering::SeqCst},
+    },
+};
+
+use super::{RegionError, mapping::Mapping};
+
+/// Bytes of a guest's memory that one bit stands for (`VHOST_LOG_PAGE` of the vhost-user
+/// specification, whatever the pages of the host are).
+const PAGE_BYTES: u64 = 4096;
+
+/// The bitmap of `VHOST_USER_SET_LOG_BASE`: one bit for each page of guest-physical memory, the
+/// lowest bit of the first byte for the first page. We set bits, the front end takes them.
+#[derive(Clone, Debug)]
+pub struct DirtyLog(Arc<Mapping>);
+
+impl DirtyLog {
+    /// Maps `bytes` of bitmap in `file` from `offset` on. The descriptor is closed.
+    ///
+    /// # Errors
+    /// As [`Region::map`](super::Region::map).
+    pub fn map(file: OwnedFd, bytes: u64, offset: u64) -> Result<Self, RegionError> {
+        Ok(Self(Arc::new(Mapping::of_file(file, bytes, offset)?)))
+    }
+
+    /// On the heap, all clean: for tests, simulation, fuzzing and Miri.
+    ///
+    /// # Panics
+    /// If it has no bytes.
+    pub fn on_heap(bytes: usize) -> Self {
+        Self(Arc::new(Mapping::on_heap(bytes)))
+    }
+
+    /// Marks the pages of `bytes` guest-physical bytes from `address` on. To be called when they
+    /// have been written: whoever finds the mark finds the bytes. Pages behind the bitmap's end are
+    /// not marked; the front end has promised that it covers all memory.
+    pub fn mark(&self, address: u64, bytes: u64) {
+        let Some(last) = bytes.checked_sub(1) else { return };
+        let mut page = address / PAGE_BYTES;
+        let last = address.saturating_add(last).min(self.pages() * PAGE_BYTES - 1) / PAGE_BYTES;
+        while page <= last {
+            // The bits of one byte of the bitmap at a time.
+            let end = last.min(page | 7);
+            let bits = (0xff_u8 << (page % 8)) & (0xff_u8 >> (7 - end % 8));
+            // Always, also where the bit is there already: it may be on its way to the front end,
+            // without what was written now.
+            self.byte(page).fetch_or(bits, SeqCst);
+            page = end + 1;
+        }
+    }
+
+    /// Whether the page of this guest-physical address is marked.
+    pub fn is_marked(&self, address: u64) -> bool {
+        let page = address / PAGE_BYTES;
+        page < self.pages() && self.byte(page).load(SeqCst) & 1 << (page % 8) != 0
+    }
+
+    /// Whether its file shrank under us: then pages are missing from it.
+    pub fn is_lost(&self) -> bool {
+        self.0.is_lost()
+    }
+
+    /// Pages that it has bits for.
+    fn pages(&self) -> u64 {
+        self.0.bytes() as u64 * 8
+    }
+
+    fn byte(&self, page: u64) -> &AtomicU8 {
+        assert!(page < self.pages(), "page {page} of {}", self.pages());
+        // SAFETY: within the mapping, which lives as long as `self`. Others change it with atomic
+        // operations too.
+        unsafe { AtomicU8::from_ptr(self.0.at((page / 8) as usize)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_what_a_naive_loop_marks() {
+        for (address, bytes) in [(0, 1), (4095, 2), (4096, 4096), (0x7fff, 2), (5000, 100_000), (0, 0)] {
+            let log = DirtyLog::on_heap(8);
+            log.mark(address, bytes);
+            for page in 0..64 {
+                let touched = bytes > 0 && address / 4096 <= page && page <= (address + bytes - 1) / 4096;
+                assert_eq!(log.is_marked(page * 4096), touched, "page {page} of {address}+{bytes}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_lies_behind_its_end_is_not_marked() {
+        let log = DirtyLog::on_heap(1);
+        log.mark(7 * 4096, u64::MAX);
+        log.mark(8 * 4096, 1);
+        log.mark(u64::MAX, u64::MAX);
+        assert!(log.is_marked(7 * 4096) && !log.is_marked(6 * 4096) && !log.is_marked(8 * 4096));
+    }
+}

@@ -1,0 +1,144 @@
+//! One mapping of a front end's file, or zeroes on the heap in its stead.
+
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
+    io,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    ptr::NonNull,
+};
+
+use rustix::fs::{FileType, fstat, fstatfs};
+
+use super::{RegionError, sigbus};
+
+/// `HUGETLBFS_MAGIC` of `linux/magic.h`: what `fstatfs(2)` says of a file of huge pages.
+const HUGE_PAGES: i64 = 0x9584_58f6;
+
+/// Memory that others change while we use it. Unmapped, or freed, when dropped.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    first: NonNull<u8>,
+    bytes: usize,
+    kind: Kind,
+}
+
+#[derive(Debug)]
+enum Kind {
+    /// Of a file: whole pages, of which the first byte asked for need not be the first.
+    File {
+        pages: NonNull<u8>,
+        length: usize,
+        watch: sigbus::Watch,
+    },
+    Heap(Layout),
+}
+
+// SAFETY: memory that no thread has a part in. It is touched by volatile and atomic accesses and by
+// the kernel alone, and references to it are never made.
+unsafe impl Send for Mapping {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// `bytes` of `file` from `offset` on, shared.
+    pub(super) fn of_file(file: OwnedFd, bytes: u64, offset: u64) -> Result<Self, RegionError> {
+        if bytes == 0 {
+            return Err(RegionError::Empty);
+        }
+        let overflow = || RegionError::Overflow { start: offset, bytes };
+        let end = offset.checked_add(bytes).ok_or_else(overflow)?;
+        let status = fstat(&file).map_err(io::Error::from)?;
+        if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
+            return Err(RegionError::NotAFile);
+        }
+        let size = u64::try_from(status.st_size).unwrap_or(0);
+        if end > size {
+            return Err(RegionError::TooShort { end, size });
+        }
+        let page = page_bytes(&file)?;
+        let before = offset % page;
+        let length = (before + bytes).checked_next_multiple_of(page).ok_or_else(overflow)?;
+        let length = usize::try_from(length).map_err(|_| overflow())?;
+        let from = libc::off_t::try_from(offset - before).map_err(|_| overflow())?;
+        // SAFETY: a new mapping, at an address of the kernel's choice.
+        let pages = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                length,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_NORESERVE,
+                file.as_raw_fd(),
+                from,
+            )
+        };
+        if pages == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error().into());
+        }
+        // A core of ours is no place for a guest's data. Where the kernel refuses, it is larger.
+        // SAFETY: it changes what a core holds, and nothing else.
+        let _ = unsafe { libc::madvise(pages, length, libc::MADV_DONTDUMP) };
+        let pages = NonNull::new(pages.cast::<u8>()).expect("the kernel maps nothing at address 0");
+        let watch = sigbus::watch(pages.as_ptr() as usize, length, page as usize);
+        // SAFETY: `before` is less than a page, and one is mapped at least.
+        let first = unsafe { pages.add(before as usize) };
+        Ok(Self { first, bytes: bytes as usize, kind: Kind::File { pages, length, watch } })
+    }
+
+    /// Zeroes on the heap.
+    pub(super) fn on_heap(bytes: usize) -> Self {
+        assert_ne!(bytes, 0, "a region of no bytes");
+        let layout = Layout::from_size_align(bytes, 4096).expect("far below isize::MAX");
+        // SAFETY: the layout's size is not zero.
+        let first = unsafe { alloc_zeroed(layout) };
+        let first = NonNull::new(first).unwrap_or_else(|| handle_alloc_error(layout));
+        Self { first, bytes, kind: Kind::Heap(layout) }
+    }
+
+    /// Its length in bytes, never zero.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Whether its file shrank under us.
+    pub(super) fn is_lost(&self) -> bool {
+        match &self.kind {
+            Kind::File { watch, .. } => watch.is_lost(),
+            Kind::Heap(_) => false,
+        }
+    }
+
+    /// The address of a byte; `offset` may be the length, which is the end.
+    pub(super) fn at(&self, offset: usize) -> *mut u8 {
+        assert!(offset <= self.bytes, "byte {offset} of a mapping of {}", self.bytes);
+        // SAFETY: within the mapping or at its end.
+        unsafe { self.first.as_ptr().add(offset) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        match &mut self.kind {
+            Kind::File { pages, length, watch } => {
+                // First: from here on these addresses may be anybody's.
+                watch.end();
+                // SAFETY: mapped by `of_file` with this length, and nothing refers to it any more.
+                let result = unsafe { libc::munmap(pages.as_ptr().cast(), *length) };
+                debug_assert_eq!(result, 0, "{}", io::Error::last_os_error());
+            }
+            // SAFETY: allocated by `on_heap` with this layout, and nothing refers to it any more.
+            Kind::Heap(layout) => unsafe { dealloc(self.first.as_ptr(), *layout) },
+        }
+    }
+}
+
+/// In what the kernel maps this file, in bytes.
+fn page_bytes(file: impl AsFd) -> io::Result<u64> {
+    let status = fstatfs(&file)?;
+    #[allow(clippy::unnecessary_cast, reason = "the type differs between architectures")]
+    if status.f_type as i64 == HUGE_PAGES {
+        return Ok(u64::try_from(status.f_bsize).unwrap_or(0).max(4096));
+    }
+    // SAFETY: it asks for a constant.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    Ok(u64::try_from(page).unwrap_or(4096).max(4096))
+}

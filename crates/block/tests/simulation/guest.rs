@@ -1,0 +1,82 @@
+//! Memory of a guest, as an export hands it down with a request.
+
+use block::{
+    buffer::Segments,
+    guest::{DirtyLog, Memory, Place, Region},
+    reactor::sim,
+};
+
+/// What lies around the bytes of a request, and in them before they are read.
+const GUARD: u8 = 0xa5;
+const START: u64 = 0x1_0000;
+const PAGE: u64 = 4096;
+
+/// Places for the bytes of one request, with others' bytes between them.
+pub(crate) struct Lent {
+    memory: Memory,
+    log: DirtyLog,
+    pieces: Vec<(u64, usize)>,
+}
+
+impl Lent {
+    /// For so many bytes, in one place or several, at any alignment.
+    pub(crate) fn new(length: usize) -> Self {
+        let mut pieces = Vec::new();
+        let (mut at, mut left) = (START, length);
+        while left > 0 {
+            let (gap, piece) = sim::random(|random| {
+                let gap = if random.bool() { random.u64(..4) * 512 } else { random.u64(..600) };
+                (gap, if random.bool() { left } else { random.usize(1..=left) })
+            });
+            pieces.push((at + gap, piece));
+            at += gap + piece as u64;
+            left -= piece;
+        }
+        let region = Region::on_heap(START, 0, (at - START) as usize + 64);
+        let log = DirtyLog::on_heap((at / PAGE / 8) as usize + 1);
+        let memory = Memory::new(vec![region]).expect("one region");
+        whole(&memory).fill(0, (at - START) as usize + 64, GUARD);
+        Self { memory: memory.with_log(Some(log.clone())), log, pieces }
+    }
+
+    /// With these bytes in it.
+    pub(crate) fn holding(bytes: &[u8]) -> Self {
+        let lent = Self::new(bytes.len());
+        let mut rest = bytes;
+        for place in lent.places() {
+            let (piece, more) = rest.split_at(place.bytes());
+            place.write(0, piece);
+            rest = more;
+        }
+        lent
+    }
+
+    pub(crate) fn segments(&self) -> Segments {
+        self.places().collect()
+    }
+
+    fn places(&self) -> impl Iterator<Item = Place> {
+        self.pieces.iter().map(|&(at, length)| self.memory.place(at, length).expect("inside"))
+    }
+
+    /// What was read into it. Nothing else may have changed, and all that did is dirty.
+    pub(crate) fn found(&self) -> Vec<u8> {
+        let place = whole(&self.memory);
+        let mut all = vec![0; place.bytes()];
+        place.read(0, &mut all);
+        let mut found = Vec::new();
+        for &(at, length) in &self.pieces {
+            let range = (at - START) as usize..(at - START) as usize + length;
+            found.extend_from_slice(&all[range.clone()]);
+            all[range].fill(GUARD);
+            let pages = at / PAGE..=(at + length as u64 - 1) / PAGE;
+            assert!(pages.into_iter().all(|page| self.log.is_marked(page * PAGE)), "{at:#x}: not dirty");
+        }
+        assert!(all.iter().all(|&byte| byte == GUARD), "bytes beside the request's have changed");
+        found
+    }
+}
+
+fn whole(memory: &Memory) -> Place {
+    memory.place(START, memory.regions()[0].bytes() as usize).expect("all of it")
+}
