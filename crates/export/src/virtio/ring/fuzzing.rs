@@ -1,0 +1,1 @@
+#[cfg(any(test, fuzzing))] use super::*;
