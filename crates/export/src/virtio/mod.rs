@@ -18,4 +18,6 @@
 //! allocation beyond the ring's own.
 
 pub mod block;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 pub mod ring;

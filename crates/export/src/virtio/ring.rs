@@ -28,12 +28,10 @@
 mod cells;
 mod chain;
 pub mod driver;
-#[cfg(any(test, fuzzing))]
-pub mod fuzzing;
 mod inflight;
 mod layout;
 #[cfg(any(test, fuzzing))]
-mod meddler;
+pub(in crate::virtio) mod meddler;
 mod packed;
 mod position;
 mod split;

@@ -1,1 +1,0 @@
-#[cfg(any(test, fuzzing))] use super::*;
