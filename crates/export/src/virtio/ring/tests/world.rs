@@ -67,6 +67,12 @@ pub(super) fn layout(memory: &Memory, shape: Shape) -> Layout {
     }
 }
 
+pub(super) fn ring_with_inflight(layout: &Layout, memory: &Memory, base: u32) -> Ring {
+    let bytes = Inflight::bytes(layout.size, layout.packed);
+    let inflight = Inflight::new(memory.place(INFLIGHT, bytes).expect("inside"));
+    Ring::with_inflight(layout.clone(), memory.clone(), base, inflight).expect("a good ring")
+}
+
 /// A chain that the driver waits for.
 struct Sent {
     slot: usize,
@@ -124,9 +130,7 @@ impl World {
     }
 
     pub(super) fn ring_with_inflight(&self, base: u32) -> Ring {
-        let bytes = Inflight::bytes(self.layout.size, self.layout.packed);
-        let inflight = Inflight::new(self.memory.place(INFLIGHT, bytes).expect("inside"));
-        Ring::with_inflight(self.layout.clone(), self.memory.clone(), base, inflight).expect("a good ring")
+        ring_with_inflight(&self.layout, &self.memory, base)
     }
 
     pub(super) fn waits_for(&self) -> usize {
