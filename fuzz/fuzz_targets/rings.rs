@@ -4,4 +4,6 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| export::virtio::fuzzing::rings(data));
+fuzz_target!(|data: &[u8]| {
+    export::virtio::fuzzing::rings(data);
+});

@@ -219,8 +219,19 @@ fn rings_that_mean_nothing() {
 
     let mut raw = Raw::new(PACKED);
     for index in 0..8 {
+        raw.write(RINGS + 16 * index + 14, &(1_u16 << 7).to_le_bytes());
+    }
+    for _ in 0..8 {
+        assert!(raw.ring.take().expect("a good ring").is_some());
+    }
+    // Available once more, as if they had come back.
+    raw.write(RINGS + 14, &(1_u16 << 15).to_le_bytes());
+    assert!(raw.ring.take().expect("a good ring").is_none());
+
+    let mut raw = Raw::new(PACKED);
+    for index in 0..8 {
         // Available, and never the last.
-        raw.write(RINGS + 16 * index + 14, &(1 << 7 | NEXT).to_le_bytes());
+        raw.write(RINGS + 16 * index + 14, &(1_u16 << 7 | NEXT).to_le_bytes());
     }
     assert_eq!(broken(&mut raw), Broken::Endless);
 }
@@ -432,10 +443,10 @@ fn another_devices_batch_is_settled() {
     let area = area(Inflight::bytes(8, false));
     let all = area.place(0, Inflight::bytes(8, false)).expect("all of it");
     let put = |at: usize, value: u16| all.write(at, &value.to_le_bytes());
-    // Four are out, the oldest at 0; 5 and 6 were given back together, and nothing was noted of it.
+    // Four are out, 3 before 0; 5 and 6 were given back together, and nothing was noted of it.
     put(8, 1);
     put(10, 8);
-    for (order, head) in [6, 0, 5, 3].into_iter().enumerate() {
+    for (order, head) in [6, 3, 5, 0].into_iter().enumerate() {
         put(16 + 16 * head, 1);
         put(16 + 16 * head + 8, order as u16 + 40);
     }
@@ -448,7 +459,31 @@ fn another_devices_batch_is_settled() {
     assert_eq!((ring.taken(), ring.base()), (2, 3));
     assert!(ring.listen(), "two are to be taken");
     let heads = [0, 1].map(|_| ring.take().expect("a good ring").expect("a chain").ticket.id);
-    assert_eq!(heads, [0, 3]);
+    assert_eq!(heads, [3, 0]);
+}
+
+#[test]
+fn a_ring_that_stopped_leaves_a_new_area() {
+    for shape in [SPLIT, PACKED] {
+        let bytes = Inflight::bytes(8, shape.packed);
+        let area = area(bytes);
+        for count in [3, 2] {
+            // A guest that starts again has new rings, and the front end the area that it had.
+            let memory = memory();
+            let layout = layout(&memory, shape);
+            let mut driver = Driver::new(&layout);
+            let inflight = Inflight::new(area.place(0, bytes).expect("all of it"));
+            let mut ring =
+                Ring::with_inflight(layout, memory, shape.start(), inflight).expect("it is new again");
+            for _ in 0..count {
+                driver.add(&[Buffer { address: A, bytes: 1, writable: false }]).expect("there is room");
+                let chain = ring.take().expect("a good ring").expect("a chain");
+                ring.complete(chain.ticket, 0);
+                assert!(driver.next_used().expect("it was out").is_some());
+            }
+            ring.stop();
+        }
+    }
 }
 
 #[test]
