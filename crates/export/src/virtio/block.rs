@@ -174,60 +174,72 @@ impl Request {
 /// What a chain asks of `device`, and its ticket. No request: it has no room for an answer, and
 /// goes back with nothing written.
 pub fn parse(chain: Chain, device: &Device) -> (Ticket, Option<Request>) {
-    let Chain { ticket, readable, mut writable, descriptors, fault } = chain;
-    let Some(last) = writable.pop() else { return (ticket, None) };
+    let Chain { ticket, mut places, reads, descriptors, fault } = chain;
+    if places.len() == reads {
+        return (ticket, None);
+    }
+    let Some(last) = places.pop() else { return (ticket, None) };
     // No place is empty.
     let before = last.bytes() - 1;
-    let status = last.part(before, 1);
-    if before > 0 {
-        writable.push(last.part(0, before));
-    }
-    let data_bytes = sum(&writable) as u32;
+    let status = if before == 0 {
+        last
+    } else {
+        places.push(last.part(0, before));
+        last.part(before, 1)
+    };
+    let data_bytes = sum(&places[reads..]) as u32;
     let kind = if fault.is_some() {
         Kind::Done(Status::IoError)
     } else {
-        judge(readable, writable, descriptors, device).unwrap_or_else(Kind::Done)
+        judge(places, reads, descriptors, device).unwrap_or_else(Kind::Done)
     };
     (ticket, Some(Request { kind, status, data_bytes }))
 }
 
-fn judge(mut readable: Places, writable: Places, descriptors: usize, device: &Device) -> Result<Kind, Status> {
+/// `reads`: how many of the places are readable. Those that are writable do not have the answer.
+fn judge(mut places: Places, mut reads: usize, descriptors: usize, device: &Device) -> Result<Kind, Status> {
     let mut header = [0; HEADER_BYTES];
-    if !take(&mut readable, &mut header) {
+    if !take(&mut places, &mut reads, &mut header) {
         return Err(Status::IoError);
     }
     // The priority, at 4, is for nobody.
     let sector = u64::from_le_bytes(header[8..].try_into().expect("eight bytes"));
     // Header and status may have descriptors of their own.
     let segments = descriptors.saturating_sub(2) as u64;
-    let data = |places: &Places| {
+    let data = |places: Places| {
         if segments > u64::from(device.max_segments) {
             return Err(Status::IoError);
         }
-        let bytes = sum(places) as u64;
+        let bytes = sum(&places) as u64;
         if !bytes.is_multiple_of(SECTOR_BYTES) {
             return Err(Status::IoError);
         }
         let offset = device.place(sector, bytes / SECTOR_BYTES)?;
         // Nothing to do, but not wrong.
-        if bytes == 0 { Err(Status::Ok) } else { Ok(offset) }
+        if bytes == 0 { Err(Status::Ok) } else { Ok((offset, places)) }
+    };
+    let writable = |mut places: Places| {
+        places.drain(..reads);
+        places
+    };
+    let readable = |mut places: Places| {
+        places.truncate(reads);
+        places
+    };
+    let ranges = |places, limits, known| {
+        let ranges = device.ranges(readable(places), limits, known)?;
+        if ranges.is_empty() { Err(Status::Ok) } else { Ok(ranges) }
     };
     match u32::from_le_bytes(header[..4].try_into().expect("four bytes")) {
-        kind::IN => Ok(Kind::Read { offset: data(&writable)?, into: writable }),
+        kind::IN => data(writable(places)).map(|(offset, into)| Kind::Read { offset, into }),
         kind::OUT => {
             device.changes()?;
-            Ok(Kind::Write { offset: data(&readable)?, from: readable })
+            data(readable(places)).map(|(offset, from)| Kind::Write { offset, from })
         }
         kind::FLUSH => Ok(Kind::Flush),
-        kind::GET_ID => Ok(Kind::Id(writable)),
-        kind::DISCARD => {
-            let ranges = device.ranges(readable, device.discard, 0)?;
-            if ranges.is_empty() { Err(Status::Ok) } else { Ok(Kind::Discard(ranges)) }
-        }
-        kind::WRITE_ZEROES => {
-            let ranges = device.ranges(readable, device.write_zeroes, UNMAP)?;
-            if ranges.is_empty() { Err(Status::Ok) } else { Ok(Kind::WriteZeroes(ranges)) }
-        }
+        kind::GET_ID => Ok(Kind::Id(writable(places))),
+        kind::DISCARD => ranges(places, device.discard, 0).map(Kind::Discard),
+        kind::WRITE_ZEROES => ranges(places, device.write_zeroes, UNMAP).map(Kind::WriteZeroes),
         _ => Err(Status::Unsupported),
     }
 }
@@ -249,6 +261,7 @@ impl Device {
         let limits = limits.ok_or(Status::Unsupported)?;
         self.changes()?;
         let bytes = sum(&from);
+        let mut left = from.len();
         let count = bytes / RANGE_BYTES;
         let most = (limits.max_ranges as usize).min(MAX_RANGES);
         if count == 0 || count > most || !bytes.is_multiple_of(RANGE_BYTES) {
@@ -257,7 +270,7 @@ impl Device {
         let mut ranges = Ranges::new();
         for _ in 0..count {
             let mut range = [0; RANGE_BYTES];
-            assert!(take(&mut from, &mut range), "counted");
+            assert!(take(&mut from, &mut left, &mut range), "counted");
             let (sector, rest) = range.split_at(8);
             let sector = u64::from_le_bytes(sector.try_into().expect("eight bytes"));
             let rest = u64::from_le_bytes(rest.try_into().expect("eight bytes"));
@@ -278,18 +291,21 @@ impl Device {
     }
 }
 
-fn sum(places: &Places) -> usize {
+fn sum(places: &[Place]) -> usize {
     places.iter().map(Place::bytes).sum()
 }
 
-/// Copies from the beginning of `places`, and takes away what was copied. False: they are too
-/// short.
-fn take(places: &mut Places, into: &mut [u8]) -> bool {
+/// Copies from the beginning of the first `reads` of `places`, and takes away what was copied.
+/// False: they are too short.
+fn take(places: &mut Places, reads: &mut usize, into: &mut [u8]) -> bool {
     let mut left = into;
     // How many are copied as a whole.
     let mut whole = 0;
     while !left.is_empty() {
-        let Some(place) = places.get_mut(whole) else { return false };
+        if whole == *reads {
+            return false;
+        }
+        let place = &mut places[whole];
         let bytes = place.bytes().min(left.len());
         let (part, after) = left.split_at_mut(bytes);
         place.read(0, part);
@@ -301,5 +317,6 @@ fn take(places: &mut Places, into: &mut [u8]) -> bool {
         }
     }
     places.drain(..whole);
+    *reads -= whole;
     true
 }

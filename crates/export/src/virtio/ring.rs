@@ -6,6 +6,7 @@
 //!   split      tables of descriptors, an available and a used ring     (split/indices: the order)
 //!   packed     one ring that both sides write to                       (position: where in it)
 //!   chain      the buffers behind a head, and what can be wrong with them
+//!   regions    where in the guest's memory they are
 //!   inflight   which chains are out, kept where a crash does not reach
 //!   driver     the other half: for tests, and for clients that measure
 //! ```
@@ -34,6 +35,7 @@ mod layout;
 pub(in crate::virtio) mod meddler;
 mod packed;
 mod position;
+mod regions;
 mod split;
 #[cfg(test)]
 mod tests;
@@ -45,7 +47,7 @@ pub use self::{
     inflight::Inflight,
     layout::{Layout, MAX_SIZE, Parts},
 };
-use self::{packed::Packed, split::Split};
+use self::{packed::Packed, regions::Regions, split::Split};
 
 /// Why a queue cannot go on, or cannot begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -105,7 +107,7 @@ pub enum Broken {
 /// The device's half of a virtqueue.
 #[derive(Debug)]
 pub struct Ring {
-    memory: Memory,
+    regions: Regions,
     layout: Layout,
     kind: Kind,
 }
@@ -143,7 +145,7 @@ impl Ring {
         } else {
             Kind::Split(Split::new(&layout, base))
         };
-        Ok(Self { memory, layout, kind })
+        Ok(Self { regions: Regions::new(memory), layout, kind })
     }
 
     /// Takes up a ring with its in-flight area, which is new or left by a device that ended in any
@@ -178,7 +180,7 @@ impl Ring {
         let layout = Layout { descriptors, driver, device, ..self.layout.clone() };
         layout.check()?;
         either!(&mut self.kind, half => half.set_cells(&layout));
-        (self.memory, self.layout) = (memory, layout);
+        (self.regions, self.layout) = (Regions::new(memory), layout);
         Ok(())
     }
 
@@ -187,7 +189,7 @@ impl Ring {
     /// # Errors
     /// The ring has become meaningless: the queue stops. Chains that are out can be completed.
     pub fn take(&mut self) -> Result<Option<Chain>, Broken> {
-        either!(&mut self.kind, half => half.take(&self.memory))
+        either!(&mut self.kind, half => half.take(&self.regions))
     }
 
     /// Gives a chain back to the driver. `written`: so many bytes from the beginning of what was

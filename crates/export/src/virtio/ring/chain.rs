@@ -3,8 +3,10 @@
 //! A descriptor is copied once, then judged. A chain that is wrong is still a chain: its ticket goes
 //! back to the driver, and what of it could be read may take a status.
 
-use block::guest::{Memory, Place};
+use block::guest::Place;
 use smallvec::SmallVec;
+
+use super::regions::Regions;
 
 /// Descriptors of one chain, those of an indirect table included. What Linux's vhost and QEMU
 /// allow; a driver's `seg_max` is far below it.
@@ -45,14 +47,26 @@ pub struct Ticket {
 pub struct Chain {
     /// To be given back when it is done.
     pub ticket: Ticket,
-    /// What the device reads.
-    pub readable: Places,
-    /// What the device writes.
-    pub writable: Places,
+    /// What the device reads, then what it writes.
+    pub(in crate::virtio) places: Places,
+    /// How many of them it reads.
+    pub(in crate::virtio) reads: usize,
     /// Descriptors in all, those of an indirect table included.
     pub descriptors: usize,
     /// Why it must not be carried out. Its places are those that could be read.
     pub fault: Option<ChainFault>,
+}
+
+impl Chain {
+    /// What the device reads.
+    pub fn readable(&self) -> &[Place] {
+        &self.places[..self.reads]
+    }
+
+    /// What the device writes.
+    pub fn writable(&self) -> &[Place] {
+        &self.places[self.reads..]
+    }
 }
 
 /// What is wrong with a chain.
@@ -124,10 +138,10 @@ pub(super) enum Order {
 
 /// What a chain has been found to be so far.
 pub(super) struct Gathering<'m> {
-    memory: &'m Memory,
+    regions: &'m Regions,
     indirect: Option<Order>,
-    readable: Places,
-    writable: Places,
+    places: Places,
+    reads: usize,
     /// Whether a descriptor to write was seen, be it of no bytes.
     writes: bool,
     bytes: u64,
@@ -137,12 +151,12 @@ pub(super) struct Gathering<'m> {
 
 impl<'m> Gathering<'m> {
     /// `indirect`: how indirect tables are read, where they were negotiated.
-    pub(super) fn new(memory: &'m Memory, indirect: Option<Order>) -> Self {
+    pub(super) fn new(regions: &'m Regions, indirect: Option<Order>) -> Self {
         Self {
-            memory,
+            regions,
             indirect,
-            readable: Places::new(),
-            writable: Places::new(),
+            places: Places::new(),
+            reads: 0,
             writes: false,
             bytes: 0,
             descriptors: 0,
@@ -151,8 +165,8 @@ impl<'m> Gathering<'m> {
     }
 
     pub(super) fn finish(self, ticket: Ticket) -> Chain {
-        let Self { readable, writable, descriptors, fault, .. } = self;
-        Chain { ticket, readable, writable, descriptors, fault }
+        let Self { places, reads, descriptors, fault, .. } = self;
+        Chain { ticket, places, reads, descriptors, fault }
     }
 
     /// Notes what is wrong. The first fault is the one that is told.
@@ -181,16 +195,15 @@ impl<'m> Gathering<'m> {
         if self.bytes > u64::from(u32::MAX) {
             return self.fault(ChainFault::TooLarge);
         }
-        let into = if descriptor.has(flag::WRITE) {
-            self.writes = true;
-            &mut self.writable
-        } else if self.writes {
+        self.writes |= descriptor.has(flag::WRITE);
+        if self.writes && !descriptor.has(flag::WRITE) {
             return self.fault(ChainFault::Order);
-        } else {
-            &mut self.readable
-        };
-        if !self.memory.places(descriptor.address, descriptor.bytes as usize, into) {
+        }
+        if !self.regions.places(descriptor.address, descriptor.bytes as usize, &mut self.places) {
             self.fault(ChainFault::Outside);
+        }
+        if !self.writes {
+            self.reads = self.places.len();
         }
     }
 
@@ -199,14 +212,20 @@ impl<'m> Gathering<'m> {
         if length == 0 || !(descriptor.bytes as usize).is_multiple_of(DESCRIPTOR_BYTES) {
             return self.fault(ChainFault::Table(descriptor.bytes));
         }
-        let Some(table) = Table::new(self.memory, descriptor) else {
+        let Descriptor { address: table, bytes, .. } = descriptor;
+        if table.checked_add(u64::from(bytes)).is_none() {
             return self.fault(ChainFault::Outside);
-        };
+        }
         let mut index = 0;
         for read in 1.. {
-            let Some(descriptor) = table.descriptor(index) else {
+            // It need be neither aligned nor in one region.
+            let mut words = [0; DESCRIPTOR_BYTES];
+            if !self.regions.read(table + (index * DESCRIPTOR_BYTES) as u64, &mut words) {
                 return self.fault(ChainFault::Outside);
-            };
+            }
+            let (address, rest) = words.split_at(8);
+            let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight of sixteen"));
+            let descriptor = Descriptor::split(word(address), word(rest));
             if descriptor.has(flag::INDIRECT) {
                 return self.fault(ChainFault::Nested);
             }
@@ -229,48 +248,5 @@ impl<'m> Gathering<'m> {
                 return self.fault(ChainFault::Next(descriptor.link));
             }
         }
-    }
-}
-
-/// An indirect table, which need not be aligned.
-enum Table<'m> {
-    /// In one region, as practically all are.
-    Whole(Place),
-    /// It crosses from one region into the next; each descriptor is looked for.
-    Crossing { memory: &'m Memory, address: u64 },
-}
-
-impl<'m> Table<'m> {
-    /// `None`: it is not in the guest's memory.
-    fn new(memory: &'m Memory, descriptor: Descriptor) -> Option<Self> {
-        if let Some(place) = memory.place(descriptor.address, descriptor.bytes as usize) {
-            return Some(Self::Whole(place));
-        }
-        descriptor.address.checked_add(u64::from(descriptor.bytes))?;
-        Some(Self::Crossing { memory, address: descriptor.address })
-    }
-
-    /// Its descriptor `index`, which is below its length.
-    fn descriptor(&self, index: usize) -> Option<Descriptor> {
-        let offset = index * DESCRIPTOR_BYTES;
-        let mut bytes = [0; DESCRIPTOR_BYTES];
-        match self {
-            Self::Whole(place) => place.read(offset, &mut bytes),
-            Self::Crossing { memory, address } => {
-                let mut pieces = Places::new();
-                if !memory.places(address + offset as u64, DESCRIPTOR_BYTES, &mut pieces) {
-                    return None;
-                }
-                let mut rest = &mut bytes[..];
-                for piece in &pieces {
-                    let (part, after) = rest.split_at_mut(piece.bytes());
-                    piece.read(0, part);
-                    rest = after;
-                }
-            }
-        }
-        let (address, rest) = bytes.split_at(8);
-        let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight of sixteen"));
-        Some(Descriptor::split(word(address), word(rest)))
     }
 }

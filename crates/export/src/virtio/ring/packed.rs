@@ -12,8 +12,6 @@
 
 use std::collections::VecDeque;
 
-use block::guest::Memory;
-
 use super::{
     Broken,
     cells::{Cells, Ordering, fence},
@@ -21,6 +19,7 @@ use super::{
     inflight::{Inflight, PackedLog},
     layout::Layout,
     position::{Position, Suppression},
+    regions::Regions,
 };
 
 /// The device's half of a packed ring.
@@ -103,9 +102,9 @@ impl Packed {
         (self.ring, self.driver, self.device) = parts(layout);
     }
 
-    pub(super) fn take(&mut self, memory: &Memory) -> Result<Option<Chain>, Broken> {
+    pub(super) fn take(&mut self, regions: &Regions) -> Result<Option<Chain>, Broken> {
         if let Some((slot, length)) = self.again.pop_front() {
-            return self.take_again(memory, slot, length).map(Some);
+            return self.take_again(regions, slot, length).map(Some);
         }
         // A full ring has come round to what is out, whatever the flags there say.
         if self.out == self.size {
@@ -118,7 +117,7 @@ impl Packed {
         if let Some(log) = &mut self.log {
             log.start();
         }
-        let mut gathering = Gathering::new(memory, self.indirect);
+        let mut gathering = Gathering::new(regions, self.indirect);
         let mut length = 1;
         loop {
             if let Some(log) = &mut self.log {
@@ -148,9 +147,9 @@ impl Packed {
     }
 
     /// The chain whose copy is in the in-flight area.
-    fn take_again(&self, memory: &Memory, first: u16, length: u16) -> Result<Chain, Broken> {
+    fn take_again(&self, regions: &Regions, first: u16, length: u16) -> Result<Chain, Broken> {
         let log = self.log.as_ref().expect("it told of the chain");
-        let mut gathering = Gathering::new(memory, self.indirect);
+        let mut gathering = Gathering::new(regions, self.indirect);
         let mut slot = first;
         let mut id = 0;
         for number in 1..=length {

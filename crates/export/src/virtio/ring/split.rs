@@ -5,8 +5,6 @@ mod indices;
 
 use std::collections::VecDeque;
 
-use block::guest::Memory;
-
 use self::indices::Indices;
 use super::{
     Broken, cells,
@@ -14,6 +12,7 @@ use super::{
     chain::{Chain, ChainFault, DESCRIPTOR_BYTES, Descriptor, Gathering, MAX_DESCRIPTORS, Order, Ticket, flag},
     inflight::{Inflight, SplitLog},
     layout::Layout,
+    regions::Regions,
 };
 
 /// The device's half of a split ring.
@@ -72,9 +71,9 @@ impl Split {
         self.indices.set_cells(available, used);
     }
 
-    pub(super) fn take(&mut self, memory: &Memory) -> Result<Option<Chain>, Broken> {
+    pub(super) fn take(&mut self, regions: &Regions) -> Result<Option<Chain>, Broken> {
         if let Some(head) = self.again.pop_front() {
-            return Ok(Some(self.chain(memory, head, None)));
+            return Ok(Some(self.chain(regions, head, None)));
         }
         let position = self.indices.next();
         let Some(head) = self.indices.take()? else { return Ok(None) };
@@ -87,12 +86,12 @@ impl Split {
         if let Some(log) = &mut self.log {
             log.taken(head);
         }
-        Ok(Some(self.chain(memory, head, Some(position))))
+        Ok(Some(self.chain(regions, head, Some(position))))
     }
 
-    fn chain(&self, memory: &Memory, head: u16, position: Option<u16>) -> Chain {
+    fn chain(&self, regions: &Regions, head: u16, position: Option<u16>) -> Chain {
         let ticket = Ticket { id: head, descriptors: 1, slot: head, position };
-        let mut gathering = Gathering::new(memory, self.indirect);
+        let mut gathering = Gathering::new(regions, self.indirect);
         let mut index = head;
         for read in 1.. {
             let descriptor = self.descriptor(index);

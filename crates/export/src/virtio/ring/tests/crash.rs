@@ -7,7 +7,7 @@ use std::{
     rc::Rc,
 };
 
-use super::world::{Held, World};
+use super::world::{Held, World, replayable};
 use crate::virtio::ring::{
     Ring,
     meddler::{Access, meddle},
@@ -110,13 +110,6 @@ fn run(seed: u64) -> u64 {
 
 #[test]
 fn a_device_that_is_killed_before_any_store_loses_and_repeats_nothing() {
-    let mut came_back = 0;
-    for seed in 0..6000 {
-        let run = catch_unwind(|| run(seed));
-        came_back += run.unwrap_or_else(|panic| {
-            eprintln!("seed {seed}");
-            resume_unwind(panic)
-        });
-    }
+    let came_back: u64 = (0..6000).map(|seed| replayable(seed, run)).sum();
     assert!(came_back > 100_000, "{came_back} chains");
 }

@@ -82,7 +82,7 @@ impl Raw {
 const A: u64 = BUFFERS + 0x1000;
 const OUTSIDE: u64 = 1 << 50;
 
-fn places(places: &super::super::Places) -> Vec<(u64, usize)> {
+fn places(places: &[block::guest::Place]) -> Vec<(u64, usize)> {
     places.iter().map(|place| (place.guest_address(), place.bytes())).collect()
 }
 
@@ -102,8 +102,8 @@ fn a_chain_is_its_descriptors_in_order() {
     let chain = raw.ring.take().expect("a good ring").expect("a chain");
     assert_eq!(chain.fault, None);
     assert_eq!(chain.descriptors, 4);
-    assert_eq!(places(&chain.readable), [(A + 8, 16)]);
-    assert_eq!(places(&chain.writable), [(SEAM - 10, 10), (SEAM, 20), (A, 1)]);
+    assert_eq!(places(chain.readable()), [(A + 8, 16)]);
+    assert_eq!(places(chain.writable()), [(SEAM - 10, 10), (SEAM, 20), (A, 1)]);
     raw.ring.complete(chain.ticket, 31);
     // The used ring: the index, then head and length.
     assert_eq!([2, 4, 6, 8, 10].map(|at| raw.u16(RINGS + 0x6000 + at)), [1, 3, 0, 31, 0]);
@@ -116,8 +116,8 @@ fn an_indirect_table_may_lie_anywhere_and_behind_a_chain() {
         raw.table(at, &[(A, 5, NEXT, 2), (0, 0, NEXT, 9), (A + 50, 6, WRITE, 0)]);
         let chain = raw.chain(&[(A + 9, 3, NEXT, 1), (at, 48, INDIRECT | WRITE, 0)]);
         assert_eq!(chain.fault, None);
-        assert_eq!(places(&chain.readable), [(A + 9, 3), (A, 5)]);
-        assert_eq!(places(&chain.writable), [(A + 50, 6)]);
+        assert_eq!(places(chain.readable()), [(A + 9, 3), (A, 5)]);
+        assert_eq!(places(chain.writable()), [(A + 50, 6)]);
     }
 }
 

@@ -73,6 +73,22 @@ pub(super) fn ring_with_inflight(layout: &Layout, memory: &Memory, base: u32) ->
     Ring::with_inflight(layout.clone(), memory.clone(), base, inflight).expect("a good ring")
 }
 
+/// Runs one seed, and names it where it fails.
+pub(super) fn replayable(seed: u64, run: impl FnOnce(u64) -> u64) -> u64 {
+    /// Tells the seed if dropped by a panic.
+    struct Seed(u64);
+    impl Drop for Seed {
+        #[allow(clippy::print_stderr, reason = "for whoever reads the failure")]
+        fn drop(&mut self) {
+            if std::thread::panicking() {
+                eprintln!("it was seed {}", self.0);
+            }
+        }
+    }
+    let _seed = Seed(seed);
+    run(seed)
+}
+
 /// A chain that the driver waits for.
 struct Sent {
     slot: usize,
@@ -220,7 +236,7 @@ impl World {
         assert_eq!(chain.fault, None);
         let mut number = [0; 8];
         let mut filled = 0;
-        for place in &chain.readable {
+        for place in chain.readable() {
             let part = place.bytes().min(8 - filled);
             place.read(0, &mut number[filled..filled + part]);
             filled += part;
@@ -228,7 +244,7 @@ impl World {
         let number = u64::from_le_bytes(number);
         assert!(!self.done.contains(&number), "chain {number} is served again");
         let sent = self.sent.values().find(|sent| sent.number == number).expect("the driver waits for it");
-        assert_eq!(sent.writable, chain.writable.iter().map(Place::bytes).sum());
+        assert_eq!(sent.writable, chain.writable().iter().map(Place::bytes).sum());
         Held { number, ticket: chain.ticket }
     }
 

@@ -1,0 +1,78 @@
+//! A guest's memory as a ring looks for bytes in it: often, and mostly where it found the last.
+
+use std::cell::Cell;
+
+use block::guest::{Memory, Place};
+
+use super::chain::Places;
+
+/// The regions of a guest, each held as a whole, so that looking into one costs no reference.
+#[derive(Debug)]
+pub(super) struct Regions {
+    memory: Memory,
+    /// By guest-physical address.
+    wholes: Box<[Place]>,
+    /// Which of them was of use last.
+    last: Cell<usize>,
+}
+
+impl Regions {
+    pub(super) fn new(memory: Memory) -> Self {
+        let whole = |region: &block::guest::Region| {
+            memory.place(region.guest_address(), usize::try_from(region.bytes()).ok()?)
+        };
+        let wholes = memory.regions().iter().filter_map(whole).collect();
+        Self { memory, wholes, last: Cell::new(0) }
+    }
+
+    /// The region that bytes are wholly in, and where in it.
+    fn find(&self, address: u64, bytes: usize) -> Option<(&Place, usize)> {
+        let within = |whole: &Place| {
+            let offset = usize::try_from(address.checked_sub(whole.guest_address())?).ok()?;
+            (offset.checked_add(bytes)? <= whole.bytes()).then_some(offset)
+        };
+        if let Some(whole) = self.wholes.get(self.last.get())
+            && let Some(offset) = within(whole)
+        {
+            return Some((whole, offset));
+        }
+        let behind = self.wholes.partition_point(|whole| whole.guest_address() <= address);
+        let index = behind.checked_sub(1)?;
+        let offset = within(&self.wholes[index])?;
+        self.last.set(index);
+        Some((&self.wholes[index], offset))
+    }
+
+    /// Appends the places of bytes, in order; none for no bytes. False: some are outside.
+    pub(super) fn places(&self, address: u64, bytes: usize, into: &mut Places) -> bool {
+        if bytes == 0 {
+            return true;
+        }
+        match self.find(address, bytes) {
+            Some((whole, offset)) => {
+                into.push(whole.part(offset, bytes));
+                true
+            }
+            None => self.memory.places(address, bytes, into),
+        }
+    }
+
+    /// Copies bytes, once. False: some are outside.
+    pub(super) fn read(&self, address: u64, into: &mut [u8]) -> bool {
+        if let Some((whole, offset)) = self.find(address, into.len()) {
+            whole.read(offset, into);
+            return true;
+        }
+        let mut pieces = Places::new();
+        if !self.memory.places(address, into.len(), &mut pieces) {
+            return false;
+        }
+        let mut rest = into;
+        for piece in &pieces {
+            let (part, after) = rest.split_at_mut(piece.bytes());
+            piece.read(0, part);
+            rest = after;
+        }
+        true
+    }
+}
