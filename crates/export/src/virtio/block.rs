@@ -188,58 +188,62 @@ pub fn parse(chain: Chain, device: &Device) -> (Ticket, Option<Request>) {
         last.part(before, 1)
     };
     let data_bytes = sum(&places[reads..]) as u32;
-    let kind = if fault.is_some() {
-        Kind::Done(Status::IoError)
-    } else {
-        judge(places, reads, descriptors, device).unwrap_or_else(Kind::Done)
+    let judged = match fault {
+        Some(_) => Err(Status::IoError),
+        None => judge(&mut places, reads, descriptors, device),
+    };
+    let kind = match judged {
+        Ok(Judged::Read(offset)) => Kind::Read { offset, into: places },
+        Ok(Judged::Write(offset)) => Kind::Write { offset, from: places },
+        Ok(Judged::Flush) => Kind::Flush,
+        Ok(Judged::Id) => Kind::Id(places),
+        Ok(Judged::Discard(ranges)) => Kind::Discard(ranges),
+        Ok(Judged::WriteZeroes(ranges)) => Kind::WriteZeroes(ranges),
+        Err(status) => Kind::Done(status),
     };
     (ticket, Some(Request { kind, status, data_bytes }))
 }
 
-/// `reads`: how many of the places are readable. Those that are writable do not have the answer.
-fn judge(mut places: Places, mut reads: usize, descriptors: usize, device: &Device) -> Result<Kind, Status> {
+/// A [`Kind`] without its places.
+enum Judged {
+    Read(u64),
+    Write(u64),
+    Flush,
+    Id,
+    Discard(Ranges),
+    WriteZeroes(Ranges),
+}
+
+/// Leaves the places of the data. The first `reads` are readable, those that are writable do not
+/// have the answer.
+fn judge(
+    places: &mut Places,
+    mut reads: usize,
+    descriptors: usize,
+    device: &Device,
+) -> Result<Judged, Status> {
     let mut header = [0; HEADER_BYTES];
-    if !take(&mut places, &mut reads, &mut header) {
+    if !take(places, &mut reads, &mut header) {
         return Err(Status::IoError);
     }
     // The priority, at 4, is for nobody.
     let sector = u64::from_le_bytes(header[8..].try_into().expect("eight bytes"));
-    // Header and status may have descriptors of their own.
-    let segments = descriptors.saturating_sub(2) as u64;
-    let data = |places: Places| {
-        if segments > u64::from(device.max_segments) {
-            return Err(Status::IoError);
-        }
-        let bytes = sum(&places) as u64;
-        if !bytes.is_multiple_of(SECTOR_BYTES) {
-            return Err(Status::IoError);
-        }
-        let offset = device.place(sector, bytes / SECTOR_BYTES)?;
-        // Nothing to do, but not wrong.
-        if bytes == 0 { Err(Status::Ok) } else { Ok((offset, places)) }
-    };
-    let writable = |mut places: Places| {
+    let kind = u32::from_le_bytes(header[..4].try_into().expect("four bytes"));
+    if matches!(kind, kind::IN | kind::GET_ID) {
         places.drain(..reads);
-        places
-    };
-    let readable = |mut places: Places| {
+    } else {
         places.truncate(reads);
-        places
-    };
-    let ranges = |places, limits, known| {
-        let ranges = device.ranges(readable(places), limits, known)?;
-        if ranges.is_empty() { Err(Status::Ok) } else { Ok(ranges) }
-    };
-    match u32::from_le_bytes(header[..4].try_into().expect("four bytes")) {
-        kind::IN => data(writable(places)).map(|(offset, into)| Kind::Read { offset, into }),
+    }
+    match kind {
+        kind::IN => device.data(places, sector, descriptors).map(Judged::Read),
         kind::OUT => {
             device.changes()?;
-            data(readable(places)).map(|(offset, from)| Kind::Write { offset, from })
+            device.data(places, sector, descriptors).map(Judged::Write)
         }
-        kind::FLUSH => Ok(Kind::Flush),
-        kind::GET_ID => Ok(Kind::Id(writable(places))),
-        kind::DISCARD => ranges(places, device.discard, 0).map(Kind::Discard),
-        kind::WRITE_ZEROES => ranges(places, device.write_zeroes, UNMAP).map(Kind::WriteZeroes),
+        kind::FLUSH => Ok(Judged::Flush),
+        kind::GET_ID => Ok(Judged::Id),
+        kind::DISCARD => device.ranges(places, device.discard, 0).map(Judged::Discard),
+        kind::WRITE_ZEROES => device.ranges(places, device.write_zeroes, UNMAP).map(Judged::WriteZeroes),
         _ => Err(Status::Unsupported),
     }
 }
@@ -252,15 +256,30 @@ impl Device {
         if end > self.bytes / SECTOR_BYTES { Err(Status::IoError) } else { Ok(sector * SECTOR_BYTES) }
     }
 
+    /// Where in the disk the data of a read or write is, in bytes.
+    fn data(&self, places: &Places, sector: u64, descriptors: usize) -> Result<u64, Status> {
+        // Header and answer may have descriptors of their own.
+        if descriptors.saturating_sub(2) as u64 > u64::from(self.max_segments) {
+            return Err(Status::IoError);
+        }
+        let bytes = sum(places) as u64;
+        if !bytes.is_multiple_of(SECTOR_BYTES) {
+            return Err(Status::IoError);
+        }
+        let offset = self.place(sector, bytes / SECTOR_BYTES)?;
+        // Nothing to do, but not wrong.
+        if bytes == 0 { Err(Status::Ok) } else { Ok(offset) }
+    }
+
     fn changes(&self) -> Result<(), Status> {
         if self.read_only { Err(Status::IoError) } else { Ok(()) }
     }
 
     /// The ranges of a DISCARD or WRITE_ZEROES; those of no sectors are left out.
-    fn ranges(&self, mut from: Places, limits: Option<RangeLimits>, known: u32) -> Result<Ranges, Status> {
+    fn ranges(&self, from: &mut Places, limits: Option<RangeLimits>, known: u32) -> Result<Ranges, Status> {
         let limits = limits.ok_or(Status::Unsupported)?;
         self.changes()?;
-        let bytes = sum(&from);
+        let bytes = sum(from);
         let mut left = from.len();
         let count = bytes / RANGE_BYTES;
         let most = (limits.max_ranges as usize).min(MAX_RANGES);
@@ -270,7 +289,7 @@ impl Device {
         let mut ranges = Ranges::new();
         for _ in 0..count {
             let mut range = [0; RANGE_BYTES];
-            assert!(take(&mut from, &mut left, &mut range), "counted");
+            assert!(take(from, &mut left, &mut range), "counted");
             let (sector, rest) = range.split_at(8);
             let sector = u64::from_le_bytes(sector.try_into().expect("eight bytes"));
             let rest = u64::from_le_bytes(rest.try_into().expect("eight bytes"));
@@ -287,7 +306,8 @@ impl Device {
                 ranges.push(Range { offset, bytes, may_unmap: flags & UNMAP != 0 });
             }
         }
-        Ok(ranges)
+        // Nothing to do, but not wrong.
+        if ranges.is_empty() { Err(Status::Ok) } else { Ok(ranges) }
     }
 }
 

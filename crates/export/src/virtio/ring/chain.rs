@@ -164,6 +164,7 @@ impl<'m> Gathering<'m> {
         }
     }
 
+    #[inline(always)]
     pub(super) fn finish(self, ticket: Ticket) -> Chain {
         let Self { places, reads, descriptors, fault, .. } = self;
         Chain { ticket, places, reads, descriptors, fault }
@@ -175,6 +176,7 @@ impl<'m> Gathering<'m> {
     }
 
     /// Takes the next descriptor of the ring.
+    #[inline]
     pub(super) fn take(&mut self, descriptor: Descriptor) {
         if !descriptor.has(flag::INDIRECT) {
             return self.buffer(descriptor);
@@ -186,6 +188,7 @@ impl<'m> Gathering<'m> {
         }
     }
 
+    #[inline]
     fn buffer(&mut self, descriptor: Descriptor) {
         if self.descriptors == MAX_DESCRIPTORS {
             return self.fault(ChainFault::TooLong);
@@ -218,14 +221,11 @@ impl<'m> Gathering<'m> {
         }
         let mut index = 0;
         for read in 1.. {
-            // It need be neither aligned nor in one region.
-            let mut words = [0; DESCRIPTOR_BYTES];
-            if !self.regions.read(table + (index * DESCRIPTOR_BYTES) as u64, &mut words) {
+            let at = table + (index * DESCRIPTOR_BYTES) as u64;
+            let Some((address, rest)) = self.regions.descriptor(at) else {
                 return self.fault(ChainFault::Outside);
-            }
-            let (address, rest) = words.split_at(8);
-            let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight of sixteen"));
-            let descriptor = Descriptor::split(word(address), word(rest));
+            };
+            let descriptor = Descriptor::split(address, rest);
             if descriptor.has(flag::INDIRECT) {
                 return self.fault(ChainFault::Nested);
             }

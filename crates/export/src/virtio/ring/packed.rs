@@ -102,6 +102,7 @@ impl Packed {
         (self.ring, self.driver, self.device) = parts(layout);
     }
 
+    #[inline(always)]
     pub(super) fn take(&mut self, regions: &Regions) -> Result<Option<Chain>, Broken> {
         if let Some((slot, length)) = self.again.pop_front() {
             return self.take_again(regions, slot, length).map(Some);

@@ -1,10 +1,10 @@
 //! A guest's memory as a ring looks for bytes in it: often, and mostly where it found the last.
 
-use std::cell::Cell;
+use std::{cell::Cell, sync::atomic::Ordering};
 
 use block::guest::{Memory, Place};
 
-use super::chain::Places;
+use super::chain::{DESCRIPTOR_BYTES, Places};
 
 /// The regions of a guest, each held as a whole, so that looking into one costs no reference.
 #[derive(Debug)]
@@ -57,22 +57,28 @@ impl Regions {
         }
     }
 
-    /// Copies bytes, once. False: some are outside.
-    pub(super) fn read(&self, address: u64, into: &mut [u8]) -> bool {
-        if let Some((whole, offset)) = self.find(address, into.len()) {
-            whole.read(offset, into);
-            return true;
+    /// Copies the two words of a descriptor of an indirect table, once. It need be neither aligned
+    /// nor in one region. `None`: it is outside.
+    pub(super) fn descriptor(&self, address: u64) -> Option<(u64, u64)> {
+        if let Some((whole, offset)) = self.find(address, DESCRIPTOR_BYTES)
+            && address.is_multiple_of(8)
+        {
+            // What is aligned in the guest is so here.
+            let word = |offset| whole.load_u64(offset, Ordering::Relaxed);
+            return Some((word(offset), word(offset + 8)));
         }
+        let mut bytes = [0; DESCRIPTOR_BYTES];
         let mut pieces = Places::new();
-        if !self.memory.places(address, into.len(), &mut pieces) {
-            return false;
+        if !self.memory.places(address, DESCRIPTOR_BYTES, &mut pieces) {
+            return None;
         }
-        let mut rest = into;
+        let mut rest = &mut bytes[..];
         for piece in &pieces {
             let (part, after) = rest.split_at_mut(piece.bytes());
             piece.read(0, part);
             rest = after;
         }
-        true
+        let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight of sixteen"));
+        Some((word(&bytes[..8]), word(&bytes[8..])))
     }
 }

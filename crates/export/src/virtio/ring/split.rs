@@ -71,6 +71,7 @@ impl Split {
         self.indices.set_cells(available, used);
     }
 
+    #[inline(always)]
     pub(super) fn take(&mut self, regions: &Regions) -> Result<Option<Chain>, Broken> {
         if let Some(head) = self.again.pop_front() {
             return Ok(Some(self.chain(regions, head, None)));
@@ -89,6 +90,7 @@ impl Split {
         Ok(Some(self.chain(regions, head, Some(position))))
     }
 
+    #[inline(always)]
     fn chain(&self, regions: &Regions, head: u16, position: Option<u16>) -> Chain {
         let ticket = Ticket { id: head, descriptors: 1, slot: head, position };
         let mut gathering = Gathering::new(regions, self.indirect);
