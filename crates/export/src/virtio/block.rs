@@ -139,9 +139,7 @@ impl Request {
     pub fn bytes(&self) -> u64 {
         match &self.kind {
             Kind::Read { into: places, .. } | Kind::Write { from: places, .. } => sum(places) as u64,
-            Kind::Discard(ranges) | Kind::WriteZeroes(ranges) => {
-                ranges.iter().map(|range| range.bytes).sum()
-            }
+            Kind::Discard(ranges) | Kind::WriteZeroes(ranges) => ranges.iter().map(|range| range.bytes).sum(),
             Kind::Flush | Kind::Id(_) | Kind::Done(_) => 0,
         }
     }

@@ -21,8 +21,8 @@
 //!   listen() → true: another turn        false: sleep until the kick
 //! ```
 //!
-//! A chain that is malformed is a chain with a fault: it is completed as others are. Only what makes
-//! the ring itself meaningless is [`Broken`], and ends the queue.
+//! A chain that is malformed is a chain with a fault: it is completed as others are. Only what
+//! makes the ring itself meaningless is [`Broken`], and ends the queue.
 //!
 //! Never waits, makes no system call, and does not know what is in the buffers.
 
@@ -43,9 +43,10 @@ mod tests;
 use block::guest::{Memory, Place};
 
 pub use self::{
-    chain::{Chain, ChainFault, MAX_DESCRIPTORS, Places, Ticket},
+    chain::{Chain, ChainFault, MAX_DESCRIPTORS, Ticket},
     inflight::Inflight,
     layout::{Layout, MAX_SIZE, Parts},
+    regions::Places,
 };
 use self::{packed::Packed, regions::Regions, split::Split};
 

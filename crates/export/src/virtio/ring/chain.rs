@@ -1,19 +1,16 @@
 //! A chain of descriptors: what the driver describes with it, and all that can be wrong with it.
 //!
-//! A descriptor is copied once, then judged. A chain that is wrong is still a chain: its ticket goes
-//! back to the driver, and what of it could be read may take a status.
+//! A descriptor is copied once, then judged. A chain that is wrong is still a chain: its ticket
+//! goes back to the driver, and what of it could be read may take a status.
 
 use block::guest::Place;
-use smallvec::SmallVec;
 
-use super::regions::Regions;
+pub(super) use super::regions::DESCRIPTOR_BYTES;
+use super::regions::{Places, Regions};
 
 /// Descriptors of one chain, those of an indirect table included. What Linux's vhost and QEMU
 /// allow; a driver's `seg_max` is far below it.
 pub const MAX_DESCRIPTORS: usize = 1024;
-
-/// Bytes of a descriptor, in either kind of ring and in indirect tables.
-pub(super) const DESCRIPTOR_BYTES: usize = 16;
 
 /// `VIRTQ_DESC_F_…` (virtio 1.3 § 2.7.5, § 2.8.1), the same in both kinds of ring.
 pub(super) mod flag {
@@ -21,10 +18,6 @@ pub(super) mod flag {
     pub(in super::super) const WRITE: u16 = 2;
     pub(in super::super) const INDIRECT: u16 = 4;
 }
-
-/// Places in the order of the chain. A descriptor that crosses from one region into the next is
-/// several of them.
-pub type Places = SmallVec<[Place; 4]>;
 
 /// The right, and the duty, to complete one chain: `Ring::complete`, or `Ring::put_back` before it
 /// was begun. One that is dropped is a request that the driver waits for.

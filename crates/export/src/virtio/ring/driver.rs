@@ -94,9 +94,8 @@ impl Driver {
             let last = number + 1 == buffers.len();
             // A packed ring ignores the links, and NEXT too (§ 2.8.7).
             let next = if last { 0 } else { flag::NEXT };
-            let rest = u64::from(buffer.bytes)
-                | u64::from(buffer.flags() | next) << 32
-                | (number as u64 + 1) << 48;
+            let rest =
+                u64::from(buffer.bytes) | u64::from(buffer.flags() | next) << 32 | (number as u64 + 1) << 48;
             let offset = number * chain::DESCRIPTOR_BYTES;
             table.write(offset, &buffer.address.to_le_bytes());
             table.write(offset + 8, &rest.to_le_bytes());

@@ -18,11 +18,8 @@ use std::sync::atomic::Ordering;
 
 use block::guest::Place;
 
+pub(super) use self::{packed::PackedLog, split::SplitLog};
 use super::{Broken, cells, cells::Cells, chain::Descriptor, position};
-pub(super) use self::{
-    packed::PackedLog,
-    split::SplitLog,
-};
 
 /// Queues' areas follow each other at multiples of this many bytes, as libvhost-user's do.
 const ALIGNMENT: usize = 64;

@@ -15,7 +15,9 @@ use std::collections::VecDeque;
 use super::{
     Broken,
     cells::{Cells, Ordering, fence},
-    chain::{Chain, ChainFault, DESCRIPTOR_BYTES, Descriptor, Gathering, MAX_DESCRIPTORS, Order, Ticket, flag},
+    chain::{
+        Chain, ChainFault, DESCRIPTOR_BYTES, Descriptor, Gathering, MAX_DESCRIPTORS, Order, Ticket, flag,
+    },
     inflight::{Inflight, PackedLog},
     layout::Layout,
     position::{Position, Suppression},

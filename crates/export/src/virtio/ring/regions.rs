@@ -3,8 +3,14 @@
 use std::{cell::Cell, sync::atomic::Ordering};
 
 use block::guest::{Memory, Place};
+use smallvec::SmallVec;
 
-use super::chain::{DESCRIPTOR_BYTES, Places};
+/// Bytes of a descriptor, in either kind of ring and in indirect tables.
+pub(super) const DESCRIPTOR_BYTES: usize = 16;
+
+/// Places in the order of a chain. A descriptor that crosses from one region into the next is
+/// several of them.
+pub type Places = SmallVec<[Place; 4]>;
 
 /// The regions of a guest, each held as a whole, so that looking into one costs no reference.
 #[derive(Debug)]

@@ -9,7 +9,9 @@ use self::indices::Indices;
 use super::{
     Broken, cells,
     cells::{Cells, Ordering},
-    chain::{Chain, ChainFault, DESCRIPTOR_BYTES, Descriptor, Gathering, MAX_DESCRIPTORS, Order, Ticket, flag},
+    chain::{
+        Chain, ChainFault, DESCRIPTOR_BYTES, Descriptor, Gathering, MAX_DESCRIPTORS, Order, Ticket, flag,
+    },
     inflight::{Inflight, SplitLog},
     layout::Layout,
     regions::Regions,

@@ -112,8 +112,7 @@ impl PackedLog {
         let old_used = position(word >> 16, word >> 40)?;
         // With the wrap counter: a chain as long as the ring leaves the index where it is.
         let forward = used != old_used && is_published(old_used);
-        (self.free, self.used) =
-            if forward { (free as u16, used) } else { ((free >> 16) as u16, old_used) };
+        (self.free, self.used) = if forward { (free as u16, used) } else { ((free >> 16) as u16, old_used) };
         self.store_free(self.free, self.free);
         self.store_used(self.used, self.used);
         Ok(())

@@ -45,9 +45,11 @@ impl Device {
             }
         };
         let step = AssertUnwindSafe(|| meddle(hook, || self.act(world, base)));
-        catch_unwind(step).unwrap_or_else(|end| {
-            if end.is::<Killed>() { After::Killed } else { resume_unwind(end) }
-        })
+        catch_unwind(step).unwrap_or_else(
+            |end| {
+                if end.is::<Killed>() { After::Killed } else { resume_unwind(end) }
+            },
+        )
     }
 
     fn act(&mut self, world: &mut World, base: u32) -> After {

@@ -90,14 +90,17 @@ fn places(places: &[block::guest::Place]) -> Vec<(u64, usize)> {
 fn a_chain_is_its_descriptors_in_order() {
     let mut raw = Raw::new(SPLIT);
     // In any order in the table; one of no bytes, and one across two regions.
-    raw.table(RINGS, &[
-        (SEAM - 10, 30, WRITE | NEXT, 2),
-        (0, 0, 0, 0),
-        (A, 1, WRITE, 7),
-        (A + 8, 16, NEXT, 5),
-        (0, 0, 0, 0),
-        (A + 100, 0, NEXT, 0),
-    ]);
+    raw.table(
+        RINGS,
+        &[
+            (SEAM - 10, 30, WRITE | NEXT, 2),
+            (0, 0, 0, 0),
+            (A, 1, WRITE, 7),
+            (A + 8, 16, NEXT, 5),
+            (0, 0, 0, 0),
+            (A + 100, 0, NEXT, 0),
+        ],
+    );
     raw.offer(3);
     let chain = raw.ring.take().expect("a good ring").expect("a chain");
     assert_eq!(chain.fault, None);
@@ -172,10 +175,9 @@ fn chains_are_bounded_in_descriptors_and_in_bytes() {
         Memory::new(regions.map(|(at, bytes)| Region::on_heap(at, at, bytes)).into()).expect("apart")
     };
     for packed in [SPLIT, PACKED] {
-        for (count, fault) in [
-            (MAX_DESCRIPTORS as u16, None),
-            (MAX_DESCRIPTORS as u16 + 1, Some(ChainFault::TooLong)),
-        ] {
+        for (count, fault) in
+            [(MAX_DESCRIPTORS as u16, None), (MAX_DESCRIPTORS as u16 + 1, Some(ChainFault::TooLong))]
+        {
             let memory = regions(0x10_000);
             let layout = layout(&memory, packed);
             let mut driver = Driver::new(&layout);
@@ -254,10 +256,7 @@ fn layouts_that_cannot_be() {
     let part = |what, bytes, needed, alignment| Broken::Part { what, bytes, needed, alignment };
     let at = |offset, bytes| memory.place(RINGS + offset, bytes).expect("inside");
     let short = |layout: Layout| check(layout, 0x8000_8000);
-    assert_eq!(
-        short(Layout { descriptors: at(0, 127), ..split.clone() }),
-        part("descriptors", 127, 128, 16)
-    );
+    assert_eq!(short(Layout { descriptors: at(0, 127), ..split.clone() }), part("descriptors", 127, 128, 16));
     assert_eq!(
         short(Layout { descriptors: at(8, 128), ..packed.clone() }),
         part("descriptors", 128, 128, 16)
@@ -419,8 +418,7 @@ fn the_in_flight_area_has_the_specifications_fields() {
     let heads: Vec<u16> = (0..3)
         .map(|_| driver.add(&[Buffer { address: A, bytes: 1, writable: false }]).expect("there is room"))
         .collect();
-    let chains: Vec<Chain> =
-        (0..3).map(|_| ring.take().expect("a good ring").expect("a chain")).collect();
+    let chains: Vec<Chain> = (0..3).map(|_| ring.take().expect("a good ring").expect("a chain")).collect();
     let entry = |head: u16| 16 + 16 * usize::from(head);
     for (number, &head) in heads.iter().enumerate() {
         assert_eq!((u16(entry(head)), u64(entry(head) + 8)), (1, number as u64));
@@ -501,9 +499,8 @@ fn areas_that_are_not_this_rings_are_refused() {
             change(&all);
             with().map(|ring| ring.taken())
         };
-        let put = |at: usize, bytes: &'static [u8]| {
-            open(&move |all: &block::guest::Place| all.write(at, bytes))
-        };
+        let put =
+            |at: usize, bytes: &'static [u8]| open(&move |all: &block::guest::Place| all.write(at, bytes));
         let refused = |got: Result<u16, Broken>| {
             assert!(matches!(got, Err(Broken::Inflight(_))), "{shape:?} {got:?}");
         };
