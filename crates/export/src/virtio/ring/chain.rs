@@ -31,8 +31,9 @@ pub struct Ticket {
     pub(super) descriptors: u16,
     /// Its entry in the in-flight area of a packed ring.
     pub(super) slot: u16,
-    /// Where in the ring it was taken. `None`: before a crash.
-    pub(super) position: Option<u16>,
+    /// How many chains had been taken before it. A place in the ring would not do: another chain is
+    /// there while this one is still out. `None`: it was taken before a crash.
+    pub(super) number: Option<u64>,
 }
 
 /// What a driver asks for.

@@ -41,6 +41,8 @@ pub(super) struct Packed {
     out: u16,
     /// How many chains that are.
     taken: u16,
+    /// How many were taken from the ring and not put back.
+    numbers: u64,
     /// Descriptors given back that the driver was not asked about yet.
     unannounced: u32,
     /// Nobody knows what was announced before this ring was taken over.
@@ -75,6 +77,7 @@ impl Packed {
             used,
             out: 0,
             taken: 0,
+            numbers: 0,
             unannounced: 0,
             owes_call: true,
             silent: false,
@@ -142,11 +145,12 @@ impl Packed {
             length += 1;
         }
         let slot = self.log.as_mut().map_or(0, PackedLog::taken);
-        let position = Some(self.next.bits());
+        let number = Some(self.numbers);
+        self.numbers += 1;
         self.next = self.next.after(length, self.size);
         self.out += length;
         self.taken += 1;
-        Ok(Some(gathering.finish(Ticket { id: descriptor.link, descriptors: length, slot, position })))
+        Ok(Some(gathering.finish(Ticket { id: descriptor.link, descriptors: length, slot, number })))
     }
 
     /// The chain whose copy is in the in-flight area.
@@ -164,7 +168,7 @@ impl Packed {
             }
             (slot, id) = (next, descriptor.link);
         }
-        Ok(gathering.finish(Ticket { id, descriptors: length, slot: first, position: None }))
+        Ok(gathering.finish(Ticket { id, descriptors: length, slot: first, number: None }))
     }
 
     /// What is there, and whether it is the driver's to give.
@@ -195,12 +199,12 @@ impl Packed {
 
     /// Whether it was the chain taken last, and is to be taken again.
     pub(super) fn put_back(&mut self, ticket: &Ticket) -> bool {
-        let before = self.next.before(ticket.descriptors, self.size);
-        if ticket.position != Some(before.bits()) {
+        if ticket.number.is_none_or(|number| number + 1 != self.numbers) {
             return false;
         }
+        self.numbers -= 1;
         self.back(ticket);
-        self.next = before;
+        self.next = self.next.before(ticket.descriptors, self.size);
         if let Some(log) = &mut self.log {
             log.forgotten(ticket.slot);
         }

@@ -29,6 +29,8 @@ pub(super) struct Split {
     out: Box<[bool]>,
     /// How many are out.
     taken: u16,
+    /// How many were taken from the ring and not put back.
+    numbers: u64,
     log: Option<SplitLog>,
     /// Heads that were out when the one before us ended, to be served first.
     again: VecDeque<u16>,
@@ -45,6 +47,7 @@ impl Split {
             indices: Indices::new(size, layout.event_idx, available, used, base as u16),
             out: vec![false; usize::from(size)].into(),
             taken: 0,
+            numbers: 0,
             log: None,
             again: VecDeque::new(),
         }
@@ -78,7 +81,6 @@ impl Split {
         if let Some(head) = self.again.pop_front() {
             return Ok(Some(self.chain(regions, head, None)));
         }
-        let position = self.indices.next();
         let Some(head) = self.indices.take()? else { return Ok(None) };
         let out = &mut self.out[usize::from(head)];
         if *out {
@@ -86,15 +88,17 @@ impl Split {
         }
         *out = true;
         self.taken += 1;
+        let number = self.numbers;
+        self.numbers += 1;
         if let Some(log) = &mut self.log {
             log.taken(head);
         }
-        Ok(Some(self.chain(regions, head, Some(position))))
+        Ok(Some(self.chain(regions, head, Some(number))))
     }
 
     #[inline(always)]
-    fn chain(&self, regions: &Regions, head: u16, position: Option<u16>) -> Chain {
-        let ticket = Ticket { id: head, descriptors: 1, slot: head, position };
+    fn chain(&self, regions: &Regions, head: u16, number: Option<u64>) -> Chain {
+        let ticket = Ticket { id: head, descriptors: 1, slot: head, number };
         let mut gathering = Gathering::new(regions, self.indirect);
         let mut index = head;
         for read in 1.. {
@@ -137,10 +141,10 @@ impl Split {
 
     /// Whether it was the chain taken last, and is to be taken again.
     pub(super) fn put_back(&mut self, ticket: &Ticket) -> bool {
-        let last = self.indices.next().wrapping_sub(1);
-        if ticket.position != Some(last) {
+        if ticket.number.is_none_or(|number| number + 1 != self.numbers) {
             return false;
         }
+        self.numbers -= 1;
         self.back(ticket.id);
         self.indices.put_back();
         if let Some(log) = &mut self.log {

@@ -397,6 +397,29 @@ fn what_was_not_begun_goes_back_the_newest_first() {
     }
 }
 
+#[test]
+fn an_old_chain_does_not_go_back_where_newer_ones_were() {
+    for shape in [SPLIT, PACKED] {
+        let memory = memory();
+        let layout = layout(&memory, shape);
+        let mut driver = Driver::new(&layout);
+        let mut ring = Ring::new(layout, memory, shape.start()).expect("a good ring");
+        let buffer = Buffer { address: A, bytes: 1, writable: false };
+        driver.add(&[buffer]).expect("there is room");
+        let old = ring.take().expect("a good ring").expect("a chain").ticket;
+        // As many as bring a packed ring to the same place with the same wrap counter.
+        for _ in 0..16 {
+            driver.add(&[buffer]).expect("there is room");
+            let newer = ring.take().expect("a good ring").expect("a chain").ticket;
+            ring.complete(newer, 0);
+            assert!(driver.next_used().expect("it was out").is_some());
+        }
+        let old = ring.put_back(old).expect_err("newer ones are done");
+        ring.complete(old, 0);
+        assert!(driver.next_used().expect("it was out").is_some());
+    }
+}
+
 /// An in-flight area as another device would leave it.
 fn area(bytes: usize) -> Memory {
     Memory::new(vec![Region::on_heap(0, 0, bytes)]).expect("one region")

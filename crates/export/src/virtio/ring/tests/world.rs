@@ -73,22 +73,6 @@ pub(super) fn ring_with_inflight(layout: &Layout, memory: &Memory, base: u32) ->
     Ring::with_inflight(layout.clone(), memory.clone(), base, inflight).expect("a good ring")
 }
 
-/// Runs one seed, and names it where it fails.
-pub(super) fn replayable(seed: u64, run: impl FnOnce(u64) -> u64) -> u64 {
-    /// Tells the seed if dropped by a panic.
-    struct Seed(u64);
-    impl Drop for Seed {
-        #[allow(clippy::print_stderr, reason = "for whoever reads the failure")]
-        fn drop(&mut self) {
-            if std::thread::panicking() {
-                eprintln!("it was seed {}", self.0);
-            }
-        }
-    }
-    let _seed = Seed(seed);
-    run(seed)
-}
-
 /// A chain that the driver waits for.
 struct Sent {
     slot: usize,
