@@ -21,3 +21,7 @@
 
 pub mod nbd;
 pub mod virtio;
+
+#[cfg(test)]
+#[path = "../../block/tests/simulation/seeds.rs"]
+mod seeds;

@@ -4,7 +4,5 @@
 mod cost;
 mod crash;
 mod rules;
-#[path = "../../../../block/tests/simulation/seeds.rs"]
-mod seeds;
 mod traffic;
 mod world;

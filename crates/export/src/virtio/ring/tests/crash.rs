@@ -7,13 +7,13 @@ use std::{
     rc::Rc,
 };
 
-use super::{
+use super::world::{Held, World};
+use crate::{
     seeds,
-    world::{Held, World},
-};
-use crate::virtio::ring::{
-    Ring,
-    meddler::{Access, meddle},
+    virtio::ring::{
+        Ring,
+        meddler::{Access, meddle},
+    },
 };
 
 /// The end of a process.
@@ -119,7 +119,7 @@ fn a_device_that_is_killed_before_any_store_loses_and_repeats_nothing() {
     let seeds = seeds::for_each(
         "--lib",
         "a_device_that_is_killed_before_any_store_loses_and_repeats_nothing",
-        6000,
+        20_000,
         |seed| came_back += run(seed),
     );
     assert!(seeds < 100 || came_back > 10 * seeds, "{came_back} chains");

@@ -3,11 +3,8 @@
 
 use fastrand::Rng;
 
-use super::{
-    seeds,
-    world::{Held, World},
-};
-use crate::virtio::ring::Ring;
+use super::world::{Held, World};
+use crate::{seeds, virtio::ring::Ring};
 
 /// Both sides, of which each may sleep.
 struct Traffic {
@@ -113,7 +110,7 @@ fn each_chain_arrives_once_and_nobody_sleeps_through() {
     let mut came_back = 0;
     let seeds =
         seeds::for_each("--lib", "each_chain_arrives_once_and_nobody_sleeps_through", 20_000, |seed| {
-            came_back += run(seed)
+            came_back += run(seed);
         });
     assert!(seeds < 100 || came_back > 10 * seeds, "{came_back} chains");
 }
