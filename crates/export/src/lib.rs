@@ -7,7 +7,8 @@
 //!
 //! The way through it: [`nbd`] opens with a drawing of the protocol. `nbd/server.rs` accepts
 //! connections, `nbd/connection.rs` is one of them, `nbd/execute.rs` carries out its commands;
-//! [`nbd::client`] is the other side, for measuring servers.
+//! [`nbd::client`] is the other side, for measuring servers. [`virtio`] is rings in a guest's
+//! memory and the requests of block devices in them, for the protocols that bring such memory.
 //!
 //! A protocol's messages are parsed and validated here, before anything else sees them, so that the
 //! layers below only meet requests that lie inside the disk. What exports share is the disk behind
@@ -19,3 +20,8 @@
 #![forbid(unsafe_code)]
 
 pub mod nbd;
+pub mod virtio;
+
+#[cfg(test)]
+#[path = "../../block/tests/simulation/seeds.rs"]
+mod seeds;

@@ -14,8 +14,6 @@
 mod client;
 mod flood;
 mod hostile;
-#[path = "../../../block/tests/simulation/seeds.rs"]
-mod seeds;
 mod wire;
 
 use std::{
@@ -42,6 +40,7 @@ use super::{
     session::ReplyStyle,
     stream::Stream,
 };
+use crate::seeds;
 use block::{
     disk::{Disk, ErrorPolicies, OnError, Totals},
     error::Error,

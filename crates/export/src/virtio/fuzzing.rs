@@ -1,0 +1,312 @@
+//! What the fuzz target does with a guest that writes anything anywhere, also while the device is
+//! reading it, and what has to hold all the same.
+//!
+//! The input is a ring's shape and then steps, most of which make sense of some kind, so that a
+//! fuzzer gets to chains and requests without guessing a ring first.
+
+use block::guest::{Memory, Place, Region};
+
+use super::{
+    block::{Device, Kind, Range, RangeLimits, Request, SECTOR_BYTES, Status, parse},
+    ring::{
+        Inflight, Layout, MAX_DESCRIPTORS, Parts, Ring, Ticket,
+        driver::{Buffer, Driver},
+        meddler::{Access, meddle},
+    },
+};
+
+/// The rings' region: descriptors, the driver's part, the device's.
+const RINGS: u64 = 0x1000;
+const RINGS_BYTES: usize = 0x1000;
+const DRIVER: u64 = RINGS + 0x800;
+const DEVICE: u64 = RINGS + 0xa00;
+/// Two regions that adjoin.
+const BUFFERS: u64 = 0x10_000;
+const BUFFERS_BYTES: usize = 0x2000;
+const DISK_BYTES: u64 = 1 << 20;
+
+const DEVICE_RULES: Device = Device {
+    bytes: DISK_BYTES,
+    read_only: false,
+    max_segments: 14,
+    discard: Some(RangeLimits { max_sectors: 64, max_ranges: 4 }),
+    write_zeroes: Some(RangeLimits { max_sectors: 64, max_ranges: 4 }),
+};
+
+/// The bytes of the input; zeroes behind its end.
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn bytes<const N: usize>(&mut self) -> [u8; N] {
+        let mut bytes = [0; N];
+        let (first, rest) = self.0.split_at(self.0.len().min(N));
+        bytes[..first.len()].copy_from_slice(first);
+        self.0 = rest;
+        bytes
+    }
+
+    fn u8(&mut self) -> u8 {
+        u8::from_le_bytes(self.bytes())
+    }
+
+    fn u16(&mut self) -> u16 {
+        u16::from_le_bytes(self.bytes())
+    }
+
+    /// Guest-physical: mostly where something is.
+    fn address(&mut self) -> u64 {
+        let at = self.u16();
+        match at >> 14 {
+            0 => RINGS + u64::from(at & 0xfff),
+            1 | 2 => BUFFERS + u64::from(at & 0x3fff),
+            _ => u64::from_le_bytes(self.bytes()),
+        }
+    }
+}
+
+struct Guest {
+    memory: Memory,
+    layout: Layout,
+    /// Not the guest's, but the front end may be no better.
+    area: Place,
+    ring: Option<Ring>,
+    held: Vec<(Ticket, Option<Request>)>,
+    /// How many requests had something to be done.
+    requests: usize,
+}
+
+impl Guest {
+    fn new(input: &mut Input<'_>) -> Self {
+        let region = |at, bytes| Region::on_heap(at, at, bytes);
+        let middle = BUFFERS + BUFFERS_BYTES as u64;
+        let regions =
+            vec![region(RINGS, RINGS_BYTES), region(BUFFERS, BUFFERS_BYTES), region(middle, BUFFERS_BYTES)];
+        let memory = Memory::new(regions).expect("they do not overlap");
+        let shape = input.u8();
+        let [packed, event_idx, indirect] = [1, 2, 4].map(|bit| shape & bit != 0);
+        let size = if packed { 1 + u16::from(shape >> 3) } else { 1 << (shape >> 3).min(5) };
+        let parts = Parts::of(size, packed, event_idx);
+        let part = |at, (bytes, _)| memory.place(at, bytes).expect("inside");
+        let layout = Layout {
+            size,
+            descriptors: part(RINGS, parts.descriptors),
+            driver: part(DRIVER, parts.driver),
+            device: part(DEVICE, parts.device),
+            packed,
+            event_idx,
+            indirect,
+        };
+        let bytes = Inflight::bytes(size, packed);
+        let area = Memory::new(vec![region(0, bytes)]).expect("one").place(0, bytes).expect("all of it");
+        Self { memory, layout, area, ring: None, held: Vec::new(), requests: 0 }
+    }
+
+    /// Bytes of any place: the guest's, or sometimes the in-flight area's.
+    fn scribble(&self, input: &mut Input<'_>) -> impl Fn() + use<> {
+        let bytes: [u8; 8] = input.bytes();
+        let count = 1 + usize::from(input.u8() % 8);
+        let address = input.address();
+        let place = if input.u8() == 0 {
+            let at = address as usize % (self.area.bytes() - count);
+            Some(self.area.part(at, count))
+        } else {
+            self.memory.place(address, count)
+        };
+        move || {
+            if let Some(place) = &place {
+                place.write(0, &bytes[..count]);
+            }
+        }
+    }
+
+    /// A request as a driver would make it, more or less.
+    fn request(&self, driver: &mut Driver, input: &mut Input<'_>) {
+        let [kind, sector, odd, count] = [input.u8() % 16, input.u8(), input.u8(), input.u8()];
+        let to = |offset: u64| BUFFERS + offset + 0x10 * u64::from(count);
+        let (header, data) = (to(0), to(0x1800));
+        let word = |address, value: u64| {
+            self.memory.place(address, 8).expect("inside").write(0, &value.to_le_bytes());
+        };
+        word(header, u64::from(kind));
+        word(header + 8, u64::from(sector) * 9);
+        // Where it has ranges.
+        word(data, u64::from(sector) * 9);
+        word(data + 8, u64::from(odd % 80) | u64::from(odd / 100) << 32);
+        let reads = matches!(kind, 0 | 8);
+        let unit = if matches!(kind, 0 | 1) { 512 } else { 16 };
+        let mut buffers = vec![Buffer { address: header, bytes: 16, writable: false }];
+        for number in 0..count % 4 {
+            // Usually one that is right.
+            let (address, bytes) = match odd % 16 {
+                0 => (input.address(), u32::from(input.u8())),
+                1 => (input.address(), unit),
+                _ => (data + 0x10 * u64::from(number), unit),
+            };
+            buffers.push(Buffer { address, bytes, writable: reads != (odd % 16 == 2) });
+        }
+        buffers.push(Buffer { address: to(0x1700), bytes: 1, writable: odd % 32 != 3 });
+        // Where it would lie in two regions, the driver does without.
+        let table = self.memory.place(to(0x1900), 16 * buffers.len());
+        let _full = match table.filter(|_| self.layout.indirect != (odd % 32 == 4)) {
+            Some(table) => driver.add_indirect(&table, &buffers),
+            None => driver.add(&buffers),
+        };
+    }
+
+    /// Takes up the ring, after whatever has become of the one before. Whether it could.
+    fn start(&mut self, base: u32, tracked: bool) -> bool {
+        self.held.clear();
+        let (layout, memory) = (self.layout.clone(), self.memory.clone());
+        let ring = if tracked {
+            Ring::with_inflight(layout, memory, base, Inflight::new(self.area.clone()))
+        } else {
+            Ring::new(layout, memory, base)
+        };
+        self.ring = ring.ok();
+        self.ring.is_some()
+    }
+
+    /// The device takes what there is.
+    fn take(&mut self, most: u8) {
+        for _ in 0..most {
+            let Some(ring) = &mut self.ring else { return };
+            match ring.take() {
+                Ok(None) => return,
+                Ok(Some(chain)) => {
+                    assert!(chain.descriptors <= MAX_DESCRIPTORS);
+                    let (ticket, request) = parse(chain, &DEVICE_RULES);
+                    if let Some(request) = &request {
+                        check(request);
+                        self.requests += usize::from(!matches!(request.kind, Kind::Done(_)));
+                    }
+                    self.held.push((ticket, request));
+                    assert!(self.held.len() <= usize::from(ring.taken()));
+                    assert!(ring.taken() <= self.layout.size, "more chains are out than the ring has");
+                }
+                Err(broken) => {
+                    assert!(broken.to_string().len() < 200);
+                    // What is out is still given back.
+                    for (ticket, _) in self.held.drain(..) {
+                        ring.complete(ticket, 0);
+                    }
+                    self.ring = None;
+                }
+            }
+        }
+    }
+
+    fn complete(&mut self, which: u8) {
+        let Some(ring) = &mut self.ring else { return };
+        if self.held.is_empty() {
+            return;
+        }
+        let (ticket, request) = self.held.swap_remove(usize::from(which) % self.held.len());
+        let status = if which & 128 == 0 { Status::Ok } else { Status::IoError };
+        if let Some(request) = &request {
+            request.answer_id(b"fuzz");
+        }
+        ring.complete(ticket, request.map_or(0, |request| request.finish(status)));
+    }
+
+    fn put_back(&mut self) {
+        let Some(ring) = &mut self.ring else { return };
+        if let Some((ticket, request)) = self.held.pop()
+            && let Err(ticket) = ring.put_back(ticket)
+        {
+            self.held.push((ticket, request));
+        }
+    }
+}
+
+/// A request is inside the disk and in whole sectors, whatever it was made of.
+fn check(request: &Request) {
+    let inside = |offset: u64, bytes: u64| {
+        assert!(bytes > 0 && bytes.is_multiple_of(SECTOR_BYTES) && offset.is_multiple_of(SECTOR_BYTES));
+        assert!(offset.checked_add(bytes).is_some_and(|end| end <= DISK_BYTES));
+    };
+    match &request.kind {
+        Kind::Read { offset, .. } | Kind::Write { offset, .. } => inside(*offset, request.bytes()),
+        Kind::Discard(ranges) | Kind::WriteZeroes(ranges) => {
+            assert!((1..=4).contains(&ranges.len()));
+            ranges.iter().for_each(|&Range { offset, bytes, .. }| inside(offset, bytes));
+        }
+        Kind::Flush | Kind::Id(_) | Kind::Done(_) => {}
+    }
+}
+
+/// A shape, then steps. How many requests had something to be done.
+pub fn rings(data: &[u8]) -> usize {
+    let mut input = Input(data);
+    let mut guest = Guest::new(&mut input);
+    let mut driver = Driver::new(&guest.layout);
+    let tracked = input.u8() & 1 == 0;
+    let start = if guest.layout.packed { 0x8000_8000 } else { 0 };
+    guest.start(start, tracked);
+    while !input.0.is_empty() {
+        match input.u8() % 16 {
+            0 => guest.scribble(&mut input)(),
+            1..=5 => guest.request(&mut driver, &mut input),
+            6 => {
+                // While the device reads.
+                let scribble = guest.scribble(&mut input);
+                let mut after = input.u8() % 32;
+                let hook = move |access| {
+                    if access == Access::Load {
+                        if after == 0 {
+                            scribble();
+                        }
+                        after = after.wrapping_sub(1);
+                    }
+                };
+                meddle(hook, || guest.take(4));
+            }
+            7..=9 => guest.take(input.u8()),
+            10 | 11 => guest.complete(input.u8()),
+            12 => guest.put_back(),
+            13 => {
+                let Some(ring) = &mut guest.ring else { continue };
+                ring.silence();
+                let _call = ring.wants_call();
+                let _again = ring.listen();
+            }
+            14 => {
+                // A driver that is told nonsense begins anew.
+                if driver.next_used().is_err() {
+                    driver = Driver::new(&guest.layout);
+                }
+            }
+            _ => {
+                // Ends, in order or not, and is taken up again.
+                let order = input.u8();
+                let base = match guest.ring.take() {
+                    Some(ring) if order & 1 == 0 => ring.stop(),
+                    _ => u32::from_le_bytes(input.bytes()),
+                };
+                if !guest.start(base, tracked) && order & 2 == 0 {
+                    guest.area.fill(0, guest.area.bytes(), 0);
+                    guest.start(start, tracked);
+                }
+            }
+        }
+    }
+    guest.requests
+}
+
+#[cfg(test)]
+mod tests {
+    use fastrand::Rng;
+
+    use super::rings;
+
+    #[test]
+    fn no_guest_makes_the_device_panic_or_go_on_for_ever() {
+        let mut rng = Rng::with_seed(0);
+        let mut requests = 0;
+        for _ in 0..20_000 {
+            let mut data = vec![0; rng.usize(0..600)];
+            rng.fill(&mut data);
+            requests += rings(&data);
+        }
+        assert!(requests > 10_000, "{requests} requests, so most inputs make none");
+    }
+}

@@ -1,0 +1,23 @@
+//! Virtio as values: rings in a guest's memory, and the requests of block devices in them. No
+//! sockets, no events, no disk, no threads.
+//!
+//! The specification is "Virtual I/O Device (VIRTIO) Version 1.3"; comments name its sections. What
+//! a ring needs to outlive a crash is "Inflight I/O tracking" of the vhost-user specification.
+//!
+//! ```text
+//!   driver, in the guest                       device, here
+//!     │  chain of descriptors, index ─────────►│  Ring::take
+//!     │                                        │    block::parse ─► Request, or a status at once
+//!     │                                        │    … the disk …
+//!     │◄───────────────── status, used entry ──│  Request::finish, Ring::complete
+//!     │◄───────────────── a call, if wanted ───│  Ring::wants_call
+//! ```
+//!
+//! The guest is not trusted, and it changes its memory while we look: everything is copied once and
+//! judged in the copy. No content of that memory panics, hangs, or chooses the size of an
+//! allocation beyond the ring's own.
+
+pub mod block;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
+pub mod ring;

@@ -1,0 +1,53 @@
+//! The words of a ring, each loaded or stored once, in the order that is asked for.
+//!
+//! A [`Place`] has the same functions. This is between for the tests alone: they stop the device
+//! before any store, change memory before any load, and give the rings words of a checker that
+//! tries all interleavings.
+
+pub(super) use std::sync::atomic::{Ordering, fence};
+
+use block::guest::Place;
+
+/// Words of a ring. Offsets are in bytes, inside, and aligned as the word is: mistakes there are
+/// ours and panic.
+#[derive(Clone, Debug)]
+pub(super) struct Cells(Place);
+
+macro_rules! words {
+    ($($load:ident $store:ident $word:ty),*) => {
+        $(
+            pub(super) fn $load(&self, offset: usize, order: Ordering) -> $word {
+                #[cfg(any(test, fuzzing))]
+                super::meddler::before(super::meddler::Access::Load);
+                self.0.$load(offset, order)
+            }
+
+            pub(super) fn $store(&self, offset: usize, value: $word, order: Ordering) {
+                #[cfg(any(test, fuzzing))]
+                super::meddler::before(super::meddler::Access::Store);
+                self.0.$store(offset, value, order);
+            }
+        )*
+    };
+}
+
+impl Cells {
+    pub(super) fn new(place: Place) -> Self {
+        Self(place)
+    }
+
+    words!(load_u16 store_u16 u16, load_u32 store_u32 u32, load_u64 store_u64 u64);
+
+    pub(super) fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    pub(super) fn is_aligned(&self, alignment: usize) -> bool {
+        self.0.is_aligned(alignment)
+    }
+
+    /// Whether the memory under it has gone.
+    pub(super) fn is_lost(&self) -> bool {
+        self.0.is_lost()
+    }
+}

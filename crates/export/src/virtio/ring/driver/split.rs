@@ -1,0 +1,133 @@
+//! The driver's half of a split ring (virtio 1.3 § 2.7.13, § 2.7.14).
+
+use super::{
+    Buffer, NotOut, Used,
+    cells::{Cells, Ordering, fence},
+    chain::{DESCRIPTOR_BYTES, flag},
+};
+
+const FLAGS: usize = 0;
+const IDX: usize = 2;
+const RING: usize = 4;
+/// Of the used ring: the driver need not kick.
+const NO_NOTIFY: u16 = 1;
+/// Of the available ring: the device need not call.
+const NO_INTERRUPT: u16 = 1;
+
+#[derive(Debug)]
+pub(super) struct Split {
+    size: u16,
+    event_idx: bool,
+    table: Cells,
+    available: Cells,
+    used: Cells,
+    /// Descriptors that no chain has.
+    free: Vec<u16>,
+    /// For each descriptor that one has, the next of it.
+    links: Box<[u16]>,
+    /// For each head that is out, how many descriptors it has; else zero.
+    lengths: Box<[u16]>,
+    published: u16,
+    /// Entries published since the last `wants_kick`.
+    unkicked: u32,
+    seen: u16,
+}
+
+impl Split {
+    pub(super) fn new(size: u16, event_idx: bool, [table, available, used]: [Cells; 3]) -> Self {
+        let published = available.load_u16(IDX, Ordering::Relaxed);
+        let seen = used.load_u16(IDX, Ordering::Relaxed);
+        Self {
+            size,
+            event_idx,
+            table,
+            available,
+            used,
+            free: (0..size).rev().collect(),
+            links: vec![0; usize::from(size)].into(),
+            lengths: vec![0; usize::from(size)].into(),
+            published,
+            unkicked: 0,
+            seen,
+        }
+    }
+
+    pub(super) fn free(&self) -> usize {
+        self.free.len()
+    }
+
+    pub(super) fn add(&mut self, buffers: &[Buffer], flags: u16) -> Option<u16> {
+        let first = self.free.len().checked_sub(buffers.len())?;
+        let chain = self.free.split_off(first);
+        let head = *chain.first()?;
+        for (number, buffer) in buffers.iter().enumerate() {
+            let offset = usize::from(chain[number]) * DESCRIPTOR_BYTES;
+            let next = chain.get(number + 1).copied();
+            let link = if next.is_some() { flag::NEXT } else { 0 };
+            let flags = flags | link | buffer.flags();
+            let next = next.unwrap_or(0);
+            self.links[usize::from(chain[number])] = next;
+            let rest = u64::from(buffer.bytes) | u64::from(flags) << 32 | u64::from(next) << 48;
+            self.table.store_u64(offset, buffer.address, Ordering::Relaxed);
+            self.table.store_u64(offset + 8, rest, Ordering::Relaxed);
+        }
+        self.lengths[usize::from(head)] = chain.len() as u16;
+        let entry = RING + 2 * usize::from(self.published % self.size);
+        self.available.store_u16(entry, head, Ordering::Relaxed);
+        self.published = self.published.wrapping_add(1);
+        self.available.store_u16(IDX, self.published, Ordering::Release);
+        self.unkicked += 1;
+        Some(head)
+    }
+
+    pub(super) fn wants_kick(&mut self) -> bool {
+        let unkicked = std::mem::take(&mut self.unkicked);
+        if unkicked == 0 {
+            return false;
+        }
+        fence(Ordering::SeqCst);
+        if self.event_idx {
+            let event = self.used.load_u16(RING + 8 * usize::from(self.size), Ordering::Relaxed);
+            u32::from(self.published.wrapping_sub(event).wrapping_sub(1)) < unkicked
+        } else {
+            self.used.load_u16(FLAGS, Ordering::Relaxed) & NO_NOTIFY == 0
+        }
+    }
+
+    pub(super) fn next_used(&mut self) -> Result<Option<Used>, NotOut> {
+        if self.used.load_u16(IDX, Ordering::Acquire) == self.seen {
+            return Ok(None);
+        }
+        let entry = RING + 8 * usize::from(self.seen % self.size);
+        let id = self.used.load_u32(entry, Ordering::Relaxed);
+        let written = self.used.load_u32(entry + 4, Ordering::Relaxed);
+        let head = u16::try_from(id).ok().filter(|&head| head < self.size).ok_or(NotOut(id))?;
+        let length = std::mem::take(&mut self.lengths[usize::from(head)]);
+        if length == 0 {
+            return Err(NotOut(id));
+        }
+        let mut descriptor = head;
+        for _ in 0..length {
+            self.free.push(descriptor);
+            descriptor = self.links[usize::from(descriptor)];
+        }
+        self.seen = self.seen.wrapping_add(1);
+        Ok(Some(Used { id: head, written }))
+    }
+
+    pub(super) fn silence(&mut self) {
+        if !self.event_idx {
+            self.available.store_u16(FLAGS, NO_INTERRUPT, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn listen(&mut self) -> bool {
+        if self.event_idx {
+            self.available.store_u16(RING + 2 * usize::from(self.size), self.seen, Ordering::Relaxed);
+        } else {
+            self.available.store_u16(FLAGS, 0, Ordering::Relaxed);
+        }
+        fence(Ordering::SeqCst);
+        self.used.load_u16(IDX, Ordering::Relaxed) != self.seen
+    }
+}

@@ -1,0 +1,117 @@
+//! `QueueRegionSplit`: an entry for each head.
+
+use super::{
+    Broken, Inflight, SIZE_AT, VERSION, VERSION_AT,
+    cells::{Cells, Ordering},
+    close,
+};
+
+pub(super) const HEADER: usize = 16;
+const LAST_BATCH_HEAD: usize = 12;
+const USED_IDX: usize = 14;
+
+pub(super) const ENTRY: usize = 16;
+/// One byte, with padding behind it.
+const IN_FLIGHT: usize = 0;
+const NEXT: usize = 6;
+const COUNTER: usize = 8;
+
+/// The area of a split ring.
+#[derive(Debug)]
+pub(in super::super) struct SplitLog {
+    cells: Cells,
+    last_batch_head: u16,
+    /// In which order chains were taken.
+    counter: u64,
+}
+
+/// Where entry `head` has its field.
+fn at(head: u16, field: usize) -> usize {
+    HEADER + usize::from(head) * ENTRY + field
+}
+
+impl SplitLog {
+    /// Takes up an area beside a used ring whose index is `published`. Of one that was in use, the
+    /// heads that the driver still waits for, in the order in which they were taken.
+    pub(in super::super) fn open(
+        inflight: Inflight,
+        size: u16,
+        published: u16,
+    ) -> Result<(Self, Option<Vec<u16>>), Broken> {
+        let (cells, used) = inflight.open(size, false)?;
+        let mut log = Self { cells, last_batch_head: 0, counter: 0 };
+        if !used {
+            log.begin(size, published);
+            return Ok((log, None));
+        }
+        log.settle(size, published)?;
+        let mut heads: Vec<(u64, u16)> = (0..size)
+            .filter(|&head| log.cells.load_u16(at(head, IN_FLIGHT), Ordering::Relaxed) & 0xff != 0)
+            .map(|head| (log.cells.load_u64(at(head, COUNTER), Ordering::Relaxed), head))
+            .collect();
+        heads.sort_unstable();
+        log.counter = heads.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
+        Ok((log, Some(heads.into_iter().map(|(_, head)| head).collect())))
+    }
+
+    fn begin(&mut self, size: u16, published: u16) {
+        for head in 0..size {
+            self.cells.store_u64(at(head, 0), 0, Ordering::Relaxed);
+            self.cells.store_u64(at(head, COUNTER), 0, Ordering::Relaxed);
+        }
+        self.cells.store_u64(0, 0, Ordering::Relaxed);
+        self.cells.store_u16(SIZE_AT, size, Ordering::Relaxed);
+        self.cells.store_u16(LAST_BATCH_HEAD, 0, Ordering::Relaxed);
+        self.cells.store_u16(USED_IDX, published, Ordering::Relaxed);
+        self.cells.store_u16(VERSION_AT, VERSION, Ordering::Release);
+    }
+
+    /// Forgets the heads that were given back and not forgotten.
+    fn settle(&mut self, size: u16, published: u16) -> Result<(), Broken> {
+        self.last_batch_head = self.cells.load_u16(LAST_BATCH_HEAD, Ordering::Relaxed);
+        let noted = self.cells.load_u16(USED_IDX, Ordering::Relaxed);
+        let batch = published.wrapping_sub(noted);
+        if batch > size {
+            return Err(Broken::Inflight("its index is not that of the used ring"));
+        }
+        let mut head = self.last_batch_head;
+        for _ in 0..batch {
+            if head >= size {
+                return Err(Broken::Inflight("it names a descriptor that the ring does not have"));
+            }
+            self.forgotten(head);
+            head = self.cells.load_u16(at(head, NEXT), Ordering::Relaxed);
+        }
+        self.cells.store_u16(USED_IDX, published, Ordering::Release);
+        Ok(())
+    }
+
+    /// A head is out from now on.
+    pub(in super::super) fn taken(&mut self, head: u16) {
+        self.cells.store_u64(at(head, COUNTER), self.counter, Ordering::Relaxed);
+        self.counter = self.counter.wrapping_add(1);
+        self.cells.store_u16(at(head, IN_FLIGHT), 1, Ordering::Release);
+    }
+
+    /// The index of the used ring is about to move past a head.
+    pub(in super::super) fn publishing(&mut self, head: u16) {
+        self.cells.store_u16(at(head, NEXT), self.last_batch_head, Ordering::Release);
+        self.cells.store_u16(LAST_BATCH_HEAD, head, Ordering::Release);
+        self.last_batch_head = head;
+    }
+
+    /// It has moved.
+    pub(in super::super) fn published(&mut self, head: u16, published: u16) {
+        self.forgotten(head);
+        self.cells.store_u16(USED_IDX, published, Ordering::Release);
+    }
+
+    /// A head is no longer out.
+    pub(in super::super) fn forgotten(&mut self, head: u16) {
+        self.cells.store_u16(at(head, IN_FLIGHT), 0, Ordering::Release);
+    }
+
+    pub(in super::super) fn close(self) {
+        close(&self.cells);
+    }
+}

@@ -1,0 +1,118 @@
+//! Where in a packed ring, and who is to be told when somebody comes past there.
+
+use super::cells::{Cells, Ordering};
+
+/// `VIRTQ_DESC_F_AVAIL` and `VIRTQ_DESC_F_USED` (virtio 1.3 § 2.8.1).
+pub(super) const AVAIL: u16 = 1 << 7;
+pub(super) const USED: u16 = 1 << 15;
+
+/// A descriptor of a packed ring, and the wrap counter of whoever is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Position {
+    pub(super) index: u16,
+    pub(super) wrap: bool,
+}
+
+impl Position {
+    /// Where both sides begin.
+    pub(super) const START: Self = Self { index: 0, wrap: true };
+
+    /// As in the base of a ring and in event suppression (§ 2.8.10): 15 bits and one.
+    pub(super) fn from_bits(bits: u16) -> Self {
+        Self { index: bits & 0x7fff, wrap: bits >> 15 == 1 }
+    }
+
+    pub(super) fn bits(self) -> u16 {
+        self.index | u16::from(self.wrap) << 15
+    }
+
+    /// So many descriptors on, at most as many as the ring has.
+    pub(super) fn after(self, descriptors: u16, size: u16) -> Self {
+        // Both are 2¹⁵ at most.
+        let index = u32::from(self.index) + u32::from(descriptors);
+        match index.checked_sub(u32::from(size)) {
+            Some(index) => Self { index: index as u16, wrap: !self.wrap },
+            None => Self { index: index as u16, ..self },
+        }
+    }
+
+    /// So many descriptors back, at most as many as the ring has.
+    pub(super) fn before(self, descriptors: u16, size: u16) -> Self {
+        match self.index.checked_sub(descriptors) {
+            Some(index) => Self { index, ..self },
+            None => Self { index: self.index + (size - descriptors), wrap: !self.wrap },
+        }
+    }
+
+    /// The flags of a descriptor here that is available.
+    pub(super) fn available(self) -> u16 {
+        if self.wrap { AVAIL } else { USED }
+    }
+
+    /// The flags of a descriptor here that is used.
+    pub(super) fn used(self) -> u16 {
+        if self.wrap { AVAIL | USED } else { 0 }
+    }
+
+    /// Whether these are the flags of a descriptor here that is available.
+    pub(super) fn is_available(self, flags: u16) -> bool {
+        flags & (AVAIL | USED) == self.available()
+    }
+
+    /// Whether these are the flags of a descriptor here that is used.
+    pub(super) fn is_used(self, flags: u16) -> bool {
+        flags & (AVAIL | USED) == self.used()
+    }
+}
+
+/// Event suppression (§ 2.8.10): what one side writes so that the other does not tell it of
+/// everything. A position, then how it is meant.
+#[derive(Debug)]
+pub(super) struct Suppression {
+    cells: Cells,
+    event_idx: bool,
+}
+
+const ENABLE: u16 = 0;
+const DISABLE: u16 = 1;
+/// At the position.
+const DESC: u16 = 2;
+
+impl Suppression {
+    pub(super) fn new(cells: Cells, event_idx: bool) -> Self {
+        Self { cells, event_idx }
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.cells.is_lost()
+    }
+
+    /// Tell me nothing.
+    pub(super) fn silence(&self) {
+        self.cells.store_u32(0, u32::from(DISABLE) << 16, Ordering::Relaxed);
+    }
+
+    /// Tell me when you come past `next`, or of everything. A fence has to follow.
+    pub(super) fn ask(&self, next: Position) {
+        let suppression = if self.event_idx { (next.bits(), DESC) } else { (0, ENABLE) };
+        let word = u32::from(suppression.0) | u32::from(suppression.1) << 16;
+        self.cells.store_u32(0, word, Ordering::Relaxed);
+    }
+
+    /// Whether the other side wants to be told of the `passed` descriptors before `now`, in a ring
+    /// of `size`. A fence has to stand before.
+    pub(super) fn wants(&self, passed: u32, now: Position, size: u16) -> bool {
+        // Position and meaning at once.
+        let word = self.cells.load_u32(0, Ordering::Relaxed);
+        match (word >> 16) as u16 & 3 {
+            DISABLE => false,
+            DESC if self.event_idx => {
+                let event = Position::from_bits(word as u16);
+                let round = if event.wrap == now.wrap { 0 } else { i32::from(size) };
+                let behind = i32::from(now.index) + round - i32::from(event.index) - 1;
+                u32::try_from(behind).is_ok_and(|behind| behind < passed)
+            }
+            _ => true,
+        }
+    }
+}

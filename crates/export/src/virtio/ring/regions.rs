@@ -1,0 +1,90 @@
+//! A guest's memory as a ring looks for bytes in it: often, and mostly where it found the last.
+
+use std::{cell::Cell, sync::atomic::Ordering};
+
+use block::guest::{Memory, Place};
+use smallvec::SmallVec;
+
+/// Bytes of a descriptor, in either kind of ring and in indirect tables.
+pub(super) const DESCRIPTOR_BYTES: usize = 16;
+
+/// Places in the order of a chain. A descriptor that crosses from one region into the next is
+/// several of them.
+pub type Places = SmallVec<[Place; 4]>;
+
+/// The regions of a guest, each held as a whole, so that looking into one costs no reference.
+#[derive(Debug)]
+pub(super) struct Regions {
+    memory: Memory,
+    /// By guest-physical address.
+    wholes: Box<[Place]>,
+    /// Which of them was of use last.
+    last: Cell<usize>,
+}
+
+impl Regions {
+    pub(super) fn new(memory: Memory) -> Self {
+        let whole = |region: &block::guest::Region| {
+            memory.place(region.guest_address(), usize::try_from(region.bytes()).ok()?)
+        };
+        let wholes = memory.regions().iter().filter_map(whole).collect();
+        Self { memory, wholes, last: Cell::new(0) }
+    }
+
+    /// The region that bytes are wholly in, and where in it.
+    fn find(&self, address: u64, bytes: usize) -> Option<(&Place, usize)> {
+        let within = |whole: &Place| {
+            let offset = usize::try_from(address.checked_sub(whole.guest_address())?).ok()?;
+            (offset.checked_add(bytes)? <= whole.bytes()).then_some(offset)
+        };
+        if let Some(whole) = self.wholes.get(self.last.get())
+            && let Some(offset) = within(whole)
+        {
+            return Some((whole, offset));
+        }
+        let behind = self.wholes.partition_point(|whole| whole.guest_address() <= address);
+        let index = behind.checked_sub(1)?;
+        let offset = within(&self.wholes[index])?;
+        self.last.set(index);
+        Some((&self.wholes[index], offset))
+    }
+
+    /// Appends the places of bytes, in order; none for no bytes. False: some are outside.
+    pub(super) fn places(&self, address: u64, bytes: usize, into: &mut Places) -> bool {
+        if bytes == 0 {
+            return true;
+        }
+        match self.find(address, bytes) {
+            Some((whole, offset)) => {
+                into.push(whole.part(offset, bytes));
+                true
+            }
+            None => self.memory.places(address, bytes, into),
+        }
+    }
+
+    /// Copies the two words of a descriptor of an indirect table, once. It need be neither aligned
+    /// nor in one region. `None`: it is outside.
+    pub(super) fn descriptor(&self, address: u64) -> Option<(u64, u64)> {
+        if let Some((whole, offset)) = self.find(address, DESCRIPTOR_BYTES)
+            && address.is_multiple_of(8)
+        {
+            // What is aligned in the guest is so here.
+            let word = |offset| whole.load_u64(offset, Ordering::Relaxed);
+            return Some((word(offset), word(offset + 8)));
+        }
+        let mut bytes = [0; DESCRIPTOR_BYTES];
+        let mut pieces = Places::new();
+        if !self.memory.places(address, DESCRIPTOR_BYTES, &mut pieces) {
+            return None;
+        }
+        let mut rest = &mut bytes[..];
+        for piece in &pieces {
+            let (part, after) = rest.split_at_mut(piece.bytes());
+            piece.read(0, part);
+            rest = after;
+        }
+        let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight of sixteen"));
+        Some((word(&bytes[..8]), word(&bytes[8..])))
+    }
+}

@@ -1,0 +1,192 @@
+//! The split ring (virtio 1.3 § 2.7): a table of descriptors, heads made available in one ring and
+//! given back in another, in any order.
+
+mod indices;
+
+use std::collections::VecDeque;
+
+use self::indices::Indices;
+use super::{
+    Broken, cells,
+    cells::{Cells, Ordering},
+    chain::{
+        Chain, ChainFault, DESCRIPTOR_BYTES, Descriptor, Gathering, MAX_DESCRIPTORS, Order, Ticket, flag,
+    },
+    inflight::{Inflight, SplitLog},
+    layout::Layout,
+    regions::Regions,
+};
+
+/// The device's half of a split ring.
+#[derive(Debug)]
+pub(super) struct Split {
+    size: u16,
+    indirect: Option<Order>,
+    table: Cells,
+    indices: Indices,
+    /// Which heads are out: a driver that makes one available twice would get it back twice, and
+    /// could have any number of requests at once.
+    out: Box<[bool]>,
+    /// How many are out.
+    taken: u16,
+    /// How many were taken from the ring and not put back.
+    numbers: u64,
+    log: Option<SplitLog>,
+    /// Heads that were out when the one before us ended, to be served first.
+    again: VecDeque<u16>,
+}
+
+impl Split {
+    pub(super) fn new(layout: &Layout, base: u32) -> Self {
+        let size = layout.size;
+        let [table, available, used] = layout.cells();
+        Self {
+            size,
+            indirect: layout.indirect.then_some(Order::Linked),
+            table,
+            indices: Indices::new(size, layout.event_idx, available, used, base as u16),
+            out: vec![false; usize::from(size)].into(),
+            taken: 0,
+            numbers: 0,
+            log: None,
+            again: VecDeque::new(),
+        }
+    }
+
+    /// Takes up an in-flight area. Where one before us had taken chains, they come first, and what
+    /// is taken next follows from their number, not from the front end's base: it cannot know.
+    pub(super) fn resume(&mut self, inflight: Inflight) -> Result<(), Broken> {
+        let published = self.indices.published();
+        let (log, heads) = SplitLog::open(inflight, self.size, published)?;
+        if let Some(heads) = heads {
+            for &head in &heads {
+                self.out[usize::from(head)] = true;
+            }
+            self.taken = heads.len() as u16;
+            self.indices.set_next(published.wrapping_add(self.taken));
+            self.again = heads.into();
+        }
+        self.log = Some(log);
+        Ok(())
+    }
+
+    pub(super) fn set_cells(&mut self, layout: &Layout) {
+        let [table, available, used] = layout.cells();
+        self.table = table;
+        self.indices.set_cells(available, used);
+    }
+
+    #[inline(always)]
+    pub(super) fn take(&mut self, regions: &Regions) -> Result<Option<Chain>, Broken> {
+        if let Some(head) = self.again.pop_front() {
+            return Ok(Some(self.chain(regions, head, None)));
+        }
+        let Some(head) = self.indices.take()? else { return Ok(None) };
+        let out = &mut self.out[usize::from(head)];
+        if *out {
+            return Err(Broken::Twice(head));
+        }
+        *out = true;
+        self.taken += 1;
+        let number = self.numbers;
+        self.numbers += 1;
+        if let Some(log) = &mut self.log {
+            log.taken(head);
+        }
+        Ok(Some(self.chain(regions, head, Some(number))))
+    }
+
+    #[inline(always)]
+    fn chain(&self, regions: &Regions, head: u16, number: Option<u64>) -> Chain {
+        let ticket = Ticket { id: head, descriptors: 1, slot: head, number };
+        let mut gathering = Gathering::new(regions, self.indirect);
+        let mut index = head;
+        for read in 1.. {
+            let descriptor = self.descriptor(index);
+            gathering.take(descriptor);
+            // The table of an indirect descriptor ends the chain, also where NEXT is set.
+            if descriptor.flags & (flag::NEXT | flag::INDIRECT) != flag::NEXT {
+                break;
+            }
+            if read == usize::from(self.size).min(MAX_DESCRIPTORS) {
+                gathering.fault(ChainFault::TooLong);
+                break;
+            }
+            index = descriptor.link;
+            if index >= self.size {
+                gathering.fault(ChainFault::Next(index));
+                break;
+            }
+        }
+        gathering.finish(ticket)
+    }
+
+    fn descriptor(&self, index: u16) -> Descriptor {
+        let offset = usize::from(index) * DESCRIPTOR_BYTES;
+        let address = self.table.load_u64(offset, Ordering::Relaxed);
+        Descriptor::split(address, self.table.load_u64(offset + 8, Ordering::Relaxed))
+    }
+
+    pub(super) fn complete(&mut self, ticket: &Ticket, written: u32) {
+        self.back(ticket.id);
+        match &mut self.log {
+            None => self.indices.publish(ticket.id, written),
+            Some(log) => {
+                log.publishing(ticket.id);
+                self.indices.publish(ticket.id, written);
+                log.published(ticket.id, self.indices.published());
+            }
+        }
+    }
+
+    /// Whether it was the chain taken last, and is to be taken again.
+    pub(super) fn put_back(&mut self, ticket: &Ticket) -> bool {
+        if ticket.number.is_none_or(|number| number + 1 != self.numbers) {
+            return false;
+        }
+        self.numbers -= 1;
+        self.back(ticket.id);
+        self.indices.put_back();
+        if let Some(log) = &mut self.log {
+            log.forgotten(ticket.id);
+        }
+        true
+    }
+
+    fn back(&mut self, head: u16) {
+        let out = std::mem::take(&mut self.out[usize::from(head)]);
+        assert!(out, "a ticket is given back once, to the ring that it is of");
+        self.taken -= 1;
+    }
+
+    pub(super) fn taken(&self) -> u16 {
+        self.taken
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.table.is_lost() || self.indices.is_lost()
+    }
+
+    pub(super) fn wants_call(&mut self) -> bool {
+        self.indices.wants_call()
+    }
+
+    pub(super) fn silence(&mut self) {
+        self.indices.silence();
+    }
+
+    pub(super) fn listen(&mut self) -> bool {
+        self.indices.listen() || !self.again.is_empty()
+    }
+
+    pub(super) fn base(&self) -> u32 {
+        u32::from(self.indices.next())
+    }
+
+    /// Lets go of the in-flight area, where no chain is in it.
+    pub(super) fn close(self) {
+        if let Some(log) = self.log.filter(|_| self.taken == 0) {
+            log.close();
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! What a chain costs. It judges nothing: run it by hand, optimised, and read.
+//!
+//! ```text
+//! cargo test --release -p weir-export --lib virtio::ring::tests::cost -- --ignored --nocapture
+//! ```
+
+use std::time::Instant;
+
+use super::world::{BUFFERS, Shape, layout, memory, ring_with_inflight};
+use crate::virtio::{
+    block::{Device, Status, parse},
+    ring::{
+        Ring,
+        driver::{Buffer, Driver},
+    },
+};
+
+const ROUNDS: u32 = 20_000;
+const BATCH: u16 = 32;
+
+/// Nanoseconds of the device for one indirect chain of three, without its request or with it: the
+/// median, as a machine has other things to do.
+fn cost(packed: bool, inflight: bool, requests: bool) -> u128 {
+    let shape = Shape { size: 128, packed, event_idx: true, indirect: true };
+    let memory = memory();
+    let layout = layout(&memory, shape);
+    let device =
+        Device { bytes: 1 << 30, read_only: false, max_segments: 126, discard: None, write_zeroes: None };
+    let mut driver = Driver::new(&layout);
+    let mut ring = if inflight {
+        ring_with_inflight(&layout, &memory, shape.start())
+    } else {
+        Ring::new(layout, memory.clone(), shape.start()).expect("a good ring")
+    };
+    let tables: Vec<_> =
+        (0..u64::from(BATCH)).map(|n| memory.place(BUFFERS + 64 * n, 48).expect("inside")).collect();
+    let buffer = |address, bytes, writable| Buffer { address, bytes, writable };
+    let buffers = [
+        buffer(BUFFERS + 0x1000, 16, false),
+        buffer(BUFFERS + 0x2000, 4096, true),
+        buffer(BUFFERS + 0x3800, 1, true),
+    ];
+    let mut turn = || {
+        for table in &tables {
+            driver.add_indirect(table, &buffers).expect("there is room");
+        }
+        let start = Instant::now();
+        for _ in 0..BATCH {
+            let chain = ring.take().expect("a good ring").expect("a chain");
+            if requests {
+                let (ticket, request) = parse(chain, &device);
+                let written = request.expect("room for an answer").finish(Status::Ok);
+                ring.complete(ticket, written);
+            } else {
+                ring.complete(chain.ticket, 0);
+            }
+        }
+        let _call = ring.wants_call();
+        let took = start.elapsed();
+        while driver.next_used().expect("it was out").is_some() {}
+        took.as_nanos() / u128::from(BATCH)
+    };
+    let mut costs: Vec<_> = (0..ROUNDS).map(|_| turn()).collect();
+    costs.sort_unstable();
+    costs[costs.len() / 2]
+}
+
+#[test]
+#[ignore = "prints, and judges nothing"]
+#[allow(clippy::print_stdout, reason = "that is what it is for")]
+fn an_indirect_chain_of_three() {
+    for (packed, inflight) in [(false, false), (true, false), (false, true), (true, true)] {
+        let [ring, request] = [false, true].map(|requests| cost(packed, inflight, requests));
+        println!("packed {packed}, in-flight area {inflight}: {ring} ns, with its request {request} ns");
+    }
+}

@@ -1,0 +1,126 @@
+//! The device ends before any of its stores, and another goes on with its in-flight area: each
+//! chain is served, none comes back twice, and what came back is not served again.
+
+use std::{
+    cell::Cell,
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    rc::Rc,
+};
+
+use super::world::{Held, World};
+use crate::{
+    seeds,
+    virtio::ring::{
+        Ring,
+        meddler::{Access, meddle},
+    },
+};
+
+/// The end of a process.
+struct Killed;
+
+/// A device, and how many stores it still makes.
+struct Device {
+    stores: Rc<Cell<u32>>,
+    ring: Option<Ring>,
+    held: Vec<Held>,
+}
+
+/// What became of it after a step.
+enum After {
+    Runs,
+    /// It was killed; the driver did not notice.
+    Killed,
+    /// It stopped in order, at this base.
+    Stopped(u32),
+}
+
+impl Device {
+    fn new(stores: u32) -> Self {
+        Self { stores: Rc::new(Cell::new(stores)), ring: None, held: Vec::new() }
+    }
+
+    fn step(&mut self, world: &mut World, base: u32) -> After {
+        let left = Rc::clone(&self.stores);
+        let hook = move |access| {
+            if access == Access::Store {
+                left.set(left.get().checked_sub(1).unwrap_or_else(|| resume_unwind(Box::new(Killed))));
+            }
+        };
+        let step = AssertUnwindSafe(|| meddle(hook, || self.act(world, base)));
+        catch_unwind(step).unwrap_or_else(
+            |end| {
+                if end.is::<Killed>() { After::Killed } else { resume_unwind(end) }
+            },
+        )
+    }
+
+    fn act(&mut self, world: &mut World, base: u32) -> After {
+        let mut ring = self.ring.take().unwrap_or_else(|| world.ring_with_inflight(base));
+        match world.rng.u8(0..40) {
+            0 if ring.taken() == 0 => return After::Stopped(ring.stop()),
+            0 | 1 => world.put_back(&mut ring, &mut self.held),
+            2..20 => {
+                if let Some(chain) = ring.take().expect("a good ring") {
+                    self.held.push(world.look(chain));
+                }
+            }
+            _ if self.held.is_empty() => {}
+            _ => {
+                let held = self.held.swap_remove(world.rng.usize(0..self.held.len()));
+                world.complete(&mut ring, held);
+            }
+        }
+        self.ring = Some(ring);
+        After::Runs
+    }
+}
+
+fn run(seed: u64) -> u64 {
+    let (mut world, shape) = World::new(seed);
+    // What the front end knows: of a ring that was not stopped, what it said at the start.
+    let mut base = shape.start();
+    for _ in 0..world.rng.usize(1..8) {
+        let mut device = Device::new(world.rng.u32(0..200));
+        loop {
+            match device.step(&mut world, base) {
+                After::Runs => {}
+                After::Killed => break,
+                After::Stopped(at) => {
+                    base = at;
+                    break;
+                }
+            }
+            // The driver acts between the device's steps, and at its end too.
+            if world.rng.bool() {
+                world.send();
+            }
+            if world.rng.u8(0..4) == 0 {
+                world.collect();
+            }
+        }
+    }
+    // The last one is not killed.
+    let mut ring = world.ring_with_inflight(base);
+    while let Some(chain) = ring.take().expect("a good ring") {
+        let held = world.look(chain);
+        world.complete(&mut ring, held);
+    }
+    assert!(ring.wants_call(), "the one before may have owed a call");
+    assert_eq!(ring.taken(), 0);
+    world.collect();
+    assert_eq!(world.waits_for(), 0, "{shape:?}: chains that were lost");
+    world.came_back
+}
+
+#[test]
+fn a_device_that_is_killed_before_any_store_loses_and_repeats_nothing() {
+    let mut came_back = 0;
+    let seeds = seeds::for_each(
+        "--lib",
+        "a_device_that_is_killed_before_any_store_loses_and_repeats_nothing",
+        20_000,
+        |seed| came_back += run(seed),
+    );
+    assert!(seeds < 100 || came_back > 10 * seeds, "{came_back} chains");
+}

@@ -1,0 +1,592 @@
+//! The specification's rules, one by one: chains, what makes a ring meaningless, events, and the
+//! bytes of the in-flight area.
+
+use block::guest::{Memory, Region};
+
+use super::world::{BUFFERS, RINGS, SEAM, Shape, layout, memory};
+use crate::virtio::ring::{
+    Broken, Chain, ChainFault, Inflight, Layout, MAX_DESCRIPTORS, Parts, Ring,
+    chain::flag::{INDIRECT, NEXT, WRITE},
+    driver::{Buffer, Driver},
+    position::Position,
+};
+
+const SPLIT: Shape = Shape { size: 8, packed: false, event_idx: false, indirect: true };
+const PACKED: Shape = Shape { packed: true, ..SPLIT };
+
+/// A ring whose memory the test writes itself.
+struct Raw {
+    memory: Memory,
+    layout: Layout,
+    ring: Ring,
+    available: u16,
+}
+
+/// Address, bytes, flags, next.
+type Descriptor = (u64, u32, u16, u16);
+
+impl Raw {
+    fn new(shape: Shape) -> Self {
+        Self::of(memory(), shape)
+    }
+
+    fn of(memory: Memory, shape: Shape) -> Self {
+        let layout = layout(&memory, shape);
+        let ring = Ring::new(layout.clone(), memory.clone(), shape.start()).expect("a good ring");
+        Self { memory, layout, ring, available: 0 }
+    }
+
+    fn write(&self, address: u64, bytes: &[u8]) {
+        for (at, byte) in (address..).zip(bytes) {
+            self.memory.place(at, 1).expect("inside").write(0, &[*byte]);
+        }
+    }
+
+    fn u16(&self, address: u64) -> u16 {
+        let mut bytes = [0; 2];
+        self.memory.place(address, 2).expect("inside").read(0, &mut bytes);
+        u16::from_le_bytes(bytes)
+    }
+
+    /// Descriptors from `address` on: those of a split ring, or of an indirect table.
+    fn table(&self, address: u64, descriptors: &[Descriptor]) {
+        for (number, &(to, bytes, flags, next)) in descriptors.iter().enumerate() {
+            let rest = u64::from(bytes) | u64::from(flags) << 32 | u64::from(next) << 48;
+            let words = [to.to_le_bytes(), rest.to_le_bytes()].concat();
+            self.write(address + 16 * number as u64, &words);
+        }
+    }
+
+    /// Makes a head available in a split ring.
+    fn offer(&mut self, head: u16) {
+        let entry = u64::from(self.available % self.layout.size);
+        self.write(RINGS + 0x4004 + 2 * entry, &head.to_le_bytes());
+        self.available = self.available.wrapping_add(1);
+        self.write(RINGS + 0x4002, &self.available.to_le_bytes());
+    }
+
+    /// The chain of these descriptors in a split ring, the first at 0.
+    fn chain(&mut self, descriptors: &[Descriptor]) -> Chain {
+        self.table(RINGS, descriptors);
+        self.offer(0);
+        self.ring.take().expect("a good ring").expect("a chain")
+    }
+
+    /// The chain of one indirect descriptor for this table, which is at `BUFFERS`.
+    fn indirect(&mut self, table: &[Descriptor]) -> Chain {
+        self.table(BUFFERS, table);
+        self.chain(&[(BUFFERS, 16 * table.len() as u32, INDIRECT, 0)])
+    }
+}
+
+const A: u64 = BUFFERS + 0x1000;
+const OUTSIDE: u64 = 1 << 50;
+
+fn places(places: &[block::guest::Place]) -> Vec<(u64, usize)> {
+    places.iter().map(|place| (place.guest_address(), place.bytes())).collect()
+}
+
+#[test]
+fn a_chain_is_its_descriptors_in_order() {
+    let mut raw = Raw::new(SPLIT);
+    // In any order in the table; one of no bytes, and one across two regions.
+    raw.table(
+        RINGS,
+        &[
+            (SEAM - 10, 30, WRITE | NEXT, 2),
+            (0, 0, 0, 0),
+            (A, 1, WRITE, 7),
+            (A + 8, 16, NEXT, 5),
+            (0, 0, 0, 0),
+            (A + 100, 0, NEXT, 0),
+        ],
+    );
+    raw.offer(3);
+    let chain = raw.ring.take().expect("a good ring").expect("a chain");
+    assert_eq!(chain.fault, None);
+    assert_eq!(chain.descriptors, 4);
+    assert_eq!(places(chain.readable()), [(A + 8, 16)]);
+    assert_eq!(places(chain.writable()), [(SEAM - 10, 10), (SEAM, 20), (A, 1)]);
+    raw.ring.complete(chain.ticket, 31);
+    // The used ring: the index, then head and length.
+    assert_eq!([2, 4, 6, 8, 10].map(|at| raw.u16(RINGS + 0x6000 + at)), [1, 3, 0, 31, 0]);
+}
+
+#[test]
+fn an_indirect_table_may_lie_anywhere_and_behind_a_chain() {
+    for at in [BUFFERS, BUFFERS + 3, SEAM - 16, SEAM - 24, SEAM - 5] {
+        let mut raw = Raw::new(SPLIT);
+        raw.table(at, &[(A, 5, NEXT, 2), (0, 0, NEXT, 9), (A + 50, 6, WRITE, 0)]);
+        let chain = raw.chain(&[(A + 9, 3, NEXT, 1), (at, 48, INDIRECT | WRITE, 0)]);
+        assert_eq!(chain.fault, None);
+        assert_eq!(places(chain.readable()), [(A + 9, 3), (A, 5)]);
+        assert_eq!(places(chain.writable()), [(A + 50, 6)]);
+    }
+}
+
+#[test]
+fn a_chain_that_is_wrong_says_why_and_comes_back() {
+    let loops = [(A, 1, NEXT, 1), (A, 1, NEXT, 0)];
+    for (descriptors, fault) in [
+        (&[(OUTSIDE, 1, 0, 0)][..], ChainFault::Outside),
+        (&[(SEAM + 0x7fff, 2, 0, 0)], ChainFault::Outside),
+        (&[(u64::MAX, 2, WRITE, 0)], ChainFault::Outside),
+        (&[(0, u32::MAX, WRITE, 0)], ChainFault::Outside),
+        (&[(A, 1, NEXT, 0)], ChainFault::TooLong),
+        (&loops, ChainFault::TooLong),
+        (&[(A, 1, NEXT, 8)], ChainFault::Next(8)),
+        (&[(A, 1, NEXT, u16::MAX)], ChainFault::Next(u16::MAX)),
+        (&[(A, 1, WRITE | NEXT, 1), (A, 1, 0, 0)], ChainFault::Order),
+        (&[(A, 0, WRITE | NEXT, 1), (A, 1, 0, 0)], ChainFault::Order),
+        (&[(A, 16, INDIRECT | NEXT, 1), (A, 1, 0, 0)], ChainFault::IndirectNext),
+        (&[(A, 0, INDIRECT, 0)], ChainFault::Table(0)),
+        (&[(A, 17, INDIRECT, 0)], ChainFault::Table(17)),
+        (&[(OUTSIDE, 16, INDIRECT, 0)], ChainFault::Outside),
+        (&[(SEAM + 0x7ff8, 16, INDIRECT, 0)], ChainFault::Outside),
+        (&[(u64::MAX - 7, 32, INDIRECT, 0)], ChainFault::Outside),
+    ] {
+        let mut raw = Raw::new(SPLIT);
+        let chain = raw.chain(descriptors);
+        assert_eq!(chain.fault, Some(fault), "{descriptors:x?}");
+        raw.ring.complete(chain.ticket, 0);
+        assert_eq!(raw.u16(RINGS + 0x6002), 1);
+        assert!(raw.ring.take().expect("it goes on").is_none());
+    }
+    for (table, fault) in [
+        (&loops[..], ChainFault::TooLong),
+        (&[(A, 1, NEXT, 2), (A, 1, 0, 0)], ChainFault::Next(2)),
+        (&[(A, 16, INDIRECT, 0)], ChainFault::Nested),
+        (&[(A, 1, WRITE | NEXT, 1), (A, 1, 0, 0)], ChainFault::Order),
+        (&[(OUTSIDE, 1, 0, 0)], ChainFault::Outside),
+    ] {
+        assert_eq!(Raw::new(SPLIT).indirect(table).fault, Some(fault), "{table:x?}");
+    }
+    let mut raw = Raw::new(Shape { indirect: false, ..SPLIT });
+    assert_eq!(raw.chain(&[(A, 16, INDIRECT, 0)]).fault, Some(ChainFault::NotNegotiated));
+}
+
+#[test]
+fn chains_are_bounded_in_descriptors_and_in_bytes() {
+    let table = |count: u16, bytes| -> Vec<Descriptor> {
+        (1..=count).map(|next| (A, bytes, if next < count { NEXT } else { 0 }, next)).collect()
+    };
+    let regions = |buffers| {
+        let regions = [(RINGS, 0x8000), (BUFFERS, buffers)];
+        Memory::new(regions.map(|(at, bytes)| Region::on_heap(at, at, bytes)).into()).expect("apart")
+    };
+    for packed in [SPLIT, PACKED] {
+        for (count, fault) in
+            [(MAX_DESCRIPTORS as u16, None), (MAX_DESCRIPTORS as u16 + 1, Some(ChainFault::TooLong))]
+        {
+            let memory = regions(0x10_000);
+            let layout = layout(&memory, packed);
+            let mut driver = Driver::new(&layout);
+            let raw = Raw::of(memory, packed);
+            let buffers = vec![Buffer { address: A, bytes: 1, writable: false }; usize::from(count)];
+            let place = raw.memory.place(BUFFERS, 16 * buffers.len()).expect("inside");
+            driver.add_indirect(&place, &buffers).expect("there is room");
+            let mut ring = raw.ring;
+            let chain = ring.take().expect("a good ring").expect("a chain");
+            assert_eq!((chain.fault, chain.descriptors), (fault, MAX_DESCRIPTORS));
+        }
+    }
+    // 2³² bytes, of which the guest has eight million.
+    let mut raw = Raw::of(regions((8 << 20) + 0x1000), SPLIT);
+    raw.table(BUFFERS, &table(512, 8 << 20));
+    let chain = raw.chain(&[(BUFFERS, 512 * 16, INDIRECT, 0)]);
+    assert_eq!(chain.fault, Some(ChainFault::TooLarge));
+}
+
+#[test]
+fn rings_that_mean_nothing() {
+    let broken = |raw: &mut Raw| raw.ring.take().expect_err("it means nothing");
+    let mut raw = Raw::new(SPLIT);
+    raw.write(RINGS + 0x4002, &9_u16.to_le_bytes());
+    assert_eq!(broken(&mut raw), Broken::Jump { from: 0, to: 9, size: 8 });
+    let mut raw = Raw::new(SPLIT);
+    raw.write(RINGS + 0x4002, &u16::MAX.to_le_bytes());
+    assert_eq!(broken(&mut raw), Broken::Jump { from: 0, to: u16::MAX, size: 8 });
+
+    let mut raw = Raw::new(SPLIT);
+    raw.offer(8);
+    assert_eq!(broken(&mut raw), Broken::Head { head: 8, size: 8 });
+
+    let mut raw = Raw::new(SPLIT);
+    let first = raw.chain(&[(A, 1, 0, 0)]);
+    raw.offer(0);
+    assert_eq!(broken(&mut raw), Broken::Twice(0));
+    // What was right still comes back.
+    raw.ring.complete(first.ticket, 0);
+    assert_eq!(raw.u16(RINGS + 0x6002), 1);
+
+    let mut raw = Raw::new(PACKED);
+    for index in 0..8 {
+        raw.write(RINGS + 16 * index + 14, &(1_u16 << 7).to_le_bytes());
+    }
+    for _ in 0..8 {
+        assert!(raw.ring.take().expect("a good ring").is_some());
+    }
+    // Available once more, as if they had come back.
+    raw.write(RINGS + 14, &(1_u16 << 15).to_le_bytes());
+    assert!(raw.ring.take().expect("a good ring").is_none());
+
+    let mut raw = Raw::new(PACKED);
+    for index in 0..8 {
+        // Available, and never the last.
+        raw.write(RINGS + 16 * index + 14, &(1_u16 << 7 | NEXT).to_le_bytes());
+    }
+    assert_eq!(broken(&mut raw), Broken::Endless);
+}
+
+#[test]
+fn layouts_that_cannot_be() {
+    let memory = memory();
+    let check = |layout: Layout, base| Ring::new(layout, memory.clone(), base).expect_err("it cannot be");
+    let split = layout(&memory, SPLIT);
+    let packed = layout(&memory, PACKED);
+    for size in [0, 3, 9, (1 << 15) + 1, u16::MAX] {
+        assert_eq!(check(Layout { size, ..split.clone() }, 0), Broken::Size(size));
+    }
+    for size in [0, (1 << 15) + 1] {
+        assert_eq!(check(Layout { size, ..packed.clone() }, 0), Broken::Size(size));
+    }
+    for base in [8, 8 << 16, 0x7fff] {
+        assert_eq!(check(packed.clone(), base), Broken::Base { base, size: 8 });
+    }
+    let part = |what, bytes, needed, alignment| Broken::Part { what, bytes, needed, alignment };
+    let at = |offset, bytes| memory.place(RINGS + offset, bytes).expect("inside");
+    let short = |layout: Layout| check(layout, 0x8000_8000);
+    assert_eq!(short(Layout { descriptors: at(0, 127), ..split.clone() }), part("descriptors", 127, 128, 16));
+    assert_eq!(
+        short(Layout { descriptors: at(8, 128), ..packed.clone() }),
+        part("descriptors", 128, 128, 16)
+    );
+    assert_eq!(short(Layout { driver: at(0, 19), ..split.clone() }), part("driver's part", 19, 20, 2));
+    assert_eq!(short(Layout { driver: at(2, 4), ..packed }), part("driver's part", 4, 4, 4));
+    assert_eq!(short(Layout { device: at(2, 68), ..split.clone() }), part("device's part", 68, 68, 4));
+    let with_event = Layout { event_idx: true, ..split };
+    assert_eq!(short(with_event), part("driver's part", 20, 22, 2));
+    assert_eq!(Parts::of(256, false, true).device, (4 + 8 * 256 + 2, 4));
+}
+
+#[test]
+fn calls_are_made_when_the_event_is_passed() {
+    // Published before, published now, the event: as in § 2.7.7.1, also where the index wraps.
+    for (before, now, event, wanted) in [
+        (0_u16, 1_u16, 0, true),
+        (0, 1, 1, false),
+        (0, 3, 1, true),
+        (0, 3, 3, false),
+        (5, 8, 4, false),
+        (5, 8, 7, true),
+        (u16::MAX, 2, u16::MAX, true),
+        (u16::MAX, 2, 1, true),
+        (u16::MAX - 1, 1, 1, false),
+        (u16::MAX - 1, 1, u16::MAX - 2, false),
+    ] {
+        let memory = memory();
+        let layout = layout(&memory, Shape { event_idx: true, ..SPLIT });
+        memory.place(RINGS + 0x4002, 2).expect("inside").write(0, &u16::to_le_bytes(before));
+        memory.place(RINGS + 0x6002, 2).expect("inside").write(0, &u16::to_le_bytes(before));
+        let mut driver = Driver::new(&layout);
+        let mut ring = Ring::new(layout, memory.clone(), u32::from(before)).expect("a good ring");
+        assert!(ring.wants_call(), "what the one before owed");
+        assert!(!ring.wants_call(), "nothing was completed");
+        for _ in 0..now.wrapping_sub(before) {
+            driver.add(&[Buffer { address: A, bytes: 1, writable: false }]).expect("there is room");
+            let chain = ring.take().expect("a good ring").expect("a chain");
+            ring.complete(chain.ticket, 0);
+        }
+        memory.place(RINGS + 0x4004 + 16, 2).expect("inside").write(0, &u16::to_le_bytes(event));
+        assert_eq!(ring.wants_call(), wanted, "{before} to {now}, event {event}");
+        assert!(!ring.wants_call(), "it is said once");
+    }
+}
+
+#[test]
+fn a_packed_rings_events_have_a_wrap_counter() {
+    // Ring of 8: used from, used to, event, its wrap counter.
+    for (before, count, event, wrap, wanted) in [
+        (0, 1, 0, true, true),
+        (0, 1, 1, true, false),
+        (0, 3, 2, true, true),
+        (0, 3, 2, false, false),
+        (6, 4, 7, true, true),
+        (6, 4, 1, false, true),
+        (6, 4, 2, false, false),
+        (6, 4, 1, true, false),
+        (6, 4, 5, true, false),
+    ] {
+        let memory = memory();
+        let layout = layout(&memory, Shape { event_idx: true, ..PACKED });
+        let mut driver = Driver::new(&layout);
+        let mut ring = Ring::new(layout, memory.clone(), 0x8000_8000).expect("a good ring");
+        let mut serve = |count| {
+            for _ in 0..count {
+                driver.add(&[Buffer { address: A, bytes: 1, writable: true }]).expect("there is room");
+                let chain = ring.take().expect("a good ring").expect("a chain");
+                ring.complete(chain.ticket, 1);
+                assert!(driver.next_used().expect("it was out").is_some());
+            }
+            ring.wants_call()
+        };
+        let _owed = serve(before);
+        let word = u32::from(Position { index: event, wrap }.bits()) | 2 << 16;
+        memory.place(RINGS + 0x4000, 4).expect("inside").write(0, &word.to_le_bytes());
+        assert_eq!(serve(count), wanted, "{count} from {before}, event {event} {wrap}");
+    }
+}
+
+#[test]
+fn positions_go_round() {
+    for size in [1, 2, 7, 1 << 15] {
+        let mut at = Position::START;
+        for step in [0, 1, size / 2, size] {
+            let after = at.after(step, size);
+            assert_eq!(after.before(step, size), at);
+            assert!(after.index < size);
+            assert_eq!(Position::from_bits(after.bits()), after);
+            at = after;
+        }
+        assert_eq!(at.after(size, size), Position { wrap: !at.wrap, ..at });
+    }
+}
+
+#[test]
+fn a_base_tells_where_to_go_on() {
+    for (shape, bases) in
+        [(SPLIT, [0, 1, 2, 3]), (PACKED, [0x8000_8000, 0x8003_8003, 0x8006_8006, 0x0001_0001])]
+    {
+        let memory = memory();
+        let layout = layout(&memory, shape);
+        let mut driver = Driver::new(&layout);
+        let mut base = shape.start();
+        for expected in bases {
+            let mut ring = Ring::new(layout.clone(), memory.clone(), base).expect("a good ring");
+            assert_eq!(ring.base(), expected);
+            driver.add(&[Buffer { address: A, bytes: 1, writable: false }; 3]).expect("there is room");
+            let chain = ring.take().expect("a good ring").expect("a chain");
+            ring.complete(chain.ticket, 0);
+            assert!(driver.next_used().expect("it was out").is_some());
+            base = ring.stop();
+        }
+    }
+}
+
+#[test]
+fn what_was_not_begun_goes_back_the_newest_first() {
+    for shape in [SPLIT, PACKED] {
+        let memory = memory();
+        let layout = layout(&memory, shape);
+        let mut driver = Driver::new(&layout);
+        let mut ring = Ring::new(layout, memory, shape.start()).expect("a good ring");
+        let buffer = Buffer { address: A, bytes: 1, writable: false };
+        let ids = [3, 2, 1].map(|count| driver.add(&[buffer; 3][..count]).expect("there is room"));
+        let take = |ring: &mut Ring| ring.take().expect("a good ring").expect("a chain").ticket;
+        let [first, second, third] = [0, 1, 2].map(|_| take(&mut ring));
+        let second = ring.put_back(second).expect_err("there is a newer one");
+        // Out of order: what is before it cannot go back any more.
+        ring.complete(second, 0);
+        ring.put_back(third).expect("it is the newest");
+        let first = ring.put_back(first).expect_err("a newer one is done");
+        ring.complete(first, 0);
+        let third = take(&mut ring);
+        assert_eq!(third.id, ids[2]);
+        ring.put_back(third).expect("it is the newest");
+        assert_eq!(ring.taken(), 0);
+    }
+}
+
+#[test]
+fn an_old_chain_does_not_go_back_where_newer_ones_were() {
+    for shape in [SPLIT, PACKED] {
+        let memory = memory();
+        let layout = layout(&memory, shape);
+        let mut driver = Driver::new(&layout);
+        let mut ring = Ring::new(layout, memory, shape.start()).expect("a good ring");
+        let buffer = Buffer { address: A, bytes: 1, writable: false };
+        driver.add(&[buffer]).expect("there is room");
+        let old = ring.take().expect("a good ring").expect("a chain").ticket;
+        // As many as bring a packed ring to the same place with the same wrap counter.
+        for _ in 0..16 {
+            driver.add(&[buffer]).expect("there is room");
+            let newer = ring.take().expect("a good ring").expect("a chain").ticket;
+            ring.complete(newer, 0);
+            assert!(driver.next_used().expect("it was out").is_some());
+        }
+        let old = ring.put_back(old).expect_err("newer ones are done");
+        ring.complete(old, 0);
+        assert!(driver.next_used().expect("it was out").is_some());
+    }
+}
+
+/// An in-flight area as another device would leave it.
+fn area(bytes: usize) -> Memory {
+    Memory::new(vec![Region::on_heap(0, 0, bytes)]).expect("one region")
+}
+
+#[test]
+fn the_in_flight_area_has_the_specifications_fields() {
+    let memory = memory();
+    let layout = layout(&memory, SPLIT);
+    let area = area(Inflight::bytes(8, false));
+    let all = area.place(0, Inflight::bytes(8, false)).expect("all of it");
+    let u16 = |at| all.load_u16(at, std::sync::atomic::Ordering::Relaxed);
+    let u64 = |at| all.load_u64(at, std::sync::atomic::Ordering::Relaxed);
+    let mut driver = Driver::new(&layout);
+    let inflight = Inflight::new(all.clone());
+    let mut ring = Ring::with_inflight(layout, memory, 0, inflight).expect("a good ring");
+    // Version, number of descriptors.
+    assert_eq!((u16(8), u16(10)), (1, 8));
+    let heads: Vec<u16> = (0..3)
+        .map(|_| driver.add(&[Buffer { address: A, bytes: 1, writable: false }]).expect("there is room"))
+        .collect();
+    let chains: Vec<Chain> = (0..3).map(|_| ring.take().expect("a good ring").expect("a chain")).collect();
+    let entry = |head: u16| 16 + 16 * usize::from(head);
+    for (number, &head) in heads.iter().enumerate() {
+        assert_eq!((u16(entry(head)), u64(entry(head) + 8)), (1, number as u64));
+    }
+    let [first, second, _third] = <[Chain; 3]>::try_from(chains).expect("three");
+    ring.complete(second.ticket, 0);
+    ring.complete(first.ticket, 0);
+    // The batch's last head, the used index, and what it was linked to.
+    assert_eq!((u16(12), u16(14), u16(entry(heads[0]) + 6)), (heads[0], 2, heads[1]));
+    assert_eq!(heads.iter().map(|&head| u16(entry(head))).collect::<Vec<_>>(), [0, 0, 1]);
+    // Rings that still have chains out leave the area as it is.
+    ring.stop();
+    assert_eq!(u16(8), 1);
+}
+
+#[test]
+fn another_devices_batch_is_settled() {
+    let memory = memory();
+    let layout = layout(&memory, SPLIT);
+    let area = area(Inflight::bytes(8, false));
+    let all = area.place(0, Inflight::bytes(8, false)).expect("all of it");
+    let put = |at: usize, value: u16| all.write(at, &value.to_le_bytes());
+    // Four are out, 3 before 0; 5 and 6 were given back together, and nothing was noted of it.
+    put(8, 1);
+    put(10, 8);
+    for (order, head) in [6, 3, 5, 0].into_iter().enumerate() {
+        put(16 + 16 * head, 1);
+        put(16 + 16 * head + 8, order as u16 + 40);
+    }
+    put(12, 6);
+    put(16 + 16 * 6 + 6, 5);
+    put(14, 65_535);
+    memory.place(RINGS + 0x6002, 2).expect("inside").write(0, &1_u16.to_le_bytes());
+    let inflight = Inflight::new(all);
+    let mut ring = Ring::with_inflight(layout, memory, 77, inflight).expect("a good ring");
+    assert_eq!((ring.taken(), ring.base()), (2, 3));
+    assert!(ring.listen(), "two are to be taken");
+    let heads = [0, 1].map(|_| ring.take().expect("a good ring").expect("a chain").ticket.id);
+    assert_eq!(heads, [3, 0]);
+}
+
+#[test]
+fn a_ring_that_stopped_leaves_a_new_area() {
+    for shape in [SPLIT, PACKED] {
+        let bytes = Inflight::bytes(8, shape.packed);
+        let area = area(bytes);
+        for count in [3, 2] {
+            // A guest that starts again has new rings, and the front end the area that it had.
+            let memory = memory();
+            let layout = layout(&memory, shape);
+            let mut driver = Driver::new(&layout);
+            let inflight = Inflight::new(area.place(0, bytes).expect("all of it"));
+            let mut ring =
+                Ring::with_inflight(layout, memory, shape.start(), inflight).expect("it is new again");
+            for _ in 0..count {
+                driver.add(&[Buffer { address: A, bytes: 1, writable: false }]).expect("there is room");
+                let chain = ring.take().expect("a good ring").expect("a chain");
+                ring.complete(chain.ticket, 0);
+                assert!(driver.next_used().expect("it was out").is_some());
+            }
+            ring.stop();
+        }
+    }
+}
+
+#[test]
+fn areas_that_are_not_this_rings_are_refused() {
+    for shape in [SPLIT, PACKED] {
+        let bytes = Inflight::bytes(8, shape.packed);
+        let memory = memory();
+        let open = |change: &dyn Fn(&block::guest::Place)| {
+            let area = area(bytes);
+            let all = area.place(0, bytes).expect("all of it");
+            let layout = layout(&memory, shape);
+            let inflight = || Inflight::new(all.clone());
+            let with = || Ring::with_inflight(layout.clone(), memory.clone(), shape.start(), inflight());
+            with().expect("a new area");
+            change(&all);
+            with().map(|ring| ring.taken())
+        };
+        let put =
+            |at: usize, bytes: &'static [u8]| open(&move |all: &block::guest::Place| all.write(at, bytes));
+        let refused = |got: Result<u16, Broken>| {
+            assert!(matches!(got, Err(Broken::Inflight(_))), "{shape:?} {got:?}");
+        };
+        assert_eq!(put(0, &[]), Ok(0));
+        refused(put(8, &[2, 0]));
+        refused(put(10, &[9, 0]));
+        let short = area(64);
+        let short = Inflight::new(short.place(0, 64).expect("all of it"));
+        refused(
+            Ring::with_inflight(layout(&memory, shape), memory.clone(), shape.start(), short)
+                .map(|ring| ring.taken()),
+        );
+        if shape.packed {
+            // In flight without descriptors, but free; free entries that end; a list that loops.
+            assert_eq!(put(32, &[1]), Ok(0));
+            refused(put(32 + 2, &[8, 0]));
+            refused(put(32 + 32 + 2, &[0, 0]));
+            refused(put(16, &[8, 0, 8, 0]));
+        } else {
+            assert_eq!(put(16, &[1]), Ok(1));
+            // A used index that was not ours; a batch that leads outside.
+            refused(put(14, &[200, 0]));
+            refused(put(12, &[8, 0, 255, 255]));
+        }
+    }
+}
+
+#[test]
+fn a_ring_goes_on_in_other_memory() {
+    for shape in [SPLIT, PACKED] {
+        let old = memory();
+        let first = layout(&old, shape);
+        let mut driver = Driver::new(&first);
+        let mut ring = Ring::new(first, old.clone(), shape.start()).expect("a good ring");
+        let buffer = Buffer { address: A, bytes: 1, writable: false };
+        driver.add(&[buffer]).expect("there is room");
+        let held = ring.take().expect("a good ring").expect("a chain");
+        // The same guest's memory with one region less, which nothing here needs.
+        let new = old.without(SEAM, SEAM + (1 << 40), 0x8000).expect("it is there");
+        let Layout { descriptors, driver: suppression, device, .. } = layout(&new, shape);
+        let short = descriptors.part(0, 16);
+        assert!(ring.set_memory(new.clone(), short, suppression.clone(), device.clone()).is_err());
+        ring.set_memory(new, descriptors, suppression, device).expect("good places");
+        ring.complete(held.ticket, 0);
+        assert!(driver.next_used().expect("it was out").is_some());
+        driver.add(&[Buffer { address: SEAM, ..buffer }]).expect("there is room");
+        let chain = ring.take().expect("a good ring").expect("a chain");
+        assert_eq!(chain.fault, Some(ChainFault::Outside));
+    }
+}
+
+#[test]
+fn what_is_written_to_a_ring_is_logged() {
+    for shape in [SPLIT, PACKED] {
+        let log = block::guest::DirtyLog::on_heap(0x100);
+        let memory = memory().with_log(Some(log.clone()));
+        let layout = layout(&memory, shape);
+        let at = if shape.packed { RINGS } else { RINGS + 0x6000 };
+        let mut driver = Driver::new(&layout);
+        let mut ring = Ring::new(layout, memory, shape.start()).expect("a good ring");
+        driver.add(&[Buffer { address: A, bytes: 1, writable: false }]).expect("there is room");
+        let chain = ring.take().expect("a good ring").expect("a chain");
+        ring.complete(chain.ticket, 0);
+        assert!(log.is_marked(at));
+    }
+}

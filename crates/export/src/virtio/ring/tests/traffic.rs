@@ -1,0 +1,116 @@
+//! Any order of what driver and device do: each chain arrives once and comes back once, and whoever
+//! sleeps is woken.
+
+use fastrand::Rng;
+
+use super::world::{Held, World};
+use crate::{seeds, virtio::ring::Ring};
+
+/// Both sides, of which each may sleep.
+struct Traffic {
+    world: World,
+    ring: Option<Ring>,
+    held: Vec<Held>,
+    device_sleeps: bool,
+    driver_sleeps: bool,
+}
+
+impl Traffic {
+    fn driver(&mut self, adding: bool) {
+        let world = &mut self.world;
+        if std::mem::take(&mut world.called) {
+            self.driver_sleeps = false;
+        }
+        if adding {
+            for _ in 0..world.rng.usize(0..4) {
+                world.send();
+            }
+            world.kick();
+        }
+        if self.driver_sleeps {
+            return;
+        }
+        if world.rng.bool() {
+            world.driver.silence();
+        }
+        world.collect();
+        if !adding || world.rng.bool() {
+            self.driver_sleeps = !world.driver.listen();
+        }
+    }
+
+    fn device(&mut self, ending: bool) {
+        let world = &mut self.world;
+        let ring = self.ring.as_mut().expect("there is one");
+        if std::mem::take(&mut world.kicked) {
+            self.device_sleeps = false;
+        }
+        if !self.device_sleeps {
+            if world.rng.bool() {
+                ring.silence();
+            }
+            let most = if ending { usize::MAX } else { world.rng.usize(0..5) };
+            for _ in 0..most {
+                let Some(chain) = ring.take().expect("a good ring") else { break };
+                self.held.push(world.look(chain));
+            }
+        }
+        // A disk is ready when it likes.
+        let ready = if ending { self.held.len() } else { world.rng.usize(0..=self.held.len()) };
+        for _ in 0..ready {
+            let held = self.held.swap_remove(world.rng.usize(0..self.held.len()));
+            world.complete(ring, held);
+        }
+        world.called |= ring.wants_call();
+        if !self.device_sleeps && (ending || world.rng.bool()) {
+            self.device_sleeps = !ring.listen();
+        }
+    }
+
+    /// The ring stops and goes on, at a device that knows nothing of the one before.
+    fn hand_over(&mut self) {
+        let mut ring = self.ring.take().expect("there is one");
+        self.world.put_back(&mut ring, &mut self.held);
+        for held in self.held.drain(..).rev() {
+            self.world.complete(&mut ring, held);
+        }
+        assert_eq!(ring.taken(), 0);
+        let _owed = ring.wants_call();
+        let base = ring.stop();
+        self.ring = Some(self.world.ring(base));
+        // A front end kicks a ring that it starts.
+        self.device_sleeps = false;
+    }
+}
+
+fn run(seed: u64) -> u64 {
+    let (world, shape) = World::new(seed);
+    let ring = Some(world.ring(shape.start()));
+    let mut traffic = Traffic { world, ring, held: Vec::new(), device_sleeps: false, driver_sleeps: false };
+    let mut steps = Rng::with_seed(!seed);
+    for _ in 0..steps.usize(20..300) {
+        match steps.u8(0..40) {
+            0 => traffic.hand_over(),
+            1..20 => traffic.driver(true),
+            _ => traffic.device(false),
+        }
+    }
+    // Everybody does what is to be done, then sleeps: whoever is not woken is missed.
+    for _ in 0..4 * usize::from(shape.size) + 4 {
+        traffic.driver(false);
+        traffic.device(true);
+    }
+    assert!(traffic.device_sleeps && traffic.driver_sleeps);
+    assert_eq!(traffic.world.waits_for(), 0, "{shape:?}: chains that nobody comes for");
+    traffic.world.came_back
+}
+
+#[test]
+fn each_chain_arrives_once_and_nobody_sleeps_through() {
+    let mut came_back = 0;
+    let seeds =
+        seeds::for_each("--lib", "each_chain_arrives_once_and_nobody_sleeps_through", 20_000, |seed| {
+            came_back += run(seed);
+        });
+    assert!(seeds < 100 || came_back > 10 * seeds, "{came_back} chains");
+}

@@ -1,0 +1,250 @@
+//! A guest with a ring: its memory, its driver, and what it has asked for.
+
+use std::collections::{HashMap, HashSet};
+
+use block::guest::{Memory, Place, Region};
+use fastrand::Rng;
+
+use super::super::{
+    Chain, Inflight, Layout, Parts, Ring, Ticket,
+    driver::{Buffer, Driver},
+};
+
+pub(super) const RINGS: u64 = 0x10_000;
+const INFLIGHT: u64 = 0x80_000;
+/// Where two regions adjoin: buffers and tables lie on both sides.
+pub(super) const BUFFERS: u64 = 0x100_000;
+pub(super) const SEAM: u64 = BUFFERS + 0x5000;
+const SLOT_BYTES: u64 = 0x300;
+/// Of a slot: an indirect table.
+const TABLE_BYTES: u64 = 0x100;
+
+/// What a ring may be.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    pub(super) size: u16,
+    pub(super) packed: bool,
+    pub(super) event_idx: bool,
+    pub(super) indirect: bool,
+}
+
+impl Shape {
+    pub(super) fn any(rng: &mut Rng) -> Self {
+        let packed = rng.bool();
+        let size = if packed { rng.u16(1..=17) } else { 1 << rng.u16(0..=4) };
+        Self { size, packed, event_idx: rng.bool(), indirect: rng.bool() }
+    }
+
+    /// Where a ring begins that nobody has used.
+    pub(super) fn start(self) -> u32 {
+        if self.packed { 0x8000_8000 } else { 0 }
+    }
+}
+
+pub(super) fn memory() -> Memory {
+    let region = |at, bytes| Region::on_heap(at, at + (1 << 40), bytes);
+    let regions = vec![
+        region(RINGS, 0x8000),
+        region(INFLIGHT, 0x2000),
+        region(BUFFERS, (SEAM - BUFFERS) as usize),
+        region(SEAM, 0x8000),
+    ];
+    Memory::new(regions).expect("they do not overlap")
+}
+
+pub(super) fn layout(memory: &Memory, shape: Shape) -> Layout {
+    let Shape { size, packed, event_idx, indirect } = shape;
+    let parts = Parts::of(size, packed, event_idx);
+    let part = |at: u64, (bytes, _)| memory.place(RINGS + at, bytes).expect("inside");
+    Layout {
+        size,
+        descriptors: part(0, parts.descriptors),
+        driver: part(0x4000, parts.driver),
+        device: part(0x6000, parts.device),
+        packed,
+        event_idx,
+        indirect,
+    }
+}
+
+pub(super) fn ring_with_inflight(layout: &Layout, memory: &Memory, base: u32) -> Ring {
+    let bytes = Inflight::bytes(layout.size, layout.packed);
+    let inflight = Inflight::new(memory.place(INFLIGHT, bytes).expect("inside"));
+    Ring::with_inflight(layout.clone(), memory.clone(), base, inflight).expect("a good ring")
+}
+
+/// A chain that the driver waits for.
+struct Sent {
+    slot: usize,
+    number: u64,
+    writable: usize,
+}
+
+/// A chain that the device has.
+pub(super) struct Held {
+    number: u64,
+    ticket: Ticket,
+}
+
+/// Driver and device, and the two events between them.
+pub(super) struct World {
+    pub(super) rng: Rng,
+    pub(super) memory: Memory,
+    pub(super) layout: Layout,
+    pub(super) driver: Driver,
+    slots: Vec<usize>,
+    sent: HashMap<u16, Sent>,
+    numbers: u64,
+    pub(super) kicked: bool,
+    pub(super) called: bool,
+    /// What was completed for certain: nobody may be asked for it again.
+    done: HashSet<u64>,
+    pub(super) came_back: u64,
+}
+
+impl World {
+    pub(super) fn new(seed: u64) -> (Self, Shape) {
+        let mut rng = Rng::with_seed(seed);
+        let shape = Shape::any(&mut rng);
+        let memory = memory();
+        let layout = layout(&memory, shape);
+        let driver = Driver::new(&layout);
+        let world = Self {
+            rng,
+            memory,
+            layout,
+            driver,
+            slots: (0..usize::from(shape.size)).collect(),
+            sent: HashMap::new(),
+            numbers: 0,
+            kicked: false,
+            called: false,
+            done: HashSet::new(),
+            came_back: 0,
+        };
+        (world, shape)
+    }
+
+    pub(super) fn ring(&self, base: u32) -> Ring {
+        Ring::new(self.layout.clone(), self.memory.clone(), base).expect("a good ring")
+    }
+
+    pub(super) fn ring_with_inflight(&self, base: u32) -> Ring {
+        ring_with_inflight(&self.layout, &self.memory, base)
+    }
+
+    pub(super) fn waits_for(&self) -> usize {
+        self.sent.len()
+    }
+
+    /// The driver makes a chain available, if there is room. The chain begins with its number.
+    pub(super) fn send(&mut self) {
+        let indirect = self.layout.indirect && self.rng.bool();
+        let most = if indirect { 8 } else { self.driver.free().min(8) };
+        if most == 0 || self.driver.free() == 0 {
+            return;
+        }
+        let slot = self.slots.pop().expect("as many as descriptors");
+        let at = BUFFERS + 8 + slot as u64 * SLOT_BYTES;
+        let (readable, writable) = {
+            let all = self.rng.usize(1..=most);
+            let writable = self.rng.usize(0..all);
+            (all - writable, writable)
+        };
+        let mut buffers = Vec::new();
+        let mut address = at + TABLE_BYTES;
+        let mut buffer = |bytes: u32, writable| {
+            buffers.push(Buffer { address, bytes, writable });
+            address += u64::from(bytes);
+        };
+        let number = self.numbers;
+        self.numbers += 1;
+        buffer(8, false);
+        for _ in 1..readable {
+            buffer(self.rng.u32(0..32), false);
+        }
+        let mut writable_bytes = 0;
+        for _ in 0..writable {
+            let bytes = self.rng.u32(0..32);
+            writable_bytes += bytes as usize;
+            buffer(bytes, true);
+        }
+        self.put(at + TABLE_BYTES, &number.to_le_bytes());
+        let added = match self.table(at).filter(|_| indirect) {
+            Some(table) => self.driver.add_indirect(&table, &buffers),
+            None if buffers.len() <= self.driver.free() => self.driver.add(&buffers),
+            None => None,
+        };
+        let Some(id) = added else {
+            self.slots.push(slot);
+            return;
+        };
+        let sent = Sent { slot, number, writable: writable_bytes };
+        assert!(self.sent.insert(id, sent).is_none(), "the driver has used an id twice");
+    }
+
+    /// `None`: the table would lie in two regions.
+    fn table(&self, at: u64) -> Option<Place> {
+        self.memory.place(at, TABLE_BYTES as usize)
+    }
+
+    fn put(&self, address: u64, bytes: &[u8]) {
+        let mut places = super::super::Places::new();
+        assert!(self.memory.places(address, bytes.len(), &mut places));
+        let mut rest = bytes;
+        for place in &places {
+            let (part, after) = rest.split_at(place.bytes());
+            place.write(0, part);
+            rest = after;
+        }
+    }
+
+    /// The driver tells the device, if that asked for it.
+    pub(super) fn kick(&mut self) {
+        self.kicked |= self.driver.wants_kick();
+    }
+
+    /// The driver takes back what is there.
+    pub(super) fn collect(&mut self) {
+        while let Some(used) = self.driver.next_used().expect("each chain comes back once") {
+            let sent = self.sent.remove(&used.id).expect("the driver knows it");
+            assert_eq!(used.written, (sent.number * 7) as u32, "of chain {}", sent.number);
+            self.slots.push(sent.slot);
+            self.done.insert(sent.number);
+            self.came_back += 1;
+        }
+    }
+
+    /// What the device got, against what the driver sent.
+    pub(super) fn look(&self, chain: Chain) -> Held {
+        assert_eq!(chain.fault, None);
+        let mut number = [0; 8];
+        let mut filled = 0;
+        for place in chain.readable() {
+            let part = place.bytes().min(8 - filled);
+            place.read(0, &mut number[filled..filled + part]);
+            filled += part;
+        }
+        let number = u64::from_le_bytes(number);
+        assert!(!self.done.contains(&number), "chain {number} is served again");
+        let sent = self.sent.values().find(|sent| sent.number == number).expect("the driver waits for it");
+        assert_eq!(sent.writable, chain.writable().iter().map(Place::bytes).sum());
+        Held { number, ticket: chain.ticket }
+    }
+
+    /// The device gives a chain back, saying something that depends on its number.
+    pub(super) fn complete(&mut self, ring: &mut Ring, held: Held) {
+        ring.complete(held.ticket, (held.number * 7) as u32);
+        assert!(self.done.insert(held.number), "chain {} is served twice", held.number);
+    }
+
+    /// Puts back what was taken last, as long as the ring takes it.
+    pub(super) fn put_back(&mut self, ring: &mut Ring, held: &mut Vec<Held>) {
+        while let Some(Held { number, ticket }) = held.pop() {
+            if let Err(ticket) = ring.put_back(ticket) {
+                held.push(Held { number, ticket });
+                return;
+            }
+        }
+    }
+}
