@@ -3,11 +3,13 @@
 //! ```text
 //!   client ─► export ─► block::disk
 //!             nbd
+//!             vhost_user_blk
 //! ```
 //!
 //! The way through it: [`nbd`] opens with a drawing of the protocol. `nbd/server.rs` accepts
 //! connections, `nbd/connection.rs` is one of them, `nbd/execute.rs` carries out its commands;
-//! [`nbd::client`] is the other side, for measuring servers.
+//! [`nbd::client`] is the other side, for measuring servers. [`vhost_user_blk`] sets up the rings
+//! that a virtual machine shares with us.
 //!
 //! A protocol's messages are parsed and validated here, before anything else sees them, so that the
 //! layers below only meet requests that lie inside the disk. What exports share is the disk behind
@@ -19,3 +21,4 @@
 #![forbid(unsafe_code)]
 
 pub mod nbd;
+pub mod vhost_user_blk;
