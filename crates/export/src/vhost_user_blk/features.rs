@@ -85,7 +85,8 @@ pub struct Offer {
     pub write_zeroes: bool,
     /// The guest may use packed rings.
     pub packed: bool,
-    /// Whether writes are cached until a flush, as long as the guest does not say otherwise.
+    /// Whether writes are cached until a flush, as long as the guest does not say otherwise. A
+    /// front end that connects again does not repeat what its guest said: pass that here.
     pub write_cache: bool,
     /// Rings: 1 to [`MAX_QUEUES`].
     pub queues: u16,

@@ -17,8 +17,9 @@
 //!   is taken until they have stopped.
 //!
 //! A front end may negotiate as often as it likes: the firmware does, then the operating system,
-//! each with features of its own. The guest's memory, the channel back to the front end and the
-//! protocol's features outlast every reset, as front ends send only what has changed.
+//! each with features of its own. The guest's memory, the channel back to the front end, the
+//! protocol's features and the guest's choice of a write cache outlast every reset: front ends send
+//! only what has changed.
 //!
 //! What a guest causes costs its ring ([`Effect::Fault`]). What only a front end can cause is
 //! refused: with a reply if it wants one, or else the connection ends, because the front end would
@@ -192,7 +193,14 @@ pub struct Session {
 enum After {
     VringBase(u16),
     Acknowledge(Option<u32>),
-    Reset(Option<u32>),
+    Reset(Bases, Option<u32>),
+}
+
+/// What becomes of where the rings stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Bases {
+    Kept,
+    Forgotten,
 }
 
 /// How a request is answered.
@@ -204,7 +212,7 @@ enum Answer {
     /// When the rings have stopped.
     VringBase(u16),
     Stopped,
-    Reset,
+    Reset(Bases),
 }
 
 impl Session {
@@ -261,7 +269,7 @@ impl Session {
             }
             Ok(Answer::VringBase(ring)) => self.wait_for(After::VringBase(ring), out),
             Ok(Answer::Stopped) => self.wait_for(After::Acknowledge(acknowledge), out),
-            Ok(Answer::Reset) => self.wait_for(After::Reset(acknowledge), out),
+            Ok(Answer::Reset(bases)) => self.wait_for(After::Reset(bases, acknowledge), out),
             Err(why) if acknowledge.is_some() => {
                 out.push_back(Output::Refused { request, why });
                 out.extend(acknowledgement(acknowledge, 1));
@@ -327,7 +335,9 @@ impl Session {
             Request::GetQueueNum => return number(code::GET_QUEUE_NUM, u64::from(self.offer.queues)),
             Request::GetMaxMemSlots => return number(code::GET_MAX_MEM_SLOTS, MAX_MEM_SLOTS as u64),
             Request::GetStatus => return number(code::GET_STATUS, u64::from(self.status)),
-            Request::SetStatus(0) | Request::ResetDevice => return Ok(self.reset(out)),
+            // QEMU resets the status of a machine that is paused, and only then asks for the bases.
+            Request::SetStatus(0) => return Ok(self.reset(Bases::Kept, out)),
+            Request::ResetDevice => return Ok(self.reset(Bases::Forgotten, out)),
             Request::SetStatus(status) if status > MAX_STATUS => return Err(Refusal::Status(status)),
             Request::SetStatus(status) => self.status = status as u8,
             Request::ResetOwner => {
@@ -533,22 +543,21 @@ impl Session {
         self.settle_all(out);
     }
 
-    fn reset(&mut self, out: &mut VecDeque<Output>) -> Answer {
+    fn reset(&mut self, bases: Bases, out: &mut VecDeque<Output>) -> Answer {
         self.forget_kicks(out);
-        Answer::Reset
+        Answer::Reset(bases)
     }
 
     /// The device as it was, once no ring runs. What the front end sends once only is kept: see
     /// above.
-    fn forget(&mut self, out: &mut VecDeque<Output>) {
+    fn forget(&mut self, bases: Bases) {
         for vring in &mut self.rings {
             let (call, error) = (vring.call.take(), vring.error.take());
-            *vring = Vring { call, error, ..Vring::default() };
+            let base = if bases == Bases::Kept { vring.base } else { 0 };
+            *vring = Vring { call, error, base, ..Vring::default() };
         }
         self.inflight = None;
         self.status = 0;
-        self.writeback = self.offer.write_cache;
-        self.tell_write_cache(out);
     }
 
     fn wait_for(&mut self, after: After, out: &mut VecDeque<Output>) {
@@ -567,8 +576,8 @@ impl Session {
                 out.push_back(Output::Reply(Reply::vring_base(u32::from(ring), base)));
             }
             Some(After::Acknowledge(acknowledge)) => out.extend(acknowledgement(acknowledge, 0)),
-            Some(After::Reset(acknowledge)) => {
-                self.forget(out);
+            Some(After::Reset(bases, acknowledge)) => {
+                self.forget(bases);
                 out.extend(acknowledgement(acknowledge, 0));
             }
             None => {}

@@ -165,8 +165,7 @@ fn qemu_with_its_firmware_and_then_linux() {
     let offered = offer().features();
     assert_eq!(qemu.plain(GET_FEATURES, &[]), format!("reply {offered:#x}"));
     assert_eq!(qemu.plain(GET_PROTOCOL_FEATURES, &[]), "reply 0x1b22b");
-    let chosen = protocol::OFFERED & !protocol::STATUS;
-    assert_eq!(qemu.plain(SET_PROTOCOL_FEATURES, &number(chosen)), "");
+    assert_eq!(qemu.plain(SET_PROTOCOL_FEATURES, &number(protocol::OFFERED)), "");
     assert_eq!(qemu.plain(GET_QUEUE_NUM, &[]), "reply 0x2");
     assert_eq!(qemu.plain(GET_MAX_MEM_SLOTS, &[]), "reply 0x1fd");
     assert_eq!(qemu.send(SET_BACKEND_REQ_FD, NEED_REPLY, &[], vec![event()]), "reply 0x0");
@@ -180,35 +179,57 @@ fn qemu_with_its_firmware_and_then_linux() {
     assert_eq!(qemu.payload[12..20], 100_u64.to_le_bytes());
 
     // The firmware writes through: it knows no flush.
-    let firmware = virtio::PROTOCOL_FEATURES | virtio::VERSION_1 | virtio::BLK_SIZE;
+    let firmware = virtio::PROTOCOL_FEATURES | virtio::VERSION_1 | virtio::SEG_MAX | virtio::BLK_SIZE;
     assert_eq!(qemu.plain(SET_FEATURES, &number(firmware)), "cache false");
+    let mut has_memory = false;
+    let asked = [numbers(&[0, 0]), vec![2, 0, 128, 0, 0, 0, 0, 0]].concat();
+    let mut start = |qemu: &mut FrontEnd, features: u64, rings: u32, base: u32| {
+        assert_eq!(qemu.plain(GET_STATUS, &[]), "reply 0x0");
+        assert_eq!(qemu.plain(SET_STATUS, &number(8)), "");
+        assert_eq!(qemu.plain(GET_INFLIGHT_FD, &asked), "reply of 24");
+        let (area, file) = (qemu.payload.clone(), qemu.descriptor.take().expect("a file"));
+        assert_eq!(area[..8], (2 * 2112_u64).to_ne_bytes());
+        assert_eq!(fstat(&file).expect("its length").st_size, 2 * 2112);
+        assert_eq!(qemu.send(SET_INFLIGHT_FD, PLAIN, &area, vec![file]), "");
+        for ring in 0..2 {
+            assert_eq!(qemu.send(SET_VRING_CALL, PLAIN, &number(ring), vec![event()]), "");
+        }
+        assert_eq!(qemu.plain(SET_FEATURES, &number(features)), "");
+        if !std::mem::replace(&mut has_memory, true) {
+            assert_eq!(qemu.send(ADD_MEM_REG, NEED_REPLY, &region(), vec![memory()]), "reply 0x0");
+        }
+        for ring in 0..rings {
+            assert_eq!(qemu.set_up(ring, base), "");
+        }
+        // QEMU 11.1 wants these acknowledged.
+        for ring in 0..2 {
+            let words = qemu.send(SET_VRING_ENABLE, NEED_REPLY, &pair(ring, 1), vec![]);
+            // Also of a ring that was never set up.
+            let started =
+                if ring < rings { format!("start {ring} of 128 at {base}, ") } else { String::new() };
+            assert_eq!(words, format!("{started}reply 0x0"));
+        }
+        assert_eq!(qemu.plain(SET_STATUS, &number(15)), "");
+    };
+    start(&mut qemu, firmware, 1, 0);
+
+    // It stops, or the machine is paused: the status goes first, the base is asked for last.
+    let stop = |qemu: &mut FrontEnd| {
+        assert_eq!(qemu.plain(SET_STATUS, &number(0)), "stop 0");
+        assert!(qemu.session.is_waiting(), "for the requests in flight");
+        assert_eq!(qemu.stopped(0, 77), "");
+        assert_eq!(qemu.plain(SET_VRING_ENABLE, &pair(0, 0)), "");
+        assert_eq!(qemu.plain(SET_VRING_ENABLE, &pair(1, 0)), "");
+        assert_eq!(qemu.plain(GET_VRING_BASE, &pair(0, 0)), format!("reply {:#x}", 77_u64 << 32));
+    };
+    stop(&mut qemu);
     assert_eq!(qemu.plain(SET_FEATURES, &number(firmware)), "");
-    assert_eq!(qemu.send(ADD_MEM_REG, NEED_REPLY, &region(), vec![memory()]), "reply 0x0");
-    assert_eq!(qemu.set_up(0, 0), "");
-    assert_eq!(qemu.plain(SET_VRING_ENABLE, &pair(0, 1)), "start 0 of 128 at 0");
-    assert_eq!(qemu.plain(SET_VRING_ENABLE, &pair(1, 1)), "", "it was never set up");
-    assert_eq!(qemu.plain(SET_VRING_ENABLE, &pair(0, 0)), "stop 0");
-    assert!(qemu.session.is_waiting(), "for the requests in flight");
-    assert_eq!(qemu.stopped(0, 77), "");
-    assert_eq!(qemu.plain(SET_VRING_ENABLE, &pair(1, 0)), "");
-    assert_eq!(qemu.plain(GET_VRING_BASE, &pair(0, 0)), format!("reply {:#x}", 77_u64 << 32));
+    start(&mut qemu, firmware, 1, 77);
+    stop(&mut qemu);
 
     let linux = offered & !virtio::LOG_ALL & !virtio::RING_PACKED;
     assert_eq!(qemu.plain(SET_FEATURES, &number(linux)), "cache true");
-    assert_eq!(
-        qemu.plain(GET_INFLIGHT_FD, &[numbers(&[0, 0]), vec![2, 0, 128, 0, 0, 0, 0, 0]].concat()),
-        "reply of 24"
-    );
-    let (area, file) = (qemu.payload.clone(), qemu.descriptor.take().expect("a file"));
-    assert_eq!(area[..8], (2 * 2112_u64).to_ne_bytes());
-    assert_eq!(fstat(&file).expect("its length").st_size, 2 * 2112);
-    assert_eq!(qemu.send(SET_INFLIGHT_FD, PLAIN, &area, vec![file]), "");
-    assert_eq!(qemu.set_up(0, 0) + &qemu.set_up(1, 0), "");
-    // QEMU 11.1 wants these acknowledged.
-    for ring in 0..2 {
-        let words = qemu.send(SET_VRING_ENABLE, NEED_REPLY, &pair(ring, 1), vec![]);
-        assert_eq!(words, format!("start {ring} of 128 at 0, reply 0x0"));
-    }
+    start(&mut qemu, linux, 2, 0);
     assert_eq!(
         qemu.send(
             SET_CONFIG,
@@ -514,7 +535,10 @@ fn the_write_cache_follows_features_and_configuration() {
     assert_eq!(front_end.plain(code::SET_CONFIG, &write(0)), "");
     assert_eq!(front_end.plain(code::SET_CONFIG, &write(1)), "cache true");
     front_end.plain(code::SET_CONFIG, &write(0));
-    assert_eq!(front_end.plain(code::RESET_DEVICE, &[]), "cache true", "as it was");
+    // The front end keeps what the guest said, and does not say it again.
+    assert_eq!(front_end.plain(code::RESET_DEVICE, &[]), "");
+    assert_eq!(front_end.plain(code::SET_FEATURES, &number(FEATURES)), "");
+    assert_eq!(front_end.plain(code::SET_CONFIG, &write(1)), "cache true");
     // A driver that never flushes.
     assert_eq!(front_end.plain(code::SET_FEATURES, &number(virtio::PROTOCOL_FEATURES)), "cache false");
     let words = front_end.plain(code::SET_CONFIG, &config(0, 8));
@@ -530,7 +554,7 @@ fn the_write_cache_follows_features_and_configuration() {
 
 #[test]
 fn a_reset_stops_everything_first_and_keeps_memory() {
-    for (code, payload) in [(code::RESET_DEVICE, vec![]), (code::SET_STATUS, number(0))] {
+    for (code, payload, base) in [(code::RESET_DEVICE, vec![], 0_u64), (code::SET_STATUS, number(0), 7)] {
         let mut front_end = FrontEnd::running();
         front_end.set_up(1, 0);
         front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1));
@@ -540,6 +564,8 @@ fn a_reset_stops_everything_first_and_keeps_memory() {
         assert_eq!(front_end.stopped(1, 7), "");
         assert!(front_end.session.is_waiting());
         assert_eq!(front_end.stopped(0, 7), "reply 0x0");
+        let told = front_end.plain(code::GET_VRING_BASE, &pair(0, 0));
+        assert_eq!(told, format!("reply {:#x}", base << 32), "a machine that was paused goes on there");
         assert_eq!(front_end.plain(code::GET_STATUS, &[]), "reply 0x0");
         assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1)), "", "it is not set up");
         assert_eq!(front_end.set_up(0, 0), "start 0 of 128 at 0", "in the memory that was there");
