@@ -20,6 +20,9 @@ fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
     reactor::run(Polling::OFF, future).expect("io_uring works on a test machine")
 }
 
+/// What takes so long does not come.
+const LONG: Duration = Duration::from_secs(30);
+
 /// Serves a front end until it hangs up, and then until its rings would have ended.
 #[derive(Default)]
 struct Owner {
@@ -27,6 +30,7 @@ struct Owner {
     news: Signal,
     /// Whether rings take their time.
     slow: Cell<bool>,
+    hung_up: Signal,
     ended: Signal,
 }
 
@@ -43,14 +47,18 @@ impl Owner {
             }
         }
         if self.slow.get() {
+            self.hung_up.raise();
             self.ended.wait().await;
         }
     }
 
     async fn has_seen(&self, count: usize) {
-        while self.came.get() < count {
-            self.news.wait().await;
-        }
+        let came = async {
+            while self.came.get() < count {
+                self.news.wait().await;
+            }
+        };
+        assert!(reactor::timeout(LONG, came).await.is_ok(), "it is not served");
     }
 }
 
@@ -117,8 +125,11 @@ fn the_next_front_end_waits_until_the_rings_of_the_last_have_ended() {
         owner.has_seen(1).await;
         drop(first);
         let second = UnixStream::connect(&path).expect("it listens");
-        // It is not turned away meanwhile: nothing has closed it when it is served.
-        reactor::yield_now().await;
+        owner.hung_up.wait().await;
+        // Time to turn it away, as often as other threads are asked and answer.
+        for _ in 0..20 {
+            reactor::blocking(|| ()).await;
+        }
         assert_eq!(owner.came.get(), 1);
         owner.ended.raise();
         owner.has_seen(2).await;
