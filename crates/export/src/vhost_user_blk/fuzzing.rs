@@ -34,12 +34,10 @@ pub fn vhost_user_session(data: &[u8]) {
         queue_size: 256,
         ..Offer::default()
     };
-    let Some(file) = file() else { return };
-    let session = Session::new(offer.clone());
-    let mut run =
-        Run { offer, session, file, running: BTreeSet::new(), stopping: Vec::new(), reply_ack: false };
+    let Some(mut run) = Run::new(offer) else { return };
     let mut input = Input(rest);
-    while let Some(kind) = input.byte() {
+    let well_begun = traits & 32 == 0 || run.begin(&mut input);
+    while well_begun && let Some(kind) = input.byte() {
         if !run.step(kind, &mut input) {
             break;
         }
@@ -53,12 +51,6 @@ pub fn vhost_user_session(data: &[u8]) {
     run.follow(&mut out);
     let still: BTreeSet<u16> = run.session.running().collect();
     assert_eq!(still, run.running, "rings that run");
-}
-
-fn file() -> Option<OwnedFd> {
-    let file = memfd_create("fuzz", MemfdFlags::CLOEXEC).ok()?;
-    ftruncate(&file, REGION_BYTES).ok()?;
-    Some(file)
 }
 
 struct Input<'a>(&'a [u8]);
@@ -93,6 +85,13 @@ struct Run {
 }
 
 impl Run {
+    fn new(offer: Offer) -> Option<Self> {
+        let file = memfd_create("fuzz", MemfdFlags::CLOEXEC).ok()?;
+        ftruncate(&file, REGION_BYTES).ok()?;
+        let session = Session::new(offer.clone());
+        Some(Self { offer, session, file, running: BTreeSet::new(), stopping: Vec::new(), reply_ack: false })
+    }
+
     /// Whether the conversation goes on.
     fn step(&mut self, kind: u8, input: &mut Input<'_>) -> bool {
         let mut out = VecDeque::new();
@@ -115,13 +114,33 @@ impl Run {
             let Some(message) = written_out(input) else { return false };
             message
         } else {
-            let (code, payload, count) = sensible(kind, input);
-            (code, input.small() & 1 == 1, payload, count)
+            let (code, payload, count) = sensible(kind, self.offer.queues, input);
+            (code, input.small() & 31 != 31, payload, count)
         };
+        self.take(code, need_reply, &payload, count, input)
+    }
+
+    /// Says what front ends say first: acknowledgements are wanted, and there is memory.
+    fn begin(&mut self, input: &mut Input<'_>) -> bool {
+        let (code, table, count) = sensible(5, 1, &mut Input(&[0, 8]));
+        self.take(code::SET_PROTOCOL_FEATURES, false, &numbers(&[protocol::OFFERED]), 0, input)
+            && self.take(code, true, &table, count, input)
+    }
+
+    /// Whether the conversation goes on after this message.
+    fn take(
+        &mut self,
+        code: u32,
+        need_reply: bool,
+        payload: &[u8],
+        count: usize,
+        input: &mut Input<'_>,
+    ) -> bool {
+        let mut out = VecDeque::new();
         let Ok(descriptors) = (0..count).map(|_| self.file.try_clone()).collect::<Result<_, _>>() else {
             return false;
         };
-        let request = Request::parse(code, &payload, descriptors);
+        let request = Request::parse(code, payload, descriptors);
         let due = message::has_answer(code) || need_reply && self.reply_ack;
         if let Ok(Request::SetProtocolFeatures(features)) = &request
             && features & !protocol::OFFERED == 0
@@ -210,17 +229,16 @@ fn written_out(input: &mut Input<'_>) -> Option<(u32, bool, Vec<u8>, usize)> {
 }
 
 /// A message of the right form with values that often have a sense.
-fn sensible(kind: u8, input: &mut Input<'_>) -> (u32, Vec<u8>, usize) {
+fn sensible(kind: u8, queues: u16, input: &mut Input<'_>) -> (u32, Vec<u8>, usize) {
     use code::*;
-    let numbers =
-        |numbers: &[u64]| numbers.iter().flat_map(|number| number.to_ne_bytes()).collect::<Vec<_>>();
     let pair = |ring: u64, number: u64| [ring as u32, number as u32].map(u32::to_ne_bytes).concat();
     let region = |place: u64| {
         let begin = (place & 7) * REGION_BYTES;
         [begin, REGION_BYTES, USER_ADDRESS + begin, 0]
     };
-    // One more than an export may have.
-    let ring = input.small() % 5;
+    // Seldom one that is not there.
+    let ring = input.small();
+    let ring = if ring & 31 == 31 { u64::from(queues) } else { ring % u64::from(queues) };
     let value = input.small();
     match kind % 32 {
         0 => (SET_FEATURES, numbers(&[features(value)]), 0),
@@ -228,7 +246,7 @@ fn sensible(kind: u8, input: &mut Input<'_>) -> (u32, Vec<u8>, usize) {
         2 | 3 => (ADD_MEM_REG, numbers(&[&[0], &region(value)[..]].concat()), 1),
         4 => (REM_MEM_REG, numbers(&[&[0], &region(value)[..]].concat()), (value & 1) as usize),
         5 => {
-            let count = value % 3;
+            let count = value % 9;
             let mut table = pair(count, 0);
             for place in 0..count {
                 table.extend(numbers(&region(place)));
@@ -238,7 +256,9 @@ fn sensible(kind: u8, input: &mut Input<'_>) -> (u32, Vec<u8>, usize) {
         6 | 7 => (SET_VRING_NUM, pair(ring, 1 << (value % 10)), 0),
         8 => (SET_VRING_NUM, pair(ring, value), 0),
         9..12 => {
-            let [descriptors, driver, device] = [0, 1, 2].map(|part| USER_ADDRESS + ((value + part) << 12));
+            // Three pages of one region, and seldom of none.
+            let begin = USER_ADDRESS + (value & 31) * 0x4000;
+            let [descriptors, driver, device] = [0, 1, 2].map(|page| begin + page * 0x1000);
             (SET_VRING_ADDR, numbers(&[ring, descriptors, device, driver, 0]), 0)
         }
         12 => (SET_VRING_BASE, pair(ring, value), 0),
@@ -257,6 +277,10 @@ fn sensible(kind: u8, input: &mut Input<'_>) -> (u32, Vec<u8>, usize) {
         30 => (RESET_DEVICE, Vec::new(), 0),
         _ => ([GET_FEATURES, RESET_OWNER, GET_STATUS, SET_OWNER][(value & 3) as usize], Vec::new(), 0),
     }
+}
+
+fn numbers(numbers: &[u64]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
 }
 
 /// Those that change what a session does, in a byte.
@@ -281,32 +305,27 @@ mod tests {
         }
     }
 
-    /// The generator reaches what it is for.
+    /// The bytes that are tried reach what they are for.
     #[test]
     fn rings_start_and_stop_in_conversations_that_have_a_sense() {
-        let mut started = false;
+        let (mut steps, mut started, mut stopped) = (0, 0, 0);
         fastrand::seed(7);
-        for _ in 0..2000 {
-            let data: Vec<u8> = (0..300).map(|_| fastrand::u8(48..)).collect();
-            let (offer, file) =
-                (Offer { queues: 4, queue_size: 256, ..Offer::default() }, file().expect("made"));
-            let session = Session::new(offer.clone());
-            let mut run = Run {
-                offer,
-                session,
-                file,
-                running: BTreeSet::new(),
-                stopping: Vec::new(),
-                reply_ack: false,
-            };
+        for _ in 0..1000 {
+            let data: Vec<u8> = (0..400).map(|_| fastrand::u8(48..)).collect();
+            let mut run =
+                Run::new(Offer { queues: 2, queue_size: 256, ..Offer::default() }).expect("a memfd");
             let mut input = Input(&data);
+            assert!(run.begin(&mut input));
             while let Some(kind) = input.byte() {
+                let before = run.running.len();
                 if !run.step(kind, &mut input) {
                     break;
                 }
-                started |= !run.running.is_empty();
+                steps += 1;
+                started += usize::from(run.running.len() > before);
+                stopped += usize::from(run.running.len() < before);
             }
         }
-        assert!(started);
+        assert!(steps > 10_000 && started > 100 && stopped > 100, "{steps} {started} {stopped}");
     }
 }
