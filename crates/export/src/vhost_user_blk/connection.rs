@@ -6,7 +6,6 @@
 
 use std::{
     collections::VecDeque,
-    future::pending,
     io::{self, IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::fd::{AsFd as _, OwnedFd},
@@ -17,6 +16,7 @@ use block::{
     reactor::{self, op, op::Fd},
     seldom::Seldom,
 };
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use policy::time::{Duration, Instant};
 use rustix::{
     io::Errno,
@@ -33,6 +33,8 @@ use super::{
 
 /// Time for a message, from its first byte to its last.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How often a front end is looked after while rings stop: a stopped disk may hold their requests.
+const LOOK: Duration = Duration::from_secs(1);
 /// Memory kept for the next message.
 const KEPT_BYTES: usize = 64;
 
@@ -87,7 +89,8 @@ impl Connection {
 
     /// What is to happen next. May be dropped while it waits, and called again: nothing is lost.
     ///
-    /// Waits for ever while a reply depends on rings that have yet to stop.
+    /// While a reply depends on rings that have yet to stop, it waits for nothing but the front
+    /// end's end.
     ///
     /// # Errors
     /// [`Ended`]: the connection is over.
@@ -104,8 +107,11 @@ impl Connection {
                     Output::Close { request, why } => return Err(Ended::Refused { request, why }),
                 }
             }
-            if self.session.is_waiting() {
-                pending::<()>().await;
+            while self.session.is_waiting() {
+                if has_hung_up(&self.socket) {
+                    return Err(Ended::Left);
+                }
+                reactor::sleep_until(reactor::now() + LOOK).await;
             }
             let Received { header, payload, descriptors } = self.inbox.receive(&self.socket).await?;
             let request = Request::parse(header.code, &payload, descriptors);
@@ -168,6 +174,13 @@ impl Connection {
             Err(error) => Err(Ended::Socket(error.into())),
         }
     }
+}
+
+/// Whether a peer sends nothing behind what has arrived, which is not looked at for this.
+pub(super) fn has_hung_up(socket: &Fd) -> bool {
+    let hung_up = PollFlags::from_bits_retain(libc::POLLRDHUP);
+    let mut polled = [PollFd::new(socket.as_fd(), hung_up)];
+    poll(&mut polled, PollTimeout::ZERO).is_ok_and(|count| count > 0)
 }
 
 struct Received {

@@ -10,11 +10,12 @@ use std::{
 };
 
 use block::{buffer::Buffer, reactor::Polling};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::*;
 use crate::vhost_user_blk::{
     features::{Offer, protocol},
-    message::{MAX_PAYLOAD_BYTES, code},
+    message::{MAX_PAYLOAD_BYTES, RegionInfo, VringAddresses, code},
 };
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
@@ -210,6 +211,41 @@ fn the_base_of_a_ring_that_does_not_run_is_sent_at_once() {
         let base = reply(code::GET_VRING_BASE, 0);
         assert_eq!(received(&mut connection, &theirs, base.len()).await, base);
         connection.stopped(0, 5);
+        assert_eq!(connection.running().count(), 0);
+    });
+}
+
+#[test]
+fn a_front_end_that_leaves_while_rings_stop_is_missed() {
+    real(async {
+        let (mut connection, mut theirs) = connection();
+        let (begin, ring) = (0x10_0000, 0);
+        let region = RegionInfo { guest_address: 0, bytes: 1 << 16, user_address: begin, file_offset: 0 };
+        let memory = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
+        ftruncate(&memory, 1 << 16).expect("its length");
+        let [descriptors, driver, device] = [0, 1, 2].map(|page| begin + page * 4096);
+        for (code, request) in [
+            (code::SET_MEM_TABLE, Request::SetMemTable(vec![(region, memory)])),
+            (code::SET_VRING_NUM, Request::SetVringNum { ring, descriptors: 128 }),
+            (
+                code::SET_VRING_ADDR,
+                Request::SetVringAddr { ring, addresses: VringAddresses { descriptors, device, driver } },
+            ),
+            (code::SET_VRING_KICK, Request::SetVringKick { ring, event: None }),
+            (code::GET_VRING_BASE, Request::GetVringBase { ring }),
+        ] {
+            connection.session.receive(code, false, Ok(request), &mut connection.outputs);
+        }
+        assert!(matches!(connection.next().await, Ok(Effect::WriteCache(false))));
+        assert!(matches!(connection.next().await, Ok(Effect::Start { ring: 0, .. })));
+        assert!(matches!(connection.next().await, Ok(Effect::Stop { ring: 0 })));
+        // It has asked for more, which nobody looks at yet.
+        theirs.write_all(&message(code::GET_FEATURES, 1, &[])).expect("sent");
+        look_once(&mut connection).await;
+        drop(theirs);
+        assert!(matches!(connection.next().await, Err(Ended::Left)));
+        assert_eq!(connection.running().collect::<Vec<_>>(), [0]);
+        connection.stopped(0, 7);
         assert_eq!(connection.running().count(), 0);
     });
 }

@@ -17,7 +17,7 @@
 use std::{
     future::{Future, pending, poll_fn},
     io,
-    os::fd::{AsFd as _, OwnedFd},
+    os::fd::OwnedFd,
     path::PathBuf,
     pin::pin,
     task::Poll,
@@ -27,12 +27,13 @@ use block::{
     reactor::{self, op, op::Fd},
     seldom::Seldom,
 };
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use policy::time::{Duration, Instant};
 use rustix::{
     io::Errno,
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
 };
+
+use super::connection::has_hung_up;
 
 /// Between attempts to connect: doubled from the first to the last.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -132,13 +133,6 @@ impl FrontEnds {
             }
         }
     }
-}
-
-/// As of a socket that is still read: what has arrived before is not looked at.
-fn has_hung_up(socket: &Fd) -> bool {
-    let hung_up = PollFlags::from_bits_retain(libc::POLLRDHUP);
-    let mut polled = [PollFd::new(socket.as_fd(), hung_up)];
-    poll(&mut polled, PollTimeout::ZERO).is_ok_and(|count| count > 0)
 }
 
 /// Accepts a front end, and tries again while there are no descriptors or no memory for it.

@@ -19,14 +19,10 @@ use super::{
 const PART_ALIGNMENT: u64 = 64;
 
 /// Bytes of a ring's part: its header (QueueRegionSplit, QueueRegionPacked), then a state for each
-/// descriptor (DescStateSplit, DescStatePacked).
+/// descriptor (DescStateSplit, DescStatePacked), then room up to the next part.
 pub fn part_bytes(queue_size: u16, packed: bool) -> u64 {
     let (header, state) = if packed { (32, 32) } else { (16, 16) };
-    header + state * u64::from(queue_size)
-}
-
-fn part_stride(queue_size: u16, packed: bool) -> u64 {
-    part_bytes(queue_size, packed).next_multiple_of(PART_ALIGNMENT)
+    (header + state * u64::from(queue_size)).next_multiple_of(PART_ALIGNMENT)
 }
 
 /// Why there is no such area.
@@ -49,7 +45,7 @@ pub enum InflightError {
 /// [`InflightError`].
 pub fn create(queues: u16, queue_size: u16, packed: bool) -> Result<(OwnedFd, u64), InflightError> {
     check_shape(queues, queue_size)?;
-    let bytes = u64::from(queues) * part_stride(queue_size, packed);
+    let bytes = u64::from(queues) * part_bytes(queue_size, packed);
     let make = || {
         let file = memfd_create("weir-inflight", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, bytes)?;
@@ -82,7 +78,7 @@ impl Area {
         let &InflightInfo { bytes, file_offset, queues, queue_size, .. } = info;
         check_shape(queues, queue_size)?;
         // Which layout its rings will have is not known yet; packed ones need more.
-        let due = u64::from(queues) * part_stride(queue_size, false);
+        let due = u64::from(queues) * part_bytes(queue_size, false);
         if bytes < due {
             return Err(InflightError::TooSmall { is: bytes, due });
         }
@@ -93,9 +89,9 @@ impl Area {
 
     /// The part of a ring of `size` descriptors; `None` where the area has no room for it.
     pub fn part(&self, ring: u16, size: u16, packed: bool) -> Option<Place> {
-        let stride = part_stride(self.queue_size, packed);
-        let begin = u64::from(ring) * stride;
-        if ring >= self.queues || size > self.queue_size || begin + stride > self.bytes {
+        let each = part_bytes(self.queue_size, packed);
+        let begin = u64::from(ring) * each;
+        if ring >= self.queues || size > self.queue_size || begin + each > self.bytes {
             return None;
         }
         self.memory.place(begin, usize::try_from(part_bytes(size, packed)).ok()?)
@@ -120,6 +116,8 @@ mod tests {
             let part = |ring, size| area.part(ring, size, packed).map(|part| part.guest_address());
             assert_eq!((part(0, 128), part(1, 128), part(1, 7)), (Some(0), Some(stride), Some(stride)));
             assert_eq!((part(2, 128), part(0, 129)), (None, None));
+            let last = area.part(1, 128, packed).expect("it is there");
+            assert_eq!(last.bytes() as u64, stride, "up to the end");
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 
+use block::guest::Place;
 use rustix::{
     event::{EventfdFlags, eventfd},
     fs::{MemfdFlags, fstat, ftruncate, memfd_create},
@@ -433,6 +434,26 @@ fn memory_changes_under_rings_that_run() {
     assert_eq!(front_end.send(code::SET_MEM_TABLE, PLAIN, &table(), vec![memory()]), "");
     assert_eq!(front_end.stopped(0, 3), "", "it waits to be set up again");
     assert_eq!(front_end.set_up(0, 3), "start 0 of 128 at 3");
+}
+
+#[test]
+fn the_parts_of_a_ring_are_as_long_as_it_needs() {
+    // Bytes of descriptors, of the driver's part and of the device's, for 256 (virtio 1.3 § 2.7 and
+    // § 2.8).
+    for (features, bytes) in [
+        (FEATURES, [4096, 516, 2052]),
+        (FEATURES | virtio::EVENT_IDX, [4096, 518, 2054]),
+        (FEATURES | virtio::RING_PACKED | virtio::EVENT_IDX, [4096, 4, 4]),
+    ] {
+        let mut front_end = FrontEnd::negotiated(features);
+        front_end.set_up(0, 0);
+        front_end.plain(code::SET_VRING_NUM, &pair(0, 256));
+        let settings = front_end.session.settings(0).expect("it is set up");
+        let RingPlaces { descriptors, driver, device } = settings.places;
+        assert_eq!([&descriptors, &driver, &device].map(Place::bytes), bytes);
+        let at = [&descriptors, &driver, &device].map(Place::guest_address);
+        assert_eq!(at, [0, 0x8000, 0x4000], "the used ring is said before the available one");
+    }
 }
 
 #[test]

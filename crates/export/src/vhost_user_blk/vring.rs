@@ -117,11 +117,12 @@ impl Vring {
             return Err(Fault::Size(size));
         }
         let count = usize::from(size);
-        // Bytes and alignment of each part; the event indices at the ends are there in any case.
+        // Bytes and alignment of each part; two have an event index at the end.
+        let event = if features & virtio::EVENT_IDX == 0 { 0 } else { 2 };
         let [descriptors, driver, device] = if packed {
             [(16 * count, 16), (4, 4), (4, 4)]
         } else {
-            [(16 * count, 16), (6 + 2 * count, 2), (6 + 8 * count, 4)]
+            [(16 * count, 16), (4 + 2 * count + event, 2), (4 + 8 * count + event, 4)]
         };
         let find = |what, address, (bytes, alignment)| {
             let place = memory.user_place(address, bytes).ok_or(Fault::Outside { what, address })?;
