@@ -11,9 +11,8 @@
 //! | 32 | writeback | 56 | write_zeroes_may_unmap |
 //!
 //! What follows belongs to features that are not offered, and reads as zeroes. A front end may read
-//! any piece of it, of any length, and more than there is. Cloud Hypervisor begins at
-//! [`MMIO_OFFSET`], where devices on a memory-mapped bus have their configuration, and means the
-//! beginning.
+//! any piece of it, of any length, and more than there is. Cloud Hypervisor begins at 0x100, where
+//! devices on a memory-mapped bus have their configuration, and means the beginning.
 
 use super::features::{Offer, SECTOR_BYTES};
 
