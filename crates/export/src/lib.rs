@@ -3,12 +3,13 @@
 //! ```text
 //!   client ─► export ─► block::disk
 //!             nbd
+//!             vhost_user_blk
 //! ```
 //!
 //! The way through it: [`nbd`] opens with a drawing of the protocol. `nbd/server.rs` accepts
 //! connections, `nbd/connection.rs` is one of them, `nbd/execute.rs` carries out its commands;
-//! [`nbd::client`] is the other side, for measuring servers. [`virtio`] is rings in a guest's
-//! memory and the requests of block devices in them, for the protocols that bring such memory.
+//! [`nbd::client`] is the other side, for measuring servers. [`vhost_user_blk`] sets up the rings
+//! that a virtual machine shares with us; [`virtio`] is those rings, and the requests in them.
 //!
 //! A protocol's messages are parsed and validated here, before anything else sees them, so that the
 //! layers below only meet requests that lie inside the disk. What exports share is the disk behind
@@ -20,6 +21,7 @@
 #![forbid(unsafe_code)]
 
 pub mod nbd;
+pub mod vhost_user_blk;
 pub mod virtio;
 
 #[cfg(test)]

@@ -1,0 +1,155 @@
+//! The configuration of a virtio block device, byte by byte (virtio 1.3 § 5.2.4).
+//!
+//! | offset | field | offset | field |
+//! | --- | --- | --- | --- |
+//! | 0 | capacity, in sectors | 34 | num_queues |
+//! | 8 | size_max: not offered | 36 | max_discard_sectors |
+//! | 12 | seg_max | 40 | max_discard_seg |
+//! | 16 | geometry: not offered | 44 | discard_sector_alignment |
+//! | 20 | blk_size | 48 | max_write_zeroes_sectors |
+//! | 24 | topology | 52 | max_write_zeroes_seg |
+//! | 32 | writeback | 56 | write_zeroes_may_unmap |
+//!
+//! What follows belongs to features that are not offered, and reads as zeroes. A front end may read
+//! any piece of it, of any length, and more than there is. Cloud Hypervisor begins at 0x100, where
+//! devices on a memory-mapped bus have their configuration, and means the beginning.
+
+use super::features::{Offer, SECTOR_BYTES};
+
+/// Bytes that can be other than zero, rounded up to the structure's alignment.
+const BYTES: usize = 60;
+/// Where a device on a memory-mapped bus has its configuration (virtio 1.3 § 4.2.2).
+const MMIO_OFFSET: u32 = 0x100;
+/// Of the one byte that a guest may write: 0 asks for write-through, 1 for a write cache.
+const WRITEBACK: u32 = 32;
+
+/// `count` bytes of the configuration from `offset` on.
+pub fn read(offer: &Offer, writeback: bool, offset: u32, count: usize) -> Vec<u8> {
+    let whole = whole(offer, writeback);
+    let from = usize::try_from(beginning(offset)).map_or(BYTES, |from| from.min(BYTES));
+    let there = &whole[from..];
+    let mut piece = there[..count.min(there.len())].to_vec();
+    piece.resize(count, 0);
+    piece
+}
+
+/// What a guest's write of `content` at `offset` sets `writeback` to; `None` where it is not just
+/// that.
+pub fn written_writeback(offset: u32, content: &[u8]) -> Option<bool> {
+    match (beginning(offset), content) {
+        (WRITEBACK, [wanted]) => Some(*wanted != 0),
+        _ => None,
+    }
+}
+
+/// The same where the front end brings what another back end had, in whatever piece.
+pub fn migrated_writeback(offset: u32, content: &[u8]) -> Option<bool> {
+    let at = usize::try_from(WRITEBACK.checked_sub(beginning(offset))?).ok()?;
+    content.get(at).map(|wanted| *wanted != 0)
+}
+
+fn beginning(offset: u32) -> u32 {
+    offset.checked_sub(MMIO_OFFSET).unwrap_or(offset)
+}
+
+fn whole(offer: &Offer, writeback: bool) -> [u8; BYTES] {
+    let mut space = [0; BYTES];
+    let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
+    put(0, &(offer.size_bytes / SECTOR_BYTES).to_le_bytes());
+    put(12, &offer.max_segments.to_le_bytes());
+    put(20, &offer.block_bytes.to_le_bytes());
+    // Topology counts in blocks. Its first field is a power of two.
+    let block = offer.block_bytes.max(1);
+    let physical_blocks = (offer.physical_block_bytes / block).max(1);
+    put(24, &[physical_blocks.ilog2() as u8]);
+    let least = u16::try_from(physical_blocks).unwrap_or(u16::MAX);
+    put(26, &least.to_le_bytes());
+    put(28, &(offer.optimal_io_bytes / block).to_le_bytes());
+    put(WRITEBACK as usize, &[u8::from(writeback)]);
+    put(34, &offer.queues.to_le_bytes());
+    let alignment = (u64::from(offer.discard_alignment_bytes) / SECTOR_BYTES).max(1) as u32;
+    if !offer.read_only && offer.discard {
+        put(36, &offer.max_erase_sectors.to_le_bytes());
+        put(40, &offer.max_discard_segments.to_le_bytes());
+        put(44, &alignment.to_le_bytes());
+    }
+    if !offer.read_only && offer.write_zeroes {
+        put(48, &offer.max_erase_sectors.to_le_bytes());
+        put(52, &offer.max_write_zeroes_segments.to_le_bytes());
+        put(56, &[1]);
+    }
+    space
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn offer() -> Offer {
+        Offer {
+            size_bytes: (1 << 30) + 700,
+            queues: 4,
+            optimal_io_bytes: 65536,
+            max_discard_segments: 7,
+            max_write_zeroes_segments: 1,
+            ..Offer::default()
+        }
+    }
+
+    /// The layout as a C compiler would have it, field by field.
+    #[test]
+    fn the_fields_are_where_a_driver_looks_for_them() {
+        let space = read(&offer(), true, 0, 60);
+        let number = |at: usize, bytes: usize| {
+            space[at..at + bytes].iter().rev().fold(0_u64, |number, byte| number << 8 | u64::from(*byte))
+        };
+        assert_eq!(number(0, 8), (1 << 21) + 1, "whole sectors");
+        assert_eq!((number(8, 4), number(12, 4), number(16, 4)), (0, 126, 0), "segments, no geometry");
+        assert_eq!(number(20, 4), 512);
+        assert_eq!((number(24, 1), number(25, 1), number(26, 2), number(28, 4)), (3, 0, 8, 128));
+        assert_eq!((number(32, 1), number(33, 1), number(34, 2)), (1, 0, 4));
+        assert_eq!((number(36, 4), number(40, 4), number(44, 4)), (1 << 21, 7, 8));
+        assert_eq!((number(48, 4), number(52, 4), number(56, 4)), (1 << 21, 1, 1));
+        assert_eq!(read(&offer(), false, 32, 1), [0]);
+    }
+
+    #[test]
+    fn what_is_not_offered_has_no_limits() {
+        let space = read(&Offer { discard: false, ..offer() }, true, 36, 24);
+        assert_eq!((&space[..12], space[20]), (&[0; 12][..], 1));
+        let space = read(&Offer { write_zeroes: false, ..offer() }, true, 36, 24);
+        assert_eq!((space[4], &space[12..]), (7, &[0; 12][..]));
+        assert_eq!(read(&Offer { read_only: true, ..offer() }, true, 36, 24), [0; 24]);
+    }
+
+    #[test]
+    fn only_the_write_cache_can_be_written() {
+        assert_eq!(written_writeback(32, &[0]), Some(false));
+        assert_eq!(written_writeback(32, &[1]), Some(true));
+        assert_eq!(written_writeback(0x120, &[1]), Some(true), "behind a memory-mapped bus");
+        for (offset, content) in
+            [(32, &[][..]), (32, &[1, 0]), (31, &[0, 1]), (0, &[1]), (33, &[1]), (u32::MAX, &[1])]
+        {
+            assert_eq!(written_writeback(offset, content), None, "{offset} {content:?}");
+        }
+        let migrated = |offset, writeback| migrated_writeback(offset, &read(&offer(), writeback, offset, 20));
+        assert_eq!((migrated(20, true), migrated(32, false)), (Some(true), Some(false)));
+        assert_eq!((migrated(0, true), migrated(33, true), migrated(0x200, true)), (None, None, None));
+    }
+
+    proptest! {
+        /// Any piece is that piece of the whole, with zeroes behind it.
+        #[test]
+        fn any_piece_can_be_read(offset: u32, small in 0_u32..0x200, count in 0_usize..200) {
+            let whole = read(&offer(), true, 0, 0x1000);
+            for offset in [offset, small] {
+                let from = offset.checked_sub(0x100).unwrap_or(offset) as usize;
+                let due: Vec<u8> =
+                    (from..from + count).map(|at| whole.get(at).copied().unwrap_or(0)).collect();
+                prop_assert_eq!(read(&offer(), true, offset, count), due);
+            }
+        }
+    }
+}

@@ -1,0 +1,279 @@
+//! Connections over real sockets, cut and crowded as a hostile front end would.
+
+use std::{
+    fs::File,
+    future::poll_fn,
+    io::{Read as _, Write as _},
+    os::{fd::BorrowedFd, unix::net::UnixStream},
+    pin::pin,
+    task::Poll,
+};
+
+use block::{buffer::Buffer, reactor::Polling};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+use super::*;
+use crate::vhost_user_blk::{
+    features::{Offer, protocol},
+    message::{MAX_PAYLOAD_BYTES, RegionInfo, VringAddresses, code},
+};
+
+fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
+    reactor::run(Polling::OFF, future).expect("io_uring works on a test machine")
+}
+
+fn connection() -> (Connection, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().expect("sockets");
+    let session = Session::new(Offer { size_bytes: 1 << 20, queues: 2, ..Offer::default() });
+    (Connection::new("vm1".into(), ours.into(), session), theirs)
+}
+
+fn message(code: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = [code, flags, payload.len() as u32].map(u32::to_ne_bytes).concat();
+    bytes.extend_from_slice(payload);
+    bytes
+}
+
+fn number(code: u32, number: u64) -> Vec<u8> {
+    message(code, 1, &number.to_ne_bytes())
+}
+
+fn reply(code: u32, number: u64) -> Vec<u8> {
+    message(code, 5, &number.to_ne_bytes())
+}
+
+fn send_with(socket: &UnixStream, bytes: &[u8], descriptors: usize) {
+    let file = File::open("/dev/null").expect("it is there");
+    let descriptors: Vec<BorrowedFd<'_>> = (0..descriptors).map(|_| file.as_fd()).collect();
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
+    let sent = sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::empty());
+    assert_eq!(sent, Ok(bytes.len()));
+}
+
+/// The next `count` bytes that the front end receives.
+async fn received(connection: &mut Connection, theirs: &UnixStream, count: usize) -> Vec<u8> {
+    let theirs = Fd::from(theirs.try_clone().expect("a copy"));
+    let mut reading = pin!(async {
+        let mut buffer = Buffer::new(count);
+        let mut filled = 0;
+        while filled < count {
+            let (result, back) = op::receive(&theirs, buffer, filled).await;
+            (filled, buffer) = (filled + result.expect("connected"), back);
+        }
+        buffer.to_vec()
+    });
+    let mut next = pin!(connection.next());
+    poll_fn(|context| {
+        if let Poll::Ready(bytes) = reading.as_mut().poll(context) {
+            return Poll::Ready(bytes);
+        }
+        match next.as_mut().poll(context) {
+            Poll::Ready(next) => panic!("{next:?}"),
+            Poll::Pending => Poll::Pending,
+        }
+    })
+    .await
+}
+
+/// Lets the connection take what is there, once.
+async fn look_once(connection: &mut Connection) {
+    let mut next = pin!(connection.next());
+    poll_fn(|context| {
+        assert!(next.as_mut().poll(context).is_pending());
+        Poll::Ready(())
+    })
+    .await;
+}
+
+#[test]
+fn messages_are_taken_in_whatever_pieces_they_come() {
+    real(async {
+        let (mut connection, mut theirs) = connection();
+        let asks = [
+            message(code::GET_QUEUE_NUM, 1, &[]),
+            number(code::SET_PROTOCOL_FEATURES, protocol::REPLY_ACK),
+            message(code::SET_STATUS, 9, &3_u64.to_ne_bytes()),
+            message(code::GET_STATUS, 1, &[]),
+        ];
+        let asks = asks.concat();
+        let answers =
+            [reply(code::GET_QUEUE_NUM, 2), reply(code::SET_STATUS, 0), reply(code::GET_STATUS, 3)].concat();
+        theirs.write_all(&asks).expect("there is room");
+        assert_eq!(received(&mut connection, &theirs, answers.len()).await, answers);
+        for byte in &asks {
+            theirs.write_all(&[*byte]).expect("there is room");
+            look_once(&mut connection).await;
+        }
+        assert_eq!(received(&mut connection, &theirs, answers.len()).await, answers);
+        drop(theirs);
+        assert!(matches!(connection.next().await, Err(Ended::Left)));
+    });
+}
+
+#[test]
+fn a_descriptor_belongs_to_the_message_that_it_came_with() {
+    real(async {
+        let (mut connection, mut theirs) = connection();
+        theirs.write_all(&number(code::SET_PROTOCOL_FEATURES, protocol::OFFERED)).expect("sent");
+        for _ in 0..2 {
+            send_with(&theirs, &message(code::SET_BACKEND_REQ_FD, 9, &[]), 1);
+            theirs.write_all(&message(code::GET_QUEUE_NUM, 9, &[])).expect("sent");
+        }
+        send_with(&theirs, &message(code::SET_BACKEND_REQ_FD, 9, &[]), 2);
+        // Beside the payload instead of the header.
+        let kick = message(code::SET_VRING_KICK, 9, &[0; 8]);
+        theirs.write_all(&kick[..12]).expect("sent");
+        send_with(&theirs, &kick[12..], 1);
+        let (channel, queues) = (reply(code::SET_BACKEND_REQ_FD, 0), reply(code::GET_QUEUE_NUM, 2));
+        let (refused, kick) = (reply(code::SET_BACKEND_REQ_FD, 1), reply(code::SET_VRING_KICK, 0));
+        let answers = [&channel[..], &queues, &channel, &queues, &refused, &kick].concat();
+        assert_eq!(received(&mut connection, &theirs, answers.len()).await, answers);
+    });
+}
+
+#[test]
+fn more_descriptors_than_any_message_has_end_it() {
+    for count in [40, 64] {
+        real(async move {
+            let (mut connection, theirs) = connection();
+            send_with(&theirs, &message(code::SET_OWNER, 1, &[]), count);
+            assert!(matches!(connection.next().await, Err(Ended::Descriptors)));
+        });
+    }
+    real(async {
+        // A few with each byte.
+        let (mut connection, theirs) = connection();
+        let bytes = message(code::SET_VRING_ADDR, 1, &[0; 40]);
+        for byte in &bytes[..40] {
+            send_with(&theirs, &[*byte], 4);
+        }
+        assert!(matches!(connection.next().await, Err(Ended::Descriptors)));
+    });
+}
+
+#[test]
+fn what_cannot_be_told_apart_ends_it() {
+    for (bytes, why) in [
+        (message(code::GET_FEATURES, 2, &[]), "not a message: version 2 of the protocol instead of 1"),
+        (message(code::GET_FEATURES, 5, &[]), "not a message: a reply where a request is due"),
+        (message(77, 1, &[]), "a request without a name here: request 77 is not known"),
+        (message(code::SET_OWNER, 1, &[0]), "SET_OWNER: a payload of 1 bytes instead of 0"),
+        (
+            [1_u32, 1, MAX_PAYLOAD_BYTES as u32 + 1].map(u32::to_ne_bytes).concat(),
+            "not a message: a payload of 4109 bytes, the longest has 4108",
+        ),
+    ] {
+        real(async move {
+            let (mut connection, mut theirs) = connection();
+            theirs.write_all(&bytes).expect("sent");
+            let ended = connection.next().await.expect_err("it ends");
+            assert_eq!(ended.to_string(), why);
+        });
+    }
+}
+
+/// The reactor's own clock is not simulated here, so the deadline is brought nearer instead.
+#[test]
+fn half_a_message_is_not_waited_for_for_ever() {
+    real(async {
+        let (mut connection, mut theirs) = connection();
+        theirs.write_all(&message(code::SET_OWNER, 1, &[])[..5]).expect("sent");
+        look_once(&mut connection).await;
+        let deadline = connection.inbox.deadline.as_mut().expect("it has begun");
+        assert!(*deadline > reactor::now());
+        *deadline = reactor::now();
+        assert!(matches!(connection.next().await, Err(Ended::HalfMessage)));
+    });
+}
+
+#[test]
+fn a_front_end_that_reads_nothing_is_given_up() {
+    real(async {
+        let (mut connection, theirs) = connection();
+        let asks = message(code::GET_FEATURES, 1, &[]).repeat(64);
+        let asking = std::thread::spawn(move || {
+            let mut theirs = theirs;
+            while theirs.write_all(&asks).is_ok() {}
+        });
+        assert!(matches!(connection.next().await, Err(Ended::NotReading)));
+        drop(connection);
+        asking.join().expect("it ends with the connection");
+    });
+}
+
+#[test]
+fn the_base_of_a_ring_that_does_not_run_is_sent_at_once() {
+    real(async {
+        let (mut connection, mut theirs) = connection();
+        theirs.write_all(&message(code::GET_VRING_BASE, 1, &[0; 8])).expect("sent");
+        let base = reply(code::GET_VRING_BASE, 0);
+        assert_eq!(received(&mut connection, &theirs, base.len()).await, base);
+        connection.stopped(0, 5);
+        assert_eq!(connection.running().count(), 0);
+    });
+}
+
+#[test]
+fn a_front_end_that_leaves_while_rings_stop_is_missed() {
+    real(async {
+        let (mut connection, mut theirs) = connection();
+        let (begin, ring) = (0x10_0000, 0);
+        let region = RegionInfo { guest_address: 0, bytes: 1 << 16, user_address: begin, file_offset: 0 };
+        let memory = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
+        ftruncate(&memory, 1 << 16).expect("its length");
+        let [descriptors, driver, device] = [0, 1, 2].map(|page| begin + page * 4096);
+        for (code, request) in [
+            (code::SET_MEM_TABLE, Request::SetMemTable(vec![(region, memory)])),
+            (code::SET_VRING_NUM, Request::SetVringNum { ring, descriptors: 128 }),
+            (
+                code::SET_VRING_ADDR,
+                Request::SetVringAddr { ring, addresses: VringAddresses { descriptors, device, driver } },
+            ),
+            (code::SET_VRING_KICK, Request::SetVringKick { ring, event: None }),
+            (code::GET_VRING_BASE, Request::GetVringBase { ring }),
+        ] {
+            connection.session.receive(code, false, Ok(request), &mut connection.outputs);
+        }
+        assert!(matches!(connection.next().await, Ok(Effect::WriteCache(false))));
+        assert!(matches!(connection.next().await, Ok(Effect::Start { ring: 0, .. })));
+        assert!(matches!(connection.next().await, Ok(Effect::Stop { ring: 0 })));
+        // It has asked for more, which nobody looks at yet.
+        theirs.write_all(&message(code::GET_FEATURES, 1, &[])).expect("sent");
+        look_once(&mut connection).await;
+        drop(theirs);
+        assert!(matches!(connection.next().await, Err(Ended::Left)));
+        assert_eq!(connection.running().collect::<Vec<_>>(), [0]);
+        connection.stopped(0, 7);
+        assert_eq!(connection.running().count(), 0);
+    });
+}
+
+#[test]
+fn a_resize_is_told_once_on_the_channel() {
+    real(async {
+        let (mut connection, mut theirs) = connection();
+        let (channel, mut events) = UnixStream::pair().expect("sockets");
+        theirs.write_all(&number(code::SET_PROTOCOL_FEATURES, protocol::OFFERED)).expect("sent");
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let descriptors = [channel.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
+        let bytes = message(code::SET_BACKEND_REQ_FD, 1, &[]);
+        sendmsg(&theirs, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).expect("sent");
+        theirs.write_all(&message(code::GET_QUEUE_NUM, 1, &[])).expect("sent");
+        received(&mut connection, &theirs, 20).await;
+        connection.resize(2 << 20);
+        connection.resize(2 << 20);
+        let mut told = [0; 13];
+        assert_eq!(events.read(&mut told).expect("it is told"), 12, "once");
+        assert_eq!(told[..12], message(code::CONFIG_CHANGE_MSG, 1, &[]));
+        // Neither a full channel nor one that is gone does any harm.
+        for size_bytes in 0..10_000 {
+            connection.resize(size_bytes);
+        }
+        drop((channel, events));
+        connection.resize(3 << 20);
+    });
+}

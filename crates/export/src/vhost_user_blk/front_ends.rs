@@ -1,0 +1,164 @@
+//! Where front ends come from: a listening socket that they connect to, or a socket of theirs that
+//! is connected to, again and again.
+//!
+//! A disk has one front end at a time. Whoever else connects is turned away at once, so that a
+//! machine that was started twice says so instead of waiting for ever. A front end that has gone,
+//! or is about to, turns nobody away: the next one waits until its rings have ended.
+//!
+//! ```text
+//!   connects ──► nobody here ──────────────► served
+//!            ──► one is served ────────────► turned away, and may try again
+//!            ──► the last one has hung up ─► waits in the socket's queue, then served
+//! ```
+//!
+//! Binding a socket, replacing a stale one and taking one from the service manager are the
+//! daemon's.
+
+use std::{
+    future::{Future, pending, poll_fn},
+    io,
+    os::fd::OwnedFd,
+    path::PathBuf,
+    pin::pin,
+    task::Poll,
+};
+
+use block::{
+    reactor::{self, op, op::Fd},
+    seldom::Seldom,
+};
+use policy::time::{Duration, Instant};
+use rustix::{
+    io::Errno,
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
+};
+
+use super::connection::has_hung_up;
+
+/// Between attempts to connect: doubled from the first to the last.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// A connection that lasted for so long was a good one.
+const GOOD: Duration = Duration::from_secs(1);
+/// Between attempts to accept while descriptors or memory are short.
+const SHORTAGE: Duration = Duration::from_secs(1);
+
+/// The front ends of one export, one after the other.
+#[derive(Debug)]
+pub struct FrontEnds {
+    way: Way,
+    refusals: Seldom,
+}
+
+#[derive(Debug)]
+enum Way {
+    Listen(Fd),
+    Call { path: PathBuf, pause: Duration },
+}
+
+impl FrontEnds {
+    /// Those that connect to a listening Unix socket.
+    pub fn listen(listener: Fd) -> Self {
+        Self { way: Way::Listen(listener), refusals: Seldom::default() }
+    }
+
+    /// The one that listens at `path`, whenever it does.
+    pub fn call(path: PathBuf) -> Self {
+        let way = Way::Call { path, pause: Duration::ZERO };
+        Self { way, refusals: Seldom::default() }
+    }
+
+    /// Serves front ends by `serve`, one at a time, for ever; dropping the future ends it.
+    ///
+    /// # Errors
+    /// The socket cannot be listened on, or connected to by anybody.
+    pub async fn serve<F: Future<Output = ()>>(&mut self, mut serve: impl FnMut(Fd) -> F) -> io::Result<()> {
+        loop {
+            let socket = Fd::from(self.next().await?);
+            let began = reactor::now();
+            {
+                let mut served = pin!(serve(socket.clone()));
+                let mut others = pin!(self.turn_away_others(&socket));
+                let over = poll_fn(|context| match served.as_mut().poll(context) {
+                    Poll::Ready(()) => Poll::Ready(Ok(())),
+                    Poll::Pending => others.as_mut().poll(context),
+                });
+                over.await?;
+            }
+            self.lasted(began);
+        }
+    }
+
+    /// Waits for a front end.
+    async fn next(&mut self) -> io::Result<OwnedFd> {
+        match &mut self.way {
+            Way::Listen(listener) => accept(listener, &self.refusals).await,
+            Way::Call { path, pause } => loop {
+                reactor::sleep_until(reactor::now() + *pause).await;
+                *pause = (*pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+                let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+                let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+                match connect(&socket, &SocketAddrUnix::new(&*path)?) {
+                    Ok(()) => return Ok(socket),
+                    Err(error @ (Errno::NOTSOCK | Errno::PROTOTYPE)) => return Err(error.into()),
+                    // It is not there yet, or busy.
+                    Err(error) => tracing::debug!(path = %path.display(), %error, "no front end yet"),
+                }
+            },
+        }
+    }
+
+    fn lasted(&mut self, began: Instant) {
+        if let Way::Call { pause, .. } = &mut self.way
+            && reactor::now() - began >= GOOD
+        {
+            *pause = FIRST_PAUSE;
+        }
+    }
+
+    /// Never ends but with an error: see [`FrontEnds::serve`].
+    async fn turn_away_others(&self, current: &Fd) -> io::Result<()> {
+        let Way::Listen(listener) = &self.way else { return pending().await };
+        loop {
+            op::readable(listener).await?;
+            if has_hung_up(current) {
+                return pending().await;
+            }
+            drop(accept(listener, &self.refusals).await?);
+            if let Some(left_out) = self.refusals.line(reactor::recently()) {
+                tracing::warn!(
+                    left_out,
+                    "a front end was turned away: another is connected (stop that one, or give each a disk)"
+                );
+            }
+        }
+    }
+}
+
+/// Accepts a front end, and tries again while there are no descriptors or no memory for it.
+async fn accept(listener: &Fd, refusals: &Seldom) -> io::Result<OwnedFd> {
+    loop {
+        let socket = match op::descriptors_left() {
+            true => op::accept(listener).await,
+            false => Err(io::Error::from_raw_os_error(libc::EMFILE)),
+        };
+        let Err(error) = socket else { return socket };
+        match error.raw_os_error() {
+            Some(libc::EBADF | libc::EINVAL | libc::ENOTSOCK | libc::EFAULT | libc::EOPNOTSUPP) => {
+                return Err(error);
+            }
+            // It gave up before it was accepted.
+            Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => {}
+            _ => {
+                if let Some(left_out) = refusals.line(reactor::recently()) {
+                    tracing::warn!(%error, left_out, "cannot accept a front end, trying again every second");
+                }
+                reactor::sleep_until(reactor::now() + SHORTAGE).await;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "front_ends_tests.rs"]
+mod tests;

@@ -1,0 +1,173 @@
+//! Front ends that come, stay, go, and come in each other's way.
+
+use std::{
+    cell::Cell,
+    io::Read as _,
+    net::Shutdown,
+    os::unix::net::{UnixListener, UnixStream},
+    path::Path,
+    rc::Rc,
+};
+
+use block::{
+    buffer::Buffer,
+    reactor::{Polling, Signal},
+};
+
+use super::*;
+
+fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
+    reactor::run(Polling::OFF, future).expect("io_uring works on a test machine")
+}
+
+/// What takes so long does not come.
+const LONG: Duration = Duration::from_secs(30);
+
+/// Serves a front end until it hangs up, and then until its rings would have ended.
+#[derive(Default)]
+struct Owner {
+    came: Cell<usize>,
+    news: Signal,
+    /// Whether rings take their time.
+    slow: Cell<bool>,
+    hung_up: Signal,
+    ended: Signal,
+}
+
+impl Owner {
+    async fn serve(self: Rc<Self>, socket: Fd) {
+        self.came.set(self.came.get() + 1);
+        self.news.raise();
+        let mut buffer = Buffer::new(1);
+        loop {
+            let (result, back) = op::receive(&socket, buffer, 0).await;
+            buffer = back;
+            if !matches!(result, Ok(1..)) {
+                break;
+            }
+        }
+        if self.slow.get() {
+            self.hung_up.raise();
+            self.ended.wait().await;
+        }
+    }
+
+    async fn has_seen(&self, count: usize) {
+        let came = async {
+            while self.came.get() < count {
+                self.news.wait().await;
+            }
+        };
+        assert!(reactor::timeout(LONG, came).await.is_ok(), "it is not served");
+    }
+}
+
+fn spawn(mut front_ends: FrontEnds) -> (Rc<Owner>, reactor::JoinHandle<io::Result<()>>) {
+    let owner = Rc::<Owner>::default();
+    let serving = Rc::clone(&owner);
+    let task =
+        reactor::spawn_joinable(
+            async move { front_ends.serve(|socket| Rc::clone(&serving).serve(socket)).await },
+        );
+    (owner, task)
+}
+
+fn listener(directory: &Path) -> (FrontEnds, PathBuf) {
+    let path = directory.join("s");
+    let listener = UnixListener::bind(&path).expect("a socket");
+    (FrontEnds::listen(Fd::from(listener)), path)
+}
+
+/// Waits until the other side closes.
+async fn turned_away(mut socket: UnixStream) {
+    let read = reactor::blocking(move || socket.read(&mut [0])).await;
+    assert!(matches!(read, Ok(0)), "{read:?}");
+}
+
+fn directory(name: &str) -> PathBuf {
+    let path = std::env::temp_dir().join(format!("weir-{name}-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&path);
+    std::fs::create_dir(&path).expect("a directory");
+    path
+}
+
+#[test]
+fn a_second_front_end_is_turned_away_until_the_first_has_gone() {
+    real(async {
+        let directory = directory("second");
+        let (front_ends, path) = listener(&directory);
+        let (owner, task) = spawn(front_ends);
+        let first = UnixStream::connect(&path).expect("it listens");
+        owner.has_seen(1).await;
+        for _ in 0..3 {
+            turned_away(UnixStream::connect(&path).expect("it listens")).await;
+        }
+        drop(first);
+        let second = UnixStream::connect(&path).expect("it listens");
+        owner.has_seen(2).await;
+        // Half gone is gone.
+        second.shutdown(Shutdown::Write).expect("connected");
+        let _third = UnixStream::connect(&path).expect("it listens");
+        owner.has_seen(3).await;
+        task.cancel().await;
+        std::fs::remove_dir_all(directory).expect("removed");
+    });
+}
+
+#[test]
+fn the_next_front_end_waits_until_the_rings_of_the_last_have_ended() {
+    real(async {
+        let directory = directory("rings");
+        let (front_ends, path) = listener(&directory);
+        let (owner, task) = spawn(front_ends);
+        owner.slow.set(true);
+        let first = UnixStream::connect(&path).expect("it listens");
+        owner.has_seen(1).await;
+        drop(first);
+        let second = UnixStream::connect(&path).expect("it listens");
+        owner.hung_up.wait().await;
+        // Time to turn it away, as often as other threads are asked and answer.
+        for _ in 0..20 {
+            reactor::blocking(|| ()).await;
+        }
+        assert_eq!(owner.came.get(), 1);
+        owner.ended.raise();
+        owner.has_seen(2).await;
+        second.set_nonblocking(true).expect("a socket");
+        let error = (&second).read(&mut [0]).expect_err("it is served");
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        task.cancel().await;
+        std::fs::remove_dir_all(directory).expect("removed");
+    });
+}
+
+#[test]
+fn a_front_end_that_listens_is_called_again_and_again() {
+    real(async {
+        let directory = directory("calls");
+        let path = directory.join("s");
+        let (owner, task) = spawn(FrontEnds::call(path.clone()));
+        // Nobody is there at first.
+        let accept = |listener: UnixListener| reactor::blocking(move || listener.accept().map(|_| listener));
+        let listener = accept(UnixListener::bind(&path).expect("a socket")).await.expect("it calls");
+        owner.has_seen(1).await;
+        let listener = accept(listener).await.expect("it calls again");
+        owner.has_seen(2).await;
+        // The front end is started anew.
+        drop(listener);
+        std::fs::remove_file(&path).expect("removed");
+        accept(UnixListener::bind(&path).expect("a socket")).await.expect("it calls the new one");
+        owner.has_seen(3).await;
+        task.cancel().await;
+        std::fs::remove_dir_all(directory).expect("removed");
+    });
+}
+
+#[test]
+fn nobody_can_be_called_at_what_is_no_path() {
+    real(async {
+        let long = PathBuf::from("x".repeat(200));
+        let error = FrontEnds::call(long).serve(async |_| {}).await.expect_err("too long");
+        assert_eq!(error.raw_os_error(), Some(libc::ENAMETOOLONG));
+    });
+}

@@ -1,0 +1,331 @@
+//! What the fuzz target, and tests, do with bytes of a front end, and what has to hold whatever
+//! they are. Rings are pretended: they start, stop and break, and nothing is in them.
+
+use std::{
+    collections::{BTreeSet, VecDeque},
+    os::fd::OwnedFd,
+};
+
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+use super::{
+    features::{Offer, protocol, virtio},
+    message::{self, HEADER_BYTES, Header, Request, code},
+    session::{Effect, Output, Session},
+};
+
+/// Of the file behind every descriptor, and of every region that is well formed.
+const REGION_BYTES: u64 = 64 << 10;
+const USER_ADDRESS: u64 = 0x7f00_0000_0000;
+
+/// A conversation: the first byte makes the export; then each message begins with a byte that says
+/// whether it is written out, or made of few bytes so that it has a sense.
+///
+/// Every request that has to be answered is answered once, and no other. A ring starts when it is
+/// stopped, stops when it runs, and its settings are sound.
+pub fn vhost_user_session(data: &[u8]) {
+    let Some((&traits, rest)) = data.split_first() else { return };
+    let offer = Offer {
+        size_bytes: 1 << 30,
+        queues: u16::from(traits & 3) + 1,
+        read_only: traits & 4 != 0,
+        packed: traits & 8 != 0,
+        write_cache: traits & 16 == 0,
+        queue_size: 256,
+        ..Offer::default()
+    };
+    let Some(mut run) = Run::new(offer) else { return };
+    let mut input = Input(rest);
+    let well_begun = traits & 32 == 0 || run.begin(&mut input);
+    while well_begun && let Some(kind) = input.byte() {
+        if !run.step(kind, &mut input) {
+            break;
+        }
+    }
+    // However it ended, rings that stop are counted out.
+    let mut out = VecDeque::new();
+    for ring in std::mem::take(&mut run.stopping) {
+        run.session.stopped(ring, 0, &mut out);
+        run.running.remove(&ring);
+    }
+    run.follow(&mut out);
+    let still: BTreeSet<u16> = run.session.running().collect();
+    assert_eq!(still, run.running, "rings that run");
+}
+
+struct Input<'a>(&'a [u8]);
+
+impl Input<'_> {
+    fn byte(&mut self) -> Option<u8> {
+        let (first, rest) = self.0.split_first()?;
+        self.0 = rest;
+        Some(*first)
+    }
+
+    fn small(&mut self) -> u64 {
+        u64::from(self.byte().unwrap_or(0))
+    }
+
+    fn take(&mut self, count: usize) -> &[u8] {
+        let (taken, rest) = self.0.split_at(count.min(self.0.len()));
+        self.0 = rest;
+        taken
+    }
+}
+
+struct Run {
+    offer: Offer,
+    session: Session,
+    file: OwnedFd,
+    /// Rings that have been started and not stopped.
+    running: BTreeSet<u16>,
+    /// Of those, the ones that were told to stop.
+    stopping: Vec<u16>,
+    reply_ack: bool,
+}
+
+impl Run {
+    fn new(offer: Offer) -> Option<Self> {
+        let file = memfd_create("fuzz", MemfdFlags::CLOEXEC).ok()?;
+        ftruncate(&file, REGION_BYTES).ok()?;
+        let session = Session::new(offer.clone());
+        Some(Self { offer, session, file, running: BTreeSet::new(), stopping: Vec::new(), reply_ack: false })
+    }
+
+    /// Whether the conversation goes on.
+    fn step(&mut self, kind: u8, input: &mut Input<'_>) -> bool {
+        let mut out = VecDeque::new();
+        match kind {
+            0..4 => {
+                // One of the rings breaks, or has stopped a while after it was told to.
+                let chosen = self.running.iter().nth(input.small() as usize).copied();
+                let Some(ring) = chosen else { return true };
+                self.has_stopped(ring, input.small() as u32, &mut out);
+                self.follow(&mut out);
+                return true;
+            }
+            4 => {
+                let _ = self.session.resize(input.small() << 9);
+                return true;
+            }
+            _ => {}
+        }
+        let (code, need_reply, payload, count) = if kind < 48 {
+            let Some(message) = written_out(input) else { return false };
+            message
+        } else {
+            let (code, payload, count) = sensible(kind, self.offer.queues, input);
+            (code, input.small() & 31 != 31, payload, count)
+        };
+        self.take(code, need_reply, &payload, count, input)
+    }
+
+    /// Says what front ends say first: acknowledgements are wanted, and there is memory.
+    fn begin(&mut self, input: &mut Input<'_>) -> bool {
+        let (code, table, count) = sensible(5, 1, &mut Input(&[0, 8]));
+        self.take(code::SET_PROTOCOL_FEATURES, false, &numbers(&[protocol::OFFERED]), 0, input)
+            && self.take(code, true, &table, count, input)
+    }
+
+    /// Whether the conversation goes on after this message.
+    fn take(
+        &mut self,
+        code: u32,
+        need_reply: bool,
+        payload: &[u8],
+        count: usize,
+        input: &mut Input<'_>,
+    ) -> bool {
+        let mut out = VecDeque::new();
+        let Ok(descriptors) = (0..count).map(|_| self.file.try_clone()).collect::<Result<_, _>>() else {
+            return false;
+        };
+        let request = Request::parse(code, payload, descriptors);
+        let due = message::has_answer(code) || need_reply && self.reply_ack;
+        if let Ok(Request::SetProtocolFeatures(features)) = &request
+            && features & !protocol::OFFERED == 0
+        {
+            self.reply_ack = features & protocol::REPLY_ACK != 0;
+        }
+        self.session.receive(code, need_reply, request, &mut out);
+        let (mut replies, mut closed) = self.follow(&mut out);
+        while self.session.is_waiting() {
+            assert!(!self.stopping.is_empty(), "it waits for nothing");
+            assert_eq!(replies, 0, "a reply too early");
+            let which = input.small() as usize % self.stopping.len();
+            self.has_stopped(self.stopping[which], input.small() as u32, &mut out);
+            let more = self.follow(&mut out);
+            (replies, closed) = (replies + more.0, closed || more.1);
+        }
+        // A log is answered too where it was negotiated, whether that was asked for or not.
+        let may_be_more = usize::from(code == code::SET_LOG_BASE);
+        let right = closed || (usize::from(due)..=usize::from(due).max(may_be_more)).contains(&replies);
+        assert!(right, "{} replies to {}", replies, message::name(code));
+        !closed
+    }
+
+    fn has_stopped(&mut self, ring: u16, base: u32, out: &mut VecDeque<Output>) {
+        self.running.remove(&ring);
+        self.stopping.retain(|stopping| *stopping != ring);
+        self.session.stopped(ring, base, out);
+    }
+
+    /// Carries out what came out; how many replies, and whether the connection is to be closed.
+    fn follow(&mut self, out: &mut VecDeque<Output>) -> (usize, bool) {
+        let (mut replies, mut closed) = (0, false);
+        for output in out.drain(..) {
+            assert!(!closed, "nothing comes after the end");
+            match output {
+                Output::Reply(reply) => {
+                    let payload = u32::from_ne_bytes(reply.bytes[8..12].try_into().expect("four bytes"));
+                    assert_eq!(reply.bytes.len(), HEADER_BYTES + payload as usize);
+                    replies += 1;
+                }
+                Output::Refused { why, .. } => assert!(why.to_string().len() < 200),
+                Output::Close { .. } => closed = true,
+                Output::Act(effect) => self.act(effect),
+            }
+        }
+        (replies, closed)
+    }
+
+    fn act(&mut self, effect: Effect) {
+        match effect {
+            Effect::Start { ring, settings } => {
+                assert!(ring < self.offer.queues && self.running.insert(ring), "ring {ring} starts twice");
+                let (size, features) = (settings.size, settings.features);
+                let packed = features & virtio::RING_PACKED != 0;
+                assert_eq!(features & !self.offer.features(), 0);
+                assert!((1..=self.offer.queue_size).contains(&size) && (packed || size.is_power_of_two()));
+                let places = settings.places;
+                assert_eq!(places.descriptors.bytes(), 16 * usize::from(size));
+                assert!(places.descriptors.is_aligned(16) && places.device.is_aligned(4));
+                // What is there can be touched.
+                let mut byte = [0];
+                places.device.read(places.device.bytes() - 1, &mut byte);
+            }
+            Effect::Stop { ring } => {
+                assert!(self.running.contains(&ring) && !self.stopping.contains(&ring));
+                self.stopping.push(ring);
+            }
+            Effect::Memory { rings, .. } => {
+                for (ring, _) in rings {
+                    assert!(self.running.contains(&ring) && !self.stopping.contains(&ring));
+                }
+            }
+            Effect::Event { ring, .. } => assert!(self.running.contains(&ring)),
+            Effect::Fault { ring, .. } => assert!(ring < self.offer.queues),
+            Effect::WriteCache(_) => {}
+        }
+    }
+}
+
+/// A header, a byte for the descriptors, and a payload of the length that the header says.
+fn written_out(input: &mut Input<'_>) -> Option<(u32, bool, Vec<u8>, usize)> {
+    let header = *input.take(HEADER_BYTES).first_chunk()?;
+    let header = Header::parse(&header).ok()?;
+    let count = input.small() as usize % 4;
+    Some((header.code, header.need_reply, input.take(header.payload_bytes).to_vec(), count))
+}
+
+/// A message of the right form with values that often have a sense.
+fn sensible(kind: u8, queues: u16, input: &mut Input<'_>) -> (u32, Vec<u8>, usize) {
+    use code::*;
+    let pair = |ring: u64, number: u64| [ring as u32, number as u32].map(u32::to_ne_bytes).concat();
+    let region = |place: u64| {
+        let begin = (place & 7) * REGION_BYTES;
+        [begin, REGION_BYTES, USER_ADDRESS + begin, 0]
+    };
+    // Seldom one that is not there.
+    let ring = input.small();
+    let ring = if ring & 31 == 31 { u64::from(queues) } else { ring % u64::from(queues) };
+    let value = input.small();
+    match kind % 32 {
+        0 => (SET_FEATURES, numbers(&[features(value)]), 0),
+        1 => (SET_PROTOCOL_FEATURES, numbers(&[protocol::OFFERED & !(value & 8)]), 0),
+        2 | 3 => (ADD_MEM_REG, numbers(&[&[0], &region(value)[..]].concat()), 1),
+        4 => (REM_MEM_REG, numbers(&[&[0], &region(value)[..]].concat()), (value & 1) as usize),
+        5 => {
+            let count = value % 9;
+            let mut table = pair(count, 0);
+            for place in 0..count {
+                table.extend(numbers(&region(place)));
+            }
+            (SET_MEM_TABLE, table, count as usize)
+        }
+        6 | 7 => (SET_VRING_NUM, pair(ring, 1 << (value % 10)), 0),
+        8 => (SET_VRING_NUM, pair(ring, value), 0),
+        9..12 => {
+            // Three pages of one region, and seldom of none.
+            let begin = USER_ADDRESS + (value & 31) * 0x4000;
+            let [descriptors, driver, device] = [0, 1, 2].map(|page| begin + page * 0x1000);
+            (SET_VRING_ADDR, numbers(&[ring, descriptors, device, driver, 0]), 0)
+        }
+        12 => (SET_VRING_BASE, pair(ring, value), 0),
+        13 | 14 => (GET_VRING_BASE, pair(ring, 0), 0),
+        15..18 => (SET_VRING_KICK, numbers(&[ring]), 1),
+        18 => (SET_VRING_KICK, numbers(&[ring | 1 << 8]), 0),
+        19 => (SET_VRING_CALL, numbers(&[ring]), 1),
+        20 => (SET_VRING_ERR, numbers(&[ring]), 1),
+        21..24 => (SET_VRING_ENABLE, pair(ring, u64::from(value > 20)), 0),
+        24 => (GET_CONFIG, [pair(value, ring), vec![0; 4 + ring as usize]].concat(), 0),
+        25 => (SET_CONFIG, [pair(32, 1), pair(value & 1, 1)[..5].to_vec()].concat(), 0),
+        26 => (GET_INFLIGHT_FD, numbers(&[0, 0, ring | value << 16]), 0),
+        27 => (SET_INFLIGHT_FD, numbers(&[REGION_BYTES, 0, ring | value << 16]), 1),
+        28 => (SET_LOG_BASE, numbers(&[value << 8, 0]), 1),
+        29 => (SET_STATUS, numbers(&[value & 15]), 0),
+        30 => (RESET_DEVICE, Vec::new(), 0),
+        _ => ([GET_FEATURES, RESET_OWNER, GET_STATUS, SET_OWNER][(value & 3) as usize], Vec::new(), 0),
+    }
+}
+
+fn numbers(numbers: &[u64]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+/// Those that change what a session does, in a byte.
+fn features(value: u64) -> u64 {
+    let bits =
+        [virtio::PROTOCOL_FEATURES, virtio::RING_PACKED, virtio::LOG_ALL, virtio::FLUSH, virtio::CONFIG_WCE];
+    bits.iter().enumerate().filter(|(at, _)| value >> at & 1 == 1).map(|(_, bit)| bit).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4096))]
+
+        #[test]
+        fn any_front_end_is_answered(data in prop::collection::vec(any::<u8>(), 0..400)) {
+            vhost_user_session(&data);
+        }
+    }
+
+    /// The bytes that are tried reach what they are for.
+    #[test]
+    fn rings_start_and_stop_in_conversations_that_have_a_sense() {
+        let (mut steps, mut started, mut stopped) = (0, 0, 0);
+        fastrand::seed(7);
+        for _ in 0..1000 {
+            let data: Vec<u8> = (0..400).map(|_| fastrand::u8(48..)).collect();
+            let mut run =
+                Run::new(Offer { queues: 2, queue_size: 256, ..Offer::default() }).expect("a memfd");
+            let mut input = Input(&data);
+            assert!(run.begin(&mut input));
+            while let Some(kind) = input.byte() {
+                let before = run.running.len();
+                if !run.step(kind, &mut input) {
+                    break;
+                }
+                steps += 1;
+                started += usize::from(run.running.len() > before);
+                stopped += usize::from(run.running.len() < before);
+            }
+        }
+        assert!(steps > 10_000 && started > 100 && stopped > 100, "{steps} {started} {stopped}");
+    }
+}

@@ -1,0 +1,45 @@
+//! vhost-user for block devices: a disk for virtual machines that share their memory with us.
+//!
+//! A front end (QEMU, Cloud Hypervisor, Firecracker, crosvm) connects to a Unix socket and passes
+//! descriptors of its guest's memory and of events. Requests then go through rings in that memory,
+//! and never through the socket: what is here only sets them up.
+//!
+//! ```text
+//!  front end                               back end
+//!    │─── GET_FEATURES, SET_FEATURES … ──────►│  negotiation, as often as it likes
+//!    │◄── what the export offers ─────────────│    features, config_space
+//!    │─── SET_MEM_TABLE, ADD_MEM_REG ────────►│  the guest's memory
+//!    │─── GET_INFLIGHT_FD, SET_INFLIGHT_FD ──►│  a record that survives this process: inflight
+//!    │─── SET_VRING_NUM, ADDR, BASE, KICK … ─►│  one ring: vring
+//!    │─── SET_VRING_ENABLE 1 ────────────────►│    Effect::Start
+//!    │═══ requests, through memory ══════════►│    the owner's queues
+//!    │─── GET_VRING_BASE ────────────────────►│    Effect::Stop, answered when the ring has ended
+//!    │◄── CONFIG_CHANGE_MSG ──────────────────│  the disk has another size: Connection::resize
+//! ```
+//!
+//! The specification is `docs/interop/vhost-user.rst` of QEMU; comments name its sections in
+//! quotation marks.
+//!
+//! - [`message`]: bytes and values. [`session`]: what a front end has said, without I/O.
+//! - [`connection`]: a session behind a socket. [`front_ends`]: where front ends come from.
+//!
+//! A connection's owner takes [`Effect`]s from [`Connection::next`], one after the other, and
+//! carries them out. The seam is that enum.
+//!
+//! Never looks into rings or requests, and knows nothing of disks.
+
+pub mod config_space;
+pub mod connection;
+pub mod features;
+pub mod front_ends;
+pub mod fuzzing;
+pub mod inflight;
+pub mod message;
+pub mod session;
+pub mod vring;
+
+pub use connection::{Connection, Ended};
+pub use features::Offer;
+pub use front_ends::FrontEnds;
+pub use session::{Effect, EventKind, Output, Refusal, Session};
+pub use vring::{Fault, RingPlaces, RingSettings};

@@ -1,0 +1,702 @@
+//! What a front end has told us so far, as a value: a message comes in; replies, and what is to
+//! happen to rings and disk, come out. No sockets, no disk, no clock.
+//!
+//! ```text
+//!   message ──► Session::receive ──► Output::Reply     to the front end
+//!                  ▲    │            Output::Act       an Effect: to the owner of rings and disk
+//!                  │    │            Output::Refused   to the log
+//!                  │    └──────────► Output::Close     the front end cannot be understood any more
+//!   a ring ended ──┘ Session::stopped
+//! ```
+//!
+//! The calling protocol:
+//! - Outputs take effect in their order. A reply promises that what came before it has been done.
+//! - Each [`Effect::Start`] is answered by exactly one [`Session::stopped`]: after
+//!   [`Effect::Stop`], or because the ring could not be served any longer.
+//! - While [`Session::is_waiting`], a reply depends on rings that are stopping. No further message
+//!   is taken until they have stopped.
+//!
+//! A front end may negotiate as often as it likes: the firmware does, then the operating system,
+//! each with features of its own. The guest's memory, the channel back to the front end, the
+//! protocol's features and the guest's choice of a write cache outlast every reset: front ends send
+//! only what has changed.
+//!
+//! What a guest causes costs its ring ([`Effect::Fault`]). What only a front end can cause is
+//! refused: with a reply if it wants one, or else the connection ends, because the front end would
+//! go on as if it had been done.
+
+use std::{collections::VecDeque, os::fd::OwnedFd};
+
+use block::{
+    guest::{DirtyLog, Memory, Region, RegionError},
+    reactor::op::Fd,
+};
+
+use super::{
+    config_space,
+    features::{Offer, protocol, virtio},
+    inflight::{self, Area, InflightError},
+    message::{self, InflightInfo, Malformed, RegionInfo, Reply, Request, VringAddresses, code},
+    vring::{Fault, Kick, RingPlaces, RingSettings, State, Vring},
+};
+
+/// Most regions of a guest's memory: as many as QEMU gives a guest at most.
+pub const MAX_MEM_SLOTS: usize = 509;
+
+/// Of SET_CONFIG: the front end brings what another back end had.
+const CONFIG_MIGRATION: u32 = 1;
+/// Bits of a device's status (virtio 1.3 § 2.1).
+const MAX_STATUS: u64 = 0xff;
+
+/// What is to happen to rings and disk.
+#[derive(Debug)]
+pub enum Effect {
+    /// Serve a ring. It has not run before, or has been reported by [`Session::stopped`] since.
+    /// First look into it: requests may be there that are not announced again.
+    Start {
+        /// Its number.
+        ring: u16,
+        /// All that is needed.
+        settings: Box<RingSettings>,
+    },
+    /// Take no more requests from a ring; let those that have begun end, put the others back, and
+    /// report [`Session::stopped`]. The guest's memory must not be touched afterwards.
+    Stop {
+        /// Its number.
+        ring: u16,
+    },
+    /// A ring cannot be served: say so in the log and by its event. If it runs, its
+    /// [`Effect::Stop`] follows.
+    Fault {
+        /// Its number.
+        ring: u16,
+        /// What is wrong.
+        why: Fault,
+        /// To be signalled.
+        error: Option<Fd>,
+    },
+    /// The memory of rings that run has changed, or from now on writes to it are recorded, or no
+    /// longer. Requests that have begun keep the memory they have; what they write once recording
+    /// has begun has to be marked in the new memory's log too, when they end.
+    Memory {
+        /// What requests that begin now use.
+        memory: Memory,
+        /// The rings that run, and where their parts are in it.
+        rings: Vec<(u16, RingPlaces)>,
+    },
+    /// A ring that runs has another event.
+    Event {
+        /// Its number.
+        ring: u16,
+        /// Which of them.
+        kind: EventKind,
+        /// What takes its place; `None` as in [`RingSettings`].
+        event: Option<Fd>,
+    },
+    /// Whether completed writes may stay in a cache until the next flush.
+    WriteCache(bool),
+}
+
+/// The events of a ring.
+#[allow(missing_docs, reason = "fields of RingSettings")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventKind {
+    Kick,
+    Call,
+    Error,
+}
+
+/// What a message leads to.
+#[derive(Debug)]
+pub enum Output {
+    /// To be sent.
+    Reply(Reply),
+    /// To be carried out.
+    Act(Effect),
+    /// The front end has been told that something is not possible.
+    Refused {
+        /// The request.
+        request: &'static str,
+        /// What is wrong with it.
+        why: Refusal,
+    },
+    /// The connection is to be closed.
+    Close {
+        /// The request.
+        request: &'static str,
+        /// What is wrong with it.
+        why: Refusal,
+    },
+}
+
+/// Why a request is refused.
+#[allow(missing_docs, reason = "each has its message")]
+#[derive(Debug, thiserror::Error)]
+pub enum Refusal {
+    #[error(transparent)]
+    Malformed(#[from] Malformed),
+    #[error("features {0:#x} were not offered")]
+    Features(u64),
+    #[error("ring {0} runs with other features")]
+    FeaturesInUse(u16),
+    #[error("protocol features {0:#x} were not offered")]
+    ProtocolFeatures(u64),
+    #[error("ring {ring}, where {queues} were offered")]
+    NoSuchRing { ring: u32, queues: u16 },
+    #[error("ring {0} runs")]
+    Running(u16),
+    #[error("a ring of {is} descriptors, 1 to {most} are possible")]
+    RingSize { is: u32, most: u16 },
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    #[error("more than {MAX_MEM_SLOTS} regions of memory")]
+    TooManyRegions,
+    #[error("no such region: {bytes} bytes at {guest_address:#x}")]
+    NoSuchRegion { guest_address: u64, bytes: u64 },
+    #[error("the log of writes: {0}")]
+    Log(RegionError),
+    #[error(transparent)]
+    Inflight(#[from] InflightError),
+    #[error("{bytes} bytes of the configuration at {offset} cannot be written")]
+    Config { offset: u32, bytes: usize },
+    #[error("{0:#x} is no status")]
+    Status(u64),
+    #[error("ring {ring}: {why}")]
+    Fault { ring: u16, why: Fault },
+}
+
+/// The state of one front end.
+#[derive(Debug)]
+pub struct Session {
+    offer: Offer,
+    /// As acknowledged last.
+    features: u64,
+    protocol_features: u64,
+    /// Without the log.
+    memory: Memory,
+    log: Option<DirtyLog>,
+    inflight: Option<Area>,
+    /// For messages of our own.
+    back_end: Option<Fd>,
+    status: u8,
+    /// The field of the configuration.
+    writeback: bool,
+    /// What the owner knows.
+    write_cache: Option<bool>,
+    rings: Vec<Vring>,
+    /// What is due once no ring is stopping.
+    waiting: Option<After>,
+}
+
+/// What follows once rings have stopped. An acknowledgement is of the request with that number.
+#[derive(Clone, Copy, Debug)]
+enum After {
+    VringBase(u16),
+    Acknowledge(Option<u32>),
+    Reset(Bases, Option<u32>),
+}
+
+/// What becomes of where the rings stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Bases {
+    Kept,
+    Forgotten,
+}
+
+/// How a request is answered.
+enum Answer {
+    Done,
+    Reply(Reply),
+    /// Refused with a reply of its own.
+    Instead(Reply, Refusal),
+    /// When the rings have stopped.
+    VringBase(u16),
+    Stopped,
+    Reset(Bases),
+}
+
+impl Session {
+    /// A front end that has said nothing yet.
+    ///
+    /// # Panics
+    /// If the offer has no ring, or more than a message can name.
+    pub fn new(offer: Offer) -> Self {
+        assert!((1..=super::features::MAX_QUEUES).contains(&offer.queues), "{} rings", offer.queues);
+        assert!((1..=super::features::MAX_QUEUE_SIZE).contains(&offer.queue_size));
+        Self {
+            features: 0,
+            protocol_features: 0,
+            memory: Memory::default(),
+            log: None,
+            inflight: None,
+            back_end: None,
+            status: 0,
+            writeback: offer.write_cache,
+            write_cache: None,
+            rings: (0..offer.queues).map(|_| Vring::default()).collect(),
+            waiting: None,
+            offer,
+        }
+    }
+
+    /// Whether a reply is due that waits for rings to stop.
+    pub fn is_waiting(&self) -> bool {
+        self.waiting.is_some()
+    }
+
+    /// Takes a message.
+    ///
+    /// # Panics
+    /// While it is waiting.
+    pub fn receive(
+        &mut self,
+        code: u32,
+        need_reply: bool,
+        request: Result<Request, Malformed>,
+        out: &mut VecDeque<Output>,
+    ) {
+        assert!(!self.is_waiting(), "a message while another waits for its reply");
+        let acknowledge = need_reply && self.has(protocol::REPLY_ACK) && !message::has_answer(code);
+        let acknowledge = acknowledge.then_some(code);
+        let answer =
+            request.map_err(Refusal::from).and_then(|request| self.carry_out(request, acknowledge, out));
+        let request = message::name(code);
+        match answer {
+            Ok(Answer::Done) => out.extend(acknowledgement(acknowledge, 0)),
+            Ok(Answer::Reply(reply)) => out.push_back(Output::Reply(reply)),
+            Ok(Answer::Instead(reply, why)) => {
+                out.extend([Output::Refused { request, why }, Output::Reply(reply)]);
+            }
+            Ok(Answer::VringBase(ring)) => self.wait_for(After::VringBase(ring), out),
+            Ok(Answer::Stopped) => self.wait_for(After::Acknowledge(acknowledge), out),
+            Ok(Answer::Reset(bases)) => self.wait_for(After::Reset(bases, acknowledge), out),
+            Err(why) if acknowledge.is_some() => {
+                out.push_back(Output::Refused { request, why });
+                out.extend(acknowledgement(acknowledge, 1));
+            }
+            Err(why @ Refusal::Malformed(Malformed::Size { .. })) if code == code::GET_CONFIG => {
+                out.extend([Output::Refused { request, why }, Output::Reply(Reply::no_config())]);
+            }
+            // The guest's doing, and its owner knows: see `Session::settle`.
+            Err(Refusal::Fault { .. }) => {}
+            Err(why) => out.push_back(Output::Close { request, why }),
+        }
+    }
+
+    /// A ring has stopped, because it was told to or because it could not go on: no request of it
+    /// is in flight, and it goes on at `base`.
+    pub fn stopped(&mut self, ring: u16, base: u32, out: &mut VecDeque<Output>) {
+        let Some(vring) = self.rings.get_mut(usize::from(ring)) else { return };
+        match vring.state {
+            State::Stopped => return,
+            State::Running => vring.broken = true,
+            State::Stopping => {}
+        }
+        (vring.state, vring.base) = (State::Stopped, base);
+        self.go_on(out);
+    }
+
+    /// Rings that run, or have yet to stop.
+    pub fn running(&self) -> impl Iterator<Item = u16> {
+        let running = self.rings.iter().zip(0..).filter(|(vring, _)| vring.state != State::Stopped);
+        running.map(|(_, ring)| ring)
+    }
+
+    /// The disk has another length now. Whether the front end is to be told, and where: see
+    /// [`message::config_change`].
+    pub fn resize(&mut self, size_bytes: u64) -> Option<&Fd> {
+        if self.offer.size_bytes == size_bytes {
+            return None;
+        }
+        self.offer.size_bytes = size_bytes;
+        self.back_end.as_ref().filter(|_| self.has(protocol::CONFIG))
+    }
+
+    fn has(&self, protocol_features: u64) -> bool {
+        self.protocol_features & protocol_features == protocol_features
+    }
+
+    fn carry_out(
+        &mut self,
+        request: Request,
+        acknowledge: Option<u32>,
+        out: &mut VecDeque<Output>,
+    ) -> Result<Answer, Refusal> {
+        let number = |code, number| Ok(Answer::Reply(Reply::number(code, number)));
+        match request {
+            Request::GetFeatures => return number(code::GET_FEATURES, self.offer.features()),
+            Request::SetFeatures(features) => self.set_features(features, out)?,
+            Request::SetOwner => {}
+            Request::GetProtocolFeatures => return number(code::GET_PROTOCOL_FEATURES, protocol::OFFERED),
+            Request::SetProtocolFeatures(features) => match features & !protocol::OFFERED {
+                0 => self.protocol_features = features,
+                unknown => return Err(Refusal::ProtocolFeatures(unknown)),
+            },
+            Request::GetQueueNum => return number(code::GET_QUEUE_NUM, u64::from(self.offer.queues)),
+            Request::GetMaxMemSlots => return number(code::GET_MAX_MEM_SLOTS, MAX_MEM_SLOTS as u64),
+            Request::GetStatus => return number(code::GET_STATUS, u64::from(self.status)),
+            // QEMU resets the status of a machine that is paused, and only then asks for the bases.
+            Request::SetStatus(0) => return Ok(self.reset(Bases::Kept, out)),
+            Request::ResetDevice => return Ok(self.reset(Bases::Forgotten, out)),
+            Request::SetStatus(status) if status > MAX_STATUS => return Err(Refusal::Status(status)),
+            Request::SetStatus(status) => self.status = status as u8,
+            Request::ResetOwner => {
+                self.forget_kicks(out);
+                return Ok(Answer::Stopped);
+            }
+
+            Request::SetMemTable(regions) => {
+                let map = |(info, file)| map(&info, file);
+                let regions = regions.into_iter().map(map).collect::<Result<_, _>>()?;
+                self.set_memory(Memory::new(regions)?, out);
+            }
+            Request::AddMemReg(info, file) => {
+                if self.memory.regions().len() >= MAX_MEM_SLOTS {
+                    return Err(Refusal::TooManyRegions);
+                }
+                self.set_memory(self.memory.with(map(&info, file)?)?, out);
+            }
+            Request::RemMemReg(RegionInfo { guest_address, user_address, bytes, .. }) => {
+                let without = self.memory.without(guest_address, user_address, bytes);
+                self.set_memory(without.ok_or(Refusal::NoSuchRegion { guest_address, bytes })?, out);
+            }
+            Request::SetLogBase { bytes, file_offset, file } => {
+                self.log = Some(DirtyLog::map(file, bytes, file_offset).map_err(Refusal::Log)?);
+                self.tell_memory(out);
+                // Acknowledged in any case, where it comes with a descriptor.
+                if self.has(protocol::LOG_SHMFD) && acknowledge.is_none() {
+                    return number(code::SET_LOG_BASE, 0);
+                }
+            }
+            // An event for a front end that sleeps until something is recorded. It reads the log
+            // when it needs it, so nobody sleeps; the descriptor is closed.
+            Request::SetLogFd(_) => {}
+
+            Request::SetVringNum { ring, descriptors } => {
+                let most = self.offer.queue_size;
+                let size = u16::try_from(descriptors).ok().filter(|size| (1..=most).contains(size));
+                let size = size.ok_or(Refusal::RingSize { is: descriptors, most })?;
+                self.stopped_ring(ring)?.size = Some(size);
+                self.settle_number(ring, out)?;
+            }
+            Request::SetVringAddr { ring, addresses } => self.set_addresses(ring, addresses, out)?,
+            Request::SetVringBase { ring, base } => self.stopped_ring(ring)?.base = base,
+            Request::GetVringBase { ring } => {
+                let number = self.number(ring)?;
+                let vring = self.ring(ring)?;
+                (vring.kick, vring.broken) = (Kick::Unset, false);
+                self.settle_number(ring, out)?;
+                return Ok(Answer::VringBase(number));
+            }
+            Request::SetVringEnable { ring, enable } => {
+                self.ring(ring)?.enabled = Some(enable);
+                self.settle_number(ring, out)?;
+                return Ok(if enable { Answer::Done } else { Answer::Stopped });
+            }
+            Request::SetVringKick { ring, event } => {
+                let event = event.map(Fd::from);
+                let vring = self.ring(ring)?;
+                vring.kick = event.clone().map_or(Kick::Polled, Kick::Event);
+                vring.broken = false;
+                self.tell_event(ring, EventKind::Kick, event, out)?;
+                self.settle_number(ring, out)?;
+            }
+            Request::SetVringCall { ring, event } => {
+                let event = event.map(Fd::from);
+                self.ring(ring)?.call.clone_from(&event);
+                self.tell_event(ring, EventKind::Call, event, out)?;
+            }
+            Request::SetVringErr { ring, event } => {
+                let event = event.map(Fd::from);
+                self.ring(ring)?.error.clone_from(&event);
+                self.tell_event(ring, EventKind::Error, event, out)?;
+            }
+
+            Request::SetBackendReqFd(channel) => self.back_end = Some(channel.into()),
+            Request::GetConfig { offset, flags, bytes } => {
+                let content = config_space::read(&self.offer, self.writeback, offset, bytes);
+                return Ok(Answer::Reply(Reply::config(offset, flags, &content)));
+            }
+            Request::SetConfig { offset, flags, content } => {
+                self.set_config(offset, flags, &content)?;
+                self.tell_write_cache(out);
+            }
+            Request::GetInflightFd(info) => return Ok(self.make_inflight(info)),
+            Request::SetInflightFd(info, file) => self.inflight = Some(Area::map(&info, file)?),
+        }
+        Ok(Answer::Done)
+    }
+
+    fn set_features(&mut self, features: u64, out: &mut VecDeque<Output>) -> Result<(), Refusal> {
+        let unknown = features & !self.offer.features();
+        if unknown != 0 {
+            return Err(Refusal::Features(unknown));
+        }
+        let before = self.features;
+        if (features ^ before) & !virtio::LOG_ALL != 0
+            && let Some(ring) = self.running().next()
+        {
+            return Err(Refusal::FeaturesInUse(ring));
+        }
+        self.features = features;
+        // Recording begins with the log itself, and ends here.
+        if before & !features & virtio::LOG_ALL != 0 && self.log.take().is_some() {
+            self.tell_memory(out);
+        }
+        self.tell_write_cache(out);
+        self.settle_all(out);
+        Ok(())
+    }
+
+    fn set_config(&mut self, offset: u32, flags: u32, content: &[u8]) -> Result<(), Refusal> {
+        if flags == CONFIG_MIGRATION {
+            // All but one field is ours to say.
+            let migrated = config_space::migrated_writeback(offset, content);
+            self.writeback = migrated.unwrap_or(self.writeback);
+            return Ok(());
+        }
+        let offered = self.offer.features() & virtio::CONFIG_WCE != 0;
+        let written = config_space::written_writeback(offset, content).filter(|_| offered);
+        self.writeback = written.ok_or(Refusal::Config { offset, bytes: content.len() })?;
+        Ok(())
+    }
+
+    /// Whether writes may be cached: what the guest has said if it can say it, or else whether it
+    /// flushes at all (virtio 1.3 § 5.2.6.2).
+    fn tell_write_cache(&mut self, out: &mut VecDeque<Output>) {
+        let may_cache = match self.features {
+            features if features & virtio::CONFIG_WCE != 0 => self.writeback,
+            features => features & virtio::FLUSH != 0 && self.offer.write_cache,
+        };
+        if self.write_cache.replace(may_cache) != Some(may_cache) {
+            out.push_back(Output::Act(Effect::WriteCache(may_cache)));
+        }
+    }
+
+    fn make_inflight(&self, mut info: InflightInfo) -> Answer {
+        let packed = self.features & virtio::RING_PACKED != 0;
+        info.file_offset = 0;
+        match inflight::create(info.queues, info.queue_size, packed) {
+            Ok((file, bytes)) => {
+                info.bytes = bytes;
+                Answer::Reply(Reply::inflight(&info, Some(file)))
+            }
+            Err(why) => {
+                info.bytes = 0;
+                Answer::Instead(Reply::inflight(&info, None), why.into())
+            }
+        }
+    }
+
+    fn set_memory(&mut self, memory: Memory, out: &mut VecDeque<Output>) {
+        self.memory = memory;
+        self.tell_memory(out);
+        self.settle_all(out);
+    }
+
+    fn lent(&self) -> Memory {
+        self.memory.with_log(self.log.clone())
+    }
+
+    /// Gives the rings that run their places in the memory as it is now.
+    fn tell_memory(&mut self, out: &mut VecDeque<Output>) {
+        let memory = self.lent();
+        let mut rings = Vec::new();
+        let mut faults = Vec::new();
+        for (vring, ring) in self.rings.iter_mut().zip(0..) {
+            if vring.state != State::Running {
+                continue;
+            }
+            match vring.places(&memory, self.features) {
+                Ok(places) => rings.push((ring, places)),
+                Err(why) => faults.push((ring, why)),
+            }
+        }
+        if !rings.is_empty() {
+            out.push_back(Output::Act(Effect::Memory { memory, rings }));
+        }
+        for (ring, why) in faults {
+            self.fault(ring, why, out);
+        }
+    }
+
+    fn set_addresses(
+        &mut self,
+        ring: u32,
+        addresses: VringAddresses,
+        out: &mut VecDeque<Output>,
+    ) -> Result<(), Refusal> {
+        let vring = self.ring(ring)?;
+        let before = vring.addresses.replace(addresses);
+        // A front end says them again where recording begins or ends.
+        if vring.state == State::Running && before != Some(addresses) {
+            self.tell_memory(out);
+        }
+        self.settle_number(ring, out)
+    }
+
+    /// All rings stop until they are announced again.
+    fn forget_kicks(&mut self, out: &mut VecDeque<Output>) {
+        for vring in &mut self.rings {
+            vring.kick = Kick::Unset;
+        }
+        self.settle_all(out);
+    }
+
+    fn reset(&mut self, bases: Bases, out: &mut VecDeque<Output>) -> Answer {
+        self.forget_kicks(out);
+        Answer::Reset(bases)
+    }
+
+    /// The device as it was, once no ring runs. What the front end sends once only is kept: see
+    /// above.
+    fn forget(&mut self, bases: Bases) {
+        for vring in &mut self.rings {
+            let (call, error) = (vring.call.take(), vring.error.take());
+            let base = if bases == Bases::Kept { vring.base } else { 0 };
+            *vring = Vring { call, error, base, ..Vring::default() };
+        }
+        self.inflight = None;
+        self.status = 0;
+    }
+
+    fn wait_for(&mut self, after: After, out: &mut VecDeque<Output>) {
+        self.waiting = Some(after);
+        self.go_on(out);
+    }
+
+    /// If no ring is stopping, answers what waited for that, and starts what may start.
+    fn go_on(&mut self, out: &mut VecDeque<Output>) {
+        if self.rings.iter().any(|vring| vring.state == State::Stopping) {
+            return;
+        }
+        match self.waiting.take() {
+            Some(After::VringBase(ring)) => {
+                let base = self.rings[usize::from(ring)].base;
+                out.push_back(Output::Reply(Reply::vring_base(u32::from(ring), base)));
+            }
+            Some(After::Acknowledge(acknowledge)) => out.extend(acknowledgement(acknowledge, 0)),
+            Some(After::Reset(bases, acknowledge)) => {
+                self.forget(bases);
+                out.extend(acknowledgement(acknowledge, 0));
+            }
+            None => {}
+        }
+        self.settle_all(out);
+    }
+
+    fn settle_all(&mut self, out: &mut VecDeque<Output>) {
+        for ring in 0..self.offer.queues {
+            // What is wrong has been said.
+            let _ = self.settle(ring, out);
+        }
+    }
+
+    fn settle_number(&mut self, ring: u32, out: &mut VecDeque<Output>) -> Result<(), Refusal> {
+        let ring = self.number(ring)?;
+        self.settle(ring, out).map_err(|why| Refusal::Fault { ring, why })
+    }
+
+    /// Lets a ring run, or not, as its front end wants it now.
+    fn settle(&mut self, ring: u16, out: &mut VecDeque<Output>) -> Result<(), Fault> {
+        let vring = &mut self.rings[usize::from(ring)];
+        match (vring.state, vring.is_wanted(self.features)) {
+            (State::Stopped, true) => match self.settings(ring) {
+                Ok(settings) => {
+                    self.rings[usize::from(ring)].state = State::Running;
+                    self.tell_write_cache(out);
+                    let settings = Box::new(settings);
+                    out.push_back(Output::Act(Effect::Start { ring, settings }));
+                }
+                Err(why) => {
+                    self.fault(ring, why, out);
+                    return Err(why);
+                }
+            },
+            (State::Running, false) => {
+                vring.state = State::Stopping;
+                out.push_back(Output::Act(Effect::Stop { ring }));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn settings(&self, ring: u16) -> Result<RingSettings, Fault> {
+        let vring = &self.rings[usize::from(ring)];
+        let memory = self.lent();
+        let places = vring.places(&memory, self.features)?;
+        let size = vring.size.unwrap_or_default();
+        let packed = self.features & virtio::RING_PACKED != 0;
+        let part = |area: &Area| area.part(ring, size, packed).ok_or(Fault::NoInflight);
+        Ok(RingSettings {
+            size,
+            places,
+            memory,
+            features: self.features,
+            base: vring.base,
+            inflight: self.inflight.as_ref().map(part).transpose()?,
+            kick: match &vring.kick {
+                Kick::Event(event) => Some(event.clone()),
+                Kick::Unset | Kick::Polled => None,
+            },
+            call: vring.call.clone(),
+            error: vring.error.clone(),
+        })
+    }
+
+    /// A ring cannot be served: it stops if it runs, and waits to be set up again.
+    fn fault(&mut self, ring: u16, why: Fault, out: &mut VecDeque<Output>) {
+        let vring = &mut self.rings[usize::from(ring)];
+        vring.broken = true;
+        let error = vring.error.clone();
+        out.push_back(Output::Act(Effect::Fault { ring, why, error }));
+        if vring.state == State::Running {
+            vring.state = State::Stopping;
+            out.push_back(Output::Act(Effect::Stop { ring }));
+        }
+    }
+
+    fn tell_event(
+        &mut self,
+        ring: u32,
+        kind: EventKind,
+        event: Option<Fd>,
+        out: &mut VecDeque<Output>,
+    ) -> Result<(), Refusal> {
+        let number = self.number(ring)?;
+        if self.ring(ring)?.state != State::Stopped {
+            out.push_back(Output::Act(Effect::Event { ring: number, kind, event }));
+        }
+        Ok(())
+    }
+
+    fn number(&self, ring: u32) -> Result<u16, Refusal> {
+        let queues = self.offer.queues;
+        let number = u16::try_from(ring).ok().filter(|number| *number < queues);
+        number.ok_or(Refusal::NoSuchRing { ring, queues })
+    }
+
+    fn ring(&mut self, ring: u32) -> Result<&mut Vring, Refusal> {
+        let number = self.number(ring)?;
+        Ok(&mut self.rings[usize::from(number)])
+    }
+
+    fn stopped_ring(&mut self, ring: u32) -> Result<&mut Vring, Refusal> {
+        let number = self.number(ring)?;
+        let vring = &mut self.rings[usize::from(number)];
+        if vring.state == State::Stopped { Ok(vring) } else { Err(Refusal::Running(number)) }
+    }
+}
+
+fn map(info: &RegionInfo, file: OwnedFd) -> Result<Region, RegionError> {
+    Region::map(file, info.guest_address, info.user_address, info.bytes, info.file_offset)
+}
+
+fn acknowledgement(code: Option<u32>, number: u64) -> Option<Output> {
+    code.map(|code| Output::Reply(Reply::number(code, number)))
+}
+
+#[cfg(test)]
+#[path = "session_tests.rs"]
+mod tests;

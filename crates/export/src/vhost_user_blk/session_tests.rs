@@ -1,0 +1,620 @@
+//! Conversations as real front ends hold them, and what comes of each message.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+
+use block::guest::Place;
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    fs::{MemfdFlags, fstat, ftruncate, memfd_create},
+};
+
+use super::*;
+use crate::vhost_user_blk::{features::SECTOR_BYTES, message::HEADER_BYTES};
+
+const GUEST_BYTES: u64 = 1 << 20;
+/// Where the front end has what the guest has at 0.
+const USER: u64 = 0x7f12_3400_0000;
+const NEED_REPLY: bool = true;
+const PLAIN: bool = false;
+
+fn memory() -> OwnedFd {
+    let file = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
+    ftruncate(&file, GUEST_BYTES).expect("its length");
+    file
+}
+
+fn event() -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd")
+}
+
+fn number(number: u64) -> Vec<u8> {
+    number.to_ne_bytes().to_vec()
+}
+
+fn pair(ring: u32, number: u32) -> Vec<u8> {
+    [ring, number].map(u32::to_ne_bytes).concat()
+}
+
+fn numbers(numbers: &[u64]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+/// The first megabyte, as a single region or in a table.
+fn region() -> Vec<u8> {
+    numbers(&[0, 0, GUEST_BYTES, USER, 0])
+}
+
+fn table() -> Vec<u8> {
+    [pair(1, 0), region()[8..].to_vec()].concat()
+}
+
+/// The parts of ring `ring`, each on pages of its own.
+fn addresses(ring: u32) -> Vec<u8> {
+    let at = |part: u64| USER + u64::from(ring) * 0x10000 + part * 0x4000;
+    numbers(&[u64::from(ring), at(0), at(1), at(2), 0])
+}
+
+fn config(offset: u32, bytes: u32) -> Vec<u8> {
+    [[offset, bytes, 0].map(u32::to_ne_bytes).concat(), vec![0; bytes as usize]].concat()
+}
+
+struct FrontEnd {
+    session: Session,
+    out: VecDeque<Output>,
+    /// Of the last reply.
+    payload: Vec<u8>,
+    descriptor: Option<OwnedFd>,
+}
+
+impl FrontEnd {
+    fn new(offer: Offer) -> Self {
+        let (out, payload, descriptor) = Default::default();
+        Self { session: Session::new(offer), out, payload, descriptor }
+    }
+
+    /// Sends a message; what came out, a word or two each.
+    fn send(&mut self, code: u32, need_reply: bool, payload: &[u8], descriptors: Vec<OwnedFd>) -> String {
+        let request = Request::parse(code, payload, descriptors);
+        self.session.receive(code, need_reply, request, &mut self.out);
+        self.came_out()
+    }
+
+    fn plain(&mut self, code: u32, payload: &[u8]) -> String {
+        self.send(code, PLAIN, payload, Vec::new())
+    }
+
+    fn stopped(&mut self, ring: u16, base: u32) -> String {
+        self.session.stopped(ring, base, &mut self.out);
+        self.came_out()
+    }
+
+    fn came_out(&mut self) -> String {
+        let words: Vec<String> =
+            std::mem::take(&mut self.out).into_iter().map(|out| self.word(out)).collect();
+        words.join(", ")
+    }
+
+    fn word(&mut self, output: Output) -> String {
+        match output {
+            Output::Reply(reply) => {
+                self.payload = reply.bytes[HEADER_BYTES..].to_vec();
+                self.descriptor = reply.descriptor;
+                match self.payload.as_slice() {
+                    &[a, b, c, d, e, f, g, h] => {
+                        format!("reply {:#x}", u64::from_ne_bytes([a, b, c, d, e, f, g, h]))
+                    }
+                    other => format!("reply of {}", other.len()),
+                }
+            }
+            Output::Act(Effect::Start { ring, settings }) => {
+                let RingSettings { size, base, .. } = *settings;
+                format!("start {ring} of {size} at {base}")
+            }
+            Output::Act(Effect::Stop { ring }) => format!("stop {ring}"),
+            Output::Act(Effect::Fault { ring, why, error }) => {
+                format!("fault {ring}: {why}{}", if error.is_some() { " (told)" } else { "" })
+            }
+            Output::Act(Effect::Memory { rings, .. }) => {
+                format!("memory {:?}", rings.iter().map(|(ring, _)| ring).collect::<Vec<_>>())
+            }
+            Output::Act(Effect::Event { ring, kind, .. }) => format!("{kind:?} {ring}"),
+            Output::Act(Effect::WriteCache(on)) => format!("cache {on}"),
+            Output::Refused { request, why } => format!("refused {request}: {why}"),
+            Output::Close { request, why } => format!("close {request}: {why}"),
+        }
+    }
+
+    /// Everything that a ring needs but enabling.
+    fn set_up(&mut self, ring: u32, base: u32) -> String {
+        let words = [
+            self.plain(code::SET_VRING_NUM, &pair(ring, 128)),
+            self.plain(code::SET_VRING_BASE, &pair(ring, base)),
+            self.plain(code::SET_VRING_ADDR, &addresses(ring)),
+            self.send(code::SET_VRING_KICK, PLAIN, &number(u64::from(ring)), vec![event()]),
+        ];
+        words.concat()
+    }
+
+    /// As far as a front end of two rings that has memory and features.
+    fn negotiated(features: u64) -> Self {
+        let mut front_end = Self::new(offer());
+        front_end.plain(code::SET_PROTOCOL_FEATURES, &number(protocol::OFFERED));
+        front_end.plain(code::SET_FEATURES, &number(features));
+        front_end.send(code::SET_MEM_TABLE, PLAIN, &table(), vec![memory()]);
+        front_end
+    }
+
+    fn running() -> Self {
+        let mut front_end = Self::negotiated(FEATURES);
+        assert_eq!(front_end.set_up(0, 0), "");
+        assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1)), "start 0 of 128 at 0");
+        front_end
+    }
+}
+
+const FEATURES: u64 = virtio::PROTOCOL_FEATURES | virtio::VERSION_1 | virtio::FLUSH | virtio::CONFIG_WCE;
+
+fn offer() -> Offer {
+    Offer { size_bytes: 100 * SECTOR_BYTES, queues: 2, ..Offer::default() }
+}
+
+/// QEMU 7.2: first its firmware with one ring, then Linux with two.
+#[test]
+fn qemu_with_its_firmware_and_then_linux() {
+    use code::*;
+    let mut qemu = FrontEnd::new(offer());
+    let offered = offer().features();
+    assert_eq!(qemu.plain(GET_FEATURES, &[]), format!("reply {offered:#x}"));
+    assert_eq!(qemu.plain(GET_PROTOCOL_FEATURES, &[]), "reply 0x1b22b");
+    assert_eq!(qemu.plain(SET_PROTOCOL_FEATURES, &number(protocol::OFFERED)), "");
+    assert_eq!(qemu.plain(GET_QUEUE_NUM, &[]), "reply 0x2");
+    assert_eq!(qemu.plain(GET_MAX_MEM_SLOTS, &[]), "reply 0x1fd");
+    assert_eq!(qemu.send(SET_BACKEND_REQ_FD, NEED_REPLY, &[], vec![event()]), "reply 0x0");
+    assert_eq!(qemu.plain(SET_OWNER, &[]), "");
+    assert_eq!(qemu.plain(GET_FEATURES, &[]), format!("reply {offered:#x}"));
+    for ring in 0..2 {
+        assert_eq!(qemu.send(SET_VRING_CALL, PLAIN, &number(ring), vec![event()]), "");
+        assert_eq!(qemu.send(SET_VRING_ERR, PLAIN, &number(ring), vec![event()]), "");
+    }
+    assert_eq!(qemu.plain(GET_CONFIG, &config(0, 57)), "reply of 69");
+    assert_eq!(qemu.payload[12..20], 100_u64.to_le_bytes());
+
+    // The firmware writes through: it knows no flush.
+    let firmware = virtio::PROTOCOL_FEATURES | virtio::VERSION_1 | virtio::SEG_MAX | virtio::BLK_SIZE;
+    assert_eq!(qemu.plain(SET_FEATURES, &number(firmware)), "cache false");
+    let mut has_memory = false;
+    let asked = [numbers(&[0, 0]), vec![2, 0, 128, 0, 0, 0, 0, 0]].concat();
+    let mut start = |qemu: &mut FrontEnd, features: u64, rings: u32, base: u32| {
+        assert_eq!(qemu.plain(GET_STATUS, &[]), "reply 0x0");
+        assert_eq!(qemu.plain(SET_STATUS, &number(8)), "");
+        assert_eq!(qemu.plain(GET_INFLIGHT_FD, &asked), "reply of 24");
+        let (area, file) = (qemu.payload.clone(), qemu.descriptor.take().expect("a file"));
+        assert_eq!(area[..8], (2 * 2112_u64).to_ne_bytes());
+        assert_eq!(fstat(&file).expect("its length").st_size, 2 * 2112);
+        assert_eq!(qemu.send(SET_INFLIGHT_FD, PLAIN, &area, vec![file]), "");
+        for ring in 0..2 {
+            assert_eq!(qemu.send(SET_VRING_CALL, PLAIN, &number(ring), vec![event()]), "");
+        }
+        assert_eq!(qemu.plain(SET_FEATURES, &number(features)), "");
+        if !std::mem::replace(&mut has_memory, true) {
+            assert_eq!(qemu.send(ADD_MEM_REG, NEED_REPLY, &region(), vec![memory()]), "reply 0x0");
+        }
+        for ring in 0..rings {
+            assert_eq!(qemu.set_up(ring, base), "");
+        }
+        // QEMU 11.1 wants these acknowledged.
+        for ring in 0..2 {
+            let words = qemu.send(SET_VRING_ENABLE, NEED_REPLY, &pair(ring, 1), vec![]);
+            // Also of a ring that was never set up.
+            let started =
+                if ring < rings { format!("start {ring} of 128 at {base}, ") } else { String::new() };
+            assert_eq!(words, format!("{started}reply 0x0"));
+        }
+        assert_eq!(qemu.plain(SET_STATUS, &number(15)), "");
+    };
+    start(&mut qemu, firmware, 1, 0);
+
+    // It stops, or the machine is paused: the status goes first, the base is asked for last.
+    let stop = |qemu: &mut FrontEnd| {
+        assert_eq!(qemu.plain(SET_STATUS, &number(0)), "stop 0");
+        assert!(qemu.session.is_waiting(), "for the requests in flight");
+        assert_eq!(qemu.stopped(0, 77), "");
+        assert_eq!(qemu.plain(SET_VRING_ENABLE, &pair(0, 0)), "");
+        assert_eq!(qemu.plain(SET_VRING_ENABLE, &pair(1, 0)), "");
+        assert_eq!(qemu.plain(GET_VRING_BASE, &pair(0, 0)), format!("reply {:#x}", 77_u64 << 32));
+    };
+    stop(&mut qemu);
+    assert_eq!(qemu.plain(SET_FEATURES, &number(firmware)), "");
+    start(&mut qemu, firmware, 1, 77);
+    stop(&mut qemu);
+
+    let linux = offered & !virtio::LOG_ALL & !virtio::RING_PACKED;
+    assert_eq!(qemu.plain(SET_FEATURES, &number(linux)), "cache true");
+    start(&mut qemu, linux, 2, 0);
+    assert_eq!(
+        qemu.send(
+            SET_CONFIG,
+            NEED_REPLY,
+            &[config(32, 0)[..4].to_vec(), pair(1, 0), vec![0]].concat(),
+            vec![]
+        ),
+        "cache false, reply 0x0"
+    );
+    assert_eq!(qemu.session.running().collect::<Vec<_>>(), [0, 1]);
+    assert!(qemu.session.resize(1 << 20).is_some(), "it is told");
+    assert!(qemu.session.resize(1 << 20).is_none(), "once");
+    assert_eq!(qemu.plain(GET_CONFIG, &config(0, 8)), "reply of 20");
+    assert_eq!(qemu.payload[12..], (2048_u64).to_le_bytes());
+}
+
+/// libblkio: features before protocol features, a slot of memory, all acknowledged.
+#[test]
+fn libblkio() {
+    use code::*;
+    let mut blkio = FrontEnd::new(offer());
+    blkio.plain(SET_OWNER, &[]);
+    blkio.plain(GET_FEATURES, &[]);
+    assert_eq!(blkio.plain(SET_FEATURES, &number(FEATURES | virtio::EVENT_IDX)), "cache true");
+    assert_eq!(blkio.plain(GET_PROTOCOL_FEATURES, &[]), "reply 0x1b22b");
+    let needed = protocol::REPLY_ACK | protocol::CONFIG | protocol::CONFIGURE_MEM_SLOTS | protocol::MQ;
+    assert_eq!(
+        blkio.send(SET_PROTOCOL_FEATURES, NEED_REPLY, &number(needed), vec![]),
+        "",
+        "not negotiated yet"
+    );
+    assert_eq!(blkio.send(ADD_MEM_REG, NEED_REPLY, &region(), vec![memory()]), "reply 0x0");
+    for (code, payload) in
+        [(SET_VRING_NUM, pair(0, 256)), (SET_VRING_ADDR, addresses(0)), (SET_VRING_BASE, pair(0, 0))]
+    {
+        assert_eq!(blkio.send(code, NEED_REPLY, &payload, vec![]), "reply 0x0");
+    }
+    assert_eq!(blkio.send(SET_VRING_KICK, NEED_REPLY, &number(0), vec![event()]), "reply 0x0");
+    assert_eq!(blkio.send(SET_VRING_CALL, NEED_REPLY, &number(0), vec![event()]), "reply 0x0");
+    let words = blkio.send(SET_VRING_ENABLE, NEED_REPLY, &pair(0, 1), vec![]);
+    assert_eq!(words, "start 0 of 256 at 0, reply 0x0");
+    assert_eq!(
+        blkio.send(REM_MEM_REG, NEED_REPLY, &numbers(&[0, 1, 2, 3, 0]), vec![]),
+        "refused REM_MEM_REG: no such region: 2 bytes at 0x1, reply 0x1"
+    );
+}
+
+/// Firecracker: one ring, no acknowledgements, sixty bytes of configuration.
+#[test]
+fn firecracker() {
+    use code::*;
+    let mut firecracker = FrontEnd::new(offer());
+    for code in [SET_OWNER, GET_FEATURES] {
+        firecracker.plain(code, &[]);
+    }
+    firecracker.plain(GET_PROTOCOL_FEATURES, &[]);
+    assert_eq!(firecracker.plain(SET_PROTOCOL_FEATURES, &number(protocol::CONFIG)), "");
+    assert_eq!(firecracker.plain(GET_CONFIG, &config(0, 60)), "reply of 72");
+    let features = virtio::PROTOCOL_FEATURES | virtio::VERSION_1 | virtio::EVENT_IDX | virtio::FLUSH;
+    assert_eq!(firecracker.plain(SET_FEATURES, &number(features)), "cache true");
+    assert_eq!(firecracker.send(SET_MEM_TABLE, PLAIN, &table(), vec![memory()]), "");
+    assert_eq!(firecracker.plain(SET_VRING_NUM, &pair(0, 256)), "");
+    assert_eq!(firecracker.plain(SET_VRING_ADDR, &addresses(0)), "");
+    assert_eq!(firecracker.plain(SET_VRING_BASE, &pair(0, 0)), "");
+    assert_eq!(firecracker.send(SET_VRING_CALL, PLAIN, &number(0), vec![event()]), "");
+    assert_eq!(firecracker.send(SET_VRING_KICK, PLAIN, &number(0), vec![event()]), "");
+    assert_eq!(firecracker.plain(SET_VRING_ENABLE, &pair(0, 1)), "start 0 of 256 at 0");
+    assert!(firecracker.session.resize(1 << 20).is_none(), "it has no channel, and reads again by itself");
+}
+
+/// Cloud Hypervisor: bases come first, the configuration is asked for at 0x100, and the owner is
+/// reset when the guest restarts.
+#[test]
+fn cloud_hypervisor() {
+    use code::*;
+    let mut hypervisor = FrontEnd::new(offer());
+    hypervisor.plain(SET_OWNER, &[]);
+    hypervisor.plain(GET_FEATURES, &[]);
+    let features = FEATURES | virtio::MQ | virtio::EVENT_IDX | virtio::LOG_ALL;
+    assert_eq!(hypervisor.plain(SET_FEATURES, &number(features)), "cache true");
+    hypervisor.plain(GET_PROTOCOL_FEATURES, &[]);
+    let chosen = protocol::OFFERED & !protocol::BACKEND_REQ;
+    hypervisor.plain(SET_PROTOCOL_FEATURES, &number(chosen));
+    hypervisor.plain(GET_QUEUE_NUM, &[]);
+    assert_eq!(hypervisor.plain(GET_CONFIG, &config(0x100, 96)), "reply of 108");
+    assert_eq!(hypervisor.payload[12..20], 100_u64.to_le_bytes(), "from the beginning");
+    for ring in 0..2 {
+        assert_eq!(hypervisor.plain(SET_VRING_BASE, &pair(ring, 0)), "");
+    }
+    assert_eq!(hypervisor.send(SET_MEM_TABLE, NEED_REPLY, &table(), vec![memory()]), "reply 0x0");
+    for ring in 0..2 {
+        assert_eq!(hypervisor.set_up(ring, 0), "");
+        let start = format!("start {ring} of 128 at 0");
+        assert_eq!(hypervisor.plain(SET_VRING_ENABLE, &pair(ring, 1)), start);
+    }
+    assert_eq!(hypervisor.plain(SET_VRING_ENABLE, &pair(0, 0)), "stop 0");
+    assert_eq!(hypervisor.stopped(0, 5), "");
+    assert_eq!(hypervisor.plain(RESET_OWNER, &[]), "stop 1");
+    assert_eq!(hypervisor.stopped(1, 6), "");
+    assert_eq!(hypervisor.plain(GET_VRING_BASE, &pair(1, 0)), format!("reply {:#x}", 6_u64 << 32 | 1));
+    for ring in 0..2 {
+        // The second one was never disabled.
+        let words = hypervisor.set_up(ring, 0) + &hypervisor.plain(SET_VRING_ENABLE, &pair(ring, 1));
+        assert_eq!(words, format!("start {ring} of 128 at 0"));
+    }
+}
+
+#[test]
+fn without_protocol_features_a_kick_starts_a_ring() {
+    let mut front_end = FrontEnd::negotiated(virtio::VERSION_1);
+    assert_eq!(front_end.set_up(0, 3), "start 0 of 128 at 3");
+    assert_eq!(front_end.plain(code::GET_VRING_BASE, &pair(0, 0)), "stop 0");
+    assert_eq!(front_end.stopped(0, 9), format!("reply {:#x}", 9_u64 << 32));
+    let kick = front_end.send(code::SET_VRING_KICK, PLAIN, &number(0x100), vec![]);
+    assert_eq!(kick, "start 0 of 128 at 9", "polled, from where it stopped");
+}
+
+#[test]
+fn a_base_is_told_when_the_ring_has_ended() {
+    let mut front_end = FrontEnd::running();
+    assert_eq!(front_end.plain(code::GET_VRING_BASE, &pair(0, 0)), "stop 0");
+    assert!(front_end.session.is_waiting());
+    assert_eq!(front_end.session.running().collect::<Vec<_>>(), [0]);
+    assert_eq!(front_end.stopped(0, 41), format!("reply {:#x}", 41_u64 << 32));
+    assert_eq!(front_end.stopped(0, 42), "", "it has ended already");
+    assert_eq!(front_end.plain(code::GET_VRING_BASE, &pair(0, 0)), format!("reply {:#x}", 41_u64 << 32));
+}
+
+#[test]
+fn a_ring_that_breaks_waits_to_be_set_up_again() {
+    let mut front_end = FrontEnd::running();
+    assert_eq!(front_end.stopped(0, 12), "");
+    assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1)), "");
+    assert_eq!(front_end.plain(code::GET_VRING_BASE, &pair(0, 0)), format!("reply {:#x}", 12_u64 << 32));
+    assert_eq!(front_end.set_up(0, 12), "start 0 of 128 at 12");
+}
+
+#[test]
+fn a_ring_outside_memory_costs_that_ring() {
+    let mut front_end = FrontEnd::running();
+    assert_eq!(front_end.send(code::SET_VRING_ERR, PLAIN, &number(1), vec![event()]), "");
+    let far = numbers(&[1, USER + GUEST_BYTES - 16, USER + 0x1000, USER + 0x2000, 0]);
+    front_end.plain(code::SET_VRING_NUM, &pair(1, 128));
+    front_end.plain(code::SET_VRING_ADDR, &far);
+    front_end.send(code::SET_VRING_KICK, PLAIN, &number(1), vec![event()]);
+    let why =
+        "fault 1: its descriptors at 0x7f12340ffff0 is not wholly in one region of the guest's memory (told)";
+    assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), why);
+    assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), "", "said once");
+    // Set up anew, and wanting to know.
+    front_end.plain(code::GET_VRING_BASE, &pair(1, 0));
+    let again = front_end.send(code::SET_VRING_KICK, NEED_REPLY, &number(1), vec![event()]);
+    let refused = why.replace("fault 1:", "refused SET_VRING_KICK: ring 1:").replace(" (told)", "");
+    assert_eq!(again, format!("{why}, {refused}, reply 0x1"));
+    front_end.plain(code::GET_VRING_BASE, &pair(1, 0));
+    front_end.plain(code::SET_VRING_ADDR, &numbers(&[1, USER + 8, USER + 0x1000, USER + 0x2000, 0]));
+    let unaligned = "fault 1: its descriptors at 0x7f1234000008 is not aligned to 16 bytes (told)";
+    assert_eq!(front_end.send(code::SET_VRING_KICK, PLAIN, &number(1), vec![event()]), unaligned);
+    assert_eq!(front_end.session.running().collect::<Vec<_>>(), [0], "the other one runs");
+}
+
+#[test]
+fn the_sizes_of_rings_are_checked() {
+    let mut front_end = FrontEnd::negotiated(FEATURES);
+    front_end.set_up(0, 0);
+    let mut size = |size| front_end.send(code::SET_VRING_NUM, NEED_REPLY, &pair(0, size), vec![]);
+    for wrong in [0, 1025, 65536, u32::MAX] {
+        let words = size(wrong);
+        assert!(
+            words.starts_with("refused SET_VRING_NUM: a ring of") && words.ends_with("reply 0x1"),
+            "{words}"
+        );
+    }
+    assert_eq!(
+        (size(100), size(1), size(1024)),
+        ("reply 0x0".into(), "reply 0x0".into(), "reply 0x0".into())
+    );
+    size(100);
+    let words = front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1));
+    assert_eq!(words, "fault 0: a split ring has 100 descriptors, which is no power of two");
+    let mut packed = FrontEnd::negotiated(FEATURES | virtio::RING_PACKED);
+    packed.set_up(0, 0);
+    packed.plain(code::SET_VRING_NUM, &pair(0, 100));
+    assert_eq!(packed.plain(code::SET_VRING_ENABLE, &pair(0, 1)), "start 0 of 100 at 0");
+}
+
+#[test]
+fn memory_changes_under_rings_that_run() {
+    let mut front_end = FrontEnd::running();
+    let more = numbers(&[0, GUEST_BYTES, GUEST_BYTES, USER + GUEST_BYTES, 0]);
+    assert_eq!(front_end.send(code::ADD_MEM_REG, PLAIN, &more, vec![memory()]), "memory [0]");
+    assert_eq!(front_end.plain(code::REM_MEM_REG, &more), "memory [0]");
+    // With the region's descriptor once more, as some send it.
+    front_end.send(code::ADD_MEM_REG, PLAIN, &more, vec![memory()]);
+    assert_eq!(front_end.send(code::REM_MEM_REG, PLAIN, &more, vec![memory()]), "memory [0]");
+    assert_eq!(front_end.send(code::SET_MEM_TABLE, PLAIN, &table(), vec![memory()]), "memory [0]");
+    let words = front_end.plain(code::REM_MEM_REG, &region());
+    assert!(words.starts_with("fault 0: its descriptors at"), "{words}");
+    assert!(words.ends_with(", stop 0"), "{words}");
+    assert!(!front_end.session.is_waiting());
+    assert_eq!(front_end.send(code::SET_MEM_TABLE, PLAIN, &table(), vec![memory()]), "");
+    assert_eq!(front_end.stopped(0, 3), "", "it waits to be set up again");
+    assert_eq!(front_end.set_up(0, 3), "start 0 of 128 at 3");
+}
+
+#[test]
+fn the_parts_of_a_ring_are_as_long_as_it_needs() {
+    // Bytes of descriptors, of the driver's part and of the device's, for 256 (virtio 1.3 § 2.7 and
+    // § 2.8).
+    for (features, bytes) in [
+        (FEATURES, [4096, 516, 2052]),
+        (FEATURES | virtio::EVENT_IDX, [4096, 518, 2054]),
+        (FEATURES | virtio::RING_PACKED | virtio::EVENT_IDX, [4096, 4, 4]),
+    ] {
+        let mut front_end = FrontEnd::negotiated(features);
+        front_end.set_up(0, 0);
+        front_end.plain(code::SET_VRING_NUM, &pair(0, 256));
+        let settings = front_end.session.settings(0).expect("it is set up");
+        let RingPlaces { descriptors, driver, device } = settings.places;
+        assert_eq!([&descriptors, &driver, &device].map(Place::bytes), bytes);
+        let at = [&descriptors, &driver, &device].map(Place::guest_address);
+        assert_eq!(at, [0, 0x8000, 0x4000], "the used ring is said before the available one");
+    }
+}
+
+#[test]
+fn wrong_memory_is_refused() {
+    let mut front_end = FrontEnd::negotiated(FEATURES);
+    let words = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &region(), vec![memory()]);
+    assert_eq!(words, "refused ADD_MEM_REG: a region at 0x0 overlaps another, reply 0x1");
+    for wrong in [
+        [0, GUEST_BYTES, 0, USER, 0],
+        [0, GUEST_BYTES, GUEST_BYTES + 1, USER, 0],
+        [0, GUEST_BYTES, 4096, USER, GUEST_BYTES],
+        [0, u64::MAX - 4095, 8192, USER, 0],
+        [0, GUEST_BYTES, 4096, u64::MAX - 15, 0],
+        [0, GUEST_BYTES, u64::MAX, USER, u64::MAX],
+    ] {
+        let words = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &numbers(&wrong), vec![memory()]);
+        assert!(words.starts_with("refused ADD_MEM_REG: ") && words.ends_with("reply 0x1"), "{words}");
+        let words = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &numbers(&wrong), vec![event()]);
+        assert!(words.starts_with("refused ADD_MEM_REG: "), "{words}");
+    }
+    let words = front_end.send(code::ADD_MEM_REG, PLAIN, &region(), vec![memory()]);
+    assert!(words.starts_with("close ADD_MEM_REG: "), "nobody would know: {words}");
+}
+
+#[test]
+fn messages_that_are_none_are_refused_or_end_it() {
+    let mut front_end = FrontEnd::negotiated(FEATURES);
+    let words = front_end.send(code::SET_VRING_NUM, NEED_REPLY, &[0; 7], vec![]);
+    assert_eq!(words, "refused SET_VRING_NUM: a payload of 7 bytes instead of 8, reply 0x1");
+    let words = front_end.send(code::SET_OWNER, NEED_REPLY, &[], vec![event()]);
+    assert_eq!(words, "refused SET_OWNER: 1 descriptors instead of 0, reply 0x1");
+    let words = front_end.send(99, NEED_REPLY, &[], vec![]);
+    assert_eq!(words, "refused a request without a name here: request 99 is not known, reply 0x1");
+    assert_eq!(
+        front_end.plain(code::GET_CONFIG, &config(0, 5)[..16]),
+        "refused GET_CONFIG: a payload of 16 bytes instead of 17, reply of 0"
+    );
+    let words = front_end.plain(code::SET_VRING_ENABLE, &pair(2, 1));
+    assert_eq!(words, "close SET_VRING_ENABLE: ring 2, where 2 were offered");
+    let words = front_end.send(code::GET_VRING_BASE, NEED_REPLY, &pair(7, 0), vec![]);
+    assert_eq!(words, "close GET_VRING_BASE: ring 7, where 2 were offered", "it awaits another reply");
+    let words = front_end.plain(code::SET_FEATURES, &number(1 << 35));
+    assert_eq!(words, "close SET_FEATURES: features 0x800000000 were not offered");
+    let words = front_end.plain(code::SET_PROTOCOL_FEATURES, &number(1 << 8));
+    assert_eq!(words, "close SET_PROTOCOL_FEATURES: protocol features 0x100 were not offered");
+}
+
+#[test]
+fn what_runs_is_not_changed_below_its_feet() {
+    let mut front_end = FrontEnd::running();
+    for (code, payload) in [
+        (code::SET_VRING_NUM, pair(0, 64)),
+        (code::SET_VRING_BASE, pair(0, 64)),
+        (code::SET_FEATURES, number(FEATURES | virtio::RING_PACKED)),
+    ] {
+        let words = front_end.send(code, NEED_REPLY, &payload, vec![]);
+        assert!(words.starts_with("refused") && words.contains("ring 0 runs"), "{words}");
+    }
+    assert_eq!(front_end.plain(code::SET_VRING_ADDR, &addresses(0)), "", "the same once more");
+    assert_eq!(
+        front_end.plain(code::SET_VRING_ADDR, &numbers(&[0, USER, USER + 4096, USER + 8192, 0])),
+        "memory [0]"
+    );
+    assert_eq!(front_end.send(code::SET_VRING_CALL, PLAIN, &number(0), vec![event()]), "Call 0");
+    assert_eq!(front_end.send(code::SET_VRING_KICK, PLAIN, &number(0), vec![event()]), "Kick 0");
+    assert_eq!(front_end.send(code::SET_VRING_ERR, PLAIN, &number(0x100), vec![]), "Error 0");
+}
+
+#[test]
+fn writes_are_recorded_from_the_log_on_until_that_feature_goes() {
+    let mut front_end = FrontEnd::running();
+    let log = memory();
+    let file = log.try_clone().expect("a copy");
+    // Answered in any case, but once.
+    let area = numbers(&[4096, 0]);
+    assert_eq!(front_end.send(code::SET_LOG_BASE, PLAIN, &area, vec![file]), "memory [0], reply 0x0");
+    let file = log.try_clone().expect("a copy");
+    assert_eq!(front_end.send(code::SET_LOG_BASE, NEED_REPLY, &area, vec![file]), "memory [0], reply 0x0");
+    assert_eq!(front_end.plain(code::SET_FEATURES, &number(FEATURES | virtio::LOG_ALL)), "");
+    let place = front_end.session.lent().place(0x5000, 1).expect("it is there");
+    place.write(0, &[1]);
+    let mut recorded = [0; 2];
+    rustix::io::pread(log.as_fd(), &mut recorded, 0).expect("read");
+    assert_eq!(recorded, [1 << 5, 0], "page 5");
+    assert_eq!(front_end.plain(code::SET_FEATURES, &number(FEATURES)), "memory [0]");
+    front_end.session.lent().place(0x6000, 1).expect("it is there").write(0, &[1]);
+    rustix::io::pread(log.as_fd(), &mut recorded, 0).expect("read");
+    assert_eq!(recorded, [1 << 5, 0], "page 6 is not");
+    let words = front_end.send(code::SET_LOG_BASE, NEED_REPLY, &number(0), vec![]);
+    assert!(words.contains("the address of a log"), "{words}");
+    assert_eq!(front_end.send(code::SET_LOG_FD, PLAIN, &[], vec![event()]), "");
+}
+
+#[test]
+fn the_write_cache_follows_features_and_configuration() {
+    let write = |writeback: u8| [config(32, 0)[..4].to_vec(), pair(1, 0), vec![writeback]].concat();
+    let mut front_end = FrontEnd::new(offer());
+    assert_eq!(front_end.plain(code::SET_FEATURES, &number(FEATURES)), "cache true");
+    assert_eq!(front_end.plain(code::SET_CONFIG, &write(0)), "cache false");
+    assert_eq!(front_end.plain(code::SET_CONFIG, &write(0)), "");
+    assert_eq!(front_end.plain(code::SET_CONFIG, &write(1)), "cache true");
+    front_end.plain(code::SET_CONFIG, &write(0));
+    // The front end keeps what the guest said, and does not say it again.
+    assert_eq!(front_end.plain(code::RESET_DEVICE, &[]), "");
+    assert_eq!(front_end.plain(code::SET_FEATURES, &number(FEATURES)), "");
+    assert_eq!(front_end.plain(code::SET_CONFIG, &write(1)), "cache true");
+    // A driver that never flushes.
+    assert_eq!(front_end.plain(code::SET_FEATURES, &number(virtio::PROTOCOL_FEATURES)), "cache false");
+    let words = front_end.plain(code::SET_CONFIG, &config(0, 8));
+    assert_eq!(words, "close SET_CONFIG: 8 bytes of the configuration at 0 cannot be written");
+
+    let mut read_only = FrontEnd::new(Offer { read_only: true, ..offer() });
+    let words = read_only.plain(code::SET_CONFIG, &write(0));
+    assert!(words.starts_with("close SET_CONFIG"), "{words}");
+    let mut through = FrontEnd::new(Offer { write_cache: false, ..offer() });
+    assert_eq!(through.plain(code::SET_FEATURES, &number(FEATURES)), "cache false");
+    assert_eq!(through.plain(code::SET_CONFIG, &write(1)), "cache true", "the guest may say so");
+}
+
+#[test]
+fn a_reset_stops_everything_first_and_keeps_memory() {
+    for (code, payload, base) in [(code::RESET_DEVICE, vec![], 0_u64), (code::SET_STATUS, number(0), 7)] {
+        let mut front_end = FrontEnd::running();
+        front_end.set_up(1, 0);
+        front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1));
+        front_end.plain(code::SET_STATUS, &number(15));
+        assert_eq!(front_end.plain(code::GET_STATUS, &[]), "reply 0xf");
+        assert_eq!(front_end.send(code, NEED_REPLY, &payload, vec![]), "stop 0, stop 1");
+        assert_eq!(front_end.stopped(1, 7), "");
+        assert!(front_end.session.is_waiting());
+        assert_eq!(front_end.stopped(0, 7), "reply 0x0");
+        let told = front_end.plain(code::GET_VRING_BASE, &pair(0, 0));
+        assert_eq!(told, format!("reply {:#x}", base << 32), "a machine that was paused goes on there");
+        assert_eq!(front_end.plain(code::GET_STATUS, &[]), "reply 0x0");
+        assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1)), "", "it is not set up");
+        assert_eq!(front_end.set_up(0, 0), "start 0 of 128 at 0", "in the memory that was there");
+        let words = front_end.send(code::SET_STATUS, NEED_REPLY, &number(256), vec![]);
+        assert_eq!(words, "refused SET_STATUS: 0x100 is no status, reply 0x1");
+    }
+}
+
+#[test]
+fn an_in_flight_area_that_is_wrong_is_refused() {
+    let mut front_end = FrontEnd::negotiated(FEATURES);
+    let area = |bytes: u64, queues: u8, size: u8| {
+        [numbers(&[bytes, 0]), vec![queues, 0, size, 0, 0, 0, 0, 0]].concat()
+    };
+    let words = front_end.plain(code::GET_INFLIGHT_FD, &area(0, 0, 128));
+    assert!(words.starts_with("refused GET_INFLIGHT_FD") && words.ends_with("reply of 24"), "{words}");
+    assert_eq!(front_end.payload[..8], [0; 8]);
+    assert!(front_end.descriptor.is_none());
+    let too_small = front_end.send(code::SET_INFLIGHT_FD, NEED_REPLY, &area(100, 2, 128), vec![memory()]);
+    assert_eq!(
+        too_small,
+        "refused SET_INFLIGHT_FD: an in-flight area of 100 bytes, its rings need 4224, reply 0x1"
+    );
+    // Of one ring, where the second one runs.
+    assert_eq!(front_end.send(code::SET_INFLIGHT_FD, PLAIN, &area(4224, 1, 128), vec![memory()]), "");
+    front_end.set_up(0, 0);
+    front_end.set_up(1, 0);
+    assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1)), "start 0 of 128 at 0");
+    let words = front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1));
+    assert_eq!(words, "fault 1: the in-flight area has no room for it");
+}

@@ -1,0 +1,71 @@
+//! Whatever a front end passes, no descriptor of it is left when it has gone. A process of its own:
+//! descriptors are counted for all of it.
+
+use std::{
+    fs::File,
+    io::IoSlice,
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd as _, BorrowedFd},
+        unix::net::UnixStream,
+    },
+};
+
+use block::reactor::{self, Polling};
+use export::vhost_user_blk::{Connection, Offer, Session, fuzzing};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+fn count() -> usize {
+    std::fs::read_dir("/proc/self/fd").expect("procfs").count()
+}
+
+/// One message with so many descriptors, then the end.
+async fn one_message(code: u32, flags: u32, payload: usize, descriptors: usize) {
+    let (ours, theirs) = UnixStream::pair().expect("sockets");
+    let file = File::open("/dev/null").expect("it is there");
+    let descriptors: Vec<BorrowedFd<'_>> = (0..descriptors).map(|_| file.as_fd()).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(40))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
+    let mut bytes = [code, flags, payload as u32].map(u32::to_ne_bytes).concat();
+    bytes.resize(12 + payload, 0);
+    sendmsg(&theirs, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).expect("there is room");
+    drop(theirs);
+    let session = Session::new(Offer { queues: 2, ..Offer::default() });
+    let mut connection = Connection::new("vm1".into(), ours.into(), session);
+    while connection.next().await.is_ok() {}
+}
+
+#[test]
+fn every_descriptor_is_closed() {
+    let before = count();
+    for seed in 0..2000 {
+        fastrand::seed(seed);
+        let length = fastrand::usize(..300);
+        // In every second conversation no message is written out, so that it goes on for longer.
+        let least = if seed % 2 == 0 { 0 } else { 48 };
+        let data: Vec<u8> = (0..length).map(|_| fastrand::u8(least..)).collect();
+        fuzzing::vhost_user_session(&data);
+        assert_eq!(count(), before, "seed {seed}");
+    }
+    let left = reactor::run(Polling::OFF, async move {
+        one_message(3, 1, 0, 0).await;
+        let before = count();
+        for code in 0..46 {
+            for descriptors in [0, 1, 2, 33, 40] {
+                for (flags, payload) in [(1, 0), (9, 0), (1, 8), (1, 16), (1, 24), (1, 40), (1, 41), (2, 0)] {
+                    one_message(code, flags, payload, descriptors).await;
+                }
+            }
+        }
+        // Of a socket that a cancelled operation holds, the kernel may let go a little later.
+        for _ in 0..1000 {
+            if count() == before {
+                break;
+            }
+            reactor::yield_now().await;
+        }
+        count() as i64 - before as i64
+    });
+    assert_eq!(left.expect("io_uring works on a test machine"), 0);
+}
