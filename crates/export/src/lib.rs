@@ -20,7 +20,9 @@
 
 #![forbid(unsafe_code)]
 
+mod intake;
 pub mod nbd;
+mod race;
 pub mod vhost_user_blk;
 pub mod virtio;
 

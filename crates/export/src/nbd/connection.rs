@@ -30,13 +30,14 @@ use policy::time::Duration;
 use super::{
     holding::Holding,
     inbox::Inbox,
-    intake::{Incoming, Intake, Joined, bytes_in_flight},
+    incoming::{Incoming, bytes_in_flight},
     outbox::{Message, Outbox},
     reply::Replier,
     request::{self, Breach, Command, Parsed, Refused},
     session::Session,
     stream::Stream,
 };
+use crate::intake::{Intake, Joined};
 use block::{
     buffer::Buffer,
     disk::{Disk, Patience},
@@ -199,7 +200,7 @@ impl Connection {
     async fn receive_requests(
         self: &Rc<Self>,
         inbox: &mut Inbox,
-        intake: &mut Intake,
+        intake: &mut Intake<Incoming>,
     ) -> Result<End, Broken> {
         while !self.stop.load(Ordering::Relaxed) {
             let parsed = request::parse(inbox.bytes(), &self.session, self.disk.size_bytes());
@@ -242,7 +243,7 @@ impl Connection {
         Ok(End::Orderly)
     }
 
-    async fn start(self: &Rc<Self>, intake: &mut Intake) {
+    async fn start(self: &Rc<Self>, intake: &mut Intake<Incoming>) {
         if intake.is_empty() {
             return;
         }
@@ -264,7 +265,7 @@ impl Connection {
 
     /// Waits until one more request may be in flight, and there is memory for it; what was taken in
     /// before does not wait.
-    async fn make_room(self: &Rc<Self>, intake: &mut Intake, bytes: usize) -> Taken<'_> {
+    async fn make_room(self: &Rc<Self>, intake: &mut Intake<Incoming>, bytes: usize) -> Taken<'_> {
         let memory = self.disk.memory();
         if !self.outbox.has_room(bytes) {
             self.start(intake).await;

@@ -14,11 +14,12 @@ use super::{
     connection::Connection,
     context::MetaContext,
     errno::Errno,
-    intake::Incoming,
+    incoming::Incoming,
     proto, reply,
     request::{self, Command, StatusQuery},
     session::Tag,
 };
+use crate::intake::Mergeable as _;
 use block::{
     buffer::{Segment, Segments},
     disk::Pass,

@@ -40,7 +40,7 @@ pub mod errno;
 mod execute;
 mod holding;
 mod inbox;
-mod intake;
+mod incoming;
 mod live;
 pub mod negotiate;
 mod option;

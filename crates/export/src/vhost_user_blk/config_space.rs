@@ -14,7 +14,8 @@
 //! any piece of it, of any length, and more than there is. Cloud Hypervisor begins at 0x100, where
 //! devices on a memory-mapped bus have their configuration, and means the beginning.
 
-use super::features::{Offer, SECTOR_BYTES};
+use super::features::Offer;
+use crate::virtio::block::SECTOR_BYTES;
 
 /// Bytes that can be other than zero, rounded up to the structure's alignment.
 const BYTES: usize = 60;

@@ -131,6 +131,11 @@ impl Connection {
         self.session.running()
     }
 
+    /// See [`Session::write_cache`].
+    pub fn write_cache(&self) -> bool {
+        self.session.write_cache()
+    }
+
     /// The disk has another length: tells the front end, if it has given us a channel for that.
     pub fn resize(&mut self, size_bytes: u64) {
         let Some(channel) = self.session.resize(size_bytes) else { return };

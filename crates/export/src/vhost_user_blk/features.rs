@@ -69,9 +69,6 @@ pub const MAX_QUEUES: u16 = 256;
 /// Most descriptors of a ring (virtio 1.3 § 2.7 and § 2.8.10.1).
 pub const MAX_QUEUE_SIZE: u16 = 1 << 15;
 
-/// Bytes of a sector, in which virtio-blk counts whatever the size of a block is.
-pub const SECTOR_BYTES: u64 = 512;
-
 /// What an export is, as its front ends are to see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {

@@ -13,17 +13,7 @@ use super::{
     features::{MAX_QUEUE_SIZE, MAX_QUEUES},
     message::InflightInfo,
 };
-
-/// Every ring's part begins at a multiple of it, as in all back ends, so that one can go on where
-/// another died.
-const PART_ALIGNMENT: u64 = 64;
-
-/// Bytes of a ring's part: its header (QueueRegionSplit, QueueRegionPacked), then a state for each
-/// descriptor (DescStateSplit, DescStatePacked), then room up to the next part.
-pub fn part_bytes(queue_size: u16, packed: bool) -> u64 {
-    let (header, state) = if packed { (32, 32) } else { (16, 16) };
-    (header + state * u64::from(queue_size)).next_multiple_of(PART_ALIGNMENT)
-}
+use crate::virtio::ring::Inflight;
 
 /// Why there is no such area.
 #[allow(missing_docs, reason = "each has its message")]
@@ -37,6 +27,11 @@ pub enum InflightError {
     Make(#[from] io::Error),
     #[error("the in-flight area: {0}")]
     Map(#[from] RegionError),
+}
+
+/// Bytes from the beginning of a ring's part to that of the next.
+fn part_bytes(queue_size: u16, packed: bool) -> u64 {
+    Inflight::bytes(queue_size, packed) as u64
 }
 
 /// Makes an area of zeroes; its length in bytes. Its file cannot change its length any more.
@@ -94,7 +89,7 @@ impl Area {
         if ring >= self.queues || size > self.queue_size || begin + each > self.bytes {
             return None;
         }
-        self.memory.place(begin, usize::try_from(part_bytes(size, packed)).ok()?)
+        self.memory.place(begin, Inflight::bytes(size, packed))
     }
 }
 

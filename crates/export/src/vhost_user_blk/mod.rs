@@ -28,18 +28,27 @@
 //!
 //! Never looks into rings or requests, and knows nothing of disks.
 
+mod bell;
 pub mod config_space;
 pub mod connection;
+mod device;
+mod execute;
 pub mod features;
 pub mod front_ends;
 pub mod fuzzing;
 pub mod inflight;
 pub mod message;
+mod queue;
+pub mod server;
 pub mod session;
+#[cfg(test)]
+mod simulation;
 pub mod vring;
 
 pub use connection::{Connection, Ended};
+pub use device::Export;
 pub use features::Offer;
 pub use front_ends::FrontEnds;
+pub use server::{Server, Statistics, Threads};
 pub use session::{Effect, EventKind, Output, Refusal, Session};
 pub use vring::{Fault, RingPlaces, RingSettings};

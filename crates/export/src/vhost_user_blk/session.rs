@@ -302,6 +302,11 @@ impl Session {
         running.map(|(_, ring)| ring)
     }
 
+    /// Whether the guest wants its writes cached, if it could say so: for the next front end.
+    pub fn write_cache(&self) -> bool {
+        self.writeback
+    }
+
     /// The disk has another length now. Whether the front end is to be told, and where: see
     /// [`message::config_change`].
     pub fn resize(&mut self, size_bytes: u64) -> Option<&Fd> {

@@ -12,6 +12,7 @@
 use block::{guest::Memory, guest::Place, reactor::op::Fd};
 
 use super::{features::virtio, message::VringAddresses};
+use crate::virtio::ring::Parts;
 
 /// The parts of a ring, each wholly in one region and aligned as virtio 1.3 § 2.7 and § 2.8 ask.
 #[derive(Clone, Debug)]
@@ -116,14 +117,7 @@ impl Vring {
         if !packed && !size.is_power_of_two() {
             return Err(Fault::Size(size));
         }
-        let count = usize::from(size);
-        // Bytes and alignment of each part; two have an event index at the end.
-        let event = if features & virtio::EVENT_IDX == 0 { 0 } else { 2 };
-        let [descriptors, driver, device] = if packed {
-            [(16 * count, 16), (4, 4), (4, 4)]
-        } else {
-            [(16 * count, 16), (4 + 2 * count + event, 2), (4 + 8 * count + event, 4)]
-        };
+        let parts = Parts::of(size, packed, features & virtio::EVENT_IDX != 0);
         let find = |what, address, (bytes, alignment)| {
             let place = memory.user_place(address, bytes).ok_or(Fault::Outside { what, address })?;
             match place.is_aligned(alignment) {
@@ -132,9 +126,9 @@ impl Vring {
             }
         };
         Ok(RingPlaces {
-            descriptors: find("descriptors", addresses.descriptors, descriptors)?,
-            driver: find("available ring", addresses.driver, driver)?,
-            device: find("used ring", addresses.device, device)?,
+            descriptors: find("descriptors", addresses.descriptors, parts.descriptors)?,
+            driver: find("available ring", addresses.driver, parts.driver)?,
+            device: find("used ring", addresses.device, parts.device)?,
         })
     }
 }

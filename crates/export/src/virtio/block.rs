@@ -144,6 +144,11 @@ impl Request {
         }
     }
 
+    /// Where the answer goes.
+    pub fn status_place(&self) -> &Place {
+        &self.status
+    }
+
     /// Answers GET_ID with the beginning of `id`, and zeroes behind it; a request of another kind
     /// is left alone.
     pub fn answer_id(&self, id: &[u8]) {

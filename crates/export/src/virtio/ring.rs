@@ -32,7 +32,7 @@ pub mod driver;
 mod inflight;
 mod layout;
 #[cfg(any(test, fuzzing))]
-pub(in crate::virtio) mod meddler;
+pub(crate) mod meddler;
 mod packed;
 mod position;
 mod regions;
@@ -97,6 +97,9 @@ pub enum Broken {
     /// A head that is out already.
     #[error("the driver made descriptor {0} available again before it was used")]
     Twice(u16),
+    /// Its file shrank.
+    #[error("the memory that the ring is in has gone")]
+    Lost,
     /// A chain that has no end in its packed ring, and so no id.
     #[error("a chain of descriptors goes once round the ring")]
     Endless,

@@ -191,7 +191,7 @@ fn without_fixed_newstyle_only_export_name_is_allowed() {
     for option in [opt::LIST, opt::GO, opt::STARTTLS, opt::ABORT, 99] {
         let talk = talk(&Client::new(client_flag::NO_ZEROES).option(option, b""));
         assert_eq!(talk.last, Event::Close(Close::NotFixedNewstyle(option)));
-        assert_eq!(talk.kinds(), []);
+        assert_eq!(talk.kinds(), [0_u32; 0]);
     }
 }
 
@@ -200,7 +200,7 @@ fn export_name_closes_where_it_cannot_succeed() {
     for name in [&b"other"[..], b"\xff", b"di\0sk"] {
         let talk = talk(&Client::fixed().option(opt::EXPORT_NAME, name));
         assert!(matches!(talk.last, Event::Close(Close::ExportName(_))), "{name:?}");
-        assert_eq!(talk.kinds(), []);
+        assert_eq!(talk.kinds(), [0_u32; 0]);
     }
     let long = talk(&Client::fixed().header(opt::EXPORT_NAME, 4097));
     assert!(matches!(long.last, Event::Close(Close::ExportName(_))));

@@ -129,7 +129,7 @@ fn status(style: ReplyStyle, query: StatusQuery, extents: &[(u64, u32)]) -> Vec<
 
 #[test]
 fn block_status() {
-    assert_eq!(status(SIMPLE, query(4096, false), &[(4096, 0)]), []);
+    assert_eq!(status(SIMPLE, query(4096, false), &[(4096, 0)]), [0_u8; 0]);
     check(
         &status(STRUCTURED, query(8192, false), &[(4096, 3), (4096, 0)]),
         "668e33ef 0001 0005 COOKIE 00000014 00000001 00001000 00000003 00001000 00000000",

@@ -5,7 +5,7 @@ use std::cell::{Cell, RefCell};
 
 /// What the device is about to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::virtio) enum Access {
+pub(crate) enum Access {
     Load,
     Store,
 }
@@ -31,7 +31,7 @@ pub(super) fn before(access: Access) {
 }
 
 /// Runs `device` while `hook` is called before each access of this thread to a ring.
-pub(in crate::virtio) fn meddle<T>(hook: impl FnMut(Access) + 'static, device: impl FnOnce() -> T) -> T {
+pub(crate) fn meddle<T>(hook: impl FnMut(Access) + 'static, device: impl FnOnce() -> T) -> T {
     /// Ends it also where `device` unwinds.
     struct End;
     impl Drop for End {

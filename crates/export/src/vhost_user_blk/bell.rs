@@ -1,0 +1,120 @@
+//! How a driver and its device wake each other: an eventfd of the front end. In tests also a count
+//! that behaves like one, since a simulation has no descriptors to wait for.
+
+use std::io;
+
+use block::reactor::op::{self, Fd};
+use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
+
+/// One event.
+#[derive(Clone, Debug)]
+pub(super) enum Bell {
+    Event(Fd),
+    #[cfg(test)]
+    Simulated(simulated::Counter),
+}
+
+/// What was passed as an event is none, or does not behave as one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("its descriptor is no eventfd")]
+pub(super) struct NoEvent;
+
+impl Bell {
+    /// Neither hearing nor ringing it waits, whatever flags it came with.
+    ///
+    /// # Errors
+    /// [`NoEvent`]. A file that can always be read would be a bell that never stops, and writing to
+    /// one could take for ever.
+    pub(super) fn new(event: Fd) -> Result<Self, NoEvent> {
+        // An eventfd is an inode without a type.
+        let kind = fstat(&event).map(|status| FileType::from_raw_mode(status.st_mode));
+        if kind != Ok(FileType::Unknown) {
+            return Err(NoEvent);
+        }
+        let flags = fcntl_getfl(&event).map_err(|_| NoEvent)?;
+        fcntl_setfl(&event, flags | OFlags::NONBLOCK).map_err(|_| NoEvent)?;
+        Ok(Self::Event(event))
+    }
+
+    /// Rings. A counter that is full has not been read, which is as good.
+    pub(super) fn ring(&self) {
+        match self {
+            Self::Event(event) => {
+                let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
+            }
+            #[cfg(test)]
+            Self::Simulated(counter) => counter.ring(),
+        }
+    }
+
+    /// Waits until it has been rung since it was last heard.
+    pub(super) async fn heard(&self) -> Result<(), NoEvent> {
+        let event = match self {
+            Self::Event(event) => event,
+            #[cfg(test)]
+            Self::Simulated(counter) => return counter.heard().await,
+        };
+        loop {
+            op::readable(event).await.map_err(|_: io::Error| NoEvent)?;
+            let mut count = [0; 8];
+            match rustix::io::read(event, &mut count) {
+                Ok(8) if count != [0; 8] => return Ok(()),
+                // Somebody else has heard it.
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
+                _ => return Err(NoEvent),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod simulated {
+    use std::sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    };
+
+    use event_listener::Event;
+
+    use super::{Bell, NoEvent};
+    use block::reactor;
+
+    /// An eventfd without a descriptor.
+    #[derive(Clone, Debug, Default)]
+    pub(in super::super) struct Counter(Arc<(AtomicU64, Event)>);
+
+    impl Counter {
+        pub(in super::super) fn ring(&self) {
+            self.0.0.fetch_add(1, SeqCst);
+            self.0.1.notify(usize::MAX);
+        }
+
+        pub(in super::super) async fn heard(&self) -> Result<(), NoEvent> {
+            loop {
+                let rung = self.0.1.listen();
+                if self.count() == 0 {
+                    rung.await;
+                }
+                // A descriptor's readiness takes its time, too.
+                reactor::yield_now().await;
+                if self.0.0.swap(0, SeqCst) > 0 {
+                    return Ok(());
+                }
+            }
+        }
+
+        /// Waits until it is rung, and leaves it to whoever hears it.
+        pub(in super::super) async fn rung(&self) {
+            self.0.1.listen().await;
+        }
+
+        /// How often it was rung since it was last heard.
+        pub(in super::super) fn count(&self) -> u64 {
+            self.0.0.load(SeqCst)
+        }
+
+        pub(in super::super) fn bell(&self) -> Bell {
+            Bell::Simulated(self.clone())
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! What all queues of an export have in common: the disk, what its guests may ask of it, and what
+//! they did.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+};
+
+use block::{disk::Disk, reactor, seldom::Seldom, storage::Durability};
+
+use super::{bell::NoEvent, features::Offer};
+use crate::virtio::block::{self as requests, ID_BYTES, RangeLimits};
+
+/// A disk as virtual machines are offered it.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// In the log.
+    pub id: Arc<str>,
+    /// What is served.
+    pub disk: Arc<Disk>,
+    /// What the guest is told of it. The length of the disk is kept up to date here.
+    pub offer: Offer,
+    /// Its serial number, of which a guest sees the first 20 bytes.
+    pub serial: Arc<str>,
+}
+
+#[derive(Debug)]
+pub(super) struct Device {
+    pub(super) export: Export,
+    /// Completed writes may stay in a cache until the next flush: as was negotiated.
+    write_cache: AtomicBool,
+    /// What the guest has chosen, where it could, or else what is offered.
+    chosen_write_cache: AtomicBool,
+    no_events: Seldom,
+    pub(super) kicks: AtomicU64,
+    pub(super) calls: AtomicU64,
+    pub(super) requests: AtomicU64,
+    pub(super) in_flight: AtomicU64,
+}
+
+impl Device {
+    pub(super) fn new(export: Export) -> Self {
+        let cache = || AtomicBool::new(export.offer.write_cache);
+        let (write_cache, chosen_write_cache) = (cache(), cache());
+        let (no_events, kicks, calls, requests, in_flight) = Default::default();
+        Self { export, write_cache, chosen_write_cache, no_events, kicks, calls, requests, in_flight }
+    }
+
+    pub(super) fn disk(&self) -> &Disk {
+        &self.export.disk
+    }
+
+    /// The export as it is now. A front end that connects again does not repeat what its guest has
+    /// chosen, so the choice stays.
+    pub(super) fn offer(&self) -> Offer {
+        Offer {
+            size_bytes: self.disk().size_bytes(),
+            write_cache: self.chosen_write_cache.load(Relaxed),
+            ..self.export.offer.clone()
+        }
+    }
+
+    /// What requests are judged by.
+    pub(super) fn limits(&self) -> requests::Device {
+        let offer = &self.export.offer;
+        let ranges = |offered: bool, max_ranges: u32| {
+            offered.then_some(RangeLimits { max_sectors: offer.max_erase_sectors, max_ranges })
+        };
+        requests::Device {
+            bytes: self.disk().size_bytes(),
+            read_only: offer.read_only,
+            max_segments: offer.max_segments,
+            discard: ranges(offer.discard, offer.max_discard_segments),
+            write_zeroes: ranges(offer.write_zeroes, offer.max_write_zeroes_segments),
+        }
+    }
+
+    pub(super) fn set_write_cache(&self, on: bool) {
+        if self.write_cache.swap(on, Relaxed) != on {
+            tracing::info!(export = %self.export.id, write_cache = on, "the guest switched the write cache");
+        }
+    }
+
+    /// Keeps a guest's choice for the next front end. Not what was negotiated: firmware that knows
+    /// nothing of caches has chosen nothing.
+    pub(super) fn remember_write_cache(&self, chosen: bool) {
+        self.chosen_write_cache.store(chosen, Relaxed);
+    }
+
+    pub(super) fn warn_of_event(&self, queue: u16, why: &NoEvent) {
+        if let Some(left_out) = self.no_events.line(reactor::recently()) {
+            tracing::warn!(export = %self.export.id, queue, %why, left_out, "a ring does without an event");
+        }
+    }
+
+    /// How durable a write is when it is completed.
+    pub(super) fn durability(&self) -> Durability {
+        if self.write_cache.load(Relaxed) { Durability::Cached } else { Durability::Synchronous }
+    }
+
+    /// The answer to GET_ID: the serial number with zeroes behind it.
+    pub(super) fn id(&self) -> &[u8] {
+        let serial = self.export.serial.as_bytes();
+        &serial[..serial.len().min(ID_BYTES)]
+    }
+}

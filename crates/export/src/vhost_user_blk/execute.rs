@@ -1,0 +1,221 @@
+//! Carrying out a guest's requests: each waits for its limits, does its I/O between the guest's
+//! memory and the disk, and goes back into the ring with its status.
+
+use std::{
+    future::{Future as _, poll_fn},
+    mem,
+    pin::{Pin, pin},
+    rc::Rc,
+    task::Poll,
+};
+
+use policy::{request::Direction, throttle::Cost};
+
+use super::queue::{Incoming, Queue};
+use crate::{
+    intake::Mergeable as _,
+    virtio::{
+        block::{Kind, Request, Status},
+        ring::{Places, Ticket},
+    },
+};
+use block::{
+    buffer::{Segment, Segments, Target},
+    disk::Pass,
+    error::{Error, Result},
+    storage::ZeroOptions,
+};
+
+impl Queue {
+    pub(super) async fn carry_out(self: Rc<Self>, incoming: Incoming) {
+        match &incoming.request.kind {
+            Kind::Read { .. } => self.read(incoming).await,
+            Kind::Write { .. } => self.write(incoming).await,
+            Kind::Discard(_) | Kind::WriteZeroes(_) => self.erase(incoming).await,
+            Kind::Flush => {
+                let result = self.device.disk().flush_for(Some(&self.patience)).await;
+                self.answer(incoming, result);
+            }
+            Kind::Id(_) => {
+                incoming.request.answer_id(self.device.id());
+                places(&incoming).iter().for_each(|place| self.mark(place.guest_address(), place.bytes()));
+                self.answer(incoming, Ok(()));
+            }
+            &Kind::Done(status) => self.finish(incoming.ticket, incoming.request, status),
+        }
+    }
+
+    async fn read(&self, mut incoming: Incoming) {
+        let cost = Cost::one(incoming.request.bytes());
+        let Some(pass) = self.admit(Direction::Read, cost, incoming.must_go).await else {
+            return self.give_back(incoming);
+        };
+        let offset = incoming.candidate().offset;
+        let target = Target::Here(take_places(&mut incoming).into_iter().collect());
+        let result = self.device.disk().read_to(pass, offset, target).await;
+        self.answer_read(incoming, result);
+    }
+
+    /// Reads that follow each other on the disk: one I/O into all their places.
+    pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
+        let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes()).collect();
+        let Some(pass) = self.admit(Direction::Read, Cost::merged(&lengths), false).await else {
+            return parts.into_iter().for_each(|part| self.give_back(part));
+        };
+        let target = Target::Here(parts.iter().flat_map(places).cloned().collect());
+        let result = self.device.disk().read_to(pass, parts[0].candidate().offset, target).await;
+        match result {
+            Ok(_) => {
+                for mut part in parts {
+                    let places = take_places(&mut part);
+                    self.answer_read(part, Ok(places.into_iter().collect()));
+                }
+            }
+            Err(error) => self.retry_apart(parts, error).await,
+        }
+    }
+
+    /// Which of several merged reads failed is not known, so each is tried alone.
+    async fn retry_apart(&self, parts: Vec<Incoming>, error: Error) {
+        let disk = self.device.disk();
+        tracing::debug!(disk = %disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
+        for mut part in parts {
+            let cost = Cost::one(part.request.bytes());
+            let Some(pass) = self.admit(Direction::Read, cost, part.must_go).await else {
+                self.give_back(part);
+                continue;
+            };
+            let offset = part.candidate().offset;
+            let target = Target::Here(take_places(&mut part).into_iter().collect());
+            let result = disk.retry_read_to(pass, offset, target).await;
+            self.answer_read(part, result);
+        }
+    }
+
+    fn answer_read(&self, incoming: Incoming, result: Result<Segments>) {
+        if let Ok(filled) = &result {
+            for segment in filled.iter() {
+                if let Segment::Guest(place) = segment {
+                    self.mark(place.guest_address(), place.bytes());
+                }
+            }
+        }
+        self.answer(incoming, result.map(drop));
+    }
+
+    async fn write(&self, mut incoming: Incoming) {
+        let cost = Cost::one(incoming.request.bytes());
+        let Some(pass) = self.admit(Direction::Write, cost, incoming.must_go).await else {
+            return self.give_back(incoming);
+        };
+        let offset = incoming.candidate().offset;
+        let data: Segments = take_places(&mut incoming).into_iter().collect();
+        let result = self.device.disk().write(pass, offset, data, self.device.durability()).await;
+        self.answer(incoming, result);
+    }
+
+    /// Writes that follow each other on the disk: one I/O that gathers their places. All fail
+    /// together, because a failed write leaves its range undefined anyway.
+    pub(super) async fn write_merged(self: Rc<Self>, mut parts: Vec<Incoming>) {
+        let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes()).collect();
+        let Some(pass) = self.admit(Direction::Write, Cost::merged(&lengths), false).await else {
+            return parts.into_iter().for_each(|part| self.give_back(part));
+        };
+        let offset = parts[0].candidate().offset;
+        let data: Segments = parts.iter_mut().flat_map(take_places).collect();
+        let result = self.device.disk().write(pass, offset, data, self.device.durability()).await;
+        for part in parts {
+            self.answer(part, result);
+        }
+    }
+
+    /// DISCARD and WRITE_ZEROES, a range at a time.
+    async fn erase(&self, incoming: Incoming) {
+        let disk = self.device.disk();
+        let durability = self.device.durability();
+        let (ranges, zeroes) = match &incoming.request.kind {
+            Kind::Discard(ranges) => (ranges, false),
+            Kind::WriteZeroes(ranges) => (ranges, true),
+            _ => unreachable!("one of these two"),
+        };
+        let mut outcome = Ok(());
+        for (index, range) in ranges.iter().enumerate() {
+            let must_go = incoming.must_go || index > 0;
+            let Some(pass) = self.admit(Direction::Write, Cost::one(range.bytes), must_go).await else {
+                return self.give_back(incoming);
+            };
+            let result = if zeroes {
+                let options = ZeroOptions { may_unmap: range.may_unmap, only_if_fast: false, durability };
+                disk.write_zeroes(pass, range.offset, range.bytes, options).await
+            } else {
+                disk.discard(pass, range.offset, range.bytes, durability).await
+            };
+            outcome = outcome.and(result);
+        }
+        self.answer(incoming, outcome);
+    }
+
+    /// Waits for the disk's limits; `None` if the queue stops meanwhile, or, where it must be
+    /// carried out, once nobody is there any more.
+    async fn admit(&self, direction: Direction, cost: Cost, must_go: bool) -> Option<Pass> {
+        let mut admission = pin!(self.device.disk().admit(direction, cost));
+        // Made only for a request that has to wait.
+        let mut stop = None;
+        let pass = poll_fn(|context| {
+            if let Poll::Ready(pass) = admission.as_mut().poll(context) {
+                return Poll::Ready(Some(pass));
+            }
+            loop {
+                let is_over = if must_go { self.is_abandoned() } else { self.is_stopping() };
+                if is_over {
+                    return Poll::Ready(None);
+                }
+                let stop_now = stop.get_or_insert_with(|| self.stop.listen());
+                if Pin::new(stop_now).poll(context).is_pending() {
+                    return Poll::Pending;
+                }
+                stop = None;
+            }
+        })
+        .await;
+        pass.map(|pass| pass.while_awaited(&self.patience))
+    }
+
+    fn answer(&self, incoming: Incoming, result: Result<()>) {
+        let Incoming { ticket, request, .. } = incoming;
+        let status = match result {
+            Ok(()) => Status::Ok,
+            // Whoever comes next finds it in the in-flight area, and tries it again.
+            Err(_) if self.is_abandoned() => return self.forget(ticket),
+            Err(Error::UNSUPPORTED) => Status::Unsupported,
+            Err(error) => {
+                tracing::debug!(disk = %self.device.disk().name(), %error, "a guest's request failed");
+                Status::IoError
+            }
+        };
+        self.finish(ticket, request, status);
+    }
+
+    fn finish(&self, ticket: Ticket, request: Request, status: Status) {
+        let place = request.status_place();
+        let (address, bytes) = (place.guest_address(), place.bytes());
+        let written = request.finish(status);
+        self.mark(address, bytes);
+        self.ended(ticket, written);
+    }
+}
+
+fn places(incoming: &Incoming) -> &Places {
+    match &incoming.request.kind {
+        Kind::Read { into: places, .. } | Kind::Write { from: places, .. } | Kind::Id(places) => places,
+        _ => unreachable!("it has no data"),
+    }
+}
+
+/// Their places, to be handed on. Its length is not known any more.
+fn take_places(incoming: &mut Incoming) -> Places {
+    match &mut incoming.request.kind {
+        Kind::Read { into: places, .. } | Kind::Write { from: places, .. } => mem::take(places),
+        _ => unreachable!("planned as reads or writes"),
+    }
+}

@@ -1,0 +1,501 @@
+//! A queue: one ring of a front end, on one worker, from its start to its stop.
+//!
+//! ```text
+//!   kick ─► bell ─► news ─┐                        tasks, one an I/O
+//!   orders ───────► news ─┤   turn: take ─► parse ─► merge ─► disk ─┐
+//!   completions ──► news ─┘         complete ◄── finished ◄─────────┘
+//!                                   one call for all of them
+//! ```
+//!
+//! While there is something to do the driver is asked for no kicks. Where there is nothing, the
+//! queue looks again for a while before it asks for one and sleeps: see [`Patrol`].
+//!
+//! A queue that is stopped takes nothing more. What waits for its limits goes back into the ring,
+//! what has begun ends, and then it says where the ring goes on.
+
+use std::{
+    cell::{Cell, RefCell},
+    convert::Infallible,
+    future::pending,
+    rc::Rc,
+    sync::{Arc, atomic::Ordering::Relaxed},
+};
+
+use event_listener::Event;
+use policy::{
+    merge::{Candidate, Operation},
+    time::{Duration, Instant},
+};
+
+use super::{
+    bell::Bell,
+    device::Device,
+    features::virtio,
+    session::EventKind,
+    vring::{RingPlaces, RingSettings},
+};
+use crate::{
+    intake::{Intake, Joined, Mergeable},
+    race::{First, first},
+    virtio::{
+        block::{self as requests, Kind, Request},
+        ring::{Broken, Inflight, Layout, Places, Ring, Ticket},
+    },
+};
+use block::{
+    disk::Patience,
+    guest::{Memory, Place},
+    reactor::{self, Signal, op::Fd},
+};
+
+/// A ring without an event to kick is looked at so often.
+const UNKICKED: Duration = Duration::from_micros(200);
+/// Requests that are taken in one go, so that completions are not kept waiting for long.
+const MOST_TAKEN: usize = 256;
+
+/// What its export tells a queue.
+#[derive(Debug)]
+pub(super) enum Order {
+    /// Take nothing more. `abandoned`: nobody is there any more.
+    Stop {
+        abandoned: bool,
+    },
+    /// Other memory. The channel closes when it is in use, or the queue has ended.
+    Memory(Memory, RingPlaces, async_channel::Sender<Infallible>),
+    Event(EventKind, Option<Bell>),
+}
+
+/// A request that was taken from the ring.
+pub(super) struct Incoming {
+    pub(super) ticket: Ticket,
+    pub(super) request: Request,
+    /// Rises with every request of the queue.
+    number: u64,
+    /// It cannot go back, and waits for its limits whatever happens.
+    pub(super) must_go: bool,
+}
+
+impl Mergeable for Incoming {
+    fn candidate(&self) -> Candidate {
+        let (operation, offset) = match self.request.kind {
+            Kind::Read { offset, .. } => (Operation::Read, offset),
+            Kind::Write { offset, .. } => (Operation::Write, offset),
+            _ => (Operation::Barrier, 0),
+        };
+        let length = if operation == Operation::Barrier { 0 } else { self.request.bytes() };
+        Candidate { operation, offset, length, key: 0 }
+    }
+}
+
+struct Bells {
+    kick: Option<Bell>,
+    call: Option<Bell>,
+    error: Option<Bell>,
+}
+
+pub(super) struct Queue {
+    number: u16,
+    pub(super) device: Arc<Device>,
+    ring: RefCell<Ring>,
+    memory: RefCell<Memory>,
+    /// The memory has changed since requests began that are in flight: see [`Queue::ended`].
+    memory_changed: Cell<bool>,
+    bells: RefCell<Bells>,
+    /// Another kick is to be heard.
+    rewired: Event,
+    finished: RefCell<Vec<(Ticket, u32)>>,
+    /// What waited for its limits when the queue was stopped.
+    returned: RefCell<Vec<Incoming>>,
+    in_flight: Cell<usize>,
+    taken: Cell<u64>,
+    news: Signal,
+    stopping: Cell<bool>,
+    abandoned: Cell<bool>,
+    /// For those that wait for their limits.
+    pub(super) stop: Event,
+    pub(super) patience: Arc<Patience>,
+}
+
+impl Queue {
+    /// Takes up a ring.
+    ///
+    /// # Errors
+    /// What cannot be about it.
+    pub(super) fn new(number: u16, settings: RingSettings, device: Arc<Device>) -> Result<Rc<Self>, Broken> {
+        let RingSettings { size, places, memory, features, base, inflight, kick, call, error } = settings;
+        let bell = |event| bell(&device, number, event);
+        let bells = Bells { kick: bell(kick), call: bell(call), error: bell(error) };
+        let has = |feature| features & feature != 0;
+        let layout = Layout {
+            size,
+            descriptors: places.descriptors,
+            driver: places.driver,
+            device: places.device,
+            packed: has(virtio::RING_PACKED),
+            event_idx: has(virtio::EVENT_IDX),
+            indirect: has(virtio::INDIRECT_DESC),
+        };
+        let ring = match inflight {
+            None => Ring::new(layout, memory.clone(), base)?,
+            Some(area) => Ring::with_inflight(layout, memory.clone(), base, Inflight::new(area))?,
+        };
+        Ok(Rc::new(Self {
+            number,
+            device,
+            ring: RefCell::new(ring),
+            memory: RefCell::new(memory),
+            memory_changed: Cell::new(false),
+            bells: RefCell::new(bells),
+            rewired: Event::new(),
+            finished: RefCell::default(),
+            returned: RefCell::default(),
+            in_flight: Cell::new(0),
+            taken: Cell::new(0),
+            news: Signal::default(),
+            stopping: Cell::new(false),
+            abandoned: Cell::new(false),
+            stop: Event::new(),
+            patience: Arc::default(),
+        }))
+    }
+
+    /// Before it serves: events of a simulation.
+    #[cfg(test)]
+    pub(super) fn hang(&self, kick: Option<Bell>, call: Bell) {
+        let mut bells = self.bells.borrow_mut();
+        (bells.kick, bells.call) = (kick, Some(call));
+    }
+
+    /// Serves the ring until it is ordered to stop, or its driver makes it meaningless; where the
+    /// ring goes on.
+    pub(super) async fn serve(self: Rc<Self>, orders: async_channel::Receiver<Order>) -> u32 {
+        let bell = reactor::spawn_joinable(Rc::clone(&self).hear());
+        let obeying = reactor::spawn_joinable(Rc::clone(&self).obey(orders));
+        if let Err(why) = self.run().await {
+            self.break_off(&why);
+        }
+        self.wait_for_the_rest().await;
+        bell.cancel().await;
+        obeying.cancel().await;
+        let this = Rc::into_inner(self).expect("its tasks have ended");
+        let ring = this.ring.into_inner();
+        // A front end that has gone does not know where the ring stopped: the in-flight area does.
+        if this.abandoned.get() { ring.base() } else { ring.stop() }
+    }
+
+    async fn run(self: &Rc<Self>) -> Result<(), Broken> {
+        let mut intake = Intake::default();
+        let mut patrol = Patrol::default();
+        // A device before us may have owed a call.
+        self.call();
+        while !self.stopping.get() {
+            self.ring.borrow_mut().silence();
+            let taken = self.take(&mut intake);
+            // Also those that came before what breaks the ring.
+            self.start(&mut intake);
+            let finished = self.complete();
+            if taken? > 0 || finished {
+                patrol.found();
+            } else if !patrol.goes_on() && !self.ring.borrow_mut().listen() {
+                self.news.wait().await;
+                continue;
+            }
+            // However much there is to do here, others have their turn.
+            reactor::yield_now().await;
+        }
+        Ok(())
+    }
+
+    /// Takes what is in the ring; how many.
+    fn take(&self, intake: &mut Intake<Incoming>) -> Result<usize, Broken> {
+        let mut ring = self.ring.borrow_mut();
+        if ring.is_lost() {
+            return Err(Broken::Lost);
+        }
+        let limits = self.device.limits();
+        let mut taken = 0;
+        let outcome = loop {
+            let chain = match ring.take() {
+                Ok(Some(chain)) => chain,
+                Ok(None) => break Ok(()),
+                Err(why) => break Err(why),
+            };
+            taken += 1;
+            let fault = chain.fault;
+            let (ticket, request) = requests::parse(chain, &limits);
+            if let Some(fault) = fault {
+                tracing::debug!(export = %self.device.export.id, queue = self.number, %fault, "a malformed request");
+            }
+            let number = self.taken.get();
+            self.taken.set(number + 1);
+            self.in_flight.set(self.in_flight.get() + 1);
+            self.device.in_flight.fetch_add(1, Relaxed);
+            match request {
+                Some(request) => intake.push(Incoming { ticket, request, number, must_go: false }),
+                None => self.ended(ticket, 0),
+            }
+            if taken == MOST_TAKEN {
+                break Ok(());
+            }
+        };
+        self.device.requests.fetch_add(taken as u64, Relaxed);
+        outcome.map(|()| taken)
+    }
+
+    fn start(self: &Rc<Self>, intake: &mut Intake<Incoming>) {
+        if intake.is_empty() {
+            return;
+        }
+        if let Some(only) = intake.take_only() {
+            return reactor::spawn(Rc::clone(self).carry_out(only));
+        }
+        for joined in intake.take_joined() {
+            let this = Rc::clone(self);
+            match joined {
+                Joined::One(only) => reactor::spawn(this.carry_out(only)),
+                Joined::Reads(parts) => reactor::spawn(this.read_merged(parts)),
+                Joined::Writes(parts) => reactor::spawn(this.write_merged(parts)),
+            }
+        }
+    }
+
+    /// A request has been answered in the guest's memory, of which so many bytes were written.
+    pub(super) fn ended(&self, ticket: Ticket, written: u32) {
+        self.finished.borrow_mut().push((ticket, written));
+        self.news.raise();
+    }
+
+    /// A request was not begun, because the queue is stopping.
+    pub(super) fn give_back(&self, incoming: Incoming) {
+        self.returned.borrow_mut().push(incoming);
+        self.one_less();
+        self.news.raise();
+    }
+
+    /// Nobody is there to answer, and the next front end finds it in the in-flight area.
+    pub(super) fn forget(&self, _: Ticket) {
+        self.one_less();
+        self.news.raise();
+    }
+
+    fn one_less(&self) {
+        self.in_flight.set(self.in_flight.get() - 1);
+        self.device.in_flight.fetch_sub(1, Relaxed);
+    }
+
+    /// Gives back what has ended, and calls the driver once if it wants that. Whether there was
+    /// something.
+    fn complete(&self) -> bool {
+        let mut finished = self.finished.borrow_mut();
+        if finished.is_empty() {
+            return false;
+        }
+        let mut ring = self.ring.borrow_mut();
+        for (ticket, written) in finished.drain(..) {
+            ring.complete(ticket, written);
+            self.one_less();
+        }
+        drop((finished, ring));
+        self.call();
+        true
+    }
+
+    fn call(&self) {
+        if !self.ring.borrow_mut().wants_call() {
+            return;
+        }
+        self.call_anyway();
+    }
+
+    /// Raises the news when the driver kicks.
+    async fn hear(self: Rc<Self>) {
+        loop {
+            let rewired = self.rewired.listen();
+            let kick = self.bells.borrow().kick.clone();
+            let Some(kick) = kick else {
+                if reactor::timeout(UNKICKED, rewired).await.is_err() {
+                    self.news.raise();
+                }
+                continue;
+            };
+            match first(kick.heard(), rewired).await {
+                First::One(Ok(())) => {
+                    self.device.kicks.fetch_add(1, Relaxed);
+                    self.news.raise();
+                }
+                First::One(Err(why)) => {
+                    self.device.warn_of_event(self.number, &why);
+                    self.bells.borrow_mut().kick = None;
+                }
+                First::Other(()) => {}
+            }
+        }
+    }
+
+    async fn obey(self: Rc<Self>, orders: async_channel::Receiver<Order>) {
+        while let Ok(order) = orders.recv().await {
+            match order {
+                Order::Stop { abandoned } => self.stop(abandoned),
+                Order::Memory(memory, places, _in_use) => self.set_memory(memory, places),
+                Order::Event(kind, bell) => self.set_bell(kind, bell),
+            }
+        }
+        // Whoever ordered has gone.
+        self.stop(true);
+        pending::<()>().await;
+    }
+
+    fn set_bell(&self, kind: EventKind, bell: Option<Bell>) {
+        match kind {
+            EventKind::Kick => {
+                self.bells.borrow_mut().kick = bell;
+                self.rewired.notify(usize::MAX);
+                // The last one may have been rung, and was not heard.
+                self.news.raise();
+            }
+            EventKind::Call => {
+                self.bells.borrow_mut().call = bell;
+                // What was completed meanwhile called nobody.
+                self.call_anyway();
+            }
+            EventKind::Error => self.bells.borrow_mut().error = bell,
+        }
+    }
+
+    fn call_anyway(&self) {
+        if let Some(call) = &self.bells.borrow().call {
+            call.ring();
+            self.device.calls.fetch_add(1, Relaxed);
+        }
+    }
+
+    fn stop(&self, abandoned: bool) {
+        self.stopping.set(true);
+        if abandoned {
+            self.abandoned.set(true);
+            self.patience.lose();
+        }
+        self.stop.notify(usize::MAX);
+        self.news.raise();
+    }
+
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stopping.get()
+    }
+
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.abandoned.get()
+    }
+
+    fn set_memory(&self, memory: Memory, places: RingPlaces) {
+        let RingPlaces { descriptors, driver, device } = places;
+        let changed = self.ring.borrow_mut().set_memory(memory.clone(), descriptors, driver, device);
+        match changed {
+            Ok(()) => {
+                *self.memory.borrow_mut() = memory;
+                self.memory_changed.set(true);
+            }
+            Err(why) => self.break_off(&why),
+        }
+    }
+
+    /// Marks what a request has written, for a log that may have come after it began.
+    pub(super) fn mark(&self, address: u64, bytes: usize) {
+        if !self.memory_changed.get() {
+            return;
+        }
+        let mut places = Places::new();
+        // It may lie in other regions now.
+        self.memory.borrow().places(address, bytes, &mut places);
+        places.iter().for_each(Place::mark_dirty);
+    }
+
+    fn break_off(&self, why: &Broken) {
+        tracing::warn!(
+            export = %self.device.export.id,
+            queue = self.number,
+            %why,
+            "a ring cannot be served any more (until its driver is set up again)"
+        );
+        if let Some(error) = &self.bells.borrow().error {
+            error.ring();
+        }
+        self.stop(false);
+    }
+
+    /// Until nothing is in flight. What was not begun goes back, the newest first; what cannot go
+    /// back is carried out.
+    async fn wait_for_the_rest(self: &Rc<Self>) {
+        loop {
+            self.complete();
+            if self.in_flight.get() > 0 {
+                self.news.wait().await;
+                continue;
+            }
+            let mut returned = self.returned.take();
+            if returned.is_empty() {
+                return;
+            }
+            returned.sort_by_key(|incoming| incoming.number);
+            while let Some(Incoming { ticket, request, number, .. }) = returned.pop() {
+                let Err(ticket) = self.ring.borrow_mut().put_back(ticket) else { continue };
+                if self.abandoned.get() {
+                    // It stays in the in-flight area.
+                    continue;
+                }
+                self.in_flight.set(self.in_flight.get() + 1);
+                self.device.in_flight.fetch_add(1, Relaxed);
+                let again = Incoming { ticket, request, number, must_go: true };
+                reactor::spawn(Rc::clone(self).carry_out(again));
+            }
+        }
+    }
+}
+
+/// The bell that an event is. Without it, a ring is served as if it had been given none.
+pub(super) fn bell(device: &Device, number: u16, event: Option<Fd>) -> Option<Bell> {
+    let bell = Bell::new(event?);
+    bell.inspect_err(|why| device.warn_of_event(number, why)).ok()
+}
+
+/// For how long a queue looks into its ring before it sleeps. A kick costs its guest a trap and us
+/// a wake-up; looking costs a processor that others may want. So it looks longer where that found
+/// something, and hardly at all where it did not.
+#[derive(Debug)]
+struct Patrol {
+    window: Duration,
+    since: Option<Instant>,
+    /// When it looked last.
+    looked: Option<Instant>,
+}
+
+impl Patrol {
+    const LONGEST: Duration = Duration::from_micros(32);
+    const SHORTEST: Duration = Duration::from_micros(1);
+
+    fn found(&mut self) {
+        self.looked = None;
+        if self.since.take().is_some() {
+            self.window = (self.window * 2).min(Self::LONGEST);
+        }
+    }
+
+    /// Whether to look once more.
+    fn goes_on(&mut self) -> bool {
+        let now = reactor::now();
+        let since = *self.since.get_or_insert(now);
+        // A clock that stands still while somebody looks at it, as in simulation, ends no window.
+        if now - since < self.window && self.looked.replace(now) != Some(now) {
+            return true;
+        }
+        (self.since, self.looked) = (None, None);
+        self.window = (self.window / 2).max(Self::SHORTEST);
+        false
+    }
+}
+
+impl Default for Patrol {
+    fn default() -> Self {
+        Self { window: Self::SHORTEST, since: None, looked: None }
+    }
+}

@@ -1,0 +1,355 @@
+//! An export at work: its front ends, one after the other, and the queues of the one that is
+//! connected.
+//!
+//! ```text
+//!   front end ─► connection ─► Effect::Start ─► a queue on one of the workers
+//!                    ▲                              │
+//!                    └── stopped, with its base ◄───┘
+//! ```
+//!
+//! The connection lives on the thread that calls [`Server::serve`]; each queue lives on one worker
+//! and never moves. A front end that goes is over when its last queue is.
+
+use std::{
+    collections::HashMap,
+    future::pending,
+    io,
+    rc::Rc,
+    sync::{
+        Arc,
+        atomic::{
+            AtomicBool, AtomicU64, AtomicUsize,
+            Ordering::{Relaxed, SeqCst},
+        },
+    },
+};
+
+use async_channel::{Receiver, Sender};
+use event_listener::Event;
+
+use super::{
+    connection::{Connection, Ended},
+    device::{Device, Export},
+    front_ends::FrontEnds,
+    queue::{Order, Queue, bell},
+    session::{Effect, Session},
+    vring::RingSettings,
+};
+use crate::race::{First, first};
+use block::{
+    reactor::{self, Worker, op::Fd},
+    seldom::Seldom,
+};
+
+/// Where queues run.
+#[derive(Clone)]
+pub enum Threads {
+    /// Each on the next of these.
+    Workers(Rc<Vec<Worker>>),
+    /// All on the thread that serves: for tests and simulation.
+    Here,
+}
+
+/// What an export's front ends did so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Rings that are served now.
+    pub queues: usize,
+    /// Requests that were taken.
+    pub requests: u64,
+    /// Of these, how many are being carried out.
+    pub in_flight: u64,
+    /// How often guests announced requests.
+    pub kicks: u64,
+    /// How often guests were told that requests had ended.
+    pub calls: u64,
+}
+
+/// One export of a disk to virtual machines.
+#[derive(Debug)]
+pub struct Server {
+    device: Arc<Device>,
+    connected: AtomicUsize,
+    served: AtomicBool,
+    queues: AtomicUsize,
+    stopping: AtomicBool,
+    /// It stops, a front end has come or gone, or the disk has another length.
+    changed: Event,
+    refusals: Seldom,
+    resizes: AtomicU64,
+}
+
+impl Server {
+    /// Nobody is let in before [`Server::serve`].
+    pub fn new(export: Export) -> Arc<Self> {
+        Arc::new(Self {
+            device: Arc::new(Device::new(export)),
+            connected: AtomicUsize::new(0),
+            served: AtomicBool::new(false),
+            queues: AtomicUsize::new(0),
+            stopping: AtomicBool::new(false),
+            changed: Event::new(),
+            refusals: Seldom::default(),
+            resizes: AtomicU64::new(0),
+        })
+    }
+
+    /// Serves front ends until [`Server::close`].
+    ///
+    /// # Errors
+    /// The socket cannot be listened on, or connected to by anybody.
+    pub async fn serve(self: Arc<Self>, mut front_ends: FrontEnds, threads: Threads) -> io::Result<()> {
+        let serving = front_ends.serve(|socket| self.attend(socket, threads.clone()));
+        match first(serving, self.until_stopping()).await {
+            First::One(result) => result,
+            First::Other(()) => Ok(()),
+        }
+    }
+
+    /// Front ends that are connected: none or one.
+    pub fn connections(&self) -> usize {
+        self.connected.load(SeqCst)
+    }
+
+    /// Whether a front end has ever been connected.
+    pub fn has_served(&self) -> bool {
+        self.served.load(SeqCst)
+    }
+
+    /// What it did so far.
+    pub fn statistics(&self) -> Statistics {
+        Statistics {
+            queues: self.queues.load(Relaxed),
+            requests: self.device.requests.load(Relaxed),
+            in_flight: self.device.in_flight.load(Relaxed),
+            kicks: self.device.kicks.load(Relaxed),
+            calls: self.device.calls.load(Relaxed),
+        }
+    }
+
+    /// The disk may have another length: tells the guest.
+    pub fn look_at_size(&self) {
+        self.resizes.fetch_add(1, SeqCst);
+        self.changed.notify(usize::MAX);
+    }
+
+    /// Lets nobody in any more, and has the one that is connected go: its requests in flight are
+    /// finished, those that wait for limits are left to it. [`Server::wait_while`] tells when it
+    /// has gone.
+    pub fn close(&self) {
+        self.stopping.store(true, SeqCst);
+        self.changed.notify(usize::MAX);
+    }
+
+    /// Waits until `busy` is false: it is asked now, and whenever something has changed.
+    pub async fn wait_while(&self, busy: impl Fn(&Self) -> bool) {
+        loop {
+            let changed = self.changed.listen();
+            if !busy(self) {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    async fn until_stopping(&self) {
+        self.wait_while(|server| !server.stopping.load(SeqCst) || server.connections() > 0).await;
+    }
+
+    /// Serves one front end to its end.
+    async fn attend(self: &Arc<Self>, socket: Fd, threads: Threads) {
+        let id = &self.device.export.id;
+        self.connected.fetch_add(1, SeqCst);
+        self.served.store(true, SeqCst);
+        self.changed.notify(usize::MAX);
+        tracing::debug!(export = %id, "a front end has connected");
+        // Before the size is looked at: what changes later is told.
+        let resizes = self.resizes.load(SeqCst);
+        let connection = Connection::new(Arc::clone(id), socket, Session::new(self.device.offer()));
+        let mut attendance = Attendance {
+            server: self,
+            connection,
+            threads,
+            turn: 0,
+            queues: HashMap::new(),
+            stopped: async_channel::unbounded(),
+            resizes,
+        };
+        let ended = attendance.run().await;
+        attendance.end().await;
+        match ended {
+            Ended::Left => tracing::debug!(export = %id, "the front end has left"),
+            why => {
+                if let Some(left_out) = self.refusals.line(reactor::recently()) {
+                    tracing::warn!(export = %id, %why, left_out, "a front end was disconnected");
+                }
+            }
+        }
+        self.device.remember_write_cache(attendance.connection.write_cache());
+        drop(attendance);
+        self.connected.fetch_sub(1, SeqCst);
+        self.changed.notify(usize::MAX);
+    }
+}
+
+type Report = (u16, u32);
+
+struct Attendance<'s> {
+    server: &'s Arc<Server>,
+    connection: Connection,
+    threads: Threads,
+    /// Which worker is next.
+    turn: usize,
+    queues: HashMap<u16, Sender<Order>>,
+    stopped: (Sender<Report>, Receiver<Report>),
+    resizes: u64,
+}
+
+enum News {
+    Effect(Effect),
+    Stopped(Report),
+    Changed,
+}
+
+impl Attendance<'_> {
+    /// Until the front end goes, or must.
+    async fn run(&mut self) -> Ended {
+        loop {
+            let changed = self.server.changed.listen();
+            if self.server.stopping.load(SeqCst) {
+                return Ended::Left;
+            }
+            let resizes = self.server.resizes.load(SeqCst);
+            if resizes != self.resizes {
+                self.resizes = resizes;
+                self.connection.resize(self.server.device.disk().size_bytes());
+            }
+            match self.news(changed).await {
+                Ok(News::Effect(effect)) => self.carry_out(effect).await,
+                Ok(News::Stopped((ring, base))) => self.ring_stopped(ring, base),
+                Ok(News::Changed) => {}
+                Err(ended) => return ended,
+            }
+        }
+    }
+
+    async fn news(&mut self, changed: event_listener::EventListener) -> Result<News, Ended> {
+        let reports = self.stopped.1.clone();
+        let report = async {
+            match reports.recv().await {
+                Ok(report) => News::Stopped(report),
+                Err(_) => pending().await,
+            }
+        };
+        let ours = first(report, async {
+            changed.await;
+            News::Changed
+        });
+        match first(ours, self.connection.next()).await {
+            First::One(First::One(news) | First::Other(news)) => Ok(news),
+            First::Other(effect) => effect.map(News::Effect),
+        }
+    }
+
+    async fn carry_out(&mut self, effect: Effect) {
+        match effect {
+            Effect::Start { ring, settings } => self.start(ring, *settings),
+            Effect::Stop { ring } => self.order(ring, Order::Stop { abandoned: false }),
+            Effect::Fault { ring, why, error } => {
+                tracing::warn!(
+                    export = %self.server.device.export.id,
+                    queue = ring,
+                    %why,
+                    "a ring cannot be served (until its driver is set up again)"
+                );
+                if let Some(error) = bell(&self.server.device, ring, error) {
+                    error.ring();
+                }
+            }
+            Effect::Memory { memory, rings } => {
+                let (in_use, all_in_use) = async_channel::bounded(1);
+                for (ring, places) in rings {
+                    self.order(ring, Order::Memory(memory.clone(), places, in_use.clone()));
+                }
+                drop(in_use);
+                // The reply that may follow promises that nothing is written beside a log any more.
+                let _ = all_in_use.recv().await;
+            }
+            Effect::Event { ring, kind, event } => {
+                let bell = bell(&self.server.device, ring, event);
+                self.order(ring, Order::Event(kind, bell));
+            }
+            Effect::WriteCache(on) => self.server.device.set_write_cache(on),
+        }
+    }
+
+    fn order(&self, ring: u16, order: Order) {
+        if let Some(queue) = self.queues.get(&ring) {
+            // A queue that has just ended has reported it.
+            let _ = queue.try_send(order);
+        }
+    }
+
+    fn start(&mut self, ring: u16, settings: RingSettings) {
+        let (orders, received) = async_channel::unbounded();
+        self.queues.insert(ring, orders);
+        let (server, reports) = (Arc::clone(self.server), self.stopped.0.clone());
+        server.queues.fetch_add(1, Relaxed);
+        let serve = move || serve_ring(server, ring, settings, received, reports);
+        match &self.threads {
+            Threads::Workers(workers) => {
+                workers[self.turn % workers.len()].spawn(serve);
+                self.turn += 1;
+            }
+            Threads::Here => reactor::spawn(serve()),
+        }
+    }
+
+    fn ring_stopped(&mut self, ring: u16, base: u32) {
+        self.queues.remove(&ring);
+        self.connection.stopped(ring, base);
+    }
+
+    /// Ends the queues that still run. Nobody is there to take their answers, but the guest's
+    /// memory may be, and another front end may come with it.
+    async fn end(&mut self) {
+        for queue in self.queues.values() {
+            let _ = queue.try_send(Order::Stop { abandoned: true });
+        }
+        while !self.queues.is_empty() {
+            let Ok((ring, _)) = self.stopped.1.recv().await else { return };
+            self.queues.remove(&ring);
+        }
+    }
+}
+
+async fn serve_ring(
+    server: Arc<Server>,
+    ring: u16,
+    settings: RingSettings,
+    orders: Receiver<Order>,
+    reports: Sender<Report>,
+) {
+    let (base, error) = (settings.base, settings.error.clone());
+    let late = orders.clone();
+    let base = match Queue::new(ring, settings, Arc::clone(&server.device)) {
+        Ok(queue) => queue.serve(orders).await,
+        Err(why) => {
+            let id = &server.device.export.id;
+            tracing::warn!(export = %id, queue = ring, %why, "a ring cannot be served (until its driver is set up again)");
+            if let Some(error) = bell(&server.device, ring, error) {
+                error.ring();
+            }
+            base
+        }
+    };
+    // Orders that came too late: somebody may wait for them to be gone.
+    late.close();
+    while late.try_recv().is_ok() {}
+    server.queues.fetch_sub(1, Relaxed);
+    let _ = reports.try_send((ring, base));
+}
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;

@@ -1,0 +1,418 @@
+//! Simulated machines at their disks: rings in memory that front ends take away and give back,
+//! queues that are stopped, abandoned and killed, and guests that mean harm.
+//!
+//! - Every request of a well-behaved guest comes back exactly once, with the right status, however
+//!   often its queue ends in between; reads find what the model of the disk says, and what a flush
+//!   covered survives a crash (`machine`).
+//! - What is written to a guest is in the log, wherever the log begins.
+//! - Hostile guests (`hostile`) on the same disk, or in the same group, harm nobody.
+//! - The group's limits hold.
+//! - Every queue ends when it is told to, and none of its tasks is left.
+//!
+//! Events are simulated, the rest of a queue is what front ends get. `WEIR_SEED=n` runs one seed,
+//! `WEIR_SEEDS=n` the first n. A failure prints the command that repeats it.
+
+mod hostile;
+mod machine;
+#[allow(dead_code, reason = "others need more of it")]
+#[path = "../../../block/tests/simulation/model.rs"]
+mod model;
+#[path = "../../../block/tests/simulation/passed.rs"]
+mod passed;
+
+use std::{
+    cell::{Cell, RefCell},
+    rc::{Rc, Weak},
+    sync::Arc,
+};
+
+use policy::{
+    throttle::{Limit, LimitKind, Limits, Share},
+    time::Duration,
+};
+
+use self::{hostile::Hostile, machine::Machine, model::Model, passed::Passed};
+use super::{
+    device::{Device, Export},
+    features::Offer,
+    queue::{Order, Queue},
+    session::EventKind,
+    vring::RingSettings,
+};
+use crate::{seeds, virtio::ring::meddler::meddle};
+use block::{
+    disk::{Disk, ErrorPolicies, OnError},
+    guest::{DirtyLog, Place},
+    image::{Image, Raw},
+    layer::throttle::{DiskSettings, Group, GroupSettings},
+    reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout},
+    storage::{
+        Storage,
+        align::Align,
+        simulated::{Behaviour, Simulated},
+    },
+};
+
+const FOREVER: Duration = Duration::from_secs(24 * 3600);
+const BLOCK: usize = 512;
+const DISK_BYTES: usize = 128 * BLOCK;
+/// Requests are merged up to here, in bytes.
+const LONGEST_REQUEST: u64 = 256 << 10;
+const SERIAL: &str = "a serial number that is too long";
+
+/// What has happened, over all seeds: a simulation in which nothing happens shows nothing.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tally {
+    answered: u64,
+    failed: u64,
+    flushed: u64,
+    logged: u64,
+    called: u64,
+    stops: u64,
+    abandoned: u64,
+    kills: u64,
+    /// Rings that were taken up with requests of the queue before.
+    resumed: u64,
+    waited: u64,
+    /// Requests of hostile guests that were taken, and rings of theirs that broke.
+    attacks: u64,
+    broken: u64,
+}
+
+#[test]
+fn guests_are_served_whatever_others_do() {
+    let tally = Rc::new(Cell::new(Tally::default()));
+    let seeds = seeds::for_each("--lib", "guests_are_served_whatever_others_do", 600, |seed| {
+        let prey = Prey::default();
+        let world = run(Rc::clone(&tally), Rc::clone(&prey));
+        let mut random = fastrand::Rng::with_seed(!seed);
+        // What is hostile changes also while somebody looks at it.
+        let change = move |_| {
+            if random.u8(..) == 0
+                && let Some(place) = random.choice(&*prey.borrow())
+            {
+                place.write(random.usize(..place.bytes()), &[random.u8(..)]);
+            }
+        };
+        meddle(change, || sim::run(seed, world));
+    });
+    let all = tally.get();
+    if seeds >= 100 {
+        let happened = [
+            all.answered / 10,
+            all.failed,
+            all.flushed,
+            all.logged,
+            all.called,
+            all.stops,
+            all.abandoned,
+            all.kills,
+            all.resumed,
+            all.waited,
+            all.attacks / 10,
+            all.broken,
+        ];
+        assert!(happened.iter().all(|&count| count > seeds / 10), "too little happened: {all:?}");
+    }
+}
+
+fn count(tally: &Cell<Tally>, change: impl FnOnce(&mut Tally)) {
+    let mut all = tally.get();
+    change(&mut all);
+    tally.set(all);
+}
+
+fn chance(percent: u32) -> bool {
+    sim::random(|random| random.u32(..100)) < percent
+}
+
+/// Short times as likely as longer ones, up to so many.
+async fn some_time(most: Duration) {
+    let share = sim::random(|random| 10_f64.powf(-4.0 * random.f64()));
+    sleep_until(now() + Duration::from_nanos((most.as_nanos() as f64 * share) as u64)).await;
+}
+
+/// Memory that changes at any time.
+type Prey = Rc<RefCell<Vec<Place>>>;
+
+async fn run(tally: Rc<Cell<Tally>>, prey: Prey) {
+    let settings = GroupSettings { limits: draw_limits(), ..GroupSettings::default() };
+    let group = Group::new("group", settings, None).expect("drawn valid");
+    let passed = Rc::new(RefCell::new(Passed::new(&group, LONGEST_REQUEST)));
+    let lives: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
+        .map(|_| spawn_joinable(Life::draw(&group, &tally, &passed, &prey).run()))
+        .collect();
+    for life in lives {
+        timeout(FOREVER, life).await.expect("every request comes back within a day of virtual time");
+    }
+    passed.borrow().check();
+    let stats = group.stats();
+    count(&tally, |all| all.waited += stats.reads.throttled + stats.writes.throttled);
+}
+
+fn draw_limits() -> Limits {
+    let mut limits = Limits::default();
+    let mut draw = |kind: LimitKind, least: f64| {
+        *limits.limit_mut(kind) = sim::random(|random| {
+            let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
+            let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..5) };
+            Limit { rate, burst_rate, burst_length_s: 1 }
+        });
+    };
+    if chance(30) {
+        draw(LimitKind::IopsTotal, 100.0);
+    }
+    if chance(30) {
+        draw(LimitKind::BpsTotal, 200_000.0);
+    }
+    limits
+}
+
+/// One disk, its machines, and what it holds after all of them.
+struct Life {
+    disk: Arc<Disk>,
+    storage: Simulated,
+    hostile: Vec<JoinHandle<()>>,
+    model: Rc<RefCell<Model>>,
+    may_fail: bool,
+    /// Whether writes may be cached, as the guests have said, and how often they have said it.
+    cache: Rc<Cell<(bool, u64)>>,
+    device: Arc<Device>,
+    passed: Rc<RefCell<Passed>>,
+    tally: Rc<Cell<Tally>>,
+}
+
+impl Life {
+    fn draw(group: &Arc<Group>, tally: &Rc<Cell<Tally>>, passed: &Rc<RefCell<Passed>>, prey: &Prey) -> Self {
+        let may_fail = chance(30);
+        let error_probability = if may_fail { sim::random(fastrand::Rng::f64) / 8.0 } else { 0.0 };
+        let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
+        let content: Vec<u8> = sim::random(|random| (0..DISK_BYTES).map(|_| random.u8(..)).collect());
+        let behaviour = Behaviour { block_bytes: BLOCK, latency, error_probability };
+        let (storage, disk) = open(content.clone(), behaviour, group);
+        let device = export(&disk, false);
+        let mut hostile = Vec::new();
+        for _ in 0..sim::random(|random| random.usize(..=2)) {
+            let guest = if chance(50) {
+                // On the same disk, where it may read alone.
+                Hostile::new(export(&disk, true), tally, prey)
+            } else {
+                let (_, other) = open(vec![0; DISK_BYTES], behaviour, group);
+                Hostile::new(export(&other, false), tally, prey)
+            };
+            hostile.push(spawn_joinable(guest.run()));
+        }
+        Self {
+            disk,
+            storage,
+            hostile,
+            model: Rc::new(RefCell::new(Model::new(content, BLOCK))),
+            may_fail,
+            cache: Rc::new(Cell::new((device.offer().write_cache, 0))),
+            device,
+            passed: Rc::clone(passed),
+            tally: Rc::clone(tally),
+        }
+    }
+
+    async fn run(mut self) {
+        let resuming = (self.may_fail && chance(30)).then(|| {
+            // What a stopped disk holds does not fail.
+            self.may_fail = false;
+            let policies = ErrorPolicies { read: OnError::Stop, write: OnError::Stop };
+            self.disk.failures().set_policies(policies);
+            let disk = Arc::clone(&self.disk);
+            spawn_joinable(async move {
+                loop {
+                    some_time(Duration::from_millis(100)).await;
+                    disk.failures().resume();
+                }
+            })
+        });
+        let machines: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
+            .map(|_| {
+                let machine = Machine::draw(&self);
+                spawn_joinable(FrontEnd::new(machine, Rc::clone(&self.tally)).run())
+            })
+            .collect();
+        let mut killed = false;
+        for machine in machines {
+            killed |= machine.await;
+        }
+        for hostile in self.hostile {
+            hostile.await;
+        }
+        let in_flight = self.device.in_flight.load(std::sync::atomic::Ordering::SeqCst);
+        assert!(killed || in_flight == 0, "{in_flight} requests are counted that are none");
+        self.model.borrow_mut().crash(self.storage.crash());
+        if let Some(resuming) = resuming {
+            resuming.cancel().await;
+        }
+    }
+}
+
+fn open(content: Vec<u8>, behaviour: Behaviour, group: &Arc<Group>) -> (Simulated, Arc<Disk>) {
+    let storage = Simulated::new(content, behaviour);
+    let image = Image::Raw(Raw::new(Storage::Simulated(Align::new(storage.clone()))));
+    let share = Share::new(sim::random(|random| random.u32(1..1000))).expect("in range");
+    let reserved = share.with_reservation(sim::random(|random| random.u64(..10)), 0);
+    let settings = DiskSettings { share: reserved, ..DiskSettings::default() };
+    // A group without limits has nothing to promise.
+    let disk = Disk::new("disk", image, settings, Some(group));
+    (storage, Arc::new(disk.expect("the group can keep it")))
+}
+
+fn export(disk: &Arc<Disk>, read_only: bool) -> Arc<Device> {
+    let offer =
+        Offer { size_bytes: DISK_BYTES as u64, read_only, write_cache: chance(80), ..Offer::default() };
+    Arc::new(Device::new(Export { id: "vm".into(), disk: Arc::clone(disk), offer, serial: SERIAL.into() }))
+}
+
+/// A front end as far as a queue knows it: starts it, ends it in one way or another, and changes
+/// its memory and events while it runs.
+struct FrontEnd {
+    machine: Rc<Machine>,
+    tally: Rc<Cell<Tally>>,
+    /// What it would send as SET_VRING_BASE.
+    base: u32,
+    killed: bool,
+}
+
+/// A queue that runs.
+struct Running {
+    orders: async_channel::Sender<Order>,
+    serving: JoinHandle<u32>,
+    /// Gone when all of its tasks are.
+    queue: Weak<Queue>,
+}
+
+impl FrontEnd {
+    fn new(machine: Rc<Machine>, tally: Rc<Cell<Tally>>) -> Self {
+        Self { base: machine.start(), machine, tally, killed: false }
+    }
+
+    /// Whether a queue was killed.
+    async fn run(mut self) -> bool {
+        let guest = spawn_joinable(Rc::clone(&self.machine).run());
+        for _ in 0..sim::random(|random| random.usize(..6)) {
+            let running = self.start();
+            self.change_now_and_then(&running).await;
+            self.machine.some_moment().await;
+            self.end(running).await;
+            if chance(70) {
+                some_time(Duration::from_millis(20)).await;
+            }
+        }
+        let running = self.start();
+        self.change_now_and_then(&running).await;
+        guest.await;
+        self.stop(running).await;
+        self.killed
+    }
+
+    fn start(&mut self) -> Running {
+        let machine = &self.machine;
+        if machine.has_inflight() && machine.waits() {
+            count(&self.tally, |all| all.resumed += 1);
+        }
+        let (memory, places) = machine.map();
+        let settings = RingSettings {
+            size: machine.shape.size,
+            places,
+            memory,
+            features: machine.features(),
+            base: self.base,
+            inflight: machine.inflight(),
+            kick: None,
+            call: None,
+            error: None,
+        };
+        let queue = Queue::new(0, settings, Arc::clone(&machine.device)).expect("a good ring");
+        let (kick, call) = (self.machine.new_kick(), self.machine.new_call());
+        queue.hang(kick.map(|counter| counter.bell()), call.bell());
+        let (orders, received) = async_channel::unbounded();
+        Running { orders, queue: Rc::downgrade(&queue), serving: spawn_joinable(queue.serve(received)) }
+    }
+
+    /// Gives a ring another event.
+    fn wire(&self, running: &Running, kind: EventKind) {
+        let bell = match kind {
+            EventKind::Kick => self.machine.new_kick(),
+            _ => Some(self.machine.new_call()),
+        };
+        let order = Order::Event(kind, bell.map(|counter| counter.bell()));
+        running.orders.try_send(order).expect("the queue runs");
+    }
+
+    async fn change_now_and_then(&self, running: &Running) {
+        for _ in 0..sim::random(|random| random.usize(..4)) {
+            self.machine.some_moment().await;
+            self.change(running).await;
+        }
+    }
+
+    async fn change(&self, running: &Running) {
+        match sim::random(|random| random.u8(..4)) {
+            0 => self.wire(running, EventKind::Kick),
+            1 => self.wire(running, EventKind::Call),
+            2 => self.machine.switch_write_cache(),
+            _ => {
+                // Other mappings of the same memory, and from now on another log or none.
+                let log = chance(70).then(|| DirtyLog::on_heap(64));
+                self.machine.log_changes();
+                let (memory, places) = self.machine.map_with(log.clone());
+                let (in_use, is_in_use) = async_channel::bounded(1);
+                let order = Order::Memory(memory, places, in_use);
+                running.orders.try_send(order).expect("the queue runs");
+                let _ = timeout(FOREVER, is_in_use.recv()).await.expect("it is taken up");
+                self.machine.log_is(log);
+            }
+        }
+    }
+
+    async fn end(&mut self, running: Running) {
+        // Without a record of what is in flight, a guest loses what a queue leaves.
+        match sim::random(|random| random.u8(..4)) {
+            1 if self.machine.has_inflight() => {
+                count(&self.tally, |all| all.abandoned += 1);
+                if chance(30) {
+                    running.orders.try_send(Order::Stop { abandoned: false }).expect("the queue runs");
+                    some_time(Duration::from_millis(5)).await;
+                }
+                // Then it is told where, before it goes.
+                let had_stopped = running.serving.is_finished();
+                if chance(50) {
+                    let _ = running.orders.try_send(Order::Stop { abandoned: true });
+                } else {
+                    drop(running.orders);
+                }
+                let end = timeout(FOREVER, running.serving).await;
+                let base = end.expect("a queue ends when nobody is there");
+                if had_stopped {
+                    self.base = base;
+                }
+                assert_eq!(running.queue.strong_count(), 0, "tasks of a queue that has ended");
+            }
+            2 if self.machine.has_inflight() => {
+                count(&self.tally, |all| all.kills += 1);
+                self.killed = true;
+                drop(running.serving);
+                // What it has asked of the disk ends before the front end finds it gone, or else it
+                // would write behind the back of the next.
+                while running.queue.strong_count() > 0 {
+                    sleep_until(now() + Duration::from_millis(1)).await;
+                }
+            }
+            _ => self.stop(running).await,
+        }
+    }
+
+    async fn stop(&mut self, running: Running) {
+        count(&self.tally, |all| all.stops += 1);
+        running.orders.try_send(Order::Stop { abandoned: false }).expect("the queue runs");
+        let end = timeout(FOREVER, running.serving).await;
+        self.base = end.expect("a queue ends when it is told to");
+        assert_eq!(running.queue.strong_count(), 0, "tasks of a queue that has ended");
+        assert!(!self.machine.is_inflight_in_use(), "the in-flight area contradicts the base");
+    }
+}

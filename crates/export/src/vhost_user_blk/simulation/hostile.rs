@@ -1,0 +1,192 @@
+//! A guest that means harm: noise where its ring is, requests that make no sense, indices that
+//! jump, kicks without end, and an in-flight area that lies.
+
+use std::{cell::Cell, rc::Rc, sync::Arc};
+
+use policy::time::Duration;
+
+use super::{DISK_BYTES, FOREVER, Prey, Tally, chance, count, some_time};
+use crate::{
+    vhost_user_blk::{
+        bell::simulated::Counter,
+        device::Device,
+        features::virtio,
+        queue::{Order, Queue},
+        session::EventKind,
+        vring::{RingPlaces, RingSettings},
+    },
+    virtio::ring::{
+        Inflight, Layout, Parts,
+        driver::{Buffer, Driver},
+    },
+};
+use block::{
+    guest::{Memory, Place, Region},
+    reactor::{sim, spawn_joinable, timeout},
+};
+
+const MEMORY_BYTES: u64 = 0x1_0000;
+const DRIVER: u64 = 0x4000;
+const DEVICE: u64 = 0x6000;
+const BUFFERS: u64 = 0x8000;
+
+pub(super) struct Hostile {
+    device: Arc<Device>,
+    tally: Rc<Cell<Tally>>,
+    prey: Prey,
+}
+
+/// One ring of it.
+struct Attack {
+    memory: Memory,
+    layout: Layout,
+    kick: Counter,
+    error: Counter,
+}
+
+impl Hostile {
+    pub(super) fn new(device: Arc<Device>, tally: &Rc<Cell<Tally>>, prey: &Prey) -> Self {
+        Self { device, tally: Rc::clone(tally), prey: Rc::clone(prey) }
+    }
+
+    pub(super) async fn run(self) {
+        let memory = Memory::new(vec![Region::on_heap(0, 0, MEMORY_BYTES as usize)]).expect("one region");
+        let area = Memory::new(vec![Region::on_heap(0, 0, 1 << 14)]).expect("one region");
+        for _ in 0..sim::random(|random| random.usize(1..8)) {
+            let attack = Attack::draw(memory.clone());
+            let Layout { size, packed, .. } = attack.layout;
+            if chance(20) {
+                self.prey.borrow_mut().push(memory.place(0, MEMORY_BYTES as usize).expect("all of it"));
+            }
+            let inflight = chance(40).then(|| {
+                let area = area.place(0, Inflight::bytes(size, packed)).expect("inside");
+                if chance(50) {
+                    noise(&area, 20);
+                }
+                area
+            });
+            let base = sim::random(|random| if random.bool() { 0x8000_8000 } else { random.u32(..) });
+            let settings = attack.settings(base, inflight);
+            // What it cannot be at all is told at once.
+            let Ok(queue) = Queue::new(0, settings, Arc::clone(&self.device)) else { continue };
+            let left = Rc::downgrade(&queue);
+            let (orders, received) = async_channel::unbounded();
+            let bell = Some(attack.kick.bell()).filter(|_| chance(90));
+            orders.try_send(Order::Event(EventKind::Kick, bell)).expect("there is room");
+            let bell = Some(attack.error.bell());
+            orders.try_send(Order::Event(EventKind::Error, bell)).expect("there is room");
+            let before = self.device.requests.load(std::sync::atomic::Ordering::SeqCst);
+            let serving = spawn_joinable(queue.serve(received));
+            attack.run().await;
+            // A queue that has broken has ended by itself.
+            let _ = orders.try_send(Order::Stop { abandoned: chance(30) });
+            timeout(FOREVER, serving).await.expect("it ends");
+            assert_eq!(left.strong_count(), 0, "tasks of a queue that has ended");
+            let taken = self.device.requests.load(std::sync::atomic::Ordering::SeqCst) - before;
+            let broken = u64::from(attack.error.count() > 0);
+            count(&self.tally, |all| {
+                all.attacks += taken;
+                all.broken += broken;
+            });
+        }
+        let in_flight = self.device.in_flight.load(std::sync::atomic::Ordering::SeqCst);
+        assert_eq!(in_flight, 0, "requests are counted that are none");
+    }
+}
+
+impl Attack {
+    fn draw(memory: Memory) -> Self {
+        let packed = chance(50);
+        let size = sim::random(|random| if packed { random.u16(1..100) } else { 1 << random.u16(..8) });
+        let (event_idx, indirect) = (chance(50), chance(70));
+        let parts = Parts::of(size, packed, event_idx);
+        let part = |at, (bytes, _)| memory.place(at, bytes).expect("inside");
+        let layout = Layout {
+            size,
+            descriptors: part(0, parts.descriptors),
+            driver: part(DRIVER, parts.driver),
+            device: part(DEVICE, parts.device),
+            packed,
+            event_idx,
+            indirect,
+        };
+        memory.place(0, BUFFERS as usize).expect("inside").fill(0, BUFFERS as usize, 0);
+        Self { memory, layout, kick: Counter::default(), error: Counter::default() }
+    }
+
+    fn settings(&self, base: u32, inflight: Option<Place>) -> RingSettings {
+        let Layout { size, descriptors, driver, device, packed, event_idx, indirect } = self.layout.clone();
+        let when = |condition: bool, bit| if condition { bit } else { 0 };
+        RingSettings {
+            size,
+            places: RingPlaces { descriptors, driver, device },
+            memory: self.memory.clone(),
+            features: when(packed, virtio::RING_PACKED)
+                | when(event_idx, virtio::EVENT_IDX)
+                | when(indirect, virtio::INDIRECT_DESC),
+            base: if packed { base } else { 0 },
+            inflight,
+            kick: None,
+            call: None,
+            error: None,
+        }
+    }
+
+    async fn run(&self) {
+        let mut driver = Driver::new(&self.layout);
+        let harmless = chance(50);
+        for _ in 0..sim::random(|random| random.usize(..60)) {
+            match sim::random(|random| random.u8(..12)) {
+                // Nothing is said of what is out of order: so it sends more.
+                0..7 => self.send(&mut driver),
+                7 if !harmless => noise(&self.layout.descriptors, 4),
+                8 if !harmless => noise(&self.layout.driver, 2),
+                9 if !harmless => noise(&self.layout.device, 2),
+                10 => noise(&self.memory.place(BUFFERS, 0x8000).expect("inside"), 200),
+                _ => some_time(Duration::from_millis(5)).await,
+            }
+            while driver.next_used().is_ok_and(|used| used.is_some()) {}
+            for _ in 0..sim::random(|random| random.usize(..3)) {
+                self.kick.ring();
+            }
+        }
+        some_time(Duration::from_millis(50)).await;
+    }
+
+    fn send(&self, driver: &mut Driver) {
+        let somewhere = || BUFFERS + sim::random(|random| random.u64(..0x7000));
+        let address = || if chance(95) { somewhere() } else { sim::random(|random| random.u64(..)) };
+        let at = somewhere();
+        let (kind, sector) = sim::random(|random| {
+            let kinds = [0, 1, 4, 8, 11, 13, random.u32(..)];
+            let sector =
+                if random.u8(..4) == 0 { random.u64(..) } else { random.u64(..DISK_BYTES as u64 / 512) };
+            (kinds[random.usize(..7)], sector)
+        });
+        let header = self.memory.place(at, 16).expect("inside");
+        header.write(0, &kind.to_le_bytes());
+        header.write(8, &sector.to_le_bytes());
+        let mut buffers = vec![Buffer { address: at, bytes: 16, writable: false }];
+        let writes = kind == 0 || kind == 8;
+        for _ in 0..sim::random(|random| random.usize(..4)) {
+            let bytes = sim::random(|random| if random.bool() { 512 } else { random.u32(..5000) });
+            buffers.push(Buffer { address: address(), bytes, writable: writes ^ chance(5) });
+        }
+        if chance(95) {
+            buffers.push(Buffer { address: address(), bytes: 1, writable: true });
+        }
+        let table = self.memory.place(somewhere(), 16 * buffers.len()).filter(|_| chance(30));
+        let _ = match table {
+            Some(table) => driver.add_indirect(&table, &buffers),
+            None => driver.add(&buffers),
+        };
+    }
+}
+
+/// So many random bytes at random places.
+fn noise(place: &Place, bytes: usize) {
+    for _ in 0..sim::random(|random| random.usize(1..=bytes)) {
+        let (at, byte) = sim::random(|random| (random.usize(..place.bytes()), random.u8(..)));
+        place.write(at, &[byte]);
+    }
+}

@@ -1,0 +1,559 @@
+//! A well-behaved guest: its memory, a driver with many requests in flight, and what each of them
+//! must come back with.
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::HashMap,
+    ops::Range,
+    os::fd::OwnedFd,
+    rc::Rc,
+    sync::Arc,
+};
+
+use event_listener::Event;
+use policy::time::Duration;
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+use super::{
+    BLOCK, DISK_BYTES, Life, SERIAL, Tally, chance, count,
+    model::{Model, Outcome},
+    passed::Passed,
+    some_time,
+};
+use crate::{
+    race::{First, first},
+    vhost_user_blk::{bell::simulated::Counter, device::Device, features::virtio, vring::RingPlaces},
+    virtio::ring::{
+        Inflight, Layout, Parts, Places,
+        driver::{Buffer, Driver, Used},
+    },
+};
+use block::{
+    guest::{DirtyLog, Memory, Place, Region},
+    reactor::{sim, timeout},
+};
+
+/// Guest-physical: the rings, then slots for requests.
+const RINGS: u64 = 0x1_0000;
+const DRIVER: u64 = RINGS + 0x4000;
+const DEVICE: u64 = RINGS + 0x6000;
+const SLOTS: u64 = RINGS + 0x8000;
+const MOST_SLOTS: usize = 12;
+/// Of a slot: an indirect table, what is read, what is written.
+const SLOT_BYTES: u64 = 0x7000;
+const READABLE: u64 = 0x1000;
+const WRITABLE: u64 = 0x4000;
+const END: u64 = SLOTS + MOST_SLOTS as u64 * SLOT_BYTES;
+const PAGE: u64 = 4096;
+/// What nobody may change, and a status that was not written yet.
+const GUARD: u8 = 0xa5;
+const MOST_SECTORS: usize = 16;
+const MOST_PIECES: usize = 4;
+
+/// `VIRTIO_BLK_T_…` and `VIRTIO_BLK_S_…`, from virtio 1.3 § 5.2.6.
+const IN: u32 = 0;
+const OUT: u32 = 1;
+const FLUSH: u32 = 4;
+const GET_ID: u32 = 8;
+const DISCARD: u32 = 11;
+const WRITE_ZEROES: u32 = 13;
+const OK: u8 = 0;
+const IO_ERROR: u8 = 1;
+const UNSUPPORTED: u8 = 2;
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    pub(super) size: u16,
+    packed: bool,
+    event_idx: bool,
+    indirect: bool,
+}
+
+#[derive(Debug)]
+enum What {
+    Read {
+        offset: usize,
+        began: u64,
+    },
+    /// Writes, zeroes and discards, by their numbers in the model. `hint`: it may not happen.
+    Change {
+        numbers: Vec<usize>,
+        hint: bool,
+    },
+    Flush {
+        began: u64,
+    },
+    Id,
+    /// It is answered with this.
+    Answer(u8),
+}
+
+#[derive(Debug)]
+struct Sent {
+    slot: usize,
+    what: What,
+    /// What is written of it, the status last.
+    row: Vec<(u64, usize)>,
+    /// Whether writes could be cached when it began, and how often that had been switched.
+    cache: (bool, u64),
+    /// Where what is written has to be marked, all of it.
+    log: Option<DirtyLog>,
+}
+
+pub(super) struct Machine {
+    pub(super) shape: Shape,
+    pub(super) device: Arc<Device>,
+    file: OwnedFd,
+    /// Where its memory is two regions.
+    seam: u64,
+    memory: Memory,
+    driver: RefCell<Driver>,
+    inflight: Option<Place>,
+    kick: RefCell<Option<Counter>>,
+    call: RefCell<Counter>,
+    /// The front end takes its calls elsewhere.
+    rewired: Event,
+    sent: RefCell<HashMap<u16, Sent>>,
+    slots: RefCell<Vec<usize>>,
+    log: RefCell<Option<DirtyLog>>,
+    model: Rc<RefCell<Model>>,
+    passed: Rc<RefCell<Passed>>,
+    may_fail: bool,
+    cache: Rc<Cell<(bool, u64)>>,
+    tally: Rc<Cell<Tally>>,
+}
+
+impl Machine {
+    pub(super) fn draw(life: &Life) -> Rc<Self> {
+        let shape = sim::random(|random| {
+            let packed = random.bool();
+            let size = if packed { random.u16(2..=40) } else { 1 << random.u16(1..=5) };
+            Shape { size, packed, event_idx: random.bool(), indirect: random.bool() }
+        });
+        let file = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
+        ftruncate(&file, END - RINGS).expect("its length");
+        let seam = sim::random(|random| random.u64(SLOTS..END)) & !15;
+        let memory = map(&file, seam);
+        let driver = Driver::new(&layout(shape, places(&memory, shape)));
+        let inflight = chance(60).then(|| {
+            let bytes = Inflight::bytes(shape.size, shape.packed);
+            let area = Memory::new(vec![Region::on_heap(0, 0, bytes)]).expect("one region");
+            area.place(0, bytes).expect("all of it")
+        });
+        Rc::new(Self {
+            shape,
+            device: Arc::clone(&life.device),
+            file,
+            seam,
+            memory,
+            driver: RefCell::new(driver),
+            inflight,
+            kick: RefCell::default(),
+            call: RefCell::default(),
+            rewired: Event::new(),
+            sent: RefCell::default(),
+            slots: RefCell::new((0..MOST_SLOTS.min(usize::from(shape.size))).collect()),
+            log: RefCell::default(),
+            model: Rc::clone(&life.model),
+            passed: Rc::clone(&life.passed),
+            may_fail: life.may_fail,
+            cache: Rc::clone(&life.cache),
+            tally: Rc::clone(&life.tally),
+        })
+    }
+
+    /// Where a ring begins that nobody has used.
+    pub(super) fn start(&self) -> u32 {
+        if self.shape.packed { 0x8000_8000 } else { 0 }
+    }
+
+    pub(super) fn features(&self) -> u64 {
+        let when = |condition: bool, bit| if condition { bit } else { 0 };
+        when(self.shape.packed, virtio::RING_PACKED)
+            | when(self.shape.event_idx, virtio::EVENT_IDX)
+            | when(self.shape.indirect, virtio::INDIRECT_DESC)
+    }
+
+    pub(super) fn has_inflight(&self) -> bool {
+        self.inflight.is_some()
+    }
+
+    pub(super) fn inflight(&self) -> Option<Place> {
+        self.inflight.clone()
+    }
+
+    pub(super) fn waits(&self) -> bool {
+        !self.sent.borrow().is_empty()
+    }
+
+    /// Its memory mapped once more, with the log that is in force, and where its ring is in it.
+    pub(super) fn map(&self) -> (Memory, RingPlaces) {
+        self.map_with(self.log.borrow().clone())
+    }
+
+    pub(super) fn map_with(&self, log: Option<DirtyLog>) -> (Memory, RingPlaces) {
+        let memory = map(&self.file, self.seam).with_log(log);
+        let places = places(&memory, self.shape);
+        (memory, places)
+    }
+
+    pub(super) fn new_kick(&self) -> Option<Counter> {
+        // Some front ends have none.
+        let kick = (!chance(10)).then(Counter::default);
+        self.kick.borrow_mut().clone_from(&kick);
+        kick
+    }
+
+    pub(super) fn new_call(&self) -> Counter {
+        let call = Counter::default();
+        self.call.replace(call.clone());
+        self.rewired.notify(usize::MAX);
+        call
+    }
+
+    /// Any time, or just when somebody has been rung for and has not heard it yet.
+    pub(super) async fn some_moment(&self) {
+        let bell = match sim::random(|random| random.u8(..3)) {
+            0 => self.kick.borrow().clone(),
+            1 => Some(self.call.borrow().clone()),
+            _ => None,
+        };
+        let Some(bell) = bell else { return some_time(Duration::from_millis(20)).await };
+        let _ = timeout(Duration::from_millis(20), bell.rung()).await;
+    }
+
+    /// Another log is about to be in force: where is marked what ends until then is not known.
+    pub(super) fn log_changes(&self) {
+        *self.log.borrow_mut() = None;
+        self.sent.borrow_mut().values_mut().for_each(|sent| sent.log = None);
+    }
+
+    /// It is in force, also for requests that have no answer yet.
+    pub(super) fn log_is(&self, log: Option<DirtyLog>) {
+        for sent in self.sent.borrow_mut().values_mut().filter(|sent| self.status(sent) == GUARD) {
+            sent.log.clone_from(&log);
+        }
+        *self.log.borrow_mut() = log;
+    }
+
+    /// Whether whoever takes up the ring looks there for where it goes on.
+    pub(super) fn is_inflight_in_use(&self) -> bool {
+        let mut version = [0; 2];
+        if let Some(area) = &self.inflight {
+            area.read(8, &mut version);
+        }
+        version != [0; 2]
+    }
+
+    /// Sends requests, and takes each back.
+    pub(super) async fn run(self: Rc<Self>) {
+        let mut left = sim::random(|random| random.usize(1..60));
+        while left > 0 || self.waits() {
+            if left > 0 {
+                for _ in 0..sim::random(|random| random.usize(1..=left.min(8))) {
+                    left -= usize::from(self.send());
+                }
+                if self.driver.borrow_mut().wants_kick()
+                    && let Some(kick) = &*self.kick.borrow()
+                {
+                    kick.ring();
+                }
+            }
+            if chance(30) {
+                self.driver.borrow_mut().silence();
+            }
+            if left > 0 && chance(50) {
+                some_time(Duration::from_millis(10)).await;
+            } else if self.waits() && !self.driver.borrow_mut().listen() {
+                self.be_called().await;
+            }
+            self.collect();
+        }
+    }
+
+    async fn be_called(&self) {
+        loop {
+            let rewired = self.rewired.listen();
+            let call = self.call.borrow().clone();
+            if let First::One(heard) = first(call.heard(), rewired).await {
+                heard.expect("it is an event");
+                return count(&self.tally, |all| all.called += 1);
+            }
+        }
+    }
+
+    fn send(&self) -> bool {
+        let Some(slot) = self.slots.borrow_mut().pop() else { return false };
+        let indirect = self.shape.indirect && chance(50);
+        let free = self.driver.borrow().free();
+        let most = if indirect { 2 * MOST_PIECES } else { free };
+        if free == 0 || most < 2 {
+            self.slots.borrow_mut().push(slot);
+            return false;
+        }
+        self.passed.borrow_mut().look();
+        let at = SLOTS + slot as u64 * SLOT_BYTES;
+        fill(&self.memory, at, SLOT_BYTES as usize, GUARD);
+        let (what, request, writable) = self.draw_request();
+        let pieces = (most / 2).min(MOST_PIECES);
+        let reads = divide(at + READABLE, request.len(), pieces);
+        let row = divide(at + WRITABLE, writable + 1, pieces);
+        scatter(&self.memory, &reads, &request);
+        let buffer = |writable| {
+            move |&(address, bytes): &(u64, usize)| Buffer { address, bytes: bytes as u32, writable }
+        };
+        let buffers: Vec<_> = reads.iter().map(buffer(false)).chain(row.iter().map(buffer(true))).collect();
+        let mut driver = self.driver.borrow_mut();
+        let table = self.memory.place(at, 16 * buffers.len()).filter(|_| indirect);
+        let added = match table {
+            Some(table) => driver.add_indirect(&table, &buffers),
+            None => driver.add(&buffers),
+        };
+        drop(driver);
+        let Some(id) = added else {
+            // As if it had never been asked for.
+            self.give_up(what);
+            self.slots.borrow_mut().push(slot);
+            return false;
+        };
+        let sent = Sent { slot, what, row, cache: self.cache.get(), log: self.log.borrow().clone() };
+        assert!(self.sent.borrow_mut().insert(id, sent).is_none(), "the driver has used an id twice");
+        true
+    }
+
+    fn give_up(&self, what: What) {
+        if let What::Change { numbers, .. } = what {
+            numbers.into_iter().for_each(|number| self.model.borrow_mut().end_change(number, Outcome::Open));
+        }
+    }
+
+    /// The guest says whether writes may be cached.
+    pub(super) fn switch_write_cache(&self) {
+        let (_, switches) = self.cache.get();
+        self.cache.set((chance(50), switches + 1));
+        self.device.set_write_cache(self.cache.get().0);
+    }
+
+    /// What it asks for, the bytes of that, and how many bytes are to be filled besides the status.
+    fn draw_request(&self) -> (What, Vec<u8>, usize) {
+        let mut model = self.model.borrow_mut();
+        let range = draw_range();
+        let (offset, length) = (range.start, range.len());
+        let header = |kind, offset| header(kind, (offset / BLOCK) as u64);
+        match sim::random(|random| random.u32(..100)) {
+            0..35 => (What::Read { offset, began: model.begin() }, header(IN, offset), length),
+            35..65 => {
+                let (number, data) = model.begin_write(range);
+                let request = [header(OUT, offset), data].concat();
+                (What::Change { numbers: vec![number], hint: false }, request, 0)
+            }
+            65..75 => (What::Flush { began: model.begin() }, header(FLUSH, 0), 0),
+            75..82 => {
+                let number = model.begin_zeroes(range.clone());
+                let flags = sim::random(|random| random.u32(..2));
+                let request = [header(WRITE_ZEROES, 0), segment(&range, flags)].concat();
+                (What::Change { numbers: vec![number], hint: false }, request, 0)
+            }
+            82..90 => {
+                let ranges: Vec<_> =
+                    (0..sim::random(|random| random.usize(1..4))).map(|_| draw_range()).collect();
+                let numbers = ranges.iter().map(|range| model.begin_zeroes(range.clone())).collect();
+                let mut request = header(DISCARD, 0);
+                ranges.iter().for_each(|range| request.extend(segment(range, 0)));
+                (What::Change { numbers, hint: true }, request, 0)
+            }
+            90..95 => (What::Id, header(GET_ID, 0), sim::random(|random| random.usize(20..30))),
+            95 => (What::Answer(OK), header(IN, offset), 0),
+            96 => (What::Answer(IO_ERROR), header(IN, DISK_BYTES - BLOCK), 2 * BLOCK),
+            97 => {
+                let request = [header(OUT, DISK_BYTES - BLOCK), vec![7; 2 * BLOCK]].concat();
+                (What::Answer(IO_ERROR), request, 0)
+            }
+            98 => (What::Answer(IO_ERROR), header(IN, offset), 100),
+            _ => (What::Answer(UNSUPPORTED), header(77, offset), length),
+        }
+    }
+
+    fn collect(&self) {
+        loop {
+            let used = self.driver.borrow_mut().next_used();
+            let Some(used) = used.expect("each request comes back once") else { return };
+            let sent = self.sent.borrow_mut().remove(&used.id).expect("the driver knows it");
+            self.check(&used, &sent);
+            self.slots.borrow_mut().push(sent.slot);
+            count(&self.tally, |all| all.answered += 1);
+            self.passed.borrow_mut().look();
+        }
+    }
+
+    fn status(&self, sent: &Sent) -> u8 {
+        let &(address, bytes) = sent.row.last().expect("there is a status");
+        gather(&self.memory, &[(address + bytes as u64 - 1, 1)])[0]
+    }
+
+    fn check(&self, used: &Used, sent: &Sent) {
+        let mut found = gather(&self.memory, &sent.row);
+        let status = found.pop().expect("there is a status");
+        assert!([OK, IO_ERROR, UNSUPPORTED].contains(&status), "{sent:?} was answered with {status}");
+        let mut model = self.model.borrow_mut();
+        let failed = status != OK;
+        let mut filled = 0;
+        match &sent.what {
+            What::Answer(due) => assert_eq!(status, *due, "{sent:?}"),
+            What::Id => {
+                assert_eq!(status, OK);
+                let mut due = SERIAL.as_bytes()[..20].to_vec();
+                due.resize(found.len(), 0);
+                assert_eq!(found, due);
+                filled = found.len();
+            }
+            _ if failed => {
+                assert!(self.may_fail && status == IO_ERROR, "{sent:?} failed with {status}");
+                count(&self.tally, |all| all.failed += 1);
+            }
+            What::Read { offset, began } => {
+                model.check_read(*began, *offset, &found);
+                filled = found.len();
+            }
+            What::Flush { began } => {
+                model.end_flush(*began);
+                count(&self.tally, |all| all.flushed += 1);
+            }
+            What::Change { .. } => {}
+        }
+        if let What::Change { numbers, hint } = &sent.what {
+            let outcome = match sent.cache {
+                _ if failed || *hint => Outcome::Open,
+                (false, switches) if switches == self.cache.get().1 => Outcome::Durable,
+                _ => Outcome::Applied,
+            };
+            numbers.iter().for_each(|&number| model.end_change(number, outcome));
+        }
+        let written = if filled > 0 || found.is_empty() { filled + 1 } else { 0 };
+        assert_eq!(used.written, written as u32, "{sent:?}");
+        self.check_surroundings(sent);
+        if let Some(log) = &sent.log {
+            self.check_log(log, sent, filled);
+        }
+    }
+
+    /// Nothing beside the request has changed.
+    fn check_surroundings(&self, sent: &Sent) {
+        let at = SLOTS + sent.slot as u64 * SLOT_BYTES + WRITABLE;
+        let mut all = gather(&self.memory, &[(at, (SLOT_BYTES - WRITABLE) as usize)]);
+        for &(address, bytes) in &sent.row {
+            all[(address - at) as usize..][..bytes].fill(GUARD);
+        }
+        assert!(all.iter().all(|&byte| byte == GUARD), "bytes beside a request's have changed");
+    }
+
+    /// What was filled, the status and the used ring are marked.
+    fn check_log(&self, log: &DirtyLog, sent: &Sent, filled: usize) {
+        count(&self.tally, |all| all.logged += 1);
+        let used = if self.shape.packed { RINGS } else { DEVICE };
+        assert!(log.is_marked(used), "the ring is not marked");
+        let (&(last, bytes), _) = sent.row.split_last().expect("there is a status");
+        let status = last + bytes as u64 - 1;
+        let pieces = sent.row.iter().filter(|_| filled > 0).copied().chain([(status, 1)]);
+        for (address, bytes) in pieces {
+            for page in address / PAGE..=(address + bytes as u64 - 1) / PAGE {
+                assert!(log.is_marked(page * PAGE), "{sent:?}: page {page:#x} is not marked");
+            }
+        }
+    }
+}
+
+fn map(file: &OwnedFd, seam: u64) -> Memory {
+    let ends = [RINGS, seam, END];
+    let regions = ends.windows(2).filter(|pair| pair[0] < pair[1]).map(|pair| {
+        let file = file.try_clone().expect("a descriptor");
+        Region::map(file, pair[0], pair[0], pair[1] - pair[0], pair[0] - RINGS).expect("a good region")
+    });
+    Memory::new(regions.collect()).expect("they do not overlap")
+}
+
+fn places(memory: &Memory, shape: Shape) -> RingPlaces {
+    let parts = Parts::of(shape.size, shape.packed, shape.event_idx);
+    let part = |at, (bytes, _)| memory.place(at, bytes).expect("in the first region");
+    RingPlaces {
+        descriptors: part(RINGS, parts.descriptors),
+        driver: part(DRIVER, parts.driver),
+        device: part(DEVICE, parts.device),
+    }
+}
+
+pub(super) fn layout(shape: Shape, places: RingPlaces) -> Layout {
+    let RingPlaces { descriptors, driver, device } = places;
+    let Shape { size, packed, event_idx, indirect } = shape;
+    Layout { size, descriptors, driver, device, packed, event_idx, indirect }
+}
+
+fn header(kind: u32, sector: u64) -> Vec<u8> {
+    let mut header = kind.to_le_bytes().to_vec();
+    header.extend([0; 4]);
+    header.extend(sector.to_le_bytes());
+    header
+}
+
+/// Of a discard or write-zeroes request.
+fn segment(range: &Range<usize>, flags: u32) -> Vec<u8> {
+    let mut segment = ((range.start / BLOCK) as u64).to_le_bytes().to_vec();
+    segment.extend(((range.len() / BLOCK) as u32).to_le_bytes());
+    segment.extend(flags.to_le_bytes());
+    segment
+}
+
+/// Whole sectors. Few places, so that requests meet, and follow each other.
+fn draw_range() -> Range<usize> {
+    sim::random(|random| {
+        let first = random.usize(..DISK_BYTES / BLOCK / 4) * random.usize(1..=4);
+        let most = (DISK_BYTES / BLOCK - first).min(MOST_SECTORS);
+        let count = if random.bool() { 1 } else { random.usize(1..=most) };
+        first * BLOCK..(first + count) * BLOCK
+    })
+}
+
+/// So many bytes in up to `most` pieces from `at` on, with gaps between them.
+fn divide(mut at: u64, bytes: usize, most: usize) -> Vec<(u64, usize)> {
+    let mut left = bytes;
+    let mut pieces = Vec::new();
+    while left > 0 {
+        let (gap, piece) = sim::random(|random| (random.u64(..300), random.usize(1..=left)));
+        let piece = if pieces.len() + 1 == most { left } else { piece };
+        pieces.push((at + gap, piece));
+        at += gap + piece as u64;
+        left -= piece;
+    }
+    pieces
+}
+
+fn each_place(memory: &Memory, pieces: &[(u64, usize)]) -> Places {
+    let mut places = Places::new();
+    for &(address, bytes) in pieces {
+        assert!(memory.places(address, bytes, &mut places), "inside");
+    }
+    places
+}
+
+fn scatter(memory: &Memory, pieces: &[(u64, usize)], bytes: &[u8]) {
+    let mut rest = bytes;
+    for place in each_place(memory, pieces) {
+        let (part, after) = rest.split_at(place.bytes());
+        place.write(0, part);
+        rest = after;
+    }
+}
+
+fn gather(memory: &Memory, pieces: &[(u64, usize)]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for place in each_place(memory, pieces) {
+        let start = bytes.len();
+        bytes.resize(start + place.bytes(), 0);
+        place.read(0, &mut bytes[start..]);
+    }
+    bytes
+}
+
+fn fill(memory: &Memory, address: u64, bytes: usize, byte: u8) {
+    each_place(memory, &[(address, bytes)]).iter().for_each(|place| place.fill(0, place.bytes(), byte));
+}
