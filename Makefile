@@ -50,11 +50,12 @@ test-unit: ## tests in virtual time, and those of one crate: units, properties, 
 
 # The guests and the bench take the program that the tests have made and run: `cargo build` would
 # make another, with other features of its dependencies, for minutes.
-test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel and its cgroups, every row of the bench
+test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel, its disks and its cgroups, every row of the bench
 	@scripts/deps build clients browser guest
 	@scripts/python-clients
 	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
 	tests/guest/against-weir "$(TARGET)/debug/weir"
+	tests/guest/virtual-machines "$(TARGET)/debug/weir"
 	bench/run.py --short --weir "$(TARGET)/debug/weir"
 
 bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=--strict judges, BENCH="--rows 'file-*'" is a part
@@ -76,7 +77,7 @@ fuzz: ## fuzz every parser of untrusted bytes, FUZZ_SECONDS (600) each
 	@scripts/deps build
 	@scripts/fuzz $(FUZZ_SECONDS)
 
-soak: ## the properties and the simulation with many more cases and seeds; qcow2 in every combination, killed, and in random histories with qemu-img; cgroups for longer
+soak: ## the properties and the simulation with many more cases and seeds; qcow2 in every combination, killed, and in random histories with qemu-img; cgroups for longer; machines killed and moved
 	@scripts/deps build clients guest systemd
 	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block -p weir-export
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
@@ -84,6 +85,7 @@ soak: ## the properties and the simulation with many more cases and seeds; qcow2
 	$(RELEASE)
 	tests/guest/against-weir --full "$(TARGET)/release/weir"
 	tests/guest/against-weir --systemd "$(TARGET)/release/weir"
+	tests/guest/virtual-machines --full "$(TARGET)/release/weir"
 
 doc: ## build the documentation of the crates, private items included
 	@scripts/deps build

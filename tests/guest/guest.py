@@ -1,5 +1,5 @@
-"""A virtual machine with a Linux that has cgroup v2 and an NBD client, and that does what scripts
-say.
+"""A virtual machine with a Linux that has cgroup v2, an NBD client and virtio's disks, and that
+does what scripts say.
 
 Why its clock can be its own: with QEMU's `-icount`, an instruction of the guest takes two of its
 nanoseconds, and when it only waits, its clock goes at once to what it waits for. What it measures
@@ -31,6 +31,8 @@ SCRIPT_SECONDS = 400
 # at times.
 END = b"@END "
 AGAIN = b"@AGAIN"
+# It takes scripts.
+READY = b"@READY"
 TRANSMISSIONS = 5
 # One host thread for all of the guest's processors, and no five levels of page tables (LA57): with
 # several threads, or with those, QEMU 7.2 breaks a kernel now and then.
@@ -90,12 +92,12 @@ class ExportedDisk:
         return f"mkdir -p /mnt/{self.name} && mount -t ext4 /dev/{self.name} /mnt/{self.name}"
 
 
-def program_archive(program, directory):
-    """The program as /bin/weir, and its libraries, as an initramfs to be appended to another one."""
+def program_archive(program, directory, path):
+    """The program, at that path, and its libraries: an initramfs to be appended to another one."""
     tree, stripped = Path(directory, "program"), Path(directory, "stripped")
     # Without what only a debugger reads.
     subprocess.run(["strip", "--strip-debug", "-o", stripped, program], check=True)
-    subprocess.run([HERE / "copy-program", tree, stripped, "/bin/weir"], check=True)
+    subprocess.run([HERE / "copy-program", tree, stripped, path], check=True)
     stripped.unlink()
     names = subprocess.run(["find", "."], cwd=tree, check=True, capture_output=True).stdout
     pack = ["cpio", "--quiet", "-o", "-H", "newc"]
@@ -106,6 +108,9 @@ def program_archive(program, directory):
 
 class Guest:
     """One running machine. Use it in a `with` statement."""
+
+    # Where its program is in the guest.
+    PROGRAM = "/bin/weir"
 
     def __init__(self, cache, program, disks, own_clock=True, network=False, system=None):
         self.cache = Path(cache)
@@ -123,8 +128,7 @@ class Guest:
         try:
             self._start(Path(self._directory.name))
             try:
-                self._lines_until(b"@READY", BOOT_SECONDS)
-                self._prepare()
+                self._boot()
             except BaseException:
                 self._stop()
                 raise
@@ -158,7 +162,9 @@ class Guest:
         line = f"{hashlib.md5(content).hexdigest()} {base64.b64encode(content).decode()}\n"
         for _ in range(TRANSMISSIONS):
             self._send(line.encode())
-            lines = self._lines_until((END, AGAIN), SCRIPT_SECONDS)
+            lines = self._lines_until((END, AGAIN, READY), SCRIPT_SECONDS)
+            if lines[-1].startswith(READY):
+                raise GuestFailed(f"the guest has started again by itself; its console:\n{self.last_words()}")
             if not lines[-1].startswith(AGAIN):
                 break
         else:
@@ -169,6 +175,11 @@ class Guest:
             raise ScriptFailed(f"a script ended with status {status}:\n{script}\nIt printed:\n{output}")
         return output, status
 
+    def _boot(self):
+        """Waits until it takes scripts, and prepares it for them."""
+        self._lines_until(READY, BOOT_SECONDS)
+        self._prepare()
+
     def _stop(self):
         # There is nothing in it that is to be kept.
         self._process.kill()
@@ -178,33 +189,49 @@ class Guest:
 
     def _start(self, directory):
         self._console = directory / "console"
+        # What QEMU itself says.
+        self._complaints = directory / "complaints"
         initramfs = directory / "initramfs"
         base = Path(self.cache, "guest.gz").read_bytes()
         # An archive that is not compressed must begin at a multiple of four (the kernel's
         # init/initramfs.c).
         padding = bytes(-len(base) % 4)
-        initramfs.write_bytes(base + padding + program_archive(self.program, directory))
+        initramfs.write_bytes(base + padding + program_archive(self.program, directory, self.PROGRAM))
         self._socket, theirs = socket.socketpair()
-        exported = [disk for disk in self.disks if isinstance(disk, ExportedDisk)]
-        system = f" SYSTEM=vd{string.ascii_lowercase[len(exported)]}" if self.system else ""
+        hardware, passed = self._hardware()
+        passed = [theirs, *passed]
         command = [
-            "qemu-system-x86_64", "-accel", ACCELERATOR, "-cpu", PROCESSOR, "-m", "3G",
+            "qemu-system-x86_64", "-accel", ACCELERATOR, "-cpu", PROCESSOR,
             "-nodefaults", "-display", "none", "-no-reboot",
             "-serial", f"file:{self._console}",
             "-chardev", f"socket,id=scripts,fd={theirs.fileno()}", "-serial", "chardev:scripts",
-            "-kernel", self.cache / "vmlinuz", "-initrd", initramfs, "-append", KERNEL + system,
+            "-kernel", self.cache / "vmlinuz", "-initrd", initramfs, *hardware,
         ]  # fmt: skip
-        if self.own_clock:
-            command += OWN_CLOCK
-        if self.network:
-            command += ["-netdev", "user,id=net0", "-device", "virtio-net-pci,netdev=net0,romfile="]
-        for disk in exported:
-            command += ["-drive", f"if=virtio,format=raw,cache=unsafe,file={disk.uri}"]
-        if self.system:
-            command += ["-drive", f"if=virtio,format=raw,snapshot=on,file={self.system}"]
-        with theirs:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        with open(self._complaints, "wb") as complaints:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stderr=complaints,
+                pass_fds=[end.fileno() for end in passed],
+            )
+        for end in passed:
+            end.close()
         self._received = self._socket.makefile("rb")
+
+    def _hardware(self):
+        """Further words of QEMU's command line, and the sockets that these hand to it."""
+        exported = [disk for disk in self.disks if isinstance(disk, ExportedDisk)]
+        system = f" SYSTEM=vd{string.ascii_lowercase[len(exported)]}" if self.system else ""
+        words = ["-m", "3G", "-append", KERNEL + system]
+        if self.own_clock:
+            words += OWN_CLOCK
+        if self.network:
+            words += ["-netdev", "user,id=net0", "-device", "virtio-net-pci,netdev=net0,romfile="]
+        for disk in exported:
+            words += ["-drive", f"if=virtio,format=raw,cache=unsafe,file={disk.uri}"]
+        if self.system:
+            words += ["-drive", f"if=virtio,format=raw,snapshot=on,file={self.system}"]
+        return words, []
 
     def _prepare(self):
         """Makes the disks and the two control groups that most cases use, and bounds what waits to
@@ -233,7 +260,7 @@ class Guest:
     def _died(self):
         # Its end of the connection closes a moment before it has ended.
         self._process.wait()
-        return GuestFailed(f"the guest has ended by itself; its console:\n{self._last_words()}")
+        return GuestFailed(f"the guest has ended by itself; its console:\n{self.last_words()}")
 
     def _lines_until(self, beginning, seconds):
         """All lines up to and with the first that begins so, or with one of several."""
@@ -251,9 +278,10 @@ class Guest:
             # A time-out; and after it, whatever else is asked of this connection fails too.
             printed = b"".join(lines).decode(errors="replace")
             what = f"no answer from the guest within {seconds} s; it printed:\n{printed}"
-            raise GuestFailed(f"{what}\nIts console:\n{self._last_words()}") from error
+            raise GuestFailed(f"{what}\nIts console:\n{self.last_words()}") from error
         return lines
 
-    def _last_words(self):
-        text = self._console.read_text(errors="replace") if self._console.exists() else ""
-        return text[-4000:]
+    def last_words(self):
+        """The end of its console, and what QEMU has said."""
+        files = [path for path in (self._console, self._complaints) if path.exists()]
+        return "\n".join(path.read_text(errors="replace")[-4000:] for path in files)

@@ -1,0 +1,207 @@
+"""Back ends of vhost-user-blk as the tests run them: weir, and QEMU's daemon to try the tests
+themselves on.
+
+One process serves one disk on one socket. Started, it is ready; it may be killed and started again
+on the same socket, as a service manager would.
+
+Never leaves a process behind; never touches the image.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from lines import Lines
+from monitor import Monitor
+
+STOP_SECONDS = 120
+# A process that was killed holds its locks until the kernel has ended its last request.
+STARTS = 500
+
+
+class BackEndFailed(Exception):
+    """It did not start, ended by itself, or ended with an error; the text says what it said."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a machine is offered."""
+
+    queues: int = 1
+    serial: str = ""
+    read_only: bool = False
+    # A write is answered when it is durable, and not before.
+    write_through: bool = False
+    # The machine listens, and the back end connects to it.
+    connects: bool = False
+
+
+class BackEnd:
+    """One running server of one image. Use it in a `with` statement."""
+
+    # What it can do that another cannot.
+    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = True
+
+    def __init__(self, program, image, kind, offer=Offer()):
+        self.program, self.image, self.kind, self.offer = program, Path(image), kind, offer
+
+    def __enter__(self):
+        # A name for sockets is short (unix(7): 108 bytes), so not beside the images.
+        self._directory = tempfile.mkdtemp(prefix="weir-vm.")
+        self.socket = Path(self._directory, "disk.sock")
+        self._process = self.monitor = self._log = None
+        try:
+            self.start()
+        except BaseException:
+            shutil.rmtree(self._directory)
+            raise
+        return self
+
+    def __exit__(self, kind, *_):
+        try:
+            self.stop(quiet=kind is not None)
+        finally:
+            shutil.rmtree(self._directory)
+
+    def start(self):
+        """Starts it, again where it ends at once, until it is ready."""
+        for _ in range(STARTS):
+            if self._launch():
+                return
+            status = self._process.wait()
+            said = self.log()
+        raise BackEndFailed(f"{self.program}: ended with {status} at each of {STARTS} starts:\n{said}")
+
+    def kill(self):
+        """Ends it without a word of warning."""
+        self._process.kill()
+        self._process.wait()
+        self._close()
+
+    def stop(self, quiet=False):
+        """Ends it in order; `quiet` when another failure is on its way out."""
+        if self._process is None:
+            return
+        early = self._process.poll()
+        self._process.terminate()
+        try:
+            status = self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            status = f"no answer to SIGTERM within {STOP_SECONDS} s"
+        self._log.until_end()
+        said = self.log()
+        self._close()
+        self._process = None
+        if not quiet and (early is not None or status not in (0, -15)):
+            when = "ended by itself" if early is not None else "ended"
+            raise BackEndFailed(f"{self.program}: {when} with {status}:\n{said}")
+
+    def log(self):
+        """What it has said since it was started."""
+        return "\n".join(self.log_lines()[-60:])
+
+    def log_lines(self):
+        """All of that."""
+        return self._log.all() if self._log else []
+
+    def second_socket(self):
+        """Opens another export of the disk; where it is."""
+        path = Path(self._directory, "second.sock")
+        self.monitor.run(
+            "block-export-add",
+            **{"type": "vhost-user-blk", "id": "second", "node-name": "disk", "writable": True},
+            addr={"type": "unix", "path": str(path)},
+        )
+        return path
+
+    def resize(self, size_bytes):
+        """Makes the disk that large."""
+        self.monitor.run("block_resize", **{"node-name": "disk", "size": size_bytes})
+
+    def _launch(self):
+        raise NotImplementedError
+
+    def _run(self, words, passed=()):
+        # What a developer has in the environment must not decide a test.
+        drop = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "RUST_LOG")
+        environment = {name: value for name, value in os.environ.items() if name not in drop}
+        self._process = subprocess.Popen(
+            [str(word) for word in words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment,
+            pass_fds=passed,
+        )
+        self._log = Lines(self._process.stderr, str(self.program))
+
+    def _close(self):
+        if self.monitor:
+            self.monitor.__exit__()
+            self.monitor = None
+
+
+class Weir(BackEnd):
+    """`weir serve`."""
+
+    def _launch(self):
+        offer = self.offer
+        keys = {"queues": offer.queues}
+        if offer.serial:
+            keys["serial"] = offer.serial
+        if offer.read_only:
+            keys["read-only"] = "on"
+        if offer.connects:
+            keys["client"] = "on"
+        export = ",".join([f"unix:{self.socket}", *(f"{key}={value}" for key, value in keys.items())])
+        # Never the page cache, so that what the guest sends is what the device gets.
+        cache = "directsync" if offer.write_through else "none"
+        control = Path(self._directory, "qmp.sock")
+        self._run([
+            self.program, "serve", self.image, "--format", self.kind, "--name", "disk",
+            "--cache", cache, "--vhost-user-blk", export, "--qmp", f"unix:{control}",
+        ])  # fmt: skip
+        if not self._log.wait_for(lambda lines: any("ready" in line for line in lines)):
+            return False
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(control))
+        self.monitor = Monitor(connection)
+        return True
+
+
+class Daemon(BackEnd):
+    """qemu-storage-daemon. What it lacks in version 7.2: the guest does not see a new size, its
+    serial number is fixed, it says "write through" whatever happens, after it was killed requests
+    are lost or done twice, as it remembers none (INFLIGHT_SHMFD), and it only listens.
+    """
+
+    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = False
+
+    def _launch(self):
+        ours, theirs = socket.socketpair()
+        file = f"driver=file,node-name=file,filename={self.image},discard=unmap,cache.direct=on"
+        export = f"type=vhost-user-blk,id=first,node-name=disk,num-queues={self.offer.queues}"
+        export += f",writable={'off' if self.offer.read_only else 'on'}"
+        export += f",writethrough={'on' if self.offer.write_through else 'off'}"
+        with theirs:
+            self._run([
+                self.program, "--blockdev", file,
+                "--blockdev", f"driver={self.kind},node-name=disk,file=file,discard=unmap",
+                "--export", f"{export},addr.type=unix,addr.path={self.socket}",
+                "--chardev", f"socket,id=monitor,fd={theirs.fileno()}", "--monitor", "monitor",
+            ], [theirs.fileno()])  # fmt: skip
+        try:
+            # It greets when all else is there.
+            self.monitor = Monitor(ours)
+        except Exception:
+            ours.close()
+            if self._process.poll() is None:
+                raise
+            return False
+        return True

@@ -1,0 +1,176 @@
+"""What a guest does with its disks on an ordinary day: files on them, a reset, settings, a size
+that changes, disks that come and go.
+"""
+
+import subprocess
+
+from load import BLOCKS, FILES_MIB, THREADS, Load, Wrong, check_files, make_files
+from stage import MIB, LeftOut, allocated
+from virtual_machine import Drive
+
+# What weir logs.
+SWITCHED = "the guest switched the write cache"
+
+
+def same(what, seen, wanted):
+    """Fails if this is not what it should be."""
+    if seen != wanted:
+        raise Wrong(f"{what}: {seen!r} (asked: {wanted!r})")
+
+
+def files(stage):
+    """A raw and a qcow2 image."""
+    kinds = {"vda": "raw", "vdb": "qcow2"}
+    images = {disk: stage.image("files", kind) for disk, kind in kinds.items()}
+    servers = {disk: stage.serve(images[disk], kind) for disk, kind in kinds.items()}
+    machine = stage.machine([Drive(server.socket) for server in servers.values()])
+
+    def files_over_a_reset():
+        full = {}
+        for disk in kinds:
+            _write_files(machine, disk)
+            full[disk] = allocated(images[disk])
+            machine.run(f"rm -r /mnt/{disk}/gone && sync && fstrim /mnt/{disk}")
+            check_files(machine, disk)
+        machine.reset()
+        for disk in kinds:
+            machine.run(f"mkdir /mnt/{disk}; mount -t ext4 /dev/{disk} /mnt/{disk}")
+            machine.run(f"cd /mnt/{disk} && md5sum -c sums && cmp kept/1 copied/1")
+            check_files(machine, disk)
+        for server in servers.values():
+            server.stop()
+        # Now, as a qcow2 image frees what was discarded when its metadata is durable.
+        for disk, image in images.items():
+            freed = full[disk] - allocated(image)
+            if freed < 4 * MIB:
+                raise Wrong(f"{disk}: fstrim has freed {freed} bytes of the image (asked: 4 MiB and more)")
+        # What the guest flushed is a whole image for others, too.
+        subprocess.run(["qemu-img", "check", "-q", images["vdb"]], check=True)
+        subprocess.run(["/sbin/e2fsck", "-fn", images["vda"]], check=True, capture_output=True)
+
+    stage.case("files", files_over_a_reset)
+
+
+def _write_files(machine, disk):
+    """Some that stay, with their sums, and 6 MiB that go."""
+    make_files(machine, disk)
+    machine.run(f"""
+        set -e
+        cd /mnt/{disk}
+        mkdir kept gone
+        for number in 1 2 3 4 5 6; do
+            dd if=/dev/urandom of=kept/$number bs=50000 count=$((number * 4)) 2>/dev/null
+            dd if=/dev/urandom of=gone/$number bs=1M count=1 oflag=direct 2>/dev/null
+        done
+        cp -r kept copied
+        md5sum kept/* copied/* >sums
+        sync
+    """)
+
+
+def settings(stage):
+    """One machine with two processors, and disks that differ in what they are offered."""
+    daemon = stage.features
+    servers = [
+        stage.serve(stage.image("two"), queues=2, serial="first-of-all"),
+        stage.serve(stage.image("four"), queues=4),
+        stage.serve(stage.image("read"), read_only=True, serial="twenty-letters-long-"),
+    ]
+    second = stage.serve(stage.image("second"))
+    queues = (2, 4, 1)
+    drives = [Drive(server.socket, number) for server, number in zip(servers, queues)]
+    # The last by its name, as it is behind a bridge.
+    drives.append(Drive(second.socket, slot=0))
+    pluggable = "vdd"
+    if daemon.CONNECTS:
+        caller = stage.serve(stage.image("caller"), connects=True)
+        drives.append(Drive(caller.socket, listens=True))
+        pluggable = "vde"
+    machine = stage.machine(drives, processors=2)
+
+    def several_queues():
+        for disk, number in (("vda", 2), ("vdb", 4)):
+            # Linux uses no more than it has processors.
+            seen = machine.run(f"ls /sys/block/{disk}/mq | wc -l").strip()
+            same(f"{disk}: queues in use", seen, str(min(number, 2)))
+            load = Load(disk, files=False)
+            load.begin(machine)
+            load.more(machine, 3)
+            load.end(machine)
+            # From each of its processors, so that both queues carry some.
+            for processor in (0, 1):
+                read = f"dd if=/dev/{disk} of=/dev/null bs=64k count=32 iflag=direct"
+                machine.run(f"taskset {1 << processor:x} {read}")
+
+    def serial_number():
+        for disk, server in zip(("vda", "vdc"), (servers[0], servers[2])):
+            wanted = server.offer.serial if daemon.SERIALS else "vhost_user_blk"
+            same(f"{disk}: serial", machine.run(f"cat /sys/block/{disk}/serial").strip(), wanted)
+        if daemon.SERIALS:
+            same("vdb: serial", machine.run("cat /sys/block/vdb/serial").strip(), "disk")
+
+    def read_only():
+        same("/sys/block/vdc/ro", machine.run("cat /sys/block/vdc/ro").strip(), "1")
+        said, status = machine.run_status("dd if=/dev/zero of=/dev/vdc bs=4k count=1 oflag=direct")
+        if status == 0:
+            raise Wrong(f"a read-only disk was written to: {said}")
+        machine.run("dd if=/dev/vdc of=/dev/null bs=64k count=16 iflag=direct")
+
+    def write_cache():
+        if not daemon.CACHES:
+            raise LeftOut("the back end offers none")
+        for cache in ("write back", "write through", "write back"):
+            script = f'echo "{cache}" >/sys/block/vda/cache_type && cat /sys/block/vda/queue/write_cache'
+            same("cache", machine.run(script).strip(), cache)
+            machine.run("dd if=/dev/zero of=/dev/vda bs=4k count=1 conv=fsync")
+        switched = [line for line in servers[0].log_lines() if SWITCHED in line]
+        told = [line.rpartition("write_cache=")[2].split()[0] for line in switched]
+        # The firmware, which has none, may have switched it before.
+        same("what weir says of it", told[-2:], ["false", "true"])
+
+    def resized():
+        if not daemon.RESIZES:
+            raise LeftOut("the back end does not tell the guest")
+        for mib in (300, 320):
+            servers[0].resize(mib * MIB)
+            # No event tells a script in the guest; its kernel is told at once.
+            machine.run(f"until [ $(blockdev --getsize64 /dev/vda) = {mib * MIB} ]; do pause 0.02; done")
+            machine.run(f"dd if=/dev/urandom of=/dev/vda bs=1M count=1 seek={mib - 1} oflag=direct")
+            same("the image's size", servers[0].image.stat().st_size, mib * MIB)
+
+    def called():
+        if not daemon.CONNECTS:
+            raise LeftOut("the back end only listens")
+        load = Load("vdd", files=False)
+        load.begin(machine)
+        load.more(machine)
+        caller.kill()
+        caller.start()
+        load.more(machine)
+        load.end(machine)
+
+    def plugged():
+        script = f"numbered check /dev/{pluggable} {FILES_MIB} {THREADS} {BLOCKS}"
+        load = Load(pluggable, files=False)
+        before = machine.run(script)
+        # It is there from the start, and comes twice more.
+        for slot in (1, 0, None):
+            same("what it has from before", machine.run(script), before)
+            load.begin(machine)
+            load.more(machine)
+            load.end(machine)
+            before = machine.run(script)
+            machine.unplug("disk3")
+            # No event tells a script in the guest.
+            machine.run(f"until [ ! -e /dev/{pluggable} ]; do pause 0.02; done")
+            if slot is not None:
+                machine.plug("disk3", Drive(second.socket, slot=slot))
+                machine.run(f"until [ -b /dev/{pluggable} ]; do pause 0.02; done")
+
+    stage.case("queues", several_queues)
+    stage.case("serial", serial_number)
+    stage.case("read-only", read_only)
+    stage.case("write-cache", write_cache)
+    stage.case("resize", resized)
+    stage.case("client", called)
+    stage.case("plugging", plugged)

@@ -1,0 +1,62 @@
+"""Lines that another program writes, kept as they come, and waited for.
+
+Never drops one; never judges any.
+"""
+
+import threading
+
+# Much longer than anything takes that is waited for, also on a machine that stands still.
+SECONDS = 300
+
+
+class LinesFailed(Exception):
+    """A line did not come; the text says what came instead."""
+
+
+class Lines:
+    """All lines of a file until its end, read by a thread of its own. Closes the file."""
+
+    def __init__(self, file, what):
+        self._what = what
+        self._lines = []
+        self._ended = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._read, args=(file,), daemon=True)
+        self._thread.start()
+
+    def __len__(self):
+        with self._changed:
+            return len(self._lines)
+
+    def all(self, begin=0):
+        """Those so far, from that one on."""
+        with self._changed:
+            return self._lines[begin:]
+
+    def until_end(self):
+        """All lines, once the writer has closed its end."""
+        self._thread.join(SECONDS)
+        return self.all()
+
+    def wait_for(self, holds, begin=0):
+        """Waits until this holds of the lines from that one on. Says whether it did before the file
+        ended.
+        """
+        with self._changed:
+            came = self._changed.wait_for(
+                lambda: self._ended or holds(self._lines[begin:]), timeout=SECONDS
+            )
+            if not came:
+                last = "\n".join(self._lines[-40:])
+                raise LinesFailed(f"{self._what}: nothing for {SECONDS} s; last was:\n{last}")
+            return holds(self._lines[begin:])
+
+    def _read(self, file):
+        with file:
+            for line in file:
+                with self._changed:
+                    self._lines.append(line.decode(errors="replace").rstrip("\n"))
+                    self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
