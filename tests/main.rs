@@ -35,6 +35,7 @@ mod libnbd;
 mod limits;
 mod live;
 mod locking;
+mod machines;
 mod measuring;
 mod nbdcopy;
 mod nbdinfo;

@@ -12,8 +12,9 @@ use std::{
 use block::storage::{Format, rate::RateOptions};
 
 use super::{
-    Address, Disk, DiskDraft, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings, Place, Plan,
-    Said, Server, Service, ServiceDraft, Settings, SocketAccess, Wrong, groups::Groups, promises,
+    Address, Disk, DiskDraft, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings, MachineExport,
+    Place, Plan, Said, Server, Service, ServiceDraft, Settings, SocketAccess, Wrong, groups::Groups,
+    promises,
 };
 
 /// Threads by default, at most: past them a disk's own queue is what limits.
@@ -51,10 +52,11 @@ impl Plan {
         promises::check(&draft, &groups, &disks)?;
         let standard = standard_endpoints(&draft, inherited)?;
         let servers = servers(&draft.disks, &standard)?;
+        let machines = machines(&draft.disks, &servers)?;
         let control = draft.service.qmp.clone();
         let service = service(draft.service)?;
-        check_sockets(&servers, &control)?;
-        Ok(Self { disks, groups, servers, service })
+        check_sockets(&servers, &machines, &control)?;
+        Ok(Self { disks, groups, servers, machines, service })
     }
 }
 
@@ -202,7 +204,7 @@ fn settings(disk: &DiskDraft, groups: &Groups<'_>) -> Result<(Settings, Option<u
 
 /// Where disks are served that do not say.
 fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<Endpoint>, Wrong> {
-    let all_say = draft.disks.iter().all(|disk| !disk.exports.is_empty());
+    let all_say = draft.disks.iter().all(DiskDraft::says_where);
     if let Some(first) = draft.service.nbd.first() {
         if inherited > 0 {
             return Err(
@@ -251,7 +253,7 @@ fn servers(disks: &[DiskDraft], standard: &[Endpoint]) -> Result<Vec<Server>, Wr
 }
 
 fn exports_of(disk: &DiskDraft, standard: &[Endpoint]) -> Vec<(Endpoint, Said<String>)> {
-    if disk.exports.is_empty() {
+    if !disk.says_where() {
         let name = disk.export_name.as_ref().unwrap_or(&disk.name);
         return standard.iter().map(|endpoint| (endpoint.clone(), name.clone())).collect();
     }
@@ -262,12 +264,35 @@ fn exports_of(disk: &DiskDraft, standard: &[Endpoint]) -> Vec<(Endpoint, Said<St
     disk.exports.iter().map(export).collect()
 }
 
-fn check_sockets(servers: &[Server], control: &[Said<PathBuf>]) -> Result<(), Wrong> {
-    let taken = |path: &PathBuf| {
-        servers
-            .iter()
-            .any(|server| matches!(&server.endpoint, Endpoint::Address(Address::Unix(nbd)) if nbd == path))
-    };
+fn machines(disks: &[DiskDraft], servers: &[Server]) -> Result<Vec<MachineExport>, Wrong> {
+    let mut taken: HashSet<&Path> = servers.iter().filter_map(socket_of).collect();
+    let mut machines = Vec::new();
+    for (disk, draft) in disks.iter().enumerate() {
+        for said in &draft.machines {
+            if !taken.insert(&said.value.socket) {
+                return Err(said.wrong("another disk is exported at this socket (give each its own)"));
+            }
+            machines.push(MachineExport { settings: said.value.clone(), disk });
+        }
+    }
+    Ok(machines)
+}
+
+fn socket_of(server: &Server) -> Option<&Path> {
+    match &server.endpoint {
+        Endpoint::Address(Address::Unix(path)) => Some(path),
+        Endpoint::Address(Address::Tcp { .. }) | Endpoint::Inherited => None,
+    }
+}
+
+fn check_sockets(
+    servers: &[Server],
+    machines: &[MachineExport],
+    control: &[Said<PathBuf>],
+) -> Result<(), Wrong> {
+    let machines = machines.iter().map(|machine| &*machine.settings.socket);
+    let exports: HashSet<&Path> = servers.iter().filter_map(socket_of).chain(machines).collect();
+    let taken = |path: &PathBuf| exports.contains(&**path);
     match control.iter().find(|said| taken(&said.value)) {
         Some(said) => Err(said.wrong("disks are exported at this socket (use another)")),
         None => Ok(()),

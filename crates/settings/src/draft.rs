@@ -6,7 +6,7 @@ use block::storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultR
 
 use super::{
     Address, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft,
-    tls::TlsDraft,
+    VhostUserBlk, tls::TlsDraft,
 };
 
 /// All that the command line and the config file said.
@@ -40,14 +40,21 @@ pub struct DiskDraft {
     pub faults: Vec<Said<FaultRule>>,
     /// What clients ask for where the daemon serves what says nothing; none: the disk's name.
     pub export_name: Option<Said<String>>,
-    /// None: wherever the daemon serves what says nothing.
+    /// None: wherever the daemon serves what says nothing, unless it is for machines alone.
     pub exports: Vec<ExportDraft>,
+    /// Where virtual machines find it.
+    pub machines: Vec<Said<VhostUserBlk>>,
 }
 
 impl DiskDraft {
     /// Whether it refuses writes, as a snapshot does without being told.
     pub fn is_read_only(&self) -> bool {
         self.read_only || self.snapshot.is_some()
+    }
+
+    /// Whether it says itself where it is exported.
+    pub fn says_where(&self) -> bool {
+        !self.exports.is_empty() || !self.machines.is_empty()
     }
 }
 

@@ -49,6 +49,7 @@ pub mod suggest;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod tls;
 mod units;
+mod vhost_user_blk;
 
 use std::{path::PathBuf, time::Duration};
 
@@ -68,6 +69,7 @@ pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSou
 pub use shares::{LimitsDraft, Settings, SettingsDraft};
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
 pub use units::{Rule, connections, count, duration, exact_size, read, size, workers};
+pub use vhost_user_blk::VhostUserBlk;
 
 /// Everything `weir serve` is to do.
 #[derive(Clone, Debug, PartialEq)]
@@ -76,8 +78,11 @@ pub struct Plan {
     pub disks: Vec<Disk>,
     /// Each after the one it lies in, else in the order they were given; one may have no members.
     pub groups: Vec<Group>,
-    /// At least one; no two at the same place.
+    /// No two at the same place.
     pub servers: Vec<Server>,
+    /// Exports to virtual machines; no two at the same place, and none where a server is. At least
+    /// one of these or of those.
+    pub machines: Vec<MachineExport>,
     /// What holds for the process.
     pub service: Service,
 }
@@ -155,6 +160,15 @@ pub enum Endpoint {
 pub struct Export {
     /// Empty is the default export.
     pub name: String,
+    /// Index in [`Plan::disks`].
+    pub disk: usize,
+}
+
+/// A disk for a virtual machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MachineExport {
+    /// Where, and what it is offered.
+    pub settings: VhostUserBlk,
     /// Index in [`Plan::disks`].
     pub disk: usize,
 }

@@ -17,6 +17,7 @@ use std::{
     sync::Arc,
 };
 
+use anyhow::Context as _;
 use block::{
     disk::{Disk, Failures},
     image::{
@@ -24,16 +25,17 @@ use block::{
         qcow2::{CacheSettings, bitmap::BitmapView},
     },
     layer::throttle::Group,
-    reactor,
+    reactor::{self, Worker},
     storage::{CacheMode, Root},
 };
 use export::nbd::{self, NotRemoved, Removal};
 use policy::time::{Duration, Instant};
-use settings::Image;
+use settings::{Image, SocketAccess, VhostUserBlk};
 
 use super::{
     change::{Change, Listener},
     devices::{Devices, Listed},
+    machine::Machine,
     serving::Serving,
 };
 
@@ -61,15 +63,66 @@ pub(crate) struct RunningExport {
     /// The name clients ask for; unique at its server.
     pub(crate) name: String,
     pub(crate) disk: Rc<RunningDisk>,
-    pub(crate) serving: Rc<Serving>,
+    pub(crate) door: Door,
     pub(crate) read_only: bool,
-    number: usize,
     ending: Cell<bool>,
+}
+
+/// How clients reach an export.
+pub(crate) enum Door {
+    /// By its name, and this number, at a server.
+    Nbd(Rc<Serving>, usize),
+    /// At a socket of its own.
+    VhostUserBlk(Rc<Machine>),
+}
+
+impl Door {
+    /// As QEMU's `BlockExportType` calls it.
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Self::Nbd(..) => "nbd",
+            Self::VhostUserBlk(_) => "vhost-user-blk",
+        }
+    }
+
+    pub(crate) fn address(&self) -> String {
+        match self {
+            Self::Nbd(serving, _) => serving.address(),
+            Self::VhostUserBlk(machine) => machine.address().to_owned(),
+        }
+    }
+
+    fn connections(&self) -> usize {
+        match self {
+            Self::Nbd(serving, number) => serving.server.connections_of(*number),
+            Self::VhostUserBlk(machine) => machine.server.connections(),
+        }
+    }
+
+    fn remove(&self, removal: Removal) -> Result<(), NotRemoved> {
+        match self {
+            Self::Nbd(serving, number) => serving.server.remove(*number, removal),
+            Self::VhostUserBlk(machine) => match (removal, machine.server.connections()) {
+                (Removal::Safe, connections @ 1..) => Err(NotRemoved::InUse { connections }),
+                _ => {
+                    machine.close();
+                    Ok(())
+                }
+            },
+        }
+    }
+
+    async fn wait_until_unused(&self) {
+        match self {
+            Self::Nbd(serving, number) => serving.server.wait_until_unused(*number).await,
+            Self::VhostUserBlk(machine) => machine.stop().await,
+        }
+    }
 }
 
 impl RunningExport {
     pub(crate) fn connections(&self) -> usize {
-        self.serving.server.connections_of(self.number)
+        self.door.connections()
     }
 
     /// It was removed, and its last clients are on their way out.
@@ -139,6 +192,8 @@ pub(crate) struct Inventory {
     stopped: Cell<bool>,
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
     servers: RefCell<Vec<Rc<Serving>>>,
+    /// What sockets of machines are made with: see [`Inventory::let_machines`].
+    machine_terms: OnceCell<(Rc<Vec<Worker>>, SocketAccess)>,
     /// The daemon ends once the last client has gone.
     pub(crate) ends_when_idle: Cell<bool>,
     exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
@@ -160,6 +215,7 @@ impl Inventory {
             stopped: Cell::new(false),
             groups: RefCell::default(),
             servers: RefCell::default(),
+            machine_terms: OnceCell::new(),
             ends_when_idle: Cell::new(false),
             exports: RefCell::default(),
             devices: OnceCell::new(),
@@ -385,11 +441,37 @@ impl Inventory {
 
     /// Whether clients have been served, and none is left.
     fn is_idle(&self) -> bool {
-        self.connections() == 0 && self.servers.borrow().iter().any(|serving| serving.server.has_served())
+        let served = || {
+            self.servers.borrow().iter().any(|serving| serving.server.has_served())
+                || self.machines().iter().any(|machine| machine.server.has_served())
+        };
+        self.connections() == 0 && served()
     }
 
     pub(crate) fn connections(&self) -> usize {
-        self.servers.borrow().iter().map(|serving| serving.server.connections()).sum()
+        let nbd: usize = self.servers.borrow().iter().map(|serving| serving.server.connections()).sum();
+        nbd + self.machines().iter().map(|machine| machine.server.connections()).sum::<usize>()
+    }
+
+    /// Exports to virtual machines.
+    pub(crate) fn machines(&self) -> Vec<Rc<Machine>> {
+        let exports = self.exports.borrow();
+        let machine = |export: &Rc<RunningExport>| match &export.door {
+            Door::VhostUserBlk(machine) => Some(Rc::clone(machine)),
+            Door::Nbd(..) => None,
+        };
+        exports.values().filter_map(machine).collect()
+    }
+
+    /// A disk may have another length: machines are told.
+    pub(crate) fn look_at_size(&self, disk: &Rc<RunningDisk>) {
+        for export in self.exports.borrow().values() {
+            if let Door::VhostUserBlk(machine) = &export.door
+                && Rc::ptr_eq(&export.disk, disk)
+            {
+                machine.server.look_at_size();
+            }
+        }
     }
 
     /// Those included whose last clients are on their way out.
@@ -420,20 +502,57 @@ impl Inventory {
             id: new.id.clone(),
             name: new.name,
             disk,
-            serving: Rc::clone(serving),
+            door: Door::Nbd(Rc::clone(serving), number),
             read_only: new.read_only,
-            number,
             ending: Cell::new(false),
         };
         self.exports.borrow_mut().insert(new.id, Rc::new(export));
         Ok(())
     }
 
+    /// Where the queues of machines run from now on, and who may connect to their sockets.
+    pub(crate) fn let_machines(&self, workers: &Rc<Vec<Worker>>, access: &SocketAccess) {
+        let _ = self.machine_terms.set((Rc::clone(workers), access.clone()));
+    }
+
+    /// An export to a virtual machine, which is let in at once. Its address.
+    pub(crate) fn add_machine(
+        self: &Rc<Self>,
+        id: String,
+        disk: Rc<RunningDisk>,
+        read_only: bool,
+        settings: &VhostUserBlk,
+    ) -> anyhow::Result<String> {
+        if self.exports.borrow().contains_key(&id) {
+            return Err(Refused::IdTaken(id).into());
+        }
+        let (workers, access) = self.machine_terms.get().context("nothing runs yet")?;
+        let machine = Machine::new(&id, (&disk.disk, disk.cache), read_only, settings, access, workers)?;
+        let address = machine.address().to_owned();
+        let ender = Rc::clone(&self.ender);
+        machine.accept(move |error| ender(End::Broken(error)));
+        if self.ends_when_idle.get() {
+            let (server, inventory) = (Arc::clone(&machine.server), Rc::downgrade(self));
+            reactor::spawn(async move {
+                let busy = |_: &_| inventory.upgrade().is_some_and(|inventory| !inventory.is_idle());
+                server.wait_while(busy).await;
+                if let Some(inventory) = inventory.upgrade() {
+                    (inventory.ender)(End::Idle);
+                }
+            });
+        }
+        let name = disk.disk.name().to_string();
+        let door = Door::VhostUserBlk(machine);
+        let export = RunningExport { id: id.clone(), name, disk, door, read_only, ending: Cell::new(false) };
+        self.exports.borrow_mut().insert(id, Rc::new(export));
+        Ok(address)
+    }
+
     /// No client finds the export any more when this returns. Its id and its disk stay in use until
     /// its last client is gone and [`Change::ExportDeleted`] follows.
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
         let export = self.export(id)?;
-        match export.serving.server.remove(export.number, removal) {
+        match export.door.remove(removal) {
             Ok(()) => {}
             // Removed already, and on its way out: nothing is left to refuse.
             Err(NotRemoved::Unknown) => return Ok(()),
@@ -444,7 +563,7 @@ impl Inventory {
         export.ending.set(true);
         let inventory = Rc::clone(self);
         reactor::spawn(async move {
-            export.serving.server.wait_until_unused(export.number).await;
+            export.door.wait_until_unused().await;
             inventory.exports.borrow_mut().remove(&export.id);
             inventory.tell(&Change::ExportDeleted { id: export.id.clone() });
         });

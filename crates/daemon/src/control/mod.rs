@@ -15,5 +15,6 @@ pub(crate) mod change;
 pub(crate) mod devices;
 pub(crate) mod held_back;
 pub(crate) mod inventory;
+pub(crate) mod machine;
 pub(crate) mod qmp;
 pub(crate) mod serving;

@@ -33,7 +33,7 @@ use console::{
 };
 use export::nbd;
 use sd_notify::NotifyState;
-use settings::{Draft, Plan, Service, config, state::Store};
+use settings::{Draft, MachineExport, Plan, Service, config, state::Store};
 
 use crate::{
     control::{
@@ -217,6 +217,8 @@ impl Daemon {
         for serving in &servers {
             serving.close();
         }
+        let machines = self.inventory.machines();
+        machines.iter().for_each(|machine| machine.close());
         let disks = self.inventory.disks();
         for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
             // A limit could hold what is in flight for hours. QEMU's drain lifts limits too.
@@ -230,6 +232,9 @@ impl Daemon {
         reactor::spawn(async move {
             for serving in servers {
                 serving.stop().await;
+            }
+            for machine in machines {
+                machine.stop().await;
             }
             control.await;
             let result = flush_and_close(&disks).await;
@@ -292,6 +297,18 @@ async fn listen(
             uris.extend(serving.uris(&export.name, &plan.service.tls));
             add_export(plan, export, &serving, inventory).await?;
         }
+    }
+    inventory.let_machines(workers, &plan.service.sockets);
+    for MachineExport { settings, disk: index } in &plan.machines {
+        let disk = inventory.disk(&plan.disks[*index].name)?;
+        let name = disk.disk.name();
+        let id = match inventory.export(name) {
+            Ok(_) => format!("{name}@{}", settings.address()),
+            Err(_) => name.to_string(),
+        };
+        let read_only = settings.read_only || plan.disks[*index].read_only;
+        let address = inventory.add_machine(id, disk, read_only, settings)?;
+        uris.push(format!("vhost-user-blk:{address}"));
     }
     // Who comes first finds everything: bitmaps are read for an export to be added.
     for serving in inventory.servers() {

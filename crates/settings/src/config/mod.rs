@@ -27,8 +27,14 @@ use toml::de::DeTable;
 
 use crate::{
     Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LimitsDraft, OnErrorDraft, Place,
-    PrefetchDraft, Qcow2Draft, Said, SecretSource, ServiceDraft, SettingsDraft, Wrong, log,
+    PrefetchDraft, Qcow2Draft, Said, SecretSource, ServiceDraft, SettingsDraft, VhostUserBlk, Wrong, log,
+    vhost_user_blk,
 };
+
+enum Exported {
+    Nbd(ExportDraft),
+    Machine(Said<VhostUserBlk>),
+}
 
 /// Largest config file that is read: some hundred thousand disks.
 pub const MAX_FILE_BYTES: u64 = 64 << 20;
@@ -176,8 +182,13 @@ impl Reader<'_> {
         let delay = section.value("delay")?;
         let rate = section.value("rate")?;
         let faults = section.list("fault", crate::read)?;
-        let exports = section.items("export")?;
-        let exports = exports.into_iter().map(|entry| self.export(entry)).collect::<Result<_, _>>()?;
+        let (mut exports, mut machines) = (Vec::new(), Vec::new());
+        for entry in section.items("export")? {
+            match self.export(entry)? {
+                Exported::Nbd(export) => exports.push(export),
+                Exported::Machine(machine) => machines.push(machine),
+            }
+        }
         section.finish()?;
         // After the end, because a misspelt `image` is an unknown key in the first place.
         let missing =
@@ -204,6 +215,7 @@ impl Reader<'_> {
             faults,
             export_name: None,
             exports,
+            machines,
         })
     }
 
@@ -222,20 +234,55 @@ impl Reader<'_> {
         })
     }
 
-    fn export(&self, entry: Entry<'_>) -> Result<ExportDraft, Wrong> {
+    fn export(&self, entry: Entry<'_>) -> Result<Exported, Wrong> {
         let section = entry.section()?;
-        let kind = section.parse("type", |text| match text {
-            "nbd" => Ok(()),
-            _ => Err("is not a type of export that weir has; there is \"nbd\"".to_owned()),
-        })?;
-        let listen = section.parse("listen", |text| self.address(text))?;
+        let kind =
+            section.parse("type", |text| match text {
+                "nbd" => Ok(false),
+                "vhost-user-blk" => Ok(true),
+                _ => Err("is not a type of export that weir has; there are \"nbd\" and \"vhost-user-blk\""
+                    .to_owned()),
+            })?;
         let missing = |what| section.place().wrong(what);
-        kind.ok_or_else(|| missing("no type (add type = \"nbd\")"))?;
-        let listen =
-            listen.ok_or_else(|| missing("no address (add listen = \"unix:PATH\" or \"HOST:PORT\")"))?;
-        let name = section.text("name")?;
+        let no_type = || missing("no type (add type = \"nbd\" or \"vhost-user-blk\")");
+        let exported = match kind.as_ref().map(|kind| kind.value) {
+            Some(true) => Exported::Machine(self.machine(&section)?),
+            Some(false) | None => {
+                let listen = section.parse("listen", |text| self.address(text))?;
+                kind.ok_or_else(no_type)?;
+                let no_address = || missing("no address (add listen = \"unix:PATH\" or \"HOST:PORT\")");
+                Exported::Nbd(ExportDraft {
+                    listen: listen.ok_or_else(no_address)?,
+                    name: section.text("name")?,
+                })
+            }
+        };
         section.finish()?;
-        Ok(ExportDraft { listen, name })
+        Ok(exported)
+    }
+
+    fn machine(&self, section: &Section<'_>) -> Result<Said<VhostUserBlk>, Wrong> {
+        let listen = section.parse("listen", |text| self.socket(text))?;
+        let listen = listen.ok_or_else(|| section.place().wrong("no socket (add listen = \"unix:PATH\")"))?;
+        let mut machine = VhostUserBlk::at(listen.value);
+        if let Some(said) = section.parse("queues", vhost_user_blk::queues)? {
+            machine.queues = said.value;
+        }
+        if let Some(said) = section.parse("queue-size", vhost_user_blk::queue_size)? {
+            machine.queue_size = said.value;
+        }
+        machine.serial = section.parse("serial", vhost_user_blk::serial)?.map(|said| said.value);
+        for (key, flag) in [
+            ("discard", &mut machine.discard),
+            ("write-zeroes", &mut machine.write_zeroes),
+            ("read-only", &mut machine.read_only),
+            ("client", &mut machine.client),
+        ] {
+            if let Some(said) = section.flag(key)? {
+                *flag = said.value;
+            }
+        }
+        Ok(Said::new(machine, listen.place))
     }
 
     fn address(&self, text: &str) -> Result<Address, String> {

@@ -406,7 +406,10 @@ fn what_listens_says_what_and_where() {
     );
     let export = |settings: &str| format!("export = [{{ {settings} }}]");
     let check = |settings: &str, expect: &str| check(&disk_with(&export(settings)), expect);
-    check("listen = \"h:1\"", "weir.toml:3: disk.vm1.export[0]: no type (add type = \"nbd\")");
+    check(
+        "listen = \"h:1\"",
+        "weir.toml:3: disk.vm1.export[0]: no type (add type = \"nbd\" or \"vhost-user-blk\")",
+    );
     check(
         "type = \"nbd\"",
         "weir.toml:3: disk.vm1.export[0]: no address (add listen = \"unix:PATH\" or \"HOST:PORT\")",
@@ -414,7 +417,7 @@ fn what_listens_says_what_and_where() {
     check(
         "type = \"iscsi\"",
         "weir.toml:3: disk.vm1.export[0].type = \"iscsi\": \
-         is not a type of export that weir has; there is \"nbd\"",
+         is not a type of export that weir has; there are \"nbd\" and \"vhost-user-blk\"",
     );
 }
 

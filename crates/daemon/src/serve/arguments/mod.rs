@@ -11,8 +11,8 @@ use block::{
 use clap::{ArgGroup, Args};
 use policy::throttle::Setting;
 use settings::{
-    Address, DiskDraft, Draft, GroupDraft, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft,
-    Qcow2Draft, Said, ServiceDraft, SettingsDraft, TlsDraft, TlsMode, Wrong,
+    Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LogFormat, OnErrorDraft, Owner, Place,
+    PrefetchDraft, Qcow2Draft, Said, ServiceDraft, SettingsDraft, TlsDraft, TlsMode, VhostUserBlk, Wrong,
     arguments::{CacheArgs, LimitArgs, LongArgs, Qcow2Args, ShareArgs},
     log, on_error,
 };
@@ -30,6 +30,8 @@ Examples:
       Two disks, nbd://localhost/a and nbd://localhost/b, that share 100 MiB per second.
   weir serve vm1.raw --iops-total 1000 --watermark 90 --qmp unix:/run/weir/qmp.sock
       1000 operations per second once the device is nine tenths busy; limits can be changed at the socket.
+  weir serve vm1.qcow2 -f qcow2 --cache none --vhost-user-blk unix:/run/vm1.sock,queues=4
+      For a virtual machine that shares its memory: docs/virtual-machines.md has QEMU's options.
   nbdinfo -- [ weir serve --read-only vm1.raw ]
       On the socket that the caller passes.
   weir serve --config /etc/weir.toml
@@ -124,6 +126,11 @@ struct NetworkArgs {
     /// localhost:10809]
     #[arg(long, value_name = "ADDRESS")]
     nbd: Vec<Address>,
+    /// Serve a virtual machine at unix:PATH, over vhost-user-blk; once for each IMAGE. Behind
+    /// commas: queues=N, queue-size=N, serial=TEXT, discard=off, write-zeroes=off, read-only,
+    /// client (the machine listens there). NBD is then served only where --nbd says so
+    #[arg(long, value_name = "unix:PATH[,…]", value_parser = settings::read::<VhostUserBlk>, conflicts_with = "config")]
+    vhost_user_blk: Vec<VhostUserBlk>,
     /// Clients at a time at each address; 0 is any number [default: 100]
     #[arg(long, value_name = "N", value_parser = settings::connections)]
     max_connections: Option<u32>,
@@ -220,14 +227,46 @@ struct LogArgs {
 impl ServeArgs {
     /// Without disks if `--config` was given.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
-        let Self { image, qcow2, prefetch, limits, shares, network, tls, imitate, process, log, .. } = self;
+        let Self { image, qcow2, prefetch, limits, shares, mut network, tls, imitate, process, log, .. } =
+            self;
         let of_disk = if image.group.is_some() { shares.of_member() } else { shares.of_loner(&limits) };
         Ok(Draft {
             groups: image.groups(&shares.settings(&limits)),
-            disks: image.disks(&of_disk, &qcow2.draft(), &prefetch.draft(), &imitate)?,
+            disks: {
+                let mut disks = image.disks(&of_disk, &qcow2.draft(), &prefetch.draft(), &imitate)?;
+                network.for_machines(&mut disks)?;
+                disks
+            },
             service: service(network, tls, process, log),
         })
     }
+}
+
+impl NetworkArgs {
+    /// Gives each disk its socket for a machine, if there are some, and the addresses of NBD.
+    fn for_machines(&mut self, disks: &mut [DiskDraft]) -> Result<(), Wrong> {
+        let (given, images) = (self.vhost_user_blk.len(), disks.len());
+        if given == 0 {
+            return Ok(());
+        }
+        if given != images {
+            let rule = format!("given {given} times for {images} images (give one for each, in their order)");
+            return Err(Place::new("--vhost-user-blk").wrong(rule));
+        }
+        let nbd: Vec<_> = self.nbd.drain(..).map(address).collect();
+        for (disk, machine) in disks.iter_mut().zip(self.vhost_user_blk.drain(..)) {
+            let place = Place::option("vhost-user-blk", &machine);
+            disk.machines.push(Said::new(machine, place));
+            let name = disk.export_name.clone();
+            let export = |listen: &Said<Address>| ExportDraft { listen: listen.clone(), name: name.clone() };
+            disk.exports = nbd.iter().map(export).collect();
+        }
+        Ok(())
+    }
+}
+
+fn address(address: Address) -> Said<Address> {
+    Said { place: Place::option("nbd", &address), value: address }
 }
 
 impl ImageArgs {
@@ -300,12 +339,12 @@ impl ImageArgs {
             rate: Said::option("rate", imitate.rate.clone()),
             faults: imitate.fault.iter().map(|rule| Said::new(rule.clone(), Place::new("--fault"))).collect(),
             exports: Vec::new(),
+            machines: Vec::new(),
         }
     }
 }
 
 fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArgs) -> ServiceDraft {
-    let address = |address: Address| Said { place: Place::option("nbd", &address), value: address };
     let socket = |path: PathBuf| {
         let place = Place::option("qmp", format_args!("unix:{}", path.display()));
         Said { value: path, place }

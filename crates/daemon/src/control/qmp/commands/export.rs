@@ -5,6 +5,7 @@ use std::rc::Rc;
 
 use export::nbd::Removal;
 use serde_json::{Value, json};
+use settings::VhostUserBlk;
 
 use crate::control::{
     bitmaps,
@@ -15,15 +16,26 @@ use crate::control::{
 
 /// Bytes of a name or a description: what the NBD protocol can carry ("Values", strings).
 const MAX_STRING_BYTES: usize = 4096;
-const TYPES: [&str; 1] = ["nbd"];
+const TYPES: [&str; 2] = ["nbd", "vhost-user-blk"];
 
 #[derive(Debug)]
 pub(super) struct BlockExportAdd {
     id: String,
     node: String,
+    writable: bool,
+    kind: Kind,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Nbd(Nbd),
+    VhostUserBlk(VhostUserBlk),
+}
+
+#[derive(Debug)]
+struct Nbd {
     name: String,
     description: String,
-    writable: bool,
     bitmaps: Vec<String>,
     listen: Option<String>,
 }
@@ -32,34 +44,18 @@ impl Command for BlockExportAdd {
     const NAME: &'static str = "block-export-add";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        arguments.choice("type", &TYPES)?.ok_or_else(|| Error::missing("type"))?;
+        let kind = arguments.choice("type", &TYPES)?.ok_or_else(|| Error::missing("type"))?;
         let id: String = arguments.required("id")?;
         if !identifier::is_well_formed(&id) {
             return Err(Error::generic("Invalid block export id"));
         }
         let node: String = arguments.required("node-name")?;
         refuse_unsupported(arguments)?;
-        let bitmaps = read_bitmaps(arguments, &node)?;
-        let text = |key: &str, what: &str, text: String| {
-            if text.len() > MAX_STRING_BYTES {
-                return Err(Error::generic(format!("{what} '{}' too long", shown(&text))));
-            }
-            if text.chars().any(char::is_control) {
-                return Err(Error::rule(key, "holds a control character"));
-            }
-            Ok(text)
+        let kind = match kind {
+            0 => Kind::Nbd(Nbd::read(arguments, &node)?),
+            _ => Kind::VhostUserBlk(read_machine(arguments)?),
         };
-        let name = arguments.optional("name")?.unwrap_or_else(|| node.clone());
-        let description = arguments.optional("description")?.unwrap_or_default();
-        Ok(Self {
-            id,
-            node,
-            bitmaps,
-            name: text("name", "export name", name)?,
-            description: text("description", "description", description)?,
-            writable: arguments.optional("writable")?.unwrap_or(false),
-            listen: arguments.optional("x-weir-listen")?,
-        })
+        Ok(Self { id, node, writable: arguments.optional("writable")?.unwrap_or(false), kind })
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
@@ -73,13 +69,20 @@ impl Command for BlockExportAdd {
         if self.writable && disk.disk.image().is_read_only() {
             return Err(Error::generic("Cannot export read-only node as writable"));
         }
-        let views = bitmaps::of_image(&disk, &self.bitmaps).await;
+        let nbd = match self.kind {
+            Kind::Nbd(nbd) => nbd,
+            Kind::VhostUserBlk(settings) => {
+                let added = inventory.add_machine(self.id, disk, !self.writable, &settings);
+                return added.map(|_| json!({})).map_err(|error| Error::generic(format!("{error:#}")));
+            }
+        };
+        let views = bitmaps::of_image(&disk, &nbd.bitmaps).await;
         let views = views.map_err(|error| Error::generic(error.to_string()))?;
-        let serving = self.serving(&inventory)?;
+        let serving = nbd.serving(&inventory)?;
         let new = NewExport {
             id: self.id,
-            name: self.name,
-            description: self.description,
+            name: nbd.name,
+            description: nbd.description,
             disk: self.node,
             read_only: !self.writable,
             bitmaps: views,
@@ -94,7 +97,28 @@ impl Command for BlockExportAdd {
     }
 }
 
-impl BlockExportAdd {
+impl Nbd {
+    fn read(arguments: &mut Arguments, node: &str) -> Result<Self, Error> {
+        let bitmaps = read_bitmaps(arguments, node)?;
+        let text = |key: &str, what: &str, text: String| {
+            if text.len() > MAX_STRING_BYTES {
+                return Err(Error::generic(format!("{what} '{}' too long", shown(&text))));
+            }
+            if text.chars().any(char::is_control) {
+                return Err(Error::rule(key, "holds a control character"));
+            }
+            Ok(text)
+        };
+        let name = arguments.optional("name")?.unwrap_or_else(|| node.to_owned());
+        let description = arguments.optional("description")?.unwrap_or_default();
+        Ok(Self {
+            name: text("name", "export name", name)?,
+            description: text("description", "description", description)?,
+            bitmaps,
+            listen: arguments.optional("x-weir-listen")?,
+        })
+    }
+
     fn serving(&self, inventory: &Inventory) -> Result<Rc<Serving>, Error> {
         let servers = inventory.servers();
         let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>();
@@ -116,6 +140,25 @@ impl BlockExportAdd {
             },
         }
     }
+}
+
+/// As QEMU's `BlockExportOptionsVhostUserBlk`, with one queue if nothing is said.
+fn read_machine(arguments: &mut Arguments) -> Result<VhostUserBlk, Error> {
+    let mut address = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
+    let kind = address.choice("type", &["unix"])?;
+    kind.ok_or_else(|| Error::missing(&address.name_of("type")))?;
+    let path: String = address.required("path")?;
+    let socket = settings::socket(&format!("unix:{path}"));
+    let socket = socket.map_err(|rule| Error::rule(&address.name_of("path"), rule))?;
+    address.finish()?;
+    if let Some(bytes) = arguments.number("logical-block-size", 512..=4096)?
+        && bytes != 512
+    {
+        return Err(Error::rule("logical-block-size", "is 512 here, of every disk"));
+    }
+    let queues = arguments.number("num-queues", 1..=256)?.unwrap_or(1);
+    // From 1 to 256.
+    Ok(VhostUserBlk { queues: queues as u16, ..VhostUserBlk::at(socket) })
 }
 
 /// What QEMU has and weir does not: refused by name, unless it asks for what is so anyway.
@@ -190,7 +233,7 @@ query!(QueryBlockExports, "query-block-exports", |inventory| {
     let info = exports.iter().map(|export| {
         json!({
             "id": export.id,
-            "type": "nbd",
+            "type": export.door.kind(),
             "node-name": &**export.disk.disk.name(),
             "shutting-down": export.is_ending(),
         })

@@ -14,6 +14,7 @@ use block::{
     memory::{Budget, Usage},
     reactor,
 };
+use export::vhost_user_blk::Statistics;
 use policy::{
     throttle::{Counters, Enforcement, LimitKind, Limits, Part, Setting, Share, Stats},
     watermark::{Capacity, Watermark},
@@ -23,7 +24,7 @@ use serde_json::{Map, Value, json};
 use crate::control::{
     change::Change,
     devices::Listed,
-    inventory::{Inventory, RunningDisk, RunningExport},
+    inventory::{Door, Inventory, RunningDisk, RunningExport},
     qmp::{
         arguments::Arguments,
         caches,
@@ -313,14 +314,24 @@ fn add_settings(
 }
 
 fn export(export: &RunningExport) -> Value {
-    json!({
+    let mut answer = json!({
+        "type": export.door.kind(),
         "name": export.name,
         "id": export.id,
         "disk": &**export.disk.disk.name(),
-        "address": export.serving.address(),
+        "address": export.door.address(),
         "connections": export.connections(),
         "read-only": export.read_only || export.disk.disk.image().is_read_only(),
-    })
+    });
+    if let Door::VhostUserBlk(machine) = &export.door {
+        let Statistics { queues, requests, in_flight, kicks, calls } = machine.server.statistics();
+        answer["queues"] = json!(queues);
+        answer["requests"] = json!(requests);
+        answer["in-flight"] = json!(in_flight);
+        answer["kicks"] = json!(kicks);
+        answer["calls"] = json!(calls);
+    }
+    answer
 }
 
 fn throttle(stats: &Stats) -> Value {

@@ -1,0 +1,200 @@
+//! `--vhost-user-blk unix:PATH,queues=4,…`: a socket where a virtual machine finds a disk, and what
+//! it is offered there. The config file has the same keys.
+
+use std::{fmt, path::PathBuf, str::FromStr};
+
+/// A message of the protocol has eight bits for a ring's number.
+const MAX_QUEUES: u16 = 256;
+/// Of descriptors (virtio 1.3 § 2.7).
+const MAX_QUEUE_SIZE: u16 = 1 << 15;
+/// Enough for a machine of so many processors; queues that are not used cost nothing.
+const DEFAULT_QUEUES: u16 = 16;
+/// As other back ends; the guest's firmware and driver take what they like up to it.
+const DEFAULT_QUEUE_SIZE: u16 = 1024;
+/// A request has a header, data and a status.
+const LEAST_QUEUE_SIZE: u16 = 4;
+/// Bytes of a serial number that a guest can see (virtio 1.3 § 5.2.6).
+const MAX_SERIAL_BYTES: usize = 20;
+
+/// An export to a virtual machine.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct VhostUserBlk {
+    /// The socket's path.
+    pub socket: PathBuf,
+    /// The machine listens there, and weir connects.
+    pub client: bool,
+    /// Rings at most.
+    pub queues: u16,
+    /// Descriptors of a ring at most: a power of two.
+    pub queue_size: u16,
+    /// The disk's serial number; `None`: its name.
+    pub serial: Option<String>,
+    /// Whether DISCARD is offered.
+    pub discard: bool,
+    /// Whether WRITE_ZEROES is offered.
+    pub write_zeroes: bool,
+    /// Refuses writes though the disk takes them.
+    pub read_only: bool,
+}
+
+impl VhostUserBlk {
+    /// At this socket, with nothing else said.
+    pub fn at(socket: PathBuf) -> Self {
+        Self {
+            socket,
+            client: false,
+            queues: DEFAULT_QUEUES,
+            queue_size: DEFAULT_QUEUE_SIZE,
+            serial: None,
+            discard: true,
+            write_zeroes: true,
+            read_only: false,
+        }
+    }
+
+    /// Where it is, as text.
+    pub fn address(&self) -> String {
+        format!("unix:{}", self.socket.display())
+    }
+}
+
+impl FromStr for VhostUserBlk {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut parts = text.split(',');
+        let mut export = Self::at(super::socket(parts.next().unwrap_or_default())?);
+        let mut seen: Vec<&str> = Vec::new();
+        for part in parts {
+            let (key, value) = part.split_once('=').unwrap_or((part, "on"));
+            if seen.contains(&key) {
+                return Err(format!("{key} is given twice (leave one away)"));
+            }
+            seen.push(key);
+            let wrong = |rule: String| format!("{part}: {rule}");
+            match key {
+                "queues" => export.queues = queues(value).map_err(wrong)?,
+                "queue-size" => export.queue_size = queue_size(value).map_err(wrong)?,
+                "serial" => export.serial = Some(serial(value).map_err(wrong)?),
+                "discard" => export.discard = switch(value).map_err(wrong)?,
+                "write-zeroes" => export.write_zeroes = switch(value).map_err(wrong)?,
+                "read-only" => export.read_only = switch(value).map_err(wrong)?,
+                "client" => export.client = switch(value).map_err(wrong)?,
+                _ => {
+                    return Err(format!(
+                        "{part}: no such key (there are queues, queue-size, serial, discard, write-zeroes, read-only and client)"
+                    ));
+                }
+            }
+        }
+        Ok(export)
+    }
+}
+
+/// As it may be given again.
+impl fmt::Display for VhostUserBlk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let standard = Self::at(self.socket.clone());
+        write!(f, "{}", self.address())?;
+        if self.queues != standard.queues {
+            write!(f, ",queues={}", self.queues)?;
+        }
+        if self.queue_size != standard.queue_size {
+            write!(f, ",queue-size={}", self.queue_size)?;
+        }
+        if let Some(serial) = &self.serial {
+            write!(f, ",serial={serial}")?;
+        }
+        for (key, off) in [("discard", !self.discard), ("write-zeroes", !self.write_zeroes)] {
+            if off {
+                write!(f, ",{key}=off")?;
+            }
+        }
+        for (key, on) in [("read-only", self.read_only), ("client", self.client)] {
+            if on {
+                write!(f, ",{key}=on")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Rings of an export.
+pub(crate) fn queues(text: &str) -> Result<u16, String> {
+    let number = text.parse().ok().filter(|number| (1..=MAX_QUEUES).contains(number));
+    number.ok_or_else(|| format!("is not a number of queues; that is from 1 to {MAX_QUEUES}"))
+}
+
+/// Descriptors of a ring.
+pub(crate) fn queue_size(text: &str) -> Result<u16, String> {
+    let fits = |size: &u16| size.is_power_of_two() && (LEAST_QUEUE_SIZE..=MAX_QUEUE_SIZE).contains(size);
+    let size = text.parse().ok().filter(fits);
+    size.ok_or_else(|| {
+        format!("is not a queue's size; that is a power of two from {LEAST_QUEUE_SIZE} to {MAX_QUEUE_SIZE}")
+    })
+}
+
+/// A serial number.
+pub(crate) fn serial(text: &str) -> Result<String, String> {
+    if text.is_empty() {
+        return Err("is empty (leave it away for the disk's name)".to_owned());
+    }
+    if text.len() > MAX_SERIAL_BYTES {
+        return Err(format!("has {} bytes; a serial number has {MAX_SERIAL_BYTES} at most", text.len()));
+    }
+    if text.chars().any(|letter| letter.is_control() || letter == ',') {
+        return Err("holds a comma or a control character (leave it out)".to_owned());
+    }
+    Ok(text.to_owned())
+}
+
+fn switch(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("is neither on nor off".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_is_read_and_said_again() {
+        for text in [
+            "unix:/run/vm1.sock",
+            "unix:vm1.sock,queues=4,queue-size=128,serial=disk-1",
+            "unix:/s,discard=off,write-zeroes=off,read-only=on,client=on",
+        ] {
+            assert_eq!(text.parse::<VhostUserBlk>().unwrap().to_string(), text);
+        }
+        let short: VhostUserBlk = "unix:/s,read-only,client".parse().unwrap();
+        assert!(short.read_only && short.client);
+        let standard: VhostUserBlk = "unix:/s".parse().unwrap();
+        assert!(standard.discard && standard.write_zeroes && !standard.read_only && !standard.client);
+    }
+
+    #[test]
+    fn what_cannot_be_is_named() {
+        for (text, wrong) in [
+            ("localhost:1", "is not a Unix socket; write unix:PATH"),
+            ("unix:/s,queues=0", "queues=0: is not a number of queues; that is from 1 to 256"),
+            (
+                "unix:/s,queue-size=100",
+                "queue-size=100: is not a queue's size; that is a power of two from 4 to 32768",
+            ),
+            ("unix:/s,discard=maybe", "discard=maybe: is neither on nor off"),
+            ("unix:/s,queues=1,queues=2", "queues is given twice (leave one away)"),
+            ("unix:/s,serial=", "serial=: is empty (leave it away for the disk's name)"),
+            (
+                "unix:/s,serial=123456789012345678901",
+                "serial=123456789012345678901: has 21 bytes; a serial number has 20 at most",
+            ),
+        ] {
+            assert_eq!(text.parse::<VhostUserBlk>().unwrap_err(), wrong);
+        }
+        let unknown = "unix:/s,queue=1".parse::<VhostUserBlk>().unwrap_err();
+        assert!(unknown.starts_with("queue=1: no such key (there are queues, "), "{unknown}");
+    }
+}

@@ -1,0 +1,184 @@
+//! Exports to virtual machines, as their operators meet them: options, config, the control socket,
+//! sockets and their files. What machines do with them is `tests/guest/virtual-machines`.
+
+use std::{
+    fs,
+    io::{Read as _, Write as _},
+    os::unix::{
+        fs::FileTypeExt as _,
+        net::{UnixListener, UnixStream},
+    },
+    path::Path,
+};
+
+use serde_json::{Value, json};
+
+use crate::harness::{DEADLINE, MIB, Qmp, Scratch, Serve, assert_says, text};
+
+/// `VHOST_USER_GET_FEATURES`, and what is answered.
+fn features(front_end: &mut UnixStream) -> u64 {
+    front_end.write_all(&[1_u32.to_le_bytes(), 1_u32.to_le_bytes(), [0; 4]].concat()).expect("it reads");
+    let mut answer = [0; 20];
+    front_end.read_exact(&mut answer).expect("an answer in time");
+    assert_eq!(answer[..12], [1_u32.to_le_bytes(), 5_u32.to_le_bytes(), 8_u32.to_le_bytes()].concat());
+    u64::from_le_bytes(answer[12..].try_into().expect("eight bytes"))
+}
+
+fn front_end(path: &Path) -> UnixStream {
+    let stream = UnixStream::connect(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    stream.set_read_timeout(Some(DEADLINE)).expect("a socket has a timeout");
+    stream
+}
+
+/// Whether the next machine is answered.
+fn is_let_in(path: &Path) -> bool {
+    let mut machine = front_end(path);
+    // It may be closed before.
+    let _ = machine.write_all(&[1_u32.to_le_bytes(), 1_u32.to_le_bytes(), [0; 4]].concat());
+    matches!(machine.read(&mut [0]), Ok(1..))
+}
+
+/// Whether the other side has hung up.
+fn is_turned_away(mut front_end: UnixStream) -> bool {
+    matches!(front_end.read(&mut [0]), Ok(0) | Err(_))
+}
+
+fn exports(qmp: &mut Qmp) -> Vec<Value> {
+    let status = qmp.command("x-weir-query-status", json!({}));
+    status["exports"].as_array().expect("a list").clone()
+}
+
+const READ_ONLY: u64 = 1 << 5;
+const DISCARD: u64 = 1 << 13;
+
+#[test]
+fn a_machine_is_served_beside_other_clients() {
+    let scratch = Scratch::new();
+    let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
+    // One that a killed daemon left behind.
+    drop(UnixListener::bind(&socket).expect("the directory is ours"));
+    let machine = format!("unix:{},queues=2,discard=off,serial=one", text(&socket));
+    let weir = Serve::new(&scratch)
+        .arg(scratch.sparse("disk.raw", MIB))
+        .args(["--vhost-user-blk", &machine, "--qmp", &format!("unix:{}", text(&control))])
+        .start();
+    let mut qmp = Qmp::negotiated(&control);
+    let kinds: Vec<_> = exports(&mut qmp).iter().map(|export| export["type"].clone()).collect();
+    assert_eq!(kinds, ["nbd", "vhost-user-blk"]);
+
+    let mut first = front_end(&socket);
+    let offered = features(&mut first);
+    assert_eq!(offered & (READ_ONLY | DISCARD), 0, "{offered:#x}");
+    assert!(is_turned_away(front_end(&socket)), "one machine at a time");
+    let export = exports(&mut qmp).pop().expect("two");
+    assert_eq!(
+        (&export["connections"], &export["queues"], &export["disk"]),
+        (&json!(1), &json!(0), &json!("disk"))
+    );
+    drop(first);
+    // Until it has been seen to go, others may be turned away.
+    while !is_let_in(&socket) {}
+    weir.stop();
+    assert!(!socket.exists(), "the socket's file goes with the daemon");
+}
+
+#[test]
+fn machines_come_and_go_at_the_control_socket() {
+    let scratch = Scratch::new();
+    let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
+    let weir = Serve::new(&scratch)
+        .arg(scratch.sparse("disk.raw", MIB))
+        .args(["--qmp", &format!("unix:{}", text(&control))])
+        .start();
+    let mut qmp = Qmp::negotiated(&control);
+    let address = json!({"type": "unix", "path": text(&socket)});
+    let add =
+        json!({"type": "vhost-user-blk", "id": "e", "node-name": "disk", "addr": address, "num-queues": 4});
+    qmp.command("block-export-add", add.clone());
+    let (_, said) = qmp.refused("block-export-add", add);
+    assert_eq!(said, "Block export id 'e' is already in use");
+    let listed = qmp.command("query-block-exports", json!({}));
+    let listed = listed.as_array().expect("a list").iter().find(|export| export["id"] == "e");
+    assert_eq!(listed.expect("it is there")["type"], "vhost-user-blk");
+    let mut machine = front_end(&socket);
+    assert_ne!(features(&mut machine) & READ_ONLY, 0, "writable is false unless it is said");
+    let (_, said) = qmp.refused("block-export-del", json!({"id": "e"}));
+    assert_says(&said, &["still in use by 1 clients"]);
+    qmp.command("block-export-del", json!({"id": "e", "mode": "hard"}));
+    assert_eq!(qmp.event("BLOCK_EXPORT_DELETED"), json!({"id": "e"}));
+    assert!(is_turned_away(machine));
+    assert!(!socket.exists());
+
+    for (wrong, expect) in [
+        (json!({"type": "fd", "str": "3"}), "addr.type"),
+        (json!({"type": "unix"}), "addr.path"),
+        (json!({"type": "unix", "path": scratch.path("no/where")}), "the directory"),
+    ] {
+        let add = json!({"type": "vhost-user-blk", "id": "f", "node-name": "disk", "addr": wrong});
+        let (_, said) = qmp.refused("block-export-add", add);
+        assert_says(&said, &[expect]);
+    }
+    weir.stop();
+}
+
+#[test]
+fn what_cannot_be_served_to_machines_is_said_at_the_start() {
+    let scratch = Scratch::new();
+    let [one, two] = ["one.raw", "two.raw"].map(|name| scratch.sparse(name, MIB));
+    let serve = || Serve::new(&scratch).where_said().arg(&one);
+    let socket = format!("unix:{}", text(&scratch.path("vm")));
+    let said = serve().arg(&two).args(["--vhost-user-blk", &socket]).rejects_usage();
+    assert_says(&said, &["--vhost-user-blk: given 1 times for 2 images"]);
+    let both = ["--vhost-user-blk", &socket, "--vhost-user-blk", &socket];
+    let said = serve().arg(&two).args(both).rejects_usage();
+    assert_says(&said, &["another disk is exported at this socket"]);
+    let said = serve().args(["--vhost-user-blk", &socket, "--nbd", &socket]).rejects_usage();
+    assert_says(&said, &["another disk is exported at this socket"]);
+    let said = serve().args(["--vhost-user-blk", &socket, "--qmp", &socket]).rejects_usage();
+    assert_says(&said, &["disks are exported at this socket"]);
+    let said = serve().args(["--vhost-user-blk", "localhost:1"]).rejects_usage();
+    assert_says(&said, &["is not a Unix socket"]);
+    let file = scratch.file("file", "precious");
+    let said = serve().args(["--vhost-user-blk", &format!("unix:{}", text(&file))]).fails();
+    assert_says(&said, &["something that is not a socket is there already"]);
+    assert_eq!(fs::read_to_string(&file).expect("it is there"), "precious");
+
+    let config = |export: &str| {
+        let text = format!("[disk.one]\nimage = \"one.raw\"\nformat = \"raw\"\nexport = {{ {export} }}\n");
+        Serve::new(&scratch).where_said().arg("--config").arg(scratch.file("weir.toml", text))
+    };
+    let said = config("type = \"vhost-user-blk\"").fails();
+    assert_says(&said, &["weir.toml:4", "no socket"]);
+    let said = config("type = \"vhost-user-blk\", listen = \"unix:vm\", queues = 0").fails();
+    assert_says(&said, &["is not a number of queues"]);
+    let said = config("type = \"vhost-user-blk\", listen = \"unix:vm\", name = \"x\"").fails();
+    assert_says(&said, &["name"]);
+    let weir =
+        config("type = \"vhost-user-blk\", listen = \"unix:vm\", queues = 4, read-only = true").start();
+    let path = scratch.path("vm");
+    assert!(fs::metadata(&path).expect("it is there").file_type().is_socket());
+    assert_ne!(features(&mut front_end(&path)) & READ_ONLY, 0);
+    weir.stop();
+}
+
+#[test]
+fn weir_connects_to_a_machine_that_listens() {
+    let scratch = Scratch::new();
+    let socket = scratch.path("vm");
+    let machine = format!("unix:{},client", text(&socket));
+    let weir = Serve::new(&scratch)
+        .where_said()
+        .arg(scratch.sparse("disk.raw", MIB))
+        .args(["--vhost-user-blk", &machine])
+        .start();
+    // It is there later, and again after it has gone.
+    for _ in 0..2 {
+        let _ = fs::remove_file(&socket);
+        let listener = UnixListener::bind(&socket).expect("the directory is ours");
+        let (mut stream, _) = listener.accept().expect("weir comes");
+        stream.set_read_timeout(Some(DEADLINE)).expect("a socket has a timeout");
+        features(&mut stream);
+    }
+    weir.stop();
+    assert!(socket.exists(), "it is the machine's");
+}
