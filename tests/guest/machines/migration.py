@@ -1,4 +1,8 @@
-"""A guest under load moves between machines on the host. Its disk has an export for each."""
+"""A guest under load moves between machines on the host. Its disk has an export for each.
+
+Requests that are in flight, the rings and their indices move so; whether all memory that a back end
+has written to is copied again is seen in part only (`Machine.move_to`).
+"""
 
 from load import Load, check_files, make_files
 from virtual_machine import Drive

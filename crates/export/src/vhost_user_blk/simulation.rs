@@ -375,12 +375,11 @@ impl FrontEnd {
         match sim::random(|random| random.u8(..4)) {
             1 if self.machine.has_inflight() => {
                 count(&self.tally, |all| all.abandoned += 1);
-                if chance(30) {
+                let was_told = chance(30);
+                if was_told {
                     running.orders.try_send(Order::Stop { abandoned: false }).expect("the queue runs");
                     some_time(Duration::from_millis(5)).await;
                 }
-                // Then it is told where, before it goes.
-                let had_stopped = running.serving.is_finished();
                 if chance(50) {
                     let _ = running.orders.try_send(Order::Stop { abandoned: true });
                 } else {
@@ -388,7 +387,8 @@ impl FrontEnd {
                 }
                 let end = timeout(FOREVER, running.serving).await;
                 let base = end.expect("a queue ends when nobody is there");
-                if had_stopped {
+                // It may have stopped before that: then its front end has heard where.
+                if was_told && !self.machine.is_inflight_in_use() {
                     self.base = base;
                 }
                 assert_eq!(running.queue.strong_count(), 0, "tasks of a queue that has ended");

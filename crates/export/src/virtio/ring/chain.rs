@@ -106,12 +106,12 @@ pub(super) struct Descriptor {
 }
 
 impl Descriptor {
-    /// Of a split ring (§ 2.7.5), or of any indirect table: its two words.
+    /// Of a split ring (§ 2.7.5) and its indirect tables: its two words.
     pub(super) fn split(address: u64, rest: u64) -> Self {
         Self { address, bytes: rest as u32, flags: (rest >> 32) as u16, link: (rest >> 48) as u16 }
     }
 
-    /// Of a packed ring (§ 2.8.13): its two words.
+    /// Of a packed ring (§ 2.8.13) and its indirect tables (§ 2.8.7): its two words.
     pub(super) fn packed(address: u64, rest: u64) -> Self {
         Self { address, bytes: rest as u32, flags: (rest >> 48) as u16, link: (rest >> 32) as u16 }
     }
@@ -219,7 +219,10 @@ impl<'m> Gathering<'m> {
             let Some((address, rest)) = self.regions.descriptor(at) else {
                 return self.fault(ChainFault::Outside);
             };
-            let descriptor = Descriptor::split(address, rest);
+            let descriptor = match order {
+                Order::Linked => Descriptor::split(address, rest),
+                Order::Rowed => Descriptor::packed(address, rest),
+            };
             if descriptor.has(flag::INDIRECT) {
                 return self.fault(ChainFault::Nested);
             }

@@ -90,12 +90,17 @@ impl Driver {
     /// # Panics
     /// If `table` is too short: sixteen bytes for each buffer.
     pub fn add_indirect(&mut self, table: &Place, buffers: &[Buffer]) -> Option<u16> {
+        let packed = matches!(self.0, Kind::Packed(_));
         for (number, buffer) in buffers.iter().enumerate() {
             let last = number + 1 == buffers.len();
-            // A packed ring ignores the links, and NEXT too (§ 2.8.7).
-            let next = if last { 0 } else { flag::NEXT };
-            let rest =
-                u64::from(buffer.bytes) | u64::from(buffer.flags() | next) << 32 | (number as u64 + 1) << 48;
+            let rest = if packed {
+                // Descriptors as in the ring itself, without ids and NEXT (§ 2.8.7).
+                u64::from(buffer.flags()) << 48
+            } else {
+                let next = if last { 0 } else { flag::NEXT };
+                u64::from(buffer.flags() | next) << 32 | (number as u64 + 1) << 48
+            };
+            let rest = u64::from(buffer.bytes) | rest;
             let offset = number * chain::DESCRIPTOR_BYTES;
             table.write(offset, &buffer.address.to_le_bytes());
             table.write(offset + 8, &rest.to_le_bytes());

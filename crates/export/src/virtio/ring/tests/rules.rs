@@ -197,6 +197,25 @@ fn chains_are_bounded_in_descriptors_and_in_bytes() {
     assert_eq!(chain.fault, Some(ChainFault::TooLarge));
 }
 
+/// Their entries are those of the ring they belong to: flags and ids have changed places.
+#[test]
+fn indirect_tables_of_packed_rings_have_packed_descriptors() {
+    let mut raw = Raw::new(PACKED);
+    let put = |at: u64, (address, bytes, id, flags): (u64, u32, u16, u16)| {
+        raw.write(at, &address.to_le_bytes());
+        raw.write(at + 8, &bytes.to_le_bytes());
+        raw.write(at + 12, &id.to_le_bytes());
+        raw.write(at + 14, &flags.to_le_bytes());
+    };
+    put(BUFFERS, (A, 16, 7, NEXT));
+    put(BUFFERS + 16, (A + 64, 5, u16::MAX, WRITE));
+    put(RINGS, (BUFFERS, 32, 3, INDIRECT | 1 << 7));
+    let chain = raw.ring.take().expect("a good ring").expect("a chain");
+    assert_eq!((chain.fault, chain.descriptors), (None, 2));
+    assert_eq!(places(chain.readable()), [(A, 16)]);
+    assert_eq!(places(chain.writable()), [(A + 64, 5)]);
+}
+
 #[test]
 fn rings_that_mean_nothing() {
     let broken = |raw: &mut Raw| raw.ring.take().expect_err("it means nothing");
