@@ -11,7 +11,8 @@
 //! does not go back to a snapshot while a bitmap records, where weir marks everything in it; and
 //! its `check -r all` loses the snapshots of an image that has bitmaps too, and its `convert -l`
 //! gives the copy the size that the disk has now. An image that is made longer with its metadata
-//! allocated shows old content there, if clusters were let go before. Sizes are not compared once
+//! allocated shows old content there, if clusters were let go before, and so does one that was made
+//! shorter inside a cluster: so it becomes shorter by clusters. Sizes are not compared once
 //! `convert -c -B` was done: qemu-img copies what the backing file has and compresses it, weir
 //! leaves it there, and a later `rebase` by qemu-img fetches it uncompressed.
 
@@ -322,7 +323,8 @@ impl History {
             return;
         }
         self.resized = true;
-        let size = size.to_string();
+        let is_shorter = size < self.size;
+        let size = if is_shorter { size.next_multiple_of(self.cluster) } else { size }.to_string();
         if self.one_in(3) && self.fresh {
             self.both(&["resize", "-f", "qcow2", "--preallocation=metadata", "image", &size]);
         } else {

@@ -43,6 +43,11 @@ impl Source {
         self.size_bytes
     }
 
+    /// Of one layer alone: see [`Source::layer_on`].
+    pub(super) fn below_bytes(&self) -> Option<u64> {
+        self.layer_on
+    }
+
     fn at(&self, offset: u64) -> (&Part, u64, u64) {
         let behind = self.parts.partition_point(|part| part.start <= offset);
         let part = &self.parts[behind - 1];

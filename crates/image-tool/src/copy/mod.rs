@@ -110,7 +110,22 @@ impl Copy {
         let (mut at, mut number, mut told) = (0, 0, 0);
         let mut ready = Vec::new();
         while at < size {
-            if self.how.sparse == 0 {
+            if let Some(below_bytes) = self.source.below_bytes()
+                && self.how.sparse == 0
+            {
+                // What the layer has, and zeroes as far as something lies below them. What it
+                // leaves to its backing file stays there.
+                for (length, kind) in self.source.status(at, size - at).await? {
+                    let end = at + length;
+                    let hidden = if kind == Kind::Zero { below_bytes.clamp(at, end) } else { at };
+                    for (range, kind) in [(at..hidden, Kind::Data), (hidden..end, kind)] {
+                        if !range.is_empty() {
+                            planner.piece(range, kind, &mut ready);
+                        }
+                    }
+                    at = end;
+                }
+            } else if self.how.sparse == 0 {
                 let end = size.min(at + self.how.unit);
                 planner.piece(at..end, Kind::Data, &mut ready);
                 at = end;
