@@ -63,9 +63,10 @@ bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=-
 	$(RELEASE)
 	bench/run.py $(BENCH)
 
-bench-decisions: ## what one decision of the throttling costs, in nanoseconds (criterion; about 2 minutes)
+bench-decisions: ## what one decision of the throttling and one chain of a virtual machine's ring cost, in nanoseconds (about 3 minutes)
 	@scripts/deps build
 	$(CARGO) bench --locked -p weir-policy --bench decide
+	$(CARGO) test --release --locked -p weir-export --lib an_indirect_chain_of_three -- --ignored --nocapture
 
 bench-runtimes: ## the reactor beside compio, the comparison of docs/decisions/0001 (about 4 minutes)
 	@scripts/deps build clients
