@@ -12,6 +12,7 @@
 
 use std::{
     collections::HashMap,
+    fmt::Display,
     future::pending,
     io,
     rc::Rc,
@@ -256,15 +257,7 @@ impl Attendance<'_> {
             Effect::Start { ring, settings } => self.start(ring, *settings),
             Effect::Stop { ring } => self.order(ring, Order::Stop { abandoned: false }),
             Effect::Fault { ring, why, error } => {
-                tracing::warn!(
-                    export = %self.server.device.export.id,
-                    queue = ring,
-                    %why,
-                    "a ring cannot be served (until its driver is set up again)"
-                );
-                if let Some(error) = bell(&self.server.device, ring, error) {
-                    error.ring();
-                }
+                cannot_serve(&self.server.device, ring, &why, error);
             }
             Effect::Memory { memory, rings } => {
                 let (in_use, all_in_use) = async_channel::bounded(1);
@@ -335,11 +328,7 @@ async fn serve_ring(
     let base = match Queue::new(ring, settings, Arc::clone(&server.device)) {
         Ok(queue) => queue.serve(orders).await,
         Err(why) => {
-            let id = &server.device.export.id;
-            tracing::warn!(export = %id, queue = ring, %why, "a ring cannot be served (until its driver is set up again)");
-            if let Some(error) = bell(&server.device, ring, error) {
-                error.ring();
-            }
+            cannot_serve(&server.device, ring, &why, error);
             base
         }
     };
@@ -348,6 +337,15 @@ async fn serve_ring(
     while late.try_recv().is_ok() {}
     server.queues.fetch_sub(1, Relaxed);
     let _ = reports.try_send((ring, base));
+}
+
+/// Says what is wrong with a ring that has not begun, in the log and by its event.
+fn cannot_serve(device: &Device, ring: u16, why: &dyn Display, error: Option<Fd>) {
+    let id = &device.export.id;
+    tracing::warn!(export = %id, queue = ring, %why, "a ring cannot be served (until its driver is set up again)");
+    if let Some(error) = bell(device, ring, error) {
+        error.ring();
+    }
 }
 
 #[cfg(test)]
