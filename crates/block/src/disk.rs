@@ -209,11 +209,12 @@ impl Disk {
     /// use it for something else only when the future has come to its end: dropped before, it
     /// leaves reads behind that still write there.
     pub async fn read_to(&self, pass: Pass, offset: u64, target: Target) -> Result<Segments> {
-        let read = async |target| {
-            let may = |ahead: &Ahead, given_back| self.member.spare(&ahead.cost(), given_back);
-            self.prefetch.read(offset, target, pass.requests, may).await
-        };
-        self.read_done(&pass, offset, target, read).await
+        if self.failures.may_hold() {
+            return Box::pin(self.read_or_hold(pass, offset, target, true)).await;
+        }
+        let length = target.len() as u64;
+        let result = self.prefetched(&pass, offset, target).await;
+        self.ended(Kind::Read, "read", (offset, length), &pass, result)
     }
 
     /// Reads a part of what [`Disk::read`] failed to read as a whole.
@@ -223,26 +224,29 @@ impl Disk {
 
     /// The same for [`Disk::read_to`].
     pub async fn retry_read_to(&self, pass: Pass, offset: u64, target: Target) -> Result<Segments> {
-        let read = async |target| self.image.read_to(offset, target).await;
-        self.read_done(&pass, offset, target, read).await
+        self.read_or_hold(pass, offset, target, false).await
     }
 
-    /// Attempts a read until its client is to know how it ended.
-    async fn read_done(
+    /// Attempts a read until its client is to know how it ended; with or without what was read
+    /// ahead.
+    async fn read_or_hold(
         &self,
-        pass: &Pass,
+        pass: Pass,
         offset: u64,
         target: Target,
-        read: impl AsyncFn(Target) -> Result<Segments>,
+        with_prefetch: bool,
     ) -> Result<Segments> {
-        let length = target.len() as u64;
-        let may_hold = matches!(target, Target::Anywhere(_)) || self.failures.may_stop();
-        let mut target = Some(target);
-        let attempt = async || {
-            let target = if may_hold { target.as_ref().map(Target::again) } else { target.take() };
-            read(target.expect("tried once unless it may be held")).await
+        let range = (offset, target.len() as u64);
+        let attempt = async || match with_prefetch {
+            true => self.prefetched(&pass, offset, target.again()).await,
+            false => self.image.read_to(offset, target.again()).await,
         };
-        self.done(Kind::Read, "read", (offset, length), pass, may_hold, attempt).await
+        self.done(Kind::Read, "read", range, &pass, attempt).await
+    }
+
+    fn prefetched(&self, pass: &Pass, offset: u64, target: Target) -> impl Future<Output = Result<Segments>> {
+        let may = |ahead: &Ahead, given_back| self.member.spare(&ahead.cost(), given_back);
+        self.prefetch.read(offset, target, pass.requests, may)
     }
 
     /// Whether [`Disk::will_need`] reads anything.
@@ -263,15 +267,17 @@ impl Disk {
     pub async fn write(&self, pass: Pass, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         self.check_writable()?;
         let length = data.len() as u64;
-        let may_hold = self.failures.may_stop();
-        let mut data = Some(data);
+        if !self.failures.may_hold() {
+            let change = self.prefetch.change_begins(offset, length);
+            let result = self.image.write(offset, data, durability).await;
+            self.prefetch.change_ends(change);
+            return self.ended(Kind::Write, "write", (offset, length), &pass, result);
+        }
         let write = async || {
-            // To be tried again it must still be there.
-            let data = if may_hold { data.as_ref().map(Segments::again) } else { data.take() };
-            let data = data.expect("tried once unless it may be held");
-            self.prefetch.change(offset, length, self.image.write(offset, data, durability)).await
+            let writing = self.image.write(offset, data.again(), durability);
+            self.prefetch.change(offset, length, writing).await
         };
-        self.done(Kind::Write, "write", (offset, length), &pass, may_hold, write).await
+        Box::pin(self.done(Kind::Write, "write", (offset, length), &pass, write)).await
     }
 
     /// Makes all completed writes durable. Never throttled: it moves no data of its own.
@@ -286,7 +292,7 @@ impl Disk {
     pub async fn flush_for(&self, patience: Option<&Arc<Patience>>) -> Result<()> {
         let pass = Pass { requests: 1, patience: patience.cloned() };
         let flush = async || self.image.flush().await;
-        self.done(Kind::Flush, "flush", (0, 0), &pass, true, flush).await
+        self.done(Kind::Flush, "flush", (0, 0), &pass, flush).await
     }
 
     /// Makes `length` bytes at `offset` read as zeroes.
@@ -305,7 +311,7 @@ impl Disk {
         let zero = async || {
             self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await
         };
-        self.done(Kind::Write, "write-zeroes", (offset, length), &pass, true, zero).await
+        self.done(Kind::Write, "write-zeroes", (offset, length), &pass, zero).await
     }
 
     /// Says that `length` bytes at `offset` are no longer needed; what they read as afterwards is
@@ -316,7 +322,7 @@ impl Disk {
     pub async fn discard(&self, pass: Pass, offset: u64, length: u64, durability: Durability) -> Result<()> {
         self.check_writable()?;
         let discard = async || self.prefetch.change(offset, length, self.image.discard(offset, length)).await;
-        self.done(Kind::Discard, "discard", (offset, length), &pass, true, discard).await?;
+        self.done(Kind::Discard, "discard", (offset, length), &pass, discard).await?;
         match durability {
             Durability::Cached => Ok(()),
             Durability::Synchronous => self.flush_for(pass.patience.as_ref()).await,
@@ -379,23 +385,53 @@ impl Disk {
         &self,
         kind: Kind,
         what: &'static str,
-        (offset, length): (u64, u64),
+        range: (u64, u64),
         pass: &Pass,
-        may_hold: bool,
         attempt: impl AsyncFnMut() -> Result<T>,
     ) -> Result<T> {
-        let (disk, requests) = (&*self.name, pass.requests);
-        let patience = pass.patience.as_deref();
-        let request = Request { disk, kind, what, offset, length, requests, patience };
+        let request = self.request(kind, what, range, pass);
         // What the page cache has lost no second attempt brings back: the client must know.
-        let may_hold = || may_hold && !self.image.storage().has_lost_writes();
+        let may_hold = || !self.image.storage().has_lost_writes();
         let result = self.failures.until_done(request, may_hold, attempt).await?;
-        match kind {
-            Kind::Read => self.counters.count(Direction::Read, requests, length),
-            Kind::Write | Kind::Discard => self.counters.count(Direction::Write, requests, length),
-            Kind::Flush => {}
-        }
+        self.count(&request);
         Ok(result)
+    }
+
+    /// Counts a request that was attempted once, whatever came of it.
+    fn ended<T>(
+        &self,
+        kind: Kind,
+        what: &'static str,
+        range: (u64, u64),
+        pass: &Pass,
+        result: Result<T>,
+    ) -> Result<T> {
+        let request = self.request(kind, what, range, pass);
+        match &result {
+            Ok(_) => self.count(&request),
+            Err(error) => self.failures.tell(&request, *error),
+        }
+        result
+    }
+
+    fn request<'a>(
+        &'a self,
+        kind: Kind,
+        what: &'static str,
+        (offset, length): (u64, u64),
+        pass: &'a Pass,
+    ) -> Request<'a> {
+        let patience = pass.patience.as_deref();
+        Request { disk: &self.name, kind, what, offset, length, requests: pass.requests, patience }
+    }
+
+    fn count(&self, request: &Request<'_>) {
+        let direction = match request.kind {
+            Kind::Read => Direction::Read,
+            Kind::Write | Kind::Discard => Direction::Write,
+            Kind::Flush => return,
+        };
+        self.counters.count(direction, request.requests, request.length);
     }
 
     fn check_writable(&self) -> Result<()> {

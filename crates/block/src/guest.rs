@@ -192,6 +192,11 @@ impl Memory {
         Self { regions: Arc::clone(&self.regions), log }
     }
 
+    /// Whether what is written is recorded.
+    pub fn is_logged(&self) -> bool {
+        self.log.is_some()
+    }
+
     /// Its regions by guest address.
     pub fn regions(&self) -> &[Region] {
         &self.regions

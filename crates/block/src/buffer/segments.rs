@@ -307,6 +307,15 @@ impl Segments {
         whole
     }
 
+    /// Makes all bytes of ours zero, and leaves a guest's as they are.
+    pub(crate) fn zero_own(&mut self) {
+        for segment in &mut self.0 {
+            if let Segment::Own(buffer) = segment {
+                buffer.fill(0);
+            }
+        }
+    }
+
     /// Records a guest's memory as dirty: the kernel may have written to all of it.
     pub(crate) fn mark_dirty(&self) {
         for segment in &self.0 {

@@ -244,8 +244,15 @@ impl Failures {
     }
 
     /// Whether a request that begins now may be held, and so must keep its data.
-    pub(super) fn may_stop(&self) -> bool {
-        self.may_stop.load(Ordering::Relaxed)
+    pub(super) fn may_hold(&self) -> bool {
+        self.may_stop.load(Ordering::Relaxed) || self.stopped.load(Ordering::Acquire)
+    }
+
+    /// Counts and tells the failure of a request that is not held.
+    pub(super) fn tell(&self, request: &Request<'_>, error: Error) {
+        if is_of_device(error) {
+            self.holds(request, error, false);
+        }
     }
 
     /// Does `request` until it has come to an end that its client is to know. After a failure,

@@ -171,7 +171,8 @@ impl Image {
                 }
                 raw.storage().read_into(offset, target.memory()).await
             }
-            Self::Qcow2(qcow2) => qcow2.read_to(offset, target).await,
+            // Apart, because every read of a raw image has room for what is not.
+            Self::Qcow2(qcow2) => Box::pin(qcow2.read_to(offset, target)).await,
         }
     }
 

@@ -18,6 +18,7 @@
 //! Never holds a borrow or a lock while it polls a task.
 
 mod executor;
+mod launcher;
 pub mod op;
 mod priority;
 mod signal;
@@ -32,6 +33,7 @@ use policy::time::Instant;
 
 use executor::Executor;
 pub use executor::JoinHandle;
+pub use launcher::Launcher;
 pub use priority::{in_background, is_in_background};
 pub use signal::Signal;
 pub use timer::{Sleep, Timeout, timeout};

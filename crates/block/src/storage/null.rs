@@ -1,5 +1,6 @@
-//! A disk that reads as zeroes and discards what is written: the cost of everything above storage,
-//! with nothing below.
+//! A disk that discards what is written and has nothing to read: the cost of everything above
+//! storage, with nothing below. A buffer of ours is filled with zeroes, because it holds what another
+//! client read before; a guest's memory is left as it is, as QEMU's `null-co` leaves it.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -52,8 +53,7 @@ impl Null {
     }
 
     pub(super) async fn read(&self, _offset: u64, mut target: Segments) -> Result<Segments> {
-        // It holds what another client read before.
-        target.zero();
+        target.zero_own();
         Ok(target)
     }
 

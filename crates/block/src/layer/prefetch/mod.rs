@@ -35,7 +35,7 @@ use std::{
 };
 
 use policy::{
-    prefetch::{Ahead, Cache, Cached, Found, Invalid, Mode, Part, Settings, Stats},
+    prefetch::{Ahead, Cache, Cached, Found, Invalid, Mode, Part, Settings, Stats, WriteId},
     throttle::GivenBack,
 };
 
@@ -144,7 +144,9 @@ impl Prefetch {
         let (found, ahead) =
             self.shared.with(|state| state.cache.read(offset..end, requests, size_bytes, may));
         match found {
-            Found::Nothing => self.start_behind(image.read_to(offset, target), ahead).await,
+            Found::Nothing if ahead.is_none() => image.read_to(offset, target).await,
+            // Apart, because every read has room for what is not.
+            Found::Nothing => Box::pin(self.start_behind(image.read_to(offset, target), ahead)).await,
             Found::Whole(cached) => {
                 if let Some(ahead) = ahead {
                     self.start(&ahead);
@@ -222,11 +224,22 @@ impl Prefetch {
     /// its end nothing is read ahead there. Where the end never comes, since the request was given
     /// up, nobody knows when the change takes effect: then nothing is read ahead there any more.
     pub(crate) async fn change<T>(&self, offset: u64, length: u64, changing: impl Future<Output = T>) -> T {
-        let range = offset..offset.saturating_add(length);
-        let write = self.shared.with(|state| state.cache.write_begins(range));
+        let begun = self.change_begins(offset, length);
         let result = changing.await;
-        self.shared.with(|state| state.cache.write_ends(write));
+        self.change_ends(begun);
         result
+    }
+
+    /// The beginning of a [`Prefetch::change`], for those who await it themselves: a future that is
+    /// handed on takes its room twice.
+    pub(crate) fn change_begins(&self, offset: u64, length: u64) -> WriteId {
+        let range = offset..offset.saturating_add(length);
+        self.shared.with(|state| state.cache.write_begins(range))
+    }
+
+    /// Its end.
+    pub(crate) fn change_ends(&self, begun: WriteId) {
+        self.shared.with(|state| state.cache.write_ends(begun));
     }
 
     /// Lets go of all that is in memory: the image may not be what it was.
