@@ -15,8 +15,8 @@ use super::queue::{Incoming, Queue};
 use crate::{
     intake::Mergeable as _,
     virtio::{
-        block::{Kind, Request, Status},
-        ring::{Places, Ticket},
+        block::{Data, Kind, Request, Status},
+        ring::Ticket,
     },
 };
 use block::{
@@ -205,7 +205,7 @@ impl Queue {
     }
 }
 
-fn places(incoming: &Incoming) -> &Places {
+fn places(incoming: &Incoming) -> &Data {
     match &incoming.request.kind {
         Kind::Read { into: places, .. } | Kind::Write { from: places, .. } | Kind::Id(places) => places,
         _ => unreachable!("it has no data"),
@@ -213,7 +213,7 @@ fn places(incoming: &Incoming) -> &Places {
 }
 
 /// Their places, to be handed on. Its length is not known any more.
-fn take_places(incoming: &mut Incoming) -> Places {
+fn take_places(incoming: &mut Incoming) -> Data {
     match &mut incoming.request.kind {
         Kind::Read { into: places, .. } | Kind::Write { from: places, .. } => mem::take(places),
         _ => unreachable!("planned as reads or writes"),

@@ -38,6 +38,7 @@ pub mod front_ends;
 pub mod fuzzing;
 pub mod inflight;
 pub mod message;
+mod patrol;
 mod queue;
 pub mod server;
 pub mod session;

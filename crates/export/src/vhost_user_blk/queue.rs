@@ -3,8 +3,8 @@
 //! ```text
 //!   kick ─► bell ─► news ─┐                        tasks, one an I/O
 //!   orders ───────► news ─┤   turn: take ─► parse ─► merge ─► disk ─┐
-//!   completions ──► news ─┘         complete ◄── finished ◄─────────┘
-//!                                   one call for all of them
+//!   completions ──► news ─┘         announce ◄── into the ring ◄────┘
+//!                                   one call for many
 //! ```
 //!
 //! While there is something to do the driver is asked for no kicks. Where there is nothing, the
@@ -24,13 +24,14 @@ use std::{
 use event_listener::Event;
 use policy::{
     merge::{Candidate, Operation},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use super::{
     bell::Bell,
     device::Device,
     features::virtio,
+    patrol::Patrol,
     session::EventKind,
     vring::{RingPlaces, RingSettings},
 };
@@ -45,13 +46,16 @@ use crate::{
 use block::{
     disk::Patience,
     guest::{Memory, Place},
-    reactor::{self, Signal, op::Fd},
+    reactor::{self, Launcher, Signal, op::Fd},
 };
 
 /// A ring without an event to kick is looked at so often.
 const UNKICKED: Duration = Duration::from_micros(200);
 /// Requests that are taken in one go, so that completions are not kept waiting for long.
 const MOST_TAKEN: usize = 256;
+
+/// Chains that are given back before the driver is called for them.
+const MOST_UNANNOUNCED: usize = 16;
 
 /// What its export tells a queue.
 #[derive(Debug)]
@@ -103,7 +107,8 @@ pub(super) struct Queue {
     bells: RefCell<Bells>,
     /// Another kick is to be heard.
     rewired: Event,
-    finished: RefCell<Vec<(Ticket, u32)>>,
+    /// Chains given back for which the driver was not called.
+    unannounced: Cell<usize>,
     /// What waited for its limits when the queue was stopped.
     returned: RefCell<Vec<Incoming>>,
     in_flight: Cell<usize>,
@@ -147,7 +152,7 @@ impl Queue {
             memory_changed: Cell::new(false),
             bells: RefCell::new(bells),
             rewired: Event::new(),
-            finished: RefCell::default(),
+            unannounced: Cell::new(0),
             returned: RefCell::default(),
             in_flight: Cell::new(0),
             taken: Cell::new(0),
@@ -185,6 +190,7 @@ impl Queue {
 
     async fn run(self: &Rc<Self>) -> Result<(), Broken> {
         let mut intake = Intake::default();
+        let mut launcher = Launcher::default();
         let mut patrol = Patrol::default();
         // A device before us may have owed a call.
         self.call();
@@ -192,12 +198,14 @@ impl Queue {
             self.ring.borrow_mut().silence();
             let taken = self.take(&mut intake);
             // Also those that came before what breaks the ring.
-            self.start(&mut intake);
-            let finished = self.complete();
-            if taken? > 0 || finished {
+            self.start(&mut intake, &mut launcher, Self::carry_out);
+            let ended = self.announce();
+            if taken? > 0 || ended {
                 patrol.found();
-            } else if !patrol.goes_on() && !self.ring.borrow_mut().listen() {
+            } else if !patrol.goes_on(reactor::now()) && !self.ring.borrow_mut().listen() {
+                let began = reactor::now();
                 self.news.wait().await;
+                patrol.slept(reactor::now() - began);
                 continue;
             }
             // However much there is to do here, others have their turn.
@@ -228,76 +236,89 @@ impl Queue {
             }
             let number = self.taken.get();
             self.taken.set(number + 1);
-            self.in_flight.set(self.in_flight.get() + 1);
-            self.device.in_flight.fetch_add(1, Relaxed);
             match request {
                 Some(request) => intake.push(Incoming { ticket, request, number, must_go: false }),
-                None => self.ended(ticket, 0),
+                None => {
+                    ring.complete(ticket, 0);
+                    self.unannounced.set(self.unannounced.get() + 1);
+                }
             }
             if taken == MOST_TAKEN {
                 break Ok(());
             }
         };
-        self.device.requests.fetch_add(taken as u64, Relaxed);
+        drop(ring);
+        if taken > 0 {
+            self.in_flight.set(self.in_flight.get() + taken);
+            self.device.in_flight.fetch_add(taken as u64, Relaxed);
+            self.device.requests.fetch_add(taken as u64, Relaxed);
+        }
         outcome.map(|()| taken)
     }
 
-    fn start(self: &Rc<Self>, intake: &mut Intake<Incoming>) {
+    fn start<F>(
+        self: &Rc<Self>,
+        intake: &mut Intake<Incoming>,
+        launcher: &mut Launcher<F>,
+        carry_out: impl Fn(Rc<Self>, Incoming) -> F,
+    ) where
+        F: Future<Output = ()> + 'static,
+    {
         if intake.is_empty() {
             return;
         }
         if let Some(only) = intake.take_only() {
-            return reactor::spawn(Rc::clone(self).carry_out(only));
+            return launcher.launch(carry_out(Rc::clone(self), only));
         }
         for joined in intake.take_joined() {
             let this = Rc::clone(self);
             match joined {
-                Joined::One(only) => reactor::spawn(this.carry_out(only)),
+                Joined::One(only) => launcher.launch(carry_out(this, only)),
                 Joined::Reads(parts) => reactor::spawn(this.read_merged(parts)),
                 Joined::Writes(parts) => reactor::spawn(this.write_merged(parts)),
             }
         }
     }
 
-    /// A request has been answered in the guest's memory, of which so many bytes were written.
+    /// A request has been answered in the guest's memory, of which so many bytes were written: it
+    /// goes back. A driver that is awake finds it; others are called for many at a time, and not
+    /// only at the end of a turn, so that they wake up while we go on.
     pub(super) fn ended(&self, ticket: Ticket, written: u32) {
-        self.finished.borrow_mut().push((ticket, written));
+        self.ring.borrow_mut().complete(ticket, written);
+        let count = self.unannounced.get() + 1;
+        self.unannounced.set(count);
+        if count == MOST_UNANNOUNCED {
+            self.announce();
+        }
         self.news.raise();
     }
 
     /// A request was not begun, because the queue is stopping.
     pub(super) fn give_back(&self, incoming: Incoming) {
         self.returned.borrow_mut().push(incoming);
-        self.one_less();
+        self.less(1);
         self.news.raise();
     }
 
     /// Nobody is there to answer, and the next front end finds it in the in-flight area.
     pub(super) fn forget(&self, _: Ticket) {
-        self.one_less();
+        self.less(1);
         self.news.raise();
     }
 
-    fn one_less(&self) {
-        self.in_flight.set(self.in_flight.get() - 1);
-        self.device.in_flight.fetch_sub(1, Relaxed);
+    fn less(&self, count: usize) {
+        self.in_flight.set(self.in_flight.get() - count);
+        self.device.in_flight.fetch_sub(count as u64, Relaxed);
     }
 
-    /// Gives back what has ended, and calls the driver once if it wants that. Whether there was
-    /// something.
-    fn complete(&self) -> bool {
-        let mut finished = self.finished.borrow_mut();
-        if finished.is_empty() {
-            return false;
+    /// Calls the driver if it wants that for what was given back. Whether there was something.
+    fn announce(&self) -> bool {
+        let count = self.unannounced.take();
+        if count > 0 {
+            self.less(count);
+            self.call();
         }
-        let mut ring = self.ring.borrow_mut();
-        for (ticket, written) in finished.drain(..) {
-            ring.complete(ticket, written);
-            self.one_less();
-        }
-        drop((finished, ring));
-        self.call();
-        true
+        count > 0
     }
 
     fn call(&self) {
@@ -401,7 +422,7 @@ impl Queue {
 
     /// Marks what a request has written, for a log that may have come after it began.
     pub(super) fn mark(&self, address: u64, bytes: usize) {
-        if !self.memory_changed.get() {
+        if !self.memory_changed.get() || !self.memory.borrow().is_logged() {
             return;
         }
         let mut places = Places::new();
@@ -427,7 +448,7 @@ impl Queue {
     /// back is carried out.
     async fn wait_for_the_rest(self: &Rc<Self>) {
         loop {
-            self.complete();
+            self.announce();
             if self.in_flight.get() > 0 {
                 self.news.wait().await;
                 continue;
@@ -456,46 +477,4 @@ impl Queue {
 pub(super) fn bell(device: &Device, number: u16, event: Option<Fd>) -> Option<Bell> {
     let bell = Bell::new(event?);
     bell.inspect_err(|why| device.warn_of_event(number, why)).ok()
-}
-
-/// For how long a queue looks into its ring before it sleeps. A kick costs its guest a trap and us
-/// a wake-up; looking costs a processor that others may want. So it looks longer where that found
-/// something, and hardly at all where it did not.
-#[derive(Debug)]
-struct Patrol {
-    window: Duration,
-    since: Option<Instant>,
-    /// When it looked last.
-    looked: Option<Instant>,
-}
-
-impl Patrol {
-    const LONGEST: Duration = Duration::from_micros(32);
-    const SHORTEST: Duration = Duration::from_micros(1);
-
-    fn found(&mut self) {
-        self.looked = None;
-        if self.since.take().is_some() {
-            self.window = (self.window * 2).min(Self::LONGEST);
-        }
-    }
-
-    /// Whether to look once more.
-    fn goes_on(&mut self) -> bool {
-        let now = reactor::now();
-        let since = *self.since.get_or_insert(now);
-        // A clock that stands still while somebody looks at it, as in simulation, ends no window.
-        if now - since < self.window && self.looked.replace(now) != Some(now) {
-            return true;
-        }
-        (self.since, self.looked) = (None, None);
-        self.window = (self.window / 2).max(Self::SHORTEST);
-        false
-    }
-}
-
-impl Default for Patrol {
-    fn default() -> Self {
-        Self { window: Self::SHORTEST, since: None, looked: None }
-    }
 }

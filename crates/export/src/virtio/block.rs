@@ -94,6 +94,10 @@ pub struct Range {
 /// Ranges of one request, in its order. They may overlap.
 pub type Ranges = SmallVec<[Range; 1]>;
 
+/// Where the data of one request is: mostly in one place. A request is moved often, a [`Places`]
+/// is large.
+pub type Data = SmallVec<[Place; 1]>;
+
 /// What is to be done.
 #[derive(Debug)]
 pub enum Kind {
@@ -102,19 +106,19 @@ pub enum Kind {
         /// In bytes.
         offset: u64,
         /// Where to: whole sectors together, at least one.
-        into: Places,
+        into: Data,
     },
     /// Write them to the disk.
     Write {
         /// In bytes.
         offset: u64,
         /// From where: whole sectors together, at least one.
-        from: Places,
+        from: Data,
     },
     /// What was completed before this was taken has to be on the medium.
     Flush,
     /// The disk's name: see [`Request::answer_id`].
-    Id(Places),
+    Id(Data),
     /// These bytes are no longer needed.
     Discard(Ranges),
     /// These bytes are to read as zeroes.
@@ -176,6 +180,7 @@ impl Request {
 
 /// What a chain asks of `device`, and its ticket. No request: it has no room for an answer, and
 /// goes back with nothing written.
+#[inline]
 pub fn parse(chain: Chain, device: &Device) -> (Ticket, Option<Request>) {
     let Chain { ticket, mut places, reads, descriptors, fault } = chain;
     if places.len() == reads {
@@ -193,60 +198,39 @@ pub fn parse(chain: Chain, device: &Device) -> (Ticket, Option<Request>) {
     let data_bytes = sum(&places[reads..]) as u32;
     let judged = match fault {
         Some(_) => Err(Status::IoError),
-        None => judge(&mut places, reads, descriptors, device),
+        None => judge(places, reads, descriptors, device),
     };
-    let kind = match judged {
-        Ok(Judged::Read(offset)) => Kind::Read { offset, into: places },
-        Ok(Judged::Write(offset)) => Kind::Write { offset, from: places },
-        Ok(Judged::Flush) => Kind::Flush,
-        Ok(Judged::Id) => Kind::Id(places),
-        Ok(Judged::Discard(ranges)) => Kind::Discard(ranges),
-        Ok(Judged::WriteZeroes(ranges)) => Kind::WriteZeroes(ranges),
-        Err(status) => Kind::Done(status),
-    };
-    (ticket, Some(Request { kind, status, data_bytes }))
+    (ticket, Some(Request { kind: judged.unwrap_or_else(Kind::Done), status, data_bytes }))
 }
 
-/// A [`Kind`] without its places.
-enum Judged {
-    Read(u64),
-    Write(u64),
-    Flush,
-    Id,
-    Discard(Ranges),
-    WriteZeroes(Ranges),
-}
-
-/// Leaves the places of the data. The first `reads` are readable, those that are writable do not
-/// have the answer.
-fn judge(
-    places: &mut Places,
-    mut reads: usize,
-    descriptors: usize,
-    device: &Device,
-) -> Result<Judged, Status> {
+/// The first `reads` places are readable, those that are writable do not have the answer.
+#[inline]
+fn judge(mut places: Places, reads: usize, descriptors: usize, device: &Device) -> Result<Kind, Status> {
     let mut header = [0; HEADER_BYTES];
-    if !take(places, &mut reads, &mut header) {
+    let mut readable = &mut places[..reads];
+    if !take(&mut readable, &mut header) {
         return Err(Status::IoError);
     }
+    let taken = reads - readable.len();
     // The priority, at 4, is for nobody.
     let sector = u64::from_le_bytes(header[8..].try_into().expect("eight bytes"));
     let kind = u32::from_le_bytes(header[..4].try_into().expect("four bytes"));
-    if matches!(kind, kind::IN | kind::GET_ID) {
-        places.drain(..reads);
-    } else {
-        places.truncate(reads);
-    }
     match kind {
-        kind::IN => device.data(places, sector, descriptors).map(Judged::Read),
+        kind::IN => {
+            let into: Data = places.drain(reads..).collect();
+            let offset = device.data(&into, sector, descriptors)?;
+            Ok(Kind::Read { offset, into })
+        }
         kind::OUT => {
             device.changes()?;
-            device.data(places, sector, descriptors).map(Judged::Write)
+            let from: Data = places.drain(taken..reads).collect();
+            let offset = device.data(&from, sector, descriptors)?;
+            Ok(Kind::Write { offset, from })
         }
-        kind::FLUSH => Ok(Judged::Flush),
-        kind::GET_ID => Ok(Judged::Id),
-        kind::DISCARD => device.ranges(places, device.discard, 0).map(Judged::Discard),
-        kind::WRITE_ZEROES => device.ranges(places, device.write_zeroes, UNMAP).map(Judged::WriteZeroes),
+        kind::FLUSH => Ok(Kind::Flush),
+        kind::GET_ID => Ok(Kind::Id(places.drain(reads..).collect())),
+        kind::DISCARD => device.ranges(readable, device.discard, 0).map(Kind::Discard),
+        kind::WRITE_ZEROES => device.ranges(readable, device.write_zeroes, UNMAP).map(Kind::WriteZeroes),
         _ => Err(Status::Unsupported),
     }
 }
@@ -260,7 +244,7 @@ impl Device {
     }
 
     /// Where in the disk the data of a read or write is, in bytes.
-    fn data(&self, places: &Places, sector: u64, descriptors: usize) -> Result<u64, Status> {
+    fn data(&self, places: &[Place], sector: u64, descriptors: usize) -> Result<u64, Status> {
         // Header and answer may have descriptors of their own.
         if descriptors.saturating_sub(2) as u64 > u64::from(self.max_segments) {
             return Err(Status::IoError);
@@ -279,11 +263,15 @@ impl Device {
     }
 
     /// The ranges of a DISCARD or WRITE_ZEROES; those of no sectors are left out.
-    fn ranges(&self, from: &mut Places, limits: Option<RangeLimits>, known: u32) -> Result<Ranges, Status> {
+    fn ranges(
+        &self,
+        mut from: &mut [Place],
+        limits: Option<RangeLimits>,
+        known: u32,
+    ) -> Result<Ranges, Status> {
         let limits = limits.ok_or(Status::Unsupported)?;
         self.changes()?;
         let bytes = sum(from);
-        let mut left = from.len();
         let count = bytes / RANGE_BYTES;
         let most = (limits.max_ranges as usize).min(MAX_RANGES);
         if count == 0 || count > most || !bytes.is_multiple_of(RANGE_BYTES) {
@@ -292,7 +280,7 @@ impl Device {
         let mut ranges = Ranges::new();
         for _ in 0..count {
             let mut range = [0; RANGE_BYTES];
-            assert!(take(from, &mut left, &mut range), "counted");
+            assert!(take(&mut from, &mut range), "counted");
             let (sector, rest) = range.split_at(8);
             let sector = u64::from_le_bytes(sector.try_into().expect("eight bytes"));
             let rest = u64::from_le_bytes(rest.try_into().expect("eight bytes"));
@@ -318,28 +306,23 @@ fn sum(places: &[Place]) -> usize {
     places.iter().map(Place::bytes).sum()
 }
 
-/// Copies from the beginning of the first `reads` of `places`, and takes away what was copied.
-/// False: they are too short.
-fn take(places: &mut Places, reads: &mut usize, into: &mut [u8]) -> bool {
+/// Copies from the beginning of `places`, and takes away what was copied. False: they are too
+/// short.
+fn take(places: &mut &mut [Place], into: &mut [u8]) -> bool {
+    let mut rest = std::mem::take(places);
     let mut left = into;
-    // How many are copied as a whole.
-    let mut whole = 0;
     while !left.is_empty() {
-        if whole == *reads {
-            return false;
-        }
-        let place = &mut places[whole];
+        let Some(place) = rest.first_mut() else { return false };
         let bytes = place.bytes().min(left.len());
         let (part, after) = left.split_at_mut(bytes);
         place.read(0, part);
         left = after;
-        if bytes == place.bytes() {
-            whole += 1;
-        } else {
+        if bytes < place.bytes() {
             *place = place.part(bytes, place.bytes() - bytes);
+        } else {
+            rest = &mut rest[1..];
         }
     }
-    places.drain(..whole);
-    *reads -= whole;
+    *places = rest;
     true
 }

@@ -1,0 +1,129 @@
+//! For how long a queue looks into its ring before it sleeps. A kick costs its guest a trap and us
+//! a wake-up, on a virtual machine tens of microseconds each; looking costs a processor that others
+//! may want, the guest among them.
+//!
+//! So it looks only where the last sleep was so short that looking would have found the next
+//! request, and after looking in vain it sleeps at once for a while: first once, then twice, four
+//! times, and so on. A driver that has to wait for our processor is never found by looking, and is
+//! soon left alone.
+//!
+//! A value: no clock, no thread.
+
+use policy::time::{Duration, Instant};
+
+/// For so long at most. Waking up takes about as long on a virtual machine; QEMU's
+/// `poll-max-ns` is half of it.
+const LONGEST: Duration = Duration::from_micros(64);
+/// After looking in vain again and again, so many sleeps without. With the cheapest sleeps and
+/// wake-ups there are, it is then 2 % of the time that is looked away.
+const MOST_SKIPPED: u32 = 1024;
+
+#[derive(Debug, Default)]
+pub(super) struct Patrol {
+    /// Whether the last sleep was short.
+    is_worth_it: bool,
+    since: Option<Instant>,
+    /// When it looked last.
+    looked: Option<Instant>,
+    /// After the next time in vain, so many sleeps come without looking; and how many are left.
+    penalty: u32,
+    skipped: u32,
+}
+
+impl Patrol {
+    /// There was something in the ring, or something has ended.
+    pub(super) fn found(&mut self) {
+        if self.since.take().is_some() {
+            self.penalty = 0;
+        }
+        self.looked = None;
+    }
+
+    /// Nothing was there: whether to look once more. If not, it sleeps now.
+    pub(super) fn goes_on(&mut self, now: Instant) -> bool {
+        if !self.is_worth_it {
+            return false;
+        }
+        if self.since.is_none() && self.skipped > 0 {
+            self.skipped -= 1;
+            return false;
+        }
+        let since = *self.since.get_or_insert(now);
+        // A clock that stands still while somebody looks at it, as in simulation, ends no window.
+        if now - since < LONGEST && self.looked.replace(now) != Some(now) {
+            return true;
+        }
+        (self.since, self.looked) = (None, None);
+        self.penalty = (self.penalty * 2).clamp(1, MOST_SKIPPED);
+        self.skipped = self.penalty;
+        false
+    }
+
+    /// It was woken after so long.
+    pub(super) fn slept(&mut self, slept: Duration) {
+        self.is_worth_it = slept <= LONGEST;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STEP: Duration = Duration::from_micros(1);
+
+    /// Looks until it sleeps; how often, with `now` moved on by so many steps.
+    fn looks(patrol: &mut Patrol, now: &mut Instant) -> u64 {
+        let mut looks = 0;
+        while patrol.goes_on(*now) {
+            looks += 1;
+            *now += STEP;
+        }
+        looks
+    }
+
+    #[test]
+    fn it_looks_only_after_a_short_sleep() {
+        let (mut patrol, mut now) = (Patrol::default(), Instant::ZERO);
+        assert_eq!(looks(&mut patrol, &mut now), 0, "nothing is known");
+        patrol.slept(LONGEST + STEP);
+        assert_eq!(looks(&mut patrol, &mut now), 0, "it would have looked in vain");
+        patrol.slept(LONGEST);
+        assert_eq!(looks(&mut patrol, &mut now), 64);
+    }
+
+    #[test]
+    fn as_long_as_it_finds_it_goes_on() {
+        let (mut patrol, mut now) = (Patrol::default(), Instant::ZERO);
+        patrol.slept(STEP);
+        for _ in 0..100 {
+            for _ in 0..63 {
+                assert!(patrol.goes_on(now));
+                now += STEP;
+            }
+            patrol.found();
+        }
+    }
+
+    #[test]
+    fn in_vain_it_looks_ever_more_seldom_until_it_finds() {
+        let (mut patrol, mut now) = (Patrol::default(), Instant::ZERO);
+        patrol.slept(STEP);
+        let mut between = Vec::new();
+        let mut slept = 0;
+        while between.len() < 14 {
+            match looks(&mut patrol, &mut now) {
+                0 => slept += 1,
+                _ => between.push(std::mem::take(&mut slept)),
+            }
+        }
+        assert_eq!(between, [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1024, 1024]);
+        for _ in 0..1024 {
+            assert!(!patrol.goes_on(now));
+        }
+        assert!(patrol.goes_on(now));
+        patrol.found();
+        assert_eq!(looks(&mut patrol, &mut now), 64, "it pays again");
+        assert_eq!(looks(&mut patrol, &mut now), 0);
+        assert_eq!(looks(&mut patrol, &mut now), 64);
+    }
+}
