@@ -17,6 +17,7 @@
 //! `export`.
 
 mod dirty;
+pub mod driver;
 mod mapping;
 mod place;
 mod sigbus;
