@@ -22,13 +22,14 @@ use std::{
 
 use blkio::{Blkio, Blkioq, Completion, ReqFlags};
 
-use crate::buffer;
-
 /// Descriptors of a request: its header, its data, its status (virtio 1.3 § 5.2.6).
 const DESCRIPTORS: usize = 3;
 /// Descriptors of a ring: QEMU gives a disk 128 where it is not told otherwise, and servers take
 /// 1024 at most. What does not fit waits in the driver.
 const RING: std::ops::RangeInclusive<usize> = 128..=1024;
+/// Of each slot, in bytes: the largest logical block size of a Linux block device, for servers that
+/// pass memory on to one.
+const ALIGNMENT: usize = 4096;
 /// Answers that one [`Queue::turn`] takes.
 const TAKEN: usize = 256;
 
@@ -102,7 +103,7 @@ impl Device {
     pub fn start(self, queues: usize, slots: Slots) -> io::Result<Vec<Queue>> {
         let mut driver = self.driver.lock().unwrap_or_else(PoisonError::into_inner);
         let rings = started(&mut driver, queues, slots.count * DESCRIPTORS).map_err(said)?;
-        let stride = slots.bytes.next_multiple_of(buffer::ALIGNMENT);
+        let stride = slots.bytes.next_multiple_of(ALIGNMENT);
         let area = slots.count * stride;
         let [reads, writes] =
             [slots.read, slots.write.is_some()].map(|some| usize::from(some) * queues * area);
@@ -202,8 +203,8 @@ impl Queue {
         Ok(count)
     }
 
-    /// Asks the server to ring the [`Queue::bell`] at the next answer, or not to. Answers from before
-    /// do not ring: take a turn afterwards.
+    /// Asks the server to ring the [`Queue::bell`] at the next answer, or not to. Answers from
+    /// before do not ring: take a turn afterwards.
     pub fn listen(&mut self, listen: bool) {
         self.ring.set_completion_fd_enabled(listen);
     }

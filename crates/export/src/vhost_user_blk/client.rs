@@ -1,4 +1,5 @@
-//! A client: the requests of one queue of a server, so that it can be measured as its guests see it.
+//! A client: the requests of one queue of a server, so that it can be measured as its guests see
+//! it.
 //!
 //! ```text
 //!   read, write, flush ──► ring          what a turn of the reactor asks for goes out together
@@ -6,10 +7,12 @@
 //!          └──── woken ◄── pump ◄── bell rung by the server
 //! ```
 //!
-//! Where answers are awaited, the ring is looked at for [`LOOK`] first, and then the server is asked
-//! to ring. The connection itself says nothing of a server that dies. So where nothing has been
-//! answered for [`QUIET`], the server is asked for its size: one that does not answer that is slow,
-//! and one that is gone fails what is in flight.
+//! Where answers are awaited, the ring is looked at for [`LOOK`] first, and then the server is
+//! asked to ring. The driver does not tell when a server dies. So where nothing has been answered
+//! for [`QUIET`], the server is asked for its size: if it answers that, or not yet, it is slow; if
+//! its connection is gone, what is in flight fails.
+//!
+//! Never connects again by itself, and has no bound on how long a request may take.
 
 use std::{
     cell::{Cell, RefCell},

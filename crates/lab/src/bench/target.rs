@@ -1,5 +1,5 @@
-//! What is measured: an image, an export by its NBD URI (NetworkBlockDevice/nbd, doc/uri.md), or one
-//! by the path of its vhost-user-blk socket.
+//! What is measured: an image, an export by its NBD URI (NetworkBlockDevice/nbd, doc/uri.md), or
+//! one by the path of its vhost-user-blk socket.
 //! Only the text is judged here.
 
 use std::{ffi::OsString, fmt, os::unix::ffi::OsStringExt as _, str::FromStr};

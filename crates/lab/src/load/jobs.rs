@@ -1,4 +1,5 @@
-//! Several jobs at once, each on a thread with a reactor (and to a server a connection or queue) of its own.
+//! Several jobs at once, each on a thread with a reactor (and to a server a connection or queue) of
+//! its own.
 //!
 //! They begin together once all are ready, and end together if one fails. A single job runs on the
 //! caller's thread, as a daemon's requests do.
