@@ -5,7 +5,8 @@ Why `weir bench` puts the load on everybody: no other program does without a vir
 machine under emulation would be what is measured. Its driver is libblkio's, by the people of QEMU.
 
 The client is on the first core in contenders called "pinned", and where the kernel puts it in the
-others. Servers are never pinned. Processor time is the server's alone.
+others; direct fio is as everywhere (`loads.placement`). Servers are never pinned. Processor time is
+the server's alone.
 
 Never starts a virtual machine.
 """
