@@ -1,6 +1,7 @@
-"""The clients: fio and nbdcopy, each run once per sample.
+"""The clients: fio, nbdcopy and, where those do not reach, `weir bench`; each run once per sample.
 
-Why only other people's clients: the numbers must be ones that anybody can repeat without us.
+Why other people's clients: the numbers must be ones that anybody can repeat without us. Nobody else
+has one for vhost-user-blk; weir's is libblkio's driver, and the same for all contenders.
 
 A sample is a dictionary of what one run showed: `iops`, `bytes_per_s` and `requests` of a load,
 `bytes_per_s` of a copy. Never starts a server; never compares samples.
@@ -95,12 +96,16 @@ def on_file(path):
 
 def fio(load, where, seconds):
     """Runs a load and counts what completed."""
-    out = run([*fio_argv(load, where, seconds), "--output-format=json"], seconds + 300)
+    return counted(run([*fio_argv(load, where, seconds), "--output-format=json"], seconds + 300), where[-1])
+
+
+def counted(out, where):
+    """What completed, of fio's JSON or one in its form."""
     job = json.loads(out[out.index("{") :])["jobs"][0]
     both = [job["read"], job["write"]]
     requests = sum(way["total_ios"] for way in both)
     if job["error"] != 0 or requests == 0:
-        raise LoadFailed(f"fio: {requests} requests completed, error {job['error']} on {where[-1]}")
+        raise LoadFailed(f"{requests} requests completed, error {job['error']} on {where}")
     return {
         "iops": sum(way["iops"] for way in both),
         "bytes_per_s": sum(way["bw_bytes"] for way in both),

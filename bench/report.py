@@ -40,6 +40,9 @@ TITLES = {
     "flushes": "flushes/s",
     "cpu_share": "processor",
     "lines": "lines",
+    "bps": "bytes",
+    "iops_part": "requests",
+    "wakes": "wake-ups",
 }
 SHOW = {
     "iops": "{:,.0f}".format,
@@ -74,6 +77,9 @@ SHOW = {
     "flushes": "{:,.1f}".format,
     "cpu_share": "{:.1%}".format,
     "lines": "{:,.0f}".format,
+    "bps": "{:.2%}".format,
+    "iops_part": "{:.2%}".format,
+    "wakes": "{:,.0f}".format,
 }
 
 

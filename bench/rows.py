@@ -34,6 +34,7 @@ class Setup:
     """What all rows run with."""
 
     program: Path  # the weir binary, or None to measure only the peers
+    generator: Path  # the weir binary whose `weir bench` puts loads on anybody's server
     disk: Path  # a raw file of `size_bytes`, every block written
     size_bytes: int  # of the file and of every memory disk
     seconds: float  # of one random load; 0 where only running counts, which is a few requests

@@ -48,18 +48,23 @@ import rows
 import rude
 import shares
 import simulate
+import vhost_user
 import waits
 import watermark
+from front_end import NotServed
 from loads import LoadFailed
 from results import Results, Verdict
 from servers import ServerFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-SUBJECTS = (rows, inprocess, qcow2, prefetch, limits, idle, shares, members, waits, imitation, watermark, simulate, rude)
+SUBJECTS = (
+    rows, inprocess, qcow2, prefetch, vhost_user, limits, idle, shares, members, waits, imitation, watermark,
+    simulate, rude,
+)  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.
-FAILURES = (LoadFailed, ServerFailed, qmp.CommandFailed, nbd.Error)
+FAILURES = (LoadFailed, ServerFailed, NotServed, qmp.CommandFailed, nbd.Error)
 # Rows at a time where no figure is judged: two processors are what every machine has.
 SHORT_WORKERS = 2
 # What a change may cost: a part of the speed before it. Figures that are larger where it is faster.
@@ -163,6 +168,7 @@ def prepare(args, directory):
         write_disk(disk, size)
     return rows.Setup(
         program=None if args.peers_only else args.weir,
+        generator=args.weir,
         disk=disk,
         size_bytes=size,
         seconds=0 if args.short else args.seconds,
@@ -274,7 +280,7 @@ def measured(stack):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args = arguments()
     if args.list:
-        print("\n".join(f"{row.name:<24}{row.title}" for row in ROWS))
+        print("\n".join(f"{row.name:<27}{row.title}" for row in ROWS))
         return 0
     wanted = chosen(args.rows, args.peers_only)
     if args.before:

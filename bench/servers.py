@@ -17,11 +17,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import qmp
+
 # The three programs expect their sockets from descriptor 3 on, and LISTEN_PID to be their own
 # process: only a process that then becomes the server can set that. The socket arrives as its
 # standard input.
 ACTIVATE = 'exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"'
 STOP_SECONDS = 120
+READY_SECONDS = 120
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -114,6 +117,66 @@ class Server:
         # qemu-nbd dies of the signal where others catch it; both are a normal end.
         if status not in (0, -signal.SIGTERM) and not quiet:
             raise ServerFailed(f"{' '.join(self.argv)}: ended with {status}\n{self.log()}")
+
+
+class Machine(Server):
+    """A server over vhost-user-blk. It makes its sockets itself, and says when it can be reached: weir
+    to its service manager, qemu-storage-daemon by answering at a monitor.
+
+    `command(socket, nbd)` gives weir's command line, or with `monitored` qemu-storage-daemon's but
+    its monitor.
+    """
+
+    def __init__(self, command, monitored=False):
+        super().__init__([])
+        self._command = command
+        self._monitored = monitored
+
+    def __enter__(self):
+        self._directory = tempfile.TemporaryDirectory(prefix="weir-bench.")
+        directory = Path(self._directory.name)
+        self._log_path = directory / "log"
+        path, nbd = directory / "vm.sock", directory / "nbd.sock"
+        self.target = f"vhost-user:{path}"
+        self.uri = f"nbd+unix:///?socket={nbd}"
+        self.argv = [str(word) for word in self._command(path, nbd)]
+        start = self._monitor if self._monitored else self._notify
+        try:
+            with open(self._log_path, "wb") as log:
+                start(directory, log)
+        except (OSError, qmp.CommandFailed) as error:
+            if hasattr(self, "_process"):
+                self._process.kill()
+                self._process.wait()
+            text = self.log()
+            self._directory.cleanup()
+            raise ServerFailed(f"{shlex.join(self.argv)[:200]}: {error}\n{text}") from error
+        return self
+
+    def _notify(self, directory, log):
+        ready = directory / "ready"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+            told.bind(str(ready))
+            told.settimeout(READY_SECONDS)
+            environment = os.environ | {"NOTIFY_SOCKET": str(ready)}
+            self._process = subprocess.Popen(
+                self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+            while b"READY=1" not in told.recv(4096):
+                pass
+
+    def _monitor(self, directory, log):
+        path = directory / "qmp.sock"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen(1)
+            self.argv += ["--chardev", "socket,id=qmp,fd=3,server=on,wait=off", "--monitor", "chardev=qmp"]
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", ACTIVATE, "sh", *self.argv], stdin=listener, stdout=log, stderr=log
+            )
+        # It answers once its exports are there.
+        with qmp.Monitor(path):
+            pass
 
 
 def cpu_seconds(pid):

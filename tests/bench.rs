@@ -23,11 +23,11 @@ use crate::harness::{
 
 const SIZE: u64 = 4 * MIB;
 
-fn bench(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Client {
+pub(crate) fn bench(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Client {
     weir(&["bench"]).args(options.split_whitespace()).arg(target)
 }
 
-fn told(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Value {
+pub(crate) fn told(options: &str, target: impl AsRef<std::ffi::OsStr>) -> Value {
     bench(options, target).arg("--json").json()
 }
 
@@ -303,7 +303,7 @@ fn what_was_found_is_kept_where_it_cannot_be_printed() {
 }
 
 /// `weir bench`, which has begun to send.
-fn started(arguments: &[&str]) -> Child {
+pub(crate) fn started(arguments: &[&str]) -> Child {
     let mut command = Command::new(WEIR);
     command.arg("bench").args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("cargo built the program");
@@ -317,7 +317,7 @@ fn started(arguments: &[&str]) -> Child {
 
 /// It must fail; what it printed, and what it said.
 #[track_caller]
-fn failed(child: Child) -> [String; 2] {
+pub(crate) fn failed(child: Child) -> [String; 2] {
     let output = child.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap())
@@ -325,7 +325,7 @@ fn failed(child: Child) -> [String; 2] {
 
 /// Interrupts it.
 #[track_caller]
-fn interrupted(child: Child) -> [String; 2] {
+pub(crate) fn interrupted(child: Child) -> [String; 2] {
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGINT).unwrap();
     failed(child)
 }

@@ -16,6 +16,7 @@
 mod harness;
 
 mod bench;
+mod bench_machines;
 mod cache_modes;
 mod cgroup_explain;
 mod cgroup_limit;

@@ -13,10 +13,13 @@
 //! - A place keeps its region mapped, so a region that is taken back ends with its last place.
 //! - A file that shrinks under its mapping costs that region and nothing else: see [`sigbus`].
 //!
+//! [`driver`] is the other side, a guest's, for measuring servers.
+//!
 //! Never decides which addresses a guest may name, and knows nothing of rings or messages: that is
 //! `export`.
 
 mod dirty;
+pub mod driver;
 mod mapping;
 mod place;
 mod sigbus;

@@ -22,6 +22,7 @@
 //!
 //! - [`message`]: bytes and values. [`session`]: what a front end has said, without I/O.
 //! - [`connection`]: a session behind a socket. [`front_ends`]: where front ends come from.
+//! - [`client`]: a front end, for measuring servers.
 //!
 //! A connection's owner takes [`Effect`]s from [`Connection::next`], one after the other, and
 //! carries them out. The seam is that enum.
@@ -29,6 +30,7 @@
 //! Never looks into rings or requests, and knows nothing of disks.
 
 mod bell;
+pub mod client;
 pub mod config_space;
 pub mod connection;
 mod device;

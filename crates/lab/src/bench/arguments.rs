@@ -25,10 +25,12 @@ Examples:
       5000 requests a second that come by themselves, seven of ten reading, some places much more often than others.
   weir bench --jobs 4 -d 16 --runtime 10s --report vm1.html nbd+unix:///vm1?socket=/run/weir.sock
       What four clients get from a server, as a page to look at.
+  weir bench -d 32 --random --runtime 10s vhost-user:vm1.sock
+      What a virtual machine gets over vhost-user-blk.
   weir bench --json memory:1G
       What the data path costs where the disk costs nothing.
 
-Requests go through the very code that `weir serve` runs, on one thread for each job, without a client and a socket in between; those for an NBD URI through a connection for each job.
+Requests go through the very code that `weir serve` runs, on one thread for each job, without a client and a socket in between; those for an NBD URI through a connection for each job, those for vhost-user:PATH through a queue for each.
 ", settings::sizes!(), " Times take ns, us, ms or s. With --json, what fio prints with its own, and \"weir\" beside it.
 Ctrl-C ends the sending; what was measured until then is told.
 Exit status: 0 measured, 1 failed or interrupted, 2 wrong use of the command line."
@@ -85,8 +87,8 @@ pub(crate) enum Aio {
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("anywhere").args(["random", "zipf", "hot"]))]
 pub struct BenchArgs {
-    /// A file, a block device, memory:SIZE, null:SIZE, nbd://HOST:PORT/EXPORT or
-    /// nbd+unix:///EXPORT?socket=PATH
+    /// A file, a block device, memory:SIZE, null:SIZE, nbd://HOST:PORT/EXPORT,
+    /// nbd+unix:///EXPORT?socket=PATH or vhost-user:PATH
     #[arg(value_name = "IMAGE|URI", value_parser = settings::read::<BenchTarget>)]
     pub(crate) target: BenchTarget,
     /// Requests in all [default: 75000, or as many as fit into --runtime]
@@ -163,7 +165,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N", requires = "write", value_parser = clap::value_parser!(u8).range(0..=100))]
     pub(crate) rwmixread: Option<u8>,
     /// So many at once, each on a thread of its own, sharing COUNT and the rate; with a URI each
-    /// has its own connection
+    /// has its own connection, with vhost-user its own queue
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) jobs: u32,
     /// Requests come by themselves, so many a second in all, and latency counts from when they were

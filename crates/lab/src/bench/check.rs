@@ -40,7 +40,7 @@ pub(super) fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
     if let Some(interval) = arguments.flush_interval.filter(|&interval| interval < arguments.depth.into()) {
         bail!("--flush-interval {interval}: is below the depth, {} (let it be as large)", arguments.depth);
     }
-    if let BenchTarget::Nbd(_) = arguments.target {
+    if !matches!(arguments.target, BenchTarget::Image(_)) {
         check_remote(arguments)?;
     }
     Ok(())
@@ -193,6 +193,8 @@ mod tests {
             ("nbd://h/a --prefetch-memory 64M", "--prefetch: is for images"),
             ("nbd://h/a --l2-cache-size 1M", "--l2-cache-size is for images"),
             ("nbd://h/a --delay read=1ms", "--delay: is for images"),
+            ("vhost-user:a -t none", "-t: is for images"),
+            ("vhost-user:a --l2-cache-size 1M", "--l2-cache-size is for images"),
         ] {
             let error = check(&arguments(text)).expect_err(text).to_string();
             assert!(error.starts_with(why), "{text}: {error}");
@@ -202,6 +204,7 @@ mod tests {
             "a -w -d 8 --flush-interval 8 --no-drain",
             "a -s 1G -d 4",
             "nbd://h/a -f raw -w",
+            "vhost-user:a -f raw -w --jobs 2",
         ] {
             check(&arguments(text)).expect(text);
         }

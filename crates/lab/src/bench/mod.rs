@@ -22,13 +22,14 @@ use std::{
     cell::Cell,
     fs,
     os::unix::fs::{FileTypeExt as _, MetadataExt as _},
-    sync::Arc,
+    sync::{Arc, Mutex},
 };
 
 use anyhow::{Context as _, anyhow, bail};
 pub use arguments::{BenchArgs, EXAMPLES};
 use block::{
     disk::Disk,
+    guest::driver::Slots,
     image::{
         Image,
         open::{ImageOptions, open},
@@ -37,6 +38,7 @@ use block::{
     storage::OpenOptions,
 };
 use console::{Failure, complain, on_reactor, print, print_json};
+use export::vhost_user_blk::client;
 use policy::prefetch::Stats;
 use settings::Qcow2Settings;
 
@@ -44,7 +46,7 @@ pub(crate) use self::target::BenchTarget;
 use self::{progress::Progress, target::Export};
 use super::{
     interruption::Interruption,
-    load::{Job, Outcome, Ran, Source, Stop, put_all},
+    load::{Job, Outcome, PATIENCE, Ran, Source, Stop, put_all},
     result::{Begun, Header, INTERRUPTED, ResultFile},
 };
 use crate::probe::in_use::{Claim, claim};
@@ -91,6 +93,7 @@ impl Run {
         match &self.arguments.target {
             BenchTarget::Image(image) => self.measure_image(image).await,
             BenchTarget::Nbd(export) => self.measure_export(export).await,
+            BenchTarget::VhostUser(path) => self.measure_vhost_user(path).await,
         }
     }
 
@@ -109,22 +112,49 @@ impl Run {
         if self.arguments.write && about.is_read_only() {
             bail!("is read-only (leave -w away to read)");
         }
-        if self.arguments.buffer_size > about.maximum_payload.into() {
-            let (asked, most) = (self.arguments.buffer_size, about.maximum_payload);
-            bail!("takes requests of {most} bytes at most, and these have {asked} (choose a smaller -s)");
-        }
-        let BenchArgs { offset, step_size, buffer_size, .. } = self.arguments;
-        let over =
-            [offset, step_size.unwrap_or(0), buffer_size].map(|bytes| bytes % u64::from(about.minimum_block));
-        if over != [0; 3] {
-            bail!("takes multiples of {} bytes alone (choose another -o, -s or -S)", about.minimum_block);
-        }
-        if self.arguments.flush_interval.is_some() && !about.can_flush() {
-            bail!("has no flushes (leave --flush-interval away)");
-        }
+        self.fits(about.minimum_block.into(), Some(about.maximum_payload.into()), about.can_flush())?;
         let source = Source::Nbd { server: export.server.clone(), export: export.name.clone() };
         let (job, ran) = self.put(about.size_bytes, source).await?;
         self.tell(&job, ran, None)
+    }
+
+    async fn measure_vhost_user(&self, path: &str) -> anyhow::Result<()> {
+        let BenchArgs { jobs, depth, readers, write, rwmixread, pattern, buffer_size, .. } = self.arguments;
+        let device = client::connect(path, !write, PATIENCE).await?;
+        let about = *device.about();
+        self.fits(about.block_bytes, about.request_bytes, about.has_cache)?;
+        if jobs as usize > about.queues {
+            let (most, asked) = (about.queues, jobs);
+            bail!("has {most} queues, and {asked} jobs need one each (choose a smaller --jobs)");
+        }
+        let slots = Slots {
+            count: depth as usize * readers as usize,
+            bytes: usize::try_from(buffer_size).context("a request is larger than memory")?,
+            read: !write || rwmixread.is_some(),
+            write: write.then_some(pattern.unwrap_or(0)),
+        };
+        check::job(&self.arguments, about.size_bytes)?;
+        let queues = client::start(device, jobs as usize, slots, PATIENCE).await?;
+        let source = Source::VhostUser(Arc::new(Mutex::new(queues)));
+        let (job, ran) = self.put(about.size_bytes, source).await?;
+        self.tell(&job, ran, None)
+    }
+
+    /// Whether a server takes requests as they are asked for.
+    fn fits(&self, block_bytes: u64, most_bytes: Option<u64>, can_flush: bool) -> anyhow::Result<()> {
+        let BenchArgs { offset, step_size, buffer_size, flush_interval, .. } = self.arguments;
+        if let Some(most) = most_bytes.filter(|&most| buffer_size > most) {
+            bail!(
+                "takes requests of {most} bytes at most, and these have {buffer_size} (choose a smaller -s)"
+            );
+        }
+        if [offset, step_size.unwrap_or(0), buffer_size].map(|bytes| bytes % block_bytes) != [0; 3] {
+            bail!("takes multiples of {block_bytes} bytes alone (choose another -o, -s or -S)");
+        }
+        if flush_interval.is_some() && !can_flush {
+            bail!("has no flushes (leave --flush-interval away)");
+        }
+        Ok(())
     }
 
     async fn put(&self, size_bytes: u64, source: Source) -> anyhow::Result<(Job, Ran)> {
@@ -205,7 +235,7 @@ impl Run {
     fn keep(&self, job: &Job, outcome: &Outcome, partial: Option<&str>) -> anyhow::Result<()> {
         let place = match &self.arguments.target {
             BenchTarget::Image(image) => image.path(),
-            BenchTarget::Nbd(_) => None,
+            BenchTarget::Nbd(_) | BenchTarget::VhostUser(_) => None,
         };
         let told = text::announcement(job, self.arguments.jobs) + &text::statistics(job, outcome);
         let told = told.lines().map(|line| line.trim().to_owned()).chain(self.unallocated()).collect();

@@ -1,4 +1,5 @@
-//! What is measured: an image, or an export by its NBD URI (NetworkBlockDevice/nbd, doc/uri.md).
+//! What is measured: an image, an export by its NBD URI (NetworkBlockDevice/nbd, doc/uri.md), or
+//! one by the path of its vhost-user-blk socket.
 //! Only the text is judged here.
 
 use std::{ffi::OsString, fmt, os::unix::ffi::OsStringExt as _, str::FromStr};
@@ -7,11 +8,14 @@ use export::nbd::{client::Endpoint, proto};
 use settings::{Image, Rule as _};
 
 const PORT: u16 = 10809;
+const VHOST_USER: &str = "vhost-user:";
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum BenchTarget {
     Image(Image),
     Nbd(Export),
+    /// A socket's path.
+    VhostUser(String),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +29,11 @@ impl FromStr for BenchTarget {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        match text.strip_prefix(VHOST_USER) {
+            Some("") => return Err("has no path for its socket; write vhost-user:PATH".to_owned()),
+            Some(path) => return Ok(Self::VhostUser(path.to_owned())),
+            None => {}
+        }
         match text.split_once("://") {
             Some((scheme, rest)) if scheme.starts_with("nbd") => {
                 Export::read(text, scheme, rest).map(Self::Nbd)
@@ -39,6 +48,7 @@ impl fmt::Display for BenchTarget {
         match self {
             Self::Image(image) => image.fmt(f),
             Self::Nbd(export) => f.write_str(&export.uri),
+            Self::VhostUser(path) => write!(f, "{VHOST_USER}{path}"),
         }
     }
 }
@@ -120,7 +130,7 @@ mod tests {
     fn export(text: &str) -> Result<(Endpoint, String), String> {
         match text.parse()? {
             BenchTarget::Nbd(export) => Ok((export.server, export.name)),
-            BenchTarget::Image(image) => panic!("{image} is no export"),
+            other => panic!("{other} is no NBD export"),
         }
     }
 
@@ -140,10 +150,21 @@ mod tests {
 
     #[test]
     fn what_is_no_uri_is_an_image() {
-        for text in ["vm1.raw", "memory:1G", "file:nbd://a", "/a://b"] {
+        for text in ["vm1.raw", "memory:1G", "file:nbd://a", "/a://b", "./vhost-user:a", "file:vhost-user:a"]
+        {
             assert!(matches!(text.parse(), Ok(BenchTarget::Image(_))), "{text}");
             assert!(!text.parse::<BenchTarget>().unwrap().to_string().is_empty());
         }
+    }
+
+    #[test]
+    fn a_socket_of_vhost_user_is_named_by_its_path() {
+        for path in ["vm1.sock", "/run/my vm:1.sock", "nbd://a"] {
+            let text = format!("vhost-user:{path}");
+            let target: BenchTarget = text.parse().unwrap();
+            assert_eq!((target.to_string(), target), (text, BenchTarget::VhostUser(path.to_owned())));
+        }
+        assert!("vhost-user:".parse::<BenchTarget>().unwrap_err().starts_with("has no path"));
     }
 
     #[test]

@@ -1,28 +1,41 @@
-//! Several jobs at once, each on a thread with a reactor (and to a server a connection) of its own.
+//! Several jobs at once, each on a thread with a reactor (and to a server a connection or queue) of
+//! its own.
 //!
 //! They begin together once all are ready, and end together if one fails. A single job runs on the
 //! caller's thread, as a daemon's requests do.
 
-use std::{rc::Rc, sync::Arc};
+use std::{
+    rc::Rc,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use anyhow::{Context as _, anyhow};
 use async_channel::{Receiver, Sender};
 use block::{
     disk::Disk,
+    guest::driver::Queue,
     reactor::{Polling, Worker},
 };
 use console::NO_RING;
-use export::nbd::client::{Client, Endpoint, connect};
+use export::{
+    nbd::client::{Client, Endpoint, connect},
+    vhost_user_blk,
+};
 use policy::time::Duration;
 
 use super::{Failed, Job, Outcome, Stop, Target, put};
 
-const PATIENCE: Duration = Duration::from_secs(10);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
     Disk(Arc<Disk>),
-    Nbd { server: Endpoint, export: String },
+    Nbd {
+        server: Endpoint,
+        export: String,
+    },
+    /// One for each job.
+    VhostUser(Arc<Mutex<Vec<Queue>>>),
 }
 
 #[derive(Debug)]
@@ -45,6 +58,11 @@ impl Source {
         match self {
             Self::Disk(disk) => Ok(disk.into()),
             Self::Nbd { server, export } => Ok(Target::Nbd(Rc::new(Self::client(&server, &export).await?))),
+            Self::VhostUser(queues) => {
+                let queue = queues.lock().unwrap_or_else(PoisonError::into_inner).pop();
+                let queue = queue.context("a job has no queue")?;
+                Ok(Target::VhostUser(Rc::new(vhost_user_blk::client::Client::start(queue)?)))
+            }
         }
     }
 }

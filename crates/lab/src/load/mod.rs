@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   places, zipf ─► where ─┐
-//!   arrivals ─────► when ──┼─► run ─► target: a disk, or an export of a server
+//!   arrivals ─────► when ──┼─► run ─► target: a disk, or a server's
 //!   watch ─────► how long ─┘    └───► measured: latencies, requests each second
 //!                                jobs: several of these, on a thread each
 //! ```
@@ -26,7 +26,7 @@ use policy::time::Duration;
 pub(crate) use self::arrivals::{Spacing, exponential};
 pub(super) use self::{
     arrivals::Arrivals,
-    jobs::{Ran, Source, put_all},
+    jobs::{PATIENCE, Ran, Source, put_all},
     measured::{Measured, Second},
     places::{Draw, Locality, Part, Places},
     run::put,

@@ -1,16 +1,18 @@
-//! What a load is put on: a disk in this process, or an export of a server. An enum, so that a
+//! What a load is put on: a disk in this process, or a server's. An enum, so that a
 //! request costs no dynamic call.
 
 use std::{rc::Rc, sync::Arc};
 
 use block::{buffer::Buffer, disk::Disk, error::Result, storage::Durability};
-use export::nbd::client::Client;
+use export::{nbd, vhost_user_blk};
 use policy::{request::Direction, throttle::Cost};
 
 #[derive(Clone, Debug)]
 pub(crate) enum Target {
     Disk(Arc<Disk>),
-    Nbd(Rc<Client>),
+    Nbd(Rc<nbd::client::Client>),
+    /// Has the length and the content of requests.
+    VhostUser(Rc<vhost_user_blk::client::Client>),
 }
 
 impl From<Arc<Disk>> for Target {
@@ -27,6 +29,7 @@ impl Target {
                 disk.read(pass, offset, length).await.map(drop)
             }
             Self::Nbd(client) => client.read(offset, length).await.map(drop),
+            Self::VhostUser(client) => client.read(offset).await,
         }
     }
 
@@ -37,6 +40,7 @@ impl Target {
                 disk.write(pass, offset, data.into(), Durability::Cached).await
             }
             Self::Nbd(client) => client.write(offset, data.into()).await,
+            Self::VhostUser(client) => client.write(offset).await,
         }
     }
 
@@ -44,12 +48,13 @@ impl Target {
         match self {
             Self::Disk(disk) => disk.flush().await,
             Self::Nbd(client) => client.flush().await,
+            Self::VhostUser(client) => client.flush().await,
         }
     }
 
     /// A server may never answer.
     pub(super) fn is_remote(&self) -> bool {
-        matches!(self, Self::Nbd(_))
+        !matches!(self, Self::Disk(_))
     }
 
     /// The reason behind the last error, if there is one.
@@ -57,6 +62,7 @@ impl Target {
         match self {
             Self::Disk(_) => None,
             Self::Nbd(client) => client.fault(),
+            Self::VhostUser(client) => client.fault(),
         }
     }
 }

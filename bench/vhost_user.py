@@ -1,0 +1,434 @@
+"""Rows for vhost-user-blk: beside qemu-storage-daemon, beside NBD, and what limits, queues and idle
+machines come to.
+
+Why `weir bench` puts the load on everybody: no other program does without a virtual machine, and a
+machine under emulation would be what is measured. Its driver is libblkio's, by the people of QEMU.
+
+The client is on the first core in contenders called "pinned", and where the kernel puts it in the
+others; direct fio is as everywhere (`loads.placement`). Servers are never pinned. Processor time is
+the server's alone.
+
+Never starts a virtual machine.
+"""
+
+import json
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import front_end
+import groups
+import loads
+import rows
+import servers
+from loads import Load, LoadFailed
+from qcow2 import Image, path_of
+from results import About, AtLeast, AtMost, Cheaper, Faster
+from rows import DIRECT, OUT_OF_REACH, WEIR, Row, settle
+
+QSD = "qsd"
+# How it reads files: the better one counts.
+QSDS = ("qsd native", "qsd io_uring")
+PINNED = ", pinned"
+PREFETCH = "prefetch"
+RATE, BYTES_RATE, KIB = 1000, 10_000_000, 1 << 10
+# Skipped of a load under a limit: what passes at once.
+SKIP_SECONDS = 1
+TOLERANCE, PART_TOLERANCE = 0.005, 0.02
+SHARED_RATE, RESERVED = 10_000, 3000
+IDLE_SECONDS = 10
+
+
+def percent(value):
+    """A part as a person reads it."""
+    return f"{value:.1%}"
+
+
+def argv_of(setup, load, target, seconds, *options):
+    """`weir bench` under this load; 0 seconds are a few requests."""
+    if not setup.generator.exists():
+        raise LoadFailed(f"{setup.generator}: no such file (build it with `make build`)")
+    kinds = {"randread": ["--random"], "randwrite": ["--random", "-w"], "read": []}
+    # Another sequence each time, or a second sample meets what the first left in some cache.
+    seed = ["--seed", time.monotonic_ns() % (1 << 32)] if load.kind != "read" else []
+    long = ["--runtime", f"{seconds * 1000:.0f}ms"] if seconds else ["--count", loads.FEW]
+    return [
+        setup.generator, "bench", "--json", *kinds[load.kind], *seed, "-s", load.block_bytes,
+        "-d", load.depth, "--jobs", load.connections, *long, *options, target,
+    ]  # fmt: skip
+
+
+def put(setup, server, load, pinned=False, target=None):
+    """One sample of a load on a running server."""
+    before = ["taskset", "--cpu-list", "0"] if pinned else []
+    argv = [*before, *argv_of(setup, load, target or server.target, setup.seconds)]
+    began = server.cpu_seconds()
+    sample = loads.counted(loads.run(argv, setup.seconds + 300), server.argv[0])
+    sample["cpu_us"] = (server.cpu_seconds() - began) * 1e6 / sample["requests"]
+    return sample
+
+
+def weir(setup, image, *options, queues=16, over_nbd=False):
+    """weir with one disk for a machine, and for clients over NBD too where that is said."""
+
+    def command(path, nbd):
+        exports = ["--vhost-user-blk", f"unix:{path},queues={queues}"]
+        exports += ["--nbd", f"unix:{nbd}"] if over_nbd else []
+        return servers.weir(setup.program, image, *exports, *options)
+
+    return servers.Machine(command)
+
+
+def storage_daemon(node, *objects):
+    """qemu-storage-daemon with an I/O thread and the block device of these words, called d."""
+
+    def command(path, _nbd):
+        export = f"type=vhost-user-blk,id=e,node-name=d,addr.type=unix,addr.path={path},writable=on,num-queues=1"
+        return [
+            "qemu-storage-daemon", "--object", "iothread,id=io", *objects,
+            *(word for blockdev in node for word in ("--blockdev", blockdev)),
+            "--export", f"{export},iothread=io",
+        ]  # fmt: skip
+
+    return servers.Machine(command, monitored=True)
+
+
+def null_of(setup):
+    """QEMU's null storage."""
+    return f"driver=null-co,size={setup.size_bytes},read-zeroes=off"
+
+
+def file_of(path, aio, form="raw"):
+    """QEMU's best way to a file past the page cache."""
+    return [
+        f"driver=file,node-name=f,filename={path},cache.direct=on,aio={aio}",
+        f"driver={form},node-name=d,file=f,cache.direct=on",
+    ]
+
+
+def both_ways(name, take):
+    """A contender with the client where the kernel puts it, and one with the client on the first core."""
+    return {name: lambda: take(False), f"{name}{PINNED}": lambda: take(True)}
+
+
+def running(setup, stack, load, machines):
+    """Contenders whose servers live as long as the row."""
+    contenders = {}
+    for name, machine in machines.items():
+        server = stack.enter_context(machine)
+        contenders |= both_ways(name, lambda pinned, server=server: put(setup, server, load, pinned))
+    return contenders
+
+
+def null(load):
+    """Storage that costs nothing."""
+
+    def contenders(setup, stack):
+        machines = {QSD: storage_daemon([f"{null_of(setup)},node-name=d"])}
+        if setup.program:
+            machines = {WEIR: weir(setup, f"null:{setup.size_bytes}")} | machines
+        return running(setup, stack, load, machines)
+
+    return contenders
+
+
+def limited(setup, stack):
+    """Limits that never make a request wait."""
+    group = "throttle-group,id=g,x-iops-total=1000000000,x-bps-total=100000000000000"
+    below = ",".join(f"file.{word}" for word in null_of(setup).split(","))
+    throttled = storage_daemon([f"driver=throttle,node-name=d,throttle-group=g,{below}"], "--object", group)
+    machines = {QSD: throttled}
+    if setup.program:
+        machines = {WEIR: weir(setup, f"null:{setup.size_bytes}", *OUT_OF_REACH)} | machines
+    return running(setup, stack, Load("randread", 32), machines)
+
+
+def on_file(load, form):
+    """A raw file or a qcow2 image, past the page cache. Servers live for one sample: an image has one at a
+    time.
+    """
+
+    def contenders(setup, _stack):
+        path = setup.disk if form == "raw" else path_of(setup, Image("random", setup.size_bytes))
+
+        def on(start):
+            def take(pinned):
+                settle(path)
+                with start() as server:
+                    return put(setup, server, load, pinned)
+
+            return take
+
+        ours = {
+            WEIR: lambda: weir(setup, path, "--format", form, "--cache", "none",
+                               *(["--l2-cache-size", "full"] if form == "qcow2" else []))
+        }  # fmt: skip
+        theirs = {
+            name: lambda aio=name.split()[1]: storage_daemon(file_of(path, aio, form)) for name in QSDS
+        }
+        starts = (ours if setup.program else {}) | theirs
+        samples = {}
+        for name, start in starts.items():
+            samples |= both_ways(name, on(start))
+        return samples | {DIRECT: rows.on_direct(setup, load)}
+
+    return contenders
+
+
+def prefetch(setup, _stack):
+    """A sequential reader with one request in flight."""
+
+    def on(start):
+        def sample():
+            settle(setup.disk)
+            with start() as server:
+                return put(setup, server, Load("read", 1))
+
+        return sample
+
+    def ours(mode):
+        return lambda: weir(setup, setup.disk, "--format", "raw", "--cache", "none", "--prefetch", mode)
+
+    theirs = {name: on(lambda aio=name.split()[1]: storage_daemon(file_of(setup.disk, aio))) for name in QSDS}
+    return ({PREFETCH: on(ours("auto")), "none": on(ours("off"))} if setup.program else {}) | theirs
+
+
+def beside_nbd(setup, _stack):
+    """One disk both ways, by one client."""
+    load = Load("randread", 32)
+    images = {
+        "null": (f"null:{setup.size_bytes}",),
+        "memory": (f"memory:{setup.size_bytes}",),
+        "file": (setup.disk, "--format", "raw", "--cache", "none"),
+    }
+
+    def on(image, nbd, pinned):
+        def sample():
+            settle(setup.disk)
+            with weir(setup, *image, over_nbd=True) as server:
+                if image[0] == images["memory"][0]:
+                    # What was never written is answered without work.
+                    loads.fill(server.uri, setup.disk)
+                return put(setup, server, load, pinned, server.uri if nbd else None)
+
+        return sample
+
+    return {
+        f"{way} {name}{PINNED if pinned else ''}": on(image, way == "nbd", pinned)
+        for name, image in images.items()
+        for pinned in (False, True)
+        for way in ("vhost-user", "nbd")
+    }
+
+
+def two_queues(setup, stack):
+    """One queue and two, each with a thread of its own on either side."""
+    image = f"null:{setup.size_bytes}"
+    server = stack.enter_context(weir(setup, image, "--workers", 2, queues=2))
+    return {
+        name: lambda number=number: put(setup, server, Load("randread", 32, connections=number))
+        for name, number in (("one", 1), ("two", 2))
+    }
+
+
+@contextmanager
+def mixed(setup, group, members):
+    """One group with a member of each name: the first over vhost-user-blk, the others over NBD. Gives the
+    targets by name.
+    """
+    first, *_ = members
+
+    def command(path, nbd):
+        config = [groups.table("daemon", {"nbd": f"unix:{nbd}"}), groups.table("group.all", group)]
+        for name, keys in members.items():
+            config.append(groups.table(f"disk.{name}", {"image": groups.NULL, "group": "all"} | keys))
+            if name == first:
+                config[-1] += f'export = [{{ type = "vhost-user-blk", listen = "unix:{path}" }}]\n'
+        file = path.with_name("weir.toml")
+        file.write_text("\n".join(config))
+        return [setup.program, "serve", "--config", file]
+
+    with servers.Machine(command) as server:
+        yield {name: server.target if name == first else server.uri_of(name) for name in members}
+
+
+def rates(setup, jobs, seconds):
+    """Requests per second of several loads at once, `jobs` being pairs of a load and a target: of the whole
+    seconds behind the first.
+    """
+    long = seconds and seconds + SKIP_SECONDS + 1
+    clients = [
+        subprocess.Popen([str(word) for word in argv_of(setup, load, target, long)], stdout=subprocess.PIPE)
+        for load, target in jobs
+    ]
+    figures = []
+    try:
+        for client in clients:
+            out = client.communicate(timeout=seconds + 300)[0]
+            if client.returncode != 0:
+                raise LoadFailed(f"weir bench: status {client.returncode}")
+            figures.append(json.loads(out)["weir"])
+    finally:
+        for client in clients:
+            client.kill()
+            client.wait()
+    if not seconds:
+        return [figure["iops"] for figure in figures]
+    each = [figure["iops-each-second"][SKIP_SECONDS : SKIP_SECONDS + round(seconds)] for figure in figures]
+    return [sum(counts) / len(counts) for counts in each]
+
+
+def limits(setup, _stack):
+    """A machine under limits of requests and of bytes; sharing one by weight with clients over NBD; and with
+    a reservation beside them.
+    """
+
+    def alone(load, option, limit):
+        with weir(setup, f"null:{setup.size_bytes}", option, str(limit)) as server:
+            return rates(setup, [(load, server.target)], setup.limit_seconds)[0]
+
+    def together(members):
+        with mixed(setup, {"iops-total": SHARED_RATE}, members) as targets:
+            return rates(setup, [(Load("randread", 32), target) for target in targets.values()], setup.seconds)
+
+    def sample():
+        block = 64 * KIB
+        requests = alone(Load("randread", 32), "--iops-total", RATE)
+        moved = alone(Load("randread", 8, block_bytes=block), "--bps-total", BYTES_RATE) * block
+        weights = together({"machine": {"weight": 200}, "first": {"weight": 100}, "second": {"weight": 700}})
+        kept = together({"machine": {"iops-reservation": RESERVED, "weight": 1}, "first": {}, "second": {}})
+        parts = dict(zip(("second", "first", "third"), (rate / SHARED_RATE for rate in weights), strict=True))
+        return {"iops_part": requests / RATE, "bps": moved / BYTES_RATE, "reserved": kept[0]} | parts
+
+    return {WEIR: sample}
+
+
+def idle(setup, _stack):
+    """Wake-ups of all threads of a daemon with many machines that do nothing."""
+
+    def sample():
+        front_end.allow_descriptors()
+        with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
+            paths = [Path(directory, f"{number}.sock") for number in range(setup.exports)]
+
+            def command(path, _nbd):
+                config = (
+                    f'[disk.idle{number}]\nimage = "null:1G"\n'
+                    f'export = [{{ type = "vhost-user-blk", listen = "unix:{socket}" }}]\n'
+                    for number, socket in enumerate(paths)
+                )
+                file = path.with_name("weir.toml")
+                file.write_text("".join(config))
+                return [setup.program, "serve", "--config", file]
+
+            with servers.Machine(command) as server, front_end.idle(paths):
+                before = wakes(server.pid)
+                time.sleep(IDLE_SECONDS if setup.seconds else 0)
+                return {"wakes": wakes(server.pid) - before, "resident_bytes": servers.resident_bytes(server.pid)}
+
+    return {WEIR: sample}
+
+
+def wakes(pid):
+    """Voluntary context switches of all threads of a process so far."""
+    count = 0
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        for line in status.read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches:"):
+                count += int(line.split()[1])
+    return count
+
+
+def _either(ask):
+    """What is asked of weir, for both places of the client."""
+    return (*ask(""), *ask(PINNED))
+
+
+def _null(depth, factor):
+    def ask(where):
+        asked = [Faster(f"{WEIR}{where}", factor, (f"{QSD}{where}",))]
+        if depth > 1:
+            asked.append(Cheaper(f"{WEIR}{where}", 0.8, (f"{QSD}{where}",)))
+        return asked
+
+    title = f"4 KiB randread, depth {depth}, vhost-user-blk, null storage"
+    return Row(f"vhost-user-null-{depth}", title, null(Load("randread", depth)), _either(ask))
+
+
+def _file(form, kind, depth):
+    def ask(where):
+        asked = [Faster(f"{WEIR}{where}", 1.1, tuple(f"{name}{where}" for name in QSDS))]
+        if depth > 1:
+            asked.append(Faster(f"{WEIR}{where}", 0.9, (DIRECT,)))
+        return asked
+
+    name = "file" if form == "raw" else form
+    title = f"4 KiB rand{kind}, depth {depth}, vhost-user-blk, {form}, cache none"
+    return Row(
+        f"vhost-user-{name}-{kind}-{depth}", title, on_file(Load(f"rand{kind}", depth), form), _either(ask)
+    )
+
+
+ROWS = (
+    _null(1, 1.0),
+    _null(32, 1.2),
+    _null(128, 1.2),
+    Row(
+        "vhost-user-limited-32",
+        "4 KiB randread, depth 32, vhost-user-blk, null storage, limits set and never reached",
+        limited,
+        _either(lambda where: (Faster(f"{WEIR}{where}", 1.5, (f"{QSD}{where}",)),)),
+    ),
+    *(_file(form, kind, depth) for form in ("raw", "qcow2") for kind in ("read", "write") for depth in (1, 32)),
+    Row(
+        "vhost-user-prefetch",
+        "4 KiB sequential reads, depth 1, vhost-user-blk, raw file, cache none",
+        prefetch,
+        (Faster(PREFETCH, 5, QSDS),),
+    ),
+    Row(
+        "vhost-user-beside-nbd",
+        "4 KiB randread, depth 32, one disk over vhost-user-blk and over NBD, by `weir bench`",
+        beside_nbd,
+        tuple(
+            Faster(f"vhost-user {name}{where}", 1.0, (f"nbd {name}{where}",))
+            for name in ("null", "memory", "file")
+            for where in ("", PINNED)
+        ),
+        needs_weir=True,
+    ),
+    Row(
+        "vhost-user-two-queues",
+        "4 KiB randread, depth 32 each, vhost-user-blk, null storage, two workers: two queues against one",
+        two_queues,
+        (),
+        needs_weir=True,
+    ),
+    Row(
+        "vhost-user-limits",
+        "a machine's limits; 10,000 IOPS for it (weight 200) and two NBD clients (100, 700), and 3000 reserved for it",
+        limits,
+        (
+            About(WEIR, 1, TOLERANCE, "iops_part", percent),
+            About(WEIR, 1, TOLERANCE, "bps", percent),
+            About(WEIR, 0.1, PART_TOLERANCE, "first", percent),
+            About(WEIR, 0.2, PART_TOLERANCE, "second", percent),
+            About(WEIR, 0.7, PART_TOLERANCE, "third", percent),
+            AtLeast(WEIR, RESERVED * (1 - PART_TOLERANCE), "reserved", "{:,.0f}".format),
+        ),
+        columns=("iops_part", "bps", "first", "second", "third", "reserved"),
+        needs_weir=True,
+        rounds_factor=0.4,
+    ),
+    Row(
+        "vhost-user-idle",
+        "1000 idle exports with an idle machine each: wake-ups in ten seconds",
+        idle,
+        (AtMost(0, "wakes", "{:,.0f}".format),),
+        columns=("wakes", "resident_bytes"),
+        needs_weir=True,
+        rounds_factor=0.4,
+    ),
+)

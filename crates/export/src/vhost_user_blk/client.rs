@@ -1,0 +1,295 @@
+//! A client: the requests of one queue of a server, so that it can be measured as its guests see
+//! it.
+//!
+//! ```text
+//!   read, write, flush ──► ring          what a turn of the reactor asks for goes out together
+//!          ▲                 ║
+//!          └──── woken ◄── pump ◄── bell rung by the server
+//! ```
+//!
+//! Where answers are awaited, the ring is looked at for [`LOOK`] first, and then the server is
+//! asked to ring. The driver does not tell when a server dies. So where nothing has been answered
+//! for [`QUIET`], the server is asked for its size: if it answers that, or not yet, it is slow; if
+//! its connection is gone, what is in flight fails.
+//!
+//! Never connects again by itself, and has no bound on how long a request may take.
+
+use std::{
+    cell::{Cell, RefCell},
+    future::poll_fn,
+    io,
+    rc::Rc,
+    task::{Poll, Waker},
+};
+
+use block::{
+    error::{Error, Result},
+    guest::driver::{Device, Queue, Slots},
+    reactor::{JoinHandle, Signal, blocking, now, op, spawn_joinable, timeout, yield_now},
+};
+use policy::time::Duration;
+
+/// What requests fail with once the server is gone; [`Client::fault`] says why it is.
+pub const GONE: Error = Error::from_errno(libc::ENOTCONN);
+
+/// Half of what waking a thread costs on a virtual machine: docs/decisions/0002.
+const LOOK: Duration = Duration::from_micros(20);
+const QUIET: Duration = Duration::from_secs(1);
+
+/// Why there is no client.
+#[allow(missing_docs, reason = "the messages say it")]
+#[derive(Debug, thiserror::Error)]
+pub enum NotConnected {
+    #[error("cannot be connected to: {0}")]
+    Refused(io::Error),
+    #[error("did not answer within {0} seconds (it serves one client at a time)")]
+    TooLate(u64),
+    #[error("is read-only (leave -w away to read)")]
+    ReadOnly,
+    #[error("did not start its queues: {0}")]
+    NotStarted(io::Error),
+}
+
+/// Connects to a server.
+///
+/// # Errors
+/// Nobody there, no vhost-user-blk, or no answer within `limit`.
+pub async fn connect(
+    path: &str,
+    read_only: bool,
+    limit: Duration,
+) -> std::result::Result<Device, NotConnected> {
+    let path = path.to_owned();
+    match timeout(limit, blocking(move || Device::connect(&path, read_only))).await {
+        Ok(device) => device.map_err(NotConnected::Refused),
+        Err(_) => Err(NotConnected::TooLate(limit.as_secs())),
+    }
+}
+
+/// Starts the queues, each with slots of its own.
+///
+/// # Errors
+/// What the server refuses, or no answer within `limit`.
+pub async fn start(
+    device: Device,
+    queues: usize,
+    slots: Slots,
+    limit: Duration,
+) -> std::result::Result<Vec<Queue>, NotConnected> {
+    match timeout(limit, blocking(move || device.start(queues, slots))).await {
+        Ok(Err(error)) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => Err(NotConnected::ReadOnly),
+        Ok(queues) => queues.map_err(NotConnected::NotStarted),
+        Err(_) => Err(NotConnected::TooLate(limit.as_secs())),
+    }
+}
+
+/// The requests of a queue, on the reactor it was made on. Dropping it ends the queue.
+#[derive(Debug)]
+pub struct Client {
+    requests: Rc<Requests>,
+    /// A task that nobody holds is cancelled.
+    _pump: JoinHandle<()>,
+    _bell: JoinHandle<()>,
+}
+
+#[derive(Debug)]
+struct Requests {
+    queue: RefCell<Queue>,
+    slots: RefCell<Vec<Slot>>,
+    free: RefCell<Vec<usize>>,
+    /// Slots that the server has.
+    in_flight: Cell<usize>,
+    /// Something was put into the ring, or the bell rang, while the pump was resting.
+    news: Signal,
+    resting: Cell<bool>,
+    fault: RefCell<Option<io::Error>>,
+}
+
+#[derive(Debug)]
+enum Slot {
+    Free,
+    Awaited(Option<Waker>),
+    /// Nobody waits for the answer, which comes all the same.
+    Abandoned,
+    Answered(i32),
+}
+
+impl Client {
+    /// Takes the queue into use.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn start(queue: Queue) -> io::Result<Self> {
+        let bell = op::Fd::from(queue.bell()?);
+        let count = queue.slots().count;
+        let requests = Rc::new(Requests {
+            queue: RefCell::new(queue),
+            slots: RefCell::new((0..count).map(|_| Slot::Free).collect()),
+            free: RefCell::new((0..count).rev().collect()),
+            in_flight: Cell::new(0),
+            news: Signal::default(),
+            resting: Cell::new(true),
+            fault: RefCell::default(),
+        });
+        let pump = spawn_joinable(Rc::clone(&requests).pump());
+        let bell = spawn_joinable(Rc::clone(&requests).hear(bell));
+        Ok(Self { requests, _pump: pump, _bell: bell })
+    }
+
+    /// Why the server is gone.
+    pub fn fault(&self) -> Option<String> {
+        let fault = self.requests.fault.borrow();
+        fault.as_ref().map(|fault| format!("the server is gone: {fault}"))
+    }
+
+    /// Reads as many bytes as a slot has.
+    ///
+    /// # Errors
+    /// The server's, or [`GONE`].
+    ///
+    /// # Panics
+    /// With more requests in flight than the queue has slots.
+    pub async fn read(&self, offset: u64) -> Result<()> {
+        self.requests.request(|queue, slot| queue.read(slot, offset)).await
+    }
+
+    /// Writes a slot. Otherwise as [`Client::read`].
+    pub async fn write(&self, offset: u64) -> Result<()> {
+        self.requests.request(|queue, slot| queue.write(slot, offset)).await
+    }
+
+    /// As [`Client::read`].
+    pub async fn flush(&self) -> Result<()> {
+        self.requests.request(Queue::flush).await
+    }
+}
+
+impl Requests {
+    async fn request(&self, send: impl FnOnce(&mut Queue, usize)) -> Result<()> {
+        if self.fault.borrow().is_some() {
+            return Err(GONE);
+        }
+        let slot = self.free.borrow_mut().pop().expect("as many slots as requests");
+        self.slots.borrow_mut()[slot] = Slot::Awaited(None);
+        self.in_flight.set(self.in_flight.get() + 1);
+        let taken = Taken { requests: self, slot };
+        send(&mut self.queue.borrow_mut(), slot);
+        self.tell();
+        poll_fn(|context| {
+            let mut slots = self.slots.borrow_mut();
+            if let Slot::Answered(errno) = slots[taken.slot] {
+                return Poll::Ready(if errno == 0 { Ok(()) } else { Err(Error::from_errno(errno)) });
+            }
+            slots[taken.slot] = Slot::Awaited(Some(context.waker().clone()));
+            Poll::Pending
+        })
+        .await
+    }
+
+    async fn pump(self: Rc<Self>) {
+        let fault = loop {
+            self.news.wait().await;
+            self.resting.set(false);
+            if let Err(fault) = self.work().await {
+                break fault;
+            }
+            self.resting.set(true);
+        };
+        *self.fault.borrow_mut() = Some(fault);
+        let waiting = 0..self.slots.borrow().len();
+        waiting.for_each(|slot| self.answer(slot, GONE.errno()));
+    }
+
+    /// Until nothing is in flight.
+    async fn work(&self) -> io::Result<()> {
+        let mut looking = None;
+        while self.in_flight.get() > 0 {
+            if self.turn()? > 0 {
+                looking = None;
+            } else {
+                let at = now();
+                if at - *looking.get_or_insert(at) >= LOOK {
+                    self.sleep().await?;
+                    looking = None;
+                    continue;
+                }
+            }
+            // Whoever was woken asks for more.
+            yield_now().await;
+        }
+        Ok(())
+    }
+
+    /// Until the bell rings, or there is something to send.
+    async fn sleep(&self) -> io::Result<()> {
+        self.queue.borrow_mut().listen(true);
+        let answered = self.turn()?;
+        self.resting.set(true);
+        let quiet = answered == 0 && timeout(QUIET, self.news.wait()).await.is_err();
+        self.resting.set(false);
+        self.queue.borrow_mut().listen(false);
+        if quiet && self.turn()? == 0 {
+            let ask = self.queue.borrow().ask();
+            blocking(ask).await?;
+        }
+        Ok(())
+    }
+
+    async fn hear(self: Rc<Self>, bell: op::Fd) {
+        while op::readable(&bell).await.is_ok() {
+            // A turn may have been quicker.
+            let _ = nix::unistd::read(&bell, &mut [0; 8]);
+            self.tell();
+        }
+    }
+
+    fn tell(&self) {
+        if self.resting.get() {
+            self.news.raise();
+        }
+    }
+
+    /// Sends what is in the ring, and takes what is answered.
+    fn turn(&self) -> io::Result<usize> {
+        self.queue.borrow_mut().turn(|slot, errno| self.answer(slot, errno))
+    }
+
+    fn answer(&self, slot: usize, errno: i32) {
+        let mut slots = self.slots.borrow_mut();
+        let waker = match &mut slots[slot] {
+            Slot::Awaited(waker) => waker.take(),
+            Slot::Abandoned => {
+                slots[slot] = Slot::Free;
+                self.free.borrow_mut().push(slot);
+                self.in_flight.set(self.in_flight.get() - 1);
+                return;
+            }
+            Slot::Free | Slot::Answered(_) => return,
+        };
+        slots[slot] = Slot::Answered(errno);
+        self.in_flight.set(self.in_flight.get() - 1);
+        drop(slots);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}
+
+/// A slot with a request.
+struct Taken<'a> {
+    requests: &'a Requests,
+    slot: usize,
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        let slot = &mut self.requests.slots.borrow_mut()[self.slot];
+        *slot = match slot {
+            Slot::Answered(_) => {
+                self.requests.free.borrow_mut().push(self.slot);
+                Slot::Free
+            }
+            _ => Slot::Abandoned,
+        };
+    }
+}

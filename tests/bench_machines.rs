@@ -1,0 +1,148 @@
+//! `weir bench vhost-user:PATH`: what a virtual machine would do to a disk, and servers that go.
+
+use std::{
+    fs,
+    io::{Read as _, Write as _},
+    os::unix::net::UnixListener,
+    process::Command,
+    thread,
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+
+use crate::{
+    bench::{bench, failed, interrupted, started, told},
+    harness::{MIB, Scratch, Serve, Weir, assert_says, need, qemu_io, text},
+};
+
+struct Served {
+    weir: Weir,
+    target: String,
+}
+
+fn served(scratch: &Scratch, exported: &str, arguments: &[&str]) -> Served {
+    let socket = scratch.socket("vm.sock");
+    let weir = Serve::new(scratch)
+        .args(arguments)
+        .args(["--vhost-user-blk", &format!("unix:{}{exported}", text(&socket))])
+        .start();
+    Served { weir, target: format!("vhost-user:{}", text(&socket)) }
+}
+
+#[test]
+fn what_a_machine_writes_is_there() {
+    let scratch = Scratch::new();
+    let disk = scratch.filled("disk.raw", 4 * MIB);
+    let Served { weir, target } = served(&scratch, "", &[text(&disk)]);
+    let printed = bench("-w --pattern 90 -c 64 -d 16 -s 64K --flush-interval 16", &target).succeeds();
+    assert_says(
+        &printed,
+        &["Sending 64 write requests, 65536 bytes each, 16 in parallel", "Run completed in "],
+    );
+    qemu_io(["-f", "raw"], ["read -P 90 0 4M"], weir.uri("disk"));
+    // What is read must not be what is written next.
+    let told = told("-w --pattern 165 --rwmixread 50 -c 1024 -d 200 -s 4K", &target);
+    assert_eq!(told["weir"]["image"], target);
+    let bytes = fs::read(&disk).unwrap();
+    let blocks: Vec<&[u8]> = bytes.chunks(4096).collect();
+    let of = |wanted: u8| blocks.iter().filter(|block| block.iter().all(|&byte| byte == wanted)).count();
+    assert_eq!(told["jobs"][0]["write"]["total_ios"], of(165));
+    assert_eq!(of(165) + of(90), 1024);
+}
+
+/// More in flight than a ring has room for, too.
+#[test]
+fn every_request_of_every_queue_is_answered() {
+    let scratch = Scratch::new();
+    let Served { weir: _weir, target } = served(&scratch, ",queues=2", &["memory:4M"]);
+    for options in ["-d 1", "-d 1 --rate-iops 2000", "-d 32 --jobs 2", "-d 700", "-d 3 --readers 5 --jobs 2"]
+    {
+        let told = told(&format!("-c 5000 {options}"), &target);
+        assert_eq!(told["jobs"][0]["read"]["total_ios"], 5000, "{options}");
+    }
+}
+
+#[test]
+fn another_server_is_measured_too() {
+    let scratch = Scratch::new();
+    let (socket, pid) = (scratch.socket("qemu.sock"), scratch.path("pid"));
+    need("qemu-storage-daemon");
+    let export = format!(
+        "type=vhost-user-blk,id=e,node-name=d,addr.type=unix,addr.path={},writable=on,num-queues=2",
+        text(&socket)
+    );
+    let status = Command::new("qemu-storage-daemon")
+        .args(["--blockdev", "driver=null-co,node-name=d,size=4194304,read-zeroes=on", "--export", &export])
+        .args(["--daemonize", "--pidfile", text(&pid)])
+        .status();
+    assert!(status.unwrap().success());
+    let target = format!("vhost-user:{}", text(&socket));
+    let read = bench("-c 5000 -d 64 --jobs 2 --stats", &target).run();
+    let wrote = bench("-w -c 500 -d 8", &target).run();
+    let refused = bench("-c 10 --jobs 3", &target).run();
+    let pid = fs::read_to_string(pid).unwrap().trim().parse().unwrap();
+    kill(Pid::from_raw(pid), Signal::SIGTERM).unwrap();
+    assert_says(&read.succeeded(), &["read: 5000 requests", "p99.99"]);
+    wrote.succeeded();
+    assert_says(&refused.said(), &["has 2 queues, and 3 jobs need one each"]);
+}
+
+#[test]
+fn what_a_server_cannot_do_is_said_before_anything_is_sent() {
+    let scratch = Scratch::new();
+    let disk = scratch.filled("disk.raw", MIB);
+    let Served { weir, target } = served(&scratch, ",queues=2,queue-size=128", &[text(&disk), "--read-only"]);
+    assert_says(&bench("-w -c 1", &target).fails(), &["is read-only (leave -w away"]);
+    assert_says(&bench("-c 3 --jobs 3", &target).fails(), &["has 2 queues, and 3 jobs", "smaller --jobs"]);
+    assert_says(&bench("-s 1000 -c 1", &target).fails(), &["takes multiples of 512 bytes alone"]);
+    assert_says(&bench("-s 2M -d 1 -c 1", &target).fails(), &["has 1048576 bytes, and a request 2097152"]);
+    assert_says(&bench("-d 64 -c 1", &target).fails(), &["did not start its queues"]);
+    assert_eq!(bench("-t none", &target).run().code(), 2);
+    assert_eq!(bench("", "vhost-user:").run().code(), 2);
+    bench("-d 32 -c 100", &target).succeeds();
+    weir.stop();
+    assert_says(&bench("", target).fails(), &["cannot be connected to: No such file or directory"]);
+}
+
+#[test]
+fn a_server_that_goes_ends_the_load() {
+    let scratch = Scratch::new();
+    let Served { weir, target } = served(&scratch, "", &["memory:1M", "--delay", "read=10ms"]);
+    let client = started(&["-d", "4", "--runtime", "60s", &target]);
+    weir.crash();
+    let [_, said] = failed(client);
+    assert_says(&said, &["a request failed: the server is gone: "]);
+}
+
+#[test]
+fn an_interrupted_run_does_not_wait_for_a_server_that_says_nothing_any_more() {
+    let scratch = Scratch::new();
+    let file = scratch.path("result.json");
+    let Served { weir, target } = served(&scratch, "", &["memory:1M", "--delay", "read=10s"]);
+    let client = started(&["-d", "4", "--result", text(&file), &target]);
+    weir.signal(Signal::SIGSTOP);
+    let [printed, said] = interrupted(client);
+    weir.crash();
+    assert_says(&said, &[": interrupted after "]);
+    assert_says(&printed, &["Not answered when nobody waited any longer: 4"]);
+    let kept: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    assert_eq!(kept["partial"], "interrupted");
+}
+
+#[test]
+fn a_server_that_talks_nonsense_is_left() {
+    let scratch = Scratch::new();
+    let socket = scratch.socket("odd.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let server = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(b"SSH-2.0-OpenSSH_9.2p1\r\n").unwrap();
+        let _ = stream.read_to_end(&mut Vec::new());
+    });
+    assert_says(&bench("", format!("vhost-user:{}", text(&socket))).fails(), &["cannot be connected to: "]);
+    server.join().unwrap();
+}
