@@ -12,11 +12,11 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::{
     bench::{bench, failed, interrupted, started, told},
-    harness::{MIB, Scratch, Serve, Weir, assert_says, need, qemu_io, text},
+    harness::{MIB, Qmp, Scratch, Serve, Weir, assert_says, need, qemu_io, text},
 };
 
 struct Served {
@@ -121,9 +121,18 @@ fn a_server_that_goes_ends_the_load() {
 #[test]
 fn an_interrupted_run_does_not_wait_for_a_server_that_says_nothing_any_more() {
     let scratch = Scratch::new();
-    let file = scratch.path("result.json");
-    let Served { weir, target } = served(&scratch, "", &["memory:1M", "--delay", "read=10s"]);
+    let (file, control) = (scratch.path("result.json"), scratch.path("qmp"));
+    let control_address = format!("unix:{}", text(&control));
+    let arguments = ["memory:1M", "--delay", "read=60s", "--qmp", &control_address];
+    let Served { weir, target } = served(&scratch, "", &arguments);
+    let mut qmp = Qmp::negotiated(&control);
     let client = started(&["-d", "4", "--result", text(&file), &target]);
+    let mut in_flight = || {
+        let status = qmp.command("x-weir-query-status", json!({}));
+        let exports = status["exports"].as_array().unwrap();
+        exports.iter().find(|export| export["type"] == "vhost-user-blk").unwrap()["in-flight"].clone()
+    };
+    while in_flight() != 4 {}
     weir.signal(Signal::SIGSTOP);
     let [printed, said] = interrupted(client);
     weir.crash();

@@ -167,7 +167,7 @@ mod tests {
         let all = Offer { queues: 4, ..Offer::default() };
         // Bit by bit, from the specifications.
         let due = [2, 6, 9, 10, 11, 12, 13, 14, 26, 28, 29, 30, 32, 34].map(|bit| 1_u64 << bit);
-        assert_eq!(all.features(), due.iter().sum());
+        assert_eq!(all.features(), due.iter().sum::<u64>());
         let without = |offer: Offer| all.features() & !offer.features();
         assert_eq!(without(Offer { queues: 1, ..all.clone() }), virtio::MQ);
         assert_eq!(without(Offer { discard: false, ..all.clone() }), virtio::DISCARD);

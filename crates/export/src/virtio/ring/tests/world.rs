@@ -228,7 +228,7 @@ impl World {
         let number = u64::from_le_bytes(number);
         assert!(!self.done.contains(&number), "chain {number} is served again");
         let sent = self.sent.values().find(|sent| sent.number == number).expect("the driver waits for it");
-        assert_eq!(sent.writable, chain.writable().iter().map(Place::bytes).sum());
+        assert_eq!(sent.writable, chain.writable().iter().map(Place::bytes).sum::<usize>());
         Held { number, ticket: chain.ticket }
     }
 
