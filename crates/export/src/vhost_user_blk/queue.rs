@@ -345,7 +345,7 @@ impl Queue {
         pending::<()>().await;
     }
 
-    fn set_bell(&self, kind: EventKind, bell: Option<Bell>) {
+    pub(super) fn set_bell(&self, kind: EventKind, bell: Option<Bell>) {
         match kind {
             EventKind::Kick => {
                 self.bells.borrow_mut().kick = bell;

@@ -32,6 +32,7 @@ use super::{
     connection::{Connection, Ended},
     device::{Device, Export},
     front_ends::FrontEnds,
+    handover::held,
     queue::{Order, Queue, bell},
     session::{Effect, Session},
     vring::RingSettings,
@@ -319,14 +320,33 @@ impl Attendance<'_> {
 async fn serve_ring(
     server: Arc<Server>,
     ring: u16,
-    settings: RingSettings,
+    mut settings: RingSettings,
     orders: Receiver<Order>,
     reports: Sender<Report>,
 ) {
     let (base, error) = (settings.base, settings.error.clone());
     let late = orders.clone();
-    let base = match Queue::new(ring, settings, Arc::clone(&server.device)) {
-        Ok(queue) => queue.serve(orders).await,
+    let disk = server.device.disk();
+    let base = match held(disk, &mut settings, &orders).await {
+        Ok(Some(rewired)) => {
+            if disk.is_handed_over() {
+                // Whoever had the image may have given it another size.
+                server.look_at_size();
+            }
+            let base = match Queue::new(ring, settings, Arc::clone(&server.device)) {
+                Ok(queue) => {
+                    rewired.into_iter().for_each(|(kind, bell)| queue.set_bell(kind, bell));
+                    queue.serve(orders).await
+                }
+                Err(why) => {
+                    cannot_serve(&server.device, ring, &why, error);
+                    base
+                }
+            };
+            disk.let_go().await;
+            base
+        }
+        Ok(None) => base,
         Err(why) => {
             cannot_serve(&server.device, ring, &why, error);
             base
