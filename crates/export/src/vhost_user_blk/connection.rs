@@ -100,6 +100,7 @@ impl Connection {
                 match output {
                     Output::Act(effect) => return Ok(effect),
                     Output::Reply(reply) => self.send(&reply)?,
+                    Output::ConfigChanged => self.tell_change(),
                     Output::Refused { request, why } => self.log(request, &why),
                     Output::Close { request, why } => return Err(Ended::Refused { request, why }),
                 }
@@ -133,7 +134,13 @@ impl Connection {
 
     /// The disk has another length: tells the front end, if it has given us a channel for that.
     pub fn resize(&mut self, size_bytes: u64) {
-        let Some(channel) = self.session.resize(size_bytes) else { return };
+        if self.session.resize(size_bytes).is_some() {
+            self.tell_change();
+        }
+    }
+
+    fn tell_change(&self) {
+        let Some(channel) = self.session.channel() else { return };
         let message = message::config_change();
         let sent = sendmsg(
             channel,
