@@ -36,14 +36,15 @@ pub(super) struct Device {
     pub(super) calls: AtomicU64,
     pub(super) requests: AtomicU64,
     pub(super) in_flight: AtomicU64,
+    pub(super) copies: AtomicU64,
 }
 
 impl Device {
     pub(super) fn new(export: Export) -> Self {
         let cache = || AtomicBool::new(export.offer.write_cache);
         let (write_cache, chosen_write_cache) = (cache(), cache());
-        let (no_events, kicks, calls, requests, in_flight) = Default::default();
-        Self { export, write_cache, chosen_write_cache, no_events, kicks, calls, requests, in_flight }
+        let (no_events, kicks, calls, requests, in_flight, copies) = Default::default();
+        Self { export, write_cache, chosen_write_cache, no_events, kicks, calls, requests, in_flight, copies }
     }
 
     pub(super) fn disk(&self) -> &Disk {

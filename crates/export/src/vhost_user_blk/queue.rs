@@ -16,7 +16,8 @@
 use std::{
     cell::{Cell, RefCell},
     convert::Infallible,
-    future::pending,
+    future::{Future, pending, poll_fn},
+    pin::pin,
     rc::Rc,
     sync::{Arc, atomic::Ordering::Relaxed},
 };
@@ -43,6 +44,7 @@ use crate::{
     },
 };
 use block::{
+    buffer::guest_copies,
     disk::Patience,
     guest::{Memory, Place},
     reactor::{self, Signal, op::Fd},
@@ -247,16 +249,34 @@ impl Queue {
             return;
         }
         if let Some(only) = intake.take_only() {
-            return reactor::spawn(Rc::clone(self).carry_out(only));
+            return self.spawn(Rc::clone(self).carry_out(only));
         }
         for joined in intake.take_joined() {
             let this = Rc::clone(self);
             match joined {
-                Joined::One(only) => reactor::spawn(this.carry_out(only)),
-                Joined::Reads(parts) => reactor::spawn(this.read_merged(parts)),
-                Joined::Writes(parts) => reactor::spawn(this.write_merged(parts)),
+                Joined::One(only) => self.spawn(this.carry_out(only)),
+                Joined::Reads(parts) => self.spawn(this.read_merged(parts)),
+                Joined::Writes(parts) => self.spawn(this.write_merged(parts)),
             }
         }
+    }
+
+    /// Has an I/O done, and counts what it copies.
+    fn spawn(&self, io: impl Future<Output = ()> + 'static) {
+        let device = Arc::clone(&self.device);
+        reactor::spawn(async move {
+            let mut io = pin!(io);
+            poll_fn(|context| {
+                let before = guest_copies().count;
+                let polled = io.as_mut().poll(context);
+                let copies = guest_copies().count - before;
+                if copies > 0 {
+                    device.copies.fetch_add(copies, Relaxed);
+                }
+                polled
+            })
+            .await;
+        });
     }
 
     /// A request has been answered in the guest's memory, of which so many bytes were written.
@@ -446,7 +466,7 @@ impl Queue {
                 self.in_flight.set(self.in_flight.get() + 1);
                 self.device.in_flight.fetch_add(1, Relaxed);
                 let again = Incoming { ticket, request, number, must_go: true };
-                reactor::spawn(Rc::clone(self).carry_out(again));
+                self.spawn(Rc::clone(self).carry_out(again));
             }
         }
     }
