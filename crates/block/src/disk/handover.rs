@@ -102,7 +102,8 @@ impl Disk {
                 self.let_others_have_it().await;
                 return Err(error.into());
             }
-            tracing::info!(disk = %self.name, "the image was taken over");
+            // A guest can have this done as often as it resets its disk.
+            tracing::debug!(disk = %self.name, "the image was taken over");
         }
         handover.change_holders(|holders| *holders += 1);
         Ok(())
@@ -146,7 +147,7 @@ impl Disk {
         }
         handover.held.store(false, SeqCst);
         self.let_others_have_it().await;
-        tracing::info!(disk = %self.name, "the image is free for another process");
+        tracing::debug!(disk = %self.name, "the image is free for another process");
     }
 
     async fn let_others_have_it(&self) {
