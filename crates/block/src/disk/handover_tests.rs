@@ -33,7 +33,8 @@ async fn make(path: &Path, format: Format) {
     fs::write(path, [0; 512]).expect("room for a test");
     match format {
         Format::Raw => {
-            fs::File::options().write(true).open(path).and_then(|file| file.set_len(SIZE)).expect("sparse")
+            let file = fs::File::options().write(true).open(path).expect("it is there");
+            file.set_len(SIZE).expect("sparse");
         }
         Format::Qcow2 => {
             let storage = open_storage(&spec(path), OpenOptions::default()).expect("opens");

@@ -88,6 +88,7 @@ const AFTERLIFE: Duration = Duration::from_millis(500);
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
 /// Why the locks cannot be had.
+#[derive(Debug)]
 pub(super) struct Conflict {
     what: String,
     /// That somebody else holds.
@@ -344,7 +345,7 @@ mod tests {
             .spawn()
             .expect("it runs");
         drop(one);
-        let conflict = try_acquire(&two, "image", Use::Write).err().expect("the child has it");
+        let conflict = try_acquire(&two, "image", Use::Write).expect_err("the child has it");
         assert_eq!(holder(&two, conflict.byte), None);
         let ended = thread::spawn(move || {
             drop(child.stdin.take());
