@@ -13,7 +13,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::harness::{DEADLINE, MIB, Qmp, Scratch, Serve, assert_says, text};
+use crate::harness::{Client, DEADLINE, MIB, Qmp, Scratch, Serve, assert_says, qemu_img, qemu_io, text};
 
 /// `VHOST_USER_GET_FEATURES`, and what is answered.
 fn features(front_end: &mut UnixStream) -> u64 {
@@ -159,6 +159,59 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
     assert!(fs::metadata(&path).expect("it is there").file_type().is_socket());
     assert_ne!(features(&mut front_end(&path)) & READ_ONLY, 0);
     weir.stop();
+}
+
+#[test]
+fn a_backup_reads_beside_a_machine_and_within_the_limits_of_the_disk() {
+    let scratch = Scratch::new();
+    let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
+    let weir = Serve::new(&scratch)
+        .arg(scratch.sparse("disk.raw", MIB))
+        .args(["--vhost-user-blk", &format!("unix:{}", text(&socket))])
+        .args(["--qmp", &format!("unix:{}", text(&control))])
+        .start();
+    let mut machine = front_end(&socket);
+    features(&mut machine);
+    let mut qmp = Qmp::negotiated(&control);
+    let add = json!({"type": "nbd", "id": "backup", "node-name": "disk", "name": "backup"});
+    qmp.command("block-export-add", add);
+    let uri = weir.uri("backup");
+    qemu_img(["compare", "-f", "raw", "-F", "raw", &uri, text(&scratch.sparse("zeroes.raw", MIB))])
+        .succeeds();
+    let said = Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 512", &uri]).fails();
+    assert_says(&said, &["read-only"]);
+    let disk = &qmp.command("x-weir-query-status", json!({}))["disks"][0];
+    assert!(disk["throttle"]["reads"]["bytes"].as_u64() >= Some(MIB), "charged as any other: {disk}");
+    let machine_of =
+        |qmp: &mut Qmp| exports(qmp).into_iter().find(|export| export["type"] == "vhost-user-blk");
+    let seen = machine_of(&mut qmp).expect("it is there");
+    assert_eq!(seen["front-end"]["pid"], json!(std::process::id()));
+    features(&mut machine);
+    weir.stop();
+}
+
+#[test]
+fn an_image_that_is_handed_over_is_free_while_no_machine_runs() {
+    let scratches = [Scratch::new(), Scratch::new()];
+    let image = scratches[0].sparse("disk.raw", MIB);
+    let serve = |scratch: &Scratch, image: &Path, more: &[&str]| {
+        let socket = format!("unix:{}", text(&scratch.path("vm")));
+        Serve::new(scratch).arg(image).args(["--handover", "--vhost-user-blk", &socket]).args(more)
+    };
+    let weirs = scratches.each_ref().map(|scratch| serve(scratch, &image, &["--format", "raw"]).start());
+    qemu_io(["-f", "raw"], ["write -P 7 0 4k"], &image);
+    for (weir, scratch) in weirs.iter().zip(&scratches) {
+        assert!(is_let_in(&scratch.path("vm")));
+        let said = Client::new("qemu-io").args(["-f", "raw", "-c", "read 0 512", &weir.uri("disk")]).fails();
+        assert_says(&said, &["shutdown"]);
+    }
+    weirs.map(|weir| weir.stop());
+
+    let [scratch, _] = scratches;
+    let said = serve(&scratch, &image, &["--read-only"]).rejects_usage();
+    assert_says(&said, &["--handover: is for disks that are written to"]);
+    let said = serve(&scratch, Path::new("memory:1M"), &[]).rejects_usage();
+    assert_says(&said, &["--handover: is for images in files"]);
 }
 
 #[test]

@@ -13,6 +13,7 @@
 //! the thread that made it.
 
 mod failures;
+mod handover;
 
 use std::sync::{
     Arc,
@@ -21,6 +22,8 @@ use std::sync::{
 
 pub use failures::{ErrorPolicies, Errors, Failure, Failures, OnError, Patience};
 use failures::{Kind, Request};
+use handover::Handover;
+pub use handover::NotHeld;
 
 use policy::{
     prefetch::Ahead,
@@ -50,6 +53,8 @@ pub struct Disk {
     counters: Counters,
     failures: Arc<Failures>,
     memory: Arc<Account>,
+    /// Where another process may have the image, in between.
+    handover: Option<Handover>,
 }
 
 /// A request's permission to move data, from [`Disk::admit`]: nothing that limits hold for can be
@@ -111,6 +116,7 @@ impl Disk {
     ) -> std::result::Result<Self, Refused> {
         let member = Member::new(settings, group)?;
         image.watch_backing();
+        let handover = image.is_handed_over().then(Handover::default);
         let image = Arc::new(image);
         let prefetch = Prefetch::new(&image);
         Ok(Self {
@@ -121,6 +127,7 @@ impl Disk {
             counters: Counters::default(),
             failures: Arc::default(),
             memory: Account::new(Budget::process()),
+            handover,
         })
     }
 
@@ -209,7 +216,7 @@ impl Disk {
     /// use it for something else only when the future has come to its end: dropped before, it
     /// leaves reads behind that still write there.
     pub async fn read_to(&self, pass: Pass, offset: u64, target: Target) -> Result<Segments> {
-        if self.failures.may_hold() {
+        if self.may_hold() {
             return Box::pin(self.read_or_hold(pass, offset, target, true)).await;
         }
         let length = target.len() as u64;
@@ -257,6 +264,7 @@ impl Disk {
     /// Says that `length` bytes at `offset` will be read soon: a hint, on which as much may be
     /// read.
     pub async fn will_need(&self, _: Pass, offset: u64, length: u64) {
+        let Ok(_inside) = self.enter().await else { return };
         self.image.will_need(offset, length).await;
     }
 
@@ -290,6 +298,10 @@ impl Disk {
 
     /// The same, held by a stopped disk only while somebody waits for it.
     pub async fn flush_for(&self, patience: Option<&Arc<Patience>>) -> Result<()> {
+        if self.is_let_go() {
+            // It was written before.
+            return Ok(());
+        }
         let pass = Pass { requests: 1, patience: patience.cloned() };
         let flush = async || self.image.flush().await;
         self.done(Kind::Flush, "flush", (0, 0), &pass, flush).await
@@ -333,17 +345,20 @@ impl Disk {
     /// of `length` bytes. One pass for a read of no bytes answers for all that a query asks: what
     /// is read for it are tables.
     pub async fn block_status(&self, _: &Pass, offset: u64, length: u64) -> Result<Vec<Extent>> {
+        let _inside = self.enter().await?;
         self.image.block_status(offset, length).await
     }
 
     /// How far down the chain of files a range is allocated: see [`Image::allocation_depth`]. A
     /// pass is as good as for [`Disk::block_status`].
     pub async fn allocation_depth(&self, _: &Pass, offset: u64, length: u64) -> Result<Vec<Depth>> {
+        let _inside = self.enter().await?;
         self.image.allocation_depth(offset, length).await
     }
 
     /// Gives it another size: see [`Image::resize`].
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
+        let _inside = self.enter().await?;
         let old = self.size_bytes();
         if size_bytes < old {
             tracing::warn!(
@@ -377,6 +392,9 @@ impl Disk {
     /// keeps in memory reaches the file.
     pub async fn close(&self) -> Result<()> {
         self.prefetch.stop().await;
+        if self.is_let_go() {
+            return Ok(());
+        }
         self.image.close().await
     }
 
@@ -389,6 +407,7 @@ impl Disk {
         pass: &Pass,
         attempt: impl AsyncFnMut() -> Result<T>,
     ) -> Result<T> {
+        let _inside = self.enter().await?;
         let request = self.request(kind, what, range, pass);
         // What the page cache has lost no second attempt brings back: the client must know.
         let may_hold = || !self.image.storage().has_lost_writes();
@@ -432,6 +451,11 @@ impl Disk {
             Kind::Flush => return,
         };
         self.counters.count(direction, request.requests, request.length);
+    }
+
+    /// Whether a request that begins now may have to wait, and so is attempted with more care.
+    fn may_hold(&self) -> bool {
+        self.failures.may_hold() || self.handover.is_some()
     }
 
     fn check_writable(&self) -> Result<()> {

@@ -109,6 +109,15 @@ fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
                 place.wrong("needs read-only; sharing an image that others write is for reading alone")
             );
         }
+        if let Some(place) = &disk.handover {
+            if disk.is_read_only() {
+                return Err(place
+                    .wrong("is for disks that are written to (what is only read, several may have open)"));
+            }
+            if disk.image.value.path().is_none() {
+                return Err(place.wrong("is for images in files, and this disk is in memory (leave it out)"));
+            }
+        }
     }
     let mut writer_of: HashMap<&Path, bool> = HashMap::new();
     for disk in disks {
@@ -182,6 +191,7 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
         on_error: disk.on_error.check()?,
         read_only: disk.is_read_only(),
         force_share: disk.force_share.is_some(),
+        handover: disk.handover.is_some(),
         delay: disk.delay.as_ref().map(|said| said.value),
         rate: disk.rate.as_ref().map(|said| said.value.clone()),
         faults: disk.faults.iter().map(|said| said.value.clone()).collect(),

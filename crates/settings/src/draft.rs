@@ -33,6 +33,8 @@ pub struct DiskDraft {
     pub read_only: bool,
     /// Where it was asked for, if it was.
     pub force_share: Option<Place>,
+    /// Where it was asked for, if it was.
+    pub handover: Option<Place>,
     pub settings: SettingsDraft,
     pub group: Option<Said<String>>,
     pub delay: Option<Said<DelayOptions>>,

@@ -114,6 +114,9 @@ pub struct Disk {
     pub read_only: bool,
     /// Opens the image though somebody else writes to it.
     pub force_share: bool,
+    /// Has the image locked only while a machine uses the disk, so that another daemon can take it
+    /// over.
+    pub handover: bool,
     /// Latency added to imitate a slower device.
     pub delay: Option<DelayOptions>,
     /// Bandwidth of the device to imitate.

@@ -38,13 +38,15 @@ class Offer:
     write_through: bool = False
     # The machine listens, and the back end connects to it.
     connects: bool = False
+    # Another back end may have the image, whenever no machine runs here.
+    handover: bool = False
 
 
 class BackEnd:
     """One running server of one image. Use it in a `with` statement."""
 
     # What it can do that another cannot.
-    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = True
+    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = HANDS_OVER = True
 
     def __init__(self, program, image, kind, offer=Offer()):
         self.program, self.image, self.kind, self.offer = program, Path(image), kind, offer
@@ -163,9 +165,10 @@ class Weir(BackEnd):
         # Never the page cache, so that what the guest sends is what the device gets.
         cache = "directsync" if offer.write_through else "none"
         control = Path(self._directory, "qmp.sock")
+        handover = ["--handover"] if offer.handover else []
         self._run([
             self.program, "serve", self.image, "--format", self.kind, "--name", "disk",
-            "--cache", cache, "--vhost-user-blk", export, "--qmp", f"unix:{control}",
+            "--cache", cache, "--vhost-user-blk", export, "--qmp", f"unix:{control}", *handover,
         ])  # fmt: skip
         if not self._log.wait_for(lambda lines: any("ready" in line for line in lines)):
             return False
@@ -178,10 +181,11 @@ class Weir(BackEnd):
 class Daemon(BackEnd):
     """qemu-storage-daemon. What it lacks in version 7.2: the guest does not see a new size, its
     serial number is fixed, it says "write through" whatever happens, after it was killed requests
-    are lost or done twice, as it remembers none (INFLIGHT_SHMFD), and it only listens.
+    are lost or done twice, as it remembers none (INFLIGHT_SHMFD), it only listens,
+    and it holds an image as long as it has it.
     """
 
-    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = False
+    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = HANDS_OVER = False
 
     def _launch(self):
         ours, theirs = socket.socketpair()

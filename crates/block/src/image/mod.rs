@@ -16,7 +16,7 @@ pub use self::{
 use crate::{
     buffer::{Segments, Target},
     error::Result,
-    storage::{BlockSize, Durability, Extent, Format, ResizeError, Storage, ZeroOptions},
+    storage::{BlockSize, Durability, Extent, Format, OpenError, ResizeError, Storage, ZeroOptions},
 };
 
 /// An image of any format.
@@ -218,6 +218,65 @@ impl Image {
         match self {
             Self::Raw(_) => Ok(()),
             Self::Qcow2(qcow2) => qcow2.close().await,
+        }
+    }
+
+    /// Whether it was opened for handover: see
+    /// [`OpenOptions::handover`](crate::storage::OpenOptions::handover).
+    pub(crate) fn is_handed_over(&self) -> bool {
+        self.files().any(Storage::is_handed_over)
+    }
+
+    /// Tries to take the locks of an image that was opened for handover, of all its files or none:
+    /// see [`Storage::take_locks`].
+    pub(crate) fn take_locks(&self, last: bool) -> std::result::Result<bool, OpenError> {
+        for storage in self.files() {
+            match storage.take_locks(last) {
+                Ok(true) => {}
+                other => {
+                    self.release_locks();
+                    return other;
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// Lets others have it.
+    pub(crate) fn release_locks(&self) {
+        self.files().for_each(Storage::release_locks);
+    }
+
+    /// See [`Storage::is_busy`].
+    pub(crate) fn is_busy(&self) -> bool {
+        self.files().any(Storage::is_busy)
+    }
+
+    fn files(&self) -> Box<dyn Iterator<Item = &Storage> + '_> {
+        match self {
+            Self::Raw(raw) => Box::new(std::iter::once(raw.storage())),
+            Self::Qcow2(qcow2) => Box::new(qcow2.files()),
+        }
+    }
+
+    /// Everything reaches the file, for another to take over.
+    pub(crate) async fn hand_over(&self) -> Result<()> {
+        match self {
+            Self::Raw(raw) => raw.storage().flush().await,
+            Self::Qcow2(qcow2) => qcow2.hand_over().await,
+        }
+    }
+
+    /// Once the locks are taken: reads what another may have written.
+    pub(crate) async fn take_over(&self) -> std::result::Result<(), OpenError> {
+        let name = self.files().next().and_then(Storage::path).unwrap_or_default();
+        let said = |failure| open::said(name, &failure);
+        for storage in self.files() {
+            storage.refresh_size().map_err(|error| said(error.into()))?;
+        }
+        match self {
+            Self::Raw(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.take_over().await.map_err(said),
         }
     }
 

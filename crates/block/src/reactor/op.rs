@@ -272,7 +272,16 @@ fn accepted(result: i32) -> Option<OwnedFd> {
 
 /// Waits until `fd` can be read from (or has failed).
 pub async fn readable(fd: &Fd) -> io::Result<()> {
-    let entry = opcode::PollAdd::new(fd.target(), libc::POLLIN as u32).build();
+    polled(fd, libc::POLLIN).await
+}
+
+/// Waits until the peer of a socket sends nothing any more, whatever of it is still to be read.
+pub async fn hung_up(fd: &Fd) -> io::Result<()> {
+    polled(fd, libc::POLLRDHUP).await
+}
+
+async fn polled(fd: &Fd, events: libc::c_short) -> io::Result<()> {
+    let entry = opcode::PollAdd::new(fd.target(), events as u32).build();
     // SAFETY: the entry refers to the descriptor alone.
     let op = unsafe { Op::start(&entry, fd.clone()) };
     op.await.0.map(drop)

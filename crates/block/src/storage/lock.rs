@@ -22,7 +22,7 @@
 
 use std::{
     fs,
-    os::{fd::AsFd, unix::fs::MetadataExt},
+    os::fd::{AsFd, BorrowedFd},
     thread,
     time::{Duration, Instant},
 };
@@ -88,19 +88,27 @@ const AFTERLIFE: Duration = Duration::from_millis(500);
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
 /// Why the locks cannot be had.
-struct Conflict {
+#[derive(Debug)]
+pub(super) struct Conflict {
     what: String,
-    holder: Option<String>,
+    /// That somebody else holds.
+    byte: i64,
     remedy: &'static str,
 }
 
 impl Conflict {
-    fn new(file: &fs::File, byte: i64, what: impl Into<String>, remedy: &'static str) -> Self {
-        Self { what: what.into(), holder: holder(file, byte), remedy }
+    fn new(byte: i64, what: impl Into<String>, remedy: &'static str) -> Self {
+        Self { what: what.into(), byte, remedy }
     }
 
-    fn into_error(self, name: &str) -> OpenError {
-        let by = self.holder.map(|holder| format!(" ({holder})")).unwrap_or_default();
+    /// Says who is in the way of `file`, where that can be found; blocks.
+    pub(super) fn into_error(self, file: impl AsFd, name: &str) -> OpenError {
+        let holder = holder(file, self.byte);
+        self.error(name, holder)
+    }
+
+    fn error(self, name: &str, holder: Option<String>) -> OpenError {
+        let by = holder.map(|holder| format!(" ({holder})")).unwrap_or_default();
         OpenError::new(name, format!("{}{by}", self.what), self.remedy)
     }
 }
@@ -117,15 +125,21 @@ pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, 
             Ok(is_protected) => return Ok(is_protected),
             Err(conflict) => conflict,
         };
-        release(file);
-        if conflict.holder.is_some() || Instant::now() >= until {
-            return Err(conflict.into_error(name));
+        let holder = holder(file, conflict.byte);
+        if holder.is_some() || Instant::now() >= until {
+            return Err(conflict.error(name, holder));
         }
         thread::sleep(LOOK_AGAIN);
     }
 }
 
-fn try_acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, Conflict> {
+/// The same, if they are to be had now; none are held otherwise.
+pub(super) fn try_acquire(file: impl AsFd, name: &str, wanted: Use) -> Result<bool, Conflict> {
+    let file = file.as_fd();
+    place_all(file, name, wanted).inspect_err(|_| release(file))
+}
+
+fn place_all(file: BorrowedFd<'_>, name: &str, wanted: Use) -> Result<bool, Conflict> {
     let bytes =
         wanted.used().iter().map(|n| USED + n).chain(wanted.forbidden().iter().map(|n| FORBIDDEN + n));
     for byte in bytes {
@@ -133,7 +147,7 @@ fn try_acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, Conflic
             Ok(()) => {}
             Err(Errno::EAGAIN | Errno::EACCES) => {
                 let what = "another process holds an exclusive lock on it";
-                return Err(Conflict::new(file, byte, what, "stop that process"));
+                return Err(Conflict::new(byte, what, "stop that process"));
             }
             Err(errno) => {
                 tracing::warn!(
@@ -149,14 +163,14 @@ fn try_acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, Conflic
         if is_held(file, USED + n) {
             let what = if n == WRITE { "writing" } else { "resizing" };
             let what = format!("locked for {what} by another process");
-            return Err(Conflict::new(file, USED + n, what, remedy(wanted, n)));
+            return Err(Conflict::new(USED + n, what, remedy(wanted, n)));
         }
     }
     for &n in wanted.used() {
         if is_held(file, FORBIDDEN + n) {
             let what = if n == WRITE { "writing" } else { "reading" };
             let what = format!("another process has locked it against {what}");
-            return Err(Conflict::new(file, FORBIDDEN + n, what, remedy(wanted, n)));
+            return Err(Conflict::new(FORBIDDEN + n, what, remedy(wanted, n)));
         }
     }
     Ok(wanted.forbidden().contains(&WRITE))
@@ -210,8 +224,8 @@ fn is_held(file: impl AsFd, byte: i64) -> bool {
 /// This process's own children are passed over: between `fork` and `exec` a child has every
 /// descriptor of its parent, and would be named for what its parent holds, or for what its parent
 /// has just closed, which is free again in a moment.
-fn holder(file: &fs::File, byte: i64) -> Option<String> {
-    let metadata = file.metadata().ok()?;
+fn holder(file: impl AsFd, byte: i64) -> Option<String> {
+    let inode = rustix::fs::fstat(file).ok()?.st_ino;
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let own = std::process::id();
@@ -224,7 +238,7 @@ fn holder(file: &fs::File, byte: i64) -> Option<String> {
                 return None;
             }
             let Ok(info) = fs::read_to_string(descriptor.path()) else { continue };
-            if info.lines().any(|line| is_lock_on(line, metadata.ino(), byte)) {
+            if info.lines().any(|line| is_lock_on(line, inode, byte)) {
                 let command = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
                 return Some(format!("pid {pid}, {}", command.trim()));
             }
@@ -298,7 +312,6 @@ mod tests {
         // As the kernel does for a moment.
         let held = one.try_clone().expect("a descriptor");
         assert!(try_acquire(&two, "image", Use::Write).is_err());
-        release(&two);
         release(&one);
         drop(one);
         let conflict = try_acquire(&two, "image", Use::Write).err().map(|conflict| conflict.what);
@@ -333,7 +346,7 @@ mod tests {
             .expect("it runs");
         drop(one);
         let conflict = try_acquire(&two, "image", Use::Write).expect_err("the child has it");
-        assert_eq!(conflict.holder, None);
+        assert_eq!(holder(&two, conflict.byte), None);
         let ended = thread::spawn(move || {
             drop(child.stdin.take());
             child.wait()

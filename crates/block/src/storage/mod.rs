@@ -245,6 +245,30 @@ impl Storage {
         self.file().is_some_and(|file| !file.is_protected())
     }
 
+    /// See [`OpenOptions::handover`].
+    pub(crate) fn is_handed_over(&self) -> bool {
+        self.file().is_some_and(File::is_handed_over)
+    }
+
+    /// Takes the locks of a file that was opened without (see [`OpenOptions::handover`]), if they
+    /// are to be had now. Blocks, and for longer on the `last` attempt,
+    /// which fails where others would return false.
+    pub(crate) fn take_locks(&self, last: bool) -> std::result::Result<bool, OpenError> {
+        self.file().map_or(Ok(true), |file| file.take_locks(last))
+    }
+
+    /// Lets others have the file, which is not to be used any more.
+    pub(crate) fn release_locks(&self) {
+        if let Some(file) = self.file() {
+            file.release_locks();
+        }
+    }
+
+    /// Whether the kernel may be at work on it, also for those who do not wait for that.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.file().is_some_and(File::is_busy)
+    }
+
     /// Whether it is made longer by asking, and then reads as zeroes behind its old end. A block
     /// device is not: its owner makes it longer, and it has there whatever it had before.
     pub fn can_grow(&self) -> bool {

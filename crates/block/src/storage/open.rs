@@ -27,6 +27,9 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Read although somebody else writes; only with `read_only`.
     pub force_share: bool,
+    /// Open it without its locks, since another may have them: it is not to be used before
+    /// [`Disk::hold`](crate::disk::Disk::hold). Only of files that are written to.
+    pub handover: bool,
     /// A regular file of no bytes is a disk too, of size zero.
     pub may_be_empty: bool,
     /// Where files must lie; everywhere without it.
@@ -60,6 +63,13 @@ pub(crate) fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage,
     let place: Spec = spec.parse().map_err(|error: super::InvalidValue| {
         OpenError::new(spec, error.to_string(), "an image is a path, memory:SIZE or null:SIZE")
     })?;
+    if options.handover && (options.read_only || !matches!(place, Spec::File(_))) {
+        return Err(OpenError::new(
+            spec,
+            "only a file that is written to can be handed over",
+            "leave handover out",
+        ));
+    }
     match place {
         Spec::File(path) => open_file(&path, options),
         Spec::Memory(size) => Ok((Storage::Memory(memory(spec, size)?), Probed::Raw)),
@@ -72,6 +82,7 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
         cache: options.cache,
         read_only: options.read_only,
         force_share: options.force_share,
+        handover: options.handover,
         may_be_empty: options.may_be_empty,
         root: options.root.clone(),
     };

@@ -109,6 +109,7 @@ fn options(
         part: disk.part,
         read_only: disk.read_only,
         force_share: disk.force_share,
+        handover: disk.handover,
         may_be_empty: false,
         delay: disk.delay,
         rate: disk.rate.clone(),

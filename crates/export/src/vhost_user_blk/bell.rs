@@ -1,10 +1,13 @@
 //! How a driver and its device wake each other: an eventfd of the front end. In tests also a count
 //! that behaves like one, since a simulation has no descriptors to wait for.
 
-use std::io;
+use std::io::{self, IoSliceMut};
 
 use block::reactor::op::{self, Fd};
-use rustix::fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat};
+use rustix::{
+    fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat},
+    io::ReadWriteFlags,
+};
 
 /// One event.
 #[derive(Clone, Debug)]
@@ -57,13 +60,47 @@ impl Bell {
         loop {
             op::readable(event).await.map_err(|_: io::Error| NoEvent)?;
             let mut count = [0; 8];
-            match rustix::io::read(event, &mut count) {
+            match take(event, &mut count) {
                 Ok(8) if count != [0; 8] => return Ok(()),
                 // Somebody else has heard it.
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
                 _ => return Err(NoEvent),
             }
         }
+    }
+}
+
+/// Reads the count of an eventfd, and waits for none: its front end shares the flags, and may have
+/// made it wait again.
+fn take(event: &Fd, count: &mut [u8; 8]) -> rustix::io::Result<usize> {
+    let into = &mut [IoSliceMut::new(count)];
+    match rustix::io::preadv2(event, into, u64::MAX, ReadWriteFlags::NOWAIT) {
+        // Kernels before 5.9.
+        Err(rustix::io::Errno::OPNOTSUPP) => rustix::io::read(event, count),
+        taken => taken,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::{
+        event::{EventfdFlags, eventfd},
+        fs::{OFlags, fcntl_getfl, fcntl_setfl},
+        io::Errno,
+    };
+
+    use super::*;
+
+    #[test]
+    fn a_count_that_somebody_else_has_taken_is_not_waited_for() {
+        let event = Fd::from(eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd"));
+        Bell::new(event.clone()).expect("it is one");
+        fcntl_setfl(&event, fcntl_getfl(&event).expect("flags") - OFlags::NONBLOCK)
+            .expect("by the front end");
+        let mut count = [0; 8];
+        assert_eq!(take(&event, &mut count), Err(Errno::AGAIN));
+        rustix::io::write(&event, &3_u64.to_ne_bytes()).expect("there is room");
+        assert_eq!((take(&event, &mut count), u64::from_ne_bytes(count)), (Ok(8), 3));
     }
 }
 

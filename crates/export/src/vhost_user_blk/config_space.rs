@@ -49,6 +49,11 @@ pub fn migrated_writeback(offset: u32, content: &[u8]) -> Option<bool> {
     content.get(at).map(|wanted| *wanted != 0)
 }
 
+/// Whether these bytes tell how long the disk is.
+pub fn tells_capacity(offset: u32, count: usize) -> bool {
+    beginning(offset) == 0 && count >= size_of::<u64>()
+}
+
 fn beginning(offset: u32) -> u32 {
     offset.checked_sub(MMIO_OFFSET).unwrap_or(offset)
 }

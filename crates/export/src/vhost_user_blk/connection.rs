@@ -16,7 +16,6 @@ use block::{
     reactor::{self, op, op::Fd},
     seldom::Seldom,
 };
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use policy::time::{Duration, Instant};
 use rustix::{
     io::Errno,
@@ -33,8 +32,6 @@ use super::{
 
 /// Time for a message, from its first byte to its last.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How often a front end is looked after while rings stop: a stopped disk may hold their requests.
-const LOOK: Duration = Duration::from_secs(1);
 /// Memory kept for the next message.
 const KEPT_BYTES: usize = 64;
 
@@ -103,15 +100,14 @@ impl Connection {
                 match output {
                     Output::Act(effect) => return Ok(effect),
                     Output::Reply(reply) => self.send(&reply)?,
+                    Output::ConfigChanged => self.tell_change(),
                     Output::Refused { request, why } => self.log(request, &why),
                     Output::Close { request, why } => return Err(Ended::Refused { request, why }),
                 }
             }
-            while self.session.is_waiting() {
-                if has_hung_up(&self.socket) {
-                    return Err(Ended::Left);
-                }
-                reactor::sleep_until(reactor::now() + LOOK).await;
+            if self.session.is_waiting() {
+                op::hung_up(&self.socket).await?;
+                return Err(Ended::Left);
             }
             let Received { header, payload, descriptors } = self.inbox.receive(&self.socket).await?;
             let request = Request::parse(header.code, &payload, descriptors);
@@ -138,7 +134,13 @@ impl Connection {
 
     /// The disk has another length: tells the front end, if it has given us a channel for that.
     pub fn resize(&mut self, size_bytes: u64) {
-        let Some(channel) = self.session.resize(size_bytes) else { return };
+        if self.session.resize(size_bytes).is_some() {
+            self.tell_change();
+        }
+    }
+
+    fn tell_change(&self) {
+        let Some(channel) = self.session.channel() else { return };
         let message = message::config_change();
         let sent = sendmsg(
             channel,
@@ -179,13 +181,6 @@ impl Connection {
             Err(error) => Err(Ended::Socket(error.into())),
         }
     }
-}
-
-/// Whether a peer sends nothing behind what has arrived, which is not looked at for this.
-pub(super) fn has_hung_up(socket: &Fd) -> bool {
-    let hung_up = PollFlags::from_bits_retain(libc::POLLRDHUP);
-    let mut polled = [PollFd::new(socket.as_fd(), hung_up)];
-    poll(&mut polled, PollTimeout::ZERO).is_ok_and(|count| count > 0)
 }
 
 struct Received {

@@ -1,12 +1,18 @@
 //! What all queues of an export have in common: the disk, what its guests may ask of it, and what
 //! they did.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    task::{Context, Poll},
 };
 
-use block::{disk::Disk, reactor, seldom::Seldom, storage::Durability};
+use block::{buffer::guest_copies, disk::Disk, reactor, seldom::Seldom, storage::Durability};
+use pin_project_lite::pin_project;
 
 use super::{bell::NoEvent, features::Offer};
 use crate::virtio::block::{self as requests, ID_BYTES, RangeLimits};
@@ -36,14 +42,15 @@ pub(super) struct Device {
     pub(super) calls: AtomicU64,
     pub(super) requests: AtomicU64,
     pub(super) in_flight: AtomicU64,
+    pub(super) copies: AtomicU64,
 }
 
 impl Device {
     pub(super) fn new(export: Export) -> Self {
         let cache = || AtomicBool::new(export.offer.write_cache);
         let (write_cache, chosen_write_cache) = (cache(), cache());
-        let (no_events, kicks, calls, requests, in_flight) = Default::default();
-        Self { export, write_cache, chosen_write_cache, no_events, kicks, calls, requests, in_flight }
+        let (no_events, kicks, calls, requests, in_flight, copies) = Default::default();
+        Self { export, write_cache, chosen_write_cache, no_events, kicks, calls, requests, in_flight, copies }
     }
 
     pub(super) fn disk(&self) -> &Disk {
@@ -102,5 +109,29 @@ impl Device {
     pub(super) fn id(&self) -> &[u8] {
         let serial = self.export.serial.as_bytes();
         &serial[..serial.len().min(ID_BYTES)]
+    }
+}
+
+pin_project! {
+    /// An I/O for a guest, and the copies that it makes.
+    pub(super) struct Counted<F> {
+        #[pin]
+        pub(super) io: F,
+        pub(super) device: Arc<Device>,
+    }
+}
+
+impl<F: Future<Output = ()>> Future for Counted<F> {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+        let this = self.project();
+        let before = guest_copies().count;
+        let polled = this.io.poll(context);
+        let copies = guest_copies().count - before;
+        if copies > 0 {
+            this.device.copies.fetch_add(copies, Relaxed);
+        }
+        polled
     }
 }

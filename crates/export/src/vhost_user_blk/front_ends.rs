@@ -1,14 +1,14 @@
 //! Where front ends come from: a listening socket that they connect to, or a socket of theirs that
 //! is connected to, again and again.
 //!
-//! A disk has one front end at a time. Whoever else connects is turned away at once, so that a
-//! machine that was started twice says so instead of waiting for ever. A front end that has gone,
-//! or is about to, turns nobody away: the next one waits until its rings have ended.
+//! A disk has one front end at a time. Whoever else connects is soon turned away, so that a machine
+//! that was started twice says so instead of waiting for ever. A front end that has gone, or is
+//! about to, turns nobody away: the next one waits until its rings have ended.
 //!
 //! ```text
-//!   connects ──► nobody here ──────────────► served
-//!            ──► one is served ────────────► turned away, and may try again
-//!            ──► the last one has hung up ─► waits in the socket's queue, then served
+//!   connects ──► nobody here ──────────────────────► served
+//!            ──► one is served, and stays ─────────► turned away, and may try again
+//!            ──► the last one hangs up by then ────► waits in the socket's queue, then served
 //! ```
 //!
 //! Binding a socket, replacing a stale one and taking one from the service manager are the
@@ -33,13 +33,13 @@ use rustix::{
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
 };
 
-use super::connection::has_hung_up;
-
 /// Between attempts to connect: doubled from the first to the last.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// A connection that lasted for so long was a good one.
 const GOOD: Duration = Duration::from_secs(1);
+/// By then a front end that was killed has hung up: its process ends after its successor has begun.
+const GRACE: Duration = Duration::from_millis(250);
 /// Between attempts to accept while descriptors or memory are short.
 const SHORTAGE: Duration = Duration::from_secs(1);
 
@@ -121,7 +121,7 @@ impl FrontEnds {
         let Way::Listen(listener) = &self.way else { return pending().await };
         loop {
             op::readable(listener).await?;
-            if has_hung_up(current) {
+            if reactor::timeout(GRACE, op::hung_up(current)).await.is_ok() {
                 return pending().await;
             }
             drop(accept(listener, &self.refusals).await?);

@@ -92,6 +92,29 @@ fn directory(name: &str) -> PathBuf {
 }
 
 #[test]
+fn a_front_end_that_comes_before_the_last_one_has_gone_is_not_turned_away() {
+    real(async {
+        let directory = directory("early");
+        let (front_ends, path) = listener(&directory);
+        let (owner, task) = spawn(front_ends);
+        let first = UnixStream::connect(&path).expect("it listens");
+        owner.has_seen(1).await;
+        let second = UnixStream::connect(&path).expect("it listens");
+        // Time to turn it away, as often as other threads are asked and answer.
+        for _ in 0..20 {
+            reactor::blocking(|| ()).await;
+        }
+        drop(first);
+        owner.has_seen(2).await;
+        second.set_nonblocking(true).expect("a socket");
+        let error = (&second).read(&mut [0]).expect_err("it is served");
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        task.cancel().await;
+        std::fs::remove_dir_all(directory).expect("removed");
+    });
+}
+
+#[test]
 fn a_second_front_end_is_turned_away_until_the_first_has_gone() {
     real(async {
         let directory = directory("second");

@@ -183,6 +183,7 @@ impl Run {
                 }
                 Output::Refused { why, .. } => assert!(why.to_string().len() < 200),
                 Output::Close { .. } => closed = true,
+                Output::ConfigChanged => assert!(self.session.channel().is_some()),
                 Output::Act(effect) => self.act(effect),
             }
         }

@@ -3,11 +3,22 @@
 //!
 //! We make it, the front end keeps it, and brings it back when it connects again. Here are its size
 //! and its division into rings; what stands in a ring's part is the ring's own.
+//!
+//! ```text
+//!   ring 0 │ ring 1 │ … │ what the guest has chosen: 64 bytes, in areas that were made here
+//! ```
 
-use std::{io, os::fd::OwnedFd};
+use std::{
+    io,
+    os::fd::OwnedFd,
+    sync::atomic::Ordering::{Acquire, Release},
+};
 
 use block::guest::{Memory, Place, Region, RegionError};
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::{
+    fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
+    io::pwrite,
+};
 
 use super::{
     features::{MAX_QUEUE_SIZE, MAX_QUEUES},
@@ -29,21 +40,34 @@ pub enum InflightError {
     Map(#[from] RegionError),
 }
 
+/// Bytes behind the parts of the rings, where the guest's choice of a write cache is kept: front
+/// ends do not repeat it.
+const CHOICE_BYTES: u64 = 64;
+/// What they begin with: an area of another back end has no choice.
+const CHOICE_MARK: u64 = u64::from_le_bytes(*b"weir-wce");
+/// Where the choice stands behind that: 0 for none, or one of these.
+const CHOICE_AT: usize = 8;
+const CACHED: u64 = 1;
+const THROUGH: u64 = 2;
+
 /// Bytes from the beginning of a ring's part to that of the next.
 fn part_bytes(queue_size: u16, packed: bool) -> u64 {
     Inflight::bytes(queue_size, packed) as u64
 }
 
-/// Makes an area of zeroes; its length in bytes. Its file cannot change its length any more.
+/// Makes an area in which nothing is in flight and nothing chosen; its length in bytes. Its file
+/// cannot change its length any more.
 ///
 /// # Errors
 /// [`InflightError`].
 pub fn create(queues: u16, queue_size: u16, packed: bool) -> Result<(OwnedFd, u64), InflightError> {
     check_shape(queues, queue_size)?;
-    let bytes = u64::from(queues) * part_bytes(queue_size, packed);
+    let rings = u64::from(queues) * part_bytes(queue_size, packed);
+    let bytes = rings + CHOICE_BYTES;
     let make = || {
         let file = memfd_create("weir-inflight", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, bytes)?;
+        pwrite(&file, &CHOICE_MARK.to_le_bytes(), rings)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         rustix::io::Result::Ok(file)
     };
@@ -62,6 +86,8 @@ pub struct Area {
     bytes: u64,
     queues: u16,
     queue_size: u16,
+    /// Where the choice of a write cache is kept.
+    choice: Option<Place>,
 }
 
 impl Area {
@@ -79,7 +105,27 @@ impl Area {
         }
         // Nobody names it by an address, so it begins at 0.
         let region = Region::map(file, 0, 0, bytes, file_offset)?;
-        Ok(Self { memory: Memory::new(vec![region])?, bytes, queues, queue_size })
+        let memory = Memory::new(vec![region])?;
+        let choice = bytes.checked_sub(CHOICE_BYTES).filter(|at| *at >= due);
+        let choice = choice.and_then(|at| memory.place(at, CHOICE_BYTES as usize));
+        let choice = choice.filter(|place| place.is_aligned(8) && place.load_u64(0, Acquire) == CHOICE_MARK);
+        Ok(Self { memory, bytes, queues, queue_size, choice })
+    }
+
+    /// Whether the guest wants a write cache, as far as this was kept.
+    pub fn write_cache(&self) -> Option<bool> {
+        match self.choice.as_ref()?.load_u64(CHOICE_AT, Acquire) {
+            CACHED => Some(true),
+            THROUGH => Some(false),
+            _ => None,
+        }
+    }
+
+    /// Keeps what the guest wants, where there is room for it.
+    pub fn keep_write_cache(&self, wanted: bool) {
+        if let Some(place) = &self.choice {
+            place.store_u64(CHOICE_AT, if wanted { CACHED } else { THROUGH }, Release);
+        }
     }
 
     /// The part of a ring of `size` descriptors; `None` where the area has no room for it.
@@ -106,13 +152,13 @@ mod tests {
         // From the structures of the specification: 16 + 128 · 16, and 32 + 128 · 32, rounded up.
         for (packed, stride) in [(false, 2112), (true, 4160)] {
             let (file, bytes) = create(2, 128, packed).expect("made");
-            assert_eq!(bytes, 2 * stride);
+            assert_eq!(bytes, 2 * stride + 64);
             let area = Area::map(&info(bytes, 2, 128), file).expect("mapped");
             let part = |ring, size| area.part(ring, size, packed).map(|part| part.guest_address());
             assert_eq!((part(0, 128), part(1, 128), part(1, 7)), (Some(0), Some(stride), Some(stride)));
             assert_eq!((part(2, 128), part(0, 129)), (None, None));
             let last = area.part(1, 128, packed).expect("it is there");
-            assert_eq!(last.bytes() as u64, stride, "up to the end");
+            assert_eq!(last.bytes() as u64, stride, "up to the choice");
         }
     }
 
@@ -122,6 +168,31 @@ mod tests {
         let area = Area::map(&info(bytes, 1, 128), file).expect("mapped");
         assert!(area.part(0, 128, false).is_some());
         assert!(area.part(0, 128, true).is_none());
+    }
+
+    #[test]
+    fn the_choice_of_a_write_cache_is_kept_in_areas_that_were_made_here() {
+        for packed in [false, true] {
+            let (file, bytes) = create(3, 128, packed).expect("made");
+            let again = || file.try_clone().expect("a descriptor");
+            let map = |bytes| Area::map(&info(bytes, 3, 128), again()).expect("mapped");
+            assert_eq!(map(bytes).write_cache(), None);
+            for wanted in [false, true] {
+                map(bytes).keep_write_cache(wanted);
+                assert_eq!(map(bytes).write_cache(), Some(wanted));
+            }
+            // One that another back end made, or that the front end says is another.
+            let rings = bytes - CHOICE_BYTES;
+            map(rings).keep_write_cache(false);
+            assert_eq!((map(rings).write_cache(), map(bytes).write_cache()), (None, Some(true)));
+            let choice = |number: u64| {
+                pwrite(&file, &number.to_le_bytes(), rings + CHOICE_AT as u64).expect("written");
+                map(bytes).write_cache()
+            };
+            assert_eq!((choice(3), choice(0)), (None, None));
+            let ring = |ring| map(bytes).part(ring, 128, packed).expect("there").load_u64(0, Acquire);
+            assert_eq!([0, 1, 2].map(ring), [0; 3], "nothing of it in a ring's part");
+        }
     }
 
     #[test]

@@ -38,6 +38,7 @@ mod execute;
 pub mod features;
 pub mod front_ends;
 pub mod fuzzing;
+mod handover;
 pub mod inflight;
 pub mod message;
 mod patrol;

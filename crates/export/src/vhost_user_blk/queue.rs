@@ -16,7 +16,7 @@
 use std::{
     cell::{Cell, RefCell},
     convert::Infallible,
-    future::pending,
+    future::{Future, pending},
     rc::Rc,
     sync::{Arc, atomic::Ordering::Relaxed},
 };
@@ -29,7 +29,7 @@ use policy::{
 
 use super::{
     bell::Bell,
-    device::Device,
+    device::{Counted, Device},
     features::virtio,
     patrol::Patrol,
     session::EventKind,
@@ -259,7 +259,7 @@ impl Queue {
     fn start<F>(
         self: &Rc<Self>,
         intake: &mut Intake<Incoming>,
-        launcher: &mut Launcher<F>,
+        launcher: &mut Launcher<Counted<F>>,
         carry_out: impl Fn(Rc<Self>, Incoming) -> F,
     ) where
         F: Future<Output = ()> + 'static,
@@ -268,16 +268,20 @@ impl Queue {
             return;
         }
         if let Some(only) = intake.take_only() {
-            return launcher.launch(carry_out(Rc::clone(self), only));
+            return launcher.launch(self.counted(carry_out(Rc::clone(self), only)));
         }
         for joined in intake.take_joined() {
             let this = Rc::clone(self);
             match joined {
-                Joined::One(only) => launcher.launch(carry_out(this, only)),
-                Joined::Reads(parts) => reactor::spawn(this.read_merged(parts)),
-                Joined::Writes(parts) => reactor::spawn(this.write_merged(parts)),
+                Joined::One(only) => launcher.launch(self.counted(carry_out(this, only))),
+                Joined::Reads(parts) => reactor::spawn(self.counted(this.read_merged(parts))),
+                Joined::Writes(parts) => reactor::spawn(self.counted(this.write_merged(parts))),
             }
         }
+    }
+
+    fn counted<F>(&self, io: F) -> Counted<F> {
+        Counted { io, device: Arc::clone(&self.device) }
     }
 
     /// A request has been answered in the guest's memory, of which so many bytes were written: it
@@ -366,7 +370,7 @@ impl Queue {
         pending::<()>().await;
     }
 
-    fn set_bell(&self, kind: EventKind, bell: Option<Bell>) {
+    pub(super) fn set_bell(&self, kind: EventKind, bell: Option<Bell>) {
         match kind {
             EventKind::Kick => {
                 self.bells.borrow_mut().kick = bell;
@@ -467,7 +471,7 @@ impl Queue {
                 self.in_flight.set(self.in_flight.get() + 1);
                 self.device.in_flight.fetch_add(1, Relaxed);
                 let again = Incoming { ticket, request, number, must_go: true };
-                reactor::spawn(Rc::clone(self).carry_out(again));
+                reactor::spawn(self.counted(Rc::clone(self).carry_out(again)));
             }
         }
     }

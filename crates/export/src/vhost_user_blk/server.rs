@@ -19,7 +19,7 @@ use std::{
     sync::{
         Arc,
         atomic::{
-            AtomicBool, AtomicU64, AtomicUsize,
+            AtomicBool, AtomicU32, AtomicU64, AtomicUsize,
             Ordering::{Relaxed, SeqCst},
         },
     },
@@ -32,6 +32,7 @@ use super::{
     connection::{Connection, Ended},
     device::{Device, Export},
     front_ends::FrontEnds,
+    handover::held,
     queue::{Order, Queue, bell},
     session::{Effect, Session},
     vring::RingSettings,
@@ -64,6 +65,11 @@ pub struct Statistics {
     pub kicks: u64,
     /// How often guests were told that requests had ended.
     pub calls: u64,
+    /// How often data was copied because it could not go straight between a guest's memory and the
+    /// disk: see [`block::buffer::guest_copies`].
+    pub copies: u64,
+    /// The process of the front end that is connected.
+    pub front_end: Option<u32>,
 }
 
 /// One export of a disk to virtual machines.
@@ -71,6 +77,8 @@ pub struct Statistics {
 pub struct Server {
     device: Arc<Device>,
     connected: AtomicUsize,
+    /// The number of its process, or 0.
+    front_end: AtomicU32,
     served: AtomicBool,
     queues: AtomicUsize,
     stopping: AtomicBool,
@@ -86,6 +94,7 @@ impl Server {
         Arc::new(Self {
             device: Arc::new(Device::new(export)),
             connected: AtomicUsize::new(0),
+            front_end: AtomicU32::new(0),
             served: AtomicBool::new(false),
             queues: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),
@@ -125,6 +134,8 @@ impl Server {
             in_flight: self.device.in_flight.load(Relaxed),
             kicks: self.device.kicks.load(Relaxed),
             calls: self.device.calls.load(Relaxed),
+            copies: self.device.copies.load(Relaxed),
+            front_end: Some(self.front_end.load(Relaxed)).filter(|pid| *pid != 0),
         }
     }
 
@@ -163,7 +174,10 @@ impl Server {
         self.connected.fetch_add(1, SeqCst);
         self.served.store(true, SeqCst);
         self.changed.notify(usize::MAX);
-        tracing::debug!(export = %id, "a front end has connected");
+        let process = rustix::net::sockopt::socket_peercred(&socket).ok();
+        let process = process.map_or(0, |peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
+        self.front_end.store(process, Relaxed);
+        tracing::debug!(export = %id, process, "a front end has connected");
         // Before the size is looked at: what changes later is told.
         let resizes = self.resizes.load(SeqCst);
         let connection = Connection::new(Arc::clone(id), socket, Session::new(self.device.offer()));
@@ -188,6 +202,7 @@ impl Server {
         }
         self.device.remember_write_cache(attendance.connection.write_cache());
         drop(attendance);
+        self.front_end.store(0, Relaxed);
         self.connected.fetch_sub(1, SeqCst);
         self.changed.notify(usize::MAX);
     }
@@ -319,14 +334,33 @@ impl Attendance<'_> {
 async fn serve_ring(
     server: Arc<Server>,
     ring: u16,
-    settings: RingSettings,
+    mut settings: RingSettings,
     orders: Receiver<Order>,
     reports: Sender<Report>,
 ) {
     let (base, error) = (settings.base, settings.error.clone());
     let late = orders.clone();
-    let base = match Queue::new(ring, settings, Arc::clone(&server.device)) {
-        Ok(queue) => queue.serve(orders).await,
+    let disk = server.device.disk();
+    let base = match held(disk, &mut settings, &orders).await {
+        Ok(Some(rewired)) => {
+            if disk.is_handed_over() {
+                // Whoever had the image may have given it another size.
+                server.look_at_size();
+            }
+            let base = match Queue::new(ring, settings, Arc::clone(&server.device)) {
+                Ok(queue) => {
+                    rewired.into_iter().for_each(|(kind, bell)| queue.set_bell(kind, bell));
+                    queue.serve(orders).await
+                }
+                Err(why) => {
+                    cannot_serve(&server.device, ring, &why, error);
+                    base
+                }
+            };
+            disk.let_go().await;
+            base
+        }
+        Ok(None) => base,
         Err(why) => {
             cannot_serve(&server.device, ring, &why, error);
             base

@@ -113,6 +113,9 @@ pub enum Output {
     Reply(Reply),
     /// To be carried out.
     Act(Effect),
+    /// The front end should read the configuration: see [`message::config_change`]. On
+    /// [`Session::channel`].
+    ConfigChanged,
     /// The front end has been told that something is not possible.
     Refused {
         /// The request.
@@ -181,6 +184,8 @@ pub struct Session {
     status: u8,
     /// The field of the configuration.
     writeback: bool,
+    /// The disk's length, if the front end has read it, or was told to, since it has connected.
+    told_size: Option<u64>,
     /// What the owner knows.
     write_cache: Option<bool>,
     rings: Vec<Vring>,
@@ -232,6 +237,7 @@ impl Session {
             back_end: None,
             status: 0,
             writeback: offer.write_cache,
+            told_size: None,
             write_cache: None,
             rings: (0..offer.queues).map(|_| Vring::default()).collect(),
             waiting: None,
@@ -314,6 +320,12 @@ impl Session {
             return None;
         }
         self.offer.size_bytes = size_bytes;
+        self.told_size = Some(size_bytes);
+        self.channel()
+    }
+
+    /// For messages of our own.
+    pub fn channel(&self) -> Option<&Fd> {
         self.back_end.as_ref().filter(|_| self.has(protocol::CONFIG))
     }
 
@@ -419,15 +431,29 @@ impl Session {
 
             Request::SetBackendReqFd(channel) => self.back_end = Some(channel.into()),
             Request::GetConfig { offset, flags, bytes } => {
+                if config_space::tells_capacity(offset, bytes) {
+                    self.told_size = Some(self.offer.size_bytes);
+                }
                 let content = config_space::read(&self.offer, self.writeback, offset, bytes);
                 return Ok(Answer::Reply(Reply::config(offset, flags, &content)));
             }
             Request::SetConfig { offset, flags, content } => {
                 self.set_config(offset, flags, &content)?;
+                self.inflight.iter().for_each(|area| area.keep_write_cache(self.writeback));
                 self.tell_write_cache(out);
             }
             Request::GetInflightFd(info) => return Ok(self.make_inflight(info)),
-            Request::SetInflightFd(info, file) => self.inflight = Some(Area::map(&info, file)?),
+            Request::SetInflightFd(info, file) => {
+                let area = Area::map(&info, file)?;
+                match area.write_cache() {
+                    Some(chosen) => {
+                        self.writeback = chosen;
+                        self.tell_write_cache(out);
+                    }
+                    None => area.keep_write_cache(self.writeback),
+                }
+                self.inflight = Some(area);
+            }
         }
         Ok(Answer::Done)
     }
@@ -612,6 +638,7 @@ impl Session {
                     self.tell_write_cache(out);
                     let settings = Box::new(settings);
                     out.push_back(Output::Act(Effect::Start { ring, settings }));
+                    self.tell_size(out);
                 }
                 Err(why) => {
                     self.fault(ring, why, out);
@@ -625,6 +652,15 @@ impl Session {
             _ => {}
         }
         Ok(())
+    }
+
+    /// A front end that connects again does not read the configuration, and the disk may have grown
+    /// while nobody was there. QEMU listens once it has started the device.
+    fn tell_size(&mut self, out: &mut VecDeque<Output>) {
+        if self.told_size.is_none() && self.channel().is_some() {
+            self.told_size = Some(self.offer.size_bytes);
+            out.push_back(Output::ConfigChanged);
+        }
     }
 
     fn settings(&self, ring: u16) -> Result<RingSettings, Fault> {

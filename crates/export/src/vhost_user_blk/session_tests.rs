@@ -119,6 +119,7 @@ impl FrontEnd {
             }
             Output::Act(Effect::Event { ring, kind, .. }) => format!("{kind:?} {ring}"),
             Output::Act(Effect::WriteCache(on)) => format!("cache {on}"),
+            Output::ConfigChanged => "config".to_owned(),
             Output::Refused { request, why } => format!("refused {request}: {why}"),
             Output::Close { request, why } => format!("close {request}: {why}"),
         }
@@ -189,8 +190,8 @@ fn qemu_with_its_firmware_and_then_linux() {
         assert_eq!(qemu.plain(SET_STATUS, &number(8)), "");
         assert_eq!(qemu.plain(GET_INFLIGHT_FD, &asked), "reply of 24");
         let (area, file) = (qemu.payload.clone(), qemu.descriptor.take().expect("a file"));
-        assert_eq!(area[..8], (2 * 2112_u64).to_ne_bytes());
-        assert_eq!(fstat(&file).expect("its length").st_size, 2 * 2112);
+        assert_eq!(area[..8], (2 * 2112_u64 + 64).to_ne_bytes(), "two rings, and a choice");
+        assert_eq!(fstat(&file).expect("its length").st_size, 2 * 2112 + 64);
         assert_eq!(qemu.send(SET_INFLIGHT_FD, PLAIN, &area, vec![file]), "");
         for ring in 0..2 {
             assert_eq!(qemu.send(SET_VRING_CALL, PLAIN, &number(ring), vec![event()]), "");
@@ -571,6 +572,49 @@ fn the_write_cache_follows_features_and_configuration() {
     let mut through = FrontEnd::new(Offer { write_cache: false, ..offer() });
     assert_eq!(through.plain(code::SET_FEATURES, &number(FEATURES)), "cache false");
     assert_eq!(through.plain(code::SET_CONFIG, &write(1)), "cache true", "the guest may say so");
+}
+
+#[test]
+fn the_choice_of_a_write_cache_outlasts_the_back_end() {
+    let write = |writeback: u8| [config(32, 0)[..4].to_vec(), pair(1, 0), vec![writeback]].concat();
+    let shape = [0, 0].map(u64::to_ne_bytes).concat();
+    let shape = [shape, vec![2, 0, 128, 0, 0, 0, 0, 0]].concat();
+    let mut before = FrontEnd::negotiated(FEATURES);
+    before.plain(code::SET_CONFIG, &write(0));
+    assert_eq!(before.plain(code::GET_INFLIGHT_FD, &shape), "reply of 24");
+    let (shape, area) = (before.payload.clone(), before.descriptor.take().expect("an area"));
+    let again = || vec![area.try_clone().expect("a descriptor")];
+    assert_eq!(before.send(code::SET_INFLIGHT_FD, PLAIN, &shape, again()), "");
+
+    // Another process, which offers a cache.
+    let restarted = || {
+        let mut after = FrontEnd::negotiated(FEATURES);
+        let words = after.send(code::SET_INFLIGHT_FD, PLAIN, &shape, again());
+        assert_eq!(after.plain(code::GET_CONFIG, &config(32, 1)), "reply of 13");
+        (after.payload[12], words)
+    };
+    assert_eq!(restarted(), (0, "cache false".to_owned()));
+    assert_eq!(before.plain(code::SET_CONFIG, &write(1)), "cache true");
+    assert_eq!(restarted(), (1, String::new()));
+}
+
+#[test]
+fn who_connects_again_is_told_to_look_how_long_the_disk_is() {
+    let start = |reads: bool| {
+        let mut front_end = FrontEnd::negotiated(FEATURES);
+        front_end.plain(code::SET_PROTOCOL_FEATURES, &number(protocol::OFFERED));
+        front_end.send(code::SET_BACKEND_REQ_FD, PLAIN, &[], vec![event()]);
+        if reads {
+            front_end.plain(code::GET_CONFIG, &config(0, 60));
+        }
+        front_end.set_up(0, 0);
+        front_end.set_up(1, 0);
+        let first = front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1));
+        (first, front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)))
+    };
+    let words = |first: &str, second: &str| (first.to_owned(), second.to_owned());
+    assert_eq!(start(true), words("start 0 of 128 at 0", "start 1 of 128 at 0"));
+    assert_eq!(start(false), words("start 0 of 128 at 0, config", "start 1 of 128 at 0"), "once");
 }
 
 #[test]

@@ -177,6 +177,7 @@ impl Reader<'_> {
         };
         let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
         let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
+        let handover = section.flag("handover")?.filter(|said| said.value).map(|said| said.place);
         let settings = settings(section)?;
         let group = section.text("group")?;
         let delay = section.value("delay")?;
@@ -208,6 +209,7 @@ impl Reader<'_> {
             on_error,
             read_only,
             force_share,
+            handover,
             settings,
             group,
             delay,

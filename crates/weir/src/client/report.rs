@@ -25,6 +25,44 @@ pub(crate) struct Report {
     pub(crate) disks: Vec<Disk>,
     pub(crate) groups: Vec<Group>,
     pub(crate) devices: Vec<Device>,
+    pub(crate) exports: Vec<Export>,
+}
+
+/// How clients reach a disk. What follows `id` are figures of those to virtual machines.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Export {
+    #[serde(rename = "type")]
+    pub(crate) kind: String,
+    pub(crate) disk: String,
+    pub(crate) id: String,
+    pub(crate) queues: u64,
+    pub(crate) requests: u64,
+    pub(crate) in_flight: u64,
+    pub(crate) kicks: u64,
+    pub(crate) calls: u64,
+    pub(crate) copies: u64,
+    pub(crate) front_end: Option<FrontEnd>,
+}
+
+/// The process that uses one.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(default)]
+pub(crate) struct FrontEnd {
+    pub(crate) pid: u32,
+    pub(crate) name: String,
+}
+
+impl Export {
+    /// Whether it is to virtual machines.
+    pub(crate) fn is_to_machines(&self) -> bool {
+        self.kind == "vhost-user-blk"
+    }
+
+    /// `qemu-system-x86 (1234)`.
+    pub(crate) fn user(&self) -> Option<String> {
+        self.front_end.as_ref().map(|FrontEnd { pid, name }| format!("{name} ({pid})"))
+    }
 }
 
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]

@@ -10,8 +10,8 @@ use crate::client::{
     rates,
     rates::{Rate, Rates},
     report::{
-        Capacity, Device, Disk, Errors, Group, Memory, MetadataCache, Node, ReadAhead, Report, Throttle,
-        Waits,
+        Capacity, Device, Disk, Errors, Export, Group, Memory, MetadataCache, Node, ReadAhead, Report,
+        Throttle, Waits,
     },
 };
 
@@ -23,6 +23,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) 
         read_ahead(report, shown),
         groups(report, rates, shown),
         devices(report, shown),
+        machines(report, shown),
         errors(report, shown),
         memory(report, shown),
     ];
@@ -40,6 +41,30 @@ fn disks(report: &Report, rates: &Rates, shown: &Shown) -> Table {
         let group = settings.group.clone().unwrap_or_else(nothing);
         let mut row = vec![name.clone(), group, figures::limits(&settings.limits)];
         row.extend(measured(report, Node::Disk(disk), rates.of(name)));
+        table.row(row);
+    }
+    table
+}
+
+/// What virtual machines did, in totals since their exports began.
+fn machines(report: &Report, shown: &Shown) -> Table {
+    let mut table = Table::new([
+        ("MACHINE'S EXPORT", Side::Left),
+        ("DISK", Side::Left),
+        ("USED BY", Side::Left),
+        ("QUEUES", Side::Right),
+        ("IN FLIGHT", Side::Right),
+        ("REQUESTS", Side::Right),
+        ("KICKS", Side::Right),
+        ("CALLS", Side::Right),
+        ("COPIES", Side::Right),
+    ]);
+    for export in report.exports.iter().filter(|export| export.is_to_machines() && shown.has(&export.disk)) {
+        let Export { id, disk, queues, requests, in_flight, kicks, calls, copies, .. } = export;
+        let mut row = vec![id.clone(), disk.clone(), export.user().unwrap_or_else(nothing)];
+        row.extend(
+            [queues, in_flight, requests, kicks, calls, copies].map(|count| figures::count(*count as f64)),
+        );
         table.row(row);
     }
     table

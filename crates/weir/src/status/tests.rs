@@ -46,7 +46,14 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
             "name": "/dev/vda", "disks": ["vm1"], "capacity": { "read-iops": 85_200, "read-bps": 1_500_000_000 },
             "capacity-source": "probe", "use": 0.42
         }],
-        "exports": [{ "name": "vm1", "disk": "vm1" }, { "name": "vm2", "disk": "vm2" }]
+        "exports": [
+            { "name": "vm1", "disk": "vm1", "type": "nbd" },
+            {
+                "name": "vm2", "disk": "vm2", "type": "vhost-user-blk", "id": "vm2", "queues": 4, "in-flight": 32,
+                "requests": 1_500_000, "kicks": 20_000, "calls": 30_000, "copies": 7,
+                "front-end": { "pid": 4711, "name": "qemu-system-x86" }
+            }
+        ]
     })
 }
 
@@ -81,6 +88,9 @@ gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0     0    0%  
 
 DEVICE    DISKS  USE  CAPACITY READ       CAPACITY WRITE  KNOWN FROM
 /dev/vda  vm1    42%  85.2K iops, 1.4G/s  -               probe
+
+MACHINE'S EXPORT  DISK  USED BY                 QUEUES  IN FLIGHT  REQUESTS  KICKS  CALLS  COPIES
+vm2               vm2   qemu-system-x86 (4711)       4         32      1.5M  20.0K  30.0K       7
 
 DISK  STATE             READ ERRORS  WRITE ERRORS  FLUSH ERRORS  DISCARD ERRORS
 vm2   stopped: nospace            0             3             1               0

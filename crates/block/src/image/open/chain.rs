@@ -207,7 +207,8 @@ async fn open_data_file(
         OpenError::new(&level.name, format!("its data file {name:?} {why}"), remedy)
     })?;
     let name = format!("{}: its data file {}", level.name, path.display());
-    let own = storage::OpenOptions { read_only: level.read_only, ..behind(options, Format::Raw) };
+    let (read_only, handover) = (level.read_only, options.storage.handover);
+    let own = storage::OpenOptions { read_only, handover, ..behind(options, Format::Raw) };
     open_behind(&path, &name, own, seen).await.map(Some)
 }
 

@@ -73,11 +73,24 @@ pub async fn open(spec: &str, options: ImageOptions) -> Result<Image, OpenError>
     while levels.len() > 1
         && let (Some(level), Some(cipher)) = (levels.pop(), ciphers.pop())
     {
-        below = Some(Box::new(assemble(level, below, cipher, options.caches, None).await?));
+        below = Some(Box::new(assemble(level, below, cipher, options.caches, As::Disk).await?));
     }
     let (top, cipher) = (levels.pop(), ciphers.pop());
-    let (top, snapshot) = (top.expect("a chain has a beginning"), options.snapshot.as_deref());
-    assemble(top, below, cipher.flatten(), options.caches, snapshot).await
+    let top = top.expect("a chain has a beginning");
+    let wanted = match options.snapshot.as_deref() {
+        Some(snapshot) => As::Snapshot(snapshot),
+        None if options.storage.handover => As::Handover,
+        None => As::Disk,
+    };
+    assemble(top, below, cipher.flatten(), options.caches, wanted).await
+}
+
+/// What an image is opened as.
+enum As<'a> {
+    Disk,
+    /// One whose locks are not taken yet.
+    Handover,
+    Snapshot(&'a str),
 }
 
 async fn assemble(
@@ -85,25 +98,26 @@ async fn assemble(
     below: Option<Box<Image>>,
     cipher: Option<Cipher>,
     caches: CacheSettings,
-    snapshot: Option<&str>,
+    wanted: As<'_>,
 ) -> Result<Image, OpenError> {
     let Level { name, storage, read_only, guessed, qcow2, .. } = level;
     let Some(parts) = qcow2 else {
-        if snapshot.is_some() {
+        if let As::Snapshot(_) = wanted {
             let remedy = "only qcow2 images do";
             return Err(OpenError::new(&name, "is raw, and so has no snapshots", remedy));
         }
         return Ok(Image::Raw(Raw::of(storage, guessed, read_only)));
     };
     let parts = Parts { storage, backing: below, data: parts.data, cipher, read_only, caches };
-    let opened = match snapshot {
-        Some(snapshot) => Qcow2::open_snapshot(parts, snapshot).await,
-        None => Qcow2::open(parts).await,
+    let opened = match wanted {
+        As::Snapshot(snapshot) => Qcow2::open_snapshot(parts, snapshot).await,
+        As::Disk => Qcow2::open(parts).await,
+        As::Handover => Qcow2::open_for_handover(parts).await,
     };
     opened.map(Image::Qcow2).map_err(|failure| said(&name, &failure))
 }
 
-fn said(name: &str, failure: &OpenFailure) -> OpenError {
+pub(super) fn said(name: &str, failure: &OpenFailure) -> OpenError {
     let (why, remedy) = match failure {
         OpenFailure::Invalid(invalid) => (invalid.to_string(), "`weir image check` shows the damage"),
         OpenFailure::Failed(error) => {
@@ -119,6 +133,13 @@ fn said(name: &str, failure: &OpenFailure) -> OpenError {
         ),
         OpenFailure::NoSnapshot(wanted) => {
             (format!("has no snapshot {wanted:?}"), "`weir image snapshot -l` lists them")
+        }
+        OpenFailure::Bitmaps => (
+            "has bitmaps, which are not handed over with it".to_owned(),
+            "remove them, or leave handover out",
+        ),
+        OpenFailure::Changed => {
+            ("is another image than it was, or has another backing file".to_owned(), "serve it anew")
         }
         OpenFailure::Caches(invalid) => (invalid.to_string(), "the caches' sizes go by the image's clusters"),
         // Looked for before there was anything to open.

@@ -71,6 +71,16 @@ impl ImageFile {
         }
     }
 
+    /// Another has had the file, and nothing is as it was. Nobody uses it yet.
+    pub(super) fn changed_hands(&self, header: Header, bytes: Vec<u8>) {
+        let is_corrupt = header.incompatible & incompatible::CORRUPT != 0;
+        self.kept_bytes.store(self.storage.size_bytes(), Relaxed);
+        self.zero_from.store(u64::MAX, Relaxed);
+        self.corrupt.store(is_corrupt, Relaxed);
+        self.marked.store(is_corrupt, Relaxed);
+        *self.kept() = Kept { header, bytes };
+    }
+
     pub(super) fn storage(&self) -> &Storage {
         &self.storage
     }

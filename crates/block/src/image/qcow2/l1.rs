@@ -49,6 +49,11 @@ impl L1 {
         Ok(Self { offset, shape, words: words.into() })
     }
 
+    /// Of an image that is not to be used yet.
+    pub(super) fn empty(shape: Shape) -> Self {
+        Self { offset: 0, shape, words: Box::default() }
+    }
+
     pub(super) fn len(&self) -> usize {
         self.words.len()
     }

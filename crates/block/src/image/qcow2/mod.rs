@@ -17,6 +17,7 @@
 //! - `check`: whether an image is consistent, and repairs, without opening it.
 //! - `snapshot`, `bitmap`: what else an image keeps.
 //! - `fuzzing`: what the fuzz targets do with images of any bytes.
+//! - `handover`: another process has the image for a while.
 //! - `quiet`: changes to an image as a whole, with nobody inside; `resize`, `preallocate`,
 //!   `backing`, and the end, [`Qcow2::close`].
 //!
@@ -40,6 +41,7 @@ pub mod entry;
 mod file;
 pub mod fuzzing;
 mod gate;
+mod handover;
 pub mod header;
 mod header_change;
 mod l1;
@@ -155,6 +157,11 @@ impl Qcow2 {
     /// Where guest data lies.
     pub fn storage(&self) -> &Storage {
         self.data.as_ref().unwrap_or(self.file.storage())
+    }
+
+    /// The files that are written to.
+    pub(crate) fn files(&self) -> impl Iterator<Item = &Storage> {
+        std::iter::once(self.file.storage()).chain(&self.data)
     }
 
     /// What is not allocated is read from here.

@@ -95,6 +95,12 @@ pub enum OpenFailure {
     /// The data file was not given.
     #[error("its data is in an external data file that was not opened")]
     NoDataFile,
+    /// It is to be handed over, and has bitmaps.
+    #[error("it has bitmaps, which are not handed over with it (remove them)")]
+    Bitmaps,
+    /// Whoever had it meanwhile made another image of it.
+    #[error("it is another image than it was, or has another backing file (open it anew)")]
+    Changed,
     /// The caches.
     #[error("{0}")]
     Caches(#[from] InvalidCache),
@@ -104,6 +110,7 @@ pub enum OpenFailure {
 #[derive(Clone, Copy, Debug)]
 enum Purpose<'a> {
     Disk,
+    Handover,
     Upkeep,
     Snapshot(&'a str),
 }
@@ -185,12 +192,25 @@ impl Qcow2 {
         Self::open_for(Parts { read_only: true, ..parts }, Purpose::Snapshot(name)).await
     }
 
+    /// Opens an image that another may have in use, and reads no more of it than its header: it is
+    /// not to be used before [`Qcow2::take_over`].
+    ///
+    /// # Errors
+    /// As [`Qcow2::open`].
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub(crate) async fn open_for_handover(parts: Parts) -> std::result::Result<Self, OpenFailure> {
+        Self::open_for(parts, Purpose::Handover).await
+    }
+
     async fn open_for(parts: Parts, purpose: Purpose<'_>) -> std::result::Result<Self, OpenFailure> {
         let Parts { storage, backing, data, cipher, read_only, caches } = parts;
         let mut header = read_header(&storage).await?;
         let is_dirty =
             header.incompatible & (incompatible::DIRTY | incompatible::CORRUPT) == incompatible::DIRTY;
-        if is_dirty && !read_only && !storage.read_only() {
+        let is_handover = matches!(purpose, Purpose::Handover);
+        if is_dirty && !is_handover && !read_only && !storage.read_only() {
             // With lazy refcounts, whoever used it last may have left them unwritten.
             tracing::info!(
                 image = storage.description(),
@@ -207,7 +227,12 @@ impl Qcow2 {
         let first = bytes::read(&storage, 0, header.cluster_bytes() as usize).await?;
         let read_only = read_only || storage.read_only();
         let is_upkeep = matches!(purpose, Purpose::Upkeep);
-        check_openable(&header, read_only, is_upkeep || data.is_some(), is_upkeep || cipher.is_some())?;
+        // Of an image that another has in use the marks say nothing yet.
+        let judged_later = read_only || is_handover;
+        check_openable(&header, judged_later, is_upkeep || data.is_some(), is_upkeep || cipher.is_some())?;
+        if is_handover && header.bitmaps.is_some() {
+            return Err(OpenFailure::Bitmaps);
+        }
         let sizes = caches.sizes(&header)?;
         let shape = Shape {
             cluster_bits: header.cluster_bits,
@@ -215,22 +240,12 @@ impl Qcow2 {
             data_file: header.has_data_file(),
             version: header.version,
         };
-        let file_bytes = storage.size_bytes();
         let writes_through = storage.writes_through();
         let file = ImageFile::new(storage, header.clone(), first);
-        let l1_bytes = file.read(header.l1_offset, u64::from(header.l1_entries) * 8).await?;
-        let l1 = L1::parse(header.l1_offset, &l1_bytes, shape, file_bytes)?;
-        let table = read_refcount_table(&file, &header).await?;
-        let cluster_bytes = header.cluster_bytes();
-        let places = [
-            (0, cluster_bytes),
-            (header.l1_offset, u64::from(header.l1_entries) * 8),
-            (header.refcount_table_offset, table.len() as u64 * 8),
-            (header.snapshots_offset, u64::from(header.snapshots)),
-            header.encryption.map_or((0, 0), |place| (place.offset, place.length)),
-        ];
-        let tables = l1.tables().chain(table.iter().copied().filter(|offset| *offset != 0));
-        let places: Vec<_> = places.into_iter().chain(tables.map(|offset| (offset, cluster_bytes))).collect();
+        let Tables { l1, refcounts: table, places } = match is_handover {
+            true => Tables::none(shape),
+            false => Tables::read(&file, &header, shape).await?,
+        };
         let overlap = Metadata::new(header.cluster_bits, &places);
         if !read_only {
             overlap.check_apart(&places)?;
@@ -263,7 +278,7 @@ impl Qcow2 {
             writing: RangeLocks::default(),
             giving: RangeLocks::default(),
         }));
-        if !read_only {
+        if !read_only && !is_handover {
             image.make_ready(&header, is_upkeep).await?;
         }
         image.keep_cache_clean(caches.clean_interval);
@@ -271,7 +286,7 @@ impl Qcow2 {
     }
 
     /// Whatever has to be in the file before the first write.
-    async fn make_ready(&self, header: &Header, keeps_bitmaps: bool) -> Result<()> {
+    pub(super) async fn make_ready(&self, header: &Header, keeps_bitmaps: bool) -> Result<()> {
         if header.autoclear & !autoclear::KNOWN != 0 {
             self.file.update_header(|header| header.autoclear &= autoclear::KNOWN).await?;
         }
@@ -322,6 +337,42 @@ impl Qcow2 {
     }
 }
 
+/// The tables that are in memory as a whole.
+pub(super) struct Tables {
+    pub(super) l1: L1,
+    /// The offsets of refcount blocks.
+    pub(super) refcounts: Vec<u64>,
+    /// Where there is metadata: offsets and lengths.
+    pub(super) places: Vec<(u64, u64)>,
+}
+
+impl Tables {
+    fn none(shape: Shape) -> Self {
+        Self { l1: L1::empty(shape), refcounts: Vec::new(), places: Vec::new() }
+    }
+
+    pub(super) async fn read(
+        file: &ImageFile,
+        header: &Header,
+        shape: Shape,
+    ) -> std::result::Result<Self, OpenFailure> {
+        let l1_bytes = file.read(header.l1_offset, u64::from(header.l1_entries) * 8).await?;
+        let l1 = L1::parse(header.l1_offset, &l1_bytes, shape, file.size_bytes())?;
+        let refcounts = read_refcount_table(file, header).await?;
+        let cluster_bytes = header.cluster_bytes();
+        let places = [
+            (0, cluster_bytes),
+            (header.l1_offset, u64::from(header.l1_entries) * 8),
+            (header.refcount_table_offset, refcounts.len() as u64 * 8),
+            (header.snapshots_offset, u64::from(header.snapshots)),
+            header.encryption.map_or((0, 0), |place| (place.offset, place.length)),
+        ];
+        let tables = l1.tables().chain(refcounts.iter().copied().filter(|offset| *offset != 0));
+        let places = places.into_iter().chain(tables.map(|offset| (offset, cluster_bytes))).collect();
+        Ok(Self { l1, refcounts, places })
+    }
+}
+
 impl From<MetadataError> for OpenFailure {
     fn from(error: MetadataError) -> Self {
         match error {
@@ -331,7 +382,7 @@ impl From<MetadataError> for OpenFailure {
     }
 }
 
-fn check_openable(
+pub(super) fn check_openable(
     header: &Header,
     read_only: bool,
     has_data: bool,

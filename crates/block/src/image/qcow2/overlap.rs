@@ -55,6 +55,11 @@ impl Metadata {
         Self { cluster_bits, clusters: ArcSwap::from_pointee(clusters.collect()) }
     }
 
+    /// Other places, instead of all that were here.
+    pub(super) fn replace(&self, places: &[(u64, u64)]) {
+        self.clusters.store(Self::new(self.cluster_bits, places).clusters.into_inner());
+    }
+
     /// An error, if two of the places that this was made of lie on each other: changing one would
     /// ruin the other.
     pub(super) fn check_apart(&self, places: &[(u64, u64)]) -> std::result::Result<(), Invalid> {

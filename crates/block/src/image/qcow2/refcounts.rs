@@ -124,6 +124,22 @@ pub(super) struct Dirty {
     entry_indices: Vec<usize>,
 }
 
+impl State {
+    fn new(header: &header::Header, table: Vec<u64>) -> Self {
+        Self {
+            table_offset: header.refcount_table_offset,
+            table,
+            dirty_entries: BTreeSet::new(),
+            blocks: BTreeMap::new(),
+            clock: 0,
+            first_free: 0,
+            full: BTreeSet::new(),
+            untouched: 0,
+            compressed_end: 0,
+        }
+    }
+}
+
 impl Refcounts {
     /// `table` as it is in the file, checked.
     pub(super) fn new(header: &header::Header, table: Vec<u64>, cache_bytes: u64) -> Self {
@@ -131,21 +147,16 @@ impl Refcounts {
             cluster_bits: header.cluster_bits,
             order: header.refcount_order,
             turn: RangeLocks::default(),
-            state: Mutex::new(State {
-                table_offset: header.refcount_table_offset,
-                table,
-                dirty_entries: BTreeSet::new(),
-                blocks: BTreeMap::new(),
-                clock: 0,
-                first_free: 0,
-                full: BTreeSet::new(),
-                untouched: 0,
-                compressed_end: 0,
-            }),
+            state: Mutex::new(State::new(header, table)),
             most_blocks: AtomicU64::new((cache_bytes >> header.cluster_bits).max(1)),
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
         }
+    }
+
+    /// Another has had the file: nothing that is in memory holds any more.
+    pub(super) fn replace(&self, header: &header::Header, table: Vec<u64>) {
+        *self.lock() = State::new(header, table);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

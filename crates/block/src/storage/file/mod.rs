@@ -33,6 +33,7 @@ use super::{
     BlockSize, Durability, Extent, Stamp, ZeroOptions,
     align::{Alignment, Device},
     lock,
+    open_error::OpenError,
     resize::ResizeError,
 };
 use crate::{
@@ -86,8 +87,10 @@ pub struct File {
     kind: Kind,
     cache: CacheMode,
     read_only: bool,
-    /// Locks keep others from writing to it.
+    /// Locks keep others from writing to it whenever it is used.
     is_protected: bool,
+    /// Its locks are taken and released while it is open.
+    handover: bool,
     alignment: Alignment,
     /// To what zeroing and discarding must be aligned; 1 for regular files.
     zero_alignment: u64,
@@ -108,7 +111,7 @@ pub struct File {
 impl Drop for File {
     fn drop(&mut self) {
         // What is in flight may still write: then they last until that is done.
-        if self.fd.is_unshared() && self.buffered.is_unshared() {
+        if !self.is_busy() {
             lock::release(&self.fd);
         }
     }
@@ -122,6 +125,35 @@ impl File {
 
     pub(in crate::storage) fn is_protected(&self) -> bool {
         self.is_protected
+    }
+
+    pub(in crate::storage) fn is_handed_over(&self) -> bool {
+        self.handover
+    }
+
+    /// See [`Storage::take_locks`](crate::storage::Storage::take_locks).
+    pub(in crate::storage) fn take_locks(&self, last: bool) -> std::result::Result<bool, OpenError> {
+        match lock::try_acquire(&self.fd, &self.name, lock::Use::of(self.read_only, false)) {
+            Ok(true) => {}
+            Ok(false) => {
+                let why = "this file system has no locks, so nothing would keep two from writing";
+                return Err(OpenError::new(&self.name, why, "serve it without handover"));
+            }
+            Err(conflict) if last => return Err(conflict.into_error(&self.fd, &self.name)),
+            Err(_) => return Ok(false),
+        }
+        // What another host has written is not in the page cache of this one.
+        let _ = rustix::fs::fadvise(&self.buffered, 0, None, rustix::fs::Advice::DontNeed);
+        Ok(true)
+    }
+
+    pub(in crate::storage) fn release_locks(&self) {
+        lock::release(&self.fd);
+    }
+
+    /// Whether the kernel may be at work on it.
+    pub(in crate::storage) fn is_busy(&self) -> bool {
+        !(self.fd.is_unshared() && self.buffered.is_unshared())
     }
 
     pub(in crate::storage) fn can_grow(&self) -> bool {

@@ -32,6 +32,8 @@ pub(in crate::storage) struct FileOptions {
     pub(in crate::storage) read_only: bool,
     /// Read although somebody else writes.
     pub(in crate::storage) force_share: bool,
+    /// Without locks, which are taken before it is used.
+    pub(in crate::storage) handover: bool,
     /// A regular file of no bytes is a disk too.
     pub(in crate::storage) may_be_empty: bool,
     /// Where it must lie.
@@ -57,7 +59,8 @@ pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(Fi
     } else {
         (buffered.try_clone().map_err(|error| failed(&error))?, Alignment::NONE)
     };
-    let is_protected = lock::acquire(&main, &name, lock::Use::of(options.read_only, options.force_share))?;
+    let wanted = lock::Use::of(options.read_only, options.force_share);
+    let is_protected = options.handover || lock::acquire(&main, &name, wanted)?;
     let size_bytes = buffered.seek(SeekFrom::End(0)).map_err(|error| failed(&error))?;
     if size_bytes == 0 && !(options.may_be_empty && kind == Kind::Regular) {
         return Err(empty(name, kind));
@@ -73,6 +76,7 @@ pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(Fi
         cache: options.cache,
         read_only: options.read_only,
         is_protected,
+        handover: options.handover,
         alignment,
         zero_alignment,
         page_bytes: page_bytes(),

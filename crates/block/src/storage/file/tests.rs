@@ -85,6 +85,7 @@ fn an_image_is_free_once_it_is_dropped_and_nothing_is_in_flight() {
         cache: CacheMode::Writeback,
         read_only: false,
         force_share: false,
+        handover: false,
         may_be_empty: false,
         root: None,
     };
@@ -372,6 +373,7 @@ fn error_numbers_arrive_as_they_are() {
         cache: CacheMode::Writeback,
         read_only: true,
         force_share: true,
+        handover: false,
         may_be_empty: false,
         root: None,
     };
@@ -391,6 +393,7 @@ fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
         cache: CacheMode::Writeback,
         read_only: false,
         force_share: false,
+        handover: false,
         may_be_empty: false,
         root: None,
     };

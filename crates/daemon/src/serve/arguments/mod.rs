@@ -106,6 +106,10 @@ struct ImageArgs {
     /// Read an image that somebody else has locked for writing; needs --read-only
     #[arg(long, conflicts_with = "config")]
     force_share: bool,
+    /// Lock the image only while a virtual machine runs on the disk, so that another daemon can
+    /// take it over, in which the machine goes on
+    #[arg(long, conflicts_with = "config")]
+    handover: bool,
     /// The disk's name, which clients ask for; once for each IMAGE. An empty one is for clients
     /// that ask for no name [default: the file's, without its extension]
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
@@ -333,6 +337,7 @@ impl ImageArgs {
             },
             read_only: self.read_only,
             force_share: self.force_share.then(|| Place::new("--force-share")),
+            handover: self.handover.then(|| Place::new("--handover")),
             settings: settings.clone(),
             group: self.group.as_ref().map(|name| said("group", name)),
             delay: Said::option("delay", imitate.delay),

@@ -16,7 +16,7 @@ use crate::{
     client::{
         change::Name,
         rates,
-        report::{Disk, Group, Node, ReadAhead, Report},
+        report::{Disk, Export, Group, Node, ReadAhead, Report},
     },
     top::{list::Row, state::State},
 };
@@ -27,7 +27,7 @@ const BARS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '
 pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>) {
     let width = usize::from(area.width);
     let lines = [
-        fact(row.node.kind(), about(row.node)),
+        fact(row.node.kind(), about(&state.report, row.node)),
         fact("set", settings(&state.report, row.node)),
         waits(&state.report, row.node),
         held(state, row, width),
@@ -41,19 +41,27 @@ fn fact(label: &str, text: String) -> Line<'static> {
     Line::from(vec![Span::styled(format!(" {label:<8}"), Modifier::BOLD), Span::raw(text)])
 }
 
-fn about(node: Node<'_>) -> String {
+fn about(report: &Report, node: Node<'_>) -> String {
     match node {
-        Node::Disk(disk) => about_disk(disk),
+        Node::Disk(disk) => about_disk(report, disk),
         Node::Group(group) => about_group(group),
     }
 }
 
-fn about_disk(disk: &Disk) -> String {
-    let Disk { image, size, read_only, cache, connections, .. } = disk;
+fn about_disk(report: &Report, disk: &Disk) -> String {
+    let Disk { name, image, size, read_only, cache, connections, .. } = disk;
     let cache = cache.as_ref().map(|cache| format!(" · cache {cache}")).unwrap_or_default();
     let read_only = if *read_only { " · read-only" } else { "" };
     let clients = super::count(*connections as usize, "client");
-    format!("{} · {clients}{cache}{read_only} · {image}", settings::exact_size(*size))
+    let machines = report.exports.iter().filter(|export| export.disk == *name && export.is_to_machines());
+    let machines: String = machines.filter_map(machine).collect();
+    format!("{} · {clients}{machines}{cache}{read_only} · {image}", settings::exact_size(*size))
+}
+
+/// What a virtual machine does, while one is connected.
+fn machine(export: &Export) -> Option<String> {
+    let queues = super::count(usize::try_from(export.queues).unwrap_or(usize::MAX), "queue");
+    Some(format!(" · {}: {queues}, {} in flight", export.user()?, export.in_flight))
 }
 
 fn about_group(group: &Group) -> String {
@@ -136,4 +144,34 @@ fn held(state: &State, row: &Row<'_>, width: usize) -> Line<'static> {
         Span::styled(format!("{now} "), DIM),
         Span::styled(bars.into_iter().collect::<String>(), HELD),
     ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::client::report::FrontEnd;
+
+    #[test]
+    fn a_machine_is_named_while_it_is_connected() {
+        let front_end = FrontEnd { pid: 4711, name: "qemu-system-x86".to_owned() };
+        let machine = Export {
+            kind: "vhost-user-blk".to_owned(),
+            disk: "vm1".to_owned(),
+            queues: 4,
+            in_flight: 32,
+            front_end: Some(front_end),
+            ..Export::default()
+        };
+        let disk = Disk {
+            name: "vm1".to_owned(),
+            size: 1 << 20,
+            image: "a.raw".to_owned(),
+            connections: 1,
+            ..Disk::default()
+        };
+        let absent = Export { front_end: None, ..machine.clone() };
+        let about = |export| about_disk(&Report { exports: vec![export], ..Report::default() }, &disk);
+        assert_eq!(about(machine), "1M · 1 client · qemu-system-x86 (4711): 4 queues, 32 in flight · a.raw");
+        assert_eq!(about(absent), "1M · 1 client · a.raw");
+    }
 }

@@ -191,7 +191,7 @@ async fn open_bottom(inventory: &Inventory, chain: &Chain) -> Result<Opened, Err
     let secret = id.map(|id| inventory.secret(id)).transpose()?;
     let options = chain.open_options(inventory.image_root().cloned(), secret);
     let opened = match open(&spec, options.clone()).await {
-        Err(_) if *auto_read_only && !options.storage.read_only => {
+        Err(_) if *auto_read_only && !options.storage.read_only && !chain.handover => {
             let storage = OpenOptions { read_only: true, ..options.storage };
             open(&spec, ImageOptions { storage, ..options }).await
         }

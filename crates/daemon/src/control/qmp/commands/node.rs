@@ -45,6 +45,8 @@ pub(super) struct Chain {
     /// Only without an existing node below.
     pub(super) read_only: bool,
     pub(super) qcow2: Option<Qcow2Node>,
+    /// Another daemon may take it over: see `--handover`.
+    pub(super) handover: bool,
     pub(super) prefetch: PrefetchChanges,
     pub(super) policies: PolicyChanges,
     pub(super) bottom: Bottom,
@@ -80,12 +82,17 @@ impl Chain {
             group: None,
             read_only: false,
             qcow2: None,
+            handover: arguments.optional("x-weir-handover")?.unwrap_or(false),
             prefetch: PrefetchChanges::read(arguments, "x-weir-")?,
             policies: PolicyChanges::read(arguments, "x-weir-")?,
             bottom: Bottom::Node(String::new()),
         };
         let driver = driver(arguments)?;
         chain.node(driver, arguments, Inherited::default(), true)?;
+        if chain.handover && matches!(chain.bottom, Bottom::Node(_)) {
+            let rule = "is said where the image is opened";
+            return Err(Error::rule("x-weir-handover", rule));
+        }
         Ok(chain)
     }
 
@@ -124,6 +131,7 @@ impl Chain {
             format: Some(self.format()),
             read_only: self.read_only,
             force_share: *force_share,
+            handover: self.handover,
             delay,
             ..OpenOptions::default()
         }

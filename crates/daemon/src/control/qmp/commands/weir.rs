@@ -324,12 +324,18 @@ fn export(export: &RunningExport) -> Value {
         "read-only": export.read_only || export.disk.disk.image().is_read_only(),
     });
     if let Door::VhostUserBlk(machine) = &export.door {
-        let Statistics { queues, requests, in_flight, kicks, calls } = machine.server.statistics();
+        let Statistics { queues, requests, in_flight, kicks, calls, copies, front_end } =
+            machine.server.statistics();
         answer["queues"] = json!(queues);
         answer["requests"] = json!(requests);
         answer["in-flight"] = json!(in_flight);
         answer["kicks"] = json!(kicks);
         answer["calls"] = json!(calls);
+        answer["copies"] = json!(copies);
+        if let Some(pid) = front_end {
+            let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            answer["front-end"] = json!({ "pid": pid, "name": name.trim_end() });
+        }
     }
     answer
 }
