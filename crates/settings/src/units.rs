@@ -4,7 +4,10 @@
 
 use std::{str::FromStr, time::Duration};
 
-use block::storage::{InvalidValue, parse_duration, parse_size};
+use block::{
+    reactor::Polling,
+    storage::{InvalidValue, parse_duration, parse_size},
+};
 
 /// What reads itself, or the rule that the text breaks.
 pub fn read<T: FromStr<Err: Rule>>(text: &str) -> Result<T, String> {
@@ -45,6 +48,18 @@ pub fn size(text: &str) -> Result<u64, String> {
 /// A time: a number with `ns`, `us`, `ms` or `s`; or `0`.
 pub fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(Rule::rule)
+}
+
+/// How long to poll: `auto`, `off`, or a time; the plan judges its range.
+pub fn polling(text: &str) -> Result<Polling, String> {
+    match text {
+        "auto" => Ok(Polling::Auto),
+        "off" => Ok(Polling::Off),
+        _ => match duration(text).map_err(|rule| format!("is neither auto nor off, and {rule}"))? {
+            Duration::ZERO => Ok(Polling::Off),
+            limit => Ok(Polling::UpTo(limit)),
+        },
+    }
 }
 
 /// A count: digits alone, as QEMU reads them.
