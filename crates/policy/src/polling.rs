@@ -4,9 +4,9 @@
 //!   asleep │ awake │ asleep │ awake │ verdict ─► as it says for a while ─► asleep │ awake │ …
 //! ```
 //!
-//! A thread that sleeps between completions costs least. But it has to be woken, and where a wake-up
-//! goes is the kernel's choice: it may put a server and its client on one processor, where they take
-//! turns while the other one is idle, and a thread that stays awake is left alone. Which it is
+//! A thread that sleeps between completions costs least. But it has to be woken, and where a wake-
+//! up goes is the kernel's choice: it may put a server and its client on one processor, where they
+//! take turns while the other one is idle, and a thread that stays awake is left alone. Which it is
 //! depends on the kernel, the hypervisor and the client, so nothing here knows: the thread is awake
 //! for some milliseconds now and then, and what came of it decides. The longer a verdict has held,
 //! the longer the next one does.
@@ -161,9 +161,9 @@ impl Polling {
             return self.stand(false, SHORTEST, now);
         }
         if self.awake {
-            self.roused.add(measured)
+            self.roused.add(measured);
         } else {
-            self.asleep.add(measured)
+            self.asleep.add(measured);
         }
         if self.awake && measured.is_contended() {
             return self.conclude(false, now);

@@ -97,6 +97,15 @@ mod tests {
     use super::*;
 
     #[test]
+    fn polling_is_a_word_or_a_time() {
+        assert_eq!(polling("auto"), Ok(Polling::Auto));
+        assert_eq!((polling("off"), polling("0")), (Ok(Polling::Off), Ok(Polling::Off)));
+        assert_eq!(polling("50us"), Ok(Polling::UpTo(Duration::from_micros(50))));
+        let rule = polling("always").unwrap_err();
+        assert!(rule.starts_with("is neither auto nor off, and is "), "{rule}");
+    }
+
+    #[test]
     fn counts_are_plain() {
         let check = |text: &str, rule: &str| assert_eq!(count(text).unwrap_err(), rule, "{text}");
         assert_eq!(count("1000"), Ok(1000));

@@ -1,5 +1,5 @@
-//! What a thread's decision to stay awake rests on: its clock of processor time, how long the kernel
-//! let it wait for a processor, and the operations that have completed.
+//! What a thread's decision to stay awake rests on: operations that have completed, processor time,
+//! and how long the kernel let it wait for a processor.
 //!
 //! Never decides: [`policy::polling`] does.
 
@@ -57,4 +57,19 @@ fn starved_ns(schedule: &File) -> Option<u64> {
     let mut text = [0; 128];
     let length = schedule.read_at(&mut text, 0).ok()?;
     std::str::from_utf8(&text[..length]).ok()?.split(' ').nth(1)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernel_tells_both_times_of_this_thread() {
+        let mut vigil = Vigil::new();
+        vigil.count(3);
+        let before = vigil.work();
+        assert_eq!(before.completions, 3);
+        while vigil.work().processor_ns == before.processor_ns {}
+        assert!(starved_ns(vigil.schedule.as_ref().expect("a kernel with schedstat")).is_some());
+    }
 }

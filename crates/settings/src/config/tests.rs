@@ -1,5 +1,7 @@
 //! Every rule of the config file with its message, and that the documentation speaks of every key.
 
+use std::time::Duration;
+
 use block::{reactor::Polling, storage::CacheMode};
 use policy::throttle::LimitKind;
 
