@@ -27,12 +27,15 @@ class LoadFailed(Exception):
 
 @dataclass(frozen=True)
 class Load:
-    """A load of fio's; `kind` is its `--rw`: `randread`, `randwrite`, `read`."""
+    """A load of fio's; `kind` is its `--rw`: `randread`, `randwrite`, `read`. `free`: the kernel
+    chooses where it runs, see `placement`.
+    """
 
     kind: str
     depth: int
     connections: int = 1
     block_bytes: int = 4096
+    free: bool = False
 
 
 def run(argv, timeout_seconds):
@@ -48,15 +51,16 @@ def run(argv, timeout_seconds):
 
 
 def placement(load):
-    """One client with a deep queue stays on the first core, whoever serves it; several share all
-    cores with the server.
+    """One client with a deep queue stays on the first core, whoever serves it, unless the load is
+    `free`; several share all cores with the server.
 
     Left to the kernel, a virtual machine runs client and server on the same core much of the time
-    (an idle virtual core counts as preempted, so a wake-up does not go there), and every server's
-    figure is a matter of luck. At depth 1 that one core is where both belong: never both at work,
-    and no wake-up through the hypervisor.
+    (an idle virtual core counts as preempted, so a wake-up does not go there). That is what users
+    have, so rows that compare servers come in both ways; pinned, a figure says more of the server.
+    At depth 1 that one core is where both belong: never both at work, and no wake-up through the
+    hypervisor.
     """
-    return ["--cpus_allowed=0"] if load.connections == 1 and load.depth > 1 else []
+    return ["--cpus_allowed=0"] if load.connections == 1 and load.depth > 1 and not load.free else []
 
 
 def length(load, seconds):

@@ -24,7 +24,7 @@ import loads
 import servers
 from loads import Load
 from results import AtMost, Faster
-from rows import WEIR, Row, settle, under_load
+from rows import FREE, WEIR, Row, settle, under_load
 
 QEMU = ("qemu-img native", "qemu-img io_uring")
 QEMU_NBD = ("qemu-nbd native", "qemu-nbd io_uring")
@@ -232,9 +232,9 @@ def covering(part):
     return contenders
 
 
-def over_nbd(kind, ram):
+def over_nbd(kind, ram, free):
     """The same over NBD: fio's random requests of 4 KiB."""
-    load = Load(kind, 32)
+    load = Load(kind, 32, free=free)
 
     def contenders(setup, stack):
         if ram:
@@ -350,7 +350,7 @@ def _mib(value):
     return f"{value / MIB:.0f} MiB"
 
 
-def _random(name, requests_of, contenders, peers, ram):
+def _random(name, requests_of, contenders, ram, asked):
     """4 KiB requests at random, with an L2 cache that covers the disk: the images on the disk, or
     in memory.
     """
@@ -359,18 +359,21 @@ def _random(name, requests_of, contenders, peers, ram):
         f"qcow2-{name}{ending}",
         f"4 KiB {requests_of}, L2 cache for the whole disk, cache none{where}",
         contenders,
-        (Faster(WEIR, 0.95, (RAW,)), Faster(WEIR, 1.5, peers)),
+        (Faster(WEIR, 0.95, (RAW,)), *asked),
     )
 
 
 def _everywhere(kind, ram):
     requests_of = f"{kind}s everywhere, depth 32, qcow2, in-process"
-    return _random(f"rand{kind}", requests_of, everywhere(kind, ram), QEMU, ram)
+    return _random(f"rand{kind}", requests_of, everywhere(kind, ram), ram, (Faster(WEIR, 1.5, QEMU),))
 
 
-def _over_nbd(kind, ram):
+def _over_nbd(kind, ram, free):
     requests_of = f"{kind}, depth 32, one connection, qcow2 over NBD"
-    return _random(f"nbd-{kind}", requests_of, over_nbd(kind, ram), QEMU_NBD, ram)
+    contenders = over_nbd(kind, ram, free)
+    if free:
+        return _random(f"nbd-{kind}-free", f"{requests_of}, nobody pinned", contenders, ram, FREE)
+    return _random(f"nbd-{kind}", requests_of, contenders, ram, (Faster(WEIR, 1.5, QEMU_NBD),))
 
 
 def _covering(part):
@@ -397,7 +400,12 @@ ROWS = (
         for name, cluster in (("64K", 65536), ("2M", 2 * MIB))
     ),
     *(_covering(part) for part in (128, 32, 8, 2, 1)),
-    *(_over_nbd(kind, ram) for ram in (True, False) for kind in ("randread", "randwrite")),
+    *(
+        _over_nbd(kind, ram, free)
+        for free in (False, True)
+        for ram in (True, False)
+        for kind in ("randread", "randwrite")
+    ),
     Row(
         "qcow2-convert",
         "convert from raw to qcow2, 16 requests at a time in any order",

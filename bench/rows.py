@@ -21,6 +21,8 @@ DIRECT = "direct fio"
 QEMU = ("qemu-nbd native", "qemu-nbd io_uring")
 NBDKIT_FILE = ("nbdkit file",)
 NBDKIT_MEMORY = ("nbdkit memory", "nbdkit -t 1")
+# Asked of weir where the kernel places the client, as for users.
+FREE = (Faster(WEIR, 1.2, QEMU), Cheaper(WEIR, 1.0, QEMU))
 # A part of the limit that is enough where the peers are themselves close to it.
 NEAR_DIRECT = (0.80, DIRECT)
 # nbdcopy's own defaults: requests of 256 KiB, 64 in flight.
@@ -211,13 +213,16 @@ def unreached_limit(setup, stack):
     }
 
 
-def _at_depth_32(kind):
+def _at_depth_32(kind, free):
     asked = (
         Faster(WEIR, 1.5, QEMU, cap=NEAR_DIRECT),
         Faster(WEIR, 1.2, NBDKIT_FILE, cap=NEAR_DIRECT),
         Cheaper(WEIR, 0.5, QEMU),
     )
     title = f"4 KiB {kind}, depth 32, one connection, raw file, cache none"
+    if free:
+        load = Load(kind, 32, free=True)
+        return Row(f"file-{kind}-32-free", f"{title}, nobody pinned", random_file(load), FREE)
     return Row(f"file-{kind}-32", title, random_file(Load(kind, 32)), asked)
 
 
@@ -227,8 +232,7 @@ def _at_depth_1(kind):
 
 
 ROWS = (
-    _at_depth_32("randread"),
-    _at_depth_32("randwrite"),
+    *(_at_depth_32(kind, free) for free in (False, True) for kind in ("randread", "randwrite")),
     _at_depth_1("randread"),
     _at_depth_1("randwrite"),
     Row(

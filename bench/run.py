@@ -280,7 +280,8 @@ def measured(stack):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args = arguments()
     if args.list:
-        print("\n".join(f"{row.name:<27}{row.title}" for row in ROWS))
+        width = max(len(row.name) for row in ROWS) + 2
+        print("\n".join(f"{row.name:<{width}}{row.title}" for row in ROWS))
         return 0
     wanted = chosen(args.rows, args.peers_only)
     if args.before:

@@ -126,7 +126,7 @@ pub const NO_RING: &str = "io_uring cannot be used (see kernel.io_uring_disabled
 pub fn on_reactor<T: 'static>(
     work: impl Future<Output = Result<T, Failure>> + 'static,
 ) -> Result<T, Failure> {
-    reactor::run(Polling::OFF, work).context(NO_RING)?
+    reactor::run(Polling::Off, work).context(NO_RING)?
 }
 
 /// Prints results. Ends the program with status 0 where nobody reads them any more.

@@ -48,7 +48,7 @@ fn every_descriptor_is_closed() {
         fuzzing::vhost_user_session(&data);
         assert_eq!(count(), before, "seed {seed}");
     }
-    let left = reactor::run(Polling::OFF, async move {
+    let left = reactor::run(Polling::Off, async move {
         one_message(3, 1, 0, 0).await;
         let before = count();
         for code in 0..46 {

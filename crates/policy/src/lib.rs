@@ -8,6 +8,7 @@
 //! - [`merge`]: which waiting requests become one.
 //! - [`prefetch`]: who reads in sequence, what to read ahead of him, and what to keep.
 //! - [`device`]: when an imitated device is done with a request.
+//! - [`polling`]: whether a thread that waits for completions had better stay awake.
 //! - [`request`] and [`time`]: the words that all of them share.
 //!
 //! Time comes in as an argument ([`time::Instant`]), decisions go out as values: the daemon, the
@@ -22,6 +23,7 @@ extern crate alloc;
 
 pub mod device;
 pub mod merge;
+pub mod polling;
 pub mod prefetch;
 pub mod request;
 pub mod steering;

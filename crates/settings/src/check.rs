@@ -9,7 +9,10 @@ use std::{
     time::Duration,
 };
 
-use block::storage::{Format, rate::RateOptions};
+use block::{
+    reactor::Polling,
+    storage::{Format, rate::RateOptions},
+};
 
 use super::{
     Address, Disk, DiskDraft, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings, MachineExport,
@@ -23,8 +26,6 @@ const MAX_DEFAULT_WORKERS: usize = 8;
 pub const MAX_WORKERS: usize = 256;
 /// As QEMU's `max-connections`.
 const DEFAULT_MAX_CONNECTIONS: u32 = 100;
-/// Polling makes the first requests faster and all dearer (docs/decisions/0002).
-const DEFAULT_POLL: Duration = Duration::ZERO;
 /// Beyond this, polling is a busy loop in all but name.
 pub const MAX_POLL: Duration = Duration::from_secs(1);
 /// Bytes of memory for data, at least: what requests have at least, and as much for the rest.
@@ -318,9 +319,13 @@ fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
         }
     };
     let poll = match draft.poll {
-        None => DEFAULT_POLL,
-        Some(said) if said.value <= MAX_POLL => said.value,
-        Some(said) => return Err(said.wrong("is too long; it is 1s at most (0 never polls)")),
+        None => Polling::Auto,
+        Some(said) => match said.value {
+            Polling::UpTo(limit) if limit > MAX_POLL => {
+                return Err(said.wrong("is too long; it is 1s at most (0 never polls)"));
+            }
+            polling => polling,
+        },
     };
     let memory = match draft.memory {
         None => None,

@@ -1,8 +1,11 @@
 //! What was said: every value well formed by itself, with its place.
 
-use std::{path::PathBuf, time::Duration};
+use std::path::PathBuf;
 
-use block::storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+use block::{
+    reactor::Polling,
+    storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
+};
 
 use super::{
     Address, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft,
@@ -88,7 +91,7 @@ pub struct ServiceDraft {
     /// Sockets of the control protocol.
     pub qmp: Vec<Said<PathBuf>>,
     pub workers: Option<Said<usize>>,
-    pub poll: Option<Said<Duration>>,
+    pub poll: Option<Said<Polling>>,
     pub max_connections: Option<Said<u32>>,
     pub memory: Option<Said<u64>>,
     pub tls: TlsDraft,

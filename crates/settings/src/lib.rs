@@ -51,12 +51,13 @@ mod tls;
 mod units;
 mod vhost_user_blk;
 
-use std::{path::PathBuf, time::Duration};
+use std::path::PathBuf;
 
 pub use access::{Owner, SocketAccess, socket_mode};
 pub use address::{Address, socket};
 use block::{
     disk::ErrorPolicies,
+    reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
 pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
@@ -68,7 +69,7 @@ pub use prefetch::PrefetchDraft;
 pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
 pub use shares::{LimitsDraft, Settings, SettingsDraft};
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
-pub use units::{Rule, connections, count, duration, exact_size, read, size, workers};
+pub use units::{Rule, connections, count, duration, exact_size, polling, read, size, workers};
 pub use vhost_user_blk::VhostUserBlk;
 
 /// Everything `weir serve` is to do.
@@ -181,8 +182,8 @@ pub struct MachineExport {
 pub struct Service {
     /// Threads that do I/O, at least one.
     pub workers: usize,
-    /// How long a thread looks for completions before it sleeps.
-    pub poll: Duration,
+    /// Whether, and how long, a thread looks for completions before it sleeps.
+    pub poll: Polling,
     /// Clients at a time at each server; 0 is any number.
     pub max_connections: u32,
     /// Bytes of memory for data; `None` is a part of what there is.

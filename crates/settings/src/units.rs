@@ -4,7 +4,10 @@
 
 use std::{str::FromStr, time::Duration};
 
-use block::storage::{InvalidValue, parse_duration, parse_size};
+use block::{
+    reactor::Polling,
+    storage::{InvalidValue, parse_duration, parse_size},
+};
 
 /// What reads itself, or the rule that the text breaks.
 pub fn read<T: FromStr<Err: Rule>>(text: &str) -> Result<T, String> {
@@ -47,6 +50,18 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(Rule::rule)
 }
 
+/// How long to poll: `auto`, `off`, or a time; the plan judges its range.
+pub fn polling(text: &str) -> Result<Polling, String> {
+    match text {
+        "auto" => Ok(Polling::Auto),
+        "off" => Ok(Polling::Off),
+        _ => match duration(text).map_err(|rule| format!("is neither auto nor off, and {rule}"))? {
+            Duration::ZERO => Ok(Polling::Off),
+            limit => Ok(Polling::UpTo(limit)),
+        },
+    }
+}
+
 /// A count: digits alone, as QEMU reads them.
 pub fn count(text: &str) -> Result<u64, String> {
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
@@ -80,6 +95,15 @@ pub fn exact_size(value: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn polling_is_a_word_or_a_time() {
+        assert_eq!(polling("auto"), Ok(Polling::Auto));
+        assert_eq!((polling("off"), polling("0")), (Ok(Polling::Off), Ok(Polling::Off)));
+        assert_eq!(polling("50us"), Ok(Polling::UpTo(Duration::from_micros(50))));
+        let rule = polling("always").unwrap_err();
+        assert!(rule.starts_with("is neither auto nor off, and is "), "{rule}");
+    }
 
     #[test]
     fn counts_are_plain() {

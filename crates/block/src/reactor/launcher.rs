@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn what_is_ready_has_ended_before_the_next_begins_and_the_rest_ends_later() {
-        run(Polling::OFF, async {
+        run(Polling::Off, async {
             let mut launcher = Launcher::default();
             let ended = Rc::new(Cell::new(0));
             for (yields, at_once) in [(0, 1), (3, 1), (0, 2), (3, 2), (0, 3)] {

@@ -25,6 +25,7 @@ mod signal;
 pub mod sim;
 mod timer;
 mod uring;
+mod vigil;
 mod worker;
 
 use std::{cell::RefCell, future::Future, rc::Rc, sync::OnceLock, time::Instant as Clock};
@@ -109,6 +110,18 @@ pub fn spawn(future: impl Future<Output = ()> + 'static) {
     let (runnable, task) = reactor.executor.make_task(future);
     task.detach();
     reactor.launch(runnable);
+}
+
+/// Whether this thread may look for something in place of sleeping: not where it was started with
+/// [`Polling::Off`].
+///
+/// # Panics
+/// Without a reactor on this thread.
+pub fn may_poll() -> bool {
+    with_current(|reactor| match &reactor.driver {
+        Driver::Uring(uring) => uring.may_poll(),
+        Driver::Sim(_) => true,
+    })
 }
 
 /// As [`spawn`], with a handle to await the result. Dropping the handle cancels the task.
@@ -304,7 +317,7 @@ mod tests {
     use crate::buffer::Buffer;
 
     fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-        run(Polling::OFF, future).expect("io_uring works on a test machine")
+        run(Polling::Off, future).expect("io_uring works on a test machine")
     }
 
     /// The order in which three tasks that yield now and then finish.
@@ -378,7 +391,7 @@ mod tests {
         let (sender, receiver) = async_channel::bounded(1);
         let thread =
             std::thread::spawn(move || real(async move { receiver.recv().await.expect("the sender lives") }));
-        let worker = Worker::start("test", Polling::OFF).expect("a thread");
+        let worker = Worker::start("test", Polling::Off).expect("a thread");
         worker.spawn(move || async move { sender.send(42).await.expect("the receiver lives") });
         assert_eq!(thread.join().expect("no panic"), 42);
         worker.stop().expect("stops");
@@ -413,7 +426,7 @@ mod tests {
 
     #[test]
     fn polling_finds_completions_too() {
-        let polling = Polling { limit: Duration::from_micros(200) };
+        let polling = Polling::UpTo(Duration::from_micros(200));
         run(polling, async {
             let (ours, mut theirs) = UnixStream::pair().expect("sockets");
             let fd = op::Fd::from(ours);

@@ -22,7 +22,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 use slab::Slab;
 
-use super::{Driver, Reactor, real_now, with_current};
+use super::{Driver, Reactor, real_now, vigil::Vigil, with_current};
 
 /// Submission queue entries; a fuller batch is submitted in parts.
 const SUBMISSIONS: u32 = 256;
@@ -31,6 +31,9 @@ const COMPLETIONS: u32 = 4096;
 /// How long [`super::linger`] lets completions gather, in microseconds: a few requests' worth of a
 /// fast client's time.
 const LINGER_US: u32 = 8;
+/// The limit of [`Polling::Auto`]: what lies between two completions of a busy disk. With 50 µs a
+/// thread falls asleep too often to be left alone by the kernel.
+const AUTO_LIMIT: Duration = Duration::from_micros(200);
 /// Tasks run between two looks at the ring, so that a busy task cannot keep completions waiting for
 /// long.
 const TASKS_PER_TURN: usize = 256;
@@ -43,17 +46,26 @@ const CANCELLATION: u64 = u64::MAX - 1;
 ///
 /// Waking a sleeping thread costs tens of microseconds on a virtual machine (the idle core has to
 /// be woken by the hypervisor), which is as long as a fast device needs for a request. So the
-/// reactor polls, but only while completions have been arriving faster than `limit` apart: an idle
-/// daemon sleeps.
+/// reactor polls, but only while completions have been arriving faster than the limit apart: an
+/// idle daemon sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Polling {
-    /// Longest time to poll at a stretch; zero never polls.
-    pub limit: Duration,
+pub enum Polling {
+    /// Sleeps as soon as there is nothing to do.
+    Off,
+    /// Polls while that has been seen to pay ([`policy::polling`]).
+    Auto,
+    /// Polls for so long at a stretch; zero is [`Polling::Off`].
+    UpTo(Duration),
 }
 
-impl Polling {
-    /// Sleeps as soon as there is nothing to do.
-    pub const OFF: Self = Self { limit: Duration::ZERO };
+impl std::fmt::Display for Polling {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Off => f.write_str("off"),
+            Self::Auto => f.write_str("auto"),
+            Self::UpTo(limit) => write!(f, "{limit:?}"),
+        }
+    }
 }
 
 /// Whether, and how long, to wait for a completion.
@@ -91,6 +103,7 @@ pub(super) struct Uring {
     /// Where the eventfd's counter is read to. Boxed: the kernel writes there.
     event_counter: Box<Cell<u64>>,
     polling: Polling,
+    vigil: Option<RefCell<Vigil>>,
     /// Moving average of the time between running dry and the next completion.
     typical_gap_ns: Cell<u64>,
     /// Somebody said that nothing is urgent, since the last wait.
@@ -114,8 +127,10 @@ impl Uring {
             _ => error,
         })?;
         let can_linger = ring.params().is_feature_min_timeout();
+        let vigil = (polling == Polling::Auto).then(|| RefCell::new(Vigil::new()));
         Ok(Self {
             ring: RefCell::new(ring),
+            vigil,
             slots: RefCell::default(),
             woken: RefCell::default(),
             event_armed: Cell::new(false),
@@ -200,13 +215,14 @@ impl Uring {
     /// has been paying.
     fn wait(&self, reactor: &Reactor, next_timer: Option<Instant>) {
         let lingers = self.linger.take();
-        let polls = !self.polling.limit.is_zero();
-        let began = if polls { real_now() } else { Instant::ZERO };
-        if polls && !lingers && self.typical_gap_ns.get() <= duration_ns(self.polling.limit) {
+        let began = if self.polling == Polling::Off { Instant::ZERO } else { real_now() };
+        let limit = self.limit(began);
+        let polls = !limit.is_zero();
+        if polls && !lingers && self.typical_gap_ns.get() <= duration_ns(limit) {
             self.enter(Wait::No);
-            if self.poll(reactor, (began + self.polling.limit).min(next_timer.unwrap_or(Instant::MAX))) {
+            if self.poll(reactor, (began + limit).min(next_timer.unwrap_or(Instant::MAX))) {
                 self.enter(Wait::No);
-                self.note_gap(began);
+                self.note_gap(began, limit);
                 return;
             }
         }
@@ -222,7 +238,20 @@ impl Uring {
         });
         reactor.executor.wake_up();
         if polls {
-            self.note_gap(began);
+            self.note_gap(began, limit);
+        }
+    }
+
+    pub(super) fn may_poll(&self) -> bool {
+        self.polling != Polling::Off
+    }
+
+    /// How long to poll now.
+    fn limit(&self, now: Instant) -> Duration {
+        match (self.polling, &self.vigil) {
+            (Polling::UpTo(limit), _) => limit,
+            (_, Some(vigil)) if vigil.borrow_mut().is_awake(now) => AUTO_LIMIT,
+            _ => Duration::ZERO,
         }
     }
 
@@ -248,9 +277,9 @@ impl Uring {
 
     /// Remembers how long nothing happened. One long pause forgets a busy past at once; a busy
     /// present is believed slowly, so polling begins only in a steady stream.
-    fn note_gap(&self, began: Instant) {
+    fn note_gap(&self, began: Instant, limit: Duration) {
         let gap = real_now().nanos_since(began);
-        let limit = duration_ns(self.polling.limit);
+        let limit = duration_ns(limit);
         let gap = gap.min(limit.saturating_mul(16));
         let typical = self.typical_gap_ns.get().min(limit.saturating_mul(16));
         self.typical_gap_ns.set(typical - typical / 8 + gap / 8);
@@ -263,7 +292,11 @@ impl Uring {
         {
             let mut ring = self.ring.borrow_mut();
             let mut slots = self.slots.borrow_mut();
-            for completion in ring.completion() {
+            let completions = ring.completion();
+            if let Some(vigil) = &self.vigil {
+                vigil.borrow_mut().count(completions.len());
+            }
+            for completion in completions {
                 match completion.user_data() {
                     EVENT => {
                         self.event_armed.set(false);

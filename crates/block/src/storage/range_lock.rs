@@ -276,7 +276,7 @@ mod tests {
             .map(|thread| {
                 let shared = Arc::clone(&shared);
                 std::thread::spawn(move || {
-                    run(Polling::OFF, async move {
+                    run(Polling::Off, async move {
                         let (locks, owners, rounds) = &*shared;
                         for round in 0..20_000_u32 {
                             if (round + thread) % 16 == 0 {

@@ -31,7 +31,7 @@ const FOREVER: Duration = Duration::from_secs(60);
 /// What two workers' tasks got through, and what the group they asked counted: reads and writes.
 fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [Counters; 2]) {
     let workers = ["one", "two"]
-        .map(|name| Worker::start(name, Polling::OFF).expect("io_uring works on a test machine"));
+        .map(|name| Worker::start(name, Polling::Off).expect("io_uring works on a test machine"));
     let (announce, announced) = mpsc::channel();
     // A group is made on a reactor, whose clock it uses.
     workers[0].spawn(move || async move {

@@ -25,7 +25,7 @@ use anyhow::{Context as _, anyhow};
 pub use arguments::{EXAMPLES, ServeArgs};
 use block::{
     disk::Totals,
-    reactor::{self, Polling, Worker},
+    reactor::{self, Worker},
 };
 use console::{
     Failure, descriptors, logging, on_reactor,
@@ -366,8 +366,7 @@ async fn flush_and_close(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
 }
 
 fn start_workers(service: &Service) -> anyhow::Result<Vec<Worker>> {
-    let polling = Polling { limit: service.poll };
-    let start = |number: usize| Worker::start(&format!("worker {number}"), polling);
+    let start = |number: usize| Worker::start(&format!("worker {number}"), service.poll);
     let workers: std::io::Result<_> = (0..service.workers).map(start).collect();
     workers.context("a worker cannot be started (is kernel.io_uring_disabled set, or memory locked scarce?)")
 }

@@ -55,7 +55,7 @@ async fn hung_up(mut client: UnixStream) {
 }
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    run(Polling::OFF, future).expect("io_uring works")
+    run(Polling::Off, future).expect("io_uring works")
 }
 
 #[test]

@@ -19,7 +19,7 @@ use crate::vhost_user_blk::{
 };
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    reactor::run(Polling::OFF, future).expect("io_uring works on a test machine")
+    reactor::run(Polling::Off, future).expect("io_uring works on a test machine")
 }
 
 fn connection() -> (Connection, UnixStream) {

@@ -17,7 +17,7 @@ use block::{
 use super::*;
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    reactor::run(Polling::OFF, future).expect("io_uring works on a test machine")
+    reactor::run(Polling::Off, future).expect("io_uring works on a test machine")
 }
 
 /// What takes so long does not come.

@@ -191,7 +191,7 @@ impl Queue {
     async fn run(self: &Rc<Self>) -> Result<(), Broken> {
         let mut intake = Intake::default();
         let mut launcher = Launcher::default();
-        let mut patrol = Patrol::default();
+        let mut patrol = Patrol::new(reactor::may_poll());
         // A device before us may have owed a call.
         self.call();
         while !self.stopping.get() {

@@ -54,7 +54,7 @@ const GUARD: u8 = 0xa5;
 const FEATURES: u64 = virtio::VERSION_1 | virtio::PROTOCOL_FEATURES | virtio::FLUSH | virtio::CONFIG_WCE;
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    reactor::run(Polling::OFF, async { timeout(PATIENCE, future).await.expect("it is over before a minute") })
+    reactor::run(Polling::Off, async { timeout(PATIENCE, future).await.expect("it is over before a minute") })
         .expect("io_uring works on a test machine")
 }
 

@@ -76,7 +76,7 @@ pub(super) async fn copy(
 ) -> anyhow::Result<()> {
     let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(how.tasks);
     let workers = (0..threads)
-        .map(|number| Worker::start(&format!("copy {number}"), Polling::OFF))
+        .map(|number| Worker::start(&format!("copy {number}"), Polling::Off))
         .collect::<Result<Vec<_>, _>>()
         .context(console::NO_RING)?;
     let failed = Mutex::new(None);

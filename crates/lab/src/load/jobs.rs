@@ -83,7 +83,7 @@ pub(crate) async fn put_all(
         alone.for_each(block::reactor::spawn);
     } else {
         for (number, job) in jobs.into_iter().enumerate() {
-            let worker = Worker::start(&format!("job {number}"), Polling::OFF).context(NO_RING)?;
+            let worker = Worker::start(&format!("job {number}"), Polling::Off).context(NO_RING)?;
             let (source, tell, opened) = (source.clone(), tell.clone(), opened.clone());
             worker.spawn(move || one(job, source, tell, opened));
             workers.push(worker);

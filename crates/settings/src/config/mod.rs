@@ -142,7 +142,7 @@ impl Reader<'_> {
             exit_when_idle: section.flag("exit-when-idle")?,
             qmp: section.list("qmp", |text| self.socket(text))?,
             workers: section.parse("workers", crate::workers)?,
-            poll: section.parse("poll", crate::duration)?,
+            poll: section.parse("poll", crate::polling)?,
             max_connections: section.parse("max-connections", crate::connections)?,
             memory: section.parse("memory", crate::size)?,
             tls: crate::TlsDraft {

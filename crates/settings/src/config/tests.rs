@@ -1,6 +1,8 @@
 //! Every rule of the config file with its message, and that the documentation speaks of every key.
 
-use block::storage::CacheMode;
+use std::time::Duration;
+
+use block::{reactor::Polling, storage::CacheMode};
 use policy::throttle::LimitKind;
 
 use super::*;
@@ -110,7 +112,7 @@ fn a_disk_with_nothing_but_an_image() {
     assert_eq!((plan.service.qmp, plan.service.state), (Vec::<PathBuf>::new(), None));
     assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
     assert_eq!(plan.service.max_connections, 100);
-    assert!(plan.service.poll.is_zero());
+    assert_eq!(plan.service.poll, Polling::Auto);
     assert_eq!(plan.service.log.filter, "info");
     assert!((1..=8).contains(&plan.service.workers));
 }
@@ -148,7 +150,8 @@ fn the_daemon_with_everything() {
         "#,
     );
     let service = plan.service;
-    assert_eq!((service.workers, service.poll.as_micros(), service.max_connections), (3, 100, 0));
+    assert_eq!((service.workers, service.max_connections), (3, 0));
+    assert_eq!(service.poll, Polling::UpTo(Duration::from_micros(100)));
     let directory = PathBuf::from("/etc/weir/pki");
     assert_eq!(service.tls, Tls::Required(Credentials::Certificates { directory, verify_peer: true }));
     assert_eq!(service.pid_file, Some(PathBuf::from("/run/weir.pid")));

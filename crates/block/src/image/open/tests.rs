@@ -44,7 +44,7 @@ impl Images {
         let path = self.0.path().join(name);
         let data = options.data_file.as_ref().map(|name| made_file(path.with_file_name(name)));
         let image = made_file(path);
-        let made = reactor::run(Polling::OFF, async move {
+        let made = reactor::run(Polling::Off, async move {
             let opened = |spec: &str| open_storage(spec, OpenOptions::default()).expect("opens");
             create(&opened(&image), data.as_deref().map(opened).as_ref(), &options).await
         });
@@ -98,7 +98,7 @@ fn with<T: 'static>(
     options: ImageOptions,
     look: impl AsyncFnOnce(Result<Image, String>) -> T + 'static,
 ) -> T {
-    reactor::run(Polling::OFF, async move {
+    reactor::run(Polling::Off, async move {
         look(open(&format!("file:{path}"), options).await.map_err(|error| error.to_string())).await
     })
     .expect("io_uring works")

@@ -31,7 +31,7 @@ const KEEP: ZeroOptions =
 const UNMAP: ZeroOptions = ZeroOptions { may_unmap: true, ..KEEP };
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    run(Polling::OFF, future).expect("io_uring works on a test machine")
+    run(Polling::Off, future).expect("io_uring works on a test machine")
 }
 
 fn directories() -> Vec<PathBuf> {

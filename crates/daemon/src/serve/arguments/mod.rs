@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use block::{
     disk::OnError,
+    reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
 use clap::{ArgGroup, Args};
@@ -191,10 +192,10 @@ struct ProcessArgs {
     /// Threads that do I/O, from 1 to 256 [default: one for each CPU, at most 8]
     #[arg(long, value_name = "N", value_parser = settings::workers)]
     workers: Option<usize>,
-    /// How long a thread looks for completions before it sleeps, at most 1s; 0 never polls
-    /// [default: 0]
-    #[arg(long, value_name = "TIME", value_parser = settings::duration)]
-    poll: Option<std::time::Duration>,
+    /// How long a thread looks for completions before it sleeps, at most 1s; off (or 0) never
+    /// polls, auto polls while clients get more for it than it costs [default: auto]
+    #[arg(long, value_name = "TIME|auto|off", value_parser = settings::polling)]
+    poll: Option<Polling>,
     /// Memory for data: of requests, which wait for more, of disks in memory, where writes past it
     /// fail with ENOSPC, of caches and read-ahead; at least 128M [default: four
     /// fifths of what the machine, its cgroup and ulimit allow]
@@ -364,7 +365,7 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         socket_owner: Said::option("socket-owner", network.socket_owner),
         exit_when_idle: Said::option("exit-when-idle", network.exit_when_idle.then_some(true)),
         workers: said("workers", process.workers, usize::to_string),
-        poll: said("poll", process.poll, |time| format!("{time:?}")),
+        poll: said("poll", process.poll, Polling::to_string),
         max_connections: Said::option("max-connections", network.max_connections),
         memory: said("memory", process.memory, |size| settings::exact_size(*size)),
         tls: TlsDraft {

@@ -194,7 +194,7 @@ fn zeroes_in_the_metadata_take_no_room_and_old_bytes_are_gone() {
         for old in [512, 20 << 20] {
             std::fs::write(&path, vec![0xaa; old]).expect("there is room");
             let (spec, wish) = (spec.clone(), options.clone());
-            let header = reactor::run(reactor::Polling::OFF, async move {
+            let header = reactor::run(reactor::Polling::Off, async move {
                 let storage = crate::storage::open_storage(&spec, Default::default()).expect("there");
                 create(&storage, None, &wish).await.expect("valid")
             });

@@ -1,0 +1,75 @@
+//! What a thread's decision to stay awake rests on: operations that have completed, processor time,
+//! and how long the kernel let it wait for a processor.
+//!
+//! Never decides: [`policy::polling`] does.
+
+use std::{fs::File, os::unix::fs::FileExt};
+
+use nix::time::{ClockId, clock_gettime};
+use policy::{
+    polling::{Polling, Work},
+    time::{Instant, NANOS_PER_SECOND},
+};
+
+pub(super) struct Vigil {
+    polling: Polling,
+    completions: u64,
+    /// `None` where the kernel does not tell.
+    schedule: Option<File>,
+}
+
+impl Vigil {
+    /// Of the thread that calls.
+    pub(super) fn new() -> Self {
+        let schedule = File::open("/proc/thread-self/schedstat").ok();
+        Self { polling: Polling::default(), completions: 0, schedule }
+    }
+
+    pub(super) fn count(&mut self, completions: usize) {
+        self.completions += completions as u64;
+    }
+
+    /// Whether the thread is to look for completions rather than sleep.
+    pub(super) fn is_awake(&mut self, now: Instant) -> bool {
+        if now >= self.polling.ends() {
+            self.polling.next(now, self.work());
+        }
+        self.polling.is_awake()
+    }
+
+    fn work(&self) -> Work {
+        Work {
+            completions: self.completions,
+            processor_ns: processor_ns(),
+            starved_ns: self.schedule.as_ref().and_then(starved_ns).unwrap_or(0),
+        }
+    }
+}
+
+fn processor_ns() -> u64 {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
+        .map_or(0, |time| time.tv_sec().cast_unsigned() * NANOS_PER_SECOND + time.tv_nsec().cast_unsigned())
+}
+
+/// The second figure of `/proc/PID/schedstat` (the kernel's `Documentation/scheduler/sched-stats`):
+/// time spent ready to run.
+fn starved_ns(schedule: &File) -> Option<u64> {
+    let mut text = [0; 128];
+    let length = schedule.read_at(&mut text, 0).ok()?;
+    std::str::from_utf8(&text[..length]).ok()?.split(' ').nth(1)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernel_tells_both_times_of_this_thread() {
+        let mut vigil = Vigil::new();
+        vigil.count(3);
+        let before = vigil.work();
+        assert_eq!(before.completions, 3);
+        while vigil.work().processor_ns == before.processor_ns {}
+        assert!(starved_ns(vigil.schedule.as_ref().expect("a kernel with schedstat")).is_some());
+    }
+}

@@ -1,0 +1,329 @@
+//! Whether a thread that waits for completions had better stay awake, found out by trying both.
+//!
+//! ```text
+//!   asleep │ awake │ asleep │ awake │ verdict ─► as it says for a while ─► asleep │ awake │ …
+//! ```
+//!
+//! A thread that sleeps between completions costs least. But it has to be woken, and where a wake-
+//! up goes is the kernel's choice: it may put a server and its client on one processor, where they
+//! take turns while the other one is idle, and a thread that stays awake is left alone. Which it is
+//! depends on the kernel, the hypervisor and the client, so nothing here knows: the thread is awake
+//! for some milliseconds now and then, and what came of it decides. The longer a verdict has held,
+//! the longer the next one does.
+//!
+//! Never knows what completes, and never decides how long to look for it.
+
+use crate::time::{Duration, Instant, NANOS_PER_SECOND};
+
+/// What is measured at a time: some hundred completions at the least rate.
+const WINDOW: Duration = Duration::from_millis(16);
+/// What passes first: the kernel moves threads apart at its ticks, which are 1 to 10 ms apart.
+const SETTLING: Duration = Duration::from_millis(12);
+/// Windows of a trial, every other one awake.
+const WINDOWS: u8 = 4;
+/// How often it is seen to that a thread that is awake has reason to.
+const LOOK: Duration = Duration::from_millis(20);
+/// How long a verdict stands: so long at first, twice as long each time it is the same.
+const SHORTEST: Duration = Duration::from_millis(500);
+const LONGEST: Duration = Duration::from_secs(8);
+/// Completions a second below which nothing is tried: what a thread awake costs is shared by too
+/// few.
+const LEAST_RATE: u64 = 20_000;
+/// The rate awake, in percent of the one asleep, that is worth anything.
+const WORTH: u64 = 115;
+/// Percent that a completion's processor time may rise for each percent of the rate.
+const PRICE: u64 = 3;
+/// A thread that waits for a processor this part of its time fights for one: nobody gains by that.
+const CONTENDED: u64 = 8;
+
+/// What a thread has done so far, counted from any beginning.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Operations that have completed.
+    pub completions: u64,
+    /// Processor time the thread has used, in nanoseconds.
+    pub processor_ns: u64,
+    /// How long the thread was ready to run and did not, in nanoseconds.
+    pub starved_ns: u64,
+}
+
+impl Work {
+    fn since(self, earlier: Self) -> Self {
+        Self {
+            completions: self.completions.saturating_sub(earlier.completions),
+            processor_ns: self.processor_ns.saturating_sub(earlier.processor_ns),
+            starved_ns: self.starved_ns.saturating_sub(earlier.starved_ns),
+        }
+    }
+}
+
+/// Work and the time it took.
+#[derive(Clone, Copy, Debug, Default)]
+struct Measured {
+    work: Work,
+    elapsed_ns: u64,
+}
+
+impl Measured {
+    fn add(&mut self, other: Self) {
+        self.work.completions += other.work.completions;
+        self.work.processor_ns += other.work.processor_ns;
+        self.work.starved_ns += other.work.starved_ns;
+        self.elapsed_ns += other.elapsed_ns;
+    }
+
+    /// Completions a second.
+    fn rate(&self) -> u64 {
+        let rate = u128::from(self.work.completions) * u128::from(NANOS_PER_SECOND);
+        u64::try_from(rate / u128::from(self.elapsed_ns.max(1))).unwrap_or(u64::MAX)
+    }
+
+    /// Picoseconds of processor time for a completion.
+    fn cost(&self) -> u64 {
+        self.work.processor_ns.saturating_mul(1000) / self.work.completions.max(1)
+    }
+
+    fn is_contended(&self) -> bool {
+        self.work.starved_ns.saturating_mul(CONTENDED) > self.elapsed_ns
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Before a window of a trial: what happens does not count.
+    Settling(u8),
+    Window(u8),
+    /// A verdict stands until then.
+    Standing(Instant),
+}
+
+/// The decision of one thread. Call [`Polling::next`] when [`Polling::ends`] has come, and whenever
+/// is convenient after it: a thread that sleeps need not be woken for it.
+#[derive(Clone, Debug)]
+pub struct Polling {
+    awake: bool,
+    stage: Stage,
+    ends: Instant,
+    began: Instant,
+    before: Work,
+    asleep: Measured,
+    roused: Measured,
+    /// The last verdict, and how long it stood or stands.
+    verdict: bool,
+    stood: Duration,
+}
+
+impl Default for Polling {
+    fn default() -> Self {
+        let (began, before) = (Instant::ZERO, Work::default());
+        let (asleep, roused) = (Measured::default(), Measured::default());
+        let stage = Stage::Standing(Instant::ZERO);
+        let (verdict, stood) = (false, Duration::ZERO);
+        Self { awake: false, stage, ends: began, began, before, asleep, roused, verdict, stood }
+    }
+}
+
+impl Polling {
+    /// Whether to look for completions instead of sleeping.
+    pub fn is_awake(&self) -> bool {
+        self.awake
+    }
+
+    /// When it is to be asked again.
+    pub fn ends(&self) -> Instant {
+        self.ends
+    }
+
+    /// Goes on, by what the thread has done so far.
+    pub fn next(&mut self, now: Instant, work: Work) {
+        let measured = Measured { work: work.since(self.before), elapsed_ns: now.nanos_since(self.began) };
+        (self.began, self.before) = (now, work);
+        match self.stage {
+            Stage::Settling(window) => self.enter(Stage::Window(window), now + WINDOW),
+            Stage::Window(window) => self.measured(window, measured, now),
+            Stage::Standing(until) if now >= until => self.try_both(now),
+            Stage::Standing(until) => self.look(until, measured, now),
+        }
+    }
+
+    fn enter(&mut self, stage: Stage, ends: Instant) {
+        (self.stage, self.ends) = (stage, ends);
+    }
+
+    fn try_both(&mut self, now: Instant) {
+        (self.asleep, self.roused) = (Measured::default(), Measured::default());
+        self.awake = false;
+        self.enter(Stage::Settling(0), now + SETTLING);
+    }
+
+    fn measured(&mut self, window: u8, measured: Measured, now: Instant) {
+        if measured.rate() < LEAST_RATE {
+            return self.stand(false, SHORTEST, now);
+        }
+        if self.awake {
+            self.roused.add(measured);
+        } else {
+            self.asleep.add(measured);
+        }
+        if self.awake && measured.is_contended() {
+            return self.conclude(false, now);
+        }
+        if window + 1 == WINDOWS {
+            return self.conclude(self.pays(), now);
+        }
+        self.awake = !self.awake;
+        self.enter(Stage::Settling(window + 1), now + SETTLING);
+    }
+
+    fn pays(&self) -> bool {
+        let percent = |awake: u64, asleep: u64| awake.saturating_mul(100) / asleep.max(1);
+        let rate = percent(self.roused.rate(), self.asleep.rate());
+        let cost = percent(self.roused.cost(), self.asleep.cost());
+        rate >= WORTH && cost <= 100 + PRICE * (rate - 100)
+    }
+
+    fn look(&mut self, until: Instant, measured: Measured, now: Instant) {
+        if self.awake && (measured.is_contended() || measured.rate() < LEAST_RATE) {
+            return self.stand(false, SHORTEST, now);
+        }
+        self.enter(Stage::Standing(until), if self.awake { until.min(now + LOOK) } else { until });
+    }
+
+    fn conclude(&mut self, awake: bool, now: Instant) {
+        let again = self.verdict == awake;
+        let stood = if again { (self.stood * 2).clamp(SHORTEST, LONGEST) } else { SHORTEST };
+        self.stand(awake, stood, now);
+    }
+
+    fn stand(&mut self, awake: bool, stood: Duration, now: Instant) {
+        (self.awake, self.verdict, self.stood) = (awake, awake, stood);
+        let until = now + stood;
+        self.enter(Stage::Standing(until), if awake { until.min(now + LOOK) } else { until });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A thread under load: what it completes and what that takes of a processor, asleep and awake.
+    #[derive(Clone, Copy)]
+    struct Machine {
+        rates: [u64; 2],
+        /// Nanoseconds of processor time each.
+        costs: [u64; 2],
+        /// Of a second, ready to run and not running.
+        starved_ns: [u64; 2],
+    }
+
+    const APART: Machine = Machine { rates: [43_000, 63_000], costs: [7_000, 13_600], starved_ns: [0, 0] };
+    const NO_GAIN: Machine = Machine { rates: [61_000, 61_500], costs: [7_000, 13_600], starved_ns: [0, 0] };
+    const IDLE: Machine = Machine { rates: [100, 100], costs: [30_000, 60_000], starved_ns: [0, 0] };
+    const TURN: Duration = Duration::from_micros(250);
+
+    struct Worker {
+        polling: Polling,
+        now: Instant,
+        done: f64,
+        work: Work,
+    }
+
+    impl Worker {
+        fn new() -> Self {
+            let (polling, work) = (Polling::default(), Work::default());
+            Self { polling, now: Instant::from_nanos(5), done: 0.0, work }
+        }
+
+        /// Runs for so long; the time it was awake.
+        fn run(&mut self, machine: Machine, time: Duration) -> Duration {
+            let (end, mut awake) = (self.now + time, Duration::ZERO);
+            while self.now < end {
+                self.now += TURN;
+                let is_awake = self.polling.is_awake();
+                let which = usize::from(is_awake);
+                let part = TURN.as_secs_f64();
+                self.done += machine.rates[which] as f64 * part;
+                self.work.completions = self.done as u64;
+                self.work.processor_ns +=
+                    (machine.rates[which] as f64 * part * machine.costs[which] as f64) as u64;
+                self.work.starved_ns += (machine.starved_ns[which] as f64 * part) as u64;
+                awake += if is_awake { TURN } else { Duration::ZERO };
+                if self.now >= self.polling.ends() {
+                    self.polling.next(self.now, self.work);
+                }
+            }
+            awake
+        }
+
+        fn part_awake(&mut self, machine: Machine, time: Duration) -> f64 {
+            self.run(machine, time).as_secs_f64() / time.as_secs_f64()
+        }
+    }
+
+    #[test]
+    fn what_pays_is_kept() {
+        let mut worker = Worker::new();
+        worker.run(APART, Duration::from_millis(500));
+        assert!(worker.polling.is_awake());
+        let part = worker.part_awake(APART, Duration::from_secs(60));
+        assert!(part > 0.98, "{part}");
+    }
+
+    #[test]
+    fn what_does_not_pay_is_tried_ever_more_seldom() {
+        let mut worker = Worker::new();
+        let part = worker.part_awake(NO_GAIN, Duration::from_secs(4));
+        assert!(part > 0.0 && part < 0.08, "{part}");
+        let part = worker.part_awake(NO_GAIN, Duration::from_secs(60));
+        assert!(part < 0.01, "{part}");
+    }
+
+    #[test]
+    fn a_gain_that_costs_too_much_does_not_pay() {
+        let dear = Machine { costs: [7_000, 15_500], ..APART };
+        let fast = Machine { rates: [43_000, 51_000], ..dear };
+        let mut worker = Worker::new();
+        worker.run(dear, Duration::from_secs(1));
+        assert!(worker.polling.is_awake(), "46 % more for 121 %");
+        let mut worker = Worker::new();
+        worker.run(fast, Duration::from_secs(1));
+        assert!(!worker.polling.is_awake(), "18 % more for 121 %");
+    }
+
+    #[test]
+    fn a_thread_with_little_to_do_sleeps() {
+        let mut worker = Worker::new();
+        assert_eq!(worker.run(IDLE, Duration::from_secs(10)), Duration::ZERO);
+        worker.run(APART, Duration::from_secs(1));
+        assert!(worker.polling.is_awake(), "it has come to have much to do");
+        let awake = worker.run(IDLE, Duration::from_secs(10));
+        assert!(awake <= LOOK * 2, "{awake:?}");
+    }
+
+    #[test]
+    fn who_fights_for_a_processor_gives_up() {
+        let contended = Machine { starved_ns: [0, 200_000_000], ..APART };
+        let mut worker = Worker::new();
+        let part = worker.part_awake(contended, Duration::from_secs(10));
+        assert!(part > 0.0 && part < 0.02, "{part}");
+        // Also where the fight begins later.
+        let mut worker = Worker::new();
+        worker.run(APART, Duration::from_secs(1));
+        assert!(worker.polling.is_awake());
+        worker.run(contended, LOOK * 2);
+        assert!(!worker.polling.is_awake());
+    }
+
+    #[test]
+    fn a_trial_that_sleep_interrupted_begins_anew() {
+        let mut worker = Worker::new();
+        worker.run(APART, SETTLING + WINDOW + SETTLING + TURN);
+        worker.now += Duration::from_secs(3600);
+        worker.polling.next(worker.now, worker.work);
+        worker.now += Duration::from_secs(3600);
+        worker.polling.next(worker.now, worker.work);
+        assert!(!worker.polling.is_awake());
+        worker.run(APART, Duration::from_secs(1));
+        assert!(worker.polling.is_awake());
+    }
+}
