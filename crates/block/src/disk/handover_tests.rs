@@ -22,7 +22,7 @@ const SIZE: u64 = 64 << 20;
 const PATIENT: Duration = Duration::from_secs(60);
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    run(Polling::OFF, future).expect("io_uring works on a test machine")
+    run(Polling::Off, future).expect("io_uring works on a test machine")
 }
 
 fn spec(path: &Path) -> String {

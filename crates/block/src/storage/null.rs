@@ -1,6 +1,6 @@
 //! A disk that discards what is written and has nothing to read: the cost of everything above
-//! storage, with nothing below. A buffer of ours is filled with zeroes, because it holds what another
-//! client read before; a guest's memory is left as it is, as QEMU's `null-co` leaves it.
+//! storage, with nothing below. A buffer of ours is filled with zeroes, because it holds what
+//! another client read before; a guest's memory is left as it is, as QEMU's `null-co` leaves it.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
