@@ -275,7 +275,7 @@ impl Disk {
     pub async fn write(&self, pass: Pass, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         self.check_writable()?;
         let length = data.len() as u64;
-        if !self.failures.may_hold() {
+        if !self.may_hold() {
             let change = self.prefetch.change_begins(offset, length);
             let result = self.image.write(offset, data, durability).await;
             self.prefetch.change_ends(change);
