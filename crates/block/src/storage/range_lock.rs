@@ -40,7 +40,7 @@ use std::{
 
 /// The locks of one storage, shared by its worker threads.
 #[derive(Debug, Default)]
-pub(crate) struct RangeLocks {
+pub struct RangeLocks {
     /// Exclusive locks that are held or waited for.
     exclusive: AtomicUsize,
     /// Shared locks that went the fast way.
@@ -73,7 +73,7 @@ impl Entry {
 
 /// A lock that is held, or on its way to be; dropping it gives it up.
 #[derive(Debug)]
-pub(crate) struct Guard<'a> {
+pub struct Guard<'a> {
     locks: &'a RangeLocks,
     way: Way,
 }
@@ -86,7 +86,7 @@ enum Way {
 
 impl RangeLocks {
     /// Waits until nobody holds any of `range` exclusively.
-    pub(crate) async fn shared(&self, range: Range<u64>) -> Guard<'_> {
+    pub async fn shared(&self, range: Range<u64>) -> Guard<'_> {
         self.fast.fetch_add(1, SeqCst);
         let fast = Guard { locks: self, way: Way::Fast };
         if self.exclusive.load(SeqCst) == 0 {
@@ -97,7 +97,7 @@ impl RangeLocks {
     }
 
     /// Waits until nobody else holds any of `range`.
-    pub(crate) async fn exclusive(&self, range: Range<u64>) -> Guard<'_> {
+    pub async fn exclusive(&self, range: Range<u64>) -> Guard<'_> {
         self.exclusive.fetch_add(1, SeqCst);
         self.queue(range, true).await
     }

@@ -2,7 +2,7 @@
 //! memory and the disk, and goes back into the ring with its status.
 
 use std::{
-    future::{Future as _, poll_fn},
+    future::{Future, poll_fn},
     mem,
     pin::{Pin, pin},
     rc::Rc,
@@ -11,7 +11,10 @@ use std::{
 
 use policy::{request::Direction, throttle::Cost};
 
-use super::queue::{Incoming, Queue};
+use super::{
+    pieces::is_plain,
+    queue::{Incoming, Queue},
+};
 use crate::{
     intake::Mergeable as _,
     virtio::{
@@ -29,6 +32,9 @@ use block::{
 impl Queue {
     pub(super) async fn carry_out(self: Rc<Self>, incoming: Incoming) {
         match &incoming.request.kind {
+            Kind::Read { into: data, .. } | Kind::Write { from: data, .. } if !is_plain(data) => {
+                Box::pin(self.carry_out_in_pieces(incoming)).await;
+            }
             Kind::Read { .. } => self.read(incoming).await,
             Kind::Write { .. } => self.write(incoming).await,
             Kind::Discard(_) | Kind::WriteZeroes(_) => self.erase(incoming).await,
@@ -94,13 +100,17 @@ impl Queue {
 
     fn answer_read(&self, incoming: Incoming, result: Result<Segments>) {
         if let Ok(filled) = &result {
-            for segment in filled.iter() {
-                if let Segment::Guest(place) = segment {
-                    self.mark(place.guest_address(), place.bytes());
-                }
-            }
+            self.mark_filled(filled);
         }
         self.answer(incoming, result.map(drop));
+    }
+
+    pub(super) fn mark_filled(&self, filled: &Segments) {
+        for segment in filled.iter() {
+            if let Segment::Guest(place) = segment {
+                self.mark(place.guest_address(), place.bytes());
+            }
+        }
     }
 
     async fn write(&self, mut incoming: Incoming) {
@@ -155,15 +165,21 @@ impl Queue {
         self.answer(incoming, outcome);
     }
 
-    /// Waits for the disk's limits; `None` if the queue stops meanwhile, or, where it must be
-    /// carried out, once nobody is there any more.
-    async fn admit(&self, direction: Direction, cost: Cost, must_go: bool) -> Option<Pass> {
-        let mut admission = pin!(self.device.disk().admit(direction, cost));
+    /// Waits for the disk's limits; `None` as in [`Queue::unless_over`].
+    pub(super) async fn admit(&self, direction: Direction, cost: Cost, must_go: bool) -> Option<Pass> {
+        let pass = self.unless_over(self.device.disk().admit(direction, cost), must_go).await;
+        pass.map(|pass| pass.while_awaited(&self.patience))
+    }
+
+    /// Waits for what a request needs; `None` if the queue stops meanwhile, or, where the request
+    /// must be carried out, once nobody is there any more.
+    pub(super) async fn unless_over<T>(&self, wanted: impl Future<Output = T>, must_go: bool) -> Option<T> {
+        let mut wanted = pin!(wanted);
         // Made only for a request that has to wait.
         let mut stop = None;
-        let pass = poll_fn(|context| {
-            if let Poll::Ready(pass) = admission.as_mut().poll(context) {
-                return Poll::Ready(Some(pass));
+        poll_fn(|context| {
+            if let Poll::Ready(had) = wanted.as_mut().poll(context) {
+                return Poll::Ready(Some(had));
             }
             loop {
                 let is_over = if must_go { self.is_abandoned() } else { self.is_stopping() };
@@ -177,11 +193,10 @@ impl Queue {
                 stop = None;
             }
         })
-        .await;
-        pass.map(|pass| pass.while_awaited(&self.patience))
+        .await
     }
 
-    fn answer(&self, incoming: Incoming, result: Result<()>) {
+    pub(super) fn answer(&self, incoming: Incoming, result: Result<()>) {
         let Incoming { ticket, request, .. } = incoming;
         let status = match result {
             Ok(()) => Status::Ok,
@@ -205,7 +220,7 @@ impl Queue {
     }
 }
 
-fn places(incoming: &Incoming) -> &Data {
+pub(super) fn places(incoming: &Incoming) -> &Data {
     match &incoming.request.kind {
         Kind::Read { into: places, .. } | Kind::Write { from: places, .. } | Kind::Id(places) => places,
         _ => unreachable!("it has no data"),

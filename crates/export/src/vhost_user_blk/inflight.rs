@@ -86,6 +86,9 @@ pub struct Area {
     bytes: u64,
     queues: u16,
     queue_size: u16,
+    /// From one ring's part to the next, in an area that was made here: it has room for larger
+    /// rings than the front end has asked for.
+    stride: Option<u64>,
     /// Where the choice of a write cache is kept.
     choice: Option<Place>,
 }
@@ -109,7 +112,10 @@ impl Area {
         let choice = bytes.checked_sub(CHOICE_BYTES).filter(|at| *at >= due);
         let choice = choice.and_then(|at| memory.place(at, CHOICE_BYTES as usize));
         let choice = choice.filter(|place| place.is_aligned(8) && place.load_u64(0, Acquire) == CHOICE_MARK);
-        Ok(Self { memory, bytes, queues, queue_size, choice })
+        let stride = choice.as_ref().map(|_| (bytes - CHOICE_BYTES) / u64::from(queues));
+        // The front end may have changed its mind about how many there are.
+        let stride = stride.filter(|stride| stride.is_multiple_of(64));
+        Ok(Self { memory, bytes, queues, queue_size, stride, choice })
     }
 
     /// Whether the guest wants a write cache, as far as this was kept.
@@ -130,12 +136,12 @@ impl Area {
 
     /// The part of a ring of `size` descriptors; `None` where the area has no room for it.
     pub fn part(&self, ring: u16, size: u16, packed: bool) -> Option<Place> {
-        let each = part_bytes(self.queue_size, packed);
-        let begin = u64::from(ring) * each;
-        if ring >= self.queues || size > self.queue_size || begin + each > self.bytes {
+        let each = self.stride.unwrap_or_else(|| part_bytes(self.queue_size, packed));
+        let (begin, needed) = (u64::from(ring) * each, Inflight::bytes(size, packed));
+        if ring >= self.queues || needed as u64 > each || begin + each > self.bytes {
             return None;
         }
-        self.memory.place(begin, Inflight::bytes(size, packed))
+        self.memory.place(begin, needed)
     }
 }
 
@@ -156,9 +162,28 @@ mod tests {
             let area = Area::map(&info(bytes, 2, 128), file).expect("mapped");
             let part = |ring, size| area.part(ring, size, packed).map(|part| part.guest_address());
             assert_eq!((part(0, 128), part(1, 128), part(1, 7)), (Some(0), Some(stride), Some(stride)));
-            assert_eq!((part(2, 128), part(0, 129)), (None, None));
+            assert_eq!((part(2, 128), part(0, 256)), (None, None));
             let last = area.part(1, 128, packed).expect("it is there");
             assert_eq!(last.bytes() as u64, stride, "up to the choice");
+        }
+    }
+
+    #[test]
+    fn an_area_has_room_for_rings_larger_than_the_front_end_says() {
+        for packed in [false, true] {
+            let (file, bytes) = create(2, 1024, packed).expect("made");
+            let map = |queues| {
+                let file = file.try_clone().expect("a descriptor");
+                Area::map(&info(bytes, queues, 128), file).expect("mapped")
+            };
+            let parts = [0, 1].map(|ring| map(2).part(ring, 1024, packed).expect("there").guest_address());
+            assert_eq!(parts, [0, part_bytes(1024, packed)]);
+            // Parts of another length have the alignment of any.
+            for queues in 1..=MAX_QUEUES {
+                let area = Area::map(&info(bytes, queues, 2), file.try_clone().expect("a descriptor"));
+                let part = area.ok().and_then(|area| area.part(queues - 1, 2, packed));
+                assert!(part.is_none_or(|part| part.is_aligned(64)), "{queues}");
+            }
         }
     }
 

@@ -42,6 +42,7 @@ mod handover;
 pub mod inflight;
 pub mod message;
 mod patrol;
+mod pieces;
 mod queue;
 pub mod server;
 pub mod session;

@@ -47,6 +47,7 @@ use block::{
     disk::Patience,
     guest::{Memory, Place},
     reactor::{self, Launcher, Signal, op::Fd},
+    storage::RangeLocks,
 };
 
 /// A ring without an event to kick is looked at so often.
@@ -119,6 +120,8 @@ pub(super) struct Queue {
     /// For those that wait for their limits.
     pub(super) stop: Event,
     pub(super) patience: Arc<Patience>,
+    /// Held by the large request that is under way.
+    pub(super) large: RangeLocks,
 }
 
 impl Queue {
@@ -161,6 +164,7 @@ impl Queue {
             abandoned: Cell::new(false),
             stop: Event::new(),
             patience: Arc::default(),
+            large: RangeLocks::default(),
         }))
     }
 

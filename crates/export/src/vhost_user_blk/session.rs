@@ -148,7 +148,9 @@ pub enum Refusal {
     NoSuchRing { ring: u32, queues: u16 },
     #[error("ring {0} runs")]
     Running(u16),
-    #[error("a ring of {is} descriptors, 1 to {most} are possible")]
+    #[error(
+        "a ring of {is} descriptors, 1 to {most} are possible (give the device a smaller queue-size, or this export a larger one)"
+    )]
     RingSize { is: u32, most: u16 },
     #[error(transparent)]
     Region(#[from] RegionError),
@@ -507,7 +509,10 @@ impl Session {
     fn make_inflight(&self, mut info: InflightInfo) -> Answer {
         let packed = self.features & virtio::RING_PACKED != 0;
         info.file_offset = 0;
-        match inflight::create(info.queues, info.queue_size, packed) {
+        // For the largest ring there may be: QEMU 7.2 asks for the size that its device is given,
+        // and with virtio-mmio the driver's rings are larger.
+        let queue_size = info.queue_size.max(self.offer.queue_size);
+        match inflight::create(info.queues, queue_size, packed) {
             Ok((file, bytes)) => {
                 info.bytes = bytes;
                 Answer::Reply(Reply::inflight(&info, Some(file)))

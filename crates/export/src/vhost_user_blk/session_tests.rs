@@ -190,8 +190,8 @@ fn qemu_with_its_firmware_and_then_linux() {
         assert_eq!(qemu.plain(SET_STATUS, &number(8)), "");
         assert_eq!(qemu.plain(GET_INFLIGHT_FD, &asked), "reply of 24");
         let (area, file) = (qemu.payload.clone(), qemu.descriptor.take().expect("a file"));
-        assert_eq!(area[..8], (2 * 2112_u64 + 64).to_ne_bytes(), "two rings, and a choice");
-        assert_eq!(fstat(&file).expect("its length").st_size, 2 * 2112 + 64);
+        assert_eq!(area[..8], (2 * 16448_u64 + 64).to_ne_bytes(), "two rings of 1024, and a choice");
+        assert_eq!(fstat(&file).expect("its length").st_size, 2 * 16448 + 64);
         assert_eq!(qemu.send(SET_INFLIGHT_FD, PLAIN, &area, vec![file]), "");
         for ring in 0..2 {
             assert_eq!(qemu.send(SET_VRING_CALL, PLAIN, &number(ring), vec![event()]), "");

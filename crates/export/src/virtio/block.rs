@@ -246,7 +246,9 @@ impl Device {
     /// Where in the disk the data of a read or write is, in bytes.
     fn data(&self, places: &[Place], sector: u64, descriptors: usize) -> Result<u64, Status> {
         // Header and answer may have descriptors of their own.
-        if descriptors.saturating_sub(2) as u64 > u64::from(self.max_segments) {
+        let most = u64::from(self.max_segments);
+        // A buffer may cross from one region of memory into the next, which few do.
+        if descriptors.saturating_sub(2) as u64 > most || places.len() as u64 > 2 * most {
             return Err(Status::IoError);
         }
         let bytes = sum(places) as u64;

@@ -12,6 +12,10 @@ use super::regions::{Places, Regions};
 /// allow; a driver's `seg_max` is far below it.
 pub const MAX_DESCRIPTORS: usize = 1024;
 
+/// Pieces of memory of one chain. A buffer that crosses from region into region is several, and a
+/// guest's regions may be as many and as small as its front end likes.
+pub(super) const MAX_PLACES: usize = 1024;
+
 /// `VIRTQ_DESC_F_…` (virtio 1.3 § 2.7.5, § 2.8.1), the same in both kinds of ring.
 pub(super) mod flag {
     pub(in super::super) const NEXT: u16 = 1;
@@ -78,6 +82,9 @@ pub enum ChainFault {
     /// A buffer to read comes after one to write (§ 2.7.4.2).
     #[error("a buffer to read follows one to write")]
     Order,
+    /// More than [`MAX_PLACES`].
+    #[error("its buffers lie in more than {MAX_PLACES} pieces of memory")]
+    Scattered,
     /// More than 2³² - 1 bytes.
     #[error("its buffers exceed 4 GiB")]
     TooLarge,
@@ -184,7 +191,7 @@ impl<'m> Gathering<'m> {
 
     #[inline]
     fn buffer(&mut self, descriptor: Descriptor) {
-        if self.descriptors == MAX_DESCRIPTORS {
+        if self.descriptors == MAX_DESCRIPTORS || self.places.len() > MAX_PLACES {
             return self.fault(ChainFault::TooLong);
         }
         self.descriptors += 1;
@@ -198,6 +205,9 @@ impl<'m> Gathering<'m> {
         }
         if !self.regions.places(descriptor.address, descriptor.bytes as usize, &mut self.places) {
             self.fault(ChainFault::Outside);
+        }
+        if self.places.len() > MAX_PLACES {
+            self.fault(ChainFault::Scattered);
         }
         if !self.writes {
             self.reads = self.places.len();
