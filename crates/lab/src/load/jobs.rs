@@ -145,14 +145,15 @@ impl Ran {
 
 async fn one(job: Job, source: Source, tell: Sender<Told>, opened: Receiver<()>) {
     let (writes, stop) = (job.load.write.is_some(), job.stop.clone());
-    let ran = match source.open().await {
-        Ok(target) => {
+    let ran = match stop.unless_stopped(source.open()).await {
+        Some(Ok(target)) => {
             let _ = tell.send(Told::Ready).await;
             let _ = opened.recv().await;
             let ran = measured(put(job, target.clone()).await, &target);
             end(ran, target, writes, &stop).await
         }
-        Err(error) => Ran { outcome: Outcome::default(), failed: Some(error) },
+        Some(Err(error)) => Ran { outcome: Outcome::default(), failed: Some(error) },
+        None => Ran { outcome: Outcome::default(), failed: None },
     };
     let _ = tell.send(Told::Ended(Box::new(ran))).await;
 }
