@@ -119,6 +119,25 @@ fn a_server_that_goes_ends_the_load() {
 }
 
 #[test]
+fn a_request_that_a_server_refuses_is_told_with_its_place() {
+    let scratch = Scratch::new();
+    let control = scratch.path("qmp");
+    let address = format!("unix:{}", text(&control));
+    let Served { weir: _weir, target } = served(&scratch, "", &["memory:2M", "--qmp", &address]);
+    let mut qmp = Qmp::negotiated(&control);
+    let client = started(&["-d", "4", "-o", "1M", "--runtime", "60s", &target]);
+    qmp.command("block_resize", json!({"node-name": "memory", "size": MIB}));
+    let [_, said] = failed(client);
+    assert_says(
+        &said,
+        &[
+            ": a request failed: a read at ",
+            ": the server answered: Input/output error (its log may say why)\n",
+        ],
+    );
+}
+
+#[test]
 fn an_interrupted_run_does_not_wait_for_a_server_that_says_nothing_any_more() {
     let scratch = Scratch::new();
     let (file, control) = (scratch.path("result.json"), scratch.path("qmp"));

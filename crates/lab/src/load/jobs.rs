@@ -161,9 +161,16 @@ async fn one(job: Job, source: Source, tell: Sender<Told>, opened: Receiver<()>)
 fn measured(result: Result<Outcome, Failed>, target: &Target) -> Ran {
     match result {
         Ok(outcome) => Ran { outcome, failed: None },
-        Err(Failed { error, outcome }) => {
-            let error = target.fault().map_or_else(|| anyhow::Error::from(error), |fault| anyhow!(fault));
-            Ran { outcome: *outcome, failed: Some(error.context("a request failed")) }
+        Err(failed) => {
+            let error = match target.fault() {
+                Some(fault) => anyhow!(fault),
+                None if target.is_remote() => {
+                    let Failed { request, error, .. } = &failed;
+                    anyhow!("{request}: the server answered: {error} (its log may say why)")
+                }
+                None => anyhow!("{failed}"),
+            };
+            Ran { outcome: *failed.outcome, failed: Some(error.context("a request failed")) }
         }
     }
 }
