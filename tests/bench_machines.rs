@@ -123,10 +123,11 @@ fn a_request_that_a_server_refuses_is_told_with_its_place() {
     let scratch = Scratch::new();
     let control = scratch.path("qmp");
     let address = format!("unix:{}", text(&control));
-    let Served { weir: _weir, target } = served(&scratch, "", &["memory:2M", "--qmp", &address]);
+    let disk = scratch.filled("disk.raw", 2 * MIB);
+    let Served { weir: _weir, target } = served(&scratch, "", &[text(&disk), "--qmp", &address]);
     let mut qmp = Qmp::negotiated(&control);
     let client = started(&["-d", "4", "-o", "1M", "--runtime", "60s", &target]);
-    qmp.command("block_resize", json!({"node-name": "memory", "size": MIB}));
+    qmp.command("block_resize", json!({"node-name": "disk", "size": MIB}));
     let [_, said] = failed(client);
     assert_says(
         &said,

@@ -124,8 +124,9 @@ impl Run {
         let about = *device.about();
         self.fits(about.block_bytes, about.request_bytes, about.has_cache)?;
         if jobs as usize > about.queues {
-            let (most, asked) = (about.queues, jobs);
-            bail!("has {most} queues, and {asked} jobs need one each (choose a smaller --jobs)");
+            let most =
+                if about.queues == 1 { "1 queue".to_owned() } else { format!("{} queues", about.queues) };
+            bail!("has {most}, and {jobs} jobs need one each (choose a smaller --jobs)");
         }
         let slots = Slots {
             count: depth as usize * readers as usize,
