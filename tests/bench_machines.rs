@@ -54,6 +54,17 @@ fn what_a_machine_writes_is_there() {
     assert_eq!(of(165) + of(90), 1024);
 }
 
+#[test]
+fn the_ready_line_has_what_to_measure() {
+    let scratch = Scratch::new();
+    let socket = scratch.socket("vm.sock");
+    let address = format!("unix:{}", text(&socket));
+    let weir = Serve::new(&scratch).where_said().args(["memory:1M", "--vhost-user-blk", &address]).start();
+    let (_, target) = weir.ready_line().trim_end().rsplit_once("exports=").expect("it names them");
+    assert_eq!(target, format!("vhost-user:{}", text(&socket)));
+    bench("-c 10", target).succeeds();
+}
+
 /// More in flight than a ring has room for, too.
 #[test]
 fn every_request_of_every_queue_is_answered() {
