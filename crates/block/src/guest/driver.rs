@@ -87,9 +87,9 @@ impl Device {
     /// Connects, and waits for the server's answers as long as they take.
     ///
     /// # Errors
-    /// Nobody there; [`ErrorKind::UnexpectedEof`] where the server ends the connection, as it
-    /// does if it serves somebody else; [`ErrorKind::InvalidData`] where it does not answer as
-    /// vhost-user-blk does.
+    /// Nobody there; [`ErrorKind::UnexpectedEof`] where the server ends the connection, as it does
+    /// if it serves somebody else; [`ErrorKind::InvalidData`] where it does not speak
+    /// vhost-user-blk.
     pub fn connect(path: &str, read_only: bool) -> io::Result<Self> {
         let driver = connected(path, read_only).map_err(said)?;
         let about = about(&driver).map_err(said)?;
@@ -158,8 +158,8 @@ fn started(driver: &mut Blkio, queues: usize, descriptors: usize) -> Result<Vec<
     Ok(driver.start()?.queues)
 }
 
-/// The driver's message, and of its error number what can be told apart: EIO is its own, for what it
-/// does not understand.
+/// The driver's message, and of its error number what can be told apart. EIO is its own, for what
+/// it does not understand.
 fn said(error: blkio::Error) -> io::Error {
     let number = error.errno().raw_os_error();
     let kind = match io::Error::from_raw_os_error(number).kind() {
