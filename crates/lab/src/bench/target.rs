@@ -38,7 +38,11 @@ impl FromStr for BenchTarget {
         }
         match text.strip_prefix(VHOST_USER) {
             Some("") => return Err("has no path for its socket; write vhost-user:PATH".to_owned()),
-            Some(path) => return Ok(Self::VhostUser(path.to_owned())),
+            Some(path) => {
+                // It has a bound.
+                settings::socket(&format!("unix:{path}"))?;
+                return Ok(Self::VhostUser(path.to_owned()));
+            }
             None => {}
         }
         match text.split_once("://") {
@@ -179,6 +183,8 @@ mod tests {
             assert_eq!((target.to_string(), target), (text, BenchTarget::VhostUser(path.to_owned())));
         }
         assert!("vhost-user:".parse::<BenchTarget>().unwrap_err().starts_with("has no path"));
+        let long = format!("vhost-user:{}", "a".repeat(200)).parse::<BenchTarget>().unwrap_err();
+        assert!(long.starts_with("has 200 bytes; a Unix socket's path has "), "{long}");
         for text in ["unix:vm1.sock", "vhost-user:unix:vm1.sock", "vhost-user-blk:unix:vm1.sock"] {
             let error = text.parse::<BenchTarget>().unwrap_err();
             assert!(error.contains("; write vhost-user:vm1.sock, or "), "{error}");
