@@ -177,25 +177,53 @@ fn a_server_that_talks_nonsense_is_left() {
     });
 }
 
-/// Serves what is enough for two handshakes, and takes requests in without a word. Tells once so
-/// many bytes of them have come.
-fn stalled(listener: &UnixListener, enough: usize, told: &mpsc::Sender<()>) {
+#[test]
+fn a_server_that_never_answers_can_be_left() {
+    let scratch = Scratch::new();
+    let socket = scratch.socket("silent.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    for target in [format!("nbd+unix:///a?socket={}", text(&socket)), format!("vhost-user:{}", text(&socket))]
+    {
+        let client = spawned(&[&target]);
+        let _connected = listener.accept().unwrap();
+        let [printed, said] = interrupted(client);
+        assert_says(&said, &[&target, ": interrupted before anything was sent"]);
+        assert_eq!(printed, "");
+    }
+}
+
+#[test]
+fn a_server_that_lets_a_job_wait_can_be_left() {
+    let scratch = Scratch::new();
+    let socket = scratch.socket("busy.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let client = spawned(&["--jobs", "2", &format!("nbd+unix:///a?socket={}", text(&socket))]);
+    let (mut first, _) = listener.accept().unwrap();
+    std::io::Write::write_all(&mut first, &welcome()).unwrap();
+    std::io::copy(&mut first, &mut std::io::sink()).unwrap();
+    let _jobs = [listener.accept().unwrap(), listener.accept().unwrap()];
+    let [_, said] = interrupted(client);
+    assert_says(&said, &[": interrupted after "]);
+}
+
+/// All that a server says in a handshake.
+fn welcome() -> Vec<u8> {
     let reply = |option: u32, kind: u32, data: &[u8]| {
         let head = 0x0003_e889_0455_65a9_u64.to_be_bytes().to_vec();
         let numbers = [option, kind, data.len() as u32].map(u32::to_be_bytes).concat();
         [head, numbers, data.to_vec()].concat()
     };
     let export = [&[0, 0][..], &MIB.to_be_bytes(), &[0, 1]].concat();
-    let welcome = [
-        b"NBDMAGICIHAVEOPT\0\x03".to_vec(),
-        reply(8, (1 << 31) + 1, &[]),
-        reply(7, 3, &export),
-        reply(7, 1, &[]),
-    ]
-    .concat();
+    [b"NBDMAGICIHAVEOPT\0\x03".to_vec(), reply(8, (1 << 31) + 1, &[]), reply(7, 3, &export), reply(7, 1, &[])]
+        .concat()
+}
+
+/// Serves what is enough for two handshakes, and takes requests in without a word. Tells once so
+/// many bytes of them have come.
+fn stalled(listener: &UnixListener, enough: usize, told: &mpsc::Sender<()>) {
     for _ in 0..2 {
         let (mut stream, _) = listener.accept().unwrap();
-        std::io::Write::write_all(&mut stream, &welcome).unwrap();
+        std::io::Write::write_all(&mut stream, &welcome()).unwrap();
         let mut taken = vec![0; enough];
         if std::io::Read::read_exact(&mut stream, &mut taken).is_ok() {
             told.send(()).unwrap();
@@ -302,11 +330,15 @@ fn what_was_found_is_kept_where_it_cannot_be_printed() {
     assert!(fs::read_to_string(&file).unwrap().contains("weir-result"));
 }
 
-/// `weir bench`, which has begun to send.
-pub(crate) fn started(arguments: &[&str]) -> Child {
+fn spawned(arguments: &[&str]) -> Child {
     let mut command = Command::new(WEIR);
     command.arg("bench").args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().expect("cargo built the program");
+    command.spawn().expect("cargo built the program")
+}
+
+/// `weir bench`, which has begun to send.
+pub(crate) fn started(arguments: &[&str]) -> Child {
+    let mut child = spawned(arguments);
     let mut line = Vec::new();
     // One byte at a time: what comes behind the line is for whoever reads next.
     let mut output = BufReader::with_capacity(1, child.stdout.as_mut().expect("piped"));

@@ -54,6 +54,17 @@ fn what_a_machine_writes_is_there() {
     assert_eq!(of(165) + of(90), 1024);
 }
 
+#[test]
+fn the_ready_line_has_what_to_measure() {
+    let scratch = Scratch::new();
+    let socket = scratch.socket("vm.sock");
+    let address = format!("unix:{}", text(&socket));
+    let weir = Serve::new(&scratch).where_said().args(["memory:1M", "--vhost-user-blk", &address]).start();
+    let (_, target) = weir.ready_line().trim_end().rsplit_once("exports=").expect("it names them");
+    assert_eq!(target, format!("vhost-user:{}", text(&socket)));
+    bench("-c 10", target).succeeds();
+}
+
 /// More in flight than a ring has room for, too.
 #[test]
 fn every_request_of_every_queue_is_answered() {
@@ -115,7 +126,27 @@ fn a_server_that_goes_ends_the_load() {
     let client = started(&["-d", "4", "--runtime", "60s", &target]);
     weir.crash();
     let [_, said] = failed(client);
-    assert_says(&said, &["a request failed: the server is gone: "]);
+    assert_says(&said, &["a request failed: the server is gone: it has closed the connection\n"]);
+}
+
+#[test]
+fn a_request_that_a_server_refuses_is_told_with_its_place() {
+    let scratch = Scratch::new();
+    let control = scratch.path("qmp");
+    let address = format!("unix:{}", text(&control));
+    let disk = scratch.filled("disk.raw", 2 * MIB);
+    let Served { weir: _weir, target } = served(&scratch, "", &[text(&disk), "--qmp", &address]);
+    let mut qmp = Qmp::negotiated(&control);
+    let client = started(&["-d", "4", "-o", "1M", "--runtime", "60s", &target]);
+    qmp.command("block_resize", json!({"node-name": "disk", "size": MIB}));
+    let [_, said] = failed(client);
+    assert_says(
+        &said,
+        &[
+            ": a request failed: a read at ",
+            ": the server answered: Input/output error (its log may say why)\n",
+        ],
+    );
 }
 
 #[test]
@@ -152,6 +183,37 @@ fn a_server_that_talks_nonsense_is_left() {
         stream.write_all(b"SSH-2.0-OpenSSH_9.2p1\r\n").unwrap();
         let _ = stream.read_to_end(&mut Vec::new());
     });
-    assert_says(&bench("", format!("vhost-user:{}", text(&socket))).fails(), &["cannot be connected to: "]);
+    let said = bench("", format!("vhost-user:{}", text(&socket))).fails();
+    assert_says(&said, &["does not speak vhost-user as it should: "]);
+    server.join().unwrap();
+}
+
+#[test]
+fn a_server_that_serves_another_client_says_so() {
+    let scratch = Scratch::new();
+    let Served { weir: _weir, target } = served(&scratch, "", &["memory:1M"]);
+    let mut first = started(&["-d", "1", "--runtime", "60s", &target]);
+    let said = bench("", &target).fails();
+    first.kill().unwrap();
+    first.wait().unwrap();
+    assert_says(
+        &said,
+        &["has closed the connection (it serves one client at a time: is another connected?)\n"],
+    );
+}
+
+/// In an orderly way: it has read what it was sent.
+#[test]
+fn a_server_that_ends_the_connection_is_told_from_one_that_talks_nonsense() {
+    let scratch = Scratch::new();
+    let socket = scratch.socket("brief.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let server = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        // SET_OWNER and GET_FEATURES, which have headers alone.
+        stream.read_exact(&mut [0; 24]).unwrap();
+    });
+    let said = bench("", format!("vhost-user:{}", text(&socket))).fails();
+    assert_says(&said, &["has closed the connection (it serves one client at a time"]);
     server.join().unwrap();
 }

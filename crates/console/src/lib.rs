@@ -102,6 +102,9 @@ fn what_helps(kind: ErrorKind) -> &'static str {
         ErrorKind::ConnectionRefused | ErrorKind::HostUnreachable | ErrorKind::TimedOut => {
             "does the server run, and is that its address?"
         }
+        ErrorKind::BrokenPipe | ErrorKind::ConnectionReset | ErrorKind::ConnectionAborted => {
+            "the other side has ended the connection; does it still run?"
+        }
         ErrorKind::AddrInUse | ErrorKind::ResourceBusy => "stop what uses it, or choose another",
         ErrorKind::Unsupported => "the file system or the device cannot do it; try another",
         ErrorKind::InvalidInput => "is it the right kind of file?",
@@ -174,6 +177,10 @@ mod tests {
             (
                 anyhow::Error::new(io::Error::from_raw_os_error(95)).context("x"),
                 "x: Operation not supported (the file system or the device cannot do it; try another)",
+            ),
+            (
+                anyhow::Error::new(io::Error::from_raw_os_error(104)).context("x"),
+                "x: Connection reset by peer (the other side has ended the connection; does it still run?)",
             ),
             (anyhow!("x: odd (os error what)"), "x: odd (os error what)"),
         ] {

@@ -14,7 +14,8 @@
 //! the process. Never waits for an answer but where it says so, and never connects again.
 
 use std::{
-    fmt, io,
+    fmt,
+    io::{self, ErrorKind},
     mem::MaybeUninit,
     os::fd::{BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, PoisonError},
@@ -30,6 +31,8 @@ const RING: std::ops::RangeInclusive<usize> = 128..=1024;
 /// Of each slot, in bytes: the largest logical block size of a Linux block device, for servers that
 /// pass memory on to one.
 const ALIGNMENT: usize = 4096;
+/// What the driver says of a connection that the server has ended in an orderly way.
+const ENDED: &str = "failed to receive vhost-user message";
 /// Answers that one [`Queue::turn`] takes.
 const TAKEN: usize = 256;
 
@@ -84,7 +87,9 @@ impl Device {
     /// Connects, and waits for the server's answers as long as they take.
     ///
     /// # Errors
-    /// Nobody there, or no vhost-user-blk.
+    /// Nobody there; [`ErrorKind::UnexpectedEof`] where the server ends the connection, as it does
+    /// if it serves somebody else; [`ErrorKind::InvalidData`] where it does not speak
+    /// vhost-user-blk.
     pub fn connect(path: &str, read_only: bool) -> io::Result<Self> {
         let driver = connected(path, read_only).map_err(said)?;
         let about = about(&driver).map_err(said)?;
@@ -153,10 +158,20 @@ fn started(driver: &mut Blkio, queues: usize, descriptors: usize) -> Result<Vec<
     Ok(driver.start()?.queues)
 }
 
-/// The driver's message, and of its error number what can be told apart.
+/// The driver's message, and of its error number what can be told apart. EIO is its own, for what
+/// it does not understand.
 fn said(error: blkio::Error) -> io::Error {
-    let kind = io::Error::from_raw_os_error(error.errno().raw_os_error()).kind();
-    io::Error::new(kind, error.message().to_owned())
+    let number = error.errno().raw_os_error();
+    let kind = match io::Error::from_raw_os_error(number).kind() {
+        ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => ErrorKind::UnexpectedEof,
+        _ if error.message() == ENDED => ErrorKind::UnexpectedEof,
+        _ if number == libc::EIO => ErrorKind::InvalidData,
+        kind => kind,
+    };
+    match kind {
+        ErrorKind::UnexpectedEof => io::Error::new(kind, "it has closed the connection"),
+        _ => io::Error::new(kind, error.message().to_owned()),
+    }
 }
 
 impl Queue {

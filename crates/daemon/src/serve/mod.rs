@@ -308,7 +308,11 @@ async fn listen(
         };
         let read_only = settings.read_only || plan.disks[*index].read_only;
         let address = inventory.add_machine(id, disk, read_only, settings)?;
-        uris.push(format!("vhost-user-blk:{address}"));
+        // Where the machine listens, only weir is to connect.
+        uris.push(match settings.client {
+            true => format!("{address},client"),
+            false => format!("vhost-user:{}", path::absolute(&settings.socket)?.display()),
+        });
     }
     // Who comes first finds everything: bitmaps are read for an export to be added.
     for serving in inventory.servers() {

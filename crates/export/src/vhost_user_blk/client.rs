@@ -42,6 +42,10 @@ const QUIET: Duration = Duration::from_secs(1);
 pub enum NotConnected {
     #[error("cannot be connected to: {0}")]
     Refused(io::Error),
+    #[error("has closed the connection (it serves one client at a time: is another connected?)")]
+    Closed,
+    #[error("does not speak vhost-user as it should: {0} (is it the socket of a vhost-user-blk server?)")]
+    Breach(io::Error),
     #[error("did not answer within {0} seconds (it serves one client at a time)")]
     TooLate(u64),
     #[error("is read-only (leave -w away to read)")]
@@ -53,7 +57,7 @@ pub enum NotConnected {
 /// Connects to a server.
 ///
 /// # Errors
-/// Nobody there, no vhost-user-blk, or no answer within `limit`.
+/// Nobody there, no vhost-user-blk, no answer within `limit`, or somebody else is served.
 pub async fn connect(
     path: &str,
     read_only: bool,
@@ -61,7 +65,11 @@ pub async fn connect(
 ) -> std::result::Result<Device, NotConnected> {
     let path = path.to_owned();
     match timeout(limit, blocking(move || Device::connect(&path, read_only))).await {
-        Ok(device) => device.map_err(NotConnected::Refused),
+        Ok(device) => device.map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => NotConnected::Closed,
+            io::ErrorKind::InvalidData => NotConnected::Breach(error),
+            _ => NotConnected::Refused(error),
+        }),
         Err(_) => Err(NotConnected::TooLate(limit.as_secs())),
     }
 }

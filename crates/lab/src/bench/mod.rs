@@ -106,7 +106,7 @@ impl Run {
     }
 
     async fn measure_export(&self, export: &Export) -> anyhow::Result<()> {
-        let client = Source::client(&export.server, &export.name).await?;
+        let client = self.unless_stopped(Source::client(&export.server, &export.name)).await?;
         let about = client.about().clone();
         client.disconnect().await;
         if self.arguments.write && about.is_read_only() {
@@ -120,12 +120,13 @@ impl Run {
 
     async fn measure_vhost_user(&self, path: &str) -> anyhow::Result<()> {
         let BenchArgs { jobs, depth, readers, write, rwmixread, pattern, buffer_size, .. } = self.arguments;
-        let device = client::connect(path, !write, PATIENCE).await?;
+        let device = self.unless_stopped(client::connect(path, !write, PATIENCE)).await?;
         let about = *device.about();
         self.fits(about.block_bytes, about.request_bytes, about.has_cache)?;
         if jobs as usize > about.queues {
-            let (most, asked) = (about.queues, jobs);
-            bail!("has {most} queues, and {asked} jobs need one each (choose a smaller --jobs)");
+            let most =
+                if about.queues == 1 { "1 queue".to_owned() } else { format!("{} queues", about.queues) };
+            bail!("has {most}, and {jobs} jobs need one each (choose a smaller --jobs)");
         }
         let slots = Slots {
             count: depth as usize * readers as usize,
@@ -134,10 +135,21 @@ impl Run {
             write: write.then_some(pattern.unwrap_or(0)),
         };
         check::job(&self.arguments, about.size_bytes)?;
-        let queues = client::start(device, jobs as usize, slots, PATIENCE).await?;
+        let queues = self.unless_stopped(client::start(device, jobs as usize, slots, PATIENCE)).await?;
         let source = Source::VhostUser(Arc::new(Mutex::new(queues)));
         let (job, ran) = self.put(about.size_bytes, source).await?;
         self.tell(&job, ran, None)
+    }
+
+    /// A server may never answer.
+    async fn unless_stopped<T, E: Into<anyhow::Error>>(
+        &self,
+        answered: impl Future<Output = Result<T, E>>,
+    ) -> anyhow::Result<T> {
+        match self.stop.unless_stopped(answered).await {
+            Some(answer) => answer.map_err(Into::into),
+            None => bail!("{INTERRUPTED} before anything was sent"),
+        }
     }
 
     /// Whether a server takes requests as they are asked for.

@@ -9,6 +9,8 @@ use settings::{Image, Rule as _};
 
 const PORT: u16 = 10809;
 const VHOST_USER: &str = "vhost-user:";
+/// Before a socket's path, in options and logs of `weir serve`.
+const OF_SERVE: [&str; 3] = ["unix:", "vhost-user-blk:unix:", "vhost-user:unix:"];
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum BenchTarget {
@@ -29,9 +31,18 @@ impl FromStr for BenchTarget {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(path) = OF_SERVE.iter().find_map(|prefix| text.strip_prefix(prefix)) {
+            return Err(format!(
+                "names a socket as `weir serve` does; write vhost-user:{path}, or nbd+unix:///EXPORT?socket={path}"
+            ));
+        }
         match text.strip_prefix(VHOST_USER) {
             Some("") => return Err("has no path for its socket; write vhost-user:PATH".to_owned()),
-            Some(path) => return Ok(Self::VhostUser(path.to_owned())),
+            Some(path) => {
+                // It has a bound.
+                settings::socket(&format!("unix:{path}"))?;
+                return Ok(Self::VhostUser(path.to_owned()));
+            }
             None => {}
         }
         match text.split_once("://") {
@@ -150,8 +161,15 @@ mod tests {
 
     #[test]
     fn what_is_no_uri_is_an_image() {
-        for text in ["vm1.raw", "memory:1G", "file:nbd://a", "/a://b", "./vhost-user:a", "file:vhost-user:a"]
-        {
+        for text in [
+            "vm1.raw",
+            "memory:1G",
+            "file:nbd://a",
+            "/a://b",
+            "./vhost-user:a",
+            "file:vhost-user:a",
+            "./unix:a",
+        ] {
             assert!(matches!(text.parse(), Ok(BenchTarget::Image(_))), "{text}");
             assert!(!text.parse::<BenchTarget>().unwrap().to_string().is_empty());
         }
@@ -165,6 +183,12 @@ mod tests {
             assert_eq!((target.to_string(), target), (text, BenchTarget::VhostUser(path.to_owned())));
         }
         assert!("vhost-user:".parse::<BenchTarget>().unwrap_err().starts_with("has no path"));
+        let long = format!("vhost-user:{}", "a".repeat(200)).parse::<BenchTarget>().unwrap_err();
+        assert!(long.starts_with("has 200 bytes; a Unix socket's path has "), "{long}");
+        for text in ["unix:vm1.sock", "vhost-user:unix:vm1.sock", "vhost-user-blk:unix:vm1.sock"] {
+            let error = text.parse::<BenchTarget>().unwrap_err();
+            assert!(error.contains("; write vhost-user:vm1.sock, or "), "{error}");
+        }
     }
 
     #[test]

@@ -145,14 +145,15 @@ impl Ran {
 
 async fn one(job: Job, source: Source, tell: Sender<Told>, opened: Receiver<()>) {
     let (writes, stop) = (job.load.write.is_some(), job.stop.clone());
-    let ran = match source.open().await {
-        Ok(target) => {
+    let ran = match stop.unless_stopped(source.open()).await {
+        Some(Ok(target)) => {
             let _ = tell.send(Told::Ready).await;
             let _ = opened.recv().await;
             let ran = measured(put(job, target.clone()).await, &target);
             end(ran, target, writes, &stop).await
         }
-        Err(error) => Ran { outcome: Outcome::default(), failed: Some(error) },
+        Some(Err(error)) => Ran { outcome: Outcome::default(), failed: Some(error) },
+        None => Ran { outcome: Outcome::default(), failed: None },
     };
     let _ = tell.send(Told::Ended(Box::new(ran))).await;
 }
@@ -160,9 +161,16 @@ async fn one(job: Job, source: Source, tell: Sender<Told>, opened: Receiver<()>)
 fn measured(result: Result<Outcome, Failed>, target: &Target) -> Ran {
     match result {
         Ok(outcome) => Ran { outcome, failed: None },
-        Err(Failed { error, outcome }) => {
-            let error = target.fault().map_or_else(|| anyhow::Error::from(error), |fault| anyhow!(fault));
-            Ran { outcome: *outcome, failed: Some(error.context("a request failed")) }
+        Err(failed) => {
+            let error = match target.fault() {
+                Some(fault) => anyhow!(fault),
+                None if target.is_remote() => {
+                    let Failed { request, error, .. } = &failed;
+                    anyhow!("{request}: the server answered: {error} (its log may say why)")
+                }
+                None => anyhow!("{failed}"),
+            };
+            Ran { outcome: *failed.outcome, failed: Some(error.context("a request failed")) }
         }
     }
 }

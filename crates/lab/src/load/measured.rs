@@ -1,6 +1,8 @@
 //! What a load has measured: latencies, and requests answered each second. Allocates nothing for a
 //! request.
 
+use std::fmt;
+
 use policy::time::{Duration, Instant};
 
 use crate::{
@@ -15,6 +17,23 @@ pub(crate) enum Kind {
     Read,
     Write,
     Flush,
+}
+
+/// A request; the offset of a flush means nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sent {
+    pub(super) kind: Kind,
+    pub(super) offset: u64,
+}
+
+impl fmt::Display for Sent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.kind {
+            Kind::Read => write!(f, "a read at {}", self.offset),
+            Kind::Write => write!(f, "a write at {}", self.offset),
+            Kind::Flush => f.write_str("a flush"),
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq)]

@@ -27,7 +27,7 @@ pub(crate) use self::arrivals::{Spacing, exponential};
 pub(super) use self::{
     arrivals::Arrivals,
     jobs::{PATIENCE, Ran, Source, put_all},
-    measured::{Measured, Second},
+    measured::{Measured, Second, Sent},
     places::{Draw, Locality, Part, Places},
     run::put,
     target::Target,
@@ -136,8 +136,9 @@ impl Outcome {
 }
 
 #[derive(Debug, thiserror::Error)]
-#[error("{error}")]
+#[error("{request}: {error}")]
 pub(super) struct Failed {
+    pub(super) request: Sent,
     pub(super) error: block::error::Error,
     pub(super) outcome: Box<Outcome>,
 }

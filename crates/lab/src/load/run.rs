@@ -28,7 +28,7 @@ use policy::time::{Duration, Instant};
 use super::{
     Failed, Job, Outcome, Target,
     arrivals::Schedule,
-    measured::{Kind, Recorder},
+    measured::{Kind, Recorder, Sent},
     places::{Course, Reader},
 };
 
@@ -59,7 +59,7 @@ struct Run {
     written: Cell<u64>,
     in_flight: Cell<u32>,
     flush: Cell<FlushState>,
-    failed: Cell<Option<block::error::Error>>,
+    failed: Cell<Option<(Sent, block::error::Error)>>,
     waiting: RefCell<Vec<Waker>>,
 }
 
@@ -99,7 +99,7 @@ pub(crate) async fn put(
         measured: run.recorder.replace(Recorder::new(ended)).end(run.behind(ended)),
     };
     match run.failed.get() {
-        Some(error) => Err(Failed { error, outcome: Box::new(outcome) }),
+        Some((request, error)) => Err(Failed { request, error, outcome: Box::new(outcome) }),
         None => Ok(outcome),
     }
 }
@@ -159,7 +159,7 @@ impl Run {
                     let result = self.request(offset, kind).await;
                     at = now();
                     self.in_flight.set(self.in_flight.get() - 1);
-                    self.answer(reader, kind, began, at, result);
+                    self.answer(reader, Sent { kind, offset }, began, at, result);
                 }
                 Next::Flush => {
                     let result = self.target.flush().await;
@@ -169,7 +169,7 @@ impl Run {
                         self.flush.set(FlushState::NotDue);
                     }
                     self.recorder.borrow_mut().answered(Kind::Flush, began, at);
-                    self.note(result);
+                    self.note(Sent { kind: Kind::Flush, offset: 0 }, result);
                     self.wake();
                 }
                 Next::Wait => {
@@ -262,19 +262,19 @@ impl Run {
         self.target.write(offset, Buffer::lent(&self.content, self.first..self.first + length)).await
     }
 
-    fn answer(&self, reader: &Reader, kind: Kind, began: Instant, at: Instant, result: Result<()>) {
+    fn answer(&self, reader: &Reader, request: Sent, began: Instant, at: Instant, result: Result<()>) {
         if result.is_ok() {
             self.answered.set(self.answered.get() + 1);
             self.job.answered.set(self.answered.get());
             reader.answered.set(reader.answered.get() + 1);
-            self.recorder.borrow_mut().answered(kind, began, at);
+            self.recorder.borrow_mut().answered(request.kind, began, at);
         }
-        self.note(result);
+        self.note(request, result);
     }
 
-    fn note(&self, result: Result<()>) {
+    fn note(&self, request: Sent, result: Result<()>) {
         if let (Err(error), None) = (result, self.failed.get()) {
-            self.failed.set(Some(error));
+            self.failed.set(Some((request, error)));
             self.wake();
         }
     }

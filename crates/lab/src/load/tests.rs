@@ -230,6 +230,7 @@ fn what_was_measured_before_a_failure_is_kept() {
         put(load(640, 1), disk("memory:1M", &["kind=read,offset=128K-129K,error=EIO"])).await.unwrap_err()
     });
     assert_eq!((failed.error, failed.outcome.measured.reads.len()), (Error::IO, 32));
+    assert_eq!(failed.request.to_string(), "a read at 131072");
 }
 
 #[test]

@@ -48,12 +48,21 @@ impl Stop {
         let _ = timeout(time, self.heard.recv()).await;
     }
 
+    /// `None` once it has been stopped.
+    pub(crate) async fn unless_stopped<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
+        self.unless_stopped_for(Duration::ZERO, awaited).await
+    }
+
     /// `None` once it has been stopped for [`GRACE`]: a server's answer may never come.
     pub(super) async fn unless_overdue<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
+        self.unless_stopped_for(GRACE, awaited).await
+    }
+
+    async fn unless_stopped_for<T>(&self, grace: Duration, awaited: impl Future<Output = T>) -> Option<T> {
         let mut awaited = pin!(awaited);
         let mut overdue = pin!(async {
             let _ = self.heard.recv().await;
-            sleep_until(now() + GRACE).await;
+            sleep_until(now() + grace).await;
         });
         poll_fn(|context| match awaited.as_mut().poll(context) {
             Poll::Ready(result) => Poll::Ready(Some(result)),
