@@ -143,6 +143,11 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
     assert_says(&said, &["something that is not a socket is there already"]);
     assert_eq!(fs::read_to_string(&file).expect("it is there"), "precious");
 
+    let odd = scratch.sparse("odd.raw", MIB + 1012);
+    let said = Serve::new(&scratch).where_said().arg(&odd).args(["--vhost-user-blk", &socket]).fails();
+    assert_says(&said, &["disk odd: has 1049588 bytes", "the last 500", "weir image resize", "1049600"]);
+    assert!(!scratch.path("vm").exists());
+
     let config = |export: &str| {
         let text = format!("[disk.one]\nimage = \"one.raw\"\nformat = \"raw\"\nexport = {{ {export} }}\n");
         Serve::new(&scratch).where_said().arg("--config").arg(scratch.file("weir.toml", text))
