@@ -70,6 +70,7 @@ fn a_machine_is_served_beside_other_clients() {
     let offered = features(&mut first);
     assert_eq!(offered & (READ_ONLY | DISCARD), 0, "{offered:#x}");
     assert!(is_turned_away(front_end(&socket)), "one machine at a time");
+    assert_says(&weir.wait_for_log("a front end was turned away"), &["export=disk@unix:"]);
     let export = exports(&mut qmp).pop().expect("two");
     assert_eq!(
         (&export["connections"], &export["queues"], &export["disk"]),
@@ -229,6 +230,12 @@ fn weir_connects_to_a_machine_that_listens() {
         .arg(scratch.sparse("disk.raw", MIB))
         .args(["--vhost-user-blk", &machine])
         .start();
+    assert_says(weir.ready_line(), &[",client"]);
+    let said = weir.wait_for_log("no front end can be connected to");
+    assert_says(&said, &["export=disk", text(&socket), "No such file or directory"]);
+    // A reason that is another one is told, once.
+    drop(UnixListener::bind(&socket).expect("the directory is ours"));
+    assert_says(&weir.wait_for_log("Connection refused"), &["export=disk"]);
     // It is there later, and again after it has gone.
     for _ in 0..2 {
         let _ = fs::remove_file(&socket);

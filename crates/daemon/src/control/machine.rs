@@ -45,12 +45,12 @@ impl Machine {
     ) -> anyhow::Result<Rc<Self>> {
         check_size(disk)?;
         let (front_ends, file) = if settings.client {
-            (FrontEnds::call(std::path::absolute(&settings.socket)?), None)
+            (FrontEnds::call(id, std::path::absolute(&settings.socket)?), None)
         } else {
             let endpoint = Endpoint::Address(Address::Unix(settings.socket.clone()));
             let listeners = listen::open(&endpoint, access, &mut None)?;
             let listener = listeners.into_iter().next().ok_or_else(|| anyhow!("no socket"))?;
-            (FrontEnds::listen(Fd::from(listener.socket)), listener.file)
+            (FrontEnds::listen(id, Fd::from(listener.socket)), listener.file)
         };
         let export = Export {
             id: id.into(),

@@ -308,7 +308,8 @@ async fn listen(
         };
         let read_only = settings.read_only || plan.disks[*index].read_only;
         let address = inventory.add_machine(id, disk, read_only, settings)?;
-        uris.push(format!("vhost-user-blk:{address}"));
+        let client = if settings.client { ",client" } else { "" };
+        uris.push(format!("vhost-user-blk:{address}{client}"));
     }
     // Who comes first finds everything: bitmaps are read for an export to be added.
     for serving in inventory.servers() {
