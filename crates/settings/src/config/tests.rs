@@ -448,6 +448,17 @@ fn what_has_no_effect_is_remarked() {
             "y: the watermark has no effect, because there are no limits to lift (set some)",
         ]
     );
+    let machine = |name: &str, more: &str| {
+        format!(
+            "[disk.{name}]\nimage = \"{name}\"\nexport = {{ type = \"vhost-user-blk\", listen = \"unix:{name}\" {more} }}\n"
+        )
+    };
+    let (one, two) = ("customer-database-disk-A", "customer-database-disk-B");
+    assert_eq!(
+        remarks(&(machine(one, "") + &machine(two, ""))),
+        [format!("{two}: another disk has the same serial number, of which a guest sees 20 bytes (set serial)")]
+    );
+    assert!(remarks(&(machine(one, "") + &machine(two, ", serial = \"B\""))).is_empty());
 }
 
 #[test]
