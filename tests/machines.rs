@@ -157,6 +157,8 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
     assert_says(&said, &["weir.toml:4", "no socket"]);
     let said = config("type = \"vhost-user-blk\", listen = \"unix:vm\", queues = 0").fails();
     assert_says(&said, &["is not a number of queues"]);
+    let said = config("type = \"vhost-user-blk\", listen = \"unix:vm,queues=4\"").fails();
+    assert_says(&said, &["weir.toml:4", "has a comma", "are keys here"]);
     let said = config("type = \"vhost-user-blk\", listen = \"unix:vm\", name = \"x\"").fails();
     assert_says(&said, &["name"]);
     let weir =

@@ -456,7 +456,9 @@ fn what_has_no_effect_is_remarked() {
     let (one, two) = ("customer-database-disk-A", "customer-database-disk-B");
     assert_eq!(
         remarks(&(machine(one, "") + &machine(two, ""))),
-        [format!("{two}: another disk has the same serial number, of which a guest sees 20 bytes (set serial)")]
+        [format!(
+            "{two}: another disk has the same serial number, of which a guest sees 20 bytes (set serial)"
+        )]
     );
     assert!(remarks(&(machine(one, "") + &machine(two, ", serial = \"B\""))).is_empty());
 }
