@@ -53,6 +53,9 @@ impl Plan {
         promises::check(&draft, &groups, &disks)?;
         let standard = standard_endpoints(&draft, inherited)?;
         let servers = servers(&draft.disks, &standard)?;
+        if servers.is_empty() {
+            check_without_nbd(&draft)?;
+        }
         let machines = machines(&draft.disks, &servers)?;
         let control = draft.service.qmp.clone();
         let service = service(draft.service)?;
@@ -287,6 +290,20 @@ fn machines(disks: &[DiskDraft], servers: &[Server]) -> Result<Vec<MachineExport
         }
     }
     Ok(machines)
+}
+
+/// Settings that only clients of NBD would notice, where there will be none.
+fn check_without_nbd(draft: &Draft) -> Result<(), Wrong> {
+    let connections = draft.service.max_connections.as_ref().map(|said| &said.place);
+    let descriptions = draft.disks.iter().filter_map(|disk| disk.description.as_ref());
+    let mut unused =
+        connections.into_iter().chain(draft.service.tls.wanted()).chain(descriptions.map(|said| &said.place));
+    match unused.next() {
+        Some(place) => Err(place.wrong(
+            "is not used, because no disk is exported over NBD (leave it out, or export one with NBD too)",
+        )),
+        None => Ok(()),
+    }
 }
 
 fn socket_of(server: &Server) -> Option<&Path> {

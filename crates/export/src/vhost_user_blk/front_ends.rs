@@ -57,7 +57,11 @@ pub struct FrontEnds {
 enum Way {
     Listen(Fd),
     /// With what the log says last of why there is nobody.
-    Call { path: PathBuf, pause: Duration, told: String },
+    Call {
+        path: PathBuf,
+        pause: Duration,
+        told: String,
+    },
 }
 
 impl FrontEnds {

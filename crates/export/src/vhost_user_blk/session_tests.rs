@@ -377,8 +377,7 @@ fn a_ring_outside_memory_costs_that_ring() {
     front_end.plain(code::SET_VRING_NUM, &pair(1, 128));
     front_end.plain(code::SET_VRING_ADDR, &far);
     front_end.send(code::SET_VRING_KICK, PLAIN, &number(1), vec![event()]);
-    let why =
-        "fault 1: no region of the guest's memory holds all of its descriptors at 0x7f12340ffff0 (is that memory shared? share=on) (told)";
+    let why = "fault 1: no region of the guest's memory holds all of its descriptors at 0x7f12340ffff0 (is that memory shared? share=on) (told)";
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), why);
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), "", "said once");
     // Set up anew, and wanting to know.

@@ -177,6 +177,20 @@ fn values_that_make_no_sense_are_refused() {
 }
 
 #[test]
+fn what_is_for_nbd_alone_is_refused_where_there_is_none() {
+    let rule = "is not used, because no disk is exported over NBD (leave it out, or export one with NBD too)";
+    for (options, place) in [
+        ("--tls required --tls-psk keys", "--tls"),
+        ("--max-connections 5", "--max-connections"),
+        ("--description one", "--description one"),
+    ] {
+        check(&format!("a --vhost-user-blk unix:v {options}"), &format!("{place}: {rule}"));
+        assert!(plan(&format!("a --vhost-user-blk unix:v --nbd unix:n {options}")).is_ok());
+    }
+    assert!(plan("a --vhost-user-blk unix:v --tls off").is_ok());
+}
+
+#[test]
 fn what_is_read_ahead_is_every_disk_s() {
     use policy::prefetch::{Mode, Settings};
     assert_eq!(plan("a").unwrap().disks[0].prefetch, Settings::default());
