@@ -76,7 +76,10 @@ fn a_machine_is_served_beside_other_clients() {
         (&export["connections"], &export["queues"], &export["disk"]),
         (&json!(1), &json!(0), &json!("disk"))
     );
+    let process = format!("process={}", std::process::id());
+    assert_says(&weir.wait_for_log("a front end has connected"), &["export=disk@unix:", &process]);
     drop(first);
+    assert_says(&weir.wait_for_log("the front end has left"), &["export=disk@unix:", &process]);
     // Until it has been seen to go, others may be turned away.
     while !is_let_in(&socket) {}
     weir.stop();
@@ -113,6 +116,7 @@ fn machines_come_and_go_at_the_control_socket() {
     for (wrong, expect) in [
         (json!({"type": "fd", "str": "3"}), "addr.type"),
         (json!({"type": "unix"}), "addr.path"),
+        (json!({"type": "unix", "path": ""}), "write the socket's path"),
         (json!({"type": "unix", "path": scratch.path("no/where")}), "the directory"),
     ] {
         let add = json!({"type": "vhost-user-blk", "id": "f", "node-name": "disk", "addr": wrong});
@@ -129,12 +133,12 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
     let serve = || Serve::new(&scratch).where_said().arg(&one);
     let socket = format!("unix:{}", text(&scratch.path("vm")));
     let said = serve().arg(&two).args(["--vhost-user-blk", &socket]).rejects_usage();
-    assert_says(&said, &["--vhost-user-blk: given 1 times for 2 images"]);
+    assert_says(&said, &["--vhost-user-blk: times given: 1, images: 2"]);
     let both = ["--vhost-user-blk", &socket, "--vhost-user-blk", &socket];
     let said = serve().arg(&two).args(both).rejects_usage();
-    assert_says(&said, &["another disk is exported at this socket"]);
+    assert_says(&said, &["a disk is exported at this socket already"]);
     let said = serve().args(["--vhost-user-blk", &socket, "--nbd", &socket]).rejects_usage();
-    assert_says(&said, &["another disk is exported at this socket"]);
+    assert_says(&said, &["a disk is exported at this socket already"]);
     let said = serve().args(["--vhost-user-blk", &socket, "--qmp", &socket]).rejects_usage();
     assert_says(&said, &["disks are exported at this socket"]);
     let said = serve().args(["--vhost-user-blk", "localhost:1"]).rejects_usage();

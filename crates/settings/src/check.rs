@@ -237,7 +237,7 @@ fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<Endpoint>, 
         (0, _) => Ok(vec![Endpoint::Address(Address::standard())]),
         (_, false) => Ok(vec![Endpoint::Inherited]),
         (_, true) => Err(Place::new("LISTEN_FDS").wrong(format!(
-            "{inherited} sockets were passed and none is used, because every disk says where it is exported (remove `export` from one)"
+            "what was passed (sockets: {inherited}) is not used, because every disk says where it is exported (pass none, or leave that to them for one disk)"
         ))),
     }
 }
@@ -284,7 +284,9 @@ fn machines(disks: &[DiskDraft], servers: &[Server]) -> Result<Vec<MachineExport
     for (disk, draft) in disks.iter().enumerate() {
         for said in &draft.machines {
             if !taken.insert(&said.value.socket) {
-                return Err(said.wrong("another disk is exported at this socket (give each its own)"));
+                return Err(
+                    said.wrong("a disk is exported at this socket already (give each export its own)")
+                );
             }
             machines.push(MachineExport { settings: said.value.clone(), disk });
         }

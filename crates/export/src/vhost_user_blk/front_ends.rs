@@ -150,9 +150,9 @@ impl FrontEnds {
 fn tell(id: &str, path: &Path, told: &mut String, why: String) {
     if *told != why {
         tracing::warn!(
-            export = id,
+            export = %id,
             path = %path.display(),
-            why,
+            %why,
             "no front end can be connected to, trying again every second (does the machine listen there?)"
         );
         *told = why;
@@ -175,7 +175,7 @@ async fn accept(id: &str, listener: &Fd, refusals: &Seldom) -> io::Result<OwnedF
             Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => {}
             _ => {
                 if let Some(left_out) = refusals.line(reactor::recently()) {
-                    tracing::warn!(export = id, %error, left_out, "cannot accept a front end, trying again every second");
+                    tracing::warn!(export = %id, %error, left_out, "cannot accept a front end, trying again every second");
                 }
                 reactor::sleep_until(reactor::now() + SHORTAGE).await;
             }

@@ -394,8 +394,8 @@ fn what_listens_says_what_and_where() {
     );
     assert_eq!(
         plan_with(own, 2).unwrap_err(),
-        "LISTEN_FDS: 2 sockets were passed and none is used, because every disk says where it is exported \
-         (remove `export` from one)"
+        "LISTEN_FDS: what was passed (sockets: 2) is not used, because every disk says where it is exported \
+         (pass none, or leave that to them for one disk)"
     );
     check(
         &daemon_with("nbd = [\"h:2\", \"h:2\"]"),

@@ -256,7 +256,7 @@ impl NetworkArgs {
             return Ok(());
         }
         if given != images {
-            let rule = format!("given {given} times for {images} images (give one for each, in their order)");
+            let rule = format!("times given: {given}, images: {images} (give one for each, in their order)");
             return Err(Place::new("--vhost-user-blk").wrong(rule));
         }
         let nbd: Vec<_> = self.nbd.drain(..).map(address).collect();
@@ -296,7 +296,7 @@ impl ImageArgs {
             let images = self.images.len();
             if given != 0 && given != images {
                 let rule =
-                    format!("given {given} times for {images} images (give one for each, in their order)");
+                    format!("times given: {given}, images: {images} (give one for each, in their order)");
                 return Err(Place::new(format!("--{option}")).wrong(rule));
             }
         }

@@ -130,7 +130,7 @@ fn every_disk_is_served_at_every_address() {
 fn names_are_given_to_the_images_in_order() {
     let named = plan("memory:1 memory:1 --name x --name y --description one --description two").unwrap();
     assert_eq!((named.disks[0].name.as_str(), named.disks[1].description.as_str()), ("x", "two"));
-    check("a b --name x", "--name: given 1 times for 2 images (give one for each, in their order)");
+    check("a b --name x", "--name: times given: 1, images: 2 (give one for each, in their order)");
     check(
         "memory:1 memory:1",
         "memory:1: another disk is called \"memory\" (give each a name of its own, with --name)",
