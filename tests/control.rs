@@ -106,6 +106,9 @@ fn a_disk_is_resized_under_its_clients() {
         "Parameter 'size' (1000) cannot be: a size is a multiple of 512 bytes, and not 0 (round it)",
     );
     assert_eq!(fs::metadata(&image).unwrap().len(), 1 << 20);
+    drop(client);
+    let log = party.weir.stop();
+    assert_eq!(log.matches("the disk was cut").count(), 1, "a size that was refused cuts nothing: {log}");
 }
 
 #[test]

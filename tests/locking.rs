@@ -6,7 +6,7 @@ use std::{
     process::{Child, ChildStdin, Command, Stdio},
 };
 
-use crate::harness::{Client, MIB, Scratch, Serve, assert_says, need, qemu_img, qemu_io, text};
+use crate::harness::{Client, MIB, Scratch, Serve, assert_says, need, qemu_img, qemu_io, text, weir_image};
 
 /// A qemu-io that has an image open until this is dropped.
 struct QemuIo {
@@ -141,6 +141,8 @@ fn two_weirs_exclude_each_other_unless_both_read() {
         &said,
         &["disk.raw: locked for writing by another process", &writer.pid().to_string(), "weir"],
     );
+    let said = weir_image(&["resize", "-f", "raw", text(&image), "2M"]).fails();
+    assert_says(&said, &["disk.raw: locked for writing by another process", "`block_resize`"]);
     writer.stop();
     let first = Serve::new(&scratch).arg(&image).arg("--read-only").start();
     let second = Serve::new(&other).arg(&image).arg("--read-only").start();

@@ -70,12 +70,16 @@ fn a_machine_is_served_beside_other_clients() {
     let offered = features(&mut first);
     assert_eq!(offered & (READ_ONLY | DISCARD), 0, "{offered:#x}");
     assert!(is_turned_away(front_end(&socket)), "one machine at a time");
+    assert_says(&weir.wait_for_log("a front end was turned away"), &["export=disk@unix:"]);
     let export = exports(&mut qmp).pop().expect("two");
     assert_eq!(
         (&export["connections"], &export["queues"], &export["disk"]),
         (&json!(1), &json!(0), &json!("disk"))
     );
+    let process = format!("process={}", std::process::id());
+    assert_says(&weir.wait_for_log("a front end has connected"), &["export=disk@unix:", &process]);
     drop(first);
+    assert_says(&weir.wait_for_log("the front end has left"), &["export=disk@unix:", &process]);
     // Until it has been seen to go, others may be turned away.
     while !is_let_in(&socket) {}
     weir.stop();
@@ -112,6 +116,7 @@ fn machines_come_and_go_at_the_control_socket() {
     for (wrong, expect) in [
         (json!({"type": "fd", "str": "3"}), "addr.type"),
         (json!({"type": "unix"}), "addr.path"),
+        (json!({"type": "unix", "path": ""}), "write the socket's path"),
         (json!({"type": "unix", "path": scratch.path("no/where")}), "the directory"),
     ] {
         let add = json!({"type": "vhost-user-blk", "id": "f", "node-name": "disk", "addr": wrong});
@@ -128,12 +133,12 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
     let serve = || Serve::new(&scratch).where_said().arg(&one);
     let socket = format!("unix:{}", text(&scratch.path("vm")));
     let said = serve().arg(&two).args(["--vhost-user-blk", &socket]).rejects_usage();
-    assert_says(&said, &["--vhost-user-blk: given 1 times for 2 images"]);
+    assert_says(&said, &["--vhost-user-blk: times given: 1, images: 2"]);
     let both = ["--vhost-user-blk", &socket, "--vhost-user-blk", &socket];
     let said = serve().arg(&two).args(both).rejects_usage();
-    assert_says(&said, &["another disk is exported at this socket"]);
+    assert_says(&said, &["a disk is exported at this socket already"]);
     let said = serve().args(["--vhost-user-blk", &socket, "--nbd", &socket]).rejects_usage();
-    assert_says(&said, &["another disk is exported at this socket"]);
+    assert_says(&said, &["a disk is exported at this socket already"]);
     let said = serve().args(["--vhost-user-blk", &socket, "--qmp", &socket]).rejects_usage();
     assert_says(&said, &["disks are exported at this socket"]);
     let said = serve().args(["--vhost-user-blk", "localhost:1"]).rejects_usage();
@@ -143,6 +148,11 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
     assert_says(&said, &["something that is not a socket is there already"]);
     assert_eq!(fs::read_to_string(&file).expect("it is there"), "precious");
 
+    let odd = scratch.sparse("odd.raw", MIB + 1012);
+    let said = Serve::new(&scratch).where_said().arg(&odd).args(["--vhost-user-blk", &socket]).fails();
+    assert_says(&said, &["disk odd: has 1049588 bytes", "the last 500", "weir image resize", "1049600"]);
+    assert!(!scratch.path("vm").exists());
+
     let config = |export: &str| {
         let text = format!("[disk.one]\nimage = \"one.raw\"\nformat = \"raw\"\nexport = {{ {export} }}\n");
         Serve::new(&scratch).where_said().arg("--config").arg(scratch.file("weir.toml", text))
@@ -151,6 +161,8 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
     assert_says(&said, &["weir.toml:4", "no socket"]);
     let said = config("type = \"vhost-user-blk\", listen = \"unix:vm\", queues = 0").fails();
     assert_says(&said, &["is not a number of queues"]);
+    let said = config("type = \"vhost-user-blk\", listen = \"unix:vm,queues=4\"").fails();
+    assert_says(&said, &["weir.toml:4", "has a comma", "are keys here"]);
     let said = config("type = \"vhost-user-blk\", listen = \"unix:vm\", name = \"x\"").fails();
     assert_says(&said, &["name"]);
     let weir =
@@ -224,6 +236,12 @@ fn weir_connects_to_a_machine_that_listens() {
         .arg(scratch.sparse("disk.raw", MIB))
         .args(["--vhost-user-blk", &machine])
         .start();
+    assert_says(weir.ready_line(), &[",client"]);
+    let said = weir.wait_for_log("no front end can be connected to");
+    assert_says(&said, &["export=disk", text(&socket), "No such file or directory"]);
+    // A reason that is another one is told, once.
+    drop(UnixListener::bind(&socket).expect("the directory is ours"));
+    assert_says(&weir.wait_for_log("Connection refused"), &["export=disk"]);
     // It is there later, and again after it has gone.
     for _ in 0..2 {
         let _ = fs::remove_file(&socket);

@@ -360,16 +360,17 @@ impl Disk {
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         let _inside = self.enter().await?;
         let old = self.size_bytes();
+        // All of it: it may have been cut off from outside, too, and nobody has looked since.
+        self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await?;
         if size_bytes < old {
             tracing::warn!(
                 disk = %self.name,
                 old,
                 new = size_bytes,
-                "the disk is cut; what lay past its new end is lost"
+                "the disk was cut; what lay past its new end is lost"
             );
         }
-        // All of it: it may have been cut off from outside, too, and nobody has looked since.
-        self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await
+        Ok(())
     }
 
     /// Looks whether the image was resized from outside; returns its size in bytes.

@@ -6,7 +6,7 @@ use anyhow::{Context as _, anyhow, bail};
 use block::{
     buffer::Buffer,
     image::{Image, qcow2::create::Preallocation},
-    storage::{Durability, ZeroOptions, parse_size},
+    storage::{Durability, OpenError, ZeroOptions, parse_size},
 };
 use clap::Args;
 use console::{Failure, on_reactor, print};
@@ -74,7 +74,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         let Subject { file, format } = &arguments.subject;
         let name = arguments.subject.name();
         let how = How { write: true, ..How::default() };
-        let image = disk::open(file, *format, how, &mut keys).await?;
+        let image = disk::open(file, *format, how, &mut keys).await.map_err(say_where)?;
         keys.check_used()?;
         let old = image.size_bytes();
         let size = wanted(arguments.size, old).with_context(|| name.clone()).map_err(Failure::Usage)?;
@@ -96,6 +96,18 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         }
         Ok(())
     })
+}
+
+/// What weir serves is resized where it is served.
+fn say_where(error: anyhow::Error) -> anyhow::Error {
+    match error.downcast::<OpenError>() {
+        Ok(served) if served.holder.as_deref() == Some("weir") => {
+            let remedy = "if it is served, resize the disk by `block_resize` at the control socket, --qmp";
+            OpenError { remedy: remedy.to_owned(), ..served }.into()
+        }
+        Ok(error) => error.into(),
+        Err(error) => error,
+    }
 }
 
 /// The new size, a multiple of 512 bytes as QEMU has it.

@@ -53,6 +53,9 @@ impl Plan {
         promises::check(&draft, &groups, &disks)?;
         let standard = standard_endpoints(&draft, inherited)?;
         let servers = servers(&draft.disks, &standard)?;
+        if servers.is_empty() {
+            check_without_nbd(&draft)?;
+        }
         let machines = machines(&draft.disks, &servers)?;
         let control = draft.service.qmp.clone();
         let service = service(draft.service)?;
@@ -234,7 +237,7 @@ fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<Endpoint>, 
         (0, _) => Ok(vec![Endpoint::Address(Address::standard())]),
         (_, false) => Ok(vec![Endpoint::Inherited]),
         (_, true) => Err(Place::new("LISTEN_FDS").wrong(format!(
-            "{inherited} sockets were passed and none is used, because every disk says where it is exported (remove `export` from one)"
+            "what was passed (sockets: {inherited}) is not used, because every disk says where it is exported (pass none, or leave that to them for one disk)"
         ))),
     }
 }
@@ -281,12 +284,28 @@ fn machines(disks: &[DiskDraft], servers: &[Server]) -> Result<Vec<MachineExport
     for (disk, draft) in disks.iter().enumerate() {
         for said in &draft.machines {
             if !taken.insert(&said.value.socket) {
-                return Err(said.wrong("another disk is exported at this socket (give each its own)"));
+                return Err(
+                    said.wrong("a disk is exported at this socket already (give each export its own)")
+                );
             }
             machines.push(MachineExport { settings: said.value.clone(), disk });
         }
     }
     Ok(machines)
+}
+
+/// Settings that only clients of NBD would notice, where there will be none.
+fn check_without_nbd(draft: &Draft) -> Result<(), Wrong> {
+    let connections = draft.service.max_connections.as_ref().map(|said| &said.place);
+    let descriptions = draft.disks.iter().filter_map(|disk| disk.description.as_ref());
+    let mut unused =
+        connections.into_iter().chain(draft.service.tls.wanted()).chain(descriptions.map(|said| &said.place));
+    match unused.next() {
+        Some(place) => Err(place.wrong(
+            "is not used, because no disk is exported over NBD (leave it out, or export one with NBD too)",
+        )),
+        None => Ok(()),
+    }
 }
 
 fn socket_of(server: &Server) -> Option<&Path> {

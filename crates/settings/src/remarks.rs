@@ -2,7 +2,9 @@
 //! a daemon can be changed while it runs: an empty group gets members, a disk with a weight a
 //! group.
 
-use crate::{Plan, Settings, shares::DEFAULT_WEIGHT};
+use std::collections::HashMap;
+
+use crate::{MachineExport, Plan, Settings, shares::DEFAULT_WEIGHT};
 
 /// A disk or group, and what is odd about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,7 +41,17 @@ impl Plan {
                 add(NOTHING_TO_LIFT);
             }
         }
+        remarks.extend(self.same_serials().map(|name| Remark { name, remark: SAME_SERIAL }));
         remarks
+    }
+
+    /// Disks that a guest cannot tell from another by their serial numbers.
+    fn same_serials(&self) -> impl Iterator<Item = &str> {
+        let mut disk_of = HashMap::new();
+        self.machines.iter().filter_map(move |MachineExport { settings, disk }| {
+            let name = &*self.disks[*disk].name;
+            (disk_of.entry(settings.seen_serial(name)).or_insert(disk) != &disk).then_some(name)
+        })
     }
 
     /// Whether each group has a disk, itself or further down.
@@ -59,6 +71,9 @@ impl Plan {
 }
 
 const NOTHING_TO_LIFT: &str = "the watermark has no effect, because there are no limits to lift (set some)";
+
+const SAME_SERIAL: &str =
+    "another disk has the same serial number, of which a guest sees 20 bytes (set serial)";
 
 /// What is odd about a share where there is nobody to share with.
 fn of_share(settings: &Settings) -> Option<&'static str> {

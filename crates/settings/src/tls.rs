@@ -2,7 +2,7 @@
 
 use std::{path::PathBuf, str::FromStr};
 
-use super::{Said, Wrong};
+use super::{Place, Said, Wrong};
 
 /// When connections are encrypted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -74,6 +74,11 @@ impl TlsDraft {
         }
     }
 
+    /// Where encryption was asked for, if it was.
+    pub(crate) fn wanted(&self) -> Option<&Place> {
+        self.mode.as_ref().filter(|said| said.value != TlsMode::Off).map(|said| &said.place)
+    }
+
     /// What they add up to.
     ///
     /// # Errors
@@ -110,7 +115,7 @@ impl TlsDraft {
             (None, None) => {
                 let place = self.mode.map(|said| said.place);
                 let rule = "has no credentials (set tls-certificates or tls-psk)";
-                return Err(place.unwrap_or_else(|| super::Place::new("tls")).wrong(rule));
+                return Err(place.unwrap_or_else(|| Place::new("tls")).wrong(rule));
             }
         };
         Ok(if mode == TlsMode::On { Tls::On(credentials) } else { Tls::Required(credentials) })

@@ -52,6 +52,12 @@ impl VhostUserBlk {
         }
     }
 
+    /// The bytes of the serial number that a guest sees, where the disk has this name.
+    pub(crate) fn seen_serial<'a>(&'a self, disk: &'a str) -> &'a [u8] {
+        let serial = self.serial.as_deref().unwrap_or(disk).as_bytes();
+        &serial[..serial.len().min(MAX_SERIAL_BYTES)]
+    }
+
     /// Where it is, as text.
     pub fn address(&self) -> String {
         format!("unix:{}", self.socket.display())
@@ -80,6 +86,7 @@ impl FromStr for VhostUserBlk {
                 "write-zeroes" => export.write_zeroes = switch(value).map_err(wrong)?,
                 "read-only" => export.read_only = switch(value).map_err(wrong)?,
                 "client" => export.client = switch(value).map_err(wrong)?,
+                "" => return Err("has a comma with nothing behind it (leave it away)".to_owned()),
                 _ => {
                     return Err(format!(
                         "{part}: no such key (there are queues, queue-size, serial, discard, write-zeroes, read-only and client)"
@@ -184,6 +191,7 @@ mod tests {
                 "unix:/s,queue-size=100",
                 "queue-size=100: is not a queue's size; that is a power of two from 4 to 32768",
             ),
+            ("unix:/s,", "has a comma with nothing behind it (leave it away)"),
             ("unix:/s,discard=maybe", "discard=maybe: is neither on nor off"),
             ("unix:/s,queues=1,queues=2", "queues is given twice (leave one away)"),
             ("unix:/s,serial=", "serial=: is empty (leave it away for the disk's name)"),

@@ -125,7 +125,6 @@ def settings(stage):
             machine.run("dd if=/dev/zero of=/dev/vda bs=4k count=1 conv=fsync")
         switched = [line for line in servers[0].log_lines() if SWITCHED in line]
         told = [line.rpartition("write_cache=")[2].split()[0] for line in switched]
-        # The firmware, which has none, may have switched it before.
         same("what weir says of it", told[-2:], ["false", "true"])
 
     def resized():

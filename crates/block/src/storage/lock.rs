@@ -87,6 +87,13 @@ const AFTERLIFE: Duration = Duration::from_millis(500);
 /// How often it is looked again. The kernel tells nobody when such a lock goes.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
+/// Who has a lock.
+#[derive(Debug, PartialEq, Eq)]
+struct Holder {
+    pid: u32,
+    command: String,
+}
+
 /// Why the locks cannot be had.
 #[derive(Debug)]
 pub(super) struct Conflict {
@@ -107,9 +114,10 @@ impl Conflict {
         self.error(name, holder)
     }
 
-    fn error(self, name: &str, holder: Option<String>) -> OpenError {
-        let by = holder.map(|holder| format!(" ({holder})")).unwrap_or_default();
-        OpenError::new(name, format!("{}{by}", self.what), self.remedy)
+    fn error(self, name: &str, holder: Option<Holder>) -> OpenError {
+        let by = holder.as_ref().map(|Holder { pid, command }| format!(" (pid {pid}, {command})"));
+        let why = self.what + &by.unwrap_or_default();
+        OpenError { holder: holder.map(|holder| holder.command), ..OpenError::new(name, why, self.remedy) }
     }
 }
 
@@ -218,13 +226,13 @@ fn is_held(file: impl AsFd, byte: i64) -> bool {
     }
 }
 
-/// `pid 123, qemu-nbd`, or nothing if it cannot be found: the kernel does not tell who holds an OFD
+/// Who holds the byte, or nothing if it cannot be found: the kernel does not tell who holds an OFD
 /// lock, but `/proc/PID/fdinfo` lists the locks of each descriptor to those who may look.
 ///
 /// This process's own children are passed over: between `fork` and `exec` a child has every
 /// descriptor of its parent, and would be named for what its parent holds, or for what its parent
 /// has just closed, which is free again in a moment.
-fn holder(file: impl AsFd, byte: i64) -> Option<String> {
+fn holder(file: impl AsFd, byte: i64) -> Option<Holder> {
     let inode = rustix::fs::fstat(file).ok()?.st_ino;
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -240,7 +248,7 @@ fn holder(file: impl AsFd, byte: i64) -> Option<String> {
             let Ok(info) = fs::read_to_string(descriptor.path()) else { continue };
             if info.lines().any(|line| is_lock_on(line, inode, byte)) {
                 let command = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-                return Some(format!("pid {pid}, {}", command.trim()));
+                return Some(Holder { pid, command: command.trim().to_owned() });
             }
         }
     }

@@ -10,10 +10,12 @@ pub struct OpenError {
     pub why: String,
     /// What helps.
     pub remedy: String,
+    /// The command of the process that has it locked, if that is why and can be told.
+    pub holder: Option<String>,
 }
 
 impl OpenError {
     pub(crate) fn new(image: &str, why: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { image: image.to_owned(), why: why.into(), remedy: remedy.into() }
+        Self { image: image.to_owned(), why: why.into(), remedy: remedy.into(), holder: None }
     }
 }

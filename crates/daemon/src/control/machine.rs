@@ -7,13 +7,16 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::anyhow;
+use anyhow::{anyhow, ensure};
 use block::{
     disk::Disk,
     reactor::{self, JoinHandle, Worker, op::Fd},
     storage::CacheMode,
 };
-use export::vhost_user_blk::{Export, FrontEnds, Offer, Server, Threads};
+use export::{
+    vhost_user_blk::{Export, FrontEnds, Offer, Server, Threads},
+    virtio::block::SECTOR_BYTES,
+};
 use settings::{Address, Endpoint, SocketAccess, VhostUserBlk};
 
 use crate::listen::{self, SocketFile};
@@ -40,13 +43,14 @@ impl Machine {
         access: &SocketAccess,
         workers: &Rc<Vec<Worker>>,
     ) -> anyhow::Result<Rc<Self>> {
+        check_size(disk)?;
         let (front_ends, file) = if settings.client {
-            (FrontEnds::call(std::path::absolute(&settings.socket)?), None)
+            (FrontEnds::call(id, std::path::absolute(&settings.socket)?), None)
         } else {
             let endpoint = Endpoint::Address(Address::Unix(settings.socket.clone()));
             let listeners = listen::open(&endpoint, access, &mut None)?;
             let listener = listeners.into_iter().next().ok_or_else(|| anyhow!("no socket"))?;
-            (FrontEnds::listen(Fd::from(listener.socket)), listener.file)
+            (FrontEnds::listen(id, Fd::from(listener.socket)), listener.file)
         };
         let export = Export {
             id: id.into(),
@@ -97,6 +101,18 @@ impl Machine {
             serving.cancel().await;
         }
     }
+}
+
+/// A guest counts in sectors, and would never see what lies behind the last whole one.
+fn check_size(disk: &Disk) -> anyhow::Result<()> {
+    let size = disk.size_bytes();
+    let (whole, rest) = (size.next_multiple_of(SECTOR_BYTES), size % SECTOR_BYTES);
+    ensure!(
+        rest == 0,
+        "disk {}: has {size} bytes, which is no multiple of {SECTOR_BYTES}, and a guest would not see the last {rest} (`weir image resize` gives an image {whole} bytes)",
+        disk.name()
+    );
+    Ok(())
 }
 
 fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlk) -> Offer {

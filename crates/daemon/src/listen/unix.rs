@@ -133,7 +133,7 @@ fn remove_stale(path: &Path) -> anyhow::Result<()> {
     match super::patiently(unserved) {
         Ok(()) => fs::remove_file(path).context("an old socket is there and cannot be removed"),
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
-            bail!("in use: another program listens there (stop it, or choose another path)")
+            bail!("in use: somebody listens there already (choose another path, or stop who does)")
         }
         Err(error) => {
             Err(anyhow!("a socket is there already, and whether it is in use cannot be told: {error}"))
@@ -218,7 +218,7 @@ mod tests {
         let error = open(&path).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "in use: another program listens there (stop it, or choose another path)"
+            "in use: somebody listens there already (choose another path, or stop who does)"
         );
         UnixStream::connect(&path).unwrap();
     }

@@ -82,14 +82,16 @@ impl Device {
         }
     }
 
-    pub(super) fn set_write_cache(&self, on: bool) {
-        if self.write_cache.swap(on, Relaxed) != on {
-            tracing::info!(export = %self.export.id, write_cache = on, "the guest switched the write cache");
+    /// As was negotiated, and as the guest has chosen. Firmware that knows nothing of caches has
+    /// chosen nothing.
+    pub(super) fn set_write_cache(&self, negotiated: bool, chosen: bool) {
+        self.write_cache.store(negotiated, Relaxed);
+        if self.chosen_write_cache.swap(chosen, Relaxed) != chosen {
+            tracing::info!(export = %self.export.id, write_cache = chosen, "the guest switched the write cache");
         }
     }
 
-    /// Keeps a guest's choice for the next front end. Not what was negotiated: firmware that knows
-    /// nothing of caches has chosen nothing.
+    /// Keeps a guest's choice for the next front end.
     pub(super) fn remember_write_cache(&self, chosen: bool) {
         self.chosen_write_cache.store(chosen, Relaxed);
     }

@@ -18,8 +18,9 @@ use std::{
     future::{Future, pending, poll_fn},
     io,
     os::fd::OwnedFd,
-    path::PathBuf,
+    path::{Path, PathBuf},
     pin::pin,
+    sync::Arc,
     task::Poll,
 };
 
@@ -46,6 +47,8 @@ const SHORTAGE: Duration = Duration::from_secs(1);
 /// The front ends of one export, one after the other.
 #[derive(Debug)]
 pub struct FrontEnds {
+    /// Of the export, in the log.
+    id: Arc<str>,
     way: Way,
     refusals: Seldom,
 }
@@ -53,19 +56,24 @@ pub struct FrontEnds {
 #[derive(Debug)]
 enum Way {
     Listen(Fd),
-    Call { path: PathBuf, pause: Duration },
+    /// With what the log says last of why there is nobody.
+    Call {
+        path: PathBuf,
+        pause: Duration,
+        told: String,
+    },
 }
 
 impl FrontEnds {
-    /// Those that connect to a listening Unix socket.
-    pub fn listen(listener: Fd) -> Self {
-        Self { way: Way::Listen(listener), refusals: Seldom::default() }
+    /// Those of the export `id` that connect to a listening Unix socket.
+    pub fn listen(id: &str, listener: Fd) -> Self {
+        Self { id: id.into(), way: Way::Listen(listener), refusals: Seldom::default() }
     }
 
     /// The one that listens at `path`, whenever it does.
-    pub fn call(path: PathBuf) -> Self {
-        let way = Way::Call { path, pause: Duration::ZERO };
-        Self { way, refusals: Seldom::default() }
+    pub fn call(id: &str, path: PathBuf) -> Self {
+        let way = Way::Call { path, pause: Duration::ZERO, told: String::new() };
+        Self { id: id.into(), way, refusals: Seldom::default() }
     }
 
     /// Serves front ends by `serve`, one at a time, for ever; dropping the future ends it.
@@ -92,8 +100,8 @@ impl FrontEnds {
     /// Waits for a front end.
     async fn next(&mut self) -> io::Result<OwnedFd> {
         match &mut self.way {
-            Way::Listen(listener) => accept(listener, &self.refusals).await,
-            Way::Call { path, pause } => loop {
+            Way::Listen(listener) => accept(&self.id, listener, &self.refusals).await,
+            Way::Call { path, pause, told } => loop {
                 reactor::sleep_until(reactor::now() + *pause).await;
                 *pause = (*pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
                 let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -102,17 +110,19 @@ impl FrontEnds {
                     Ok(()) => return Ok(socket),
                     Err(error @ (Errno::NOTSOCK | Errno::PROTOTYPE)) => return Err(error.into()),
                     // It is not there yet, or busy.
-                    Err(error) => tracing::debug!(path = %path.display(), %error, "no front end yet"),
+                    Err(error) => tell(&self.id, path, told, io::Error::from(error).to_string()),
                 }
             },
         }
     }
 
     fn lasted(&mut self, began: Instant) {
-        if let Way::Call { pause, .. } = &mut self.way
-            && reactor::now() - began >= GOOD
-        {
+        let Way::Call { path, pause, told } = &mut self.way else { return };
+        if reactor::now() - began >= GOOD {
             *pause = FIRST_PAUSE;
+            told.clear();
+        } else {
+            tell(&self.id, path, told, "it hung up at once".to_owned());
         }
     }
 
@@ -124,9 +134,10 @@ impl FrontEnds {
             if reactor::timeout(GRACE, op::hung_up(current)).await.is_ok() {
                 return pending().await;
             }
-            drop(accept(listener, &self.refusals).await?);
+            drop(accept(&self.id, listener, &self.refusals).await?);
             if let Some(left_out) = self.refusals.line(reactor::recently()) {
                 tracing::warn!(
+                    export = %self.id,
                     left_out,
                     "a front end was turned away: another is connected (stop that one, or give each a disk)"
                 );
@@ -135,8 +146,21 @@ impl FrontEnds {
     }
 }
 
+/// Says why there is no front end at `path`, unless that was `told` last.
+fn tell(id: &str, path: &Path, told: &mut String, why: String) {
+    if *told != why {
+        tracing::warn!(
+            export = %id,
+            path = %path.display(),
+            %why,
+            "no front end can be connected to, trying again every second (does the machine listen there?)"
+        );
+        *told = why;
+    }
+}
+
 /// Accepts a front end, and tries again while there are no descriptors or no memory for it.
-async fn accept(listener: &Fd, refusals: &Seldom) -> io::Result<OwnedFd> {
+async fn accept(id: &str, listener: &Fd, refusals: &Seldom) -> io::Result<OwnedFd> {
     loop {
         let socket = match op::descriptors_left() {
             true => op::accept(listener).await,
@@ -151,7 +175,7 @@ async fn accept(listener: &Fd, refusals: &Seldom) -> io::Result<OwnedFd> {
             Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => {}
             _ => {
                 if let Some(left_out) = refusals.line(reactor::recently()) {
-                    tracing::warn!(%error, left_out, "cannot accept a front end, trying again every second");
+                    tracing::warn!(export = %id, %error, left_out, "cannot accept a front end, trying again every second");
                 }
                 reactor::sleep_until(reactor::now() + SHORTAGE).await;
             }

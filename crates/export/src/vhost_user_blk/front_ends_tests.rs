@@ -5,13 +5,12 @@ use std::{
     io::Read as _,
     net::Shutdown,
     os::unix::net::{UnixListener, UnixStream},
-    path::Path,
     rc::Rc,
 };
 
 use block::{
     buffer::Buffer,
-    reactor::{Polling, Signal},
+    reactor::{Polling, Signal, sim},
 };
 
 use super::*;
@@ -75,7 +74,7 @@ fn spawn(mut front_ends: FrontEnds) -> (Rc<Owner>, reactor::JoinHandle<io::Resul
 fn listener(directory: &Path) -> (FrontEnds, PathBuf) {
     let path = directory.join("s");
     let listener = UnixListener::bind(&path).expect("a socket");
-    (FrontEnds::listen(Fd::from(listener)), path)
+    (FrontEnds::listen("e", Fd::from(listener)), path)
 }
 
 /// Waits until the other side closes.
@@ -169,7 +168,7 @@ fn a_front_end_that_listens_is_called_again_and_again() {
     real(async {
         let directory = directory("calls");
         let path = directory.join("s");
-        let (owner, task) = spawn(FrontEnds::call(path.clone()));
+        let (owner, task) = spawn(FrontEnds::call("e", path.clone()));
         // Nobody is there at first.
         let accept = |listener: UnixListener| reactor::blocking(move || listener.accept().map(|_| listener));
         let listener = accept(UnixListener::bind(&path).expect("a socket")).await.expect("it calls");
@@ -187,10 +186,33 @@ fn a_front_end_that_listens_is_called_again_and_again() {
 }
 
 #[test]
+fn why_nobody_can_be_called_is_told() {
+    sim::run(1, async {
+        let directory = directory("why");
+        let path = directory.join("s");
+        let mut front_ends = FrontEnds::call("e", path.clone());
+        let mut told = async || {
+            let few = Duration::from_secs(5);
+            assert!(reactor::timeout(few, front_ends.serve(async |_| {})).await.is_err(), "it goes on");
+            match &front_ends.way {
+                Way::Call { told, .. } => told.clone(),
+                Way::Listen(_) => unreachable!("it calls"),
+            }
+        };
+        assert!(told().await.starts_with("No such file"));
+        let listener = UnixListener::bind(&path).expect("a socket");
+        assert_eq!(told().await, "it hung up at once");
+        drop(listener);
+        assert!(told().await.starts_with("Connection refused"));
+        std::fs::remove_dir_all(directory).expect("removed");
+    });
+}
+
+#[test]
 fn nobody_can_be_called_at_what_is_no_path() {
     real(async {
         let long = PathBuf::from("x".repeat(200));
-        let error = FrontEnds::call(long).serve(async |_| {}).await.expect_err("too long");
+        let error = FrontEnds::call("e", long).serve(async |_| {}).await.expect_err("too long");
         assert_eq!(error.raw_os_error(), Some(libc::ENAMETOOLONG));
     });
 }

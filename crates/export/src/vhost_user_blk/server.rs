@@ -84,6 +84,8 @@ pub struct Server {
     stopping: AtomicBool,
     /// It stops, a front end has come or gone, or the disk has another length.
     changed: Event,
+    arrivals: Seldom,
+    departures: Seldom,
     refusals: Seldom,
     resizes: AtomicU64,
 }
@@ -99,6 +101,8 @@ impl Server {
             queues: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),
             changed: Event::new(),
+            arrivals: Seldom::default(),
+            departures: Seldom::default(),
             refusals: Seldom::default(),
             resizes: AtomicU64::new(0),
         })
@@ -177,7 +181,9 @@ impl Server {
         let process = rustix::net::sockopt::socket_peercred(&socket).ok();
         let process = process.map_or(0, |peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
         self.front_end.store(process, Relaxed);
-        tracing::debug!(export = %id, process, "a front end has connected");
+        if let Some(left_out) = self.arrivals.line(reactor::recently()) {
+            tracing::info!(export = %id, process, left_out, "a front end has connected");
+        }
         // Before the size is looked at: what changes later is told.
         let resizes = self.resizes.load(SeqCst);
         let connection = Connection::new(Arc::clone(id), socket, Session::new(self.device.offer()));
@@ -193,7 +199,11 @@ impl Server {
         let ended = attendance.run().await;
         attendance.end().await;
         match ended {
-            Ended::Left => tracing::debug!(export = %id, "the front end has left"),
+            Ended::Left => {
+                if let Some(left_out) = self.departures.line(reactor::recently()) {
+                    tracing::info!(export = %id, process, left_out, "the front end has left");
+                }
+            }
             why => {
                 if let Some(left_out) = self.refusals.line(reactor::recently()) {
                     tracing::warn!(export = %id, %why, left_out, "a front end was disconnected");
@@ -287,7 +297,9 @@ impl Attendance<'_> {
                 let bell = bell(&self.server.device, ring, event);
                 self.order(ring, Order::Event(kind, bell));
             }
-            Effect::WriteCache(on) => self.server.device.set_write_cache(on),
+            Effect::WriteCache(on) => {
+                self.server.device.set_write_cache(on, self.connection.write_cache());
+            }
         }
     }
 

@@ -377,8 +377,7 @@ fn a_ring_outside_memory_costs_that_ring() {
     front_end.plain(code::SET_VRING_NUM, &pair(1, 128));
     front_end.plain(code::SET_VRING_ADDR, &far);
     front_end.send(code::SET_VRING_KICK, PLAIN, &number(1), vec![event()]);
-    let why =
-        "fault 1: its descriptors at 0x7f12340ffff0 is not wholly in one region of the guest's memory (told)";
+    let why = "fault 1: no region of the guest's memory holds all of its descriptors at 0x7f12340ffff0 (is that memory shared? share=on) (told)";
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), why);
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1)), "", "said once");
     // Set up anew, and wanting to know.
@@ -388,7 +387,7 @@ fn a_ring_outside_memory_costs_that_ring() {
     assert_eq!(again, format!("{why}, {refused}, reply 0x1"));
     front_end.plain(code::GET_VRING_BASE, &pair(1, 0));
     front_end.plain(code::SET_VRING_ADDR, &numbers(&[1, USER + 8, USER + 0x1000, USER + 0x2000, 0]));
-    let unaligned = "fault 1: its descriptors at 0x7f1234000008 is not aligned to 16 bytes (told)";
+    let unaligned = "fault 1: its descriptors at 0x7f1234000008 must be aligned to 16 bytes (told)";
     assert_eq!(front_end.send(code::SET_VRING_KICK, PLAIN, &number(1), vec![event()]), unaligned);
     assert_eq!(front_end.session.running().collect::<Vec<_>>(), [0], "the other one runs");
 }

@@ -54,9 +54,11 @@ pub struct RingSettings {
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
-    #[error("its {what} at {address:#x} is not wholly in one region of the guest's memory")]
+    #[error(
+        "no region of the guest's memory holds all of its {what} at {address:#x} (is that memory shared? share=on)"
+    )]
     Outside { what: &'static str, address: u64 },
-    #[error("its {what} at {address:#x} is not aligned to {alignment} bytes")]
+    #[error("its {what} at {address:#x} must be aligned to {alignment} bytes")]
     Unaligned { what: &'static str, address: u64, alignment: usize },
     #[error("a split ring has {0} descriptors, which is no power of two")]
     Size(u16),

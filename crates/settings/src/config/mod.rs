@@ -264,7 +264,10 @@ impl Reader<'_> {
     }
 
     fn machine(&self, section: &Section<'_>) -> Result<Said<VhostUserBlk>, Wrong> {
-        let listen = section.parse("listen", |text| self.socket(text))?;
+        let listen = section.parse("listen", |text| match text.contains(',') {
+            true => Err("has a comma; what the command line has behind commas are keys here (such as queues = 4 or discard = false)".to_owned()),
+            false => self.socket(text),
+        })?;
         let listen = listen.ok_or_else(|| section.place().wrong("no socket (add listen = \"unix:PATH\")"))?;
         let mut machine = VhostUserBlk::at(listen.value);
         if let Some(said) = section.parse("queues", vhost_user_blk::queues)? {

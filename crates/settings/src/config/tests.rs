@@ -394,8 +394,8 @@ fn what_listens_says_what_and_where() {
     );
     assert_eq!(
         plan_with(own, 2).unwrap_err(),
-        "LISTEN_FDS: 2 sockets were passed and none is used, because every disk says where it is exported \
-         (remove `export` from one)"
+        "LISTEN_FDS: what was passed (sockets: 2) is not used, because every disk says where it is exported \
+         (pass none, or leave that to them for one disk)"
     );
     check(
         &daemon_with("nbd = [\"h:2\", \"h:2\"]"),
@@ -448,6 +448,19 @@ fn what_has_no_effect_is_remarked() {
             "y: the watermark has no effect, because there are no limits to lift (set some)",
         ]
     );
+    let machine = |name: &str, more: &str| {
+        format!(
+            "[disk.{name}]\nimage = \"{name}\"\nexport = {{ type = \"vhost-user-blk\", listen = \"unix:{name}\" {more} }}\n"
+        )
+    };
+    let (one, two) = ("customer-database-disk-A", "customer-database-disk-B");
+    assert_eq!(
+        remarks(&(machine(one, "") + &machine(two, ""))),
+        [format!(
+            "{two}: another disk has the same serial number, of which a guest sees 20 bytes (set serial)"
+        )]
+    );
+    assert!(remarks(&(machine(one, "") + &machine(two, ", serial = \"B\""))).is_empty());
 }
 
 #[test]

@@ -139,10 +139,11 @@ struct NetworkArgs {
     /// Clients at a time at each address; 0 is any number [default: 100]
     #[arg(long, value_name = "N", value_parser = settings::connections)]
     max_connections: Option<u32>,
-    /// Permissions of the files of --nbd unix:PATH, in octal, whatever the umask [default: 0600]
+    /// Permissions of the sockets of --nbd and --vhost-user-blk, in octal, whatever the umask
+    /// [default: 0600]
     #[arg(long, value_name = "MODE", value_parser = settings::socket_mode)]
     socket_mode: Option<u32>,
-    /// Owner of those files: USER, USER:GROUP or :GROUP [default: the daemon's]
+    /// Owner of those sockets: USER, USER:GROUP or :GROUP [default: the daemon's]
     #[arg(long, value_name = "OWNER", value_parser = settings::read::<Owner>)]
     socket_owner: Option<Owner>,
     /// End once a client has been served and the last has gone
@@ -255,7 +256,7 @@ impl NetworkArgs {
             return Ok(());
         }
         if given != images {
-            let rule = format!("given {given} times for {images} images (give one for each, in their order)");
+            let rule = format!("times given: {given}, images: {images} (give one for each, in their order)");
             return Err(Place::new("--vhost-user-blk").wrong(rule));
         }
         let nbd: Vec<_> = self.nbd.drain(..).map(address).collect();
@@ -295,7 +296,7 @@ impl ImageArgs {
             let images = self.images.len();
             if given != 0 && given != images {
                 let rule =
-                    format!("given {given} times for {images} images (give one for each, in their order)");
+                    format!("times given: {given}, images: {images} (give one for each, in their order)");
                 return Err(Place::new(format!("--{option}")).wrong(rule));
             }
         }

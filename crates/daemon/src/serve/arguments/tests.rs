@@ -130,7 +130,7 @@ fn every_disk_is_served_at_every_address() {
 fn names_are_given_to_the_images_in_order() {
     let named = plan("memory:1 memory:1 --name x --name y --description one --description two").unwrap();
     assert_eq!((named.disks[0].name.as_str(), named.disks[1].description.as_str()), ("x", "two"));
-    check("a b --name x", "--name: given 1 times for 2 images (give one for each, in their order)");
+    check("a b --name x", "--name: times given: 1, images: 2 (give one for each, in their order)");
     check(
         "memory:1 memory:1",
         "memory:1: another disk is called \"memory\" (give each a name of its own, with --name)",
@@ -174,6 +174,20 @@ fn values_that_make_no_sense_are_refused() {
         "--force-share: needs read-only; sharing an image that others write is for reading alone",
     );
     check("a --tls on", "--tls: has no credentials (set tls-certificates or tls-psk)");
+}
+
+#[test]
+fn what_is_for_nbd_alone_is_refused_where_there_is_none() {
+    let rule = "is not used, because no disk is exported over NBD (leave it out, or export one with NBD too)";
+    for (options, place) in [
+        ("--tls required --tls-psk keys", "--tls"),
+        ("--max-connections 5", "--max-connections"),
+        ("--description one", "--description one"),
+    ] {
+        check(&format!("a --vhost-user-blk unix:v {options}"), &format!("{place}: {rule}"));
+        assert!(plan(&format!("a --vhost-user-blk unix:v --nbd unix:n {options}")).is_ok());
+    }
+    assert!(plan("a --vhost-user-blk unix:v --tls off").is_ok());
 }
 
 #[test]

@@ -330,8 +330,9 @@ impl Machine {
     /// The guest says whether writes may be cached.
     pub(super) fn switch_write_cache(&self) {
         let (_, switches) = self.cache.get();
-        self.cache.set((chance(50), switches + 1));
-        self.device.set_write_cache(self.cache.get().0);
+        let on = chance(50);
+        self.cache.set((on, switches + 1));
+        self.device.set_write_cache(on, on);
     }
 
     /// What it asks for, the bytes of that, and how many bytes are to be filled besides the status.

@@ -197,7 +197,7 @@ async fn open_bottom(inventory: &Inventory, chain: &Chain) -> Result<Opened, Err
         }
         result => result,
     };
-    opened.map_err(|OpenError { image, why, remedy }| {
+    opened.map_err(|OpenError { image, why, remedy, .. }| {
         Error::generic(format!("Could not open '{image}': {why} ({remedy})"))
     })
 }

@@ -148,6 +148,9 @@ fn read_machine(arguments: &mut Arguments) -> Result<VhostUserBlk, Error> {
     let kind = address.choice("type", &["unix"])?;
     kind.ok_or_else(|| Error::missing(&address.name_of("type")))?;
     let path: String = address.required("path")?;
+    if path.is_empty() {
+        return Err(Error::rule(&address.name_of("path"), "is empty; write the socket's path"));
+    }
     let socket = settings::socket(&format!("unix:{path}"));
     let socket = socket.map_err(|rule| Error::rule(&address.name_of("path"), rule))?;
     address.finish()?;
