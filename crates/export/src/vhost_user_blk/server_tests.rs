@@ -35,7 +35,7 @@ use crate::{
 use block::{
     buffer::Buffer,
     disk::Disk,
-    guest::{Memory, Region},
+    guest::{Memory, Quota, Region},
     image::{Image, Raw},
     layer::throttle::DiskSettings,
     reactor::{JoinHandle, Polling, op, spawn_joinable, timeout},
@@ -101,7 +101,8 @@ impl FrontEnd {
         let file = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
         ftruncate(&file, MEMORY_BYTES).expect("its length");
         let copy = file.try_clone().expect("a descriptor");
-        let region = Region::map(copy, 0, USER, MEMORY_BYTES, 0).expect("a good region");
+        let region =
+            Region::map(copy, 0, USER, MEMORY_BYTES, 0, &Quota::new(1, MEMORY_BYTES)).expect("a good region");
         let memory = Memory::new(vec![region]).expect("one region");
         let front_end = Self { socket: ours.into(), file, memory, served, requests: 0 };
         let number = |number: u64| number.to_ne_bytes();
@@ -400,8 +401,9 @@ fn memory_comes_and_goes_and_is_recorded_under_a_ring_that_runs() {
         let mut ring = front_end.start(0, event(0), event(0)).await;
         let log = memfd_create("log", MemfdFlags::CLOEXEC).expect("a memfd");
         ftruncate(&log, 4096).expect("its length");
-        let bits = Region::map(log.try_clone().expect("a descriptor"), 0, 0, 4096, 0).expect("mapped");
-        let bits = Memory::new(vec![bits]).expect("one region").place(0, 64).expect("inside");
+        let bits = Region::map(log.try_clone().expect("a descriptor"), 0, 0, 4096, 0, &Quota::new(1, 4096));
+        let bits =
+            Memory::new(vec![bits.expect("mapped")]).expect("one region").place(0, 64).expect("inside");
         let marked = || {
             let mut bytes = [0; 64];
             bits.read(0, &mut bytes);
