@@ -210,6 +210,43 @@ fn a_file_that_shrinks_costs_its_region_alone() {
 }
 
 #[test]
+fn a_file_that_shrinks_is_survived_where_no_more_mappings_are_possible() {
+    let (file, descriptor) = memfd(0x8000);
+    let (_, other) = memfd(0x1000);
+    let place = |descriptor, bytes| {
+        let region = Region::map(descriptor, 0, 0, bytes, 0, &plenty()).unwrap();
+        Memory::new(vec![region]).unwrap().place(0, bytes as usize).unwrap()
+    };
+    let (place, other) = (place(descriptor, 0x8000), place(other, 0x1000));
+    other.fill(0, 0x1000, 9);
+    file.set_len(0x1000).unwrap();
+    // In a process of its own, as others need mappings too.
+    // SAFETY: the child makes system calls, touches the places, and exits: it takes no lock.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let mut protection = libc::PROT_NONE;
+        // SAFETY: new mappings, at addresses of the kernel's choice. Neighbours differ, or they
+        // would become one.
+        let map = || unsafe {
+            protection ^= libc::PROT_READ;
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            libc::mmap(std::ptr::null_mut(), 1, protection, flags, -1, 0)
+        };
+        let _all = std::iter::repeat_with(map).find(|&page| page == libc::MAP_FAILED);
+        let mut byte = [1; 2];
+        place.read(0x5000, &mut byte[..1]);
+        other.read(0, &mut byte[1..]);
+        let survived = byte == [0, 9] && place.is_lost() && !other.is_lost();
+        // SAFETY: it ends this process alone, and runs nothing of the parent's.
+        unsafe { libc::_exit(if survived { 7 } else { 1 }) }
+    }
+    let mut status = 0;
+    // SAFETY: the child from above.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 7, "status {status:#x}");
+}
+
+#[test]
 fn integers_are_little_endian_and_dirty() {
     let log = DirtyLog::on_heap(8);
     let memory = regions(&[(0x4000, 0x4000)]).with_log(Some(log.clone()));
