@@ -11,7 +11,8 @@ use std::sync::{
 
 use super::RegionError;
 
-/// What one front end has mapped: memory, logs of writes and in-flight areas. Clones count together.
+/// What one front end has mapped: memory, logs of writes and in-flight areas. Clones count
+/// together.
 #[derive(Clone, Debug)]
 pub struct Quota(Arc<Inner>);
 
