@@ -12,7 +12,8 @@
 //!   in the copy.
 //! - A place keeps its region mapped, so a region that is taken back ends with its last place. How
 //!   much is mapped for one front end has a bound: see [`Quota`].
-//! - A file that shrinks under its mapping costs that region and nothing else: see [`sigbus`].
+//! - A file that shrinks under its mapping costs that region and nothing else: see [`sigbus`]. The
+//!   zeroes in its place are memory of ours, so nothing more is copied there.
 //!
 //! [`driver`] is the other side, a guest's, for measuring servers.
 //!
@@ -148,7 +149,7 @@ impl Region {
 
     /// Whether its file shrank under us. What was there is gone and reads as zeroes.
     pub fn is_lost(&self) -> bool {
-        self.0.mapping.is_lost()
+        sigbus::is_any_lost() && self.0.mapping.is_lost()
     }
 
     /// The last guest-physical address of it.
@@ -216,9 +217,10 @@ impl Memory {
         &self.regions
     }
 
-    /// Whether a file under it has shrunk.
+    /// Whether a file under it, or under its log, has shrunk and this was met.
     pub fn is_lost(&self) -> bool {
-        self.regions.iter().any(Region::is_lost)
+        sigbus::is_any_lost()
+            && (self.regions.iter().any(Region::is_lost) || self.log.as_ref().is_some_and(DirtyLog::is_lost))
     }
 
     /// Bytes by their guest-physical address, as in a descriptor. `None`: they are not wholly

@@ -98,6 +98,14 @@ impl Chunk {
 
 static FIRST: Chunk = Chunk::new();
 
+/// Watched mappings that are lost.
+static LOST: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether any watched mapping may be lost. Costs next to nothing.
+pub(super) fn is_any_lost() -> bool {
+    LOST.load(Relaxed) > 0
+}
+
 /// A mapping that is watched until [`Watch::end`].
 #[derive(Debug)]
 pub(super) struct Watch(&'static Slot);
@@ -111,6 +119,9 @@ impl Watch {
     /// Its addresses are about to be somebody else's. To be called once.
     pub(super) fn end(&mut self) {
         self.0.set(0, 0, 0);
+        if self.0.lost.swap(false, Relaxed) {
+            LOST.fetch_sub(1, Relaxed);
+        }
         self.0.taken.store(false, Release);
     }
 }
@@ -125,7 +136,6 @@ pub(super) fn watch(start: usize, length: usize, page: usize) -> Watch {
             !slot.taken.load(Relaxed) && slot.taken.compare_exchange(false, true, AcqRel, Relaxed).is_ok()
         });
         if let Some(slot) = free {
-            slot.lost.store(false, Relaxed);
             slot.set(start, length, page);
             return Watch(slot);
         }
@@ -211,7 +221,9 @@ fn replace(address: usize) -> bool {
             let errno = unsafe { libc::__errno_location() };
             // SAFETY: as above.
             let kept = unsafe { *errno };
-            slot.lost.store(true, Relaxed);
+            if !slot.lost.swap(true, Relaxed) {
+                LOST.fetch_add(1, Relaxed);
+            }
             // SAFETY: these pages are the mapping's, which is in use by the interrupted thread, so
             // nobody unmaps it meanwhile. Nobody has references to them.
             let replaced = unsafe {

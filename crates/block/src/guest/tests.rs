@@ -194,6 +194,9 @@ fn a_file_that_shrinks_costs_its_region_alone() {
     });
     assert!(place.is_lost() && memory.is_lost());
     place.write(0x7fff, b"x");
+    place.fill(0x5000, 0x1000, 8);
+    place.read(0, &mut bytes);
+    assert!(bytes[0x2000..].iter().all(|&byte| byte == 0), "it would be memory of ours");
     place.store_u32(0x4000, 5, Release);
     assert_eq!(place.load_u32(0x4000, Acquire), 5, "nobody else sees it, and nothing breaks");
     other.read(0, &mut bytes);

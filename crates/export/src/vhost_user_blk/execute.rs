@@ -28,6 +28,9 @@ use block::{
 
 impl Queue {
     pub(super) async fn carry_out(self: Rc<Self>, incoming: Incoming) {
+        if let Err(lost) = self.check_memory() {
+            return self.answer(incoming, Err(lost));
+        }
         match &incoming.request.kind {
             Kind::Read { .. } => self.read(incoming).await,
             Kind::Write { .. } => self.write(incoming).await,
@@ -156,7 +159,7 @@ impl Queue {
     }
 
     /// Waits for the disk's limits; `None` if the queue stops meanwhile, or, where it must be
-    /// carried out, once nobody is there any more.
+    /// carried out, once nobody is there any more; also if the guest's memory is lost.
     async fn admit(&self, direction: Direction, cost: Cost, must_go: bool) -> Option<Pass> {
         let mut admission = pin!(self.device.disk().admit(direction, cost));
         // Made only for a request that has to wait.
@@ -178,12 +181,19 @@ impl Queue {
             }
         })
         .await;
+        let pass = pass.filter(|_| !self.is_lost());
         pass.map(|pass| pass.while_awaited(&self.patience))
+    }
+
+    /// Fails if memory of the guest has gone.
+    fn check_memory(&self) -> Result<()> {
+        if self.is_lost() { Err(Error::FAULT) } else { Ok(()) }
     }
 
     fn answer(&self, incoming: Incoming, result: Result<()>) {
         let Incoming { ticket, request, .. } = incoming;
-        let status = match result {
+        // What was read or written may not be there.
+        let status = match result.and(self.check_memory()) {
             Ok(()) => Status::Ok,
             // Whoever comes next finds it in the in-flight area, and tries it again.
             Err(_) if self.is_abandoned() => return self.forget(ticket),

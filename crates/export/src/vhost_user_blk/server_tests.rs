@@ -445,6 +445,45 @@ fn memory_comes_and_goes_and_is_recorded_under_a_ring_that_runs() {
 }
 
 #[test]
+fn nothing_is_served_into_memory_that_has_gone() {
+    const MORE: u64 = 1 << 20;
+    real(async {
+        let mut limits = Limits::default();
+        *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: 1, ..Limit::NONE };
+        let server = server(limits);
+        let front_end = FrontEnd::connect(&server).await;
+        let mut ring = front_end.start(0, event(0), event(0)).await;
+        let file = memfd_create("more", MemfdFlags::CLOEXEC).expect("a memfd");
+        ftruncate(&file, MEMORY_BYTES).expect("its length");
+        let region = [0, MORE, MEMORY_BYTES, USER + MORE, 0].map(u64::to_ne_bytes).concat();
+        front_end.ask(code::ADD_MEM_REG, &region, &[file.as_fd()]).await;
+        ftruncate(&file, 0).expect("its length");
+        // The ring is in the other region. Most of these wait for their limits.
+        let piece = |address, bytes, writable| Piece { address, bytes, writable };
+        for number in 0..10 {
+            let at = REQUESTS + number * 0x1000;
+            let place = front_end.memory.place(at, 0x1000).expect("inside");
+            place.write(8, &(number * 100).to_le_bytes());
+            place.write(1024, &[GUARD]);
+            let data = piece(MORE + number * 0x1000, 512, true);
+            ring.driver.add(&[piece(at, 16, false), data, piece(at + 1024, 1, true)]).expect("there is room");
+        }
+        ring.kick();
+        rung(&ring.error).await;
+        while server.statistics().queues > 0 {
+            reactor::yield_now().await;
+        }
+        for number in 0..10 {
+            let (_, status) = front_end.data(REQUESTS + number * 0x1000);
+            assert!([1, GUARD].contains(&status), "request {number}: {status}");
+        }
+        assert_eq!(front_end.data(REQUESTS).1, 1, "it has met it");
+        assert_eq!(server.statistics().in_flight, 0);
+        front_end.leave().await;
+    });
+}
+
+#[test]
 fn nobody_waits_for_orders_that_come_too_late() {
     real(async {
         let memory = Memory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
