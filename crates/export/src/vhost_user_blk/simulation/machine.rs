@@ -465,7 +465,7 @@ impl Machine {
 
 fn map(file: &OwnedFd, seam: u64) -> Memory {
     let ends = [RINGS, seam, END];
-    let quota = Quota::new(ends.len(), END);
+    let quota = Quota::new(2, 2 * END);
     let regions = ends.windows(2).filter(|pair| pair[0] < pair[1]).map(|pair| {
         let file = file.try_clone().expect("a descriptor");
         Region::map(file, pair[0], pair[0], pair[1] - pair[0], pair[0] - RINGS, &quota)
