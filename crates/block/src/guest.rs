@@ -10,8 +10,10 @@
 //! - Nobody ever has a `&[u8]` of it. A [`Place`] is read and written by volatile copies and
 //!   atomics, and the kernel is given its address; what is to be judged is copied first and judged
 //!   in the copy.
-//! - A place keeps its region mapped, so a region that is taken back ends with its last place.
-//! - A file that shrinks under its mapping costs that region and nothing else: see [`sigbus`].
+//! - A place keeps its region mapped, so a region that is taken back ends with its last place. How
+//!   much is mapped for one front end has a bound: see [`Quota`].
+//! - A file that shrinks under its mapping costs that region and nothing else: see [`sigbus`]. The
+//!   zeroes in its place are memory of ours, so nothing more is copied there.
 //!
 //! [`driver`] is the other side, a guest's, for measuring servers.
 //!
@@ -22,6 +24,7 @@ mod dirty;
 pub mod driver;
 mod mapping;
 mod place;
+mod quota;
 mod sigbus;
 
 use std::{io, os::fd::OwnedFd, sync::Arc};
@@ -29,7 +32,7 @@ use std::{io, os::fd::OwnedFd, sync::Arc};
 use smallvec::SmallVec;
 
 use self::mapping::Mapping;
-pub use self::{dirty::DirtyLog, place::Place};
+pub use self::{dirty::DirtyLog, place::Place, quota::Quota};
 
 /// What the addresses of a region and its offset in the file must agree in, in bytes: the strictest
 /// alignment of a part of a ring (the descriptor table, virtio 1.3 § 2.7). What is aligned in the
@@ -67,6 +70,14 @@ pub enum RegionError {
     /// Two regions have guest addresses in common.
     #[error("a region at {0:#x} overlaps another")]
     Overlap(u64),
+    /// So many are mapped for its front end.
+    #[error(
+        "{0} mappings of this front end are in use, some perhaps by requests in flight; no more are possible"
+    )]
+    TooManyMappings(usize),
+    /// More than this would be mapped for its front end.
+    #[error("this front end's mappings would have more than {0} bytes together")]
+    TooManyBytes(u64),
     /// The kernel does not map it.
     #[error("a region cannot be mapped: {0}")]
     Map(#[from] io::Error),
@@ -86,7 +97,7 @@ struct Inner {
 impl Region {
     /// Maps `bytes` of `file` from `offset` on, for reading and writing, shared with all who map
     /// it. The guest names it by `guest_address`, the front end by `user_address`. The descriptor
-    /// is closed.
+    /// is closed. Counts in `quota` until it is unmapped.
     ///
     /// # Errors
     /// [`RegionError`].
@@ -96,6 +107,7 @@ impl Region {
         user_address: u64,
         bytes: u64,
         offset: u64,
+        quota: &Quota,
     ) -> Result<Self, RegionError> {
         for start in [guest_address, user_address] {
             start.checked_add(bytes).ok_or(RegionError::Overflow { start, bytes })?;
@@ -103,7 +115,7 @@ impl Region {
         if [guest_address, user_address].iter().any(|address| address % ALIGNMENT != offset % ALIGNMENT) {
             return Err(RegionError::Unaligned);
         }
-        let mapping = Mapping::of_file(file, bytes, offset)?;
+        let mapping = Mapping::of_file(file, bytes, offset, quota)?;
         Ok(Self(Arc::new(Inner { guest_address, user_address, mapping })))
     }
 
@@ -137,7 +149,7 @@ impl Region {
 
     /// Whether its file shrank under us. What was there is gone and reads as zeroes.
     pub fn is_lost(&self) -> bool {
-        self.0.mapping.is_lost()
+        sigbus::is_any_lost() && self.0.mapping.is_lost()
     }
 
     /// The last guest-physical address of it.
@@ -205,9 +217,10 @@ impl Memory {
         &self.regions
     }
 
-    /// Whether a file under it has shrunk.
+    /// Whether a file under it, or under its log, has shrunk and this was met.
     pub fn is_lost(&self) -> bool {
-        self.regions.iter().any(Region::is_lost)
+        sigbus::is_any_lost()
+            && (self.regions.iter().any(Region::is_lost) || self.log.as_ref().is_some_and(DirtyLog::is_lost))
     }
 
     /// Bytes by their guest-physical address, as in a descriptor. `None`: they are not wholly

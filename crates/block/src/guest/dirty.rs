@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use super::{RegionError, mapping::Mapping};
+use super::{Quota, RegionError, mapping::Mapping};
 
 /// Bytes of a guest's memory that one bit stands for (`VHOST_LOG_PAGE` of the vhost-user
 /// specification, whatever the pages of the host are).
@@ -20,12 +20,13 @@ const PAGE_BYTES: u64 = 4096;
 pub struct DirtyLog(Arc<Mapping>);
 
 impl DirtyLog {
-    /// Maps `bytes` of bitmap in `file` from `offset` on. The descriptor is closed.
+    /// Maps `bytes` of bitmap in `file` from `offset` on. The descriptor is closed. Counts in
+    /// `quota` until it is unmapped.
     ///
     /// # Errors
     /// As [`Region::map`](super::Region::map).
-    pub fn map(file: OwnedFd, bytes: u64, offset: u64) -> Result<Self, RegionError> {
-        Ok(Self(Arc::new(Mapping::of_file(file, bytes, offset)?)))
+    pub fn map(file: OwnedFd, bytes: u64, offset: u64, quota: &Quota) -> Result<Self, RegionError> {
+        Ok(Self(Arc::new(Mapping::of_file(file, bytes, offset, quota)?)))
     }
 
     /// On the heap, all clean: for tests, simulation, fuzzing and Miri.

@@ -9,7 +9,7 @@ use std::{
 
 use rustix::fs::{FileType, fstat, fstatfs};
 
-use super::{RegionError, sigbus};
+use super::{Quota, RegionError, quota::Share, sigbus};
 
 /// `HUGETLBFS_MAGIC` of `linux/magic.h`: what `fstatfs(2)` says of a file of huge pages.
 const HUGE_PAGES: i64 = 0x9584_58f6;
@@ -29,6 +29,7 @@ enum Kind {
         pages: NonNull<u8>,
         length: usize,
         watch: sigbus::Watch,
+        _share: Share,
     },
     Heap(Layout),
 }
@@ -41,7 +42,12 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// `bytes` of `file` from `offset` on, shared.
-    pub(super) fn of_file(file: OwnedFd, bytes: u64, offset: u64) -> Result<Self, RegionError> {
+    pub(super) fn of_file(
+        file: OwnedFd,
+        bytes: u64,
+        offset: u64,
+        quota: &Quota,
+    ) -> Result<Self, RegionError> {
         if bytes == 0 {
             return Err(RegionError::Empty);
         }
@@ -60,6 +66,7 @@ impl Mapping {
         let length = (before + bytes).checked_next_multiple_of(page).ok_or_else(overflow)?;
         let length = usize::try_from(length).map_err(|_| overflow())?;
         let from = libc::off_t::try_from(offset - before).map_err(|_| overflow())?;
+        let share = quota.take(length as u64)?;
         // SAFETY: a new mapping, at an address of the kernel's choice.
         let pages = unsafe {
             libc::mmap(
@@ -81,7 +88,7 @@ impl Mapping {
         let watch = sigbus::watch(pages.as_ptr() as usize, length, page as usize);
         // SAFETY: `before` is less than a page, and one is mapped at least.
         let first = unsafe { pages.add(before as usize) };
-        Ok(Self { first, bytes: bytes as usize, kind: Kind::File { pages, length, watch } })
+        Ok(Self { first, bytes: bytes as usize, kind: Kind::File { pages, length, watch, _share: share } })
     }
 
     /// Zeroes on the heap.
@@ -118,7 +125,7 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         match &mut self.kind {
-            Kind::File { pages, length, watch } => {
+            Kind::File { pages, length, watch, .. } => {
                 // First: from here on these addresses may be anybody's.
                 watch.end();
                 // SAFETY: mapped by `of_file` with this length, and nothing refers to it any more.

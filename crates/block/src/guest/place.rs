@@ -91,23 +91,30 @@ impl Place {
         unsafe { volatile::copy_from(from, into) }
     }
 
-    /// Copies `from` there, and records it as dirty.
+    /// Copies `from` there, and records it as dirty. Does nothing where the region is lost.
     ///
     /// # Panics
     /// If that is not inside.
     pub fn write(&self, offset: usize, from: &[u8]) {
         let to = self.check(offset, from.len());
+        if self.is_lost() {
+            return;
+        }
         // SAFETY: as in `read`.
         unsafe { volatile::copy_to(to, from) }
         self.mark(offset, from.len());
     }
 
-    /// Makes `bytes` of it `byte`, and records them as dirty.
+    /// Makes `bytes` of it `byte`, and records them as dirty. Does nothing where the region is
+    /// lost.
     ///
     /// # Panics
     /// If they are not inside.
     pub fn fill(&self, offset: usize, bytes: usize, byte: u8) {
         let to = self.check(offset, bytes);
+        if self.is_lost() {
+            return;
+        }
         // SAFETY: as in `read`.
         unsafe { volatile::fill(to, bytes, byte) }
         self.mark(offset, bytes);

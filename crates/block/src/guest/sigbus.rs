@@ -6,6 +6,10 @@
 //! one to its end, it is marked as lost, and the access is done again. Everything else goes to the
 //! handler that was there before.
 //!
+//! That divides a mapping, and a process has a number of them at most. At that number the whole
+//! mapping becomes zeroes, which takes no more of them. The kernel maps nothing at all where one is
+//! there beyond the number, so one is kept to be given up then.
+//!
 //! A handler may interrupt anything, so it takes no lock and no memory: it walks a list whose slots
 //! are never freed, and reads each as under a sequence lock. The slot it looks for cannot change
 //! under it, as the thread that was interrupted is using that very mapping. Others may change, and
@@ -94,6 +98,14 @@ impl Chunk {
 
 static FIRST: Chunk = Chunk::new();
 
+/// Watched mappings that are lost.
+static LOST: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether any watched mapping may be lost. Costs next to nothing.
+pub(super) fn is_any_lost() -> bool {
+    LOST.load(Relaxed) > 0
+}
+
 /// A mapping that is watched until [`Watch::end`].
 #[derive(Debug)]
 pub(super) struct Watch(&'static Slot);
@@ -107,6 +119,9 @@ impl Watch {
     /// Its addresses are about to be somebody else's. To be called once.
     pub(super) fn end(&mut self) {
         self.0.set(0, 0, 0);
+        if self.0.lost.swap(false, Relaxed) {
+            LOST.fetch_sub(1, Relaxed);
+        }
         self.0.taken.store(false, Release);
     }
 }
@@ -121,7 +136,6 @@ pub(super) fn watch(start: usize, length: usize, page: usize) -> Watch {
             !slot.taken.load(Relaxed) && slot.taken.compare_exchange(false, true, AcqRel, Relaxed).is_ok()
         });
         if let Some(slot) = free {
-            slot.lost.store(false, Relaxed);
             slot.set(start, length, page);
             return Watch(slot);
         }
@@ -147,9 +161,19 @@ fn append(last: &Chunk) -> &'static Chunk {
 /// What was done about SIGBUS before we came.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
+/// The address of a page that nobody uses, or 0. Shared, so that it never becomes part of a
+/// neighbouring mapping.
+static SPARE: AtomicUsize = AtomicUsize::new(0);
+
 fn install() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
+        let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+        // SAFETY: a new mapping, at an address of the kernel's choice.
+        let spare = unsafe { libc::mmap(null_mut(), 1, libc::PROT_NONE, flags, -1, 0) };
+        if spare != libc::MAP_FAILED {
+            SPARE.store(spare as usize, Relaxed);
+        }
         let mut before = MaybeUninit::zeroed();
         // SAFETY: it only asks, and a sigaction of zeroes is a valid one.
         let before = unsafe {
@@ -197,28 +221,53 @@ fn replace(address: usize) -> bool {
             let errno = unsafe { libc::__errno_location() };
             // SAFETY: as above.
             let kept = unsafe { *errno };
-            slot.lost.store(true, Relaxed);
+            if !slot.lost.swap(true, Relaxed) {
+                LOST.fetch_add(1, Relaxed);
+            }
             // SAFETY: these pages are the mapping's, which is in use by the interrupted thread, so
-            // nobody unmaps it meanwhile; they are mapped anew with the same rights. Nobody has
-            // references to them. mmap is a mere system call here and takes no lock of the C
-            // library.
-            let result = unsafe {
-                libc::mmap(
-                    (start + offset) as *mut c_void,
-                    length - offset,
-                    libc::PROT_READ | libc::PROT_WRITE,
-                    libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
-                    -1,
-                    0,
-                )
+            // nobody unmaps it meanwhile. Nobody has references to them.
+            let replaced = unsafe {
+                zeroes(start + offset, length - offset) || {
+                    give_up_spare();
+                    zeroes(start, length)
+                }
             };
             // SAFETY: as above.
             unsafe { *errno = kept };
-            return result != libc::MAP_FAILED;
+            return replaced;
         }
         chunk = chunk.and_then(Chunk::next);
     }
     false
+}
+
+/// Maps zeroes, with the rights of a watched mapping, over what is there; false if the kernel
+/// refuses.
+///
+/// # Safety
+/// These are pages of a watched mapping that nobody unmaps meanwhile.
+unsafe fn zeroes(start: usize, length: usize) -> bool {
+    // SAFETY: as the caller says. mmap is a mere system call here and takes no lock of the C
+    // library.
+    let result = unsafe {
+        libc::mmap(
+            start as *mut c_void,
+            length,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
+            -1,
+            0,
+        )
+    };
+    result != libc::MAP_FAILED
+}
+
+fn give_up_spare() {
+    let spare = SPARE.swap(0, Relaxed);
+    if spare != 0 {
+        // SAFETY: mapped by `install`, and nobody has used it. munmap is a mere system call, too.
+        unsafe { libc::munmap(spare as *mut c_void, 1) };
+    }
 }
 
 /// Does what would have been done without us.

@@ -19,6 +19,11 @@ fn memfd(bytes: u64) -> (File, OwnedFd) {
     (file, other.into())
 }
 
+/// More than a test maps.
+fn plenty() -> Quota {
+    Quota::new(16, 1 << 47)
+}
+
 #[test]
 fn finds_places_inside_regions_alone() {
     let memory = regions(&[(0x10000, 0x1000), (0, 0x1000), (0x11000, 0x800)]);
@@ -90,7 +95,7 @@ fn regions_come_and_go_and_refuse_to_overlap() {
 fn maps_what_the_front_end_maps() {
     let (file, descriptor) = memfd(0x5000);
     // The offset is in the middle of a page.
-    let region = Region::map(descriptor, 0x7010, 0x9010, 0x2000, 0x1010).unwrap();
+    let region = Region::map(descriptor, 0x7010, 0x9010, 0x2000, 0x1010, &plenty()).unwrap();
     let memory = Memory::new(vec![region]).unwrap();
     let place = memory.place(0x7010, 0x2000).unwrap();
     file.write_all_at(b"hello", 0x1010).unwrap();
@@ -105,7 +110,8 @@ fn maps_what_the_front_end_maps() {
 
 #[test]
 fn refuses_what_cannot_be_mapped() {
-    let map = |guest, user, bytes, offset| Region::map(memfd(0x3000).1, guest, user, bytes, offset);
+    let map =
+        |guest, user, bytes, offset| Region::map(memfd(0x3000).1, guest, user, bytes, offset, &plenty());
     assert!(matches!(map(0, 0, 0, 0), Err(RegionError::Empty)));
     assert!(matches!(map(0, 0, 0x3001, 0), Err(RegionError::TooShort { end: 0x3001, size: 0x3000 })));
     assert!(matches!(map(0, 0, 0x1001, 0x2000), Err(RegionError::TooShort { .. })));
@@ -119,22 +125,42 @@ fn refuses_what_cannot_be_mapped() {
     assert!(matches!(map(0, 0, 16, 8), Err(RegionError::Unaligned)));
     assert!(map(8, 8, 16, 8).is_ok());
     let pipe = io::pipe().unwrap().0;
-    assert!(matches!(Region::map(pipe.into(), 0, 0, 16, 0), Err(RegionError::NotAFile)));
+    assert!(matches!(Region::map(pipe.into(), 0, 0, 16, 0, &plenty()), Err(RegionError::NotAFile)));
     let device = File::open("/dev/zero").unwrap();
-    assert!(matches!(Region::map(device.into(), 0, 0, 16, 0), Err(RegionError::NotAFile)));
+    assert!(matches!(Region::map(device.into(), 0, 0, 16, 0, &plenty()), Err(RegionError::NotAFile)));
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("read-only");
     std::fs::write(&path, [1; 64]).unwrap();
     assert!(matches!(
-        Region::map(File::open(path).unwrap().into(), 0, 0, 16, 0),
+        Region::map(File::open(path).unwrap().into(), 0, 0, 16, 0, &plenty()),
         Err(RegionError::Map(error)) if error.kind() == io::ErrorKind::PermissionDenied
     ));
 }
 
 #[test]
+fn one_front_end_maps_no_more_than_its_quota() {
+    let quota = Quota::new(3, 0x5000);
+    let map = |bytes| Region::map(memfd(0x8000).1, 0, 0, bytes, 0, &quota);
+    let first = map(0x2000).unwrap();
+    let _second = map(1).unwrap();
+    // Of the last page too.
+    assert!(matches!(map(0x2001), Err(RegionError::TooManyBytes(0x5000))));
+    assert!(matches!(map(0x6000), Err(RegionError::TooManyBytes(0x5000))));
+    let _log = DirtyLog::map(memfd(64).1, 64, 0, &quota).unwrap();
+    assert!(matches!(map(1), Err(RegionError::TooManyMappings(3))), "what is refused does not count");
+    let memory = Memory::new(vec![first]).unwrap();
+    let held = memory.place(0, 1).unwrap();
+    drop(memory.without(0, 0, 0x2000).unwrap());
+    drop(memory);
+    assert!(map(1).is_err(), "it is held by a request");
+    drop(held);
+    assert!(map(0x3000).is_ok());
+}
+
+#[test]
 fn a_descriptor_that_is_refused_is_closed() {
     let (mut reader, writer) = io::pipe().unwrap();
-    assert!(Region::map(writer.into(), 0, 0, 16, 0).is_err());
+    assert!(Region::map(writer.into(), 0, 0, 16, 0, &plenty()).is_err());
     // A writer that were left open would hide the pipe's end.
     assert_eq!(reader.read(&mut [0; 1]).unwrap(), 0);
 }
@@ -144,8 +170,8 @@ fn a_file_that_shrinks_costs_its_region_alone() {
     let (file, descriptor) = memfd(0x8000);
     let (other_file, other_descriptor) = memfd(0x8000);
     let memory = Memory::new(vec![
-        Region::map(descriptor, 0, 0, 0x8000, 0).unwrap(),
-        Region::map(other_descriptor, 0x8000, 0x8000, 0x8000, 0).unwrap(),
+        Region::map(descriptor, 0, 0, 0x8000, 0, &plenty()).unwrap(),
+        Region::map(other_descriptor, 0x8000, 0x8000, 0x8000, 0, &plenty()).unwrap(),
     ])
     .unwrap();
     let (place, other) = (memory.place(0, 0x8000).unwrap(), memory.place(0x8000, 0x8000).unwrap());
@@ -168,6 +194,9 @@ fn a_file_that_shrinks_costs_its_region_alone() {
     });
     assert!(place.is_lost() && memory.is_lost());
     place.write(0x7fff, b"x");
+    place.fill(0x5000, 0x1000, 8);
+    place.read(0, &mut bytes);
+    assert!(bytes[0x2000..].iter().all(|&byte| byte == 0), "it would be memory of ours");
     place.store_u32(0x4000, 5, Release);
     assert_eq!(place.load_u32(0x4000, Acquire), 5, "nobody else sees it, and nothing breaks");
     other.read(0, &mut bytes);
@@ -177,7 +206,47 @@ fn a_file_that_shrinks_costs_its_region_alone() {
     assert_eq!(bytes[0], b'y');
     drop((memory, place));
     let (_, descriptor) = memfd(0x1000);
-    assert!(!Region::map(descriptor, 0, 0, 0x1000, 0).unwrap().is_lost(), "a slot that is used again");
+    assert!(
+        !Region::map(descriptor, 0, 0, 0x1000, 0, &plenty()).unwrap().is_lost(),
+        "a slot that is used again"
+    );
+}
+
+#[test]
+fn a_file_that_shrinks_is_survived_where_no_more_mappings_are_possible() {
+    let (file, descriptor) = memfd(0x8000);
+    let (_, other) = memfd(0x1000);
+    let place = |descriptor, bytes| {
+        let region = Region::map(descriptor, 0, 0, bytes, 0, &plenty()).unwrap();
+        Memory::new(vec![region]).unwrap().place(0, bytes as usize).unwrap()
+    };
+    let (place, other) = (place(descriptor, 0x8000), place(other, 0x1000));
+    other.fill(0, 0x1000, 9);
+    file.set_len(0x1000).unwrap();
+    // In a process of its own, as others need mappings too.
+    // SAFETY: the child makes system calls, touches the places, and exits: it takes no lock.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let mut protection = libc::PROT_NONE;
+        // SAFETY: new mappings, at addresses of the kernel's choice. Neighbours differ, or they
+        // would become one.
+        let map = || unsafe {
+            protection ^= libc::PROT_READ;
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            libc::mmap(std::ptr::null_mut(), 1, protection, flags, -1, 0)
+        };
+        let _all = std::iter::repeat_with(map).find(|&page| page == libc::MAP_FAILED);
+        let mut byte = [1; 2];
+        place.read(0x5000, &mut byte[..1]);
+        other.read(0, &mut byte[1..]);
+        let survived = byte == [0, 9] && place.is_lost() && !other.is_lost();
+        // SAFETY: it ends this process alone, and runs nothing of the parent's.
+        unsafe { libc::_exit(if survived { 7 } else { 1 }) }
+    }
+    let mut status = 0;
+    // SAFETY: the child from above.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 7, "status {status:#x}");
 }
 
 #[test]

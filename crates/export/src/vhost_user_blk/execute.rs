@@ -31,6 +31,9 @@ use block::{
 
 impl Queue {
     pub(super) async fn carry_out(self: Rc<Self>, incoming: Incoming) {
+        if let Err(lost) = self.check_memory() {
+            return self.answer(incoming, Err(lost));
+        }
         match &incoming.request.kind {
             Kind::Read { into: data, .. } | Kind::Write { from: data, .. } if !is_plain(data) => {
                 Box::pin(self.carry_out_in_pieces(incoming)).await;
@@ -165,9 +168,11 @@ impl Queue {
         self.answer(incoming, outcome);
     }
 
-    /// Waits for the disk's limits; `None` as in [`Queue::unless_over`].
+    /// Waits for the disk's limits; `None` as in [`Queue::unless_over`], or if the
+    /// guest's memory is lost.
     pub(super) async fn admit(&self, direction: Direction, cost: Cost, must_go: bool) -> Option<Pass> {
         let pass = self.unless_over(self.device.disk().admit(direction, cost), must_go).await;
+        let pass = pass.filter(|_| !self.is_lost());
         pass.map(|pass| pass.while_awaited(&self.patience))
     }
 
@@ -196,9 +201,15 @@ impl Queue {
         .await
     }
 
+    /// Fails if memory of the guest has gone.
+    fn check_memory(&self) -> Result<()> {
+        if self.is_lost() { Err(Error::FAULT) } else { Ok(()) }
+    }
+
     pub(super) fn answer(&self, incoming: Incoming, result: Result<()>) {
         let Incoming { ticket, request, .. } = incoming;
-        let status = match result {
+        // What was read or written may not be there.
+        let status = match result.and(self.check_memory()) {
             Ok(()) => Status::Ok,
             // Whoever comes next finds it in the in-flight area, and tries it again.
             Err(_) if self.is_abandoned() => return self.forget(ticket),

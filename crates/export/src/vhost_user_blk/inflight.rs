@@ -14,7 +14,7 @@ use std::{
     sync::atomic::Ordering::{Acquire, Release},
 };
 
-use block::guest::{Memory, Place, Region, RegionError};
+use block::guest::{Memory, Place, Quota, Region, RegionError};
 use rustix::{
     fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
     io::pwrite,
@@ -94,11 +94,11 @@ pub struct Area {
 }
 
 impl Area {
-    /// Maps it.
+    /// Maps it. Counts in `quota` until it is unmapped.
     ///
     /// # Errors
     /// [`InflightError`], also where its file is shorter than the front end says.
-    pub fn map(info: &InflightInfo, file: OwnedFd) -> Result<Self, InflightError> {
+    pub fn map(info: &InflightInfo, file: OwnedFd, quota: &Quota) -> Result<Self, InflightError> {
         let &InflightInfo { bytes, file_offset, queues, queue_size, .. } = info;
         check_shape(queues, queue_size)?;
         // Which layout its rings will have is not known yet; packed ones need more.
@@ -107,7 +107,7 @@ impl Area {
             return Err(InflightError::TooSmall { is: bytes, due });
         }
         // Nobody names it by an address, so it begins at 0.
-        let region = Region::map(file, 0, 0, bytes, file_offset)?;
+        let region = Region::map(file, 0, 0, bytes, file_offset, quota)?;
         let memory = Memory::new(vec![region])?;
         let choice = bytes.checked_sub(CHOICE_BYTES).filter(|at| *at >= due);
         let choice = choice.and_then(|at| memory.place(at, CHOICE_BYTES as usize));
@@ -149,6 +149,11 @@ impl Area {
 mod tests {
     use super::*;
 
+    /// More than a test maps.
+    fn plenty() -> Quota {
+        Quota::new(16, 1 << 47)
+    }
+
     fn info(bytes: u64, queues: u16, queue_size: u16) -> InflightInfo {
         InflightInfo { bytes, file_offset: 0, queues, queue_size, padded: true }
     }
@@ -159,7 +164,7 @@ mod tests {
         for (packed, stride) in [(false, 2112), (true, 4160)] {
             let (file, bytes) = create(2, 128, packed).expect("made");
             assert_eq!(bytes, 2 * stride + 64);
-            let area = Area::map(&info(bytes, 2, 128), file).expect("mapped");
+            let area = Area::map(&info(bytes, 2, 128), file, &plenty()).expect("mapped");
             let part = |ring, size| area.part(ring, size, packed).map(|part| part.guest_address());
             assert_eq!((part(0, 128), part(1, 128), part(1, 7)), (Some(0), Some(stride), Some(stride)));
             assert_eq!((part(2, 128), part(0, 256)), (None, None));
@@ -190,7 +195,7 @@ mod tests {
     #[test]
     fn a_packed_ring_does_not_fit_where_split_ones_were_asked_for() {
         let (file, bytes) = create(1, 128, false).expect("made");
-        let area = Area::map(&info(bytes, 1, 128), file).expect("mapped");
+        let area = Area::map(&info(bytes, 1, 128), file, &plenty()).expect("mapped");
         assert!(area.part(0, 128, false).is_some());
         assert!(area.part(0, 128, true).is_none());
     }
@@ -200,7 +205,7 @@ mod tests {
         for packed in [false, true] {
             let (file, bytes) = create(3, 128, packed).expect("made");
             let again = || file.try_clone().expect("a descriptor");
-            let map = |bytes| Area::map(&info(bytes, 3, 128), again()).expect("mapped");
+            let map = |bytes| Area::map(&info(bytes, 3, 128), again(), &plenty()).expect("mapped");
             assert_eq!(map(bytes).write_cache(), None);
             for wanted in [false, true] {
                 map(bytes).keep_write_cache(wanted);
@@ -222,7 +227,7 @@ mod tests {
 
     #[test]
     fn what_a_front_end_says_of_an_area_is_checked() {
-        let map = |info: InflightInfo| Area::map(&info, create(1, 4, false).expect("made").0);
+        let map = |info: InflightInfo| Area::map(&info, create(1, 4, false).expect("made").0, &plenty());
         assert!(map(info(128, 1, 4)).is_ok());
         assert!(matches!(map(info(127, 1, 4)), Err(InflightError::TooSmall { is: 127, due: 128 })));
         assert!(matches!(map(info(1 << 40, 1, 4)), Err(InflightError::Map(_))), "longer than its file");

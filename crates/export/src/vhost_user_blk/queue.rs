@@ -105,6 +105,8 @@ pub(super) struct Queue {
     memory: RefCell<Memory>,
     /// The memory has changed since requests began that are in flight: see [`Queue::ended`].
     memory_changed: Cell<bool>,
+    /// See [`Queue::is_lost`].
+    lost: Cell<bool>,
     bells: RefCell<Bells>,
     /// Another kick is to be heard.
     rewired: Event,
@@ -153,6 +155,7 @@ impl Queue {
             ring: RefCell::new(ring),
             memory: RefCell::new(memory),
             memory_changed: Cell::new(false),
+            lost: Cell::new(false),
             bells: RefCell::new(bells),
             rewired: Event::new(),
             unannounced: Cell::new(0),
@@ -221,7 +224,7 @@ impl Queue {
     /// Takes what is in the ring; how many.
     fn take(&self, intake: &mut Intake<Incoming>) -> Result<usize, Broken> {
         let mut ring = self.ring.borrow_mut();
-        if ring.is_lost() {
+        if ring.is_lost() || self.is_lost() {
             return Err(Broken::Lost);
         }
         let limits = self.device.limits();
@@ -301,7 +304,7 @@ impl Queue {
         self.news.raise();
     }
 
-    /// A request was not begun, because the queue is stopping.
+    /// A request was not begun, because the queue is stopping, or is about to: its memory is lost.
     pub(super) fn give_back(&self, incoming: Incoming) {
         self.returned.borrow_mut().push(incoming);
         self.less(1);
@@ -406,6 +409,14 @@ impl Queue {
         }
         self.stop.notify(usize::MAX);
         self.news.raise();
+    }
+
+    /// Whether memory of the front end has gone, now or before. What is read into it would become
+    /// memory of ours, so the queue ends.
+    pub(super) fn is_lost(&self) -> bool {
+        let is_lost = self.lost.get() || self.memory.borrow().is_lost();
+        self.lost.set(is_lost);
+        is_lost
     }
 
     pub(super) fn is_stopping(&self) -> bool {

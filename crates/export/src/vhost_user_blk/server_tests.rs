@@ -35,7 +35,7 @@ use crate::{
 use block::{
     buffer::Buffer,
     disk::Disk,
-    guest::{Memory, Region},
+    guest::{Memory, Quota, Region},
     image::{Image, Raw},
     layer::throttle::DiskSettings,
     reactor::{JoinHandle, Polling, op, spawn_joinable, timeout},
@@ -101,7 +101,8 @@ impl FrontEnd {
         let file = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
         ftruncate(&file, MEMORY_BYTES).expect("its length");
         let copy = file.try_clone().expect("a descriptor");
-        let region = Region::map(copy, 0, USER, MEMORY_BYTES, 0).expect("a good region");
+        let region =
+            Region::map(copy, 0, USER, MEMORY_BYTES, 0, &Quota::new(1, MEMORY_BYTES)).expect("a good region");
         let memory = Memory::new(vec![region]).expect("one region");
         let front_end = Self { socket: ours.into(), file, memory, served, requests: 0 };
         let number = |number: u64| number.to_ne_bytes();
@@ -400,8 +401,9 @@ fn memory_comes_and_goes_and_is_recorded_under_a_ring_that_runs() {
         let mut ring = front_end.start(0, event(0), event(0)).await;
         let log = memfd_create("log", MemfdFlags::CLOEXEC).expect("a memfd");
         ftruncate(&log, 4096).expect("its length");
-        let bits = Region::map(log.try_clone().expect("a descriptor"), 0, 0, 4096, 0).expect("mapped");
-        let bits = Memory::new(vec![bits]).expect("one region").place(0, 64).expect("inside");
+        let bits = Region::map(log.try_clone().expect("a descriptor"), 0, 0, 4096, 0, &Quota::new(1, 4096));
+        let bits =
+            Memory::new(vec![bits.expect("mapped")]).expect("one region").place(0, 64).expect("inside");
         let marked = || {
             let mut bytes = [0; 64];
             bits.read(0, &mut bytes);
@@ -438,6 +440,45 @@ fn memory_comes_and_goes_and_is_recorded_under_a_ring_that_runs() {
             assert_eq!(front_end.data(REQUESTS).1, status);
             assert_eq!(marked(), pages);
         }
+        front_end.leave().await;
+    });
+}
+
+#[test]
+fn nothing_is_served_into_memory_that_has_gone() {
+    const MORE: u64 = 1 << 20;
+    real(async {
+        let mut limits = Limits::default();
+        *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: 1, ..Limit::NONE };
+        let server = server(limits);
+        let front_end = FrontEnd::connect(&server).await;
+        let mut ring = front_end.start(0, event(0), event(0)).await;
+        let file = memfd_create("more", MemfdFlags::CLOEXEC).expect("a memfd");
+        ftruncate(&file, MEMORY_BYTES).expect("its length");
+        let region = [0, MORE, MEMORY_BYTES, USER + MORE, 0].map(u64::to_ne_bytes).concat();
+        front_end.ask(code::ADD_MEM_REG, &region, &[file.as_fd()]).await;
+        ftruncate(&file, 0).expect("its length");
+        // The ring is in the other region. Most of these wait for their limits.
+        let piece = |address, bytes, writable| Piece { address, bytes, writable };
+        for number in 0..10 {
+            let at = REQUESTS + number * 0x1000;
+            let place = front_end.memory.place(at, 0x1000).expect("inside");
+            place.write(8, &(number * 100).to_le_bytes());
+            place.write(1024, &[GUARD]);
+            let data = piece(MORE + number * 0x1000, 512, true);
+            ring.driver.add(&[piece(at, 16, false), data, piece(at + 1024, 1, true)]).expect("there is room");
+        }
+        ring.kick();
+        rung(&ring.error).await;
+        while server.statistics().queues > 0 {
+            reactor::yield_now().await;
+        }
+        for number in 0..10 {
+            let (_, status) = front_end.data(REQUESTS + number * 0x1000);
+            assert!([1, GUARD].contains(&status), "request {number}: {status}");
+        }
+        assert_eq!(front_end.data(REQUESTS).1, 1, "it has met it");
+        assert_eq!(server.statistics().in_flight, 0);
         front_end.leave().await;
     });
 }

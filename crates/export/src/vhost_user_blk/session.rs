@@ -28,7 +28,7 @@
 use std::{collections::VecDeque, os::fd::OwnedFd};
 
 use block::{
-    guest::{DirtyLog, Memory, Region, RegionError},
+    guest::{DirtyLog, Memory, Quota, Region, RegionError},
     reactor::op::Fd,
 };
 
@@ -42,6 +42,12 @@ use super::{
 
 /// Most regions of a guest's memory: as many as QEMU gives a guest at most.
 pub const MAX_MEM_SLOTS: usize = 509;
+
+/// Most mappings of one front end: its regions, and as many again that it has taken back and
+/// requests still hold. A process has 65,530 (`vm.max_map_count`).
+const MAX_MAPPINGS: usize = 2 * MAX_MEM_SLOTS;
+/// Most bytes of them together, 16 TiB: an eighth of the addresses of a process on x86-64.
+const MAX_MAPPED_BYTES: u64 = 1 << 44;
 
 /// Of SET_CONFIG: the front end brings what another back end had.
 const CONFIG_MIGRATION: u32 = 1;
@@ -180,6 +186,7 @@ pub struct Session {
     /// Without the log.
     memory: Memory,
     log: Option<DirtyLog>,
+    quota: Quota,
     inflight: Option<Area>,
     /// For messages of our own.
     back_end: Option<Fd>,
@@ -235,6 +242,7 @@ impl Session {
             protocol_features: 0,
             memory: Memory::default(),
             log: None,
+            quota: Quota::new(MAX_MAPPINGS, MAX_MAPPED_BYTES),
             inflight: None,
             back_end: None,
             status: 0,
@@ -365,7 +373,7 @@ impl Session {
             }
 
             Request::SetMemTable(regions) => {
-                let map = |(info, file)| map(&info, file);
+                let map = |(info, file)| self.map(&info, file);
                 let regions = regions.into_iter().map(map).collect::<Result<_, _>>()?;
                 self.set_memory(Memory::new(regions)?, out);
             }
@@ -373,14 +381,14 @@ impl Session {
                 if self.memory.regions().len() >= MAX_MEM_SLOTS {
                     return Err(Refusal::TooManyRegions);
                 }
-                self.set_memory(self.memory.with(map(&info, file)?)?, out);
+                self.set_memory(self.memory.with(self.map(&info, file)?)?, out);
             }
             Request::RemMemReg(RegionInfo { guest_address, user_address, bytes, .. }) => {
                 let without = self.memory.without(guest_address, user_address, bytes);
                 self.set_memory(without.ok_or(Refusal::NoSuchRegion { guest_address, bytes })?, out);
             }
             Request::SetLogBase { bytes, file_offset, file } => {
-                self.log = Some(DirtyLog::map(file, bytes, file_offset).map_err(Refusal::Log)?);
+                self.log = Some(DirtyLog::map(file, bytes, file_offset, &self.quota).map_err(Refusal::Log)?);
                 self.tell_memory(out);
                 // Acknowledged in any case, where it comes with a descriptor.
                 if self.has(protocol::LOG_SHMFD) && acknowledge.is_none() {
@@ -446,7 +454,7 @@ impl Session {
             }
             Request::GetInflightFd(info) => return Ok(self.make_inflight(info)),
             Request::SetInflightFd(info, file) => {
-                let area = Area::map(&info, file)?;
+                let area = Area::map(&info, file, &self.quota)?;
                 match area.write_cache() {
                     Some(chosen) => {
                         self.writeback = chosen;
@@ -522,6 +530,11 @@ impl Session {
                 Answer::Instead(Reply::inflight(&info, None), why.into())
             }
         }
+    }
+
+    fn map(&self, info: &RegionInfo, file: OwnedFd) -> Result<Region, RegionError> {
+        let &RegionInfo { guest_address, user_address, bytes, file_offset } = info;
+        Region::map(file, guest_address, user_address, bytes, file_offset, &self.quota)
     }
 
     fn set_memory(&mut self, memory: Memory, out: &mut VecDeque<Output>) {
@@ -733,10 +746,6 @@ impl Session {
         let vring = &mut self.rings[usize::from(number)];
         if vring.state == State::Stopped { Ok(vring) } else { Err(Refusal::Running(number)) }
     }
-}
-
-fn map(info: &RegionInfo, file: OwnedFd) -> Result<Region, RegionError> {
-    Region::map(file, info.guest_address, info.user_address, info.bytes, info.file_offset)
 }
 
 fn acknowledgement(code: Option<u32>, number: u64) -> Option<Output> {

@@ -479,6 +479,40 @@ fn wrong_memory_is_refused() {
 }
 
 #[test]
+fn what_one_front_end_maps_has_a_bound() {
+    let mut front_end = FrontEnd::negotiated(FEATURES);
+    let more = numbers(&[0, GUEST_BYTES, 4096, USER + GUEST_BYTES, 0]);
+    let mut held = Vec::new();
+    let words = loop {
+        let words = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &more, vec![memory()]);
+        if words != "reply 0x0" {
+            break words;
+        }
+        // As a request does that waits for its limits.
+        held.push(front_end.session.memory.clone());
+        assert_eq!(front_end.send(code::REM_MEM_REG, NEED_REPLY, &more, vec![]), "reply 0x0");
+    };
+    assert!(words.starts_with("refused ADD_MEM_REG: 1018 mappings of this front end"), "{words}");
+    assert_eq!(held.len(), 1017, "beside the one that it has");
+    held.pop();
+    assert_eq!(front_end.send(code::ADD_MEM_REG, NEED_REPLY, &more, vec![memory()]), "reply 0x0");
+
+    let file = memory();
+    ftruncate(&file, 1 << 45).expect("a file of holes");
+    let mut add = |bytes: u64| {
+        let huge = numbers(&[0, 1 << 50, bytes, 1 << 50, 0]);
+        let file = file.try_clone().expect("a descriptor");
+        let words = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &huge, vec![file]);
+        front_end.send(code::REM_MEM_REG, NEED_REPLY, &huge, vec![]);
+        words
+    };
+    drop(held);
+    let words = add(1 << 44);
+    assert!(words.ends_with("more than 17592186044416 bytes together, reply 0x1"), "{words}");
+    assert_eq!(add((1 << 44) - (1 << 30)), "reply 0x0");
+}
+
+#[test]
 fn messages_that_are_none_are_refused_or_end_it() {
     let mut front_end = FrontEnd::negotiated(FEATURES);
     let words = front_end.send(code::SET_VRING_NUM, NEED_REPLY, &[0; 7], vec![]);

@@ -98,7 +98,7 @@ pub enum Broken {
     #[error("the driver made descriptor {0} available again before it was used")]
     Twice(u16),
     /// Its file shrank.
-    #[error("the memory that the ring is in has gone")]
+    #[error("memory that was lent for the ring has gone")]
     Lost,
     /// A chain that has no end in its packed ring, and so no id.
     #[error("a chain of descriptors goes once round the ring")]

@@ -17,7 +17,7 @@ use super::{CacheMode, FileOptions, open as open_file, open::describe};
 use crate::{
     buffer::{Buffer, Segments, Target, guest_copies},
     error::Error,
-    guest::{DirtyLog, Memory, Region},
+    guest::{DirtyLog, Memory, Quota, Region},
     image::{Image, open_raw},
     reactor::{Polling, run, spawn_joinable},
     storage::{Durability, Extent, Format, OpenError, OpenOptions, ResizeError, ZeroOptions, align::Device},
@@ -109,7 +109,7 @@ fn guest(bytes: usize) -> (Memory, std::fs::File) {
     let file = std::fs::File::from(memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd"));
     file.set_len(bytes as u64).expect("room");
     let descriptor = file.try_clone().expect("a descriptor").into();
-    let region = Region::map(descriptor, 0, 0, bytes as u64, 0).expect("maps");
+    let region = Region::map(descriptor, 0, 0, bytes as u64, 0, &Quota::new(1, u64::MAX)).expect("maps");
     (Memory::new(vec![region]).expect("one region"), file)
 }
 

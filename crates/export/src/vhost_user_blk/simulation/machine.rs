@@ -29,7 +29,7 @@ use crate::{
     },
 };
 use block::{
-    guest::{DirtyLog, Memory, Place, Region},
+    guest::{DirtyLog, Memory, Place, Quota, Region},
     reactor::{sim, timeout},
 };
 
@@ -466,9 +466,11 @@ impl Machine {
 
 fn map(file: &OwnedFd, seam: u64) -> Memory {
     let ends = [RINGS, seam, END];
+    let quota = Quota::new(2, 2 * END);
     let regions = ends.windows(2).filter(|pair| pair[0] < pair[1]).map(|pair| {
         let file = file.try_clone().expect("a descriptor");
-        Region::map(file, pair[0], pair[0], pair[1] - pair[0], pair[0] - RINGS).expect("a good region")
+        Region::map(file, pair[0], pair[0], pair[1] - pair[0], pair[0] - RINGS, &quota)
+            .expect("a good region")
     });
     Memory::new(regions.collect()).expect("they do not overlap")
 }
