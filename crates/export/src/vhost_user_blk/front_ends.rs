@@ -71,7 +71,7 @@ impl FrontEnds {
     /// Serves front ends by `serve`, one at a time, for ever; dropping the future ends it.
     ///
     /// # Errors
-    /// The socket cannot be listened on, or connected to by anybody.
+    /// The socket cannot be listened on, or has a path that none can have.
     pub async fn serve<F: Future<Output = ()>>(&mut self, mut serve: impl FnMut(Fd) -> F) -> io::Result<()> {
         loop {
             let socket = Fd::from(self.next().await?);
@@ -93,18 +93,28 @@ impl FrontEnds {
     async fn next(&mut self) -> io::Result<OwnedFd> {
         match &mut self.way {
             Way::Listen(listener) => accept(listener, &self.refusals).await,
-            Way::Call { path, pause } => loop {
-                reactor::sleep_until(reactor::now() + *pause).await;
-                *pause = (*pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
-                let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-                let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-                match connect(&socket, &SocketAddrUnix::new(&*path)?) {
-                    Ok(()) => return Ok(socket),
-                    Err(error @ (Errno::NOTSOCK | Errno::PROTOTYPE)) => return Err(error.into()),
-                    // It is not there yet, or busy.
-                    Err(error) => tracing::debug!(path = %path.display(), %error, "no front end yet"),
+            Way::Call { path, pause } => {
+                let address = SocketAddrUnix::new(&*path)?;
+                let mut told = None;
+                loop {
+                    reactor::sleep_until(reactor::now() + *pause).await;
+                    *pause = (*pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+                    match call(&address) {
+                        Ok(socket) => return Ok(socket),
+                        // It is not there yet, or busy.
+                        Err(error @ (Errno::NOENT | Errno::CONNREFUSED | Errno::AGAIN)) => {
+                            tracing::debug!(path = %path.display(), %error, "no front end yet");
+                        }
+                        Err(error) if told.replace(error) != Some(error) => {
+                            tracing::warn!(
+                                path = %path.display(), %error,
+                                "cannot connect to a front end, trying again every second (it listens at a stream socket)"
+                            );
+                        }
+                        Err(_) => {}
+                    }
                 }
-            },
+            }
         }
     }
 
@@ -133,6 +143,14 @@ impl FrontEnds {
             }
         }
     }
+}
+
+/// Connects to a front end that listens.
+fn call(address: &SocketAddrUnix) -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, address)?;
+    Ok(socket)
 }
 
 /// Accepts a front end, and tries again while there are no descriptors or no memory for it.

@@ -107,7 +107,7 @@ impl Server {
     /// Serves front ends until [`Server::close`].
     ///
     /// # Errors
-    /// The socket cannot be listened on, or connected to by anybody.
+    /// As [`FrontEnds::serve`].
     pub async fn serve(self: Arc<Self>, mut front_ends: FrontEnds, threads: Threads) -> io::Result<()> {
         let serving = front_ends.serve(|socket| self.attend(socket, threads.clone()));
         match first(serving, self.until_stopping()).await {
