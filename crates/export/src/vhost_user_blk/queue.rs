@@ -436,12 +436,7 @@ impl Queue {
     }
 
     fn break_off(&self, why: &Broken) {
-        tracing::warn!(
-            export = %self.device.export.id,
-            queue = self.number,
-            %why,
-            "a ring cannot be served any more (until its driver is set up again)"
-        );
+        self.device.warn_of_ring(self.number, why);
         if let Some(error) = &self.bells.borrow().error {
             error.ring();
         }

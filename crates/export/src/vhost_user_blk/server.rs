@@ -375,8 +375,7 @@ async fn serve_ring(
 
 /// Says what is wrong with a ring that has not begun, in the log and by its event.
 fn cannot_serve(device: &Device, ring: u16, why: &dyn Display, error: Option<Fd>) {
-    let id = &device.export.id;
-    tracing::warn!(export = %id, queue = ring, %why, "a ring cannot be served (until its driver is set up again)");
+    device.warn_of_ring(ring, why);
     if let Some(error) = bell(device, ring, error) {
         error.ring();
     }
