@@ -40,7 +40,7 @@ use crate::{
     race::{First, first},
     virtio::{
         block::{self as requests, Kind, Request},
-        ring::{Broken, Inflight, Layout, Places, Ring, Ticket},
+        ring::{Broken, Inflight, Layout, MAX_DESCRIPTORS, Places, Ring, Ticket},
     },
 };
 use block::{
@@ -53,6 +53,8 @@ use block::{
 const UNKICKED: Duration = Duration::from_micros(200);
 /// Requests that are taken in one go, so that completions are not kept waiting for long.
 const MOST_TAKEN: usize = 256;
+/// Descriptors that are read in one go: two of the longest chains.
+const MOST_DESCRIPTORS: usize = 2 * MAX_DESCRIPTORS;
 
 /// Chains that are given back before the driver is called for them.
 const MOST_UNANNOUNCED: usize = 16;
@@ -221,7 +223,7 @@ impl Queue {
             return Err(Broken::Lost);
         }
         let limits = self.device.limits();
-        let mut taken = 0;
+        let (mut taken, mut descriptors) = (0, 0);
         let outcome = loop {
             let chain = match ring.take() {
                 Ok(Some(chain)) => chain,
@@ -229,6 +231,7 @@ impl Queue {
                 Err(why) => break Err(why),
             };
             taken += 1;
+            descriptors += chain.descriptors;
             let fault = chain.fault;
             let (ticket, request) = requests::parse(chain, &limits);
             if let Some(fault) = fault {
@@ -243,7 +246,7 @@ impl Queue {
                     self.unannounced.set(self.unannounced.get() + 1);
                 }
             }
-            if taken == MOST_TAKEN {
+            if taken == MOST_TAKEN || descriptors >= MOST_DESCRIPTORS {
                 break Ok(());
             }
         };
