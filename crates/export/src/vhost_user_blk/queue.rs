@@ -22,15 +22,13 @@ use std::{
 };
 
 use event_listener::Event;
-use policy::{
-    merge::{Candidate, Operation},
-    time::Duration,
-};
+use policy::merge::{Candidate, Operation};
 
 use super::{
     bell::Bell,
     device::{Counted, Device},
     features::virtio,
+    idle::Idle,
     patrol::Patrol,
     session::EventKind,
     vring::{RingPlaces, RingSettings},
@@ -49,8 +47,6 @@ use block::{
     reactor::{self, Launcher, Signal, op::Fd},
 };
 
-/// A ring without an event to kick is looked at so often.
-const UNKICKED: Duration = Duration::from_micros(200);
 /// Requests that are taken in one go, so that completions are not kept waiting for long.
 const MOST_TAKEN: usize = 256;
 /// Descriptors that are read in one go: two of the longest chains.
@@ -335,15 +331,19 @@ impl Queue {
         self.call_anyway();
     }
 
-    /// Raises the news when the driver kicks.
+    /// Raises the news when the driver kicks, or now and then if it cannot.
     async fn hear(self: Rc<Self>) {
+        let mut idle = Idle::default();
         loop {
-            let rewired = self.rewired.listen();
+            let mut rewired = self.rewired.listen();
             let kick = self.bells.borrow().kick.clone();
+            let pause = idle.pause(self.taken.get(), kick.is_some());
+            if !pause.is_zero() && reactor::timeout(pause, &mut rewired).await.is_ok() {
+                idle = Idle::default();
+                continue;
+            }
             let Some(kick) = kick else {
-                if reactor::timeout(UNKICKED, rewired).await.is_err() {
-                    self.news.raise();
-                }
+                self.news.raise();
                 continue;
             };
             match first(kick.heard(), rewired).await {
@@ -355,7 +355,7 @@ impl Queue {
                     self.device.warn_of_event(self.number, &why);
                     self.bells.borrow_mut().kick = None;
                 }
-                First::Other(()) => {}
+                First::Other(()) => idle = Idle::default(),
             }
         }
     }
