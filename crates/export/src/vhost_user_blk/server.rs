@@ -11,7 +11,7 @@
 //! and never moves. A front end that goes is over when its last queue is.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fmt::Display,
     future::pending,
     io,
@@ -208,6 +208,9 @@ impl Server {
     }
 }
 
+/// Orders that a queue has not taken yet. Each may hold a descriptor; past it the front end waits.
+const MOST_ORDERS: usize = 16;
+
 type Report = (u16, u32);
 
 struct Attendance<'s> {
@@ -241,7 +244,7 @@ impl Attendance<'_> {
                 self.connection.resize(self.server.device.disk().size_bytes());
             }
             match self.news(changed).await {
-                Ok(News::Effect(effect)) => self.carry_out(effect).await,
+                Ok(News::Effect(effect)) => self.carry_out_unless_left(effect).await?,
                 Ok(News::Stopped((ring, base))) => self.ring_stopped(ring, base),
                 Ok(News::Changed) => {}
                 Err(ended) => return ended,
@@ -267,17 +270,27 @@ impl Attendance<'_> {
         }
     }
 
+    /// A queue that is busy takes its orders later. If the front end goes meanwhile, the rest of
+    /// them does not matter any more: all queues end.
+    async fn carry_out_unless_left(&mut self, effect: Effect) -> Result<(), Ended> {
+        let hung_up = self.connection.hung_up();
+        match first(self.carry_out(effect), hung_up).await {
+            First::One(()) => Ok(()),
+            First::Other(_) => Err(Ended::Left),
+        }
+    }
+
     async fn carry_out(&mut self, effect: Effect) {
         match effect {
             Effect::Start { ring, settings } => self.start(ring, *settings),
-            Effect::Stop { ring } => self.order(ring, Order::Stop { abandoned: false }),
+            Effect::Stop { ring } => self.order(ring, Order::Stop { abandoned: false }).await,
             Effect::Fault { ring, why, error } => {
                 cannot_serve(&self.server.device, ring, &why, error);
             }
             Effect::Memory { memory, rings } => {
                 let (in_use, all_in_use) = async_channel::bounded(1);
                 for (ring, places) in rings {
-                    self.order(ring, Order::Memory(memory.clone(), places, in_use.clone()));
+                    self.order(ring, Order::Memory(memory.clone(), places, in_use.clone())).await;
                 }
                 drop(in_use);
                 // The reply that may follow promises that nothing is written beside a log any more.
@@ -285,21 +298,21 @@ impl Attendance<'_> {
             }
             Effect::Event { ring, kind, event } => {
                 let bell = bell(&self.server.device, ring, event);
-                self.order(ring, Order::Event(kind, bell));
+                self.order(ring, Order::Event(kind, bell)).await;
             }
             Effect::WriteCache(on) => self.server.device.set_write_cache(on),
         }
     }
 
-    fn order(&self, ring: u16, order: Order) {
+    async fn order(&self, ring: u16, order: Order) {
         if let Some(queue) = self.queues.get(&ring) {
             // A queue that has just ended has reported it.
-            let _ = queue.try_send(order);
+            let _ = queue.send(order).await;
         }
     }
 
     fn start(&mut self, ring: u16, settings: RingSettings) {
-        let (orders, received) = async_channel::unbounded();
+        let (orders, received) = async_channel::bounded(MOST_ORDERS);
         self.queues.insert(ring, orders);
         let (server, reports) = (Arc::clone(self.server), self.stopped.0.clone());
         server.queues.fetch_add(1, Relaxed);
@@ -321,12 +334,11 @@ impl Attendance<'_> {
     /// Ends the queues that still run. Nobody is there to take their answers, but the guest's
     /// memory may be, and another front end may come with it.
     async fn end(&mut self) {
-        for queue in self.queues.values() {
-            let _ = queue.try_send(Order::Stop { abandoned: true });
-        }
-        while !self.queues.is_empty() {
+        // Without whoever orders, a queue ends as if it was told to, however many orders wait.
+        let mut running: HashSet<u16> = self.queues.drain().map(|(ring, _)| ring).collect();
+        while !running.is_empty() {
             let Ok((ring, _)) = self.stopped.1.recv().await else { return };
-            self.queues.remove(&ring);
+            running.remove(&ring);
         }
     }
 }
