@@ -44,7 +44,7 @@ use crate::{
 use block::{
     disk::Patience,
     guest::{Memory, Place},
-    reactor::{self, Launcher, Signal, op::Fd},
+    reactor::{self, Launcher, Notifier, Signal, op::Fd},
 };
 
 /// Requests that are taken in one go, so that completions are not kept waiting for long.
@@ -103,6 +103,7 @@ pub(super) struct Queue {
     /// The memory has changed since requests began that are in flight: see [`Queue::ended`].
     memory_changed: Cell<bool>,
     bells: RefCell<Bells>,
+    notifier: Notifier,
     /// Another kick is to be heard.
     rewired: Event,
     /// Chains given back for which the driver was not called.
@@ -149,6 +150,7 @@ impl Queue {
             memory: RefCell::new(memory),
             memory_changed: Cell::new(false),
             bells: RefCell::new(bells),
+            notifier: Notifier::default(),
             rewired: Event::new(),
             unannounced: Cell::new(0),
             returned: RefCell::default(),
@@ -392,7 +394,7 @@ impl Queue {
 
     fn call_anyway(&self) {
         if let Some(call) = &self.bells.borrow().call {
-            call.ring();
+            call.ring(&self.notifier);
             self.device.calls.fetch_add(1, Relaxed);
         }
     }
@@ -441,7 +443,7 @@ impl Queue {
     fn break_off(&self, why: &Broken) {
         self.device.warn_of_ring(self.number, why);
         if let Some(error) = &self.bells.borrow().error {
-            error.ring();
+            error.ring(&self.notifier);
         }
         self.stop(false);
     }

@@ -39,7 +39,7 @@ use super::{
 };
 use crate::race::{First, first};
 use block::{
-    reactor::{self, Worker, op::Fd},
+    reactor::{self, Notifier, Worker, op::Fd},
     seldom::Seldom,
 };
 
@@ -389,7 +389,7 @@ async fn serve_ring(
 fn cannot_serve(device: &Device, ring: u16, why: &dyn Display, error: Option<Fd>) {
     device.warn_of_ring(ring, why);
     if let Some(error) = bell(device, ring, error) {
-        error.ring();
+        error.ring(&Notifier::default());
     }
 }
 
