@@ -39,7 +39,7 @@ pub(super) struct Device {
     /// What the guest has chosen, where it could, or else what is offered.
     chosen_write_cache: AtomicBool,
     no_events: Seldom,
-    broken_rings: Seldom,
+    pub(super) broken_rings: Seldom,
     pub(super) kicks: AtomicU64,
     pub(super) calls: AtomicU64,
     pub(super) requests: AtomicU64,

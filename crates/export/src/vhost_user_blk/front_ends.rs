@@ -108,7 +108,7 @@ impl FrontEnds {
                         Err(error) if told.replace(error) != Some(error) => {
                             tracing::warn!(
                                 path = %path.display(), %error,
-                                "cannot connect to a front end, trying again every second (it listens at a stream socket)"
+                                "cannot connect to a front end, trying again (it is to listen at a stream socket)"
                             );
                         }
                         Err(_) => {}

@@ -482,3 +482,7 @@ pub(super) fn bell(device: &Device, number: u16, event: Option<Fd>) -> Option<Be
     let bell = Bell::new(event?);
     bell.inspect_err(|why| device.warn_of_event(number, why)).ok()
 }
+
+#[cfg(test)]
+#[path = "queue_tests.rs"]
+mod tests;

@@ -445,6 +445,16 @@ fn memory_comes_and_goes_and_is_recorded_under_a_ring_that_runs() {
     });
 }
 
+#[test]
+fn rings_that_break_by_the_thousand_are_one_line() {
+    real(async {
+        let device = Arc::clone(&server(Limits::default()).device);
+        (0..1000).for_each(|ring| cannot_serve(&device, ring, &"it is broken", None));
+        let later = reactor::now() + PATIENCE;
+        assert!(device.broken_rings.line(later).is_some_and(|left_out| left_out > 900));
+    });
+}
+
 fn settings_of_no_ring() -> RingSettings {
     let memory = Memory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
     let place = memory.place(0, 4096).expect("all of it");
