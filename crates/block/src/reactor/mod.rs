@@ -19,6 +19,7 @@
 
 mod executor;
 mod launcher;
+mod notifier;
 pub mod op;
 mod priority;
 mod signal;
@@ -35,6 +36,7 @@ use policy::time::Instant;
 use executor::Executor;
 pub use executor::JoinHandle;
 pub use launcher::Launcher;
+pub use notifier::Notifier;
 pub use priority::{in_background, is_in_background};
 pub use signal::Signal;
 pub use timer::{Sleep, Timeout, timeout};

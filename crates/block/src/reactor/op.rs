@@ -26,6 +26,11 @@ impl Fd {
         types::Fd(self.0.as_raw_fd())
     }
 
+    /// Whether it is the same one, not another of the same file.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// Whether nothing else holds it: no other owner, and no operation in flight.
     pub(crate) fn is_unshared(&self) -> bool {
         Arc::strong_count(&self.0) == 1

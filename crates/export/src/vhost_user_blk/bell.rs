@@ -3,7 +3,10 @@
 
 use std::io::{self, IoSliceMut};
 
-use block::reactor::op::{self, Fd};
+use block::reactor::{
+    Notifier,
+    op::{self, Fd},
+};
 use rustix::{
     fs::{FileType, OFlags, fcntl_getfl, fcntl_setfl, fstat},
     io::ReadWriteFlags,
@@ -34,16 +37,20 @@ impl Bell {
         if kind != Ok(FileType::Unknown) {
             return Err(NoEvent);
         }
-        let flags = fcntl_getfl(&event).map_err(|_| NoEvent)?;
-        fcntl_setfl(&event, flags | OFlags::NONBLOCK).map_err(|_| NoEvent)?;
+        never_waits(&event).map_err(|_| NoEvent)?;
         Ok(Self::Event(event))
     }
 
     /// Rings. A counter that is full has not been read, which is as good.
-    pub(super) fn ring(&self) {
+    ///
+    /// Only where no descriptor or memory is left to ring without waiting, somebody who fills the
+    /// counter and clears `O_NONBLOCK` at the same moment makes it wait until the counter is read.
+    pub(super) fn ring(&self, notifier: &Notifier) {
         match self {
             Self::Event(event) => {
-                let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
+                if notifier.ring(event).is_err() && never_waits(event).is_ok() {
+                    let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
+                }
             }
             #[cfg(test)]
             Self::Simulated(counter) => counter.ring(),
@@ -70,6 +77,11 @@ impl Bell {
     }
 }
 
+/// Has nobody wait for the event, unless its front end changes that again.
+fn never_waits(event: &Fd) -> rustix::io::Result<()> {
+    fcntl_setfl(event, fcntl_getfl(event)? | OFlags::NONBLOCK)
+}
+
 /// Reads the count of an eventfd, and waits for none: its front end shares the flags, and may have
 /// made it wait again.
 fn take(event: &Fd, count: &mut [u8; 8]) -> rustix::io::Result<usize> {
@@ -90,6 +102,17 @@ mod tests {
     };
 
     use super::*;
+
+    #[test]
+    fn ringing_waits_for_nobody_who_has_cleared_the_flag_of_a_full_event() {
+        let event = Fd::from(eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd"));
+        let bell = Bell::new(event.clone()).expect("it is one");
+        rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).expect("so much fits");
+        fcntl_setfl(&event, fcntl_getfl(&event).expect("flags") - OFlags::NONBLOCK)
+            .expect("by the front end");
+        bell.ring(&Notifier::default());
+        assert!(!fcntl_getfl(&event).expect("flags").contains(OFlags::NONBLOCK), "it was written to");
+    }
 
     #[test]
     fn a_count_that_somebody_else_has_taken_is_not_waited_for() {

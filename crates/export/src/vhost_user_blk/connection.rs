@@ -6,6 +6,7 @@
 
 use std::{
     collections::VecDeque,
+    future::Future,
     io::{self, IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::fd::{AsFd as _, OwnedFd},
@@ -115,6 +116,12 @@ impl Connection {
             // However fast messages come, others have their turn.
             reactor::yield_now().await;
         }
+    }
+
+    /// Waits until the front end hangs up, whatever of it is still to be received.
+    pub fn hung_up(&self) -> impl Future<Output = io::Result<()>> + use<> {
+        let socket = self.socket.clone();
+        async move { op::hung_up(&socket).await }
     }
 
     /// See [`Session::stopped`].

@@ -2,6 +2,7 @@
 //! they did.
 
 use std::{
+    fmt::Display,
     future::Future,
     pin::Pin,
     sync::{
@@ -38,6 +39,7 @@ pub(super) struct Device {
     /// What the guest has chosen, where it could, or else what is offered.
     chosen_write_cache: AtomicBool,
     no_events: Seldom,
+    pub(super) broken_rings: Seldom,
     pub(super) kicks: AtomicU64,
     pub(super) calls: AtomicU64,
     pub(super) requests: AtomicU64,
@@ -49,8 +51,20 @@ impl Device {
     pub(super) fn new(export: Export) -> Self {
         let cache = || AtomicBool::new(export.offer.write_cache);
         let (write_cache, chosen_write_cache) = (cache(), cache());
-        let (no_events, kicks, calls, requests, in_flight, copies) = Default::default();
-        Self { export, write_cache, chosen_write_cache, no_events, kicks, calls, requests, in_flight, copies }
+        let (no_events, broken_rings) = Default::default();
+        let (kicks, calls, requests, in_flight, copies) = Default::default();
+        Self {
+            export,
+            write_cache,
+            chosen_write_cache,
+            no_events,
+            broken_rings,
+            kicks,
+            calls,
+            requests,
+            in_flight,
+            copies,
+        }
     }
 
     pub(super) fn disk(&self) -> &Disk {
@@ -99,6 +113,16 @@ impl Device {
     pub(super) fn warn_of_event(&self, queue: u16, why: &NoEvent) {
         if let Some(left_out) = self.no_events.line(reactor::recently()) {
             tracing::warn!(export = %self.export.id, queue, %why, left_out, "a ring does without an event");
+        }
+    }
+
+    /// A guest can break its rings and set them up again by the thousand.
+    pub(super) fn warn_of_ring(&self, queue: u16, why: &dyn Display) {
+        if let Some(left_out) = self.broken_rings.line(reactor::recently()) {
+            tracing::warn!(
+                export = %self.export.id, queue, %why, left_out,
+                "a ring cannot be served (until its driver is set up again)"
+            );
         }
     }
 

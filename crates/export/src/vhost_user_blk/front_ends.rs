@@ -79,7 +79,7 @@ impl FrontEnds {
     /// Serves front ends by `serve`, one at a time, for ever; dropping the future ends it.
     ///
     /// # Errors
-    /// The socket cannot be listened on, or connected to by anybody.
+    /// The socket cannot be listened on, or has a path that none can have.
     pub async fn serve<F: Future<Output = ()>>(&mut self, mut serve: impl FnMut(Fd) -> F) -> io::Result<()> {
         loop {
             let socket = Fd::from(self.next().await?);
@@ -101,18 +101,18 @@ impl FrontEnds {
     async fn next(&mut self) -> io::Result<OwnedFd> {
         match &mut self.way {
             Way::Listen(listener) => accept(&self.id, listener, &self.refusals).await,
-            Way::Call { path, pause, told } => loop {
-                reactor::sleep_until(reactor::now() + *pause).await;
-                *pause = (*pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
-                let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-                let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-                match connect(&socket, &SocketAddrUnix::new(&*path)?) {
-                    Ok(()) => return Ok(socket),
-                    Err(error @ (Errno::NOTSOCK | Errno::PROTOTYPE)) => return Err(error.into()),
-                    // It is not there yet, or busy.
-                    Err(error) => tell(&self.id, path, told, io::Error::from(error).to_string()),
+            Way::Call { path, pause, told } => {
+                let address = SocketAddrUnix::new(&*path)?;
+                loop {
+                    reactor::sleep_until(reactor::now() + *pause).await;
+                    *pause = (*pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+                    match call(&address) {
+                        Ok(socket) => return Ok(socket),
+                        // Whatever is there, or is missing: the right one may come.
+                        Err(error) => tell(&self.id, path, told, io::Error::from(error).to_string()),
+                    }
                 }
-            },
+            }
         }
     }
 
@@ -157,6 +157,14 @@ fn tell(id: &str, path: &Path, told: &mut String, why: String) {
         );
         *told = why;
     }
+}
+
+/// Connects to a front end that listens.
+fn call(address: &SocketAddrUnix) -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, address)?;
+    Ok(socket)
 }
 
 /// Accepts a front end, and tries again while there are no descriptors or no memory for it.

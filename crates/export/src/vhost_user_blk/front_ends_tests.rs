@@ -4,7 +4,8 @@ use std::{
     cell::Cell,
     io::Read as _,
     net::Shutdown,
-    os::unix::net::{UnixListener, UnixStream},
+    os::unix::net::{UnixDatagram, UnixListener, UnixStream},
+    path::Path,
     rc::Rc,
 };
 
@@ -204,6 +205,26 @@ fn why_nobody_can_be_called_is_told() {
         assert_eq!(told().await, "it hung up at once");
         drop(listener);
         assert!(told().await.starts_with("Connection refused"));
+        std::fs::remove_dir_all(directory).expect("removed");
+    });
+}
+
+#[test]
+fn a_socket_of_another_kind_is_called_until_the_right_one_is_there() {
+    real(async {
+        let directory = directory("kinds");
+        let path = directory.join("s");
+        let wrong = UnixDatagram::bind(&path).expect("a socket");
+        let mut front_ends = FrontEnds::call("e", path.clone());
+        {
+            let mut next = pin!(front_ends.next());
+            let early = reactor::timeout(Duration::from_millis(1), next.as_mut()).await;
+            assert!(early.is_err(), "{early:?}");
+            drop(wrong);
+            std::fs::remove_file(&path).expect("removed");
+            let _listener = UnixListener::bind(&path).expect("a socket");
+            assert!(matches!(reactor::timeout(LONG, next).await, Ok(Ok(_))), "it calls the new one");
+        }
         std::fs::remove_dir_all(directory).expect("removed");
     });
 }

@@ -33,7 +33,10 @@ pub(super) async fn held(
             First::Other(Ok(Order::Memory(memory, places, _in_use))) => {
                 (settings.memory, settings.places) = (memory, places);
             }
-            First::Other(Ok(Order::Event(kind, bell))) => rewired.push((kind, bell)),
+            First::Other(Ok(Order::Event(kind, bell))) => {
+                rewired.retain(|(other, _)| *other != kind);
+                rewired.push((kind, bell));
+            }
             First::Other(Ok(Order::Stop { .. }) | Err(_)) => {
                 is_over.set(true);
                 break hold.await;

@@ -39,6 +39,7 @@ pub mod features;
 pub mod front_ends;
 pub mod fuzzing;
 mod handover;
+mod idle;
 pub mod inflight;
 pub mod message;
 mod patrol;

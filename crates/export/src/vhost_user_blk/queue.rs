@@ -22,15 +22,13 @@ use std::{
 };
 
 use event_listener::Event;
-use policy::{
-    merge::{Candidate, Operation},
-    time::Duration,
-};
+use policy::merge::{Candidate, Operation};
 
 use super::{
     bell::Bell,
     device::{Counted, Device},
     features::virtio,
+    idle::Idle,
     patrol::Patrol,
     session::EventKind,
     vring::{RingPlaces, RingSettings},
@@ -40,20 +38,20 @@ use crate::{
     race::{First, first},
     virtio::{
         block::{self as requests, Kind, Request},
-        ring::{Broken, Inflight, Layout, Places, Ring, Ticket},
+        ring::{Broken, Inflight, Layout, MAX_DESCRIPTORS, Places, Ring, Ticket},
     },
 };
 use block::{
     disk::Patience,
     guest::{Memory, Place},
-    reactor::{self, Launcher, Signal, op::Fd},
+    reactor::{self, Launcher, Notifier, Signal, op::Fd},
     storage::RangeLocks,
 };
 
-/// A ring without an event to kick is looked at so often.
-const UNKICKED: Duration = Duration::from_micros(200);
 /// Requests that are taken in one go, so that completions are not kept waiting for long.
 const MOST_TAKEN: usize = 256;
+/// Descriptors that are read in one go: two of the longest chains.
+const MOST_DESCRIPTORS: usize = 2 * MAX_DESCRIPTORS;
 
 /// Chains that are given back before the driver is called for them.
 const MOST_UNANNOUNCED: usize = 16;
@@ -108,6 +106,7 @@ pub(super) struct Queue {
     /// See [`Queue::is_lost`].
     lost: Cell<bool>,
     bells: RefCell<Bells>,
+    notifier: Notifier,
     /// Another kick is to be heard.
     rewired: Event,
     /// Chains given back for which the driver was not called.
@@ -157,6 +156,7 @@ impl Queue {
             memory_changed: Cell::new(false),
             lost: Cell::new(false),
             bells: RefCell::new(bells),
+            notifier: Notifier::default(),
             rewired: Event::new(),
             unannounced: Cell::new(0),
             returned: RefCell::default(),
@@ -228,7 +228,7 @@ impl Queue {
             return Err(Broken::Lost);
         }
         let limits = self.device.limits();
-        let mut taken = 0;
+        let (mut taken, mut descriptors) = (0, 0);
         let outcome = loop {
             let chain = match ring.take() {
                 Ok(Some(chain)) => chain,
@@ -236,6 +236,7 @@ impl Queue {
                 Err(why) => break Err(why),
             };
             taken += 1;
+            descriptors += chain.descriptors;
             let fault = chain.fault;
             let (ticket, request) = requests::parse(chain, &limits);
             if let Some(fault) = fault {
@@ -250,7 +251,7 @@ impl Queue {
                     self.unannounced.set(self.unannounced.get() + 1);
                 }
             }
-            if taken == MOST_TAKEN {
+            if taken == MOST_TAKEN || descriptors >= MOST_DESCRIPTORS {
                 break Ok(());
             }
         };
@@ -339,15 +340,19 @@ impl Queue {
         self.call_anyway();
     }
 
-    /// Raises the news when the driver kicks.
+    /// Raises the news when the driver kicks, or now and then if it cannot.
     async fn hear(self: Rc<Self>) {
+        let mut idle = Idle::default();
         loop {
-            let rewired = self.rewired.listen();
+            let mut rewired = self.rewired.listen();
             let kick = self.bells.borrow().kick.clone();
+            let pause = idle.pause(self.taken.get(), kick.is_some());
+            if !pause.is_zero() && reactor::timeout(pause, &mut rewired).await.is_ok() {
+                idle = Idle::default();
+                continue;
+            }
             let Some(kick) = kick else {
-                if reactor::timeout(UNKICKED, rewired).await.is_err() {
-                    self.news.raise();
-                }
+                self.news.raise();
                 continue;
             };
             match first(kick.heard(), rewired).await {
@@ -359,7 +364,7 @@ impl Queue {
                     self.device.warn_of_event(self.number, &why);
                     self.bells.borrow_mut().kick = None;
                 }
-                First::Other(()) => {}
+                First::Other(()) => idle = Idle::default(),
             }
         }
     }
@@ -396,7 +401,7 @@ impl Queue {
 
     fn call_anyway(&self) {
         if let Some(call) = &self.bells.borrow().call {
-            call.ring();
+            call.ring(&self.notifier);
             self.device.calls.fetch_add(1, Relaxed);
         }
     }
@@ -451,14 +456,9 @@ impl Queue {
     }
 
     fn break_off(&self, why: &Broken) {
-        tracing::warn!(
-            export = %self.device.export.id,
-            queue = self.number,
-            %why,
-            "a ring cannot be served any more (until its driver is set up again)"
-        );
+        self.device.warn_of_ring(self.number, why);
         if let Some(error) = &self.bells.borrow().error {
-            error.ring();
+            error.ring(&self.notifier);
         }
         self.stop(false);
     }
@@ -497,3 +497,7 @@ pub(super) fn bell(device: &Device, number: u16, event: Option<Fd>) -> Option<Be
     let bell = Bell::new(event?);
     bell.inspect_err(|why| device.warn_of_event(number, why)).ok()
 }
+
+#[cfg(test)]
+#[path = "queue_tests.rs"]
+mod tests;

@@ -11,7 +11,7 @@
 //! and never moves. A front end that goes is over when its last queue is.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     fmt::Display,
     future::pending,
     io,
@@ -39,7 +39,7 @@ use super::{
 };
 use crate::race::{First, first};
 use block::{
-    reactor::{self, Worker, op::Fd},
+    reactor::{self, Notifier, Worker, op::Fd},
     seldom::Seldom,
 };
 
@@ -111,7 +111,7 @@ impl Server {
     /// Serves front ends until [`Server::close`].
     ///
     /// # Errors
-    /// The socket cannot be listened on, or connected to by anybody.
+    /// As [`FrontEnds::serve`].
     pub async fn serve(self: Arc<Self>, mut front_ends: FrontEnds, threads: Threads) -> io::Result<()> {
         let serving = front_ends.serve(|socket| self.attend(socket, threads.clone()));
         match first(serving, self.until_stopping()).await {
@@ -218,6 +218,9 @@ impl Server {
     }
 }
 
+/// Orders that a queue has not taken yet. Each may hold a descriptor; past it the front end waits.
+const MOST_ORDERS: usize = 16;
+
 type Report = (u16, u32);
 
 struct Attendance<'s> {
@@ -251,7 +254,7 @@ impl Attendance<'_> {
                 self.connection.resize(self.server.device.disk().size_bytes());
             }
             match self.news(changed).await {
-                Ok(News::Effect(effect)) => self.carry_out(effect).await,
+                Ok(News::Effect(effect)) => self.carry_out_unless_left(effect).await?,
                 Ok(News::Stopped((ring, base))) => self.ring_stopped(ring, base),
                 Ok(News::Changed) => {}
                 Err(ended) => return ended,
@@ -277,17 +280,27 @@ impl Attendance<'_> {
         }
     }
 
+    /// A queue that is busy takes its orders later. If the front end goes meanwhile, the rest of
+    /// them does not matter any more: all queues end.
+    async fn carry_out_unless_left(&mut self, effect: Effect) -> Result<(), Ended> {
+        let hung_up = self.connection.hung_up();
+        match first(self.carry_out(effect), hung_up).await {
+            First::One(()) => Ok(()),
+            First::Other(_) => Err(Ended::Left),
+        }
+    }
+
     async fn carry_out(&mut self, effect: Effect) {
         match effect {
             Effect::Start { ring, settings } => self.start(ring, *settings),
-            Effect::Stop { ring } => self.order(ring, Order::Stop { abandoned: false }),
+            Effect::Stop { ring } => self.order(ring, Order::Stop { abandoned: false }).await,
             Effect::Fault { ring, why, error } => {
                 cannot_serve(&self.server.device, ring, &why, error);
             }
             Effect::Memory { memory, rings } => {
                 let (in_use, all_in_use) = async_channel::bounded(1);
                 for (ring, places) in rings {
-                    self.order(ring, Order::Memory(memory.clone(), places, in_use.clone()));
+                    self.order(ring, Order::Memory(memory.clone(), places, in_use.clone())).await;
                 }
                 drop(in_use);
                 // The reply that may follow promises that nothing is written beside a log any more.
@@ -295,7 +308,7 @@ impl Attendance<'_> {
             }
             Effect::Event { ring, kind, event } => {
                 let bell = bell(&self.server.device, ring, event);
-                self.order(ring, Order::Event(kind, bell));
+                self.order(ring, Order::Event(kind, bell)).await;
             }
             Effect::WriteCache(on) => {
                 self.server.device.set_write_cache(on, self.connection.write_cache());
@@ -303,15 +316,15 @@ impl Attendance<'_> {
         }
     }
 
-    fn order(&self, ring: u16, order: Order) {
+    async fn order(&self, ring: u16, order: Order) {
         if let Some(queue) = self.queues.get(&ring) {
             // A queue that has just ended has reported it.
-            let _ = queue.try_send(order);
+            let _ = queue.send(order).await;
         }
     }
 
     fn start(&mut self, ring: u16, settings: RingSettings) {
-        let (orders, received) = async_channel::unbounded();
+        let (orders, received) = async_channel::bounded(MOST_ORDERS);
         self.queues.insert(ring, orders);
         let (server, reports) = (Arc::clone(self.server), self.stopped.0.clone());
         server.queues.fetch_add(1, Relaxed);
@@ -333,12 +346,11 @@ impl Attendance<'_> {
     /// Ends the queues that still run. Nobody is there to take their answers, but the guest's
     /// memory may be, and another front end may come with it.
     async fn end(&mut self) {
-        for queue in self.queues.values() {
-            let _ = queue.try_send(Order::Stop { abandoned: true });
-        }
-        while !self.queues.is_empty() {
+        // Without whoever orders, a queue ends as if it was told to, however many orders wait.
+        let mut running: HashSet<u16> = self.queues.drain().map(|(ring, _)| ring).collect();
+        while !running.is_empty() {
             let Ok((ring, _)) = self.stopped.1.recv().await else { return };
-            self.queues.remove(&ring);
+            running.remove(&ring);
         }
     }
 }
@@ -387,10 +399,9 @@ async fn serve_ring(
 
 /// Says what is wrong with a ring that has not begun, in the log and by its event.
 fn cannot_serve(device: &Device, ring: u16, why: &dyn Display, error: Option<Fd>) {
-    let id = &device.export.id;
-    tracing::warn!(export = %id, queue = ring, %why, "a ring cannot be served (until its driver is set up again)");
+    device.warn_of_ring(ring, why);
     if let Some(error) = bell(device, ring, error) {
-        error.ring();
+        error.ring(&Notifier::default());
     }
 }
 

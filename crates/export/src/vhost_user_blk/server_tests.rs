@@ -8,6 +8,8 @@ use std::{
         fd::{AsFd as _, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
+    pin::pin,
+    task::{Context, Poll, Waker},
 };
 
 use policy::{
@@ -25,6 +27,7 @@ use crate::{
     vhost_user_blk::{
         features::{Offer, protocol, virtio},
         message::code,
+        session::EventKind,
         vring::RingPlaces,
     },
     virtio::ring::{
@@ -484,23 +487,77 @@ fn nothing_is_served_into_memory_that_has_gone() {
 }
 
 #[test]
+fn rings_that_break_by_the_thousand_are_one_line() {
+    real(async {
+        let device = Arc::clone(&server(Limits::default()).device);
+        (0..1000).for_each(|ring| cannot_serve(&device, ring, &"it is broken", None));
+        let later = reactor::now() + PATIENCE;
+        assert!(device.broken_rings.line(later).is_some_and(|left_out| left_out > 900));
+    });
+}
+
+fn settings_of_no_ring() -> RingSettings {
+    let memory = Memory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
+    let place = memory.place(0, 4096).expect("all of it");
+    RingSettings {
+        // No split ring has this size.
+        size: 3,
+        places: RingPlaces { descriptors: place.clone(), driver: place.clone(), device: place },
+        memory,
+        features: 0,
+        base: 7,
+        inflight: None,
+        kick: None,
+        call: None,
+        error: None,
+    }
+}
+
+/// What a future ends with that does not wait.
+fn at_once<T>(future: impl Future<Output = T>) -> Option<T> {
+    match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(value) => Some(value),
+        Poll::Pending => None,
+    }
+}
+
+#[test]
+fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
+    real(async {
+        let server = server(Limits::default());
+        let (ours, theirs) = UnixStream::pair().expect("sockets");
+        let mut attendance = Attendance {
+            server: &server,
+            connection: Connection::new("vm1".into(), theirs.into(), Session::new(server.device.offer())),
+            threads: Threads::Here,
+            turn: 0,
+            queues: HashMap::new(),
+            stopped: async_channel::unbounded(),
+            resizes: 0,
+        };
+        let call = || Effect::Event { ring: 0, kind: EventKind::Call, event: Some(Fd::from(event(0))) };
+        attendance.start(0, settings_of_no_ring());
+        // The queue is not run meanwhile.
+        for _ in 0..MOST_ORDERS {
+            at_once(attendance.carry_out(call())).expect("there is room");
+        }
+        assert!(at_once(attendance.carry_out(call())).is_none(), "orders pile up");
+        attendance.carry_out_unless_left(call()).await.expect("the queue has taken some, or ended");
+        // One that takes nothing.
+        let (orders, _received) = async_channel::bounded(1);
+        attendance.queues.insert(0, orders);
+        attendance.carry_out_unless_left(call()).await.expect("there is room");
+        drop(ours);
+        let left = attendance.carry_out_unless_left(call()).await;
+        assert!(matches!(left, Err(Ended::Left)), "{left:?}");
+    });
+}
+
+#[test]
 fn nobody_waits_for_orders_that_come_too_late() {
     real(async {
-        let memory = Memory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
-        let place = memory.place(0, 4096).expect("all of it");
-        let places = RingPlaces { descriptors: place.clone(), driver: place.clone(), device: place };
-        let settings = RingSettings {
-            // No split ring has this size.
-            size: 3,
-            places: places.clone(),
-            memory: memory.clone(),
-            features: 0,
-            base: 7,
-            inflight: None,
-            kick: None,
-            call: None,
-            error: None,
-        };
+        let settings = settings_of_no_ring();
+        let (memory, places) = (settings.memory.clone(), settings.places.clone());
         let (orders, received) = async_channel::unbounded();
         let (in_use, is_in_use) = async_channel::bounded(1);
         orders.try_send(Order::Memory(memory, places, in_use)).expect("there is room");

@@ -1,0 +1,60 @@
+//! What a queue takes in one go.
+
+use super::*;
+use crate::{
+    vhost_user_blk::{Export, Offer},
+    virtio::ring::{
+        Parts,
+        driver::{Buffer, Driver},
+    },
+};
+use block::{
+    disk::Disk,
+    guest::Region,
+    image::{Image, Raw},
+    layer::throttle::DiskSettings,
+    storage::Storage,
+};
+
+const SIZE: u16 = 8;
+const BYTES: usize = 1 << 15;
+
+#[test]
+fn the_longest_chains_are_taken_two_at_a_time() {
+    let image = Image::Raw(Raw::new(Storage::memory(1 << 20)));
+    let disk = Disk::new("disk", image, DiskSettings::default(), None).expect("no limits");
+    let offer = Offer::default();
+    let export = Export { id: "vm1".into(), disk: Arc::new(disk), offer, serial: "disk".into() };
+    let memory = Memory::new(vec![Region::on_heap(0, 0, BYTES)]).expect("one region");
+    let place = |at, bytes| memory.place(at, bytes).expect("inside");
+    let parts = Parts::of(SIZE, false, false);
+    let places = RingPlaces {
+        descriptors: place(0, parts.descriptors.0),
+        driver: place(0x1000, parts.driver.0),
+        device: place(0x2000, parts.device.0),
+    };
+    let RingPlaces { descriptors, driver, device } = places.clone();
+    let (packed, event_idx, indirect) = (false, false, true);
+    let mut driver =
+        Driver::new(&Layout { size: SIZE, descriptors, driver, device, packed, event_idx, indirect });
+    // Nothing to read or to write: each goes back at once.
+    let nothing = Buffer { address: 0, bytes: 0, writable: false };
+    for _ in 0..5 {
+        let table = place(0x4000, MAX_DESCRIPTORS * 16);
+        driver.add_indirect(&table, &[nothing; MAX_DESCRIPTORS]).expect("there is room");
+    }
+    let settings = RingSettings {
+        size: SIZE,
+        places,
+        memory: memory.clone(),
+        features: virtio::INDIRECT_DESC,
+        base: 0,
+        inflight: None,
+        kick: None,
+        call: None,
+        error: None,
+    };
+    let queue = Queue::new(0, settings, Arc::new(Device::new(export))).expect("a good ring");
+    let mut intake = Intake::default();
+    assert_eq!([0; 4].map(|_| queue.take(&mut intake)), [Ok(2), Ok(2), Ok(1), Ok(0)]);
+}
