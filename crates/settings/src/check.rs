@@ -338,7 +338,7 @@ fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
         }
     };
     let poll = match draft.poll {
-        None => Polling::Auto,
+        None => Polling::Off,
         Some(said) => match said.value {
             Polling::UpTo(limit) if limit > MAX_POLL => {
                 return Err(said.wrong("is too long; it is 1s at most (0 never polls)"));

@@ -14,21 +14,23 @@ use super::{Driver, spawn, with_current};
 #[derive(Debug)]
 pub struct Launcher<F> {
     room: Option<Pin<Box<Option<F>>>>,
-}
-
-impl<F> Default for Launcher<F> {
-    fn default() -> Self {
-        Self { room: None }
-    }
+    /// In simulation the seed decides what runs when.
+    is_simulated: bool,
 }
 
 impl<F: Future<Output = ()> + 'static> Launcher<F> {
-    /// As [`spawn`]. A future that has to wait is polled a second time, by its task.
+    /// For this thread.
     ///
     /// # Panics
-    /// Without a reactor on this thread.
+    /// Without a reactor on it.
+    #[expect(clippy::new_without_default, reason = "a default does not panic")]
+    pub fn new() -> Self {
+        Self { room: None, is_simulated: with_current(|reactor| matches!(reactor.driver, Driver::Sim(_))) }
+    }
+
+    /// As [`spawn`]. A future that has to wait is polled a second time, by its task.
     pub fn launch(&mut self, future: F) {
-        if with_current(|reactor| matches!(reactor.driver, Driver::Sim(_))) {
+        if self.is_simulated {
             return spawn(future);
         }
         let mut room = self.room.take().unwrap_or_else(|| Box::pin(None));
@@ -66,7 +68,7 @@ mod tests {
     #[test]
     fn what_is_ready_has_ended_before_the_next_begins_and_the_rest_ends_later() {
         run(Polling::Off, async {
-            let mut launcher = Launcher::default();
+            let mut launcher = Launcher::new();
             let ended = Rc::new(Cell::new(0));
             for (yields, at_once) in [(0, 1), (3, 1), (0, 2), (3, 2), (0, 3)] {
                 launcher.launch(ending(yields, Rc::clone(&ended)));

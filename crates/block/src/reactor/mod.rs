@@ -114,18 +114,6 @@ pub fn spawn(future: impl Future<Output = ()> + 'static) {
     reactor.launch(runnable);
 }
 
-/// Whether this thread may look for something in place of sleeping: not where it was started with
-/// [`Polling::Off`].
-///
-/// # Panics
-/// Without a reactor on this thread.
-pub fn may_poll() -> bool {
-    with_current(|reactor| match &reactor.driver {
-        Driver::Uring(uring) => uring.may_poll(),
-        Driver::Sim(_) => true,
-    })
-}
-
 /// As [`spawn`], with a handle to await the result. Dropping the handle cancels the task.
 ///
 /// # Panics

@@ -242,10 +242,6 @@ impl Uring {
         }
     }
 
-    pub(super) fn may_poll(&self) -> bool {
-        self.polling != Polling::Off
-    }
-
     /// How long to poll now.
     fn limit(&self, now: Instant) -> Duration {
         match (self.polling, &self.vigil) {

@@ -40,18 +40,21 @@ impl Queue {
             }
             Kind::Read { .. } => self.read(incoming).await,
             Kind::Write { .. } => self.write(incoming).await,
-            Kind::Discard(_) | Kind::WriteZeroes(_) => self.erase(incoming).await,
-            Kind::Flush => {
-                let result = self.device.disk().flush_for(Some(&self.patience)).await;
-                self.answer(incoming, result);
-            }
+            // Apart, because every read and write has room for what is not.
+            Kind::Discard(_) | Kind::WriteZeroes(_) => Box::pin(self.erase(incoming)).await,
+            Kind::Flush => Box::pin(self.flush(incoming)).await,
             Kind::Id(_) => {
                 incoming.request.answer_id(self.device.id());
-                places(&incoming).iter().for_each(|place| self.mark(place.guest_address(), place.bytes()));
+                incoming.places().iter().for_each(|place| self.mark(place.guest_address(), place.bytes()));
                 self.answer(incoming, Ok(()));
             }
             &Kind::Done(status) => self.finish(incoming.ticket, incoming.request, status),
         }
+    }
+
+    async fn flush(&self, incoming: Incoming) {
+        let result = self.device.disk().flush_for(Some(&self.patience)).await;
+        self.answer(incoming, result);
     }
 
     async fn read(&self, mut incoming: Incoming) {
@@ -71,7 +74,7 @@ impl Queue {
         let Some(pass) = self.admit(Direction::Read, Cost::merged(&lengths), false).await else {
             return parts.into_iter().for_each(|part| self.give_back(part));
         };
-        let target = Target::Here(parts.iter().flat_map(places).cloned().collect());
+        let target = Target::Here(parts.iter().flat_map(Incoming::places).cloned().collect());
         let result = self.device.disk().read_to(pass, parts[0].candidate().offset, target).await;
         match result {
             Ok(_) => {
@@ -228,13 +231,6 @@ impl Queue {
         let written = request.finish(status);
         self.mark(address, bytes);
         self.ended(ticket, written);
-    }
-}
-
-pub(super) fn places(incoming: &Incoming) -> &Data {
-    match &incoming.request.kind {
-        Kind::Read { into: places, .. } | Kind::Write { from: places, .. } | Kind::Id(places) => places,
-        _ => unreachable!("it has no data"),
     }
 }
 

@@ -179,13 +179,14 @@ mod tests {
             let (file, bytes) = create(2, 1024, packed).expect("made");
             let map = |queues| {
                 let file = file.try_clone().expect("a descriptor");
-                Area::map(&info(bytes, queues, 128), file).expect("mapped")
+                Area::map(&info(bytes, queues, 128), file, &plenty()).expect("mapped")
             };
             let parts = [0, 1].map(|ring| map(2).part(ring, 1024, packed).expect("there").guest_address());
             assert_eq!(parts, [0, part_bytes(1024, packed)]);
             // Parts of another length have the alignment of any.
             for queues in 1..=MAX_QUEUES {
-                let area = Area::map(&info(bytes, queues, 2), file.try_clone().expect("a descriptor"));
+                let file = file.try_clone().expect("a descriptor");
+                let area = Area::map(&info(bytes, queues, 2), file, &plenty());
                 let part = area.ok().and_then(|area| area.part(queues - 1, 2, packed));
                 assert!(part.is_none_or(|part| part.is_aligned(64)), "{queues}");
             }

@@ -20,7 +20,6 @@ const MOST_SKIPPED: u32 = 1024;
 
 #[derive(Debug, Default)]
 pub(super) struct Patrol {
-    is_off: bool,
     /// Whether the last sleep was short.
     is_worth_it: bool,
     since: Option<Instant>,
@@ -32,11 +31,6 @@ pub(super) struct Patrol {
 }
 
 impl Patrol {
-    /// One that never looks, where `is_on` is false.
-    pub(super) fn new(is_on: bool) -> Self {
-        Self { is_off: !is_on, ..Self::default() }
-    }
-
     /// There was something in the ring, or something has ended.
     pub(super) fn found(&mut self) {
         if self.since.take().is_some() {
@@ -67,7 +61,7 @@ impl Patrol {
 
     /// It was woken after so long.
     pub(super) fn slept(&mut self, slept: Duration) {
-        self.is_worth_it = !self.is_off && slept <= LONGEST;
+        self.is_worth_it = slept <= LONGEST;
     }
 }
 
@@ -95,13 +89,6 @@ mod tests {
         assert_eq!(looks(&mut patrol, &mut now), 0, "it would have looked in vain");
         patrol.slept(LONGEST);
         assert_eq!(looks(&mut patrol, &mut now), 64);
-    }
-
-    #[test]
-    fn where_it_is_off_it_never_looks() {
-        let mut patrol = Patrol::new(false);
-        patrol.slept(STEP);
-        assert_eq!(looks(&mut patrol, &mut Instant::ZERO.clone()), 0);
     }
 
     #[test]

@@ -9,10 +9,7 @@ use std::mem;
 
 use policy::{request::Direction, throttle::Cost};
 
-use super::{
-    execute::places,
-    queue::{Incoming, Queue},
-};
+use super::queue::{Incoming, Queue};
 use crate::{
     intake::Mergeable as _,
     virtio::block::{Data, Kind, SECTOR_BYTES},
@@ -59,7 +56,7 @@ impl Queue {
             return self.give_back(incoming);
         }
         let mut offset = incoming.candidate().offset;
-        let mut rest: Segments = places(&incoming).iter().cloned().collect();
+        let mut rest: Segments = incoming.places().iter().cloned().collect();
         let mut must_go = incoming.must_go;
         let mut outcome = Ok(());
         while !rest.is_empty() && outcome.is_ok() {

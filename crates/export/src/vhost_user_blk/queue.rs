@@ -37,7 +37,7 @@ use crate::{
     intake::{Intake, Joined, Mergeable},
     race::{First, first},
     virtio::{
-        block::{self as requests, Kind, Request},
+        block::{self as requests, Data, Kind, Request},
         ring::{Broken, Inflight, Layout, MAX_DESCRIPTORS, Places, Ring, Ticket},
     },
 };
@@ -76,6 +76,19 @@ pub(super) struct Incoming {
     number: u64,
     /// It cannot go back, and waits for its limits whatever happens.
     pub(super) must_go: bool,
+}
+
+impl Incoming {
+    /// Where its data is.
+    ///
+    /// # Panics
+    /// If it has none.
+    pub(super) fn places(&self) -> &Data {
+        match &self.request.kind {
+            Kind::Read { into: places, .. } | Kind::Write { from: places, .. } | Kind::Id(places) => places,
+            _ => unreachable!("it has no data"),
+        }
+    }
 }
 
 impl Mergeable for Incoming {
@@ -197,8 +210,8 @@ impl Queue {
 
     async fn run(self: &Rc<Self>) -> Result<(), Broken> {
         let mut intake = Intake::default();
-        let mut launcher = Launcher::default();
-        let mut patrol = Patrol::new(reactor::may_poll());
+        let mut launcher = Launcher::new();
+        let mut patrol = Patrol::default();
         // A device before us may have owed a call.
         self.call();
         while !self.stopping.get() {

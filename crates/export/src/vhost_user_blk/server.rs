@@ -254,7 +254,11 @@ impl Attendance<'_> {
                 self.connection.resize(self.server.device.disk().size_bytes());
             }
             match self.news(changed).await {
-                Ok(News::Effect(effect)) => self.carry_out_unless_left(effect).await?,
+                Ok(News::Effect(effect)) => {
+                    if let Err(ended) = self.carry_out_unless_left(effect).await {
+                        return ended;
+                    }
+                }
                 Ok(News::Stopped((ring, base))) => self.ring_stopped(ring, base),
                 Ok(News::Changed) => {}
                 Err(ended) => return ended,

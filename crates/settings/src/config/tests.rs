@@ -112,7 +112,7 @@ fn a_disk_with_nothing_but_an_image() {
     assert_eq!((plan.service.qmp, plan.service.state), (Vec::<PathBuf>::new(), None));
     assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
     assert_eq!(plan.service.max_connections, 100);
-    assert_eq!(plan.service.poll, Polling::Auto);
+    assert_eq!(plan.service.poll, Polling::Off);
     assert_eq!(plan.service.log.filter, "info");
     assert!((1..=8).contains(&plan.service.workers));
 }

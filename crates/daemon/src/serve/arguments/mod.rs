@@ -194,7 +194,7 @@ struct ProcessArgs {
     #[arg(long, value_name = "N", value_parser = settings::workers)]
     workers: Option<usize>,
     /// How long a thread looks for completions before it sleeps, at most 1s; off (or 0) never
-    /// polls, auto polls while clients get more for it than it costs [default: auto]
+    /// polls, auto polls while clients get more for it than it costs [default: off]
     #[arg(long, value_name = "TIME|auto|off", value_parser = settings::polling)]
     poll: Option<Polling>,
     /// Memory for data: of requests, which wait for more, of disks in memory, where writes past it
