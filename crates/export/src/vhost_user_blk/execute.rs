@@ -106,17 +106,13 @@ impl Queue {
 
     fn answer_read(&self, incoming: Incoming, result: Result<Segments>) {
         if let Ok(filled) = &result {
-            self.mark_filled(filled);
-        }
-        self.answer(incoming, result.map(drop));
-    }
-
-    pub(super) fn mark_filled(&self, filled: &Segments) {
-        for segment in filled.iter() {
-            if let Segment::Guest(place) = segment {
-                self.mark(place.guest_address(), place.bytes());
+            for segment in filled.iter() {
+                if let Segment::Guest(place) = segment {
+                    self.mark(place.guest_address(), place.bytes());
+                }
             }
         }
+        self.answer(incoming, result.map(drop));
     }
 
     async fn write(&self, mut incoming: Incoming) {

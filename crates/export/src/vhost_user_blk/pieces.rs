@@ -73,15 +73,16 @@ impl Queue {
             };
             must_go = true;
             outcome = match direction {
-                Direction::Read => disk
-                    .read_to(pass, offset, Target::Here(piece))
-                    .await
-                    .map(|filled| self.mark_filled(&filled)),
+                Direction::Read => disk.read_to(pass, offset, Target::Here(piece)).await.map(drop),
                 Direction::Write => disk.write(pass, offset, piece, self.device.durability()).await,
             };
             offset += bytes;
             // Storage in memory never waits.
             reactor::yield_now().await;
+        }
+        if direction == Direction::Read {
+            // Not after each piece: a log may come in between, and has to know of all of them.
+            incoming.places().iter().for_each(|place| self.mark(place.guest_address(), place.bytes()));
         }
         self.answer(incoming, outcome);
     }

@@ -21,6 +21,10 @@ const BYTES: usize = 1 << 15;
 
 #[test]
 fn the_longest_chains_are_taken_two_at_a_time() {
+    reactor::sim::run(1, async { take_the_longest_chains() });
+}
+
+fn take_the_longest_chains() {
     let image = Image::Raw(Raw::new(Storage::memory(1 << 20)));
     let disk = Disk::new("disk", image, DiskSettings::default(), None).expect("no limits");
     let offer = Offer::default();

@@ -536,17 +536,15 @@ fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
             resizes: 0,
         };
         let call = || Effect::Event { ring: 0, kind: EventKind::Call, event: Some(Fd::from(event(0))) };
-        attendance.start(0, settings_of_no_ring());
-        // The queue is not run meanwhile.
+        // A queue that takes nothing.
+        let (orders, received) = async_channel::bounded(MOST_ORDERS);
+        attendance.queues.insert(0, orders);
         for _ in 0..MOST_ORDERS {
             at_once(attendance.carry_out(call())).expect("there is room");
         }
         assert!(at_once(attendance.carry_out(call())).is_none(), "orders pile up");
-        attendance.carry_out_unless_left(call()).await.expect("the queue has taken some, or ended");
-        // One that takes nothing.
-        let (orders, _received) = async_channel::bounded(1);
-        attendance.queues.insert(0, orders);
-        attendance.carry_out_unless_left(call()).await.expect("there is room");
+        received.try_recv().expect("an order");
+        attendance.carry_out_unless_left(call()).await.expect("there is room again");
         drop(ours);
         let left = attendance.carry_out_unless_left(call()).await;
         assert!(matches!(left, Err(Ended::Left)), "{left:?}");
