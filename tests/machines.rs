@@ -190,8 +190,8 @@ fn a_backup_reads_beside_a_machine_and_within_the_limits_of_the_disk() {
     let uri = weir.uri("backup");
     qemu_img(["compare", "-f", "raw", "-F", "raw", &uri, text(&scratch.sparse("zeroes.raw", MIB))])
         .succeeds();
-    let said = Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 512", &uri]).fails();
-    assert_says(&said, &["read-only"]);
+    Client::new("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 1M", &uri]).succeeds();
+    Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 512", &uri]).fails();
     let disk = &qmp.command("x-weir-query-status", json!({}))["disks"][0];
     assert!(disk["throttle"]["reads"]["bytes"].as_u64() >= Some(MIB), "charged as any other: {disk}");
     let machine_of =
@@ -214,8 +214,7 @@ fn an_image_that_is_handed_over_is_free_while_no_machine_runs() {
     qemu_io(["-f", "raw"], ["write -P 7 0 4k"], &image);
     for (weir, scratch) in weirs.iter().zip(&scratches) {
         assert!(is_let_in(&scratch.path("vm")));
-        let said = Client::new("qemu-io").args(["-f", "raw", "-c", "read 0 512", &weir.uri("disk")]).fails();
-        assert_says(&said, &["shutdown"]);
+        Client::new("qemu-io").args(["-f", "raw", "-c", "read 0 512", &weir.uri("disk")]).fails();
     }
     weirs.map(|weir| weir.stop());
 

@@ -165,6 +165,10 @@ fn said(error: blkio::Error) -> io::Error {
     let kind = match io::Error::from_raw_os_error(number).kind() {
         ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => ErrorKind::UnexpectedEof,
         _ if error.message() == ENDED => ErrorKind::UnexpectedEof,
+        // The number is that of a message which could not be sent.
+        _ if ["(os error 32)", "(os error 104)"].iter().any(|end| error.message().ends_with(end)) => {
+            ErrorKind::UnexpectedEof
+        }
         _ if number == libc::EIO => ErrorKind::InvalidData,
         kind => kind,
     };
