@@ -193,7 +193,7 @@ fn a_backup_reads_beside_a_machine_and_within_the_limits_of_the_disk() {
     Client::new("qemu-io").args(["-r", "-f", "raw", "-c", "read 0 1M", &uri]).succeeds();
     Client::new("qemu-io").args(["-f", "raw", "-c", "write 0 512", &uri]).fails();
     let disk = &qmp.command("x-weir-query-status", json!({}))["disks"][0];
-    assert!(disk["throttle"]["reads"]["bytes"].as_u64() >= Some(MIB), "charged as any other: {disk}");
+    assert!(disk["reads"]["bytes"].as_u64() >= Some(MIB), "counted as any other: {disk}");
     let machine_of =
         |qmp: &mut Qmp| exports(qmp).into_iter().find(|export| export["type"] == "vhost-user-blk");
     let seen = machine_of(&mut qmp).expect("it is there");
