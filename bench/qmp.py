@@ -22,9 +22,9 @@ class CommandFailed(Exception):
 class Monitor:
     """One connection, past its greeting. Use it in a `with` statement."""
 
-    def __init__(self, path):
+    def __init__(self, path, timeout_seconds=TIMEOUT_SECONDS):
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(TIMEOUT_SECONDS)
+        self._socket.settimeout(timeout_seconds)
         try:
             self._socket.connect(str(path))
         except OSError as error:
@@ -57,7 +57,8 @@ class Monitor:
         try:
             line = self._lines.readline()
         except TimeoutError as error:
-            raise CommandFailed(f"{awaited}: no answer within {TIMEOUT_SECONDS} s") from error
+            seconds = self._socket.gettimeout()
+            raise CommandFailed(f"{awaited}: no answer within {seconds:.0f} s") from error
         if not line:
             raise CommandFailed(f"{awaited}: the daemon closed the connection")
         return json.loads(line)

@@ -25,6 +25,8 @@ import qmp
 ACTIVATE = 'exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"'
 STOP_SECONDS = 120
 READY_SECONDS = 120
+# For qemu-storage-daemon to answer at its monitor, and how often it is started.
+MONITOR_SECONDS, MONITOR_ATTEMPTS = 20, 5
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -175,16 +177,26 @@ class Machine(Server):
                 pass
 
     def _monitor(self, directory, log):
-        path = directory / "qmp.sock"
+        # Now and then version 7.2 greets and never answers, so another one is tried.
+        for attempt in range(1, MONITOR_ATTEMPTS + 1):
+            try:
+                return self._monitor_once(directory / f"qmp{attempt}.sock", log)
+            except qmp.CommandFailed:
+                if attempt == MONITOR_ATTEMPTS:
+                    raise
+                self._process.kill()
+                self._process.wait()
+
+    def _monitor_once(self, path, log):
+        monitor = ["--chardev", "socket,id=qmp,fd=3,server=on,wait=off", "--monitor", "chardev=qmp"]
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen(1)
-            self.argv += ["--chardev", "socket,id=qmp,fd=3,server=on,wait=off", "--monitor", "chardev=qmp"]
             self._process = subprocess.Popen(
-                ["/bin/sh", "-c", ACTIVATE, "sh", *self.argv], stdin=listener, stdout=log, stderr=log
+                ["/bin/sh", "-c", ACTIVATE, "sh", *self.argv, *monitor], stdin=listener, stdout=log, stderr=log
             )
         # It answers once its exports are there.
-        with qmp.Monitor(path):
+        with qmp.Monitor(path, MONITOR_SECONDS):
             pass
 
 

@@ -216,7 +216,7 @@ fn an_image_that_is_handed_over_is_free_while_no_machine_runs() {
         assert!(is_let_in(&scratch.path("vm")));
         Client::new("qemu-io").args(["-f", "raw", "-c", "read 0 512", &weir.uri("disk")]).fails();
     }
-    weirs.map(|weir| weir.stop());
+    weirs.into_iter().for_each(|weir| _ = weir.stop());
 
     let [scratch, _] = scratches;
     let said = serve(&scratch, &image, &["--read-only"]).rejects_usage();
