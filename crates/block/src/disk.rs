@@ -251,6 +251,36 @@ impl Disk {
         self.done(Kind::Read, "read", range, &pass, attempt).await
     }
 
+    /// Whether reads and writes need not wait for anything but limits: see [`Disk::read_now`].
+    pub fn is_instant(&self) -> bool {
+        !self.may_hold() && !self.prefetch.is_on() && self.image.is_instant()
+    }
+
+    /// As [`Disk::admit`], for a request that passes without waiting; `None` if it does not, and
+    /// then nothing has been charged.
+    pub fn admit_now(&self, direction: Direction, cost: &Cost) -> Option<Pass> {
+        let passes = self.member.admit_now(direction, cost);
+        passes.then(|| Pass { requests: cost.requests(), patience: None })
+    }
+
+    /// As [`Disk::read_to`], without a future; `None` from a disk that is not
+    /// [instant](Disk::is_instant).
+    pub fn read_now(&self, pass: &Pass, offset: u64, target: Segments) -> Option<Result<Segments>> {
+        let length = target.len() as u64;
+        let result = self.image.read_now(offset, target)?;
+        Some(self.ended(Kind::Read, "read", (offset, length), pass, result))
+    }
+
+    /// As [`Disk::write`], without a future; `None` from a disk that is not
+    /// [instant](Disk::is_instant).
+    pub fn write_now(&self, pass: &Pass, offset: u64, data: &Segments) -> Option<Result<()>> {
+        let length = data.len() as u64;
+        let change = self.prefetch.change_begins(offset, length);
+        let result = self.image.write_now(offset, data);
+        self.prefetch.change_ends(change);
+        Some(self.ended(Kind::Write, "write", (offset, length), pass, result?))
+    }
+
     fn prefetched(&self, pass: &Pass, offset: u64, target: Target) -> impl Future<Output = Result<Segments>> {
         let may = |ahead: &Ahead, given_back| self.member.spare(&ahead.cost(), given_back);
         self.prefetch.read(offset, target, pass.requests, may)

@@ -47,6 +47,11 @@ impl<R: Mergeable> Intake<R> {
         if self.batch.len() == 1 { self.batch.pop() } else { None }
     }
 
+    /// All of them as they came.
+    pub(crate) fn take_all(&mut self) -> impl Iterator<Item = R> {
+        self.batch.drain(..)
+    }
+
     pub(crate) fn take_joined(&mut self) -> impl Iterator<Item = Joined<R>> {
         let Self { batch, taken, candidates, planner } = self;
         candidates.clear();

@@ -15,7 +15,7 @@ pub use self::{
 };
 use crate::{
     buffer::{Segments, Target},
-    error::Result,
+    error::{Error, Result},
     storage::{BlockSize, Durability, Extent, Format, OpenError, ResizeError, Storage, ZeroOptions},
 };
 
@@ -173,6 +173,33 @@ impl Image {
             }
             // Apart, because every read of a raw image has room for what is not.
             Self::Qcow2(qcow2) => Box::pin(qcow2.read_to(offset, target)).await,
+        }
+    }
+
+    /// Whether reads and writes are done without waiting: see [`Image::read_now`].
+    pub fn is_instant(&self) -> bool {
+        match self {
+            Self::Raw(raw) => raw.is_instant(),
+            Self::Qcow2(_) => false,
+        }
+    }
+
+    /// Reads without waiting, if it [is instant](Image::is_instant): see [`Storage::read_now`].
+    pub fn read_now(&self, offset: u64, target: Segments) -> Option<Result<Segments>> {
+        match self {
+            Self::Raw(raw) if raw.is_instant() => raw.storage().read_now(offset, target),
+            _ => None,
+        }
+    }
+
+    /// Writes without waiting, if it [is instant](Image::is_instant): see [`Storage::write_now`].
+    pub fn write_now(&self, offset: u64, data: &Segments) -> Option<Result<()>> {
+        match self {
+            Self::Raw(raw) if raw.is_instant() => match raw.is_read_only() {
+                true => Some(Err(Error::NOT_PERMITTED)),
+                false => raw.storage().write_now(offset, data),
+            },
+            _ => None,
         }
     }
 

@@ -62,6 +62,11 @@ impl Raw {
         self.read_only
     }
 
+    /// Whether no read or write ever waits, be it for the storage or for another one.
+    pub(super) fn is_instant(&self) -> bool {
+        self.header.is_none() && self.storage.is_instant()
+    }
+
     pub(super) async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         if self.read_only {
             return Err(Error::NOT_PERMITTED);

@@ -239,7 +239,11 @@ impl Memory {
         true
     }
 
-    pub(super) async fn read(&self, offset: u64, mut target: Segments) -> Result<Segments> {
+    pub(super) async fn read(&self, offset: u64, target: Segments) -> Result<Segments> {
+        self.read_now(offset, target)
+    }
+
+    pub(super) fn read_now(&self, offset: u64, mut target: Segments) -> Result<Segments> {
         if !within(offset, target.len() as u64, self.size_bytes()) {
             return Err(Error::INVALID);
         }
@@ -279,6 +283,10 @@ impl Memory {
     }
 
     pub(super) async fn write(&self, offset: u64, data: Segments, _durability: Durability) -> Result<()> {
+        self.write_now(offset, &data)
+    }
+
+    pub(super) fn write_now(&self, offset: u64, data: &Segments) -> Result<()> {
         if !within(offset, data.len() as u64, self.size_bytes()) {
             return Err(Error::INVALID);
         }

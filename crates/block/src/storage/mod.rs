@@ -315,6 +315,29 @@ impl Storage {
         }
     }
 
+    /// Whether reads and writes are done without waiting: see [`Storage::read_now`].
+    pub fn is_instant(&self) -> bool {
+        matches!(self, Self::Memory(_) | Self::Null(_))
+    }
+
+    /// [`Storage::read_into`] without waiting, by storage that never does; `None` from any other.
+    pub fn read_now(&self, offset: u64, target: Segments) -> Option<Result<Segments>> {
+        match self {
+            Self::Memory(memory) => Some(memory.read_now(offset, target)),
+            Self::Null(null) => Some(null.read_now(offset, target)),
+            _ => None,
+        }
+    }
+
+    /// [`Storage::write`] without waiting, as [`Storage::read_now`].
+    pub fn write_now(&self, offset: u64, data: &Segments) -> Option<Result<()>> {
+        match self {
+            Self::Memory(memory) => Some(memory.write_now(offset, data)),
+            Self::Null(null) => Some(null.write_now(offset, data)),
+            _ => None,
+        }
+    }
+
     /// Writes the segments one after the other, beginning at `offset`.
     ///
     /// # Errors

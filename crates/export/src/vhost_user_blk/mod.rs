@@ -41,6 +41,7 @@ pub mod fuzzing;
 mod handover;
 mod idle;
 pub mod inflight;
+mod instant;
 pub mod message;
 mod patrol;
 mod pieces;

@@ -113,6 +113,11 @@ impl Prefetch {
         })
     }
 
+    /// Whether anything is kept or read ahead now.
+    pub(crate) fn is_on(&self) -> bool {
+        self.shared.is_on.load(Relaxed)
+    }
+
     /// The most that it may hold now, in bytes.
     pub(crate) fn most_bytes(&self) -> u64 {
         if self.shared.is_on.load(Relaxed) { self.settings().memory_bytes } else { 0 }

@@ -178,6 +178,11 @@ impl Member {
         }
     }
 
+    /// Whether a request may pass without waiting; if so it is charged.
+    pub fn admit_now(&self, direction: Direction, cost: &Cost) -> bool {
+        self.seat.is_open() || self.seat.pass(direction, cost, reactor::recently())
+    }
+
     /// Whether a read of this cost may be made ahead of any request for it; if so it is charged to
     /// what the guests of its groups leave of their limits, which no request ever waits for. If
     /// not, it is to be left: nothing says when it may be made.

@@ -127,6 +127,12 @@ impl<K> Seat<K> {
         }
     }
 
+    /// Asks for a request to pass at once, and charges it if it does. If not, nothing has happened.
+    pub(super) fn pass(&self, direction: Direction, cost: &Cost, now: Instant) -> bool {
+        let place = self.lock();
+        place.arbiter.lock().tree().pass(place.node, direction, cost, now)
+    }
+
     /// Asks whether something may be read ahead, and charges it to what guests leave if so. See
     /// [`policy::throttle::Tree::spare`].
     pub(super) fn spare(&self, cost: &Cost, given_back: GivenBack, now: Instant) -> bool {

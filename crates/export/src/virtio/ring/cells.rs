@@ -38,6 +38,11 @@ impl Cells {
 
     words!(load_u16 store_u16 u16, load_u32 store_u32 u32, load_u64 store_u64 u64);
 
+    /// See [`Place::prefetch`].
+    pub(super) fn prefetch(&self, offset: usize) {
+        self.0.prefetch(offset);
+    }
+
     pub(super) fn bytes(&self) -> usize {
         self.0.bytes()
     }

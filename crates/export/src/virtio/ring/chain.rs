@@ -56,6 +56,16 @@ pub struct Chain {
 }
 
 impl Chain {
+    /// Has the processor fetch what is touched first and last: a request's header and status.
+    pub fn prefetch(&self) {
+        if let Some(first) = self.readable().first() {
+            first.prefetch(0);
+        }
+        if let Some(last) = self.writable().last() {
+            last.prefetch_to_write(last.bytes() - 1);
+        }
+    }
+
     /// What the device reads.
     pub fn readable(&self) -> &[Place] {
         &self.places[..self.reads]

@@ -17,6 +17,9 @@ use super::{
     regions::Regions,
 };
 
+/// How far ahead descriptors are fetched.
+const AHEAD: u16 = 8;
+
 /// The device's half of a split ring.
 #[derive(Debug)]
 pub(super) struct Split {
@@ -82,6 +85,9 @@ impl Split {
             return Ok(Some(self.chain(regions, head, None)));
         }
         let Some(head) = self.indices.take()? else { return Ok(None) };
+        if let Some(soon) = self.indices.peek(AHEAD) {
+            self.table.prefetch(usize::from(soon) * DESCRIPTOR_BYTES);
+        }
         let out = &mut self.out[usize::from(head)];
         if *out {
             return Err(Broken::Twice(head));

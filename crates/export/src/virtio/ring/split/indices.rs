@@ -119,6 +119,16 @@ impl Indices {
         Ok(Some(head))
     }
 
+    /// The head so many entries behind the next, if the driver is known to have made it available.
+    /// It may be another one, or none, once it is taken.
+    pub(super) fn peek(&self, ahead: u16) -> Option<u16> {
+        if self.seen.wrapping_sub(self.next) <= ahead {
+            return None;
+        }
+        let entry = usize::from(self.next.wrapping_add(ahead) % self.size);
+        Some(self.available.load_u16(RING + 2 * entry, Ordering::Relaxed))
+    }
+
     /// The entry taken last is to be taken again.
     pub(super) fn put_back(&mut self) {
         self.next = self.next.wrapping_sub(1);
