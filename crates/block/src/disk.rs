@@ -34,6 +34,7 @@ use policy::{
 use crate::{
     buffer::{Segments, Target},
     error::{Error, Result},
+    guest::Place,
     image::{Depth, Image},
     layer::{
         prefetch::Prefetch,
@@ -256,27 +257,32 @@ impl Disk {
         !self.may_hold() && !self.prefetch.is_on() && self.image.is_instant()
     }
 
-    /// As [`Disk::admit`], for a request that passes without waiting; `None` if it does not, and
-    /// then nothing has been charged.
-    pub fn admit_now(&self, direction: Direction, cost: &Cost) -> Option<Pass> {
-        let passes = self.member.admit_now(direction, cost);
-        passes.then(|| Pass { requests: cost.requests(), patience: None })
+    /// As [`Disk::admit`], for requests that come together and might pass without waiting: tells of
+    /// each in its order whether it does, and then it has been charged.
+    pub fn admit_now(
+        &self,
+        requests: impl Iterator<Item = (Direction, Cost)>,
+        mut answer: impl FnMut(Option<Pass>),
+    ) {
+        self.member.admit_now(requests, |cost, passes| {
+            answer(passes.then(|| Pass { requests: cost.requests(), patience: None }));
+        });
     }
 
     /// As [`Disk::read_to`], without a future; `None` from a disk that is not
     /// [instant](Disk::is_instant).
-    pub fn read_now(&self, pass: &Pass, offset: u64, target: Segments) -> Option<Result<Segments>> {
-        let length = target.len() as u64;
-        let result = self.image.read_now(offset, target)?;
+    pub fn read_now(&self, pass: &Pass, offset: u64, into: &[Place]) -> Option<Result<()>> {
+        let length = into.iter().map(Place::bytes).sum::<usize>() as u64;
+        let result = self.image.read_now(offset, into)?;
         Some(self.ended(Kind::Read, "read", (offset, length), pass, result))
     }
 
     /// As [`Disk::write`], without a future; `None` from a disk that is not
     /// [instant](Disk::is_instant).
-    pub fn write_now(&self, pass: &Pass, offset: u64, data: &Segments) -> Option<Result<()>> {
-        let length = data.len() as u64;
+    pub fn write_now(&self, pass: &Pass, offset: u64, from: &[Place]) -> Option<Result<()>> {
+        let length = from.iter().map(Place::bytes).sum::<usize>() as u64;
         let change = self.prefetch.change_begins(offset, length);
-        let result = self.image.write_now(offset, data);
+        let result = self.image.write_now(offset, from);
         self.prefetch.change_ends(change);
         Some(self.ended(Kind::Write, "write", (offset, length), pass, result?))
     }

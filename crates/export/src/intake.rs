@@ -48,8 +48,8 @@ impl<R: Mergeable> Intake<R> {
     }
 
     /// All of them as they came.
-    pub(crate) fn take_all(&mut self) -> impl Iterator<Item = R> {
-        self.batch.drain(..)
+    pub(crate) fn all(&mut self) -> &mut Vec<R> {
+        &mut self.batch
     }
 
     pub(crate) fn take_joined(&mut self) -> impl Iterator<Item = Joined<R>> {

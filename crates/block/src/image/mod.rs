@@ -16,6 +16,7 @@ pub use self::{
 use crate::{
     buffer::{Segments, Target},
     error::{Error, Result},
+    guest::Place,
     storage::{BlockSize, Durability, Extent, Format, OpenError, ResizeError, Storage, ZeroOptions},
 };
 
@@ -185,19 +186,19 @@ impl Image {
     }
 
     /// Reads without waiting, if it [is instant](Image::is_instant): see [`Storage::read_now`].
-    pub fn read_now(&self, offset: u64, target: Segments) -> Option<Result<Segments>> {
+    pub fn read_now(&self, offset: u64, into: &[Place]) -> Option<Result<()>> {
         match self {
-            Self::Raw(raw) if raw.is_instant() => raw.storage().read_now(offset, target),
+            Self::Raw(raw) if raw.is_instant() => raw.storage().read_now(offset, into),
             _ => None,
         }
     }
 
     /// Writes without waiting, if it [is instant](Image::is_instant): see [`Storage::write_now`].
-    pub fn write_now(&self, offset: u64, data: &Segments) -> Option<Result<()>> {
+    pub fn write_now(&self, offset: u64, from: &[Place]) -> Option<Result<()>> {
         match self {
             Self::Raw(raw) if raw.is_instant() => match raw.is_read_only() {
                 true => Some(Err(Error::NOT_PERMITTED)),
-                false => raw.storage().write_now(offset, data),
+                false => raw.storage().write_now(offset, from),
             },
             _ => None,
         }

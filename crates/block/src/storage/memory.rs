@@ -38,6 +38,7 @@ use super::{
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
+    guest::Place,
     memory::Budget,
     reactor,
 };
@@ -239,30 +240,49 @@ impl Memory {
         true
     }
 
-    pub(super) async fn read(&self, offset: u64, target: Segments) -> Result<Segments> {
-        self.read_now(offset, target)
-    }
-
-    pub(super) fn read_now(&self, offset: u64, mut target: Segments) -> Result<Segments> {
-        if !within(offset, target.len() as u64, self.size_bytes()) {
-            return Err(Error::INVALID);
-        }
+    pub(super) async fn read(&self, offset: u64, mut target: Segments) -> Result<Segments> {
+        self.check_inside(offset, target.len())?;
         let mut start = offset;
         for segment in target.as_mut_slice() {
-            let mut at = 0;
-            for piece in pieces(start, segment.len() as u64) {
-                let length = piece.end - piece.start;
-                let page =
-                    self.page(piece.page).map(|page| page.read().unwrap_or_else(PoisonError::into_inner));
-                match page.as_ref().and_then(|page| page.as_ref()) {
-                    Some(page) => segment.write(at, &page[piece.start..piece.end]),
-                    None => segment.zero(at, length),
-                }
-                at += length;
-            }
+            self.look_at(start, segment.len(), |at, length, bytes| match bytes {
+                Some(bytes) => segment.write(at, bytes),
+                None => segment.zero(at, length),
+            });
             start += segment.len() as u64;
         }
         Ok(target)
+    }
+
+    /// [`Memory::read`] into a guest's memory.
+    pub(super) fn read_now(&self, offset: u64, into: &[Place]) -> Result<()> {
+        self.check_inside(offset, into.iter().map(Place::bytes).sum())?;
+        let mut start = offset;
+        for place in into {
+            self.look_at(start, place.bytes(), |at, length, bytes| match bytes {
+                Some(bytes) => place.write(at, bytes),
+                None => place.fill(at, length, 0),
+            });
+            start += place.bytes() as u64;
+        }
+        Ok(())
+    }
+
+    fn check_inside(&self, offset: u64, bytes: usize) -> Result<()> {
+        if within(offset, bytes as u64, self.size_bytes()) { Ok(()) } else { Err(Error::INVALID) }
+    }
+
+    /// Shows pieces of a range one after the other: how far into it, how long, and the bytes;
+    /// `None` where they are zeroes.
+    fn look_at(&self, start: u64, length: usize, mut seen: impl FnMut(usize, usize, Option<&[u8]>)) {
+        let mut at = 0;
+        for piece in pieces(start, length as u64) {
+            let length = piece.end - piece.start;
+            let page = self.page(piece.page).map(|page| page.read().unwrap_or_else(PoisonError::into_inner));
+            let bytes =
+                page.as_ref().and_then(|page| page.as_ref()).map(|page| &page[piece.start..piece.end]);
+            seen(at, length, bytes);
+            at += length;
+        }
     }
 
     /// What [`Memory::read`] would read, where it lies.
@@ -283,21 +303,32 @@ impl Memory {
     }
 
     pub(super) async fn write(&self, offset: u64, data: Segments, _durability: Durability) -> Result<()> {
-        self.write_now(offset, &data)
+        self.check_inside(offset, data.len())?;
+        let mut start = offset;
+        for segment in data.iter() {
+            self.overwrite(start, segment.len(), |at, target| segment.read(at, target))?;
+            start += segment.len() as u64;
+        }
+        Ok(())
     }
 
-    pub(super) fn write_now(&self, offset: u64, data: &Segments) -> Result<()> {
-        if !within(offset, data.len() as u64, self.size_bytes()) {
-            return Err(Error::INVALID);
+    /// [`Memory::write`] from a guest's memory.
+    pub(super) fn write_now(&self, offset: u64, from: &[Place]) -> Result<()> {
+        self.check_inside(offset, from.iter().map(Place::bytes).sum())?;
+        let mut start = offset;
+        for place in from {
+            self.overwrite(start, place.bytes(), |at, target| place.read(at, target))?;
+            start += place.bytes() as u64;
         }
-        let mut at = offset;
-        for segment in data.iter() {
-            let mut done = 0;
-            for piece in pieces(at, segment.len() as u64) {
-                self.change(&piece, |target| segment.read(done, target))?;
-                done += piece.end - piece.start;
-            }
-            at += segment.len() as u64;
+        Ok(())
+    }
+
+    /// Has the pieces of a range filled one after the other: from how far into it.
+    fn overwrite(&self, start: u64, length: usize, fill: impl Fn(usize, &mut [u8])) -> Result<()> {
+        let mut at = 0;
+        for piece in pieces(start, length as u64) {
+            self.change(&piece, |target| fill(at, target))?;
+            at += piece.end - piece.start;
         }
         Ok(())
     }

@@ -61,6 +61,7 @@ pub use crate::reactor::op::Durability;
 use crate::{
     buffer::{Buffer, Segments},
     error::Result,
+    guest::Place,
 };
 
 /// How zeroes may come about.
@@ -320,20 +321,22 @@ impl Storage {
         matches!(self, Self::Memory(_) | Self::Null(_))
     }
 
-    /// [`Storage::read_into`] without waiting, by storage that never does; `None` from any other.
-    pub fn read_now(&self, offset: u64, target: Segments) -> Option<Result<Segments>> {
+    /// Reads into a guest's memory as [`Storage::read_into`], without waiting, where the storage
+    /// never does; `None` from any other.
+    pub fn read_now(&self, offset: u64, into: &[Place]) -> Option<Result<()>> {
         match self {
-            Self::Memory(memory) => Some(memory.read_now(offset, target)),
-            Self::Null(null) => Some(null.read_now(offset, target)),
+            Self::Memory(memory) => Some(memory.read_now(offset, into)),
+            Self::Null(_) => Some(Ok(())),
             _ => None,
         }
     }
 
-    /// [`Storage::write`] without waiting, as [`Storage::read_now`].
-    pub fn write_now(&self, offset: u64, data: &Segments) -> Option<Result<()>> {
+    /// Writes from a guest's memory as [`Storage::write`], without waiting, as
+    /// [`Storage::read_now`].
+    pub fn write_now(&self, offset: u64, from: &[Place]) -> Option<Result<()>> {
         match self {
-            Self::Memory(memory) => Some(memory.write_now(offset, data)),
-            Self::Null(null) => Some(null.write_now(offset, data)),
+            Self::Memory(memory) => Some(memory.write_now(offset, from)),
+            Self::Null(_) => Some(Ok(())),
             _ => None,
         }
     }

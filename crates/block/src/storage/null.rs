@@ -52,17 +52,9 @@ impl Null {
         true
     }
 
-    pub(super) async fn read(&self, offset: u64, target: Segments) -> Result<Segments> {
-        self.read_now(offset, target)
-    }
-
-    pub(super) fn read_now(&self, _offset: u64, mut target: Segments) -> Result<Segments> {
+    pub(super) async fn read(&self, _offset: u64, mut target: Segments) -> Result<Segments> {
         target.zero_own();
         Ok(target)
-    }
-
-    pub(super) fn write_now(&self, _offset: u64, _data: &Segments) -> Result<()> {
-        Ok(())
     }
 
     pub(super) async fn write(&self, _offset: u64, _data: Segments, _durability: Durability) -> Result<()> {

@@ -126,14 +126,6 @@ impl Device {
         }
     }
 
-    /// Counts this thread's copies since there were so many.
-    pub(super) fn count_copies_since(&self, before: u64) {
-        let copies = guest_copies().count - before;
-        if copies > 0 {
-            self.copies.fetch_add(copies, Relaxed);
-        }
-    }
-
     /// How durable a write is when it is completed.
     pub(super) fn durability(&self) -> Durability {
         if self.write_cache.load(Relaxed) { Durability::Cached } else { Durability::Synchronous }
@@ -162,7 +154,10 @@ impl<F: Future<Output = ()>> Future for Counted<F> {
         let this = self.project();
         let before = guest_copies().count;
         let polled = this.io.poll(context);
-        this.device.count_copies_since(before);
+        let copies = guest_copies().count - before;
+        if copies > 0 {
+            this.device.copies.fetch_add(copies, Relaxed);
+        }
         polled
     }
 }

@@ -104,7 +104,7 @@ impl Queue {
         }
     }
 
-    pub(super) fn answer_read(&self, incoming: Incoming, result: Result<Segments>) {
+    fn answer_read(&self, incoming: Incoming, result: Result<Segments>) {
         if let Ok(filled) = &result {
             for segment in filled.iter() {
                 if let Segment::Guest(place) = segment {
@@ -231,7 +231,7 @@ impl Queue {
 }
 
 /// Their places, to be handed on. Its length is not known any more.
-pub(super) fn take_places(incoming: &mut Incoming) -> Data {
+fn take_places(incoming: &mut Incoming) -> Data {
     match &mut incoming.request.kind {
         Kind::Read { into: places, .. } | Kind::Write { from: places, .. } => mem::take(places),
         _ => unreachable!("planned as reads or writes"),

@@ -178,9 +178,17 @@ impl Member {
         }
     }
 
-    /// Whether a request may pass without waiting; if so it is charged.
-    pub fn admit_now(&self, direction: Direction, cost: &Cost) -> bool {
-        self.seat.is_open() || self.seat.pass(direction, cost, reactor::recently())
+    /// Asks for requests to pass without waiting, one after the other, and charges those that do;
+    /// `answer` is called for each, in a decision: it must not ask for anything here.
+    pub fn admit_now(
+        &self,
+        requests: impl Iterator<Item = (Direction, Cost)>,
+        mut answer: impl FnMut(&Cost, bool),
+    ) {
+        if self.seat.is_open() {
+            return requests.for_each(|(_, cost)| answer(&cost, true));
+        }
+        self.seat.pass(requests, reactor::recently(), answer);
     }
 
     /// Whether a read of this cost may be made ahead of any request for it; if so it is charged to

@@ -127,10 +127,19 @@ impl<K> Seat<K> {
         }
     }
 
-    /// Asks for a request to pass at once, and charges it if it does. If not, nothing has happened.
-    pub(super) fn pass(&self, direction: Direction, cost: &Cost, now: Instant) -> bool {
+    /// Asks for requests to pass at once, one after the other, and charges those that do. For the
+    /// others nothing has happened. Under the locks.
+    pub(super) fn pass(
+        &self,
+        requests: impl Iterator<Item = (Direction, Cost)>,
+        now: Instant,
+        mut answer: impl FnMut(&Cost, bool),
+    ) {
         let place = self.lock();
-        place.arbiter.lock().tree().pass(place.node, direction, cost, now)
+        let mut held = place.arbiter.lock();
+        for (direction, cost) in requests {
+            answer(&cost, held.tree().pass(place.node, direction, &cost, now));
+        }
     }
 
     /// Asks whether something may be read ahead, and charges it to what guests leave if so. See
