@@ -91,7 +91,7 @@ pub async fn read_at(
             .build();
         // SAFETY: a segment's memory stays where it is when the segment moves, and the descriptor
         // is held with it.
-        let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments))) };
+        let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments))) }.soon();
         let (result, (_, filled)) = op.await;
         return (result.map(|count| count as usize), filled.ended());
     }
@@ -101,7 +101,7 @@ pub async fn read_at(
         .ioprio(priority::current())
         .build();
     // SAFETY: the vectors are boxed, and the segments they point to are held.
-    let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments), vectors)) };
+    let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments), vectors)) }.soon();
     let (result, (_, filled, _)) = op.await;
     (result.map(|count| count as usize), filled.ended())
 }
@@ -132,7 +132,7 @@ pub async fn write_at(
             .rw_flags(flags)
             .build();
         // SAFETY: as in `read_at`.
-        let op = unsafe { Op::start(&entry, (fd.clone(), segments)) };
+        let op = unsafe { Op::start(&entry, (fd.clone(), segments)) }.soon();
         let (result, (_, segments)) = op.await;
         return (result.map(|count| count as usize), segments);
     }
@@ -142,7 +142,7 @@ pub async fn write_at(
         .rw_flags(flags)
         .build();
     // SAFETY: the vectors are boxed and the buffers they point to are held in `segments`.
-    let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) };
+    let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) }.soon();
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
 }

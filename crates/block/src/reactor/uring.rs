@@ -34,6 +34,10 @@ const LINGER_US: u32 = 8;
 /// The limit of [`Polling::Auto`]: what lies between two completions of a busy disk. With 50 µs a
 /// thread falls asleep too often to be left alone by the kernel.
 const AUTO_LIMIT: Duration = Duration::from_micros(200);
+/// A device is not kept waiting for the rest of a turn once so many operations are queued: of a
+/// turn's twelve the first would wait for all others, and the device would have less to do at once
+/// (docs/decisions/0025). The kernel, too, keeps what comes in one call back until its end.
+const MOST_HELD_BACK: usize = 4;
 /// Tasks run between two looks at the ring, so that a busy task cannot keep completions waiting for
 /// long.
 const TASKS_PER_TURN: usize = 256;
@@ -353,6 +357,18 @@ impl Uring {
         }
     }
 
+    /// Submits what is queued if that is much. Where the kernel is short of room the turn's end tries
+    /// again.
+    fn submit_many(&self) {
+        let mut ring = self.ring.borrow_mut();
+        let queued = ring.submission().len();
+        if queued >= MOST_HELD_BACK {
+            let queued = u32::try_from(queued).expect("the queue has 256 entries");
+            // SAFETY: no argument structure is passed, so nothing has to outlive the call.
+            let _ = unsafe { ring.submitter().enter::<()>(queued, 0, 0, None) };
+        }
+    }
+
     pub(super) fn drop_wakers(&self) {
         let mut wakers = Vec::new();
         for (_, slot) in self.slots.borrow_mut().iter_mut() {
@@ -429,6 +445,12 @@ impl<R: 'static> Op<R> {
         // before.
         unsafe { uring.push(&entry) };
         Self { reactor, key, resource: Some(resource), orphan: |resource, _| drop(resource) }
+    }
+
+    /// For a device: submits it now if several operations are queued.
+    pub(super) fn soon(self) -> Self {
+        self.uring().submit_many();
+        self
     }
 
     /// Sets what is done if the future is dropped first, and the operation completes nonetheless.
