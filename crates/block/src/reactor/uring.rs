@@ -447,7 +447,7 @@ impl<R: 'static> Op<R> {
         Self { reactor, key, resource: Some(resource), orphan: |resource, _| drop(resource) }
     }
 
-    /// For a device: submits it now if several operations are queued.
+    /// For reads of a device: submits it now if several operations are queued.
     pub(super) fn soon(self) -> Self {
         self.uring().submit_many();
         self
