@@ -357,8 +357,8 @@ impl Uring {
         }
     }
 
-    /// Submits what is queued if that is much. Where the kernel is short of room the turn's end tries
-    /// again.
+    /// Submits what is queued if that is much. Where the kernel is short of room, the turn's end
+    /// tries again.
     fn submit_many(&self) {
         let mut ring = self.ring.borrow_mut();
         let queued = ring.submission().len();

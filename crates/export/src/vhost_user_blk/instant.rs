@@ -1,5 +1,5 @@
 //! Requests to a disk that never waits, storage in memory: they are carried out where they are
-//! taken, without a future. A third of what a request cost were futures: made, moved and asked once.
+//! taken, without a future. A third of what a request cost were futures: made, moved, asked once.
 //!
 //! What has to wait for limits after all goes the usual way: see `execute.rs`.
 
