@@ -65,9 +65,9 @@ impl Users {
                 users.file = Some(device.to_owned());
             }
         }
-        for node in &users.nodes {
-            users.holders.extend(names_in(&users.block(&node.name).join("holders")));
-        }
+        let above = users.nodes.iter().flat_map(|node| names_in(&users.block(&node.name).join("holders")));
+        let above: Vec<_> = above.collect();
+        users.holders.extend(above);
         users.mounts = users.mounts_in(&root.join("proc/self/mountinfo"));
         users
     }

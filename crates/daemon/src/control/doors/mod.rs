@@ -18,7 +18,6 @@ mod vhost_user_blk;
 use std::{
     any::Any,
     cell::{Cell, RefCell},
-    future::Future,
     io,
     path::{Path, PathBuf},
     pin::Pin,
