@@ -1,11 +1,7 @@
 //! What the kernel asks, as a value: judged once, so that whoever carries it out only meets ranges
 //! that lie inside the disk and are allowed.
 
-use block::{
-    error::Error,
-    reactor::ublk::Descriptor,
-    storage::Durability,
-};
+use block::{error::Error, reactor::ublk::Descriptor, storage::Durability};
 
 /// The unit of offsets, lengths and sizes, whatever a block is.
 pub(super) const SECTOR_BYTES: u64 = 512;
@@ -29,7 +25,10 @@ pub(super) enum Kind {
     Write(Durability),
     Flush,
     Discard,
-    WriteZeroes { may_unmap: bool, durability: Durability },
+    WriteZeroes {
+        may_unmap: bool,
+        durability: Durability,
+    },
     /// Nothing is done.
     Refused(Error),
 }
@@ -54,7 +53,8 @@ pub(super) struct Rules {
 }
 
 pub(super) fn parse(descriptor: Descriptor, rules: &Rules) -> Request {
-    let (offset, bytes) = (descriptor.first_sector.checked_mul(SECTOR_BYTES), u64::from(descriptor.sectors) * SECTOR_BYTES);
+    let (offset, bytes) =
+        (descriptor.first_sector.checked_mul(SECTOR_BYTES), u64::from(descriptor.sectors) * SECTOR_BYTES);
     let durability = match descriptor.operation & FUA {
         0 => rules.durability,
         _ => Durability::Synchronous,
@@ -123,7 +123,11 @@ mod tests {
             (3, u64::MAX, 1, Error::IO),
             (3, u64::MAX / 512, u32::MAX, Error::IO),
         ] {
-            assert_eq!(kind(operation, first, sectors), Kind::Refused(error), "{operation} {first} {sectors}");
+            assert_eq!(
+                kind(operation, first, sectors),
+                Kind::Refused(error),
+                "{operation} {first} {sectors}"
+            );
         }
         let rules = Rules { read_only: true, ..RULES };
         for operation in [1, 3, 5] {

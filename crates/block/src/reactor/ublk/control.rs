@@ -15,6 +15,8 @@ use io_uring::{IoUring, cqueue, opcode, squeue::Entry128, types};
 use super::{Dialect, feature};
 
 const DRIVER: &str = "/dev/ublk-control";
+/// With a device's number: what its requests come through.
+pub(super) const CHANNEL: &str = "/dev/ublkc";
 /// What a device's number is where the kernel is to choose.
 const ANY: u32 = u32::MAX;
 
@@ -29,17 +31,21 @@ mod command {
     pub(super) const GET_INFO: (u32, bool) = (0x02, false);
     pub(super) const START_RECOVERY: (u32, bool) = (0x10, true);
     pub(super) const END_RECOVERY: (u32, bool) = (0x11, true);
+    pub(super) const GET_INFO2: (u32, bool) = (0x12, false);
     pub(super) const GET_FEATURES: (u32, bool) = (0x13, false);
     pub(super) const UPDATE_SIZE: (u32, bool) = (0x15, true);
 }
 
 /// What stands in an entry (`struct ublksrv_ctrl_cmd`), 32 bytes of which the rest is zero.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 struct Command {
+    number: u32,
+    writes: bool,
     device: u32,
-    length: u16,
-    address: u64,
     data: u64,
+    /// The device's path stands in front of what is exchanged: so an unprivileged user shows that
+    /// it is theirs.
+    has_path: bool,
 }
 
 const COMMAND_BYTES: usize = 32;
@@ -84,6 +90,11 @@ pub enum State {
 }
 
 impl Info {
+    /// A device that is to be made, without features and without a mark.
+    pub fn new(queues: u16, depth: u16, most_bytes: u32) -> Self {
+        Self { queues, depth, most_bytes, ..Self::default() }
+    }
+
     /// How it was doing.
     pub fn state(&self) -> State {
         match self.state {
@@ -129,7 +140,7 @@ pub struct Params {
     pub max_write_zeroes_sectors: u32,
     /// Ranges of a discard.
     pub max_discard_segments: u16,
-    reserved: u16,
+    reserved: [u16; 3],
 }
 
 impl Params {
@@ -162,7 +173,7 @@ impl Control {
         let ring = IoUring::builder().build(1)?;
         let mut control = Self { driver, ring, dialect: Dialect::Ioctl, features: 0 };
         let mut features = 0_u64;
-        match control.ask(command::GET_FEATURES, ANY, &mut features) {
+        match control.exchange(Command::new(command::GET_FEATURES, ANY), Some(&mut features)) {
             Ok(()) => control.features = features,
             // Linux before 6.5, where each device says what it was made with.
             Err(error) if error.raw_os_error() != Some(libc::EPERM) => control.dialect = Dialect::Plain,
@@ -187,17 +198,21 @@ impl Control {
     pub fn add(&mut self, number: Option<u32>, wanted: Info) -> io::Result<Info> {
         let number = number.unwrap_or(ANY);
         let mut info = Info { number, process: -1, ..wanted };
-        self.ask(command::ADD, number, &mut info)?;
+        self.exchange(Command::new(command::ADD, number), Some(&mut info))?;
         Ok(info)
     }
 
     /// What is known of a device.
     ///
     /// # Errors
-    /// `ENODEV`: there is none of this number.
+    /// `ENODEV`: there is none of this number. `EPERM`, `EACCES`: it is another user's.
     pub fn info(&mut self, number: u32) -> io::Result<Info> {
         let mut info = Info::default();
-        self.ask(command::GET_INFO, number, &mut info)?;
+        let command = match self.dialect {
+            Dialect::Ioctl => Command { has_path: true, ..Command::new(command::GET_INFO2, number) },
+            Dialect::Plain => Command::new(command::GET_INFO, number),
+        };
+        self.exchange(command, Some(&mut info))?;
         Ok(info)
     }
 
@@ -205,19 +220,20 @@ impl Control {
     ///
     /// # Errors
     /// `EINVAL`: they cannot be.
-    pub fn set_params(&mut self, number: u32, params: Params) -> io::Result<()> {
-        let kinds = Params::BASIC | if params.max_discard_sectors > 0 { Params::DISCARD } else { 0 };
+    pub fn set_params(&mut self, device: &Info, params: Params) -> io::Result<()> {
+        let erases = params.max_discard_sectors > 0 || params.max_write_zeroes_sectors > 0;
+        let kinds = Params::BASIC | if erases { Params::DISCARD } else { 0 };
         let mut params = Params { bytes: size_of::<Params>() as u32, kinds, ..params };
-        self.ask(command::SET_PARAMS, number, &mut params)
+        self.exchange(Command::to(command::SET_PARAMS, device), Some(&mut params))
     }
 
     /// What the kernel knows of the device's requests.
     ///
     /// # Errors
     /// `ENODEV`.
-    pub fn params(&mut self, number: u32) -> io::Result<Params> {
+    pub fn params(&mut self, device: &Info) -> io::Result<Params> {
         let mut params = Params { bytes: size_of::<Params>() as u32, ..Params::default() };
-        self.ask(command::GET_PARAMS, number, &mut params)?;
+        self.exchange(Command::to(command::GET_PARAMS, device), Some(&mut params))?;
         Ok(params)
     }
 
@@ -226,8 +242,8 @@ impl Control {
     ///
     /// # Errors
     /// What keeps a block device from being made.
-    pub fn start(&mut self, number: u32) -> io::Result<()> {
-        self.tell(command::START, number, u64::from(std::process::id()))
+    pub fn start(&mut self, device: &Info) -> io::Result<()> {
+        self.tell(command::START, device, u64::from(std::process::id()))
     }
 
     /// Takes the block device away: what it has not been asked yet fails, what is in hand ends
@@ -235,67 +251,78 @@ impl Control {
     ///
     /// # Errors
     /// `ENODEV`.
-    pub fn stop(&mut self, number: u32) -> io::Result<()> {
-        self.tell(command::STOP, number, 0)
+    pub fn stop(&mut self, device: &Info) -> io::Result<()> {
+        self.tell(command::STOP, device, 0)
     }
 
     /// Removes a device that nobody serves, stopping it first; waits until all have closed it.
     ///
     /// # Errors
     /// `ENODEV`.
-    pub fn delete(&mut self, number: u32) -> io::Result<()> {
-        self.tell(command::DELETE, number, 0)
+    pub fn delete(&mut self, device: &Info) -> io::Result<()> {
+        self.tell(command::DELETE, device, 0)
     }
 
     /// Announces that this process takes over a device that waits; it is fetched from next.
     ///
     /// # Errors
     /// `EBUSY`: it does not wait, or not yet.
-    pub fn start_recovery(&mut self, number: u32) -> io::Result<()> {
-        self.tell(command::START_RECOVERY, number, 0)
+    pub fn start_recovery(&mut self, device: &Info) -> io::Result<()> {
+        self.tell(command::START_RECOVERY, device, 0)
     }
 
     /// Has it go on, as [`Control::start`] makes one begin.
     ///
     /// # Errors
     /// `EBUSY`: it does not wait.
-    pub fn end_recovery(&mut self, number: u32) -> io::Result<()> {
-        self.tell(command::END_RECOVERY, number, u64::from(std::process::id()))
+    pub fn end_recovery(&mut self, device: &Info) -> io::Result<()> {
+        self.tell(command::END_RECOVERY, device, u64::from(std::process::id()))
     }
 
     /// Gives a device another length, in units of 512 bytes.
     ///
     /// # Errors
     /// `EOPNOTSUPP`: the driver or the device lacks [`feature::UPDATE_SIZE`].
-    pub fn update_size(&mut self, number: u32, sectors: u64) -> io::Result<()> {
-        self.tell(command::UPDATE_SIZE, number, sectors)
+    pub fn update_size(&mut self, device: &Info, sectors: u64) -> io::Result<()> {
+        self.tell(command::UPDATE_SIZE, device, sectors)
     }
 
-    fn tell(&mut self, command: (u32, bool), device: u32, data: u64) -> io::Result<()> {
-        self.send(command, Command { device, data, ..Command::default() })
+    fn tell(&mut self, command: (u32, bool), device: &Info, data: u64) -> io::Result<()> {
+        self.exchange::<Info>(Command { data, ..Command::to(command, device) }, None)
     }
 
     /// Hands a structure to the kernel, which may change it.
-    fn ask<T: Exchanged>(&mut self, command: (u32, bool), device: u32, value: &mut T) -> io::Result<()> {
-        let address = std::ptr::from_mut(value) as u64;
-        let length = size_of::<T>() as u16;
-        self.send(command, Command { device, address, length, data: 0 })
+    fn exchange<T: Exchanged>(&mut self, command: Command, value: Option<&mut T>) -> io::Result<()> {
+        let mut bytes = match command.has_path {
+            true => format!("{CHANNEL}{}\0", command.device).into_bytes(),
+            false => Vec::new(),
+        };
+        let path = bytes.len();
+        if let Some(value) = &value {
+            let first = std::ptr::from_ref::<T>(value).cast::<u8>();
+            // SAFETY: so many bytes are there, and all are initialised: see `Exchanged`.
+            bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(first, size_of::<T>()) });
+        }
+        self.send(command, &mut bytes, path)?;
+        if let Some(value) = value {
+            // SAFETY: so many bytes stand behind the path, and any of them are a `T`.
+            *value = unsafe { bytes.as_ptr().add(path).cast::<T>().read_unaligned() };
+        }
+        Ok(())
     }
 
-    /// What `command` points to is there until it has been done.
-    fn send(&mut self, (number, writes): (u32, bool), command: Command) -> io::Result<()> {
-        let code = self.dialect.code(number, writes, COMMAND_BYTES);
+    fn send(&mut self, command: Command, bytes: &mut [u8], path: usize) -> io::Result<()> {
+        let code = self.dialect.code(command.number, command.writes, COMMAND_BYTES);
         let entry = opcode::UringCmd80::new(types::Fd(self.driver.as_raw_fd()), code)
-            .cmd(command.bytes())
+            .cmd(command.entry(bytes, path))
             .build();
-        // SAFETY: what the entry refers to is borrowed by the caller, and this returns only after
-        // the kernel has done with it: each submission is awaited.
+        // SAFETY: the bytes are borrowed until this returns, which it does only once the kernel has
+        // done with them: the submission is awaited, or else the process ends.
         unsafe { self.ring.submission().push(&entry) }.map_err(|_| io::Error::other("the ring is full"))?;
         loop {
             match self.ring.submit_and_wait(1) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // The kernel has not taken it, or still works on it: either way it may not return.
                 Err(error) => panic!("io_uring_enter failed with {error}: the ring is set up wrongly"),
             }
             if let Some(completion) = self.ring.completion().next() {
@@ -308,22 +335,40 @@ impl Control {
     }
 }
 
-/// What the kernel may write any bytes into: integers alone.
-trait Exchanged: Copy {}
-impl Exchanged for u64 {}
-impl Exchanged for Info {}
-impl Exchanged for Params {}
+/// What the kernel may write any bytes into.
+///
+/// # Safety
+/// It is made of integers, without a gap between them or behind.
+unsafe trait Exchanged: Copy {}
+// SAFETY: it is one.
+unsafe impl Exchanged for u64 {}
+// SAFETY: `repr(C)`, and each field begins where the one before ends.
+unsafe impl Exchanged for Info {}
+// SAFETY: as above.
+unsafe impl Exchanged for Params {}
 
 impl Command {
-    fn bytes(self) -> [u8; 80] {
-        let mut bytes = [0; 80];
-        bytes[..4].copy_from_slice(&self.device.to_ne_bytes());
+    fn new((number, writes): (u32, bool), device: u32) -> Self {
+        Self { number, writes, device, data: 0, has_path: false }
+    }
+
+    fn to(command: (u32, bool), device: &Info) -> Self {
+        let has_path = device.features & feature::UNPRIVILEGED != 0;
+        Self { has_path, ..Self::new(command, device.number) }
+    }
+
+    /// As it stands in an entry, of which the first bytes are the device's path.
+    fn entry(self, bytes: &mut [u8], path: usize) -> [u8; 80] {
+        let address = if bytes.is_empty() { 0 } else { bytes.as_mut_ptr() as u64 };
+        let mut entry = [0; 80];
+        entry[..4].copy_from_slice(&self.device.to_ne_bytes());
         // To no queue.
-        bytes[4..6].copy_from_slice(&u16::MAX.to_ne_bytes());
-        bytes[6..8].copy_from_slice(&self.length.to_ne_bytes());
-        bytes[8..16].copy_from_slice(&self.address.to_ne_bytes());
-        bytes[16..24].copy_from_slice(&self.data.to_ne_bytes());
-        bytes
+        entry[4..6].copy_from_slice(&u16::MAX.to_ne_bytes());
+        entry[6..8].copy_from_slice(&(bytes.len() as u16).to_ne_bytes());
+        entry[8..16].copy_from_slice(&address.to_ne_bytes());
+        entry[16..24].copy_from_slice(&self.data.to_ne_bytes());
+        entry[24..26].copy_from_slice(&(path as u16).to_ne_bytes());
+        entry
     }
 }
 

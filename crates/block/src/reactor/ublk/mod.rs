@@ -24,6 +24,8 @@ pub mod feature {
     pub const USER_RECOVERY: u64 = 1 << 3;
     /// Of what that process had in hand, nothing fails: the next gets it again.
     pub const USER_RECOVERY_REISSUE: u64 = 1 << 4;
+    /// The device belongs to the user who makes it, who need not be root.
+    pub const UNPRIVILEGED: u64 = 1 << 5;
     /// Commands are numbered as ioctls are. The driver says it of itself.
     pub const CMD_IOCTL_ENCODE: u64 = 1 << 6;
     /// [`Control::update_size`](super::Control::update_size) works.

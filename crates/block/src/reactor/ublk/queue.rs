@@ -18,7 +18,9 @@ use io_uring::{opcode, types};
 
 use super::{
     super::{op::Fd, uring::Op},
-    Dialect, MAX_DEPTH,
+    Dialect, Info, MAX_DEPTH,
+    control::CHANNEL,
+    feature,
 };
 use crate::guest::{Memory, Place, Region};
 
@@ -76,25 +78,27 @@ impl Queue {
     /// # Errors
     /// `ENOENT`: there is no such device, or no node of it. `EBUSY`: somebody has it open.
     pub fn open_device(number: u32) -> io::Result<Fd> {
-        OpenOptions::new().read(true).write(true).open(format!("/dev/ublkc{number}")).map(Fd::from)
+        OpenOptions::new().read(true).write(true).open(format!("{CHANNEL}{number}")).map(Fd::from)
     }
 
-    /// A queue of it, with memory for `depth` requests of `most_bytes`. `is_plain`: the device was
-    /// made by a driver that numbers commands plainly ([`super::feature::CMD_IOCTL_ENCODE`] is not
-    /// there).
+    /// A queue of it, with memory for its depth of requests.
     ///
     /// # Errors
     /// As `mmap(2)`.
     ///
     /// # Panics
     /// If there is no such depth.
-    pub fn new(device: Fd, number: u16, depth: u16, most_bytes: usize, is_plain: bool) -> io::Result<Self> {
+    pub fn new(device: Fd, info: &Info, number: u16) -> io::Result<Self> {
+        let (depth, most_bytes) = (info.depth, info.most_bytes as usize);
         assert!((1..=MAX_DEPTH).contains(&depth), "{depth} requests");
         let descriptors = Descriptors::map(&device, number, depth)?;
         let stride = most_bytes.next_multiple_of(PAGE);
         let region = Region::lent(usize::from(depth) * stride)?;
         let memory = Memory::new(vec![region]).expect("one region overlaps no other");
-        let dialect = if is_plain { Dialect::Plain } else { Dialect::Ioctl };
+        let dialect = match info.features & feature::CMD_IOCTL_ENCODE {
+            0 => Dialect::Plain,
+            _ => Dialect::Ioctl,
+        };
         let shared = Shared { device, descriptors, memory, depth, most_bytes };
         Ok(Self { shared: Rc::new(shared), number, dialect })
     }

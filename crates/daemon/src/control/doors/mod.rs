@@ -34,6 +34,7 @@ use serde_json::Value;
 use settings::{Door, SocketAccess};
 
 use super::inventory::RunningDisk;
+use crate::users::Users;
 
 type Local<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
@@ -47,6 +48,10 @@ pub(crate) trait Attended {
     fn look_at_size(&self);
     /// Lets nobody in any more, and has requests in flight end.
     fn close(&self);
+    /// The same where this process ends, and a device that is in use may wait for the next.
+    fn leave(&self) {
+        self.close();
+    }
     /// Waits until `busy` is false: it is asked now, and whenever clients have come or gone.
     fn wait_while<'a>(&'a self, busy: Box<dyn Fn() -> bool + 'a>) -> Local<'a, ()>;
     /// What `x-weir-query-status` tells of it, an object.
@@ -55,7 +60,7 @@ pub(crate) trait Attended {
 
 /// Each server has these by the same names; only what it tells is its own.
 macro_rules! attended {
-    ($server:ty, $statistics:expr) => {
+    ($server:ty, $statistics:expr $(, $leave:ident)?) => {
         impl crate::control::doors::Attended for $server {
             fn connections(&self) -> usize {
                 <$server>::connections(self)
@@ -72,6 +77,10 @@ macro_rules! attended {
             fn close(&self) {
                 <$server>::close(self);
             }
+
+            $(fn $leave(&self) {
+                <$server>::$leave(self);
+            })?
 
             fn wait_while<'a>(
                 &'a self,
@@ -194,6 +203,18 @@ impl Entrance {
         self.opening.take();
         self.kept.take();
         self.server.close();
+    }
+
+    /// The same at the end of this process: a device that is in use is left to the next one, if it
+    /// can be.
+    pub(crate) fn leave(&self) {
+        let is_used = |device: &Path| !Users::of(device).with_processes().is_empty();
+        if self.device().is_some_and(is_used) {
+            self.closed.set(true);
+            self.server.leave();
+        } else {
+            self.close();
+        }
     }
 
     /// Waits until the last client has gone.
