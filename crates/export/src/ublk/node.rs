@@ -232,11 +232,14 @@ impl Node {
             if !is_asked_for || !claimed().insert(number) {
                 continue;
             }
-            let node = Self::left(control, number, mark)?;
-            if node.is_some() {
-                return Ok(node);
-            }
-            claimed().remove(&number);
+            match Self::left(control, number, mark) {
+                Ok(None) => claimed().remove(&number),
+                Ok(node) => return Ok(node),
+                Err(error) => {
+                    claimed().remove(&number);
+                    return Err(error);
+                }
+            };
         }
         Ok(None)
     }

@@ -62,6 +62,9 @@ pub(in super::super) struct Kernel(Rc<RefCell<State>>);
 pub(in super::super) struct Channel {
     state: Rc<RefCell<State>>,
     process: usize,
+    /// Its own, also when it has gone.
+    memory: Memory,
+    most_bytes: usize,
 }
 
 impl std::fmt::Debug for Channel {
@@ -85,8 +88,13 @@ impl Kernel {
     }
 
     pub(in super::super) fn channel(&self) -> Channel {
-        let process = self.0.borrow().process;
-        Channel { state: Rc::clone(&self.0), process }
+        let State { process, memory, most_bytes, .. } = &*self.0.borrow();
+        Channel {
+            state: Rc::clone(&self.0),
+            process: *process,
+            memory: memory.clone(),
+            most_bytes: *most_bytes,
+        }
     }
 
     /// Asks for something, and says how it ended and what was read.
@@ -187,12 +195,7 @@ impl Channel {
     }
 
     pub(in super::super) fn place(&self, tag: u16, bytes: usize) -> Place {
-        let state = self.state.borrow();
-        if state.process != self.process {
-            // Memory of a process that has gone: nobody looks at it.
-            return place(&lent(1, state.most_bytes), state.most_bytes, 0, bytes);
-        }
-        place(&state.memory, state.most_bytes, usize::from(tag), bytes)
+        place(&self.memory, self.most_bytes, usize::from(tag), bytes)
     }
 
     pub(in super::super) fn step(&self, tag: u16, step: Step) -> Next {
