@@ -25,6 +25,7 @@ mod priority;
 mod signal;
 pub mod sim;
 mod timer;
+pub mod ublk;
 mod uring;
 mod vigil;
 mod worker;
@@ -182,6 +183,19 @@ pub async fn yield_now() {
         std::task::Poll::Pending
     })
     .await;
+}
+
+/// Says of this thread that others' memory may have to wait for what it does: where it has to wait
+/// for memory itself, the kernel then takes none from those that write to a device that it serves
+/// (`PR_SET_IO_FLUSHER`).
+///
+/// # Errors
+/// As `prctl(2)`: `EPERM` without `CAP_SYS_RESOURCE`.
+pub fn serves_writeback() -> std::io::Result<()> {
+    const PR_SET_IO_FLUSHER: libc::c_int = 57; // linux/prctl.h
+    // SAFETY: it changes how the kernel finds memory for this thread, and nothing of ours.
+    let result = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };
+    if result < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Says that nothing this thread serves is in a hurry: the next time it would sleep, it lets

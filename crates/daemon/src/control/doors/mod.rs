@@ -48,9 +48,10 @@ pub(crate) trait Attended {
     fn look_at_size(&self);
     /// Lets nobody in any more, and has requests in flight end.
     fn close(&self);
-    /// As [`Self::close`], but that a device in use stays, where its kind allows it, and its
-    /// requests wait for the weir that comes next.
-    fn leave(&self);
+    /// The same where this process ends, and a device that is in use may wait for the next.
+    fn leave(&self) {
+        self.close();
+    }
     /// Waits until `busy` is false: it is asked now, and whenever clients have come or gone.
     fn wait_while<'a>(&'a self, busy: Box<dyn Fn() -> bool + 'a>) -> Local<'a, ()>;
     /// What `x-weir-query-status` tells of it, an object.
@@ -60,10 +61,7 @@ pub(crate) trait Attended {
 /// Each server has these by the same names; only what it tells is its own, and whether it can
 /// leave a device behind.
 macro_rules! attended {
-    ($server:ty, $statistics:expr) => {
-        attended!($server, $statistics, close);
-    };
-    ($server:ty, $statistics:expr, $leave:ident) => {
+    ($server:ty, $statistics:expr $(, $leave:ident)?) => {
         impl crate::control::doors::Attended for $server {
             fn connections(&self) -> usize {
                 <$server>::connections(self)
@@ -81,9 +79,9 @@ macro_rules! attended {
                 <$server>::close(self);
             }
 
-            fn leave(&self) {
+            $(fn $leave(&self) {
                 <$server>::$leave(self);
-            }
+            })?
 
             fn wait_while<'a>(
                 &'a self,
@@ -215,15 +213,15 @@ impl Entrance {
         self.server.close();
     }
 
-    /// [`Self::close`] at the daemon's end: a device that somebody uses is left to the next.
+    /// The same at the end of this process: a device that is in use is left to the next one, if it
+    /// can be.
     pub(crate) fn leave(&self) {
-        let is_used = |device: &Path| !Users::of(device).is_empty();
-        match self.device() {
-            Some(device) if is_used(device) => {
-                self.closed.set(true);
-                self.server.leave();
-            }
-            _ => self.close(),
+        let is_used = |device: &Path| !Users::of(device).with_processes().is_empty();
+        if self.device().is_some_and(is_used) {
+            self.closed.set(true);
+            self.server.leave();
+        } else {
+            self.close();
         }
     }
 
