@@ -305,6 +305,9 @@ impl Queue {
     async fn zero(&self, unique: u64, mut range: std::ops::Range<u64>, may_unmap: bool) -> Result<()> {
         let options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
         while range.start < range.end {
+            if self.device.is_stopping() {
+                return Err(Error::SHUTDOWN);
+            }
             let part = ZERO_PART.min(range.end - range.start);
             let admitted = self.admit(&[unique], Direction::Write, Cost::one(part)).await;
             let pass = admitted.map_err(|denied| denied.error())?;
@@ -326,6 +329,9 @@ impl Queue {
         let disk = self.device.disk();
         let mut at = offset;
         loop {
+            if self.device.is_stopping() {
+                return Err(Error::SHUTDOWN);
+            }
             let left = disk.size_bytes().saturating_sub(at);
             if left == 0 {
                 // Behind the last byte is a hole.

@@ -227,7 +227,7 @@ fn mount(path: &Path, options: Options, owner: Owner) -> Result<OwnedFd, NotMoun
         }
         Err(error) => return Err(NotMounted::NoDevice(error)),
     };
-    let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
+    let (uid, gid) = (nix::unistd::geteuid(), nix::unistd::getegid());
     let mut data = format!(
         "fd={},rootmode={:o},user_id={},group_id={},default_permissions,max_read={MOST_BYTES}",
         device.as_raw_fd(),
