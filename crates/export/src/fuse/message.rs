@@ -430,3 +430,123 @@ impl Reply {
         self
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A message with these numbers in its body, each with its width.
+    fn message(opcode: u32, body: &[(u64, usize)]) -> Vec<u8> {
+        let mut bytes = vec![0; HEADER_BYTES];
+        bytes[4..8].copy_from_slice(&opcode.to_ne_bytes());
+        bytes[8..16].copy_from_slice(&77_u64.to_ne_bytes());
+        for (number, width) in body {
+            // The machines that weir runs on have the low bytes first.
+            bytes.extend(&number.to_le_bytes()[..*width]);
+        }
+        let length = bytes.len() as u32;
+        bytes[..4].copy_from_slice(&length.to_ne_bytes());
+        bytes
+    }
+
+    fn parsed(opcode: u32, body: &[(u64, usize)]) -> Operation {
+        let bytes = message(opcode, body);
+        let request = parse(&bytes, bytes.len()).expect("it is well formed");
+        assert_eq!(request.unique, 77);
+        request.operation
+    }
+
+    #[test]
+    fn numbers_are_where_the_kernel_puts_them() {
+        let fh = (9, 8);
+        assert_eq!(
+            parsed(opcode::READ, &[fh, (4096, 8), (512, 4), (0, 4), (0, 8), (0x8000, 4), (0, 4)]),
+            Operation::Read { offset: 4096, length: 512 }
+        );
+        let write = [fh, (4096, 8), (8, 4), (1, 4), (0, 8), (0x1000, 4), (0, 4), (0, 8)];
+        assert_eq!(
+            parsed(opcode::WRITE, &write),
+            Operation::Write { offset: 4096, length: 8, flags: 0x1000, cached: true }
+        );
+        assert_eq!(
+            parsed(opcode::FALLOCATE, &[fh, (10, 8), (20, 8), (3, 4), (0, 4)]),
+            Operation::Allocate { offset: 10, length: 20, mode: 3 }
+        );
+        assert_eq!(
+            parsed(opcode::LSEEK, &[fh, (10, 8), (4, 4), (0, 4)]),
+            Operation::Seek { offset: 10, whence: 4 }
+        );
+        assert_eq!(parsed(opcode::OPEN, &[(2, 4), (0, 4)]), Operation::Open { flags: 2 });
+        assert_eq!(parsed(opcode::INTERRUPT, &[(76, 8)]), Operation::Interrupt { of: 76 });
+        assert_eq!(
+            parsed(opcode::INIT, &[(7, 4), (31, 4), (65_536, 4), (5, 4)]),
+            Operation::Init(Init { major: 7, minor: 31, max_readahead: 65_536, flags: 5 })
+        );
+        let Operation::Init(init) = parsed(opcode::INIT, &[(7, 4), (40, 4), (1, 4), (1 << 30, 4), (16, 4)])
+        else {
+            panic!("it is INIT");
+        };
+        assert_eq!(init.flags, 1 << 30 | 1 << 36);
+        let mut attributes = vec![(valid::SIZE.into(), 4), (0, 4), fh, (1 << 20, 8), (0, 8)];
+        attributes.extend([(1, 8), (2, 8), (3, 8), (4, 4), (5, 4), (6, 4), (0o644, 4), (0, 4), (7, 4), (8, 4), (0, 4)]);
+        let changed = |operation| match operation {
+            Operation::SetAttributes(changes) => changes,
+            other => panic!("{other:?}"),
+        };
+        let size = Changes { size: Some(1 << 20), ..Changes::default() };
+        assert_eq!(changed(parsed(opcode::SETATTR, &attributes)), size);
+        attributes[0].0 = u64::from(valid::MODE | valid::UID | valid::GID);
+        let owner = Changes { size: None, mode: Some(0o644), uid: Some(7), gid: Some(8) };
+        assert_eq!(changed(parsed(opcode::SETATTR, &attributes)), owner);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let good = message(opcode::READ, &[(0, 8), (0, 8), (512, 4), (0, 4), (0, 8), (0, 8)]);
+        assert!(parse(&good, good.len()).is_ok());
+        assert_eq!(parse(&good, good.len() + 1), Err(Malformed { unique: Some(77) }));
+        let mut short = good.clone();
+        short.truncate(50);
+        short[..4].copy_from_slice(&50_u32.to_ne_bytes());
+        assert_eq!(parse(&short, 50), Err(Malformed { unique: Some(77) }));
+        assert_eq!(parse(&good[..39], 39), Err(Malformed { unique: None }));
+        // A write whose data is not all there.
+        let write = message(opcode::WRITE, &[(0, 8), (0, 8), (9, 4), (0, 4), (0, 8), (0, 8), (0, 8)]);
+        assert_eq!(parse(&write, write.len()), Err(Malformed { unique: Some(77) }));
+    }
+
+    #[test]
+    fn replies_are_as_long_as_the_kernel_expects() {
+        let file = Attributes {
+            size_bytes: 1000,
+            modified: (1, 2),
+            permissions: 0o600,
+            uid: 3,
+            gid: 4,
+            block_bytes: 4096,
+        };
+        for (reply, bytes) in [
+            (Reply::done(1), 0),
+            (Reply::error(1, 5), 0),
+            (Reply::written(1, 2), 8),
+            (Reply::opened(1, 2), 16),
+            (Reply::place(1, 2), 8),
+            (Reply::init(1, &InitReply::default()), 64),
+            (Reply::attributes(1, &file), 104),
+            (Reply::file_system(1, 1000), 80),
+        ] {
+            let reply = reply.as_bytes();
+            assert_eq!(reply.len(), REPLY_HEADER_BYTES + bytes);
+            assert_eq!(reply[..4], (reply.len() as u32).to_ne_bytes());
+            assert_eq!(reply[8..16], 1_u64.to_ne_bytes());
+        }
+        assert_eq!(Reply::data(1, 100).as_bytes()[..4], 116_u32.to_ne_bytes());
+        assert_eq!(Reply::error(1, 5).as_bytes()[4..8], (-5_i32).to_ne_bytes());
+        let attributes = Reply::attributes(1, &file);
+        let at = |offset: usize| &attributes.as_bytes()[REPLY_HEADER_BYTES + offset..];
+        // fuse_attr_out begins with how long it is valid: not at all.
+        assert_eq!(at(0)[..12], [0; 12]);
+        assert_eq!(at(16 + 8)[..8], 1000_u64.to_ne_bytes());
+        assert_eq!(at(16 + 60)[..4], 0o100_600_u32.to_ne_bytes());
+    }
+}
