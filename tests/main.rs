@@ -28,6 +28,7 @@ mod devices;
 mod documents;
 mod failures;
 mod fio;
+mod fuse;
 mod hostile;
 mod image_habits;
 mod image_soak;

@@ -18,6 +18,7 @@
 //! Never holds a borrow or a lock while it polls a task.
 
 mod executor;
+mod fuse;
 mod launcher;
 mod notifier;
 pub mod op;
@@ -36,6 +37,7 @@ use policy::time::Instant;
 
 use executor::Executor;
 pub use executor::JoinHandle;
+pub use fuse::clone_fuse_device;
 pub use launcher::Launcher;
 pub use notifier::Notifier;
 pub use priority::{in_background, is_in_background};

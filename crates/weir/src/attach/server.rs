@@ -68,7 +68,6 @@ pub(super) fn start(
         });
     }
     let mut child = command
-        .arg("--exit-when-idle")
         .arg(format!("--qmp={}", own_qmp(place)))
         .arg("--")
         .arg(&wanted.image)
@@ -79,15 +78,25 @@ pub(super) fn start(
         .stderr(log)
         .spawn()
         .context("no process can be started")?;
-    let events = events.clone();
+    let (events, again) = (events.clone(), events.clone());
     thread::spawn(move || {
         let orderly = child.wait().is_ok_and(|status| status.success());
         let _ = events.send(Event::Ended { orderly });
     });
     match heard.recv()? {
-        Event::Ready => Ok(()),
+        Event::Ready => {}
         _ => bail!("{}", last_words(&place.file("log"))),
     }
+    let target: Target = own_qmp(place).parse().map_err(anyhow::Error::msg)?;
+    let watch = Client::connect(&target)?;
+    let (events, name) = (again, wanted.name.clone());
+    thread::spawn(move || {
+        // Of a server that dies, its end is told above.
+        if watch.await_export_end(&name).is_ok() {
+            let _ = events.send(Event::Ended { orderly: true });
+        }
+    });
+    Ok(())
 }
 
 pub(super) fn own_qmp(place: &Place) -> String {
@@ -257,7 +266,12 @@ pub(super) fn let_go(attached: &Attached) -> anyhow::Result<()> {
         // It ended as it was told.
         Err(Error::Unreachable(_)) => return Ok(()),
     }
-    if attached.daemon {
+    if !attached.daemon {
+        // Its one disk is flushed and closed before it ends, which ends the connection.
+        let ended = Client::connect(&target).map(|watch| watch.await_export_end(""));
+        let _ = client.execute("quit", json!({}));
+        drop(ended);
+    } else {
         let gone = client.execute("blockdev-del", json!({ "node-name": attached.name }));
         if let Err(error @ Error::Refused(_)) = gone
             && client.status().is_ok_and(|(_, report)| report.find(&attached.name).is_some())
