@@ -15,7 +15,7 @@ use std::{
     path::{Path, PathBuf},
     process,
     sync::mpsc::{Receiver, Sender, channel},
-    thread,
+    thread::{self, JoinHandle},
 };
 
 use anyhow::Context as _;
@@ -58,6 +58,8 @@ pub(crate) fn run() -> Result<(), Failure> {
 struct Made {
     kept: Option<(Place, Kept)>,
     server: Option<Attached>,
+    /// Ends with a server of its own.
+    process: Option<JoinHandle<()>>,
     fuse: Option<PathBuf>,
     loop_device: Option<PathBuf>,
     mounted: Option<PathBuf>,
@@ -66,8 +68,8 @@ struct Made {
 
 impl Default for Made {
     fn default() -> Self {
-        let (kept, server, fuse, loop_device, mounted) = Default::default();
-        Self { kept, server, fuse, loop_device, mounted, events: channel() }
+        let (kept, server, process, fuse, loop_device, mounted) = Default::default();
+        Self { kept, server, process, fuse, loop_device, mounted, events: channel() }
     }
 }
 
@@ -76,6 +78,9 @@ impl Made {
         let kept = Place::take(wanted, clear)?;
         let place = kept.0.clone();
         self.kept = Some(kept);
+        if wanted.daemon.is_none() {
+            server::listen(&place, self.events.0.clone())?;
+        }
         let before = place.attached();
         let qmp = wanted.daemon.clone().unwrap_or_else(|| server::own_qmp(&place));
         let mut attached = Attached {
@@ -119,15 +124,13 @@ impl Made {
         Ok(attached)
     }
 
-    fn serve(&self, wanted: &Wanted, place: &Place) -> anyhow::Result<()> {
+    fn serve(&mut self, wanted: &Wanted, place: &Place) -> anyhow::Result<()> {
         let (events, heard) = &self.events;
         match &wanted.daemon {
-            Some(qmp) => server::add(wanted, place, qmp, events),
-            None => {
-                server::listen(place, events.clone())?;
-                server::start(wanted, place, (events, heard))
-            }
+            Some(qmp) => server::add(wanted, place, qmp, events)?,
+            None => self.process = Some(server::start(wanted, place, (events, heard))?),
         }
+        Ok(())
     }
 
     /// Until the device has gone, or is to go.
@@ -145,14 +148,15 @@ impl Made {
                         break;
                     }
                 }
-                Event::Ended { orderly: true } => break,
-                Event::Ended { orderly: false } if attached.way == Way::Fuse => break,
-                Event::Ended { orderly: false } => {
+                // The device has gone, or has been left for who comes next.
+                Event::Ended { orderly: true } if !self.is_left(attached) => break,
+                Event::Ended { .. } if attached.way == Way::Fuse => break,
+                Event::Ended { orderly } => {
                     let Some((place, _)) = &self.kept else { break };
+                    let place = place.clone();
                     let again = Wanted { number: number_of(&attached.device), ..wanted.clone() };
-                    let started = wanted.daemon.is_none()
-                        && server::start(&again, place, (&self.events.0, &self.events.1)).is_ok();
-                    if !started {
+                    let may = !orderly && wanted.daemon.is_none();
+                    if !may || self.serve(&again, &place).is_err() {
                         // The device waits, and what is written down is what to go on with.
                         return;
                     }
@@ -160,6 +164,13 @@ impl Made {
             }
         }
         self.undo();
+    }
+
+    /// Whether the server has ended, and not the device.
+    fn is_left(&self, attached: &Attached) -> bool {
+        attached.way != Way::Fuse
+            && server::device(&attached.qmp, &attached.export).is_err()
+            && !Users::of(&attached.device).is_empty()
     }
 
     fn undo(&mut self) {
@@ -172,6 +183,10 @@ impl Made {
         let Some((place, kept)) = self.kept.take() else { return };
         if let Some(server) = self.server.take() {
             let _ = server::let_go(&server);
+        }
+        if let Some(process) = self.process.take() {
+            // Its image is closed by then.
+            let _ = process.join();
         }
         if let Some(file) = self.fuse.take() {
             host::unmount_fuse(&file);
