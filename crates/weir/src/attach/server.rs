@@ -83,9 +83,17 @@ pub(super) fn start(
         let orderly = child.wait().is_ok_and(|status| status.success());
         let _ = events.send(Event::Ended { orderly });
     });
-    match heard.recv()? {
-        Event::Ready => {}
-        _ => bail!("{}", last_words(&place.file("log"))),
+    let mut unmounted = false;
+    loop {
+        match heard.recv()? {
+            Event::Ready => break,
+            Event::Ended { .. } => bail!("{}", last_words(&place.file("log"))),
+            Event::Unmounted => unmounted = true,
+        }
+    }
+    if unmounted {
+        // For the keeper, in its turn.
+        let _ = again.send(Event::Unmounted);
     }
     let target: Target = own_qmp(place).parse().map_err(anyhow::Error::msg)?;
     let watch = Client::connect(&target)?;
