@@ -15,6 +15,7 @@
 
 mod harness;
 
+mod attach;
 mod bench;
 mod bench_machines;
 mod cache_modes;
