@@ -83,3 +83,8 @@ end_numbers() {
     gone $numbered || { cat /tmp/numbered; return 1; }
     cat /tmp/numbered
 }
+
+# pidof_server: of the `weir serve` that `weir attach` has started
+pidof_server() {
+    grep -lz '^serve$' /proc/[0-9]*/cmdline | sed 's|/proc/\([0-9]*\)/.*|\1|'
+}
