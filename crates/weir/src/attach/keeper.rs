@@ -47,8 +47,10 @@ pub(crate) fn run() -> Result<(), Failure> {
     let told = serde_json::to_string(&answer).map_err(io::Error::from);
     let told = told.and_then(|line| writeln!(stdout(), "{line}"));
     match outcome {
-        Ok(attached) if told.is_ok() => made.keep(&wanted, &attached),
-        // Who asked has gone, and nobody knows of it.
+        Ok(attached) if told.is_ok() || made.is_known => made.keep(&wanted, &attached),
+        // What an earlier keeper has left is left again.
+        Err(_) if made.is_known => {}
+        // Or who asked has gone, and nobody knows of it.
         _ => made.undo(),
     }
     Ok(())
@@ -56,6 +58,8 @@ pub(crate) fn run() -> Result<(), Failure> {
 
 /// What there is so far.
 struct Made {
+    /// An earlier keeper had it.
+    is_known: bool,
     kept: Option<(Place, Kept)>,
     server: Option<Attached>,
     /// Ends with a server of its own.
@@ -69,7 +73,7 @@ struct Made {
 impl Default for Made {
     fn default() -> Self {
         let (kept, server, process, fuse, loop_device, mounted) = Default::default();
-        Self { kept, server, process, fuse, loop_device, mounted, events: channel() }
+        Self { is_known: false, kept, server, process, fuse, loop_device, mounted, events: channel() }
     }
 }
 
@@ -99,11 +103,22 @@ impl Made {
         if wanted.way == Way::Fuse {
             self.fuse = Some(server::fuse_file(&place));
         }
-        let number = before.as_ref().and_then(|before| number_of(&before.device));
-        self.serve(&Wanted { number: number.or(wanted.number), ..wanted.clone() }, &place)?;
+        self.is_known = before.is_some();
+        let is_served = before.as_ref().is_some_and(|before| server::adopt(before, &self.events.0));
+        if !is_served {
+            if wanted.way == Way::Fuse {
+                // It died with its server.
+                clear(&place);
+            }
+            let number = before.as_ref().and_then(|before| number_of(&before.device));
+            self.serve(&Wanted { number: number.or(wanted.number), ..wanted.clone() }, &place)?;
+        }
         attached.device = server::device(&attached.qmp, &attached.export)?;
         if wanted.way == Way::Fuse && host::may_make_loops() {
-            let device = host::make_loop(&attached.device, wanted.is_read_only())?;
+            let device = match before.filter(|_| is_served) {
+                Some(before) => before.device,
+                None => host::make_loop(&attached.device, wanted.is_read_only())?,
+            };
             self.loop_device = Some(device.clone());
             attached.file = Some(std::mem::replace(&mut attached.device, device));
         }

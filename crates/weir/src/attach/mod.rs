@@ -204,7 +204,9 @@ fn running_daemon(qmp: Option<Target>) -> Result<Option<String>, Failure> {
 fn recover(json: bool) -> Result<(), Failure> {
     let mut failed = false;
     for place in Place::all()? {
-        let (Some(wanted), true) = (place.wanted(), place.is_deserted()?) else { continue };
+        let (Some(wanted), Some(_), true) = (place.wanted(), place.attached(), place.is_deserted()?) else {
+            continue;
+        };
         match attach(&wanted) {
             Ok(attached) => tell(&attached, json)?,
             Err(error) => {

@@ -95,16 +95,35 @@ pub(super) fn start(
         // For the keeper, in its turn.
         let _ = again.send(Event::Unmounted);
     }
-    let target: Target = own_qmp(place).parse().map_err(anyhow::Error::msg)?;
-    let watch = Client::connect(&target)?;
-    let (events, name) = (again, wanted.name.clone());
+    watch(&own_qmp(place), &wanted.name, &again)?;
+    Ok(process)
+}
+
+/// Tells when an export has gone. Of a server that dies, its process tells.
+fn watch(qmp: &str, export: &str, events: &Sender<Event>) -> anyhow::Result<()> {
+    let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
+    let (watch, events, export) = (Client::connect(&target)?, events.clone(), export.to_owned());
     thread::spawn(move || {
-        // Of a server that dies, its end is told above.
-        if watch.await_export_end(&name).is_ok() {
+        if watch.await_export_end(&export).is_ok() {
             let _ = events.send(Event::Ended { orderly: true });
         }
     });
-    Ok(process)
+    Ok(())
+}
+
+/// Takes up what another keeper had served, if it still is.
+pub(super) fn adopt(attached: &Attached, events: &Sender<Event>) -> bool {
+    let Ok(target) = attached.qmp.parse::<Target>() else { return false };
+    let Ok(watch) = Client::connect(&target) else { return false };
+    if device(&attached.qmp, &attached.export).is_err() {
+        return false;
+    }
+    let (events, export) = (events.clone(), attached.export.clone());
+    thread::spawn(move || {
+        let orderly = watch.await_export_end(&export).is_ok();
+        let _ = events.send(Event::Ended { orderly });
+    });
+    true
 }
 
 pub(super) fn own_qmp(place: &Place) -> String {
@@ -207,7 +226,8 @@ fn described(wanted: &Wanted) -> anyhow::Result<(Value, Map<String, Value>)> {
     let mut settings = Map::new();
     for (name, value) in wanted.options.iter().filter(|(name, _)| !OF_NODES.contains(&name.as_str())) {
         let text = value.as_deref().unwrap_or("on");
-        let value = settings::size(text).map_or_else(|_| json!(text), |number| json!(number));
+        let number = settings::size(text).ok().filter(|_| name != "group");
+        let value = number.map_or_else(|| json!(text), |number| json!(number));
         settings.insert(name.clone(), value);
     }
     Ok((node, settings))
