@@ -1,5 +1,5 @@
-//! `weir attach` and `weir detach`, by FUSE and a loop device: what is made, what undoes it, and what
-//! is left, which is nothing.
+//! `weir attach` and `weir detach`, by FUSE and a loop device: what is made, what undoes it, and
+//! what is left, which is nothing.
 //!
 //! ublk and the kernel's NBD client are tried in `tests/guest/block-devices`.
 

@@ -10,9 +10,9 @@
 //!   detach ── looks who uses it, unmounts, has the server let go; waits for the keeper
 //! ```
 //!
-//! Each attachment has a keeper, which alone knows how far it has come: what fails, or loses whoever
-//! asked for it, is undone by it. An attachment is a directory, locked by its keeper while that
-//! lives.
+//! Each attachment has a keeper, which alone knows how far it has come: what fails, or loses
+//! whoever asked for it, is undone by it. An attachment is a directory, locked by its keeper while
+//! that lives.
 //!
 //! Never touches a request, and never lets go of a device that somebody uses, unless forced.
 

@@ -33,7 +33,7 @@ use block::{
 use serde_json::Value;
 use settings::{Door, SocketAccess};
 
-use super::inventory::RunningDisk;
+use super::running::RunningDisk;
 use crate::users::Users;
 
 type Local<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
