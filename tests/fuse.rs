@@ -19,7 +19,8 @@ use nix::{
 use serde_json::json;
 
 use crate::harness::{
-    Client, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_says, need_root, pattern, qemu_img, text,
+    Client, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_says, need_root, pattern, qemu_img,
+    text,
 };
 
 /// Ends the test where nothing can be mounted, which only a container can be the reason for.
@@ -34,9 +35,12 @@ macro_rules! need_fuse {
 #[allow(clippy::print_stderr, reason = "a test that does not run says so")]
 fn can_mount() -> bool {
     let device = OpenOptions::new().read(true).write(true).open("/dev/fuse");
-    let may_mount = Command::new("unshare").args(["--mount", "true"]).status().is_ok_and(|status| status.success());
+    let may_mount =
+        Command::new("unshare").args(["--mount", "true"]).status().is_ok_and(|status| status.success());
     if device.is_err() || !may_mount {
-        eprintln!("skipped: /dev/fuse cannot be opened here, or nothing be mounted (run as root, with the device)");
+        eprintln!(
+            "skipped: /dev/fuse cannot be opened here, or nothing be mounted (run as root, with the device)"
+        );
     }
     device.is_ok() && may_mount
 }
@@ -85,7 +89,8 @@ fn the_file_is_the_disk() {
     let scratch = Scratch::new();
     let content = scratch.filled("content.raw", 8 * MIB + 512);
     for format in ["raw", "qcow2"] {
-        let (image, file) = (scratch.path(&format!("disk.{format}")), spot(&scratch, &format!("{format}.file")));
+        let (image, file) =
+            (scratch.path(&format!("disk.{format}")), spot(&scratch, &format!("{format}.file")));
         qemu_img(["convert", "-O", format]).arg(&content).arg(&image).succeeds();
         let weir = serve(&scratch, &image, &file, "").arg("--format").arg(format).start();
         assert_eq!(fs::metadata(&file).expect("it is there").len(), 8 * MIB + 512);
@@ -96,7 +101,10 @@ fn the_file_is_the_disk() {
         // Into it, over what is there.
         let zeroes = scratch.sparse("zeroes.raw", 8 * MIB + 512);
         qemu_img(["convert", "-n", "-f", "raw", "-O", "raw"]).arg(&zeroes).arg(&file).succeeds();
-        qemu_img(["convert", "-n", "-f", "raw", "-O", "raw", "-t", "none"]).arg(&content).arg(&file).succeeds();
+        qemu_img(["convert", "-n", "-f", "raw", "-O", "raw", "-t", "none"])
+            .arg(&content)
+            .arg(&file)
+            .succeeds();
         weir.stop();
         assert!(!is_mounted(&file));
         qemu_img(["compare", "-f", "raw", "-F", format]).arg(&content).arg(&image).succeeds();
@@ -113,9 +121,25 @@ fn what_is_written_is_read_again() {
     let _weir = serve(&scratch, &image, &file, "").args(["--cache", "none"]).start();
     for (name, options) in [
         ("direct", &["--ioengine=io_uring", "--direct=1", "--iodepth=32", "--bs=4k"][..]),
-        ("libaio", &["--ioengine=libaio", "--direct=1", "--iodepth=16", "--bsrange=512-60k", "--blockalign=512"]),
-        ("large", &["--ioengine=io_uring", "--direct=1", "--iodepth=4", "--bsrange=512k-3m", "--blockalign=4k"]),
-        ("buffered", &["--ioengine=psync", "--direct=0", "--numjobs=4", "--bsrange=1-60k", "--size=8M", "--offset_increment=8M"]),
+        (
+            "libaio",
+            &["--ioengine=libaio", "--direct=1", "--iodepth=16", "--bsrange=512-60k", "--blockalign=512"],
+        ),
+        (
+            "large",
+            &["--ioengine=io_uring", "--direct=1", "--iodepth=4", "--bsrange=512k-3m", "--blockalign=4k"],
+        ),
+        (
+            "buffered",
+            &[
+                "--ioengine=psync",
+                "--direct=0",
+                "--numjobs=4",
+                "--bsrange=1-60k",
+                "--size=8M",
+                "--offset_increment=8M",
+            ],
+        ),
         ("mapped", &["--ioengine=mmap", "--bs=4k"]),
     ] {
         Client::new("fio")
@@ -276,7 +300,8 @@ fn it_grows_where_it_may() {
     need_fuse!();
     let scratch = Scratch::new();
     for format in ["raw", "qcow2"] {
-        let (image, file) = (scratch.path(&format!("disk.{format}")), spot(&scratch, &format!("{format}.file")));
+        let (image, file) =
+            (scratch.path(&format!("disk.{format}")), spot(&scratch, &format!("{format}.file")));
         qemu_img(["create", "-q", "-f", format]).arg(&image).arg("1M").succeeds();
         let weir = serve(&scratch, &image, &file, ",growable").args(["--format", format]).start();
         python(
@@ -390,7 +415,10 @@ fn several_open_it_and_there_are_several() {
     let status = qmp.command("x-weir-query-status", json!({}));
     let export = status["exports"].as_array().expect("a list").iter().find(|export| export["disk"] == "one");
     let export = export.unwrap_or_else(|| panic!("{status}"));
-    assert_eq!((&export["type"], &export["connections"], &export["openers"]), (&json!("fuse"), &json!(3), &json!(3)));
+    assert_eq!(
+        (&export["type"], &export["connections"], &export["openers"]),
+        (&json!("fuse"), &json!(3), &json!(3))
+    );
     assert!(export["requests"].as_u64() > Some(1000), "{export}");
     // Removed only when nobody has it open.
     let id = export["id"].clone();
@@ -499,7 +527,8 @@ fn unmounted_from_outside_it_ends() {
     let scratch = Scratch::new();
     let (file, control) = (spot(&scratch, "file"), scratch.socket("qmp"));
     let image = scratch.filled("disk.raw", MIB);
-    let weir = serve(&scratch, &image, &file, "").args(["--qmp", &format!("unix:{}", text(&control))]).start();
+    let weir =
+        serve(&scratch, &image, &file, "").args(["--qmp", &format!("unix:{}", text(&control))]).start();
     let opened = File::open(&file).expect("it is there");
     Client::new("umount").args([text(&file)]).fails();
     drop(opened);
@@ -554,7 +583,9 @@ fn others_may_what_the_files_mode_says() {
     assert_eq!((status.mode() & 0o7777, status.uid()), (0o604, 0));
     let as_nobody = || Client::new("setpriv").args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
     as_nobody().args(["cmp", text(&file), text(&image)]).succeeds();
-    as_nobody().args(["dd", "if=/dev/zero", &format!("of={}", text(&file)), "count=1", "conv=notrunc"]).fails();
+    as_nobody()
+        .args(["dd", "if=/dev/zero", &format!("of={}", text(&file)), "count=1", "conv=notrunc"])
+        .fails();
     fs::set_permissions(&file, Permissions::from_mode(0o600)).expect("root may");
     as_nobody().args(["cat", text(&file)]).fails();
     weir.stop();
@@ -613,7 +644,11 @@ fn the_image_itself_may_be_mounted_over() {
     qemu_img(["convert", "-O", "qcow2"]).arg(&content).arg(&image).succeeds();
     let weir = serve(&scratch, &image, &image, "").start();
     qemu_img(["compare", "-f", "raw", "-F", "raw"]).arg(&content).arg(&image).succeeds();
-    OpenOptions::new().write(true).open(&image).and_then(|mut file| file.write_all(b"new")).expect("it is ours");
+    OpenOptions::new()
+        .write(true)
+        .open(&image)
+        .and_then(|mut file| file.write_all(b"new"))
+        .expect("it is ours");
     weir.stop();
     let mut new = Vec::new();
     File::open(&content).and_then(|mut file| file.read_to_end(&mut new)).expect("it is there");

@@ -37,8 +37,8 @@ use rustix::{
     io::Errno,
     mount::{MountFlags, UnmountFlags},
     net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType, recvmsg,
-        socketpair,
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType,
+        recvmsg, socketpair,
     },
 };
 
@@ -188,7 +188,12 @@ impl Drop for Mount {
 
 /// As the kernel knows it, which asks no file system for it.
 fn look(path: &Path) -> rustix::io::Result<Statx> {
-    statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE | StatxFlags::MODE | StatxFlags::UID | StatxFlags::GID | StatxFlags::MNT_ID)
+    statx(
+        CWD,
+        path,
+        AtFlags::STATX_DONT_SYNC,
+        StatxFlags::TYPE | StatxFlags::MODE | StatxFlags::UID | StatxFlags::GID | StatxFlags::MNT_ID,
+    )
 }
 
 fn number(path: &Path) -> Option<u64> {
@@ -254,8 +259,9 @@ fn mount(path: &Path, options: Options, owner: Owner) -> Result<OwnedFd, NotMoun
 fn mount_by_helper(path: &Path, options: Options) -> Result<OwnedFd, NotMounted> {
     match options.allow_other {
         Some(allow_other) => ask_helper(path, options.read_only, allow_other),
-        None => ask_helper(path, options.read_only, true)
-            .or_else(|_| ask_helper(path, options.read_only, false)),
+        None => {
+            ask_helper(path, options.read_only, true).or_else(|_| ask_helper(path, options.read_only, false))
+        }
     }
 }
 
@@ -323,7 +329,7 @@ fn unmount(path: &Path, by_helper: bool) {
 
 /// Whether a mount there has lost its process.
 fn is_dead(path: &Path) -> bool {
-    rustix::fs::stat(path) == Err(Errno::NOTCONN)
+    matches!(rustix::fs::stat(path), Err(Errno::NOTCONN))
 }
 
 /// Removes what processes that were killed have left over a file. Their watchers go first, so that

@@ -32,10 +32,13 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
         }
     }
     for what in &what {
-        done(what, match find(what)? {
-            Some((place, attached)) => detach(&place, &attached, force),
-            None => remove_export(what, force, qmp.clone()),
-        });
+        done(
+            what,
+            match find(what)? {
+                Some((place, attached)) => detach(&place, &attached, force),
+                None => remove_export(what, force, qmp.clone()),
+            },
+        );
     }
     if failed { Err(Failure::Found(1)) } else { Ok(()) }
 }

@@ -10,11 +10,7 @@
 //!
 //! It lies in /run, and goes with the machine's next boot, as the devices do.
 
-use std::{
-    env, fs,
-    os::unix::fs::DirBuilderExt as _,
-    path::{Path, PathBuf},
-};
+use std::{env, fs, os::unix::fs::DirBuilderExt as _, path::PathBuf};
 
 use anyhow::{Context as _, bail};
 use nix::{
@@ -50,7 +46,8 @@ pub(super) fn check_name(name: &str) -> Result<(), String> {
 
 /// The image's, as far as a name may have it.
 pub(super) fn default_name(image: &Image) -> String {
-    let plain = |letter: char| if letter.is_ascii_alphanumeric() || "._-".contains(letter) { letter } else { '-' };
+    let plain =
+        |letter: char| if letter.is_ascii_alphanumeric() || "._-".contains(letter) { letter } else { '-' };
     let mut name: String = image.default_name().chars().map(plain).collect();
     if !name.starts_with(|first: char| first.is_ascii_alphabetic()) {
         name.insert_str(0, "disk-");
@@ -91,7 +88,10 @@ impl Place {
                 .create(&place.0)
                 .with_context(|| place.0.display().to_string())?;
             let Some(kept) = place.lock(FlockArg::LockExclusiveNonblock)? else {
-                bail!("{}: is attached already (`weir attach --list` shows it; choose another --name)", wanted.name);
+                bail!(
+                    "{}: is attached already (`weir attach --list` shows it; choose another --name)",
+                    wanted.name
+                );
             };
             // Whoever had it may have removed it before this lock was taken.
             if !place.file("lock").exists() {
@@ -174,10 +174,6 @@ impl Place {
         }
         let _ = fs::remove_file(self.file("lock"));
         let _ = fs::remove_dir(&self.0);
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.0
     }
 }
 

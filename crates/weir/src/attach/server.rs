@@ -198,11 +198,17 @@ fn described(wanted: &Wanted) -> anyhow::Result<(Value, Map<String, Value>)> {
     if let Some((name, _)) = wanted.options.iter().find(|(name, _)| {
         BY_FILES.contains(&name.as_str()) || name == "handover" || name == "cache-clean-interval"
     }) {
-        bail!("--{name}: is not to be had by a daemon's control socket (add --alone, or write the disk into the daemon's config file)");
+        bail!(
+            "--{name}: is not to be had by a daemon's control socket (add --alone, or write the disk into the daemon's config file)"
+        );
     }
     let file = match wanted.image.split_once(':') {
-        Some(("memory", size)) => json!({ "driver": "x-weir-memory", "size": settings::size(size).map_err(anyhow::Error::msg)? }),
-        Some(("null", size)) => json!({ "driver": "null-co", "size": settings::size(size).map_err(anyhow::Error::msg)? }),
+        Some(("memory", size)) => {
+            json!({ "driver": "x-weir-memory", "size": settings::size(size).map_err(anyhow::Error::msg)? })
+        }
+        Some(("null", size)) => {
+            json!({ "driver": "null-co", "size": settings::size(size).map_err(anyhow::Error::msg)? })
+        }
         _ => json!({ "driver": file_driver(&wanted.image), "filename": wanted.image }),
     };
     let format = match value("format") {
