@@ -16,6 +16,7 @@ use std::{
     process,
     sync::mpsc::{Receiver, Sender, channel},
     thread::{self, JoinHandle},
+    time::Duration,
 };
 
 use anyhow::Context as _;
@@ -29,6 +30,9 @@ use super::{
     server::{self, Event},
     way::Way,
 };
+
+/// How often a device is looked at that is being written back.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// The hidden command that a keeper is started by.
 pub(super) const COMMAND: &str = "attach-keeper";
@@ -159,7 +163,7 @@ impl Made {
                 // Somebody else may have it open, and then it stays until it is detached.
                 Event::Unmounted => {
                     self.mounted = None;
-                    if Users::of(&attached.device).with_processes().is_empty() {
+                    if self.until_written_back(attached) {
                         break;
                     }
                 }
@@ -179,6 +183,19 @@ impl Made {
             }
         }
         self.undo();
+    }
+
+    /// Waits until the file system that was unmounted is through with the device. Whether nobody
+    /// has it then.
+    fn until_written_back(&self, attached: &Attached) -> bool {
+        loop {
+            let users = Users::of(&attached.device).with_processes().with_claims();
+            if !users.claimed || !users.is_only_claimed() {
+                return users.is_empty();
+            }
+            // The kernel tells of the unmounting before it, and of nothing afterwards.
+            thread::sleep(LOOK);
+        }
     }
 
     /// Whether the server has ended, and not the device.
