@@ -44,6 +44,10 @@ pub(crate) fn run() -> Result<(), Failure> {
     let wanted: Wanted = serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;
     let mut made = Made::default();
     let outcome = made.attach(&wanted);
+    // Before it is told, so that whoever hears of it finds nothing left.
+    if outcome.is_err() && !made.is_known {
+        made.undo();
+    }
     let answer = match &outcome {
         Ok(attached) => Outcome::Attached(Box::new(attached.clone())),
         Err(error) => Outcome::Failed(format!("{error:#}")),
@@ -52,10 +56,9 @@ pub(crate) fn run() -> Result<(), Failure> {
     let told = told.and_then(|line| writeln!(stdout(), "{line}"));
     match outcome {
         Ok(attached) if told.is_ok() || made.is_known => made.keep(&wanted, &attached),
-        // What an earlier keeper has left is left again.
-        Err(_) if made.is_known => {}
-        // Or who asked has gone, and nobody knows of it.
-        _ => made.undo(),
+        // Who asked has gone, and nobody knows of it.
+        Ok(_) => made.undo(),
+        Err(_) => {}
     }
     Ok(())
 }
