@@ -319,7 +319,7 @@ impl Server {
     async fn resize(&self) {
         let size_bytes = self.disk.size_bytes();
         let (control, device, number) = (Arc::clone(&self.control), Arc::clone(&self.device), self.number);
-        if size_bytes % SECTOR_BYTES != 0 {
+        if !size_bytes.is_multiple_of(SECTOR_BYTES) {
             tracing::warn!(export = %self.id, size_bytes, "the device keeps its length: the disk's is no multiple of {SECTOR_BYTES}");
             return;
         }
