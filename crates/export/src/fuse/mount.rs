@@ -286,9 +286,12 @@ fn ask_helper(path: &Path, read_only: bool, allow_other: bool) -> Result<OwnedFd
         .map_err(no_helper)?;
     let refused = || {
         let said = String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ");
-        let remedy = match said.contains("user_allow_other") {
-            true => " (or leave allow-other away)",
-            false => "",
+        let remedy = if said.contains("user_allow_other") {
+            " (or leave allow-other away)"
+        } else if said.contains(DEVICE) {
+            " (everybody may open it where udev makes it: chmod 666 /dev/fuse)"
+        } else {
+            ""
         };
         NotMounted::HelperRefuses { path: path.into(), said, remedy }
     };

@@ -63,7 +63,8 @@ impl Connection {
         message.extend(body);
         message.extend(data);
         if is_answered {
-            self.requests.borrow_mut().insert(unique, Asked { read_by: None, answer: None });
+            let answer = self.is_gone.get().then_some(Err(libc::ENOTCONN));
+            self.requests.borrow_mut().insert(unique, Asked { read_by: None, answer });
         }
         self.put(message);
         unique
