@@ -247,7 +247,7 @@ class Nbd:
         parts = self._parts(f"""
             [ -e /dev/ublk-control ] || load ublk_drv
             mkfs.ext4 -q {DISK}
-            weir=0
+            weir=
             part first
             weir attach {DISK} -f raw 2>&1
             weir attach --list
@@ -280,7 +280,7 @@ class Nbd:
         """The server killed, which its keeper starts again; then both."""
         parts = self._parts(f"""
             [ -e /dev/ublk-control ] || load ublk_drv
-            weir=0
+            weir=
             for way in ublk nbd; do
                 device=$(weir attach {DISK} -f raw --$way)
                 numbers $device
