@@ -15,6 +15,7 @@
 
 mod harness;
 
+mod attach;
 mod bench;
 mod bench_machines;
 mod cache_modes;
@@ -28,6 +29,7 @@ mod devices;
 mod documents;
 mod failures;
 mod fio;
+mod fuse;
 mod hostile;
 mod image_habits;
 mod image_soak;

@@ -12,9 +12,11 @@ use std::{
 use serde_json::Value;
 
 /// Which Debian package has which program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 17] = [
+const PACKAGES: [(&str, &str); 19] = [
     ("chromium", "chromium"),
+    ("e2fsck", "e2fsprogs"),
     ("fio", "fio"),
+    ("fusermount3", "fuse3"),
     ("ip", "iproute2"),
     ("losetup", "mount"),
     ("nbdcopy", "libnbd-bin"),

@@ -3,6 +3,7 @@
 //! ```text
 //!   cli                  the commands by name; each room below has its own options and work
 //!   client               the daemon's control socket from the other end: reports, rates, changes
+//!   attach               a disk as a device of this host; the process that keeps it; detach
 //!   status, top          what runs; the same, live
 //!   throttle, prefetch   one setting of what runs, shown or changed
 //!   resume               disks that an error has stopped go on
@@ -13,6 +14,7 @@
 //! others. Never does anything by itself: what a command does lies in the room that is named after
 //! it.
 
+mod attach;
 mod cli;
 mod client;
 mod prefetch;
@@ -35,6 +37,9 @@ use console::{Failure, complain};
 pub fn main() -> ExitCode {
     let result = match Cli::read() {
         Ok(Cli { command: Command::Serve(arguments) }) => daemon::serve::run(*arguments),
+        Ok(Cli { command: Command::Attach(arguments) }) => attach::run(*arguments),
+        Ok(Cli { command: Command::Detach(arguments) }) => attach::detach(arguments),
+        Ok(Cli { command: Command::AttachKeeper }) => attach::keep(),
         Ok(Cli { command: Command::Status(arguments) }) => status::run(arguments),
         Ok(Cli { command: Command::Throttle(arguments) }) => saving::run(&*arguments),
         Ok(Cli { command: Command::Prefetch(arguments) }) => saving::run(&arguments),
