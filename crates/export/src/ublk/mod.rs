@@ -9,13 +9,13 @@
 //!                           └► queue 1 ── channel ─► queue ─► request ─► intake ─► execute ─► disk
 //! ```
 //!
-//! The kernel copies a write's data into memory that we lend it, one piece for each request that may
-//! be in flight, and a read's data out of it. So a request costs one entry of the ring: its answer,
-//! with which the next is awaited.
+//! The kernel copies a write's data into memory that we lend it, one piece for each request that
+//! may be in flight, and a read's data out of it. So a request costs one entry of the ring: its
+//! answer, with which the next is awaited.
 //!
 //! **Recovery.** A device outlives the process that serves it: whoever uses it waits. Requests in
-//! hand are given again to whoever takes it over, which [`Server`] does if the device shows the same
-//! image ([`mark`]).
+//! hand are given again to whoever takes it over, which [`Server`] does if the device shows the
+//! same image ([`mark`]).
 //!
 //! - [`node`]: devices as such: found, made, taken over, removed. [`server`]: one at work.
 //! - [`channel`]: the seam between a queue and the kernel, or its simulated twin.

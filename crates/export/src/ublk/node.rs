@@ -159,6 +159,17 @@ fn open() -> Result<Control, Refused> {
     })
 }
 
+/// Whether this process may take the device over; not yet, where the last one is not quite gone.
+fn begin_recovery(control: &mut Control, info: &Info, what: impl Fn() -> String) -> Result<bool, Refused> {
+    let Err(error) = control.start_recovery(info) else { return Ok(true) };
+    match error.raw_os_error() {
+        Some(libc::EBUSY) => Ok(false),
+        // It has begun: the process that did was killed before it fetched anything.
+        Some(libc::EINVAL) => Ok(true),
+        _ => Err(Refused::Kernel { what: what(), error }),
+    }
+}
+
 /// Numbers of devices that this process serves, or is about to.
 static CLAIMED: LazyLock<Mutex<BTreeSet<u32>>> = LazyLock::new(Mutex::default);
 
@@ -256,18 +267,11 @@ impl Node {
             match info.state() {
                 // Its process has gone, and the kernel has not noticed.
                 State::Live => {}
-                State::Waiting => {
-                    match control.start_recovery(&info).map_err(|error| (error.raw_os_error(), error)) {
-                        // EINVAL: it has been taken over by a process that was killed before it fetched
-                        // anything.
-                        Ok(()) | Err((Some(libc::EINVAL), _)) => {
-                            let params = kernel(what(), control.params(&info))?;
-                            return Ok(Some(Self { info, params, is_taken_over: true }));
-                        }
-                        Err((Some(libc::EBUSY), _)) => {}
-                        Err((_, error)) => return Err(Refused::Kernel { what: what(), error }),
-                    }
+                State::Waiting if begin_recovery(control, &info, what)? => {
+                    let params = kernel(what(), control.params(&info))?;
+                    return Ok(Some(Self { info, params, is_taken_over: true }));
                 }
+                State::Waiting => {}
                 State::Dead | State::Failing => {
                     kernel(what(), control.delete(&info))?;
                     return Ok(None);

@@ -146,6 +146,7 @@ async fn run(tally: Rc<Cell<Tally>>) {
         passed: RefCell::new(Passed::new(&group, LONGEST_REQUEST)),
         export,
         may_fail,
+        next: Cell::new(0),
         tally,
     });
     let clients: Vec<_> = (0..sim::random(|random| random.usize(1..=12)))
@@ -175,6 +176,8 @@ struct World {
     passed: RefCell<Passed>,
     export: Export,
     may_fail: bool,
+    /// The sector behind the last request of all clients.
+    next: Cell<usize>,
     tally: Rc<Cell<Tally>>,
 }
 
@@ -222,7 +225,8 @@ impl World {
         let queue = Queue::new(channel, offer.depth, Arc::clone(&device));
         let weak = Rc::downgrade(&queue);
         let serving = spawn_joinable(async move {
-            queue.begin().await.expect("the kernel gives requests");
+            // One that is killed before it has begun is given nothing.
+            let _ = queue.begin().await;
             queue.serve().await;
         });
         Process { device, serving, queue: weak }
@@ -271,8 +275,12 @@ impl World {
         const FUA: u32 = 1 << 13;
         let (first, sectors) = sim::random(|random| {
             let sectors = random.usize(1..=MOST_SECTORS);
-            (random.usize(..=DISK_BYTES / BLOCK - sectors), sectors)
+            let last = DISK_BYTES / BLOCK - sectors;
+            // Many follow each other, so that they are merged.
+            let follows = random.u8(..4) > 0 && self.next.get() <= last;
+            (if follows { self.next.get() } else { random.usize(..=last) }, sectors)
         });
+        self.next.set(first + sectors);
         let range = first * BLOCK..(first + sectors) * BLOCK;
         let descriptor = |operation| Descriptor::new(operation, first as u64, sectors as u32);
         match sim::random(|random| random.u8(..12)) {

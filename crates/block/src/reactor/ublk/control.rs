@@ -1,8 +1,8 @@
 //! Commands to the driver: making, starting, stopping, taking over and removing devices.
 //!
-//! Each blocks until the kernel has done it, some for as long as a device has requests: so call them
-//! by [`super::super::blocking`] where anything else is to go on. They go through a ring of their
-//! own, since the driver takes these commands (32 bytes) in entries of 128 bytes alone.
+//! Each blocks until the kernel has done it, some for as long as a device has requests: so call
+//! them by [`super::super::blocking`] where anything else is to go on. They go through a ring of
+//! their own, since the driver takes these commands (32 bytes) in entries of 128 bytes alone.
 
 use std::{
     fs::{File, OpenOptions},
