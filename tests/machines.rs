@@ -136,9 +136,9 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
     assert_says(&said, &["--vhost-user-blk: times given: 1, images: 2"]);
     let both = ["--vhost-user-blk", &socket, "--vhost-user-blk", &socket];
     let said = serve().arg(&two).args(both).rejects_usage();
-    assert_says(&said, &["a disk is exported at this socket already"]);
+    assert_says(&said, &["a disk is exported there already"]);
     let said = serve().args(["--vhost-user-blk", &socket, "--nbd", &socket]).rejects_usage();
-    assert_says(&said, &["a disk is exported at this socket already"]);
+    assert_says(&said, &["a disk is exported there already"]);
     let said = serve().args(["--vhost-user-blk", &socket, "--qmp", &socket]).rejects_usage();
     assert_says(&said, &["disks are exported at this socket"]);
     let said = serve().args(["--vhost-user-blk", "localhost:1"]).rejects_usage();

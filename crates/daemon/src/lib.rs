@@ -7,6 +7,7 @@
 //!   control/    what runs (inventory), and how it is changed while it runs
 //!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
 //!   pid_file    the process's number, for scripts
+//!   users       who has a device of this host: mounts, other devices, processes
 //! ```
 //!
 //! The QMP command `block_set_io_throttle` is in `control/qmp/commands/throttle.rs`; the table of
@@ -19,6 +20,7 @@ mod control;
 mod listen;
 mod pid_file;
 pub mod serve;
+pub mod users;
 
 #[doc(hidden)]
 pub use control::qmp::fuzzing;

@@ -15,7 +15,7 @@ use block::{
 };
 
 use super::{
-    Address, Disk, DiskDraft, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings, MachineExport,
+    Address, Disk, DiskDraft, DoorExport, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings,
     Place, Plan, Said, Server, Service, ServiceDraft, Settings, SocketAccess, Wrong, groups::Groups,
     promises,
 };
@@ -56,11 +56,11 @@ impl Plan {
         if servers.is_empty() {
             check_without_nbd(&draft)?;
         }
-        let machines = machines(&draft.disks, &servers)?;
+        let doors = doors(&draft.disks, &servers)?;
         let control = draft.service.qmp.clone();
         let service = service(draft.service)?;
-        check_sockets(&servers, &machines, &control)?;
-        Ok(Self { disks, groups, servers, machines, service })
+        check_sockets(&servers, &doors, &control)?;
+        Ok(Self { disks, groups, servers, doors, service })
     }
 }
 
@@ -278,20 +278,18 @@ fn exports_of(disk: &DiskDraft, standard: &[Endpoint]) -> Vec<(Endpoint, Said<St
     disk.exports.iter().map(export).collect()
 }
 
-fn machines(disks: &[DiskDraft], servers: &[Server]) -> Result<Vec<MachineExport>, Wrong> {
-    let mut taken: HashSet<&Path> = servers.iter().filter_map(socket_of).collect();
-    let mut machines = Vec::new();
+fn doors(disks: &[DiskDraft], servers: &[Server]) -> Result<Vec<DoorExport>, Wrong> {
+    let mut taken: HashSet<PathBuf> = servers.iter().filter_map(socket_of).map(Path::to_owned).collect();
+    let mut doors = Vec::new();
     for (disk, draft) in disks.iter().enumerate() {
-        for said in &draft.machines {
-            if !taken.insert(&said.value.socket) {
-                return Err(
-                    said.wrong("a disk is exported at this socket already (give each export its own)")
-                );
+        for said in &draft.doors {
+            if said.value.path().is_some_and(|path| !taken.insert(path)) {
+                return Err(said.wrong("a disk is exported there already (give each export its own)"));
             }
-            machines.push(MachineExport { settings: said.value.clone(), disk });
+            doors.push(DoorExport { door: said.value.clone(), disk });
         }
     }
-    Ok(machines)
+    Ok(doors)
 }
 
 /// Settings that only clients of NBD would notice, where there will be none.
@@ -317,13 +315,13 @@ fn socket_of(server: &Server) -> Option<&Path> {
 
 fn check_sockets(
     servers: &[Server],
-    machines: &[MachineExport],
+    doors: &[DoorExport],
     control: &[Said<PathBuf>],
 ) -> Result<(), Wrong> {
-    let machines = machines.iter().map(|machine| &*machine.settings.socket);
-    let exports: HashSet<&Path> = servers.iter().filter_map(socket_of).chain(machines).collect();
-    let taken = |path: &PathBuf| exports.contains(&**path);
-    match control.iter().find(|said| taken(&said.value)) {
+    let doors = doors.iter().filter_map(|export| export.door.path());
+    let exports: HashSet<PathBuf> =
+        servers.iter().filter_map(socket_of).map(Path::to_owned).chain(doors).collect();
+    match control.iter().find(|said| exports.contains(&said.value)) {
         Some(said) => Err(said.wrong("disks are exported at this socket (use another)")),
         None => Ok(()),
     }

@@ -8,8 +8,8 @@ use block::{
 };
 
 use super::{
-    Address, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft,
-    VhostUserBlk, tls::TlsDraft,
+    Address, Door, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft,
+    tls::TlsDraft,
 };
 
 /// All that the command line and the config file said.
@@ -45,10 +45,10 @@ pub struct DiskDraft {
     pub faults: Vec<Said<FaultRule>>,
     /// What clients ask for where the daemon serves what says nothing; none: the disk's name.
     pub export_name: Option<Said<String>>,
-    /// None: wherever the daemon serves what says nothing, unless it is for machines alone.
+    /// None: wherever the daemon serves what says nothing, unless it has doors of its own.
     pub exports: Vec<ExportDraft>,
-    /// Where virtual machines find it.
-    pub machines: Vec<Said<VhostUserBlk>>,
+    /// Doors of its own.
+    pub doors: Vec<Said<Door>>,
 }
 
 impl DiskDraft {
@@ -59,7 +59,7 @@ impl DiskDraft {
 
     /// Whether it says itself where it is exported.
     pub fn says_where(&self) -> bool {
-        !self.exports.is_empty() || !self.machines.is_empty()
+        !self.exports.is_empty() || !self.doors.is_empty()
     }
 }
 

@@ -27,6 +27,7 @@ mod address;
 pub mod arguments;
 pub mod check;
 pub mod config;
+mod doors;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod draft;
 mod groups;
@@ -49,7 +50,6 @@ pub mod suggest;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod tls;
 mod units;
-mod vhost_user_blk;
 
 use std::path::PathBuf;
 
@@ -60,6 +60,7 @@ use block::{
     reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
+pub use doors::{Door, Fuse, Keyed, NbdDevice, Ublk, VhostUserBlk};
 pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
 pub use image::Image;
 pub use log::{LogFormat, LogSettings};
@@ -70,7 +71,6 @@ pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSou
 pub use shares::{LimitsDraft, Settings, SettingsDraft};
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
 pub use units::{Rule, connections, count, duration, exact_size, polling, read, size, workers};
-pub use vhost_user_blk::VhostUserBlk;
 
 /// Everything `weir serve` is to do.
 #[derive(Clone, Debug, PartialEq)]
@@ -81,9 +81,9 @@ pub struct Plan {
     pub groups: Vec<Group>,
     /// No two at the same place.
     pub servers: Vec<Server>,
-    /// Exports to virtual machines; no two at the same place, and none where a server is. At least
-    /// one of these or of those.
-    pub machines: Vec<MachineExport>,
+    /// Exports with a door of their own; no two at the same place, and none where a server is. At
+    /// least one of these or of those.
+    pub doors: Vec<DoorExport>,
     /// What holds for the process.
     pub service: Service,
 }
@@ -168,11 +168,11 @@ pub struct Export {
     pub disk: usize,
 }
 
-/// A disk for a virtual machine.
+/// A disk with a door of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MachineExport {
-    /// Where, and what it is offered.
-    pub settings: VhostUserBlk,
+pub struct DoorExport {
+    /// Which, where, and what is offered there.
+    pub door: Door,
     /// Index in [`Plan::disks`].
     pub disk: usize,
 }

@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 
-use crate::{MachineExport, Plan, Settings, shares::DEFAULT_WEIGHT};
+use crate::{Door, DoorExport, Plan, Settings, shares::DEFAULT_WEIGHT};
 
 /// A disk or group, and what is odd about it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,9 +48,10 @@ impl Plan {
     /// Disks that a guest cannot tell from another by their serial numbers.
     fn same_serials(&self) -> impl Iterator<Item = &str> {
         let mut disk_of = HashMap::new();
-        self.machines.iter().filter_map(move |MachineExport { settings, disk }| {
+        self.doors.iter().filter_map(move |DoorExport { door, disk }| {
+            let Door::VhostUserBlk(machine) = door else { return None };
             let name = &*self.disks[*disk].name;
-            (disk_of.entry(settings.seen_serial(name)).or_insert(disk) != &disk).then_some(name)
+            (disk_of.entry(machine.seen_serial(name)).or_insert(disk) != &disk).then_some(name)
         })
     }
 

@@ -17,7 +17,7 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 use block::{
     disk::{Disk, Failures},
     image::{
@@ -30,12 +30,12 @@ use block::{
 };
 use export::nbd::{self, NotRemoved, Removal};
 use policy::time::{Duration, Instant};
-use settings::{Image, SocketAccess, VhostUserBlk};
+use settings::{Image, SocketAccess};
 
 use super::{
     change::{Change, Listener},
     devices::{Devices, Listed},
-    machine::Machine,
+    doors::{self, Entrance},
     serving::Serving,
 };
 
@@ -72,8 +72,8 @@ pub(crate) struct RunningExport {
 pub(crate) enum Door {
     /// By its name, and this number, at a server.
     Nbd(Rc<Serving>, usize),
-    /// At a socket of its own.
-    VhostUserBlk(Rc<Machine>),
+    /// At one of its own.
+    Own(Rc<Entrance>),
 }
 
 impl Door {
@@ -81,31 +81,34 @@ impl Door {
     pub(crate) fn kind(&self) -> &'static str {
         match self {
             Self::Nbd(..) => "nbd",
-            Self::VhostUserBlk(_) => "vhost-user-blk",
+            Self::Own(entrance) => entrance.kind(),
         }
     }
 
     pub(crate) fn address(&self) -> String {
         match self {
             Self::Nbd(serving, _) => serving.address(),
-            Self::VhostUserBlk(machine) => machine.address().to_owned(),
+            Self::Own(entrance) => entrance.address().to_owned(),
         }
     }
 
     fn connections(&self) -> usize {
         match self {
             Self::Nbd(serving, number) => serving.server.connections_of(*number),
-            Self::VhostUserBlk(machine) => machine.server.connections(),
+            Self::Own(entrance) => entrance.server.connections(),
         }
     }
 
+    /// Of a device, whoever asks for [`Removal::Safe`] has looked who uses it: that takes time.
     fn remove(&self, removal: Removal) -> Result<(), NotRemoved> {
         match self {
             Self::Nbd(serving, number) => serving.server.remove(*number, removal),
-            Self::VhostUserBlk(machine) => match (removal, machine.server.connections()) {
-                (Removal::Safe, connections @ 1..) => Err(NotRemoved::InUse { connections }),
+            Self::Own(entrance) => match (removal, entrance.server.connections()) {
+                (Removal::Safe, connections @ 1..) if entrance.device().is_none() => {
+                    Err(NotRemoved::InUse { connections })
+                }
                 _ => {
-                    machine.close();
+                    entrance.close();
                     Ok(())
                 }
             },
@@ -115,7 +118,7 @@ impl Door {
     async fn wait_until_unused(&self) {
         match self {
             Self::Nbd(serving, number) => serving.server.wait_until_unused(*number).await,
-            Self::VhostUserBlk(machine) => machine.stop().await,
+            Self::Own(entrance) => entrance.stop().await,
         }
     }
 }
@@ -192,10 +195,12 @@ pub(crate) struct Inventory {
     stopped: Cell<bool>,
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
     servers: RefCell<Vec<Rc<Serving>>>,
-    /// What sockets of machines are made with: see [`Inventory::let_machines`].
-    machine_terms: OnceCell<(Rc<Vec<Worker>>, SocketAccess)>,
+    /// What own doors are made with: see [`Inventory::let_doors`].
+    door_terms: OnceCell<(Rc<Vec<Worker>>, SocketAccess)>,
     /// The daemon ends once the last client has gone.
     pub(crate) ends_when_idle: Cell<bool>,
+    /// A device of this host has gone, and its export with it.
+    lost_device: Cell<bool>,
     exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
     devices: OnceCell<Devices>,
     image_root: OnceCell<Root>,
@@ -215,8 +220,9 @@ impl Inventory {
             stopped: Cell::new(false),
             groups: RefCell::default(),
             servers: RefCell::default(),
-            machine_terms: OnceCell::new(),
+            door_terms: OnceCell::new(),
             ends_when_idle: Cell::new(false),
+            lost_device: Cell::new(false),
             exports: RefCell::default(),
             devices: OnceCell::new(),
             image_root: OnceCell::new(),
@@ -443,33 +449,33 @@ impl Inventory {
     fn is_idle(&self) -> bool {
         let served = || {
             self.servers.borrow().iter().any(|serving| serving.server.has_served())
-                || self.machines().iter().any(|machine| machine.server.has_served())
+                || self.entrances().iter().any(|entrance| entrance.server.has_served())
         };
-        self.connections() == 0 && served()
+        self.connections() == 0 && (self.lost_device.get() || served())
     }
 
     pub(crate) fn connections(&self) -> usize {
         let nbd: usize = self.servers.borrow().iter().map(|serving| serving.server.connections()).sum();
-        nbd + self.machines().iter().map(|machine| machine.server.connections()).sum::<usize>()
+        nbd + self.entrances().iter().map(|entrance| entrance.server.connections()).sum::<usize>()
     }
 
-    /// Exports to virtual machines.
-    pub(crate) fn machines(&self) -> Vec<Rc<Machine>> {
+    /// Doors of one export's own.
+    pub(crate) fn entrances(&self) -> Vec<Rc<Entrance>> {
         let exports = self.exports.borrow();
-        let machine = |export: &Rc<RunningExport>| match &export.door {
-            Door::VhostUserBlk(machine) => Some(Rc::clone(machine)),
+        let entrance = |export: &Rc<RunningExport>| match &export.door {
+            Door::Own(entrance) => Some(Rc::clone(entrance)),
             Door::Nbd(..) => None,
         };
-        exports.values().filter_map(machine).collect()
+        exports.values().filter_map(entrance).collect()
     }
 
-    /// A disk may have another length: machines are told.
+    /// A disk may have another length: who sees it through a door of its own is told.
     pub(crate) fn look_at_size(&self, disk: &Rc<RunningDisk>) {
         for export in self.exports.borrow().values() {
-            if let Door::VhostUserBlk(machine) = &export.door
+            if let Door::Own(entrance) = &export.door
                 && Rc::ptr_eq(&export.disk, disk)
             {
-                machine.server.look_at_size();
+                entrance.server.look_at_size();
             }
         }
     }
@@ -510,42 +516,80 @@ impl Inventory {
         Ok(())
     }
 
-    /// Where the queues of machines run from now on, and who may connect to their sockets.
-    pub(crate) fn let_machines(&self, workers: &Rc<Vec<Worker>>, access: &SocketAccess) {
-        let _ = self.machine_terms.set((Rc::clone(workers), access.clone()));
+    /// Where the queues of own doors run from now on, and who may connect to their sockets.
+    pub(crate) fn let_doors(&self, workers: &Rc<Vec<Worker>>, access: &SocketAccess) {
+        let _ = self.door_terms.set((Rc::clone(workers), access.clone()));
     }
 
-    /// An export to a virtual machine, which is let in at once. Its address.
-    pub(crate) fn add_machine(
+    /// An export with a door of its own, which is open when this returns. Its address.
+    pub(crate) async fn add_door(
         self: &Rc<Self>,
         id: String,
         disk: Rc<RunningDisk>,
         read_only: bool,
-        settings: &VhostUserBlk,
+        door: &settings::Door,
     ) -> anyhow::Result<String> {
         if self.exports.borrow().contains_key(&id) {
             return Err(Refused::IdTaken(id).into());
         }
-        let (workers, access) = self.machine_terms.get().context("nothing runs yet")?;
-        let machine = Machine::new(&id, (&disk.disk, disk.cache), read_only, settings, access, workers)?;
-        let address = machine.address().to_owned();
-        let ender = Rc::clone(&self.ender);
-        machine.accept(move |error| ender(End::Broken(error)));
+        let (workers, access) = self.door_terms.get().context("nothing runs yet")?;
+        let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
+        let terms = doors::Terms { id: &id, disk: &disk, read_only, access, workers };
+        let entrance = doors::open(door, &terms).await?;
+        let address = entrance.address().to_owned();
+        let inventory = Rc::downgrade(self);
+        let of_export = id.clone();
+        entrance.accept(move |result| {
+            if let Some(inventory) = inventory.upgrade() {
+                inventory.door_ended(&of_export, result);
+            }
+        });
+        // Making a device takes a while, in which others have their turn.
+        let name = disk.disk.name().to_string();
+        let refused = match self.disk(&name) {
+            Ok(still) if Rc::ptr_eq(&still, &disk) && !self.exports.borrow().contains_key(&id) => None,
+            Ok(still) if Rc::ptr_eq(&still, &disk) => Some(Refused::IdTaken(id.clone())),
+            _ => Some(Refused::NoDisk(name.clone())),
+        };
+        if let Some(refused) = refused {
+            entrance.stop().await;
+            return Err(refused.into());
+        }
         if self.ends_when_idle.get() {
-            let (server, inventory) = (Arc::clone(&machine.server), Rc::downgrade(self));
+            let (server, inventory) = (Arc::clone(&entrance.server), Rc::downgrade(self));
             reactor::spawn(async move {
-                let busy = |_: &_| inventory.upgrade().is_some_and(|inventory| !inventory.is_idle());
-                server.wait_while(busy).await;
+                let busy = || inventory.upgrade().is_some_and(|inventory| !inventory.is_idle());
+                server.wait_while(Box::new(busy)).await;
                 if let Some(inventory) = inventory.upgrade() {
                     (inventory.ender)(End::Idle);
                 }
             });
         }
-        let name = disk.disk.name().to_string();
-        let door = Door::VhostUserBlk(machine);
+        let door = Door::Own(entrance);
         let export = RunningExport { id: id.clone(), name, disk, door, read_only, ending: Cell::new(false) };
         self.exports.borrow_mut().insert(id, Rc::new(export));
         Ok(address)
+    }
+
+    /// Nobody closed it: its device was removed from outside, or it can let nobody in any more.
+    fn door_ended(self: &Rc<Self>, id: &str, result: std::io::Result<()>) {
+        let Ok(export) = self.export(id) else { return };
+        let Door::Own(entrance) = &export.door else { return };
+        let address = entrance.address();
+        if entrance.device().is_none() {
+            if let Err(error) = result {
+                let error = anyhow!("{address}: no machine can connect any more: {error} (restart weir)");
+                (self.ender)(End::Broken(error));
+            }
+            return;
+        }
+        match result {
+            Ok(()) => tracing::info!(export = id, device = address, "the device has gone"),
+            Err(error) => tracing::error!(export = id, device = address, %error, "the device has broken"),
+        }
+        self.lost_device.set(true);
+        // It has no clients any more.
+        let _ = self.remove_export(id, Removal::Hard);
     }
 
     /// No client finds the export any more when this returns. Its id and its disk stay in use until
@@ -566,6 +610,9 @@ impl Inventory {
             export.door.wait_until_unused().await;
             inventory.exports.borrow_mut().remove(&export.id);
             inventory.tell(&Change::ExportDeleted { id: export.id.clone() });
+            if inventory.ends_when_idle.get() && inventory.is_idle() {
+                (inventory.ender)(End::Idle);
+            }
         });
         Ok(())
     }

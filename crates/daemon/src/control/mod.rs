@@ -13,8 +13,8 @@
 pub(crate) mod bitmaps;
 pub(crate) mod change;
 pub(crate) mod devices;
+pub(crate) mod doors;
 pub(crate) mod held_back;
 pub(crate) mod inventory;
-pub(crate) mod machine;
 pub(crate) mod qmp;
 pub(crate) mod serving;

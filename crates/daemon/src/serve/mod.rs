@@ -33,7 +33,7 @@ use console::{
 };
 use export::nbd;
 use sd_notify::NotifyState;
-use settings::{Draft, MachineExport, Plan, Service, config, state::Store};
+use settings::{Door, DoorExport, Draft, Plan, Service, config, state::Store};
 
 use crate::{
     control::{
@@ -217,8 +217,8 @@ impl Daemon {
         for serving in &servers {
             serving.close();
         }
-        let machines = self.inventory.machines();
-        machines.iter().for_each(|machine| machine.close());
+        let entrances = self.inventory.entrances();
+        entrances.iter().for_each(|entrance| entrance.close());
         let disks = self.inventory.disks();
         for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
             // A limit could hold what is in flight for hours. QEMU's drain lifts limits too.
@@ -233,8 +233,8 @@ impl Daemon {
             for serving in servers {
                 serving.stop().await;
             }
-            for machine in machines {
-                machine.stop().await;
+            for entrance in entrances {
+                entrance.stop().await;
             }
             control.await;
             let result = flush_and_close(&disks).await;
@@ -298,20 +298,22 @@ async fn listen(
             add_export(plan, export, &serving, inventory).await?;
         }
     }
-    inventory.let_machines(workers, &plan.service.sockets);
-    for MachineExport { settings, disk: index } in &plan.machines {
+    inventory.let_doors(workers, &plan.service.sockets);
+    for DoorExport { door, disk: index } in &plan.doors {
         let disk = inventory.disk(&plan.disks[*index].name)?;
         let name = disk.disk.name();
         let id = match inventory.export(name) {
-            Ok(_) => format!("{name}@{}", settings.address()),
+            Ok(_) => format!("{name}@{}", door.address()),
             Err(_) => name.to_string(),
         };
-        let read_only = settings.read_only || plan.disks[*index].read_only;
-        let address = inventory.add_machine(id, disk, read_only, settings)?;
-        // Where the machine listens, only weir is to connect.
-        uris.push(match settings.client {
-            true => format!("{address},client"),
-            false => format!("vhost-user:{}", path::absolute(&settings.socket)?.display()),
+        let address = inventory.add_door(id, disk, plan.disks[*index].read_only, door).await?;
+        uris.push(match door {
+            // Where the machine listens, only weir is to connect.
+            Door::VhostUserBlk(machine) if machine.client => format!("{address},client"),
+            Door::VhostUserBlk(machine) => {
+                format!("vhost-user:{}", path::absolute(&machine.socket)?.display())
+            }
+            _ => address,
         });
     }
     // Who comes first finds everything: bitmaps are read for an export to be added.

@@ -26,14 +26,14 @@ use section::{Entry, Section, Source};
 use toml::de::DeTable;
 
 use crate::{
-    Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LimitsDraft, OnErrorDraft, Place,
-    PrefetchDraft, Qcow2Draft, Said, SecretSource, ServiceDraft, SettingsDraft, VhostUserBlk, Wrong, log,
-    vhost_user_blk,
+    Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, Keyed, LimitsDraft, NbdDevice,
+    OnErrorDraft, Place, PrefetchDraft, Qcow2Draft, Said, SecretSource, ServiceDraft, SettingsDraft, Ublk,
+    VhostUserBlk, Wrong, doors, log,
 };
 
 enum Exported {
     Nbd(ExportDraft),
-    Machine(Said<VhostUserBlk>),
+    AtDoor(Said<Door>),
 }
 
 /// Largest config file that is read: some hundred thousand disks.
@@ -128,6 +128,51 @@ fn prefetch(section: &Section<'_>) -> Result<PrefetchDraft, Wrong> {
     Ok(PrefetchDraft { mode, numbers: numbers(section, prefetch::Setting::ALL.map(sized))? })
 }
 
+/// What an export's `type` may be.
+const TYPES: [&str; 5] = ["nbd", "vhost-user-blk", "ublk", "fuse", "nbd-device"];
+
+fn types(word: &str) -> String {
+    let [first @ .., last] = TYPES.map(|name| format!("{name:?}"));
+    format!("{} {word} {last}", first.join(", "))
+}
+
+fn no_comma(text: &str) -> Result<&str, String> {
+    match text.contains(',') {
+        true => Err("has a comma; what the command line has behind commas are keys here (such as queues = 4 or discard = false)".to_owned()),
+        false => Ok(text),
+    }
+}
+
+fn ublk(section: &Section<'_>) -> Result<Said<Door>, Wrong> {
+    let number = section.parse("number", doors::ublk::device)?;
+    let place = number.as_ref().map_or_else(|| section.place().clone(), |said| said.place.clone());
+    let ublk = Ublk { number: number.map(|said| said.value), ..Ublk::default() };
+    Ok(Said::new(Door::Ublk(with_keys(section, ublk)?), place))
+}
+
+fn nbd_device(section: &Section<'_>) -> Result<Said<Door>, Wrong> {
+    let device = section.parse("device", |text| doors::nbd_device::device(no_comma(text)?))?;
+    let rule = "no device (add device = \"/dev/nbd0\", or \"auto\" for one that is free)";
+    let device = device.ok_or_else(|| section.place().wrong(rule))?;
+    let export = with_keys(section, NbdDevice { number: device.value, ..NbdDevice::default() })?;
+    Ok(Said::new(Door::NbdDevice(export), device.place))
+}
+
+/// What the section says of a door's keys.
+fn with_keys<K: Keyed>(section: &Section<'_>, mut keyed: K) -> Result<K, Wrong> {
+    for key in K::VALUES {
+        if let Some(entry) = section.get(key) {
+            entry.parse_switch(|text| keyed.set(key, text))?;
+        }
+    }
+    for (key, flag) in keyed.flags() {
+        if let Some(said) = section.flag(key)? {
+            *flag = said.value;
+        }
+    }
+    Ok(keyed)
+}
+
 /// Reads what holds paths.
 struct Reader<'a> {
     directory: &'a Path,
@@ -183,11 +228,11 @@ impl Reader<'_> {
         let delay = section.value("delay")?;
         let rate = section.value("rate")?;
         let faults = section.list("fault", crate::read)?;
-        let (mut exports, mut machines) = (Vec::new(), Vec::new());
+        let (mut exports, mut doors) = (Vec::new(), Vec::new());
         for entry in section.items("export")? {
             match self.export(entry)? {
                 Exported::Nbd(export) => exports.push(export),
-                Exported::Machine(machine) => machines.push(machine),
+                Exported::AtDoor(door) => doors.push(door),
             }
         }
         section.finish()?;
@@ -217,7 +262,7 @@ impl Reader<'_> {
             faults,
             export_name: None,
             exports,
-            machines,
+            doors,
         })
     }
 
@@ -238,23 +283,22 @@ impl Reader<'_> {
 
     fn export(&self, entry: Entry<'_>) -> Result<Exported, Wrong> {
         let section = entry.section()?;
-        let kind =
-            section.parse("type", |text| match text {
-                "nbd" => Ok(false),
-                "vhost-user-blk" => Ok(true),
-                _ => Err("is not a type of export that weir has; there are \"nbd\" and \"vhost-user-blk\""
-                    .to_owned()),
-            })?;
-        let missing = |what| section.place().wrong(what);
-        let no_type = || missing("no type (add type = \"nbd\" or \"vhost-user-blk\")");
-        let exported = match kind.as_ref().map(|kind| kind.value) {
-            Some(true) => Exported::Machine(self.machine(&section)?),
-            Some(false) | None => {
+        let kind = section.parse("type", |text| match TYPES.contains(&text) {
+            true => Ok(text.to_owned()),
+            false => Err(format!("is not a type of export that weir has; there are {}", types("and"))),
+        })?;
+        let no_type = || section.place().wrong(format!("no type (add type = {})", types("or")));
+        let exported = match kind.as_ref().map(|kind| &*kind.value) {
+            Some("vhost-user-blk") => Exported::AtDoor(self.machine(&section)?),
+            Some("ublk") => Exported::AtDoor(ublk(&section)?),
+            Some("fuse") => Exported::AtDoor(self.fuse(&section)?),
+            Some("nbd-device") => Exported::AtDoor(nbd_device(&section)?),
+            _ => {
                 let listen = section.parse("listen", |text| self.address(text))?;
                 kind.ok_or_else(no_type)?;
-                let no_address = || missing("no address (add listen = \"unix:PATH\" or \"HOST:PORT\")");
+                let rule = "no address (add listen = \"unix:PATH\" or \"HOST:PORT\")";
                 Exported::Nbd(ExportDraft {
-                    listen: listen.ok_or_else(no_address)?,
+                    listen: listen.ok_or_else(|| section.place().wrong(rule))?,
                     name: section.text("name")?,
                 })
             }
@@ -263,31 +307,18 @@ impl Reader<'_> {
         Ok(exported)
     }
 
-    fn machine(&self, section: &Section<'_>) -> Result<Said<VhostUserBlk>, Wrong> {
-        let listen = section.parse("listen", |text| match text.contains(',') {
-            true => Err("has a comma; what the command line has behind commas are keys here (such as queues = 4 or discard = false)".to_owned()),
-            false => self.socket(text),
-        })?;
+    fn machine(&self, section: &Section<'_>) -> Result<Said<Door>, Wrong> {
+        let listen = section.parse("listen", |text| no_comma(text).and_then(|text| self.socket(text)))?;
         let listen = listen.ok_or_else(|| section.place().wrong("no socket (add listen = \"unix:PATH\")"))?;
-        let mut machine = VhostUserBlk::at(listen.value);
-        if let Some(said) = section.parse("queues", vhost_user_blk::queues)? {
-            machine.queues = said.value;
-        }
-        if let Some(said) = section.parse("queue-size", vhost_user_blk::queue_size)? {
-            machine.queue_size = said.value;
-        }
-        machine.serial = section.parse("serial", vhost_user_blk::serial)?.map(|said| said.value);
-        for (key, flag) in [
-            ("discard", &mut machine.discard),
-            ("write-zeroes", &mut machine.write_zeroes),
-            ("read-only", &mut machine.read_only),
-            ("client", &mut machine.client),
-        ] {
-            if let Some(said) = section.flag(key)? {
-                *flag = said.value;
-            }
-        }
-        Ok(Said::new(machine, listen.place))
+        let machine = with_keys(section, VhostUserBlk::at(listen.value))?;
+        Ok(Said::new(Door::VhostUserBlk(machine), listen.place))
+    }
+
+    fn fuse(&self, section: &Section<'_>) -> Result<Said<Door>, Wrong> {
+        let path = |text: &str| Ok(self.directory.join(doors::fuse::file(no_comma(text)?)?));
+        let file = section.parse("file", path)?;
+        let file = file.ok_or_else(|| section.place().wrong("no file (add file = \"PATH\")"))?;
+        Ok(Said::new(Door::Fuse(with_keys(section, Fuse::at(file.value))?), file.place))
     }
 
     fn address(&self, text: &str) -> Result<Address, String> {

@@ -123,11 +123,7 @@ impl<'a> Section<'a> {
 
     /// A value read by its type, where `true` means `on` and `false` means `off`.
     pub(super) fn switch<T: FromStr<Err: Rule>>(&self, key: &'static str) -> Result<Option<Said<T>>, Wrong> {
-        let Some(entry) = self.get(key) else { return Ok(None) };
-        let Some(on) = entry.value.get_ref().as_bool() else { return entry.parse(crate::read).map(Some) };
-        let place = entry.place();
-        let value = crate::read(if on { "on" } else { "off" }).map_err(|rule| place.wrong(rule))?;
-        Ok(Some(Said::new(value, place)))
+        self.get(key).map(|entry| entry.parse_switch(crate::read)).transpose()
     }
 
     /// One value or an array of them.
@@ -192,8 +188,19 @@ impl<'a> Entry<'a> {
         Ok(Section { source: self.source, path: self.path, table, place, asked: RefCell::default() })
     }
 
+    /// As [`Self::parse`], where `true` means `on` and `false` means `off`.
+    pub(super) fn parse_switch<T>(
+        &self,
+        parser: impl FnOnce(&str) -> Result<T, String>,
+    ) -> Result<Said<T>, Wrong> {
+        let Some(on) = self.value.get_ref().as_bool() else { return self.parse(parser) };
+        let place = self.place();
+        let value = parser(if on { "on" } else { "off" }).map_err(|rule| place.wrong(rule))?;
+        Ok(Said::new(value, place))
+    }
+
     /// The value as the text an option would have.
-    fn parse<T>(&self, parser: impl Fn(&str) -> Result<T, String>) -> Result<Said<T>, Wrong> {
+    fn parse<T>(&self, parser: impl FnOnce(&str) -> Result<T, String>) -> Result<Said<T>, Wrong> {
         let place = self.place();
         let text = match self.value.get_ref() {
             DeValue::String(text) => Cow::Borrowed(text.as_ref()),

@@ -411,7 +411,8 @@ fn what_listens_says_what_and_where() {
     let check = |settings: &str, expect: &str| check(&disk_with(&export(settings)), expect);
     check(
         "listen = \"h:1\"",
-        "weir.toml:3: disk.vm1.export[0]: no type (add type = \"nbd\" or \"vhost-user-blk\")",
+        "weir.toml:3: disk.vm1.export[0]: no type \
+         (add type = \"nbd\", \"vhost-user-blk\", \"ublk\", \"fuse\" or \"nbd-device\")",
     );
     check(
         "type = \"nbd\"",
@@ -420,7 +421,8 @@ fn what_listens_says_what_and_where() {
     check(
         "type = \"iscsi\"",
         "weir.toml:3: disk.vm1.export[0].type = \"iscsi\": \
-         is not a type of export that weir has; there are \"nbd\" and \"vhost-user-blk\"",
+         is not a type of export that weir has; there are \
+         \"nbd\", \"vhost-user-blk\", \"ublk\", \"fuse\" and \"nbd-device\"",
     );
 }
 

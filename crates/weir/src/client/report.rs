@@ -28,7 +28,7 @@ pub(crate) struct Report {
     pub(crate) exports: Vec<Export>,
 }
 
-/// How clients reach a disk. What follows `id` are figures of those to virtual machines.
+/// How clients reach a disk. What follows `queues` are figures of those to virtual machines.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Export {
@@ -36,6 +36,15 @@ pub(crate) struct Export {
     pub(crate) kind: String,
     pub(crate) disk: String,
     pub(crate) id: String,
+    pub(crate) address: String,
+    pub(crate) connections: u64,
+    pub(crate) read_only: bool,
+    /// The node or the file, of a device of this host.
+    pub(crate) device: Option<String>,
+    /// Where that is mounted.
+    pub(crate) mounts: Vec<String>,
+    /// Devices that lie on it.
+    pub(crate) holders: Vec<String>,
     pub(crate) queues: u64,
     pub(crate) requests: u64,
     pub(crate) in_flight: u64,
@@ -57,6 +66,12 @@ impl Export {
     /// Whether it is to virtual machines.
     pub(crate) fn is_to_machines(&self) -> bool {
         self.kind == "vhost-user-blk"
+    }
+
+    /// Who uses a device of this host: `/mnt/vm1 dm-0`.
+    pub(crate) fn device_users(&self) -> Option<String> {
+        let users: Vec<_> = self.mounts.iter().chain(&self.holders).map(String::as_str).collect();
+        (!users.is_empty()).then(|| users.join(" "))
     }
 
     /// `qemu-system-x86 (1234)`.

@@ -24,6 +24,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) 
         groups(report, rates, shown),
         devices(report, shown),
         machines(report, shown),
+        host_devices(report, shown),
         errors(report, shown),
         memory(report, shown),
     ];
@@ -66,6 +67,22 @@ fn machines(report: &Report, shown: &Shown) -> Table {
             [queues, in_flight, requests, kicks, calls, copies].map(|count| figures::count(*count as f64)),
         );
         table.row(row);
+    }
+    table
+}
+
+/// Block devices and files of this host, and what is mounted from them or lies on them.
+fn host_devices(report: &Report, shown: &Shown) -> Table {
+    let mut table = Table::new([
+        ("ON THIS HOST", Side::Left),
+        ("TYPE", Side::Left),
+        ("DISK", Side::Left),
+        ("USED BY", Side::Left),
+    ]);
+    for export in report.exports.iter().filter(|export| shown.has(&export.disk)) {
+        let Some(device) = &export.device else { continue };
+        let users = export.device_users().unwrap_or_else(nothing);
+        table.row(vec![device.clone(), export.kind.clone(), export.disk.clone(), users]);
     }
     table
 }

@@ -2,7 +2,7 @@
 //!
 //! Values are parsed as the config file's, and rules between them are the plan's.
 
-use std::path::PathBuf;
+use std::{fmt::Display, path::PathBuf};
 
 use block::{
     disk::OnError,
@@ -12,8 +12,9 @@ use block::{
 use clap::{ArgGroup, Args};
 use policy::throttle::Setting;
 use settings::{
-    Address, DiskDraft, Draft, ExportDraft, GroupDraft, Image, LogFormat, OnErrorDraft, Owner, Place,
-    PrefetchDraft, Qcow2Draft, Said, ServiceDraft, SettingsDraft, TlsDraft, TlsMode, VhostUserBlk, Wrong,
+    Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, LogFormat, NbdDevice,
+    OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said, ServiceDraft, SettingsDraft, TlsDraft,
+    TlsMode, Ublk, VhostUserBlk, Wrong,
     arguments::{CacheArgs, LimitArgs, LongArgs, Qcow2Args, ShareArgs},
     log, on_error,
 };
@@ -33,6 +34,8 @@ Examples:
       1000 operations per second once the device is nine tenths busy; limits can be changed at the socket.
   weir serve vm1.qcow2 -f qcow2 --cache none --vhost-user-blk unix:/run/vm1.sock,queues=4
       For a virtual machine that shares its memory: docs/virtual-machines.md has QEMU's options.
+  weir serve vm1.qcow2 -f qcow2 --ublk
+      For this host, as a block device, /dev/ublkb0; `weir attach` does it in one command.
   nbdinfo -- [ weir serve --read-only vm1.raw ]
       On the socket that the caller passes.
   weir serve --config /etc/weir.toml
@@ -136,6 +139,20 @@ struct NetworkArgs {
     /// client (the machine listens there). NBD is then served only where --nbd says so
     #[arg(long, value_name = "unix:PATH[,…]", value_parser = settings::read::<VhostUserBlk>, conflicts_with = "config")]
     vhost_user_blk: Vec<VhostUserBlk>,
+    /// Serve a block device of this host, /dev/ublkbN, by the kernel's ublk driver; once for each
+    /// IMAGE [default N: the first that is free]. Behind commas: queues=N, queue-depth=N,
+    /// discard=off, write-zeroes=off, read-only, unprivileged
+    #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::read::<Ublk>, conflicts_with = "config")]
+    ublk: Vec<Ublk>,
+    /// Serve the disk as a file, by FUSE: it is seen in place of FILE, which is there already; once
+    /// for each IMAGE. Behind commas: growable, allow-other=on|off, read-only
+    #[arg(long, value_name = "FILE[,…]", value_parser = settings::read::<Fuse>, conflicts_with = "config")]
+    fuse: Vec<Fuse>,
+    /// Serve a block device of this host, /dev/nbdN, by the kernel's NBD client; auto is the first
+    /// that is free; once for each IMAGE. Behind commas: connections=N, timeout=SECONDS,
+    /// dead-timeout=SECONDS (how long requests wait for weir to come back), read-only
+    #[arg(long, value_name = "/dev/nbdN[,…]", value_parser = settings::read::<NbdDevice>, conflicts_with = "config")]
+    nbd_device: Vec<NbdDevice>,
     /// Clients at a time at each address; 0 is any number [default: 100]
     #[arg(long, value_name = "N", value_parser = settings::connections)]
     max_connections: Option<u32>,
@@ -240,7 +257,7 @@ impl ServeArgs {
             groups: image.groups(&shares.settings(&limits)),
             disks: {
                 let mut disks = image.disks(&of_disk, &qcow2.draft(), &prefetch.draft(), &imitate)?;
-                network.for_machines(&mut disks)?;
+                network.own_doors(&mut disks)?;
                 disks
             },
             service: service(network, tls, process, log),
@@ -249,26 +266,42 @@ impl ServeArgs {
 }
 
 impl NetworkArgs {
-    /// Gives each disk its socket for a machine, if there are some, and the addresses of NBD.
-    fn for_machines(&mut self, disks: &mut [DiskDraft]) -> Result<(), Wrong> {
-        let (given, images) = (self.vhost_user_blk.len(), disks.len());
-        if given == 0 {
+    /// Gives each disk its own doors, if there are some, and the addresses of NBD.
+    fn own_doors(&mut self, disks: &mut [DiskDraft]) -> Result<(), Wrong> {
+        give(disks, "vhost-user-blk", &mut self.vhost_user_blk, Door::VhostUserBlk)?;
+        give(disks, "ublk", &mut self.ublk, Door::Ublk)?;
+        give(disks, "fuse", &mut self.fuse, Door::Fuse)?;
+        give(disks, "nbd-device", &mut self.nbd_device, Door::NbdDevice)?;
+        if disks.iter().all(|disk| disk.doors.is_empty()) {
             return Ok(());
         }
-        if given != images {
-            let rule = format!("times given: {given}, images: {images} (give one for each, in their order)");
-            return Err(Place::new("--vhost-user-blk").wrong(rule));
-        }
         let nbd: Vec<_> = self.nbd.drain(..).map(address).collect();
-        for (disk, machine) in disks.iter_mut().zip(self.vhost_user_blk.drain(..)) {
-            let place = Place::option("vhost-user-blk", &machine);
-            disk.machines.push(Said::new(machine, place));
+        for disk in disks {
             let name = disk.export_name.clone();
             let export = |listen: &Said<Address>| ExportDraft { listen: listen.clone(), name: name.clone() };
             disk.exports = nbd.iter().map(export).collect();
         }
         Ok(())
     }
+}
+
+/// Gives each disk one of the doors that an option names, if it names some.
+fn give<D: Display>(
+    disks: &mut [DiskDraft],
+    option: &str,
+    doors: &mut Vec<D>,
+    door: fn(D) -> Door,
+) -> Result<(), Wrong> {
+    let (given, images) = (doors.len(), disks.len());
+    if given != 0 && given != images {
+        let rule = format!("times given: {given}, images: {images} (give one for each, in their order)");
+        return Err(Place::new(format!("--{option}")).wrong(rule));
+    }
+    for (disk, value) in disks.iter_mut().zip(doors.drain(..)) {
+        let place = Place::option(option, &value);
+        disk.doors.push(Said::new(door(value), place));
+    }
+    Ok(())
 }
 
 fn address(address: Address) -> Said<Address> {
@@ -346,7 +379,7 @@ impl ImageArgs {
             rate: Said::option("rate", imitate.rate.clone()),
             faults: imitate.fault.iter().map(|rule| Said::new(rule.clone(), Place::new("--fault"))).collect(),
             exports: Vec::new(),
-            machines: Vec::new(),
+            doors: Vec::new(),
         }
     }
 }

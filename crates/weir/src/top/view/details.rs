@@ -55,13 +55,20 @@ fn about_disk(report: &Report, disk: &Disk) -> String {
     let clients = super::count(*connections as usize, "client");
     let machines = report.exports.iter().filter(|export| export.disk == *name && export.is_to_machines());
     let machines: String = machines.filter_map(machine).collect();
-    format!("{} · {clients}{machines}{cache}{read_only} · {image}", settings::exact_size(*size))
+    let devices: String = report.exports.iter().filter(|export| export.disk == *name).filter_map(device).collect();
+    format!("{} · {clients}{machines}{devices}{cache}{read_only} · {image}", settings::exact_size(*size))
 }
 
 /// What a virtual machine does, while one is connected.
 fn machine(export: &Export) -> Option<String> {
     let queues = super::count(usize::try_from(export.queues).unwrap_or(usize::MAX), "queue");
     Some(format!(" · {}: {queues}, {} in flight", export.user()?, export.in_flight))
+}
+
+/// A device of this host, and what uses it.
+fn device(export: &Export) -> Option<String> {
+    let users = export.device_users().map(|users| format!(": {users}")).unwrap_or_default();
+    Some(format!(" · {}{users}", export.device.as_ref()?))
 }
 
 fn about_group(group: &Group) -> String {

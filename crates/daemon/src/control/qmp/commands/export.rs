@@ -1,22 +1,24 @@
 //! Exports. QEMU has one NBD server, weir any number; where there are several, `x-weir-listen` says
 //! which is meant, by its address as `x-weir-query-status` shows it.
 
-use std::rc::Rc;
+use std::{path::Path, rc::Rc};
 
+use block::reactor;
 use export::nbd::Removal;
 use serde_json::{Value, json};
-use settings::VhostUserBlk;
+use settings::Door;
 
+use super::door;
 use crate::control::{
     bitmaps,
-    inventory::{Inventory, NewExport, Refused},
+    inventory::{Door as Reach, Inventory, NewExport, Refused},
     qmp::{arguments::Arguments, command::Command, error::Error, identifier, json::shown},
     serving::Serving,
 };
+use crate::users::Users;
 
 /// Bytes of a name or a description: what the NBD protocol can carry ("Values", strings).
 const MAX_STRING_BYTES: usize = 4096;
-const TYPES: [&str; 2] = ["nbd", "vhost-user-blk"];
 
 #[derive(Debug)]
 pub(super) struct BlockExportAdd {
@@ -29,7 +31,7 @@ pub(super) struct BlockExportAdd {
 #[derive(Debug)]
 enum Kind {
     Nbd(Nbd),
-    VhostUserBlk(VhostUserBlk),
+    Own(Door),
 }
 
 #[derive(Debug)]
@@ -44,7 +46,8 @@ impl Command for BlockExportAdd {
     const NAME: &'static str = "block-export-add";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        let kind = arguments.choice("type", &TYPES)?.ok_or_else(|| Error::missing("type"))?;
+        let types = ["nbd"].into_iter().chain(door::TYPES).collect::<Vec<_>>();
+        let kind = arguments.choice("type", &types)?.ok_or_else(|| Error::missing("type"))?;
         let id: String = arguments.required("id")?;
         if !identifier::is_well_formed(&id) {
             return Err(Error::generic("Invalid block export id"));
@@ -53,7 +56,7 @@ impl Command for BlockExportAdd {
         refuse_unsupported(arguments)?;
         let kind = match kind {
             0 => Kind::Nbd(Nbd::read(arguments, &node)?),
-            _ => Kind::VhostUserBlk(read_machine(arguments)?),
+            own => Kind::Own(door::read(door::TYPES[own - 1], arguments)?),
         };
         Ok(Self { id, node, writable: arguments.optional("writable")?.unwrap_or(false), kind })
     }
@@ -71,8 +74,8 @@ impl Command for BlockExportAdd {
         }
         let nbd = match self.kind {
             Kind::Nbd(nbd) => nbd,
-            Kind::VhostUserBlk(settings) => {
-                let added = inventory.add_machine(self.id, disk, !self.writable, &settings);
+            Kind::Own(door) => {
+                let added = inventory.add_door(self.id, disk, !self.writable, &door).await;
                 return added.map(|_| json!({})).map_err(|error| Error::generic(format!("{error:#}")));
             }
         };
@@ -142,28 +145,6 @@ impl Nbd {
     }
 }
 
-/// As QEMU's `BlockExportOptionsVhostUserBlk`, with one queue if nothing is said.
-fn read_machine(arguments: &mut Arguments) -> Result<VhostUserBlk, Error> {
-    let mut address = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
-    let kind = address.choice("type", &["unix"])?;
-    kind.ok_or_else(|| Error::missing(&address.name_of("type")))?;
-    let path: String = address.required("path")?;
-    if path.is_empty() {
-        return Err(Error::rule(&address.name_of("path"), "is empty; write the socket's path"));
-    }
-    let socket = settings::socket(&format!("unix:{path}"));
-    let socket = socket.map_err(|rule| Error::rule(&address.name_of("path"), rule))?;
-    address.finish()?;
-    if let Some(bytes) = arguments.number("logical-block-size", 512..=4096)?
-        && bytes != 512
-    {
-        return Err(Error::rule("logical-block-size", "is 512 here, of every disk"));
-    }
-    let queues = arguments.number("num-queues", 1..=256)?.unwrap_or(1);
-    // From 1 to 256.
-    Ok(VhostUserBlk { queues: queues as u16, ..VhostUserBlk::at(socket) })
-}
-
 /// What QEMU has and weir does not: refused by name, unless it asks for what is so anyway.
 fn refuse_unsupported(arguments: &mut Arguments) -> Result<(), Error> {
     if arguments.optional("writethrough")?.unwrap_or(false) {
@@ -221,6 +202,9 @@ impl Command for BlockExportDel {
         if inventory.export(&self.id).map_err(not_found)?.is_ending() {
             return Err(Error::generic(format!("Export '{id}' is already shutting down")));
         }
+        if self.removal == Removal::Safe {
+            refuse_used(&inventory, &self.id).await?;
+        }
         match inventory.remove_export(&self.id, self.removal) {
             Ok(()) => Ok(json!({})),
             Err(Refused::HasClients { connections, .. }) => Err(Error::generic(format!(
@@ -228,6 +212,21 @@ impl Command for BlockExportDel {
             ))),
             Err(other) => Err(Error::generic(other.to_string())),
         }
+    }
+}
+
+/// A device of this host that is mounted, held or open stays.
+async fn refuse_used(inventory: &Inventory, id: &str) -> Result<(), Error> {
+    let export = inventory.export(id)?;
+    let Reach::Own(entrance) = &export.door else { return Ok(()) };
+    let Some(device) = entrance.device().map(Path::to_owned) else { return Ok(()) };
+    let users = reactor::blocking(move || Users::of(&device).with_processes()).await;
+    match users.is_empty() {
+        true => Ok(()),
+        false => Err(Error::generic(format!(
+            "export '{}' still in use: {users} (use mode 'hard' to remove it all the same)",
+            shown(id)
+        ))),
     }
 }
 

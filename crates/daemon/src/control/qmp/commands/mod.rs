@@ -27,6 +27,7 @@ macro_rules! query {
 }
 
 mod block;
+mod door;
 mod export;
 mod node;
 mod object;

@@ -14,7 +14,6 @@ use block::{
     memory::{Budget, Usage},
     reactor,
 };
-use export::vhost_user_blk::Statistics;
 use policy::{
     throttle::{Counters, Enforcement, LimitKind, Limits, Part, Setting, Share, Stats},
     watermark::{Capacity, Watermark},
@@ -40,6 +39,7 @@ use crate::control::{
         settings::{Changes, LimitChanges, Naming},
     },
 };
+use crate::users::Users;
 
 #[derive(Debug)]
 pub(super) struct Set {
@@ -323,19 +323,16 @@ fn export(export: &RunningExport) -> Value {
         "connections": export.connections(),
         "read-only": export.read_only || export.disk.disk.image().is_read_only(),
     });
-    if let Door::VhostUserBlk(machine) = &export.door {
-        let Statistics { queues, requests, in_flight, kicks, calls, copies, front_end } =
-            machine.server.statistics();
-        answer["queues"] = json!(queues);
-        answer["requests"] = json!(requests);
-        answer["in-flight"] = json!(in_flight);
-        answer["kicks"] = json!(kicks);
-        answer["calls"] = json!(calls);
-        answer["copies"] = json!(copies);
-        if let Some(pid) = front_end {
-            let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            answer["front-end"] = json!({ "pid": pid, "name": name.trim_end() });
-        }
+    let Door::Own(entrance) = &export.door else { return answer };
+    if let (Some(answer), Value::Object(statistics)) = (answer.as_object_mut(), entrance.server.statistics())
+    {
+        answer.extend(statistics);
+    }
+    if let Some(device) = entrance.device() {
+        let Users { mounts, holders, .. } = Users::of(device);
+        answer["device"] = json!(device);
+        answer["mounts"] = json!(mounts);
+        answer["holders"] = json!(holders);
     }
     answer
 }

@@ -3,6 +3,8 @@
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
+use super::{Keyed, read_keys, write_keys};
+
 /// A message of the protocol has eight bits for a ring's number.
 const MAX_QUEUES: u16 = 256;
 /// Of descriptors (virtio 1.3 § 2.7).
@@ -64,36 +66,47 @@ impl VhostUserBlk {
     }
 }
 
+impl Keyed for VhostUserBlk {
+    const VALUES: &'static [&'static str] = &["queues", "queue-size", "serial"];
+
+    fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
+        match key {
+            "queues" => self.queues = queues(value)?,
+            "queue-size" => self.queue_size = queue_size(value)?,
+            _ => self.serial = Some(serial(value)?),
+        }
+        Ok(())
+    }
+
+    fn flags(&mut self) -> Vec<(&'static str, &mut bool)> {
+        vec![
+            ("discard", &mut self.discard),
+            ("write-zeroes", &mut self.write_zeroes),
+            ("read-only", &mut self.read_only),
+            ("client", &mut self.client),
+        ]
+    }
+
+    fn said(&self) -> Vec<(&'static str, String)> {
+        let mut said = Vec::new();
+        if self.queues != DEFAULT_QUEUES {
+            said.push(("queues", self.queues.to_string()));
+        }
+        if self.queue_size != DEFAULT_QUEUE_SIZE {
+            said.push(("queue-size", self.queue_size.to_string()));
+        }
+        said.extend(self.serial.clone().map(|serial| ("serial", serial)));
+        said
+    }
+}
+
 impl FromStr for VhostUserBlk {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
-        let mut export = Self::at(super::socket(parts.next().unwrap_or_default())?);
-        let mut seen: Vec<&str> = Vec::new();
-        for part in parts {
-            let (key, value) = part.split_once('=').unwrap_or((part, "on"));
-            if seen.contains(&key) {
-                return Err(format!("{key} is given twice (leave one away)"));
-            }
-            seen.push(key);
-            let wrong = |rule: String| format!("{part}: {rule}");
-            match key {
-                "queues" => export.queues = queues(value).map_err(wrong)?,
-                "queue-size" => export.queue_size = queue_size(value).map_err(wrong)?,
-                "serial" => export.serial = Some(serial(value).map_err(wrong)?),
-                "discard" => export.discard = switch(value).map_err(wrong)?,
-                "write-zeroes" => export.write_zeroes = switch(value).map_err(wrong)?,
-                "read-only" => export.read_only = switch(value).map_err(wrong)?,
-                "client" => export.client = switch(value).map_err(wrong)?,
-                "" => return Err("has a comma with nothing behind it (leave it away)".to_owned()),
-                _ => {
-                    return Err(format!(
-                        "{part}: no such key (there are queues, queue-size, serial, discard, write-zeroes, read-only and client)"
-                    ));
-                }
-            }
-        }
+        let mut export = Self::at(crate::socket(parts.next().unwrap_or_default())?);
+        read_keys(&mut export, parts)?;
         Ok(export)
     }
 }
@@ -101,39 +114,19 @@ impl FromStr for VhostUserBlk {
 /// As it may be given again.
 impl fmt::Display for VhostUserBlk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let standard = Self::at(self.socket.clone());
         write!(f, "{}", self.address())?;
-        if self.queues != standard.queues {
-            write!(f, ",queues={}", self.queues)?;
-        }
-        if self.queue_size != standard.queue_size {
-            write!(f, ",queue-size={}", self.queue_size)?;
-        }
-        if let Some(serial) = &self.serial {
-            write!(f, ",serial={serial}")?;
-        }
-        for (key, off) in [("discard", !self.discard), ("write-zeroes", !self.write_zeroes)] {
-            if off {
-                write!(f, ",{key}=off")?;
-            }
-        }
-        for (key, on) in [("read-only", self.read_only), ("client", self.client)] {
-            if on {
-                write!(f, ",{key}=on")?;
-            }
-        }
-        Ok(())
+        write_keys(self, &Self::at(self.socket.clone()), f)
     }
 }
 
 /// Rings of an export.
-pub(crate) fn queues(text: &str) -> Result<u16, String> {
+fn queues(text: &str) -> Result<u16, String> {
     let number = text.parse().ok().filter(|number| (1..=MAX_QUEUES).contains(number));
     number.ok_or_else(|| format!("is not a number of queues; that is from 1 to {MAX_QUEUES}"))
 }
 
 /// Descriptors of a ring.
-pub(crate) fn queue_size(text: &str) -> Result<u16, String> {
+fn queue_size(text: &str) -> Result<u16, String> {
     let fits = |size: &u16| size.is_power_of_two() && (LEAST_QUEUE_SIZE..=MAX_QUEUE_SIZE).contains(size);
     let size = text.parse().ok().filter(fits);
     size.ok_or_else(|| {
@@ -142,7 +135,7 @@ pub(crate) fn queue_size(text: &str) -> Result<u16, String> {
 }
 
 /// A serial number.
-pub(crate) fn serial(text: &str) -> Result<String, String> {
+fn serial(text: &str) -> Result<String, String> {
     if text.is_empty() {
         return Err("is empty (leave it away for the disk's name)".to_owned());
     }
@@ -153,14 +146,6 @@ pub(crate) fn serial(text: &str) -> Result<String, String> {
         return Err("holds a comma or a control character (leave it out)".to_owned());
     }
     Ok(text.to_owned())
-}
-
-fn switch(text: &str) -> Result<bool, String> {
-    match text {
-        "on" => Ok(true),
-        "off" => Ok(false),
-        _ => Err("is neither on nor off".to_owned()),
-    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,228 @@
+//! A door of one disk's own at work: a socket for a virtual machine, a block device or a file on
+//! this host.
+//!
+//! ```text
+//!   settings::Door ─► open ─► Entrance: where it is, its server, the task that serves
+//!                       │        accept, close, stop: the same for every kind
+//!                       └── one file a kind: what it takes to make it, what status tells of it
+//! ```
+//!
+//! Everything here happens on the main thread; an export's queues live on the workers. Never
+//! touches a request.
+
+mod fuse;
+mod nbd_device;
+mod ublk;
+mod vhost_user_blk;
+
+use std::{
+    any::Any,
+    cell::{Cell, RefCell},
+    io,
+    path::{Path, PathBuf},
+    pin::Pin,
+    rc::Rc,
+    sync::Arc,
+};
+
+use anyhow::ensure;
+use block::{
+    disk::Disk,
+    reactor::{self, JoinHandle, Worker},
+};
+use serde_json::Value;
+use settings::{Door, SocketAccess};
+
+use super::inventory::RunningDisk;
+
+type Local<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+
+/// What every server of an own door can do; see `export::vhost_user_blk::Server`.
+pub(crate) trait Attended {
+    /// Clients now. A device counts as one while it is there.
+    fn connections(&self) -> usize;
+    /// Whether there has ever been one.
+    fn has_served(&self) -> bool;
+    /// The disk may have another length.
+    fn look_at_size(&self);
+    /// Lets nobody in any more, and has requests in flight end.
+    fn close(&self);
+    /// Waits until `busy` is false: it is asked now, and whenever clients have come or gone.
+    fn wait_while<'a>(&'a self, busy: Box<dyn Fn() -> bool + 'a>) -> Local<'a, ()>;
+    /// What `x-weir-query-status` tells of it, an object.
+    fn statistics(&self) -> Value;
+}
+
+/// Each server has these by the same names; only what it tells is its own.
+macro_rules! attended {
+    ($server:ty, $statistics:expr) => {
+        impl crate::control::doors::Attended for $server {
+            fn connections(&self) -> usize {
+                <$server>::connections(self)
+            }
+
+            fn has_served(&self) -> bool {
+                <$server>::has_served(self)
+            }
+
+            fn look_at_size(&self) {
+                <$server>::look_at_size(self);
+            }
+
+            fn close(&self) {
+                <$server>::close(self);
+            }
+
+            fn wait_while<'a>(
+                &'a self,
+                busy: Box<dyn Fn() -> bool + 'a>,
+            ) -> std::pin::Pin<Box<dyn Future<Output = ()> + 'a>> {
+                Box::pin(<$server>::wait_while(self, move |_| busy()))
+            }
+
+            fn statistics(&self) -> serde_json::Value {
+                $statistics(<$server>::statistics(self))
+            }
+        }
+    };
+}
+use attended;
+
+/// What an own door is made with.
+pub(crate) struct Terms<'a> {
+    pub(crate) id: &'a str,
+    pub(crate) disk: &'a RunningDisk,
+    /// What the disk or whoever asks says; the door's own settings may say it too.
+    pub(crate) read_only: bool,
+    /// Who may connect to sockets.
+    pub(crate) access: &'a SocketAccess,
+    pub(crate) workers: &'a Rc<Vec<Worker>>,
+}
+
+/// A door that is open, or about to be.
+pub(crate) struct Entrance {
+    kind: &'static str,
+    address: String,
+    /// Of a device of this host: its node, or the file.
+    device: Option<PathBuf>,
+    pub(crate) server: Arc<dyn Attended>,
+    /// Until clients are let in.
+    opening: Cell<Option<Local<'static, io::Result<()>>>>,
+    /// Ends by itself once the server has stopped.
+    serving: RefCell<Option<JoinHandle<()>>>,
+    closed: Cell<bool>,
+    /// What goes when the door is closed, such as a socket's file.
+    kept: RefCell<Option<Box<dyn Any>>>,
+    /// The threads end, and the clients with them, once nobody holds these.
+    _workers: Rc<Vec<Worker>>,
+}
+
+/// Makes a door. Of a device this takes the kernel's time; nobody is let in before
+/// [`Entrance::accept`].
+pub(crate) async fn open(door: &Door, terms: &Terms<'_>) -> anyhow::Result<Rc<Entrance>> {
+    Ok(Rc::new(match door {
+        Door::VhostUserBlk(settings) => vhost_user_blk::open(settings, terms)?,
+        Door::Ublk(settings) => ublk::open(settings, terms).await?,
+        Door::Fuse(settings) => fuse::open(settings, terms).await?,
+        Door::NbdDevice(settings) => nbd_device::open(settings, terms).await?,
+    }))
+}
+
+impl Entrance {
+    /// A door of this kind, as QEMU's `BlockExportType` calls it, that `serving` serves: it ends
+    /// after `server` is closed, or when a device has gone from outside.
+    fn new(
+        kind: &'static str,
+        address: String,
+        server: Arc<dyn Attended>,
+        serving: impl Future<Output = io::Result<()>> + 'static,
+        terms: &Terms<'_>,
+    ) -> Self {
+        Self {
+            kind,
+            address,
+            device: None,
+            server,
+            opening: Cell::new(Some(Box::pin(serving))),
+            serving: RefCell::default(),
+            closed: Cell::new(false),
+            kept: RefCell::default(),
+            _workers: Rc::clone(terms.workers),
+        }
+    }
+
+    /// It is a device of this host, or a file, at its address.
+    fn of_device(self) -> Self {
+        Self { device: Some(PathBuf::from(&self.address)), ..self }
+    }
+
+    /// Keeps something until the door is closed.
+    fn keeping(self, kept: impl Any) -> Self {
+        self.kept.replace(Some(Box::new(kept)));
+        self
+    }
+
+    /// Lets clients in. Calls `ended` if that ends before it should: with an error, or without one
+    /// where the device has gone from outside.
+    pub(crate) fn accept(self: &Rc<Self>, ended: impl FnOnce(io::Result<()>) + 'static) {
+        let Some(serving) = self.opening.take() else { return };
+        let entrance = Rc::downgrade(self);
+        *self.serving.borrow_mut() = Some(reactor::spawn_joinable(async move {
+            let result = serving.await;
+            if entrance.upgrade().is_some_and(|entrance| !entrance.closed.get()) {
+                ended(result);
+            }
+        }));
+    }
+
+    pub(crate) fn kind(&self) -> &'static str {
+        self.kind
+    }
+
+    pub(crate) fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// The node or the file of a device of this host.
+    pub(crate) fn device(&self) -> Option<&Path> {
+        self.device.as_deref()
+    }
+
+    /// Lets nobody in any more, and has requests in flight end.
+    pub(crate) fn close(&self) {
+        self.closed.set(true);
+        self.opening.take();
+        self.kept.take();
+        self.server.close();
+    }
+
+    /// Waits until the last client has gone.
+    pub(crate) async fn stop(&self) {
+        self.close();
+        self.server.wait_while(Box::new(|| self.server.connections() > 0)).await;
+        let serving = self.serving.take();
+        if let Some(serving) = serving {
+            if self.device.is_some() {
+                // It has the device's end to see to.
+                serving.await;
+            } else {
+                serving.cancel().await;
+            }
+        }
+    }
+}
+
+/// Bytes of a sector, in which virtual machines and the kernel count.
+const SECTOR_BYTES: u64 = 512;
+
+/// `who` counts in sectors, and would never see what lies behind the last whole one.
+fn check_size(disk: &Disk, who: &str) -> anyhow::Result<()> {
+    let size = disk.size_bytes();
+    let (whole, rest) = (size.next_multiple_of(SECTOR_BYTES), size % SECTOR_BYTES);
+    ensure!(
+        rest == 0,
+        "disk {}: has {size} bytes, which is no multiple of {SECTOR_BYTES}, and {who} would not see the last {rest} (`weir image resize` gives an image {whole} bytes)",
+        disk.name()
+    );
+    Ok(())
+}

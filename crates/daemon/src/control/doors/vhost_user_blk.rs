@@ -1,0 +1,77 @@
+//! The door of a virtual machine: a socket, and what a guest is offered there.
+
+use std::sync::Arc;
+
+use anyhow::anyhow;
+use block::{disk::Disk, reactor::op::Fd, storage::CacheMode};
+use export::vhost_user_blk::{Export, FrontEnds, Offer, Server, Statistics, Threads};
+use serde_json::{Value, json};
+use settings::{Address, Endpoint, VhostUserBlk};
+
+use super::{Entrance, Terms, attended, check_size};
+use crate::listen;
+
+attended!(Server, statistics);
+
+/// Binds its socket, and lets nobody in yet.
+pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
+    let Terms { id, disk: running, read_only, access, workers } = terms;
+    let disk = &running.disk;
+    check_size(disk, "a guest")?;
+    let (front_ends, file) = if settings.client {
+        (FrontEnds::call(id, std::path::absolute(&settings.socket)?), None)
+    } else {
+        let endpoint = Endpoint::Address(Address::Unix(settings.socket.clone()));
+        let listeners = listen::open(&endpoint, access, &mut None)?;
+        let listener = listeners.into_iter().next().ok_or_else(|| anyhow!("no socket"))?;
+        (FrontEnds::listen(id, Fd::from(listener.socket)), listener.file)
+    };
+    let export = Export {
+        id: (*id).into(),
+        disk: Arc::clone(disk),
+        offer: offer(disk, running.cache, *read_only, settings),
+        serial: settings.serial.as_deref().unwrap_or(disk.name()).into(),
+    };
+    let server = Server::new(export);
+    let serving = Arc::clone(&server).serve(front_ends, Threads::Workers((*workers).clone()));
+    Ok(Entrance::new("vhost-user-blk", settings.address(), server, serving, terms).keeping(file))
+}
+
+fn statistics(statistics: Statistics) -> Value {
+    let Statistics { queues, requests, in_flight, kicks, calls, copies, front_end } = statistics;
+    let mut answer = json!({
+        "queues": queues,
+        "requests": requests,
+        "in-flight": in_flight,
+        "kicks": kicks,
+        "calls": calls,
+        "copies": copies,
+    });
+    if let Some(pid) = front_end {
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        answer["front-end"] = json!({ "pid": pid, "name": name.trim_end() });
+    }
+    answer
+}
+
+fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlk) -> Offer {
+    // Of the others each write is durable, whatever the guest says.
+    let write_cache = !matches!(cache, CacheMode::Writethrough | CacheMode::Directsync);
+    let standard = Offer::default();
+    let sizes = disk.image().block_size();
+    let best = sizes.preferred.clamp(standard.block_bytes, 1 << 20).next_power_of_two();
+    Offer {
+        size_bytes: disk.size_bytes(),
+        read_only: read_only || settings.read_only || disk.image().is_read_only(),
+        discard: settings.discard,
+        write_zeroes: settings.write_zeroes,
+        queues: settings.queues,
+        queue_size: settings.queue_size,
+        write_cache,
+        // File systems take it for the size of a sector, and know none above a page.
+        physical_block_bytes: best.min(4096),
+        optimal_io_bytes: if best > 4096 { best } else { 0 },
+        discard_alignment_bytes: best,
+        ..standard
+    }
+}

@@ -1,0 +1,246 @@
+//! Who uses a device of this host: where it is mounted, which devices lie on it, which processes
+//! have it open.
+//!
+//! It is what stands between `detach` and somebody's data, so a message can name them. Looks into
+//! /proc and /sys alone and never touches the device: a file that this very process serves over
+//! FUSE would wait for itself.
+
+use std::{
+    collections::HashSet,
+    fmt, fs,
+    os::unix::ffi::{OsStrExt as _, OsStringExt as _},
+    path::{Path, PathBuf},
+};
+
+/// Processes that a message names.
+const MOST_NAMED: usize = 5;
+
+/// Who uses a device.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Users {
+    /// Where it, or a partition of it, is mounted.
+    pub mounts: Vec<PathBuf>,
+    /// Devices on it, such as `dm-0`; on a file, loop devices.
+    pub holders: Vec<String>,
+    /// Who has it open, where [`Users::with_processes`] looked.
+    pub processes: Vec<Process>,
+    nodes: Vec<Node>,
+    root: PathBuf,
+    file: Option<PathBuf>,
+}
+
+/// A process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Process {
+    /// Its number.
+    pub pid: u32,
+    /// Its name, as /proc shows it.
+    pub name: String,
+}
+
+/// A block device: its name, and `MAJOR:MINOR`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Node {
+    name: String,
+    number: String,
+}
+
+impl Users {
+    /// Of a block device's node in /dev, or of a file: mounts that this process sees, and devices.
+    pub fn of(device: &Path) -> Self {
+        Self::below(Path::new("/"), device)
+    }
+
+    /// The same where /proc and /sys are seen from `root`.
+    fn below(root: &Path, device: &Path) -> Self {
+        let mut users = Self { root: root.to_owned(), ..Self::default() };
+        let name = device.strip_prefix("/dev").ok().and_then(Path::to_str);
+        match name.filter(|name| users.block(name).is_dir()) {
+            Some(name) => users.add_node(name),
+            None => {
+                for name in users.loops_over(device) {
+                    users.add_node(&name);
+                    users.holders.push(name);
+                }
+                users.file = Some(device.to_owned());
+            }
+        }
+        let above = users.nodes.iter().flat_map(|node| names_in(&users.block(&node.name).join("holders")));
+        let above: Vec<_> = above.collect();
+        users.holders.extend(above);
+        users.mounts = users.mounts_in(&root.join("proc/self/mountinfo"));
+        users
+    }
+
+    /// Adds processes that have it open, and mounts that only they see. Takes a while on a host
+    /// with many.
+    #[must_use]
+    pub fn with_processes(mut self) -> Self {
+        let mut paths: Vec<_> = self.nodes.iter().map(|node| PathBuf::from("/dev").join(&node.name)).collect();
+        paths.extend(self.file.clone());
+        let mut namespaces = HashSet::new();
+        for directory in names_in(&self.root.join("proc")) {
+            let Ok(pid) = directory.parse::<u32>() else { continue };
+            let process = self.root.join("proc").join(&directory);
+            // They come and go, and other users' are not to be seen.
+            let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+            let mut open = open.filter_map(|entry| fs::read_link(entry.path()).ok());
+            if open.any(|path| paths.contains(&path)) {
+                let name = fs::read_to_string(process.join("comm")).unwrap_or_default();
+                self.processes.push(Process { pid, name: name.trim_end().to_owned() });
+            }
+            if fs::read_link(process.join("ns/mnt")).is_ok_and(|namespace| namespaces.insert(namespace)) {
+                for mount in self.mounts_in(&process.join("mountinfo")) {
+                    if !self.mounts.contains(&mount) {
+                        self.mounts.push(mount);
+                    }
+                }
+            }
+        }
+        self
+    }
+
+    /// Whether nobody does.
+    pub fn is_empty(&self) -> bool {
+        self.mounts.is_empty() && self.holders.is_empty() && self.processes.is_empty()
+    }
+
+    fn block(&self, name: &str) -> PathBuf {
+        self.root.join("sys/class/block").join(name)
+    }
+
+    /// A device and its partitions.
+    fn add_node(&mut self, name: &str) {
+        let directory = self.block(name);
+        let inside = names_in(&directory);
+        let partitions = inside.into_iter().filter(|part| directory.join(part).join("partition").is_file());
+        for name in [name.to_owned()].into_iter().chain(partitions) {
+            let number = fs::read_to_string(self.block(&name).join("dev")).unwrap_or_default();
+            self.nodes.push(Node { name, number: number.trim_end().to_owned() });
+        }
+    }
+
+    fn loops_over(&self, file: &Path) -> Vec<String> {
+        let is_over = |name: &String| {
+            let backing = fs::read(self.block(name).join("loop/backing_file")).unwrap_or_default();
+            backing.strip_suffix(b"\n").unwrap_or(&backing) == file.as_os_str().as_bytes()
+        };
+        let mut names = names_in(&self.root.join("sys/class/block"));
+        names.retain(|name| name.starts_with("loop") && is_over(name));
+        names
+    }
+
+    /// proc_pid_mountinfo(5): number, parent, MAJOR:MINOR, root, mount point, … - type, source.
+    fn mounts_in(&self, file: &Path) -> Vec<PathBuf> {
+        let text = fs::read(file).unwrap_or_default();
+        let mount = |line: &[u8]| {
+            let mut fields = line.split(|byte| *byte == b' ');
+            let number = fields.nth(2)?;
+            let point = fields.nth(1)?;
+            let source = fields.skip_while(|field| *field != b"-").nth(2)?;
+            let is_of = |node: &Node| {
+                // A file system of several devices has a number of its own.
+                node.number.as_bytes() == number || source.strip_prefix(b"/dev/") == Some(node.name.as_bytes())
+            };
+            self.nodes.iter().any(is_of).then(|| unescaped(point))
+        };
+        text.split(|byte| *byte == b'\n').filter_map(mount).collect()
+    }
+}
+
+fn names_in(directory: &Path) -> Vec<String> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut names: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    names.sort_unstable();
+    names
+}
+
+/// Spaces and the like are three octal digits behind a backslash.
+fn unescaped(text: &[u8]) -> PathBuf {
+    let mut plain = Vec::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((&first, behind)) = rest.split_first() {
+        let digits = behind.get(..3).and_then(|digits| std::str::from_utf8(digits).ok());
+        let escaped = digits.filter(|_| first == b'\\').and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        plain.push(escaped.unwrap_or(first));
+        rest = if escaped.is_some() { &behind[3..] } else { behind };
+    }
+    PathBuf::from(std::ffi::OsString::from_vec(plain))
+}
+
+/// `mounted at /mnt; held by dm-0; open in dd (12)`.
+impl fmt::Display for Users {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mounts: Vec<_> = self.mounts.iter().map(|point| point.display().to_string()).collect();
+        let named = self.processes.iter().take(MOST_NAMED);
+        let mut open: Vec<_> = named.map(|Process { pid, name }| format!("{name} ({pid})")).collect();
+        if let Some(more @ 1..) = self.processes.len().checked_sub(MOST_NAMED) {
+            open.push(format!("{more} more"));
+        }
+        let uses = [("mounted at", mounts), ("held by", self.holders.clone()), ("open in", open)];
+        let uses = uses.iter().filter(|(_, who)| !who.is_empty());
+        let uses: Vec<_> = uses.map(|(how, who)| format!("{how} {}", who.join(", "))).collect();
+        f.write_str(&uses.join("; "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    /// A host with a disk of two partitions, a loop device over a file, and two processes.
+    fn host() -> tempfile::TempDir {
+        let host = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = host.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        for (name, number) in [("ublkb0", "259:0"), ("ublkb0p1", "259:1"), ("loop3", "7:3")] {
+            write(&format!("sys/class/block/{name}/dev"), &format!("{number}\n"));
+        }
+        write("sys/class/block/ublkb0/ublkb0p1/partition", "1\n");
+        write("sys/class/block/ublkb0p1/holders/dm-0/dev", "");
+        write("sys/class/block/loop3/loop/backing_file", "/run/a disk\n");
+        let mounts = "22 1 0:21 / /proc rw shared:1 - proc proc rw\n\
+                      30 1 259:1 / /mnt/with\\040space rw - ext4 /dev/ublkb0p1 rw\n\
+                      31 1 0:50 / /mnt/btrfs rw,noatime shared:2 - btrfs /dev/loop3 rw\n";
+        write("proc/self/mountinfo", mounts);
+        write("proc/12/comm", "dd\n");
+        write("proc/12/mountinfo", "40 1 259:0 / /inside rw - xfs /dev/ublkb0 rw\n");
+        for (link, to) in [("fd/0", "/dev/ublkb0"), ("fd/1", "/dev/null"), ("ns/mnt", "mnt:[1]")] {
+            fs::create_dir_all(host.path().join("proc/12").join(link).parent().unwrap()).unwrap();
+            symlink(to, host.path().join("proc/12").join(link)).unwrap();
+        }
+        host
+    }
+
+    #[test]
+    fn a_device_is_used_through_its_partitions() {
+        let host = host();
+        let users = Users::below(host.path(), Path::new("/dev/ublkb0"));
+        assert_eq!(users.to_string(), "mounted at /mnt/with space; held by dm-0");
+        let users = users.with_processes();
+        assert_eq!(
+            users.to_string(),
+            "mounted at /mnt/with space, /inside; held by dm-0; open in dd (12)"
+        );
+        assert!(!users.is_empty());
+    }
+
+    #[test]
+    fn a_file_is_used_through_loop_devices() {
+        let host = host();
+        let users = Users::below(host.path(), Path::new("/run/a disk")).with_processes();
+        assert_eq!(users.to_string(), "mounted at /mnt/btrfs; held by loop3");
+        let nobody = Users::below(host.path(), Path::new("/run/another")).with_processes();
+        assert!(nobody.is_empty() && nobody.to_string().is_empty());
+    }
+
+    #[test]
+    fn what_looks_escaped_and_is_not_stays() {
+        assert_eq!(unescaped(br"a\040b\\c\0").as_os_str().as_bytes(), br"a b\\c\0");
+    }
+}

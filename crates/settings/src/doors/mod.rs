@@ -1,0 +1,179 @@
+//! Doors of one disk's own, and what is said of them: a socket for a virtual machine, a block
+//! device or a file on this host.
+//!
+//! ```text
+//!   --ublk=3,queues=2               place, then keys behind commas    read_keys
+//!   { type = "ublk", queues = 2 }   the same keys in the config file  config::door
+//!   {"type": "x-ublk", "queues": 2} and over QMP                      daemon::control::qmp
+//! ```
+//!
+//! A kind of door is one file here: its keys stand in it once, for all three. Never looks whether
+//! the host has what is asked for.
+
+pub(crate) mod fuse;
+pub(crate) mod nbd_device;
+pub(crate) mod ublk;
+mod vhost_user_blk;
+
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+};
+
+pub use fuse::Fuse;
+pub use nbd_device::NbdDevice;
+pub use ublk::Ublk;
+pub use vhost_user_blk::VhostUserBlk;
+
+/// A door of one disk's own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Door {
+    /// A socket for a virtual machine.
+    VhostUserBlk(VhostUserBlk),
+    /// A block device of the kernel's ublk driver.
+    Ublk(Ublk),
+    /// A file.
+    Fuse(Fuse),
+    /// A block device of the kernel's NBD client.
+    NbdDevice(NbdDevice),
+}
+
+impl Door {
+    /// As the config file's `type` calls it.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::VhostUserBlk(_) => "vhost-user-blk",
+            Self::Ublk(_) => "ublk",
+            Self::Fuse(_) => "fuse",
+            Self::NbdDevice(_) => "nbd-device",
+        }
+    }
+
+    /// Where it is, as text; of a device that the kernel is to choose, its kind.
+    pub fn address(&self) -> String {
+        match self {
+            Self::VhostUserBlk(machine) => machine.address(),
+            _ => self.path().map_or_else(|| self.kind().to_owned(), |path| path.display().to_string()),
+        }
+    }
+
+    /// What no two doors can have; of a device that the kernel is to choose, nothing.
+    pub fn path(&self) -> Option<PathBuf> {
+        match self {
+            Self::VhostUserBlk(machine) => Some(machine.socket.clone()),
+            Self::Ublk(ublk) => ublk.path(),
+            Self::Fuse(fuse) => Some(fuse.file.clone()),
+            Self::NbdDevice(device) => device.path(),
+        }
+    }
+
+    /// Whether it refuses writes though the disk takes them.
+    pub fn read_only(&self) -> bool {
+        match self {
+            Self::VhostUserBlk(machine) => machine.read_only,
+            Self::Ublk(ublk) => ublk.read_only,
+            Self::Fuse(fuse) => fuse.read_only,
+            Self::NbdDevice(device) => device.read_only,
+        }
+    }
+}
+
+/// As it may be given again.
+impl fmt::Display for Door {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::VhostUserBlk(machine) => machine.fmt(f),
+            Self::Ublk(ublk) => ublk.fmt(f),
+            Self::Fuse(fuse) => fuse.fmt(f),
+            Self::NbdDevice(device) => device.fmt(f),
+        }
+    }
+}
+
+/// What has keys, each with a value or a flag.
+pub trait Keyed {
+    /// The keys that take a value.
+    const VALUES: &'static [&'static str];
+
+    /// Takes the value of one of [`Self::VALUES`].
+    ///
+    /// # Errors
+    /// The rule that it breaks.
+    fn set(&mut self, key: &str, value: &str) -> Result<(), String>;
+
+    /// The keys that are on or off.
+    fn flags(&mut self) -> Vec<(&'static str, &mut bool)>;
+
+    /// The values that are not what they are if nothing is said.
+    fn said(&self) -> Vec<(&'static str, String)>;
+}
+
+/// Reads `key=value`s, each once; a flag alone is on.
+fn read_keys<'a, K: Keyed>(keyed: &mut K, parts: impl IntoIterator<Item = &'a str>) -> Result<(), String> {
+    let mut seen: Vec<&str> = Vec::new();
+    for part in parts {
+        let (key, value) = part.split_once('=').unwrap_or((part, "on"));
+        if seen.contains(&key) {
+            return Err(format!("{key} is given twice (leave one away)"));
+        }
+        seen.push(key);
+        let wrong = |rule: String| format!("{part}: {rule}");
+        if K::VALUES.contains(&key) {
+            keyed.set(key, value).map_err(wrong)?;
+        } else if let Some((_, flag)) = keyed.flags().into_iter().find(|(name, _)| *name == key) {
+            *flag = switch(value).map_err(wrong)?;
+        } else if key.is_empty() {
+            return Err("has a comma with nothing behind it (leave it away)".to_owned());
+        } else {
+            return Err(format!("{part}: no such key (there are {})", names(keyed)));
+        }
+    }
+    Ok(())
+}
+
+/// `queues, read-only and client`.
+fn names<K: Keyed>(keyed: &mut K) -> String {
+    let flags = keyed.flags();
+    let mut names: Vec<_> = K::VALUES.iter().copied().chain(flags.iter().map(|(name, _)| *name)).collect();
+    let last = names.pop().unwrap_or_default();
+    format!("{} and {last}", names.join(", "))
+}
+
+/// Writes what differs from `standard`, behind a comma each.
+fn write_keys<K: Keyed + Clone>(keyed: &K, standard: &K, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    for (key, value) in keyed.said() {
+        write!(f, ",{key}={value}")?;
+    }
+    let (mut keyed, mut standard) = (keyed.clone(), standard.clone());
+    for ((key, flag), (_, standard)) in keyed.flags().into_iter().zip(standard.flags()) {
+        if flag != standard {
+            write!(f, ",{key}={}", if *flag { "on" } else { "off" })?;
+        }
+    }
+    Ok(())
+}
+
+fn switch(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("is neither on nor off".to_owned()),
+    }
+}
+
+/// A number of `what` from `least` to `most`.
+fn number(text: &str, what: &str, least: u32, most: u32) -> Result<u32, String> {
+    let number = text.parse().ok().filter(|number| (least..=most).contains(number));
+    number.ok_or_else(|| format!("is not a number of {what}; that is from {least} to {most}"))
+}
+
+/// The `N` of a device's path that begins with `prefix`.
+fn number_of_device(path: &Path, prefix: &str) -> Option<u32> {
+    let digits = path.to_str()?.strip_prefix(prefix)?;
+    let plain = digits == "0" || !digits.starts_with('0');
+    digits.bytes().all(|byte| byte.is_ascii_digit()).then_some(())?;
+    digits.parse().ok().filter(|number| plain && *number <= MAX_DEVICE)
+}
+
+/// A device's minor number has twenty bits.
+const MAX_DEVICE: u32 = (1 << 20) - 1;

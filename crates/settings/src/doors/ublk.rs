@@ -1,0 +1,144 @@
+//! `--ublk[=N][,queues=4,…]`: a block device of the kernel's ublk driver, `/dev/ublkbN`. The config
+//! file has the same keys, and `number`.
+
+use std::{fmt, path::PathBuf, str::FromStr};
+
+use super::{Keyed, MAX_DEVICE, number, read_keys, write_keys};
+
+/// `UBLK_MAX_NR_QUEUES`, as the driver has it.
+const MAX_QUEUES: u32 = 4096;
+/// `UBLK_MAX_QUEUE_DEPTH` of linux/ublk_cmd.h.
+const MAX_QUEUE_DEPTH: u32 = 4096;
+const DEFAULT_QUEUE_DEPTH: u16 = 128;
+
+/// An export as a ublk device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ublk {
+    /// The `N` of `/dev/ublkbN`; `None`: the first that is free.
+    pub number: Option<u32>,
+    /// Hardware queues; `None`: one for each worker.
+    pub queues: Option<u16>,
+    /// Requests of a queue at a time.
+    pub queue_depth: u16,
+    /// Whether DISCARD is offered.
+    pub discard: bool,
+    /// Whether WRITE_ZEROES is offered.
+    pub write_zeroes: bool,
+    /// Refuses writes though the disk takes them.
+    pub read_only: bool,
+    /// Made for the user who serves it, who need not be root.
+    pub unprivileged: bool,
+}
+
+impl Default for Ublk {
+    fn default() -> Self {
+        Self {
+            number: None,
+            queues: None,
+            queue_depth: DEFAULT_QUEUE_DEPTH,
+            discard: true,
+            write_zeroes: true,
+            read_only: false,
+            unprivileged: false,
+        }
+    }
+}
+
+impl Ublk {
+    /// The device, where its number was given.
+    pub fn path(&self) -> Option<PathBuf> {
+        self.number.map(|number| PathBuf::from(format!("/dev/ublkb{number}")))
+    }
+}
+
+impl Keyed for Ublk {
+    const VALUES: &'static [&'static str] = &["queues", "queue-depth"];
+
+    // The ranges fit.
+    fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
+        match key {
+            "queues" => self.queues = Some(number(value, "queues", 1, MAX_QUEUES)? as u16),
+            _ => self.queue_depth = number(value, "requests", 1, MAX_QUEUE_DEPTH)? as u16,
+        }
+        Ok(())
+    }
+
+    fn flags(&mut self) -> Vec<(&'static str, &mut bool)> {
+        vec![
+            ("discard", &mut self.discard),
+            ("write-zeroes", &mut self.write_zeroes),
+            ("read-only", &mut self.read_only),
+            ("unprivileged", &mut self.unprivileged),
+        ]
+    }
+
+    fn said(&self) -> Vec<(&'static str, String)> {
+        let depth = Some(self.queue_depth).filter(|depth| *depth != DEFAULT_QUEUE_DEPTH);
+        let queues = self.queues.map(|queues| ("queues", queues.to_string()));
+        queues.into_iter().chain(depth.map(|depth| ("queue-depth", depth.to_string()))).collect()
+    }
+}
+
+impl FromStr for Ublk {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (first, rest) = text.split_once(',').map_or((text, None), |(first, rest)| (first, Some(rest)));
+        let mut ublk = Self::default();
+        let mut keys = Some(text);
+        // A number may stand in front.
+        if first.bytes().all(|byte| byte.is_ascii_digit()) {
+            keys = rest;
+            let number = || device(first).map_err(|rule| format!("{first}: {rule}"));
+            ublk.number = (!first.is_empty()).then(number).transpose()?;
+        }
+        read_keys(&mut ublk, keys.into_iter().flat_map(|keys| keys.split(',')))?;
+        Ok(ublk)
+    }
+}
+
+/// The number of a device.
+pub(crate) fn device(text: &str) -> Result<u32, String> {
+    number(text, "a device", 0, MAX_DEVICE)
+}
+
+/// As it may be given again.
+impl fmt::Display for Ublk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(number) = self.number {
+            write!(f, "{number}")?;
+        }
+        write_keys(self, &Self::default(), f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_said_is_read_and_said_again() {
+        for text in ["", "0", "3,queues=4,queue-depth=64", ",discard=off,write-zeroes=off,read-only=on"] {
+            assert_eq!(text.parse::<Ublk>().unwrap().to_string(), text);
+        }
+        let short: Ublk = "queues=2,read-only,unprivileged".parse().unwrap();
+        assert_eq!(short.to_string(), ",queues=2,read-only=on,unprivileged=on");
+        assert_eq!("7".parse::<Ublk>().unwrap().path(), Some(PathBuf::from("/dev/ublkb7")));
+    }
+
+    #[test]
+    fn what_cannot_be_is_named() {
+        for (text, wrong) in [
+            ("1048576", "1048576: is not a number of a device; that is from 0 to 1048575"),
+            ("0,queues=0", "queues=0: is not a number of queues; that is from 1 to 4096"),
+            ("0,queue-depth=5000", "queue-depth=5000: is not a number of requests; that is from 1 to 4096"),
+            ("0,", "has a comma with nothing behind it (leave it away)"),
+            ("0,discard=no", "discard=no: is neither on nor off"),
+            ("queues=1,queues=2", "queues is given twice (leave one away)"),
+        ] {
+            assert_eq!(text.parse::<Ublk>().unwrap_err(), wrong);
+        }
+        let unknown = "/dev/ublkb0".parse::<Ublk>().unwrap_err();
+        assert!(unknown.starts_with("/dev/ublkb0: no such key (there are queues, queue-depth, "), "{unknown}");
+    }
+}
