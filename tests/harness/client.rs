@@ -12,11 +12,13 @@ use std::{
 use serde_json::Value;
 
 /// Which Debian package has which program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 17] = [
+const PACKAGES: [(&str, &str); 20] = [
     ("chromium", "chromium"),
+    ("e2fsck", "e2fsprogs"),
     ("fio", "fio"),
     ("ip", "iproute2"),
     ("losetup", "mount"),
+    ("mountpoint", "util-linux"),
     ("nbdcopy", "libnbd-bin"),
     ("nbdinfo", "libnbd-bin"),
     ("nbdsh", "python3-libnbd"),
@@ -28,6 +30,7 @@ const PACKAGES: [(&str, &str); 17] = [
     ("qemu-storage-daemon", "qemu-system-common"),
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("setpriv", "util-linux"),
+    ("systemd-analyze", "systemd"),
     ("timeout", "coreutils"),
     ("unshare", "util-linux"),
 ];

@@ -24,7 +24,8 @@ const TIME: Duration = Duration::from_secs(100);
 
 /// How an image gets to where a container finds it.
 pub(crate) trait Devices: Send + Sync {
-    /// Mounts the file system in `image` at the directory `at`, with these options of `weir attach`.
+    /// Mounts the file system in `image` at the directory `at`, with these options of `weir
+    /// attach`.
     fn attach(&self, image: &Path, words: &[String], at: &Path) -> anyhow::Result<()>;
     /// Undoes it; the image is free when it returns.
     fn detach(&self, at: &Path) -> anyhow::Result<()>;

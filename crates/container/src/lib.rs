@@ -9,9 +9,9 @@
 //!                        ▼
 //!                     volumes         who uses what; one change at a time for each volume
 //!         ┌──────────────┼───────────────┐
-//!       record      filesystem        device
-//!   a file a volume   mkfs, and     `weir attach`, `weir detach`,
-//!      (options)    weir image …    what the kernel has mounted
+//!       record         image          device
+//!   a file a volume  mkfs, and      `weir attach`, `weir detach`,
+//!     (options)      weir image …   what the kernel has mounted
 //!                        └── program ────┘  children, under a deadline
 //! ```
 //!
@@ -23,6 +23,7 @@
 mod device;
 mod filesystem;
 mod http;
+mod image;
 mod options;
 mod program;
 mod protocol;

@@ -1,7 +1,9 @@
 //! Other programs, run to their end under a deadline.
 //!
-//! What a program says on standard error becomes the error. It goes to a file rather than to a pipe,
-//! since what the program leaves running may keep that open.
+//! What a program says on standard error becomes the error. It goes to a file rather than to a
+//! pipe, since what the program leaves running may keep that open.
+//!
+//! Never waits for more than the program itself.
 
 use std::{
     fs::File,
@@ -18,6 +20,8 @@ use nix::{
     unistd::Pid,
 };
 
+/// For what takes seconds: Docker waits two minutes for a volume, which takes two programs.
+pub(crate) const SOON: Duration = Duration::from_secs(50);
 /// What is read of what a program said.
 const MOST_SAID_BYTES: u64 = 16 << 10;
 

@@ -1,6 +1,6 @@
 //! Docker's volume plugin protocol: a path and JSON become a call, and its outcome JSON.
 //!
-//! From "Docker volume plugins" of Docker's documentation, protocol version 1.13. An error is answered
+//! From "Docker volume plugins" of Docker's documentation, as of Docker 1.13. An error is answered
 //! with status 500 and its text as `Err`, as Docker's own library for plugins does: Podman looks at
 //! the status alone, Docker at both.
 //!

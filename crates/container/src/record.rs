@@ -176,7 +176,8 @@ impl Store {
     /// Removes a volume with its image, or what is left of one. It is not mounted.
     ///
     /// # Errors
-    /// If that fails; once the record is gone it is no volume any more, and what is left goes later.
+    /// If that fails; once the record is gone it is no volume any more, and what is left goes
+    /// later.
     pub(crate) fn remove(&self, name: &Name) -> anyhow::Result<()> {
         let directory = self.directory(name);
         let remove = || {

@@ -29,7 +29,7 @@ use anyhow::{Context as _, anyhow, bail};
 
 use crate::{
     device::Devices,
-    filesystem,
+    image,
     options::{Given, Options},
     record::{MOST_USER_BYTES, MOST_USERS, Name, Record, Store},
 };
@@ -128,7 +128,7 @@ impl<D: Devices> Volumes<D> {
         }
         let make = || {
             self.store.prepare(name)?;
-            filesystem::make_image(&self.weir, &self.store.image(name, options.format), &options)?;
+            image::make(&self.weir, &self.store.image(name, options.format), &options)?;
             self.store.write(name, &Record { options: options.given().clone(), users: BTreeSet::new() })
         };
         make().inspect_err(|_| {

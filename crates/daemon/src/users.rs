@@ -148,8 +148,8 @@ impl Users {
     }
 }
 
-/// Whether something is mounted at this directory itself; its path begins at the root and leads over
-/// no link. Asks nothing of what is mounted, which may not answer.
+/// Whether something is mounted at this directory itself; its path begins at the root and has no
+/// links. Asks nothing of what is mounted, which may not answer.
 ///
 /// # Errors
 /// If there is no /proc.

@@ -6,8 +6,8 @@
 //!   status, top          what runs; the same, live
 //!   throttle, prefetch   one setting of what runs, shown or changed
 //!   resume               disks that an error has stopped go on
-//!   mount_helper         `mount -t weir`, which is `attach`
 //!   saving               what these two share: a change, told to the daemon and kept in the config file
+//!   mount_helper         `mount -t weir`, which is `attach`
 //! ```
 //!
 //! It is a library so that end-to-end tests and tools reach [`main`]; it is no interface for

@@ -1,4 +1,4 @@
-//! Volumes with devices that only pretend, and with processes that are killed between any two steps.
+//! Volumes with devices that only pretend, and with processes that are killed between two steps.
 
 use std::{fs, panic, sync::Arc, thread};
 

@@ -46,10 +46,10 @@ pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
 }
 
 /// The one socket of a service that has only one: the Unix socket that the service manager passed,
-/// else one at `path` that only its owner and root may connect to, once `prepare` has been called.
+/// else one at `path` that only its owner and root may connect to, once `prepare` was called.
 ///
 /// # Errors
-/// If several were passed, or something else than a Unix socket; else what keeps it from being made.
+/// If several were passed, or something else than a Unix socket; else why it cannot be made.
 pub fn only(
     inherited: Inherited,
     path: &Path,
