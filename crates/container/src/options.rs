@@ -92,9 +92,8 @@ impl Options {
         ];
         for (key, value) in &self.given {
             match key.as_str() {
-                MOUNT_OPTIONS => words.extend(["-o".to_owned(), value.clone()]),
                 DEVICE => words.push(format!("--{value}")),
-                key if OWN.contains(&key) => {}
+                SIZE | FORMAT | FILE_SYSTEM => {}
                 key => words.push(format!("--{key}={value}")),
             }
         }
@@ -233,8 +232,7 @@ mod tests {
                 "--group=gold",
                 "--iops-total=2000",
                 "--iops-total-max=4000",
-                "-o",
-                "noatime,discard",
+                "--mount-options=noatime,discard",
                 "--prefetch=off",
                 "--weight=200"
             ]

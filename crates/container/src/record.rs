@@ -60,6 +60,23 @@ impl Name {
     }
 }
 
+impl Name {
+    /// What its disk is called while it is mounted: the name, or where that is too long for
+    /// `weir attach` (31 bytes) its beginning and a number made of all of it.
+    pub(crate) fn of_disk(&self) -> String {
+        const MOST_BYTES: usize = 31;
+        let name = format!("volume-{}", self.0);
+        if name.len() <= MOST_BYTES {
+            return name;
+        }
+        // FNV-1a, of 64 bits: the same for each process that asks.
+        let fold = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        let number = self.0.bytes().fold(0xcbf2_9ce4_8422_2325, fold);
+        let number = format!("-{number:016x}");
+        format!("{}{number}", &name[..MOST_BYTES - number.len()])
+    }
+}
+
 impl fmt::Display for Name {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
@@ -222,6 +239,15 @@ mod tests {
         {
             assert!(Name::read(text).unwrap_err().contains("is no name of a volume"), "{text:?}");
         }
+    }
+
+    #[test]
+    fn long_names_have_disks_of_their_own() {
+        assert_eq!(name("db").of_disk(), "volume-db");
+        let (one, other) = ("f".repeat(64), "f".repeat(63) + "e");
+        let (one, other) = (name(&one).of_disk(), name(&other).of_disk());
+        assert_eq!((one.len(), other.len()), (31, 31));
+        assert!(one.starts_with("volume-fffffff-") && one != other, "{one} {other}");
     }
 
     #[test]

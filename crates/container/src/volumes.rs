@@ -158,7 +158,9 @@ impl<D: Devices> Volumes<D> {
         let at = self.store.mount_point(&held.name);
         if !is_mounted {
             let options = record.checked()?;
-            self.devices.attach(&self.store.image(&held.name, options.format), &options.words(), &at)?;
+            let mut words = options.words();
+            words.push(format!("--name={}", held.name.of_disk()));
+            self.devices.attach(&self.store.image(&held.name, options.format), &words, &at)?;
         }
         if record.users.contains(user) {
             return Ok(at);

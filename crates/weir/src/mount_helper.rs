@@ -8,7 +8,7 @@
 //!   /srv/vm1.qcow2  /mnt/vm1  weir  iops-total=2000,group=gold,noatime  0 0
 //!
 //!   mount.weir /srv/vm1.qcow2 /mnt/vm1 -o rw,iops-total=2000,group=gold,noatime
-//!   weir attach --mount=/mnt/vm1 --iops-total=2000 --group=gold -o noatime -- /srv/vm1.qcow2
+//!   weir attach --mount=/mnt/vm1 --iops-total=2000 --group=gold --mount-options=noatime -- …
 //! ```
 
 use std::{ffi::OsString, path::Path};
@@ -17,7 +17,8 @@ use std::{ffi::OsString, path::Path};
 const NAME: &str = "mount.weir";
 /// Options of `attach` that a line of fstab may not have: what they ask for is said by the line
 /// itself, or would mount nothing.
-const NOT_IN_FSTAB: [&str; 8] = ["help", "version", "mount", "json", "udev", "list", "recover", "fstab"];
+const NOT_IN_FSTAB: [&str; 8] =
+    ["help", "version", "mount", "mount-options", "json", "udev", "list", "recover"];
 /// Options that are for mount(8) and for systemd. Most never get here.
 const FOR_OTHERS: [&str; 12] = [
     "defaults", "rw", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "owner", "group", "loop",
@@ -84,15 +85,14 @@ fn attach_options(options: &str, known: impl Fn(&str) -> bool) -> Vec<String> {
         if name == "ro" {
             own.push("--read-only".to_owned());
         }
-        // Options of one letter are not offered: `o` is no option of attach here.
-        if name.len() > 1 && name != "ro" && !NOT_IN_FSTAB.contains(&name) && known(name) {
+        if name != "ro" && !NOT_IN_FSTAB.contains(&name) && known(name) {
             own.push(format!("--{option}"));
         } else {
             others.push(option);
         }
     }
     if !others.is_empty() {
-        own.extend(["-o".to_owned(), others.join(",")]);
+        own.push(format!("--mount-options={}", others.join(",")));
     }
     own
 }
@@ -120,9 +120,9 @@ mod tests {
         becomes("/a.qcow2 /mnt", "attach --mount=/mnt -- /a.qcow2");
         becomes(
             "/a.qcow2 /mnt -o rw,iops-total=2000,group=gold,noatime,data=ordered",
-            "attach --mount=/mnt --iops-total=2000 --group=gold -o noatime,data=ordered -- /a.qcow2",
+            "attach --mount=/mnt --iops-total=2000 --group=gold --mount-options=noatime,data=ordered -- /a.qcow2",
         );
-        becomes("/a /mnt -o ro,fstype=xfs", "attach --mount=/mnt --read-only --fstype=xfs -o ro -- /a");
+        becomes("/a /mnt -o ro,fstype=xfs", "attach --mount=/mnt --read-only --fstype=xfs --mount-options=ro -- /a");
         becomes("-a /mnt -v -n -s -t weir -N /proc/1/ns/mnt".replacen("-a", "./-a", 1).as_str(), "attach --mount=/mnt -- ./-a");
     }
 
@@ -130,10 +130,10 @@ mod tests {
     fn what_is_for_others_is_left_to_them() {
         becomes(
             "/a /mnt -o defaults,noauto,nofail,_netdev,group,x-systemd.automount,comment=x,noatime",
-            "attach --mount=/mnt -o noatime -- /a",
+            "attach --mount=/mnt --mount-options=noatime -- /a",
         );
         // A line of fstab cannot ask for something else than a mount.
-        becomes("/a /mnt -o list,mount=/etc,o=x", "attach --mount=/mnt -o list,mount=/etc,o=x -- /a");
+        becomes("/a /mnt -o list,mount=/etc,o=x", "attach --mount=/mnt --mount-options=list,mount=/etc,o=x -- /a");
     }
 
     #[test]
