@@ -14,7 +14,7 @@ use std::{
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::harness::{Client, Scratch, Serve, Weir, assert_says, need_root, text, weir};
+use crate::harness::{Client, Scratch, Serve, Weir, assert_says, need, need_root, text, weir};
 
 /// A plugin, and where it lies.
 struct Plugin {
@@ -262,5 +262,74 @@ fn a_mount_that_went_is_made_again() {
     assert!(is_mounted(&again.0));
     unmount(&plugin, "a");
     plugin.does("Remove", &json!({ "Name": "db" }));
+    plugin.weir.stop();
+}
+
+/// Podman with nothing but what lies in the scratch directory, and an image with a shell.
+struct Podman {
+    arguments: Vec<String>,
+    settings: Vec<String>,
+}
+
+impl Podman {
+    fn new(scratch: &Scratch) -> Self {
+        let configuration = format!(
+            "[containers]\nlog_driver = \"none\"\n[engine]\nvolume_plugin_timeout = 100\n[engine.volume_plugins]\nweir = {:?}\n",
+            text(&scratch.socket("plugin"))
+        );
+        let configuration = scratch.file("containers.conf", configuration);
+        let [root, run] = ["root", "run"].map(|name| text(&scratch.path(name)).to_owned());
+        let options = [
+            ["--root", root.as_str()],
+            ["--runroot", run.as_str()],
+            ["--storage-driver", "vfs"],
+            ["--cgroup-manager", "cgroupfs"],
+            ["--events-backend", "none"],
+        ];
+        let settings = vec![format!("CONTAINERS_CONF={}", text(&configuration))];
+        let podman = Self { arguments: options.concat().into_iter().map(str::to_owned).collect(), settings };
+        let tree = scratch.path("tree");
+        fs::create_dir_all(tree.join("bin")).unwrap();
+        fs::copy("/bin/busybox", tree.join("bin/sh")).expect("busybox-static is there (run `make deps`)");
+        let archive = scratch.path("tree.tar");
+        Client::new("tar").args(["-C", text(&tree), "-cf", text(&archive), "."]).succeeds();
+        podman.does(&["import", "--quiet", text(&archive), "shell"]);
+        podman
+    }
+
+    fn client(&self, arguments: &[&str]) -> Client {
+        need("podman");
+        Client::new("env").args(&self.settings).arg("podman").args(&self.arguments).args(arguments)
+    }
+
+    #[track_caller]
+    fn does(&self, arguments: &[&str]) -> String {
+        self.client(arguments).succeeds()
+    }
+
+    /// What a script prints in a container that has the volume `db` at `/data`.
+    #[track_caller]
+    fn runs(&self, script: &str) -> String {
+        let limits = ["--network=none", "--cgroups=disabled", "--volume=db:/data"];
+        let words = [&["run", "--rm", "--quiet"], &limits[..], &["shell", "/bin/sh", "-c", script]].concat();
+        self.does(&words)
+    }
+}
+
+#[test]
+fn a_container_has_a_volume() {
+    need_root("containers");
+    let plugin = Plugin::start();
+    let podman = Podman::new(&plugin.scratch);
+    podman.does(&["volume", "create", "--driver=weir", "-o", "size=16M", "-o", "iops-total=100000", "db"]);
+    let listed = podman.does(&["volume", "ls", "--format={{.Driver}} {{.Name}}"]);
+    assert_eq!(listed.trim(), "weir db");
+    podman.runs("echo kept > /data/file");
+    assert_eq!(plugin.does("Path", &json!({ "Name": "db" }))["Mountpoint"], "", "nobody has it any more");
+    assert_eq!(podman.runs("read line < /data/file; echo $line").trim(), "kept");
+    let refused = podman.client(&["volume", "create", "--driver=weir", "-o", "size=much", "other"]).fails();
+    assert_says(&refused, &["size=much: is not a size"]);
+    podman.does(&["volume", "rm", "db"]);
+    assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
     plugin.weir.stop();
 }

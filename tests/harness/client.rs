@@ -12,7 +12,7 @@ use std::{
 use serde_json::Value;
 
 /// Which Debian package has which program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 20] = [
+const PACKAGES: [(&str, &str); 21] = [
     ("chromium", "chromium"),
     ("e2fsck", "e2fsprogs"),
     ("fio", "fio"),
@@ -23,6 +23,7 @@ const PACKAGES: [(&str, &str); 20] = [
     ("nbdinfo", "libnbd-bin"),
     ("nbdsh", "python3-libnbd"),
     ("openssl", "openssl"),
+    ("podman", "podman"),
     ("psktool", "gnutls-bin"),
     ("qemu-img", "qemu-utils"),
     ("qemu-io", "qemu-utils"),
