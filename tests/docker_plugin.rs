@@ -311,7 +311,8 @@ impl Podman {
     #[track_caller]
     fn runs(&self, script: &str) -> String {
         let limits = ["--network=none", "--cgroups=disabled", "--volume=db:/data"];
-        let words = [&["run", "--rm", "--quiet"], &limits[..], &["shell", "/bin/sh", "-c", script]].concat();
+        let words =
+            [&["run", "--rm", "--quiet"][..], &limits, &["shell", "/bin/sh", "-c", script]].concat();
         self.does(&words)
     }
 }

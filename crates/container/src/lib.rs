@@ -118,15 +118,16 @@ pub fn run(arguments: PluginArgs) -> Result<(), Failure> {
     let server = Server::start(listener, volumes)?;
     tracing::info!(socket = %socket.display(), directory = %directory.display(), "ready");
     notify(&[NotifyState::Ready]);
-    if until_ended(signals)? {
-        notify(&[NotifyState::Stopping]);
-        server.end();
-    }
+    let signal = until_ended(signals)?;
+    tracing::info!(signal, "ending");
+    notify(&[NotifyState::Stopping]);
+    server.end();
     Ok(())
 }
 
-/// Whether what has begun may end. A second signal ends the process from where it is heard.
-fn until_ended(signals: Signals) -> Result<bool, Failure> {
+/// Waits for the signal that asks for the end, and returns its name. A second one ends the process
+/// from where it is heard.
+fn until_ended(signals: Signals) -> anyhow::Result<&'static str> {
     let (sender, requests) = mpsc::channel();
     let hear = move |request| match request {
         Request::EndAtOnce(signal) => {
@@ -136,16 +137,11 @@ fn until_ended(signals: Signals) -> Result<bool, Failure> {
         request => sender.send(request).is_ok(),
     };
     signals.forward(hear).context("no thread can be started")?;
-    loop {
-        match requests.recv() {
-            Ok(Request::End(signal)) => {
-                tracing::info!(signal, "ending");
-                return Ok(true);
-            }
-            Ok(_) => {}
-            Err(_) => return Ok(false),
-        }
-    }
+    let signal = requests.iter().find_map(|request| match request {
+        Request::End(signal) => Some(signal),
+        _ => None,
+    });
+    signal.context("signals are not heard any more")
 }
 
 fn notify(state: &[NotifyState<'_>]) {

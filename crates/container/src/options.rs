@@ -137,8 +137,12 @@ impl Drafts {
             DEVICE if DEVICES.contains(&value) => {}
             DEVICE => return Err(wrong("is none of ublk, nbd and fuse".to_owned())),
             GROUP => check_group(value).map_err(wrong)?,
-            CACHE => drop(settings::read::<CacheMode>(value).map_err(wrong)?),
-            L2_CACHE_SIZE => drop(settings::read::<L2CacheSize>(value).map_err(wrong)?),
+            CACHE => {
+                let _: CacheMode = settings::read(value).map_err(wrong)?;
+            }
+            L2_CACHE_SIZE => {
+                let _: L2CacheSize = settings::read(value).map_err(wrong)?;
+            }
             WEIGHT => self.settings.weight = said(settings::count(value).map_err(wrong)?),
             IOPS_RESERVATION => {
                 self.settings.iops_reservation = said(settings::count(value).map_err(wrong)?);

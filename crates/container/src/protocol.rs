@@ -174,7 +174,7 @@ fn named(name: &str) -> Result<Name, Stopped> {
     Name::read(name).map_err(|what| Stopped::Refused(400, anyhow!(what)))
 }
 
-/// Empty where there is none, as Docker wants it. It is UTF-8, as the server's directory is.
+/// Empty where there is none, as Docker wants it. It is UTF-8, as the directory of volumes is.
 fn place(mount_point: Option<PathBuf>) -> String {
     mount_point.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default()
 }

@@ -119,6 +119,8 @@ impl Store {
             Ok::<_, io::Error>((root.canonicalize()?, lock))
         };
         let (root, lock) = make().with_context(named)?;
+        // Docker is told of places in it, in JSON.
+        root.to_str().with_context(|| format!("{}: is not UTF-8 (use another --directory)", root.display()))?;
         let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
             nix::errno::Errno::EAGAIN => anyhow!(
                 "{}: another `weir docker-plugin` uses this directory (stop it, or use another --directory)",

@@ -35,6 +35,9 @@ const MOST_CONNECTIONS: usize = 32;
 /// How long a request may take to arrive.
 const REQUEST_TIME: Duration = Duration::from_secs(10);
 
+/// Where descriptors or memory run out, the kernel does not tell when there are some again.
+const TRY_AGAIN: Duration = Duration::from_secs(1);
+
 /// Who is there, and whether anything may begin.
 #[derive(Default)]
 struct Doorkeeper {
@@ -71,8 +74,8 @@ impl Server {
                     Err(error) => {
                         keeper.change(|state| state.connections -= 1);
                         if !passes(error.kind()) {
-                            tracing::error!(%error, "no more clients can be accepted");
-                            return;
+                            tracing::error!(%error, "clients cannot be accepted; this is tried again");
+                            thread::sleep(TRY_AGAIN);
                         }
                     }
                 }
