@@ -16,9 +16,10 @@ use serde_json::{Value, json};
 
 use crate::harness::{Client, Scratch, Serve, Weir, assert_says, need, need_root, text, weir};
 
-/// A plugin, and where it lies.
+/// A plugin, where it lies, and the name of its volume, which no other test has.
 struct Plugin {
     scratch: Scratch,
+    volume: String,
     weir: Weir,
 }
 
@@ -29,7 +30,7 @@ impl Plugin {
 
     fn at(scratch: Scratch) -> Self {
         let weir = serve(&scratch).start();
-        Self { scratch, weir }
+        Self { volume: volume_of(&scratch), scratch, weir }
     }
 
     fn again(self, end: impl FnOnce(Weir)) -> Self {
@@ -77,8 +78,29 @@ impl Plugin {
         value["Err"].as_str().expect("it says why").to_owned()
     }
 
-    fn image(&self, name: &str) -> PathBuf {
-        self.scratch.path("volumes").join(name).join("disk.qcow2")
+    fn image(&self) -> PathBuf {
+        self.scratch.path("volumes").join(&self.volume).join("disk.qcow2")
+    }
+
+    /// The request that names the volume.
+    fn named(&self) -> Value {
+        json!({ "Name": self.volume })
+    }
+
+    fn created_with(&self, options: Value) -> Value {
+        json!({ "Name": self.volume, "Opts": options })
+    }
+
+    fn create(&self) {
+        self.does("Create", &self.created_with(small()));
+    }
+
+    fn remove(&self) {
+        self.does("Remove", &self.named());
+    }
+
+    fn mounted_at(&self) -> Value {
+        self.does("Path", &self.named())["Mountpoint"].clone()
     }
 }
 
@@ -87,8 +109,15 @@ fn serve(scratch: &Scratch) -> Serve {
     Serve::by("docker-plugin").arg("--socket").arg(socket).arg("--directory").arg(scratch.path("volumes"))
 }
 
+/// As the directory of a test's files ends.
+fn volume_of(scratch: &Scratch) -> String {
+    let path = scratch.path("volumes");
+    let own = path.parent().and_then(Path::file_name).expect("it lies in a directory of its own");
+    format!("db-{}", text(Path::new(own)).trim_start_matches("e2e."))
+}
+
 fn small() -> Value {
-    json!({ "Name": "db", "Opts": { "size": "16M", "iops-total": "100000" } })
+    json!({ "size": "16M", "iops-total": "100000" })
 }
 
 #[test]
@@ -96,8 +125,8 @@ fn a_volume_is_an_image_with_a_file_system() {
     let plugin = Plugin::start();
     let (status, activated) = plugin.call("Plugin.Activate", &json!({}));
     assert_eq!((status, activated), (200, json!({ "Implements": ["VolumeDriver"] })));
-    plugin.does("Create", &small());
-    let image = plugin.image("db");
+    plugin.create();
+    let image = plugin.image();
     let info = weir(&["image", "info", "--json", text(&image)]).json();
     assert_eq!((&info["format"], &info["virtual-size"]), (&json!("qcow2"), &json!(16 << 20)));
     let raw = plugin.scratch.path("raw");
@@ -105,7 +134,7 @@ fn a_volume_is_an_image_with_a_file_system() {
     Client::new("e2fsck").args(["-f", "-n", text(&raw)]).succeeds();
     let names: Vec<_> = fs::read_dir(image.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names.len(), 3, "record, image and mount point, and nothing else: {names:?}");
-    plugin.does("Remove", &json!({ "Name": "db" }));
+    plugin.remove();
     assert!(!image.parent().unwrap().exists());
     plugin.weir.stop();
 }
@@ -113,30 +142,30 @@ fn a_volume_is_an_image_with_a_file_system() {
 #[test]
 fn volumes_are_there_after_a_kill_and_after_an_end() {
     let mut plugin = Plugin::start();
-    plugin.does("Create", &small());
+    plugin.create();
     plugin = plugin.again(Weir::crash);
-    assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([{ "Name": "db", "Mountpoint": "" }]));
+    assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([{ "Name": plugin.volume, "Mountpoint": "" }]));
     plugin = plugin.again(|weir| drop(weir.stop()));
-    plugin.does("Create", &small());
-    let volume = &plugin.does("Get", &json!({ "Name": "db" }))["Volume"];
-    assert_eq!(volume["Status"]["options"], small()["Opts"]);
-    plugin.does("Remove", &json!({ "Name": "db" }));
+    plugin.create();
+    let volume = &plugin.does("Get", &plugin.named())["Volume"];
+    assert_eq!(volume["Status"]["options"], small());
+    plugin.remove();
     plugin.weir.stop();
 }
 
 #[test]
 fn a_volume_that_cannot_be_is_refused_when_it_is_made() {
     let plugin = Plugin::start();
-    let create = |opts: Value| plugin.refuses("Create", &json!({ "Name": "db", "Opts": opts }));
+    let create = |options: Value| plugin.refuses("Create", &plugin.created_with(options));
     assert_says(&create(json!({})), &["size: is missing"]);
     assert_says(&create(json!({ "size": "16M", "sise": "1" })), &["sise=1: ", "did you mean size?"]);
     assert_says(
         &create(json!({ "size": "16M", "iops-total": "1000", "iops-total-max": "500" })),
         &["iops-total-max=500: ", "at least the rate"],
     );
-    // Judged by mkfs.
-    assert_says(&plugin.refuses("Mount", &json!({ "Name": "db", "ID": "a" })), &["there is no volume db"]);
-    assert_says(&plugin.refuses("Remove", &json!({ "Name": "db" })), &["there is no volume db"]);
+    let user = json!({ "Name": plugin.volume, "ID": "a" });
+    assert_says(&plugin.refuses("Mount", &user), &["there is no volume db-"]);
+    assert_says(&plugin.refuses("Remove", &plugin.named()), &["there is no volume db-"]);
     assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
     plugin.weir.stop();
 }
@@ -194,7 +223,7 @@ fn the_service_managers_socket_is_taken_and_it_is_told() {
     let mut message = [0; 64];
     let length = manager.recv(&mut message).unwrap();
     assert_eq!(message[..length].trim_ascii(), b"READY=1");
-    let plugin = Plugin { scratch, weir };
+    let plugin = Plugin { volume: volume_of(&scratch), scratch, weir };
     assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
     plugin.weir.signal(Signal::SIGTERM);
     assert!(plugin.weir.wait().0.success());
@@ -212,12 +241,12 @@ impl Drop for Mounted {
 }
 
 fn mount(plugin: &Plugin, user: &str) -> Mounted {
-    let mounted = plugin.does("Mount", &json!({ "Name": "db", "ID": user }));
+    let mounted = plugin.does("Mount", &json!({ "Name": plugin.volume, "ID": user }));
     Mounted(mounted["Mountpoint"].as_str().expect("a path").into())
 }
 
 fn unmount(plugin: &Plugin, user: &str) {
-    plugin.does("Unmount", &json!({ "Name": "db", "ID": user }));
+    plugin.does("Unmount", &json!({ "Name": plugin.volume, "ID": user }));
 }
 
 fn is_mounted(path: &Path) -> bool {
@@ -228,12 +257,12 @@ fn is_mounted(path: &Path) -> bool {
 fn what_is_written_into_a_volume_stays_in_it() {
     need_root("mounts");
     let mut plugin = Plugin::start();
-    plugin.does("Create", &small());
+    plugin.create();
     let at = mount(&plugin, "a");
     assert_eq!(fs::read_dir(&at.0).unwrap().count(), 0, "a new volume is empty");
     fs::write(at.0.join("file"), "kept").unwrap();
     mount(&plugin, "b");
-    assert_says(&plugin.refuses("Remove", &json!({ "Name": "db" })), &["is mounted: several containers use it (a, b)"]);
+    assert_says(&plugin.refuses("Remove", &plugin.named()), &["is mounted: several containers use it (a, b)"]);
     unmount(&plugin, "a");
     assert!(is_mounted(&at.0), "b has it");
     // Volumes stay mounted while the plugin is away, however it went.
@@ -246,7 +275,7 @@ fn what_is_written_into_a_volume_stays_in_it() {
     let at = mount(&plugin, "c");
     assert_eq!(fs::read_to_string(at.0.join("file")).unwrap(), "kept");
     unmount(&plugin, "c");
-    plugin.does("Remove", &json!({ "Name": "db" }));
+    plugin.remove();
     plugin.weir.stop();
 }
 
@@ -254,14 +283,14 @@ fn what_is_written_into_a_volume_stays_in_it() {
 fn a_mount_that_went_is_made_again() {
     need_root("mounts");
     let plugin = Plugin::start();
-    plugin.does("Create", &small());
+    plugin.create();
     let at = mount(&plugin, "a");
     weir(&["detach", text(&at.0)]).succeeds();
-    assert_eq!(plugin.does("Path", &json!({ "Name": "db" }))["Mountpoint"], "");
+    assert_eq!(plugin.mounted_at(), "");
     let again = mount(&plugin, "a");
     assert!(is_mounted(&again.0));
     unmount(&plugin, "a");
-    plugin.does("Remove", &json!({ "Name": "db" }));
+    plugin.remove();
     plugin.weir.stop();
 }
 
@@ -307,10 +336,11 @@ impl Podman {
         self.client(arguments).succeeds()
     }
 
-    /// What a script prints in a container that has the volume `db` at `/data`.
+    /// What a script prints in a container that has the volume at `/data`.
     #[track_caller]
-    fn runs(&self, script: &str) -> String {
-        let limits = ["--network=none", "--cgroups=disabled", "--volume=db:/data"];
+    fn runs(&self, volume: &str, script: &str) -> String {
+        let volume = format!("--volume={volume}:/data");
+        let limits = ["--network=none", "--cgroups=disabled", &volume];
         let words =
             [&["run", "--rm", "--quiet"][..], &limits, &["shell", "/bin/sh", "-c", script]].concat();
         self.does(&words)
@@ -322,15 +352,16 @@ fn a_container_has_a_volume() {
     need_root("containers");
     let plugin = Plugin::start();
     let podman = Podman::new(&plugin.scratch);
-    podman.does(&["volume", "create", "--driver=weir", "-o", "size=16M", "-o", "iops-total=100000", "db"]);
+    let volume = plugin.volume.as_str();
+    podman.does(&["volume", "create", "--driver=weir", "-o", "size=16M", "-o", "iops-total=100000", volume]);
     let listed = podman.does(&["volume", "ls", "--format={{.Driver}} {{.Name}}"]);
-    assert_eq!(listed.trim(), "weir db");
-    podman.runs("echo kept > /data/file");
-    assert_eq!(plugin.does("Path", &json!({ "Name": "db" }))["Mountpoint"], "", "nobody has it any more");
-    assert_eq!(podman.runs("read line < /data/file; echo $line").trim(), "kept");
+    assert_eq!(listed.trim(), format!("weir {volume}"));
+    podman.runs(volume, "echo kept > /data/file");
+    assert_eq!(plugin.mounted_at(), "", "nobody has it any more");
+    assert_eq!(podman.runs(volume, "read line < /data/file; echo $line").trim(), "kept");
     let refused = podman.client(&["volume", "create", "--driver=weir", "-o", "size=much", "other"]).fails();
     assert_says(&refused, &["size=much: is not a size"]);
-    podman.does(&["volume", "rm", "db"]);
+    podman.does(&["volume", "rm", volume]);
     assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
     plugin.weir.stop();
 }

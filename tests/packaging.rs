@@ -1,9 +1,9 @@
 //! What is shipped beside the program: units of systemd, and the lines of fstab that the documents
 //! have, as systemd itself reads them.
 
-use std::{fs, path::Path};
+use std::{fs, os::unix::fs::symlink, path::Path, process};
 
-use crate::harness::{Client, Scratch, WEIR, need, text};
+use crate::harness::{Client, MIB, Scratch, WEIR, need, need_root, text, weir};
 
 /// Where Debian has it.
 const FSTAB_GENERATOR: &str = "/usr/lib/systemd/system-generators/systemd-fstab-generator";
@@ -79,4 +79,37 @@ fn the_lines_of_fstab_are_the_documents() {
     for line in FSTAB.lines().map(words) {
         assert!(written.contains(&line), "{line}");
     }
+}
+
+#[test]
+fn the_mount_helper_mounts_an_image() {
+    need_root("mounts");
+    let scratch = Scratch::new();
+    let (helper, directory) = (scratch.path("mount.weir"), scratch.path("directory"));
+    symlink(WEIR, &helper).unwrap();
+    fs::create_dir(&directory).unwrap();
+    let image = scratch.sparse("disk.raw", 16 * MIB);
+    Client::new("mkfs.ext4").args(["-q", "-F", text(&image)]).succeeds();
+    // As mount(8) calls it, and by what every machine has.
+    let options = format!("rw,noatime,fuse,alone,format=raw,iops-total=100000,name=helper-{}", process::id());
+    let mount = |flags: &str| {
+        Client::new(text(&helper)).args([text(&image), text(&directory), flags, "-o", &options]).succeeds()
+    };
+    mount("-f");
+    assert!(options_of(&directory).is_none(), "it was to do nothing");
+    mount("-n");
+    let mounted = options_of(&directory).expect("it is mounted");
+    assert!(mounted.split(',').any(|option| option == "noatime"), "{mounted}");
+    fs::write(directory.join("file"), "kept").unwrap();
+    weir(&["detach", text(&directory)]).succeeds();
+    assert!(options_of(&directory).is_none());
+    let found = Client::new("debugfs").args(["-R", "cat /file", text(&image)]).succeeds();
+    assert_eq!(found, "kept");
+}
+
+/// Of what is mounted there.
+fn options_of(directory: &Path) -> Option<String> {
+    let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
+    let mut lines = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+    lines.find(|fields| fields[1] == text(directory)).map(|fields| fields[3].to_owned())
 }

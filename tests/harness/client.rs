@@ -12,12 +12,14 @@ use std::{
 use serde_json::Value;
 
 /// Which Debian package has which program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 21] = [
+const PACKAGES: [(&str, &str); 23] = [
     ("chromium", "chromium"),
+    ("debugfs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
     ("fio", "fio"),
     ("ip", "iproute2"),
     ("losetup", "mount"),
+    ("mkfs.ext4", "e2fsprogs"),
     ("mountpoint", "util-linux"),
     ("nbdcopy", "libnbd-bin"),
     ("nbdinfo", "libnbd-bin"),
