@@ -56,6 +56,7 @@ test-e2e: ## tests with real clients: the program's own, a browser, a guest's ke
 	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
 	tests/guest/against-weir "$(TARGET)/debug/weir"
 	tests/guest/virtual-machines "$(TARGET)/debug/weir"
+	tests/guest/block-devices "$(TARGET)/debug/weir"
 	bench/run.py --short --weir "$(TARGET)/debug/weir"
 
 bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=--strict judges, BENCH="--rows 'file-*'" is a part
@@ -87,6 +88,7 @@ soak: ## the properties and the simulation with many more cases and seeds; qcow2
 	tests/guest/against-weir --full "$(TARGET)/release/weir"
 	tests/guest/against-weir --systemd "$(TARGET)/release/weir"
 	tests/guest/virtual-machines --full "$(TARGET)/release/weir"
+	tests/guest/block-devices --full "$(TARGET)/release/weir"
 
 doc: ## build the documentation of the crates, private items included
 	@scripts/deps build

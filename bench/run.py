@@ -34,6 +34,7 @@ from pathlib import Path
 
 import nbd
 
+import fuse
 import idle
 import imitation
 import inprocess
@@ -59,7 +60,7 @@ from servers import ServerFailed
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
-    rows, inprocess, qcow2, prefetch, vhost_user, limits, idle, shares, members, waits, imitation, watermark,
+    rows, inprocess, qcow2, prefetch, vhost_user, fuse, limits, idle, shares, members, waits, imitation, watermark,
     simulate, rude,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)

@@ -15,6 +15,7 @@
 
 mod harness;
 
+mod attach;
 mod bench;
 mod bench_machines;
 mod cache_modes;
@@ -29,6 +30,7 @@ mod docker_plugin;
 mod documents;
 mod failures;
 mod fio;
+mod fuse;
 mod hostile;
 mod image_habits;
 mod image_soak;

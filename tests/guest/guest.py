@@ -112,9 +112,11 @@ class Guest:
     # Where its program is in the guest.
     PROGRAM = "/bin/weir"
 
-    def __init__(self, cache, program, disks, own_clock=True, network=False, system=None):
+    def __init__(self, cache, program, disks, own_clock=True, network=False, system=None, more=()):
         self.cache = Path(cache)
         self.program = program
+        # Other programs, by their names in /bin.
+        self.more = dict(more)
         self.disks = disks
         self.own_clock = own_clock
         # A card behind which 10.0.2.2 is the host.
@@ -196,7 +198,9 @@ class Guest:
         # An archive that is not compressed must begin at a multiple of four (the kernel's
         # init/initramfs.c).
         padding = bytes(-len(base) % 4)
-        initramfs.write_bytes(base + padding + program_archive(self.program, directory, self.PROGRAM))
+        programs = {self.PROGRAM: self.program, **{f"/bin/{name}": path for name, path in self.more.items()}}
+        archives = [program_archive(program, directory, path) for path, program in programs.items()]
+        initramfs.write_bytes(base + padding + b"".join(archives))
         self._socket, theirs = socket.socketpair()
         hardware, passed = self._hardware()
         passed = [theirs, *passed]

@@ -18,6 +18,14 @@ pause() { read -r -t "$1" nothing <&4 || :; }
 # now: sets $now
 now() { read -r now nothing </proc/uptime; }
 
+# load MODULE: one of those that are not there from the start, and what it needs
+load() {
+    for module in "/modules/$1"/*.ko; do
+        name=${module##*/??-}
+        [ -d "/sys/module/$(echo "${name%.ko}" | tr - _)" ] || insmod "$module"
+    done
+}
+
 # part NAME: what is printed from here on belongs to this part (guest.py takes the output apart)
 part() { echo "@PART $1"; }
 

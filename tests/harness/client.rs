@@ -12,11 +12,12 @@ use std::{
 use serde_json::Value;
 
 /// Which Debian package has which program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 23] = [
+const PACKAGES: [(&str, &str); 24] = [
     ("chromium", "chromium"),
     ("debugfs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
     ("fio", "fio"),
+    ("fusermount3", "fuse3"),
     ("ip", "iproute2"),
     ("losetup", "mount"),
     ("mkfs.ext4", "e2fsprogs"),

@@ -1,4 +1,5 @@
-//! Memory of a guest, lent to us by its front end as files that both sides map.
+//! Memory of a guest, lent to us by its front end as files that both sides map; and memory of ours
+//! that we lend to the kernel in the same way ([`Region::lent`]).
 //!
 //! ```text
 //!   Memory    ▕─ Region ──▏   ▕─ Region ─▏▕─── Region ────────▏     guest-physical addresses
@@ -117,6 +118,16 @@ impl Region {
         }
         let mapping = Mapping::of_file(file, bytes, offset, quota)?;
         Ok(Self(Arc::new(Inner { guest_address, user_address, mapping })))
+    }
+
+    /// Pages of ours for the kernel to put data into and to take it from while we work with them.
+    /// They take no memory before they are touched. Places in it are counted from 0.
+    ///
+    /// # Errors
+    /// As `mmap(2)`; no bytes are `EINVAL`.
+    pub fn lent(bytes: usize) -> io::Result<Self> {
+        let mapping = Mapping::anonymous(bytes)?;
+        Ok(Self(Arc::new(Inner { guest_address: 0, user_address: 0, mapping })))
     }
 
     /// Zeroes on the heap: for tests, simulation, fuzzing and Miri.

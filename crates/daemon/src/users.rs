@@ -76,7 +76,8 @@ impl Users {
     /// with many.
     #[must_use]
     pub fn with_processes(mut self) -> Self {
-        let mut paths: Vec<_> = self.nodes.iter().map(|node| PathBuf::from("/dev").join(&node.name)).collect();
+        let mut paths: Vec<_> =
+            self.nodes.iter().map(|node| PathBuf::from("/dev").join(&node.name)).collect();
         paths.extend(self.file.clone());
         let mut namespaces = HashSet::new();
         for directory in names_in(&self.root.join("proc")) {
@@ -140,7 +141,8 @@ impl Users {
             let source = fields.skip_while(|field| *field != b"-").nth(2)?;
             let is_of = |node: &Node| {
                 // A file system of several devices has a number of its own.
-                node.number.as_bytes() == number || source.strip_prefix(b"/dev/") == Some(node.name.as_bytes())
+                node.number.as_bytes() == number
+                    || source.strip_prefix(b"/dev/") == Some(node.name.as_bytes())
             };
             self.nodes.iter().any(is_of).then(|| unescaped(point))
         };
@@ -234,10 +236,7 @@ mod tests {
         let users = Users::below(host.path(), Path::new("/dev/ublkb0"));
         assert_eq!(users.to_string(), "mounted at /mnt/with space; held by dm-0");
         let users = users.with_processes();
-        assert_eq!(
-            users.to_string(),
-            "mounted at /mnt/with space, /inside; held by dm-0; open in dd (12)"
-        );
+        assert_eq!(users.to_string(), "mounted at /mnt/with space, /inside; held by dm-0; open in dd (12)");
         assert!(!users.is_empty());
     }
 

@@ -313,11 +313,7 @@ fn socket_of(server: &Server) -> Option<&Path> {
     }
 }
 
-fn check_sockets(
-    servers: &[Server],
-    doors: &[DoorExport],
-    control: &[Said<PathBuf>],
-) -> Result<(), Wrong> {
+fn check_sockets(servers: &[Server], doors: &[DoorExport], control: &[Said<PathBuf>]) -> Result<(), Wrong> {
     let doors = doors.iter().filter_map(|export| export.door.path());
     let exports: HashSet<PathBuf> =
         servers.iter().filter_map(socket_of).map(Path::to_owned).chain(doors).collect();

@@ -8,8 +8,8 @@ use block::{
 };
 
 use super::{
-    Address, Door, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said, SettingsDraft,
-    tls::TlsDraft,
+    Address, Door, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said,
+    SettingsDraft, tls::TlsDraft,
 };
 
 /// All that the command line and the config file said.

@@ -6,7 +6,7 @@ use clap::{
     Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind,
 };
 
-use crate::{mount_helper, prefetch, resume, status, throttle, top};
+use crate::{attach, mount_helper, prefetch, resume, status, throttle, top};
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
 
@@ -75,6 +75,15 @@ pub(crate) enum Command {
         override_usage = "weir serve [OPTIONS] <IMAGE>...\n       weir serve [OPTIONS] --config <FILE>"
     )]
     Serve(Box<daemon::serve::ServeArgs>),
+    /// Make a disk a block device of this host, or mount what is on it
+    #[command(after_help = attach::ATTACH_EXAMPLES)]
+    Attach(Box<attach::AttachArgs>),
+    /// Take such a device away
+    #[command(after_help = attach::DETACH_EXAMPLES)]
+    Detach(attach::DetachArgs),
+    /// What `attach` leaves in the background
+    #[command(hide = true)]
+    AttachKeeper,
     /// Show what runs, how fast, and what holds it back
     #[command(after_help = status::EXAMPLES)]
     Status(status::StatusArgs),

@@ -3,6 +3,7 @@
 //! ```text
 //!   cli                  the commands by name; each room below has its own options and work
 //!   client               the daemon's control socket from the other end: reports, rates, changes
+//!   attach               a disk as a device of this host; the process that keeps it; detach
 //!   status, top          what runs; the same, live
 //!   throttle, prefetch   one setting of what runs, shown or changed
 //!   resume               disks that an error has stopped go on
@@ -14,6 +15,7 @@
 //! others. Never does anything by itself: what a command does lies in the room that is named after
 //! it.
 
+mod attach;
 mod cli;
 mod client;
 mod mount_helper;
@@ -47,6 +49,9 @@ pub fn main() -> ExitCode {
     };
     let result = match command {
         Command::Serve(arguments) => daemon::serve::run(*arguments),
+        Command::Attach(arguments) => attach::run(*arguments),
+        Command::Detach(arguments) => attach::detach(arguments),
+        Command::AttachKeeper => attach::keep(),
         Command::Status(arguments) => status::run(arguments),
         Command::Throttle(arguments) => saving::run(&*arguments),
         Command::Prefetch(arguments) => saving::run(&arguments),

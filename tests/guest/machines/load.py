@@ -6,7 +6,11 @@ are ended; what they acknowledged on the way is in the machine's reports.
 Never judges what it cannot see from inside: that is the caller's.
 """
 
+import fcntl
+import os
 import re
+import subprocess
+from pathlib import Path
 
 from guest import GuestFailed
 
@@ -18,6 +22,19 @@ REPORTED = re.compile(r"(\d+) (\d+)$")
 
 class Wrong(Exception):
     """A disk has not what it should have; the text says what."""
+
+
+def numbered_program(cache):
+    """The program that writes the numbers, made by the compiler where it is not there; where it is."""
+    source, program = Path(__file__).with_name("numbered.rs"), Path(cache, "numbered")
+    with open(Path(cache, "lock"), "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
+            compiler = os.environ.get("RUSTC", "rustc")
+            made = program.with_suffix(".new")
+            subprocess.run([compiler, "--edition", "2024", "-O", "-o", made, source], check=True)
+            made.rename(program)
+    return program
 
 
 def make_files(machine, disk):

@@ -1,4 +1,4 @@
-//! One mapping of a front end's file, or zeroes on the heap in its stead.
+//! One mapping of a front end's file, or memory of ours in its stead.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
@@ -31,6 +31,8 @@ enum Kind {
         watch: sigbus::Watch,
         _share: Share,
     },
+    /// Pages of ours.
+    Anonymous,
     Heap(Layout),
 }
 
@@ -91,6 +93,32 @@ impl Mapping {
         Ok(Self { first, bytes: bytes as usize, kind: Kind::File { pages, length, watch, _share: share } })
     }
 
+    /// `bytes` of new pages, which take no memory before they are touched.
+    pub(super) fn anonymous(bytes: usize) -> io::Result<Self> {
+        // SAFETY: a new mapping, at an address of the kernel's choice.
+        let pages = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if pages == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // No core of others' data, and no 2 MiB for a request of one page. Where the kernel
+        // refuses, it takes more memory.
+        for advice in [libc::MADV_DONTDUMP, libc::MADV_NOHUGEPAGE] {
+            // SAFETY: neither changes what is in the pages.
+            let _ = unsafe { libc::madvise(pages, bytes, advice) };
+        }
+        let first = NonNull::new(pages.cast::<u8>()).expect("the kernel maps nothing at address 0");
+        Ok(Self { first, bytes, kind: Kind::Anonymous })
+    }
+
     /// Zeroes on the heap.
     pub(super) fn on_heap(bytes: usize) -> Self {
         assert_ne!(bytes, 0, "a region of no bytes");
@@ -110,7 +138,7 @@ impl Mapping {
     pub(super) fn is_lost(&self) -> bool {
         match &self.kind {
             Kind::File { watch, .. } => watch.is_lost(),
-            Kind::Heap(_) => false,
+            Kind::Anonymous | Kind::Heap(_) => false,
         }
     }
 
@@ -130,6 +158,12 @@ impl Drop for Mapping {
                 watch.end();
                 // SAFETY: mapped by `of_file` with this length, and nothing refers to it any more.
                 let result = unsafe { libc::munmap(pages.as_ptr().cast(), *length) };
+                debug_assert_eq!(result, 0, "{}", io::Error::last_os_error());
+            }
+            Kind::Anonymous => {
+                // SAFETY: mapped by `anonymous` with this length, and nothing refers to it any
+                // more.
+                let result = unsafe { libc::munmap(self.first.as_ptr().cast(), self.bytes) };
                 debug_assert_eq!(result, 0, "{}", io::Error::last_os_error());
             }
             // SAFETY: allocated by `on_heap` with this layout, and nothing refers to it any more.

@@ -18,6 +18,7 @@
 //! Never holds a borrow or a lock while it polls a task.
 
 mod executor;
+mod fuse;
 mod launcher;
 mod notifier;
 pub mod op;
@@ -25,6 +26,7 @@ mod priority;
 mod signal;
 pub mod sim;
 mod timer;
+pub mod ublk;
 mod uring;
 mod vigil;
 mod worker;
@@ -35,6 +37,7 @@ use policy::time::Instant;
 
 use executor::Executor;
 pub use executor::JoinHandle;
+pub use fuse::clone_fuse_device;
 pub use launcher::Launcher;
 pub use notifier::Notifier;
 pub use priority::{in_background, is_in_background};
@@ -182,6 +185,19 @@ pub async fn yield_now() {
         std::task::Poll::Pending
     })
     .await;
+}
+
+/// Says of this thread that others' memory may have to wait for what it does: where it has to wait
+/// for memory itself, the kernel then takes none from those that write to a device that it serves
+/// (`PR_SET_IO_FLUSHER`).
+///
+/// # Errors
+/// As `prctl(2)`: `EPERM` without `CAP_SYS_RESOURCE`.
+pub fn serves_writeback() -> std::io::Result<()> {
+    const PR_SET_IO_FLUSHER: libc::c_int = 57; // linux/prctl.h
+    // SAFETY: it changes how the kernel finds memory for this thread, and nothing of ours.
+    let result = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) };
+    if result < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Says that nothing this thread serves is in a hurry: the next time it would sleep, it lets

@@ -6,7 +6,7 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     sync::Arc,
 };
 
@@ -23,7 +23,11 @@ pub struct Fd(Arc<OwnedFd>);
 
 impl Fd {
     fn target(&self) -> types::Fd {
-        types::Fd(self.0.as_raw_fd())
+        types::Fd(self.raw())
+    }
+
+    pub(super) fn raw(&self) -> RawFd {
+        self.0.as_raw_fd()
     }
 
     /// Whether it is the same one, not another of the same file.

@@ -88,6 +88,8 @@ enum Slot {
     Complete(i32),
     /// In flight, its future gone; holds what the kernel still uses. Never read, only dropped.
     Abandoned(Orphan),
+    /// The same, and only the end of the ring ends it: see [`Op::until_the_ring_ends`].
+    Kept(Orphan),
 }
 
 /// Takes care of what an operation leaves when nobody waits for it any more; called with its
@@ -307,8 +309,8 @@ impl Uring {
                         woken.extend(waker.take());
                         slots[key] = Slot::Complete(completion.result());
                     }
-                    Slot::Abandoned(_) => {
-                        if let Slot::Abandoned(orphan) = slots.remove(key) {
+                    Slot::Abandoned(_) | Slot::Kept(_) => {
+                        if let Slot::Abandoned(orphan) | Slot::Kept(orphan) = slots.remove(key) {
                             orphans.push((orphan, completion.result()));
                         }
                     }
@@ -362,11 +364,12 @@ impl Uring {
         }
     }
 
-    /// Cancels what is in flight and waits until the kernel has let go of all of it.
-    /// (`IORING_REGISTER_SYNC_CANCEL` is as old as Linux 6.0.)
+    /// Cancels what is in flight and waits until the kernel has let go of all of it, but for what
+    /// only the end of the ring ends. (`IORING_REGISTER_SYNC_CANCEL` is as old as Linux 6.0.)
     pub(super) fn cancel_all(&self) {
         let in_flight = || {
-            let waiting = self.slots.borrow().iter().any(|(_, slot)| !matches!(slot, Slot::Complete(_)));
+            let is_over = |slot: &Slot| matches!(slot, Slot::Complete(_) | Slot::Kept(_));
+            let waiting = self.slots.borrow().iter().any(|(_, slot)| !is_over(slot));
             waiting || self.event_armed.get()
         };
         while in_flight() {
@@ -379,6 +382,17 @@ impl Uring {
             );
             self.enter(Wait::For(Duration::from_millis(1)));
             self.reap();
+        }
+    }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        // The ring ends a moment after its descriptor is closed, and nobody is told when.
+        for (_, slot) in std::mem::take(self.slots.get_mut()) {
+            if let Slot::Kept(orphan) = slot {
+                std::mem::forget(orphan);
+            }
         }
     }
 }
@@ -409,6 +423,7 @@ pub(super) struct Op<R: 'static> {
     resource: Option<R>,
     /// What to do with the resource and the result if nobody waits for them.
     orphan: fn(R, i32),
+    is_kept: bool,
 }
 
 impl<R: 'static> Op<R> {
@@ -428,7 +443,14 @@ impl<R: 'static> Op<R> {
         // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped
         // before.
         unsafe { uring.push(&entry) };
-        Self { reactor, key, resource: Some(resource), orphan: |resource, _| drop(resource) }
+        Self { reactor, key, resource: Some(resource), orphan: |resource, _| drop(resource), is_kept: false }
+    }
+
+    /// Says that the kernel cannot cancel it: dropped early, it goes on, and if the reactor ends
+    /// before it does, its resource is left to the kernel for good.
+    pub(super) fn until_the_ring_ends(mut self) -> Self {
+        self.is_kept = true;
+        self
     }
 
     /// Sets what is done if the future is dropped first, and the operation completes nonetheless.
@@ -461,7 +483,7 @@ impl<R: Unpin + 'static> Future for Op<R> {
                     }
                     return Poll::Pending;
                 }
-                Slot::Abandoned(_) => unreachable!("abandoned only in drop"),
+                Slot::Abandoned(_) | Slot::Kept(_) => unreachable!("abandoned only in drop"),
             }
         };
         let resource = self.resource.take().expect("polled after completion");
@@ -485,10 +507,13 @@ impl<R: 'static> Drop for Op<R> {
             slot => {
                 let orphan = self.orphan;
                 let orphan: Orphan = Box::new(move |result| orphan(resource, result));
-                let before = std::mem::replace(slot, Slot::Abandoned(orphan));
+                let after = if self.is_kept { Slot::Kept(orphan) } else { Slot::Abandoned(orphan) };
+                let before = std::mem::replace(slot, after);
                 drop(slots);
                 drop(before);
-                self.cancel();
+                if !self.is_kept {
+                    self.cancel();
+                }
             }
         }
     }

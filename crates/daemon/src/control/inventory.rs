@@ -20,17 +20,14 @@ use std::{
 use anyhow::{Context as _, anyhow};
 use block::{
     disk::{Disk, Failures},
-    image::{
-        Secret,
-        qcow2::{CacheSettings, bitmap::BitmapView},
-    },
+    image::{Secret, qcow2::bitmap::BitmapView},
     layer::throttle::Group,
     reactor::{self, Worker},
-    storage::{CacheMode, Root},
+    storage::Root,
 };
 use export::nbd::{self, NotRemoved, Removal};
 use policy::time::{Duration, Instant};
-use settings::{Image, SocketAccess};
+use settings::SocketAccess;
 
 use super::{
     change::{Change, Listener},
@@ -38,25 +35,7 @@ use super::{
     doors::{self, Entrance},
     serving::Serving,
 };
-
-#[derive(Debug)]
-pub(crate) struct RunningDisk {
-    pub(crate) disk: Arc<Disk>,
-    pub(crate) image: Image,
-    pub(crate) cache: CacheMode,
-    /// What was asked for, not what it comes to.
-    pub(crate) caches: Cell<CacheSettings>,
-    /// The nodes that `blockdev-add` named below the disk's own, topmost first.
-    pub(crate) below: Vec<NodeBelow>,
-}
-
-/// A node below a disk, which has no life of its own but keeps its name from being given again.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct NodeBelow {
-    pub(crate) name: String,
-    /// It was a disk before another was put over it, and is one again when that goes.
-    pub(crate) stays: bool,
-}
+pub(crate) use super::running::{NodeBelow, RunningDisk};
 
 pub(crate) struct RunningExport {
     pub(crate) id: String,

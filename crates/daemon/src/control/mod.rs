@@ -17,4 +17,5 @@ pub(crate) mod doors;
 pub(crate) mod held_back;
 pub(crate) mod inventory;
 pub(crate) mod qmp;
+pub(crate) mod running;
 pub(crate) mod serving;

@@ -218,7 +218,7 @@ impl Daemon {
             serving.close();
         }
         let entrances = self.inventory.entrances();
-        entrances.iter().for_each(|entrance| entrance.close());
+        entrances.iter().for_each(|entrance| entrance.leave());
         let disks = self.inventory.disks();
         for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
             // A limit could hold what is in flight for hours. QEMU's drain lifts limits too.

@@ -104,8 +104,8 @@ impl Drop for Taken<'_> {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum End {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
     /// It took its leave, or the server wants no more of it; its last replies are awaited.
     Orderly,
     /// It closed the stream without a word ("hard disconnect").
@@ -140,7 +140,7 @@ impl Connection {
 
     /// Serves the client until it leaves, breaks the protocol, or `stop` is set and its receiving
     /// ended. `inbox` has what arrived behind the handshake.
-    pub(super) async fn serve(self: Rc<Self>, mut inbox: Inbox) -> Result<(), Broken> {
+    pub(super) async fn serve(self: Rc<Self>, mut inbox: Inbox) -> Result<End, Broken> {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
         let mut intake = Intake::default();
         inbox.await_requests();
@@ -169,7 +169,7 @@ impl Connection {
         if let Some(watch) = watch {
             watch.cancel().await;
         }
-        outcome.map(drop)
+        outcome
     }
 
     /// Notices when a client that has left goes without its last replies.

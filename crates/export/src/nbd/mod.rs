@@ -25,7 +25,7 @@
 //!
 //! Bytes that the handshake does not consume belong to whoever is next: the handshake again, the
 //! TLS stream after [`Event::StartTls`], or the requests. The other side, for measuring servers, is
-//! [`client`].
+//! [`client`]. Where the client is this host's kernel, there is no handshake: [`kernel`].
 //!
 //! No input panics, hangs, or makes the parsers hold more than [`negotiate::MAX_OPTION_BYTES`];
 //! parsing a request and writing its reply allocate nothing. Deadlines, limits on connections and
@@ -41,6 +41,7 @@ mod execute;
 mod holding;
 mod inbox;
 mod incoming;
+pub mod kernel;
 mod live;
 pub mod negotiate;
 mod option;

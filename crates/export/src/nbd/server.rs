@@ -341,7 +341,9 @@ impl Server {
     /// Handshake, then transmission.
     async fn converse(&self, stream: Stream, stop: &Arc<AtomicBool>, number: u64) -> Result<(), String> {
         match self.open(stream, stop, number).await? {
-            Some((connection, inbox)) => connection.serve(inbox).await.map_err(|broken| broken.to_string()),
+            Some((connection, inbox)) => {
+                connection.serve(inbox).await.map(drop).map_err(|broken| broken.to_string())
+            }
             None => Ok(()),
         }
     }

@@ -127,7 +127,9 @@ mod tests {
     #[test]
     fn what_cannot_be_is_named() {
         let no_device = |text| {
-            format!("{text:?} is no device of the kernel's NBD; write /dev/nbd0, or auto for one that is free")
+            format!(
+                "{text:?} is no device of the kernel's NBD; write /dev/nbd0, or auto for one that is free"
+            )
         };
         for text in ["", "/dev/nbd", "/dev/nbd00", "/dev/nbd+1", "/dev/nbd0p1", "/dev/nbd1048576", "nbd0"] {
             assert_eq!(text.parse::<NbdDevice>().unwrap_err(), no_device(text));

@@ -139,6 +139,9 @@ mod tests {
             assert_eq!(text.parse::<Ublk>().unwrap_err(), wrong);
         }
         let unknown = "/dev/ublkb0".parse::<Ublk>().unwrap_err();
-        assert!(unknown.starts_with("/dev/ublkb0: no such key (there are queues, queue-depth, "), "{unknown}");
+        assert!(
+            unknown.starts_with("/dev/ublkb0: no such key (there are queues, queue-depth, "),
+            "{unknown}"
+        );
     }
 }

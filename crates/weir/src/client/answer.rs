@@ -6,7 +6,16 @@ use serde_json::Value;
 pub(super) enum Answer {
     Return(Value),
     Error(Refusal),
-    Event,
+    Event(Event),
+}
+
+/// Something that happened, and to what.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Event {
+    /// Such as `BLOCK_EXPORT_DELETED`.
+    pub(super) name: String,
+    /// What it is about, where it says that.
+    pub(super) id: Option<String>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -19,8 +28,10 @@ pub(super) struct Refusal {
 impl Answer {
     pub(super) fn read(mut message: Value) -> Option<Self> {
         let message = message.as_object_mut()?;
-        if message.contains_key("event") {
-            return Some(Self::Event);
+        if let Some(event) = message.get("event") {
+            let id = message.get("data").and_then(|data| data.get("id")).and_then(Value::as_str);
+            let name = event.as_str().unwrap_or_default().to_owned();
+            return Some(Self::Event(Event { name, id: id.map(str::to_owned) }));
         }
         if let Some(value) = message.remove("return") {
             return Some(Self::Return(value));
@@ -39,7 +50,12 @@ mod tests {
     fn messages_are_told_apart() {
         let read = |text: &str| Answer::read(serde_json::from_str(text).unwrap());
         assert_eq!(read(r#"{"return": {}}"#), Some(Answer::Return(Value::Object(Default::default()))));
-        assert_eq!(read(r#"{"event": "SHUTDOWN", "timestamp": {}}"#), Some(Answer::Event));
+        let event = |name: &str, id: Option<&str>| {
+            Some(Answer::Event(Event { name: name.to_owned(), id: id.map(str::to_owned) }))
+        };
+        assert_eq!(read(r#"{"event": "SHUTDOWN", "timestamp": {}}"#), event("SHUTDOWN", None));
+        let deleted = r#"{"event": "BLOCK_EXPORT_DELETED", "data": {"id": "e"}}"#;
+        assert_eq!(read(deleted), event("BLOCK_EXPORT_DELETED", Some("e")));
         let refusal = Refusal { class: "GenericError".to_owned(), description: "no".to_owned() };
         let error = r#"{"error": {"class": "GenericError", "desc": "no"}}"#;
         assert_eq!(read(error), Some(Answer::Error(refusal)));

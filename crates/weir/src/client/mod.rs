@@ -22,7 +22,7 @@ use std::{
     time::Duration,
 };
 
-use answer::{Answer, Refusal};
+use answer::{Answer, Event, Refusal};
 use console::Failure;
 use report::Report;
 use serde_json::{Value, json};
@@ -158,7 +158,7 @@ impl Client {
         written.map_err(|error| self.target.unreachable(&error))?;
         loop {
             match Answer::read(self.line()?) {
-                Some(Answer::Event) => {}
+                Some(Answer::Event(_)) => {}
                 Some(Answer::Return(value)) => return Ok(value),
                 Some(Answer::Error(Refusal { class, description })) => {
                     return Err(Error::Refused(self.explain(command, &class, description)));
@@ -185,6 +185,21 @@ impl Client {
     ) -> Result<(), Error> {
         settings.insert("name".to_owned(), Value::from(name));
         self.execute("x-weir-set", Value::Object(settings)).map(drop)
+    }
+
+    /// Waits until the export of this id has gone, which may never be. What happened before this
+    /// connection was made is not heard of.
+    pub(crate) fn await_export_end(mut self, id: &str) -> Result<(), Error> {
+        let unlimited = self.stream.get_ref().set_read_timeout(None);
+        unlimited.map_err(|error| self.target.unreachable(&error))?;
+        loop {
+            if let Some(Answer::Event(Event { name, id: Some(of) })) = Answer::read(self.line()?)
+                && name == "BLOCK_EXPORT_DELETED"
+                && of == id
+            {
+                return Ok(());
+            }
+        }
     }
 
     /// One line of the stream. QMP servers end each message with one, QEMU's included.

@@ -36,9 +36,6 @@ pub(crate) struct Export {
     pub(crate) kind: String,
     pub(crate) disk: String,
     pub(crate) id: String,
-    pub(crate) address: String,
-    pub(crate) connections: u64,
-    pub(crate) read_only: bool,
     /// The node or the file, of a device of this host.
     pub(crate) device: Option<String>,
     /// Where that is mounted.

@@ -1,13 +1,36 @@
-//! PLUG HERE: the door of branch `fuse`. `open` makes an `Arc<export::fuse::Server>`, its
-//! `serve(…)` future, and gives both to `Entrance::new("fuse", address, server, serving, terms)
-//! .of_device()`; `attended!(Server, statistics)` ties the server in.
+//! The door of a disk that is seen as a file of this host.
 
-use anyhow::bail;
+use std::{rc::Rc, sync::Arc};
+
+use block::reactor;
+use export::fuse::{Export, Mount, Options, Server, Statistics};
+use serde_json::{Value, json};
 use settings::Fuse;
 
-use super::{Entrance, Terms};
+use super::{Entrance, Terms, attended};
 
+attended!(Server, statistics);
+
+/// Mounts over the file; who opens it waits until it is served.
 pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
-    let _ = settings;
-    bail!("FUSE: disk {} cannot be exported so yet", terms.disk.disk.name())
+    let disk = &terms.disk.disk;
+    let read_only = terms.read_only || settings.read_only || disk.image().is_read_only();
+    let options = Options { read_only, allow_other: settings.allow_other };
+    let file = settings.file.clone();
+    let mount = reactor::blocking(move || Mount::over(&file, options)).await?;
+    let address = mount.path().display().to_string();
+    let server = Server::new(Export {
+        id: terms.id.into(),
+        disk: Arc::clone(disk),
+        read_only,
+        growable: settings.growable,
+        owner: mount.owner(),
+    });
+    let serving = Arc::clone(&server).serve(mount, Rc::clone(terms.workers));
+    Ok(Entrance::new("fuse", address, server, serving, terms).of_device())
+}
+
+fn statistics(statistics: Statistics) -> Value {
+    let Statistics { queues, openers, requests, in_flight } = statistics;
+    json!({ "queues": queues, "openers": openers, "requests": requests, "in-flight": in_flight })
 }

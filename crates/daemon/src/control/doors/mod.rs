@@ -33,7 +33,8 @@ use block::{
 use serde_json::Value;
 use settings::{Door, SocketAccess};
 
-use super::inventory::RunningDisk;
+use super::running::RunningDisk;
+use crate::users::Users;
 
 type Local<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
@@ -47,15 +48,20 @@ pub(crate) trait Attended {
     fn look_at_size(&self);
     /// Lets nobody in any more, and has requests in flight end.
     fn close(&self);
+    /// The same where this process ends, and a device that is in use may wait for the next.
+    fn leave(&self) {
+        self.close();
+    }
     /// Waits until `busy` is false: it is asked now, and whenever clients have come or gone.
     fn wait_while<'a>(&'a self, busy: Box<dyn Fn() -> bool + 'a>) -> Local<'a, ()>;
     /// What `x-weir-query-status` tells of it, an object.
     fn statistics(&self) -> Value;
 }
 
-/// Each server has these by the same names; only what it tells is its own.
+/// Each server has these by the same names; only what it tells is its own, and whether it can
+/// leave a device behind.
 macro_rules! attended {
-    ($server:ty, $statistics:expr) => {
+    ($server:ty, $statistics:expr $(, $leave:ident)?) => {
         impl crate::control::doors::Attended for $server {
             fn connections(&self) -> usize {
                 <$server>::connections(self)
@@ -72,6 +78,10 @@ macro_rules! attended {
             fn close(&self) {
                 <$server>::close(self);
             }
+
+            $(fn $leave(&self) {
+                <$server>::$leave(self);
+            })?
 
             fn wait_while<'a>(
                 &'a self,
@@ -120,6 +130,13 @@ pub(crate) struct Entrance {
 /// Makes a door. Of a device this takes the kernel's time; nobody is let in before
 /// [`Entrance::accept`].
 pub(crate) async fn open(door: &Door, terms: &Terms<'_>) -> anyhow::Result<Rc<Entrance>> {
+    let is_device = !matches!(door, Door::VhostUserBlk(_));
+    ensure!(
+        !(is_device && terms.disk.disk.is_handed_over()),
+        "disk {}: handover is for virtual machines, and {} is on this host (leave it out)",
+        terms.disk.disk.name(),
+        door.address()
+    );
     Ok(Rc::new(match door {
         Door::VhostUserBlk(settings) => vhost_user_blk::open(settings, terms)?,
         Door::Ublk(settings) => ublk::open(settings, terms).await?,
@@ -196,9 +213,23 @@ impl Entrance {
         self.server.close();
     }
 
+    /// The same at the end of this process: a device that is in use is left to the next one, if it
+    /// can be.
+    pub(crate) fn leave(&self) {
+        let is_used = |device: &Path| !Users::of(device).with_processes().is_empty();
+        if self.device().is_some_and(is_used) {
+            self.closed.set(true);
+            self.server.leave();
+        } else {
+            self.close();
+        }
+    }
+
     /// Waits until the last client has gone.
     pub(crate) async fn stop(&self) {
-        self.close();
+        if !self.closed.get() {
+            self.close();
+        }
         self.server.wait_while(Box::new(|| self.server.connections() > 0)).await;
         let serving = self.serving.take();
         if let Some(serving) = serving {
@@ -210,6 +241,15 @@ impl Entrance {
             }
         }
     }
+}
+
+/// What a device is known by when this process comes back for it: its data. What lies in memory
+/// does not come back, and is like nothing else.
+fn identity(running: &RunningDisk) -> anyhow::Result<String> {
+    Ok(match running.image.path() {
+        Some(path) => format!("weir:{}", std::path::absolute(path)?.display()),
+        None => format!("weir:{}:{}", std::process::id(), running.disk.name()),
+    })
 }
 
 /// Bytes of a sector, in which virtual machines and the kernel count.

@@ -1,11 +1,38 @@
 //! The door of the kernel's NBD client: a block device, served over pairs of sockets.
 
-use anyhow::bail;
+use std::{rc::Rc, sync::Arc};
+
+use anyhow::Context as _;
+use export::nbd::kernel::{Export, Server, Statistics};
+use serde_json::{Value, json};
 use settings::NbdDevice;
 
-use super::{Entrance, Terms};
+use super::{Entrance, Terms, attended, check_size, identity};
+
+attended!(Server, statistics, leave);
 
 pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
-    let _ = settings;
-    bail!("NBD: disk {} cannot be exported so yet", terms.disk.disk.name())
+    let Terms { id, disk: running, read_only, workers, .. } = terms;
+    check_size(&running.disk, "the kernel")?;
+    // No more than workers bring nothing, and no fewer than one is checked.
+    let standard = workers.len().clamp(1, 64) as u16;
+    let export = Export {
+        id: (*id).into(),
+        disk: Arc::clone(&running.disk),
+        read_only: *read_only,
+        number: settings.number,
+        connections: settings.connections.unwrap_or(standard),
+        timeout_s: settings.timeout_s,
+        dead_timeout_s: settings.dead_timeout_s,
+        identity: identity(running)?,
+    };
+    let disk = running.disk.name();
+    let server = Server::connect(export).await.with_context(|| format!("disk {disk}"))?;
+    let serving = Arc::clone(&server).serve(Rc::clone(workers));
+    Ok(Entrance::new("x-nbd-device", server.path(), server, serving, terms).of_device())
+}
+
+fn statistics(statistics: Statistics) -> Value {
+    let Statistics { sockets, replaced } = statistics;
+    json!({ "sockets": sockets, "replaced": replaced })
 }

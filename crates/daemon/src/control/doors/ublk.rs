@@ -1,13 +1,60 @@
-//! PLUG HERE: the door of branch `ublk`. `open` makes an `Arc<export::ublk::Server>`, its
-//! `serve(…)` future, and gives both to `Entrance::new("x-ublk", address, server, serving, terms)
-//! .of_device()`; `attended!(Server, statistics)` ties the server in.
+//! The door of this host: a block device of the kernel's ublk driver.
 
-use anyhow::bail;
+use std::sync::Arc;
+
+use block::{disk::Disk, storage::CacheMode};
+use export::ublk::{Export, Offer, Server, Statistics};
+use serde_json::{Value, json};
 use settings::Ublk;
 
-use super::{Entrance, Terms};
+use super::{Entrance, Terms, attended, check_size};
 
+attended!(Server, statistics, leave);
+
+/// Makes the device, or takes over the one that an earlier weir has left with this image.
 pub(super) async fn open(settings: &Ublk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
-    let _ = settings;
-    bail!("ublk: disk {} cannot be exported so yet", terms.disk.disk.name())
+    let Terms { id, disk: running, read_only, workers, .. } = terms;
+    let disk = &running.disk;
+    check_size(disk, "the kernel")?;
+    let queues = settings.queues.unwrap_or(u16::try_from(workers.len()).unwrap_or(u16::MAX));
+    let export = Export {
+        id: (*id).into(),
+        disk: Arc::clone(disk),
+        offer: Offer { queues, ..offer(disk, running.cache, *read_only, settings) },
+    };
+    let server = Server::open(export, workers).await?;
+    let address = server.path().display().to_string();
+    let over = Arc::clone(&server).over();
+    Ok(Entrance::new("x-ublk", address, server, over, terms).of_device())
+}
+
+fn statistics(statistics: Statistics) -> Value {
+    let Statistics { queues, requests, in_flight, is_taken_over, survives, lent_bytes } = statistics;
+    json!({
+        "queues": queues,
+        "requests": requests,
+        "in-flight": in_flight,
+        "taken-over": is_taken_over,
+        "survives": survives,
+        "lent-bytes": lent_bytes,
+    })
+}
+
+fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &Ublk) -> Offer {
+    let standard = Offer::default();
+    let best = disk.image().block_size().preferred.clamp(512, 1 << 20).next_power_of_two();
+    Offer {
+        number: settings.number,
+        depth: settings.queue_depth,
+        read_only: read_only || settings.read_only || disk.image().is_read_only(),
+        discard: settings.discard,
+        write_zeroes: settings.write_zeroes,
+        // Of the others each write is durable, whatever the kernel says.
+        write_cache: !matches!(cache, CacheMode::Writethrough | CacheMode::Directsync),
+        // File systems take it for the size of a sector, and know none above a page.
+        physical_block_bytes: best.min(4096),
+        optimal_io_bytes: best.max(4096),
+        unprivileged: settings.unprivileged,
+        ..standard
+    }
 }

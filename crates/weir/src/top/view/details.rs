@@ -55,7 +55,8 @@ fn about_disk(report: &Report, disk: &Disk) -> String {
     let clients = super::count(*connections as usize, "client");
     let machines = report.exports.iter().filter(|export| export.disk == *name && export.is_to_machines());
     let machines: String = machines.filter_map(machine).collect();
-    let devices: String = report.exports.iter().filter(|export| export.disk == *name).filter_map(device).collect();
+    let devices: String =
+        report.exports.iter().filter(|export| export.disk == *name).filter_map(device).collect();
     format!("{} · {clients}{machines}{devices}{cache}{read_only} · {image}", settings::exact_size(*size))
 }
 

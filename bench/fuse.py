@@ -1,0 +1,174 @@
+"""Rows for FUSE: a disk as a file of this host, beside qemu-storage-daemon's.
+
+The client is fio on that file, with io_uring past the page cache: on the first core in contenders
+called "pinned", and where the kernel puts it in the others (`loads.placement`). Servers are never
+pinned. Processor time is the server's alone.
+
+Never leaves a mount behind.
+"""
+
+import subprocess
+
+import loads
+import servers
+from loads import Load
+from qcow2 import Image, path_of
+from results import Cheaper, Faster
+from rows import DIRECT, WEIR, Row, on_direct, settle
+from vhost_user import QSD, QSDS, both_ways, file_of, null_of
+
+PREFETCH = "prefetch"
+
+
+class File(servers.Machine):
+    """A server that shows a disk in place of a file of ours; `command(file)` gives its command line, or
+    with `monitored` qemu-storage-daemon's but its monitor.
+    """
+
+    def __init__(self, command, monitored=False):
+        def at(path, _nbd):
+            self.file = path.with_name("disk.file")
+            self.file.touch()
+            return command(self.file)
+
+        super().__init__(at, monitored)
+
+    def _stop(self, quiet):
+        try:
+            super()._stop(quiet)
+        finally:
+            # One that was killed leaves it.
+            subprocess.run(["umount", "--lazy", self.file], stderr=subprocess.DEVNULL, check=False)
+
+
+def weir(setup, image, *options):
+    """weir with one disk as a file."""
+    return File(lambda file: servers.weir(setup.program, image, "--fuse", file, *options))
+
+
+def storage_daemon(node):
+    """qemu-storage-daemon with the block device of these words, called d."""
+
+    def command(file):
+        return [
+            "qemu-storage-daemon",
+            *(word for blockdev in node for word in ("--blockdev", blockdev)),
+            "--export", f"type=fuse,id=e,node-name=d,mountpoint={file},writable=on",
+        ]  # fmt: skip
+
+    return File(command, monitored=True)
+
+
+def put(setup, server, load, pinned):
+    """One sample of a load on a running server."""
+    load = Load(load.kind, load.depth, load.connections, load.block_bytes, free=not pinned)
+    before = server.cpu_seconds()
+    sample = loads.fio(load, loads.on_file(server.file), setup.seconds)
+    sample["cpu_us"] = (server.cpu_seconds() - before) * 1e6 / sample["requests"]
+    return sample
+
+
+def ways(load, name, take):
+    """A deep queue comes in both ways; at depth 1 nobody is pinned (`loads.placement`)."""
+    return both_ways(name, take) if load.depth > 1 else {name: lambda: take(False)}
+
+
+def null(load):
+    """Storage that costs nothing."""
+
+    def contenders(setup, stack):
+        starts = {QSD: storage_daemon([f"{null_of(setup)},node-name=d"])}
+        if setup.program:
+            starts = {WEIR: weir(setup, f"null:{setup.size_bytes}")} | starts
+        samples = {}
+        for name, start in starts.items():
+            server = stack.enter_context(start)
+            samples |= ways(load, name, lambda pinned, server=server: put(setup, server, load, pinned))
+        return samples
+
+    return contenders
+
+
+def on_file(load, form):
+    """A raw file or a qcow2 image, past the page cache. Servers live for one sample: an image has one at a
+    time.
+    """
+
+    def contenders(setup, _stack):
+        path = setup.disk if form == "raw" else path_of(setup, Image("random", setup.size_bytes))
+
+        def on(start):
+            def take(pinned):
+                settle(path)
+                with start() as server:
+                    return put(setup, server, load, pinned)
+
+            return take
+
+        ours = {
+            WEIR: lambda: weir(setup, path, "--format", form, "--cache", "none",
+                               *(["--l2-cache-size", "full"] if form == "qcow2" else []))
+        }  # fmt: skip
+        theirs = {
+            name: lambda aio=name.split()[1]: storage_daemon(file_of(path, aio, form)) for name in QSDS
+        }
+        starts = (ours if setup.program else {}) | theirs
+        samples = {}
+        for name, start in starts.items():
+            samples |= ways(load, name, on(start))
+        return samples | {DIRECT: on_direct(setup, load)}
+
+    return contenders
+
+
+def prefetch(setup, _stack):
+    """A sequential reader with one request in flight."""
+    load = Load("read", 1)
+
+    def on(start):
+        def sample():
+            settle(setup.disk)
+            with start() as server:
+                return put(setup, server, load, False)
+
+        return sample
+
+    def ours(mode):
+        return lambda: weir(setup, setup.disk, "--format", "raw", "--cache", "none", "--prefetch", mode)
+
+    theirs = {name: on(lambda aio=name.split()[1]: storage_daemon(file_of(setup.disk, aio))) for name in QSDS}
+    return ({PREFETCH: on(ours("auto")), "none": on(ours("off"))} if setup.program else {}) | theirs
+
+
+def _asked(depth, peers):
+    """1.3 times the rate at four fifths of the cost."""
+    asked = []
+    for where in ("", ", pinned") if depth > 1 else ("",):
+        names = tuple(f"{name}{where}" for name in peers)
+        asked += [Faster(f"{WEIR}{where}", 1.3, names), Cheaper(f"{WEIR}{where}", 0.8, names)]
+    return tuple(asked)
+
+
+def _null(kind, depth):
+    title = f"4 KiB rand{kind}, depth {depth}, FUSE, null storage"
+    load = Load(f"rand{kind}", depth)
+    return Row(f"fuse-null-{kind}-{depth}", title, null(load), _asked(depth, (QSD,)))
+
+
+def _file(form, kind, depth):
+    name = "file" if form == "raw" else form
+    title = f"4 KiB rand{kind}, depth {depth}, FUSE, {form}, cache none"
+    load = Load(f"rand{kind}", depth)
+    return Row(f"fuse-{name}-{kind}-{depth}", title, on_file(load, form), _asked(depth, QSDS))
+
+
+ROWS = (
+    *(_null(kind, depth) for kind in ("read", "write") for depth in (1, 32)),
+    *(_file(form, kind, depth) for form in ("raw", "qcow2") for kind in ("read", "write") for depth in (1, 32)),
+    Row(
+        "fuse-prefetch",
+        "4 KiB sequential reads, depth 1, FUSE, raw file, cache none",
+        prefetch,
+        (Faster(PREFETCH, 3, QSDS),),
+    ),
+)

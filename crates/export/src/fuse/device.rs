@@ -1,0 +1,164 @@
+//! What all queues of an export have in common: the disk, the file that it is seen as, and what was
+//! done.
+
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{
+            AtomicBool, AtomicU64, AtomicUsize,
+            Ordering::{Relaxed, SeqCst},
+        },
+    },
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use block::{
+    disk::{Disk, Patience},
+    storage::RangeLocks,
+};
+use event_listener::Event;
+
+use super::{
+    interrupts::Interrupts,
+    message::{Attributes, Changes},
+};
+
+/// A disk as a file.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// In the log.
+    pub id: Arc<str>,
+    /// What is served.
+    pub disk: Arc<Disk>,
+    /// Refuses writes.
+    pub read_only: bool,
+    /// Writing past the end and `truncate` give the disk another size.
+    pub growable: bool,
+    /// Whose file it is, to begin with.
+    pub owner: Owner,
+}
+
+/// Who may open the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owner {
+    /// The lower twelve bits of a mode.
+    pub permissions: u32,
+    /// User.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Device {
+    pub(super) export: Export,
+    owner: Mutex<Owner>,
+    modified: Mutex<SystemTime>,
+    /// Since `modified` was set.
+    is_changed: AtomicBool,
+    pub(super) interrupts: Interrupts,
+    /// Held by whoever gives the disk another size.
+    pub(super) growth: RangeLocks,
+    /// For a stopped disk: lost when nobody waits any more.
+    pub(super) patience: Arc<Patience>,
+    is_stopping: AtomicBool,
+    /// It stops: for queues, and for those that wait for their limits.
+    pub(super) stop: Event,
+    /// Counterparts of RELEASE that are to come.
+    pub(super) openers: AtomicUsize,
+    /// Somebody has ever opened the file.
+    pub(super) served: AtomicBool,
+    /// Somebody has opened or closed the file.
+    pub(super) clients: Event,
+    pub(super) requests: AtomicU64,
+    pub(super) in_flight: AtomicU64,
+}
+
+impl Device {
+    pub(super) fn new(export: Export) -> Self {
+        Self {
+            owner: Mutex::new(export.owner),
+            export,
+            modified: Mutex::new(SystemTime::now()),
+            is_changed: AtomicBool::new(false),
+            interrupts: Interrupts::default(),
+            growth: RangeLocks::default(),
+            patience: Arc::default(),
+            is_stopping: AtomicBool::new(false),
+            stop: Event::new(),
+            openers: AtomicUsize::new(0),
+            served: AtomicBool::new(false),
+            clients: Event::new(),
+            requests: AtomicU64::new(0),
+            in_flight: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn disk(&self) -> &Disk {
+        &self.export.disk
+    }
+
+    pub(super) fn is_stopping(&self) -> bool {
+        self.is_stopping.load(Relaxed)
+    }
+
+    /// Has all queues end: what has begun does, what waits for its limits fails.
+    pub(super) fn stop(&self) {
+        self.is_stopping.store(true, SeqCst);
+        self.patience.lose();
+        self.stop.notify(usize::MAX);
+    }
+
+    /// The disk holds something else than before.
+    pub(super) fn has_changed(&self) {
+        if !self.is_changed.load(Relaxed) {
+            self.is_changed.store(true, Relaxed);
+        }
+    }
+
+    pub(super) fn attributes(&self) -> Attributes {
+        let owner = *self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut modified = self.modified.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_changed.swap(false, Relaxed) {
+            *modified = SystemTime::now();
+        }
+        let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let writing = if self.export.read_only { 0o222 } else { 0 };
+        Attributes {
+            size_bytes: self.disk().size_bytes(),
+            modified: (modified.as_secs(), modified.subsec_nanos()),
+            permissions: owner.permissions & !writing,
+            uid: owner.uid,
+            gid: owner.gid,
+            block_bytes: self.disk().image().block_size().preferred.clamp(4096, 1 << 20),
+        }
+    }
+
+    /// Mode and owner, as asked by somebody whom the kernel lets.
+    pub(super) fn change_owner(&self, changes: &Changes) {
+        let mut owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        *owner = Owner {
+            permissions: changes.mode.map_or(owner.permissions, |mode| mode & 0o7777),
+            uid: changes.uid.unwrap_or(owner.uid),
+            gid: changes.gid.unwrap_or(owner.gid),
+        };
+    }
+
+    pub(super) fn opened(&self) {
+        self.openers.fetch_add(1, SeqCst);
+        self.served.store(true, SeqCst);
+        self.clients.notify(usize::MAX);
+    }
+
+    pub(super) fn closed(&self) {
+        // Each was counted.
+        let _ = self.openers.fetch_update(SeqCst, SeqCst, |openers| openers.checked_sub(1));
+        self.clients.notify(usize::MAX);
+    }
+
+    /// The kernel will tell of no more closing.
+    pub(super) fn forget_openers(&self) {
+        self.openers.store(0, SeqCst);
+        self.clients.notify(usize::MAX);
+    }
+}

@@ -1,0 +1,60 @@
+//! What the fuzz target, and tests, do with bytes that claim to be the kernel's, and what has to
+//! hold whatever they are.
+
+use super::{
+    message::{MOST_PARSED_BYTES, Malformed, Operation, Request, WRITE_HEAD_BYTES, parse},
+    negotiate::{Answer, negotiate},
+};
+
+/// One message: the first byte says whether its length is made to be right.
+///
+/// What is parsed says what the bytes say; a message that says it is longer or shorter than it is
+/// is none; and INIT is answered with nothing that the kernel has not offered.
+pub fn fuse_message(data: &[u8]) {
+    let Some((&traits, rest)) = data.split_first() else { return };
+    let mut message = rest.to_vec();
+    let length = message.len();
+    if traits & 1 == 0
+        && let Some(said) = message.get_mut(..4)
+    {
+        said.copy_from_slice(&(length as u32).to_ne_bytes());
+    }
+    let seen = &message[..length.min(MOST_PARSED_BYTES)];
+    let number = |at: usize| message.get(at..at + 8).map(|bytes| bytes.try_into().map(u64::from_ne_bytes));
+    match parse(seen, length) {
+        Ok(Request { unique, operation }) => {
+            assert_eq!(Some(Ok(unique)), number(8));
+            assert_eq!(message[..4], (length as u32).to_ne_bytes());
+            match operation {
+                Operation::Write { length: bytes, .. } => {
+                    assert_eq!(bytes as usize, length - WRITE_HEAD_BYTES, "its data is all there");
+                }
+                Operation::Init(init) => match negotiate(&init) {
+                    Answer::Agreed(reply) => assert_eq!(reply.flags & !init.flags, 0),
+                    Answer::AskAgain(_) => assert!(init.major > 7),
+                    Answer::TooOld => assert!(init.major < 7 || init.minor < 28),
+                },
+                _ => {}
+            }
+        }
+        Err(Malformed { unique }) => assert_eq!(unique.is_some(), length >= 40),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn noise_is_parsed_or_refused() {
+        let mut random = fastrand::Rng::with_seed(1);
+        for _ in 0..20_000 {
+            let length = random.usize(..200);
+            let mut data: Vec<u8> = (0..length).map(|_| random.u8(..)).collect();
+            if let Some(opcode) = data.get_mut(5..9) {
+                opcode.copy_from_slice(&random.u32(..64).to_ne_bytes());
+            }
+            fuse_message(&data);
+        }
+    }
+}

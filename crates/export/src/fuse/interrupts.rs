@@ -1,0 +1,73 @@
+//! Requests that wait for their limits, and whose process may not want to wait any more: it was
+//! killed, or got a signal. The kernel has it wait until we have answered.
+//!
+//! Shared by all queues, because each takes what the kernel has: an interruption may come to
+//! another one than the request.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use event_listener::{Event, EventListener};
+
+#[derive(Debug, Default)]
+pub(super) struct Interrupts(Mutex<HashMap<u64, Arc<Interruption>>>);
+
+/// Of one of the requests that wait together.
+#[derive(Debug, Default)]
+pub(super) struct Interruption {
+    of: Mutex<Vec<u64>>,
+    event: Event,
+}
+
+/// That some requests may be interrupted; until it is dropped.
+pub(super) struct Interruptible<'a> {
+    interrupts: &'a Interrupts,
+    requests: Vec<u64>,
+    interruption: Arc<Interruption>,
+}
+
+impl Interrupts {
+    /// Lets these be interrupted from now on.
+    pub(super) fn allow(&self, requests: Vec<u64>) -> Interruptible<'_> {
+        let interruption = Arc::new(Interruption::default());
+        let mut all = lock(&self.0);
+        all.extend(requests.iter().map(|request| (*request, Arc::clone(&interruption))));
+        drop(all);
+        Interruptible { interrupts: self, requests, interruption }
+    }
+
+    /// Interrupts a request, if it waits.
+    pub(super) fn interrupt(&self, request: u64) {
+        let interruption = lock(&self.0).remove(&request);
+        if let Some(interruption) = interruption {
+            lock(&interruption.of).push(request);
+            interruption.event.notify(usize::MAX);
+        }
+    }
+}
+
+impl Interruptible<'_> {
+    pub(super) fn listen(&self) -> EventListener {
+        self.interruption.event.listen()
+    }
+
+    /// Those that were interrupted.
+    pub(super) fn interrupted(&self) -> Vec<u64> {
+        std::mem::take(&mut lock(&self.interruption.of))
+    }
+}
+
+impl Drop for Interruptible<'_> {
+    fn drop(&mut self) {
+        let mut all = lock(&self.interrupts.0);
+        for request in &self.requests {
+            all.remove(request);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

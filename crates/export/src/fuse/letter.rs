@@ -1,0 +1,124 @@
+//! Memory for a message that is to come. How long it is nobody knows before it is there, and the
+//! kernel hands out none to less memory than the longest needs.
+//!
+//! ```text
+//!   head ▕80▏  small ▕─ 4 KiB ─▏  middle ▕── 60 KiB ──▏  large ▕──── 960 KiB ────▏
+//!         ▲            ▲
+//!         header       a write's data: aligned, as O_DIRECT wants it
+//! ```
+//!
+//! A write takes away what of the memory its data lies in, and nothing is copied; so little is held
+//! for a small one.
+
+use std::io::IoSliceMut;
+
+use smallvec::SmallVec;
+
+use super::{
+    message::{MOST_PARSED_BYTES, Malformed, Request, WRITE_HEAD_BYTES, parse},
+    negotiate::MOST_BYTES,
+};
+use block::buffer::{Buffer, Segments};
+
+/// Together as much as a write may have.
+const TIERS: [usize; 3] = [4 << 10, 60 << 10, MOST_BYTES as usize - (64 << 10)];
+
+pub(super) struct Letter {
+    head: [u8; WRITE_HEAD_BYTES],
+    /// `None` once taken away.
+    tiers: [Option<Buffer>; TIERS.len()],
+}
+
+impl Letter {
+    pub(super) fn new() -> Self {
+        Self { head: [0; WRITE_HEAD_BYTES], tiers: Default::default() }
+    }
+
+    /// Where to put a message.
+    pub(super) fn places(&mut self) -> SmallVec<[IoSliceMut<'_>; 4]> {
+        let tiers = self.tiers.iter_mut().zip(TIERS);
+        let tiers = tiers.map(|(tier, bytes)| tier.get_or_insert_with(|| Buffer::new(bytes)));
+        let places = [&mut self.head[..]].into_iter().chain(tiers.map(|tier| &mut tier[..]));
+        places.map(IoSliceMut::new).collect()
+    }
+
+    /// The message of `length` bytes that was put there.
+    pub(super) fn read(&self, length: usize) -> Result<Request, Malformed> {
+        if length <= WRITE_HEAD_BYTES {
+            return parse(&self.head[..length], length);
+        }
+        let mut bytes = [0; MOST_PARSED_BYTES];
+        let parsed = length.min(MOST_PARSED_BYTES);
+        bytes[..WRITE_HEAD_BYTES].copy_from_slice(&self.head);
+        if let Some(small) = &self.tiers[0] {
+            bytes[WRITE_HEAD_BYTES..parsed].copy_from_slice(&small[..parsed - WRITE_HEAD_BYTES]);
+        }
+        parse(&bytes[..parsed], length)
+    }
+
+    /// The first `length` bytes of a write's data.
+    pub(super) fn take_data(&mut self, mut length: usize) -> Segments {
+        let mut data = Segments::default();
+        for tier in &mut self.tiers {
+            if length == 0 {
+                break;
+            }
+            if let Some(mut bytes) = tier.take() {
+                bytes.truncate(length);
+                length -= bytes.len();
+                data.push(bytes);
+            }
+        }
+        data
+    }
+}
+
+/// Bytes of memory that a write of this length keeps.
+pub(super) fn kept_bytes(length: usize) -> usize {
+    let mut kept = 0;
+    for tier in TIERS {
+        if length <= kept {
+            break;
+        }
+        kept += tier;
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fill(letter: &mut Letter, mut message: &[u8]) {
+        for mut place in letter.places() {
+            let count = place.len().min(message.len());
+            place[..count].copy_from_slice(&message[..count]);
+            message = &message[count..];
+        }
+        assert!(message.is_empty(), "there is room for all of it");
+    }
+
+    #[test]
+    fn a_write_takes_the_memory_that_its_data_lies_in() {
+        let longest = MOST_BYTES as usize;
+        let data: Vec<u8> = (0..longest).map(|at| (at % 251) as u8).collect();
+        for (length, segments, kept) in [
+            (1, 1, 4096),
+            (4096, 1, 4096),
+            (4097, 2, 65_536),
+            (65_536, 2, 65_536),
+            (65_537, 3, longest),
+            (longest, 3, longest),
+        ] {
+            let mut letter = Letter::new();
+            let mut message = vec![0; WRITE_HEAD_BYTES];
+            message.extend(&data[..length]);
+            fill(&mut letter, &message);
+            let taken = letter.take_data(length);
+            assert_eq!(taken.to_vec(), data[..length]);
+            assert_eq!((taken.as_slice().len(), kept_bytes(length)), (segments, kept));
+            let room: usize = letter.places().iter().map(|place| place.len()).sum();
+            assert_eq!(room, WRITE_HEAD_BYTES + longest, "for the next");
+        }
+    }
+}

@@ -1,0 +1,552 @@
+//! Messages of the kernel's FUSE protocol: bytes and values.
+//!
+//! Layouts and names are those of `include/uapi/linux/fuse.h`, 7.31 and later. A message begins
+//! with its own length; whoever sent it is the kernel, and is believed nothing nonetheless: what
+//! does not fit is an error.
+//!
+//! Never does I/O, and never looks at a request's data.
+
+/// `fuse_in_header`.
+const HEADER_BYTES: usize = 40;
+/// A WRITE before its data: the header and `fuse_write_in`.
+pub const WRITE_HEAD_BYTES: usize = 80;
+/// What [`parse`] looks at: the longest fixed part of any message, SETATTR's.
+pub const MOST_PARSED_BYTES: usize = HEADER_BYTES + 88;
+/// `fuse_out_header`.
+const REPLY_HEADER_BYTES: usize = 16;
+/// With `fuse_attr_out`, the longest reply but for data.
+const MOST_REPLY_BYTES: usize = REPLY_HEADER_BYTES + 104;
+
+/// `FUSE_KERNEL_VERSION`.
+pub(super) const MAJOR: u32 = 7;
+
+/// What the kernel asks for, by its numbers.
+mod opcode {
+    pub(super) const LOOKUP: u32 = 1;
+    pub(super) const FORGET: u32 = 2;
+    pub(super) const GETATTR: u32 = 3;
+    pub(super) const SETATTR: u32 = 4;
+    pub(super) const OPEN: u32 = 14;
+    pub(super) const READ: u32 = 15;
+    pub(super) const WRITE: u32 = 16;
+    pub(super) const STATFS: u32 = 17;
+    pub(super) const RELEASE: u32 = 18;
+    pub(super) const FSYNC: u32 = 20;
+    pub(super) const INIT: u32 = 26;
+    pub(super) const INTERRUPT: u32 = 36;
+    pub(super) const DESTROY: u32 = 38;
+    pub(super) const IOCTL: u32 = 39;
+    pub(super) const BATCH_FORGET: u32 = 42;
+    pub(super) const FALLOCATE: u32 = 43;
+    pub(super) const LSEEK: u32 = 46;
+}
+
+/// Bits of `fuse_setattr_in.valid`.
+mod valid {
+    pub(super) const MODE: u32 = 1;
+    pub(super) const UID: u32 = 1 << 1;
+    pub(super) const GID: u32 = 1 << 2;
+    pub(super) const SIZE: u32 = 1 << 3;
+}
+
+/// A message of the kernel's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// What its reply is told by.
+    pub unique: u64,
+    /// What is asked.
+    pub operation: Operation,
+}
+
+/// What is asked of the one file that there is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// The first message.
+    Init(Init),
+    /// The last one.
+    Destroy,
+    /// A name below the file, which is no directory.
+    Lookup,
+    /// What the file is like.
+    GetAttributes,
+    /// To be changed.
+    SetAttributes(Changes),
+    /// With `open(2)`'s flags.
+    Open {
+        /// `O_…`.
+        flags: u32,
+    },
+    /// The counterpart of Open.
+    Release,
+    /// Data.
+    Read {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u32,
+    },
+    /// The data follows the message's first [`WRITE_HEAD_BYTES`].
+    Write {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u32,
+        /// `O_…`, of the file that is written to.
+        flags: u32,
+        /// From the page cache: of what was mapped.
+        cached: bool,
+    },
+    /// What was written is to survive a crash.
+    Sync,
+    /// `fallocate(2)`.
+    Allocate {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u64,
+        /// `FALLOC_FL_…`.
+        mode: u32,
+    },
+    /// `lseek(2)` to data or to a hole.
+    Seek {
+        /// From here on.
+        offset: u64,
+        /// `SEEK_…`.
+        whence: u32,
+    },
+    /// The file system's size.
+    StatFs,
+    /// Somebody does not want to wait any more. No reply.
+    Interrupt {
+        /// For this request.
+        of: u64,
+    },
+    /// The kernel lets go of something. No reply.
+    Forget,
+    /// `ioctl(2)`.
+    Ioctl,
+    /// What else there is.
+    Other,
+}
+
+/// `fuse_init_in`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Init {
+    /// Version.
+    pub major: u32,
+    /// Version.
+    pub minor: u32,
+    /// Bytes.
+    pub max_readahead: u32,
+    /// What the kernel can do.
+    pub flags: u64,
+}
+
+/// What SETATTR changes. Times are left out: they say when the disk was changed, and nothing else.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// Bytes.
+    pub size: Option<u64>,
+    /// Permissions.
+    pub mode: Option<u32>,
+    /// Owner.
+    pub uid: Option<u32>,
+    /// Group.
+    pub gid: Option<u32>,
+}
+
+/// A message that is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Malformed {
+    /// The request to refuse, if that is known.
+    pub unique: Option<u64>,
+}
+
+/// Reads a message of `length` bytes, of which `bytes` are the first: [`MOST_PARSED_BYTES`] of
+/// them, or all.
+///
+/// # Errors
+/// [`Malformed`].
+pub fn parse(bytes: &[u8], length: usize) -> Result<Request, Malformed> {
+    let malformed = |unique| move || Malformed { unique };
+    let header = Fields(bytes.get(..HEADER_BYTES).ok_or(Malformed { unique: None })?);
+    let unique = header.u64(8).ok_or_else(malformed(None))?;
+    let fits = header.u32(0).and_then(|said| usize::try_from(said).ok()) == Some(length);
+    let body = Fields(&bytes[HEADER_BYTES..]);
+    let operation = header.u32(4).filter(|_| fits).and_then(|opcode| operation(opcode, body, length));
+    Ok(Request { unique, operation: operation.ok_or_else(malformed(Some(unique)))? })
+}
+
+fn operation(opcode: u32, body: Fields<'_>, length: usize) -> Option<Operation> {
+    Some(match opcode {
+        opcode::INIT => Operation::Init(Init {
+            major: body.u32(0)?,
+            minor: body.u32(4)?,
+            max_readahead: body.u32(8)?,
+            // The upper half came with 7.36.
+            flags: u64::from(body.u32(12)?) | u64::from(body.u32(16).unwrap_or(0)) << 32,
+        }),
+        opcode::DESTROY => Operation::Destroy,
+        opcode::LOOKUP => Operation::Lookup,
+        opcode::GETATTR => Operation::GetAttributes,
+        opcode::SETATTR => {
+            let changed = body.u32(0)?;
+            let has = |bit| changed & bit != 0;
+            let (size, mode) = (body.u64(16)?, body.u32(68)?);
+            let (uid, gid) = (body.u32(76)?, body.u32(80)?);
+            Operation::SetAttributes(Changes {
+                size: has(valid::SIZE).then_some(size),
+                mode: has(valid::MODE).then_some(mode),
+                uid: has(valid::UID).then_some(uid),
+                gid: has(valid::GID).then_some(gid),
+            })
+        }
+        opcode::OPEN => Operation::Open { flags: body.u32(0)? },
+        opcode::RELEASE => Operation::Release,
+        opcode::READ => Operation::Read { offset: body.u64(8)?, length: body.u32(16)? },
+        opcode::WRITE => {
+            let (offset, bytes, flags) = (body.u64(8)?, body.u32(16)?, body.u32(32)?);
+            let follows = length.checked_sub(WRITE_HEAD_BYTES)?;
+            if usize::try_from(bytes) != Ok(follows) {
+                return None;
+            }
+            // FUSE_WRITE_CACHE
+            let cached = body.u32(20)? & 1 != 0;
+            Operation::Write { offset, length: bytes, flags, cached }
+        }
+        opcode::FSYNC => Operation::Sync,
+        opcode::FALLOCATE => {
+            Operation::Allocate { offset: body.u64(8)?, length: body.u64(16)?, mode: body.u32(24)? }
+        }
+        opcode::LSEEK => Operation::Seek { offset: body.u64(8)?, whence: body.u32(16)? },
+        opcode::STATFS => Operation::StatFs,
+        opcode::INTERRUPT => Operation::Interrupt { of: body.u64(0)? },
+        opcode::FORGET | opcode::BATCH_FORGET => Operation::Forget,
+        opcode::IOCTL => Operation::Ioctl,
+        _ => Operation::Other,
+    })
+}
+
+/// Numbers at their places, in the machine's own order.
+#[derive(Clone, Copy)]
+struct Fields<'a>(&'a [u8]);
+
+impl Fields<'_> {
+    fn u32(self, at: usize) -> Option<u32> {
+        let bytes = self.0.get(at..at + 4)?;
+        Some(u32::from_ne_bytes(bytes.try_into().ok()?))
+    }
+
+    fn u64(self, at: usize) -> Option<u64> {
+        let bytes = self.0.get(at..at + 8)?;
+        Some(u64::from_ne_bytes(bytes.try_into().ok()?))
+    }
+}
+
+/// `fuse_init_out`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InitReply {
+    /// Version.
+    pub minor: u32,
+    /// Bytes.
+    pub max_readahead: u32,
+    /// What of the kernel's abilities is wanted.
+    pub flags: u64,
+    /// Requests that nobody waits for, at a time.
+    pub max_background: u16,
+    /// Bytes of a write at most.
+    pub max_write: u32,
+    /// Pages of a request at most.
+    pub max_pages: u16,
+}
+
+/// What `stat(2)` says of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Attributes {
+    /// Bytes.
+    pub size_bytes: u64,
+    /// When the disk was changed last: seconds and nanoseconds of the calendar.
+    pub modified: (u64, u32),
+    /// Permissions.
+    pub permissions: u32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// What I/O costs least with.
+    pub block_bytes: u32,
+}
+
+/// A reply, or the part of it before data.
+#[derive(Clone, Copy, Debug)]
+pub struct Reply {
+    bytes: [u8; MOST_REPLY_BYTES],
+    length: usize,
+}
+
+impl Reply {
+    /// Success, and nothing more to say.
+    #[must_use]
+    pub fn done(unique: u64) -> Self {
+        let mut reply = Self { bytes: [0; MOST_REPLY_BYTES], length: REPLY_HEADER_BYTES };
+        reply.bytes[8..16].copy_from_slice(&unique.to_ne_bytes());
+        reply.seal(0)
+    }
+
+    /// An error number of Linux's.
+    #[must_use]
+    pub fn error(unique: u64, errno: i32) -> Self {
+        let mut reply = Self::done(unique);
+        reply.bytes[4..8].copy_from_slice(&errno.saturating_neg().to_ne_bytes());
+        reply
+    }
+
+    /// Data of so many bytes follows.
+    ///
+    /// # Panics
+    /// For 4 GiB of them.
+    #[must_use]
+    pub fn data(unique: u64, bytes: usize) -> Self {
+        Self::done(unique).seal(bytes)
+    }
+
+    /// As many bytes were written.
+    #[must_use]
+    pub fn written(unique: u64, bytes: u32) -> Self {
+        Self::done(unique).u32(bytes).u32(0).seal(0)
+    }
+
+    /// The file is open.
+    #[must_use]
+    pub fn opened(unique: u64, flags: u32) -> Self {
+        Self::done(unique).u64(0).u32(flags).u32(0).seal(0)
+    }
+
+    /// The place that was looked for.
+    #[must_use]
+    pub fn place(unique: u64, offset: u64) -> Self {
+        Self::done(unique).u64(offset).seal(0)
+    }
+
+    /// The answer to INIT.
+    #[must_use]
+    pub fn init(unique: u64, init: &InitReply) -> Self {
+        let background = u32::from(init.max_background);
+        // As the kernel's own defaults: congested at three quarters.
+        let congested = background * 3 / 4;
+        Self::done(unique)
+            .u32(MAJOR)
+            .u32(init.minor)
+            .u32(init.max_readahead)
+            .u32(init.flags as u32)
+            .u16(init.max_background)
+            .u16(congested as u16)
+            .u32(init.max_write)
+            .u32(1)
+            .u16(init.max_pages)
+            .u16(0)
+            .u32((init.flags >> 32) as u32)
+            .padded(REPLY_HEADER_BYTES + 64)
+            .seal(0)
+    }
+
+    /// What the file is like. The kernel asks again each time.
+    #[must_use]
+    pub fn attributes(unique: u64, file: &Attributes) -> Self {
+        const REGULAR_FILE: u32 = 0o100_000;
+        let (seconds, nanoseconds) = file.modified;
+        Self::done(unique)
+            .u64(0)
+            .u64(0)
+            // Here begins `fuse_attr`.
+            .u64(1)
+            .u64(file.size_bytes)
+            .u64(file.size_bytes.div_ceil(512))
+            .u64(seconds)
+            .u64(seconds)
+            .u64(seconds)
+            .u32(nanoseconds)
+            .u32(nanoseconds)
+            .u32(nanoseconds)
+            .u32(REGULAR_FILE | file.permissions)
+            .u32(1)
+            .u32(file.uid)
+            .u32(file.gid)
+            .u32(0)
+            .u32(file.block_bytes)
+            .u32(0)
+            .seal(0)
+    }
+
+    /// A file system that is full of one file.
+    #[must_use]
+    pub fn file_system(unique: u64, size_bytes: u64) -> Self {
+        const BLOCK: u64 = 4096;
+        Self::done(unique)
+            .u64(size_bytes.div_ceil(BLOCK))
+            .u64(0)
+            .u64(0)
+            .u64(1)
+            .u64(0)
+            .u32(BLOCK as u32)
+            .u32(255)
+            .u32(BLOCK as u32)
+            .padded(REPLY_HEADER_BYTES + 80)
+            .seal(0)
+    }
+
+    /// What to send.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.length]
+    }
+
+    fn put(mut self, bytes: &[u8]) -> Self {
+        self.bytes[self.length..self.length + bytes.len()].copy_from_slice(bytes);
+        self.length += bytes.len();
+        self
+    }
+
+    fn u16(self, value: u16) -> Self {
+        self.put(&value.to_ne_bytes())
+    }
+
+    fn u32(self, value: u32) -> Self {
+        self.put(&value.to_ne_bytes())
+    }
+
+    fn u64(self, value: u64) -> Self {
+        self.put(&value.to_ne_bytes())
+    }
+
+    fn padded(mut self, length: usize) -> Self {
+        self.length = length;
+        self
+    }
+
+    /// Writes how long it is, with what follows.
+    fn seal(mut self, follows: usize) -> Self {
+        let length = u32::try_from(self.length + follows).expect("less than 4 GiB are asked for");
+        self.bytes[..4].copy_from_slice(&length.to_ne_bytes());
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A message with these numbers in its body, each with its width.
+    fn message(opcode: u32, body: &[(u64, usize)]) -> Vec<u8> {
+        let mut bytes = vec![0; HEADER_BYTES];
+        bytes[4..8].copy_from_slice(&opcode.to_ne_bytes());
+        bytes[8..16].copy_from_slice(&77_u64.to_ne_bytes());
+        for (number, width) in body {
+            // The machines that weir runs on have the low bytes first.
+            bytes.extend(&number.to_le_bytes()[..*width]);
+        }
+        let length = bytes.len() as u32;
+        bytes[..4].copy_from_slice(&length.to_ne_bytes());
+        bytes
+    }
+
+    fn parsed(opcode: u32, body: &[(u64, usize)]) -> Operation {
+        let bytes = message(opcode, body);
+        let request = parse(&bytes, bytes.len()).expect("it is well formed");
+        assert_eq!(request.unique, 77);
+        request.operation
+    }
+
+    #[test]
+    fn numbers_are_where_the_kernel_puts_them() {
+        let fh = (9, 8);
+        assert_eq!(
+            parsed(opcode::READ, &[fh, (4096, 8), (512, 4), (0, 4), (0, 8), (0x8000, 4), (0, 4)]),
+            Operation::Read { offset: 4096, length: 512 }
+        );
+        let write = [fh, (4096, 8), (8, 4), (1, 4), (0, 8), (0x1000, 4), (0, 4), (0, 8)];
+        assert_eq!(
+            parsed(opcode::WRITE, &write),
+            Operation::Write { offset: 4096, length: 8, flags: 0x1000, cached: true }
+        );
+        assert_eq!(
+            parsed(opcode::FALLOCATE, &[fh, (10, 8), (20, 8), (3, 4), (0, 4)]),
+            Operation::Allocate { offset: 10, length: 20, mode: 3 }
+        );
+        assert_eq!(
+            parsed(opcode::LSEEK, &[fh, (10, 8), (4, 4), (0, 4)]),
+            Operation::Seek { offset: 10, whence: 4 }
+        );
+        assert_eq!(parsed(opcode::OPEN, &[(2, 4), (0, 4)]), Operation::Open { flags: 2 });
+        assert_eq!(parsed(opcode::INTERRUPT, &[(76, 8)]), Operation::Interrupt { of: 76 });
+        assert_eq!(
+            parsed(opcode::INIT, &[(7, 4), (31, 4), (65_536, 4), (5, 4)]),
+            Operation::Init(Init { major: 7, minor: 31, max_readahead: 65_536, flags: 5 })
+        );
+        let Operation::Init(init) = parsed(opcode::INIT, &[(7, 4), (40, 4), (1, 4), (1 << 30, 4), (16, 4)])
+        else {
+            panic!("it is INIT");
+        };
+        assert_eq!(init.flags, 1 << 30 | 1 << 36);
+        let mut attributes = vec![(valid::SIZE.into(), 4), (0, 4), fh, (1 << 20, 8), (0, 8)];
+        attributes.extend([(1, 8), (2, 8), (3, 8), (4, 4), (5, 4), (6, 4), (0o644, 4), (0, 4), (7, 4), (8, 4), (0, 4)]);
+        let changed = |operation| match operation {
+            Operation::SetAttributes(changes) => changes,
+            other => panic!("{other:?}"),
+        };
+        let size = Changes { size: Some(1 << 20), ..Changes::default() };
+        assert_eq!(changed(parsed(opcode::SETATTR, &attributes)), size);
+        attributes[0].0 = u64::from(valid::MODE | valid::UID | valid::GID);
+        let owner = Changes { size: None, mode: Some(0o644), uid: Some(7), gid: Some(8) };
+        assert_eq!(changed(parsed(opcode::SETATTR, &attributes)), owner);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let good = message(opcode::READ, &[(0, 8), (0, 8), (512, 4), (0, 4), (0, 8), (0, 8)]);
+        assert!(parse(&good, good.len()).is_ok());
+        assert_eq!(parse(&good, good.len() + 1), Err(Malformed { unique: Some(77) }));
+        let mut short = good.clone();
+        short.truncate(50);
+        short[..4].copy_from_slice(&50_u32.to_ne_bytes());
+        assert_eq!(parse(&short, 50), Err(Malformed { unique: Some(77) }));
+        assert_eq!(parse(&good[..39], 39), Err(Malformed { unique: None }));
+        // A write whose data is not all there.
+        let write = message(opcode::WRITE, &[(0, 8), (0, 8), (9, 4), (0, 4), (0, 8), (0, 8), (0, 8)]);
+        assert_eq!(parse(&write, write.len()), Err(Malformed { unique: Some(77) }));
+    }
+
+    #[test]
+    fn replies_are_as_long_as_the_kernel_expects() {
+        let file = Attributes {
+            size_bytes: 1000,
+            modified: (1, 2),
+            permissions: 0o600,
+            uid: 3,
+            gid: 4,
+            block_bytes: 4096,
+        };
+        for (reply, bytes) in [
+            (Reply::done(1), 0),
+            (Reply::error(1, 5), 0),
+            (Reply::written(1, 2), 8),
+            (Reply::opened(1, 2), 16),
+            (Reply::place(1, 2), 8),
+            (Reply::init(1, &InitReply::default()), 64),
+            (Reply::attributes(1, &file), 104),
+            (Reply::file_system(1, 1000), 80),
+        ] {
+            let reply = reply.as_bytes();
+            assert_eq!(reply.len(), REPLY_HEADER_BYTES + bytes);
+            assert_eq!(reply[..4], (reply.len() as u32).to_ne_bytes());
+            assert_eq!(reply[8..16], 1_u64.to_ne_bytes());
+        }
+        assert_eq!(Reply::data(1, 100).as_bytes()[..4], 116_u32.to_ne_bytes());
+        assert_eq!(Reply::error(1, 5).as_bytes()[4..8], (-5_i32).to_ne_bytes());
+        let attributes = Reply::attributes(1, &file);
+        let at = |offset: usize| &attributes.as_bytes()[REPLY_HEADER_BYTES + offset..];
+        // fuse_attr_out begins with how long it is valid: not at all.
+        assert_eq!(at(0)[..12], [0; 12]);
+        assert_eq!(at(16 + 8)[..8], 1000_u64.to_ne_bytes());
+        assert_eq!(at(16 + 60)[..4], 0o100_600_u32.to_ne_bytes());
+    }
+}

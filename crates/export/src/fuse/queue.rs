@@ -1,0 +1,345 @@
+//! A queue: one descriptor of the FUSE device on one worker, from which messages are taken and to
+//! which replies go.
+//!
+//! ```text
+//!   readable ─► take: read ─► parse ─► merge ─► tasks, one an I/O ─► disk ─► reply
+//!      ▲           until there is none,  │
+//!      │           or enough is in flight└─► what needs no I/O is answered at once
+//!      └─────────────── sleep
+//! ```
+//!
+//! All queues of an export take from one list of the kernel's; each reply goes where its request
+//! came from. What is in flight is bounded: past it nothing is taken, and processes wait.
+
+use std::{
+    cell::Cell,
+    future::Future,
+    io::IoSlice,
+    rc::Rc,
+    sync::{Arc, atomic::Ordering::Relaxed},
+};
+
+use block::{
+    buffer::{Segment, Segments},
+    error::Error,
+    reactor::{self, Launcher, Signal},
+    storage::Durability,
+};
+use policy::merge::{Candidate, Operation as Merging};
+use rustix::io::Errno;
+use smallvec::SmallVec;
+
+use super::{
+    channel::{Channel, NoMessage},
+    device::Device,
+    letter::{Letter, kept_bytes},
+    message::{Malformed, Operation, Reply, Request},
+    negotiate::{MOST_BYTES, OPEN_FLAGS},
+};
+use crate::{
+    intake::{Intake, Joined, Mergeable},
+    race::{First, first},
+};
+
+/// Requests that are taken in one go, so that completions are not kept waiting for long.
+const MOST_TAKEN: usize = 64;
+/// Requests in flight in one queue.
+const MOST_REQUESTS: usize = 512;
+/// Parts of a reply that the kernel takes; a reply has few.
+const MOST_PARTS: usize = 512;
+
+/// A request that takes I/O.
+pub(super) struct Incoming {
+    pub(super) unique: u64,
+    /// What it has of the disk's memory.
+    pub(super) kept: usize,
+    pub(super) work: Work,
+}
+
+pub(super) enum Work {
+    /// Inside the disk, and not empty.
+    Read { offset: u64, length: usize },
+    /// Inside the disk, and not empty.
+    Write { offset: u64, data: Segments, durability: Durability },
+    /// From `offset` or from the disk's end on, and past that.
+    Extend { offset: Option<u64>, data: Segments, durability: Durability, may_grow: bool },
+    /// Anything that moves no data to or from the client.
+    Other(Operation),
+}
+
+impl Mergeable for Incoming {
+    fn candidate(&self) -> Candidate {
+        match &self.work {
+            Work::Read { offset, length } => {
+                Candidate { operation: Merging::Read, offset: *offset, length: *length as u64, key: 0 }
+            }
+            Work::Write { offset, data, durability } => Candidate {
+                operation: Merging::Write,
+                offset: *offset,
+                length: data.len() as u64,
+                key: u32::from(*durability == Durability::Synchronous),
+            },
+            Work::Extend { .. } | Work::Other(_) => {
+                Candidate { operation: Merging::Barrier, offset: 0, length: 0, key: 0 }
+            }
+        }
+    }
+}
+
+/// Why a queue came to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ended {
+    /// It was told to.
+    Stopped,
+    /// The file system was unmounted, or its connection was cut.
+    Gone,
+    /// The device failed.
+    Failed(Errno),
+}
+
+pub(super) struct Queue {
+    pub(super) device: Arc<Device>,
+    channel: Channel,
+    in_flight: Cell<usize>,
+    /// One request less is in flight.
+    news: Signal,
+}
+
+impl Queue {
+    pub(super) fn new(device: Arc<Device>, channel: Channel) -> Rc<Self> {
+        Rc::new(Self { device, channel, in_flight: Cell::new(0), news: Signal::default() })
+    }
+
+    /// Serves until the device is stopped, or has gone; nothing is in flight then.
+    pub(super) async fn serve(self: Rc<Self>) -> Ended {
+        let ended = self.run().await;
+        self.device.stop();
+        while self.in_flight.get() > 0 {
+            self.news.wait().await;
+        }
+        ended
+    }
+
+    async fn run(self: &Rc<Self>) -> Ended {
+        let mut letter = Letter::new();
+        let mut intake = Intake::default();
+        let mut launcher = Launcher::new();
+        let mut stop = self.device.stop.listen();
+        while !self.device.is_stopping() {
+            let taken = self.take(&mut letter, &mut intake).await;
+            // Also those that came before the end.
+            self.start(&mut intake, &mut launcher, Self::carry_out);
+            match taken {
+                Err(NoMessage::Ever) => return Ended::Gone,
+                Err(NoMessage::Failed(errno)) => return Ended::Failed(errno),
+                // However much there is to do here, others have their turn.
+                Ok(MOST_TAKEN) => reactor::yield_now().await,
+                Ok(_) | Err(NoMessage::Yet) => {
+                    let more = async {
+                        while !self.has_room() {
+                            self.news.wait().await;
+                        }
+                        self.channel.readable().await;
+                    };
+                    if let First::One(()) = first(&mut stop, more).await {
+                        return Ended::Stopped;
+                    }
+                }
+            }
+        }
+        Ended::Stopped
+    }
+
+    fn has_room(&self) -> bool {
+        self.in_flight.get() < MOST_REQUESTS
+    }
+
+    /// Takes what there is; how many.
+    async fn take(
+        self: &Rc<Self>,
+        letter: &mut Letter,
+        intake: &mut Intake<Incoming>,
+    ) -> Result<usize, NoMessage> {
+        let mut taken = 0;
+        let outcome = loop {
+            if taken == MOST_TAKEN || !self.has_room() {
+                break Ok(());
+            }
+            let received = self.channel.receive(&mut letter.places());
+            let length = match received {
+                Ok(length) => length,
+                Err(NoMessage::Yet) => break Ok(()),
+                Err(why) => break Err(why),
+            };
+            taken += 1;
+            match letter.read(length) {
+                Ok(request) => self.accept(request, letter, intake).await,
+                Err(Malformed { unique: Some(unique) }) => self.refuse(unique, libc::EINVAL),
+                Err(Malformed { unique: None }) => {}
+            }
+        };
+        self.device.requests.fetch_add(taken as u64, Relaxed);
+        outcome.map(|()| taken)
+    }
+
+    async fn accept(self: &Rc<Self>, request: Request, letter: &mut Letter, intake: &mut Intake<Incoming>) {
+        let Request { unique, operation } = request;
+        let (kept, work) = match operation {
+            Operation::Read { offset, length } => {
+                let left = self.device.disk().size_bytes().saturating_sub(offset);
+                let length = u64::from(length.min(MOST_BYTES)).min(left) as usize;
+                if length == 0 {
+                    return self.reply(&Reply::data(unique, 0), &Segments::default());
+                }
+                (length, Work::Read { offset, length })
+            }
+            Operation::Write { .. } if self.device.export.read_only => return self.refuse(unique, libc::EROFS),
+            Operation::Write { length: 0, .. } => {
+                return self.reply(&Reply::written(unique, 0), &Segments::default());
+            }
+            Operation::Write { offset, length, flags, cached } => {
+                let length = length as usize;
+                (kept_bytes(length), self.write(offset, flags, cached, letter.take_data(length)))
+            }
+            Operation::Sync | Operation::Allocate { .. } | Operation::Seek { .. } => {
+                (0, Work::Other(operation))
+            }
+            Operation::SetAttributes(changes) if changes.size.is_some() => (0, Work::Other(operation)),
+            // A disk of one size keeps it, and what is in it, as a block device does.
+            Operation::Open { flags } if flags & libc::O_TRUNC as u32 != 0 && self.device.export.growable => {
+                (0, Work::Other(operation))
+            }
+            Operation::Interrupt { of } => {
+                // It may be the last that was taken.
+                self.start_as_tasks(intake);
+                return self.device.interrupts.interrupt(of);
+            }
+            _ => return self.answer_at_once(unique, operation),
+        };
+        if !self.make_room(kept, intake).await {
+            return self.refuse(unique, Error::SHUTDOWN.errno());
+        }
+        self.in_flight.set(self.in_flight.get() + 1);
+        self.device.in_flight.fetch_add(1, Relaxed);
+        intake.push(Incoming { unique, kept, work });
+    }
+
+    fn write(&self, offset: u64, flags: u32, cached: bool, data: Segments) -> Work {
+        let has = |flag: i32| flags & flag as u32 != 0;
+        let durability = if has(libc::O_DSYNC) { Durability::Synchronous } else { Durability::Cached };
+        // The kernel appends where it believes the end to be; what it writes back has a place.
+        let appends = has(libc::O_APPEND) && !cached;
+        let end = offset.checked_add(data.len() as u64);
+        if !appends && end.is_some_and(|end| end <= self.device.disk().size_bytes()) {
+            return Work::Write { offset, data, durability };
+        }
+        // What is mapped has an end, which may have been cut off meanwhile.
+        let may_grow = self.device.export.growable && !cached;
+        Work::Extend { offset: (!appends).then_some(offset), data, durability, may_grow }
+    }
+
+    /// Waits for memory; what was taken before does not wait. `false` if the device stops
+    /// meanwhile.
+    async fn make_room(self: &Rc<Self>, bytes: usize, intake: &mut Intake<Incoming>) -> bool {
+        let memory = self.device.disk().memory();
+        if bytes == 0 || memory.try_take(bytes as u64) {
+            return true;
+        }
+        self.start_as_tasks(intake);
+        let stop = self.device.stop.listen();
+        if self.device.is_stopping() {
+            return false;
+        }
+        matches!(first(memory.take(bytes as u64), stop).await, First::One(()))
+    }
+
+    fn start_as_tasks(self: &Rc<Self>, intake: &mut Intake<Incoming>) {
+        self.start(intake, &mut Launcher::new(), Self::carry_out);
+    }
+
+    fn start<F>(
+        self: &Rc<Self>,
+        intake: &mut Intake<Incoming>,
+        launcher: &mut Launcher<F>,
+        carry_out: impl Fn(Rc<Self>, Incoming) -> F,
+    ) where
+        F: Future<Output = ()> + 'static,
+    {
+        if intake.is_empty() {
+            return;
+        }
+        if let Some(only) = intake.take_only() {
+            return launcher.launch(carry_out(Rc::clone(self), only));
+        }
+        for joined in intake.take_joined() {
+            let this = Rc::clone(self);
+            match joined {
+                Joined::One(only) => launcher.launch(carry_out(this, only)),
+                Joined::Reads(parts) => reactor::spawn(this.read_merged(parts)),
+                Joined::Writes(parts) => reactor::spawn(this.write_merged(parts)),
+            }
+        }
+    }
+
+    /// What takes no I/O.
+    fn answer_at_once(&self, unique: u64, operation: Operation) {
+        let device = &self.device;
+        let reply = match operation {
+            Operation::Forget | Operation::Interrupt { .. } => return,
+            Operation::GetAttributes => Reply::attributes(unique, &device.attributes()),
+            Operation::SetAttributes(changes) => {
+                device.change_owner(&changes);
+                Reply::attributes(unique, &device.attributes())
+            }
+            Operation::Open { .. } => {
+                device.opened();
+                Reply::opened(unique, OPEN_FLAGS)
+            }
+            Operation::Release => {
+                device.closed();
+                Reply::done(unique)
+            }
+            Operation::StatFs => Reply::file_system(unique, device.disk().size_bytes()),
+            Operation::Destroy => Reply::done(unique),
+            Operation::Lookup => Reply::error(unique, libc::ENOTDIR),
+            Operation::Ioctl => Reply::error(unique, libc::ENOTTY),
+            // INIT a second time.
+            Operation::Init(_) => Reply::error(unique, libc::EIO),
+            _ => Reply::error(unique, libc::ENOSYS),
+        };
+        self.reply(&reply, &Segments::default());
+    }
+
+    /// A request has been answered.
+    pub(super) fn ended(&self, kept: usize) {
+        if kept > 0 {
+            self.device.disk().memory().give_back(kept as u64);
+        }
+        self.in_flight.set(self.in_flight.get() - 1);
+        self.device.in_flight.fetch_sub(1, Relaxed);
+        self.news.raise();
+    }
+
+    pub(super) fn refuse(&self, unique: u64, errno: i32) {
+        self.reply(&Reply::error(unique, errno), &Segments::default());
+    }
+
+    /// Sends a reply with its data.
+    pub(super) fn reply(&self, reply: &Reply, data: &Segments) {
+        let sent = if data.as_slice().len() < MOST_PARTS {
+            let bytes: SmallVec<[_; 4]> = data.iter().map(Segment::bytes).collect();
+            let head = [IoSlice::new(reply.as_bytes())];
+            let parts = head.into_iter().chain(bytes.iter().map(|bytes| IoSlice::new(bytes)));
+            self.channel.reply(&parts.collect::<SmallVec<[_; 5]>>())
+        } else {
+            self.channel.reply(&[IoSlice::new(reply.as_bytes()), IoSlice::new(&data.to_vec())])
+        };
+        match sent {
+            // Whoever asked has gone, or the whole device.
+            Ok(()) | Err(Errno::NOENT | Errno::NODEV | Errno::CONNABORTED) => {}
+            Err(errno) => {
+                tracing::warn!(export = %self.device.export.id, %errno, "the kernel does not take a reply");
+            }
+        }
+    }
+}

@@ -1,0 +1,380 @@
+//! Simulated kernels at a disk: programs that read and write, get signals and are killed, queues
+//! that are stopped, file systems that are unmounted under load, and messages that make no sense.
+//!
+//! - Every request is answered exactly once, by the queue that took it, and rightly; reads find what
+//!   the model of the disk says, and what an fsync or O_DSYNC covered survives a crash.
+//! - A request that is interrupted while it waits for its limits ends at once, and changes nothing.
+//! - The group's limits hold.
+//! - Every queue ends, with nothing in flight and no memory kept.
+//!
+//! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
+//! repeats it.
+
+pub(super) mod kernel;
+#[allow(dead_code, reason = "others need more of it")]
+#[path = "../../../block/tests/simulation/model.rs"]
+mod model;
+#[path = "../../../block/tests/simulation/passed.rs"]
+mod passed;
+
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+    sync::Arc,
+};
+
+use block::{
+    disk::Disk,
+    image::{Image, Raw},
+    layer::throttle::{DiskSettings, Group, GroupSettings},
+    reactor::{now, sim, sleep_until, spawn_joinable, timeout},
+    storage::{
+        Storage,
+        align::Align,
+        simulated::{Behaviour, Simulated},
+    },
+};
+use policy::{
+    throttle::{Limit, LimitKind, Limits},
+    time::Duration,
+};
+
+use self::{
+    kernel::Connection,
+    model::{Model, Outcome},
+    passed::Passed,
+};
+use super::{
+    channel::Channel,
+    device::{Device, Export, Owner},
+    queue::{Ended, Queue},
+};
+use crate::seeds;
+
+const FOREVER: Duration = Duration::from_secs(24 * 3600);
+const BLOCK: usize = 512;
+const DISK_BYTES: usize = 128 * BLOCK;
+const LONGEST_REQUEST: u64 = 256 << 10;
+
+/// `FUSE_…`
+const SETATTR: u32 = 4;
+const READ: u32 = 15;
+const WRITE: u32 = 16;
+const FSYNC: u32 = 20;
+const INTERRUPT: u32 = 36;
+const FALLOCATE: u32 = 43;
+const LSEEK: u32 = 46;
+
+/// What has happened, over all seeds: a simulation in which nothing happens shows nothing.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tally {
+    answered: u64,
+    failed: u64,
+    flushed: u64,
+    interrupted: u64,
+    stopped: u64,
+    unmounted: u64,
+    merged: u64,
+    waited: u64,
+}
+
+#[test]
+fn programs_are_served_whatever_happens() {
+    let tally = Rc::new(Cell::new(Tally::default()));
+    let seeds = seeds::for_each("--lib", "programs_are_served_whatever_happens", 600, |seed| {
+        sim::run(seed, run(Rc::clone(&tally)));
+    });
+    let all = tally.get();
+    if seeds >= 100 {
+        let Tally { answered, failed, flushed, interrupted, stopped, unmounted, merged, waited } = all;
+        let happened = [answered / 10, failed, flushed, interrupted, stopped, unmounted, merged, waited];
+        assert!(happened.iter().all(|&count| count > seeds / 10), "too little happened: {all:?}");
+    }
+}
+
+fn count(tally: &Cell<Tally>, change: impl FnOnce(&mut Tally)) {
+    let mut all = tally.get();
+    change(&mut all);
+    tally.set(all);
+}
+
+fn chance(percent: u32) -> bool {
+    sim::random(|random| random.u32(..100)) < percent
+}
+
+/// Short times as likely as longer ones, up to so many.
+async fn some_time(most: Duration) {
+    let share = sim::random(|random| 10_f64.powf(-4.0 * random.f64()));
+    sleep_until(now() + Duration::from_nanos((most.as_nanos() as f64 * share) as u64)).await;
+}
+
+fn draw_limits() -> Limits {
+    let mut limits = Limits::default();
+    let mut draw = |kind: LimitKind, least: f64| {
+        *limits.limit_mut(kind) = sim::random(|random| {
+            let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
+            let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..5) };
+            Limit { rate, burst_rate, burst_length_s: 1 }
+        });
+    };
+    if chance(40) {
+        draw(LimitKind::IopsTotal, 100.0);
+    }
+    if chance(30) {
+        draw(LimitKind::BpsTotal, 200_000.0);
+    }
+    limits
+}
+
+/// A file system, its programs, and what the disk holds after all of them.
+struct World {
+    device: Arc<Device>,
+    connection: Rc<Connection>,
+    model: RefCell<Model>,
+    passed: RefCell<Passed>,
+    may_fail: bool,
+    /// It is stopped or unmounted while there are requests.
+    ends: Cell<bool>,
+    tally: Rc<Cell<Tally>>,
+}
+
+async fn run(tally: Rc<Cell<Tally>>) {
+    let settings = GroupSettings { limits: draw_limits(), ..GroupSettings::default() };
+    let group = Group::new("group", settings, None).expect("drawn valid");
+    let may_fail = chance(30);
+    let error_probability = if may_fail { sim::random(fastrand::Rng::f64) / 8.0 } else { 0.0 };
+    let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
+    let content: Vec<u8> = sim::random(|random| (0..DISK_BYTES).map(|_| random.u8(..)).collect());
+    let behaviour = Behaviour { block_bytes: BLOCK, latency, error_probability };
+    let (storage, disk) = open(content.clone(), behaviour, &group);
+    let (_, other) = open(vec![0; DISK_BYTES], behaviour, &group);
+    let world = Rc::new(World {
+        device: device(&disk),
+        connection: Rc::default(),
+        model: RefCell::new(Model::new(content, BLOCK)),
+        passed: RefCell::new(Passed::new(&group, LONGEST_REQUEST)),
+        may_fail,
+        ends: Cell::new(false),
+        tally: Rc::clone(&tally),
+    });
+    let (hostile, noise) = (device(&other), Rc::<Connection>::default());
+    let serve = |device: &Arc<Device>, connection: &Rc<Connection>| {
+        let channel = Channel::Simulated(connection.descriptor());
+        spawn_joinable(Queue::new(Arc::clone(device), channel).serve())
+    };
+    let queues: Vec<_> = (0..sim::random(|random| random.usize(1..=3)))
+        .map(|_| serve(&world.device, &world.connection))
+        .collect();
+    let noisy = serve(&hostile, &noise);
+    let programs: Vec<_> = (0..sim::random(|random| random.usize(1..=6)))
+        .map(|_| spawn_joinable(Rc::clone(&world).program()))
+        .collect();
+    let noise_maker = spawn_joinable(make_noise(Rc::clone(&noise)));
+    if chance(40) {
+        some_time(Duration::from_secs(1)).await;
+        world.end().await;
+    }
+    let mut all = Vec::new();
+    // What a queue that was stopped has not read is answered when the device is closed.
+    if world.ends.get() {
+        for queue in queues {
+            all.push(timeout(FOREVER, queue).await.expect("a queue ends"));
+        }
+        assert_eq!(world.connection.owed(), 0, "requests that were read and not answered");
+        world.connection.unmount();
+        for program in programs {
+            timeout(FOREVER, program).await.expect("every program ends");
+        }
+    } else {
+        for program in programs {
+            timeout(FOREVER, program).await.expect("every program ends within a day of virtual time");
+        }
+        world.connection.unmount();
+        for queue in queues {
+            all.push(timeout(FOREVER, queue).await.expect("a queue ends"));
+        }
+    }
+    assert!(all.iter().all(|ended| matches!(ended, Ended::Gone | Ended::Stopped)), "{all:?}");
+    noise_maker.await;
+    noise.unmount();
+    timeout(FOREVER, noisy).await.expect("a queue ends");
+    for (device, disk) in [(&world.device, &disk), (&hostile, &other)] {
+        assert_eq!(device.in_flight.load(std::sync::atomic::Ordering::SeqCst), 0);
+        assert_eq!(disk.memory().used(), 0, "memory that nobody gave back");
+    }
+    world.model.borrow_mut().crash(storage.crash());
+    world.passed.borrow().check();
+    let stats = group.stats();
+    count(&tally, |all| {
+        all.waited += stats.reads.throttled + stats.writes.throttled;
+        all.merged += disk.totals().merged_requests;
+    });
+}
+
+fn open(content: Vec<u8>, behaviour: Behaviour, group: &Arc<Group>) -> (Simulated, Arc<Disk>) {
+    let storage = Simulated::new(content, behaviour);
+    let image = Image::Raw(Raw::new(Storage::Simulated(Align::new(storage.clone()))));
+    let disk = Disk::new("disk", image, DiskSettings::default(), Some(group));
+    (storage, Arc::new(disk.expect("nothing is reserved")))
+}
+
+fn device(disk: &Arc<Disk>) -> Arc<Device> {
+    let owner = Owner { permissions: 0o600, uid: 0, gid: 0 };
+    let disk = Arc::clone(disk);
+    Arc::new(Device::new(Export { id: "file".into(), disk, read_only: false, growable: false, owner }))
+}
+
+impl World {
+    async fn end(&self) {
+        self.ends.set(true);
+        if chance(50) {
+            count(&self.tally, |all| all.stopped += 1);
+            self.device.stop();
+        } else {
+            count(&self.tally, |all| all.unmounted += 1);
+            self.connection.unmount();
+        }
+    }
+
+    /// Asks one thing after the other, or several at once.
+    async fn program(self: Rc<Self>) {
+        for _ in 0..sim::random(|random| random.usize(1..12)) {
+            let together: Vec<_> = (0..sim::random(|random| random.usize(1..=8)))
+                .map(|number| spawn_joinable(Rc::clone(&self).request(number)))
+                .collect();
+            for request in together {
+                request.await;
+            }
+            if chance(30) {
+                some_time(Duration::from_millis(20)).await;
+            }
+        }
+    }
+
+    async fn request(self: Rc<Self>, number: usize) {
+        self.passed.borrow_mut().look();
+        // Requests that come together often follow each other.
+        let blocks = sim::random(|random| random.usize(1..=8));
+        let (start, length) = if chance(50) {
+            (number * 8 * BLOCK, 8 * BLOCK)
+        } else {
+            let start = sim::random(|random| random.usize(..DISK_BYTES));
+            (start, (blocks * BLOCK).min(DISK_BYTES - start))
+        };
+        let range = start..start + length;
+        match sim::random(|random| random.u8(..10)) {
+            0..4 => {
+                let began = self.model.borrow_mut().begin();
+                let body = read_or_write(range.start, length, 0);
+                if let Some(found) = self.ask(READ, &body, &[]).await {
+                    assert_eq!(found.len(), length, "it lies inside the disk");
+                    self.model.borrow().check_read(began, range.start, &found);
+                }
+            }
+            4..8 => {
+                let durable = chance(20);
+                let flags = if durable { libc::O_DSYNC } else { 0 };
+                let (change, data) = self.model.borrow_mut().begin_write(range.clone());
+                let body = read_or_write(range.start, length, flags as u32);
+                let outcome = match self.ask(WRITE, &body, &data).await {
+                    Some(reply) => {
+                        assert_eq!(reply[..4], (length as u32).to_ne_bytes(), "all was written");
+                        if durable { Outcome::Durable } else { Outcome::Applied }
+                    }
+                    None => Outcome::Open,
+                };
+                self.model.borrow_mut().end_change(change, outcome);
+            }
+            8 => {
+                let change = self.model.borrow_mut().begin_zeroes(range.clone());
+                let mode = if chance(50) {
+                    libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE
+                } else {
+                    libc::FALLOC_FL_ZERO_RANGE
+                };
+                let mut body = vec![0; 32];
+                body[8..16].copy_from_slice(&(range.start as u64).to_ne_bytes());
+                body[16..24].copy_from_slice(&(length as u64).to_ne_bytes());
+                body[24..28].copy_from_slice(&mode.to_ne_bytes());
+                let done = self.ask(FALLOCATE, &body, &[]).await;
+                let outcome = if done.is_some() { Outcome::Applied } else { Outcome::Open };
+                self.model.borrow_mut().end_change(change, outcome);
+            }
+            _ => {
+                let began = self.model.borrow_mut().begin();
+                if self.ask(FSYNC, &[0; 16], &[]).await.is_some() {
+                    count(&self.tally, |all| all.flushed += 1);
+                    self.model.borrow_mut().end_flush(began);
+                }
+            }
+        }
+    }
+
+    /// What follows the reply's header; `None` if it failed, and may have.
+    async fn ask(&self, opcode: u32, body: &[u8], data: &[u8]) -> Option<Vec<u8>> {
+        let unique = self.connection.send(opcode, body, data, true);
+        if self.ends.get() {
+            // It may have been sent too late to be taken.
+            return self.connection.answer(unique).await.ok();
+        }
+        let mut is_interrupted = false;
+        let answer = if chance(10) {
+            let patience = Duration::from_nanos(sim::random(|random| random.u64(..50_000_000)));
+            match timeout(patience, self.connection.answer(unique)).await {
+                Ok(answer) => answer,
+                Err(_) => {
+                    is_interrupted = true;
+                    self.connection.send(INTERRUPT, &unique.to_ne_bytes(), &[], false);
+                    self.connection.answer(unique).await
+                }
+            }
+        } else {
+            self.connection.answer(unique).await
+        };
+        match answer {
+            Ok(reply) => {
+                count(&self.tally, |all| all.answered += 1);
+                return Some(reply);
+            }
+            Err(libc::EINTR) if is_interrupted => count(&self.tally, |all| all.interrupted += 1),
+            Err(_) if self.ends.get() => {}
+            Err(libc::EIO) if self.may_fail => count(&self.tally, |all| all.failed += 1),
+            Err(errno) => panic!("opcode {opcode} failed with {errno}"),
+        }
+        None
+    }
+}
+
+/// `fuse_read_in` or `fuse_write_in`.
+fn read_or_write(offset: usize, length: usize, flags: u32) -> Vec<u8> {
+    let mut body = vec![0; 40];
+    body[8..16].copy_from_slice(&(offset as u64).to_ne_bytes());
+    body[16..20].copy_from_slice(&(length as u32).to_ne_bytes());
+    body[32..36].copy_from_slice(&flags.to_ne_bytes());
+    body
+}
+
+/// Messages that nobody would send: of any length, with any numbers.
+async fn make_noise(connection: Rc<Connection>) {
+    const OPCODES: [u32; 7] = [SETATTR, READ, WRITE, FSYNC, INTERRUPT, FALLOCATE, LSEEK];
+    for _ in 0..sim::random(|random| random.usize(..40)) {
+        let mut message: Vec<u8> = sim::random(|random| {
+            let length = random.usize(..300);
+            (0..length).map(|_| if random.bool() { 0 } else { random.u8(..) }).collect()
+        });
+        let length = message.len();
+        if let Some(said) = message.get_mut(..4)
+            && chance(90)
+        {
+            said.copy_from_slice(&(length as u32).to_ne_bytes());
+        }
+        if let Some(opcode) = message.get_mut(4..8) {
+            let drawn = sim::random(|random| *random.choice(&OPCODES).expect("there are some"));
+            opcode.copy_from_slice(&drawn.to_ne_bytes());
+        }
+        connection.put(message);
+        if chance(20) {
+            some_time(Duration::from_millis(10)).await;
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! The kernel's side of a FUSE device, in memory: a list of messages that any descriptor may take
+//! from, and requests that are waited for.
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::{HashMap, VecDeque},
+    io::{IoSlice, IoSliceMut},
+    rc::Rc,
+};
+
+use block::reactor::sim;
+use event_listener::Event;
+use rustix::io::Errno;
+
+/// One descriptor of the device.
+#[derive(Debug)]
+pub(in crate::fuse) struct Kernel {
+    connection: Rc<Connection>,
+    number: usize,
+}
+
+#[derive(Debug, Default)]
+pub(in crate::fuse) struct Connection {
+    messages: RefCell<VecDeque<Vec<u8>>>,
+    requests: RefCell<HashMap<u64, Asked>>,
+    next_unique: Cell<u64>,
+    descriptors: Cell<usize>,
+    is_gone: Cell<bool>,
+    /// There is a message, or none any more.
+    readable: Event,
+    /// A request has been answered.
+    answered: Event,
+}
+
+#[derive(Debug)]
+struct Asked {
+    /// The descriptor that it was read from.
+    read_by: Option<usize>,
+    answer: Option<Answer>,
+}
+
+/// An error number, or what follows the reply's header.
+pub(in crate::fuse) type Answer = Result<Vec<u8>, i32>;
+
+impl Connection {
+    pub(in crate::fuse) fn descriptor(self: &Rc<Self>) -> Kernel {
+        let number = self.descriptors.get();
+        self.descriptors.set(number + 1);
+        Kernel { connection: Rc::clone(self), number }
+    }
+
+    /// Sends a message; what it is known by.
+    pub(in crate::fuse) fn send(&self, opcode: u32, body: &[u8], data: &[u8], is_answered: bool) -> u64 {
+        // As the kernel's: even.
+        let unique = self.next_unique.get() + 2;
+        self.next_unique.set(unique);
+        let length = 40 + body.len() + data.len();
+        let mut message = Vec::with_capacity(length);
+        message.extend((length as u32).to_ne_bytes());
+        message.extend(opcode.to_ne_bytes());
+        message.extend(unique.to_ne_bytes());
+        message.resize(40, 0);
+        message.extend(body);
+        message.extend(data);
+        if is_answered {
+            self.requests.borrow_mut().insert(unique, Asked { read_by: None, answer: None });
+        }
+        self.put(message);
+        unique
+    }
+
+    /// Sends bytes that nobody waits for.
+    pub(in crate::fuse) fn put(&self, message: Vec<u8>) {
+        if self.is_gone.get() {
+            return;
+        }
+        self.messages.borrow_mut().push_back(message);
+        self.readable.notify(1);
+    }
+
+    /// Waits for the answer; `ENOTCONN` if there will be none.
+    pub(in crate::fuse) async fn answer(&self, unique: u64) -> Answer {
+        loop {
+            let answered = self.answered.listen();
+            let mut requests = self.requests.borrow_mut();
+            let asked = requests.get_mut(&unique).expect("it was sent, and not answered before");
+            if let Some(answer) = asked.answer.take() {
+                requests.remove(&unique);
+                return answer;
+            }
+            drop(requests);
+            answered.await;
+        }
+    }
+
+    /// Unmounts: nothing is read any more, and who waits is told so.
+    pub(in crate::fuse) fn unmount(&self) {
+        self.is_gone.set(true);
+        self.messages.borrow_mut().clear();
+        for asked in self.requests.borrow_mut().values_mut() {
+            asked.answer.get_or_insert(Err(libc::ENOTCONN));
+        }
+        self.readable.notify(usize::MAX);
+        self.answered.notify(usize::MAX);
+    }
+
+    /// Requests that were read and have no answer.
+    pub(in crate::fuse) fn owed(&self) -> usize {
+        let requests = self.requests.borrow();
+        requests.values().filter(|asked| asked.read_by.is_some() && asked.answer.is_none()).count()
+    }
+
+    fn note_reader(&self, message: &[u8], number: usize) {
+        let unique = message.get(8..16).and_then(|bytes| bytes.try_into().ok()).map(u64::from_ne_bytes);
+        if let Some(unique) = unique
+            && let Some(asked) = self.requests.borrow_mut().get_mut(&unique)
+        {
+            asked.read_by = Some(number);
+        }
+    }
+}
+
+impl Kernel {
+    pub(in crate::fuse) fn receive(&self, places: &mut [IoSliceMut<'_>]) -> Result<usize, Errno> {
+        let connection = &self.connection;
+        if connection.is_gone.get() {
+            return Err(Errno::NODEV);
+        }
+        // Another descriptor may have taken what there was.
+        let message = if sim::random(|random| random.u8(..10)) == 0 { None } else { connection.messages.borrow_mut().pop_front() };
+        let Some(message) = message else {
+            if !connection.messages.borrow().is_empty() {
+                connection.readable.notify(1);
+            }
+            return Err(Errno::AGAIN);
+        };
+        connection.note_reader(&message, self.number);
+        let mut rest = &message[..];
+        for place in places {
+            let (here, after) = rest.split_at(rest.len().min(place.len()));
+            place[..here.len()].copy_from_slice(here);
+            rest = after;
+        }
+        assert!(rest.is_empty(), "the kernel needs room for the longest message");
+        Ok(message.len())
+    }
+
+    pub(in crate::fuse) fn reply(&self, parts: &[IoSlice<'_>]) -> Result<(), Errno> {
+        let reply: Vec<u8> = parts.iter().flat_map(|part| part.to_vec()).collect();
+        let number = |range: std::ops::Range<usize>| u32::from_ne_bytes(reply[range].try_into().expect("four"));
+        let unique = u64::from_ne_bytes(reply[8..16].try_into().expect("eight"));
+        assert_eq!(number(0..4) as usize, reply.len(), "a reply says how long it is");
+        let error = number(4..8) as i32;
+        assert!(error <= 0 && error > -512, "{error} is no error number");
+        if self.connection.is_gone.get() {
+            return Err(Errno::NODEV);
+        }
+        let mut requests = self.connection.requests.borrow_mut();
+        let Some(asked) = requests.get_mut(&unique) else { return Err(Errno::NOENT) };
+        assert_eq!(asked.read_by, Some(self.number), "answered where it was not read");
+        assert!(asked.answer.is_none(), "answered twice");
+        asked.answer = Some(if error == 0 { Ok(reply[16..].to_vec()) } else { Err(-error) });
+        drop(requests);
+        self.connection.answered.notify(usize::MAX);
+        Ok(())
+    }
+
+    pub(in crate::fuse) async fn readable(&self) {
+        loop {
+            let readable = self.connection.readable.listen();
+            if self.connection.is_gone.get() || !self.connection.messages.borrow().is_empty() {
+                return;
+            }
+            readable.await;
+        }
+    }
+}

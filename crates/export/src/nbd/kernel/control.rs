@@ -1,0 +1,147 @@
+//! What the kernel's NBD client is told: connect a device, give it new sockets, let it go.
+//!
+//! The commands and attributes are those of linux/nbd-netlink.h. Each call takes as long as the
+//! kernel does, so callers make it on a thread that may wait.
+
+use std::{
+    fs, io,
+    os::fd::{AsRawFd as _, OwnedFd},
+};
+
+use super::netlink::{Answer, Attributes, Netlink, attributes};
+
+/// `NBD_GENL_FAMILY_NAME`, and its commands.
+const FAMILY: &str = "nbd";
+const CONNECT: u8 = 1;
+const DISCONNECT: u8 = 2;
+const RECONFIGURE: u8 = 3;
+const STATUS: u8 = 5;
+
+/// `NBD_ATTR_*`.
+const INDEX: u16 = 1;
+const SIZE_BYTES: u16 = 2;
+const BLOCK_SIZE_BYTES: u16 = 3;
+const TIMEOUT: u16 = 4;
+const SERVER_FLAGS: u16 = 5;
+const SOCKETS: u16 = 7;
+const DEAD_CONN_TIMEOUT: u16 = 8;
+const DEVICE_LIST: u16 = 9;
+const BACKEND_IDENTIFIER: u16 = 10;
+/// `NBD_SOCK_ITEM`, `NBD_SOCK_FD`, `NBD_DEVICE_ITEM`, `NBD_DEVICE_CONNECTED`.
+const SOCK_ITEM: u16 = 1;
+const SOCK_FD: u16 = 1;
+const DEVICE_ITEM: u16 = 1;
+const DEVICE_CONNECTED: u16 = 2;
+
+/// Bytes of a sector: what smaller requests the kernel never makes.
+pub(super) const SECTOR_BYTES: u64 = 512;
+
+/// A device as the kernel is to see it.
+#[derive(Clone, Debug)]
+pub(super) struct Device {
+    /// `None`: the first that is free.
+    pub(super) number: Option<u32>,
+    pub(super) size_bytes: u64,
+    /// `proto::export_flag`s.
+    pub(super) flags: u16,
+    pub(super) timeout_s: u32,
+    pub(super) dead_timeout_s: u32,
+    /// Tells who may give it new sockets.
+    pub(super) backend: String,
+}
+
+#[derive(Debug)]
+pub(super) struct Control {
+    netlink: Netlink,
+    family: u16,
+}
+
+impl Control {
+    /// # Errors
+    /// `ENOENT` where the kernel has no NBD client.
+    pub(super) fn open() -> io::Result<Self> {
+        let netlink = Netlink::open()?;
+        let family = netlink.family(FAMILY)?;
+        Ok(Self { netlink, family })
+    }
+
+    /// Makes a device of these sockets; its number. The kernel keeps them, and the caller need not.
+    ///
+    /// # Errors
+    /// `EBUSY` where the device is in use, `EPERM` where the caller may not.
+    pub(super) fn connect(&self, device: &Device, sockets: &[OwnedFd]) -> io::Result<u32> {
+        let mut said = Attributes::default();
+        if let Some(number) = device.number {
+            said = said.u32(INDEX, number);
+        }
+        let said = said
+            .u64(SIZE_BYTES, device.size_bytes)
+            .u64(BLOCK_SIZE_BYTES, SECTOR_BYTES)
+            .u64(SERVER_FLAGS, device.flags.into());
+        let answer = self.netlink.execute(self.family, CONNECT, &with_terms(said, device, sockets))?;
+        let number = attributes(&answer).get(INDEX).and_then(Answer::as_u32).or(device.number);
+        number.ok_or_else(|| io::Error::other("the kernel did not say which device it took"))
+    }
+
+    /// Gives a device sockets in place of those that have ended.
+    ///
+    /// # Errors
+    /// `EINVAL` where the device has gone, or is another's.
+    pub(super) fn reconnect(&self, number: u32, device: &Device, sockets: &[OwnedFd]) -> io::Result<()> {
+        let said = Attributes::default().u32(INDEX, number);
+        self.netlink.execute(self.family, RECONFIGURE, &with_terms(said, device, sockets)).map(drop)
+    }
+
+    /// Gives a device another length.
+    pub(super) fn resize(&self, number: u32, device: &Device, size_bytes: u64) -> io::Result<()> {
+        let said = Attributes::default().u32(INDEX, number).u64(SIZE_BYTES, size_bytes);
+        let said = said.text(BACKEND_IDENTIFIER, &device.backend);
+        self.netlink.execute(self.family, RECONFIGURE, &said).map(drop)
+    }
+
+    /// Lets a device go; what it has not written is lost.
+    pub(super) fn disconnect(&self, number: u32) -> io::Result<()> {
+        self.netlink.execute(self.family, DISCONNECT, &Attributes::default().u32(INDEX, number)).map(drop)
+    }
+
+    /// Whether a device is one, for anybody.
+    pub(super) fn is_connected(&self, number: u32) -> io::Result<bool> {
+        let answer = self.netlink.execute(self.family, STATUS, &Attributes::default().u32(INDEX, number))?;
+        let item = attributes(&answer).get(DEVICE_LIST).and_then(|list| list.get(DEVICE_ITEM));
+        Ok(item.and_then(|item| item.get(DEVICE_CONNECTED)).and_then(Answer::as_u8) == Some(1))
+    }
+}
+
+fn with_terms(said: Attributes, device: &Device, sockets: &[OwnedFd]) -> Attributes {
+    let item = |list: Attributes, socket: &OwnedFd| {
+        // Never below zero.
+        let fd = Attributes::default().u32(SOCK_FD, socket.as_raw_fd().unsigned_abs());
+        list.nested(SOCK_ITEM, fd)
+    };
+    said.u64(TIMEOUT, device.timeout_s.into())
+        .u64(DEAD_CONN_TIMEOUT, device.dead_timeout_s.into())
+        .text(BACKEND_IDENTIFIER, &device.backend)
+        .nested(SOCKETS, sockets.iter().fold(Attributes::default(), item))
+}
+
+/// The device that is this backend's, or the one of this number if it is.
+pub(super) fn left_behind(number: Option<u32>, backend: &str) -> Option<u32> {
+    let is_ours = |number: &u32| {
+        let file = format!("/sys/block/nbd{number}/backend");
+        fs::read_to_string(file).is_ok_and(|text| text.trim_end_matches('\n') == backend)
+    };
+    let of = |name: &str| name.strip_prefix("nbd")?.parse().ok();
+    match number {
+        Some(number) => Some(number).filter(is_ours),
+        None => {
+            let all = fs::read_dir("/sys/block").into_iter().flatten().flatten();
+            all.filter_map(|entry| of(entry.file_name().to_str()?)).find(is_ours)
+        }
+    }
+}
+
+/// The length of a device as the kernel has it.
+pub(super) fn size_bytes(number: u32) -> Option<u64> {
+    let sectors = fs::read_to_string(format!("/sys/block/nbd{number}/size")).ok()?;
+    sectors.trim_end().parse::<u64>().ok()?.checked_mul(SECTOR_BYTES)
+}

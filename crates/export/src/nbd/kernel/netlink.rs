@@ -1,0 +1,279 @@
+//! Generic netlink, as much of it as the kernel's NBD client needs: a command with attributes, and
+//! its answer.
+//!
+//! ```text
+//!   ┌─ nlmsghdr 16 ─┬ genlmsghdr 4 ┬ attribute: length 2, type 2, value, padding to 4 ┬ …
+//! ```
+//!
+//! Numbers are in the machine's own order. Written here because it is all that a crate would be
+//! used for. What arrives comes from the kernel, and is read as if it did not: nothing in it
+//! chooses an index or an allocation.
+
+use std::{
+    io,
+    os::fd::OwnedFd,
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, connect, netlink, recv, send, socket_with,
+};
+
+/// `NLMSG_HDRLEN` and `GENL_HDRLEN`.
+const MESSAGE_HEADER: usize = 16;
+const COMMAND_HEADER: usize = 4;
+const ATTRIBUTE_HEADER: usize = 4;
+/// `NLM_F_REQUEST | NLM_F_ACK`.
+const REQUEST: u16 = 1 | 4;
+/// `NLMSG_ERROR`, which carries 0 where all went well.
+const ERROR: u16 = 2;
+/// `NLA_F_NESTED`; and of a type, without flags (`NLA_TYPE_MASK`).
+const NESTED: u16 = 1 << 15;
+const TYPE: u16 = !(0b11 << 14);
+/// Longest answer that is taken, as the kernel's own `NLMSG_GOODSIZE` bounds it.
+const MAX_ANSWER: usize = 32 << 10;
+
+/// `GENL_ID_CTRL`, `CTRL_CMD_GETFAMILY`, `CTRL_ATTR_FAMILY_ID` and `CTRL_ATTR_FAMILY_NAME` of
+/// linux/genetlink.h.
+const CONTROL: u16 = 0x10;
+const GET_FAMILY: u8 = 3;
+const FAMILY_ID: u16 = 1;
+const FAMILY_NAME: u16 = 2;
+
+/// The attributes of a command, as they are sent.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Attributes(Vec<u8>);
+
+impl Attributes {
+    pub(super) fn u32(self, kind: u16, value: u32) -> Self {
+        self.bytes(kind, &value.to_ne_bytes())
+    }
+
+    pub(super) fn u64(self, kind: u16, value: u64) -> Self {
+        self.bytes(kind, &value.to_ne_bytes())
+    }
+
+    /// With the zero byte behind it that the kernel wants.
+    pub(super) fn text(self, kind: u16, value: &str) -> Self {
+        let mut bytes: Vec<u8> = value.bytes().filter(|byte| *byte != 0).collect();
+        bytes.push(0);
+        self.bytes(kind, &bytes)
+    }
+
+    pub(super) fn nested(self, kind: u16, inner: Self) -> Self {
+        self.bytes(kind | NESTED, &inner.0)
+    }
+
+    /// `value` is below 64 KiB.
+    fn bytes(mut self, kind: u16, value: &[u8]) -> Self {
+        let length = u16::try_from(ATTRIBUTE_HEADER + value.len()).expect("weir's own values are short");
+        self.0.extend(length.to_ne_bytes());
+        self.0.extend(kind.to_ne_bytes());
+        self.0.extend(value);
+        self.0.resize(self.0.len().next_multiple_of(4), 0);
+        self
+    }
+}
+
+/// Attributes as they arrived, one after the other; what is cut off ends them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Answer<'a>(&'a [u8]);
+
+impl<'a> Answer<'a> {
+    pub(super) fn iter(self) -> impl Iterator<Item = (u16, Answer<'a>)> {
+        let mut rest = self.0;
+        std::iter::from_fn(move || {
+            let length = usize::from(u16_at(rest, 0)?);
+            let kind = u16_at(rest, 2)? & TYPE;
+            let value = rest.get(ATTRIBUTE_HEADER..length)?;
+            rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
+            Some((kind, Answer(value)))
+        })
+    }
+
+    pub(super) fn get(self, kind: u16) -> Option<Self> {
+        self.iter().find(|(found, _)| *found == kind).map(|(_, value)| value)
+    }
+
+    pub(super) fn as_u8(self) -> Option<u8> {
+        self.0.first().copied()
+    }
+
+    pub(super) fn as_u16(self) -> Option<u16> {
+        u16_at(self.0, 0)
+    }
+
+    pub(super) fn as_u32(self) -> Option<u32> {
+        u32_at(self.0, 0)
+    }
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
+    bytes.get(at..at + 2)?.try_into().ok().map(u16::from_ne_bytes)
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+    bytes.get(at..at + 4)?.try_into().ok().map(u32::from_ne_bytes)
+}
+
+fn request(family: u16, sequence: u32, command: u8, attributes: &Attributes) -> Vec<u8> {
+    let length = MESSAGE_HEADER + COMMAND_HEADER + attributes.0.len();
+    let mut message = Vec::with_capacity(length);
+    message.extend(u32::try_from(length).expect("attributes are short").to_ne_bytes());
+    message.extend(family.to_ne_bytes());
+    message.extend(REQUEST.to_ne_bytes());
+    message.extend(sequence.to_ne_bytes());
+    // Whose: the kernel's business.
+    message.extend(0_u32.to_ne_bytes());
+    message.extend([command, 1, 0, 0]);
+    message.extend(&attributes.0);
+    message
+}
+
+/// What one message says about the request of this number.
+#[derive(Debug, PartialEq, Eq)]
+enum Said<'a> {
+    Answer(Answer<'a>),
+    Done,
+    Failed(i32),
+    /// It belongs to another, or is none of these.
+    Nothing,
+}
+
+/// The first message, and what lies behind it; `None` where there is no whole one.
+fn message(bytes: &[u8], sequence: u32) -> Option<(Said<'_>, &[u8])> {
+    let length = u32_at(bytes, 0)? as usize;
+    let (kind, of) = (u16_at(bytes, 4)?, u32_at(bytes, 8)?);
+    let payload = bytes.get(MESSAGE_HEADER..length)?;
+    let rest = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
+    let said = match kind {
+        _ if of != sequence => Said::Nothing,
+        ERROR => match u32_at(payload, 0)? as i32 {
+            0 => Said::Done,
+            negative => Said::Failed(negative.wrapping_neg()),
+        },
+        _ => payload.get(COMMAND_HEADER..).map_or(Said::Nothing, |rest| Said::Answer(Answer(rest))),
+    };
+    Some((said, rest))
+}
+
+/// A socket to the kernel. Its calls take as long as the kernel takes to do what it is told.
+#[derive(Debug)]
+pub(super) struct Netlink {
+    socket: OwnedFd,
+    sequence: AtomicU32,
+}
+
+impl Netlink {
+    pub(super) fn open() -> io::Result<Self> {
+        let flags = SocketFlags::CLOEXEC;
+        let socket =
+            socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(netlink::GENERIC))?;
+        // To the kernel, and nobody else's messages are received then.
+        connect(&socket, &netlink::SocketAddrNetlink::new(0, 0))?;
+        Ok(Self { socket, sequence: AtomicU32::new(1) })
+    }
+
+    /// The number of a family, which the kernel gives when the driver is loaded.
+    pub(super) fn family(&self, name: &str) -> io::Result<u16> {
+        let ask = Attributes::default().text(FAMILY_NAME, name);
+        let answer = self.execute(CONTROL, GET_FAMILY, &ask)?;
+        let id = Answer(&answer).get(FAMILY_ID).and_then(Answer::as_u16);
+        id.ok_or_else(|| io::Error::other("the kernel named no number of the netlink family"))
+    }
+
+    /// Has a command done; the attributes of the answer, if it has some.
+    pub(super) fn execute(&self, family: u16, command: u8, attributes: &Attributes) -> io::Result<Vec<u8>> {
+        let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
+        send(&self.socket, &request(family, sequence, command, attributes), SendFlags::empty())?;
+        let mut buffer = vec![0; MAX_ANSWER];
+        let mut answer = Vec::new();
+        loop {
+            let (received, _) = recv(&self.socket, &mut *buffer, RecvFlags::empty())?;
+            let mut rest = &buffer[..received];
+            while let Some((said, behind)) = message(rest, sequence) {
+                rest = behind;
+                match said {
+                    Said::Answer(attributes) => answer = attributes.0.to_vec(),
+                    Said::Done => return Ok(answer),
+                    Said::Failed(errno) => return Err(io::Error::from_raw_os_error(errno)),
+                    Said::Nothing => {}
+                }
+            }
+        }
+    }
+}
+
+/// An answer that [`Netlink::execute`] brought.
+pub(super) fn attributes(answer: &[u8]) -> Answer<'_> {
+    Answer(answer)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn attributes_are_read_as_they_were_written() {
+        let inner = Attributes::default().u32(1, 7);
+        let written = Attributes::default().u64(2, 1 << 40).text(10, "weir").nested(7, inner);
+        let read = Answer(&written.0);
+        let kinds: Vec<_> = read.iter().map(|(kind, _)| kind).collect();
+        assert_eq!(kinds, [2, 10, 7]);
+        assert_eq!(read.get(10), Some(Answer(b"weir\0")));
+        assert_eq!(read.get(7).and_then(|inner| inner.get(1)).and_then(Answer::as_u32), Some(7));
+        assert_eq!(read.get(3), None);
+    }
+
+    #[test]
+    fn a_request_has_the_layout_of_the_headers() {
+        let message = request(0x1a, 5, 3, &Attributes::default().u32(1, 9));
+        let mut expected = Vec::new();
+        expected.extend(28_u32.to_ne_bytes());
+        expected.extend(0x1a_u16.to_ne_bytes());
+        expected.extend(5_u16.to_ne_bytes());
+        expected.extend(5_u32.to_ne_bytes());
+        expected.extend(0_u32.to_ne_bytes());
+        expected.extend([3, 1, 0, 0]);
+        expected.extend(8_u16.to_ne_bytes());
+        expected.extend(1_u16.to_ne_bytes());
+        expected.extend(9_u32.to_ne_bytes());
+        assert_eq!(message, expected);
+    }
+
+    fn error(sequence: u32, code: i32) -> Vec<u8> {
+        let mut message = request(ERROR, sequence, 0, &Attributes::default());
+        message[MESSAGE_HEADER..].copy_from_slice(&code.to_ne_bytes());
+        message
+    }
+
+    #[test]
+    fn answers_and_errors_are_told_apart() {
+        let mut bytes = request(0x1a, 4, 1, &Attributes::default().u32(1, 2));
+        bytes.extend(error(4, -libc::EBUSY));
+        bytes.extend(error(9, 0));
+        let (said, rest) = message(&bytes, 4).unwrap();
+        assert!(matches!(said, Said::Answer(answer) if answer.get(1).unwrap().as_u32() == Some(2)));
+        let (said, rest) = message(rest, 4).unwrap();
+        assert_eq!(said, Said::Failed(libc::EBUSY));
+        assert_eq!(message(rest, 4).unwrap(), (Said::Nothing, &[][..]));
+        assert_eq!(message(rest, 9).unwrap().0, Said::Done);
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_that_arrives_panics_or_never_ends(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let mut rest = &bytes[..];
+            while let Some((said, behind)) = message(rest, 1) {
+                prop_assert!(behind.len() < rest.len());
+                if let Said::Answer(answer) = said {
+                    prop_assert!(answer.iter().count() <= rest.len());
+                }
+                rest = behind;
+            }
+            prop_assert!(Answer(&bytes).iter().count() <= bytes.len());
+        }
+    }
+}

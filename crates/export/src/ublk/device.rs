@@ -1,0 +1,192 @@
+//! What all queues of a device have in common: the disk, what may be asked of it, and what was.
+
+use std::sync::{
+    Arc,
+    atomic::{
+        AtomicBool, AtomicU64,
+        Ordering::{Relaxed, SeqCst},
+    },
+};
+
+use block::{
+    disk::Disk,
+    reactor::ublk::{Info, Params},
+    storage::Durability,
+};
+use event_listener::Event;
+
+use super::request::{Rules, SECTOR_BYTES};
+
+/// A disk as a block device is to show it.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// In the log.
+    pub id: Arc<str>,
+    /// What is served.
+    pub disk: Arc<Disk>,
+    /// What the kernel is told of it.
+    pub offer: Offer,
+}
+
+/// What the kernel is told of a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// N of `/dev/ublkbN`; without one the kernel chooses.
+    pub number: Option<u32>,
+    /// Queues.
+    pub queues: u16,
+    /// Requests in flight on each at most.
+    pub depth: u16,
+    /// Bytes of a read or a write at most: whole pages.
+    pub most_bytes: u32,
+    /// Nothing may be written.
+    pub read_only: bool,
+    /// DISCARD may be asked for.
+    pub discard: bool,
+    /// WRITE_ZEROES may be asked for.
+    pub write_zeroes: bool,
+    /// Completed writes may stay in a cache until a flush.
+    pub write_cache: bool,
+    /// A block of the disk below, a power of two from 512 bytes to a page.
+    pub physical_block_bytes: u32,
+    /// What requests had best be multiples of: a power of two from 512 bytes on.
+    pub optimal_io_bytes: u32,
+    /// The device belongs to the user who makes it.
+    pub unprivileged: bool,
+}
+
+impl Default for Offer {
+    /// A device that can do everything, with one queue.
+    fn default() -> Self {
+        Self {
+            number: None,
+            queues: 1,
+            depth: 128,
+            // Larger I/O is split: more would be memory that is seldom used.
+            most_bytes: 256 << 10,
+            read_only: false,
+            discard: true,
+            write_zeroes: true,
+            write_cache: true,
+            physical_block_bytes: 4096,
+            optimal_io_bytes: 4096,
+            unprivileged: false,
+        }
+    }
+}
+
+/// What one DISCARD or WRITE_ZEROES may cover, in sectors: 1 GiB.
+const MAX_ERASE_SECTORS: u32 = 1 << 21;
+
+impl Offer {
+    /// For a disk of this length.
+    pub(super) fn params(&self, size_bytes: u64) -> Params {
+        let when = |condition: bool, bits| if condition { bits } else { 0 };
+        let erases = |offered: bool| when(offered && !self.read_only, MAX_ERASE_SECTORS);
+        let shift = |bytes: u32| bytes.ilog2() as u8;
+        let mut params = Params::default();
+        params.attributes = when(self.read_only, Params::READ_ONLY)
+            | when(self.write_cache, Params::VOLATILE_CACHE | Params::FUA);
+        params.logical_block_shift = shift(SECTOR_BYTES as u32);
+        params.physical_block_shift = shift(self.physical_block_bytes);
+        params.minimum_io_shift = params.physical_block_shift;
+        params.optimal_io_shift = shift(self.optimal_io_bytes);
+        params.max_sectors = self.most_bytes / SECTOR_BYTES as u32;
+        params.sectors = size_bytes / SECTOR_BYTES;
+        params.discard_granularity = self.optimal_io_bytes;
+        params.max_discard_sectors = erases(self.discard);
+        params.max_write_zeroes_sectors = erases(self.write_zeroes);
+        params.max_discard_segments = 1;
+        params
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Device {
+    pub(super) id: Arc<str>,
+    disk: Arc<Disk>,
+    read_only: bool,
+    most_bytes: u64,
+    durability: Durability,
+    pub(super) requests: AtomicU64,
+    pub(super) in_flight: AtomicU64,
+    /// Requests that wait for an operator or for limits need not: see [`Parting`].
+    parting: [AtomicBool; 2],
+    /// The device is about to end.
+    pub(super) changed: Event,
+}
+
+/// How a device ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Parting {
+    /// The kernel stops it, and waits for its requests: what a stopped disk holds fails.
+    Stop,
+    /// It stays, and waits for who takes it over. What has not begun is left to them.
+    Leave,
+}
+
+impl Device {
+    /// A device that was made, or taken over, with these settings: the kernel goes by them.
+    pub(super) fn new(export: &Export, info: &Info, params: &Params) -> Self {
+        let cached = params.attributes & Params::VOLATILE_CACHE != 0;
+        Self {
+            id: Arc::clone(&export.id),
+            disk: Arc::clone(&export.disk),
+            read_only: export.offer.read_only || params.attributes & Params::READ_ONLY != 0,
+            most_bytes: u64::from(info.most_bytes),
+            durability: if cached { Durability::Cached } else { Durability::Synchronous },
+            requests: AtomicU64::default(),
+            in_flight: AtomicU64::default(),
+            parting: Default::default(),
+            changed: Event::new(),
+        }
+    }
+
+    pub(super) fn disk(&self) -> &Disk {
+        &self.disk
+    }
+
+    /// What requests are judged by, now.
+    pub(super) fn rules(&self) -> Rules {
+        Rules {
+            size_bytes: self.disk.size_bytes(),
+            read_only: self.read_only,
+            most_bytes: self.most_bytes,
+            durability: self.durability,
+        }
+    }
+
+    pub(super) fn part(&self, how: Parting) {
+        self.parting[how as usize].store(true, SeqCst);
+        self.changed.notify(usize::MAX);
+    }
+
+    pub(super) fn parts(&self, how: Parting) -> bool {
+        self.parting[how as usize].load(SeqCst)
+    }
+
+    pub(super) fn count(&self, taken: u64) {
+        self.requests.fetch_add(taken, Relaxed);
+        self.in_flight.fetch_add(taken, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernel_is_told_what_an_export_can_do() {
+        let params = Offer::default().params(1 << 30);
+        assert_eq!((params.sectors, params.max_sectors, params.attributes), (1 << 21, 512, 0b1100));
+        assert_eq!((params.logical_block_shift, params.physical_block_shift), (9, 12));
+        assert_eq!(params.max_discard_sectors, 1 << 21);
+        let params = Offer { read_only: true, write_cache: false, ..Offer::default() }.params(1 << 30);
+        assert_eq!(
+            (params.attributes, params.max_discard_sectors, params.max_write_zeroes_sectors),
+            (1, 0, 0)
+        );
+        let params = Offer { discard: false, ..Offer::default() }.params(1 << 30);
+        assert_eq!((params.max_discard_sectors, params.max_write_zeroes_sectors), (0, 1 << 21));
+    }
+}

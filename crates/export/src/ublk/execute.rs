@@ -1,0 +1,159 @@
+//! Carrying out requests: each waits for its limits, does its I/O between the memory lent to the
+//! kernel and the disk, and is answered.
+
+use std::{
+    future::{Future, poll_fn},
+    pin::{Pin, pin},
+    rc::Rc,
+    task::Poll,
+};
+
+use policy::{request::Direction, throttle::Cost};
+
+use super::{
+    queue::{Incoming, Queue},
+    request::Kind,
+};
+use block::{
+    buffer::{Segments, Target},
+    disk::Pass,
+    error::{Error, Result},
+    guest::Place,
+    storage::{Durability, ZeroOptions},
+};
+
+impl Queue {
+    pub(super) async fn carry_out(self: Rc<Self>, incoming: Incoming) {
+        match incoming.request.kind {
+            Kind::Read => self.read(incoming).await,
+            Kind::Write(durability) => self.write(incoming, durability).await,
+            // Apart, because every read and write has room for what is not.
+            Kind::Discard | Kind::WriteZeroes { .. } => Box::pin(self.erase(incoming)).await,
+            Kind::Flush => {
+                let result = Box::pin(self.device.disk().flush_for(Some(&self.patience))).await;
+                self.answer(&incoming, result);
+            }
+            Kind::Refused(error) => self.answer(&incoming, Err(error)),
+        }
+    }
+
+    async fn read(self: Rc<Self>, incoming: Incoming) {
+        let cost = Cost::one(incoming.request.bytes);
+        let Some(pass) = self.admit(Direction::Read, cost).await else { return self.forget() };
+        let target = Target::Here(self.place(&incoming).into());
+        let result = self.device.disk().read_to(pass, incoming.request.offset, target).await;
+        self.answer(&incoming, result.map(drop));
+    }
+
+    /// Reads that follow each other on the disk: one I/O into all their places.
+    pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
+        let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes).collect();
+        let Some(pass) = self.admit(Direction::Read, Cost::merged(&lengths)).await else {
+            return parts.iter().for_each(|_| self.forget());
+        };
+        let target = Target::Here(self.places(&parts));
+        match self.device.disk().read_to(pass, parts[0].request.offset, target).await {
+            Ok(_) => parts.iter().for_each(|part| self.answer(part, Ok(()))),
+            Err(error) => self.retry_apart(parts, error).await,
+        }
+    }
+
+    /// Which of several merged reads failed is not known, so each is tried alone.
+    async fn retry_apart(self: &Rc<Self>, parts: Vec<Incoming>, error: Error) {
+        let disk = self.device.disk();
+        tracing::debug!(disk = %disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
+        for part in parts {
+            let Some(pass) = self.admit(Direction::Read, Cost::one(part.request.bytes)).await else {
+                self.forget();
+                continue;
+            };
+            let target = Target::Here(self.place(&part).into());
+            let result = disk.retry_read_to(pass, part.request.offset, target).await;
+            self.answer(&part, result.map(drop));
+        }
+    }
+
+    async fn write(self: Rc<Self>, incoming: Incoming, durability: Durability) {
+        let cost = Cost::one(incoming.request.bytes);
+        let Some(pass) = self.admit(Direction::Write, cost).await else { return self.forget() };
+        let data = self.place(&incoming).into();
+        let result = self.device.disk().write(pass, incoming.request.offset, data, durability).await;
+        self.answer(&incoming, result);
+    }
+
+    /// Writes that follow each other on the disk, alike in durability: one I/O that gathers their
+    /// places. All fail together, because a failed write leaves its range undefined anyway.
+    pub(super) async fn write_merged(self: Rc<Self>, parts: Vec<Incoming>) {
+        let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes).collect();
+        let Some(pass) = self.admit(Direction::Write, Cost::merged(&lengths)).await else {
+            return parts.iter().for_each(|_| self.forget());
+        };
+        let Kind::Write(durability) = parts[0].request.kind else { unreachable!("planned as writes") };
+        let (offset, data) = (parts[0].request.offset, self.places(&parts));
+        let result = self.device.disk().write(pass, offset, data, durability).await;
+        parts.iter().for_each(|part| self.answer(part, result));
+    }
+
+    async fn erase(self: Rc<Self>, incoming: Incoming) {
+        let (disk, request) = (self.device.disk(), incoming.request);
+        let cost = Cost::one(request.bytes);
+        let Some(pass) = self.admit(Direction::Write, cost).await else { return self.forget() };
+        let result = match request.kind {
+            Kind::WriteZeroes { may_unmap, durability } => {
+                let options = ZeroOptions { may_unmap, only_if_fast: false, durability };
+                disk.write_zeroes(pass, request.offset, request.bytes, options).await
+            }
+            _ => disk.discard(pass, request.offset, request.bytes, self.device.rules().durability).await,
+        };
+        self.answer(&incoming, result);
+    }
+
+    /// Where the data of a read or a write is.
+    fn place(&self, incoming: &Incoming) -> Place {
+        // No more than a tag has room for.
+        self.channel.place(incoming.tag, incoming.request.bytes as usize)
+    }
+
+    fn places(&self, parts: &[Incoming]) -> Segments {
+        parts.iter().map(|part| self.place(part)).collect()
+    }
+
+    /// Waits for the disk's limits; `None` if the device is left meanwhile.
+    async fn admit(&self, direction: Direction, cost: Cost) -> Option<Pass> {
+        let mut pass = pin!(self.device.disk().admit(direction, cost));
+        // Made only for a request that has to wait.
+        let mut leave = None;
+        let pass = poll_fn(|context| {
+            if let Poll::Ready(pass) = pass.as_mut().poll(context) {
+                return Poll::Ready(Some(pass));
+            }
+            loop {
+                if self.is_leaving() {
+                    return Poll::Ready(None);
+                }
+                let leave_now = leave.get_or_insert_with(|| self.leave.listen());
+                if Pin::new(leave_now).poll(context).is_pending() {
+                    return Poll::Pending;
+                }
+                leave = None;
+            }
+        })
+        .await;
+        pass.map(|pass| pass.while_awaited(&self.patience))
+    }
+
+    fn answer(self: &Rc<Self>, incoming: &Incoming, result: Result<()>) {
+        let result = match result {
+            // Less than 4 GiB as sectors, and a read or a write much less; of others only the sign
+            // counts.
+            Ok(()) => i32::try_from(incoming.request.bytes).unwrap_or(i32::MAX),
+            // Whoever takes the device over tries it again.
+            Err(_) if self.is_leaving() => return self.forget(),
+            Err(error) => {
+                tracing::debug!(disk = %self.device.disk().name(), %error, "a block device's request failed");
+                -error.errno()
+            }
+        };
+        self.commit(incoming.tag, result);
+    }
+}

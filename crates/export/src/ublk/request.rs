@@ -1,0 +1,139 @@
+//! What the kernel asks, as a value: judged once, so that whoever carries it out only meets ranges
+//! that lie inside the disk and are allowed.
+
+use block::{error::Error, reactor::ublk::Descriptor, storage::Durability};
+
+/// The unit of offsets, lengths and sizes, whatever a block is.
+pub(super) const SECTOR_BYTES: u64 = 512;
+
+/// `UBLK_IO_OP_…`
+mod operation {
+    pub(super) const READ: u32 = 0;
+    pub(super) const WRITE: u32 = 1;
+    pub(super) const FLUSH: u32 = 2;
+    pub(super) const DISCARD: u32 = 3;
+    pub(super) const WRITE_ZEROES: u32 = 5;
+}
+
+/// `UBLK_IO_F_…`: the write is to be durable; zeroes are to stay allocated.
+const FUA: u32 = 1 << 13;
+const NO_UNMAP: u32 = 1 << 15;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Read,
+    Write(Durability),
+    Flush,
+    Discard,
+    WriteZeroes {
+        may_unmap: bool,
+        durability: Durability,
+    },
+    /// Nothing is done.
+    Refused(Error),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Request {
+    pub(super) kind: Kind,
+    /// In bytes, inside the disk.
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+/// What requests are judged by.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Rules {
+    pub(super) size_bytes: u64,
+    pub(super) read_only: bool,
+    /// Of a read or a write.
+    pub(super) most_bytes: u64,
+    /// Of a write that does not ask for more.
+    pub(super) durability: Durability,
+}
+
+pub(super) fn parse(descriptor: Descriptor, rules: &Rules) -> Request {
+    let (offset, bytes) =
+        (descriptor.first_sector.checked_mul(SECTOR_BYTES), u64::from(descriptor.sectors) * SECTOR_BYTES);
+    let durability = match descriptor.operation & FUA {
+        0 => rules.durability,
+        _ => Durability::Synchronous,
+    };
+    let may_unmap = descriptor.operation & NO_UNMAP == 0;
+    let kind = match descriptor.operation & 0xff {
+        operation::READ => Kind::Read,
+        operation::WRITE => Kind::Write(durability),
+        operation::FLUSH => return Request { kind: Kind::Flush, offset: 0, bytes: 0 },
+        operation::DISCARD => Kind::Discard,
+        operation::WRITE_ZEROES => Kind::WriteZeroes { may_unmap, durability },
+        _ => return refused(Error::UNSUPPORTED),
+    };
+    let moves_data = matches!(kind, Kind::Read | Kind::Write(_));
+    if bytes == 0 || moves_data && bytes > rules.most_bytes {
+        return refused(Error::INVALID);
+    }
+    if rules.read_only && kind != Kind::Read {
+        return refused(Error::NOT_PERMITTED);
+    }
+    let inside = |offset: &u64| offset.checked_add(bytes).is_some_and(|end| end <= rules.size_bytes);
+    match offset.filter(inside) {
+        Some(offset) => Request { kind, offset, bytes },
+        // The image is shorter than the device says.
+        None => refused(Error::IO),
+    }
+}
+
+fn refused(error: Error) -> Request {
+    Request { kind: Kind::Refused(error), offset: 0, bytes: 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RULES: Rules =
+        Rules { size_bytes: 1 << 20, read_only: false, most_bytes: 4096, durability: Durability::Cached };
+
+    fn kind(operation: u32, first: u64, sectors: u32) -> Kind {
+        parse(Descriptor::new(operation, first, sectors), &RULES).kind
+    }
+
+    #[test]
+    fn each_operation_is_what_the_header_says() {
+        assert_eq!(kind(0, 0, 8), Kind::Read);
+        assert_eq!(kind(1, 2047, 1), Kind::Write(Durability::Cached));
+        assert_eq!(kind(1 | FUA, 0, 1), Kind::Write(Durability::Synchronous));
+        assert_eq!(kind(2, u64::MAX, u32::MAX), Kind::Flush);
+        assert_eq!(kind(3, 0, 2048), Kind::Discard);
+        let zeroes = |may_unmap| Kind::WriteZeroes { may_unmap, durability: Durability::Cached };
+        assert_eq!((kind(5, 0, 2048), kind(5 | NO_UNMAP, 0, 2048)), (zeroes(true), zeroes(false)));
+        let request = parse(Descriptor::new(1 << 8, 3, 2), &RULES);
+        assert_eq!((request.kind, request.offset, request.bytes), (Kind::Read, 1536, 1024));
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        for (operation, first, sectors, error) in [
+            (4, 0, 1, Error::UNSUPPORTED),
+            (18, 0, 1, Error::UNSUPPORTED),
+            (0, 0, 0, Error::INVALID),
+            (1, 0, 9, Error::INVALID),
+            (0, 2048, 1, Error::IO),
+            (0, 2047, 2, Error::IO),
+            (3, u64::MAX, 1, Error::IO),
+            (3, u64::MAX / 512, u32::MAX, Error::IO),
+        ] {
+            assert_eq!(
+                kind(operation, first, sectors),
+                Kind::Refused(error),
+                "{operation} {first} {sectors}"
+            );
+        }
+        let rules = Rules { read_only: true, ..RULES };
+        for operation in [1, 3, 5] {
+            let request = parse(Descriptor::new(operation, 0, 1), &rules);
+            assert_eq!(request.kind, Kind::Refused(Error::NOT_PERMITTED));
+        }
+        assert_eq!(parse(Descriptor::new(0, 0, 1), &rules).kind, Kind::Read);
+    }
+}

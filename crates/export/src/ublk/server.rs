@@ -1,0 +1,347 @@
+//! A device at work: its queues, each on one worker, from its start to its end.
+//!
+//! It ends when it is told to, or when somebody has removed it from outside. Who serves it is told
+//! by [`Server::over`].
+
+use std::{
+    io,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{
+            AtomicBool, AtomicU64, AtomicUsize,
+            Ordering::{Relaxed, SeqCst},
+        },
+    },
+};
+
+use async_channel::{Receiver, Sender};
+use event_listener::Event;
+
+use super::{
+    Export, Refused,
+    channel::Channel,
+    device::{Device, Parting},
+    node::{Node, kernel},
+    queue::Queue,
+    request::SECTOR_BYTES,
+};
+use crate::race::{First, first};
+use block::{
+    memory::{Budget, NotEnough},
+    reactor::{
+        self, Worker,
+        op::Fd,
+        ublk::{self, Info},
+    },
+};
+
+/// What a device did so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Queues that are served.
+    pub queues: usize,
+    /// Requests that were taken.
+    pub requests: u64,
+    /// Of these, how many are being carried out.
+    pub in_flight: u64,
+    /// Another process had it before.
+    pub is_taken_over: bool,
+    /// It outlives this process, and waits for the next.
+    pub survives: bool,
+    /// Bytes that the kernel was lent for the data of requests.
+    pub lent_bytes: u64,
+}
+
+/// A block device.
+#[derive(Debug)]
+pub struct Server {
+    device: Arc<Device>,
+    node: Node,
+    queues: AtomicUsize,
+    is_over: AtomicBool,
+    /// It stops, it is over, or the disk has another length.
+    changed: Event,
+    resizes: AtomicU64,
+    lent: Lent,
+}
+
+/// Memory that is set aside until this is dropped.
+#[derive(Debug)]
+struct Lent(u64);
+
+impl Lent {
+    const WHAT: &'static str = "memory that the kernel is lent for a block device";
+
+    fn of(info: &Info) -> Result<Self, NotEnough> {
+        let bytes = u64::from(info.queues) * u64::from(info.depth) * u64::from(info.most_bytes);
+        Budget::process().reserve(Self::WHAT, 0, bytes)?;
+        Ok(Self(bytes))
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        // Less can always be had.
+        let _ = Budget::process().reserve(Self::WHAT, self.0, 0);
+    }
+}
+
+impl Server {
+    /// Makes a device for a disk, or takes over the one that an earlier process has left with its
+    /// image; it is there when this returns. Queues run on these workers, one after the other.
+    ///
+    /// # Errors
+    /// [`Refused`]. A device that was left stays.
+    pub async fn open(export: Export, workers: &[Worker]) -> Result<Arc<Self>, Refused> {
+        let of_node = export.clone();
+        let node = reactor::blocking(move || Node::open(&of_node)).await?;
+        let lent = match Lent::of(&node.info) {
+            Ok(lent) => lent,
+            Err(error) => {
+                give_up(node).await;
+                return Err(error.into());
+            }
+        };
+        let device = Arc::new(Device::new(&export, &node.info, &node.params));
+        let server = Arc::new(Self {
+            device,
+            node,
+            queues: AtomicUsize::new(0),
+            is_over: AtomicBool::new(false),
+            changed: Event::new(),
+            resizes: AtomicU64::new(0),
+            lent,
+        });
+        let (ending, ended) = async_channel::unbounded();
+        if let Err(error) = server.start(workers, ending).await {
+            if server.node.is_taken_over {
+                server.device.part(Parting::Leave);
+            } else {
+                server.device.part(Parting::Stop);
+                server.in_node(|node| node.stop()).await;
+                server.until_ended(&ended).await;
+                server.in_node(|node| node.delete()).await;
+            }
+            return Err(error);
+        }
+        server.welcome(&export);
+        reactor::spawn(Arc::clone(&server).attend(ended));
+        Ok(server)
+    }
+
+    /// N of `/dev/ublkbN`.
+    pub fn number(&self) -> u32 {
+        self.node.info.number
+    }
+
+    /// The block device.
+    pub fn path(&self) -> PathBuf {
+        self.node.path()
+    }
+
+    /// Waits until there is no such device any more, or it is left to another process.
+    pub async fn over(self: Arc<Self>) -> io::Result<()> {
+        self.wait_while(|server| server.connections() > 0).await;
+        Ok(())
+    }
+
+    /// 1 while the device is there.
+    pub fn connections(&self) -> usize {
+        usize::from(!self.is_over.load(SeqCst))
+    }
+
+    /// A device is used from its start on.
+    pub fn has_served(&self) -> bool {
+        true
+    }
+
+    /// What it did so far.
+    pub fn statistics(&self) -> Statistics {
+        Statistics {
+            queues: self.queues.load(Relaxed),
+            requests: self.device.requests.load(Relaxed),
+            in_flight: self.device.in_flight.load(Relaxed),
+            is_taken_over: self.node.is_taken_over,
+            survives: self.survives(),
+            lent_bytes: self.lent.0,
+        }
+    }
+
+    /// Whether it outlives this process.
+    pub fn survives(&self) -> bool {
+        self.node.info.features & ublk::feature::USER_RECOVERY != 0
+    }
+
+    /// The disk may have another length: tells the kernel.
+    pub fn look_at_size(&self) {
+        self.resizes.fetch_add(1, SeqCst);
+        self.changed.notify(usize::MAX);
+    }
+
+    /// Takes the device away, whoever uses it: what the kernel has asked is done, what it asks from
+    /// now on fails.
+    pub fn close(&self) {
+        if !self.device.parts(Parting::Leave) {
+            self.device.part(Parting::Stop);
+            self.changed.notify(usize::MAX);
+        }
+    }
+
+    /// Leaves the device to a later process, as far as it can be left, when this one ends: its
+    /// users wait. No request is begun any more.
+    pub fn leave(&self) {
+        if self.survives() { self.device.part(Parting::Leave) } else { self.close() }
+    }
+
+    /// Waits until `busy` is false: it is asked now, and whenever something has changed.
+    pub async fn wait_while(&self, busy: impl Fn(&Self) -> bool) {
+        loop {
+            let changed = self.changed.listen();
+            if !busy(self) {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    /// Has every queue fetch, and then the device begin.
+    async fn start(self: &Arc<Self>, workers: &[Worker], ending: Sender<()>) -> Result<(), Refused> {
+        let what = || format!("{}: its requests cannot be had", self.path().display());
+        let number = self.number();
+        let channel = reactor::blocking(move || ublk::Queue::open_device(number)).await;
+        let channel = kernel(what(), channel)?;
+        let (ready, readied) = async_channel::unbounded();
+        for number in 0..self.node.info.queues {
+            let (server, channel) = (Arc::clone(self), channel.clone());
+            let (ready, ending) = (ready.clone(), ending.clone());
+            self.queues.fetch_add(1, SeqCst);
+            let worker = &workers[usize::from(number) % workers.len()];
+            worker.spawn(move || server.serve_queue(number, channel, ready, ending));
+        }
+        drop((ready, channel));
+        let mut queues = 0;
+        while let Ok(begun) = readied.recv().await {
+            kernel(what(), begun)?;
+            queues += 1;
+            if queues == self.node.info.queues {
+                break;
+            }
+        }
+        let server = Arc::clone(self);
+        reactor::blocking(move || server.node.start()).await
+    }
+
+    async fn serve_queue(
+        self: Arc<Self>,
+        number: u16,
+        channel: Fd,
+        ready: Sender<io::Result<()>>,
+        ending: Sender<()>,
+    ) {
+        if let Err(error) = reactor::serves_writeback() {
+            tracing::debug!(export = %self.device.id, %error, "where memory is short, this thread may wait for its own device");
+        }
+        let info = &self.node.info;
+        match ublk::Queue::new(channel, info, number) {
+            Ok(queue) => {
+                let queue = Queue::new(Channel::Driver(queue), info.depth, Arc::clone(&self.device));
+                // Nobody listens if another queue has failed.
+                let _ = ready.try_send(queue.begin().await);
+                queue.serve().await;
+            }
+            Err(error) => {
+                let _ = ready.try_send(Err(error));
+            }
+        }
+        self.queues.fetch_sub(1, SeqCst);
+        let _ = ending.try_send(());
+    }
+
+    fn welcome(&self, export: &Export) {
+        let Self { device, node, .. } = self;
+        let (id, path) = (&device.id, node.path());
+        let (queues, depth) = (node.info.queues, node.info.depth);
+        if node.is_taken_over {
+            tracing::info!(export = %id, device = %path.display(), queues, depth, "took over a device that an earlier weir has left");
+            let size_bytes = export.disk.size_bytes();
+            let wanted = export.offer.params(size_bytes);
+            if wanted.attributes != node.params.attributes {
+                tracing::warn!(export = %id, "the device keeps its settings: whether it is read-only and has a write cache is as it was made");
+            }
+            if size_bytes / SECTOR_BYTES != node.params.sectors {
+                self.look_at_size();
+            }
+        } else {
+            tracing::info!(export = %id, device = %path.display(), queues, depth, "made a device");
+        }
+    }
+
+    /// To its end.
+    async fn attend(self: Arc<Self>, ended: Receiver<()>) {
+        let (mut resizes, mut is_stopped) = (0, false);
+        while self.queues.load(SeqCst) > 0 {
+            let changed = self.changed.listen();
+            if resizes != self.resizes.load(SeqCst) {
+                resizes = self.resizes.load(SeqCst);
+                self.resize().await;
+                continue;
+            }
+            if self.device.parts(Parting::Stop) && !is_stopped {
+                is_stopped = true;
+                self.in_node(|node| node.stop()).await;
+                continue;
+            }
+            if let First::One(_) = first(ended.recv(), changed).await {
+                // Without one queue, its requests would wait for ever; the kernel ends all of them,
+                // or none.
+                self.until_ended(&ended).await;
+            }
+        }
+        let path = self.path();
+        if self.device.parts(Parting::Leave) {
+            tracing::warn!(
+                export = %self.device.id, device = %path.display(),
+                "the device is in use and stays; its users wait until weir serves its image again"
+            );
+        } else {
+            self.in_node(|node| node.delete()).await;
+            tracing::info!(export = %self.device.id, device = %path.display(), "the device has gone");
+        }
+        self.is_over.store(true, SeqCst);
+        self.changed.notify(usize::MAX);
+    }
+
+    async fn until_ended(&self, ended: &Receiver<()>) {
+        while self.queues.load(SeqCst) > 0 {
+            let Ok(()) = ended.recv().await else { return };
+        }
+    }
+
+    async fn resize(self: &Arc<Self>) {
+        let size_bytes = self.device.disk().size_bytes();
+        if self.node.can_resize() {
+            self.in_node(move |node| node.resize(size_bytes)).await;
+        } else {
+            tracing::warn!(
+                export = %self.device.id, device = %self.path().display(), size_bytes,
+                "this kernel's devices keep their length; it shows the new one when it is made again (Linux 6.16 can do it at once)"
+            );
+        }
+    }
+
+    /// Asks the driver for something, on a thread of its own; a failure is told.
+    async fn in_node(self: &Arc<Self>, ask: impl FnOnce(&Node) -> Result<(), Refused> + Send + 'static) {
+        let server = Arc::clone(self);
+        if let Err(error) = reactor::blocking(move || ask(&server.node)).await {
+            tracing::error!(export = %self.device.id, %error, "the ublk driver refuses");
+        }
+    }
+}
+
+/// A device that was not started goes; one that was left is left again.
+async fn give_up(node: Node) {
+    if !node.is_taken_over {
+        let _ = reactor::blocking(move || node.delete()).await;
+    }
+}

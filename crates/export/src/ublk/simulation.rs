@@ -1,0 +1,341 @@
+//! Simulated devices: clients that ask in any order, disks that are slow and fail, and processes
+//! that are killed, leave their device to the next, or stop it.
+//!
+//! - Every request is answered exactly once, however many processes had it in hand (`kernel`).
+//! - Reads find what the model of the disk says, and what a flush or FUA covered survives a crash.
+//! - The group's limits hold, also across processes.
+//! - A queue ends when its device stops or is left, and none of its tasks is left then.
+//!
+//! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
+//! repeats it.
+
+pub(super) mod kernel;
+#[allow(dead_code, reason = "others need more of it")]
+#[path = "../../../block/tests/simulation/model.rs"]
+mod model;
+#[path = "../../../block/tests/simulation/passed.rs"]
+mod passed;
+
+use std::{
+    cell::{Cell, RefCell},
+    rc::{Rc, Weak},
+    sync::{Arc, atomic::Ordering::SeqCst},
+};
+
+use policy::{
+    throttle::{Limit, LimitKind, Limits},
+    time::Duration,
+};
+
+use self::{
+    kernel::Kernel,
+    model::{Model, Outcome},
+    passed::Passed,
+};
+use super::{
+    channel::Channel,
+    device::{Device, Export, Offer, Parting},
+    queue::Queue,
+};
+use crate::seeds;
+use block::{
+    disk::Disk,
+    image::{Image, Raw},
+    layer::throttle::{DiskSettings, Group, GroupSettings},
+    reactor::{
+        JoinHandle, now, sim, sleep_until, spawn_joinable, timeout,
+        ublk::{Descriptor, Info},
+        yield_now,
+    },
+    storage::{
+        Storage,
+        align::Align,
+        simulated::{Behaviour, Simulated},
+    },
+};
+
+const FOREVER: Duration = Duration::from_secs(24 * 3600);
+const BLOCK: usize = 512;
+const DISK_BYTES: usize = 128 * BLOCK;
+const MOST_SECTORS: usize = 16;
+/// Requests are merged up to here, in bytes.
+const LONGEST_REQUEST: u64 = 256 << 10;
+
+/// What has happened, over all seeds: a simulation in which nothing happens shows nothing.
+#[derive(Clone, Copy, Debug, Default)]
+struct Tally {
+    answered: u64,
+    failed: u64,
+    flushed: u64,
+    kills: u64,
+    leaves: u64,
+    reissued: u64,
+    merged: u64,
+    waited: u64,
+}
+
+#[test]
+fn devices_are_served_whatever_becomes_of_the_process() {
+    let tally = Rc::new(Cell::new(Tally::default()));
+    let name = "devices_are_served_whatever_becomes_of_the_process";
+    let seeds = seeds::for_each("--lib", name, 600, |seed| sim::run(seed, run(Rc::clone(&tally))));
+    let all = tally.get();
+    if seeds >= 100 {
+        let happened = [
+            all.answered / 10,
+            all.failed,
+            all.flushed,
+            all.kills,
+            all.leaves,
+            all.reissued,
+            all.merged,
+            all.waited,
+        ];
+        assert!(happened.iter().all(|&count| count > seeds / 10), "too little happened: {all:?}");
+    }
+}
+
+fn chance(percent: u32) -> bool {
+    sim::random(|random| random.u32(..100)) < percent
+}
+
+/// Short times as likely as longer ones, up to so many.
+async fn some_time(most: Duration) {
+    let share = sim::random(|random| 10_f64.powf(-4.0 * random.f64()));
+    sleep_until(now() + Duration::from_nanos((most.as_nanos() as f64 * share) as u64)).await;
+}
+
+fn draw_limits() -> Limits {
+    let mut limits = Limits::default();
+    let mut draw = |kind: LimitKind, least: f64| {
+        *limits.limit_mut(kind) = sim::random(|random| {
+            let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
+            let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..5) };
+            Limit { rate, burst_rate, burst_length_s: 1 }
+        });
+    };
+    if chance(30) {
+        draw(LimitKind::IopsTotal, 100.0);
+    }
+    if chance(30) {
+        draw(LimitKind::BpsTotal, 200_000.0);
+    }
+    limits
+}
+
+async fn run(tally: Rc<Cell<Tally>>) {
+    let settings = GroupSettings { limits: draw_limits(), ..GroupSettings::default() };
+    let group = Group::new("group", settings, None).expect("drawn valid");
+    let may_fail = chance(30);
+    let behaviour = Behaviour {
+        block_bytes: BLOCK,
+        latency: Duration::from_micros(sim::random(|random| random.u64(..2000))),
+        error_probability: if may_fail { sim::random(fastrand::Rng::f64) / 8.0 } else { 0.0 },
+    };
+    let content: Vec<u8> = sim::random(|random| (0..DISK_BYTES).map(|_| random.u8(..)).collect());
+    let storage = Simulated::new(content.clone(), behaviour);
+    let image = Image::Raw(Raw::new(Storage::Simulated(Align::new(storage.clone()))));
+    let disk = Disk::new("disk", image, DiskSettings::default(), Some(&group)).expect("no reservation");
+    let (write_cache, depth) = (chance(80), sim::random(|random| random.u16(1..=12)));
+    let most_bytes = (MOST_SECTORS * BLOCK) as u32;
+    let offer = Offer { write_cache, depth, most_bytes, ..Offer::default() };
+    let export = Export { id: "device".into(), disk: Arc::new(disk), offer };
+    let world = Rc::new(World {
+        kernel: Kernel::new(depth, most_bytes as usize),
+        model: RefCell::new(Model::new(content, BLOCK)),
+        passed: RefCell::new(Passed::new(&group, LONGEST_REQUEST)),
+        export,
+        may_fail,
+        tally,
+    });
+    let clients: Vec<_> = (0..sim::random(|random| random.usize(1..=12)))
+        .map(|_| spawn_joinable(Rc::clone(&world).ask()))
+        .collect();
+    let all_asked = Rc::new(Cell::new(false));
+    let processes = spawn_joinable(Rc::clone(&world).processes(Rc::clone(&all_asked)));
+    for client in clients {
+        timeout(FOREVER, client).await.expect("every request is answered within a day of virtual time");
+    }
+    all_asked.set(true);
+    timeout(FOREVER, processes).await.expect("a device that stops has an end");
+    world.passed.borrow().check();
+    world.model.borrow_mut().crash(storage.crash());
+    let stats = group.stats();
+    world.count(|all| {
+        all.waited += stats.reads.throttled + stats.writes.throttled;
+        all.merged += world.export.disk.totals().merged_requests;
+        all.reissued += world.kernel.reissued();
+    });
+}
+
+/// One device, over all its processes.
+struct World {
+    kernel: Kernel,
+    model: RefCell<Model>,
+    passed: RefCell<Passed>,
+    export: Export,
+    may_fail: bool,
+    tally: Rc<Cell<Tally>>,
+}
+
+/// A process that serves.
+struct Process {
+    device: Arc<Device>,
+    serving: JoinHandle<()>,
+    /// Gone when all of its tasks are.
+    queue: Weak<Queue>,
+}
+
+impl World {
+    fn count(&self, change: impl FnOnce(&mut Tally)) {
+        let mut all = self.tally.get();
+        change(&mut all);
+        self.tally.set(all);
+    }
+
+    /// One after the other, and the last stops the device.
+    async fn processes(self: Rc<Self>, all_asked: Rc<Cell<bool>>) {
+        for _ in 0..sim::random(|random| random.usize(..6)) {
+            let process = self.begin();
+            some_time(Duration::from_millis(50)).await;
+            self.end(process).await;
+            if chance(50) {
+                some_time(Duration::from_millis(20)).await;
+            }
+        }
+        let process = self.begin();
+        while !all_asked.get() {
+            self.passed.borrow_mut().look();
+            sleep_until(now() + Duration::from_millis(10)).await;
+        }
+        self.kernel.stop();
+        timeout(FOREVER, process.serving).await.expect("it ends with its device");
+        self.all_gone(&process.queue).await;
+        assert_eq!(process.device.in_flight.load(SeqCst), 0, "requests are counted that are none");
+    }
+
+    fn begin(&self) -> Process {
+        let Export { offer, .. } = &self.export;
+        let info = Info::new(1, offer.depth, offer.most_bytes);
+        let device = Arc::new(Device::new(&self.export, &info, &offer.params(DISK_BYTES as u64)));
+        let channel = Channel::Simulated(self.kernel.channel());
+        let queue = Queue::new(channel, offer.depth, Arc::clone(&device));
+        let weak = Rc::downgrade(&queue);
+        let serving = spawn_joinable(async move {
+            queue.begin().await.expect("the kernel gives requests");
+            queue.serve().await;
+        });
+        Process { device, serving, queue: weak }
+    }
+
+    async fn end(&self, process: Process) {
+        let Process { device, serving, queue } = process;
+        if chance(50) {
+            self.count(|all| all.leaves += 1);
+            device.part(Parting::Leave);
+            timeout(FOREVER, serving).await.expect("it leaves its device");
+            assert_eq!(device.in_flight.load(SeqCst), 0, "requests are counted that are none");
+            self.kernel.end_process();
+        } else {
+            self.count(|all| all.kills += 1);
+            self.kernel.end_process();
+            // What it has asked of the disk ends, or else it would write behind the back of the
+            // next: a file is locked until then.
+            timeout(FOREVER, serving).await.expect("what it has begun ends");
+        }
+        self.all_gone(&queue).await;
+    }
+
+    async fn all_gone(&self, queue: &Weak<Queue>) {
+        for _ in 0..1000 {
+            if queue.strong_count() == 0 {
+                return;
+            }
+            yield_now().await;
+        }
+        panic!("tasks of a queue that has ended");
+    }
+
+    /// One client: one request after the other.
+    async fn ask(self: Rc<Self>) {
+        for _ in 0..sim::random(|random| random.usize(..40)) {
+            self.ask_one().await;
+            self.passed.borrow_mut().look();
+            if chance(50) {
+                some_time(Duration::from_millis(5)).await;
+            }
+        }
+    }
+
+    async fn ask_one(&self) {
+        const FUA: u32 = 1 << 13;
+        let (first, sectors) = sim::random(|random| {
+            let sectors = random.usize(1..=MOST_SECTORS);
+            (random.usize(..=DISK_BYTES / BLOCK - sectors), sectors)
+        });
+        let range = first * BLOCK..(first + sectors) * BLOCK;
+        let descriptor = |operation| Descriptor::new(operation, first as u64, sectors as u32);
+        match sim::random(|random| random.u8(..12)) {
+            0..4 => {
+                let began = self.model.borrow_mut().begin();
+                let (result, found) = self.kernel.ask(descriptor(0), Vec::new(), range.len()).await;
+                if self.succeeded(result, range.len()) {
+                    self.model.borrow().check_read(began, range.start, &found);
+                }
+            }
+            4..8 => {
+                let fua = chance(20);
+                let (number, data) = self.model.borrow_mut().begin_write(range.clone());
+                let operation = if fua { 1 | FUA } else { 1 };
+                let (result, _) = self.kernel.ask(descriptor(operation), data, 0).await;
+                let succeeded = self.succeeded(result, range.len());
+                self.changed(number, succeeded, fua);
+            }
+            8 => {
+                let number = self.model.borrow_mut().begin_zeroes(range.clone());
+                let (result, _) = self.kernel.ask(descriptor(5), Vec::new(), 0).await;
+                let succeeded = self.succeeded(result, range.len());
+                self.changed(number, succeeded, false);
+            }
+            9 => {
+                let number = self.model.borrow_mut().begin_zeroes(range.clone());
+                let (result, _) = self.kernel.ask(descriptor(3), Vec::new(), 0).await;
+                self.succeeded(result, range.len());
+                self.model.borrow_mut().end_change(number, Outcome::Open);
+            }
+            10 => {
+                let began = self.model.borrow_mut().begin();
+                let (result, _) = self.kernel.ask(Descriptor::new(2, 0, 0), Vec::new(), 0).await;
+                if self.succeeded(result, 0) {
+                    self.model.borrow_mut().end_flush(began);
+                    self.count(|all| all.flushed += 1);
+                }
+            }
+            _ => {
+                let behind = Descriptor::new(1, (DISK_BYTES / BLOCK) as u64, 1);
+                let (result, _) = self.kernel.ask(behind, vec![1; BLOCK], 0).await;
+                assert_eq!(result, -libc::EIO, "a write behind the end");
+            }
+        }
+    }
+
+    fn changed(&self, number: usize, succeeded: bool, fua: bool) {
+        let outcome = match succeeded {
+            false => Outcome::Open,
+            true if fua || !self.export.offer.write_cache => Outcome::Durable,
+            true => Outcome::Applied,
+        };
+        self.model.borrow_mut().end_change(number, outcome);
+    }
+
+    fn succeeded(&self, result: i32, bytes: usize) -> bool {
+        self.count(|all| all.answered += 1);
+        if result < 0 {
+            assert!(self.may_fail, "it failed with {result}, and nothing may");
+            self.count(|all| all.failed += 1);
+        } else {
+            assert_eq!(result as usize, bytes, "a request was done in part");
+        }
+        result >= 0
+    }
+}

@@ -1,0 +1,252 @@
+//! The driver's twin, in memory: requests that wait, tags that are fetched or in hand, processes
+//! that come and go.
+//!
+//! It holds that each request is answered once, and that nobody answers what is not in hand.
+
+use std::{
+    cell::RefCell,
+    collections::VecDeque,
+    future::{Future, poll_fn},
+    io,
+    pin::Pin,
+    rc::Rc,
+    task::{Poll, Waker},
+};
+
+use block::{
+    guest::{Memory, Place, Region},
+    reactor::ublk::Descriptor,
+};
+
+use super::super::channel::Step;
+
+/// What a tag's next step comes to.
+pub(in super::super) type Next = Pin<Box<dyn Future<Output = io::Result<()>>>>;
+
+/// A request, until it is answered.
+struct Request {
+    descriptor: Descriptor,
+    bytes: usize,
+    /// Of a write: what the kernel copies to the process. Of a read: what it has copied from it.
+    data: Vec<u8>,
+    reads: bool,
+    result: Option<i32>,
+    waker: Option<Waker>,
+}
+
+#[derive(Default)]
+struct Tag {
+    is_fetched: bool,
+    in_hand: Option<usize>,
+    descriptor: Descriptor,
+    waker: Option<Waker>,
+}
+
+struct State {
+    requests: Vec<Request>,
+    waiting: VecDeque<usize>,
+    tags: Vec<Tag>,
+    memory: Memory,
+    most_bytes: usize,
+    /// How many processes have had it before.
+    process: usize,
+    is_stopped: bool,
+    reissued: u64,
+}
+
+/// A device with one queue.
+#[derive(Clone)]
+pub(in super::super) struct Kernel(Rc<RefCell<State>>);
+
+/// What a process has of it.
+pub(in super::super) struct Channel {
+    state: Rc<RefCell<State>>,
+    process: usize,
+    /// Its own, also when it has gone.
+    memory: Memory,
+    most_bytes: usize,
+}
+
+impl std::fmt::Debug for Channel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Channel of process {}", self.process)
+    }
+}
+
+impl Kernel {
+    pub(in super::super) fn new(depth: u16, most_bytes: usize) -> Self {
+        Self(Rc::new(RefCell::new(State {
+            requests: Vec::new(),
+            waiting: VecDeque::new(),
+            tags: (0..depth).map(|_| Tag::default()).collect(),
+            memory: lent(depth, most_bytes),
+            most_bytes,
+            process: 0,
+            is_stopped: false,
+            reissued: 0,
+        })))
+    }
+
+    pub(in super::super) fn channel(&self) -> Channel {
+        let State { process, memory, most_bytes, .. } = &*self.0.borrow();
+        Channel {
+            state: Rc::clone(&self.0),
+            process: *process,
+            memory: memory.clone(),
+            most_bytes: *most_bytes,
+        }
+    }
+
+    /// Asks for something, and says how it ended and what was read.
+    pub(in super::super) async fn ask(
+        &self,
+        descriptor: Descriptor,
+        data: Vec<u8>,
+        reads: usize,
+    ) -> (i32, Vec<u8>) {
+        let number = {
+            let state = &mut *self.0.borrow_mut();
+            let bytes = reads.max(data.len());
+            let request = Request { descriptor, bytes, data, reads: reads > 0, result: None, waker: None };
+            state.requests.push(request);
+            state.waiting.push_back(state.requests.len() - 1);
+            state.requests.len() - 1
+        };
+        self.dispatch();
+        poll_fn(|context| {
+            let request = &mut self.0.borrow_mut().requests[number];
+            let Some(result) = request.result else {
+                request.waker = Some(context.waker().clone());
+                return Poll::Pending;
+            };
+            Poll::Ready((result, std::mem::take(&mut request.data)))
+        })
+        .await
+    }
+
+    /// The process has ended, whatever it was doing: what it had in hand is given to the next.
+    pub(in super::super) fn end_process(&self) {
+        let wakers = {
+            let state = &mut *self.0.borrow_mut();
+            state.process += 1;
+            state.memory = lent(state.tags.len() as u16, state.most_bytes);
+            let mut wakers = Vec::new();
+            for tag in state.tags.iter_mut().rev() {
+                let before = std::mem::take(tag);
+                wakers.extend(before.waker);
+                if let Some(number) = before.in_hand {
+                    state.reissued += 1;
+                    state.waiting.push_front(number);
+                }
+            }
+            wakers
+        };
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// The device stops; nothing is in hand any more.
+    pub(in super::super) fn stop(&self) {
+        self.0.borrow_mut().is_stopped = true;
+        assert!(self.0.borrow().tags.iter().all(|tag| tag.in_hand.is_none()), "stopped too early");
+        self.end_process();
+    }
+
+    pub(in super::super) fn reissued(&self) -> u64 {
+        self.0.borrow().reissued
+    }
+
+    /// Gives what waits to tags that are fetched.
+    fn dispatch(&self) {
+        dispatch(&self.0);
+    }
+}
+
+fn lent(depth: u16, most_bytes: usize) -> Memory {
+    Memory::new(vec![Region::on_heap(0, 0, usize::from(depth) * most_bytes)]).expect("one region")
+}
+
+fn dispatch(state: &RefCell<State>) {
+    let mut wakers = Vec::new();
+    {
+        let state = &mut *state.borrow_mut();
+        for (index, tag) in state.tags.iter_mut().enumerate() {
+            if !tag.is_fetched || state.waiting.is_empty() {
+                continue;
+            }
+            let number = state.waiting.pop_front().expect("there is one");
+            let request = &state.requests[number];
+            (tag.is_fetched, tag.in_hand, tag.descriptor) = (false, Some(number), request.descriptor);
+            if !request.reads && !request.data.is_empty() {
+                place(&state.memory, state.most_bytes, index, request.bytes).write(0, &request.data);
+            }
+            wakers.extend(tag.waker.take());
+        }
+    }
+    wakers.into_iter().for_each(Waker::wake);
+}
+
+fn place(memory: &Memory, most_bytes: usize, tag: usize, bytes: usize) -> Place {
+    memory.place((tag * most_bytes) as u64, bytes).expect("inside")
+}
+
+impl Channel {
+    pub(in super::super) fn descriptor(&self, tag: u16) -> Descriptor {
+        self.state.borrow().tags[usize::from(tag)].descriptor
+    }
+
+    pub(in super::super) fn place(&self, tag: u16, bytes: usize) -> Place {
+        place(&self.memory, self.most_bytes, usize::from(tag), bytes)
+    }
+
+    pub(in super::super) fn step(&self, tag: u16, step: Step) -> Next {
+        let (state, process) = (Rc::clone(&self.state), self.process);
+        if let Step::Commit(result) = step {
+            self.commit(tag, result);
+        }
+        if self.is_there() {
+            self.state.borrow_mut().tags[usize::from(tag)].is_fetched = true;
+        }
+        dispatch(&self.state);
+        Box::pin(poll_fn(move |context| {
+            let state = &mut *state.borrow_mut();
+            if state.process != process {
+                return Poll::Ready(Err(io::Error::from_raw_os_error(libc::ENODEV)));
+            }
+            let tag = &mut state.tags[usize::from(tag)];
+            if tag.in_hand.is_some() {
+                return Poll::Ready(Ok(()));
+            }
+            tag.waker = Some(context.waker().clone());
+            Poll::Pending
+        }))
+    }
+
+    fn is_there(&self) -> bool {
+        let state = self.state.borrow();
+        state.process == self.process && !state.is_stopped
+    }
+
+    fn commit(&self, tag: u16, result: i32) {
+        if !self.is_there() {
+            // What a process that has gone says is not heard.
+            return;
+        }
+        let waker = {
+            let state = &mut *self.state.borrow_mut();
+            let in_hand = state.tags[usize::from(tag)].in_hand.take();
+            let number = in_hand.expect("an answer to a request that is in hand");
+            let request = &mut state.requests[number];
+            assert!(request.result.is_none(), "answered twice");
+            if request.reads && result > 0 {
+                let place = place(&state.memory, state.most_bytes, usize::from(tag), request.bytes);
+                request.data = vec![0; request.bytes];
+                place.read(0, &mut request.data);
+            }
+            request.result = Some(result);
+            request.waker.take()
+        };
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! What `weir attach` and `weir detach` are told. A disk's options are those of `weir serve`.
+
+use std::path::{PathBuf, absolute};
+
+use clap::{ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
+use daemon::serve::ServeArgs;
+use settings::Image;
+
+use super::way::Way;
+use crate::client::Target;
+
+pub(crate) const ATTACH_EXAMPLES: &str = "\
+Examples:
+  weir attach vm1.qcow2 -f qcow2 --iops-total 2000
+      Prints the device, such as /dev/ublkb0. `weir detach vm1` takes it away.
+  weir attach vm1.qcow2 -f qcow2 --mount /mnt/vm1
+      Mounts what is on the disk; the device goes when /mnt/vm1 is unmounted.
+  weir attach vm1.qcow2 -f qcow2 --group gold
+      In a group of the daemon that runs here, beside its other disks.
+  weir attach --list
+      What is attached, by whom it is used.
+  weir attach --recover
+      Goes on with what was attached when the processes behind it were killed.
+
+Of ublk, the kernel's NBD client and FUSE with a loop device it takes the first that this machine has, and tells \
+which. docs/devices.md has what each needs.";
+
+pub(crate) const DETACH_EXAMPLES: &str = "\
+Examples:
+  weir detach vm1
+  weir detach /dev/ublkb0
+      By its name, its device, or the directory where it is mounted, which is unmounted first.
+  weir detach --all
+
+A device that somebody uses stays, and the users are named. With --force it goes all the same: what they have not \
+written is lost, and what they ask for fails.";
+
+/// What `weir attach` is told.
+#[derive(Debug, Args)]
+pub(crate) struct AttachArgs {
+    /// A file, a block device, memory:SIZE or null:SIZE
+    #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>, required_unless_present_any = ["list", "recover"])]
+    pub(super) image: Option<Image>,
+    /// What the attachment and its disk are called, at most 31 letters, digits, `.`, `_` and `-`
+    /// [default: as the file, without its extension]
+    #[arg(long, value_name = "NAME")]
+    pub(super) name: Option<String>,
+    /// Print what was made as JSON
+    #[arg(long)]
+    pub(super) json: bool,
+    /// By the kernel's ublk driver, and nothing else
+    #[arg(long, conflicts_with_all = ["nbd", "fuse"])]
+    ublk: bool,
+    /// By the kernel's NBD client, and nothing else
+    #[arg(long, conflicts_with = "fuse")]
+    nbd: bool,
+    /// By FUSE, and a loop device where that may be made, and nothing else
+    #[arg(long)]
+    fuse: bool,
+    /// By a process of its own, though a daemon runs
+    #[arg(long, conflicts_with = "qmp")]
+    pub(super) alone: bool,
+    /// Wait until udev is through with the device
+    #[arg(long)]
+    pub(super) udev: bool,
+    /// Mount what is on the disk at this directory; unmounting it detaches the disk
+    #[arg(long, value_name = "DIR")]
+    pub(super) mount: Option<PathBuf>,
+    /// The file system's type [default: what is found on the disk]
+    #[arg(long, value_name = "TYPE", requires = "mount")]
+    pub(super) fstype: Option<String>,
+    /// Options of mount(8), separated by commas
+    #[arg(short = 'o', long, value_name = "OPTIONS", requires = "mount")]
+    pub(super) mount_options: Option<String>,
+    /// Show what is attached
+    #[arg(long, conflicts_with_all = ["image", "recover"])]
+    pub(super) list: bool,
+    /// Go on with what was attached when the processes behind it were killed
+    #[arg(long, conflicts_with = "image")]
+    pub(super) recover: bool,
+    /// The daemon's control socket [default: $WEIR_QMP, else unix:/run/weir/qmp.sock; without a
+    /// daemon there, a process of its own]
+    #[arg(long, value_name = "unix:PATH")]
+    pub(super) qmp: Option<Target>,
+    #[command(flatten)]
+    pub(super) disk: DiskOptions,
+}
+
+impl AttachArgs {
+    /// The one that was asked for.
+    pub(super) fn way(&self) -> Option<Way> {
+        let asked = [(self.ublk, Way::Ublk), (self.nbd, Way::Nbd), (self.fuse, Way::Fuse)];
+        asked.into_iter().find_map(|(asked, way)| asked.then_some(way))
+    }
+}
+
+/// What `weir detach` is told.
+#[derive(Debug, Args)]
+pub(crate) struct DetachArgs {
+    /// A name, a device, a file or a directory where one is mounted
+    #[arg(value_name = "DEVICE|NAME", required_unless_present = "all")]
+    pub(super) what: Vec<PathBuf>,
+    /// All that is attached
+    #[arg(long, conflicts_with = "what")]
+    pub(super) all: bool,
+    /// Take it away from whoever uses it
+    #[arg(long)]
+    pub(super) force: bool,
+    /// The daemon's control socket, for devices that `weir serve` made [default: $WEIR_QMP, else
+    /// unix:/run/weir/qmp.sock]
+    #[arg(long, value_name = "unix:PATH")]
+    pub(super) qmp: Option<Target>,
+}
+
+/// Options of `weir serve` about a disk, as they were written.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct DiskOptions(Vec<(String, Option<String>)>);
+
+/// Those that are not about a disk, or are said otherwise here.
+const OTHERS: [&str; 7] = ["Network", "TLS", "Process", "Logging", "Devices to imitate", "config", "images"];
+
+impl DiskOptions {
+    fn arguments() -> Vec<clap::Arg> {
+        let serve = ServeArgs::augment_args(Command::new("serve"));
+        let is_of_disk = |argument: &&clap::Arg| {
+            let id = argument.get_id().as_str();
+            let of = argument.get_help_heading().unwrap_or(id);
+            !OTHERS.contains(&of) && !OTHERS.contains(&id) && id != "name" && id != "secret_fd"
+        };
+        // Here `-o` is mount's.
+        let plain = |argument: &clap::Arg| {
+            let plain = argument.clone().conflicts_with(Resettable::Reset);
+            if plain.get_short() == Some('o') { plain.short(Resettable::Reset) } else { plain }
+        };
+        serve.get_arguments().filter(is_of_disk).map(plain).collect()
+    }
+
+    pub(super) fn with_whole_paths(&self) -> Vec<(String, Option<String>)> {
+        let whole = |(name, value): &(String, Option<String>)| {
+            let path = value.as_ref().filter(|_| name == "secret-file");
+            let path = path.and_then(|path| absolute(path).ok()?.into_os_string().into_string().ok());
+            (name.clone(), path.or_else(|| value.clone()))
+        };
+        self.0.iter().map(whole).collect()
+    }
+}
+
+impl Args for DiskOptions {
+    fn augment_args(command: Command) -> Command {
+        command.args(Self::arguments())
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for DiskOptions {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut said = Vec::new();
+        for argument in Self::arguments() {
+            let (id, Some(long)) = (argument.get_id().as_str(), argument.get_long()) else { continue };
+            if matches.value_source(id) != Some(ValueSource::CommandLine) {
+                continue;
+            }
+            if !argument.get_action().takes_values() {
+                said.push((long.to_owned(), None));
+                continue;
+            }
+            // Each was judged by its parser, which takes UTF-8 alone but for paths.
+            let values = matches.get_raw(id).into_iter().flatten();
+            said.extend(values.map(|value| (long.to_owned(), Some(value.to_string_lossy().into_owned()))));
+        }
+        Ok(Self(said))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,88 @@
+//! `weir detach`: looks who uses a device, unmounts what was mounted for it, and has it let go.
+
+use std::path::{Path, absolute};
+
+use anyhow::{anyhow, bail};
+use console::{Failure, say};
+use daemon::users::Users;
+use serde_json::json;
+
+use super::{Attached, DetachArgs, find, host, keeper, place::Place, server};
+use crate::client::{Client, Target};
+
+pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
+    let DetachArgs { what, all, force, qmp } = arguments;
+    let mut failed = false;
+    let mut done = |name: &Path, result: anyhow::Result<()>| {
+        if let Err(error) = result {
+            failed = true;
+            say(&format!("{}: {error:#}", name.display()));
+        }
+    };
+    if all {
+        for place in Place::all()? {
+            match place.attached() {
+                Some(attached) => done(Path::new(&attached.name), detach(&place, &attached, force)),
+                None if place.is_deserted()? => {
+                    keeper::clear(&place);
+                    place.remove();
+                }
+                None => {}
+            }
+        }
+    }
+    for what in &what {
+        done(what, match find(what)? {
+            Some((place, attached)) => detach(&place, &attached, force),
+            None => remove_export(what, force, qmp.clone()),
+        });
+    }
+    if failed { Err(Failure::Found(1)) } else { Ok(()) }
+}
+
+/// Waits until everything of it has gone.
+pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow::Result<()> {
+    let Attached { device, mount, .. } = attached;
+    let mut users = Users::of(device).with_processes();
+    users.mounts.retain(|point| Some(point) != mount.as_ref());
+    if !users.is_empty() && !force {
+        bail!("in use: {users} (end that, or detach it with --force: what is not written yet is lost)");
+    }
+    if let Some(directory) = mount
+        && Users::of(device).mounts.contains(directory)
+    {
+        let unmounted = host::unmount(directory);
+        if let (Err(error), false) = (unmounted, force) {
+            bail!("{error:#} (`fuser -vm {}` names who is in it)", directory.display());
+        }
+    }
+    if attached.file.is_some() {
+        // The keeper may have been faster.
+        let _ = host::remove_loop(device);
+    }
+    server::let_go(attached)?;
+    if place.is_deserted()? {
+        keeper::clear(place);
+        place.remove();
+    }
+    place.wait()
+}
+
+/// Of a device that `weir serve` made itself, which nobody keeps.
+fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
+    let unknown = || anyhow!("nothing is attached under this name (`weir attach --list` shows what is)");
+    let target = Target::choose(qmp).map_err(anyhow::Error::msg)?;
+    let Ok(mut client) = Client::connect(&target) else { return Err(unknown()) };
+    let (_, report) = client.status()?;
+    let whole = absolute(what)?;
+    let is_meant = |device: &str| Path::new(device) == whole;
+    let export = report.exports.into_iter().find(|export| {
+        let named = export.id.as_str() == what.as_os_str() && export.device.is_some();
+        named || export.device.as_deref().is_some_and(is_meant)
+    });
+    let export = export.ok_or_else(unknown)?;
+    let watch = Client::connect(&target)?;
+    let mode = if force { "hard" } else { "safe" };
+    client.execute("block-export-del", json!({ "id": export.id, "mode": mode }))?;
+    Ok(watch.await_export_end(&export.id)?)
+}

@@ -1,0 +1,260 @@
+//! The keeper of one attachment: makes it step by step, answers whoever asked, and stays in the
+//! background until it ends.
+//!
+//! ```text
+//!   place ─► server ─► device ─► loop device ─► udev ─► mount ─► written down ─► answer ─► wait
+//! ```
+//!
+//! What fails is undone from there backwards, and so is everything if nobody takes the answer. A
+//! server of its own that is killed is started again: the device has waited.
+
+use std::{
+    fs::File,
+    io::{self, Write as _, stdout},
+    os::fd::AsFd as _,
+    path::{Path, PathBuf},
+    process,
+    sync::mpsc::{Receiver, Sender, channel},
+    thread::{self, JoinHandle},
+};
+
+use anyhow::Context as _;
+use console::Failure;
+use daemon::users::Users;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::{
+    Attached, Outcome, Wanted, host,
+    place::{Kept, Place},
+    server::{self, Event},
+    way::Way,
+};
+
+/// The hidden command that a keeper is started by.
+pub(super) const COMMAND: &str = "attach-keeper";
+
+/// Reads what is wanted from standard input, and answers on standard output.
+pub(crate) fn run() -> Result<(), Failure> {
+    // The terminal's signals are not for it.
+    let _ = nix::unistd::setsid();
+    let wanted: Wanted = serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;
+    let mut made = Made::default();
+    let outcome = made.attach(&wanted);
+    let answer = match &outcome {
+        Ok(attached) => Outcome::Attached(Box::new(attached.clone())),
+        Err(error) => Outcome::Failed(format!("{error:#}")),
+    };
+    let told = serde_json::to_string(&answer).map_err(io::Error::from);
+    let told = told.and_then(|line| writeln!(stdout(), "{line}"));
+    match outcome {
+        Ok(attached) if told.is_ok() || made.is_known => made.keep(&wanted, &attached),
+        // What an earlier keeper has left is left again.
+        Err(_) if made.is_known => {}
+        // Or who asked has gone, and nobody knows of it.
+        _ => made.undo(),
+    }
+    Ok(())
+}
+
+/// What there is so far.
+struct Made {
+    /// An earlier keeper had it.
+    is_known: bool,
+    kept: Option<(Place, Kept)>,
+    server: Option<Attached>,
+    /// Ends with a server of its own.
+    process: Option<JoinHandle<()>>,
+    fuse: Option<PathBuf>,
+    loop_device: Option<PathBuf>,
+    mounted: Option<PathBuf>,
+    events: (Sender<Event>, Receiver<Event>),
+}
+
+impl Default for Made {
+    fn default() -> Self {
+        let (kept, server, process, fuse, loop_device, mounted) = Default::default();
+        Self { is_known: false, kept, server, process, fuse, loop_device, mounted, events: channel() }
+    }
+}
+
+impl Made {
+    fn attach(&mut self, wanted: &Wanted) -> anyhow::Result<Attached> {
+        let kept = Place::take(wanted, clear)?;
+        let place = kept.0.clone();
+        self.kept = Some(kept);
+        if wanted.daemon.is_none() {
+            server::listen(&place, self.events.0.clone())?;
+        }
+        let before = place.attached();
+        let qmp = wanted.daemon.clone().unwrap_or_else(|| server::own_qmp(&place));
+        let mut attached = Attached {
+            name: wanted.name.clone(),
+            image: wanted.image.clone(),
+            way: wanted.way,
+            device: PathBuf::new(),
+            file: None,
+            mount: None,
+            export: wanted.name.clone(),
+            qmp,
+            daemon: wanted.daemon.is_some(),
+            keeper: process::id(),
+        };
+        self.server = Some(attached.clone());
+        if wanted.way == Way::Fuse {
+            self.fuse = Some(server::fuse_file(&place));
+        }
+        self.is_known = before.is_some();
+        let is_served = before.as_ref().is_some_and(|before| server::adopt(before, &self.events.0));
+        if !is_served {
+            if wanted.way == Way::Fuse {
+                // It died with its server.
+                clear(&place);
+            }
+            let number = before.as_ref().and_then(|before| number_of(&before.device));
+            self.serve(&Wanted { number: number.or(wanted.number), ..wanted.clone() }, &place)?;
+        }
+        attached.device = server::device(&attached.qmp, &attached.export)?;
+        if wanted.way == Way::Fuse && host::may_make_loops() {
+            let device = match before.filter(|_| is_served) {
+                Some(before) => before.device,
+                None => host::make_loop(&attached.device, wanted.is_read_only())?,
+            };
+            self.loop_device = Some(device.clone());
+            attached.file = Some(std::mem::replace(&mut attached.device, device));
+        }
+        if wanted.udev && attached.device.starts_with("/dev") {
+            host::settle(&attached.device)?;
+        }
+        if let Some(mount) = &wanted.mount {
+            let is_there = Users::of(&attached.device).mounts.contains(&mount.directory);
+            if !is_there {
+                host::mount(&attached.device, mount, wanted.is_read_only())
+                    .with_context(|| format!("{}", mount.directory.display()))?;
+            }
+            self.mounted = Some(mount.directory.clone());
+            attached.mount = Some(mount.directory.clone());
+        }
+        place.set_attached(&attached)?;
+        self.server = Some(attached.clone());
+        Ok(attached)
+    }
+
+    fn serve(&mut self, wanted: &Wanted, place: &Place) -> anyhow::Result<()> {
+        let (events, heard) = &self.events;
+        match &wanted.daemon {
+            Some(qmp) => server::add(wanted, place, qmp, events)?,
+            None => self.process = Some(server::start(wanted, place, (events, heard))?),
+        }
+        Ok(())
+    }
+
+    /// Until the device has gone, or is to go.
+    fn keep(mut self, wanted: &Wanted, attached: &Attached) {
+        if let Some(directory) = &self.mounted {
+            watch_mount(&attached.device, directory, self.events.0.clone());
+        }
+        while let Ok(event) = self.events.1.recv() {
+            match event {
+                Event::Ready => {}
+                // Somebody else may have it open, and then it stays until it is detached.
+                Event::Unmounted => {
+                    self.mounted = None;
+                    if Users::of(&attached.device).with_processes().is_empty() {
+                        break;
+                    }
+                }
+                // The device has gone, or has been left for who comes next.
+                Event::Ended { orderly: true } if !self.is_left(attached) => break,
+                Event::Ended { .. } if attached.way == Way::Fuse => break,
+                Event::Ended { orderly } => {
+                    let Some((place, _)) = &self.kept else { break };
+                    let place = place.clone();
+                    let again = Wanted { number: number_of(&attached.device), ..wanted.clone() };
+                    let may = !orderly && wanted.daemon.is_none();
+                    if !may || self.serve(&again, &place).is_err() {
+                        // The device waits, and what is written down is what to go on with.
+                        return;
+                    }
+                }
+            }
+        }
+        self.undo();
+    }
+
+    /// Whether the server has ended, and not the device.
+    fn is_left(&self, attached: &Attached) -> bool {
+        attached.way != Way::Fuse
+            && server::device(&attached.qmp, &attached.export).is_err()
+            && !Users::of(&attached.device).is_empty()
+    }
+
+    fn undo(&mut self) {
+        if let Some(directory) = self.mounted.take() {
+            let _ = host::unmount(&directory);
+        }
+        if let Some(device) = self.loop_device.take() {
+            let _ = host::remove_loop(&device);
+        }
+        let Some((place, kept)) = self.kept.take() else { return };
+        if let Some(server) = self.server.take() {
+            let _ = server::let_go(&server);
+        }
+        if let Some(process) = self.process.take() {
+            // Its image is closed by then.
+            let _ = process.join();
+        }
+        if let Some(file) = self.fuse.take() {
+            host::unmount_fuse(&file);
+        }
+        place.remove();
+        drop(kept);
+    }
+}
+
+/// What a keeper that was killed half way has left in a place.
+pub(super) fn clear(place: &Place) {
+    let Some(wanted) = place.wanted() else { return };
+    let file = server::fuse_file(place);
+    for device in Users::of(&file).holders {
+        let _ = host::remove_loop(&Path::new("/dev").join(device));
+    }
+    let qmp = wanted.daemon.clone().unwrap_or_else(|| server::own_qmp(place));
+    let _ = server::let_go(&Attached {
+        name: wanted.name.clone(),
+        image: wanted.image,
+        way: wanted.way,
+        device: PathBuf::new(),
+        file: None,
+        mount: None,
+        export: wanted.name,
+        qmp,
+        daemon: wanted.daemon.is_some(),
+        keeper: 0,
+    });
+    if wanted.way == Way::Fuse {
+        host::unmount_fuse(&file);
+    }
+}
+
+/// The `N` of a device that a server is to have again.
+fn number_of(device: &Path) -> Option<u32> {
+    let name = device.file_name()?.to_str()?;
+    let digits = name.strip_prefix("ublkb").or_else(|| name.strip_prefix("nbd"))?;
+    digits.parse().ok()
+}
+
+/// Tells when a device is no longer mounted at a directory.
+fn watch_mount(device: &Path, directory: &Path, events: Sender<Event>) {
+    let (device, directory) = (device.to_owned(), directory.to_owned());
+    thread::spawn(move || {
+        // The kernel marks it as ready each time that mounts have changed (proc_pid_mountinfo(5)).
+        let Ok(mounts) = File::open("/proc/self/mountinfo") else { return };
+        while Users::of(&device).mounts.contains(&directory) {
+            let mut polled = [PollFd::new(mounts.as_fd(), PollFlags::POLLPRI | PollFlags::POLLERR)];
+            if poll(&mut polled, PollTimeout::NONE).is_err_and(|errno| errno != nix::errno::Errno::EINTR) {
+                return;
+            }
+        }
+        let _ = events.send(Event::Unmounted);
+    });
+}

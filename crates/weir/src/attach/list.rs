@@ -1,0 +1,114 @@
+//! `weir attach --list`: what is a device of this host, and who uses it.
+
+use std::{
+    io::{IsTerminal as _, stdout},
+    path::PathBuf,
+};
+
+use console::{
+    Failure, figures, print, print_json,
+    table::{Side, Table},
+};
+use daemon::users::Users;
+use serde::Serialize;
+
+use super::place::Place;
+use crate::client::{Client, Target, report::Report};
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Row {
+    name: String,
+    device: PathBuf,
+    /// How it is reached.
+    way: String,
+    image: String,
+    size: Option<u64>,
+    mounts: Vec<PathBuf>,
+    holders: Vec<String>,
+    /// The process that keeps it; none of a device that `weir serve` made, or whose keeper died.
+    pid: Option<u32>,
+    /// Whether its server answers.
+    alive: bool,
+}
+
+pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), Failure> {
+    let rows = rows(qmp)?;
+    if json {
+        return Ok(print_json(&rows)?);
+    }
+    let mut table = Table::new([
+        ("NAME", Side::Left),
+        ("DEVICE", Side::Left),
+        ("BY", Side::Left),
+        ("SIZE", Side::Right),
+        ("USED BY", Side::Left),
+        ("PID", Side::Right),
+        ("IMAGE", Side::Left),
+    ]);
+    let nothing = || "-".to_owned();
+    for Row { name, device, way, image, size, mounts, holders, pid, alive } in rows {
+        let mounts = mounts.iter().map(|point| point.display().to_string());
+        let users: Vec<_> = mounts.chain(holders).collect();
+        table.row(vec![
+            name,
+            device.display().to_string(),
+            if alive { way } else { format!("{way}, lost") },
+            size.map_or_else(nothing, |bytes| figures::bytes(bytes as f64)),
+            if users.is_empty() { nothing() } else { users.join(" ") },
+            pid.map_or_else(nothing, |pid| pid.to_string()),
+            image,
+        ]);
+    }
+    Ok(print(&table.render(stdout().is_terminal()))?)
+}
+
+fn rows(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
+    let mut rows = Vec::new();
+    for place in Place::all()? {
+        let Some(attached) = place.attached() else { continue };
+        let report = attached.qmp.parse().ok().and_then(|target| status(&target));
+        let size = report.as_ref().and_then(|report| size_of(report, &attached.name));
+        let Users { mounts, holders, .. } = Users::of(&attached.device);
+        rows.push(Row {
+            name: attached.name,
+            device: attached.device,
+            way: attached.way.name().to_owned(),
+            image: attached.image,
+            size,
+            mounts,
+            holders,
+            pid: (!place.is_deserted()?).then_some(attached.keeper),
+            alive: size.is_some(),
+        });
+    }
+    let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
+    let Some(report) = status(&target) else { return Ok(rows) };
+    for export in &report.exports {
+        let Some(device) = export.device.as_ref().map(PathBuf::from) else { continue };
+        if rows.iter().any(|row| row.name == export.id) {
+            continue;
+        }
+        let image = report.disks.iter().find(|disk| disk.name == export.disk);
+        rows.push(Row {
+            name: export.id.clone(),
+            device,
+            way: export.kind.trim_start_matches("x-").to_owned(),
+            image: image.map(|disk| disk.image.clone()).unwrap_or_default(),
+            size: size_of(&report, &export.disk),
+            mounts: export.mounts.iter().map(PathBuf::from).collect(),
+            holders: export.holders.clone(),
+            pid: None,
+            alive: true,
+        });
+    }
+    Ok(rows)
+}
+
+fn status(target: &Target) -> Option<Report> {
+    Some(Client::connect(target).ok()?.status().ok()?.1)
+}
+
+fn size_of(report: &Report, disk: &str) -> Option<u64> {
+    report.disks.iter().find(|found| found.name == disk).map(|disk| disk.size)
+}

@@ -1,0 +1,230 @@
+//! `weir attach` and `weir detach`: a disk as a block device of this host, or mounted, by one
+//! command.
+//!
+//! ```text
+//!   attach ── what is wanted ──► keeper, in the background          place: /run/weir/attached/NAME
+//!     ▲                            │  server    weir serve of its own, or a running daemon
+//!     └── the device, or why not ──┤  host      loop device, mount
+//!                                  ▼
+//!                     undoes all of it when the server ends, or DIR is unmounted
+//!   detach ── looks who uses it, unmounts, has the server let go; waits for the keeper
+//! ```
+//!
+//! Each attachment has a keeper, which alone knows how far it has come: what fails, or loses
+//! whoever asked for it, is undone by it. An attachment is a directory, locked by its keeper while
+//! that lives.
+//!
+//! Never touches a request, and never lets go of a device that somebody uses, unless forced.
+
+mod arguments;
+mod detach;
+mod host;
+mod keeper;
+mod list;
+mod place;
+mod server;
+mod way;
+
+use std::{
+    io::{BufRead as _, BufReader, Write as _},
+    path::{Path, PathBuf, absolute},
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context as _, anyhow, bail};
+pub(crate) use arguments::{ATTACH_EXAMPLES, AttachArgs, DETACH_EXAMPLES, DetachArgs};
+use console::{Failure, print, print_json, say};
+pub(crate) use detach::run as detach;
+pub(crate) use keeper::run as keep;
+use place::Place;
+use serde::{Deserialize, Serialize};
+use way::Way;
+
+use crate::client::{Client, Target};
+
+/// What a keeper is asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Wanted {
+    pub(crate) name: String,
+    /// A whole path, or storage of a size.
+    pub(crate) image: String,
+    /// Options of `weir serve` about the disk: names, and values where they take one.
+    pub(crate) options: Vec<(String, Option<String>)>,
+    pub(crate) way: Way,
+    /// The device's number, where it has to be this.
+    pub(crate) number: Option<u32>,
+    /// The daemon's control socket; none: a server of its own.
+    pub(crate) daemon: Option<String>,
+    pub(crate) mount: Option<Mount>,
+    /// Wait until udev is through with the device.
+    pub(crate) udev: bool,
+}
+
+impl Wanted {
+    pub(crate) fn is_read_only(&self) -> bool {
+        self.options.iter().any(|(name, _)| name == "read-only" || name == "snapshot")
+    }
+}
+
+/// Where a device's file system is to be seen.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Mount {
+    pub(crate) directory: PathBuf,
+    pub(crate) fstype: Option<String>,
+    pub(crate) options: Option<String>,
+}
+
+/// What a keeper made of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Attached {
+    pub(crate) name: String,
+    pub(crate) image: String,
+    pub(crate) way: Way,
+    /// What is to be used: a block device, or a file where no loop device is to be had.
+    pub(crate) device: PathBuf,
+    /// Below a loop device, the file.
+    pub(crate) file: Option<PathBuf>,
+    pub(crate) mount: Option<PathBuf>,
+    /// The export's id, at this control socket.
+    pub(crate) export: String,
+    pub(crate) qmp: String,
+    /// Whether the server is a daemon that others use too.
+    pub(crate) daemon: bool,
+    pub(crate) keeper: u32,
+}
+
+/// The keeper's answer.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Outcome {
+    Attached(Box<Attached>),
+    Failed(String),
+}
+
+pub(crate) fn run(arguments: AttachArgs) -> Result<(), Failure> {
+    if arguments.list {
+        return list::run(arguments.json, arguments.qmp);
+    }
+    if arguments.recover {
+        return recover(arguments.json);
+    }
+    let json = arguments.json;
+    let attached = attach(&wanted(arguments)?)?;
+    tell(&attached, json)
+}
+
+fn tell(attached: &Attached, json: bool) -> Result<(), Failure> {
+    match json {
+        true => Ok(print_json(attached)?),
+        false => Ok(print(&format!("{}\n", attached.device.display()))?),
+    }
+}
+
+/// Attaches, in a process of its own that stays.
+///
+/// # Errors
+/// The keeper's; then nothing is left.
+pub(crate) fn attach(wanted: &Wanted) -> anyhow::Result<Attached> {
+    let program = std::env::current_exe().context("this program cannot find itself")?;
+    let mut keeper = Command::new(program)
+        .arg(keeper::COMMAND)
+        .current_dir("/")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .context("no process can be started")?;
+    let mut stdin = keeper.stdin.take().context("no pipe")?;
+    let text = serde_json::to_string(wanted)?;
+    // One that has died says so below.
+    let _ = stdin.write_all(text.as_bytes());
+    drop(stdin);
+    let mut answer = String::new();
+    let stdout = keeper.stdout.take().context("no pipe")?;
+    BufReader::new(stdout).read_line(&mut answer).context("the keeper's answer")?;
+    match serde_json::from_str(&answer) {
+        Ok(Outcome::Attached(attached)) => Ok(*attached),
+        Ok(Outcome::Failed(why)) => bail!(why),
+        Err(_) => Err(anyhow!("{}: the process that was to keep it died (`dmesg` may say why)", wanted.name)),
+    }
+}
+
+/// What the command line comes to: the way is chosen here, and told.
+fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
+    let AttachArgs { image, name, alone, qmp, mount, fstype, mount_options, udev, disk, .. } = &arguments;
+    let usage = |text: String| Failure::Usage(anyhow!(text));
+    let Some(image) = image else { return Err(usage("no IMAGE is named".to_owned())) };
+    let daemon = match alone {
+        true => None,
+        false => running_daemon(qmp.clone())?,
+    };
+    let (way, passed_over) = way::choose(arguments.way(), daemon.is_some())?;
+    passed_over.iter().for_each(|why| say(why));
+    let name = match name {
+        Some(name) => {
+            place::check_name(name).map_err(|rule| usage(format!("--name {name}: {rule}")))?;
+            name.clone()
+        }
+        None => place::default_name(image),
+    };
+    let from = std::env::current_dir().context("the current directory")?;
+    let mount = mount.as_ref().map(|directory| -> anyhow::Result<Mount> {
+        let options = mount_options.clone();
+        Ok(Mount { directory: absolute(directory)?, fstype: fstype.clone(), options })
+    });
+    let mount = mount.transpose()?;
+    if let Some(Mount { directory, .. }) = &mount
+        && !directory.is_dir()
+    {
+        return Err(anyhow!("{}: is no directory to mount at (make it)", directory.display()).into());
+    }
+    say(&format!(
+        "{name}: {}, {}",
+        way.told(),
+        daemon.as_ref().map_or("by a process of its own".to_owned(), |at| format!("by the daemon at {at}"))
+    ));
+    let image = image.clone().relative_to(&from).to_string();
+    let options = disk.with_whole_paths();
+    Ok(Wanted { name, image, options, way, number: None, daemon, mount, udev: *udev })
+}
+
+/// The daemon that was named, or the usual one if it runs.
+fn running_daemon(qmp: Option<Target>) -> Result<Option<String>, Failure> {
+    let is_named = qmp.is_some();
+    let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow!(said)))?;
+    match Client::connect(&target) {
+        Ok(_) => Ok(Some(target.to_string())),
+        Err(error) if is_named => Err(error.into()),
+        Err(_) => Ok(None),
+    }
+}
+
+/// Takes over what earlier keepers left, each as it was.
+fn recover(json: bool) -> Result<(), Failure> {
+    let mut failed = false;
+    for place in Place::all()? {
+        let (Some(wanted), Some(_), true) = (place.wanted(), place.attached(), place.is_deserted()?) else {
+            continue;
+        };
+        match attach(&wanted) {
+            Ok(attached) => tell(&attached, json)?,
+            Err(error) => {
+                failed = true;
+                say(&format!("{}: {error:#}", wanted.name));
+            }
+        }
+    }
+    if failed { Err(Failure::Found(1)) } else { Ok(()) }
+}
+
+/// What is at work under this name, device, file or directory.
+pub(crate) fn find(what: &Path) -> anyhow::Result<Option<(Place, Attached)>> {
+    let whole = absolute(what)?;
+    let is_meant = |attached: &Attached| {
+        let paths = [Some(&attached.device), attached.file.as_ref(), attached.mount.as_ref()];
+        what.as_os_str() == attached.name.as_str() || paths.into_iter().flatten().any(|path| *path == whole)
+    };
+    let all = Place::all()?.into_iter().filter_map(|place| Some((place.attached()?, place)));
+    Ok(all.map(|(attached, place)| (place, attached)).find(|(_, attached)| is_meant(attached)))
+}

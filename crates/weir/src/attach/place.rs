@@ -1,0 +1,209 @@
+//! Where an attachment is written down: a directory of its name, locked by its keeper.
+//!
+//! ```text
+//!   lock            held while the keeper lives
+//!   wanted.json     what it was asked for, from the start
+//!   attached.json   what it has made, once all of it is there
+//!   qmp, notify     sockets of a server of its own      log   what that said
+//!   disk            what FUSE puts the disk in place of
+//! ```
+//!
+//! It lies in /run, and goes with the machine's next boot, as the devices do.
+
+use std::{
+    env, fs,
+    os::unix::fs::DirBuilderExt as _,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, bail};
+use nix::{
+    errno::Errno,
+    fcntl::{Flock, FlockArg},
+    unistd::Uid,
+};
+use serde::{Serialize, de::DeserializeOwned};
+use settings::Image;
+
+use super::{Attached, Wanted};
+
+/// As a node's name over QMP.
+const MAX_NAME: usize = 31;
+
+#[derive(Clone, Debug)]
+pub(crate) struct Place(PathBuf);
+
+/// Until it is dropped, nobody else has the place.
+#[derive(Debug)]
+pub(super) struct Kept(#[expect(dead_code, reason = "it is a lock")] Flock<fs::File>);
+
+pub(super) fn check_name(name: &str) -> Result<(), String> {
+    let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
+    if !name.starts_with(|first: char| first.is_ascii_alphabetic()) || !name.chars().all(is_plain) {
+        return Err("is no name of an attachment; that begins with a letter, and has letters, digits, `.`, `_` and `-`".to_owned());
+    }
+    if name.len() > MAX_NAME {
+        return Err(format!("is too long; a name has {MAX_NAME} letters at most"));
+    }
+    Ok(())
+}
+
+/// The image's, as far as a name may have it.
+pub(super) fn default_name(image: &Image) -> String {
+    let plain = |letter: char| if letter.is_ascii_alphanumeric() || "._-".contains(letter) { letter } else { '-' };
+    let mut name: String = image.default_name().chars().map(plain).collect();
+    if !name.starts_with(|first: char| first.is_ascii_alphabetic()) {
+        name.insert_str(0, "disk-");
+    }
+    name.truncate(MAX_NAME);
+    name
+}
+
+impl Place {
+    /// The directory of all: root's, or this user's own.
+    fn base() -> anyhow::Result<PathBuf> {
+        let run = match Uid::effective().is_root() {
+            true => PathBuf::from("/run"),
+            false => env::var_os("XDG_RUNTIME_DIR")
+                .map(PathBuf::from)
+                .filter(|path| path.is_absolute())
+                .context("XDG_RUNTIME_DIR is not set, and there is no other place to keep note of what is attached (log in, or set it)")?,
+        };
+        Ok(run.join("weir/attached"))
+    }
+
+    /// All that there are, in the order of their names.
+    pub(super) fn all() -> anyhow::Result<Vec<Self>> {
+        let entries = fs::read_dir(Self::base()?).into_iter().flatten().flatten();
+        let mut all: Vec<_> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
+        all.sort_unstable();
+        Ok(all.into_iter().map(Self).collect())
+    }
+
+    /// Takes the place of this name, for whoever wants this. One that a keeper left half made is
+    /// `cleared`; a whole one may only be taken over as it was.
+    pub(super) fn take(wanted: &Wanted, cleared: impl Fn(&Self)) -> anyhow::Result<(Self, Kept)> {
+        let place = Self(Self::base()?.join(&wanted.name));
+        loop {
+            fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(&place.0)
+                .with_context(|| place.0.display().to_string())?;
+            let Some(kept) = place.lock(FlockArg::LockExclusiveNonblock)? else {
+                bail!("{}: is attached already (`weir attach --list` shows it; choose another --name)", wanted.name);
+            };
+            // Whoever had it may have removed it before this lock was taken.
+            if !place.file("lock").exists() {
+                continue;
+            }
+            match (place.attached(), place.wanted()) {
+                (Some(_), Some(before)) if before == *wanted => {}
+                (Some(_), _) => bail!(
+                    "{0}: the process that kept it was killed (`weir attach --recover` goes on with it, `weir detach {0}` ends it)",
+                    wanted.name
+                ),
+                (None, _) => cleared(&place),
+            }
+            place.write("wanted.json", wanted)?;
+            return Ok((place, kept));
+        }
+    }
+
+    /// `None` where somebody has it, and nobody is to wait.
+    fn lock(&self, how: FlockArg) -> anyhow::Result<Option<Kept>> {
+        let path = self.file("lock");
+        let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path);
+        let file = file.with_context(|| path.display().to_string())?;
+        match Flock::lock(file, how) {
+            Ok(lock) => Ok(Some(Kept(lock))),
+            Err((_, Errno::EWOULDBLOCK)) => Ok(None),
+            Err((_, errno)) => Err(errno).with_context(|| path.display().to_string()),
+        }
+    }
+
+    /// Whether no keeper lives.
+    pub(super) fn is_deserted(&self) -> anyhow::Result<bool> {
+        Ok(self.lock(FlockArg::LockSharedNonblock)?.is_some())
+    }
+
+    /// Waits until no keeper lives. The place may be gone then.
+    pub(super) fn wait(&self) -> anyhow::Result<()> {
+        if self.file("lock").exists() {
+            self.lock(FlockArg::LockShared)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    pub(super) fn wanted(&self) -> Option<Wanted> {
+        self.read("wanted.json")
+    }
+
+    pub(super) fn attached(&self) -> Option<Attached> {
+        self.read("attached.json")
+    }
+
+    pub(super) fn set_attached(&self, attached: &Attached) -> anyhow::Result<()> {
+        self.write("attached.json", attached)
+    }
+
+    fn read<T: DeserializeOwned>(&self, name: &str) -> Option<T> {
+        serde_json::from_slice(&fs::read(self.file(name)).ok()?).ok()
+    }
+
+    /// Whole, or not at all.
+    fn write(&self, name: &str, value: &impl Serialize) -> anyhow::Result<()> {
+        let (path, new) = (self.file(name), self.file(&format!("{name}.new")));
+        let write = || -> anyhow::Result<()> {
+            fs::write(&new, serde_json::to_vec_pretty(value)?)?;
+            Ok(fs::rename(&new, &path)?)
+        };
+        write().with_context(|| path.display().to_string())
+    }
+
+    /// Removes it, its lock last.
+    pub(super) fn remove(&self) {
+        for entry in fs::read_dir(&self.0).into_iter().flatten().flatten() {
+            if entry.file_name() != "lock" {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+        let _ = fs::remove_file(self.file("lock"));
+        let _ = fs::remove_dir(&self.0);
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_default_name_is_one() {
+        for (image, name) in [
+            ("/images/vm1.qcow2", "vm1"),
+            ("memory:1G", "memory"),
+            ("/x/2024 backup.raw", "disk-2024-backup"),
+            ("/x/ä.raw", "disk--"),
+            ("/x/a-name-that-is-longer-than-a-node-may-have.raw", "a-name-that-is-longer-than-a-no"),
+        ] {
+            let made = default_name(&image.parse().unwrap());
+            assert_eq!(made, name);
+            check_name(&made).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_name_is_no_path() {
+        for name in ["", "..", "../x", "a/b", ".hidden", "-x", "a b", &"a".repeat(32)] {
+            check_name(name).unwrap_err();
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! Who serves an attached disk: `weir serve` in a process of its own, which ends with its device,
+//! or a daemon that runs here, over its control socket.
+
+use std::{
+    fs,
+    io::Read as _,
+    os::unix::net::UnixDatagram,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::mpsc::{Receiver, Sender},
+    thread::{self, JoinHandle},
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use nix::unistd::Uid;
+use serde_json::{Map, Value, json};
+
+use super::{Attached, Wanted, place::Place, way::Way};
+use crate::client::{Client, Error, Target};
+
+/// What a keeper hears.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Event {
+    /// The server serves.
+    Ready,
+    /// It has ended: by itself, as the device has gone, or otherwise.
+    Ended { orderly: bool },
+    /// The directory is no mount point any more.
+    Unmounted,
+}
+
+/// The file that FUSE puts the disk in place of.
+pub(super) fn fuse_file(place: &Place) -> PathBuf {
+    place.file("disk")
+}
+
+/// Hears what servers of a place's own tell of themselves, as a service manager does.
+pub(super) fn listen(place: &Place, events: Sender<Event>) -> anyhow::Result<()> {
+    let path = place.file("notify");
+    let _ = fs::remove_file(&path);
+    let socket = UnixDatagram::bind(&path).with_context(|| path.display().to_string())?;
+    thread::spawn(move || {
+        let mut message = [0; 4096];
+        while let Ok(length) = socket.recv(&mut message) {
+            let mut lines = message[..length].split(|byte| *byte == b'\n');
+            if lines.any(|line| line == b"READY=1") && events.send(Event::Ready).is_err() {
+                return;
+            }
+        }
+    });
+    Ok(())
+}
+
+/// Starts a server of its own, and waits until it serves. The thread ends with it.
+pub(super) fn start(
+    wanted: &Wanted,
+    place: &Place,
+    (events, heard): (&Sender<Event>, &Receiver<Event>),
+) -> anyhow::Result<JoinHandle<()>> {
+    let log = fs::File::create(place.file("log")).context("the server's log")?;
+    let program = std::env::current_exe().context("this program cannot find itself")?;
+    let mut command = Command::new(program);
+    command.arg("serve").arg(format!("--name={}", wanted.name)).arg(door(wanted, place)?);
+    for (name, value) in &wanted.options {
+        command.arg(match value {
+            Some(value) => format!("--{name}={value}"),
+            None => format!("--{name}"),
+        });
+    }
+    let mut child = command
+        .arg(format!("--qmp={}", own_qmp(place)))
+        .arg("--")
+        .arg(&wanted.image)
+        .env("NOTIFY_SOCKET", place.file("notify"))
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(log)
+        .spawn()
+        .context("no process can be started")?;
+    let (events, again) = (events.clone(), events.clone());
+    let process = thread::spawn(move || {
+        let orderly = child.wait().is_ok_and(|status| status.success());
+        let _ = events.send(Event::Ended { orderly });
+    });
+    let mut unmounted = false;
+    loop {
+        match heard.recv()? {
+            Event::Ready => break,
+            Event::Ended { .. } => bail!("{}", last_words(&place.file("log"))),
+            Event::Unmounted => unmounted = true,
+        }
+    }
+    if unmounted {
+        // For the keeper, in its turn.
+        let _ = again.send(Event::Unmounted);
+    }
+    watch(&own_qmp(place), &wanted.name, &again)?;
+    Ok(process)
+}
+
+/// Tells when an export has gone. Of a server that dies, its process tells.
+fn watch(qmp: &str, export: &str, events: &Sender<Event>) -> anyhow::Result<()> {
+    let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
+    let (watch, events, export) = (Client::connect(&target)?, events.clone(), export.to_owned());
+    thread::spawn(move || {
+        if watch.await_export_end(&export).is_ok() {
+            let _ = events.send(Event::Ended { orderly: true });
+        }
+    });
+    Ok(())
+}
+
+/// Takes up what another keeper had served, if it still is.
+pub(super) fn adopt(attached: &Attached, events: &Sender<Event>) -> bool {
+    let Ok(target) = attached.qmp.parse::<Target>() else { return false };
+    let Ok(watch) = Client::connect(&target) else { return false };
+    if device(&attached.qmp, &attached.export).is_err() {
+        return false;
+    }
+    let (events, export) = (events.clone(), attached.export.clone());
+    thread::spawn(move || {
+        let orderly = watch.await_export_end(&export).is_ok();
+        let _ = events.send(Event::Ended { orderly });
+    });
+    true
+}
+
+pub(super) fn own_qmp(place: &Place) -> String {
+    format!("unix:{}", place.file("qmp").display())
+}
+
+/// The complaint with which a server ended.
+fn last_words(log: &Path) -> String {
+    let text = fs::read_to_string(log).unwrap_or_default();
+    let complaint = text.lines().rev().find_map(|line| line.strip_prefix("weir: "));
+    complaint.or(text.lines().last()).unwrap_or("the server ended without a word").to_owned()
+}
+
+/// The option of `weir serve` that makes the device.
+fn door(wanted: &Wanted, place: &Place) -> anyhow::Result<String> {
+    Ok(match wanted.way {
+        Way::Ublk => {
+            let number = wanted.number.map(|number| number.to_string()).unwrap_or_default();
+            let unprivileged = if Uid::effective().is_root() { "" } else { ",unprivileged" };
+            format!("--ublk={number}{unprivileged}")
+        }
+        Way::Nbd => match wanted.number {
+            Some(number) => format!("--nbd-device=/dev/nbd{number}"),
+            None => "--nbd-device=auto".to_owned(),
+        },
+        Way::Fuse => format!("--fuse={}", make_file(place)?),
+    })
+}
+
+fn make_file(place: &Place) -> anyhow::Result<String> {
+    let file = fuse_file(place);
+    fs::File::create(&file).with_context(|| file.display().to_string())?;
+    file.into_os_string().into_string().map_err(|file| anyhow!("{}: not UTF-8", file.display()))
+}
+
+/// Has a running daemon serve the disk. Tells when the export has gone, or the daemon.
+pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Event>) -> anyhow::Result<()> {
+    let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
+    let mut client = Client::connect(&target)?;
+    // Before there is an export that may end.
+    let watch = Client::connect(&target)?;
+    let (node, settings) = described(wanted)?;
+    client.execute("blockdev-add", node)?;
+    let rest = (|| -> anyhow::Result<()> {
+        if !settings.is_empty() {
+            client.set(&wanted.name, settings)?;
+        }
+        client.execute("block-export-add", export(wanted, place)?)?;
+        Ok(())
+    })();
+    if let Err(error) = rest {
+        let _ = client.execute("blockdev-del", json!({ "node-name": wanted.name }));
+        return Err(error);
+    }
+    let (events, name) = (events.clone(), wanted.name.clone());
+    thread::spawn(move || {
+        let orderly = watch.await_export_end(&name).is_ok();
+        let _ = events.send(Event::Ended { orderly });
+    });
+    Ok(())
+}
+
+/// Options that are said where the node is made; all others are settings of the disk.
+const OF_NODES: [&str; 4] = ["format", "cache", "read-only", "force-share"];
+/// What a control socket has no words for.
+const BY_FILES: [&str; 5] = ["options", "snapshot", "secret-file", "bitmap", "description"];
+
+/// A node, and what is set of its disk.
+fn described(wanted: &Wanted) -> anyhow::Result<(Value, Map<String, Value>)> {
+    let option = |name: &str| wanted.options.iter().find(|(known, _)| known == name);
+    let value = |name: &str| option(name).and_then(|(_, value)| value.as_deref());
+    if let Some((name, _)) = wanted.options.iter().find(|(name, _)| {
+        BY_FILES.contains(&name.as_str()) || name == "handover" || name == "cache-clean-interval"
+    }) {
+        bail!("--{name}: is not to be had by a daemon's control socket (add --alone, or write the disk into the daemon's config file)");
+    }
+    let file = match wanted.image.split_once(':') {
+        Some(("memory", size)) => json!({ "driver": "x-weir-memory", "size": settings::size(size).map_err(anyhow::Error::msg)? }),
+        Some(("null", size)) => json!({ "driver": "null-co", "size": settings::size(size).map_err(anyhow::Error::msg)? }),
+        _ => json!({ "driver": file_driver(&wanted.image), "filename": wanted.image }),
+    };
+    let format = match value("format") {
+        Some(format) => format,
+        None if is_qcow2(&wanted.image) => "qcow2",
+        None if file["filename"].is_null() => "raw",
+        None => bail!("{}: a daemon is to be told how it is laid out (add --format raw)", wanted.image),
+    };
+    let mut node = json!({ "driver": format, "node-name": wanted.name, "file": file });
+    match value("cache") {
+        None | Some("writeback") => {}
+        Some("none") => node["cache"] = json!({ "direct": true }),
+        Some("unsafe") => node["cache"] = json!({ "no-flush": true }),
+        Some(mode) => bail!("--cache {mode}: is not to be had by a daemon's control socket (add --alone)"),
+    }
+    for flag in ["read-only", "force-share"] {
+        if option(flag).is_some() {
+            node[flag] = json!(true);
+        }
+    }
+    let mut settings = Map::new();
+    for (name, value) in wanted.options.iter().filter(|(name, _)| !OF_NODES.contains(&name.as_str())) {
+        let text = value.as_deref().unwrap_or("on");
+        let number = settings::size(text).ok().filter(|_| name != "group");
+        let value = number.map_or_else(|| json!(text), |number| json!(number));
+        settings.insert(name.clone(), value);
+    }
+    Ok((node, settings))
+}
+
+fn file_driver(image: &str) -> &'static str {
+    use std::os::unix::fs::FileTypeExt as _;
+    match fs::metadata(image).is_ok_and(|file| file.file_type().is_block_device()) {
+        true => "host_device",
+        false => "file",
+    }
+}
+
+fn is_qcow2(image: &str) -> bool {
+    let mut magic = [0; 4];
+    fs::File::open(image).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"QFI\xfb"
+}
+
+fn export(wanted: &Wanted, place: &Place) -> anyhow::Result<Value> {
+    let mut export =
+        json!({ "id": wanted.name, "node-name": wanted.name, "writable": !wanted.is_read_only() });
+    match wanted.way {
+        Way::Ublk => export["type"] = json!("x-ublk"),
+        Way::Nbd => export["type"] = json!("x-nbd-device"),
+        Way::Fuse => {
+            export["type"] = json!("fuse");
+            export["mountpoint"] = json!(make_file(place)?);
+        }
+    }
+    match (wanted.way, wanted.number) {
+        (Way::Ublk, Some(number)) => export["number"] = json!(number),
+        (Way::Nbd, Some(number)) => export["device"] = json!(format!("/dev/nbd{number}")),
+        _ => {}
+    }
+    Ok(export)
+}
+
+/// The node or the file of an export.
+pub(super) fn device(qmp: &str, export: &str) -> anyhow::Result<PathBuf> {
+    let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
+    let (_, report) = Client::connect(&target)?.status()?;
+    let found = report.exports.into_iter().find(|found| found.id == export);
+    let device = found.and_then(|found| found.device).map(PathBuf::from);
+    device.with_context(|| format!("{export}: the server has no device of this name"))
+}
+
+/// Has the server let the device go, whoever uses it, and the disk with it. What has gone already
+/// is no error.
+pub(super) fn let_go(attached: &Attached) -> anyhow::Result<()> {
+    let target: Target = attached.qmp.parse().map_err(anyhow::Error::msg)?;
+    let mut client = match Client::connect(&target) {
+        Ok(client) => client,
+        Err(Error::Unreachable(_)) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    };
+    let watch = Client::connect(&target);
+    match client.execute("block-export-del", json!({ "id": attached.export, "mode": "hard" })) {
+        Ok(_) => {
+            if let Ok(watch) = watch {
+                let _ = watch.await_export_end(&attached.export);
+            }
+        }
+        Err(Error::Refused(_)) => {}
+        // It ended as it was told.
+        Err(Error::Unreachable(_)) => return Ok(()),
+    }
+    if !attached.daemon {
+        // Fails where it was faster.
+        let _ = client.execute("quit", json!({}));
+    } else {
+        let gone = client.execute("blockdev-del", json!({ "node-name": attached.name }));
+        if let Err(error @ Error::Refused(_)) = gone
+            && client.status().is_ok_and(|(_, report)| report.find(&attached.name).is_some())
+        {
+            return Err(error.into());
+        }
+    }
+    Ok(())
+}

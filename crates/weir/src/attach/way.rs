@@ -1,0 +1,89 @@
+//! How a disk becomes a device of this host, and what the host lacks for it.
+
+use std::{fs::OpenOptions, path::Path};
+
+use anyhow::{anyhow, bail};
+use nix::unistd::Uid;
+use serde::{Deserialize, Serialize};
+
+use super::host;
+
+/// In the order of preference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Way {
+    Ublk,
+    Nbd,
+    Fuse,
+}
+
+impl Way {
+    const ALL: [Self; 3] = [Self::Ublk, Self::Nbd, Self::Fuse];
+
+    /// What is told while it is done.
+    pub(super) fn told(self) -> &'static str {
+        match self {
+            Self::Ublk => "a block device by ublk",
+            Self::Nbd => "a block device by the kernel's NBD client",
+            Self::Fuse if host::may_make_loops() => "a loop device over a file by FUSE",
+            Self::Fuse => "a file by FUSE, without a loop device, which only root may make",
+        }
+    }
+
+    /// As `weir attach --list` has it.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Ublk => "ublk",
+            Self::Nbd => "nbd",
+            Self::Fuse => "fuse",
+        }
+    }
+
+    /// Why this host does not have it, and what would help. A driver that is there as a module is
+    /// loaded by asking.
+    fn obstacle(self, by_daemon: bool) -> Option<String> {
+        let is_root = Uid::effective().is_root();
+        match self {
+            Self::Ublk => {
+                let control = Path::new("/dev/ublk-control");
+                if !control.exists() && !host::load_module("ublk_drv") {
+                    return Some("no ublk: there is no /dev/ublk-control (`modprobe ublk_drv`; where there is no such module, the kernel lacks CONFIG_BLK_DEV_UBLK)".to_owned());
+                }
+                let open = || OpenOptions::new().read(true).write(true).open(control);
+                match by_daemon.then_some(()).or_else(|| open().ok().map(drop)) {
+                    Some(()) => None,
+                    None => Some("no ublk: this user may not open /dev/ublk-control (be root, or have a udev rule that lets others)".to_owned()),
+                }
+            }
+            Self::Nbd if !Path::new("/sys/module/nbd").exists() && !host::load_module("nbd") => {
+                Some("no NBD: the kernel has no client (`modprobe nbd`; where there is no such module, the kernel lacks CONFIG_BLK_DEV_NBD)".to_owned())
+            }
+            Self::Nbd if !is_root && !by_daemon => {
+                Some("no NBD: only root may make its devices (be root)".to_owned())
+            }
+            Self::Nbd => None,
+            Self::Fuse => {
+                let device = Path::new("/dev/fuse");
+                (!device.exists() && !host::load_module("fuse")).then(|| "no FUSE: there is no /dev/fuse (`modprobe fuse`; in a container, pass the device in)".to_owned())
+            }
+        }
+    }
+}
+
+/// The way that was asked for, or the first that the host has, with why the others are not it.
+pub(super) fn choose(asked: Option<Way>, by_daemon: bool) -> anyhow::Result<(Way, Vec<String>)> {
+    if let Some(way) = asked {
+        return match way.obstacle(by_daemon) {
+            None => Ok((way, Vec::new())),
+            Some(why) => Err(anyhow!(why)),
+        };
+    }
+    let mut passed_over = Vec::new();
+    for way in Way::ALL {
+        match way.obstacle(by_daemon) {
+            None => return Ok((way, passed_over)),
+            Some(why) => passed_over.push(why),
+        }
+    }
+    bail!("nothing to attach with: {}", passed_over.join("; "))
+}

@@ -1,0 +1,380 @@
+//! `weir attach` and `weir detach`, by FUSE and a loop device: what is made, what undoes it, and
+//! what is left, which is nothing.
+//!
+//! ublk and the kernel's NBD client are tried in `tests/guest/block-devices`.
+
+use std::{
+    fs::{self, File},
+    os::unix::fs::{MetadataExt as _, PermissionsExt as _},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use nix::{
+    fcntl::{Flock, FlockArg},
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::{Value, json};
+
+use crate::harness::{Client, MIB, Qmp, Scratch, Serve, WEIR, assert_says, need_root, text, weir};
+
+/// Something attached by root, which goes with the test.
+struct Attached {
+    name: String,
+    said: Value,
+}
+
+impl Attached {
+    fn device(&self) -> PathBuf {
+        self.said["device"].as_str().expect("it has one").into()
+    }
+
+    fn place(&self) -> PathBuf {
+        place(&self.name)
+    }
+
+    /// Waits until its keeper has ended.
+    #[track_caller]
+    fn wait_until_gone(&self) {
+        if let Ok(lock) = File::open(self.place().join("lock")) {
+            let _kept = Flock::lock(lock, FlockArg::LockShared).expect("it can be locked");
+        }
+        self.is_gone();
+    }
+
+    #[track_caller]
+    fn is_gone(&self) {
+        assert!(!self.place().exists(), "{} is left", self.place().display());
+        let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
+        assert!(!mounts.contains(text(&self.place())), "{mounts}");
+        let over = Client::new("losetup").args(["--list", "--noheadings", "--output=BACK-FILE"]).succeeds();
+        assert!(!over.contains(text(&self.place())), "{over}");
+    }
+
+    fn detach(&self) -> Client {
+        weir(&["detach", &self.name])
+    }
+
+    /// The processes that belong to it.
+    fn server(&self) -> Pid {
+        let keeper = self.said["keeper"].as_u64().expect("it has one");
+        let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children"));
+        // It was started by a thread of the keeper's that may be another than the first.
+        let children = children.ok().filter(|children| !children.is_empty()).unwrap_or_else(|| {
+            let tasks = fs::read_dir(format!("/proc/{keeper}/task")).expect("the keeper lives").flatten();
+            tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok()).collect()
+        });
+        let first = children.split_whitespace().next().expect("the keeper has a server");
+        Pid::from_raw(first.parse().expect("it is a number"))
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        if self.place().exists() {
+            let _ = Command::new(WEIR).args(["detach", "--force", &self.name]).output();
+        }
+    }
+}
+
+fn place(name: &str) -> PathBuf {
+    Path::new("/run/weir/attached").join(name)
+}
+
+/// A name that no other test has.
+fn name(what: &str) -> String {
+    format!("t{}-{what}", std::process::id())
+}
+
+fn command(name: &str, image: &Path, options: &[&str]) -> Client {
+    need_root("devices of this host");
+    weir(&["attach", "--fuse", "--alone", "--json", "--name", name, "--format", "raw", text(image)])
+        .args(options)
+}
+
+#[track_caller]
+fn attach(what: &str, image: &Path, options: &[&str]) -> Attached {
+    let name = name(what);
+    let said = command(&name, image, options).json();
+    Attached { name, said }
+}
+
+#[track_caller]
+fn make_file_system(device: &Path) {
+    Client::new("mkfs.ext4").args(["-q", "-F", text(device)]).succeeds();
+}
+
+fn is_mounted(directory: &Path) -> bool {
+    let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
+    mounts.lines().any(|line| line.split(' ').nth(1) == Some(text(directory)))
+}
+
+#[track_caller]
+fn unmount(directory: &Path) {
+    Client::new("umount").arg(directory).succeeds();
+}
+
+#[test]
+fn what_is_written_to_the_device_is_in_the_image() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 64 * MIB);
+    let attached = attach("device", &image, &["--iops-total", "100000"]);
+    assert!(attached.device().starts_with("/dev"), "{}", attached.said);
+    make_file_system(&attached.device());
+    let listed = weir(&["attach", "--list", "--json"]).json();
+    let row = listed.as_array().expect("a list").iter().find(|row| row["name"] == attached.name.as_str());
+    let row = row.expect("it is listed");
+    assert_eq!((&row["size"], &row["alive"]), (&json!(64 * MIB), &json!(true)));
+    assert_says(&weir(&["attach", "--list"]).succeeds(), &[&attached.name, "fuse", text(&image)]);
+    attached.detach().succeeds();
+    attached.is_gone();
+    Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
+}
+
+#[test]
+fn a_disk_is_mounted_until_it_is_unmounted() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 64 * MIB);
+    make_file_system(&image);
+    let directory = scratch.path("mnt");
+    fs::create_dir(&directory).expect("it can be made");
+    let attached = attach("mount", &image, &["--mount", text(&directory), "--mount-options", "noatime"]);
+    assert!(is_mounted(&directory));
+    fs::write(directory.join("file"), "content").expect("it can be written to");
+    unmount(&directory);
+    attached.wait_until_gone();
+
+    let again = attach("mount", &image, &["--mount", text(&directory), "--read-only"]);
+    assert_eq!(fs::read_to_string(directory.join("file")).expect("it is there"), "content");
+    assert!(fs::write(directory.join("other"), "").is_err());
+    // By the directory, which is unmounted.
+    weir(&["detach", text(&directory)]).succeeds();
+    again.is_gone();
+    assert!(!is_mounted(&directory));
+}
+
+#[test]
+fn a_device_in_use_stays_and_its_users_are_named() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 64 * MIB);
+    let attached = attach("used", &image, &[]);
+    let open = File::open(attached.device()).expect("it can be opened");
+    let us = format!("open in {} ({})", comm(), std::process::id());
+    assert_says(&attached.detach().fails(), &[&attached.name, "in use", &us, "--force"]);
+    drop(open);
+    make_file_system(&attached.device());
+    let directory = scratch.path("mnt");
+    fs::create_dir(&directory).expect("it can be made");
+    Client::new("mount").arg(attached.device()).arg(&directory).succeeds();
+    let mounted = format!("mounted at {}", directory.display());
+    assert_says(&attached.detach().fails(), &["in use", &mounted]);
+    assert!(is_mounted(&directory) && attached.place().exists());
+    unmount(&directory);
+    attached.detach().succeeds();
+    attached.is_gone();
+}
+
+fn comm() -> String {
+    fs::read_to_string("/proc/self/comm").expect("procfs is mounted").trim_end().to_owned()
+}
+
+#[test]
+fn a_second_attachment_is_refused() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let first = attach("first", &image, &[]);
+    assert_says(&command(&first.name, &image, &[]).fails(), &[&first.name, "is attached already"]);
+    let second = name("second");
+    assert_says(&command(&second, &image, &[]).fails(), &[text(&image), "lock"]);
+    assert!(!place(&second).exists(), "nothing is left of the second");
+    // The first has not noticed.
+    File::open(first.device()).expect("it can be opened");
+    first.detach().succeeds();
+}
+
+#[test]
+fn what_fails_leaves_nothing() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let directory = scratch.path("mnt");
+    fs::create_dir(&directory).expect("it can be made");
+    let (mnt, file) = (text(&directory), scratch.file("file", ""));
+    for (step, image, options, said) in [
+        ("image", Path::new("/none.raw"), &[][..], "none.raw"),
+        ("no-fs", &image, &["--mount", mnt], "no file system"),
+        ("fstype", &image, &["--mount", mnt, "--fstype", "ext4"], "mnt"),
+        ("no-dir", &image, &["--mount", text(&file)], "is no directory"),
+        ("option", &image, &["--l2-cache-size", "1M"], "qcow2"),
+    ] {
+        let name = name(step);
+        assert_says(&command(&name, image, options).fails(), &[said]);
+        assert!(!place(&name).exists(), "{step}: something is left");
+        assert!(!is_mounted(&directory));
+    }
+    for bad in ["../x", "a b", ""] {
+        let refused = command(bad, &image, &[]).run();
+        assert_eq!(refused.code(), 2, "{bad:?}");
+    }
+}
+
+#[test]
+fn whoever_asks_and_goes_leaves_all_or_nothing() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    need_root("devices of this host");
+    let name = name("gone");
+    for _ in 0..5 {
+        let mut asking = Command::new(WEIR)
+            .args(["attach", "--fuse", "--alone", "--name", &name, "--format", "raw"])
+            .arg(&image)
+            .spawn()
+            .expect("weir can be run");
+        asking.kill().expect("it can be killed");
+        asking.wait().expect("it has ended");
+        // Whether its keeper has begun, is through, or is undoing it: in the end there is nothing
+        // or all of it, and a new one finds its way.
+        let attached = Attached { name: name.clone(), said: Value::Null };
+        if let Ok(lock) = File::open(attached.place().join("lock"))
+            && attached.place().join("attached.json").exists()
+        {
+            drop(lock);
+            attached.detach().run();
+        }
+        attached.wait_until_gone_or_whole();
+    }
+    let whole = Attached { said: command(&name, &image, &[]).json(), name };
+    whole.detach().succeeds();
+    whole.is_gone();
+}
+
+impl Attached {
+    /// Waits for a keeper that nobody heard of.
+    fn wait_until_gone_or_whole(&self) {
+        while let Ok(lock) = File::open(self.place().join("lock")) {
+            if self.place().join("attached.json").exists() {
+                self.detach().run();
+                continue;
+            }
+            let _kept = Flock::lock(lock, FlockArg::LockShared);
+            if self.place().exists() && !self.place().join("attached.json").exists() {
+                // Killed half way: the next one clears it up.
+                return;
+            }
+        }
+    }
+}
+
+#[test]
+fn a_server_that_is_killed_takes_everything_with_it() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let attached = attach("killed", &image, &[]);
+    kill(attached.server(), Signal::SIGKILL).expect("it runs");
+    attached.wait_until_gone();
+    let again = attach("killed", &image, &[]);
+    again.detach().succeeds();
+    again.is_gone();
+}
+
+#[test]
+fn what_a_killed_keeper_leaves_is_taken_away() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let attached = attach("keeper", &image, &[]);
+    let keeper = attached.said["keeper"].as_i64().expect("it has one");
+    kill(Pid::from_raw(keeper as i32), Signal::SIGKILL).expect("it runs");
+    let lock = File::open(attached.place().join("lock")).expect("it is left");
+    drop(Flock::lock(lock, FlockArg::LockShared).expect("nobody has it any more"));
+    // Its server goes on.
+    File::open(attached.device()).expect("it can be opened");
+    let again = command(&attached.name, &image, &["--iops-total", "5"]).fails();
+    assert_says(&again, &["the process that kept it was killed", "--recover"]);
+    attached.detach().succeeds();
+    attached.is_gone();
+}
+
+#[test]
+fn a_daemon_serves_what_is_attached_in_its_groups() {
+    need_root("devices of this host");
+    let scratch = Scratch::new();
+    let (base, image) = (scratch.sparse("base.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
+    let qmp = scratch.socket("qmp");
+    let address = format!("unix:{}", text(&qmp));
+    let daemon = Serve::new(&scratch)
+        .arg(&base)
+        .args(["--group", "gold", "--iops-total", "5000", "--qmp", &address])
+        .start();
+    let name = name("daemon");
+    let attach = |group: &str| {
+        let options = ["attach", "--fuse", "--json", "--format", "raw", "--weight", "300"];
+        weir(&options).args(["--qmp", &address, "--name", &name, "--group", group]).arg(&image)
+    };
+    assert_says(&attach("silver").fails(), &["there is no group \"silver\""]);
+    assert!(!place(&name).exists());
+    let attached = Attached { said: attach("gold").json(), name: name.clone() };
+    let status = weir(&["status", "--qmp", &address, "--json", "--interval", "0"]).json();
+    let disk = status["disks"].as_array().expect("a list").iter().find(|disk| disk["name"] == name.as_str());
+    let disk = disk.expect("the daemon has it");
+    assert_eq!((&disk["group"], &disk["weight"]), (&json!("gold"), &json!(300)));
+    let loops = attached.device();
+    let held = loops.file_name().expect("it has a name").to_string_lossy().into_owned();
+    let table = weir(&["status", "--qmp", &address, "--interval", "0"]).succeeds();
+    assert_says(&table, &["ON THIS HOST", &held]);
+    let mut control = Qmp::negotiated(&qmp);
+    let (_, refused) = control.refused("block-export-del", json!({ "id": name }));
+    assert_says(&refused, &["still in use", &held]);
+    attached.detach().succeeds();
+    attached.is_gone();
+    let disks = weir(&["status", "--qmp", &address, "--json", "--interval", "0"]).json();
+    assert_eq!(disks["disks"].as_array().expect("a list").len(), 1);
+    drop(control);
+    daemon.stop();
+}
+
+#[test]
+fn users_other_than_root_get_a_file() {
+    need_root("being somebody else");
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let directory = scratch.path("run");
+    fs::create_dir(&directory).expect("it can be made");
+    let parent = fs::metadata(&directory).expect("it is there").mode();
+    let anybody = fs::Permissions::from_mode(parent | 0o777);
+    for path in [&directory, &image, &directory.parent().expect("it has one").to_owned()] {
+        fs::set_permissions(path, anybody.clone()).expect("it can be set");
+    }
+    let as_nobody = |arguments: &[&str]| {
+        let nobody = ["--reuid=65534", "--regid=65534", "--clear-groups", "env"];
+        let home = format!("XDG_RUNTIME_DIR={}", text(&directory));
+        Client::new("setpriv").args(nobody).arg(home).arg(WEIR).args(arguments)
+    };
+    let attach = ["attach", "--alone", "--fuse", "--json", "--name", "n", "-f", "raw", text(&image)];
+    let said = as_nobody(&attach).json();
+    let file = said["device"].as_str().expect("it has one");
+    assert!(file.starts_with(text(&directory)), "{file}");
+    as_nobody(&["detach", "n"]).succeeds();
+    assert!(!directory.join("weir/attached/n").exists());
+    let mounted = as_nobody(&[&attach[..], &["--mount", text(&directory)]].concat()).fails();
+    assert_says(&mounted, &["root"]);
+    assert!(!directory.join("weir/attached/n").exists());
+}
+
+#[test]
+fn what_this_host_lacks_is_told() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let has = |path: &str| Path::new(path).exists();
+    for (way, module, there) in [
+        ("--ublk", "ublk_drv", has("/dev/ublk-control")),
+        ("--nbd", "nbd", has("/sys/module/nbd")),
+    ] {
+        let refused = weir(&["attach", way, "--alone", "-f", "raw", text(&image)]);
+        let loadable = Command::new("modprobe").args(["-n", "-q", module]).status();
+        if !there && !loadable.is_ok_and(|status| status.success()) {
+            assert_says(&refused.fails(), &[&format!("modprobe {module}"), "CONFIG_BLK_DEV_"]);
+        }
+    }
+    let unknown = weir(&["detach", "/dev/nothing"]).fails();
+    assert_says(&unknown, &["/dev/nothing: nothing is attached under this name"]);
+}

@@ -1,0 +1,623 @@
+//! A disk as a file of this host: what programs see of it, who may, and what is left when it ends.
+//!
+//! They need `/dev/fuse` and the right to mount. Where a machine has neither, they say so and end.
+
+use std::{
+    fs::{self, File, OpenOptions, Permissions},
+    io::{Read as _, Write as _},
+    os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _, chown},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use nix::{
+    libc,
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::json;
+
+use crate::harness::{
+    Client, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_says, need_root, pattern, qemu_img, text,
+};
+
+/// Ends the test where nothing can be mounted, which only a container can be the reason for.
+macro_rules! need_fuse {
+    () => {
+        if !can_mount() {
+            return;
+        }
+    };
+}
+
+#[allow(clippy::print_stderr, reason = "a test that does not run says so")]
+fn can_mount() -> bool {
+    let device = OpenOptions::new().read(true).write(true).open("/dev/fuse");
+    let may_mount = Command::new("unshare").args(["--mount", "true"]).status().is_ok_and(|status| status.success());
+    if device.is_err() || !may_mount {
+        eprintln!("skipped: /dev/fuse cannot be opened here, or nothing be mounted (run as root, with the device)");
+    }
+    device.is_ok() && may_mount
+}
+
+/// An empty file to mount over.
+fn spot(scratch: &Scratch, name: &str) -> PathBuf {
+    scratch.file(name, "")
+}
+
+fn serve(scratch: &Scratch, image: &Path, file: &Path, options: &str) -> Serve {
+    Serve::new(scratch).arg(image).arg("--fuse").arg(format!("{}{options}", text(file)))
+}
+
+fn is_mounted(file: &Path) -> bool {
+    let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
+    mounts.lines().any(|line| line.split(' ').nth(1) == Some(text(file)))
+}
+
+/// Waits until nothing is mounted there any more, which the kernel tells of.
+#[track_caller]
+fn wait_until_unmounted(file: &Path) {
+    use nix::poll::{PollFd, PollFlags, poll};
+    use std::os::fd::AsFd as _;
+    let until = Instant::now() + DEADLINE;
+    let mounts = File::open("/proc/self/mounts").expect("procfs is mounted");
+    while is_mounted(file) {
+        assert!(Instant::now() < until, "{} is still mounted", file.display());
+        let mut polled = [PollFd::new(mounts.as_fd(), PollFlags::POLLPRI)];
+        poll(&mut polled, 1000_u16).expect("it can be polled");
+    }
+}
+
+fn python(script: &str, arguments: &[&str]) -> String {
+    Client::new("python3").args(["-c", script]).args(arguments).succeeds()
+}
+
+fn direct() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).custom_flags(libc::O_DIRECT);
+    options
+}
+
+#[test]
+fn the_file_is_the_disk() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let content = scratch.filled("content.raw", 8 * MIB + 512);
+    for format in ["raw", "qcow2"] {
+        let (image, file) = (scratch.path(&format!("disk.{format}")), spot(&scratch, &format!("{format}.file")));
+        qemu_img(["convert", "-O", format]).arg(&content).arg(&image).succeeds();
+        let weir = serve(&scratch, &image, &file, "").arg("--format").arg(format).start();
+        assert_eq!(fs::metadata(&file).expect("it is there").len(), 8 * MIB + 512);
+        qemu_img(["compare", "-f", "raw", "-F", "raw"]).arg(&content).arg(&file).succeeds();
+        let copy = scratch.path("copy.qcow2");
+        qemu_img(["convert", "-f", "raw", "-O", "qcow2"]).arg(&file).arg(&copy).succeeds();
+        qemu_img(["compare", "-f", "raw", "-F", "qcow2"]).arg(&content).arg(&copy).succeeds();
+        // Into it, over what is there.
+        let zeroes = scratch.sparse("zeroes.raw", 8 * MIB + 512);
+        qemu_img(["convert", "-n", "-f", "raw", "-O", "raw"]).arg(&zeroes).arg(&file).succeeds();
+        qemu_img(["convert", "-n", "-f", "raw", "-O", "raw", "-t", "none"]).arg(&content).arg(&file).succeeds();
+        weir.stop();
+        assert!(!is_mounted(&file));
+        qemu_img(["compare", "-f", "raw", "-F", format]).arg(&content).arg(&image).succeeds();
+        assert_eq!(fs::metadata(&file).expect("the one below").len(), 0);
+    }
+}
+
+#[test]
+fn what_is_written_is_read_again() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let file = spot(&scratch, "file");
+    let image = scratch.sparse("disk.raw", 32 * MIB);
+    let _weir = serve(&scratch, &image, &file, "").args(["--cache", "none"]).start();
+    for (name, options) in [
+        ("direct", &["--ioengine=io_uring", "--direct=1", "--iodepth=32", "--bs=4k"][..]),
+        ("libaio", &["--ioengine=libaio", "--direct=1", "--iodepth=16", "--bsrange=512-60k", "--blockalign=512"]),
+        ("large", &["--ioengine=io_uring", "--direct=1", "--iodepth=4", "--bsrange=512k-3m", "--blockalign=4k"]),
+        ("buffered", &["--ioengine=psync", "--direct=0", "--numjobs=4", "--bsrange=1-60k", "--size=8M", "--offset_increment=8M"]),
+        ("mapped", &["--ioengine=mmap", "--bs=4k"]),
+    ] {
+        Client::new("fio")
+            .arg(format!("--name={name}"))
+            .args(options)
+            .args(["--rw=randwrite", "--size=32M", "--io_size=24M", "--verify=crc32c", "--verify_fatal=1"])
+            .args(["--do_verify=1", "--randseed=42", "--fsync=100", "--serialize_overlap=1"])
+            .arg(format!("--filename={}", text(&file)))
+            .arg(format!("--aux-path={}", scratch.path("").display()))
+            .succeeds();
+    }
+}
+
+#[test]
+fn a_file_system_lives_in_it() {
+    need_fuse!();
+    need_root("loop devices");
+    let scratch = Scratch::new();
+    let (image, file) = (scratch.path("disk.qcow2"), spot(&scratch, "file"));
+    qemu_img(["create", "-q", "-f", "qcow2"]).arg(&image).arg("64M").succeeds();
+    let weir = serve(&scratch, &image, &file, "").start();
+    let device = LoopDevice::attach(&file, 512);
+    Client::new("mkfs.ext4").args(["-q", text(device.path())]).succeeds();
+    let directory = scratch.path("mount");
+    fs::create_dir(&directory).expect("the directory is ours");
+    let mount = || Client::new("mount").args([text(device.path()), text(&directory)]).succeeds();
+    let umount = || Client::new("umount").args([text(&directory)]).succeeds();
+    mount();
+    let content = pattern(20 * MIB as usize);
+    fs::write(directory.join("one"), &content).expect("there is room");
+    fs::write(directory.join("two"), &content).expect("there is room");
+    umount();
+    mount();
+    assert!(fs::read(directory.join("one")).expect("it is there") == content);
+    fs::remove_file(directory.join("two")).expect("it is there");
+    Client::new("fstrim").args([text(&directory)]).succeeds();
+    umount();
+    Client::new("e2fsck").args(["-fn", text(device.path())]).succeeds();
+    drop(device);
+    weir.stop();
+    qemu_img(["check"]).arg(&image).succeeds();
+}
+
+/// What a program may do with any file, and what comes of it here.
+#[test]
+fn it_behaves_as_the_guide_says() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let file = spot(&scratch, "file");
+    let image = scratch.filled("disk.raw", MIB);
+    let weir = serve(&scratch, &image, &file, "").start();
+    python(
+        r#"
+import errno, fcntl, mmap, os, sys
+path, mib = sys.argv[1], 1 << 20
+
+def refused(number, what, *arguments):
+    try:
+        what(*arguments)
+    except OSError as error:
+        assert error.errno == number, f"{what}: {error}"
+    else:
+        raise AssertionError(f"{what}{arguments} should have failed")
+
+def fallocate(fd, mode, offset, length):
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate64.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if libc.fallocate64(fd, mode, offset, length) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+KEEP_SIZE, PUNCH_HOLE, COLLAPSE, ZERO_RANGE, INSERT = 1, 2, 8, 16, 32
+status = os.stat(path)
+assert (status.st_size, status.st_nlink, status.st_mode >> 12) == (mib, 1, 8)
+before = open(path, "rb").read()
+assert len(before) == mib
+# O_TRUNC leaves a disk of one size as it is.
+fd = os.open(path, os.O_RDWR | os.O_TRUNC)
+assert os.pread(fd, mib + 1, 0) == before
+assert os.pread(fd, 100, mib - 50) == before[-50:] and os.pread(fd, 100, mib) == b""
+os.ftruncate(fd, mib)
+refused(errno.EPERM, os.ftruncate, fd, mib + 512)
+refused(errno.EPERM, os.ftruncate, fd, 512)
+refused(errno.ENOSPC, os.pwrite, fd, b"x", mib)
+assert os.pwrite(fd, b"x" * 100, mib - 50) == 50
+assert os.pread(fd, 50, mib - 50) == b"x" * 50
+# Of any place and length.
+assert os.pwrite(fd, b"abc", 1001) == 3 and os.pread(fd, 5, 1000) == before[1000:1001] + b"abc" + before[1004:1005]
+# At its end there is no room.
+append = os.open(path, os.O_WRONLY | os.O_APPEND)
+refused(errno.ENOSPC, os.write, append, b"x")
+for flags in (os.O_SYNC, os.O_DSYNC, os.O_DIRECT):
+    other = os.open(path, os.O_RDWR | flags)
+    buffer = mmap.mmap(-1, 4096)
+    buffer.write(b"d" * 4096)
+    assert os.pwritev(other, [buffer], 8192) == 4096
+    assert os.preadv(other, [buffer], 8192) == 4096 and buffer[:] == b"d" * 4096
+    os.fsync(other)
+    os.fdatasync(other)
+    os.close(other)
+# Holes.
+fallocate(fd, PUNCH_HOLE | KEEP_SIZE, 65536, 131072)
+assert os.pread(fd, 131072, 65536) == bytes(131072)
+assert os.lseek(fd, 0, os.SEEK_HOLE) == 65536 and os.lseek(fd, 65536, os.SEEK_DATA) == 196608
+assert os.lseek(fd, 196608, os.SEEK_HOLE) == mib and os.lseek(fd, 0, os.SEEK_END) == mib
+assert os.lseek(fd, 100, os.SEEK_DATA) == 100
+refused(errno.ENXIO, os.lseek, fd, mib, os.SEEK_DATA)
+refused(errno.ENXIO, os.lseek, fd, mib, os.SEEK_HOLE)
+fallocate(fd, ZERO_RANGE, 300000, 1000)
+assert os.pread(fd, 1002, 299999) == before[299999:300000] + bytes(1000) + before[301000:301001]
+fallocate(fd, ZERO_RANGE | KEEP_SIZE, mib - 10, 1000)
+assert os.stat(path).st_size == mib and os.pread(fd, 10, mib - 10) == bytes(10)
+refused(errno.ENOSPC, fallocate, fd, ZERO_RANGE, mib - 10, 1000)
+refused(errno.ENOSPC, fallocate, fd, 0, 0, mib + 1)
+for mode in (0, KEEP_SIZE, COLLAPSE, INSERT):
+    refused(errno.EOPNOTSUPP, fallocate, fd, mode, 0, 4096)
+# Mapped memory and the file are one.
+try:
+    mapped = mmap.mmap(fd, mib)
+except OSError as error:
+    # Before Linux 6.6.
+    assert error.errno == errno.ENODEV and tuple(map(int, os.uname().release.split(".")[:2])) < (6, 6)
+else:
+    mapped[500000:500003] = b"map"
+    assert os.pread(fd, 3, 500000) == b"map"
+    os.pwrite(fd, b"write", 500100)
+    assert mapped[500100:500105] == b"write"
+    mapped[600000:600003] = b"end"
+    mapped.flush()
+    mapped.close()
+# Copied in the kernel.
+assert os.copy_file_range(fd, fd, 4096, 0, 700000) == 4096
+assert os.pread(fd, 4096, 700000) == os.pread(fd, 4096, 0)
+# What is no matter of a disk's.
+refused(errno.ENOTTY, fcntl.ioctl, fd, 0x5401)
+refused(errno.EOPNOTSUPP, os.setxattr, path, "user.name", b"value")
+refused(errno.ENOTDIR, os.stat, path + "/below")
+fcntl.flock(fd, fcntl.LOCK_EX)
+fcntl.lockf(fd, fcntl.LOCK_EX)
+os.utime(path, (1, 1))
+os.chmod(path, 0o640)
+os.chown(path, 7, 8)
+status = os.stat(path)
+assert (status.st_mode & 0o7777, status.st_uid, status.st_gid) == (0o640, 7, 8)
+space = os.statvfs(path)
+assert space.f_blocks * space.f_frsize == mib and space.f_bavail == 0
+"#,
+        &[text(&file)],
+    );
+    let now = fs::read(&file).expect("it can be read");
+    weir.stop();
+    assert!(fs::read(&image).expect("it is there") == now, "all of it has reached the image");
+}
+
+#[test]
+fn it_grows_where_it_may() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    for format in ["raw", "qcow2"] {
+        let (image, file) = (scratch.path(&format!("disk.{format}")), spot(&scratch, &format!("{format}.file")));
+        qemu_img(["create", "-q", "-f", format]).arg(&image).arg("1M").succeeds();
+        let weir = serve(&scratch, &image, &file, ",growable").args(["--format", format]).start();
+        python(
+            r#"
+import os, sys
+path, mib = sys.argv[1], 1 << 20
+fd = os.open(path, os.O_RDWR)
+assert os.pwrite(fd, b"x" * 1000, 2 * mib) == 1000
+# By whole sectors.
+assert os.stat(path).st_size == 2 * mib + 1024 and os.pread(fd, 3000, 2 * mib) == b"x" * 1000 + bytes(24)
+append = os.open(path, os.O_WRONLY | os.O_APPEND)
+for _ in range(3):
+    assert os.write(append, b"a" * 512) == 512
+assert os.pread(fd, 4096, 2 * mib + 1024) == b"a" * 1536
+os.ftruncate(fd, 4 * mib)
+assert os.stat(path).st_size == 4 * mib and os.pread(fd, 512, 4 * mib - 512) == bytes(512)
+os.posix_fallocate(fd, 4 * mib, mib)
+assert os.stat(path).st_size == 5 * mib
+"#,
+            &[text(&file)],
+        );
+        // As a copy does: truncated, then written from the beginning on.
+        let content = scratch.filled("content.raw", 3 * MIB);
+        if format == "raw" {
+            Client::new("cp").arg(&content).arg(&file).succeeds();
+            assert_eq!(fs::metadata(&file).expect("it is there").len(), 3 * MIB);
+            qemu_img(["compare", "-f", "raw", "-F", "raw"]).arg(&content).arg(&file).succeeds();
+        }
+        weir.stop();
+        qemu_img(["check"]).arg(&image).run();
+    }
+}
+
+#[test]
+fn a_length_of_any_bytes_and_one_that_changes() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let (file, control) = (spot(&scratch, "file"), scratch.socket("qmp"));
+    let content = pattern(100_003);
+    let image = scratch.file("disk.raw", &content);
+    let _weir = serve(&scratch, &image, &file, "")
+        .args(["--cache", "none", "--format", "raw", "--qmp", &format!("unix:{}", text(&control))])
+        .start();
+    let seen = OpenOptions::new().read(true).write(true).open(&file).expect("it is ours");
+    assert_eq!(seen.metadata().expect("it is open").len(), 100_003);
+    assert!(fs::read(&file).expect("it can be read") == content);
+    seen.write_all_at(b"end", 100_000).expect("inside");
+    let mut qmp = Qmp::negotiated(&control);
+    for size in [1 << 20, 50 << 10] {
+        qmp.command("block_resize", json!({ "node-name": "disk", "size": size }));
+        assert_eq!(seen.metadata().expect("it is open").len(), size);
+        assert_eq!(seen.read_at(&mut [0; 10], size).expect("at its end"), 0);
+        seen.write_all_at(b"new end", size - 7).expect("inside");
+    }
+}
+
+#[test]
+fn nobody_writes_where_it_is_read_only() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let file = spot(&scratch, "file");
+    let image = scratch.filled("disk.raw", MIB);
+    for options in [&["--read-only"][..], &[]] {
+        let suffix = if options.is_empty() { ",read-only" } else { "" };
+        let weir = serve(&scratch, &image, &file, suffix).args(options).start();
+        assert!(fs::read(&file).expect("it can be read") == pattern(MIB as usize));
+        let refused = OpenOptions::new().write(true).open(&file).expect_err("it is read-only");
+        assert_eq!(refused.raw_os_error(), Some(libc::EROFS));
+        weir.stop();
+    }
+}
+
+#[test]
+fn several_open_it_and_there_are_several() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let control = scratch.socket("qmp");
+    let files = ["one", "two"].map(|name| spot(&scratch, &format!("{name}.file")));
+    let config = scratch.path("weir.toml");
+    let disks = ["one", "two"].iter().zip(&files).map(|(name, file)| {
+        let image = scratch.sparse(&format!("{name}.raw"), 16 * MIB);
+        format!(
+            "[disk.{name}]\nimage = {:?}\nexport = [{{ type = \"fuse\", file = {:?} }}]\n",
+            text(&image),
+            text(file)
+        )
+    });
+    fs::write(&config, disks.collect::<String>()).expect("the directory is ours");
+    let weir = Serve::new(&scratch)
+        .args(["--config", text(&config), "--qmp", &format!("unix:{}", text(&control)), "--workers", "2"])
+        .start();
+    let jobs: Vec<_> = files
+        .iter()
+        .map(|file| {
+            Command::new("fio")
+                .args(["--name=shared", "--ioengine=io_uring", "--direct=1", "--rw=randwrite", "--bs=4k"])
+                .args(["--size=4M", "--offset_increment=4M", "--numjobs=4", "--iodepth=8", "--verify=crc32c"])
+                .args(["--do_verify=1", "--verify_fatal=1", "--group_reporting"])
+                .arg(format!("--filename={}", text(file)))
+                .arg(format!("--aux-path={}", scratch.path("").display()))
+                .stdout(Stdio::null())
+                .spawn()
+                .expect("fio is there")
+        })
+        .collect();
+    for mut job in jobs {
+        assert!(job.wait().expect("it is ours").success());
+    }
+    let opened: Vec<_> = (0..3).map(|_| File::open(&files[0]).expect("it is there")).collect();
+    let mut qmp = Qmp::negotiated(&control);
+    let status = qmp.command("x-weir-query-status", json!({}));
+    let export = status["exports"].as_array().expect("a list").iter().find(|export| export["disk"] == "one");
+    let export = export.unwrap_or_else(|| panic!("{status}"));
+    assert_eq!((&export["type"], &export["connections"], &export["openers"]), (&json!("fuse"), &json!(3), &json!(3)));
+    assert!(export["requests"].as_u64() > Some(1000), "{export}");
+    // Removed only when nobody has it open.
+    let id = export["id"].clone();
+    qmp.refused("block-export-del", json!({ "id": id }));
+    drop(opened);
+    python("import sys, os\nos.close(os.open(sys.argv[1], os.O_RDONLY))", &[text(&files[1])]);
+    qmp.command("block-export-del", json!({ "id": id, "mode": "hard" }));
+    qmp.event("BLOCK_EXPORT_DELETED");
+    assert!(!is_mounted(&files[0]) && is_mounted(&files[1]));
+    // As QEMU is told.
+    let again = json!({ "type": "fuse", "id": "again", "node-name": "one", "mountpoint": text(&files[0]),
+        "writable": true, "growable": true, "allow-other": "off" });
+    qmp.command("block-export-add", again);
+    assert_eq!(fs::metadata(&files[0]).expect("it is there").len(), 16 * MIB);
+    weir.stop();
+    assert!(!is_mounted(&files[0]) && !is_mounted(&files[1]));
+}
+
+#[test]
+fn limits_hold_and_waiting_can_be_ended() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let file = spot(&scratch, "file");
+    let image = scratch.filled("disk.raw", MIB);
+    let _weir = serve(&scratch, &image, &file, "").args(["--iops-total", "20"]).start();
+    let seen = direct().open(&file).expect("it is ours");
+    drop(seen);
+    let began = Instant::now();
+    let reads = python(
+        "import os, sys\nfd = os.open(sys.argv[1], os.O_RDONLY)\nfor at in range(30): os.pread(fd, 512, at * 8192)\nprint(30)",
+        &[text(&file)],
+    );
+    assert_eq!(reads.trim(), "30");
+    // A tenth of a second's are let through at once.
+    assert!(began.elapsed() >= Duration::from_millis(27 * 50), "30 reads passed in {:?}", began.elapsed());
+    // Whoever is killed does not wait for the limit: 1 MiB counts as one request, of which there
+    // are many.
+    let mut reader = Command::new("dd")
+        .arg(format!("if={}", text(&file)))
+        .args(["of=/dev/null", "bs=512"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("dd is there");
+    kill(Pid::from_raw(reader.id().cast_signed()), Signal::SIGKILL).expect("it is ours");
+    reader.wait().expect("it is ours");
+}
+
+#[test]
+fn what_a_killed_daemon_leaves_is_removed() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let file = spot(&scratch, "file");
+    let image = scratch.filled("disk.raw", MIB);
+    for round in 0..4 {
+        let weir = serve(&scratch, &image, &file, "").start();
+        assert!(fs::read(&file).expect("it can be read") == pattern(MIB as usize), "round {round}");
+        let opened = File::open(&file).expect("it is there");
+        weir.crash();
+        let lost = opened.read_at(&mut [0; 10], 0).expect_err("nobody serves it");
+        assert_eq!(lost.raw_os_error(), Some(libc::ENOTCONN));
+        if round % 2 == 0 {
+            // By a watcher, with nobody's help.
+            wait_until_unmounted(&file);
+            assert_eq!(fs::metadata(&file).expect("the one below").len(), 0);
+        }
+    }
+}
+
+#[test]
+fn a_mount_that_nobody_watches_is_removed_by_the_next() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let file = spot(&scratch, "file");
+    let image = scratch.filled("disk.raw", MIB);
+    let weir = serve(&scratch, &image, &file, "").start();
+    kill_watchers(&weir, &file);
+    weir.crash();
+    let dead = fs::metadata(&file).expect_err("nobody serves it");
+    assert_eq!(dead.raw_os_error(), Some(libc::ENOTCONN));
+    let weir = serve(&scratch, &image, &file, "").start();
+    assert!(fs::read(&file).expect("it can be read") == pattern(MIB as usize));
+    weir.stop();
+    assert!(!is_mounted(&file));
+}
+
+/// Ends the process that looks after the mount.
+fn kill_watchers(weir: &Weir, file: &Path) {
+    let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", weir.pid())).unwrap_or_default();
+    let tasks = fs::read_dir(format!("/proc/{}/task", weir.pid())).expect("it runs");
+    let of_threads = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("children")).ok());
+    let all = of_threads.chain([children]).collect::<Vec<_>>().join(" ");
+    let mut killed = 0;
+    for pid in all.split_whitespace().map(|pid| pid.parse().expect("a number")) {
+        let words = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        if words.split(|byte| *byte == 0).any(|word| word == text(file).as_bytes()) {
+            killed += usize::from(kill(Pid::from_raw(pid), Signal::SIGKILL).is_ok());
+        }
+    }
+    assert!(killed > 0, "there is a watcher");
+}
+
+#[test]
+fn unmounted_from_outside_it_ends() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let (file, control) = (spot(&scratch, "file"), scratch.socket("qmp"));
+    let image = scratch.filled("disk.raw", MIB);
+    let weir = serve(&scratch, &image, &file, "").args(["--qmp", &format!("unix:{}", text(&control))]).start();
+    let opened = File::open(&file).expect("it is there");
+    Client::new("umount").args([text(&file)]).fails();
+    drop(opened);
+    Client::new("umount").args([text(&file)]).succeeds();
+    weir.wait_for_log("unmounted from outside");
+    let mut qmp = Qmp::negotiated(&control);
+    qmp.event("BLOCK_EXPORT_DELETED");
+    // The disk is served on.
+    weir.nbdsh("disk", "assert h.get_size() == 1 << 20");
+    weir.stop();
+}
+
+#[test]
+fn users_who_are_not_root_have_it_for_themselves() {
+    need_fuse!();
+    need_root("other users");
+    let scratch = Scratch::new();
+    let (file, image) = (spot(&scratch, "file"), scratch.filled("disk.raw", MIB));
+    const NOBODY: u32 = 65_534;
+    for path in [&scratch.path(""), &file, &image] {
+        chown(path, Some(NOBODY), Some(NOBODY)).expect("root may");
+    }
+    fs::set_permissions(scratch.path(""), Permissions::from_mode(0o755)).expect("root may");
+    chown(scratch.socket(""), Some(NOBODY), Some(NOBODY)).expect("root may");
+    let as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
+    for (options, others) in [(",allow-other=off", false), ("", false)] {
+        let weir = serve(&scratch, &image, &file, options).behind(as_nobody).start();
+        let read = Client::new("setpriv").args(&as_nobody[1..]).args(["cmp", text(&file), text(&image)]);
+        read.succeeds();
+        assert_eq!(fs::metadata(&file).is_ok(), others, "root is another user");
+        weir.stop();
+        assert!(!is_mounted(&file));
+    }
+    // Killed, too.
+    let weir = serve(&scratch, &image, &file, "").behind(as_nobody).start();
+    weir.crash();
+    wait_until_unmounted(&file);
+    let said = serve(&scratch, &image, &file, ",allow-other=on").behind(as_nobody).fails();
+    assert_says(&said, &["user_allow_other", "/etc/fuse.conf"]);
+}
+
+#[test]
+fn others_may_what_the_files_mode_says() {
+    need_fuse!();
+    need_root("other users");
+    let scratch = Scratch::new();
+    let (file, image) = (spot(&scratch, "file"), scratch.filled("disk.raw", MIB));
+    fs::set_permissions(scratch.path(""), Permissions::from_mode(0o755)).expect("root may");
+    fs::set_permissions(&file, Permissions::from_mode(0o604)).expect("root may");
+    let weir = serve(&scratch, &image, &file, "").start();
+    let status = fs::metadata(&file).expect("it is there");
+    assert_eq!((status.mode() & 0o7777, status.uid()), (0o604, 0));
+    let as_nobody = || Client::new("setpriv").args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
+    as_nobody().args(["cmp", text(&file), text(&image)]).succeeds();
+    as_nobody().args(["dd", "if=/dev/zero", &format!("of={}", text(&file)), "count=1", "conv=notrunc"]).fails();
+    fs::set_permissions(&file, Permissions::from_mode(0o600)).expect("root may");
+    as_nobody().args(["cat", text(&file)]).fails();
+    weir.stop();
+}
+
+#[test]
+fn what_cannot_be_mounted_over_is_named() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", MIB);
+    let fifo = scratch.path("fifo");
+    Client::new("mkfifo").arg(&fifo).succeeds();
+    for (path, wrong) in [
+        (scratch.path("missing"), "there is no such file"),
+        (scratch.path(""), "is no regular file"),
+        (fifo, "is no regular file"),
+        ("/dev/null".into(), "is no regular file"),
+    ] {
+        assert_says(&serve(&scratch, &image, &path, "").fails(), &[text(&path), wrong]);
+    }
+    let file = spot(&scratch, "file");
+    let _weir = serve(&scratch, &image, &file, "").start();
+    let other = Scratch::new();
+    let said = serve(&other, &other.sparse("other.raw", MIB), &file, "").fails();
+    assert_says(&said, &["is mounted over it already"]);
+}
+
+#[test]
+fn a_daemon_ends_while_the_file_is_in_use() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let file = spot(&scratch, "file");
+    let image = scratch.filled("disk.raw", MIB);
+    let weir = serve(&scratch, &image, &file, "").args(["--iops-total", "100"]).start();
+    let writer = Command::new("fio")
+        .args(["--name=load", "--ioengine=io_uring", "--direct=1", "--rw=randrw", "--bs=4k", "--iodepth=32"])
+        .args(["--size=1M", "--time_based", "--runtime=600"])
+        .arg(format!("--filename={}", text(&file)))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("fio is there");
+    let mut first = [0; 1];
+    File::open(&file).and_then(|mut file| file.read_exact(&mut first)).expect("it is served");
+    weir.stop();
+    assert!(!is_mounted(&file));
+    let ended = writer.wait_with_output();
+    assert!(!ended.expect("it is ours").status.success(), "its file has gone");
+}
+
+#[test]
+fn the_image_itself_may_be_mounted_over() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let (content, image) = (scratch.filled("content.raw", MIB), scratch.path("disk.qcow2"));
+    qemu_img(["convert", "-O", "qcow2"]).arg(&content).arg(&image).succeeds();
+    let weir = serve(&scratch, &image, &image, "").start();
+    qemu_img(["compare", "-f", "raw", "-F", "raw"]).arg(&content).arg(&image).succeeds();
+    OpenOptions::new().write(true).open(&image).and_then(|mut file| file.write_all(b"new")).expect("it is ours");
+    weir.stop();
+    let mut new = Vec::new();
+    File::open(&content).and_then(|mut file| file.read_to_end(&mut new)).expect("it is there");
+    new[..3].copy_from_slice(b"new");
+    fs::write(&content, new).expect("it is ours");
+    qemu_img(["compare", "-f", "raw", "-F", "qcow2"]).arg(&content).arg(&image).succeeds();
+}

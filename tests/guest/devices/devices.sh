@@ -1,0 +1,90 @@
+# What scripts about block devices of the guest itself may use: weir as their server, files on them,
+# load (devices.py puts it in front).
+
+log=/tmp/weir.log
+qmp=/run/weir.qmp
+
+# serve OPTION…: weir, in the background, until it is ready; sets $weir
+serve() {
+    RUST_BACKTRACE=1 weir serve --qmp unix:$qmp "$@" >$log 2>&1 &
+    weir=$!
+    until grep -q ' ready' $log; do
+        pause 0.02
+        if ! kill -0 $weir 2>/dev/null; then
+            cat $log
+            return 1
+        fi
+    done
+}
+
+# gone PROCESS: waits until it is not there any more, and says its status
+gone() {
+    wait "$1" || return
+}
+
+# stop: ends weir as a service manager would
+stop() {
+    kill -TERM $weir
+    gone $weir || { cat $log; return 1; }
+}
+
+# killed: ends weir as nobody should
+killed() {
+    kill -KILL $weir
+    gone $weir || :
+}
+
+# ask COMMAND: over QMP; prints the answer
+ask() {
+    printf '{"execute":"qmp_capabilities"}\n%s\n' "$1" | socat -t 400 - UNIX-CONNECT:$qmp | sed -n 3p
+}
+
+# until_no DEVICE: waits until there is no such node
+until_no() {
+    while [ -e "$1" ]; do pause 0.02; done
+}
+
+# write_files DIRECTORY: some that stay, with their sums, and 6 MiB that go
+write_files() (
+    cd "$1"
+    mkdir kept gone
+    for number in 1 2 3 4 5 6; do
+        dd if=/dev/urandom of=kept/$number bs=50000 count=$((number * 2)) 2>/dev/null
+        dd if=/dev/urandom of=gone/$number bs=1M count=1 oflag=direct 2>/dev/null
+    done
+    cp -r kept copied
+    md5sum kept/* copied/* >sums
+    sync
+)
+
+# numbers DEVICE: starts the client that numbers what it writes (machines/numbered.rs)
+numbers() {
+    rm -f /tmp/stop /tmp/reports /tmp/numbered
+    : >/tmp/reports
+    numbered write "$1" 0 8 32 /tmp/reports /tmp/stop >/tmp/numbered 2>&1 &
+    numbered=$!
+}
+
+# more_numbers COUNT: waits until so many rounds more were reported
+more_numbers() {
+    until=$(($(wc -l </tmp/reports) + $1))
+    until [ "$(wc -l </tmp/reports)" -ge $until ]; do
+        if ! kill -0 $numbered 2>/dev/null; then
+            cat /tmp/numbered $log
+            return 1
+        fi
+        pause 0.02
+    done
+}
+
+# end_numbers: has all of them read once more; prints how it went
+end_numbers() {
+    touch /tmp/stop
+    gone $numbered || { cat /tmp/numbered; return 1; }
+    cat /tmp/numbered
+}
+
+# pidof_server: of the `weir serve` that `weir attach` has started
+pidof_server() {
+    grep -lz '^serve$' /proc/[0-9]*/cmdline | sed 's|/proc/\([0-9]*\)/.*|\1|'
+}

@@ -1,0 +1,304 @@
+"""weir's devices of the kernel's NBD client, in the guest: as ublk.py, for what is different there,
+and `weir attach`, which takes whichever there is.
+"""
+
+from pathlib import Path
+
+from outcome import contains, fact, near
+
+SHELL = Path(__file__).with_name("devices.sh").read_text()
+DISK = "/tmp/disk.raw"
+NODE = "/dev/nbd3"
+DISK_MIB = 64
+# How often weir is killed, and with --full.
+KILLS, FULL_KILLS = 3, 20
+# Operations per second, and how many are asked for at once: a tenth passes at the beginning.
+LIMIT, ASKED = 200, 400
+# What ends a case, however it went.
+CLEAN = f"""
+    touch /tmp/stop
+    umount /mnt/d 2>/dev/null
+    kill -KILL $weir 2>/dev/null
+    weir detach --all --force 2>/dev/null
+    [ ! -e /sys/block/nbd3/pid ] || nbd-client -d {NODE} >/dev/null 2>&1
+    wait
+    rm -f {DISK} $log
+"""
+
+
+class Nbd:
+    """The cases."""
+
+    def __init__(self, full):
+        self.guest = None  # set when they run
+        self._kills = FULL_KILLS if full else KILLS
+
+    def cases(self):
+        """Name and function."""
+        yield "nbd: ext4", self.files
+        yield "nbd: a limit", self.limit
+        yield "nbd: another size", self.resized
+        yield f"nbd: killed {self._kills} times under load", self.killed
+        yield "nbd: ended while it is mounted", self.ended
+        yield "nbd: removed under load", self.removed
+        yield "nbd: removed from outside", self.gone
+        yield "nbd: what cannot be", self.refused
+        yield "attach: by ublk and by NBD", self.attached
+        yield "attach: killed and recovered", self.recovered
+
+    def _parts(self, body):
+        make = f"mkdir -p /mnt/d; truncate -s {DISK_MIB}M {DISK}"
+        free = "free() { until ! [ -e /sys/block/nbd3/pid ]; do pause 0.02; done; }"
+        return self.guest.parts(f"{SHELL}\n{free}\n{make}\n{body}", CLEAN)
+
+    def files(self):
+        """A file system over a remount, trimmed and checked, over several connections."""
+        parts = self._parts(f"""
+            serve {DISK} --nbd-device {NODE},connections=3
+            part told
+            cat /sys/block/nbd3/ro /sys/block/nbd3/queue/logical_block_size /sys/block/nbd3/queue/write_cache
+            cat /sys/block/nbd3/size /sys/block/nbd3/backend
+            part others
+            mkfs.ext4 -q {NODE}
+            mount -t ext4 {NODE} /mnt/d
+            write_files /mnt/d
+            part full
+            stat -c %b {DISK}
+            part trimmed
+            rm -r /mnt/d/gone
+            sync
+            fstrim /mnt/d
+            umount /mnt/d
+            mount -t ext4 {NODE} /mnt/d
+            (cd /mnt/d && md5sum -c sums && cmp kept/1 copied/1)
+            umount /mnt/d
+            e2fsck -fn {NODE}
+            stop
+            free
+            e2fsck -fn {DISK}
+            part freed
+            stat -c %b {DISK}
+        """)
+        freed = (int(parts["full"]) - int(parts["freed"])) * 512
+        told = parts["told"].split()
+        expected = ["0", "512", "write", "back", str(DISK_MIB << 11), f"weir:{DISK}"]
+        return [
+            fact("a device", told == expected, told, expected),
+            fact("bytes that fstrim gave back", freed >= 5 << 20, freed, "5 MiB or more of 6"),
+        ]
+
+    def limit(self):
+        """A limit by the guest's own clock."""
+        parts = self._parts(f"""
+            serve {DISK} --nbd-device {NODE} --iops-total {LIMIT}
+            pause 1
+            part begin
+            now; echo $now
+            dd if={NODE} of=/dev/null bs=4k count={ASKED} iflag=direct 2>/dev/null
+            part end
+            now; echo $now
+            stop
+            free
+        """)
+        seconds = float(parts["end"]) - float(parts["begin"])
+        return [near("reads that waited", seconds, (ASKED - LIMIT / 10) / LIMIT, 0.05, "s", 1)]
+
+    def resized(self):
+        """At once."""
+        larger = (DISK_MIB + 20) << 20
+        resize = f'{{"execute":"block_resize","arguments":{{"node-name":"disk","size":{larger}}}}}'
+        parts = self._parts(f"""
+            serve {DISK} --nbd-device {NODE}
+            part asked
+            ask '{resize}'
+            part size
+            for try in $(seq 50); do
+                size=$(blockdev --getsize64 {NODE})
+                [ $size != {larger} ] || break
+                pause 0.02
+            done
+            echo $size
+            dd if=/dev/urandom of={NODE} bs=1M count=1 seek={DISK_MIB + 19} oflag=direct
+            stop
+            free
+        """)
+        return [
+            contains("the answer", parts["asked"], "return"),
+            contains("its size", parts["size"], str(larger)),
+        ]
+
+    def killed(self):
+        """weir killed while numbers are written, and started again: the device waits, nothing is
+        lost, and nothing comes twice.
+        """
+        parts = self._parts(f"""
+            serve {DISK} --nbd-device {NODE},connections=2
+            numbers {NODE}
+            more_numbers 8
+            for time in $(seq {self._kills}); do
+                killed
+                pause 0.0$((time % 7))
+                serve {DISK} --nbd-device auto
+                grep 'taking over' $log
+                more_numbers $((time % 5 + 1))
+            done
+            part ended
+            end_numbers
+            part rest
+            stop
+            free
+            numbered check {DISK} 0 8 32
+        """)
+        return [contains("the client", parts["ended"], "ok ")]
+
+    def ended(self):
+        """weir told to end while a file system is mounted: it waits for the next weir."""
+        parts = self._parts(f"""
+            serve {DISK} --nbd-device {NODE}
+            mkfs.ext4 -q {NODE}
+            mount -t ext4 {NODE} /mnt/d
+            rm -f /tmp/stop /tmp/did
+            (while ! [ -e /tmp/stop ]; do date >>/mnt/d/dates && sync; done; echo written >/tmp/did) &
+            write_files /mnt/d
+            stop
+            part there
+            ls /sys/block/nbd3/backend
+            serve {DISK} --nbd-device {NODE}
+            part others
+            touch /tmp/stop
+            until [ -e /tmp/did ]; do pause 0.02; done
+            (cd /mnt/d && md5sum -c sums)
+            umount /mnt/d
+            e2fsck -fn {NODE}
+            stop
+            free
+        """)
+        return [contains("the device", parts["there"], "backend")]
+
+    def removed(self):
+        """Over QMP, while it is used: not if it is to be safe; or else what is asked then fails."""
+        remove = '{{"execute":"block-export-del","arguments":{{"id":"disk","mode":"{}"}}}}'
+        parts = self._parts(f"""
+            serve {DISK} --nbd-device {NODE}
+            numbers {NODE}
+            more_numbers 8
+            part safe
+            ask '{remove.format("safe")}'
+            more_numbers 8
+            part hard
+            ask '{remove.format("hard")}'
+            part client
+            gone $numbered || echo it failed
+            part others
+            free
+            stop
+            part waiting
+            grep -l '^State:.D' /proc/[0-9]*/status || echo none
+        """)
+        return [
+            contains("if it is to be safe", parts["safe"], "numbered"),
+            contains("if it need not", parts["hard"], "return"),
+            contains("its client", parts["client"], "it failed"),
+            fact("processes that wait for ever", parts["waiting"].strip() == "none", parts["waiting"], "none"),
+        ]
+
+    def gone(self):
+        """Somebody else lets the device go, and weir ends with it, as it was told."""
+        parts = self._parts(f"""
+            serve {DISK} --nbd-device {NODE} --exit-when-idle
+            dd if={NODE} of=/dev/null bs=4k count=4 iflag=direct
+            nbd-client -d {NODE}
+            part ended
+            gone $weir && echo it ended
+            cat $log
+        """)
+        return [
+            contains("weir", parts["ended"], "it ended"),
+            contains("what it says", parts["ended"], "the device has gone"),
+        ]
+
+    def refused(self):
+        """A device that another has, and an odd size."""
+        parts = self._parts(f"""
+            serve {DISK} --nbd-device {NODE}
+            truncate -s 1M /tmp/other.raw
+            truncate -s 1000 /tmp/odd.raw
+            part taken
+            ! weir serve /tmp/other.raw --nbd-device {NODE}
+            part odd
+            ! weir serve /tmp/odd.raw --nbd-device auto
+            part others
+            dd if={NODE} of=/dev/null bs=4k count=4 iflag=direct
+            stop
+            free
+            rm -f /tmp/other.raw /tmp/odd.raw
+        """)
+        return [
+            contains("a device that is taken", parts["taken"], "/dev/nbd3 is in use by another server"),
+            contains("an odd size", parts["odd"], "no multiple of 512"),
+        ]
+
+    def attached(self):
+        """Each way that the kernel has, from the file system to nothing."""
+        parts = self._parts(f"""
+            [ -e /dev/ublk-control ] || load ublk_drv
+            mkfs.ext4 -q {DISK}
+            weir=0
+            part first
+            weir attach {DISK} -f raw 2>&1
+            weir attach --list
+            weir detach disk
+            for way in ublk nbd; do
+                part $way
+                weir attach {DISK} -f raw --$way --mount /mnt/d
+                write_files /mnt/d
+                ! weir attach {DISK} -f raw --name other
+                (cd /mnt/d && ! weir detach disk)
+                part ${{way}}_left
+                umount /mnt/d
+                weir attach --list
+                weir detach disk 2>/dev/null || :
+                ! ls /run/weir/attached/disk
+                rm -f /tmp/other
+                e2fsck -fn {DISK} && mkfs.ext4 -q {DISK}
+            done
+        """)
+        return [
+            contains("what it takes", parts["first"], "/dev/ublkb0"),
+            contains("what it says", parts["first"], "a block device by ublk"),
+            contains("by ublk", parts["ublk"], "/dev/ublkb0"),
+            contains("a second one", parts["ublk"], "lock"),
+            contains("by NBD", parts["nbd"], "/dev/nbd"),
+            contains("while it is used", parts["nbd"], "busy"),
+        ]
+
+    def recovered(self):
+        """The server killed, which its keeper starts again; then both."""
+        parts = self._parts(f"""
+            [ -e /dev/ublk-control ] || load ublk_drv
+            weir=0
+            for way in ublk nbd; do
+                device=$(weir attach {DISK} -f raw --$way)
+                numbers $device
+                more_numbers 8
+                kill -KILL $(pidof_server)
+                more_numbers 8
+                keeper=$(sed -n 's/.*"keeper": \\([0-9]*\\).*/\\1/p' /run/weir/attached/disk/attached.json)
+                kill -KILL $keeper
+                kill -KILL $(pidof_server)
+                part $way
+                weir attach --list
+                weir attach --recover
+                more_numbers 8
+                end_numbers
+                part ${{way}}_after
+                weir detach disk
+                numbered check {DISK} 0 8 32
+                rm {DISK}
+                truncate -s {DISK_MIB}M {DISK}
+            done
+        """)
+        return [
+            contains("by ublk", parts["ublk"], "/dev/ublkb0\nok "),
+            contains("by NBD", parts["nbd"], "ok "),
+        ]

@@ -1,0 +1,288 @@
+"""weir's ublk devices in the guest's own kernel: file systems on them, limits, and what becomes of
+them when weir ends in one way or another.
+
+Each case is one script in the guest, and the checks of what it printed.
+"""
+
+from pathlib import Path
+
+from outcome import contains, fact, near
+
+SHELL = Path(__file__).with_name("devices.sh").read_text()
+DISK = "/tmp/disk.raw"
+NODE = "/dev/ublkb0"
+# mkfs.xfs wants 300 MB at least; it is sparse.
+DISK_MIB = 400
+# How often weir is killed, and with --full.
+KILLS, FULL_KILLS = 3, 20
+# Operations per second, and how many are asked for at once: a tenth passes at the beginning.
+LIMIT, ASKED = 200, 400
+# What ends a case, however it went.
+CLEAN = f"""
+    touch /tmp/stop
+    umount /mnt/d 2>/dev/null
+    kill -KILL $weir 2>/dev/null
+    [ ! -e {NODE} ] || {{ serve {DISK} --ublk && kill -TERM $weir; }}
+    wait
+    rm -f {DISK} $log
+"""
+
+
+class Ublk:
+    """The cases."""
+
+    def __init__(self, full):
+        self.guest = None  # set when they run
+        self._kills = FULL_KILLS if full else KILLS
+
+    def cases(self):
+        """Name and function."""
+        yield "ublk: ext4", lambda: self.files("mkfs.ext4 -q", "ext4", "e2fsck -fn")
+        yield "ublk: xfs", lambda: self.files("mkfs.xfs -q", "xfs", "xfs_repair -n")
+        yield "ublk: what the kernel is told", self.told
+        yield "ublk: a limit", self.limit
+        yield "ublk: another size", self.resized
+        yield f"ublk: killed {self._kills} times under load", self.killed
+        yield "ublk: ended while it is mounted", self.ended
+        yield "ublk: removed under load", self.removed
+        yield "ublk: what cannot be", self.refused
+
+    def _parts(self, body):
+        load = "[ -e /dev/ublk-control ] || load ublk_drv"
+        make = f"mkdir -p /mnt/d; truncate -s {DISK_MIB}M {DISK}"
+        return self.guest.parts(f"{SHELL}\n{load}\n{make}\n{body}", CLEAN)
+
+    def files(self, make, kind, check):
+        """A file system over a remount, trimmed and checked."""
+        parts = self._parts(f"""
+            [ -d /sys/module/{kind} ] || load {kind}
+            serve {DISK} --ublk
+            {make} {NODE}
+            mount -t {kind} {NODE} /mnt/d
+            write_files /mnt/d
+            part full
+            stat -c %b {DISK}
+            part others
+            rm -r /mnt/d/gone
+            sync
+            fstrim /mnt/d
+            umount /mnt/d
+            mount -t {kind} {NODE} /mnt/d
+            (cd /mnt/d && md5sum -c sums && cmp kept/1 copied/1)
+            umount /mnt/d
+            {check} {NODE}
+            stop
+            {check} {DISK}
+            part freed
+            stat -c %b {DISK}
+            part nodes
+            ls /dev/ublk*
+        """)
+        freed = (int(parts["full"]) - int(parts["freed"])) * 512
+        return [
+            fact("bytes that fstrim gave back", freed >= 5 << 20, freed, "5 MiB or more of 6"),
+            fact("nodes afterwards", parts["nodes"].split() == ["/dev/ublk-control"], parts["nodes"], "none"),
+        ]
+
+    def told(self):
+        """What /sys says of a device."""
+        shown = "ro queue/logical_block_size queue/physical_block_size queue/write_cache queue/fua size"
+        parts = self._parts(f"""
+            read_all() {{ for name in {shown}; do cat /sys/block/ublkb0/$name; done; }}
+            serve {DISK} --ublk=0,queues=2
+            part writable
+            read_all
+            part queues
+            ls /sys/block/ublkb0/mq | wc -l
+            part erases
+            cat /sys/block/ublkb0/queue/discard_max_bytes /sys/block/ublkb0/queue/write_zeroes_max_bytes
+            blkdiscard {NODE}
+            stop
+            part read_only
+            serve {DISK} --ublk --read-only
+            read_all
+            ! dd if=/dev/zero of={NODE} bs=4k count=1 oflag=direct
+            dd if={NODE} of=/dev/null bs=64k count=16 iflag=direct
+            stop
+            part through
+            serve {DISK} --ublk=0,discard=off,write-zeroes=off --cache directsync
+            cat /sys/block/ublkb0/queue/write_cache
+            cat /sys/block/ublkb0/queue/discard_max_bytes /sys/block/ublkb0/queue/write_zeroes_max_bytes
+            stop
+        """)
+        sectors = str(DISK_MIB << 11)
+        writable = ["0", "512", "4096", "write", "back", "1", sectors]
+        read_only = parts["read_only"].split()
+        return [
+            fact("a device", parts["writable"].split() == writable, parts["writable"], writable),
+            fact("its queues", parts["queues"].strip() in "12", parts["queues"], "no more than processors"),
+            fact("what it erases at once", parts["erases"].split() == [str(1 << 30)] * 2, parts["erases"], "1 GiB"),
+            fact("a read-only one", read_only[:3] == ["1", "512", "4096"], read_only, "1 512 4096"),
+            fact(
+                "one without a cache and without discards",
+                parts["through"].split() == ["write", "through", "0", "0"],
+                parts["through"],
+                "write through 0 0",
+            ),
+        ]
+
+    def limit(self):
+        """A limit by the guest's own clock."""
+        parts = self._parts(f"""
+            serve {DISK} --ublk --iops-total {LIMIT}
+            pause 1
+            part begin
+            now; echo $now
+            dd if={NODE} of=/dev/null bs=4k count={ASKED} iflag=direct 2>/dev/null
+            part end
+            now; echo $now
+            stop
+        """)
+        seconds = float(parts["end"]) - float(parts["begin"])
+        return [near("reads that waited", seconds, (ASKED - LIMIT / 10) / LIMIT, 0.05, "s", 1)]
+
+    def resized(self):
+        """At once where the kernel can, and said where it cannot."""
+        larger = (DISK_MIB + 20) << 20
+        parts = self._parts(f"""
+            serve {DISK} --ublk
+            part asked
+            name=$(ask '{{"execute":"query-block-exports"}}' | sed 's/.*"node-name": *"\\([^"]*\\)".*/\\1/')
+            ask '{{"execute":"block_resize","arguments":{{"node-name":"'$name'","size":{larger}}}}}'
+            part now
+            pause 0.5
+            blockdev --getsize64 {NODE}
+            cat $log
+            stop
+            part anew
+            serve {DISK} --ublk
+            blockdev --getsize64 {NODE}
+            dd if=/dev/urandom of={NODE} bs=1M count=1 seek={DISK_MIB + 19} oflag=direct
+            stop
+        """)
+        at_once = parts["now"].startswith(str(larger))
+        said = "keep their length" in parts["now"]
+        return [
+            fact("the answer", "return" in parts["asked"], parts["asked"], "a return"),
+            fact("its size", at_once or said, parts["now"], "the new one, or a line that it stays"),
+            contains("its size when it is made again", parts["anew"], str(larger)),
+        ]
+
+    def killed(self):
+        """weir killed while numbers are written, and started again: the device stays, nothing is
+        lost, and nothing comes twice.
+        """
+        parts = self._parts(f"""
+            serve {DISK} --ublk=0,queues=2
+            numbers {NODE}
+            more_numbers 8
+            for time in $(seq {self._kills}); do
+                killed
+                pause 0.0$((time % 7))
+                serve {DISK} --ublk
+                grep 'took over' $log
+                more_numbers $((time % 5 + 1))
+            done
+            part ended
+            end_numbers
+            part rest
+            stop
+            numbered check {DISK} 0 8 32
+            part nodes
+            ls /dev/ublk*
+        """)
+        return [
+            contains("the client", parts["ended"], "ok "),
+            fact("nodes afterwards", parts["nodes"].split() == ["/dev/ublk-control"], parts["nodes"], "none"),
+        ]
+
+    def ended(self):
+        """weir told to end while a file system is mounted: it waits for the next weir."""
+        parts = self._parts(f"""
+            serve {DISK} --ublk
+            mkfs.ext4 -q {NODE}
+            mount -t ext4 {NODE} /mnt/d
+            (while ! [ -e /tmp/stop ]; do date >>/mnt/d/dates && sync; done; echo written >/tmp/did) &
+            rm -f /tmp/stop /tmp/did
+            write_files /mnt/d
+            part said
+            stop
+            cat $log
+            part nodes
+            ls /dev/ublkb*
+            serve {DISK} --ublk
+            part others
+            touch /tmp/stop
+            until [ -e /tmp/did ]; do pause 0.02; done
+            (cd /mnt/d && md5sum -c sums)
+            umount /mnt/d
+            e2fsck -fn {NODE}
+            stop
+            part after
+            ls /dev/ublk*
+        """)
+        return [
+            contains("what is said", parts["said"], "the device is in use and stays"),
+            contains("the device", parts["nodes"], NODE),
+            fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
+        ]
+
+    def removed(self):
+        """Over QMP, while it is used: not if it is to be safe; or else what is asked then fails."""
+        remove = '{{"execute":"block-export-del","arguments":{{"id":"disk","mode":"{}"}}}}'
+        parts = self._parts(f"""
+            serve {DISK} --ublk
+            numbers {NODE}
+            more_numbers 8
+            part safe
+            ask '{remove.format("safe")}'
+            more_numbers 8
+            part hard
+            ask '{remove.format("hard")}'
+            part client
+            gone $numbered || echo it failed
+            cat /tmp/numbered
+            part others
+            until_no {NODE}
+            ask '{{"execute":"block-export-add","arguments":{{"type":"x-ublk","id":"again","node-name":"disk","writable":true}}}}'
+            numbers {NODE}
+            more_numbers 8
+            end_numbers
+            stop
+            part waiting
+            grep -l '^State:.D' /proc/[0-9]*/status || echo none
+        """)
+        return [
+            contains("if it is to be safe", parts["safe"], "numbered"),
+            contains("if it need not", parts["hard"], "return"),
+            contains("its client", parts["client"], "it failed"),
+            fact("processes that wait for ever", parts["waiting"].strip() == "none", parts["waiting"], "none"),
+        ]
+
+    def refused(self):
+        """A number that is taken, an image that is in use, a device that was never started."""
+        parts = self._parts(f"""
+            serve {DISK} --ublk=0
+            part same
+            ! weir serve {DISK} --ublk
+            truncate -s 1M /tmp/other.raw
+            part number
+            ! weir serve /tmp/other.raw --ublk=0
+            truncate -s 1000 /tmp/odd.raw
+            part odd
+            ! weir serve /tmp/odd.raw --ublk
+            part memory
+            ! weir serve /tmp/other.raw --ublk=1,queues=2,queue-depth=4096 --memory 128M
+            ls /dev/ublkb*
+            stop
+            part after
+            ls /dev/ublk*
+            rm -f /tmp/other.raw /tmp/odd.raw
+        """)
+        return [
+            contains("an image that is served", parts["same"], "in use"),
+            contains("a number that is taken", parts["number"], "there is a device of this number already"),
+            contains("an odd size", parts["odd"], "no multiple of 512"),
+            contains("more memory than there is", parts["memory"], "memory that the kernel is lent"),
+            fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
+        ]
