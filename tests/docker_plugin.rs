@@ -314,6 +314,8 @@ impl Podman {
             ["--storage-driver", "vfs"],
             ["--cgroup-manager", "cgroupfs"],
             ["--events-backend", "none"],
+            // As crun refuses a host that has both versions of control groups.
+            ["--runtime", "runc"],
         ];
         let settings = vec![format!("CONTAINERS_CONF={}", text(&configuration))];
         let podman = Self { arguments: options.concat().into_iter().map(str::to_owned).collect(), settings };
@@ -340,7 +342,8 @@ impl Podman {
     #[track_caller]
     fn runs(&self, volume: &str, script: &str) -> String {
         let volume = format!("--volume={volume}:/data");
-        let limits = ["--network=none", "--cgroups=disabled", &volume];
+        // Podman's own limits are above what root of a container may have.
+        let limits = ["--network=none", "--ulimit=nofile=1000:1000", "--ulimit=nproc=1000:1000", &volume];
         let words =
             [&["run", "--rm", "--quiet"][..], &limits, &["shell", "/bin/sh", "-c", script]].concat();
         self.does(&words)
