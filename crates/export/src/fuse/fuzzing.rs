@@ -20,10 +20,9 @@ pub fn fuse_message(data: &[u8]) {
         said.copy_from_slice(&(length as u32).to_ne_bytes());
     }
     let seen = &message[..length.min(MOST_PARSED_BYTES)];
-    let number = |at: usize| message.get(at..at + 8).map(|bytes| bytes.try_into().map(u64::from_ne_bytes));
     match parse(seen, length) {
         Ok(Request { unique, operation }) => {
-            assert_eq!(Some(Ok(unique)), number(8));
+            assert_eq!(message[8..16], unique.to_ne_bytes());
             assert_eq!(message[..4], (length as u32).to_ne_bytes());
             match operation {
                 Operation::Write { length: bytes, .. } => {

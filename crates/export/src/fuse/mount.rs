@@ -323,7 +323,7 @@ fn unmount(path: &Path, by_helper: bool) {
 
 /// Whether a mount there has lost its process.
 fn is_dead(path: &Path) -> bool {
-    rustix::fs::stat(path) == Err(Errno::NOTCONN)
+    matches!(rustix::fs::stat(path), Err(Errno::NOTCONN))
 }
 
 /// Removes what processes that were killed have left over a file. Their watchers go first, so that
