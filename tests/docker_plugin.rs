@@ -132,7 +132,8 @@ fn a_volume_is_an_image_with_a_file_system() {
     let raw = plugin.scratch.path("raw");
     weir(&["image", "convert", text(&image), text(&raw)]).succeeds();
     Client::new("e2fsck").args(["-f", "-n", text(&raw)]).succeeds();
-    let names: Vec<_> = fs::read_dir(image.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let names: Vec<_> =
+        fs::read_dir(image.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(names.len(), 3, "record, image and mount point, and nothing else: {names:?}");
     plugin.remove();
     assert!(!image.parent().unwrap().exists());
@@ -144,7 +145,10 @@ fn volumes_are_there_after_a_kill_and_after_an_end() {
     let mut plugin = Plugin::start();
     plugin.create();
     plugin = plugin.again(Weir::crash);
-    assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([{ "Name": plugin.volume, "Mountpoint": "" }]));
+    assert_eq!(
+        plugin.does("List", &json!({}))["Volumes"],
+        json!([{ "Name": plugin.volume, "Mountpoint": "" }])
+    );
     plugin = plugin.again(|weir| drop(weir.stop()));
     plugin.create();
     let volume = &plugin.does("Get", &plugin.named())["Volume"];
@@ -200,7 +204,8 @@ fn a_directory_and_a_socket_are_one_plugins() {
     assert_says(&serve(&plugin.scratch).fails(), &["another `weir docker-plugin` uses this directory"]);
     let other = Scratch::new();
     let socket = format!("unix:{}", text(&plugin.scratch.socket("plugin")));
-    let second = Serve::by("docker-plugin").args(["--socket", &socket, "--directory", text(&other.path("v"))]);
+    let second =
+        Serve::by("docker-plugin").args(["--socket", &socket, "--directory", text(&other.path("v"))]);
     assert_says(&second.fails(), &["in use: somebody listens there already"]);
     let socket = plugin.scratch.socket("plugin");
     plugin.weir.stop();
@@ -262,7 +267,10 @@ fn what_is_written_into_a_volume_stays_in_it() {
     assert_eq!(fs::read_dir(&at.0).unwrap().count(), 0, "a new volume is empty");
     fs::write(at.0.join("file"), "kept").unwrap();
     mount(&plugin, "b");
-    assert_says(&plugin.refuses("Remove", &plugin.named()), &["is mounted: several containers use it (a, b)"]);
+    assert_says(
+        &plugin.refuses("Remove", &plugin.named()),
+        &["is mounted: several containers use it (a, b)"],
+    );
     unmount(&plugin, "a");
     assert!(is_mounted(&at.0), "b has it");
     // Volumes stay mounted while the plugin is away, however it went.
@@ -344,8 +352,7 @@ impl Podman {
         let volume = format!("--volume={volume}:/data");
         // Podman's own limits are above what root of a container may have.
         let limits = ["--network=none", "--ulimit=nofile=1000:1000", "--ulimit=nproc=1000:1000", &volume];
-        let words =
-            [&["run", "--rm", "--quiet"][..], &limits, &["shell", "/bin/sh", "-c", script]].concat();
+        let words = [&["run", "--rm", "--quiet"][..], &limits, &["shell", "/bin/sh", "-c", script]].concat();
         self.does(&words)
     }
 }

@@ -170,8 +170,8 @@ fn every_command_of_the_documents_runs_as_it_is_written() {
     assert!(complaints.is_empty(), "{}", complaints.join("\n\n"));
 }
 
-/// Reads objects from standard input, and prints of each its kind, its name and the names of what it
-/// refers to. A key that is said twice is an error, as for kubectl.
+/// Reads objects from standard input, and prints of each its kind, its name and the names of what
+/// it refers to. A key that is said twice is an error, as for kubectl.
 const OBJECTS: &str = r#"
 import sys, yaml
 class Strict(yaml.SafeLoader):
@@ -198,7 +198,8 @@ for one in yaml.load_all(sys.stdin, Loader=Strict):
 fn objects_of_kubernetes_are_whole() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let document = fs::read_to_string(root.join("docs/containers.md")).expect("it is a text");
-    let blocks: Vec<_> = document.split("```yaml\n").skip(1).map(|rest| rest.split("```").next().expect("a part")).collect();
+    let blocks: Vec<_> =
+        document.split("```yaml\n").skip(1).map(|rest| rest.split("```").next().expect("a part")).collect();
     let printed: Vec<String> = blocks
         .iter()
         .map(|block| Client::new("/usr/bin/python3").args(["-c", OBJECTS]).reading(block).succeeds())

@@ -86,10 +86,8 @@ impl Options {
 
     /// What `weir attach` is told beside the image and the place.
     pub(crate) fn words(&self) -> Vec<String> {
-        let mut words = vec![
-            format!("--format={}", self.format.name()),
-            format!("--fstype={}", self.file_system.name()),
-        ];
+        let mut words =
+            vec![format!("--format={}", self.format.name()), format!("--fstype={}", self.file_system.name())];
         for (key, value) in &self.given {
             match key.as_str() {
                 DEVICE => words.push(format!("--{value}")),
@@ -264,7 +262,11 @@ mod tests {
                 "noatime,--help /",
                 "mount-options=noatime,--help /: is no list of mount options (write them as noatime,discard)",
             ),
-            ("mount-options", "bind", "mount-options=bind: bind is about another kind of mount (leave it out)"),
+            (
+                "mount-options",
+                "bind",
+                "mount-options=bind: bind is about another kind of mount (leave it out)",
+            ),
         ] {
             assert_eq!(with(key, value), expect);
         }

@@ -97,7 +97,10 @@ mod tests {
     fn what_a_program_says_is_the_error() {
         run(&mut shell("echo x >&2"), Duration::from_secs(60)).unwrap();
         assert_eq!(fails("echo weir: by ublk, as it is there >&2; echo weir: a: b >&2; exit 1"), "a: b");
-        assert_eq!(fails("echo mke2fs 1.47 >&2; echo; echo too small >&2; echo usage >&2; exit 1"), "too small");
+        assert_eq!(
+            fails("echo mke2fs 1.47 >&2; echo; echo too small >&2; echo usage >&2; exit 1"),
+            "too small"
+        );
         assert_eq!(fails("exit 3"), "sh: failed (exit status: 3), and did not say why");
         assert_eq!(fails("yes x | head -c 1000000 >&2; exit 1"), "x");
         let missing = run(&mut Command::new("/nonexistent/mkfs"), Duration::from_secs(60));

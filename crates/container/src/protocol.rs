@@ -146,9 +146,7 @@ impl<D: Devices> Call<'_, D> {
     }
 
     fn list(&self) -> Outcome {
-        let listed = |volume: Volume| {
-            json!({ "Name": volume.name.to_string(), "Mountpoint": place(volume.mount_point) })
-        };
+        let listed = |volume: Volume| json!({ "Name": volume.name.to_string(), "Mountpoint": place(volume.mount_point) });
         let volumes: Vec<_> = self.volumes.list()?.into_iter().map(listed).collect();
         Ok(json!({ "Volumes": volumes, "Err": "" }))
     }
@@ -242,10 +240,7 @@ mod tests {
                 "Status": { "options": small(), "image": at.with_file_name("disk.raw"), "users": 1 },
             })
         );
-        assert_eq!(
-            done(&volumes, "List", json!({}))["Volumes"],
-            json!([{ "Name": "v", "Mountpoint": at }])
-        );
+        assert_eq!(done(&volumes, "List", json!({}))["Volumes"], json!([{ "Name": "v", "Mountpoint": at }]));
         done(&volumes, "Unmount", json!({ "Name": "v", "ID": "a" }));
         done(&volumes, "Remove", json!({ "Name": "v" }));
         assert!(fails(&volumes, "Get", json!({ "Name": "v" }), 500).starts_with("there is no volume v"));
@@ -261,7 +256,8 @@ mod tests {
             let said = fails(&volumes, "Create", json!({ "Name": name, "Opts": small() }), 400);
             assert!(said.contains("is no name of a volume"), "{said}");
         }
-        for (body, what) in [("", "EOF"), ("{", "EOF"), ("[]", "Name"), ("{}", "Name"), ("{\"Name\": 1}", "string")]
+        for (body, what) in
+            [("", "EOF"), ("{", "EOF"), ("[]", "Name"), ("{}", "Name"), ("{\"Name\": 1}", "string")]
         {
             let (status, value) = send(&volumes, "/VolumeDriver.Mount", body);
             let said = value["Err"].as_str().unwrap();

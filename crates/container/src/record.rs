@@ -120,7 +120,8 @@ impl Store {
         };
         let (root, lock) = make().with_context(named)?;
         // Docker is told of places in it, in JSON.
-        root.to_str().with_context(|| format!("{}: is not UTF-8 (use another --directory)", root.display()))?;
+        root.to_str()
+            .with_context(|| format!("{}: is not UTF-8 (use another --directory)", root.display()))?;
         let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
             nix::errno::Errno::EAGAIN => anyhow!(
                 "{}: another `weir docker-plugin` uses this directory (stop it, or use another --directory)",
@@ -225,10 +226,7 @@ mod tests {
     }
 
     fn record() -> Record {
-        Record {
-            options: [("size".to_owned(), "8M".to_owned())].into(),
-            users: ["a".to_owned()].into(),
-        }
+        Record { options: [("size".to_owned(), "8M".to_owned())].into(), users: ["a".to_owned()].into() }
     }
 
     #[test]

@@ -151,7 +151,9 @@ fn one<D: Devices>(mut stream: UnixStream, door: &Doorkeeper, volumes: &Volumes<
 fn is_gone(stream: &UnixStream) -> bool {
     let mut polled = [PollFd::new(stream.as_fd(), PollFlags::empty())];
     poll(&mut polled, PollTimeout::ZERO).is_ok()
-        && polled[0].revents().is_some_and(|events| events.intersects(PollFlags::POLLHUP | PollFlags::POLLERR))
+        && polled[0]
+            .revents()
+            .is_some_and(|events| events.intersects(PollFlags::POLLHUP | PollFlags::POLLERR))
 }
 
 #[cfg(test)]

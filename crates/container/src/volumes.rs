@@ -71,13 +71,7 @@ pub(crate) struct Volume {
 
 impl<D: Devices> Volumes<D> {
     pub(crate) fn new(store: Store, devices: D, weir: &Path) -> Self {
-        Self {
-            store,
-            devices,
-            weir: weir.to_owned(),
-            held: Mutex::default(),
-            let_go: Condvar::new(),
-        }
+        Self { store, devices, weir: weir.to_owned(), held: Mutex::default(), let_go: Condvar::new() }
     }
 
     /// Sets right what an earlier process left: see above. What cannot be is told in the log.
@@ -236,7 +230,9 @@ pub(crate) fn no_such(name: &Name) -> String {
 fn check_user(user: &str) -> anyhow::Result<()> {
     match user.len() {
         0 => bail!("ID: is empty (a mount is for somebody, whom it names)"),
-        length if length > MOST_USER_BYTES => bail!("ID: has {length} bytes; it has {MOST_USER_BYTES} at most"),
+        length if length > MOST_USER_BYTES => {
+            bail!("ID: has {length} bytes; it has {MOST_USER_BYTES} at most")
+        }
         _ => Ok(()),
     }
 }

@@ -2,9 +2,7 @@
 
 use std::env;
 
-use clap::{
-    Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind,
-};
+use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind};
 
 use crate::{attach, mount_helper, prefetch, resume, status, throttle, top};
 

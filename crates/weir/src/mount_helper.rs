@@ -21,7 +21,8 @@ const NOT_IN_FSTAB: [&str; 8] =
     ["help", "version", "mount", "mount-options", "json", "udev", "list", "recover"];
 /// Options that are for mount(8) and for systemd. Most never get here.
 const FOR_OTHERS: [&str; 12] = [
-    "defaults", "rw", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "owner", "group", "loop",
+    "defaults", "rw", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "owner", "group",
+    "loop",
 ];
 
 /// Whether the program was called so.
@@ -60,7 +61,9 @@ pub(crate) fn as_attach(
         }
     }
     let [image, directory] = &places[..] else {
-        return Err("two places are needed, the image and the directory (mount -t weir IMAGE DIRECTORY)".to_owned());
+        return Err(
+            "two places are needed, the image and the directory (mount -t weir IMAGE DIRECTORY)".to_owned()
+        );
     };
     if is_fake {
         return Ok(None);
@@ -77,7 +80,8 @@ pub(crate) fn as_attach(
 fn attach_options(options: &str, known: impl Fn(&str) -> bool) -> Vec<String> {
     let (mut own, mut others) = (Vec::new(), Vec::new());
     for option in options.split(',').filter(|option| !option.is_empty()) {
-        let (name, value) = option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value)));
+        let (name, value) =
+            option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value)));
         let is_for_others = value.is_none() && FOR_OTHERS.contains(&name);
         if is_for_others || name == "comment" || name.starts_with("x-") || name.starts_with("X-") {
             continue;
@@ -122,8 +126,14 @@ mod tests {
             "/a.qcow2 /mnt -o rw,iops-total=2000,group=gold,noatime,data=ordered",
             "attach --mount=/mnt --iops-total=2000 --group=gold --mount-options=noatime,data=ordered -- /a.qcow2",
         );
-        becomes("/a /mnt -o ro,fstype=xfs", "attach --mount=/mnt --read-only --fstype=xfs --mount-options=ro -- /a");
-        becomes("-a /mnt -v -n -s -t weir -N /proc/1/ns/mnt".replacen("-a", "./-a", 1).as_str(), "attach --mount=/mnt -- ./-a");
+        becomes(
+            "/a /mnt -o ro,fstype=xfs",
+            "attach --mount=/mnt --read-only --fstype=xfs --mount-options=ro -- /a",
+        );
+        becomes(
+            "-a /mnt -v -n -s -t weir -N /proc/1/ns/mnt".replacen("-a", "./-a", 1).as_str(),
+            "attach --mount=/mnt -- ./-a",
+        );
     }
 
     #[test]
@@ -133,7 +143,10 @@ mod tests {
             "attach --mount=/mnt --mount-options=noatime -- /a",
         );
         // A line of fstab cannot ask for something else than a mount.
-        becomes("/a /mnt -o list,mount=/etc,o=x", "attach --mount=/mnt --mount-options=list,mount=/etc,o=x -- /a");
+        becomes(
+            "/a /mnt -o list,mount=/etc,o=x",
+            "attach --mount=/mnt --mount-options=list,mount=/etc,o=x -- /a",
+        );
     }
 
     #[test]
@@ -147,9 +160,12 @@ mod tests {
 
     #[test]
     fn the_program_is_known_by_its_name() {
-        for (name, expect) in
-            [("/sbin/mount.weir", true), ("mount.weir", true), ("/usr/bin/weir", false), ("mount.weir/x", false)]
-        {
+        for (name, expect) in [
+            ("/sbin/mount.weir", true),
+            ("mount.weir", true),
+            ("/usr/bin/weir", false),
+            ("mount.weir/x", false),
+        ] {
             assert_eq!(is_called(Some(&name.into())), expect);
         }
         assert!(!is_called(None));

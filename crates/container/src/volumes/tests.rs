@@ -113,10 +113,7 @@ fn a_volume_is_made_once() {
     let mut other = small();
     other.insert("group".to_owned(), "gold".to_owned());
     let error = volumes.create(&held, other).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "a volume v is there already, with other options (remove it, or choose another name)"
-    );
+    assert_eq!(error, "a volume v is there already, with other options (remove it, or choose another name)");
 }
 
 #[test]
