@@ -36,7 +36,7 @@ fn complaints(scratch: &Scratch, unit: &str) -> String {
     // The colon at the end: beside systemd's own.
     let variable = format!("SYSTEMD_UNIT_PATH={}:", text(&scratch.path("")));
     let said = Client::new("env")
-        .args([&variable, "systemd-analyze", "verify", "--man=no", "--recursive-errors=no", unit])
+        .args([&variable, "systemd-analyze", "verify", "--man=no", "--recursive-errors=yes", unit])
         .run()
         .said();
     // Of this machine's own units it may say what it likes.
