@@ -8,9 +8,14 @@
 use std::{
     collections::HashSet,
     fmt, fs, io,
-    os::unix::ffi::{OsStrExt as _, OsStringExt as _},
+    os::unix::{
+        ffi::{OsStrExt as _, OsStringExt as _},
+        fs::OpenOptionsExt as _,
+    },
     path::{Path, PathBuf},
 };
+
+use nix::libc;
 
 /// Processes that a message names.
 const MOST_NAMED: usize = 5;
@@ -24,6 +29,8 @@ pub struct Users {
     pub holders: Vec<String>,
     /// Who has it open, where [`Users::with_processes`] looked.
     pub processes: Vec<Process>,
+    /// The kernel has it for itself, where [`Users::with_claims`] looked.
+    pub claimed: bool,
     nodes: Vec<Node>,
     root: PathBuf,
     file: Option<PathBuf>,
@@ -101,8 +108,27 @@ impl Users {
         self
     }
 
+    /// Adds whether the kernel has a block device for itself: a file system goes on writing to it
+    /// when its last mount is seen no more, and tells nobody when it is through. Opens the device,
+    /// which those that serve it have to let happen; never a file.
+    #[must_use]
+    pub fn with_claims(mut self) -> Self {
+        let is_claimed = |node: &Node| {
+            let path = self.root.join("dev").join(&node.name);
+            let open = fs::OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(path);
+            open.is_err_and(|error| error.raw_os_error() == Some(libc::EBUSY))
+        };
+        self.claimed = self.nodes.iter().any(is_claimed);
+        self
+    }
+
     /// Whether nobody does.
     pub fn is_empty(&self) -> bool {
+        !self.claimed && self.is_only_claimed()
+    }
+
+    /// Whether nobody does but the kernel, if that does.
+    pub fn is_only_claimed(&self) -> bool {
         self.mounts.is_empty() && self.holders.is_empty() && self.processes.is_empty()
     }
 
@@ -192,7 +218,12 @@ impl fmt::Display for Users {
         }
         let uses = [("mounted at", mounts), ("held by", self.holders.clone()), ("open in", open)];
         let uses = uses.iter().filter(|(_, who)| !who.is_empty());
-        let uses: Vec<_> = uses.map(|(how, who)| format!("{how} {}", who.join(", "))).collect();
+        let mut uses: Vec<_> = uses.map(|(how, who)| format!("{how} {}", who.join(", "))).collect();
+        if self.claimed && uses.is_empty() {
+            uses.push(
+                "claimed by the kernel, such as a file system that is still being unmounted".to_owned(),
+            );
+        }
         f.write_str(&uses.join("; "))
     }
 }
@@ -238,6 +269,15 @@ mod tests {
         let users = users.with_processes();
         assert_eq!(users.to_string(), "mounted at /mnt/with space, /inside; held by dm-0; open in dd (12)");
         assert!(!users.is_empty());
+    }
+
+    #[test]
+    fn what_the_kernel_claims_is_in_use() {
+        let claimed = Users { claimed: true, ..Users::default() };
+        assert!(!claimed.is_empty() && claimed.is_only_claimed());
+        assert!(claimed.to_string().starts_with("claimed by the kernel"));
+        // There is no such node.
+        assert!(!Users::below(host().path(), Path::new("/dev/ublkb0")).with_claims().claimed);
     }
 
     #[test]

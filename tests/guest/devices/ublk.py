@@ -202,8 +202,8 @@ class Ublk:
             serve {DISK} --ublk
             mkfs.ext4 -q {NODE}
             mount -t ext4 {NODE} /mnt/d
-            (while ! [ -e /tmp/stop ]; do date >>/mnt/d/dates && sync; done; echo written >/tmp/did) &
             rm -f /tmp/stop /tmp/did
+            (while ! [ -e /tmp/stop ]; do date >>/mnt/d/dates && sync; done; echo written >/tmp/did) &
             write_files /mnt/d
             part said
             stop

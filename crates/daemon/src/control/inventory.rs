@@ -29,13 +29,13 @@ use export::nbd::{self, NotRemoved, Removal};
 use policy::time::{Duration, Instant};
 use settings::SocketAccess;
 
+pub(crate) use super::running::{NodeBelow, RunningDisk};
 use super::{
     change::{Change, Listener},
     devices::{Devices, Listed},
     doors::{self, Entrance},
     serving::Serving,
 };
-pub(crate) use super::running::{NodeBelow, RunningDisk};
 
 pub(crate) struct RunningExport {
     pub(crate) id: String,

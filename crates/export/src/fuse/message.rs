@@ -488,7 +488,19 @@ mod tests {
         };
         assert_eq!(init.flags, 1 << 30 | 1 << 36);
         let mut attributes = vec![(valid::SIZE.into(), 4), (0, 4), fh, (1 << 20, 8), (0, 8)];
-        attributes.extend([(1, 8), (2, 8), (3, 8), (4, 4), (5, 4), (6, 4), (0o644, 4), (0, 4), (7, 4), (8, 4), (0, 4)]);
+        attributes.extend([
+            (1, 8),
+            (2, 8),
+            (3, 8),
+            (4, 4),
+            (5, 4),
+            (6, 4),
+            (0o644, 4),
+            (0, 4),
+            (7, 4),
+            (8, 4),
+            (0, 4),
+        ]);
         let changed = |operation| match operation {
             Operation::SetAttributes(changes) => changes,
             other => panic!("{other:?}"),

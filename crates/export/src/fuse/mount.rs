@@ -37,8 +37,8 @@ use rustix::{
     io::Errno,
     mount::{MountFlags, UnmountFlags},
     net::{
-        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType, recvmsg,
-        socketpair,
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketFlags, SocketType,
+        recvmsg, socketpair,
     },
 };
 
@@ -188,7 +188,12 @@ impl Drop for Mount {
 
 /// As the kernel knows it, which asks no file system for it.
 fn look(path: &Path) -> rustix::io::Result<Statx> {
-    statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE | StatxFlags::MODE | StatxFlags::UID | StatxFlags::GID | StatxFlags::MNT_ID)
+    statx(
+        CWD,
+        path,
+        AtFlags::STATX_DONT_SYNC,
+        StatxFlags::TYPE | StatxFlags::MODE | StatxFlags::UID | StatxFlags::GID | StatxFlags::MNT_ID,
+    )
 }
 
 fn number(path: &Path) -> Option<u64> {
@@ -254,8 +259,9 @@ fn mount(path: &Path, options: Options, owner: Owner) -> Result<OwnedFd, NotMoun
 fn mount_by_helper(path: &Path, options: Options) -> Result<OwnedFd, NotMounted> {
     match options.allow_other {
         Some(allow_other) => ask_helper(path, options.read_only, allow_other),
-        None => ask_helper(path, options.read_only, true)
-            .or_else(|_| ask_helper(path, options.read_only, false)),
+        None => {
+            ask_helper(path, options.read_only, true).or_else(|_| ask_helper(path, options.read_only, false))
+        }
     }
 }
 
@@ -280,9 +286,12 @@ fn ask_helper(path: &Path, read_only: bool, allow_other: bool) -> Result<OwnedFd
         .map_err(no_helper)?;
     let refused = || {
         let said = String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ");
-        let remedy = match said.contains("user_allow_other") {
-            true => " (or leave allow-other away)",
-            false => "",
+        let remedy = if said.contains("user_allow_other") {
+            " (or leave allow-other away)"
+        } else if said.contains(DEVICE) {
+            " (everybody may open it where udev makes it: chmod 666 /dev/fuse)"
+        } else {
+            ""
         };
         NotMounted::HelperRefuses { path: path.into(), said, remedy }
     };

@@ -193,7 +193,9 @@ impl Queue {
                 }
                 (length, Work::Read { offset, length })
             }
-            Operation::Write { .. } if self.device.export.read_only => return self.refuse(unique, libc::EROFS),
+            Operation::Write { .. } if self.device.export.read_only => {
+                return self.refuse(unique, libc::EROFS);
+            }
             Operation::Write { length: 0, .. } => {
                 return self.reply(&Reply::written(unique, 0), &Segments::default());
             }

@@ -256,14 +256,18 @@ impl Node {
             match info.state() {
                 // Its process has gone, and the kernel has not noticed.
                 State::Live => {}
-                State::Waiting => match control.start_recovery(&info) {
-                    Ok(()) => {
-                        let params = kernel(what(), control.params(&info))?;
-                        return Ok(Some(Self { info, params, is_taken_over: true }));
+                State::Waiting => {
+                    match control.start_recovery(&info).map_err(|error| (error.raw_os_error(), error)) {
+                        // EINVAL: it has been taken over by a process that was killed before it fetched
+                        // anything.
+                        Ok(()) | Err((Some(libc::EINVAL), _)) => {
+                            let params = kernel(what(), control.params(&info))?;
+                            return Ok(Some(Self { info, params, is_taken_over: true }));
+                        }
+                        Err((Some(libc::EBUSY), _)) => {}
+                        Err((_, error)) => return Err(Refused::Kernel { what: what(), error }),
                     }
-                    Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {}
-                    Err(error) => return Err(Refused::Kernel { what: what(), error }),
-                },
+                }
                 State::Dead | State::Failing => {
                     kernel(what(), control.delete(&info))?;
                     return Ok(None);

@@ -119,9 +119,9 @@ impl Server {
                 server.device.part(Parting::Leave);
             } else {
                 server.device.part(Parting::Stop);
-                server.in_node(|node| node.stop()).await;
+                server.in_node(Node::stop).await;
                 server.until_ended(&ended).await;
-                server.in_node(|node| node.delete()).await;
+                server.in_node(Node::delete).await;
             }
             return Err(error);
         }
@@ -289,7 +289,7 @@ impl Server {
             }
             if self.device.parts(Parting::Stop) && !is_stopped {
                 is_stopped = true;
-                self.in_node(|node| node.stop()).await;
+                self.in_node(Node::stop).await;
                 continue;
             }
             if let First::One(_) = first(ended.recv(), changed).await {
@@ -305,7 +305,7 @@ impl Server {
                 "the device is in use and stays; its users wait until weir serves its image again"
             );
         } else {
-            self.in_node(|node| node.delete()).await;
+            self.in_node(Node::delete).await;
             tracing::info!(export = %self.device.id, device = %path.display(), "the device has gone");
         }
         self.is_over.store(true, SeqCst);

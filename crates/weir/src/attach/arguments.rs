@@ -117,7 +117,20 @@ pub(crate) struct DetachArgs {
 pub(crate) struct DiskOptions(Vec<(String, Option<String>)>);
 
 /// Those that are not about a disk, or are said otherwise here.
-const OTHERS: [&str; 7] = ["Network", "TLS", "Process", "Logging", "Devices to imitate", "config", "images"];
+const OTHERS: [&str; 12] = [
+    "Network",
+    "TLS",
+    "Process",
+    "Logging",
+    "Devices to imitate",
+    "config",
+    "images",
+    "name",
+    "secret_fd",
+    "description",
+    "handover",
+    "bitmap",
+];
 
 impl DiskOptions {
     fn arguments() -> Vec<clap::Arg> {
@@ -125,7 +138,7 @@ impl DiskOptions {
         let is_of_disk = |argument: &&clap::Arg| {
             let id = argument.get_id().as_str();
             let of = argument.get_help_heading().unwrap_or(id);
-            !OTHERS.contains(&of) && !OTHERS.contains(&id) && id != "name" && id != "secret_fd"
+            !OTHERS.contains(&of) && !OTHERS.contains(&id)
         };
         // Here `-o` is mount's.
         let plain = |argument: &clap::Arg| {

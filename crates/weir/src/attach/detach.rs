@@ -32,10 +32,13 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
         }
     }
     for what in &what {
-        done(what, match find(what)? {
-            Some((place, attached)) => detach(&place, &attached, force),
-            None => remove_export(what, force, qmp.clone()),
-        });
+        done(
+            what,
+            match find(what)? {
+                Some((place, attached)) => detach(&place, &attached, force),
+                None => remove_export(what, force, qmp.clone()),
+            },
+        );
     }
     if failed { Err(Failure::Found(1)) } else { Ok(()) }
 }
@@ -45,12 +48,14 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
     let Attached { device, mount, .. } = attached;
     let mut users = Users::of(device).with_processes();
     users.mounts.retain(|point| Some(point) != mount.as_ref());
+    let is_mounted = mount.as_ref().is_some_and(|directory| Users::of(device).mounts.contains(directory));
+    if !is_mounted {
+        users = users.with_claims();
+    }
     if !users.is_empty() && !force {
         bail!("in use: {users} (end that, or detach it with --force: what is not written yet is lost)");
     }
-    if let Some(directory) = mount
-        && Users::of(device).mounts.contains(directory)
-    {
+    if let (Some(directory), true) = (mount, is_mounted) {
         let unmounted = host::unmount(directory);
         if let (Err(error), false) = (unmounted, force) {
             bail!("{error:#} (`fuser -vm {}` names who is in it)", directory.display());

@@ -16,6 +16,7 @@ use std::{
     process,
     sync::mpsc::{Receiver, Sender, channel},
     thread::{self, JoinHandle},
+    time::Duration,
 };
 
 use anyhow::Context as _;
@@ -30,6 +31,9 @@ use super::{
     way::Way,
 };
 
+/// How often a device is looked at that is being written back.
+const LOOK: Duration = Duration::from_millis(20);
+
 /// The hidden command that a keeper is started by.
 pub(super) const COMMAND: &str = "attach-keeper";
 
@@ -40,6 +44,10 @@ pub(crate) fn run() -> Result<(), Failure> {
     let wanted: Wanted = serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;
     let mut made = Made::default();
     let outcome = made.attach(&wanted);
+    // Before it is told, so that whoever hears of it finds nothing left.
+    if outcome.is_err() && !made.is_known {
+        made.undo();
+    }
     let answer = match &outcome {
         Ok(attached) => Outcome::Attached(Box::new(attached.clone())),
         Err(error) => Outcome::Failed(format!("{error:#}")),
@@ -48,10 +56,9 @@ pub(crate) fn run() -> Result<(), Failure> {
     let told = told.and_then(|line| writeln!(stdout(), "{line}"));
     match outcome {
         Ok(attached) if told.is_ok() || made.is_known => made.keep(&wanted, &attached),
-        // What an earlier keeper has left is left again.
-        Err(_) if made.is_known => {}
-        // Or who asked has gone, and nobody knows of it.
-        _ => made.undo(),
+        // Who asked has gone, and nobody knows of it.
+        Ok(_) => made.undo(),
+        Err(_) => {}
     }
     Ok(())
 }
@@ -159,7 +166,7 @@ impl Made {
                 // Somebody else may have it open, and then it stays until it is detached.
                 Event::Unmounted => {
                     self.mounted = None;
-                    if Users::of(&attached.device).with_processes().is_empty() {
+                    if self.until_written_back(attached) {
                         break;
                     }
                 }
@@ -179,6 +186,19 @@ impl Made {
             }
         }
         self.undo();
+    }
+
+    /// Waits until the file system that was unmounted is through with the device. Whether nobody
+    /// has it then.
+    fn until_written_back(&self, attached: &Attached) -> bool {
+        loop {
+            let users = Users::of(&attached.device).with_processes().with_claims();
+            if !users.claimed || !users.is_only_claimed() {
+                return users.is_empty();
+            }
+            // The kernel tells of the unmounting before it, and of nothing afterwards.
+            thread::sleep(LOOK);
+        }
     }
 
     /// Whether the server has ended, and not the device.

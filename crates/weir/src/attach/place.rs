@@ -12,8 +12,9 @@
 
 use std::{
     env, fs,
-    os::unix::fs::DirBuilderExt as _,
-    path::{Path, PathBuf},
+    io::ErrorKind,
+    os::unix::fs::{DirBuilderExt as _, MetadataExt as _},
+    path::PathBuf,
 };
 
 use anyhow::{Context as _, bail};
@@ -50,7 +51,8 @@ pub(super) fn check_name(name: &str) -> Result<(), String> {
 
 /// The image's, as far as a name may have it.
 pub(super) fn default_name(image: &Image) -> String {
-    let plain = |letter: char| if letter.is_ascii_alphanumeric() || "._-".contains(letter) { letter } else { '-' };
+    let plain =
+        |letter: char| if letter.is_ascii_alphanumeric() || "._-".contains(letter) { letter } else { '-' };
     let mut name: String = image.default_name().chars().map(plain).collect();
     if !name.starts_with(|first: char| first.is_ascii_alphabetic()) {
         name.insert_str(0, "disk-");
@@ -90,11 +92,23 @@ impl Place {
                 .mode(0o700)
                 .create(&place.0)
                 .with_context(|| place.0.display().to_string())?;
-            let Some(kept) = place.lock(FlockArg::LockExclusiveNonblock)? else {
-                bail!("{}: is attached already (`weir attach --list` shows it; choose another --name)", wanted.name);
+            let path = place.file("lock");
+            let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path);
+            let file = match file {
+                Ok(file) => file,
+                // Whoever had it removes it just now.
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                Err(error) => return Err(error).with_context(|| path.display().to_string()),
+            };
+            let number = file.metadata().map(|file| file.ino()).ok();
+            let Some(kept) = place.lock(file, FlockArg::LockExclusiveNonblock)? else {
+                bail!(
+                    "{}: is attached already (`weir attach --list` shows it; choose another --name)",
+                    wanted.name
+                );
             };
             // Whoever had it may have removed it before this lock was taken.
-            if !place.file("lock").exists() {
+            if path.metadata().map(|file| file.ino()).ok() != number {
                 continue;
             }
             match (place.attached(), place.wanted()) {
@@ -111,28 +125,28 @@ impl Place {
     }
 
     /// `None` where somebody has it, and nobody is to wait.
-    fn lock(&self, how: FlockArg) -> anyhow::Result<Option<Kept>> {
-        let path = self.file("lock");
-        let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path);
-        let file = file.with_context(|| path.display().to_string())?;
+    fn lock(&self, file: fs::File, how: FlockArg) -> anyhow::Result<Option<Kept>> {
         match Flock::lock(file, how) {
             Ok(lock) => Ok(Some(Kept(lock))),
             Err((_, Errno::EWOULDBLOCK)) => Ok(None),
-            Err((_, errno)) => Err(errno).with_context(|| path.display().to_string()),
+            Err((_, errno)) => Err(errno).with_context(|| self.0.display().to_string()),
         }
     }
 
     /// Whether no keeper lives.
     pub(super) fn is_deserted(&self) -> anyhow::Result<bool> {
-        Ok(self.lock(FlockArg::LockSharedNonblock)?.is_some())
+        match fs::File::open(self.file("lock")) {
+            Ok(file) => Ok(self.lock(file, FlockArg::LockSharedNonblock)?.is_some()),
+            Err(_) => Ok(true),
+        }
     }
 
     /// Waits until no keeper lives. The place may be gone then.
     pub(super) fn wait(&self) -> anyhow::Result<()> {
-        if self.file("lock").exists() {
-            self.lock(FlockArg::LockShared)?;
+        match fs::File::open(self.file("lock")) {
+            Ok(file) => self.lock(file, FlockArg::LockShared).map(drop),
+            Err(_) => Ok(()),
         }
-        Ok(())
     }
 
     pub(super) fn file(&self, name: &str) -> PathBuf {
@@ -174,10 +188,6 @@ impl Place {
         }
         let _ = fs::remove_file(self.file("lock"));
         let _ = fs::remove_dir(&self.0);
-    }
-
-    pub(super) fn path(&self) -> &Path {
-        &self.0
     }
 }
 

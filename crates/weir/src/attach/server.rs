@@ -189,20 +189,24 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
 /// Options that are said where the node is made; all others are settings of the disk.
 const OF_NODES: [&str; 4] = ["format", "cache", "read-only", "force-share"];
 /// What a control socket has no words for.
-const BY_FILES: [&str; 5] = ["options", "snapshot", "secret-file", "bitmap", "description"];
+const BY_FILES: [&str; 4] = ["options", "snapshot", "secret-file", "cache-clean-interval"];
 
 /// A node, and what is set of its disk.
 fn described(wanted: &Wanted) -> anyhow::Result<(Value, Map<String, Value>)> {
     let option = |name: &str| wanted.options.iter().find(|(known, _)| known == name);
     let value = |name: &str| option(name).and_then(|(_, value)| value.as_deref());
-    if let Some((name, _)) = wanted.options.iter().find(|(name, _)| {
-        BY_FILES.contains(&name.as_str()) || name == "handover" || name == "cache-clean-interval"
-    }) {
-        bail!("--{name}: is not to be had by a daemon's control socket (add --alone, or write the disk into the daemon's config file)");
+    if let Some((name, _)) = wanted.options.iter().find(|(name, _)| BY_FILES.contains(&name.as_str())) {
+        bail!(
+            "--{name}: is not to be had by a daemon's control socket (add --alone, or write the disk into the daemon's config file)"
+        );
     }
     let file = match wanted.image.split_once(':') {
-        Some(("memory", size)) => json!({ "driver": "x-weir-memory", "size": settings::size(size).map_err(anyhow::Error::msg)? }),
-        Some(("null", size)) => json!({ "driver": "null-co", "size": settings::size(size).map_err(anyhow::Error::msg)? }),
+        Some(("memory", size)) => {
+            json!({ "driver": "x-weir-memory", "size": settings::size(size).map_err(anyhow::Error::msg)? })
+        }
+        Some(("null", size)) => {
+            json!({ "driver": "null-co", "size": settings::size(size).map_err(anyhow::Error::msg)? })
+        }
         _ => json!({ "driver": file_driver(&wanted.image), "filename": wanted.image }),
     };
     let format = match value("format") {

@@ -64,7 +64,11 @@ impl Way {
             Self::Nbd => None,
             Self::Fuse => {
                 let device = Path::new("/dev/fuse");
-                (!device.exists() && !host::load_module("fuse")).then(|| "no FUSE: there is no /dev/fuse (`modprobe fuse`; in a container, pass the device in)".to_owned())
+                if !device.exists() && !host::load_module("fuse") {
+                    return Some("no FUSE: there is no /dev/fuse (`modprobe fuse`; in a container, pass the device in)".to_owned());
+                }
+                let may = by_daemon || OpenOptions::new().read(true).write(true).open(device).is_ok();
+                (!may).then(|| "no FUSE: this user may not open /dev/fuse (`chmod 0666 /dev/fuse`, as udev does, or be root)".to_owned())
             }
         }
     }

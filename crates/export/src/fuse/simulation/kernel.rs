@@ -63,7 +63,8 @@ impl Connection {
         message.extend(body);
         message.extend(data);
         if is_answered {
-            self.requests.borrow_mut().insert(unique, Asked { read_by: None, answer: None });
+            let answer = self.is_gone.get().then_some(Err(libc::ENOTCONN));
+            self.requests.borrow_mut().insert(unique, Asked { read_by: None, answer });
         }
         self.put(message);
         unique
@@ -127,7 +128,11 @@ impl Kernel {
             return Err(Errno::NODEV);
         }
         // Another descriptor may have taken what there was.
-        let message = if sim::random(|random| random.u8(..10)) == 0 { None } else { connection.messages.borrow_mut().pop_front() };
+        let message = if sim::random(|random| random.u8(..10)) == 0 {
+            None
+        } else {
+            connection.messages.borrow_mut().pop_front()
+        };
         let Some(message) = message else {
             if !connection.messages.borrow().is_empty() {
                 connection.readable.notify(1);
@@ -147,7 +152,8 @@ impl Kernel {
 
     pub(in crate::fuse) fn reply(&self, parts: &[IoSlice<'_>]) -> Result<(), Errno> {
         let reply: Vec<u8> = parts.iter().flat_map(|part| part.to_vec()).collect();
-        let number = |range: std::ops::Range<usize>| u32::from_ne_bytes(reply[range].try_into().expect("four"));
+        let number =
+            |range: std::ops::Range<usize>| u32::from_ne_bytes(reply[range].try_into().expect("four"));
         let unique = u64::from_ne_bytes(reply[8..16].try_into().expect("eight"));
         assert_eq!(number(0..4) as usize, reply.len(), "a reply says how long it is");
         let error = number(4..8) as i32;

@@ -79,7 +79,9 @@ pub enum Error {
     )]
     NoDriver,
     /// The caller may not.
-    #[error("no permission to make a block device of the kernel's NBD client (be root, or have CAP_SYS_ADMIN)")]
+    #[error(
+        "no permission to make a block device of the kernel's NBD client (be root, or have CAP_SYS_ADMIN)"
+    )]
     NotPermitted,
     /// Somebody else has the device.
     #[error("/dev/nbd{0} is in use by another server (name another device, or auto for one that is free)")]
@@ -211,6 +213,8 @@ impl Server {
         for (turn, socket) in sockets.into_iter().enumerate() {
             let (server, ended) = (Arc::clone(&self), ended.clone());
             workers[turn % workers.len()].spawn(move || async move {
+                // What the kernel writes to get memory must not wait for memory. Only root may.
+                let _ = reactor::serves_writeback();
                 server.attend(socket).await;
                 drop(ended);
             });
@@ -315,7 +319,7 @@ impl Server {
     async fn resize(&self) {
         let size_bytes = self.disk.size_bytes();
         let (control, device, number) = (Arc::clone(&self.control), Arc::clone(&self.device), self.number);
-        if size_bytes % SECTOR_BYTES != 0 {
+        if !size_bytes.is_multiple_of(SECTOR_BYTES) {
             tracing::warn!(export = %self.id, size_bytes, "the device keeps its length: the disk's is no multiple of {SECTOR_BYTES}");
             return;
         }

@@ -167,8 +167,7 @@ pub(super) struct Netlink {
 impl Netlink {
     pub(super) fn open() -> io::Result<Self> {
         let flags = SocketFlags::CLOEXEC;
-        let socket =
-            socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(netlink::GENERIC))?;
+        let socket = socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(netlink::GENERIC))?;
         // To the kernel, and nobody else's messages are received then.
         connect(&socket, &netlink::SocketAddrNetlink::new(0, 0))?;
         Ok(Self { socket, sequence: AtomicU32::new(1) })

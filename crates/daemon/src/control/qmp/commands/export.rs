@@ -220,7 +220,7 @@ async fn refuse_used(inventory: &Inventory, id: &str) -> Result<(), Error> {
     let export = inventory.export(id)?;
     let Reach::Own(entrance) = &export.door else { return Ok(()) };
     let Some(device) = entrance.device().map(Path::to_owned) else { return Ok(()) };
-    let users = reactor::blocking(move || Users::of(&device).with_processes()).await;
+    let users = reactor::blocking(move || Users::of(&device).with_processes().with_claims()).await;
     match users.is_empty() {
         true => Ok(()),
         false => Err(Error::generic(format!(
