@@ -51,7 +51,7 @@ test-unit: ## tests in virtual time, and those of one crate: units, properties, 
 # The guests and the bench take the program that the tests have made and run: `cargo build` would
 # make another, with other features of its dependencies, for minutes.
 test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel, its disks and its cgroups, every row of the bench
-	@scripts/deps build clients browser guest
+	@scripts/deps build clients browser containers guest
 	@scripts/python-clients
 	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
 	tests/guest/against-weir "$(TARGET)/debug/weir"
@@ -110,7 +110,7 @@ fmt: ## format the sources
 	$(CARGO) fmt --all
 
 deps: ## install, or name, every Debian package that some target needs
-	@scripts/deps build clients browser guest
+	@scripts/deps build clients browser containers guest
 
 clean: ## remove what was built and measured, the guest's kernel included
 	$(CARGO) clean

@@ -170,6 +170,57 @@ fn every_command_of_the_documents_runs_as_it_is_written() {
     assert!(complaints.is_empty(), "{}", complaints.join("\n\n"));
 }
 
+/// Reads objects from standard input, and prints of each its kind, its name and the names of what
+/// it refers to. A key that is said twice is an error, as for kubectl.
+const OBJECTS: &str = r#"
+import sys, yaml
+class Strict(yaml.SafeLoader):
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key twice in {keys}"
+        return super().construct_mapping(node, deep)
+for one in yaml.load_all(sys.stdin, Loader=Strict):
+    spec, kind = one.get("spec", {}), one["kind"]
+    print(one["apiVersion"], kind, one["metadata"]["name"])
+    if kind == "PersistentVolume":
+        assert spec["local"]["path"].startswith("/") and spec["accessModes"] and spec["capacity"]["storage"]
+        # What a local volume cannot be without.
+        (term,) = spec["nodeAffinity"]["required"]["nodeSelectorTerms"]
+        assert term["matchExpressions"][0]["key"] == "kubernetes.io/hostname"
+    if kind == "Pod":
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        for container in spec["containers"]:
+            for use in container.get("volumeMounts", []) + container.get("volumeDevices", []):
+                print("claim", volumes[use["name"]]["persistentVolumeClaim"]["claimName"])
+"#;
+
+#[test]
+fn objects_of_kubernetes_are_whole() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let document = fs::read_to_string(root.join("docs/containers.md")).expect("it is a text");
+    let blocks: Vec<_> =
+        document.split("```yaml\n").skip(1).map(|rest| rest.split("```").next().expect("a part")).collect();
+    let printed: Vec<String> = blocks
+        .iter()
+        .map(|block| Client::new("/usr/bin/python3").args(["-c", OBJECTS]).reading(block).succeeds())
+        .collect();
+    let kinds = |text: &str| text.lines().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(
+        kinds(&printed[0]),
+        [
+            "storage.k8s.io/v1 StorageClass weir",
+            "v1 PersistentVolume weir-db",
+            "v1 PersistentVolumeClaim db",
+            "v1 Pod db",
+            "claim db"
+        ]
+    );
+    assert_eq!(
+        kinds(&printed[1]),
+        ["v1 PersistentVolume weir-files", "v1 PersistentVolumeClaim files", "v1 Pod files", "claim files"]
+    );
+}
+
 #[test]
 fn what_runs_of_a_document_is_fenced_so() {
     let document = "a\n```sh\nweir serve a \\\n  b & # c\nweir serve d\n```\n  ```console\n  $ weir \\\n  status\n  DISK\n  ```\n```sh no-run: why\nfalse\n```\n```\nx\n```\n```text\n$ y\n```\n";

@@ -12,17 +12,21 @@ use std::{
 use serde_json::Value;
 
 /// Which Debian package has which program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 19] = [
+const PACKAGES: [(&str, &str); 24] = [
     ("chromium", "chromium"),
+    ("debugfs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
     ("fio", "fio"),
     ("fusermount3", "fuse3"),
     ("ip", "iproute2"),
     ("losetup", "mount"),
+    ("mkfs.ext4", "e2fsprogs"),
+    ("mountpoint", "util-linux"),
     ("nbdcopy", "libnbd-bin"),
     ("nbdinfo", "libnbd-bin"),
     ("nbdsh", "python3-libnbd"),
     ("openssl", "openssl"),
+    ("podman", "podman"),
     ("psktool", "gnutls-bin"),
     ("qemu-img", "qemu-utils"),
     ("qemu-io", "qemu-utils"),
@@ -30,6 +34,7 @@ const PACKAGES: [(&str, &str); 19] = [
     ("qemu-storage-daemon", "qemu-system-common"),
     ("qemu-system-x86_64", "qemu-system-x86"),
     ("setpriv", "util-linux"),
+    ("systemd-analyze", "systemd"),
     ("timeout", "coreutils"),
     ("unshare", "util-linux"),
 ];

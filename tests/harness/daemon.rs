@@ -1,4 +1,5 @@
-//! `weir serve`: started when it says that it is ready, ended with SIGTERM, cleanly.
+//! `weir serve`, and what else serves: started when it says that it is ready, ended with SIGTERM,
+//! cleanly.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -30,6 +31,7 @@ enum Listen {
 }
 
 pub(crate) struct Serve {
+    subcommand: &'static str,
     /// What comes before the program: an `unshare` or a `setpriv`.
     before: Vec<OsString>,
     arguments: Vec<OsString>,
@@ -44,6 +46,7 @@ pub(crate) struct Serve {
 impl Serve {
     pub(crate) fn new(scratch: &Scratch) -> Self {
         Self {
+            subcommand: "serve",
             before: Vec::new(),
             arguments: Vec::new(),
             listen: Listen::Unix(scratch.socket("nbd")),
@@ -51,6 +54,12 @@ impl Serve {
             environment: Vec::new(),
             scratch: None,
         }
+    }
+
+    /// Another command that serves, and is told where by its arguments.
+    pub(crate) fn by(subcommand: &'static str) -> Self {
+        let serve = Self::alone();
+        Self { subcommand, listen: Listen::Said, ..serve }
     }
 
     pub(crate) fn keeping(scratch: Scratch) -> Self {
@@ -120,7 +129,7 @@ impl Serve {
             }
             None => Command::new(weir),
         };
-        command.arg("serve").args(&self.arguments);
+        command.arg(self.subcommand).args(&self.arguments);
         match &self.listen {
             Listen::Unix(path) => {
                 command.arg("--nbd").arg(format!("unix:{}", text(path)));

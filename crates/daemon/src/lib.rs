@@ -17,7 +17,7 @@
 //! do.
 
 mod control;
-mod listen;
+pub mod listen;
 mod pid_file;
 pub mod serve;
 pub mod users;

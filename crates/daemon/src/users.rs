@@ -7,7 +7,7 @@
 
 use std::{
     collections::HashSet,
-    fmt, fs,
+    fmt, fs, io,
     os::unix::{
         ffi::{OsStrExt as _, OsStringExt as _},
         fs::OpenOptionsExt as _,
@@ -176,6 +176,17 @@ impl Users {
     }
 }
 
+/// Whether something is mounted at this directory itself; its path begins at the root and has no
+/// links. Asks nothing of what is mounted, which may not answer.
+///
+/// # Errors
+/// If there is no /proc.
+pub fn is_mount_point(directory: &Path) -> io::Result<bool> {
+    let mounts = fs::read("/proc/self/mountinfo")?;
+    let point = |line: &[u8]| line.split(|byte| *byte == b' ').nth(4).map(unescaped);
+    Ok(mounts.split(|byte| *byte == b'\n').filter_map(point).any(|point| point == directory))
+}
+
 fn names_in(directory: &Path) -> Vec<String> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let mut names: Vec<_> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -276,6 +287,12 @@ mod tests {
         assert_eq!(users.to_string(), "mounted at /mnt/btrfs; held by loop3");
         let nobody = Users::below(host.path(), Path::new("/run/another")).with_processes();
         assert!(nobody.is_empty() && nobody.to_string().is_empty());
+    }
+
+    #[test]
+    fn a_mount_point_is_known_by_its_path() {
+        assert!(is_mount_point(Path::new("/proc")).unwrap());
+        assert!(!is_mount_point(Path::new("/proc/self")).unwrap());
     }
 
     #[test]

@@ -34,8 +34,19 @@ impl std::str::FromStr for LogFormat {
 }
 
 /// The program's own modules: in a filter, `weir` is the name of them all.
-const MODULES: [&str; 10] =
-    ["weir", "daemon", "export", "block", "cgroup", "image_tool", "lab", "settings", "console", "policy"];
+const MODULES: [&str; 11] = [
+    "weir",
+    "container",
+    "daemon",
+    "export",
+    "block",
+    "cgroup",
+    "image_tool",
+    "lab",
+    "settings",
+    "console",
+    "policy",
+];
 
 /// A level, or a filter such as `info,export::nbd=debug`; `weir=debug` is for all of the program.
 pub fn filter(text: &str) -> Result<String, String> {

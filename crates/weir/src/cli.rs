@@ -1,8 +1,10 @@
 //! The commands by name. What one is told, and what it does, lie where the command does.
 
-use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+use std::env;
 
-use crate::{attach, prefetch, resume, status, throttle, top};
+use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind};
+
+use crate::{attach, mount_helper, prefetch, resume, status, throttle, top};
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
 
@@ -14,13 +16,26 @@ pub(crate) struct Cli {
 }
 
 impl Cli {
-    /// What the process's command line says. Behind any command may stand `--version`, which their
-    /// help does not repeat.
-    pub(crate) fn read() -> Result<Self, clap::Error> {
-        whole(Self::command())
-            .try_get_matches()
-            .and_then(|mut matches| Self::from_arg_matches_mut(&mut matches))
+    /// What the process's command line says; none where it asks for nothing. Behind any command may
+    /// stand `--version`, which their help does not repeat.
+    pub(crate) fn read() -> Result<Option<Self>, clap::Error> {
+        let command = whole(Self::command());
+        let mut words: Vec<_> = env::args_os().collect();
+        if mount_helper::is_called(words.first()) {
+            let mounts = mount_helper::as_attach(words.drain(1..), |name| has_option(&command, name));
+            let mounts = mounts.map_err(|what| clap::Error::raw(ErrorKind::InvalidValue, what + "\n"))?;
+            let Some(attach) = mounts else { return Ok(None) };
+            words.extend(attach);
+        }
+        let mut matches = command.try_get_matches_from(words)?;
+        Self::from_arg_matches_mut(&mut matches).map(Some)
     }
+}
+
+/// Whether `attach` has this long option.
+fn has_option(command: &clap::Command, name: &str) -> bool {
+    let attach = command.find_subcommand("attach");
+    attach.is_some_and(|attach| attach.get_arguments().any(|argument| argument.get_long() == Some(name)))
 }
 
 fn whole(command: clap::Command) -> clap::Command {
@@ -91,6 +106,9 @@ pub(crate) enum Command {
     /// Limit control groups, explain what a limit misses, and show who does what
     #[command(subcommand, after_help = cgroup::ABOUT)]
     Cgroup(cgroup::Command),
+    /// Be a volume plugin: volumes of Docker and Podman that are images
+    #[command(after_help = container::EXAMPLES)]
+    DockerPlugin(container::PluginArgs),
     /// Send requests to an image, and tell how long they took
     #[command(after_help = lab::bench::EXAMPLES)]
     Bench(Box<lab::bench::BenchArgs>),

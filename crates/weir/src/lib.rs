@@ -8,6 +8,7 @@
 //!   throttle, prefetch   one setting of what runs, shown or changed
 //!   resume               disks that an error has stopped go on
 //!   saving               what these two share: a change, told to the daemon and kept in the config file
+//!   mount_helper         `mount -t weir`, which is `attach`
 //! ```
 //!
 //! It is a library so that end-to-end tests and tools reach [`main`]; it is no interface for
@@ -17,6 +18,7 @@
 mod attach;
 mod cli;
 mod client;
+mod mount_helper;
 mod prefetch;
 mod resume;
 mod saving;
@@ -35,29 +37,34 @@ use console::{Failure, complain};
 
 /// Does what the process's command line says; returns the status to exit with.
 pub fn main() -> ExitCode {
-    let result = match Cli::read() {
-        Ok(Cli { command: Command::Serve(arguments) }) => daemon::serve::run(*arguments),
-        Ok(Cli { command: Command::Attach(arguments) }) => attach::run(*arguments),
-        Ok(Cli { command: Command::Detach(arguments) }) => attach::detach(arguments),
-        Ok(Cli { command: Command::AttachKeeper }) => attach::keep(),
-        Ok(Cli { command: Command::Status(arguments) }) => status::run(arguments),
-        Ok(Cli { command: Command::Throttle(arguments) }) => saving::run(&*arguments),
-        Ok(Cli { command: Command::Prefetch(arguments) }) => saving::run(&arguments),
-        Ok(Cli { command: Command::Resume(arguments) }) => resume::run(arguments),
-        Ok(Cli { command: Command::Top(arguments) }) => top::run(arguments),
-        Ok(Cli { command: Command::Probe(arguments) }) => lab::probe::run(arguments),
-        Ok(Cli { command: Command::Image(command) }) => image_tool::run(*command),
-        Ok(Cli { command: Command::Cgroup(command) }) => cgroup::run(command),
-        Ok(Cli { command: Command::Bench(arguments) }) => lab::bench::run(*arguments),
-        Ok(Cli { command: Command::Simulate(arguments) }) => lab::simulate::run(*arguments),
-        Ok(Cli { command: Command::Report(arguments) }) => lab::report::run(arguments),
-        Ok(Cli { command: Command::Tune(arguments) }) => lab::tune::run(*arguments),
+    let command = match Cli::read() {
+        Ok(Some(Cli { command })) => command,
+        Ok(None) => return ExitCode::SUCCESS,
         Err(mut error) => {
             let words: Vec<_> = std::env::args_os().skip(1).take(2).collect();
             let words: Vec<_> = words.iter().map(|word| word.to_string_lossy().into_owned()).collect();
             image_tool::advise(&mut error, &words);
             return answer(&error);
         }
+    };
+    let result = match command {
+        Command::Serve(arguments) => daemon::serve::run(*arguments),
+        Command::Attach(arguments) => attach::run(*arguments),
+        Command::Detach(arguments) => attach::detach(arguments),
+        Command::AttachKeeper => attach::keep(),
+        Command::Status(arguments) => status::run(arguments),
+        Command::Throttle(arguments) => saving::run(&*arguments),
+        Command::Prefetch(arguments) => saving::run(&arguments),
+        Command::Resume(arguments) => resume::run(arguments),
+        Command::Top(arguments) => top::run(arguments),
+        Command::Probe(arguments) => lab::probe::run(arguments),
+        Command::Image(command) => image_tool::run(*command),
+        Command::Cgroup(command) => cgroup::run(command),
+        Command::DockerPlugin(arguments) => container::run(arguments),
+        Command::Bench(arguments) => lab::bench::run(*arguments),
+        Command::Simulate(arguments) => lab::simulate::run(*arguments),
+        Command::Report(arguments) => lab::report::run(arguments),
+        Command::Tune(arguments) => lab::tune::run(*arguments),
     };
     let (error, status) = match result {
         Ok(()) => return ExitCode::SUCCESS,

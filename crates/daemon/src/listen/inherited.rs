@@ -8,12 +8,13 @@ use nix::sys::socket::{getsockopt, sockopt::AcceptConn};
 
 use super::{Authority, Listener};
 
-pub(crate) struct Inherited(ListenFd);
+/// Those sockets, until they are taken.
+pub struct Inherited(ListenFd);
 
 impl Inherited {
     /// Takes them out of the environment, so that no child takes them for its own. To be called
     /// once, before other threads start.
-    pub(crate) fn take() -> Self {
+    pub fn take() -> Self {
         Self(ListenFd::from_env())
     }
 

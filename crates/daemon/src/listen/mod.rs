@@ -1,4 +1,4 @@
-//! Listening sockets: bound to an address, or passed by the service manager.
+//! Listening sockets: bound to an address, or passed by the service manager. Never accepts.
 
 mod inherited;
 mod unix;
@@ -14,9 +14,9 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-pub(crate) use inherited::Inherited;
+pub use inherited::Inherited;
 use settings::{Address, Endpoint, SocketAccess};
-pub(crate) use unix::SocketFile;
+pub use unix::SocketFile;
 pub(crate) use uri::Authority;
 
 #[derive(Debug)]
@@ -43,6 +43,31 @@ pub(crate) fn open(
 pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
     let bound = unix::bind(path, &SocketAccess::default());
     Ok(at_path(bound.with_context(|| Address::Unix(path.to_owned()).to_string())?))
+}
+
+/// The one socket of a service that has only one: the Unix socket that the service manager passed,
+/// else one at `path` that only its owner and root may connect to, once `prepare` was called.
+///
+/// # Errors
+/// If several were passed, or something else than a Unix socket; else why it cannot be made.
+pub fn only(
+    inherited: Inherited,
+    path: &Path,
+    prepare: impl FnOnce() -> io::Result<()>,
+) -> anyhow::Result<(UnixListener, Option<SocketFile>)> {
+    let listener = match inherited.count() {
+        0 => {
+            prepare().with_context(|| Address::Unix(path.to_owned()).to_string())?;
+            private(path)?
+        }
+        1 => inherited.into_listeners()?.remove(0),
+        more => bail!("LISTEN_FDS: {more} sockets were passed, and one is served (pass one)"),
+    };
+    let Listener { socket, authority, file } = listener;
+    if let Authority::Tcp(authority) = authority {
+        bail!("LISTEN_FDS: {authority} is a TCP socket (set ListenStream= to a path)");
+    }
+    Ok((socket.into(), file))
 }
 
 fn at_path((listener, file): (UnixListener, SocketFile)) -> Listener {

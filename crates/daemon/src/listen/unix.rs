@@ -28,7 +28,7 @@ use settings::{Owner, SocketAccess};
 
 /// The file of a socket made here; removed when this is dropped, if it is still the same.
 #[derive(Debug)]
-pub(crate) struct SocketFile {
+pub struct SocketFile {
     pub(super) path: PathBuf,
     /// Device and inode.
     identity: Option<(u64, u64)>,

@@ -20,7 +20,10 @@ use super::Mount;
 /// # Errors
 /// What it complained of, or that it is not there.
 fn run(program: &str, package: &str, arguments: &[&str]) -> anyhow::Result<String> {
-    let output = Command::new(program).args(arguments).stdin(Stdio::null()).output();
+    // Users, and helpers that mount(8) calls, are not told of the administrator's directories.
+    let inherited = std::env::var("PATH").unwrap_or_else(|_| "/usr/bin:/bin".to_owned());
+    let path = format!("{inherited}:/usr/local/sbin:/usr/sbin:/sbin");
+    let output = Command::new(program).args(arguments).env("PATH", path).stdin(Stdio::null()).output();
     let output = output.map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => anyhow!("{program}: not found (install {package})"),
         _ => anyhow!("{program}: {error}"),

@@ -1,0 +1,285 @@
+//! One request and its answer over a Unix socket, in HTTP/1.1: what Docker and Podman need of it.
+//!
+//! A connection carries one request: the answer says `Connection: close`. So nobody waits for a
+//! client that keeps a connection for later, and a client that was away finds a new one.
+//!
+//! Never holds more of a request than [`MOST_HEAD_BYTES`] and [`MOST_BODY_BYTES`], and never waits
+//! for one longer than it is told, however slowly its bytes come.
+
+use std::{
+    io::{self, ErrorKind, Read, Write},
+    os::unix::net::UnixStream,
+    time::{Duration, Instant},
+};
+
+/// Docker's own have some three hundred.
+pub(crate) const MOST_HEAD_BYTES: usize = 8 << 10;
+/// A volume with each of its options set has some two thousand.
+pub(crate) const MOST_BODY_BYTES: usize = 64 << 10;
+/// Docker sends five.
+const MOST_HEADERS: usize = 32;
+/// How long an answer may take to be read.
+const ANSWER_TIME: Duration = Duration::from_secs(10);
+/// Docker's name for the protocol's second version, which is JSON.
+const CONTENT_TYPE: &str = "application/vnd.docker.plugins.v1.1+json";
+
+/// A request that was understood.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Request {
+    pub(crate) path: String,
+    pub(crate) body: Vec<u8>,
+}
+
+/// What is answered: a status, and JSON.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) body: String,
+}
+
+/// Why there is no request.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// Nobody is there to be answered.
+    Gone,
+    /// To be answered with this status, and why.
+    Answer(u16, &'static str),
+}
+
+/// A stream whose next read waits no longer than it is told.
+pub(crate) trait Timed: Read {
+    /// Of the reads that follow; not zero.
+    fn let_wait(&self, time: Duration) -> io::Result<()>;
+}
+
+impl Timed for UnixStream {
+    fn let_wait(&self, time: Duration) -> io::Result<()> {
+        self.set_read_timeout(Some(time))
+    }
+}
+
+/// The request, if all of it is there before `deadline`.
+pub(crate) fn read(stream: &mut impl Timed, deadline: Instant) -> Result<Request, Refusal> {
+    let mut bytes = Vec::new();
+    loop {
+        if let Some(head) = head(&bytes)? {
+            if bytes.len() - head.bytes > head.body_bytes {
+                return Err(Refusal::Answer(400, "more follows the request than it says"));
+            }
+            if bytes.len() - head.bytes == head.body_bytes {
+                return Ok(Request { path: head.path, body: bytes.split_off(head.bytes) });
+            }
+        } else if bytes.len() >= MOST_HEAD_BYTES {
+            return Err(Refusal::Answer(431, "the head of the request is too long"));
+        }
+        more(stream, &mut bytes, deadline)?;
+    }
+}
+
+/// Waits for more bytes, of which a bounded number is taken.
+fn more(stream: &mut impl Timed, bytes: &mut Vec<u8>, deadline: Instant) -> Result<(), Refusal> {
+    const TOO_SLOW: Refusal = Refusal::Answer(408, "the request did not arrive in time");
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(TOO_SLOW);
+    }
+    let mut some = [0; 4096];
+    let received = stream.let_wait(left).and_then(|()| stream.read(&mut some));
+    match received {
+        Ok(0) => Err(Refusal::Gone),
+        Ok(count) => {
+            bytes.extend_from_slice(&some[..count]);
+            Ok(())
+        }
+        Err(error) if error.kind() == ErrorKind::Interrupted => Ok(()),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => Err(TOO_SLOW),
+        Err(_) => Err(Refusal::Gone),
+    }
+}
+
+struct Head {
+    /// How long it is.
+    bytes: usize,
+    path: String,
+    body_bytes: usize,
+}
+
+/// The request's head, once all of it is there.
+fn head(bytes: &[u8]) -> Result<Option<Head>, Refusal> {
+    let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
+    let mut request = httparse::Request::new(&mut headers);
+    let length = match request.parse(bytes) {
+        Ok(httparse::Status::Partial) => return Ok(None),
+        Ok(httparse::Status::Complete(length)) if length <= MOST_HEAD_BYTES => length,
+        Ok(_) | Err(httparse::Error::TooManyHeaders) => {
+            return Err(Refusal::Answer(431, "the head of the request is too long"));
+        }
+        Err(_) => return Err(Refusal::Answer(400, "this is no HTTP")),
+    };
+    if request.method != Some("POST") {
+        return Err(Refusal::Answer(405, "requests of the plugin protocol are POST"));
+    }
+    let named = |name: &'static str| {
+        let headers = request.headers.iter();
+        headers.filter(move |header| header.name.eq_ignore_ascii_case(name)).map(|header| header.value)
+    };
+    if named("transfer-encoding").next().is_some() {
+        return Err(Refusal::Answer(411, "the request does not say how long it is (send Content-Length)"));
+    }
+    let mut lengths = named("content-length");
+    let body_bytes = match (lengths.next(), lengths.next()) {
+        (None, _) => 0,
+        (Some(text), None) => length_of(text)?,
+        (Some(_), Some(_)) => return Err(Refusal::Answer(400, "the request says twice how long it is")),
+    };
+    let path = request.path.unwrap_or_default().to_owned();
+    Ok(Some(Head { bytes: length, path, body_bytes }))
+}
+
+fn length_of(text: &[u8]) -> Result<usize, Refusal> {
+    if text.is_empty() || !text.iter().all(u8::is_ascii_digit) {
+        return Err(Refusal::Answer(400, "Content-Length is no number"));
+    }
+    let length = str::from_utf8(text).ok().and_then(|text| text.parse().ok());
+    // What does not fit a usize is too long as well.
+    let length = length.filter(|&length| length <= MOST_BODY_BYTES);
+    length.ok_or(Refusal::Answer(413, "the request is too long"))
+}
+
+/// Sends the answer; a client that went away misses it.
+pub(crate) fn send(stream: &mut UnixStream, answer: &Answer) -> io::Result<()> {
+    let Answer { status, body } = answer;
+    let length = body.len();
+    stream.set_write_timeout(Some(ANSWER_TIME))?;
+    stream.write_all(
+        format!(
+            "HTTP/1.1 {status} {}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}",
+            reason(*status)
+        )
+        .as_bytes(),
+    )
+}
+
+/// RFC 9110, section 15.
+fn reason(status: u16) -> &'static str {
+    match status {
+        200 => "OK",
+        400 => "Bad Request",
+        404 => "Not Found",
+        405 => "Method Not Allowed",
+        408 => "Request Timeout",
+        411 => "Length Required",
+        413 => "Content Too Large",
+        431 => "Request Header Fields Too Large",
+        _ => "Internal Server Error",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Bytes that come in pieces; then the stream ends, or nothing comes any more.
+    struct Pieces {
+        pieces: Vec<Vec<u8>>,
+        then: Option<ErrorKind>,
+    }
+
+    impl Read for Pieces {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            if self.pieces.is_empty() {
+                return self.then.map_or(Ok(0), |kind| Err(kind.into()));
+            }
+            let length = self.pieces[0].len().min(buffer.len());
+            buffer[..length].copy_from_slice(&self.pieces[0][..length]);
+            self.pieces[0].drain(..length);
+            if self.pieces[0].is_empty() {
+                self.pieces.remove(0);
+            }
+            Ok(length)
+        }
+    }
+
+    impl Timed for Pieces {
+        fn let_wait(&self, time: Duration) -> io::Result<()> {
+            assert!(!time.is_zero());
+            Ok(())
+        }
+    }
+
+    fn later() -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
+    fn said(pieces: &[&[u8]]) -> Result<Request, Refusal> {
+        let pieces = pieces.iter().map(|piece| piece.to_vec()).collect();
+        read(&mut Pieces { pieces, then: None }, later())
+    }
+
+    #[track_caller]
+    fn refused(text: &[u8], expect: u16) {
+        match said(&[text]) {
+            Err(Refusal::Answer(status, _)) => assert_eq!(status, expect),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_request_is_read_however_it_is_cut() {
+        let text = b"POST /VolumeDriver.List HTTP/1.1\r\nHost: plugin\r\ncontent-length: 2\r\n\r\n{}";
+        let expect = Request { path: "/VolumeDriver.List".to_owned(), body: b"{}".to_vec() };
+        for cut in 1..text.len() {
+            assert_eq!(said(&[&text[..cut], &text[cut..]]).as_ref(), Ok(&expect), "{cut}");
+        }
+        let bare = said(&[b"POST /Plugin.Activate HTTP/1.1\r\n\r\n"]).unwrap();
+        assert_eq!((bare.path.as_str(), bare.body.len()), ("/Plugin.Activate", 0));
+    }
+
+    #[test]
+    fn what_is_no_request_is_told_so() {
+        refused(b"GET / HTTP/1.1\r\n\r\n", 405);
+        refused(b"\x16\x03\x01\x02\x00\x01\x00", 400);
+        refused(b"POST / HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400);
+        refused(b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400);
+        refused(b"POST / HTTP/1.1\r\nContent-Length: +1\r\n\r\n", 400);
+        refused(b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}more", 400);
+        refused(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 411);
+        refused(b"POST / HTTP/1.1\r\nContent-Length: 65537\r\n\r\n", 413);
+        refused(b"POST / HTTP/1.1\r\nContent-Length: 99999999999999999999999\r\n\r\n", 413);
+        let header = format!("X: {}\r\n", "x".repeat(1000));
+        refused(format!("POST / HTTP/1.1\r\n{}", header.repeat(9)).as_bytes(), 431);
+        refused(format!("POST / HTTP/1.1\r\n{}\r\n", "X: y\r\n".repeat(33)).as_bytes(), 431);
+    }
+
+    #[test]
+    fn a_body_as_long_as_may_be_is_taken() {
+        let body = vec![b'x'; MOST_BODY_BYTES];
+        let head = format!("POST / HTTP/1.1\r\nContent-Length: {MOST_BODY_BYTES}\r\n\r\n");
+        assert_eq!(said(&[head.as_bytes(), &body]).unwrap().body, body);
+    }
+
+    #[test]
+    fn nobody_is_waited_for_longer_than_told() {
+        let half = b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\n{".to_vec();
+        let mut quiet = Pieces { pieces: vec![half.clone()], then: Some(ErrorKind::WouldBlock) };
+        assert!(matches!(read(&mut quiet, later()), Err(Refusal::Answer(408, _))));
+        // One that always sends a little more, at the time when it should be done.
+        let mut slow = Pieces { pieces: vec![b"P".to_vec()], then: None };
+        assert!(matches!(read(&mut slow, Instant::now()), Err(Refusal::Answer(408, _))));
+        assert_eq!(said(&[&half]), Err(Refusal::Gone));
+    }
+
+    proptest! {
+        #[test]
+        fn no_bytes_are_too_much(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
+            let _ = said(&[&bytes]);
+        }
+
+        #[test]
+        fn no_header_is_too_much(text in "POST / HTTP/1.[01]\r\n([A-Za-z-]{0,20}: ?[ -~]{0,20}\r\n){0,40}\r\n.{0,8}") {
+            let _ = said(&[text.as_bytes()]);
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! `weir docker-plugin`: volumes for Docker and Podman that are images of weir's, over Docker's
+//! volume plugin protocol.
+//!
+//! ```text
+//!   Docker, Podman
+//!        │  POST /VolumeDriver.Mount {"Name": …, "ID": …}, over a Unix socket
+//!        ▼
+//!   server ─► http ─► protocol        connections, bytes, JSON
+//!                        ▼
+//!                     volumes         who uses what; one change at a time for each volume
+//!         ┌──────────────┼───────────────┐
+//!       record         image          device
+//!   a file a volume  mkfs, and      `weir attach`, `weir detach`,
+//!     (options)      weir image …   what the kernel has mounted
+//!                        └── program ────┘  children, under a deadline
+//! ```
+//!
+//! The plugin is a client of weir's own commands: it has no disk of its own, and what serves one
+//! goes on when it ends.
+//!
+//! Never keeps in memory what must be true after a restart.
+
+mod device;
+mod filesystem;
+mod http;
+mod image;
+mod options;
+mod program;
+mod protocol;
+mod record;
+mod server;
+mod volumes;
+
+use std::{env, fs, path::PathBuf, sync::mpsc};
+
+use anyhow::Context as _;
+use clap::Args;
+use console::{
+    Failure, logging,
+    signals::{Request, Signals},
+};
+use nix::sys::stat::{Mode, umask};
+use sd_notify::NotifyState;
+use settings::{LogFormat, LogSettings};
+
+use self::{device::Weir, record::Store, server::Server, volumes::Volumes};
+
+/// Shown below the options.
+pub const EXAMPLES: &str = concat!(
+    "\
+Examples:
+  weir docker-plugin
+      Docker finds the plugin by its socket's name, /run/docker/plugins/weir.sock.
+  docker volume create -d weir -o size=10G -o group=gold -o iops-total=2000 db
+  docker run -v db:/var/lib/postgresql/data postgres
+      A volume of 10 GiB, made once, and a container that has it.
+  podman volume create -d weir -o size=10G db
+      The same with Podman; containers.conf(5) names the socket below [engine.volume_plugins].
+
+Options of a volume (-o KEY=VALUE):
+  size=SIZE             how large it is; the only one that is needed
+  format=FORMAT         of its image: qcow2 or raw [qcow2]
+  fstype=TYPE           its file system: ext4, xfs or btrfs [ext4]
+  mount-options=LIST    for mount(8), such as noatime,discard
+  device=WAY            how it becomes a device: ublk, nbd or fuse [the best there is]
+  group, weight, cache, l2-cache-size, prefetch, prefetch-…, iops-reservation, bps-reservation,
+  watermark, and the limits iops-total, bps-total and so on
+                        as `weir attach` has them
+
+",
+    settings::sizes!(),
+    "
+SIGTERM and SIGINT end it once what has begun is done; volumes stay mounted, and the next one knows them.
+Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line."
+);
+
+/// What `weir docker-plugin` is told.
+#[derive(Debug, Args)]
+pub struct PluginArgs {
+    /// Where to listen, unless the service manager passes a socket
+    #[arg(long, value_name = "unix:PATH", default_value = "unix:/run/docker/plugins/weir.sock", value_parser = settings::socket)]
+    socket: PathBuf,
+    /// Where volumes lie
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/weir/volumes")]
+    directory: PathBuf,
+    /// Attach through the daemon with this control socket, whose groups then hold [default: as
+    /// `weir attach`]
+    #[arg(long, value_name = "unix:PATH", value_parser = settings::socket)]
+    qmp: Option<PathBuf>,
+    /// off, error, warn, info, debug or trace
+    #[arg(long, value_name = "FILTER", default_value = "info", value_parser = settings::log::filter)]
+    log: String,
+    /// Lines for people or JSON objects: text or json
+    #[arg(long, value_name = "FORMAT", default_value = "text")]
+    log_format: LogFormat,
+}
+
+/// Serves volumes until a signal ends it.
+///
+/// # Errors
+/// If the directory or the socket cannot be had.
+pub fn run(arguments: PluginArgs) -> Result<(), Failure> {
+    let PluginArgs { socket, directory, qmp, log, log_format } = arguments;
+    let inherited = daemon::listen::Inherited::take();
+    logging::start(&LogSettings { filter: log, format: log_format });
+    let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
+    let weir = env::current_exe().context("the program's own file is not known")?;
+    let store = Store::open(&directory)?;
+    let (listener, _file) = daemon::listen::only(inherited, &socket, || {
+        // Docker makes it when it looks for plugins, which may be later.
+        socket.parent().map_or(Ok(()), fs::create_dir_all)
+    })?;
+    // Images are nobody else's, and neither is what children make.
+    umask(Mode::S_IRWXG | Mode::S_IRWXO);
+    let qmp = qmp.map(|path| format!("unix:{}", path.display()));
+    let volumes = Volumes::new(store, Weir { program: weir.clone(), qmp }, &weir);
+    volumes.recover()?;
+    let server = Server::start(listener, volumes)?;
+    tracing::info!(socket = %socket.display(), directory = %directory.display(), "ready");
+    notify(&[NotifyState::Ready]);
+    let signal = until_ended(signals)?;
+    tracing::info!(signal, "ending");
+    notify(&[NotifyState::Stopping]);
+    server.end();
+    Ok(())
+}
+
+/// Waits for the signal that asks for the end, and returns its name. A second one ends the process
+/// from where it is heard.
+fn until_ended(signals: Signals) -> anyhow::Result<&'static str> {
+    let (sender, requests) = mpsc::channel();
+    let hear = move |request| match request {
+        Request::EndAtOnce(signal) => {
+            console::say(&format!("{signal} again: what has begun is left as it is"));
+            std::process::exit(1)
+        }
+        request => sender.send(request).is_ok(),
+    };
+    signals.forward(hear).context("no thread can be started")?;
+    let signal = requests.iter().find_map(|request| match request {
+        Request::End(signal) => Some(signal),
+        _ => None,
+    });
+    signal.context("signals are not heard any more")
+}
+
+fn notify(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        tracing::warn!(%error, "the service manager at NOTIFY_SOCKET cannot be told");
+    }
+}

@@ -1,0 +1,290 @@
+//! What a volume is to be, from the options that it was created with: `docker volume create -o
+//! KEY=VALUE`.
+//!
+//! `size`, `format`, `fstype`, `mount-options` and `device` are of volumes. All others are options
+//! of `weir attach`, by their names and with their rules, and are handed on when the volume is
+//! mounted. Each is judged when the volume is created, so that a slip is an error there and not
+//! at the first start of a container.
+
+use std::collections::BTreeMap;
+
+use block::storage::{CacheMode, Format};
+use policy::{
+    prefetch::{self, Mode},
+    throttle,
+};
+use settings::{L2CacheSize, LimitsDraft, Place, PrefetchDraft, Said, SettingsDraft, suggest};
+
+use crate::filesystem::FileSystem;
+
+/// What was said, by its key.
+pub(crate) type Given = BTreeMap<String, String>;
+
+const SIZE: &str = "size";
+const FORMAT: &str = "format";
+const FILE_SYSTEM: &str = "fstype";
+const MOUNT_OPTIONS: &str = "mount-options";
+const DEVICE: &str = "device";
+/// Those of a volume itself.
+const OWN: [&str; 5] = [SIZE, FORMAT, FILE_SYSTEM, MOUNT_OPTIONS, DEVICE];
+const GROUP: &str = "group";
+const CACHE: &str = "cache";
+const L2_CACHE_SIZE: &str = "l2-cache-size";
+const WEIGHT: &str = "weight";
+const IOPS_RESERVATION: &str = "iops-reservation";
+const BPS_RESERVATION: &str = "bps-reservation";
+const WATERMARK: &str = "watermark";
+/// Those that are handed on, beside limits and the numbers of reading ahead.
+const HANDED_ON: [&str; 8] = [
+    GROUP,
+    CACHE,
+    L2_CACHE_SIZE,
+    WEIGHT,
+    IOPS_RESERVATION,
+    BPS_RESERVATION,
+    WATERMARK,
+    settings::prefetch::MODE,
+];
+/// How an image becomes a device: options of `weir attach` that take no value.
+const DEVICES: [&str; 3] = ["ublk", "nbd", "fuse"];
+
+/// Options that obey their rules.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Options {
+    pub(crate) size_bytes: u64,
+    pub(crate) format: Format,
+    pub(crate) file_system: FileSystem,
+    given: Given,
+}
+
+impl Options {
+    /// Fails with the key, the value and the rule.
+    pub(crate) fn read(given: Given) -> Result<Self, String> {
+        let mut draft = Drafts::default();
+        for (key, value) in &given {
+            draft.take(key, value)?;
+        }
+        draft.settings.check().map_err(|wrong| wrong.to_string())?;
+        draft.prefetch.check().map_err(|wrong| wrong.to_string())?;
+        let size_bytes = draft.size.ok_or("size: is missing (say how large the volume is: -o size=10G)")?;
+        let format = draft.format.unwrap_or(Format::Qcow2);
+        if let (Some(value), Format::Raw) = (given.get(L2_CACHE_SIZE), format) {
+            return Err(format!("{L2_CACHE_SIZE}={value}: raw images have no such cache (leave it out)"));
+        }
+        let file_system = draft.file_system.unwrap_or_default();
+        file_system.check_size(size_bytes).map_err(|rule| match given.get(SIZE) {
+            Some(value) => format!("{SIZE}={value}: {rule}"),
+            None => rule,
+        })?;
+        Ok(Self { size_bytes, format, file_system, given })
+    }
+
+    /// As they were said.
+    pub(crate) fn given(&self) -> &Given {
+        &self.given
+    }
+
+    /// What `weir attach` is told beside the image and the place.
+    pub(crate) fn words(&self) -> Vec<String> {
+        let mut words =
+            vec![format!("--format={}", self.format.name()), format!("--fstype={}", self.file_system.name())];
+        for (key, value) in &self.given {
+            match key.as_str() {
+                DEVICE => words.push(format!("--{value}")),
+                SIZE | FORMAT | FILE_SYSTEM => {}
+                key => words.push(format!("--{key}={value}")),
+            }
+        }
+        words
+    }
+}
+
+/// What has been said so far.
+#[derive(Default)]
+struct Drafts {
+    size: Option<u64>,
+    format: Option<Format>,
+    file_system: Option<FileSystem>,
+    settings: SettingsDraft,
+    prefetch: PrefetchDraft,
+}
+
+impl Drafts {
+    fn take(&mut self, key: &str, value: &str) -> Result<(), String> {
+        let place = Place::new(format!("{key}={value}"));
+        let wrong = |rule: String| place.wrong(rule).to_string();
+        let said = |number| Some(Said::new(number, place.clone()));
+        if let Some(setting) = throttle::Setting::from_name(key) {
+            let read = if setting.is_size() { settings::size } else { settings::count };
+            let number = read(value).map_err(wrong)?;
+            let limits: &mut LimitsDraft = &mut self.settings.limits;
+            limits.push(Said::new((setting, number), place.clone()));
+            return Ok(());
+        }
+        if let Some(setting) = prefetch::Setting::ALL.into_iter().find(|setting| setting.name() == key) {
+            let read = if settings::prefetch::is_size(setting) { settings::size } else { settings::count };
+            let number = read(value).map_err(wrong)?;
+            self.prefetch.numbers.push(Said::new((setting, number), place.clone()));
+            return Ok(());
+        }
+        match key {
+            SIZE => self.size = Some(settings::size(value).map_err(wrong)?),
+            FORMAT => self.format = Some(settings::read(value).map_err(wrong)?),
+            FILE_SYSTEM => self.file_system = Some(FileSystem::named(value).map_err(wrong)?),
+            MOUNT_OPTIONS => check_mount_options(value).map_err(wrong)?,
+            DEVICE if DEVICES.contains(&value) => {}
+            DEVICE => return Err(wrong("is none of ublk, nbd and fuse".to_owned())),
+            GROUP => check_group(value).map_err(wrong)?,
+            CACHE => {
+                let _: CacheMode = settings::read(value).map_err(wrong)?;
+            }
+            L2_CACHE_SIZE => {
+                let _: L2CacheSize = settings::read(value).map_err(wrong)?;
+            }
+            WEIGHT => self.settings.weight = said(settings::count(value).map_err(wrong)?),
+            IOPS_RESERVATION => {
+                self.settings.iops_reservation = said(settings::count(value).map_err(wrong)?);
+            }
+            BPS_RESERVATION => self.settings.bps_reservation = said(settings::size(value).map_err(wrong)?),
+            WATERMARK => self.settings.watermark = said(settings::count(value).map_err(wrong)?),
+            settings::prefetch::MODE => {
+                let mode: Mode = settings::read(value).map_err(wrong)?;
+                self.prefetch.mode = Some(Said::new(mode, place.clone()));
+            }
+            _ => return Err(wrong(unknown(key))),
+        }
+        Ok(())
+    }
+}
+
+fn unknown(key: &str) -> String {
+    let limits = throttle::Setting::ALL.map(throttle::Setting::name);
+    let ahead = prefetch::Setting::ALL.map(prefetch::Setting::name);
+    let known = OWN.into_iter().chain(HANDED_ON).chain(limits).chain(ahead);
+    match suggest::nearest(key, known) {
+        Some(other) => format!("is no option of a volume (did you mean {other}?)"),
+        None => "is no option of a volume (`weir docker-plugin --help` lists them)".to_owned(),
+    }
+}
+
+/// They reach a command line as one word, and a log.
+fn check_mount_options(value: &str) -> Result<(), String> {
+    let is_plain = |c: char| c.is_ascii_graphic();
+    let options = value.split(',');
+    if value.is_empty() || !value.chars().all(is_plain) || options.clone().any(str::is_empty) {
+        return Err("is no list of mount options (write them as noatime,discard)".to_owned());
+    }
+    match options.into_iter().find(|option| ["bind", "rbind", "move", "remount", "loop"].contains(option)) {
+        Some(option) => Err(format!("{option} is about another kind of mount (leave it out)")),
+        None => Ok(()),
+    }
+}
+
+fn check_group(name: &str) -> Result<(), String> {
+    match name {
+        "" => Err("the name is empty (give it one)".to_owned()),
+        _ if name.chars().any(char::is_control) => {
+            Err("the name holds a control character (leave it out)".to_owned())
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(options: &[(&str, &str)]) -> Result<Options, String> {
+        Options::read(options.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect())
+    }
+
+    #[track_caller]
+    fn refused(options: &[(&str, &str)], expect: &str) {
+        assert_eq!(read(options).unwrap_err(), expect);
+    }
+
+    #[test]
+    fn a_volume_needs_a_size_alone() {
+        let options = read(&[("size", "10G")]).unwrap();
+        assert_eq!((options.size_bytes, options.format), (10 << 30, Format::Qcow2));
+        assert_eq!(options.words(), ["--format=qcow2", "--fstype=ext4"]);
+        refused(&[], "size: is missing (say how large the volume is: -o size=10G)");
+    }
+
+    #[test]
+    fn what_attach_knows_is_handed_on() {
+        let options = read(&[
+            ("size", "1G"),
+            ("format", "raw"),
+            ("fstype", "xfs"),
+            ("group", "gold"),
+            ("iops-total", "2000"),
+            ("iops-total-max", "4000"),
+            ("prefetch", "off"),
+            ("weight", "200"),
+            ("mount-options", "noatime,discard"),
+            ("device", "fuse"),
+        ]);
+        assert_eq!(
+            options.unwrap().words(),
+            [
+                "--format=raw",
+                "--fstype=xfs",
+                "--fuse",
+                "--group=gold",
+                "--iops-total=2000",
+                "--iops-total-max=4000",
+                "--mount-options=noatime,discard",
+                "--prefetch=off",
+                "--weight=200"
+            ]
+        );
+    }
+
+    /// So that what is refused is refused when it is said, each with its own rule.
+    #[test]
+    fn a_slip_names_the_key_the_value_and_the_rule() {
+        let with = |key: &str, value: &str| read(&[("size", "1G"), (key, value)]).unwrap_err();
+        for (key, value, expect) in [
+            ("sizes", "1", "sizes=1: is no option of a volume (did you mean size?)"),
+            ("zzz", "", "zzz=: is no option of a volume (`weir docker-plugin --help` lists them)"),
+            ("format", "vmdk", "format=vmdk: is not a format that weir serves (raw, qcow2)"),
+            ("fstype", "ntfs", "fstype=ntfs: is none of ext4, xfs and btrfs"),
+            ("device", "scsi", "device=scsi: is none of ublk, nbd and fuse"),
+            ("prefetch", "maybe", "prefetch=maybe: is none of on, off and auto"),
+            ("group", "", "group=: the name is empty (give it one)"),
+            ("weight", "0", "weight=0: is out of range; a weight is from 1 to 10000"),
+            ("watermark", "101", "watermark=101: is out of range; a watermark is from 0 to 100 percent"),
+            ("iops-total", "-5", "iops-total=-5: is not a whole number of 0 or more"),
+            ("prefetch-streams", "0", "prefetch-streams=0: is out of range; it may be from 1 to 4096"),
+            (
+                "mount-options",
+                "noatime,--help /",
+                "mount-options=noatime,--help /: is no list of mount options (write them as noatime,discard)",
+            ),
+            (
+                "mount-options",
+                "bind",
+                "mount-options=bind: bind is about another kind of mount (leave it out)",
+            ),
+        ] {
+            assert_eq!(with(key, value), expect);
+        }
+        refused(
+            &[("size", "1G"), ("format", "raw"), ("l2-cache-size", "1M")],
+            "l2-cache-size=1M: raw images have no such cache (leave it out)",
+        );
+        let crossed = read(&[("size", "1G"), ("iops-total", "1000"), ("iops-total-max", "500")]).unwrap_err();
+        assert!(crossed.starts_with("iops-total-max=500: "), "{crossed}");
+        let small = read(&[("size", "100M"), ("fstype", "xfs")]).unwrap_err();
+        assert!(small.starts_with("size=100M: "), "{small}");
+    }
+
+    #[test]
+    fn every_option_is_known_by_its_own_name() {
+        for key in OWN.into_iter().chain(HANDED_ON) {
+            let said = read(&[("size", "1G"), (key, "\u{1}")]).unwrap_err();
+            assert!(!said.contains("no option of a volume"), "{said}");
+        }
+    }
+}

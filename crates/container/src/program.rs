@@ -1,0 +1,128 @@
+//! Other programs, run to their end under a deadline.
+//!
+//! What a program says on standard error becomes the error. It goes to a file rather than to a
+//! pipe, since what the program leaves running may keep that open.
+//!
+//! Never waits for more than the program itself.
+
+use std::{
+    fs::File,
+    io::{ErrorKind, Read as _, Seek as _, SeekFrom},
+    process::{Child, Command, Stdio},
+    sync::mpsc,
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use nix::{
+    sys::wait::{Id, WaitPidFlag, waitid},
+    unistd::Pid,
+};
+
+/// For what takes seconds: Docker waits two minutes for a volume, which takes two programs.
+pub(crate) const SOON: Duration = Duration::from_secs(50);
+/// What is read of what a program said.
+const MOST_SAID_BYTES: u64 = 16 << 10;
+
+/// Runs it; it is killed after `limit`. What it prints is dropped.
+///
+/// # Errors
+/// What it said where it failed, or why it could not be run.
+pub(crate) fn run(command: &mut Command, limit: Duration) -> anyhow::Result<()> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let mut said = tempfile::tempfile().context("no temporary file can be made")?;
+    let errors = said.try_clone().context("no temporary file can be made")?;
+    let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).spawn();
+    let mut child = child.map_err(|error| match error.kind() {
+        ErrorKind::NotFound => anyhow!("{name}: there is no such program (install it)"),
+        _ => anyhow!("{name}: cannot be run: {error}"),
+    })?;
+    let in_time = ends_within(&child, limit).with_context(|| format!("{name}: cannot be waited for"))?;
+    if !in_time {
+        child.kill().with_context(|| format!("{name}: cannot be ended"))?;
+    }
+    let status = child.wait().with_context(|| format!("{name}: cannot be waited for"))?;
+    if !in_time {
+        bail!("{name}: did not end within {} s, and was killed", limit.as_secs());
+    }
+    if status.success() {
+        return Ok(());
+    }
+    match complaint(&read(&mut said)) {
+        Some(line) => bail!("{line}"),
+        None => bail!("{name}: failed ({status}), and did not say why"),
+    }
+}
+
+/// Waits without taking its status, so that the number stays its own.
+fn ends_within(child: &Child, limit: Duration) -> anyhow::Result<bool> {
+    let pid = Pid::from_raw(child.id().cast_signed());
+    let (ended, is_ended) = mpsc::channel();
+    thread::Builder::new().name("child".to_owned()).spawn(move || {
+        let _ = waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
+        let _ = ended.send(());
+    })?;
+    Ok(is_ended.recv_timeout(limit).is_ok())
+}
+
+fn read(said: &mut File) -> String {
+    let mut bytes = Vec::new();
+    let read = said.seek(SeekFrom::Start(0)).and_then(|_| said.take(MOST_SAID_BYTES).read_to_end(&mut bytes));
+    read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// The line that says what is wrong: the last of weir's own; of others the first that is not their
+/// name and version.
+fn complaint(said: &str) -> Option<&str> {
+    let own = said.lines().rev().find_map(|line| line.strip_prefix("weir: "));
+    own.or_else(|| said.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with("mke2fs ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    fn fails(script: &str) -> String {
+        run(&mut shell(script), Duration::from_secs(60)).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn what_a_program_says_is_the_error() {
+        run(&mut shell("echo x >&2"), Duration::from_secs(60)).unwrap();
+        assert_eq!(fails("echo weir: by ublk, as it is there >&2; echo weir: a: b >&2; exit 1"), "a: b");
+        assert_eq!(
+            fails("echo mke2fs 1.47 >&2; echo; echo too small >&2; echo usage >&2; exit 1"),
+            "too small"
+        );
+        assert_eq!(fails("exit 3"), "sh: failed (exit status: 3), and did not say why");
+        assert_eq!(fails("yes x | head -c 1000000 >&2; exit 1"), "x");
+        let missing = run(&mut Command::new("/nonexistent/mkfs"), Duration::from_secs(60));
+        assert_eq!(
+            missing.unwrap_err().to_string(),
+            "/nonexistent/mkfs: there is no such program (install it)"
+        );
+    }
+
+    #[test]
+    fn one_that_does_not_end_is_ended() {
+        let error = run(&mut shell("exec sleep 1000"), Duration::from_millis(10)).unwrap_err();
+        assert_eq!(error.to_string(), "sh: did not end within 0 s, and was killed");
+    }
+
+    #[test]
+    fn what_it_leaves_running_is_not_waited_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let fifo = directory.path().join("fifo");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        // It has standard error as long as nobody opens the other end.
+        run(&mut shell(&format!("cat {} & exit 0", fifo.display())), Duration::from_secs(60)).unwrap();
+        File::options().write(true).open(&fifo).unwrap();
+    }
+}

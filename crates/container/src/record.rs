@@ -1,0 +1,302 @@
+//! Volumes as they lie in a directory, so that they are there after a restart.
+//!
+//! ```text
+//!   DIRECTORY/.lock                     held by the one plugin that uses it
+//!   DIRECTORY/NAME/volume.json          options and users: a volume is there if this is
+//!   DIRECTORY/NAME/disk.qcow2 or .raw   its image
+//!   DIRECTORY/NAME/mount                where it is mounted
+//! ```
+//!
+//! The record is written last when a volume is made and removed first when it is removed, whole or
+//! not at all: what lies there without a record belongs to no volume, and is cleared.
+//!
+//! Never removes anything inside a mounted volume: files are removed from the volume's own
+//! directory alone, and directories only when they are empty.
+
+use std::{
+    collections::BTreeSet,
+    fmt,
+    fs::{self, DirBuilder, File, Permissions},
+    io::{self, ErrorKind},
+    os::unix::fs::{DirBuilderExt as _, PermissionsExt as _},
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, anyhow};
+use block::storage::Format;
+use nix::fcntl::{Flock, FlockArg};
+use serde::{Deserialize, Serialize};
+use settings::state::whole_file;
+
+use crate::options::{Given, Options};
+
+/// Users as many as [`MOST_USERS`], and all options, have a tenth of it.
+const MOST_RECORD_BYTES: u64 = 1 << 20;
+/// Containers that have one volume at a time.
+pub(crate) const MOST_USERS: usize = 1000;
+/// Bytes of what names a user: Docker's have 64.
+pub(crate) const MOST_USER_BYTES: usize = 256;
+/// Where users of other containers may pass, and look at nothing.
+const DIRECTORY_MODE: u32 = 0o711;
+
+/// A volume's name, which is also that of a directory: Docker's rule, `[a-zA-Z0-9][a-zA-Z0-9_.-]*`,
+/// and at most 128 bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Name(String);
+
+impl Name {
+    /// Fails with the rule.
+    pub(crate) fn read(text: &str) -> Result<Self, String> {
+        const MOST_BYTES: usize = 128;
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
+        let begins = text.starts_with(|c: char| c.is_ascii_alphanumeric());
+        if begins && text.len() <= MOST_BYTES && text.chars().all(is_plain) {
+            return Ok(Self(text.to_owned()));
+        }
+        let shown: String = text.chars().take(MOST_BYTES).collect();
+        Err(format!(
+            "{shown:?}: is no name of a volume; that has 1 to {MOST_BYTES} of a-z, A-Z, 0-9, _, . and -, and begins with a letter or a digit"
+        ))
+    }
+}
+
+impl Name {
+    /// What its disk is called while it is mounted: the name, or where that is too long for
+    /// `weir attach` (31 bytes) its beginning and a number made of all of it.
+    pub(crate) fn of_disk(&self) -> String {
+        const MOST_BYTES: usize = 31;
+        let name = format!("volume-{}", self.0);
+        if name.len() <= MOST_BYTES {
+            return name;
+        }
+        // FNV-1a, of 64 bits: the same for each process that asks.
+        let fold = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        let number = self.0.bytes().fold(0xcbf2_9ce4_8422_2325, fold);
+        let number = format!("-{number:016x}");
+        format!("{}{number}", &name[..MOST_BYTES - number.len()])
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What is known of a volume.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Record {
+    pub(crate) options: Given,
+    /// Who asked for it to be mounted and has not given it back.
+    pub(crate) users: BTreeSet<String>,
+}
+
+impl Record {
+    /// The options, which were valid when they were written.
+    pub(crate) fn checked(&self) -> anyhow::Result<Options> {
+        Options::read(self.options.clone()).map_err(|what| anyhow!("{what}"))
+    }
+}
+
+/// All volumes of a directory.
+#[derive(Debug)]
+pub(crate) struct Store {
+    root: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl Store {
+    /// Makes the directory where it is missing.
+    ///
+    /// # Errors
+    /// If another process uses it.
+    pub(crate) fn open(root: &Path) -> anyhow::Result<Self> {
+        let named = || root.display().to_string();
+        let make = || {
+            DirBuilder::new().recursive(true).mode(DIRECTORY_MODE).create(root)?;
+            let lock = File::options().write(true).create(true).truncate(false).open(root.join(".lock"))?;
+            Ok::<_, io::Error>((root.canonicalize()?, lock))
+        };
+        let (root, lock) = make().with_context(named)?;
+        // Docker is told of places in it, in JSON.
+        root.to_str()
+            .with_context(|| format!("{}: is not UTF-8 (use another --directory)", root.display()))?;
+        let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
+            nix::errno::Errno::EAGAIN => anyhow!(
+                "{}: another `weir docker-plugin` uses this directory (stop it, or use another --directory)",
+                root.display()
+            ),
+            _ => anyhow!("{}: cannot be locked: {errno}", root.display()),
+        })?;
+        Ok(Self { root, _lock: lock })
+    }
+
+    fn directory(&self, name: &Name) -> PathBuf {
+        self.root.join(&name.0)
+    }
+
+    fn record(&self, name: &Name) -> PathBuf {
+        self.directory(name).join("volume.json")
+    }
+
+    pub(crate) fn image(&self, name: &Name, format: Format) -> PathBuf {
+        self.directory(name).join(format!("disk.{}", format.name()))
+    }
+
+    /// Where it is mounted; a path that begins at the root, without links.
+    pub(crate) fn mount_point(&self, name: &Name) -> PathBuf {
+        self.directory(name).join("mount")
+    }
+
+    /// What has the name of a volume, whether or not one is there.
+    pub(crate) fn names(&self) -> anyhow::Result<Vec<Name>> {
+        let entries = fs::read_dir(&self.root).and_then(Iterator::collect::<io::Result<Vec<_>>>);
+        let entries = entries.with_context(|| self.root.display().to_string())?;
+        let mut names: Vec<_> =
+            entries.iter().filter_map(|entry| Name::read(entry.file_name().to_str()?).ok()).collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// None where there is no such volume.
+    pub(crate) fn read(&self, name: &Name) -> anyhow::Result<Option<Record>> {
+        let path = self.record(name);
+        let bytes = match whole_file::read(&path, MOST_RECORD_BYTES) {
+            // Something else than a directory has the name.
+            Err(error) if error.kind() == ErrorKind::NotADirectory => None,
+            other => other.with_context(|| path.display().to_string())?,
+        };
+        let Some(bytes) = bytes else { return Ok(None) };
+        let record = serde_json::from_slice(&bytes);
+        record.map(Some).map_err(|error| {
+            anyhow!("{}: is no record of a volume: {error} (mend it, or move it away)", path.display())
+        })
+    }
+
+    /// Whatever happens afterwards, it will be read as it is now.
+    pub(crate) fn write(&self, name: &Name, record: &Record) -> anyhow::Result<()> {
+        let path = self.record(name);
+        let text = serde_json::to_vec_pretty(record).context("a record is JSON")?;
+        whole_file::write(&path, &text, true).with_context(|| path.display().to_string())
+    }
+
+    /// Makes the directories of a volume that is about to be made.
+    pub(crate) fn prepare(&self, name: &Name) -> anyhow::Result<()> {
+        let make = |path: PathBuf| {
+            // Whatever the umask.
+            let made = fs::create_dir(&path)
+                .and_then(|()| fs::set_permissions(&path, Permissions::from_mode(DIRECTORY_MODE)));
+            made.with_context(|| path.display().to_string())
+        };
+        make(self.directory(name))?;
+        make(self.mount_point(name))
+    }
+
+    /// Removes a volume with its image, or what is left of one. It is not mounted.
+    ///
+    /// # Errors
+    /// If that fails; once the record is gone it is no volume any more, and what is left goes
+    /// later.
+    pub(crate) fn remove(&self, name: &Name) -> anyhow::Result<()> {
+        let directory = self.directory(name);
+        let remove = || {
+            missing_is_fine(fs::remove_file(self.record(name)))?;
+            File::open(&directory)?.sync_all()?;
+            missing_is_fine(fs::remove_dir(self.mount_point(name)))?;
+            for entry in fs::read_dir(&directory)? {
+                fs::remove_file(entry?.path())?;
+            }
+            fs::remove_dir(&directory)
+        };
+        remove().with_context(|| format!("{}: cannot be removed", directory.display()))
+    }
+}
+
+fn missing_is_fine(result: io::Result<()>) -> io::Result<()> {
+    result.or_else(|error| if error.kind() == ErrorKind::NotFound { Ok(()) } else { Err(error) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(text: &str) -> Name {
+        Name::read(text).unwrap()
+    }
+
+    fn record() -> Record {
+        Record { options: [("size".to_owned(), "8M".to_owned())].into(), users: ["a".to_owned()].into() }
+    }
+
+    #[test]
+    fn names_lead_nowhere_else() {
+        for text in ["a", "0", "my-volume_1.2", &"x".repeat(128)] {
+            assert_eq!(Name::read(text).unwrap().to_string(), text);
+        }
+        for text in
+            ["", ".", "..", "../x", "a/b", "/etc", ".lock", "-x", "a\0", "a b", "é", "a\n", &"x".repeat(129)]
+        {
+            assert!(Name::read(text).unwrap_err().contains("is no name of a volume"), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn long_names_have_disks_of_their_own() {
+        assert_eq!(name("db").of_disk(), "volume-db");
+        let (one, other) = ("f".repeat(64), "f".repeat(63) + "e");
+        let (one, other) = (name(&one).of_disk(), name(&other).of_disk());
+        assert_eq!((one.len(), other.len()), (31, 31));
+        assert!(one.starts_with("volume-fffffff-") && one != other, "{one} {other}");
+    }
+
+    #[test]
+    fn a_volume_is_there_after_a_restart_and_gone_once_it_is_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let root = directory.path().join("made/on/the/way");
+        let store = Store::open(&root).unwrap();
+        assert_eq!(store.read(&name("v")).unwrap(), None);
+        store.prepare(&name("v")).unwrap();
+        assert_eq!(store.read(&name("v")).unwrap(), None, "it has no record yet");
+        fs::write(store.image(&name("v"), Format::Raw), "x").unwrap();
+        store.write(&name("v"), &record()).unwrap();
+        drop(store);
+        let store = Store::open(&root).unwrap();
+        assert_eq!(store.names().unwrap(), [name("v")]);
+        assert_eq!(store.read(&name("v")).unwrap(), Some(record()));
+        store.remove(&name("v")).unwrap();
+        assert_eq!(store.names().unwrap(), []);
+    }
+
+    #[test]
+    fn one_process_uses_a_directory() {
+        let directory = tempfile::tempdir().unwrap();
+        let _store = Store::open(directory.path()).unwrap();
+        let error = Store::open(directory.path()).unwrap_err().to_string();
+        assert!(error.contains("another `weir docker-plugin` uses this directory"), "{error}");
+    }
+
+    /// Here something in place of a file system that is still mounted.
+    #[test]
+    fn what_is_in_a_volume_is_never_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(directory.path()).unwrap();
+        store.prepare(&name("v")).unwrap();
+        let precious = store.mount_point(&name("v")).join("precious");
+        fs::write(&precious, "x").unwrap();
+        store.remove(&name("v")).unwrap_err();
+        assert!(precious.exists());
+    }
+
+    #[test]
+    fn a_record_that_is_none_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(directory.path()).unwrap();
+        store.prepare(&name("v")).unwrap();
+        for text in ["", "{", "[]", r#"{"options": {}}"#, r#"{"options": {}, "users": [], "more": 1}"#] {
+            fs::write(store.record(&name("v")), text).unwrap();
+            let error = store.read(&name("v")).unwrap_err().to_string();
+            assert!(error.contains("v/volume.json: is no record of a volume: "), "{error}");
+        }
+    }
+}

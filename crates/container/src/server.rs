@@ -1,0 +1,233 @@
+//! Connections: a bounded number of them at a time, a thread each, and an end that waits for what
+//! has begun.
+//!
+//! ```text
+//!   accept ──► room for one more? ──► thread: read ─► answer ─► send
+//!                 │  no: the client waits in the socket's queue
+//!   SIGTERM ──► nothing is begun any more ──► what has begun ends ──► the process does
+//! ```
+//!
+//! Threads, as each may wait for minutes for a child, and there are a few a minute.
+
+use std::{
+    io::ErrorKind,
+    os::{
+        fd::AsFd as _,
+        unix::net::{UnixListener, UnixStream},
+    },
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::Context as _;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use crate::{
+    device::Devices,
+    http::{self, Refusal},
+    protocol,
+    volumes::Volumes,
+};
+
+/// Each is a thread, and perhaps a child; the rest waits.
+const MOST_CONNECTIONS: usize = 32;
+/// How long a request may take to arrive.
+const REQUEST_TIME: Duration = Duration::from_secs(10);
+
+/// Where descriptors or memory run out, the kernel does not tell when there are some again.
+const TRY_AGAIN: Duration = Duration::from_secs(1);
+
+/// Who is there, and whether anything may begin.
+#[derive(Default)]
+struct Doorkeeper {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    connections: usize,
+    /// Requests that have been read and are not answered.
+    begun: usize,
+    is_ending: bool,
+}
+
+/// Answers whoever comes, on threads of its own.
+pub(crate) struct Server {
+    door: Arc<Doorkeeper>,
+}
+
+impl Server {
+    /// Begins to accept.
+    pub(crate) fn start<D: Devices + 'static>(
+        listener: UnixListener,
+        volumes: Volumes<D>,
+    ) -> anyhow::Result<Self> {
+        let door = Arc::<Doorkeeper>::default();
+        let (keeper, volumes) = (Arc::clone(&door), Arc::new(volumes));
+        let accept = move || {
+            loop {
+                keeper.wait_while(|state| state.connections >= MOST_CONNECTIONS).connections += 1;
+                match listener.accept() {
+                    Ok((stream, _)) => serve(stream, &keeper, &volumes),
+                    Err(error) => {
+                        keeper.change(|state| state.connections -= 1);
+                        if !passes(error.kind()) {
+                            tracing::error!(%error, "clients cannot be accepted; this is tried again");
+                            thread::sleep(TRY_AGAIN);
+                        }
+                    }
+                }
+            }
+        };
+        thread::Builder::new().name("accept".to_owned()).spawn(accept).context("no thread can be started")?;
+        Ok(Self { door })
+    }
+
+    /// Begins nothing any more, and waits for what has begun.
+    pub(crate) fn end(&self) {
+        self.door.change(|state| state.is_ending = true);
+        drop(self.door.wait_while(|state| state.begun > 0));
+    }
+}
+
+/// Of one client, which is gone already.
+fn passes(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset | ErrorKind::Interrupted)
+}
+
+impl Doorkeeper {
+    fn wait_while(&self, is_so: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        self.changed.wait_while(state, |state| is_so(state)).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_all();
+    }
+
+    /// Whether a request may begin; then it counts.
+    fn begin(&self) -> bool {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.begun += usize::from(!state.is_ending);
+        !state.is_ending
+    }
+}
+
+fn serve<D: Devices + 'static>(stream: UnixStream, door: &Arc<Doorkeeper>, volumes: &Arc<Volumes<D>>) {
+    let (keeper, volumes) = (Arc::clone(door), Arc::clone(volumes));
+    let work = move || {
+        one(stream, &keeper, &volumes);
+        keeper.change(|state| state.connections -= 1);
+    };
+    if let Err(error) = thread::Builder::new().name("client".to_owned()).spawn(work) {
+        tracing::error!(%error, "a client is sent away: no thread can be started");
+        door.change(|state| state.connections -= 1);
+    }
+}
+
+fn one<D: Devices>(mut stream: UnixStream, door: &Doorkeeper, volumes: &Volumes<D>) {
+    let answer = match http::read(&mut stream, Instant::now() + REQUEST_TIME) {
+        Ok(request) => {
+            if !door.begin() {
+                return;
+            }
+            let answer = protocol::answer(&request, volumes, &|| is_gone(&stream));
+            let sent = answer.map(|answer| http::send(&mut stream, &answer));
+            door.change(|state| state.begun -= 1);
+            sent
+        }
+        Err(Refusal::Answer(status, what)) => Some(http::send(&mut stream, &protocol::refused(status, what))),
+        Err(Refusal::Gone) => None,
+    };
+    if let Some(Err(error)) = answer {
+        tracing::info!(%error, "an answer was not taken");
+    }
+}
+
+/// Whether the client has closed its end. One that merely has nothing more to say has not.
+fn is_gone(stream: &UnixStream) -> bool {
+    let mut polled = [PollFd::new(stream.as_fd(), PollFlags::empty())];
+    poll(&mut polled, PollTimeout::ZERO).is_ok()
+        && polled[0]
+            .revents()
+            .is_some_and(|events| events.intersects(PollFlags::POLLHUP | PollFlags::POLLERR))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{Read as _, Write as _},
+        net::Shutdown,
+        path::Path,
+    };
+
+    use tempfile::TempDir;
+
+    use super::*;
+    use crate::{record::Store, volumes::tests::Pretended};
+
+    fn start() -> (TempDir, Server) {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(&directory.path().join("volumes")).unwrap();
+        let volumes = Volumes::new(store, Pretended::default(), Path::new("/nonexistent"));
+        let listener = UnixListener::bind(directory.path().join("socket")).unwrap();
+        let server = Server::start(listener, volumes).unwrap();
+        (directory, server)
+    }
+
+    fn connect(directory: &TempDir) -> UnixStream {
+        UnixStream::connect(directory.path().join("socket")).unwrap()
+    }
+
+    const ACTIVATE: &[u8] = b"POST /Plugin.Activate HTTP/1.1\r\nHost: plugin\r\n\r\n";
+
+    fn ask(mut stream: UnixStream) -> String {
+        stream.write_all(ACTIVATE).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+
+    #[test]
+    fn a_request_is_answered_and_the_connection_closed() {
+        let (directory, _server) = start();
+        let answer = ask(connect(&directory));
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        assert!(head.starts_with("HTTP/1.1 200 OK\r\n") && head.contains("Connection: close"), "{head}");
+        assert!(head.contains(&format!("Content-Length: {}", body.len())), "{head}");
+        assert_eq!(body, r#"{"Implements":["VolumeDriver"]}"#);
+    }
+
+    #[test]
+    fn silent_clients_are_bounded_and_the_next_waits() {
+        let (directory, _server) = start();
+        let silent: Vec<_> = (0..MOST_CONNECTIONS).map(|_| connect(&directory)).collect();
+        let next = connect(&directory);
+        drop(silent);
+        assert!(ask(next).starts_with("HTTP/1.1 200 OK\r\n"));
+    }
+
+    #[test]
+    fn who_is_gone_is_told_from_who_has_said_all() {
+        let (mine, theirs) = UnixStream::pair().unwrap();
+        assert!(!is_gone(&mine));
+        theirs.shutdown(Shutdown::Write).unwrap();
+        assert!(!is_gone(&mine), "it waits for its answer");
+        drop(theirs);
+        assert!(is_gone(&mine));
+    }
+
+    #[test]
+    fn at_the_end_nothing_begins() {
+        let (directory, server) = start();
+        let mut early = connect(&directory);
+        early.write_all(&ACTIVATE[..10]).unwrap();
+        server.end();
+        let mut answer = String::new();
+        early.write_all(&ACTIVATE[10..]).unwrap();
+        assert!(early.read_to_string(&mut answer).is_ok() && answer.is_empty(), "{answer}");
+    }
+}

@@ -1,0 +1,284 @@
+//! Volumes with devices that only pretend, and with processes that are killed between two steps.
+
+use std::{fs, panic, sync::Arc, thread};
+
+use super::*;
+
+/// Devices that remember what is mounted, as the kernel would, and fail where they are told to.
+#[derive(Clone, Default)]
+pub(crate) struct Pretended(Arc<Mutex<State>>);
+
+#[derive(Default)]
+struct State {
+    mounted: HashSet<PathBuf>,
+    attached: usize,
+    broken: bool,
+}
+
+impl Pretended {
+    fn set_broken(&self, broken: bool) {
+        self.0.lock().unwrap().broken = broken;
+    }
+
+    /// How often something was attached.
+    fn attached(&self) -> usize {
+        self.0.lock().unwrap().attached
+    }
+
+    /// As `umount` from outside, or a machine that starts anew.
+    fn forget(&self) {
+        self.0.lock().unwrap().mounted.clear();
+    }
+}
+
+impl Devices for Pretended {
+    fn attach(&self, image: &Path, _: &[String], at: &Path) -> anyhow::Result<()> {
+        let mut state = self.0.lock().unwrap();
+        if state.broken {
+            bail!("no device");
+        }
+        assert!(image.is_file() && at.is_dir());
+        assert!(state.mounted.insert(at.to_owned()), "it is mounted once");
+        state.attached += 1;
+        Ok(())
+    }
+
+    fn detach(&self, at: &Path) -> anyhow::Result<()> {
+        let mut state = self.0.lock().unwrap();
+        if state.broken {
+            bail!("busy");
+        }
+        assert!(state.mounted.remove(at), "it is mounted");
+        Ok(())
+    }
+
+    fn is_mounted(&self, at: &Path) -> anyhow::Result<bool> {
+        Ok(self.0.lock().unwrap().mounted.contains(at))
+    }
+}
+
+fn volumes(directory: &Path, devices: &Pretended) -> Volumes<Pretended> {
+    Volumes::new(Store::open(directory).unwrap(), devices.clone(), Path::new("/nonexistent"))
+}
+
+/// A volume `v` at rest.
+fn one() -> (tempfile::TempDir, Pretended, Volumes<Pretended>) {
+    let directory = tempfile::tempdir().unwrap();
+    let devices = Pretended::default();
+    let volumes = volumes(directory.path(), &devices);
+    volumes.create(&hold(&volumes, "v"), small()).unwrap();
+    (directory, devices, volumes)
+}
+
+fn name(text: &str) -> Name {
+    Name::read(text).unwrap()
+}
+
+fn hold<'a>(volumes: &'a Volumes<Pretended>, text: &str) -> Held<'a> {
+    volumes.hold(name(text))
+}
+
+/// Options of a volume that can be made without the program.
+pub(crate) fn small() -> Given {
+    [("size", "8M"), ("format", "raw")].map(|(key, value)| (key.to_owned(), value.to_owned())).into()
+}
+
+fn users(volumes: &Volumes<Pretended>) -> Vec<String> {
+    volumes.look(&name("v")).unwrap().unwrap().users.into_iter().collect()
+}
+
+#[test]
+fn a_volume_is_mounted_once_for_all_and_unmounted_after_the_last() {
+    let (_directory, devices, volumes) = one();
+    let held = hold(&volumes, "v");
+    let at = volumes.mount(&held, "a").unwrap();
+    assert_eq!(volumes.mount(&held, "b").unwrap(), at);
+    assert_eq!(volumes.mount(&held, "a").unwrap(), at, "again, as after an answer that was lost");
+    assert_eq!((devices.attached(), users(&volumes)), (1, vec!["a".to_owned(), "b".to_owned()]));
+    volumes.unmount(&held, "a").unwrap();
+    volumes.unmount(&held, "a").unwrap();
+    assert!(devices.is_mounted(&at).unwrap(), "b has it");
+    volumes.unmount(&held, "b").unwrap();
+    assert!(!devices.is_mounted(&at).unwrap());
+    volumes.unmount(&held, "b").unwrap();
+    volumes.mount(&held, "c").unwrap();
+    assert_eq!(devices.attached(), 2);
+}
+
+#[test]
+fn a_volume_is_made_once() {
+    let (_directory, _, volumes) = one();
+    let held = hold(&volumes, "v");
+    volumes.create(&held, small()).unwrap();
+    let mut other = small();
+    other.insert("group".to_owned(), "gold".to_owned());
+    let error = volumes.create(&held, other).unwrap_err().to_string();
+    assert_eq!(error, "a volume v is there already, with other options (remove it, or choose another name)");
+}
+
+#[test]
+fn what_is_used_is_not_removed() {
+    let (_directory, _, volumes) = one();
+    let held = hold(&volumes, "v");
+    volumes.mount(&held, "0123456789abcdef").unwrap();
+    assert_eq!(
+        volumes.remove(&held).unwrap_err().to_string(),
+        "is mounted: one container uses it (0123456789ab) (stop what uses it first)"
+    );
+    volumes.unmount(&held, "0123456789abcdef").unwrap();
+    volumes.remove(&held).unwrap();
+    assert_eq!(volumes.look(&name("v")).unwrap(), None);
+    assert_eq!(volumes.list().unwrap(), []);
+    for error in [
+        volumes.remove(&held).unwrap_err(),
+        volumes.mount(&held, "a").unwrap_err(),
+        volumes.unmount(&held, "a").unwrap_err(),
+    ] {
+        assert!(error.to_string().starts_with("there is no volume v ("), "{error}");
+    }
+}
+
+#[test]
+fn what_fails_changes_nothing() {
+    let (_directory, devices, volumes) = one();
+    let held = hold(&volumes, "v");
+    devices.set_broken(true);
+    assert_eq!(volumes.mount(&held, "a").unwrap_err().to_string(), "no device");
+    assert_eq!(users(&volumes), Vec::<String>::new());
+    devices.set_broken(false);
+    volumes.mount(&held, "a").unwrap();
+    devices.set_broken(true);
+    assert_eq!(volumes.unmount(&held, "a").unwrap_err().to_string(), "busy");
+    assert_eq!(users(&volumes), ["a"], "it has the volume until that is unmounted");
+    devices.set_broken(false);
+    volumes.unmount(&held, "a").unwrap();
+}
+
+#[test]
+fn an_image_that_cannot_be_made_leaves_nothing() {
+    let (directory, _, volumes) = one();
+    // For which the program is missing.
+    let given: Given = [("size".to_owned(), "8M".to_owned())].into();
+    let error = format!("{:#}", volumes.create(&hold(&volumes, "w"), given).unwrap_err());
+    assert_eq!(error, "/nonexistent: there is no such program (install it)");
+    assert!(!directory.path().join("w").exists());
+    volumes.create(&hold(&volumes, "w"), small()).unwrap();
+}
+
+#[test]
+fn users_of_what_is_not_mounted_any_more_are_gone() {
+    let (directory, devices, volumes) = one();
+    volumes.mount(&hold(&volumes, "v"), "a").unwrap();
+    drop(volumes);
+    devices.forget();
+    let volumes = self::volumes(directory.path(), &devices);
+    volumes.recover().unwrap();
+    assert_eq!(users(&volumes), Vec::<String>::new());
+    volumes.mount(&hold(&volumes, "v"), "b").unwrap();
+    assert_eq!(users(&volumes), ["b"]);
+    // And without a start between.
+    devices.forget();
+    volumes.remove(&hold(&volumes, "v")).unwrap();
+}
+
+#[test]
+fn what_is_mounted_stays_so_over_a_restart() {
+    let (directory, devices, volumes) = one();
+    let at = volumes.mount(&hold(&volumes, "v"), "a").unwrap();
+    drop(volumes);
+    let volumes = self::volumes(directory.path(), &devices);
+    volumes.recover().unwrap();
+    assert!(devices.is_mounted(&at).unwrap());
+    assert_eq!((users(&volumes), devices.attached()), (vec!["a".to_owned()], 1));
+    volumes.unmount(&hold(&volumes, "v"), "a").unwrap();
+    assert!(!devices.is_mounted(&at).unwrap());
+}
+
+/// As one that was killed after it had mounted, and before it wrote down for whom.
+#[test]
+fn a_mount_that_nobody_uses_is_undone() {
+    let (directory, devices, volumes) = one();
+    let image = volumes.look(&name("v")).unwrap().unwrap().image;
+    let at = image.with_file_name("mount");
+    devices.attach(&image, &[], &at).unwrap();
+    drop(volumes);
+    let volumes = self::volumes(directory.path(), &devices);
+    volumes.recover().unwrap();
+    assert!(!devices.is_mounted(&at).unwrap());
+    // Its `weir attach` may end later than that.
+    devices.attach(&image, &[], &at).unwrap();
+    assert_eq!(volumes.mount(&hold(&volumes, "v"), "a").unwrap(), at);
+    volumes.unmount(&hold(&volumes, "v"), "a").unwrap();
+    devices.attach(&image, &[], &at).unwrap();
+    volumes.remove(&hold(&volumes, "v")).unwrap();
+    assert!(!devices.is_mounted(&at).unwrap());
+}
+
+#[test]
+fn what_was_half_made_or_half_removed_is_cleared() {
+    let (directory, devices, volumes) = one();
+    let at = directory.path().join("v");
+    fs::remove_file(at.join("volume.json")).unwrap();
+    volumes.create(&hold(&volumes, "v"), small()).unwrap();
+    fs::remove_file(at.join("volume.json")).unwrap();
+    drop(volumes);
+    self::volumes(directory.path(), &devices).recover().unwrap();
+    assert!(!at.exists());
+}
+
+#[test]
+fn one_broken_record_does_not_hide_the_others() {
+    let (directory, _, volumes) = one();
+    fs::create_dir(directory.path().join("w")).unwrap();
+    fs::write(directory.path().join("w/volume.json"), "{").unwrap();
+    volumes.recover().unwrap();
+    let names: Vec<_> = volumes.list().unwrap().iter().map(|volume| volume.name.to_string()).collect();
+    assert_eq!(names, ["v"]);
+    assert!(directory.path().join("w/volume.json").exists(), "it is somebody's");
+}
+
+#[test]
+fn who_a_mount_is_for_has_bounds() {
+    let (_directory, _, volumes) = one();
+    let held = hold(&volumes, "v");
+    assert!(volumes.mount(&held, "").unwrap_err().to_string().starts_with("ID: is empty"));
+    let long = "x".repeat(MOST_USER_BYTES + 1);
+    assert!(volumes.mount(&held, &long).unwrap_err().to_string().starts_with("ID: has 257 bytes"));
+    let record = Record { options: small(), users: (0..MOST_USERS).map(|id| id.to_string()).collect() };
+    volumes.mount(&held, "0").unwrap();
+    volumes.store.write(&held.name, &record).unwrap();
+    volumes.mount(&held, "0").unwrap();
+    let error = volumes.mount(&held, "one more").unwrap_err().to_string();
+    assert_eq!(error, "has 1000 users, and no more may be (unmount some)");
+}
+
+#[test]
+fn many_at_a_time_mount_it_once() {
+    let (_directory, devices, volumes) = one();
+    thread::scope(|scope| {
+        for user in 0..16 {
+            let volumes = &volumes;
+            scope.spawn(move || {
+                for _ in 0..20 {
+                    let user = user.to_string();
+                    let at = volumes.mount(&hold(volumes, "v"), &user).unwrap();
+                    assert!(volumes.devices.is_mounted(&at).unwrap());
+                    volumes.unmount(&hold(volumes, "v"), &user).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(users(&volumes), Vec::<String>::new());
+    assert!(devices.0.lock().unwrap().mounted.is_empty());
+}
+
+#[test]
+fn a_volume_is_let_go_by_one_who_panics() {
+    let (_directory, _, volumes) = one();
+    let panicked = panic::catch_unwind(panic::AssertUnwindSafe(|| {
+        let _held = hold(&volumes, "v");
+        panic!("on purpose");
+    }));
+    assert!(panicked.is_err());
+    volumes.mount(&hold(&volumes, "v"), "a").unwrap();
+}

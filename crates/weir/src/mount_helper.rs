@@ -1,0 +1,173 @@
+//! `mount.weir`: what mount(8) calls for a file system of type `weir`, so that a line of fstab
+//! mounts an image.
+//!
+//! The program knows by its own name that it is called so: `/sbin/mount.weir` is a link to it. The
+//! helper's command line becomes that of `weir attach --mount`, and nothing else differs.
+//!
+//! ```text
+//!   /srv/vm1.qcow2  /mnt/vm1  weir  iops-total=2000,group=gold,noatime  0 0
+//!
+//!   mount.weir /srv/vm1.qcow2 /mnt/vm1 -o rw,iops-total=2000,group=gold,noatime
+//!   weir attach --mount=/mnt/vm1 --iops-total=2000 --group=gold --mount-options=noatime -- …
+//! ```
+
+use std::{ffi::OsString, path::Path};
+
+/// The name of the link.
+const NAME: &str = "mount.weir";
+/// Options of `attach` that a line of fstab may not have: what they ask for is said by the line
+/// itself, or would mount nothing.
+const NOT_IN_FSTAB: [&str; 8] =
+    ["help", "version", "mount", "mount-options", "json", "udev", "list", "recover"];
+/// Options that are for mount(8) and for systemd. Most never get here.
+const FOR_OTHERS: [&str; 12] = [
+    "defaults", "rw", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "owner", "group",
+    "loop",
+];
+
+/// Whether the program was called so.
+pub(crate) fn is_called(program: Option<&OsString>) -> bool {
+    program.is_some_and(|program| Path::new(program).file_name().is_some_and(|name| name == NAME))
+}
+
+/// The command line that it stands for: none where nothing is to be done. `known` tells whether
+/// `attach` has an option of this name.
+///
+/// # Errors
+/// What is wrong with it: mount(8), "EXTERNAL HELPERS", has its form.
+pub(crate) fn as_attach(
+    words: impl IntoIterator<Item = OsString>,
+    known: impl Fn(&str) -> bool,
+) -> Result<Option<Vec<OsString>>, String> {
+    let mut words = words.into_iter();
+    let (mut places, mut options, mut is_fake) = (Vec::new(), String::new(), false);
+    while let Some(word) = words.next() {
+        let mut value = || words.next().ok_or_else(|| format!("{}: has no value", word.to_string_lossy()));
+        match word.to_str() {
+            Some("-o") => {
+                let more = value()?.into_string().map_err(|_| "-o: its value is not UTF-8".to_owned())?;
+                options += ",";
+                options += &more;
+            }
+            // A namespace, which mount(8) has entered already, and the type again.
+            Some("-N" | "-t") => drop(value()?),
+            Some(flags) if flags.len() > 1 && flags.starts_with('-') => {
+                if let Some(unknown) = flags[1..].chars().find(|flag| !"sfnv".contains(*flag)) {
+                    return Err(format!("-{unknown}: is no option of a mount helper"));
+                }
+                is_fake |= flags.contains('f');
+            }
+            _ => places.push(word),
+        }
+    }
+    let [image, directory] = &places[..] else {
+        return Err(
+            "two places are needed, the image and the directory (mount -t weir IMAGE DIRECTORY)".to_owned()
+        );
+    };
+    if is_fake {
+        return Ok(None);
+    }
+    let mut mount = OsString::from("--mount=");
+    mount.push(directory);
+    let mut attach = vec![OsString::from("attach"), mount];
+    attach.extend(attach_options(&options, known).into_iter().map(OsString::from));
+    attach.extend(["--".into(), image.clone()]);
+    Ok(Some(attach))
+}
+
+/// Those that `attach` knows become options of it; the others are the file system's.
+fn attach_options(options: &str, known: impl Fn(&str) -> bool) -> Vec<String> {
+    let (mut own, mut others) = (Vec::new(), Vec::new());
+    for option in options.split(',').filter(|option| !option.is_empty()) {
+        let (name, value) =
+            option.split_once('=').map_or((option, None), |(name, value)| (name, Some(value)));
+        let is_for_others = value.is_none() && FOR_OTHERS.contains(&name);
+        if is_for_others || name == "comment" || name.starts_with("x-") || name.starts_with("X-") {
+            continue;
+        }
+        if name == "ro" {
+            own.push("--read-only".to_owned());
+        }
+        if name != "ro" && !NOT_IN_FSTAB.contains(&name) && known(name) {
+            own.push(format!("--{option}"));
+        } else {
+            others.push(option);
+        }
+    }
+    if !others.is_empty() {
+        own.push(format!("--mount-options={}", others.join(",")));
+    }
+    own
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn known(name: &str) -> bool {
+        ["iops-total", "group", "read-only", "mount", "list", "fstype", "name"].contains(&name)
+    }
+
+    fn read(line: &str) -> Result<Option<String>, String> {
+        let attach = as_attach(line.split(' ').map(OsString::from), known)?;
+        Ok(attach.map(|words| words.join(&OsString::from(" ")).into_string().unwrap()))
+    }
+
+    #[track_caller]
+    fn becomes(line: &str, expect: &str) {
+        assert_eq!(read(line).unwrap().unwrap(), expect);
+    }
+
+    #[test]
+    fn a_line_of_fstab_becomes_attach() {
+        becomes("/a.qcow2 /mnt", "attach --mount=/mnt -- /a.qcow2");
+        becomes(
+            "/a.qcow2 /mnt -o rw,iops-total=2000,group=gold,noatime,data=ordered",
+            "attach --mount=/mnt --iops-total=2000 --group=gold --mount-options=noatime,data=ordered -- /a.qcow2",
+        );
+        becomes(
+            "/a /mnt -o ro,fstype=xfs",
+            "attach --mount=/mnt --read-only --fstype=xfs --mount-options=ro -- /a",
+        );
+        becomes(
+            "-a /mnt -v -n -s -t weir -N /proc/1/ns/mnt".replacen("-a", "./-a", 1).as_str(),
+            "attach --mount=/mnt -- ./-a",
+        );
+    }
+
+    #[test]
+    fn what_is_for_others_is_left_to_them() {
+        becomes(
+            "/a /mnt -o defaults,noauto,nofail,_netdev,group,x-systemd.automount,comment=x,noatime",
+            "attach --mount=/mnt --mount-options=noatime -- /a",
+        );
+        // A line of fstab cannot ask for something else than a mount.
+        becomes(
+            "/a /mnt -o list,mount=/etc,o=x",
+            "attach --mount=/mnt --mount-options=list,mount=/etc,o=x -- /a",
+        );
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        assert_eq!(read("/a /mnt -fv").unwrap(), None, "it was only to be tried");
+        assert!(read("/a").unwrap_err().starts_with("two places are needed"));
+        assert!(read("/a /b /c").unwrap_err().starts_with("two places are needed"));
+        assert_eq!(read("/a /b -o").unwrap_err(), "-o: has no value");
+        assert_eq!(read("/a /b --help").unwrap_err(), "--: is no option of a mount helper");
+    }
+
+    #[test]
+    fn the_program_is_known_by_its_name() {
+        for (name, expect) in [
+            ("/sbin/mount.weir", true),
+            ("mount.weir", true),
+            ("/usr/bin/weir", false),
+            ("mount.weir/x", false),
+        ] {
+            assert_eq!(is_called(Some(&name.into())), expect);
+        }
+        assert!(!is_called(None));
+    }
+}

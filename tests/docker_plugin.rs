@@ -1,0 +1,377 @@
+//! `weir docker-plugin`: Docker's volume plugin protocol, spoken by a client of our own, and by
+//! Podman with a container where it is installed.
+//!
+//! Mounts need what the machine has of devices: here a file over FUSE with a loop device over it.
+
+use std::{
+    fs,
+    io::{Read as _, Write as _},
+    os::unix::net::{UnixDatagram, UnixListener, UnixStream},
+    path::{Path, PathBuf},
+    thread,
+};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use crate::harness::{Client, Scratch, Serve, Weir, assert_says, need, need_root, text, weir};
+
+/// A plugin, where it lies, and the name of its volume, which no other test has.
+struct Plugin {
+    scratch: Scratch,
+    volume: String,
+    weir: Weir,
+}
+
+impl Plugin {
+    fn start() -> Self {
+        Self::at(Scratch::new())
+    }
+
+    fn at(scratch: Scratch) -> Self {
+        let weir = serve(&scratch).start();
+        Self { volume: volume_of(&scratch), scratch, weir }
+    }
+
+    fn again(self, end: impl FnOnce(Weir)) -> Self {
+        end(self.weir);
+        Self::at(self.scratch)
+    }
+
+    fn connect(&self) -> UnixStream {
+        UnixStream::connect(self.scratch.socket("plugin")).expect("it listens")
+    }
+
+    /// The answer to these bytes: status and JSON.
+    #[track_caller]
+    fn says(&self, bytes: &[u8]) -> (u16, Value) {
+        let mut stream = self.connect();
+        // Who is refused early does not read all of it.
+        let _ = stream.write_all(bytes);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        let answer = String::from_utf8(answer).expect("it answers in UTF-8");
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no answer: {answer:?}"));
+        let status = head.split(' ').nth(1).and_then(|word| word.parse().ok());
+        (status.unwrap_or_else(|| panic!("{head}")), serde_json::from_str(body).expect("it is JSON"))
+    }
+
+    #[track_caller]
+    fn call(&self, what: &str, body: &Value) -> (u16, Value) {
+        let body = body.to_string();
+        let length = body.len();
+        let head = format!("POST /{what} HTTP/1.1\r\nHost: weir\r\nContent-Length: {length}\r\n\r\n");
+        self.says((head + &body).as_bytes())
+    }
+
+    #[track_caller]
+    fn does(&self, what: &str, body: &Value) -> Value {
+        let (status, value) = self.call(&format!("VolumeDriver.{what}"), body);
+        assert_eq!((status, &value["Err"]), (200, &json!("")), "{what} {body}: {value}");
+        value
+    }
+
+    #[track_caller]
+    fn refuses(&self, what: &str, body: &Value) -> String {
+        let (status, value) = self.call(&format!("VolumeDriver.{what}"), body);
+        assert_ne!(status, 200, "{what} {body}: {value}");
+        value["Err"].as_str().expect("it says why").to_owned()
+    }
+
+    fn image(&self) -> PathBuf {
+        self.scratch.path("volumes").join(&self.volume).join("disk.qcow2")
+    }
+
+    /// The request that names the volume.
+    fn named(&self) -> Value {
+        json!({ "Name": self.volume })
+    }
+
+    fn created_with(&self, options: Value) -> Value {
+        json!({ "Name": self.volume, "Opts": options })
+    }
+
+    fn create(&self) {
+        self.does("Create", &self.created_with(small()));
+    }
+
+    fn remove(&self) {
+        self.does("Remove", &self.named());
+    }
+
+    fn mounted_at(&self) -> Value {
+        self.does("Path", &self.named())["Mountpoint"].clone()
+    }
+}
+
+fn serve(scratch: &Scratch) -> Serve {
+    let socket = format!("unix:{}", text(&scratch.socket("plugin")));
+    Serve::by("docker-plugin").arg("--socket").arg(socket).arg("--directory").arg(scratch.path("volumes"))
+}
+
+/// As the directory of a test's files ends.
+fn volume_of(scratch: &Scratch) -> String {
+    let path = scratch.path("volumes");
+    let own = path.parent().and_then(Path::file_name).expect("it lies in a directory of its own");
+    format!("db-{}", text(Path::new(own)).trim_start_matches("e2e."))
+}
+
+fn small() -> Value {
+    json!({ "size": "16M", "iops-total": "100000" })
+}
+
+#[test]
+fn a_volume_is_an_image_with_a_file_system() {
+    let plugin = Plugin::start();
+    let (status, activated) = plugin.call("Plugin.Activate", &json!({}));
+    assert_eq!((status, activated), (200, json!({ "Implements": ["VolumeDriver"] })));
+    plugin.create();
+    let image = plugin.image();
+    let info = weir(&["image", "info", "--json", text(&image)]).json();
+    assert_eq!((&info["format"], &info["virtual-size"]), (&json!("qcow2"), &json!(16 << 20)));
+    let raw = plugin.scratch.path("raw");
+    weir(&["image", "convert", text(&image), text(&raw)]).succeeds();
+    Client::new("e2fsck").args(["-f", "-n", text(&raw)]).succeeds();
+    let names: Vec<_> =
+        fs::read_dir(image.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names.len(), 3, "record, image and mount point, and nothing else: {names:?}");
+    plugin.remove();
+    assert!(!image.parent().unwrap().exists());
+    plugin.weir.stop();
+}
+
+#[test]
+fn volumes_are_there_after_a_kill_and_after_an_end() {
+    let mut plugin = Plugin::start();
+    plugin.create();
+    plugin = plugin.again(Weir::crash);
+    assert_eq!(
+        plugin.does("List", &json!({}))["Volumes"],
+        json!([{ "Name": plugin.volume, "Mountpoint": "" }])
+    );
+    plugin = plugin.again(|weir| drop(weir.stop()));
+    plugin.create();
+    let volume = &plugin.does("Get", &plugin.named())["Volume"];
+    assert_eq!(volume["Status"]["options"], small());
+    plugin.remove();
+    plugin.weir.stop();
+}
+
+#[test]
+fn a_volume_that_cannot_be_is_refused_when_it_is_made() {
+    let plugin = Plugin::start();
+    let create = |options: Value| plugin.refuses("Create", &plugin.created_with(options));
+    assert_says(&create(json!({})), &["size: is missing"]);
+    assert_says(&create(json!({ "size": "16M", "sise": "1" })), &["sise=1: ", "did you mean size?"]);
+    assert_says(
+        &create(json!({ "size": "16M", "iops-total": "1000", "iops-total-max": "500" })),
+        &["iops-total-max=500: ", "at least the rate"],
+    );
+    let user = json!({ "Name": plugin.volume, "ID": "a" });
+    assert_says(&plugin.refuses("Mount", &user), &["there is no volume db-"]);
+    assert_says(&plugin.refuses("Remove", &plugin.named()), &["there is no volume db-"]);
+    assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
+    plugin.weir.stop();
+}
+
+#[test]
+fn whatever_is_said_to_it_others_are_answered() {
+    let plugin = Plugin::start();
+    let silent: Vec<_> = (0..8).map(|_| plugin.connect()).collect();
+    let endless = format!("POST / HTTP/1.1\r\nX: {}", "x".repeat(1 << 20));
+    assert_eq!(plugin.says(endless.as_bytes()).0, 431);
+    assert_eq!(plugin.says(b"POST / HTTP/1.1\r\nContent-Length: 999999999999\r\n\r\n").0, 413);
+    assert_eq!(plugin.says(b"GET /VolumeDriver.List HTTP/1.1\r\n\r\n").0, 405);
+    assert_eq!(plugin.says(b"\0\0\0\0\r\n\r\n").0, 400);
+    for name in ["../../../etc", "/etc/passwd", "a/../../b", "", "."] {
+        assert_says(
+            &plugin.refuses("Create", &json!({ "Name": name, "Opts": { "size": "16M" } })),
+            &["is no name of a volume"],
+        );
+    }
+    thread::scope(|scope| {
+        for _ in 0..64 {
+            scope.spawn(|| plugin.does("List", &json!({})));
+        }
+    });
+    drop(silent);
+    plugin.weir.stop();
+}
+
+#[test]
+fn a_directory_and_a_socket_are_one_plugins() {
+    let plugin = Plugin::start();
+    assert_says(&serve(&plugin.scratch).fails(), &["another `weir docker-plugin` uses this directory"]);
+    let other = Scratch::new();
+    let socket = format!("unix:{}", text(&plugin.scratch.socket("plugin")));
+    let second =
+        Serve::by("docker-plugin").args(["--socket", &socket, "--directory", text(&other.path("v"))]);
+    assert_says(&second.fails(), &["in use: somebody listens there already"]);
+    let socket = plugin.scratch.socket("plugin");
+    plugin.weir.stop();
+    assert!(!socket.exists());
+}
+
+#[test]
+fn the_service_managers_socket_is_taken_and_it_is_told() {
+    let scratch = Scratch::new();
+    let (path, notify) = (scratch.socket("plugin"), scratch.socket("notify"));
+    let listener = UnixListener::bind(&path).unwrap();
+    let manager = UnixDatagram::bind(&notify).unwrap();
+    let script = "exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec \"$0\" \"$@\"";
+    let weir = Serve::by("docker-plugin")
+        .args(["--directory", text(&scratch.path("volumes"))])
+        .behind(["sh", "-c", script])
+        .reading(listener)
+        .env("NOTIFY_SOCKET", &notify)
+        .start();
+    let mut message = [0; 64];
+    let length = manager.recv(&mut message).unwrap();
+    assert_eq!(message[..length].trim_ascii(), b"READY=1");
+    let plugin = Plugin { volume: volume_of(&scratch), scratch, weir };
+    assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
+    plugin.weir.signal(Signal::SIGTERM);
+    assert!(plugin.weir.wait().0.success());
+}
+
+/// Unmounts what a test that failed has left mounted.
+struct Mounted(PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let _ = weir(&["detach", text(&self.0)]).run();
+        }
+    }
+}
+
+fn mount(plugin: &Plugin, user: &str) -> Mounted {
+    let mounted = plugin.does("Mount", &json!({ "Name": plugin.volume, "ID": user }));
+    Mounted(mounted["Mountpoint"].as_str().expect("a path").into())
+}
+
+fn unmount(plugin: &Plugin, user: &str) {
+    plugin.does("Unmount", &json!({ "Name": plugin.volume, "ID": user }));
+}
+
+fn is_mounted(path: &Path) -> bool {
+    Client::new("mountpoint").args(["-q", text(path)]).run().code() == 0
+}
+
+#[test]
+fn what_is_written_into_a_volume_stays_in_it() {
+    need_root("mounts");
+    let mut plugin = Plugin::start();
+    plugin.create();
+    let at = mount(&plugin, "a");
+    assert_eq!(fs::read_dir(&at.0).unwrap().count(), 0, "a new volume is empty");
+    fs::write(at.0.join("file"), "kept").unwrap();
+    mount(&plugin, "b");
+    assert_says(
+        &plugin.refuses("Remove", &plugin.named()),
+        &["is mounted: several containers use it (a, b)"],
+    );
+    unmount(&plugin, "a");
+    assert!(is_mounted(&at.0), "b has it");
+    // Volumes stay mounted while the plugin is away, however it went.
+    plugin = plugin.again(Weir::crash);
+    assert_eq!(fs::read_to_string(at.0.join("file")).unwrap(), "kept");
+    plugin = plugin.again(|weir| drop(weir.stop()));
+    assert_eq!(fs::read_to_string(at.0.join("file")).unwrap(), "kept");
+    unmount(&plugin, "b");
+    assert!(!is_mounted(&at.0));
+    let at = mount(&plugin, "c");
+    assert_eq!(fs::read_to_string(at.0.join("file")).unwrap(), "kept");
+    unmount(&plugin, "c");
+    plugin.remove();
+    plugin.weir.stop();
+}
+
+#[test]
+fn a_mount_that_went_is_made_again() {
+    need_root("mounts");
+    let plugin = Plugin::start();
+    plugin.create();
+    let at = mount(&plugin, "a");
+    weir(&["detach", text(&at.0)]).succeeds();
+    assert_eq!(plugin.mounted_at(), "");
+    let again = mount(&plugin, "a");
+    assert!(is_mounted(&again.0));
+    unmount(&plugin, "a");
+    plugin.remove();
+    plugin.weir.stop();
+}
+
+/// Podman with nothing but what lies in the scratch directory, and an image with a shell.
+struct Podman {
+    arguments: Vec<String>,
+    settings: Vec<String>,
+}
+
+impl Podman {
+    fn new(scratch: &Scratch) -> Self {
+        let configuration = format!(
+            "[containers]\nlog_driver = \"none\"\n[engine]\nvolume_plugin_timeout = 100\n[engine.volume_plugins]\nweir = {:?}\n",
+            text(&scratch.socket("plugin"))
+        );
+        let configuration = scratch.file("containers.conf", configuration);
+        let [root, run] = ["root", "run"].map(|name| text(&scratch.path(name)).to_owned());
+        let options = [
+            ["--root", root.as_str()],
+            ["--runroot", run.as_str()],
+            ["--storage-driver", "vfs"],
+            ["--cgroup-manager", "cgroupfs"],
+            ["--events-backend", "none"],
+            // As crun refuses a host that has both versions of control groups.
+            ["--runtime", "runc"],
+        ];
+        let settings = vec![format!("CONTAINERS_CONF={}", text(&configuration))];
+        let podman = Self { arguments: options.concat().into_iter().map(str::to_owned).collect(), settings };
+        let tree = scratch.path("tree");
+        fs::create_dir_all(tree.join("bin")).unwrap();
+        fs::copy("/bin/busybox", tree.join("bin/sh")).expect("busybox-static is there (run `make deps`)");
+        let archive = scratch.path("tree.tar");
+        Client::new("tar").args(["-C", text(&tree), "-cf", text(&archive), "."]).succeeds();
+        podman.does(&["import", "--quiet", text(&archive), "shell"]);
+        podman
+    }
+
+    fn client(&self, arguments: &[&str]) -> Client {
+        need("podman");
+        Client::new("env").args(&self.settings).arg("podman").args(&self.arguments).args(arguments)
+    }
+
+    #[track_caller]
+    fn does(&self, arguments: &[&str]) -> String {
+        self.client(arguments).succeeds()
+    }
+
+    /// What a script prints in a container that has the volume at `/data`.
+    #[track_caller]
+    fn runs(&self, volume: &str, script: &str) -> String {
+        let volume = format!("--volume={volume}:/data");
+        // Podman's own limits are above what root of a container may have.
+        let limits = ["--network=none", "--ulimit=nofile=1000:1000", "--ulimit=nproc=1000:1000", &volume];
+        let words = [&["run", "--rm", "--quiet"][..], &limits, &["shell", "/bin/sh", "-c", script]].concat();
+        self.does(&words)
+    }
+}
+
+#[test]
+fn a_container_has_a_volume() {
+    need_root("containers");
+    let plugin = Plugin::start();
+    let podman = Podman::new(&plugin.scratch);
+    let volume = plugin.volume.as_str();
+    podman.does(&["volume", "create", "--driver=weir", "-o", "size=16M", "-o", "iops-total=100000", volume]);
+    let listed = podman.does(&["volume", "ls", "--format={{.Driver}} {{.Name}}"]);
+    assert_eq!(listed.trim(), format!("weir {volume}"));
+    podman.runs(volume, "echo kept > /data/file");
+    assert_eq!(plugin.mounted_at(), "", "nobody has it any more");
+    assert_eq!(podman.runs(volume, "read line < /data/file; echo $line").trim(), "kept");
+    let refused = podman.client(&["volume", "create", "--driver=weir", "-o", "size=much", "other"]).fails();
+    assert_says(&refused, &["size=much: is not a size"]);
+    podman.does(&["volume", "rm", volume]);
+    assert_eq!(plugin.does("List", &json!({}))["Volumes"], json!([]));
+    plugin.weir.stop();
+}
