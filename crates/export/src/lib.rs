@@ -10,8 +10,8 @@
 //! The way through it: [`nbd`] opens with a drawing of the protocol. `nbd/server.rs` accepts
 //! connections, `nbd/connection.rs` is one of them, `nbd/execute.rs` carries out its commands;
 //! [`nbd::client`] is the other side, for measuring servers. [`vhost_user_blk`] sets up the rings
-//! that a virtual machine shares with us; [`virtio`] is those rings, and the requests in them. [`fuse`]
-//! shows a disk as a file of this host.
+//! that a virtual machine shares with us; [`virtio`] is those rings, and the requests in them.
+//! [`fuse`] shows a disk as a file of this host.
 //!
 //! A protocol's messages are parsed and validated here, before anything else sees them, so that the
 //! layers below only meet requests that lie inside the disk. What exports share is the disk behind
@@ -29,6 +29,13 @@ mod race;
 pub mod vhost_user_blk;
 pub mod virtio;
 
+#[cfg(test)]
+#[allow(dead_code, reason = "others need more of it")]
+#[path = "../../block/tests/simulation/model.rs"]
+mod model;
+#[cfg(test)]
+#[path = "../../block/tests/simulation/passed.rs"]
+mod passed;
 #[cfg(test)]
 #[path = "../../block/tests/simulation/seeds.rs"]
 mod seeds;
