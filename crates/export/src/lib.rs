@@ -32,5 +32,12 @@ pub mod vhost_user_blk;
 pub mod virtio;
 
 #[cfg(test)]
+#[allow(dead_code, reason = "others need more of it")]
+#[path = "../../block/tests/simulation/model.rs"]
+mod model;
+#[cfg(test)]
+#[path = "../../block/tests/simulation/passed.rs"]
+mod passed;
+#[cfg(test)]
 #[path = "../../block/tests/simulation/seeds.rs"]
 mod seeds;

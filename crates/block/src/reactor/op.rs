@@ -281,16 +281,22 @@ fn accepted(result: i32) -> Option<OwnedFd> {
 
 /// Waits until `fd` can be read from (or has failed).
 pub async fn readable(fd: &Fd) -> io::Result<()> {
-    polled(fd, libc::POLLIN).await
+    polled(fd, libc::POLLIN.into(), 0).await
+}
+
+/// Waits until `fd` can be read from (or has failed), where several wait for the same and one is
+/// enough: of them, the kernel wakes one for each thing to read.
+pub async fn readable_by_one(fd: &Fd) -> io::Result<()> {
+    polled(fd, libc::POLLIN.into(), libc::EPOLLEXCLUSIVE as u32).await
 }
 
 /// Waits until the peer of a socket sends nothing any more, whatever of it is still to be read.
 pub async fn hung_up(fd: &Fd) -> io::Result<()> {
-    polled(fd, libc::POLLRDHUP).await
+    polled(fd, libc::POLLRDHUP.into(), 0).await
 }
 
-async fn polled(fd: &Fd, events: libc::c_short) -> io::Result<()> {
-    let entry = opcode::PollAdd::new(fd.target(), events as u32).build();
+async fn polled(fd: &Fd, events: i32, how: u32) -> io::Result<()> {
+    let entry = opcode::PollAdd::new(fd.target(), events as u32 | how).build();
     // SAFETY: the entry refers to the descriptor alone.
     let op = unsafe { Op::start(&entry, fd.clone()) };
     op.await.0.map(drop)

@@ -36,7 +36,7 @@ const LINGER_US: u32 = 8;
 const AUTO_LIMIT: Duration = Duration::from_micros(200);
 /// A device is not kept waiting for the rest of a turn once so many operations are queued: of a
 /// turn's twelve the first would wait for all others, and the device would have less to do at once
-/// (docs/decisions/0025). The kernel, too, keeps what comes in one call back until its end.
+/// (docs/decisions/0023). The kernel, too, keeps what comes in one call back until its end.
 const MOST_HELD_BACK: usize = 4;
 /// Tasks run between two looks at the ring, so that a busy task cannot keep completions waiting for
 /// long.

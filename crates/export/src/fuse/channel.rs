@@ -67,7 +67,7 @@ impl Channel {
     pub(super) async fn readable(&self) {
         match self {
             // What went wrong shows in the read that follows.
-            Self::Device(device) => drop(op::readable(device).await),
+            Self::Device(device) => drop(op::readable_by_one(device).await),
             #[cfg(test)]
             Self::Simulated(kernel) => kernel.readable().await,
         }

@@ -1,8 +1,8 @@
 //! Simulated kernels at a disk: programs that read and write, get signals and are killed, queues
 //! that are stopped, file systems that are unmounted under load, and messages that make no sense.
 //!
-//! - Every request is answered exactly once, by the queue that took it, and rightly; reads find what
-//!   the model of the disk says, and what an fsync or O_DSYNC covered survives a crash.
+//! - Every request is answered exactly once, by the queue that took it, and rightly; reads find
+//!   what the model of the disk says, and what an fsync or O_DSYNC covered survives a crash.
 //! - A request that is interrupted while it waits for its limits ends at once, and changes nothing.
 //! - The group's limits hold.
 //! - Every queue ends, with nothing in flight and no memory kept.
@@ -11,11 +11,6 @@
 //! repeats it.
 
 pub(super) mod kernel;
-#[allow(dead_code, reason = "others need more of it")]
-#[path = "../../../block/tests/simulation/model.rs"]
-mod model;
-#[path = "../../../block/tests/simulation/passed.rs"]
-mod passed;
 
 use std::{
     cell::{Cell, RefCell},
@@ -39,17 +34,17 @@ use policy::{
     time::Duration,
 };
 
-use self::{
-    kernel::Connection,
-    model::{Model, Outcome},
-    passed::Passed,
-};
+use self::kernel::Connection;
 use super::{
     channel::Channel,
     device::{Device, Export, Owner},
     queue::{Ended, Queue},
 };
-use crate::seeds;
+use crate::{
+    model::{Model, Outcome},
+    passed::Passed,
+    seeds,
+};
 
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
 const BLOCK: usize = 512;

@@ -14,11 +14,6 @@
 
 mod hostile;
 mod machine;
-#[allow(dead_code, reason = "others need more of it")]
-#[path = "../../../block/tests/simulation/model.rs"]
-mod model;
-#[path = "../../../block/tests/simulation/passed.rs"]
-mod passed;
 
 use std::{
     cell::{Cell, RefCell},
@@ -31,7 +26,7 @@ use policy::{
     time::Duration,
 };
 
-use self::{hostile::Hostile, machine::Machine, model::Model, passed::Passed};
+use self::{hostile::Hostile, machine::Machine};
 use super::{
     device::{Device, Export},
     features::Offer,
@@ -39,7 +34,7 @@ use super::{
     session::EventKind,
     vring::RingSettings,
 };
-use crate::{seeds, virtio::ring::meddler::meddle};
+use crate::{model::Model, passed::Passed, seeds, virtio::ring::meddler::meddle};
 use block::{
     disk::{Disk, ErrorPolicies, OnError},
     guest::{DirtyLog, Place},

@@ -83,13 +83,11 @@ impl Connection {
     pub(in crate::fuse) async fn answer(&self, unique: u64) -> Answer {
         loop {
             let answered = self.answered.listen();
-            let mut requests = self.requests.borrow_mut();
-            let asked = requests.get_mut(&unique).expect("it was sent, and not answered before");
-            if let Some(answer) = asked.answer.take() {
-                requests.remove(&unique);
+            let answer = self.requests.borrow_mut().get_mut(&unique).expect("it waits").answer.take();
+            if let Some(answer) = answer {
+                self.requests.borrow_mut().remove(&unique);
                 return answer;
             }
-            drop(requests);
             answered.await;
         }
     }

@@ -14,13 +14,10 @@ use event_listener::Event;
 use policy::time::Duration;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
-use super::{
-    BLOCK, DISK_BYTES, Life, SERIAL, Tally, chance, count,
+use super::{BLOCK, DISK_BYTES, Life, SERIAL, Tally, chance, count, some_time};
+use crate::{
     model::{Model, Outcome},
     passed::Passed,
-    some_time,
-};
-use crate::{
     race::{First, first},
     vhost_user_blk::{bell::simulated::Counter, device::Device, features::virtio, vring::RingPlaces},
     virtio::ring::{
