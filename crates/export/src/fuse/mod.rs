@@ -2,8 +2,7 @@
 //!
 //! ```text
 //!   program ─► kernel: one file ══ /dev/fuse ══ queue ─► block::disk
-//!                                                 ├─ a queue on each worker
-//!                                                 └─ one list of the kernel's for all of them
+//!                                                 on one worker
 //! ```
 //!
 //! The way through it: [`mount`](Mount) has the kernel show the file and gives a descriptor;

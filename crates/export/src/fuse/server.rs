@@ -1,9 +1,9 @@
 //! An export at work: its file system, from INIT to the end, and the queues that serve it.
 //!
 //! ```text
-//!   INIT ─► a queue on each worker ─► … ─► closed: unmounted lazily, so that what is mapped is
-//!                                    │             written back, then the queues are stopped
-//!                                    └──► gone:   unmounted from outside, the queues have ended
+//!   INIT ─► a queue on a worker ─► … ─┬─► closed: unmounted lazily, so that what is mapped is
+//!                                    │           written back, then the queues are stopped
+//!                                    └─► gone:   unmounted from outside, the queues have ended
 //! ```
 
 use std::{
@@ -30,6 +30,12 @@ use super::{
     queue::{Ended, Queue},
 };
 use crate::race::{First, first};
+
+/// Queues of an export. With two the kernel wakes now one, now the other, and one request after the
+/// other takes twice as long; many at a time are no faster (docs/decisions/0021).
+const QUEUES: usize = 1;
+/// The worker of the next export, counted on.
+static NEXT: AtomicUsize = AtomicUsize::new(0);
 
 /// What an export did so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -140,7 +146,8 @@ impl Server {
             First::Other(()) => return Ok(()),
         }
         let (reports, ended) = async_channel::unbounded();
-        for (number, worker) in workers.iter().enumerate() {
+        let turn = NEXT.fetch_add(1, Relaxed) % workers.len().max(1);
+        for (number, worker) in workers.iter().cycle().skip(turn).take(QUEUES).enumerate() {
             let device = if number == 0 { Ok(mount.device().clone()) } else { mount.another_device() };
             let device = match device {
                 Ok(device) => device,
