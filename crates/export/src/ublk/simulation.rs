@@ -10,11 +10,6 @@
 //! repeats it.
 
 pub(super) mod kernel;
-#[allow(dead_code, reason = "others need more of it")]
-#[path = "../../../block/tests/simulation/model.rs"]
-mod model;
-#[path = "../../../block/tests/simulation/passed.rs"]
-mod passed;
 
 use std::{
     cell::{Cell, RefCell},
@@ -27,17 +22,17 @@ use policy::{
     time::Duration,
 };
 
-use self::{
-    kernel::Kernel,
-    model::{Model, Outcome},
-    passed::Passed,
-};
+use self::kernel::Kernel;
 use super::{
     channel::Channel,
     device::{Device, Export, Offer, Parting},
     queue::Queue,
 };
-use crate::seeds;
+use crate::{
+    model::{Model, Outcome},
+    passed::Passed,
+    seeds,
+};
 use block::{
     disk::Disk,
     image::{Image, Raw},
