@@ -96,11 +96,11 @@ mod tests {
             assert_eq!(filter(text), Ok(text.to_owned()));
         }
         let all = filter("off,weir=info").unwrap();
-        assert!(all.starts_with("off,weir=info,daemon=info,") && all.ends_with(",policy=info"), "{all}");
+        assert!(all.starts_with("off,weir=info,container=info,") && all.ends_with(",policy=info"), "{all}");
         for text in ["nosuch=debug", "info,weird::limits=debug"] {
             let error = filter(text).unwrap_err();
             assert!(
-                error.contains("\"nosuch\"; there are weir, daemon,") || error.contains("\"weird\";"),
+                error.contains("\"nosuch\"; there are weir, container,") || error.contains("\"weird\";"),
                 "{error}"
             );
         }
