@@ -1,13 +1,13 @@
 //! `weir detach`: looks who uses a device, unmounts what was mounted for it, and has it let go.
 
-use std::path::{Path, absolute};
+use std::path::{Path, PathBuf, absolute};
 
 use anyhow::{anyhow, bail};
 use console::{Failure, say};
 use daemon::users::Users;
 use serde_json::json;
 
-use super::{Attached, DetachArgs, find, host, keeper, place::Place, server};
+use super::{Attached, DetachArgs, find, host, keeper, lasting::lasting_users, place::Place, server};
 use crate::client::{Client, Target};
 
 pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
@@ -46,25 +46,23 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
 /// Waits until everything of it has gone.
 pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow::Result<()> {
     let Attached { device, mount, .. } = attached;
-    let mut users = Users::of(device).with_processes();
-    users.mounts.retain(|point| Some(point) != mount.as_ref());
-    let is_mounted = mount.as_ref().is_some_and(|directory| Users::of(device).mounts.contains(directory));
-    if !is_mounted {
-        users = users.with_claims();
-    }
-    if !users.is_empty() && !force {
-        bail!("in use: {users} (end that, or detach it with --force: what is not written yet is lost)");
-    }
-    if let (Some(directory), true) = (mount, is_mounted) {
+    let mount = mount.as_ref().filter(|directory| Users::of(device).mounts.contains(directory));
+    let check = |except: Option<&PathBuf>| match lasting_users(device, except) {
+        users if users.is_empty() || force => Ok(()),
+        users => Err(anyhow!(
+            "in use: {users} (end that, or detach it with --force: what is not written yet is lost)"
+        )),
+    };
+    check(mount)?;
+    if let Some(directory) = mount {
         let unmounted = host::unmount(directory);
         if let (Err(error), false) = (unmounted, force) {
             bail!("{error:#} (`fuser -vm {}` names who is in it)", directory.display());
         }
+        // Whoever has a copy of the mount, in a namespace of its own, writes through it still.
+        check(None)?;
     }
-    if attached.file.is_some() {
-        // The keeper may have been faster.
-        let _ = host::remove_loop(device);
-    }
+    keeper::remove_loops(place);
     server::let_go(attached)?;
     if place.is_deserted()? {
         keeper::clear(place);

@@ -11,6 +11,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
+use daemon::users::Users;
 use nix::unistd::Uid;
 
 use super::Mount;
@@ -61,8 +62,18 @@ pub(super) fn make_loop(file: &Path, read_only: bool) -> anyhow::Result<PathBuf>
     Ok(PathBuf::from(made))
 }
 
-pub(super) fn remove_loop(device: &Path) -> anyhow::Result<()> {
-    run("losetup", "mount", &["--detach", &device.to_string_lossy()]).map(drop)
+/// Removes the loop devices over a file. One that was removed already may be somebody else's by
+/// now, so whoever else removes them waits meanwhile: see [`Place::changing_loops`].
+///
+/// [`Place::changing_loops`]: super::place::Place::changing_loops
+pub(super) fn remove_loops(file: &Path) {
+    for name in Users::of(file).holders.iter().filter(|name| name.starts_with("loop")) {
+        // With its last user it goes by itself.
+        let is_going = fs::read(format!("/sys/block/{name}/loop/autoclear")).is_ok_and(|flag| flag == b"1\n");
+        if !is_going {
+            let _ = run("losetup", "mount", &["--detach", &format!("/dev/{name}")]);
+        }
+    }
 }
 
 /// The type of the file system on a device.

@@ -16,7 +16,6 @@ use std::{
     process,
     sync::mpsc::{Receiver, Sender, channel},
     thread::{self, JoinHandle},
-    time::Duration,
 };
 
 use anyhow::Context as _;
@@ -26,13 +25,11 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{
     Attached, Outcome, Wanted, host,
+    lasting::lasting_users,
     place::{Kept, Place},
     server::{self, Event},
     way::Way,
 };
-
-/// How often a device is looked at that is being written back.
-const LOOK: Duration = Duration::from_millis(20);
 
 /// The hidden command that a keeper is started by.
 pub(super) const COMMAND: &str = "attach-keeper";
@@ -72,15 +69,14 @@ struct Made {
     /// Ends with a server of its own.
     process: Option<JoinHandle<()>>,
     fuse: Option<PathBuf>,
-    loop_device: Option<PathBuf>,
     mounted: Option<PathBuf>,
     events: (Sender<Event>, Receiver<Event>),
 }
 
 impl Default for Made {
     fn default() -> Self {
-        let (kept, server, process, fuse, loop_device, mounted) = Default::default();
-        Self { is_known: false, kept, server, process, fuse, loop_device, mounted, events: channel() }
+        let (kept, server, process, fuse, mounted) = Default::default();
+        Self { is_known: false, kept, server, process, fuse, mounted, events: channel() }
     }
 }
 
@@ -126,7 +122,6 @@ impl Made {
                 Some(before) => before.device,
                 None => host::make_loop(&attached.device, wanted.is_read_only())?,
             };
-            self.loop_device = Some(device.clone());
             attached.file = Some(std::mem::replace(&mut attached.device, device));
         }
         if wanted.udev && attached.device.starts_with("/dev") {
@@ -192,12 +187,11 @@ impl Made {
     /// has it then.
     fn until_written_back(&self, attached: &Attached) -> bool {
         loop {
-            let users = Users::of(&attached.device).with_processes().with_claims();
+            // The kernel tells of the unmounting before it, and of nothing afterwards.
+            let users = lasting_users(&attached.device, None);
             if !users.claimed || !users.is_only_claimed() {
                 return users.is_empty();
             }
-            // The kernel tells of the unmounting before it, and of nothing afterwards.
-            thread::sleep(LOOK);
         }
     }
 
@@ -212,10 +206,8 @@ impl Made {
         if let Some(directory) = self.mounted.take() {
             let _ = host::unmount(&directory);
         }
-        if let Some(device) = self.loop_device.take() {
-            let _ = host::remove_loop(&device);
-        }
         let Some((place, kept)) = self.kept.take() else { return };
+        remove_loops(&place);
         if let Some(server) = self.server.take() {
             let _ = server::let_go(&server);
         }
@@ -231,13 +223,18 @@ impl Made {
     }
 }
 
+/// Removes the loop device over what FUSE serves, if there is one; one process at a time.
+pub(super) fn remove_loops(place: &Place) {
+    let changing = place.changing_loops();
+    host::remove_loops(&server::fuse_file(place));
+    drop(changing);
+}
+
 /// What a keeper that was killed half way has left in a place.
 pub(super) fn clear(place: &Place) {
     let Some(wanted) = place.wanted() else { return };
     let file = server::fuse_file(place);
-    for device in Users::of(&file).holders {
-        let _ = host::remove_loop(&Path::new("/dev").join(device));
-    }
+    remove_loops(place);
     let qmp = wanted.daemon.clone().unwrap_or_else(|| server::own_qmp(place));
     let _ = server::let_go(&Attached {
         name: wanted.name.clone(),

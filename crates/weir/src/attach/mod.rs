@@ -20,6 +20,7 @@ mod arguments;
 mod detach;
 mod host;
 mod keeper;
+mod lasting;
 mod list;
 mod place;
 mod server;

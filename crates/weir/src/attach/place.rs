@@ -4,6 +4,7 @@
 //!   lock            held while the keeper lives
 //!   wanted.json     what it was asked for, from the start
 //!   attached.json   what it has made, once all of it is there
+//!   loop            held while its loop device is removed
 //!   qmp, notify     sockets of a server of its own      log   what that said
 //!   disk            what FUSE puts the disk in place of
 //! ```
@@ -147,6 +148,13 @@ impl Place {
             Ok(file) => self.lock(file, FlockArg::LockShared).map(drop),
             Err(_) => Ok(()),
         }
+    }
+
+    /// Until it is dropped, nobody else removes loop devices of this place. `None` where the place
+    /// is gone, and they with it.
+    pub(super) fn changing_loops(&self) -> Option<Kept> {
+        let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(self.file("loop"));
+        self.lock(file.ok()?, FlockArg::LockExclusive).ok()?
     }
 
     pub(super) fn file(&self, name: &str) -> PathBuf {
