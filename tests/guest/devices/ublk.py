@@ -64,10 +64,10 @@ class Ublk:
             stat -c %b {DISK}
             part others
             rm -r /mnt/d/gone
-            sync
-            fstrim /mnt/d
+            # What is unlinked xfs frees in its own time, and by then at the latest.
             umount /mnt/d
             mount -t {kind} {NODE} /mnt/d
+            fstrim /mnt/d
             (cd /mnt/d && md5sum -c sums && cmp kept/1 copied/1)
             umount /mnt/d
             {check} {NODE}

@@ -1,5 +1,5 @@
 //! Who uses a device for good: not those who only pass, as udev and losetup(8) do, which look at
-//! each device for an instant, nor the kernel while it writes a file system back that was unmounted.
+//! each device for an instant, nor the kernel while it writes back a file system that is unmounted.
 
 use std::{
     path::{Path, PathBuf},
