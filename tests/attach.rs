@@ -17,7 +17,7 @@ use nix::{
 };
 use serde_json::{Value, json};
 
-use crate::harness::{Client, MIB, Qmp, Scratch, Serve, WEIR, assert_says, need_root, text, weir};
+use crate::harness::{Client, MIB, Qmp, Scratch, Serve, WEIR, alone, assert_says, need_root, text, weir};
 
 /// Something attached by root, which goes with the test.
 struct Attached {
@@ -357,7 +357,8 @@ fn users_other_than_root_get_a_file() {
             ls "$2/weir/attached"
         ' sh "$@"
     "#;
-    let arguments = ["--mount", "sh", "-ec", script, "sh", WEIR, text(&directory), text(&image)];
+    let script = alone(script);
+    let arguments = ["--mount", "sh", "-ec", &script, "sh", WEIR, text(&directory), text(&image)];
     let outcome = Client::new("unshare").args(arguments).run();
     let said = outcome.said();
     let file = format!("{}/weir/attached/n/disk", text(&directory));

@@ -12,7 +12,7 @@
 
 use std::{fmt::Write as _, fs, path::Path, path::PathBuf, thread};
 
-use crate::harness::{Client, Scratch, WEIR, need, need_root, text};
+use crate::harness::{Client, Scratch, WEIR, alone, need, need_root, text};
 
 /// What the shell of a document does before, between and after the blocks.
 const BEFORE: &str = r#"
@@ -125,7 +125,7 @@ fn wrong_with(root: &Path, document: &Path) -> Vec<String> {
     let scratch = Scratch::new();
     let made = ["tmp", "empty"].map(|name| scratch.path(name));
     made.iter().for_each(|directory| fs::create_dir(directory).expect("the directory is ours"));
-    let (script, said) = (scratch.file("script", script(name, &blocks)), scratch.path("said"));
+    let (script, said) = (scratch.file("script", alone(&script(name, &blocks))), scratch.path("said"));
     let outcome = Client::new("unshare")
         .args(["--mount", "--net", "--pid", "--mount-proc", "--kill-child", "bash", text(&script)])
         .args([text(&made[0]), text(&said), text(&made[1])])

@@ -6,7 +6,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, nbdsh, nbdsh_command, need_root, text, weir as weir_command,
+    Client, MIB, Qmp, Scratch, Serve, alone, nbdsh, nbdsh_command, need_root, text, weir as weir_command,
 };
 
 /// Becomes the daemon in a mount namespace where an image of 8 MiB lies on a tmpfs of 2 at `$0`.
@@ -20,7 +20,7 @@ fn a_full_file_system_is_no_space_for_the_client() {
     let mount = scratch.path("small");
     fs::create_dir(&mount).unwrap();
     let weir = Serve::new(&scratch)
-        .behind(["unshare", "--mount", "sh", "-c", ON_A_SMALL_FILE_SYSTEM, text(&mount)])
+        .behind(["unshare", "--mount", "sh", "-c", &alone(ON_A_SMALL_FILE_SYSTEM), text(&mount)])
         .arg(mount.join("disk.raw"))
         .start();
     let script = "
@@ -51,7 +51,7 @@ fn a_full_file_system_stops_the_disk_until_there_is_room() {
     fs::create_dir(&mount).unwrap();
     let control = scratch.path("qmp.sock");
     let weir = Serve::new(&scratch)
-        .behind(["unshare", "--mount", "sh", "-c", ON_A_SMALL_FILE_SYSTEM, text(&mount)])
+        .behind(["unshare", "--mount", "sh", "-c", &alone(ON_A_SMALL_FILE_SYSTEM), text(&mount)])
         .arg(mount.join("disk.raw"))
         .args(["--on-write-error", "enospc", "--qmp", &format!("unix:{}", control.display())])
         .start();

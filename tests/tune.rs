@@ -15,8 +15,8 @@ use nix::{
 use serde_json::Value;
 
 use crate::harness::{
-    Client, LoopDevice, MIB, Scratch, Serve, WEIR, assert_says, nbdsh, need_root, qemu_img, qemu_io, text,
-    weir,
+    Client, LoopDevice, MIB, Scratch, Serve, WEIR, alone, assert_says, nbdsh, need_root, qemu_img, qemu_io,
+    text, weir,
 };
 
 /// No run gets to the end of it here: each is interrupted, or fails. It decides the slices of time.
@@ -173,7 +173,7 @@ fn a_disk_that_becomes_full_is_told_and_what_was_made_is_removed() {
     let mount = directory(&scratch);
     let kept = scratch.path("tune.json");
     let printed = Client::new("unshare")
-        .args(["--mount", "sh", "-c", ON_A_DISK_THAT_FILLS_UP, text(&mount), WEIR, text(&kept)])
+        .args(["--mount", "sh", "-c", &alone(ON_A_DISK_THAT_FILLS_UP), text(&mount), WEIR, text(&kept)])
         .run()
         .printed();
     assert_says(&printed, &["cannot be measured to the end", "No space left on device"]);

@@ -43,6 +43,13 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// When a test stops waiting for something, and has failed; none judges how long it has waited.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
 
+/// A script for a mount namespace of its own, where it first lets go of what tests beside it have
+/// mounted: a copy of a mount keeps its device in use when it was unmounted outside.
+pub(crate) fn alone(script: &str) -> String {
+    let mounts = r"grep -oE ' /[^ ]*(/e2e[.]|/weir/attached/)[^ ]* ' /proc/self/mountinfo";
+    format!("for at in $({mounts}); do umount -l $at 2>&1 || true; done >/dev/null\n{script}")
+}
+
 /// Fails unless the tests run as root.
 #[track_caller]
 pub(crate) fn need_root(what: &str) {
