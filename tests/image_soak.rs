@@ -114,6 +114,9 @@ struct History {
     fresh: bool,
     /// A copy left to the backing file what qemu-img's copy has compressed.
     leaner: bool,
+    /// qemu-img's rebase fills the last cluster from the backing file past the disk's end, and that
+    /// is seen when the disk grows. weir's has zeroes there.
+    spilled: bool,
     names: u32,
 }
 
@@ -137,6 +140,7 @@ impl History {
             backing: None,
             fresh: true,
             leaner: false,
+            spilled: false,
             names: 0,
         }
     }
@@ -319,7 +323,7 @@ impl History {
 
     fn resize(&mut self) {
         let size = self.some_size();
-        if self.version < 3 && self.backing.is_some() && size > self.size {
+        if (self.spilled || self.version < 3 && self.backing.is_some()) && size > self.size {
             return;
         }
         self.resized = true;
@@ -375,7 +379,7 @@ impl History {
         }
         self.backing = backing;
         self.leaner |= backing.is_some() && compressed;
-        self.resized = false;
+        (self.resized, self.spilled) = (false, false);
         self.snapshots.clear();
         self.bitmaps.clear();
         self.learn();
@@ -389,6 +393,7 @@ impl History {
             words.extend(["-F", format_of(base)]);
         }
         words.push("image");
+        self.spilled |= self.backing.is_some() && !self.size.is_multiple_of(self.cluster);
         if self.both(&words) {
             self.backing = base;
         }
