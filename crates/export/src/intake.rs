@@ -1,5 +1,6 @@
 //! Requests that came together: adjacent ones become one I/O, whatever door they came through.
 
+use block::reactor::{self, Launcher};
 use policy::merge::{Bounds, Candidate, Operation, Planner};
 
 /// How far adjacent requests are merged. The kernel splits longer I/O again, and the first request
@@ -50,6 +51,33 @@ impl<R: Mergeable> Intake<R> {
     /// All of them as they came.
     pub(crate) fn all(&mut self) -> &mut Vec<R> {
         &mut self.batch
+    }
+
+    /// Starts all of them: `one` alone, `reads` and `writes` that were joined.
+    pub(crate) fn start<F, G, H>(
+        &mut self,
+        launcher: &mut Launcher<F>,
+        one: impl Fn(R) -> F,
+        reads: impl Fn(Vec<R>) -> G,
+        writes: impl Fn(Vec<R>) -> H,
+    ) where
+        F: Future<Output = ()> + 'static,
+        G: Future<Output = ()> + 'static,
+        H: Future<Output = ()> + 'static,
+    {
+        if self.is_empty() {
+            return;
+        }
+        if let Some(only) = self.take_only() {
+            return launcher.launch(one(only));
+        }
+        for joined in self.take_joined() {
+            match joined {
+                Joined::One(only) => launcher.launch(one(only)),
+                Joined::Reads(parts) => reactor::spawn(reads(parts)),
+                Joined::Writes(parts) => reactor::spawn(writes(parts)),
+            }
+        }
     }
 
     pub(crate) fn take_joined(&mut self) -> impl Iterator<Item = Joined<R>> {

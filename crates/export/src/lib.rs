@@ -32,6 +32,8 @@ pub mod vhost_user_blk;
 pub mod virtio;
 
 #[cfg(test)]
+mod draw;
+#[cfg(test)]
 #[allow(dead_code, reason = "others need more of it")]
 #[path = "../../block/tests/simulation/model.rs"]
 mod model;

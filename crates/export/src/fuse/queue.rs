@@ -37,7 +37,7 @@ use super::{
     negotiate::{MOST_BYTES, OPEN_FLAGS},
 };
 use crate::{
-    intake::{Intake, Joined, Mergeable},
+    intake::{Intake, Mergeable},
     race::{First, first},
 };
 
@@ -267,20 +267,12 @@ impl Queue {
     ) where
         F: Future<Output = ()> + 'static,
     {
-        if intake.is_empty() {
-            return;
-        }
-        if let Some(only) = intake.take_only() {
-            return launcher.launch(carry_out(Rc::clone(self), only));
-        }
-        for joined in intake.take_joined() {
-            let this = Rc::clone(self);
-            match joined {
-                Joined::One(only) => launcher.launch(carry_out(this, only)),
-                Joined::Reads(parts) => reactor::spawn(this.read_merged(parts)),
-                Joined::Writes(parts) => reactor::spawn(this.write_merged(parts)),
-            }
-        }
+        intake.start(
+            launcher,
+            |only| carry_out(Rc::clone(self), only),
+            |parts| Rc::clone(self).read_merged(parts),
+            |parts| Rc::clone(self).write_merged(parts),
+        );
     }
 
     /// What takes no I/O.

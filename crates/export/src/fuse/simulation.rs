@@ -22,17 +22,14 @@ use block::{
     disk::Disk,
     image::{Image, Raw},
     layer::throttle::{DiskSettings, Group, GroupSettings},
-    reactor::{now, sim, sleep_until, spawn_joinable, timeout},
+    reactor::{sim, spawn_joinable, timeout},
     storage::{
         Storage,
         align::Align,
         simulated::{Behaviour, Simulated},
     },
 };
-use policy::{
-    throttle::{Limit, LimitKind, Limits},
-    time::Duration,
-};
+use policy::time::Duration;
 
 use self::kernel::Connection;
 use super::{
@@ -41,6 +38,7 @@ use super::{
     queue::{Ended, Queue},
 };
 use crate::{
+    draw::{self, chance, some_time},
     model::{Model, Outcome},
     passed::Passed,
     seeds,
@@ -93,34 +91,6 @@ fn count(tally: &Cell<Tally>, change: impl FnOnce(&mut Tally)) {
     tally.set(all);
 }
 
-fn chance(percent: u32) -> bool {
-    sim::random(|random| random.u32(..100)) < percent
-}
-
-/// Short times as likely as longer ones, up to so many.
-async fn some_time(most: Duration) {
-    let share = sim::random(|random| 10_f64.powf(-4.0 * random.f64()));
-    sleep_until(now() + Duration::from_nanos((most.as_nanos() as f64 * share) as u64)).await;
-}
-
-fn draw_limits() -> Limits {
-    let mut limits = Limits::default();
-    let mut draw = |kind: LimitKind, least: f64| {
-        *limits.limit_mut(kind) = sim::random(|random| {
-            let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
-            let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..5) };
-            Limit { rate, burst_rate, burst_length_s: 1 }
-        });
-    };
-    if chance(40) {
-        draw(LimitKind::IopsTotal, 100.0);
-    }
-    if chance(30) {
-        draw(LimitKind::BpsTotal, 200_000.0);
-    }
-    limits
-}
-
 /// A file system, its programs, and what the disk holds after all of them.
 struct World {
     device: Arc<Device>,
@@ -134,7 +104,7 @@ struct World {
 }
 
 async fn run(tally: Rc<Cell<Tally>>) {
-    let settings = GroupSettings { limits: draw_limits(), ..GroupSettings::default() };
+    let settings = GroupSettings { limits: draw::limits(40), ..GroupSettings::default() };
     let group = Group::new("group", settings, None).expect("drawn valid");
     let may_fail = chance(30);
     let error_probability = if may_fail { sim::random(fastrand::Rng::f64) / 8.0 } else { 0.0 };

@@ -28,7 +28,7 @@ use super::{
     device::{Device, Parting},
     request::{Kind, Request, parse},
 };
-use crate::intake::{Intake, Joined, Mergeable};
+use crate::intake::{Intake, Mergeable};
 use block::{
     disk::Patience,
     reactor::{self, Launcher, Signal},
@@ -128,20 +128,12 @@ impl Queue {
         launcher: &mut Launcher<F>,
         carry_out: impl Fn(Rc<Self>, Incoming) -> F,
     ) {
-        if taken.is_empty() {
-            return;
-        }
-        if let Some(only) = taken.take_only() {
-            return launcher.launch(carry_out(Rc::clone(self), only));
-        }
-        for joined in taken.take_joined() {
-            let this = Rc::clone(self);
-            match joined {
-                Joined::One(only) => launcher.launch(carry_out(this, only)),
-                Joined::Reads(parts) => reactor::spawn(this.read_merged(parts)),
-                Joined::Writes(parts) => reactor::spawn(this.write_merged(parts)),
-            }
-        }
+        taken.start(
+            launcher,
+            |only| carry_out(Rc::clone(self), only),
+            |parts| Rc::clone(self).read_merged(parts),
+            |parts| Rc::clone(self).write_merged(parts),
+        );
     }
 
     /// Does as the export is told to.

@@ -17,10 +17,7 @@ use std::{
     sync::{Arc, atomic::Ordering::SeqCst},
 };
 
-use policy::{
-    throttle::{Limit, LimitKind, Limits},
-    time::Duration,
-};
+use policy::time::Duration;
 
 use self::kernel::Kernel;
 use super::{
@@ -29,6 +26,7 @@ use super::{
     queue::Queue,
 };
 use crate::{
+    draw::{self, chance, some_time},
     model::{Model, Outcome},
     passed::Passed,
     seeds,
@@ -90,36 +88,8 @@ fn devices_are_served_whatever_becomes_of_the_process() {
     }
 }
 
-fn chance(percent: u32) -> bool {
-    sim::random(|random| random.u32(..100)) < percent
-}
-
-/// Short times as likely as longer ones, up to so many.
-async fn some_time(most: Duration) {
-    let share = sim::random(|random| 10_f64.powf(-4.0 * random.f64()));
-    sleep_until(now() + Duration::from_nanos((most.as_nanos() as f64 * share) as u64)).await;
-}
-
-fn draw_limits() -> Limits {
-    let mut limits = Limits::default();
-    let mut draw = |kind: LimitKind, least: f64| {
-        *limits.limit_mut(kind) = sim::random(|random| {
-            let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
-            let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..5) };
-            Limit { rate, burst_rate, burst_length_s: 1 }
-        });
-    };
-    if chance(30) {
-        draw(LimitKind::IopsTotal, 100.0);
-    }
-    if chance(30) {
-        draw(LimitKind::BpsTotal, 200_000.0);
-    }
-    limits
-}
-
 async fn run(tally: Rc<Cell<Tally>>) {
-    let settings = GroupSettings { limits: draw_limits(), ..GroupSettings::default() };
+    let settings = GroupSettings { limits: draw::limits(30), ..GroupSettings::default() };
     let group = Group::new("group", settings, None).expect("drawn valid");
     let may_fail = chance(30);
     let behaviour = Behaviour {

@@ -35,7 +35,7 @@ use super::{
     vring::{RingPlaces, RingSettings},
 };
 use crate::{
-    intake::{Intake, Joined, Mergeable},
+    intake::{Intake, Mergeable},
     race::{First, first},
     virtio::{
         block::{self as requests, Data, Kind, Request},
@@ -308,17 +308,12 @@ impl Queue {
                 launcher.launch(self.counted(carry_out(Rc::clone(self), incoming)));
             });
         }
-        if let Some(only) = intake.take_only() {
-            return launcher.launch(self.counted(carry_out(Rc::clone(self), only)));
-        }
-        for joined in intake.take_joined() {
-            let this = Rc::clone(self);
-            match joined {
-                Joined::One(only) => launcher.launch(self.counted(carry_out(this, only))),
-                Joined::Reads(parts) => reactor::spawn(self.counted(this.read_merged(parts))),
-                Joined::Writes(parts) => reactor::spawn(self.counted(this.write_merged(parts))),
-            }
-        }
+        intake.start(
+            launcher,
+            |only| self.counted(carry_out(Rc::clone(self), only)),
+            |parts| self.counted(Rc::clone(self).read_merged(parts)),
+            |parts| self.counted(Rc::clone(self).write_merged(parts)),
+        );
     }
 
     fn counted<F>(&self, io: F) -> Counted<F> {

@@ -21,10 +21,7 @@ use std::{
     sync::Arc,
 };
 
-use policy::{
-    throttle::{Limit, LimitKind, Limits, Share},
-    time::Duration,
-};
+use policy::{throttle::Share, time::Duration};
 
 use self::{hostile::Hostile, machine::Machine};
 use super::{
@@ -34,7 +31,13 @@ use super::{
     session::EventKind,
     vring::RingSettings,
 };
-use crate::{model::Model, passed::Passed, seeds, virtio::ring::meddler::meddle};
+use crate::{
+    draw::{self, chance, some_time},
+    model::Model,
+    passed::Passed,
+    seeds,
+    virtio::ring::meddler::meddle,
+};
 use block::{
     disk::{Disk, ErrorPolicies, OnError},
     guest::{DirtyLog, Place},
@@ -117,21 +120,11 @@ fn count(tally: &Cell<Tally>, change: impl FnOnce(&mut Tally)) {
     tally.set(all);
 }
 
-fn chance(percent: u32) -> bool {
-    sim::random(|random| random.u32(..100)) < percent
-}
-
-/// Short times as likely as longer ones, up to so many.
-async fn some_time(most: Duration) {
-    let share = sim::random(|random| 10_f64.powf(-4.0 * random.f64()));
-    sleep_until(now() + Duration::from_nanos((most.as_nanos() as f64 * share) as u64)).await;
-}
-
 /// Memory that changes at any time.
 type Prey = Rc<RefCell<Vec<Place>>>;
 
 async fn run(tally: Rc<Cell<Tally>>, prey: Prey) {
-    let settings = GroupSettings { limits: draw_limits(), ..GroupSettings::default() };
+    let settings = GroupSettings { limits: draw::limits(30), ..GroupSettings::default() };
     let group = Group::new("group", settings, None).expect("drawn valid");
     let passed = Rc::new(RefCell::new(Passed::new(&group, LONGEST_REQUEST)));
     let lives: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
@@ -143,24 +136,6 @@ async fn run(tally: Rc<Cell<Tally>>, prey: Prey) {
     passed.borrow().check();
     let stats = group.stats();
     count(&tally, |all| all.waited += stats.reads.throttled + stats.writes.throttled);
-}
-
-fn draw_limits() -> Limits {
-    let mut limits = Limits::default();
-    let mut draw = |kind: LimitKind, least: f64| {
-        *limits.limit_mut(kind) = sim::random(|random| {
-            let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
-            let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..5) };
-            Limit { rate, burst_rate, burst_length_s: 1 }
-        });
-    };
-    if chance(30) {
-        draw(LimitKind::IopsTotal, 100.0);
-    }
-    if chance(30) {
-        draw(LimitKind::BpsTotal, 200_000.0);
-    }
-    limits
 }
 
 /// One disk, its machines, and what it holds after all of them.

@@ -1,0 +1,36 @@
+//! What simulations of exports draw from their seed.
+
+use block::reactor::{now, sim, sleep_until};
+use policy::{
+    throttle::{Limit, LimitKind, Limits},
+    time::Duration,
+};
+
+pub(crate) fn chance(percent: u32) -> bool {
+    sim::random(|random| random.u32(..100)) < percent
+}
+
+/// Short times as likely as longer ones, up to so many.
+pub(crate) async fn some_time(most: Duration) {
+    let share = sim::random(|random| 10_f64.powf(-4.0 * random.f64()));
+    sleep_until(now() + Duration::from_nanos((most.as_nanos() as f64 * share) as u64)).await;
+}
+
+/// Of requests in so many cases of a hundred, of bytes in some.
+pub(crate) fn limits(of_requests: u32) -> Limits {
+    let mut limits = Limits::default();
+    let mut draw = |kind: LimitKind, least: f64| {
+        *limits.limit_mut(kind) = sim::random(|random| {
+            let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
+            let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..5) };
+            Limit { rate, burst_rate, burst_length_s: 1 }
+        });
+    };
+    if chance(of_requests) {
+        draw(LimitKind::IopsTotal, 100.0);
+    }
+    if chance(30) {
+        draw(LimitKind::BpsTotal, 200_000.0);
+    }
+    limits
+}
