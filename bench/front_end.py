@@ -4,14 +4,17 @@ empty.
 Why by hand: thousands of them in one process, where each machine would be one. QEMU's
 docs/interop/vhost-user.rst is the specification.
 
-Never sends a request.
+`hostile` is the other kind: its ring holds whatever chance puts there.
 """
 
+import contextlib
 import os
+import random
 import resource
 import socket
 import struct
 from contextlib import ExitStack, contextmanager
+from mmap import mmap
 
 GET_FEATURES, SET_FEATURES, SET_OWNER, SET_MEM_TABLE = 1, 2, 3, 5
 SET_VRING_NUM, SET_VRING_ADDR, SET_VRING_BASE, SET_VRING_KICK, SET_VRING_CALL = 8, 9, 10, 12, 13
@@ -85,3 +88,51 @@ def idle(paths):
             except OSError as error:
                 raise NotServed(f"{path}: {error}") from error
         yield
+
+
+def hostile(path, ended):
+    """Drivers one after the other, each with a ring of rubbish that it offers again and again, until
+    `ended` is set. How many of them were served.
+    """
+    chance, served = random.Random(1), 0
+    memory = os.memfd_create("hostile")
+    event = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        os.ftruncate(memory, BYTES)
+        with mmap(memory, BYTES) as ring:
+            while not ended.is_set():
+                ring[:USED] = rubbish(chance)
+                with socket.socket(socket.AF_UNIX) as server:
+                    server.settimeout(TIMEOUT_SECONDS)
+                    server.connect(str(path))
+                    start(server, memory, event)
+                    served += 1
+                    offer(ring, event, ended)
+    finally:
+        os.close(event)
+        os.close(memory)
+    return served
+
+
+def rubbish(chance):
+    """A table of descriptors that are nearly right: in memory and past it, in loops, of odd lengths, some
+    with a table of their own.
+    """
+    table = bytearray()
+    for _ in range(DESCRIPTORS):
+        address = chance.choice((chance.randrange(BYTES), chance.randrange(BYTES), chance.getrandbits(64)))
+        length = chance.choice((1, 16, 16, 512, 4096, chance.getrandbits(32)))
+        table += struct.pack("<QIHH", address, length, chance.randrange(8), chance.randrange(DESCRIPTORS + 2))
+    heads = (chance.randrange(DESCRIPTORS) for _ in range(DESCRIPTORS))
+    available = struct.pack(f"<HH{DESCRIPTORS}H", 0, 0, *heads)
+    return bytes(table).ljust(AVAILABLE, b"\0") + available.ljust(USED - AVAILABLE, b"\0")
+
+
+def offer(ring, event, ended):
+    """The whole ring, some hundred times, and no look at what came back."""
+    for turn in range(1, 400):
+        if ended.is_set():
+            return
+        struct.pack_into("<H", ring, AVAILABLE + 2, turn * DESCRIPTORS & 0xFFFF)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(event, 1)

@@ -12,10 +12,11 @@ Never starts a virtual machine.
 """
 
 import json
+import multiprocessing
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import front_end
@@ -39,6 +40,7 @@ SKIP_SECONDS = 1
 TOLERANCE, PART_TOLERANCE = 0.005, 0.02
 SHARED_RATE, RESERVED = 10_000, 3000
 IDLE_SECONDS = 10
+NEIGHBOURS_RATE = 5000
 
 
 def percent(value):
@@ -331,6 +333,51 @@ def idle(setup, _stack):
     return {WEIR: sample}
 
 
+def neighbour(setup, _stack):
+    """A machine under a limit of its own: alone with a daemon, and beside a machine that puts rubbish into
+    its ring.
+    """
+    limit = groups.table("group.own", {"iops-total": NEIGHBOURS_RATE})
+
+    def sample(besides):
+        with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
+            mine, other = (Path(directory, name) for name in ("mine.sock", "other.sock"))
+
+            def command(path, _nbd):
+                config = [limit]
+                for name, at in {"mine": mine, "other": other}.items():
+                    keys = {"image": groups.NULL} | ({"group": "own"} if name == "mine" else {})
+                    config.append(groups.table(f"disk.{name}", keys))
+                    config[-1] += f'export = [{{ type = "vhost-user-blk", listen = "unix:{at}" }}]\n'
+                file = path.with_name("weir.toml")
+                file.write_text("\n".join(config))
+                return [setup.program, "serve", "--config", file]
+
+            with servers.Machine(command), besides(other):
+                load = Load("randread", 4)
+                return {"rate": rates(setup, [(load, f"vhost-user:{mine}")], setup.seconds)[0]}
+
+    return {
+        "beside a hostile one": lambda: sample(attacked),
+        "alone": lambda: sample(lambda _: nullcontext()),
+    }
+
+
+@contextmanager
+def attacked(path):
+    """While a process puts rubbish into the ring of the machine at this socket."""
+    ended = multiprocessing.Event()
+    driver = multiprocessing.Process(target=front_end.hostile, args=(path, ended))
+    driver.start()
+    try:
+        yield
+        if not driver.is_alive():
+            raise LoadFailed("the hostile machine was not served")
+    finally:
+        ended.set()
+        driver.join()
+
+
 def wakes(pid):
     """Voluntary context switches of all threads of a process so far."""
     count = 0
@@ -421,6 +468,15 @@ ROWS = (
         columns=("iops_part", "bps", "first", "second", "third", "reserved"),
         needs_weir=True,
         rounds_factor=0.4,
+    ),
+    Row(
+        "vhost-user-neighbour",
+        "5000 IOPS, depth 4, vhost-user-blk, null storage: beside a machine that fills its ring with rubbish",
+        neighbour,
+        (Faster("beside a hostile one", 0.98, ("alone",), key="rate"),),
+        columns=("rate",),
+        needs_weir=True,
+        rounds_factor=0.6,
     ),
     Row(
         "vhost-user-idle",
