@@ -114,7 +114,7 @@ fn machines_come_and_go_at_the_control_socket() {
     assert!(!socket.exists());
 
     for (wrong, expect) in [
-        (json!({"type": "fd", "str": "3"}), "addr.type"),
+        (json!({"type": "fd", "str": "3"}), "no such socket was passed"),
         (json!({"type": "unix"}), "addr.path"),
         (json!({"type": "unix", "path": ""}), "write the socket's path"),
         (json!({"type": "unix", "path": scratch.path("no/where")}), "the directory"),

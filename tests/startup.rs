@@ -14,7 +14,10 @@ use std::{
 
 use nix::sys::signal::Signal;
 
-use crate::harness::{Client, MIB, Scratch, Serve, Wire, assert_says, export_size, text, weir};
+use crate::{
+    bench::told,
+    harness::{Client, MIB, Scratch, Serve, Wire, assert_says, export_size, text, weir},
+};
 
 #[test]
 fn what_is_no_image_is_named() {
@@ -229,6 +232,49 @@ fn sockets_of_the_service_manager_are_taken_and_it_is_told() {
     assert!(path.exists(), "the socket is its maker's");
     drop(UnixStream::connect(&path).unwrap());
     listener.accept().expect("and still listens");
+}
+
+#[test]
+fn a_machines_socket_is_passed_by_its_name() {
+    // As a service manager does; `$0` is the first socket, and so on.
+    const MANAGER: &str = "
+import fcntl, os, socket, sys
+paths, program = sys.argv[1:3], sys.argv[3:]
+made = []
+for path in paths:
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen()
+    made.append(fcntl.fcntl(listening, fcntl.F_DUPFD, 10))
+for number, descriptor in enumerate(made):
+    os.dup2(descriptor, 3 + number)
+os.environ.update(LISTEN_FDS='2', LISTEN_FDNAMES='clients:vm1', LISTEN_PID=str(os.getpid()))
+os.execv(program[0], program)
+";
+    let scratch = Scratch::new();
+    let [clients, machine] = ["clients", "machine"].map(|name| scratch.socket(name));
+    let start = |name: &str| {
+        for path in [&clients, &machine] {
+            let _ = fs::remove_file(path);
+        }
+        let export = format!("export = [{{ type = \"vhost-user-blk\", listen = \"fd:{name}\" }}]");
+        let disks = format!("[disk.a]\nimage = \"null:1M\"\n[disk.b]\nimage = \"null:2M\"\n{export}\n");
+        let config = scratch.file("weir.toml", disks);
+        let manager = ["python3", "-c", MANAGER, text(&clients), text(&machine)];
+        Serve::new(&scratch).where_said().behind(manager).arg("--config").arg(config)
+    };
+    // By its number too; the other one is left to NBD's clients.
+    for name in ["vm1", "4"] {
+        let weir = start(name).start();
+        told("-c 1", format!("vhost-user:{}", text(&machine)));
+        assert_eq!(Wire::go(&clients, "a").1, MIB);
+        weir.stop();
+        assert!(machine.exists(), "the socket is its maker's");
+    }
+    assert_says(
+        &start("vm2").fails(),
+        &["fd:vm2: no such socket was passed, or it is in use (sockets left: 2; names: clients, vm1; "],
+    );
 }
 
 #[test]

@@ -34,7 +34,8 @@ pub const LEAST_MEMORY: u64 = 128 << 20;
 const MAX_NAME_BYTES: usize = 4096;
 
 impl Plan {
-    /// The plan that a draft describes, with so many sockets passed by the service manager.
+    /// The plan that a draft describes, with so many sockets passed by the service manager. Those
+    /// that no door takes are NBD's.
     ///
     /// # Errors
     /// The first rule that is broken.
@@ -51,7 +52,7 @@ impl Plan {
         let disks: Vec<_> =
             draft.disks.iter().map(|disk| plan_disk(disk, &by_name)).collect::<Result<_, _>>()?;
         promises::check(&draft, &groups, &disks)?;
-        let standard = standard_endpoints(&draft, inherited)?;
+        let standard = standard_endpoints(&draft, inherited.saturating_sub(passed_to_doors(&draft)))?;
         let servers = servers(&draft.disks, &standard)?;
         if servers.is_empty() {
             check_without_nbd(&draft)?;
@@ -216,6 +217,11 @@ fn settings(disk: &DiskDraft, groups: &Groups<'_>) -> Result<(Settings, Option<u
     Ok((disk.settings.check()?, group))
 }
 
+/// How many doors take a socket that the service manager passed.
+fn passed_to_doors(draft: &Draft) -> usize {
+    draft.disks.iter().flat_map(|disk| &disk.doors).filter(|door| door.value.passed().is_some()).count()
+}
+
 /// Where disks are served that do not say.
 fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<Endpoint>, Wrong> {
     let all_say = draft.disks.iter().all(DiskDraft::says_where);
@@ -280,10 +286,12 @@ fn exports_of(disk: &DiskDraft, standard: &[Endpoint]) -> Vec<(Endpoint, Said<St
 
 fn doors(disks: &[DiskDraft], servers: &[Server]) -> Result<Vec<DoorExport>, Wrong> {
     let mut taken: HashSet<PathBuf> = servers.iter().filter_map(socket_of).map(Path::to_owned).collect();
+    let mut passed = HashSet::new();
     let mut doors = Vec::new();
     for (disk, draft) in disks.iter().enumerate() {
         for said in &draft.doors {
-            if said.value.path().is_some_and(|path| !taken.insert(path)) {
+            let passed = said.value.passed().is_some_and(|name| !passed.insert(name));
+            if passed || said.value.path().is_some_and(|path| !taken.insert(path)) {
                 return Err(said.wrong("a disk is exported there already (give each export its own)"));
             }
             doors.push(DoorExport { door: said.value.clone(), disk });

@@ -60,7 +60,7 @@ use block::{
     reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
-pub use doors::{Door, Fuse, Keyed, NbdDevice, Ublk, VhostUserBlk};
+pub use doors::{Door, Fuse, Keyed, NbdDevice, Socket, Ublk, VhostUserBlk};
 pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
 pub use image::Image;
 pub use log::{LogFormat, LogSettings};

@@ -36,6 +36,7 @@ use super::{
     doors::{self, Entrance},
     serving::Serving,
 };
+use crate::listen::Inherited;
 
 pub(crate) struct RunningExport {
     pub(crate) id: String,
@@ -175,7 +176,7 @@ pub(crate) struct Inventory {
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
     servers: RefCell<Vec<Rc<Serving>>>,
     /// What own doors are made with: see [`Inventory::let_doors`].
-    door_terms: OnceCell<(Rc<Vec<Worker>>, SocketAccess)>,
+    door_terms: OnceCell<(Rc<Vec<Worker>>, SocketAccess, RefCell<Inherited>)>,
     /// The daemon ends once the last client has gone.
     pub(crate) ends_when_idle: Cell<bool>,
     /// A device of this host has gone, and its export with it.
@@ -496,8 +497,8 @@ impl Inventory {
     }
 
     /// Where the queues of own doors run from now on, and who may connect to their sockets.
-    pub(crate) fn let_doors(&self, workers: &Rc<Vec<Worker>>, access: &SocketAccess) {
-        let _ = self.door_terms.set((Rc::clone(workers), access.clone()));
+    pub(crate) fn let_doors(&self, workers: &Rc<Vec<Worker>>, access: &SocketAccess, inherited: Inherited) {
+        let _ = self.door_terms.set((Rc::clone(workers), access.clone(), RefCell::new(inherited)));
     }
 
     /// An export with a door of its own, which is open when this returns. Its address.
@@ -511,9 +512,9 @@ impl Inventory {
         if self.exports.borrow().contains_key(&id) {
             return Err(Refused::IdTaken(id).into());
         }
-        let (workers, access) = self.door_terms.get().context("nothing runs yet")?;
+        let (workers, access, inherited) = self.door_terms.get().context("nothing runs yet")?;
         let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
-        let terms = doors::Terms { id: &id, disk: &disk, read_only, access, workers };
+        let terms = doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers };
         let entrance = doors::open(door, &terms).await?;
         let address = entrance.address().to_owned();
         let inventory = Rc::downgrade(self);

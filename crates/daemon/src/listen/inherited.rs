@@ -1,39 +1,91 @@
-//! Sockets that the service manager (systemd's `LISTEN_FDS`) or `nbdinfo [ … ]` passed.
+//! Sockets that the service manager (systemd's `LISTEN_FDS`) or `nbdinfo [ … ]` passed. Each has a
+//! number, and may have a name (`LISTEN_FDNAMES`).
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::{
+    env,
+    os::fd::{AsFd, OwnedFd},
+};
 
-use anyhow::{anyhow, bail};
+use anyhow::{Context as _, anyhow, bail};
 use listenfd::ListenFd;
 use nix::sys::socket::{getsockopt, sockopt::AcceptConn};
 
 use super::{Authority, Listener};
 
+/// The number of the first one (`sd_listen_fds(3)`).
+const FIRST: usize = 3;
+
 /// Those sockets, until they are taken.
-pub struct Inherited(ListenFd);
+pub struct Inherited {
+    sockets: ListenFd,
+    /// By place; a socket that was taken has none.
+    names: Vec<Option<String>>,
+    /// Places of those that are not for everybody.
+    kept: Vec<usize>,
+}
 
 impl Inherited {
     /// Takes them out of the environment, so that no child takes them for its own. To be called
     /// once, before other threads start.
     pub fn take() -> Self {
-        Self(ListenFd::from_env())
+        let said = env::var("LISTEN_FDNAMES").unwrap_or_default();
+        let sockets = ListenFd::from_env();
+        let mut said = said.split(':').map(str::to_owned);
+        let names = (0..sockets.len()).map(|_| Some(said.next().unwrap_or_default())).collect();
+        Self { sockets, names, kept: Vec::new() }
     }
 
+    /// How many have not been taken.
     pub(crate) fn count(&self) -> usize {
-        self.0.len()
+        self.names.iter().flatten().count()
     }
 
-    pub(crate) fn into_listeners(mut self) -> anyhow::Result<Vec<Listener>> {
-        (0..self.0.len()).map(|index| self.listener(index)).collect()
+    /// Takes all that are left and not kept.
+    pub(crate) fn listeners(&mut self) -> anyhow::Result<Vec<Listener>> {
+        let mut free = (0..self.names.len()).collect::<Vec<_>>();
+        free.retain(|index| self.names[*index].is_some() && !self.kept.contains(index));
+        free.into_iter().map(|index| self.listener(index)).collect()
+    }
+
+    /// Keeps the one of this name, or of this number, for whoever asks for it so.
+    pub(crate) fn keep(&mut self, name: &str) -> anyhow::Result<()> {
+        let index = self.find(name)?;
+        self.kept.push(index);
+        Ok(())
+    }
+
+    /// Takes the one of this name, or of this number.
+    pub(crate) fn named(&mut self, name: &str) -> anyhow::Result<Listener> {
+        let index = self.find(name)?;
+        self.listener(index)
+    }
+
+    /// A name that several have means the first that is left.
+    fn find(&self, name: &str) -> anyhow::Result<usize> {
+        let index = self.names.iter().position(|known| known.as_deref() == Some(name));
+        let by_number = || {
+            let index = name.parse::<usize>().ok()?.checked_sub(FIRST)?;
+            self.names.get(index)?.is_some().then_some(index)
+        };
+        index.or_else(by_number).with_context(|| {
+            let left: Vec<_> = self.names.iter().flatten().filter(|name| !name.is_empty()).cloned().collect();
+            let known = if left.is_empty() { String::new() } else { format!("; names: {}", left.join(", ")) };
+            format!(
+                "fd:{name}: no such socket was passed, or it is in use (sockets left: {}{known}; systemd names them by FileDescriptorName=)",
+                self.count()
+            )
+        })
     }
 
     fn listener(&mut self, index: usize) -> anyhow::Result<Listener> {
-        let (socket, authority) = if let Ok(Some(unix)) = self.0.take_unix_listener(index) {
+        self.names[index] = None;
+        let (socket, authority) = if let Ok(Some(unix)) = self.sockets.take_unix_listener(index) {
             let authority = match unix.local_addr()?.as_pathname() {
                 Some(path) => Authority::of_unix(path),
                 None => Authority::Unnamed(index),
             };
             (OwnedFd::from(unix), authority)
-        } else if let Ok(Some(tcp)) = self.0.take_tcp_listener(index) {
+        } else if let Ok(Some(tcp)) = self.sockets.take_tcp_listener(index) {
             let address = tcp.local_addr()?;
             (OwnedFd::from(tcp), Authority::of_tcp(&address.ip().to_string(), address.port()))
         } else {
@@ -64,7 +116,7 @@ mod tests {
 
     #[test]
     fn only_listening_sockets_are_accepted() {
-        let path = std::env::temp_dir().join(format!("weir-inherited-{}", std::process::id()));
+        let path = env::temp_dir().join(format!("weir-inherited-{}", std::process::id()));
         let listening = UnixListener::bind(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
         check_listening(&listening, 0).unwrap();

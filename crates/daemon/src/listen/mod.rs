@@ -5,6 +5,7 @@ mod unix;
 mod uri;
 
 use std::{
+    cell::RefCell,
     io::{self, ErrorKind},
     net::{SocketAddr, TcpListener, ToSocketAddrs as _},
     os::{fd::OwnedFd, unix::net::UnixListener},
@@ -27,15 +28,36 @@ pub(crate) struct Listener {
     pub(crate) file: Option<SocketFile>,
 }
 
-/// The service manager's sockets can be had once.
+/// An address, or all sockets of the service manager that are left.
 pub(crate) fn open(
     endpoint: &Endpoint,
     access: &SocketAccess,
-    inherited: &mut Option<Inherited>,
+    inherited: &mut Inherited,
 ) -> anyhow::Result<Vec<Listener>> {
     match endpoint {
         Endpoint::Address(address) => bind(address, access),
-        Endpoint::Inherited => inherited.take().context("the inherited sockets are in use")?.into_listeners(),
+        Endpoint::Inherited => inherited.listeners(),
+    }
+}
+
+/// The one socket of a virtual machine's door.
+pub(crate) fn of_machine(
+    socket: &settings::Socket,
+    access: &SocketAccess,
+    inherited: &RefCell<Inherited>,
+) -> anyhow::Result<Listener> {
+    match socket {
+        settings::Socket::Path(path) => {
+            let bound = unix::bind(path, access).with_context(|| socket.to_string())?;
+            Ok(at_path(bound))
+        }
+        settings::Socket::Passed(name) => {
+            let listener = inherited.borrow_mut().named(name)?;
+            if let Authority::Tcp(authority) = listener.authority {
+                bail!("fd:{name}: {authority} is a TCP socket (set ListenStream= to a path)");
+            }
+            Ok(listener)
+        }
     }
 }
 
@@ -51,7 +73,7 @@ pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
 /// # Errors
 /// If several were passed, or something else than a Unix socket; else why it cannot be made.
 pub fn only(
-    inherited: Inherited,
+    mut inherited: Inherited,
     path: &Path,
     prepare: impl FnOnce() -> io::Result<()>,
 ) -> anyhow::Result<(UnixListener, Option<SocketFile>)> {
@@ -60,7 +82,7 @@ pub fn only(
             prepare().with_context(|| Address::Unix(path.to_owned()).to_string())?;
             private(path)?
         }
-        1 => inherited.into_listeners()?.remove(0),
+        1 => inherited.listeners()?.remove(0),
         more => bail!("LISTEN_FDS: {more} sockets were passed, and one is served (pass one)"),
     };
     let Listener { socket, authority, file } = listener;

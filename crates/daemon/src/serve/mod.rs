@@ -33,7 +33,7 @@ use console::{
 };
 use export::nbd;
 use sd_notify::NotifyState;
-use settings::{Door, DoorExport, Draft, Plan, Service, config, state::Store};
+use settings::{Door, DoorExport, Draft, Plan, Service, Socket, VhostUserBlk, config, state::Store};
 
 use crate::{
     control::{
@@ -278,12 +278,14 @@ async fn until_ended<T>(
 /// Binds every address, then lets clients in; returns the exports' URIs.
 async fn listen(
     plan: &Plan,
-    inherited: Inherited,
+    mut inherited: Inherited,
     tls: Option<nbd::Tls>,
     workers: &Rc<Vec<Worker>>,
     inventory: &Rc<Inventory>,
 ) -> anyhow::Result<Vec<String>> {
-    let mut inherited = Some(inherited);
+    for DoorExport { door, .. } in &plan.doors {
+        door.passed().map(|name| inherited.keep(name)).transpose()?;
+    }
     // All addresses first: where one fails, no client should have seen the others.
     let open =
         |server: &settings::Server| listen::open(&server.endpoint, &plan.service.sockets, &mut inherited);
@@ -298,7 +300,7 @@ async fn listen(
             add_export(plan, export, &serving, inventory).await?;
         }
     }
-    inventory.let_doors(workers, &plan.service.sockets);
+    inventory.let_doors(workers, &plan.service.sockets, inherited);
     for DoorExport { door, disk: index } in &plan.doors {
         let disk = inventory.disk(&plan.disks[*index].name)?;
         let name = disk.disk.name();
@@ -310,8 +312,8 @@ async fn listen(
         uris.push(match door {
             // Where the machine listens, only weir is to connect.
             Door::VhostUserBlk(machine) if machine.client => format!("{address},client"),
-            Door::VhostUserBlk(machine) => {
-                format!("vhost-user:{}", path::absolute(&machine.socket)?.display())
+            Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(path), .. }) => {
+                format!("vhost-user:{}", path::absolute(path)?.display())
             }
             _ => address,
         });

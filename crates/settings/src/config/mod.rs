@@ -27,8 +27,8 @@ use toml::de::DeTable;
 
 use crate::{
     Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, Keyed, LimitsDraft, NbdDevice,
-    OnErrorDraft, Place, PrefetchDraft, Qcow2Draft, Said, SecretSource, ServiceDraft, SettingsDraft, Ublk,
-    VhostUserBlk, Wrong, doors, log,
+    OnErrorDraft, Place, PrefetchDraft, Qcow2Draft, Said, SecretSource, ServiceDraft, SettingsDraft, Socket,
+    Ublk, VhostUserBlk, Wrong, doors, log,
 };
 
 enum Exported {
@@ -308,9 +308,14 @@ impl Reader<'_> {
     }
 
     fn machine(&self, section: &Section<'_>) -> Result<Said<Door>, Wrong> {
-        let listen = section.parse("listen", |text| no_comma(text).and_then(|text| self.socket(text)))?;
+        let socket = |text: &str| match no_comma(text)?.parse()? {
+            Socket::Path(path) => self.socket_at(&path).map(Socket::Path),
+            passed @ Socket::Passed(_) => Ok(passed),
+        };
+        let listen = section.parse("listen", socket)?;
         let listen = listen.ok_or_else(|| section.place().wrong("no socket (add listen = \"unix:PATH\")"))?;
         let machine = with_keys(section, VhostUserBlk::at(listen.value))?;
+        machine.check().map_err(|rule| section.place().wrong(rule))?;
         Ok(Said::new(Door::VhostUserBlk(machine), listen.place))
     }
 

@@ -23,7 +23,7 @@ use std::{
 pub use fuse::Fuse;
 pub use nbd_device::NbdDevice;
 pub use ublk::Ublk;
-pub use vhost_user_blk::VhostUserBlk;
+pub use vhost_user_blk::{Socket, VhostUserBlk};
 
 /// A door of one disk's own.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,10 +60,18 @@ impl Door {
     /// What no two doors can have; of a device that the kernel is to choose, nothing.
     pub fn path(&self) -> Option<PathBuf> {
         match self {
-            Self::VhostUserBlk(machine) => Some(machine.socket.clone()),
+            Self::VhostUserBlk(machine) => machine.socket.path().map(Path::to_owned),
             Self::Ublk(ublk) => ublk.path(),
             Self::Fuse(fuse) => Some(fuse.file.clone()),
             Self::NbdDevice(device) => device.path(),
+        }
+    }
+
+    /// The socket that is to be passed for it.
+    pub fn passed(&self) -> Option<&str> {
+        match self {
+            Self::VhostUserBlk(VhostUserBlk { socket: Socket::Passed(name), .. }) => Some(name),
+            _ => None,
         }
     }
 

@@ -1,7 +1,11 @@
 //! `--vhost-user-blk unix:PATH,queues=4,…`: a socket where a virtual machine finds a disk, and what
 //! it is offered there. The config file has the same keys.
 
-use std::{fmt, path::PathBuf, str::FromStr};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    str::FromStr,
+};
 
 use super::{Keyed, read_keys, write_keys};
 
@@ -18,11 +22,55 @@ const LEAST_QUEUE_SIZE: u16 = 4;
 /// Bytes of a serial number that a guest can see (virtio 1.3 § 5.2.6).
 const MAX_SERIAL_BYTES: usize = 20;
 
+/// Where a virtual machine finds its disk.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Socket {
+    /// `unix:PATH`, made by weir, or by the machine where weir is the client.
+    Path(PathBuf),
+    /// `fd:NAME`, passed by whoever started weir: by its name (`FileDescriptorName=`), or by its
+    /// number.
+    Passed(String),
+}
+
+impl Socket {
+    /// Where it has one.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::Path(path) => Some(path),
+            Self::Passed(_) => None,
+        }
+    }
+}
+
+impl FromStr for Socket {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.strip_prefix("fd:") {
+            Some("") => Err("has no name; write fd:NAME, as FileDescriptorName= has it".to_owned()),
+            Some(name) => Ok(Self::Passed(name.to_owned())),
+            None if text.starts_with("unix:") => crate::socket(text).map(Self::Path),
+            None => {
+                Err("is not a Unix socket; write unix:PATH, or fd:NAME for one that is passed".to_owned())
+            }
+        }
+    }
+}
+
+impl fmt::Display for Socket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) => write!(f, "unix:{}", path.display()),
+            Self::Passed(name) => write!(f, "fd:{name}"),
+        }
+    }
+}
+
 /// An export to a virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct VhostUserBlk {
-    /// The socket's path.
-    pub socket: PathBuf,
+    /// The socket.
+    pub socket: Socket,
     /// The machine listens there, and weir connects.
     pub client: bool,
     /// Rings at most.
@@ -41,7 +89,7 @@ pub struct VhostUserBlk {
 
 impl VhostUserBlk {
     /// At this socket, with nothing else said.
-    pub fn at(socket: PathBuf) -> Self {
+    pub fn at(socket: Socket) -> Self {
         Self {
             socket,
             client: false,
@@ -54,6 +102,19 @@ impl VhostUserBlk {
         }
     }
 
+    /// Where a socket is passed, somebody listens at it already.
+    ///
+    /// # Errors
+    /// The rule that is broken.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        if self.client && self.socket.path().is_none() {
+            return Err(
+                "client: weir connects to unix:PATH (a socket that is passed is listened at)".to_owned()
+            );
+        }
+        Ok(())
+    }
+
     /// The bytes of the serial number that a guest sees, where the disk has this name.
     pub(crate) fn seen_serial<'a>(&'a self, disk: &'a str) -> &'a [u8] {
         let serial = self.serial.as_deref().unwrap_or(disk).as_bytes();
@@ -62,7 +123,7 @@ impl VhostUserBlk {
 
     /// Where it is, as text.
     pub fn address(&self) -> String {
-        format!("unix:{}", self.socket.display())
+        self.socket.to_string()
     }
 }
 
@@ -105,8 +166,9 @@ impl FromStr for VhostUserBlk {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
-        let mut export = Self::at(crate::socket(parts.next().unwrap_or_default())?);
+        let mut export = Self::at(parts.next().unwrap_or_default().parse()?);
         read_keys(&mut export, parts)?;
+        export.check()?;
         Ok(export)
     }
 }
@@ -158,6 +220,7 @@ mod tests {
             "unix:/run/vm1.sock",
             "unix:vm1.sock,queues=4,queue-size=128,serial=disk-1",
             "unix:/s,discard=off,write-zeroes=off,read-only=on,client=on",
+            "fd:vm1,queues=4",
         ] {
             assert_eq!(text.parse::<VhostUserBlk>().unwrap().to_string(), text);
         }
@@ -170,7 +233,9 @@ mod tests {
     #[test]
     fn what_cannot_be_is_named() {
         for (text, wrong) in [
-            ("localhost:1", "is not a Unix socket; write unix:PATH"),
+            ("localhost:1", "is not a Unix socket; write unix:PATH, or fd:NAME for one that is passed"),
+            ("fd:", "has no name; write fd:NAME, as FileDescriptorName= has it"),
+            ("fd:vm1,client", "client: weir connects to unix:PATH (a socket that is passed is listened at)"),
             ("unix:/s,queues=0", "queues=0: is not a number of queues; that is from 1 to 256"),
             (
                 "unix:/s,queue-size=100",

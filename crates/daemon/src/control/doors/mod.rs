@@ -34,7 +34,7 @@ use serde_json::Value;
 use settings::{Door, SocketAccess};
 
 use super::running::RunningDisk;
-use crate::users::Users;
+use crate::{listen::Inherited, users::Users};
 
 type Local<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
@@ -106,6 +106,8 @@ pub(crate) struct Terms<'a> {
     pub(crate) read_only: bool,
     /// Who may connect to sockets.
     pub(crate) access: &'a SocketAccess,
+    /// Sockets that were passed to the daemon.
+    pub(crate) inherited: &'a RefCell<Inherited>,
     pub(crate) workers: &'a Rc<Vec<Worker>>,
 }
 

@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
-use anyhow::anyhow;
 use block::{disk::Disk, reactor::op::Fd, storage::CacheMode};
 use export::vhost_user_blk::{Export, FrontEnds, Offer, Server, Statistics, Threads};
 use serde_json::{Value, json};
-use settings::{Address, Endpoint, VhostUserBlk};
+use settings::VhostUserBlk;
 
 use super::{Entrance, Terms, attended, check_size};
 use crate::listen;
@@ -15,16 +14,15 @@ attended!(Server, statistics);
 
 /// Binds its socket, and lets nobody in yet.
 pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
-    let Terms { id, disk: running, read_only, access, workers } = terms;
+    let Terms { id, disk: running, read_only, access, inherited, workers } = terms;
     let disk = &running.disk;
     check_size(disk, "a guest")?;
-    let (front_ends, file) = if settings.client {
-        (FrontEnds::call(id, std::path::absolute(&settings.socket)?), None)
-    } else {
-        let endpoint = Endpoint::Address(Address::Unix(settings.socket.clone()));
-        let listeners = listen::open(&endpoint, access, &mut None)?;
-        let listener = listeners.into_iter().next().ok_or_else(|| anyhow!("no socket"))?;
-        (FrontEnds::listen(id, Fd::from(listener.socket)), listener.file)
+    let (front_ends, file) = match settings.socket.path() {
+        Some(path) if settings.client => (FrontEnds::call(id, std::path::absolute(path)?), None),
+        _ => {
+            let listener = listen::of_machine(&settings.socket, access, inherited)?;
+            (FrontEnds::listen(id, Fd::from(listener.socket)), listener.file)
+        }
     };
     let export = Export {
         id: (*id).into(),

@@ -134,9 +134,10 @@ struct NetworkArgs {
     /// localhost:10809]
     #[arg(long, value_name = "ADDRESS")]
     nbd: Vec<Address>,
-    /// Serve a virtual machine at unix:PATH, over vhost-user-blk; once for each IMAGE. Behind
-    /// commas: queues=N, queue-size=N, serial=TEXT, discard=off, write-zeroes=off, read-only,
-    /// client (the machine listens there). NBD is then served only where --nbd says so
+    /// Serve a virtual machine at unix:PATH, over vhost-user-blk, or at fd:NAME, a socket that a
+    /// service manager passed; once for each IMAGE. Behind commas: queues=N, queue-size=N,
+    /// serial=TEXT, discard=off, write-zeroes=off, read-only, client (the machine listens there).
+    /// NBD is then served only where --nbd says so
     #[arg(long, value_name = "unix:PATH[,…]", value_parser = settings::read::<VhostUserBlk>, conflicts_with = "config")]
     vhost_user_blk: Vec<VhostUserBlk>,
     /// Serve a block device of this host, /dev/ublkbN, by the kernel's ublk driver; once for each

@@ -2,7 +2,7 @@
 //! arguments; what it has not begins with `x-`, and takes the keys of the config file.
 
 use serde_json::Value;
-use settings::{Door, Fuse, Keyed, NbdDevice, Ublk, VhostUserBlk};
+use settings::{Door, Fuse, Keyed, NbdDevice, Socket, Ublk, VhostUserBlk};
 
 use crate::control::qmp::{arguments::Arguments, error::Error};
 
@@ -54,14 +54,18 @@ fn with_keys<K: Keyed>(arguments: &mut Arguments, mut keyed: K) -> Result<K, Err
 /// As QEMU's `BlockExportOptionsVhostUserBlk`, with one queue if nothing is said.
 fn machine(arguments: &mut Arguments) -> Result<VhostUserBlk, Error> {
     let mut address = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
-    let kind = address.choice("type", &["unix"])?;
-    kind.ok_or_else(|| Error::missing(&address.name_of("type")))?;
-    let path: String = address.required("path")?;
-    if path.is_empty() {
-        return Err(Error::rule(&address.name_of("path"), "is empty; write the socket's path"));
+    let kind = address.choice("type", &["unix", "fd"])?;
+    let kind = kind.ok_or_else(|| Error::missing(&address.name_of("type")))?;
+    let (member, scheme, empty) = match kind {
+        0 => ("path", "unix", "is empty; write the socket's path"),
+        _ => ("str", "fd", "is empty; write the name of a socket that was passed"),
+    };
+    let place: String = address.required(member)?;
+    if place.is_empty() {
+        return Err(Error::rule(&address.name_of(member), empty));
     }
-    let socket = settings::socket(&format!("unix:{path}"));
-    let socket = socket.map_err(|rule| Error::rule(&address.name_of("path"), rule))?;
+    let socket = format!("{scheme}:{place}").parse::<Socket>();
+    let socket = socket.map_err(|rule| Error::rule(&address.name_of(member), rule))?;
     address.finish()?;
     if let Some(bytes) = arguments.number("logical-block-size", 512..=4096)?
         && bytes != 512
