@@ -57,7 +57,12 @@ pub enum RegionError {
     /// Its addresses and its offset differ in their last bits: see [`ALIGNMENT`].
     #[error("a region's addresses and its offset in the file differ modulo {ALIGNMENT}")]
     Unaligned,
-    /// It is neither a memfd nor a file.
+    /// It is neither a memfd, nor a file of a tmpfs or of huge pages: see `fcntl(2)`, F_GET_SEALS.
+    #[error(
+        "a region's descriptor is no file in memory (QEMU has memory-backend-memfd, and memory-backend-file with a path on /dev/shm or of huge pages)"
+    )]
+    NotInMemory,
+    /// It is in memory, and no regular file.
     #[error("a region's descriptor is no regular file")]
     NotAFile,
     /// Its file is shorter: touching the rest would be SIGBUS.

@@ -7,7 +7,10 @@ use std::{
     ptr::NonNull,
 };
 
-use rustix::fs::{FileType, fstat, fstatfs};
+use rustix::{
+    fs::{FileType, fcntl_get_seals, fstat, fstatfs},
+    io::Errno,
+};
 
 use super::{Quota, RegionError, quota::Share, sigbus};
 
@@ -55,6 +58,11 @@ impl Mapping {
         }
         let overflow = || RegionError::Overflow { start: offset, bytes };
         let end = offset.checked_add(bytes).ok_or_else(overflow)?;
+        // Only files in memory know seals. Asking another for its length, or touching a page of it,
+        // may wait for whoever serves its file system.
+        if fcntl_get_seals(&file) == Err(Errno::INVAL) {
+            return Err(RegionError::NotInMemory);
+        }
         let status = fstat(&file).map_err(io::Error::from)?;
         if FileType::from_raw_mode(status.st_mode) != FileType::RegularFile {
             return Err(RegionError::NotAFile);

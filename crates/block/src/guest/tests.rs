@@ -1,4 +1,9 @@
-use std::{fs::File, io::Read, os::unix::fs::FileExt, sync::atomic::Ordering::*};
+use std::{
+    fs::File,
+    io::Read,
+    os::{fd::AsRawFd, unix::fs::FileExt},
+    sync::atomic::Ordering::*,
+};
 
 use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -124,15 +129,17 @@ fn refuses_what_cannot_be_mapped() {
     assert!(matches!(map(0, 8, 16, 0), Err(RegionError::Unaligned)));
     assert!(matches!(map(0, 0, 16, 8), Err(RegionError::Unaligned)));
     assert!(map(8, 8, 16, 8).is_ok());
+    let whole = |file: File| Region::map(file.into(), 0, 0, 16, 0, &plenty());
+    for path in ["/dev/zero", "/proc/self/status", "/dev"] {
+        let refused = whole(File::open(path).unwrap());
+        assert!(matches!(refused, Err(RegionError::NotInMemory | RegionError::NotAFile)), "{path}");
+    }
     let pipe = io::pipe().unwrap().0;
-    assert!(matches!(Region::map(pipe.into(), 0, 0, 16, 0, &plenty()), Err(RegionError::NotAFile)));
-    let device = File::open("/dev/zero").unwrap();
-    assert!(matches!(Region::map(device.into(), 0, 0, 16, 0, &plenty()), Err(RegionError::NotAFile)));
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("read-only");
-    std::fs::write(&path, [1; 64]).unwrap();
+    assert!(matches!(Region::map(pipe.into(), 0, 0, 16, 0, &plenty()), Err(RegionError::NotInMemory)));
+    let file = memfd(64).0;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     assert!(matches!(
-        Region::map(File::open(path).unwrap().into(), 0, 0, 16, 0, &plenty()),
+        whole(File::open(path).unwrap()),
         Err(RegionError::Map(error)) if error.kind() == io::ErrorKind::PermissionDenied
     ));
 }
