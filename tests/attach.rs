@@ -265,13 +265,23 @@ impl Attached {
     }
 }
 
+/// What the kernel has given to a loop device that is there, and to no other.
+fn sequence(device: &Path) -> String {
+    let name = device.file_name().expect("it has one");
+    let file = Path::new("/sys/block").join(name).join("diskseq");
+    fs::read_to_string(file).expect("the kernel numbers disks")
+}
+
 #[test]
 fn a_server_that_is_killed_takes_everything_with_it() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("killed", &image, &[]);
+    let device = attached.device();
+    let made = sequence(&device);
     kill(attached.server(), Signal::SIGKILL).expect("it runs");
     attached.wait_until_gone();
+    assert_ne!(sequence(&device), made, "{} is left", device.display());
     let again = attach("killed", &image, &[]);
     again.detach().succeeds();
     again.is_gone();
@@ -292,6 +302,41 @@ fn what_a_killed_keeper_leaves_is_taken_away() {
     assert_says(&again, &["the process that kept it was killed", "--recover"]);
     attached.detach().succeeds();
     attached.is_gone();
+}
+
+#[test]
+fn what_a_killed_keeper_and_its_server_leave_is_taken_away() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let attached = attach("both", &image, &[]);
+    let (device, server) = (attached.device(), attached.server());
+    let made = sequence(&device);
+    let keeper = attached.said["keeper"].as_i64().expect("it has one");
+    for process in [Pid::from_raw(keeper as i32), server] {
+        kill(process, Signal::SIGKILL).expect("it runs");
+    }
+    // As whoever watches the server does soon: then nobody sees what the device lies on.
+    Client::new("umount").args(["-l", text(&attached.place().join("disk"))]).run();
+    attached.detach().succeeds();
+    attached.is_gone();
+    assert_ne!(sequence(&device), made, "{} is left", device.display());
+}
+
+#[test]
+fn a_daemon_that_ends_takes_what_it_serves_with_it() {
+    need_root("devices of this host");
+    let scratch = Scratch::new();
+    let (base, image) = (scratch.sparse("base.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
+    let address = format!("unix:{}", text(&scratch.socket("qmp")));
+    let daemon = Serve::new(&scratch).arg(&base).args(["--qmp", &address]).start();
+    let name = name("ended");
+    let options = ["attach", "--fuse", "--json", "--format", "raw", "--qmp", &address, "--name", &name];
+    let attached = Attached { said: weir(&options).arg(&image).json(), name };
+    let device = attached.device();
+    let made = sequence(&device);
+    daemon.stop();
+    attached.wait_until_gone();
+    assert_ne!(sequence(&device), made, "{} is left", device.display());
 }
 
 #[test]

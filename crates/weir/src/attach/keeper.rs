@@ -120,7 +120,7 @@ impl Made {
         if wanted.way == Way::Fuse && host::may_make_loops() {
             let device = match before.filter(|_| is_served) {
                 Some(before) => before.device,
-                None => host::make_loop(&attached.device, wanted.is_read_only())?,
+                None => Self::make_loop(&place, &attached.device, wanted.is_read_only())?,
             };
             attached.file = Some(std::mem::replace(&mut attached.device, device));
         }
@@ -139,6 +139,15 @@ impl Made {
         place.set_attached(&attached)?;
         self.server = Some(attached.clone());
         Ok(attached)
+    }
+
+    /// A loop device, and a note of which one it is.
+    fn make_loop(place: &Place, file: &Path, read_only: bool) -> anyhow::Result<PathBuf> {
+        let device = host::make_loop(file, read_only)?;
+        if let Some(made) = host::Loop::of(&device) {
+            place.set_made_loop(&made)?;
+        }
+        Ok(device)
     }
 
     fn serve(&mut self, wanted: &Wanted, place: &Place) -> anyhow::Result<()> {
@@ -226,7 +235,7 @@ impl Made {
 /// Removes the loop device over what FUSE serves, if there is one; one process at a time.
 pub(super) fn remove_loops(place: &Place) {
     let changing = place.changing_loops();
-    host::remove_loops(&server::fuse_file(place));
+    host::remove_loops(&server::fuse_file(place), place.made_loop().as_ref());
     drop(changing);
 }
 

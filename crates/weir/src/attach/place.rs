@@ -5,6 +5,7 @@
 //!   wanted.json     what it was asked for, from the start
 //!   attached.json   what it has made, once all of it is there
 //!   loop            held while its loop device is removed
+//!   loop.json       which loop device was made
 //!   qmp, notify     sockets of a server of its own      log   what that said
 //!   disk            what FUSE puts the disk in place of
 //! ```
@@ -27,7 +28,7 @@ use nix::{
 use serde::{Serialize, de::DeserializeOwned};
 use settings::Image;
 
-use super::{Attached, Wanted};
+use super::{Attached, Wanted, host::Loop};
 
 /// As a node's name over QMP.
 const MAX_NAME: usize = 31;
@@ -171,6 +172,14 @@ impl Place {
 
     pub(super) fn set_attached(&self, attached: &Attached) -> anyhow::Result<()> {
         self.write("attached.json", attached)
+    }
+
+    pub(super) fn made_loop(&self) -> Option<Loop> {
+        self.read("loop.json")
+    }
+
+    pub(super) fn set_made_loop(&self, made: &Loop) -> anyhow::Result<()> {
+        self.write("loop.json", made)
     }
 
     fn read<T: DeserializeOwned>(&self, name: &str) -> Option<T> {
