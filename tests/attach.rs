@@ -122,6 +122,9 @@ fn what_is_written_to_the_device_is_in_the_image() {
     let attached = attach("device", &image, &["--iops-total", "100000"]);
     assert!(attached.device().starts_with("/dev"), "{}", attached.said);
     make_file_system(&attached.device());
+    let scanned = Path::new("/sys/block").join(attached.device().file_name().expect("it has one"));
+    let scanned = fs::read_to_string(scanned.join("loop/partscan")).expect("it is a loop device");
+    assert_eq!(scanned.trim(), "1", "the kernel looks for partitions");
     let listed = weir(&["attach", "--list", "--json"]).json();
     let row = listed.as_array().expect("a list").iter().find(|row| row["name"] == attached.name.as_str());
     let row = row.expect("it is listed");

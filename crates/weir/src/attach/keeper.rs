@@ -124,6 +124,10 @@ impl Made {
             };
             attached.file = Some(std::mem::replace(&mut attached.device, device));
         }
+        if wanted.way == Way::Nbd {
+            // Of this driver's, the kernel reads the table of partitions when somebody opens it.
+            let _ = File::open(&attached.device);
+        }
         if wanted.udev && attached.device.starts_with("/dev") {
             host::settle(&attached.device)?;
         }
