@@ -330,11 +330,16 @@ fn a_daemon_that_ends_takes_what_it_serves_with_it() {
     need_root("devices of this host");
     let scratch = Scratch::new();
     let (base, image) = (scratch.sparse("base.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
-    let address = format!("unix:{}", text(&scratch.socket("qmp")));
+    let qmp = scratch.socket("qmp");
+    let address = format!("unix:{}", text(&qmp));
     let daemon = Serve::new(&scratch).arg(&base).args(["--qmp", &address]).start();
     let name = name("ended");
-    let options = ["attach", "--fuse", "--json", "--format", "raw", "--qmp", &address, "--name", &name];
-    let attached = Attached { said: weir(&options).arg(&image).json(), name };
+    let options = ["attach", "--fuse", "--json", "--format", "raw", "--name", &name];
+    // As it is seen from here, which is not where its keeper works.
+    let from = qmp.parent().expect("it has one");
+    let said = weir(&options).args(["--qmp", "unix:qmp"]).arg(&image).inside(from).json();
+    let attached = Attached { said, name };
+    assert_eq!(attached.said["qmp"], address.as_str());
     let device = attached.device();
     let made = sequence(&device);
     daemon.stop();

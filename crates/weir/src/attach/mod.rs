@@ -195,7 +195,7 @@ fn running_daemon(qmp: Option<Target>) -> Result<Option<String>, Failure> {
     let is_named = qmp.is_some();
     let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow!(said)))?;
     match Client::connect(&target) {
-        Ok(_) => Ok(Some(target.to_string())),
+        Ok(_) => Ok(Some(target.whole().context("the current directory")?.to_string())),
         Err(error) if is_named => Err(error.into()),
         Err(_) => Ok(None),
     }
