@@ -151,6 +151,10 @@ fn a_disk_is_mounted_until_it_is_unmounted() {
     let again = attach("mount", &image, &["--mount", text(&directory), "--read-only"]);
     assert_eq!(fs::read_to_string(directory.join("file")).expect("it is there"), "content");
     assert!(fs::write(directory.join("other"), "").is_err());
+    let inside = File::open(directory.join("file")).expect("it can be opened");
+    let us = format!("in use: open in {} ({})", comm(), std::process::id());
+    assert_says(&weir(&["detach", text(&directory)]).fails(), &[&us, "--force"]);
+    drop(inside);
     // By the directory, which is unmounted.
     weir(&["detach", text(&directory)]).succeeds();
     again.is_gone();
@@ -173,9 +177,27 @@ fn a_device_in_use_stays_and_its_users_are_named() {
     let mounted = format!("mounted at {}", directory.display());
     assert_says(&attached.detach().fails(), &["in use", &mounted]);
     assert!(is_mounted(&directory) && attached.place().exists());
-    unmount(&directory);
-    attached.detach().succeeds();
+    // Who names the directory wants it unmounted.
+    weir(&["detach", text(&directory)]).succeeds();
+    assert!(!is_mounted(&directory));
     attached.is_gone();
+}
+
+#[test]
+fn a_directory_may_be_named_by_a_link() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 64 * MIB);
+    make_file_system(&image);
+    let (directory, link) = (scratch.path("mnt"), scratch.path("link"));
+    fs::create_dir(&directory).expect("it can be made");
+    std::os::unix::fs::symlink(&directory, &link).expect("it can be made");
+    let attached = attach("link", &image, &["--mount", text(&link)]);
+    assert!(is_mounted(&directory));
+    unmount(&link);
+    attached.wait_until_gone();
+    let again = attach("link", &image, &["--mount", text(&link)]);
+    weir(&["detach", text(&link)]).succeeds();
+    again.is_gone();
 }
 
 fn comm() -> String {

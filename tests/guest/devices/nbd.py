@@ -289,7 +289,7 @@ class Nbd:
             contains("by ublk", parts["ublk"], "/dev/ublkb0"),
             contains("a second one", parts["ublk"], "lock"),
             contains("by NBD", parts["nbd"], "/dev/nbd"),
-            contains("while it is used", parts["nbd"], "busy"),
+            contains("while it is used", parts["nbd"], "in use: open in "),
         ]
 
     def recovered(self):

@@ -35,6 +35,7 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 pub(crate) use arguments::{ATTACH_EXAMPLES, AttachArgs, DETACH_EXAMPLES, DetachArgs};
 use console::{Failure, print, print_json, say};
+use daemon::users::Users;
 pub(crate) use detach::run as detach;
 pub(crate) use keeper::run as keep;
 use place::Place;
@@ -156,12 +157,6 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
     let AttachArgs { image, name, alone, qmp, mount, fstype, mount_options, udev, disk, .. } = &arguments;
     let usage = |text: String| Failure::Usage(anyhow!(text));
     let Some(image) = image else { return Err(usage("no IMAGE is named".to_owned())) };
-    let daemon = match alone {
-        true => None,
-        false => running_daemon(qmp.clone())?,
-    };
-    let (way, passed_over) = way::choose(arguments.way(), daemon.is_some())?;
-    passed_over.iter().for_each(|why| say(why));
     let name = match name {
         Some(name) => {
             place::check_name(name).map_err(|rule| usage(format!("--name {name}: {rule}")))?;
@@ -171,15 +166,19 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
     };
     let from = std::env::current_dir().context("the current directory")?;
     let mount = mount.as_ref().map(|directory| -> anyhow::Result<Mount> {
-        let options = mount_options.clone();
-        Ok(Mount { directory: absolute(directory)?, fstype: fstype.clone(), options })
+        // As the kernel will name it, by which it is found again.
+        let real = directory.canonicalize().ok().filter(|directory| directory.is_dir());
+        let real =
+            real.with_context(|| format!("{}: is no directory to mount at (make it)", directory.display()))?;
+        Ok(Mount { directory: real, fstype: fstype.clone(), options: mount_options.clone() })
     });
     let mount = mount.transpose()?;
-    if let Some(Mount { directory, .. }) = &mount
-        && !directory.is_dir()
-    {
-        return Err(anyhow!("{}: is no directory to mount at (make it)", directory.display()).into());
-    }
+    let daemon = match alone {
+        true => None,
+        false => running_daemon(qmp.clone())?,
+    };
+    let (way, passed_over) = way::choose(arguments.way(), daemon.is_some())?;
+    passed_over.iter().for_each(|why| say(why));
     say(&format!(
         "{name}: {}, {}",
         way.told(),
@@ -219,13 +218,20 @@ fn recover(json: bool) -> Result<(), Failure> {
     if failed { Err(Failure::Found(1)) } else { Ok(()) }
 }
 
-/// What is at work under this name, device, file or directory.
+/// What is at work under this name, device, file or directory. Where it is mounted at a directory
+/// of this name by somebody else, that is its mount.
 pub(crate) fn find(what: &Path) -> anyhow::Result<Option<(Place, Attached)>> {
     let whole = absolute(what)?;
+    let all = Place::all()?.into_iter().filter_map(|place| Some((place.attached()?, place)));
+    let mut all: Vec<_> = all.map(|(attached, place)| (place, attached)).collect();
     let is_meant = |attached: &Attached| {
         let paths = [Some(&attached.device), attached.file.as_ref(), attached.mount.as_ref()];
         what.as_os_str() == attached.name.as_str() || paths.into_iter().flatten().any(|path| *path == whole)
     };
-    let all = Place::all()?.into_iter().filter_map(|place| Some((place.attached()?, place)));
-    Ok(all.map(|(attached, place)| (place, attached)).find(|(_, attached)| is_meant(attached)))
+    if let Some(index) = all.iter().position(|(_, attached)| is_meant(attached)) {
+        return Ok(Some(all.swap_remove(index)));
+    }
+    let Ok(real) = what.canonicalize() else { return Ok(None) };
+    let mounted = all.into_iter().find(|(_, attached)| Users::of(&attached.device).mounts.contains(&real));
+    Ok(mounted.map(|(place, attached)| (place, Attached { mount: Some(real), ..attached })))
 }
