@@ -72,6 +72,12 @@ pub(crate) struct AttachArgs {
     /// Options of mount(8), separated by commas
     #[arg(short = 'o', long, value_name = "OPTIONS", requires = "mount")]
     pub(super) mount_options: Option<String>,
+    /// With the manners of mount(8), for `mount -t weir`
+    #[arg(long, hide = true, requires = "mount")]
+    pub(super) as_mount: bool,
+    /// What is done is told all the same
+    #[arg(long, hide = true, requires = "as_mount")]
+    pub(super) verbose: bool,
     /// Show what is attached
     #[arg(long, conflicts_with_all = ["image", "recover"])]
     pub(super) list: bool,

@@ -111,9 +111,25 @@ pub(crate) fn run(arguments: AttachArgs) -> Result<(), Failure> {
     if arguments.recover {
         return recover(arguments.json);
     }
-    let json = arguments.json;
-    let attached = attach(&wanted(arguments)?)?;
-    tell(&attached, json)
+    let (json, as_mount) = (arguments.json, arguments.as_mount);
+    let is_quiet = as_mount && !arguments.verbose;
+    let wanted = wanted(arguments)?;
+    if as_mount && is_mounted(&wanted)? {
+        return Ok(());
+    }
+    let attached = attach(&wanted)?;
+    if is_quiet { Ok(()) } else { tell(&attached, json) }
+}
+
+/// Whether this image is mounted there already.
+fn is_mounted(wanted: &Wanted) -> anyhow::Result<bool> {
+    let Some(Mount { directory, .. }) = &wanted.mount else { return Ok(false) };
+    let is_it = |attached: &Attached| {
+        attached.image == wanted.image
+            && attached.mount.as_ref() == Some(directory)
+            && Users::of(&attached.device).mounts.contains(directory)
+    };
+    Ok(Place::all()?.iter().filter_map(Place::attached).any(|attached| is_it(&attached)))
 }
 
 fn tell(attached: &Attached, json: bool) -> Result<(), Failure> {
@@ -155,6 +171,11 @@ pub(crate) fn attach(wanted: &Wanted) -> anyhow::Result<Attached> {
 /// What the command line comes to: the way is chosen here, and told.
 fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
     let AttachArgs { image, name, alone, qmp, mount, fstype, mount_options, udev, disk, .. } = &arguments;
+    let tell = |text: &str| {
+        if !arguments.as_mount || arguments.verbose {
+            say(text);
+        }
+    };
     let usage = |text: String| Failure::Usage(anyhow!(text));
     let Some(image) = image else { return Err(usage("no IMAGE is named".to_owned())) };
     let name = match name {
@@ -178,8 +199,8 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
         false => running_daemon(qmp.clone())?,
     };
     let (way, passed_over) = way::choose(arguments.way(), daemon.is_some())?;
-    passed_over.iter().for_each(|why| say(why));
-    say(&format!(
+    passed_over.iter().for_each(|why| tell(why));
+    tell(&format!(
         "{name}: {}, {}",
         way.told(),
         daemon.as_ref().map_or("by a process of its own".to_owned(), |at| format!("by the daemon at {at}"))
