@@ -146,7 +146,11 @@ fn a_disk_is_mounted_until_it_is_unmounted() {
     assert!(is_mounted(&directory));
     fs::write(directory.join("file"), "content").expect("it can be written to");
     unmount(&directory);
-    attached.wait_until_gone();
+    // At once, while the disk is still being detached.
+    let again = attach("mount", &image, &["--mount", text(&directory)]);
+    unmount(&directory);
+    again.wait_until_gone();
+    drop(attached);
 
     let again = attach("mount", &image, &["--mount", text(&directory), "--read-only"]);
     assert_eq!(fs::read_to_string(directory.join("file")).expect("it is there"), "content");

@@ -177,6 +177,10 @@ impl Made {
                     if self.until_written_back(attached) {
                         break;
                     }
+                    // Nobody is to wait for its end.
+                    if let Some((place, _)) = &self.kept {
+                        let _ = place.set_attached(&Attached { mount: None, ..attached.clone() });
+                    }
                 }
                 // The device has gone, or has been left for who comes next.
                 Event::Ended { orderly: true } if !self.is_left(attached) => break,

@@ -17,9 +17,13 @@ use std::{
     io::ErrorKind,
     os::unix::fs::{DirBuilderExt as _, MetadataExt as _},
     path::PathBuf,
+    sync::mpsc::channel,
+    thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, bail};
+use daemon::users::Users;
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
@@ -32,6 +36,10 @@ use super::{Attached, Wanted, host::Loop};
 
 /// As a node's name over QMP.
 const MAX_NAME: usize = 31;
+/// How often whoever waits for a keeper to end looks whether it still will.
+const LOOK: Duration = Duration::from_millis(100);
+/// How long it waits at most: longer than a keeper does for what was unmounted to be written back.
+const ENDING: Duration = Duration::from_secs(90);
 
 #[derive(Clone, Debug)]
 pub(crate) struct Place(PathBuf);
@@ -104,6 +112,9 @@ impl Place {
             };
             let number = file.metadata().map(|file| file.ino()).ok();
             let Some(kept) = place.lock(file, FlockArg::LockExclusiveNonblock)? else {
+                if place.await_end() {
+                    continue;
+                }
                 bail!(
                     "{}: is attached already (`weir attach --list` shows it; choose another --name)",
                     wanted.name
@@ -148,6 +159,35 @@ impl Place {
         match fs::File::open(self.file("lock")) {
             Ok(file) => self.lock(file, FlockArg::LockShared).map(drop),
             Err(_) => Ok(()),
+        }
+    }
+
+    /// Waits until nobody has it, where whoever does is about to leave. Whether that came to pass.
+    fn await_end(&self) -> bool {
+        let (place, (ended, end)) = (self.clone(), channel());
+        thread::spawn(move || {
+            let _ = place.wait();
+            let _ = ended.send(());
+        });
+        let began = Instant::now();
+        while self.is_ending() && began.elapsed() < ENDING {
+            if end.recv_timeout(LOOK).is_ok() {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Whether its keeper has begun to undo it, or will: what it had mounted is mounted no more.
+    fn is_ending(&self) -> bool {
+        match self.attached() {
+            // Perhaps in a namespace of its own.
+            Some(Attached { device, mount: Some(mount), .. }) => {
+                !Users::of(&device).with_processes().mounts.contains(&mount)
+            }
+            Some(_) => false,
+            // Or it is still at the beginning, and then it is soon known what becomes of it.
+            None => true,
         }
     }
 
