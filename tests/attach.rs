@@ -241,6 +241,13 @@ fn what_fails_leaves_nothing() {
         assert!(!place(&name).exists(), "{step}: something is left");
         assert!(!is_mounted(&directory));
     }
+    let full = File::options().write(true).open("/dev/full").expect("every Linux has it");
+    let unheard = name("unheard");
+    let mut asking = Command::new(WEIR);
+    asking.args(["attach", "--fuse", "--alone", "--name", &unheard, "--format", "raw"]).arg(&image);
+    let status = asking.stdout(full).status().expect("weir can be run");
+    assert_eq!(status.code(), Some(1));
+    assert!(!place(&unheard).exists(), "nobody was told of it");
     for bad in ["../x", "a b", ""] {
         let refused = command(bad, &image, &[]).run();
         assert_eq!(refused.code(), 2, "{bad:?}");
@@ -459,6 +466,15 @@ fn what_this_host_lacks_is_told() {
         if !there && !loadable.is_ok_and(|status| status.success()) {
             assert_says(&refused.fails(), &[&format!("modprobe {module}"), "CONFIG_BLK_DEV_"]);
         }
+    }
+    for (command, option) in [
+        (["--list", "--iops-total", "5"], "--iops-total"),
+        (["--list", "--name", "a"], "--name"),
+        (["--recover", "--qmp", "unix:/x"], "--qmp"),
+    ] {
+        let refused = weir(&["attach"]).args(command).run();
+        assert_eq!(refused.code(), 2);
+        assert_says(&refused.said(), &[option, command[0], "attaches none"]);
     }
     let unknown = weir(&["detach", "/dev/nothing"]).fails();
     assert_says(&unknown, &["/dev/nothing: nothing is attached under this name"]);

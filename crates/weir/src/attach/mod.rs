@@ -105,6 +105,9 @@ enum Outcome {
 }
 
 pub(crate) fn run(arguments: AttachArgs) -> Result<(), Failure> {
+    if arguments.list || arguments.recover {
+        arguments.check_without_image().map_err(|what| Failure::Usage(anyhow!(what)))?;
+    }
     if arguments.list {
         return list::run(arguments.json, arguments.qmp);
     }
@@ -118,7 +121,17 @@ pub(crate) fn run(arguments: AttachArgs) -> Result<(), Failure> {
         return Ok(());
     }
     let attached = attach(&wanted)?;
-    if is_quiet { Ok(()) } else { tell(&attached, json) }
+    if is_quiet {
+        return Ok(());
+    }
+    let told = tell(&attached, json);
+    if told.is_err()
+        && let Some((place, attached)) = find(Path::new(&attached.name))?
+    {
+        // Nobody knows of it.
+        let _ = detach::detach(&place, &attached, false);
+    }
+    told
 }
 
 /// Whether this image is mounted there already.
@@ -205,6 +218,11 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
         way.told(),
         daemon.as_ref().map_or("by a process of its own".to_owned(), |at| format!("by the daemon at {at}"))
     ));
+    if let (None, false, Some(group)) = (&daemon, *alone, disk.value("group")) {
+        say(&format!(
+            "{name}: no daemon runs here, so group {group} has this disk alone, and no limits but those named with it (name the daemon's socket with --qmp, or start it first)"
+        ));
+    }
     let image = image.clone().relative_to(&from).to_string();
     let options = disk.with_whole_paths();
     Ok(Wanted { name, image, options, way, number: None, daemon, mount, udev: *udev })
