@@ -11,7 +11,7 @@ const FSTAB_GENERATOR: &str = "/usr/lib/systemd/system-generators/systemd-fstab-
 /// As in docs/containers.md.
 const FSTAB: &str = "\
 /dev/ublkb7            /srv/db   ext4  x-systemd.requires=weir-attach@db.service    0 2
-/srv/images/vm1.qcow2  /mnt/vm1  weir  iops-total=2000,group=gold,noatime           0 0
+/srv/images/vm1.qcow2  /mnt/vm1  weir  iops-total=2000,noatime           0 0
 /srv/images/vm2.qcow2  /mnt/vm2  weir  noauto,x-systemd.automount                   0 0
 /mnt/nfs/vm3.qcow2     /mnt/vm3  weir  _netdev,nofail                               0 0
 ";
