@@ -122,6 +122,9 @@ fn what_is_written_to_the_device_is_in_the_image() {
     let attached = attach("device", &image, &["--iops-total", "100000"]);
     assert!(attached.device().starts_with("/dev"), "{}", attached.said);
     make_file_system(&attached.device());
+    let scanned = Path::new("/sys/block").join(attached.device().file_name().expect("it has one"));
+    let scanned = fs::read_to_string(scanned.join("loop/partscan")).expect("it is a loop device");
+    assert_eq!(scanned.trim(), "1", "the kernel looks for partitions");
     let listed = weir(&["attach", "--list", "--json"]).json();
     let row = listed.as_array().expect("a list").iter().find(|row| row["name"] == attached.name.as_str());
     let row = row.expect("it is listed");
@@ -143,11 +146,19 @@ fn a_disk_is_mounted_until_it_is_unmounted() {
     assert!(is_mounted(&directory));
     fs::write(directory.join("file"), "content").expect("it can be written to");
     unmount(&directory);
-    attached.wait_until_gone();
+    // At once, while the disk is still being detached.
+    let again = attach("mount", &image, &["--mount", text(&directory)]);
+    unmount(&directory);
+    again.wait_until_gone();
+    drop(attached);
 
     let again = attach("mount", &image, &["--mount", text(&directory), "--read-only"]);
     assert_eq!(fs::read_to_string(directory.join("file")).expect("it is there"), "content");
     assert!(fs::write(directory.join("other"), "").is_err());
+    let inside = File::open(directory.join("file")).expect("it can be opened");
+    let us = format!("in use: open in {} ({})", comm(), std::process::id());
+    assert_says(&weir(&["detach", text(&directory)]).fails(), &[&us, "--force"]);
+    drop(inside);
     // By the directory, which is unmounted.
     weir(&["detach", text(&directory)]).succeeds();
     again.is_gone();
@@ -170,9 +181,27 @@ fn a_device_in_use_stays_and_its_users_are_named() {
     let mounted = format!("mounted at {}", directory.display());
     assert_says(&attached.detach().fails(), &["in use", &mounted]);
     assert!(is_mounted(&directory) && attached.place().exists());
-    unmount(&directory);
-    attached.detach().succeeds();
+    // Who names the directory wants it unmounted.
+    weir(&["detach", text(&directory)]).succeeds();
+    assert!(!is_mounted(&directory));
     attached.is_gone();
+}
+
+#[test]
+fn a_directory_may_be_named_by_a_link() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 64 * MIB);
+    make_file_system(&image);
+    let (directory, link) = (scratch.path("mnt"), scratch.path("link"));
+    fs::create_dir(&directory).expect("it can be made");
+    std::os::unix::fs::symlink(&directory, &link).expect("it can be made");
+    let attached = attach("link", &image, &["--mount", text(&link)]);
+    assert!(is_mounted(&directory));
+    unmount(&link);
+    attached.wait_until_gone();
+    let again = attach("link", &image, &["--mount", text(&link)]);
+    weir(&["detach", text(&link)]).succeeds();
+    again.is_gone();
 }
 
 fn comm() -> String {
@@ -212,6 +241,13 @@ fn what_fails_leaves_nothing() {
         assert!(!place(&name).exists(), "{step}: something is left");
         assert!(!is_mounted(&directory));
     }
+    let full = File::options().write(true).open("/dev/full").expect("every Linux has it");
+    let unheard = name("unheard");
+    let mut asking = Command::new(WEIR);
+    asking.args(["attach", "--fuse", "--alone", "--name", &unheard, "--format", "raw"]).arg(&image);
+    let status = asking.stdout(full).status().expect("weir can be run");
+    assert_eq!(status.code(), Some(1));
+    assert!(!place(&unheard).exists(), "nobody was told of it");
     for bad in ["../x", "a b", ""] {
         let refused = command(bad, &image, &[]).run();
         assert_eq!(refused.code(), 2, "{bad:?}");
@@ -265,13 +301,23 @@ impl Attached {
     }
 }
 
+/// What the kernel has given to a loop device that is there, and to no other.
+fn sequence(device: &Path) -> String {
+    let name = device.file_name().expect("it has one");
+    let file = Path::new("/sys/block").join(name).join("diskseq");
+    fs::read_to_string(file).expect("the kernel numbers disks")
+}
+
 #[test]
 fn a_server_that_is_killed_takes_everything_with_it() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
     let attached = attach("killed", &image, &[]);
+    let device = attached.device();
+    let made = sequence(&device);
     kill(attached.server(), Signal::SIGKILL).expect("it runs");
     attached.wait_until_gone();
+    assert_ne!(sequence(&device), made, "{} is left", device.display());
     let again = attach("killed", &image, &[]);
     again.detach().succeeds();
     again.is_gone();
@@ -292,6 +338,46 @@ fn what_a_killed_keeper_leaves_is_taken_away() {
     assert_says(&again, &["the process that kept it was killed", "--recover"]);
     attached.detach().succeeds();
     attached.is_gone();
+}
+
+#[test]
+fn what_a_killed_keeper_and_its_server_leave_is_taken_away() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let attached = attach("both", &image, &[]);
+    let (device, server) = (attached.device(), attached.server());
+    let made = sequence(&device);
+    let keeper = attached.said["keeper"].as_i64().expect("it has one");
+    for process in [Pid::from_raw(keeper as i32), server] {
+        kill(process, Signal::SIGKILL).expect("it runs");
+    }
+    // As whoever watches the server does soon: then nobody sees what the device lies on.
+    Client::new("umount").args(["-l", text(&attached.place().join("disk"))]).run();
+    attached.detach().succeeds();
+    attached.is_gone();
+    assert_ne!(sequence(&device), made, "{} is left", device.display());
+}
+
+#[test]
+fn a_daemon_that_ends_takes_what_it_serves_with_it() {
+    need_root("devices of this host");
+    let scratch = Scratch::new();
+    let (base, image) = (scratch.sparse("base.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
+    let qmp = scratch.socket("qmp");
+    let address = format!("unix:{}", text(&qmp));
+    let daemon = Serve::new(&scratch).arg(&base).args(["--qmp", &address]).start();
+    let name = name("ended");
+    let options = ["attach", "--fuse", "--json", "--format", "raw", "--name", &name];
+    // As it is seen from here, which is not where its keeper works.
+    let from = qmp.parent().expect("it has one");
+    let said = weir(&options).args(["--qmp", "unix:qmp"]).arg(&image).inside(from).json();
+    let attached = Attached { said, name };
+    assert_eq!(attached.said["qmp"], address.as_str());
+    let device = attached.device();
+    let made = sequence(&device);
+    daemon.stop();
+    attached.wait_until_gone();
+    assert_ne!(sequence(&device), made, "{} is left", device.display());
 }
 
 #[test]
@@ -380,6 +466,15 @@ fn what_this_host_lacks_is_told() {
         if !there && !loadable.is_ok_and(|status| status.success()) {
             assert_says(&refused.fails(), &[&format!("modprobe {module}"), "CONFIG_BLK_DEV_"]);
         }
+    }
+    for (command, option) in [
+        (["--list", "--iops-total", "5"], "--iops-total"),
+        (["--list", "--name", "a"], "--name"),
+        (["--recover", "--qmp", "unix:/x"], "--qmp"),
+    ] {
+        let refused = weir(&["attach"]).args(command).run();
+        assert_eq!(refused.code(), 2);
+        assert_says(&refused.said(), &[option, command[0], "attaches none"]);
     }
     let unknown = weir(&["detach", "/dev/nothing"]).fails();
     assert_says(&unknown, &["/dev/nothing: nothing is attached under this name"]);

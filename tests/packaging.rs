@@ -3,7 +3,7 @@
 
 use std::{fs, os::unix::fs::symlink, path::Path, process};
 
-use crate::harness::{Client, MIB, Scratch, WEIR, need, need_root, text, weir};
+use crate::harness::{Client, MIB, Scratch, WEIR, assert_says, need, need_root, text, weir};
 
 /// Where Debian has it.
 const FSTAB_GENERATOR: &str = "/usr/lib/systemd/system-generators/systemd-fstab-generator";
@@ -11,7 +11,7 @@ const FSTAB_GENERATOR: &str = "/usr/lib/systemd/system-generators/systemd-fstab-
 /// As in docs/containers.md.
 const FSTAB: &str = "\
 /dev/ublkb7            /srv/db   ext4  x-systemd.requires=weir-attach@db.service    0 2
-/srv/images/vm1.qcow2  /mnt/vm1  weir  iops-total=2000,group=gold,noatime           0 0
+/srv/images/vm1.qcow2  /mnt/vm1  weir  iops-total=2000,noatime           0 0
 /srv/images/vm2.qcow2  /mnt/vm2  weir  noauto,x-systemd.automount                   0 0
 /mnt/nfs/vm3.qcow2     /mnt/vm3  weir  _netdev,nofail                               0 0
 ";
@@ -94,16 +94,21 @@ fn the_mount_helper_mounts_an_image() {
     let options = format!("rw,noatime,fuse,alone,format=raw,iops-total=100000,name=helper-{}", process::id());
     let mount = |flags: &str| {
         let words = [text(&helper), text(&image), text(&directory), flags, "-o", &options];
-        Client::new("env").arg("PATH=/usr/bin:/bin").args(words).succeeds()
+        let outcome = Client::new("env").arg("PATH=/usr/bin:/bin").args(words).run();
+        let said = outcome.said();
+        outcome.succeeded() + &said
     };
     mount("-f");
     assert!(options_of(&directory).is_none(), "it was to do nothing");
-    mount("-n");
+    assert_eq!(mount("-n"), "", "mount(8) says nothing where all is well");
+    assert_eq!(mount("-n"), "", "it is mounted there already");
     let mounted = options_of(&directory).expect("it is mounted");
     assert!(mounted.split(',').any(|option| option == "noatime"), "{mounted}");
     fs::write(directory.join("file"), "kept").unwrap();
     weir(&["detach", text(&directory)]).succeeds();
     assert!(options_of(&directory).is_none());
+    assert_says(&mount("-v"), &["by FUSE", "/dev/loop"]);
+    weir(&["detach", text(&directory)]).succeeds();
     let found = Client::new("debugfs").args(["-R", "cat /file", text(&image)]).succeeds();
     assert_eq!(found, "kept");
 }

@@ -54,7 +54,7 @@ Examples:
   docker volume create -d weir -o size=10G -o group=gold -o iops-total=2000 db
   docker run -v db:/var/lib/postgresql/data postgres
       A volume of 10 GiB, made once, and a container that has it.
-  podman volume create -d weir -o size=10G db
+  podman volume create --driver weir -o size=10G db
       The same with Podman; containers.conf(5) names the socket below [engine.volume_plugins].
 
 Options of a volume (-o KEY=VALUE):

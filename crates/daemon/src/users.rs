@@ -58,6 +58,44 @@ impl Users {
         Self::below(Path::new("/"), device)
     }
 
+    /// What keeps a mounted file system from being unmounted: mounts below its directory, and
+    /// other processes that work there, run something of it or have something of it open.
+    pub fn inside(directory: &Path) -> Self {
+        let mut users = Self::inside_below(Path::new("/"), directory);
+        users.processes.retain(|process| process.pid != std::process::id());
+        users
+    }
+
+    fn inside_below(root: &Path, directory: &Path) -> Self {
+        let mut users = Self { root: root.to_owned(), ..Self::default() };
+        let mounts = fs::read(root.join("proc/self/mountinfo")).unwrap_or_default();
+        let point = |line: &[u8]| line.split(|byte| *byte == b' ').nth(4).map(unescaped);
+        users.mounts = mounts.split(|byte| *byte == b'\n').filter_map(point).collect();
+        users.mounts.retain(|point| point != directory && point.starts_with(directory));
+        users.processes = users.processes_with(|process| {
+            let links = ["cwd", "root", "exe"].map(|name| process.join(name));
+            let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+            let mut links = links.into_iter().chain(open.map(|entry| entry.path()));
+            links.any(|link| fs::read_link(link).is_ok_and(|path| path.starts_with(directory)))
+        });
+        users
+    }
+
+    /// Those for whose directory in /proc it holds.
+    fn processes_with(&self, holds: impl Fn(&Path) -> bool) -> Vec<Process> {
+        let process = |directory: String| {
+            let pid = directory.parse().ok()?;
+            let process = self.root.join("proc").join(directory);
+            // They come and go, and other users' are not to be seen.
+            if !holds(&process) {
+                return None;
+            }
+            let name = fs::read_to_string(process.join("comm")).unwrap_or_default();
+            Some(Process { pid, name: name.trim_end().to_owned() })
+        };
+        names_in(&self.root.join("proc")).into_iter().filter_map(process).collect()
+    }
+
     /// The same where /proc and /sys are seen from `root`.
     fn below(root: &Path, device: &Path) -> Self {
         let mut users = Self { root: root.to_owned(), ..Self::default() };
@@ -269,6 +307,22 @@ mod tests {
         let users = users.with_processes();
         assert_eq!(users.to_string(), "mounted at /mnt/with space, /inside; held by dm-0; open in dd (12)");
         assert!(!users.is_empty());
+    }
+
+    #[test]
+    fn a_directory_is_used_from_inside() {
+        let host = host();
+        let process = host.path().join("proc/12");
+        let users = || Users::inside_below(host.path(), Path::new("/mnt")).to_string();
+        assert_eq!(users(), "mounted at /mnt/with space, /mnt/btrfs");
+        let users = || Users::inside_below(host.path(), Path::new("/mnt/btrfs")).to_string();
+        assert_eq!(users(), "");
+        symlink("/mnt/btrfs/work", process.join("cwd")).unwrap();
+        assert_eq!(users(), "open in dd (12)");
+        fs::remove_file(process.join("cwd")).unwrap();
+        symlink("/mnt/btrfs/file", process.join("fd/5")).unwrap();
+        assert_eq!(users(), "open in dd (12)");
+        assert_eq!(Users::inside_below(host.path(), Path::new("/mnt/btr")).to_string(), "");
     }
 
     #[test]

@@ -8,8 +8,11 @@
 //!   /srv/vm1.qcow2  /mnt/vm1  weir  iops-total=2000,group=gold,noatime  0 0
 //!
 //!   mount.weir /srv/vm1.qcow2 /mnt/vm1 -o rw,iops-total=2000,group=gold,noatime
-//!   weir attach --mount=/mnt/vm1 --iops-total=2000 --group=gold --mount-options=noatime -- …
+//!   weir attach --as-mount --mount=/mnt/vm1 --iops-total=2000 --group=gold --mount-options=noatime -- …
 //! ```
+//!
+//! `--as-mount` keeps the manners of mount(8): nothing is said where all is well, unless `-v` asks
+//! for it, and what is mounted there already stays, as `mount -a` is run again and again.
 
 use std::{ffi::OsString, path::Path};
 
@@ -17,8 +20,8 @@ use std::{ffi::OsString, path::Path};
 const NAME: &str = "mount.weir";
 /// Options of `attach` that a line of fstab may not have: what they ask for is said by the line
 /// itself, or would mount nothing.
-const NOT_IN_FSTAB: [&str; 8] =
-    ["help", "version", "mount", "mount-options", "json", "udev", "list", "recover"];
+const NOT_IN_FSTAB: [&str; 10] =
+    ["help", "version", "mount", "mount-options", "json", "udev", "list", "recover", "as-mount", "verbose"];
 /// Options that are for mount(8) and for systemd. Most never get here.
 const FOR_OTHERS: [&str; 12] = [
     "defaults", "rw", "auto", "noauto", "nofail", "_netdev", "user", "nouser", "users", "owner", "group",
@@ -40,7 +43,7 @@ pub(crate) fn as_attach(
     known: impl Fn(&str) -> bool,
 ) -> Result<Option<Vec<OsString>>, String> {
     let mut words = words.into_iter();
-    let (mut places, mut options, mut is_fake) = (Vec::new(), String::new(), false);
+    let (mut places, mut options, mut is_fake, mut is_verbose) = (Vec::new(), String::new(), false, false);
     while let Some(word) = words.next() {
         let mut value = || words.next().ok_or_else(|| format!("{}: has no value", word.to_string_lossy()));
         match word.to_str() {
@@ -56,6 +59,7 @@ pub(crate) fn as_attach(
                     return Err(format!("-{unknown}: is no option of a mount helper"));
                 }
                 is_fake |= flags.contains('f');
+                is_verbose |= flags.contains('v');
             }
             _ => places.push(word),
         }
@@ -70,7 +74,9 @@ pub(crate) fn as_attach(
     }
     let mut mount = OsString::from("--mount=");
     mount.push(directory);
-    let mut attach = vec![OsString::from("attach"), mount];
+    let mut attach = vec![OsString::from("attach"), "--as-mount".into()];
+    attach.extend(is_verbose.then(|| "--verbose".into()));
+    attach.push(mount);
     attach.extend(attach_options(&options, known).into_iter().map(OsString::from));
     attach.extend(["--".into(), image.clone()]);
     Ok(Some(attach))
@@ -106,7 +112,7 @@ mod tests {
     use super::*;
 
     fn known(name: &str) -> bool {
-        ["iops-total", "group", "read-only", "mount", "list", "fstype", "name"].contains(&name)
+        ["iops-total", "group", "read-only", "mount", "list", "fstype", "name", "verbose"].contains(&name)
     }
 
     fn read(line: &str) -> Result<Option<String>, String> {
@@ -121,18 +127,18 @@ mod tests {
 
     #[test]
     fn a_line_of_fstab_becomes_attach() {
-        becomes("/a.qcow2 /mnt", "attach --mount=/mnt -- /a.qcow2");
+        becomes("/a.qcow2 /mnt", "attach --as-mount --mount=/mnt -- /a.qcow2");
         becomes(
             "/a.qcow2 /mnt -o rw,iops-total=2000,group=gold,noatime,data=ordered",
-            "attach --mount=/mnt --iops-total=2000 --group=gold --mount-options=noatime,data=ordered -- /a.qcow2",
+            "attach --as-mount --mount=/mnt --iops-total=2000 --group=gold --mount-options=noatime,data=ordered -- /a.qcow2",
         );
         becomes(
             "/a /mnt -o ro,fstype=xfs",
-            "attach --mount=/mnt --read-only --fstype=xfs --mount-options=ro -- /a",
+            "attach --as-mount --mount=/mnt --read-only --fstype=xfs --mount-options=ro -- /a",
         );
         becomes(
             "-a /mnt -v -n -s -t weir -N /proc/1/ns/mnt".replacen("-a", "./-a", 1).as_str(),
-            "attach --mount=/mnt -- ./-a",
+            "attach --as-mount --verbose --mount=/mnt -- ./-a",
         );
     }
 
@@ -140,12 +146,12 @@ mod tests {
     fn what_is_for_others_is_left_to_them() {
         becomes(
             "/a /mnt -o defaults,noauto,nofail,_netdev,group,x-systemd.automount,comment=x,noatime",
-            "attach --mount=/mnt --mount-options=noatime -- /a",
+            "attach --as-mount --mount=/mnt --mount-options=noatime -- /a",
         );
         // A line of fstab cannot ask for something else than a mount.
         becomes(
-            "/a /mnt -o list,mount=/etc,o=x",
-            "attach --mount=/mnt --mount-options=list,mount=/etc,o=x -- /a",
+            "/a /mnt -o list,mount=/etc,o=x,verbose",
+            "attach --as-mount --mount=/mnt --mount-options=list,mount=/etc,o=x,verbose -- /a",
         );
     }
 

@@ -266,14 +266,30 @@ class Nbd:
                 rm -f /tmp/other
                 e2fsck -fn {DISK} && mkfs.ext4 -q {DISK}
             done
+            part partitions
+            table() {{
+                head -c 446 /dev/zero
+                # From sector 2048 on, of 2048 sectors, of Linux.
+                printf '\\0\\0\\0\\0\\203\\0\\0\\0\\0\\010\\0\\0\\0\\010\\0\\0'
+                head -c 48 /dev/zero
+                printf '\\125\\252'
+            }}
+            table | dd of={DISK} conv=notrunc 2>/dev/null
+            for way in ublk nbd; do
+                device=$(weir attach {DISK} -f raw --$way)
+                cat /sys/block/${{device#/dev/}}/${{device#/dev/}}p1/size
+                weir detach disk
+            done
         """)
+        partitions = parts["partitions"].split()
         return [
+            fact("partitions", partitions == ["2048"] * 2, partitions, "one of 2048 sectors, by both"),
             contains("what it takes", parts["first"], "/dev/ublkb0"),
             contains("what it says", parts["first"], "a block device by ublk"),
             contains("by ublk", parts["ublk"], "/dev/ublkb0"),
             contains("a second one", parts["ublk"], "lock"),
             contains("by NBD", parts["nbd"], "/dev/nbd"),
-            contains("while it is used", parts["nbd"], "busy"),
+            contains("while it is used", parts["nbd"], "in use: open in "),
         ]
 
     def recovered(self):

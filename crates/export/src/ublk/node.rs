@@ -40,7 +40,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 pub enum Refused {
     /// Not in the kernel, or not loaded.
     #[error(
-        "this kernel has no ublk driver (`modprobe ublk_drv`; it is in Linux from 6.0 on, where that is built with CONFIG_BLK_DEV_UBLK)"
+        "this kernel has no ublk driver (`modprobe ublk_drv`; where there is no such module, the kernel lacks CONFIG_BLK_DEV_UBLK)"
     )]
     NoDriver,
     /// Not for this user.

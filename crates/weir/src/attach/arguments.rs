@@ -72,6 +72,12 @@ pub(crate) struct AttachArgs {
     /// Options of mount(8), separated by commas
     #[arg(short = 'o', long, value_name = "OPTIONS", requires = "mount")]
     pub(super) mount_options: Option<String>,
+    /// With the manners of mount(8), for `mount -t weir`
+    #[arg(long, hide = true, requires = "mount")]
+    pub(super) as_mount: bool,
+    /// What is done is told all the same
+    #[arg(long, hide = true, requires = "as_mount")]
+    pub(super) verbose: bool,
     /// Show what is attached
     #[arg(long, conflicts_with_all = ["image", "recover"])]
     pub(super) list: bool,
@@ -87,6 +93,32 @@ pub(crate) struct AttachArgs {
 }
 
 impl AttachArgs {
+    /// `--list` and `--recover` are about all that is attached.
+    ///
+    /// # Errors
+    /// What else was named.
+    pub(super) fn check_without_image(&self) -> Result<(), String> {
+        let what = if self.list { "--list" } else { "--recover" };
+        let named = [
+            (self.name.is_some(), "--name"),
+            (self.ublk, "--ublk"),
+            (self.nbd, "--nbd"),
+            (self.fuse, "--fuse"),
+            (self.alone, "--alone"),
+            (self.udev, "--udev"),
+            (self.mount.is_some(), "--mount"),
+            (self.recover && self.qmp.is_some(), "--qmp"),
+        ];
+        let named = named.into_iter().filter_map(|(is_named, option)| is_named.then(|| option.to_owned()));
+        let of_disk = self.disk.0.iter().map(|(name, _)| format!("--{name}"));
+        match named.chain(of_disk).next() {
+            None => Ok(()),
+            Some(option) => Err(format!(
+                "{option}: is about a disk to be attached, and {what} attaches none (leave one of them out)"
+            )),
+        }
+    }
+
     /// The one that was asked for.
     pub(super) fn way(&self) -> Option<Way> {
         let asked = [(self.ublk, Way::Ublk), (self.nbd, Way::Nbd), (self.fuse, Way::Fuse)];
@@ -146,6 +178,11 @@ impl DiskOptions {
             if plain.get_short() == Some('o') { plain.short(Resettable::Reset) } else { plain }
         };
         serve.get_arguments().filter(is_of_disk).map(plain).collect()
+    }
+
+    /// Of an option that was named.
+    pub(super) fn value(&self, option: &str) -> Option<&str> {
+        self.0.iter().find(|(name, _)| name == option)?.1.as_deref()
     }
 
     pub(super) fn with_whole_paths(&self) -> Vec<(String, Option<String>)> {

@@ -2,13 +2,16 @@
 
 use std::path::{Path, PathBuf, absolute};
 
-use anyhow::{anyhow, bail};
+use anyhow::anyhow;
 use console::{Failure, say};
 use daemon::users::Users;
 use serde_json::json;
 
 use super::{Attached, DetachArgs, find, host, keeper, lasting::lasting_users, place::Place, server};
 use crate::client::{Client, Target};
+
+/// What to do about users.
+const IN_USE: &str = "end that, or detach it with --force: what is not written yet is lost";
 
 pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
     let DetachArgs { what, all, force, qmp } = arguments;
@@ -49,16 +52,11 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
     let mount = mount.as_ref().filter(|directory| Users::of(device).mounts.contains(directory));
     let check = |except: Option<&PathBuf>| match lasting_users(device, except) {
         users if users.is_empty() || force => Ok(()),
-        users => Err(anyhow!(
-            "in use: {users} (end that, or detach it with --force: what is not written yet is lost)"
-        )),
+        users => Err(anyhow!("in use: {users} ({IN_USE})")),
     };
     check(mount)?;
     if let Some(directory) = mount {
-        let unmounted = host::unmount(directory);
-        if let (Err(error), false) = (unmounted, force) {
-            bail!("{error:#} (`fuser -vm {}` names who is in it)", directory.display());
-        }
+        unmount(directory, force)?;
         // Whoever has a copy of the mount, in a namespace of its own, writes through it still.
         check(None)?;
     }
@@ -71,21 +69,42 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
     place.wait()
 }
 
+/// With `force`, it stays mounted if it has to.
+fn unmount(directory: &Path, force: bool) -> anyhow::Result<()> {
+    match host::unmount(directory) {
+        Err(_) if force => Ok(()),
+        Err(error) => match Users::inside(directory) {
+            users if users.is_empty() => Err(error),
+            users => Err(anyhow!("in use: {users} ({IN_USE})")),
+        },
+        Ok(()) => Ok(()),
+    }
+}
+
 /// Of a device that `weir serve` made itself, which nobody keeps.
 fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
     let unknown = || anyhow!("nothing is attached under this name (`weir attach --list` shows what is)");
     let target = Target::choose(qmp).map_err(anyhow::Error::msg)?;
     let Ok(mut client) = Client::connect(&target) else { return Err(unknown()) };
     let (_, report) = client.status()?;
-    let whole = absolute(what)?;
+    let (whole, real) = (absolute(what)?, what.canonicalize());
     let is_meant = |device: &str| Path::new(device) == whole;
+    let is_real = |point: &String| real.as_ref().is_ok_and(|real| Path::new(point) == real);
     let export = report.exports.into_iter().find(|export| {
         let named = export.id.as_str() == what.as_os_str() && export.device.is_some();
-        named || export.device.as_deref().is_some_and(is_meant)
+        named || export.device.as_deref().is_some_and(is_meant) || export.mounts.iter().any(is_real)
     });
     let export = export.ok_or_else(unknown)?;
+    if export.mounts.iter().any(is_real) {
+        unmount(&whole, force)?;
+    }
     let watch = Client::connect(&target)?;
     let mode = if force { "hard" } else { "safe" };
-    client.execute("block-export-del", json!({ "id": export.id, "mode": mode }))?;
+    let removed = client.execute("block-export-del", json!({ "id": export.id, "mode": mode }));
+    // What the socket's clients are told to do, in the words of this command.
+    removed.map_err(|error| match error.to_string().split_once(" (use mode 'hard'") {
+        Some((users, _)) => anyhow!("{users} ({IN_USE})"),
+        None => error.into(),
+    })?;
     Ok(watch.await_export_end(&export.id)?)
 }

@@ -13,6 +13,7 @@ use std::{
 use anyhow::{Context as _, anyhow, bail, ensure};
 use daemon::users::Users;
 use nix::unistd::Uid;
+use serde::{Deserialize, Serialize};
 
 use super::Mount;
 
@@ -46,12 +47,34 @@ pub(super) fn may_make_loops() -> bool {
     Uid::effective().is_root() && (Path::new("/dev/loop-control").exists() || load_module("loop"))
 }
 
-/// A loop device over a file. Past the page cache where the file allows it: it would hold the
-/// data a second time.
+/// A loop device that was made: a name, which another may have later, and the number that the
+/// kernel gives to what is behind a name, and to nothing else until the next boot (`diskseq`, from
+/// Linux 5.15 on).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Loop {
+    name: String,
+    sequence: String,
+}
+
+impl Loop {
+    /// What has this name now.
+    pub(super) fn of(device: &Path) -> Option<Self> {
+        let name = device.file_name()?.to_str()?.to_owned();
+        let sequence = fs::read_to_string(format!("/sys/block/{name}/diskseq")).ok()?;
+        Some(Self { name, sequence })
+    }
+
+    fn is_there(&self) -> bool {
+        Self::of(Path::new(&self.name)).as_ref() == Some(self)
+    }
+}
+
+/// A loop device over a file, and devices of its partitions. Past the page cache where the file
+/// allows it: it would hold the data a second time.
 pub(super) fn make_loop(file: &Path, read_only: bool) -> anyhow::Result<PathBuf> {
     let file = file.to_str().context("the file's path is not UTF-8")?;
     let make = |direct: &str| {
-        let mut arguments = vec!["--find", "--show", direct];
+        let mut arguments = vec!["--find", "--show", "--partscan", direct];
         if read_only {
             arguments.push("--read-only");
         }
@@ -62,12 +85,18 @@ pub(super) fn make_loop(file: &Path, read_only: bool) -> anyhow::Result<PathBuf>
     Ok(PathBuf::from(made))
 }
 
-/// Removes the loop devices over a file. One that was removed already may be somebody else's by
-/// now, so whoever else removes them waits meanwhile: see [`Place::changing_loops`].
+/// Removes the loop devices over a file, and the one that was made over it, which a file that was
+/// unmounted below it shows as one over nothing. One that was removed already may be somebody
+/// else's by now, so whoever else removes them waits meanwhile: see [`Place::changing_loops`].
 ///
 /// [`Place::changing_loops`]: super::place::Place::changing_loops
-pub(super) fn remove_loops(file: &Path) {
-    for name in Users::of(file).holders.iter().filter(|name| name.starts_with("loop")) {
+pub(super) fn remove_loops(file: &Path, made: Option<&Loop>) {
+    let mut names = Users::of(file).holders;
+    names.retain(|name| name.starts_with("loop"));
+    names.extend(
+        made.filter(|made| made.is_there() && !names.contains(&made.name)).map(|made| made.name.clone()),
+    );
+    for name in names {
         // With its last user it goes by itself.
         let is_going = fs::read(format!("/sys/block/{name}/loop/autoclear")).is_ok_and(|flag| flag == b"1\n");
         if !is_going {

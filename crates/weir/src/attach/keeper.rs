@@ -120,9 +120,13 @@ impl Made {
         if wanted.way == Way::Fuse && host::may_make_loops() {
             let device = match before.filter(|_| is_served) {
                 Some(before) => before.device,
-                None => host::make_loop(&attached.device, wanted.is_read_only())?,
+                None => Self::make_loop(&place, &attached.device, wanted.is_read_only())?,
             };
             attached.file = Some(std::mem::replace(&mut attached.device, device));
+        }
+        if wanted.way == Way::Nbd {
+            // Of this driver's, the kernel reads the table of partitions when somebody opens it.
+            let _ = File::open(&attached.device);
         }
         if wanted.udev && attached.device.starts_with("/dev") {
             host::settle(&attached.device)?;
@@ -139,6 +143,15 @@ impl Made {
         place.set_attached(&attached)?;
         self.server = Some(attached.clone());
         Ok(attached)
+    }
+
+    /// A loop device, and a note of which one it is.
+    fn make_loop(place: &Place, file: &Path, read_only: bool) -> anyhow::Result<PathBuf> {
+        let device = host::make_loop(file, read_only)?;
+        if let Some(made) = host::Loop::of(&device) {
+            place.set_made_loop(&made)?;
+        }
+        Ok(device)
     }
 
     fn serve(&mut self, wanted: &Wanted, place: &Place) -> anyhow::Result<()> {
@@ -163,6 +176,10 @@ impl Made {
                     self.mounted = None;
                     if self.until_written_back(attached) {
                         break;
+                    }
+                    // Nobody is to wait for its end.
+                    if let Some((place, _)) = &self.kept {
+                        let _ = place.set_attached(&Attached { mount: None, ..attached.clone() });
                     }
                 }
                 // The device has gone, or has been left for who comes next.
@@ -226,7 +243,7 @@ impl Made {
 /// Removes the loop device over what FUSE serves, if there is one; one process at a time.
 pub(super) fn remove_loops(place: &Place) {
     let changing = place.changing_loops();
-    host::remove_loops(&server::fuse_file(place));
+    host::remove_loops(&server::fuse_file(place), place.made_loop().as_ref());
     drop(changing);
 }
 

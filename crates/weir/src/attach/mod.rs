@@ -35,6 +35,7 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 pub(crate) use arguments::{ATTACH_EXAMPLES, AttachArgs, DETACH_EXAMPLES, DetachArgs};
 use console::{Failure, print, print_json, say};
+use daemon::users::Users;
 pub(crate) use detach::run as detach;
 pub(crate) use keeper::run as keep;
 use place::Place;
@@ -104,15 +105,44 @@ enum Outcome {
 }
 
 pub(crate) fn run(arguments: AttachArgs) -> Result<(), Failure> {
+    if arguments.list || arguments.recover {
+        arguments.check_without_image().map_err(|what| Failure::Usage(anyhow!(what)))?;
+    }
     if arguments.list {
         return list::run(arguments.json, arguments.qmp);
     }
     if arguments.recover {
         return recover(arguments.json);
     }
-    let json = arguments.json;
-    let attached = attach(&wanted(arguments)?)?;
-    tell(&attached, json)
+    let (json, as_mount) = (arguments.json, arguments.as_mount);
+    let is_quiet = as_mount && !arguments.verbose;
+    let wanted = wanted(arguments)?;
+    if as_mount && is_mounted(&wanted)? {
+        return Ok(());
+    }
+    let attached = attach(&wanted)?;
+    if is_quiet {
+        return Ok(());
+    }
+    let told = tell(&attached, json);
+    if told.is_err()
+        && let Some((place, attached)) = find(Path::new(&attached.name))?
+    {
+        // Nobody knows of it.
+        let _ = detach::detach(&place, &attached, false);
+    }
+    told
+}
+
+/// Whether this image is mounted there already.
+fn is_mounted(wanted: &Wanted) -> anyhow::Result<bool> {
+    let Some(Mount { directory, .. }) = &wanted.mount else { return Ok(false) };
+    let is_it = |attached: &Attached| {
+        attached.image == wanted.image
+            && attached.mount.as_ref() == Some(directory)
+            && Users::of(&attached.device).mounts.contains(directory)
+    };
+    Ok(Place::all()?.iter().filter_map(Place::attached).any(|attached| is_it(&attached)))
 }
 
 fn tell(attached: &Attached, json: bool) -> Result<(), Failure> {
@@ -154,14 +184,13 @@ pub(crate) fn attach(wanted: &Wanted) -> anyhow::Result<Attached> {
 /// What the command line comes to: the way is chosen here, and told.
 fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
     let AttachArgs { image, name, alone, qmp, mount, fstype, mount_options, udev, disk, .. } = &arguments;
+    let tell = |text: &str| {
+        if !arguments.as_mount || arguments.verbose {
+            say(text);
+        }
+    };
     let usage = |text: String| Failure::Usage(anyhow!(text));
     let Some(image) = image else { return Err(usage("no IMAGE is named".to_owned())) };
-    let daemon = match alone {
-        true => None,
-        false => running_daemon(qmp.clone())?,
-    };
-    let (way, passed_over) = way::choose(arguments.way(), daemon.is_some())?;
-    passed_over.iter().for_each(|why| say(why));
     let name = match name {
         Some(name) => {
             place::check_name(name).map_err(|rule| usage(format!("--name {name}: {rule}")))?;
@@ -171,20 +200,29 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
     };
     let from = std::env::current_dir().context("the current directory")?;
     let mount = mount.as_ref().map(|directory| -> anyhow::Result<Mount> {
-        let options = mount_options.clone();
-        Ok(Mount { directory: absolute(directory)?, fstype: fstype.clone(), options })
+        // As the kernel will name it, by which it is found again.
+        let real = directory.canonicalize().ok().filter(|directory| directory.is_dir());
+        let real =
+            real.with_context(|| format!("{}: is no directory to mount at (make it)", directory.display()))?;
+        Ok(Mount { directory: real, fstype: fstype.clone(), options: mount_options.clone() })
     });
     let mount = mount.transpose()?;
-    if let Some(Mount { directory, .. }) = &mount
-        && !directory.is_dir()
-    {
-        return Err(anyhow!("{}: is no directory to mount at (make it)", directory.display()).into());
-    }
-    say(&format!(
+    let daemon = match alone {
+        true => None,
+        false => running_daemon(qmp.clone())?,
+    };
+    let (way, passed_over) = way::choose(arguments.way(), daemon.is_some())?;
+    passed_over.iter().for_each(|why| tell(why));
+    tell(&format!(
         "{name}: {}, {}",
         way.told(),
         daemon.as_ref().map_or("by a process of its own".to_owned(), |at| format!("by the daemon at {at}"))
     ));
+    if let (None, false, Some(group)) = (&daemon, *alone, disk.value("group")) {
+        say(&format!(
+            "{name}: no daemon runs here, so group {group} has this disk alone, and no limits but those named with it (name the daemon's socket with --qmp, or start it first)"
+        ));
+    }
     let image = image.clone().relative_to(&from).to_string();
     let options = disk.with_whole_paths();
     Ok(Wanted { name, image, options, way, number: None, daemon, mount, udev: *udev })
@@ -195,7 +233,7 @@ fn running_daemon(qmp: Option<Target>) -> Result<Option<String>, Failure> {
     let is_named = qmp.is_some();
     let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow!(said)))?;
     match Client::connect(&target) {
-        Ok(_) => Ok(Some(target.to_string())),
+        Ok(_) => Ok(Some(target.whole().context("the current directory")?.to_string())),
         Err(error) if is_named => Err(error.into()),
         Err(_) => Ok(None),
     }
@@ -219,13 +257,20 @@ fn recover(json: bool) -> Result<(), Failure> {
     if failed { Err(Failure::Found(1)) } else { Ok(()) }
 }
 
-/// What is at work under this name, device, file or directory.
+/// What is at work under this name, device, file or directory. Where it is mounted at a directory
+/// of this name by somebody else, that is its mount.
 pub(crate) fn find(what: &Path) -> anyhow::Result<Option<(Place, Attached)>> {
     let whole = absolute(what)?;
+    let all = Place::all()?.into_iter().filter_map(|place| Some((place.attached()?, place)));
+    let mut all: Vec<_> = all.map(|(attached, place)| (place, attached)).collect();
     let is_meant = |attached: &Attached| {
         let paths = [Some(&attached.device), attached.file.as_ref(), attached.mount.as_ref()];
         what.as_os_str() == attached.name.as_str() || paths.into_iter().flatten().any(|path| *path == whole)
     };
-    let all = Place::all()?.into_iter().filter_map(|place| Some((place.attached()?, place)));
-    Ok(all.map(|(attached, place)| (place, attached)).find(|(_, attached)| is_meant(attached)))
+    if let Some(index) = all.iter().position(|(_, attached)| is_meant(attached)) {
+        return Ok(Some(all.swap_remove(index)));
+    }
+    let Ok(real) = what.canonicalize() else { return Ok(None) };
+    let mounted = all.into_iter().find(|(_, attached)| Users::of(&attached.device).mounts.contains(&real));
+    Ok(mounted.map(|(place, attached)| (place, Attached { mount: Some(real), ..attached })))
 }

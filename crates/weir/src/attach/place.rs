@@ -5,6 +5,7 @@
 //!   wanted.json     what it was asked for, from the start
 //!   attached.json   what it has made, once all of it is there
 //!   loop            held while its loop device is removed
+//!   loop.json       which loop device was made
 //!   qmp, notify     sockets of a server of its own      log   what that said
 //!   disk            what FUSE puts the disk in place of
 //! ```
@@ -16,9 +17,13 @@ use std::{
     io::ErrorKind,
     os::unix::fs::{DirBuilderExt as _, MetadataExt as _},
     path::PathBuf,
+    sync::mpsc::channel,
+    thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, bail};
+use daemon::users::Users;
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
@@ -27,10 +32,14 @@ use nix::{
 use serde::{Serialize, de::DeserializeOwned};
 use settings::Image;
 
-use super::{Attached, Wanted};
+use super::{Attached, Wanted, host::Loop};
 
 /// As a node's name over QMP.
 const MAX_NAME: usize = 31;
+/// How often whoever waits for a keeper to end looks whether it still will.
+const LOOK: Duration = Duration::from_millis(100);
+/// How long it waits at most: longer than a keeper does for what was unmounted to be written back.
+const ENDING: Duration = Duration::from_secs(90);
 
 #[derive(Clone, Debug)]
 pub(crate) struct Place(PathBuf);
@@ -103,6 +112,9 @@ impl Place {
             };
             let number = file.metadata().map(|file| file.ino()).ok();
             let Some(kept) = place.lock(file, FlockArg::LockExclusiveNonblock)? else {
+                if place.await_end() {
+                    continue;
+                }
                 bail!(
                     "{}: is attached already (`weir attach --list` shows it; choose another --name)",
                     wanted.name
@@ -150,6 +162,35 @@ impl Place {
         }
     }
 
+    /// Waits until nobody has it, where whoever does is about to leave. Whether that came to pass.
+    fn await_end(&self) -> bool {
+        let (place, (ended, end)) = (self.clone(), channel());
+        thread::spawn(move || {
+            let _ = place.wait();
+            let _ = ended.send(());
+        });
+        let began = Instant::now();
+        while self.is_ending() && began.elapsed() < ENDING {
+            if end.recv_timeout(LOOK).is_ok() {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Whether its keeper has begun to undo it, or will: what it had mounted is mounted no more.
+    fn is_ending(&self) -> bool {
+        match self.attached() {
+            // Perhaps in a namespace of its own.
+            Some(Attached { device, mount: Some(mount), .. }) => {
+                !Users::of(&device).with_processes().mounts.contains(&mount)
+            }
+            Some(_) => false,
+            // Or it is still at the beginning, and then it is soon known what becomes of it.
+            None => true,
+        }
+    }
+
     /// Until it is dropped, nobody else removes loop devices of this place. `None` where the place
     /// is gone, and they with it.
     pub(super) fn changing_loops(&self) -> Option<Kept> {
@@ -171,6 +212,14 @@ impl Place {
 
     pub(super) fn set_attached(&self, attached: &Attached) -> anyhow::Result<()> {
         self.write("attached.json", attached)
+    }
+
+    pub(super) fn made_loop(&self) -> Option<Loop> {
+        self.read("loop.json")
+    }
+
+    pub(super) fn set_made_loop(&self, made: &Loop) -> anyhow::Result<()> {
+        self.write("loop.json", made)
     }
 
     fn read<T: DeserializeOwned>(&self, name: &str) -> Option<T> {

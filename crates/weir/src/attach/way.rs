@@ -26,6 +26,9 @@ impl Way {
             Self::Ublk => "a block device by ublk",
             Self::Nbd => "a block device by the kernel's NBD client",
             Self::Fuse if host::may_make_loops() => "a loop device over a file by FUSE",
+            Self::Fuse if Uid::effective().is_root() => {
+                "a file by FUSE, without a loop device, as there is no /dev/loop-control (`modprobe loop`; in a container, pass the devices in)"
+            }
             Self::Fuse => "a file by FUSE, without a loop device, which only root may make",
         }
     }

@@ -18,7 +18,7 @@ use std::{
     fmt,
     io::{self, BufRead as _, BufReader, Read as _, Write as _},
     os::unix::net::UnixStream,
-    path::{Path, PathBuf},
+    path::{Path, PathBuf, absolute},
     time::Duration,
 };
 
@@ -71,6 +71,11 @@ impl Target {
 
     pub(crate) fn path(&self) -> &Path {
         &self.0
+    }
+
+    /// The same for a process that works in another directory.
+    pub(crate) fn whole(&self) -> io::Result<Self> {
+        absolute(&self.0).map(Self)
     }
 
     fn unreachable(&self, why: &io::Error) -> Error {
