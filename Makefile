@@ -24,7 +24,7 @@ test-unit test-e2e: export PROPTEST_RNG_SEED ?= 1
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build test test-unit test-e2e bench bench-decisions bench-runtimes fuzz miri soak doc lint audit fmt deps clean
+.PHONY: help demo build install uninstall deb test test-unit test-e2e bench bench-decisions bench-runtimes fuzz miri soak doc lint audit fmt deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,18 @@ demo: ## serve a disk under a limit with a burst and watch it hold (about 30 s a
 build: ## build the program, optimised: target/release/weir, and weir.debug with its line tables
 	@scripts/deps build
 	$(RELEASE)
+
+PREFIX ?= /usr/local
+install: ## install what `make build` has made: PREFIX=/usr/local, DESTDIR for a tree to be packed
+	@scripts/install "$(TARGET)/release/weir" --prefix "$(PREFIX)" --destdir "$(DESTDIR)"
+
+uninstall: ## remove it again; a config file that was changed stays
+	@scripts/install "$(DESTDIR)$(PREFIX)/bin/weir" --prefix "$(PREFIX)" --destdir "$(DESTDIR)" --uninstall
+
+deb: ## make a Debian package: target/deb/weir_VERSION_ARCH.deb; CARGO="cargo auditable" lists the crates in the program
+	@scripts/deps build packages
+	$(RELEASE)
+	@scripts/deb "$(TARGET)/release/weir" "$(TARGET)/deb"
 
 # Each of these names all crates. For some of them alone cargo would choose other features of what
 # they share, and build twenty dependencies and the data path twice.
@@ -51,9 +63,10 @@ test-unit: ## tests in virtual time, and those of one crate: units, properties, 
 # The guests and the bench take the program that the tests have made and run: `cargo build` would
 # make another, with other features of its dependencies, for minutes.
 test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel, its disks and its cgroups, every row of the bench
-	@scripts/deps build clients browser containers guest
+	@scripts/deps build clients browser containers guest packages
 	@scripts/python-clients
 	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
+	tests/package/run "$(TARGET)/debug/weir"
 	tests/guest/against-weir "$(TARGET)/debug/weir"
 	tests/guest/virtual-machines "$(TARGET)/debug/weir"
 	tests/guest/block-devices "$(TARGET)/debug/weir"
@@ -116,7 +129,7 @@ fmt: ## format the sources
 	$(CARGO) fmt --all
 
 deps: ## install, or name, every Debian package that some target needs
-	@scripts/deps build clients browser containers guest
+	@scripts/deps build clients browser containers guest packages
 
 clean: ## remove what was built and measured, the guest's kernel included
 	$(CARGO) clean

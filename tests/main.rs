@@ -64,6 +64,7 @@ mod report;
 mod simulate;
 mod startup;
 mod stopping;
+mod systemd;
 mod tls;
 mod tune;
 mod wire;

@@ -1,9 +1,18 @@
-//! What is shipped beside the program: units of systemd, and the lines of fstab that the documents
-//! have, as systemd itself reads them.
+//! What is shipped beside the program: what `make install` puts where, manual pages, completions,
+//! units of systemd, and the lines of fstab that the documents have, each as those read it that it
+//! is for.
+//!
+//! The Debian package has a test of its own, `tests/package`.
 
-use std::{fs, os::unix::fs::symlink, path::Path, process};
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    process,
+};
 
-use crate::harness::{Client, MIB, Scratch, WEIR, assert_says, need, need_root, text, weir};
+use crate::harness::{Client, MIB, Scratch, Serve, WEIR, assert_says, need, need_root, text, weir};
 
 /// Where Debian has it.
 const FSTAB_GENERATOR: &str = "/usr/lib/systemd/system-generators/systemd-fstab-generator";
@@ -16,25 +25,45 @@ const FSTAB: &str = "\
 /mnt/nfs/vm3.qcow2     /mnt/vm3  weir  _netdev,nofail                               0 0
 ";
 
-/// The units as they would be installed, but for the program's place, and mounts made of `FSTAB`.
+/// Where the units are that [`installed`] has.
+const UNITS: &str = "usr/lib/systemd/system";
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// `scripts/install`, with everything below a directory.
+fn install(below: &Path, options: &[&str]) -> Client {
+    Client::new(text(&repository().join("scripts/install")))
+        .args([WEIR, "--destdir", text(below)])
+        .args(options)
+}
+
+/// What is installed, and mounts made of `FSTAB`. In units the program's place is where it is.
 fn installed() -> Scratch {
     let scratch = Scratch::new();
-    let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/systemd");
-    for entry in fs::read_dir(shipped).expect("units are shipped") {
-        let path = entry.expect("it can be read").path();
+    install(&scratch.path(""), &["--prefix", "/usr"]).succeeds();
+    let units = scratch.path(UNITS);
+    for path in files_below(&units).iter().map(|path| units.join(path)).filter(|path| !path.is_symlink()) {
         let unit = fs::read_to_string(&path).expect("a unit is a text").replace("/usr/bin/weir", WEIR);
-        scratch.file(text(Path::new(path.file_name().expect("it is a file"))), unit);
+        fs::write(&path, unit).expect("the directory is ours");
     }
-    let (fstab, units) = (scratch.file("fstab", FSTAB), text(&scratch.path("")).to_owned());
+    let (fstab, units) = (scratch.file("fstab", FSTAB), text(&units));
     let variable = format!("SYSTEMD_FSTAB={}", text(&fstab));
-    Client::new("env").args([&variable, FSTAB_GENERATOR, &units, &units, &units]).succeeds();
+    Client::new("env").args([&variable, FSTAB_GENERATOR, units, units, units]).succeeds();
     scratch
+}
+
+/// All that is no directory, as paths below `directory`.
+fn files_below(directory: &Path) -> BTreeSet<PathBuf> {
+    let found = Client::new("find").args([text(directory), "!", "-type", "d", "-printf", "%P\n"]).succeeds();
+    found.lines().map(PathBuf::from).collect()
 }
 
 /// What systemd complains of in a unit and in all that it brings along.
 fn complaints(scratch: &Scratch, unit: &str) -> String {
     // The colon at the end: beside systemd's own.
-    let variable = format!("SYSTEMD_UNIT_PATH={}:", text(&scratch.path("")));
+    let variable = format!("SYSTEMD_UNIT_PATH={}:", text(&scratch.path(UNITS)));
     let said = Client::new("env")
         .args([&variable, "systemd-analyze", "verify", "--man=no", "--recursive-errors=yes", unit])
         .run()
@@ -48,11 +77,20 @@ fn complaints(scratch: &Scratch, unit: &str) -> String {
 fn systemd_takes_the_units() {
     need("systemd-analyze");
     let scratch = installed();
-    for unit in ["weir-attach@db.service", "weir-docker-plugin.service", "weir-docker-plugin.socket"] {
+    for unit in [
+        "weir.service",
+        "weir.socket",
+        "weir@vm1.service",
+        "weir@vm1.socket",
+        "weir-attach@db.service",
+        "weir-docker-plugin.service",
+        "weir-docker-plugin.socket",
+    ] {
         assert_eq!(complaints(&scratch, unit), "", "{unit}");
     }
-    let unit = fs::read_to_string(scratch.path("weir-docker-plugin.service")).unwrap();
-    scratch.file("weir-docker-plugin.service", unit.replace("KillMode=process", "KillMode=nobody"));
+    let path = scratch.path(UNITS).join("weir-docker-plugin.service");
+    let unit = fs::read_to_string(&path).unwrap();
+    fs::write(&path, unit.replace("KillMode=process", "KillMode=nobody")).unwrap();
     assert_ne!(complaints(&scratch, "weir-docker-plugin.service"), "", "it would say so");
 }
 
@@ -60,14 +98,172 @@ fn systemd_takes_the_units() {
 fn a_device_is_there_before_the_mounts_that_need_it() {
     need("systemd-analyze");
     let scratch = installed();
-    let mount = fs::read_to_string(scratch.path("srv-db.mount")).unwrap();
+    let mount = fs::read_to_string(scratch.path(UNITS).join("srv-db.mount")).unwrap();
     assert!(mount.contains("After=weir-attach@db.service"), "{mount}");
     // `basic.target` comes after all mounts, and most services after that.
     assert_eq!(complaints(&scratch, "basic.target"), "");
-    let unit = fs::read_to_string(scratch.path("weir-attach@.service")).unwrap();
-    scratch.file("weir-attach@.service", unit.replace("DefaultDependencies=no\n", ""));
+    let path = scratch.path(UNITS).join("weir-attach@.service");
+    let unit = fs::read_to_string(&path).unwrap();
+    fs::write(&path, unit.replace("DefaultDependencies=no\n", "")).unwrap();
     let cycle = complaints(&scratch, "basic.target");
     assert!(cycle.contains("weir-attach@db.service"), "it would wait for what waits for it: {cycle}");
+}
+
+/// How much a service may do that it need not, from 0 to 10: systemd-analyze(1).
+fn exposure(scratch: &Scratch, unit: &str) -> f64 {
+    let variable = format!("SYSTEMD_UNIT_PATH={}:", text(&scratch.path(UNITS)));
+    let said = Client::new("env")
+        .args([&variable, "systemd-analyze", "security", "--no-pager", "--offline=true", unit])
+        .succeeds();
+    let last = said.lines().find(|line| line.contains("Overall exposure level")).expect("it judges");
+    let figure = last.split(": ").nth(1).and_then(|rest| rest.split(' ').next());
+    figure.and_then(|figure| figure.parse().ok()).unwrap_or_else(|| panic!("no figure in {last:?}"))
+}
+
+#[test]
+fn the_services_may_do_little_else_than_they_do() {
+    need("systemd-analyze");
+    let scratch = installed();
+    for unit in ["weir.service", "weir@vm1.service"] {
+        let exposure = exposure(&scratch, unit);
+        assert!(exposure <= 2.0, "{unit}: {exposure}");
+    }
+    fs::remove_file(scratch.path(UNITS).join("weir.service.d/sandbox.conf")).unwrap();
+    assert!(exposure(&scratch, "weir.service") > 9.0, "the sandbox is what makes the difference");
+}
+
+#[test]
+fn an_installation_can_be_repeated_and_taken_away() {
+    let (scratch, other) = (Scratch::new(), Scratch::new());
+    let below = scratch.path("");
+    install(&below, &[]).succeeds();
+    let found = files_below(&below);
+    for path in [
+        "etc/weir/weir.toml",
+        "usr/local/bin/weir",
+        "usr/local/lib/systemd/system/weir.service",
+        "usr/local/lib/systemd/system/weir.service.d/sandbox.conf",
+        "usr/local/lib/sysusers.d/weir.conf",
+        "usr/local/lib/tmpfiles.d/weir.conf",
+        "usr/local/share/bash-completion/completions/weir",
+        "usr/local/share/doc/weir/LICENSE-MIT",
+        "usr/local/share/doc/weir/docs/reference/cli/serve.md",
+        "usr/local/share/fish/vendor_completions.d/weir.fish",
+        "usr/local/share/man/man1/weir-serve.1",
+        "usr/local/share/man/man8/mount.weir.8",
+        "usr/local/share/zsh/site-functions/_weir",
+        "usr/sbin/mount.weir",
+    ] {
+        assert!(found.contains(Path::new(path)), "{path}: {found:?}");
+    }
+    assert_eq!(fs::read_link(below.join("usr/sbin/mount.weir")).unwrap(), Path::new("/usr/local/bin/weir"));
+    let unit = fs::read_to_string(below.join("usr/local/lib/systemd/system/weir.service")).unwrap();
+    assert!(unit.contains("ExecStart=/usr/local/bin/weir serve "), "{unit}");
+    let was = fs::metadata(WEIR).unwrap().len();
+    assert!(fs::metadata(below.join("usr/local/bin/weir")).unwrap().len() < was, "it is stripped");
+
+    // The administrator's file stays, whoever comes.
+    let config = below.join("etc/weir/weir.toml");
+    fs::write(&config, "# mine\n").unwrap();
+    fs::write(below.join("usr/local/bin/weir"), "old").unwrap();
+    install(&below, &[]).succeeds();
+    assert_eq!(files_below(&below), found);
+    assert_eq!(fs::read_to_string(&config).unwrap(), "# mine\n");
+    assert_ne!(fs::read(below.join("usr/local/bin/weir")).unwrap(), b"old");
+    let said = install(&below, &["--uninstall"]).run().said();
+    assert!(said.contains("weir.toml was changed, and stays"), "{said}");
+    assert_eq!(files_below(&below), [PathBuf::from("etc/weir/weir.toml")].into());
+
+    // Where it was not changed, nothing at all is left of weir.
+    let below = other.path("");
+    install(&below, &["--prefix", "/usr"]).succeeds();
+    install(&below, &["--prefix", "/usr", "--uninstall"]).succeeds();
+    let left = Client::new("find").args([text(&below), "-path", "*weir*"]).succeeds();
+    let left: Vec<_> = left.lines().filter(|path| path[text(&below).len()..].contains("weir")).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn the_config_file_is_what_the_daemon_takes() {
+    let shipped = fs::read_to_string(repository().join("packaging/weir.toml")).unwrap();
+    let draft = settings::config::parse("weir.toml", &shipped, Path::new("/etc/weir")).unwrap();
+    assert!(draft.disks.is_empty() && draft.groups.is_empty(), "what it shows is commented out");
+    // A comment after two signs is prose, one after a sign and a space is a setting or prose.
+    let is_setting = |line: &&str| line.starts_with("# [") || line.contains(" = ");
+    let lines = shipped.lines().map(|line| if is_setting(&line) { line.trim_start_matches("# ") } else { line });
+    let draft = settings::config::parse(
+        "weir.toml",
+        &lines.collect::<Vec<_>>().join("\n"),
+        Path::new("/etc/weir"),
+    )
+    .unwrap();
+    assert_eq!((draft.disks.len(), draft.groups.len()), (1, 1));
+}
+
+#[test]
+fn manual_pages_are_whole() {
+    need("mandoc");
+    need("groff");
+    let scratch = Scratch::new();
+    weir(&["generate", text(&scratch.path("")), "--date", "2026-01-02"]).succeeds();
+    let directory = scratch.path("man/man1");
+    let pages: Vec<_> = files_below(&directory).iter().map(|page| directory.join(page)).collect();
+    assert!(pages.len() > 30, "{pages:?}");
+    Client::new("mandoc").args(["-Tlint", "-Wwarning"]).args(&pages).succeeds();
+    for page in &pages {
+        let said = Client::new("groff").args(["-man", "-ww", "-z", "-Tutf8", "-Kutf8"]).arg(page).run().said();
+        assert_eq!(said, "", "{}", page.display());
+    }
+    let broken = scratch.file("broken.1", ".TH A 1 2026-01-02\n.SH NAME\na \\- b\n.nosuch\n");
+    Client::new("mandoc").args(["-Tlint", "-Wwarning"]).arg(&broken).fails();
+}
+
+#[test]
+fn shells_complete_from_the_running_daemon() {
+    for shell in ["bash", "fish", "zsh"] {
+        need(shell);
+    }
+    let scratch = Scratch::new();
+    weir(&["generate", text(&scratch.path("")), "--date", "2026-01-02"]).succeeds();
+    let qmp = format!("unix:{}", text(&scratch.socket("qmp")));
+    let daemon = Serve::new(&scratch)
+        .args(["memory:1M", "memory:1M", "--name", "vm1", "--name", "vm2", "--group", "gold"])
+        .args(["--iops-total", "100", "--qmp", &qmp])
+        .start();
+    let bash = text(&scratch.path("bash-completion/completions/weir")).to_owned();
+    let fish = text(&scratch.path("fish/vendor_completions.d/weir.fish")).to_owned();
+    let offered = |line: &str| {
+        let words: Vec<_> = line.split(' ').collect();
+        let last = words.len() - 1;
+        let script = format!(
+            "source {bash}; COMP_WORDS=({}''); COMP_CWORD={last}; COMP_TYPE=9; _clap_complete_weir; \
+             echo \"${{COMPREPLY[*]}}\"",
+            line
+        );
+        let said = shell("bash", &script, &qmp);
+        let of_fish = shell("fish", &format!("source {fish}; complete -C '{line}'"), &qmp);
+        let of_fish: Vec<_> = of_fish.lines().filter_map(|line| line.split('\t').next()).collect();
+        let of_bash: Vec<_> = said.split_whitespace().map(str::to_owned).collect();
+        assert_eq!(of_bash, of_fish, "{line}");
+        of_bash
+    };
+    assert_eq!(offered("weir throttle v"), ["vm1", "vm2"]);
+    assert_eq!(offered("weir throttle vm1 --group "), ["gold"]);
+    assert_eq!(offered("weir serve --cache d"), ["directsync"]);
+    daemon.stop();
+    assert_eq!(offered("weir throttle v"), [""; 0], "without a daemon there is nothing, and nothing is said");
+    Client::new("zsh").args(["-n", text(&scratch.path("zsh/site-functions/_weir"))]).succeeds();
+}
+
+/// What a script prints; it must say nothing else.
+fn shell(shell: &str, script: &str, qmp: &str) -> String {
+    let program = Path::new(WEIR).parent().expect("it lies in a directory");
+    let outcome = Client::new("env")
+        .args([&format!("WEIR_QMP={qmp}"), shell, "-c", script])
+        .finding(program)
+        .run();
+    assert_eq!((outcome.code(), outcome.said().as_str()), (0, ""), "{shell}: {script}");
+    outcome.printed()
 }
 
 #[test]

@@ -12,14 +12,17 @@ use std::{
 use serde_json::Value;
 
 /// Which Debian package has which program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 24] = [
+const PACKAGES: [(&str, &str); 28] = [
     ("chromium", "chromium"),
     ("debugfs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
     ("fio", "fio"),
+    ("fish", "fish"),
     ("fusermount3", "fuse3"),
+    ("groff", "groff-base"),
     ("ip", "iproute2"),
     ("losetup", "mount"),
+    ("mandoc", "mandoc"),
     ("mkfs.ext4", "e2fsprogs"),
     ("mountpoint", "util-linux"),
     ("nbdcopy", "libnbd-bin"),
@@ -37,6 +40,7 @@ const PACKAGES: [(&str, &str); 24] = [
     ("systemd-analyze", "systemd"),
     ("timeout", "coreutils"),
     ("unshare", "util-linux"),
+    ("zsh", "zsh"),
 ];
 
 /// Where `scripts/python-clients` puts what Debian does not have.

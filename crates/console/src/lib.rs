@@ -32,6 +32,7 @@ use std::{
 
 use anyhow::Context as _;
 use block::reactor::{self, Polling};
+use logging::Priority;
 
 /// Why a command did not do what it was asked, which decides the exit status.
 #[derive(Debug)]
@@ -52,7 +53,7 @@ impl<E: Into<anyhow::Error>> From<E> for Failure {
 
 /// Says what is wrong, in the form of all errors.
 pub fn complain(error: &anyhow::Error) {
-    say(&told(error));
+    say_as(&Priority::ERROR, &told(error));
 }
 
 /// An error and its causes in one line, each text once: a cause may repeat what it is the cause of.
@@ -114,9 +115,13 @@ fn what_helps(kind: ErrorKind) -> &'static str {
 
 /// Says on standard error what the user should know.
 pub fn say(text: &str) {
+    say_as(&Priority::NOTICE, text);
+}
+
+fn say_as(priority: &Priority, text: &str) {
     // Names in the text may be somebody else's choice.
-    let _ =
-        writeln!(stderr(), "weir: {}", text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "?"));
+    let text = text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "?");
+    let _ = writeln!(stderr(), "{priority}weir: {text}");
 }
 
 /// Why there is no reactor.

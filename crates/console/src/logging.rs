@@ -1,9 +1,23 @@
 //! The log, on standard error: standard output belongs to results.
+//!
+//! Where standard error is the journal's (`JOURNAL_STREAM`, systemd.exec(5)), a line begins with its
+//! priority (sd-daemon(3)), and a line for people has no time: the journal has one.
 
-use std::io::{IsTerminal as _, stderr};
+use std::{
+    env,
+    fmt::{self, Display},
+    io::{IsTerminal as _, stderr},
+    sync::OnceLock,
+};
 
+use nix::sys::stat::fstat;
 use settings::{LogFormat, LogSettings};
-use tracing_subscriber::EnvFilter;
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::{
+    EnvFilter,
+    fmt::{FmtContext, FormatEvent, FormatFields, format::Writer},
+    registry::LookupSpan,
+};
 
 /// Starts the log for the rest of the process's life. Only the first call counts.
 pub fn start(settings: &LogSettings) {
@@ -12,8 +26,66 @@ pub fn start(settings: &LogSettings) {
         .with_writer(stderr)
         .with_ansi(stderr().is_terminal());
     // A second start, as in tests, leaves the first log in place.
-    let _ = match settings.format {
-        LogFormat::Text => builder.try_init(),
-        LogFormat::Json => builder.json().flatten_event(true).try_init(),
+    let _ = match (settings.format, is_journal()) {
+        (LogFormat::Text, false) => builder.try_init(),
+        (LogFormat::Text, true) => builder.without_time().map_event_format(Prioritised).try_init(),
+        (LogFormat::Json, false) => builder.json().flatten_event(true).try_init(),
+        (LogFormat::Json, true) => {
+            builder.json().flatten_event(true).map_event_format(Prioritised).try_init()
+        }
     };
+}
+
+/// Lines with their priority before them.
+struct Prioritised<F>(F);
+
+impl<S, N, F> FormatEvent<S, N> for Prioritised<F>
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+    F: FormatEvent<S, N>,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        write!(writer, "{}", Priority::of(*event.metadata().level()))?;
+        self.0.format_event(context, writer, event)
+    }
+}
+
+/// A priority of syslog(3), as the journal reads it before a line.
+pub(crate) struct Priority(u8);
+
+impl Priority {
+    pub(crate) const ERROR: Self = Self(3);
+    pub(crate) const NOTICE: Self = Self(5);
+
+    fn of(level: Level) -> Self {
+        match level {
+            Level::ERROR => Self::ERROR,
+            Level::WARN => Self(4),
+            Level::INFO => Self(6),
+            Level::DEBUG | Level::TRACE => Self(7),
+        }
+    }
+}
+
+/// Nothing where nobody would read it as a priority.
+impl Display for Priority {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if is_journal() { write!(f, "<{}>", self.0) } else { Ok(()) }
+    }
+}
+
+/// Whether standard error is what the service manager has connected to the journal.
+fn is_journal() -> bool {
+    static IS_JOURNAL: OnceLock<bool> = OnceLock::new();
+    *IS_JOURNAL.get_or_init(|| {
+        let file = fstat(stderr()).ok();
+        let number = file.map(|file| format!("{}:{}", file.st_dev, file.st_ino));
+        number.is_some() && number == env::var("JOURNAL_STREAM").ok()
+    })
 }

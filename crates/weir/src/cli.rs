@@ -4,7 +4,7 @@ use std::env;
 
 use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind};
 
-use crate::{attach, mount_helper, prefetch, resume, status, throttle, top};
+use crate::{attach, complete, generate, mount_helper, prefetch, resume, status, throttle, top};
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
 
@@ -19,7 +19,7 @@ impl Cli {
     /// What the process's command line says; none where it asks for nothing. Behind any command may
     /// stand `--version`, which their help does not repeat.
     pub(crate) fn read() -> Result<Option<Self>, clap::Error> {
-        let command = whole(Self::command());
+        let command = Self::whole();
         let mut words: Vec<_> = env::args_os().collect();
         if mount_helper::is_called(words.first()) {
             let mounts = mount_helper::as_attach(words.drain(1..), |name| has_option(&command, name));
@@ -30,16 +30,17 @@ impl Cli {
         let mut matches = command.try_get_matches_from(words)?;
         Self::from_arg_matches_mut(&mut matches).map(Some)
     }
+
+    /// The command line's definition, with all that is added to the parts of it.
+    pub(crate) fn whole() -> clap::Command {
+        complete::with_values(with_numbers(with_version(Self::command())))
+    }
 }
 
 /// Whether `attach` has this long option.
 fn has_option(command: &clap::Command, name: &str) -> bool {
     let attach = command.find_subcommand("attach");
     attach.is_some_and(|attach| attach.get_arguments().any(|argument| argument.get_long() == Some(name)))
-}
-
-fn whole(command: clap::Command) -> clap::Command {
-    with_numbers(with_version(command))
 }
 
 /// What numbers are called where an option takes one.
@@ -121,22 +122,25 @@ pub(crate) enum Command {
     /// Measure cache modes, cluster sizes, caches and prefetch, and tell what to choose
     #[command(after_help = lab::tune::EXAMPLES)]
     Tune(Box<lab::tune::TuneArgs>),
+    /// Write the manual pages, and what shells complete by
+    #[command(hide = true)]
+    Generate(generate::GenerateArgs),
 }
 
 #[cfg(test)]
 mod tests {
     use clap::CommandFactory as _;
 
-    use super::{Cli, whole};
+    use super::Cli;
 
     #[test]
     fn the_command_is_consistent() {
-        whole(Cli::command()).debug_assert();
+        Cli::whole().debug_assert();
     }
 
     fn said(line: &str) -> String {
         let words = std::iter::once("weir").chain(line.split_whitespace());
-        let matches = whole(Cli::command()).try_get_matches_from(words);
+        let matches = Cli::whole().try_get_matches_from(words);
         let text = matches.expect_err(line).render().to_string();
         text.strip_prefix("error: ").unwrap_or(&text).to_owned()
     }

@@ -9,6 +9,7 @@
 //!   resume               disks that an error has stopped go on
 //!   saving               what these two share: a change, told to the daemon and kept in the config file
 //!   mount_helper         `mount -t weir`, which is `attach`
+//!   complete, generate   what shells complete; manual pages and the shells' scripts
 //! ```
 //!
 //! It is a library so that end-to-end tests and tools reach [`main`]; it is no interface for
@@ -18,6 +19,8 @@
 mod attach;
 mod cli;
 mod client;
+mod complete;
+mod generate;
 mod mount_helper;
 mod prefetch;
 mod resume;
@@ -37,6 +40,7 @@ use console::{Failure, complain};
 
 /// Does what the process's command line says; returns the status to exit with.
 pub fn main() -> ExitCode {
+    complete::answer_shell();
     let command = match Cli::read() {
         Ok(Some(Cli { command })) => command,
         Ok(None) => return ExitCode::SUCCESS,
@@ -65,6 +69,7 @@ pub fn main() -> ExitCode {
         Command::Simulate(arguments) => lab::simulate::run(*arguments),
         Command::Report(arguments) => lab::report::run(arguments),
         Command::Tune(arguments) => lab::tune::run(*arguments),
+        Command::Generate(arguments) => generate::run(&arguments),
     };
     let (error, status) = match result {
         Ok(()) => return ExitCode::SUCCESS,

@@ -12,6 +12,7 @@
 mod arguments;
 mod assemble;
 mod memory;
+mod watchdog;
 
 use std::{
     future::poll_fn,
@@ -95,6 +96,7 @@ struct Daemon {
     inventory: Rc<Inventory>,
     control: Rc<Control>,
     _held_back: reactor::JoinHandle<()>,
+    _watchdog: Option<reactor::JoinHandle<()>>,
     _pid_file: Option<PidFile>,
     /// Steers limits of control groups; at the end they hold as they are configured.
     _cgroups: Option<cgroup::watch::Running>,
@@ -146,8 +148,9 @@ impl Daemon {
         let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
         announce(&uris);
         let held_back = held_back::watch(&inventory);
-        let (_held_back, _pid_file, _cgroups) = (held_back, pid_file, cgroups);
-        Ok(Some(Self { inventory, control, _held_back, _pid_file, _cgroups, events }))
+        let (_held_back, _watchdog) = (held_back, watchdog::start(&workers));
+        let (_pid_file, _cgroups) = (pid_file, cgroups);
+        Ok(Some(Self { inventory, control, _held_back, _watchdog, _pid_file, _cgroups, events }))
     }
 
     async fn run(self) -> anyhow::Result<()> {

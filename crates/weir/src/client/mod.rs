@@ -133,10 +133,15 @@ impl Client {
 
     /// Fails if nobody listens, this user may not, or what listens does not speak QMP.
     pub(crate) fn connect(target: &Target) -> Result<Self, Error> {
+        Self::connect_with(target, PATIENCE)
+    }
+
+    /// As [`Client::connect`], with so much patience for each message.
+    pub(crate) fn connect_with(target: &Target, patience: Duration) -> Result<Self, Error> {
         let open = || {
             let stream = UnixStream::connect(target.path())?;
-            stream.set_read_timeout(Some(PATIENCE))?;
-            stream.set_write_timeout(Some(PATIENCE))?;
+            stream.set_read_timeout(Some(patience))?;
+            stream.set_write_timeout(Some(patience))?;
             Ok(stream)
         };
         let stream = open().map_err(|error| target.unreachable(&error))?;

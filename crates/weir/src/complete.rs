@@ -1,0 +1,112 @@
+//! What shells complete: the command line by its own definition, and of values those that can be
+//! known: paths, names of modes and formats, and the disks and groups of the daemon that runs.
+//!
+//! A shell asks by calling the program with [`VARIABLE`] set; its script comes from `generate`. The
+//! daemon is the one of `WEIR_QMP`, else the usual one.
+//!
+//! Never complains: where no daemon answers soon, there are no names. Never changes anything.
+
+use std::time::Duration;
+
+use block::storage::{CacheMode, Format};
+use clap::{Arg, Command, ValueHint};
+use clap_complete::{ArgValueCandidates, CompleteEnv, CompletionCandidate};
+
+use crate::{
+    cli::Cli,
+    client::{Client, Target, report::Report},
+};
+
+/// The variable that says which shell asks.
+pub(crate) const VARIABLE: &str = "WEIR_COMPLETE";
+/// Who presses a key waits no longer for a daemon.
+const PATIENCE: Duration = Duration::from_millis(500);
+
+/// Where a shell asks, answers it and ends the program.
+pub(crate) fn answer_shell() {
+    CompleteEnv::with_factory(Cli::whole).var(VARIABLE).complete();
+}
+
+/// Adds to the options of `command`, and of all below it, what their values can be.
+pub(crate) fn with_values(command: Command) -> Command {
+    command.mut_args(with_value).mut_subcommands(with_values)
+}
+
+/// By the names that the definition gives values.
+fn with_value(argument: Arg) -> Arg {
+    let long = argument.get_long().map(str::to_owned);
+    let value = argument.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
+    match (long.as_deref(), value.as_deref().unwrap_or_default()) {
+        (Some("cache"), "MODE") => argument.add(words(CacheMode::ALL.map(CacheMode::name))),
+        (Some("format"), "FORMAT") => argument.add(words([Format::Raw, Format::Qcow2].map(Format::name))),
+        (_, "GROUP") => argument.add(ArgValueCandidates::new(|| named(groups))),
+        (_, "DISK") => argument.add(ArgValueCandidates::new(|| named(disks))),
+        (_, "DISK|GROUP") | (None, "NAME") => argument.add(ArgValueCandidates::new(|| named(both))),
+        (_, value) if value.starts_with("DIR") => argument.value_hint(ValueHint::DirPath),
+        (_, value) if ["IMAGE", "FILE", "SOURCE", "TRACE"].iter().any(|path| value.starts_with(path)) => {
+            argument.value_hint(ValueHint::AnyPath)
+        }
+        _ => argument,
+    }
+}
+
+fn words<const N: usize>(words: [&'static str; N]) -> ArgValueCandidates {
+    ArgValueCandidates::new(move || words.map(CompletionCandidate::new).into())
+}
+
+/// What the daemon that runs has of these.
+fn named(list: fn(&Report) -> Vec<CompletionCandidate>) -> Vec<CompletionCandidate> {
+    let asked = Target::choose(None).ok().and_then(|target| {
+        let mut client = Client::connect_with(&target, PATIENCE).ok()?;
+        client.status().ok()
+    });
+    asked.map(|(_, report)| list(&report)).unwrap_or_default()
+}
+
+fn disks(report: &Report) -> Vec<CompletionCandidate> {
+    let disk = |(name, image): (&String, &String)| CompletionCandidate::new(name).help(Some(image.into()));
+    report.disks.iter().map(|found| disk((&found.name, &found.image))).collect()
+}
+
+fn groups(report: &Report) -> Vec<CompletionCandidate> {
+    let group = |name: &String| CompletionCandidate::new(name).help(Some("a group".into()));
+    report.groups.iter().map(|found| group(&found.name)).collect()
+}
+
+fn both(report: &Report) -> Vec<CompletionCandidate> {
+    disks(report).into_iter().chain(groups(report)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use clap_complete::engine;
+
+    use super::*;
+
+    /// What is offered for the last word of a line.
+    fn offered(line: &str) -> Vec<String> {
+        let words: Vec<_> = line.split(' ').map(Into::into).collect();
+        let last = words.len() - 1;
+        let found = engine::complete(&mut Cli::whole(), words, last, None).unwrap();
+        found.iter().map(|one| one.get_value().to_string_lossy().into_owned()).collect()
+    }
+
+    #[test]
+    fn words_that_are_known_are_offered() {
+        assert_eq!(offered("weir serve --cache w"), ["writeback", "writethrough"]);
+        assert_eq!(offered("weir serve -f "), ["raw", "qcow2"]);
+        assert_eq!(offered("weir image comp"), ["compare"]);
+        assert_eq!(offered("weir throttle vm1 --iops-total-max-"), ["--iops-total-max-length"]);
+        let commands = offered("weir ");
+        assert!(commands.contains(&"docker-plugin".to_owned()), "{commands:?}");
+        assert!(!commands.contains(&"generate".to_owned()), "what is hidden stays so: {commands:?}");
+    }
+
+    #[test]
+    fn places_of_images_and_directories_are_offered() {
+        for line in ["weir serve src/li", "weir image info src/li", "weir serve --config src/li"] {
+            assert_eq!(offered(line), ["src/lib.rs"], "{line}");
+        }
+        assert_eq!(offered("weir probe --state src/cl"), ["src/client/"]);
+    }
+}

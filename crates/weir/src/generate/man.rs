@@ -1,0 +1,240 @@
+//! The manual pages: a page for each command, made of its help.
+//!
+//! Options, their headings and the list of commands are `clap_mangen`'s work. Here is what it does
+//! not know: how the text below the options is laid out (examples, notes, the exit status), and
+//! which files and variables a command has to do with, which its options tell.
+
+use std::io;
+
+use clap::Command;
+use clap_mangen::{
+    Man,
+    roff::{Inline, Roff, bold, roman},
+};
+
+/// Where that is not said, it is what all commands have.
+const EXIT_STATUS: &str = "Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
+/// What precedes the exit status in a help text.
+const EXIT: &str = "Exit status: ";
+
+/// Files and variables, and the options that show that a command has to do with them.
+const FILES: [(&str, &str, &str); 3] = [
+    ("config", "/etc/weir/weir.toml", "The config file of the service weir.service."),
+    ("qmp", "/run/weir/qmp.sock", "The control socket of the daemon, where commands look for it."),
+    ("state", "/var/lib/weir", "What `weir probe` has found out about devices, as root."),
+];
+const VARIABLES: [(&str, &str, &str); 1] =
+    [("qmp", "WEIR_QMP", "Another control socket to look at, as unix:PATH.")];
+
+/// One manual page.
+pub(super) struct Page {
+    pub(super) file: String,
+    pub(super) text: Vec<u8>,
+}
+
+/// A page for `command`, and for each below it that is not hidden.
+pub(super) fn pages(command: Command, date: &str) -> io::Result<Vec<Page>> {
+    let mut command = command.disable_help_subcommand(true);
+    command.build();
+    let mut pages = Vec::new();
+    add(&command, None, date, &mut pages)?;
+    Ok(pages)
+}
+
+fn add(command: &Command, above: Option<&Command>, date: &str, pages: &mut Vec<Page>) -> io::Result<()> {
+    pages.push(page(command, above, date)?);
+    let below = command.get_subcommands().filter(|below| !below.is_hide_set());
+    below.into_iter().try_for_each(|below| add(below, Some(command), date, pages))
+}
+
+fn page_name(command: &Command) -> &str {
+    command.get_display_name().unwrap_or_else(|| command.get_name())
+}
+
+fn page(command: &Command, above: Option<&Command>, date: &str) -> io::Result<Page> {
+    let source = concat!("weir ", env!("CARGO_PKG_VERSION"));
+    let man = Man::new(command.clone()).date(date).source(source).manual("User Commands");
+    let mut text = Vec::new();
+    man.render_title(&mut text)?;
+    man.render_name_section(&mut text)?;
+    synopsis(command).to_writer(&mut text)?;
+    man.render_description_section(&mut text)?;
+    let has_arguments = command.get_arguments().any(|argument| !argument.is_hide_set());
+    if has_arguments {
+        man.render_options_section(&mut text)?;
+    }
+    if command.get_subcommands().any(|below| !below.is_hide_set()) {
+        man.render_subcommands_section(&mut text)?;
+    }
+    let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+    below_options(&help).to_writer(&mut text)?;
+    surroundings(command, above).to_writer(&mut text)?;
+    Ok(Page { file: man.get_filename(), text })
+}
+
+/// As the help has it: a line for each form.
+fn synopsis(command: &Command) -> Roff {
+    let usage = command.clone().render_usage().to_string();
+    let mut roff = Roff::new();
+    roff.control("SH", ["SYNOPSIS"]);
+    let lines = usage.trim_start_matches("Usage:").lines().map(str::trim).filter(|line| !line.is_empty());
+    for (index, line) in lines.enumerate() {
+        if index > 0 {
+            roff.control("br", []);
+        }
+        let name = command.get_bin_name().unwrap_or_else(|| command.get_name());
+        let rest = line.strip_prefix(name).unwrap_or(line);
+        roff.text([bold(name), roman(rest)]);
+    }
+    roff
+}
+
+/// Examples, notes and the exit status, of the text that the help has below the options.
+fn below_options(help: &str) -> Roff {
+    let (exit, rest): (Vec<_>, Vec<_>) = help.lines().partition(|line| line.starts_with(EXIT));
+    let examples = rest.iter().position(|line| *line == "Examples:");
+    let (examples, notes) = match examples {
+        Some(begin) => {
+            let after = &rest[begin + 1..];
+            after.split_at(after.iter().position(|line| line.is_empty()).unwrap_or(after.len()))
+        }
+        None => (&[][..], &rest[..]),
+    };
+    let mut roff = Roff::new();
+    let skipped = notes.iter().position(|line| !line.is_empty()).unwrap_or(notes.len());
+    add_notes(&mut roff, &notes[skipped..]);
+    roff.control("SH", ["EXIT STATUS"]);
+    let exit = exit.first().copied().unwrap_or(EXIT_STATUS);
+    roff.text([roman(&exit[EXIT.len()..])]);
+    add_examples(&mut roff, examples);
+    roff
+}
+
+fn add_notes(roff: &mut Roff, lines: &[&str]) {
+    if lines.is_empty() {
+        return;
+    }
+    roff.control("SH", ["NOTES"]);
+    let mut is_table = false;
+    for line in lines {
+        // A table stays as it is, a line is a paragraph.
+        let indented = line.starts_with(' ');
+        if indented != is_table {
+            roff.control(if indented { "nf" } else { "fi" }, []);
+            is_table = indented;
+        }
+        if line.is_empty() || !indented {
+            roff.control("PP", []);
+        }
+        if !line.is_empty() {
+            roff.text([roman(*line)]);
+        }
+    }
+    if is_table {
+        roff.control("fi", []);
+    }
+}
+
+/// Commands stand two places in, what they do six, and so does what continues one.
+fn add_examples(roff: &mut Roff, lines: &[&str]) {
+    if lines.is_empty() {
+        return;
+    }
+    roff.control("SH", ["EXAMPLES"]);
+    let mut is_continued = false;
+    for line in lines {
+        let is_command = !line.starts_with("   ");
+        match (is_command, is_continued) {
+            (true, _) => {
+                roff.control("PP", []);
+                roff.text([bold(line.trim())]);
+            }
+            (false, true) => roff_line(roff, bold(format!("    {}", line.trim()))),
+            (false, false) => {
+                roff.control("RS", ["4"]);
+                roff.text([roman(line.trim())]);
+                roff.control("RE", []);
+            }
+        }
+        is_continued = line.ends_with('\\');
+    }
+}
+
+/// On a line of its own.
+fn roff_line(roff: &mut Roff, inline: Inline) {
+    roff.control("br", []);
+    roff.text([inline]);
+}
+
+/// Files, variables, and the pages around this one.
+fn surroundings(command: &Command, above: Option<&Command>) -> Roff {
+    let mut roff = Roff::new();
+    let is_top = above.is_none();
+    let has = |option: &str| command.get_arguments().any(|argument| argument.get_long() == Some(option));
+    for (heading, list) in [("FILES", &FILES[..]), ("ENVIRONMENT", &VARIABLES[..])] {
+        let mut of_this = list.iter().filter(|(option, ..)| is_top || has(option)).peekable();
+        if of_this.peek().is_some() {
+            roff.control("SH", [heading]);
+        }
+        for (_, name, what) in of_this {
+            roff.control("TP", []);
+            roff.text([bold(*name)]);
+            roff.text([roman(*what)]);
+        }
+    }
+    roff.control("SH", ["SEE ALSO"]);
+    let below = command.get_subcommands().filter(|below| !below.is_hide_set());
+    let names: Vec<_> = above.into_iter().chain(below).map(page_name).collect();
+    for (index, name) in names.iter().enumerate() {
+        let separator = if index + 1 < names.len() { ", " } else { "" };
+        roff.text([bold(*name), roman(format!("(1){separator}"))]);
+    }
+    roff.control("PP", []);
+    roff.text([roman("The guides and references: /usr/share/doc/weir.")]);
+    roff
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::Cli;
+
+    fn made(file: &str) -> String {
+        let pages = pages(Cli::whole(), "2026-01-02").unwrap();
+        let page = pages.into_iter().find(|page| page.file == file).expect(file);
+        String::from_utf8(page.text).unwrap()
+    }
+
+    #[test]
+    fn each_command_that_is_shown_has_a_page_and_no_other() {
+        let files: Vec<_> =
+            pages(Cli::whole(), "2026-01-02").unwrap().into_iter().map(|page| page.file).collect();
+        for file in ["weir.1", "weir-serve.1", "weir-image-convert.1", "weir-cgroup-limit.1"] {
+            assert!(files.contains(&file.to_owned()), "{file}: {files:?}");
+        }
+        assert!(!files.iter().any(|file| file.contains("generate") || file.contains("help")), "{files:?}");
+    }
+
+    #[test]
+    fn a_page_has_what_its_help_says_and_more() {
+        let page = made("weir-serve.1");
+        let mut at = 0;
+        for part in [
+            ".SH NAME\n",
+            ".SH SYNOPSIS\n\\fBweir serve\\fR [OPTIONS] <IMAGE>...\n.br\n\\fBweir serve\\fR",
+            ".SH OPTIONS\n",
+            "\\fB\\-\\-config\\fR",
+            ".SH LIMITS\n",
+            ".SH NOTES\n",
+            "SIGTERM and SIGINT",
+            ".SH \"EXIT STATUS\"\n0 ended as asked, 1 failed",
+            ".SH EXAMPLES\n.PP\n\\fBweir serve vm1.raw\\fR\n.RS 4\nThe image at nbd",
+            "\\-\\-nbd unix:/run/vm1.sock \\e\\fR\n.br\n\\fB    \\-\\-iops\\-total 1000",
+            ".SH FILES\n.TP\n\\fB/etc/weir/weir.toml\\fR\n",
+            ".SH \"SEE ALSO\"\n\\fBweir\\fR(1)\n",
+        ] {
+            let found = page[at..].find(part).unwrap_or_else(|| panic!("{part:?} after {at} of\n{page}"));
+            at += found;
+        }
+    }
+}

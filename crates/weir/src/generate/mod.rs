@@ -1,0 +1,64 @@
+//! `weir generate`: what a package has beside the program and is made of its command line.
+//!
+//! ```text
+//!   DIR/man/man1/weir-serve.1 …                   a page for each command
+//!   DIR/bash-completion/completions/weir
+//!   DIR/zsh/site-functions/_weir
+//!   DIR/fish/vendor_completions.d/weir.fish
+//! ```
+//!
+//! DIR is what `PREFIX/share` is to become: `make install` and the Debian package call it. The
+//! scripts are small, and ask the program itself (`complete`).
+
+mod man;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context as _;
+use clap::{Args, Command};
+use clap_complete::env::{Bash, EnvCompleter, Fish, Zsh};
+use console::Failure;
+
+use crate::{cli::Cli, complete};
+
+/// What `weir generate` is told.
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    /// Where to, as PREFIX/share
+    #[arg(value_name = "DIR")]
+    directory: PathBuf,
+    /// The date of the manual pages
+    #[arg(long, value_name = "YYYY-MM-DD")]
+    date: String,
+}
+
+pub(crate) fn run(arguments: &GenerateArgs) -> Result<(), Failure> {
+    let directory = &arguments.directory;
+    for page in man::pages(Cli::whole(), &arguments.date)? {
+        write(&directory.join("man/man1").join(page.file), &page.text)?;
+    }
+    let scripts: [(&dyn EnvCompleter, &str); 3] = [
+        (&Bash, "bash-completion/completions/weir"),
+        (&Zsh, "zsh/site-functions/_weir"),
+        (&Fish, "fish/vendor_completions.d/weir.fish"),
+    ];
+    for (shell, path) in scripts {
+        write(&directory.join(path), &script(shell, &Cli::whole())?)?;
+    }
+    Ok(())
+}
+
+fn script(shell: &dyn EnvCompleter, command: &Command) -> anyhow::Result<Vec<u8>> {
+    let mut script = Vec::new();
+    let name = command.get_name();
+    shell.write_registration(complete::VARIABLE, name, name, name, &mut script)?;
+    Ok(script)
+}
+
+fn write(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
+    let written = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(path, bytes));
+    written.with_context(|| path.display().to_string())
+}

@@ -1,0 +1,74 @@
+//! What `weir serve` says to systemd: that it is ready, that it lives, and its log, as the journal
+//! reads it.
+
+use std::{
+    fs::{self, File},
+    os::{linux::fs::MetadataExt as _, unix::net::UnixDatagram},
+    process::{Command, Stdio},
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::harness::{DEADLINE, Scratch, WEIR, text};
+
+/// A program whose standard error is this file, and the service manager says so.
+fn logging_to(log: &File) -> Command {
+    let about = log.metadata().expect("it is a file of ours");
+    let mut command = Command::new(WEIR);
+    command
+        .env("JOURNAL_STREAM", format!("{}:{}", about.st_dev(), about.st_ino()))
+        .env_remove("RUST_LOG")
+        .stdin(Stdio::null())
+        .stderr(log.try_clone().expect("it is open"));
+    command
+}
+
+#[test]
+fn the_watchdog_hears_of_a_daemon_and_the_journal_has_the_priority_of_each_line() {
+    let scratch = Scratch::new();
+    let (heard, log) = (scratch.socket("notify"), scratch.path("log"));
+    let socket = UnixDatagram::bind(&heard).unwrap();
+    socket.set_read_timeout(Some(DEADLINE)).unwrap();
+    let next = || {
+        let mut text = [0; 256];
+        let length = socket.recv(&mut text).expect("it is not silent");
+        String::from_utf8_lossy(&text[..length]).trim().to_owned()
+    };
+    let mut weir = logging_to(&File::create(&log).unwrap())
+        .args(["serve", "null:1M", "--workers", "2", "--nbd"])
+        .arg(format!("unix:{}", text(&scratch.socket("nbd"))))
+        .env("NOTIFY_SOCKET", &heard)
+        .env("WATCHDOG_USEC", "50000")
+        .spawn()
+        .expect("cargo built the program");
+    assert_eq!(next(), "READY=1");
+    assert_eq!(next(), "WATCHDOG=1");
+    assert_eq!(next(), "WATCHDOG=1");
+    kill(Pid::from_raw(weir.id().cast_signed()), Signal::SIGTERM).unwrap();
+    let last = std::iter::repeat_with(next).find(|said| said != "WATCHDOG=1");
+    assert_eq!(last.unwrap(), "STOPPING=1");
+    assert!(weir.wait().unwrap().success());
+    let log = fs::read_to_string(&log).unwrap();
+    for line in log.lines() {
+        assert!(line.starts_with("<6> INFO "), "a priority, and no time: {log}");
+    }
+    assert!(log.contains("ready"), "{log}");
+}
+
+#[test]
+fn an_error_has_the_priority_of_an_error_in_the_journal_and_nowhere_else() {
+    let scratch = Scratch::new();
+    let log = scratch.path("log");
+    let mut weir = logging_to(&File::create(&log).unwrap());
+    weir.args(["serve", text(&scratch.path("nowhere.raw"))]);
+    assert!(!weir.status().unwrap().success());
+    let said = fs::read_to_string(&log).unwrap();
+    assert!(said.starts_with("<3>weir: "), "{said}");
+    // A service's child has the variable too, and another standard error.
+    let output = weir.stderr(Stdio::piped()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.starts_with("weir: "), "{said}");
+}
