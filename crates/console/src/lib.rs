@@ -55,6 +55,11 @@ pub fn complain(error: &anyhow::Error) {
     say(&told(error));
 }
 
+/// The same where the program was called by another name.
+pub fn complain_as(program: &str, error: &anyhow::Error) {
+    say_as(program, &told(error));
+}
+
 /// An error and its causes in one line, each text once: a cause may repeat what it is the cause of.
 /// Numbers of the system's errors, which say nothing to people, become what to do.
 fn told(error: &anyhow::Error) -> String {
@@ -114,9 +119,13 @@ fn what_helps(kind: ErrorKind) -> &'static str {
 
 /// Says on standard error what the user should know.
 pub fn say(text: &str) {
+    say_as("weir", text);
+}
+
+fn say_as(program: &str, text: &str) {
     // Names in the text may be somebody else's choice.
     let _ =
-        writeln!(stderr(), "weir: {}", text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "?"));
+        writeln!(stderr(), "{program}: {}", text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "?"));
 }
 
 /// Why there is no reactor.

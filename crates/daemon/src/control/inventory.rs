@@ -11,7 +11,7 @@
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     path::{Path, PathBuf},
     rc::{Rc, Weak},
     sync::Arc,
@@ -184,6 +184,8 @@ pub(crate) struct Inventory {
     devices: OnceCell<Devices>,
     image_root: OnceCell<Root>,
     secrets: RefCell<BTreeMap<String, Secret>>,
+    /// Keys of TLS that servers can be given.
+    credentials: RefCell<BTreeMap<String, nbd::TlsServer>>,
     listeners: RefCell<Vec<Listener>>,
     pub(crate) ender: Ender,
 }
@@ -206,6 +208,7 @@ impl Inventory {
             devices: OnceCell::new(),
             image_root: OnceCell::new(),
             secrets: RefCell::default(),
+            credentials: RefCell::default(),
             listeners: RefCell::default(),
             ender,
         })
@@ -280,6 +283,25 @@ impl Inventory {
 
     pub(crate) fn secrets(&self) -> Vec<String> {
         self.secrets.borrow().keys().cloned().collect()
+    }
+
+    pub(crate) fn add_credentials(&self, id: &str, keys: nbd::TlsServer) -> Result<(), Refused> {
+        match self.credentials.borrow_mut().entry(id.to_owned()) {
+            Entry::Occupied(_) => Err(Refused::NameTaken(id.to_owned())),
+            Entry::Vacant(free) => {
+                free.insert(keys);
+                Ok(())
+            }
+        }
+    }
+
+    pub(crate) fn credentials(&self, id: &str) -> Option<nbd::TlsServer> {
+        self.credentials.borrow().get(id).cloned()
+    }
+
+    /// Whether there were any. Servers that have them keep them.
+    pub(crate) fn remove_credentials(&self, id: &str) -> bool {
+        self.credentials.borrow_mut().remove(id).is_some()
     }
 
     pub(crate) fn disks(&self) -> Vec<Rc<RunningDisk>> {
@@ -424,6 +446,18 @@ impl Inventory {
         }
     }
 
+    /// Takes a server away with all its exports; returns when its last client has gone.
+    pub(crate) async fn remove_server(self: &Rc<Self>, serving: &Rc<Serving>) {
+        self.servers.borrow_mut().retain(|other| !Rc::ptr_eq(other, serving));
+        serving.close();
+        for export in self.exports() {
+            if matches!(&export.door, Door::Nbd(of, _) if Rc::ptr_eq(of, serving)) {
+                let _ = self.remove_export(&export.id, Removal::Hard);
+            }
+        }
+        serving.stop().await;
+    }
+
     /// Whether clients have been served, and none is left.
     fn is_idle(&self) -> bool {
         let served = || {
@@ -500,6 +534,14 @@ impl Inventory {
         let _ = self.door_terms.set((Rc::clone(workers), access.clone()));
     }
 
+    /// The workers and the access that [`Inventory::let_doors`] was told.
+    ///
+    /// # Errors
+    /// Before it was.
+    pub(crate) fn door_terms(&self) -> anyhow::Result<&(Rc<Vec<Worker>>, SocketAccess)> {
+        self.door_terms.get().context("nothing runs yet")
+    }
+
     /// An export with a door of its own, which is open when this returns. Its address.
     pub(crate) async fn add_door(
         self: &Rc<Self>,
@@ -511,7 +553,7 @@ impl Inventory {
         if self.exports.borrow().contains_key(&id) {
             return Err(Refused::IdTaken(id).into());
         }
-        let (workers, access) = self.door_terms.get().context("nothing runs yet")?;
+        let (workers, access) = self.door_terms()?;
         let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
         let terms = doors::Terms { id: &id, disk: &disk, read_only, access, workers };
         let entrance = doors::open(door, &terms).await?;
