@@ -56,6 +56,17 @@ pub struct Disk {
     memory: Arc<Account>,
     /// Where another process may have the image, in between.
     handover: Option<Handover>,
+    discards: Discards,
+}
+
+/// What becomes of discards, and of zeroes that may be holes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Discards {
+    /// The storage may have the space back.
+    #[default]
+    Unmap,
+    /// The space stays allocated: a discard does nothing.
+    Ignore,
 }
 
 /// A request's permission to move data, from [`Disk::admit`]: nothing that limits hold for can be
@@ -129,7 +140,13 @@ impl Disk {
             failures: Arc::default(),
             memory: Account::new(Budget::process()),
             handover,
+            discards: Discards::default(),
         })
+    }
+
+    /// The same disk, with another answer to discards.
+    pub fn with_discards(self, discards: Discards) -> Self {
+        Self { discards, ..self }
     }
 
     /// The name in config, logs and exports.
@@ -356,6 +373,8 @@ impl Disk {
         options: ZeroOptions,
     ) -> Result<()> {
         self.check_writable()?;
+        let may_unmap = options.may_unmap && self.discards == Discards::Unmap;
+        let options = ZeroOptions { may_unmap, ..options };
         let zero = async || {
             self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await
         };
@@ -369,7 +388,10 @@ impl Disk {
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
     pub async fn discard(&self, pass: Pass, offset: u64, length: u64, durability: Durability) -> Result<()> {
         self.check_writable()?;
-        let discard = async || self.prefetch.change(offset, length, self.image.discard(offset, length)).await;
+        let discard = async || match self.discards {
+            Discards::Unmap => self.prefetch.change(offset, length, self.image.discard(offset, length)).await,
+            Discards::Ignore => Ok(()),
+        };
         self.done(Kind::Discard, "discard", (offset, length), &pass, discard).await?;
         match durability {
             Durability::Cached => Ok(()),

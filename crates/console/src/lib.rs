@@ -53,7 +53,12 @@ impl<E: Into<anyhow::Error>> From<E> for Failure {
 
 /// Says what is wrong, in the form of all errors.
 pub fn complain(error: &anyhow::Error) {
-    say_as(&Priority::ERROR, &told(error));
+    complain_as("weir", error);
+}
+
+/// The same where the program was called by another name.
+pub fn complain_as(program: &str, error: &anyhow::Error) {
+    say_as(program, &Priority::ERROR, &told(error));
 }
 
 /// An error and its causes in one line, each text once: a cause may repeat what it is the cause of.
@@ -115,13 +120,13 @@ fn what_helps(kind: ErrorKind) -> &'static str {
 
 /// Says on standard error what the user should know.
 pub fn say(text: &str) {
-    say_as(&Priority::NOTICE, text);
+    say_as("weir", &Priority::NOTICE, text);
 }
 
-fn say_as(priority: &Priority, text: &str) {
+fn say_as(program: &str, priority: &Priority, text: &str) {
     // Names in the text may be somebody else's choice.
     let text = text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "?");
-    let _ = writeln!(stderr(), "{priority}weir: {text}");
+    let _ = writeln!(stderr(), "{priority}{program}: {text}");
 }
 
 /// Why there is no reactor.

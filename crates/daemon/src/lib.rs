@@ -22,5 +22,7 @@ mod pid_file;
 pub mod serve;
 pub mod users;
 
+pub use control::qmp::qemu_release;
+
 #[doc(hidden)]
 pub use control::qmp::fuzzing;

@@ -45,6 +45,21 @@ impl Plan {
                 Place::new("no disks").wrong("there is nothing to serve (add a [disk.NAME] with an image)")
             );
         }
+        Self::of(draft, inherited)
+    }
+
+    /// The plan of a daemon that is told of its disks once it runs, and of servers for them.
+    ///
+    /// # Errors
+    /// The first rule that is broken.
+    pub fn without_disks(draft: Draft) -> Result<Self, Wrong> {
+        if let Some(said) = draft.service.nbd.first() {
+            return Err(said.wrong("is not used, because no IMAGE is served (--nbd-server is for --export)"));
+        }
+        Self::of(Draft { disks: Vec::new(), ..draft }, 0)
+    }
+
+    fn of(draft: Draft, inherited: usize) -> Result<Self, Wrong> {
         check_names(&draft)?;
         check_images(&draft.disks)?;
         check_rates(&draft.disks)?;
@@ -194,6 +209,7 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
         qcow2,
         prefetch: disk.prefetch.check()?,
         on_error: disk.on_error.check()?,
+        discard: disk.discard.as_ref().map(|said| said.value).unwrap_or_default(),
         read_only: disk.is_read_only(),
         force_share: disk.force_share.is_some(),
         handover: disk.handover.is_some(),

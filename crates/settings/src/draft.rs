@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use block::{
+    disk::Discards,
     reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
@@ -33,6 +34,7 @@ pub struct DiskDraft {
     pub qcow2: Qcow2Draft,
     pub prefetch: PrefetchDraft,
     pub on_error: OnErrorDraft,
+    pub discard: Option<Said<Discards>>,
     pub read_only: bool,
     /// Where it was asked for, if it was.
     pub force_share: Option<Place>,

@@ -32,6 +32,7 @@ mod doors;
 mod draft;
 mod groups;
 mod image;
+pub mod keyval;
 pub mod log;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 pub mod on_error;
@@ -56,7 +57,7 @@ use std::path::PathBuf;
 pub use access::{Owner, SocketAccess, socket_mode};
 pub use address::{Address, socket};
 use block::{
-    disk::ErrorPolicies,
+    disk::{Discards, ErrorPolicies},
     reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
@@ -70,7 +71,7 @@ pub use prefetch::PrefetchDraft;
 pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
 pub use shares::{LimitsDraft, Settings, SettingsDraft};
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
-pub use units::{Rule, connections, count, duration, exact_size, polling, read, size, workers};
+pub use units::{Rule, connections, count, discards, duration, exact_size, polling, read, size, workers};
 
 /// Everything `weir serve` is to do.
 #[derive(Clone, Debug, PartialEq)]
@@ -111,6 +112,8 @@ pub struct Disk {
     pub prefetch: policy::prefetch::Settings,
     /// What is done about requests that the device fails.
     pub on_error: ErrorPolicies,
+    /// What becomes of discards.
+    pub discard: Discards,
     /// Refuses writes.
     pub read_only: bool,
     /// Opens the image though somebody else writes to it.

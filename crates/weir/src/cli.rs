@@ -1,8 +1,9 @@
 //! The commands by name. What one is told, and what it does, lie where the command does.
 
-use std::env;
+use std::{env, ffi::OsString};
 
 use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind};
+use daemon::serve::ServeArgs;
 
 use crate::{attach, complete, generate, mount_helper, prefetch, resume, status, throttle, top};
 
@@ -34,6 +35,18 @@ impl Cli {
     /// The command line's definition, with all that is added to the parts of it.
     pub(crate) fn whole() -> clap::Command {
         complete::with_values(with_numbers(with_version(Self::command())))
+    }
+}
+
+impl Cli {
+    /// What follows `weir serve`.
+    pub(crate) fn serve(words: impl Iterator<Item = OsString>) -> Result<ServeArgs, clap::Error> {
+        let words = ["weir", "serve"].map(OsString::from).into_iter().chain(words);
+        let mut matches = whole(Self::command()).try_get_matches_from(words)?;
+        match Self::from_arg_matches_mut(&mut matches)?.command {
+            Command::Serve(arguments) => Ok(*arguments),
+            _ => unreachable!("the words are those of serve"),
+        }
     }
 }
 
@@ -73,7 +86,7 @@ pub(crate) enum Command {
         after_help = daemon::serve::EXAMPLES,
         override_usage = "weir serve [OPTIONS] <IMAGE>...\n       weir serve [OPTIONS] --config <FILE>"
     )]
-    Serve(Box<daemon::serve::ServeArgs>),
+    Serve(Box<ServeArgs>),
     /// Make a disk a block device of this host, or mount what is on it
     #[command(after_help = attach::ATTACH_EXAMPLES)]
     Attach(Box<attach::AttachArgs>),

@@ -10,6 +10,8 @@
 //!   saving               what these two share: a change, told to the daemon and kept in the config file
 //!   mount_helper         `mount -t weir`, which is `attach`
 //!   complete, generate   what shells complete; manual pages and the shells' scripts
+//!   qemu                 `qemu-nbd` and `qemu-storage-daemon`, which are `serve`
+//!   background           a server that goes on without whoever started it
 //! ```
 //!
 //! It is a library so that end-to-end tests and tools reach [`main`]; it is no interface for
@@ -17,12 +19,14 @@
 //! it.
 
 mod attach;
+mod background;
 mod cli;
 mod client;
 mod complete;
 mod generate;
 mod mount_helper;
 mod prefetch;
+mod qemu;
 mod resume;
 mod saving;
 mod status;
@@ -41,6 +45,9 @@ use console::{Failure, complain};
 /// Does what the process's command line says; returns the status to exit with.
 pub fn main() -> ExitCode {
     complete::answer_shell();
+    if let Some(program) = qemu::called_as(std::env::args_os().next().as_ref()) {
+        return program();
+    }
     let command = match Cli::read() {
         Ok(Some(Cli { command })) => command,
         Ok(None) => return ExitCode::SUCCESS,
@@ -52,7 +59,13 @@ pub fn main() -> ExitCode {
         }
     };
     let result = match command {
-        Command::Serve(arguments) => daemon::serve::run(*arguments),
+        Command::Serve(arguments) if arguments.is_to_daemonize() && !background::is_here() => {
+            match background::start() {
+                Ok(status) => return status,
+                Err(error) => Err(error.into()),
+            }
+        }
+        Command::Serve(arguments) => daemon::serve::run(*arguments, background::tell_ready),
         Command::Attach(arguments) => attach::run(*arguments),
         Command::Detach(arguments) => attach::detach(arguments),
         Command::AttachKeeper => attach::keep(),

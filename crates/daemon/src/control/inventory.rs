@@ -11,7 +11,7 @@
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     path::{Path, PathBuf},
     rc::{Rc, Weak},
     sync::Arc,
@@ -165,6 +165,15 @@ pub(crate) enum End {
 /// Asks the daemon to end, once the main thread is free: answers before can still be sent.
 pub(crate) type Ender = Rc<dyn Fn(End)>;
 
+/// What doors and servers that are added later are made with.
+pub(crate) struct DoorTerms {
+    pub(crate) workers: Rc<Vec<Worker>>,
+    /// Who may connect to sockets.
+    pub(crate) access: SocketAccess,
+    /// Sockets that were passed to the daemon.
+    pub(crate) inherited: RefCell<Inherited>,
+}
+
 pub(crate) struct Inventory {
     started: Instant,
     pub(crate) config: Option<PathBuf>,
@@ -176,7 +185,7 @@ pub(crate) struct Inventory {
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
     servers: RefCell<Vec<Rc<Serving>>>,
     /// What own doors are made with: see [`Inventory::let_doors`].
-    door_terms: OnceCell<(Rc<Vec<Worker>>, SocketAccess, RefCell<Inherited>)>,
+    door_terms: OnceCell<DoorTerms>,
     /// The daemon ends once the last client has gone.
     pub(crate) ends_when_idle: Cell<bool>,
     /// A device of this host has gone, and its export with it.
@@ -185,6 +194,8 @@ pub(crate) struct Inventory {
     devices: OnceCell<Devices>,
     image_root: OnceCell<Root>,
     secrets: RefCell<BTreeMap<String, Secret>>,
+    /// Keys of TLS that servers can be given.
+    credentials: RefCell<BTreeMap<String, nbd::TlsServer>>,
     listeners: RefCell<Vec<Listener>>,
     pub(crate) ender: Ender,
 }
@@ -207,6 +218,7 @@ impl Inventory {
             devices: OnceCell::new(),
             image_root: OnceCell::new(),
             secrets: RefCell::default(),
+            credentials: RefCell::default(),
             listeners: RefCell::default(),
             ender,
         })
@@ -281,6 +293,25 @@ impl Inventory {
 
     pub(crate) fn secrets(&self) -> Vec<String> {
         self.secrets.borrow().keys().cloned().collect()
+    }
+
+    pub(crate) fn add_credentials(&self, id: &str, keys: nbd::TlsServer) -> Result<(), Refused> {
+        match self.credentials.borrow_mut().entry(id.to_owned()) {
+            Entry::Occupied(_) => Err(Refused::NameTaken(id.to_owned())),
+            Entry::Vacant(free) => {
+                free.insert(keys);
+                Ok(())
+            }
+        }
+    }
+
+    pub(crate) fn credentials(&self, id: &str) -> Option<nbd::TlsServer> {
+        self.credentials.borrow().get(id).cloned()
+    }
+
+    /// Whether there were any. Servers that have them keep them.
+    pub(crate) fn remove_credentials(&self, id: &str) -> bool {
+        self.credentials.borrow_mut().remove(id).is_some()
     }
 
     pub(crate) fn disks(&self) -> Vec<Rc<RunningDisk>> {
@@ -425,6 +456,18 @@ impl Inventory {
         }
     }
 
+    /// Takes a server away with all its exports; returns when its last client has gone.
+    pub(crate) async fn remove_server(self: &Rc<Self>, serving: &Rc<Serving>) {
+        self.servers.borrow_mut().retain(|other| !Rc::ptr_eq(other, serving));
+        serving.close();
+        for export in self.exports() {
+            if matches!(&export.door, Door::Nbd(of, _) if Rc::ptr_eq(of, serving)) {
+                let _ = self.remove_export(&export.id, Removal::Hard);
+            }
+        }
+        serving.stop().await;
+    }
+
     /// Whether clients have been served, and none is left.
     fn is_idle(&self) -> bool {
         let served = || {
@@ -498,7 +541,16 @@ impl Inventory {
 
     /// Where the queues of own doors run from now on, and who may connect to their sockets.
     pub(crate) fn let_doors(&self, workers: &Rc<Vec<Worker>>, access: &SocketAccess, inherited: Inherited) {
-        let _ = self.door_terms.set((Rc::clone(workers), access.clone(), RefCell::new(inherited)));
+        let (workers, access) = (Rc::clone(workers), access.clone());
+        let _ = self.door_terms.set(DoorTerms { workers, access, inherited: RefCell::new(inherited) });
+    }
+
+    /// What [`Inventory::let_doors`] was told.
+    ///
+    /// # Errors
+    /// Before it was.
+    pub(crate) fn door_terms(&self) -> anyhow::Result<&DoorTerms> {
+        self.door_terms.get().context("nothing runs yet")
     }
 
     /// An export with a door of its own, which is open when this returns. Its address.
@@ -512,7 +564,7 @@ impl Inventory {
         if self.exports.borrow().contains_key(&id) {
             return Err(Refused::IdTaken(id).into());
         }
-        let (workers, access, inherited) = self.door_terms.get().context("nothing runs yet")?;
+        let DoorTerms { workers, access, inherited } = self.door_terms()?;
         let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
         let terms = doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers };
         let entrance = doors::open(door, &terms).await?;

@@ -35,6 +35,11 @@ impl Inherited {
         Self { sockets, names, kept: Vec::new() }
     }
 
+    /// Of nobody.
+    pub(crate) fn none() -> Self {
+        Self { sockets: ListenFd::empty(), names: Vec::new(), kept: Vec::new() }
+    }
+
     /// How many have not been taken.
     pub(crate) fn count(&self) -> usize {
         self.names.iter().flatten().count()

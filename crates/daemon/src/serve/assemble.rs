@@ -83,7 +83,8 @@ async fn disk(
     }
     tracing::debug!(disk = planned.name, image = image.description(), "opened");
     let disk = Disk::new(&planned.name, image, planned.settings.of_disk(), group)
-        .with_context(|| format!("disk {}", planned.name))?;
+        .with_context(|| format!("disk {}", planned.name))?
+        .with_discards(planned.discard);
     disk.failures().set_policies(planned.on_error);
     disk.prefetch().set(planned.prefetch).with_context(|| format!("disk {}", planned.name))?;
     disk.reserve_memory().with_context(|| format!("disk {}", planned.name))?;

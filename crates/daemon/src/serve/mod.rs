@@ -12,6 +12,7 @@
 mod arguments;
 mod assemble;
 mod memory;
+mod steps;
 mod watchdog;
 
 use std::{
@@ -34,7 +35,8 @@ use console::{
 };
 use export::nbd;
 use sd_notify::NotifyState;
-use settings::{Door, DoorExport, Draft, Plan, Service, Socket, VhostUserBlk, config, state::Store};
+use settings::{Door, DoorExport, Draft, Plan, Said, Service, Socket, VhostUserBlk, config, state::Store};
+use steps::Steps;
 
 use crate::{
     control::{
@@ -51,31 +53,41 @@ use crate::{
 /// URIs in the line that says `ready`.
 const MOST_URIS_SHOWN: usize = 16;
 
-/// Serves until a signal ends it.
+/// Serves until a signal ends it. Calls `ready` once clients are let in.
 ///
 /// # Errors
 /// [`Failure::Usage`] where the command line contradicts itself, else [`Failure::Failed`].
-pub fn run(arguments: ServeArgs) -> Result<(), Failure> {
+pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(), Failure> {
     let inherited = Inherited::take();
     // Clients may be in another directory.
     let config = arguments.config.as_deref().map(path::absolute).transpose()?;
-    let plan = plan(arguments, inherited.count())?;
+    let mut steps = std::mem::take(&mut arguments.steps);
+    let monitors = steps.take_monitors().map_err(|wrong| Failure::Usage(wrong.into()))?;
+    let plan = plan(arguments, monitors, inherited.count())?;
     logging::start(&plan.service.log);
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     descriptors::raise_limit();
     memory::set_aside(&plan.service)?;
     on_reactor(async move {
-        match Daemon::start(&plan, config, inherited, signals).await? {
-            Some(daemon) => Ok(daemon.run().await?),
+        match Daemon::start(&plan, steps, config, inherited, signals).await? {
+            Some(daemon) => {
+                ready();
+                Ok(daemon.run().await?)
+            }
             None => Ok(()),
         }
     })
 }
 
-fn plan(arguments: ServeArgs, inherited: usize) -> Result<Plan, Failure> {
+fn plan(arguments: ServeArgs, monitors: Vec<Said<PathBuf>>, inherited: usize) -> Result<Plan, Failure> {
     let config = arguments.config.clone();
-    let said = arguments.into_draft().map_err(|wrong| Failure::Usage(wrong.into()))?;
+    let mut said = arguments.into_draft().map_err(|wrong| Failure::Usage(wrong.into()))?;
+    said.service.qmp.extend(monitors);
     match config {
+        // Only steps are left to have been told.
+        None if said.disks.is_empty() => {
+            Plan::without_disks(said).map_err(|wrong| Failure::Usage(wrong.into()))
+        }
         None => Plan::new(said, inherited).map_err(|wrong| Failure::Usage(wrong.into())),
         Some(path) => {
             let file = config::load(&path)?;
@@ -107,6 +119,7 @@ impl Daemon {
     /// None where a signal ended it before it was ready.
     async fn start(
         plan: &Plan,
+        steps: Steps,
         config: Option<PathBuf>,
         inherited: Inherited,
         signals: Signals,
@@ -144,6 +157,20 @@ impl Daemon {
             cgroups.map(|path| cgroup::watch::Running::start(path, Store::new(state))).transpose()?;
         inventory.ends_when_idle.set(plan.service.exit_when_idle);
         let uris = listen(plan, inherited, tls, &workers, &inventory).await?;
+        let done = match until_ended(steps.run(&inventory), &events.1).await {
+            Ok(done) => done.map(|()| true),
+            Err(signal) => {
+                tracing::info!(signal, "stopping before all is done that was told");
+                Ok(false)
+            }
+        };
+        if !matches!(done, Ok(true)) {
+            for entrance in inventory.entrances() {
+                entrance.stop().await;
+            }
+            let closed = flush_and_close(&inventory.disks()).await;
+            return done.and(closed).map(|()| None);
+        }
         let control = Rc::new(Control::start(&inventory, sockets));
         let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
         announce(&uris);

@@ -314,6 +314,12 @@ impl Server {
         self.lock().len()
     }
 
+    /// A client that is told of several connections opens them, and would wait for places.
+    fn offered(&self, mut info: ExportInfo) -> ExportInfo {
+        info.features.multi_conn &= self.terms.max_connections != 1;
+        info
+    }
+
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Live>> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -537,11 +543,12 @@ impl Exports for Server {
 
     fn get(&self, export: usize) -> Option<ExportInfo> {
         let exports = self.exports.read().unwrap_or_else(PoisonError::into_inner);
-        exports.get(export).map(Export::info)
+        exports.get(export).map(|export| self.offered(export.info()))
     }
 
     fn next(&self, from: usize) -> Option<(usize, ExportInfo)> {
-        self.exports.read().unwrap_or_else(PoisonError::into_inner).next(from)
+        let exports = self.exports.read().unwrap_or_else(PoisonError::into_inner);
+        exports.next(from).map(|(number, info)| (number, self.offered(info)))
     }
 }
 

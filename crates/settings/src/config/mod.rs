@@ -220,6 +220,7 @@ impl Reader<'_> {
             read: section.value(crate::on_error::READ)?,
             write: section.value(crate::on_error::WRITE)?,
         };
+        let discard = section.parse("discard", crate::discards)?;
         let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
         let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
         let handover = section.flag("handover")?.filter(|said| said.value).map(|said| said.place);
@@ -252,6 +253,7 @@ impl Reader<'_> {
             qcow2,
             prefetch,
             on_error,
+            discard,
             read_only,
             force_share,
             handover,

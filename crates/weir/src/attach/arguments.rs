@@ -149,12 +149,13 @@ pub(crate) struct DetachArgs {
 pub(crate) struct DiskOptions(Vec<(String, Option<String>)>);
 
 /// Those that are not about a disk, or are said otherwise here.
-const OTHERS: [&str; 12] = [
+const OTHERS: [&str; 13] = [
     "Network",
     "TLS",
     "Process",
     "Logging",
     "Devices to imitate",
+    "As qemu-storage-daemon, in this order",
     "config",
     "images",
     "name",

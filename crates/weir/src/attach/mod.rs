@@ -32,7 +32,7 @@ use std::{
     process::{Command, Stdio},
 };
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, anyhow, bail, ensure};
 pub(crate) use arguments::{ATTACH_EXAMPLES, AttachArgs, DETACH_EXAMPLES, DetachArgs};
 use console::{Failure, print, print_json, say};
 use daemon::users::Users;
@@ -255,6 +255,19 @@ fn recover(json: bool) -> Result<(), Failure> {
         }
     }
     if failed { Err(Failure::Found(1)) } else { Ok(()) }
+}
+
+/// Takes a device away that nobody uses, if it is one of these. Whether it is.
+///
+/// # Errors
+/// If somebody uses it, whoever made it.
+pub(crate) fn let_go(device: &Path) -> anyhow::Result<bool> {
+    if let Some((place, attached)) = find(device)? {
+        return detach::detach(&place, &attached, false).map(|()| true);
+    }
+    let users = lasting::lasting_users(device, None);
+    ensure!(users.is_empty(), "in use: {users} (end that first)");
+    Ok(false)
 }
 
 /// What is at work under this name, device, file or directory. Where it is mounted at a directory

@@ -1,7 +1,10 @@
 //! A command's arguments, read key by key, each with its full name.
 //!
 //! Reading takes a value out; a key that is left at the end is an error. `"100"` is no integer and
-//! `1` no boolean, as in QEMU.
+//! `1` no boolean, as in QEMU; but of arguments that were written as `key=value` ([`keyval`]),
+//! where everything is text.
+//!
+//! [`keyval`]: super::keyval
 
 use std::ops::RangeInclusive;
 
@@ -16,11 +19,18 @@ pub(crate) struct Arguments {
     prefix: String,
     members: Map<String, Value>,
     asked: Vec<String>,
+    /// Numbers and booleans are text.
+    written: bool,
 }
 
 impl Arguments {
     pub(crate) fn new(members: Map<String, Value>) -> Self {
-        Self { prefix: String::new(), members, asked: Vec::new() }
+        Self { members, ..Self::default() }
+    }
+
+    /// Those of a command line's `key=value`s.
+    pub(super) fn written(members: Map<String, Value>) -> Self {
+        Self { members, written: true, ..Self::default() }
     }
 
     /// The full name of a key, as errors have it: `limits.iops-total`.
@@ -33,8 +43,14 @@ impl Arguments {
         self.members.remove(key)
     }
 
+    fn take_number(&mut self, key: &str) -> Option<Value> {
+        let value = self.take(key)?;
+        Some(if self.written { u64::of_text(value) } else { value })
+    }
+
     pub(crate) fn optional<T: Read>(&mut self, key: &str) -> Result<Option<T>, Error> {
         let Some(value) = self.take(key) else { return Ok(None) };
+        let value = if self.written { T::of_text(value) } else { value };
         T::read(&self.name_of(key), value).map(Some)
     }
 
@@ -44,7 +60,8 @@ impl Arguments {
 
     /// Whether a value is there and a string, for keys that take one or a number.
     pub(crate) fn is_text(&self, key: &str) -> bool {
-        self.members.get(key).is_some_and(Value::is_string)
+        let text = self.members.get(key).and_then(Value::as_str);
+        text.is_some_and(|text| !self.written || text.parse::<u64>().is_err())
     }
 
     /// Whether a value is there and `null`, which is taken out then.
@@ -57,7 +74,7 @@ impl Arguments {
     }
 
     pub(crate) fn number(&mut self, key: &str, range: RangeInclusive<u64>) -> Result<Option<u64>, Error> {
-        let Some(value) = self.take(key) else { return Ok(None) };
+        let Some(value) = self.take_number(key) else { return Ok(None) };
         let name = self.name_of(key);
         let number = value.as_number().filter(|number| !number.is_f64());
         let number = number.ok_or_else(|| Error::wrong_type(&name, "integer"))?;
@@ -84,7 +101,9 @@ impl Arguments {
         let Some(value) = self.take(key) else { return Ok(None) };
         let name = self.name_of(key);
         match value {
-            Value::Object(members) => Ok(Some(Self { prefix: name + ".", members, asked: Vec::new() })),
+            Value::Object(members) => {
+                Ok(Some(Self { prefix: name + ".", members, asked: Vec::new(), written: self.written }))
+            }
             _ => Err(Error::wrong_type(&name, "object")),
         }
     }
@@ -135,6 +154,11 @@ pub(crate) enum Reference {
 pub(crate) trait Read: Sized {
     /// `name` is the full one.
     fn read(name: &str, value: Value) -> Result<Self, Error>;
+
+    /// What a text means that is to be read as this; one that means nothing stays a text.
+    fn of_text(value: Value) -> Value {
+        value
+    }
 }
 
 impl Read for String {
@@ -150,6 +174,15 @@ impl Read for bool {
     fn read(name: &str, value: Value) -> Result<Self, Error> {
         value.as_bool().ok_or_else(|| Error::wrong_type(name, "boolean"))
     }
+
+    fn of_text(value: Value) -> Value {
+        // As QEMU's `qapi_bool_parse`.
+        match value.as_str() {
+            Some("on" | "yes" | "true" | "y") => Value::Bool(true),
+            Some("off" | "no" | "false" | "n") => Value::Bool(false),
+            _ => value,
+        }
+    }
 }
 
 impl Read for u64 {
@@ -158,6 +191,13 @@ impl Read for u64 {
         let number = number.ok_or_else(|| Error::wrong_type(name, "integer"))?;
         number.as_u64().ok_or_else(|| Error::rule(name, format_args!("({number}) is negative")))
     }
+
+    fn of_text(value: Value) -> Value {
+        match value.as_str().and_then(|text| text.parse::<u64>().ok()) {
+            Some(number) => Value::from(number),
+            None => value,
+        }
+    }
 }
 
 impl<T: Read> Read for Vec<T> {
@@ -165,6 +205,13 @@ impl<T: Read> Read for Vec<T> {
         let Value::Array(items) = value else { return Err(Error::wrong_type(name, "array")) };
         let item = |(index, item)| T::read(&format!("{name}[{index}]"), item);
         items.into_iter().enumerate().map(item).collect()
+    }
+
+    fn of_text(value: Value) -> Value {
+        match value {
+            Value::Array(items) => items.into_iter().map(T::of_text).collect(),
+            other => other,
+        }
     }
 }
 
@@ -210,6 +257,24 @@ mod tests {
         refused(given.choice("w", &["a", "b"]), "Parameter 'w' does not accept value 'x' (there are: a, b)");
         refused(given.required::<Vec<u64>>("l"), "Invalid parameter type for 'l[1]', expected: integer");
         refused(given.required::<u64>("gone"), "Parameter 'gone' is missing");
+    }
+
+    #[test]
+    fn what_was_written_is_text() {
+        let Value::Object(members) = json!({
+            "s": "5", "b": "on", "n": "7", "l": ["1", "2"], "o": {"in": "off"}, "size": "8", "full": "full",
+        }) else {
+            panic!("an object")
+        };
+        let mut given = Arguments::written(members);
+        assert_eq!(given.required("s"), Ok("5".to_owned()));
+        assert_eq!(given.required("b"), Ok(true));
+        assert_eq!(given.number("n", 0..=7), Ok(Some(7)));
+        assert_eq!(given.required("l"), Ok(vec![1_u64, 2]));
+        assert_eq!(given.object("o").unwrap().unwrap().required("in"), Ok(false));
+        assert_eq!((given.is_text("size"), given.is_text("full")), (false, true));
+        refused(given.required::<u64>("full"), "Invalid parameter type for 'full', expected: integer");
+        refused(given.required::<bool>("size"), "Invalid parameter type for 'size', expected: boolean");
     }
 
     #[test]

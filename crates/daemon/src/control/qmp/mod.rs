@@ -24,6 +24,7 @@ mod event;
 pub mod fuzzing;
 mod identifier;
 mod json;
+mod keyval;
 mod outbox;
 mod prefetch;
 mod server;
@@ -31,5 +32,32 @@ mod session;
 mod settings;
 mod stream;
 
+use std::rc::Rc;
+
 pub(crate) use control::Control;
 pub(crate) use server::Ending;
+use server::Execute as _;
+pub use session::qemu_release;
+
+use super::inventory::Inventory;
+
+/// Does what a client could ask for, with arguments as a command line has them: see [`keyval`].
+///
+/// # Errors
+/// The command's, as a client would be told.
+pub(crate) async fn perform(
+    inventory: &Rc<Inventory>,
+    command: &str,
+    text: &str,
+    implied: Option<&str>,
+) -> Result<(), String> {
+    let commands = command::Commands { table: commands::TABLE, inventory: Rc::clone(inventory) };
+    let result = match keyval::arguments(text, implied) {
+        Ok(arguments) => match commands.execute(command, arguments) {
+            Ok(running) => running.await,
+            Err(error) => Err(error),
+        },
+        Err(error) => Err(error),
+    };
+    result.map(drop).map_err(|error| error.to_string())
+}

@@ -20,6 +20,12 @@ use super::{
 /// The release of QEMU whose schema the commands follow; clients such as libvirt decide by it.
 const QEMU_VERSION: (u32, u32, u32) = (10, 2, 0);
 
+/// That release, as QEMU's programs write it.
+pub fn qemu_release() -> String {
+    let (major, minor, micro) = QEMU_VERSION;
+    format!("{major}.{minor}.{micro}")
+}
+
 pub(super) const NEGOTIATE: &str = "qmp_capabilities";
 
 pub(super) fn version() -> Value {

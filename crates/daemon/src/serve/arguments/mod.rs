@@ -4,8 +4,9 @@
 
 use std::{fmt::Display, path::PathBuf};
 
+use super::steps::Steps;
 use block::{
-    disk::OnError,
+    disk::{Discards, OnError},
     reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
@@ -48,7 +49,7 @@ Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line."
 
 /// What `weir serve` is told.
 #[derive(Debug, Args)]
-#[command(group(ArgGroup::new("disks").args(["images", "config"]).required(true).multiple(true)))]
+#[command(group(ArgGroup::new("disks").args(["images", "config"]).args(Steps::NAMES).required(true).multiple(true)))]
 pub struct ServeArgs {
     /// Take the disks from this file; options of an image, its limits and devices to imitate are
     /// then its keys
@@ -74,6 +75,8 @@ pub struct ServeArgs {
     process: ProcessArgs,
     #[command(flatten)]
     log: LogArgs,
+    #[command(flatten)]
+    pub(super) steps: Steps,
 }
 
 #[derive(Debug, Args)]
@@ -104,6 +107,10 @@ struct ImageArgs {
     /// is full [default: report]
     #[arg(long, value_name = "POLICY", value_parser = settings::read::<OnError>, conflicts_with = "config")]
     on_write_error: Option<OnError>,
+    /// What becomes of discards: unmap gives the space back, ignore keeps it allocated, also where
+    /// zeroes are written [default: unmap]
+    #[arg(long, value_name = "MODE", value_parser = settings::discards, conflicts_with = "config")]
+    discard: Option<Discards>,
     /// Refuse writes
     #[arg(long, conflicts_with = "config")]
     read_only: bool,
@@ -221,8 +228,11 @@ struct ProcessArgs {
     #[arg(long, value_name = "SIZE", value_parser = settings::size)]
     memory: Option<u64>,
     /// Leave the process's number in this file, locked, while it serves
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", alias = "pidfile")]
     pid_file: Option<PathBuf>,
+    /// Go on in the background once it serves; until then, what fails is told here
+    #[arg(long)]
+    daemonize: bool,
     /// Refuse images outside of this directory, and those that name files outside of it
     #[arg(long, value_name = "DIR")]
     image_root: Option<PathBuf>,
@@ -249,6 +259,11 @@ struct LogArgs {
 }
 
 impl ServeArgs {
+    /// Whether it is to go on in the background.
+    pub fn is_to_daemonize(&self) -> bool {
+        self.process.daemonize
+    }
+
     /// Without disks if `--config` was given.
     pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
         let Self { image, qcow2, prefetch, limits, shares, mut network, tls, imitate, process, log, .. } =
@@ -371,6 +386,7 @@ impl ImageArgs {
                 read: Said::option(on_error::READ, self.on_read_error),
                 write: Said::option(on_error::WRITE, self.on_write_error),
             },
+            discard: Said::option("discard", self.discard),
             read_only: self.read_only,
             force_share: self.force_share.then(|| Place::new("--force-share")),
             handover: self.handover.then(|| Place::new("--handover")),

@@ -91,6 +91,22 @@ pub enum Error {
     Kernel(#[from] io::Error),
 }
 
+/// Takes the device of this number away, whoever serves it; what it has not written is lost. One
+/// that nobody serves is no error.
+///
+/// # Errors
+/// As for making one.
+pub fn disconnect(number: u32) -> Result<(), Error> {
+    let gone = || -> io::Result<()> {
+        let control = Control::open()?;
+        if control.is_connected(number)? { control.disconnect(number) } else { Ok(()) }
+    };
+    gone().map_err(|error| match error.raw_os_error() {
+        Some(libc::ENOENT) => Error::NoDriver,
+        _ => Error::of(error, Some(number)),
+    })
+}
+
 impl Error {
     fn of(error: io::Error, number: Option<u32>) -> Self {
         match (error.raw_os_error(), number) {

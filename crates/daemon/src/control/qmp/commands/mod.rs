@@ -33,6 +33,7 @@ mod node;
 mod object;
 mod process;
 mod query;
+mod server;
 mod throttle;
 mod weir;
 
@@ -49,6 +50,8 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<block::BlockdevAdd>(),
     Entry::of::<block::BlockdevDel>(),
     Entry::of::<block::BlockResize>(),
+    Entry::of::<server::NbdServerStart>(),
+    Entry::of::<server::NbdServerStop>(),
     Entry::of::<export::BlockExportAdd>(),
     Entry::of::<export::BlockExportDel>(),
     Entry::of::<export::QueryBlockExports>(),

@@ -4,19 +4,22 @@
 //! ```text
 //!   /                    container
 //!   └─ objects           container
-//!      └─ NAME           throttle-group: limits, x-…, x-weir-…; or secret
+//!      └─ NAME           throttle-group: limits, x-…, x-weir-…; or secret, tls-creds-…
 //! ```
 //!
 //! Every group is an object, also one of the config file. Beside them there are passphrases
-//! (`secret`), which can be made and deleted, and never looked into.
+//! (`secret`) and keys of TLS for servers (`tls-creds-x509`, `tls-creds-psk`), which can be made
+//! and deleted, and never looked into.
 
 use std::{fs::File, path::Path, rc::Rc};
 
+use ::settings::Credentials;
 use block::{
     image::Secret,
     layer::throttle::{Group, GroupSettings},
     reactor,
 };
+use export::nbd::TlsServer;
 use policy::throttle::Setting;
 use serde_json::{Map, Value, json};
 
@@ -36,7 +39,9 @@ use crate::control::{
 
 const TYPE: &str = "throttle-group";
 const SECRET: &str = "secret";
-const TYPES: [&str; 2] = [SECRET, TYPE];
+const X509: &str = "tls-creds-x509";
+const PSK: &str = "tls-creds-psk";
+const TYPES: [&str; 4] = [SECRET, TYPE, PSK, X509];
 const MAX_LEVELS: usize = 8;
 /// weir's own properties, with their types.
 const OWN: [(&str, &str); 5] = [
@@ -51,6 +56,7 @@ const OWN: [(&str, &str); 5] = [
 pub(super) enum ObjectAdd {
     Group { id: String, parent: Option<String>, changes: Changes },
     Secret { id: String, from: SecretFrom },
+    Credentials { id: String, of: Credentials },
 }
 
 #[derive(Debug)]
@@ -65,8 +71,10 @@ impl Command for ObjectAdd {
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         // In QEMU's order, so that of two slips the same one is named.
         let kind = arguments.choice("qom-type", &TYPES)?.ok_or_else(|| Error::missing("qom-type"))?;
-        if TYPES[kind] == SECRET {
-            return read_secret(arguments);
+        match TYPES[kind] {
+            SECRET => return read_secret(arguments),
+            kind @ (X509 | PSK) => return read_credentials(kind, arguments),
+            _ => {}
         }
         let id: String = arguments.required("id")?;
         identifier::check("id", &id)?;
@@ -85,6 +93,7 @@ impl Command for ObjectAdd {
         let (id, parent, changes) = match self {
             Self::Group { id, parent, changes } => (id, parent, changes),
             Self::Secret { id, from } => return add_secret(&inventory, &id, from).await,
+            Self::Credentials { id, of } => return add_credentials(&inventory, &id, of).await,
         };
         let parent = parent.map(|name| inventory.group(&name)).transpose()?;
         let above = std::iter::successors(parent.as_ref(), |group| group.parent()).count();
@@ -94,14 +103,18 @@ impl Command for ObjectAdd {
         }
         let settings = changes.apply_to(GroupSettings::default())?;
         // Before it takes its reservation from its parent.
-        if inventory.group(&id).is_ok() || inventory.secret(&id).is_ok() {
-            return Err(duplicate(&id));
-        }
+        check_id(&inventory, &id)?;
         inventory.check_name(&id)?;
         let group = Group::new(&id, settings, parent.as_ref())?;
         inventory.add_group(&group)?;
         Ok(json!({}))
     }
+}
+
+fn check_id(inventory: &Inventory, id: &str) -> Result<(), Error> {
+    let is_taken =
+        inventory.group(id).is_ok() || inventory.secret(id).is_ok() || inventory.credentials(id).is_some();
+    if is_taken { Err(duplicate(id)) } else { Ok(()) }
 }
 
 fn duplicate(id: &str) -> Error {
@@ -141,10 +154,39 @@ async fn add_secret(inventory: &Inventory, id: &str, from: SecretFrom) -> Result
             read.map_err(|why| Error::generic(format!("Unable to read {}: {why}", shown(&path))))?
         }
     };
-    if inventory.group(id).is_ok() {
-        return Err(duplicate(id));
-    }
+    check_id(inventory, id)?;
     inventory.add_secret(id, secret).map_err(|_| duplicate(id))?;
+    Ok(json!({}))
+}
+
+/// As QEMU's `TlsCredsX509Properties` and `TlsCredsPskProperties`, for servers alone.
+fn read_credentials(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
+    let id: String = arguments.required("id")?;
+    identifier::check("id", &id)?;
+    let ends = ["client", "server"];
+    // QEMU's default is the client's end.
+    if arguments.choice("endpoint", &ends)? != Some(1) {
+        return Err(Error::rule("endpoint", "is 'server' here, where nobody is a client"));
+    }
+    let directory: String = arguments.required("dir")?;
+    let verify_peer = arguments.optional("verify-peer")?.unwrap_or(true);
+    // weir looks at each file anyway.
+    let _: Option<bool> = arguments.optional("sanity-check")?;
+    let of = match kind {
+        X509 => Credentials::Certificates { directory: directory.into(), verify_peer },
+        _ => Credentials::PreShared(directory.into()),
+    };
+    Ok(ObjectAdd::Credentials { id, of })
+}
+
+async fn add_credentials(inventory: &Inventory, id: &str, of: Credentials) -> Result<Value, Error> {
+    let read = move || match of {
+        Credentials::Certificates { directory, verify_peer } => TlsServer::x509(&directory, verify_peer),
+        Credentials::PreShared(directory) => TlsServer::psk(&directory),
+    };
+    let keys = reactor::blocking(read).await.map_err(|error| Error::generic(error.to_string()))?;
+    check_id(inventory, id)?;
+    inventory.add_credentials(id, keys).map_err(|_| duplicate(id))?;
     Ok(json!({}))
 }
 
@@ -161,7 +203,7 @@ impl Command for ObjectDel {
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        if inventory.remove_secret(&self.id) {
+        if inventory.remove_secret(&self.id) || inventory.remove_credentials(&self.id) {
             return Ok(json!({}));
         }
         let Ok(group) = inventory.group(&self.id) else {

@@ -1,0 +1,165 @@
+//! `nbd-server-start` and `nbd-server-stop`: an NBD server for exports that are added later, where
+//! the daemon was not told of any.
+//!
+//! An address is written as QMP has it here (`{"type": "unix", "data": {"path": …}}`), or without
+//! `data`, as on a command line.
+
+use std::rc::Rc;
+
+use block::reactor;
+use export::nbd::{self, Terms, Tls};
+use serde_json::{Value, json};
+use settings::{Address, Endpoint};
+
+use crate::{
+    control::{
+        inventory::{DoorTerms, End, Inventory},
+        qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
+        serving::Serving,
+    },
+    listen::{self, Inherited},
+};
+
+#[derive(Debug)]
+pub(super) struct NbdServerStart {
+    address: Address,
+    credentials: Option<String>,
+    max_connections: usize,
+}
+
+impl Command for NbdServerStart {
+    const NAME: &'static str = "nbd-server-start";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let mut addr = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
+        let address = address(&mut addr)?;
+        addr.finish()?;
+        if arguments.optional::<String>("tls-authz")?.is_some() {
+            return Err(Error::rule("tls-authz", "is not to be had; verify-peer of the credentials is"));
+        }
+        let most = arguments.number("max-connections", 0..=u32::MAX.into())?;
+        Ok(Self {
+            address,
+            credentials: arguments.optional("tls-creds")?,
+            max_connections: match most {
+                None => Terms::default().max_connections,
+                // Fits.
+                Some(most) => most as usize,
+            },
+        })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let generic = |error: anyhow::Error| Error::generic(format!("{error:#}"));
+        refuse_second(&inventory)?;
+        let required = |id: &String| {
+            let keys = inventory.credentials(id);
+            let keys =
+                keys.ok_or_else(|| Error::generic(format!("No TLS credentials with id '{}'", shown(id))));
+            keys.map(|keys| Tls { required: true, keys })
+        };
+        let tls = self.credentials.as_ref().map(required).transpose()?;
+        let DoorTerms { workers, access, .. } = inventory.door_terms().map_err(generic)?;
+        let (endpoint, access) = (Endpoint::Address(self.address), access.clone());
+        let open = move || listen::open(&endpoint, &access, &mut Inherited::none());
+        let listeners = reactor::blocking(open).await.map_err(generic)?;
+        refuse_second(&inventory)?;
+        let terms = Terms { max_connections: self.max_connections, ..Terms::default() };
+        let serving = Serving::new(nbd::Server::new(tls, terms), listeners, workers);
+        inventory.add_server(&serving);
+        let ender = Rc::clone(&inventory.ender);
+        serving.accept(move |error| ender(End::Broken(error)));
+        Ok(json!({}))
+    }
+}
+
+fn refuse_second(inventory: &Inventory) -> Result<(), Error> {
+    match inventory.servers().is_empty() {
+        true => Ok(()),
+        false => Err(Error::generic("NBD server already running")),
+    }
+}
+
+/// As QEMU's `SocketAddress` and `SocketAddressLegacy`.
+fn address(addr: &mut Arguments) -> Result<Address, Error> {
+    let kind = addr.choice("type", &["inet", "unix"])?;
+    let is_unix = kind.ok_or_else(|| Error::missing(&addr.name_of("type")))? == 1;
+    match addr.object("data")? {
+        Some(mut data) => {
+            let address = place(&mut data, is_unix)?;
+            data.finish()?;
+            Ok(address)
+        }
+        None => place(addr, is_unix),
+    }
+}
+
+fn place(inside: &mut Arguments, is_unix: bool) -> Result<Address, Error> {
+    if is_unix {
+        let path: String = inside.required("path")?;
+        let path = settings::socket(&format!("unix:{path}"));
+        return path.map(Address::Unix).map_err(|rule| Error::rule(&inside.name_of("path"), rule));
+    }
+    let host: String = inside.required("host")?;
+    let port: String = inside.required("port")?;
+    let written = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+    written.parse().map_err(|rule: String| Error::rule(&inside.name_of("host"), rule))
+}
+
+#[derive(Debug)]
+pub(super) struct NbdServerStop;
+
+impl Command for NbdServerStop {
+    const NAME: &'static str = "nbd-server-stop";
+
+    fn read(_: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        match &*inventory.servers() {
+            [] => Err(Error::generic("NBD server not running")),
+            [only] => {
+                inventory.remove_server(only).await;
+                Ok(json!({}))
+            }
+            several => {
+                let count = several.len();
+                Err(Error::generic(format!("there are {count} servers, and none that is meant")))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn read(value: Value) -> Result<String, String> {
+        Arguments::read_all(value, NbdServerStart::read).map(|command| command.address.to_string())
+    }
+
+    #[test]
+    fn addresses_are_qemus() {
+        let with = |addr: Value| read(json!({ "addr": addr }));
+        assert_eq!(with(json!({"type": "unix", "data": {"path": "/a"}})).unwrap(), "unix:/a");
+        assert_eq!(with(json!({"type": "unix", "path": "/a"})).unwrap(), "unix:/a");
+        let inet = json!({"type": "inet", "data": {"host": "::1", "port": "7"}});
+        assert_eq!(with(inet).unwrap(), "[::1]:7");
+        for (addr, expect) in [
+            (
+                json!({"type": "vsock"}),
+                "Parameter 'addr.type' does not accept value 'vsock' (there are: inet, unix)",
+            ),
+            (json!({"type": "unix", "data": {}}), "Parameter 'addr.data.path' is missing"),
+            (json!({"type": "inet", "host": "a"}), "Parameter 'addr.port' is missing"),
+            (json!({"type": "inet", "host": "a", "port": "1", "to": 5}), "Parameter 'addr.to' is unexpected"),
+        ] {
+            assert_eq!(with(addr).unwrap_err(), expect);
+        }
+        let authz = json!({"addr": {"type": "unix", "path": "/a"}, "tls-authz": "x"});
+        assert!(read(authz).unwrap_err().starts_with("Parameter 'tls-authz' is not to be had"));
+    }
+}

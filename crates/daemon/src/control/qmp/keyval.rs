@@ -1,0 +1,152 @@
+//! A command's arguments as they are written on a command line: JSON, or `key=value`s separated by
+//! commas, as QEMU's `--blockdev` has them.
+//!
+//! ```text
+//!   raw,node-name=r,file.driver=file,file.filename=a,,b
+//!   {"driver": "raw", "node-name": "r", "file": {"driver": "file", "filename": "a,b"}}
+//! ```
+//!
+//! A dot in a key goes into an object, keys that are numbers from 0 on make an array, two commas
+//! are one in a value. The first value may stand without its key where the option has one for it.
+//! Source: QEMU's manual page, "Block device options", and what its storage daemon takes.
+
+use std::collections::{BTreeMap, btree_map::Entry};
+
+use serde_json::{Map, Value};
+use settings::keyval;
+
+use super::{arguments::Arguments, error::Error, json};
+
+/// Objects in objects: more than any command has.
+const MOST_LEVELS: usize = 64;
+
+/// The arguments that `text` says; `implied` is the key of a first value that has none.
+///
+/// # Errors
+/// Where it is neither of the two forms, or says something twice.
+pub(crate) fn arguments(text: &str, implied: Option<&str>) -> Result<Arguments, Error> {
+    if text.trim_start().starts_with('{') {
+        return match json::parse(text.as_bytes()).map_err(Error::generic)? {
+            Value::Object(members) => Ok(Arguments::new(members)),
+            _ => Err(Error::generic("is no JSON object")),
+        };
+    }
+    let mut root = Node::default();
+    for (key, value) in keyval::pairs(text, implied).map_err(Error::generic)? {
+        root.set(&key, &key, value, MOST_LEVELS)?;
+    }
+    match root.into_value("")? {
+        Value::Object(members) => Ok(Arguments::written(members)),
+        _ => Err(Error::generic("begins with a number where a key is needed")),
+    }
+}
+
+#[derive(Debug)]
+enum Part {
+    Text(String),
+    Inside(Node),
+}
+
+#[derive(Debug, Default)]
+struct Node(BTreeMap<String, Part>);
+
+impl Node {
+    fn set(&mut self, whole: &str, key: &str, value: String, levels: usize) -> Result<(), Error> {
+        let (first, rest) = key.split_once('.').map_or((key, None), |(first, rest)| (first, Some(rest)));
+        if first.is_empty() || levels == 0 {
+            return Err(Error::generic(format!("Invalid parameter '{}'", json::shown(whole))));
+        }
+        let used_twice = || Error::generic(format!("Parameters '{first}.*' used inconsistently"));
+        match (self.0.entry(first.to_owned()), rest) {
+            (Entry::Vacant(free), None) => drop(free.insert(Part::Text(value))),
+            (Entry::Vacant(free), Some(rest)) => {
+                let mut inside = Self::default();
+                inside.set(whole, rest, value, levels - 1)?;
+                free.insert(Part::Inside(inside));
+            }
+            (Entry::Occupied(mut there), None) => match there.get_mut() {
+                // As for QEMU, whoever says it again means it.
+                Part::Text(text) => *text = value,
+                Part::Inside(_) => return Err(used_twice()),
+            },
+            (Entry::Occupied(mut there), Some(rest)) => match there.get_mut() {
+                Part::Text(_) => return Err(used_twice()),
+                Part::Inside(inside) => inside.set(whole, rest, value, levels - 1)?,
+            },
+        }
+        Ok(())
+    }
+
+    /// An object, or an array where all keys are numbers.
+    fn into_value(self, name: &str) -> Result<Value, Error> {
+        let value = |key: &str, part: Part| match part {
+            Part::Text(text) => Ok(Value::String(text)),
+            Part::Inside(node) => node.into_value(key),
+        };
+        let is_number = |key: &String| key.bytes().all(|byte| byte.is_ascii_digit());
+        if self.0.is_empty() || !self.0.keys().any(is_number) {
+            let members = self.0.into_iter().map(|(key, part)| Ok((key.clone(), value(&key, part)?)));
+            return members.collect::<Result<Map<_, _>, Error>>().map(Value::Object);
+        }
+        let mut items = Vec::new();
+        for index in 0..self.0.len() {
+            items.push(index.to_string());
+        }
+        let mut parts = self.0;
+        let missing = |index: &String| {
+            Error::generic(format!(
+                "Parameter '{name}.{index}' is missing (numbers begin with 0, without a gap)"
+            ))
+        };
+        let item = |index: String| value(&index, parts.remove(&index).ok_or_else(|| missing(&index))?);
+        items.into_iter().map(item).collect::<Result<Vec<_>, Error>>().map(Value::Array)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[track_caller]
+    fn same(text: &str, expect: Value) {
+        let Value::Object(members) = expect else { panic!("an object") };
+        assert_eq!(arguments(text, Some("driver")), Ok(Arguments::written(members)), "{text}");
+    }
+
+    #[track_caller]
+    fn refused(text: &str, expect: &str) {
+        assert_eq!(arguments(text, Some("driver")).unwrap_err().to_string(), expect, "{text}");
+    }
+
+    #[test]
+    fn keys_with_dots_are_objects_and_numbers_arrays() {
+        same("raw,node-name=a", json!({"driver": "raw", "node-name": "a"}));
+        same(
+            "driver=raw,file.driver=file,file.filename=a,,b=c.d,file.locking=on",
+            json!({"driver": "raw", "file": {"driver": "file", "filename": "a,b=c.d", "locking": "on"}}),
+        );
+        same("nbd,bitmaps.1=y,bitmaps.0=x", json!({"driver": "nbd", "bitmaps": ["x", "y"]}));
+        same("a=1,a=2", json!({"a": "2"}));
+        same("a=", json!({"a": ""}));
+        let json = arguments(r#" {"size": 1, "deep": {"a": true}}"#, None).unwrap();
+        let Value::Object(members) = json!({"size": 1, "deep": {"a": true}}) else { panic!("an object") };
+        assert_eq!(json, Arguments::new(members));
+    }
+
+    #[test]
+    fn what_contradicts_itself_is_refused() {
+        refused("a=x,a.b=y", "Parameters 'a.*' used inconsistently");
+        refused("a.b=x,a=y", "Parameters 'a.*' used inconsistently");
+        refused("a..b=x", "Invalid parameter 'a..b'");
+        refused(".a=x", "Invalid parameter '.a'");
+        refused("b.1=x", "Parameter 'b.0' is missing (numbers begin with 0, without a gap)");
+        refused("b.0=x,b.c=y", "Parameter 'b.1' is missing (numbers begin with 0, without a gap)");
+        refused("0=x", "begins with a number where a key is needed");
+        assert!(arguments("{\"a\":1,\"a\":2}", None).is_err());
+        assert!(arguments("[1]", None).is_err());
+        let deep = "a.".repeat(100_000) + "a=1";
+        assert!(arguments(&deep, None).unwrap_err().to_string().starts_with("Invalid parameter"));
+    }
+}

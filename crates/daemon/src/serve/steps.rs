@@ -1,0 +1,219 @@
+//! What `weir serve` is told in the words of `qemu-storage-daemon`: nodes, exports, objects, an NBD
+//! server, monitors, in the order in which they are written.
+//!
+//! ```text
+//!   --object, --blockdev, --nbd-server, --export ─► a command of QMP each, once the daemon runs
+//!   --chardev, --monitor                         ─► control sockets, as --qmp
+//! ```
+//!
+//! So there is nothing here that the control socket could not be asked for, and what it refuses is
+//! refused here in the same words.
+
+use std::{path::PathBuf, rc::Rc};
+
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
+use settings::{Place, Said, Wrong, keyval};
+
+use crate::control::{inventory::Inventory, qmp};
+
+/// The options in the order of their help: name, value, help.
+const OPTIONS: [(&str, &str, &str); 6] = [
+    ("blockdev", "NODE", "Add a disk, as blockdev-add of QMP: driver=…,node-name=…, or a JSON object"),
+    ("object", "OBJECT", "Make a throttle-group, a secret or tls-creds-x509, tls-creds-psk, as object-add"),
+    ("nbd-server", "ADDRESS", "Serve NBD for those exports, as nbd-server-start: addr.type=unix,addr.path=…"),
+    ("export", "EXPORT", "Export a disk, as block-export-add: type=nbd,id=…,node-name=…"),
+    ("chardev", "SOCKET", "A Unix socket for a monitor: socket,id=…,path=…,server=on,wait=off"),
+    ("monitor", "MONITOR", "Take commands of QMP there, as --qmp does: chardev=…"),
+];
+
+/// What was told, in its order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Steps(Vec<(&'static str, String)>);
+
+impl Steps {
+    /// Their names, for a group that they are members of.
+    pub(super) const NAMES: [&'static str; 6] =
+        [OPTIONS[0].0, OPTIONS[1].0, OPTIONS[2].0, OPTIONS[3].0, OPTIONS[4].0, OPTIONS[5].0];
+
+    /// Takes the monitors out: the sockets where they are to be heard.
+    pub(super) fn take_monitors(&mut self) -> Result<Vec<Said<PathBuf>>, Wrong> {
+        let (mut sockets, mut monitors): (Vec<(String, Said<PathBuf>)>, Vec<_>) = Default::default();
+        for (option, text) in &self.0 {
+            let place = Place::option(option, text);
+            match *option {
+                "chardev" => {
+                    let (id, path) = chardev(text).map_err(|rule| place.wrong(rule))?;
+                    if sockets.iter().any(|(other, _)| *other == id) {
+                        return Err(
+                            place.wrong(format!("there is a chardev {id:?} already (choose another id)"))
+                        );
+                    }
+                    sockets.push((id, Said::new(path, place)));
+                }
+                "monitor" => {
+                    let id = monitor(text).map_err(|rule| place.wrong(rule))?;
+                    let at = sockets.iter().position(|(known, _)| *known == id);
+                    let at =
+                        at.ok_or_else(|| place.wrong(format!("chardev {id:?} not found (name it before)")))?;
+                    monitors.push(sockets.remove(at).1);
+                }
+                _ => {}
+            }
+        }
+        if let Some((_, said)) = sockets.first() {
+            return Err(said.wrong("is not used (add --monitor with its id)"));
+        }
+        self.0.retain(|(option, _)| !["chardev", "monitor"].contains(option));
+        Ok(monitors)
+    }
+
+    /// Does the others, one after the other.
+    ///
+    /// # Errors
+    /// The first that fails; what was done before it stays.
+    pub(super) async fn run(self, inventory: &Rc<Inventory>) -> anyhow::Result<()> {
+        for (option, text) in self.0 {
+            let (command, implied) = match option {
+                "blockdev" => ("blockdev-add", Some("driver")),
+                "object" => ("object-add", Some("qom-type")),
+                "nbd-server" => ("nbd-server-start", None),
+                _ => ("block-export-add", Some("type")),
+            };
+            let place = Place::option(option, &text);
+            qmp::perform(inventory, command, &text, implied).await.map_err(|error| place.wrong(error))?;
+        }
+        Ok(())
+    }
+}
+
+/// The keys of an option that has no command, each once; a flag may stand alone, or with `no`.
+fn keys(text: &str, implied: &str, known: &[&str]) -> Result<Vec<(String, String)>, String> {
+    let flags = text.split(',').map(|part| match part {
+        "server" | "wait" => format!("{part}=on"),
+        "nowait" => "wait=off".to_owned(),
+        _ => part.to_owned(),
+    });
+    let pairs = keyval::pairs(&flags.collect::<Vec<_>>().join(","), Some(implied))?;
+    match pairs.iter().find(|(key, _)| !known.contains(&key.as_str())) {
+        Some((key, _)) => Err(format!("{key}: is not to be had (there are {})", known.join(", "))),
+        None => Ok(pairs),
+    }
+}
+
+/// The last value of a key.
+fn value<'a>(pairs: &'a [(String, String)], key: &str) -> Option<&'a str> {
+    pairs.iter().rfind(|(known, _)| known == key).map(|(_, value)| value.as_str())
+}
+
+/// The id and the path of a Unix socket.
+fn chardev(text: &str) -> Result<(String, PathBuf), String> {
+    let pairs = keys(text, "backend", &["backend", "id", "path", "server", "wait"])?;
+    match value(&pairs, "backend") {
+        Some("socket") => {}
+        other => return Err(format!("backend={}: is not to be had (there is socket)", other.unwrap_or(""))),
+    }
+    if !matches!(value(&pairs, "server"), Some("on" | "yes" | "true")) {
+        return Err("server=on is needed, because a monitor's client connects to it".to_owned());
+    }
+    let id = value(&pairs, "id").ok_or("has no id (add id=NAME)")?;
+    let path = value(&pairs, "path").ok_or("has no path (add path=PATH; other sockets are not to be had)")?;
+    Ok((id.to_owned(), settings::socket(&format!("unix:{path}"))?))
+}
+
+/// The id of its chardev.
+fn monitor(text: &str) -> Result<String, String> {
+    let pairs = keys(text, "chardev", &["chardev", "mode", "pretty"])?;
+    for (key, only) in [("mode", "control"), ("pretty", "off")] {
+        if let Some(other) = value(&pairs, key).filter(|value| *value != only) {
+            return Err(format!("{key}={other}: is not to be had (leave it out)"));
+        }
+    }
+    value(&pairs, "chardev").map(str::to_owned).ok_or_else(|| "has no chardev (add chardev=ID)".to_owned())
+}
+
+impl Args for Steps {
+    fn augment_args(command: Command) -> Command {
+        let option = |(name, value, help): (&'static str, &'static str, &'static str)| {
+            let heading = "As qemu-storage-daemon, in this order";
+            Arg::new(name)
+                .long(name)
+                .value_name(value)
+                .help(help)
+                .help_heading(heading)
+                .action(ArgAction::Append)
+        };
+        command.args(OPTIONS.map(option))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Steps {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut said = Vec::new();
+        for name in Self::NAMES {
+            let (at, texts) = (matches.indices_of(name), matches.get_many::<String>(name));
+            said.extend(
+                at.into_iter().flatten().zip(texts.into_iter().flatten()).map(|(at, text)| (at, name, text)),
+            );
+        }
+        said.sort_by_key(|(at, ..)| *at);
+        Ok(Self(said.into_iter().map(|(_, name, text)| (name, text.clone())).collect()))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(line: &str) -> Steps {
+        let words = std::iter::once("serve").chain(line.split_whitespace());
+        let matches = Steps::augment_args(Command::new("serve")).get_matches_from(words);
+        Steps::from_arg_matches(&matches).unwrap()
+    }
+
+    #[test]
+    fn the_order_is_the_command_lines() {
+        let steps = read("--object a --blockdev b --export c --object d --nbd-server=e");
+        let said: Vec<_> = steps.0.iter().map(|(name, text)| format!("{name} {text}")).collect();
+        assert_eq!(said, ["object a", "blockdev b", "export c", "object d", "nbd-server e"]);
+    }
+
+    #[test]
+    fn monitors_are_control_sockets() {
+        let mut steps = read(
+            "--chardev socket,id=a,path=/a,server=on,wait=off --monitor chardev=a,mode=control \
+             --blockdev b --chardev socket,path=/c,,d,id=c,server,nowait --monitor c",
+        );
+        let sockets = steps.take_monitors().unwrap();
+        let paths: Vec<_> = sockets.iter().map(|said| said.value.display().to_string()).collect();
+        assert_eq!(paths, ["/a", "/c,d"]);
+        assert_eq!(steps, read("--blockdev b"));
+    }
+
+    #[test]
+    fn a_monitor_that_cannot_be_is_refused_by_name() {
+        let refused = |line: &str, expect: &str| {
+            let wrong = read(line).take_monitors().unwrap_err().to_string();
+            assert!(wrong.contains(expect), "{wrong}");
+        };
+        let socket = "--chardev socket,id=a,path=/a,server=on";
+        refused("--monitor a", "--monitor a: chardev \"a\" not found");
+        refused(&format!("{socket} --monitor a,pretty=on"), "pretty=on: is not to be had");
+        refused(&format!("{socket} --monitor a,mode=readline"), "mode=readline: is not to be had");
+        refused(socket, "is not used (add --monitor");
+        refused(&format!("{socket} {socket}"), "there is a chardev \"a\" already");
+        refused("--chardev stdio,id=a", "backend=stdio: is not to be had");
+        refused("--chardev socket,id=a,host=x,port=1,server=on", "host: is not to be had");
+        refused("--chardev socket,id=a,path=/a", "server=on is needed");
+        refused("--chardev socket,id=a,server=on", "has no path");
+        refused("--chardev socket,path=/a,server=on", "has no id");
+    }
+}

@@ -1,0 +1,69 @@
+//! `key=value,key=value` as QEMU's command lines have it: two commas are one in a value, and the
+//! first value may stand without its key. What the keys mean is for others.
+
+/// The pairs of `text`, in their order; `implied` is the key of a first value that has none.
+///
+/// # Errors
+/// A part that is no pair.
+pub fn pairs(text: &str, implied: Option<&str>) -> Result<Vec<(String, String)>, String> {
+    let mut pairs = Vec::new();
+    for (index, part) in parts(text).into_iter().enumerate() {
+        pairs.push(match part.split_once('=') {
+            Some(("", _)) => return Err("Invalid parameter ''".to_owned()),
+            Some((key, value)) => (key.to_owned(), value.to_owned()),
+            None => match implied.filter(|_| index == 0 && !part.is_empty()) {
+                Some(key) => (key.to_owned(), part),
+                None if part.is_empty() => return Err("has a comma with nothing behind it".to_owned()),
+                None => return Err(format!("Expected '=' after parameter '{part}'")),
+            },
+        });
+    }
+    Ok(pairs)
+}
+
+/// What single commas part; a comma at the very end is passed over, as it is by QEMU.
+fn parts(text: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut letters = text.chars().peekable();
+    while let Some(letter) = letters.next() {
+        let last = parts.last_mut().expect("there is one");
+        match letter {
+            ',' if letters.peek() == Some(&',') => {
+                letters.next();
+                last.push(',');
+            }
+            ',' if letters.peek().is_none() => {}
+            ',' => parts.push(String::new()),
+            _ => last.push(letter),
+        }
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_commas_are_one() {
+        let read = |text: &str| {
+            let pairs = pairs(text, Some("type")).unwrap();
+            pairs.into_iter().map(|(key, value)| format!("{key}: {value}")).collect::<Vec<_>>()
+        };
+        assert_eq!(read("secret,id=a,data=x,,y=z"), ["type: secret", "id: a", "data: x,y=z"]);
+        assert_eq!(read("type=a,b=,"), ["type: a", "b: "]);
+    }
+
+    #[test]
+    fn a_part_without_a_value_is_named() {
+        for (text, expect) in [
+            ("a,b", "Expected '=' after parameter 'b'"),
+            ("=x", "Invalid parameter ''"),
+            ("a=1,b,c=2", "Expected '=' after parameter 'b'"),
+            ("", "has a comma with nothing behind it"),
+        ] {
+            assert_eq!(pairs(text, Some("type")).unwrap_err(), expect);
+        }
+        assert_eq!(pairs("a", None).unwrap_err(), "Expected '=' after parameter 'a'");
+    }
+}

@@ -1,0 +1,327 @@
+//! `qemu-nbd`: a link to weir of this name takes that program's command line, so that a script
+//! changes nothing.
+//!
+//! ```text
+//!   arguments ──► -d: takes a device away
+//!       │    └──► -L: lists what another server has
+//!       └─ objects, image ──► options of `weir serve` ──► that
+//! ```
+//!
+//! All that is QEMU's is here: its options, its defaults (one client, every address, an export
+//! without a name) and its exit statuses. What weir does not have is refused by name;
+//! docs/from-qemu.md lists it. Source: qemu-nbd(8), and how QEMU 7.2 answers.
+
+mod arguments;
+mod device;
+mod image;
+mod objects;
+mod overlay;
+
+use std::{env, ffi::OsString, fs, process::ExitCode};
+
+use anyhow::{Context as _, anyhow, bail};
+use clap::Parser as _;
+use console::Failure;
+
+use self::{arguments::Arguments, image::Described, objects::Objects, overlay::Overlay};
+use super::{answer, ended, serve, version, what_is_wrong};
+use crate::{background, cli::Cli};
+
+/// The name of the link.
+pub(super) const NAME: &str = "qemu-nbd";
+
+/// Does what the process's command line says; the status to exit with, which is 0 or 1.
+pub(super) fn main() -> ExitCode {
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) => return answer(NAME, &error),
+    };
+    let forks = arguments.fork || arguments.connect.is_some() && !arguments.verbose;
+    if forks && !background::is_here() {
+        return background::start().unwrap_or_else(|error| ended(NAME, Err(error.into())));
+    }
+    ended(NAME, run(&arguments))
+}
+
+fn run(arguments: &Arguments) -> Result<(), Failure> {
+    if arguments.version {
+        return version(NAME);
+    }
+    refuse_absent(arguments)?;
+    if arguments.list {
+        return Err(anyhow!("--list: is not to be had (`nbdinfo --list URI` does it)").into());
+    }
+    let [file] = &arguments.file[..] else {
+        return Err(anyhow!("Invalid number of arguments (one FILE is needed)").into());
+    };
+    let file = file.to_str().with_context(|| format!("{}: not UTF-8 (rename it)", file.display()))?;
+    if arguments.disconnect {
+        return Ok(device::disconnect(file)?);
+    }
+    let objects = Objects::read(&arguments.object)?;
+    let mut image = match arguments.image_opts {
+        true => Described::of_options(file, &objects)?,
+        false => Described::of_file(file)?,
+    };
+    if arguments.snapshot
+        && (arguments.load_snapshot.is_some() || arguments.offset.is_some() || !image.part.is_empty())
+    {
+        return Err(anyhow!("--snapshot: goes with neither --load-snapshot nor a part of the image").into());
+    }
+    let overlay = arguments.snapshot.then(|| Overlay::over(&mut image, arguments.format.as_deref()));
+    let overlay = overlay.transpose()?;
+    let words = as_serve(arguments, image, &objects)?;
+    let arguments = Cli::serve(words.into_iter().map(OsString::from));
+    let arguments =
+        arguments.map_err(|error| anyhow!(what_is_wrong(&error.render().to_string()).to_owned()))?;
+    // The daemon has it open once it is ready.
+    serve(arguments, move || drop(overlay))
+}
+
+/// What weir does not have.
+fn refuse_absent(arguments: &Arguments) -> anyhow::Result<()> {
+    let absent = [
+        ("trace", &arguments.trace, "weir has no trace events (--verbose says more)"),
+        ("selinux-label", &arguments.selinux_label, "label the directory of the socket"),
+        (
+            "tls-authz",
+            &arguments.tls_authz,
+            "verify-peer of the credentials refuses clients without a certificate",
+        ),
+        ("tls-hostname", &arguments.tls_hostname, "it is for --list alone"),
+    ];
+    if let Some((name, _, instead)) = absent.into_iter().find(|(_, said, _)| said.is_some()) {
+        bail!("--{name}: is not to be had ({instead})");
+    }
+    Ok(())
+}
+
+/// The command line of `weir serve` that it stands for.
+fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyhow::Result<Vec<String>> {
+    let mut words = vec![format!("--log={}", if arguments.verbose { "info" } else { "warn" })];
+    let device = arguments.connect.as_deref();
+    let nbd = listening(arguments)?;
+    if device.is_none() || nbd.is_some() {
+        words.extend(nbd);
+        words.extend(of_clients(arguments, objects)?);
+    } else if arguments.tls_creds.is_some() {
+        bail!("TLS is not supported with a host device");
+    }
+    words.extend(device.map(|device| format!("--nbd-device={device}")));
+    if !arguments.persistent {
+        words.push("--exit-when-idle".to_owned());
+    }
+    if arguments.image_opts && arguments.format.is_some() {
+        bail!("--image-opts and -f are mutually exclusive");
+    }
+    let mut say = |option: &str, value: Option<&str>| {
+        words.extend(value.map(|value| format!("--{option}={value}")));
+    };
+    say(
+        "pid-file",
+        arguments
+            .pid_file
+            .as_deref()
+            .map(|path| path.to_str().context("--pid-file: not UTF-8"))
+            .transpose()?,
+    );
+    say("format", image.format.as_deref().or(arguments.format.as_deref()));
+    say("cache", cache(arguments)?.or(image.cache.as_deref()));
+    say("bitmap", arguments.bitmap.as_deref());
+    say("snapshot", arguments.load_snapshot.as_deref().map(snapshot));
+    say("discard", Some(discard(arguments.discard.as_deref().or(image.discard.as_deref()))?));
+    let mut part = image.part;
+    if let Some(offset) = &arguments.offset {
+        settings::size(offset).map_err(|_| anyhow!("Invalid offset '{offset}'"))?;
+        part.push(format!("offset={offset}"));
+    }
+    if !part.is_empty() {
+        say("options", Some(&part.join(",")));
+    }
+    choice("aio", arguments.aio.as_deref(), &["threads", "native", "io_uring"])?;
+    if let Some(mode @ ("on" | "unmap")) =
+        choice("detect-zeroes", arguments.detect_zeroes.as_deref(), &["off", "on", "unmap"])?
+    {
+        bail!("--detect-zeroes={mode}: is not to be had (leave it out: zeroes are written as they come)");
+    }
+    words.extend(image.options);
+    if arguments.read_only {
+        words.push("--read-only".to_owned());
+    }
+    words.extend(["--".to_owned(), format!("file:{}", image.file)]);
+    Ok(words)
+}
+
+/// Where clients connect; none where the service manager has opened it, or there is a device.
+fn listening(arguments: &Arguments) -> anyhow::Result<Option<String>> {
+    let (port, bind) = (arguments.port.as_deref(), arguments.bind.as_deref());
+    match &arguments.socket {
+        Some(_) if port.is_some() => bail!("-k and -p can't be used together"),
+        Some(_) if bind.is_some() => bail!("-k and -b can't be used together"),
+        Some(path) => return Ok(Some(format!("--nbd=unix:{path}"))),
+        None if port.is_none() && bind.is_none() && (arguments.connect.is_some() || is_activated()) => {
+            return Ok(None);
+        }
+        None => {}
+    }
+    let (port, bind) = (port.unwrap_or("10809"), bind.unwrap_or("0.0.0.0"));
+    let bind = if bind.contains(':') { format!("[{bind}]") } else { bind.to_owned() };
+    let address = format!("{bind}:{port}");
+    let _: settings::Address = address.parse().map_err(|rule| anyhow!("{address}: {rule}"))?;
+    Ok(Some(format!("--nbd={address}")))
+}
+
+/// Whether the service manager has passed sockets (sd_listen_fds(3)).
+fn is_activated() -> bool {
+    let is_us = |number: String| number == std::process::id().to_string();
+    env::var_os("LISTEN_FDS").is_some() && env::var("LISTEN_PID").map_or(true, is_us)
+}
+
+/// What only clients of NBD notice.
+fn of_clients(arguments: &Arguments, objects: &Objects) -> anyhow::Result<Vec<String>> {
+    let mut words = vec![
+        format!("--name={}", arguments.export_name.as_deref().unwrap_or_default()),
+        format!("--max-connections={}", shared(arguments.shared.as_deref())?),
+        format!("--socket-mode={:o}", 0o777 & !umask()),
+    ];
+    words.extend(arguments.description.as_ref().map(|text| format!("--description={text}")));
+    if let Some(id) = &arguments.tls_creds {
+        words.extend(objects.tls(id)?);
+    }
+    Ok(words)
+}
+
+fn shared(number: Option<&str>) -> anyhow::Result<u32> {
+    let number = number.unwrap_or("1");
+    number.parse().map_err(|_| anyhow!("Invalid shared device number '{number}'"))
+}
+
+/// The mode that a socket's file is made without, as qemu-nbd leaves it to its caller.
+fn umask() -> u32 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("Umask:"));
+    line.and_then(|octal| u32::from_str_radix(octal.trim(), 8).ok()).unwrap_or(0o177)
+}
+
+fn cache(arguments: &Arguments) -> anyhow::Result<Option<&str>> {
+    if arguments.nocache {
+        return Ok(Some("none"));
+    }
+    choice(
+        "cache",
+        arguments.cache.as_deref(),
+        &["none", "writeback", "writethrough", "directsync", "unsafe"],
+    )
+}
+
+fn discard(mode: Option<&str>) -> anyhow::Result<&'static str> {
+    match choice("discard", mode, &["ignore", "off", "unmap", "on"])? {
+        Some("unmap" | "on") => Ok("unmap"),
+        _ => Ok("ignore"),
+    }
+}
+
+fn choice<'a>(option: &str, said: Option<&'a str>, known: &[&str]) -> anyhow::Result<Option<&'a str>> {
+    match said.filter(|said| !known.contains(said)) {
+        Some(other) => bail!("Invalid {option} mode `{other}' (there are {})", known.join(", ")),
+        None => Ok(said),
+    }
+}
+
+/// The id or the name in `snapshot.id=ID`, `snapshot.name=NAME`, or either alone.
+fn snapshot(text: &str) -> &str {
+    let first = text
+        .split(',')
+        .find_map(|part| part.strip_prefix("snapshot.id=").or_else(|| part.strip_prefix("snapshot.name=")));
+    first.unwrap_or(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(line: &str) -> Result<String, String> {
+        let words = std::iter::once(NAME).chain(line.split_whitespace());
+        let arguments = Arguments::try_parse_from(words).map_err(|error| error.to_string())?;
+        let told = |arguments: &Arguments| {
+            let objects = Objects::read(&arguments.object)?;
+            let file = arguments.file[0].to_str().unwrap();
+            let image = match arguments.image_opts {
+                true => Described::of_options(file, &objects)?,
+                false => Described::of_file(file)?,
+            };
+            as_serve(arguments, image, &objects)
+        };
+        let words = told(&arguments).map_err(|error: anyhow::Error| error.to_string())?;
+        let is_serve = Cli::serve(words.iter().map(OsString::from));
+        is_serve.map_err(|error| error.to_string())?;
+        Ok(words.join(" "))
+    }
+
+    /// What it becomes, less what is the same for all.
+    #[track_caller]
+    fn becomes(line: &str, expect: &str) {
+        let mode = format!(" --socket-mode={:o}", 0o777 & !umask());
+        let words = read(line).unwrap().replace(&mode, "").replacen("--log=warn ", "", 1);
+        assert_eq!(words, expect, "{line}");
+    }
+
+    #[test]
+    fn a_command_line_becomes_that_of_serve() {
+        becomes(
+            "a.raw",
+            "--nbd=0.0.0.0:10809 --name= --max-connections=1 --exit-when-idle --discard=ignore -- file:a.raw",
+        );
+        becomes(
+            "-t -k /s -x vm1 -D about -e 5 -f qcow2 -r -B b --pid-file=/p a",
+            "--nbd=unix:/s --name=vm1 --max-connections=5 --description=about --pid-file=/p --format=qcow2 \
+             --bitmap=b --discard=ignore --read-only -- file:a",
+        );
+        becomes(
+            "-t -p 7 -b ::1 -e0 -n --aio=native --discard=unmap -f raw -o 512 a",
+            "--nbd=[::1]:7 --name= --max-connections=0 --format=raw --cache=none --discard=unmap \
+             --options=offset=512 -- file:a",
+        );
+        becomes(
+            "-tk/s --image-opts driver=raw,offset=1,file.filename=a",
+            "--nbd=unix:/s --name= --max-connections=1 --format=raw --discard=ignore --options=offset=1 -- file:a",
+        );
+        becomes(
+            "-c /dev/nbd0 -v -f raw a",
+            "--log=info --nbd-device=/dev/nbd0 --exit-when-idle --format=raw --discard=ignore -- file:a",
+        );
+        becomes(
+            "-tk /s -l snapshot.name=one --cache=unsafe --cache=writeback a",
+            "--nbd=unix:/s --name= --max-connections=1 --cache=writeback --snapshot=one --discard=ignore -- file:a",
+        );
+        // As getopt_long(3) takes it: any part of a name that is no other's, options behind FILE.
+        becomes(
+            "a --persist --sock /s --object tls-creds-psk,id=t,endpoint=server,dir=/k --tls-creds t",
+            "--nbd=unix:/s --name= --max-connections=1 --tls=required --tls-psk=/k --discard=ignore -- file:a",
+        );
+    }
+
+    #[test]
+    fn what_is_wrong_is_refused() {
+        for (line, expect) in [
+            ("-k /s -p 1 a", "-k and -p can't be used together"),
+            ("-p x a", "0.0.0.0:x: has no port"),
+            ("-e -1 a", "Invalid shared device number '-1'"),
+            ("-o x a", "Invalid offset 'x'"),
+            ("--cache=x a", "Invalid cache mode `x'"),
+            ("-n --cache=none a", "cannot be used with"),
+            ("--discard=x a", "Invalid discard mode `x'"),
+            ("--detect-zeroes=on a", "--detect-zeroes=on: is not to be had"),
+            ("--aio=x a", "Invalid aio mode `x'"),
+            ("--image-opts -f raw driver=raw,file.filename=a", "--image-opts and -f are mutually exclusive"),
+            ("--tls-creds t a", "No TLS credentials with id 't'"),
+            ("-P 1 a", "unexpected argument '-P'"),
+            ("-f vmdk a", "'vmdk'"),
+        ] {
+            let said = read(line).unwrap_err();
+            assert!(said.contains(expect), "{line}: {said}");
+        }
+        let absent = Arguments::try_parse_from([NAME, "-T", "x", "a"]).unwrap();
+        assert!(refuse_absent(&absent).unwrap_err().to_string().starts_with("--trace: is not to be had"));
+    }
+}
