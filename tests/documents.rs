@@ -20,6 +20,7 @@ set -Eemo pipefail
 ip link set lo up
 mount -t tmpfs run /run
 mount -t tmpfs lib /var/lib
+unset WEIR_QMP
 # Images need a file system like those of disks, for O_DIRECT and holes.
 export TMPDIR=$1
 said=$2

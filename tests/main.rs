@@ -25,6 +25,7 @@ mod cgroup_run;
 mod cgroup_show;
 mod chains;
 mod control;
+mod control_socket;
 mod devices;
 mod docker_plugin;
 mod documents;

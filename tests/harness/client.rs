@@ -104,7 +104,8 @@ impl Client {
             .env("PATH", search_path())
             .env_remove("LIBNBD_DEBUG")
             .env_remove("LISTEN_FDS")
-            .env_remove("WEIR_QMP");
+            // Neither to find the machine's daemon, nor to be found as that.
+            .env("WEIR_QMP", "unix:/nonexistent/qmp.sock");
         Self { command, name: program.to_owned(), input: None }
     }
 
@@ -132,6 +133,11 @@ impl Client {
 
     pub(crate) fn inside(mut self, directory: &Path) -> Self {
         self.command.current_dir(directory);
+        self
+    }
+
+    pub(crate) fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
+        self.command.env(name, value);
         self
     }
 

@@ -10,6 +10,7 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -36,6 +37,8 @@ pub(crate) struct Serve {
     before: Vec<OsString>,
     arguments: Vec<OsString>,
     listen: Listen,
+    /// Where it takes commands if nothing else is said.
+    control: PathBuf,
     /// What it finds on standard input, and in the environment.
     input: Option<OwnedFd>,
     environment: Vec<(&'static str, OsString)>,
@@ -45,11 +48,15 @@ pub(crate) struct Serve {
 
 impl Serve {
     pub(crate) fn new(scratch: &Scratch) -> Self {
+        // A test may have several daemons.
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         Self {
             subcommand: "serve",
             before: Vec::new(),
             arguments: Vec::new(),
             listen: Listen::Unix(scratch.socket("nbd")),
+            control: scratch.socket(&format!("control{number}")),
             input: None,
             environment: Vec::new(),
             scratch: None,
@@ -145,6 +152,8 @@ impl Serve {
         for variable in ["LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "RUST_LOG"] {
             command.env_remove(variable);
         }
+        // The control socket that nobody names is one of its own, not the machine's.
+        command.env("WEIR_QMP", format!("unix:{}", text(&self.control)));
         command.envs(self.environment.drain(..));
         command
     }

@@ -16,8 +16,8 @@ use block::{
 
 use super::{
     Address, Disk, DiskDraft, DoorExport, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings,
-    Place, Plan, Said, Server, Service, ServiceDraft, Settings, SocketAccess, Wrong, groups::Groups,
-    promises,
+    Place, Plan, Said, Server, Service, ServiceDraft, Settings, SocketAccess, Standard, Wrong,
+    groups::Groups, promises,
 };
 
 /// Threads by default, at most: past them a disk's own queue is what limits.
@@ -379,6 +379,7 @@ fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
             owner: draft.socket_owner.map(|said| said.value),
         },
         exit_when_idle: draft.exit_when_idle.is_some_and(|said| said.value),
+        control: control(draft.control, &draft.qmp)?,
         qmp: qmp(draft.qmp)?,
         tls: draft.tls.check()?,
         log: LogSettings {
@@ -397,4 +398,14 @@ fn qmp(sockets: Vec<Said<PathBuf>>) -> Result<Vec<PathBuf>, Wrong> {
         return Err(again.wrong("is given twice (remove one)"));
     }
     Ok(sockets.into_iter().map(|said| said.value).collect())
+}
+
+fn control(said: Option<Said<bool>>, named: &[Said<PathBuf>]) -> Result<Standard, Wrong> {
+    match said {
+        None if named.is_empty() => Ok(Standard::Try),
+        None => Ok(Standard::Off),
+        Some(Said { value: true, .. }) => Ok(Standard::Must),
+        Some(_) if named.is_empty() => Ok(Standard::Off),
+        Some(said) => Err(said.wrong("and qmp names a control socket (leave one out)")),
+    }
 }

@@ -92,6 +92,8 @@ pub struct ServiceDraft {
     pub exit_when_idle: Option<Said<bool>>,
     /// Sockets of the control protocol.
     pub qmp: Vec<Said<PathBuf>>,
+    /// Whether there is to be one where commands look; none: if none is named, and it can be had.
+    pub control: Option<Said<bool>>,
     pub workers: Option<Said<usize>>,
     pub poll: Option<Said<Polling>>,
     pub max_connections: Option<Said<u32>>,
@@ -109,12 +111,16 @@ pub struct ServiceDraft {
 impl ServiceDraft {
     /// These settings, and `other`'s where these say nothing.
     pub fn or(self, other: Self) -> Self {
+        // They are one setting: which control sockets there are.
+        let says_control = self.control.is_some() || !self.qmp.is_empty();
+        let (control, qmp) = if says_control { (self.control, self.qmp) } else { (other.control, other.qmp) };
         Self {
             nbd: if self.nbd.is_empty() { other.nbd } else { self.nbd },
             socket_mode: self.socket_mode.or(other.socket_mode),
             socket_owner: self.socket_owner.or(other.socket_owner),
             exit_when_idle: self.exit_when_idle.or(other.exit_when_idle),
-            qmp: if self.qmp.is_empty() { other.qmp } else { self.qmp },
+            control,
+            qmp,
             workers: self.workers.or(other.workers),
             poll: self.poll.or(other.poll),
             max_connections: self.max_connections.or(other.max_connections),

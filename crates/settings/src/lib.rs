@@ -27,6 +27,7 @@ mod address;
 pub mod arguments;
 pub mod check;
 pub mod config;
+pub mod control;
 mod doors;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod draft;
@@ -180,6 +181,17 @@ pub struct DoorExport {
     pub disk: usize,
 }
 
+/// What is done about the control socket that nobody named: [`control::ControlSocket`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standard {
+    /// There is none.
+    Off,
+    /// There is one if it can be had.
+    Try,
+    /// Without it there is no daemon.
+    Must,
+}
+
 /// What holds for the whole process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Service {
@@ -197,6 +209,8 @@ pub struct Service {
     pub exit_when_idle: bool,
     /// Unix sockets where the daemon is controlled.
     pub qmp: Vec<PathBuf>,
+    /// Whether it is also controlled where nobody said, and commands look.
+    pub control: Standard,
     /// Encryption of connections.
     pub tls: Tls,
     /// What is logged.

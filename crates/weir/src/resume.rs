@@ -17,7 +17,7 @@ QMP's `cont` does the same as this command.";
 /// What `weir resume` is told.
 #[derive(Debug, Args)]
 pub(crate) struct ResumeArgs {
-    /// The daemon's control socket [default: $WEIR_QMP, else unix:/run/weir/qmp.sock]
+    /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
     qmp: Option<Target>,
 }

@@ -6,9 +6,16 @@ mod uri;
 
 use std::{
     cell::RefCell,
+    fs::{self, DirBuilder, Permissions},
     io::{self, ErrorKind},
     net::{SocketAddr, TcpListener, ToSocketAddrs as _},
-    os::{fd::OwnedFd, unix::net::UnixListener},
+    os::{
+        fd::OwnedFd,
+        unix::{
+            fs::{DirBuilderExt as _, PermissionsExt as _},
+            net::UnixListener,
+        },
+    },
     path::Path,
     thread,
     time::{Duration, Instant},
@@ -16,7 +23,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 pub use inherited::Inherited;
-use settings::{Address, Endpoint, SocketAccess};
+use settings::{Address, Endpoint, SocketAccess, control::ControlSocket};
 pub use unix::SocketFile;
 pub(crate) use uri::Authority;
 
@@ -65,6 +72,25 @@ pub(crate) fn of_machine(
 pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
     let bound = unix::bind(path, &SocketAccess::default());
     Ok(at_path(bound.with_context(|| Address::Unix(path.to_owned()).to_string())?))
+}
+
+/// A control socket, as [`private`] makes it, in a directory that is made if it is weir's own.
+pub(crate) fn control(place: &ControlSocket) -> anyhow::Result<Listener> {
+    if let (Some(mode), Some(directory)) = (place.directory_mode, place.path.parent()) {
+        make_directory(directory, mode).with_context(|| {
+            format!("{}: the directory cannot be made", Address::Unix(place.path.clone()))
+        })?;
+    }
+    private(&place.path)
+}
+
+/// With this mode whatever the umask, unless it is there.
+fn make_directory(path: &Path, mode: u32) -> io::Result<()> {
+    match DirBuilder::new().mode(mode).create(path) {
+        Ok(()) => fs::set_permissions(path, Permissions::from_mode(mode)),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
+        Err(error) => Err(error),
+    }
 }
 
 /// The one socket of a service that has only one: the Unix socket that the service manager passed,
@@ -208,6 +234,23 @@ mod tests {
                  stop it, or choose another port with --nbd)"
             )
         );
+    }
+
+    #[test]
+    fn the_directory_of_a_control_socket_is_made_as_it_is_to_be() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("weir/qmp.sock");
+        let place = ControlSocket { path: path.clone(), directory_mode: Some(0o700) };
+        let listener = control(&place).unwrap();
+        let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        assert_eq!((mode(path.parent().unwrap()), mode(&path)), (0o700, 0o600));
+        // What is there is somebody's, with the mode that they gave it.
+        fs::set_permissions(path.parent().unwrap(), Permissions::from_mode(0o750)).unwrap();
+        drop(listener);
+        drop(control(&place).unwrap());
+        assert_eq!(mode(path.parent().unwrap()), 0o750);
+        let nowhere = ControlSocket { directory_mode: None, path: root.path().join("other/qmp.sock") };
+        assert!(format!("{:#}", control(&nowhere).unwrap_err()).contains("does not exist (create it)"));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! is replaced. Whether anybody does is found by connecting.
 
 use std::{
-    fs::{self, Permissions},
+    fs::{self, File, Permissions},
     io::{self, ErrorKind},
     os::{
         fd::AsRawFd as _,
@@ -17,6 +17,7 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 use nix::{
     errno::Errno,
+    fcntl::{Flock, FlockArg},
     libc,
     sys::{
         socket::{self, AddressFamily, Backlog, SockFlag, SockType, UnixAddr, connect, socket},
@@ -52,6 +53,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 pub(super) fn bind(path: &Path, access: &SocketAccess) -> anyhow::Result<(UnixListener, SocketFile)> {
     let listener = match bind_private(path) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
+            let _turn = turn(path);
             remove_stale(path)?;
             bind_private(path)
         }
@@ -113,8 +115,7 @@ fn ids(owner: &Owner) -> anyhow::Result<(Option<u32>, Option<u32>)> {
 }
 
 fn refused(path: &Path, error: &io::Error) -> anyhow::Error {
-    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let directory = directory.display();
+    let directory = directory_of(path).display();
     match error.kind() {
         ErrorKind::NotFound => anyhow!("the directory {directory} does not exist (create it)"),
         ErrorKind::PermissionDenied => {
@@ -122,6 +123,21 @@ fn refused(path: &Path, error: &io::Error) -> anyhow::Error {
         }
         _ => anyhow!("cannot listen: {error}"),
     }
+}
+
+/// The directory, locked while this is held: of two that find the same stale socket, the second
+/// would remove the first's new one. Who does not get it goes on, because anybody who can read the
+/// directory can keep it locked.
+fn turn(path: &Path) -> Option<Flock<File>> {
+    let lock = || {
+        let directory = File::open(directory_of(path))?;
+        Flock::lock(directory, FlockArg::LockExclusiveNonblock).map_err(|_| ErrorKind::AddrInUse.into())
+    };
+    super::patiently(lock).ok()
+}
+
+fn directory_of(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 fn remove_stale(path: &Path) -> anyhow::Result<()> {
@@ -207,6 +223,19 @@ mod tests {
         drop(UnixListener::bind(&path).unwrap());
         assert!(path.exists(), "the file outlives its listener");
         let (_listener, _file) = open(&path).unwrap();
+        UnixStream::connect(&path).unwrap();
+    }
+
+    #[test]
+    fn of_several_that_find_a_stale_socket_one_has_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        drop(UnixListener::bind(&path).unwrap());
+        let had: Vec<_> = std::thread::scope(|scope| {
+            let tries: Vec<_> = (0..4).map(|_| scope.spawn(|| open(&path))).collect();
+            tries.into_iter().filter_map(|one| one.join().unwrap().ok()).collect()
+        });
+        assert_eq!(had.len(), 1);
         UnixStream::connect(&path).unwrap();
     }
 

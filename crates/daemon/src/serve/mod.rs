@@ -35,7 +35,10 @@ use console::{
 };
 use export::nbd;
 use sd_notify::NotifyState;
-use settings::{Door, DoorExport, Draft, Plan, Said, Service, Socket, VhostUserBlk, config, state::Store};
+use settings::{
+    Door, DoorExport, Draft, Plan, Said, Service, Socket, Standard, VhostUserBlk, config,
+    control::ControlSocket, state::Store,
+};
 use steps::Steps;
 
 use crate::{
@@ -46,7 +49,7 @@ use crate::{
         serving::Serving,
     },
     listen,
-    listen::Inherited,
+    listen::{Inherited, Listener},
     pid_file::PidFile,
 };
 
@@ -149,8 +152,7 @@ impl Daemon {
         let tls = assemble::credentials(&plan.service.tls)?;
         let workers = Rc::new(start_workers(&plan.service)?);
         // Bound before anything is served, and heard once everything is.
-        let sockets = plan.service.qmp.iter().map(|path| listen::private(path));
-        let sockets = sockets.collect::<anyhow::Result<_>>()?;
+        let mut sockets = control_sockets(&plan.service)?;
         let cgroups = plan.service.cgroup_limits.as_deref();
         let state = plan.service.state.as_deref();
         let cgroups =
@@ -171,6 +173,7 @@ impl Daemon {
             let closed = flush_and_close(&inventory.disks()).await;
             return done.and(closed).map(|()| None);
         }
+        sockets.extend(standard_socket(&plan.service)?);
         let control = Rc::new(Control::start(&inventory, sockets));
         let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
         announce(&uris);
@@ -270,6 +273,31 @@ impl Daemon {
             let result = flush_and_close(&disks).await;
             let _ = events.try_send(Event::Finished(result));
         });
+    }
+}
+
+fn control_sockets(service: &Service) -> anyhow::Result<Vec<Listener>> {
+    let named = |path: &PathBuf| listen::control(&ControlSocket::at(path.clone()));
+    service.qmp.iter().map(named).collect()
+}
+
+/// The control socket that nobody named. A daemon does without it, unless it must not: it may be
+/// the second on this machine.
+fn standard_socket(service: &Service) -> anyhow::Result<Option<Listener>> {
+    if service.control == Standard::Off {
+        return Ok(None);
+    }
+    let place = ControlSocket::of_daemon().map_err(|rule| anyhow!("control socket: {rule}"));
+    match place.and_then(|place| listen::control(&place)) {
+        Ok(listener) => Ok(Some(listener)),
+        Err(error) if service.control == Standard::Must => Err(error),
+        Err(error) => {
+            tracing::warn!(
+                "{error:#}; `weir status` and others will not find this daemon (name a socket of its own with \
+                 --qmp unix:PATH, or say --no-control)"
+            );
+            Ok(None)
+        }
     }
 }
 

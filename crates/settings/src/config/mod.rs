@@ -185,6 +185,7 @@ impl Reader<'_> {
             socket_mode: section.parse("socket-mode", crate::socket_mode)?,
             socket_owner: section.parse("socket-owner", str::parse)?,
             exit_when_idle: section.flag("exit-when-idle")?,
+            control: section.flag("control")?,
             qmp: section.list("qmp", |text| self.socket(text))?,
             workers: section.parse("workers", crate::workers)?,
             poll: section.parse("poll", crate::polling)?,

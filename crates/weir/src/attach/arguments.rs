@@ -84,7 +84,7 @@ pub(crate) struct AttachArgs {
     /// Go on with what was attached when the processes behind it were killed
     #[arg(long, conflicts_with = "image")]
     pub(super) recover: bool,
-    /// The daemon's control socket [default: $WEIR_QMP, else unix:/run/weir/qmp.sock; without a
+    /// The daemon's control socket [default: the one that `weir serve` opens; without a
     /// daemon there, a process of its own]
     #[arg(long, value_name = "unix:PATH")]
     pub(super) qmp: Option<Target>,
@@ -138,8 +138,8 @@ pub(crate) struct DetachArgs {
     /// Take it away from whoever uses it
     #[arg(long)]
     pub(super) force: bool,
-    /// The daemon's control socket, for devices that `weir serve` made [default: $WEIR_QMP, else
-    /// unix:/run/weir/qmp.sock]
+    /// The daemon's control socket, for devices that `weir serve` made [default: the one that
+    /// it opens]
     #[arg(long, value_name = "unix:PATH")]
     pub(super) qmp: Option<Target>,
 }

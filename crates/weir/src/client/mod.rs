@@ -13,8 +13,6 @@ pub(crate) mod rates;
 pub(crate) mod report;
 
 use std::{
-    env,
-    ffi::OsString,
     fmt,
     io::{self, BufRead as _, BufReader, Read as _, Write as _},
     os::unix::net::UnixStream,
@@ -26,11 +24,8 @@ use answer::{Answer, Event, Refusal};
 use console::Failure;
 use report::Report;
 use serde_json::{Value, json};
+use settings::control::{ControlSocket, VARIABLE};
 
-/// Where a daemon is looked for that nobody named.
-const STANDARD_SOCKET: &str = "/run/weir/qmp.sock";
-/// The variable that names another.
-const VARIABLE: &str = "WEIR_QMP";
 /// How long the daemon may take over anything. It answers within milliseconds.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Longest line that is read: the status of some ten thousand disks has a tenth of it.
@@ -52,21 +47,10 @@ pub(crate) enum Error {
 pub(crate) struct Target(PathBuf);
 
 impl Target {
-    /// What `--qmp` said, else what `WEIR_QMP` says, else the standard path.
-    /// Fails if the variable holds something else than `unix:PATH`.
+    /// What `--qmp` said, else where daemons open it that are not told where. Fails if the variable
+    /// for that names no socket.
     pub(crate) fn choose(option: Option<Self>) -> Result<Self, String> {
-        Self::from_sources(option, env::var_os(VARIABLE))
-    }
-
-    fn from_sources(option: Option<Self>, variable: Option<OsString>) -> Result<Self, String> {
-        match (option, variable) {
-            (Some(target), _) => Ok(target),
-            (None, Some(variable)) if !variable.is_empty() => {
-                let text = variable.to_string_lossy();
-                text.parse().map_err(|rule| format!("{VARIABLE}={text}: {rule}"))
-            }
-            _ => Ok(Self(PathBuf::from(STANDARD_SOCKET))),
-        }
+        option.map_or_else(|| Ok(Self(ControlSocket::of_commands()?.path)), Ok)
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -81,7 +65,7 @@ impl Target {
     fn unreachable(&self, why: &io::Error) -> Error {
         let advice = match why.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => format!(
-                "no daemon listens there (start it with `weir serve … --qmp {self}`, or name its socket with --qmp or {VARIABLE})"
+                "no daemon listens there (start it with `weir serve`, or name its socket with --qmp or {VARIABLE})"
             ),
             io::ErrorKind::PermissionDenied => {
                 "no permission (only root and the daemon's own user may; try as one of them)".to_owned()

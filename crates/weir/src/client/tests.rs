@@ -76,15 +76,3 @@ fn a_status_of_a_wrong_type_is_refused() {
     let said = Client::connect(fake.target()).unwrap().status().err().unwrap().to_string();
     assert!(said.contains("a status that cannot be read: invalid type"), "{said}");
 }
-
-#[test]
-fn an_option_wins_over_the_variable_and_that_over_the_standard_path() {
-    let choose = |option: Option<&str>, variable: &str| {
-        Target::from_sources(option.map(|text| text.parse().unwrap()), Some(variable.into()))
-    };
-    assert_eq!(choose(Some("unix:/a"), "unix:/b").unwrap().to_string(), "unix:/a");
-    assert_eq!(choose(None, "unix:/b").unwrap().to_string(), "unix:/b");
-    assert_eq!(choose(None, "").unwrap().to_string(), "unix:/run/weir/qmp.sock");
-    let rule = "WEIR_QMP=/b: is not the address of a control socket; write unix:PATH";
-    assert_eq!(choose(None, "/b").unwrap_err(), rule);
-}

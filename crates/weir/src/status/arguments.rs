@@ -36,7 +36,7 @@ pub(crate) struct StatusArgs {
     /// How long to measure rates over; 0 measures none
     #[arg(long, value_name = "TIME", value_parser = settings::duration, default_value = "500ms")]
     pub(crate) interval: Duration,
-    /// The daemon's control socket [default: $WEIR_QMP, else unix:/run/weir/qmp.sock]
+    /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
     pub(crate) qmp: Option<Target>,
 }

@@ -45,7 +45,7 @@ pub(crate) struct ThrottleArgs {
     /// Print results as JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// The daemon's control socket [default: $WEIR_QMP, else unix:/run/weir/qmp.sock]
+    /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
     pub(crate) qmp: Option<Target>,
     #[command(flatten)]

@@ -22,7 +22,7 @@ pub(crate) struct TopArgs {
     /// How often to look, from 100ms
     #[arg(long, value_name = "TIME", value_parser = keys::interval, default_value = "1s")]
     pub(crate) interval: Duration,
-    /// The daemon's control socket [default: $WEIR_QMP, else unix:/run/weir/qmp.sock]
+    /// The daemon's control socket [default: the one that `weir serve` opens]
     #[arg(long, value_name = "unix:PATH")]
     pub(crate) qmp: Option<Target>,
 }

@@ -31,8 +31,8 @@ Examples:
       1000 operations per second, after idle time 5000 for up to 5 seconds.
   weir serve a.raw b.raw --group tenant --bps-total 100M
       Two disks, nbd://localhost/a and nbd://localhost/b, that share 100 MiB per second.
-  weir serve vm1.raw --iops-total 1000 --watermark 90 --qmp unix:/run/weir/qmp.sock
-      1000 operations per second once the device is nine tenths busy; limits can be changed at the socket.
+  weir serve vm1.raw --iops-total 1000 --watermark 90
+      1000 operations per second once the device is nine tenths busy; `weir throttle vm1` changes them.
   weir serve vm1.qcow2 -f qcow2 --cache none --vhost-user-blk unix:/run/vm1.sock,queues=4
       For a virtual machine that shares its memory: docs/virtual-machines.md has QEMU's options.
   weir serve vm1.qcow2 -f qcow2 --ublk
@@ -174,10 +174,17 @@ struct NetworkArgs {
     /// End once a client has been served and the last has gone
     #[arg(long)]
     exit_when_idle: bool,
-    /// Take commands of QEMU's machine protocol at unix:PATH, from root and the daemon's own user;
-    /// repeatable
+    /// Take commands of `weir status` and others, which are QEMU's machine protocol, at unix:PATH,
+    /// from root and the daemon's own user; repeatable [default: $WEIR_QMP, else
+    /// /run/weir/qmp.sock, or $XDG_RUNTIME_DIR/weir/qmp.sock if not root]
     #[arg(long, value_name = "unix:PATH", value_parser = settings::socket)]
     qmp: Vec<PathBuf>,
+    /// Fail if the default of --qmp cannot be had; without this, weir then serves and warns
+    #[arg(long)]
+    control: bool,
+    /// Take commands nowhere
+    #[arg(long, conflicts_with_all = ["qmp", "control"])]
+    no_control: bool,
 }
 
 #[derive(Debug, Args)]
@@ -411,6 +418,10 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
     }
     ServiceDraft {
         nbd: network.nbd.into_iter().map(address).collect(),
+        control: network
+            .control
+            .then(|| Said::new(true, Place::new("--control")))
+            .or_else(|| network.no_control.then(|| Said::new(false, Place::new("--no-control")))),
         qmp: network.qmp.into_iter().map(socket).collect(),
         socket_mode: Said::option("socket-mode", network.socket_mode),
         socket_owner: Said::option("socket-owner", network.socket_owner),

@@ -1,0 +1,176 @@
+//! Where a daemon's control socket is if nobody says: the same rule for the daemon that opens it
+//! and for the commands that look for it.
+//!
+//! ```text
+//!   WEIR_QMP=unix:PATH                 both
+//!   RUNTIME_DIRECTORY/qmp.sock         the daemon: a service manager made the directory
+//!   /run/weir/qmp.sock                 root
+//!   XDG_RUNTIME_DIR/weir/qmp.sock      another user; commands then look at root's place too
+//! ```
+//!
+//! Never looks whether somebody listens.
+
+use std::{
+    env,
+    ffi::OsString,
+    path::{Path, PathBuf},
+};
+
+/// The variable that names another place, as `unix:PATH`.
+pub const VARIABLE: &str = "WEIR_QMP";
+/// Root's directory, as the Filesystem Hierarchy Standard has it.
+const DIRECTORY_OF_ROOT: &str = "/run/weir";
+const DIRECTORY: &str = "weir";
+const SOCKET: &str = "qmp.sock";
+
+/// A control socket that nobody named.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ControlSocket {
+    /// The socket.
+    pub path: PathBuf,
+    /// The mode of its directory, where that is weir's to make.
+    pub directory_mode: Option<u32>,
+}
+
+impl ControlSocket {
+    /// Where a daemon opens it.
+    ///
+    /// # Errors
+    /// The rule that a variable breaks, or which one is missing.
+    pub fn of_daemon() -> Result<Self, String> {
+        Self::from_sources(is_root(), |name| env::var_os(name))
+    }
+
+    /// Where commands look for it: the first place where there is something, else the first.
+    ///
+    /// # Errors
+    /// The rule that a variable breaks.
+    pub fn of_commands() -> Result<Self, String> {
+        Self::found(is_root(), |name| env::var_os(name), |place| place.exists())
+    }
+
+    /// A socket that was named, in a directory that is there, unless it is weir's own.
+    pub fn at(path: PathBuf) -> Self {
+        let is_own = path.parent() == Some(Path::new(DIRECTORY_OF_ROOT));
+        Self { path, directory_mode: is_own.then_some(0o755) }
+    }
+
+    fn from_sources(is_root: bool, variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, String> {
+        if let Some(named) = named(&variable)? {
+            return Ok(named);
+        }
+        // Several directories of a unit are separated by colons.
+        let of_unit = set(variable("RUNTIME_DIRECTORY"));
+        if let Some(directory) = of_unit.and_then(|all| env::split_paths(&all).next()) {
+            return Ok(Self { path: directory.join(SOCKET), directory_mode: None });
+        }
+        let place = if is_root { Some(of_root()) } else { of_user(&variable) };
+        place.ok_or_else(|| "XDG_RUNTIME_DIR is not set, so there is no directory for it".to_owned())
+    }
+
+    fn found(
+        is_root: bool,
+        variable: impl Fn(&str) -> Option<OsString>,
+        exists: impl Fn(&Path) -> bool,
+    ) -> Result<Self, String> {
+        if let Some(named) = named(&variable)? {
+            return Ok(named);
+        }
+        Ok(match of_user(&variable).filter(|_| !is_root) {
+            Some(own) if exists(&own.path) || !exists(&of_root().path) => own,
+            _ => of_root(),
+        })
+    }
+}
+
+fn named(variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<ControlSocket>, String> {
+    let Some(said) = set(variable(VARIABLE)) else { return Ok(None) };
+    let said = said.to_string_lossy();
+    let path = crate::socket(&said).map_err(|rule| format!("{VARIABLE}={said}: {rule}"))?;
+    Ok(Some(ControlSocket::at(path)))
+}
+
+fn of_root() -> ControlSocket {
+    ControlSocket::at(Path::new(DIRECTORY_OF_ROOT).join(SOCKET))
+}
+
+fn of_user(variable: impl Fn(&str) -> Option<OsString>) -> Option<ControlSocket> {
+    // The XDG Base Directory Specification: a relative path is to be taken for none.
+    let directory = set(variable("XDG_RUNTIME_DIR")).map(PathBuf::from).filter(|path| path.is_absolute())?;
+    Some(ControlSocket { path: directory.join(DIRECTORY).join(SOCKET), directory_mode: Some(0o700) })
+}
+
+fn is_root() -> bool {
+    nix::unistd::geteuid().is_root()
+}
+
+/// A variable that is empty is not set.
+fn set(variable: Option<OsString>) -> Option<OsString> {
+    variable.filter(|value| !value.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at<'a>(variables: &'a [(&str, &str)]) -> impl Fn(&str) -> Option<OsString> + 'a {
+        |name| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into())
+    }
+
+    #[track_caller]
+    fn check(
+        is_root: bool,
+        variables: &[(&str, &str)],
+        there: &[&str],
+        daemon: Result<&str, &str>,
+        command: &str,
+    ) {
+        let found = ControlSocket::from_sources(is_root, at(variables));
+        let found = found.as_ref().map(|place| place.path.to_str().unwrap()).map_err(String::as_str);
+        assert_eq!(found, daemon, "{variables:?}");
+        let exists = |path: &Path| there.iter().any(|known| Path::new(known) == path);
+        let found = ControlSocket::found(is_root, at(variables), exists).unwrap();
+        assert_eq!(found.path.to_str(), Some(command), "{variables:?}");
+    }
+
+    #[test]
+    fn commands_look_where_the_daemon_has_it() {
+        let (user, root) = ("/run/user/7/weir/qmp.sock", "/run/weir/qmp.sock");
+        let runtime = ("XDG_RUNTIME_DIR", "/run/user/7");
+        check(true, &[], &[], Ok(root), root);
+        // `sudo` may leave the user's.
+        check(true, &[runtime], &[user], Ok(root), root);
+        check(false, &[runtime, (VARIABLE, "")], &[user, root], Ok(user), user);
+        check(false, &[runtime], &[], Ok(user), user);
+        // A service that runs as this user.
+        check(false, &[runtime], &[root], Ok(user), root);
+        check(false, &[runtime, (VARIABLE, "unix:/q")], &[user], Ok("/q"), "/q");
+        let none = Err("XDG_RUNTIME_DIR is not set, so there is no directory for it");
+        check(false, &[], &[], none, root);
+        check(false, &[("XDG_RUNTIME_DIR", "here")], &[], none, root);
+    }
+
+    #[test]
+    fn a_service_has_it_in_its_own_directory_unless_it_is_named() {
+        let unit = ("RUNTIME_DIRECTORY", "/run/weir:/run/other");
+        check(false, &[unit], &[], Ok("/run/weir/qmp.sock"), "/run/weir/qmp.sock");
+        check(true, &[unit, (VARIABLE, "unix:/q")], &[], Ok("/q"), "/q");
+    }
+
+    #[test]
+    fn directories_of_weir_s_own_are_made_and_no_others() {
+        let mode = |is_root, variables: &[(&str, &str)]| {
+            ControlSocket::from_sources(is_root, at(variables)).unwrap().directory_mode
+        };
+        assert_eq!(mode(true, &[]), Some(0o755));
+        assert_eq!(mode(false, &[("XDG_RUNTIME_DIR", "/run/user/7")]), Some(0o700));
+        assert_eq!(mode(true, &[(VARIABLE, "unix:/q/s")]), None);
+        assert_eq!(mode(true, &[("RUNTIME_DIRECTORY", "/run/weir")]), None);
+    }
+
+    #[test]
+    fn a_variable_that_names_no_socket_is_named() {
+        let said = ControlSocket::from_sources(true, at(&[(VARIABLE, "/b")])).unwrap_err();
+        assert_eq!(said, "WEIR_QMP=/b: is not a Unix socket; write unix:PATH");
+    }
+}

@@ -1,0 +1,92 @@
+//! The control socket that nobody named: there with nothing said, and never another daemon's.
+
+use std::{
+    fs,
+    os::unix::fs::{PermissionsExt as _, chown},
+    path::Path,
+};
+
+use serde_json::json;
+
+use crate::harness::{Client, Qmp, Scratch, Serve, WEIR, assert_says, need_root, text};
+
+/// A daemon that is told of no control socket, where `socket` is the usual place.
+fn serve(socket: &Path) -> Serve {
+    Serve::alone().arg("memory:1M").env("WEIR_QMP", format!("unix:{}", text(socket)))
+}
+
+#[track_caller]
+fn disks(socket: &Path) -> usize {
+    let status = Qmp::negotiated(socket).command("x-weir-query-status", json!({}));
+    status["disks"].as_array().expect("a list").len()
+}
+
+#[test]
+fn a_user_s_daemon_is_found_with_nothing_said() {
+    need_root("other users");
+    let scratch = Scratch::new();
+    let runtime = scratch.socket("runtime");
+    fs::create_dir(&runtime).unwrap();
+    // Nobody's, as Debian and most others have it.
+    chown(&runtime, Some(65534), Some(65534)).unwrap();
+    fs::set_permissions(runtime.parent().unwrap(), fs::Permissions::from_mode(0o755)).unwrap();
+    let user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
+    let _weir = Serve::alone()
+        .behind(user)
+        .args(["memory:1M", "--name", "a", "--nbd", "127.0.0.1:0"])
+        .where_said()
+        .env("WEIR_QMP", "")
+        .env("XDG_RUNTIME_DIR", &runtime)
+        .start();
+    let directory = runtime.join("weir");
+    assert_eq!(fs::metadata(&directory).unwrap().permissions().mode() & 0o777, 0o700);
+    let status = Client::new("setpriv").args(&user[1..]).args([WEIR, "status", "--interval", "0"]);
+    let printed = status.env("WEIR_QMP", "").env("XDG_RUNTIME_DIR", &runtime).succeeds();
+    assert_says(&printed, &["DISK", "a "]);
+}
+
+#[test]
+fn a_second_daemon_serves_without_it_and_leaves_it_to_the_first() {
+    let scratch = Scratch::new();
+    let socket = scratch.socket("usual");
+    let first = serve(&socket).start();
+    let second = serve(&socket).args(["memory:1M", "--name", "a", "--name", "b"]).start();
+    assert_says(
+        &second.wait_for_log("control"),
+        &[
+            "in use: somebody listens there already",
+            "(name a socket of its own with --qmp unix:PATH, or say --no-control)",
+        ],
+    );
+    assert_eq!(disks(&socket), 1, "it is the first's");
+    second.stop();
+    assert_eq!(disks(&socket), 1, "and stays so");
+    assert_says(&serve(&socket).arg("--control").fails(), &["in use: somebody listens there already"]);
+    // What a killed daemon leaves is taken over.
+    first.crash();
+    assert!(socket.exists());
+    let third = serve(&socket).args(["memory:1M", "--name", "a", "--name", "b"]).start();
+    assert_eq!(disks(&socket), 2);
+    third.stop();
+    assert!(!socket.exists());
+}
+
+#[test]
+fn where_it_cannot_be_had_a_daemon_warns_unless_it_must_have_it() {
+    let nowhere = Path::new("/nonexistent/qmp.sock");
+    let weir = serve(nowhere).start();
+    assert_says(&weir.wait_for_log("control"), &["WARN", "the directory /nonexistent does not exist"]);
+    assert_says(
+        &serve(nowhere).arg("--control").fails(),
+        &["the directory /nonexistent does not exist (create it)"],
+    );
+    let scratch = Scratch::new();
+    let socket = scratch.socket("usual");
+    let weir = serve(&socket).arg("--no-control").start();
+    assert!(!socket.exists());
+    weir.stop();
+    // One that is named is all there is.
+    let named = scratch.socket("named");
+    let _weir = serve(&socket).arg("--qmp").arg(format!("unix:{}", text(&named))).start();
+    assert_eq!((disks(&named), socket.exists()), (1, false));
+}
