@@ -12,7 +12,7 @@ use std::{
 use serde_json::Value;
 
 /// Which Debian package has which program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 24] = [
+const PACKAGES: [(&str, &str); 25] = [
     ("chromium", "chromium"),
     ("debugfs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
@@ -37,6 +37,7 @@ const PACKAGES: [(&str, &str); 24] = [
     ("systemd-analyze", "systemd"),
     ("timeout", "coreutils"),
     ("unshare", "util-linux"),
+    ("virt-xml-validate", "libvirt-clients"),
 ];
 
 /// Where `scripts/python-clients` puts what Debian does not have.

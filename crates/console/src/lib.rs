@@ -124,8 +124,11 @@ pub fn say(text: &str) {
 
 fn say_as(program: &str, text: &str) {
     // Names in the text may be somebody else's choice.
-    let _ =
-        writeln!(stderr(), "{program}: {}", text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "?"));
+    let _ = writeln!(
+        stderr(),
+        "{program}: {}",
+        text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "?")
+    );
 }
 
 /// Why there is no reactor.

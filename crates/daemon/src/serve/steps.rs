@@ -44,14 +44,17 @@ impl Steps {
                 "chardev" => {
                     let (id, path) = chardev(text).map_err(|rule| place.wrong(rule))?;
                     if sockets.iter().any(|(other, _)| *other == id) {
-                        return Err(place.wrong(format!("there is a chardev {id:?} already (choose another id)")));
+                        return Err(
+                            place.wrong(format!("there is a chardev {id:?} already (choose another id)"))
+                        );
                     }
                     sockets.push((id, Said::new(path, place)));
                 }
                 "monitor" => {
                     let id = monitor(text).map_err(|rule| place.wrong(rule))?;
                     let at = sockets.iter().position(|(known, _)| *known == id);
-                    let at = at.ok_or_else(|| place.wrong(format!("chardev {id:?} not found (name it before)")))?;
+                    let at =
+                        at.ok_or_else(|| place.wrong(format!("chardev {id:?} not found (name it before)")))?;
                     monitors.push(sockets.remove(at).1);
                 }
                 _ => {}
@@ -132,7 +135,12 @@ impl Args for Steps {
     fn augment_args(command: Command) -> Command {
         let option = |(name, value, help): (&'static str, &'static str, &'static str)| {
             let heading = "As qemu-storage-daemon, in this order";
-            Arg::new(name).long(name).value_name(value).help(help).help_heading(heading).action(ArgAction::Append)
+            Arg::new(name)
+                .long(name)
+                .value_name(value)
+                .help(help)
+                .help_heading(heading)
+                .action(ArgAction::Append)
         };
         command.args(OPTIONS.map(option))
     }
@@ -147,7 +155,9 @@ impl FromArgMatches for Steps {
         let mut said = Vec::new();
         for name in Self::NAMES {
             let (at, texts) = (matches.indices_of(name), matches.get_many::<String>(name));
-            said.extend(at.into_iter().flatten().zip(texts.into_iter().flatten()).map(|(at, text)| (at, name, text)));
+            said.extend(
+                at.into_iter().flatten().zip(texts.into_iter().flatten()).map(|(at, text)| (at, name, text)),
+            );
         }
         said.sort_by_key(|(at, ..)| *at);
         Ok(Self(said.into_iter().map(|(_, name, text)| (name, text.clone())).collect()))

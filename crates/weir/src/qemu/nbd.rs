@@ -14,15 +14,11 @@
 mod arguments;
 mod device;
 mod image;
+mod list;
 mod objects;
 mod overlay;
 
-use std::{
-    env,
-    ffi::OsString,
-    fs,
-    process::ExitCode,
-};
+use std::{env, ffi::OsString, fs, process::ExitCode};
 
 use anyhow::{Context as _, anyhow, bail};
 use clap::Parser as _;
@@ -54,7 +50,7 @@ fn run(arguments: &Arguments) -> Result<(), Failure> {
     }
     refuse_absent(arguments)?;
     if arguments.list {
-        return Err(anyhow!("--list: is not to be had (`nbdinfo --list URI` does it)").into());
+        return list::run(arguments);
     }
     let [file] = &arguments.file[..] else {
         return Err(anyhow!("Invalid number of arguments (one FILE is needed)").into());
@@ -68,16 +64,35 @@ fn run(arguments: &Arguments) -> Result<(), Failure> {
         true => Described::of_options(file, &objects)?,
         false => Described::of_file(file)?,
     };
-    if arguments.snapshot && (arguments.load_snapshot.is_some() || arguments.offset.is_some() || !image.part.is_empty()) {
+    if arguments.snapshot
+        && (arguments.load_snapshot.is_some() || arguments.offset.is_some() || !image.part.is_empty())
+    {
         return Err(anyhow!("--snapshot: goes with neither --load-snapshot nor a part of the image").into());
     }
     let overlay = arguments.snapshot.then(|| Overlay::over(&mut image, arguments.format.as_deref()));
     let overlay = overlay.transpose()?;
     let words = as_serve(arguments, image, &objects)?;
     let arguments = Cli::serve(words.into_iter().map(OsString::from));
-    let arguments = arguments.map_err(|error| anyhow!(what_is_wrong(&error.render().to_string()).to_owned()))?;
+    let arguments =
+        arguments.map_err(|error| anyhow!(what_is_wrong(&error.render().to_string()).to_owned()))?;
     // The daemon has it open once it is ready.
-    serve(arguments, move || drop(overlay))
+    serve(arguments, move || drop(overlay)).map_err(|failure| match failure {
+        Failure::Failed(error) | Failure::Usage(error) => Failure::Failed(in_its_words(error)),
+        other => other,
+    })
+}
+
+/// An error about an option, which is another one here.
+fn in_its_words(error: anyhow::Error) -> anyhow::Error {
+    let text = format!("{error:#}");
+    for (there, here) in
+        [("--snapshot", "--load-snapshot"), ("--options", "--offset"), ("--name", "--export-name")]
+    {
+        if let Some(rest) = text.strip_prefix(there) {
+            return anyhow!("{here}{rest}");
+        }
+    }
+    error
 }
 
 /// What weir does not have.
@@ -85,8 +100,12 @@ fn refuse_absent(arguments: &Arguments) -> anyhow::Result<()> {
     let absent = [
         ("trace", &arguments.trace, "weir has no trace events (--verbose says more)"),
         ("selinux-label", &arguments.selinux_label, "label the directory of the socket"),
-        ("tls-authz", &arguments.tls_authz, "verify-peer of the credentials refuses clients without a certificate"),
-        ("tls-hostname", &arguments.tls_hostname, "it is for --list alone"),
+        (
+            "tls-authz",
+            &arguments.tls_authz,
+            "verify-peer of the credentials refuses clients without a certificate",
+        ),
+        ("tls-hostname", &arguments.tls_hostname, "--list speaks no TLS; `nbdinfo --list` does"),
     ];
     if let Some((name, _, instead)) = absent.into_iter().find(|(_, said, _)| said.is_some()) {
         bail!("--{name}: is not to be had ({instead})");
@@ -115,7 +134,14 @@ fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyho
     let mut say = |option: &str, value: Option<&str>| {
         words.extend(value.map(|value| format!("--{option}={value}")));
     };
-    say("pid-file", arguments.pid_file.as_deref().map(|path| path.to_str().context("--pid-file: not UTF-8")).transpose()?);
+    say(
+        "pid-file",
+        arguments
+            .pid_file
+            .as_deref()
+            .map(|path| path.to_str().context("--pid-file: not UTF-8"))
+            .transpose()?,
+    );
     say("format", image.format.as_deref().or(arguments.format.as_deref()));
     say("cache", cache(arguments)?.or(image.cache.as_deref()));
     say("bitmap", arguments.bitmap.as_deref());
@@ -130,7 +156,9 @@ fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyho
         say("options", Some(&part.join(",")));
     }
     choice("aio", arguments.aio.as_deref(), &["threads", "native", "io_uring"])?;
-    if let Some(mode @ ("on" | "unmap")) = choice("detect-zeroes", arguments.detect_zeroes.as_deref(), &["off", "on", "unmap"])? {
+    if let Some(mode @ ("on" | "unmap")) =
+        choice("detect-zeroes", arguments.detect_zeroes.as_deref(), &["off", "on", "unmap"])?
+    {
         bail!("--detect-zeroes={mode}: is not to be had (leave it out: zeroes are written as they come)");
     }
     words.extend(image.options);
@@ -145,10 +173,11 @@ fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyho
 fn listening(arguments: &Arguments) -> anyhow::Result<Option<String>> {
     let (port, bind) = (arguments.port.as_deref(), arguments.bind.as_deref());
     match &arguments.socket {
-        Some(_) if port.is_some() => bail!("-k and -p can't be used together"),
-        Some(_) if bind.is_some() => bail!("-k and -b can't be used together"),
+        // Then a port is passed over, as by QEMU.
         Some(path) => return Ok(Some(format!("--nbd=unix:{path}"))),
-        None if port.is_none() && bind.is_none() && (arguments.connect.is_some() || is_activated()) => return Ok(None),
+        None if port.is_none() && bind.is_none() && (arguments.connect.is_some() || is_activated()) => {
+            return Ok(None);
+        }
         None => {}
     }
     let (port, bind) = (port.unwrap_or("10809"), bind.unwrap_or("0.0.0.0"));
@@ -194,7 +223,11 @@ fn cache(arguments: &Arguments) -> anyhow::Result<Option<&str>> {
     if arguments.nocache {
         return Ok(Some("none"));
     }
-    choice("cache", arguments.cache.as_deref(), &["none", "writeback", "writethrough", "directsync", "unsafe"])
+    choice(
+        "cache",
+        arguments.cache.as_deref(),
+        &["none", "writeback", "writethrough", "directsync", "unsafe"],
+    )
 }
 
 fn discard(mode: Option<&str>) -> anyhow::Result<&'static str> {
@@ -213,9 +246,9 @@ fn choice<'a>(option: &str, said: Option<&'a str>, known: &[&str]) -> anyhow::Re
 
 /// The id or the name in `snapshot.id=ID`, `snapshot.name=NAME`, or either alone.
 fn snapshot(text: &str) -> &str {
-    let first = text.split(',').find_map(|part| {
-        part.strip_prefix("snapshot.id=").or_else(|| part.strip_prefix("snapshot.name="))
-    });
+    let first = text
+        .split(',')
+        .find_map(|part| part.strip_prefix("snapshot.id=").or_else(|| part.strip_prefix("snapshot.name=")));
     first.unwrap_or(text)
 }
 
@@ -287,7 +320,6 @@ mod tests {
     #[test]
     fn what_is_wrong_is_refused() {
         for (line, expect) in [
-            ("-k /s -p 1 a", "-k and -p can't be used together"),
             ("-p x a", "0.0.0.0:x: has no port"),
             ("-e -1 a", "Invalid shared device number '-1'"),
             ("-o x a", "Invalid offset 'x'"),

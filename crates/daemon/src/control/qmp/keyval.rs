@@ -94,7 +94,9 @@ impl Node {
         }
         let mut parts = self.0;
         let missing = |index: &String| {
-            Error::generic(format!("Parameter '{name}.{index}' is missing (numbers begin with 0, without a gap)"))
+            Error::generic(format!(
+                "Parameter '{name}.{index}' is missing (numbers begin with 0, without a gap)"
+            ))
         };
         let item = |index: String| value(&index, parts.remove(&index).ok_or_else(|| missing(&index))?);
         items.into_iter().map(item).collect::<Result<Vec<_>, Error>>().map(Value::Array)

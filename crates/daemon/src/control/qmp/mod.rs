@@ -36,8 +36,8 @@ use std::rc::Rc;
 
 pub(crate) use control::Control;
 pub(crate) use server::Ending;
-pub use session::qemu_release;
 use server::Execute as _;
+pub use session::qemu_release;
 
 use super::inventory::Inventory;
 

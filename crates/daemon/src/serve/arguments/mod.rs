@@ -4,6 +4,7 @@
 
 use std::{fmt::Display, path::PathBuf};
 
+use super::steps::Steps;
 use block::{
     disk::{Discards, OnError},
     reactor::Polling,
@@ -11,7 +12,6 @@ use block::{
 };
 use clap::{ArgGroup, Args};
 use policy::throttle::Setting;
-use super::steps::Steps;
 use settings::{
     Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, LogFormat, NbdDevice,
     OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said, ServiceDraft, SettingsDraft, TlsDraft,

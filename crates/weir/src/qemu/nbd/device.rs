@@ -11,7 +11,8 @@ use crate::attach;
 pub(super) fn disconnect(device: &str) -> anyhow::Result<()> {
     let path = Path::new(device);
     let number = device.strip_prefix("/dev/nbd").and_then(|digits| digits.parse().ok());
-    let number = number.with_context(|| format!("{device}: is no device of the NBD client (/dev/nbdN is)"))?;
+    let number =
+        number.with_context(|| format!("{device}: is no device of the NBD client (/dev/nbdN is)"))?;
     if !path.exists() {
         bail!("Cannot open {device}: No such file or directory (`modprobe nbd` makes such devices)");
     }

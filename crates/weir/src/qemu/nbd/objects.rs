@@ -28,11 +28,15 @@ impl Objects {
                     other.unwrap_or_default()
                 ),
             };
-            let unknown = pairs.iter().find(|(key, _)| !["qom-type", "id"].contains(&key.as_str()) && !known.contains(&key.as_str()));
+            let unknown = pairs.iter().find(|(key, _)| {
+                !["qom-type", "id"].contains(&key.as_str()) && !known.contains(&key.as_str())
+            });
             if let Some((key, _)) = unknown {
                 bail!("--object {text}: {key}: is not to be had (there are {})", known.join(", "));
             }
-            let id = value("id").with_context(|| format!("--object {text}: Parameter 'id' is missing"))?.to_owned();
+            let id = value("id")
+                .with_context(|| format!("--object {text}: Parameter 'id' is missing"))?
+                .to_owned();
             if objects.find(&id).is_some() {
                 bail!("--object {text}: attempt to add duplicate property '{id}' to object");
             }
@@ -67,11 +71,15 @@ impl Objects {
     /// The options of `weir serve` that require TLS with these credentials.
     pub(super) fn tls(&self, id: &str) -> anyhow::Result<Vec<String>> {
         let pairs = self.of_type(id, &["tls-creds-x509", "tls-creds-psk"]);
-        let pairs = pairs.with_context(|| format!("Failed to get TLS creds: No TLS credentials with id '{id}'"))?;
+        let pairs =
+            pairs.with_context(|| format!("Failed to get TLS creds: No TLS credentials with id '{id}'"))?;
         if value(pairs, "endpoint") != Some("server") {
-            bail!("Failed to get TLS creds: Expecting TLS credentials with a server endpoint (add endpoint=server)");
+            bail!(
+                "Failed to get TLS creds: Expecting TLS credentials with a server endpoint (add endpoint=server)"
+            );
         }
-        let directory = value(pairs, "dir").with_context(|| format!("TLS credentials {id}: have no dir (add dir=DIR)"))?;
+        let directory = value(pairs, "dir")
+            .with_context(|| format!("TLS credentials {id}: have no dir (add dir=DIR)"))?;
         let mut words = vec!["--tls=required".to_owned()];
         if value(pairs, "qom-type") == Some("tls-creds-psk") {
             words.push(format!("--tls-psk={directory}"));
@@ -135,7 +143,9 @@ mod tests {
         refused("authz-simple,id=a", "invalid object type: authz-simple");
         refused("tls-creds-x509,id=a,priority=x", "priority: is not to be had");
         refused("secret,data=x", "Parameter 'id' is missing");
-        let found = objects(&["tls-creds-psk,id=p,dir=/k", "secret,id=s,data=x,format=base64", "secret,id=e"]).unwrap();
+        let found =
+            objects(&["tls-creds-psk,id=p,dir=/k", "secret,id=s,data=x,format=base64", "secret,id=e"])
+                .unwrap();
         assert!(found.tls("p").unwrap_err().to_string().contains("server endpoint"));
         assert!(found.tls("s").unwrap_err().to_string().contains("No TLS credentials with id 's'"));
         assert!(found.secret("s").unwrap_err().to_string().contains("format=base64"));

@@ -13,6 +13,7 @@
 
 use std::{fs::File, path::Path, rc::Rc};
 
+use ::settings::Credentials;
 use block::{
     image::Secret,
     layer::throttle::{Group, GroupSettings},
@@ -21,7 +22,6 @@ use block::{
 use export::nbd::TlsServer;
 use policy::throttle::Setting;
 use serde_json::{Map, Value, json};
-use ::settings::Credentials;
 
 use crate::control::{
     change::Change,

@@ -54,9 +54,8 @@ impl Command for NbdServerStart {
         refuse_second(&inventory)?;
         let required = |id: &String| {
             let keys = inventory.credentials(id);
-            let keys = keys.ok_or_else(|| {
-                Error::generic(format!("No TLS credentials with id '{}'", shown(id)))
-            });
+            let keys =
+                keys.ok_or_else(|| Error::generic(format!("No TLS credentials with id '{}'", shown(id))));
             keys.map(|keys| Tls { required: true, keys })
         };
         let tls = self.credentials.as_ref().map(required).transpose()?;
@@ -150,7 +149,10 @@ mod tests {
         let inet = json!({"type": "inet", "data": {"host": "::1", "port": "7"}});
         assert_eq!(with(inet).unwrap(), "[::1]:7");
         for (addr, expect) in [
-            (json!({"type": "vsock"}), "Parameter 'addr.type' does not accept value 'vsock' (there are: inet, unix)"),
+            (
+                json!({"type": "vsock"}),
+                "Parameter 'addr.type' does not accept value 'vsock' (there are: inet, unix)",
+            ),
             (json!({"type": "unix", "data": {}}), "Parameter 'addr.data.path' is missing"),
             (json!({"type": "inet", "host": "a"}), "Parameter 'addr.port' is missing"),
             (json!({"type": "inet", "host": "a", "port": "1", "to": 5}), "Parameter 'addr.to' is unexpected"),
