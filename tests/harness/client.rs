@@ -12,7 +12,7 @@ use std::{
 use serde_json::Value;
 
 /// Which Debian package has which program. `scripts/deps` installs them all.
-const PACKAGES: [(&str, &str); 28] = [
+const PACKAGES: [(&str, &str); 29] = [
     ("chromium", "chromium"),
     ("debugfs", "e2fsprogs"),
     ("e2fsck", "e2fsprogs"),
@@ -40,6 +40,7 @@ const PACKAGES: [(&str, &str); 28] = [
     ("systemd-analyze", "systemd"),
     ("timeout", "coreutils"),
     ("unshare", "util-linux"),
+    ("virt-xml-validate", "libvirt-clients"),
     ("zsh", "zsh"),
 ];
 

@@ -6,6 +6,7 @@
 //!   Serve ────► Weir ─── a running daemon; dropping it asks it to end and fails the test unless it ends cleanly
 //!   Client ───► Outcome ─── a foreign program under a deadline, and what it said
 //!   Wire, Qmp ── clients of our own, that can also misbehave
+//!   peer ─── a script with a program of QEMU's and with weir in its place
 //!   operator ─── the program's own commands at a daemon's control socket
 //!   BlkioGroup ── a control group of this machine's kernel
 //!   Terminal ─── the program on a screen of its own, with keys to press
@@ -19,6 +20,7 @@ mod daemon;
 mod log;
 mod loop_device;
 pub(crate) mod operator;
+pub(crate) mod peer;
 mod qmp;
 mod scratch;
 mod terminal;

@@ -5,6 +5,7 @@
 use std::{str::FromStr, time::Duration};
 
 use block::{
+    disk::Discards,
     reactor::Polling,
     storage::{InvalidValue, parse_duration, parse_size},
 };
@@ -84,6 +85,15 @@ pub fn workers(text: &str) -> Result<usize, String> {
 pub fn connections(text: &str) -> Result<u32, String> {
     u32::try_from(count(text)?)
         .map_err(|_| format!("is too large; it may be {} at most, or 0 for any number", u32::MAX))
+}
+
+/// What becomes of discards: `unmap` or `ignore`.
+pub fn discards(text: &str) -> Result<Discards, String> {
+    match text {
+        "unmap" => Ok(Discards::Unmap),
+        "ignore" => Ok(Discards::Ignore),
+        _ => Err("is neither unmap nor ignore".to_owned()),
+    }
 }
 
 /// A set number of bytes, exact: `10M`, `1536M`, `1000`.

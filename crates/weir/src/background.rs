@@ -1,5 +1,5 @@
-//! A server that goes on in the background once it serves, and until then is whoever started it: its
-//! complaints and its exit status are that one's.
+//! A server that goes on in the background once it serves. Until then it is as if it were whoever
+//! started it: what it complains of and its exit status are that one's.
 //!
 //! ```text
 //!   started ──► itself again, in a session of its own ──► serves
@@ -65,7 +65,8 @@ pub(crate) fn start() -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(code.filter(|code| *code != 0).unwrap_or(1)))
 }
 
-/// In the background, tells whoever started this that it serves, and lets go of what it has of that.
+/// In the background, tells whoever started this that it serves, and lets go of what it has of
+/// that.
 pub(crate) fn tell_ready() {
     if !is_here() {
         return;

@@ -43,6 +43,7 @@ class Nbd:
         yield "nbd: removed under load", self.removed
         yield "nbd: removed from outside", self.gone
         yield "nbd: what cannot be", self.refused
+        yield "nbd: as qemu-nbd", self.as_qemu
         yield "attach: by ublk and by NBD", self.attached
         yield "attach: killed and recovered", self.recovered
 
@@ -240,6 +241,43 @@ class Nbd:
         return [
             contains("a device that is taken", parts["taken"], "/dev/nbd3 is in use by another server"),
             contains("an odd size", parts["odd"], "no multiple of 512"),
+        ]
+
+    def as_qemu(self):
+        """Connected and disconnected by a link of qemu-nbd's name, as its scripts do."""
+        parts = self._parts(f"""
+            weir=
+            ln -sf "$(command -v weir)" /tmp/qemu-nbd
+            ended() {{ until ! [ -e /tmp/qemu.pid ]; do pause 0.02; done; }}
+            part connected
+            /tmp/qemu-nbd -c {NODE} -f raw --pid-file=/tmp/qemu.pid {DISK}
+            cat /sys/block/nbd3/size
+            mkfs.ext4 -q {NODE}
+            mount -t ext4 {NODE} /mnt/d
+            write_files /mnt/d
+            part used
+            (cd /mnt/d && ! /tmp/qemu-nbd -d {NODE})
+            umount /mnt/d
+            part disconnected
+            /tmp/qemu-nbd -d {NODE}
+            free
+            ended
+            e2fsck -fn {DISK}
+            part temporary
+            md5sum <{DISK}
+            /tmp/qemu-nbd --connect={NODE} -s -f raw --pid-file=/tmp/qemu.pid {DISK}
+            dd if=/dev/urandom of={NODE} bs=1M count=8 oflag=direct 2>/dev/null
+            /tmp/qemu-nbd -d {NODE}
+            free
+            ended
+            md5sum <{DISK}
+        """)
+        before, after = [line for line in parts["temporary"].splitlines() if line.endswith(" -")]
+        return [
+            contains("the device", parts["connected"], str(DISK_MIB * 2048)),
+            contains("while it is used", parts["used"], "in use"),
+            contains("afterwards", parts["disconnected"], f"{NODE} disconnected"),
+            fact("the image behind a temporary file", before == after, after, before),
         ]
 
     def attached(self):

@@ -187,7 +187,7 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
 }
 
 /// Options that are said where the node is made; all others are settings of the disk.
-const OF_NODES: [&str; 4] = ["format", "cache", "read-only", "force-share"];
+const OF_NODES: [&str; 5] = ["format", "cache", "discard", "read-only", "force-share"];
 /// What a control socket has no words for.
 const BY_FILES: [&str; 4] = ["options", "snapshot", "secret-file", "cache-clean-interval"];
 
@@ -221,6 +221,9 @@ fn described(wanted: &Wanted) -> anyhow::Result<(Value, Map<String, Value>)> {
         Some("none") => node["cache"] = json!({ "direct": true }),
         Some("unsafe") => node["cache"] = json!({ "no-flush": true }),
         Some(mode) => bail!("--cache {mode}: is not to be had by a daemon's control socket (add --alone)"),
+    }
+    if let Some(mode) = value("discard") {
+        node["discard"] = json!(mode);
     }
     for flag in ["read-only", "force-share"] {
         if option(flag).is_some() {

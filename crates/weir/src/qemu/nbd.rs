@@ -14,6 +14,7 @@
 mod arguments;
 mod device;
 mod image;
+mod list;
 mod objects;
 mod overlay;
 
@@ -49,7 +50,7 @@ fn run(arguments: &Arguments) -> Result<(), Failure> {
     }
     refuse_absent(arguments)?;
     if arguments.list {
-        return Err(anyhow!("--list: is not to be had (`nbdinfo --list URI` does it)").into());
+        return list::run(arguments);
     }
     let [file] = &arguments.file[..] else {
         return Err(anyhow!("Invalid number of arguments (one FILE is needed)").into());
@@ -75,7 +76,23 @@ fn run(arguments: &Arguments) -> Result<(), Failure> {
     let arguments =
         arguments.map_err(|error| anyhow!(what_is_wrong(&error.render().to_string()).to_owned()))?;
     // The daemon has it open once it is ready.
-    serve(arguments, move || drop(overlay))
+    serve(arguments, move || drop(overlay)).map_err(|failure| match failure {
+        Failure::Failed(error) | Failure::Usage(error) => Failure::Failed(in_its_words(error)),
+        other => other,
+    })
+}
+
+/// An error about an option, which is another one here.
+fn in_its_words(error: anyhow::Error) -> anyhow::Error {
+    let text = format!("{error:#}");
+    for (there, here) in
+        [("--snapshot", "--load-snapshot"), ("--options", "--offset"), ("--name", "--export-name")]
+    {
+        if let Some(rest) = text.strip_prefix(there) {
+            return anyhow!("{here}{rest}");
+        }
+    }
+    error
 }
 
 /// What weir does not have.
@@ -88,7 +105,7 @@ fn refuse_absent(arguments: &Arguments) -> anyhow::Result<()> {
             &arguments.tls_authz,
             "verify-peer of the credentials refuses clients without a certificate",
         ),
-        ("tls-hostname", &arguments.tls_hostname, "it is for --list alone"),
+        ("tls-hostname", &arguments.tls_hostname, "--list speaks no TLS; `nbdinfo --list` does"),
     ];
     if let Some((name, _, instead)) = absent.into_iter().find(|(_, said, _)| said.is_some()) {
         bail!("--{name}: is not to be had ({instead})");
@@ -156,8 +173,7 @@ fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyho
 fn listening(arguments: &Arguments) -> anyhow::Result<Option<String>> {
     let (port, bind) = (arguments.port.as_deref(), arguments.bind.as_deref());
     match &arguments.socket {
-        Some(_) if port.is_some() => bail!("-k and -p can't be used together"),
-        Some(_) if bind.is_some() => bail!("-k and -b can't be used together"),
+        // Then a port is passed over, as by QEMU.
         Some(path) => return Ok(Some(format!("--nbd=unix:{path}"))),
         None if port.is_none() && bind.is_none() && (arguments.connect.is_some() || is_activated()) => {
             return Ok(None);
@@ -304,7 +320,6 @@ mod tests {
     #[test]
     fn what_is_wrong_is_refused() {
         for (line, expect) in [
-            ("-k /s -p 1 a", "-k and -p can't be used together"),
             ("-p x a", "0.0.0.0:x: has no port"),
             ("-e -1 a", "Invalid shared device number '-1'"),
             ("-o x a", "Invalid offset 'x'"),

@@ -48,7 +48,7 @@ pub(super) async fn shake_hands(stream: Stream, export: &str) -> Result<Client, 
     Ok(Client::start(stream, about, inbox))
 }
 
-fn dial(endpoint: &Endpoint, limit: Duration) -> Result<OwnedFd, NotConnected> {
+pub(super) fn dial(endpoint: &Endpoint, limit: Duration) -> Result<OwnedFd, NotConnected> {
     match endpoint {
         Endpoint::Unix(path) => Ok(UnixStream::connect(path)?.into()),
         Endpoint::Tcp { host, port } => {

@@ -64,24 +64,28 @@ pub(super) async fn negotiate(
     inbox: &mut Inbox,
     export: &str,
 ) -> Result<About, NotConnected> {
-    let mut negotiation = Negotiation { stream, inbox };
+    let mut negotiation = Negotiation::new(stream, inbox);
     negotiation.greet().await?;
     let structured = negotiation.ask_for_chunks().await?;
     negotiation.go(export, structured).await
 }
 
-struct Negotiation<'a> {
+pub(super) struct Negotiation<'a> {
     stream: &'a Stream,
     inbox: &'a mut Inbox,
 }
 
-struct Reply {
-    kind: u32,
-    data: Buffer,
+pub(super) struct Reply {
+    pub(super) kind: u32,
+    pub(super) data: Buffer,
 }
 
-impl Negotiation<'_> {
-    async fn greet(&mut self) -> Result<(), NotConnected> {
+impl<'a> Negotiation<'a> {
+    pub(super) fn new(stream: &'a Stream, inbox: &'a mut Inbox) -> Self {
+        Self { stream, inbox }
+    }
+
+    pub(super) async fn greet(&mut self) -> Result<(), NotConnected> {
         let greeting = self.receive(GREETING_BYTES).await?;
         let mut fields = Fields::new(&greeting);
         if fields.u64() != Some(proto::INIT_MAGIC) {
@@ -95,7 +99,7 @@ impl Negotiation<'_> {
     }
 
     /// Whether replies come in chunks.
-    async fn ask_for_chunks(&mut self) -> Result<bool, NotConnected> {
+    pub(super) async fn ask_for_chunks(&mut self) -> Result<bool, NotConnected> {
         self.option(opt::STRUCTURED_REPLY, &[]).await?;
         let reply = self.reply(opt::STRUCTURED_REPLY).await?;
         match reply.kind {
@@ -138,7 +142,7 @@ impl Negotiation<'_> {
         Ok(About { size_bytes, flags, structured, minimum_block, maximum_payload })
     }
 
-    async fn option(&mut self, option: u32, data: &[u8]) -> Result<(), NotConnected> {
+    pub(super) async fn option(&mut self, option: u32, data: &[u8]) -> Result<(), NotConnected> {
         let mut message = proto::OPTION_MAGIC.to_be_bytes().to_vec();
         message.extend_from_slice(&option.to_be_bytes());
         message.extend_from_slice(&u32::try_from(data.len()).unwrap_or(u32::MAX).to_be_bytes());
@@ -146,7 +150,7 @@ impl Negotiation<'_> {
         self.send(&message).await
     }
 
-    async fn reply(&mut self, expect: u32) -> Result<Reply, NotConnected> {
+    pub(super) async fn reply(&mut self, expect: u32) -> Result<Reply, NotConnected> {
         let header = self.receive(REPLY_BYTES).await?;
         let mut fields = Fields::new(&header);
         let magic = fields.u64();
@@ -172,7 +176,7 @@ impl Negotiation<'_> {
     }
 }
 
-fn refused(export: &str, kind: u32, data: &[u8]) -> NotConnected {
+pub(super) fn refused(export: &str, kind: u32, data: &[u8]) -> NotConnected {
     let meaning = match kind {
         rep::ERR_UNSUP => "the server is too old: it does not know the option GO",
         rep::ERR_POLICY => "not permitted",

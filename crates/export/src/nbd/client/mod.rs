@@ -20,6 +20,7 @@
 
 mod connect;
 mod handshake;
+mod list;
 mod outgoing;
 mod reply;
 #[cfg(test)]
@@ -39,6 +40,7 @@ use slab::Slab;
 pub use self::{
     connect::{Endpoint, connect},
     handshake::{About, NotConnected},
+    list::{Listed, list},
 };
 use self::{
     outgoing::Outgoing,

@@ -39,7 +39,7 @@ impl Described {
     pub(super) fn of_options(text: &str, objects: &Objects) -> anyhow::Result<Self> {
         let mut image = Self::default();
         let (mut direct, mut no_flush, mut file) = (false, false, None);
-        for (key, value) in keyval::pairs(text, Some("driver")).map_err(|rule| anyhow!("{text}: {rule}"))? {
+        for (key, value) in keyval::pairs(text, None).map_err(|rule| anyhow!("{text}: {rule}"))? {
             let refused = || anyhow!("{key}={value}: is not to be had");
             let switch = || match &*value {
                 "on" | "yes" | "true" => Ok(true),
@@ -99,7 +99,7 @@ mod tests {
         assert_eq!((image.format.as_deref(), &*image.file), (Some("raw"), "/a,b"));
         assert_eq!(image.part, ["offset=1M", "size=2M"]);
         let image = read(
-            "qcow2,file.filename=a,l2-cache-size=1M,encrypt.key-secret=s,cache.direct=on,read-only=on,discard=unmap",
+            "driver=qcow2,file.filename=a,l2-cache-size=1M,encrypt.key-secret=s,cache.direct=on,read-only=on,discard=unmap",
         )
         .unwrap();
         assert_eq!(image.options, ["--l2-cache-size=1M", "--secret-file=/key", "--read-only"]);
@@ -109,13 +109,16 @@ mod tests {
     #[test]
     fn what_cannot_be_is_refused_by_name() {
         for (text, expect) in [
-            ("raw,file.driver=nbd", "file.driver=nbd: is not to be had"),
-            ("raw,file.filename=a,bogus=1", "bogus=1: is not to be had"),
-            ("raw,file.filename=a,detect-zeroes=on", "detect-zeroes=on: is not to be had"),
-            ("raw,file.filename=a,read-only=maybe", "read-only=maybe: is neither on nor off"),
-            ("raw,file.filename=a,cache.direct=on,cache.no-flush=on", "does not go with"),
-            ("raw", "names no file"),
-            ("raw,file.filename=a,backing.file.filename=b", "backing.file.filename=b: is not to be had"),
+            ("driver=raw,file.driver=nbd", "file.driver=nbd: is not to be had"),
+            ("driver=raw,file.filename=a,bogus=1", "bogus=1: is not to be had"),
+            ("driver=raw,file.filename=a,detect-zeroes=on", "detect-zeroes=on: is not to be had"),
+            ("driver=raw,file.filename=a,read-only=maybe", "read-only=maybe: is neither on nor off"),
+            ("driver=raw,file.filename=a,cache.direct=on,cache.no-flush=on", "does not go with"),
+            ("driver=raw", "names no file"),
+            (
+                "driver=raw,file.filename=a,backing.file.filename=b",
+                "backing.file.filename=b: is not to be had",
+            ),
         ] {
             let said = read(text).unwrap_err();
             assert!(said.contains(expect), "{said}");

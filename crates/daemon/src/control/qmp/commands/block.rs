@@ -6,7 +6,7 @@
 use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
 
 use block::{
-    disk::Disk,
+    disk::{Discards, Disk},
     image::{
         Image as Opened,
         open::{ImageOptions, open},
@@ -48,7 +48,7 @@ impl Command for BlockdevAdd {
                     disk: build(
                         &chain.names[0],
                         opened,
-                        DiskSettings::default(),
+                        chain.discards,
                         prefetch,
                         group_of(&inventory, &chain)?.as_ref(),
                     )?,
@@ -93,11 +93,12 @@ fn inner_nodes(chain: &Chain) -> Vec<NodeBelow> {
 fn build(
     name: &str,
     image: Opened,
-    settings: DiskSettings,
+    discards: Discards,
     prefetch: prefetch::Settings,
     group: Option<&Arc<Group>>,
 ) -> Result<Arc<Disk>, Error> {
-    let disk = Disk::new(name, image, settings, group).map_err(generic)?;
+    let disk =
+        Disk::new(name, image, DiskSettings::default(), group).map_err(generic)?.with_discards(discards);
     disk.prefetch().set(prefetch).map_err(generic)?;
     disk.reserve_memory().map_err(generic)?;
     Ok(Arc::new(disk))

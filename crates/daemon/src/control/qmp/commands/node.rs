@@ -11,6 +11,7 @@
 //! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`.
 
 use block::{
+    disk::Discards,
     image::{
         Secret,
         open::{BackingChoice, ImageOptions},
@@ -47,6 +48,7 @@ pub(super) struct Chain {
     pub(super) qcow2: Option<Qcow2Node>,
     /// Another daemon may take it over: see `--handover`.
     pub(super) handover: bool,
+    pub(super) discards: Discards,
     pub(super) prefetch: PrefetchChanges,
     pub(super) policies: PolicyChanges,
     pub(super) bottom: Bottom,
@@ -83,6 +85,7 @@ impl Chain {
             read_only: false,
             qcow2: None,
             handover: arguments.optional("x-weir-handover")?.unwrap_or(false),
+            discards: Discards::default(),
             prefetch: PrefetchChanges::read(arguments, "x-weir-")?,
             policies: PolicyChanges::read(arguments, "x-weir-")?,
             bottom: Bottom::Node(String::new()),
@@ -92,6 +95,12 @@ impl Chain {
         if chain.handover && matches!(chain.bottom, Bottom::Node(_)) {
             let rule = "is said where the image is opened";
             return Err(Error::rule("x-weir-handover", rule));
+        }
+        if chain.discards == Discards::Ignore && matches!(chain.bottom, Bottom::Node(_)) {
+            return Err(Error::rule(
+                "discard",
+                "is said where the image is opened; 'ignore' is not to be had here",
+            ));
         }
         Ok(chain)
     }
@@ -153,6 +162,10 @@ impl Chain {
         self.names.extend(name);
         let common = Inherited::read(arguments, above)?;
         self.read_only |= common.read_only;
+        // Of several nodes each has to let a discard through, and QEMU's default is not weir's.
+        if arguments.choice("discard", &["unmap", "ignore"])? == Some(1) {
+            self.discards = Discards::Ignore;
+        }
         match driver {
             "raw" => self.below(arguments, common),
             "qcow2" => {
@@ -234,7 +247,6 @@ impl Inherited {
             }
             cache.finish()?;
         }
-        always(arguments, "discard", &["unmap", "ignore"], &["unmap"])?;
         always(arguments, "detect-zeroes", &["off", "on", "unmap"], &["off"])?;
         Ok(own)
     }
@@ -425,6 +437,12 @@ mod tests {
             arguments[key] = value;
             arguments
         };
+        assert_eq!(read(file("discard", json!("ignore"))).unwrap().discards, Discards::Ignore);
+        assert_eq!(read(file("discard", json!("unmap"))).unwrap().discards, Discards::Unmap);
+        refused(
+            json!({"driver": "raw", "node-name": "a", "discard": "ignore", "file": "b"}),
+            "Parameter 'discard' is said where the image is opened; 'ignore' is not to be had here",
+        );
         refused(json!({"driver": "null-co"}), "'node-name' must be specified for the root node");
         refused(file("node-name", json!("1x")), "Invalid node-name: '1x'");
         refused(file("node-name", json!("a".repeat(32))), "Node name too long (it has 31 bytes at most)");

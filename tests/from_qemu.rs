@@ -1,0 +1,179 @@
+//! The tables of docs/from-qemu.md: every option that QEMU's programs list is there, and each does
+//! what its row says: it works, or it is refused by its name.
+
+use std::{fs, os::unix::fs::symlink, path::Path};
+
+use crate::harness::{Client, MIB, Scratch, Serve, WEIR, assert_says, qemu_img, text};
+
+/// Starts the program in the background with what is to be tried, and ends it again.
+const TRY: &str = r#"
+rm -f pid "$S"; "$@" || exit
+if [ -e pid ]; then server=$(cat pid); kill "$server" 2>/dev/null; tail -s 0.01 --pid="$server" -f /dev/null; fi
+true
+"#;
+
+/// The options of a row, the long one last, and what becomes of them.
+struct Row {
+    options: Vec<String>,
+    fate: String,
+}
+
+/// The rows of the table below a heading.
+fn table(heading: &str) -> Vec<Row> {
+    let document = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/from-qemu.md");
+    let document = fs::read_to_string(document).expect("it is a text");
+    let (_, below) = document.split_once(&format!("\n## `{heading}`\n")).expect("the heading is there");
+    let lines = below.lines().take_while(|line| !line.starts_with("## "));
+    let rows = lines.filter(|line| line.starts_with("| `")).map(|line| {
+        let mut cells = line.trim_matches('|').split('|').map(str::trim);
+        let options =
+            cells.next().unwrap_or_default().split(", ").map(|option| option.trim_matches('`').to_owned());
+        Row { options: options.collect(), fate: cells.next().unwrap_or_default().to_owned() }
+    });
+    rows.collect()
+}
+
+/// What QEMU's program lists in its help.
+fn listed(program: &str) -> Vec<String> {
+    let help = Client::new(program).arg("--help").succeeds();
+    let words = help.lines().filter(|line| line.trim_start().starts_with('-')).flat_map(|line| {
+        // Of an option only what is before its own options and its description.
+        line.trim_start().split("  ").next().unwrap_or_default().split(", ").collect::<Vec<_>>()
+    });
+    let name = |word: &str| word.split(['=', ' ', '[']).next().unwrap_or_default().to_owned();
+    let mut names: Vec<_> = words.map(name).filter(|name| name.len() > 1).collect();
+    names.sort();
+    names.dedup();
+    names
+}
+
+/// Tries each row of a program's table with the words of `trials`, which has each once.
+#[track_caller]
+fn walk(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_device: &[&str]) {
+    let rows = table(program);
+    let all: Vec<&String> = rows.iter().flat_map(|row| &row.options).collect();
+    for option in listed(program) {
+        assert!(all.contains(&&option), "{program} {option}: no row of the table is about it");
+    }
+    let scratch = Scratch::new();
+    scratch.sparse("disk.raw", MIB);
+    let marked = scratch.path("marked.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", text(&marked), "1M"]).succeeds();
+    qemu_img(["bitmap", "--add", text(&marked), "b"]).succeeds();
+    qemu_img(["snapshot", "-c", "one", text(&marked)]).succeeds();
+    scratch.file("key", "abc");
+    fs::create_dir(scratch.path("keys")).expect("the directory is ours");
+    scratch.file("keys/keys.psk", "alice:00ff00ff\n");
+    let link = scratch.path(program);
+    let listed = Serve::new(&scratch).args(["memory:1M"]).start();
+    symlink(WEIR, &link).expect("the directory is ours");
+    for row in &rows {
+        let option = row.options.last().expect("a row is about something").as_str();
+        let (_, words) = trials
+            .iter()
+            .find(|(name, _)| *name == option)
+            .unwrap_or_else(|| panic!("{option}: is not tried"));
+        let alone = words.iter().any(|word| ["--help", "--version", "-d", "-L"].contains(word));
+        let complete = if alone { &[] } else { complete };
+        let socket = scratch.socket("s");
+        let words = complete.iter().chain(words.iter());
+        let words = words.map(|word| {
+            word.replace("$S", text(&socket))
+                .replace("$N", text(listed.socket()))
+                .replace("$PWD", text(&scratch.path("")))
+        });
+        let outcome = Client::new("env")
+            .arg(format!("S={}", text(&socket)))
+            .args(["bash", "-c", TRY, "bash", text(&link)])
+            .args(words)
+            .inside(&scratch.path(""))
+            .run();
+        let said = outcome.said();
+        let refusal = ["is not to be had", "unexpected argument"].iter().any(|word| said.contains(word));
+        match row.fate.as_str() {
+            "refused" => {
+                assert_eq!(outcome.code(), 1, "{option}: {said}");
+                assert!(refusal, "{option}: {said}");
+                assert_says(&said, &[option]);
+            }
+            "works" | "differs" | "no difference" => {
+                assert!(!refusal, "{option}: {said}");
+                let works = outcome.code() == 0 || no_device.contains(&option);
+                assert!(works, "{option}: {}: {said}", outcome.code());
+            }
+            other => panic!("{option}: {other:?} is nothing that can become of an option"),
+        }
+    }
+    for (option, _) in trials {
+        assert!(all.iter().any(|known| known == option), "{option}: is tried, and no row is about it");
+    }
+}
+
+#[test]
+fn options_of_qemu_nbd_do_what_the_table_says() {
+    let serve = ["--fork", "-t", "--pid-file=pid"];
+    let raw = |words: &[&'static str]| [words, &["-k", "$S", "-f", "raw", "disk.raw"]].concat();
+    let marked = |words: &[&'static str]| [words, &["-k", "$S", "-f", "qcow2", "marked.qcow2"]].concat();
+    let tls = "tls-creds-psk,id=t,endpoint=server,dir=keys";
+    let trials: Vec<(&str, Vec<&str>)> = vec![
+        ("FILE", raw(&[])),
+        ("--port", vec!["-b", "127.0.0.1", "-p", "0", "-f", "raw", "disk.raw"]),
+        ("--bind", vec!["-p", "0", "--bind=127.0.0.1", "-f", "raw", "disk.raw"]),
+        ("--socket", vec!["--socket", "$S", "-f", "raw", "disk.raw"]),
+        ("--shared", raw(&["-e", "5"])),
+        ("--persistent", raw(&["--persistent"])),
+        ("--export-name", raw(&["-x", "name"])),
+        ("--description", raw(&["-D", "about"])),
+        ("--offset", raw(&["-o", "4k"])),
+        ("--allocation-depth", raw(&["-A"])),
+        ("--bitmap", marked(&["-B", "b"])),
+        ("--format", raw(&[])),
+        ("--read-only", raw(&["-r"])),
+        ("--snapshot", raw(&["-s"])),
+        ("--load-snapshot", marked(&["-l", "one"])),
+        ("--nocache", raw(&["-n"])),
+        ("--cache", raw(&["--cache=writethrough"])),
+        ("--aio", raw(&["--aio=native"])),
+        ("--discard", raw(&["--discard=unmap"])),
+        ("--detect-zeroes", raw(&["--detect-zeroes=on"])),
+        ("--image-opts", vec!["-k", "$S", "--image-opts", "driver=raw,size=64k,file.filename=disk.raw"]),
+        ("--connect", vec!["-c", "/dev/nbd0", "-f", "raw", "disk.raw"]),
+        ("--disconnect", vec!["-d", "/dev/nbd0"]),
+        ("--fork", raw(&[])),
+        ("--pid-file", raw(&[])),
+        ("--object", raw(&["--object", "secret,id=s,file=key"])),
+        ("--tls-creds", raw(&["--object", tls, "--tls-creds", "t"])),
+        ("--tls-authz", raw(&["--object", tls, "--tls-creds", "t", "--tls-authz", "a"])),
+        ("--tls-hostname", raw(&["--tls-hostname", "h"])),
+        ("--list", vec!["-L", "-k", "$N"]),
+        ("--trace", raw(&["-T", "nbd_*"])),
+        ("--selinux-label", raw(&["--selinux-label", "l"])),
+        ("--verbose", raw(&["-v"])),
+        ("--help", vec!["--help"]),
+        ("--version", vec!["--version"]),
+    ];
+    let trials: Vec<_> = trials.iter().map(|(option, words)| (*option, &**words)).collect();
+    // This kernel may have no NBD client: tests/guest has one.
+    walk("qemu-nbd", &serve, &trials, &["--connect", "--disconnect"]);
+}
+
+#[test]
+fn options_of_qemu_storage_daemon_do_what_the_table_says() {
+    let serve = ["--daemonize", "--pidfile", "$PWD/pid", "--blockdev", "null-co,node-name=n"];
+    let socket = "addr.type=unix,addr.path=$S";
+    let chardev = ["--chardev", "socket,id=c,path=$S,server=on,wait=off", "--monitor", "c"];
+    let trials: [(&str, &[&str]); 11] = [
+        ("--blockdev", &["--blockdev", "file,node-name=f,filename=$PWD/disk.raw"]),
+        ("--export", &["--nbd-server", socket, "--export", "nbd,id=e,node-name=n"]),
+        ("--object", &["--object", "throttle-group,id=g,limits.bps-total=1000000"]),
+        ("--nbd-server", &["--nbd-server", socket]),
+        ("--chardev", &chardev),
+        ("--monitor", &chardev),
+        ("--daemonize", &[]),
+        ("--pidfile", &[]),
+        ("--trace", &["--trace", "nbd_*"]),
+        ("--help", &["--help"]),
+        ("--version", &["--version"]),
+    ];
+    walk("qemu-storage-daemon", &serve, &trials, &[]);
+}

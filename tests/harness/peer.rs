@@ -1,0 +1,81 @@
+//! One script with QEMU's own program and with a link of its name to weir, and what both did.
+
+use std::{
+    fs,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+};
+
+use super::{Client, Scratch, WEIR, need, text};
+
+/// What a script has: `S` is a place for its socket; `ended PID` waits for a process to end,
+/// `stop` ends the one whose number is in the file `pid`; what clients see of an export.
+///
+/// What differs is left out: the block size that is preferred, and that weir offers
+/// `qemu:allocation-depth` without being asked (docs/from-qemu.md).
+const PRELUDE: &str = r#"
+set -u
+uri="nbd+unix:///?socket=$S"
+ended() { tail -s 0.01 --pid="$1" -f /dev/null; }
+stop() { server=$(cat pid); kill "$server"; ended "$server"; }
+about() {
+    nbdinfo --json "${1:-$uri}" |
+        grep -oE '"(export-name|description|is_|can_|export-size|structured|TLS|protocol|block_size_m)[^,]*'
+}
+read_at() { qemu-io -rf raw -c "read -P $1 $2 $3" "$uri" | grep -c '^read'; }
+write_at() { qemu-io -f raw -c "write -P $1 $2 $3" -c flush "$uri" | grep -c '^wrote'; }
+"#;
+
+pub(crate) struct Ran {
+    code: i32,
+    pub(crate) printed: String,
+    pub(crate) said: String,
+    files: PathBuf,
+    _scratch: Scratch,
+}
+
+impl Ran {
+    #[track_caller]
+    pub(crate) fn bytes(&self, name: &str) -> Vec<u8> {
+        fs::read(self.files.join(name)).expect("the script left it there")
+    }
+}
+
+/// In a directory that `prepare` has filled; weir is `program` there, if it is to be.
+fn run(program: &str, script: &str, ours: bool, prepare: &dyn Fn(&Scratch)) -> Ran {
+    let scratch = Scratch::new();
+    let files = scratch.path("");
+    prepare(&scratch);
+    let programs = scratch.path("programs");
+    fs::create_dir(&programs).expect("the directory is ours");
+    if ours {
+        symlink(WEIR, programs.join(program)).expect("the directory is ours");
+    }
+    let variables = [format!("S={}", text(&scratch.socket("s"))), format!("TMPDIR={}", text(&files))];
+    let client = Client::new("env").args(variables).args(["bash", "-c", &format!("{PRELUDE}{script}")]);
+    let outcome = client.about(if ours { "weir" } else { "QEMU" }).inside(&files).finding(&programs).run();
+    Ran { code: outcome.code(), printed: outcome.printed(), said: outcome.said(), files, _scratch: scratch }
+}
+
+/// Fails unless both print the same, end the same way and leave the same in `disk.raw`; what
+/// weir's run was.
+#[track_caller]
+pub(crate) fn same(program: &str, script: &str, prepare: impl Fn(&Scratch)) -> Ran {
+    for needed in [program, "nbdinfo", "nbdsh", "qemu-io"] {
+        need(needed);
+    }
+    let [ours, theirs] = [true, false].map(|ours| run(program, script, ours, &prepare));
+    assert_eq!(
+        (ours.code, &ours.printed),
+        (theirs.code, &theirs.printed),
+        "weir said:\n{}\nQEMU said:\n{}",
+        ours.said,
+        theirs.said
+    );
+    assert!(!ours.printed.is_empty() && !ours.said.contains("panicked"), "{}", ours.said);
+    let disk = Path::new("disk.raw");
+    if ours.files.join(disk).exists() {
+        assert!(ours.bytes("disk.raw") == theirs.bytes("disk.raw"), "they left other bytes");
+    }
+    ours
+}

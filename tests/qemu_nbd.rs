@@ -1,0 +1,188 @@
+//! weir under the name of qemu-nbd: the same scripts with QEMU's own program and with a link to
+//! weir, and what clients see, what they leave in the image and how it ends, compared.
+
+use std::net::TcpListener;
+
+use crate::harness::{
+    Client, MIB, Scratch, Serve, assert_says, create_encrypted, need, pattern, peer, peer::Ran, qemu_img,
+    text,
+};
+
+/// In the background, until `stop`.
+const SERVE: &str = r#"serve() { qemu-nbd --fork -k "$S" --pid-file=pid "$@" || echo "did not start: $?"; }"#;
+
+#[track_caller]
+fn same(script: &str, prepare: impl Fn(&Scratch)) -> Ran {
+    peer::same("qemu-nbd", &format!("{SERVE}\n{script}"), prepare)
+}
+
+fn filled(scratch: &Scratch) {
+    scratch.filled("disk.raw", MIB);
+}
+
+#[test]
+fn clients_see_the_same_export() {
+    let script = r#"
+serve -t -f raw -D "the first" disk.raw; about; stop
+serve -t -f raw -x vm1 -e 3 -r disk.raw; about "nbd+unix:///vm1?socket=$S"; nbdinfo --can write "$uri" >/dev/null; stop
+serve -t -f raw -e 0 -o 4096 disk.raw; about; qemu-img map --output=json "$uri" | grep -c data; stop
+serve -t --image-opts driver=raw,offset=8192,size=64k,file.driver=file,file.filename=disk.raw; about; stop
+serve -t -f raw -n --aio=native disk.raw; about; stop
+umask 007; serve -t -f raw --cache=directsync disk.raw; stat -c %a "$S"; stop
+"#;
+    let ran = same(script, filled);
+    assert_says(&ran.printed, &["\"export-size\": 1048576", "\"export-size\": 1044480", "770"]);
+    assert_eq!(ran.said.lines().filter(|line| line.starts_with("qemu-nbd: ")).count(), 0, "{}", ran.said);
+}
+
+#[test]
+fn what_is_written_is_written_the_same() {
+    let script = r#"
+serve -t -f raw disk.raw
+write_at 0x11 0 4k; write_at 0x22 700000 1000
+nbdsh -u "$uri" -c 'h.trim(65536, 131072)' -c 'h.zero(65536, 262144)' -c 'h.flush()'
+read_at 0x11 0 4k; stop
+serve -t -f raw --discard=unmap disk.raw
+nbdsh -u "$uri" -c 'h.trim(131072, 524288)' -c 'h.flush()'; read_at 0 524288 131072; stop
+[ $(($(stat -c %b disk.raw) * 512)) -lt 1048576 ] && echo "a hole"
+"#;
+    let ran = same(script, filled);
+    assert_says(&ran.printed, &["a hole"]);
+    let kept = 131_072..131_072 + 65_536;
+    assert!(ran.bytes("disk.raw")[kept.clone()] == pattern(MIB as usize)[kept], "a discard was passed on");
+}
+
+#[test]
+fn it_ends_with_its_last_client() {
+    let script = r#"
+serve -f raw disk.raw; server=$(cat pid)
+nbdinfo --size "nbd+unix:///other?socket=$S" 2>/dev/null | cat
+about | head -1; ended "$server"; ls "$S" 2>/dev/null
+qemu-nbd -k "$S" -f raw disk.raw & server=$!
+until nbdinfo --size "$uri" 2>/dev/null; do :; done
+wait $server; echo "it ended with $?"
+nbdinfo --size -- [ qemu-nbd -f raw disk.raw ]
+"#;
+    // QEMU's has no export called `other`; weir's only export is everybody's default, not that.
+    assert_says(&same(script, filled).printed, &["it ended with 0"]);
+}
+
+#[test]
+fn what_goes_to_a_snapshot_stays_there() {
+    let script = r#"
+serve -t -s -f raw disk.raw; write_at 0x55 0 64k; read_at 0x55 0 64k; ls weir-snapshot-* 2>/dev/null; stop
+serve -t -s base.qcow2; write_at 0x55 0 64k; read_at 0x55 0 64k; stop
+serve -t -f qcow2 base.qcow2; read_at 0x77 0 64k; stop
+serve -t -f qcow2 -l one base.qcow2; about | grep read_only; read_at 0x33 0 64k; stop
+serve -t -f qcow2 -l snapshot.name=one base.qcow2; read_at 0x33 0 64k; stop
+qemu-img check -q base.qcow2; echo "checked: $?"
+"#;
+    let ran = same(script, |scratch| {
+        filled(scratch);
+        let base = scratch.path("base.qcow2");
+        qemu_img(["create", "-q", "-f", "qcow2", text(&base), "8M"]).succeeds();
+        for (byte, then) in [("0x33", Some("one")), ("0x77", None)] {
+            let write = format!("write -P {byte} 0 64k");
+            Client::new("qemu-io").args(["-f", "qcow2"]).does([write], &base);
+            if let Some(name) = then {
+                qemu_img(["snapshot", "-c", name, text(&base)]).succeeds();
+            }
+        }
+    });
+    assert!(ran.bytes("disk.raw") == pattern(MIB as usize), "the image is as it was");
+    assert_says(&ran.printed, &["checked: 0", "\"is_read_only\": true"]);
+}
+
+#[test]
+fn secrets_bitmaps_and_tls_are_named_as_for_qemu() {
+    let script = r#"
+serve -t --object secret,id=s,data=abc --image-opts driver=qcow2,encrypt.key-secret=s,file.filename=locked.qcow2
+write_at 0x11 0 64k; stop
+printf abc > key
+serve -t --object secret,id=s,file=key --image-opts driver=qcow2,encrypt.format=luks,encrypt.key-secret=s,file.filename=locked.qcow2
+read_at 0x11 0 64k; stop
+serve -t -r -f qcow2 -B b0 marked.qcow2; nbdinfo --map=qemu:dirty-bitmap:b0 "$uri"; stop
+mkdir keys; psktool -u alice -p keys/keys.psk >/dev/null 2>&1
+serve -t --object tls-creds-psk,id=t,endpoint=server,dir="$PWD/keys" --tls-creds t -f raw disk.raw
+nbdinfo --size "nbds+unix://alice@/?socket=$S&tls-psk-file=$PWD/keys/keys.psk"
+nbdinfo --size "$uri" 2>/dev/null || echo "not without it"; stop
+"#;
+    need("psktool");
+    let ran = same(script, |scratch| {
+        filled(scratch);
+        create_encrypted(&scratch.path("locked.qcow2"));
+        let marked = scratch.path("marked.qcow2");
+        qemu_img(["create", "-q", "-f", "qcow2", text(&marked), "8M"]).succeeds();
+        qemu_img(["bitmap", "--add", text(&marked), "b0"]).succeeds();
+        Client::new("qemu-io").args(["-f", "qcow2"]).does(["write 1M 64k"], &marked);
+    });
+    assert_says(&ran.printed, &["not without it", "dirty"]);
+}
+
+#[test]
+fn it_listens_on_tcp_as_it_is_told() {
+    let free = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("loopback");
+    let script = format!(
+        r#"
+qemu-nbd --fork -t -b 127.0.0.1 -p {port} -f raw --pid-file=pid disk.raw; echo $?
+nbdinfo --size nbd://127.0.0.1:{port}
+server=$(cat pid); qemu-nbd -p {port} -b 127.0.0.1 -f raw other.raw 2>/dev/null; echo "in use: $?"
+kill $server; ended $server
+"#,
+        port = free.port()
+    );
+    // One after the other: both have the port.
+    let ran = same(&script, |scratch| {
+        filled(scratch);
+        scratch.sparse("other.raw", MIB);
+    });
+    assert_says(&ran.printed, &["0\n1048576\nin use: 1"]);
+}
+
+#[test]
+fn what_is_wrong_ends_the_same_way() {
+    let cases = [
+        "",
+        "--bogus disk.raw",
+        "disk.raw disk.raw",
+        "-f raw missing",
+        "-f bogus disk.raw",
+        "-k $S -e -1 disk.raw",
+        "-k $S -f raw -o x disk.raw",
+        "-k $S -f raw --cache=x disk.raw",
+        "-k $S -f raw --discard=x disk.raw",
+        "-k $S -f raw --aio=x disk.raw",
+        "-n --cache=none disk.raw",
+        "--image-opts -f raw driver=raw,file.filename=disk.raw",
+        "-k $S -f raw --tls-creds t disk.raw",
+        "-k $S -f raw -l none disk.raw",
+        "--object bogus,id=x -k $S -f raw disk.raw",
+        "-k $S --fork -f raw missing",
+        "-k $S -f raw -B none disk.raw",
+        "-d",
+        "-k /nonexistent/s -f raw disk.raw",
+    ];
+    let line = |case: &&str| format!("timeout 60 qemu-nbd {case}; echo \"$?\"\n");
+    let script: String = cases.iter().map(line).collect();
+    let ran = same(&script, filled);
+    assert_eq!(ran.printed, "1\n".repeat(cases.len()));
+    let named = ran.said.lines().filter(|line| line.starts_with("qemu-nbd: ")).count();
+    assert_eq!(named, cases.len(), "each says one thing, in the program's name:\n{}", ran.said);
+}
+
+#[test]
+fn what_another_server_has_is_listed_the_same() {
+    // The server is weir for both.
+    let scratch = Scratch::new();
+    let image = scratch.filled("disk.raw", MIB);
+    let weir = Serve::new(&scratch)
+        .args([text(&image), "memory:2M", "--name", "a b", "--name", "second"])
+        .args(["--description", "the first", "--description", ""])
+        .start();
+    let script = format!(
+        "qemu-nbd -L -k {socket}; qemu-nbd -L -k {socket} x; echo $?; qemu-nbd -L -k {socket} -x x; echo $?
+         qemu-nbd -L -k {socket}.none; echo $?",
+        socket = text(weir.socket())
+    );
+    assert_says(&same(&script, filled).printed, &["exports available: 2", "the first", "1\n1\n1\n"]);
+}

@@ -1,0 +1,151 @@
+//! weir under the name of qemu-storage-daemon: the same scripts with QEMU's own program and with a
+//! link to weir, and what clients see compared. `weir serve` has the same options.
+
+use crate::harness::{
+    Client, MIB, Scratch, Serve, assert_says, create_encrypted, export_size, need, need_root, pattern, peer,
+    peer::Ran, text,
+};
+
+/// In the background, until `stop`; a command of QMP, and what it answers.
+const PRELUDE: &str = r#"
+serve() { qemu-storage-daemon --daemonize --pidfile "$PWD/pid" "$@" || echo "did not start: $?"; }
+nbd() { echo --nbd-server addr.type=unix,addr.path="$S$1"; }
+ask() {
+    /usr/bin/python3 - "$PWD/qmp" "$1" <<'END'
+import json, socket, sys
+stream = socket.socket(socket.AF_UNIX)
+stream.connect(sys.argv[1])
+lines = stream.makefile("rw")
+def ask(text):
+    print(text, file=lines, flush=True)
+    while True:
+        answer = json.loads(lines.readline())
+        if "return" in answer or "error" in answer:
+            return answer
+lines.readline()
+ask('{"execute": "qmp_capabilities"}')
+answer = ask('{"execute": "' + sys.argv[2] + '"}')
+print(json.dumps(answer.get("return", answer), sort_keys=True))
+END
+}
+"#;
+
+#[track_caller]
+fn same(script: &str, prepare: impl Fn(&Scratch)) -> Ran {
+    peer::same("qemu-storage-daemon", &format!("{PRELUDE}{script}"), prepare)
+}
+
+fn filled(scratch: &Scratch) {
+    scratch.filled("disk.raw", MIB);
+}
+
+#[test]
+fn a_disk_is_described_in_either_form() {
+    let script = r#"
+serve $(nbd "") --blockdev driver=file,node-name=f,filename="$PWD/disk.raw" --export nbd,id=e,node-name=f,name=,writable=on
+about; write_at 0x11 4096 4k; stop
+serve --object throttle-group,id=g,limits.iops-total=100000,x-bps-total=1000000000 \
+    --blockdev '{"driver": "raw", "node-name": "r", "file": {"driver": "file", "filename": "'"$PWD"'/disk.raw"}}' \
+    --blockdev throttle,node-name=t,throttle-group=g,file=r,read-only=off $(nbd ,max-connections=1) \
+    --export '{"type": "nbd", "id": "e", "node-name": "t", "name": "", "description": "about"}'
+about; read_at 0x11 4096 4k; stop
+serve --blockdev raw,node-name=r,read-only=on,file.driver=file,file.filename="$PWD/disk.raw",file.locking=auto \
+    --nbd-server addr.type=unix,addr.path="$S" --export type=nbd,id=e,node-name=r,name=disk
+about "nbd+unix:///disk?socket=$S"; stop
+"#;
+    let ran = same(script, filled);
+    assert_says(&ran.printed, &["\"can_multi_conn\": false", "\"can_multi_conn\": true", "about"]);
+}
+
+#[test]
+fn a_monitor_is_a_control_socket() {
+    let script = r#"
+serve --chardev socket,path="$PWD/qmp",server=on,wait=off,id=c --monitor chardev=c \
+    --blockdev null-co,node-name=n,size=1048576,read-zeroes=on $(nbd "") --export nbd,id=e,node-name=n,name=
+ask query-block-exports; about | grep size; ask nbd-server-stop; ask query-block-exports
+[ ! -e "$S" ] && echo "its socket has gone"; ask nbd-server-stop >/dev/null; ask quit
+ended "$(cat pid 2>/dev/null || echo 1000000000)"
+"#;
+    assert_says(&same(script, |_| ()).printed, &["\"id\": \"e\"", "its socket has gone"]);
+}
+
+#[test]
+fn doors_secrets_and_tls_are_had() {
+    need_root("mounts of FUSE");
+    need("psktool");
+    let script = r#"
+touch seen
+serve --blockdev file,node-name=f,filename="$PWD/disk.raw" --export fuse,id=u,node-name=f,mountpoint="$PWD/seen",writable=on \
+    --export vhost-user-blk,id=v,node-name=f,addr.type=unix,addr.path="$S",num-queues=2
+cmp seen disk.raw && stat -c %s seen; [ -S "$S" ] && echo "a socket for a machine"; stop
+printf abc > key
+serve $(nbd "") --object secret,id=s,file="$PWD/key" \
+    --blockdev qcow2,node-name=q,encrypt.format=luks,encrypt.key-secret=s,file.driver=file,file.filename="$PWD/locked.qcow2" \
+    --export nbd,id=e,node-name=q,name=,writable=on
+write_at 0x33 0 64k; read_at 0x33 0 64k; stop
+mkdir keys; psktool -u alice -p keys/keys.psk >/dev/null 2>&1
+serve --object tls-creds-psk,id=t,endpoint=server,dir="$PWD/keys" $(nbd ,tls-creds=t) \
+    --blockdev null-co,node-name=n,size=1048576 --export nbd,id=e,node-name=n,name=
+nbdinfo --size "nbds+unix://alice@/?socket=$S&tls-psk-file=$PWD/keys/keys.psk"
+nbdinfo --size "$uri" 2>/dev/null || echo "not without it"; stop
+"#;
+    let ran = same(script, |scratch| {
+        filled(scratch);
+        create_encrypted(&scratch.path("locked.qcow2"));
+    });
+    assert_says(&ran.printed, &["1048576\na socket for a machine", "not without it"]);
+}
+
+#[test]
+fn what_is_wrong_is_said_by_whoever_started_it() {
+    let cases = [
+        "--bogus",
+        "--blockdev driver=bogus,node-name=a",
+        "--blockdev file,filename=missing,node-name=a",
+        "--blockdev file,filename=missing,node-name=a,bogus=1",
+        "--blockdev null-co,node-name=a,size=1M",
+        "--blockdev null-co,node-name=a,size.x=1",
+        "--blockdev null-co",
+        "--blockdev {}",
+        "--blockdev [",
+        "--export nbd,id=e,node-name=a",
+        "--blockdev null-co,node-name=a --export nbd,id=e,node-name=a",
+        "--object bogus,id=x",
+        "--object throttle-group,id=g,limits.iops-total=x",
+        "--monitor none",
+        "--chardev bogus,id=c",
+        "--nbd-server addr.type=inet,addr.host=localhost",
+        "--nbd-server addr.type=unix,addr.path=/nonexistent/s",
+        "--nbd-server addr.type=unix,addr.path=$S,tls-creds=none",
+    ];
+    let line = |case: &&str| {
+        format!("timeout 60 qemu-storage-daemon --daemonize --pidfile pid {case}; echo \"$?\"\n")
+    };
+    let script: String = cases.iter().map(line).collect();
+    let ran = same(&(script + "ls pid 2>/dev/null"), filled);
+    assert_eq!(ran.printed, "1\n".repeat(cases.len()));
+    let named = ran.said.lines().filter(|line| line.starts_with("qemu-storage-daemon: ")).count();
+    assert_eq!(named, cases.len(), "each says one thing, in the program's name:\n{}", ran.said);
+    for case in cases.iter().skip(1).filter(|case| !case.contains('$')) {
+        let last = case.rfind("--").expect("an option");
+        assert_says(&ran.said, &[&format!("qemu-storage-daemon: {}: ", &case[last..])]);
+    }
+}
+
+#[test]
+fn serve_has_the_same_options_beside_its_own() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("disk.raw", MIB);
+    let weir = Serve::new(&scratch)
+        .args(["memory:1M", "--name", "own", "--blockdev"])
+        .arg(format!("file,node-name=told,filename={},read-only=on", text(&image)))
+        .args(["--export", "nbd,id=told,node-name=told"])
+        .start();
+    assert_eq!(export_size(&weir.uri("own")), MIB);
+    let copy = scratch.path("copy");
+    Client::new("nbdcopy").args([&weir.uri("told"), text(&copy)]).succeeds();
+    assert!(std::fs::read(copy).expect("it was copied") == pattern(MIB as usize));
+    let said =
+        Serve::new(&scratch).where_said().args(["--nbd", "localhost:0", "--blockdev", "null-co,node-name=a"]);
+    assert_says(&said.rejects_usage(), &["--nbd localhost:0", "--nbd-server"]);
+}

@@ -1,0 +1,176 @@
+//! What docs/recipes.md promises beside its commands, which the documents' own test runs: that
+//! libvirt takes what is written for it, and what clients see while weir is away.
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader, Write as _},
+    path::Path,
+    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+};
+
+use crate::harness::{Client, MIB, Scratch, Serve, Weir, nbdsh, need, search_path, text};
+
+/// A machine around devices: what libvirt's schema asks for.
+fn machine(devices: &str) -> String {
+    format!(
+        "<domain type='kvm'><name>vm1</name><memory>1048576</memory><memoryBacking><source type='memfd'/>\
+         <access mode='shared'/></memoryBacking><os><type arch='x86_64'>hvm</type></os>\
+         <devices>{devices}</devices></domain>"
+    )
+}
+
+#[test]
+fn libvirt_takes_the_disks() {
+    let scratch = Scratch::new();
+    let judge = |name: &str, devices: &str| {
+        let file = scratch.file(name, machine(devices));
+        Client::new("virt-xml-validate").args([text(&file), "domain"]).run()
+    };
+    let mut disks = 0;
+    for document in ["recipes.md", "virtual-machines.md"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(document);
+        let content = fs::read_to_string(path).expect("it is a text");
+        for block in content.split("```xml\n").skip(1).filter_map(|rest| rest.split("```").next()) {
+            let from = block.find("<disk ").expect("a disk");
+            let to = block.find("</disk>").expect("its end") + "</disk>".len();
+            let outcome = judge(document, &block[from..to]);
+            assert_eq!(outcome.code(), 0, "{document}: {}{}", outcome.printed(), outcome.said());
+            disks += 1;
+        }
+    }
+    assert_eq!(disks, 2, "each document has one");
+    assert_ne!(judge("wrong", "<disk type='network'><bogus/></disk>").code(), 0, "it would say so");
+}
+
+/// A disk at a socket that stays, served by one weir after another.
+struct Site {
+    scratch: Scratch,
+}
+
+impl Site {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        scratch.sparse("disk.raw", MIB);
+        Self { scratch }
+    }
+
+    fn serve(&self) -> Weir {
+        Serve::new(&self.scratch).arg(self.scratch.path("disk.raw")).start()
+    }
+
+    fn socket(&self) -> String {
+        text(&self.scratch.socket("nbd")).to_owned()
+    }
+}
+
+/// QEMU's client, which is told one command after another.
+struct Session {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Session {
+    fn new(site: &Site, more: &str) -> Self {
+        need("qemu-io");
+        let options = format!("driver=nbd,server.type=unix,server.path={},export=disk{more}", site.socket());
+        let mut child = Command::new("qemu-io")
+            .args(["--image-opts", &options])
+            .env("PATH", search_path())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("it was found");
+        let input = child.stdin.take().expect("a pipe");
+        let output = BufReader::new(child.stdout.take().expect("a pipe"));
+        Self { child, input, output }
+    }
+
+    fn tell(&mut self, command: &str) {
+        writeln!(self.input, "{command}").expect("it reads");
+    }
+
+    /// What it says of the command it was told: whether that worked.
+    fn worked(&mut self) -> bool {
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.output.read_line(&mut line).expect("it writes text"), 0, "it has ended");
+            match line.to_lowercase() {
+                line if line.contains("failed") || line.contains("error") => return false,
+                line if line.contains("wrote ") || line.contains("read ") && line.contains(" bytes") => {
+                    return true;
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn does(&mut self, command: &str) -> bool {
+        self.tell(command);
+        self.worked()
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let _ = writeln!(self.input, "quit");
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn qemu_waits_for_as_long_as_it_was_told() {
+    let site = Site::new();
+    let weir = site.serve();
+    let mut session = Session::new(&site, ",reconnect-delay=300");
+    assert!(session.does("write -P 5 0 4k"));
+    weir.crash();
+    session.tell("write -P 6 4k 4k");
+    let weir = site.serve();
+    assert!(session.worked(), "it has waited, and is sent again");
+    assert!(session.does("read -P 5 0 4k") && session.does("read -P 6 4k 4k"));
+    drop(session);
+    weir.stop();
+}
+
+#[test]
+fn qemu_goes_on_once_weir_is_back() {
+    let site = Site::new();
+    for more in ["", ",reconnect-delay=1"] {
+        let weir = site.serve();
+        let mut session = Session::new(&site, more);
+        assert!(session.does("write -P 5 0 4k"), "{more}");
+        weir.stop();
+        assert!(!session.does("write -P 6 4k 4k"), "{more}: nobody is there");
+        let weir = site.serve();
+        // It tries to connect in its own time.
+        while !session.does("write -P 7 4k 4k") {}
+        assert!(session.does("read -P 5 0 4k") && session.does("read -P 7 4k 4k"), "{more}");
+        drop(session);
+        weir.stop();
+    }
+}
+
+#[test]
+fn libnbd_fails_and_does_not_come_back() {
+    let site = Site::new();
+    let weir = site.serve();
+    let script = "
+import os, signal
+h.connect_uri(arguments[0])
+h.pwrite(b'x' * 512, 0, nbd.CMD_FLAG_FUA)
+os.kill(int(arguments[1]), signal.SIGTERM)
+for _ in range(2):
+    try:
+        while True:
+            h.pread(512, 0)
+    except nbd.Error:
+        pass
+    else:
+        raise SystemExit('it should have failed')
+";
+    nbdsh(script, [weir.uri("disk"), weir.pid().to_string()]);
+    weir.wait();
+}
