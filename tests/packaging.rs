@@ -229,18 +229,19 @@ fn shells_complete_from_the_running_daemon() {
         .args(["memory:1M", "memory:1M", "--name", "vm1", "--name", "vm2", "--group", "gold"])
         .args(["--iops-total", "100", "--qmp", &qmp])
         .start();
+    let home = scratch.path("");
     let bash = text(&scratch.path("bash-completion/completions/weir")).to_owned();
     let fish = text(&scratch.path("fish/vendor_completions.d/weir.fish")).to_owned();
     let offered = |line: &str| {
         let words: Vec<_> = line.split(' ').collect();
         let last = words.len() - 1;
         let script = format!(
-            "source {bash}; COMP_WORDS=({}''); COMP_CWORD={last}; COMP_TYPE=9; _clap_complete_weir; \
-             echo \"${{COMPREPLY[*]}}\"",
-            line
+            "source {bash}; COMP_WORDS=({line}''); COMP_CWORD={last}; COMP_TYPE=9; \
+             _clap_complete_weir weir \"${{COMP_WORDS[COMP_CWORD]}}\"; \
+             echo \"${{COMPREPLY[*]}}\""
         );
-        let said = shell("bash", &script, &qmp);
-        let of_fish = shell("fish", &format!("source {fish}; complete -C '{line}'"), &qmp);
+        let said = shell("bash", &script, &qmp, &home);
+        let of_fish = shell("fish", &format!("source {fish}; complete -C '{line}'"), &qmp, &home);
         let of_fish: Vec<_> = of_fish.lines().filter_map(|line| line.split('\t').next()).collect();
         let of_bash: Vec<_> = said.split_whitespace().map(str::to_owned).collect();
         assert_eq!(of_bash, of_fish, "{line}");
@@ -255,10 +256,13 @@ fn shells_complete_from_the_running_daemon() {
 }
 
 /// What a script prints; it must say nothing else.
-fn shell(shell: &str, script: &str, qmp: &str) -> String {
+fn shell(shell: &str, script: &str, qmp: &str, home: &Path) -> String {
     let program = Path::new(WEIR).parent().expect("it lies in a directory");
-    let outcome =
-        Client::new("env").args([&format!("WEIR_QMP={qmp}"), shell, "-c", script]).finding(program).run();
+    let outcome = Client::new("env")
+        // fish keeps what it finds out at home.
+        .args([&format!("WEIR_QMP={qmp}"), &format!("HOME={}", text(home)), shell, "-c", script])
+        .finding(program)
+        .run();
     assert_eq!((outcome.code(), outcome.said().as_str()), (0, ""), "{shell}: {script}");
     outcome.printed()
 }

@@ -36,13 +36,11 @@ impl Cli {
     pub(crate) fn whole() -> clap::Command {
         complete::with_values(with_numbers(with_version(Self::command())))
     }
-}
 
-impl Cli {
     /// What follows `weir serve`.
     pub(crate) fn serve(words: impl Iterator<Item = OsString>) -> Result<ServeArgs, clap::Error> {
         let words = ["weir", "serve"].map(OsString::from).into_iter().chain(words);
-        let mut matches = whole(Self::command()).try_get_matches_from(words)?;
+        let mut matches = Self::whole().try_get_matches_from(words)?;
         match Self::from_arg_matches_mut(&mut matches)?.command {
             Command::Serve(arguments) => Ok(*arguments),
             _ => unreachable!("the words are those of serve"),

@@ -69,7 +69,13 @@ fn page(command: &Command, above: Option<&Command>, date: &str) -> io::Result<Pa
     let help = command.get_after_help().map(ToString::to_string).unwrap_or_default();
     below_options(&help).to_writer(&mut text)?;
     surroundings(command, above).to_writer(&mut text)?;
-    Ok(Page { file: man.get_filename(), text })
+    Ok(Page { file: man.get_filename(), text: without_repeated_breaks(&text) })
+}
+
+/// `clap_mangen` sets two line breaks, as an empty line, before the values of an option.
+fn without_repeated_breaks(page: &[u8]) -> Vec<u8> {
+    let page = String::from_utf8_lossy(page);
+    page.replace(".br\n\n.br\n", ".sp\n").into_bytes()
 }
 
 /// As the help has it: a line for each form.
@@ -115,20 +121,19 @@ fn add_notes(roff: &mut Roff, lines: &[&str]) {
         return;
     }
     roff.control("SH", ["NOTES"]);
-    let mut is_table = false;
-    for line in lines {
-        // A table stays as it is, a line is a paragraph.
+    let (mut is_table, mut is_first) = (false, true);
+    for line in lines.iter().filter(|line| !line.is_empty()) {
+        // A table stays as it is, any other line is a paragraph.
         let indented = line.starts_with(' ');
         if indented != is_table {
             roff.control(if indented { "nf" } else { "fi" }, []);
             is_table = indented;
         }
-        if line.is_empty() || !indented {
+        if !indented && !is_first {
             roff.control("PP", []);
         }
-        if !line.is_empty() {
-            roff.text([roman(*line)]);
-        }
+        is_first = false;
+        roff.text([roman(*line)]);
     }
     if is_table {
         roff.control("fi", []);
@@ -142,11 +147,13 @@ fn add_examples(roff: &mut Roff, lines: &[&str]) {
     }
     roff.control("SH", ["EXAMPLES"]);
     let mut is_continued = false;
-    for line in lines {
+    for (index, line) in lines.iter().enumerate() {
         let is_command = !line.starts_with("   ");
         match (is_command, is_continued) {
             (true, _) => {
-                roff.control("PP", []);
+                if index > 0 {
+                    roff.control("PP", []);
+                }
                 roff.text([bold(line.trim())]);
             }
             (false, true) => roff_line(roff, bold(format!("    {}", line.trim()))),
@@ -228,7 +235,7 @@ mod tests {
             ".SH NOTES\n",
             "SIGTERM and SIGINT",
             ".SH \"EXIT STATUS\"\n0 ended as asked, 1 failed",
-            ".SH EXAMPLES\n.PP\n\\fBweir serve vm1.raw\\fR\n.RS 4\nThe image at nbd",
+            ".SH EXAMPLES\n\\fBweir serve vm1.raw\\fR\n.RS 4\nThe image at nbd",
             "\\-\\-nbd unix:/run/vm1.sock \\e\\fR\n.br\n\\fB    \\-\\-iops\\-total 1000",
             ".SH FILES\n.TP\n\\fB/etc/weir/weir.toml\\fR\n",
             ".SH \"SEE ALSO\"\n\\fBweir\\fR(1)\n",

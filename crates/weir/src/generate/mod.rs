@@ -18,7 +18,7 @@ use std::{
 };
 
 use anyhow::Context as _;
-use clap::{Args, Command};
+use clap::Args;
 use clap_complete::env::{Bash, EnvCompleter, Fish, Zsh};
 use console::Failure;
 
@@ -40,23 +40,22 @@ pub(crate) fn run(arguments: &GenerateArgs) -> Result<(), Failure> {
     for page in man::pages(Cli::whole(), &arguments.date)? {
         write(&directory.join("man/man1").join(page.file), &page.text)?;
     }
-    let scripts: [(&dyn EnvCompleter, &str); 3] = [
-        (&Bash, "bash-completion/completions/weir"),
-        (&Zsh, "zsh/site-functions/_weir"),
-        (&Fish, "fish/vendor_completions.d/weir.fish"),
+    let scripts: [(&dyn EnvCompleter, &str, &str); 3] = [
+        (&Bash, "bash-completion/completions/weir", ""),
+        (&Zsh, "zsh/site-functions/_weir", AT_ONCE),
+        (&Fish, "fish/vendor_completions.d/weir.fish", ""),
     ];
-    for (shell, path) in scripts {
-        write(&directory.join(path), &script(shell, &Cli::whole())?)?;
+    for (shell, path, more) in scripts {
+        let mut script = Vec::new();
+        shell.write_registration(complete::VARIABLE, "weir", "weir", "weir", &mut script)?;
+        script.extend(more.as_bytes());
+        write(&directory.join(path), &script)?;
     }
     Ok(())
 }
 
-fn script(shell: &dyn EnvCompleter, command: &Command) -> anyhow::Result<Vec<u8>> {
-    let mut script = Vec::new();
-    let name = command.get_name();
-    shell.write_registration(complete::VARIABLE, name, name, name, &mut script)?;
-    Ok(script)
-}
+/// zsh reads the script when it needs it first, as a function that is to complete something then.
+const AT_ONCE: &str = "if [[ $funcstack[1] == _weir ]]; then\n    _clap_dynamic_completer_weir \"$@\"\nfi\n";
 
 fn write(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     let written = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(path, bytes));
