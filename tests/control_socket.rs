@@ -53,7 +53,10 @@ fn a_second_daemon_serves_without_it_and_leaves_it_to_the_first() {
     let second = serve(&socket).args(["memory:1M", "--name", "a", "--name", "b"]).start();
     assert_says(
         &second.wait_for_log("control"),
-        &["in use: somebody listens there already", "(name a socket of its own with --qmp unix:PATH, or say --no-control)"],
+        &[
+            "in use: somebody listens there already",
+            "(name a control socket of its own with --qmp unix:PATH, or say --no-control)",
+        ],
     );
     assert_eq!(disks(&socket), 1, "it is the first's");
     second.stop();
@@ -73,7 +76,10 @@ fn where_it_cannot_be_had_a_daemon_warns_unless_it_must_have_it() {
     let nowhere = Path::new("/nonexistent/qmp.sock");
     let weir = serve(nowhere).start();
     assert_says(&weir.wait_for_log("control"), &["WARN", "the directory /nonexistent does not exist"]);
-    assert_says(&serve(nowhere).arg("--control").fails(), &["the directory /nonexistent does not exist (create it)"]);
+    assert_says(
+        &serve(nowhere).arg("--control").fails(),
+        &["the directory /nonexistent does not exist (create it)"],
+    );
     let scratch = Scratch::new();
     let socket = scratch.socket("usual");
     let weir = serve(&socket).arg("--no-control").start();

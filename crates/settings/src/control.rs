@@ -46,7 +46,7 @@ impl ControlSocket {
     /// # Errors
     /// The rule that a variable breaks.
     pub fn of_commands() -> Result<Self, String> {
-        Self::found(is_root(), |name| env::var_os(name), |place| place.exists())
+        Self::found(is_root(), |name| env::var_os(name), Path::exists)
     }
 
     /// A socket that was named, in a directory that is there, unless it is weir's own.
@@ -118,7 +118,13 @@ mod tests {
     }
 
     #[track_caller]
-    fn check(is_root: bool, variables: &[(&str, &str)], there: &[&str], daemon: Result<&str, &str>, command: &str) {
+    fn check(
+        is_root: bool,
+        variables: &[(&str, &str)],
+        there: &[&str],
+        daemon: Result<&str, &str>,
+        command: &str,
+    ) {
         let found = ControlSocket::from_sources(is_root, at(variables));
         let found = found.as_ref().map(|place| place.path.to_str().unwrap()).map_err(String::as_str);
         assert_eq!(found, daemon, "{variables:?}");

@@ -111,8 +111,7 @@ impl ServiceDraft {
     pub fn or(self, other: Self) -> Self {
         // They are one setting: which control sockets there are.
         let says_control = self.control.is_some() || !self.qmp.is_empty();
-        let (control, qmp) =
-            if says_control { (self.control, self.qmp) } else { (other.control, other.qmp) };
+        let (control, qmp) = if says_control { (self.control, self.qmp) } else { (other.control, other.qmp) };
         Self {
             nbd: if self.nbd.is_empty() { other.nbd } else { self.nbd },
             socket_mode: self.socket_mode.or(other.socket_mode),
