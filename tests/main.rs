@@ -61,6 +61,7 @@ mod qmp;
 mod qmp_hostile;
 mod qmp_qemu;
 mod reference;
+mod reload;
 mod report;
 mod simulate;
 mod startup;

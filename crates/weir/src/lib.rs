@@ -6,6 +6,7 @@
 //!   attach               a disk as a device of this host; the process that keeps it; detach
 //!   status, top          what runs; the same, live
 //!   throttle, prefetch   one setting of what runs, shown or changed
+//!   reload               the config file is read again
 //!   resume               disks that an error has stopped go on
 //!   saving               what these two share: a change, told to the daemon and kept in the config file
 //!   mount_helper         `mount -t weir`, which is `attach`
@@ -20,6 +21,7 @@ mod cli;
 mod client;
 mod mount_helper;
 mod prefetch;
+mod reload;
 mod resume;
 mod saving;
 mod status;
@@ -49,12 +51,14 @@ pub fn main() -> ExitCode {
     };
     let result = match command {
         Command::Serve(arguments) => daemon::serve::run(*arguments),
+        Command::CheckConfig(arguments) => daemon::serve::check_config(arguments),
         Command::Attach(arguments) => attach::run(*arguments),
         Command::Detach(arguments) => attach::detach(arguments),
         Command::AttachKeeper => attach::keep(),
         Command::Status(arguments) => status::run(arguments),
         Command::Throttle(arguments) => saving::run(&*arguments),
         Command::Prefetch(arguments) => saving::run(&arguments),
+        Command::Reload(arguments) => reload::run(arguments),
         Command::Resume(arguments) => resume::run(arguments),
         Command::Top(arguments) => top::run(arguments),
         Command::Probe(arguments) => lab::probe::run(arguments),

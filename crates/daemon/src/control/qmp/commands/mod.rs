@@ -33,6 +33,7 @@ mod node;
 mod object;
 mod process;
 mod query;
+mod reload;
 mod throttle;
 mod weir;
 
@@ -63,6 +64,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<object::QomSet>(),
     Entry::of::<weir::QueryStatus>(),
     Entry::of::<weir::Set>(),
+    Entry::of::<reload::Reload>(),
 ];
 
 /// The names of all commands, the one that negotiates included.
