@@ -15,6 +15,7 @@
 
 mod harness;
 
+mod adding;
 mod attach;
 mod bench;
 mod bench_machines;

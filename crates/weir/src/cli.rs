@@ -4,7 +4,7 @@ use std::env;
 
 use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind};
 
-use crate::{attach, mount_helper, prefetch, reload, resume, status, throttle, top};
+use crate::{adding, attach, mount_helper, prefetch, reload, resume, status, throttle, top};
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
 
@@ -94,6 +94,12 @@ pub(crate) enum Command {
     /// Show what is read ahead of a disk's readers, or change it while it runs
     #[command(after_help = prefetch::EXAMPLES)]
     Prefetch(prefetch::PrefetchArgs),
+    /// Have the daemon serve one more disk, or one less
+    #[command(subcommand, after_help = adding::DISK_EXAMPLES)]
+    Disk(adding::DiskCommand),
+    /// Make a group that disks share the limits of, or remove one
+    #[command(subcommand, after_help = adding::GROUP_EXAMPLES)]
+    Group(adding::GroupCommand),
     /// Have the daemon read its config file again
     #[command(after_help = reload::EXAMPLES)]
     Reload(reload::ReloadArgs),

@@ -6,6 +6,8 @@
 //!   attach               a disk as a device of this host; the process that keeps it; detach
 //!   status, top          what runs; the same, live
 //!   throttle, prefetch   one setting of what runs, shown or changed
+//!   adding               disks and groups, one more or one less
+//!   described            a disk's options, and what they are to a daemon that runs
 //!   reload               the config file is read again
 //!   resume               disks that an error has stopped go on
 //!   saving               what these two share: a change, told to the daemon and kept in the config file
@@ -16,9 +18,11 @@
 //! others. Never does anything by itself: what a command does lies in the room that is named after
 //! it.
 
+mod adding;
 mod attach;
 mod cli;
 mod client;
+mod described;
 mod mount_helper;
 mod prefetch;
 mod reload;
@@ -58,6 +62,8 @@ pub fn main() -> ExitCode {
         Command::Status(arguments) => status::run(arguments),
         Command::Throttle(arguments) => saving::run(&*arguments),
         Command::Prefetch(arguments) => saving::run(&arguments),
+        Command::Disk(command) => adding::disk(command),
+        Command::Group(command) => adding::group(command),
         Command::Reload(arguments) => reload::run(arguments),
         Command::Resume(arguments) => resume::run(arguments),
         Command::Top(arguments) => top::run(arguments),

@@ -34,6 +34,7 @@ mod object;
 mod process;
 mod query;
 mod reload;
+mod removal;
 mod throttle;
 mod weir;
 
@@ -65,6 +66,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<weir::QueryStatus>(),
     Entry::of::<weir::Set>(),
     Entry::of::<reload::Reload>(),
+    Entry::of::<removal::RemoveDisk>(),
 ];
 
 /// The names of all commands, the one that negotiates included.
