@@ -55,7 +55,7 @@ fn a_second_daemon_serves_without_it_and_leaves_it_to_the_first() {
         &second.wait_for_log("control"),
         &[
             "in use: somebody listens there already",
-            "(name a socket of its own with --qmp unix:PATH, or say --no-control)",
+            "(name a control socket of its own with --qmp unix:PATH, or say --no-control)",
         ],
     );
     assert_eq!(disks(&socket), 1, "it is the first's");

@@ -15,6 +15,7 @@
 
 mod harness;
 
+mod adding;
 mod attach;
 mod bench;
 mod bench_machines;
@@ -65,6 +66,7 @@ mod qmp_hostile;
 mod qmp_qemu;
 mod recipes;
 mod reference;
+mod reload;
 mod report;
 mod simulate;
 mod startup;

@@ -21,8 +21,7 @@ pub(crate) fn serve(scratch: &Scratch, file: &Path) -> Weir {
 }
 
 fn command(scratch: &Scratch, arguments: &[&str]) -> Client {
-    let (command, rest) = arguments.split_first().expect("a command");
-    weir(&[command, "--qmp", &socket(scratch)]).args(rest)
+    weir(&[]).args(arguments).args(["--qmp", &socket(scratch)])
 }
 
 #[track_caller]

@@ -2,9 +2,10 @@
 //! and back to nothing.
 //!
 //! ```text
-//!   serve/      start and end: options (arguments/), disks and groups (assemble), signals
+//!   serve/      start and end: options (arguments/), whether it would start (check), signals
 //!   listen/     the sockets that clients connect to
 //!   control/    what runs (inventory), and how it is changed while it runs
+//!     reload/   the config file read again: its difference to what runs, as one change
 //!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
 //!   pid_file    the process's number, for scripts
 //!   users       who has a device of this host: mounts, other devices, processes

@@ -46,7 +46,7 @@ impl ControlSocket {
     /// # Errors
     /// The rule that a variable breaks.
     pub fn of_commands() -> Result<Self, String> {
-        Self::found(is_root(), |name| env::var_os(name), |place| place.exists())
+        Self::found(is_root(), |name| env::var_os(name), Path::exists)
     }
 
     /// A socket that was named, in a directory that is there, unless it is weir's own.

@@ -5,7 +5,9 @@ use std::{env, ffi::OsString};
 use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, error::ErrorKind};
 use daemon::serve::ServeArgs;
 
-use crate::{attach, complete, generate, mount_helper, prefetch, resume, status, throttle, top};
+use crate::{
+    adding, attach, complete, generate, mount_helper, prefetch, reload, resume, status, throttle, top,
+};
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
 
@@ -85,6 +87,9 @@ pub(crate) enum Command {
         override_usage = "weir serve [OPTIONS] <IMAGE>...\n       weir serve [OPTIONS] --config <FILE>"
     )]
     Serve(Box<ServeArgs>),
+    /// Tell whether a daemon would start with a config file
+    #[command(after_help = daemon::serve::CHECK_EXAMPLES)]
+    CheckConfig(daemon::serve::CheckArgs),
     /// Make a disk a block device of this host, or mount what is on it
     #[command(after_help = attach::ATTACH_EXAMPLES)]
     Attach(Box<attach::AttachArgs>),
@@ -103,6 +108,15 @@ pub(crate) enum Command {
     /// Show what is read ahead of a disk's readers, or change it while it runs
     #[command(after_help = prefetch::EXAMPLES)]
     Prefetch(prefetch::PrefetchArgs),
+    /// Have the daemon serve one more disk, or one less
+    #[command(subcommand, after_help = adding::DISK_EXAMPLES)]
+    Disk(adding::DiskCommand),
+    /// Make a group that disks share the limits of, or remove one
+    #[command(subcommand, after_help = adding::GROUP_EXAMPLES)]
+    Group(adding::GroupCommand),
+    /// Have the daemon read its config file again
+    #[command(after_help = reload::EXAMPLES)]
+    Reload(reload::ReloadArgs),
     /// Let disks go on that an error of their device has stopped
     #[command(after_help = resume::EXAMPLES)]
     Resume(resume::ResumeArgs),

@@ -6,6 +6,9 @@
 //!   attach               a disk as a device of this host; the process that keeps it; detach
 //!   status, top          what runs; the same, live
 //!   throttle, prefetch   one setting of what runs, shown or changed
+//!   adding               disks and groups, one more or one less
+//!   described            a disk's options, and what they are to a daemon that runs
+//!   reload               the config file is read again
 //!   resume               disks that an error has stopped go on
 //!   saving               what these two share: a change, told to the daemon and kept in the config file
 //!   mount_helper         `mount -t weir`, which is `attach`
@@ -18,15 +21,18 @@
 //! others. Never does anything by itself: what a command does lies in the room that is named after
 //! it.
 
+mod adding;
 mod attach;
 mod background;
 mod cli;
 mod client;
 mod complete;
+mod described;
 mod generate;
 mod mount_helper;
 mod prefetch;
 mod qemu;
+mod reload;
 mod resume;
 mod saving;
 mod status;
@@ -66,12 +72,16 @@ pub fn main() -> ExitCode {
             }
         }
         Command::Serve(arguments) => daemon::serve::run(*arguments, background::tell_ready),
+        Command::CheckConfig(arguments) => daemon::serve::check_config(arguments),
         Command::Attach(arguments) => attach::run(*arguments),
         Command::Detach(arguments) => attach::detach(arguments),
         Command::AttachKeeper => attach::keep(),
         Command::Status(arguments) => status::run(arguments),
         Command::Throttle(arguments) => saving::run(&*arguments),
         Command::Prefetch(arguments) => saving::run(&arguments),
+        Command::Disk(command) => adding::disk(command),
+        Command::Group(command) => adding::group(command),
+        Command::Reload(arguments) => reload::run(arguments),
         Command::Resume(arguments) => resume::run(arguments),
         Command::Top(arguments) => top::run(arguments),
         Command::Probe(arguments) => lab::probe::run(arguments),

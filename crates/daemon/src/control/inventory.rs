@@ -17,7 +17,7 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::{Context as _, anyhow};
+use anyhow::{Context as _, anyhow, ensure};
 use block::{
     disk::{Disk, Failures},
     image::{Secret, qcow2::bitmap::BitmapView},
@@ -34,9 +34,10 @@ use super::{
     change::{Change, Listener},
     devices::{Devices, Listed},
     doors::{self, Entrance},
+    loaded::Loaded,
     serving::Serving,
 };
-use crate::listen::Inherited;
+use crate::{listen::Inherited, users::Users};
 
 pub(crate) struct RunningExport {
     pub(crate) id: String,
@@ -44,6 +45,10 @@ pub(crate) struct RunningExport {
     pub(crate) name: String,
     pub(crate) disk: Rc<RunningDisk>,
     pub(crate) door: Door,
+    /// What was said of a door of its own.
+    pub(crate) said: Option<settings::Door>,
+    /// What it was made of, over NBD.
+    pub(crate) new: Option<NewExport>,
     pub(crate) read_only: bool,
     ending: Cell<bool>,
 }
@@ -106,6 +111,26 @@ impl Door {
 impl RunningExport {
     pub(crate) fn connections(&self) -> usize {
         self.door.connections()
+    }
+
+    /// Fails where a client is connected, or a device of this host is mounted, held or open.
+    pub(crate) async fn check_unused(&self) -> anyhow::Result<()> {
+        let (id, disk) = (&self.id, self.disk.disk.name());
+        let device = match &self.door {
+            Door::Own(entrance) => entrance.device().map(Path::to_owned),
+            Door::Nbd(..) => None,
+        };
+        let Some(device) = device else {
+            let connections = self.connections();
+            ensure!(
+                connections == 0,
+                "export {id} of disk {disk}: clients are connected: {connections} (disconnect them first)"
+            );
+            return Ok(());
+        };
+        let users = reactor::blocking(move || Users::of(&device).with_processes().with_claims()).await;
+        ensure!(users.is_empty(), "export {id} of disk {disk}: in use: {users} (let it go first)");
+        Ok(())
     }
 
     /// It was removed, and its last clients are on their way out.
@@ -177,6 +202,10 @@ pub(crate) struct DoorTerms {
 pub(crate) struct Inventory {
     started: Instant,
     pub(crate) config: Option<PathBuf>,
+    /// The config file as it was read last.
+    pub(crate) loaded: RefCell<Option<Rc<Loaded>>>,
+    /// It is being read again.
+    pub(crate) reloading: Cell<bool>,
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
     /// Tells of the failures of each disk, while it is held.
     watches: RefCell<BTreeMap<String, reactor::JoinHandle<()>>>,
@@ -206,6 +235,8 @@ impl Inventory {
         Rc::new(Self {
             started: reactor::now(),
             config,
+            loaded: RefCell::default(),
+            reloading: Cell::new(false),
             disks: RefCell::default(),
             watches: RefCell::default(),
             stopped: Cell::new(false),
@@ -264,6 +295,12 @@ impl Inventory {
             }
         });
         Ok(())
+    }
+
+    /// Fails if more is reserved than a device was measured to do.
+    pub(crate) fn check_devices(&self) -> anyhow::Result<()> {
+        let devices = self.devices.get();
+        devices.map_or(Ok(()), |devices| devices.refresh(self.block_disks(), self.groups()))
     }
 
     pub(crate) fn devices(&self) -> Vec<Listed> {
@@ -456,9 +493,14 @@ impl Inventory {
         }
     }
 
+    /// Takes a server off the list. Whoever has it ends it.
+    pub(crate) fn remove_server(&self, serving: &Rc<Serving>) {
+        self.servers.borrow_mut().retain(|known| !Rc::ptr_eq(known, serving));
+    }
+
     /// Takes a server away with all its exports; returns when its last client has gone.
-    pub(crate) async fn remove_server(self: &Rc<Self>, serving: &Rc<Serving>) {
-        self.servers.borrow_mut().retain(|other| !Rc::ptr_eq(other, serving));
+    pub(crate) async fn stop_server(self: &Rc<Self>, serving: &Rc<Serving>) {
+        self.remove_server(serving);
         serving.close();
         for export in self.exports() {
             if matches!(&export.door, Door::Nbd(of, _) if Rc::ptr_eq(of, serving)) {
@@ -466,6 +508,12 @@ impl Inventory {
             }
         }
         serving.stop().await;
+    }
+
+    pub(crate) fn has_exports(&self, serving: &Rc<Serving>) -> bool {
+        let is_there =
+            |export: &Rc<RunningExport>| matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, serving));
+        self.exports.borrow().values().any(is_there)
     }
 
     /// Whether clients have been served, and none is left.
@@ -519,23 +567,25 @@ impl Inventory {
         }
         let export = nbd::Export {
             name: new.name.as_str().into(),
-            description: new.description.into(),
+            description: new.description.as_str().into(),
             disk: Arc::clone(&disk.disk),
             read_only: new.read_only,
-            bitmaps: new.bitmaps,
+            bitmaps: Arc::clone(&new.bitmaps),
         };
         let Some(number) = serving.server.add(export) else {
             return Err(Refused::ExportNameTaken { name: new.name, address: serving.address() });
         };
         let export = RunningExport {
             id: new.id.clone(),
-            name: new.name,
+            name: new.name.clone(),
             disk,
             door: Door::Nbd(Rc::clone(serving), number),
+            said: None,
             read_only: new.read_only,
             ending: Cell::new(false),
+            new: Some(new),
         };
-        self.exports.borrow_mut().insert(new.id, Rc::new(export));
+        self.exports.borrow_mut().insert(export.id.clone(), Rc::new(export));
         Ok(())
     }
 
@@ -597,8 +647,16 @@ impl Inventory {
                 }
             });
         }
-        let door = Door::Own(entrance);
-        let export = RunningExport { id: id.clone(), name, disk, door, read_only, ending: Cell::new(false) };
+        let export = RunningExport {
+            id: id.clone(),
+            name,
+            disk,
+            door: Door::Own(entrance),
+            said: Some(door.clone()),
+            new: None,
+            read_only,
+            ending: Cell::new(false),
+        };
         self.exports.borrow_mut().insert(id, Rc::new(export));
         Ok(address)
     }
@@ -627,26 +685,38 @@ impl Inventory {
     /// No client finds the export any more when this returns. Its id and its disk stay in use until
     /// its last client is gone and [`Change::ExportDeleted`] follows.
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
+        reactor::spawn(self.removal(id, removal)?);
+        Ok(())
+    }
+
+    /// The same, and waits for its last client once it is polled.
+    pub(crate) fn removal(
+        self: &Rc<Self>,
+        id: &str,
+        removal: Removal,
+    ) -> Result<impl Future<Output = ()> + 'static, Refused> {
         let export = self.export(id)?;
-        match export.door.remove(removal) {
-            Ok(()) => {}
+        let is_gone = match export.door.remove(removal) {
+            Ok(()) => false,
             // Removed already, and on its way out: nothing is left to refuse.
-            Err(NotRemoved::Unknown) => return Ok(()),
+            Err(NotRemoved::Unknown) => true,
             Err(NotRemoved::InUse { connections }) => {
                 return Err(Refused::HasClients { id: id.to_owned(), connections });
             }
-        }
+        };
         export.ending.set(true);
         let inventory = Rc::clone(self);
-        reactor::spawn(async move {
+        Ok(async move {
+            if is_gone {
+                return;
+            }
             export.door.wait_until_unused().await;
             inventory.exports.borrow_mut().remove(&export.id);
             inventory.tell(&Change::ExportDeleted { id: export.id.clone() });
             if inventory.ends_when_idle.get() && inventory.is_idle() {
                 (inventory.ender)(End::Idle);
             }
-        });
-        Ok(())
+        })
     }
 }
 

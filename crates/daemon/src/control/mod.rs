@@ -10,12 +10,16 @@
 //! There is one list of what runs, the [`Inventory`](inventory::Inventory). It belongs to the main
 //! thread; the data path has no need of it.
 
+pub(crate) mod assemble;
 pub(crate) mod bitmaps;
 pub(crate) mod change;
 pub(crate) mod devices;
 pub(crate) mod doors;
 pub(crate) mod held_back;
 pub(crate) mod inventory;
+pub(crate) mod loaded;
 pub(crate) mod qmp;
+pub(crate) mod reload;
 pub(crate) mod running;
 pub(crate) mod serving;
+pub(crate) mod wanted;

@@ -9,11 +9,13 @@ use std::{cell::RefCell, rc::Rc, sync::Arc};
 use anyhow::anyhow;
 use block::reactor::{self, JoinHandle, Worker};
 use export::nbd;
-use settings::Tls;
+use settings::{Endpoint, Tls};
 
 use crate::listen::{Authority, Listener, SocketFile};
 
 pub(crate) struct Serving {
+    /// What it was to listen at.
+    pub(crate) endpoint: Endpoint,
     authorities: Vec<Authority>,
     pub(crate) server: Arc<nbd::Server>,
     /// Those where nobody is let in yet.
@@ -28,11 +30,13 @@ impl Serving {
     /// Lets nobody in yet: clients that connect wait in the sockets' queues.
     pub(crate) fn new(
         server: Arc<nbd::Server>,
+        endpoint: Endpoint,
         listeners: Vec<Listener>,
         workers: &Rc<Vec<Worker>>,
     ) -> Rc<Self> {
         let authorities = listeners.iter().map(|listener| listener.authority.clone()).collect();
         Rc::new(Self {
+            endpoint,
             authorities,
             server,
             closed: RefCell::new(listeners),

@@ -25,6 +25,7 @@ use anyhow::{Context as _, anyhow, bail};
 pub use inherited::Inherited;
 use settings::{Address, Endpoint, SocketAccess, control::ControlSocket};
 pub use unix::SocketFile;
+pub(crate) use unix::directory_of;
 pub(crate) use uri::Authority;
 
 #[derive(Debug)]
@@ -118,6 +119,23 @@ pub fn only(
     Ok((socket.into(), file))
 }
 
+/// What would keep anybody from listening there, as far as that can be told without trying. That
+/// somebody listens there now says nothing.
+pub(crate) fn check(address: &Address, access: &SocketAccess) -> anyhow::Result<()> {
+    match address {
+        Address::Unix(path) => unix::check(path, access).with_context(|| address.to_string()),
+        Address::Tcp { host, port } => resolve(address, host, *port).map(drop),
+    }
+}
+
+/// The same for a control socket, whose directory may be still to be made.
+pub(crate) fn check_control(place: &ControlSocket) -> anyhow::Result<()> {
+    let parent = directory_of(&place.path);
+    let is_made = place.directory_mode.is_some() && !parent.exists();
+    let path = if is_made { parent } else { &place.path };
+    unix::check(path, &SocketAccess::default()).with_context(|| Address::Unix(place.path.clone()).to_string())
+}
+
 fn at_path((listener, file): (UnixListener, SocketFile)) -> Listener {
     Listener { socket: listener.into(), authority: Authority::of_unix(&file.path), file: Some(file) }
 }
@@ -151,11 +169,7 @@ fn bind(address: &Address, access: &SocketAccess) -> anyhow::Result<Vec<Listener
 }
 
 fn tcp(address: &Address, host: &str, port: u16) -> anyhow::Result<Vec<Listener>> {
-    let resolved = (host, port).to_socket_addrs();
-    let resolved = resolved
-        .map_err(|error| anyhow!("{address}: the host name is not known: {error} (use an IP address)"))?;
-    let mut addresses: Vec<SocketAddr> = resolved.collect();
-    addresses.dedup();
+    let addresses = resolve(address, host, port)?;
     let mut listeners = Vec::new();
     // Any free port is chosen once, so that every address of the name has the same.
     let mut chosen = port;
@@ -185,6 +199,15 @@ fn tcp(address: &Address, host: &str, port: u16) -> anyhow::Result<Vec<Listener>
         }
     }
     Ok(listeners)
+}
+
+fn resolve(address: &Address, host: &str, port: u16) -> anyhow::Result<Vec<SocketAddr>> {
+    let resolved = (host, port).to_socket_addrs();
+    let resolved = resolved
+        .map_err(|error| anyhow!("{address}: the host name is not known: {error} (use an IP address)"))?;
+    let mut addresses: Vec<SocketAddr> = resolved.collect();
+    addresses.dedup();
+    Ok(addresses)
 }
 
 fn is_absent(error: &io::Error) -> bool {

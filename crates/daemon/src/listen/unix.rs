@@ -23,7 +23,7 @@ use nix::{
         socket::{self, AddressFamily, Backlog, SockFlag, SockType, UnixAddr, connect, socket},
         stat::{Mode, fchmod},
     },
-    unistd::{Group, User},
+    unistd::{self, AccessFlags, Group, User},
 };
 use settings::{Owner, SocketAccess};
 
@@ -136,15 +136,32 @@ fn turn(path: &Path) -> Option<Flock<File>> {
     super::patiently(lock).ok()
 }
 
-fn directory_of(path: &Path) -> &Path {
+/// Of a file; of one without a directory, the current one.
+pub(crate) fn directory_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-fn remove_stale(path: &Path) -> anyhow::Result<()> {
+/// What would keep anybody from listening at `path`, without trying: the directory, what lies
+/// there, the owner that the socket is to have.
+pub(super) fn check(path: &Path, access: &SocketAccess) -> anyhow::Result<()> {
+    let writable = unistd::access(directory_of(path), AccessFlags::W_OK | AccessFlags::X_OK);
+    writable.map_err(|errno| refused(path, &errno.into()))?;
+    if path.exists() {
+        check_is_socket(path)?;
+    }
+    access.owner.as_ref().map(ids).transpose().map(drop)
+}
+
+fn check_is_socket(path: &Path) -> anyhow::Result<()> {
     let metadata = fs::symlink_metadata(path).context("cannot be looked at")?;
     if !metadata.file_type().is_socket() {
         bail!("something that is not a socket is there already (remove it, or choose another path)");
     }
+    Ok(())
+}
+
+fn remove_stale(path: &Path) -> anyhow::Result<()> {
+    check_is_socket(path)?;
     let unserved = || if probe(path)? { Err(ErrorKind::AddrInUse.into()) } else { Ok(()) };
     match super::patiently(unserved) {
         Ok(()) => fs::remove_file(path).context("an old socket is there and cannot be removed"),
@@ -183,7 +200,7 @@ mod tests {
     fn a_socket_has_the_mode_and_the_owner_that_were_asked_for() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
-        let own = nix::unistd::getgid().as_raw();
+        let own = unistd::getgid().as_raw();
         let owner = Some(format!(":{own}").parse().unwrap());
         let (_listener, _file) = bind(&path, &SocketAccess { mode: 0o666, owner }).unwrap();
         let metadata = fs::metadata(&path).unwrap();

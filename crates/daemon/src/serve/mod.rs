@@ -10,7 +10,7 @@
 //! says `ready`. At the end every disk is flushed, and a flush that fails is a failure.
 
 mod arguments;
-mod assemble;
+mod check;
 mod memory;
 mod steps;
 mod watchdog;
@@ -29,6 +29,7 @@ use block::{
     disk::Totals,
     reactor::{self, Worker},
 };
+pub use check::{CHECK_EXAMPLES, CheckArgs, check_config};
 use console::{
     Failure, descriptors, logging, on_reactor,
     signals::{Request, Signals},
@@ -36,17 +37,20 @@ use console::{
 use export::nbd;
 use sd_notify::NotifyState;
 use settings::{
-    Door, DoorExport, Draft, Plan, Said, Service, Socket, Standard, VhostUserBlk, config,
-    control::ControlSocket, state::Store,
+    DoorExport, Draft, Plan, Said, Service, ServiceDraft, Standard, config, control::ControlSocket,
+    state::Store,
 };
 use steps::Steps;
 
 use crate::{
     control::{
-        bitmaps, held_back,
-        inventory::{End, Inventory, NewExport, RunningDisk},
+        assemble, held_back,
+        inventory::{Door, End, Inventory, RunningDisk},
+        loaded::Loaded,
         qmp::{Control, Ending},
+        reload::reload,
         serving::Serving,
+        wanted::Wanted,
     },
     listen,
     listen::{Inherited, Listener},
@@ -62,17 +66,21 @@ const MOST_URIS_SHOWN: usize = 16;
 /// [`Failure::Usage`] where the command line contradicts itself, else [`Failure::Failed`].
 pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(), Failure> {
     let inherited = Inherited::take();
-    // Clients may be in another directory.
-    let config = arguments.config.as_deref().map(path::absolute).transpose()?;
     let mut steps = std::mem::take(&mut arguments.steps);
     let monitors = steps.take_monitors().map_err(|wrong| Failure::Usage(wrong.into()))?;
-    let plan = plan(arguments, monitors, inherited.count())?;
+    let file = arguments.config.clone();
+    let is_checked = arguments.check;
+    let Start { said, draft, plan } = Start::read(arguments, monitors, inherited.count())?;
+    if is_checked {
+        let name = file.map_or_else(|| "weir serve".to_owned(), |path| path.display().to_string());
+        return check::check(draft, plan, &name);
+    }
     logging::start(&plan.service.log);
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     descriptors::raise_limit();
     memory::set_aside(&plan.service)?;
     on_reactor(async move {
-        match Daemon::start(&plan, steps, config, inherited, signals).await? {
+        match Daemon::start(plan, steps, file.map(|file| (file, said)), inherited, signals).await? {
             Some(daemon) => {
                 ready();
                 Ok(daemon.run().await?)
@@ -82,20 +90,36 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     })
 }
 
-fn plan(arguments: ServeArgs, monitors: Vec<Said<PathBuf>>, inherited: usize) -> Result<Plan, Failure> {
-    let config = arguments.config.clone();
-    let mut said = arguments.into_draft().map_err(|wrong| Failure::Usage(wrong.into()))?;
-    said.service.qmp.extend(monitors);
-    match config {
-        // Only steps are left to have been told.
-        None if said.disks.is_empty() => {
-            Plan::without_disks(said).map_err(|wrong| Failure::Usage(wrong.into()))
-        }
-        None => Plan::new(said, inherited).map_err(|wrong| Failure::Usage(wrong.into())),
-        Some(path) => {
-            let file = config::load(&path)?;
-            let draft = Draft { service: said.service.or(file.service), ..file };
-            Ok(Plan::new(draft, inherited)?)
+struct Start {
+    /// On the command line.
+    said: ServiceDraft,
+    /// In all.
+    draft: Draft,
+    plan: Plan,
+}
+
+impl Start {
+    fn read(arguments: ServeArgs, monitors: Vec<Said<PathBuf>>, inherited: usize) -> Result<Self, Failure> {
+        let config = arguments.config.clone();
+        let mut draft = arguments.into_draft().map_err(|wrong| Failure::Usage(wrong.into()))?;
+        draft.service.qmp.extend(monitors);
+        let said = draft.service.clone();
+        match config {
+            None => {
+                let plan = match draft.disks.is_empty() {
+                    // Only steps are left to have been told.
+                    true => Plan::without_disks(draft.clone()),
+                    false => Plan::new(draft.clone(), inherited),
+                };
+                let plan = plan.map_err(|wrong| Failure::Usage(wrong.into()))?;
+                Ok(Self { said, draft, plan })
+            }
+            Some(path) => {
+                let file = config::load(&path)?;
+                let draft = Draft { service: draft.service.or(file.service), ..file };
+                let plan = Plan::new(draft.clone(), inherited)?;
+                Ok(Self { said, draft, plan })
+            }
         }
     }
 }
@@ -121,9 +145,9 @@ struct Daemon {
 impl Daemon {
     /// None where a signal ended it before it was ready.
     async fn start(
-        plan: &Plan,
+        plan: Plan,
         steps: Steps,
-        config: Option<PathBuf>,
+        file: Option<(PathBuf, ServiceDraft)>,
         inherited: Inherited,
         signals: Signals,
     ) -> anyhow::Result<Option<Self>> {
@@ -135,30 +159,33 @@ impl Daemon {
         let sender = events.0.clone();
         // Nobody listens only when all ends anyway.
         let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
+        // Clients may be in another directory.
+        let config = file.as_ref().map(|(file, _)| path::absolute(file)).transpose()?;
         let inventory = Inventory::new(config, ender);
         // Written once clients can come; whether it may be is known before anything is touched.
         plan.service.pid_file.as_deref().map(PidFile::check).transpose()?;
         // A key takes seconds to derive, and a pipe may never say its passphrase.
-        match until_ended(assemble::disks(plan, &inventory), &events.1).await {
+        let budgets = match until_ended(assemble::disks(&plan, &inventory), &events.1).await {
             Ok(opened) => opened?,
             Err(signal) => {
                 tracing::info!(signal, "stopping before all disks are open");
                 flush_and_close(&inventory.disks()).await?;
                 return Ok(None);
             }
-        }
+        };
         memory::warn_of_disks(&plan.disks);
         inventory.look_at_devices(plan.service.state.as_deref())?;
         let tls = assemble::credentials(&plan.service.tls)?;
         let workers = Rc::new(start_workers(&plan.service)?);
         // Bound before anything is served, and heard once everything is.
-        let mut sockets = control_sockets(&plan.service)?;
+        let (sockets, missing) = control_sockets(&plan.service)?;
         let cgroups = plan.service.cgroup_limits.as_deref();
         let state = plan.service.state.as_deref();
         let cgroups =
             cgroups.map(|path| cgroup::watch::Running::start(path, Store::new(state))).transpose()?;
         inventory.ends_when_idle.set(plan.service.exit_when_idle);
-        let uris = listen(plan, inherited, tls, &workers, &inventory).await?;
+        let passed = inherited.count();
+        let uris = listen(&plan, inherited, tls.clone(), &workers, &inventory).await?;
         let done = match until_ended(steps.run(&inventory), &events.1).await {
             Ok(done) => done.map(|()| true),
             Err(signal) => {
@@ -173,10 +200,18 @@ impl Daemon {
             let closed = flush_and_close(&inventory.disks()).await;
             return done.and(closed).map(|()| None);
         }
-        sockets.extend(standard_socket(&plan.service)?);
         let control = Rc::new(Control::start(&inventory, sockets));
+        if let Some(error) = missing {
+            tracing::warn!(
+                "{error:#}; `weir status` and others will not find this daemon (name a control socket of its \
+                 own with --qmp unix:PATH, or say --no-control)"
+            );
+        }
         let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
         announce(&uris);
+        inventory.loaded.replace(
+            file.map(|(file, said)| Rc::new(Loaded { file, said, inherited: passed, plan, tls, budgets })),
+        );
         let held_back = held_back::watch(&inventory);
         let (_held_back, _watchdog) = (held_back, watchdog::start(&workers));
         let (_pid_file, _cgroups) = (pid_file, cgroups);
@@ -189,7 +224,13 @@ impl Daemon {
         loop {
             // The daemon itself holds a sender, so there is always a next event.
             match self.events.1.recv().await.context("the daemon's events ended")? {
-                Event::Signal(request @ (Request::HangUp | Request::Meaningless(_))) => ignore(request),
+                Event::Signal(request @ Request::Meaningless(_)) => ignore(request),
+                // What is about to end is not changed any more.
+                Event::Signal(Request::HangUp) if ending => {}
+                Event::Signal(Request::HangUp) => {
+                    let inventory = Rc::clone(&self.inventory);
+                    reactor::spawn(async move { hang_up(&inventory).await });
+                }
                 Event::Signal(Request::EndAtOnce(signal)) => {
                     return Err(anyhow!(
                         "{signal}: ended at once, as asked twice (check what was being written)"
@@ -276,34 +317,44 @@ impl Daemon {
     }
 }
 
-fn control_sockets(service: &Service) -> anyhow::Result<Vec<Listener>> {
+/// Those that were named, and the one that nobody named, or why that cannot be had. A daemon does
+/// without that one, unless it must not: it may be the second on this machine.
+fn control_sockets(service: &Service) -> anyhow::Result<(Vec<Listener>, Option<anyhow::Error>)> {
     let named = |path: &PathBuf| listen::control(&ControlSocket::at(path.clone()));
-    service.qmp.iter().map(named).collect()
-}
-
-/// The control socket that nobody named. A daemon does without it, unless it must not: it may be
-/// the second on this machine.
-fn standard_socket(service: &Service) -> anyhow::Result<Option<Listener>> {
+    let mut sockets: Vec<_> = service.qmp.iter().map(named).collect::<anyhow::Result<_>>()?;
     if service.control == Standard::Off {
-        return Ok(None);
+        return Ok((sockets, None));
     }
     let place = ControlSocket::of_daemon().map_err(|rule| anyhow!("control socket: {rule}"));
     match place.and_then(|place| listen::control(&place)) {
-        Ok(listener) => Ok(Some(listener)),
-        Err(error) if service.control == Standard::Must => Err(error),
-        Err(error) => {
-            tracing::warn!(
-                "{error:#}; `weir status` and others will not find this daemon (name a socket of its own with \
-                 --qmp unix:PATH, or say --no-control)"
-            );
-            Ok(None)
-        }
+        Ok(listener) => sockets.push(listener),
+        Err(error) if service.control == Standard::Must => return Err(error),
+        Err(error) => return Ok((sockets, Some(error))),
     }
+    Ok((sockets, None))
+}
+
+/// SIGHUP: the config file is read again, and the log says what came of it.
+async fn hang_up(inventory: &Rc<Inventory>) {
+    // For `Type=notify-reload`, also where there is nothing to do: see sd_notify(3).
+    let mut began = vec![NotifyState::Reloading];
+    began.extend(NotifyState::monotonic_usec_now().ok());
+    notify(&began);
+    match reload(inventory).await {
+        Ok(changes) => {
+            for change in &changes {
+                tracing::info!(%change, "SIGHUP: reloaded");
+            }
+            tracing::info!(changes = changes.len(), "SIGHUP: the config file was read again");
+        }
+        Err(error) => tracing::error!("SIGHUP: nothing has changed: {error:#}"),
+    }
+    notify(&[NotifyState::Ready]);
 }
 
 fn ignore(request: Request) {
     match request {
-        Request::HangUp => tracing::info!("SIGHUP ignored: there is nothing to reload"),
+        Request::HangUp => tracing::info!("SIGHUP ignored: weir is starting"),
         Request::Meaningless(signal) => tracing::info!("{signal} ignored: it means nothing to weir"),
         Request::End(_) | Request::EndAtOnce(_) => {}
     }
@@ -348,33 +399,18 @@ async fn listen(
     let open =
         |server: &settings::Server| listen::open(&server.endpoint, &plan.service.sockets, &mut inherited);
     let listeners: Vec<_> = plan.servers.iter().map(open).collect::<Result<_, _>>()?;
-    let mut uris = Vec::new();
     for (planned, listeners) in plan.servers.iter().zip(listeners) {
         let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service));
-        let serving = Serving::new(server, listeners, workers);
-        inventory.add_server(&serving);
-        for export in &planned.exports {
-            uris.extend(serving.uris(&export.name, &plan.service.tls));
-            add_export(plan, export, &serving, inventory).await?;
-        }
+        inventory.add_server(&Serving::new(server, planned.endpoint.clone(), listeners, workers));
     }
     inventory.let_doors(workers, &plan.service.sockets, inherited);
-    for DoorExport { door, disk: index } in &plan.doors {
-        let disk = inventory.disk(&plan.disks[*index].name)?;
-        let name = disk.disk.name();
-        let id = match inventory.export(name) {
-            Ok(_) => format!("{name}@{}", door.address()),
-            Err(_) => name.to_string(),
-        };
-        let address = inventory.add_door(id, disk, plan.disks[*index].read_only, door).await?;
-        uris.push(match door {
-            // Where the machine listens, only weir is to connect.
-            Door::VhostUserBlk(machine) if machine.client => format!("{address},client"),
-            Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(path), .. }) => {
-                format!("vhost-user:{}", path::absolute(path)?.display())
-            }
-            _ => address,
-        });
+    let mut uris = Vec::new();
+    for wanted in Wanted::all(plan) {
+        let (export, address) = wanted.add(inventory).await?;
+        match &export.door {
+            Door::Nbd(serving, _) => uris.extend(serving.uris(&export.name, &plan.service.tls)),
+            Door::Own(_) => uris.push(address),
+        }
     }
     // Who comes first finds everything: bitmaps are read for an export to be added.
     for serving in inventory.servers() {
@@ -382,30 +418,6 @@ async fn listen(
         serving.accept(move |error| ender(End::Broken(error)));
     }
     Ok(uris)
-}
-
-async fn add_export(
-    plan: &Plan,
-    export: &settings::Export,
-    serving: &Rc<Serving>,
-    inventory: &Inventory,
-) -> anyhow::Result<()> {
-    let disk = &plan.disks[export.disk];
-    // The name is the id, unless it is empty, or a disk has the same name at several servers.
-    let name = if export.name.is_empty() { &disk.name } else { &export.name };
-    let id = match inventory.export(name) {
-        Ok(_) => format!("{name}@{}", serving.address()),
-        Err(_) => name.clone(),
-    };
-    let new = NewExport {
-        id,
-        name: export.name.clone(),
-        description: disk.description.clone(),
-        disk: disk.name.clone(),
-        read_only: disk.read_only,
-        bitmaps: bitmaps::of_image(&*inventory.disk(&disk.name)?, &disk.qcow2.bitmaps).await?,
-    };
-    Ok(inventory.add_export(serving, new)?)
 }
 
 /// Also those after one that fails; reports the first failure.

@@ -1,13 +1,12 @@
 //! What `weir attach` and `weir detach` are told. A disk's options are those of `weir serve`.
 
-use std::path::{PathBuf, absolute};
+use std::path::PathBuf;
 
-use clap::{ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
-use daemon::serve::ServeArgs;
+use clap::Args;
 use settings::Image;
 
 use super::way::Way;
-use crate::client::Target;
+use crate::{client::Target, described::DiskOptions};
 
 pub(crate) const ATTACH_EXAMPLES: &str = "\
 Examples:
@@ -110,7 +109,7 @@ impl AttachArgs {
             (self.recover && self.qmp.is_some(), "--qmp"),
         ];
         let named = named.into_iter().filter_map(|(is_named, option)| is_named.then(|| option.to_owned()));
-        let of_disk = self.disk.0.iter().map(|(name, _)| format!("--{name}"));
+        let of_disk = self.disk.names().map(|name| format!("--{name}"));
         match named.chain(of_disk).next() {
             None => Ok(()),
             Some(option) => Err(format!(
@@ -142,91 +141,4 @@ pub(crate) struct DetachArgs {
     /// it opens]
     #[arg(long, value_name = "unix:PATH")]
     pub(super) qmp: Option<Target>,
-}
-
-/// Options of `weir serve` about a disk, as they were written.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct DiskOptions(Vec<(String, Option<String>)>);
-
-/// Those that are not about a disk, or are said otherwise here.
-const OTHERS: [&str; 13] = [
-    "Network",
-    "TLS",
-    "Process",
-    "Logging",
-    "Devices to imitate",
-    "As qemu-storage-daemon, in this order",
-    "config",
-    "images",
-    "name",
-    "secret_fd",
-    "description",
-    "handover",
-    "bitmap",
-];
-
-impl DiskOptions {
-    fn arguments() -> Vec<clap::Arg> {
-        let serve = ServeArgs::augment_args(Command::new("serve"));
-        let is_of_disk = |argument: &&clap::Arg| {
-            let id = argument.get_id().as_str();
-            let of = argument.get_help_heading().unwrap_or(id);
-            !OTHERS.contains(&of) && !OTHERS.contains(&id)
-        };
-        // Here `-o` is mount's.
-        let plain = |argument: &clap::Arg| {
-            let plain = argument.clone().conflicts_with(Resettable::Reset);
-            if plain.get_short() == Some('o') { plain.short(Resettable::Reset) } else { plain }
-        };
-        serve.get_arguments().filter(is_of_disk).map(plain).collect()
-    }
-
-    /// Of an option that was named.
-    pub(super) fn value(&self, option: &str) -> Option<&str> {
-        self.0.iter().find(|(name, _)| name == option)?.1.as_deref()
-    }
-
-    pub(super) fn with_whole_paths(&self) -> Vec<(String, Option<String>)> {
-        let whole = |(name, value): &(String, Option<String>)| {
-            let path = value.as_ref().filter(|_| name == "secret-file");
-            let path = path.and_then(|path| absolute(path).ok()?.into_os_string().into_string().ok());
-            (name.clone(), path.or_else(|| value.clone()))
-        };
-        self.0.iter().map(whole).collect()
-    }
-}
-
-impl Args for DiskOptions {
-    fn augment_args(command: Command) -> Command {
-        command.args(Self::arguments())
-    }
-
-    fn augment_args_for_update(command: Command) -> Command {
-        Self::augment_args(command)
-    }
-}
-
-impl FromArgMatches for DiskOptions {
-    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let mut said = Vec::new();
-        for argument in Self::arguments() {
-            let (id, Some(long)) = (argument.get_id().as_str(), argument.get_long()) else { continue };
-            if matches.value_source(id) != Some(ValueSource::CommandLine) {
-                continue;
-            }
-            if !argument.get_action().takes_values() {
-                said.push((long.to_owned(), None));
-                continue;
-            }
-            // Each was judged by its parser, which takes UTF-8 alone but for paths.
-            let values = matches.get_raw(id).into_iter().flatten();
-            said.extend(values.map(|value| (long.to_owned(), Some(value.to_string_lossy().into_owned()))));
-        }
-        Ok(Self(said))
-    }
-
-    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
-        *self = Self::from_arg_matches(matches)?;
-        Ok(())
-    }
 }

@@ -40,6 +40,7 @@ pub(crate) use detach::run as detach;
 pub(crate) use keeper::run as keep;
 use place::Place;
 use serde::{Deserialize, Serialize};
+use settings::control::VARIABLE;
 use way::Way;
 
 use crate::client::{Client, Target};
@@ -228,13 +229,19 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
     Ok(Wanted { name, image, options, way, number: None, daemon, mount, udev: *udev })
 }
 
-/// The daemon that was named, or the usual one if it runs.
+/// The daemon that was named, or the usual one if it runs and has a config file: one without was
+/// started for its own disks, and may end with a terminal.
 fn running_daemon(qmp: Option<Target>) -> Result<Option<String>, Failure> {
-    let is_named = qmp.is_some();
+    let is_asked_for = qmp.is_some();
+    let is_named = is_asked_for || std::env::var_os(VARIABLE).is_some_and(|value| !value.is_empty());
     let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow!(said)))?;
     match Client::connect(&target) {
-        Ok(_) => Ok(Some(target.whole().context("the current directory")?.to_string())),
-        Err(error) if is_named => Err(error.into()),
+        Ok(mut client) => {
+            let stays = is_named || client.status()?.1.config.is_some();
+            let target = target.whole().context("the current directory")?;
+            Ok(stays.then(|| target.to_string()))
+        }
+        Err(error) if is_asked_for => Err(error.into()),
         Err(_) => Ok(None),
     }
 }

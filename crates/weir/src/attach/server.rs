@@ -3,7 +3,6 @@
 
 use std::{
     fs,
-    io::Read as _,
     os::unix::net::UnixDatagram,
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -13,10 +12,13 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 use nix::unistd::Uid;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::{Attached, Wanted, place::Place, way::Way};
-use crate::client::{Client, Error, Target};
+use crate::{
+    client::{Client, Error, Target},
+    described,
+};
 
 /// What a keeper hears.
 #[derive(Debug, PartialEq, Eq)]
@@ -165,7 +167,7 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
     let mut client = Client::connect(&target)?;
     // Before there is an export that may end.
     let watch = Client::connect(&target)?;
-    let (node, settings) = described(wanted)?;
+    let (node, settings) = described::node(&wanted.name, &wanted.image, &wanted.options)?;
     client.execute("blockdev-add", node)?;
     let rest = (|| -> anyhow::Result<()> {
         if !settings.is_empty() {
@@ -184,73 +186,6 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
         let _ = events.send(Event::Ended { orderly });
     });
     Ok(())
-}
-
-/// Options that are said where the node is made; all others are settings of the disk.
-const OF_NODES: [&str; 5] = ["format", "cache", "discard", "read-only", "force-share"];
-/// What a control socket has no words for.
-const BY_FILES: [&str; 4] = ["options", "snapshot", "secret-file", "cache-clean-interval"];
-
-/// A node, and what is set of its disk.
-fn described(wanted: &Wanted) -> anyhow::Result<(Value, Map<String, Value>)> {
-    let option = |name: &str| wanted.options.iter().find(|(known, _)| known == name);
-    let value = |name: &str| option(name).and_then(|(_, value)| value.as_deref());
-    if let Some((name, _)) = wanted.options.iter().find(|(name, _)| BY_FILES.contains(&name.as_str())) {
-        bail!(
-            "--{name}: is not to be had by a daemon's control socket (add --alone, or write the disk into the daemon's config file)"
-        );
-    }
-    let file = match wanted.image.split_once(':') {
-        Some(("memory", size)) => {
-            json!({ "driver": "x-weir-memory", "size": settings::size(size).map_err(anyhow::Error::msg)? })
-        }
-        Some(("null", size)) => {
-            json!({ "driver": "null-co", "size": settings::size(size).map_err(anyhow::Error::msg)? })
-        }
-        _ => json!({ "driver": file_driver(&wanted.image), "filename": wanted.image }),
-    };
-    let format = match value("format") {
-        Some(format) => format,
-        None if is_qcow2(&wanted.image) => "qcow2",
-        None if file["filename"].is_null() => "raw",
-        None => bail!("{}: a daemon is to be told how it is laid out (add --format raw)", wanted.image),
-    };
-    let mut node = json!({ "driver": format, "node-name": wanted.name, "file": file });
-    match value("cache") {
-        None | Some("writeback") => {}
-        Some("none") => node["cache"] = json!({ "direct": true }),
-        Some("unsafe") => node["cache"] = json!({ "no-flush": true }),
-        Some(mode) => bail!("--cache {mode}: is not to be had by a daemon's control socket (add --alone)"),
-    }
-    if let Some(mode) = value("discard") {
-        node["discard"] = json!(mode);
-    }
-    for flag in ["read-only", "force-share"] {
-        if option(flag).is_some() {
-            node[flag] = json!(true);
-        }
-    }
-    let mut settings = Map::new();
-    for (name, value) in wanted.options.iter().filter(|(name, _)| !OF_NODES.contains(&name.as_str())) {
-        let text = value.as_deref().unwrap_or("on");
-        let number = settings::size(text).ok().filter(|_| name != "group");
-        let value = number.map_or_else(|| json!(text), |number| json!(number));
-        settings.insert(name.clone(), value);
-    }
-    Ok((node, settings))
-}
-
-fn file_driver(image: &str) -> &'static str {
-    use std::os::unix::fs::FileTypeExt as _;
-    match fs::metadata(image).is_ok_and(|file| file.file_type().is_block_device()) {
-        true => "host_device",
-        false => "file",
-    }
-}
-
-fn is_qcow2(image: &str) -> bool {
-    let mut magic = [0; 4];
-    fs::File::open(image).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"QFI\xfb"
 }
 
 fn export(wanted: &Wanted, place: &Place) -> anyhow::Result<Value> {

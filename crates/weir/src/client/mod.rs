@@ -71,10 +71,7 @@ impl Target {
                 "no permission (only root and the daemon's own user may; try as one of them)".to_owned()
             }
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                let seconds = PATIENCE.as_secs();
-                format!(
-                    "no answer within {seconds} s (is the daemon stopped, or something else listening there?)"
-                )
+                "no answer in time (is the daemon stopped, or something else listening there?)".to_owned()
             }
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
                 "the daemon closed the connection (its log says why: it ends, or this user may not)"
@@ -109,6 +106,9 @@ pub(crate) struct Client {
 }
 
 impl Client {
+    /// How long a daemon may take where images are opened and passphrases derived.
+    pub(crate) const LONG: Duration = Duration::from_secs(600);
+
     /// Connects to the daemon that `--qmp` names, or the usual one.
     pub(crate) fn reach(option: Option<Target>) -> Result<Self, Failure> {
         let target = Target::choose(option).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
@@ -135,6 +135,13 @@ impl Client {
         }
         client.execute("qmp_capabilities", json!({}))?;
         Ok(client)
+    }
+
+    /// Waits so long for each answer from now on.
+    pub(crate) fn with_patience(self, patience: Duration) -> Result<Self, Error> {
+        let set = self.stream.get_ref().set_read_timeout(Some(patience));
+        set.map_err(|error| self.target.unreachable(&error))?;
+        Ok(self)
     }
 
     pub(crate) fn target(&self) -> &Target {

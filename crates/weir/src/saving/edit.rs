@@ -9,15 +9,13 @@
 //! Never judges values: whether the result is a config that makes sense is asked of the config's
 //! own reader.
 
-use toml_edit::{Decor, DocumentMut, Item, TableLike, Value};
+use toml_edit::{Decor, DocumentMut, Item, Table, TableLike, Value};
 
 use crate::client::change::{Change, Name, Setpoint};
 
 /// Fails if the text is no TOML, or has no table `[kind.name]`.
 pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Result<String, String> {
-    let mut document: DocumentMut = text.parse().map_err(|error: toml_edit::TomlError| {
-        format!("is not TOML (any more): {}", error.message().replace('\n', "; "))
-    })?;
+    let mut document = parsed(text)?;
     let table = document.get_mut(kind).and_then(Item::as_table_like_mut).and_then(|it| it.get_mut(name));
     let is_inline = table.as_ref().is_some_and(|table| table.is_inline_table());
     let table = table.and_then(Item::as_table_like_mut).ok_or_else(|| {
@@ -30,6 +28,96 @@ pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Res
         }
     }
     as_it_was(text, document.to_string())
+}
+
+/// With a table `[kind.name]` of these keys behind all others. Fails if there is one.
+pub(crate) fn added(
+    text: &str,
+    kind: &str,
+    name: &str,
+    keys: impl IntoIterator<Item = (String, Value)>,
+) -> Result<String, String> {
+    let mut document = parsed(text)?;
+    let of_kind = document.entry(kind).or_insert_with(|| {
+        let mut table = Table::new();
+        table.set_implicit(true);
+        Item::Table(table)
+    });
+    let is_inline = of_kind.is_inline_table();
+    let of_kind = of_kind.as_table_like_mut().ok_or_else(|| format!("has a {kind} that is no table"))?;
+    if of_kind.contains_key(name) {
+        return Err(format!("has a [{kind}.{name}] already"));
+    }
+    let mut table = Table::new();
+    for (key, value) in keys {
+        table.insert(&key, Item::Value(value));
+    }
+    if !text.trim().is_empty() {
+        table.decor_mut().set_prefix("\n");
+    }
+    match is_inline {
+        true => of_kind.insert(name, Item::Value(table.into_inline_table().into())),
+        false => of_kind.insert(name, Item::Table(table)),
+    };
+    as_it_was(text, document.to_string())
+}
+
+/// Without the table `[kind.name]` and the comment right above it. Fails if there is none.
+pub(crate) fn removed(text: &str, kind: &str, name: &str) -> Result<String, String> {
+    let mut document = parsed(text)?;
+    let of_kind = document.get_mut(kind).and_then(Item::as_table_like_mut);
+    let table = of_kind.and_then(|of_kind| of_kind.remove(name)).ok_or_else(|| {
+        format!("has no [{kind}.{name}] (did the {kind} come from another file, or over QMP?)")
+    })?;
+    let above = table.as_table().and_then(|table| table.decor().prefix()?.as_str()).unwrap_or_default();
+    // What an empty line keeps apart is about something else.
+    let kept = above.rfind("\n\n").map_or("", |end| &above[..=end]).to_owned();
+    let position = table.as_table().and_then(Table::position);
+    if kept.contains('#') {
+        match position.and_then(|position| following(document.as_table_mut(), position)) {
+            Some(next) => prepend(next.decor_mut(), &kept),
+            None => document.set_trailing(kept + document.trailing().as_str().unwrap_or_default()),
+        }
+    }
+    as_it_was(text, document.to_string())
+}
+
+/// The table that stands next behind a position.
+fn following(root: &mut Table, position: isize) -> Option<&mut Table> {
+    let next = positions(root).into_iter().filter(|&other| other > position).min()?;
+    at_position(root, next)
+}
+
+fn positions(table: &Table) -> Vec<isize> {
+    let inside = table.iter().flat_map(|(_, item)| match item {
+        Item::Table(table) => positions(table),
+        Item::ArrayOfTables(tables) => tables.iter().flat_map(positions).collect(),
+        _ => Vec::new(),
+    });
+    let own = table.position().filter(|_| !table.is_implicit() && !table.is_dotted());
+    own.into_iter().chain(inside).collect()
+}
+
+fn at_position(table: &mut Table, position: isize) -> Option<&mut Table> {
+    if table.position() == Some(position) && !table.is_implicit() {
+        return Some(table);
+    }
+    table.iter_mut().find_map(|(_, item)| match item {
+        Item::Table(table) => at_position(table, position),
+        Item::ArrayOfTables(tables) => tables.iter_mut().find_map(|table| at_position(table, position)),
+        _ => None,
+    })
+}
+
+fn prepend(decor: &mut Decor, text: &str) {
+    let own = decor.prefix().and_then(|prefix| prefix.as_str()).unwrap_or_default().to_owned();
+    decor.set_prefix(text.to_owned() + &own);
+}
+
+fn parsed(text: &str) -> Result<DocumentMut, String> {
+    text.parse().map_err(|error: toml_edit::TomlError| {
+        format!("is not TOML (any more): {}", error.message().replace('\n', "; "))
+    })
 }
 
 fn as_it_was(text: &str, edited: String) -> Result<String, String> {
@@ -45,7 +133,7 @@ fn as_it_was(text: &str, edited: String) -> Result<String, String> {
 }
 
 /// The value as it is written in the file; `None` if there is no way to write it.
-fn written(name: Name, value: &Setpoint) -> Option<Value> {
+pub(crate) fn written(name: Name, value: &Setpoint) -> Option<Value> {
     match value {
         Setpoint::Text(text) if text.is_empty() => None,
         Setpoint::Text(text) => Some(text.as_str().into()),
@@ -208,6 +296,42 @@ group = \"gold\"
         check("\u{feff}[disk.a]\nimage = \"x\"\n", "\u{feff}[disk.a]\nimage = \"x\"\niops-total = 5\n");
         let mixed = edited("[disk.a]\r\nimage = \"x\"\n", "disk", "a", &number("iops-total"));
         assert_eq!(mixed.unwrap_err(), "has line ends of two kinds, \\n and \\r\\n (make them alike)");
+    }
+
+    #[test]
+    fn a_table_that_is_added_stands_behind_those_of_its_kind() {
+        let keys = |value: Value| [("image".to_owned(), value)];
+        let new = "\n[disk.new]\nimage = \"y\"\n";
+        let after = added(FILE, "disk", "new", keys("y".into())).unwrap();
+        assert_eq!(after, FILE.replace("\n# the end", &format!("{new}\n# the end")));
+        // Between groups and disks.
+        let after = added(FILE, "group", "new", keys("y".into())).unwrap();
+        assert_eq!(after, FILE.replace("\n[disk.vm1]", "\n[group.new]\nimage = \"y\"\n\n[disk.vm1]"));
+        let check = |before: &str, expect: &str| {
+            assert_eq!(added(before, "disk", "new", keys("y".into())).as_deref(), Ok(expect));
+        };
+        check("", "[disk.new]\nimage = \"y\"\n");
+        check("[daemon]\nworkers = 1\n", &format!("[daemon]\nworkers = 1\n{new}"));
+        check(
+            "disk = { a = { image = \"x\" } }\n",
+            "disk = { a = { image = \"x\" }, new = { image = \"y\" } }\n",
+        );
+        assert_eq!(added(FILE, "disk", "vm1", []).unwrap_err(), "has a [disk.vm1] already");
+    }
+
+    #[test]
+    fn a_table_that_is_removed_takes_its_own_comment_along() {
+        let (start, rest) = FILE.split_once("[disk.vm1]").unwrap();
+        let end = rest.find("# the last").unwrap();
+        assert_eq!(removed(FILE, "disk", "vm1").unwrap(), format!("{start}{}", &rest[end..]));
+        let without = removed(FILE, "disk", "a b").unwrap();
+        assert!(without.ends_with("bps-read = \"10M\"\n\n# the end\n"), "{without}");
+        // What stands above with an empty line between is about all that follows.
+        let text = "# tenants\n\n# one\n[disk.a]\nimage = \"x\"\n\n# two\n[disk.b]\nimage = \"x\"\n";
+        let expect = "# tenants\n\n# two\n[disk.b]\nimage = \"x\"\n";
+        assert_eq!(removed(text, "disk", "a").unwrap(), expect);
+        let said = removed(FILE, "disk", "vm9").unwrap_err();
+        assert_eq!(said, "has no [disk.vm9] (did the disk come from another file, or over QMP?)");
     }
 
     #[test]

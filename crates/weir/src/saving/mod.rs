@@ -10,7 +10,8 @@ mod save;
 use anyhow::{Context as _, anyhow};
 pub(crate) use arguments::SaveArgs;
 use console::{Failure, print, print_json};
-use save::Saving;
+pub(crate) use edit::{added, removed, written};
+pub(crate) use save::Saving;
 use serde_json::{Value, json};
 
 use crate::client::{
@@ -77,21 +78,30 @@ fn apply(
     arguments: &SaveArgs,
     change: &Change,
 ) -> anyhow::Result<Option<String>> {
-    let saving = arguments.save.then(|| {
-        let named = arguments.config.clone();
-        let known = named.or_else(|| report.config.as_ref().map(Into::into));
-        let path = known.context(
-            "--save: the daemon was started without a config file, so there is none to write to (name one with --config FILE)",
-        )?;
-        Saving::prepare(&path, node.kind(), name, change)
-    });
-    let saving = saving.transpose()?;
+    let saving = prepare(report, arguments, |text| edit::edited(text, node.kind(), name, change))?;
     client.set(name, change.arguments()).map_err(|error| match error {
         Error::Refused(said) if !said.starts_with(&format!("{name}:")) => anyhow!("{name}: {said}"),
         error => error.into(),
     })?;
     let saved = saving.map(Saving::commit).transpose();
     saved.with_context(|| format!("{name}: the change is in force, but not saved"))
+}
+
+/// The config file with an edit that waits to be committed, if it is to be saved.
+pub(crate) fn prepare(
+    report: &Report,
+    arguments: &SaveArgs,
+    edit: impl FnOnce(&str) -> Result<String, String>,
+) -> anyhow::Result<Option<Saving>> {
+    if !arguments.save {
+        return Ok(None);
+    }
+    let named = arguments.config.clone();
+    let known = named.or_else(|| report.config.as_ref().map(Into::into));
+    let path = known.context(
+        "--save: the daemon was started without a config file, so there is none to write to (name one with --config FILE)",
+    )?;
+    Saving::prepare(&path, edit).map(Some)
 }
 
 fn changed(name: &str, before: &Settings, change: &Change, saved: Option<&str>) -> Value {

@@ -23,11 +23,8 @@ use nix::fcntl::{Flock, FlockArg};
 use settings::{Plan, config};
 use tempfile::NamedTempFile;
 
-use super::edit;
-use crate::client::change::Change;
-
 /// A new config file that waits to take the old one's place. Dropped, it is gone.
-pub(super) struct Saving {
+pub(crate) struct Saving {
     path: PathBuf,
     old: Flock<File>,
     old_text: String,
@@ -35,13 +32,16 @@ pub(super) struct Saving {
 }
 
 impl Saving {
-    pub(super) fn prepare(path: &Path, kind: &str, name: &str, change: &Change) -> anyhow::Result<Self> {
+    /// With the text that `edit` makes of the old one.
+    pub(crate) fn prepare(
+        path: &Path,
+        edit: impl FnOnce(&str) -> Result<String, String>,
+    ) -> anyhow::Result<Self> {
         let shown = path.display().to_string();
         // Through symbolic links: they are to stay what they are.
         let path = fs::canonicalize(path).with_context(|| format!("{shown}: cannot be saved to"))?;
         let (old, old_text) = open(&path).with_context(|| format!("{shown}: cannot be saved to"))?;
-        let new_text =
-            edit::edited(&old_text, kind, name, change).map_err(|said| anyhow!("{shown}: {said}"))?;
+        let new_text = edit(&old_text).map_err(|said| anyhow!("{shown}: {said}"))?;
         check(&path, &old_text, &new_text)
             .with_context(|| format!("{shown}: not saved, nor changed live"))?;
         let metadata = old.metadata()?;
@@ -52,7 +52,7 @@ impl Saving {
     }
 
     /// Returns the file's name. Fails if it is not the file any more that was read.
-    pub(super) fn commit(mut self) -> anyhow::Result<String> {
+    pub(crate) fn commit(mut self) -> anyhow::Result<String> {
         let shown = self.path.display().to_string();
         if !self.is_unchanged().with_context(|| shown.clone())? {
             bail!("{shown}: was changed by somebody else meanwhile (run the command again)");
@@ -117,8 +117,8 @@ fn write_beside(path: &Path, like: &Metadata, text: &str) -> io::Result<NamedTem
 mod tests {
     use std::os::unix::fs::{PermissionsExt as _, symlink};
 
-    use super::*;
-    use crate::client::change::{Name, Setpoint};
+    use super::{super::edit, *};
+    use crate::client::change::{Change, Name, Setpoint};
 
     const CONFIG: &str = "[disk.a]\nimage = \"memory:1M\"\niops-total = 5 # sold\n";
 
@@ -135,8 +135,12 @@ mod tests {
         (directory, path)
     }
 
+    fn prepare(path: &Path, change: &Change) -> anyhow::Result<Saving> {
+        Saving::prepare(path, |text| edit::edited(text, "disk", "a", change))
+    }
+
     fn refusal(path: &Path, change: &Change) -> String {
-        format!("{:#}", Saving::prepare(path, "disk", "a", change).err().unwrap())
+        format!("{:#}", prepare(path, change).err().unwrap())
     }
 
     fn names(directory: &Path) -> Vec<String> {
@@ -150,7 +154,7 @@ mod tests {
         fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
         let link = directory.path().join("link.toml");
         symlink(&path, &link).unwrap();
-        let saving = Saving::prepare(&link, "disk", "a", &set("iops-total", 7)).unwrap();
+        let saving = prepare(&link, &set("iops-total", 7)).unwrap();
         assert_eq!(fs::read_to_string(&path).unwrap(), CONFIG, "not before it is committed");
         assert_eq!(saving.commit().unwrap(), path.to_str().unwrap());
         assert_eq!(fs::read_to_string(&path).unwrap(), CONFIG.replace('5', "7"));
@@ -162,7 +166,7 @@ mod tests {
     #[test]
     fn a_change_that_is_not_made_leaves_nothing() {
         let (directory, path) = file();
-        drop(Saving::prepare(&path, "disk", "a", &set("iops-total", 7)).unwrap());
+        drop(prepare(&path, &set("iops-total", 7)).unwrap());
         assert_eq!(fs::read_to_string(&path).unwrap(), CONFIG);
         assert_eq!(names(directory.path()), ["weir.toml"]);
     }
@@ -171,7 +175,7 @@ mod tests {
     fn somebody_else_s_change_is_not_lost() {
         let (_directory, path) = file();
         for replace in [true, false] {
-            let saving = Saving::prepare(&path, "disk", "a", &set("iops-total", 7)).unwrap();
+            let saving = prepare(&path, &set("iops-total", 7)).unwrap();
             if replace {
                 fs::remove_file(&path).unwrap();
             }
@@ -189,10 +193,10 @@ mod tests {
     #[test]
     fn two_do_not_save_at_once() {
         let (_directory, path) = file();
-        let first = Saving::prepare(&path, "disk", "a", &set("iops-total", 7)).unwrap();
+        let first = prepare(&path, &set("iops-total", 7)).unwrap();
         assert!(refusal(&path, &set("iops-total", 8)).contains("somebody else is saving to it"));
         first.commit().unwrap();
-        Saving::prepare(&path, "disk", "a", &set("iops-total", 8)).unwrap();
+        prepare(&path, &set("iops-total", 8)).unwrap();
     }
 
     #[test]
@@ -203,7 +207,7 @@ mod tests {
         assert!(said.contains("iops-total-max = 2: is below iops-total (5)"), "{said}");
         // A file that options of the command line complete is nothing this can judge.
         fs::write(&path, "[disk.a]\niops-total = 5\n").unwrap();
-        Saving::prepare(&path, "disk", "a", &set("iops-total-max", 2)).unwrap();
+        prepare(&path, &set("iops-total-max", 2)).unwrap();
     }
 
     #[test]
@@ -213,8 +217,9 @@ mod tests {
         assert!(
             refusal(&missing, &set("iops-total", 1)).contains("none.toml: cannot be saved to: No such file")
         );
-        let said =
-            format!("{:#}", Saving::prepare(&path, "group", "g", &set("iops-total", 1)).err().unwrap());
+        let change = set("iops-total", 1);
+        let said = Saving::prepare(&path, |text| edit::edited(text, "group", "g", &change)).err().unwrap();
+        let said = format!("{said:#}");
         assert!(said.contains("has no [group.g]"), "{said}");
         assert!(
             refusal(directory.path(), &set("iops-total", 1)).contains("cannot be saved to: Is a directory")

@@ -55,6 +55,9 @@ pub struct ServeArgs {
     /// then its keys
     #[arg(long, value_name = "FILE", conflicts_with_all = CacheArgs::OPTIONS.into_iter().chain(Setting::ALL.map(Setting::name)))]
     pub(crate) config: Option<PathBuf>,
+    /// Tell what would keep it from serving, and serve nothing
+    #[arg(long)]
+    pub(crate) check: bool,
     #[command(flatten)]
     image: ImageArgs,
     #[command(flatten)]

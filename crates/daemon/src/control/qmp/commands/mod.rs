@@ -33,6 +33,8 @@ mod node;
 mod object;
 mod process;
 mod query;
+mod reload;
+mod removal;
 mod server;
 mod throttle;
 mod weir;
@@ -66,6 +68,8 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<object::QomSet>(),
     Entry::of::<weir::QueryStatus>(),
     Entry::of::<weir::Set>(),
+    Entry::of::<reload::Reload>(),
+    Entry::of::<removal::RemoveDisk>(),
 ];
 
 /// The names of all commands, the one that negotiates included.

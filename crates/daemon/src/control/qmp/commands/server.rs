@@ -61,11 +61,12 @@ impl Command for NbdServerStart {
         let tls = self.credentials.as_ref().map(required).transpose()?;
         let DoorTerms { workers, access, .. } = inventory.door_terms().map_err(generic)?;
         let (endpoint, access) = (Endpoint::Address(self.address), access.clone());
+        let at = endpoint.clone();
         let open = move || listen::open(&endpoint, &access, &mut Inherited::none());
         let listeners = reactor::blocking(open).await.map_err(generic)?;
         refuse_second(&inventory)?;
         let terms = Terms { max_connections: self.max_connections, ..Terms::default() };
-        let serving = Serving::new(nbd::Server::new(tls, terms), listeners, workers);
+        let serving = Serving::new(nbd::Server::new(tls, terms), at, listeners, workers);
         inventory.add_server(&serving);
         let ender = Rc::clone(&inventory.ender);
         serving.accept(move |error| ender(End::Broken(error)));
@@ -120,7 +121,7 @@ impl Command for NbdServerStop {
         match &*inventory.servers() {
             [] => Err(Error::generic("NBD server not running")),
             [only] => {
-                inventory.remove_server(only).await;
+                inventory.stop_server(only).await;
                 Ok(json!({}))
             }
             several => {

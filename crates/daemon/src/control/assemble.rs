@@ -16,10 +16,52 @@ use block::{
 use export::nbd;
 use settings::{Credentials, Plan, SecretSource, Service, Tls, secret::Secrets};
 
-use crate::control::inventory::{Inventory, RunningDisk};
+use super::inventory::{Inventory, RunningDisk};
 
-/// Opens every image and adds all groups and disks to the inventory.
-pub(super) async fn disks(plan: &Plan, inventory: &Rc<Inventory>) -> anyhow::Result<()> {
+/// What the disks of one daemon have together while their images are opened.
+pub(crate) struct Assembly {
+    root: Option<Root>,
+    /// Of devices that several imitate together.
+    budgets: Budgets,
+    /// Each read once, because a pipe says its passphrase once.
+    secrets: Secrets,
+}
+
+impl Assembly {
+    /// Of images that lie below `root`, if that is one.
+    pub(crate) fn new(root: Option<Root>, budgets: Budgets) -> Self {
+        Self { root, budgets, secrets: Secrets::default() }
+    }
+
+    /// Opens the image of a disk.
+    pub(crate) async fn open(&mut self, planned: &settings::Disk) -> anyhow::Result<Image> {
+        let sources = planned.qcow2.secrets.clone();
+        for source in &sources {
+            if let SecretSource::File(path) = source {
+                warn_of_readers("passphrase", path);
+            }
+        }
+        // On another thread: a pipe says nothing until its other end is closed.
+        let mut secrets = std::mem::take(&mut self.secrets);
+        let own;
+        (self.secrets, own) = reactor::blocking(move || {
+            let own = sources.iter().map(|source| secrets.get(source)).collect::<anyhow::Result<_>>();
+            (secrets, own)
+        })
+        .await;
+        let own = own.with_context(|| format!("disk {}", planned.name))?;
+        let options = options(planned, &self.budgets, self.root.clone(), own);
+        let image = open(&planned.image.spec()?, options).await?;
+        if let (Image::Raw(_), Some(place)) = (&image, &planned.qcow2.said) {
+            return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)").into());
+        }
+        tracing::debug!(disk = planned.name, image = image.description(), "opened");
+        Ok(image)
+    }
+}
+
+/// Adds all groups to the inventory, and says what is odd in the plan. In the order of the plan.
+pub(crate) fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<Vec<Arc<Group>>> {
     let mut groups = Vec::new();
     for planned in &plan.groups {
         let parent = planned.parent.map(|parent| &groups[parent]);
@@ -31,31 +73,23 @@ pub(super) async fn disks(plan: &Plan, inventory: &Rc<Inventory>) -> anyhow::Res
     for remark in plan.remarks() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
     }
+    Ok(groups)
+}
+
+/// Opens every image and adds all groups and disks to the inventory. What they had together is for
+/// those that come later.
+pub(crate) async fn disks(plan: &Plan, inventory: &Rc<Inventory>) -> anyhow::Result<Budgets> {
+    let groups = groups(plan, inventory)?;
     if let Some(path) = &plan.service.image_root {
         inventory.confine(root(path)?);
     }
-    let budgets = Budgets::default();
-    let mut secrets = Secrets::default();
+    let mut assembly = Assembly::new(inventory.image_root().cloned(), Budgets::default());
     for planned in &plan.disks {
         let group = planned.group.map(|index| &groups[index]);
-        let sources = planned.qcow2.secrets.clone();
-        for source in &sources {
-            if let SecretSource::File(path) = source {
-                warn_of_readers("passphrase", path);
-            }
-        }
-        // On another thread: a pipe says nothing until its other end is closed.
-        let own;
-        (secrets, own) = reactor::blocking(move || {
-            let own = sources.iter().map(|source| secrets.get(source)).collect::<anyhow::Result<_>>();
-            (secrets, own)
-        })
-        .await;
-        let own = own.with_context(|| format!("disk {}", planned.name))?;
-        let options = options(planned, &budgets, inventory.image_root().cloned(), own);
-        inventory.add_disk(disk(planned, group, options).await?)?;
+        let image = assembly.open(planned).await?;
+        inventory.add_disk(disk(planned, group, image)?)?;
     }
-    Ok(())
+    Ok(assembly.budgets)
 }
 
 /// Says that everybody on the machine can read a secret: whoever has it is let in.
@@ -68,26 +102,26 @@ fn warn_of_readers(what: &str, path: &Path) {
     }
 }
 
-fn root(path: &Path) -> anyhow::Result<Root> {
+pub(crate) fn root(path: &Path) -> anyhow::Result<Root> {
     Root::open(path).with_context(|| format!("image root {}", path.display()))
 }
 
-async fn disk(
+/// A disk of an opened image, in a group or in none.
+pub(crate) fn disk(
     planned: &settings::Disk,
     group: Option<&Arc<Group>>,
-    options: ImageOptions,
+    image: Image,
 ) -> anyhow::Result<RunningDisk> {
-    let image = open(&planned.image.spec()?, options).await?;
     if let (Image::Raw(_), Some(place)) = (&image, &planned.qcow2.said) {
         return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)").into());
     }
-    tracing::debug!(disk = planned.name, image = image.description(), "opened");
+    let named = || format!("disk {}", planned.name);
     let disk = Disk::new(&planned.name, image, planned.settings.of_disk(), group)
-        .with_context(|| format!("disk {}", planned.name))?
+        .with_context(named)?
         .with_discards(planned.discard);
     disk.failures().set_policies(planned.on_error);
-    disk.prefetch().set(planned.prefetch).with_context(|| format!("disk {}", planned.name))?;
-    disk.reserve_memory().with_context(|| format!("disk {}", planned.name))?;
+    disk.prefetch().set(planned.prefetch).with_context(named)?;
+    disk.reserve_memory().with_context(named)?;
     Ok(RunningDisk {
         disk: Arc::new(disk),
         image: planned.image.clone(),
@@ -121,7 +155,7 @@ fn options(
     ImageOptions { storage, caches: disk.qcow2.caches, secrets, snapshot, ..ImageOptions::default() }
 }
 
-pub(super) fn terms(service: &Service) -> nbd::Terms {
+pub(crate) fn terms(service: &Service) -> nbd::Terms {
     nbd::Terms {
         // A count that does not fit is more than there can ever be.
         max_connections: usize::try_from(service.max_connections).unwrap_or(usize::MAX),
@@ -129,7 +163,7 @@ pub(super) fn terms(service: &Service) -> nbd::Terms {
     }
 }
 
-pub(super) fn credentials(tls: &Tls) -> anyhow::Result<Option<nbd::Tls>> {
+pub(crate) fn credentials(tls: &Tls) -> anyhow::Result<Option<nbd::Tls>> {
     let (required, credentials) = match tls {
         Tls::Off => return Ok(None),
         Tls::On(credentials) => (false, credentials),

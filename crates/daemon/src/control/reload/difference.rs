@@ -1,0 +1,272 @@
+//! What is different between what runs and what the config file says now; and what of that cannot
+//! be while it runs.
+//!
+//! What came and went over the control socket is not the file's: a disk that neither the old file
+//! nor the new one has stays. Settings are compared with those in force, so that a change that was
+//! not saved is taken back.
+//!
+//! Changes nothing.
+
+use std::rc::Rc;
+
+use anyhow::{Context as _, bail, ensure};
+use settings::{Disk, Draft, Group, Place, Plan, Service};
+
+use crate::control::{
+    inventory::{Inventory, Refused, RunningDisk, RunningExport},
+    wanted::Wanted,
+};
+
+const REMEDY: &str = "take the disk out of the file and reload, and put it back then; or restart weir";
+
+/// By their index in the plan, or by name where it is not in there any more.
+#[derive(Debug, Default)]
+pub(super) struct Difference {
+    pub(super) new_groups: Vec<usize>,
+    /// Those inside others first.
+    pub(super) old_groups: Vec<String>,
+    pub(super) new_disks: Vec<usize>,
+    pub(super) kept_disks: Vec<usize>,
+    pub(super) old_disks: Vec<String>,
+    pub(super) new_exports: Vec<Wanted>,
+    pub(super) old_exports: Vec<Wanted>,
+}
+
+impl Difference {
+    /// Between what runs, of which `before` came from the file, and what `plan` says.
+    ///
+    /// # Errors
+    /// What cannot be changed, with its place; what is in use.
+    pub(super) async fn find(
+        inventory: &Inventory,
+        before: &Plan,
+        (draft, plan): (&Draft, &Plan),
+    ) -> anyhow::Result<Self> {
+        check_service(&before.service, &plan.service)?;
+        let mut found = Self::default();
+        found.of_groups(inventory, before, (draft, plan))?;
+        found.of_disks(inventory, before, (draft, plan))?;
+        let (old, new) = (Wanted::all(before), Wanted::all(plan));
+        let is_there = |wanted: &Wanted| wanted.running(inventory).is_some();
+        found.old_exports = old.iter().filter(|one| !new.contains(one) && is_there(one)).cloned().collect();
+        let is_new = |one: &&Wanted| !old.contains(one) || !is_there(one);
+        found.new_exports = new.iter().filter(is_new).cloned().collect();
+        // What came over the control socket may be what the file asks for.
+        found.new_exports.retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.is_at(one)));
+        found.check_unused(inventory, plan).await?;
+        Ok(found)
+    }
+
+    fn of_groups(
+        &mut self,
+        inventory: &Inventory,
+        before: &Plan,
+        (draft, plan): (&Draft, &Plan),
+    ) -> anyhow::Result<()> {
+        for (index, group) in plan.groups.iter().enumerate() {
+            let place =
+                draft.groups.iter().find(|said| said.name.value == group.name).map(|said| &said.name.place);
+            let Ok(running) = inventory.group(&group.name) else {
+                inventory.check_name(&group.name).with_context(|| shown(place))?;
+                self.new_groups.push(index);
+                continue;
+            };
+            let parent = group.parent.map(|parent| plan.groups[parent].name.as_str());
+            ensure!(
+                running.parent().map(|parent| parent.name()) == parent,
+                "{}: group: a group stays in the one that it was made in (give it another name, and its disks that as their group)",
+                shown(place)
+            );
+        }
+        let is_old = |group: &&Group| plan.groups.iter().all(|new| new.name != group.name);
+        let old = before.groups.iter().filter(is_old).map(|group| group.name.clone());
+        self.old_groups = old.filter(|name| inventory.group(name).is_ok()).collect();
+        // A plan has them in the order in which they can be made.
+        self.old_groups.reverse();
+        Ok(())
+    }
+
+    fn of_disks(
+        &mut self,
+        inventory: &Inventory,
+        before: &Plan,
+        (draft, plan): (&Draft, &Plan),
+    ) -> anyhow::Result<()> {
+        let is_old = |disk: &&Disk| plan.disks.iter().all(|new| new.name != disk.name);
+        let old = before.disks.iter().filter(is_old).map(|disk| disk.name.clone());
+        self.old_disks = old.filter(|name| inventory.disk(name).is_ok()).collect();
+        for (index, (disk, said)) in plan.disks.iter().zip(&draft.disks).enumerate() {
+            let place = &said.name.place;
+            let Ok(running) = inventory.disk(&disk.name) else {
+                inventory.check_name(&disk.name).with_context(|| place.to_string())?;
+                let has_image = |old: &&String| {
+                    disk.image.path().is_some()
+                        && inventory.disk(old).is_ok_and(|old| old.image == disk.image)
+                };
+                if let Some(old) = self.old_disks.iter().find(has_image) {
+                    bail!(said.image.wrong(format!(
+                        "the disk {old:?} has this image until it is removed (take that out and reload first)"
+                    )));
+                }
+                self.new_disks.push(index);
+                continue;
+            };
+            let old = before.disks.iter().find(|old| old.name == disk.name);
+            let keys = old.map_or_else(|| otherwise_opened(&running, disk), |old| fixed(old, disk));
+            if !keys.is_empty() {
+                let rule =
+                    format!("{}: cannot be changed while the disk is served ({REMEDY})", keys.join(", "));
+                bail!(place.wrong(rule));
+            }
+            self.kept_disks.push(index);
+        }
+        Ok(())
+    }
+
+    /// Nobody uses what is to go.
+    async fn check_unused(&self, inventory: &Inventory, plan: &Plan) -> anyhow::Result<()> {
+        let old: Vec<_> = self.old_exports.iter().filter_map(|one| one.running(inventory)).collect();
+        for export in &old {
+            export.check_unused().await?;
+        }
+        for name in &self.old_disks {
+            let stays = |export: &&Rc<RunningExport>| {
+                **export.disk.disk.name() == **name
+                    && !export.is_ending()
+                    && !old.iter().any(|old| Rc::ptr_eq(old, export))
+            };
+            if let Some(export) = inventory.exports().iter().find(stays) {
+                bail!(Refused::Exported { disk: name.clone(), export: export.id.clone() });
+            }
+        }
+        let leaves = |member: &String, group: &str| {
+            let disk = plan.disks.iter().find(|disk| disk.name == *member);
+            let moves =
+                disk.is_some_and(|disk| disk.group.is_none_or(|index| plan.groups[index].name != group));
+            moves || self.old_disks.contains(member) || self.old_groups.contains(member)
+        };
+        for name in &self.old_groups {
+            let members = inventory.members_of(&inventory.group(name)?);
+            if let Some(member) = members.into_iter().find(|member| !leaves(member, name)) {
+                bail!(Refused::HasMembers { group: name.clone(), member });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn shown(place: Option<&Place>) -> String {
+    place.map(Place::to_string).unwrap_or_default()
+}
+
+/// The keys of a disk that differ and are for the opening alone.
+fn fixed(old: &Disk, new: &Disk) -> Vec<&'static str> {
+    // Whoever adds a key decides here whether it can be changed.
+    let Disk {
+        name: _,
+        description: _,
+        image,
+        format,
+        part,
+        snapshot,
+        cache,
+        qcow2,
+        prefetch: _,
+        on_error: _,
+        read_only,
+        force_share,
+        handover,
+        discard,
+        delay,
+        rate,
+        faults,
+        settings: _,
+        group: _,
+    } = old;
+    [
+        ("image", *image != new.image),
+        ("format", *format != new.format),
+        ("options", *part != new.part),
+        ("snapshot", *snapshot != new.snapshot),
+        ("cache", *cache != new.cache),
+        ("read-only", *read_only != new.read_only),
+        ("force-share", *force_share != new.force_share),
+        ("handover", *handover != new.handover),
+        ("discard", *discard != new.discard),
+        ("secret-file", qcow2.secrets != new.qcow2.secrets),
+        ("delay", *delay != new.delay),
+        ("rate", *rate != new.rate),
+        ("fault", *faults != new.faults),
+    ]
+    .into_iter()
+    .filter_map(differing)
+    .collect()
+}
+
+/// The same of a disk that came over the control socket, as far as it is known.
+fn otherwise_opened(running: &RunningDisk, new: &Disk) -> Vec<&'static str> {
+    let is_same_file = |a: &settings::Image, b: &settings::Image| match (a.path(), b.path()) {
+        (Some(a), Some(b)) => std::path::absolute(a).ok() == std::path::absolute(b).ok(),
+        _ => a == b,
+    };
+    let format = running.disk.image().format();
+    [
+        ("image", !is_same_file(&running.image, &new.image)),
+        ("format", new.format.is_some_and(|new| new != format)),
+        ("cache", running.cache != new.cache),
+        ("read-only", running.disk.image().is_read_only() != new.read_only),
+        ("handover", running.disk.is_handed_over() != new.handover),
+    ]
+    .into_iter()
+    .filter_map(differing)
+    .collect()
+}
+
+fn differing((key, differs): (&'static str, bool)) -> Option<&'static str> {
+    differs.then_some(key)
+}
+
+/// Of the process, nothing can be changed but where disks are served that say nothing.
+fn check_service(old: &Service, new: &Service) -> anyhow::Result<()> {
+    let Service {
+        workers,
+        poll,
+        max_connections,
+        memory,
+        sockets,
+        exit_when_idle,
+        qmp,
+        control,
+        tls,
+        log,
+        pid_file,
+        state,
+        image_root,
+        cgroup_limits,
+    } = old;
+    let keys: Vec<_> = [
+        ("workers", *workers != new.workers),
+        ("poll", *poll != new.poll),
+        ("max-connections", *max_connections != new.max_connections),
+        ("memory", *memory != new.memory),
+        ("socket-mode or socket-owner", *sockets != new.sockets),
+        ("exit-when-idle", *exit_when_idle != new.exit_when_idle),
+        ("qmp", *qmp != new.qmp),
+        ("control", *control != new.control),
+        ("tls", *tls != new.tls),
+        ("log or log-format", *log != new.log),
+        ("pid-file", *pid_file != new.pid_file),
+        ("state", *state != new.state),
+        ("image-root", *image_root != new.image_root),
+        ("cgroup-limits", *cgroup_limits != new.cgroup_limits),
+    ]
+    .into_iter()
+    .filter_map(differing)
+    .collect();
+    ensure!(
+        keys.is_empty(),
+        "daemon: {}: cannot be changed while weir runs (restart it, or put back what was there)",
+        keys.join(", ")
+    );
+    Ok(())
+}

@@ -1,0 +1,339 @@
+//! The config file is read again, and its difference to what runs is applied as one change.
+//!
+//! ```text
+//!   read ─► difference ─► open images, bind sockets      nothing has changed yet
+//!                              │
+//!        settings, groups, disks, exports                each can be undone, and is where one fails
+//!                              │
+//!        disks, groups and servers that are left over go     nobody uses them any more
+//! ```
+//!
+//! One at a time. A command at the control socket may come in between: what it has changed then is
+//! looked at again where it would do harm, and else the later wins.
+
+mod difference;
+mod seats;
+mod told;
+
+use std::{cell::Cell, fs, rc::Rc, sync::Arc};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use block::{
+    image::Image,
+    layer::throttle::{Group, GroupSettings},
+    reactor,
+};
+use difference::Difference;
+use export::nbd::{self, Removal};
+use seats::{Node, Seat, promising_nothing};
+use serde_json::Value;
+use settings::{Draft, Endpoint, Plan, config};
+use told::Care;
+
+use super::{
+    assemble::{self, Assembly},
+    change::Change,
+    inventory::{DoorTerms, End, Inventory, RunningDisk},
+    loaded::Loaded,
+    serving::Serving,
+    wanted::{self, Wanted},
+};
+use crate::listen;
+
+/// Reads the config file again, and has run what it says. What has changed, in the order in which
+/// it was.
+///
+/// # Errors
+/// What is wrong in the file, with its line and key; what cannot be changed while weir runs; what
+/// could not be done. Nothing has changed then.
+pub(crate) async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
+    let loaded = inventory.loaded.borrow().clone();
+    let loaded = loaded.context(
+        "weir was started without a config file, so there is nothing to reload (start it with --config FILE)",
+    )?;
+    let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
+    let (draft, plan) = read(&loaded).await?;
+    let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
+    let mut work = Work { inventory, loaded: &loaded, plan: &plan, done: Vec::new(), told: Vec::new() };
+    if let Err(error) = work.apply(&difference).await {
+        work.undo().await;
+        return Err(error);
+    }
+    work.clear(&difference).await;
+    let told = work.told;
+    for remark in plan.remarks() {
+        tracing::warn!(name = remark.name, "{}", remark.remark);
+    }
+    let Loaded { file, said, inherited, tls, budgets, .. } = &*loaded;
+    let (file, said, inherited) = (file.clone(), said.clone(), *inherited);
+    let (tls, budgets) = (tls.clone(), budgets.clone());
+    inventory.loaded.replace(Some(Rc::new(Loaded { file, said, inherited, plan, tls, budgets })));
+    Ok(told)
+}
+
+/// While it is held, nobody else has it.
+struct Turn<'a>(&'a Cell<bool>);
+
+impl<'a> Turn<'a> {
+    fn take(taken: &'a Cell<bool>) -> Option<Self> {
+        (!taken.replace(true)).then(|| Self(taken))
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.set(false);
+    }
+}
+
+/// On another thread: the file may lie on a network.
+async fn read(loaded: &Loaded) -> anyhow::Result<(Draft, Plan)> {
+    let (file, said, inherited) = (loaded.file.clone(), loaded.said.clone(), loaded.inherited);
+    reactor::blocking(move || {
+        let is_file = fs::metadata(&file).with_context(|| file.display().to_string())?.is_file();
+        ensure!(is_file, "{}: is no file, and can be read once only", file.display());
+        let draft = config::load(&file)?;
+        let draft = Draft { service: said.or(draft.service), ..draft };
+        let plan = Plan::new(draft.clone(), inherited)?;
+        Ok((draft, plan))
+    })
+    .await
+}
+
+struct Work<'a> {
+    inventory: &'a Rc<Inventory>,
+    loaded: &'a Loaded,
+    plan: &'a Plan,
+    /// What is to be undone, the last first.
+    done: Vec<Done>,
+    told: Vec<Value>,
+}
+
+/// Something that was done, with what it takes to undo it.
+enum Done {
+    CaredFor(Rc<RunningDisk>, Care),
+    Seated(Vec<Seat>),
+    GroupAdded(String),
+    DiskAdded(String),
+    ServerAdded(Rc<Serving>),
+    ExportRemoved(Wanted),
+    ExportAdded(String),
+}
+
+impl Work<'_> {
+    async fn apply(&mut self, difference: &Difference) -> anyhow::Result<()> {
+        let images = self.open(difference).await?;
+        let servers = self.bind()?;
+        for &index in &difference.kept_disks {
+            let planned = &self.plan.disks[index];
+            self.care(&self.inventory.disk(&planned.name)?, Care::planned(planned)).await?;
+        }
+        self.seat(difference, images)?;
+        for serving in &servers {
+            self.inventory.add_server(serving);
+            self.done.push(Done::ServerAdded(Rc::clone(serving)));
+        }
+        for wanted in &difference.old_exports {
+            let Some(export) = wanted.running(self.inventory) else { continue };
+            let told = wanted.told(self.inventory);
+            self.inventory.removal(&export.id, Removal::Safe)?.await;
+            self.done.push(Done::ExportRemoved(wanted.clone()));
+            self.told.push(told::exported(told, &wanted.disk, "removed"));
+        }
+        for wanted in &difference.new_exports {
+            let (export, _) = wanted.add(self.inventory).await?;
+            self.done.push(Done::ExportAdded(export.id.clone()));
+            self.told.push(told::exported(wanted.told(self.inventory), &wanted.disk, "added"));
+        }
+        // Who comes first finds everything.
+        for serving in servers {
+            let ender = Rc::clone(&self.inventory.ender);
+            serving.accept(move |error| ender(End::Broken(error)));
+        }
+        Ok(())
+    }
+
+    async fn open(&self, difference: &Difference) -> anyhow::Result<Vec<(usize, Image)>> {
+        let root = self.inventory.image_root().cloned();
+        let mut assembly = Assembly::new(root, self.loaded.budgets.clone());
+        let mut images = Vec::new();
+        for &index in &difference.new_disks {
+            images.push((index, assembly.open(&self.plan.disks[index]).await?));
+        }
+        Ok(images)
+    }
+
+    /// Servers at addresses that have none, with nobody let in yet.
+    fn bind(&self) -> anyhow::Result<Vec<Rc<Serving>>> {
+        let DoorTerms { workers, inherited, .. } = self.inventory.door_terms()?;
+        let service = &self.plan.service;
+        let is_new = |server: &&settings::Server| wanted::server(self.inventory, &server.endpoint).is_none();
+        let serve = |server: &settings::Server| {
+            let listeners = listen::open(&server.endpoint, &service.sockets, &mut inherited.borrow_mut())?;
+            let nbd = nbd::Server::new(self.loaded.tls.clone(), assemble::terms(service));
+            Ok(Serving::new(nbd, server.endpoint.clone(), listeners, workers))
+        };
+        self.plan.servers.iter().filter(is_new).map(serve).collect()
+    }
+
+    async fn care(&mut self, running: &Rc<RunningDisk>, wanted: Care) -> anyhow::Result<()> {
+        let before = Care::now(running);
+        if before == wanted {
+            return Ok(());
+        }
+        let name = running.disk.name();
+        self.done.push(Done::CaredFor(Rc::clone(running), before));
+        care_for(running, wanted).await.with_context(|| format!("disk {name}"))?;
+        self.told.extend(told::settings("disk", name, before.values(), wanted.values()));
+        Ok(())
+    }
+
+    /// Limits, shares, promises, groups and disks, as one: nothing is awaited in between.
+    fn seat(&mut self, difference: &Difference, images: Vec<(usize, Image)>) -> anyhow::Result<()> {
+        let groups = self.make_groups(difference)?;
+        let group_of = |disk: &settings::Disk| disk.group.map(|index| Arc::clone(&groups[index]));
+        let mut seats = Vec::new();
+        for (planned, group) in self.plan.groups.iter().zip(&groups) {
+            let now = Seat::now(&Node::Group(Arc::clone(group)));
+            seats.push(Seat { settings: planned.settings.of_group(), ..now });
+        }
+        for &index in &difference.kept_disks {
+            let planned = &self.plan.disks[index];
+            let node = Node::Disk(Arc::clone(&self.inventory.disk(&planned.name)?.disk));
+            seats.push(Seat { node, settings: planned.settings.of_group(), group: group_of(planned) });
+        }
+        self.put(difference, seats)?;
+        for (index, image) in images {
+            let planned = &self.plan.disks[index];
+            self.inventory.add_disk(assemble::disk(planned, group_of(planned).as_ref(), image)?)?;
+            self.done.push(Done::DiskAdded(planned.name.clone()));
+            self.told.push(told::listed("disk", &planned.name, "added"));
+        }
+        // What a device was measured to do may be less than is promised now.
+        self.inventory.check_devices()
+    }
+
+    /// All groups of the plan, in its order. New ones promise nothing yet.
+    fn make_groups(&mut self, difference: &Difference) -> anyhow::Result<Vec<Arc<Group>>> {
+        let mut groups: Vec<Arc<Group>> = Vec::new();
+        for (index, planned) in self.plan.groups.iter().enumerate() {
+            if !difference.new_groups.contains(&index) {
+                groups.push(self.inventory.group(&planned.name)?);
+                continue;
+            }
+            let wanted = planned.settings.of_group();
+            let bare = GroupSettings { share: promising_nothing(wanted.share), ..wanted };
+            let parent = planned.parent.map(|parent| &groups[parent]);
+            let group =
+                Group::new(&planned.name, bare, parent).with_context(|| format!("group {}", planned.name))?;
+            self.inventory.add_group(&group)?;
+            self.done.push(Done::GroupAdded(planned.name.clone()));
+            self.told.push(told::listed("group", &planned.name, "added"));
+            groups.push(group);
+        }
+        Ok(groups)
+    }
+
+    /// Puts those in force that differ from what is, and tells what of them was there before.
+    fn put(&mut self, difference: &Difference, seats: Vec<Seat>) -> anyhow::Result<()> {
+        let is_new =
+            |name: &str| difference.new_groups.iter().any(|&index| self.plan.groups[index].name == name);
+        let (mut before, mut after, mut told) = (Vec::new(), Vec::new(), Vec::new());
+        for seat in seats {
+            let (kind, name) = seat.named();
+            let now = Seat::now(&seat.node);
+            let differences: Vec<_> = told::settings(kind, &name, now.values(), seat.values()).collect();
+            if !differences.is_empty() {
+                told.extend(differences.into_iter().filter(|_| !is_new(&name)));
+                before.push(now);
+                after.push(seat);
+            }
+        }
+        let names: Vec<_> = after.iter().map(|seat| seat.named().1).collect();
+        // What is to go keeps no promise from those that stay.
+        for seat in self.leaving(difference)? {
+            after.push(seat.clone().without_promises());
+            before.push(seat);
+        }
+        self.done.push(Done::Seated(before));
+        seats::put(&after)?;
+        for name in names {
+            self.inventory.tell(&Change::SettingsChanged { name });
+        }
+        self.told.extend(told);
+        Ok(())
+    }
+
+    /// The disks and groups that are removed in the end, as they are now.
+    fn leaving(&self, difference: &Difference) -> anyhow::Result<Vec<Seat>> {
+        let disk = |name: &String| Ok(Node::Disk(Arc::clone(&self.inventory.disk(name)?.disk)));
+        let group = |name: &String| Ok(Node::Group(self.inventory.group(name)?));
+        let disks = difference.old_disks.iter().map(disk);
+        let nodes = disks.chain(difference.old_groups.iter().map(group));
+        nodes.map(|node| node.map(|node| Seat::now(&node))).collect()
+    }
+
+    async fn undo(&mut self) {
+        while let Some(done) = self.done.pop() {
+            if let Err(error) = self.undo_one(done).await {
+                tracing::error!("what a reload had changed could not be put back: {error:#} (restart weir)");
+            }
+        }
+    }
+
+    async fn undo_one(&self, done: Done) -> anyhow::Result<()> {
+        match done {
+            Done::CaredFor(running, before) => care_for(&running, before).await?,
+            Done::Seated(before) => seats::put(&before)?,
+            Done::GroupAdded(name) => self.inventory.remove_group(&name)?,
+            Done::DiskAdded(name) => self.inventory.remove_disk(&name).await?,
+            Done::ServerAdded(serving) => {
+                self.inventory.remove_server(&serving);
+                serving.stop().await;
+            }
+            Done::ExportRemoved(wanted) => drop(wanted.add(self.inventory).await?),
+            Done::ExportAdded(id) => self.inventory.removal(&id, Removal::Hard)?.await,
+        }
+        Ok(())
+    }
+
+    /// Removes what the file does not have any more, and nobody uses.
+    async fn clear(&mut self, difference: &Difference) {
+        let endpoints: Vec<&Endpoint> = self.plan.servers.iter().map(|server| &server.endpoint).collect();
+        for server in &self.loaded.plan.servers {
+            let Some(serving) = wanted::server(self.inventory, &server.endpoint) else { continue };
+            if !endpoints.contains(&&server.endpoint) && !self.inventory.has_exports(&serving) {
+                self.inventory.remove_server(&serving);
+                serving.stop().await;
+            }
+        }
+        for name in &difference.old_disks {
+            match self.inventory.remove_disk(name).await {
+                Ok(()) => self.told.push(told::listed("disk", name, "removed")),
+                Err(refused) => tracing::warn!("a disk that the config file does not have stays: {refused}"),
+            }
+        }
+        for name in &difference.old_groups {
+            match self.inventory.remove_group(name) {
+                Ok(()) => self.told.push(told::listed("group", name, "removed")),
+                Err(refused) => tracing::warn!("a group that the config file does not have stays: {refused}"),
+            }
+        }
+    }
+}
+
+/// Puts all in force. Where it fails, some is.
+async fn care_for(running: &RunningDisk, wanted: Care) -> anyhow::Result<()> {
+    let Care { prefetch, caches, on_error } = wanted;
+    running.disk.prefetch().set(prefetch)?;
+    if caches != running.caches.get() {
+        let Image::Qcow2(qcow2) = running.disk.image() else {
+            bail!("cache sizes are for qcow2 images, and this one is raw (leave them out)");
+        };
+        qcow2.set_caches(caches).await.map_err(|error| anyhow!("{error}"))?;
+        running.caches.set(caches);
+    }
+    running.disk.reserve_memory()?;
+    running.disk.failures().set_policies(on_error);
+    Ok(())
+}

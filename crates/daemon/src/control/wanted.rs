@@ -1,0 +1,140 @@
+//! An export as the config file or the command line has it, and how it comes to run.
+
+use std::{path, rc::Rc};
+
+use anyhow::Context as _;
+use settings::{Door, DoorExport, Endpoint, Plan, Socket, VhostUserBlk};
+
+use super::{
+    bitmaps,
+    inventory::{self, Inventory, NewExport, RunningExport},
+    serving::Serving,
+};
+
+/// An export that a plan has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    pub(crate) disk: String,
+    read_only: bool,
+    pub(crate) way: Way,
+}
+
+/// How clients are to reach it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    Nbd { endpoint: Endpoint, name: String, description: String, bitmaps: Vec<String> },
+    Own(Door),
+}
+
+impl Wanted {
+    /// All that a plan has, those over NBD first.
+    pub(crate) fn all(plan: &Plan) -> Vec<Self> {
+        let of_disk = |index: usize, way| {
+            let disk = &plan.disks[index];
+            Self { disk: disk.name.clone(), read_only: disk.read_only, way }
+        };
+        let nbd = plan.servers.iter().flat_map(|server| {
+            server.exports.iter().map(|export| {
+                let disk = &plan.disks[export.disk];
+                let way = Way::Nbd {
+                    endpoint: server.endpoint.clone(),
+                    name: export.name.clone(),
+                    description: disk.description.clone(),
+                    bitmaps: disk.qcow2.bitmaps.clone(),
+                };
+                of_disk(export.disk, way)
+            })
+        });
+        let own = plan.doors.iter().map(|DoorExport { door, disk }| of_disk(*disk, Way::Own(door.clone())));
+        nbd.chain(own).collect()
+    }
+
+    /// The one that runs, unless it is on its way out.
+    pub(crate) fn running(&self, inventory: &Inventory) -> Option<Rc<RunningExport>> {
+        let is_this = |export: &Rc<RunningExport>| match (&self.way, &export.door) {
+            (Way::Nbd { endpoint, name, .. }, inventory::Door::Nbd(serving, _)) => {
+                serving.endpoint == *endpoint && export.name == *name
+            }
+            (Way::Own(door), inventory::Door::Own(..)) => export.said.as_ref() == Some(door),
+            _ => false,
+        };
+        let is_of_disk = |export: &Rc<RunningExport>| **export.disk.disk.name() == *self.disk;
+        let exports = inventory.exports();
+        exports.into_iter().find(|export| !export.is_ending() && is_of_disk(export) && is_this(export))
+    }
+
+    /// Whether the other is for the same name at the same server, or behind the same door.
+    pub(crate) fn is_at(&self, other: &Self) -> bool {
+        match (&self.way, &other.way) {
+            (
+                Way::Nbd { endpoint, name, .. },
+                Way::Nbd { endpoint: other_endpoint, name: other_name, .. },
+            ) => (endpoint, name) == (other_endpoint, other_name),
+            (Way::Own(door), Way::Own(other)) => {
+                let place = (door.path(), door.passed());
+                place != (None, None) && place == (other.path(), other.passed())
+            }
+            _ => false,
+        }
+    }
+
+    /// Has it run, at a server that runs or behind a door of its own. Returns it, and where it is.
+    pub(crate) async fn add(&self, inventory: &Rc<Inventory>) -> anyhow::Result<(Rc<RunningExport>, String)> {
+        let disk = inventory.disk(&self.disk)?;
+        // The name is the id, unless it is empty, or a disk has the same name at several places.
+        let id = |name: &str, address: &str| match inventory.export(name) {
+            Ok(_) => format!("{name}@{address}"),
+            Err(_) => name.to_owned(),
+        };
+        match &self.way {
+            Way::Nbd { endpoint, name, description, bitmaps } => {
+                let serving = server(inventory, endpoint).context("no server listens there")?;
+                let new = NewExport {
+                    id: id(if name.is_empty() { &self.disk } else { name }, &serving.address()),
+                    name: name.clone(),
+                    description: description.clone(),
+                    disk: self.disk.clone(),
+                    read_only: self.read_only,
+                    bitmaps: bitmaps::of_image(&disk, bitmaps).await?,
+                };
+                let id = new.id.clone();
+                inventory.add_export(&serving, new)?;
+                Ok((inventory.export(&id)?, serving.address()))
+            }
+            Way::Own(door) => {
+                let id = id(&self.disk, &door.address());
+                let address = inventory.add_door(id.clone(), disk, self.read_only, door).await?;
+                let shown = match door {
+                    // Where the machine listens, only weir is to connect.
+                    Door::VhostUserBlk(machine) if machine.client => format!("{address},client"),
+                    Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(path), .. }) => {
+                        format!("vhost-user:{}", path::absolute(path)?.display())
+                    }
+                    _ => address,
+                };
+                Ok((inventory.export(&id)?, shown))
+            }
+        }
+    }
+
+    /// What clients ask for, and where: of a door of its own the disk, and the door.
+    pub(crate) fn told(&self, inventory: &Inventory) -> (String, String) {
+        match &self.way {
+            Way::Nbd { endpoint, name, .. } => {
+                let address = match endpoint {
+                    Endpoint::Address(address) => address.to_string(),
+                    Endpoint::Inherited => {
+                        server(inventory, endpoint).map_or_else(String::new, |serving| serving.address())
+                    }
+                };
+                (name.clone(), address)
+            }
+            Way::Own(door) => (self.disk.clone(), door.address()),
+        }
+    }
+}
+
+/// The server of an endpoint.
+pub(crate) fn server(inventory: &Inventory, endpoint: &Endpoint) -> Option<Rc<Serving>> {
+    inventory.servers().into_iter().find(|serving| serving.endpoint == *endpoint)
+}

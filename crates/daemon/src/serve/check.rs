@@ -1,0 +1,204 @@
+//! `weir check-config`, and `weir serve --check`: whether a daemon would start, without starting
+//! it.
+//!
+//! ```text
+//!   the file      as every start reads it: the first mistake ends it
+//!   the machine   images, passphrases, keys, sockets' directories, devices: all that is wrong is told
+//! ```
+//!
+//! Goes the way of the start as far as that leaves no trace. Images are opened for reading, whoever
+//! writes to them, so that a config can be checked while a daemon serves it. Never binds a socket,
+//! makes a device or keeps an image from anybody.
+
+use std::{fs, path::Path, rc::Rc};
+
+use anyhow::{Context as _, anyhow};
+use block::storage::rate::Budgets;
+use clap::Args;
+use console::{Failure, complain, logging, on_reactor, print};
+use nix::unistd::{AccessFlags, access};
+use settings::{
+    Address, Door, Draft, Endpoint, Plan, SecretSource, Service, Standard, control::ControlSocket,
+};
+
+use super::memory;
+use crate::{
+    control::{
+        assemble::{self, Assembly},
+        bitmaps,
+        inventory::Inventory,
+    },
+    listen,
+};
+
+/// Shown below the options.
+pub const CHECK_EXAMPLES: &str = "\
+Examples:
+  weir check-config /etc/weir/weir.toml
+      Whether `weir serve --config` would start with it; also while a daemon serves it.
+  weir check-config weir.toml && weir reload
+
+Exit status: 0 nothing is wrong, 1 something is, which is told with its line and key.";
+
+/// What `weir check-config` is told.
+#[derive(Debug, Args)]
+pub struct CheckArgs {
+    /// The config file
+    #[arg(value_name = "FILE")]
+    config: std::path::PathBuf,
+}
+
+/// Tells what would keep a daemon with this config file from serving.
+///
+/// # Errors
+/// [`Failure::Failed`] with the file's first mistake; [`Failure::Found`] once others are told.
+pub fn check_config(arguments: CheckArgs) -> Result<(), Failure> {
+    let draft = settings::config::load(&arguments.config)?;
+    let plan = Plan::new(draft.clone(), 0)?;
+    check(draft, plan, &arguments.config.display().to_string())
+}
+
+/// The same for what was said in any way, by a name for it.
+pub(super) fn check(draft: Draft, plan: Plan, name: &str) -> Result<(), Failure> {
+    logging::start(&plan.service.log);
+    memory::set_aside(&plan.service)?;
+    let sum = sum(&plan);
+    let found = on_reactor(async move { Ok(wrong(&draft, &plan).await) })?;
+    found.iter().for_each(complain);
+    match found.is_empty() {
+        true => Ok(print(&format!("{name}: {sum}: nothing is wrong\n"))?),
+        false => Err(Failure::Found(1)),
+    }
+}
+
+fn sum(plan: &Plan) -> String {
+    let count = |number: usize, what: &str| match number {
+        1 => format!("1 {what}"),
+        _ => format!("{number} {what}s"),
+    };
+    let exports = plan.servers.iter().map(|server| server.exports.len()).sum::<usize>() + plan.doors.len();
+    let parts =
+        [count(plan.disks.len(), "disk"), count(plan.groups.len(), "group"), count(exports, "export")];
+    parts.join(", ")
+}
+
+/// Everything, in the order of a start.
+async fn wrong(draft: &Draft, plan: &Plan) -> Vec<anyhow::Error> {
+    let mut found = Vec::new();
+    let inventory = Inventory::new(None, Rc::new(|_| {}));
+    if let Err(error) = images(draft, plan, &inventory, &mut found).await {
+        found.push(error);
+    }
+    memory::warn_of_disks(&plan.disks);
+    found.extend(inventory.look_at_devices(plan.service.state.as_deref()).err());
+    found.extend(assemble::credentials(&plan.service.tls).err());
+    sockets(plan, &mut found);
+    found.extend(plan.doors.iter().filter_map(|export| device(&export.door).err()));
+    found.extend(plan.service.pid_file.as_deref().and_then(|path| {
+        let directory = listen::directory_of(path);
+        let writable = access(directory, AccessFlags::W_OK);
+        let why = || format!("pid file {}: {}", path.display(), directory.display());
+        writable.map_err(std::io::Error::from).with_context(why).err()
+    }));
+    found
+}
+
+/// Fails where nothing can be opened at all.
+async fn images(
+    draft: &Draft,
+    plan: &Plan,
+    inventory: &Rc<Inventory>,
+    found: &mut Vec<anyhow::Error>,
+) -> anyhow::Result<()> {
+    let groups = assemble::groups(plan, inventory)?;
+    let root = plan.service.image_root.as_deref().map(assemble::root).transpose()?;
+    let mut assembly = Assembly::new(root, Budgets::default());
+    for (planned, said) in plan.disks.iter().zip(&draft.disks) {
+        let place = || said.image.place.to_string();
+        if let Some(path) = planned.image.path().filter(|path| path.exists() && !planned.read_only) {
+            let writable = access(path, AccessFlags::W_OK).map_err(std::io::Error::from);
+            found.extend(writable.context("cannot be written").with_context(place).err());
+        }
+        // What can be read once is the daemon's.
+        let is_kept = |source: &SecretSource| matches!(source, SecretSource::File(path) if !is_special(path));
+        if !planned.qcow2.secrets.iter().all(is_kept) {
+            continue;
+        }
+        let looked = settings::Disk {
+            read_only: true,
+            force_share: planned.image.path().is_some(),
+            handover: false,
+            ..planned.clone()
+        };
+        let group = planned.group.and_then(|index| groups.get(index));
+        let opened = async {
+            let running = assemble::disk(&looked, group, assembly.open(&looked).await?)?;
+            bitmaps::of_image(&running, &planned.qcow2.bitmaps).await?;
+            anyhow::Ok(inventory.add_disk(running)?)
+        };
+        found.extend(opened.await.with_context(place).err());
+    }
+    Ok(())
+}
+
+/// A pipe, and what is like it.
+fn is_special(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|file| !file.is_file())
+}
+
+fn sockets(plan: &Plan, found: &mut Vec<anyhow::Error>) {
+    let control = control(&plan.service).unwrap_or_else(|error| {
+        found.push(error);
+        Vec::new()
+    });
+    found.extend(control.iter().filter_map(|place| listen::check_control(place).err()));
+    // Made for a control socket, they are there for the others.
+    let made = |path: &Path| {
+        control.iter().any(|place| place.directory_mode.is_some() && place.path.parent() == path.parent())
+    };
+    let of_servers = plan.servers.iter().filter_map(|server| match &server.endpoint {
+        Endpoint::Address(address) => Some(address.clone()),
+        Endpoint::Inherited => None,
+    });
+    let of_doors = plan.doors.iter().filter_map(|export| match &export.door {
+        Door::VhostUserBlk(machine) if !machine.client => {
+            machine.socket.path().map(|path| Address::Unix(path.to_owned()))
+        }
+        _ => None,
+    });
+    for address in of_servers.chain(of_doors) {
+        match &address {
+            Address::Unix(path) if made(path) && !path.exists() => {}
+            address => found.extend(listen::check(address, &plan.service.sockets).err()),
+        }
+    }
+}
+
+/// The control sockets without which there is no daemon.
+fn control(service: &Service) -> anyhow::Result<Vec<ControlSocket>> {
+    let mut places: Vec<_> = service.qmp.iter().cloned().map(ControlSocket::at).collect();
+    if service.control == Standard::Must {
+        places.push(ControlSocket::of_daemon().map_err(|rule| anyhow!("control socket: {rule}"))?);
+    }
+    Ok(places)
+}
+
+/// Whether the machine has what a device is made of.
+fn device(door: &Door) -> anyhow::Result<()> {
+    let there = |path: &Path, remedy: &str| match path.exists() {
+        true => Ok(()),
+        false => Err(anyhow!("{}: is not there ({remedy})", path.display())),
+    };
+    match door {
+        Door::VhostUserBlk(_) => Ok(()),
+        Door::Ublk(_) => there(Path::new("/dev/ublk-control"), "`modprobe ublk_drv`; it needs Linux 6.0"),
+        Door::NbdDevice(device) => {
+            let path = device.path().unwrap_or_else(|| "/dev/nbd0".into());
+            there(&path, "`modprobe nbd`")
+        }
+        Door::Fuse(fuse) => {
+            there(Path::new("/dev/fuse"), "`modprobe fuse`")?;
+            there(&fuse.file, "make it, an empty file: the disk is seen in its place")
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! `weir disk add` and `weir disk remove`.
+
+use std::path::absolute;
+
+use anyhow::anyhow;
+use clap::{Args, Subcommand};
+use console::Failure;
+use serde_json::{Value, json};
+use settings::{Address, Image};
+
+use super::finish;
+use crate::{
+    client::{Client, Target},
+    described::{self, DiskOptions},
+    saving::{self, SaveArgs},
+};
+
+pub(crate) const ADD_EXAMPLES: &str = "\
+Examples:
+  weir disk add vm3 /srv/images/vm3.qcow2 -f qcow2 --cache none --group gold --iops-total 2000
+      Serves it at once, where the daemon listens for NBD.
+  weir disk add vm3 vm3.raw -f raw --save
+      Also after the next start: the config file gets a [disk.vm3].
+  weir disk remove vm3 --save
+      If nobody uses it; the config file's [disk.vm3] goes, all other lines stay.
+
+A disk that is added whole or not at all. What a control socket has no words for (snapshots, passphrases in files, \
+devices of this host) is written into the config file, which `weir reload` applies; `weir attach` makes devices.";
+
+/// What is done to disks.
+#[derive(Debug, Subcommand)]
+pub(crate) enum DiskCommand {
+    /// Have the daemon serve one more disk
+    #[command(after_help = ADD_EXAMPLES)]
+    Add(Box<AddArgs>),
+    /// Have the daemon serve a disk no longer, if nobody uses it
+    #[command(after_help = ADD_EXAMPLES)]
+    Remove(RemoveArgs),
+}
+
+/// What `weir disk add` is told.
+#[derive(Debug, Args)]
+pub(crate) struct AddArgs {
+    /// The disk's name, which clients ask for: at most 31 letters, digits, `.`, `_` and `-`
+    #[arg(value_name = "NAME")]
+    name: String,
+    /// A file, a block device, memory:SIZE or null:SIZE
+    #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>)]
+    image: Image,
+    /// Serve it at this address, where the daemon listens already [default: the only one where it
+    /// does]
+    #[arg(long, value_name = "ADDRESS")]
+    nbd: Option<Address>,
+    /// Print what was done as JSON
+    #[arg(long)]
+    json: bool,
+    /// The daemon's control socket [default: the one that `weir serve` opens]
+    #[arg(long, value_name = "unix:PATH")]
+    qmp: Option<Target>,
+    #[command(flatten)]
+    disk: DiskOptions,
+    #[command(flatten)]
+    save: SaveArgs,
+}
+
+/// What `weir disk remove` is told.
+#[derive(Debug, Args)]
+pub(crate) struct RemoveArgs {
+    /// The disk
+    #[arg(value_name = "NAME")]
+    name: String,
+    /// Print what was done as JSON
+    #[arg(long)]
+    json: bool,
+    /// The daemon's control socket [default: the one that `weir serve` opens]
+    #[arg(long, value_name = "unix:PATH")]
+    qmp: Option<Target>,
+    #[command(flatten)]
+    save: SaveArgs,
+}
+
+pub(crate) fn run(command: DiskCommand) -> Result<(), Failure> {
+    match command {
+        DiskCommand::Add(arguments) => add(*arguments),
+        DiskCommand::Remove(arguments) => remove(arguments),
+    }
+}
+
+fn add(arguments: AddArgs) -> Result<(), Failure> {
+    let AddArgs { name, image, nbd, json, qmp, disk, save } = arguments;
+    let here = absolute(".")?;
+    // The daemon may be in another directory, and so is the config file.
+    let image = image.relative_to(&here).to_string();
+    let options = disk.with_whole_paths();
+    let (node, settings) = described::node(&name, &image, &options)?;
+    let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
+    let (_, report) = client.status()?;
+    let saving = saving::prepare(&report, &save, |text| {
+        let format = ("format", node["driver"].as_str().filter(|_| !image.contains(':')));
+        let keys = keys(&image, format, &options, nbd.as_ref());
+        saving::added(text, "disk", &name, keys)
+    })?;
+    client.execute("blockdev-add", node)?;
+    let is_writable = !options.iter().any(|(option, _)| option == "read-only");
+    let mut export =
+        json!({ "type": "nbd", "id": name, "node-name": name, "name": name, "writable": is_writable });
+    if let Some(address) = &nbd {
+        export["x-weir-listen"] = json!(address.to_string());
+    }
+    let mut rest = || {
+        if !settings.is_empty() {
+            client.set(&name, settings.clone())?;
+        }
+        client.execute("block-export-add", export.clone()).map(drop)
+    };
+    if let Err(error) = rest() {
+        if let Err(left) = client.execute("x-weir-remove-disk", json!({ "name": name })) {
+            return Err(anyhow!("{error}; and the disk stays, without an export: {left}").into());
+        }
+        return Err(error.into());
+    }
+    finish(("disk", &name, "added"), saving, json)
+}
+
+/// As they stand in a config file.
+fn keys(
+    image: &str,
+    (format_key, format): (&str, Option<&str>),
+    options: &[(String, Option<String>)],
+    nbd: Option<&Address>,
+) -> Vec<(String, toml_edit::Value)> {
+    let mut keys = vec![("image".to_owned(), image.into())];
+    if !options.iter().any(|(option, _)| option == format_key)
+        && let Some(format) = format
+    {
+        keys.push((format_key.to_owned(), format.into()));
+    }
+    keys.extend(options.iter().map(|(option, value)| {
+        let value = match value.as_deref() {
+            None => true.into(),
+            Some(text) => text.parse::<i64>().map_or_else(|_| text.into(), toml_edit::Value::from),
+        };
+        (option.clone(), value)
+    }));
+    if let Some(address) = nbd {
+        let mut table = toml_edit::InlineTable::new();
+        table.insert("type", "nbd".into());
+        table.insert("listen", address.to_string().into());
+        keys.push(("export".to_owned(), toml_edit::Array::from_iter([table]).into()));
+    }
+    keys
+}
+
+fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
+    let RemoveArgs { name, json, qmp, save } = arguments;
+    let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
+    let (_, report) = client.status()?;
+    if !report.disks.iter().any(|disk| disk.name == name) {
+        return Err(anyhow!("{name}: no disk has this name (`weir status` lists them)").into());
+    }
+    let saving = saving::prepare(&report, &save, |text| saving::removed(text, "disk", &name))?;
+    let _: Value = client.execute("x-weir-remove-disk", json!({ "name": name }))?;
+    finish(("disk", &name, "removed"), saving, json)
+}

@@ -1,0 +1,36 @@
+//! `weir disk` and `weir group`: what a running daemon serves, one more or one less.
+//!
+//! ```text
+//!   the config file's new text is prepared ─► the daemon does it ─► the text is put in place
+//!                                              └ refuses, or one of several steps: all is undone
+//! ```
+
+mod disk;
+mod group;
+
+use anyhow::Context as _;
+use console::{Failure, print, print_json};
+pub(crate) use disk::{ADD_EXAMPLES as DISK_EXAMPLES, DiskCommand, run as disk};
+pub(crate) use group::{EXAMPLES as GROUP_EXAMPLES, GroupCommand, run as group};
+use serde_json::json;
+
+use crate::saving::Saving;
+
+/// Puts the new config file in place, and tells what was done.
+fn finish(what: (&str, &str, &str), saving: Option<Saving>, json: bool) -> Result<(), Failure> {
+    let (kind, name, change) = what;
+    let saved = saving.map(Saving::commit).transpose();
+    let saved = saved.with_context(|| format!("{name}: {change}, but that is not saved"))?;
+    if json {
+        let mut told = json!({ "kind": kind, "name": name, "change": change });
+        if let Some(file) = &saved {
+            told["saved"] = json!(file);
+        }
+        return Ok(print_json(&told)?);
+    }
+    let mut text = format!("{kind} {name}: {change}\n");
+    if let Some(file) = saved {
+        text += &format!("{name}: saved in {file}\n");
+    }
+    Ok(print(&text)?)
+}

@@ -1,0 +1,177 @@
+//! A disk as the command line describes it to a daemon that runs: the options of `weir serve`, and
+//! what they are at its control socket.
+//!
+//! Not all of them can be said there: those are refused by name. Never asks the daemon.
+
+use std::{fs, io::Read as _, path::absolute};
+
+use anyhow::bail;
+use clap::{ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
+use daemon::serve::ServeArgs;
+use serde_json::{Map, Value, json};
+
+/// Options of `weir serve` about a disk, as they were written.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct DiskOptions(Vec<(String, Option<String>)>);
+
+/// Those that are not about a disk, or are said otherwise here.
+const OTHERS: [&str; 14] = [
+    "Network",
+    "TLS",
+    "Process",
+    "Logging",
+    "Devices to imitate",
+    "As qemu-storage-daemon, in this order",
+    "check",
+    "config",
+    "images",
+    "name",
+    "secret_fd",
+    "description",
+    "handover",
+    "bitmap",
+];
+
+impl DiskOptions {
+    fn arguments() -> Vec<clap::Arg> {
+        let serve = ServeArgs::augment_args(Command::new("serve"));
+        let is_of_disk = |argument: &&clap::Arg| {
+            let id = argument.get_id().as_str();
+            let of = argument.get_help_heading().unwrap_or(id);
+            !OTHERS.contains(&of) && !OTHERS.contains(&id)
+        };
+        // Here `-o` is mount's.
+        let plain = |argument: &clap::Arg| {
+            let plain = argument.clone().conflicts_with(Resettable::Reset);
+            if plain.get_short() == Some('o') { plain.short(Resettable::Reset) } else { plain }
+        };
+        serve.get_arguments().filter(is_of_disk).map(plain).collect()
+    }
+
+    /// Those that were named.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|(name, _)| name.as_str())
+    }
+
+    /// Of an option that was named.
+    pub(crate) fn value(&self, option: &str) -> Option<&str> {
+        self.0.iter().find(|(name, _)| name == option)?.1.as_deref()
+    }
+
+    pub(crate) fn with_whole_paths(&self) -> Vec<(String, Option<String>)> {
+        let whole = |(name, value): &(String, Option<String>)| {
+            let path = value.as_ref().filter(|_| name == "secret-file");
+            let path = path.and_then(|path| absolute(path).ok()?.into_os_string().into_string().ok());
+            (name.clone(), path.or_else(|| value.clone()))
+        };
+        self.0.iter().map(whole).collect()
+    }
+}
+
+impl Args for DiskOptions {
+    fn augment_args(command: Command) -> Command {
+        command.args(Self::arguments())
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for DiskOptions {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let mut said = Vec::new();
+        for argument in Self::arguments() {
+            let (id, Some(long)) = (argument.get_id().as_str(), argument.get_long()) else { continue };
+            if matches.value_source(id) != Some(ValueSource::CommandLine) {
+                continue;
+            }
+            if !argument.get_action().takes_values() {
+                said.push((long.to_owned(), None));
+                continue;
+            }
+            // Each was judged by its parser, which takes UTF-8 alone but for paths.
+            let values = matches.get_raw(id).into_iter().flatten();
+            said.extend(values.map(|value| (long.to_owned(), Some(value.to_string_lossy().into_owned()))));
+        }
+        Ok(Self(said))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+/// Options that are said where the node is made; all others are settings of the disk.
+const OF_NODES: [&str; 5] = ["format", "cache", "discard", "read-only", "force-share"];
+/// What a control socket has no words for.
+const BY_FILES: [&str; 4] = ["options", "snapshot", "secret-file", "cache-clean-interval"];
+
+/// A node, and what is set of its disk then. Fails at what only a file or a command line can say.
+pub(crate) fn node(
+    name: &str,
+    image: &str,
+    options: &[(String, Option<String>)],
+) -> anyhow::Result<(Value, Map<String, Value>)> {
+    let option = |name: &str| options.iter().find(|(known, _)| known == name);
+    let value = |name: &str| option(name).and_then(|(_, value)| value.as_deref());
+    if let Some((name, _)) = options.iter().find(|(name, _)| BY_FILES.contains(&name.as_str())) {
+        bail!(
+            "--{name}: is not to be had by a daemon's control socket (write the disk into the daemon's config file and `weir reload`; `weir attach` has --alone)"
+        );
+    }
+    let file = match image.split_once(':') {
+        Some(("memory", size)) => {
+            json!({ "driver": "x-weir-memory", "size": settings::size(size).map_err(anyhow::Error::msg)? })
+        }
+        Some(("null", size)) => {
+            json!({ "driver": "null-co", "size": settings::size(size).map_err(anyhow::Error::msg)? })
+        }
+        _ => json!({ "driver": file_driver(image), "filename": image }),
+    };
+    let format = match value("format") {
+        Some(format) => format,
+        None if is_qcow2(image) => "qcow2",
+        None if file["filename"].is_null() => "raw",
+        None => bail!("{}: a daemon is to be told how it is laid out (add --format raw)", image),
+    };
+    let mut node = json!({ "driver": format, "node-name": name, "file": file });
+    match value("cache") {
+        None | Some("writeback") => {}
+        Some("none") => node["cache"] = json!({ "direct": true }),
+        Some("unsafe") => node["cache"] = json!({ "no-flush": true }),
+        Some(mode) => bail!(
+            "--cache {mode}: is not to be had by a daemon's control socket (write the disk into the daemon's config file and `weir reload`; `weir attach` has --alone)"
+        ),
+    }
+    if let Some(mode) = value("discard") {
+        node["discard"] = json!(mode);
+    }
+    for flag in ["read-only", "force-share"] {
+        if option(flag).is_some() {
+            node[flag] = json!(true);
+        }
+    }
+    let mut settings = Map::new();
+    for (name, value) in options.iter().filter(|(name, _)| !OF_NODES.contains(&name.as_str())) {
+        let text = value.as_deref().unwrap_or("on");
+        let number = settings::size(text).ok().filter(|_| name != "group");
+        let value = number.map_or_else(|| json!(text), |number| json!(number));
+        settings.insert(name.clone(), value);
+    }
+    Ok((node, settings))
+}
+
+fn file_driver(image: &str) -> &'static str {
+    use std::os::unix::fs::FileTypeExt as _;
+    match fs::metadata(image).is_ok_and(|file| file.file_type().is_block_device()) {
+        true => "host_device",
+        false => "file",
+    }
+}
+
+fn is_qcow2(image: &str) -> bool {
+    let mut magic = [0; 4];
+    fs::File::open(image).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"QFI\xfb"
+}

@@ -1,0 +1,99 @@
+//! `weir reload`: the daemon reads its config file again, and what has changed is shown.
+
+use clap::Args;
+use console::{
+    Failure, print, print_json,
+    table::{Table, columns},
+};
+use serde_json::{Value, json};
+
+use crate::client::{Client, Target, change::Name, change::Setpoint};
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  weir reload
+      Limits, groups, shares, new disks and exports of the config file are in force at once; disks, groups and \
+exports that it does not have any more are removed.
+  weir check-config /etc/weir/weir.toml && weir reload
+
+All of the difference is applied, or nothing: what the file has wrong is told with its line, and what cannot be \
+changed while weir runs (how an image was opened, the daemon's own settings, what somebody uses) by its name. \
+A change that `weir throttle` has made without --save is taken back. SIGHUP does the same, and the log tells.";
+
+/// What `weir reload` is told.
+#[derive(Debug, Args)]
+pub(crate) struct ReloadArgs {
+    /// Print what has changed as JSON
+    #[arg(long)]
+    json: bool,
+    /// The daemon's control socket [default: the one that `weir serve` opens]
+    #[arg(long, value_name = "unix:PATH")]
+    qmp: Option<Target>,
+}
+
+pub(crate) fn run(arguments: ReloadArgs) -> Result<(), Failure> {
+    let mut client = Client::reach(arguments.qmp)?.with_patience(Client::LONG)?;
+    let changes = client.execute("x-weir-reload", json!({}))?;
+    Ok(if arguments.json { print_json(&changes) } else { print(&shown(&changes)) }?)
+}
+
+fn shown(changes: &Value) -> String {
+    let changes = changes.as_array().map(Vec::as_slice).unwrap_or_default();
+    if changes.is_empty() {
+        return "nothing has changed\n".to_owned();
+    }
+    let mut table = Table::new(columns(&["WHAT", "NAME", "CHANGE"], &[]));
+    for change in changes {
+        let text = |key: &str| change[key].as_str().unwrap_or_default().to_owned();
+        let what = match (text("change").as_str(), text("setting")) {
+            ("set", name) => {
+                let value = |key| setpoint(&name, &change[key]);
+                format!("{name}: {} → {}", value("before"), value("after"))
+            }
+            (listed, _) if text("kind") == "export" => format!("{listed} at {}", text("address")),
+            (listed, _) => listed.to_owned(),
+        };
+        table.row(vec![text("kind"), text("name"), what]);
+    }
+    table.render(false)
+}
+
+/// A value as users write it.
+fn setpoint(name: &str, value: &Value) -> String {
+    match (Name::find(name), value) {
+        (_, Value::Null) => "none".to_owned(),
+        (Ok(name), Value::String(text)) => name.show(&Setpoint::Text(text.clone())),
+        (Ok(name), Value::Number(number)) => {
+            name.show(&Setpoint::Number(number.as_u64().unwrap_or_default()))
+        }
+        (_, Value::String(text)) => text.clone(),
+        (_, other) => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_change_is_a_line() {
+        let set = |name: &str, before: Value, after: Value| json!({ "kind": "disk", "name": "vm1", "change": "set", "setting": name, "before": before, "after": after });
+        let changes = json!([
+            { "kind": "group", "name": "gold", "change": "added" },
+            set("bps-total", json!(0), json!(10 << 20)),
+            set("group", json!(""), json!("gold")),
+            set("l2-cache-size", Value::Null, json!("full")),
+            { "kind": "export", "name": "vm1", "disk": "vm1", "address": "unix:/run/a", "change": "removed" },
+        ]);
+        let expect = "\
+WHAT    NAME  CHANGE
+group   gold  added
+disk    vm1   bps-total: none → 10M
+disk    vm1   group: none → gold
+disk    vm1   l2-cache-size: none → full
+export  vm1   removed at unix:/run/a
+";
+        assert_eq!(shown(&changes), expect);
+        assert_eq!(shown(&json!([])), "nothing has changed\n");
+    }
+}

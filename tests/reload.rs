@@ -1,0 +1,309 @@
+//! The config file is checked, and read again while the daemon serves.
+
+use std::{fs, os::unix::net::UnixDatagram, path::PathBuf};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use crate::harness::{
+    Client, DEADLINE, MIB, Scratch, Serve, Weir, Wire, assert_says,
+    operator::{self, fails, find, prints, prints_json, serve, socket, status},
+    text, weir,
+};
+
+/// A daemon with a config file that can be written anew.
+struct Party {
+    scratch: Scratch,
+    file: PathBuf,
+    weir: Weir,
+}
+
+const BEFORE: &str = "
+[group.gold]
+iops-total = 1000
+
+[disk.a]
+image = \"memory:1M\"
+group = \"gold\"
+iops-reservation = 600
+
+[disk.b]
+image = \"memory:1M\"
+group = \"gold\"
+iops-reservation = 400
+";
+
+impl Party {
+    fn new(disks: &str) -> Self {
+        let scratch = Scratch::new();
+        let file = scratch.file("weir.toml", with_daemon(&scratch, disks));
+        let weir = serve(&scratch, &file);
+        Self { scratch, file, weir }
+    }
+
+    fn write(&self, disks: &str) {
+        fs::write(&self.file, with_daemon(&self.scratch, disks)).unwrap();
+    }
+
+    fn names(&self, list: &str) -> Vec<String> {
+        let status = status(&self.scratch, "0");
+        let entries = status[list].as_array().unwrap();
+        entries.iter().map(|entry| entry["name"].as_str().unwrap().to_owned()).collect()
+    }
+
+    /// What is in force of a disk or a group.
+    fn setting(&self, list: &str, name: &str, key: &str) -> Value {
+        find(&status(&self.scratch, "0"), list, name)[key].clone()
+    }
+
+    #[track_caller]
+    fn refuses(&self, disks: &str, said: &[&str]) {
+        let before = steady(status(&self.scratch, "0"));
+        self.write(disks);
+        assert_says(&fails(&self.scratch, &["reload"]), said);
+        assert_eq!(steady(status(&self.scratch, "0")), before, "nothing has changed");
+    }
+}
+
+/// Without what changes by itself.
+fn steady(mut status: Value) -> Value {
+    let members = status.as_object_mut().unwrap();
+    members.retain(|key, _| ["disks", "groups", "exports"].contains(&key.as_str()));
+    for entry in members.values_mut().flat_map(|list| list.as_array_mut().unwrap()) {
+        entry
+            .as_object_mut()
+            .unwrap()
+            .retain(|key, _| !["rate", "throttle", "memory"].contains(&key.as_str()));
+    }
+    status
+}
+
+fn with_daemon(scratch: &Scratch, disks: &str) -> String {
+    let nbd = text(&scratch.socket("nbd")).to_owned();
+    format!("[daemon]\nqmp = \"{}\"\nnbd = \"unix:{nbd}\"\n{disks}", socket(scratch))
+}
+
+#[test]
+fn the_difference_is_applied_as_one_change() {
+    let party = Party::new(BEFORE);
+    let uri = format!("nbd+unix:///a?socket={}", text(&party.scratch.socket("nbd")));
+    let (mut wire, _) = Wire::go(&party.scratch.socket("nbd"), "a");
+    assert_eq!(prints(&party.scratch, &["reload"]), "nothing has changed\n");
+    // Promises change hands, which is too much one after the other; b goes and c comes, with an
+    // image of its own; a limit of a's own; what was changed and not saved is taken back.
+    prints(&party.scratch, &["throttle", "gold", "--weight", "7"]);
+    party.scratch.sparse("c.raw", MIB);
+    party.write(
+        "
+[group.gold]
+iops-total = 1000
+
+[group.silver]
+bps-total = \"5M\"
+
+[disk.a]
+image = \"memory:1M\"
+group = \"gold\"
+iops-reservation = 300
+iops-read = 50
+prefetch = false
+on-write-error = \"stop\"
+
+[disk.c]
+image = \"c.raw\"
+format = \"raw\"
+group = \"gold\"
+iops-reservation = 700
+",
+    );
+    let expect = "\
+WHAT    NAME    CHANGE
+disk    a       prefetch: auto → off
+disk    a       on-write-error: report → stop
+group   silver  added
+group   gold    weight: 7 → 100
+disk    a       iops-read: none → 50
+disk    a       iops-reservation: 600 → 300
+disk    c       added
+";
+    let said = prints(&party.scratch, &["reload"]);
+    assert_says(&said, &expect.lines().collect::<Vec<_>>());
+    assert_says(
+        &said,
+        &["export  b       removed at unix:", "export  c       added at unix:", "disk    b       removed\n"],
+    );
+    assert_eq!(
+        (party.names("disks"), party.names("groups")),
+        (vec!["a".into(), "c".into()], vec!["gold".into(), "silver".into()])
+    );
+    assert_eq!(party.setting("disks", "a", "limits"), json!({ "iops-read": 50 }));
+    assert_eq!(party.setting("disks", "c", "iops-reservation"), 700);
+    // Who was connected still is, and who comes finds what there is.
+    wire.read(0, 512).unwrap();
+    drop(wire);
+    let list = Client::new("nbdinfo").args(["--list", &uri]).succeeds();
+    assert!(list.contains("export=\"c\"") && !list.contains("export=\"b\""), "{list}");
+    assert_eq!(prints_json(&party.scratch, &["reload", "--json"]), json!([]));
+    // And back, by a signal.
+    party.write(BEFORE);
+    party.weir.signal(Signal::SIGHUP);
+    party.weir.wait_for_log("the config file was read again");
+    assert_eq!(party.names("disks"), ["a", "b"]);
+    assert_eq!(party.setting("disks", "a", "iops-reservation"), 600);
+    let log = party.weir.stop();
+    assert_says(&log, &["reloaded"]);
+}
+
+#[test]
+fn what_cannot_be_is_named_and_nothing_changes() {
+    let party = Party::new(BEFORE);
+    let line = |old: &str, new: &str| {
+        assert_eq!(BEFORE.matches(old).count(), 1, "{old}");
+        // With a change that alone could be.
+        BEFORE.replace(old, new).replace("iops-total = 1000", "iops-total = 2000")
+    };
+    party.refuses(
+        &line("iops-reservation = 600", "iops-reservatin = 600"),
+        &["weir.toml:11: disk.a.iops-reservatin: unknown key"],
+    );
+    party.refuses(
+        &line("iops-reservation = 400", "iops-reservation = 1900"),
+        &["weir.toml:16: disk.b.iops-reservation = 1900", "would be promised"],
+    );
+    party.refuses(
+        &line("iops-reservation = 400", "cache = \"none\""),
+        &["weir.toml:13: disk.b: cache: cannot be changed while the disk is served"],
+    );
+    party.refuses(
+        &format!("{}\n[disk.c]\nimage = \"c.raw\"\nformat = \"raw\"\n", line("iops-reservation = 400", "")),
+        &["c.raw: no such file (create it first"],
+    );
+    party.refuses(&format!("workers = 7\n{BEFORE}"), &["daemon: workers: cannot be changed while weir runs"]);
+    // The last step fails, behind all that could be done.
+    let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"fuse\", file = \"none\" }]\n";
+    party.refuses(&(line("iops-reservation = 400", "") + door), &["none"]);
+    assert!(!party.scratch.path("other").exists(), "its socket has gone");
+    let (busy, _) = Wire::go(&party.scratch.socket("nbd"), "b");
+    let without_b = BEFORE.split("[disk.b]").next().unwrap();
+    party.refuses(without_b, &["export b of disk b: clients are connected: 1"]);
+    drop(busy);
+    party.weir.stop();
+}
+
+#[test]
+fn exports_come_and_go_with_their_servers() {
+    let disk = "\n[disk.a]\nimage = \"memory:1M\"\n";
+    let party = Party::new(disk);
+    let other = party.scratch.path("other");
+    let address = format!("unix:{}", text(&party.scratch.socket("nbd")));
+    let both = format!(
+        "export = [{{ type = \"nbd\", listen = \"{address}\" }}, {{ type = \"nbd\", listen = \"unix:other\", name = \"x\" }}]\n"
+    );
+    let second = "\n[disk.b]\nimage = \"memory:1M\"\n";
+    party.write(&format!("{disk}{both}{second}"));
+    assert_says(&prints(&party.scratch, &["reload"]), &["export  x     added at unix:"]);
+    let size = |uri: &str| Client::new("nbdinfo").args(["--size", uri]).succeeds();
+    assert_eq!(size(&format!("nbd+unix:///x?socket={}", text(&other))), "1048576\n");
+    party.write(&format!("{disk}description = \"the first\"\n{second}"));
+    let said = prints(&party.scratch, &["reload"]);
+    assert_says(
+        &said,
+        &["export  x     removed at unix:", "export  a     removed at unix:", "export  a     added at unix:"],
+    );
+    assert!(!other.exists(), "nobody is served there");
+    let list = Client::new("nbdinfo")
+        .args(["--list", &format!("nbd+unix:///?socket={}", text(&party.scratch.socket("nbd")))])
+        .succeeds();
+    assert_says(&list, &["the first"]);
+    party.weir.stop();
+}
+
+#[test]
+fn a_service_manager_hears_of_a_reload() {
+    let scratch = Scratch::new();
+    let notify = scratch.socket("notify");
+    let socket = UnixDatagram::bind(&notify).unwrap();
+    socket.set_read_timeout(Some(DEADLINE)).unwrap();
+    let heard = || {
+        let mut message = [0; 256];
+        let length = socket.recv(&mut message).expect("a message in time");
+        String::from_utf8_lossy(&message[..length]).into_owned()
+    };
+    let file = scratch.file("weir.toml", with_daemon(&scratch, "[disk.a]\nimage = \"memory:1M\"\n"));
+    let weir =
+        Serve::new(&scratch).where_said().arg("--config").arg(&file).env("NOTIFY_SOCKET", &notify).start();
+    assert_eq!(heard().trim_end(), "READY=1");
+    // With a mistake it is still at work.
+    fs::write(&file, "[disk.a]\n").unwrap();
+    for said in ["nothing has changed: ", "nothing has changed: "] {
+        weir.signal(Signal::SIGHUP);
+        assert_says(&heard(), &["RELOADING=1", "MONOTONIC_USEC="]);
+        assert_eq!(heard().trim_end(), "READY=1");
+        assert_says(&weir.wait_for_log(said), &["weir.toml:1: disk.a: no image"]);
+    }
+    weir.stop();
+}
+
+#[test]
+fn without_a_file_there_is_nothing_to_reload() {
+    let scratch = Scratch::new();
+    let weir = operator::start(&scratch, &[]);
+    assert_says(&fails(&scratch, &["reload"]), &["started without a config file", "--config FILE"]);
+    weir.stop();
+}
+
+#[test]
+fn a_config_is_checked_while_it_is_served() {
+    let scratch = Scratch::new();
+    scratch.sparse("a.raw", MIB);
+    let disks = "\n[disk.a]\nimage = \"a.raw\"\nformat = \"raw\"\n";
+    let file = scratch.file("weir.toml", with_daemon(&scratch, disks));
+    let daemon = serve(&scratch, &file);
+    let said = weir(&["check-config", text(&file)]).succeeds();
+    assert_eq!(said, format!("{}: 1 disk, 0 groups, 1 export: nothing is wrong\n", text(&file)));
+    weir(&["serve", "--check", "--config", text(&file)]).succeeds();
+    // Nothing of it was held, and the daemon goes on.
+    assert_eq!(status(&scratch, "0")["disks"][0]["connections"], 0);
+    daemon.stop();
+}
+
+#[test]
+fn all_that_is_wrong_with_the_machine_is_told() {
+    let scratch = Scratch::new();
+    scratch.file("text", "hi");
+    let disks = "
+[disk.a]
+image = \"none.raw\"
+export = [{ type = \"nbd\", listen = \"unix:text\" }]
+
+[disk.b]
+image = \"memory:1M\"
+export = [{ type = \"vhost-user-blk\", listen = \"unix:nowhere/b.sock\" }]
+
+[disk.c]
+image = \"memory:1M\"
+l2-cache-size = \"1M\"
+";
+    let daemon = "pid-file = \"nowhere/pid\"\nsocket-owner = \"nobody-of-this-name\"\n";
+    let file = scratch.file("weir.toml", with_daemon(&scratch, &format!("{daemon}{disks}")));
+    let outcome = weir(&["check-config", text(&file)]).run();
+    assert_eq!(outcome.code(), 1);
+    assert_says(
+        &outcome.said(),
+        &[
+            "weir.toml:8: disk.a.image = \"none.raw\"",
+            "no such file (create it first",
+            "weir.toml:17: disk.c.l2-cache-size = \"1M\": is for qcow2 images",
+            "text: something that is not a socket is there already",
+            "nowhere does not exist (create it)",
+            "there is no user \"nobody-of-this-name\"",
+            "pid file ",
+        ],
+    );
+    let file = scratch.file("wrong.toml", "[disk.a]\nimage = \"memory:1M\"\nchache = \"none\"\n");
+    let outcome = weir(&["check-config", text(&file)]).run();
+    assert_eq!(outcome.code(), 1);
+    assert_says(&outcome.said(), &["wrong.toml:3: disk.a.chache: unknown key (did you mean \"cache\"?)"]);
+    assert_eq!(weir(&["check-config"]).run().code(), 2);
+    assert_eq!(weir(&["serve", "--check"]).run().code(), 2);
+}
