@@ -190,13 +190,11 @@ fn the_config_file_is_what_the_daemon_takes() {
     assert!(draft.disks.is_empty() && draft.groups.is_empty(), "what it shows is commented out");
     // A comment after two signs is prose, one after a sign and a space is a setting or prose.
     let is_setting = |line: &&str| line.starts_with("# [") || line.contains(" = ");
-    let lines = shipped.lines().map(|line| if is_setting(&line) { line.trim_start_matches("# ") } else { line });
-    let draft = settings::config::parse(
-        "weir.toml",
-        &lines.collect::<Vec<_>>().join("\n"),
-        Path::new("/etc/weir"),
-    )
-    .unwrap();
+    let lines =
+        shipped.lines().map(|line| if is_setting(&line) { line.trim_start_matches("# ") } else { line });
+    let draft =
+        settings::config::parse("weir.toml", &lines.collect::<Vec<_>>().join("\n"), Path::new("/etc/weir"))
+            .unwrap();
     assert_eq!((draft.disks.len(), draft.groups.len()), (1, 1));
 }
 
@@ -211,7 +209,8 @@ fn manual_pages_are_whole() {
     assert!(pages.len() > 30, "{pages:?}");
     Client::new("mandoc").args(["-Tlint", "-Wwarning"]).args(&pages).succeeds();
     for page in &pages {
-        let said = Client::new("groff").args(["-man", "-ww", "-z", "-Tutf8", "-Kutf8"]).arg(page).run().said();
+        let said =
+            Client::new("groff").args(["-man", "-ww", "-z", "-Tutf8", "-Kutf8"]).arg(page).run().said();
         assert_eq!(said, "", "{}", page.display());
     }
     let broken = scratch.file("broken.1", ".TH A 1 2026-01-02\n.SH NAME\na \\- b\n.nosuch\n");

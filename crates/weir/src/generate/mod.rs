@@ -18,11 +18,11 @@ use std::{
 };
 
 use anyhow::Context as _;
-use clap::Args;
+use clap::{Args, Command};
 use clap_complete::env::{Bash, EnvCompleter, Fish, Zsh};
 use console::Failure;
 
-use crate::{cli::Cli, complete};
+use crate::complete;
 
 /// What `weir generate` is told.
 #[derive(Debug, Args)]
@@ -35,9 +35,10 @@ pub(crate) struct GenerateArgs {
     date: String,
 }
 
-pub(crate) fn run(arguments: &GenerateArgs) -> Result<(), Failure> {
+/// Of the command line of this definition.
+pub(crate) fn run(arguments: &GenerateArgs, command: Command) -> Result<(), Failure> {
     let directory = &arguments.directory;
-    for page in man::pages(Cli::whole(), &arguments.date)? {
+    for page in man::pages(command, &arguments.date)? {
         write(&directory.join("man/man1").join(page.file), &page.text)?;
     }
     let scripts: [(&dyn EnvCompleter, &str, &str); 3] = [
@@ -55,8 +56,7 @@ pub(crate) fn run(arguments: &GenerateArgs) -> Result<(), Failure> {
 }
 
 /// zsh reads the script when it needs it first, as a function that is to complete something then.
-const AT_ONCE: &str =
-    "if [[ $funcstack[1] == _weir ]]; then\n    _clap_dynamic_completer_weir \"$@\"\nfi\n";
+const AT_ONCE: &str = "if [[ $funcstack[1] == _weir ]]; then\n    _clap_dynamic_completer_weir \"$@\"\nfi\n";
 
 fn write(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     let written = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(path, bytes));
