@@ -1,7 +1,7 @@
 //! The log, on standard error: standard output belongs to results.
 //!
-//! Where standard error is the journal's (`JOURNAL_STREAM`, systemd.exec(5)), a line begins with its
-//! priority (sd-daemon(3)), and a line for people has no time: the journal has one.
+//! Where standard error is the journal's (`JOURNAL_STREAM`, systemd.exec(5)), a line begins with
+//! its priority (sd-daemon(3)), and a line for people has no time: the journal has one.
 
 use std::{
     env,

@@ -12,19 +12,16 @@ use block::storage::{CacheMode, Format};
 use clap::{Arg, Command, ValueHint};
 use clap_complete::{ArgValueCandidates, CompleteEnv, CompletionCandidate};
 
-use crate::{
-    cli::Cli,
-    client::{Client, Target, report::Report},
-};
+use crate::client::{Client, Target, report::Report};
 
 /// The variable that says which shell asks.
 pub(crate) const VARIABLE: &str = "WEIR_COMPLETE";
 /// Who presses a key waits no longer for a daemon.
 const PATIENCE: Duration = Duration::from_millis(500);
 
-/// Where a shell asks, answers it and ends the program.
-pub(crate) fn answer_shell() {
-    CompleteEnv::with_factory(Cli::whole).var(VARIABLE).complete();
+/// Where a shell asks, answers it by this definition and ends the program.
+pub(crate) fn answer_shell(command: fn() -> Command) {
+    CompleteEnv::with_factory(command).var(VARIABLE).complete();
 }
 
 /// Adds to the options of `command`, and of all below it, what their values can be.
@@ -82,6 +79,7 @@ mod tests {
     use clap_complete::engine;
 
     use super::*;
+    use crate::cli::Cli;
 
     /// What is offered for the last word of a line.
     fn offered(line: &str) -> Vec<String> {

@@ -50,7 +50,7 @@ use console::{Failure, complain};
 
 /// Does what the process's command line says; returns the status to exit with.
 pub fn main() -> ExitCode {
-    complete::answer_shell();
+    complete::answer_shell(Cli::whole);
     if let Some(program) = qemu::called_as(std::env::args_os().next().as_ref()) {
         return program();
     }
@@ -92,7 +92,7 @@ pub fn main() -> ExitCode {
         Command::Simulate(arguments) => lab::simulate::run(*arguments),
         Command::Report(arguments) => lab::report::run(arguments),
         Command::Tune(arguments) => lab::tune::run(*arguments),
-        Command::Generate(arguments) => generate::run(&arguments),
+        Command::Generate(arguments) => generate::run(&arguments, Cli::whole()),
     };
     let (error, status) = match result {
         Ok(()) => return ExitCode::SUCCESS,

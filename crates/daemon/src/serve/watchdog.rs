@@ -1,4 +1,5 @@
-//! systemd's watchdog: it hears of the daemon only while every thread that does I/O takes its turns.
+//! systemd's watchdog: it hears of the daemon only while every thread that does I/O takes its
+//! turns.
 //!
 //! Twice in the time that the service manager allows (`WATCHDOG_USEC`, sd_watchdog_enabled(3)),
 //! every worker is given a task, and so is the main thread by the timer itself. Once all of them

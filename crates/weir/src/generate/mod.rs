@@ -18,11 +18,11 @@ use std::{
 };
 
 use anyhow::Context as _;
-use clap::Args;
+use clap::{Args, Command};
 use clap_complete::env::{Bash, EnvCompleter, Fish, Zsh};
 use console::Failure;
 
-use crate::{cli::Cli, complete};
+use crate::complete;
 
 /// What `weir generate` is told.
 #[derive(Debug, Args)]
@@ -35,9 +35,10 @@ pub(crate) struct GenerateArgs {
     date: String,
 }
 
-pub(crate) fn run(arguments: &GenerateArgs) -> Result<(), Failure> {
+/// Of the command line of this definition.
+pub(crate) fn run(arguments: &GenerateArgs, command: Command) -> Result<(), Failure> {
     let directory = &arguments.directory;
-    for page in man::pages(Cli::whole(), &arguments.date)? {
+    for page in man::pages(command, &arguments.date)? {
         write(&directory.join("man/man1").join(page.file), &page.text)?;
     }
     let scripts: [(&dyn EnvCompleter, &str, &str); 3] = [
