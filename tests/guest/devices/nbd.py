@@ -265,7 +265,7 @@ class Nbd:
             e2fsck -fn {DISK}
             part temporary
             md5sum <{DISK}
-            /tmp/qemu-nbd --connect={NODE} -s -f raw --pid-file=/tmp/qemu.pid {DISK}
+            TMPDIR=/tmp /tmp/qemu-nbd --connect={NODE} -s -f raw --pid-file=/tmp/qemu.pid {DISK}
             dd if=/dev/urandom of={NODE} bs=1M count=8 oflag=direct 2>/dev/null
             /tmp/qemu-nbd -d {NODE}
             free

@@ -115,7 +115,7 @@ fn refuse_absent(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// The command line of `weir serve` that it stands for.
 fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyhow::Result<Vec<String>> {
-    let mut words = vec![format!("--log={}", if arguments.verbose { "info" } else { "warn" })];
+    let mut words = vec![format!("--log={}", if arguments.verbose { "info" } else { "error" })];
     let device = arguments.connect.as_deref();
     let nbd = listening(arguments)?;
     if device.is_none() || nbd.is_some() {
@@ -278,7 +278,7 @@ mod tests {
     #[track_caller]
     fn becomes(line: &str, expect: &str) {
         let mode = format!(" --socket-mode={:o}", 0o777 & !umask());
-        let words = read(line).unwrap().replace(&mode, "").replacen("--log=warn ", "", 1);
+        let words = read(line).unwrap().replace(&mode, "").replacen("--log=error ", "", 1);
         assert_eq!(words, expect, "{line}");
     }
 

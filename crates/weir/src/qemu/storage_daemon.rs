@@ -17,7 +17,7 @@ pub(super) fn main() -> ExitCode {
         return ended(NAME, version(NAME));
     }
     // It says nothing as long as nothing is wrong.
-    let arguments = match Cli::serve(std::iter::once("--log=warn".into()).chain(words)) {
+    let arguments = match Cli::serve(std::iter::once("--log=error".into()).chain(words)) {
         Ok(arguments) => arguments,
         Err(error) => return answer(NAME, &error),
     };
