@@ -78,7 +78,6 @@ fn both(report: &Report) -> Vec<CompletionCandidate> {
 mod tests {
     use clap_complete::engine;
 
-    use super::*;
     use crate::cli::Cli;
 
     /// What is offered for the last word of a line.
