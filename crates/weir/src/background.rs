@@ -2,7 +2,7 @@
 //! started it: what it complains of and its exit status are that one's.
 //!
 //! ```text
-//!   started ──► itself again, in a session of its own ──► serves
+//!   started ──► itself again ──────────────────────────► serves, in a session of its own
 //!      │          │ standard error, until it is ready        │
 //!      └──────────┴──────── exits with 0, or as it did ◄─────┘ "ready" on its standard output
 //! ```
@@ -25,14 +25,9 @@ use nix::unistd::{dup2_stderr, dup2_stdout, setsid};
 const VARIABLE: &str = "WEIR_IN_BACKGROUND";
 const READY: &str = "ready";
 
-/// Whether this is the process in the background, which the terminal's signals are not for.
+/// Whether this is the process in the background.
 pub(crate) fn is_here() -> bool {
-    let is_here = env::var_os(VARIABLE).is_some();
-    if is_here {
-        // Fails where it leads a session already.
-        let _ = setsid();
-    }
-    is_here
+    env::var_os(VARIABLE).is_some()
 }
 
 /// Starts this command line again in the background; the status to exit with once that serves, or
@@ -72,6 +67,8 @@ pub(crate) fn tell_ready() {
         return;
     }
     let let_go = || -> io::Result<()> {
+        // Fails where it leads a session already.
+        let _ = setsid();
         let nothing = File::options().read(true).write(true).open("/dev/null")?;
         dup2_stderr(&nothing)?;
         io::stdout().write_all(READY.as_bytes())?;
