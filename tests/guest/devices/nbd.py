@@ -314,7 +314,7 @@ class Nbd:
             }}
             table | dd of={DISK} conv=notrunc 2>/dev/null
             for way in ublk nbd; do
-                device=$(weir attach {DISK} -f raw --$way)
+                device=$(weir attach {DISK} -f raw --$way 2>/dev/null)
                 cat /sys/block/${{device#/dev/}}/${{device#/dev/}}p1/size
                 weir detach disk
             done

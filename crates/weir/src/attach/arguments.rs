@@ -108,7 +108,7 @@ impl AttachArgs {
             (self.mount.is_some(), "--mount"),
             (self.recover && self.qmp.is_some(), "--qmp"),
         ];
-        let named = named.into_iter().filter_map(|(is_named, option)| is_named.then(|| option.to_owned()));
+        let named = named.into_iter().filter(|(is_named, _)| *is_named).map(|(_, option)| option.to_owned());
         let of_disk = self.disk.names().map(|name| format!("--{name}"));
         match named.chain(of_disk).next() {
             None => Ok(()),
