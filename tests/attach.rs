@@ -12,7 +12,10 @@ use std::{
 
 use nix::{
     fcntl::{Flock, FlockArg},
-    sys::signal::{Signal, kill},
+    sys::{
+        signal::{Signal, kill},
+        stat::{Mode, SFlag, mknod},
+    },
     unistd::Pid,
 };
 use serde_json::{Value, json};
@@ -177,6 +180,45 @@ fn a_device_in_use_stays_and_its_users_are_named() {
 
 fn comm() -> String {
     fs::read_to_string("/proc/self/comm").expect("procfs is mounted").trim_end().to_owned()
+}
+
+#[test]
+fn a_device_is_in_use_by_another_node_and_through_a_loop_device() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let attached = attach("beneath", &image, &[]);
+    // As in a container, which has a node of its own. Not in the scratch directory, which may lie
+    // where there are no devices.
+    let node = Node::of(&attached.device(), &format!("/dev/{}", name("node")));
+    let open = File::open(&node.0).expect("it can be opened");
+    let us = format!("open in {} ({})", comm(), std::process::id());
+    assert_says(&attached.detach().fails(), &["in use", &us]);
+    drop((open, node));
+    let over = Client::new("losetup").args(["--find", "--show"]).arg(attached.device()).succeeds();
+    let over = over.trim_end();
+    let held = format!("held by {}", over.trim_start_matches("/dev/"));
+    let refused = attached.detach().fails();
+    Client::new("losetup").args(["--detach", over]).succeeds();
+    assert_says(&refused, &["in use", &held]);
+    attached.detach().succeeds();
+    attached.is_gone();
+}
+
+/// Another node of a device, which goes with the test.
+struct Node(PathBuf);
+
+impl Node {
+    fn of(device: &Path, path: &str) -> Self {
+        let number = fs::metadata(device).expect("it is there").rdev();
+        mknod(path, SFlag::S_IFBLK, Mode::S_IRUSR, number).expect("it can be made");
+        Self(path.into())
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
 }
 
 #[test]

@@ -67,7 +67,7 @@ pub(super) fn make_loop(file: &Path, read_only: bool) -> anyhow::Result<PathBuf>
 ///
 /// [`Place::changing_loops`]: super::place::Place::changing_loops
 pub(super) fn remove_loops(file: &Path) {
-    for name in Users::of(file).holders.iter().filter(|name| name.starts_with("loop")) {
+    for name in Users::loops(file) {
         // With its last user it goes by itself.
         let is_going = fs::read(format!("/sys/block/{name}/loop/autoclear")).is_ok_and(|flag| flag == b"1\n");
         if !is_going {
