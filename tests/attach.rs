@@ -5,7 +5,7 @@
 
 use std::{
     fs::{self, File},
-    os::unix::fs::{MetadataExt as _, PermissionsExt as _},
+    os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     process::Command,
 };
@@ -219,6 +219,36 @@ impl Drop for Node {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.0);
     }
+}
+
+#[test]
+fn the_partitions_of_a_disk_are_devices_too() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 64 * MIB);
+    let mut table = [0; 512];
+    // One for Linux, from the second mebibyte on and 32 of them long.
+    table[446 + 4] = 0x83;
+    table[446 + 8..446 + 12].copy_from_slice(&2048_u32.to_le_bytes());
+    table[446 + 12..446 + 16].copy_from_slice(&65536_u32.to_le_bytes());
+    table[510..].copy_from_slice(&[0x55, 0xaa]);
+    File::options().write(true).open(&image).expect("it is there").write_all_at(&table, 0).expect("room");
+    let attached = attach("parts", &image, &[]);
+    let device = attached.device();
+    let name = device.file_name().expect("it has a name").display();
+    let scanned = fs::read_to_string(format!("/sys/block/{name}/loop/partscan")).expect("a loop device");
+    assert_eq!(scanned.trim_end(), "1");
+    // Not every kernel reads tables itself.
+    Client::new("partx").arg("--update").arg(&device).succeeds();
+    let first = PathBuf::from(format!("{}p1", device.display()));
+    make_file_system(&first);
+    let directory = scratch.path("mnt");
+    fs::create_dir(&directory).expect("it can be made");
+    Client::new("mount").args([&first, &directory]).succeeds();
+    assert_says(&attached.detach().fails(), &["in use", text(&directory)]);
+    unmount(&directory);
+    attached.detach().succeeds();
+    attached.is_gone();
+    assert!(!first.exists(), "{} is left", first.display());
 }
 
 #[test]

@@ -46,12 +46,12 @@ pub(super) fn may_make_loops() -> bool {
     Uid::effective().is_root() && (Path::new("/dev/loop-control").exists() || load_module("loop"))
 }
 
-/// A loop device over a file. Past the page cache where the file allows it: it would hold the
-/// data a second time.
+/// A loop device over a file, and its partitions. Past the page cache where the file allows it: it
+/// would hold the data a second time.
 pub(super) fn make_loop(file: &Path, read_only: bool) -> anyhow::Result<PathBuf> {
     let file = file.to_str().context("the file's path is not UTF-8")?;
     let make = |direct: &str| {
-        let mut arguments = vec!["--find", "--show", direct];
+        let mut arguments = vec!["--find", "--show", "--partscan", direct];
         if read_only {
             arguments.push("--read-only");
         }
