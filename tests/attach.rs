@@ -252,6 +252,16 @@ fn the_partitions_of_a_disk_are_devices_too() {
 }
 
 #[test]
+fn what_is_no_whole_sector_is_told() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", MIB + 65);
+    let name = name("odd");
+    let done = command(&name, &image, &[]).run();
+    weir(&["detach", &name]).succeeds();
+    assert_says(&done.said(), &[&name, "without the last 65 bytes"]);
+}
+
+#[test]
 fn a_second_attachment_is_refused() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);
