@@ -5,14 +5,17 @@
 
 use std::{
     fs::{self, File},
-    os::unix::fs::{MetadataExt as _, PermissionsExt as _},
+    os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     process::Command,
 };
 
 use nix::{
     fcntl::{Flock, FlockArg},
-    sys::signal::{Signal, kill},
+    sys::{
+        signal::{Signal, kill},
+        stat::{Mode, SFlag, mknod},
+    },
     unistd::Pid,
 };
 use serde_json::{Value, json};
@@ -206,6 +209,85 @@ fn a_directory_may_be_named_by_a_link() {
 
 fn comm() -> String {
     fs::read_to_string("/proc/self/comm").expect("procfs is mounted").trim_end().to_owned()
+}
+
+#[test]
+fn a_device_is_in_use_by_another_node_and_through_a_loop_device() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let attached = attach("beneath", &image, &[]);
+    // As in a container, which has a node of its own. Not in the scratch directory, which may lie
+    // where there are no devices.
+    let node = Node::of(&attached.device(), &format!("/dev/{}", name("node")));
+    let open = File::open(&node.0).expect("it can be opened");
+    let us = format!("open in {} ({})", comm(), std::process::id());
+    assert_says(&attached.detach().fails(), &["in use", &us]);
+    drop((open, node));
+    let over = Client::new("losetup").args(["--find", "--show"]).arg(attached.device()).succeeds();
+    let over = over.trim_end();
+    let held = format!("held by {}", over.trim_start_matches("/dev/"));
+    let refused = attached.detach().fails();
+    Client::new("losetup").args(["--detach", over]).succeeds();
+    assert_says(&refused, &["in use", &held]);
+    attached.detach().succeeds();
+    attached.is_gone();
+}
+
+/// Another node of a device, which goes with the test.
+struct Node(PathBuf);
+
+impl Node {
+    fn of(device: &Path, path: &str) -> Self {
+        let number = fs::metadata(device).expect("it is there").rdev();
+        mknod(path, SFlag::S_IFBLK, Mode::S_IRUSR, number).expect("it can be made");
+        Self(path.into())
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+#[test]
+fn the_partitions_of_a_disk_are_devices_too() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 64 * MIB);
+    let mut table = [0; 512];
+    // One for Linux, from the second mebibyte on and 32 of them long.
+    table[446 + 4] = 0x83;
+    table[446 + 8..446 + 12].copy_from_slice(&2048_u32.to_le_bytes());
+    table[446 + 12..446 + 16].copy_from_slice(&65536_u32.to_le_bytes());
+    table[510..].copy_from_slice(&[0x55, 0xaa]);
+    File::options().write(true).open(&image).expect("it is there").write_all_at(&table, 0).expect("room");
+    let attached = attach("parts", &image, &[]);
+    let device = attached.device();
+    let name = device.file_name().expect("it has a name").display();
+    let scanned = fs::read_to_string(format!("/sys/block/{name}/loop/partscan")).expect("a loop device");
+    assert_eq!(scanned.trim_end(), "1");
+    // Not every kernel reads tables itself.
+    Client::new("partx").arg("--update").arg(&device).succeeds();
+    let first = PathBuf::from(format!("{}p1", device.display()));
+    make_file_system(&first);
+    let directory = scratch.path("mnt");
+    fs::create_dir(&directory).expect("it can be made");
+    Client::new("mount").args([&first, &directory]).succeeds();
+    assert_says(&attached.detach().fails(), &["in use", text(&directory)]);
+    unmount(&directory);
+    attached.detach().succeeds();
+    attached.is_gone();
+    assert!(!first.exists(), "{} is left", first.display());
+}
+
+#[test]
+fn what_is_no_whole_sector_is_told() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", MIB + 65);
+    let name = name("odd");
+    let done = command(&name, &image, &[]).run();
+    weir(&["detach", &name]).succeeds();
+    assert_says(&done.said(), &[&name, "without the last 65 bytes"]);
 }
 
 #[test]

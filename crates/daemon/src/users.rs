@@ -16,6 +16,7 @@ use std::{
 };
 
 use nix::libc;
+use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
 /// Processes that a message names.
 const MOST_NAMED: usize = 5;
@@ -25,7 +26,7 @@ const MOST_NAMED: usize = 5;
 pub struct Users {
     /// Where it, or a partition of it, is mounted.
     pub mounts: Vec<PathBuf>,
-    /// Devices on it, such as `dm-0`; on a file, loop devices.
+    /// Devices on it, such as `dm-0`, and loop devices.
     pub holders: Vec<String>,
     /// Who has it open, where [`Users::with_processes`] looked.
     pub processes: Vec<Process>,
@@ -103,16 +104,19 @@ impl Users {
         match name.filter(|name| users.block(name).is_dir()) {
             Some(name) => users.add_node(name),
             None => {
-                for name in users.loops_over(device) {
-                    users.add_node(&name);
-                    users.holders.push(name);
-                }
+                users.add_loops_over(device);
                 users.file = Some(device.to_owned());
             }
         }
-        let above = users.nodes.iter().flat_map(|node| names_in(&users.block(&node.name).join("holders")));
-        let above: Vec<_> = above.collect();
-        users.holders.extend(above);
+        // Those that are found are looked at in their turn.
+        let mut next = 0;
+        while let Some(name) = users.nodes.get(next).map(|node| node.name.clone()) {
+            // They hold it open without claiming it, and are in no other list.
+            users.add_loops_over(&Path::new("/dev").join(&name));
+            let above = names_in(&users.block(&name).join("holders"));
+            users.holders.extend(above);
+            next += 1;
+        }
         users.mounts = users.mounts_in(&root.join("proc/self/mountinfo"));
         users
     }
@@ -130,8 +134,8 @@ impl Users {
             let process = self.root.join("proc").join(&directory);
             // They come and go, and other users' are not to be seen.
             let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
-            let mut open = open.filter_map(|entry| fs::read_link(entry.path()).ok());
-            if open.any(|path| paths.contains(&path)) {
+            let mut open = open.map(|entry| entry.path());
+            if open.any(|open| self.is_of_these(&open, &paths)) {
                 let name = fs::read_to_string(process.join("comm")).unwrap_or_default();
                 self.processes.push(Process { pid, name: name.trim_end().to_owned() });
             }
@@ -144,6 +148,22 @@ impl Users {
             }
         }
         self
+    }
+
+    /// Whether an open file is one of these, or one of the devices by another node, as containers
+    /// have.
+    fn is_of_these(&self, open: &Path, paths: &[PathBuf]) -> bool {
+        let Ok(path) = fs::read_link(open) else { return false };
+        if !path.is_absolute() || paths.contains(&path) {
+            return path.is_absolute();
+        }
+        // Asks nothing of who serves the file.
+        let known = statx(CWD, open, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE);
+        known.is_ok_and(|known| {
+            let number = format!("{}:{}", known.stx_rdev_major, known.stx_rdev_minor);
+            FileType::from_raw_mode(known.stx_mode.into()) == FileType::BlockDevice
+                && self.nodes.iter().any(|node| node.number == number)
+        })
     }
 
     /// Adds whether the kernel has a block device for itself: a file system goes on writing to it
@@ -183,6 +203,20 @@ impl Users {
             let number = fs::read_to_string(self.block(&name).join("dev")).unwrap_or_default();
             self.nodes.push(Node { name, number: number.trim_end().to_owned() });
         }
+    }
+
+    fn add_loops_over(&mut self, file: &Path) {
+        for name in self.loops_over(file) {
+            if self.nodes.iter().all(|node| node.name != name) {
+                self.add_node(&name);
+                self.holders.push(name);
+            }
+        }
+    }
+
+    /// Loop devices over a file itself, by their names.
+    pub fn loops(file: &Path) -> Vec<String> {
+        Self { root: PathBuf::from("/"), ..Self::default() }.loops_over(file)
     }
 
     fn loops_over(&self, file: &Path) -> Vec<String> {
@@ -286,6 +320,8 @@ mod tests {
         write("sys/class/block/ublkb0/ublkb0p1/partition", "1\n");
         write("sys/class/block/ublkb0p1/holders/dm-0/dev", "");
         write("sys/class/block/loop3/loop/backing_file", "/run/a disk\n");
+        write("sys/class/block/loop4/dev", "7:4\n");
+        write("sys/class/block/loop4/loop/backing_file", "/dev/loop3\n");
         let mounts = "22 1 0:21 / /proc rw shared:1 - proc proc rw\n\
                       30 1 259:1 / /mnt/with\\040space rw - ext4 /dev/ublkb0p1 rw\n\
                       31 1 0:50 / /mnt/btrfs rw,noatime shared:2 - btrfs /dev/loop3 rw\n";
@@ -338,9 +374,16 @@ mod tests {
     fn a_file_is_used_through_loop_devices() {
         let host = host();
         let users = Users::below(host.path(), Path::new("/run/a disk")).with_processes();
-        assert_eq!(users.to_string(), "mounted at /mnt/btrfs; held by loop3");
+        assert_eq!(users.to_string(), "mounted at /mnt/btrfs; held by loop3, loop4");
         let nobody = Users::below(host.path(), Path::new("/run/another")).with_processes();
         assert!(nobody.is_empty() && nobody.to_string().is_empty());
+    }
+
+    #[test]
+    fn a_device_is_used_through_loop_devices() {
+        let host = host();
+        let users = Users::below(host.path(), Path::new("/dev/loop3"));
+        assert_eq!(users.to_string(), "mounted at /mnt/btrfs; held by loop4");
     }
 
     #[test]

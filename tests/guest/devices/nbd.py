@@ -133,13 +133,13 @@ class Nbd:
         lost, and nothing comes twice.
         """
         parts = self._parts(f"""
-            serve {DISK} --nbd-device {NODE},connections=2
+            serve {DISK} --nbd-device {NODE},connections=2,timeout=2
             numbers {NODE}
             more_numbers 8
             for time in $(seq {self._kills}); do
                 killed
                 pause 0.0$((time % 7))
-                serve {DISK} --nbd-device auto
+                serve {DISK} --nbd-device auto,timeout=2
                 grep 'taking over' $log
                 more_numbers $((time % 5 + 1))
             done

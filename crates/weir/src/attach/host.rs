@@ -91,8 +91,7 @@ pub(super) fn make_loop(file: &Path, read_only: bool) -> anyhow::Result<PathBuf>
 ///
 /// [`Place::changing_loops`]: super::place::Place::changing_loops
 pub(super) fn remove_loops(file: &Path, made: Option<&Loop>) {
-    let mut names = Users::of(file).holders;
-    names.retain(|name| name.starts_with("loop"));
+    let mut names = Users::loops(file);
     names.extend(
         made.filter(|made| made.is_there() && !names.contains(&made.name)).map(|made| made.name.clone()),
     );

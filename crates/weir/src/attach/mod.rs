@@ -27,6 +27,7 @@ mod server;
 mod way;
 
 use std::{
+    fs,
     io::{BufRead as _, BufReader, Write as _},
     path::{Path, PathBuf, absolute},
     process::{Command, Stdio},
@@ -147,10 +148,21 @@ fn is_mounted(wanted: &Wanted) -> anyhow::Result<bool> {
 }
 
 fn tell(attached: &Attached, json: bool) -> Result<(), Failure> {
+    if let Some(cut) = attached.file.as_deref().map(bytes_past_sectors).filter(|&bytes| bytes > 0) {
+        say(&format!(
+            "{}: the device is without the last {cut} bytes of the disk, which are no whole sector of 512",
+            attached.name
+        ));
+    }
     match json {
         true => Ok(print_json(attached)?),
         false => Ok(print(&format!("{}\n", attached.device.display()))?),
     }
+}
+
+/// What a loop device over a file cannot show.
+fn bytes_past_sectors(file: &Path) -> u64 {
+    fs::metadata(file).map_or(0, |file| file.len() % 512)
 }
 
 /// Attaches, in a process of its own that stays.

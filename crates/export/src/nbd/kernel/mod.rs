@@ -61,7 +61,9 @@ pub struct Export {
     pub number: Option<u32>,
     /// Pairs of sockets, at least one.
     pub connections: u16,
-    /// How long the kernel waits for an answer before it gives a connection up; 0: for ever.
+    /// How long the kernel waits for an answer before it gives a connection up, and before it asks
+    /// again what it asked over one that ended. 0: 30 s, but that an only one is never given up
+    /// (`nbd_set_cmd_timeout`, `nbd_xmit_timeout`).
     pub timeout_s: u32,
     /// How long requests wait for this process to come back.
     pub dead_timeout_s: u32,
