@@ -165,7 +165,10 @@ fn drawn(random: &mut fastrand::Rng) -> String {
         );
     }
     text += "\n[disk.always]\nimage = \"memory:1M\"\n";
-    for disk in ["a", "b", "c"].into_iter().filter(|_| random.bool()) {
+    for disk in ["a", "b", "c"] {
+        if random.bool() {
+            continue;
+        }
         let (weight, promised) = (random.u32(1..4) * 100, random.u32(0..4) * 100);
         let group = groups.get(random.usize(..=groups.len())).unwrap_or(&"host");
         text += &format!(
