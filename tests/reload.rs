@@ -154,6 +154,70 @@ disk    c       added
     assert_says(&log, &["reloaded"]);
 }
 
+/// Groups and disks by chance, which may promise more than there is.
+fn drawn(random: &mut fastrand::Rng) -> String {
+    let mut text = "\n[group.host]\niops-total = 1000\n".to_owned();
+    let groups: Vec<_> = ["gold", "silver", "tin"].into_iter().filter(|_| random.bool()).collect();
+    for group in &groups {
+        let (promised, limit) = (random.u32(0..5) * 100, random.u32(1..5) * 200);
+        text += &format!(
+            "\n[group.{group}]\ngroup = \"host\"\niops-reservation = {promised}\niops-total = {limit}\n"
+        );
+    }
+    text += "\n[disk.always]\nimage = \"memory:1M\"\n";
+    for disk in ["a", "b", "c"] {
+        if random.bool() {
+            continue;
+        }
+        let (weight, promised) = (random.u32(1..4) * 100, random.u32(0..4) * 100);
+        let group = groups.get(random.usize(..=groups.len())).unwrap_or(&"host");
+        text += &format!(
+            "\n[disk.{disk}]\nimage = \"memory:1M\"\ngroup = \"{group}\"\nweight = {weight}\niops-reservation = {promised}\n"
+        );
+        if random.bool() {
+            text += "prefetch = false\non-write-error = \"stop\"\nbps-read = \"1M\"\n";
+        }
+        if random.bool() {
+            text += "export = [{ type = \"nbd\", listen = \"unix:own\" }]\n";
+        }
+    }
+    text
+}
+
+#[test]
+fn a_reload_leads_to_what_a_start_leads_to() {
+    let seed = fastrand::u64(..);
+    let mut random = fastrand::Rng::with_seed(seed);
+    let party = Party::new("\n[disk.always]\nimage = \"memory:1M\"\n");
+    let found = |scratch: &Scratch| {
+        let mut status = steady(status(scratch, "0"));
+        for export in status["exports"].as_array_mut().unwrap() {
+            // The directory is another.
+            let address = export["address"].as_str().unwrap();
+            export["address"] = address.rsplit('/').next().unwrap().into();
+        }
+        status
+    };
+    for round in 0..10 {
+        let disks = drawn(&mut random);
+        let before = found(&party.scratch);
+        party.write(&disks);
+        let at = format!("seed {seed}, round {round}: {disks}");
+        let is_right = weir(&["check-config", text(&party.file)]).run().code() == 0;
+        let reloaded = weir(&["reload", "--qmp", &socket(&party.scratch)]).run();
+        assert_eq!(reloaded.code() == 0, is_right, "{at}: {}", reloaded.said());
+        if !is_right {
+            assert_eq!(found(&party.scratch), before, "{at}: nothing has changed");
+            continue;
+        }
+        let scratch = Scratch::new();
+        let file = scratch.file("weir.toml", with_daemon(&scratch, &disks));
+        let _fresh = serve(&scratch, &file);
+        assert_eq!(found(&party.scratch), found(&scratch), "{at}");
+    }
+    party.weir.stop();
+}
+
 #[test]
 fn what_cannot_be_is_named_and_nothing_changes() {
     let party = Party::new(BEFORE);

@@ -201,13 +201,13 @@ impl Daemon {
             return done.and(closed).map(|()| None);
         }
         let control = Rc::new(Control::start(&inventory, sockets));
+        let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
         if let Some(error) = missing {
             tracing::warn!(
                 "{error:#}; `weir status` and others will not find this daemon (name a control socket of its \
                  own with --qmp unix:PATH, or say --no-control)"
             );
         }
-        let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
         announce(&uris);
         inventory.loaded.replace(
             file.map(|(file, said)| Rc::new(Loaded { file, said, inherited: passed, plan, tls, budgets })),

@@ -55,10 +55,15 @@ pub(crate) fn added(
     if !text.trim().is_empty() {
         table.decor_mut().set_prefix("\n");
     }
-    match is_inline {
-        true => of_kind.insert(name, Item::Value(table.into_inline_table().into())),
-        false => of_kind.insert(name, Item::Table(table)),
+    let item = match is_inline {
+        true => {
+            let mut value = table.into_inline_table().into();
+            put_last(of_kind, &mut value);
+            Item::Value(value)
+        }
+        false => Item::Table(table),
     };
+    of_kind.insert(name, item);
     as_it_was(text, document.to_string())
 }
 
@@ -155,15 +160,21 @@ fn set(table: &mut dyn TableLike, is_inline: bool, name: Name, mut value: Value,
         *value.decor_mut() = present.decor().clone();
         *present = value;
     } else if !is_default {
-        let last = table.iter().last().map(|(key, _)| key.to_owned());
-        let last = last.filter(|_| is_inline).and_then(|key| table.get_mut(&key)?.as_value_mut());
-        if let Some(decor) = last.map(Value::decor_mut) {
-            // The space before the brace belongs to whatever is last.
-            value.decor_mut().set_prefix(" ");
-            value.decor_mut().set_suffix(suffix(decor));
-            decor.set_suffix("");
+        if is_inline {
+            put_last(table, &mut value);
         }
         table.insert(name.text(), Item::Value(value));
+    }
+}
+
+/// Gives a value the space before the brace of an inline table, which belongs to whatever is last.
+fn put_last(table: &mut dyn TableLike, value: &mut Value) {
+    let last = table.iter().last().map(|(key, _)| key.to_owned());
+    let last = last.and_then(|key| table.get_mut(&key)?.as_value_mut());
+    if let Some(decor) = last.map(Value::decor_mut) {
+        value.decor_mut().set_prefix(" ");
+        value.decor_mut().set_suffix(suffix(decor));
+        decor.set_suffix("");
     }
 }
 

@@ -136,6 +136,8 @@ impl Work<'_> {
         for wanted in &difference.old_exports {
             let Some(export) = wanted.running(self.inventory) else { continue };
             let told = wanted.told(self.inventory);
+            // Images took their time to open.
+            export.check_unused().await?;
             self.inventory.removal(&export.id, Removal::Safe)?.await;
             self.done.push(Done::ExportRemoved(wanted.clone()));
             self.told.push(told::exported(told, &wanted.disk, "removed"));
@@ -284,7 +286,12 @@ impl Work<'_> {
     async fn undo_one(&self, done: Done) -> anyhow::Result<()> {
         match done {
             Done::CaredFor(running, before) => care_for(&running, before).await?,
-            Done::Seated(before) => seats::put(&before)?,
+            Done::Seated(before) => {
+                seats::put(&before)?;
+                for seat in before {
+                    self.inventory.tell(&Change::SettingsChanged { name: seat.named().1 });
+                }
+            }
             Done::GroupAdded(name) => self.inventory.remove_group(&name)?,
             Done::DiskAdded(name) => self.inventory.remove_disk(&name).await?,
             Done::ServerAdded(serving) => {
