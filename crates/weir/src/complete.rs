@@ -84,7 +84,8 @@ mod tests {
     fn offered(line: &str) -> Vec<String> {
         let words: Vec<_> = line.split(' ').map(Into::into).collect();
         let last = words.len() - 1;
-        let found = engine::complete(&mut Cli::whole(), words, last, None).unwrap();
+        let here = std::env::current_dir().unwrap();
+        let found = engine::complete(&mut Cli::whole(), words, last, Some(&here)).unwrap();
         found.iter().map(|one| one.get_value().to_string_lossy().into_owned()).collect()
     }
 

@@ -236,7 +236,7 @@ mod tests {
             "SIGTERM and SIGINT",
             ".SH \"EXIT STATUS\"\n0 ended as asked, 1 failed",
             ".SH EXAMPLES\n\\fBweir serve vm1.raw\\fR\n.RS 4\nThe image at nbd",
-            "\\-\\-nbd unix:/run/vm1.sock \\e\\fR\n.br\n\\fB    \\-\\-iops\\-total 1000",
+            "\\-\\-nbd unix:/run/vm1.sock \\\\\\fR\n.br\n\\fB    \\-\\-iops\\-total 1000",
             ".SH FILES\n.TP\n\\fB/etc/weir/weir.toml\\fR\n",
             ".SH \"SEE ALSO\"\n\\fBweir\\fR(1)\n",
         ] {
