@@ -115,7 +115,8 @@ fn refuse_absent(arguments: &Arguments) -> anyhow::Result<()> {
 
 /// The command line of `weir serve` that it stands for.
 fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyhow::Result<Vec<String>> {
-    let mut words = vec![format!("--log={}", if arguments.verbose { "info" } else { "error" })];
+    let level = if arguments.verbose { "info" } else { "error" };
+    let mut words = vec![format!("--log={level}"), "--no-control".to_owned()];
     let device = arguments.connect.as_deref();
     let nbd = listening(arguments)?;
     if device.is_none() || nbd.is_some() {
@@ -278,7 +279,11 @@ mod tests {
     #[track_caller]
     fn becomes(line: &str, expect: &str) {
         let mode = format!(" --socket-mode={:o}", 0o777 & !umask());
-        let words = read(line).unwrap().replace(&mode, "").replacen("--log=error ", "", 1);
+        let words = read(line).unwrap().replace(&mode, "").replacen("--log=error ", "", 1).replacen(
+            "--no-control ",
+            "",
+            1,
+        );
         assert_eq!(words, expect, "{line}");
     }
 

@@ -17,7 +17,14 @@ pub(super) fn main() -> ExitCode {
         return ended(NAME, version(NAME));
     }
     // It says nothing as long as nothing is wrong.
-    let arguments = match Cli::serve(std::iter::once("--log=error".into()).chain(words)) {
+    let mut before = vec![OsString::from("--log=error")];
+    let named =
+        |word: &OsString| ["--qmp", "--monitor"].iter().any(|name| word.to_string_lossy().starts_with(name));
+    if !words.iter().any(named) {
+        // Where nobody asked for a control socket there is none.
+        before.push("--no-control".into());
+    }
+    let arguments = match Cli::serve(before.into_iter().chain(words)) {
         Ok(arguments) => arguments,
         Err(error) => return answer(NAME, &error),
     };
