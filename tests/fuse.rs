@@ -464,6 +464,26 @@ fn limits_hold_and_waiting_can_be_ended() {
     reader.wait().expect("it is ours");
 }
 
+/// A cut discards what it cuts off, and the log tells of it once a second.
+#[test]
+fn another_length_passes_the_limits_too() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let file = spot(&scratch, "file");
+    let image = scratch.sparse("disk.raw", MIB);
+    let weir = serve(&scratch, &image, &file, ",growable").args(["--iops-total", "20"]).start();
+    let began = Instant::now();
+    python(
+        "import os, sys\nfd = os.open(sys.argv[1], os.O_RDWR)\nfor at in range(30): os.ftruncate(fd, (at % 2 + 1) * 65536)",
+        &[text(&file)],
+    );
+    assert!(began.elapsed() >= Duration::from_millis(27 * 50), "30 cuts passed in {:?}", began.elapsed());
+    let log = weir.stop();
+    let lines = log.lines().filter(|line| line.contains("the disk was cut")).count();
+    let seconds = began.elapsed().as_secs() as usize;
+    assert!((1..=seconds + 2).contains(&lines), "{lines} lines in {seconds} s:\n{log}");
+}
+
 #[test]
 fn what_a_killed_daemon_leaves_is_removed() {
     need_fuse!();

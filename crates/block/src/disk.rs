@@ -41,6 +41,8 @@ use crate::{
         throttle::{DiskSettings, Group, Member},
     },
     memory::{Account, Budget, NotEnough},
+    reactor,
+    seldom::Seldom,
     storage::{Durability, Extent, ResizeError, ZeroOptions},
 };
 
@@ -57,6 +59,7 @@ pub struct Disk {
     /// Where another process may have the image, in between.
     handover: Option<Handover>,
     discards: Discards,
+    cuts: Seldom,
 }
 
 /// What becomes of discards, and of zeroes that may be holes.
@@ -141,6 +144,7 @@ impl Disk {
             memory: Account::new(Budget::process()),
             handover,
             discards: Discards::default(),
+            cuts: Seldom::default(),
         })
     }
 
@@ -420,11 +424,15 @@ impl Disk {
         let old = self.size_bytes();
         // All of it: it may have been cut off from outside, too, and nobody has looked since.
         self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await?;
-        if size_bytes < old {
+        // Whoever may write to a file that shows it may do so all day.
+        if size_bytes < old
+            && let Some(left_out) = self.cuts.line(reactor::recently())
+        {
             tracing::warn!(
                 disk = %self.name,
                 old,
                 new = size_bytes,
+                left_out,
                 "the disk was cut; what lay past its new end is lost"
             );
         }

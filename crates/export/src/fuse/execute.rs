@@ -238,13 +238,13 @@ impl Queue {
                 self.seek(unique, offset, whence).await.map(|place| Reply::place(unique, place))
             }
             Operation::SetAttributes(changes) => {
-                self.change_size(&changes).await?;
+                self.change_size(unique, &changes).await?;
                 self.device.change_owner(&changes);
                 Ok(Reply::attributes(unique, &self.device.attributes()))
             }
             // To be truncated.
             Operation::Open { .. } => {
-                self.change_size(&Changes { size: Some(0), ..Changes::default() }).await?;
+                self.change_size(unique, &Changes { size: Some(0), ..Changes::default() }).await?;
                 self.device.opened();
                 Ok(Reply::opened(unique, super::negotiate::OPEN_FLAGS))
             }
@@ -252,15 +252,38 @@ impl Queue {
         }
     }
 
-    async fn change_size(&self, changes: &Changes) -> Result<()> {
-        let _turn = self.device.growth.exclusive(0..1).await;
+    /// What is cut off is discarded, and passes the limits as that.
+    async fn change_size(&self, unique: u64, changes: &Changes) -> Result<()> {
         let now = self.device.disk().size_bytes();
-        match changes.size {
-            None => Ok(()),
-            Some(size) if size == now => Ok(()),
-            Some(_) if self.device.export.read_only => Err(Error::from_errno(libc::EROFS)),
-            Some(_) if !self.device.export.growable => Err(Error::NOT_PERMITTED),
-            Some(size) => self.resize(size).await,
+        let Some(size) = changes.size.filter(|size| *size != now) else { return Ok(()) };
+        if self.device.export.read_only {
+            return Err(Error::from_errno(libc::EROFS));
+        }
+        if !self.device.export.growable {
+            return Err(Error::NOT_PERMITTED);
+        }
+        self.pay(unique, now.saturating_sub(size)).await?;
+        let _turn = self.device.growth.exclusive(0..1).await;
+        match self.device.disk().size_bytes() == size {
+            true => Ok(()),
+            false => self.resize(size).await,
+        }
+    }
+
+    /// Waits until so many bytes may be discarded: an operation each [`ZERO_PART`], and one where
+    /// there are none.
+    async fn pay(&self, unique: u64, mut bytes: u64) -> Result<()> {
+        loop {
+            if self.device.is_stopping() {
+                return Err(Error::SHUTDOWN);
+            }
+            let part = ZERO_PART.min(bytes);
+            let admitted = self.admit(&[unique], Direction::Write, Cost::one(part)).await;
+            drop(admitted.map_err(|denied| denied.error())?);
+            bytes -= part;
+            if bytes == 0 {
+                return Ok(());
+            }
         }
     }
 
@@ -285,6 +308,7 @@ impl Queue {
             if !self.device.export.growable {
                 return Err(Error::NO_SPACE);
             }
+            self.pay(unique, 0).await?;
             let _turn = self.device.growth.exclusive(0..1).await;
             size = self.device.disk().size_bytes();
             if end > size {

@@ -9,6 +9,9 @@
 //! is not connected"). Two remove it: a [watcher](Watcher), which is told of its end by a pipe, and
 //! whoever mounts over the same file next.
 //!
+//! A file in a directory of somebody else's may become another one between two looks at its path.
+//! So it is opened once, and what is looked at, mounted over and unmounted is what is open.
+//!
 //! Everything here waits for the kernel and for other programs: it belongs on a thread of its own,
 //! never on one that serves.
 
@@ -33,7 +36,7 @@ use std::{
 use block::reactor::{clone_fuse_device, op::Fd};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    fs::{AtFlags, CWD, FileType, Mode, OFlags, Statx, StatxAttributes, StatxFlags, statx},
+    fs::{AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes, StatxFlags, statx},
     io::Errno,
     mount::{MountFlags, UnmountFlags},
     net::{
@@ -121,8 +124,8 @@ impl Mount {
         // Another name of it, where a part of the path is a link.
         let path = std::fs::canonicalize(&path).unwrap_or(path);
         remove_dead(&path);
-        let owner = check(&path)?;
-        let (device, by_helper) = match mount(&path, options, owner) {
+        let (file, owner) = open(&path)?;
+        let (device, by_helper) = match mount(&file, &path, options, owner) {
             Err(NotMounted::Refused(_, error)) if error.kind() == io::ErrorKind::PermissionDenied => {
                 (mount_by_helper(&path, options)?, true)
             }
@@ -133,7 +136,7 @@ impl Mount {
             tracing::warn!(%path, %error, "nobody will unmount the file if weir is killed, before it is served again");
         });
         Ok(Self {
-            number: number(&path),
+            number: mounted(&path).map(|(_, number)| number),
             path,
             device: device.into(),
             owner,
@@ -170,8 +173,10 @@ impl Mount {
         if self.is_unmounted.swap(true, SeqCst) {
             return;
         }
-        if self.number.is_some() && number(&self.path) == self.number {
-            unmount(&self.path, self.by_helper);
+        if let Some((root, number)) = mounted(&self.path)
+            && Some(number) == self.number
+        {
+            unmount(&root, &self.path, self.by_helper);
         }
         let watcher = self.watcher.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(watcher) = watcher {
@@ -186,24 +191,34 @@ impl Drop for Mount {
     }
 }
 
-/// As the kernel knows it, which asks no file system for it.
-fn look(path: &Path) -> rustix::io::Result<Statx> {
-    statx(
-        CWD,
-        path,
-        AtFlags::STATX_DONT_SYNC,
+/// What is there, and how the kernel knows it, which asks no file system for it. A link is not
+/// followed.
+fn look(path: &Path) -> rustix::io::Result<(OwnedFd, Statx)> {
+    let file = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+    let seen = statx(
+        &file,
+        c"",
+        AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC,
         StatxFlags::TYPE | StatxFlags::MODE | StatxFlags::UID | StatxFlags::GID | StatxFlags::MNT_ID,
-    )
+    )?;
+    Ok((file, seen))
 }
 
-fn number(path: &Path) -> Option<u64> {
-    let seen = look(path).ok()?;
+/// What is open, as a path that nobody can change.
+fn path_of(file: &OwnedFd) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
+}
+
+/// The root of the mount that is there, and the kernel's number for it.
+fn mounted(path: &Path) -> Option<(OwnedFd, u64)> {
+    let (root, seen) = look(path).ok()?;
     let known = StatxFlags::from_bits_retain(seen.stx_mask).contains(StatxFlags::MNT_ID);
-    (known && seen.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)).then_some(seen.stx_mnt_id)
+    (known && seen.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)).then_some((root, seen.stx_mnt_id))
 }
 
-fn check(path: &Path) -> Result<Owner, NotMounted> {
-    let seen = match look(path) {
+/// The file that is to be mounted over, and whose it is.
+fn open(path: &Path) -> Result<(OwnedFd, Owner), NotMounted> {
+    let (file, seen) = match look(path) {
         Ok(seen) => seen,
         Err(Errno::NOENT) => return Err(NotMounted::Missing(path.into())),
         Err(errno) => return Err(NotMounted::Path(path.into(), errno.into())),
@@ -214,7 +229,9 @@ fn check(path: &Path) -> Result<Owner, NotMounted> {
     if seen.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
         return Err(NotMounted::Mounted(path.into()));
     }
-    Ok(Owner { permissions: u32::from(seen.stx_mode) & 0o7777, uid: seen.stx_uid, gid: seen.stx_gid })
+    let owner =
+        Owner { permissions: u32::from(seen.stx_mode) & 0o7777, uid: seen.stx_uid, gid: seen.stx_gid };
+    Ok((file, owner))
 }
 
 fn open_device() -> io::Result<OwnedFd> {
@@ -223,7 +240,7 @@ fn open_device() -> io::Result<OwnedFd> {
 }
 
 /// As somebody who may.
-fn mount(path: &Path, options: Options, owner: Owner) -> Result<OwnedFd, NotMounted> {
+fn mount(file: &OwnedFd, path: &Path, options: Options, owner: Owner) -> Result<OwnedFd, NotMounted> {
     let device = match open_device() {
         Ok(device) => device,
         // Whoever may not open it may not mount either.
@@ -248,7 +265,7 @@ fn mount(path: &Path, options: Options, owner: Owner) -> Result<OwnedFd, NotMoun
     if options.read_only {
         flags |= MountFlags::RDONLY;
     }
-    match rustix::mount::mount("weir", path, "fuse.weir", flags, &*data) {
+    match rustix::mount::mount("weir", path_of(file), "fuse.weir", flags, &*data) {
         Ok(()) => Ok(device),
         Err(Errno::NODEV) => Err(NotMounted::NoDevice(Errno::NODEV.into())),
         Err(errno) => Err(NotMounted::Refused(path.into(), errno.into())),
@@ -315,8 +332,9 @@ fn receive_descriptor(socket: &OwnedFd) -> Option<OwnedFd> {
     })
 }
 
-fn unmount(path: &Path, by_helper: bool) {
-    let result = match rustix::mount::unmount(path, UnmountFlags::DETACH) {
+/// Unmounts the mount with this root.
+fn unmount(root: &OwnedFd, path: &Path, by_helper: bool) {
+    let result = match rustix::mount::unmount(path_of(root), UnmountFlags::DETACH) {
         Err(Errno::PERM) if by_helper => {
             Command::new(HELPER).args(["-u", "-z", "-q", "--"]).arg(path).output().and_then(|output| {
                 let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
@@ -347,7 +365,9 @@ fn remove_dead(path: &Path) {
             return;
         }
         tracing::info!(path = %path.display(), "unmounting what a process that was killed has left");
-        unmount(path, true);
+        if let Some((root, _)) = mounted(path) {
+            unmount(&root, path, true);
+        }
     }
 }
 
