@@ -453,6 +453,20 @@ fn what_a_killed_keeper_and_its_server_leave_is_taken_away() {
 }
 
 #[test]
+fn a_server_that_does_not_answer_is_named_and_ended_by_force() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let attached = attach("silent", &image, &[]);
+    let server = attached.server();
+    kill(server, Signal::SIGSTOP).expect("it runs");
+    let said = attached.detach().fails();
+    assert_says(&said, &[&format!("its server, process {server}, does not answer"), "--force"]);
+    assert!(attached.place().exists(), "nothing is undone");
+    weir(&["detach", "--force", &attached.name]).succeeds();
+    attached.is_gone();
+}
+
+#[test]
 fn a_daemon_that_ends_takes_what_it_serves_with_it() {
     need_root("devices of this host");
     let scratch = Scratch::new();

@@ -55,6 +55,7 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
         users => Err(anyhow!("in use: {users} ({IN_USE})")),
     };
     check(mount)?;
+    server::check_answers(attached, force)?;
     if let Some(directory) = mount {
         unmount(directory, force)?;
         // Whoever has a copy of the mount, in a namespace of its own, writes through it still.

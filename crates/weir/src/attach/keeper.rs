@@ -226,7 +226,7 @@ impl Made {
         let Some((place, kept)) = self.kept.take() else { return };
         remove_loops(&place);
         if let Some(server) = self.server.take() {
-            let _ = server::let_go(&server);
+            let _ = server::check_answers(&server, true).and_then(|()| server::let_go(&server));
         }
         if let Some(process) = self.process.take() {
             // Its image is closed by then.

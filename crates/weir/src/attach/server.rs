@@ -3,7 +3,7 @@
 
 use std::{
     fs,
-    os::unix::net::UnixDatagram,
+    os::unix::net::{UnixDatagram, UnixStream},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::mpsc::{Receiver, Sender},
@@ -11,7 +11,13 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use nix::unistd::Uid;
+use nix::{
+    sys::{
+        signal::{Signal, kill},
+        socket::{getsockopt, sockopt::PeerCredentials},
+    },
+    unistd::{Pid, Uid},
+};
 use serde_json::{Value, json};
 
 use super::{Attached, Wanted, place::Place, way::Way};
@@ -216,6 +222,33 @@ pub(super) fn device(qmp: &str, export: &str) -> anyhow::Result<PathBuf> {
     device.with_context(|| format!("{export}: the server has no device of this name"))
 }
 
+/// Whether the server answers; with `force`, one of its own that does not is ended, if that ends
+/// the device too.
+///
+/// # Errors
+/// That it does not, before anything is undone that only it can finish.
+pub(super) fn check_answers(attached: &Attached, force: bool) -> anyhow::Result<()> {
+    let target: Target = attached.qmp.parse().map_err(anyhow::Error::msg)?;
+    let Err(Error::Silent(_)) = Client::connect(&target) else { return Ok(()) };
+    let peer =
+        UnixStream::connect(target.path()).and_then(|stream| Ok(getsockopt(&stream, PeerCredentials)?));
+    let process = peer.map_err(anyhow::Error::from)?.pid();
+    if attached.daemon {
+        bail!("the daemon that serves it, process {process}, does not answer (continue it, or end it)");
+    }
+    if attached.way != Way::Fuse {
+        bail!(
+            "its server, process {process}, does not answer (end it with `kill -9 {process}`: it is started anew, and lets go)"
+        );
+    }
+    if !force {
+        bail!(
+            "its server, process {process}, does not answer (continue it, or detach with --force, which ends it: what is not written yet is lost)"
+        );
+    }
+    kill(Pid::from_raw(process), Signal::SIGKILL).with_context(|| format!("process {process}"))
+}
+
 /// Has the server let the device go, whoever uses it, and the disk with it. What has gone already
 /// is no error.
 pub(super) fn let_go(attached: &Attached) -> anyhow::Result<()> {
@@ -233,6 +266,7 @@ pub(super) fn let_go(attached: &Attached) -> anyhow::Result<()> {
             }
         }
         Err(Error::Refused(_)) => {}
+        Err(silent @ Error::Silent(_)) => return Err(silent.into()),
         // It ended as it was told.
         Err(Error::Unreachable(_)) => return Ok(()),
     }

@@ -37,6 +37,9 @@ pub(crate) enum Error {
     /// There is nobody to talk to, or the talk broke off: trying again later makes sense.
     #[error("{0}")]
     Unreachable(String),
+    /// There is somebody, who does not answer in time.
+    #[error("{0}")]
+    Silent(String),
     /// The daemon understood and refused; nothing has changed.
     #[error("{0}")]
     Refused(String),
@@ -79,7 +82,11 @@ impl Target {
             }
             _ => format!("{why} (is this the socket that the daemon's --qmp names?)"),
         };
-        Error::Unreachable(format!("{self}: {advice}"))
+        let said = format!("{self}: {advice}");
+        match why.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Error::Silent(said),
+            _ => Error::Unreachable(said),
+        }
     }
 }
 

@@ -95,7 +95,7 @@ impl Daemon {
             none => none.insert(Client::connect(&self.target)?),
         };
         let result = command(client);
-        if matches!(result, Err(Error::Unreachable(_))) {
+        if matches!(result, Err(Error::Unreachable(_) | Error::Silent(_))) {
             self.client = None;
         }
         result
