@@ -16,7 +16,7 @@ import multiprocessing
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import front_end
@@ -326,9 +326,12 @@ def idle(setup, _stack):
                 return [setup.program, "serve", "--config", file]
 
             with servers.Machine(command) as server, front_end.idle(paths):
+                # Threads that opened images and sockets end half a second later.
+                time.sleep(1 if setup.seconds else 0)
                 before = wakes(server.pid)
                 time.sleep(IDLE_SECONDS if setup.seconds else 0)
-                return {"wakes": wakes(server.pid) - before, "resident_bytes": servers.resident_bytes(server.pid)}
+                more = sum(count - before.get(thread, 0) for thread, count in wakes(server.pid).items())
+                return {"wakes": more, "resident_bytes": servers.resident_bytes(server.pid)}
 
     return {WEIR: sample}
 
@@ -379,13 +382,15 @@ def attacked(path):
 
 
 def wakes(pid):
-    """Voluntary context switches of all threads of a process so far."""
-    count = 0
+    """Voluntary context switches so far of each thread that a process has."""
+    counts = {}
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
-        for line in status.read_text().splitlines():
-            if line.startswith("voluntary_ctxt_switches:"):
-                count += int(line.split()[1])
-    return count
+        # One may end meanwhile.
+        with suppress(OSError):
+            for line in status.read_text().splitlines():
+                if line.startswith("voluntary_ctxt_switches:"):
+                    counts[status.parent.name] = int(line.split()[1])
+    return counts
 
 
 def _either(ask):
