@@ -8,9 +8,9 @@ use console::Failure;
 use serde_json::{Value, json};
 use settings::{Address, Image};
 
-use super::finish;
+use super::{Asked, finish};
 use crate::{
-    client::{Client, Target},
+    client::Client,
     described::{self, DiskOptions},
     saving::{self, SaveArgs},
 };
@@ -51,12 +51,8 @@ pub(crate) struct AddArgs {
     /// does]
     #[arg(long, value_name = "ADDRESS")]
     nbd: Option<Address>,
-    /// Print what was done as JSON
-    #[arg(long)]
-    json: bool,
-    /// The daemon's control socket [default: the one that `weir serve` opens]
-    #[arg(long, value_name = "unix:PATH")]
-    qmp: Option<Target>,
+    #[command(flatten)]
+    asked: Asked,
     #[command(flatten)]
     disk: DiskOptions,
     #[command(flatten)]
@@ -69,12 +65,8 @@ pub(crate) struct RemoveArgs {
     /// The disk
     #[arg(value_name = "NAME")]
     name: String,
-    /// Print what was done as JSON
-    #[arg(long)]
-    json: bool,
-    /// The daemon's control socket [default: the one that `weir serve` opens]
-    #[arg(long, value_name = "unix:PATH")]
-    qmp: Option<Target>,
+    #[command(flatten)]
+    asked: Asked,
     #[command(flatten)]
     save: SaveArgs,
 }
@@ -87,7 +79,7 @@ pub(crate) fn run(command: DiskCommand) -> Result<(), Failure> {
 }
 
 fn add(arguments: AddArgs) -> Result<(), Failure> {
-    let AddArgs { name, image, nbd, json, qmp, disk, save } = arguments;
+    let AddArgs { name, image, nbd, asked: Asked { json, qmp }, disk, save } = arguments;
     let here = absolute(".")?;
     // The daemon may be in another directory, and so is the config file.
     let image = image.relative_to(&here).to_string();
@@ -152,7 +144,7 @@ fn keys(
 }
 
 fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
-    let RemoveArgs { name, json, qmp, save } = arguments;
+    let RemoveArgs { name, asked: Asked { json, qmp }, save } = arguments;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     let (_, report) = client.status()?;
     if !report.disks.iter().any(|disk| disk.name == name) {

@@ -5,10 +5,10 @@ use console::Failure;
 use serde_json::{Map, Value, json};
 use settings::arguments::LimitArgs;
 
-use super::finish;
+use super::{Asked, finish};
 use crate::{
     client::{
-        Client, Target,
+        Client,
         change::{Change, Name, Setpoint},
     },
     saving::{self, SaveArgs},
@@ -60,12 +60,8 @@ pub(crate) struct AddArgs {
     /// Percent of the device in use below which its limits do not hold [default: 0]
     #[arg(long, value_name = "PERCENT", value_parser = settings::count)]
     watermark: Option<u64>,
-    /// Print what was done as JSON
-    #[arg(long)]
-    json: bool,
-    /// The daemon's control socket [default: the one that `weir serve` opens]
-    #[arg(long, value_name = "unix:PATH")]
-    qmp: Option<Target>,
+    #[command(flatten)]
+    asked: Asked,
     #[command(flatten)]
     limits: LimitArgs,
     #[command(flatten)]
@@ -78,12 +74,8 @@ pub(crate) struct RemoveArgs {
     /// The group
     #[arg(value_name = "NAME")]
     name: String,
-    /// Print what was done as JSON
-    #[arg(long)]
-    json: bool,
-    /// The daemon's control socket [default: the one that `weir serve` opens]
-    #[arg(long, value_name = "unix:PATH")]
-    qmp: Option<Target>,
+    #[command(flatten)]
+    asked: Asked,
     #[command(flatten)]
     save: SaveArgs,
 }
@@ -138,7 +130,7 @@ fn object(name: &str, change: &Change) -> Value {
 fn add(arguments: AddArgs) -> Result<(), Failure> {
     let change = arguments.change();
     change.judge().map_err(|wrong| Failure::Usage(wrong.into()))?;
-    let AddArgs { name, json, qmp, save, .. } = arguments;
+    let AddArgs { name, asked: Asked { json, qmp }, save, .. } = arguments;
     let mut client = Client::reach(qmp)?;
     let (_, report) = client.status()?;
     let saving = saving::prepare(&report, &save, |text| {
@@ -152,7 +144,7 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
 }
 
 fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
-    let RemoveArgs { name, json, qmp, save } = arguments;
+    let RemoveArgs { name, asked: Asked { json, qmp }, save } = arguments;
     let mut client = Client::reach(qmp)?;
     let (_, report) = client.status()?;
     if !report.groups.iter().any(|group| group.name == name) {

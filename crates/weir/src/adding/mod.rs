@@ -9,12 +9,24 @@ mod disk;
 mod group;
 
 use anyhow::Context as _;
+use clap::Args;
 use console::{Failure, print, print_json};
 pub(crate) use disk::{ADD_EXAMPLES as DISK_EXAMPLES, DiskCommand, run as disk};
 pub(crate) use group::{EXAMPLES as GROUP_EXAMPLES, GroupCommand, run as group};
 use serde_json::json;
 
-use crate::saving::Saving;
+use crate::{client::Target, saving::Saving};
+
+/// Whom each of these commands asks, and how it tells.
+#[derive(Debug, Args)]
+struct Asked {
+    /// Print what was done as JSON
+    #[arg(long)]
+    json: bool,
+    /// The daemon's control socket [default: the one that `weir serve` opens]
+    #[arg(long, value_name = "unix:PATH")]
+    qmp: Option<Target>,
+}
 
 /// Puts the new config file in place, and tells what was done.
 fn finish(what: (&str, &str, &str), saving: Option<Saving>, json: bool) -> Result<(), Failure> {
