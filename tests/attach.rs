@@ -22,7 +22,9 @@ use nix::{
 };
 use serde_json::{Value, json};
 
-use crate::harness::{Client, MIB, Qmp, Scratch, Serve, WEIR, alone, assert_says, need_root, text, weir};
+use crate::harness::{
+    Client, MIB, Qmp, Scratch, Serve, WEIR, alone, assert_says, children, need_root, text, weir,
+};
 
 /// Something attached by root, which goes with the test.
 struct Attached {
@@ -64,14 +66,8 @@ impl Attached {
     /// The processes that belong to it.
     fn server(&self) -> Pid {
         let keeper = self.said["keeper"].as_u64().expect("it has one");
-        let children = fs::read_to_string(format!("/proc/{keeper}/task/{keeper}/children"));
-        // It was started by a thread of the keeper's that may be another than the first.
-        let children = children.ok().filter(|children| !children.is_empty()).unwrap_or_else(|| {
-            let tasks = fs::read_dir(format!("/proc/{keeper}/task")).expect("the keeper lives").flatten();
-            tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok()).collect()
-        });
-        let first = children.split_whitespace().next().expect("the keeper has a server");
-        Pid::from_raw(first.parse().expect("it is a number"))
+        let keeper = Pid::from_raw(keeper.try_into().expect("it is a number of a process"));
+        children(keeper).next().expect("the keeper has a server")
     }
 }
 

@@ -21,8 +21,8 @@ use nix::{
 use serde_json::json;
 
 use crate::harness::{
-    Client, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_says, need_root, pattern, qemu_img,
-    text,
+    Client, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_says, children, need_root, pattern,
+    qemu_img, text,
 };
 
 /// Ends the test where nothing can be mounted, which only a container can be the reason for.
@@ -525,17 +525,12 @@ fn a_mount_that_nobody_watches_is_removed_by_the_next() {
 
 /// Ends the process that looks after the mount.
 fn kill_watchers(weir: &Weir, file: &Path) {
-    let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", weir.pid())).unwrap_or_default();
-    let tasks = fs::read_dir(format!("/proc/{}/task", weir.pid())).expect("it runs");
-    let of_threads = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("children")).ok());
-    let all = of_threads.chain([children]).collect::<Vec<_>>().join(" ");
-    let mut killed = 0;
-    for pid in all.split_whitespace().map(|pid| pid.parse().expect("a number")) {
+    let is_watcher = |pid: &Pid| {
         let words = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        if words.split(|byte| *byte == 0).any(|word| word == text(file).as_bytes()) {
-            killed += usize::from(kill(Pid::from_raw(pid), Signal::SIGKILL).is_ok());
-        }
-    }
+        words.split(|byte| *byte == 0).any(|word| word == text(file).as_bytes())
+    };
+    let watchers = children(weir.pid()).filter(is_watcher);
+    let killed = watchers.filter(|pid| kill(*pid, Signal::SIGKILL).is_ok()).count();
     assert!(killed > 0, "there is a watcher");
 }
 

@@ -26,7 +26,9 @@ mod scratch;
 mod terminal;
 pub(crate) mod wire;
 
-use std::time::Duration;
+use std::{fs, time::Duration};
+
+use nix::unistd::Pid;
 
 pub(crate) use blkio_group::{BlkioGroup, remove_emptied};
 pub(crate) use client::{
@@ -50,6 +52,17 @@ pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
 pub(crate) fn alone(script: &str) -> String {
     let mounts = r"grep -oE ' /[^ ]*(/e2e[.]|/weir/attached/)[^ ]* ' /proc/self/mountinfo";
     format!("for at in $({mounts}); do umount -l $at 2>&1 || true; done >/dev/null\n{script}")
+}
+
+/// The processes that a process has started and not waited for. Which of its threads is their
+/// parent, as `/proc/PID/task/TID/children` has it, changes: those of a thread that ends are handed to another.
+pub(crate) fn children(pid: Pid) -> impl Iterator<Item = Pid> {
+    let parent = format!("PPid:\t{pid}");
+    let processes = fs::read_dir("/proc").expect("it is mounted").flatten();
+    let of_parent = move |status: String| status.lines().any(|line| line == parent);
+    processes
+        .filter(move |process| fs::read_to_string(process.path().join("status")).is_ok_and(&of_parent))
+        .filter_map(|process| process.file_name().to_str()?.parse().ok().map(Pid::from_raw))
 }
 
 /// Fails unless the tests run as root.

@@ -10,11 +10,10 @@
 //! Totals include all below it. Version 1 counts nothing on a disk before the first limit of any
 //! cgroup there (since Linux 6.10 that is when its throttling starts).
 
-use std::{collections::BTreeMap, fs, io, os::unix::fs::MetadataExt as _};
+use std::{collections::BTreeMap, fs, os::unix::fs::MetadataExt as _};
 
 use anyhow::Context as _;
 use block::device::{Identity, Number, Roots};
-use nix::errno::Errno;
 use policy::steering::Rates;
 
 use crate::{
@@ -94,16 +93,12 @@ fn merged(
     devices
 }
 
-/// Empty where the cgroup has no such file, or the kernel has it switched off.
+/// Empty where the cgroup has no such file, or the kernel has it switched off. One that is being
+/// removed loses its files before its directory: what was opened then is no longer there to read.
 fn file(group: &ControlGroup, name: &str) -> anyhow::Result<String> {
-    let is_off = |error: &io::Error| {
-        // With `psi=0` io.pressure is there, and not supported.
-        error.kind() == io::ErrorKind::NotFound && group.exists()
-            || error.raw_os_error() == Some(Errno::EOPNOTSUPP as i32)
-    };
     match group.read(name) {
         Ok(text) => Ok(text),
-        Err(error) if is_off(&error) => Ok(String::new()),
+        Err(error) if limit_files::is_missing(&error) => Ok(String::new()),
         Err(error) => Err(error).with_context(|| format!("{name}: cannot be read")),
     }
 }
