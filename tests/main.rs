@@ -73,5 +73,6 @@ mod startup;
 mod stopping;
 mod systemd;
 mod tls;
+mod trace;
 mod tune;
 mod wire;

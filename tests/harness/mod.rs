@@ -55,7 +55,8 @@ pub(crate) fn alone(script: &str) -> String {
 }
 
 /// The processes that a process has started and not waited for. Which of its threads is their
-/// parent, as `/proc/PID/task/TID/children` has it, changes: those of a thread that ends are handed to another.
+/// parent, as `/proc/PID/task/TID/children` has it, changes: those of a thread that ends are handed
+/// to another.
 pub(crate) fn children(pid: Pid) -> impl Iterator<Item = Pid> {
     let parent = format!("PPid:\t{pid}");
     let processes = fs::read_dir("/proc").expect("it is mounted").flatten();

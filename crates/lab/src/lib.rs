@@ -18,7 +18,7 @@ pub mod report;
 mod result;
 pub mod simulate;
 mod statistics;
-mod trace;
+pub mod trace;
 pub mod tune;
 
 #[doc(hidden)]

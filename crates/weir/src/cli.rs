@@ -135,6 +135,9 @@ pub(crate) enum Command {
     /// Be a volume plugin: volumes of Docker and Podman that are images
     #[command(after_help = container::EXAMPLES)]
     DockerPlugin(container::PluginArgs),
+    /// Write traces in another format
+    #[command(subcommand, long_about = lab::trace::convert::ABOUT)]
+    Trace(lab::trace::convert::Command),
     /// Send requests to an image, and tell how long they took
     #[command(after_help = lab::bench::EXAMPLES)]
     Bench(Box<lab::bench::BenchArgs>),

@@ -89,6 +89,7 @@ pub fn main() -> ExitCode {
         Command::Cgroup(command) => cgroup::run(command),
         Command::DockerPlugin(arguments) => container::run(arguments),
         Command::Bench(arguments) => lab::bench::run(*arguments),
+        Command::Trace(command) => lab::trace::convert::run(command),
         Command::Simulate(arguments) => lab::simulate::run(*arguments),
         Command::Report(arguments) => lab::report::run(arguments),
         Command::Tune(arguments) => lab::tune::run(*arguments),

@@ -14,7 +14,7 @@ use settings::{
 use crate::{
     result::arguments::ResultArgs,
     simulate::{DeviceSpec, Sweep, Workload, generators},
-    trace::Format as TraceFormat,
+    trace::ReadingArgs,
 };
 
 /// Shown below the options.
@@ -34,7 +34,7 @@ Examples:
   weir simulate --workload two-streams
       The table of io-throttle v16 (2009), beside its own figures.
 
-Traces: weir's CSV (time_ns,disk,op,offset,length), fio's iolog 2 and 3, blkparse, MSR Cambridge, Alibaba, CloudPhysics; plain, gz or zst; - is standard input. Requests come when the trace says, however long those before them take.
+Traces: weir's CSV (time_ns,disk,op,offset,length), fio's iolog 2 and 3, blkparse, MSR Cambridge, Alibaba, CloudPhysics, SPC, MQSim, recordings of `weir record`, and by --columns any other; plain, gz or zst; - is standard input. Requests come when the trace says, however long those before them take.
 ", settings::sizes!(), " Times take ns, us, ms or s.
 Exit status: 0 simulated, 1 failed or not to the end, 2 wrong use of the command line."
 );
@@ -76,17 +76,9 @@ pub struct SimulateArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Requests")]
 pub(crate) struct InputArgs {
-    /// The traces' format [default: seen from how each begins]
-    #[arg(long, value_name = "FORMAT", conflicts_with = "workload")]
-    pub(crate) format: Option<TraceFormat>,
-    /// How many records are held back to put them in order, up to 16777216
-    #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1..=1 << 24), conflicts_with = "workload")]
-    pub(crate) window: u32,
-    /// Traces keep the distance that they have in the clock of their times, instead of each
-    /// beginning at 0
-    #[arg(long, conflicts_with = "workload")]
-    pub(crate) absolute_time: bool,
-    #[arg(long, value_name = "SPEC", conflicts_with = "traces", value_parser = settings::read::<Workload>,
+    #[command(flatten)]
+    pub(crate) reading: ReadingArgs,
+    #[arg(long, value_name = "SPEC", conflicts_with_all = ["traces", "format", "columns", "window", "absolute_time"], value_parser = settings::read::<Workload>,
         help = format!("Requests of a generator instead: {}; with :key=value,…", generators()))]
     pub(crate) workload: Option<Workload>,
     /// Where the generator begins: the same number gives the same requests

@@ -5,41 +5,27 @@
 //! ends the writing and not the simulation. Inputs are never overwritten.
 
 use std::{
-    fs::{self, File, Permissions},
     io::{self, Write as _},
-    os::unix::fs::{MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
 };
 
-use anyhow::{Context as _, bail};
-use tempfile::NamedTempFile;
+use anyhow::Context as _;
 
 use super::{bucket::Bucket, engine::Row, world::World};
 use crate::{
     trace,
-    trace::{push_decimal, push_request, quoted},
+    trace::{Output, push_decimal, push_request, quoted},
 };
 
-const MORE_COLUMNS: &str = ",admitted_ns,completed_ns,bucket\n";
 const BLOCK_BYTES: usize = 1 << 18;
-/// Before the process's mask.
-const NEW_FILE: u32 = 0o666;
 
 #[derive(Debug)]
 pub(crate) struct Events {
-    out: Out,
+    out: Output,
     name: String,
     text: Vec<u8>,
     failed: Option<io::Error>,
     disks: Vec<Named>,
-}
-
-#[derive(Debug)]
-enum Out {
-    /// Renamed at the end.
-    Beside(NamedTempFile, PathBuf),
-    /// No regular file: a pipe, a terminal.
-    InPlace(File),
 }
 
 #[derive(Debug)]
@@ -55,34 +41,8 @@ impl Events {
         inputs: impl IntoIterator<Item = &'a PathBuf>,
     ) -> anyhow::Result<Self> {
         let name = path.display().to_string();
-        let cannot = || format!("{name}: cannot be written");
-        // A link stays one: its target is replaced.
-        let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-        let earlier = fs::metadata(&target).ok();
-        if let Some(earlier) = &earlier {
-            let is_same = |input: &&PathBuf| {
-                fs::metadata(input)
-                    .is_ok_and(|input| (input.dev(), input.ino()) == (earlier.dev(), earlier.ino()))
-            };
-            if let Some(input) = inputs.into_iter().find(is_same) {
-                bail!("--events: {name} is {}, which is read (name another file)", input.display());
-            }
-        }
-        let out = if earlier.as_ref().is_some_and(|earlier| !earlier.is_file()) {
-            Out::InPlace(File::options().write(true).open(&target).with_context(cannot)?)
-        } else {
-            let directory = target.parent().filter(|parent| !parent.as_os_str().is_empty());
-            let file = tempfile::Builder::new()
-                .prefix(".weir-events.")
-                .permissions(Permissions::from_mode(NEW_FILE))
-                .tempfile_in(directory.unwrap_or(Path::new(".")))
-                .with_context(cannot)?;
-            if let Some(earlier) = earlier {
-                let _ = file.as_file().set_permissions(earlier.permissions());
-            }
-            Out::Beside(file, target)
-        };
-        let text = [trace::HEADER, MORE_COLUMNS].concat().into_bytes();
+        let out = Output::create("--events", path, inputs)?;
+        let text = [trace::HEADER, trace::MORE_COLUMNS, "\n"].concat().into_bytes();
         Ok(Self { out, name, text, failed: None, disks: Vec::new() })
     }
 
@@ -103,20 +63,13 @@ impl Events {
     pub(crate) fn finish(mut self) -> anyhow::Result<()> {
         self.flush();
         let Self { out, name, failed, .. } = self;
-        let written = match (failed, out) {
-            (Some(error), _) => Err(error),
-            (None, Out::Beside(file, target)) => file.persist(target).map(drop).map_err(|error| error.error),
-            (None, Out::InPlace(_)) => Ok(()),
-        };
+        let written = failed.map_or_else(|| out.finish(), Err);
         written.with_context(|| format!("{name}: cannot be written"))
     }
 
     fn flush(&mut self) {
-        let written = match &mut self.out {
-            _ if self.failed.is_some() => Ok(()),
-            Out::Beside(file, _) => file.as_file_mut().write_all(&self.text),
-            Out::InPlace(file) => file.write_all(&self.text),
-        };
+        let is_lost = self.failed.is_some();
+        let written = if is_lost { Ok(()) } else { self.out.write_all(&self.text) };
         self.failed = self.failed.take().or(written.err());
         self.text.clear();
     }

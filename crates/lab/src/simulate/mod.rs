@@ -68,7 +68,7 @@ pub(crate) use workload::{Workload, generators};
 use super::{
     interruption::Interruption,
     result::{Header, ResultFile},
-    trace::{self, Merged},
+    trace::Merged,
 };
 
 const OF_STORIES: [&str; 4] = ["workload", "json", "result", "report"];
@@ -212,11 +212,7 @@ fn threads(arguments: &SimulateArgs) -> usize {
 fn input(arguments: &SimulateArgs) -> anyhow::Result<Input> {
     Ok(match &arguments.input.workload {
         None => {
-            let options = trace::Options {
-                format: arguments.input.format,
-                window: arguments.input.window as usize,
-                absolute_time: arguments.input.absolute_time,
-            };
+            let options = arguments.input.reading.options();
             Input::of(Merged::open(&arguments.traces, &options)?)
         }
         Some(Workload::Sequential(sequential)) => {

@@ -163,6 +163,22 @@ pub(super) fn number(field: &[u8], what: &str) -> Result<u64, String> {
     careful_number(field, what)
 }
 
+/// Nanoseconds, from seconds with or without a fraction; what is finer is dropped.
+pub(super) fn seconds(field: &[u8], what: &str) -> Result<u64, String> {
+    const S_NS: u64 = 1_000_000_000;
+    let dot = memchr::memchr(b'.', field).unwrap_or(field.len());
+    let (whole, fraction) = (number(&field[..dot], what)?, field.get(dot + 1..).unwrap_or_default());
+    if !fraction.iter().all(u8::is_ascii_digit) {
+        return Err(format!("the {what} {} is not a number of seconds", shown(field)));
+    }
+    let digits = fraction.iter().map(|digit| u64::from(digit - b'0')).chain(std::iter::repeat(0));
+    let fraction_ns = digits.take(9).fold(0, |ns, digit| ns * 10 + digit);
+    whole
+        .checked_mul(S_NS)
+        .and_then(|ns| ns.checked_add(fraction_ns))
+        .ok_or_else(|| format!("the {what} {} does not fit into 64 bits of nanoseconds", shown(field)))
+}
+
 #[cold]
 fn careful_number(field: &[u8], what: &str) -> Result<u64, String> {
     let value = |value: u64, &byte: &u8| {
@@ -237,6 +253,23 @@ mod tests {
             ("0x10", "the offset '0x10' is not a whole number"),
         ] {
             assert_eq!(read(text).unwrap_err(), why, "{text}");
+        }
+    }
+
+    #[test]
+    fn seconds_have_any_fraction() {
+        let read = |text: &str| seconds(text.as_bytes(), "time");
+        for (text, ns) in [
+            ("0", 0),
+            ("7.", 7_000_000_000),
+            ("0.000774", 774_000),
+            ("3.0000000019", 3_000_000_001),
+            ("18446744073.709551615", u64::MAX),
+        ] {
+            assert_eq!(read(text), Ok(ns), "{text}");
+        }
+        for text in ["", ".5", "-1.0", "1.5e3", "1.2.3", "18446744073.709551616", "18446744074"] {
+            assert!(read(text).is_err(), "{text}");
         }
     }
 

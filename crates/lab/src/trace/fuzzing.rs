@@ -19,8 +19,8 @@ const NAME: &str = "fuzz";
 pub fn trace(data: &[u8]) {
     let Some((&choice, text)) = data.split_first() else { return };
     let formats = Format::value_variants();
-    let format = formats.get(usize::from(choice & 7)).copied();
-    let options = Options { format, window: usize::from(choice >> 3), absolute_time: false };
+    let format = formats.get(usize::from(choice & 15)).copied();
+    let options = Options { format, window: usize::from(choice >> 4), ..Options::default() };
     let (records, disks, error) = read(text, &options);
     if let Some(error) = error {
         let error = error.to_string();

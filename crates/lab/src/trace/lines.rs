@@ -1,4 +1,4 @@
-//! A stream cut into lines, in blocks of a mebibyte.
+//! A stream cut into lines, or taken as it is, in blocks of a mebibyte.
 //!
 //! Never holds more than a block and a line, however long a line of the input is.
 
@@ -68,6 +68,27 @@ impl Lines {
         let line = &self.buffer[self.start..self.start + length];
         self.start += length + newline;
         Ok(Some(line.strip_suffix(b"\r").unwrap_or(line)))
+    }
+
+    pub(super) fn is_at_end(&mut self) -> Result<bool, TraceError> {
+        while self.start == self.end && !self.ended {
+            self.refill()?;
+        }
+        Ok(self.start == self.end)
+    }
+
+    /// So many bytes, whatever they are; `None` if there are fewer left, which are then gone.
+    pub(super) fn bytes(&mut self, count: usize) -> Result<Option<Vec<u8>>, TraceError> {
+        let mut bytes = Vec::new();
+        while bytes.len() < count {
+            if self.is_at_end()? {
+                return Ok(None);
+            }
+            let part = (count - bytes.len()).min(self.end - self.start);
+            bytes.extend_from_slice(&self.buffer[self.start..self.start + part]);
+            self.start += part;
+        }
+        Ok(Some(bytes))
     }
 
     /// The length of a line that the buffer does not hold yet, and of its end.

@@ -11,6 +11,7 @@ use std::{
 use super::{
     disks::Disks,
     error::TraceError,
+    format::Format,
     reader::{Options, Reader},
     record::{DiskId, Record},
 };
@@ -84,6 +85,14 @@ impl Merged {
         }
         let sources = readers.into_iter().map(|reader| One { reader, ids: Vec::new(), head: None }).collect();
         Ok(Self { sources, disks: Disks::new(), upcoming: BinaryHeap::new(), failed: None, begun: false })
+    }
+
+    /// Where there is one trace.
+    pub(crate) fn only_format(&self) -> Option<Format> {
+        match &self.sources[..] {
+            [only] => Some(only.reader.format),
+            _ => None,
+        }
     }
 
     /// One trace's error ends all.

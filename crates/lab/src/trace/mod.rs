@@ -10,6 +10,8 @@
 //! line that does not parse is an error after all records before it. Traces are untrusted: nothing
 //! in them makes a reader panic, hang or allocate without bound (`fuzz/fuzz_targets/trace.rs`).
 
+mod arguments;
+pub mod convert;
 mod disks;
 mod error;
 mod fields;
@@ -19,16 +21,20 @@ pub mod fuzzing;
 mod input;
 mod lines;
 mod merge;
+mod output;
 mod reader;
 mod record;
+mod recording;
 #[cfg(test)]
 mod tests;
 mod window;
 mod write;
 
+pub(crate) use arguments::ReadingArgs;
 pub(crate) use fields::push_decimal;
-pub(crate) use format::{Format, HEADER};
+pub(crate) use format::{Columns, Format, HEADER};
 pub(crate) use merge::{Merged, Source};
+pub(crate) use output::Output;
 pub(crate) use reader::Options;
 pub(crate) use record::{DiskId, Op, Record};
-pub(crate) use write::{push_request, quoted};
+pub(crate) use write::{MORE_COLUMNS, push_request, quoted};

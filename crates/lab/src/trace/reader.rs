@@ -5,10 +5,14 @@ use std::{io::Read, path::Path};
 use super::{
     disks::Disks,
     error::TraceError,
-    format::{Alibaba, Blkparse, CloudPhysics, Fio, Format, Found, Msr, Parse, Weir, detect},
+    format::{
+        Alibaba, Blkparse, ByColumns, CloudPhysics, Columns, Fio, Format, Found, Mqsim, Msr, Parse, Spc,
+        Weir, detect,
+    },
     input::Input,
     lines::Lines,
     record::Record,
+    recording::{Blocks, Told},
     window::Window,
 };
 
@@ -19,10 +23,12 @@ pub(crate) const MAX_WINDOW: usize = 1 << 24;
 /// Records read at once beyond the window.
 const BATCH: usize = 1024;
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Options {
     /// Detected from each file's beginning if `None`.
     pub(crate) format: Option<Format>,
+    /// What the columns of every file are, instead of a format.
+    pub(crate) columns: Option<Columns>,
     /// Records held back for reordering, at most [`MAX_WINDOW`].
     pub(crate) window: usize,
     /// Keep the distance between several traces on their common clock.
@@ -31,7 +37,7 @@ pub(crate) struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { format: None, window: DEFAULT_WINDOW, absolute_time: false }
+        Self { format: None, columns: None, window: DEFAULT_WINDOW, absolute_time: false }
     }
 }
 
@@ -56,6 +62,10 @@ enum Parser {
     Msr(Msr),
     Alibaba(Alibaba),
     CloudPhysics(CloudPhysics),
+    Spc(Spc),
+    Mqsim(Mqsim),
+    ByColumns(ByColumns),
+    Recording(Box<Blocks>),
 }
 
 impl Reader {
@@ -85,9 +95,10 @@ impl Reader {
         if ahead.trim_ascii().is_empty() {
             return Err(TraceError::Empty { file });
         }
-        let format = match options.format {
-            Some(format) => format,
-            None => detect(ahead).map_err(|hint| TraceError::Unknown { file: file.clone(), hint })?,
+        let format = match (options.format, &options.columns) {
+            (_, Some(_)) => Format::Columns,
+            (Some(format), None) => format,
+            (None, None) => detect(ahead).map_err(|hint| TraceError::Unknown { file: file.clone(), hint })?,
         };
         let parser = match format {
             Format::Weir => Parser::Weir(Weir::default()),
@@ -97,6 +108,14 @@ impl Reader {
             Format::Msr => Parser::Msr(Msr::default()),
             Format::Alibaba => Parser::Alibaba(Alibaba::default()),
             Format::CloudPhysics => Parser::CloudPhysics(CloudPhysics::new(&file)),
+            Format::Spc => Parser::Spc(Spc),
+            Format::Mqsim => Parser::Mqsim(Mqsim),
+            Format::Recording => Parser::Recording(Box::default()),
+            Format::Columns => {
+                let columns = options.columns.clone();
+                let columns = columns.expect("the format is not to be had without them");
+                Parser::ByColumns(ByColumns::new(columns, &file))
+            }
         };
         Ok(Self {
             lines,
@@ -159,6 +178,10 @@ impl Reader {
             Parser::Msr(parser) => read(parser, lines, disks, window, enough),
             Parser::Alibaba(parser) => read(parser, lines, disks, window, enough),
             Parser::CloudPhysics(parser) => read(parser, lines, disks, window, enough),
+            Parser::Spc(parser) => read(parser, lines, disks, window, enough),
+            Parser::Mqsim(parser) => read(parser, lines, disks, window, enough),
+            Parser::Recording(blocks) => read_recording(blocks, lines, disks, window, enough),
+            Parser::ByColumns(parser) => read(parser, lines, disks, window, enough),
         };
         match more {
             Ok(more) => self.ended = !more,
@@ -186,6 +209,26 @@ fn read(
         }
         let mut found = Found { disks, window, line: number };
         if let Err(why) = parser.line(line, &mut found) {
+            return Err(lines.wrong(why));
+        }
+    }
+    Ok(true)
+}
+
+/// As [`read`], of a recording: its requests count as lines.
+fn read_recording(
+    blocks: &mut Blocks,
+    lines: &mut Lines,
+    disks: &mut Disks,
+    window: &mut Window,
+    enough: usize,
+) -> Result<bool, TraceError> {
+    while window.len() < enough {
+        let Some(Told { entry, arrival_ns, disk, number, .. }) = blocks.next(lines)? else {
+            return Ok(false);
+        };
+        let mut found = Found { disks, window, line: number };
+        if let Err(why) = found.push(arrival_ns, disk.as_bytes(), entry.op, entry.offset, entry.length) {
             return Err(lines.wrong(why));
         }
     }

@@ -259,6 +259,48 @@ fn cloud_physics_by_its_header() {
 }
 
 #[test]
+fn spc_counts_sectors_and_seconds() {
+    let text =
+        "0,20941264,8192,W,0.551706\n0, 20939840 ,8192, w, 0.554041\n1,3436288,15872,r,1.011732,more,7\n";
+    let expected = "0 0 write 10721927168 8192\n\
+                    2335000 0 write 10721198080 8192\n\
+                    460026000 1 read 1759379456 15872\n";
+    assert_eq!(read(text), expected);
+    let wrong = read("0,1,512,R,0.5\n0,1,512,X,0.6\n");
+    assert!(wrong.ends_with("error: t:2: the opcode 'X' is neither R nor W\n"), "{wrong}");
+}
+
+#[test]
+fn mqsim_has_1_for_a_read() {
+    let text = "417023 0 8 16 1\n417523 3 0 8 0\n";
+    assert_eq!(read(text), "0 0 read 4096 8192\n500 3 write 0 4096\n");
+    let wrong = read("1 0 8 16 1\n2 0 8 16 1 7\n");
+    assert!(wrong.ends_with("error: t:2: the line has more words than the format: '7'\n"), "{wrong}");
+}
+
+fn read_by(columns: &str, text: &str) -> String {
+    let columns = Some(columns.parse().unwrap());
+    read_with(text.as_bytes(), &Options { columns, ..Options::default() })
+}
+
+#[test]
+fn any_text_is_a_trace_by_its_columns() {
+    let text = "when;vm;what;lba;bytes\n10;a;W;8;4096\n12;b;0;0;512\n13;a;FLUSH;;\n";
+    let columns = "time=1:us,disk=2,op=3,offset=4:sectors,length=5,separator=semicolon,skip=1,reads=0";
+    assert_eq!(read_by(columns, text), "0 a write 4096 4096\n2000 b read 0 512\n3000 a flush 0 0\n");
+    let blanks = "  0.5   1  2\n1.25 \t 3 1\n";
+    let columns = "time=1:s,offset=2:pages,length=3:KiB,separator=blanks";
+    assert_eq!(read_by(columns, blanks), "0 t read 4096 2048\n750000000 t read 12288 1024\n");
+    let wrong = read_by("time=1,offset=2,length=3,op=4", "1,2,3,read\n1,2,3,what\n");
+    assert!(
+        wrong.ends_with("error: t:2: the op 'what' is not known (say what it is: reads=WORD, writes=WORD)\n"),
+        "{wrong}"
+    );
+    let wrong = read_by("time=1,offset=2,length=9", "1,2,3\n");
+    assert!(wrong.ends_with("t:1: the length is missing (a line that was cut off?)\n"), "{wrong}");
+}
+
+#[test]
 fn the_same_whether_seen_or_said() {
     for (format, text) in [
         (Format::Weir, "time_ns,disk,op,offset,length\n0,a,read,0,1\n"),
@@ -268,6 +310,8 @@ fn the_same_whether_seen_or_said() {
         (Format::Msr, "1,a,0,read,0,1,0\n"),
         (Format::Alibaba, "0,R,0,1,5\n"),
         (Format::CloudPhysics, "version,time,op,size,lbn\n1,5,28,512,8\n"),
+        (Format::Spc, "0,8,512,R,0.5\n"),
+        (Format::Mqsim, "5 0 8 1 1\n"),
     ] {
         let said = read_with(text.as_bytes(), &Options { format: Some(format), ..Options::default() });
         assert_eq!(said, read(text), "{format:?}");
@@ -279,8 +323,7 @@ fn the_same_whether_seen_or_said() {
 
 #[test]
 fn what_is_no_trace_is_named() {
-    let known =
-        " (--format names the format, one of weir, fio-v2, fio-v3, blkparse, msr, alibaba, cloud-physics)";
+    let known = " (--format names the format, one of weir, fio-v2, fio-v3, blkparse, msr, alibaba, cloud-physics, spc, mqsim, recording; --columns reads any other text)";
     for (text, hint) in [
         (&b"hello\x1b[31m \xff\nworld"[..], r"its first line is 'hello\x1b[31m \xff'"),
         (b"time_ns,disk,op\n", "its first line is 'time_ns,disk,op'"),

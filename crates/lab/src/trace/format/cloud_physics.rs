@@ -10,7 +10,7 @@
 
 use super::{
     super::{error::shown, fields, record::Op},
-    Found, Parse, bytes, nanoseconds,
+    Found, Parse, bytes, nanoseconds, stem,
 };
 
 const S_NS: u64 = 1_000_000_000;
@@ -25,9 +25,7 @@ pub(in super::super) struct CloudPhysics {
 
 impl CloudPhysics {
     pub(in super::super) fn new(file: &str) -> Self {
-        let name = file.rsplit('/').next().unwrap_or(file);
-        let stem = name.find('.').filter(|&at| at > 0).map_or(name, |at| &name[..at]);
-        Self { disk: stem.to_owned(), columns: None }
+        Self { disk: stem(file).to_owned(), columns: None }
     }
 }
 

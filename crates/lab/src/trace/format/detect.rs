@@ -4,7 +4,10 @@
 
 use clap::ValueEnum as _;
 
-use super::{super::error::shown, Format, alibaba, blkparse, cloud_physics, fio, msr, weir};
+use super::{
+    super::{error::shown, recording},
+    Format, alibaba, blkparse, cloud_physics, fio, mqsim, msr, spc, weir,
+};
 
 /// blkparse prints messages before its first event.
 const LINES: usize = 64;
@@ -22,6 +25,9 @@ const OTHERS: [(usize, &[u8], &str); 5] = [
 
 /// `ahead` is the trace's beginning; the error says what it looks like instead.
 pub(in super::super) fn detect(ahead: &[u8]) -> Result<Format, String> {
+    if recording::is_beginning(ahead) {
+        return Ok(Format::Recording);
+    }
     // First: the text in an archive may look like a trace.
     if let Some(what) = other(ahead) {
         return Err(what.to_owned());
@@ -44,6 +50,12 @@ pub(in super::super) fn detect(ahead: &[u8]) -> Result<Format, String> {
     if cloud_physics::columns(first).is_some() {
         return Ok(Format::CloudPhysics);
     }
+    if spc::is_line(first) {
+        return Ok(Format::Spc);
+    }
+    if mqsim::is_line(first) {
+        return Ok(Format::Mqsim);
+    }
     let mut lines =
         std::iter::once(first).chain(lines).take(LINES).skip_while(|line| blkparse::is_preface(line));
     if lines.next().is_some_and(blkparse::is_event) {
@@ -51,7 +63,7 @@ pub(in super::super) fn detect(ahead: &[u8]) -> Result<Format, String> {
     }
     let known: Vec<_> = Format::value_variants().iter().map(|format| format.name()).collect();
     Err(format!(
-        "its first line is {} (--format names the format, one of {})",
+        "its first line is {} (--format names the format, one of {}; --columns reads any other text)",
         shown(first),
         known.join(", ")
     ))

@@ -8,6 +8,9 @@
 //! | [`msr`] | Microsoft Research's servers in Cambridge |
 //! | [`alibaba`] | Alibaba's block traces |
 //! | [`cloud_physics`] | the CSV of CloudPhysics' traces that libCacheSim has |
+//! | [`spc`] | the Storage Performance Council |
+//! | [`mqsim`] | MQSim and SSDsim |
+//! | [`columns`] | any other text, by its columns |
 //!
 //! `docs/reference/traces.md` says for each what its fields mean, and where that is written.
 //!
@@ -16,18 +19,21 @@
 mod alibaba;
 mod blkparse;
 mod cloud_physics;
+mod columns;
 mod detect;
 mod fio;
+mod mqsim;
 mod msr;
+mod spc;
 mod weir;
 
 use clap::ValueEnum;
 
-pub(crate) use self::weir::HEADER;
 pub(super) use self::{
-    alibaba::Alibaba, blkparse::Blkparse, cloud_physics::CloudPhysics, detect::detect, fio::Fio, msr::Msr,
-    weir::Weir,
+    alibaba::Alibaba, blkparse::Blkparse, cloud_physics::CloudPhysics, columns::ByColumns, detect::detect,
+    fio::Fio, mqsim::Mqsim, msr::Msr, spc::Spc, weir::Weir,
 };
+pub(crate) use self::{columns::Columns, weir::HEADER};
 use super::{
     disks::Disks,
     record::{Op, Record},
@@ -50,6 +56,15 @@ pub(crate) enum Format {
     Alibaba,
     /// CSV of CloudPhysics' traces, as libCacheSim has it
     CloudPhysics,
+    /// CSV of the Storage Performance Council
+    Spc,
+    /// The text of MQSim and SSDsim
+    Mqsim,
+    /// What `weir record` keeps
+    Recording,
+    /// What `--columns` says
+    #[value(skip)]
+    Columns,
 }
 
 impl Format {
@@ -62,12 +77,16 @@ impl Format {
             Self::Msr => "msr",
             Self::Alibaba => "alibaba",
             Self::CloudPhysics => "cloud-physics",
+            Self::Spc => "spc",
+            Self::Mqsim => "mqsim",
+            Self::Recording => "recording",
+            Self::Columns => "columns",
         }
     }
 
     /// Whether its times come from a clock that other traces share.
     pub(super) fn is_absolute(self) -> bool {
-        matches!(self, Self::Weir | Self::Msr | Self::Alibaba)
+        matches!(self, Self::Weir | Self::Msr | Self::Alibaba | Self::Recording)
     }
 }
 
@@ -85,7 +104,14 @@ pub(super) struct Found<'a> {
 impl Found<'_> {
     /// Passes on a request. A flush's place and length are ignored.
     #[inline(always)]
-    fn push(&mut self, time_ns: u64, disk: &[u8], op: Op, offset: u64, length: u64) -> Result<(), String> {
+    pub(super) fn push(
+        &mut self,
+        time_ns: u64,
+        disk: &[u8],
+        op: Op,
+        offset: u64,
+        length: u64,
+    ) -> Result<(), String> {
         let (offset, length) = if op == Op::Flush { (0, 0) } else { (offset, length) };
         if (length == 0 && op != Op::Flush) || offset.checked_add(length).is_none() {
             return Err(no_request(op, offset, length));
@@ -117,6 +143,12 @@ fn bytes(sectors: u64) -> Result<u64, String> {
 }
 
 const SECTOR_BYTES: u64 = 512;
+
+/// A file's name without directories and endings.
+fn stem(file: &str) -> &str {
+    let name = file.rsplit('/').next().unwrap_or(file);
+    name.find('.').filter(|&at| at > 0).map_or(name, |at| &name[..at])
+}
 
 fn is_header(line: &[u8], header: &str) -> bool {
     line.get(..header.len()).is_some_and(|start| start.eq_ignore_ascii_case(header.as_bytes()))

@@ -1,0 +1,62 @@
+//! The options of `weir trace`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand, ValueEnum};
+
+use crate::trace::{Format, ReadingArgs};
+
+/// Shown below the commands.
+pub const ABOUT: &str = "\
+A trace is a list of requests: when, to which disk, which operation. `weir simulate` replays it.";
+
+pub(crate) const CONVERT_EXAMPLES: &str = "\
+Examples:
+  weir trace convert day.recording day.csv.zst
+      A recording as text, with how long each request waited and was served.
+  weir trace convert web.spc.gz web.iolog --to fio-v3
+      For fio to replay: fio --read_iolog.
+  weir trace convert a.csv b.csv both.recording --absolute-time
+      Two traces as one recording, with the distance that they have.
+  weir trace convert vendor.txt vm.csv --columns time=1:us,disk=2,op=3,offset=4:sectors,length=5,skip=1
+      Any text that has a line for each request.
+
+The ending of OUTPUT says what is written if --to does not: .recording, .csv (weir's own), .iolog (fio-v3), .spc; behind these .gz or .zst compress. What a format has no word for is left out, counted and said.
+Exit status: 0 converted, 1 failed or not to the end, 2 wrong use of the command line.";
+
+/// What to do with traces.
+#[derive(Debug, Subcommand)]
+#[command(subcommand_required = true, arg_required_else_help = true)]
+pub enum Command {
+    /// Write traces in another format
+    #[command(after_help = CONVERT_EXAMPLES)]
+    Convert(ConvertArgs),
+}
+
+/// What `weir trace convert` is told.
+#[derive(Debug, Args)]
+pub struct ConvertArgs {
+    /// Traces, read as one by their times; - is standard input
+    #[arg(value_name = "TRACE", required = true, num_args = 1..)]
+    pub(crate) traces: Vec<PathBuf>,
+    /// Where to; - is standard output
+    #[arg(value_name = "OUTPUT")]
+    pub(crate) output: PathBuf,
+    /// The format to write [default: as OUTPUT ends]
+    #[arg(long, value_name = "FORMAT")]
+    pub(crate) to: Option<Format>,
+    #[command(flatten)]
+    pub(crate) reading: ReadingArgs,
+}
+
+/// Known by the ending of a file's name, without that of its compression.
+pub(super) fn format_of(name: &str) -> Option<Format> {
+    let (_, ending) = name.rsplit_once('.')?;
+    Some(match ending {
+        "recording" => Format::Recording,
+        "csv" => Format::Weir,
+        "iolog" => Format::FioV3,
+        "spc" => Format::Spc,
+        _ => return Format::from_str(ending, false).ok(),
+    })
+}

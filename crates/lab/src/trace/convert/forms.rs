@@ -1,0 +1,178 @@
+//! A request as each format writes it.
+//!
+//! What a format has no word for is not written, and the caller told.
+
+use std::{borrow::Cow, fmt, io::Write as _};
+
+use crate::trace::{
+    Format, HEADER, push_request, quoted,
+    record::{DiskId, Op},
+};
+
+const SECTOR_BYTES: u64 = 512;
+const US_NS: u64 = 1000;
+const S_NS: u64 = 1_000_000_000;
+/// What fio does not take for less: see `format/fio.rs`.
+const SHORTEST_WAIT_US: u64 = 100;
+
+/// A request to be written.
+#[derive(Clone, Copy)]
+pub(super) struct Request<'a> {
+    pub(super) time_ns: u64,
+    pub(super) disk: DiskId,
+    /// Its name.
+    pub(super) name: &'a str,
+    pub(super) op: Op,
+    pub(super) offset: u64,
+    pub(super) length: u64,
+}
+
+/// Why a request is not written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum NotWritten {
+    /// The format has no word for it.
+    Op(Op),
+    /// The format counts sectors, and its place or length is no whole number of them.
+    Unaligned,
+}
+
+/// Writes the lines of one format.
+pub(super) struct Form {
+    format: Format,
+    /// Disks that were named already.
+    named: Vec<bool>,
+    waited_us: u64,
+}
+
+impl Form {
+    /// With what stands before the first request. A recording is no text, and not written here.
+    pub(super) fn begin(format: Format, text: &mut Vec<u8>) -> Self {
+        let header = match format {
+            Format::Weir => Some(HEADER),
+            Format::FioV2 => Some("fio version 2 iolog"),
+            Format::FioV3 => Some("fio version 3 iolog"),
+            Format::CloudPhysics => Some("version,time,op,size,lbn"),
+            _ => None,
+        };
+        if let Some(header) = header {
+            line(text, format_args!("{header}"));
+        }
+        Self { format, named: Vec::new(), waited_us: 0 }
+    }
+
+    /// Whether it calls disks by numbers, so that their names are lost.
+    pub(super) fn has_no_names(&self) -> bool {
+        matches!(self.format, Format::Blkparse | Format::Alibaba | Format::Spc | Format::Mqsim)
+    }
+
+    pub(super) fn push(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {
+        let Request { time_ns, disk: DiskId(disk), name, op, offset, length } = request;
+        let (us, seconds, rest_ns) = (time_ns / US_NS, time_ns / S_NS, time_ns % S_NS);
+        match self.format {
+            Format::Weir => {
+                push_request(text, time_ns, &quoted(name), op, offset, length);
+                text.push(b'\n');
+            }
+            Format::FioV2 | Format::FioV3 => self.push_fio(text, request)?,
+            Format::Blkparse => {
+                let letters = word(op, "R", "W", Some("D"), Some("FN"))?;
+                let head = format_args!("8,{disk} 0 1 {seconds}.{rest_ns:09} 1 Q {letters}");
+                if op == Op::Flush {
+                    line(text, format_args!("{head} [weir]"));
+                } else {
+                    let (sector, sectors) = (sectors(offset)?, sectors(length)?);
+                    line(text, format_args!("{head} {sector} + {sectors} [weir]"));
+                }
+            }
+            Format::Msr => {
+                let kind = word(op, "Read", "Write", None, None)?;
+                let (host, number) = host_and_number(name);
+                let (host, ticks) = (without(host, |one| one == ','), time_ns / 100);
+                line(text, format_args!("{ticks},{host},{number},{kind},{offset},{length},0"));
+            }
+            Format::Alibaba => {
+                let kind = word(op, "R", "W", None, None)?;
+                line(text, format_args!("{disk},{kind},{offset},{length},{us}"));
+            }
+            Format::CloudPhysics => {
+                let code = match op {
+                    Op::WriteZeroes => "41",
+                    op => word(op, "28", "2a", Some("42"), Some("35"))?,
+                };
+                line(text, format_args!("1,{seconds},{code},{length},{}", sectors(offset)?));
+            }
+            Format::Spc => {
+                let kind = word(op, "R", "W", None, None)?;
+                let sector = sectors(offset)?;
+                line(text, format_args!("{disk},{sector},{length},{kind},{seconds}.{rest_ns:09}"));
+            }
+            Format::Mqsim => {
+                let kind = word(op, "1", "0", None, None)?;
+                let (sector, sectors) = (sectors(offset)?, sectors(length)?);
+                line(text, format_args!("{time_ns} {disk} {sector} {sectors} {kind}"));
+            }
+            Format::Recording | Format::Columns => unreachable!("no lines are made of them"),
+        }
+        Ok(())
+    }
+
+    fn push_fio(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {
+        let Request { time_ns, disk, name, op, offset, length } = request;
+        let action = word(op, "read", "write", Some("trim"), Some("sync"))?;
+        let file = without(name, char::is_whitespace);
+        let us = time_ns / US_NS;
+        let has_times = self.format == Format::FioV3;
+        let time = if has_times { format!("{us} ") } else { String::new() };
+        if self.named.len() <= disk.index() {
+            self.named.resize(disk.index() + 1, false);
+        }
+        if !std::mem::replace(&mut self.named[disk.index()], true) {
+            line(text, format_args!("{time}{file} add"));
+            line(text, format_args!("{time}{file} open"));
+        }
+        let wait_us = us - self.waited_us;
+        if !has_times && wait_us >= SHORTEST_WAIT_US {
+            line(text, format_args!("{file} wait {wait_us} 0"));
+            self.waited_us = us;
+        }
+        line(text, format_args!("{time}{file} {action} {offset} {length}"));
+        Ok(())
+    }
+}
+
+/// The word for an operation, if there is one. A format that has one for zeroes says so itself.
+fn word(
+    op: Op,
+    read: &'static str,
+    write: &'static str,
+    discard: Option<&'static str>,
+    flush: Option<&'static str>,
+) -> Result<&'static str, NotWritten> {
+    let word = match op {
+        Op::Read => Some(read),
+        Op::Write => Some(write),
+        Op::Discard => discard,
+        Op::Flush => flush,
+        Op::WriteZeroes => None,
+    };
+    word.ok_or(NotWritten::Op(op))
+}
+
+fn line(text: &mut Vec<u8>, line: fmt::Arguments<'_>) {
+    writeln!(text, "{line}").expect("memory takes all");
+}
+
+fn sectors(bytes: u64) -> Result<u64, NotWritten> {
+    if bytes.is_multiple_of(SECTOR_BYTES) { Ok(bytes / SECTOR_BYTES) } else { Err(NotWritten::Unaligned) }
+}
+
+/// `hm.0` is disk 0 of the host `hm`; any other is disk 0 of a host of its name.
+fn host_and_number(name: &str) -> (&str, u32) {
+    let parts = name.rsplit_once('.').and_then(|(host, number)| Some((host, number.parse().ok()?)));
+    parts.unwrap_or((name, 0))
+}
+
+/// With underscores for what would end the name.
+fn without(name: &str, ends: impl Fn(char) -> bool) -> Cow<'_, str> {
+    if name.contains(&ends) { name.replace(ends, "_").into() } else { name.into() }
+}

@@ -1,0 +1,188 @@
+//! Where requests go, and what became of them.
+
+use std::{
+    collections::BTreeMap,
+    io::{self, Write},
+};
+
+use flate2::write::GzEncoder;
+
+use super::forms::{Form, NotWritten, Request};
+use crate::trace::{
+    Format, HEADER, MORE_COLUMNS, Output, push_decimal, push_request, quoted,
+    record::DiskId,
+    recording::{Entry, Told, Writer},
+};
+
+const BUFFER_BYTES: usize = 256 << 10;
+const ZSTD_LEVEL: i32 = 3;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Compression {
+    None,
+    Gzip,
+    Zstd,
+}
+
+impl Compression {
+    /// As a file's name ends, and the name without that.
+    pub(super) fn of(name: &str) -> (Self, &str) {
+        let endings = [(Self::Gzip, ".gz"), (Self::Zstd, ".zst")];
+        let found = endings.iter().find_map(|(one, ending)| Some((*one, name.strip_suffix(ending)?)));
+        found.unwrap_or((Self::None, name))
+    }
+}
+
+pub(super) struct Sink {
+    to: To,
+    written: u64,
+    not_written: BTreeMap<NotWritten, u64>,
+    format: Format,
+    /// The names of disks that were written by number.
+    numbered: Vec<String>,
+}
+
+enum To {
+    Lines { file: File, form: Form, text: Vec<u8> },
+    Recording(Writer<Output>),
+}
+
+enum File {
+    Plain(Output),
+    Gzip(GzEncoder<Output>),
+    Zstd(zstd::Encoder<'static, Output>),
+}
+
+impl File {
+    fn all(&mut self, text: &[u8]) -> io::Result<()> {
+        match self {
+            Self::Plain(out) => out.write_all(text),
+            Self::Gzip(out) => out.write_all(text),
+            Self::Zstd(out) => out.write_all(text),
+        }
+    }
+
+    fn finish(self) -> io::Result<Output> {
+        match self {
+            Self::Plain(out) => Ok(out),
+            Self::Gzip(out) => out.finish(),
+            Self::Zstd(out) => out.finish(),
+        }
+    }
+}
+
+impl Sink {
+    pub(super) fn new(format: Format, compression: Compression, out: Output) -> io::Result<Self> {
+        let to = if format == Format::Recording {
+            // Other formats' times count from the trace's beginning.
+            To::Recording(Writer::new(out, 0)?)
+        } else {
+            let mut text = Vec::with_capacity(BUFFER_BYTES + 1024);
+            let form = Form::begin(format, &mut text);
+            let file = match compression {
+                Compression::None => File::Plain(out),
+                Compression::Gzip => File::Gzip(GzEncoder::new(out, flate2::Compression::default())),
+                Compression::Zstd => File::Zstd(zstd::Encoder::new(out, ZSTD_LEVEL)?),
+            };
+            To::Lines { file, form, text }
+        };
+        Ok(Self { to, written: 0, not_written: BTreeMap::new(), format, numbered: Vec::new() })
+    }
+
+    pub(super) fn put(&mut self, request: Request<'_>) -> io::Result<()> {
+        let Self { to, written, not_written, numbered, .. } = self;
+        match to {
+            To::Recording(writer) => {
+                let Request { time_ns, disk: DiskId(disk), name, op, offset, length } = request;
+                let (wait_ns, service_ns, has_failed, limit) = (0, 0, false, None);
+                let arrival_ns = time_ns;
+                let entry =
+                    Entry { arrival_ns, wait_ns, service_ns, offset, length, op, has_failed, disk, limit };
+                writer.push(entry, || name, || "")?;
+                *written += 1;
+                Ok(())
+            }
+            To::Lines { file, form, text } => {
+                match form.push(text, request) {
+                    Ok(()) => *written += 1,
+                    Err(why) => *not_written.entry(why).or_default() += 1,
+                }
+                if form.has_no_names() && request.disk.index() == numbered.len() {
+                    numbered.push(request.name.to_owned());
+                }
+                flush(file, text, BUFFER_BYTES)
+            }
+        }
+    }
+
+    /// Makes the header of weir's CSV name what a recording tells beyond it.
+    pub(super) fn begin_with_times(&mut self) {
+        if let To::Lines { text, .. } = &mut self.to {
+            *text = [HEADER, MORE_COLUMNS, "\n"].concat().into_bytes();
+        }
+    }
+
+    pub(super) fn put_with_times(&mut self, told: &Told<'_>) -> io::Result<()> {
+        let To::Lines { file, text, .. } = &mut self.to else { unreachable!("it was begun with times") };
+        let Told { entry, disk, limit, .. } = told;
+        push_request(text, entry.arrival_ns, &quoted(disk), entry.op, entry.offset, entry.length);
+        let admitted_ns = entry.arrival_ns.saturating_add(entry.wait_ns);
+        for time_ns in [admitted_ns, admitted_ns.saturating_add(entry.service_ns)] {
+            text.push(b',');
+            push_decimal(text, time_ns);
+        }
+        text.push(b',');
+        text.extend_from_slice(quoted(limit.unwrap_or_default()).as_bytes());
+        text.push(b'\n');
+        self.written += 1;
+        flush(file, text, BUFFER_BYTES)
+    }
+
+    pub(super) fn written(&self) -> u64 {
+        self.written
+    }
+
+    /// What is lost in this format, a line each.
+    pub(super) fn left_out(&self) -> Vec<String> {
+        let format = self.format.name();
+        let line = |(why, count): (&NotWritten, &u64)| match why {
+            NotWritten::Op(op) => {
+                format!("left out: {count} of {}, for which {format} has no word", op.name())
+            }
+            NotWritten::Unaligned => {
+                format!(
+                    "left out: {count} requests that are no whole sectors of 512 bytes, as {format} counts them"
+                )
+            }
+        };
+        let names = self.numbered.iter().enumerate().filter(|(number, name)| number.to_string() != **name);
+        let numbered: Vec<_> =
+            names.take(MOST_NAMED).map(|(number, name)| format!("{number} is {name}")).collect();
+        let more = if self.numbered.len() > MOST_NAMED { ", …" } else { "" };
+        let numbered = (!numbered.is_empty())
+            .then(|| format!("{format} calls disks by numbers: {}{more}", numbered.join(", ")));
+        self.not_written.iter().map(line).chain(numbered).collect()
+    }
+
+    /// Writes the rest and gives the file its name.
+    pub(super) fn finish(self) -> io::Result<()> {
+        match self.to {
+            To::Recording(writer) => writer.finish()?.finish(),
+            To::Lines { mut file, mut text, .. } => {
+                flush(&mut file, &mut text, 0)?;
+                file.finish()?.finish()
+            }
+        }
+    }
+}
+
+/// Disks whose numbers are told.
+const MOST_NAMED: usize = 16;
+
+fn flush(file: &mut File, text: &mut Vec<u8>, from_bytes: usize) -> io::Result<()> {
+    if text.len() >= from_bytes {
+        file.all(text)?;
+        text.clear();
+    }
+    Ok(())
+}

@@ -1,0 +1,233 @@
+//! Any text of a line for each request: which of its columns is what.
+//!
+//! ```text
+//!   --columns time=1:us,disk=2,op=3,offset=4:sectors,length=5
+//! ```
+//!
+//! Columns count from 1. Without `op` all are reads, without `disk` all are of one disk, called as
+//! the file without its endings. The separator is a comma, or what `separator=` says.
+
+use std::str::FromStr;
+
+use super::{
+    super::{error::shown, fields, record::Op},
+    Found, Parse, SECTOR_BYTES, nanoseconds, stem,
+};
+
+const MAX_COLUMNS: usize = 64;
+const MAX_SKIPPED: u64 = 1000;
+const READS: &str = "read r rs 0x28 rd";
+const WRITES: &str = "write w ws 0x2a wr";
+const FLUSHES: &str = "flush f fsync sync";
+const DISCARDS: &str = "discard d trim unmap";
+
+/// What `--columns` says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Columns {
+    time: Scaled,
+    offset: Scaled,
+    length: Scaled,
+    op: Option<usize>,
+    disk: Option<usize>,
+    /// Words of their own that say read and write, for a file that has numbers for them.
+    reads: Option<String>,
+    writes: Option<String>,
+    separator: Separator,
+    /// Lines before the first request.
+    skip: u64,
+}
+
+/// A column of numbers, from 0, and what one of them stands for in nanoseconds or bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Scaled {
+    column: usize,
+    unit: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Separator {
+    Byte(u8),
+    /// Any number of blanks and tabs.
+    Blanks,
+}
+
+impl FromStr for Columns {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (mut time, mut offset, mut length) = (None, None, None);
+        let (mut op, mut disk, mut reads, mut writes) = (None, None, None, None);
+        let (mut separator, mut skip) = (Separator::Byte(b','), 0);
+        for pair in text.split(',') {
+            let (key, value) = pair
+                .split_once('=')
+                .ok_or_else(|| format!("{pair:?} is not KEY=VALUE (such as time=1:us)"))?;
+            match key {
+                "time" => time = Some(Scaled::read(value, TIMES)?),
+                "offset" => offset = Some(Scaled::read(value, SIZES)?),
+                "length" => length = Some(Scaled::read(value, SIZES)?),
+                "op" => op = Some(column(value)?),
+                "disk" => disk = Some(column(value)?),
+                "reads" => reads = Some(value.to_owned()),
+                "writes" => writes = Some(value.to_owned()),
+                "separator" => separator = value.parse()?,
+                "skip" => {
+                    let lines = value.parse().ok().filter(|lines| *lines <= MAX_SKIPPED);
+                    skip = lines.ok_or_else(|| {
+                        format!("skip={value} is not a number of lines up to {MAX_SKIPPED}")
+                    })?;
+                }
+                _ => {
+                    return Err(format!(
+                        "{key:?} is nothing that a column is (there are time, offset, length, op, disk, reads, writes, separator and skip)"
+                    ));
+                }
+            }
+        }
+        let needed = |what: Option<Scaled>, name: &str| {
+            what.ok_or_else(|| format!("has no {name} (say which column it is: {name}=N)"))
+        };
+        Ok(Self {
+            time: needed(time, "time")?,
+            offset: needed(offset, "offset")?,
+            length: needed(length, "length")?,
+            op,
+            disk,
+            reads,
+            writes,
+            separator,
+            skip,
+        })
+    }
+}
+
+type Unit = (&'static str, u64);
+/// The first is meant where none is said.
+const TIMES: &[Unit] = &[("ns", 1), ("us", 1000), ("ms", 1_000_000), ("s", S_NS)];
+const SIZES: &[Unit] = &[("bytes", 1), ("sectors", SECTOR_BYTES), ("KiB", 1024), ("pages", 4096)];
+const S_NS: u64 = 1_000_000_000;
+
+impl Scaled {
+    fn read(value: &str, units: &[Unit]) -> Result<Self, String> {
+        let (number, unit) = value.split_once(':').unwrap_or((value, units[0].0));
+        let known = units.iter().find(|(name, _)| *name == unit);
+        let &(_, unit) = known.ok_or_else(|| {
+            let names: Vec<_> = units.iter().map(|(name, _)| *name).collect();
+            format!("{unit:?} is no unit of it (there are {})", names.join(", "))
+        })?;
+        Ok(Self { column: column(number)?, unit })
+    }
+}
+
+fn column(text: &str) -> Result<usize, String> {
+    let number = text.parse::<usize>().ok().filter(|number| (1..=MAX_COLUMNS).contains(number));
+    let number = number.ok_or_else(|| format!("{text:?} is no column's number, from 1 to {MAX_COLUMNS}"))?;
+    Ok(number - 1)
+}
+
+impl FromStr for Separator {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "comma" => Ok(Self::Byte(b',')),
+            "semicolon" | ";" => Ok(Self::Byte(b';')),
+            "tab" => Ok(Self::Byte(b'\t')),
+            "blanks" | "space" => Ok(Self::Blanks),
+            _ => Err(format!("separator={text} is none of comma, semicolon, tab, blanks")),
+        }
+    }
+}
+
+/// Reads lines of such a file.
+pub(in super::super) struct ByColumns {
+    columns: Columns,
+    skipped: u64,
+    /// Of all requests where no column tells.
+    disk: String,
+}
+
+impl ByColumns {
+    pub(in super::super) fn new(columns: Columns, file: &str) -> Self {
+        Self { columns, skipped: 0, disk: stem(file).to_owned() }
+    }
+}
+
+impl Parse for ByColumns {
+    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+        let Self { columns, skipped, disk } = self;
+        if *skipped < columns.skip {
+            *skipped += 1;
+            return Ok(());
+        }
+        let mut all: [&[u8]; MAX_COLUMNS] = [b""; MAX_COLUMNS];
+        match columns.separator {
+            Separator::Byte(separator) => fill(&mut all, line.split(|&byte| byte == separator)),
+            Separator::Blanks => {
+                let words = line.split(u8::is_ascii_whitespace);
+                fill(&mut all, words.filter(|word| !word.is_empty()));
+            }
+        }
+        let time_ns = match columns.time.unit {
+            S_NS => fields::seconds(all[columns.time.column], "time")?,
+            unit => nanoseconds(fields::number(all[columns.time.column], "time")?, unit)?,
+        };
+        let op = match columns.op {
+            Some(column) => columns.op(all[column])?,
+            None => Op::Read,
+        };
+        let number = |place: Scaled, what: &str| {
+            let number = fields::number(all[place.column], what)?;
+            let bytes = number.checked_mul(place.unit);
+            bytes.ok_or_else(|| format!("the {what} {number} does not fit into 64 bits of bytes"))
+        };
+        let (offset, length) = match op {
+            Op::Flush => (0, 0),
+            _ => (number(columns.offset, "offset")?, number(columns.length, "length")?),
+        };
+        let disk = columns.disk.map_or(disk.as_bytes(), |column| all[column]);
+        found.push(time_ns, disk, op, offset, length)
+    }
+}
+
+fn fill<'a>(all: &mut [&'a [u8]], fields: impl Iterator<Item = &'a [u8]>) {
+    for (place, field) in all.iter_mut().zip(fields) {
+        *place = field.trim_ascii();
+    }
+}
+
+impl Columns {
+    fn op(&self, word: &[u8]) -> Result<Op, String> {
+        let is_own = |own: &Option<String>| own.as_ref().is_some_and(|own| own.as_bytes() == word);
+        let is_one_of = |words: &str| words.split(' ').any(|one| one.as_bytes().eq_ignore_ascii_case(word));
+        if is_own(&self.reads) {
+            return Ok(Op::Read);
+        }
+        if is_own(&self.writes) {
+            return Ok(Op::Write);
+        }
+        let known = [(READS, Op::Read), (WRITES, Op::Write), (FLUSHES, Op::Flush), (DISCARDS, Op::Discard)];
+        let op = known.iter().find(|(words, _)| is_one_of(words));
+        op.map(|&(_, op)| op).ok_or_else(|| {
+            format!("the op {} is not known (say what it is: reads=WORD, writes=WORD)", shown(word))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_columns_cannot_be_is_said() {
+        let error = |text: &str| text.parse::<Columns>().unwrap_err();
+        assert_eq!(error("time=1,length=2"), "has no offset (say which column it is: offset=N)");
+        assert_eq!(error("time"), "\"time\" is not KEY=VALUE (such as time=1:us)");
+        assert_eq!(error("time=0"), "\"0\" is no column's number, from 1 to 64");
+        assert_eq!(error("time=1:h"), "\"h\" is no unit of it (there are ns, us, ms, s)");
+        assert_eq!(error("offset=1:us"), "\"us\" is no unit of it (there are bytes, sectors, KiB, pages)");
+        assert!(error("tme=1").starts_with("\"tme\" is nothing that a column is"));
+        assert_eq!(error("skip=-1"), "skip=-1 is not a number of lines up to 1000");
+        assert_eq!(error("separator=x"), "separator=x is none of comma, semicolon, tab, blanks");
+    }
+}

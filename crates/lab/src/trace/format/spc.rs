@@ -1,0 +1,45 @@
+//! The traces of the Storage Performance Council: `ASU,LBA,Size,Opcode,Timestamp[,…]`.
+//!
+//! The unit (ASU) is a disk and called by its number. LBA counts sectors of 512 bytes, the size is
+//! in bytes, `Opcode` is `R` or `W`, the time in seconds since the trace began, with a fraction.
+//! Further fields are whatever the recorder had to tell, and are ignored; fields may have blanks
+//! around them.
+//!
+//! Source: SPC Trace File Format Specification, revision 1.0.1, as the traces of UMass have it
+//! (`Financial1.spc`, `WebSearch2.spc`).
+
+use super::{
+    super::{error::shown, fields, fields::Fields, record::Op},
+    Found, Parse, bytes,
+};
+
+#[derive(Default)]
+pub(in super::super) struct Spc;
+
+/// Told from other CSV by the opcode in the fourth place and the time behind it.
+pub(super) fn is_line(line: &[u8]) -> bool {
+    request(line).is_ok()
+}
+
+impl Parse for Spc {
+    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+        let (time_ns, unit, op, offset, length) = request(line)?;
+        found.push(time_ns, unit, op, offset, length)
+    }
+}
+
+fn request(line: &[u8]) -> Result<(u64, &[u8], Op, u64, u64), String> {
+    let mut fields = Fields::new(line);
+    let mut next = |what: &str| fields.text(what).map(<[u8]>::trim_ascii);
+    let unit = next("ASU")?;
+    fields::number(unit, "ASU")?;
+    let offset = bytes(fields::number(next("LBA")?, "LBA")?)?;
+    let length = fields::number(next("size")?, "size")?;
+    let op = match next("opcode")? {
+        b"R" | b"r" => Op::Read,
+        b"W" | b"w" => Op::Write,
+        other => return Err(format!("the opcode {} is neither R nor W", shown(other))),
+    };
+    let time_ns = fields::seconds(next("timestamp")?, "timestamp")?;
+    Ok((time_ns, unit, op, offset, length))
+}

@@ -1,0 +1,92 @@
+//! A file that is written as long as a command runs, and gets its name when that ends well.
+//!
+//! A regular file is made beside the one it will replace; a pipe or a terminal is written in place.
+//! What is read is never written.
+
+use std::{
+    fs::{self, File, Permissions},
+    io::{self, Write},
+    os::{
+        fd::AsFd as _,
+        unix::fs::{MetadataExt as _, PermissionsExt as _},
+    },
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, bail};
+use tempfile::NamedTempFile;
+
+/// Before the process's mask.
+const NEW_FILE: u32 = 0o666;
+
+#[derive(Debug)]
+pub(crate) enum Output {
+    /// Renamed at the end.
+    Beside(NamedTempFile, PathBuf),
+    /// No regular file: a pipe, a terminal.
+    InPlace(File),
+}
+
+impl Output {
+    /// `inputs` are what is read, which are refused; `what` names the option that named the file.
+    pub(crate) fn create<'a>(
+        what: &str,
+        path: &Path,
+        inputs: impl IntoIterator<Item = &'a PathBuf>,
+    ) -> anyhow::Result<Self> {
+        let name = path.display();
+        let cannot = || format!("{name}: cannot be written");
+        // A link stays one: its target is replaced.
+        let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        let earlier = fs::metadata(&target).ok();
+        if let Some(earlier) = &earlier {
+            let is_same = |input: &&PathBuf| {
+                fs::metadata(input)
+                    .is_ok_and(|input| (input.dev(), input.ino()) == (earlier.dev(), earlier.ino()))
+            };
+            if let Some(input) = inputs.into_iter().find(is_same) {
+                bail!("{what}: {name} is {}, which is read (name another file)", input.display());
+            }
+        }
+        if earlier.as_ref().is_some_and(|earlier| !earlier.is_file()) {
+            return Ok(Self::InPlace(File::options().write(true).open(&target).with_context(cannot)?));
+        }
+        let directory = target.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let file = tempfile::Builder::new()
+            .prefix(".weir-unfinished.")
+            .permissions(Permissions::from_mode(NEW_FILE))
+            .tempfile_in(directory.unwrap_or(Path::new(".")))
+            .with_context(cannot)?;
+        if let Some(earlier) = earlier {
+            let _ = file.as_file().set_permissions(earlier.permissions());
+        }
+        Ok(Self::Beside(file, target))
+    }
+
+    /// # Errors
+    /// Where the process has none.
+    pub(crate) fn standard() -> io::Result<Self> {
+        Ok(Self::InPlace(io::stdout().as_fd().try_clone_to_owned()?.into()))
+    }
+
+    /// Gives the file its name.
+    pub(crate) fn finish(self) -> io::Result<()> {
+        match self {
+            Self::Beside(file, target) => file.persist(target).map(drop).map_err(|error| error.error),
+            Self::InPlace(_) => Ok(()),
+        }
+    }
+}
+
+impl Write for Output {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Beside(file, _) => file.as_file_mut().write(bytes),
+            Self::InPlace(file) => file.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,174 @@
+//! One block: requests and names as bytes, and back.
+//!
+//! Whatever the bytes are, decoding ends, and takes no more memory than [`MOST_BYTES`] and
+//! [`MOST_ENTRIES`] allow.
+
+use super::{Entry, MOST_BYTES, MOST_ENTRIES, MOST_NAMES};
+use crate::trace::record::Op;
+
+/// What a block holds.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Block {
+    /// Requests that there was no room to record, since the block before.
+    pub(super) lost: u64,
+    pub(super) disks: Vec<String>,
+    pub(super) limits: Vec<String>,
+    /// By arrival.
+    pub(super) entries: Vec<Entry>,
+}
+
+const FAILED: u64 = 8;
+const COLUMNS: usize = 8;
+/// Offsets and lengths mostly are multiples of 4096.
+const MOST_SHIFT: u32 = 12;
+
+impl Block {
+    /// Appends the block.
+    pub(super) fn encode(&self, bytes: &mut Vec<u8>) {
+        push(bytes, self.lost);
+        for names in [&self.disks, &self.limits] {
+            push(bytes, names.len() as u64);
+            for name in names {
+                push(bytes, name.len() as u64);
+                bytes.extend_from_slice(name.as_bytes());
+            }
+        }
+        push(bytes, self.entries.len() as u64);
+        let shift = self.entries.iter().map(|entry| (entry.offset | entry.length).trailing_zeros()).min();
+        let shift = shift.unwrap_or(0).min(MOST_SHIFT);
+        push(bytes, shift.into());
+        for column in self.columns(shift) {
+            push(bytes, column.len() as u64);
+            bytes.extend_from_slice(&column);
+        }
+    }
+
+    fn columns(&self, shift: u32) -> [Vec<u8>; COLUMNS] {
+        let mut columns: [Vec<u8>; COLUMNS] = Default::default();
+        let mut before_ns = 0;
+        let mut ends = vec![0_u64; self.disks.len()];
+        for entry in &self.entries {
+            let end = &mut ends[entry.disk as usize];
+            let distance = (entry.offset >> shift).wrapping_sub(*end >> shift).cast_signed();
+            let kind = entry.op.code() | if entry.has_failed { FAILED } else { 0 };
+            let numbers = [
+                entry.arrival_ns - before_ns,
+                entry.wait_ns,
+                entry.service_ns,
+                zigzag(distance),
+                entry.length >> shift,
+                kind,
+                entry.disk.into(),
+                entry.limit.map_or(0, |limit| u64::from(limit) + 1),
+            ];
+            for (column, number) in columns.iter_mut().zip(numbers) {
+                push(column, number);
+            }
+            before_ns = entry.arrival_ns;
+            *end = entry.offset + entry.length;
+        }
+        columns
+    }
+
+    /// `None` where the bytes are no block.
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let mut rest = bytes;
+        let lost = take(&mut rest)?;
+        let disks = names(&mut rest)?;
+        let limits = names(&mut rest)?;
+        let count = usize::try_from(take(&mut rest)?).ok().filter(|count| *count <= MOST_ENTRIES)?;
+        let shift = u32::try_from(take(&mut rest)?).ok().filter(|shift| *shift <= MOST_SHIFT)?;
+        let mut columns = [&[][..]; COLUMNS];
+        for column in &mut columns {
+            *column = part(&mut rest)?;
+        }
+        let mut entries = Vec::with_capacity(count);
+        let mut before_ns = 0_u64;
+        let mut ends = vec![0_u64; disks.len()];
+        for _ in 0..count {
+            let mut numbers = [0; COLUMNS];
+            for (number, column) in numbers.iter_mut().zip(&mut columns) {
+                *number = take(column)?;
+            }
+            let [arrival, wait_ns, service_ns, distance, length, kind, disk, limit] = numbers;
+            let end = ends.get_mut(usize::try_from(disk).ok()?)?;
+            let place = (*end >> shift).wrapping_add(unzigzag(distance).cast_unsigned());
+            let [offset, length] = [place, length].map(|number| number.checked_mul(1 << shift));
+            let entry = Entry {
+                arrival_ns: before_ns.checked_add(arrival)?,
+                wait_ns,
+                service_ns,
+                offset: offset?,
+                length: length?,
+                op: Op::of_code(kind & !FAILED)?,
+                has_failed: kind & FAILED != 0,
+                disk: u32::try_from(disk).ok()?,
+                limit: limit.checked_sub(1).map(u32::try_from).transpose().ok()?,
+            };
+            if entry.limit.is_some_and(|limit| limit as usize >= limits.len()) {
+                return None;
+            }
+            before_ns = entry.arrival_ns;
+            *end = entry.offset.checked_add(entry.length)?;
+            entries.push(entry);
+        }
+        let is_whole = rest.is_empty() && columns.iter().all(|column| column.is_empty());
+        is_whole.then_some(Self { lost, disks, limits, entries })
+    }
+}
+
+impl Op {
+    fn code(self) -> u64 {
+        Self::ALL.iter().position(|op| *op == self).expect("it is one of all") as u64
+    }
+
+    fn of_code(code: u64) -> Option<Self> {
+        Self::ALL.get(usize::try_from(code).ok()?).copied()
+    }
+}
+
+fn names(rest: &mut &[u8]) -> Option<Vec<String>> {
+    let count = usize::try_from(take(rest)?).ok().filter(|count| *count <= MOST_NAMES)?;
+    (0..count).map(|_| String::from_utf8(part(rest)?.to_vec()).ok()).collect()
+}
+
+/// A length, and so many bytes.
+fn part<'a>(rest: &mut &'a [u8]) -> Option<&'a [u8]> {
+    let length = usize::try_from(take(rest)?).ok().filter(|length| *length <= MOST_BYTES)?;
+    let (part, behind) = rest.split_at_checked(length)?;
+    *rest = behind;
+    Some(part)
+}
+
+fn push(bytes: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        bytes.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    bytes.push(number as u8);
+}
+
+fn take(rest: &mut &[u8]) -> Option<u64> {
+    let mut number = 0;
+    for shift in (0..u64::BITS).step_by(7) {
+        let (&byte, behind) = rest.split_first()?;
+        *rest = behind;
+        let bits = u64::from(byte & 0x7f);
+        if bits << shift >> shift != bits {
+            return None;
+        }
+        number |= bits << shift;
+        if byte & 0x80 == 0 {
+            return Some(number);
+        }
+    }
+    None
+}
+
+fn zigzag(number: i64) -> u64 {
+    (number << 1 ^ number >> 63).cast_unsigned()
+}
+
+fn unzigzag(number: u64) -> i64 {
+    (number >> 1).cast_signed() ^ -(number & 1).cast_signed()
+}

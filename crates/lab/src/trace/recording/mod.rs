@@ -1,0 +1,71 @@
+//! Recordings: what a daemon was asked and how long each request took, as `weir record` keeps it.
+//!
+//! ```text
+//!   file      mark, block, block, …
+//!   mark      skippable frame: "weir recording 1\n", the clock of time 0: nanoseconds since 1970 (8 bytes)
+//!   block     skippable frame: bytes of the next one (4 bytes); frame of zstd with a checksum
+//!   in there  requests lost before it, names of disks, names of limits, requests, shift, columns
+//!   column    bytes, then a number for each request
+//! ```
+//!
+//! All frames are those of RFC 8878, so `zstd -t` tests a recording; skippable ones have the magic
+//! number 0x184D2A57.
+//! Numbers are little-endian: those without a size are LEB128, 7 bits a byte, the lowest first. A
+//! name is its length and its bytes. The columns, in their order:
+//!
+//! | Column | For each request |
+//! | --- | --- |
+//! | arrival | nanoseconds since the one before, the first since time 0 |
+//! | wait | nanoseconds until its limits let it pass |
+//! | service | nanoseconds from then until it was complete |
+//! | offset | its distance from the end of the disk's last request in the block (zigzag), shifted right |
+//! | length | in bytes, shifted right |
+//! | kind | 0 flush, 1 read, 2 write, 3 discard, 4 zeroes; and 8 if it failed |
+//! | disk | its place among the names |
+//! | limit | 0, or 1 and the place of the name of that which held it longest |
+//!
+//! Nothing is taken from a block that is cut off, or whose checksum is wrong, and nothing behind it
+//! is looked for. Requests are in the order of their arrival within a block; across
+//! blocks they may be as late as the longest request took.
+
+mod block;
+mod read;
+mod write;
+
+pub(super) use read::{Blocks, Told, is_beginning};
+pub(super) use write::Writer;
+
+use super::record::Op;
+
+/// A request of a recording.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Entry {
+    /// Nanoseconds since the recording's time 0.
+    pub(crate) arrival_ns: u64,
+    pub(crate) wait_ns: u64,
+    pub(crate) service_ns: u64,
+    pub(crate) offset: u64,
+    /// In bytes; 0 only for a flush.
+    pub(crate) length: u64,
+    pub(crate) op: Op,
+    pub(crate) has_failed: bool,
+    /// Its place among the names of disks.
+    pub(crate) disk: u32,
+    /// What held it longest: its place among the names of limits.
+    pub(crate) limit: Option<u32>,
+}
+
+/// How every recording begins, behind the head of a skippable frame.
+const MAGIC: &[u8] = b"weir recording 1\n";
+/// The magic number of a skippable frame (RFC 8878, section 3.1.2), one of sixteen.
+const SKIPPABLE: [u8; 4] = 0x184D_2A57_u32.to_le_bytes();
+
+/// Requests of a block.
+const MOST_ENTRIES: usize = 1 << 16;
+/// Bytes of a block before it is compressed.
+const MOST_BYTES: usize = 16 << 20;
+/// Names of each kind in a block.
+const MOST_NAMES: usize = 1 << 16;
+
+#[cfg(test)]
+mod tests;

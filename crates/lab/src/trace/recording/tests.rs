@@ -1,0 +1,148 @@
+use std::io::Cursor;
+
+use proptest::{collection::vec, option, prelude::*, sample::select};
+
+use super::{block::Block, *};
+use crate::trace::reader::{Options, Reader};
+
+const DISKS: [&str; 3] = ["vm1", "vm2", "a disk, \"quoted\""];
+const LIMITS: [&str; 2] = ["iops-total", "gold: bps-write"];
+
+fn entry() -> impl Strategy<Value = Entry> {
+    let times = (0..u64::MAX / 4, any::<u64>(), any::<u64>());
+    let place = prop_oneof![
+        (0..1_u64 << 20, 1..64_u64).prop_map(|(page, pages)| (page * 4096, pages * 4096)),
+        (0..u64::MAX / 2, 1..u64::MAX / 2),
+    ];
+    let of = (0..DISKS.len() as u32, option::of(0..LIMITS.len() as u32));
+    (times, place, select(&Op::ALL[..]), any::<bool>(), of).prop_map(
+        |((arrival_ns, wait_ns, service_ns), (offset, length), op, has_failed, (disk, limit))| {
+            let (offset, length) = if op == Op::Flush { (0, 0) } else { (offset, length) };
+            Entry { arrival_ns, wait_ns, service_ns, offset, length, op, has_failed, disk, limit }
+        },
+    )
+}
+
+fn write(entries: &[Entry], cuts: usize) -> Vec<u8> {
+    let mut writer = Writer::new(Vec::new(), 1_000).unwrap();
+    for (index, &entry) in entries.iter().enumerate() {
+        let limit = || LIMITS[entry.limit.unwrap() as usize];
+        writer.push(entry, || DISKS[entry.disk as usize], limit).unwrap();
+        if (index + 1) % cuts == 0 {
+            writer.cut().unwrap();
+        }
+    }
+    writer.finish().unwrap()
+}
+
+/// Offset, length and disk of each request by arrival; then what is wrong.
+fn read(bytes: &[u8]) -> (Vec<(u64, u64, String)>, Option<String>) {
+    let mut reader = Reader::new("t", Box::new(Cursor::new(bytes.to_vec())), &Options::default()).unwrap();
+    let mut records = Vec::new();
+    loop {
+        match reader.next() {
+            Ok(Some(record)) => {
+                let disk = reader.disks()[record.disk.index()].clone();
+                records.push((record.offset, record.length, disk));
+            }
+            Ok(None) => return (records, None),
+            Err(error) => return (records, Some(error.to_string())),
+        }
+    }
+}
+
+fn by_arrival(mut entries: Vec<Entry>) -> Vec<(u64, u64, String)> {
+    entries.sort_by_key(|entry| entry.arrival_ns);
+    let told = |entry: &Entry| (entry.offset, entry.length, DISKS[entry.disk as usize].to_owned());
+    entries.iter().map(told).collect()
+}
+
+proptest! {
+    #[test]
+    fn a_block_is_read_as_it_was_written(mut entries in vec(entry(), 0..50), lost in any::<u64>()) {
+        entries.sort_by_key(|entry| entry.arrival_ns);
+        let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
+        let block = Block { lost, disks: names(&DISKS), limits: names(&LIMITS), entries };
+        let mut bytes = Vec::new();
+        block.encode(&mut bytes);
+        prop_assert_eq!(Block::decode(&bytes), Some(block));
+        prop_assert_eq!(Block::decode(&bytes[..bytes.len() - 1]), None);
+        bytes.push(0);
+        prop_assert_eq!(Block::decode(&bytes), None);
+    }
+
+    #[test]
+    fn what_was_recorded_is_a_trace(mut entries in vec(entry(), 1..50), cuts in 1..20_usize) {
+        // Later ones at the same instant keep their order.
+        entries.sort_by_key(|entry| entry.arrival_ns);
+        entries.dedup_by_key(|entry| entry.arrival_ns);
+        prop_assert_eq!(read(&write(&entries, cuts)), (by_arrival(entries), None));
+    }
+
+    #[test]
+    fn what_is_cut_off_is_read_up_to_the_last_whole_block(
+        entries in vec(entry(), 1..30),
+        at in any::<prop::sample::Index>(),
+    ) {
+        let bytes = write(&entries, 1);
+        // Behind the mark: 8 bytes of a frame's head, the words and the clock.
+        let mark = 8 + MAGIC.len() + 8;
+        let length = mark + at.index(bytes.len() - mark);
+        let (records, error) = read(&bytes[..length]);
+        prop_assert!(records.len() <= entries.len());
+        let whole: Vec<_> = entries[..records.len()].to_vec();
+        prop_assert_eq!(records, by_arrival(whole));
+        if let Some(error) = error {
+            prop_assert!(error.starts_with("t: the recording is cut off in a block"), "{}", error);
+        } else {
+            prop_assert!(bytes[length..].starts_with(&SKIPPABLE));
+        }
+    }
+
+    #[test]
+    fn what_is_damaged_is_not_believed(
+        entries in vec(entry(), 1..30),
+        at in any::<prop::sample::Index>(),
+        bit in 0..8_u32,
+    ) {
+        let mut bytes = write(&entries, 4);
+        let mark = 8 + MAGIC.len() + 8;
+        let at = mark + at.index(bytes.len() - mark);
+        bytes[at] ^= 1 << bit;
+        let (records, error) = read(&bytes);
+        // A frame has a bit without meaning (RFC 8878, section 3.1.1.1.1.3).
+        prop_assert!(error.is_some() || records.len() == entries.len());
+        let whole: Vec<_> = entries[..records.len()].to_vec();
+        prop_assert_eq!(records, by_arrival(whole));
+    }
+
+    #[test]
+    fn bytes_are_a_block_or_none(bytes in vec(any::<u8>(), 0..200)) {
+        if let Some(block) = Block::decode(&bytes) {
+            prop_assert!(block.entries.is_sorted_by_key(|entry| entry.arrival_ns));
+        }
+    }
+}
+
+#[test]
+fn a_request_takes_few_bytes() {
+    let mut random = fastrand::Rng::with_seed(1);
+    let mut writer = Writer::new(Vec::new(), 0).unwrap();
+    let count = 200_000;
+    for number in 0..count {
+        let entry = Entry {
+            arrival_ns: number * 2000 + random.u64(0..2000),
+            wait_ns: 0,
+            service_ns: 80_000 + random.u64(0..40_000),
+            offset: random.u64(0..100 << 18) * 4096,
+            length: 4096,
+            op: if random.bool() { Op::Read } else { Op::Write },
+            has_failed: false,
+            disk: random.u32(0..8),
+            limit: None,
+        };
+        writer.push(entry, || ["a", "b", "c", "d", "e", "f", "g", "h"][entry.disk as usize], || "").unwrap();
+    }
+    let bytes = writer.finish().unwrap().len() as u64;
+    assert!(bytes < 12 * count, "{} bytes a request", bytes as f64 / count as f64);
+}

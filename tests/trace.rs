@@ -1,0 +1,94 @@
+//! `weir trace convert`: every format that is written is read again, by weir and by whom it is for.
+
+use std::fs;
+
+use crate::harness::{Client, Scratch, assert_says, text, weir};
+
+const REQUESTS: &str = "time_ns,disk,op,offset,length\n\
+                        0,vm1,read,4096,8192\n\
+                        2000000000,vm2,write,0,4096\n\
+                        3000000000,vm1,write,1048576,65536\n";
+
+fn convert(scratch: &Scratch, from: &str, to: &str) -> Client {
+    let path = |name: &str| scratch.path(name);
+    weir(&["trace", "convert", text(&path(from)), text(&path(to))])
+}
+
+#[test]
+fn what_is_written_in_a_format_is_read_from_it() {
+    let scratch = Scratch::new();
+    fs::write(scratch.path("own.csv"), REQUESTS).unwrap();
+    let all = ["recording", "fio-v2", "fio-v3", "blkparse", "msr", "alibaba", "spc", "mqsim", "weir"];
+    for (format, ending) in all.iter().zip(["", ".gz", ".zst"].iter().cycle()) {
+        let made = format!("made.{format}{ending}");
+        convert(&scratch, "own.csv", &made).succeeds();
+        convert(&scratch, &made, "again.csv").succeeds();
+        let again = fs::read_to_string(scratch.path("again.csv")).unwrap();
+        // Without the names of disks, which blkparse writes as "8,0", and what a recording tells
+        // beyond the five columns.
+        let requests = |csv: &str| -> Vec<[String; 4]> {
+            let of_line = |line: &str| {
+                let line = line.replace("8,", "8:");
+                let fields: Vec<_> = line.split(',').map(str::to_owned).collect();
+                [0, 2, 3, 4].map(|at| fields[at].clone())
+            };
+            csv.lines().skip(1).map(of_line).collect()
+        };
+        assert_eq!(requests(&again), requests(REQUESTS), "{format}");
+    }
+}
+
+#[test]
+fn what_has_no_word_is_counted_and_said() {
+    let scratch = Scratch::new();
+    let requests = format!(
+        "{REQUESTS}3000000001,vm1,flush,0,0\n3000000002,vm1,discard,0,512\n3000000003,vm1,read,1,1\n"
+    );
+    fs::write(scratch.path("own.csv"), requests).unwrap();
+    let said = convert(&scratch, "own.csv", "out.mqsim").run();
+    assert_eq!(said.code(), 0);
+    assert_says(
+        &said.said(),
+        &[
+            "weir: left out: 1 of flush, for which mqsim has no word",
+            "weir: left out: 1 of discard, for which mqsim has no word",
+            "weir: left out: 1 requests that are no whole sectors of 512 bytes, as mqsim counts them",
+            "weir: mqsim calls disks by numbers: 0 is vm1, 1 is vm2",
+        ],
+    );
+    fs::write(scratch.path("flush.csv"), "time_ns,disk,op,offset,length\n0,a,flush,0,0\n").unwrap();
+    let said = convert(&scratch, "flush.csv", "none.msr").fails();
+    assert_says(&said, &["no request was written: left out: 1 of flush"]);
+    assert!(!scratch.path("none.msr").exists());
+}
+
+#[test]
+fn an_output_keeps_what_was_read_before_an_error_and_replaces_nothing_that_is_read() {
+    let scratch = Scratch::new();
+    fs::write(scratch.path("own.csv"), format!("{REQUESTS}what is this\n")).unwrap();
+    let said = convert(&scratch, "own.csv", "out.spc").fails();
+    assert_says(&said, &["out.spc ends after 3 requests", "own.csv:5: "]);
+    assert_eq!(fs::read_to_string(scratch.path("out.spc")).unwrap().lines().count(), 3);
+    let said = convert(&scratch, "own.csv", "own.csv").fails();
+    assert_says(&said, &["which is read (name another file)"]);
+    let said = convert(&scratch, "own.csv", "out.unknown").run();
+    assert_eq!(said.code(), 2);
+    assert_says(&said.said(), &["does not say in which format (name it with --to)"]);
+}
+
+#[test]
+fn fio_replays_what_was_converted() {
+    let scratch = Scratch::new();
+    let file = scratch.filled("disk.raw", 4 << 20);
+    let requests = format!(
+        "time_ns,disk,op,offset,length\n0,{0},read,0,4096\n1000000,{0},write,8192,4096\n",
+        text(&file)
+    );
+    fs::write(scratch.path("own.csv"), requests).unwrap();
+    convert(&scratch, "own.csv", "own.iolog").succeeds();
+    let log = format!("--read_iolog={}", text(&scratch.path("own.iolog")));
+    let printed = Client::new("fio").args(["--name=replay", "--output-format=json", &log]).succeeds();
+    let told: serde_json::Value = serde_json::from_str(&printed).unwrap();
+    let job = &told["jobs"][0];
+    assert_eq!((job["read"]["total_ios"].as_u64(), job["write"]["total_ios"].as_u64()), (Some(1), Some(1)));
+}
