@@ -34,7 +34,7 @@ Examples:
   weir simulate --workload two-streams
       The table of io-throttle v16 (2009), beside its own figures.
 
-Traces: weir's CSV (time_ns,disk,op,offset,length), fio's iolog 2 and 3, blkparse, MSR Cambridge, Alibaba, CloudPhysics, SPC, MQSim, recordings of `weir record`, and by --columns any other; plain, gz or zst; - is standard input. Requests come when the trace says, however long those before them take.
+Traces: weir's CSV (time_ns,disk,op,offset,length), fio's iolog 2 and 3, blkparse, MSR Cambridge, Alibaba, CloudPhysics, SPC, MQSim, weir's recordings, and by --columns any other; plain, gz or zst; - is standard input. Requests come when the trace says, however long those before them take.
 ", settings::sizes!(), " Times take ns, us, ms or s.
 Exit status: 0 simulated, 1 failed or not to the end, 2 wrong use of the command line."
 );

@@ -60,7 +60,7 @@ pub(crate) enum Format {
     Spc,
     /// The text of MQSim and SSDsim
     Mqsim,
-    /// What `weir record` keeps
+    /// weir's binary form: with what each request waited for
     Recording,
     /// What `--columns` says
     #[value(skip)]

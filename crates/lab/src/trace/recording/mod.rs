@@ -1,4 +1,4 @@
-//! Recordings: what a daemon was asked and how long each request took, as `weir record` keeps it.
+//! Recordings: what disks were asked, and how long each request took.
 //!
 //! ```text
 //!   file      mark, block, block, …
