@@ -115,6 +115,7 @@ fn options_of_qemu_nbd_do_what_the_table_says() {
     let raw = |words: &[&'static str]| [words, &["-k", "$S", "-f", "raw", "disk.raw"]].concat();
     let marked = |words: &[&'static str]| [words, &["-k", "$S", "-f", "qcow2", "marked.qcow2"]].concat();
     let tls = "tls-creds-psk,id=t,endpoint=server,dir=keys";
+    let alice = "authz-simple,id=a,identity=alice";
     let trials: Vec<(&str, Vec<&str>)> = vec![
         ("FILE", raw(&[])),
         ("--port", vec!["-b", "127.0.0.1", "-p", "0", "-f", "raw", "disk.raw"]),
@@ -143,7 +144,7 @@ fn options_of_qemu_nbd_do_what_the_table_says() {
         ("--pid-file", raw(&[])),
         ("--object", raw(&["--object", "secret,id=s,file=key"])),
         ("--tls-creds", raw(&["--object", tls, "--tls-creds", "t"])),
-        ("--tls-authz", raw(&["--object", tls, "--tls-creds", "t", "--tls-authz", "a"])),
+        ("--tls-authz", raw(&["--object", tls, "--tls-creds", "t", "--object", alice, "--tls-authz", "a"])),
         ("--tls-hostname", raw(&["--tls-hostname", "h"])),
         ("--list", vec!["-L", "-k", "$N"]),
         ("--trace", raw(&["-T", "nbd_*"])),

@@ -15,6 +15,7 @@
 
 mod harness;
 
+mod access;
 mod adding;
 mod attach;
 mod bench;

@@ -11,10 +11,10 @@ use crate::harness::{
 };
 
 /// Vouches for a server and a client, in the layout that QEMU and libnbd share.
-struct Authority(PathBuf);
+pub(crate) struct Authority(PathBuf);
 
 impl Authority {
-    fn new(scratch: &Scratch, name: &str) -> Self {
+    pub(crate) fn new(scratch: &Scratch, name: &str) -> Self {
         let directory = scratch.path(name);
         fs::create_dir(&directory).unwrap();
         let authority = Self(directory);
@@ -37,16 +37,25 @@ impl Authority {
         self.0.join(name)
     }
 
-    fn path(&self) -> &str {
+    pub(crate) fn path(&self) -> &str {
         text(&self.0)
     }
 
     fn vouch(&self, who: &str, extensions: &str) {
+        self.sign(who, &format!("/CN={who}"), extensions);
+    }
+
+    /// The client is another one.
+    pub(crate) fn vouch_for(&self, who: &str, subject: &str) {
+        self.sign(who, subject, "extendedKeyUsage=clientAuth\n");
+    }
+
+    fn sign(&self, who: &str, subject: &str, extensions: &str) {
         let file = |kind: &str| self.file(&format!("{who}-{kind}.pem"));
         fs::write(file("ext"), extensions).unwrap();
         Client::new("openssl")
             .args(["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"])
-            .args(["-subj", &format!("/CN={who}")])
+            .args(["-subj", subject])
             .args(["-keyout", text(&file("key")), "-out", text(&file("request"))])
             .succeeds();
         Client::new("openssl")

@@ -9,6 +9,7 @@
 //! - [`prefetch`]: who reads in sequence, what to read ahead of him, and what to keep.
 //! - [`device`]: when an imitated device is done with a request.
 //! - [`polling`]: whether a thread that waits for completions had better stay awake.
+//! - [`access`]: which clients are let in.
 //! - [`request`] and [`time`]: the words that all of them share.
 //!
 //! Time comes in as an argument ([`time::Instant`]), decisions go out as values: the daemon, the
@@ -21,6 +22,7 @@
 
 extern crate alloc;
 
+pub mod access;
 pub mod device;
 pub mod merge;
 pub mod polling;

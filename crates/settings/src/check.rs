@@ -14,9 +14,11 @@ use block::{
     storage::{Format, rate::RateOptions},
 };
 
+use policy::access::Access;
+
 use super::{
     Address, Disk, DiskDraft, DoorExport, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings,
-    Place, Plan, Said, Server, Service, ServiceDraft, Settings, SocketAccess, Standard, Wrong,
+    Place, Plan, Said, Server, Service, ServiceDraft, Settings, SocketAccess, Standard, Tls, Wrong,
     groups::Groups, promises,
 };
 
@@ -64,7 +66,7 @@ impl Plan {
         check_images(&draft.disks)?;
         check_rates(&draft.disks)?;
         let (by_name, groups) = Groups::plan(&draft.groups)?;
-        let disks: Vec<_> =
+        let mut disks: Vec<_> =
             draft.disks.iter().map(|disk| plan_disk(disk, &by_name)).collect::<Result<_, _>>()?;
         promises::check(&draft, &groups, &disks)?;
         let standard = standard_endpoints(&draft, inherited.saturating_sub(passed_to_doors(&draft)))?;
@@ -72,9 +74,14 @@ impl Plan {
         if servers.is_empty() {
             check_without_nbd(&draft)?;
         }
+        check_clients(&draft, &servers)?;
+        let tls = draft.service.tls.clone().check()?;
+        for (disk, said) in disks.iter_mut().zip(&draft.disks) {
+            disk.access = said.access.check(&tls, false)?;
+        }
         let doors = doors(&draft.disks, &servers)?;
         let control = draft.service.qmp.clone();
-        let service = service(draft.service)?;
+        let service = service(draft.service, tls)?;
         check_sockets(&servers, &doors, &control)?;
         Ok(Self { disks, groups, servers, doors, service })
     }
@@ -201,6 +208,8 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
     Ok(Disk {
         name: disk.name.value.clone(),
         description: disk.description.as_ref().map(value).unwrap_or_default(),
+        // Once it is known where it is served.
+        access: Access::default(),
         image: disk.image.value.clone(),
         format,
         part: disk.part.as_ref().map(|said| said.value),
@@ -330,6 +339,32 @@ fn check_without_nbd(draft: &Draft) -> Result<(), Wrong> {
     }
 }
 
+/// Who may come over the network, where nobody can: there are Unix sockets alone, or no NBD.
+fn check_clients(draft: &Draft, servers: &[Server]) -> Result<(), Wrong> {
+    let is_tcp = |server: &&Server| !matches!(server.endpoint, Endpoint::Address(Address::Unix(_)));
+    let rule = "is not used, because nobody can come over the network (--socket-mode and --socket-owner are for Unix sockets)";
+    // A daemon without disks is told of a server later.
+    let of_all = draft.service.access.network().map(|said| &said.place);
+    let per_address = draft.service.max_connections_per_address.as_ref().map(|said| &said.place);
+    if !draft.disks.is_empty()
+        && let Some(place) = of_all.or(per_address)
+        && !servers.iter().any(|server| is_tcp(&server))
+    {
+        return Err(place.wrong(rule));
+    }
+    for (index, disk) in draft.disks.iter().enumerate() {
+        let has = |server: &&Server| server.exports.iter().any(|export| export.disk == index);
+        let mut at = servers.iter().filter(has).peekable();
+        if let Some(name) = disk.access.tls_authz.first().filter(|_| at.peek().is_none()) {
+            return Err(name.wrong("is not used, because the disk is not exported over NBD (leave it out)"));
+        }
+        if let Some(said) = disk.access.network().filter(|_| !at.any(|server| is_tcp(&server))) {
+            return Err(said.wrong(rule));
+        }
+    }
+    Ok(())
+}
+
 fn socket_of(server: &Server) -> Option<&Path> {
     match &server.endpoint {
         Endpoint::Address(Address::Unix(path)) => Some(path),
@@ -347,7 +382,7 @@ fn check_sockets(servers: &[Server], doors: &[DoorExport], control: &[Said<PathB
     }
 }
 
-fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
+fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
     let workers = match draft.workers {
         None => thread::available_parallelism().map_or(1, usize::from).min(MAX_DEFAULT_WORKERS),
         Some(said) if (1..=MAX_WORKERS).contains(&said.value) => said.value,
@@ -373,6 +408,7 @@ fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
         workers,
         poll,
         max_connections: draft.max_connections.map_or(DEFAULT_MAX_CONNECTIONS, |said| said.value),
+        max_connections_per_address: draft.max_connections_per_address.map(|said| said.value),
         memory,
         sockets: SocketAccess {
             mode: draft.socket_mode.map_or(SocketAccess::default().mode, |said| said.value),
@@ -381,7 +417,8 @@ fn service(draft: ServiceDraft) -> Result<Service, Wrong> {
         exit_when_idle: draft.exit_when_idle.is_some_and(|said| said.value),
         control: control(draft.control, &draft.qmp)?,
         qmp: qmp(draft.qmp)?,
-        tls: draft.tls.check()?,
+        access: draft.access.check(&tls, true)?,
+        tls,
         log: LogSettings {
             filter: draft.log.map_or_else(|| "info".to_owned(), |said| said.value),
             format: draft.log_format.map(|said| said.value).unwrap_or_default(),

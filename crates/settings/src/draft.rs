@@ -9,8 +9,8 @@ use block::{
 };
 
 use super::{
-    Address, Door, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said,
-    SettingsDraft, tls::TlsDraft,
+    AccessDraft, Address, Door, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft,
+    Said, SettingsDraft, tls::TlsDraft,
 };
 
 /// All that the command line and the config file said.
@@ -26,6 +26,8 @@ pub struct Draft {
 pub struct DiskDraft {
     pub name: Said<String>,
     pub description: Option<Said<String>>,
+    /// Who may have it over NBD.
+    pub access: AccessDraft,
     pub image: Said<Image>,
     pub format: Option<Said<Format>>,
     pub part: Option<Said<Part>>,
@@ -97,6 +99,9 @@ pub struct ServiceDraft {
     pub workers: Option<Said<usize>>,
     pub poll: Option<Said<Polling>>,
     pub max_connections: Option<Said<u32>>,
+    pub max_connections_per_address: Option<Said<u32>>,
+    /// Who may connect over NBD.
+    pub access: AccessDraft,
     pub memory: Option<Said<u64>>,
     pub tls: TlsDraft,
     pub log: Option<Said<String>>,
@@ -124,6 +129,10 @@ impl ServiceDraft {
             workers: self.workers.or(other.workers),
             poll: self.poll.or(other.poll),
             max_connections: self.max_connections.or(other.max_connections),
+            max_connections_per_address: self
+                .max_connections_per_address
+                .or(other.max_connections_per_address),
+            access: self.access.or(other.access),
             memory: self.memory.or(other.memory),
             tls: self.tls.or(other.tls),
             log: self.log.or(other.log),

@@ -26,6 +26,8 @@ mod access;
 mod address;
 pub mod arguments;
 pub mod check;
+#[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
+mod clients;
 pub mod config;
 pub mod control;
 mod doors;
@@ -62,12 +64,14 @@ use block::{
     reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
+pub use clients::{AccessDraft, tls_name};
 pub use doors::{Door, Fuse, Keyed, NbdDevice, Socket, Ublk, VhostUserBlk};
 pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
 pub use image::Image;
 pub use log::{LogFormat, LogSettings};
 pub use on_error::OnErrorDraft;
 pub use place::{Place, Said, Wrong};
+use policy::access::Access;
 pub use prefetch::PrefetchDraft;
 pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
 pub use shares::{LimitsDraft, Settings, SettingsDraft};
@@ -97,6 +101,8 @@ pub struct Disk {
     pub name: String,
     /// What clients are told about it; may be empty.
     pub description: String,
+    /// Who may have it over NBD.
+    pub access: Access,
     /// Where its bytes are.
     pub image: Image,
     /// How they are laid out; `None` is found by probing.
@@ -201,6 +207,10 @@ pub struct Service {
     pub poll: Polling,
     /// Clients at a time at each server; 0 is any number.
     pub max_connections: u32,
+    /// Of them from one address; 0 is any number, `None` nine tenths.
+    pub max_connections_per_address: Option<u32>,
+    /// Who may connect over NBD.
+    pub access: Access,
     /// Bytes of memory for data; `None` is a part of what there is.
     pub memory: Option<u64>,
     /// Who may connect to Unix sockets of exports.

@@ -159,6 +159,8 @@ pub(crate) fn terms(service: &Service) -> nbd::Terms {
     nbd::Terms {
         // A count that does not fit is more than there can ever be.
         max_connections: usize::try_from(service.max_connections).unwrap_or(usize::MAX),
+        max_of_one_address: service.max_connections_per_address.map(|most| most as usize),
+        access: service.access.clone(),
         ..nbd::Terms::default()
     }
 }

@@ -26,7 +26,10 @@ use block::{
     storage::Root,
 };
 use export::nbd::{self, NotRemoved, Removal};
-use policy::time::{Duration, Instant};
+use policy::{
+    access::{Access, Names},
+    time::{Duration, Instant},
+};
 use settings::SocketAccess;
 
 pub(crate) use super::running::{NodeBelow, RunningDisk};
@@ -145,6 +148,7 @@ pub(crate) struct NewExport {
     pub(crate) name: String,
     /// A line for people; may be empty.
     pub(crate) description: String,
+    pub(crate) access: Access,
     pub(crate) disk: String,
     pub(crate) read_only: bool,
     pub(crate) bitmaps: Arc<[BitmapView]>,
@@ -195,6 +199,8 @@ pub(crate) struct DoorTerms {
     pub(crate) workers: Rc<Vec<Worker>>,
     /// Who may connect to sockets.
     pub(crate) access: SocketAccess,
+    /// Of servers that are added later.
+    pub(crate) nbd: nbd::Terms,
     /// Sockets that were passed to the daemon.
     pub(crate) inherited: RefCell<Inherited>,
 }
@@ -225,6 +231,8 @@ pub(crate) struct Inventory {
     secrets: RefCell<BTreeMap<String, Secret>>,
     /// Keys of TLS that servers can be given.
     credentials: RefCell<BTreeMap<String, nbd::TlsServer>>,
+    /// Rules about names that servers can be given.
+    names: RefCell<BTreeMap<String, Names>>,
     listeners: RefCell<Vec<Listener>>,
     pub(crate) ender: Ender,
 }
@@ -250,6 +258,7 @@ impl Inventory {
             image_root: OnceCell::new(),
             secrets: RefCell::default(),
             credentials: RefCell::default(),
+            names: RefCell::default(),
             listeners: RefCell::default(),
             ender,
         })
@@ -349,6 +358,25 @@ impl Inventory {
     /// Whether there were any. Servers that have them keep them.
     pub(crate) fn remove_credentials(&self, id: &str) -> bool {
         self.credentials.borrow_mut().remove(id).is_some()
+    }
+
+    pub(crate) fn add_names(&self, id: &str, names: Names) -> Result<(), Refused> {
+        match self.names.borrow_mut().entry(id.to_owned()) {
+            Entry::Occupied(_) => Err(Refused::NameTaken(id.to_owned())),
+            Entry::Vacant(free) => {
+                free.insert(names);
+                Ok(())
+            }
+        }
+    }
+
+    pub(crate) fn names(&self, id: &str) -> Option<Names> {
+        self.names.borrow().get(id).cloned()
+    }
+
+    /// Whether there were any. Servers that have them keep them.
+    pub(crate) fn remove_names(&self, id: &str) -> bool {
+        self.names.borrow_mut().remove(id).is_some()
     }
 
     pub(crate) fn disks(&self) -> Vec<Rc<RunningDisk>> {
@@ -571,6 +599,7 @@ impl Inventory {
             disk: Arc::clone(&disk.disk),
             read_only: new.read_only,
             bitmaps: Arc::clone(&new.bitmaps),
+            access: new.access.clone(),
         };
         let Some(number) = serving.server.add(export) else {
             return Err(Refused::ExportNameTaken { name: new.name, address: serving.address() });
@@ -590,9 +619,15 @@ impl Inventory {
     }
 
     /// Where the queues of own doors run from now on, and who may connect to their sockets.
-    pub(crate) fn let_doors(&self, workers: &Rc<Vec<Worker>>, access: &SocketAccess, inherited: Inherited) {
+    pub(crate) fn let_doors(
+        &self,
+        workers: &Rc<Vec<Worker>>,
+        access: &SocketAccess,
+        nbd: nbd::Terms,
+        inherited: Inherited,
+    ) {
         let (workers, access) = (Rc::clone(workers), access.clone());
-        let _ = self.door_terms.set(DoorTerms { workers, access, inherited: RefCell::new(inherited) });
+        let _ = self.door_terms.set(DoorTerms { workers, access, nbd, inherited: RefCell::new(inherited) });
     }
 
     /// What [`Inventory::let_doors`] was told.
@@ -614,7 +649,7 @@ impl Inventory {
         if self.exports.borrow().contains_key(&id) {
             return Err(Refused::IdTaken(id).into());
         }
-        let DoorTerms { workers, access, inherited } = self.door_terms()?;
+        let DoorTerms { workers, access, inherited, .. } = self.door_terms()?;
         let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
         let terms = doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers };
         let entrance = doors::open(door, &terms).await?;

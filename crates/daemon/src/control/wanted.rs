@@ -3,6 +3,7 @@
 use std::{path, rc::Rc};
 
 use anyhow::Context as _;
+use policy::access::Access;
 use settings::{Door, DoorExport, Endpoint, Plan, Socket, VhostUserBlk};
 
 use super::{
@@ -22,7 +23,7 @@ pub(crate) struct Wanted {
 /// How clients are to reach it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    Nbd { endpoint: Endpoint, name: String, description: String, bitmaps: Vec<String> },
+    Nbd { endpoint: Endpoint, name: String, description: String, access: Access, bitmaps: Vec<String> },
     Own(Door),
 }
 
@@ -40,6 +41,7 @@ impl Wanted {
                     endpoint: server.endpoint.clone(),
                     name: export.name.clone(),
                     description: disk.description.clone(),
+                    access: disk.access.clone(),
                     bitmaps: disk.qcow2.bitmaps.clone(),
                 };
                 of_disk(export.disk, way)
@@ -87,12 +89,13 @@ impl Wanted {
             Err(_) => name.to_owned(),
         };
         match &self.way {
-            Way::Nbd { endpoint, name, description, bitmaps } => {
+            Way::Nbd { endpoint, name, description, access, bitmaps } => {
                 let serving = server(inventory, endpoint).context("no server listens there")?;
                 let new = NewExport {
                     id: id(if name.is_empty() { &self.disk } else { name }, &serving.address()),
                     name: name.clone(),
                     description: description.clone(),
+                    access: access.clone(),
                     disk: self.disk.clone(),
                     read_only: self.read_only,
                     bitmaps: bitmaps::of_image(&disk, bitmaps).await?,

@@ -403,7 +403,7 @@ async fn listen(
         let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service));
         inventory.add_server(&Serving::new(server, planned.endpoint.clone(), listeners, workers));
     }
-    inventory.let_doors(workers, &plan.service.sockets, inherited);
+    inventory.let_doors(workers, &plan.service.sockets, assemble::terms(&plan.service), inherited);
     let mut uris = Vec::new();
     for wanted in Wanted::all(plan) {
         let (export, address) = wanted.add(inventory).await?;

@@ -21,6 +21,7 @@
 //!   DIR/keys.psk.
 //! - Through a Unix socket: `nbds+unix://USER@/NAME?socket=PATH&tls-psk-file=keys.psk`.
 
+use super::name;
 use super::tls::{TlsError, TlsStream};
 use openssl::error::ErrorStack;
 use openssl::pkey::{PKey, Private};
@@ -97,8 +98,12 @@ impl TlsServer {
         let keys = keys(&bytes).map_err(|why| CredentialsError::Content { path, why })?;
         let mut builder = builder()?;
         builder.set_cipher_list(PSK_CIPHERS)?;
-        builder.set_psk_server_callback(move |_, identity, out| {
+        let index = name::index_of_user()?;
+        builder.set_psk_server_callback(move |ssl, identity, out| {
             let key = identity.and_then(|identity| keys.get(identity));
+            if let (Some(user), Some(_)) = (identity, key) {
+                ssl.set_ex_data(index, user.to_vec());
+            }
             match key.and_then(|key| Some((key, out.get_mut(..key.len())?))) {
                 Some((key, out)) => {
                     out.copy_from_slice(key);

@@ -9,6 +9,7 @@ use std::{
 };
 
 use block::{disk::Disk, image::qcow2::bitmap::BitmapView, storage::BlockSize};
+use policy::access::Access;
 
 use super::{
     catalog::{BlockSizes, ExportInfo, Features},
@@ -27,6 +28,8 @@ pub struct Export {
     pub read_only: bool,
     /// At most [`MOST_BITMAPS`](super::MOST_BITMAPS) of the image's bitmaps are offered.
     pub bitmaps: Arc<[BitmapView]>,
+    /// Who may have it; others are not told that it is there.
+    pub access: Access,
 }
 
 impl Export {
@@ -102,8 +105,14 @@ impl LiveExports {
         self.by_name.get(name).or_else(default).copied()
     }
 
-    /// The first with a number of at least `from`.
-    pub(super) fn next(&self, from: usize) -> Option<(usize, ExportInfo)> {
-        self.by_number.range(from..).next().map(|(&number, export)| (number, export.info()))
+    /// The first with a number of at least `from` that somebody may have.
+    pub(super) fn next(
+        &self,
+        from: usize,
+        may_have: impl Fn(&Access) -> bool,
+    ) -> Option<(usize, ExportInfo)> {
+        let mut later = self.by_number.range(from..);
+        let next = later.find(|(_, export)| may_have(&export.access));
+        next.map(|(&number, export)| (number, export.info()))
     }
 }

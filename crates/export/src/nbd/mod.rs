@@ -31,6 +31,7 @@
 //! parsing a request and writing its reply allocate nothing. Deadlines, limits on connections and
 //! on requests in flight are the connection's.
 
+mod admission;
 pub mod catalog;
 pub mod client;
 mod connection;
@@ -43,6 +44,7 @@ mod inbox;
 mod incoming;
 pub mod kernel;
 mod live;
+mod name;
 pub mod negotiate;
 mod option;
 mod outbox;
@@ -59,6 +61,7 @@ mod stream;
 pub mod tls;
 mod wire;
 
+pub use admission::Refused;
 pub use catalog::{BlockSizes, ExportInfo, ExportTable, Exports, Features};
 pub use context::{MOST_BITMAPS, MetaContext, MetaContexts};
 pub use credentials::{CredentialsError, TlsServer};

@@ -1,7 +1,7 @@
 //! A server: listening sockets, the exports behind them, and who may connect.
 //!
 //! ```text
-//!   listener ─► accept ─► room for one more? ─► next worker ─► handshake (limited in time) ─► connection
+//!   listener ─► accept ─► room for one more? may it come? ─► next worker ─► handshake (limited in time) ─► connection
 //! ```
 //!
 //! Accepting happens on one reactor; each connection then lives on one worker thread and never
@@ -12,12 +12,12 @@ use std::{
     collections::HashMap,
     future::{Future, poll_fn},
     io,
-    net::TcpStream,
+    net::{IpAddr, TcpStream},
     os::fd::{AsFd, OwnedFd},
     pin::pin,
     rc::Rc,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, RwLock,
+        Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     task::Poll,
@@ -25,9 +25,13 @@ use std::{
 
 use event_listener::Event;
 use nix::sys::socket::{AddressFamily, SockaddrLike, SockaddrStorage, getsockname, setsockopt, sockopt};
-use policy::time::{Duration, Instant};
+use policy::{
+    access::{Access, Client},
+    time::{Duration, Instant},
+};
 
 use super::{
+    admission::{self, Admission, Refused},
     catalog::{ExportInfo, Exports},
     connection::Connection,
     credentials::TlsServer,
@@ -46,10 +50,15 @@ use block::{
 };
 
 /// What a server allows its clients.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Terms {
     /// Connections at a time, 0 without limit; further ones wait in the listener's queue.
     pub max_connections: usize,
+    /// Of them from one address, 0 without limit; further ones are closed. `None`: nine tenths, so
+    /// that no address shuts out all others, and one host of many machines is served.
+    pub max_of_one_address: Option<usize>,
+    /// Who may connect at all.
+    pub access: Access,
     /// Time for the whole handshake, TLS included.
     pub handshake_timeout: Duration,
 }
@@ -57,7 +66,22 @@ pub struct Terms {
 impl Default for Terms {
     /// QEMU's: 100 connections, 10 seconds.
     fn default() -> Self {
-        Self { max_connections: 100, handshake_timeout: Duration::from_secs(10) }
+        Self {
+            max_connections: 100,
+            max_of_one_address: None,
+            access: Access::default(),
+            handshake_timeout: Duration::from_secs(10),
+        }
+    }
+}
+
+impl Terms {
+    pub(super) fn most_of_one_address(&self) -> usize {
+        match (self.max_of_one_address, self.max_connections) {
+            (Some(0), _) | (None, 0) => usize::MAX,
+            (Some(most), _) => most,
+            (None, most) => most - most / 10,
+        }
     }
 }
 
@@ -77,6 +101,7 @@ pub struct Server {
     exports: RwLock<LiveExports>,
     tls: Option<Tls>,
     terms: Terms,
+    admission: Admission,
     stopping: AtomicBool,
     served: AtomicBool,
     connections: Mutex<HashMap<u64, Live>>,
@@ -94,6 +119,8 @@ struct Live {
     stop: Arc<AtomicBool>,
     /// Once the handshake has chosen one.
     export: Option<usize>,
+    /// `None` through a Unix socket.
+    address: Option<IpAddr>,
     since: Instant,
 }
 
@@ -122,6 +149,7 @@ impl Server {
         Arc::new(Self {
             exports: RwLock::default(),
             tls,
+            admission: Admission::new(terms.access.clone(), terms.most_of_one_address()),
             terms,
             stopping: AtomicBool::new(false),
             served: AtomicBool::new(false),
@@ -195,7 +223,7 @@ impl Server {
 
     /// Counts connection `number` to its export, unless that has been removed meanwhile.
     fn choose(&self, export: usize, number: u64) -> bool {
-        let exports = self.exports.read().unwrap_or_else(PoisonError::into_inner);
+        let exports = self.exports();
         let found = exports.get(export).is_some();
         if found && let Some(live) = self.lock().get_mut(&number) {
             live.export = Some(export);
@@ -211,8 +239,13 @@ impl Server {
     pub async fn listen(self: Arc<Self>, listener: Fd, workers: Rc<Vec<Worker>>) -> io::Result<()> {
         let mut turn = 0;
         loop {
-            let Some(place) = Place::take(&self, &listener).await else { return Ok(()) };
-            let Some(socket) = self.accept(&listener).await? else { return Ok(()) };
+            let Some(mut place) = Place::take(&self, &listener).await else { return Ok(()) };
+            let socket = loop {
+                let Some(socket) = self.accept(&listener).await? else { return Ok(()) };
+                if place.is_for(&socket) {
+                    break socket;
+                }
+            };
             workers[turn % workers.len()].spawn(move || place.keep_while(socket));
             turn += 1;
         }
@@ -309,6 +342,11 @@ impl Server {
         }
     }
 
+    /// Clients that were refused.
+    pub fn refused(&self) -> Refused {
+        self.admission.refused()
+    }
+
     /// Of all exports.
     pub fn connections(&self) -> usize {
         self.lock().len()
@@ -320,16 +358,25 @@ impl Server {
         info
     }
 
+    fn exports(&self) -> RwLockReadGuard<'_, LiveExports> {
+        self.exports.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn lock(&self) -> MutexGuard<'_, HashMap<u64, Live>> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn welcome(&self, socket: OwnedFd, number: u64) {
+    async fn welcome(&self, socket: OwnedFd, number: u64, address: Option<IpAddr>) {
         prepare(&socket);
         let socket = Fd::from(socket);
         let stop = Arc::new(AtomicBool::new(false));
-        let live =
-            Live { socket: socket.clone(), stop: Arc::clone(&stop), export: None, since: reactor::now() };
+        let live = Live {
+            socket: socket.clone(),
+            stop: Arc::clone(&stop),
+            export: None,
+            address,
+            since: reactor::now(),
+        };
         self.lock().insert(number, live);
         // A stop between accepting and registering would otherwise be missed.
         if !self.stopping.load(Ordering::SeqCst) {
@@ -368,7 +415,7 @@ impl Server {
         else {
             return Ok(None);
         };
-        let exports = self.exports.read().unwrap_or_else(PoisonError::into_inner);
+        let exports = self.exports();
         let export = exports.get(session.export).ok_or(REMOVED)?;
         let (disk, bitmaps) = (Arc::clone(&export.disk), Arc::clone(&export.bitmaps));
         Ok(Some((Connection::new(stream, disk, bitmaps, session, Arc::clone(stop)), inbox)))
@@ -384,11 +431,13 @@ impl Server {
             Some(tls) if tls.required => TlsPolicy::Required,
             Some(_) => TlsPolicy::Allowed,
         };
+        let address = self.lock().get(&number).and_then(|live| live.address);
+        let mut offer = Offer { server: self, client: Client { address, name: None } };
         let mut out = Vec::new();
         let mut handshake = Handshake::start(policy, &mut out);
         let mut inbox = Inbox::new();
         loop {
-            let step = handshake.advance(inbox.bytes(), self, &mut out);
+            let step = handshake.advance(inbox.bytes(), &offer, &mut out);
             inbox.consume(step.consumed);
             // Before the client is told, or it could have an export that seems to have no clients.
             if let negotiate::Event::Transmission(session) = &step.event
@@ -411,6 +460,11 @@ impl Server {
                     stream =
                         stream.start_tls(keys, inbox.bytes()).await.map_err(|error| error.to_string())?;
                     inbox = Inbox::new();
+                    offer.client.name = stream.peer_name();
+                    if !self.admission.admits_name(&offer.client) {
+                        stream.finish().await;
+                        return Ok(None);
+                    }
                     handshake.tls_established();
                 }
                 negotiate::Event::Transmission(session) => return Ok(Some((stream, inbox, session))),
@@ -452,6 +506,8 @@ const FAREWELL: Duration = Duration::from_secs(10);
 struct Place {
     server: Arc<Server>,
     number: u64,
+    /// Whose it is; `None` through a Unix socket, and before a client has come.
+    address: Option<IpAddr>,
 }
 
 impl Place {
@@ -470,7 +526,7 @@ impl Place {
             let take = |taken: usize| (taken < most).then(|| taken + 1);
             if server.places.fetch_update(Ordering::SeqCst, Ordering::SeqCst, take).is_ok() {
                 let number = server.next_number.fetch_add(1, Ordering::Relaxed);
-                return Some(Self { server: Arc::clone(server), number });
+                return Some(Self { server: Arc::clone(server), number, address: None });
             }
             let mut freed = pin!(freed);
             let mut wanted = pin!(async {
@@ -487,8 +543,18 @@ impl Place {
         }
     }
 
+    /// Whether a client that has come may have it.
+    fn is_for(&mut self, socket: &OwnedFd) -> bool {
+        let address = admission::address_of(socket);
+        let admitted = self.server.admission.admit(address);
+        if admitted {
+            self.address = address;
+        }
+        admitted
+    }
+
     async fn keep_while(self, socket: OwnedFd) {
-        self.server.welcome(socket, self.number).await;
+        self.server.welcome(socket, self.number, self.address).await;
         give_memory_back();
     }
 }
@@ -510,6 +576,9 @@ fn give_memory_back() {
 impl Drop for Place {
     fn drop(&mut self) {
         self.server.lock().remove(&self.number);
+        if let Some(address) = self.address {
+            self.server.admission.leave(address);
+        }
         self.server.places.fetch_sub(1, Ordering::SeqCst);
         self.server.freed.notify(usize::MAX);
     }
@@ -536,19 +605,32 @@ fn prepare(socket: &OwnedFd) {
     }
 }
 
-impl Exports for Server {
+/// What one client may have of a server. It is told of nothing else.
+struct Offer<'a> {
+    server: &'a Server,
+    client: Client,
+}
+
+impl Exports for Offer<'_> {
     fn find(&self, name: &str) -> Option<usize> {
-        self.exports.read().unwrap_or_else(PoisonError::into_inner).find(name)
+        let exports = self.server.exports();
+        let number = exports.find(name)?;
+        let export = exports.get(number)?;
+        if !self.server.admission.admits_to(&export.access, &self.client) {
+            self.server.admission.refuse_export(&self.client, &export.name);
+            return None;
+        }
+        Some(number)
     }
 
     fn get(&self, export: usize) -> Option<ExportInfo> {
-        let exports = self.exports.read().unwrap_or_else(PoisonError::into_inner);
-        exports.get(export).map(|export| self.offered(export.info()))
+        self.server.exports().get(export).map(|export| self.server.offered(export.info()))
     }
 
     fn next(&self, from: usize) -> Option<(usize, ExportInfo)> {
-        let exports = self.exports.read().unwrap_or_else(PoisonError::into_inner);
-        exports.next(from).map(|(number, info)| (number, self.offered(info)))
+        let may_have = |access: &Access| self.server.admission.admits_to(access, &self.client);
+        let next = self.server.exports().next(from, may_have);
+        next.map(|(number, info)| (number, self.server.offered(info)))
     }
 }
 

@@ -20,13 +20,20 @@ fn export(name: &str) -> Export {
     let storage = Storage::memory(1 << 20);
     let disk = Disk::new(name, Image::Raw(Raw::new(storage)), DiskSettings::default(), None);
     let disk = Arc::new(disk.expect("no limits"));
-    Export { name: name.into(), description: "".into(), disk, read_only: false, bitmaps: Arc::default() }
+    Export {
+        name: name.into(),
+        description: "".into(),
+        disk,
+        read_only: false,
+        bitmaps: Arc::default(),
+        access: Access::default(),
+    }
 }
 
 /// The client's end of a connection to `server`, which lives on this thread.
 fn connect(server: &Arc<Server>, number: u64) -> UnixStream {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
-    let place = Place { server: Arc::clone(server), number };
+    let place = Place { server: Arc::clone(server), number, address: None };
     server.places.fetch_add(1, Ordering::SeqCst);
     reactor::spawn(place.keep_while(theirs.into()));
     ours
@@ -128,6 +135,7 @@ fn a_client_that_reads_no_replies_of_its_options_costs_little() {
         for number in 0..200 {
             server.add(export(&format!("disk-{number}"))).expect("a name of its own");
         }
+        let offer = Offer { server: &server, client: Client::default() };
         let info = [&[0, 0, 0, 6][..], b"disk-7", &[0, 0]].concat();
         for (option, data) in [(3, &[][..]), (6, &info), (77, b""), (8, b"")] {
             let mut out = Vec::new();
@@ -137,7 +145,7 @@ fn a_client_that_reads_no_replies_of_its_options_costs_little() {
             let input = [&3_u32.to_be_bytes()[..], &one.repeat(4096 / one.len())].concat();
             let (mut input, mut sent, mut most) = (&input[..], 0, 0);
             loop {
-                let step = handshake.advance(input, &*server, &mut out);
+                let step = handshake.advance(input, &offer, &mut out);
                 input = &input[step.consumed..];
                 most = most.max(out.capacity());
                 if let Some(reply) = ready(step.event, &mut out) {

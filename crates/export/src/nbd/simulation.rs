@@ -26,6 +26,7 @@ use std::{
 };
 
 use policy::{
+    access::Access,
     throttle::{Limit, LimitKind, Limits},
     time::Duration,
 };
@@ -191,6 +192,7 @@ fn serve(disk: &Arc<Disk>) -> Arc<Server> {
         disk: Arc::clone(disk),
         read_only: false,
         bitmaps: Arc::default(),
+        access: Access::default(),
     };
     let server = Server::new(None, Terms::default());
     server.add(export).expect("the first of its name");

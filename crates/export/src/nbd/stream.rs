@@ -108,6 +108,14 @@ impl Stream {
         }
     }
 
+    /// Whose the client is, if TLS has proved it; see [`TlsStream::peer_name`].
+    pub(super) fn peer_name(&self) -> Option<String> {
+        match self {
+            Self::Tls { tls, .. } => tls.borrow().peer_name(),
+            _ => None,
+        }
+    }
+
     pub(super) async fn finish(&self) {
         if let Self::Tls { fd, tls } = self {
             tls.borrow_mut().close();

@@ -9,6 +9,7 @@
 //! OpenSSL runs over two bounded queues in memory and reports that it would block where one is
 //! empty. Files and keys are `credentials`'.
 
+use super::name;
 use openssl::{
     error::ErrorStack,
     ssl::{ErrorCode, Ssl, SslContext, SslStream},
@@ -174,6 +175,12 @@ impl TlsStream {
             written += self.stream.ssl_write(&rest[..rest.len().min(MAX_WRITE_BYTES)])?;
         }
         Ok(written)
+    }
+
+    /// Whose the peer is, once the handshake is complete: the subject of its certificate, or the
+    /// user of its key; see `name`. `None` where it did not have to prove it.
+    pub fn peer_name(&self) -> Option<String> {
+        name::of_peer(self.stream.ssl())
     }
 
     /// Tells the peer that nothing more comes; send what is outgoing, then close the socket.

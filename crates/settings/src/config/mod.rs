@@ -26,9 +26,9 @@ use section::{Entry, Section, Source};
 use toml::de::DeTable;
 
 use crate::{
-    Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, Keyed, LimitsDraft, NbdDevice,
-    OnErrorDraft, Place, PrefetchDraft, Qcow2Draft, Said, SecretSource, ServiceDraft, SettingsDraft, Socket,
-    Ublk, VhostUserBlk, Wrong, doors, log,
+    AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, Keyed, LimitsDraft,
+    NbdDevice, OnErrorDraft, Place, PrefetchDraft, Qcow2Draft, Said, SecretSource, ServiceDraft,
+    SettingsDraft, Socket, Ublk, VhostUserBlk, Wrong, doors, log,
 };
 
 enum Exported {
@@ -100,6 +100,14 @@ fn settings(section: &Section<'_>) -> Result<SettingsDraft, Wrong> {
         iops_reservation: section.parse("iops-reservation", crate::count)?,
         bps_reservation: section.parse("bps-reservation", crate::size)?,
         watermark: section.parse("watermark", crate::count)?,
+    })
+}
+
+fn access(section: &Section<'_>) -> Result<AccessDraft, Wrong> {
+    Ok(AccessDraft {
+        allow: section.list("allow", crate::read)?,
+        deny: section.list("deny", crate::read)?,
+        tls_authz: section.list("tls-authz", crate::tls_name)?,
     })
 }
 
@@ -190,6 +198,8 @@ impl Reader<'_> {
             workers: section.parse("workers", crate::workers)?,
             poll: section.parse("poll", crate::polling)?,
             max_connections: section.parse("max-connections", crate::connections)?,
+            max_connections_per_address: section.parse("max-connections-per-address", crate::connections)?,
+            access: access(section)?,
             memory: section.parse("memory", crate::size)?,
             tls: crate::TlsDraft {
                 mode: section.value("tls")?,
@@ -211,6 +221,7 @@ impl Reader<'_> {
     fn disk(&self, name: Said<String>, section: &Section<'_>) -> Result<DiskDraft, Wrong> {
         let image = section.value::<Image>("image")?;
         let description = section.text("description")?;
+        let access = access(section)?;
         let format = section.value("format")?;
         let part = section.value("options")?;
         let snapshot = section.text("snapshot")?;
@@ -246,6 +257,7 @@ impl Reader<'_> {
         Ok(DiskDraft {
             name,
             description,
+            access,
             image,
             format,
             part,

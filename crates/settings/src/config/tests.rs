@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use block::{reactor::Polling, storage::CacheMode};
-use policy::throttle::LimitKind;
+use policy::{
+    access::{Access, Names},
+    throttle::LimitKind,
+};
 
 use super::*;
 use crate::{Credentials, Endpoint, Plan, Settings, Tls};
@@ -137,6 +140,10 @@ fn the_daemon_with_everything() {
         workers = 3
         poll = "100us"
         max-connections = 0
+        max-connections-per-address = 9
+        allow = ["10.0.0.0/8", "::1"]
+        deny = "10.1.0.0/16"
+        tls-authz = "CN=*"
         tls = "required"
         tls-certificates = "pki"
         tls-verify-peer = true
@@ -151,6 +158,11 @@ fn the_daemon_with_everything() {
     );
     let service = plan.service;
     assert_eq!((service.workers, service.max_connections), (3, 0));
+    assert_eq!(service.max_connections_per_address, Some(9));
+    let Access { networks, names } = service.access;
+    assert_eq!(networks.allow.iter().map(ToString::to_string).collect::<Vec<_>>(), ["10.0.0.0/8", "::1/128"]);
+    assert_eq!(networks.deny, ["10.1.0.0/16".parse().unwrap()]);
+    assert_eq!(names, Some(Names::any_of(["CN=*".to_owned()])));
     assert_eq!(service.poll, Polling::UpTo(Duration::from_micros(100)));
     let directory = PathBuf::from("/etc/weir/pki");
     assert_eq!(service.tls, Tls::Required(Credentials::Certificates { directory, verify_peer: true }));
@@ -567,4 +579,38 @@ fn the_documentation_s_examples_are_plans() {
     for example in examples {
         plan(example);
     }
+}
+
+#[test]
+fn who_may_connect_is_judged_with_where_and_how_it_is_asked() {
+    let tls = "tls = \"required\"\ntls-psk = \"keys\"\n";
+    let disk = |keys: &str| format!("[disk.vm1]\nimage = \"null:1G\"\n{keys}");
+    let daemon = |keys: &str| format!("[daemon]\n{keys}\n{}", disk(""));
+    let unix = "nbd = \"unix:s\"\n";
+    let nobody = "nobody can come over the network";
+    for (text, expect) in [
+        (daemon("allow = \"10.1.0.0/8\""), "daemon.allow = \"10.1.0.0/8\": has bits behind its prefix"),
+        (
+            daemon("deny = [\"::1\", \"::1/128\"]"),
+            "daemon.deny[1] = \"::1/128\": this network is given twice",
+        ),
+        (daemon(&format!("{unix}allow = \"::1\"")), nobody),
+        (daemon(&format!("{unix}max-connections-per-address = 1")), nobody),
+        (disk("allow = \"::1\"\nexport = { type = \"nbd\", listen = \"unix:s\" }"), nobody),
+        (disk("deny = \"::1\"\nexport = { type = \"vhost-user-blk\", listen = \"unix:s\" }"), nobody),
+        (
+            disk("tls-authz = \"a\"\nexport = { type = \"vhost-user-blk\", listen = \"unix:s\" }"),
+            "is not used, because the disk is not exported over NBD",
+        ),
+        (daemon("tls-authz = \"a\""), "is not used, because tls is off"),
+        (daemon("tls-authz = \"\""), "is empty"),
+        (disk("tls-authz = \"a\""), "is not used, because tls is off"),
+        (daemon("tls = \"on\"\ntls-psk = \"keys\"\ntls-authz = \"a\""), "needs tls = required"),
+        (daemon("tls = \"required\"\ntls-certificates = \"p\"\ntls-authz = \"a\""), "needs tls-verify-peer"),
+    ] {
+        let said = plan_with(&text, 0).unwrap_err();
+        assert!(said.contains(expect), "{text}: {said}");
+    }
+    let plan = plan(&format!("[daemon]\n{tls}{}", disk("deny = \"::1\"\ntls-authz = [\"a\", \"b*\"]")));
+    assert!(plan.service.access.is_open() && !plan.disks[0].access.is_open());
 }

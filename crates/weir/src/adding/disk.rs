@@ -5,6 +5,7 @@ use std::path::absolute;
 use anyhow::anyhow;
 use clap::{Args, Subcommand};
 use console::Failure;
+use policy::access::Network;
 use serde_json::{Value, json};
 use settings::{Address, Image};
 
@@ -51,6 +52,15 @@ pub(crate) struct AddArgs {
     /// does]
     #[arg(long, value_name = "ADDRESS")]
     nbd: Option<Address>,
+    /// Let clients have it from this network and no other; repeatable
+    #[arg(long, value_name = "NETWORK", value_parser = settings::read::<Network>)]
+    allow: Vec<Network>,
+    /// Let no client have it from this network; repeatable
+    #[arg(long, value_name = "NETWORK", value_parser = settings::read::<Network>)]
+    deny: Vec<Network>,
+    /// Let clients with this name have it, as --tls-authz of `weir serve`; repeatable
+    #[arg(long, value_name = "NAME", value_parser = settings::tls_name)]
+    tls_authz: Vec<String>,
     #[command(flatten)]
     asked: Asked,
     #[command(flatten)]
@@ -79,7 +89,10 @@ pub(crate) fn run(command: DiskCommand) -> Result<(), Failure> {
 }
 
 fn add(arguments: AddArgs) -> Result<(), Failure> {
-    let AddArgs { name, image, nbd, asked: Asked { json, qmp }, disk, save } = arguments;
+    let AddArgs { name, image, nbd, allow, deny, tls_authz, asked: Asked { json, qmp }, disk, save } =
+        arguments;
+    let texts = |networks: &[Network]| networks.iter().map(Network::to_string).collect::<Vec<_>>();
+    let access = [("allow", texts(&allow)), ("deny", texts(&deny)), ("tls-authz", tls_authz)];
     let here = absolute(".")?;
     // The daemon may be in another directory, and so is the config file.
     let image = image.relative_to(&here).to_string();
@@ -89,7 +102,9 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     let (_, report) = client.status()?;
     let saving = saving::prepare(&report, &save, |text| {
         let format = ("format", node["driver"].as_str().filter(|_| !image.contains(':')));
-        let keys = keys(&image, format, &options, nbd.as_ref());
+        let mut keys = keys(&image, format, &options, nbd.as_ref());
+        let said = access.iter().filter(|(_, texts)| !texts.is_empty());
+        keys.extend(said.map(|(key, texts)| ((*key).to_owned(), toml_edit::Array::from_iter(texts).into())));
         saving::added(text, "disk", &name, keys)
     })?;
     client.execute("blockdev-add", node)?;
@@ -98,6 +113,9 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
         json!({ "type": "nbd", "id": name, "node-name": name, "name": name, "writable": is_writable });
     if let Some(address) = &nbd {
         export["x-weir-listen"] = json!(address.to_string());
+    }
+    for (key, texts) in access.iter().filter(|(_, texts)| !texts.is_empty()) {
+        export[format!("x-weir-{key}")] = json!(texts);
     }
     let mut rest = || {
         if !settings.is_empty() {

@@ -26,6 +26,26 @@ pub(crate) struct Report {
     pub(crate) groups: Vec<Group>,
     pub(crate) devices: Vec<Device>,
     pub(crate) exports: Vec<Export>,
+    pub(crate) servers: Vec<Server>,
+}
+
+/// A place where clients of NBD connect.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(default)]
+pub(crate) struct Server {
+    pub(crate) address: String,
+    pub(crate) connections: u64,
+    pub(crate) refused: Refused,
+}
+
+/// Clients that were, by why.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
+#[serde(default)]
+pub(crate) struct Refused {
+    pub(crate) networks: u64,
+    pub(crate) connections: u64,
+    pub(crate) names: u64,
+    pub(crate) exports: u64,
 }
 
 /// How clients reach a disk. What follows `queues` are figures of those to virtual machines.

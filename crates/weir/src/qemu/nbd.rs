@@ -100,11 +100,6 @@ fn refuse_absent(arguments: &Arguments) -> anyhow::Result<()> {
     let absent = [
         ("trace", &arguments.trace, "weir has no trace events (--verbose says more)"),
         ("selinux-label", &arguments.selinux_label, "label the directory of the socket"),
-        (
-            "tls-authz",
-            &arguments.tls_authz,
-            "verify-peer of the credentials refuses clients without a certificate",
-        ),
         ("tls-hostname", &arguments.tls_hostname, "--list speaks no TLS; `nbdinfo --list` does"),
     ];
     if let Some((name, _, instead)) = absent.into_iter().find(|(_, said, _)| said.is_some()) {
@@ -201,9 +196,19 @@ fn of_clients(arguments: &Arguments, objects: &Objects) -> anyhow::Result<Vec<St
         format!("--max-connections={}", shared(arguments.shared.as_deref())?),
         format!("--socket-mode={:o}", 0o777 & !umask()),
     ];
+    if arguments.socket.is_none() {
+        // All of them may be one host's, as for QEMU.
+        words.push("--max-connections-per-address=0".to_owned());
+    }
     words.extend(arguments.description.as_ref().map(|text| format!("--description={text}")));
     if let Some(id) = &arguments.tls_creds {
         words.extend(objects.tls(id)?);
+    }
+    if let Some(id) = &arguments.tls_authz {
+        if arguments.tls_creds.is_none() {
+            bail!("--tls-authz is not permitted without --tls-creds");
+        }
+        words.extend(objects.names(id)?);
     }
     Ok(words)
 }
@@ -291,7 +296,7 @@ mod tests {
     fn a_command_line_becomes_that_of_serve() {
         becomes(
             "a.raw",
-            "--nbd=0.0.0.0:10809 --name= --max-connections=1 --exit-when-idle --discard=ignore -- file:a.raw",
+            "--nbd=0.0.0.0:10809 --name= --max-connections=1 --max-connections-per-address=0 --exit-when-idle --discard=ignore -- file:a.raw",
         );
         becomes(
             "-t -k /s -x vm1 -D about -e 5 -f qcow2 -r -B b --pid-file=/p a",
@@ -300,12 +305,18 @@ mod tests {
         );
         becomes(
             "-t -p 7 -b ::1 -e0 -n --aio=native --discard=unmap -f raw -o 512 a",
-            "--nbd=[::1]:7 --name= --max-connections=0 --format=raw --cache=none --discard=unmap \
+            "--nbd=[::1]:7 --name= --max-connections=0 --max-connections-per-address=0 --format=raw --cache=none --discard=unmap \
              --options=offset=512 -- file:a",
         );
         becomes(
             "-tk/s --image-opts driver=raw,offset=1,file.filename=a",
             "--nbd=unix:/s --name= --max-connections=1 --format=raw --discard=ignore --options=offset=1 -- file:a",
+        );
+        becomes(
+            "-tk /s --object tls-creds-psk,id=t,endpoint=server,dir=/k --tls-creds t \
+             --object authz-simple,id=a,identity=CN=vm1,,O=Acme --tls-authz a a",
+            "--nbd=unix:/s --name= --max-connections=1 --tls=required --tls-psk=/k \
+             --tls-authz=CN=vm1,O=Acme --discard=ignore -- file:a",
         );
         becomes(
             "-c /dev/nbd0 -v -f raw a",

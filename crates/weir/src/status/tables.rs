@@ -10,8 +10,8 @@ use crate::client::{
     rates,
     rates::{Rate, Rates},
     report::{
-        Capacity, Device, Disk, Errors, Export, Group, Memory, MetadataCache, Node, ReadAhead, Report,
-        Throttle, Waits,
+        Capacity, Device, Disk, Errors, Export, Group, Memory, MetadataCache, Node, ReadAhead, Refused,
+        Report, Server, Throttle, Waits,
     },
 };
 
@@ -26,6 +26,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) 
         machines(report, shown),
         host_devices(report, shown),
         errors(report, shown),
+        refused(report),
         memory(report, shown),
     ];
     let texts = tables.iter().map(|table| table.render(bold)).filter(|text| !text.is_empty());
@@ -67,6 +68,28 @@ fn machines(report: &Report, shown: &Shown) -> Table {
             [queues, in_flight, requests, kicks, calls, copies].map(|count| figures::count(*count as f64)),
         );
         table.row(row);
+    }
+    table
+}
+
+/// Clients of NBD that were refused, where there were some.
+fn refused(report: &Report) -> Table {
+    let mut table = Table::new([
+        ("REFUSED AT", Side::Left),
+        ("CLIENTS", Side::Right),
+        ("BY NETWORK", Side::Right),
+        ("TOO MANY", Side::Right),
+        ("BY NAME", Side::Right),
+        ("AN EXPORT", Side::Right),
+    ]);
+    for Server { address, connections, refused } in &report.servers {
+        let Refused { networks, connections: too_many, names, exports } = *refused;
+        if *refused != Refused::default() {
+            let counts = [*connections, networks, too_many, names, exports];
+            let mut row = vec![address.clone()];
+            row.extend(counts.map(|count| figures::count(count as f64)));
+            table.row(row);
+        }
     }
     table
 }

@@ -108,6 +108,20 @@ impl Arguments {
         }
     }
 
+    /// An array of objects, each to be [finished](Arguments::finish) like this one.
+    pub(crate) fn objects(&mut self, key: &str) -> Result<Vec<Self>, Error> {
+        let items: Vec<Value> = self.optional(key)?.unwrap_or_default();
+        let name = self.name_of(key);
+        let object = |(index, item)| match item {
+            Value::Object(members) => {
+                let prefix = format!("{name}[{index}].");
+                Ok(Self { prefix, members, asked: Vec::new(), written: self.written })
+            }
+            _ => Err(Error::wrong_type(&format!("{name}[{index}]"), "object")),
+        };
+        items.into_iter().enumerate().map(object).collect()
+    }
+
     /// The name of something, or an object that describes it; `expected` is QMP's type.
     pub(crate) fn reference(&mut self, key: &str, expected: &str) -> Result<Option<Reference>, Error> {
         match self.members.get(key) {

@@ -11,9 +11,9 @@ use block::{
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
 use clap::{ArgGroup, Args};
-use policy::throttle::Setting;
+use policy::{access::Network, throttle::Setting};
 use settings::{
-    Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, LogFormat, NbdDevice,
+    AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, LogFormat, NbdDevice,
     OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said, ServiceDraft, SettingsDraft, TlsDraft,
     TlsMode, Ublk, VhostUserBlk, Wrong,
     arguments::{CacheArgs, LimitArgs, LongArgs, Qcow2Args, ShareArgs},
@@ -167,6 +167,18 @@ struct NetworkArgs {
     /// Clients at a time at each address; 0 is any number [default: 100]
     #[arg(long, value_name = "N", value_parser = settings::connections)]
     max_connections: Option<u32>,
+    /// Of them from one address, or one network of IPv6 of 64 bits, over TCP; further ones are
+    /// closed. 0 is any number [default: nine tenths of --max-connections]
+    #[arg(long, value_name = "N", value_parser = settings::connections)]
+    max_connections_per_address: Option<u32>,
+    /// Let clients of NBD come over TCP from this network, such as 10.0.0.0/8 or 2001:db8::/32, and
+    /// from no other; repeatable. Of several networks that an address lies in, the narrowest
+    /// decides
+    #[arg(long, value_name = "NETWORK", value_parser = settings::read::<Network>)]
+    allow: Vec<Network>,
+    /// Close connections over TCP that come from this network; repeatable
+    #[arg(long, value_name = "NETWORK", value_parser = settings::read::<Network>)]
+    deny: Vec<Network>,
     /// Permissions of the sockets of --nbd and --vhost-user-blk, in octal, whatever the umask
     /// [default: 0600]
     #[arg(long, value_name = "MODE", value_parser = settings::socket_mode)]
@@ -205,6 +217,10 @@ struct TlsArgs {
     /// File of pre-shared keys, user:hexkey lines as psktool writes them
     #[arg(long, value_name = "FILE")]
     tls_psk: Option<PathBuf>,
+    /// Serve a client only if its certificate's subject, such as O=Acme,CN=vm1, or its key's user
+    /// is this; * and ? are wild; repeatable
+    #[arg(long, value_name = "NAME", value_parser = settings::tls_name)]
+    tls_authz: Vec<String>,
 }
 
 #[derive(Debug, Args)]
@@ -385,6 +401,7 @@ impl ImageArgs {
                 None => Said::new(image.value.default_name(), image.place.clone()),
             },
             description: self.description.get(index).map(|text| said("description", text)),
+            access: AccessDraft::default(),
             format: Said::option("format", self.format),
             part: Said::option("options", self.options),
             snapshot: self.snapshot.as_ref().map(|name| said("snapshot", name)),
@@ -419,6 +436,10 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
     fn said<T>(name: &str, value: Option<T>, show: fn(&T) -> String) -> Option<Said<T>> {
         value.map(|value| Said { place: Place::option(name, show(&value)), value })
     }
+    fn each<T: Display>(name: &str, values: Vec<T>) -> Vec<Said<T>> {
+        let said = |value: T| Said { place: Place::option(name, &value), value };
+        values.into_iter().map(said).collect()
+    }
     ServiceDraft {
         nbd: network.nbd.into_iter().map(address).collect(),
         control: network
@@ -432,6 +453,15 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         workers: said("workers", process.workers, usize::to_string),
         poll: said("poll", process.poll, Polling::to_string),
         max_connections: Said::option("max-connections", network.max_connections),
+        max_connections_per_address: Said::option(
+            "max-connections-per-address",
+            network.max_connections_per_address,
+        ),
+        access: AccessDraft {
+            allow: each("allow", network.allow),
+            deny: each("deny", network.deny),
+            tls_authz: each("tls-authz", tls.tls_authz),
+        },
         memory: said("memory", process.memory, |size| settings::exact_size(*size)),
         tls: TlsDraft {
             mode: Said::option("tls", tls.tls),

@@ -2,7 +2,7 @@
 
 use std::{cell::RefCell, rc::Rc, sync::Arc, sync::atomic::AtomicBool};
 
-use policy::time::Duration;
+use policy::{access::Access, time::Duration};
 
 use super::{
     super::{
@@ -34,7 +34,14 @@ fn serve(read_only: bool) -> Pipe {
     let (name, disk) = ("disk".into(), Arc::new(disk));
     let server = Server::new(None, Terms::default());
     server
-        .add(Export { name, description: "".into(), disk, read_only, bitmaps: Arc::default() })
+        .add(Export {
+            name,
+            description: "".into(),
+            disk,
+            read_only,
+            bitmaps: Arc::default(),
+            access: Access::default(),
+        })
         .expect("the first of its name");
     let (ours, theirs) = Pipe::pair();
     spawn(async move {

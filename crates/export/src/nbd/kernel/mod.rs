@@ -30,7 +30,7 @@ use block::{
     reactor::{self, Worker, op::Fd},
 };
 use event_listener::Event;
-use policy::time::Duration;
+use policy::{access::Access, time::Duration};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socketpair};
 
 use self::control::{Control, Device, SECTOR_BYTES};
@@ -174,6 +174,7 @@ impl Server {
             disk: Arc::clone(&disk),
             read_only,
             bitmaps: Arc::default(),
+            access: Access::default(),
         };
         let offered = offered.info();
         let style = ReplyStyle::Simple;

@@ -69,7 +69,8 @@ pub(super) struct Arguments {
     /// List what another server has
     #[arg(short = 'L', long)]
     pub(super) list: bool,
-    /// A secret, tls-creds-x509 or tls-creds-psk, for other options to name; repeatable
+    /// A secret, tls-creds-x509, tls-creds-psk, authz-simple or authz-list, for other options to
+    /// name; repeatable
     #[arg(long, value_name = "OBJECT", action = clap::ArgAction::Append)]
     pub(super) object: Vec<String>,
     /// Require TLS, with the --object of this id
@@ -77,7 +78,8 @@ pub(super) struct Arguments {
     pub(super) tls_creds: Option<String>,
     #[arg(long, value_name = "HOSTNAME", hide = true)]
     pub(super) tls_hostname: Option<String>,
-    #[arg(long, value_name = "ID", hide = true)]
+    /// Serve only clients with a name that the --object of this id allows
+    #[arg(long, value_name = "ID")]
     pub(super) tls_authz: Option<String>,
     #[arg(short = 'T', long, value_name = "EVENTS", hide = true)]
     pub(super) trace: Option<String>,

@@ -1,4 +1,5 @@
-//! `--object` of `qemu-nbd`: secrets and TLS credentials that other options name by their ids.
+//! `--object` of `qemu-nbd`: secrets, TLS credentials and names of clients, which other options
+//! name by their ids.
 
 use std::{io::Write as _, os::fd::IntoRawFd as _};
 
@@ -23,13 +24,16 @@ impl Objects {
                 Some("secret") => &["data", "file", "format"],
                 Some("tls-creds-x509") => &["dir", "endpoint", "verify-peer", "sanity-check"],
                 Some("tls-creds-psk") => &["dir", "endpoint", "sanity-check"],
+                Some("authz-simple") => &["identity"],
+                Some("authz-list") => &["policy", "rules"],
                 other => bail!(
-                    "--object {text}: invalid object type: {} (there are secret, tls-creds-psk, tls-creds-x509)",
+                    "--object {text}: invalid object type: {} (there are authz-list, authz-simple, secret, tls-creds-psk, tls-creds-x509)",
                     other.unwrap_or_default()
                 ),
             };
             let unknown = pairs.iter().find(|(key, _)| {
-                !["qom-type", "id"].contains(&key.as_str()) && !known.contains(&key.as_str())
+                let key = if key.starts_with("rules.") { "rules" } else { key };
+                !["qom-type", "id"].contains(&key) && !known.contains(&key)
             });
             if let Some((key, _)) = unknown {
                 bail!("--object {text}: {key}: is not to be had (there are {})", known.join(", "));
@@ -68,6 +72,34 @@ impl Objects {
         }
     }
 
+    /// The options of `weir serve` that let in the clients with these names.
+    pub(super) fn names(&self, id: &str) -> anyhow::Result<Vec<String>> {
+        let pairs = self.of_type(id, &["authz-simple", "authz-list"]);
+        let pairs = pairs.with_context(|| format!("No authorization object with id '{id}'"))?;
+        let of_object = || format!("--object {id}");
+        let option = |name: &str| format!("--tls-authz={name}");
+        if value(pairs, "qom-type") == Some("authz-simple") {
+            let name = value(pairs, "identity").context("Parameter 'identity' is missing");
+            return Ok(vec![option(name.and_then(exact).with_context(of_object)?)]);
+        }
+        if let Some(policy) = value(pairs, "policy").filter(|policy| *policy != "deny") {
+            bail!("--object {id}: policy={policy} is not to be had (leave --tls-authz out)");
+        }
+        let rules = (0..).map(|number| format!("rules.{number}"));
+        let is_said = |rule: &String| pairs.iter().any(|(key, _)| key.starts_with(&format!("{rule}.")));
+        let names: Vec<_> = rules
+            .take_while(is_said)
+            .map(|rule| pattern(pairs, &rule).map(option))
+            .collect::<anyhow::Result<_>>()
+            .with_context(of_object)?;
+        if names.is_empty() {
+            bail!(
+                "--object {id}: has no rules, so nobody could connect (add rules.0.match=NAME,rules.0.policy=allow)"
+            );
+        }
+        Ok(names)
+    }
+
     /// The options of `weir serve` that require TLS with these credentials.
     pub(super) fn tls(&self, id: &str) -> anyhow::Result<Vec<String>> {
         let pairs = self.of_type(id, &["tls-creds-x509", "tls-creds-psk"]);
@@ -92,6 +124,28 @@ impl Objects {
             Some(other) => bail!("TLS credentials {id}: verify-peer={other} is neither on nor off"),
         }
         Ok(words)
+    }
+}
+
+/// A rule of an authz-list as the option of `weir serve` has it, which lets in and never refuses.
+fn pattern<'a>(pairs: &'a [(String, String)], of: &str) -> anyhow::Result<&'a str> {
+    let key = |name: &str| value(pairs, &format!("{of}.{name}"));
+    let name = key("match").with_context(|| format!("Parameter '{of}.match' is missing"))?;
+    if key("policy") != Some("allow") {
+        bail!("{of}.policy: only allow is to be had (`weir serve --object` takes the others)");
+    }
+    match key("format") {
+        Some("glob") => Ok(name),
+        None | Some("exact") => exact(name),
+        Some(other) => bail!("{of}.format={other} is neither exact nor glob"),
+    }
+}
+
+/// A name that is a pattern only of itself.
+fn exact(name: &str) -> anyhow::Result<&str> {
+    match name.contains(['*', '?']) {
+        true => bail!("{name}: an exact name with * or ? is not to be had (`weir serve --object` takes it)"),
+        false => Ok(name),
     }
 }
 
@@ -135,12 +189,35 @@ mod tests {
     }
 
     #[test]
+    fn names_become_patterns() {
+        let names = |text: &str| {
+            let names = objects(&[text]).unwrap().names("a").map(|words| words.join(" "));
+            names.map_err(|error| format!("{error:#}"))
+        };
+        assert_eq!(names("authz-simple,id=a,identity=CN=x,,O=y").unwrap(), "--tls-authz=CN=x,O=y");
+        let rules = "rules.0.match=CN=x*,rules.0.policy=allow,rules.0.format=glob,rules.1.match=bob,rules.1.policy=allow";
+        let read = names(&format!("authz-list,id=a,policy=deny,{rules}"));
+        assert_eq!(read.unwrap(), "--tls-authz=CN=x* --tls-authz=bob");
+        for (text, expect) in [
+            ("authz-simple,id=a", "--object a: Parameter 'identity' is missing"),
+            ("authz-simple,id=a,identity=x*", "an exact name with * or ?"),
+            ("authz-list,id=a,policy=allow", "policy=allow is not to be had"),
+            ("authz-list,id=a", "has no rules"),
+            ("authz-list,id=a,rules.0.match=x,rules.0.policy=deny", "rules.0.policy: only allow"),
+            ("secret,id=a,data=x", "No authorization object with id 'a'"),
+        ] {
+            let said = names(text).unwrap_err();
+            assert!(said.contains(expect), "{said}");
+        }
+    }
+
+    #[test]
     fn what_cannot_be_is_refused_by_name() {
         let refused = |text: &str, expect: &str| {
             let said = objects(&[text]).unwrap_err().to_string();
             assert!(said.contains(expect), "{said}");
         };
-        refused("authz-simple,id=a", "invalid object type: authz-simple");
+        refused("authz-pam,id=a", "invalid object type: authz-pam");
         refused("tls-creds-x509,id=a,priority=x", "priority: is not to be had");
         refused("secret,data=x", "Parameter 'id' is missing");
         let found =

@@ -5,6 +5,7 @@ use std::{path::Path, rc::Rc};
 
 use block::reactor;
 use export::nbd::Removal;
+use policy::access::{Access, Names, Network, Networks};
 use serde_json::{Value, json};
 use settings::Door;
 
@@ -38,6 +39,7 @@ enum Kind {
 struct Nbd {
     name: String,
     description: String,
+    access: Access,
     bitmaps: Vec<String>,
     listen: Option<String>,
 }
@@ -86,6 +88,7 @@ impl Command for BlockExportAdd {
             id: self.id,
             name: nbd.name,
             description: nbd.description,
+            access: nbd.access,
             disk: self.node,
             read_only: !self.writable,
             bitmaps: views,
@@ -117,6 +120,7 @@ impl Nbd {
         Ok(Self {
             name: text("name", "export name", name)?,
             description: text("description", "description", description)?,
+            access: access(arguments)?,
             bitmaps,
             listen: arguments.optional("x-weir-listen")?,
         })
@@ -143,6 +147,18 @@ impl Nbd {
             },
         }
     }
+}
+
+/// Who may have it; others are not told of it.
+fn access(arguments: &mut Arguments) -> Result<Access, Error> {
+    let networks = |arguments: &mut Arguments, key: &str| {
+        let texts: Vec<String> = arguments.optional(key)?.unwrap_or_default();
+        let read = |text: &String| text.parse().map_err(|rule: String| Error::rule(key, rule));
+        texts.iter().map(read).collect::<Result<Vec<Network>, _>>()
+    };
+    let (allow, deny) = (networks(arguments, "x-weir-allow")?, networks(arguments, "x-weir-deny")?);
+    let names: Option<Vec<String>> = arguments.optional("x-weir-tls-authz")?;
+    Ok(Access { networks: Networks { allow, deny }, names: names.map(Names::any_of) })
 }
 
 /// What QEMU has and weir does not: refused by name, unless it asks for what is so anyway.

@@ -4,12 +4,12 @@
 //! ```text
 //!   /                    container
 //!   └─ objects           container
-//!      └─ NAME           throttle-group: limits, x-…, x-weir-…; or secret, tls-creds-…
+//!      └─ NAME           throttle-group: limits, x-…, x-weir-…; or secret, tls-creds-…, authz-…
 //! ```
 //!
 //! Every group is an object, also one of the config file. Beside them there are passphrases
-//! (`secret`) and keys of TLS for servers (`tls-creds-x509`, `tls-creds-psk`), which can be made
-//! and deleted, and never looked into.
+//! (`secret`), keys of TLS for servers (`tls-creds-x509`, `tls-creds-psk`) and rules about names of
+//! clients (`authz-simple`, `authz-list`), which can be made and deleted, and never looked into.
 
 use std::{fs::File, path::Path, rc::Rc};
 
@@ -20,7 +20,10 @@ use block::{
     reactor,
 };
 use export::nbd::TlsServer;
-use policy::throttle::Setting;
+use policy::{
+    access::{Names, Rule},
+    throttle::Setting,
+};
 use serde_json::{Map, Value, json};
 
 use crate::control::{
@@ -41,7 +44,9 @@ const TYPE: &str = "throttle-group";
 const SECRET: &str = "secret";
 const X509: &str = "tls-creds-x509";
 const PSK: &str = "tls-creds-psk";
-const TYPES: [&str; 4] = [SECRET, TYPE, PSK, X509];
+const SIMPLE: &str = "authz-simple";
+const LIST: &str = "authz-list";
+const TYPES: [&str; 6] = [LIST, SIMPLE, SECRET, TYPE, PSK, X509];
 const MAX_LEVELS: usize = 8;
 /// weir's own properties, with their types.
 const OWN: [(&str, &str); 5] = [
@@ -57,6 +62,7 @@ pub(super) enum ObjectAdd {
     Group { id: String, parent: Option<String>, changes: Changes },
     Secret { id: String, from: SecretFrom },
     Credentials { id: String, of: Credentials },
+    Names { id: String, names: Names },
 }
 
 #[derive(Debug)]
@@ -74,6 +80,7 @@ impl Command for ObjectAdd {
         match TYPES[kind] {
             SECRET => return read_secret(arguments),
             kind @ (X509 | PSK) => return read_credentials(kind, arguments),
+            kind @ (SIMPLE | LIST) => return read_names(kind, arguments),
             _ => {}
         }
         let id: String = arguments.required("id")?;
@@ -94,6 +101,11 @@ impl Command for ObjectAdd {
             Self::Group { id, parent, changes } => (id, parent, changes),
             Self::Secret { id, from } => return add_secret(&inventory, &id, from).await,
             Self::Credentials { id, of } => return add_credentials(&inventory, &id, of).await,
+            Self::Names { id, names } => {
+                check_id(&inventory, &id)?;
+                inventory.add_names(&id, names).map_err(|_| duplicate(&id))?;
+                return Ok(json!({}));
+            }
         };
         let parent = parent.map(|name| inventory.group(&name)).transpose()?;
         let above = std::iter::successors(parent.as_ref(), |group| group.parent()).count();
@@ -112,8 +124,10 @@ impl Command for ObjectAdd {
 }
 
 fn check_id(inventory: &Inventory, id: &str) -> Result<(), Error> {
-    let is_taken =
-        inventory.group(id).is_ok() || inventory.secret(id).is_ok() || inventory.credentials(id).is_some();
+    let is_taken = inventory.group(id).is_ok()
+        || inventory.secret(id).is_ok()
+        || inventory.credentials(id).is_some()
+        || inventory.names(id).is_some();
     if is_taken { Err(duplicate(id)) } else { Ok(()) }
 }
 
@@ -179,6 +193,29 @@ fn read_credentials(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, 
     Ok(ObjectAdd::Credentials { id, of })
 }
 
+/// As QEMU's `AuthZSimpleProperties` and `AuthZListProperties`.
+fn read_names(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
+    let id: String = arguments.required("id")?;
+    identifier::check("id", &id)?;
+    if kind == SIMPLE {
+        let rule = Rule { pattern: arguments.required("identity")?, is_glob: false, allows: true };
+        return Ok(ObjectAdd::Names { id, names: Names { rules: vec![rule], otherwise: false } });
+    }
+    let otherwise = arguments.choice("policy", &["deny", "allow"])? == Some(1);
+    let mut rules = Vec::new();
+    for mut rule in arguments.objects("rules")? {
+        let pattern = rule.required("match")?;
+        let allows = match rule.choice("policy", &["deny", "allow"])? {
+            Some(policy) => policy == 1,
+            None => return Err(Error::missing(&rule.name_of("policy"))),
+        };
+        let is_glob = rule.choice("format", &["exact", "glob"])? == Some(1);
+        rule.finish()?;
+        rules.push(Rule { pattern, is_glob, allows });
+    }
+    Ok(ObjectAdd::Names { id, names: Names { rules, otherwise } })
+}
+
 async fn add_credentials(inventory: &Inventory, id: &str, of: Credentials) -> Result<Value, Error> {
     let read = move || match of {
         Credentials::Certificates { directory, verify_peer } => TlsServer::x509(&directory, verify_peer),
@@ -203,7 +240,8 @@ impl Command for ObjectDel {
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        if inventory.remove_secret(&self.id) || inventory.remove_credentials(&self.id) {
+        let id = &self.id;
+        if inventory.remove_secret(id) || inventory.remove_credentials(id) || inventory.remove_names(id) {
             return Ok(json!({}));
         }
         let Ok(group) = inventory.group(&self.id) else {

@@ -24,6 +24,8 @@ use crate::{
 pub(super) struct NbdServerStart {
     address: Address,
     credentials: Option<String>,
+    /// The id of rules about names.
+    names: Option<String>,
     max_connections: usize,
 }
 
@@ -34,13 +36,16 @@ impl Command for NbdServerStart {
         let mut addr = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
         let address = address(&mut addr)?;
         addr.finish()?;
-        if arguments.optional::<String>("tls-authz")?.is_some() {
-            return Err(Error::rule("tls-authz", "is not to be had; verify-peer of the credentials is"));
-        }
         let most = arguments.number("max-connections", 0..=u32::MAX.into())?;
+        let credentials: Option<String> = arguments.optional("tls-creds")?;
+        let names: Option<String> = arguments.optional("tls-authz")?;
+        if names.is_some() && credentials.is_none() {
+            return Err(Error::rule("tls-authz", "needs tls-creds, which prove the name of a client"));
+        }
         Ok(Self {
             address,
-            credentials: arguments.optional("tls-creds")?,
+            credentials,
+            names,
             max_connections: match most {
                 None => Terms::default().max_connections,
                 // Fits.
@@ -59,13 +64,21 @@ impl Command for NbdServerStart {
             keys.map(|keys| Tls { required: true, keys })
         };
         let tls = self.credentials.as_ref().map(required).transpose()?;
-        let DoorTerms { workers, access, .. } = inventory.door_terms().map_err(generic)?;
+        let names = self.names.as_ref().map(|id| {
+            let names = inventory.names(id);
+            names.ok_or_else(|| Error::generic(format!("No authorization object with id '{}'", shown(id))))
+        });
+        let names = names.transpose()?;
+        let DoorTerms { workers, access, nbd: standard, .. } = inventory.door_terms().map_err(generic)?;
         let (endpoint, access) = (Endpoint::Address(self.address), access.clone());
         let at = endpoint.clone();
         let open = move || listen::open(&endpoint, &access, &mut Inherited::none());
         let listeners = reactor::blocking(open).await.map_err(generic)?;
         refuse_second(&inventory)?;
-        let terms = Terms { max_connections: self.max_connections, ..Terms::default() };
+        let mut terms = Terms { max_connections: self.max_connections, ..standard.clone() };
+        if names.is_some() {
+            terms.access.names = names;
+        }
         let serving = Serving::new(nbd::Server::new(tls, terms), at, listeners, workers);
         inventory.add_server(&serving);
         let ender = Rc::clone(&inventory.ender);
@@ -161,6 +174,6 @@ mod tests {
             assert_eq!(with(addr).unwrap_err(), expect);
         }
         let authz = json!({"addr": {"type": "unix", "path": "/a"}, "tls-authz": "x"});
-        assert!(read(authz).unwrap_err().starts_with("Parameter 'tls-authz' is not to be had"));
+        assert!(read(authz).unwrap_err().starts_with("Parameter 'tls-authz' needs tls-creds"));
     }
 }

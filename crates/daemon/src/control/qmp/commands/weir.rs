@@ -14,6 +14,7 @@ use block::{
     memory::{Budget, Usage},
     reactor,
 };
+use export::nbd::Refused;
 use policy::{
     throttle::{Counters, Enforcement, LimitKind, Limits, Part, Setting, Share, Stats},
     watermark::{Capacity, Watermark},
@@ -38,6 +39,7 @@ use crate::control::{
         settings,
         settings::{Changes, LimitChanges, Naming},
     },
+    serving::Serving,
 };
 use crate::users::Users;
 
@@ -185,6 +187,7 @@ query!(QueryStatus, "x-weir-query-status", |inventory| {
         "groups": inventory.groups().iter().map(|one| group(&inventory, one)).collect::<Vec<_>>(),
         "devices": inventory.devices().iter().map(device).collect::<Vec<_>>(),
         "exports": exports.iter().map(|one| export(one)).collect::<Vec<_>>(),
+        "servers": inventory.servers().iter().map(|one| server(one)).collect::<Vec<_>>(),
     });
     if let Some(config) = &inventory.config {
         answer["config"] = json!(config);
@@ -335,6 +338,18 @@ fn export(export: &RunningExport) -> Value {
         answer["holders"] = json!(holders);
     }
     answer
+}
+
+/// A place where clients of NBD connect.
+fn server(serving: &Serving) -> Value {
+    let Refused { networks, connections, names, exports } = serving.server.refused();
+    json!({
+        "address": serving.address(),
+        "connections": serving.server.connections(),
+        "refused": {
+            "networks": networks, "connections": connections, "names": names, "exports": exports,
+        },
+    })
 }
 
 fn throttle(stats: &Stats) -> Value {

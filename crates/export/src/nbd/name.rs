@@ -1,0 +1,99 @@
+//! Whose a client is, as TLS has proved it: the subject of a certificate, or the user of a
+//! pre-shared key.
+//!
+//! A subject is written as QEMU's `authz-simple` has it: its parts in the certificate's order, such
+//! as `C=GB,O=Acme\, Inc,CN=vm1`, with the characters escaped that RFC 4514 section 2.4 names.
+//! Never judges a name: `policy::access` does.
+
+use std::{fmt::Write as _, sync::LazyLock};
+
+use openssl::{
+    error::ErrorStack,
+    ex_data::Index,
+    ssl::{Ssl, SslRef},
+    x509::{X509NameEntryRef, X509NameRef},
+};
+
+/// Where a connection keeps the user whose key was taken. There is one for the whole process.
+static USER: LazyLock<Result<Index<Ssl, Vec<u8>>, ErrorStack>> = LazyLock::new(Ssl::new_ex_index);
+
+pub(super) fn index_of_user() -> Result<Index<Ssl, Vec<u8>>, ErrorStack> {
+    USER.clone()
+}
+
+/// Once the handshake is complete. A user that is no UTF-8 has no name that a rule could have.
+pub(super) fn of_peer(ssl: &SslRef) -> Option<String> {
+    if let Some(user) = index_of_user().ok().and_then(|index| ssl.ex_data(index)) {
+        return String::from_utf8(user.clone()).ok();
+    }
+    // Asked for only where it is verified.
+    ssl.peer_certificate().map(|certificate| subject(certificate.subject_name()))
+}
+
+fn subject(name: &X509NameRef) -> String {
+    let parts: Vec<_> = name.entries().map(|part| format!("{}={}", kind(part), value(part))).collect();
+    parts.join(",")
+}
+
+/// GnuTLS's word where it has another than OpenSSL.
+fn kind(part: &X509NameEntryRef) -> String {
+    match part.object().nid().short_name() {
+        Ok("emailAddress") => "EMAIL".to_owned(),
+        Ok("street") => "STREET".to_owned(),
+        Ok(known) if known != "UNDEF" => known.to_owned(),
+        _ => part.object().to_string(),
+    }
+}
+
+fn value(part: &X509NameEntryRef) -> String {
+    match part.data().to_string() {
+        Ok(text) => escaped(&text),
+        // As RFC 4514 writes what is no text.
+        Err(_) => part.data().as_slice().iter().fold("#".to_owned(), |mut hex, byte| {
+            let _ = write!(hex, "{byte:02x}");
+            hex
+        }),
+    }
+}
+
+fn escaped(text: &str) -> String {
+    let last = text.chars().count().saturating_sub(1);
+    let mut written = String::new();
+    for (at, character) in text.chars().enumerate() {
+        match character {
+            '\0' => {
+                written.push_str("\\00");
+                continue;
+            }
+            '"' | '+' | ',' | ';' | '<' | '>' | '\\' => written.push('\\'),
+            ' ' if at == 0 || at == last => written.push('\\'),
+            '#' if at == 0 => written.push('\\'),
+            _ => {}
+        }
+        written.push(character);
+    }
+    written
+}
+
+#[cfg(test)]
+mod tests {
+    use openssl::{nid::Nid, x509::X509NameBuilder};
+
+    use super::*;
+
+    #[test]
+    fn a_subject_is_written_in_its_own_order_and_escaped() {
+        let mut name = X509NameBuilder::new().unwrap();
+        for (nid, text) in [
+            (Nid::COUNTRYNAME, "GB"),
+            (Nid::ORGANIZATIONNAME, "Acme, Inc+x"),
+            (Nid::COMMONNAME, " #vm é\\ "),
+            (Nid::PKCS9_EMAILADDRESS, "a@b"),
+        ] {
+            name.append_entry_by_nid(nid, text).unwrap();
+        }
+        let expect = "C=GB,O=Acme\\, Inc\\+x,CN=\\ #vm é\\\\\\ ,EMAIL=a@b";
+        assert_eq!(subject(&name.build()), expect);
+        assert_eq!(escaped("#1\0"), "\\#1\\00");
+    }
+}

@@ -1,0 +1,221 @@
+//! Who may connect: networks, connections of one address, names that TLS proves; and what those see
+//! who may not.
+
+use std::{
+    fs,
+    io::Read as _,
+    net::{Ipv4Addr, SocketAddrV4, TcpStream},
+    os::fd::AsRawFd as _,
+};
+
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, connect, socket};
+use serde_json::{Value, json};
+
+use crate::{
+    harness::{Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, assert_says, need, operator, peer, text},
+    tls::Authority,
+};
+
+/// A client that comes from this address of the loopback network, and what it is greeted with:
+/// eight bytes of NBD, or nothing.
+fn greeted(port: u16, from: Ipv4Addr) -> (TcpStream, usize) {
+    let socket =
+        socket(AddressFamily::Inet, SockType::Stream, SockFlag::SOCK_CLOEXEC, None).expect("a socket");
+    let at = |address: Ipv4Addr, port| SockaddrIn::from(SocketAddrV4::new(address, port));
+    bind(socket.as_raw_fd(), &at(from, 0)).expect("all of 127.0.0.0/8 is ours");
+    connect(socket.as_raw_fd(), &at(Ipv4Addr::LOCALHOST, port)).expect("somebody listens");
+    let mut stream = TcpStream::from(socket);
+    stream.set_read_timeout(Some(DEADLINE)).expect("a socket has a timeout");
+    let mut greeting = Vec::new();
+    // A reset is an end too.
+    let _ = stream.by_ref().take(8).read_to_end(&mut greeting);
+    (stream, greeting.len())
+}
+
+fn refused(scratch: &Scratch) -> Value {
+    operator::status(scratch, "0")["servers"][0]["refused"].clone()
+}
+
+fn on_tcp(scratch: &Scratch, more: &[&str]) -> Weir {
+    Serve::new(scratch)
+        .on_tcp()
+        .args(["memory:1M", "--name", "disk", "--qmp", &operator::socket(scratch)])
+        .args(more)
+        .start()
+}
+
+#[test]
+fn the_narrowest_network_decides_before_a_byte_is_sent() {
+    let scratch = Scratch::new();
+    let weir =
+        on_tcp(&scratch, &["--allow", "127.0.0.0/8", "--deny", "127.1.0.0/16", "--allow", "127.1.2.3"]);
+    let bytes = |from: [u8; 4]| greeted(weir.port(), from.into()).1;
+    assert_eq!([bytes([127, 0, 0, 1]), bytes([127, 1, 2, 3])], [8, 8]);
+    assert_eq!([bytes([127, 1, 2, 4]), bytes([127, 1, 0, 0])], [0, 0]);
+    assert_eq!(refused(&scratch), json!({ "networks": 2, "connections": 0, "names": 0, "exports": 0 }));
+    assert_says(&operator::prints(&scratch, &["status", "--interval", "0"]), &["REFUSED AT", "BY NETWORK"]);
+    assert_says(&weir.stop(), &["a client was refused", "address=\"127.1.2.4\""]);
+}
+
+#[test]
+fn an_ipv4_address_is_the_same_through_ipv6() {
+    let scratch = Scratch::new();
+    let port = on_tcp(&scratch, &[]).port();
+    let address = format!("[::]:{port}");
+    let _weir = Serve::new(&scratch)
+        .where_said()
+        .args(["memory:1M", "--nbd", &address, "--allow", "::/0", "--allow", "127.0.0.1"])
+        .start();
+    assert_eq!(greeted(port, Ipv4Addr::LOCALHOST).1, 8);
+    assert_eq!(greeted(port, Ipv4Addr::new(127, 0, 0, 2)).1, 0);
+}
+
+#[test]
+fn one_address_does_not_take_all_places() {
+    let scratch = Scratch::new();
+    let weir = on_tcp(&scratch, &["--max-connections-per-address", "2"]);
+    let (crowd, other) = (Ipv4Addr::LOCALHOST, Ipv4Addr::new(127, 0, 0, 2));
+    let (first, second) = (greeted(weir.port(), crowd), greeted(weir.port(), crowd));
+    assert_eq!((first.1, second.1), (8, 8));
+    assert_eq!((greeted(weir.port(), crowd).1, greeted(weir.port(), other).1), (0, 8));
+    assert_eq!(refused(&scratch)["connections"], 1);
+    drop(first);
+    operator::wait_until(&scratch, |status| status["servers"][0]["connections"] == 1);
+    assert_eq!(greeted(weir.port(), crowd).1, 8);
+}
+
+#[test]
+fn a_disk_is_there_for_those_alone_who_may_have_it() {
+    need("psktool");
+    let scratch = Scratch::new();
+    let keys = scratch.path("keys.psk");
+    for user in ["alice", "bob", "eve"] {
+        Client::new("psktool").args(["-u", user, "-p", text(&keys)]).succeeds();
+    }
+    let config = format!(
+        "[daemon]\nnbd = \"unix:{}\"\nqmp = \"{}\"\ntls = \"on\"\ntls-psk = \"{}\"\n\
+         [disk.open]\nimage = \"memory:1M\"\n\
+         [disk.of-both]\nimage = \"memory:1M\"\ntls-authz = [\"al*\", \"bob\"]\n\
+         [disk.of-bob]\nimage = \"memory:1M\"\ntls-authz = \"bob\"\n",
+        text(&scratch.socket("nbd")),
+        operator::socket(&scratch),
+        text(&keys),
+    );
+    let file = scratch.file("weir.toml", &config);
+    let _weir = operator::serve(&scratch, &file);
+    let socket = scratch.socket("nbd");
+    let uri = |user: &str, disk: &str| {
+        format!("nbds+unix://{user}@/{disk}?socket={}&tls-psk-file={}", text(&socket), text(&keys))
+    };
+    let sees = |uri: String| {
+        let list = Client::new("nbdinfo").args(["--list", "--json", &uri]).json();
+        let names = list["exports"].as_array().expect("a list").iter();
+        names.map(|export| export["export-name"].as_str().expect("a name").to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(sees(uri("bob", "")), ["open", "of-both", "of-bob"]);
+    assert_eq!(sees(uri("alice", "")), ["open", "of-both"]);
+    assert_eq!(sees(uri("eve", "")), ["open"]);
+    assert_eq!(sees(format!("nbd+unix:///?socket={}", text(&socket))), ["open"], "without TLS");
+    let size = |user: &str, disk: &str| Client::new("nbdinfo").args(["--size", &uri(user, disk)]);
+    size("bob", "of-bob").succeeds();
+    size("alice", "of-both").succeeds();
+    size("alice", "of-bob").fails();
+    size("eve", "of-both").fails();
+    let said = size("eve", "no-such-disk").fails();
+    assert_eq!(said.replace("no-such-disk", "of-bob"), size("eve", "of-bob").fails(), "they are alike");
+    assert!(refused(&scratch)["exports"].as_u64() >= Some(3), "{}", refused(&scratch));
+}
+
+#[test]
+fn a_disk_is_added_for_some_and_stays_so() {
+    let scratch = Scratch::new();
+    let config = format!(
+        "[daemon]\nnbd = \"127.0.0.1:0\"\nqmp = \"{}\"\n[disk.open]\nimage = \"memory:1M\"\n",
+        operator::socket(&scratch),
+    );
+    let file = scratch.file("weir.toml", &config);
+    let weir = operator::serve(&scratch, &file);
+    let mine = ["disk", "add", "mine", "memory:1M", "--deny", "127.0.0.0/8", "--save"];
+    operator::prints(&scratch, &mine);
+    let size = |disk: &str| {
+        let uri = format!("nbd://127.0.0.1:{}/{disk}", weir.port());
+        Client::new("nbdinfo").args(["--size", &uri])
+    };
+    size("open").succeeds();
+    size("mine").fails();
+    assert_says(
+        &fs::read_to_string(&file).expect("it is there"),
+        &["[disk.mine]", "deny = [\"127.0.0.0/8\"]"],
+    );
+    // What was saved is what runs; and what is changed in the file comes to be.
+    assert!(!operator::prints(&scratch, &["reload"]).contains("mine"));
+    let text = fs::read_to_string(&file).expect("it is there").replace("127.0.0.0/8", "127.9.0.0/16");
+    fs::write(&file, text).expect("it is ours");
+    operator::prints(&scratch, &["reload"]);
+    size("mine").succeeds();
+}
+
+#[test]
+fn a_name_is_a_subject_as_qemu_writes_it() {
+    need("certtool");
+    let script = r#"
+serve_as() { serve -t --object tls-creds-x509,id=t,endpoint=server,dir="$PWD/pki",verify-peer=on --tls-creds t "$@" --tls-authz a -f raw disk.raw; }
+comes() { nbdinfo --size "nbds+unix://localhost/?socket=$S&tls-certificates=$PWD/pki" 2>/dev/null || echo "is refused"; }
+serve_as --object authz-simple,id=a,identity="C=GB,,O=Acme\\,, Inc,,CN=vm 1"; comes; stop
+serve_as --object authz-simple,id=a,identity="CN=vm 1,,O=Acme\\,, Inc,,C=GB"; comes; stop
+serve_as --object authz-list,id=a,policy=deny,rules.0.match="*,,CN=vm ?",rules.0.policy=allow,rules.0.format=glob; comes; stop
+serve_as --object authz-list,id=a,policy=deny,rules.0.match="*,,CN=vm",rules.0.policy=allow,rules.0.format=glob; comes; stop
+"#;
+    let script = format!(
+        "serve() {{ qemu-nbd --fork -k \"$S\" --pid-file=pid \"$@\" || echo \"did not start: $?\"; }}\n{script}"
+    );
+    let ran = peer::same("qemu-nbd", &script, |scratch| {
+        scratch.filled("disk.raw", MIB);
+        Authority::new(scratch, "pki").vouch_for("client", "/C=GB/O=Acme, Inc/CN=vm 1");
+    });
+    assert_eq!(ran.printed.matches("is refused").count(), 2, "{}", ran.printed);
+}
+
+#[test]
+fn qmp_has_names_of_clients_as_objects() {
+    let scratch = Scratch::new();
+    let authority = Authority::new(&scratch, "pki");
+    let nbd = scratch.socket("nbd");
+    let _weir = Serve::new(&scratch)
+        .where_said()
+        .args(["--blockdev", "null-co,node-name=disk,size=1048576", "--qmp", &operator::socket(&scratch)])
+        .start();
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let add = |id: &str, name: &str| {
+        json!({ "qom-type": "authz-list", "id": id, "policy": "deny",
+                "rules": [{ "match": name, "policy": "allow", "format": "exact" }] })
+    };
+    qmp.command("object-add", add("us", "CN=client"));
+    qmp.command("object-add", add("them", "CN=them"));
+    qmp.refused("object-add", add("us", "CN=other"));
+    qmp.command(
+        "object-add",
+        json!({ "qom-type": "tls-creds-x509", "id": "tls", "endpoint": "server", "dir": authority.path() }),
+    );
+    let addr = json!({ "type": "unix", "data": { "path": text(&nbd) } });
+    let serve = |names: &str| json!({ "addr": addr, "tls-creds": "tls", "tls-authz": names });
+    let (_, said) = qmp.refused("nbd-server-start", serve("nobody"));
+    assert_says(&said, &["No authorization object with id 'nobody'"]);
+    let export = json!({ "type": "nbd", "id": "e", "node-name": "disk" });
+    let uri =
+        format!("nbds+unix://localhost/disk?socket={}&tls-certificates={}", text(&nbd), authority.path());
+    for (names, comes) in [("us", true), ("them", false)] {
+        qmp.command("nbd-server-start", serve(names));
+        qmp.command("block-export-add", export.clone());
+        let client = Client::new("nbdinfo").args(["--size", &uri]);
+        if comes {
+            client.succeeds()
+        } else {
+            client.fails()
+        };
+        let refused = &qmp.command("x-weir-query-status", json!({}))["servers"][0]["refused"]["names"];
+        assert_eq!(*refused, u64::from(!comes));
+        qmp.command("nbd-server-stop", json!({}));
+    }
+    qmp.command("object-del", json!({ "id": "them" }));
+}
