@@ -22,7 +22,10 @@ image = \"memory:1M\"
 
 fn config(scratch: &Scratch) -> String {
     let nbd = text(&scratch.socket("nbd")).to_owned();
-    format!("[daemon]\nqmp = \"{}\"\nnbd = \"unix:{nbd}\"\n{CONFIG}", socket(scratch))
+    let (qmp, root) = (socket(scratch), scratch.path(""));
+    // Of images that come later.
+    let root = text(&root);
+    format!("[daemon]\nqmp = \"{qmp}\"\nnbd = \"unix:{nbd}\"\nimage-root = \"{root}\"\n{CONFIG}")
 }
 
 #[test]

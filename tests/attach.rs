@@ -469,7 +469,8 @@ fn a_daemon_that_ends_takes_what_it_serves_with_it() {
     let (base, image) = (scratch.sparse("base.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
     let qmp = scratch.socket("qmp");
     let address = format!("unix:{}", text(&qmp));
-    let daemon = Serve::new(&scratch).arg(&base).args(["--qmp", &address]).start();
+    // In the sandbox it makes no devices that it was not started with.
+    let daemon = Serve::new(&scratch).arg(&base).args(["--qmp", &address, "--sandbox", "off"]).start();
     let name = name("ended");
     let options = ["attach", "--fuse", "--json", "--format", "raw", "--name", &name];
     // As it is seen from here, which is not where its keeper works.
@@ -493,7 +494,7 @@ fn a_daemon_serves_what_is_attached_in_its_groups() {
     let address = format!("unix:{}", text(&qmp));
     let daemon = Serve::new(&scratch)
         .arg(&base)
-        .args(["--group", "gold", "--iops-total", "5000", "--qmp", &address])
+        .args(["--group", "gold", "--iops-total", "5000", "--qmp", &address, "--sandbox", "off"])
         .start();
     let name = name("daemon");
     let attach = |group: &str| {

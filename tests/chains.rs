@@ -224,7 +224,8 @@ fn nodes_over_qcow2_are_added_and_deleted() {
         &directory,
         "create -q -f qcow2 --object secret,id=s,file=DIR/key -o encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10 DIR/e.qcow2 4M",
     );
-    let (weir, mut qmp) = controlled(&scratch, Serve::new(&scratch).arg("memory:1M"));
+    let serve = Serve::new(&scratch).args(["memory:1M", "--image-root"]).arg(&directory);
+    let (weir, mut qmp) = controlled(&scratch, serve);
     let node = |name: &str, image: &str| {
         let file = json!({"driver": "file", "filename": scratch.path(image)});
         json!({"driver": "qcow2", "node-name": name, "file": file})

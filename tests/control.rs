@@ -23,7 +23,9 @@ impl Party {
         let scratch = Scratch::new();
         let limits = ["--group", "gold", "--iops-total", "100000"];
         let qmp = operator::socket(&scratch);
-        let weir = Serve::new(&scratch).arg("null:1M").args(limits).args(["--qmp", &qmp]).start();
+        let serve = Serve::new(&scratch).arg("null:1M").args(limits).args(["--qmp", &qmp]);
+        // Of images that come later.
+        let weir = serve.arg("--image-root").arg(scratch.path("")).start();
         let control = Qmp::negotiated(&scratch.socket("qmp"));
         Self { scratch, weir, control }
     }

@@ -69,6 +69,7 @@ mod recipes;
 mod reference;
 mod reload;
 mod report;
+mod sandbox;
 mod simulate;
 mod startup;
 mod stopping;

@@ -80,7 +80,9 @@ fn steady(mut status: Value) -> Value {
 
 fn with_daemon(scratch: &Scratch, disks: &str) -> String {
     let nbd = text(&scratch.socket("nbd")).to_owned();
-    format!("[daemon]\nqmp = \"{}\"\nnbd = \"unix:{nbd}\"\n{disks}", socket(scratch))
+    let qmp = socket(scratch);
+    // Where what comes later may lie.
+    format!("[daemon]\nqmp = \"{qmp}\"\nnbd = \"unix:{nbd}\"\nimage-root = \".\"\n{disks}")
 }
 
 #[test]
@@ -228,15 +230,15 @@ fn what_cannot_be_is_named_and_nothing_changes() {
     };
     party.refuses(
         &line("iops-reservation = 600", "iops-reservatin = 600"),
-        &["weir.toml:11: disk.a.iops-reservatin: unknown key"],
+        &["weir.toml:12: disk.a.iops-reservatin: unknown key"],
     );
     party.refuses(
         &line("iops-reservation = 400", "iops-reservation = 1900"),
-        &["weir.toml:16: disk.b.iops-reservation = 1900", "would be promised"],
+        &["weir.toml:17: disk.b.iops-reservation = 1900", "would be promised"],
     );
     party.refuses(
         &line("iops-reservation = 400", "cache = \"none\""),
-        &["weir.toml:13: disk.b: cache: cannot be changed while the disk is served"],
+        &["weir.toml:14: disk.b: cache: cannot be changed while the disk is served"],
     );
     party.refuses(
         &format!("{}\n[disk.c]\nimage = \"c.raw\"\nformat = \"raw\"\n", line("iops-reservation = 400", "")),
@@ -245,7 +247,10 @@ fn what_cannot_be_is_named_and_nothing_changes() {
     party.refuses(&format!("workers = 7\n{BEFORE}"), &["daemon: workers: cannot be changed while weir runs"]);
     // The last step fails, behind all that could be done.
     let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"fuse\", file = \"none\" }]\n";
-    party.refuses(&(line("iops-reservation = 400", "") + door), &["none"]);
+    party.refuses(
+        &(line("iops-reservation = 400", "") + door),
+        &["the sandbox does not let this daemon make devices"],
+    );
     assert!(!party.scratch.path("other").exists(), "its socket has gone");
     let (busy, _) = Wire::go(&party.scratch.socket("nbd"), "b");
     let without_b = BEFORE.split("[disk.b]").next().unwrap();
@@ -355,9 +360,9 @@ l2-cache-size = \"1M\"
     assert_says(
         &outcome.said(),
         &[
-            "weir.toml:8: disk.a.image = \"none.raw\"",
+            "weir.toml:9: disk.a.image = \"none.raw\"",
             "no such file (create it first",
-            "weir.toml:17: disk.c.l2-cache-size = \"1M\": is for qcow2 images",
+            "weir.toml:18: disk.c.l2-cache-size = \"1M\": is for qcow2 images",
             "text: something that is not a socket is there already",
             "nowhere does not exist (create it)",
             "there is no user \"nobody-of-this-name\"",

@@ -1,4 +1,5 @@
-//! Signals as messages: blocked in every thread, awaited in one.
+//! Signals as messages: blocked in every thread, awaited in one: a thread of their own, or the
+//! reactor of the one that asks.
 //!
 //! The first signal that asks for the end asks for an orderly one, and a second one for an end at
 //! once. What comes right behind the first is no second wish: `timeout` of coreutils signals its
@@ -13,11 +14,17 @@
 //! ```
 
 use std::{
-    io, thread,
+    io,
+    os::fd::AsFd as _,
+    thread,
     time::{Duration, Instant},
 };
 
-use nix::sys::signal::{SigSet, Signal};
+use block::reactor::op::{self, Fd};
+use nix::sys::{
+    signal::{SigSet, Signal},
+    signalfd::{SfdFlags, SignalFd},
+};
 
 /// Signals within so long after the first that asks for the end are the same wish as that.
 pub const TOGETHER: Duration = Duration::from_secs(1);
@@ -83,6 +90,43 @@ impl Signals {
             }
         };
         thread::Builder::new().name("signals".to_owned()).spawn(wait).map(drop)
+    }
+
+    /// Requests for a task of this thread's reactor.
+    ///
+    /// # Errors
+    /// If the system call fails.
+    pub fn hear(self) -> io::Result<Heard> {
+        let signals = SignalFd::with_flags(&self.set, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
+        let readable = Fd::from(signals.as_fd().try_clone_to_owned()?);
+        Ok(Heard { signals, readable, wishes: Wishes { is_daemon: self.is_daemon, first: None } })
+    }
+}
+
+/// Signals that the reactor of this thread waits for.
+pub struct Heard {
+    signals: SignalFd,
+    readable: Fd,
+    wishes: Wishes,
+}
+
+impl Heard {
+    /// The next request.
+    ///
+    /// # Errors
+    /// If the system call fails.
+    pub async fn next(&mut self) -> io::Result<Request> {
+        loop {
+            while let Some(told) = self.signals.read_signal()? {
+                let signal =
+                    i32::try_from(told.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok());
+                let request = signal.and_then(|signal| self.wishes.understand(signal, Instant::now()));
+                if let Some(request) = request {
+                    return Ok(request);
+                }
+            }
+            op::readable(&self.readable).await?;
+        }
     }
 }
 

@@ -404,6 +404,7 @@ fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
         Some(said) if said.value >= LEAST_MEMORY => Some(said.value),
         Some(said) => return Err(said.wrong("is too little; it is at least 128M")),
     };
+    let user = user(draft.user)?;
     Ok(Service {
         workers,
         poll,
@@ -412,7 +413,7 @@ fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
         memory,
         sockets: SocketAccess {
             mode: draft.socket_mode.map_or(SocketAccess::default().mode, |said| said.value),
-            owner: draft.socket_owner.map(|said| said.value),
+            owner: draft.socket_owner.map(|said| said.value).or_else(|| user.clone()),
         },
         exit_when_idle: draft.exit_when_idle.is_some_and(|said| said.value),
         control: control(draft.control, &draft.qmp)?,
@@ -427,7 +428,19 @@ fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
         state: draft.state.map(|said| said.value),
         image_root: draft.image_root.map(|said| said.value),
         cgroup_limits: draft.cgroup_limits.map(|said| said.value),
+        sandbox: draft.sandbox.map(|said| said.value).unwrap_or_default(),
+        user,
     })
+}
+
+/// A group alone would leave root what it was.
+fn user(said: Option<Said<super::Owner>>) -> Result<Option<super::Owner>, Wrong> {
+    match said {
+        Some(said) if said.value.user.is_none() => {
+            Err(said.wrong("names no user (write USER, or USER:GROUP)"))
+        }
+        said => Ok(said.map(|said| said.value)),
+    }
 }
 
 fn qmp(sockets: Vec<Said<PathBuf>>) -> Result<Vec<PathBuf>, Wrong> {

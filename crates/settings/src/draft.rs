@@ -10,7 +10,7 @@ use block::{
 
 use super::{
     AccessDraft, Address, Door, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft,
-    Said, SettingsDraft, tls::TlsDraft,
+    Said, Sandbox, SettingsDraft, tls::TlsDraft,
 };
 
 /// All that the command line and the config file said.
@@ -111,6 +111,8 @@ pub struct ServiceDraft {
     pub image_root: Option<Said<PathBuf>>,
     /// The file of control groups' limits to watch.
     pub cgroup_limits: Option<Said<PathBuf>>,
+    pub sandbox: Option<Said<Sandbox>>,
+    pub user: Option<Said<Owner>>,
 }
 
 impl ServiceDraft {
@@ -141,6 +143,8 @@ impl ServiceDraft {
             state: self.state.or(other.state),
             image_root: self.image_root.or(other.image_root),
             cgroup_limits: self.cgroup_limits.or(other.cgroup_limits),
+            sandbox: self.sandbox.or(other.sandbox),
+            user: self.user.or(other.user),
         }
     }
 }

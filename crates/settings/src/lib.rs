@@ -46,6 +46,7 @@ mod promises;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod qcow2;
 mod remarks;
+mod sandbox;
 pub mod secret;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod shares;
@@ -74,6 +75,7 @@ pub use place::{Place, Said, Wrong};
 use policy::access::Access;
 pub use prefetch::PrefetchDraft;
 pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
+pub use sandbox::Sandbox;
 pub use shares::{LimitsDraft, Settings, SettingsDraft};
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
 pub use units::{Rule, connections, count, discards, duration, exact_size, polling, read, size, workers};
@@ -233,4 +235,8 @@ pub struct Service {
     pub image_root: Option<PathBuf>,
     /// The file of control groups' limits to watch; `None`: none are.
     pub cgroup_limits: Option<PathBuf>,
+    /// Which rights it gives up once all is open.
+    pub sandbox: Sandbox,
+    /// Who it goes on as then; `None`: as it was started.
+    pub user: Option<Owner>,
 }

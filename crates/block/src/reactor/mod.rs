@@ -22,7 +22,9 @@ mod fuse;
 mod launcher;
 mod notifier;
 pub mod op;
+mod pool;
 mod priority;
+mod restricted;
 mod signal;
 pub mod sim;
 mod timer;
@@ -39,7 +41,8 @@ use executor::Executor;
 pub use executor::JoinHandle;
 pub use fuse::clone_fuse_device;
 pub use launcher::Launcher;
-pub use notifier::Notifier;
+pub use notifier::{Notifier, set_aside as set_notifiers_aside};
+pub use pool::{threads_may_stay, threads_must_end};
 pub use priority::{in_background, is_in_background};
 pub use signal::Signal;
 pub use timer::{Sleep, Timeout, timeout};
@@ -217,7 +220,7 @@ pub fn linger() {
 /// lacks (SEEK_HOLE, opening a file). In simulation it runs in place.
 pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
     let simulated = with_current(|reactor| matches!(reactor.driver, Driver::Sim(_)));
-    if simulated { f() } else { blocking::unblock(f).await }
+    if simulated { f() } else { pool::run(f).await }
 }
 
 /// Runs `future`, and everything it spawns, on this thread until `future` is done. Of the tasks

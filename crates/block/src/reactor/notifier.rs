@@ -12,17 +12,49 @@ use std::{
     cell::RefCell,
     io,
     os::fd::{AsFd as _, AsRawFd as _},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use io_uring::{IoUring, opcode};
 
-use super::op::Fd;
+use super::{
+    op::Fd,
+    restricted::{self, registering},
+};
 
-/// Kept on each thread for those that come next: making one takes long, and so does its end.
+/// Kept for those that come next: making one takes long, and so does its end; and a process that
+/// has given up the right to make rings has no others.
 const MOST_SPARE: usize = 16;
 
-thread_local! {
-    static SPARE: RefCell<Vec<IoUring>> = const { RefCell::new(Vec::new()) };
+static SPARE: Mutex<Spare> = Mutex::new(Spare { rings: Vec::new(), most: MOST_SPARE });
+
+struct Spare {
+    rings: Vec<IoUring>,
+    most: usize,
+}
+
+fn spare() -> MutexGuard<'static, Spare> {
+    // A panic while pushing to a Vec leaves it valid.
+    SPARE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn make() -> io::Result<IoUring> {
+    let registered = [registering::EVENTFD, registering::UNREGISTER_EVENTFD];
+    restricted::build(&mut IoUring::builder(), 1, &[opcode::Nop::CODE], &registered)
+}
+
+/// Makes what `count` notifiers need, and as much as is kept anyway, so that nothing has to be made
+/// for them later.
+///
+/// # Errors
+/// As `io_uring_setup(2)`.
+pub fn set_aside(count: usize) -> io::Result<()> {
+    let mut spare = spare();
+    spare.most = count + MOST_SPARE;
+    while spare.rings.len() < spare.most {
+        spare.rings.push(make()?);
+    }
+    Ok(())
 }
 
 /// Rings eventfds; the same one again is the cheapest. Takes a descriptor once it has rung one.
@@ -52,9 +84,10 @@ struct Tied {
 
 impl Tied {
     fn to_nothing() -> io::Result<Self> {
-        let ring = match SPARE.with_borrow_mut(Vec::pop) {
-            Some(spare) => spare,
-            None => IoUring::new(1)?,
+        let kept = spare().rings.pop();
+        let ring = match kept {
+            Some(ring) => ring,
+            None => make()?,
         };
         Ok(Self { ring, event: None })
     }
@@ -92,13 +125,10 @@ impl Drop for Notifier {
         if tied.untie().is_err() {
             return;
         }
-        // The thread may be ending, and its spare ones gone.
-        let _ = SPARE.try_with(|spare| {
-            let mut spare = spare.borrow_mut();
-            if spare.len() < MOST_SPARE {
-                spare.push(tied.ring);
-            }
-        });
+        let mut spare = spare();
+        if spare.rings.len() < spare.most {
+            spare.rings.push(tied.ring);
+        }
     }
 }
 

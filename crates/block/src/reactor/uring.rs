@@ -22,7 +22,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 use slab::Slab;
 
-use super::{Driver, Reactor, real_now, vigil::Vigil, with_current};
+use super::{Driver, Reactor, real_now, restricted, vigil::Vigil, with_current};
 
 /// Submission queue entries; a fuller batch is submitted in parts.
 const SUBMISSIONS: u32 = 256;
@@ -125,7 +125,9 @@ impl Uring {
         let mut builder = IoUring::builder();
         builder.setup_cqsize(COMPLETIONS).setup_clamp();
         builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
-        let ring = builder.build(SUBMISSIONS).map_err(|error| match error.raw_os_error() {
+        let registered = [restricted::registering::SYNC_CANCEL];
+        let ring = restricted::build(&mut builder, SUBMISSIONS, &restricted::OPERATIONS, &registered);
+        let ring = ring.map_err(|error| match error.raw_os_error() {
             Some(libc::EINVAL) => io::Error::new(
                 io::ErrorKind::Unsupported,
                 "this kernel's io_uring has no deferred task work; Linux 6.1 or later is needed",

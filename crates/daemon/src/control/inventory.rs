@@ -30,7 +30,7 @@ use policy::{
     access::{Access, Names},
     time::{Duration, Instant},
 };
-use settings::SocketAccess;
+use settings::{Image, SocketAccess};
 
 pub(crate) use super::running::{NodeBelow, RunningDisk};
 use super::{
@@ -40,7 +40,7 @@ use super::{
     loaded::Loaded,
     serving::Serving,
 };
-use crate::{listen::Inherited, users::Users};
+use crate::{listen::Inherited, sandbox::Entered, users::Users};
 
 pub(crate) struct RunningExport {
     pub(crate) id: String,
@@ -228,6 +228,7 @@ pub(crate) struct Inventory {
     exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
     devices: OnceCell<Devices>,
     image_root: OnceCell<Root>,
+    sandbox: OnceCell<Entered>,
     secrets: RefCell<BTreeMap<String, Secret>>,
     /// Keys of TLS that servers can be given.
     credentials: RefCell<BTreeMap<String, nbd::TlsServer>>,
@@ -256,6 +257,7 @@ impl Inventory {
             exports: RefCell::default(),
             devices: OnceCell::new(),
             image_root: OnceCell::new(),
+            sandbox: OnceCell::new(),
             secrets: RefCell::default(),
             credentials: RefCell::default(),
             names: RefCell::default(),
@@ -276,6 +278,24 @@ impl Inventory {
 
     pub(crate) fn image_root(&self) -> Option<&Root> {
         self.image_root.get()
+    }
+
+    /// From now on the daemon is in the sandbox.
+    pub(crate) fn enter(&self, sandbox: Entered) {
+        let _ = self.sandbox.set(sandbox);
+    }
+
+    /// None where the daemon is in none.
+    pub(crate) fn sandbox(&self) -> Option<&Entered> {
+        self.sandbox.get()
+    }
+
+    /// Fails where the sandbox keeps an image from being opened.
+    pub(crate) fn check_image(&self, image: &Image) -> anyhow::Result<()> {
+        match (self.sandbox(), image.path()) {
+            (Some(sandbox), Some(path)) => sandbox.check_image(path),
+            _ => Ok(()),
+        }
     }
 
     pub(crate) fn listen(&self, listener: impl Fn(&Change) + 'static) {
@@ -649,6 +669,7 @@ impl Inventory {
         if self.exports.borrow().contains_key(&id) {
             return Err(Refused::IdTaken(id).into());
         }
+        self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door))?;
         let DoorTerms { workers, access, inherited, .. } = self.door_terms()?;
         let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
         let terms = doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers };

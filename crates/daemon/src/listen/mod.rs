@@ -23,7 +23,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 pub use inherited::Inherited;
-use settings::{Address, Endpoint, SocketAccess, control::ControlSocket};
+use settings::{Address, Endpoint, Owner, SocketAccess, control::ControlSocket};
 pub use unix::SocketFile;
 pub(crate) use unix::directory_of;
 pub(crate) use uri::Authority;
@@ -69,20 +69,21 @@ pub(crate) fn of_machine(
     }
 }
 
-/// A Unix socket that only its owner and root may connect to.
-pub(crate) fn private(path: &Path) -> anyhow::Result<Listener> {
-    let bound = unix::bind(path, &SocketAccess::default());
+/// A Unix socket that only its owner and root may connect to: the daemon's user, or another.
+pub(crate) fn private(path: &Path, owner: Option<&Owner>) -> anyhow::Result<Listener> {
+    let access = SocketAccess { owner: owner.cloned(), ..SocketAccess::default() };
+    let bound = unix::bind(path, &access);
     Ok(at_path(bound.with_context(|| Address::Unix(path.to_owned()).to_string())?))
 }
 
 /// A control socket, as [`private`] makes it, in a directory that is made if it is weir's own.
-pub(crate) fn control(place: &ControlSocket) -> anyhow::Result<Listener> {
+pub(crate) fn control(place: &ControlSocket, owner: Option<&Owner>) -> anyhow::Result<Listener> {
     if let (Some(mode), Some(directory)) = (place.directory_mode, place.path.parent()) {
         make_directory(directory, mode).with_context(|| {
             format!("{}: the directory cannot be made", Address::Unix(place.path.clone()))
         })?;
     }
-    private(&place.path)
+    private(&place.path, owner)
 }
 
 /// With this mode whatever the umask, unless it is there.
@@ -107,7 +108,7 @@ pub fn only(
     let listener = match inherited.count() {
         0 => {
             prepare().with_context(|| Address::Unix(path.to_owned()).to_string())?;
-            private(path)?
+            private(path, None)?
         }
         1 => inherited.listeners()?.remove(0),
         more => bail!("LISTEN_FDS: {more} sockets were passed, and one is served (pass one)"),
@@ -264,16 +265,16 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("weir/qmp.sock");
         let place = ControlSocket { path: path.clone(), directory_mode: Some(0o700) };
-        let listener = control(&place).unwrap();
+        let listener = control(&place, None).unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(path.parent().unwrap()), mode(&path)), (0o700, 0o600));
         // What is there is somebody's, with the mode that they gave it.
         fs::set_permissions(path.parent().unwrap(), Permissions::from_mode(0o750)).unwrap();
         drop(listener);
-        drop(control(&place).unwrap());
+        drop(control(&place, None).unwrap());
         assert_eq!(mode(path.parent().unwrap()), 0o750);
         let nowhere = ControlSocket { directory_mode: None, path: root.path().join("other/qmp.sock") };
-        assert!(format!("{:#}", control(&nowhere).unwrap_err()).contains("does not exist (create it)"));
+        assert!(format!("{:#}", control(&nowhere, None).unwrap_err()).contains("does not exist (create it)"));
     }
 
     #[test]

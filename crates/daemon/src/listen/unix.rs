@@ -92,7 +92,15 @@ impl SocketFile {
         let path = format!("/proc/self/fd/{}", held.as_raw_fd());
         if let Some(owner) = &access.owner {
             let (user, group) = ids(owner)?;
-            chown(&path, user, group).context("its owner cannot be changed (only root gives files away)")?;
+            if user.is_some_and(|user| user != metadata.uid())
+                || group.is_some_and(|group| group != metadata.gid())
+            {
+                let chown = chown(&path, user, group);
+                chown.context("its owner cannot be changed (only root gives files away)")?;
+            }
+        }
+        if access.mode == metadata.mode() & 0o7777 {
+            return Ok(());
         }
         fs::set_permissions(&path, Permissions::from_mode(access.mode)).context("its mode cannot be changed")
     }

@@ -28,7 +28,7 @@ use crate::{
         bitmaps,
         inventory::Inventory,
     },
-    listen,
+    listen, sandbox,
 };
 
 /// Shown below the options.
@@ -92,6 +92,7 @@ async fn wrong(draft: &Draft, plan: &Plan) -> Vec<anyhow::Error> {
     memory::warn_of_disks(&plan.disks);
     found.extend(inventory.look_at_devices(plan.service.state.as_deref()).err());
     found.extend(assemble::credentials(&plan.service.tls).err());
+    found.extend(sandbox::check(plan).err());
     sockets(plan, &mut found);
     found.extend(plan.doors.iter().filter_map(|export| device(&export.door).err()));
     found.extend(plan.service.pid_file.as_deref().and_then(|path| {

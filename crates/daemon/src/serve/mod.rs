@@ -3,21 +3,22 @@
 //! ```text
 //!   main thread     accepts, hears signals, sees to the end
 //!   worker threads  a reactor each; every connection lives on one of them
-//!   signals         waits for SIGTERM, SIGINT, SIGHUP and tells the main thread
 //! ```
 //!
-//! Images are opened, keys read and addresses bound before the first client is let in; then the log
-//! says `ready`. At the end every disk is flushed, and a flush that fails is a failure.
+//! Images are opened, keys read and addresses bound before the first client is let in; then rights
+//! are given up that nothing of it needs any more, and the log says `ready`. At the end every disk
+//! is flushed, and a flush that fails is a failure.
 
 mod arguments;
 mod check;
 mod memory;
+mod notify;
 mod steps;
 mod watchdog;
 
 use std::{
     future::poll_fn,
-    path::{self, PathBuf},
+    path::{self, Path, PathBuf},
     pin::pin,
     rc::Rc,
     task::Poll,
@@ -55,6 +56,7 @@ use crate::{
     listen,
     listen::{Inherited, Listener},
     pid_file::PidFile,
+    sandbox,
 };
 
 /// URIs in the line that says `ready`.
@@ -78,6 +80,8 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     logging::start(&plan.service.log);
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     descriptors::raise_limit();
+    notify::open();
+    reactor::threads_must_end();
     memory::set_aside(&plan.service)?;
     on_reactor(async move {
         match Daemon::start(plan, steps, file.map(|file| (file, said)), inherited, signals).await? {
@@ -153,9 +157,13 @@ impl Daemon {
     ) -> anyhow::Result<Option<Self>> {
         let events = async_channel::unbounded();
         let sender = events.0.clone();
-        signals
-            .forward(move |request| sender.try_send(Event::Signal(request)).is_ok())
-            .context("the thread that waits for signals")?;
+        let mut signals = signals.hear().context("signals cannot be waited for")?;
+        reactor::spawn(async move {
+            // Nobody listens only when all ends anyway.
+            while let Ok(request) = signals.next().await {
+                let _ = sender.try_send(Event::Signal(request));
+            }
+        });
         let sender = events.0.clone();
         // Nobody listens only when all ends anyway.
         let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
@@ -164,6 +172,7 @@ impl Daemon {
         let inventory = Inventory::new(config, ender);
         // Written once clients can come; whether it may be is known before anything is touched.
         plan.service.pid_file.as_deref().map(PidFile::check).transpose()?;
+        sandbox::check(&plan)?;
         // A key takes seconds to derive, and a pipe may never say its passphrase.
         let budgets = match until_ended(assemble::disks(&plan, &inventory), &events.1).await {
             Ok(opened) => opened?,
@@ -193,15 +202,23 @@ impl Daemon {
                 Ok(false)
             }
         };
-        if !matches!(done, Ok(true)) {
+        let settled = match done {
+            Ok(true) => settle(&plan, &inventory, &workers).await.map(Some),
+            Ok(false) => Ok(None),
+            Err(error) => Err(error),
+        };
+        let Ok(Some(pid_file)) = settled else {
             for entrance in inventory.entrances() {
                 entrance.stop().await;
             }
             let closed = flush_and_close(&inventory.disks()).await;
-            return done.and(closed).map(|()| None);
-        }
+            return settled.and(closed).map(|()| None);
+        };
         let control = Rc::new(Control::start(&inventory, sockets));
-        let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
+        for serving in inventory.servers() {
+            let ender = Rc::clone(&inventory.ender);
+            serving.accept(move |error| ender(End::Broken(error)));
+        }
         if let Some(error) = missing {
             tracing::warn!(
                 "{error:#}; `weir status` and others will not find this daemon (name a control socket of its \
@@ -286,7 +303,7 @@ impl Daemon {
     /// Starts the end; `signal` is a signal's name, or another word that says why.
     fn finish(&self, signal: &str, ending: Ending) {
         tracing::info!(signal, connections = self.inventory.connections(), "stopping");
-        notify(&[NotifyState::Stopping]);
+        notify::tell(&[NotifyState::Stopping]);
         let servers = self.inventory.servers();
         for serving in &servers {
             serving.close();
@@ -320,13 +337,14 @@ impl Daemon {
 /// Those that were named, and the one that nobody named, or why that cannot be had. A daemon does
 /// without that one, unless it must not: it may be the second on this machine.
 fn control_sockets(service: &Service) -> anyhow::Result<(Vec<Listener>, Option<anyhow::Error>)> {
-    let named = |path: &PathBuf| listen::control(&ControlSocket::at(path.clone()));
+    let owner = service.user.as_ref();
+    let named = |path: &PathBuf| listen::control(&ControlSocket::at(path.clone()), owner);
     let mut sockets: Vec<_> = service.qmp.iter().map(named).collect::<anyhow::Result<_>>()?;
     if service.control == Standard::Off {
         return Ok((sockets, None));
     }
     let place = ControlSocket::of_daemon().map_err(|rule| anyhow!("control socket: {rule}"));
-    match place.and_then(|place| listen::control(&place)) {
+    match place.and_then(|place| listen::control(&place, owner)) {
         Ok(listener) => sockets.push(listener),
         Err(error) if service.control == Standard::Must => return Err(error),
         Err(error) => return Ok((sockets, Some(error))),
@@ -339,7 +357,7 @@ async fn hang_up(inventory: &Rc<Inventory>) {
     // For `Type=notify-reload`, also where there is nothing to do: see sd_notify(3).
     let mut began = vec![NotifyState::Reloading];
     began.extend(NotifyState::monotonic_usec_now().ok());
-    notify(&began);
+    notify::tell(&began);
     match reload(inventory).await {
         Ok(changes) => {
             for change in &changes {
@@ -349,7 +367,7 @@ async fn hang_up(inventory: &Rc<Inventory>) {
         }
         Err(error) => tracing::error!("SIGHUP: nothing has changed: {error:#}"),
     }
-    notify(&[NotifyState::Ready]);
+    notify::tell(&[NotifyState::Ready]);
 }
 
 fn ignore(request: Request) {
@@ -384,7 +402,7 @@ async fn until_ended<T>(
     .await
 }
 
-/// Binds every address, then lets clients in; returns the exports' URIs.
+/// Binds every address and adds what is to be found there; returns the exports' URIs.
 async fn listen(
     plan: &Plan,
     mut inherited: Inherited,
@@ -412,12 +430,21 @@ async fn listen(
             Door::Own(_) => uris.push(address),
         }
     }
-    // Who comes first finds everything: bitmaps are read for an export to be added.
-    for serving in inventory.servers() {
-        let ender = Rc::clone(&inventory.ender);
-        serving.accept(move |error| ender(End::Broken(error)));
-    }
     Ok(uris)
+}
+
+/// The last that takes rights, and then without them.
+async fn settle(plan: &Plan, inventory: &Inventory, workers: &[Worker]) -> anyhow::Result<Option<PidFile>> {
+    let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
+    let served = sandbox::Served {
+        images: inventory.disks().iter().filter_map(|disk| disk.image.path().map(Path::to_owned)).collect(),
+        endpoints: inventory.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
+        doors: inventory.exports().iter().filter_map(|export| export.said.clone()).collect(),
+    };
+    if let Some(entered) = sandbox::enter(plan, inventory.config.as_deref(), &served, workers).await? {
+        inventory.enter(entered);
+    }
+    Ok(pid_file)
 }
 
 /// Also those after one that fails; reports the first failure.
@@ -455,11 +482,5 @@ fn announce(uris: &[String]) {
         0 => tracing::info!(exports = %shown, "ready"),
         more => tracing::info!(exports = %shown, more, "ready"),
     }
-    notify(&[NotifyState::Ready]);
-}
-
-fn notify(state: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(state) {
-        tracing::warn!(%error, "the service manager at NOTIFY_SOCKET cannot be told");
-    }
+    notify::tell(&[NotifyState::Ready]);
 }

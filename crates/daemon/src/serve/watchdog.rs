@@ -25,7 +25,7 @@ pub(super) fn start(workers: &Rc<Vec<Worker>>) -> Option<JoinHandle<()>> {
             if !all_turn(&workers).await {
                 return;
             }
-            super::notify(&[NotifyState::Watchdog]);
+            super::notify::tell(&[NotifyState::Watchdog]);
         }
     }))
 }

@@ -213,6 +213,8 @@ impl Reader<'_> {
             state: self.path(section, "state")?,
             image_root: self.path(section, "image-root")?,
             cgroup_limits: self.path(section, "cgroup-limits")?,
+            sandbox: section.parse("sandbox", str::parse)?,
+            user: section.parse("user", str::parse)?,
         };
         section.finish()?;
         Ok(draft)

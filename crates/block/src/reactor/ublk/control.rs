@@ -12,7 +12,7 @@ use std::{
 
 use io_uring::{IoUring, cqueue, opcode, squeue::Entry128, types};
 
-use super::{Dialect, feature};
+use super::{super::restricted, Dialect, feature};
 
 const DRIVER: &str = "/dev/ublk-control";
 /// With a device's number: what its requests come through.
@@ -170,7 +170,7 @@ impl Control {
     /// `io_uring_setup(2)` says.
     pub fn open() -> io::Result<Self> {
         let driver = OpenOptions::new().read(true).write(true).open(DRIVER)?;
-        let ring = IoUring::builder().build(1)?;
+        let ring = restricted::build(&mut IoUring::builder(), 1, &[opcode::UringCmd80::CODE], &[])?;
         let mut control = Self { driver, ring, dialect: Dialect::Ioctl, features: 0 };
         let mut features = 0_u64;
         match control.exchange(Command::new(command::GET_FEATURES, ANY), Some(&mut features)) {

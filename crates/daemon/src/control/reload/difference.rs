@@ -246,6 +246,8 @@ fn check_service(old: &Service, new: &Service) -> anyhow::Result<()> {
         state,
         image_root,
         cgroup_limits,
+        sandbox,
+        user,
     } = old;
     let keys: Vec<_> = [
         ("workers", *workers != new.workers),
@@ -265,6 +267,8 @@ fn check_service(old: &Service, new: &Service) -> anyhow::Result<()> {
         ("state", *state != new.state),
         ("image-root", *image_root != new.image_root),
         ("cgroup-limits", *cgroup_limits != new.cgroup_limits),
+        ("sandbox", *sandbox != new.sandbox),
+        ("user", *user != new.user),
     ]
     .into_iter()
     .filter_map(differing)

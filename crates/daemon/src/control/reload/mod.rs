@@ -160,6 +160,7 @@ impl Work<'_> {
         let mut assembly = Assembly::new(root, self.loaded.budgets.clone());
         let mut images = Vec::new();
         for &index in &difference.new_disks {
+            self.inventory.check_image(&self.plan.disks[index].image)?;
             images.push((index, assembly.open(&self.plan.disks[index]).await?));
         }
         Ok(images)
@@ -171,6 +172,10 @@ impl Work<'_> {
         let service = &self.plan.service;
         let is_new = |server: &&settings::Server| wanted::server(self.inventory, &server.endpoint).is_none();
         let serve = |server: &settings::Server| {
+            if let (Some(sandbox), Endpoint::Address(address)) = (self.inventory.sandbox(), &server.endpoint)
+            {
+                sandbox.check_address(address)?;
+            }
             let listeners = listen::open(&server.endpoint, &service.sockets, &mut inherited.borrow_mut())?;
             let nbd = nbd::Server::new(self.loaded.tls.clone(), assemble::terms(service));
             Ok(Serving::new(nbd, server.endpoint.clone(), listeners, workers))

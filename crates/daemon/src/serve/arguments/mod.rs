@@ -14,8 +14,8 @@ use clap::{ArgGroup, Args};
 use policy::{access::Network, throttle::Setting};
 use settings::{
     AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, LogFormat, NbdDevice,
-    OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said, ServiceDraft, SettingsDraft, TlsDraft,
-    TlsMode, Ublk, VhostUserBlk, Wrong,
+    OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said, Sandbox, ServiceDraft, SettingsDraft,
+    TlsDraft, TlsMode, Ublk, VhostUserBlk, Wrong,
     arguments::{CacheArgs, LimitArgs, LongArgs, Qcow2Args, ShareArgs},
     log, on_error,
 };
@@ -266,6 +266,13 @@ struct ProcessArgs {
     /// `weir cgroup watch` does
     #[arg(long, value_name = "FILE")]
     cgroup_limits: Option<PathBuf>,
+    /// Once all is open, give up what serving does not need, by seccomp, landlock and capabilities:
+    /// on, require to serve only where the kernel has all of them, or off [default: on]
+    #[arg(long, value_name = "MODE", value_parser = settings::read::<Sandbox>)]
+    sandbox: Option<Sandbox>,
+    /// Once all is open, go on as this user, and this group or else the user's own; as root only
+    #[arg(long, value_name = "USER[:GROUP]", value_parser = settings::read::<Owner>)]
+    user: Option<Owner>,
     /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
     /// if not root]
     #[arg(long, value_name = "DIR")]
@@ -475,6 +482,8 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         state: Said::option("state", process.state),
         image_root: Said::option("image-root", process.image_root),
         cgroup_limits: Said::option("cgroup-limits", process.cgroup_limits),
+        sandbox: Said::option("sandbox", process.sandbox),
+        user: Said::option("user", process.user),
     }
 }
 

@@ -184,6 +184,7 @@ async fn open_bottom(inventory: &Inventory, chain: &Chain) -> Result<Opened, Err
     let Bottom::Storage { image, device, auto_read_only, .. } = &chain.bottom else {
         unreachable!("asked for storage alone");
     };
+    inventory.check_image(image).map_err(generic)?;
     let spec = image.spec().map_err(generic)?;
     if let (Some(path), Some(device)) = (image.path().map(Path::to_owned), *device) {
         reactor::blocking(move || check_kind(&path, device)).await.map_err(Error::generic)?;

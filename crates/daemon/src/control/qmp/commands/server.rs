@@ -70,6 +70,9 @@ impl Command for NbdServerStart {
         });
         let names = names.transpose()?;
         let DoorTerms { workers, access, nbd: standard, .. } = inventory.door_terms().map_err(generic)?;
+        if let Some(sandbox) = inventory.sandbox() {
+            sandbox.check_address(&self.address).map_err(generic)?;
+        }
         let (endpoint, access) = (Endpoint::Address(self.address), access.clone());
         let at = endpoint.clone();
         let open = move || listen::open(&endpoint, &access, &mut Inherited::none());

@@ -1,0 +1,88 @@
+//! Rings that know the operations of this program and refuse every other, whoever fills them.
+//!
+//! What is submitted to a ring is no system call, so no filter of system calls sees it. The kernel
+//! itself holds the list instead (`IORING_REGISTER_RESTRICTIONS`, Linux 5.10): a ring is made
+//! disabled, told its list, and enabled, after which the list stays.
+
+use std::io;
+
+use io_uring::{Builder, IoUring, cqueue, opcode, register::Restriction, squeue};
+
+/// Of a reactor: what [`super::op`] and queues of ublk submit.
+pub(super) const OPERATIONS: [u8; 14] = [
+    opcode::Read::CODE,
+    opcode::Readv::CODE,
+    opcode::Write::CODE,
+    opcode::Writev::CODE,
+    opcode::Fsync::CODE,
+    opcode::Fallocate::CODE,
+    opcode::Fadvise::CODE,
+    opcode::Recv::CODE,
+    opcode::SendMsg::CODE,
+    opcode::Accept::CODE,
+    opcode::PollAdd::CODE,
+    opcode::AsyncCancel::CODE,
+    opcode::Nop::CODE,
+    opcode::UringCmd16::CODE,
+];
+
+/// What may be registered with a ring later (linux/io_uring.h).
+pub(super) mod registering {
+    pub(in super::super) const EVENTFD: u8 = 4;
+    pub(in super::super) const UNREGISTER_EVENTFD: u8 = 5;
+    pub(in super::super) const SYNC_CANCEL: u8 = 24;
+}
+
+/// A ring for these operations, without any flags of theirs, and for registering these things.
+///
+/// # Errors
+/// As `io_uring_setup(2)` and `io_uring_register(2)`.
+pub(super) fn build<S: squeue::EntryMarker, C: cqueue::EntryMarker>(
+    builder: &mut Builder<S, C>,
+    entries: u32,
+    operations: &[u8],
+    registered: &[u8],
+) -> io::Result<IoUring<S, C>> {
+    let ring = builder.setup_r_disabled().build(entries)?;
+    let operations = operations.iter().map(|code| Restriction::sqe_op(*code));
+    let registered = registered.iter().map(|code| Restriction::register_op(*code));
+    let mut list: Vec<_> = operations.chain(registered).collect();
+    ring.submitter().register_restrictions(&mut list)?;
+    ring.submitter().register_enable_rings()?;
+    Ok(ring)
+}
+
+#[cfg(test)]
+mod tests {
+    use io_uring::types;
+
+    use super::*;
+
+    fn result(ring: &mut IoUring, entry: &squeue::Entry) -> i32 {
+        // SAFETY: what the entries of this test point to is static.
+        unsafe { ring.submission().push(entry) }.expect("there is room");
+        ring.submit_and_wait(1).expect("it is submitted");
+        ring.completion().next().expect("it has ended").result()
+    }
+
+    #[test]
+    fn an_operation_that_is_not_in_the_list_is_refused() {
+        let mut ring = build(&mut IoUring::builder(), 4, &OPERATIONS, &[]).expect("a ring");
+        let shadow = c"/etc/shadow";
+        let here = types::Fd(libc::AT_FDCWD);
+        for entry in [
+            opcode::OpenAt::new(here, shadow.as_ptr()).build(),
+            opcode::Socket::new(libc::AF_INET, libc::SOCK_STREAM, 0).build(),
+            opcode::Connect::new(here, std::ptr::null(), 0).build(),
+            opcode::UnlinkAt::new(here, shadow.as_ptr()).build(),
+            opcode::Splice::new(here, -1, here, -1, 1).build(),
+            // One that is, with a flag that none has.
+            opcode::Nop::new().build().flags(squeue::Flags::ASYNC),
+        ] {
+            assert_eq!(result(&mut ring, &entry), -libc::EACCES, "{entry:?}");
+        }
+        assert_eq!(result(&mut ring, &opcode::Nop::new().build()), 0);
+        let nothing = ring.submitter().register_files(&[]).expect_err("it is not in the list");
+        assert_eq!(nothing.raw_os_error(), Some(libc::EACCES));
+    }
+}

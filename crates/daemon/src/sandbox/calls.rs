@@ -1,0 +1,352 @@
+//! Which system calls are left: seccomp, for all threads at once.
+//!
+//! A call that is not in the list is one that this kernel does not have (ENOSYS). So the C library
+//! goes the way that it goes on older kernels, and whoever has taken over a thread gets nothing.
+//! Why not to end the process instead: `docs/decisions/0031`.
+
+use std::collections::BTreeMap;
+
+use nix::libc::{self, c_long};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen as Length, SeccompCmpOp as Is, SeccompCondition,
+    SeccompFilter, SeccompRule, TargetArch,
+};
+
+use super::Needs;
+
+type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
+
+/// Puts the filter in force. Or says why it cannot be.
+pub(super) fn restrict(needs: Needs) -> Result<(), String> {
+    let why = |error: &dyn std::fmt::Display| format!("system calls are not filtered: {error}");
+    let program = if needs.host { of_host() } else { of_disks(needs) };
+    let program = program.map_err(|error| why(&error))?;
+    seccompiler::apply_filter_all_threads(&program).map_err(|error| why(&error))
+}
+
+fn program(
+    rules: Rules,
+    otherwise: SeccompAction,
+    listed: SeccompAction,
+) -> Result<BpfProgram, seccompiler::BackendError> {
+    let arch = TargetArch::try_from(std::env::consts::ARCH)?;
+    SeccompFilter::new(rules, otherwise, listed, arch)?.try_into()
+}
+
+const REFUSED: SeccompAction = SeccompAction::Errno(libc::ENOSYS as u32);
+
+/// All but what neither a driver, a mount nor a control group takes.
+fn of_host() -> Result<BpfProgram, seccompiler::BackendError> {
+    let rules = OF_ATTACKERS.iter().map(|call| (*call, Vec::new())).collect();
+    program(rules, SeccompAction::Allow, REFUSED)
+}
+
+const OF_ATTACKERS: [c_long; 29] = [
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_kcmp,
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_userfaultfd,
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_settimeofday,
+    libc::SYS_clock_settime,
+    libc::SYS_adjtimex,
+    libc::SYS_acct,
+    libc::SYS_quotactl,
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_keyctl,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_unshare,
+    libc::SYS_setns,
+    libc::SYS_sethostname,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_personality,
+];
+
+/// What serving disks takes, and nothing else.
+fn of_disks(needs: Needs) -> Result<BpfProgram, seccompiler::BackendError> {
+    let mut rules: Rules = ALWAYS.iter().map(|call| (*call, Vec::new())).collect();
+    #[cfg(target_arch = "x86_64")]
+    rules.extend(OF_X86_64.iter().map(|call| (*call, Vec::new())));
+    if needs.calls {
+        rules.insert(libc::SYS_connect, Vec::new());
+    }
+    if needs.gives {
+        rules.extend(OF_GIVING.iter().map(|call| (*call, Vec::new())));
+    }
+    rules.extend(with_arguments(needs)?);
+    program(rules, REFUSED, SeccompAction::Allow)
+}
+
+fn rule(conditions: &[(u8, Is, u64)]) -> Result<SeccompRule, seccompiler::BackendError> {
+    let conditions = conditions.iter().map(|(index, is, value)| {
+        // Numbers of 32 bits: what stands above them is nothing the kernel looks at.
+        SeccompCondition::new(*index, Length::Dword, is.clone(), *value)
+    });
+    SeccompRule::new(conditions.collect::<Result<_, _>>()?)
+}
+
+/// Calls of which only some are let through.
+fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
+    let flag = |flag: libc::c_int| u64::from(flag.cast_unsigned());
+    let none_of = |mask: u64| (Is::MaskedEq(mask), 0);
+    // No memory becomes a program.
+    let (is, zero) = none_of(flag(libc::PROT_EXEC));
+    let data = [rule(&[(2, is, zero)])?];
+    // Streams alone: a datagram could go anywhere.
+    let family = |family: libc::c_int| {
+        let stream = (1, Is::MaskedEq(0xf), flag(libc::SOCK_STREAM));
+        rule(&[(0, Is::Eq, flag(family)), stream])
+    };
+    let mut sockets = vec![family(libc::AF_UNIX)?];
+    if needs.tcp {
+        sockets.extend([family(libc::AF_INET)?, family(libc::AF_INET6)?]);
+    }
+    // It connects.
+    let (is, zero) = none_of(flag(libc::MSG_FASTOPEN));
+    let to_peer = |flags: u8| Ok::<_, seccompiler::BackendError>(vec![rule(&[(flags, is.clone(), zero)])?]);
+    // A thread of this process, in the namespaces that it is in.
+    let spaces = libc::CLONE_NEWNS
+        | libc::CLONE_NEWCGROUP
+        | libc::CLONE_NEWUTS
+        | libc::CLONE_NEWIPC
+        | libc::CLONE_NEWUSER
+        | libc::CLONE_NEWPID
+        | libc::CLONE_NEWNET;
+    let thread = Is::MaskedEq(flag(libc::CLONE_THREAD | spaces));
+    let own = u64::from(std::process::id());
+    let requests = |requests: &[u64]| {
+        requests.iter().map(|request| rule(&[(1, Is::Eq, *request)])).collect::<Result<Vec<_>, _>>()
+    };
+    let first = |values: &[libc::c_int]| {
+        values.iter().map(|value| rule(&[(0, Is::Eq, flag(*value))])).collect::<Result<Vec<_>, _>>()
+    };
+    Ok(Rules::from([
+        (libc::SYS_mmap, data.to_vec()),
+        (libc::SYS_mprotect, data.to_vec()),
+        (libc::SYS_socket, sockets),
+        (libc::SYS_sendto, to_peer(3)?),
+        (libc::SYS_sendmsg, to_peer(2)?),
+        (libc::SYS_clone, vec![rule(&[(0, thread, flag(libc::CLONE_THREAD))])?]),
+        (libc::SYS_tgkill, vec![rule(&[(0, Is::Eq, own)])?]),
+        (libc::SYS_prlimit64, vec![rule(&[(0, Is::Eq, 0)])?, rule(&[(0, Is::Eq, own)])?]),
+        (libc::SYS_ioctl, requests(&REQUESTS)?),
+        (
+            libc::SYS_prctl,
+            first(&[
+                libc::PR_SET_NAME,
+                libc::PR_GET_NAME,
+                PR_SET_VMA,
+                libc::PR_SET_NO_NEW_PRIVS,
+                libc::PR_GET_NO_NEW_PRIVS,
+            ])?,
+        ),
+    ]))
+}
+
+/// Naming memory, as the C library does (linux/prctl.h).
+const PR_SET_VMA: libc::c_int = 0x5356_4d41;
+
+/// Of files, block devices and sockets; none of a terminal that puts something into it.
+const REQUESTS: [u64; 18] = [
+    libc::FIONREAD,
+    libc::FIONBIO,
+    libc::FIOCLEX,
+    libc::FIONCLEX,
+    libc::TIOCOUTQ,
+    libc::TCGETS,
+    libc::TIOCGWINSZ,
+    libc::FS_IOC_GETFLAGS,
+    0x1268,      // BLKSSZGET (linux/fs.h, as all below)
+    0x127b,      // BLKPBSZGET
+    0x1278,      // BLKIOMIN
+    0x1279,      // BLKIOOPT
+    0x8008_1272, // BLKGETSIZE64
+    0x1260,      // BLKGETSIZE
+    0x125e,      // BLKROGET
+    0x1277,      // BLKDISCARD
+    0x127f,      // BLKZEROOUT
+    0x127c,      // BLKDISCARDZEROES
+];
+
+/// A name is enough for these, and landlock knows nothing of them.
+const OF_GIVING: &[c_long] = &[
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chmod,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chown,
+    libc::SYS_fchmodat,
+    libc::SYS_fchownat,
+];
+
+const ALWAYS: [c_long; 127] = [
+    // The ring.
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    // Files that are open.
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_readv,
+    libc::SYS_writev,
+    libc::SYS_pread64,
+    libc::SYS_pwrite64,
+    libc::SYS_preadv,
+    libc::SYS_pwritev,
+    libc::SYS_preadv2,
+    libc::SYS_pwritev2,
+    libc::SYS_close,
+    libc::SYS_close_range,
+    libc::SYS_fstat,
+    libc::SYS_lseek,
+    libc::SYS_ftruncate,
+    libc::SYS_fallocate,
+    libc::SYS_fsync,
+    libc::SYS_fdatasync,
+    libc::SYS_sync_file_range,
+    libc::SYS_fadvise64,
+    libc::SYS_flock,
+    libc::SYS_fcntl,
+    libc::SYS_dup,
+    libc::SYS_dup3,
+    libc::SYS_getdents64,
+    libc::SYS_fstatfs,
+    libc::SYS_copy_file_range,
+    libc::SYS_sendfile,
+    libc::SYS_readahead,
+    // Files by name, as far as landlock and the user's rights go.
+    libc::SYS_openat,
+    libc::SYS_openat2,
+    libc::SYS_newfstatat,
+    libc::SYS_statx,
+    libc::SYS_statfs,
+    libc::SYS_readlinkat,
+    libc::SYS_faccessat,
+    libc::SYS_faccessat2,
+    libc::SYS_unlinkat,
+    libc::SYS_renameat,
+    libc::SYS_renameat2,
+    libc::SYS_linkat,
+    libc::SYS_mkdirat,
+    libc::SYS_fchmod,
+    libc::SYS_umask,
+    libc::SYS_getcwd,
+    // Memory.
+    libc::SYS_munmap,
+    libc::SYS_mremap,
+    libc::SYS_madvise,
+    libc::SYS_brk,
+    libc::SYS_mincore,
+    libc::SYS_mlock,
+    libc::SYS_mlock2,
+    libc::SYS_munlock,
+    libc::SYS_msync,
+    libc::SYS_membarrier,
+    libc::SYS_memfd_create,
+    // Sockets, except for making and calling.
+    libc::SYS_socketpair,
+    libc::SYS_bind,
+    libc::SYS_listen,
+    libc::SYS_accept,
+    libc::SYS_accept4,
+    libc::SYS_getsockname,
+    libc::SYS_getpeername,
+    libc::SYS_setsockopt,
+    libc::SYS_getsockopt,
+    libc::SYS_shutdown,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    // Waiting.
+    libc::SYS_futex,
+    libc::SYS_ppoll,
+    libc::SYS_pselect6,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_eventfd2,
+    libc::SYS_signalfd4,
+    libc::SYS_pipe2,
+    libc::SYS_timerfd_create,
+    libc::SYS_timerfd_settime,
+    libc::SYS_nanosleep,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_sched_yield,
+    libc::SYS_restart_syscall,
+    // Threads and their signals.
+    libc::SYS_set_robust_list,
+    libc::SYS_get_robust_list,
+    libc::SYS_rseq,
+    libc::SYS_set_tid_address,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_getscheduler,
+    libc::SYS_sched_getparam,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_rt_sigpending,
+    libc::SYS_sigaltstack,
+    libc::SYS_ioprio_get,
+    // What it is, and when.
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_getres,
+    libc::SYS_gettimeofday,
+    libc::SYS_times,
+    libc::SYS_getrusage,
+    libc::SYS_gettid,
+    libc::SYS_getpid,
+    libc::SYS_getppid,
+    libc::SYS_getuid,
+    libc::SYS_geteuid,
+    libc::SYS_getgid,
+    libc::SYS_getegid,
+    libc::SYS_getresuid,
+    libc::SYS_getresgid,
+    libc::SYS_getgroups,
+    libc::SYS_getpgid,
+    libc::SYS_getsid,
+    libc::SYS_getpriority,
+    libc::SYS_capget,
+    libc::SYS_uname,
+    libc::SYS_sysinfo,
+    libc::SYS_getcpu,
+    libc::SYS_getrandom,
+    libc::SYS_getrlimit,
+    libc::SYS_sched_get_priority_max,
+    libc::SYS_sched_get_priority_min,
+];
+
+/// What kernels for this processor have from before.
+#[cfg(target_arch = "x86_64")]
+const OF_X86_64: [c_long; 19] = [
+    libc::SYS_open,
+    libc::SYS_stat,
+    libc::SYS_lstat,
+    libc::SYS_poll,
+    libc::SYS_select,
+    libc::SYS_access,
+    libc::SYS_pipe,
+    libc::SYS_dup2,
+    libc::SYS_unlink,
+    libc::SYS_rename,
+    libc::SYS_link,
+    libc::SYS_mkdir,
+    libc::SYS_readlink,
+    libc::SYS_time,
+    libc::SYS_epoll_create,
+    libc::SYS_epoll_wait,
+    libc::SYS_eventfd,
+    libc::SYS_getdents,
+    libc::SYS_arch_prctl,
+];

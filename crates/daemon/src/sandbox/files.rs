@@ -1,0 +1,271 @@
+//! Which files can still be opened: landlock's rules, made once, of all that was named.
+//!
+//! ```text
+//!   directories of images, sockets, state,   all files in them
+//!   and --image-root
+//!   the system's own directories (/tmp)      the file that was named, and sockets
+//!   config file, keys, certificates          reading their directories
+//!   /proc, /sys, libraries, names of hosts   reading
+//!   everything else                          nothing
+//! ```
+//!
+//! A directory and not the file alone: what names an image today names another tomorrow (`weir disk
+//! add`, snapshots, a file that is replaced). Files that are open stay open, whatever lies where.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context as _;
+use landlock::{
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, PathBeneath, PathFd,
+    Ruleset, RulesetAttr as _, RulesetCreated, RulesetCreatedAttr as _, make_bitflags,
+};
+use settings::{
+    Address, Credentials, Door, Endpoint, Plan, SecretSource, Standard, Tls, control::ControlSocket,
+};
+
+use super::Served;
+use crate::listen::directory_of;
+
+/// What every kernel has that weir runs on (6.1).
+const LEAST: ABI = ABI::V2;
+/// What rules were written for: truncation, TCP, devices' ioctls.
+const BEST: ABI = ABI::V5;
+
+/// Readable whoever runs: what the C library, TLS and backtraces look at.
+const PUBLIC: [&str; 15] = [
+    "/proc",
+    "/sys",
+    "/usr/lib",
+    "/lib",
+    "/lib64",
+    "/usr/share/zoneinfo",
+    "/etc/ssl/openssl.cnf",
+    "/etc/ssl/certs",
+    "/etc/hosts",
+    "/etc/host.conf",
+    "/etc/resolv.conf",
+    "/etc/nsswitch.conf",
+    "/etc/passwd",
+    "/etc/group",
+    "/etc/localtime",
+];
+
+/// Directories of the system and of users, which hold more than what weir was given.
+const SHARED: [&str; 16] = [
+    "/", "/boot", "/etc", "/home", "/media", "/mnt", "/opt", "/root", "/run", "/srv", "/tmp", "/usr", "/var",
+    "/var/lib", "/var/tmp", "/var/log",
+];
+/// Below these, no directory is weir's own.
+const NEVER: [&str; 5] = ["/dev", "/proc", "/sys", "/etc", "/usr"];
+
+/// The rules, not in force yet.
+pub(super) struct Files {
+    pub(super) ruleset: RulesetCreated,
+    /// Where images may be opened, each a real path.
+    pub(super) images: Vec<PathBuf>,
+}
+
+impl Files {
+    /// Or why this kernel has no such rules.
+    ///
+    /// # Errors
+    /// If what was named cannot be looked at.
+    pub(super) fn new(
+        plan: &Plan,
+        config: Option<&Path>,
+        served: &Served,
+    ) -> anyhow::Result<Result<Self, String>> {
+        let ruleset = match ruleset() {
+            Ok(ruleset) => ruleset,
+            Err(error) => {
+                return Ok(Err(format!(
+                    "files are not confined: this kernel has no landlock: {error} (boot it with `landlock` in lsm=)"
+                )));
+            }
+        };
+        let mut rules = Rules { ruleset, images: Vec::new() };
+        rules.all(plan, config, served).context("sandbox")?;
+        rules.images.sort();
+        rules.images.dedup();
+        Ok(Ok(Self { ruleset: rules.ruleset, images: rules.images }))
+    }
+}
+
+fn ruleset() -> Result<RulesetCreated, landlock::RulesetError> {
+    Ruleset::default()
+        .set_compatibility(CompatLevel::HardRequirement)
+        .handle_access(AccessFs::from_all(LEAST))?
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(BEST))?
+        // To no port at all.
+        .handle_access(AccessNet::ConnectTcp)?
+        .create()
+}
+
+struct Rules {
+    ruleset: RulesetCreated,
+    images: Vec<PathBuf>,
+}
+
+impl Rules {
+    fn all(&mut self, plan: &Plan, config: Option<&Path>, served: &Served) -> anyhow::Result<()> {
+        for path in PUBLIC {
+            self.readable(Path::new(path))?;
+        }
+        if let Ok(program) = env::current_exe() {
+            self.readable(&program)?;
+            // Where a backtrace finds lines.
+            self.readable(&program.with_extension("debug"))?;
+        }
+        for device in ["/dev/null", "/dev/urandom"] {
+            self.writable(Path::new(device))?;
+        }
+        for image in &served.images {
+            self.place(image)?;
+        }
+        let service = &plan.service;
+        if let Some(root) = &service.image_root {
+            self.directory(root)?;
+        }
+        for socket in sockets(plan, served) {
+            self.place(&socket)?;
+        }
+        if let Some(path) = &service.pid_file {
+            self.place(path)?;
+        }
+        let store = settings::state::Store::new(service.state.as_deref());
+        // Records of devices, of which it is told the name.
+        if let Some(capacity) = store.file("x").parent() {
+            self.readable(capacity)?;
+        }
+        if let Some(config) = config {
+            self.beside(config)?;
+        }
+        for disk in &plan.disks {
+            for secret in &disk.qcow2.secrets {
+                if let SecretSource::File(path) = secret {
+                    self.beside(path)?;
+                }
+            }
+        }
+        match &service.tls {
+            Tls::Off => {}
+            Tls::On(Credentials::Certificates { directory, .. })
+            | Tls::Required(Credentials::Certificates { directory, .. }) => self.readable(directory)?,
+            Tls::On(Credentials::PreShared(file)) | Tls::Required(Credentials::PreShared(file)) => {
+                self.readable(file)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Where a file lies that weir was given: all of its directory, if that is weir's own; else the
+    /// file, and what it takes to make and remove sockets beside it.
+    fn place(&mut self, path: &Path) -> anyhow::Result<()> {
+        let given = directory_of(path);
+        // A link's directory is looked at too: it may be set to another file.
+        let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        for directory in [given, directory_of(&real)] {
+            let Ok(directory) = directory.canonicalize() else { continue };
+            if is_own(&directory) {
+                self.directory(&directory)?;
+            } else if !is_below(&directory, &NEVER) {
+                let access = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
+                self.allow(&directory, access)?;
+            }
+        }
+        let is_there = fs::metadata(&real).is_ok_and(|file| !file.is_dir());
+        if is_there && !self.images.iter().any(|place| real.starts_with(place)) {
+            self.writable(&real)?;
+            self.images.push(real);
+        }
+        Ok(())
+    }
+
+    fn directory(&mut self, path: &Path) -> anyhow::Result<()> {
+        let Ok(real) = path.canonicalize() else { return Ok(()) };
+        let never = make_bitflags!(AccessFs::{Execute | MakeChar | MakeBlock});
+        self.allow(&real, AccessFs::from_all(BEST) & !never)?;
+        self.images.push(real);
+        Ok(())
+    }
+
+    fn writable(&mut self, path: &Path) -> anyhow::Result<()> {
+        self.allow(path, make_bitflags!(AccessFs::{ReadFile | WriteFile | Truncate | IoctlDev}))
+    }
+
+    /// What is read again, and may be replaced by another file of its name.
+    fn beside(&mut self, path: &Path) -> anyhow::Result<()> {
+        let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let directory = directory_of(&real);
+        self.readable(if is_own(directory) { directory } else { &real })
+    }
+
+    fn readable(&mut self, path: &Path) -> anyhow::Result<()> {
+        let access = match fs::metadata(path) {
+            Ok(file) if file.is_dir() => make_bitflags!(AccessFs::{ReadFile | ReadDir}),
+            _ => AccessFs::ReadFile.into(),
+        };
+        self.allow(path, access)
+    }
+
+    /// What is not there needs no rule.
+    fn allow(&mut self, path: &Path, access: BitFlags<AccessFs>) -> anyhow::Result<()> {
+        let Ok(open) = PathFd::new(path) else { return Ok(()) };
+        let rule = PathBeneath::new(open, access);
+        (&mut self.ruleset).add_rule(rule).with_context(|| path.display().to_string())?;
+        Ok(())
+    }
+}
+
+/// Whether such a directory holds nothing but what weir was given.
+fn is_own(directory: &Path) -> bool {
+    let is_home = directory.parent() == Some(Path::new("/home"));
+    let is_shared = SHARED.iter().any(|shared| directory == Path::new(shared));
+    // A configuration of weir's own lies below /etc.
+    let never = is_below(directory, &NEVER) && !directory.starts_with("/etc/weir");
+    !is_home && !is_shared && !never
+}
+
+fn is_below(directory: &Path, tops: &[&str]) -> bool {
+    tops.iter().any(|top| directory.starts_with(top))
+}
+
+/// Paths of sockets that are there, or will be.
+fn sockets(plan: &Plan, served: &Served) -> Vec<PathBuf> {
+    let mut sockets = plan.service.qmp.clone();
+    if plan.service.control != Standard::Off {
+        sockets.extend(ControlSocket::of_daemon().ok().map(|place| place.path));
+    }
+    for endpoint in &served.endpoints {
+        if let Endpoint::Address(Address::Unix(path)) = endpoint {
+            sockets.push(path.clone());
+        }
+    }
+    for door in &served.doors {
+        if let Door::VhostUserBlk(machine) = door {
+            sockets.extend(machine.socket.path().map(Path::to_owned));
+        }
+    }
+    sockets
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directories_of_the_system_are_nobodys_own() {
+        for own in ["/var/lib/weir/images", "/srv/vms", "/etc/weir", "/run/weir", "/tmp/x", "/home/a/vms"] {
+            assert!(is_own(Path::new(own)), "{own}");
+        }
+        for shared in
+            ["/", "/tmp", "/home/a", "/root", "/etc", "/etc/ssh", "/dev", "/dev/vg0", "/usr/bin", "/run"]
+        {
+            assert!(!is_own(Path::new(shared)), "{shared}");
+        }
+    }
+}

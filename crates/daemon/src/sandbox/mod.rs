@@ -1,0 +1,311 @@
+//! What the daemon gives up once all is open, so that whoever takes it over has little.
+//!
+//! ```text
+//!   root ─► open images, bind sockets, read keys ─► enter ─► let clients in
+//!                                                     │
+//!     user     --user: another user, no capability    │  the whole process
+//!     files    landlock: places, not all files        │  each thread by itself
+//!     calls    seccomp: a list of system calls        │  all threads at once
+//! ```
+//!
+//! Rings have lists of their own, from their making on (`block::reactor`). A daemon that steers
+//! what belongs to the host (devices, files over FUSE, control groups) has to mount, start programs
+//! and look at other processes: it keeps its files and loses only what no such work needs.
+//! `docs/security.md` has the table.
+//!
+//! Never gives anything back: rules are fixed once made.
+
+mod calls;
+mod files;
+mod user;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context as _, bail, ensure};
+use block::reactor::{self, Worker};
+use rustix::thread::{self, CapabilitySet, CapabilitySets};
+use settings::{Address, Door, Endpoint, Plan, Sandbox, Service, SocketAccess};
+
+use files::Files;
+
+/// What runs decides how much has to be kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Needs {
+    /// It steers what belongs to the host.
+    host: bool,
+    /// A file over FUSE is mounted by a set-uid program, because the user is not root.
+    helper: bool,
+    /// It listens at TCP.
+    tcp: bool,
+    /// It calls a virtual machine that listens.
+    calls: bool,
+    /// Its sockets have another owner or mode than such files have.
+    gives: bool,
+    /// Queues of virtual machines.
+    queues: usize,
+}
+
+/// What the daemon serves as it enters the sandbox.
+#[derive(Debug, Default)]
+pub(crate) struct Served {
+    /// Paths of images.
+    pub(crate) images: Vec<PathBuf>,
+    /// Where it listens.
+    pub(crate) endpoints: Vec<Endpoint>,
+    /// Doors of disks' own.
+    pub(crate) doors: Vec<Door>,
+}
+
+impl Needs {
+    fn of(served: &Served, service: &Service) -> Self {
+        let is_unix = |endpoint: &Endpoint| matches!(endpoint, Endpoint::Address(Address::Unix(_)));
+        let mut needs = Self {
+            host: service.cgroup_limits.is_some(),
+            gives: service.sockets != SocketAccess { owner: service.user.clone(), ..SocketAccess::default() },
+            // What the service manager passed may be of any kind.
+            tcp: !served.endpoints.iter().all(is_unix),
+            ..Self::default()
+        };
+        for door in &served.doors {
+            match door {
+                Door::VhostUserBlk(machine) => {
+                    needs.calls |= machine.client;
+                    needs.queues += usize::from(machine.queues);
+                }
+                Door::Fuse(_) => {
+                    needs.host = true;
+                    needs.helper = !user::is_root();
+                }
+                Door::Ublk(_) | Door::NbdDevice(_) => needs.host = true,
+            }
+        }
+        needs
+    }
+}
+
+/// Whether the daemon is in the sandbox, and what it was let keep.
+#[derive(Debug)]
+pub(crate) struct Entered {
+    needs: Needs,
+    /// Where images may be opened; none: anywhere.
+    places: Option<Vec<PathBuf>>,
+}
+
+const REMEDY: &str = "or start it with --sandbox off";
+
+impl Entered {
+    /// Fails where the sandbox would not let the image be opened.
+    pub(crate) fn check_image(&self, path: &Path) -> anyhow::Result<()> {
+        let Some(places) = &self.places else { return Ok(()) };
+        // What is not there has a better message of its own.
+        let Ok(real) = path.canonicalize() else { return Ok(()) };
+        if places.iter().any(|place| real.starts_with(place)) {
+            return Ok(());
+        }
+        bail!(
+            "{}: the sandbox lets the daemon open no image there, only in {} (put it there, start weir with --image-root or with a disk beside it, {REMEDY})",
+            path.display(),
+            shown(places)
+        )
+    }
+
+    /// Fails where the sandbox lacks what this door needs.
+    pub(crate) fn check_door(&self, door: &Door) -> anyhow::Result<()> {
+        let (what, there) = match door {
+            Door::VhostUserBlk(machine) if machine.client => ("call a virtual machine", self.needs.calls),
+            Door::VhostUserBlk(_) => return Ok(()),
+            Door::Ublk(_) | Door::Fuse(_) | Door::NbdDevice(_) => {
+                ("make devices and mounts of this host", self.needs.host)
+            }
+        };
+        ensure!(
+            there,
+            "the sandbox does not let this daemon {what} (start it with such an export, {REMEDY}; `weir attach` makes devices without a daemon)"
+        );
+        Ok(())
+    }
+
+    /// Fails where the sandbox lets nobody listen at such an address.
+    pub(crate) fn check_address(&self, address: &Address) -> anyhow::Result<()> {
+        let there = self.needs.tcp || self.needs.host || matches!(address, Address::Unix(_));
+        ensure!(
+            there,
+            "{address}: the sandbox makes no TCP sockets for a daemon that had none (start it with --nbd HOST:PORT, {REMEDY})"
+        );
+        Ok(())
+    }
+}
+
+/// What of the plan contradicts who the daemon is to be.
+///
+/// # Errors
+/// With what to do about it.
+pub(crate) fn check(plan: &Plan) -> anyhow::Result<()> {
+    let Some(owner) = &plan.service.user else { return Ok(()) };
+    user::find(owner)?;
+    let host = plan.doors.iter().find(|export| !matches!(export.door, Door::VhostUserBlk(_)));
+    if let Some(export) = host {
+        bail!("user: {} needs root until the end (leave one of them out)", export.door.address());
+    }
+    ensure!(
+        plan.service.cgroup_limits.is_none(),
+        "user: cgroup-limits needs root until the end (leave one of them out)"
+    );
+    Ok(())
+}
+
+/// Gives up what is asked for and what this daemon does not need. To be called once all is open and
+/// before a client is served; `config` is the file it may read again.
+///
+/// # Errors
+/// Where `--user` cannot be, and where the sandbox is required and cannot be had: nothing serves
+/// then. None with `--sandbox off`.
+pub(crate) async fn enter(
+    plan: &Plan,
+    config: Option<&Path>,
+    served: &Served,
+    workers: &[Worker],
+) -> anyhow::Result<Option<Entered>> {
+    let service = &plan.service;
+    reactor::threads_may_stay();
+    let needs = Needs::of(served, service);
+    // Made by who can look everywhere.
+    let is_confined = service.sandbox != Sandbox::Off && !needs.host;
+    let files = is_confined.then(|| Files::new(plan, config, served)).transpose()?;
+    if let Some(owner) = &service.user {
+        ensure!(!needs.host, "user: devices of this host need root until the end (leave one of them out)");
+        user::find(owner)?.become_it()?;
+    }
+    if service.sandbox == Sandbox::Off {
+        return Ok(None);
+    }
+    let (entered, missing) = give_up(needs, files, workers).await?;
+    if service.sandbox == Sandbox::Require && !missing.is_empty() {
+        bail!("sandbox: {} (mend it, or start weir with --sandbox on)", missing.join("; "));
+    }
+    for why in &missing {
+        tracing::warn!("sandbox: {why}");
+    }
+    let images = entered.places.as_deref().map_or_else(|| "anywhere".to_owned(), shown);
+    tracing::info!(kind = if needs.host { "host" } else { "disks" }, %images, "sandboxed");
+    Ok(Some(entered))
+}
+
+fn shown(places: &[PathBuf]) -> String {
+    places.iter().map(|place| place.display().to_string()).collect::<Vec<_>>().join(" ")
+}
+
+/// Also says what could not be given up, and why.
+async fn give_up(
+    needs: Needs,
+    files: Option<Result<Files, String>>,
+    workers: &[Worker],
+) -> anyhow::Result<(Entered, Vec<String>)> {
+    let mut missing = Vec::new();
+    let (mut places, mut ruleset) = (None, None);
+    match files {
+        Some(Ok(files)) => (places, ruleset) = (Some(files.images), Some(files.ruleset)),
+        Some(Err(why)) => missing.push(why),
+        None => {}
+    }
+    if needs.helper {
+        missing.push(
+            "a file over FUSE needs root, or else fusermount3, which is set-uid: nothing is given up".into(),
+        );
+        return Ok((Entered { needs, places: None }, missing));
+    }
+    // The last rings that can be made.
+    reactor::set_notifiers_aside(needs.queues).context("rings for virtual machines cannot be made")?;
+    let kept = capabilities(needs);
+    on_each_thread(workers, Part { ruleset, kept }).await.context("sandbox")?;
+    missing.extend(calls::restrict(needs).err());
+    // Control groups have a thread of their own.
+    if !needs.host
+        && let Some(others) = other_threads(workers.len())
+    {
+        missing.push(others);
+    }
+    Ok((Entered { needs, places }, missing))
+}
+
+/// What root keeps.
+fn capabilities(needs: Needs) -> CapabilitySet {
+    // Images of other users, and ports below 1024.
+    let mut kept =
+        CapabilitySet::DAC_OVERRIDE | CapabilitySet::DAC_READ_SEARCH | CapabilitySet::NET_BIND_SERVICE;
+    if needs.gives {
+        kept |= CapabilitySet::CHOWN | CapabilitySet::FOWNER;
+    }
+    if needs.host {
+        // Drivers, mounts, the kernel's NBD client; who uses a device; to serve what others write
+        // memory to (PR_SET_IO_FLUSHER); ending the process that unmounts.
+        kept |= CapabilitySet::SYS_ADMIN
+            | CapabilitySet::NET_ADMIN
+            | CapabilitySet::SYS_PTRACE
+            | CapabilitySet::SYS_RESOURCE
+            | CapabilitySet::KILL;
+    }
+    kept
+}
+
+/// What a thread does by itself.
+struct Part {
+    ruleset: Option<landlock::RulesetCreated>,
+    kept: CapabilitySet,
+}
+
+impl Part {
+    fn try_clone(&self) -> anyhow::Result<Self> {
+        let ruleset = self.ruleset.as_ref().map(landlock::RulesetCreated::try_clone).transpose()?;
+        Ok(Self { ruleset, kept: self.kept })
+    }
+
+    fn take(self) -> anyhow::Result<()> {
+        thread::set_no_new_privs(true).context("no_new_privs")?;
+        let now = thread::capabilities(None).context("capabilities")?;
+        // A service manager may forbid the call to those that have none.
+        if !(now.permitted - self.kept).is_empty() {
+            let kept = CapabilitySets {
+                effective: now.effective & self.kept,
+                permitted: now.permitted & self.kept,
+                inheritable: CapabilitySet::empty(),
+            };
+            thread::set_capabilities(None, kept).context("capabilities")?;
+        }
+        if let Some(ruleset) = self.ruleset {
+            ruleset.restrict_self().context("landlock")?;
+        }
+        Ok(())
+    }
+}
+
+/// On this thread and on each worker; those that start later have it from these.
+async fn on_each_thread(workers: &[Worker], part: Part) -> anyhow::Result<()> {
+    let (done, heard) = async_channel::bounded(workers.len().max(1));
+    for worker in workers {
+        let (part, done) = (part.try_clone()?, done.clone());
+        // It has room for all.
+        worker.spawn(move || async move { drop(done.try_send(part.take())) });
+    }
+    part.take()?;
+    for _ in workers {
+        heard.recv().await.context("a worker has ended")??;
+    }
+    Ok(())
+}
+
+/// Says so if there are others than this one and the workers: they have kept what they had.
+fn other_threads(workers: usize) -> Option<String> {
+    let threads = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let name = |thread: fs::DirEntry| fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
+    // The kernel's own for rings run nothing of ours.
+    let names: Vec<_> = threads.map(name).filter(|name| !name.starts_with("iou-")).collect();
+    let others = names.len().saturating_sub(workers + 1);
+    (others > 0).then(|| format!("threads that weir knows nothing of keep their rights: {others}"))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,113 @@
+//! What code can do that has taken over a worker in the sandbox: a process of its own enters it,
+//! and then its worker tries.
+
+use std::{
+    env,
+    fs::{self, File, Permissions},
+    io,
+    net::{TcpStream, UdpSocket},
+    os::unix::{
+        fs::PermissionsExt as _,
+        net::{UnixDatagram, UnixListener, UnixStream},
+    },
+    process::Command,
+    thread,
+};
+
+use block::reactor::Polling;
+use nix::{mount::MsFlags, sys::ptrace, unistd};
+use settings::{Draft, Place, Said};
+
+use super::*;
+
+const DIRECTORY: &str = "WEIR_TEST_SANDBOX";
+
+/// What is tried, and what comes of it.
+type Tried = (&'static str, io::Result<()>);
+
+#[test]
+fn a_worker_can_do_what_serving_takes_and_nothing_else() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let test = "sandbox::tests::inside";
+    let output = Command::new(env::current_exe().expect("this program"))
+        .args(["--exact", "--ignored", "--nocapture", test])
+        .env(DIRECTORY, directory.path())
+        .output()
+        .expect("it runs");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(said.contains("1 passed"), "{said}");
+}
+
+#[test]
+#[ignore = "the process of the test above"]
+fn inside() {
+    let directory = PathBuf::from(env::var_os(DIRECTORY).expect("told by the test above"));
+    reactor::threads_must_end();
+    let worker = Worker::start("worker 0", Polling::Off).expect("a worker");
+    reactor::run(Polling::Off, async move {
+        let mut draft = Draft::default();
+        draft.service.qmp.push(Said::new(directory.join("qmp"), Place::new("--qmp")));
+        let plan = Plan::without_disks(draft).expect("a plan");
+        let _listens = UnixListener::bind(directory.join("other")).expect("a socket");
+        let workers = [worker];
+        enter(&plan, None, &Served::default(), &workers).await.expect("it is entered");
+        let (told, heard) = async_channel::bounded(1);
+        workers[0].spawn(move || async move {
+            let tried = (allowed(&directory).await, refused(&directory));
+            told.send(tried).await.expect("it is waited for");
+        });
+        let (allowed, refused) = heard.recv().await.expect("it has tried");
+        for (what, result) in allowed {
+            assert!(result.is_ok(), "{what}: {result:?}");
+        }
+        for (what, result) in refused {
+            let errno = result.as_ref().err().and_then(io::Error::raw_os_error);
+            let is_refused = [nix::libc::ENOSYS, nix::libc::EACCES].map(Some).contains(&errno);
+            assert!(is_refused, "{what}: {result:?}");
+        }
+    })
+    .expect("io_uring works on a test machine");
+}
+
+async fn allowed(directory: &Path) -> Vec<Tried> {
+    let path = directory.join("image");
+    vec![
+        ("make a file where it serves", File::create(&path).map(drop)),
+        ("open it", File::options().read(true).write(true).open(&path).map(drop)),
+        ("remove it", fs::remove_file(&path)),
+        ("listen there", UnixListener::bind(directory.join("new")).map(drop)),
+        ("look at devices", fs::read_dir("/sys").map(drop)),
+        ("look at itself", fs::read("/proc/self/mountinfo").map(drop)),
+        ("start a thread", thread::Builder::new().spawn(|| {}).map(drop)),
+        ("wait on another", reactor::blocking(|| fs::metadata("/").map(drop)).await),
+    ]
+}
+
+fn refused(directory: &Path) -> Vec<Tried> {
+    let somewhere = env::temp_dir().join(format!("weir-sandbox-{}", std::process::id()));
+    let parent = unistd::getppid();
+    vec![
+        ("read what root keeps", fs::read("/etc/shadow").map(drop)),
+        ("read another's memory", File::open(format!("/proc/{parent}/mem")).map(drop)),
+        ("write elsewhere", File::create(&somewhere).map(drop)),
+        ("link elsewhere", fs::hard_link(directory.join("other"), &somewhere)),
+        ("set a mode", fs::set_permissions("/etc/shadow", Permissions::from_mode(0o666))),
+        ("call out", TcpStream::connect(("127.0.0.1", 9)).map(drop)),
+        ("send out", UdpSocket::bind(("127.0.0.1", 0)).map(drop)),
+        ("call a neighbour", UnixStream::connect(directory.join("other")).map(drop)),
+        ("send to a neighbour", UnixDatagram::unbound().map(drop)),
+        ("start a program", Command::new("/bin/true").status().map(drop)),
+        ("become a program", unistd::execv(c"/bin/true", &[c"true"]).map(drop).map_err(Into::into)),
+        ("trace", ptrace::seize(parent, ptrace::Options::empty()).map_err(Into::into)),
+        ("signal", nix::sys::signal::kill(parent, None).map_err(Into::into)),
+        ("mount", mount().map_err(Into::into)),
+        ("become another", unistd::setuid(unistd::getuid()).map_err(Into::into)),
+        ("make a ring of its own", io_uring::IoUring::new(1).map(drop)),
+        ("change directory's root", unistd::chroot("/").map_err(Into::into)),
+    ]
+}
+
+fn mount() -> nix::Result<()> {
+    nix::mount::mount(None::<&str>, "/mnt", Some("tmpfs"), MsFlags::empty(), None::<&str>)
+}

@@ -1,0 +1,108 @@
+//! What the daemon gives up once it serves: that every thread has, that serving goes on as before,
+//! and what it says of what it cannot do any more. What a thread can still do is tried in
+//! `crates/daemon/src/sandbox/tests.rs`.
+
+use std::{fs, os::unix::fs::MetadataExt as _};
+
+use serde_json::json;
+
+use crate::harness::{
+    Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, need_root,
+    operator::{fails, prints, socket},
+    text,
+};
+
+/// A field of every thread's status.
+fn of_threads(weir: &Weir, field: &str) -> Vec<String> {
+    let threads = fs::read_dir(format!("/proc/{}/task", weir.pid())).unwrap();
+    let field = format!("{field}:");
+    let mut values: Vec<String> = threads
+        .map(|thread| fs::read_to_string(thread.unwrap().path().join("status")).unwrap())
+        .map(|status| status.lines().find_map(|line| line.strip_prefix(&field)).unwrap().trim().to_owned())
+        .collect();
+    values.dedup();
+    values
+}
+
+fn is_served(weir: &Weir, export: &str) {
+    let script = "h.pwrite(b'x' * 65536, 4096)\nh.flush()\nassert h.pread(65536, 4096) == b'x' * 65536";
+    weir.nbdsh(export, script);
+}
+
+#[test]
+fn every_thread_is_in_it_and_what_lies_outside_is_refused_by_name() {
+    need_root("capabilities");
+    let (scratch, other) = (Scratch::new(), Scratch::new());
+    let image = scratch.sparse("a.raw", MIB);
+    let serve = Serve::new(&scratch).arg(&image).args(["--format", "raw", "--qmp", &socket(&scratch)]);
+    let weir = serve.args(["--sandbox", "require"]).start();
+    is_served(&weir, "a");
+    assert_eq!(of_threads(&weir, "Seccomp"), ["2"]);
+    assert_eq!(of_threads(&weir, "NoNewPrivs"), ["1"]);
+    // DAC_OVERRIDE, DAC_READ_SEARCH and NET_BIND_SERVICE.
+    assert_eq!(of_threads(&weir, "CapEff"), ["0000000000000406"]);
+    assert_eq!(of_threads(&weir, "CapPrm"), ["0000000000000406"]);
+    let (beside, outside) = (scratch.sparse("b.raw", MIB), other.sparse("c.raw", MIB));
+    prints(&scratch, &["disk", "add", "b", text(&beside), "-f", "raw"]);
+    is_served(&weir, "b");
+    let refused = fails(&scratch, &["disk", "add", "c", text(&outside), "-f", "raw"]);
+    assert_says(&refused, &["c.raw: the sandbox lets the daemon open no image there", "--image-root"]);
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    for (command, arguments, expect) in [
+        (
+            "block-export-add",
+            json!({"type": "fuse", "id": "f", "node-name": "b", "mountpoint": beside}),
+            "the sandbox does not let this daemon make devices and mounts of this host",
+        ),
+        ("object-add", json!({"qom-type": "secret", "id": "s", "file": "/etc/shadow"}), "ermission denied"),
+    ] {
+        let (_, refused) = qmp.refused(command, arguments);
+        assert_says(&refused, &[expect]);
+    }
+    weir.stop();
+}
+
+#[test]
+fn another_user_serves_what_root_has_opened() {
+    need_root("another user");
+    let scratch = Scratch::new();
+    let image = scratch.sparse("a.raw", MIB);
+    let qmp = socket(&scratch);
+    let serve = Serve::new(&scratch).arg(&image).args(["--format", "raw", "--qmp", &qmp, "--user", "nobody"]);
+    let weir = serve.start();
+    is_served(&weir, "a");
+    let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap().uid;
+    assert_eq!(of_threads(&weir, "Uid"), [[nobody; 4].map(|uid| uid.to_string()).join("\t")]);
+    assert_eq!(of_threads(&weir, "CapPrm"), ["0000000000000000"]);
+    assert_eq!(fs::metadata(weir.socket()).unwrap().uid(), nobody.as_raw());
+    // It is still root's to command.
+    assert!(prints(&scratch, &["status", "--interval", "0"]).contains("a "));
+    weir.stop();
+}
+
+#[test]
+fn who_the_daemon_cannot_be_is_named() {
+    let scratch = Scratch::new();
+    let serve = |more: &[&str]| Serve::new(&scratch).arg("memory:1M").args(more);
+    let said = serve(&["--user", "no-such-user"]).fails();
+    assert_says(
+        &said,
+        &["user: there is no user \"no-such-user\" (`useradd --system no-such-user` makes one)"],
+    );
+    let said = serve(&["--user", ":root"]).rejects_usage();
+    assert_says(&said, &["--user: names no user"]);
+    let file = scratch.sparse("file", 0);
+    let said = serve(&["--user", "nobody", "--fuse", text(&file)]).fails();
+    assert_says(&said, &["needs root until the end (leave one of them out)"]);
+    assert_says(&serve(&["--sandbox", "maybe"]).rejects_usage(), &["there are on, require and off"]);
+}
+
+#[test]
+fn without_it_everything_is_as_it_was() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).arg("memory:1M").args(["--name", "a", "--sandbox", "off"]).start();
+    is_served(&weir, "a");
+    assert_eq!(of_threads(&weir, "NoNewPrivs"), ["0"]);
+    assert_eq!(Client::new("nbdinfo").args(["--size", &weir.uri("a")]).succeeds(), format!("{MIB}\n"));
+    weir.stop();
+}
