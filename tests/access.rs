@@ -184,6 +184,9 @@ fn qmp_has_names_of_clients_as_objects() {
     let _weir = Serve::new(&scratch)
         .where_said()
         .args(["--blockdev", "null-co,node-name=disk,size=1048576", "--qmp", &operator::socket(&scratch)])
+        // Of what comes later, here the keys.
+        .arg("--image-root")
+        .arg(scratch.path(""))
         .start();
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let add = |id: &str, name: &str| {
