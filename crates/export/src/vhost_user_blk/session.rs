@@ -53,6 +53,8 @@ const MAX_MAPPED_BYTES: u64 = 1 << 44;
 const CONFIG_MIGRATION: u32 = 1;
 /// Bits of a device's status (virtio 1.3 § 2.1).
 const MAX_STATUS: u64 = 0xff;
+const DRIVER_OK: u8 = 4;
+const NEEDS_RESET: u8 = 64;
 
 /// What is to happen to rings and disk.
 #[derive(Debug)]
@@ -305,11 +307,25 @@ impl Session {
         let Some(vring) = self.rings.get_mut(usize::from(ring)) else { return };
         match vring.state {
             State::Stopped => return,
-            State::Running => vring.broken = true,
+            State::Running => (vring.broken, vring.spoilt) = (true, true),
             State::Stopping => {}
         }
         (vring.state, vring.base) = (State::Stopped, base);
+        self.tell_broken(out);
         self.go_on(out);
+    }
+
+    /// A ring that its driver has broken is served again only once the device was reset. The driver
+    /// is told so by the device's status and a change of its configuration (virtio 1.3 § 2.1.2).
+    fn tell_broken(&mut self, out: &mut VecDeque<Output>) {
+        let is_told = self.status & (DRIVER_OK | NEEDS_RESET) != DRIVER_OK;
+        if is_told || !self.rings.iter().any(|vring| vring.spoilt) {
+            return;
+        }
+        self.status |= NEEDS_RESET;
+        if self.channel().is_some() {
+            out.push_back(Output::ConfigChanged);
+        }
     }
 
     /// Rings that run, or have yet to stop.
@@ -366,7 +382,11 @@ impl Session {
             Request::SetStatus(0) => return Ok(self.reset(Bases::Kept, out)),
             Request::ResetDevice => return Ok(self.reset(Bases::Forgotten, out)),
             Request::SetStatus(status) if status > MAX_STATUS => return Err(Refusal::Status(status)),
-            Request::SetStatus(status) => self.status = status as u8,
+            Request::SetStatus(status) => {
+                // What only a reset ends is not the driver's to write.
+                self.status = status as u8 | self.status & NEEDS_RESET;
+                self.tell_broken(out);
+            }
             Request::ResetOwner => {
                 self.forget_kicks(out);
                 return Ok(Answer::Stopped);
@@ -411,7 +431,7 @@ impl Session {
             Request::GetVringBase { ring } => {
                 let number = self.number(ring)?;
                 let vring = self.ring(ring)?;
-                (vring.kick, vring.broken) = (Kick::Unset, false);
+                (vring.kick, vring.broken, vring.spoilt) = (Kick::Unset, false, false);
                 self.settle_number(ring, out)?;
                 return Ok(Answer::VringBase(number));
             }
@@ -424,7 +444,7 @@ impl Session {
                 let event = event.map(Fd::from);
                 let vring = self.ring(ring)?;
                 vring.kick = event.clone().map_or(Kick::Polled, Kick::Event);
-                vring.broken = false;
+                (vring.broken, vring.spoilt) = (false, false);
                 self.tell_event(ring, EventKind::Kick, event, out)?;
                 self.settle_number(ring, out)?;
             }

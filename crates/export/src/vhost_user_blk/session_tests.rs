@@ -350,6 +350,33 @@ fn without_protocol_features_a_kick_starts_a_ring() {
 }
 
 #[test]
+fn a_ring_that_its_driver_breaks_needs_a_reset() {
+    let mut front_end = FrontEnd::running();
+    let (channel, _events) = std::os::unix::net::UnixStream::pair().expect("sockets");
+    front_end.send(code::SET_BACKEND_REQ_FD, PLAIN, &[], vec![channel.into()]);
+    // Before the driver is ready there is nobody to be told.
+    assert_eq!(front_end.stopped(0, 3), "");
+    assert_eq!(front_end.plain(code::GET_STATUS, &[]), "reply 0x0");
+    assert_eq!(front_end.plain(code::SET_STATUS, &number(15)), "config");
+    assert_eq!(front_end.plain(code::GET_STATUS, &[]), "reply 0x4f");
+    assert_eq!(front_end.plain(code::SET_STATUS, &number(15)), "", "once");
+    assert_eq!(front_end.plain(code::GET_STATUS, &[]), "reply 0x4f");
+    front_end.plain(code::SET_STATUS, &number(0));
+    assert_eq!(front_end.plain(code::GET_STATUS, &[]), "reply 0x0");
+
+    let mut running = FrontEnd::running();
+    assert_eq!(running.plain(code::SET_STATUS, &number(15)), "");
+    assert_eq!(running.stopped(0, 3), "", "without a channel the status tells it alone");
+    assert_eq!(running.plain(code::GET_STATUS, &[]), "reply 0x4f");
+    // One that was asked to stop is in order.
+    let mut stopping = FrontEnd::running();
+    stopping.plain(code::SET_STATUS, &number(15));
+    assert_eq!(stopping.plain(code::GET_VRING_BASE, &pair(0, 0)), "stop 0");
+    stopping.stopped(0, 3);
+    assert_eq!(stopping.plain(code::GET_STATUS, &[]), "reply 0xf");
+}
+
+#[test]
 fn a_base_is_told_when_the_ring_has_ended() {
     let mut front_end = FrontEnd::running();
     assert_eq!(front_end.plain(code::GET_VRING_BASE, &pair(0, 0)), "stop 0");

@@ -100,6 +100,8 @@ pub(super) struct Vring {
     pub(super) enabled: Option<bool>,
     /// It could not be served, and waits until it is set up again.
     pub(super) broken: bool,
+    /// It was, by its driver, while it ran.
+    pub(super) spoilt: bool,
 }
 
 impl Vring {
