@@ -4,9 +4,9 @@
 use std::fs;
 
 use crate::harness::{
-    Client, MIB, Scratch, Wire, assert_says,
+    Client, MIB, Scratch, Wire, assert_says, create_encrypted,
     operator::{fails, find, misuses, prints, prints_json, serve, socket, status},
-    text,
+    pattern, qemu_img, qemu_io, text,
 };
 
 const CONFIG: &str = "
@@ -99,10 +99,8 @@ fn what_fails_leaves_nothing() {
             &["disk", "add", "b", image, "-f", "raw", "--nbd", "unix:/nobody"],
             "does not accept value 'unix:/nobody'",
         ),
-        (
-            &["disk", "add", "b", image, "--snapshot", "s"],
-            "--snapshot: is not to be had by a daemon's control socket",
-        ),
+        (&["disk", "add", "b", image, "-f", "raw", "--snapshot", "s"], "'x-weir-snapshot' is unexpected"),
+        (&["disk", "add", "b", image, "--options", "offset=2M"], "choose another offset or size"),
         (&["disk", "add", "a", image, "-f", "raw", "--save"], "has a [disk.a] already"),
         (&["disk", "remove", "b"], "b: no disk has this name"),
         (&["group", "add", "gold"], "gold"),
@@ -117,4 +115,36 @@ fn what_fails_leaves_nothing() {
     }
     misuses(&scratch, &["group", "add", "g", "--weight", "0"]);
     weir.stop();
+}
+
+#[test]
+fn how_an_image_is_opened_can_be_said_to_a_daemon_that_runs() {
+    let scratch = Scratch::new();
+    let file = scratch.file("weir.toml", &config(&scratch));
+    let _weir = serve(&scratch, &file);
+    let nbd = scratch.socket("nbd");
+    let raw = scratch.filled("b.raw", MIB);
+    let qcow2 = scratch.path("c.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", text(&qcow2), "1M"]).succeeds();
+    qemu_io(["-f", "qcow2"], ["write -P 1 0 512"], text(&qcow2));
+    qemu_img(["snapshot", "-c", "one", text(&qcow2)]).succeeds();
+    qemu_io(["-f", "qcow2"], ["write -P 2 0 512"], text(&qcow2));
+    let locked = scratch.path("d.qcow2");
+    create_encrypted(&locked);
+    let key = scratch.file("key", "abc");
+    prints(&scratch, &["disk", "add", "part", text(&raw), "--options", "offset=512,size=1K"]);
+    prints(
+        &scratch,
+        &["disk", "add", "old", text(&qcow2), "--snapshot", "one", "--cache-clean-interval", "5"],
+    );
+    // A wrong passphrase leaves nothing, not even itself.
+    let wrong = scratch.file("wrong", "cba");
+    fails(&scratch, &["disk", "add", "locked", text(&locked), "--secret-file", text(&wrong)]);
+    prints(&scratch, &["disk", "add", "locked", text(&locked), "--secret-file", text(&key)]);
+    let (mut part, _) = Wire::go(&nbd, "part");
+    assert_eq!(part.read(0, 1024).as_deref(), Ok(&pattern(1536)[512..]));
+    assert!(part.read(1024, 1).is_err(), "it ends there");
+    let (mut old, _) = Wire::go(&nbd, "old");
+    assert_eq!(old.read(0, 512).as_deref(), Ok(&[1; 512][..]));
+    Wire::go(&nbd, "locked").0.read(0, 512).expect("it is open");
 }

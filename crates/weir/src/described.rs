@@ -6,9 +6,12 @@
 use std::{fs, io::Read as _, path::absolute};
 
 use anyhow::bail;
+use block::storage::Part;
 use clap::{ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
 use daemon::serve::ServeArgs;
 use serde_json::{Map, Value, json};
+
+use crate::client::{self, Client};
 
 /// Options of `weir serve` about a disk, as they were written.
 #[derive(Clone, Debug, Default)]
@@ -105,22 +108,51 @@ impl FromArgMatches for DiskOptions {
 
 /// Options that are said where the node is made; all others are settings of the disk.
 const OF_NODES: [&str; 5] = ["format", "cache", "discard", "read-only", "force-share"];
-/// What a control socket has no words for.
-const BY_FILES: [&str; 4] = ["options", "snapshot", "secret-file", "cache-clean-interval"];
+/// What is said of its node alone.
+const OF_FORMATS: [&str; 3] = ["options", "snapshot", "secret-file"];
 
-/// A node, and what is set of its disk then. Fails at what only a file or a command line can say.
+/// A disk as a daemon is told of it.
+pub(crate) struct Described {
+    /// Of `blockdev-add`.
+    pub(crate) node: Value,
+    /// Of `object-add`: its passphrase, which the daemon reads and needs only to open the image.
+    secret: Option<Value>,
+    /// What is set of the disk then.
+    settings: Map<String, Value>,
+}
+
+impl Described {
+    /// Has a daemon open it, without an export yet. Where it fails, the daemon has nothing of it.
+    pub(crate) fn add(self, client: &mut Client) -> Result<(), client::Error> {
+        let name = self.node["node-name"].clone();
+        let secret = self.secret.as_ref().map(|secret| json!({ "id": secret["id"] }));
+        if let Some(secret) = self.secret {
+            client.execute("object-add", secret)?;
+        }
+        let added = client.execute("blockdev-add", self.node);
+        if let Some(secret) = secret {
+            client.execute("object-del", secret)?;
+        }
+        added?;
+        if self.settings.is_empty() {
+            return Ok(());
+        }
+        let set = client.set(name.as_str().unwrap_or_default(), self.settings);
+        if set.is_err() {
+            let _ = client.execute("blockdev-del", json!({ "node-name": name }));
+        }
+        set
+    }
+}
+
+/// Fails at what only a file or a command line can say.
 pub(crate) fn node(
     name: &str,
     image: &str,
     options: &[(String, Option<String>)],
-) -> anyhow::Result<(Value, Map<String, Value>)> {
+) -> anyhow::Result<Described> {
     let option = |name: &str| options.iter().find(|(known, _)| known == name);
     let value = |name: &str| option(name).and_then(|(_, value)| value.as_deref());
-    if let Some((name, _)) = options.iter().find(|(name, _)| BY_FILES.contains(&name.as_str())) {
-        bail!(
-            "--{name}: is not to be had by a daemon's control socket (write the disk into the daemon's config file and `weir reload`; `weir attach` has --alone)"
-        );
-    }
     let file = match image.split_once(':') {
         Some(("memory", size)) => {
             json!({ "driver": "x-weir-memory", "size": settings::size(size).map_err(anyhow::Error::msg)? })
@@ -132,6 +164,8 @@ pub(crate) fn node(
     };
     let format = match value("format") {
         Some(format) => format,
+        // As for `weir serve`, they are the raw format's.
+        None if value("options").is_some() => "raw",
         None if is_qcow2(image) => "qcow2",
         None if file["filename"].is_null() => "raw",
         None => bail!("{}: a daemon is to be told how it is laid out (add --format raw)", image),
@@ -153,14 +187,37 @@ pub(crate) fn node(
             node[flag] = json!(true);
         }
     }
+    if let Some(part) = value("options") {
+        let Part { offset, size } = settings::read(part).map_err(anyhow::Error::msg)?;
+        node["offset"] = json!(offset);
+        if let Some(size) = size {
+            node["size"] = json!(size);
+        }
+    }
+    if let Some(snapshot) = value("snapshot") {
+        node["x-weir-snapshot"] = json!(snapshot);
+        node["read-only"] = json!(true);
+    }
+    let mut files = options.iter().filter(|(name, _)| name == "secret-file").map(|(_, file)| file);
+    let secret = files.next().map(|file| {
+        let id = format!("secret-of-{name}");
+        node["encrypt"] = json!({ "format": "luks", "key-secret": id });
+        json!({ "qom-type": "secret", "id": id, "file": file })
+    });
+    if files.next().is_some() {
+        bail!(
+            "--secret-file: one alone is to be had by a daemon's control socket (write the disk into the daemon's config file and `weir reload`; `weir attach` has --alone)"
+        );
+    }
     let mut settings = Map::new();
-    for (name, value) in options.iter().filter(|(name, _)| !OF_NODES.contains(&name.as_str())) {
+    let is_of_node = |name: &str| OF_NODES.contains(&name) || OF_FORMATS.contains(&name);
+    for (name, value) in options.iter().filter(|(name, _)| !is_of_node(name)) {
         let text = value.as_deref().unwrap_or("on");
         let number = settings::size(text).ok().filter(|_| name != "group");
         let value = number.map_or_else(|| json!(text), |number| json!(number));
         settings.insert(name.clone(), value);
     }
-    Ok((node, settings))
+    Ok(Described { node, secret, settings })
 }
 
 fn file_driver(image: &str) -> &'static str {

@@ -25,8 +25,8 @@ Examples:
   weir disk remove vm3 --save
       If nobody uses it; the config file's [disk.vm3] goes, all other lines stay.
 
-A disk that is added whole or not at all. What a control socket has no words for (snapshots, passphrases in files, \
-devices of this host) is written into the config file, which `weir reload` applies; `weir attach` makes devices.";
+A disk that is added whole or not at all. What a control socket has no words for (descriptions, bitmaps) is written \
+into the config file, which `weir reload` applies; `weir attach` makes devices.";
 
 /// What is done to disks.
 #[derive(Debug, Subcommand)]
@@ -97,18 +97,18 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     // The daemon may be in another directory, and so is the config file.
     let image = image.relative_to(&here).to_string();
     let options = disk.with_whole_paths();
-    let (node, settings) = described::node(&name, &image, &options)?;
+    let described = described::node(&name, &image, &options)?;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     let (_, report) = client.status()?;
     let saving = saving::prepare(&report, &save, |text| {
-        let format = ("format", node["driver"].as_str().filter(|_| !image.contains(':')));
+        let format = ("format", described.node["driver"].as_str().filter(|_| !image.contains(':')));
         let mut keys = keys(&image, format, &options, nbd.as_ref());
         let said = access.iter().filter(|(_, texts)| !texts.is_empty());
         keys.extend(said.map(|(key, texts)| ((*key).to_owned(), toml_edit::Array::from_iter(texts).into())));
         saving::added(text, "disk", &name, keys)
     })?;
-    client.execute("blockdev-add", node)?;
-    let is_writable = !options.iter().any(|(option, _)| option == "read-only");
+    described.add(&mut client)?;
+    let is_writable = !options.iter().any(|(option, _)| ["read-only", "snapshot"].contains(&option.as_str()));
     let mut export =
         json!({ "type": "nbd", "id": name, "node-name": name, "name": name, "writable": is_writable });
     if let Some(address) = &nbd {
@@ -117,13 +117,7 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     for (key, texts) in access.iter().filter(|(_, texts)| !texts.is_empty()) {
         export[format!("x-weir-{key}")] = json!(texts);
     }
-    let mut rest = || {
-        if !settings.is_empty() {
-            client.set(&name, settings.clone())?;
-        }
-        client.execute("block-export-add", export.clone()).map(drop)
-    };
-    if let Err(error) = rest() {
+    if let Err(error) = client.execute("block-export-add", export) {
         if let Err(left) = client.execute("x-weir-remove-disk", json!({ "name": name })) {
             return Err(anyhow!("{error}; and the disk stays, without an export: {left}").into());
         }

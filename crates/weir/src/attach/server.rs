@@ -173,16 +173,9 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
     let mut client = Client::connect(&target)?;
     // Before there is an export that may end.
     let watch = Client::connect(&target)?;
-    let (node, settings) = described::node(&wanted.name, &wanted.image, &wanted.options)?;
-    client.execute("blockdev-add", node)?;
-    let rest = (|| -> anyhow::Result<()> {
-        if !settings.is_empty() {
-            client.set(&wanted.name, settings)?;
-        }
-        client.execute("block-export-add", export(wanted, place)?)?;
-        Ok(())
-    })();
-    if let Err(error) = rest {
+    described::node(&wanted.name, &wanted.image, &wanted.options)?.add(&mut client)?;
+    let exported = export(wanted, place).and_then(|export| Ok(client.execute("block-export-add", export)?));
+    if let Err(error) = exported {
         let _ = client.execute("blockdev-del", json!({ "node-name": wanted.name }));
         return Err(error);
     }

@@ -17,7 +17,7 @@ use block::{
         open::{BackingChoice, ImageOptions},
         qcow2::CacheSettings,
     },
-    storage::{CacheMode, Format, OpenOptions, Root, delay::DelayOptions},
+    storage::{CacheMode, Format, OpenOptions, Part, Root, delay::DelayOptions},
 };
 use policy::time::Duration;
 use settings::Image;
@@ -46,6 +46,8 @@ pub(super) struct Chain {
     /// Only without an existing node below.
     pub(super) read_only: bool,
     pub(super) qcow2: Option<Qcow2Node>,
+    /// The part of a raw image that is the disk.
+    pub(super) part: Option<Part>,
     /// Another daemon may take it over: see `--handover`.
     pub(super) handover: bool,
     pub(super) discards: Discards,
@@ -60,6 +62,8 @@ pub(super) struct Qcow2Node {
     /// Whatever the image says.
     pub(super) no_backing: bool,
     pub(super) key_secret: Option<String>,
+    /// An internal snapshot to serve in its place.
+    pub(super) snapshot: Option<String>,
 }
 
 #[derive(Debug, PartialEq)]
@@ -84,6 +88,7 @@ impl Chain {
             group: None,
             read_only: false,
             qcow2: None,
+            part: None,
             handover: arguments.optional("x-weir-handover")?.unwrap_or(false),
             discards: Discards::default(),
             prefetch: PrefetchChanges::read(arguments, "x-weir-")?,
@@ -95,6 +100,10 @@ impl Chain {
         if chain.handover && matches!(chain.bottom, Bottom::Node(_)) {
             let rule = "is said where the image is opened";
             return Err(Error::rule("x-weir-handover", rule));
+        }
+        if chain.part.is_some() && (chain.qcow2.is_some() || matches!(chain.bottom, Bottom::Node(_))) {
+            let rule = "is of a raw image, said where that is opened";
+            return Err(Error::rule("offset", rule));
         }
         if chain.discards == Discards::Ignore && matches!(chain.bottom, Bottom::Node(_)) {
             return Err(Error::rule(
@@ -120,7 +129,7 @@ impl Chain {
             caches: self.caches(),
             secrets: secret.into_iter().collect(),
             backing: if no_backing { BackingChoice::Nothing } else { BackingChoice::AsInImage },
-            snapshot: None,
+            snapshot: self.qcow2.as_ref().and_then(|node| node.snapshot.clone()),
         }
     }
 
@@ -141,6 +150,7 @@ impl Chain {
             read_only: self.read_only,
             force_share: *force_share,
             handover: self.handover,
+            part: self.part,
             delay,
             ..OpenOptions::default()
         }
@@ -167,9 +177,14 @@ impl Chain {
             self.discards = Discards::Ignore;
         }
         match driver {
-            "raw" => self.below(arguments, common),
+            "raw" => {
+                self.part = part(arguments)?.or(self.part);
+                self.below(arguments, common)
+            }
             "qcow2" => {
-                if self.qcow2.replace(qcow2(arguments)?).is_some() {
+                let node = qcow2(arguments)?;
+                self.read_only |= node.snapshot.is_some();
+                if self.qcow2.replace(node).is_some() {
                     let rule = "does not go into another 'qcow2' (one image, one node)";
                     return Err(Error::rule(&arguments.name_of("driver"), rule));
                 }
@@ -309,6 +324,14 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
     })
 }
 
+/// As QEMU's `BlockdevOptionsRaw` has it.
+fn part(arguments: &mut Arguments) -> Result<Option<Part>, Error> {
+    let offset = arguments.optional("offset")?;
+    let size = arguments.number("size", 1..=u64::MAX)?;
+    let is_said = offset.is_some() || size.is_some();
+    Ok(is_said.then(|| Part { offset: offset.unwrap_or_default(), size }))
+}
+
 fn qcow2(arguments: &mut Arguments) -> Result<Qcow2Node, Error> {
     let no_backing = arguments.take_null("backing");
     if arguments.reference("backing", "BlockdevRefOrNull")?.is_some() {
@@ -325,7 +348,8 @@ fn qcow2(arguments: &mut Arguments) -> Result<Qcow2Node, Error> {
         key_secret = encrypt.optional("key-secret")?;
         encrypt.finish()?;
     }
-    Ok(Qcow2Node { caches, no_backing, key_secret })
+    let snapshot = arguments.optional("x-weir-snapshot")?;
+    Ok(Qcow2Node { caches, no_backing, key_secret, snapshot })
 }
 
 fn size(arguments: &mut Arguments) -> Result<Option<u64>, Error> {
