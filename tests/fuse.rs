@@ -435,6 +435,48 @@ fn several_open_it_and_there_are_several() {
 }
 
 #[test]
+fn a_machine_is_told_that_a_program_has_lengthened_its_disk() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let (file, machine) = (spot(&scratch, "file"), scratch.socket("machine"));
+    let image = scratch.sparse("disk.raw", MIB);
+    let door = format!("unix:{}", text(&machine));
+    let _weir =
+        serve(&scratch, &image, &file, ",growable").args(["-f", "raw", "--vhost-user-blk", &door]).start();
+    // As far as a front end goes that only looks.
+    python(
+        r#"
+import os, socket, struct, sys
+path, at = sys.argv[1:]
+front_end = socket.socket(socket.AF_UNIX)
+front_end.settimeout(300)
+front_end.connect(at)
+def send(code, payload, descriptors=[]):
+    socket.send_fds(front_end, [struct.pack("=III", code, 1, len(payload)) + payload], descriptors)
+def receive(channel, count):
+    data = b""
+    while len(data) < count:
+        data += channel.recv(count - len(data)) or sys.exit("the connection has ended")
+    return data
+def capacity():
+    send(24, struct.pack("=III", 0, 8, 0) + bytes(8))
+    return struct.unpack("=Q", receive(front_end, 12 + 12 + 8)[24:])[0] * 512
+config, back_end_requests = 1 << 9, 1 << 5
+send(16, struct.pack("=Q", config | back_end_requests))
+news, theirs = socket.socketpair()
+news.settimeout(300)
+send(21, b"", [theirs.fileno()])
+assert capacity() == 1 << 20
+os.truncate(path, 2 << 20)
+config_change = 2
+assert struct.unpack("=III", receive(news, 12))[0] == config_change
+assert capacity() == 2 << 20
+"#,
+        &[text(&file), text(&machine)],
+    );
+}
+
+#[test]
 fn limits_hold_and_waiting_can_be_ended() {
     need_fuse!();
     let scratch = Scratch::new();

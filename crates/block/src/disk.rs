@@ -25,6 +25,7 @@ use failures::{Kind, Request};
 use handover::Handover;
 pub use handover::NotHeld;
 
+use event_listener::Event;
 use policy::{
     prefetch::Ahead,
     request::Direction,
@@ -60,6 +61,7 @@ pub struct Disk {
     handover: Option<Handover>,
     discards: Discards,
     cuts: Seldom,
+    resized: Arc<Event>,
 }
 
 /// What becomes of discards, and of zeroes that may be holes.
@@ -145,6 +147,7 @@ impl Disk {
             handover,
             discards: Discards::default(),
             cuts: Seldom::default(),
+            resized: Arc::default(),
         })
     }
 
@@ -192,6 +195,11 @@ impl Disk {
     #[must_use]
     pub fn renamed(self, name: &str) -> Self {
         Self { name: name.into(), ..self }
+    }
+
+    /// Notified when it has been given another length, by whomever.
+    pub fn resized(&self) -> &Arc<Event> {
+        &self.resized
     }
 
     /// What the device failed, and what is done about it: to look at and to change while it runs.
@@ -424,6 +432,9 @@ impl Disk {
         let old = self.size_bytes();
         // All of it: it may have been cut off from outside, too, and nobody has looked since.
         self.prefetch.change(0, u64::MAX, self.image.resize(size_bytes)).await?;
+        if size_bytes != old {
+            self.resized.notify(usize::MAX);
+        }
         // Whoever may write to a file that shows it may do so all day.
         if size_bytes < old
             && let Some(left_out) = self.cuts.line(reactor::recently())

@@ -25,6 +25,7 @@ use block::{
     reactor::{self, Worker},
     storage::Root,
 };
+use event_listener::Event;
 use export::nbd::{self, NotRemoved, Removal};
 use policy::{
     access::{Access, Names},
@@ -213,8 +214,8 @@ pub(crate) struct Inventory {
     /// It is being read again.
     pub(crate) reloading: Cell<bool>,
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
-    /// Tells of the failures of each disk, while it is held.
-    watches: RefCell<BTreeMap<String, reactor::JoinHandle<()>>>,
+    /// Tell of the failures of each disk, and of its length, while they are held.
+    watches: RefCell<BTreeMap<String, [reactor::JoinHandle<()>; 2]>>,
     /// A disk has stopped, and nothing was resumed since.
     stopped: Cell<bool>,
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
@@ -415,8 +416,10 @@ impl Inventory {
     }
 
     fn list_disk(self: &Rc<Self>, name: String, disk: Rc<RunningDisk>) {
-        let watch = tell_failures(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.failures()));
-        self.watches.borrow_mut().insert(name.clone(), reactor::spawn_joinable(watch));
+        let failures = tell_failures(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.failures()));
+        let sizes = tell_sizes(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.resized()));
+        let watches = [reactor::spawn_joinable(failures), reactor::spawn_joinable(sizes)];
+        self.watches.borrow_mut().insert(name.clone(), watches);
         self.disks.borrow_mut().insert(name.clone(), disk);
         self.tell(&Change::Listed { name });
     }
@@ -589,7 +592,7 @@ impl Inventory {
     }
 
     /// A disk may have another length: who sees it through a door of its own is told.
-    pub(crate) fn look_at_size(&self, disk: &Rc<RunningDisk>) {
+    fn look_at_size(&self, disk: &Rc<RunningDisk>) {
         for export in self.exports.borrow().values() {
             if let Door::Own(entrance) = &export.door
                 && Rc::ptr_eq(&export.disk, disk)
@@ -773,6 +776,20 @@ impl Inventory {
                 (inventory.ender)(End::Idle);
             }
         })
+    }
+}
+
+/// Whoever gives a disk another length, each of its exports sees it: a program may have written
+/// behind the end of a file that shows it.
+async fn tell_sizes(inventory: Weak<Inventory>, disk: String, resized: Arc<Event>) {
+    let mut next = resized.listen();
+    loop {
+        next.await;
+        next = resized.listen();
+        let Some(inventory) = inventory.upgrade() else { return };
+        if let Ok(running) = inventory.disk(&disk) {
+            inventory.look_at_size(&running);
+        }
     }
 }
 

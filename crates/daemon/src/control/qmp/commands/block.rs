@@ -288,7 +288,6 @@ impl Command for BlockResize {
             error => generic(format_args!("Cannot resize '{}': {error}", disk.disk.name())),
         })?;
         tracing::info!(disk = %disk.disk.name(), before, size_bytes = self.size_bytes, "resized");
-        inventory.look_at_size(&disk);
         Ok(json!({}))
     }
 }
