@@ -28,6 +28,7 @@ mod cgroup_show;
 mod chains;
 mod control;
 mod control_socket;
+mod descriptors;
 mod devices;
 mod docker_plugin;
 mod documents;

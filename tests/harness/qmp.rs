@@ -5,7 +5,10 @@
 use std::{
     collections::VecDeque,
     io::{BufRead as _, BufReader, Read as _, Write as _},
-    os::unix::net::UnixStream,
+    os::{
+        fd::{AsRawFd as _, RawFd},
+        unix::net::UnixStream,
+    },
     path::Path,
 };
 
@@ -41,6 +44,11 @@ impl Qmp {
         }
         assert_eq!(answer["return"], json!({}), "{answer}");
         client
+    }
+
+    /// For what comes beside the bytes.
+    pub(crate) fn descriptor(&self) -> RawFd {
+        self.lines.get_ref().as_raw_fd()
     }
 
     #[track_caller]

@@ -368,7 +368,7 @@ fn check_clients(draft: &Draft, servers: &[Server]) -> Result<(), Wrong> {
 fn socket_of(server: &Server) -> Option<&Path> {
     match &server.endpoint {
         Endpoint::Address(Address::Unix(path)) => Some(path),
-        Endpoint::Address(Address::Tcp { .. }) | Endpoint::Inherited => None,
+        Endpoint::Address(Address::Tcp { .. }) | Endpoint::Inherited | Endpoint::Passed(_) => None,
     }
 }
 

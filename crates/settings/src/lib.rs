@@ -169,6 +169,8 @@ pub enum Endpoint {
     Address(Address),
     /// On all the sockets the service manager passed.
     Inherited,
+    /// On a socket of this name that was passed while weir ran; no plan has one.
+    Passed(String),
 }
 
 /// A disk under a name that clients ask for.

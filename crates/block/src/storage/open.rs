@@ -4,7 +4,7 @@
 //! Blocks, so it belongs at the start of the program, or in
 //! [`reactor::blocking`](crate::reactor::blocking).
 
-use std::path::Path;
+use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 
 use super::{
     CacheMode, Format, Memory, Null, OpenError, Part, Root, Spec, Storage,
@@ -34,6 +34,8 @@ pub struct OpenOptions {
     pub may_be_empty: bool,
     /// Where files must lie; everywhere without it.
     pub root: Option<Root>,
+    /// The file itself, already open: its name is not looked at, nor where it lies.
+    pub descriptor: Option<Arc<OwnedFd>>,
     /// The part of it that is the disk; only of raw images.
     pub part: Option<Part>,
     /// Latency added.
@@ -85,6 +87,7 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
         handover: options.handover,
         may_be_empty: options.may_be_empty,
         root: options.root.clone(),
+        descriptor: options.descriptor.clone(),
     };
     let (file, plain) = file::open(path, &how)?;
     // Who says the format need not be able to guess it.

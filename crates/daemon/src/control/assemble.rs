@@ -140,6 +140,7 @@ fn options(
     let storage = OpenOptions {
         cache: disk.cache,
         root,
+        descriptor: None,
         format: disk.format,
         part: disk.part,
         read_only: disk.read_only,

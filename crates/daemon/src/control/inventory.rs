@@ -38,6 +38,7 @@ use super::{
     change::{Change, Listener},
     devices::{Devices, Listed},
     doors::{self, Entrance},
+    fdsets::Sets,
     loaded::Loaded,
     serving::Serving,
 };
@@ -235,6 +236,8 @@ pub(crate) struct Inventory {
     credentials: RefCell<BTreeMap<String, nbd::TlsServer>>,
     /// Rules about names that servers can be given.
     names: RefCell<BTreeMap<String, Names>>,
+    /// Sets of descriptors that clients have passed.
+    pub(crate) descriptors: Sets,
     listeners: RefCell<Vec<Listener>>,
     pub(crate) ender: Ender,
 }
@@ -262,6 +265,7 @@ impl Inventory {
             secrets: RefCell::default(),
             credentials: RefCell::default(),
             names: RefCell::default(),
+            descriptors: Sets::default(),
             listeners: RefCell::default(),
             ender,
         })

@@ -126,7 +126,7 @@ impl Wanted {
             Way::Nbd { endpoint, name, .. } => {
                 let address = match endpoint {
                     Endpoint::Address(address) => address.to_string(),
-                    Endpoint::Inherited => {
+                    Endpoint::Inherited | Endpoint::Passed(_) => {
                         server(inventory, endpoint).map_or_else(String::new, |serving| serving.address())
                     }
                 };

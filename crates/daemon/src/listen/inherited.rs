@@ -3,12 +3,15 @@
 
 use std::{
     env,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd as _, OwnedFd},
 };
 
 use anyhow::{Context as _, anyhow, bail};
 use listenfd::ListenFd;
-use nix::sys::socket::{getsockopt, sockopt::AcceptConn};
+use nix::sys::socket::{
+    self, Backlog, SockaddrStorage, getsockopt,
+    sockopt::{AcceptConn, SockType},
+};
 
 use super::{Authority, Listener};
 
@@ -22,6 +25,8 @@ pub struct Inherited {
     names: Vec<Option<String>>,
     /// Places of those that are not for everybody.
     kept: Vec<usize>,
+    /// One that came later, for whoever asks for it by its name.
+    later: Option<(String, OwnedFd)>,
 }
 
 impl Inherited {
@@ -32,12 +37,12 @@ impl Inherited {
         let sockets = ListenFd::from_env();
         let mut said = said.split(':').map(str::to_owned);
         let names = (0..sockets.len()).map(|_| Some(said.next().unwrap_or_default())).collect();
-        Self { sockets, names, kept: Vec::new() }
+        Self { sockets, names, kept: Vec::new(), later: None }
     }
 
     /// Of nobody.
     pub(crate) fn none() -> Self {
-        Self { sockets: ListenFd::empty(), names: Vec::new(), kept: Vec::new() }
+        Self { sockets: ListenFd::empty(), names: Vec::new(), kept: Vec::new(), later: None }
     }
 
     /// How many have not been taken.
@@ -61,8 +66,16 @@ impl Inherited {
 
     /// Takes the one of this name, or of this number.
     pub(crate) fn named(&mut self, name: &str) -> anyhow::Result<Listener> {
+        if let Some((_, socket)) = self.later.take_if(|(known, _)| known == name) {
+            return of_socket(socket, &format!("fd:{name}"));
+        }
         let index = self.find(name)?;
         self.listener(index)
+    }
+
+    /// One more, in the place of the last that came so.
+    pub(crate) fn add(&mut self, name: &str, socket: OwnedFd) {
+        self.later = Some((name.to_owned(), socket));
     }
 
     /// A name that several have means the first that is left.
@@ -101,6 +114,31 @@ impl Inherited {
         check_listening(&socket, index)?;
         Ok(Listener { socket, authority, file: None })
     }
+}
+
+/// A socket that is bound; it listens from now on, as QEMU has it.
+fn of_socket(socket: OwnedFd, name: &str) -> anyhow::Result<Listener> {
+    let kind = getsockopt(&socket, SockType)
+        .map_err(|_| anyhow!("{name}: is no socket (pass one that is bound)"))?;
+    if kind != socket::SockType::Stream {
+        bail!("{name}: is no stream socket (pass a SOCK_STREAM one)");
+    }
+    let address: SockaddrStorage = socket::getsockname(socket.as_raw_fd())?;
+    let authority = match (address.as_unix_addr(), address.as_sockaddr_in(), address.as_sockaddr_in6()) {
+        (Some(unix), ..) => match unix.path() {
+            Some(path) => Authority::of_unix(path),
+            None if unix.as_abstract().is_some() => Authority::Unnamed(0),
+            None => bail!("{name}: the socket is not bound (bind it to an address first)"),
+        },
+        (_, Some(v4), _) => Authority::of_tcp(&v4.ip().to_string(), v4.port()),
+        (.., Some(v6)) => Authority::of_tcp(&v6.ip().to_string(), v6.port()),
+        _ => bail!("{name}: is neither a Unix nor a TCP socket (pass one of those)"),
+    };
+    if !getsockopt(&socket, AcceptConn)? {
+        let wrong = "cannot listen (is it connected already?)";
+        socket::listen(&socket, Backlog::MAXCONN).with_context(|| format!("{name}: the socket {wrong}"))?;
+    }
+    Ok(Listener { socket, authority, file: None })
 }
 
 fn check_listening(socket: impl AsFd, index: usize) -> anyhow::Result<()> {

@@ -45,6 +45,7 @@ pub(crate) fn open(
     match endpoint {
         Endpoint::Address(address) => bind(address, access),
         Endpoint::Inherited => inherited.listeners(),
+        Endpoint::Passed(name) => Ok(vec![inherited.named(name)?]),
     }
 }
 

@@ -159,7 +159,7 @@ fn sockets(plan: &Plan, found: &mut Vec<anyhow::Error>) {
     };
     let of_servers = plan.servers.iter().filter_map(|server| match &server.endpoint {
         Endpoint::Address(address) => Some(address.clone()),
-        Endpoint::Inherited => None,
+        Endpoint::Inherited | Endpoint::Passed(_) => None,
     });
     let of_doors = plan.doors.iter().filter_map(|export| match &export.door {
         Door::VhostUserBlk(machine) if !machine.client => {

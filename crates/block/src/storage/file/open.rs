@@ -6,9 +6,15 @@
 use std::{
     fs,
     io::{ErrorKind, Seek, SeekFrom},
-    os::unix::fs::{FileTypeExt, OpenOptionsExt},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::fs::{FileTypeExt, OpenOptionsExt},
+    },
     path::Path,
-    sync::atomic::{AtomicBool, AtomicI32, AtomicU64},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicI32, AtomicU64},
+    },
 };
 
 use nix::unistd::{SysconfVar, sysconf};
@@ -38,11 +44,16 @@ pub(in crate::storage) struct FileOptions {
     pub(in crate::storage) may_be_empty: bool,
     /// Where it must lie.
     pub(in crate::storage) root: Option<Root>,
+    /// The file itself, which may lie where it could not be opened.
+    pub(in crate::storage) descriptor: Option<Arc<OwnedFd>>,
 }
 
 /// Opens `path`; blocks. Also returns a buffered descriptor for looking at the file.
 pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(File, fs::File), OpenError> {
     let name = path.display().to_string();
+    if let Some(descriptor) = &options.descriptor {
+        return of_descriptor(descriptor, name, options);
+    }
     // Held until everything is open, so that all of it is the same file.
     let pinned = options.root.as_ref().map(|root| root.pin(path, &name)).transpose()?;
     let pinned_path = pinned.as_ref().map(Pinned::path);
@@ -52,13 +63,50 @@ pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(Fi
     kind_of(&name, &fs::metadata(path).map_err(|error| failed(&error))?)?;
     let mut how = fs::OpenOptions::new();
     how.read(true).write(!options.read_only);
-    let mut buffered = how.open(path).map_err(|error| failed(&error))?;
+    let buffered = how.open(path).map_err(|error| failed(&error))?;
     let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
     let (main, alignment) = if options.cache.is_direct() {
         open_direct(path, &name, &how, kind, options)?
     } else {
         (buffered.try_clone().map_err(|error| failed(&error))?, Alignment::NONE)
     };
+    lock_and_look(name, kind, (main, alignment), buffered, options)
+}
+
+/// Of a descriptor that somebody else has opened, as far as is wanted of it.
+fn of_descriptor(
+    descriptor: &OwnedFd,
+    name: String,
+    options: &FileOptions,
+) -> Result<(File, fs::File), OpenError> {
+    let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
+    let buffered = fs::File::from(descriptor.try_clone().map_err(|error| failed(&error))?);
+    let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
+    if !options.cache.is_direct() {
+        let main = buffered.try_clone().map_err(|error| failed(&error))?;
+        return lock_and_look(name, kind, (main, Alignment::NONE), buffered, options);
+    }
+    // Its flags are shared with whoever has passed it, so they stay as they are.
+    let again = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
+    let mut how = fs::OpenOptions::new();
+    how.read(true).write(!options.read_only);
+    let direct = open_direct(Path::new(&again), &name, &how, kind, options);
+    let direct = direct.map_err(|error| {
+        let why = format!("cannot be opened again for cache={}: {}", options.cache, error.why);
+        OpenError::new(&name, why, "let weir open the file itself, or use writeback, writethrough or unsafe")
+    })?;
+    lock_and_look(name, kind, direct, buffered, options)
+}
+
+/// The last steps of opening it: its locks and its size.
+fn lock_and_look(
+    name: String,
+    kind: Kind,
+    (main, alignment): (fs::File, Alignment),
+    mut buffered: fs::File,
+    options: &FileOptions,
+) -> Result<(File, fs::File), OpenError> {
+    let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
     let wanted = lock::Use::of(options.read_only, options.force_share);
     let is_protected = options.handover || lock::acquire(&main, &name, wanted)?;
     let size_bytes = buffered.seek(SeekFrom::End(0)).map_err(|error| failed(&error))?;

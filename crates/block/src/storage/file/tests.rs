@@ -88,6 +88,7 @@ fn an_image_is_free_once_it_is_dropped_and_nothing_is_in_flight() {
         handover: false,
         may_be_empty: false,
         root: None,
+        descriptor: None,
     };
     let locked = || open_file(file.path(), &options).is_err();
     let (image, _) = open_file(file.path(), &options).unwrap();
@@ -376,6 +377,7 @@ fn error_numbers_arrive_as_they_are() {
         handover: false,
         may_be_empty: false,
         root: None,
+        descriptor: None,
     };
     let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {
@@ -396,6 +398,7 @@ fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
         handover: false,
         may_be_empty: false,
         root: None,
+        descriptor: None,
     };
     let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {

@@ -6,12 +6,12 @@
 //!
 //! [`keyval`]: super::keyval
 
-use std::ops::RangeInclusive;
+use std::{ops::RangeInclusive, rc::Rc};
 
 use serde_json::{Map, Value};
 use settings::suggest;
 
-use super::{error::Error, json::shown};
+use super::{descriptors::Passed, error::Error, json::shown};
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Arguments {
@@ -21,6 +21,8 @@ pub(crate) struct Arguments {
     asked: Vec<String>,
     /// Numbers and booleans are text.
     written: bool,
+    /// Descriptors of whoever sent them.
+    passed: Option<Rc<Passed>>,
 }
 
 impl Arguments {
@@ -31,6 +33,16 @@ impl Arguments {
     /// Those of a command line's `key=value`s.
     pub(super) fn written(members: Map<String, Value>) -> Self {
         Self { members, written: true, ..Self::default() }
+    }
+
+    /// The same, of a client who may have passed descriptors.
+    pub(super) fn of_client(self, passed: &Rc<Passed>) -> Self {
+        Self { passed: Some(Rc::clone(passed)), ..self }
+    }
+
+    /// Descriptors of who sent them; none where nobody could.
+    pub(super) fn passed(&self) -> Rc<Passed> {
+        self.passed.clone().unwrap_or_default()
     }
 
     /// The full name of a key, as errors have it: `limits.iops-total`.
@@ -102,7 +114,8 @@ impl Arguments {
         let name = self.name_of(key);
         match value {
             Value::Object(members) => {
-                Ok(Some(Self { prefix: name + ".", members, asked: Vec::new(), written: self.written }))
+                let (written, passed) = (self.written, self.passed.clone());
+                Ok(Some(Self { prefix: name + ".", members, asked: Vec::new(), written, passed }))
             }
             _ => Err(Error::wrong_type(&name, "object")),
         }
@@ -115,7 +128,8 @@ impl Arguments {
         let object = |(index, item)| match item {
             Value::Object(members) => {
                 let prefix = format!("{name}[{index}].");
-                Ok(Self { prefix, members, asked: Vec::new(), written: self.written })
+                let (written, passed) = (self.written, self.passed.clone());
+                Ok(Self { prefix, members, asked: Vec::new(), written, passed })
             }
             _ => Err(Error::wrong_type(&format!("{name}[{index}]"), "object")),
         };

@@ -3,6 +3,7 @@
 //! ```text
 //!   socket ─► server ─► session ─► stream ─► json        bytes to requests
 //!                │         └─► arguments, error          what is asked, and what is wrong with it
+//!                ├─► descriptors                         what comes beside the bytes
 //!                ├─► command ─► commands/…               what it does
 //!                └─► outbox ◄─ event                     answers and news, on their way back
 //! ```
@@ -18,6 +19,7 @@ mod caches;
 mod command;
 mod commands;
 mod control;
+mod descriptors;
 mod error;
 mod errors;
 mod event;

@@ -36,6 +36,7 @@ use serde_json::{Value, json};
 
 use super::{
     arguments::Arguments,
+    descriptors::Passed,
     error::Error,
     event::Events,
     outbox::Outbox,
@@ -181,15 +182,14 @@ impl Server {
 
     async fn converse(&self, socket: &Fd, outbox: &Rc<Outbox>) {
         let mut session = Session::default();
-        let mut buffer = Buffer::new(INTAKE_BYTES);
+        let passed = Rc::new(Passed::default());
+        let mut buffer = vec![0; INTAKE_BYTES];
         loop {
-            let (received, filled) = op::receive(socket, buffer, 0).await;
-            buffer = filled;
-            let mut input = match received {
+            let mut input = match passed.receive(socket, &mut buffer).await {
                 Ok(0) | Err(_) => return,
                 Ok(count) => &buffer[..count],
             };
-            while let Some(answer) = self.next_answer(&mut session, &mut input, outbox).await {
+            while let Some(answer) = self.next_answer(&mut session, &mut input, &passed, outbox).await {
                 outbox.push(&answer);
                 if !matches!(reactor::timeout(PATIENCE, outbox.room()).await, Ok(true)) {
                     tracing::info!("a QMP client that does not read was cut off");
@@ -208,6 +208,7 @@ impl Server {
         &self,
         session: &mut Session,
         input: &mut &[u8],
+        passed: &Rc<Passed>,
         outbox: &Rc<Outbox>,
     ) -> Option<Value> {
         if self.stopping.get() {
@@ -221,7 +222,7 @@ impl Server {
         Some(match turn {
             Turn::Answer(answer) => answer,
             Turn::Execute(call) => {
-                let result = match self.commands.execute(&call.name, call.arguments) {
+                let result = match self.commands.execute(&call.name, call.arguments.of_client(passed)) {
                     Ok(running) => running.await,
                     Err(error) => Err(error),
                 };

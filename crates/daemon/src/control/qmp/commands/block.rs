@@ -191,10 +191,23 @@ async fn open_bottom(inventory: &Inventory, chain: &Chain) -> Result<Opened, Err
     }
     let id = chain.qcow2.as_ref().and_then(|node| node.key_secret.as_deref());
     let secret = id.map(|id| inventory.secret(id)).transpose()?;
-    let options = chain.open_options(inventory.image_root().cloned(), secret);
+    let passed = |read_only| match image.path() {
+        Some(path) => inventory.descriptors.of_path(path, read_only).map_err(Error::generic),
+        None => Ok(None),
+    };
+    let may_be_read_only = *auto_read_only && !chain.read_only && !chain.handover;
+    let mut options = chain.open_options(inventory.image_root().cloned(), secret);
+    match passed(chain.read_only) {
+        Ok(descriptor) => options.storage.descriptor = descriptor,
+        Err(_) if may_be_read_only => {
+            options.storage.read_only = true;
+            options.storage.descriptor = passed(true)?;
+        }
+        Err(error) => return Err(error),
+    }
     let opened = match open(&spec, options.clone()).await {
-        Err(_) if *auto_read_only && !options.storage.read_only && !chain.handover => {
-            let storage = OpenOptions { read_only: true, ..options.storage };
+        Err(_) if may_be_read_only && !options.storage.read_only => {
+            let storage = OpenOptions { read_only: true, descriptor: passed(true)?, ..options.storage };
             open(&spec, ImageOptions { storage, ..options }).await
         }
         result => result,

@@ -1,7 +1,7 @@
 //! Exports. QEMU has one NBD server, weir any number; where there are several, `x-weir-listen` says
 //! which is meant, by its address as `x-weir-query-status` shows it.
 
-use std::{path::Path, rc::Rc};
+use std::{os::fd::OwnedFd, path::Path, rc::Rc};
 
 use block::reactor;
 use export::nbd::Removal;
@@ -32,7 +32,8 @@ pub(super) struct BlockExportAdd {
 #[derive(Debug)]
 enum Kind {
     Nbd(Nbd),
-    Own(Door),
+    /// With the socket that was passed for it, if one was.
+    Own(Door, Option<OwnedFd>),
 }
 
 #[derive(Debug)]
@@ -58,7 +59,11 @@ impl Command for BlockExportAdd {
         refuse_unsupported(arguments)?;
         let kind = match kind {
             0 => Kind::Nbd(Nbd::read(arguments, &node)?),
-            own => Kind::Own(door::read(door::TYPES[own - 1], arguments)?),
+            own => {
+                let door = door::read(door::TYPES[own - 1], arguments)?;
+                let socket = door.passed().and_then(|name| arguments.passed().take(name));
+                Kind::Own(door, socket)
+            }
         };
         Ok(Self { id, node, writable: arguments.optional("writable")?.unwrap_or(false), kind })
     }
@@ -76,7 +81,11 @@ impl Command for BlockExportAdd {
         }
         let nbd = match self.kind {
             Kind::Nbd(nbd) => nbd,
-            Kind::Own(door) => {
+            Kind::Own(door, socket) => {
+                if let (Some(name), Some(socket)) = (door.passed(), socket) {
+                    let terms = inventory.door_terms().map_err(|error| Error::generic(error.to_string()))?;
+                    terms.inherited.borrow_mut().add(name, socket);
+                }
                 let added = inventory.add_door(self.id, disk, !self.writable, &door).await;
                 return added.map(|_| json!({})).map_err(|error| Error::generic(format!("{error:#}")));
             }

@@ -27,6 +27,7 @@ macro_rules! query {
 }
 
 mod block;
+mod descriptor;
 mod door;
 mod export;
 mod node;
@@ -49,6 +50,11 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<process::QueryStatus>(),
     Entry::of::<process::QueryName>(),
     Entry::of::<process::Continue>(),
+    Entry::of::<descriptor::GetFd>(),
+    Entry::of::<descriptor::CloseFd>(),
+    Entry::of::<descriptor::AddFd>(),
+    Entry::of::<descriptor::RemoveFd>(),
+    Entry::of::<descriptor::QueryFdSets>(),
     Entry::of::<block::BlockdevAdd>(),
     Entry::of::<block::BlockdevDel>(),
     Entry::of::<block::BlockResize>(),

@@ -4,7 +4,7 @@
 //! An address is written as QMP has it here (`{"type": "unix", "data": {"path": …}}`), or without
 //! `data`, as on a command line.
 
-use std::rc::Rc;
+use std::{os::fd::OwnedFd, rc::Rc};
 
 use block::reactor;
 use export::nbd::{self, Terms, Tls};
@@ -21,8 +21,15 @@ use crate::{
 };
 
 #[derive(Debug)]
+enum Place {
+    Address(Address),
+    /// A socket by its name, passed just now, or else to the daemon.
+    Passed(String, Option<OwnedFd>),
+}
+
+#[derive(Debug)]
 pub(super) struct NbdServerStart {
-    address: Address,
+    place: Place,
     credentials: Option<String>,
     /// The id of rules about names.
     names: Option<String>,
@@ -34,7 +41,7 @@ impl Command for NbdServerStart {
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let mut addr = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
-        let address = address(&mut addr)?;
+        let place = address(&mut addr)?;
         addr.finish()?;
         let most = arguments.number("max-connections", 0..=u32::MAX.into())?;
         let credentials: Option<String> = arguments.optional("tls-creds")?;
@@ -43,7 +50,7 @@ impl Command for NbdServerStart {
             return Err(Error::rule("tls-authz", "needs tls-creds, which prove the name of a client"));
         }
         Ok(Self {
-            address,
+            place,
             credentials,
             names,
             max_connections: match most {
@@ -69,14 +76,26 @@ impl Command for NbdServerStart {
             names.ok_or_else(|| Error::generic(format!("No authorization object with id '{}'", shown(id))))
         });
         let names = names.transpose()?;
-        let DoorTerms { workers, access, nbd: standard, .. } = inventory.door_terms().map_err(generic)?;
-        if let Some(sandbox) = inventory.sandbox() {
-            sandbox.check_address(&self.address).map_err(generic)?;
-        }
-        let (endpoint, access) = (Endpoint::Address(self.address), access.clone());
-        let at = endpoint.clone();
-        let open = move || listen::open(&endpoint, &access, &mut Inherited::none());
-        let listeners = reactor::blocking(open).await.map_err(generic)?;
+        let DoorTerms { workers, access, nbd: standard, inherited } =
+            inventory.door_terms().map_err(generic)?;
+        let (at, listeners) = match self.place {
+            Place::Address(address) => {
+                if let Some(sandbox) = inventory.sandbox() {
+                    sandbox.check_address(&address).map_err(generic)?;
+                }
+                let (endpoint, access) = (Endpoint::Address(address), access.clone());
+                let at = endpoint.clone();
+                let open = move || listen::open(&endpoint, &access, &mut Inherited::none());
+                (at, reactor::blocking(open).await.map_err(generic)?)
+            }
+            Place::Passed(name, socket) => {
+                let mut passed = inherited.borrow_mut();
+                if let Some(socket) = socket {
+                    passed.add(&name, socket);
+                }
+                (Endpoint::Passed(name.clone()), vec![passed.named(&name).map_err(generic)?])
+            }
+        };
         refuse_second(&inventory)?;
         let mut terms = Terms { max_connections: self.max_connections, ..standard.clone() };
         if names.is_some() {
@@ -98,29 +117,36 @@ fn refuse_second(inventory: &Inventory) -> Result<(), Error> {
 }
 
 /// As QEMU's `SocketAddress` and `SocketAddressLegacy`.
-fn address(addr: &mut Arguments) -> Result<Address, Error> {
-    let kind = addr.choice("type", &["inet", "unix"])?;
-    let is_unix = kind.ok_or_else(|| Error::missing(&addr.name_of("type")))? == 1;
+fn address(addr: &mut Arguments) -> Result<Place, Error> {
+    let kind = addr.choice("type", &["inet", "unix", "fd"])?;
+    let kind = kind.ok_or_else(|| Error::missing(&addr.name_of("type")))?;
     match addr.object("data")? {
         Some(mut data) => {
-            let address = place(&mut data, is_unix)?;
+            let place = place(&mut data, kind)?;
             data.finish()?;
-            Ok(address)
+            Ok(place)
         }
-        None => place(addr, is_unix),
+        None => place(addr, kind),
     }
 }
 
-fn place(inside: &mut Arguments, is_unix: bool) -> Result<Address, Error> {
-    if is_unix {
+fn place(inside: &mut Arguments, kind: usize) -> Result<Place, Error> {
+    if kind == 2 {
+        let name: String = inside.required("str")?;
+        let socket = inside.passed().take(&name);
+        return Ok(Place::Passed(name, socket));
+    }
+    if kind == 1 {
         let path: String = inside.required("path")?;
         let path = settings::socket(&format!("unix:{path}"));
-        return path.map(Address::Unix).map_err(|rule| Error::rule(&inside.name_of("path"), rule));
+        return path
+            .map(|path| Place::Address(Address::Unix(path)))
+            .map_err(|rule| Error::rule(&inside.name_of("path"), rule));
     }
     let host: String = inside.required("host")?;
     let port: String = inside.required("port")?;
     let written = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
-    written.parse().map_err(|rule: String| Error::rule(&inside.name_of("host"), rule))
+    written.parse().map(Place::Address).map_err(|rule: String| Error::rule(&inside.name_of("host"), rule))
 }
 
 #[derive(Debug)]
@@ -155,7 +181,10 @@ mod tests {
     use super::*;
 
     fn read(value: Value) -> Result<String, String> {
-        Arguments::read_all(value, NbdServerStart::read).map(|command| command.address.to_string())
+        Arguments::read_all(value, NbdServerStart::read).map(|command| match command.place {
+            Place::Address(address) => address.to_string(),
+            Place::Passed(name, _) => format!("fd:{name}"),
+        })
     }
 
     #[test]
@@ -165,10 +194,11 @@ mod tests {
         assert_eq!(with(json!({"type": "unix", "path": "/a"})).unwrap(), "unix:/a");
         let inet = json!({"type": "inet", "data": {"host": "::1", "port": "7"}});
         assert_eq!(with(inet).unwrap(), "[::1]:7");
+        assert_eq!(with(json!({"type": "fd", "data": {"str": "nbd"}})).unwrap(), "fd:nbd");
         for (addr, expect) in [
             (
                 json!({"type": "vsock"}),
-                "Parameter 'addr.type' does not accept value 'vsock' (there are: inet, unix)",
+                "Parameter 'addr.type' does not accept value 'vsock' (there are: inet, unix, fd)",
             ),
             (json!({"type": "unix", "data": {}}), "Parameter 'addr.data.path' is missing"),
             (json!({"type": "inet", "host": "a"}), "Parameter 'addr.port' is missing"),

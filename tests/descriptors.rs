@@ -1,0 +1,178 @@
+//! Descriptors over the control socket, as management software passes them: images that the daemon
+//! itself may not open, and sockets that somebody else has bound.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::IoSlice,
+    net::TcpListener,
+    os::{
+        fd::{AsFd, AsRawFd as _},
+        unix::{
+            fs::PermissionsExt as _,
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::Path,
+};
+
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use serde_json::{Value, json};
+
+use crate::harness::{
+    Client, MIB, Qmp, Scratch, Serve, Weir, Wire, assert_says, need_root, operator, pattern, text,
+};
+
+/// What the command that `descriptor` comes beside answers.
+#[track_caller]
+fn ask_with(qmp: &mut Qmp, descriptor: impl AsFd, command: &str, arguments: &Value) -> Value {
+    let line = json!({ "execute": command, "arguments": arguments }).to_string();
+    let descriptors = [descriptor.as_fd().as_raw_fd()];
+    let beside = [ControlMessage::ScmRights(&descriptors)];
+    let sent =
+        sendmsg::<()>(qmp.descriptor(), &[IoSlice::new(line.as_bytes())], &beside, MsgFlags::empty(), None);
+    assert_eq!(sent, Ok(line.len()));
+    qmp.answer()
+}
+
+/// A daemon without disks, as a user who may open nothing of root's, and a client of its socket.
+fn nobodys(scratch: &Scratch) -> (Weir, Qmp) {
+    need_root("daemons of another user");
+    let sockets = scratch.socket("qmp");
+    for directory in [scratch.path(""), sockets.parent().expect("it is in one").to_owned()] {
+        fs::set_permissions(directory, fs::Permissions::from_mode(0o777)).expect("it is ours");
+    }
+    let weir = Serve::new(scratch)
+        .where_said()
+        .behind(["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"])
+        .args(["--object", "throttle-group,id=g", "--qmp", &operator::socket(scratch)])
+        .start();
+    let qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    (weir, qmp)
+}
+
+fn open(path: &Path, write: bool) -> File {
+    OpenOptions::new().read(true).write(write).open(path).expect("root may")
+}
+
+fn node(name: &str, set: &Value, more: &Value) -> Value {
+    let filename = format!("/dev/fdset/{set}");
+    let mut node =
+        json!({ "driver": "raw", "node-name": name, "file": { "driver": "file", "filename": filename } });
+    node.as_object_mut().expect("an object").extend(more.as_object().expect("an object").clone());
+    node
+}
+
+#[test]
+fn an_image_is_served_that_the_daemon_may_not_open() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("disk.raw", MIB);
+    fs::set_permissions(&image, fs::Permissions::from_mode(0o600)).expect("it is ours");
+    let (weir, mut qmp) = nobodys(&scratch);
+    let by_name =
+        json!({ "driver": "raw", "node-name": "d", "file": { "driver": "file", "filename": text(&image) } });
+    assert_says(&qmp.refused("blockdev-add", by_name).1, &["no permission"]);
+    let added = ask_with(&mut qmp, open(&image, true), "add-fd", &json!({ "opaque": "rdwr:disk.raw" }));
+    let set = &added["return"]["fdset-id"];
+    qmp.command("blockdev-add", node("d", set, &json!({})));
+    let nbd = scratch.socket("nbd");
+    let addr = json!({ "type": "unix", "data": { "path": text(&nbd) } });
+    qmp.command("nbd-server-start", json!({ "addr": addr }));
+    qmp.command("block-export-add", json!({ "type": "nbd", "id": "e", "node-name": "d", "writable": true }));
+    // The disk has its own; the set may go.
+    let sets = qmp.command("query-fdsets", json!({}));
+    assert_eq!(sets[0]["fds"][0]["opaque"], "rdwr:disk.raw");
+    qmp.command("remove-fd", json!({ "fdset-id": set, "fd": sets[0]["fds"][0]["fd"] }));
+    assert_eq!(qmp.command("query-fdsets", json!({})), json!([]));
+    let mut client = Wire::go(&nbd, "d").0;
+    assert_eq!(client.read(512, 512).as_deref(), Ok(&pattern(1024)[512..]));
+    drop(client);
+    let uri = format!("nbd+unix:///d?socket={}", text(&nbd));
+    Client::new("nbdsh").args(["-u", &uri, "-c", "h.pwrite(b'x' * 512, 0)", "-c", "h.flush()"]).succeeds();
+    assert_eq!(fs::read(&image).expect("root may")[..512], [b'x'; 512]);
+    qmp.command("block-export-del", json!({ "id": "e", "mode": "hard" }));
+    qmp.event("BLOCK_EXPORT_DELETED");
+    qmp.command("blockdev-del", json!({ "node-name": "d" }));
+    drop(weir);
+}
+
+#[test]
+fn how_a_descriptor_was_opened_decides_what_it_is_good_for() {
+    let scratch = Scratch::new();
+    let image = scratch.filled("disk.raw", MIB);
+    let (_weir, mut qmp) = nobodys(&scratch);
+    let added = ask_with(&mut qmp, open(&image, false), "add-fd", &json!({ "fdset-id": 7 }));
+    assert_eq!(added["return"]["fdset-id"], 7);
+    let seven = json!(7);
+    let said = qmp.refused("blockdev-add", node("w", &seven, &json!({}))).1;
+    assert_says(&said, &["/dev/fdset/7", "no descriptor of the set was opened for reading and writing"]);
+    qmp.command("blockdev-add", node("r", &seven, &json!({ "read-only": true })));
+    qmp.command("blockdev-add", node("a", &seven, &json!({ "auto-read-only": true })));
+    let said = qmp.refused("blockdev-add", node("n", &json!(8), &json!({}))).1;
+    assert_says(&said, &["there is no such set"]);
+    for command in [json!({ "fdset-id": 7, "fd": 9999 }), json!({ "fdset-id": 9 })] {
+        assert_says(&qmp.refused("remove-fd", command).1, &["File descriptor named 'fdset-id:", "not found"]);
+    }
+    let directory = File::open(scratch.path("")).expect("it is there");
+    ask_with(&mut qmp, directory, "add-fd", &json!({ "fdset-id": 3 }));
+    let said = qmp.refused("blockdev-add", node("d", &json!(3), &json!({ "read-only": true }))).1;
+    assert_says(&said, &["is a directory"]);
+}
+
+#[test]
+fn a_descriptor_without_a_command_or_a_command_without_one_does_no_harm() {
+    let scratch = Scratch::new();
+    let _weir = operator::start(&scratch, &[]);
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let none = "No file descriptor supplied via SCM_RIGHTS";
+    assert_eq!(qmp.refused("getfd", json!({ "fdname": "a" })).1, none);
+    assert_eq!(qmp.refused("add-fd", json!({})).1, none);
+    let pipe = std::io::pipe().expect("a pipe");
+    assert!(ask_with(&mut qmp, &pipe.0, "getfd", &json!({ "fdname": "0a" }))["error"]["desc"].is_string());
+    assert!(ask_with(&mut qmp, &pipe.0, "getfd", &json!({ "fdname": "a" }))["return"].is_object());
+    assert!(ask_with(&mut qmp, &pipe.0, "query-status", &json!({}))["return"].is_object());
+    // Names are their client's.
+    let mut other = Qmp::negotiated(&scratch.socket("qmp"));
+    assert_eq!(other.refused("closefd", json!({ "fdname": "a" })).1, "File descriptor named 'a' not found");
+    qmp.command("closefd", json!({ "fdname": "a" }));
+    qmp.refused("closefd", json!({ "fdname": "a" }));
+    // A pipe is no socket, and is closed for it.
+    ask_with(&mut qmp, &pipe.0, "getfd", &json!({ "fdname": "p" }));
+    let export = json!({ "type": "vhost-user-blk", "id": "v", "node-name": "a", "addr": { "type": "fd", "str": "p" } });
+    assert_says(&qmp.refused("block-export-add", export).1, &["fd:p: is no socket"]);
+    qmp.refused("closefd", json!({ "fdname": "p" }));
+    // What a client leaves behind is closed.
+    ask_with(&mut qmp, &pipe.1, "getfd", &json!({ "fdname": "w" }));
+    drop((qmp, pipe.1));
+    let mut reader = pipe.0;
+    assert_eq!(std::io::Read::read(&mut reader, &mut [0]).expect("the writers have gone"), 0);
+}
+
+#[test]
+fn sockets_are_listened_at_that_a_client_has_bound() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch)
+        .where_said()
+        .args(["--blockdev", "null-co,node-name=a,size=1048576", "--qmp", &operator::socket(&scratch)])
+        .start();
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = socket.local_addr().expect("it is bound").port();
+    ask_with(&mut qmp, &socket, "getfd", &json!({ "fdname": "nbd" }));
+    drop(socket);
+    let addr = json!({ "type": "fd", "data": { "str": "nbd" } });
+    qmp.command("nbd-server-start", json!({ "addr": addr }));
+    qmp.command("block-export-add", json!({ "type": "nbd", "id": "e", "node-name": "a" }));
+    Client::new("nbdinfo").args(["--size", &format!("nbd://127.0.0.1:{port}/a")]).succeeds();
+    assert_says(&qmp.refused("nbd-server-start", json!({ "addr": addr })).1, &["already running"]);
+    qmp.command("nbd-server-stop", json!({}));
+    assert_says(
+        &qmp.refused("nbd-server-start", json!({ "addr": addr })).1,
+        &["fd:nbd: no such socket was passed"],
+    );
+    let machine = scratch.socket("machine");
+    ask_with(&mut qmp, UnixListener::bind(&machine).expect("it is ours"), "getfd", &json!({ "fdname": "v" }));
+    let export = json!({ "type": "vhost-user-blk", "id": "v", "node-name": "a", "addr": { "type": "fd", "str": "v" } });
+    qmp.command("block-export-add", export);
+    UnixStream::connect(&machine).expect("somebody listens");
+    drop(weir);
+}
