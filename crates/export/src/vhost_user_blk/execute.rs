@@ -205,11 +205,7 @@ impl Queue {
         if self.is_lost() { Err(Error::FAULT) } else { Ok(()) }
     }
 
-    pub(super) fn answer(&self, mut incoming: Incoming, result: Result<()>) {
-        if result.is_err() && self.is_held(&incoming) {
-            incoming.failed = true;
-            return self.give_back(incoming);
-        }
+    pub(super) fn answer(&self, incoming: Incoming, result: Result<()>) {
         let Incoming { ticket, request, .. } = incoming;
         // What was read or written may not be there.
         let status = match result.and(self.check_memory()) {
@@ -225,14 +221,7 @@ impl Queue {
         self.finish(ticket, request, status);
     }
 
-    /// Whether it failed because the queue stops, and would have been tried again once the disk
-    /// that an error has stopped goes on: whoever takes up the ring does that.
-    fn is_held(&self, incoming: &Incoming) -> bool {
-        let is_stopped = || self.device.disk().failures().stopped_by().is_some();
-        self.is_stopping() && !self.is_abandoned() && !incoming.must_go && is_stopped()
-    }
-
-    pub(super) fn finish(&self, ticket: Ticket, request: Request, status: Status) {
+    fn finish(&self, ticket: Ticket, request: Request, status: Status) {
         let place = request.status_place();
         let (address, bytes) = (place.guest_address(), place.bytes());
         let written = request.finish(status);

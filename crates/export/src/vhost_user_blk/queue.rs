@@ -10,9 +10,8 @@
 //! While there is something to do the driver is asked for no kicks. Where there is nothing, the
 //! queue looks again for a while before it asks for one and sleeps: see [`Patrol`].
 //!
-//! A queue that is stopped takes nothing more. What waits for its limits, or is held because an
-//! error has stopped the disk, goes back into the ring, what has begun ends, and then it says where
-//! the ring goes on.
+//! A queue that is stopped takes nothing more. What waits for its limits goes back into the ring,
+//! what has begun ends, and then it says where the ring goes on.
 
 use std::{
     cell::{Cell, RefCell},
@@ -39,7 +38,7 @@ use crate::{
     intake::{Intake, Mergeable},
     race::{First, first},
     virtio::{
-        block::{self as requests, Data, Kind, Request, Status},
+        block::{self as requests, Data, Kind, Request},
         ring::{Broken, Chain, Inflight, Layout, MAX_DESCRIPTORS, Places, Ring, Ticket},
     },
 };
@@ -80,8 +79,6 @@ pub(super) struct Incoming {
     number: u64,
     /// It cannot go back, and waits for its limits whatever happens.
     pub(super) must_go: bool,
-    /// It has failed on a disk that is stopped: if it cannot go back, it is answered.
-    pub(super) failed: bool,
 }
 
 impl Incoming {
@@ -287,7 +284,7 @@ impl Queue {
         let number = self.taken.get();
         self.taken.set(number + 1);
         match request {
-            Some(request) => intake.push(Incoming { ticket, request, number, must_go: false, failed: false }),
+            Some(request) => intake.push(Incoming { ticket, request, number, must_go: false }),
             None => {
                 ring.complete(ticket, 0);
                 self.unannounced.set(self.unannounced.get() + 1);
@@ -336,8 +333,7 @@ impl Queue {
         self.news.raise();
     }
 
-    /// A request was not begun, or would be tried again, and the queue is stopping, or is about to:
-    /// the places of its data are lost.
+    /// A request was not begun, because the queue is stopping, or is about to: its memory is lost.
     pub(super) fn give_back(&self, incoming: Incoming) {
         self.returned.borrow_mut().push(incoming);
         self.less(1);
@@ -440,9 +436,10 @@ impl Queue {
 
     fn stop(&self, abandoned: bool) {
         self.stopping.set(true);
-        self.abandoned.set(self.abandoned.get() || abandoned);
-        // Nobody would answer until somebody resumes the disk.
-        self.patience.lose();
+        if abandoned {
+            self.abandoned.set(true);
+            self.patience.lose();
+        }
         self.stop.notify(usize::MAX);
         self.news.raise();
     }
@@ -508,7 +505,7 @@ impl Queue {
                 return;
             }
             returned.sort_by_key(|incoming| incoming.number);
-            while let Some(Incoming { ticket, request, number, failed, .. }) = returned.pop() {
+            while let Some(Incoming { ticket, request, number, .. }) = returned.pop() {
                 let Err(ticket) = self.ring.borrow_mut().put_back(ticket) else { continue };
                 if self.abandoned.get() {
                     // It stays in the in-flight area.
@@ -516,11 +513,7 @@ impl Queue {
                 }
                 self.in_flight.set(self.in_flight.get() + 1);
                 self.device.in_flight.fetch_add(1, Relaxed);
-                if failed {
-                    self.finish(ticket, request, Status::IoError);
-                    continue;
-                }
-                let again = Incoming { ticket, request, number, must_go: true, failed };
+                let again = Incoming { ticket, request, number, must_go: true };
                 reactor::spawn(self.counted(Rc::clone(self).carry_out(again)));
             }
         }
