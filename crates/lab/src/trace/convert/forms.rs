@@ -5,15 +5,14 @@
 use std::{borrow::Cow, fmt, io::Write as _};
 
 use crate::trace::{
-    Format, HEADER, push_request, quoted,
+    Format, HEADER,
+    format::{SECTOR_BYTES, SHORTEST_WAIT_US},
+    push_request, quoted,
     record::{DiskId, Op},
 };
 
-const SECTOR_BYTES: u64 = 512;
 const US_NS: u64 = 1000;
 const S_NS: u64 = 1_000_000_000;
-/// What fio does not take for less: see `format/fio.rs`.
-const SHORTEST_WAIT_US: u64 = 100;
 
 /// A request to be written.
 #[derive(Clone, Copy)]

@@ -30,8 +30,16 @@ mod weir;
 use clap::ValueEnum;
 
 pub(super) use self::{
-    alibaba::Alibaba, blkparse::Blkparse, cloud_physics::CloudPhysics, columns::ByColumns, detect::detect,
-    fio::Fio, mqsim::Mqsim, msr::Msr, spc::Spc, weir::Weir,
+    alibaba::Alibaba,
+    blkparse::Blkparse,
+    cloud_physics::CloudPhysics,
+    columns::ByColumns,
+    detect::detect,
+    fio::{Fio, SHORTEST_WAIT_US},
+    mqsim::Mqsim,
+    msr::Msr,
+    spc::Spc,
+    weir::Weir,
 };
 pub(crate) use self::{columns::Columns, weir::HEADER};
 use super::{
@@ -142,7 +150,7 @@ fn bytes(sectors: u64) -> Result<u64, String> {
         .ok_or_else(|| format!("sector {sectors} does not fit into 64 bits of bytes"))
 }
 
-const SECTOR_BYTES: u64 = 512;
+pub(super) const SECTOR_BYTES: u64 = 512;
 
 /// A file's name without directories and endings.
 fn stem(file: &str) -> &str {
