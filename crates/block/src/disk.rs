@@ -20,8 +20,8 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
+use failures::Request;
 pub use failures::{ErrorPolicies, Errors, Failure, Failures, OnError, Patience};
-use failures::{Kind, Request};
 use handover::Handover;
 pub use handover::NotHeld;
 
@@ -30,6 +30,7 @@ use policy::{
     prefetch::Ahead,
     request::Direction,
     throttle::{Cost, Refused},
+    time::Instant,
 };
 
 use crate::{
@@ -43,6 +44,7 @@ use crate::{
     },
     memory::{Account, Budget, NotEnough},
     reactor,
+    recorder::{self, Finished, Operation, Recorded},
     seldom::Seldom,
     storage::{Durability, Extent, ResizeError, ZeroOptions},
 };
@@ -62,6 +64,7 @@ pub struct Disk {
     discards: Discards,
     cuts: Seldom,
     resized: Arc<Event>,
+    recorded: Recorded,
 }
 
 /// What becomes of discards, and of zeroes that may be holes.
@@ -82,6 +85,21 @@ pub struct Pass {
     /// How many requests of the client's it stands for.
     requests: u64,
     patience: Option<Arc<Patience>>,
+    /// Of a disk that is recorded.
+    times: Option<Times>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Times {
+    arrived: Instant,
+    admitted: Instant,
+}
+
+impl Times {
+    /// Of what waited for nothing.
+    fn at(now: Instant) -> Self {
+        Self { arrived: now, admitted: now }
+    }
 }
 
 impl Pass {
@@ -148,6 +166,7 @@ impl Disk {
             discards: Discards::default(),
             cuts: Seldom::default(),
             resized: Arc::default(),
+            recorded: Recorded::default(),
         })
     }
 
@@ -207,6 +226,11 @@ impl Disk {
         &self.failures
     }
 
+    /// Whether its requests are recorded, and as whose: to be changed while it runs.
+    pub fn recorded(&self) -> &Recorded {
+        &self.recorded
+    }
+
     /// Bytes, now.
     pub fn size_bytes(&self) -> u64 {
         self.image.size_bytes()
@@ -230,9 +254,10 @@ impl Disk {
     /// Apart from the I/O itself so that whoever asks can give up while nothing has happened: a
     /// dropped future is charged nothing.
     pub async fn admit(&self, direction: Direction, cost: Cost) -> Pass {
-        let requests = cost.requests();
+        let (requests, arrived) = (cost.requests(), self.clock());
         self.member.admit(direction, cost).await;
-        Pass { requests, patience: None }
+        let times = arrived.map(|arrived| Times { arrived, admitted: reactor::recently() });
+        Pass { requests, patience: None, times }
     }
 
     /// Reads `length` bytes at `offset`; those that are in memory already are not read again. If
@@ -251,7 +276,7 @@ impl Disk {
         }
         let length = target.len() as u64;
         let result = self.prefetched(&pass, offset, target).await;
-        self.ended(Kind::Read, "read", (offset, length), &pass, result)
+        self.ended(Operation::Read, (offset, length), &pass, result)
     }
 
     /// Reads a part of what [`Disk::read`] failed to read as a whole.
@@ -278,7 +303,7 @@ impl Disk {
             true => self.prefetched(&pass, offset, target.again()).await,
             false => self.image.read_to(offset, target.again()).await,
         };
-        self.done(Kind::Read, "read", range, &pass, attempt).await
+        self.done(Operation::Read, range, &pass, attempt).await
     }
 
     /// Whether reads and writes need not wait for anything but limits: see [`Disk::read_now`].
@@ -293,8 +318,9 @@ impl Disk {
         requests: impl Iterator<Item = (Direction, Cost)>,
         mut answer: impl FnMut(Option<Pass>),
     ) {
+        let times = self.clock().map(Times::at);
         self.member.admit_now(requests, |cost, passes| {
-            answer(passes.then(|| Pass { requests: cost.requests(), patience: None }));
+            answer(passes.then(|| Pass { requests: cost.requests(), patience: None, times }));
         });
     }
 
@@ -303,7 +329,7 @@ impl Disk {
     pub fn read_now(&self, pass: &Pass, offset: u64, into: &[Place]) -> Option<Result<()>> {
         let length = into.iter().map(Place::bytes).sum::<usize>() as u64;
         let result = self.image.read_now(offset, into)?;
-        Some(self.ended(Kind::Read, "read", (offset, length), pass, result))
+        Some(self.ended(Operation::Read, (offset, length), pass, result))
     }
 
     /// As [`Disk::write`], without a future; `None` from a disk that is not
@@ -313,7 +339,7 @@ impl Disk {
         let change = self.prefetch.change_begins(offset, length);
         let result = self.image.write_now(offset, from);
         self.prefetch.change_ends(change);
-        Some(self.ended(Kind::Write, "write", (offset, length), pass, result?))
+        Some(self.ended(Operation::Write, (offset, length), pass, result?))
     }
 
     fn prefetched(&self, pass: &Pass, offset: u64, target: Target) -> impl Future<Output = Result<Segments>> {
@@ -344,13 +370,13 @@ impl Disk {
             let change = self.prefetch.change_begins(offset, length);
             let result = self.image.write(offset, data, durability).await;
             self.prefetch.change_ends(change);
-            return self.ended(Kind::Write, "write", (offset, length), &pass, result);
+            return self.ended(Operation::Write, (offset, length), &pass, result);
         }
         let write = async || {
             let writing = self.image.write(offset, data.again(), durability);
             self.prefetch.change(offset, length, writing).await
         };
-        Box::pin(self.done(Kind::Write, "write", (offset, length), &pass, write)).await
+        Box::pin(self.done(Operation::Write, (offset, length), &pass, write)).await
     }
 
     /// Makes all completed writes durable. Never throttled: it moves no data of its own.
@@ -367,9 +393,9 @@ impl Disk {
             // It was written before.
             return Ok(());
         }
-        let pass = Pass { requests: 1, patience: patience.cloned() };
+        let pass = Pass { requests: 1, patience: patience.cloned(), times: self.clock().map(Times::at) };
         let flush = async || self.image.flush().await;
-        self.done(Kind::Flush, "flush", (0, 0), &pass, flush).await
+        self.done(Operation::Flush, (0, 0), &pass, flush).await
     }
 
     /// Makes `length` bytes at `offset` read as zeroes.
@@ -390,7 +416,7 @@ impl Disk {
         let zero = async || {
             self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await
         };
-        self.done(Kind::Write, "write-zeroes", (offset, length), &pass, zero).await
+        self.done(Operation::WriteZeroes, (offset, length), &pass, zero).await
     }
 
     /// Says that `length` bytes at `offset` are no longer needed; what they read as afterwards is
@@ -404,7 +430,7 @@ impl Disk {
             Discards::Unmap => self.prefetch.change(offset, length, self.image.discard(offset, length)).await,
             Discards::Ignore => Ok(()),
         };
-        self.done(Kind::Discard, "discard", (offset, length), &pass, discard).await?;
+        self.done(Operation::Discard, (offset, length), &pass, discard).await?;
         match durability {
             Durability::Cached => Ok(()),
             Durability::Synchronous => self.flush_for(pass.patience.as_ref()).await,
@@ -479,56 +505,71 @@ impl Disk {
     /// Attempts a request until its client is to know how it ended, and counts it.
     async fn done<T>(
         &self,
-        kind: Kind,
-        what: &'static str,
+        operation: Operation,
         range: (u64, u64),
         pass: &Pass,
         attempt: impl AsyncFnMut() -> Result<T>,
     ) -> Result<T> {
         let _inside = self.enter().await?;
-        let request = self.request(kind, what, range, pass);
+        let request = self.request(operation, range, pass);
         // What the page cache has lost no second attempt brings back: the client must know.
         let may_hold = || !self.image.storage().has_lost_writes();
-        let result = self.failures.until_done(request, may_hold, attempt).await?;
+        let result = self.failures.until_done(request, may_hold, attempt).await;
+        self.record(&request, pass, result.is_err());
+        let result = result?;
         self.count(&request);
         Ok(result)
     }
 
     /// Counts a request that was attempted once, whatever came of it.
-    fn ended<T>(
-        &self,
-        kind: Kind,
-        what: &'static str,
-        range: (u64, u64),
-        pass: &Pass,
-        result: Result<T>,
-    ) -> Result<T> {
-        let request = self.request(kind, what, range, pass);
+    fn ended<T>(&self, operation: Operation, range: (u64, u64), pass: &Pass, result: Result<T>) -> Result<T> {
+        let request = self.request(operation, range, pass);
         match &result {
             Ok(_) => self.count(&request),
             Err(error) => self.failures.tell(&request, *error),
         }
+        self.record(&request, pass, result.is_err());
         result
     }
 
     fn request<'a>(
         &'a self,
-        kind: Kind,
-        what: &'static str,
+        operation: Operation,
         (offset, length): (u64, u64),
         pass: &'a Pass,
     ) -> Request<'a> {
         let patience = pass.patience.as_deref();
-        Request { disk: &self.name, kind, what, offset, length, requests: pass.requests, patience }
+        Request { disk: &self.name, operation, offset, length, requests: pass.requests, patience }
     }
 
     fn count(&self, request: &Request<'_>) {
-        let direction = match request.kind {
-            Kind::Read => Direction::Read,
-            Kind::Write | Kind::Discard => Direction::Write,
-            Kind::Flush => return,
-        };
-        self.counters.count(direction, request.requests, request.length);
+        if request.operation != Operation::Flush {
+            self.counters.count(request.operation.direction(), request.requests, request.length);
+        }
+    }
+
+    fn record(&self, request: &Request<'_>, pass: &Pass, has_failed: bool) {
+        // Of merged reads that fail each is tried again, and tells for itself.
+        let is_tried_again = has_failed && request.operation == Operation::Read && request.requests > 1;
+        let (Some(disk), Some(times)) = (self.recorded.get(), pass.times) else { return };
+        if !is_tried_again {
+            recorder::tell(Finished {
+                disk,
+                operation: request.operation,
+                offset: request.offset,
+                length: request.length,
+                requests: u32::try_from(request.requests).unwrap_or(u32::MAX),
+                has_failed,
+                arrived: times.arrived,
+                admitted: times.admitted,
+                ended: reactor::recently(),
+            });
+        }
+    }
+
+    /// The time, if the disk is recorded.
+    fn clock(&self) -> Option<Instant> {
+        self.recorded.get().map(|_| reactor::recently())
     }
 
     /// Whether a request that begins now may have to wait, and so is attempted with more care.

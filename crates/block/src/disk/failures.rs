@@ -26,6 +26,7 @@ use policy::request::Direction;
 use crate::{
     error::{Error, Result},
     reactor,
+    recorder::Operation,
     seldom::Seldom,
 };
 
@@ -101,9 +102,9 @@ impl ErrorPolicies {
     }
 }
 
-/// What a request does, as far as errors are counted apart.
+/// How errors are counted apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+enum Kind {
     Read,
     /// Of data or zeroes.
     Write,
@@ -111,9 +112,29 @@ pub(super) enum Kind {
     Discard,
 }
 
-impl Kind {
-    fn direction(self) -> Direction {
+impl Operation {
+    fn kind(self) -> Kind {
+        match self {
+            Self::Read => Kind::Read,
+            Self::Write | Self::WriteZeroes => Kind::Write,
+            Self::Flush => Kind::Flush,
+            Self::Discard => Kind::Discard,
+        }
+    }
+
+    pub(super) fn direction(self) -> Direction {
         if self == Self::Read { Direction::Read } else { Direction::Write }
+    }
+
+    /// In the log.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::WriteZeroes => "write-zeroes",
+            Self::Flush => "flush",
+            Self::Discard => "discard",
+        }
     }
 }
 
@@ -299,14 +320,14 @@ impl Failures {
 
     /// Counts and tells a failure, and says whether its request is held.
     fn holds(&self, request: &Request<'_>, error: Error, may_hold: bool) -> bool {
-        let direction = request.kind.direction();
+        let direction = request.operation.direction();
         let mut state = self.lock();
         let policy = match direction {
             Direction::Read => state.policies.read,
             Direction::Write => state.policies.write,
         };
         let is_held = may_hold && policy.stops(error) && !state.lifted;
-        if !is_held && request.kind == Kind::Read && request.requests > 1 {
+        if !is_held && request.operation == Operation::Read && request.requests > 1 {
             // Each is tried alone now, and tells for itself.
             return false;
         }
@@ -319,7 +340,7 @@ impl Failures {
             state.failure = Some(Failure { direction, error, stops });
         }
         drop(state);
-        self.counts[request.kind as usize].fetch_add(request.requests, Ordering::Relaxed);
+        self.counts[request.operation.kind() as usize].fetch_add(request.requests, Ordering::Relaxed);
         self.news.notify(usize::MAX);
         self.log(request, error);
         if stops {
@@ -331,8 +352,8 @@ impl Failures {
 
     fn log(&self, request: &Request<'_>, error: Error) {
         if let Some(left_out) = self.log.line(reactor::recently()) {
-            let Request { disk, what, offset, length, .. } = *request;
-            tracing::error!(disk, request = what, offset, length, %error, left_out, "a request failed");
+            let Request { disk, operation, offset, length, .. } = *request;
+            tracing::error!(disk, request = operation.name(), offset, length, %error, left_out, "a request failed");
         }
     }
 }
@@ -341,9 +362,7 @@ impl Failures {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Request<'a> {
     pub(super) disk: &'a str,
-    pub(super) kind: Kind,
-    /// In the log.
-    pub(super) what: &'static str,
+    pub(super) operation: Operation,
     pub(super) offset: u64,
     pub(super) length: u64,
     /// Of the client's.

@@ -1,0 +1,178 @@
+//! What each request of recorded disks was and how long it took, for whoever keeps it.
+//!
+//! ```text
+//!   worker ─► ring of its own ─┐
+//!   worker ─► ring of its own ─┼─► Collector ─► a file, a page
+//! ```
+//!
+//! Nothing waits for the collector: where a ring is full, what does not fit is counted. A disk that
+//! is not recorded pays one load of a number. Never knows a disk's name, nor what becomes of what it
+//! collects.
+
+use std::{
+    cell::RefCell,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    },
+};
+
+use policy::time::Instant;
+use rtrb::{Consumer, Producer, RingBuffer};
+
+/// Requests in a ring: 65 ms of half a million a second.
+const RING: usize = 1 << 15;
+
+/// What a request was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Read.
+    Read,
+    /// Write.
+    Write,
+    /// Write zeroes.
+    WriteZeroes,
+    /// Flush.
+    Flush,
+    /// Discard.
+    Discard,
+}
+
+/// A request that has come to its end.
+#[derive(Clone, Copy, Debug)]
+pub struct Finished {
+    /// As its disk was told to be called.
+    pub disk: u32,
+    /// What it did.
+    pub operation: Operation,
+    /// Bytes.
+    pub offset: u64,
+    /// Bytes; of all that were merged.
+    pub length: u64,
+    /// How many requests of a client's that follow each other on the disk were merged.
+    pub requests: u32,
+    /// Whether its client had an error.
+    pub has_failed: bool,
+    /// When it came.
+    pub arrived: Instant,
+    /// When its limits let it pass.
+    pub admitted: Instant,
+    /// When it was answered.
+    pub ended: Instant,
+}
+
+/// Whether and as what a disk is recorded.
+#[derive(Debug, Default)]
+pub struct Recorded(AtomicU32);
+
+impl Recorded {
+    /// Records its requests from now on as those of `disk`; `None` ends that.
+    ///
+    /// # Panics
+    /// Where the number is [`u32::MAX`].
+    pub fn set(&self, disk: Option<u32>) {
+        let number = disk.map_or(0, |disk| disk.checked_add(1).expect("there are fewer disks"));
+        self.0.store(number, Ordering::Relaxed);
+    }
+
+    pub(crate) fn get(&self) -> Option<u32> {
+        self.0.load(Ordering::Relaxed).checked_sub(1)
+    }
+}
+
+thread_local! {
+    static TAP: RefCell<Option<Tap>> = const { RefCell::new(None) };
+}
+
+/// The rings of the collector there is; its number, 0 for none.
+static COLLECTED: Mutex<Vec<Ring>> = Mutex::new(Vec::new());
+static COLLECTOR: AtomicU64 = AtomicU64::new(0);
+static IS_THERE_ONE: AtomicBool = AtomicBool::new(false);
+
+/// A thread's end.
+struct Tap {
+    collector: u64,
+    ring: Producer<Finished>,
+    lost: Arc<AtomicU64>,
+}
+
+/// The collector's end.
+struct Ring {
+    ring: Consumer<Finished>,
+    lost: Arc<AtomicU64>,
+}
+
+/// Tells the collector, if there is one.
+pub(crate) fn tell(finished: Finished) {
+    if !IS_THERE_ONE.load(Ordering::Relaxed) {
+        return;
+    }
+    TAP.with_borrow_mut(|tap| {
+        let collector = COLLECTOR.load(Ordering::Relaxed);
+        if tap.as_ref().is_none_or(|tap| tap.collector != collector) {
+            *tap = Some(Tap::new(collector));
+        }
+        let tap = tap.as_mut().expect("it was made");
+        if tap.ring.push(finished).is_err() {
+            tap.lost.fetch_add(1, Ordering::Relaxed);
+        }
+    });
+}
+
+impl Tap {
+    fn new(collector: u64) -> Self {
+        let (ours, ring) = RingBuffer::new(RING);
+        let lost = Arc::new(AtomicU64::new(0));
+        let mut rings = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
+        // Another may have begun meanwhile: then this ring is nobody's, and the next request makes
+        // another.
+        if COLLECTOR.load(Ordering::Relaxed) == collector {
+            rings.push(Ring { ring, lost: Arc::clone(&lost) });
+        }
+        Self { collector, ring: ours, lost }
+    }
+}
+
+/// Takes what is told, of all threads; there is one at a time in a process.
+#[derive(Debug)]
+pub struct Collector(());
+
+impl Collector {
+    /// `None` while there is another.
+    pub fn begin() -> Option<Self> {
+        let mut rings = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
+        if IS_THERE_ONE.load(Ordering::Relaxed) {
+            return None;
+        }
+        rings.clear();
+        COLLECTOR.fetch_add(1, Ordering::Relaxed);
+        IS_THERE_ONE.store(true, Ordering::Relaxed);
+        Some(Self(()))
+    }
+
+    /// Hands over all that was told since the last time, thread by thread; returns how many could
+    /// not be kept since then.
+    pub fn take(&mut self, mut each: impl FnMut(&Finished)) -> u64 {
+        let mut lost = 0;
+        for Ring { ring, lost: of_ring } in
+            COLLECTED.lock().unwrap_or_else(PoisonError::into_inner).iter_mut()
+        {
+            let ready = ring.slots();
+            if let Ok(chunk) = ring.read_chunk(ready) {
+                let (first, second) = chunk.as_slices();
+                first.iter().chain(second).for_each(&mut each);
+                chunk.commit_all();
+            }
+            lost += of_ring.swap(0, Ordering::Relaxed);
+        }
+        lost
+    }
+}
+
+impl Drop for Collector {
+    fn drop(&mut self) {
+        let mut rings = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
+        IS_THERE_ONE.store(false, Ordering::Relaxed);
+        rings.clear();
+    }
+}
