@@ -29,7 +29,7 @@ use event_listener::Event;
 use policy::{
     prefetch::Ahead,
     request::Direction,
-    throttle::{Cost, Refused},
+    throttle::{Cost, Held, Refused},
     time::Instant,
 };
 
@@ -93,12 +93,13 @@ pub struct Pass {
 struct Times {
     arrived: Instant,
     admitted: Instant,
+    held: Option<Held>,
 }
 
 impl Times {
     /// Of what waited for nothing.
     fn at(now: Instant) -> Self {
-        Self { arrived: now, admitted: now }
+        Self { arrived: now, admitted: now, held: None }
     }
 }
 
@@ -255,8 +256,8 @@ impl Disk {
     /// dropped future is charged nothing.
     pub async fn admit(&self, direction: Direction, cost: Cost) -> Pass {
         let (requests, arrived) = (cost.requests(), self.clock());
-        self.member.admit(direction, cost).await;
-        let times = arrived.map(|arrived| Times { arrived, admitted: reactor::recently() });
+        let held = self.member.admit(direction, cost).await;
+        let times = arrived.map(|arrived| Times { arrived, admitted: reactor::recently(), held });
         Pass { requests, patience: None, times }
     }
 
@@ -562,6 +563,7 @@ impl Disk {
                 has_failed,
                 arrived: times.arrived,
                 admitted: times.admitted,
+                held: times.held,
                 ended: reactor::recently(),
             });
         }

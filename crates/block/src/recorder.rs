@@ -17,7 +17,7 @@ use std::{
     },
 };
 
-use policy::time::Instant;
+use policy::{throttle::Held, time::Instant};
 use rtrb::{Consumer, Producer, RingBuffer};
 
 /// Requests in a ring: 65 ms of half a million a second.
@@ -57,6 +57,8 @@ pub struct Finished {
     pub arrived: Instant,
     /// When its limits let it pass.
     pub admitted: Instant,
+    /// The limit that it waited for last, if for any.
+    pub held: Option<Held>,
     /// When it was answered.
     pub ended: Instant,
 }

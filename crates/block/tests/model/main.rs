@@ -297,5 +297,5 @@ fn reading_ahead_while_disks_move_and_wait_holds_nobody_up() {
 }
 
 fn is_ready(passage: Passage<'_, ()>) -> bool {
-    pin!(passage).as_mut().poll(&mut Context::from_waker(Waker::noop())) == Poll::Ready(())
+    pin!(passage).as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
 }

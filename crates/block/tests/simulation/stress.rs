@@ -77,7 +77,7 @@ async fn ask(member: &Member, request: u64, patience: Option<Duration>) -> bool 
     let direction = Direction::ALL[request as usize % 2];
     let admission = member.admit(direction, Cost::one(4096));
     match patience {
-        None => admission.await,
+        None => drop(admission.await),
         Some(patience) => return timeout(patience, admission).await.is_ok(),
     }
     true

@@ -69,4 +69,4 @@ pub use node::{Charged, NodeId, Ticket};
 pub use share::Share;
 pub use spare::GivenBack;
 pub use stats::{Counters, RECENT_NS, Stats, WaitSummary};
-pub use tree::{Admission, Decision, Returned, Tree};
+pub use tree::{Admission, Decision, Held, Returned, Tree};

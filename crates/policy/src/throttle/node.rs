@@ -121,6 +121,8 @@ pub(super) struct Node<T> {
     /// By direction: whether work waits for this node's own limits.
     pub(super) blocked: [bool; 2],
     blocked_since: Instant,
+    /// By direction: the limit that work waited for last, and until when.
+    freed: [Option<(LimitKind, Instant)>; 2],
     limited_ns: u64,
     binding: Option<LimitKind>,
     waits: Option<Box<AllWaits>>,
@@ -157,6 +159,7 @@ impl<T> Node<T> {
             counters: [Counters::default(); 2],
             blocked: [false; 2],
             blocked_since: now,
+            freed: [None; 2],
             limited_ns: 0,
             binding: None,
             waits: None,
@@ -256,6 +259,13 @@ impl<T> Node<T> {
         if by.is_some() {
             self.binding = by;
         }
+        let freed = &mut self.freed[direction.index()];
+        *freed = by.or(freed.map(|(kind, _)| kind)).map(|kind| (kind, now));
+    }
+
+    /// The limit that work waited for last in this direction, and until when.
+    pub(super) fn freed(&self, direction: Direction) -> Option<(LimitKind, Instant)> {
+        self.freed[direction.index()]
     }
 
     pub(super) fn count(&mut self, direction: Direction, cost: &Cost, waited_ns: Option<u64>, now: Instant) {

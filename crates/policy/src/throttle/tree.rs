@@ -66,6 +66,15 @@ pub enum Decision<T> {
     Idle,
 }
 
+/// The limit that a request waited for last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Held {
+    /// Whose limit: 0 is the disk's own, 1 its group's, and so on up.
+    pub level: usize,
+    /// Which.
+    pub kind: LimitKind,
+}
+
 /// A request that a removed node gives back. What it had paid of its price is lost.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Returned<T> {
@@ -109,6 +118,8 @@ pub struct Tree<T> {
     now: Instant,
     next_number: u64,
     path: Path,
+    /// Of the request that was admitted last.
+    held: Option<Held>,
     /// A disk has brought something from elsewhere: until then nobody looks for what one did.
     has_moved: bool,
 }
@@ -125,6 +136,7 @@ impl<T> Tree<T> {
             now,
             next_number: 0,
             path: Path::new(),
+            held: None,
             has_moved: false,
         }
     }

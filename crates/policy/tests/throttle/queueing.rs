@@ -2,7 +2,9 @@
 
 use crate::timeline::{limits, ms, s};
 use policy::request::Direction::{self, Read, Write};
-use policy::throttle::{Admission, Cost, Decision, Limits, NodeId, Returned, Share, Ticket, Tree};
+use policy::throttle::{
+    Admission, Cost, Decision, Held, LimitKind, Limits, NodeId, Returned, Share, Ticket, Tree,
+};
 use policy::time::Instant;
 
 struct Disks {
@@ -71,6 +73,33 @@ fn a_deadline_is_exact() {
     assert_eq!(group.tree.poll(Instant::from_nanos(until.as_nanos() - 1)), Decision::Wait { until });
     assert_eq!(group.tree.poll(until), Decision::Admit("a"));
     assert_eq!(group.tree.poll(until), Decision::Idle);
+}
+
+#[test]
+fn what_held_a_request_is_the_limit_that_let_go_last() {
+    let mut tree = Tree::new(s(0));
+    let group = tree.add(None, limits("bps-total=4096"), Share::default()).unwrap();
+    let (own, none) = (limits("iops-read=10"), Limits::default());
+    let [disk, other] = [own, none].map(|limits| tree.add(Some(group), limits, Share::default()).unwrap());
+    let mut after = |disk, bytes, count, from: u64| {
+        for token in 0..count {
+            let _ = tree.request(disk, Read, Cost::one(bytes), token, s(from));
+        }
+        let mut now = s(from);
+        let mut held = Vec::new();
+        loop {
+            match tree.poll(now) {
+                Decision::Admit(_) => held.push(tree.held()),
+                Decision::Wait { until } => now = until,
+                Decision::Idle => return held,
+            }
+        }
+    };
+    let by = |level, kind| Some(Held { level, kind });
+    // Small ones wait for the disk's own limit, large ones for the group's.
+    assert!(after(disk, 1, 10, 0).ends_with(&[by(0, LimitKind::IopsRead); 5]));
+    assert!(after(disk, 8192, 4, 100).ends_with(&[by(1, LimitKind::BpsTotal); 2]));
+    assert!(after(other, 8192, 4, 200).ends_with(&[by(1, LimitKind::BpsTotal); 2]));
 }
 
 #[test]

@@ -27,7 +27,7 @@ use std::{
 };
 
 use policy::{
-    throttle::{Decision, Enforcement, Limits, NodeId, Refused, Share, Tree},
+    throttle::{Decision, Enforcement, Held as HeldBy, Limits, NodeId, Refused, Share, Tree},
     time::Instant,
 };
 
@@ -66,6 +66,9 @@ struct State {
     /// The limits hold no more, whatever is set.
     lifted: bool,
 }
+
+/// A request that may pass, and what held it.
+type Admitted = (Arc<Waiter>, Option<HeldBy>);
 
 /// An arbiter, its lock held.
 pub(super) struct Held<'a> {
@@ -119,8 +122,8 @@ impl Arbiter {
         let mut admitted = Vec::new();
         loop {
             let (more, alarm) = self.lock().decide(now, &mut admitted);
-            for waiter in admitted.drain(..) {
-                waiter.admit();
+            for (waiter, held) in admitted.drain(..) {
+                waiter.admit(held);
             }
             if !more {
                 return alarm.map(|at| Alarm { arbiter: Arc::clone(self), at });
@@ -235,11 +238,11 @@ impl Held<'_> {
 
     /// Takes out what may pass, at most a batch. Says whether there may be more, and otherwise when
     /// to look again if no timer does.
-    fn decide(mut self, now: Instant, admitted: &mut Vec<Arc<Waiter>>) -> (bool, Option<Instant>) {
+    fn decide(mut self, now: Instant, admitted: &mut Vec<Admitted>) -> (bool, Option<Instant>) {
         let State { tree, timer, .. } = &mut *self.state;
         while admitted.len() < BATCH {
             match tree.poll(now) {
-                Decision::Admit(waiter) => admitted.push(waiter),
+                Decision::Admit(waiter) => admitted.push((waiter, tree.held())),
                 Decision::Idle => return (false, None),
                 Decision::Wait { until } => {
                     let armed = timer.is_none_or(|timer| until < timer);

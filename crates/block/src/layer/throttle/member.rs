@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use policy::{
     request::Direction,
-    throttle::{Cost, Enforcement, GivenBack, Refused, Stats},
+    throttle::{Cost, Enforcement, GivenBack, Held, Refused, Stats},
     watermark::Watermark,
 };
 
@@ -165,17 +165,18 @@ impl Member {
     }
 
     /// Waits until a request of this direction and cost may pass, and charges it. A dropped future
-    /// takes it back, if it has not passed.
-    pub async fn admit(&self, direction: Direction, cost: Cost) {
+    /// takes it back, if it has not passed. Says which limit held it, if one did.
+    pub async fn admit(&self, direction: Direction, cost: Cost) -> Option<Held> {
         if self.seat.is_open() {
-            return;
+            return None;
         }
         // By the turn's clock: whoever passes at once, which is most, is spared reading it.
         if let Asked::Waits(passage, arbiter) = self.seat.ask(direction, cost, reactor::recently()) {
             arm(arbiter.release(reactor::now()));
             drop(arbiter);
-            passage.await;
+            return passage.await;
         }
+        None
     }
 
     /// Asks for requests to pass without waiting, one after the other, and charges those that do;

@@ -23,7 +23,7 @@ use std::{
 
 use policy::{
     request::Direction,
-    throttle::{Admission, Cost, Counters, GivenBack, NodeId, Refused, Stats},
+    throttle::{Admission, Cost, Counters, GivenBack, Held, NodeId, Refused, Stats},
     time::Instant,
 };
 
@@ -217,7 +217,8 @@ impl<K> Seat<K> {
         // The group that was left may go with this, and takes its arbiter's lock.
         drop(kept);
         for waiter in admitted {
-            waiter.admit();
+            // It moved to where nothing holds it.
+            waiter.admit(None);
         }
         // Those it left behind may have waited for it.
         Ok([from.release(now), to.arbiter.release(now)])
@@ -243,8 +244,9 @@ fn sum(one: Counters, other: Counters) -> Counters {
 }
 
 impl<K> Future for Passage<'_, K> {
-    type Output = ();
-    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+    /// What held it.
+    type Output = Option<Held>;
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Held>> {
         self.waiter.poll(context)
     }
 }

@@ -16,7 +16,7 @@
 
 use std::task::{Context, Poll, Waker};
 
-use policy::throttle::Ticket;
+use policy::throttle::{Held, Ticket};
 
 use super::sync::{Mutex, MutexGuard};
 
@@ -27,6 +27,7 @@ pub(super) struct Waiter(Mutex<State>);
 #[derive(Debug, Default)]
 struct State {
     admitted: bool,
+    held: Option<Held>,
     waker: Option<Waker>,
     position: Option<Position>,
 }
@@ -47,11 +48,11 @@ impl Waiter {
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Ready once admitted; until then the last task that asked is woken.
-    pub(super) fn poll(&self, context: &Context<'_>) -> Poll<()> {
+    /// Ready once admitted, with what held it; until then the last task that asked is woken.
+    pub(super) fn poll(&self, context: &Context<'_>) -> Poll<Option<Held>> {
         let mut state = self.lock();
         if state.admitted {
-            return Poll::Ready(());
+            return Poll::Ready(state.held);
         }
         let known = state.waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker()));
         if !known {
@@ -60,12 +61,12 @@ impl Waiter {
         Poll::Pending
     }
 
-    /// Lets it go. It must have left its queue; called once.
-    pub(super) fn admit(&self) {
+    /// Lets it go, and says what held it. It must have left its queue; called once.
+    pub(super) fn admit(&self, held: Option<Held>) {
         let waker = {
             let mut state = self.lock();
             debug_assert!(!state.admitted, "a request was admitted twice");
-            state.admitted = true;
+            (state.admitted, state.held) = (true, held);
             state.waker.take()
         };
         if let Some(waker) = waker {

@@ -5,7 +5,7 @@
 use super::super::cost::{BILLION, Cost};
 use super::super::price::{LONGEST_NS, SLICE_NS, WHOLE, part_of, slice_of};
 use super::super::schedule::{Candidate, Phase, Service};
-use super::{Decision, MAX_LEVELS, NodeId, ROOT, Tree, lane_of, wake_item};
+use super::{Decision, Held, MAX_LEVELS, NodeId, ROOT, Tree, lane_of, wake_item};
 use crate::request::Direction;
 use crate::time::Instant;
 use core::ops::Range;
@@ -120,8 +120,26 @@ impl<T> Tree<T> {
         self.count_waiting(slot, direction, |waiting| waiting - 1);
         self.charge(direction, &waiter.cost, &(from..to));
         let waited_ns = self.now.nanos_since(waiter.since);
+        self.held = self.last_hold(direction, waiter.since);
         self.count(direction, &waiter.cost, Some(waited_ns));
         Some(waiter.token)
+    }
+
+    /// Which limit on the path let go last of what waited there, since `since`.
+    fn last_hold(&self, direction: Direction, since: Instant) -> Option<Held> {
+        let steps = self.path.steps[1..self.path.length].iter().rev().enumerate();
+        let freed = steps.filter_map(|(level, step)| {
+            let (kind, until) = self.nodes[step.slot].freed(direction)?;
+            (until >= since).then_some((until, Held { level, kind }))
+        });
+        // Of those that let go together the disk's own.
+        freed.reduce(|one, other| if other.0 > one.0 { other } else { one }).map(|(_, held)| held)
+    }
+
+    /// What held the request that [`Tree::poll`] has admitted last; `None` where that was the turns
+    /// of others alone.
+    pub fn held(&self) -> Option<Held> {
+        self.held
     }
 
     fn advance(&mut self, now: Instant) {
