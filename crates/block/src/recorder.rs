@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Nothing waits for the collector: where a ring is full, what does not fit is counted. A disk that
-//! is not recorded pays one load of a number. Never knows a disk's name, nor what becomes of what it
-//! collects.
+//! is not recorded pays one load of a number. Never knows the name of a disk, nor what becomes of
+//! what it collects.
 
 use std::{
     cell::RefCell,

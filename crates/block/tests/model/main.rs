@@ -38,7 +38,7 @@ use std::{
     future::Future,
     pin::pin,
     sync::Arc,
-    task::{Context, Poll, Waker},
+    task::{Context, Waker},
 };
 
 use loom::{future::block_on, thread};
