@@ -177,6 +177,11 @@ impl Patience {
         self.lost.store(true, Ordering::SeqCst);
         self.event.notify(usize::MAX);
     }
+
+    /// Somebody waits again, for what is attempted from now on.
+    pub fn regain(&self) {
+        self.lost.store(false, Ordering::SeqCst);
+    }
 }
 
 /// The failures of a disk. Shared by all threads; outlives the disk for those who tell of it.
@@ -265,7 +270,7 @@ impl Failures {
     }
 
     /// Whether a request that begins now may be held, and so must keep its data.
-    pub(super) fn may_hold(&self) -> bool {
+    pub fn may_hold(&self) -> bool {
         self.may_stop.load(Ordering::Relaxed) || self.stopped.load(Ordering::Acquire)
     }
 

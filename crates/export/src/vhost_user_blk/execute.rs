@@ -63,7 +63,7 @@ impl Queue {
             return self.give_back(incoming);
         };
         let offset = incoming.candidate().offset;
-        let target = Target::Here(take_places(&mut incoming).into_iter().collect());
+        let target = Target::Here(self.lend_places(&mut incoming).into_iter().collect());
         let result = self.device.disk().read_to(pass, offset, target).await;
         self.answer_read(incoming, result);
     }
@@ -98,7 +98,7 @@ impl Queue {
                 continue;
             };
             let offset = part.candidate().offset;
-            let target = Target::Here(take_places(&mut part).into_iter().collect());
+            let target = Target::Here(self.lend_places(&mut part).into_iter().collect());
             let result = disk.retry_read_to(pass, offset, target).await;
             self.answer_read(part, result);
         }
@@ -121,7 +121,7 @@ impl Queue {
             return self.give_back(incoming);
         };
         let offset = incoming.candidate().offset;
-        let data: Segments = take_places(&mut incoming).into_iter().collect();
+        let data: Segments = self.lend_places(&mut incoming).into_iter().collect();
         let result = self.device.disk().write(pass, offset, data, self.device.durability()).await;
         self.answer(incoming, result);
     }
@@ -134,7 +134,7 @@ impl Queue {
             return parts.into_iter().for_each(|part| self.give_back(part));
         };
         let offset = parts[0].candidate().offset;
-        let data: Segments = parts.iter_mut().flat_map(take_places).collect();
+        let data: Segments = parts.iter_mut().flat_map(|part| self.lend_places(part)).collect();
         let result = self.device.disk().write(pass, offset, data, self.device.durability()).await;
         for part in parts {
             self.answer(part, result);
@@ -205,7 +205,26 @@ impl Queue {
         if self.is_lost() { Err(Error::FAULT) } else { Ok(()) }
     }
 
+    /// A request's places, to be handed on. It has none afterwards, unless it may have to be tried
+    /// again.
+    fn lend_places(&self, incoming: &mut Incoming) -> Data {
+        match self.device.disk().failures().may_hold() {
+            true => incoming.places().clone(),
+            false => take_places(incoming),
+        }
+    }
+
+    /// Whether it may have failed only because a queue that stops waits for no disk that an error
+    /// has stopped. It is tried again: from the ring, or here, and then it waits for the disk.
+    fn is_held(&self, incoming: &Incoming) -> bool {
+        let may_wait = self.is_stopping() && !self.is_abandoned() && !incoming.must_go;
+        may_wait && self.device.disk().failures().may_hold() && !incoming.is_spent() && !self.is_lost()
+    }
+
     pub(super) fn answer(&self, incoming: Incoming, result: Result<()>) {
+        if result.is_err() && self.is_held(&incoming) {
+            return self.give_back(incoming);
+        }
         let Incoming { ticket, request, .. } = incoming;
         // What was read or written may not be there.
         let status = match result.and(self.check_memory()) {
@@ -230,7 +249,7 @@ impl Queue {
     }
 }
 
-/// Their places, to be handed on. Its length is not known any more.
+/// Its places. Its length is not known any more.
 fn take_places(incoming: &mut Incoming) -> Data {
     match &mut incoming.request.kind {
         Kind::Read { into: places, .. } | Kind::Write { from: places, .. } => mem::take(places),

@@ -10,8 +10,9 @@
 //! While there is something to do the driver is asked for no kicks. Where there is nothing, the
 //! queue looks again for a while before it asks for one and sleeps: see [`Patrol`].
 //!
-//! A queue that is stopped takes nothing more. What waits for its limits goes back into the ring,
-//! what has begun ends, and then it says where the ring goes on.
+//! A queue that is stopped takes nothing more. What waits for its limits, or because an error has
+//! stopped the disk, goes back into the ring, what has begun ends, and then it says where the ring
+//! goes on.
 
 use std::{
     cell::{Cell, RefCell},
@@ -91,6 +92,11 @@ impl Incoming {
             Kind::Read { into: places, .. } | Kind::Write { from: places, .. } | Kind::Id(places) => places,
             _ => unreachable!("it has no data"),
         }
+    }
+
+    /// Whether its data was handed on, so that it cannot be tried again.
+    pub(super) fn is_spent(&self) -> bool {
+        matches!(&self.request.kind, Kind::Read { into: places, .. } | Kind::Write { from: places, .. } if places.is_empty())
     }
 }
 
@@ -333,7 +339,8 @@ impl Queue {
         self.news.raise();
     }
 
-    /// A request was not begun, because the queue is stopping, or is about to: its memory is lost.
+    /// A request was not begun, or is to be tried again, and the queue is stopping, or is about to:
+    /// its memory is lost.
     pub(super) fn give_back(&self, incoming: Incoming) {
         self.returned.borrow_mut().push(incoming);
         self.less(1);
@@ -435,9 +442,9 @@ impl Queue {
     }
 
     fn stop(&self, abandoned: bool) {
-        self.stopping.set(true);
-        if abandoned {
-            self.abandoned.set(true);
+        let had_stopped = self.stopping.replace(true);
+        self.abandoned.set(self.abandoned.get() || abandoned);
+        if abandoned || !had_stopped {
             self.patience.lose();
         }
         self.stop.notify(usize::MAX);
@@ -503,6 +510,10 @@ impl Queue {
             let mut returned = self.returned.take();
             if returned.is_empty() {
                 return;
+            }
+            if !self.abandoned.get() {
+                // What cannot go back waits for the disk.
+                self.patience.regain();
             }
             returned.sort_by_key(|incoming| incoming.number);
             while let Some(Incoming { ticket, request, number, .. }) = returned.pop() {

@@ -37,7 +37,7 @@ use crate::{
 };
 use block::{
     buffer::Buffer,
-    disk::Disk,
+    disk::{Disk, ErrorPolicies, OnError},
     guest::{Memory, Quota, Region},
     image::{Image, Raw},
     layer::throttle::DiskSettings,
@@ -62,8 +62,12 @@ fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
 }
 
 fn server(limits: Limits) -> Arc<Server> {
+    server_over(Storage::memory(1 << 20), limits)
+}
+
+fn server_over(storage: Storage, limits: Limits) -> Arc<Server> {
     let settings = DiskSettings { limits, ..DiskSettings::default() };
-    let disk = Disk::new("disk", Image::Raw(Raw::new(Storage::memory(1 << 20))), settings, None);
+    let disk = Disk::new("disk", Image::Raw(Raw::new(storage)), settings, None);
     let offer = Offer { queues: 2, queue_size: SIZE, ..Offer::default() };
     Server::new(Export {
         id: "vm1".into(),
@@ -199,7 +203,7 @@ impl FrontEnd {
         place.write(512, data);
         place.write(1024, &[GUARD]);
         let piece = |offset, bytes, writable| Piece { address: at + offset, bytes, writable };
-        let data = piece(512, 512, kind == 0);
+        let data = piece(512, 512, kind != 1);
         ring.driver.add(&[piece(0, 16, false), data, piece(1024, 1, true)]).expect("there is room");
         at
     }
@@ -293,6 +297,107 @@ fn a_front_end_is_served_from_its_first_message_to_its_last() {
         assert_eq!(server.statistics().queues, 0);
         front_end.leave().await;
         assert_eq!(server.connections(), 0);
+    });
+}
+
+#[test]
+fn a_large_request_that_the_end_cuts_short_is_left_unanswered() {
+    real(async {
+        let mut limits = Limits::default();
+        *limits.limit_mut(LimitKind::BpsTotal) = Limit { rate: 1, burst_rate: 6000, burst_length_s: 1 };
+        let server = server(limits);
+        let front_end = FrontEnd::connect(&server).await;
+        let mut ring = front_end.start(0, event(0), event(0)).await;
+        let memory = front_end.memory.clone();
+        let place = memory.place(REQUESTS, 0x1000).expect("inside");
+        place.write(0, &1_u32.to_le_bytes());
+        place.write(8, &[0; 8]);
+        place.write(1024, &[GUARD]);
+        let piece = |at, bytes, writable| Piece { address: REQUESTS + at, bytes, writable };
+        let pieces = [piece(0, 16, false), piece(0x1000, 0x4000, false), piece(1024, 1, true)];
+        ring.driver.add(&pieces).expect("there is room");
+        ring.kick();
+        // Some parts pass, and the rest would wait for hours.
+        while server.device.disk().totals().written_bytes == 0 {
+            reactor::yield_now().await;
+        }
+        server.close();
+        front_end.served.await;
+        // Neither done nor failed: it is in the in-flight area of a front end that has one.
+        let mut status = [0];
+        place.read(1024, &mut status);
+        assert_eq!(status, [GUARD]);
+        assert!(ring.driver.next_used().expect("a good device").is_none(), "nothing came back");
+        let seen = server.statistics();
+        assert_eq!((seen.queues, seen.in_flight, seen.requests), (0, 0, 1));
+    });
+}
+
+#[test]
+fn what_a_stopped_disk_holds_goes_back_into_the_ring() {
+    real(async {
+        let failing = "kind=write,error=ENOSPC,count=3".parse().expect("a rule");
+        let server = server_over(Storage::memory(1 << 20).with_faults(vec![failing]), Limits::default());
+        let disk = server.device.disk();
+        disk.failures().set_policies(ErrorPolicies { write: OnError::Stop, ..ErrorPolicies::default() });
+        let mut front_end = FrontEnd::connect(&server).await;
+        let mut ring = front_end.start(0, event(0), event(0)).await;
+        let mut requests = Vec::new();
+        for number in 0..3 {
+            requests.push(front_end.request(&mut ring, 1, number * 100, &[number as u8 + 1; 512]));
+            ring.kick();
+        }
+        while disk.failures().stopped_by().is_none() || server.statistics().requests < 3 {
+            reactor::yield_now().await;
+        }
+        // A machine that is paused, or moved, asks where its ring stopped, and waits for that.
+        front_end.send(code::GET_VRING_BASE, 1, &[0; 8], &[]);
+        let base = front_end.answer(code::GET_VRING_BASE).await;
+        assert_eq!(base, [0, 0].map(u32::to_ne_bytes).concat(), "all went back");
+        assert_eq!(server.statistics().in_flight, 0);
+        assert!(requests.iter().all(|at| front_end.data(*at).1 == GUARD), "none was answered");
+        // The machine goes on, and the disk does.
+        front_end.set_event(code::SET_VRING_KICK, 0, &event(1)).await;
+        while server.statistics().requests < 6 {
+            reactor::yield_now().await;
+        }
+        while requests.iter().any(|at| front_end.data(*at).1 == GUARD) {
+            disk.failures().resume();
+            reactor::yield_now().await;
+        }
+        assert!(requests.iter().all(|at| front_end.data(*at).1 == 0), "each was done");
+        front_end.leave().await;
+    });
+}
+
+#[test]
+fn what_cannot_go_back_waits_for_the_disk_and_never_fails() {
+    real(async {
+        let failing = "kind=write,error=ENOSPC,count=1".parse().expect("a rule");
+        let server = server_over(Storage::memory(1 << 20).with_faults(vec![failing]), Limits::default());
+        let disk = server.device.disk();
+        disk.failures().set_policies(ErrorPolicies { write: OnError::Stop, ..ErrorPolicies::default() });
+        let mut front_end = FrontEnd::connect(&server).await;
+        let mut ring = front_end.start(0, event(0), event(0)).await;
+        let write = front_end.request(&mut ring, 1, 0, &[1; 512]);
+        ring.kick();
+        while disk.failures().stopped_by().is_none() {
+            reactor::yield_now().await;
+        }
+        // It needs no disk, and is done before what came before it.
+        let id = front_end.request(&mut ring, 8, 0, &[0; 512]);
+        ring.kick();
+        while front_end.data(id).1 == GUARD {
+            reactor::yield_now().await;
+        }
+        front_end.send(code::GET_VRING_BASE, 1, &[0; 8], &[]);
+        let early = timeout(Duration::from_millis(50), front_end.receive(1)).await;
+        assert!(early.is_err() && front_end.data(write).1 == GUARD, "it is neither done nor failed");
+        disk.failures().resume();
+        let base = front_end.answer(code::GET_VRING_BASE).await;
+        assert_eq!(base, [0, 2].map(u32::to_ne_bytes).concat());
+        assert_eq!(front_end.data(write).1, 0, "it was done");
+        front_end.leave().await;
     });
 }
 
