@@ -44,6 +44,7 @@ class Ublk:
         yield "ublk: another size", self.resized
         yield f"ublk: killed {self._kills} times under load", self.killed
         yield "ublk: ended while it is mounted", self.ended
+        yield "ublk: killed, and nobody goes on", self.lost
         yield "ublk: removed under load", self.removed
         yield "ublk: what cannot be", self.refused
 
@@ -225,6 +226,32 @@ class Ublk:
             contains("what is said", parts["said"], "the device is in use and stays"),
             contains("the device", parts["nodes"], NODE),
             fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
+        ]
+
+    def lost(self):
+        """A device that no weir serves any more is listed, and can be removed."""
+        parts = self._parts(f"""
+            serve {DISK} --ublk
+            killed
+            part listed
+            weir attach --list
+            part used
+            exec 3<{NODE}
+            ! weir detach {NODE} 2>&1
+            exec 3<&-
+            dd if={NODE} of=/dev/null bs=4k iflag=direct & waiting=$!
+            part forced
+            weir detach --force {NODE}
+            ! wait $waiting
+            part after
+            ls /dev/ublk*
+            weir attach --list
+        """)
+        return [
+            contains("the list", parts["listed"], "ublk, lost"),
+            contains("one that somebody uses", parts["used"], "in use: "),
+            contains("nodes afterwards", parts["after"].split()[0], "/dev/ublk-control"),
+            fact("and devices", NODE not in parts["after"], parts["after"], "none"),
         ]
 
     def removed(self):

@@ -7,7 +7,7 @@ use console::{Failure, say};
 use daemon::users::Users;
 use serde_json::json;
 
-use super::{Attached, DetachArgs, find, host, keeper, lasting::lasting_users, place::Place, server};
+use super::{Attached, DetachArgs, find, host, keeper, lasting::lasting_users, lost, place::Place, server};
 use crate::client::{Client, Target};
 
 /// What to do about users.
@@ -39,7 +39,7 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
             what,
             match find(what)? {
                 Some((place, attached)) => detach(&place, &attached, force),
-                None => remove_export(what, force, qmp.clone()),
+                None => remove(what, force, qmp.clone()),
             },
         );
     }
@@ -50,16 +50,12 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
 pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow::Result<()> {
     let Attached { device, mount, .. } = attached;
     let mount = mount.as_ref().filter(|directory| Users::of(device).mounts.contains(directory));
-    let check = |except: Option<&PathBuf>| match lasting_users(device, except) {
-        users if users.is_empty() || force => Ok(()),
-        users => Err(anyhow!("in use: {users} ({IN_USE})")),
-    };
-    check(mount)?;
+    ensure_unused(device, mount, force)?;
     server::check_answers(attached, force)?;
     if let Some(directory) = mount {
         unmount(directory, force)?;
         // Whoever has a copy of the mount, in a namespace of its own, writes through it still.
-        check(None)?;
+        ensure_unused(device, None, force)?;
     }
     keeper::remove_loops(place);
     server::let_go(attached)?;
@@ -68,6 +64,13 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
         place.remove();
     }
     place.wait()
+}
+
+fn ensure_unused(device: &Path, except: Option<&PathBuf>, force: bool) -> anyhow::Result<()> {
+    match lasting_users(device, except) {
+        users if users.is_empty() || force => Ok(()),
+        users => Err(anyhow!("in use: {users} ({IN_USE})")),
+    }
 }
 
 /// With `force`, it stays mounted if it has to.
@@ -82,11 +85,22 @@ fn unmount(directory: &Path, force: bool) -> anyhow::Result<()> {
     }
 }
 
-/// Of a device that `weir serve` made itself, which nobody keeps.
-fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
-    let unknown = || anyhow!("nothing is attached under this name (`weir attach --list` shows what is)");
+/// A device that nobody keeps.
+fn remove(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
+    if remove_export(what, force, qmp)? {
+        return Ok(());
+    }
+    ensure_unused(what, None, force)?;
+    match lost::remove(what)? {
+        true => Ok(()),
+        false => Err(anyhow!("nothing is attached under this name (`weir attach --list` shows what is)")),
+    }
+}
+
+/// Of a device that `weir serve` made itself. Whether it was one.
+fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<bool> {
     let target = Target::choose(qmp).map_err(anyhow::Error::msg)?;
-    let Ok(mut client) = Client::connect(&target) else { return Err(unknown()) };
+    let Ok(mut client) = Client::connect(&target) else { return Ok(false) };
     let (_, report) = client.status()?;
     let (whole, real) = (absolute(what)?, what.canonicalize());
     let is_meant = |device: &str| Path::new(device) == whole;
@@ -95,7 +109,7 @@ fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Resul
         let named = export.id.as_str() == what.as_os_str() && export.device.is_some();
         named || export.device.as_deref().is_some_and(is_meant) || export.mounts.iter().any(is_real)
     });
-    let export = export.ok_or_else(unknown)?;
+    let Some(export) = export else { return Ok(false) };
     if export.mounts.iter().any(is_real) {
         unmount(&whole, force)?;
     }
@@ -107,5 +121,6 @@ fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Resul
         Some((users, _)) => anyhow!("{users} ({IN_USE})"),
         None => error.into(),
     })?;
-    Ok(watch.await_export_end(&export.id)?)
+    watch.await_export_end(&export.id)?;
+    Ok(true)
 }

@@ -12,7 +12,7 @@ use console::{
 use daemon::users::Users;
 use serde::Serialize;
 
-use super::place::Place;
+use super::{lost, place::Place, way::Way};
 use crate::client::{Client, Target, report::Report};
 
 #[derive(Debug, Serialize)]
@@ -64,6 +64,29 @@ pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), Failure> {
 }
 
 fn rows(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
+    let mut rows = served(qmp)?;
+    for device in lost::devices() {
+        if rows.iter().any(|row| row.device == device) {
+            continue;
+        }
+        let Users { mounts, holders, .. } = Users::of(&device);
+        rows.push(Row {
+            name: device.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            device,
+            way: Way::Ublk.name().to_owned(),
+            image: "-".to_owned(),
+            size: None,
+            mounts,
+            holders,
+            pid: None,
+            alive: false,
+        });
+    }
+    Ok(rows)
+}
+
+/// What somebody keeps, or serves.
+fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
     let mut rows = Vec::new();
     for place in Place::all()? {
         let Some(attached) = place.attached() else { continue };

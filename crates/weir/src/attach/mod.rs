@@ -22,6 +22,7 @@ mod host;
 mod keeper;
 mod lasting;
 mod list;
+mod lost;
 mod place;
 mod server;
 mod way;
