@@ -199,18 +199,29 @@ def connections(depth):
     return contenders
 
 
-def unreached_limit(setup, stack):
-    """weir's memory disk without a limit and with limits that never make a request wait."""
-    load = Load("randread", 32)
-    image = f"memory:{setup.size_bytes}"
-    running = {
-        "no limit": in_memory(setup, stack, servers.weir(setup.program, image)),
-        "limit": in_memory(setup, stack, servers.weir(setup.program, image, *OUT_OF_REACH)),
-    }
-    return {
-        name: lambda server=server: under_load(server, load, setup.seconds)
-        for name, server in running.items()
-    }
+def with_options(load, **options):
+    """weir's memory disk with one set of options and with another."""
+
+    def contenders(setup, stack):
+        def run(more):
+            return in_memory(setup, stack, servers.weir(setup.program, f"memory:{setup.size_bytes}", *more))
+
+        running = {name.replace("_", " "): run(more) for name, more in options.items()}
+        return {
+            name: lambda server=server: under_load(server, load, setup.seconds)
+            for name, server in running.items()
+        }
+
+    return contenders
+
+
+def _of_price(name, title, what, without, free=False, **options):
+    """What something costs that nobody should notice: 2 percent at most."""
+    load = Load("randread", 32, free=free)
+    title = f"4 KiB randread, depth 32, memory: {title}"
+    asked = (Faster(what, 0.98, (without,)),)
+    # Two percent is close to a machine's noise: more pairs.
+    return Row(name, title, with_options(load, **options), asked, needs_weir=True, rounds_factor=2)
 
 
 def _at_depth_32(kind, free):
@@ -269,13 +280,24 @@ ROWS = (
         (Faster("four", 1.5, ("one",)),),
         needs_weir=True,
     ),
-    Row(
+    _of_price(
         "unreached-limit",
-        "4 KiB randread, depth 32, memory: limits set but never reached against none",
-        unreached_limit,
-        (Faster("limit", 0.98, ("no limit",)),),
-        needs_weir=True,
-        # Two percent is close to this machine's noise: more pairs.
-        rounds_factor=2,
+        "limits set but never reached against none",
+        "limit",
+        "no limit",
+        no_limit=(),
+        limit=OUT_OF_REACH,
+    ),
+    *(
+        _of_price(
+            f"sandbox{suffix}",
+            f"in the sandbox against out of it{more}",
+            "sandbox",
+            "none",
+            free,
+            none=("--sandbox", "off"),
+            sandbox=("--sandbox", "on"),
+        )
+        for free, suffix, more in ((False, "", ""), (True, "-free", ", nobody pinned"))
     ),
 )
