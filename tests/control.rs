@@ -7,7 +7,7 @@ use std::fs;
 use serde_json::{Value, json};
 
 use crate::harness::{
-    MIB, Qmp, Scratch, Serve, Weir, Wire, operator,
+    MIB, Qmp, Scratch, Serve, Weir, Wire, operator, qemu_img, text,
     wire::{CMD_WRITE, EINVAL, ENOSPC, EPERM, OPT_GO, REP_ERR_UNKNOWN, Request, go_data},
 };
 
@@ -137,6 +137,50 @@ fn a_chain_of_nodes_is_one_disk() {
         party.done("blockdev-del", json!({"node-name": node}));
     }
     party.done("blockdev-add", json!({"driver": "file", "node-name": "f0", "filename": image}));
+}
+
+#[test]
+fn a_format_lies_over_a_node_and_leaves_it_as_it_was() {
+    let mut party = Party::new();
+    let image = party.scratch.path("image.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", text(&image), "64M"]).succeeds();
+    party.done("blockdev-add", json!({"driver": "file", "node-name": "f0", "filename": image}));
+    let of = |node: &str| json!({"type": "nbd", "id": "e", "node-name": node, "writable": true});
+    let over = |file: &str| json!({"driver": "qcow2", "node-name": "q0", "file": file});
+    let sizes = |party: &Party, name: &str| party.go(name).1;
+
+    party.done("block-export-add", of("f0"));
+    party.refused("blockdev-add", over("f0"), "Node f0 is in use (it is exported as 'e')");
+    assert!(sizes(&party, "f0") < MIB, "the file's own length");
+    party.done("block-export-del", json!({"id": "e", "mode": "hard"}));
+    party.control.event("BLOCK_EXPORT_DELETED");
+
+    party.done("blockdev-add", over("f0"));
+    party.refused("blockdev-del", json!({"node-name": "f0"}), "Block device f0 is in use");
+    party.refused("blockdev-add", over("f0"), "Duplicate nodes with node-name='q0'");
+    party.done("block-export-add", of("q0"));
+    assert_eq!(sizes(&party, "q0"), 64 * MIB);
+    party.done("block-export-del", json!({"id": "e", "mode": "hard"}));
+    party.control.event("BLOCK_EXPORT_DELETED");
+    party.refused(
+        "blockdev-add",
+        json!({"driver": "qcow2", "node-name": "q1", "file": "q0"}),
+        "Parameter 'file' is to be a file; the node 'q0' is more than that",
+    );
+    party.done("blockdev-del", json!({"node-name": "q0"}));
+    party.done("block-export-add", of("f0"));
+    assert!(sizes(&party, "f0") < MIB, "it is a file again");
+    party.done("block-export-del", json!({"id": "e", "mode": "hard"}));
+    party.control.event("BLOCK_EXPORT_DELETED");
+
+    // What is no image leaves the node as it was.
+    let plain = party.scratch.sparse("plain.raw", MIB);
+    party.done("blockdev-add", json!({"driver": "file", "node-name": "p0", "filename": plain}));
+    let (_, said) =
+        party.control.refused("blockdev-add", json!({"driver": "qcow2", "node-name": "q1", "file": "p0"}));
+    assert!(said.contains("plain.raw"), "{said}");
+    party.done("block-export-add", of("p0"));
+    assert_eq!(sizes(&party, "p0"), MIB);
 }
 
 #[test]

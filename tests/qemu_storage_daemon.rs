@@ -3,7 +3,7 @@
 
 use crate::harness::{
     Client, MIB, Scratch, Serve, assert_says, create_encrypted, export_size, need, need_root, pattern, peer,
-    peer::Ran, text,
+    peer::Ran, qemu_img, text,
 };
 
 /// In the background, until `stop`; a command of QMP, and what it answers.
@@ -55,6 +55,22 @@ about "nbd+unix:///disk?socket=$S"; stop
 "#;
     let ran = same(script, filled);
     assert_says(&ran.printed, &["\"can_multi_conn\": false", "\"can_multi_conn\": true", "about"]);
+}
+
+#[test]
+fn an_image_lies_over_a_file_that_has_a_name() {
+    let script = r#"
+serve --blockdev driver=file,node-name=file,filename=disk.qcow2,aio=threads \
+    --blockdev driver=qcow2,node-name=image,file=file $(nbd "") \
+    --export nbd,id=e,node-name=image,name=,writable=on
+about; write_at 0x22 4096 4k; stop
+qemu-img compare -f qcow2 -F raw disk.qcow2 disk.raw || qemu-img check -q disk.qcow2 && echo sound
+"#;
+    let ran = same(script, |scratch| {
+        filled(scratch);
+        qemu_img(["create", "-q", "-f", "qcow2", text(&scratch.path("disk.qcow2")), "1M"]).succeeds();
+    });
+    assert_says(&ran.printed, &["Content mismatch at offset 0", "sound"]);
 }
 
 #[test]

@@ -128,6 +128,7 @@ pub(crate) fn disk(
         cache: planned.cache,
         caches: Cell::new(planned.qcow2.caches),
         below: Vec::new(),
+        storage: None,
     })
 }
 

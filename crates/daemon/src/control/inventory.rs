@@ -33,7 +33,7 @@ use policy::{
 };
 use settings::{Image, SocketAccess};
 
-pub(crate) use super::running::{NodeBelow, RunningDisk};
+pub(crate) use super::running::{NodeBelow, RunningDisk, StorageNode};
 use super::{
     change::{Change, Listener},
     devices::{Devices, Listed},
@@ -441,17 +441,9 @@ impl Inventory {
         Ok(disk)
     }
 
-    /// Removes a disk that nobody uses, flushes and closes it. A failed flush is only logged: it
-    /// would keep the disk for ever.
+    /// Removes a disk that nobody uses, and closes it.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
-        let disk = self.unlist_disk(name)?;
-        disk.disk.failures().lift();
-        if let Err(error) = disk.disk.flush().await {
-            tracing::error!(disk = name, %error, "the last flush of a disk that is removed failed");
-        }
-        if let Err(error) = disk.disk.close().await {
-            tracing::error!(disk = name, %error, "a disk that is removed could not be closed");
-        }
+        self.unlist_disk(name)?.close().await;
         Ok(())
     }
 

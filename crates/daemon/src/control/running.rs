@@ -2,9 +2,14 @@
 //!
 //! Only data: who looks after it is the inventory.
 
-use std::{cell::Cell, sync::Arc};
+use std::{cell::Cell, rc::Rc, sync::Arc};
 
-use block::{disk::Disk, image::qcow2::CacheSettings, storage::CacheMode};
+use block::{
+    disk::{Discards, Disk},
+    image::qcow2::CacheSettings,
+    storage::CacheMode,
+};
+use policy::time::Duration;
 use settings::Image;
 
 #[derive(Debug)]
@@ -16,12 +21,48 @@ pub(crate) struct RunningDisk {
     pub(crate) caches: Cell<CacheSettings>,
     /// The nodes that `blockdev-add` named below the disk's own, topmost first.
     pub(crate) below: Vec<NodeBelow>,
+    /// Of a node that `blockdev-add` has opened as it lies.
+    pub(crate) storage: Option<Rc<StorageNode>>,
+}
+
+impl RunningDisk {
+    /// Flushes and closes it. What fails is only logged: it would keep the disk for ever.
+    pub(crate) async fn close(&self) {
+        let disk = self.disk.name();
+        self.disk.failures().lift();
+        if let Err(error) = self.disk.flush().await {
+            tracing::error!(%disk, %error, "the last flush of a disk that is removed failed");
+        }
+        if let Err(error) = self.disk.close().await {
+            tracing::error!(%disk, %error, "a disk that is removed could not be closed");
+        }
+    }
+}
+
+/// How `blockdev-add` opens the node that has the bytes.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct StorageNode {
+    pub(crate) image: Image,
+    /// Whether the path must be a block device's (true) or a regular file's (false).
+    pub(crate) device: Option<bool>,
+    pub(crate) cache: CacheMode,
+    pub(crate) read_only: bool,
+    /// Open it read-only where it cannot be written.
+    pub(crate) auto_read_only: bool,
+    pub(crate) force_share: bool,
+    pub(crate) latency: Option<Duration>,
+    /// Another daemon may take it over: see `--handover`.
+    pub(crate) handover: bool,
+    pub(crate) discards: Discards,
 }
 
 /// A node below a disk, which has no life of its own but keeps its name from being given again.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub(crate) struct NodeBelow {
     pub(crate) name: String,
     /// It was a disk before another was put over it, and is one again when that goes.
     pub(crate) stays: bool,
+    /// It was closed, because what is above takes the bytes for another format: how to open it
+    /// again.
+    pub(crate) closed: Option<Rc<StorageNode>>,
 }

@@ -100,6 +100,7 @@ fn inventory() -> Rc<Inventory> {
             cache: CacheMode::default(),
             caches: Cell::default(),
             below: Vec::new(),
+            storage: None,
         };
         inventory.add_disk(running).expect("a new name");
     }

@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 
 use super::node::{Bottom, Chain};
 use crate::control::{
-    inventory::{Inventory, NodeBelow, Refused, RunningDisk},
+    inventory::{Inventory, NodeBelow, Refused, RunningDisk, StorageNode},
     qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
 };
 
@@ -38,30 +38,68 @@ impl Command for BlockdevAdd {
         let Self(chain) = self;
         check_names(&inventory, &chain)?;
         match &chain.bottom {
+            Bottom::Node(_) if chain.is_opened_anew() => open_over(&inventory, chain).await?,
             Bottom::Node(bottom) => put_over(&inventory, &chain, bottom)?,
-            Bottom::Storage { image, cache, .. } => {
-                let prefetch = chain.prefetch.apply_to(prefetch::Settings::default())?;
-                let opened = open_bottom(&inventory, &chain).await?;
-                // Others had their turn while it was opened.
-                check_names(&inventory, &chain)?;
-                let disk = RunningDisk {
-                    disk: build(
-                        &chain.names[0],
-                        opened,
-                        chain.discards,
-                        prefetch,
-                        group_of(&inventory, &chain)?.as_ref(),
-                    )?,
-                    image: image.clone(),
-                    cache: *cache,
-                    caches: Cell::new(chain.caches()),
-                    below: inner_nodes(&chain),
-                };
-                chain.policies.apply_to(disk.disk.failures());
-                inventory.add_disk(disk).map_err(generic)?;
-            }
+            Bottom::Storage(storage) => add(&inventory, &chain, storage, inner_nodes(&chain)).await?,
         }
         Ok(json!({}))
+    }
+}
+
+async fn add(
+    inventory: &Rc<Inventory>,
+    chain: &Chain,
+    storage: &StorageNode,
+    below: Vec<NodeBelow>,
+) -> Result<(), Error> {
+    let prefetch = chain.prefetch.apply_to(prefetch::Settings::default())?;
+    let opened = open_bottom(inventory, chain, storage).await?;
+    // Others had their turn while it was opened.
+    check_names(inventory, chain)?;
+    for node in &below {
+        inventory.check_name(&node.name).map_err(generic)?;
+    }
+    let group = group_of(inventory, chain)?;
+    let disk = RunningDisk {
+        disk: build(&chain.names[0], opened, chain.discards, prefetch, group.as_ref())?,
+        image: storage.image.clone(),
+        cache: storage.cache,
+        caches: Cell::new(chain.caches()),
+        below,
+        storage: chain.as_it_lies().map(Rc::new),
+    };
+    chain.policies.apply_to(disk.disk.failures());
+    inventory.add_disk(disk).map_err(generic)
+}
+
+/// A format over a node that is there: its file is closed, and opened as that. If it cannot be,
+/// the node is there again as it was.
+async fn open_over(inventory: &Rc<Inventory>, chain: Chain) -> Result<(), Error> {
+    let Bottom::Node(bottom) = &chain.bottom else { unreachable!("asked for a node alone") };
+    let (bottom, below) = (bottom.clone(), find_below(inventory, bottom)?);
+    let is_over_another = below.below.iter().any(|node| node.stays);
+    let storage = below.storage.clone().filter(|_| !is_over_another).ok_or_else(|| {
+        Error::rule("file", format_args!("is to be a file; the node '{}' is more than that", shown(&bottom)))
+    })?;
+    drop(below);
+    let taken = inventory.take_disk(&bottom).map_err(in_use(&bottom))?;
+    taken.close().await;
+    let under = taken.below;
+    drop(taken.disk);
+    let mut nodes = inner_nodes(&chain);
+    nodes.push(NodeBelow { name: bottom.clone(), stays: true, closed: Some(Rc::clone(&storage)) });
+    nodes.extend(under.iter().cloned());
+    let added = add(inventory, &chain.over(&storage), &storage, nodes).await;
+    if added.is_err() {
+        open_again(inventory, &bottom, &storage, under).await;
+    }
+    added
+}
+
+/// What was closed under another node is a disk of its own again.
+async fn open_again(inventory: &Rc<Inventory>, name: &str, storage: &StorageNode, below: Vec<NodeBelow>) {
+    if let Err(error) = add(inventory, &Chain::of_storage(name, storage), storage, below).await {
+        tracing::error!(node = name, error = %error, "what was below another node could not be opened again");
     }
 }
 
@@ -87,7 +125,8 @@ fn group_of(inventory: &Inventory, chain: &Chain) -> Result<Option<Arc<Group>>, 
 }
 
 fn inner_nodes(chain: &Chain) -> Vec<NodeBelow> {
-    chain.names[1..].iter().map(|name| NodeBelow { name: name.clone(), stays: false }).collect()
+    let node = |name: &String| NodeBelow { name: name.clone(), stays: false, closed: None };
+    chain.names[1..].iter().map(node).collect()
 }
 
 fn build(
@@ -104,15 +143,21 @@ fn build(
     Ok(Arc::new(disk))
 }
 
+/// An existing node, with nothing above.
+fn find_below(inventory: &Inventory, name: &str) -> Result<Rc<RunningDisk>, Error> {
+    inventory.disk(name).map_err(|_| {
+        let shown = shown(name);
+        if inventory.is_below(name) {
+            generic(format_args!("Node '{shown}' is in use by the disk above it"))
+        } else {
+            generic(format_args!("Cannot find device='{shown}' nor node-name='{shown}'"))
+        }
+    })
+}
+
 fn put_over(inventory: &Rc<Inventory>, chain: &Chain, bottom: &str) -> Result<(), Error> {
     let name = shown(bottom);
-    let below = inventory.disk(bottom).map_err(|_| {
-        if inventory.is_below(bottom) {
-            generic(format_args!("Node '{name}' is in use by the disk above it"))
-        } else {
-            generic(format_args!("Cannot find device='{name}' nor node-name='{name}'"))
-        }
-    })?;
+    let below = find_below(inventory, bottom)?;
     if chain.read_only && !below.disk.image().is_read_only() {
         return Err(Error::rule(
             "read-only",
@@ -139,7 +184,7 @@ fn put_over(inventory: &Rc<Inventory>, chain: &Chain, bottom: &str) -> Result<()
     }
     chain.policies.apply_to(taken.disk.failures());
     let mut nodes = inner_nodes(chain);
-    nodes.push(NodeBelow { name: bottom.to_owned(), stays: true });
+    nodes.push(NodeBelow { name: bottom.to_owned(), stays: true, closed: None });
     nodes.extend(taken.below.iter().cloned());
     rename(inventory, taken, &chain.names[0], nodes)
 }
@@ -165,10 +210,10 @@ fn rename(
     name: &str,
     below: Vec<NodeBelow>,
 ) -> Result<(), Error> {
-    let RunningDisk { disk, image, cache, caches, .. } = taken;
+    let RunningDisk { disk, image, cache, caches, storage, .. } = taken;
     let disk = Arc::into_inner(disk).expect("taken when nobody else had it").renamed(name);
     let disk = Arc::new(disk);
-    inventory.add_disk(RunningDisk { disk, image, cache, caches, below }).map_err(generic)
+    inventory.add_disk(RunningDisk { disk, image, cache, caches, below, storage }).map_err(generic)
 }
 
 fn in_use(name: &str) -> impl Fn(Refused) -> Error {
@@ -180,10 +225,8 @@ fn in_use(name: &str) -> impl Fn(Refused) -> Error {
     }
 }
 
-async fn open_bottom(inventory: &Inventory, chain: &Chain) -> Result<Opened, Error> {
-    let Bottom::Storage { image, device, auto_read_only, .. } = &chain.bottom else {
-        unreachable!("asked for storage alone");
-    };
+async fn open_bottom(inventory: &Inventory, chain: &Chain, storage: &StorageNode) -> Result<Opened, Error> {
+    let StorageNode { image, device, auto_read_only, .. } = storage;
     inventory.check_image(image).map_err(generic)?;
     let spec = image.spec().map_err(generic)?;
     if let (Some(path), Some(device)) = (image.path().map(Path::to_owned), *device) {
@@ -258,9 +301,18 @@ impl Command for BlockdevDel {
             None => inventory.remove_disk(&self.node).await.map_err(in_use(&name))?,
             Some(next) => {
                 let taken = inventory.take_disk(&self.node).map_err(in_use(&name))?;
-                let taken = move_taken(&inventory, taken, None)?;
-                let (name, below) = (taken.below[next].name.clone(), taken.below[next + 1..].to_vec());
-                rename(&inventory, taken, &name, below)?;
+                let (node, below) = (taken.below[next].clone(), taken.below[next + 1..].to_vec());
+                match node.closed {
+                    None => {
+                        let taken = move_taken(&inventory, taken, None)?;
+                        rename(&inventory, taken, &node.name, below)?;
+                    }
+                    Some(storage) => {
+                        taken.close().await;
+                        drop(taken);
+                        open_again(&inventory, &node.name, &storage, below).await;
+                    }
+                }
             }
         }
         Ok(json!({}))

@@ -20,16 +20,18 @@ use block::{
     storage::{CacheMode, Format, OpenOptions, Part, Root, delay::DelayOptions},
 };
 use policy::time::Duration;
-use settings::Image;
 
-use crate::control::qmp::{
-    arguments::{Arguments, Reference},
-    caches::CacheChanges,
-    error::Error,
-    errors::PolicyChanges,
-    identifier,
-    json::shown,
-    prefetch::PrefetchChanges,
+use crate::control::{
+    inventory::StorageNode,
+    qmp::{
+        arguments::{Arguments, Reference},
+        caches::CacheChanges,
+        error::Error,
+        errors::PolicyChanges,
+        identifier,
+        json::shown,
+        prefetch::PrefetchChanges,
+    },
 };
 
 /// Bytes of a node's name, as in QEMU.
@@ -43,7 +45,6 @@ pub(super) struct Chain {
     /// Topmost first, which is the disk's.
     pub(super) names: Vec<String>,
     pub(super) group: Option<String>,
-    /// Only without an existing node below.
     pub(super) read_only: bool,
     pub(super) qcow2: Option<Qcow2Node>,
     /// The part of a raw image that is the disk.
@@ -69,16 +70,7 @@ pub(super) struct Qcow2Node {
 #[derive(Debug, PartialEq)]
 pub(super) enum Bottom {
     Node(String),
-    Storage {
-        image: Image,
-        /// Whether the path must be a block device's (true) or a regular file's (false).
-        device: Option<bool>,
-        cache: CacheMode,
-        /// Open it read-only where it cannot be written.
-        auto_read_only: bool,
-        force_share: bool,
-        latency: Option<Duration>,
-    },
+    Storage(StorageNode),
 }
 
 impl Chain {
@@ -97,13 +89,15 @@ impl Chain {
         };
         let driver = driver(arguments)?;
         chain.node(driver, arguments, Inherited::default(), true)?;
+        if chain.part.is_some() && chain.qcow2.is_some() {
+            return Err(Error::rule("offset", "is of a raw image, and this is a 'qcow2'"));
+        }
+        if chain.is_opened_anew() {
+            return Ok(chain);
+        }
         if chain.handover && matches!(chain.bottom, Bottom::Node(_)) {
             let rule = "is said where the image is opened";
             return Err(Error::rule("x-weir-handover", rule));
-        }
-        if chain.part.is_some() && (chain.qcow2.is_some() || matches!(chain.bottom, Bottom::Node(_))) {
-            let rule = "is of a raw image, said where that is opened";
-            return Err(Error::rule("offset", rule));
         }
         if chain.discards == Discards::Ignore && matches!(chain.bottom, Bottom::Node(_)) {
             return Err(Error::rule(
@@ -112,6 +106,46 @@ impl Chain {
             ));
         }
         Ok(chain)
+    }
+
+    /// A node that was opened as it lies, by itself.
+    pub(super) fn of_storage(name: &str, storage: &StorageNode) -> Self {
+        Self {
+            names: vec![name.to_owned()],
+            group: None,
+            read_only: storage.read_only,
+            qcow2: None,
+            part: None,
+            handover: storage.handover,
+            discards: storage.discards,
+            prefetch: PrefetchChanges::default(),
+            policies: PolicyChanges::default(),
+            bottom: Bottom::Storage(storage.clone()),
+        }
+    }
+
+    /// Whether an existing node below has to be opened in another way than it was.
+    pub(super) fn is_opened_anew(&self) -> bool {
+        matches!(self.bottom, Bottom::Node(_)) && (self.qcow2.is_some() || self.part.is_some())
+    }
+
+    /// The same over a node that is described and no longer named.
+    pub(super) fn over(self, storage: &StorageNode) -> Self {
+        Self {
+            read_only: self.read_only || storage.read_only,
+            handover: self.handover || storage.handover,
+            discards: if storage.discards == Discards::Ignore { Discards::Ignore } else { self.discards },
+            bottom: Bottom::Storage(storage.clone()),
+            ..self
+        }
+    }
+
+    /// How its bottom was opened, if nothing above changes what the bytes are.
+    pub(super) fn as_it_lies(&self) -> Option<StorageNode> {
+        let Bottom::Storage(storage) = &self.bottom else { return None };
+        let is_plain = self.qcow2.is_none() && self.part.is_none();
+        let Self { read_only, handover, discards, .. } = *self;
+        is_plain.then(|| StorageNode { read_only, handover, discards, ..storage.clone() })
     }
 
     pub(super) fn format(&self) -> Format {
@@ -134,7 +168,7 @@ impl Chain {
     }
 
     fn storage_options(&self) -> OpenOptions {
-        let Bottom::Storage { cache, force_share, latency, .. } = &self.bottom else {
+        let Bottom::Storage(StorageNode { cache, force_share, latency, .. }) = &self.bottom else {
             return OpenOptions::default();
         };
         let delay = latency.map(|time| DelayOptions {
@@ -210,13 +244,6 @@ impl Chain {
     fn below(&mut self, arguments: &mut Arguments, above: Inherited) -> Result<(), Error> {
         match arguments.reference("file", "BlockdevRef")? {
             None => Err(Error::missing(&arguments.name_of("file"))),
-            Some(Reference::Name(name)) if self.qcow2.is_some() => Err(Error::rule(
-                &arguments.name_of("file"),
-                format_args!(
-                    "is described in place for 'qcow2'; the node '{}' is a disk of its own",
-                    shown(&name)
-                ),
-            )),
             Some(Reference::Name(name)) => {
                 self.bottom = Bottom::Node(name);
                 Ok(())
@@ -298,7 +325,8 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
             device = Some(driver == "host_device");
             let path: String = arguments.required("filename")?;
             always(arguments, "locking", &["on", "auto", "off"], &["on", "auto"])?;
-            always(arguments, "aio", &["io_uring", "threads", "native"], &["io_uring"])?;
+            // How QEMU would reach the file; here it is io_uring.
+            arguments.choice("aio", &["io_uring", "threads", "native"])?;
             format!("file:{path}")
         }
         "null-co" => {
@@ -314,14 +342,17 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
         }
     };
     let image = spec.parse().map_err(|error| Error::generic(format!("{error}")))?;
-    Ok(Bottom::Storage {
+    Ok(Bottom::Storage(StorageNode {
         image,
         device,
         cache: common.cache_mode(),
+        read_only: common.read_only,
         auto_read_only: common.auto_read_only,
         force_share: common.force_share,
         latency,
-    })
+        handover: false,
+        discards: Discards::default(),
+    }))
 }
 
 /// As QEMU's `BlockdevOptionsRaw` has it.
@@ -400,7 +431,9 @@ mod tests {
             (options.cache, options.format, options.read_only),
             (CacheMode::None, Some(Format::Raw), true)
         );
-        let Bottom::Storage { image, device: Some(false), .. } = chain.bottom else { panic!("{chain:?}") };
+        let Bottom::Storage(StorageNode { image, device: Some(false), .. }) = chain.bottom else {
+            panic!("{chain:?}")
+        };
         assert_eq!(
             image.path().unwrap().to_str(),
             Some("memory:1"),
@@ -433,10 +466,8 @@ mod tests {
             with("encrypt", json!({"format": "aes"})),
             "Parameter 'encrypt.format' is 'luks' here; the old 'aes' is broken and not supported",
         );
-        refused(
-            with("file", json!("f0")),
-            "Parameter 'file' is described in place for 'qcow2'; the node 'f0' is a disk of its own",
-        );
+        let over = read(with("file", json!("f0"))).unwrap();
+        assert!(over.is_opened_anew() && over.bottom == Bottom::Node("f0".to_owned()));
         refused(
             with("file", with("node-name", json!("inner"))),
             "Parameter 'file.driver' does not go into another 'qcow2' (one image, one node)",
