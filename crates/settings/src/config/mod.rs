@@ -304,7 +304,7 @@ impl Reader<'_> {
             true => Ok(text.to_owned()),
             false => Err(format!("is not a type of export that weir has; there are {}", types("and"))),
         })?;
-        let no_type = || section.place().wrong(format!("no type (add type = {})", types("or")));
+        let no_type = || section.missing("type", format!("no type (add type = {})", types("or")));
         let exported = match kind.as_ref().map(|kind| &*kind.value) {
             Some("vhost-user-blk") => Exported::AtDoor(self.machine(&section)?),
             Some("ublk") => Exported::AtDoor(ublk(&section)?),
@@ -315,7 +315,7 @@ impl Reader<'_> {
                 kind.ok_or_else(no_type)?;
                 let rule = "no address (add listen = \"unix:PATH\" or \"HOST:PORT\")";
                 Exported::Nbd(ExportDraft {
-                    listen: listen.ok_or_else(|| section.place().wrong(rule))?,
+                    listen: listen.ok_or_else(|| section.missing("listen", rule))?,
                     name: section.text("name")?,
                 })
             }
@@ -330,7 +330,8 @@ impl Reader<'_> {
             passed @ Socket::Passed(_) => Ok(passed),
         };
         let listen = section.parse("listen", socket)?;
-        let listen = listen.ok_or_else(|| section.place().wrong("no socket (add listen = \"unix:PATH\")"))?;
+        let rule = "no socket (add listen = \"unix:PATH\")";
+        let listen = listen.ok_or_else(|| section.missing("listen", rule))?;
         let machine = with_keys(section, VhostUserBlk::at(listen.value))?;
         machine.check().map_err(|rule| section.place().wrong(rule))?;
         Ok(Said::new(Door::VhostUserBlk(machine), listen.place))
@@ -339,7 +340,7 @@ impl Reader<'_> {
     fn fuse(&self, section: &Section<'_>) -> Result<Said<Door>, Wrong> {
         let path = |text: &str| Ok(self.directory.join(doors::fuse::file(no_comma(text)?)?));
         let file = section.parse("file", path)?;
-        let file = file.ok_or_else(|| section.place().wrong("no file (add file = \"PATH\")"))?;
+        let file = file.ok_or_else(|| section.missing("file", "no file (add file = \"PATH\")"))?;
         Ok(Said::new(Door::Fuse(with_keys(section, Fuse::at(file.value))?), file.place))
     }
 

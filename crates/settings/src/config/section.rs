@@ -163,12 +163,29 @@ impl<'a> Section<'a> {
         let Some(key) = self.table.keys().filter(unknown).min_by_key(|key| key.span().start) else {
             return Ok(());
         };
+        Err(self.unknown(key, &asked))
+    }
+
+    fn unknown(&self, key: &Spanned<Cow<'_, str>>, known: &[&str]) -> Wrong {
         let name = key.get_ref().as_ref();
         let place = Place::new(format!("{}: {}", self.source.line_of(key.span().start), self.path_of(name)));
-        Err(place.wrong(match suggest::nearest(name, asked.iter().copied()) {
+        place.wrong(match suggest::nearest(name, known.iter().copied()) {
             Some(near) => format!("unknown key (did you mean {near:?}?)"),
-            None => format!("unknown key; here may be {}", asked.join(", ")),
-        }))
+            None => format!("unknown key; here may be {}", known.join(", ")),
+        })
+    }
+
+    /// The complaint that a key is missing; or of one that is probably it, misspelt.
+    pub(super) fn missing(&self, key: &str, rule: impl Into<String>) -> Wrong {
+        let asked = self.asked.borrow();
+        let slip = |found: &&Spanned<Cow<'_, str>>| {
+            let name = found.get_ref().as_ref();
+            !asked.contains(&name) && suggest::nearest(name, [key]).is_some()
+        };
+        match self.table.keys().filter(slip).min_by_key(|found| found.span().start) {
+            Some(found) => self.unknown(found, &[key]),
+            None => self.place.wrong(rule),
+        }
     }
 }
 

@@ -430,6 +430,17 @@ fn what_listens_says_what_and_where() {
         "type = \"nbd\"",
         "weir.toml:3: disk.vm1.export[0]: no address (add listen = \"unix:PATH\" or \"HOST:PORT\")",
     );
+    for (settings, wrong, right) in [
+        ("type = \"nbd\", lisen = \"h:1\"", "lisen", "listen"),
+        ("tpye = \"nbd\", listen = \"h:1\"", "tpye", "type"),
+        ("type = \"vhost-user-blk\", queues = 2, listn = \"unix:a\"", "listn", "listen"),
+        ("type = \"fuse\", growable = true, fiel = \"a\"", "fiel", "file"),
+    ] {
+        check(
+            settings,
+            &format!("weir.toml:3: disk.vm1.export[0].{wrong}: unknown key (did you mean {right:?}?)"),
+        );
+    }
     check(
         "type = \"iscsi\"",
         "weir.toml:3: disk.vm1.export[0].type = \"iscsi\": \
