@@ -49,6 +49,12 @@ impl ControlSocket {
         Self::found(is_root(), |name| env::var_os(name), Path::exists)
     }
 
+    /// Whether commands look here for want of the variable that says where a daemon of this user's
+    /// would have it.
+    pub fn is_for_want_of_another(path: &Path) -> bool {
+        path == of_root().path && Self::is_nowhere(is_root(), |name| env::var_os(name))
+    }
+
     /// A socket that was named, in a directory that is there, unless it is weir's own.
     pub fn at(path: PathBuf) -> Self {
         let is_own = path.parent() == Some(Path::new(DIRECTORY_OF_ROOT));
@@ -66,6 +72,10 @@ impl ControlSocket {
         }
         let place = if is_root { Some(of_root()) } else { of_user(&variable) };
         place.ok_or_else(|| "XDG_RUNTIME_DIR is not set, so there is no directory for it".to_owned())
+    }
+
+    fn is_nowhere(is_root: bool, variable: impl Fn(&str) -> Option<OsString>) -> bool {
+        !is_root && set(variable(VARIABLE)).is_none() && of_user(&variable).is_none()
     }
 
     fn found(
@@ -148,6 +158,16 @@ mod tests {
         let none = Err("XDG_RUNTIME_DIR is not set, so there is no directory for it");
         check(false, &[], &[], none, root);
         check(false, &[("XDG_RUNTIME_DIR", "here")], &[], none, root);
+    }
+
+    #[test]
+    fn a_user_without_a_directory_has_no_place() {
+        let runtime = ("XDG_RUNTIME_DIR", "/run/user/7");
+        assert!(ControlSocket::is_nowhere(false, at(&[])));
+        assert!(ControlSocket::is_nowhere(false, at(&[("XDG_RUNTIME_DIR", "here")])));
+        assert!(!ControlSocket::is_nowhere(false, at(&[runtime])));
+        assert!(!ControlSocket::is_nowhere(false, at(&[(VARIABLE, "unix:/q")])));
+        assert!(!ControlSocket::is_nowhere(true, at(&[])));
     }
 
     #[test]

@@ -67,6 +67,13 @@ impl Target {
 
     fn unreachable(&self, why: &io::Error) -> Error {
         let advice = match why.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+                if ControlSocket::is_for_want_of_another(&self.0) =>
+            {
+                format!(
+                    "no daemon listens there, and one of this user's is not found, because XDG_RUNTIME_DIR is not set (set it for both, or give both --qmp unix:PATH, or {VARIABLE})"
+                )
+            }
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => format!(
                 "no daemon listens there (start it with `weir serve`, or name its socket with --qmp or {VARIABLE})"
             ),
