@@ -2,7 +2,13 @@
 //! and what it says of what it cannot do any more. What a thread can still do is tried in
 //! `crates/daemon/src/sandbox/tests.rs`.
 
-use std::{fs, os::unix::fs::MetadataExt as _};
+use std::{
+    fs,
+    os::unix::{
+        fs::MetadataExt as _,
+        net::{UnixListener, UnixStream},
+    },
+};
 
 use serde_json::json;
 
@@ -105,4 +111,19 @@ fn without_it_everything_is_as_it_was() {
     assert_eq!(of_threads(&weir, "NoNewPrivs"), ["0"]);
     assert_eq!(Client::new("nbdinfo").args(["--size", &weir.uri("a")]).succeeds(), format!("{MIB}\n"));
     weir.stop();
+}
+
+#[test]
+fn who_has_come_before_it_is_let_in_behind_it() {
+    let scratch = Scratch::new();
+    let path = scratch.socket("machine");
+    let listener = UnixListener::bind(&path).unwrap();
+    let _machine = UnixStream::connect(&path).unwrap();
+    let script = "exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec \"$0\" \"$@\"";
+    let serve = Serve::alone().where_said().behind(["sh", "-c", script]).reading(listener);
+    let weir = serve.args(["memory:1M", "--vhost-user-blk", "fd:3"]).start();
+    weir.wait_for_log("a front end has connected");
+    let log = weir.stop();
+    let at = |words: &str| log.find(words).unwrap_or_else(|| panic!("{words}: {log}"));
+    assert!(at("sandboxed") < at("a front end has connected"), "{log}");
 }

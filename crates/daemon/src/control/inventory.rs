@@ -225,6 +225,8 @@ pub(crate) struct Inventory {
     door_terms: OnceCell<DoorTerms>,
     /// The daemon ends once the last client has gone.
     pub(crate) ends_when_idle: Cell<bool>,
+    /// It is still starting: see [`Inventory::keep_clients_out`].
+    keeps_out: Cell<bool>,
     /// A device of this host has gone, and its export with it.
     lost_device: Cell<bool>,
     exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
@@ -257,6 +259,7 @@ impl Inventory {
             servers: RefCell::default(),
             door_terms: OnceCell::new(),
             ends_when_idle: Cell::new(false),
+            keeps_out: Cell::new(false),
             lost_device: Cell::new(false),
             exports: RefCell::default(),
             devices: OnceCell::new(),
@@ -288,6 +291,33 @@ impl Inventory {
     /// From now on the daemon is in the sandbox.
     pub(crate) fn enter(&self, sandbox: Entered) {
         let _ = self.sandbox.set(sandbox);
+    }
+
+    /// What is opened from now on lets nobody in before [`Inventory::let_clients_in`], but devices
+    /// of this host: the kernel reads one to make it.
+    pub(crate) fn keep_clients_out(&self) {
+        self.keeps_out.set(true);
+    }
+
+    /// Everything that is open, and is opened later, has clients from now on.
+    pub(crate) fn let_clients_in(self: &Rc<Self>) {
+        self.keeps_out.set(false);
+        for serving in self.servers() {
+            self.accept(&serving);
+        }
+        for export in self.exports() {
+            if let Door::Own(entrance) = &export.door {
+                self.accept_at(&export.id, entrance);
+            }
+        }
+    }
+
+    /// Lets clients of NBD in there, unless that has to wait.
+    pub(crate) fn accept(&self, serving: &Serving) {
+        if !self.keeps_out.get() {
+            let ender = Rc::clone(&self.ender);
+            serving.accept(move |error| ender(End::Broken(error)));
+        }
     }
 
     /// None where the daemon is in none.
@@ -674,13 +704,9 @@ impl Inventory {
         let terms = doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers };
         let entrance = doors::open(door, &terms).await?;
         let address = entrance.address().to_owned();
-        let inventory = Rc::downgrade(self);
-        let of_export = id.clone();
-        entrance.accept(move |result| {
-            if let Some(inventory) = inventory.upgrade() {
-                inventory.door_ended(&of_export, result);
-            }
-        });
+        if entrance.device().is_some() || !self.keeps_out.get() {
+            self.accept_at(&id, &entrance);
+        }
         // Making a device takes a while, in which others have their turn.
         let name = disk.disk.name().to_string();
         let refused = match self.disk(&name) {
@@ -717,6 +743,15 @@ impl Inventory {
     }
 
     /// Nobody closed it: its device was removed from outside, or it can let nobody in any more.
+    fn accept_at(self: &Rc<Self>, id: &str, entrance: &Rc<Entrance>) {
+        let (inventory, id) = (Rc::downgrade(self), id.to_owned());
+        entrance.accept(move |result| {
+            if let Some(inventory) = inventory.upgrade() {
+                inventory.door_ended(&id, result);
+            }
+        });
+    }
+
     fn door_ended(self: &Rc<Self>, id: &str, result: std::io::Result<()>) {
         let Ok(export) = self.export(id) else { return };
         let Door::Own(entrance) = &export.door else { return };

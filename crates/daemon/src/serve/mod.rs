@@ -170,6 +170,7 @@ impl Daemon {
         // Clients may be in another directory.
         let config = file.as_ref().map(|(file, _)| path::absolute(file)).transpose()?;
         let inventory = Inventory::new(config, ender);
+        inventory.keep_clients_out();
         // Written once clients can come; whether it may be is known before anything is touched.
         plan.service.pid_file.as_deref().map(PidFile::check).transpose()?;
         sandbox::check(&plan)?;
@@ -215,10 +216,7 @@ impl Daemon {
             return settled.and(closed).map(|()| None);
         };
         let control = Rc::new(Control::start(&inventory, sockets));
-        for serving in inventory.servers() {
-            let ender = Rc::clone(&inventory.ender);
-            serving.accept(move |error| ender(End::Broken(error)));
-        }
+        inventory.let_clients_in();
         if let Some(error) = missing {
             tracing::warn!(
                 "{error:#}; `weir status` and others will not find this daemon (name a control socket of its \

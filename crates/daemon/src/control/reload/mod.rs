@@ -33,7 +33,7 @@ use told::Care;
 use super::{
     assemble::{self, Assembly},
     change::Change,
-    inventory::{DoorTerms, End, Inventory, RunningDisk},
+    inventory::{DoorTerms, Inventory, RunningDisk},
     loaded::Loaded,
     serving::Serving,
     wanted::{self, Wanted},
@@ -149,8 +149,7 @@ impl Work<'_> {
         }
         // Who comes first finds everything.
         for serving in servers {
-            let ender = Rc::clone(&self.inventory.ender);
-            serving.accept(move |error| ender(End::Broken(error)));
+            self.inventory.accept(&serving);
         }
         Ok(())
     }

@@ -13,7 +13,7 @@ use settings::{Address, Endpoint};
 
 use crate::{
     control::{
-        inventory::{DoorTerms, End, Inventory},
+        inventory::{DoorTerms, Inventory},
         qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
         serving::Serving,
     },
@@ -103,8 +103,7 @@ impl Command for NbdServerStart {
         }
         let serving = Serving::new(nbd::Server::new(tls, terms), at, listeners, workers);
         inventory.add_server(&serving);
-        let ender = Rc::clone(&inventory.ender);
-        serving.accept(move |error| ender(End::Broken(error)));
+        inventory.accept(&serving);
         Ok(json!({}))
     }
 }
