@@ -128,7 +128,18 @@ fn the_services_may_do_little_else_than_they_do() {
         let exposure = exposure(&scratch, unit);
         assert!(exposure <= 2.0, "{unit}: {exposure}");
     }
-    fs::remove_file(scratch.path(UNITS).join("weir.service.d/sandbox.conf")).unwrap();
+    // As `systemctl edit` does; the file itself proposes it.
+    let before = exposure(&scratch, "weir.service");
+    let edited = "[Service]\nDeviceAllow=\nSupplementaryGroups=\nRestrictAddressFamilies=\nRestrictAddressFamilies=AF_UNIX\n";
+    let overriding = scratch.path(UNITS).join("weir.service.d/override.conf");
+    fs::write(&overriding, edited).unwrap();
+    let closed = exposure(&scratch, "weir.service");
+    assert!(closed < before, "the operator closes more: {closed}, before {before}");
+    fs::write(&overriding, "[Service]\nProtectHome=no\nPrivateTmp=no\n").unwrap();
+    let open = exposure(&scratch, "weir.service");
+    assert!(open > before, "the operator opens more: {open}, before {before}");
+    fs::remove_file(overriding).unwrap();
+    fs::remove_file(scratch.path(UNITS).join("weir.service.d/10-sandbox.conf")).unwrap();
     assert!(exposure(&scratch, "weir.service") > 9.0, "the sandbox is what makes the difference");
 }
 
@@ -142,7 +153,7 @@ fn an_installation_can_be_repeated_and_taken_away() {
         "etc/weir/weir.toml",
         "usr/local/bin/weir",
         "usr/local/lib/systemd/system/weir.service",
-        "usr/local/lib/systemd/system/weir.service.d/sandbox.conf",
+        "usr/local/lib/systemd/system/weir.service.d/10-sandbox.conf",
         "usr/local/lib/sysusers.d/weir.conf",
         "usr/local/lib/tmpfiles.d/weir.conf",
         "usr/local/share/bash-completion/completions/weir",
