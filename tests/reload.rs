@@ -366,9 +366,27 @@ l2-cache-size = \"1M\"
             "text: something that is not a socket is there already",
             "nowhere does not exist (create it)",
             "there is no user \"nobody-of-this-name\"",
-            "pid file ",
+            "weir.toml:5: daemon.pid-file = \"nowhere/pid\": pid file ",
         ],
     );
+    for (daemon, disk, expect) in [
+        ("user = \"no-such-user\"", "", "daemon.user = \"no-such-user\": user: there is no user"),
+        ("image-root = \"no\"", "", "daemon.image-root = \"no\": image root "),
+        ("qmp = \"unix:no/q\"", "", "daemon.qmp = \"unix:no/q\": unix:"),
+        ("nbd = \"unix:no/n\"", "", "daemon.nbd = \"unix:no/n\": unix:"),
+        (
+            "",
+            "export = [{ type = \"nbd\", listen = \"unix:no/e\" }]",
+            "export[0].listen = \"unix:no/e\": unix:",
+        ),
+    ] {
+        let text = format!("[daemon]\n{daemon}\n[disk.a]\nimage = \"memory:1M\"\n{disk}\n");
+        let file = scratch.file("lacks.toml", text);
+        let outcome = weir(&["check-config", file.to_str().unwrap()]).run();
+        assert_eq!(outcome.code(), 1);
+        let line = if daemon.is_empty() { 5 } else { 2 };
+        assert_says(&outcome.said(), &[&format!("weir: {}:{line}: ", file.display()), expect]);
+    }
     let file = scratch.file("wrong.toml", "[disk.a]\nimage = \"memory:1M\"\nchache = \"none\"\n");
     let outcome = weir(&["check-config", text(&file)]).run();
     assert_eq!(outcome.code(), 1);

@@ -18,7 +18,7 @@ use clap::Args;
 use console::{Failure, complain, logging, on_reactor, print};
 use nix::unistd::{AccessFlags, access};
 use settings::{
-    Address, Door, Draft, Endpoint, Plan, SecretSource, Service, Standard, control::ControlSocket,
+    Address, Door, Draft, Endpoint, Place, Plan, SecretSource, Service, Standard, control::ControlSocket,
 };
 
 use super::memory;
@@ -92,16 +92,27 @@ async fn wrong(draft: &Draft, plan: &Plan) -> Vec<anyhow::Error> {
     memory::warn_of_disks(&plan.disks);
     found.extend(inventory.look_at_devices(plan.service.state.as_deref()).err());
     found.extend(assemble::credentials(&plan.service.tls).err());
-    found.extend(sandbox::check(plan).err());
-    sockets(plan, &mut found);
+    let service = &draft.service;
+    let said = sandbox::check(plan).err();
+    found.extend(said.map(|error| at(service.user.as_ref().map(|said| &said.place), error)));
+    sockets(draft, plan, &mut found);
     found.extend(plan.doors.iter().filter_map(|export| device(&export.door).err()));
     found.extend(plan.service.pid_file.as_deref().and_then(|path| {
         let directory = listen::directory_of(path);
         let writable = access(directory, AccessFlags::W_OK);
         let why = || format!("pid file {}: {}", path.display(), directory.display());
-        writable.map_err(std::io::Error::from).with_context(why).err()
+        let place = service.pid_file.as_ref().map(|said| &said.place);
+        writable.map_err(std::io::Error::from).with_context(why).err().map(|error| at(place, error))
     }));
     found
+}
+
+/// With where that was said which it is about.
+fn at(place: Option<&Place>, error: anyhow::Error) -> anyhow::Error {
+    match place {
+        Some(place) => error.context(place.to_string()),
+        None => error,
+    }
 }
 
 /// Fails where nothing can be opened at all.
@@ -112,7 +123,9 @@ async fn images(
     found: &mut Vec<anyhow::Error>,
 ) -> anyhow::Result<()> {
     let groups = assemble::groups(plan, inventory)?;
-    let root = plan.service.image_root.as_deref().map(assemble::root).transpose()?;
+    let root = plan.service.image_root.as_deref().map(assemble::root).transpose();
+    let place = draft.service.image_root.as_ref().map(|said| &said.place);
+    let root = root.map_err(|error| at(place, error))?;
     let mut assembly = Assembly::new(root, Budgets::default());
     for (planned, said) in plan.disks.iter().zip(&draft.disks) {
         let place = || said.image.place.to_string();
@@ -147,12 +160,15 @@ fn is_special(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|file| !file.is_file())
 }
 
-fn sockets(plan: &Plan, found: &mut Vec<anyhow::Error>) {
+fn sockets(draft: &Draft, plan: &Plan, found: &mut Vec<anyhow::Error>) {
     let control = control(&plan.service).unwrap_or_else(|error| {
         found.push(error);
         Vec::new()
     });
-    found.extend(control.iter().filter_map(|place| listen::check_control(place).err()));
+    found.extend(control.iter().filter_map(|socket| {
+        let said = draft.service.qmp.iter().find(|said| said.value == socket.path);
+        listen::check_control(socket).err().map(|error| at(said.map(|said| &said.place), error))
+    }));
     // Made for a control socket, they are there for the others.
     let made = |path: &Path| {
         control.iter().any(|place| place.directory_mode.is_some() && place.path.parent() == path.parent())
@@ -167,10 +183,18 @@ fn sockets(plan: &Plan, found: &mut Vec<anyhow::Error>) {
         }
         _ => None,
     });
+    let of_disks = draft.disks.iter().flat_map(|disk| disk.exports.iter().map(|export| &export.listen));
+    let said = |address: &Address| {
+        let mut all = draft.service.nbd.iter().chain(of_disks.clone());
+        all.find(|said| said.value == *address).map(|said| &said.place)
+    };
     for address in of_servers.chain(of_doors) {
         match &address {
             Address::Unix(path) if made(path) && !path.exists() => {}
-            address => found.extend(listen::check(address, &plan.service.sockets).err()),
+            address => {
+                let error = listen::check(address, &plan.service.sockets).err();
+                found.extend(error.map(|error| at(said(address), error)));
+            }
         }
     }
 }

@@ -54,7 +54,8 @@ pub(crate) async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Valu
     let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
     let (draft, plan) = read(&loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
-    let mut work = Work { inventory, loaded: &loaded, plan: &plan, done: Vec::new(), told: Vec::new() };
+    let mut work =
+        Work { inventory, loaded: &loaded, draft: &draft, plan: &plan, done: Vec::new(), told: Vec::new() };
     if let Err(error) = work.apply(&difference).await {
         work.undo().await;
         return Err(error);
@@ -91,7 +92,7 @@ async fn read(loaded: &Loaded) -> anyhow::Result<(Draft, Plan)> {
     let (file, said, inherited) = (loaded.file.clone(), loaded.said.clone(), loaded.inherited);
     reactor::blocking(move || {
         let is_file = fs::metadata(&file).with_context(|| file.display().to_string())?.is_file();
-        ensure!(is_file, "{}: is no file, and can be read once only", file.display());
+        ensure!(is_file, "{}: is no regular file (put the config file back there)", file.display());
         let draft = config::load(&file)?;
         let draft = Draft { service: said.or(draft.service), ..draft };
         let plan = Plan::new(draft.clone(), inherited)?;
@@ -103,6 +104,7 @@ async fn read(loaded: &Loaded) -> anyhow::Result<(Draft, Plan)> {
 struct Work<'a> {
     inventory: &'a Rc<Inventory>,
     loaded: &'a Loaded,
+    draft: &'a Draft,
     plan: &'a Plan,
     /// What is to be undone, the last first.
     done: Vec<Done>,
@@ -159,8 +161,10 @@ impl Work<'_> {
         let mut assembly = Assembly::new(root, self.loaded.budgets.clone());
         let mut images = Vec::new();
         for &index in &difference.new_disks {
-            self.inventory.check_image(&self.plan.disks[index].image)?;
-            images.push((index, assembly.open(&self.plan.disks[index]).await?));
+            let planned = &self.plan.disks[index];
+            let place = || self.draft.disks[index].image.place.to_string();
+            self.inventory.check_image(&planned.image).with_context(place)?;
+            images.push((index, assembly.open(planned).await.with_context(place)?));
         }
         Ok(images)
     }
