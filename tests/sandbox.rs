@@ -74,8 +74,9 @@ fn another_user_serves_what_root_has_opened() {
     let scratch = Scratch::new();
     let image = scratch.sparse("a.raw", MIB);
     let qmp = socket(&scratch);
+    let pid_file = scratch.socket("pid");
     let serve = Serve::new(&scratch).arg(&image).args(["--format", "raw", "--qmp", &qmp, "--user", "nobody"]);
-    let weir = serve.start();
+    let weir = serve.arg("--pid-file").arg(&pid_file).start();
     is_served(&weir, "a");
     let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap().uid;
     assert_eq!(of_threads(&weir, "Uid"), [[nobody; 4].map(|uid| uid.to_string()).join("\t")]);
@@ -83,7 +84,10 @@ fn another_user_serves_what_root_has_opened() {
     assert_eq!(fs::metadata(weir.socket()).unwrap().uid(), nobody.as_raw());
     // It is still root's to command.
     assert!(prints(&scratch, &["status", "--interval", "0"]).contains("a "));
+    assert_eq!(fs::read_to_string(&pid_file).unwrap(), format!("{}\n", weir.pid()));
     weir.stop();
+    // The directory is root's: it cannot be removed, and names nobody.
+    assert_eq!(fs::read_to_string(&pid_file).unwrap(), "");
 }
 
 #[test]

@@ -28,12 +28,13 @@ use nix::{
 /// A number with a line feed is shorter.
 const MOST_BYTES: u64 = 32;
 
-/// The file, removed when this is dropped if it still holds this process's number.
+/// The file, removed when this is dropped if it still holds this process's number; emptied where
+/// the directory is not this user's to change (`--user`).
 #[derive(Debug)]
 pub(crate) struct PidFile {
     path: PathBuf,
     /// Holds the lock.
-    _file: File,
+    file: File,
 }
 
 impl PidFile {
@@ -60,15 +61,15 @@ impl PidFile {
             file.write_all_at(format!("{}\n", process::id()).as_bytes(), 0)
         };
         write().context("cannot be written").with_context(named)?;
-        Ok(Self { path, _file: file })
+        Ok(Self { path, file })
     }
 }
 
 impl Drop for PidFile {
     fn drop(&mut self) {
         let ours = fs::read_to_string(&self.path).is_ok_and(|text| text.trim() == process::id().to_string());
-        if ours {
-            let _ = fs::remove_file(&self.path);
+        if ours && fs::remove_file(&self.path).is_err() {
+            let _ = self.file.set_len(0);
         }
     }
 }
