@@ -1,10 +1,10 @@
 //! `weir disk` and `weir group`: one more or one less of what runs, and of what the config file
 //! has.
 
-use std::fs;
+use std::{fs, path::Path};
 
 use crate::harness::{
-    Client, MIB, Scratch, Wire, assert_says, create_encrypted,
+    Client, MIB, Scratch, Serve, Wire, assert_says, create_encrypted,
     operator::{fails, find, misuses, prints, prints_json, serve, socket, status},
     pattern, qemu_img, qemu_io, text,
 };
@@ -79,6 +79,22 @@ fn what_is_added_is_served_and_saved_and_goes_again() {
     prints(&scratch, &["group", "remove", "silver", "--save"]);
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
     assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
+    weir.stop();
+}
+
+#[test]
+fn of_several_addresses_one_is_to_be_named() {
+    let scratch = Scratch::new();
+    let [one, two] = ["one", "two"].map(|name| scratch.socket(name));
+    let (one, two) = (text(&one), text(&two));
+    let of_daemon = format!("nbd = [\"unix:{one}\", \"unix:{two}\"]\nqmp = \"{}\"", socket(&scratch));
+    let file = scratch.file("weir.toml", format!("[daemon]\n{of_daemon}\n{CONFIG}"));
+    let weir = Serve::new(&scratch).where_said().arg("--config").arg(file).start();
+    let said = fails(&scratch, &["disk", "add", "b", "memory:2M"]);
+    let expect = format!("b: the daemon serves at unix:{one}, unix:{two} (say where with --nbd ADDRESS)");
+    assert_says(&said, &[&expect]);
+    prints(&scratch, &["disk", "add", "b", "memory:2M", "--nbd", &format!("unix:{two}")]);
+    assert_eq!(Wire::go(Path::new(two), "b").1, 2 * MIB);
     weir.stop();
 }
 

@@ -100,6 +100,11 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     let described = described::node(&name, &image, &options)?;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     let (_, report) = client.status()?;
+    if nbd.is_none() && report.servers.len() > 1 {
+        let addresses: Vec<_> = report.servers.iter().map(|server| server.address.as_str()).collect();
+        let addresses = addresses.join(", ");
+        return Err(anyhow!("{name}: the daemon serves at {addresses} (say where with --nbd ADDRESS)").into());
+    }
     let saving = saving::prepare(&report, &save, |text| {
         let format = ("format", described.node["driver"].as_str().filter(|_| !image.contains(':')));
         let mut keys = keys(&image, format, &options, nbd.as_ref());
