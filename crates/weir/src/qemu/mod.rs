@@ -56,10 +56,11 @@ fn answer(name: &str, error: &clap::Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// The first line of clap's message.
-fn what_is_wrong(text: &str) -> &str {
-    let first = text.lines().next().unwrap_or_default();
-    first.strip_prefix("error: ").unwrap_or(first)
+/// What clap's message has before the first empty line, as one line.
+fn what_is_wrong(text: &str) -> String {
+    let lines: Vec<_> = text.lines().map(str::trim).take_while(|line| !line.is_empty()).collect();
+    let said = lines.join(" ");
+    said.strip_prefix("error: ").map(str::to_owned).unwrap_or(said)
 }
 
 /// As clients of the control socket are told: which QEMU it is like, and what it is.
@@ -74,4 +75,16 @@ fn serve(arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(), Fai
         ready();
         background::tell_ready();
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_clap_says_is_one_line_with_all_that_is_missing() {
+        let text = "error: the following were not provided:\n  --config <FILE>\n  <IMAGE>\n\nUsage: weir\n";
+        assert_eq!(what_is_wrong(text), "the following were not provided: --config <FILE> <IMAGE>");
+        assert_eq!(what_is_wrong("error: no\n\n  tip: yes\n"), "no");
+    }
 }
