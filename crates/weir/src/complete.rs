@@ -26,16 +26,39 @@ pub(crate) fn answer_shell(command: fn() -> Command) {
 
 /// Adds to the options of `command`, and of all below it, what their values can be.
 pub(crate) fn with_values(command: Command) -> Command {
-    command.mut_args(with_value).mut_subcommands(with_values)
+    below("", command)
 }
 
-/// By the names that the definition gives values.
-fn with_value(argument: Arg) -> Arg {
+fn below(parent: &str, command: Command) -> Command {
+    let name = command.get_name().to_owned();
+    command
+        .mut_args(|argument| with_value([parent, &name], argument))
+        .mut_subcommands(|command| below(&name, command))
+}
+
+/// By the names that the definition gives values, of the last two words of a command.
+fn with_value(command: [&str; 2], argument: Arg) -> Arg {
     let long = argument.get_long().map(str::to_owned);
     let value = argument.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
     match (long.as_deref(), value.as_deref().unwrap_or_default()) {
         (Some("cache"), "MODE") => argument.add(words(CacheMode::ALL.map(CacheMode::name))),
         (Some("format"), "FORMAT") => argument.add(words([Format::Raw, Format::Qcow2].map(Format::name))),
+        (Some("prefetch"), "MODE") => argument.add(words(["on", "off", "auto"])),
+        (None, "MODE") if command[1] == "prefetch" => argument.add(words(["on", "off", "auto"])),
+        (Some("discard"), "MODE") => argument.add(words(["unmap", "ignore"])),
+        (Some("sandbox"), "MODE") => argument.add(words(["on", "require", "off"])),
+        (Some("tls"), "MODE") => argument.add(words(["off", "on", "required"])),
+        (Some("log-format"), "FORMAT") => argument.add(words(["text", "json"])),
+        (Some("on-read-error"), "POLICY") => argument.add(words(["report", "stop"])),
+        (Some("on-write-error"), "POLICY") => argument.add(words(["report", "stop", "enospc"])),
+        (None, "NAME") if command == ["disk", "remove"] => {
+            argument.add(ArgValueCandidates::new(|| named(disks)))
+        }
+        (None, "NAME") if command == ["group", "remove"] => {
+            argument.add(ArgValueCandidates::new(|| named(groups)))
+        }
+        // One that there is not yet.
+        (None, "NAME") if command[1] == "add" => argument,
         (_, "GROUP") => argument.add(ArgValueCandidates::new(|| named(groups))),
         (_, "DISK") => argument.add(ArgValueCandidates::new(|| named(disks))),
         (_, "DISK|GROUP") | (None, "NAME") => argument.add(ArgValueCandidates::new(|| named(both))),
@@ -94,6 +117,10 @@ mod tests {
         assert_eq!(offered("weir serve --cache w"), ["writeback", "writethrough"]);
         assert_eq!(offered("weir serve -f "), ["raw", "qcow2"]);
         assert_eq!(offered("weir image comp"), ["compare"]);
+        assert_eq!(offered("weir serve --sandbox "), ["on", "require", "off"]);
+        assert_eq!(offered("weir serve --tls re"), ["required"]);
+        assert_eq!(offered("weir prefetch vm1 o"), ["on", "off"]);
+        assert_eq!(offered("weir disk add vm1 --on-write-error e"), ["enospc"]);
         assert_eq!(offered("weir throttle vm1 --iops-total-max-"), ["--iops-total-max-length"]);
         let commands = offered("weir ");
         assert!(commands.contains(&"docker-plugin".to_owned()), "{commands:?}");
