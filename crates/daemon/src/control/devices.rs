@@ -73,7 +73,8 @@ impl Devices {
             return device.clone();
         }
         let device = self.find(disk).unwrap_or_else(|error| {
-            tracing::warn!(disk = %disk.name(), %error, "the device below is not known; a watermark has no effect");
+            // Whoever sets a watermark that it makes useless is warned by the sampler.
+            tracing::debug!(disk = %disk.name(), %error, "the device below is not known");
             None
         });
         let mut of_disks = self.of_disks.borrow_mut();
