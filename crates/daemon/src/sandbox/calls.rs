@@ -41,8 +41,9 @@ fn of_host() -> Result<BpfProgram, seccompiler::BackendError> {
     program(rules, SeccompAction::Allow, REFUSED)
 }
 
-const OF_ATTACKERS: [c_long; 29] = [
+const OF_ATTACKERS: [c_long; 32] = [
     libc::SYS_ptrace,
+    libc::SYS_pidfd_getfd,
     libc::SYS_process_vm_readv,
     libc::SYS_process_vm_writev,
     libc::SYS_kcmp,
@@ -53,12 +54,14 @@ const OF_ATTACKERS: [c_long; 29] = [
     libc::SYS_finit_module,
     libc::SYS_delete_module,
     libc::SYS_kexec_load,
+    libc::SYS_kexec_file_load,
     libc::SYS_reboot,
     libc::SYS_swapon,
     libc::SYS_swapoff,
     libc::SYS_settimeofday,
     libc::SYS_clock_settime,
     libc::SYS_adjtimex,
+    libc::SYS_clock_adjtime,
     libc::SYS_acct,
     libc::SYS_quotactl,
     libc::SYS_add_key,
@@ -81,8 +84,8 @@ fn of_disks(needs: Needs) -> Result<BpfProgram, seccompiler::BackendError> {
     if needs.calls {
         rules.insert(libc::SYS_connect, Vec::new());
     }
-    if needs.gives {
-        rules.extend(OF_GIVING.iter().map(|call| (*call, Vec::new())));
+    if needs.beneath {
+        rules.insert(libc::SYS_openat2, Vec::new());
     }
     rules.extend(with_arguments(needs)?);
     program(rules, REFUSED, SeccompAction::Allow)
@@ -103,14 +106,19 @@ fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
     // No memory becomes a program.
     let (is, zero) = none_of(flag(libc::PROT_EXEC));
     let data = [rule(&[(2, is, zero)])?];
-    // Streams alone: a datagram could go anywhere.
-    let family = |family: libc::c_int| {
-        let stream = (1, Is::MaskedEq(0xf), flag(libc::SOCK_STREAM));
-        rule(&[(0, Is::Eq, flag(family)), stream])
-    };
-    let mut sockets = vec![family(libc::AF_UNIX)?];
+    // Streams alone: a datagram could go anywhere, also from one of a pair.
+    let stream =
+        |family: libc::c_int| [(0, Is::Eq, flag(family)), (1, Is::MaskedEq(0xf), flag(libc::SOCK_STREAM))];
+    let pairs = [rule(&stream(libc::AF_UNIX))?];
+    let mut sockets = pairs.to_vec();
     if needs.tcp {
-        sockets.extend([family(libc::AF_INET)?, family(libc::AF_INET6)?]);
+        for family in [libc::AF_INET, libc::AF_INET6] {
+            // Not SCTP, for which to send is to call, nor what landlock does not know for TCP.
+            for protocol in [0, libc::IPPROTO_TCP] {
+                let [family, kind] = stream(family);
+                sockets.push(rule(&[family, kind, (2, Is::Eq, flag(protocol))])?);
+            }
+        }
     }
     // It connects.
     let (is, zero) = none_of(flag(libc::MSG_FASTOPEN));
@@ -125,34 +133,86 @@ fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
         | libc::CLONE_NEWNET;
     let thread = Is::MaskedEq(flag(libc::CLONE_THREAD | spaces));
     let own = u64::from(std::process::id());
-    let requests = |requests: &[u64]| {
-        requests.iter().map(|request| rule(&[(1, Is::Eq, *request)])).collect::<Result<Vec<_>, _>>()
+    let one_of = |index: u8, values: &[u64]| {
+        values.iter().map(|value| rule(&[(index, Is::Eq, *value)])).collect::<Result<Vec<_>, _>>()
     };
-    let first = |values: &[libc::c_int]| {
-        values.iter().map(|value| rule(&[(0, Is::Eq, flag(*value))])).collect::<Result<Vec<_>, _>>()
+    // Nothing that runs as its owner: another on this machine could start it.
+    let plain = |mode: u8| {
+        let (is, zero) = none_of(SET_ID);
+        rule(&[(mode, is, zero)])
     };
-    Ok(Rules::from([
+    let opened = |flags: u8| {
+        // Where no file is made, whatever is in the mode's place is not looked at.
+        let (is, zero) = none_of(flag(libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY));
+        Ok::<_, seccompiler::BackendError>(vec![plain(flags + 1)?, rule(&[(flags, is, zero)])?])
+    };
+    let mut rules = Rules::from([
         (libc::SYS_mmap, data.to_vec()),
         (libc::SYS_mprotect, data.to_vec()),
         (libc::SYS_socket, sockets),
+        (libc::SYS_socketpair, pairs.to_vec()),
+        (libc::SYS_openat, opened(2)?),
+        (libc::SYS_fchmod, vec![plain(1)?]),
+        (libc::SYS_fcntl, one_of(1, &COMMANDS.map(flag))?),
         (libc::SYS_sendto, to_peer(3)?),
         (libc::SYS_sendmsg, to_peer(2)?),
         (libc::SYS_clone, vec![rule(&[(0, thread, flag(libc::CLONE_THREAD))])?]),
         (libc::SYS_tgkill, vec![rule(&[(0, Is::Eq, own)])?]),
         (libc::SYS_prlimit64, vec![rule(&[(0, Is::Eq, 0)])?, rule(&[(0, Is::Eq, own)])?]),
-        (libc::SYS_ioctl, requests(&REQUESTS)?),
+        (libc::SYS_ioctl, one_of(1, &REQUESTS)?),
         (
             libc::SYS_prctl,
-            first(&[
-                libc::PR_SET_NAME,
-                libc::PR_GET_NAME,
-                PR_SET_VMA,
-                libc::PR_SET_NO_NEW_PRIVS,
-                libc::PR_GET_NO_NEW_PRIVS,
-            ])?,
+            one_of(
+                0,
+                &[
+                    libc::PR_SET_NAME,
+                    libc::PR_GET_NAME,
+                    PR_SET_VMA,
+                    libc::PR_SET_NO_NEW_PRIVS,
+                    libc::PR_GET_NO_NEW_PRIVS,
+                ]
+                .map(flag),
+            )?,
         ),
-    ]))
+    ]);
+    #[cfg(target_arch = "x86_64")]
+    rules.insert(libc::SYS_open, opened(1)?);
+    if needs.gives {
+        // A name is enough for these, and landlock knows nothing of them.
+        rules.insert(libc::SYS_fchmodat, vec![plain(2)?]);
+        rules.insert(libc::SYS_fchownat, Vec::new());
+        #[cfg(target_arch = "x86_64")]
+        rules.extend([(libc::SYS_chmod, vec![plain(1)?]), (libc::SYS_chown, Vec::new())]);
+    }
+    Ok(rules)
 }
+
+/// Modes of files that run as their owner or group.
+const SET_ID: u64 = (libc::S_ISUID | libc::S_ISGID) as u64;
+
+/// Of descriptors and locks; none that has a signal sent to whom it names, such as `F_SETOWN`.
+const COMMANDS: [libc::c_int; 17] = [
+    libc::F_DUPFD,
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GETFD,
+    libc::F_SETFD,
+    libc::F_GETFL,
+    libc::F_SETFL,
+    libc::F_GETLK,
+    libc::F_SETLK,
+    libc::F_SETLKW,
+    libc::F_OFD_GETLK,
+    libc::F_OFD_SETLK,
+    libc::F_OFD_SETLKW,
+    libc::F_ADD_SEALS,
+    libc::F_GET_SEALS,
+    libc::F_GETPIPE_SZ,
+    libc::F_SETPIPE_SZ,
+    F_DUPFD_QUERY,
+];
+
+/// Whether two are of one open file (linux/fcntl.h).
+const F_DUPFD_QUERY: libc::c_int = 1024 + 3;
 
 /// Naming memory, as the C library does (linux/prctl.h).
 const PR_SET_VMA: libc::c_int = 0x5356_4d41;
@@ -179,17 +239,7 @@ const REQUESTS: [u64; 18] = [
     0x127c,      // BLKDISCARDZEROES
 ];
 
-/// A name is enough for these, and landlock knows nothing of them.
-const OF_GIVING: &[c_long] = &[
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_chmod,
-    #[cfg(target_arch = "x86_64")]
-    libc::SYS_chown,
-    libc::SYS_fchmodat,
-    libc::SYS_fchownat,
-];
-
-const ALWAYS: [c_long; 127] = [
+const ALWAYS: [c_long; 122] = [
     // The ring.
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_register,
@@ -215,7 +265,6 @@ const ALWAYS: [c_long; 127] = [
     libc::SYS_sync_file_range,
     libc::SYS_fadvise64,
     libc::SYS_flock,
-    libc::SYS_fcntl,
     libc::SYS_dup,
     libc::SYS_dup3,
     libc::SYS_getdents64,
@@ -223,9 +272,7 @@ const ALWAYS: [c_long; 127] = [
     libc::SYS_copy_file_range,
     libc::SYS_sendfile,
     libc::SYS_readahead,
-    // Files by name, as far as landlock and the user's rights go.
-    libc::SYS_openat,
-    libc::SYS_openat2,
+    // Files by name, as far as landlock and the user's rights go; to open them is below.
     libc::SYS_newfstatat,
     libc::SYS_statx,
     libc::SYS_statfs,
@@ -237,7 +284,6 @@ const ALWAYS: [c_long; 127] = [
     libc::SYS_renameat2,
     libc::SYS_linkat,
     libc::SYS_mkdirat,
-    libc::SYS_fchmod,
     libc::SYS_umask,
     libc::SYS_getcwd,
     // Memory.
@@ -253,7 +299,6 @@ const ALWAYS: [c_long; 127] = [
     libc::SYS_membarrier,
     libc::SYS_memfd_create,
     // Sockets, except for making and calling.
-    libc::SYS_socketpair,
     libc::SYS_bind,
     libc::SYS_listen,
     libc::SYS_accept,
@@ -329,8 +374,7 @@ const ALWAYS: [c_long; 127] = [
 
 /// What kernels for this processor have from before.
 #[cfg(target_arch = "x86_64")]
-const OF_X86_64: [c_long; 19] = [
-    libc::SYS_open,
+const OF_X86_64: [c_long; 18] = [
     libc::SYS_stat,
     libc::SYS_lstat,
     libc::SYS_poll,
@@ -350,3 +394,105 @@ const OF_X86_64: [c_long; 19] = [
     libc::SYS_getdents,
     libc::SYS_arch_prctl,
 ];
+
+#[cfg(test)]
+mod tests {
+    use seccompiler::sock_filter;
+
+    use super::*;
+
+    /// Whether a program lets a call through: what the kernel does with it (linux/filter.h,
+    /// linux/seccomp.h), as far as such programs go.
+    fn lets(program: &[sock_filter], call: c_long, arguments: &[u64]) -> bool {
+        let arch: u64 = if cfg!(target_arch = "x86_64") { 0xc000_003e } else { 0xc000_00b7 };
+        let mut words = vec![call.cast_unsigned() as u32, arch as u32, 0, 0];
+        for index in 0..6 {
+            let argument = arguments.get(index).copied().unwrap_or(0);
+            words.extend([argument as u32, (argument >> 32) as u32]);
+        }
+        let (mut at, mut value) = (0, 0_u32);
+        loop {
+            let step = &program[at];
+            at += 1;
+            let mut jump = |holds: bool| at += usize::from(if holds { step.jt } else { step.jf });
+            match step.code {
+                0x20 => value = words[step.k as usize / 4],
+                0x54 => value &= step.k,
+                0x05 => at += step.k as usize,
+                0x15 => jump(value == step.k),
+                0x25 => jump(value > step.k),
+                0x35 => jump(value >= step.k),
+                0x06 => return step.k == 0x7fff_0000,
+                other => panic!("{other:#x} is in no such program"),
+            }
+        }
+    }
+
+    fn number(value: libc::c_int) -> u64 {
+        u64::from(value.cast_unsigned())
+    }
+
+    #[test]
+    fn nobody_is_sent_a_signal_by_what_a_descriptor_does() {
+        let program = of_disks(Needs::default()).expect("a program");
+        let commands = |command| lets(&program, libc::SYS_fcntl, &[3, number(command), 1]);
+        assert!(commands(libc::F_DUPFD_CLOEXEC) && commands(libc::F_OFD_SETLK) && commands(libc::F_SETFL));
+        // Of linux/fcntl.h: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY.
+        for command in [8, 10, 15, 1024, 1026] {
+            assert!(!commands(command), "{command}");
+        }
+    }
+
+    #[test]
+    fn sockets_are_streams_that_landlock_knows() {
+        let both = Needs { tcp: true, ..Needs::default() };
+        for (needs, tcp) in [(Needs::default(), false), (both, true)] {
+            let program = of_disks(needs).expect("a program");
+            for call in [libc::SYS_socket, libc::SYS_socketpair] {
+                let makes = |family, kind: libc::c_int, protocol| {
+                    let kind = number(kind | libc::SOCK_CLOEXEC);
+                    lets(&program, call, &[number(family), kind, number(protocol)])
+                };
+                assert!(makes(libc::AF_UNIX, libc::SOCK_STREAM, 0));
+                for kind in [libc::SOCK_DGRAM, libc::SOCK_SEQPACKET, libc::SOCK_RAW] {
+                    assert!(!makes(libc::AF_UNIX, kind, 0), "{kind}");
+                    assert!(!makes(libc::AF_INET, kind, 0), "{kind}");
+                }
+                let tcp = tcp && call == libc::SYS_socket;
+                for protocol in [0, libc::IPPROTO_TCP] {
+                    assert_eq!(makes(libc::AF_INET, libc::SOCK_STREAM, protocol), tcp);
+                    assert_eq!(makes(libc::AF_INET6, libc::SOCK_STREAM, protocol), tcp);
+                }
+                for protocol in [libc::IPPROTO_SCTP, libc::IPPROTO_MPTCP, 256] {
+                    assert!(!makes(libc::AF_INET, libc::SOCK_STREAM, protocol), "{protocol}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_file_is_made_that_runs_as_its_owner() {
+        let gives = Needs { gives: true, beneath: true, ..Needs::default() };
+        for needs in [Needs::default(), gives] {
+            let program = of_disks(needs).expect("a program");
+            let opens = |flags: libc::c_int, mode| {
+                lets(&program, libc::SYS_openat, &[number(libc::AT_FDCWD), 1, number(flags), mode])
+            };
+            for bits in [0o4000, 0o2000, 0o6000] {
+                assert!(!opens(libc::O_CREAT | libc::O_RDWR, bits | 0o755), "{bits:o}");
+                assert!(!opens(libc::O_TMPFILE | libc::O_RDWR, bits | 0o755), "{bits:o}");
+                assert!(!lets(&program, libc::SYS_fchmod, &[3, bits | 0o755]), "{bits:o}");
+                let by_name = [number(libc::AT_FDCWD), 1, bits | 0o755];
+                assert!(!lets(&program, libc::SYS_fchmodat, &by_name), "{bits:o}");
+            }
+            assert!(opens(libc::O_CREAT | libc::O_RDWR, 0o666));
+            // The mode is not looked at where no file is made.
+            assert!(opens(libc::O_DIRECTORY, u64::MAX));
+            assert!(lets(&program, libc::SYS_fchmod, &[3, 0o600]));
+            let by_name = [number(libc::AT_FDCWD), 1, 0o660];
+            assert_eq!(lets(&program, libc::SYS_fchmodat, &by_name), needs.gives);
+            // Its mode lies where no filter looks.
+            assert_eq!(lets(&program, libc::SYS_openat2, &[]), needs.beneath);
+        }
+    }
+}

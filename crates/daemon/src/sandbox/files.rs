@@ -20,7 +20,7 @@ use std::{
 use anyhow::Context as _;
 use landlock::{
     ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, PathBeneath, PathFd,
-    Ruleset, RulesetAttr as _, RulesetCreated, RulesetCreatedAttr as _, make_bitflags,
+    Ruleset, RulesetAttr as _, RulesetCreated, RulesetCreatedAttr as _, Scope, make_bitflags,
 };
 use settings::{
     Address, Credentials, Door, Endpoint, Plan, SecretSource, Standard, Tls, control::ControlSocket,
@@ -31,7 +31,7 @@ use crate::listen::directory_of;
 
 /// What every kernel has that weir runs on (6.1).
 const LEAST: ABI = ABI::V2;
-/// What rules were written for: truncation, TCP, devices' ioctls.
+/// What rules for files were written for: truncation, devices' ioctls.
 const BEST: ABI = ABI::V5;
 
 /// Readable whoever runs: what the C library, TLS and backtraces look at.
@@ -102,6 +102,8 @@ fn ruleset() -> Result<RulesetCreated, landlock::RulesetError> {
         .handle_access(AccessFs::from_all(BEST))?
         // To no port at all.
         .handle_access(AccessNet::ConnectTcp)?
+        // Names that lie in no directory.
+        .scope(Scope::AbstractUnixSocket)?
         .create()
 }
 

@@ -7,7 +7,7 @@ use std::{
     io,
     net::{TcpStream, UdpSocket},
     os::unix::{
-        fs::PermissionsExt as _,
+        fs::{OpenOptionsExt as _, PermissionsExt as _},
         net::{UnixDatagram, UnixListener, UnixStream},
     },
     process::Command,
@@ -97,6 +97,16 @@ fn refused(directory: &Path) -> Vec<Tried> {
         ("send out", UdpSocket::bind(("127.0.0.1", 0)).map(drop)),
         ("call a neighbour", UnixStream::connect(directory.join("other")).map(drop)),
         ("send to a neighbour", UnixDatagram::unbound().map(drop)),
+        ("send to a neighbour from a pair", UnixDatagram::pair().map(drop)),
+        (
+            "make what runs as root",
+            fs::OpenOptions::new()
+                .write(true)
+                .create(true)
+                .mode(0o4755)
+                .open(directory.join("program"))
+                .map(drop),
+        ),
         ("start a program", Command::new("/bin/true").status().map(drop)),
         ("become a program", unistd::execv(c"/bin/true", &[c"true"]).map(drop).map_err(Into::into)),
         ("trace", ptrace::seize(parent, ptrace::Options::empty()).map_err(Into::into)),
