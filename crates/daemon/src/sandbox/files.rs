@@ -14,6 +14,7 @@
 
 use std::{
     env, fs,
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
 };
 
@@ -22,6 +23,7 @@ use landlock::{
     ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, PathBeneath, PathFd,
     Ruleset, RulesetAttr as _, RulesetCreated, RulesetCreatedAttr as _, Scope, make_bitflags,
 };
+use nix::unistd::{Uid, User};
 use settings::{
     Address, Credentials, Door, Endpoint, Plan, SecretSource, Standard, Tls, control::ControlSocket,
 };
@@ -225,11 +227,22 @@ impl Rules {
 
 /// Whether such a directory holds nothing but what weir was given.
 fn is_own(directory: &Path) -> bool {
-    let is_home = directory.parent() == Some(Path::new("/home"));
+    let is_home = ["/home", "/run/user"].iter().any(|homes| directory.parent() == Some(Path::new(homes)));
     let is_shared = SHARED.iter().any(|shared| directory == Path::new(shared));
     // A configuration of weir's own lies below /etc.
     let never = is_below(directory, &NEVER) && !directory.starts_with("/etc/weir");
-    !is_home && !is_shared && !never
+    !is_home && !is_shared && !never && !is_home_of_owner(directory)
+}
+
+/// A person's, wherever the system keeps such.
+fn is_home_of_owner(directory: &Path) -> bool {
+    // Below it are users that run services (login.defs(5), UID_MIN), whose home is what they serve.
+    const FIRST_PERSON: u32 = 1000;
+    let owner =
+        fs::metadata(directory).ok().map(|metadata| metadata.uid()).filter(|&uid| uid >= FIRST_PERSON);
+    let person = owner.and_then(|uid| User::from_uid(Uid::from_raw(uid)).ok().flatten());
+    let home = person.and_then(|person| person.dir.canonicalize().ok());
+    home.is_some_and(|home| home == directory)
 }
 
 fn is_below(directory: &Path, tops: &[&str]) -> bool {
@@ -264,9 +277,19 @@ mod tests {
         for own in ["/var/lib/weir/images", "/srv/vms", "/etc/weir", "/run/weir", "/tmp/x", "/home/a/vms"] {
             assert!(is_own(Path::new(own)), "{own}");
         }
-        for shared in
-            ["/", "/tmp", "/home/a", "/root", "/etc", "/etc/ssh", "/dev", "/dev/vg0", "/usr/bin", "/run"]
-        {
+        for shared in [
+            "/",
+            "/tmp",
+            "/home/a",
+            "/run/user/7",
+            "/root",
+            "/etc",
+            "/etc/ssh",
+            "/dev",
+            "/dev/vg0",
+            "/usr/bin",
+            "/run",
+        ] {
             assert!(!is_own(Path::new(shared)), "{shared}");
         }
     }
