@@ -78,6 +78,8 @@ fn an_image_is_served_that_the_daemon_may_not_open() {
     let added = ask_with(&mut qmp, open(&image, true), "add-fd", &json!({ "opaque": "rdwr:disk.raw" }));
     let set = &added["return"]["fdset-id"];
     qmp.command("blockdev-add", node("d", set, &json!({})));
+    let said = qmp.refused("blockdev-add", node("again", set, &json!({}))).1;
+    assert_says(&said, &["in use by another disk"]);
     let nbd = scratch.socket("nbd");
     let addr = json!({ "type": "unix", "data": { "path": text(&nbd) } });
     qmp.command("nbd-server-start", json!({ "addr": addr }));

@@ -74,7 +74,8 @@ impl Sets {
     }
 
     /// What is to be opened where a file of this name is; `None` where it is no set's. One that can
-    /// do more than is asked for will do where none is just so.
+    /// do more than is asked for will do where none is just so. One that can write is for one disk:
+    /// its locks are those of all that is opened with it, and keep none of that from the other.
     pub(crate) fn of_path(&self, path: &Path, read_only: bool) -> Result<Option<Arc<OwnedFd>>, String> {
         let Ok(number) = path.strip_prefix(SETS) else { return Ok(None) };
         let number = number.to_str().and_then(|text| text.parse::<u64>().ok());
@@ -87,21 +88,48 @@ impl Sets {
         let wanted = if read_only { [OFlags::RDONLY, OFlags::RDWR] } else { [OFlags::RDWR; 2] };
         let has = |member: &&Member, mode| {
             let flags = fcntl_getfl(&*member.descriptor).unwrap_or(OFlags::PATH);
-            !flags.contains(OFlags::PATH) && flags & OFlags::RWMODE == mode
+            // What is written by one that appends lands at the end of the file.
+            let goes_elsewhere = !read_only && flags.contains(OFlags::APPEND);
+            !flags.contains(OFlags::PATH) && flags & OFlags::RWMODE == mode && !goes_elsewhere
         };
-        let found = wanted.iter().find_map(|mode| members.iter().find(|member| has(member, *mode)));
-        found.map(|member| Some(Arc::clone(&member.descriptor))).ok_or_else(|| {
-            let how = if read_only { "for reading" } else { "for reading and writing" };
-            format!(
+        let fitting =
+            wanted.into_iter().flat_map(|mode| members.iter().filter(move |member| has(member, mode)));
+        let fitting: Vec<_> = fitting.map(|member| &member.descriptor).collect();
+        if fitting.is_empty() {
+            let how = if read_only { "for reading" } else { "for reading and writing, without O_APPEND" };
+            return Err(format!(
                 "Could not open '{shown}': Permission denied (no descriptor of the set was opened {how}; add-fd one)"
+            ));
+        }
+        let is_reader = |descriptor: &Arc<OwnedFd>| {
+            fcntl_getfl(descriptor).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDONLY)
+        };
+        let free = fitting.into_iter().find(|descriptor| is_reader(descriptor) || is_free(descriptor));
+        free.map(|descriptor| Some(Arc::clone(descriptor))).ok_or_else(|| {
+            format!(
+                "Could not open '{shown}': in use by another disk, or locked by who has passed it (open the file anew and add-fd that)"
             )
         })
     }
 }
 
+/// Nothing is being opened with it, nor has been: an image's locks are shown with the open file that
+/// has them (proc_pid_fdinfo(5)), however many descriptors that has.
+fn is_free(descriptor: &Arc<OwnedFd>) -> bool {
+    let info = format!("/proc/self/fdinfo/{}", descriptor.as_raw_fd());
+    let info = std::fs::read_to_string(info).unwrap_or_default();
+    let is_lock = |line: &str| line.starts_with("lock:") && line.contains("OFDLCK");
+    Arc::strong_count(descriptor) == 1 && !info.lines().any(is_lock)
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs::{File, OpenOptions};
+
+    use nix::{
+        fcntl::{FcntlArg, fcntl},
+        libc,
+    };
 
     use super::*;
 
@@ -129,6 +157,38 @@ mod tests {
         let path_only = rustix::fs::open("/", OFlags::PATH | OFlags::CLOEXEC, rustix::fs::Mode::empty());
         let set = sets.add(Some(9), path_only.expect("the root is there"), None).expect("room");
         assert!(open(&format!("/dev/fdset/{set}"), true).is_err());
+    }
+
+    #[test]
+    fn a_descriptor_serves_one_disk() {
+        let sets = Sets::default();
+        let open = |path: &str| sets.of_path(Path::new(path), false);
+        let one = descriptor(true);
+        let again = one.try_clone().expect("a descriptor");
+        let (_, _) = (sets.add(Some(0), one, None), sets.add(Some(1), again, None));
+        let being_opened = open("/dev/fdset/0").expect("it is free").expect("is there");
+        assert!(open("/dev/fdset/0").unwrap_err().contains("in use by another disk"));
+        // As an image does once it is open.
+        let lock = |kind: libc::c_int| {
+            let lock = libc::flock { l_type: kind as i16, l_whence: 0, l_start: 100, l_len: 1, l_pid: 0 };
+            fcntl(&*being_opened, FcntlArg::F_OFD_SETLK(&lock)).expect("nobody else has it");
+        };
+        lock(libc::F_RDLCK);
+        assert!(open("/dev/fdset/1").is_err(), "the same open file by another name");
+        lock(libc::F_UNLCK);
+        drop(being_opened);
+        assert!(open("/dev/fdset/0").is_ok() && open("/dev/fdset/1").is_ok());
+    }
+
+    #[test]
+    fn nothing_is_written_with_one_that_appends() {
+        let sets = Sets::default();
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let appends = OpenOptions::new().read(true).append(true).open(file.path()).expect("it is ours");
+        sets.add(Some(0), appends.into(), None).expect("room");
+        let error = sets.of_path(Path::new("/dev/fdset/0"), false).unwrap_err();
+        assert!(error.contains("without O_APPEND"), "{error}");
+        assert!(sets.of_path(Path::new("/dev/fdset/0"), true).is_ok());
     }
 
     #[test]

@@ -250,6 +250,8 @@ async fn open_bottom(inventory: &Inventory, chain: &Chain, storage: &StorageNode
     }
     let opened = match open(&spec, options.clone()).await {
         Err(_) if may_be_read_only && !options.storage.read_only => {
+            // It is free again for this.
+            options.storage.descriptor = None;
             let storage = OpenOptions { read_only: true, descriptor: passed(true)?, ..options.storage };
             open(&spec, ImageOptions { storage, ..options }).await
         }
