@@ -244,6 +244,13 @@ fn what_cannot_be_is_named_and_nothing_changes() {
         &format!("{}\n[disk.c]\nimage = \"c.raw\"\nformat = \"raw\"\n", line("iops-reservation = 400", "")),
         &["c.raw: no such file (create it first"],
     );
+    let pipe = party.scratch.path("pipe");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let secret = "\n[disk.c]\nimage = \"c.qcow2\"\nformat = \"qcow2\"\nsecret-file = \"pipe\"\n";
+    party.refuses(
+        &(line("iops-reservation = 400", "") + secret),
+        &["disk c: secret-file:", "pipe is no file, and only a start waits for what it says"],
+    );
     party.refuses(&format!("workers = 7\n{BEFORE}"), &["daemon: workers: cannot be changed while weir runs"]);
     // The last step fails, behind all that could be done.
     let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"fuse\", file = \"none\" }]\n";

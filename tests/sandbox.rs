@@ -54,6 +54,8 @@ fn every_thread_is_in_it_and_what_lies_outside_is_refused_by_name() {
     let refused = fails(&scratch, &["disk", "add", "c", text(&outside), "-f", "raw"]);
     assert_says(&refused, &["c.raw: the sandbox lets the daemon open no image there", "--image-root"]);
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let pipe = scratch.path("pipe");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
     for (command, arguments, expect) in [
         (
             "block-export-add",
@@ -61,6 +63,7 @@ fn every_thread_is_in_it_and_what_lies_outside_is_refused_by_name() {
             "the sandbox does not let this daemon make devices and mounts of this host",
         ),
         ("object-add", json!({"qom-type": "secret", "id": "s", "file": "/etc/shadow"}), "ermission denied"),
+        ("object-add", json!({"qom-type": "secret", "id": "s", "file": pipe}), "it is no file"),
     ] {
         let (_, refused) = qmp.refused(command, arguments);
         assert_says(&refused, &[expect]);

@@ -27,7 +27,7 @@ use difference::Difference;
 use export::nbd::{self, Removal};
 use seats::{Node, Seat, promising_nothing};
 use serde_json::Value;
-use settings::{Draft, Endpoint, Plan, config};
+use settings::{Draft, Endpoint, Plan, SecretSource, config};
 use told::Care;
 
 use super::{
@@ -101,6 +101,22 @@ async fn read(loaded: &Loaded) -> anyhow::Result<(Draft, Plan)> {
     .await
 }
 
+/// A pipe may never say its passphrase, and every later reload would wait for this one.
+fn check_secrets(disk: &settings::Disk) -> anyhow::Result<()> {
+    for source in &disk.qcow2.secrets {
+        let SecretSource::File(path) = source else { continue };
+        // What is not there is told by whoever reads it.
+        let is_file = fs::metadata(path).map_or(true, |metadata| metadata.is_file());
+        ensure!(
+            is_file,
+            "disk {}: secret-file: {} is no file, and only a start waits for what it says (use a file, or restart weir)",
+            disk.name,
+            path.display()
+        );
+    }
+    Ok(())
+}
+
 struct Work<'a> {
     inventory: &'a Rc<Inventory>,
     loaded: &'a Loaded,
@@ -164,6 +180,7 @@ impl Work<'_> {
             let planned = &self.plan.disks[index];
             let place = || self.draft.disks[index].image.place.to_string();
             self.inventory.check_image(&planned.image).with_context(place)?;
+            check_secrets(planned)?;
             images.push((index, assembly.open(planned).await.with_context(place)?));
         }
         Ok(images)

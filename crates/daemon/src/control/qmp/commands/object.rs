@@ -158,6 +158,11 @@ async fn add_secret(inventory: &Inventory, id: &str, from: SecretFrom) -> Result
         SecretFrom::File(path) => {
             let (opened, root) = (path.clone(), inventory.image_root().cloned());
             let read = move || {
+                // A pipe may never say anything, and this client would wait for ever.
+                let is_file = std::fs::metadata(&opened).map_or(true, |metadata| metadata.is_file());
+                if !is_file {
+                    return Err("it is no file".to_owned());
+                }
                 let file = match root {
                     Some(root) => root.read(Path::new(&opened)).map_err(|error| error.why)?,
                     None => File::open(opened).map_err(|error| error.to_string())?,
