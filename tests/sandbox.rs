@@ -54,8 +54,10 @@ fn every_thread_is_in_it_and_what_lies_outside_is_refused_by_name() {
     let refused = fails(&scratch, &["disk", "add", "c", text(&outside), "-f", "raw"]);
     assert_says(&refused, &["c.raw: the sandbox lets the daemon open no image there", "--image-root"]);
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
-    let pipe = scratch.path("pipe");
+    let (pipe, stale) = (scratch.path("pipe"), scratch.socket("stale"));
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    drop(UnixListener::bind(&stale).unwrap());
+    let machine = json!({"type": "unix", "path": stale});
     for (command, arguments, expect) in [
         (
             "block-export-add",
@@ -64,6 +66,11 @@ fn every_thread_is_in_it_and_what_lies_outside_is_refused_by_name() {
         ),
         ("object-add", json!({"qom-type": "secret", "id": "s", "file": "/etc/shadow"}), "ermission denied"),
         ("object-add", json!({"qom-type": "secret", "id": "s", "file": pipe}), "it is no file"),
+        (
+            "block-export-add",
+            json!({"type": "vhost-user-blk", "id": "v", "node-name": "b", "addr": machine}),
+            "a sandboxed daemon cannot tell whether anybody listens there (remove it if nobody does",
+        ),
     ] {
         let (_, refused) = qmp.refused(command, arguments);
         assert_says(&refused, &[expect]);

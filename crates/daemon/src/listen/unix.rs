@@ -176,10 +176,17 @@ fn remove_stale(path: &Path) -> anyhow::Result<()> {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
             bail!("in use: somebody listens there already (choose another path, or stop who does)")
         }
-        Err(error) => {
-            Err(anyhow!("a socket is there already, and whether it is in use cannot be told: {error}"))
-        }
+        Err(error) => Err(untold(&error)),
     }
+}
+
+fn untold(error: &io::Error) -> anyhow::Error {
+    let why = match error.raw_os_error() {
+        // The sandbox calls nobody.
+        Some(libc::ENOSYS) => "sandboxed daemon cannot tell whether anybody listens there",
+        _ => return anyhow!("a socket is there already, and whether it is in use cannot be told: {error}"),
+    };
+    anyhow!("a socket is there already, and a {why} (remove it if nobody does, or choose another path)")
 }
 
 /// Whether somebody listens at `path`.
