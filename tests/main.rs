@@ -46,6 +46,7 @@ mod live;
 mod locking;
 mod machines;
 mod measuring;
+mod metrics;
 mod nbdcopy;
 mod nbdinfo;
 mod offers;

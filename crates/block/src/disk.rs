@@ -16,7 +16,7 @@ mod failures;
 mod handover;
 
 use std::sync::{
-    Arc,
+    Arc, OnceLock,
     atomic::{AtomicU64, Ordering},
 };
 
@@ -42,6 +42,7 @@ use crate::{
         prefetch::Prefetch,
         throttle::{DiskSettings, Group, Member},
     },
+    measures::Measures,
     memory::{Account, Budget, NotEnough},
     reactor,
     recorder::{self, Finished, Operation, Recorded},
@@ -65,6 +66,7 @@ pub struct Disk {
     cuts: Seldom,
     resized: Arc<Event>,
     recorded: Recorded,
+    measures: OnceLock<Arc<Measures>>,
 }
 
 /// What becomes of discards, and of zeroes that may be holes.
@@ -85,7 +87,7 @@ pub struct Pass {
     /// How many requests of the client's it stands for.
     requests: u64,
     patience: Option<Arc<Patience>>,
-    /// Of a disk that is recorded.
+    /// Of a disk that is recorded or measured.
     times: Option<Times>,
 }
 
@@ -168,6 +170,7 @@ impl Disk {
             cuts: Seldom::default(),
             resized: Arc::default(),
             recorded: Recorded::default(),
+            measures: OnceLock::new(),
         })
     }
 
@@ -230,6 +233,11 @@ impl Disk {
     /// Whether its requests are recorded, and as whose: to be changed while it runs.
     pub fn recorded(&self) -> &Recorded {
         &self.recorded
+    }
+
+    /// Counts from the first call on how long its requests take.
+    pub fn measure(&self) -> &Arc<Measures> {
+        self.measures.get_or_init(Arc::default)
     }
 
     /// Bytes, now.
@@ -552,26 +560,32 @@ impl Disk {
     fn record(&self, request: &Request<'_>, pass: &Pass, has_failed: bool) {
         // Of merged reads that fail each is tried again, and tells for itself.
         let is_tried_again = has_failed && request.operation == Operation::Read && request.requests > 1;
-        let (Some(disk), Some(times)) = (self.recorded.get(), pass.times) else { return };
-        if !is_tried_again {
-            recorder::tell(Finished {
-                disk,
-                operation: request.operation,
-                offset: request.offset,
-                length: request.length,
-                requests: u32::try_from(request.requests).unwrap_or(u32::MAX),
-                has_failed,
-                arrived: times.arrived,
-                admitted: times.admitted,
-                held: times.held,
-                ended: reactor::recently(),
-            });
+        let (Some(times), false) = (pass.times, is_tried_again) else { return };
+        let (recorded, measures) = (self.recorded.get(), self.measures.get());
+        let finished = Finished {
+            disk: recorded.unwrap_or_default(),
+            operation: request.operation,
+            offset: request.offset,
+            length: request.length,
+            requests: u32::try_from(request.requests).unwrap_or(u32::MAX),
+            has_failed,
+            arrived: times.arrived,
+            admitted: times.admitted,
+            held: times.held,
+            ended: reactor::recently(),
+        };
+        if let Some(measures) = measures {
+            measures.count(&finished);
+        }
+        if recorded.is_some() {
+            recorder::tell(finished);
         }
     }
 
-    /// The time, if the disk is recorded.
+    /// The time, if the disk is recorded or measured.
     fn clock(&self) -> Option<Instant> {
-        self.recorded.get().map(|_| reactor::recently())
+        let is_asked = self.recorded.get().is_some() || self.measures.get().is_some();
+        is_asked.then(reactor::recently)
     }
 
     /// Whether a request that begins now may have to wait, and so is attempted with more care.

@@ -17,8 +17,8 @@
 //! - [`reactor`] runs tasks on one io_uring a thread, or on a virtual clock; [`buffer`] is memory
 //!   for I/O, and [`guest`] that of virtual machines, which they change while we work on it.
 //! - [`memory`] is the budget of all that, and who has it.
-//! - [`device`] looks at the physical disk below, for watermarks; [`recorder`] passes on what each
-//!   request was and took; [`seldom`] keeps the log short.
+//! - [`device`] looks at the physical disk below, for watermarks; [`measures`] counts how
+//!   long requests take, [`recorder`] passes on what each was; [`seldom`] keeps the log short.
 //!
 //! Each module knows those to its right in the drawing, and none to its left.
 //!
@@ -37,6 +37,7 @@ pub mod error;
 pub mod guest;
 pub mod image;
 pub mod layer;
+pub mod measures;
 pub mod memory;
 #[allow(unsafe_code)]
 pub mod reactor;

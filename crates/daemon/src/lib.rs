@@ -7,6 +7,7 @@
 //!   control/    what runs (inventory), and how it is changed while it runs
 //!     reload/   the config file read again: its difference to what runs, as one change
 //!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
+//!   http/       what Prometheus asks for, on a thread of its own
 //!   sandbox/    rights that are given up once all is open
 //!   pid_file    the process's number, for scripts
 //!   users       who has a device of this host: mounts, other devices, processes
@@ -19,6 +20,7 @@
 //! do.
 
 mod control;
+mod http;
 pub mod listen;
 mod pid_file;
 mod sandbox;

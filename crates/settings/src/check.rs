@@ -418,6 +418,7 @@ fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
         exit_when_idle: draft.exit_when_idle.is_some_and(|said| said.value),
         control: control(draft.control, &draft.qmp)?,
         qmp: qmp(draft.qmp)?,
+        metrics: draft.metrics.map(|said| said.value),
         access: draft.access.check(&tls, true)?,
         tls,
         log: LogSettings {

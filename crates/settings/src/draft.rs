@@ -96,6 +96,8 @@ pub struct ServiceDraft {
     pub qmp: Vec<Said<PathBuf>>,
     /// Whether there is to be one where commands look; none: if none is named, and it can be had.
     pub control: Option<Said<bool>>,
+    /// Where figures are told over HTTP.
+    pub metrics: Option<Said<Address>>,
     pub workers: Option<Said<usize>>,
     pub poll: Option<Said<Polling>>,
     pub max_connections: Option<Said<u32>>,
@@ -128,6 +130,7 @@ impl ServiceDraft {
             exit_when_idle: self.exit_when_idle.or(other.exit_when_idle),
             control,
             qmp,
+            metrics: self.metrics.or(other.metrics),
             workers: self.workers.or(other.workers),
             poll: self.poll.or(other.poll),
             max_connections: self.max_connections.or(other.max_connections),

@@ -225,6 +225,8 @@ pub struct Service {
     pub qmp: Vec<PathBuf>,
     /// Whether it is also controlled where nobody said, and commands look.
     pub control: Standard,
+    /// Where figures are told over HTTP; `None`: nowhere.
+    pub metrics: Option<Address>,
     /// Encryption of connections.
     pub tls: Tls,
     /// What is logged.

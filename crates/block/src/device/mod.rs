@@ -232,6 +232,17 @@ impl Device {
         Ok(last.1)
     }
 
+    /// What the kernel counts of it; `None` of one that is imitated.
+    ///
+    /// # Errors
+    /// If its statistics cannot be read; the device may be gone.
+    pub fn statistics(&self) -> io::Result<Option<Statistics>> {
+        match &self.kind {
+            Kind::Physical { source, .. } => source.read().map(Some),
+            Kind::Imitated(_) => Ok(None),
+        }
+    }
+
     fn reading(&self, now: Instant) -> io::Result<Reading> {
         match &self.kind {
             Kind::Physical { source, .. } => source.read().map(Reading::Statistics),

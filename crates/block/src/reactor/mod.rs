@@ -18,6 +18,7 @@
 //! Never holds a borrow or a lock while it polls a task.
 
 mod executor;
+mod figures;
 mod fuse;
 mod launcher;
 mod notifier;
@@ -39,6 +40,7 @@ use policy::time::Instant;
 
 use executor::Executor;
 pub use executor::JoinHandle;
+pub use figures::{Figures, RingTotals};
 pub use fuse::clone_fuse_device;
 pub use launcher::Launcher;
 pub use notifier::{Notifier, set_aside as set_notifiers_aside};

@@ -15,6 +15,7 @@ use std::{
     os::fd::AsRawFd,
     pin::Pin,
     rc::Rc,
+    sync::Arc,
     task::{Context, Poll, Waker},
 };
 
@@ -22,7 +23,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 use slab::Slab;
 
-use super::{Driver, Reactor, real_now, restricted, vigil::Vigil, with_current};
+use super::{Driver, Figures, Reactor, real_now, restricted, vigil::Vigil, with_current};
 
 /// Submission queue entries; a fuller batch is submitted in parts.
 const SUBMISSIONS: u32 = 256;
@@ -118,6 +119,7 @@ pub(super) struct Uring {
     recent: Cell<Option<Instant>>,
     /// The kernel can wait for a time and for completions at once (6.12 on).
     can_linger: bool,
+    pub(super) figures: Arc<Figures>,
 }
 
 impl Uring {
@@ -148,6 +150,7 @@ impl Uring {
             linger: Cell::new(false),
             recent: Cell::new(None),
             can_linger,
+            figures: Arc::default(),
         })
     }
 
@@ -155,6 +158,7 @@ impl Uring {
     pub(super) fn turn(reactor: &Reactor) {
         let Driver::Uring(uring) = &reactor.driver else { unreachable!("entered with a Uring") };
         uring.recent.set(None);
+        uring.figures.turns.add(1);
         reactor.executor.receive();
         for _ in 0..TASKS_PER_TURN {
             let Some(runnable) = reactor.executor.pop() else { break };
@@ -214,7 +218,8 @@ impl Uring {
         match result.map_err(|error| error.raw_os_error()) {
             // EBUSY, EAGAIN: the kernel is short of room; reaping makes some, and the next turn
             // submits the rest.
-            Ok(_) | Err(Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)) => {}
+            Ok(taken) => self.figures.submitted.add(taken as u64),
+            Err(Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)) => {}
             Err(error) => panic!("io_uring_enter failed with {error:?}: the ring is set up wrongly"),
         }
     }
@@ -238,6 +243,7 @@ impl Uring {
             self.enter(Wait::No);
             return;
         }
+        self.figures.sleeps.add(1);
         let time = next_timer.map(|instant| instant - real_now());
         self.enter(match (lingers, time) {
             (true, time) => Wait::Lingering(time.unwrap_or(FOREVER)),
@@ -300,6 +306,7 @@ impl Uring {
             if let Some(vigil) = &self.vigil {
                 vigil.borrow_mut().count(completions.len());
             }
+            self.figures.completed.add(completions.len() as u64);
             for completion in completions {
                 match completion.user_data() {
                     EVENT => {
@@ -369,7 +376,8 @@ impl Uring {
         if queued >= MOST_HELD_BACK {
             let queued = u32::try_from(queued).expect("the queue has 256 entries");
             // SAFETY: no argument structure is passed, so nothing has to outlive the call.
-            let _ = unsafe { ring.submitter().enter::<()>(queued, 0, 0, None) };
+            let taken = unsafe { ring.submitter().enter::<()>(queued, 0, 0, None) };
+            self.figures.submitted.add(taken.unwrap_or(0) as u64);
         }
     }
 

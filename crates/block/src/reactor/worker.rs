@@ -4,7 +4,7 @@
 use std::{future::Future, io, sync::Arc, thread};
 
 use super::{
-    Polling,
+    Driver, Figures, Polling, RingTotals,
     executor::{Arrival, Remote},
     run, spawn, with_current,
 };
@@ -12,6 +12,7 @@ use super::{
 /// A thread that runs a reactor until it is stopped.
 pub struct Worker {
     remote: Arc<Remote>,
+    figures: Arc<Figures>,
     thread: thread::JoinHandle<io::Result<()>>,
     stop: async_channel::Sender<()>,
 }
@@ -26,15 +27,18 @@ impl Worker {
         let (announce, announced) = std::sync::mpsc::channel();
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
             run(polling, async move {
-                let remote = with_current(|reactor| Arc::clone(reactor.executor.remote()));
+                let parts = with_current(|reactor| {
+                    let Driver::Uring(uring) = &reactor.driver else { unreachable!("it runs for real") };
+                    (Arc::clone(reactor.executor.remote()), Arc::clone(&uring.figures))
+                });
                 // The receiver waits for this very message, so it is still there.
-                let _ = announce.send(remote);
+                let _ = announce.send(parts);
                 // An error means that the Worker was dropped; either way it is time to stop.
                 let _ = stopped.recv().await;
             })
         })?;
         match announced.recv() {
-            Ok(remote) => Ok(Self { remote, thread, stop }),
+            Ok((remote, figures)) => Ok(Self { remote, figures, thread, stop }),
             // The thread ended before it could announce itself, so it has the reason.
             Err(_) => match thread.join() {
                 Ok(Err(error)) => Err(error),
@@ -46,6 +50,16 @@ impl Worker {
     /// Makes a future on the worker's thread and runs it there as a task.
     pub fn spawn<F: Future<Output = ()> + 'static>(&self, make: impl FnOnce() -> F + Send + 'static) {
         self.remote.send(Arrival::Job(Box::new(move || spawn(make()))));
+    }
+
+    /// The name it was started with.
+    pub fn name(&self) -> &str {
+        self.thread.thread().name().unwrap_or_default()
+    }
+
+    /// What its reactor has done so far.
+    pub fn figures(&self) -> RingTotals {
+        self.figures.totals()
     }
 
     /// Ends the thread and waits for it; [`run`] says what becomes of tasks that are left. Workers

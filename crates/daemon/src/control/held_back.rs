@@ -156,6 +156,7 @@ mod tests {
             limited_ns: 5 * throttled,
             binding: None,
             tokens: [None; 6],
+            levels: [None; 6],
             waiting,
         }
     }

@@ -219,12 +219,10 @@ fn is_absent(error: &io::Error) -> bool {
 fn refused(address: &Address, port: u16, error: &io::Error) -> anyhow::Error {
     match error.kind() {
         ErrorKind::AddrInUse => anyhow!(
-            "{address}: the port is in use by another program (`ss -ltnp 'sport = {port}'` shows which; stop it, or choose another port with --nbd)"
+            "{address}: the port is in use by another program (`ss -ltnp 'sport = {port}'` shows which; stop it, or choose another port)"
         ),
         ErrorKind::PermissionDenied => {
-            anyhow!(
-                "{address}: {error} (ports below 1024 need CAP_NET_BIND_SERVICE; choose another with --nbd)"
-            )
+            anyhow!("{address}: {error} (ports below 1024 need CAP_NET_BIND_SERVICE; choose another)")
         }
         _ => anyhow!("{address}: cannot listen: {error}"),
     }
@@ -256,7 +254,7 @@ mod tests {
             error.to_string(),
             format!(
                 "127.0.0.1:{port}: the port is in use by another program (`ss -ltnp 'sport = {port}'` shows which; \
-                 stop it, or choose another port with --nbd)"
+                 stop it, or choose another port)"
             )
         );
     }

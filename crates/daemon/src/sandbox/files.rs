@@ -255,6 +255,9 @@ fn sockets(plan: &Plan, served: &Served) -> Vec<PathBuf> {
     if plan.service.control != Standard::Off {
         sockets.extend(ControlSocket::of_daemon().ok().map(|place| place.path));
     }
+    if let Some(Address::Unix(path)) = &plan.service.metrics {
+        sockets.push(path.clone());
+    }
     for endpoint in &served.endpoints {
         if let Endpoint::Address(Address::Unix(path)) = endpoint {
             sockets.push(path.clone());

@@ -185,10 +185,10 @@ fn sockets(draft: &Draft, plan: &Plan, found: &mut Vec<anyhow::Error>) {
     });
     let of_disks = draft.disks.iter().flat_map(|disk| disk.exports.iter().map(|export| &export.listen));
     let said = |address: &Address| {
-        let mut all = draft.service.nbd.iter().chain(of_disks.clone());
+        let mut all = draft.service.nbd.iter().chain(&draft.service.metrics).chain(of_disks.clone());
         all.find(|said| said.value == *address).map(|said| &said.place)
     };
-    for address in of_servers.chain(of_doors) {
+    for address in of_servers.chain(of_doors).chain(plan.service.metrics.clone()) {
         match &address {
             Address::Unix(path) if made(path) && !path.exists() => {}
             address => {

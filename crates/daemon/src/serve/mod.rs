@@ -53,7 +53,7 @@ use crate::{
         serving::Serving,
         wanted::Wanted,
     },
-    listen,
+    http, listen,
     listen::{Inherited, Listener},
     pid_file::PidFile,
     sandbox,
@@ -140,6 +140,7 @@ struct Daemon {
     control: Rc<Control>,
     _held_back: reactor::JoinHandle<()>,
     _watchdog: Option<reactor::JoinHandle<()>>,
+    _http: Option<http::Http>,
     _pid_file: Option<PidFile>,
     /// Steers limits of control groups; at the end they hold as they are configured.
     _cgroups: Option<cgroup::watch::Running>,
@@ -195,6 +196,8 @@ impl Daemon {
             cgroups.map(|path| cgroup::watch::Running::start(path, Store::new(state))).transpose()?;
         inventory.ends_when_idle.set(plan.service.exit_when_idle);
         let passed = inherited.count();
+        let metrics =
+            plan.service.metrics.as_ref().map(|at| http::bind(at, &plan.service.sockets)).transpose()?;
         let uris = listen(&plan, inherited, tls.clone(), &workers, &inventory).await?;
         let done = match until_ended(steps.run(&inventory), &events.1).await {
             Ok(done) => done.map(|()| true),
@@ -215,6 +218,8 @@ impl Daemon {
             let closed = flush_and_close(&inventory.disks()).await;
             return settled.and(closed).map(|()| None);
         };
+        // A thread that starts now has what rights are left.
+        let http = metrics.map(|listeners| http::Http::start(listeners, &inventory, &workers)).transpose()?;
         let control = Rc::new(Control::start(&inventory, sockets));
         inventory.let_clients_in();
         if let Some(error) = missing {
@@ -229,8 +234,8 @@ impl Daemon {
         );
         let held_back = held_back::watch(&inventory);
         let (_held_back, _watchdog) = (held_back, watchdog::start(&workers));
-        let (_pid_file, _cgroups) = (pid_file, cgroups);
-        Ok(Some(Self { inventory, control, _held_back, _watchdog, _pid_file, _cgroups, events }))
+        let (_pid_file, _cgroups, _http) = (pid_file, cgroups, http);
+        Ok(Some(Self { inventory, control, _held_back, _watchdog, _http, _pid_file, _cgroups, events }))
     }
 
     async fn run(self) -> anyhow::Result<()> {

@@ -221,6 +221,15 @@ impl Server {
         self.lock().values().filter(|live| live.export == Some(export)).count()
     }
 
+    /// The same for each that has clients, in one look.
+    pub fn connections_by_export(&self) -> HashMap<usize, usize> {
+        let mut sums = HashMap::new();
+        for export in self.lock().values().filter_map(|live| live.export) {
+            *sums.entry(export).or_default() += 1;
+        }
+        sums
+    }
+
     /// Counts connection `number` to its export, unless that has been removed meanwhile.
     fn choose(&self, export: usize, number: u64) -> bool {
         let exports = self.exports();

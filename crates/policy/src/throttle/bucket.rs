@@ -42,6 +42,7 @@ use super::cost::Cost;
 use super::enforcement::Scale;
 use super::limits::{Limit, LimitKind, Limits};
 use super::price::{WHOLE, divide, part_of};
+use super::stats::Level;
 use crate::request::Direction;
 use crate::time::Instant;
 use core::ops::Range;
@@ -375,6 +376,15 @@ impl Buckets {
     pub(super) fn level(&self, kind: LimitKind) -> u64 {
         let bucket = &self.buckets[kind.index()];
         u64::try_from(bucket.level.saturating_add(bucket.deferred) / UNIT).unwrap_or(u64::MAX)
+    }
+
+    /// The same, and how long it takes to run out; `None` if the limit is not set.
+    pub(super) fn level_now(&self, kind: LimitKind) -> Option<Level> {
+        let bucket = &self.buckets[kind.index()];
+        let rate = u128::from(bucket.rate);
+        let empty_in_ns = bucket.level.saturating_add(bucket.deferred).checked_div(rate)?;
+        let empty_in_ns = u64::try_from(empty_in_ns).unwrap_or(u64::MAX);
+        Some(Level { units: self.level(kind), empty_in_ns })
     }
 
     /// Fills this limit's bucket with so many units, if it is set; what is more than full is

@@ -68,5 +68,5 @@ pub use limits::{Invalid, Limit, LimitKind, Limits, MAX_BURST_LENGTH_S, MAX_VALU
 pub use node::{Charged, NodeId, Ticket};
 pub use share::Share;
 pub use spare::GivenBack;
-pub use stats::{Counters, RECENT_NS, Stats, WaitSummary};
+pub use stats::{Counters, Level, RECENT_NS, Stats, WaitSummary};
 pub use tree::{Admission, Decision, Held, Returned, Tree};

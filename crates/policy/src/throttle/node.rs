@@ -285,6 +285,7 @@ impl<T> Node<T> {
             buckets
         });
         let tokens = LimitKind::ALL.map(|kind| buckets.as_ref()?.tokens(kind));
+        let levels = LimitKind::ALL.map(|kind| buckets.as_ref()?.level_now(kind));
         Stats {
             reads: self.counters[Direction::Read.index()],
             writes: self.counters[Direction::Write.index()],
@@ -293,6 +294,7 @@ impl<T> Node<T> {
             limited_ns: self.limited_ns + so_far,
             binding: self.binding.filter(|_| is_blocked || self.waiting != [0; 2]),
             tokens,
+            levels,
             waiting: self.waiting,
         }
     }

@@ -42,6 +42,15 @@ pub struct WaitSummary {
     pub max_ns: u64,
 }
 
+/// How full a limit's bucket is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Level {
+    /// Bytes or operations.
+    pub units: u64,
+    /// Nanoseconds after which it is empty, if nothing else passes.
+    pub empty_in_ns: u64,
+}
+
 /// A node, as seen at one instant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stats {
@@ -59,6 +68,8 @@ pub struct Stats {
     pub binding: Option<LimitKind>,
     /// By [`LimitKind::index`]: units that may pass before something waits.
     pub tokens: [Option<u64>; 6],
+    /// By [`LimitKind::index`]: what has passed and not run out of its bucket yet.
+    pub levels: [Option<Level>; 6],
     /// By direction: requests that wait here or below.
     pub waiting: [usize; 2],
 }

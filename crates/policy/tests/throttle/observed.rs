@@ -2,7 +2,7 @@
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, ms, s};
 use policy::request::Direction;
-use policy::throttle::{LimitKind, Share, WaitSummary};
+use policy::throttle::{Level, LimitKind, Share, Stats, WaitSummary};
 
 #[test]
 fn waits_are_summed_up() {
@@ -64,7 +64,10 @@ fn tokens_are_what_may_still_pass_at_once() {
         Timeline::new("iops-total=100,bps-write=1000000,bps-write-max=5000000,bps-write-max-length=2");
     let client = disk.add(Workload::WRITES.of(100_000).queued(4));
     disk.run_until(ms(1));
-    let tokens = disk.tree.stats(disk.group, ms(1)).tokens;
+    let Stats { tokens, levels, .. } = disk.tree.stats(disk.group, ms(1));
+    let level = Level { units: 3, empty_in_ns: 39_000_000 };
+    assert_eq!(levels[LimitKind::IopsTotal.index()], Some(level), "of 4 at 100 a second, 0.1 leaked");
+    assert_eq!(levels[LimitKind::BpsRead.index()], None);
     assert_eq!(tokens[LimitKind::IopsTotal.index()], Some(6), "of 10; 4 passed, 0.1 leaked");
     assert_eq!(
         tokens[LimitKind::BpsWrite.index()],

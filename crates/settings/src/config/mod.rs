@@ -195,6 +195,7 @@ impl Reader<'_> {
             exit_when_idle: section.flag("exit-when-idle")?,
             control: section.flag("control")?,
             qmp: section.list("qmp", |text| self.socket(text))?,
+            metrics: section.parse("metrics", |text| self.address(text))?,
             workers: section.parse("workers", crate::workers)?,
             poll: section.parse("poll", crate::polling)?,
             max_connections: section.parse("max-connections", crate::connections)?,

@@ -200,6 +200,11 @@ struct NetworkArgs {
     /// Take commands nowhere
     #[arg(long, conflicts_with_all = ["qmp", "control"])]
     no_control: bool,
+    /// Tell Prometheus how disks, groups and the daemon do, over HTTP at unix:PATH or HOST:PORT, in
+    /// /metrics. Whoever reaches it sees the names of disks and what they do; 0.0.0.0 or [::] is
+    /// every address of this host [default: nowhere]
+    #[arg(long, value_name = "ADDRESS")]
+    metrics: Option<Address>,
 }
 
 #[derive(Debug, Args)]
@@ -454,6 +459,7 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
             .then(|| Said::new(true, Place::new("--control")))
             .or_else(|| network.no_control.then(|| Said::new(false, Place::new("--no-control")))),
         qmp: network.qmp.into_iter().map(socket).collect(),
+        metrics: Said::option("metrics", network.metrics),
         socket_mode: Said::option("socket-mode", network.socket_mode),
         socket_owner: Said::option("socket-owner", network.socket_owner),
         exit_when_idle: Said::option("exit-when-idle", network.exit_when_idle.then_some(true)),

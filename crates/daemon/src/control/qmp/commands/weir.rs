@@ -353,7 +353,7 @@ fn server(serving: &Serving) -> Value {
 }
 
 fn throttle(stats: &Stats) -> Value {
-    let Stats { reads, writes, waits, recent_waits, limited_ns, binding, tokens, waiting } = stats;
+    let Stats { reads, writes, waits, recent_waits, limited_ns, binding, tokens, waiting, .. } = stats;
     let [reads_waiting, writes_waiting] = waiting;
     let mut answer = json!({
         "reads": counters(reads),

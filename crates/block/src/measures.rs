@@ -1,0 +1,348 @@
+//! How long the requests of a disk take and what holds them back, counted for whoever asks.
+//!
+//! ```text
+//!   answered ─► latency, by operation ─┐
+//!            └► wait, by direction ────┼─► histograms whose buckets are those of both kinds that
+//!   held     ─► seconds, by limit ─────┘   Prometheus has: 1, 2, 5, 10 … and powers of ⁴√2
+//! ```
+//!
+//! Made when somebody first wants it: a disk that nobody measures pays one load. All threads count
+//! with relaxed atomics, so figures that are read together may be a request apart. Never knows who
+//! asks, nor forgets anything.
+
+use std::sync::{
+    LazyLock,
+    atomic::{AtomicU64, Ordering::Relaxed},
+};
+
+use policy::{
+    request::Direction,
+    throttle::{Held, LimitKind},
+    time::Instant,
+};
+
+use crate::recorder::{Finished, Operation};
+
+/// Upper bounds for people, in nanoseconds: from 20 µs to 10 s.
+pub const ROUND_BOUNDS_NS: [u64; 18] = [
+    20_000,
+    50_000,
+    100_000,
+    200_000,
+    500_000,
+    1_000_000,
+    2_000_000,
+    5_000_000,
+    10_000_000,
+    20_000_000,
+    50_000_000,
+    100_000_000,
+    200_000_000,
+    500_000_000,
+    1_000_000_000,
+    2_000_000_000,
+    5_000_000_000,
+    10_000_000_000,
+];
+
+/// Buckets an octave, as a power of 2: the schema of Prometheus's native histograms. A value is
+/// known to a tenth.
+pub const SCHEMA: i32 = 2;
+/// The exponents, in seconds, between which they lie: from 7.6 µs, below which all is one, to 68
+/// minutes, above which all is one.
+const EXPONENTS: std::ops::RangeInclusive<i32> = -17..=12;
+
+/// A bucket of either kind lies between bounds of the other, so that each has a whole number of
+/// these.
+static BOUNDS: LazyLock<Box<[Bound]>> = LazyLock::new(|| {
+    let steps = 1 << SCHEMA;
+    let indices = EXPONENTS.start() * steps..=EXPONENTS.end() * steps;
+    let native = |index: i32| (f64::from(index) / f64::from(steps)).exp2() * 1e9;
+    let exact = |index| Bound { at_most_ns: native(index) as u64, index };
+    let mut bounds: Vec<_> = indices.clone().map(exact).collect();
+    for at_most_ns in ROUND_BOUNDS_NS {
+        let index = indices.clone().find(|&index| at_most_ns <= native(index) as u64);
+        bounds.extend(index.map(|index| Bound { at_most_ns, index }));
+    }
+    bounds.sort_by_key(|bound| bound.at_most_ns);
+    bounds.dedup_by_key(|bound| bound.at_most_ns);
+    bounds.into()
+});
+
+/// Where a bucket ends.
+#[derive(Clone, Copy, Debug)]
+struct Bound {
+    at_most_ns: u64,
+    /// The native bucket that it is in.
+    index: i32,
+}
+
+/// How often something took how long.
+#[derive(Debug)]
+pub struct Histogram {
+    /// One more than there are bounds.
+    counts: Box<[AtomicU64]>,
+    sum_ns: AtomicU64,
+}
+
+/// A [`Histogram`] at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Spread {
+    counts: Vec<u64>,
+    /// Nanoseconds, of all.
+    pub sum_ns: u64,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        let counts = (0..=BOUNDS.len()).map(|_| AtomicU64::new(0)).collect();
+        Self { counts, sum_ns: AtomicU64::new(0) }
+    }
+}
+
+impl Histogram {
+    fn add(&self, took_ns: u64, times: u64) {
+        let place = BOUNDS.partition_point(|bound| bound.at_most_ns < took_ns);
+        self.counts[place].fetch_add(times, Relaxed);
+        if took_ns > 0 {
+            self.sum_ns.fetch_add(took_ns.saturating_mul(times), Relaxed);
+        }
+    }
+
+    /// What was counted so far.
+    pub fn spread(&self) -> Spread {
+        Spread {
+            counts: self.counts.iter().map(|count| count.load(Relaxed)).collect(),
+            sum_ns: self.sum_ns.load(Relaxed),
+        }
+    }
+}
+
+impl Spread {
+    /// How many.
+    pub fn count(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// How many took longer than the bound before and no longer than this one, by
+    /// [`ROUND_BOUNDS_NS`]; the last is of those that took longer than all.
+    pub fn round(&self) -> [u64; ROUND_BOUNDS_NS.len() + 1] {
+        let mut sums = [0; ROUND_BOUNDS_NS.len() + 1];
+        for (place, count) in self.counts.iter().enumerate() {
+            let at_most_ns = BOUNDS.get(place).map_or(u64::MAX, |bound| bound.at_most_ns);
+            sums[ROUND_BOUNDS_NS.partition_point(|&bound| bound < at_most_ns)] += count;
+        }
+        sums
+    }
+
+    /// Native buckets that are not empty, in their order: `(i, n)` says that `n` took up to
+    /// 2<sup>i/4</sup> seconds and longer than the one before. The first has all that is shorter,
+    /// the last all that is longer.
+    pub fn native(&self) -> Vec<(i32, u64)> {
+        let mut buckets: Vec<(i32, u64)> = Vec::new();
+        for (place, &count) in self.counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+            let past = || EXPONENTS.end() * (1 << SCHEMA) + 1;
+            let index = BOUNDS.get(place).map_or_else(past, |bound| bound.index);
+            match buckets.last_mut() {
+                Some((last, sum)) if *last == index => *sum += count,
+                _ => buckets.push((index, count)),
+            }
+        }
+        buckets
+    }
+}
+
+/// What is told apart in latencies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Timed {
+    /// Reads.
+    Read,
+    /// Writes, write-zeroes and discards.
+    Write,
+    /// Flushes.
+    Flush,
+}
+
+impl Timed {
+    /// All three.
+    pub const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Flush];
+
+    fn of(operation: Operation) -> Self {
+        match operation {
+            Operation::Read => Self::Read,
+            Operation::Write | Operation::WriteZeroes | Operation::Discard => Self::Write,
+            Operation::Flush => Self::Flush,
+        }
+    }
+}
+
+/// Whose limit it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// The disk's own.
+    Disk,
+    /// Its group's.
+    Group,
+    /// That of a group above.
+    Above,
+}
+
+impl Whose {
+    /// All three.
+    pub const ALL: [Self; 3] = [Self::Disk, Self::Group, Self::Above];
+}
+
+/// The time that was covered by waits that overlap. They end in the order in which they began, as
+/// those of one disk and direction do: else it is too little.
+#[derive(Debug, Default)]
+struct Covered {
+    until_ns: AtomicU64,
+    sum_ns: AtomicU64,
+}
+
+impl Covered {
+    fn add(&self, from: Instant, until: Instant) {
+        let (from_ns, until_ns) = (from.as_nanos(), until.as_nanos());
+        let before_ns = self.until_ns.fetch_max(until_ns, Relaxed);
+        self.sum_ns.fetch_add(until_ns.saturating_sub(from_ns.max(before_ns)), Relaxed);
+    }
+}
+
+/// What is measured of one disk.
+#[derive(Debug, Default)]
+pub struct Measures {
+    latency: [Histogram; 3],
+    waits: [Histogram; 2],
+    waiting: [Covered; 2],
+    /// By [`Whose`], [`LimitKind::index`] and direction.
+    held: [[[Covered; 2]; 6]; 3],
+}
+
+impl Measures {
+    /// Counts a request that has come to its end: how long it took if it succeeded, how long it
+    /// waited in any case.
+    pub(crate) fn count(&self, finished: &Finished) {
+        let Finished { operation, requests, arrived, admitted, ended, held, has_failed, .. } = *finished;
+        if !has_failed {
+            self.latency[Timed::of(operation) as usize].add(ended.nanos_since(arrived), requests.into());
+        }
+        if operation == Operation::Flush {
+            return;
+        }
+        let direction = if operation == Operation::Read { Direction::Read } else { Direction::Write };
+        let waited_ns = admitted.nanos_since(arrived);
+        self.waits[direction.index()].add(waited_ns, requests.into());
+        if waited_ns > 0 {
+            self.waiting[direction.index()].add(arrived, admitted);
+            if let Some(Held { level, kind }) = held {
+                self.held[level.min(2)][kind.index()][direction.index()].add(arrived, admitted);
+            }
+        }
+    }
+
+    /// How long requests took that succeeded, from their arrival to their answer.
+    pub fn latency(&self, of: Timed) -> Spread {
+        self.latency[of as usize].spread()
+    }
+
+    /// How long requests waited before they were let pass, those included that did not.
+    pub fn waits(&self, direction: Direction) -> Spread {
+        self.waits[direction.index()].spread()
+    }
+
+    /// Nanoseconds during which a request waited, for whatever, of those that have passed.
+    pub fn waiting_ns(&self, direction: Direction) -> u64 {
+        self.waiting[direction.index()].sum_ns.load(Relaxed)
+    }
+
+    /// The same of those that waited last for this limit.
+    pub fn held_ns(&self, whose: Whose, kind: LimitKind, direction: Direction) -> u64 {
+        self.held[whose as usize][kind.index()][direction.index()].sum_ns.load(Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use policy::time::Duration;
+
+    use super::*;
+
+    fn at(us: u64) -> Instant {
+        Instant::ZERO + Duration::from_micros(us)
+    }
+
+    fn read(arrived_us: u64, admitted_us: u64, ended_us: u64) -> Finished {
+        let waits = admitted_us > arrived_us;
+        Finished {
+            disk: 0,
+            operation: Operation::Read,
+            offset: 0,
+            length: 4096,
+            requests: 1,
+            has_failed: false,
+            arrived: at(arrived_us),
+            admitted: at(admitted_us),
+            held: waits.then_some(Held { level: 1, kind: LimitKind::IopsTotal }),
+            ended: at(ended_us),
+        }
+    }
+
+    #[test]
+    fn a_value_at_a_bound_is_in_the_bucket_that_ends_there() {
+        for (place, bound) in ROUND_BOUNDS_NS.into_iter().enumerate() {
+            let histogram = Histogram::default();
+            histogram.add(bound, 1);
+            histogram.add(bound + 1, 10);
+            let round = histogram.spread().round();
+            assert_eq!((round[place], round[place + 1]), (1, 10), "{bound} ns");
+        }
+    }
+
+    #[test]
+    fn a_native_bucket_has_what_its_power_says() {
+        for ns in [0, 1, 7_629, 7_630, 20_000, 65_537, 1_000_000_000, 1_000_000_001, 3 * 3_600_000_000_000] {
+            let histogram = Histogram::default();
+            histogram.add(ns, 3);
+            let native = histogram.spread().native();
+            let [(index, 3)] = native[..] else { panic!("{ns} ns: {native:?}") };
+            let bound = |index: i32| (f64::from(index) / 4.0).exp2();
+            let seconds = ns as f64 / 1e9;
+            assert!(seconds <= bound(index) || index == 49, "{ns} ns in {index}");
+            assert!(seconds > bound(index - 1) || index == -68, "{ns} ns in {index}");
+        }
+    }
+
+    #[test]
+    fn both_kinds_of_buckets_have_all() {
+        let histogram = Histogram::default();
+        (0..64).for_each(|power| histogram.add(1 << power, 2));
+        let spread = histogram.spread();
+        assert_eq!(spread.count(), 128);
+        assert_eq!(spread.round().iter().sum::<u64>(), 128);
+        assert_eq!(spread.native().iter().map(|(_, count)| count).sum::<u64>(), 128);
+    }
+
+    #[test]
+    fn time_that_several_waited_counts_once() {
+        let measures = Measures::default();
+        for finished in [read(0, 10, 12), read(5, 20, 25), read(30, 30, 31), read(40, 45, 50)] {
+            measures.count(&finished);
+        }
+        let held = |whose, kind| measures.held_ns(whose, kind, Direction::Read);
+        assert_eq!(held(Whose::Group, LimitKind::IopsTotal), 25_000);
+        assert_eq!(held(Whose::Disk, LimitKind::IopsTotal), 0);
+        assert_eq!(held(Whose::Group, LimitKind::BpsTotal), 0);
+        assert_eq!(measures.waiting_ns(Direction::Read), 25_000);
+        let (latency, waits) = (measures.latency(Timed::Read), measures.waits(Direction::Read));
+        assert_eq!((latency.count(), latency.sum_ns), (4, 43_000));
+        assert_eq!((waits.count(), waits.sum_ns), (4, 30_000));
+    }
+
+    #[test]
+    fn what_failed_has_waited_and_took_no_time() {
+        let measures = Measures::default();
+        measures.count(&Finished { has_failed: true, requests: 3, ..read(0, 10, 12) });
+        assert_eq!(measures.latency(Timed::Read).count(), 0);
+        assert_eq!(measures.waits(Direction::Read).count(), 3);
+    }
+}

@@ -1,0 +1,411 @@
+//! Which figures there are: their names, kinds and labels, from a snapshot.
+//!
+//! Names and units are those of Prometheus's guidelines; `docs/metrics.md` has a line for each
+//! family, and a test holds it to that. Each family is told whole, disk by disk, as its formats
+//! want it. What cannot be (the cache of a raw image, a limit that is not set) has no sample.
+//!
+//! Labels have values that somebody configured, or that are few: never what a client said.
+
+use std::{fmt, time::Duration};
+
+use block::measures::{Spread, Timed, Whose};
+use policy::{
+    prefetch,
+    request::Direction,
+    throttle::{Counters, Enforcement, LimitKind, Part, Setting},
+    watermark::Capacity,
+};
+use prometheus_client::{collector::Collector, encoding::DescriptorEncoder};
+
+use super::{
+    process::Process,
+    snapshot::{DiskFigures, Snapshot, ThrottleFigures},
+    writer::{Labels, Writer},
+};
+
+#[derive(Debug)]
+pub(super) struct Families {
+    pub(super) snapshot: Snapshot,
+    pub(super) process: Process,
+}
+
+impl Collector for Families {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let mut writer = Writer::new(encoder);
+        let Snapshot { disks, groups, .. } = &self.snapshot;
+        self.daemon(&mut writer)?;
+        of_disks(&mut writer, disks)?;
+        latencies(&mut writer, disks)?;
+        let of_disks: Vec<_> = disks.iter().map(|disk| (&*disk.name, &disk.throttle)).collect();
+        throttles(&mut writer, "disk", &of_disks)?;
+        let of_groups: Vec<_> = groups.iter().map(|group| (&*group.name, &group.throttle)).collect();
+        throttles(&mut writer, "group", &of_groups)?;
+        prefetches(&mut writer, disks)?;
+        caches(&mut writer, disks)?;
+        self.devices(&mut writer)
+    }
+}
+
+fn seconds(ns: u64) -> f64 {
+    Duration::from_nanos(ns).as_secs_f64()
+}
+
+impl Families {
+    fn daemon(&self, to: &mut Writer<'_>) -> fmt::Result {
+        let Self { snapshot, process } = self;
+        to.infos("weir_build", "The daemon.", [[("version", env!("CARGO_PKG_VERSION"))]])?;
+        let started = [([], snapshot.started.as_secs_f64())];
+        to.gauges("process_start_time_seconds", "When the daemon began, since the Epoch.", started)?;
+        let cpu = process.cpu.map(|cpu| ([], cpu.as_secs_f64()));
+        to.counters("process_cpu_seconds", "Processor time of the daemon, user's and system's.", cpu)?;
+        let gauge = |value: Option<u64>| value.map(|value| ([], value));
+        let help = "Memory that is not swapped out or not touched yet.";
+        to.gauges("process_resident_memory_bytes", help, gauge(process.resident_bytes))?;
+        to.gauges("process_virtual_memory_bytes", "Addresses in use.", gauge(process.virtual_bytes))?;
+        to.gauges("process_open_fds", "Descriptors that are open.", gauge(process.open_descriptors))?;
+        let threads = process.threads.iter().map(|(name, cpu)| ([("thread", &**name)], cpu.as_secs_f64()));
+        to.counters("weir_thread_cpu_seconds", "Processor time of a thread that stays.", threads)?;
+        let rings = || snapshot.workers.iter().map(|(name, totals)| ([("thread", &**name)], totals));
+        let help = "Rounds of a worker's loop.";
+        to.counters("weir_worker_turns", help, rings().map(|(labels, totals)| (labels, totals.turns)))?;
+        let help = "How often a worker had nothing to do but wait.";
+        to.counters("weir_worker_sleeps", help, rings().map(|(labels, totals)| (labels, totals.sleeps)))?;
+        let help = "Operations that the kernel took from a worker's ring.";
+        let submitted = rings().map(|(labels, totals)| (labels, totals.submitted));
+        to.counters("weir_ring_submitted_operations", help, submitted)?;
+        let help = "Operations of a worker's ring that the kernel completed.";
+        let completed = rings().map(|(labels, totals)| (labels, totals.completed));
+        to.counters("weir_ring_completed_operations", help, completed)?;
+        self.memory(to)?;
+        self.connections(to)
+    }
+
+    fn memory(&self, to: &mut Writer<'_>) -> fmt::Result {
+        let memory = &self.snapshot.memory;
+        // u64::MAX where nothing bounds it.
+        let total = (memory.total != u64::MAX).then_some(([], memory.total));
+        to.gauges("weir_memory_limit_bytes", "What may be used for data.", total)?;
+        let owners = [("reserved", memory.reserved), ("pages", memory.pages), ("requests", memory.requests)];
+        let owners = owners.map(|(owner, bytes)| ([("owner", owner)], bytes));
+        to.gauges("weir_memory_used_bytes", "What is used for data.", owners)?;
+        let most = [([], memory.most_requests)];
+        to.gauges("weir_memory_requests_limit_bytes", "The most that requests may use.", most)?;
+        let waiting = [([], memory.waiting)];
+        to.gauges("weir_memory_waiting_requests", "Requests that wait for memory.", waiting)
+    }
+
+    fn connections(&self, to: &mut Writer<'_>) -> fmt::Result {
+        let Snapshot { exports, servers, .. } = &self.snapshot;
+        let rows = exports.iter().map(|export| {
+            let labels = [("export", &*export.id), ("disk", &*export.disk), ("type", export.kind)];
+            (labels, export.connections as u64)
+        });
+        to.gauges("weir_export_connections", "Clients of an export.", rows)?;
+        let rows = servers.iter().map(|server| ([("address", &*server.address)], server.connections as u64));
+        to.gauges("weir_server_connections", "Clients of NBD at an address.", rows)?;
+        let rows = servers.iter().flat_map(|server| {
+            let refused = &server.refused;
+            let reasons = [
+                ("network", refused.networks),
+                ("connections", refused.connections),
+                ("name", refused.names),
+                ("export", refused.exports),
+            ];
+            reasons.map(|(reason, count)| ([("address", &*server.address), ("reason", reason)], count))
+        });
+        to.counters("weir_server_refused_clients", "Clients of NBD that were refused.", rows)
+    }
+
+    fn devices(&self, to: &mut Writer<'_>) -> fmt::Result {
+        let devices = &self.snapshot.devices;
+        type Get = fn(&Capacity) -> u64;
+        let known = |read: Get, write: Get| {
+            devices.iter().flat_map(move |device| {
+                [("read", read), ("write", write)].into_iter().filter_map(move |(operation, get)| {
+                    let value = device.capacity.as_ref().map(get).filter(|&value| value > 0)?;
+                    Some(([("device", &*device.name), ("operation", operation)], value))
+                })
+            })
+        };
+        let rows = known(|can| can.read_iops, |can| can.write_iops);
+        to.gauges("weir_device_capacity_operations_per_second", "What a device was measured to do.", rows)?;
+        let rows = known(|can| can.read_bps, |can| can.write_bps);
+        to.gauges("weir_device_capacity_bytes_per_second", "What a device was measured to do.", rows)?;
+        let done = || {
+            devices
+                .iter()
+                .filter_map(|device| Some(([("device", &*device.name)], device.statistics.as_ref()?)))
+        };
+        let help = "Reads that a device completed since the machine started.";
+        to.counters("weir_device_reads", help, done().map(|(labels, done)| (labels, done.reads)))?;
+        let help = "Writes that a device completed since the machine started.";
+        to.counters("weir_device_writes", help, done().map(|(labels, done)| (labels, done.writes)))?;
+        let help = "Bytes of a device's reads.";
+        to.counters("weir_device_read_bytes", help, done().map(|(labels, done)| (labels, done.read_bytes)))?;
+        let help = "Bytes of a device's writes.";
+        let rows = done().map(|(labels, done)| (labels, done.written_bytes));
+        to.counters("weir_device_written_bytes", help, rows)?;
+        let help = "Time during which a device had something to do.";
+        let rows = done().map(|(labels, done)| (labels, done.busy_ms as f64 / 1000.0));
+        to.counters("weir_device_busy_seconds", help, rows)
+    }
+}
+
+fn of_disks(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
+    let infos = disks.iter().map(|disk| {
+        [("disk", &*disk.name), ("format", disk.format), ("cache", disk.cache), ("group", &*disk.group)]
+    });
+    to.infos("weir_disk", "A disk: its format, cache mode and group.", infos)?;
+    let each =
+        |get: fn(&DiskFigures) -> u64| disks.iter().map(move |disk| ([("disk", &*disk.name)], get(disk)));
+    to.gauges("weir_disk_size_bytes", "Size of a disk.", each(|disk| disk.size_bytes))?;
+    to.counters("weir_disk_reads", "Reads that succeeded.", each(|disk| disk.totals.reads))?;
+    let help = "Writes, write-zeroes and discards that succeeded.";
+    to.counters("weir_disk_writes", help, each(|disk| disk.totals.writes))?;
+    to.counters("weir_disk_read_bytes", "Bytes of those reads.", each(|disk| disk.totals.read_bytes))?;
+    to.counters("weir_disk_written_bytes", "Bytes of those writes.", each(|disk| disk.totals.written_bytes))?;
+    let help = "Requests that were saved by merging.";
+    to.counters("weir_disk_merged_requests", help, each(|disk| disk.totals.merged_requests))?;
+    let errors = disks.iter().flat_map(|disk| {
+        let errors = &disk.errors;
+        let kinds = [
+            ("read", errors.reads),
+            ("write", errors.writes),
+            ("flush", errors.flushes),
+            ("discard", errors.discards),
+        ];
+        kinds.map(|(operation, count)| ([("disk", &*disk.name), ("operation", operation)], count))
+    });
+    to.counters("weir_disk_errors", "Requests that the image or its device failed.", errors)?;
+    let help = "Whether an error has stopped a disk until it is resumed.";
+    to.gauges("weir_disk_stopped", help, each(|disk| disk.is_stopped.into()))?;
+    let help = "Whether somebody else changed a file below an image.";
+    to.gauges("weir_disk_backing_changed", help, each(|disk| disk.has_changed_below.into()))?;
+    let memory = disks.iter().flat_map(|disk| {
+        [("reserved", disk.reserved_bytes), ("requests", disk.requests_bytes)]
+            .map(|(owner, bytes)| ([("disk", &*disk.name), ("owner", owner)], bytes))
+    });
+    to.gauges("weir_disk_memory_bytes", "What a disk has of the memory for data.", memory)
+}
+
+/// A disk that has done nothing has no samples here: they would be most of a page.
+fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
+    let latencies = disks.iter().flat_map(|disk| {
+        Timed::ALL.map(|of| {
+            let operation = match of {
+                Timed::Read => "read",
+                Timed::Write => "write",
+                Timed::Flush => "flush",
+            };
+            ([("disk", &*disk.name), ("operation", operation)], disk.measures.latency(of))
+        })
+    });
+    let is_used = |(_, spread): &(_, Spread)| spread.count() > 0;
+    let help = "Time from a request's arrival to its answer, of those that succeeded.";
+    to.histograms("weir_disk_request_duration_seconds", help, latencies.filter(is_used))?;
+    let waits = disks.iter().flat_map(|disk| {
+        Direction::ALL.map(|direction| {
+            ([("disk", &*disk.name), ("operation", name_of(direction))], disk.measures.waits(direction))
+        })
+    });
+    let help = "Time for which a request was held back by limits and shares.";
+    to.histograms("weir_disk_wait_duration_seconds", help, waits.filter(is_used))?;
+    let waiting = disks.iter().flat_map(|disk| {
+        Direction::ALL.map(|direction| {
+            let labels = [("disk", &*disk.name), ("operation", name_of(direction))];
+            (labels, seconds(disk.measures.waiting_ns(direction)))
+        })
+    });
+    let help = "Time during which some request was held back.";
+    to.counters("weir_disk_waiting_seconds", help, waiting)?;
+    let held = disks.iter().flat_map(|disk| {
+        Whose::ALL.into_iter().flat_map(move |whose| {
+            LimitKind::ALL.into_iter().flat_map(move |kind| {
+                let applies = move |direction: &Direction| LimitKind::applying_to(*direction).contains(&kind);
+                Direction::ALL.into_iter().filter(applies).filter_map(move |direction| {
+                    let ns = disk.measures.held_ns(whose, kind, direction);
+                    let is_set = whose == Whose::Disk && disk.throttle.limits.limit(kind).rate > 0;
+                    let labels = [
+                        ("disk", &*disk.name),
+                        ("of", name_of_owner(whose)),
+                        ("limit", name_of_limit(kind)),
+                        ("operation", name_of(direction)),
+                    ];
+                    (ns > 0 || is_set).then(|| (labels, seconds(ns)))
+                })
+            })
+        })
+    });
+    let help = "Time during which some request was held back, by the limit that let it go last.";
+    to.counters("weir_disk_throttled_seconds", help, held)
+}
+
+fn name_of(direction: Direction) -> &'static str {
+    match direction {
+        Direction::Read => "read",
+        Direction::Write => "write",
+    }
+}
+
+fn name_of_owner(whose: Whose) -> &'static str {
+    match whose {
+        Whose::Disk => "disk",
+        Whose::Group => "group",
+        Whose::Above => "above",
+    }
+}
+
+const fn name_of_limit(kind: LimitKind) -> &'static str {
+    Setting::Limit(kind, Part::Rate).name()
+}
+
+/// What disks and groups have alike.
+fn throttles(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigures)]) -> fmt::Result {
+    let name = |rest: &str| format!("weir_{key}_{rest}");
+    let each = |get: fn(&ThrottleFigures) -> u64| {
+        all.iter().map(move |&(name, throttle)| ([(key, name)], get(throttle)))
+    };
+    let by_direction = |get: fn(&Counters) -> u64| {
+        all.iter().flat_map(move |&(name, throttle)| {
+            [("read", &throttle.stats.reads), ("write", &throttle.stats.writes)]
+                .map(|(operation, counters)| ([(key, name), ("operation", operation)], get(counters)))
+        })
+    };
+    let help = "Requests that limits or shares were asked for, and let pass.";
+    to.counters(&name("admitted_requests"), help, by_direction(|counters| counters.requests))?;
+    let help = "Bytes of those requests.";
+    to.counters(&name("admitted_bytes"), help, by_direction(|counters| counters.bytes))?;
+    let help = "Those of them that had to wait.";
+    to.counters(&name("throttled_requests"), help, by_direction(|counters| counters.throttled))?;
+    let help = "Time during which requests waited for a limit that is set here.";
+    let limited = all.iter().map(|&(name, throttle)| ([(key, name)], seconds(throttle.stats.limited_ns)));
+    to.counters(&name("limited_seconds"), help, limited)?;
+    let waiting = all.iter().flat_map(|&(name, throttle)| {
+        let [reads, writes] = throttle.stats.waiting;
+        [("read", reads), ("write", writes)]
+            .map(|(operation, count)| ([(key, name), ("operation", operation)], count as u64))
+    });
+    to.gauges(&name("waiting_requests"), "Requests that are held back now.", waiting)?;
+    limits(to, key, all)?;
+    to.gauges(&name("weight"), "Its weight among its neighbours.", each(|one| one.share.weight().into()))?;
+    let promised = |get: fn(&ThrottleFigures) -> u64| each(get).filter(|&(_, promised)| promised > 0);
+    let help = "Operations that are promised, whatever others do.";
+    let rows = promised(|one| one.share.iops_reservation());
+    to.gauges(&name("reservation_operations_per_second"), help, rows)?;
+    let help = "Bytes that are promised, whatever others do.";
+    to.gauges(&name("reservation_bytes_per_second"), help, promised(|one| one.share.bps_reservation()))?;
+    let watched = || all.iter().filter(|(_, throttle)| throttle.watermark > 0);
+    let rows = watched().map(|&(name, one)| ([(key, name)], f64::from(one.watermark) / 100.0));
+    to.gauges(&name("watermark_ratio"), "Use of the device from which on limits hold.", rows)?;
+    let rows =
+        watched().map(|&(name, one)| ([(key, name)], u64::from(one.enforcement != Enforcement::Lifted)));
+    to.gauges(&name("limits_enforced"), "Whether the watermark lets limits hold now.", rows)?;
+    let rows = watched().filter_map(|&(name, one)| match one.enforcement {
+        Enforcement::Scaled(scale) => Some(([(key, name)], scale.thousandths() as f64 / 1000.0)),
+        Enforcement::Enforced => Some(([(key, name)], 1.0)),
+        Enforcement::Lifted => None,
+    });
+    to.gauges(&name("limits_scale_ratio"), "What the watermark multiplies limits by.", rows)
+}
+
+/// Limits and their buckets, in the unit of what they bound.
+fn limits(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigures)]) -> fmt::Result {
+    let name = |rest: &str| format!("weir_{key}_{rest}");
+    type Get<V> = fn(&ThrottleFigures, LimitKind) -> Option<V>;
+    fn rows<'r, V: Copy>(
+        all: &'r [(&str, &ThrottleFigures)],
+        key: &'static str,
+        bytes: Option<bool>,
+        get: Get<V>,
+    ) -> impl Iterator<Item = (Labels<'r, 2>, V)> {
+        all.iter().flat_map(move |&(name, throttle)| {
+            let kinds = LimitKind::ALL.into_iter();
+            let kinds = kinds.filter(move |kind| bytes.is_none_or(|bytes| kind.counts_bytes() == bytes));
+            kinds.filter_map(move |kind| {
+                Some(([(key, name), ("limit", name_of_limit(kind))], get(throttle, kind)?))
+            })
+        })
+    }
+    let rate: Get<u64> = |one, kind| Some(one.limits.limit(kind).rate).filter(|&rate| rate > 0);
+    let burst: Get<u64> = |one, kind| Some(one.limits.limit(kind).burst_rate).filter(|&rate| rate > 0);
+    let level: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.units);
+    let room: Get<u64> = |one, kind| one.stats.tokens[kind.index()];
+    let empty: Get<f64> = |one, kind| one.stats.levels[kind.index()].map(|level| seconds(level.empty_in_ns));
+    for (bytes, unit, rates) in
+        [(false, "operations", "operations_per_second"), (true, "bytes", "bytes_per_second")]
+    {
+        let help = "A limit that is set.";
+        to.gauges(&name(&format!("limit_{rates}")), help, rows(all, key, Some(bytes), rate))?;
+        let help = "The rate of a limit's burst.";
+        to.gauges(&name(&format!("burst_limit_{rates}")), help, rows(all, key, Some(bytes), burst))?;
+        let help = "What has passed a limit and not run out of its bucket yet.";
+        to.gauges(&name(&format!("bucket_level_{unit}")), help, rows(all, key, Some(bytes), level))?;
+        let help = "What may pass a limit now before requests wait.";
+        to.gauges(&name(&format!("bucket_room_{unit}")), help, rows(all, key, Some(bytes), room))?;
+    }
+    let help = "Time after which a limit's bucket is empty, if nothing passes.";
+    to.gauges(&name("bucket_empty_seconds"), help, rows(all, key, None, empty))
+}
+
+fn prefetches(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
+    let all = || disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], disk.prefetch.as_ref()?)));
+    let reads = disks.iter().filter_map(|disk| Some((&*disk.name, disk.prefetch.as_ref()?)));
+    let reads = reads.flat_map(|(name, stats)| {
+        let results = [
+            ("hit", stats.hits),
+            ("partial", stats.partial_hits),
+            ("miss", stats.misses),
+            ("skipped", stats.skipped),
+        ];
+        results.map(|(result, count)| ([("disk", name), ("result", result)], count))
+    });
+    to.counters("weir_disk_prefetch_reads", "Reads by what was read ahead of them.", reads)?;
+    let help = "Hits that waited for data on its way.";
+    to.counters(
+        "weir_disk_prefetch_waited_reads",
+        help,
+        all().map(|(labels, stats)| (labels, stats.waited)),
+    )?;
+    type Get = fn(&prefetch::Stats) -> u64;
+    let bytes: [(&str, &str, Get); 4] = [
+        ("hit", "Bytes that readers had from memory.", |stats| stats.hit_bytes),
+        ("read_ahead", "Bytes that were read ahead, or are being.", |stats| stats.read_ahead_bytes),
+        ("used", "Bytes that were read ahead and then read.", |stats| stats.used_bytes),
+        ("wasted", "Bytes that were read ahead and dropped unread.", |stats| stats.wasted_bytes),
+    ];
+    for (what, help, get) in bytes {
+        let rows = all().map(|(labels, stats)| (labels, get(stats)));
+        to.counters(&format!("weir_disk_prefetch_{what}_bytes"), help, rows)?;
+    }
+    let rows = all().map(|(labels, stats)| (labels, stats.memory_bytes));
+    to.gauges("weir_disk_prefetch_memory_bytes", "Memory of what was read ahead.", rows)?;
+    let rows = all().map(|(labels, stats)| (labels, u64::from(stats.streams)));
+    to.gauges("weir_disk_prefetch_streams", "Streams with data that nobody has read yet.", rows)?;
+    let rows = all().map(|(labels, stats)| (labels, u64::from(stats.closed)));
+    to.gauges("weir_disk_prefetch_closed", "Whether reading ahead does not pay now.", rows)
+}
+
+fn caches(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
+    let l2 = || disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], &disk.caches.as_ref()?.0)));
+    let help = "Lookups that found their part of the L2 tables in memory.";
+    to.counters("weir_disk_l2_cache_hits", help, l2().map(|(labels, cache)| (labels, cache.hits)))?;
+    let help = "Parts of the L2 tables that had to be read.";
+    to.counters("weir_disk_l2_cache_misses", help, l2().map(|(labels, cache)| (labels, cache.misses)))?;
+    let help = "Parts of the L2 tables that made room for others.";
+    to.counters("weir_disk_l2_cache_evictions", help, l2().map(|(labels, cache)| (labels, cache.evictions)))?;
+    let rows = l2().map(|(labels, cache)| (labels, cache.bytes));
+    to.gauges("weir_disk_l2_cache_bytes", "Memory of the L2 cache.", rows)?;
+    let rows = l2().map(|(labels, cache)| (labels, cache.limit_bytes));
+    to.gauges("weir_disk_l2_cache_limit_bytes", "What the L2 cache may take.", rows)?;
+    let help = "How much of the disk a full L2 cache covers.";
+    let rows = l2().map(|(labels, cache)| (labels, cache.covered_bytes));
+    to.gauges("weir_disk_l2_cache_covered_bytes", help, rows)?;
+    let counts = || disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], &disk.caches.as_ref()?.1)));
+    let help = "Lookups that found their refcount block in memory.";
+    to.counters("weir_disk_refcount_cache_hits", help, counts().map(|(labels, cache)| (labels, cache.hits)))?;
+    let help = "Refcount blocks that had to be read.";
+    let rows = counts().map(|(labels, cache)| (labels, cache.misses));
+    to.counters("weir_disk_refcount_cache_misses", help, rows)?;
+    let rows = counts().map(|(labels, cache)| (labels, cache.bytes));
+    to.gauges("weir_disk_refcount_cache_bytes", "Memory of the refcount cache.", rows)
+}

@@ -1,0 +1,216 @@
+//! `/metrics`: figures in the form that whoever asks prefers.
+//!
+//! An answer is given again within [`FRESH`]: however many ask, the main thread and this one have
+//! little to do. Never waits for the main thread longer than [`PATIENCE`].
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use axum::{
+    Router,
+    body::Bytes,
+    extract::State,
+    http::{
+        HeaderMap, StatusCode,
+        header::{ACCEPT, CONTENT_TYPE},
+    },
+    response::{IntoResponse, Response},
+    routing::get,
+};
+use prometheus_client::{
+    encoding::{prometheus_protobuf, text},
+    registry::Registry,
+};
+use tokio::{
+    sync::{Mutex, oneshot},
+    time::timeout,
+};
+
+use super::{families::Families, process::Process, snapshot::Snapshot};
+
+/// Asks the main thread for figures.
+pub(super) type Asked = oneshot::Sender<Snapshot>;
+
+/// How old an answer may be.
+const FRESH: Duration = Duration::from_millis(250);
+/// Half of what Prometheus waits.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+const INDEX: &str = "weir: its figures for Prometheus are at /metrics\n";
+
+/// Everything that can be asked for; `ask` reaches the main thread.
+pub(super) fn router(ask: async_channel::Sender<Asked>) -> Router {
+    let page = Page { ask, kept: Mutex::default() };
+    Router::new().route("/", get(async || INDEX)).route("/metrics", get(metrics)).with_state(Arc::new(page))
+}
+
+struct Page {
+    ask: async_channel::Sender<Asked>,
+    /// By [`Form`].
+    kept: Mutex<[Option<(Instant, Bytes)>; 3]>,
+}
+
+async fn metrics(State(page): State<Arc<Page>>, headers: HeaderMap) -> Response {
+    let accepted = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let form = Form::preferred(accepted);
+    match page.answer(form).await {
+        Ok(body) => ([(CONTENT_TYPE, form.content_type())], body).into_response(),
+        Err(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("weir: {why}\n")).into_response(),
+    }
+}
+
+impl Page {
+    async fn answer(&self, form: Form) -> Result<Bytes, &'static str> {
+        let mut kept = self.kept.lock().await;
+        if let Some((at, body)) = &kept[form as usize]
+            && at.elapsed() < FRESH
+        {
+            return Ok(body.clone());
+        }
+        let (answer, answered) = oneshot::channel();
+        let snapshot = async {
+            self.ask.send(answer).await.ok()?;
+            answered.await.ok()
+        };
+        let snapshot = timeout(PATIENCE, snapshot).await.map_err(|_| "the daemon is busy (try again)")?;
+        let snapshot = snapshot.ok_or("the daemon is ending")?;
+        let body = form.write(snapshot).ok_or("the figures cannot be written")?;
+        Ok(kept[form as usize].insert((Instant::now(), body)).1.clone())
+    }
+}
+
+/// How figures are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    /// Prometheus's text format 0.0.4, for who says nothing.
+    Plain,
+    /// OpenMetrics 1.0.
+    Open,
+    /// Prometheus's messages, which alone have native histograms.
+    Messages,
+}
+
+impl Form {
+    const ALL: [Self; 3] = [Self::Plain, Self::Open, Self::Messages];
+
+    fn content_type(self) -> &'static str {
+        match self {
+            Self::Plain => "text/plain; version=0.0.4; charset=utf-8",
+            Self::Open => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            Self::Messages => {
+                "application/vnd.google.protobuf; proto=io.prometheus.client.MetricFamily; encoding=delimited"
+            }
+        }
+    }
+
+    /// The one with the highest quality, the first of several; [`Form::Plain`] where none is asked
+    /// for (RFC 9110, section 12.5.1).
+    fn preferred<'a>(accepted: impl Iterator<Item = &'a str>) -> Self {
+        let mut best = (Self::Plain, 0.0);
+        for range in accepted.flat_map(|line| line.split(',')) {
+            let mut parts = range.split(';').map(str::trim);
+            let kind = parts.next().unwrap_or_default();
+            let mut quality = 1.0;
+            let (mut proto, mut encoding) = ("", "");
+            for (key, value) in parts.filter_map(|part| part.split_once('=')) {
+                match key.trim() {
+                    "q" => quality = value.trim().parse().unwrap_or(0.0),
+                    "proto" => proto = value.trim(),
+                    "encoding" => encoding = value.trim(),
+                    _ => {}
+                }
+            }
+            let form = Self::ALL.into_iter().find(|form| match form {
+                Self::Plain => kind.eq_ignore_ascii_case("text/plain"),
+                Self::Open => kind.eq_ignore_ascii_case("application/openmetrics-text"),
+                Self::Messages => {
+                    kind.eq_ignore_ascii_case("application/vnd.google.protobuf")
+                        && (proto, encoding) == ("io.prometheus.client.MetricFamily", "delimited")
+                }
+            });
+            if let Some(form) = form
+                && quality > best.1
+            {
+                best = (form, quality);
+            }
+        }
+        best.0
+    }
+
+    /// `None` where the form has no way to say it.
+    fn write(self, snapshot: Snapshot) -> Option<Bytes> {
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(Families { snapshot, process: Process::now() }));
+        let mut body = String::new();
+        match self {
+            Self::Open => text::encode(&mut body, &registry).ok()?,
+            Self::Plain => {
+                text::encode_registry(&mut body, &registry).ok()?;
+                body = plain(&body);
+            }
+            Self::Messages => return Some(prometheus_protobuf::encode_to_vec(&registry).ok()?.into()),
+        }
+        Some(body.into())
+    }
+}
+
+/// The older format, where the name of a family of counters is that of its samples, and units are
+/// not told.
+fn plain(open: &str) -> String {
+    let mut text = String::with_capacity(open.len());
+    // HELP comes before TYPE, which tells of what kind it is.
+    let mut help = "";
+    for line in open.split_inclusive('\n') {
+        if line.starts_with("# HELP ") {
+            help = line;
+        } else if let Some(of) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = of.trim_end().rsplit_once(' ').unwrap_or((of, ""));
+            let (suffix, kind) = match kind {
+                "counter" => ("_total", kind),
+                "info" => ("_info", "gauge"),
+                _ => ("", kind),
+            };
+            let said = help.strip_prefix("# HELP ").and_then(|help| help.strip_prefix(name)).unwrap_or("\n");
+            text.push_str(&format!("# HELP {name}{suffix}{said}# TYPE {name}{suffix} {kind}\n"));
+        } else if !line.starts_with("# UNIT ") {
+            text.push_str(line);
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_asks_has_what_is_liked_best() {
+        let form = |accept: &str| Form::preferred([accept].into_iter());
+        assert_eq!(Form::preferred(std::iter::empty()), Form::Plain);
+        assert_eq!(form("*/*"), Form::Plain);
+        assert_eq!(form("text/html, application/openmetrics-text"), Form::Open);
+        // What Prometheus 2.42 sends, without and with native histograms.
+        let text = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1";
+        assert_eq!(form(text), Form::Open);
+        let messages = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited,application/openmetrics-text;version=1.0.0;q=0.8,*/*;q=0.1";
+        assert_eq!(form(messages), Form::Messages);
+        assert_eq!(form("application/openmetrics-text;q=0.2,text/plain;q=0.5"), Form::Plain);
+        assert_eq!(form("application/vnd.google.protobuf;proto=other;encoding=delimited"), Form::Plain);
+        assert_eq!(form("application/openmetrics-text;q=lots"), Form::Plain);
+    }
+
+    #[test]
+    fn the_older_format_names_counters_as_their_samples() {
+        let open = "# HELP weir_disk_read_bytes Bytes.\n# TYPE weir_disk_read_bytes counter\n\
+                    # UNIT weir_disk_read_bytes bytes\nweir_disk_read_bytes_total{disk=\"# TYPE\"} 1\n\
+                    # HELP weir_build About.\n# TYPE weir_build info\nweir_build_info{version=\"1\"} 1\n\
+                    # HELP weir_disk_size_bytes Size.\n# TYPE weir_disk_size_bytes gauge\n";
+        let expect = "# HELP weir_disk_read_bytes_total Bytes.\n# TYPE weir_disk_read_bytes_total counter\n\
+                      weir_disk_read_bytes_total{disk=\"# TYPE\"} 1\n\
+                      # HELP weir_build_info About.\n# TYPE weir_build_info gauge\nweir_build_info{version=\"1\"} 1\n\
+                      # HELP weir_disk_size_bytes Size.\n# TYPE weir_disk_size_bytes gauge\n";
+        assert_eq!(plain(open), expect);
+    }
+}

@@ -1,0 +1,211 @@
+//! All that runs, as plain values of one moment: what the main thread hands over when it is asked.
+//!
+//! Histograms are the exception: they are shared, and read by whoever tells of them. Takes no lock
+//! for longer than one disk's figures take. Never formats anything.
+
+use std::{
+    collections::HashMap,
+    rc::Rc,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
+
+use block::{
+    device::Statistics,
+    disk::{Errors, Totals},
+    image::{
+        Image,
+        qcow2::{CacheStatistics, RefcountStatistics},
+    },
+    layer::throttle::{DiskSettings, GroupSettings},
+    measures::Measures,
+    memory::{Budget, Usage},
+    reactor::{RingTotals, Worker},
+};
+use export::nbd::Refused;
+use policy::{
+    prefetch,
+    throttle::{Enforcement, Limits, Share, Stats},
+    watermark::Capacity,
+};
+
+use crate::control::{
+    inventory::{Door, Inventory, RunningDisk},
+    serving::Serving,
+};
+
+#[derive(Debug)]
+pub(super) struct Snapshot {
+    /// Since the Epoch.
+    pub(super) started: Duration,
+    pub(super) memory: Usage,
+    pub(super) disks: Vec<DiskFigures>,
+    pub(super) groups: Vec<GroupFigures>,
+    pub(super) devices: Vec<DeviceFigures>,
+    pub(super) exports: Vec<ExportFigures>,
+    pub(super) servers: Vec<ServerFigures>,
+    pub(super) workers: Vec<(String, RingTotals)>,
+}
+
+#[derive(Debug)]
+pub(super) struct DiskFigures {
+    pub(super) name: Arc<str>,
+    pub(super) format: &'static str,
+    pub(super) cache: &'static str,
+    /// Empty where it is in none.
+    pub(super) group: String,
+    pub(super) size_bytes: u64,
+    pub(super) totals: Totals,
+    pub(super) errors: Errors,
+    pub(super) is_stopped: bool,
+    pub(super) has_changed_below: bool,
+    pub(super) reserved_bytes: u64,
+    pub(super) requests_bytes: u64,
+    pub(super) throttle: ThrottleFigures,
+    /// None where nothing is read ahead.
+    pub(super) prefetch: Option<prefetch::Stats>,
+    pub(super) caches: Option<(CacheStatistics, RefcountStatistics)>,
+    pub(super) measures: Arc<Measures>,
+}
+
+/// Of a disk or a group.
+#[derive(Debug)]
+pub(super) struct ThrottleFigures {
+    pub(super) stats: Stats,
+    pub(super) limits: Limits,
+    pub(super) share: Share,
+    /// Percent; 0 is none.
+    pub(super) watermark: u8,
+    pub(super) enforcement: Enforcement,
+}
+
+#[derive(Debug)]
+pub(super) struct GroupFigures {
+    pub(super) name: String,
+    pub(super) throttle: ThrottleFigures,
+}
+
+#[derive(Debug)]
+pub(super) struct DeviceFigures {
+    pub(super) name: String,
+    pub(super) capacity: Option<Capacity>,
+    /// None of one that is imitated, or has gone.
+    pub(super) statistics: Option<Statistics>,
+}
+
+#[derive(Debug)]
+pub(super) struct ExportFigures {
+    pub(super) id: String,
+    pub(super) kind: &'static str,
+    pub(super) disk: Arc<str>,
+    pub(super) connections: usize,
+}
+
+#[derive(Debug)]
+pub(super) struct ServerFigures {
+    pub(super) address: String,
+    pub(super) connections: usize,
+    pub(super) refused: Refused,
+}
+
+impl Snapshot {
+    pub(super) fn take(inventory: &Inventory, workers: &[Worker]) -> Self {
+        let servers = inventory.servers();
+        let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Self {
+            started: since_epoch.saturating_sub(inventory.uptime()),
+            memory: Budget::process().usage(),
+            disks: inventory.disks().iter().map(|running| disk(running)).collect(),
+            groups: inventory.groups().iter().map(|one| group(one)).collect(),
+            devices: inventory.devices().iter().map(|listed| device(&listed.device)).collect(),
+            exports: exports(inventory, &servers),
+            servers: servers.iter().map(|one| server(one)).collect(),
+            workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.figures())).collect(),
+        }
+    }
+}
+
+fn disk(running: &RunningDisk) -> DiskFigures {
+    let disk = &running.disk;
+    let member = disk.throttle();
+    let DiskSettings { limits, share, watermark } = member.settings();
+    let caches = match disk.image() {
+        Image::Qcow2(qcow2) => Some((qcow2.cache_statistics(), qcow2.refcount_statistics())),
+        Image::Raw(_) => None,
+    };
+    let reads_ahead = disk.prefetch().settings().mode != prefetch::Mode::Off;
+    DiskFigures {
+        name: Arc::clone(disk.name()),
+        format: disk.image().format().name(),
+        cache: running.cache.name(),
+        group: member.group().map(|group| group.name().to_owned()).unwrap_or_default(),
+        size_bytes: disk.size_bytes(),
+        totals: disk.totals(),
+        errors: disk.failures().errors(),
+        is_stopped: disk.failures().stopped_by().is_some(),
+        has_changed_below: disk.image().has_changed_below(),
+        reserved_bytes: disk.memory().reserved(),
+        requests_bytes: disk.memory().used(),
+        throttle: ThrottleFigures {
+            stats: member.stats(),
+            limits,
+            share,
+            watermark: watermark.percent(),
+            enforcement: member.enforcement(),
+        },
+        prefetch: reads_ahead.then(|| disk.prefetch().stats()),
+        caches,
+        measures: Arc::clone(disk.measure()),
+    }
+}
+
+fn group(group: &block::layer::throttle::Group) -> GroupFigures {
+    let GroupSettings { limits, share, watermark } = group.settings();
+    GroupFigures {
+        name: group.name().to_owned(),
+        throttle: ThrottleFigures {
+            stats: group.stats(),
+            limits,
+            share,
+            watermark: watermark.percent(),
+            enforcement: group.enforcement(),
+        },
+    }
+}
+
+fn device(device: &block::device::Device) -> DeviceFigures {
+    DeviceFigures {
+        name: device.name().to_owned(),
+        capacity: device.capacity(),
+        statistics: device.statistics().ok().flatten(),
+    }
+}
+
+/// Looks at each server once: it may have thousands of clients, and of exports.
+fn exports(inventory: &Inventory, servers: &[Rc<Serving>]) -> Vec<ExportFigures> {
+    let of_servers: HashMap<_, _> =
+        servers.iter().map(|serving| (Rc::as_ptr(serving), serving.server.connections_by_export())).collect();
+    let connections = |door: &Door| match door {
+        Door::Nbd(serving, number) => of_servers
+            .get(&Rc::as_ptr(serving))
+            .and_then(|of_server| of_server.get(number))
+            .copied()
+            .unwrap_or_default(),
+        Door::Own(entrance) => entrance.server.connections(),
+    };
+    let export = |export: &crate::control::inventory::RunningExport| ExportFigures {
+        id: export.id.clone(),
+        kind: export.door.kind(),
+        disk: Arc::clone(export.disk.disk.name()),
+        connections: connections(&export.door),
+    };
+    inventory.exports().iter().map(|one| export(one)).collect()
+}
+
+fn server(serving: &Serving) -> ServerFigures {
+    ServerFigures {
+        address: serving.address(),
+        connections: serving.server.connections(),
+        refused: serving.server.refused(),
+    }
+}

@@ -1,0 +1,315 @@
+//! `--metrics`: figures for Prometheus, against the document that lists them, against a client's
+//! own, and under clients that mean no good.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    io::{Read as _, Write as _},
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+
+use crate::harness::{Client, DEADLINE, MIB, Scratch, Serve, Weir, qemu_img, text, weir};
+
+const OPEN: &str = "application/openmetrics-text;version=1.0.0,*/*;q=0.1";
+
+struct Daemon {
+    weir: Weir,
+    socket: PathBuf,
+}
+
+impl Daemon {
+    fn start(scratch: &Scratch, serve: Serve) -> Self {
+        let socket = scratch.socket("metrics");
+        let weir = serve.args(["--metrics", &format!("unix:{}", text(&socket))]).start();
+        Self { weir, socket }
+    }
+
+    fn connect(&self) -> UnixStream {
+        let stream = UnixStream::connect(&self.socket).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream
+    }
+
+    /// Head and body.
+    fn ask(&self, request: &str, accept: &str) -> (String, Vec<u8>) {
+        let mut stream = self.connect();
+        let request = format!("{request} HTTP/1.1\r\nHost: weir\r\nAccept: {accept}\r\n\r\n");
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).unwrap();
+        let end = answer.windows(4).position(|window| window == b"\r\n\r\n").expect("a head") + 4;
+        let body = answer.split_off(end);
+        (String::from_utf8(answer).unwrap(), body)
+    }
+
+    fn page(&self) -> Page {
+        let (head, body) = self.ask("GET /metrics", OPEN);
+        assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
+        assert!(head.contains("content-type: application/openmetrics-text; version=1.0.0"), "{head}");
+        Page(String::from_utf8(body).unwrap())
+    }
+
+    /// A page of which this is so; a page may be a moment old.
+    fn until(&self, is_so: impl Fn(&Page) -> bool) -> Page {
+        loop {
+            let page = self.page();
+            if is_so(&page) {
+                return page;
+            }
+        }
+    }
+}
+
+struct Page(String);
+
+impl Page {
+    /// A sample by its name and labels, as they are written.
+    #[track_caller]
+    fn value(&self, sample: &str) -> f64 {
+        self.find(sample).unwrap_or_else(|| panic!("no {sample} in:\n{}", self.0))
+    }
+
+    fn find(&self, sample: &str) -> Option<f64> {
+        let value = |line: &str| line.strip_prefix(sample)?.strip_prefix(' ')?.parse().ok();
+        self.0.lines().find_map(value)
+    }
+}
+
+fn read_each(weir: &Weir, export: &str, times: u32) {
+    weir.nbdsh(export, &format!("for i in range({times}): h.pread(4096, 4096 * i)"));
+}
+
+#[test]
+fn figures_are_those_of_fio() {
+    let scratch = Scratch::new();
+    let serve = Serve::new(&scratch).args(["memory:16M", "--delay", "read=2ms,write=1ms"]);
+    let daemon = Daemon::start(&scratch, serve);
+    let output = scratch.path("fio.json");
+    Client::new("fio")
+        .args(["--name=both", "--ioengine=nbd", "--rw=randrw", "--size=16M", "--io_size=4M"])
+        .args(["--bsrange=4k-16k", "--iodepth=4", "--randseed=7", "--output-format=json"])
+        .arg(format!("--output={}", text(&output)))
+        .arg(format!("--uri={}", daemon.weir.uri("memory")))
+        .arg(format!("--aux-path={}", scratch.path("").display()))
+        .succeeds();
+    let said: Value = serde_json::from_slice(&fs::read(output).unwrap()).expect("fio speaks JSON");
+    let job = &said["jobs"][0];
+    let page = daemon.page();
+    for (operation, requests, bytes, shortest) in
+        [("read", "reads", "read_bytes", 0.002), ("write", "writes", "written_bytes", 0.001)]
+    {
+        let value = |name: &str| page.value(&format!("weir_disk_{name}{{disk=\"memory\"}}"));
+        let of = &job[operation];
+        let total = of["total_ios"].as_f64().unwrap();
+        assert!(total > 0.0);
+        assert_eq!(value(&format!("{requests}_total")), total, "{operation}");
+        assert_eq!(value(&format!("{bytes}_total")), of["io_bytes"].as_f64().unwrap(), "{operation}");
+        let labels = format!("{{disk=\"memory\",operation=\"{operation}\"}}");
+        let count = page.value(&format!("weir_disk_request_duration_seconds_count{labels}"));
+        assert_eq!(count, total, "{operation}");
+        // The daemon reads its clock once a turn, so that a request may seem to take less.
+        let mean = page.value(&format!("weir_disk_request_duration_seconds_sum{labels}")) / count;
+        let of_client = of["lat_ns"]["mean"].as_f64().unwrap() / 1e9;
+        assert!(mean > shortest / 2.0 && mean <= of_client + shortest, "{mean} s, for fio {of_client} s");
+    }
+}
+
+/// What a row of the document says of a family.
+#[derive(Debug, PartialEq, Eq)]
+struct Row {
+    kind: String,
+    labels: BTreeSet<String>,
+}
+
+fn documented() -> BTreeMap<String, Row> {
+    let document =
+        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/metrics.md")).unwrap();
+    let row = |line: &str| {
+        let cells: Vec<_> = line.strip_prefix("| `")?.split('|').map(|cell| cell.trim().to_owned()).collect();
+        let [name, kind, labels, ..] = &cells[..] else { return None };
+        let labels = labels.split(',').map(|label| label.trim().trim_matches('`').to_owned());
+        let labels = labels.filter(|label| !label.is_empty()).collect();
+        Some((name.trim_end_matches('`').to_owned(), Row { kind: kind.clone(), labels }))
+    };
+    document.lines().filter_map(row).collect()
+}
+
+#[test]
+fn the_document_has_every_family_and_no_other() {
+    let scratch = Scratch::new();
+    let image = scratch.path("a.qcow2");
+    qemu_img(&["create", "-f", "qcow2", text(&image), "1M"]).succeeds();
+    let config = scratch.file(
+        "weir.toml",
+        format!(
+            "[group.gold]\niops-read = 1000\nbps-write = \"1M\"\nwatermark = 90\n\
+             [disk.a]\nimage = \"{}\"\nformat = \"qcow2\"\ngroup = \"gold\"\niops-total = 10\niops-total-max = 20\n\
+             bps-total = \"1M\"\niops-reservation = 5\nbps-reservation = 5\nprefetch = true\n",
+            text(&image)
+        ),
+    );
+    let daemon = Daemon::start(&scratch, Serve::new(&scratch).args(["--config", text(&config)]));
+    read_each(&daemon.weir, "a", 25);
+    let page = daemon.page();
+    let mut told = BTreeMap::new();
+    for line in page.0.lines() {
+        if let Some(family) = line.strip_prefix("# TYPE ") {
+            let (name, kind) = family.split_once(' ').unwrap();
+            told.insert(name.to_owned(), Row { kind: kind.to_owned(), labels: BTreeSet::new() });
+        } else if let Some((name, labels)) = line.split_once('{')
+            && !line.starts_with('#')
+        {
+            let suffixes = ["_total", "_info", "_bucket", "_count", "_sum"];
+            let stem = suffixes.iter().find_map(|suffix| {
+                told.contains_key(name.strip_suffix(suffix)?).then(|| name.strip_suffix(suffix))?
+            });
+            let row = told.get_mut(stem.unwrap_or(name)).expect(line);
+            let (labels, _) = labels.rsplit_once('}').unwrap();
+            row.labels
+                .extend(labels.split("\",").filter_map(|label| Some(label.split_once('=')?.0.to_owned())));
+            row.labels.remove("le");
+        }
+    }
+    let documented = documented();
+    assert_eq!(told.keys().collect::<Vec<_>>(), documented.keys().collect::<Vec<_>>());
+    for (name, row) in &told {
+        let said = &documented[name];
+        assert_eq!(row.kind, said.kind, "{name}");
+        // What is under no watermark, or on no device, has no sample.
+        assert!(row.labels.is_subset(&said.labels), "{name}: {:?} and {:?}", row.labels, said.labels);
+    }
+    assert_eq!(page.0.lines().last(), Some("# EOF"));
+}
+
+#[test]
+fn whose_limit_held_is_told() {
+    let scratch = Scratch::new();
+    let config = scratch.file(
+        "weir.toml",
+        "[group.outer]\nbps-total = \"40K\"\n[group.inner]\ngroup = \"outer\"\n\
+         [disk.own]\nimage = \"memory:1M\"\niops-read = 100\n\
+         [disk.shared]\nimage = \"memory:1M\"\ngroup = \"inner\"\n",
+    );
+    let daemon = Daemon::start(&scratch, Serve::new(&scratch).args(["--config", text(&config)]));
+    read_each(&daemon.weir, "own", 14);
+    read_each(&daemon.weir, "shared", 4);
+    let page = daemon.page();
+    let held = |disk: &str, of: &str, limit: &str| {
+        page.find(&format!(
+            "weir_disk_throttled_seconds_total{{disk=\"{disk}\",of=\"{of}\",limit=\"{limit}\",operation=\"read\"}}"
+        ))
+    };
+    // 10 pass at once and 4 after 10 ms each; 1 or 2 do, and the others after 100 ms each.
+    assert!(held("own", "disk", "iops-read") > Some(0.02));
+    assert!(held("shared", "above", "bps-total") > Some(0.1));
+    assert_eq!((held("own", "above", "bps-total"), held("shared", "disk", "iops-read")), (None, None));
+    let of_disk = |name: &str| page.value(&format!("weir_{name}{{disk=\"own\",operation=\"read\"}}"));
+    assert_eq!(of_disk("disk_wait_duration_seconds_count"), 14.0);
+    assert_eq!(of_disk("disk_admitted_requests_total"), 14.0);
+    assert!(of_disk("disk_waiting_seconds_total") > 0.02);
+    assert!(page.value("weir_group_limited_seconds_total{group=\"outer\"}") > 0.1);
+    assert_eq!(page.value("weir_disk_limit_operations_per_second{disk=\"own\",limit=\"iops-read\"}"), 100.0);
+    assert_eq!(page.value("weir_group_limit_bytes_per_second{group=\"outer\",limit=\"bps-total\"}"), 40960.0);
+}
+
+#[test]
+fn a_disk_that_comes_is_measured_and_one_that_goes_is_not_told() {
+    let scratch = Scratch::new();
+    let control = scratch.socket("qmp");
+    let at = format!("unix:{}", text(&control));
+    let serve = Serve::new(&scratch).args(["memory:1M", "--qmp", &at]);
+    let daemon = Daemon::start(&scratch, serve);
+    let command = |arguments: &[&str]| weir(arguments).env("WEIR_QMP", &at).succeeds();
+    command(&["disk", "add", "late", "memory:1M"]);
+    read_each(&daemon.weir, "late", 3);
+    let count = "weir_disk_request_duration_seconds_count{disk=\"late\",operation=\"read\"}";
+    daemon.until(|page| page.find(count) == Some(3.0));
+    command(&["disk", "remove", "late"]);
+    daemon.until(|page| !page.0.contains("\"late\""));
+}
+
+#[test]
+fn names_are_escaped() {
+    let scratch = Scratch::new();
+    let serve = Serve::new(&scratch).args(["memory:1M", "--name", "a\"}\\ 1é"]);
+    let daemon = Daemon::start(&scratch, serve);
+    daemon.page().value("weir_disk_size_bytes{disk=\"a\\\"}\\\\ 1é\"}");
+}
+
+#[test]
+fn there_are_three_forms_and_one_page() {
+    let scratch = Scratch::new();
+    let daemon = Daemon::start(&scratch, Serve::new(&scratch).args(["memory:1M"]));
+    read_each(&daemon.weir, "memory", 3);
+    let (head, body) = daemon.ask("GET /metrics", "*/*");
+    assert!(head.contains("content-type: text/plain; version=0.0.4; charset=utf-8\r\n"), "{head}");
+    let plain = String::from_utf8(body).unwrap();
+    assert!(plain.contains("\n# TYPE weir_disk_reads_total counter\nweir_disk_reads_total{"), "{plain}");
+    assert!(!plain.contains("# EOF") && !plain.contains("# UNIT"), "{plain}");
+    let messages =
+        "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited";
+    let (head, body) = daemon.ask("GET /metrics", messages);
+    assert!(head.contains("proto=io.prometheus.client.MetricFamily; encoding=delimited\r\n"), "{head}");
+    let has = |name: &str| body.windows(name.len()).any(|window| window == name.as_bytes());
+    assert!(has("weir_disk_request_duration_seconds") && has("weir_disk_reads_total"));
+    for (request, status) in [
+        ("GET /", "200 OK"),
+        ("GET /metrics/", "404 Not Found"),
+        ("GET /../metrics", "404 Not Found"),
+        ("POST /metrics", "405 Method Not Allowed"),
+        ("HEAD /metrics", "200 OK"),
+        ("metrics", "400 Bad Request"),
+    ] {
+        let (head, _) = daemon.ask(request, "*/*");
+        assert!(head.starts_with(&format!("HTTP/1.1 {status}\r\n")), "{request}: {head}");
+    }
+}
+
+#[test]
+fn clients_that_mean_no_good_keep_nobody_out() {
+    let scratch = Scratch::new();
+    let daemon = Daemon::start(&scratch, Serve::new(&scratch).args(["memory:1M"]));
+    let mut first = daemon.connect();
+    first.write_all(b"G").unwrap();
+    // They neither ask to the end nor read an answer.
+    let mut idle: Vec<_> = (0..500).map(|_| daemon.connect()).collect();
+    for (place, stream) in idle.iter_mut().enumerate() {
+        let sent: &[u8] =
+            if place % 2 == 0 { b"GET /metrics HTTP/1.1\r\nHost:" } else { b"GET /metrics HTTP/1.1\r\n\r\n" };
+        // It may have been closed before.
+        let _ = stream.write_all(sent);
+    }
+    daemon.page().value("weir_disk_size_bytes{disk=\"memory\"}");
+    // Whoever was there longest has made room.
+    assert_eq!(first.read(&mut [0]).unwrap_or(0), 0);
+    // A head without an end is refused before it has come.
+    let mut endless = daemon.connect();
+    assert!((0..1000).any(|_| endless.write_all(&[b'x'; 4096]).is_err()), "four megabytes were taken");
+    daemon.page();
+    read_each(&daemon.weir, "memory", 1);
+}
+
+#[test]
+fn a_client_that_says_nothing_is_let_go() {
+    let scratch = Scratch::new();
+    let daemon = Daemon::start(&scratch, Serve::new(&scratch).args(["memory:1M"]));
+    assert_eq!(daemon.connect().read(&mut [0]).unwrap(), 0, "closed by the daemon");
+}
+
+#[test]
+fn over_tcp_the_log_says_where() {
+    let scratch = Scratch::new();
+    let weir = Serve::new(&scratch).args(["memory:1M", "--metrics", "127.0.0.1:0"]).start();
+    let line = weir.wait_for_log("metrics at=");
+    let address = line.split_once("at=").unwrap().1.trim();
+    let mut stream = std::net::TcpStream::connect(address).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.contains("weir_disk_size_bytes{disk=\"memory\"} 1048576\n"), "{answer}");
+    let second = Serve::new(&scratch).args(["null:1M", "--metrics", address]).fails();
+    assert!(second.contains("metrics: ") && second.contains("the port is in use"), "{second}");
+}
