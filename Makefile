@@ -65,6 +65,7 @@ test-unit: ## tests in virtual time, and those of one crate: units, properties, 
 test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel, its disks and its cgroups, every row of the bench
 	@scripts/deps build clients browser containers guest packages
 	@scripts/python-clients
+	@scripts/prometheus
 	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
 	tests/package/run "$(TARGET)/debug/weir"
 	tests/guest/against-weir "$(TARGET)/debug/weir"
@@ -98,11 +99,13 @@ miri: ## rings and memory of guests under Miri, a few cases each (nightly with i
 	@scripts/deps build
 	PROPTEST_CASES=3 WEIR_SEEDS=3 MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-disable-weak-memory-emulation" $(CARGO) +nightly miri test --locked --target-dir "$(TARGET)/miri" -p weir-block -p weir-export --lib -- virtio::ring buffer:: guest::dirty
 
-soak: ## the properties and the simulation with many more cases and seeds; qcow2 in every combination, killed, and in random histories with qemu-img; cgroups for longer; machines killed and moved
+soak: ## the properties and the simulation with many more cases and seeds; qcow2 in every combination, killed, and in random histories with qemu-img; figures scraped for ten minutes; cgroups for longer; machines killed and moved
 	@scripts/deps build clients guest systemd
 	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block -p weir-export
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
 	WEIR_SEQUENCES=$(SOAK_SEQUENCES) $(CARGO) test --release --locked -p weir --test e2e image_soak
+	@scripts/prometheus
+	WEIR_SCRAPE_SECONDS=600 $(CARGO) test --release --locked -p weir --test e2e metrics::prometheus
 	$(RELEASE)
 	tests/guest/against-weir --full "$(TARGET)/release/weir"
 	tests/guest/against-weir --systemd "$(TARGET)/release/weir"

@@ -3,15 +3,17 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
-    io::{Read as _, Write as _},
+    env, fs,
+    io::{BufRead as _, BufReader, Read as _, Write as _},
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    thread,
 };
 
 use serde_json::Value;
 
-use crate::harness::{Client, DEADLINE, MIB, Scratch, Serve, Weir, qemu_img, text, weir};
+use crate::harness::{Client, DEADLINE, MIB, Scratch, Serve, Weir, need, qemu_img, search_path, text, weir};
 
 const OPEN: &str = "application/openmetrics-text;version=1.0.0,*/*;q=0.1";
 
@@ -312,4 +314,127 @@ fn over_tcp_the_log_says_where() {
     assert!(answer.contains("weir_disk_size_bytes{disk=\"memory\"} 1048576\n"), "{answer}");
     let second = Serve::new(&scratch).args(["null:1M", "--metrics", address]).fails();
     assert!(second.contains("metrics: ") && second.contains("the port is in use"), "{second}");
+}
+
+/// Prometheus, with weir as its target.
+struct Prometheus {
+    process: Child,
+    address: String,
+    _directory: Scratch,
+}
+
+impl Prometheus {
+    fn scraping(target: &str) -> Self {
+        need("prometheus");
+        let directory = Scratch::new();
+        let config = directory.file(
+            "prometheus.yml",
+            format!(
+                "global: {{scrape_interval: 1s}}\nrule_files: [{}]\n\
+                 scrape_configs: [{{job_name: weir, static_configs: [{{targets: [\"{target}\"]}}]}}]\n",
+                text(&packaged("weir.rules.yml")),
+            ),
+        );
+        let mut process = Command::new("prometheus")
+            .env("PATH", search_path())
+            .arg(format!("--config.file={}", text(&config)))
+            .arg(format!("--storage.tsdb.path={}", text(&directory.path("data"))))
+            .args(["--web.listen-address=127.0.0.1:0", "--enable-feature=native-histograms"])
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(process.stderr.take().unwrap()).lines();
+        let address = lines.by_ref().map_while(Result::ok).find_map(|line| {
+            let (_, address) = line.contains("Listening on").then(|| line.split_once("address="))??;
+            Some(address.trim().to_owned())
+        });
+        // It must not wait for somebody who reads what it says.
+        thread::spawn(move || lines.for_each(drop));
+        Self { process, address: address.expect("it listens"), _directory: directory }
+    }
+
+    /// The number that a query comes to, once it has an answer.
+    fn ask(&self, query: &str) -> f64 {
+        let url = format!("http://{}", self.address);
+        let value = |said: String| said.lines().last()?.rsplit_once("=> ")?.1.split(' ').next()?.parse().ok();
+        let ask = || Client::new("promtool").args(["query", "instant", &url, query]).run();
+        loop {
+            let outcome = ask();
+            if let Some(value) = (outcome.code() == 0).then(|| outcome.printed()).and_then(value) {
+                return value;
+            }
+        }
+    }
+}
+
+impl Drop for Prometheus {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn packaged(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../packaging/prometheus").join(name)
+}
+
+#[test]
+fn promtool_finds_nothing_wrong() {
+    Client::new("promtool").args(["check", "rules", text(&packaged("weir.rules.yml"))]).succeeds();
+    Client::new("promtool").args(["test", "rules", text(&packaged("weir.rules.test.yml"))]).succeeds();
+    let scratch = Scratch::new();
+    let daemon = Daemon::start(&scratch, Serve::new(&scratch).args(["memory:1M", "--iops-total", "1000"]));
+    read_each(&daemon.weir, "memory", 3);
+    let (_, body) = daemon.ask("GET /metrics", "*/*");
+    let said = Client::new("promtool")
+        .args(["check", "metrics"])
+        .reading(&String::from_utf8(body).unwrap())
+        .succeeds();
+    assert_eq!(said, "");
+}
+
+#[test]
+fn alerts_and_dashboard_ask_for_figures_that_there_are() {
+    let families = documented();
+    let dashboard = fs::read_to_string(packaged("weir.dashboard.json")).unwrap();
+    let _: Value = serde_json::from_str(&dashboard).expect("JSON");
+    let mut asked = BTreeSet::new();
+    for file in [dashboard, fs::read_to_string(packaged("weir.rules.yml")).unwrap()] {
+        let words = file.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_');
+        asked.extend(words.filter(|word| word.starts_with("weir_")).map(str::to_owned));
+    }
+    assert!(asked.len() > 20, "{asked:?}");
+    for name in asked {
+        let suffixes = ["", "_total", "_bucket", "_info"];
+        let is_there = suffixes
+            .iter()
+            .any(|suffix| name.strip_suffix(suffix).is_some_and(|stem| families.contains_key(stem)));
+        assert!(is_there, "{name}");
+    }
+}
+
+/// `WEIR_SCRAPE_SECONDS` is how long the load goes on.
+#[test]
+fn prometheus_scrapes_a_daemon_under_load() {
+    let seconds = env::var("WEIR_SCRAPE_SECONDS").unwrap_or_else(|_| "3".to_owned());
+    let scratch = Scratch::new();
+    let serve = Serve::new(&scratch).args(["memory:16M", "--iops-total", "2000", "--metrics", "127.0.0.1:0"]);
+    let weir = serve.start();
+    let line = weir.wait_for_log("metrics at=");
+    let prometheus = Prometheus::scraping(line.split_once("at=").unwrap().1.trim());
+    let output = scratch.path("fio.json");
+    let fio = Client::new("fio")
+        .args(["--name=load", "--ioengine=nbd", "--rw=randread", "--size=16M", "--bs=4k", "--iodepth=8"])
+        .args(["--time_based", &format!("--runtime={seconds}"), "--output-format=json"])
+        .arg(format!("--output={}", text(&output)))
+        .arg(format!("--uri={}", weir.uri("memory")));
+    fio.arg(format!("--aux-path={}", scratch.path("").display())).succeeds();
+    let said: Value = serde_json::from_slice(&fs::read(output).unwrap()).expect("fio speaks JSON");
+    let total = said["jobs"][0]["read"]["total_ios"].as_f64().unwrap();
+    // The last scrape may have been before the end.
+    while prometheus.ask("weir_disk_reads_total") < total {}
+    assert_eq!(prometheus.ask("weir_disk_reads_total"), total);
+    assert_eq!(prometheus.ask("histogram_count(weir_disk_request_duration_seconds)"), total, "native");
+    assert_eq!(prometheus.ask("min_over_time(up[15m])"), 1.0, "each scrape succeeded");
+    assert!(prometheus.ask("weir_disk_throttled_seconds_total") > 0.0);
 }

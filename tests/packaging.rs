@@ -159,6 +159,7 @@ fn an_installation_can_be_repeated_and_taken_away() {
         "usr/local/share/bash-completion/completions/weir",
         "usr/local/share/doc/weir/LICENSE-MIT",
         "usr/local/share/doc/weir/docs/reference/cli/serve.md",
+        "usr/local/share/doc/weir/prometheus/weir.rules.yml",
         "usr/local/share/fish/vendor_completions.d/weir.fish",
         "usr/local/share/man/man1/weir-serve.1",
         "usr/local/share/man/man8/mount.weir.8",

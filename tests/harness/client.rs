@@ -46,6 +46,8 @@ const PACKAGES: [(&str, &str); 29] = [
 
 /// Where `scripts/python-clients` puts what Debian does not have.
 const PYTHON_CLIENTS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../python-clients/bin");
+/// Where `scripts/prometheus` puts what Debian's package would start as a service.
+const PROMETHEUS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../prometheus/bin");
 
 pub(crate) const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 
@@ -64,6 +66,8 @@ const MOST_ATTEMPTS: u32 = 30;
 pub(crate) fn search_path() -> OsString {
     let mut path = OsString::from("/usr/sbin:/usr/bin:/sbin:/bin:");
     path.push(PYTHON_CLIENTS);
+    path.push(":");
+    path.push(PROMETHEUS);
     if let Some(inherited) = env::var_os("PATH") {
         path.push(":");
         path.push(inherited);
@@ -80,6 +84,10 @@ pub(crate) fn need(program: &str) {
     assert!(
         !program.starts_with("qmp-"),
         "{program}: not found (run `scripts/python-clients`, which installs it beside what cargo builds)"
+    );
+    assert!(
+        !program.starts_with("prom"),
+        "{program}: not found (run `scripts/prometheus`, which unpacks it beside what cargo builds)"
     );
     let package =
         PACKAGES.iter().find(|(name, _)| *name == program).map_or("that has it", |(_, package)| package);

@@ -23,23 +23,26 @@ pub struct Statistics {
     pub written_bytes: u64,
     /// Milliseconds during which anything was in flight.
     pub busy_ms: u64,
+    /// Milliseconds that requests were in flight, of all added up.
+    pub queued_ms: u64,
 }
 
 impl Statistics {
     /// From the text of a `stat` file; `None` if it is not of that form.
     pub fn parse(text: &str) -> Option<Self> {
-        let mut fields = [0; 10];
+        let mut fields = [0; 11];
         let mut words = text.split_ascii_whitespace();
         for field in &mut fields {
             *field = words.next()?.parse().ok()?;
         }
-        let [reads, _, read_sectors, _, writes, _, written_sectors, _, _, busy_ms] = fields;
+        let [reads, _, read_sectors, _, writes, _, written_sectors, _, _, busy_ms, queued_ms] = fields;
         Some(Self {
             reads,
             read_bytes: read_sectors.wrapping_mul(SECTOR_BYTES),
             writes,
             written_bytes: written_sectors.wrapping_mul(SECTOR_BYTES),
             busy_ms,
+            queued_ms,
         })
     }
 
@@ -52,6 +55,7 @@ impl Statistics {
             writes: self.writes.wrapping_sub(earlier.writes),
             written_bytes: self.written_bytes.wrapping_sub(earlier.written_bytes),
             busy_ms: self.busy_ms.wrapping_sub(earlier.busy_ms),
+            queued_ms: self.queued_ms.wrapping_sub(earlier.queued_ms),
         }
     }
 }
@@ -95,9 +99,10 @@ mod tests {
             writes: 24_055_264,
             written_bytes: 309_426_526 * 512,
             busy_ms: 1_817_668,
+            queued_ms: 25_603_797,
         };
         assert_eq!(Statistics::parse(line), Some(expect));
-        for broken in ["", "1 2 3", "1 2 3 4 5 6 7 8 9 x", "-1 2 3 4 5 6 7 8 9 10"] {
+        for broken in ["", "1 2 3", "1 2 3 4 5 6 7 8 9 10 x", "-1 2 3 4 5 6 7 8 9 10 11"] {
             assert_eq!(Statistics::parse(broken), None, "{broken}");
         }
     }
@@ -113,7 +118,8 @@ mod tests {
     fn a_source_is_read_again_and_again() {
         let directory = tempfile::tempdir().expect("a directory");
         let write = |reads| {
-            fs::write(directory.path().join("stat"), format!("{reads} 0 8 0 0 0 0 0 0 5")).expect("written");
+            fs::write(directory.path().join("stat"), format!("{reads} 0 8 0 0 0 0 0 0 5 6"))
+                .expect("written");
         };
         write(1);
         let source = Source::open(directory.path()).expect("there");
@@ -121,7 +127,7 @@ mod tests {
         write(2);
         assert_eq!(
             source.read().expect("a line"),
-            Statistics { reads: 2, read_bytes: 4096, busy_ms: 5, ..Statistics::default() }
+            Statistics { reads: 2, read_bytes: 4096, busy_ms: 5, queued_ms: 6, ..Statistics::default() }
         );
         fs::write(directory.path().join("stat"), "").expect("written");
         assert!(source.read().is_err());

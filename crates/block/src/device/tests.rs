@@ -12,7 +12,7 @@ const CAPACITY: Capacity =
     Capacity { read_iops: 1000, write_iops: 500, read_bps: 100 << 20, write_bps: 50 << 20 };
 
 fn done(reads: u64, read_bytes: u64, writes: u64, written_bytes: u64) -> Statistics {
-    Statistics { reads, read_bytes, writes, written_bytes, busy_ms: 30 }
+    Statistics { reads, read_bytes, writes, written_bytes, busy_ms: 30, queued_ms: 30 }
 }
 
 #[track_caller]

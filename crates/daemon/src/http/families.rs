@@ -147,7 +147,10 @@ impl Families {
         to.counters("weir_device_written_bytes", help, rows)?;
         let help = "Time during which a device had something to do.";
         let rows = done().map(|(labels, done)| (labels, done.busy_ms as f64 / 1000.0));
-        to.counters("weir_device_busy_seconds", help, rows)
+        to.counters("weir_device_busy_seconds", help, rows)?;
+        let help = "Time for which requests were in flight at a device, of all added up.";
+        let rows = done().map(|(labels, done)| (labels, done.queued_ms as f64 / 1000.0));
+        to.counters("weir_device_queue_seconds", help, rows)
     }
 }
 
