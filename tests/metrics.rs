@@ -13,7 +13,7 @@ use std::{
 
 use serde_json::Value;
 
-use crate::harness::{Client, DEADLINE, MIB, Scratch, Serve, Weir, need, qemu_img, search_path, text, weir};
+use crate::harness::{Client, DEADLINE, Scratch, Serve, Weir, need, qemu_img, search_path, text, weir};
 
 const OPEN: &str = "application/openmetrics-text;version=1.0.0,*/*;q=0.1";
 
@@ -132,6 +132,10 @@ fn documented() -> BTreeMap<String, Row> {
     let row = |line: &str| {
         let cells: Vec<_> = line.strip_prefix("| `")?.split('|').map(|cell| cell.trim().to_owned()).collect();
         let [name, kind, labels, ..] = &cells[..] else { return None };
+        // Alerts have a table too.
+        if name.starts_with(char::is_uppercase) {
+            return None;
+        }
         let labels = labels.split(',').map(|label| label.trim().trim_matches('`').to_owned());
         let labels = labels.filter(|label| !label.is_empty()).collect();
         Some((name.trim_end_matches('`').to_owned(), Row { kind: kind.clone(), labels }))
@@ -418,7 +422,7 @@ fn alerts_and_dashboard_ask_for_figures_that_there_are() {
 fn prometheus_scrapes_a_daemon_under_load() {
     let seconds = env::var("WEIR_SCRAPE_SECONDS").unwrap_or_else(|_| "3".to_owned());
     let scratch = Scratch::new();
-    let serve = Serve::new(&scratch).args(["memory:16M", "--iops-total", "2000", "--metrics", "127.0.0.1:0"]);
+    let serve = Serve::new(&scratch).args(["memory:16M", "--iops-total", "200", "--metrics", "127.0.0.1:0"]);
     let weir = serve.start();
     let line = weir.wait_for_log("metrics at=");
     let prometheus = Prometheus::scraping(line.split_once("at=").unwrap().1.trim());
@@ -436,5 +440,5 @@ fn prometheus_scrapes_a_daemon_under_load() {
     assert_eq!(prometheus.ask("weir_disk_reads_total"), total);
     assert_eq!(prometheus.ask("histogram_count(weir_disk_request_duration_seconds)"), total, "native");
     assert_eq!(prometheus.ask("min_over_time(up[15m])"), 1.0, "each scrape succeeded");
-    assert!(prometheus.ask("weir_disk_throttled_seconds_total") > 0.0);
+    assert!(prometheus.ask("sum(weir_disk_throttled_seconds_total)") > 0.0);
 }

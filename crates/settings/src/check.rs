@@ -80,9 +80,9 @@ impl Plan {
             disk.access = said.access.check(&tls, false)?;
         }
         let doors = doors(&draft.disks, &servers)?;
-        let control = draft.service.qmp.clone();
+        let (control, metrics) = (draft.service.qmp.clone(), draft.service.metrics.clone());
         let service = service(draft.service, tls)?;
-        check_sockets(&servers, &doors, &control)?;
+        check_sockets(&servers, &doors, &control, metrics.as_ref())?;
         Ok(Self { disks, groups, servers, doors, service })
     }
 }
@@ -372,13 +372,26 @@ fn socket_of(server: &Server) -> Option<&Path> {
     }
 }
 
-fn check_sockets(servers: &[Server], doors: &[DoorExport], control: &[Said<PathBuf>]) -> Result<(), Wrong> {
+fn check_sockets(
+    servers: &[Server],
+    doors: &[DoorExport],
+    control: &[Said<PathBuf>],
+    metrics: Option<&Said<Address>>,
+) -> Result<(), Wrong> {
     let doors = doors.iter().filter_map(|export| export.door.path());
     let exports: HashSet<PathBuf> =
         servers.iter().filter_map(socket_of).map(Path::to_owned).chain(doors).collect();
-    match control.iter().find(|said| exports.contains(&said.value)) {
-        Some(said) => Err(said.wrong("disks are exported at this socket (use another)")),
-        None => Ok(()),
+    const RULE: &str = "disks are exported at this socket (use another)";
+    if let Some(said) = control.iter().find(|said| exports.contains(&said.value)) {
+        return Err(said.wrong(RULE));
+    }
+    let Some(said) = metrics else { return Ok(()) };
+    match &said.value {
+        Address::Unix(path) if exports.contains(path) => Err(said.wrong(RULE)),
+        Address::Unix(path) if control.iter().any(|said| said.value == *path) => {
+            Err(said.wrong("is a control socket (use another)"))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -387,6 +387,15 @@ fn what_listens_says_what_and_where() {
         &daemon_with("qmp = \"unix:a\"\nnbd = \"unix:a\""),
         "weir.toml:2: daemon.qmp = \"unix:a\": disks are exported at this socket (use another)",
     );
+    check_daemon("metrics = \"unix:\"", "has no path; write unix:PATH");
+    check(
+        &daemon_with("metrics = \"unix:a\"\nnbd = \"unix:a\""),
+        "weir.toml:2: daemon.metrics = \"unix:a\": disks are exported at this socket (use another)",
+    );
+    check(
+        &daemon_with("metrics = \"unix:a\"\nqmp = \"unix:a\""),
+        "weir.toml:2: daemon.metrics = \"unix:a\": is a control socket (use another)",
+    );
     check_daemon("tls = \"on\"", "has no credentials (set tls-certificates or tls-psk)");
     for line in ["tls-psk = \"k\"", "tls-certificates = \"k\"", "tls-verify-peer = true"] {
         check_daemon(line, "is not used, because tls is off (set tls to on or required)");
