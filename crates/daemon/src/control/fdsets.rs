@@ -113,8 +113,8 @@ impl Sets {
     }
 }
 
-/// Nothing is being opened with it, nor has been: an image's locks are shown with the open file that
-/// has them (proc_pid_fdinfo(5)), however many descriptors that has.
+/// Nothing is being opened with it, nor has been: an image's locks are shown with the open file
+/// that has them (proc_pid_fdinfo(5)), however many descriptors that has.
 fn is_free(descriptor: &Arc<OwnedFd>) -> bool {
     let info = format!("/proc/self/fdinfo/{}", descriptor.as_raw_fd());
     let info = std::fs::read_to_string(info).unwrap_or_default();

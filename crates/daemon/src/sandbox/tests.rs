@@ -103,6 +103,7 @@ fn refused(directory: &Path) -> Vec<Tried> {
             fs::OpenOptions::new()
                 .write(true)
                 .create(true)
+                .truncate(true)
                 .mode(0o4755)
                 .open(directory.join("program"))
                 .map(drop),
