@@ -84,9 +84,6 @@ fn of_disks(needs: Needs) -> Result<BpfProgram, seccompiler::BackendError> {
     if needs.calls {
         rules.insert(libc::SYS_connect, Vec::new());
     }
-    if needs.beneath {
-        rules.insert(libc::SYS_openat2, Vec::new());
-    }
     rules.extend(with_arguments(needs)?);
     program(rules, REFUSED, SeccompAction::Allow)
 }
@@ -472,7 +469,7 @@ mod tests {
 
     #[test]
     fn no_file_is_made_that_runs_as_its_owner() {
-        let gives = Needs { gives: true, beneath: true, ..Needs::default() };
+        let gives = Needs { gives: true, ..Needs::default() };
         for needs in [Needs::default(), gives] {
             let program = of_disks(needs).expect("a program");
             let opens = |flags: libc::c_int, mode| {
@@ -492,7 +489,7 @@ mod tests {
             let by_name = [number(libc::AT_FDCWD), 1, 0o660];
             assert_eq!(lets(&program, libc::SYS_fchmodat, &by_name), needs.gives);
             // Its mode lies where no filter looks.
-            assert_eq!(lets(&program, libc::SYS_openat2, &[]), needs.beneath);
+            assert!(!lets(&program, libc::SYS_openat2, &[]));
         }
     }
 }

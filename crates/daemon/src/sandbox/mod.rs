@@ -44,8 +44,6 @@ struct Needs {
     calls: bool,
     /// Its sockets have another owner or mode than such files have.
     gives: bool,
-    /// Images are opened beneath a directory.
-    beneath: bool,
     /// Queues of virtual machines.
     queues: usize,
 }
@@ -67,7 +65,6 @@ impl Needs {
         let mut needs = Self {
             host: service.cgroup_limits.is_some(),
             gives: service.sockets != SocketAccess { owner: service.user.clone(), ..SocketAccess::default() },
-            beneath: service.image_root.is_some(),
             // What the service manager passed may be of any kind.
             tcp: !served.endpoints.iter().all(is_unix),
             ..Self::default()
