@@ -3,7 +3,7 @@
 //! ```text
 //!   directories of images, sockets, state,   all files in them
 //!   and --image-root
-//!   the system's own directories (/tmp)      the file that was named, and sockets
+//!   the system's own directories (/tmp)      the file that was named; of sockets, beside them too
 //!   config file, keys, certificates          reading their directories
 //!   /proc, /sys, libraries, names of hosts   reading
 //!   everything else                          nothing
@@ -128,17 +128,19 @@ impl Rules {
             self.writable(Path::new(device))?;
         }
         for image in &served.images {
-            self.place(image)?;
+            self.place(image, BitFlags::EMPTY)?;
         }
         let service = &plan.service;
         if let Some(root) = &service.image_root {
             self.directory(root)?;
         }
+        // To make it, to look whether it is in use, and to remove it.
+        let beside = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
         for socket in sockets(plan, served) {
-            self.place(&socket)?;
+            self.place(&socket, beside)?;
         }
         if let Some(path) = &service.pid_file {
-            self.place(path)?;
+            self.place(path, AccessFs::RemoveFile.into())?;
         }
         let store = settings::state::Store::new(service.state.as_deref());
         // Records of devices, of which it is told the name.
@@ -167,8 +169,8 @@ impl Rules {
     }
 
     /// Where a file lies that weir was given: all of its directory, if that is weir's own; else the
-    /// file, and what it takes to make and remove sockets beside it.
-    fn place(&mut self, path: &Path) -> anyhow::Result<()> {
+    /// file, and `beside` it what such a file takes, which landlock then also allows below.
+    fn place(&mut self, path: &Path, beside: BitFlags<AccessFs>) -> anyhow::Result<()> {
         let given = directory_of(path);
         // A link's directory is looked at too: it may be set to another file.
         let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -176,9 +178,8 @@ impl Rules {
             let Ok(directory) = directory.canonicalize() else { continue };
             if is_own(&directory) {
                 self.directory(&directory)?;
-            } else if !is_below(&directory, &NEVER) {
-                let access = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
-                self.allow(&directory, access)?;
+            } else if !is_below(&directory, &NEVER) && !beside.is_empty() {
+                self.allow(&directory, beside)?;
             }
         }
         let is_there = fs::metadata(&real).is_ok_and(|file| !file.is_dir());

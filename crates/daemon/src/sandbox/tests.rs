@@ -21,6 +21,8 @@ use settings::{Draft, Place, Said};
 use super::*;
 
 const DIRECTORY: &str = "WEIR_TEST_SANDBOX";
+/// A disk in a directory of everybody's, and a file beside it.
+const SHARED: [&str; 2] = ["WEIR_TEST_SANDBOX_DISK", "WEIR_TEST_SANDBOX_OTHER"];
 
 /// What is tried, and what comes of it.
 type Tried = (&'static str, io::Result<()>);
@@ -28,10 +30,12 @@ type Tried = (&'static str, io::Result<()>);
 #[test]
 fn a_worker_can_do_what_serving_takes_and_nothing_else() {
     let directory = tempfile::tempdir().expect("a directory");
+    let shared = SHARED.map(|name| (name, tempfile::NamedTempFile::new().expect("a file")));
     let test = "sandbox::tests::inside";
     let output = Command::new(env::current_exe().expect("this program"))
         .args(["--exact", "--ignored", "--nocapture", test])
         .env(DIRECTORY, directory.path())
+        .envs(shared.iter().map(|(name, file)| (name, file.path())))
         .output()
         .expect("it runs");
     let said = String::from_utf8_lossy(&output.stdout);
@@ -51,7 +55,8 @@ fn inside() {
         let plan = Plan::without_disks(draft).expect("a plan");
         let _listens = UnixListener::bind(directory.join("other")).expect("a socket");
         let workers = [worker];
-        enter(&plan, None, &Served::default(), &workers).await.expect("it is entered");
+        let served = Served { images: vec![shared(0)], ..Served::default() };
+        enter(&plan, None, &served, &workers).await.expect("it is entered");
         let (told, heard) = async_channel::bounded(1);
         workers[0].spawn(move || async move {
             let tried = (allowed(&directory).await, refused(&directory));
@@ -70,6 +75,10 @@ fn inside() {
     .expect("io_uring works on a test machine");
 }
 
+fn shared(index: usize) -> PathBuf {
+    PathBuf::from(env::var_os(SHARED[index]).expect("told by the test above"))
+}
+
 async fn allowed(directory: &Path) -> Vec<Tried> {
     let path = directory.join("image");
     vec![
@@ -77,6 +86,7 @@ async fn allowed(directory: &Path) -> Vec<Tried> {
         ("open it", File::options().read(true).write(true).open(&path).map(drop)),
         ("remove it", fs::remove_file(&path)),
         ("listen there", UnixListener::bind(directory.join("new")).map(drop)),
+        ("open the disk among others' files", File::options().write(true).open(shared(0)).map(drop)),
         ("look at devices", fs::read_dir("/sys").map(drop)),
         ("look at itself", fs::read("/proc/self/mountinfo").map(drop)),
         ("start a thread", thread::Builder::new().spawn(|| {}).map(drop)),
@@ -92,6 +102,9 @@ fn refused(directory: &Path) -> Vec<Tried> {
         ("read another's memory", File::open(format!("/proc/{parent}/mem")).map(drop)),
         ("write elsewhere", File::create(&somewhere).map(drop)),
         ("link elsewhere", fs::hard_link(directory.join("other"), &somewhere)),
+        ("open what lies beside a disk", File::open(shared(1)).map(drop)),
+        ("remove what lies beside a disk", fs::remove_file(shared(1))),
+        ("look what lies beside a disk", fs::read_dir(shared(1).parent().expect("a directory")).map(drop)),
         ("set a mode", fs::set_permissions("/etc/shadow", Permissions::from_mode(0o666))),
         ("call out", TcpStream::connect(("127.0.0.1", 9)).map(drop)),
         ("send out", UdpSocket::bind(("127.0.0.1", 0)).map(drop)),
