@@ -9,6 +9,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
+    time::Instant,
 };
 
 use serde_json::Value;
@@ -56,11 +57,18 @@ impl Daemon {
 
     /// A page of which this is so; a page may be a moment old.
     fn until(&self, is_so: impl Fn(&Page) -> bool) -> Page {
-        loop {
-            let page = self.page();
-            if is_so(&page) {
-                return page;
-            }
+        until(|| Some(self.page()).filter(&is_so))
+    }
+}
+
+/// What there is once it is there.
+#[track_caller]
+fn until<T>(look: impl Fn() -> Option<T>) -> T {
+    let end = Instant::now() + DEADLINE;
+    loop {
+        match look() {
+            Some(found) => return found,
+            None => assert!(Instant::now() < end, "it did not come to be"),
         }
     }
 }
@@ -361,13 +369,10 @@ impl Prometheus {
     fn ask(&self, query: &str) -> f64 {
         let url = format!("http://{}", self.address);
         let value = |said: String| said.lines().last()?.rsplit_once("=> ")?.1.split(' ').next()?.parse().ok();
-        let ask = || Client::new("promtool").args(["query", "instant", &url, query]).run();
-        loop {
-            let outcome = ask();
-            if let Some(value) = (outcome.code() == 0).then(|| outcome.printed()).and_then(value) {
-                return value;
-            }
-        }
+        until(|| {
+            let outcome = Client::new("promtool").args(["query", "instant", &url, query]).run();
+            (outcome.code() == 0).then(|| outcome.printed()).and_then(value)
+        })
     }
 }
 
@@ -436,8 +441,7 @@ fn prometheus_scrapes_a_daemon_under_load() {
     let said: Value = serde_json::from_slice(&fs::read(output).unwrap()).expect("fio speaks JSON");
     let total = said["jobs"][0]["read"]["total_ios"].as_f64().unwrap();
     // The last scrape may have been before the end.
-    while prometheus.ask("weir_disk_reads_total") < total {}
-    assert_eq!(prometheus.ask("weir_disk_reads_total"), total);
+    until(|| (prometheus.ask("weir_disk_reads_total") == total).then_some(()));
     assert_eq!(prometheus.ask("histogram_count(weir_disk_request_duration_seconds)"), total, "native");
     assert_eq!(prometheus.ask("min_over_time(up[15m])"), 1.0, "each scrape succeeded");
     assert!(prometheus.ask("sum(weir_disk_throttled_seconds_total)") > 0.0);

@@ -191,7 +191,8 @@ fn of_disks(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     to.gauges("weir_disk_memory_bytes", "What a disk has of the memory for data.", memory)
 }
 
-/// A disk that has done nothing has no samples here: they would be most of a page.
+/// A disk that has done nothing has no samples here, nor one that never waited: they would be most
+/// of a page.
 fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let latencies = disks.iter().flat_map(|disk| {
         Timed::ALL.map(|of| {
@@ -212,7 +213,8 @@ fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
         })
     });
     let help = "Time for which a request was held back by limits and shares.";
-    to.histograms("weir_disk_wait_duration_seconds", help, waits.filter(is_used))?;
+    let has_waited = |(_, spread): &(_, Spread)| spread.sum_ns > 0;
+    to.histograms("weir_disk_wait_duration_seconds", help, waits.filter(has_waited))?;
     let waiting = disks.iter().flat_map(|disk| {
         Direction::ALL.map(|direction| {
             let labels = [("disk", &*disk.name), ("operation", name_of(direction))];
