@@ -68,6 +68,7 @@ mod qmp;
 mod qmp_hostile;
 mod qmp_qemu;
 mod recipes;
+mod record;
 mod reference;
 mod reload;
 mod report;

@@ -23,3 +23,4 @@ pub mod tune;
 
 #[doc(hidden)]
 pub use trace::fuzzing;
+pub use trace::recording;

@@ -442,6 +442,7 @@ fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
         state: draft.state.map(|said| said.value),
         image_root: draft.image_root.map(|said| said.value),
         cgroup_limits: draft.cgroup_limits.map(|said| said.value),
+        record: draft.record.map(|said| said.value),
         sandbox: draft.sandbox.map(|said| said.value).unwrap_or_default(),
         user,
     })

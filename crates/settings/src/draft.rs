@@ -10,7 +10,7 @@ use block::{
 
 use super::{
     AccessDraft, Address, Door, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft,
-    Said, Sandbox, SettingsDraft, tls::TlsDraft,
+    Record, Said, Sandbox, SettingsDraft, tls::TlsDraft,
 };
 
 /// All that the command line and the config file said.
@@ -113,6 +113,7 @@ pub struct ServiceDraft {
     pub image_root: Option<Said<PathBuf>>,
     /// The file of control groups' limits to watch.
     pub cgroup_limits: Option<Said<PathBuf>>,
+    pub record: Option<Said<Record>>,
     pub sandbox: Option<Said<Sandbox>>,
     pub user: Option<Said<Owner>>,
 }
@@ -146,6 +147,7 @@ impl ServiceDraft {
             state: self.state.or(other.state),
             image_root: self.image_root.or(other.image_root),
             cgroup_limits: self.cgroup_limits.or(other.cgroup_limits),
+            record: self.record.or(other.record),
             sandbox: self.sandbox.or(other.sandbox),
             user: self.user.or(other.user),
         }

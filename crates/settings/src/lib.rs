@@ -45,6 +45,7 @@ pub mod prefetch;
 mod promises;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod qcow2;
+mod record;
 mod remarks;
 mod sandbox;
 pub mod secret;
@@ -75,10 +76,13 @@ pub use place::{Place, Said, Wrong};
 use policy::access::Access;
 pub use prefetch::PrefetchDraft;
 pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};
+pub use record::Record;
 pub use sandbox::Sandbox;
 pub use shares::{LimitsDraft, Settings, SettingsDraft};
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
-pub use units::{Rule, connections, count, discards, duration, exact_size, polling, read, size, workers};
+pub use units::{
+    Rule, connections, count, discards, duration, exact_size, long_duration, polling, read, size, workers,
+};
 
 /// Everything `weir serve` is to do.
 #[derive(Clone, Debug, PartialEq)]
@@ -239,6 +243,8 @@ pub struct Service {
     pub image_root: Option<PathBuf>,
     /// The file of control groups' limits to watch; `None`: none are.
     pub cgroup_limits: Option<PathBuf>,
+    /// What is kept of what disks are asked; `None`: nothing.
+    pub record: Option<Record>,
     /// Which rights it gives up once all is open.
     pub sandbox: Sandbox,
     /// Who it goes on as then; `None`: as it was started.

@@ -51,6 +51,18 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(Rule::rule)
 }
 
+/// A longer time: as [`duration`], or a whole number with `m` (minutes) or `h` (hours).
+pub fn long_duration(text: &str) -> Result<Duration, String> {
+    let long = |unit: char, seconds: u64| {
+        let number: u64 = text.strip_suffix(unit)?.parse().ok()?;
+        Some(Duration::from_secs(number.saturating_mul(seconds)))
+    };
+    match long('m', 60).or_else(|| long('h', 3600)) {
+        Some(time) => Ok(time),
+        None => duration(text).map_err(|rule| format!("{rule}; or minutes, 10m, or hours, 2h")),
+    }
+}
+
 /// How long to poll: `auto`, `off`, or a time; the plan judges its range.
 pub fn polling(text: &str) -> Result<Polling, String> {
     match text {

@@ -6,7 +6,7 @@ use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Sub
 use daemon::serve::ServeArgs;
 
 use crate::{
-    adding, attach, complete, generate, mount_helper, prefetch, reload, resume, status, throttle, top,
+    adding, attach, complete, generate, mount_helper, prefetch, record, reload, resume, status, throttle, top,
 };
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
@@ -135,6 +135,9 @@ pub(crate) enum Command {
     /// Be a volume plugin: volumes of Docker and Podman that are images
     #[command(after_help = container::EXAMPLES)]
     DockerPlugin(container::PluginArgs),
+    /// Keep what disks are asked, and how long it takes, in a file
+    #[command(after_help = record::EXAMPLES)]
+    Record(record::RecordArgs),
     /// Write traces in another format
     #[command(subcommand, long_about = lab::trace::convert::ABOUT)]
     Trace(lab::trace::convert::Command),

@@ -32,6 +32,7 @@ mod generate;
 mod mount_helper;
 mod prefetch;
 mod qemu;
+mod record;
 mod reload;
 mod resume;
 mod saving;
@@ -89,6 +90,7 @@ pub fn main() -> ExitCode {
         Command::Cgroup(command) => cgroup::run(command),
         Command::DockerPlugin(arguments) => container::run(arguments),
         Command::Bench(arguments) => lab::bench::run(*arguments),
+        Command::Record(arguments) => record::run(arguments),
         Command::Trace(command) => lab::trace::convert::run(command),
         Command::Simulate(arguments) => lab::simulate::run(*arguments),
         Command::Report(arguments) => lab::report::run(arguments),

@@ -84,6 +84,11 @@ fn real_now() -> Instant {
     Instant::from_nanos(u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX))
 }
 
+/// The instant, on the clock of all reactors that are not simulated: for threads without one.
+pub fn real_time() -> Instant {
+    real_now()
+}
+
 /// The instant, on the clock of this thread's reactor.
 ///
 /// # Panics

@@ -40,6 +40,7 @@ use super::{
     doors::{self, Entrance},
     fdsets::Sets,
     loaded::Loaded,
+    recording::Recordings,
     serving::Serving,
 };
 use crate::{listen::Inherited, sandbox::Entered, users::Users};
@@ -241,13 +242,19 @@ pub(crate) struct Inventory {
     /// Sets of descriptors that clients have passed.
     pub(crate) descriptors: Sets,
     listeners: RefCell<Vec<Listener>>,
+    pub(crate) recordings: Rc<Recordings>,
     pub(crate) ender: Ender,
+}
+
+/// All disks of an inventory, at any time.
+fn disks_of(inventory: Weak<Inventory>) -> impl Fn() -> Vec<Arc<Disk>> {
+    move || inventory.upgrade().map(|inventory| inventory.block_disks()).unwrap_or_default()
 }
 
 impl Inventory {
     /// Nothing yet, for a daemon that was configured by this file.
     pub(crate) fn new(config: Option<PathBuf>, ender: Ender) -> Rc<Self> {
-        Rc::new(Self {
+        let new = Rc::new_cyclic(|this: &Weak<Self>| Self {
             started: reactor::now(),
             config,
             loaded: RefCell::default(),
@@ -270,8 +277,12 @@ impl Inventory {
             names: RefCell::default(),
             descriptors: Sets::default(),
             listeners: RefCell::default(),
+            recordings: Recordings::of(disks_of(this.clone())),
             ender,
-        })
+        });
+        let recordings = Rc::clone(&new.recordings);
+        new.listen(move |change| recordings.follow(change));
+        new
     }
 
     pub(crate) fn uptime(&self) -> Duration {

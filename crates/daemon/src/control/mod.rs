@@ -20,6 +20,7 @@ pub(crate) mod held_back;
 pub(crate) mod inventory;
 pub(crate) mod loaded;
 pub(crate) mod qmp;
+pub(crate) mod recording;
 pub(crate) mod reload;
 pub(crate) mod running;
 pub(crate) mod serving;

@@ -142,6 +142,11 @@ impl Rules {
         if let Some(path) = &service.pid_file {
             self.place(path, AccessFs::RemoveFile.into())?;
         }
+        if let Some(record) = &service.record {
+            let access =
+                make_bitflags!(AccessFs::{ReadDir | ReadFile | WriteFile | MakeReg | RemoveFile | Truncate});
+            self.allow(&record.directory, access)?;
+        }
         let store = settings::state::Store::new(service.state.as_deref());
         // Records of devices, of which it is told the name.
         if let Some(capacity) = store.file("x").parent() {

@@ -27,6 +27,7 @@ use crate::{
         assemble::{self, Assembly},
         bitmaps,
         inventory::Inventory,
+        recording,
     },
     listen, sandbox,
 };
@@ -97,6 +98,12 @@ async fn wrong(draft: &Draft, plan: &Plan) -> Vec<anyhow::Error> {
     found.extend(said.map(|error| at(service.user.as_ref().map(|said| &said.place), error)));
     sockets(draft, plan, &mut found);
     found.extend(plan.doors.iter().filter_map(|export| device(&export.door).err()));
+    found.extend(plan.service.record.as_ref().and_then(|record| {
+        // The dot, because of a file it would tell nothing.
+        let writable = access(&record.directory.join("."), AccessFlags::W_OK);
+        let why = || recording::cannot_be_kept(record);
+        writable.map_err(std::io::Error::from).with_context(why).err()
+    }));
     found.extend(plan.service.pid_file.as_deref().and_then(|path| {
         let directory = listen::directory_of(path);
         let writable = access(directory, AccessFlags::W_OK);

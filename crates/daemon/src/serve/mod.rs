@@ -49,6 +49,7 @@ use crate::{
         inventory::{Door, End, Inventory, RunningDisk},
         loaded::Loaded,
         qmp::{Control, Ending},
+        recording,
         reload::reload,
         serving::Serving,
         wanted::Wanted,
@@ -322,7 +323,7 @@ impl Daemon {
         }
         let control = Rc::clone(&self.control);
         let control = reactor::spawn_joinable(async move { control.stop(ending).await });
-        let events = self.events.0.clone();
+        let (events, inventory) = (self.events.0.clone(), Rc::clone(&self.inventory));
         reactor::spawn(async move {
             for serving in servers {
                 serving.stop().await;
@@ -332,6 +333,7 @@ impl Daemon {
             }
             control.await;
             let result = flush_and_close(&disks).await;
+            inventory.recordings.end_all().await;
             let _ = events.try_send(Event::Finished(result));
         });
     }
@@ -446,6 +448,11 @@ async fn settle(plan: &Plan, inventory: &Inventory, workers: &[Worker]) -> anyho
     };
     if let Some(entered) = sandbox::enter(plan, inventory.config.as_deref(), &served, workers).await? {
         inventory.enter(entered);
+    }
+    // By who it is now, with the rights that are left.
+    if let Some(record) = &plan.service.record {
+        recording::check(record)?;
+        inventory.recordings.keep(record)?;
     }
     Ok(pid_file)
 }

@@ -24,7 +24,7 @@ mod merge;
 mod output;
 mod reader;
 mod record;
-mod recording;
+pub mod recording;
 #[cfg(test)]
 mod tests;
 mod window;

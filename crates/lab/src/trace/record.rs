@@ -10,12 +10,18 @@ impl DiskId {
     }
 }
 
+/// What a request does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum Op {
+pub enum Op {
+    /// Makes what was written durable.
     Flush,
+    /// Reads.
     Read,
+    /// Writes.
     Write,
+    /// Lets go of what is there.
     Discard,
+    /// Writes zeroes.
     WriteZeroes,
 }
 

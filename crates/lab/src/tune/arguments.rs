@@ -75,16 +75,8 @@ pub struct TuneArgs {
 /// The least that a run needs to tell anything, and what nobody waits for.
 const BUDGETS: std::ops::RangeInclusive<u64> = 1..=7 * 24 * 3600;
 
-/// A time as [`settings::duration`] reads it, or in minutes (`m`) or hours (`h`).
 fn budget(text: &str) -> Result<Duration, String> {
-    let long = |unit: char, seconds: u64| {
-        let number: u64 = text.strip_suffix(unit)?.parse().ok()?;
-        Some(Duration::from_secs(number.saturating_mul(seconds)))
-    };
-    let time = match long('m', 60).or_else(|| long('h', 3600)) {
-        Some(time) => time,
-        None => settings::duration(text).map_err(|rule| format!("{rule}; or minutes, 10m, or hours, 2h"))?,
-    };
+    let time = settings::long_duration(text)?;
     if !BUDGETS.contains(&time.as_secs()) {
         return Err("is out of range; it may be from 1s to 168h".to_owned());
     }

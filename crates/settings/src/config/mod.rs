@@ -27,7 +27,7 @@ use toml::de::DeTable;
 
 use crate::{
     AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, Keyed, LimitsDraft,
-    NbdDevice, OnErrorDraft, Place, PrefetchDraft, Qcow2Draft, Said, SecretSource, ServiceDraft,
+    NbdDevice, OnErrorDraft, Place, PrefetchDraft, Qcow2Draft, Record, Said, SecretSource, ServiceDraft,
     SettingsDraft, Socket, Ublk, VhostUserBlk, Wrong, doors, log,
 };
 
@@ -214,6 +214,7 @@ impl Reader<'_> {
             state: self.path(section, "state")?,
             image_root: self.path(section, "image-root")?,
             cgroup_limits: self.path(section, "cgroup-limits")?,
+            record: section.get("record").map(|entry| self.record(entry)).transpose()?,
             sandbox: section.parse("sandbox", str::parse)?,
             user: section.parse("user", str::parse)?,
         };
@@ -343,6 +344,17 @@ impl Reader<'_> {
         let file = section.parse("file", path)?;
         let file = file.ok_or_else(|| section.missing("file", "no file (add file = \"PATH\")"))?;
         Ok(Said::new(Door::Fuse(with_keys(section, Fuse::at(file.value))?), file.place))
+    }
+
+    fn record(&self, entry: Entry<'_>) -> Result<Said<Record>, Wrong> {
+        let section = entry.section()?;
+        let directory =
+            section.parse("directory", |text| Ok(self.directory.join(crate::record::directory(text)?)))?;
+        let rule = "no directory (add directory = \"PATH\")";
+        let directory = directory.ok_or_else(|| section.place().wrong(rule))?;
+        let record = with_keys(&section, Record::at(directory.value))?;
+        section.finish()?;
+        Ok(Said::new(record, directory.place))
     }
 
     fn address(&self, text: &str) -> Result<Address, String> {

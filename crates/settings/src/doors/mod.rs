@@ -117,7 +117,10 @@ pub trait Keyed {
 }
 
 /// Reads `key=value`s, each once; a flag alone is on.
-fn read_keys<'a, K: Keyed>(keyed: &mut K, parts: impl IntoIterator<Item = &'a str>) -> Result<(), String> {
+pub(crate) fn read_keys<'a, K: Keyed>(
+    keyed: &mut K,
+    parts: impl IntoIterator<Item = &'a str>,
+) -> Result<(), String> {
     let mut seen: Vec<&str> = Vec::new();
     for part in parts {
         let (key, value) = part.split_once('=').unwrap_or((part, "on"));
@@ -148,7 +151,11 @@ fn names<K: Keyed>(keyed: &mut K) -> String {
 }
 
 /// Writes what differs from `standard`, behind a comma each.
-fn write_keys<K: Keyed + Clone>(keyed: &K, standard: &K, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+pub(crate) fn write_keys<K: Keyed + Clone>(
+    keyed: &K,
+    standard: &K,
+    f: &mut fmt::Formatter<'_>,
+) -> fmt::Result {
     for (key, value) in keyed.said() {
         write!(f, ",{key}={value}")?;
     }

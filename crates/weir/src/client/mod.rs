@@ -14,14 +14,18 @@ pub(crate) mod report;
 
 use std::{
     fmt,
-    io::{self, BufRead as _, BufReader, Read as _, Write as _},
-    os::unix::net::UnixStream,
+    io::{self, BufRead as _, BufReader, IoSlice, Read as _, Write as _},
+    os::{
+        fd::{AsFd, AsRawFd as _},
+        unix::net::UnixStream,
+    },
     path::{Path, PathBuf, absolute},
     time::Duration,
 };
 
 use answer::{Answer, Event, Refusal};
 use console::Failure;
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use report::Report;
 use serde_json::{Value, json};
 use settings::control::{ControlSocket, VARIABLE};
@@ -168,8 +172,12 @@ impl Client {
         if arguments.as_object().is_some_and(|arguments| !arguments.is_empty()) {
             request["arguments"] = arguments;
         }
-        let request = format!("{request}\n");
-        let written = self.stream.get_mut().write_all(request.as_bytes());
+        self.finish(command, &format!("{request}\n"))
+    }
+
+    /// Says the rest of a command, and hears what comes of it.
+    fn finish(&mut self, command: &str, rest: &str) -> Result<Value, Error> {
+        let written = self.stream.get_mut().write_all(rest.as_bytes());
         written.map_err(|error| self.target.unreachable(&error))?;
         loop {
             match Answer::read(self.line()?) {
@@ -181,6 +189,18 @@ impl Client {
                 None => return Err(self.nonsense("answered with something that is no QMP")),
             }
         }
+    }
+
+    /// Gives the daemon a descriptor by this name, for the next command that wants it.
+    pub(crate) fn pass(&mut self, name: &str, descriptor: impl AsFd) -> Result<(), Error> {
+        let request = format!("{}\n", json!({ "execute": "getfd", "arguments": { "fdname": name } }));
+        let descriptors = [descriptor.as_fd().as_raw_fd()];
+        let beside = [ControlMessage::ScmRights(&descriptors)];
+        let socket = self.stream.get_ref().as_raw_fd();
+        let bytes = [IoSlice::new(request.as_bytes())];
+        let sent = sendmsg::<()>(socket, &bytes, &beside, MsgFlags::MSG_NOSIGNAL, None);
+        let sent = sent.map_err(|error| self.target.unreachable(&error.into()))?;
+        self.finish("getfd", &request[sent..]).map(drop)
     }
 
     /// The state of everything that runs, as the daemon words it and as this program reads it.

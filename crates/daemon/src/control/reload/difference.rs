@@ -227,7 +227,8 @@ fn differing((key, differs): (&'static str, bool)) -> Option<&'static str> {
     differs.then_some(key)
 }
 
-/// Of the process, nothing can be changed but where disks are served that say nothing.
+/// Of the process, nothing can be changed but where disks are served that say nothing, and what is
+/// recorded.
 fn check_service(old: &Service, new: &Service) -> anyhow::Result<()> {
     let Service {
         workers,
@@ -247,6 +248,8 @@ fn check_service(old: &Service, new: &Service) -> anyhow::Result<()> {
         state,
         image_root,
         cgroup_limits,
+        // Of this, all can be.
+        record: _,
         sandbox,
         user,
     } = old;

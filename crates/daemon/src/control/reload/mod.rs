@@ -26,8 +26,8 @@ use block::{
 use difference::Difference;
 use export::nbd::{self, Removal};
 use seats::{Node, Seat, promising_nothing};
-use serde_json::Value;
-use settings::{Draft, Endpoint, Plan, SecretSource, config};
+use serde_json::{Value, json};
+use settings::{Draft, Endpoint, Plan, Record, SecretSource, config};
 use told::Care;
 
 use super::{
@@ -35,6 +35,7 @@ use super::{
     change::Change,
     inventory::{DoorTerms, Inventory, RunningDisk},
     loaded::Loaded,
+    recording,
     serving::Serving,
     wanted::{self, Wanted},
 };
@@ -54,6 +55,10 @@ pub(crate) async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Valu
     let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
     let (draft, plan) = read(&loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
+    let (record, before) = (plan.service.record.as_ref(), loaded.plan.service.record.as_ref());
+    if let Some(wanted) = record.filter(|_| record != before).cloned() {
+        reactor::blocking(move || recording::check(&wanted)).await?;
+    }
     let mut work =
         Work { inventory, loaded: &loaded, draft: &draft, plan: &plan, done: Vec::new(), told: Vec::new() };
     if let Err(error) = work.apply(&difference).await {
@@ -61,7 +66,12 @@ pub(crate) async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Valu
         return Err(error);
     }
     work.clear(&difference).await;
-    let told = work.told;
+    let mut told = work.told;
+    if record != before {
+        inventory.recordings.keep_instead(record).await;
+        let values = |record: Option<&Record>| vec![("record", json!(record.map(Record::to_string)))];
+        told.extend(told::settings("daemon", "", values(before), values(record)));
+    }
     for remark in plan.remarks() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
     }

@@ -14,8 +14,8 @@ use clap::{ArgGroup, Args};
 use policy::{access::Network, throttle::Setting};
 use settings::{
     AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, LogFormat, NbdDevice,
-    OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Said, Sandbox, ServiceDraft, SettingsDraft,
-    TlsDraft, TlsMode, Ublk, VhostUserBlk, Wrong,
+    OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Record, Said, Sandbox, ServiceDraft,
+    SettingsDraft, TlsDraft, TlsMode, Ublk, VhostUserBlk, Wrong,
     arguments::{CacheArgs, LimitArgs, LongArgs, Qcow2Args, ShareArgs},
     log, on_error,
 };
@@ -271,6 +271,10 @@ struct ProcessArgs {
     /// `weir cgroup watch` does
     #[arg(long, value_name = "FILE")]
     cgroup_limits: Option<PathBuf>,
+    /// Keep every request, with what it waited for, in recordings of an hour in this directory, the
+    /// newest: keep=TIME of them [default: 24h], and limit=SIZE at most [default: 1G]
+    #[arg(long, value_name = "DIR[,KEY=VALUE]", value_parser = settings::read::<Record>)]
+    record: Option<Record>,
     /// Once all is open, give up what serving does not need, by seccomp, landlock and capabilities:
     /// on, require to serve only where the kernel has all of them, or off [default: on]
     #[arg(long, value_name = "MODE", value_parser = settings::read::<Sandbox>)]
@@ -488,6 +492,7 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         state: Said::option("state", process.state),
         image_root: Said::option("image-root", process.image_root),
         cgroup_limits: Said::option("cgroup-limits", process.cgroup_limits),
+        record: Said::option("record", process.record),
         sandbox: Said::option("sandbox", process.sandbox),
         user: Said::option("user", process.user),
     }

@@ -22,7 +22,7 @@
 //! | length | in bytes, shifted right |
 //! | kind | 0 flush, 1 read, 2 write, 3 discard, 4 zeroes; and 8 if it failed |
 //! | disk | its place among the names |
-//! | limit | 0, or 1 and the place of the name of that which held it longest |
+//! | limit | 0, or 1 and the place of the name of that which it waited for last |
 //!
 //! Nothing is taken from a block that is cut off, or whose checksum is wrong, and nothing behind it
 //! is looked for. Requests are in the order of their arrival within a block; across
@@ -33,26 +33,31 @@ mod read;
 mod write;
 
 pub(super) use read::{Blocks, Told, is_beginning};
-pub(super) use write::Writer;
+pub use write::Writer;
 
-use super::record::Op;
+pub use super::record::Op;
 
 /// A request of a recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Entry {
+pub struct Entry {
     /// Nanoseconds since the recording's time 0.
-    pub(crate) arrival_ns: u64,
-    pub(crate) wait_ns: u64,
-    pub(crate) service_ns: u64,
-    pub(crate) offset: u64,
+    pub arrival_ns: u64,
+    /// Nanoseconds until its limits let it pass.
+    pub wait_ns: u64,
+    /// Nanoseconds from then until it was complete.
+    pub service_ns: u64,
+    /// Bytes.
+    pub offset: u64,
     /// In bytes; 0 only for a flush.
-    pub(crate) length: u64,
-    pub(crate) op: Op,
-    pub(crate) has_failed: bool,
+    pub length: u64,
+    /// What it did.
+    pub op: Op,
+    /// Whether it ended with an error.
+    pub has_failed: bool,
     /// Its place among the names of disks.
-    pub(crate) disk: u32,
-    /// What held it longest: its place among the names of limits.
-    pub(crate) limit: Option<u32>,
+    pub disk: u32,
+    /// What it waited for last: its place among the names of limits.
+    pub limit: Option<u32>,
 }
 
 /// How every recording begins, behind the head of a skippable frame.

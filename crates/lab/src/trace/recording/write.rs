@@ -11,7 +11,7 @@ use super::{Entry, MAGIC, MOST_ENTRIES, SKIPPABLE, block::Block};
 const LEVEL: i32 = 3;
 
 /// Requests given in any order are written by arrival, block by block.
-pub(crate) struct Writer<W> {
+pub struct Writer<W> {
     out: W,
     compressor: zstd::bulk::Compressor<'static>,
     block: Block,
@@ -43,7 +43,10 @@ impl Names {
 
 impl<W: Write> Writer<W> {
     /// `clock_ns`: nanoseconds since 1970 at time 0.
-    pub(crate) fn new(mut out: W, clock_ns: u64) -> io::Result<Self> {
+    ///
+    /// # Errors
+    /// Those of `out`.
+    pub fn new(mut out: W, clock_ns: u64) -> io::Result<Self> {
         let mut compressor = zstd::bulk::Compressor::new(LEVEL)?;
         compressor.set_parameter(CParameter::ChecksumFlag(true))?;
         out.write_all(&skippable(&[MAGIC, &clock_ns.to_le_bytes()].concat()))?;
@@ -53,7 +56,10 @@ impl<W: Write> Writer<W> {
 
     /// `entry.disk` and `entry.limit` are numbers of the caller's, whose names `disk` and `limit`
     /// tell.
-    pub(crate) fn push<'a>(
+    ///
+    /// # Errors
+    /// Those of `out`, to which a full block goes.
+    pub fn push<'a>(
         &mut self,
         mut entry: Entry,
         disk: impl FnOnce() -> &'a str,
@@ -67,8 +73,31 @@ impl<W: Write> Writer<W> {
         if self.block.entries.len() == MOST_ENTRIES { self.cut() } else { Ok(()) }
     }
 
+    /// Whether nothing waits for the next block.
+    pub fn is_cut(&self) -> bool {
+        self.block.entries.is_empty() && self.block.lost == 0
+    }
+
+    /// So many requests are not to be had: the next block says so.
+    pub fn lose(&mut self, requests: u64) {
+        self.block.lost = self.block.lost.saturating_add(requests);
+    }
+
+    /// Where it goes.
+    pub fn out(&self) -> &W {
+        &self.out
+    }
+
+    /// Where it goes.
+    pub fn out_mut(&mut self) -> &mut W {
+        &mut self.out
+    }
+
     /// Writes what there is as a block.
-    pub(crate) fn cut(&mut self) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// Those of `out`.
+    pub fn cut(&mut self) -> io::Result<()> {
         if self.block.entries.is_empty() && self.block.lost == 0 {
             return Ok(());
         }
@@ -88,7 +117,11 @@ impl<W: Write> Writer<W> {
         Ok(())
     }
 
-    pub(crate) fn finish(mut self) -> io::Result<W> {
+    /// Writes the last block.
+    ///
+    /// # Errors
+    /// Those of `out`.
+    pub fn finish(mut self) -> io::Result<W> {
         self.cut()?;
         self.out.flush()?;
         Ok(self.out)

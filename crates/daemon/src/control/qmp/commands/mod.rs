@@ -34,6 +34,7 @@ mod node;
 mod object;
 mod process;
 mod query;
+mod recording;
 mod reload;
 mod removal;
 mod server;
@@ -76,6 +77,9 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<weir::Set>(),
     Entry::of::<reload::Reload>(),
     Entry::of::<removal::RemoveDisk>(),
+    Entry::of::<recording::Start>(),
+    Entry::of::<recording::Stop>(),
+    Entry::of::<recording::QueryRecordings>(),
 ];
 
 /// The names of all commands, the one that negotiates included.

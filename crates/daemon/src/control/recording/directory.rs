@@ -1,0 +1,246 @@
+//! A recording that never ends: files in a directory, of an hour each, of which the oldest go.
+//!
+//! ```text
+//!   2026-11-23T23-00-00.012Z.recording  ─► removed: too old, or one too many
+//!   2026-11-24T00-00-00.003Z.recording
+//!   2026-11-24T01-00-00.018Z.recording  ◄─ requests
+//! ```
+//!
+//! A file is made when there is something to write to it. Where none can be written, that is said
+//! once; nothing is recorded until it can again, and what was not is counted in the next file.
+//! Never touches a file that is not called so.
+
+use std::{
+    fs::{self, File},
+    io::{self, ErrorKind},
+    os::unix::fs::OpenOptionsExt as _,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use block::recorder::Finished;
+use console::figures::date;
+use policy::time::Instant;
+use settings::Record;
+
+use super::{
+    engine::Output,
+    names::Named,
+    sink::{Progress, Sink},
+};
+
+/// How long a directory that takes nothing is left alone.
+const AGAIN: Duration = Duration::from_secs(10);
+/// A file is at most so large a part of all: what is gone with the oldest.
+const PART: u64 = 8;
+const HOUR: u64 = 3600;
+/// What disks are asked is not for everybody.
+const MODE: u32 = 0o640;
+const ENDING: &str = "Z.recording";
+
+/// What is wrong, until it is not any more.
+struct Stopped {
+    /// Requests that were not recorded.
+    lost: u64,
+    again: Instant,
+}
+
+pub(super) struct Directory {
+    record: Record,
+    /// The file that is written, and its path.
+    current: Option<(Sink, PathBuf)>,
+    /// Since 1970.
+    hour: u64,
+    stopped: Option<Stopped>,
+    has_ended: bool,
+    progress: Arc<Progress>,
+}
+
+impl Directory {
+    pub(super) fn new(record: Record) -> Self {
+        let progress = Arc::default();
+        // At once, a look at what is there from before.
+        Self { record, current: None, hour: 0, stopped: None, has_ended: false, progress }
+    }
+
+    pub(super) fn progress(&self) -> &Arc<Progress> {
+        &self.progress
+    }
+
+    /// Where requests go, unless there is nowhere.
+    fn sink(&mut self) -> Option<&mut Sink> {
+        if self.current.is_none() {
+            let now = block::reactor::real_time();
+            if self.stopped.as_ref().is_some_and(|stopped| now < stopped.again) {
+                return None;
+            }
+            match self.open(now) {
+                Ok(opened) => self.current = Some(opened),
+                Err(error) => self.stop(&error, 0),
+            }
+        }
+        self.current.as_mut().map(|(sink, _)| sink)
+    }
+
+    fn open(&self, now: Instant) -> io::Result<(Sink, PathBuf)> {
+        self.prune()?;
+        let (file, path) = create(&self.record.directory)?;
+        let mut sink = Sink::new(file.into(), now, Arc::clone(&self.progress))?;
+        if let Some(stopped) = &self.stopped {
+            sink.tell_lost(stopped.lost);
+        }
+        Ok((sink, path))
+    }
+
+    /// Removes what is too old, and the oldest where there is too much.
+    fn prune(&self) -> io::Result<()> {
+        let mut files = Vec::new();
+        for entry in fs::read_dir(&self.record.directory)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            if name.to_str().is_some_and(is_ours) {
+                let known = entry.metadata()?;
+                files.push((name, known.len(), known.modified()?));
+            }
+        }
+        // The newest first.
+        files.sort_by(|a, b| b.0.cmp(&a.0));
+        let mut room = self.record.limit - self.record.limit / PART;
+        for (name, length, ended) in files {
+            room = room.saturating_sub(length);
+            let is_old = ended.elapsed().is_ok_and(|age| age > self.record.keep);
+            if is_old || room == 0 {
+                fs::remove_file(self.record.directory.join(name))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Nothing can be written for a while; so many requests are lost by that.
+    fn stop(&mut self, error: &io::Error, lost: u64) {
+        let again = block::reactor::real_time() + AGAIN;
+        let before = self.stopped.take();
+        if before.is_none() {
+            let directory = self.record.directory.display();
+            tracing::warn!("record: {directory}: {error} (nothing is recorded until that is mended)");
+        }
+        self.progress.lose(lost);
+        self.stopped = Some(Stopped { lost: before.map_or(0, |before| before.lost) + lost, again });
+    }
+
+    fn lose(&mut self, requests: u64) {
+        match (&mut self.current, &mut self.stopped) {
+            (Some((sink, _)), _) => sink.lose(requests),
+            (None, Some(stopped)) => {
+                stopped.lost += requests;
+                self.progress.lose(requests);
+            }
+            (None, None) => self.progress.lose(requests),
+        }
+    }
+
+    /// After a turn of the file: what came of it.
+    fn look(&mut self, is_over: bool) {
+        let Some((sink, _)) = &mut self.current else { return };
+        if let Some(error) = sink.take_error() {
+            let (sink, path) = self.current.take().expect("it is there");
+            if sink.is_empty() {
+                // A file without requests tells nothing.
+                let _ = fs::remove_file(path);
+            }
+            self.progress.take_back(sink.unwritten());
+            self.stop(&error, sink.unwritten());
+        } else {
+            if !sink.is_empty()
+                && let Some(Stopped { lost, .. }) = self.stopped.take()
+            {
+                tracing::info!(lost, "record: recording goes on");
+            }
+            if is_over {
+                self.current = None;
+            }
+        }
+    }
+}
+
+impl Output for Directory {
+    fn take(&mut self, finished: &Finished, named: &Named) {
+        match self.sink() {
+            Some(sink) => sink.take(finished, named),
+            None => self.lose(finished.requests.max(1).into()),
+        }
+    }
+
+    fn turn(&mut self, lost: u64) {
+        if lost > 0 {
+            self.lose(lost);
+        }
+        let hour = seconds(SystemTime::now()) / HOUR;
+        let is_another = std::mem::replace(&mut self.hour, hour) != hour;
+        if let Some((sink, _)) = &mut self.current {
+            let is_over = is_another || self.has_ended || sink.bytes() >= self.record.limit / PART;
+            if is_over {
+                sink.cut();
+            }
+            sink.turn();
+            self.look(is_over);
+        }
+        if is_another && let Err(error) = self.prune() {
+            self.stop(&error, 0);
+        }
+    }
+
+    fn end(&mut self) {
+        self.has_ended = true;
+    }
+
+    fn has_ended(&mut self) -> bool {
+        self.has_ended && self.current.is_none()
+    }
+}
+
+/// # Errors
+/// Where it is no directory, or no file can be made in it.
+pub(super) fn check(directory: &Path) -> io::Result<()> {
+    let (_, path) = create(directory)?;
+    fs::remove_file(path)
+}
+
+fn create(directory: &Path) -> io::Result<(File, PathBuf)> {
+    let mut clock = SystemTime::now();
+    loop {
+        let path = directory.join(name(clock));
+        match File::options().write(true).create_new(true).mode(MODE).open(&path) {
+            Ok(file) => return Ok((file, path)),
+            // Somebody was as fast.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => clock += Duration::from_millis(1),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// `2026-11-24T01-00-00.018Z.recording`: in the order of time, and a name on other systems, too.
+fn name(clock: SystemTime) -> String {
+    let since = clock.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let date = date(u32::try_from(since.as_secs()).unwrap_or(u32::MAX)).replace(' ', "T").replace(':', "-");
+    format!("{date}.{:03}{ENDING}", since.subsec_millis())
+}
+
+fn is_ours(name: &str) -> bool {
+    let pattern = "0000-00-00T00-00-00.000";
+    name.strip_suffix(ENDING).is_some_and(|time| {
+        time.len() == pattern.len()
+            && time.bytes().zip(pattern.bytes()).all(|(byte, like)| match like {
+                b'0' => byte.is_ascii_digit(),
+                other => byte == other,
+            })
+    })
+}
+
+fn seconds(clock: SystemTime) -> u64 {
+    clock.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,136 @@
+//! Files of a recording that never ends: which there are, and which go.
+
+use std::time::Duration;
+
+use block::recorder::Operation;
+use policy::time::Instant;
+use tempfile::TempDir;
+
+use super::*;
+
+struct World {
+    place: TempDir,
+    directory: Directory,
+    named: Named,
+}
+
+impl World {
+    fn new(place: TempDir) -> Self {
+        let record =
+            Record { keep: Duration::from_secs(7200), limit: 16 << 20, ..Record::at(place.path().into()) };
+        Self { directory: Directory::new(record), place, named: Named::alone(0, "vm1") }
+    }
+
+    fn ask(&mut self, requests: u64) {
+        let now = Instant::ZERO;
+        for _ in 0..requests {
+            let finished = Finished {
+                disk: 0,
+                operation: Operation::Read,
+                offset: 0,
+                length: 4096,
+                requests: 1,
+                has_failed: false,
+                arrived: now,
+                admitted: now,
+                held: None,
+                ended: now,
+            };
+            self.directory.take(&finished, &self.named);
+        }
+        self.directory.turn(0);
+    }
+
+    fn files(&self) -> Vec<String> {
+        let names = fs::read_dir(self.place.path()).unwrap();
+        let mut names: Vec<_> = names.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    /// Requests that were taken, and that were lost.
+    fn told(&self) -> (u64, u64) {
+        (self.directory.progress.requests(), self.directory.progress.lost())
+    }
+}
+
+fn place() -> TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+#[test]
+fn names_are_in_the_order_of_time_and_nobody_else_s() {
+    let at = |seconds: u64| name(UNIX_EPOCH + Duration::from_millis(seconds * 1000 + 7));
+    assert_eq!(at(1_763_949_600), "2025-11-24T02-00-00.007Z.recording");
+    assert!(at(9) < at(10) && is_ours(&at(10)));
+    for other in ["day.recording", "2025-11-24T02-00-00.007Z.csv", "2025-11-24T02-00-0x.007Z.recording"] {
+        assert!(!is_ours(other), "{other}");
+    }
+}
+
+#[test]
+fn the_oldest_go_and_what_is_not_ours_stays() {
+    let place = place();
+    let now = SystemTime::now();
+    let make = |name: &str, age_seconds: u64, length: u64| {
+        let file = File::create(place.path().join(name)).unwrap();
+        file.set_len(length).unwrap();
+        file.set_modified(now - Duration::from_secs(age_seconds)).unwrap();
+    };
+    // Too old; one too many, as all may have 14 MiB and the last one has its part; and these.
+    make("2025-11-24T02-00-00.000Z.recording", 7300, 1);
+    make("2025-11-24T03-00-00.000Z.recording", 7100, 6 << 20);
+    make("2025-11-24T04-00-00.000Z.recording", 3600, 6 << 20);
+    make("2025-11-24T05-00-00.000Z.recording", 1, 6 << 20);
+    make("day.recording", 99999, 99 << 20);
+    let mut world = World::new(place);
+    world.directory.turn(0);
+    let left = ["2025-11-24T04-00-00.000Z.recording", "2025-11-24T05-00-00.000Z.recording", "day.recording"];
+    assert_eq!(world.files(), left);
+}
+
+#[test]
+fn an_hour_has_a_file_once_something_is_asked() {
+    let mut world = World::new(place());
+    world.directory.turn(0);
+    assert_eq!(world.files(), [""; 0]);
+    world.ask(5);
+    world.ask(5);
+    assert_eq!(world.files().len(), 1);
+    world.directory.hour -= 1;
+    world.directory.turn(0);
+    assert!(world.directory.current.is_none());
+    world.ask(1);
+    world.directory.end();
+    world.directory.turn(0);
+    assert!(world.directory.has_ended());
+    assert_eq!((world.files().len(), world.told()), (2, (11, 0)));
+}
+
+#[test]
+fn what_cannot_be_written_is_lost_until_it_can() {
+    let mut world = World::new(place());
+    fs::remove_dir(world.place.path()).unwrap();
+    world.ask(3);
+    assert_eq!(world.told(), (0, 3));
+    fs::create_dir(world.place.path()).unwrap();
+    // Left alone for a while.
+    world.ask(4);
+    assert_eq!((world.told(), world.files().len()), ((0, 7), 0));
+    world.directory.stopped.as_mut().unwrap().again = Instant::ZERO;
+    world.ask(1);
+    // What it has lost stands in the file's first block.
+    assert_eq!(world.directory.stopped.as_ref().unwrap().lost, 7);
+    world.directory.end();
+    world.directory.turn(0);
+    assert!(world.directory.stopped.is_none());
+    assert_eq!((world.told(), world.files().len()), ((1, 7), 1));
+}
+
+#[test]
+fn a_place_that_cannot_be_is_refused() {
+    let place = place();
+    File::create(place.path().join("file")).unwrap();
+    assert_eq!(check(&place.path().join("file")).unwrap_err().kind(), ErrorKind::NotADirectory);
+    assert_eq!(check(&place.path().join("nowhere")).unwrap_err().kind(), ErrorKind::NotFound);
+}

@@ -1,0 +1,148 @@
+//! The thread that takes what disks tell, and hands it to the sinks.
+
+use std::{
+    collections::HashMap,
+    convert::Infallible,
+    io,
+    sync::mpsc::{self, Receiver, RecvTimeoutError, Sender},
+    thread::{Builder, JoinHandle},
+    time::Duration,
+};
+
+use block::recorder::{Collector, Finished};
+
+use super::names::Named;
+
+/// How often what was told is taken: a third of what a ring holds at half a million requests a
+/// second.
+const INTERVAL: Duration = Duration::from_millis(20);
+
+/// Runs until it is dropped. Sinks that are there then write what they have, and that is all.
+#[derive(Debug)]
+pub(super) struct Engine {
+    /// `None` only while it is dropped.
+    orders: Option<Sender<Order>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Dropped when its sink has ended, however it did.
+pub(super) type Ended = async_channel::Sender<Infallible>;
+
+/// Where a recording goes.
+pub(super) trait Output: Send {
+    /// A request of a disk that it is of.
+    fn take(&mut self, finished: &Finished, named: &Named);
+
+    /// From time to time; `lost` are requests of which nothing is known.
+    fn turn(&mut self, lost: u64);
+
+    /// Nothing more comes.
+    fn end(&mut self);
+
+    /// Whether everything is written that will be. Asked after each turn.
+    fn has_ended(&mut self) -> bool;
+}
+
+/// What it is told.
+enum Order {
+    Add(u64, Box<dyn Output>, Ended),
+    End(u64),
+    Know(Vec<(Named, Vec<u64>)>),
+}
+
+impl Engine {
+    pub(super) fn start() -> io::Result<Self> {
+        let collector = Collector::begin().ok_or_else(|| io::Error::other("something records already"))?;
+        let (orders, receiver) = mpsc::channel();
+        let work = Work { collector, disks: HashMap::new(), sinks: HashMap::new() };
+        let thread = Builder::new().name("weir-record".to_owned()).spawn(move || work.run(&receiver))?;
+        Ok(Self { orders: Some(orders), thread: Some(thread) })
+    }
+
+    pub(super) fn add(&self, id: u64, output: Box<dyn Output>, ended: Ended) {
+        self.order(Order::Add(id, output, ended));
+    }
+
+    /// The sink ends once it has written everything.
+    pub(super) fn end(&self, id: u64) {
+        self.order(Order::End(id));
+    }
+
+    /// All disks there are, each with the sinks that it is for.
+    pub(super) fn know(&self, disks: Vec<(Named, Vec<u64>)>) {
+        self.order(Order::Know(disks));
+    }
+
+    fn order(&self, order: Order) {
+        // It ends only when this is dropped.
+        let _ = self.orders.as_ref().map(|orders| orders.send(order));
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.orders = None;
+        // There is one collector at a time: the next engine needs it.
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+struct Work {
+    collector: Collector,
+    /// By number; those that have gone stay, since requests of theirs may still be told.
+    disks: HashMap<u32, (Named, Vec<u64>)>,
+    sinks: HashMap<u64, (Box<dyn Output>, Ended)>,
+}
+
+impl Work {
+    fn run(mut self, orders: &Receiver<Order>) {
+        loop {
+            match orders.recv_timeout(INTERVAL) {
+                Ok(order) => self.obey(order),
+                Err(RecvTimeoutError::Timeout) => self.take(),
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+        }
+        self.take();
+        self.sinks.values_mut().for_each(|(sink, _)| sink.end());
+        self.write(0);
+    }
+
+    fn obey(&mut self, order: Order) {
+        match order {
+            Order::Add(id, sink, ended) => drop(self.sinks.insert(id, (sink, ended))),
+            Order::End(id) => {
+                self.take();
+                if let Some((sink, _)) = self.sinks.get_mut(&id) {
+                    sink.end();
+                }
+                self.write(0);
+            }
+            Order::Know(disks) => {
+                // What was told until now was told under the names until now.
+                self.take();
+                for (named, sinks) in disks {
+                    self.disks.insert(named.number, (named, sinks));
+                }
+            }
+        }
+    }
+
+    fn take(&mut self) {
+        let Self { collector, disks, sinks, .. } = self;
+        let lost = collector.take(|finished: &Finished| {
+            let Some((named, of)) = disks.get(&finished.disk) else { return };
+            for id in of {
+                if let Some((sink, _)) = sinks.get_mut(id) {
+                    sink.take(finished, named);
+                }
+            }
+        });
+        self.write(lost);
+    }
+
+    fn write(&mut self, lost: u64) {
+        self.sinks.values_mut().for_each(|(sink, _)| sink.turn(lost));
+        self.sinks.retain(|_, (sink, _)| !sink.has_ended());
+    }
+}

@@ -1,0 +1,67 @@
+//! What disks and their limits are called in recordings.
+
+use std::{collections::HashMap, sync::Arc};
+
+use block::disk::Disk;
+use policy::throttle::{Held, LimitKind, MAX_LEVELS, Part, Setting};
+
+/// A disk as the engine knows it.
+#[derive(Debug)]
+pub(super) struct Named {
+    pub(super) number: u32,
+    pub(super) name: Arc<str>,
+    /// Its groups, nearest first.
+    groups: Vec<Arc<str>>,
+    /// Numbers of names of limits, by level and kind.
+    limits: Vec<(u32, Arc<str>)>,
+}
+
+impl Named {
+    /// Whether a recording of these is one of this disk, too.
+    pub(super) fn is_one_of(&self, names: &[String]) -> bool {
+        let is_own =
+            |name: &String| **name == *self.name || self.groups.iter().any(|group| **name == **group);
+        names.is_empty() || names.iter().any(is_own)
+    }
+
+    /// The number of a limit's name and the name, such as `iops-total`, or `bps-read@gold` of a
+    /// group.
+    pub(super) fn limit(&self, held: Held) -> Option<(u32, &Arc<str>)> {
+        let (number, name) = self.limits.get(held.level * LimitKind::ALL.len() + held.kind.index())?;
+        Some((*number, name))
+    }
+}
+
+#[cfg(test)]
+impl Named {
+    /// One that is in no group and has no limit.
+    pub(super) fn alone(number: u32, name: &str) -> Self {
+        Self { number, name: name.into(), groups: Vec::new(), limits: Vec::new() }
+    }
+}
+
+/// Numbers that were given. A name keeps its number.
+#[derive(Debug, Default)]
+pub(super) struct Numbers {
+    disks: HashMap<Arc<str>, u32>,
+    limits: HashMap<Arc<str>, u32>,
+}
+
+impl Numbers {
+    /// A disk with its groups of now.
+    pub(super) fn name(&mut self, disk: &Disk) -> Named {
+        let above = std::iter::successors(disk.throttle().group(), |group| group.parent().cloned());
+        let groups: Vec<Arc<str>> = above.take(MAX_LEVELS).map(|group| group.name().into()).collect();
+        let kinds =
+            |at: &str| LimitKind::ALL.map(|kind| format!("{}{at}", Setting::Limit(kind, Part::Rate).name()));
+        let names = kinds("").into_iter().chain(groups.iter().flat_map(|group| kinds(&format!("@{group}"))));
+        let limits = names.map(|name| number(&mut self.limits, name.into())).collect();
+        let (number, name) = number(&mut self.disks, Arc::clone(disk.name()));
+        Named { number, name, groups, limits }
+    }
+}
+
+fn number(known: &mut HashMap<Arc<str>, u32>, name: Arc<str>) -> (u32, Arc<str>) {
+    let next = u32::try_from(known.len()).expect("fewer than there is memory for");
+    (*known.entry(Arc::clone(&name)).or_insert(next), name)
+}

@@ -1,0 +1,168 @@
+//! `weir record`: what disks are asked, and how long it takes, into a file.
+//!
+//! ```text
+//!   daemon ─► pipe ─► this command ─► FILE
+//!     ▲                    │
+//!     └─ getfd, start, stop ┘
+//! ```
+//!
+//! The file is opened and written here, so that it is of the user who asks, and the daemon needs no
+//! right to it. When this command goes, however it does, nobody reads the pipe any more, and the
+//! daemon stops recording.
+
+use std::{
+    fs::File,
+    io::{self, IsTerminal as _, Read as _, Write as _, stdout},
+    os::fd::{AsFd as _, OwnedFd},
+    path::{Path, PathBuf},
+    process,
+    sync::mpsc,
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context as _, anyhow, bail};
+use clap::Args;
+use console::{
+    Failure, figures, say,
+    signals::{Request, Signals},
+};
+use nix::{
+    fcntl::{FcntlArg, OFlag, fcntl},
+    unistd::pipe2,
+};
+use serde_json::{Value, json};
+
+use crate::client::{Client, Target};
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  weir record --output day.recording
+      Every request to every disk, until Ctrl-C.
+  weir record vm1 gold --for 10m --output vm1.recording
+      Those to the disk vm1 and to the disks of the group gold, for ten minutes.
+  weir simulate vm1.recording --iops-total 500
+      What a limit would have done.
+  weir trace convert vm1.recording vm1.csv.zst
+      As text, with when each request came, passed its limits and was complete, and what held it.
+
+A recording takes about 10 bytes a request. No request waits for it: what cannot be kept in time is
+counted as lost, and said. --output - is standard output.
+Exit status: 0 recorded, 1 failed or not all of it, 2 wrong use of the command line.";
+
+/// The descriptor's name while it is passed.
+const NAME: &str = "weir-record";
+const PIECE: usize = 256 << 10;
+/// The most that the kernel gives a pipe of who is not root (pipe(7)).
+const PIPE_BYTES: i32 = 1 << 20;
+
+/// What `weir record` is told.
+#[derive(Debug, Args)]
+pub(crate) struct RecordArgs {
+    /// Disks, and groups of disks [default: all disks, also those that come later]
+    #[arg(value_name = "DISK|GROUP")]
+    of: Vec<String>,
+    /// Where to; an earlier file is replaced; - is standard output
+    #[arg(long, short, value_name = "FILE")]
+    output: PathBuf,
+    /// How long [default: until SIGINT or SIGTERM]
+    #[arg(long = "for", value_name = "TIME", value_parser = settings::long_duration)]
+    length: Option<Duration>,
+    /// The daemon's control socket [default: the one that `weir serve` opens]
+    #[arg(long, value_name = "unix:PATH")]
+    qmp: Option<Target>,
+}
+
+/// What happens to a recording.
+enum Event {
+    /// It is to end.
+    Asked,
+    /// Nothing more comes through the pipe, or the file takes no more.
+    Over(io::Result<()>),
+}
+
+pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
+    let signals = Signals::block().context("signals cannot be awaited")?;
+    let mut client = Client::reach(arguments.qmp)?.with_patience(Client::LONG)?;
+    let (reader, writer) = pipe().context("no pipe can be made")?;
+    client.pass(NAME, &writer)?;
+    drop(writer);
+    let begun = client.execute("x-weir-record-start", json!({ "fdname": NAME, "of": arguments.of }))?;
+    let mut file = create(&arguments.output)?;
+    let (events, event) = mpsc::channel();
+    let asked = events.clone();
+    let hear = move |request| match request {
+        Request::EndAtOnce(_) => process::exit(1),
+        Request::End(_) => asked.send(Event::Asked).is_ok(),
+        Request::HangUp | Request::Meaningless(_) => true,
+    };
+    signals.forward(hear).context("no thread can be started")?;
+    thread::spawn(move || events.send(Event::Over(carry(reader, &mut file))));
+    say(&format!("recording to {} (Ctrl-C ends it)", arguments.output.display()));
+    let first = match arguments.length {
+        Some(length) => event.recv_timeout(length).unwrap_or(Event::Asked),
+        None => event.recv().unwrap_or(Event::Asked),
+    };
+    let told = client.execute("x-weir-record-stop", json!({ "id": begun["id"] }));
+    let (is_early, over) = match first {
+        Event::Over(over) => (true, over),
+        // What is in the pipe still has to be written.
+        Event::Asked => {
+            let over = event.iter().find_map(|event| match event {
+                Event::Over(over) => Some(over),
+                Event::Asked => None,
+            });
+            (false, over.unwrap_or(Ok(())))
+        }
+    };
+    let output = arguments.output.display();
+    over.with_context(|| format!("{output}: cannot be written (it has what was recorded until then)"))?;
+    if is_early {
+        return Err(anyhow!("the daemon has ended (what it was asked until then is in {output})").into());
+    }
+    summarise(&told?)
+}
+
+fn summarise(told: &Value) -> Result<(), Failure> {
+    let number = |key: &str| told[key].as_u64().unwrap_or_default();
+    say(&format!("{} requests in {}", number("requests"), figures::bytes(number("bytes") as f64)));
+    if let Some(error) = told["error"].as_str() {
+        return Err(anyhow!("the recording is not whole: {error}").into());
+    }
+    match number("lost") {
+        0 => Ok(()),
+        lost => Err(anyhow!(
+            "{lost} requests are lost: they came faster than they could be kept (the recording says where)"
+        )
+        .into()),
+    }
+}
+
+fn create(path: &Path) -> anyhow::Result<File> {
+    if path == Path::new("-") {
+        if stdout().is_terminal() {
+            bail!("--output -: a recording is nothing to look at (redirect it, or name a file)");
+        }
+        return Ok(stdout().as_fd().try_clone_to_owned()?.into());
+    }
+    File::create(path).with_context(|| format!("--output {}: cannot be made", path.display()))
+}
+
+/// A large one, if it may be.
+fn pipe() -> nix::Result<(OwnedFd, OwnedFd)> {
+    let (reader, writer) = pipe2(OFlag::O_CLOEXEC)?;
+    let _ = fcntl(&writer, FcntlArg::F_SETPIPE_SZ(PIPE_BYTES));
+    Ok((reader, writer))
+}
+
+/// Until the daemon closes its end.
+fn carry(reader: OwnedFd, file: &mut File) -> io::Result<()> {
+    let mut reader = File::from(reader);
+    let mut piece = vec![0; PIECE];
+    loop {
+        match reader.read(&mut piece)? {
+            0 => return file.flush(),
+            count => file.write_all(&piece[..count])?,
+        }
+    }
+}

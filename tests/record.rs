@@ -1,0 +1,329 @@
+//! `weir record`: what is asked of a daemon's disks ends up in a file, whoever goes first.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::{BufRead as _, BufReader, Read as _},
+    path::{Path, PathBuf},
+    process::{Child, ChildStderr, Command, Stdio},
+    thread,
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::{Value, json};
+
+use crate::harness::{
+    Client, Qmp, Scratch, Serve, WEIR, Weir, alone, assert_says, need_root,
+    operator::{fails, misuses, prints, socket, start},
+    text, weir,
+};
+
+/// The command while it records.
+struct Recorder {
+    child: Child,
+    said: BufReader<ChildStderr>,
+    to: PathBuf,
+}
+
+impl Recorder {
+    /// Returns once it records.
+    #[track_caller]
+    fn begin(scratch: &Scratch, to: &Path, of: &[&str]) -> Self {
+        let mut command = Command::new(WEIR);
+        command.args(["record", "--qmp", &socket(scratch), "--output", text(to)]).args(of);
+        let mut child = command.stderr(Stdio::piped()).spawn().expect("it was built");
+        let mut said = BufReader::new(child.stderr.take().expect("it is piped"));
+        let mut line = String::new();
+        said.read_line(&mut line).expect("it says something");
+        assert_says(&line, &["weir: recording to ", " (Ctrl-C ends it)"]);
+        Self { child, said, to: to.to_owned() }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.child.id().cast_signed()), signal).expect("it runs");
+    }
+
+    /// Its status, and what it has said.
+    fn wait(mut self) -> (Option<i32>, String) {
+        let mut said = String::new();
+        self.said.read_to_string(&mut said).expect("it speaks UTF-8");
+        (self.child.wait().expect("it is ours").code(), said)
+    }
+
+    /// What it has recorded, by Ctrl-C.
+    #[track_caller]
+    fn end(self) -> Recorded {
+        self.signal(Signal::SIGINT);
+        let to = self.to.clone();
+        let (code, said) = self.wait();
+        assert_eq!(code, Some(0), "{said}");
+        let recorded = Recorded::read(&to);
+        assert_says(&said, &[&format!("weir: {} requests in ", recorded.0.len())]);
+        recorded
+    }
+}
+
+/// Requests: disk, what it was, and what held it.
+struct Recorded(Vec<[String; 3]>);
+
+impl Recorded {
+    #[track_caller]
+    fn read(from: &Path) -> Self {
+        let to = from.with_extension("csv");
+        weir(&["trace", "convert", text(from), text(&to)]).succeeds();
+        let csv = fs::read_to_string(&to).expect("it was written");
+        let mut lines = csv.lines();
+        let header: Vec<_> = lines.next().expect("a header").split(',').collect();
+        let places = ["disk", "op", "bucket"]
+            .map(|name| header.iter().position(|column| *column == name).expect("a column"));
+        let request = |line: &str| {
+            let fields: Vec<_> = line.split(',').collect();
+            places.map(|place| fields[place].to_owned())
+        };
+        Self(lines.map(request).collect())
+    }
+
+    /// How many of what on which disk.
+    fn counts(&self) -> BTreeMap<(&str, &str), u64> {
+        let mut counts = BTreeMap::new();
+        for [disk, op, _] in &self.0 {
+            *counts.entry((disk.as_str(), op.as_str())).or_default() += 1;
+        }
+        counts
+    }
+}
+
+/// How many requests fio says that it has made, and has seen answered.
+#[track_caller]
+fn fio(weir: &Weir, disk: &str, rw: &str, requests: u64) -> u64 {
+    let printed = Client::new("fio")
+        .args(["--name=load", "--ioengine=nbd", "--bs=4096", "--iodepth=16", "--output-format=json"])
+        .args(["--size=16M".to_owned(), format!("--rw={rw}"), format!("--number_ios={requests}")])
+        .arg(format!("--uri={}", weir.uri(disk)))
+        .succeeds();
+    // It says first that it is connected.
+    let json = printed.find('{').map(|from| &printed[from..]).expect("an object");
+    let told: Value = serde_json::from_str(json).expect("it is JSON");
+    let job = &told["jobs"][0];
+    ["read", "write"].iter().map(|kind| job[kind]["total_ios"].as_u64().expect("a number")).sum()
+}
+
+#[test]
+fn what_fio_has_asked_is_in_a_recording_that_simulate_reads() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &["--iops-total", "500"]);
+    let file = scratch.path("day.recording");
+    let recorder = Recorder::begin(&scratch, &file, &[]);
+    let reads = fio(&weir, "a", "randread", 1000);
+    let writes = fio(&weir, "b", "randwrite", 300);
+    let recorded = recorder.end();
+    let counts = recorded.counts();
+    assert_eq!((reads, counts[&("a", "read")]), (1000, 1000));
+    assert_eq!((writes, counts[&("b", "write")]), (300, 300));
+    assert!(recorded.0.iter().any(|[disk, _, held]| disk == "a" && held == "iops-total"));
+
+    let predicted = self::weir(&["simulate", text(&file), "--iops-total", "100", "--json"]).json();
+    assert_eq!(predicted["all"]["after"]["requests"].as_u64(), Some(1300), "{predicted:#}");
+    weir.stop();
+}
+
+#[test]
+fn a_recording_is_of_the_disks_and_groups_that_it_names() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &["--iops-total", "0"]);
+    prints(&scratch, &["group", "add", "gold", "--iops-total", "20000"]);
+    let file = scratch.path("gold.recording");
+    let recorder = Recorder::begin(&scratch, &file, &["gold"]);
+    fio(&weir, "a", "read", 100);
+    // It joins.
+    prints(&scratch, &["throttle", "b", "--group", "gold"]);
+    fio(&weir, "b", "read", 200);
+    let recorded = recorder.end();
+    assert_eq!(recorded.counts().get(&("b", "read")), Some(&200));
+    assert!(recorded.0.iter().all(|[disk, ..]| disk == "b"), "{:?}", recorded.counts());
+
+    // One that goes leaves what it was asked.
+    let recorder = Recorder::begin(&scratch, &file, &["a"]);
+    fio(&weir, "a", "write", 50);
+    fio(&weir, "b", "write", 50);
+    prints(&scratch, &["disk", "remove", "a"]);
+    let recorded = recorder.end();
+    assert_eq!(recorded.counts().get(&("a", "write")), Some(&50));
+    assert!(recorded.0.iter().all(|[disk, ..]| disk == "a"), "{:?}", recorded.counts());
+
+    let before = fs::read(&file).expect("it is there");
+    let said = fails(&scratch, &["record", "a", "--output", text(&file)]);
+    assert_says(&said, &["a: no disk and no group has this name (`weir status` lists them)"]);
+    assert!(fs::read(&file).expect("it is there") == before, "nothing was touched");
+    let nowhere = scratch.path("nowhere/a");
+    let said = fails(&scratch, &["record", "--output", text(&nowhere)]);
+    assert_says(&said, &["nowhere/a: cannot be made", "No such file or directory"]);
+    misuses(&scratch, &["record"]);
+    weir.stop();
+}
+
+/// Waits until nothing is recorded.
+fn wait_for_none(weir: &Weir, scratch: &Scratch) {
+    weir.wait_for_log("a recording has ended");
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    assert_eq!(qmp.command("x-weir-query-recordings", json!({})), json!([]));
+    let refused = qmp.refused("x-weir-record-stop", json!({ "id": 0 }));
+    assert_says(&refused.1, &["there is no recording 0"]);
+}
+
+#[test]
+fn a_recording_ends_when_its_time_is_over() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    let file = scratch.path("short.recording");
+    prints(&scratch, &["record", "--for", "10ms", "--output", text(&file)]);
+    wait_for_none(&weir, &scratch);
+    // And to standard output.
+    let printed = self::weir(&["record", "--for", "10ms", "--output", "-", "--qmp", &socket(&scratch)]).run();
+    assert_says(&printed.printed(), &["weir recording 1\n"]);
+    weir.stop();
+}
+
+#[test]
+fn the_end_of_the_daemon_is_said_and_what_came_before_is_kept() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    let file = scratch.path("until.recording");
+    let recorder = Recorder::begin(&scratch, &file, &["a"]);
+    fio(&weir, "a", "read", 100);
+    weir.stop();
+    let (code, said) = recorder.wait();
+    assert_eq!(code, Some(1));
+    assert_says(&said, &["weir: the daemon has ended (what it was asked until then is in "]);
+    assert_eq!(Recorded::read(&file).counts()[&("a", "read")], 100);
+}
+
+#[test]
+fn a_full_disk_ends_a_recording_and_nothing_else() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    let recorder = Recorder::begin(&scratch, Path::new("/dev/full"), &[]);
+    let (code, said) = recorder.wait();
+    assert_eq!(code, Some(1));
+    assert_says(&said, &["/dev/full: cannot be written", "No space left on device"]);
+    wait_for_none(&weir, &scratch);
+    assert_eq!(fio(&weir, "a", "read", 100), 100);
+    weir.stop();
+}
+
+#[test]
+fn a_command_that_is_killed_ends_its_recording_and_no_other() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    let killed = Recorder::begin(&scratch, &scratch.path("killed.recording"), &[]);
+    let other = Recorder::begin(&scratch, &scratch.path("other.recording"), &["a"]);
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let running = qmp.command("x-weir-query-recordings", json!({}));
+    assert_eq!((&running[0]["of"], &running[1]["of"]), (&json!([]), &json!(["a"])));
+    killed.signal(Signal::SIGKILL);
+    assert_eq!(killed.wait().0, None);
+    fio(&weir, "a", "read", 100);
+    let said = weir.wait_for_log("a recording has ended");
+    assert_says(&said, &["its reader has gone"]);
+    assert_eq!(qmp.command("x-weir-query-recordings", json!({})).as_array().map(Vec::len), Some(1));
+    fio(&weir, "a", "read", 100);
+    assert_eq!(other.end().counts()[&("a", "read")], 200);
+    weir.stop();
+}
+
+/// Files of the daemon's own recording.
+fn kept(directory: &Path) -> Vec<PathBuf> {
+    let names = fs::read_dir(directory).expect("it is there");
+    let mut names: Vec<_> = names.map(|file| file.expect("it can be read").path()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_daemon_keeps_what_its_disks_are_asked_in_the_directory_of_its_config() {
+    let scratch = Scratch::new();
+    let directory = scratch.path("day");
+    fs::create_dir(&directory).expect("it can be made");
+    let config = |keys: &str| {
+        let qmp = socket(&scratch);
+        let disk = "[disk.a]\nimage = \"memory:16M\"\n";
+        let daemon = format!("[daemon]\nqmp = \"{qmp}\"\n{keys}\n{disk}");
+        scratch.file("weir.toml", daemon)
+    };
+    let file = config("record = { directory = \"day\", keep = \"2h\", limit = \"64M\" }");
+    let daemon = Serve::new(&scratch).arg("--config").arg(&file).start();
+    assert_eq!(fio(&daemon, "a", "read", 300), 300);
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let running = qmp.command("x-weir-query-recordings", json!({}));
+    assert_eq!(running[0]["directory"].as_str(), Some(text(&directory)), "{running:#}");
+    let refused = qmp.refused("x-weir-record-stop", json!({ "id": running[0]["id"] }));
+    assert_says(&refused.1, &["is the daemon's own (take `record` out of what it was started with)"]);
+    // Beside it, another.
+    let recorder = Recorder::begin(&scratch, &scratch.path("more.recording"), &["a"]);
+    assert_eq!(fio(&daemon, "a", "write", 20), 20);
+    assert_eq!(recorder.end().counts()[&("a", "write")], 20);
+
+    // Another directory would be outside of the sandbox, if weir is in one.
+    config("record = { directory = \"nowhere\" }");
+    assert_says(&fails(&scratch, &["reload"]), &["nowhere: no recording can be kept there"]);
+    config("");
+    let before = format!("record: {},keep=7200s,limit=64M → none", text(&directory));
+    assert_says(&prints(&scratch, &["reload"]), &[&before]);
+    assert_eq!(qmp.command("x-weir-query-recordings", json!({})), json!([]));
+    fio(&daemon, "a", "read", 500);
+    config("record = { directory = \"day\" }");
+    assert_says(&prints(&scratch, &["reload"]), &["record: none → "]);
+    assert_eq!(fio(&daemon, "a", "write", 30), 30);
+    daemon.stop();
+    let mut counts = BTreeMap::<String, u64>::new();
+    for file in kept(&directory) {
+        let to = scratch.path(file.file_name().and_then(|name| name.to_str()).expect("a name"));
+        fs::copy(file, &to).expect("there is room");
+        for ((_, op), count) in Recorded::read(&to).counts() {
+            *counts.entry(op.to_owned()).or_default() += count;
+        }
+    }
+    assert_eq!((counts["read"], counts["write"]), (300, 50));
+
+    config("record = { directory = \"nowhere\" }");
+    let check = || weir(&["check-config", text(&file)]).fails();
+    assert_says(&check(), &["nowhere: no recording can be kept there (", "No such file or directory"]);
+    config("record = { directory = \"day\", limit = \"1M\" }");
+    assert_says(&check(), &["daemon.record.limit = \"1M\": is too little; it is at least 16M"]);
+    config("record = { keep = \"2h\" }");
+    assert_says(&check(), &["daemon.record: no directory (add directory = \"PATH\")"]);
+}
+
+#[test]
+fn where_there_is_no_room_nothing_is_recorded_until_there_is() {
+    need_root("mounts");
+    let scratch = Scratch::new();
+    let mount = scratch.path("mount");
+    fs::create_dir(&mount).expect("it can be made");
+    // Room for a file's head, and for no block.
+    let script = r#"mount -t tmpfs -o size=4k record "$0" && dd if=/dev/zero of="$0/full" bs=4k count=1 2>/dev/null && exec "$@""#;
+    let weir = Serve::new(&scratch)
+        .args(["memory:16M", "--name", "a", "--qmp", &socket(&scratch), "--record", text(&mount)])
+        .behind(["unshare", "--mount", "sh", "-c", &alone(script), text(&mount)])
+        .start();
+    assert_eq!(fio(&weir, "a", "read", 100), 100);
+    let said = weir.wait_for_log("nothing is recorded until that is mended");
+    assert_says(&said, &["No space left on device"]);
+    let pid = weir.pid().to_string();
+    let inside = ["--mount", "--target", &pid, "mount", "-o", "remount,size=16M", text(&mount)];
+    Client::new("nsenter").args(inside).succeeds();
+    // Asked until it is written again, and the daemon ends.
+    let uri = weir.uri("a");
+    thread::scope(|scope| {
+        let load = Client::new("fio")
+            .args(["--name=load", "--ioengine=nbd", "--rw=randread", "--bs=4096", "--size=16M"])
+            .args(["--rate_iops=500", "--time_based", "--runtime=10m"])
+            .arg(format!("--uri={uri}"));
+        scope.spawn(|| load.run());
+        weir.wait_for_log("recording goes on");
+        weir.stop();
+    });
+}
