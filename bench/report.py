@@ -43,6 +43,8 @@ TITLES = {
     "bps": "bytes",
     "iops_part": "requests",
     "wakes": "wake-ups",
+    "bytes": "bytes/request",
+    "lost": "lost",
 }
 SHOW = {
     "iops": "{:,.0f}".format,
@@ -80,6 +82,8 @@ SHOW = {
     "bps": "{:.2%}".format,
     "iops_part": "{:.2%}".format,
     "wakes": "{:,.0f}".format,
+    "bytes": "{:.1f}".format,
+    "lost": "{:.2%}".format,
 }
 
 

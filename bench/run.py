@@ -44,6 +44,7 @@ import members
 import prefetch
 import qcow2
 import qmp
+import recording
 import report
 import rows
 import rude
@@ -61,7 +62,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
     rows, inprocess, qcow2, prefetch, vhost_user, fuse, limits, idle, shares, members, waits, imitation, watermark,
-    simulate, rude,
+    simulate, rude, recording,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.
