@@ -3,36 +3,19 @@
 
 use std::{
     fs::{self, File, OpenOptions},
-    io::IoSlice,
     net::TcpListener,
-    os::{
-        fd::{AsFd, AsRawFd as _},
-        unix::{
-            fs::PermissionsExt as _,
-            net::{UnixListener, UnixStream},
-        },
+    os::unix::{
+        fs::PermissionsExt as _,
+        net::{UnixListener, UnixStream},
     },
     path::Path,
 };
 
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde_json::{Value, json};
 
 use crate::harness::{
     Client, MIB, Qmp, Scratch, Serve, Weir, Wire, assert_says, need_root, operator, pattern, text,
 };
-
-/// What the command that `descriptor` comes beside answers.
-#[track_caller]
-fn ask_with(qmp: &mut Qmp, descriptor: impl AsFd, command: &str, arguments: &Value) -> Value {
-    let line = json!({ "execute": command, "arguments": arguments }).to_string();
-    let descriptors = [descriptor.as_fd().as_raw_fd()];
-    let beside = [ControlMessage::ScmRights(&descriptors)];
-    let sent =
-        sendmsg::<()>(qmp.descriptor(), &[IoSlice::new(line.as_bytes())], &beside, MsgFlags::empty(), None);
-    assert_eq!(sent, Ok(line.len()));
-    qmp.answer()
-}
 
 /// A daemon without disks, as a user who may open nothing of root's, and a client of its socket.
 fn nobodys(scratch: &Scratch) -> (Weir, Qmp) {
@@ -75,7 +58,7 @@ fn an_image_is_served_that_the_daemon_may_not_open() {
     let is_refused = refused.contains("the sandbox lets the daemon open no image there")
         || refused.contains("no permission");
     assert!(is_refused, "{refused}");
-    let added = ask_with(&mut qmp, open(&image, true), "add-fd", &json!({ "opaque": "rdwr:disk.raw" }));
+    let added = qmp.ask_with(open(&image, true), "add-fd", &json!({ "opaque": "rdwr:disk.raw" }));
     let set = &added["return"]["fdset-id"];
     qmp.command("blockdev-add", node("d", set, &json!({})));
     let said = qmp.refused("blockdev-add", node("again", set, &json!({}))).1;
@@ -106,7 +89,7 @@ fn how_a_descriptor_was_opened_decides_what_it_is_good_for() {
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);
     let (_weir, mut qmp) = nobodys(&scratch);
-    let added = ask_with(&mut qmp, open(&image, false), "add-fd", &json!({ "fdset-id": 7 }));
+    let added = qmp.ask_with(open(&image, false), "add-fd", &json!({ "fdset-id": 7 }));
     assert_eq!(added["return"]["fdset-id"], 7);
     let seven = json!(7);
     let said = qmp.refused("blockdev-add", node("w", &seven, &json!({}))).1;
@@ -119,7 +102,7 @@ fn how_a_descriptor_was_opened_decides_what_it_is_good_for() {
         assert_says(&qmp.refused("remove-fd", command).1, &["File descriptor named 'fdset-id:", "not found"]);
     }
     let directory = File::open(scratch.path("")).expect("it is there");
-    ask_with(&mut qmp, directory, "add-fd", &json!({ "fdset-id": 3 }));
+    qmp.ask_with(directory, "add-fd", &json!({ "fdset-id": 3 }));
     let said = qmp.refused("blockdev-add", node("d", &json!(3), &json!({ "read-only": true }))).1;
     assert_says(&said, &["is a directory"]);
 }
@@ -133,21 +116,21 @@ fn a_descriptor_without_a_command_or_a_command_without_one_does_no_harm() {
     assert_eq!(qmp.refused("getfd", json!({ "fdname": "a" })).1, none);
     assert_eq!(qmp.refused("add-fd", json!({})).1, none);
     let pipe = std::io::pipe().expect("a pipe");
-    assert!(ask_with(&mut qmp, &pipe.0, "getfd", &json!({ "fdname": "0a" }))["error"]["desc"].is_string());
-    assert!(ask_with(&mut qmp, &pipe.0, "getfd", &json!({ "fdname": "a" }))["return"].is_object());
-    assert!(ask_with(&mut qmp, &pipe.0, "query-status", &json!({}))["return"].is_object());
+    assert!(qmp.ask_with(&pipe.0, "getfd", &json!({ "fdname": "0a" }))["error"]["desc"].is_string());
+    assert!(qmp.ask_with(&pipe.0, "getfd", &json!({ "fdname": "a" }))["return"].is_object());
+    assert!(qmp.ask_with(&pipe.0, "query-status", &json!({}))["return"].is_object());
     // Names are their client's.
     let mut other = Qmp::negotiated(&scratch.socket("qmp"));
     assert_eq!(other.refused("closefd", json!({ "fdname": "a" })).1, "File descriptor named 'a' not found");
     qmp.command("closefd", json!({ "fdname": "a" }));
     qmp.refused("closefd", json!({ "fdname": "a" }));
     // A pipe is no socket, and is closed for it.
-    ask_with(&mut qmp, &pipe.0, "getfd", &json!({ "fdname": "p" }));
+    qmp.ask_with(&pipe.0, "getfd", &json!({ "fdname": "p" }));
     let export = json!({ "type": "vhost-user-blk", "id": "v", "node-name": "a", "addr": { "type": "fd", "str": "p" } });
     assert_says(&qmp.refused("block-export-add", export).1, &["fd:p: is no socket"]);
     qmp.refused("closefd", json!({ "fdname": "p" }));
     // What a client leaves behind is closed.
-    ask_with(&mut qmp, &pipe.1, "getfd", &json!({ "fdname": "w" }));
+    qmp.ask_with(&pipe.1, "getfd", &json!({ "fdname": "w" }));
     drop((qmp, pipe.1));
     let mut reader = pipe.0;
     assert_eq!(std::io::Read::read(&mut reader, &mut [0]).expect("the writers have gone"), 0);
@@ -163,7 +146,7 @@ fn sockets_are_listened_at_that_a_client_has_bound() {
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let socket = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = socket.local_addr().expect("it is bound").port();
-    ask_with(&mut qmp, &socket, "getfd", &json!({ "fdname": "nbd" }));
+    qmp.ask_with(&socket, "getfd", &json!({ "fdname": "nbd" }));
     drop(socket);
     let addr = json!({ "type": "fd", "data": { "str": "nbd" } });
     qmp.command("nbd-server-start", json!({ "addr": addr }));
@@ -176,7 +159,7 @@ fn sockets_are_listened_at_that_a_client_has_bound() {
         &["fd:nbd: no such socket was passed"],
     );
     let machine = scratch.socket("machine");
-    ask_with(&mut qmp, UnixListener::bind(&machine).expect("it is ours"), "getfd", &json!({ "fdname": "v" }));
+    qmp.ask_with(UnixListener::bind(&machine).expect("it is ours"), "getfd", &json!({ "fdname": "v" }));
     let export = json!({ "type": "vhost-user-blk", "id": "v", "node-name": "a", "addr": { "type": "fd", "str": "v" } });
     qmp.command("block-export-add", export);
     UnixStream::connect(&machine).expect("somebody listens");

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use crate::harness::{Client, DEADLINE, MIB, Qmp, Scratch, Serve, assert_says, qemu_img, qemu_io, text};
 
 /// `VHOST_USER_GET_FEATURES`, and what is answered.
-fn features(front_end: &mut UnixStream) -> u64 {
+pub(crate) fn features(front_end: &mut UnixStream) -> u64 {
     front_end.write_all(&[1_u32.to_le_bytes(), 1_u32.to_le_bytes(), [0; 4]].concat()).expect("it reads");
     let mut answer = [0; 20];
     front_end.read_exact(&mut answer).expect("an answer in time");
@@ -24,7 +24,7 @@ fn features(front_end: &mut UnixStream) -> u64 {
     u64::from_le_bytes(answer[12..].try_into().expect("eight bytes"))
 }
 
-fn front_end(path: &Path) -> UnixStream {
+pub(crate) fn front_end(path: &Path) -> UnixStream {
     let stream = UnixStream::connect(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     stream.set_read_timeout(Some(DEADLINE)).expect("a socket has a timeout");
     stream

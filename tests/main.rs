@@ -77,6 +77,7 @@ mod simulate;
 mod startup;
 mod stopping;
 mod systemd;
+mod takeover;
 mod tls;
 mod trace;
 mod tune;

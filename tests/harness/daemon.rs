@@ -270,6 +270,18 @@ impl Weir {
         line.unwrap_or_else(|| panic!("{what:?} is missing in the log:\n{}", self.log.text()))
     }
 
+    /// Waits until as many lines say it.
+    #[track_caller]
+    pub(crate) fn wait_for_logs(&self, what: &str, count: usize) {
+        let seen = std::cell::Cell::new(0);
+        let is_last = |line: &str| {
+            seen.set(seen.get() + usize::from(line.contains(what)));
+            seen.get() >= count
+        };
+        let line = self.log.wait_for(DEADLINE, is_last);
+        assert!(line.is_some(), "{what:?} is not there {count} times:\n{}", self.log.text());
+    }
+
     pub(crate) fn signal(&self, signal: Signal) {
         kill(self.pid(), signal).expect("the daemon is a child that was not waited for");
     }

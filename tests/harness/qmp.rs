@@ -4,14 +4,15 @@
 
 use std::{
     collections::VecDeque,
-    io::{BufRead as _, BufReader, Read as _, Write as _},
+    io::{BufRead as _, BufReader, IoSlice, Read as _, Write as _},
     os::{
-        fd::{AsRawFd as _, RawFd},
+        fd::{AsFd, AsRawFd as _, RawFd},
         unix::net::UnixStream,
     },
     path::Path,
 };
 
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde_json::{Value, json};
 
 use super::DEADLINE;
@@ -88,6 +89,18 @@ impl Qmp {
     #[track_caller]
     pub(crate) fn ask(&mut self, command: &str, arguments: Value) -> Value {
         self.send(json!({ "execute": command, "arguments": arguments }).to_string());
+        self.answer()
+    }
+
+    /// What the command that `descriptor` comes beside answers.
+    #[track_caller]
+    pub(crate) fn ask_with(&mut self, descriptor: impl AsFd, command: &str, arguments: &Value) -> Value {
+        let line = json!({ "execute": command, "arguments": arguments }).to_string();
+        let descriptors = [descriptor.as_fd().as_raw_fd()];
+        let beside = [ControlMessage::ScmRights(&descriptors)];
+        let bytes = [IoSlice::new(line.as_bytes())];
+        let sent = sendmsg::<()>(self.descriptor(), &bytes, &beside, MsgFlags::empty(), None);
+        assert_eq!(sent, Ok(line.len()));
         self.answer()
     }
 

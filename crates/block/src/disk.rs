@@ -14,6 +14,7 @@
 
 mod failures;
 mod handover;
+mod takeover;
 
 use std::sync::{
     Arc, OnceLock,
@@ -24,6 +25,7 @@ use failures::Request;
 pub use failures::{ErrorPolicies, Errors, Failure, Failures, OnError, Patience};
 use handover::Handover;
 pub use handover::NotHeld;
+pub use takeover::NotTaken;
 
 use event_listener::Event;
 use policy::{
@@ -255,6 +257,18 @@ impl Disk {
             written_bytes: get(&self.counters.written_bytes),
             merged_requests: get(&self.counters.merged_requests),
         }
+    }
+
+    /// Counts on from what another process has done with it.
+    pub fn count_on(&self, totals: &Totals) {
+        let add = |counter: &AtomicU64, more: u64| {
+            let _ = counter.fetch_add(more, Ordering::Relaxed);
+        };
+        add(&self.counters.reads, totals.reads);
+        add(&self.counters.writes, totals.writes);
+        add(&self.counters.read_bytes, totals.read_bytes);
+        add(&self.counters.written_bytes, totals.written_bytes);
+        add(&self.counters.merged_requests, totals.merged_requests);
     }
 
     /// Waits until a request may pass the limits of the disk and of the groups above it, and

@@ -6,9 +6,11 @@
 //!   listen/     the sockets that clients connect to
 //!   control/    what runs (inventory), and how it is changed while it runs
 //!     reload/   the config file read again: its difference to what runs, as one change
+//!     takeover/ another daemon goes on where this one stops
 //!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
 //!   http/       what Prometheus asks for, on a thread of its own
 //!   sandbox/    rights that are given up once all is open
+//!   notify      what the service manager is told
 //!   pid_file    the process's number, for scripts
 //!   users       who has a device of this host: mounts, other devices, processes
 //! ```
@@ -22,6 +24,7 @@
 mod control;
 mod http;
 pub mod listen;
+mod notify;
 mod pid_file;
 mod sandbox;
 pub mod serve;

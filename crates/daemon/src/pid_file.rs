@@ -12,19 +12,24 @@
 
 use std::{
     fs::{self, File, OpenOptions, Permissions},
-    io::{ErrorKind, Read as _},
+    io::{self, ErrorKind, Read as _},
     os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     process,
 };
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
+use block::reactor;
 use nix::{
     errno::Errno,
     fcntl::{FcntlArg, fcntl},
     libc::{self, O_NOFOLLOW, O_NONBLOCK},
 };
+use policy::time::Duration;
 
+/// How often it is looked whether a process that ends has given the file up. Nobody tells.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
+const TRIES_TO_LOCK: u32 = 500;
 /// A number with a line feed is shorter.
 const MOST_BYTES: u64 = 32;
 
@@ -54,14 +59,58 @@ impl PidFile {
             bail!("{}: cannot be written: it is removed again and again", named());
         };
         let write = || {
-            file.set_len(0)?;
             // Not for others to write, whatever the umask.
             file.set_permissions(Permissions::from_mode(0o644))?;
-            // From the beginning, wherever what was there has been read to.
-            file.write_all_at(format!("{}\n", process::id()).as_bytes(), 0)
+            write(&file)
         };
         write().context("cannot be written").with_context(named)?;
         Ok(Self { path, file })
+    }
+}
+
+/// A pid file whose process is about to end: opened while that can be done, written once it is
+/// free.
+#[derive(Debug)]
+pub(crate) struct Claimed {
+    path: PathBuf,
+    file: File,
+}
+
+impl Claimed {
+    /// Opens it, or makes it.
+    ///
+    /// # Errors
+    /// If it is something else than such a file.
+    pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
+        let named = || format!("pid file {}", path.display());
+        let path = std::path::absolute(path).with_context(named)?;
+        let file = how(true).open(&path).context("cannot be written").with_context(named)?;
+        ensure!(file.metadata()?.is_file(), "{}: is no file (choose another path)", named());
+        Ok(Self { path, file })
+    }
+
+    /// Takes it as soon as its process has ended. Says in the log if that does not come to be: the
+    /// daemon serves without one then.
+    pub(crate) async fn take(self) -> Option<PidFile> {
+        let Self { path, file } = self;
+        let mut locked = lock(&file);
+        for _ in 0..TRIES_TO_LOCK {
+            if locked != Ok(false) {
+                break;
+            }
+            reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+            locked = lock(&file);
+        }
+        let taken = match locked {
+            Ok(true) => write(&file),
+            Ok(false) => Err(ErrorKind::WouldBlock.into()),
+            Err(errno) => Err(errno.into()),
+        };
+        if let Err(error) = taken {
+            tracing::warn!(path = %path.display(), %error, "the pid file cannot be written, and holds another number");
+            return None;
+        }
+        Some(PidFile { path, file })
     }
 }
 
@@ -74,16 +123,26 @@ impl Drop for PidFile {
     }
 }
 
+/// Writes this process's number.
+fn write(file: &File) -> io::Result<()> {
+    file.set_len(0)?;
+    // From the beginning, wherever what was there has been read to.
+    file.write_all_at(format!("{}\n", process::id()).as_bytes(), 0)
+}
+
+/// Not through a link, which somebody else may have laid in a directory that others can write.
+fn how(make: bool) -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(make).mode(0o644).custom_flags(O_NOFOLLOW | O_NONBLOCK);
+    options
+}
+
 /// The file, locked; none where there is none, and none is to be made.
 fn claim(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
     // Who ends removes the file, perhaps between our opening and our locking it.
     const TRIES: usize = 16;
     for _ in 0..TRIES {
-        // Not through a link, which somebody else may have laid in a directory that others can
-        // write.
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(make).mode(0o644).custom_flags(O_NOFOLLOW | O_NONBLOCK);
-        let mut file = match options.open(path) {
+        let mut file = match how(make).open(path) {
             Err(error) if error.kind() == ErrorKind::NotFound && !make => return Ok(None),
             file => file.context("cannot be written")?,
         };

@@ -18,7 +18,7 @@ use crate::client::{self, Client};
 pub(crate) struct DiskOptions(Vec<(String, Option<String>)>);
 
 /// Those that are not about a disk, or are said otherwise here.
-const OTHERS: [&str; 14] = [
+const OTHERS: [&str; 15] = [
     "Network",
     "TLS",
     "Process",
@@ -26,6 +26,7 @@ const OTHERS: [&str; 14] = [
     "Devices to imitate",
     "As qemu-storage-daemon, in this order",
     "check",
+    "takeover",
     "config",
     "images",
     "name",

@@ -8,6 +8,8 @@ pub mod qcow2;
 mod raw;
 pub mod secret;
 
+use std::io;
+
 pub use self::{
     qcow2::Qcow2,
     raw::{Raw, open_raw},
@@ -17,7 +19,9 @@ use crate::{
     buffer::{Segments, Target},
     error::{Error, Result},
     guest::Place,
-    storage::{BlockSize, Durability, Extent, Format, OpenError, ResizeError, Storage, ZeroOptions},
+    storage::{
+        BlockSize, Durability, Extent, Format, OpenError, PassedFile, ResizeError, Storage, ZeroOptions,
+    },
 };
 
 /// An image of any format.
@@ -280,10 +284,34 @@ impl Image {
         self.files().any(Storage::is_busy)
     }
 
+    /// See [`Storage::descriptors`], of all files that are written to.
+    pub(crate) fn descriptors(&self) -> io::Result<Vec<PassedFile>> {
+        self.files().filter_map(Storage::descriptors).collect()
+    }
+
+    /// See [`Storage::is_passed`].
+    pub(crate) fn is_passed(&self) -> bool {
+        self.files().any(Storage::is_passed)
+    }
+
+    /// Whether another process has its locks.
+    pub(crate) fn is_anothers(&self) -> bool {
+        self.files().any(Storage::is_anothers)
+    }
+
     fn files(&self) -> Box<dyn Iterator<Item = &Storage> + '_> {
         match self {
             Self::Raw(raw) => Box::new(std::iter::once(raw.storage())),
             Self::Qcow2(qcow2) => Box::new(qcow2.files()),
+        }
+    }
+
+    /// What a format keeps in memory reaches the file, for a process on this host, which sees the
+    /// same page cache: nothing is made durable that was not.
+    pub(crate) async fn lay_down(&self) -> Result<()> {
+        match self {
+            Self::Raw(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.lay_down().await,
         }
     }
 
@@ -301,6 +329,7 @@ impl Image {
         let said = |failure| open::said(name, &failure);
         for storage in self.files() {
             storage.refresh_size().map_err(|error| said(error.into()))?;
+            storage.was_changed();
         }
         match self {
             Self::Raw(_) => Ok(()),

@@ -279,6 +279,16 @@ fn accepted(result: i32) -> Option<OwnedFd> {
     (result >= 0).then(|| unsafe { OwnedFd::from_raw_fd(result) })
 }
 
+/// Ends what this thread waits for on `fd`, as far as it has not happened yet, with `ECANCELED`:
+/// whoever waits gets either what came or that, so nothing is lost.
+pub fn interrupt(fd: &Fd) {
+    let entry = opcode::AsyncCancel2::new(types::CancelBuilder::fd(fd.target()).all()).build();
+    // SAFETY: the entry refers to the descriptor alone.
+    let op = unsafe { Op::start(&entry, fd.clone()) };
+    // What came of it, whoever waits sees.
+    super::spawn(async { drop(op.await) });
+}
+
 /// Waits until `fd` can be read from (or has failed).
 pub async fn readable(fd: &Fd) -> io::Result<()> {
     polled(fd, libc::POLLIN.into(), 0).await

@@ -194,6 +194,11 @@ impl<D: Device> Align<D> {
         self.shared.flushes.run(|| self.device().flush()).await
     }
 
+    /// See [`Storage::was_changed`](super::Storage::was_changed).
+    pub(super) fn was_changed(&self) {
+        drop(self.shared.flushes.change());
+    }
+
     /// See [`Storage::block_status`](super::Storage::block_status).
     pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
         if length == 0 || !within(offset, length, self.size_bytes()) {

@@ -42,7 +42,7 @@ mod spec;
 mod wrapped;
 
 pub(crate) use file::FileIdentity;
-pub use file::{CacheMode, File};
+pub use file::{CacheMode, File, Passed, PassedFile};
 pub use open::{OpenOptions, open_storage};
 pub(crate) use open::{open_bottom, wrapped};
 pub use open_error::OpenError;
@@ -55,6 +55,8 @@ pub use resize::ResizeError;
 pub use root::Root;
 pub use spec::{InvalidValue, Spec, parse_duration, parse_size};
 pub use wrapped::Wrapped;
+
+use std::io;
 
 use self::{align::Align, memory::Memory, null::Null, simulated::Simulated};
 pub use crate::reactor::op::Durability;
@@ -269,6 +271,39 @@ impl Storage {
     /// Whether the kernel may be at work on it, also for those who do not wait for that.
     pub(crate) fn is_busy(&self) -> bool {
         self.file().is_some_and(File::is_busy)
+    }
+
+    /// Its descriptors, for a process that takes over; none of what is no file, or only read.
+    pub(crate) fn descriptors(&self) -> Option<io::Result<PassedFile>> {
+        self.file().filter(|_| !self.read_only()).map(File::descriptors)
+    }
+
+    /// Whether its bytes are in this process alone.
+    pub(crate) fn is_memory(&self) -> bool {
+        match self {
+            Self::Memory(_) => true,
+            Self::Wrapped(wrapped) => wrapped.inner().is_memory(),
+            Self::File(_) | Self::Null(_) | Self::Simulated(_) => false,
+        }
+    }
+
+    /// Whether it came from another process, which has its locks.
+    pub(crate) fn is_passed(&self) -> bool {
+        self.file().is_some_and(File::is_passed)
+    }
+
+    /// The same, and the other may go on.
+    pub(crate) fn is_anothers(&self) -> bool {
+        self.file().is_some_and(File::is_anothers)
+    }
+
+    /// Another process has written to it, perhaps without a flush: the next one is the device's.
+    pub(crate) fn was_changed(&self) {
+        match self {
+            Self::File(file) => file.was_changed(),
+            Self::Wrapped(wrapped) => wrapped.inner().was_changed(),
+            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => {}
+        }
     }
 
     /// Whether it is made longer by asking, and then reads as zeroes behind its old end. A block

@@ -7,7 +7,7 @@
 use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 
 use super::{
-    CacheMode, Format, Memory, Null, OpenError, Part, Root, Spec, Storage,
+    CacheMode, Format, Memory, Null, OpenError, Part, Passed, Root, Spec, Storage,
     align::Align,
     delay::DelayOptions,
     fault::FaultRule,
@@ -36,6 +36,8 @@ pub struct OpenOptions {
     pub root: Option<Root>,
     /// The file itself, already open: its name is not looked at, nor where it lies.
     pub descriptor: Option<Arc<OwnedFd>>,
+    /// Files that another process has open, for those that are written to.
+    pub passed: Option<Passed>,
     /// The part of it that is the disk; only of raw images.
     pub part: Option<Part>,
     /// Latency added.
@@ -86,6 +88,7 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
         force_share: options.force_share,
         handover: options.handover,
         may_be_empty: options.may_be_empty,
+        passed: options.passed.clone(),
         root: options.root.clone(),
         descriptor: options.descriptor.clone(),
     };

@@ -11,7 +11,7 @@ use block::{
     },
     layer::throttle::Group,
     reactor,
-    storage::{OpenOptions, Root, rate::Budgets},
+    storage::{OpenOptions, Passed, Root, rate::Budgets},
 };
 use export::nbd;
 use settings::{Credentials, Plan, SecretSource, Service, Tls, secret::Secrets};
@@ -23,6 +23,8 @@ pub(crate) struct Assembly {
     root: Option<Root>,
     /// Of devices that several imitate together.
     budgets: Budgets,
+    /// Files that another daemon has passed.
+    passed: Option<Passed>,
     /// Each read once, because a pipe says its passphrase once.
     secrets: Secrets,
 }
@@ -30,7 +32,12 @@ pub(crate) struct Assembly {
 impl Assembly {
     /// Of images that lie below `root`, if that is one.
     pub(crate) fn new(root: Option<Root>, budgets: Budgets) -> Self {
-        Self { root, budgets, secrets: Secrets::default() }
+        Self { root, budgets, passed: None, secrets: Secrets::default() }
+    }
+
+    /// The same, with files that another daemon has passed.
+    pub(crate) fn with_files(self, passed: Option<Passed>) -> Self {
+        Self { passed, ..self }
     }
 
     /// Opens the image of a disk.
@@ -50,7 +57,8 @@ impl Assembly {
         })
         .await;
         let own = own.with_context(|| format!("disk {}", planned.name))?;
-        let options = options(planned, &self.budgets, self.root.clone(), own);
+        let mut options = options(planned, &self.budgets, self.root.clone(), own);
+        options.storage.passed = self.passed.clone();
         let image = open(&planned.image.spec()?, options).await?;
         if let (Image::Raw(_), Some(place)) = (&image, &planned.qcow2.said) {
             return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)").into());
@@ -78,12 +86,17 @@ pub(crate) fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<Vec<A
 
 /// Opens every image and adds all groups and disks to the inventory. What they had together is for
 /// those that come later.
-pub(crate) async fn disks(plan: &Plan, inventory: &Rc<Inventory>) -> anyhow::Result<Budgets> {
+pub(crate) async fn disks(
+    plan: &Plan,
+    inventory: &Rc<Inventory>,
+    passed: Option<Passed>,
+) -> anyhow::Result<Budgets> {
     let groups = groups(plan, inventory)?;
     if let Some(path) = &plan.service.image_root {
         inventory.confine(root(path)?);
     }
-    let mut assembly = Assembly::new(inventory.image_root().cloned(), Budgets::default());
+    let root = inventory.image_root().cloned();
+    let mut assembly = Assembly::new(root, Budgets::default()).with_files(passed);
     for planned in &plan.disks {
         let group = planned.group.map(|index| &groups[index]);
         let image = assembly.open(planned).await?;
@@ -148,6 +161,7 @@ fn options(
         force_share: disk.force_share,
         handover: disk.handover,
         may_be_empty: false,
+        passed: None,
         delay: disk.delay,
         rate: disk.rate.clone(),
         budgets: budgets.clone(),

@@ -22,7 +22,10 @@ use block::{
     disk::{Disk, Failures},
     image::{Secret, qcow2::bitmap::BitmapView},
     layer::throttle::Group,
-    reactor::{self, Worker},
+    reactor::{
+        self, Worker,
+        op::{self, Fd},
+    },
     storage::Root,
 };
 use event_listener::Event;
@@ -31,7 +34,7 @@ use policy::{
     access::{Access, Names},
     time::{Duration, Instant},
 };
-use settings::{Image, SocketAccess};
+use settings::{Address, Image, SocketAccess};
 
 pub(crate) use super::running::{NodeBelow, RunningDisk, StorageNode};
 use super::{
@@ -215,6 +218,18 @@ pub(crate) struct Inventory {
     pub(crate) loaded: RefCell<Option<Rc<Loaded>>>,
     /// It is being read again.
     pub(crate) reloading: Cell<bool>,
+    /// Another daemon is about to take over: nothing is changed meanwhile.
+    pub(crate) leaving: Cell<bool>,
+    /// Everything comes to its end.
+    pub(crate) ending: Cell<bool>,
+    /// How often the service manager wants to hear of the daemon.
+    pub(crate) watchdog: Cell<Option<Duration>>,
+    /// Another daemon is to let clients of the control sockets in.
+    pub(crate) is_control_closed: Cell<bool>,
+    /// Where figures are asked for: each socket, with its file if weir has made one.
+    pub(crate) metrics: RefCell<Option<(Address, Vec<(Fd, Option<PathBuf>)>)>>,
+    /// The control sockets, by their paths.
+    pub(crate) control: RefCell<Vec<(PathBuf, Fd)>>,
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
     /// Tell of the failures of each disk, and of its length, while they are held.
     watches: RefCell<BTreeMap<String, [reactor::JoinHandle<()>; 2]>>,
@@ -259,6 +274,12 @@ impl Inventory {
             config,
             loaded: RefCell::default(),
             reloading: Cell::new(false),
+            leaving: Cell::new(false),
+            ending: Cell::new(false),
+            watchdog: Cell::new(None),
+            is_control_closed: Cell::new(false),
+            metrics: RefCell::default(),
+            control: RefCell::default(),
             disks: RefCell::default(),
             watches: RefCell::default(),
             stopped: Cell::new(false),
@@ -283,6 +304,15 @@ impl Inventory {
         let recordings = Rc::clone(&new.recordings);
         new.listen(move |change| recordings.follow(change));
         new
+    }
+
+    /// Lets nobody in at the control sockets, or whoever comes from now on. Of two processes that
+    /// wait for clients of one socket, the kernel tells only one.
+    pub(crate) fn close_control(&self, is_closed: bool) {
+        self.is_control_closed.set(is_closed);
+        if is_closed {
+            self.control.borrow().iter().for_each(|(_, socket)| op::interrupt(socket));
+        }
     }
 
     pub(crate) fn uptime(&self) -> Duration {

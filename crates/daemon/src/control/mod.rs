@@ -24,4 +24,5 @@ pub(crate) mod recording;
 pub(crate) mod reload;
 pub(crate) mod running;
 pub(crate) mod serving;
+pub(crate) mod takeover;
 pub(crate) mod wanted;

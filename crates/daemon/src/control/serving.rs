@@ -4,10 +4,10 @@
 //! Ends in two steps, because the daemon closes all servers before it waits for the clients of any:
 //! [`Serving::close`], then [`Serving::stop`].
 
-use std::{cell::RefCell, rc::Rc, sync::Arc};
+use std::{cell::RefCell, path::PathBuf, rc::Rc, sync::Arc};
 
 use anyhow::anyhow;
-use block::reactor::{self, JoinHandle, Worker};
+use block::reactor::{self, JoinHandle, Worker, op::Fd};
 use export::nbd;
 use settings::{Endpoint, Tls};
 
@@ -21,9 +21,16 @@ pub(crate) struct Serving {
     /// Those where nobody is let in yet.
     closed: RefCell<Vec<Listener>>,
     /// Dropping one ends the accepting and removes the socket's file.
-    accepting: RefCell<Vec<(JoinHandle<()>, Option<SocketFile>)>>,
+    accepting: RefCell<Vec<Accepting>>,
     /// The threads end, and the clients with them, once nobody holds these.
     workers: Rc<Vec<Worker>>,
+}
+
+/// A socket where clients are let in.
+struct Accepting {
+    _task: JoinHandle<()>,
+    file: Option<SocketFile>,
+    socket: Fd,
 }
 
 impl Serving {
@@ -50,12 +57,14 @@ impl Serving {
         let accept = |Listener { socket, file, .. }| {
             let (server, workers, broken) =
                 (Arc::clone(&self.server), Rc::clone(&self.workers), broken.clone());
-            let accepting = reactor::spawn_joinable(async move {
-                if let Err(error) = server.listen(socket.into(), workers).await {
+            let socket = Fd::from(socket);
+            let listening = socket.clone();
+            let task = reactor::spawn_joinable(async move {
+                if let Err(error) = server.listen(listening, workers).await {
                     broken(anyhow!("connections cannot be accepted any more: {error} (restart weir)"));
                 }
             });
-            (accepting, file)
+            Accepting { _task: task, file, socket }
         };
         self.accepting.borrow_mut().extend(self.closed.take().into_iter().map(accept));
     }
@@ -63,6 +72,13 @@ impl Serving {
     /// Where it listens, as text: `unix:PATH` or `HOST:PORT`, the first where there are several.
     pub(crate) fn address(&self) -> String {
         self.authorities.first().map(Authority::to_string).unwrap_or_default()
+    }
+
+    /// Its sockets while it accepts, each with its file if it has made one.
+    pub(crate) fn sockets(&self) -> Vec<(Fd, Option<PathBuf>)> {
+        let path = |file: &Option<SocketFile>| file.as_ref().map(|file| file.path().to_owned());
+        let accepting = self.accepting.borrow();
+        accepting.iter().map(|Accepting { file, socket, .. }| (socket.clone(), path(file))).collect()
     }
 
     pub(crate) fn uris(&self, export: &str, tls: &Tls) -> Vec<String> {

@@ -21,8 +21,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, anyhow, bail, ensure};
+use block::storage::Passed;
 pub use inherited::Inherited;
+use nix::sys::socket::{getsockopt, sockopt::AcceptConn};
 use settings::{Address, Endpoint, Owner, SocketAccess, control::ControlSocket};
 pub use unix::SocketFile;
 pub(crate) use unix::directory_of;
@@ -34,6 +36,38 @@ pub(crate) struct Listener {
     pub(crate) authority: Authority,
     /// Removes the file of a Unix socket that was made here.
     pub(crate) file: Option<SocketFile>,
+}
+
+impl Listener {
+    /// A socket of another daemon, which was asked to listen at `endpoint`, with its file if it has
+    /// made one; the other's until `passed` says that they are ours. Of several it has this number.
+    pub(crate) fn adopt(
+        socket: OwnedFd,
+        endpoint: &Endpoint,
+        number: usize,
+        file: Option<&Path>,
+        passed: &Passed,
+    ) -> anyhow::Result<Self> {
+        ensure!(
+            getsockopt(&socket, AcceptConn).unwrap_or(false),
+            "{number}: a socket came that does not listen"
+        );
+        let authority = match endpoint {
+            Endpoint::Address(Address::Tcp { host, .. }) => {
+                let local = TcpListener::from(socket.try_clone()?).local_addr()?;
+                Authority::of_tcp(host, local.port())
+            }
+            _ => {
+                let local = UnixListener::from(socket.try_clone()?).local_addr();
+                match local.as_ref().ok().and_then(|local| local.as_pathname()) {
+                    Some(path) => Authority::of_unix(file.unwrap_or(path)),
+                    None => Authority::Unnamed(number),
+                }
+            }
+        };
+        let file = file.map(|path| SocketFile::adopt(path, passed));
+        Ok(Self { socket, authority, file })
+    }
 }
 
 /// An address, or all sockets of the service manager that are left.

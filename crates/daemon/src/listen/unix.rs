@@ -15,6 +15,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
+use block::storage::Passed;
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
@@ -33,12 +34,26 @@ pub struct SocketFile {
     pub(super) path: PathBuf,
     /// Device and inode.
     identity: Option<(u64, u64)>,
+    /// Another daemon has made it.
+    passed: Option<Passed>,
+}
+
+impl SocketFile {
+    /// Of another daemon, until that has given up its place.
+    pub(super) fn adopt(path: &Path, passed: &Passed) -> Self {
+        Self { path: path.to_owned(), identity: identity(path), passed: Some(passed.clone()) }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
         // Another daemon may have taken the path over meanwhile.
-        if self.identity.is_some() && identity(&self.path) == self.identity {
+        let is_ours = self.passed.as_ref().is_none_or(Passed::are_ours);
+        if is_ours && self.identity.is_some() && identity(&self.path) == self.identity {
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -63,7 +78,7 @@ pub(super) fn bind(path: &Path, access: &SocketAccess) -> anyhow::Result<(UnixLi
     // The daemon may change directory; the path in URIs and for removal must not depend on it.
     let path = std::path::absolute(path)?;
     let identity = identity(&path);
-    let file = SocketFile { path, identity };
+    let file = SocketFile { path, identity, passed: None };
     if *access != SocketAccess::default() {
         file.give(access)?;
     }

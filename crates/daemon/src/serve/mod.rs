@@ -12,7 +12,6 @@
 mod arguments;
 mod check;
 mod memory;
-mod notify;
 mod steps;
 mod watchdog;
 
@@ -28,7 +27,7 @@ use anyhow::{Context as _, anyhow};
 pub use arguments::{EXAMPLES, ServeArgs};
 use block::{
     disk::Totals,
-    reactor::{self, Worker},
+    reactor::{self, Worker, op::Fd},
 };
 pub use check::{CHECK_EXAMPLES, CheckArgs, check_config};
 use console::{
@@ -36,6 +35,7 @@ use console::{
     signals::{Request, Signals},
 };
 use export::nbd;
+use policy::time::Duration;
 use sd_notify::NotifyState;
 use settings::{
     DoorExport, Draft, Plan, Said, Service, ServiceDraft, Standard, config, control::ControlSocket,
@@ -52,14 +52,18 @@ use crate::{
         recording,
         reload::reload,
         serving::Serving,
+        takeover::newcomer::Newcomer,
         wanted::Wanted,
     },
     http, listen,
     listen::{Inherited, Listener},
-    pid_file::PidFile,
+    notify,
+    pid_file::{Claimed, PidFile},
     sandbox,
 };
 
+/// How often it is looked again whether another daemon still wants to take over.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
 /// URIs in the line that says `ready`.
 const MOST_URIS_SHOWN: usize = 16;
 
@@ -73,7 +77,9 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let monitors = steps.take_monitors().map_err(|wrong| Failure::Usage(wrong.into()))?;
     let file = arguments.config.clone();
     let is_checked = arguments.check;
-    let Start { said, draft, plan } = Start::read(arguments, monitors, inherited.count())?;
+    let before = arguments.takeover.take().map(newcomer).transpose()?;
+    let passed = before.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
+    let Start { said, draft, plan } = Start::read(arguments, monitors, passed)?;
     if is_checked {
         let name = file.map_or_else(|| "weir serve".to_owned(), |path| path.display().to_string());
         return check::check(draft, plan, &name);
@@ -85,7 +91,8 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     reactor::threads_must_end();
     memory::set_aside(&plan.service)?;
     on_reactor(async move {
-        match Daemon::start(plan, steps, file.map(|file| (file, said)), inherited, signals).await? {
+        let file = file.map(|file| (file, said));
+        match Daemon::start(plan, steps, file, inherited, before, signals).await? {
             Some(daemon) => {
                 ready();
                 Ok(daemon.run().await?)
@@ -93,6 +100,16 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
             None => Ok(()),
         }
     })
+}
+
+/// Asks the daemon that is to be taken over from.
+fn newcomer(control: Option<PathBuf>) -> Result<Newcomer, Failure> {
+    descriptors::raise_limit();
+    let control = match control {
+        Some(path) => path,
+        None => ControlSocket::of_commands().map_err(|rule| anyhow!("control socket: {rule}"))?.path,
+    };
+    Ok(Newcomer::ask(&control)?)
 }
 
 struct Start {
@@ -155,6 +172,7 @@ impl Daemon {
         steps: Steps,
         file: Option<(PathBuf, ServiceDraft)>,
         inherited: Inherited,
+        mut newcomer: Option<Newcomer>,
         signals: Signals,
     ) -> anyhow::Result<Option<Self>> {
         let events = async_channel::unbounded();
@@ -174,10 +192,15 @@ impl Daemon {
         let inventory = Inventory::new(config, ender);
         inventory.keep_clients_out();
         // Written once clients can come; whether it may be is known before anything is touched.
-        plan.service.pid_file.as_deref().map(PidFile::check).transpose()?;
+        let claim = |path| match newcomer {
+            Some(_) => Claimed::open(path).map(Some),
+            None => PidFile::check(path).map(|()| None),
+        };
+        let claimed = plan.service.pid_file.as_deref().map(claim).transpose()?.flatten();
         sandbox::check(&plan)?;
+        let files = newcomer.as_ref().map(|newcomer| newcomer.passed().clone());
         // A key takes seconds to derive, and a pipe may never say its passphrase.
-        let budgets = match until_ended(assemble::disks(&plan, &inventory), &events.1).await {
+        let budgets = match until_ended(assemble::disks(&plan, &inventory, files), &events.1).await {
             Ok(opened) => opened?,
             Err(signal) => {
                 tracing::info!(signal, "stopping before all disks are open");
@@ -190,16 +213,16 @@ impl Daemon {
         let tls = assemble::credentials(&plan.service.tls)?;
         let workers = Rc::new(start_workers(&plan.service)?);
         // Bound before anything is served, and heard once everything is.
-        let (sockets, missing) = control_sockets(&plan.service)?;
+        let (sockets, missing) = control_sockets(&plan.service, newcomer.as_mut())?;
         let cgroups = plan.service.cgroup_limits.as_deref();
         let state = plan.service.state.as_deref();
         let cgroups =
             cgroups.map(|path| cgroup::watch::Running::start(path, Store::new(state))).transpose()?;
         inventory.ends_when_idle.set(plan.service.exit_when_idle);
-        let passed = inherited.count();
-        let metrics =
-            plan.service.metrics.as_ref().map(|at| http::bind(at, &plan.service.sockets)).transpose()?;
-        let uris = listen(&plan, inherited, tls.clone(), &workers, &inventory).await?;
+        inventory.watchdog.set(sd_notify::watchdog_enabled().or_else(|| newcomer.as_ref()?.watchdog()));
+        let passed = newcomer.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
+        let metrics = metrics(&plan.service, newcomer.as_mut(), &inventory)?;
+        let uris = listen(&plan, inherited, newcomer.as_mut(), tls.clone(), &workers, &inventory).await?;
         let done = match until_ended(steps.run(&inventory), &events.1).await {
             Ok(done) => done.map(|()| true),
             Err(signal) => {
@@ -207,8 +230,12 @@ impl Daemon {
                 Ok(false)
             }
         };
+        let done = match (done, &newcomer) {
+            (Ok(true), Some(newcomer)) => newcomer.check(&inventory).map(|()| true),
+            (done, _) => done,
+        };
         let settled = match done {
-            Ok(true) => settle(&plan, &inventory, &workers).await.map(Some),
+            Ok(true) => settle(&plan, &inventory, &workers, claimed.is_none()).await.map(Some),
             Ok(false) => Ok(None),
             Err(error) => Err(error),
         };
@@ -219,10 +246,36 @@ impl Daemon {
             let closed = flush_and_close(&inventory.disks()).await;
             return settled.and(closed).map(|()| None);
         };
+        let before = match newcomer {
+            Some(newcomer) => match newcomer.finish(&inventory, &workers).await {
+                Ok(before) => Some(before),
+                Err(error) => {
+                    // Of what is the other's nothing is touched.
+                    flush_and_close(&inventory.disks()).await?;
+                    return Err(error);
+                }
+            },
+            None => None,
+        };
+        // From here on nothing may fail: nobody else serves.
         // A thread that starts now has what rights are left.
-        let http = metrics.map(|listeners| http::Http::start(listeners, &inventory, &workers)).transpose()?;
+        let http = metrics.map(|listeners| http::Http::start(listeners, &inventory, &workers)).transpose();
+        let http = match http {
+            Err(error) if before.is_some() => {
+                tracing::error!("{error:#}: no figures can be had over HTTP");
+                None
+            }
+            http => http?,
+        };
         let control = Rc::new(Control::start(&inventory, sockets));
         inventory.let_clients_in();
+        if let Some(before) = before {
+            before.end().await;
+        }
+        let pid_file = match claimed {
+            Some(claimed) => claimed.take().await,
+            None => pid_file,
+        };
         if let Some(error) = missing {
             tracing::warn!(
                 "{error:#}; `weir status` and others will not find this daemon (name a control socket of its \
@@ -234,7 +287,8 @@ impl Daemon {
             file.map(|(file, said)| Rc::new(Loaded { file, said, inherited: passed, plan, tls, budgets })),
         );
         let held_back = held_back::watch(&inventory);
-        let (_held_back, _watchdog) = (held_back, watchdog::start(&workers));
+        let watched = inventory.watchdog.get().map(|allowed| watchdog::start(allowed, &workers));
+        let (_held_back, _watchdog) = (held_back, watched);
         let (_pid_file, _cgroups, _http) = (pid_file, cgroups, http);
         Ok(Some(Self { inventory, control, _held_back, _watchdog, _http, _pid_file, _cgroups, events }))
     }
@@ -307,6 +361,7 @@ impl Daemon {
     /// Starts the end; `signal` is a signal's name, or another word that says why.
     fn finish(&self, signal: &str, ending: Ending) {
         tracing::info!(signal, connections = self.inventory.connections(), "stopping");
+        self.inventory.ending.set(true);
         notify::tell(&[NotifyState::Stopping]);
         let servers = self.inventory.servers();
         for serving in &servers {
@@ -325,6 +380,10 @@ impl Daemon {
         let control = reactor::spawn_joinable(async move { control.stop(ending).await });
         let (events, inventory) = (self.events.0.clone(), Rc::clone(&self.inventory));
         reactor::spawn(async move {
+            // Images that were laid down for another are taken up before they are closed.
+            while inventory.leaving.get() {
+                reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+            }
             for serving in servers {
                 serving.stop().await;
             }
@@ -341,20 +400,46 @@ impl Daemon {
 
 /// Those that were named, and the one that nobody named, or why that cannot be had. A daemon does
 /// without that one, unless it must not: it may be the second on this machine.
-fn control_sockets(service: &Service) -> anyhow::Result<(Vec<Listener>, Option<anyhow::Error>)> {
+fn control_sockets(
+    service: &Service,
+    mut newcomer: Option<&mut Newcomer>,
+) -> anyhow::Result<(Vec<Listener>, Option<anyhow::Error>)> {
     let owner = service.user.as_ref();
-    let named = |path: &PathBuf| listen::control(&ControlSocket::at(path.clone()), owner);
+    let mut open = |place: ControlSocket| {
+        let taken = newcomer.as_mut().map(|newcomer| newcomer.control(&place.path)).transpose()?;
+        taken.flatten().map_or_else(|| listen::control(&place, owner), Ok)
+    };
+    let named = |path: &PathBuf| open(ControlSocket::at(path.clone()));
     let mut sockets: Vec<_> = service.qmp.iter().map(named).collect::<anyhow::Result<_>>()?;
     if service.control == Standard::Off {
         return Ok((sockets, None));
     }
     let place = ControlSocket::of_daemon().map_err(|rule| anyhow!("control socket: {rule}"));
-    match place.and_then(|place| listen::control(&place, owner)) {
+    match place.and_then(open) {
         Ok(listener) => sockets.push(listener),
         Err(error) if service.control == Standard::Must => return Err(error),
         Err(error) => return Ok((sockets, Some(error))),
     }
     Ok((sockets, None))
+}
+
+/// Where figures are asked for: bound, or another daemon's. The inventory knows it too, for the
+/// next one.
+fn metrics(
+    service: &Service,
+    newcomer: Option<&mut Newcomer>,
+    inventory: &Inventory,
+) -> anyhow::Result<Option<Vec<Listener>>> {
+    let Some(address) = &service.metrics else { return Ok(None) };
+    let taken = newcomer.map(|newcomer| newcomer.metrics(address)).transpose()?;
+    let listeners = taken.flatten().map_or_else(|| http::bind(address, &service.sockets), Ok)?;
+    let known = listeners.iter().map(|listener| -> std::io::Result<_> {
+        let path = listener.file.as_ref().map(|file| file.path().to_owned());
+        Ok((Fd::from(listener.socket.try_clone()?), path))
+    });
+    let known = known.collect::<Result<_, _>>().context("metrics")?;
+    inventory.metrics.replace(Some((address.clone(), known)));
+    Ok(Some(listeners))
 }
 
 /// SIGHUP: the config file is read again, and the log says what came of it.
@@ -407,10 +492,11 @@ async fn until_ended<T>(
     .await
 }
 
-/// Binds every address and adds what is to be found there; returns the exports' URIs.
+/// Binds every address, or takes it over, and lets nobody in yet; returns the exports' URIs.
 async fn listen(
     plan: &Plan,
     mut inherited: Inherited,
+    mut newcomer: Option<&mut Newcomer>,
     tls: Option<nbd::Tls>,
     workers: &Rc<Vec<Worker>>,
     inventory: &Rc<Inventory>,
@@ -419,9 +505,14 @@ async fn listen(
         door.passed().map(|name| inherited.keep(name)).transpose()?;
     }
     // All addresses first: where one fails, no client should have seen the others.
-    let open =
-        |server: &settings::Server| listen::open(&server.endpoint, &plan.service.sockets, &mut inherited);
-    let listeners: Vec<_> = plan.servers.iter().map(open).collect::<Result<_, _>>()?;
+    let open = |server: &settings::Server| {
+        let taken = newcomer.as_mut().map(|newcomer| newcomer.listeners(&server.endpoint)).transpose()?;
+        match taken.flatten() {
+            Some(listeners) => Ok(listeners),
+            None => listen::open(&server.endpoint, &plan.service.sockets, &mut inherited),
+        }
+    };
+    let listeners: Vec<_> = plan.servers.iter().map(open).collect::<anyhow::Result<_>>()?;
     for (planned, listeners) in plan.servers.iter().zip(listeners) {
         let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service));
         inventory.add_server(&Serving::new(server, planned.endpoint.clone(), listeners, workers));
@@ -439,8 +530,13 @@ async fn listen(
 }
 
 /// The last that takes rights, and then without them.
-async fn settle(plan: &Plan, inventory: &Inventory, workers: &[Worker]) -> anyhow::Result<Option<PidFile>> {
-    let pid_file = plan.service.pid_file.as_deref().map(PidFile::write).transpose()?;
+async fn settle(
+    plan: &Plan,
+    inventory: &Inventory,
+    workers: &[Worker],
+    is_alone: bool,
+) -> anyhow::Result<Option<PidFile>> {
+    let pid_file = plan.service.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
     let served = sandbox::Served {
         images: inventory.disks().iter().filter_map(|disk| disk.image.path().map(Path::to_owned)).collect(),
         endpoints: inventory.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
@@ -461,6 +557,9 @@ async fn settle(plan: &Plan, inventory: &Inventory, workers: &[Worker]) -> anyho
 async fn flush_and_close(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
     let mut outcome = Ok(());
     for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
+        if disk.is_anothers() {
+            continue;
+        }
         if let Err(error) = disk.flush().await {
             tracing::error!(disk = %disk.name(), %error, "the last flush failed");
             let name = disk.name();

@@ -14,20 +14,19 @@ use block::reactor::{self, JoinHandle, Worker};
 use policy::time::Duration;
 use sd_notify::NotifyState;
 
-/// Starts it, where the service manager asks for it. Ends when dropped.
-pub(super) fn start(workers: &Rc<Vec<Worker>>) -> Option<JoinHandle<()>> {
-    let allowed = sd_notify::watchdog_enabled()?;
-    let half = Duration::from_nanos(u64::try_from(allowed.as_nanos() / 2).unwrap_or(u64::MAX));
+/// Starts it, for a service manager that allows so long. Ends when dropped.
+pub(super) fn start(allowed: Duration, workers: &Rc<Vec<Worker>>) -> JoinHandle<()> {
+    let half = allowed / 2;
     let workers = Rc::clone(workers);
-    Some(reactor::spawn_joinable(async move {
+    reactor::spawn_joinable(async move {
         loop {
             reactor::sleep_until(reactor::now() + half).await;
             if !all_turn(&workers).await {
                 return;
             }
-            super::notify::tell(&[NotifyState::Watchdog]);
+            crate::notify::tell(&[NotifyState::Watchdog]);
         }
-    }))
+    })
 }
 
 /// Waits until each of them has run a task; false if one has ended.

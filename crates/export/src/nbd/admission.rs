@@ -13,7 +13,7 @@
 use std::{
     collections::{HashMap, hash_map::Entry},
     net::IpAddr,
-    os::fd::{AsRawFd as _, OwnedFd},
+    os::fd::{AsFd, AsRawFd as _},
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -91,6 +91,13 @@ impl Admission {
         admitted
     }
 
+    /// Counts one that was let in by another server, until [`Admission::leave`]: it is not judged
+    /// again.
+    pub(super) fn count(&self, address: IpAddr) {
+        let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
+        *guests.entry(origin(address)).or_default() += 1;
+    }
+
     pub(super) fn leave(&self, address: IpAddr) {
         let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
         if let Entry::Occupied(mut taken) = guests.entry(origin(address)) {
@@ -147,8 +154,8 @@ impl Admission {
 }
 
 /// Where the client at the other end of a socket comes from; `None` of a Unix socket.
-pub(super) fn address_of(socket: &OwnedFd) -> Option<IpAddr> {
-    let peer = getpeername::<SockaddrStorage>(socket.as_raw_fd()).ok()?;
+pub(super) fn address_of(socket: impl AsFd) -> Option<IpAddr> {
+    let peer = getpeername::<SockaddrStorage>(socket.as_fd().as_raw_fd()).ok()?;
     let v4 = || peer.as_sockaddr_in().map(|peer| peer.ip().into());
     let v6 = || peer.as_sockaddr_in6().map(|peer| peer.ip().into());
     v4().or_else(v6)

@@ -14,7 +14,7 @@
 //! limits are dropped.
 
 use std::{
-    cell::Cell,
+    cell::{Cell, RefCell},
     io,
     rc::Rc,
     sync::{
@@ -34,7 +34,8 @@ use super::{
     outbox::{Message, Outbox},
     reply::Replier,
     request::{self, Breach, Command, Parsed, Refused},
-    session::Session,
+    rest::{Rest, Rested, Stage},
+    session::{Session, Tag},
     stream::Stream,
 };
 use crate::intake::{Intake, Joined};
@@ -49,6 +50,9 @@ use block::{
 const FAREWELL: Duration = Duration::from_secs(1);
 /// How often a client that has enough in flight is looked after: a stopped disk may hold all of it.
 const LOOK: Duration = Duration::from_secs(1);
+
+/// How soon a connection that is to come to rest is interrupted again.
+const AGAIN: Duration = Duration::from_millis(1);
 
 /// Why a connection ended before the client took its leave.
 #[derive(Debug, thiserror::Error)]
@@ -76,6 +80,15 @@ pub(super) struct Connection {
     /// Nobody is there to answer: requests that still wait for their limits are dropped.
     pub(super) abandoned: Cell<bool>,
     pub(super) abandonment: Event,
+    /// Where it is told to rest, and its number there.
+    rest: Option<(Arc<Rest>, u64)>,
+    /// It comes to rest: nothing more is begun.
+    pub(super) resting: Cell<bool>,
+    /// Not begun when it came to rest.
+    put_back: RefCell<Vec<Incoming>>,
+    sending: Cell<bool>,
+    /// The reader may be in a receive.
+    receiving: Cell<bool>,
     /// What it keeps of the disk's memory.
     holding: Arc<Holding>,
     /// Lost when nobody is there to answer, or the server wants no more of the client: then a
@@ -110,6 +123,8 @@ pub(super) enum End {
     Orderly,
     /// It closed the stream without a word ("hard disconnect").
     Vanished,
+    /// Nothing has ended: it comes to rest.
+    Resting,
 }
 
 impl Connection {
@@ -135,18 +150,36 @@ impl Connection {
             abandoned: Cell::new(false),
             abandonment: Event::new(),
             patience: Arc::default(),
+            rest: None,
+            resting: Cell::new(false),
+            put_back: RefCell::default(),
+            sending: Cell::new(false),
+            receiving: Cell::new(true),
         })
+    }
+
+    /// The same, as one of a server that may have it rest.
+    pub(super) fn of_server(self: Rc<Self>, rest: &Arc<Rest>, number: u64) -> Rc<Self> {
+        let this = Rc::into_inner(self).expect("made for this");
+        Rc::new(Self { rest: Some((Arc::clone(rest), number)), ..this })
     }
 
     /// Serves the client until it leaves, breaks the protocol, or `stop` is set and its receiving
     /// ended. `inbox` has what arrived behind the handshake.
     pub(super) async fn serve(self: Rc<Self>, mut inbox: Inbox) -> Result<End, Broken> {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
+        let attention = reactor::spawn_joinable(Rc::clone(&self).attend());
         let mut intake = Intake::default();
         inbox.await_requests();
-        let outcome = self.receive_requests(&mut inbox, &mut intake).await;
-        // However receiving ended, what was taken in is in flight.
-        self.start(&mut intake).await;
+        let outcome = loop {
+            let outcome = self.receive_requests(&mut inbox, &mut intake).await;
+            // However receiving ended, what was taken in is in flight.
+            self.start(&mut intake).await;
+            if !matches!(outcome, Ok(End::Resting)) || !self.rest(&mut inbox).await {
+                break outcome;
+            }
+        };
+        attention.cancel().await;
         if self.stop.load(Ordering::Relaxed) {
             self.patience.lose();
         }
@@ -156,6 +189,8 @@ impl Connection {
                 self.abandon();
                 None
             }
+            // Another goes on with the client; only with TLS nobody can.
+            Ok(End::Resting) => None,
         };
         while !self.outbox.is_idle() {
             self.outbox.room.wait().await;
@@ -163,9 +198,11 @@ impl Connection {
         self.finished.set(true);
         self.outbox.news.raise();
         writer.await;
-        // A client that does not read must not keep its place by it.
-        let _ = reactor::timeout(FAREWELL, self.stream.finish()).await;
-        self.stream.close();
+        if !matches!(outcome, Ok(End::Resting)) || self.stream.is_tls() {
+            // A client that does not read must not keep its place by it.
+            let _ = reactor::timeout(FAREWELL, self.stream.finish()).await;
+            self.stream.close();
+        }
         if let Some(watch) = watch {
             watch.cancel().await;
         }
@@ -202,7 +239,23 @@ impl Connection {
         inbox: &mut Inbox,
         intake: &mut Intake<Incoming>,
     ) -> Result<End, Broken> {
+        match self.receive_until_rest(inbox, intake).await {
+            Err(Broken::Stream(error)) if self.is_interruption(&error) => Ok(End::Resting),
+            outcome => outcome,
+        }
+    }
+
+    async fn receive_until_rest(
+        self: &Rc<Self>,
+        inbox: &mut Inbox,
+        intake: &mut Intake<Incoming>,
+    ) -> Result<End, Broken> {
+        // What it came to rest in the middle of.
+        inbox.skip(0, &self.stream).await?;
         while !self.stop.load(Ordering::Relaxed) {
+            if self.resting.get() {
+                return Ok(End::Resting);
+            }
             let parsed = request::parse(inbox.bytes(), &self.session, self.disk.size_bytes());
             if !matches!(parsed, Parsed::Incomplete | Parsed::Close(_)) {
                 inbox.consume(self.session.style.request_bytes());
@@ -231,7 +284,11 @@ impl Connection {
                         length => {
                             self.start(intake).await;
                             let _waiting = self.holding.receiving.waits_for(length);
-                            Some(inbox.payload(length, &self.stream).await?)
+                            let payload = inbox.payload(length, &self.stream).await;
+                            if payload.is_err() {
+                                self.put_back(request.tag, command, None);
+                            }
+                            Some(payload?)
                         }
                     };
                     memory.keep();
@@ -241,6 +298,71 @@ impl Connection {
             }
         }
         Ok(End::Orderly)
+    }
+
+    fn is_interruption(&self, error: &io::Error) -> bool {
+        self.resting.get() && error.raw_os_error() == Some(libc::ECANCELED)
+    }
+
+    /// Has it come to rest whenever its server says so.
+    async fn attend(self: Rc<Self>) {
+        let Some((rest, _)) = &self.rest else { return };
+        loop {
+            rest.until(|stage| stage >= Stage::Still).await;
+            let turn = rest.turn();
+            self.resting.set(true);
+            // Who waits for limits begins nothing now.
+            self.abandonment.notify(usize::MAX);
+            // It may have rested and gone on between two looks.
+            while self.resting.get() && self.receiving.get() {
+                if !self.sending.get() {
+                    self.stream.interrupt();
+                }
+                // Once may be too early: between two receives.
+                reactor::sleep_until(reactor::now() + AGAIN).await;
+            }
+            if rest.over(turn).await {
+                return;
+            }
+        }
+    }
+
+    /// Waits until nothing is in flight, says what there is, and waits to be told to go on: false
+    /// if another does.
+    async fn rest(&self, inbox: &mut Inbox) -> bool {
+        let Some((rest, number)) = &self.rest else { return false };
+        self.receiving.set(false);
+        while !self.outbox.is_idle() {
+            self.outbox.room.wait().await;
+        }
+        let (unfinished, behind, skip) = inbox.rest();
+        let mut bytes = Vec::new();
+        // The one whose payload was interrupted, if there is one, was put back before all that
+        // waited.
+        let mut put_back = self.put_back.take();
+        let interrupted = put_back.iter().position(Incoming::is_unfinished);
+        let last = interrupted.map(|at| put_back.remove(at));
+        for request in put_back.into_iter().chain(last) {
+            request.write(&self.session, &mut bytes);
+        }
+        bytes.extend(unfinished);
+        bytes.extend(behind);
+        *inbox = Inbox::holding(&bytes, skip);
+        inbox.await_requests();
+        let (tls, session) = (self.stream.is_tls(), self.session);
+        let rested = self.stream.socket().cloned();
+        let rested = rested.map(|socket| Rested { socket, tls, session, bytes, skip: skip as u64 });
+        let is_anothers = rest.lie(*number, rested).await;
+        self.resting.set(false);
+        self.receiving.set(true);
+        !is_anothers
+    }
+
+    /// Keeps a request that has not begun for whoever goes on with the client.
+    pub(super) fn put_back(&self, tag: Tag, command: Command, data: Option<Buffer>) {
+        if self.resting.get() {
+            self.put_back.borrow_mut().push(Incoming { tag, command, data });
+        }
     }
 
     async fn start(self: &Rc<Self>, intake: &mut Intake<Incoming>) {
@@ -320,6 +442,7 @@ impl Connection {
             }
             let length = message.segments.len();
             let waiting = self.holding.sending.waits_for(length);
+            self.sending.set(true);
             if !self.broken.get()
                 && let Err(error) = self.stream.send(message.segments).await
             {
@@ -329,6 +452,7 @@ impl Connection {
                 self.stream.close();
                 self.abandon();
             }
+            self.sending.set(false);
             drop(waiting);
             self.ended(message.requests, message.bytes, length);
         }

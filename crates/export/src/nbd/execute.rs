@@ -45,12 +45,16 @@ impl Connection {
             }
             Command::Flush => self.answer(tag, self.disk.flush_for(Some(&self.patience)).await, 0),
             Command::Trim { offset, length, fua } => {
-                let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else { return };
+                let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else {
+                    return self.put_back(tag, command, None);
+                };
                 self.answer(tag, self.disk.discard(pass, offset, length, durability(fua)).await, 0);
             }
             Command::Cache { offset, length } => self.cache(offset, length, tag).await,
             Command::WriteZeroes { offset, length, fua, no_hole, fast } => {
-                let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else { return };
+                let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else {
+                    return self.put_back(tag, command, None);
+                };
                 let options =
                     ZeroOptions { may_unmap: !no_hole, only_if_fast: fast, durability: durability(fua) };
                 let result = self.disk.write_zeroes(pass, offset, length, options).await;
@@ -74,7 +78,9 @@ impl Connection {
     async fn read(&self, offset: u64, length: u32, whole: bool, tag: Tag) {
         let bytes = length as usize;
         let cost = Cost::one(u64::from(length));
-        let Some(pass) = self.admit(Direction::Read, cost, 1, bytes).await else { return };
+        let Some(pass) = self.admit(Direction::Read, cost, 1, bytes).await else {
+            return self.put_back(tag, Command::Read { offset, length, dont_fragment: whole }, None);
+        };
         match self.disk.read(pass, offset, bytes).await {
             Ok(data) => self.answer_read(tag, offset, data, whole),
             Err(error) => self.fail(tag, errno(error), "reading failed", bytes),
@@ -120,7 +126,9 @@ impl Connection {
         let mut rest = if self.disk.can_read_ahead() { offset..offset + length } else { 0..0 };
         while !rest.is_empty() && !self.abandoned.get() {
             let part = PART.min(rest.end - rest.start);
-            let Some(pass) = self.admit(Direction::Read, Cost::one(part), 1, 0).await else { return };
+            let Some(pass) = self.admit(Direction::Read, Cost::one(part), 1, 0).await else {
+                return self.put_back(tag, Command::Cache { offset, length }, None);
+            };
             self.disk.will_need(pass, rest.start, part).await;
             rest.start += part;
         }
@@ -132,7 +140,9 @@ impl Connection {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
         let cost = Cost::merged(&lengths);
         let total = cost.bytes() as usize;
-        let Some(pass) = self.admit(Direction::Read, cost, parts.len(), total).await else { return };
+        let Some(pass) = self.admit(Direction::Read, cost, parts.len(), total).await else {
+            return parts.into_iter().for_each(|part| self.put_back(part.tag, part.command, None));
+        };
         let result = self.disk.read(pass, parts[0].candidate().offset, total).await;
         let mut rest = match result {
             Ok(data) => data,
@@ -151,7 +161,10 @@ impl Connection {
         for part in parts {
             let Candidate { offset, length, .. } = part.candidate();
             let admitted = self.admit(Direction::Read, Cost::one(length), 1, length as usize).await;
-            let Some(pass) = admitted else { continue };
+            let Some(pass) = admitted else {
+                self.put_back(part.tag, part.command, None);
+                continue;
+            };
             match self.disk.retry_read(pass, offset, length as usize).await {
                 Ok(data) => self.answer_read(part.tag, offset, data, wants_whole(&part)),
                 Err(error) => self.fail(part.tag, errno(error), "reading failed", length as usize),
@@ -176,13 +189,23 @@ impl Connection {
 
     /// Writes `data` for the requests in `answers`, each with its payload's length; all fail
     /// together, because a failed write leaves its range undefined anyway.
-    async fn write(&self, offset: u64, data: Segments, fua: bool, answers: &[(Tag, usize)]) {
+    async fn write(&self, mut offset: u64, mut data: Segments, fua: bool, answers: &[(Tag, usize)]) {
         let cost = match answers {
             [(_, length)] => Cost::one(*length as u64),
             _ => Cost::merged(&answers.iter().map(|&(_, length)| length as u64).collect::<Vec<_>>()),
         };
         let bytes = data.len();
-        let Some(pass) = self.admit(Direction::Write, cost, answers.len(), bytes).await else { return };
+        let Some(pass) = self.admit(Direction::Write, cost, answers.len(), bytes).await else {
+            for &(tag, bytes) in answers {
+                let behind = data.split_off(bytes);
+                // As it was parsed, with a length of 32 bits.
+                let length = bytes as u32;
+                let payload = std::mem::replace(&mut data, behind).joined();
+                self.put_back(tag, Command::Write { offset, length, fua }, Some(payload));
+                offset += bytes as u64;
+            }
+            return;
+        };
         let result = self.disk.write(pass, offset, data, durability(fua)).await;
         for &(tag, length) in answers {
             self.answer(tag, result, length);
@@ -190,7 +213,9 @@ impl Connection {
     }
 
     async fn block_status(&self, tag: Tag, query: StatusQuery, bytes: usize) {
-        let Some(pass) = self.admit(Direction::Read, Cost::one(0), 1, bytes).await else { return };
+        let Some(pass) = self.admit(Direction::Read, Cost::one(0), 1, bytes).await else {
+            return self.put_back(tag, Command::BlockStatus(query), None);
+        };
         let mut reply = Vec::new();
         let contexts = query.contexts.len();
         for (index, context) in query.contexts.iter().enumerate() {
@@ -272,7 +297,8 @@ impl Connection {
     }
 
     /// Waits for the disk's limits; `None` if the client went away meanwhile: its waiting requests
-    /// must not use up what its group's other members may have.
+    /// must not use up what its group's other members may have. Or if the connection comes to rest,
+    /// and then the request is to be put back.
     async fn admit(&self, direction: Direction, cost: Cost, requests: usize, bytes: usize) -> Option<Pass> {
         let mut admission = pin!(self.disk.admit(direction, cost));
         // Made only for a request that has to wait.
@@ -282,7 +308,8 @@ impl Connection {
                 return Poll::Ready(Some(pass));
             }
             let abandonment = abandonment.get_or_insert_with(|| self.abandonment.listen());
-            let gone = Pin::new(abandonment).poll(context).is_ready() || self.abandoned.get();
+            let gone =
+                Pin::new(abandonment).poll(context).is_ready() || self.abandoned.get() || self.resting.get();
             if gone { Poll::Ready(None) } else { Poll::Pending }
         })
         .await;

@@ -22,13 +22,45 @@ pub(super) struct Inbox {
     idle_bytes: usize,
     /// What the last receive brought.
     received: usize,
+    /// What has come of a payload whose receiving ended early.
+    unfinished: Vec<u8>,
+    /// Still to be dropped.
+    to_skip: usize,
 }
 
 impl Inbox {
     /// For a handshake.
     pub(super) fn new() -> Self {
         let idle_bytes = HANDSHAKE_BYTES;
-        Self { buffer: Some(Buffer::new(idle_bytes)), start: 0, end: 0, idle_bytes, received: 0 }
+        Self {
+            buffer: Some(Buffer::new(idle_bytes)),
+            start: 0,
+            end: 0,
+            idle_bytes,
+            received: 0,
+            unfinished: Vec::new(),
+            to_skip: 0,
+        }
+    }
+
+    /// Of a connection that comes from a rest: see [`super::Rested`].
+    pub(super) fn holding(bytes: &[u8], skip: usize) -> Self {
+        let mut inbox = Self::new();
+        if bytes.len() > inbox.idle_bytes {
+            inbox.buffer = Some(Buffer::new(bytes.len()));
+        }
+        if let Some(buffer) = &mut inbox.buffer {
+            buffer[..bytes.len()].copy_from_slice(bytes);
+        }
+        Self { end: bytes.len(), to_skip: skip, ..inbox }
+    }
+
+    /// What an interrupted receiving leaves: what there is of a payload, what comes behind it, and
+    /// how much is still to be dropped.
+    pub(super) fn rest(&mut self) -> (Vec<u8>, Vec<u8>, usize) {
+        let behind = self.bytes().to_vec();
+        self.consume(behind.len());
+        (std::mem::take(&mut self.unfinished), behind, std::mem::take(&mut self.to_skip))
     }
 
     /// For the requests behind the handshake, as far as they have not arrived.
@@ -90,9 +122,13 @@ impl Inbox {
         while filled < length {
             let (result, buffer) = stream.receive(payload, filled).await;
             payload = buffer;
-            match result? {
-                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                count => filled += count,
+            match result {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => filled += count,
+                Err(error) => {
+                    self.unfinished = payload[..filled].to_vec();
+                    return Err(error);
+                }
             }
         }
         Ok(payload)
@@ -103,12 +139,13 @@ impl Inbox {
         self.end - self.start >= length
     }
 
-    pub(super) async fn skip(&mut self, mut length: usize, stream: &Stream) -> io::Result<()> {
+    pub(super) async fn skip(&mut self, length: usize, stream: &Stream) -> io::Result<()> {
+        self.to_skip += length;
         loop {
-            let here = length.min(self.bytes().len());
+            let here = self.to_skip.min(self.bytes().len());
             self.consume(here);
-            length -= here;
-            if length == 0 {
+            self.to_skip -= here;
+            if self.to_skip == 0 {
                 return Ok(());
             }
             if !self.fill(stream).await? {

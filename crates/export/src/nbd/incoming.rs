@@ -2,7 +2,10 @@
 
 use policy::merge::{Candidate, Operation};
 
-use super::{request::Command, session::Tag};
+use super::{
+    request::{self, Command},
+    session::{Session, Tag},
+};
 use crate::intake::Mergeable;
 use block::buffer::Buffer;
 
@@ -11,6 +14,19 @@ pub(super) struct Incoming {
     pub(super) command: Command,
     /// A write's payload.
     pub(super) data: Option<Buffer>,
+}
+
+impl Incoming {
+    /// Whether its payload has not all come.
+    pub(super) fn is_unfinished(&self) -> bool {
+        self.command.payload_bytes() > 0 && self.data.is_none()
+    }
+
+    /// As it came.
+    pub(super) fn write(&self, session: &Session, out: &mut Vec<u8>) {
+        request::encode(self.tag, self.command, session, out);
+        out.extend(self.data.iter().flat_map(|data| data.iter()));
+    }
 }
 
 impl Mergeable for Incoming {

@@ -53,6 +53,7 @@ mod pipe;
 pub mod proto;
 pub mod reply;
 pub mod request;
+mod rest;
 pub mod server;
 pub mod session;
 #[cfg(test)]
@@ -70,6 +71,7 @@ pub use live::Export;
 pub use negotiate::{Close, Event, Handshake, Step, TlsPolicy};
 pub use reply::{Extent, Replier, ReplyHeader};
 pub use request::{Command, Parsed, Request};
+pub use rest::Rested;
 pub use server::{NotRemoved, Removal, Server, Terms, Tls};
 pub use session::{ReplyStyle, Session, Tag};
 pub use tls::{TlsError, TlsRead, TlsStream};

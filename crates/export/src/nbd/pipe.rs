@@ -22,6 +22,7 @@ const CAPACITY: usize = 8 << 10;
 struct Direction {
     bytes: VecDeque<u8>,
     closed: bool,
+    interrupted: bool,
     /// Receiver and sender.
     waiting: [Option<Waker>; 2],
 }
@@ -55,10 +56,13 @@ impl Pipe {
     pub(super) async fn receive(&self, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
         let count = poll_fn(|context| {
             let mut incoming = self.incoming.borrow_mut();
+            if std::mem::take(&mut incoming.interrupted) && incoming.bytes.is_empty() {
+                return Poll::Ready(Err(io::Error::from_raw_os_error(libc::ECANCELED)));
+            }
             let most = incoming.bytes.len().min(buffer.len() - filled);
             if most == 0 {
                 if incoming.closed {
-                    return Poll::Ready(0);
+                    return Poll::Ready(Ok(0));
                 }
                 incoming.waiting[0] = Some(context.waker().clone());
                 return Poll::Pending;
@@ -70,10 +74,10 @@ impl Pipe {
             let waiting = incoming.wake();
             drop(incoming);
             wake_all(waiting);
-            Poll::Ready(count)
+            Poll::Ready(Ok(count))
         })
         .await;
-        (Ok(count), buffer)
+        (count, buffer)
     }
 
     pub(super) async fn send(&self, segments: Segments) -> io::Result<()> {
@@ -98,6 +102,16 @@ impl Pipe {
             if done { Poll::Ready(Ok(())) } else { Poll::Pending }
         })
         .await
+    }
+
+    /// Has whoever receives get what is there, or `ECANCELED`.
+    pub(super) fn interrupt(&self) {
+        let waiting = {
+            let mut incoming = self.incoming.borrow_mut();
+            incoming.interrupted = incoming.waiting[0].is_some();
+            incoming.wake()
+        };
+        wake_all(waiting);
     }
 
     /// Receives no more than what is there already, as after `shutdown(SHUT_RD)`; sending goes on.

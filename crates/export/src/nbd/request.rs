@@ -363,5 +363,56 @@ fn selected(payload: &[u8], session: &Session) -> Result<(u64, MetaContexts), Re
     if contexts.is_empty() { Err(wrong) } else { Ok((length, contexts)) }
 }
 
+/// The request that [`parse`] made `command` of, without its payload. A part of block status that
+/// a payload asked for has that payload behind it.
+pub(super) fn encode(tag: Tag, command: Command, session: &Session, out: &mut Vec<u8>) {
+    let with = |flag: u16, set: bool| if set { flag } else { 0 };
+    let fua_flag = |fua| with(cmd_flag::FUA, fua);
+    let is_extended = session.style == ReplyStyle::Extended;
+    let mut behind = Vec::new();
+    let (kind, flags, length) = match command {
+        Command::Read { length, dont_fragment, .. } => {
+            (cmd::READ, with(cmd_flag::DF, dont_fragment), u64::from(length))
+        }
+        Command::Write { length, fua, .. } => {
+            (cmd::WRITE, fua_flag(fua) | with(cmd_flag::PAYLOAD_LEN, is_extended), u64::from(length))
+        }
+        Command::Disconnect => (cmd::DISC, 0, 0),
+        Command::Flush => (cmd::FLUSH, 0, 0),
+        Command::Trim { length, fua, .. } => (cmd::TRIM, fua_flag(fua), length),
+        Command::Cache { length, .. } => (cmd::CACHE, 0, length),
+        Command::WriteZeroes { length, fua, no_hole, fast, .. } => {
+            let flags = with(cmd_flag::NO_HOLE, no_hole) | with(cmd_flag::FAST_ZERO, fast);
+            (cmd::WRITE_ZEROES, fua_flag(fua) | flags, length)
+        }
+        Command::BlockStatus(query) if query.contexts == session.contexts => {
+            (cmd::BLOCK_STATUS, with(cmd_flag::REQ_ONE, query.one), query.length)
+        }
+        Command::BlockStatus(query) => {
+            behind.extend(query.length.to_be_bytes());
+            behind.extend(query.contexts.iter().flat_map(|context| context.id().to_be_bytes()));
+            let flags = cmd_flag::PAYLOAD_LEN | with(cmd_flag::REQ_ONE, query.one);
+            (cmd::BLOCK_STATUS, flags, behind.len() as u64)
+        }
+        Command::BlockStatusPayload { payload, one, .. } => {
+            let flags = cmd_flag::PAYLOAD_LEN | with(cmd_flag::REQ_ONE, one);
+            (cmd::BLOCK_STATUS, flags, u64::from(payload))
+        }
+        // What it was is all one: it does nothing.
+        Command::Nothing => (cmd::READ, 0, 0),
+    };
+    let magic = if is_extended { proto::EXTENDED_REQUEST_MAGIC } else { proto::REQUEST_MAGIC };
+    out.extend(magic.to_be_bytes());
+    out.extend(flags.to_be_bytes());
+    out.extend(kind.to_be_bytes());
+    out.extend(tag.cookie.to_be_bytes());
+    out.extend(tag.offset.to_be_bytes());
+    match u32::try_from(length) {
+        Ok(length) if !is_extended => out.extend(length.to_be_bytes()),
+        _ => out.extend(length.to_be_bytes()),
+    }
+    out.extend(behind);
+}
+
 #[cfg(test)]
 mod tests;

@@ -38,9 +38,11 @@ use super::{
     inbox::Inbox,
     live::{Export, LiveExports},
     negotiate::{self, Handshake, TlsPolicy},
+    rest::{Arriving, Rest, Rested, Stage},
     session::Session,
     stream::Stream,
 };
+use crate::race::first;
 use block::{
     reactor::{
         self, Worker,
@@ -103,10 +105,11 @@ pub struct Server {
     terms: Terms,
     admission: Admission,
     stopping: AtomicBool,
+    pub(super) rest: Arc<Rest>,
     served: AtomicBool,
     connections: Mutex<HashMap<u64, Live>>,
     next_number: AtomicU64,
-    /// Places taken; `freed` announces every change.
+    /// Places taken; `freed` announces every change, and who has finished the handshake.
     places: AtomicUsize,
     freed: Event,
     endings: Seldom,
@@ -152,6 +155,7 @@ impl Server {
             admission: Admission::new(terms.access.clone(), terms.most_of_one_address()),
             terms,
             stopping: AtomicBool::new(false),
+            rest: Arc::default(),
             served: AtomicBool::new(false),
             connections: Mutex::default(),
             next_number: AtomicU64::new(1),
@@ -237,6 +241,7 @@ impl Server {
         if found && let Some(live) = self.lock().get_mut(&number) {
             live.export = Some(export);
             self.served.store(true, Ordering::SeqCst);
+            self.freed.notify(usize::MAX);
         }
         found
     }
@@ -250,12 +255,13 @@ impl Server {
         loop {
             let Some(mut place) = Place::take(&self, &listener).await else { return Ok(()) };
             let socket = loop {
-                let Some(socket) = self.accept(&listener).await? else { return Ok(()) };
+                let Some((socket, arriving)) = self.accept(&listener).await? else { return Ok(()) };
                 if place.is_for(&socket) {
-                    break socket;
+                    break (socket, arriving);
                 }
             };
-            workers[turn % workers.len()].spawn(move || place.keep_while(socket));
+            let (socket, arriving) = socket;
+            workers[turn % workers.len()].spawn(move || place.keep_while(socket, arriving));
             turn += 1;
         }
     }
@@ -265,12 +271,17 @@ impl Server {
     /// While descriptors or memory are short it tries once a second, or when a client goes, and
     /// says so once. The caller's place is kept meanwhile: to free it would be told as the news
     /// that is waited for.
-    async fn accept(&self, listener: &Fd) -> io::Result<Option<OwnedFd>> {
+    async fn accept(&self, listener: &Fd) -> io::Result<Option<(OwnedFd, Arriving)>> {
         let (mut failures, mut told) = (0_u64, false);
         loop {
             let freed = self.freed.listen();
+            let stage = self.rest.until(|stage| matches!(stage, Stage::Open | Stage::Gone)).await;
+            if stage == Stage::Gone {
+                return Ok(None);
+            }
+            let arriving = self.rest.arriving();
             let socket = match op::descriptors_left() {
-                true => op::accept(listener).await,
+                true => self.accept_while_open(listener).await,
                 false => Err(io::Error::from_raw_os_error(libc::EMFILE)),
             };
             match socket {
@@ -278,13 +289,15 @@ impl Server {
                     if told {
                         tracing::info!(failures, "connections are accepted again");
                     }
-                    return Ok(Some(socket));
+                    return Ok(Some((socket, arriving)));
                 }
                 Err(_) if self.stopping.load(Ordering::SeqCst) => return Ok(None),
                 Err(error) => match error.raw_os_error() {
                     Some(libc::EBADF | libc::EINVAL | libc::ENOTSOCK | libc::EFAULT | libc::EOPNOTSUPP) => {
                         return Err(error);
                     }
+                    // The server lets nobody in for now.
+                    Some(libc::ECANCELED) => {}
                     // The client gave up before it was accepted.
                     Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => {}
                     // Out of descriptors or memory, the network, a firewall: it passes.
@@ -296,10 +309,132 @@ impl Server {
                             tracing::warn!(%error, left_out, "cannot accept connections, trying again every second");
                         }
                         failures += 1;
+                        drop(arriving);
                         let _ = reactor::timeout(Duration::from_secs(1), freed).await;
                     }
                 },
             }
+        }
+    }
+
+    /// Accepts the next client, or fails with `ECANCELED` where nobody is let in any more.
+    async fn accept_while_open(&self, listener: &Fd) -> io::Result<OwnedFd> {
+        let mut accepting = pin!(op::accept(listener));
+        let mut closed = pin!(self.rest.until(|stage| stage != Stage::Open));
+        let mut is_told = false;
+        poll_fn(|context| {
+            if let Poll::Ready(accepted) = accepting.as_mut().poll(context) {
+                return Poll::Ready(accepted);
+            }
+            if !is_told && closed.as_mut().poll(context).is_ready() {
+                is_told = true;
+                op::interrupt(listener);
+            }
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// Lets nobody in, who wait in the listeners' queues, and waits until everybody has finished
+    /// the handshake; those that take longer than `patience` are disconnected. Then
+    /// [`Server::come_to_rest`], or [`Server::go_on`].
+    pub async fn close_doors(&self, patience: Duration) {
+        self.rest.set(Stage::Closed);
+        let is_shaking = |live: &Live| live.export.is_none();
+        let finished = async {
+            loop {
+                let (freed, changed) = (self.freed.listen(), self.rest.listen());
+                if self.rest.nobody_arrives() && !self.lock().values().any(is_shaking) {
+                    return;
+                }
+                first(freed, changed).await;
+            }
+        };
+        if reactor::timeout(patience, finished).await.is_err() {
+            for live in self.lock().values().filter(|live| is_shaking(live)) {
+                let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Both);
+            }
+        }
+    }
+
+    /// Has every connection come to rest: what it has in flight is finished and answered, what
+    /// waits for limits is put back. Returns false if that takes longer than `patience`.
+    pub async fn come_to_rest(&self, patience: Duration) -> bool {
+        self.rest.set(Stage::Still);
+        reactor::timeout(patience, async {
+            loop {
+                let (freed, changed) = (self.freed.listen(), self.rest.listen());
+                if self.rest.nobody_arrives() && self.rest.rested().len() == self.connections() {
+                    return;
+                }
+                first(freed, changed).await;
+            }
+        })
+        .await
+        .is_ok()
+    }
+
+    /// What every connection at rest has, with its export's name; those first that came first.
+    pub fn rested(&self) -> Vec<(Arc<str>, Rested)> {
+        let exports = self.exports();
+        let rested = self.rest.rested();
+        let mut numbers: Vec<_> = rested.keys().copied().collect();
+        numbers.sort_unstable();
+        let named = |number: u64| {
+            let rested = rested.get(&number)?.clone()?;
+            Some((Arc::clone(&exports.get(rested.session.export)?.name), rested))
+        };
+        numbers.into_iter().filter_map(named).collect()
+    }
+
+    /// Goes on after [`Server::close_doors`] or [`Server::come_to_rest`] as if nothing had been.
+    pub fn go_on(&self) {
+        self.rest.set(Stage::Open);
+    }
+
+    /// Another goes on: connections that it cannot have, those with TLS, are closed when this
+    /// returns. The others are forgotten here, and not touched.
+    pub async fn leave(&self) {
+        self.rest.set(Stage::Gone);
+        let _ = reactor::timeout(FAREWELL, self.wait_while(|server| server.connections() > 0)).await;
+    }
+
+    /// Goes on with a client of another server, on `worker`. Its session names an export of this
+    /// one.
+    pub fn take_in(self: &Arc<Self>, rested: Rested, worker: &Worker) {
+        self.places.fetch_add(1, Ordering::SeqCst);
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+        let address = admission::address_of(&rested.socket);
+        address.into_iter().for_each(|address| self.admission.count(address));
+        let place = Place { server: Arc::clone(self), number, address };
+        let live = Live {
+            socket: rested.socket.clone(),
+            stop: Arc::default(),
+            export: Some(rested.session.export),
+            address,
+            since: reactor::now(),
+        };
+        let stop = Arc::clone(&live.stop);
+        self.lock().insert(number, live);
+        self.served.store(true, Ordering::SeqCst);
+        worker.spawn(move || async move {
+            place.server.resume(rested, &stop, number).await;
+            drop(place);
+            give_memory_back();
+        });
+    }
+
+    async fn resume(&self, rested: Rested, stop: &Arc<AtomicBool>, number: u64) {
+        let Rested { socket, session, bytes, skip, .. } = rested;
+        let inbox = Inbox::holding(&bytes, usize::try_from(skip).unwrap_or(usize::MAX));
+        drop(bytes);
+        // A stop before it was registered would otherwise be missed.
+        if self.stopping.load(Ordering::SeqCst) {
+            return;
+        }
+        let Some(connection) = self.connection(Stream::Plain(socket), session, stop, number) else { return };
+        if let Err(reason) = connection.serve(inbox).await {
+            tracing::debug!(client = number, %reason, "connection ended");
         }
     }
 
@@ -335,6 +470,8 @@ impl Server {
     /// the listeners' sockets (`shutdown(2)`) to end [`Server::listen`].
     pub async fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
+        // Who is at rest has its part to finish.
+        self.rest.set(Stage::Open);
         self.freed.notify(usize::MAX);
         for live in self.lock().values() {
             live.stop.store(true, Ordering::SeqCst);
@@ -375,7 +512,7 @@ impl Server {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn welcome(&self, socket: OwnedFd, number: u64, address: Option<IpAddr>) {
+    async fn welcome(&self, socket: OwnedFd, number: u64, address: Option<IpAddr>, arriving: Arriving) {
         prepare(&socket);
         let socket = Fd::from(socket);
         let stop = Arc::new(AtomicBool::new(false));
@@ -387,6 +524,7 @@ impl Server {
             since: reactor::now(),
         };
         self.lock().insert(number, live);
+        drop(arriving);
         // A stop between accepting and registering would otherwise be missed.
         if !self.stopping.load(Ordering::SeqCst) {
             tracing::debug!(client = number, "connected");
@@ -424,10 +562,23 @@ impl Server {
         else {
             return Ok(None);
         };
+        let connection = self.connection(stream, session, stop, number).ok_or(REMOVED)?;
+        Ok(Some((connection, inbox)))
+    }
+
+    /// `None` where its export was removed.
+    fn connection(
+        &self,
+        stream: Stream,
+        session: Session,
+        stop: &Arc<AtomicBool>,
+        number: u64,
+    ) -> Option<Rc<Connection>> {
         let exports = self.exports();
-        let export = exports.get(session.export).ok_or(REMOVED)?;
+        let export = exports.get(session.export)?;
         let (disk, bitmaps) = (Arc::clone(&export.disk), Arc::clone(&export.bitmaps));
-        Ok(Some((Connection::new(stream, disk, bitmaps, session, Arc::clone(stop)), inbox)))
+        let connection = Connection::new(stream, disk, bitmaps, session, Arc::clone(stop));
+        Some(connection.of_server(&self.rest, number))
     }
 
     async fn negotiate(
@@ -562,8 +713,8 @@ impl Place {
         admitted
     }
 
-    async fn keep_while(self, socket: OwnedFd) {
-        self.server.welcome(socket, self.number, self.address).await;
+    async fn keep_while(self, socket: OwnedFd, arriving: Arriving) {
+        self.server.welcome(socket, self.number, self.address, arriving).await;
         give_memory_back();
     }
 }

@@ -35,7 +35,7 @@ fn connect(server: &Arc<Server>, number: u64) -> UnixStream {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     let place = Place { server: Arc::clone(server), number, address: None };
     server.places.fetch_add(1, Ordering::SeqCst);
-    reactor::spawn(place.keep_while(theirs.into()));
+    reactor::spawn(place.keep_while(theirs.into(), server.rest.arriving()));
     ours
 }
 

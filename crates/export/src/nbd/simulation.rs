@@ -37,6 +37,7 @@ use super::{
     outbox::{MAX_BYTES, MAX_REQUESTS},
     pipe::Pipe,
     proto::{self, cmd},
+    rest::Stage,
     server::{Server, Terms},
     session::ReplyStyle,
     stream::Stream,
@@ -90,11 +91,12 @@ async fn serve_a_crowd() -> (Totals, u64) {
     let faults = chance(25);
     let disk = Arc::new(disk(draw_storage(faults), draw_limits()));
     let server = serve(&disk);
+    let crowd = Crowd::new(&server);
     let stopped = Rc::new(Cell::new(false));
     let answered = Rc::new(Cell::new(0));
     let (mut ends, mut clients, mut connections) = (Vec::new(), Vec::new(), Vec::new());
     for number in 0..sim::random(|random| random.u64(1..=MOST_CLIENTS)) {
-        let (pipe, connection) = connect(&server);
+        let (pipe, connection) = crowd.connect();
         let client = Client {
             wire: Wire::new(pipe),
             start: number * REGION,
@@ -107,7 +109,7 @@ async fn serve_a_crowd() -> (Totals, u64) {
         connections.push(connection.task);
     }
     for _ in 0..sim::random(|random| random.usize(..=3)) {
-        let (pipe, connection) = connect(&server);
+        let (pipe, connection) = crowd.connect();
         clients.push(spawn_joinable(Hostile::draw(MOST_CLIENTS * REGION).run(pipe)));
         ends.push((connection.end.clone(), Arc::clone(&connection.stop)));
         connections.push(connection.task);
@@ -125,12 +127,62 @@ async fn serve_a_crowd() -> (Totals, u64) {
         stopping.cancel().await;
     }
     if chance(25) {
+        crowd.rest_now_and_then().await;
+    }
+    if chance(25) {
         resize_now_and_then(&disk).await;
     }
     for task in clients.into_iter().chain(connections) {
         timeout(FOREVER, task).await.expect("every client and every connection comes to an end");
     }
     (disk.totals(), answered.get())
+}
+
+/// Connections of one server, and how many are past their handshake.
+struct Crowd {
+    server: Arc<Server>,
+    numbers: Cell<u64>,
+    served: Rc<Cell<usize>>,
+}
+
+impl Crowd {
+    fn new(server: &Arc<Server>) -> Self {
+        Self { server: Arc::clone(server), numbers: Cell::new(0), served: Rc::default() }
+    }
+
+    /// The client's end of the pipe, and the connection it leads to.
+    fn connect(&self) -> (Pipe, Served) {
+        let (ours, theirs) = Pipe::pair();
+        let stop = Arc::new(AtomicBool::new(false));
+        let in_flight = Rc::new(Cell::new((0, 0)));
+        let number = self.numbers.replace(self.numbers.get() + 1);
+        let task = converse(
+            (Arc::clone(&self.server), number),
+            theirs.clone(),
+            Arc::clone(&stop),
+            Rc::clone(&in_flight),
+            Rc::clone(&self.served),
+        );
+        (ours, Served { task: spawn_joinable(task), end: theirs, stop, in_flight })
+    }
+
+    /// Has all connections come to rest, for a moment or until they have, and go on; at times they
+    /// are to rest again before any of them has.
+    async fn rest_now_and_then(&self) {
+        for _ in 0..sim::random(|random| random.usize(1..12)) {
+            sleep_until(now() + some_time() / 10).await;
+            self.server.rest.set(Stage::Still);
+            let until = now() + some_time();
+            while now() < until && self.server.rest.rested().len() < self.served.get() {
+                sleep_until(now() + Duration::from_micros(10)).await;
+            }
+            if chance(30) {
+                self.server.rest.set(Stage::Still);
+                sleep_until(now() + some_time() / 1000).await;
+            }
+            self.server.go_on();
+        }
+    }
 }
 
 /// Cuts the disk off somewhere in the hostile clients' part, and lets it grow again.
@@ -206,23 +258,20 @@ struct Served {
     in_flight: Rc<Cell<(usize, usize)>>,
 }
 
-/// The client's end of the pipe, and the connection it leads to.
 fn connect(server: &Arc<Server>) -> (Pipe, Served) {
-    let (ours, theirs) = Pipe::pair();
-    let stop = Arc::new(AtomicBool::new(false));
-    let in_flight = Rc::new(Cell::new((0, 0)));
-    let task = converse(Arc::clone(server), theirs.clone(), Arc::clone(&stop), Rc::clone(&in_flight));
-    (ours, Served { task: spawn_joinable(task), end: theirs, stop, in_flight })
+    Crowd::new(server).connect()
 }
 
 /// As [`Server`] does it, watching what is in flight.
 async fn converse(
-    server: Arc<Server>,
+    (server, number): (Arc<Server>, u64),
     pipe: Pipe,
     stop: Arc<AtomicBool>,
     in_flight: Rc<Cell<(usize, usize)>>,
+    served: Rc<Cell<usize>>,
 ) {
-    if let Ok(Some((connection, inbox))) = server.open(Stream::Simulated(pipe.clone()), &stop, 0).await {
+    if let Ok(Some((connection, inbox))) = server.open(Stream::Simulated(pipe.clone()), &stop, number).await {
+        served.set(served.get() + 1);
         let watched = Rc::clone(&connection);
         let watching = spawn_joinable(async move {
             loop {
@@ -238,6 +287,7 @@ async fn converse(
         let watched = Rc::clone(&connection);
         let _ = timeout(FOREVER, connection.serve(inbox)).await.expect("a connection does not hang");
         watching.cancel().await;
+        served.set(served.get() - 1);
         assert_eq!(watched.outbox.in_flight(), (0, 0), "a connection ended with requests in flight");
         assert_eq!(Rc::strong_count(&watched), 1, "a connection ended with tasks left");
     }

@@ -91,6 +91,20 @@ impl Stream {
         }
     }
 
+    /// Has whoever receives, on this thread, get what has come, or `ECANCELED`. Not while anybody
+    /// sends.
+    pub(super) fn interrupt(&self) {
+        match self {
+            Self::Plain(fd) | Self::Tls { fd, .. } => op::interrupt(fd),
+            #[cfg(test)]
+            Self::Simulated(pipe) => pipe.interrupt(),
+        }
+    }
+
+    pub(super) fn is_tls(&self) -> bool {
+        matches!(self, Self::Tls { .. })
+    }
+
     pub(super) fn close(&self) {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => shut_down(fd),

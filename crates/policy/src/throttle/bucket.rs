@@ -48,7 +48,10 @@ use crate::time::Instant;
 use core::ops::Range;
 
 mod brought;
+mod filled;
 mod spare;
+
+pub use filled::{Contents, Filled};
 
 use spare::Spare;
 

@@ -61,6 +61,7 @@ mod stats;
 mod tree;
 
 pub use booking::{Bound, MAX_LEVELS, Overbooked, Refused, Unit};
+pub use bucket::{Contents, Filled};
 pub use cost::Cost;
 pub use enforcement::{Enforcement, Scale};
 pub use ledger::Ledger;

@@ -33,6 +33,7 @@ use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 
+mod carry;
 mod moves;
 mod serve;
 mod spare;

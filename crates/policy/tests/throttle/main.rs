@@ -19,4 +19,5 @@ mod sequences;
 mod shares;
 mod slices;
 mod spare;
+mod takeover;
 mod timeline;

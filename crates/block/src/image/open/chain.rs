@@ -220,6 +220,7 @@ fn behind(options: &ImageOptions, format: Format) -> storage::OpenOptions {
         format: Some(format),
         force_share: top.force_share,
         root: top.root.clone(),
+        passed: top.passed.clone(),
         ..storage::OpenOptions::default()
     }
 }

@@ -79,7 +79,7 @@ pub async fn open(spec: &str, options: ImageOptions) -> Result<Image, OpenError>
     let top = top.expect("a chain has a beginning");
     let wanted = match options.snapshot.as_deref() {
         Some(snapshot) => As::Snapshot(snapshot),
-        None if options.storage.handover => As::Handover,
+        None if options.storage.handover || top.storage.is_passed() => As::Handover,
         None => As::Disk,
     };
     assemble(top, below, cipher.flatten(), options.caches, wanted).await
@@ -88,7 +88,7 @@ pub async fn open(spec: &str, options: ImageOptions) -> Result<Image, OpenError>
 /// What an image is opened as.
 enum As<'a> {
     Disk,
-    /// One whose locks are not taken yet.
+    /// One that another process may have in use.
     Handover,
     Snapshot(&'a str),
 }

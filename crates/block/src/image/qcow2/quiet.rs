@@ -21,20 +21,37 @@ impl Qcow2 {
         Ok(Quiesced { _closed: closed, _giving: giving })
     }
 
-    /// Writes metadata until there is none left. Nobody is inside, or nothing is given back.
+    /// Writes metadata until there is none left, and makes it durable. Nobody is inside, or nothing
+    /// is given back.
     pub(super) async fn write_everything(&self) -> Result<()> {
         if self.read_only {
             return Ok(());
         }
+        self.write_what_is_left().await?;
+        self.flush_files().await
+    }
+
+    async fn write_what_is_left(&self) -> Result<()> {
         loop {
             self.write_tables().await?;
             // Nobody is inside: what is not used can be given back at once, which changes refcounts
             // again.
             self.give_back_quietly().await?;
             if !self.is_dirty() {
-                return self.flush_files().await;
+                return Ok(());
             }
         }
+    }
+
+    /// Writes everything for a process that sees the same page cache; of what is written last,
+    /// nothing is made durable. Not to be used before [`Qcow2::take_over`], here or there.
+    ///
+    /// # Errors
+    /// The file's; it can be used on.
+    pub(crate) async fn lay_down(&self) -> Result<()> {
+        let _giving = self.giving.exclusive(0..1).await;
+        let _closed = self.gate.close().await;
+        self.write_what_is_left().await
     }
 
     /// Writes everything, also what bitmaps recorded, and cuts off what the file has behind its

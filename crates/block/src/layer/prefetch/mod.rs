@@ -263,6 +263,15 @@ impl Prefetch {
         });
         self.shared.flights.all_landed().await;
     }
+
+    /// Takes [`Prefetch::stop`] back. Nothing is in memory.
+    pub(crate) fn go_on(&self) {
+        self.shared.with(|state| {
+            state.stopped = false;
+            let settings = state.settings;
+            self.shared.put(state, settings).expect("they were in force before");
+        });
+    }
 }
 
 impl Shared {

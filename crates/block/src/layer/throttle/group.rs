@@ -9,7 +9,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use policy::{
-    throttle::{Enforcement, NodeId, Refused, Stats},
+    throttle::{Enforcement, Filled, Invalid, NodeId, Refused, Stats},
     watermark::Watermark,
 };
 
@@ -94,6 +94,28 @@ impl Group {
     pub fn stats(&self) -> Stats {
         let now = reactor::now();
         self.arbiter.lock().tree().stats(self.node, now)
+    }
+
+    /// How full its buckets are, for another process; `None` where it never had a limit.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn filled(&self) -> Option<Filled> {
+        self.arbiter.lock().tree().filled(self.node, reactor::now())
+    }
+
+    /// Has its limits take over what has passed in another process.
+    ///
+    /// # Errors
+    /// [`Invalid`] limits; nothing has changed.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn fill(&self, filled: &Filled) -> Result<(), Invalid> {
+        let now = reactor::now();
+        self.arbiter.lock().tree().fill(self.node, filled, now)?;
+        arm(self.arbiter.release(now));
+        Ok(())
     }
 
     /// How many disks and groups are in it, those inside its groups not counted.

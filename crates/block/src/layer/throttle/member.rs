@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use policy::{
     request::Direction,
-    throttle::{Cost, Enforcement, GivenBack, Held, Refused, Stats},
+    throttle::{Cost, Enforcement, Filled, GivenBack, Held, Invalid, Refused, Stats},
     watermark::Watermark,
 };
 
@@ -126,6 +126,32 @@ impl Member {
     /// Outside a reactor.
     pub fn stats(&self) -> Stats {
         self.seat.stats(reactor::now())
+    }
+
+    /// How full its own buckets are, for another process; `None` where it never had a limit.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn filled(&self) -> Option<Filled> {
+        let place = self.seat.lock();
+        place.arbiter.lock().tree().filled(place.node, reactor::now())
+    }
+
+    /// Has its own limits take over what has passed in another process.
+    ///
+    /// # Errors
+    /// [`Invalid`] limits; nothing has changed.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn fill(&self, filled: &Filled) -> Result<(), Invalid> {
+        let now = reactor::now();
+        let place = self.seat.lock();
+        place.arbiter.lock().tree().fill(place.node, filled, now)?;
+        let arbiter = Arc::clone(&place.arbiter);
+        drop(place);
+        arm(arbiter.release(now));
+        Ok(())
     }
 
     /// The watermark set for the disk itself.

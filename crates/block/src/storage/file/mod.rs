@@ -17,18 +17,25 @@
 mod cache_mode;
 mod direct;
 mod open;
+mod passed;
 mod resize;
 mod status;
 #[cfg(test)]
 mod tests;
 mod zero;
 
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::Relaxed};
+use std::{
+    os::fd::AsFd as _,
+    sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::Relaxed},
+};
 
 use nix::unistd::{Whence, lseek};
 
-pub use self::cache_mode::CacheMode;
 pub(super) use self::open::{FileOptions, open};
+pub use self::{
+    cache_mode::CacheMode,
+    passed::{Passed, PassedFile},
+};
 use super::{
     BlockSize, Durability, Extent, Stamp, ZeroOptions,
     align::{Alignment, Device},
@@ -63,7 +70,7 @@ enum Kind {
 pub(crate) struct FileIdentity(u64, u64);
 
 impl FileIdentity {
-    fn of(device: u64, inode: u64, special: u64, is_device: bool) -> Self {
+    pub(in crate::storage) fn of(device: u64, inode: u64, special: u64, is_device: bool) -> Self {
         // No file system has the number that stands for a device here: inode numbers begin at 1.
         if is_device { Self(special, 0) } else { Self(device, inode) }
     }
@@ -97,6 +104,8 @@ pub struct File {
     page_bytes: u64,
     size_bytes: AtomicU64,
     name: String,
+    /// It came from another process, with the locks.
+    passed: Option<Passed>,
     zeroing: zero::Refused,
     dsync_refused: AtomicBool,
     /// The error number of a failed sync through the page cache; zero if none failed.
@@ -111,7 +120,7 @@ pub struct File {
 impl Drop for File {
     fn drop(&mut self) {
         // What is in flight may still write: then they last until that is done.
-        if !self.is_busy() {
+        if !self.is_anothers() && !self.is_busy() {
             lock::release(&self.fd);
         }
     }
@@ -129,6 +138,20 @@ impl File {
 
     pub(in crate::storage) fn is_handed_over(&self) -> bool {
         self.handover
+    }
+
+    pub(in crate::storage) fn is_passed(&self) -> bool {
+        self.passed.is_some()
+    }
+
+    pub(in crate::storage) fn is_anothers(&self) -> bool {
+        self.passed.as_ref().is_some_and(|passed| !passed.are_ours())
+    }
+
+    /// Others of the same open files: those that are here tell by their owners who is busy.
+    pub(in crate::storage) fn descriptors(&self) -> std::io::Result<PassedFile> {
+        let another = |fd: &Fd| fd.as_fd().try_clone_to_owned();
+        Ok(PassedFile { main: another(&self.fd)?, buffered: another(&self.buffered)? })
     }
 
     /// See [`Storage::take_locks`](crate::storage::Storage::take_locks).

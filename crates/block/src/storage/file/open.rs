@@ -19,7 +19,7 @@ use std::{
 
 use nix::unistd::{SysconfVar, sysconf};
 
-use super::{CacheMode, File, Kind, direct, zero};
+use super::{CacheMode, File, Kind, Passed, direct, zero};
 use crate::{
     reactor::op::Fd,
     seldom::Seldom,
@@ -42,6 +42,8 @@ pub(in crate::storage) struct FileOptions {
     pub(in crate::storage) handover: bool,
     /// A regular file of no bytes is a disk too.
     pub(in crate::storage) may_be_empty: bool,
+    /// Among these it is open already, if it is to be written to.
+    pub(in crate::storage) passed: Option<Passed>,
     /// Where it must lie.
     pub(in crate::storage) root: Option<Root>,
     /// The file itself, which may lie where it could not be opened.
@@ -63,14 +65,21 @@ pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(Fi
     kind_of(&name, &fs::metadata(path).map_err(|error| failed(&error))?)?;
     let mut how = fs::OpenOptions::new();
     how.read(true).write(!options.read_only);
-    let buffered = how.open(path).map_err(|error| failed(&error))?;
+    let passed = options.passed.as_ref().filter(|_| !options.read_only && !options.handover);
+    let found = passed.map(|passed| passed.take(path, &name, options.cache.is_direct())).transpose()?;
+    let (found, buffered) = match found.flatten() {
+        Some((main, buffered)) => (Some(main), buffered),
+        None => (None, how.open(path).map_err(|error| failed(&error))?),
+    };
+    let passed = passed.filter(|_| found.is_some()).cloned();
     let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
     let (main, alignment) = if options.cache.is_direct() {
-        open_direct(path, &name, &how, kind, options)?
+        open_direct(path, found, &name, &how, kind, options)?
     } else {
-        (buffered.try_clone().map_err(|error| failed(&error))?, Alignment::NONE)
+        let main = found.map_or_else(|| buffered.try_clone(), Ok).map_err(|error| failed(&error))?;
+        (main, Alignment::NONE)
     };
-    lock_and_look(name, kind, (main, alignment), buffered, options)
+    lock_and_look(name, kind, (main, alignment), buffered, passed, options)
 }
 
 /// Of a descriptor that somebody else has opened, as far as is wanted of it.
@@ -84,18 +93,18 @@ fn of_descriptor(
     let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
     if !options.cache.is_direct() {
         let main = buffered.try_clone().map_err(|error| failed(&error))?;
-        return lock_and_look(name, kind, (main, Alignment::NONE), buffered, options);
+        return lock_and_look(name, kind, (main, Alignment::NONE), buffered, None, options);
     }
     // Its flags are shared with whoever has passed it, so they stay as they are.
     let again = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
     let mut how = fs::OpenOptions::new();
     how.read(true).write(!options.read_only);
-    let direct = open_direct(Path::new(&again), &name, &how, kind, options);
+    let direct = open_direct(Path::new(&again), None, &name, &how, kind, options);
     let direct = direct.map_err(|error| {
         let why = format!("cannot be opened again for cache={}: {}", options.cache, error.why);
         OpenError::new(&name, why, "let weir open the file itself, or use writeback, writethrough or unsafe")
     })?;
-    lock_and_look(name, kind, direct, buffered, options)
+    lock_and_look(name, kind, direct, buffered, None, options)
 }
 
 /// The last steps of opening it: its locks and its size.
@@ -104,10 +113,12 @@ fn lock_and_look(
     kind: Kind,
     (main, alignment): (fs::File, Alignment),
     mut buffered: fs::File,
+    passed: Option<Passed>,
     options: &FileOptions,
 ) -> Result<(File, fs::File), OpenError> {
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
     let wanted = lock::Use::of(options.read_only, options.force_share);
+    // What is locked already is locked again by the same file, which changes nothing.
     let is_protected = options.handover || lock::acquire(&main, &name, wanted)?;
     let size_bytes = buffered.seek(SeekFrom::End(0)).map_err(|error| failed(&error))?;
     if size_bytes == 0 && !(options.may_be_empty && kind == Kind::Regular) {
@@ -130,6 +141,7 @@ fn lock_and_look(
         page_bytes: page_bytes(),
         size_bytes: AtomicU64::new(size_bytes),
         name,
+        passed,
         zeroing: zero::Refused::default(),
         dsync_refused: AtomicBool::new(false),
         sync_failures: Seldom::default(),
@@ -141,6 +153,7 @@ fn lock_and_look(
 
 fn open_direct(
     path: &Path,
+    passed: Option<fs::File>,
     name: &str,
     how: &fs::OpenOptions,
     kind: Kind,
@@ -153,7 +166,8 @@ fn open_direct(
             "use writeback, writethrough or unsafe",
         )
     };
-    let file = match how.clone().custom_flags(libc::O_DIRECT).open(path) {
+    let open = || how.clone().custom_flags(libc::O_DIRECT).open(path);
+    let file = match passed.map_or_else(open, Ok) {
         Ok(file) => file,
         // The file was opened without O_DIRECT a moment ago, so that is what is invalid.
         Err(error) if error.kind() == ErrorKind::InvalidInput => return Err(no_direct()),

@@ -89,6 +89,7 @@ fn an_image_is_free_once_it_is_dropped_and_nothing_is_in_flight() {
         may_be_empty: false,
         root: None,
         descriptor: None,
+        passed: None,
     };
     let locked = || open_file(file.path(), &options).is_err();
     let (image, _) = open_file(file.path(), &options).unwrap();
@@ -378,6 +379,7 @@ fn error_numbers_arrive_as_they_are() {
         may_be_empty: false,
         root: None,
         descriptor: None,
+        passed: None,
     };
     let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {
@@ -399,6 +401,7 @@ fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
         may_be_empty: false,
         root: None,
         descriptor: None,
+        passed: None,
     };
     let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {

@@ -55,7 +55,14 @@ pub(crate) struct Commands {
 }
 
 impl Execute for Commands {
+    fn is_closed(&self) -> bool {
+        self.inventory.is_control_closed.get()
+    }
+
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error> {
+        if self.inventory.leaving.get() && !name.starts_with("query-") && !name.starts_with("x-weir-query-") {
+            return Err(Error::generic("Another weir is about to take over; nothing is changed (try again)"));
+        }
         if let Some(entry) = self.table.iter().find(|entry| entry.name == name) {
             return (entry.start)(&self.inventory, arguments);
         }

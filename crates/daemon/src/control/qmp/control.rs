@@ -22,6 +22,7 @@ pub(crate) struct Control {
     server: Rc<Server>,
     /// Dropping one ends the accepting and removes the socket's file.
     accepting: RefCell<Vec<(JoinHandle<()>, Option<SocketFile>)>>,
+    inventory: Rc<Inventory>,
 }
 
 impl Control {
@@ -32,21 +33,25 @@ impl Control {
         inventory.listen(move |change| tell(&events, change));
         let accept = |Listener { socket, authority, file }| {
             let (server, address) = (Rc::clone(&server), authority.to_string());
+            let socket = Fd::from(socket);
+            let path = file.as_ref().map(|file| file.path().to_owned());
+            inventory.control.borrow_mut().extend(path.map(|path| (path, socket.clone())));
             let accepting = reactor::spawn_joinable(async move {
                 // The disks are served on: a daemon that cannot be steered is better than none.
-                if let Err(error) = server.listen(Fd::from(socket)).await {
+                if let Err(error) = server.listen(socket).await {
                     tracing::error!(address, %error, "QMP clients cannot be accepted any more (restart weir)");
                 }
             });
             (accepting, file)
         };
         let accepting = RefCell::new(listeners.into_iter().map(accept).collect());
-        Self { server, accepting }
+        Self { server, accepting, inventory: Rc::clone(inventory) }
     }
 
     /// Lets nobody in any more, tells every client why, and returns when the last is gone.
     pub(crate) async fn stop(&self, ending: Ending) {
         self.accepting.take();
+        self.inventory.control.take();
         self.server.stop(ending).await;
     }
 }

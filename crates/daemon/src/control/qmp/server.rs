@@ -48,6 +48,8 @@ const MAX_CLIENTS: usize = 64;
 const PATIENCE: Duration = Duration::from_secs(30);
 /// The same once everything ends.
 const FAREWELL: Duration = Duration::from_secs(2);
+/// How often it is looked again whether clients may come.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
 const INTAKE_BYTES: usize = 16 << 10;
 const SEND_BYTES: usize = 256 << 10;
 
@@ -56,6 +58,11 @@ pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Value, Error>>>>;
 pub(crate) trait Execute {
     /// Errors: no such command, or wrong arguments; then nothing has happened.
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error>;
+
+    /// Whether nobody is let in for now.
+    fn is_closed(&self) -> bool {
+        false
+    }
 }
 
 /// Why the daemon ends, in QEMU's words (`ShutdownCause`).
@@ -101,6 +108,10 @@ impl Server {
 
     pub(crate) async fn listen(self: Rc<Self>, listener: Fd) -> io::Result<()> {
         while !self.stopping.get() {
+            if self.commands.is_closed() {
+                reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+                continue;
+            }
             match op::accept(&listener).await {
                 Ok(socket) => reactor::spawn(Rc::clone(&self).welcome(socket)),
                 Err(_) if self.stopping.get() => break,
@@ -108,8 +119,8 @@ impl Server {
                     Some(Errno::EBADF | Errno::EINVAL | Errno::ENOTSOCK | Errno::EOPNOTSUPP) => {
                         return Err(error);
                     }
-                    // The client gave up before it was accepted.
-                    Some(Errno::ECONNABORTED | Errno::EINTR | Errno::EAGAIN) => {}
+                    // Nobody is let in for now, or the client gave up before it was accepted.
+                    Some(Errno::ECANCELED | Errno::ECONNABORTED | Errno::EINTR | Errno::EAGAIN) => {}
                     // Out of descriptors or memory. It passes, and nothing says when.
                     _ => {
                         tracing::warn!(%error, "cannot accept a QMP client, trying again");

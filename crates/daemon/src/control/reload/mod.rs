@@ -52,6 +52,7 @@ pub(crate) async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Valu
     let loaded = loaded.context(
         "weir was started without a config file, so there is nothing to reload (start it with --config FILE)",
     )?;
+    ensure!(!inventory.leaving.get(), "another weir is about to take over (try again)");
     let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
     let (draft, plan) = read(&loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;

@@ -353,7 +353,7 @@ impl Server {
         loop {
             match self.converse(socket).await {
                 // The kernel took its leave, which is of the device, or has been hung up on.
-                Ok(End::Orderly) => return,
+                Ok(End::Orderly | End::Resting) => return,
                 Ok(End::Vanished) => {
                     tracing::debug!(export = %self.id, "the kernel closed a connection");
                 }

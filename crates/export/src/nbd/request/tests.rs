@@ -426,3 +426,48 @@ proptest! {
         let _ = status_payload(&bytes, tag, true, &session(style), size);
     }
 }
+
+proptest! {
+    /// A request that was put back means what it meant.
+    #[test]
+    fn what_is_encoded_is_parsed_as_it_was(
+        style in prop_oneof![Just(ReplyStyle::Simple), Just(ReplyStyle::Structured), Just(ReplyStyle::Extended)],
+        kind in 0_u16..8,
+        flags in 0_u16..128,
+        offset in 0..SIZE / 512,
+        length in 0..4096_u64,
+    ) {
+        let session = session(style);
+        let length = if kind == cmd::FLUSH { 0 } else { length * 512 };
+        let offset = if kind == cmd::FLUSH { 0 } else { offset * 512 };
+        let first = parse(&raw(kind, offset, length).with(flags).bytes(style), &session, SIZE);
+        if let Parsed::Request(Request { tag, command }) = first {
+            let mut bytes = Vec::new();
+            encode(tag, command, &session, &mut bytes);
+            let again = parse(&bytes, &session, SIZE);
+            match command {
+                // It had no bytes, and has none now.
+                Command::Nothing | Command::Disconnect => prop_assert!(matches!(again, Parsed::Request(_))),
+                _ => prop_assert_eq!(again, first),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_part_of_block_status_is_asked_for_again() {
+    let mut session = session(ReplyStyle::Extended);
+    session.contexts.insert(MetaContext::AllocationDepth);
+    let mut contexts = MetaContexts::NONE;
+    contexts.insert(MetaContext::AllocationDepth);
+    let (offset, length, one) = (512, 4096, true);
+    let asked = Command::BlockStatus(StatusQuery { offset, length, one, contexts });
+    let tag = Tag { cookie: COOKIE, offset };
+    let mut bytes = Vec::new();
+    encode(tag, asked, &session, &mut bytes);
+    let parsed = parse(&bytes, &session, SIZE);
+    let command = Command::BlockStatusPayload { offset, payload: 12, one };
+    assert_eq!(parsed, Parsed::Request(Request { tag, command }));
+    let payload = &bytes[proto::EXTENDED_REQUEST_BYTES..];
+    assert_eq!(status_payload(payload, tag, one, &session, SIZE), Ok(asked));
+}

@@ -38,6 +38,7 @@ mod recording;
 mod reload;
 mod removal;
 mod server;
+mod takeover;
 mod throttle;
 mod weir;
 
@@ -80,6 +81,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<recording::Start>(),
     Entry::of::<recording::Stop>(),
     Entry::of::<recording::QueryRecordings>(),
+    Entry::of::<takeover::TakeOver>(),
 ];
 
 /// The names of all commands, the one that negotiates included.

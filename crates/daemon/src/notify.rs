@@ -19,7 +19,7 @@ use sd_notify::NotifyState;
 static MANAGER: OnceLock<Option<UnixDatagram>> = OnceLock::new();
 
 /// Opens it; what keeps it from that is told in the log.
-pub(super) fn open() {
+pub(crate) fn open() {
     MANAGER.get_or_init(|| {
         connect().unwrap_or_else(|error| {
             warn(&error);
@@ -39,7 +39,7 @@ fn connect() -> io::Result<Option<UnixDatagram>> {
 }
 
 /// Tells all of it at once, if there is a service manager.
-pub(super) fn tell(states: &[NotifyState<'_>]) {
+pub(crate) fn tell(states: &[NotifyState<'_>]) {
     let Some(Some(socket)) = MANAGER.get() else { return };
     let mut message = String::new();
     for state in states {

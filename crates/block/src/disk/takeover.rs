@@ -1,0 +1,133 @@
+//! A disk whose image goes over to another process of this host, which goes on with it: an upgrade
+//! of the daemon.
+//!
+//! ```text
+//!   this process                         the other
+//!   in use ── stay_away? ── lay_down ─►  take_up ── in use
+//!             └── nobody is inside ──┘
+//!   in use ◄────────── take_up            (where the other fails before)
+//! ```
+//!
+//! Descriptors pass between them with their locks. What the page cache has is everybody's, so
+//! nothing is flushed but what a format orders. Never decides who goes on: both processes agree on
+//! that, and only one of them uses the image.
+
+use std::io;
+
+use policy::time::Duration;
+
+use super::Disk;
+use crate::{
+    error::Error,
+    reactor,
+    storage::{OpenError, PassedFile},
+};
+
+/// How often it is looked again whether the kernel is done. It tells nobody.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+
+/// Why a disk cannot go over to another process.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotTaken {
+    /// Its data is in this process alone.
+    #[error("its data is in memory of this process")]
+    Memory,
+    /// Whoever holds it decides.
+    #[error("it is opened for handover, and the machine that uses it takes it along by itself")]
+    Handover,
+    /// Clients wait until somebody lets it go on.
+    #[error("an error has stopped it (`weir resume` lets it go on)")]
+    Stopped,
+    /// What bitmaps have recorded is in memory.
+    #[error("its image has bitmaps")]
+    Bitmaps,
+    /// Nothing is written to it any more.
+    #[error("its image was found corrupt, or its writes were lost")]
+    Broken,
+}
+
+impl Disk {
+    /// Whether it can go over to another process, as it is now.
+    ///
+    /// # Errors
+    /// [`NotTaken`].
+    pub fn check_takeover(&self) -> Result<(), NotTaken> {
+        if self.image.storage().is_memory() {
+            return Err(NotTaken::Memory);
+        }
+        if self.is_handed_over() {
+            return Err(NotTaken::Handover);
+        }
+        if self.failures.stopped_by().is_some() {
+            return Err(NotTaken::Stopped);
+        }
+        if self.image.storage().has_lost_writes() {
+            return Err(NotTaken::Broken);
+        }
+        match &*self.image {
+            crate::image::Image::Qcow2(qcow2) if !qcow2.is_read_only() => match qcow2.header().bitmaps {
+                Some(_) => Err(NotTaken::Bitmaps),
+                None => Ok(()),
+            },
+            _ => Ok(()),
+        }
+    }
+
+    /// Other descriptors of the files that it has open to write to.
+    ///
+    /// # Errors
+    /// Where there are no more to be had.
+    pub fn descriptors(&self) -> io::Result<Vec<PassedFile>> {
+        self.image.descriptors()
+    }
+
+    /// Whether its files came from another process, so that [`Disk::take_up`] comes before the
+    /// first request.
+    pub fn is_passed(&self) -> bool {
+        self.image.is_passed()
+    }
+
+    /// Whether another process has it, and goes on with it for all that is known here: it is not to
+    /// be written to, flushed or closed.
+    pub fn is_anothers(&self) -> bool {
+        self.image.is_anothers()
+    }
+
+    /// Writes what a format keeps in memory while it is still in use, so that [`Disk::lay_down`]
+    /// has little to do.
+    ///
+    /// # Errors
+    /// The image's.
+    pub async fn lighten(&self) -> Result<(), Error> {
+        match &*self.image {
+            crate::image::Image::Raw(_) => Ok(()),
+            crate::image::Image::Qcow2(qcow2) => qcow2.flush().await,
+        }
+    }
+
+    /// Brings what is in memory to the files, so that another process can take it up. Nobody sends
+    /// requests, until [`Disk::take_up`].
+    ///
+    /// # Errors
+    /// The image's; it can be taken up again.
+    pub async fn lay_down(&self) -> Result<(), Error> {
+        self.prefetch.stop().await;
+        // What nobody waited for may still be on its way. It ends soon, and tells nobody.
+        while self.image.is_busy() {
+            reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+        }
+        if self.image.is_read_only() { Ok(()) } else { self.image.lay_down().await }
+    }
+
+    /// Reads what is in the files, here or in another process than the one that laid it down.
+    ///
+    /// # Errors
+    /// [`OpenError`]: it is not to be used.
+    pub async fn take_up(&self) -> Result<(), OpenError> {
+        if !self.image.is_read_only() {
+            self.image.take_over().await?;
+        }
+        self.prefetch.go_on();
+        Ok(())
+    }
+}

@@ -1,0 +1,105 @@
+//! Files that another process has open and passes on, with the locks that it holds: a daemon that
+//! takes over from another opens them by name as ever, and gets these descriptors.
+//!
+//! A lock belongs to the open file, not to a process, so it passes with the descriptor and nobody
+//! can come in between. Until the other process has said that it does not go on, the locks are
+//! still its own: whoever gives up before that leaves them in place.
+
+use std::{
+    fs,
+    os::fd::{AsFd, OwnedFd},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering::SeqCst},
+    },
+};
+
+use nix::{
+    fcntl::{FcntlArg, OFlag, fcntl},
+    libc,
+    sys::stat::fstat,
+};
+
+use super::{FileIdentity, OpenError};
+
+/// A file as one process has it open: for its requests, and through the page cache.
+#[derive(Debug)]
+pub struct PassedFile {
+    /// With O_DIRECT in the cache modes that have it. It holds the locks.
+    pub main: OwnedFd,
+    /// Without.
+    pub buffered: OwnedFd,
+}
+
+/// Those that were passed and nobody has opened. Clones are the same.
+#[derive(Clone, Debug, Default)]
+pub struct Passed(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    files: Mutex<Vec<PassedFile>>,
+    are_ours: AtomicBool,
+}
+
+impl Passed {
+    /// All that came.
+    pub fn new(files: Vec<PassedFile>) -> Self {
+        Self(Arc::new(Shared { files: Mutex::new(files), are_ours: AtomicBool::new(false) }))
+    }
+
+    /// The other process does not go on: the locks are released with the files from now on.
+    pub fn settle(&self) {
+        self.0.are_ours.store(true, SeqCst);
+    }
+
+    /// How many nobody has opened.
+    pub fn left(&self) -> usize {
+        self.lock().len()
+    }
+
+    /// Whether [`Passed::settle`] was called.
+    pub fn are_ours(&self) -> bool {
+        self.0.are_ours.load(SeqCst)
+    }
+
+    /// Takes the one that `path` leads to, if it was passed.
+    ///
+    /// # Errors
+    /// If it is open in another way.
+    pub(super) fn take(
+        &self,
+        path: &std::path::Path,
+        name: &str,
+        direct: bool,
+    ) -> Result<Option<(fs::File, fs::File)>, OpenError> {
+        let Some(wanted) = FileIdentity::at(path) else { return Ok(None) };
+        let mut files = self.lock();
+        let is_it = |file: &PassedFile| FileIdentity::of_open(&file.buffered) == Some(wanted);
+        let Some(at) = files.iter().position(is_it) else { return Ok(None) };
+        let is_direct = flags(&files[at].main).is_some_and(|flags| flags.contains(OFlag::O_DIRECT));
+        let is_writable =
+            flags(&files[at].buffered).is_some_and(|flags| flags.bits() & libc::O_ACCMODE == libc::O_RDWR);
+        if is_direct != direct || !is_writable {
+            let why = "the daemon that is taken over from has it open in another cache mode";
+            return Err(OpenError::new(name, why, "give it the same, or restart"));
+        }
+        let PassedFile { main, buffered } = files.swap_remove(at);
+        Ok(Some((main.into(), buffered.into())))
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<PassedFile>> {
+        self.0.files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn flags(file: impl AsFd) -> Option<OFlag> {
+    fcntl(file, FcntlArg::F_GETFL).ok().map(OFlag::from_bits_retain)
+}
+
+impl FileIdentity {
+    fn of_open(file: impl AsFd) -> Option<Self> {
+        let status = fstat(file).ok()?;
+        let is_device = status.st_mode & libc::S_IFMT == libc::S_IFBLK;
+        Some(Self::of(status.st_dev, status.st_ino, status.st_rdev, is_device))
+    }
+}

@@ -1,0 +1,284 @@
+//! Messages between two daemons, with descriptors: a Unix socket of their own, on which both speak
+//! in turn.
+//!
+//! ```text
+//!   a message   ▕ lengths │ count ▏▕ JSON ▏▕ bytes ▏ ▕ · ▏▕ · ▏ …    each with up to 250 descriptors
+//! ```
+//!
+//! The other end is of the same user, and may still be another version, or die at any byte: what
+//! comes is bounded, and whoever does not answer in time is given up. Knows nothing of what is
+//! said.
+
+use std::{
+    io::{self, ErrorKind, IoSlice, IoSliceMut, Read as _, Write as _},
+    mem::MaybeUninit,
+    net::Shutdown,
+    os::{
+        fd::{AsFd as _, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    time::Duration,
+};
+
+use anyhow::{Context as _, ensure};
+use block::reactor;
+use nix::{
+    sys::socket::{
+        self, getsockopt,
+        sockopt::{PeerCredentials, SockType},
+    },
+    unistd::{Uid, geteuid},
+};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+use serde::{Serialize, de::DeserializeOwned};
+
+/// Bytes of JSON: a thousand for each of a hundred thousand clients.
+const MOST_TEXT: u64 = 128 << 20;
+/// Bytes that clients have sent and nobody has begun.
+const MOST_BYTES: u64 = 16 << 30;
+const MOST_DESCRIPTORS: u64 = 1 << 20;
+/// The kernel takes 253 (SCM_MAX_FD).
+const AT_ONCE: usize = 250;
+
+/// One end.
+#[derive(Debug)]
+pub(super) struct Channel(UnixStream);
+
+/// What came with a message.
+#[derive(Debug, Default)]
+pub(super) struct Luggage {
+    pub(super) bytes: Vec<u8>,
+    pub(super) descriptors: Vec<OwnedFd>,
+}
+
+/// User and process at the other end.
+fn peer(socket: &UnixStream) -> Option<(Uid, u32)> {
+    let peer = getsockopt(socket, PeerCredentials).ok()?;
+    Some((Uid::from_raw(peer.uid()), u32::try_from(peer.pid()).ok()?))
+}
+
+fn is_trusted(user: Uid) -> bool {
+    user.is_root() || user == geteuid()
+}
+
+impl Channel {
+    /// One end, and the other for whoever is to be spoken with.
+    pub(super) fn pair() -> io::Result<(Self, OwnedFd)> {
+        let (here, there) = UnixStream::pair()?;
+        Ok((Self(here), there.into()))
+    }
+
+    /// The end that somebody has passed, who must be a user that may.
+    pub(super) fn passed(socket: OwnedFd) -> anyhow::Result<Self> {
+        let kind = getsockopt(&socket, SockType).context("what came is no socket")?;
+        ensure!(kind == socket::SockType::Stream, "what came is no stream socket");
+        let socket = UnixStream::from(socket);
+        socket.set_nonblocking(false)?;
+        let (user, _) = peer(&socket).context("nobody knows whose the socket is")?;
+        ensure!(is_trusted(user), "it is of another user (only root and the daemon's own may take over)");
+        Ok(Self(socket))
+    }
+
+    /// The process at the other end.
+    pub(super) fn process(&self) -> Option<u32> {
+        peer(&self.0).map(|(_, process)| process)
+    }
+
+    /// Says something, on another thread.
+    pub(super) async fn say<T: Serialize + Send + 'static>(
+        self,
+        message: T,
+        bytes: Vec<u8>,
+        descriptors: Vec<OwnedFd>,
+    ) -> anyhow::Result<Self> {
+        reactor::blocking(move || {
+            self.send(&message, &bytes, &descriptors)?;
+            Ok(self)
+        })
+        .await
+    }
+
+    /// The same on this thread.
+    pub(super) fn say_now<T: Serialize>(&self, message: &T) -> anyhow::Result<()> {
+        self.send(message, &[], &[])
+    }
+
+    /// Waits for what the other says, on another thread, and no longer than that for any of it.
+    pub(super) async fn hear<T: DeserializeOwned + Send + 'static>(
+        self,
+        patience: Duration,
+    ) -> anyhow::Result<(Self, T, Luggage)> {
+        reactor::blocking(move || {
+            let (message, luggage) = self.receive(patience)?;
+            Ok((self, message, luggage))
+        })
+        .await
+    }
+
+    /// The same on this thread.
+    pub(super) fn hear_now<T: DeserializeOwned>(
+        self,
+        patience: Duration,
+    ) -> anyhow::Result<(Self, T, Luggage)> {
+        let (message, luggage) = self.receive(patience)?;
+        Ok((self, message, luggage))
+    }
+
+    /// As [`Channel::hear`]; where that fails, the other cannot have said it: either it is heard
+    /// here, or saying it fails there.
+    pub(super) async fn hear_or_close<T: DeserializeOwned + Send + 'static>(
+        self,
+        patience: Duration,
+    ) -> anyhow::Result<(Self, T, Luggage)> {
+        reactor::blocking(move || {
+            let received = self.receive(patience).or_else(|_| {
+                self.0.shutdown(Shutdown::Both)?;
+                self.receive(patience)
+            });
+            received.map(|(message, luggage)| (self, message, luggage))
+        })
+        .await
+    }
+
+    /// Waits until the other has closed, for so long at most.
+    pub(super) async fn wait_for_end(self, patience: Duration) {
+        reactor::blocking(move || {
+            let _ = self.0.set_read_timeout(Some(patience));
+            let _ = (&self.0).read(&mut [0]);
+        })
+        .await;
+    }
+
+    fn send<T: Serialize>(&self, message: &T, bytes: &[u8], descriptors: &[OwnedFd]) -> anyhow::Result<()> {
+        let text = serde_json::to_vec(message)?;
+        let mut socket = &self.0;
+        socket.set_write_timeout(Some(PATIENCE))?;
+        for number in [text.len(), bytes.len(), descriptors.len()] {
+            socket.write_all(&(number as u64).to_le_bytes())?;
+        }
+        socket.write_all(&text)?;
+        socket.write_all(bytes)?;
+        for some in descriptors.chunks(AT_ONCE) {
+            let some: Vec<BorrowedFd<'_>> = some.iter().map(OwnedFd::as_fd).collect();
+            let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            ensure!(control.push(SendAncillaryMessage::ScmRights(&some)), "too many descriptors at once");
+            sendmsg(socket, &[IoSlice::new(b".")], &mut control, SendFlags::NOSIGNAL)?;
+        }
+        Ok(())
+    }
+
+    fn receive<T: DeserializeOwned>(&self, patience: Duration) -> anyhow::Result<(T, Luggage)> {
+        self.0.set_read_timeout(Some(patience))?;
+        let [text, bytes, count] = [self.number()?, self.number()?, self.number()?];
+        ensure!(
+            text <= MOST_TEXT && bytes <= MOST_BYTES && count <= MOST_DESCRIPTORS,
+            "the other said something that is no message"
+        );
+        let text = self.exactly(text)?;
+        let bytes = self.exactly(bytes)?;
+        let mut descriptors = Vec::new();
+        while (descriptors.len() as u64) < count {
+            descriptors.extend(self.some_descriptors()?);
+        }
+        ensure!(descriptors.len() as u64 == count, "the other sent more descriptors than it said");
+        let message = serde_json::from_slice(&text).context("what the other said is not understood")?;
+        Ok((message, Luggage { bytes, descriptors }))
+    }
+
+    fn number(&self) -> io::Result<u64> {
+        let mut number = [0; 8];
+        (&self.0).read_exact(&mut number).map_err(plain)?;
+        Ok(u64::from_le_bytes(number))
+    }
+
+    /// Memory is taken as they come.
+    fn exactly(&self, count: u64) -> io::Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        (&self.0).take(count).read_to_end(&mut bytes).map_err(plain)?;
+        if bytes.len() as u64 == count { Ok(bytes) } else { Err(ErrorKind::UnexpectedEof.into()) }
+    }
+
+    fn some_descriptors(&self) -> anyhow::Result<Vec<OwnedFd>> {
+        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut byte = [0];
+        let flags = RecvFlags::CMSG_CLOEXEC;
+        let received = recvmsg(&self.0, &mut [IoSliceMut::new(&mut byte)], &mut control, flags)
+            .map_err(|errno| plain(errno.into()))?;
+        ensure!(received.bytes == 1, "the other went while it sent descriptors");
+        let some = control.drain().flat_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
+            _ => Vec::new(),
+        });
+        let some: Vec<_> = some.collect();
+        ensure!(!some.is_empty(), "descriptors are missing (is ulimit -n too small?)");
+        Ok(some)
+    }
+}
+
+/// How long the other may take to read what it is told.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The kernel's word for a time that is up is another.
+fn plain(error: io::Error) -> io::Error {
+    match error.kind() {
+        ErrorKind::WouldBlock => io::Error::new(ErrorKind::TimedOut, "no answer in time"),
+        ErrorKind::UnexpectedEof => io::Error::new(ErrorKind::UnexpectedEof, "the other has ended"),
+        _ => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, io::Seek as _};
+
+    use super::*;
+
+    fn pair() -> (Channel, Channel) {
+        let (one, other) = UnixStream::pair().unwrap();
+        (Channel(one), Channel(other))
+    }
+
+    #[test]
+    fn text_bytes_and_many_descriptors_arrive() {
+        let (one, other) = pair();
+        let file = tempfile::tempfile().unwrap();
+        let descriptors: Vec<OwnedFd> = (0..600).map(|_| file.try_clone().unwrap().into()).collect();
+        let sending = std::thread::spawn(move || {
+            one.send(&"hello", &[7; 300_000], &descriptors).unwrap();
+            one.send(&[1, 2], &[], &[]).unwrap();
+        });
+        let (text, luggage): (String, _) = other.receive(PATIENCE).unwrap();
+        assert_eq!((text.as_str(), luggage.bytes), ("hello", vec![7; 300_000]));
+        assert_eq!(luggage.descriptors.len(), 600);
+        File::from(luggage.descriptors.into_iter().next_back().unwrap()).write_all(b"x").unwrap();
+        assert_eq!((&file).stream_position().unwrap(), 1, "the same open file");
+        let (numbers, _): (Vec<u32>, _) = other.receive(PATIENCE).unwrap();
+        assert_eq!(numbers, [1, 2]);
+        sending.join().unwrap();
+    }
+
+    #[test]
+    fn whoever_goes_says_nonsense_or_nothing_is_given_up() {
+        let said = |bytes: &[u8]| {
+            let (one, other) = pair();
+            (&one.0).write_all(bytes).unwrap();
+            drop(one);
+            format!("{:#}", other.receive::<String>(PATIENCE).unwrap_err())
+        };
+        assert_eq!(said(b""), "the other has ended");
+        assert_eq!(said(&[0; 23]), "the other has ended");
+        assert_eq!(said(&[255; 24]), "the other said something that is no message");
+        let lengths = |text: u64, count: u64| [text, 0, count].map(u64::to_le_bytes).concat();
+        assert!(said(&[lengths(2, 0), b"{}".to_vec()].concat()).contains("not understood"));
+        assert_eq!(said(&[lengths(100 << 20, 0), b"\"".to_vec()].concat()), "unexpected end of file");
+        assert!(said(&[lengths(2, 1), b"\"\".".to_vec()].concat()).contains("descriptors are missing"));
+        let (_one, other) = pair();
+        let silent = other.receive::<String>(Duration::from_millis(1)).unwrap_err();
+        assert_eq!(silent.to_string(), "no answer in time");
+    }
+}

@@ -1,0 +1,285 @@
+//! The daemon that runs, while another takes over from it.
+//!
+//! ```text
+//!   offer ─► flush ─► nobody new is let in ─► stand still ─► lay down images ─► state ─► end
+//!            └─ still serves ──────────────┘  └─ nobody is served: some milliseconds ─┘
+//! ```
+//!
+//! Whatever goes wrong before the end, it goes on where it stopped: connections from the bytes that
+//! they had, images from their files. Never ends anything tidily after it has said that the other
+//! serves: files, locks and sockets are the other's.
+
+use std::{
+    os::fd::{AsFd as _, OwnedFd},
+    rc::Rc,
+    sync::Arc,
+};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use block::{disk::Disk, reactor};
+use policy::time::Duration;
+use sd_notify::NotifyState;
+use settings::Endpoint;
+
+use super::{
+    channel::Channel,
+    clock_ns, metrics_name, name,
+    told::{
+        Client, FORMAT, Offer, OfferedDisk, OfferedExport, OfferedServer, StandingDisk, StandingGroup, State,
+        Word,
+    },
+};
+use crate::{
+    control::{
+        inventory::{Door, Inventory},
+        serving::Serving,
+    },
+    notify,
+};
+
+/// How long the other may take to open everything: keys of encrypted images are derived.
+const TO_PREPARE: Duration = Duration::from_secs(60);
+/// How long it may take while nobody is served.
+const TO_BE_READY: Duration = Duration::from_secs(10);
+/// How long clients may shake hands when nobody else is let in any more.
+const HANDSHAKES: Duration = Duration::from_secs(1);
+/// How long what is in flight may take, and clients to take their replies.
+const IN_FLIGHT: Duration = Duration::from_secs(5);
+
+/// What a newcomer says of itself.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    /// Where it speaks: the sandbox calls nobody.
+    pub(crate) socket: OwnedFd,
+    pub(crate) format: u64,
+    pub(crate) version: String,
+}
+
+/// Begins to leave, if that can be; what becomes of it the log tells, and the newcomer.
+///
+/// # Errors
+/// What cannot be taken over.
+pub(crate) fn begin(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()> {
+    ensure!(
+        asked.format == FORMAT,
+        "weir {} takes over in the format {}, and this is weir {}, which has {FORMAT} (restart it)",
+        asked.version,
+        asked.format,
+        env!("CARGO_PKG_VERSION")
+    );
+    ensure!(!inventory.leaving.get(), "another is taking over already (wait for it)");
+    ensure!(!inventory.ending.get(), "weir is stopping");
+    ensure!(!inventory.reloading.get(), "the config file is being read (try again)");
+    let (offer, descriptors) = offer(inventory)?;
+    let channel = Channel::passed(asked.socket)?;
+    tracing::info!(
+        version = asked.version,
+        process = channel.process(),
+        "another weir is about to take over"
+    );
+    inventory.leaving.set(true);
+    let inventory = Rc::clone(inventory);
+    reactor::spawn(async move {
+        let ended = leave(&inventory, channel, offer, descriptors).await;
+        let Err(error) = ended;
+        tracing::warn!("nobody has taken over, and all goes on: {error:#}");
+        inventory.leaving.set(false);
+    });
+    Ok(())
+}
+
+/// Everything that there is.
+fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
+    let mut descriptors = Vec::new();
+    let mut servers = Vec::new();
+    for serving in inventory.servers() {
+        if let Endpoint::Passed(name) = &serving.endpoint {
+            bail!(
+                "fd:{name}: a socket that was passed over the control socket is in no config (restart weir)"
+            );
+        }
+        let mut sockets = Vec::new();
+        for (socket, file) in serving.sockets() {
+            descriptors.push(socket.as_fd().try_clone_to_owned()?);
+            sockets.push(file);
+        }
+        servers.push(OfferedServer { endpoint: name(&serving.endpoint), sockets });
+    }
+    if let Some((address, listening)) = &*inventory.metrics.borrow() {
+        let mut sockets = Vec::new();
+        for (socket, file) in listening {
+            descriptors.push(socket.as_fd().try_clone_to_owned()?);
+            sockets.push(file.clone());
+        }
+        servers.push(OfferedServer { endpoint: metrics_name(address), sockets });
+    }
+    let mut control = Vec::new();
+    for (path, socket) in inventory.control.borrow().iter() {
+        descriptors.push(socket.as_fd().try_clone_to_owned()?);
+        control.push(path.clone());
+    }
+    let mut exports = Vec::new();
+    for export in inventory.exports() {
+        let Door::Nbd(serving, _) = &export.door else {
+            bail!(
+                "export {}: {} cannot be taken over (restart weir; docs/upgrade.md says what its users see)",
+                export.id,
+                export.door.kind()
+            );
+        };
+        let bitmaps = export.new.iter().flat_map(|new| new.bitmaps.iter());
+        exports.push(OfferedExport {
+            endpoint: name(&serving.endpoint),
+            name: export.name.clone(),
+            disk: export.disk.disk.name().to_string(),
+            read_only: export.read_only,
+            bitmaps: bitmaps.map(|bitmap| bitmap.name().to_string()).collect(),
+        });
+    }
+    let mut disks = Vec::new();
+    for running in inventory.disks() {
+        let disk = &running.disk;
+        let can_be = disk.check_takeover();
+        can_be.with_context(|| format!("disk {}: cannot be taken over (restart weir)", disk.name()))?;
+        let files = disk.descriptors()?;
+        disks.push(OfferedDisk { name: disk.name().to_string(), files: files.len() });
+        descriptors.extend(files.into_iter().flat_map(|file| [file.main, file.buffered]));
+    }
+    let version = env!("CARGO_PKG_VERSION").to_owned();
+    let watchdog_ns = inventory.watchdog.get().and_then(|allowed| allowed.as_nanos().try_into().ok());
+    Ok((Offer { version, watchdog_ns, servers, control, disks, exports }, descriptors))
+}
+
+/// Returns only with the reason why it goes on.
+async fn leave(
+    inventory: &Rc<Inventory>,
+    channel: Channel,
+    offer: Offer,
+    descriptors: Vec<OwnedFd>,
+) -> anyhow::Result<std::convert::Infallible> {
+    let process = channel.process();
+    let channel = channel.say(offer, Vec::new(), descriptors).await?;
+    let (channel, word, _) = channel.hear(TO_PREPARE).await?;
+    match word {
+        Word::Prepared => {}
+        Word::Refused(why) => bail!("{why}"),
+        other => bail!("the other said {other:?} too early"),
+    }
+    let mut still = Still { servers: inventory.servers(), laid_down: Vec::new() };
+    let given = give(inventory, channel, &mut still).await;
+    let _channel = match given {
+        Ok(channel) => channel,
+        Err(error) => {
+            still.go_on().await;
+            inventory.close_control(false);
+            return Err(error);
+        }
+    };
+    // From here on the other serves.
+    let clients = inventory.connections();
+    each(&still.servers, |server| async move { server.leave().await }).await;
+    // What was served here is in them; the other has its own.
+    inventory.recordings.end_all().await;
+    let process = process.unwrap_or_default();
+    tracing::info!(process, clients, "another weir has taken over");
+    // To be told before this process ends, or its end would be the service's.
+    notify::tell(&[NotifyState::MainPid(process)]);
+    // Nothing is undone on the way out: all of it is the other's. That this has ended it hears from
+    // the channel.
+    std::process::exit(0)
+}
+
+/// Stands still and gives everything away. The other serves once this has returned.
+async fn give(inventory: &Rc<Inventory>, channel: Channel, still: &mut Still) -> anyhow::Result<Channel> {
+    let disks = inventory.disks();
+    for running in &disks {
+        // What is written now need not be while everybody waits.
+        let lightened = running.disk.lighten().await;
+        lightened.with_context(|| format!("disk {}: its image cannot be written", running.disk.name()))?;
+    }
+    inventory.close_control(true);
+    each(&still.servers, |server| async move { server.close_doors(HANDSHAKES).await }).await;
+    let began_ns = clock_ns();
+    let rested = each(&still.servers, |server| async move { server.come_to_rest(IN_FLIGHT).await }).await;
+    for (serving, is_at_rest) in still.servers.iter().zip(rested) {
+        ensure!(
+            is_at_rest,
+            "clients at {}: what they have in flight takes longer than {} s",
+            serving.address(),
+            IN_FLIGHT.as_secs()
+        );
+    }
+    for running in &disks {
+        let disk = &running.disk;
+        disk.check_takeover().with_context(|| format!("disk {}: cannot be taken over", disk.name()))?;
+        still.laid_down.push(Arc::clone(disk));
+        disk.lay_down()
+            .await
+            .with_context(|| format!("disk {}: its image cannot be written", disk.name()))?;
+    }
+    let (mut clients, mut bytes, mut descriptors) = (Vec::new(), Vec::new(), Vec::new());
+    for serving in &still.servers {
+        let endpoint = name(&serving.endpoint);
+        for (export, rested) in serving.server.rested() {
+            if !rested.tls {
+                let received = rested.bytes.len() as u64;
+                clients.push(Client::new(&endpoint, &export, &rested.session, received, rested.skip));
+                bytes.extend(rested.bytes);
+                descriptors.push(rested.socket.as_fd().try_clone_to_owned()?);
+            }
+        }
+    }
+    let disks = disks.iter().map(|running| StandingDisk {
+        name: running.disk.name().to_string(),
+        totals: running.disk.totals().into(),
+        filled: running.disk.throttle().filled().map(Into::into),
+    });
+    let groups = inventory.groups();
+    let groups = groups
+        .iter()
+        .map(|group| StandingGroup { name: group.name().to_owned(), filled: group.filled().map(Into::into) });
+    let state = State { began_ns, clients, disks: disks.collect(), groups: groups.collect() };
+    let channel = channel.say(state, bytes, descriptors).await?;
+    let (channel, word, _) = channel.hear(TO_BE_READY).await?;
+    match word {
+        Word::Ready if !inventory.ending.get() => {}
+        Word::Ready => bail!("weir is stopping"),
+        Word::Refused(why) => bail!("{why}"),
+        other => bail!("the other said {other:?} too early"),
+    }
+    channel.say(Word::Yours, Vec::new(), Vec::new()).await
+}
+
+/// Has something done for all servers at once, and waits for all.
+async fn each<T: 'static, F: Future<Output = T> + 'static>(
+    servers: &[Rc<Serving>],
+    what: impl Fn(Arc<export::nbd::Server>) -> F,
+) -> Vec<T> {
+    let started = servers.iter().map(|serving| reactor::spawn_joinable(what(Arc::clone(&serving.server))));
+    let started: Vec<_> = started.collect();
+    let mut done = Vec::new();
+    for task in started {
+        done.push(task.await);
+    }
+    done
+}
+
+/// What has stopped and is to go on if the other does not.
+struct Still {
+    servers: Vec<Rc<Serving>>,
+    laid_down: Vec<Arc<Disk>>,
+}
+
+impl Still {
+    async fn go_on(self) {
+        for disk in self.laid_down {
+            if let Err(error) = disk.take_up().await {
+                let error = anyhow!(error);
+                tracing::error!(disk = %disk.name(), "its image cannot be used any more: {error:#} (restart weir)");
+            }
+        }
+        for serving in self.servers {
+            serving.server.go_on();
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! Another daemon goes on where this one stops, and no client sees it: an upgrade.
+//!
+//! ```text
+//!   newcomer    `weir serve --takeover`: asks, opens everything, goes on
+//!   leaving     the daemon that runs: offers, stands still, ends; or goes on
+//!   told        what they tell each other
+//!   channel     how that and descriptors pass between them
+//! ```
+//!
+//! The newcomer asks at the control socket. All that can fail is tried while the old one serves;
+//! then the old one stands still for some milliseconds. Until it gives up its place in so many
+//! words it goes on, whatever becomes of the newcomer.
+//!
+//! Never decides what runs: the newcomer has its own config, and takes over what that has.
+
+mod channel;
+pub(crate) mod leaving;
+pub(crate) mod newcomer;
+mod told;
+
+use settings::{Address, Endpoint};
+pub(crate) use told::FORMAT;
+
+/// The command that asks for it.
+pub(crate) const COMMAND: &str = "x-weir-takeover";
+
+/// What both call a place where clients connect.
+fn name(endpoint: &Endpoint) -> String {
+    match endpoint {
+        Endpoint::Address(address) => address.to_string(),
+        Endpoint::Inherited => INHERITED.to_owned(),
+        Endpoint::Passed(name) => format!("fd:{name}"),
+    }
+}
+
+/// The same of the place where figures are asked for.
+fn metrics_name(address: &Address) -> String {
+    format!("metrics at {address}")
+}
+
+const INHERITED: &str = "inherited sockets";
+
+/// Nanoseconds on a clock that all processes have.
+fn clock_ns() -> u64 {
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
+    let now = now.map_or(std::time::Duration::ZERO, Into::into);
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,344 @@
+//! `weir serve --takeover`: a daemon that takes over from the one that runs.
+//!
+//! ```text
+//!   ask ─► offer ─► images by the descriptors that came, groups, servers: as every start
+//!                   └─ all that the other has must be here ─► prepared
+//!   state ─► tables are read, buckets filled, clients sorted ─► ready ─► yours ─► serves
+//! ```
+//!
+//! Whatever fails before the other gives up its place has no effect on it: locks, sockets' files
+//! and images are left as they are.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io::{BufRead as _, BufReader, IoSlice, Write as _},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd as _, OwnedFd},
+        unix::net::UnixStream,
+    },
+    path::Path,
+    rc::Rc,
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use block::{
+    reactor::Worker,
+    storage::{Passed, PassedFile},
+};
+use export::nbd::{Rested, Server};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use serde_json::{Value, json};
+use settings::{Address, Endpoint};
+
+use super::{
+    COMMAND, FORMAT, INHERITED,
+    channel::{Channel, Luggage},
+    clock_ns, metrics_name, name,
+    told::{Offer, State, Word},
+};
+use crate::{
+    control::inventory::{Door, Inventory, RunningExport},
+    listen::Listener,
+};
+
+/// How long the other may take to answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long it may take to stand still: handshakes, what is in flight, flushes.
+const TO_STAND_STILL: Duration = Duration::from_secs(60);
+/// How long until it has ended.
+const TO_END: Duration = Duration::from_secs(15);
+
+/// A daemon that another has offered everything.
+pub(crate) struct Newcomer {
+    channel: Channel,
+    offer: Offer,
+    /// Of each server, in the order of the offer.
+    sockets: Vec<VecDeque<OwnedFd>>,
+    control: VecDeque<OwnedFd>,
+    passed: Passed,
+}
+
+/// The daemon that was taken over from, on its way out.
+pub(crate) struct Before(Channel);
+
+impl Before {
+    /// Waits until it has ended.
+    pub(crate) async fn end(self) {
+        self.0.wait_for_end(TO_END).await;
+    }
+}
+
+impl Newcomer {
+    /// Asks the daemon at a control socket, and hears what it has.
+    ///
+    /// # Errors
+    /// Nobody is there, or it refuses.
+    pub(crate) fn ask(control: &Path) -> anyhow::Result<Self> {
+        let about = || format!("taking over from unix:{}", control.display());
+        let (channel, other) = Channel::pair()?;
+        command(control, other).with_context(about)?;
+        let (channel, offer, luggage): (_, Offer, _) = channel.hear_now(PATIENCE).with_context(about)?;
+        Self::new(channel, offer, luggage).with_context(about)
+    }
+
+    fn new(channel: Channel, offer: Offer, luggage: Luggage) -> anyhow::Result<Self> {
+        let mut descriptors = VecDeque::from(luggage.descriptors);
+        let mut some = |count: usize| -> anyhow::Result<VecDeque<OwnedFd>> {
+            ensure!(descriptors.len() >= count, "fewer descriptors came than were told of");
+            Ok(descriptors.drain(..count).collect())
+        };
+        let sockets = offer.servers.iter().map(|server| some(server.sockets.len()));
+        let sockets = sockets.collect::<anyhow::Result<_>>()?;
+        let control = some(offer.control.len())?;
+        let mut files = Vec::new();
+        for disk in &offer.disks {
+            for _ in 0..disk.files {
+                let mut pair = some(2)?.into_iter();
+                if let (Some(main), Some(buffered)) = (pair.next(), pair.next()) {
+                    files.push(PassedFile { main, buffered });
+                }
+            }
+        }
+        Ok(Self { channel, sockets, control, passed: Passed::new(files), offer })
+    }
+
+    /// How many sockets of the service manager the other has.
+    pub(crate) fn inherited(&self) -> usize {
+        let inherited = self.offer.servers.iter().filter(|server| server.endpoint == INHERITED);
+        inherited.map(|server| server.sockets.len()).sum()
+    }
+
+    /// How often the service manager wants to hear of the daemon that goes on.
+    pub(crate) fn watchdog(&self) -> Option<Duration> {
+        self.offer.watchdog_ns.map(Duration::from_nanos)
+    }
+
+    /// The files that came.
+    pub(crate) fn passed(&self) -> &Passed {
+        &self.passed
+    }
+
+    /// The sockets at this address, if the other has them.
+    pub(crate) fn listeners(&mut self, endpoint: &Endpoint) -> anyhow::Result<Option<Vec<Listener>>> {
+        self.adopt(&name(endpoint), endpoint)
+    }
+
+    /// The sockets where figures are asked for, if the other has them at this address.
+    pub(crate) fn metrics(&mut self, address: &Address) -> anyhow::Result<Option<Vec<Listener>>> {
+        self.adopt(&metrics_name(address), &Endpoint::Address(address.clone()))
+    }
+
+    fn adopt(&mut self, name: &str, endpoint: &Endpoint) -> anyhow::Result<Option<Vec<Listener>>> {
+        let Some(at) = self.offer.servers.iter().position(|server| server.endpoint == name) else {
+            return Ok(None);
+        };
+        let files = &self.offer.servers[at].sockets;
+        let adopted = files.iter().zip(self.sockets[at].drain(..)).enumerate();
+        let adopt = |(number, (file, socket)): (usize, (&Option<_>, OwnedFd))| {
+            Listener::adopt(socket, endpoint, number, file.as_deref(), &self.passed)
+        };
+        adopted.map(adopt).collect::<anyhow::Result<_>>().map(Some)
+    }
+
+    /// The control socket at this path, if the other has it.
+    pub(crate) fn control(&mut self, path: &Path) -> anyhow::Result<Option<Listener>> {
+        let path = std::path::absolute(path)?;
+        let Some(at) = self.offer.control.iter().position(|known| *known == path) else { return Ok(None) };
+        self.offer.control.remove(at);
+        let socket = self.control.remove(at).context("a control socket came without its descriptor")?;
+        let endpoint = Endpoint::Address(Address::Unix(path.clone()));
+        Listener::adopt(socket, &endpoint, 0, Some(&path), &self.passed).map(Some)
+    }
+
+    /// Whether everything that the other has is here.
+    ///
+    /// # Errors
+    /// What is not. It has been told to the other, which goes on.
+    pub(crate) fn check(&self, inventory: &Inventory) -> anyhow::Result<()> {
+        let left = self.offer.servers.iter().zip(&self.sockets).find(|(_, left)| !left.is_empty());
+        let left = left.map(|(server, _)| server.endpoint.clone());
+        let left = left.or_else(|| Some(format!("unix:{}", self.offer.control.first()?.display())));
+        let sockets =
+            left.map_or(Ok(()), |left| Err(anyhow!("{left}: it is open, and is not in this config")));
+        let all = check(&self.offer, &self.passed, inventory).and(sockets);
+        all.inspect_err(|error| {
+            // Where it cannot be told, it hears of the end.
+            drop(self.channel.say_now(&Word::Refused(format!("{error:#}"))));
+        })
+    }
+
+    /// Takes over: when this returns the other does not go on, and every client that came is
+    /// served.
+    ///
+    /// # Errors
+    /// The other does not give it, or what it gave cannot be taken up. It goes on then.
+    pub(crate) async fn finish(
+        self,
+        inventory: &Rc<Inventory>,
+        workers: &[Worker],
+    ) -> anyhow::Result<Before> {
+        let Self { channel, offer, passed, .. } = self;
+        let channel = channel.say(Word::Prepared, Vec::new(), Vec::new()).await?;
+        let (channel, state, luggage): (_, State, _) =
+            channel.hear(TO_STAND_STILL).await.context("the other did not give it (its log says why)")?;
+        let began_ns = state.began_ns;
+        let clients = match take_up(state, luggage, inventory).await {
+            Ok(clients) => clients,
+            Err(error) => {
+                let said = channel.say(Word::Refused(format!("{error:#}")), Vec::new(), Vec::new()).await;
+                drop(said);
+                return Err(error);
+            }
+        };
+        let channel = channel.say(Word::Ready, Vec::new(), Vec::new()).await?;
+        let (channel, word, _) = channel.hear_or_close(PATIENCE).await.context("the other goes on itself")?;
+        match word {
+            Word::Yours => {}
+            other => bail!("the other said {other:?} instead of giving up its place"),
+        }
+        passed.settle();
+        let count = clients.len();
+        for (number, (server, client)) in clients.into_iter().enumerate() {
+            server.take_in(client, &workers[number % workers.len()]);
+        }
+        let pause_us = clock_ns().saturating_sub(began_ns) / 1000;
+        tracing::info!(from = offer.version, clients = count, pause_us, "taken over");
+        Ok(Before(channel))
+    }
+}
+
+/// Whether everything that the other has is here.
+fn check(offer: &Offer, passed: &Passed, inventory: &Inventory) -> anyhow::Result<()> {
+    for offered in &offer.disks {
+        let disk = inventory.disk(&offered.name);
+        let disk = disk.map_err(|_| anyhow!("disk {}: it runs, and is not in this config", offered.name))?;
+        let (is_written, is_passed) = (offered.files > 0, disk.disk.is_passed());
+        ensure!(
+            is_written == is_passed,
+            "disk {}: it runs with another image, or is read-only in one of both",
+            offered.name
+        );
+    }
+    ensure!(passed.left() == 0, "images are in use that this config does not have");
+    for offered in &offer.exports {
+        let export = export(inventory, &offered.endpoint, &offered.name);
+        let (_, _, export) = export.with_context(|| {
+            format!("export {} at {}: it runs, and is not in this config", offered.name, offered.endpoint)
+        })?;
+        let bitmaps = export.new.iter().flat_map(|new| new.bitmaps.iter());
+        ensure!(
+            export.disk.disk.name().as_ref() == offered.disk
+                && export.read_only == offered.read_only
+                && bitmaps
+                    .map(|bitmap| bitmap.name().as_ref())
+                    .eq(offered.bitmaps.iter().map(String::as_str)),
+            "export {} at {}: another disk, other bitmaps or another access runs",
+            offered.name,
+            offered.endpoint
+        );
+    }
+    Ok(())
+}
+
+/// An export by where it is and its name: its server, its number there, itself.
+fn export(
+    inventory: &Inventory,
+    endpoint: &str,
+    called: &str,
+) -> Option<(Arc<Server>, usize, Rc<RunningExport>)> {
+    inventory.exports().into_iter().find_map(|export| match &export.door {
+        Door::Nbd(serving, number) if name(&serving.endpoint) == endpoint && export.name == called => {
+            Some((Arc::clone(&serving.server), *number, export))
+        }
+        _ => None,
+    })
+}
+
+/// Goes on where the other stands, but for serving; returns the clients, and where they belong.
+async fn take_up(
+    state: State,
+    luggage: Luggage,
+    inventory: &Inventory,
+) -> anyhow::Result<Vec<(Arc<Server>, Rested)>> {
+    for running in inventory.disks() {
+        if running.disk.is_passed() {
+            running.disk.take_up().await.with_context(|| format!("disk {}", running.disk.name()))?;
+        }
+    }
+    for group in &state.groups {
+        if let (Ok(here), Some(filled)) = (inventory.group(&group.name), &group.filled) {
+            here.fill(&filled.filled()?)
+                .map_err(|invalid| anyhow!("group {}: {}", group.name, invalid.rule))?;
+        }
+    }
+    for disk in &state.disks {
+        let here = inventory.disk(&disk.name)?;
+        here.disk.count_on(&disk.totals.into());
+        if let Some(filled) = &disk.filled {
+            let filled = here.disk.throttle().fill(&filled.filled()?);
+            filled.map_err(|invalid| anyhow!("disk {}: {}", disk.name, invalid.rule))?;
+        }
+    }
+    ensure!(state.clients.len() == luggage.descriptors.len(), "a client came without its socket");
+    let mut places: HashMap<(String, String), (Arc<Server>, usize)> = HashMap::new();
+    let mut bytes = luggage.bytes.as_slice();
+    let mut clients = Vec::new();
+    for (client, socket) in state.clients.iter().zip(luggage.descriptors) {
+        let place = (client.endpoint.clone(), client.export.clone());
+        let (server, number) = match places.get(&place) {
+            Some(known) => known.clone(),
+            None => {
+                let found = export(inventory, &client.endpoint, &client.export);
+                let (server, number, _) = found.context("a client of an export that is not here")?;
+                places.insert(place, (Arc::clone(&server), number));
+                (server, number)
+            }
+        };
+        let received = usize::try_from(client.received).ok().and_then(|count| bytes.split_at_checked(count));
+        let (own, rest) = received.context("a client came without what it sent")?;
+        bytes = rest;
+        let (socket, session) = (socket.into(), client.session(number)?);
+        clients
+            .push((server, Rested { socket, tls: false, session, bytes: own.to_vec(), skip: client.skip }));
+    }
+    Ok(clients)
+}
+
+/// Asks a daemon to take over from it, by what both then speak on, and waits for its answer.
+fn command(control: &Path, passed: OwnedFd) -> anyhow::Result<()> {
+    /// Longest line that is read.
+    const MOST: u64 = 1 << 20;
+    let socket = UnixStream::connect(control).context("nobody listens there (start without --takeover)")?;
+    socket.set_read_timeout(Some(PATIENCE))?;
+    socket.set_write_timeout(Some(PATIENCE))?;
+    let mut lines = BufReader::new(std::io::Read::take(&socket, MOST));
+    let mut next = || -> anyhow::Result<Value> {
+        loop {
+            let mut line = String::new();
+            lines.read_line(&mut line).context("no answer in time")?;
+            let message: Value = serde_json::from_str(&line).context("what listens there is not weir")?;
+            if message.get("event").is_none() {
+                return Ok(message);
+            }
+        }
+    };
+    let refusal = |answer: &Value| match answer["error"]["desc"].as_str() {
+        Some(why) => Err(anyhow!("{why}")),
+        None => Ok(()),
+    };
+    refusal(&next()?)?;
+    writeln!(&socket, "{}", json!({ "execute": "qmp_capabilities" }))?;
+    refusal(&next()?)?;
+    let arguments = json!({ "format": FORMAT, "version": env!("CARGO_PKG_VERSION") });
+    let line = format!("{}\n", json!({ "execute": COMMAND, "arguments": arguments }));
+    let passed = [passed.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut beside = SendAncillaryBuffer::new(&mut space);
+    ensure!(beside.push(SendAncillaryMessage::ScmRights(&passed)), "a descriptor cannot be sent");
+    let sent = sendmsg(&socket, &[IoSlice::new(line.as_bytes())], &mut beside, SendFlags::NOSIGNAL)?;
+    ensure!(sent == line.len(), "the socket takes no command");
+    refusal(&next()?)
+}

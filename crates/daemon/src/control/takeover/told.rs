@@ -1,0 +1,315 @@
+//! What two daemons tell each other, as values: what there is, how clients and limits stand, and
+//! who goes on.
+//!
+//! ```text
+//!   the old one                       the new one
+//!     Offer        ──────────────►      opens all of it
+//!                  ◄──────────────    Prepared, or Refused
+//!     (stands still)
+//!     State        ──────────────►      reads tables, takes clients in
+//!                  ◄──────────────    Ready
+//!     Yours        ──────────────►      serves
+//! ```
+//!
+//! Until it says [`Word::Yours`] the old one may go on, and after that never. Only data, and how it
+//! is read: nothing here is believed because it came.
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use anyhow::{Context as _, ensure};
+use block::disk::Totals;
+use export::nbd::{MetaContext, MetaContexts, ReplyStyle, Session};
+use policy::throttle::{Contents, Filled, Limits, Setting};
+use serde::{Deserialize, Serialize};
+
+/// Of these messages. Another one has other members, or means something else by them.
+pub(crate) const FORMAT: u64 = 1;
+
+/// A step that takes no more words.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) enum Word {
+    /// Everything is open that could be opened beside the other.
+    Prepared,
+    /// It cannot be: why.
+    Refused(String),
+    /// Clients can be served from now on.
+    Ready,
+    /// The other serves from now on.
+    Yours,
+}
+
+/// What there is to be had. Descriptors, in this order: of each server's sockets, of the control
+/// sockets, and two for each file of each disk.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct Offer {
+    pub(super) version: String,
+    /// How often the service manager wants to hear of the daemon: it tells only the first.
+    pub(super) watchdog_ns: Option<u64>,
+    pub(super) servers: Vec<OfferedServer>,
+    pub(super) control: Vec<PathBuf>,
+    pub(super) disks: Vec<OfferedDisk>,
+    pub(super) exports: Vec<OfferedExport>,
+}
+
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct OfferedServer {
+    /// As it was asked for.
+    pub(super) endpoint: String,
+    /// One for each socket: the file that goes with it.
+    pub(super) sockets: Vec<Option<PathBuf>>,
+}
+
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct OfferedDisk {
+    pub(super) name: String,
+    /// That are written to.
+    pub(super) files: usize,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct OfferedExport {
+    pub(super) endpoint: String,
+    pub(super) name: String,
+    pub(super) disk: String,
+    pub(super) read_only: bool,
+    pub(super) bitmaps: Vec<String>,
+}
+
+/// How everything stands. Descriptors: of each client's socket. Bytes: what each has sent and
+/// nobody has begun, one behind the other.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct State {
+    /// When the old one began to stand still, on the clock that both have (CLOCK_MONOTONIC).
+    pub(super) began_ns: u64,
+    pub(super) clients: Vec<Client>,
+    pub(super) disks: Vec<StandingDisk>,
+    pub(super) groups: Vec<StandingGroup>,
+}
+
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct Client {
+    pub(super) endpoint: String,
+    pub(super) export: String,
+    style: Style,
+    flags: u16,
+    /// By their numbers.
+    contexts: Vec<u32>,
+    sizes_acknowledged: bool,
+    minimum_block: u32,
+    maximum_payload: u32,
+    /// How many of the bytes are its.
+    pub(super) received: u64,
+    /// How many more are to be dropped.
+    pub(super) skip: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Style {
+    Simple,
+    Structured,
+    Extended,
+}
+
+impl Client {
+    pub(super) fn new(endpoint: &str, export: &str, session: &Session, received: u64, skip: u64) -> Self {
+        Self {
+            endpoint: endpoint.to_owned(),
+            export: export.to_owned(),
+            style: match session.style {
+                ReplyStyle::Simple => Style::Simple,
+                ReplyStyle::Structured => Style::Structured,
+                ReplyStyle::Extended => Style::Extended,
+            },
+            flags: session.flags,
+            contexts: session.contexts.iter().map(MetaContext::id).collect(),
+            sizes_acknowledged: session.sizes_acknowledged,
+            minimum_block: session.minimum_block,
+            maximum_payload: session.maximum_payload,
+            received,
+            skip,
+        }
+    }
+
+    /// What it agreed on with the other server, at the export of this number here.
+    pub(super) fn session(&self, export: usize) -> anyhow::Result<Session> {
+        let mut contexts = MetaContexts::NONE;
+        for id in &self.contexts {
+            let context = MetaContext::from_id(*id).with_context(|| format!("no context has number {id}"))?;
+            contexts.insert(context);
+        }
+        ensure!(self.minimum_block.is_power_of_two(), "a block of {} bytes", self.minimum_block);
+        Ok(Session {
+            export,
+            style: match self.style {
+                Style::Simple => ReplyStyle::Simple,
+                Style::Structured => ReplyStyle::Structured,
+                Style::Extended => ReplyStyle::Extended,
+            },
+            flags: self.flags,
+            contexts,
+            sizes_acknowledged: self.sizes_acknowledged,
+            minimum_block: self.minimum_block,
+            maximum_payload: self.maximum_payload,
+        })
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct StandingDisk {
+    pub(super) name: String,
+    pub(super) totals: Counted,
+    pub(super) filled: Option<Buckets>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct StandingGroup {
+    pub(super) name: String,
+    pub(super) filled: Option<Buckets>,
+}
+
+/// [`Totals`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct Counted {
+    reads: u64,
+    writes: u64,
+    read_bytes: u64,
+    written_bytes: u64,
+    merged_requests: u64,
+}
+
+impl From<Totals> for Counted {
+    fn from(totals: Totals) -> Self {
+        let Totals { reads, writes, read_bytes, written_bytes, merged_requests } = totals;
+        Self { reads, writes, read_bytes, written_bytes, merged_requests }
+    }
+}
+
+impl From<Counted> for Totals {
+    fn from(counted: Counted) -> Self {
+        let Counted { reads, writes, read_bytes, written_bytes, merged_requests } = counted;
+        Self { reads, writes, read_bytes, written_bytes, merged_requests }
+    }
+}
+
+/// [`Filled`]: settings by their names, levels in billionths as text, since JSON's numbers end
+/// before.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct Buckets {
+    limits: BTreeMap<String, u64>,
+    levels: [[String; 4]; 6],
+}
+
+impl From<Filled> for Buckets {
+    fn from(filled: Filled) -> Self {
+        let limits =
+            Setting::ALL.into_iter().map(|setting| (setting.name().to_owned(), filled.limits.get(setting)));
+        let text = |level: Contents| {
+            [level.main, level.deferred, level.burst, level.burst_deferred].map(|level| level.to_string())
+        };
+        Self { limits: limits.collect(), levels: filled.levels.map(text) }
+    }
+}
+
+impl Buckets {
+    pub(super) fn filled(&self) -> anyhow::Result<Filled> {
+        let mut limits = Limits::default();
+        for (name, value) in &self.limits {
+            let setting = Setting::ALL.into_iter().find(|setting| setting.name() == name);
+            let setting = setting.with_context(|| format!("no limit is called {name:?}"))?;
+            limits.set(setting, *value).map_err(|invalid| anyhow::anyhow!("{name}: {}", invalid.rule))?;
+        }
+        let mut levels = [Contents::default(); 6];
+        for (level, text) in levels.iter_mut().zip(&self.levels) {
+            let number = |at: usize| text[at].parse::<u128>().context("a level that is no number");
+            *level = Contents {
+                main: number(0)?,
+                deferred: number(1)?,
+                burst: number(2)?,
+                burst_deferred: number(3)?,
+            };
+        }
+        Ok(Filled { limits, levels })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use policy::throttle::{Limit, LimitKind};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn there_and_back<T: Serialize + for<'a> Deserialize<'a>>(value: &T) -> T {
+        serde_json::from_slice(&serde_json::to_vec(value).unwrap()).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn what_a_client_agreed_on_comes_back(
+            style in prop_oneof![Just(ReplyStyle::Simple), Just(ReplyStyle::Structured), Just(ReplyStyle::Extended)],
+            flags: u16,
+            ids in proptest::collection::vec(1_u32..=33, 0..5),
+            sizes_acknowledged: bool,
+            bits in 0_u32..16,
+            maximum_payload: u32,
+        ) {
+            let mut contexts = MetaContexts::NONE;
+            for id in ids {
+                contexts.insert(MetaContext::from_id(id).unwrap());
+            }
+            let minimum_block = 1 << bits;
+            let session =
+                Session { export: 3, style, flags, contexts, sizes_acknowledged, minimum_block, maximum_payload };
+            let client = Client::new("unix:/a", "vm1", &session, 7, 8);
+            prop_assert_eq!(there_and_back(&client).session(3).unwrap(), session);
+        }
+
+        #[test]
+        fn levels_come_back(levels: [[u128; 4]; 6], rate in 1_u64..1_000_000_000_000) {
+            let mut limits = Limits::default();
+            *limits.limit_mut(LimitKind::BpsWrite) = Limit { rate, burst_rate: 2 * rate, burst_length_s: 7 };
+            limits.iops_size = 4096;
+            let levels =
+                levels.map(|[main, deferred, burst, burst_deferred]| Contents { main, deferred, burst, burst_deferred });
+            let filled = Filled { limits, levels };
+            prop_assert_eq!(there_and_back(&Buckets::from(filled)).filled().unwrap(), filled);
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let session = Session {
+            export: 0,
+            style: ReplyStyle::Simple,
+            flags: 1,
+            contexts: MetaContexts::NONE,
+            sizes_acknowledged: false,
+            minimum_block: 1,
+            maximum_payload: 1 << 25,
+        };
+        let client = || Client::new("", "", &session, 0, 0);
+        assert!(Client { contexts: vec![34], ..client() }.session(0).is_err());
+        assert!(Client { minimum_block: 3, ..client() }.session(0).is_err());
+        let full = || Buckets::from(Filled { limits: Limits::default(), levels: Default::default() });
+        let named = |name: &str, value| Buckets { limits: [(name.to_owned(), value)].into(), ..full() };
+        assert!(named("iops-total", 5).filled().is_ok());
+        assert!(named("iops-totally", 5).filled().is_err());
+        assert!(named("iops-total", u64::MAX).filled().is_err());
+        let mut levels = full().levels;
+        levels[0][0] = "-1".to_owned();
+        assert!(Buckets { levels, ..full() }.filled().is_err());
+        assert!(serde_json::from_str::<Word>("\"later\"").is_err());
+    }
+}

@@ -1,0 +1,105 @@
+//! Another process goes on with the buckets: nothing passes that would not have passed.
+
+use policy::{
+    request::Direction,
+    throttle::{Cost, Filled, Limit, LimitKind, Limits, NodeId, Share, Tree},
+    time::{Duration, Instant},
+};
+use proptest::prelude::*;
+
+const STEP: Duration = Duration::from_millis(1);
+
+/// A group and a disk in it, at work since `epoch` of a clock of their own.
+struct Process {
+    tree: Tree<()>,
+    nodes: [NodeId; 2],
+    epoch: Instant,
+}
+
+impl Process {
+    fn new(limits: [Limits; 2], epoch: Instant) -> Self {
+        let mut tree = Tree::new(epoch);
+        let group = tree.add(None, limits[0], Share::default()).unwrap();
+        let disk = tree.add(Some(group), limits[1], Share::default()).unwrap();
+        Self { tree, nodes: [group, disk], epoch }
+    }
+
+    /// Goes on at `at`, in the time of the first process.
+    fn after(&self, limits: [Limits; 2], epoch: Instant, at: Duration) -> Self {
+        let mut next = Self::new(limits, epoch);
+        for (from, to) in self.nodes.into_iter().zip(next.nodes) {
+            let filled: Option<Filled> = self.tree.filled(from, self.epoch + at);
+            if let Some(filled) = filled {
+                next.tree.fill(to, &filled, epoch + at).unwrap();
+            }
+        }
+        next
+    }
+
+    /// How many requests pass at this time, if more wait than can.
+    fn pass(&mut self, at: Duration) -> u64 {
+        let (now, cost) = (self.epoch + at, Cost::one(4096));
+        (0..).take_while(|_| self.tree.pass(self.nodes[1], Direction::Write, &cost, now)).count() as u64
+    }
+}
+
+fn limits(rate: u64, burst_rate: u64, burst_length_s: u64) -> Limits {
+    let mut limits = Limits::default();
+    *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate, burst_rate, burst_length_s };
+    limits
+}
+
+proptest! {
+    #[test]
+    fn the_same_passes_at_the_same_times(
+        group in (100_u64..1000, 1_u64..4, 1_u64..4),
+        disk in (100_u64..1000, 1_u64..4, 1_u64..4),
+        epochs in proptest::collection::vec((1_u64..500, 0_u64..1_000_000_000_000), 1..8),
+    ) {
+        let of = |(rate, times, length)| limits(rate, rate * times, length);
+        let both = [of(group), of(disk)];
+        let mut alone = Process::new(both, Instant::ZERO);
+        let mut current = Process::new(both, Instant::ZERO);
+        let mut takeovers = epochs.into_iter();
+        let mut next = takeovers.next();
+        let mut since = 0;
+        for step in 0..2000_u32 {
+            let at = STEP * step;
+            if let Some((after, epoch)) = next && since == after {
+                current = current.after(both, Instant::from_nanos(epoch), at);
+                (next, since) = (takeovers.next(), 0);
+            }
+            since += 1;
+            prop_assert_eq!(current.pass(at), alone.pass(at), "at {:?}", at);
+        }
+    }
+}
+
+#[test]
+fn other_limits_take_over_what_passed_under_those_of_the_other_process() {
+    let (before, after) = ([Limits::default(), limits(100, 1000, 1)], [Limits::default(), limits(100, 0, 1)]);
+    let mut old = Process::new(before, Instant::ZERO);
+    assert_eq!(old.pass(Duration::ZERO), 1001);
+    let mut new = old.after(after, Instant::from_nanos(7), Duration::ZERO);
+    assert_eq!(new.pass(Duration::ZERO), 0, "a burst was had already");
+    let in_a_second: u64 = (1..=1000).map(|step| new.pass(STEP * step)).sum();
+    assert!(in_a_second <= 101, "{in_a_second}");
+}
+
+#[test]
+fn limits_that_cannot_be_are_refused() {
+    let mut process = Process::new([Limits::default(), limits(100, 0, 1)], Instant::ZERO);
+    let wrong = Filled { limits: limits(100, 10, 1), levels: Default::default() };
+    assert!(process.tree.fill(process.nodes[1], &wrong, Instant::ZERO).is_err());
+    let full = Filled {
+        limits: limits(100, 0, 1),
+        levels: [policy::throttle::Contents {
+            main: u128::MAX,
+            deferred: u128::MAX,
+            burst: u128::MAX,
+            burst_deferred: u128::MAX,
+        }; 6],
+    };
+    process.tree.fill(process.nodes[1], &full, Instant::ZERO).unwrap();
+    assert_eq!(process.pass(Duration::from_secs(3600)), 0);
+}

@@ -1,0 +1,384 @@
+//! `weir serve --takeover` under load: fio's checksums say that nothing is lost or done twice, a
+//! client that is never connected anew that nobody sees it.
+//!
+//! How long a pause is, is no test's to judge: `make soak`, which takes over 200 times
+//! (`WEIR_TAKEOVERS`), prints it.
+
+use std::{
+    io::{Read as _, Write as _},
+    os::unix::net::{UnixDatagram, UnixStream},
+    path::{Path, PathBuf},
+    thread,
+};
+
+use serde_json::{Value, json};
+
+use crate::{
+    harness::{Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, nbdsh_command, qemu_img, weir},
+    machines::{features, front_end},
+};
+
+/// What the log says where a newcomer has failed.
+const GOES_ON: &str = "nobody has taken over, and all goes on";
+
+/// A daemon that can be taken over from, again and again: every one with the same arguments.
+struct House {
+    scratch: Scratch,
+    arguments: Vec<String>,
+    on_tcp: bool,
+}
+
+impl House {
+    fn new(scratch: Scratch, arguments: &[&str]) -> Self {
+        let arguments = arguments.iter().map(|argument| (*argument).to_owned()).collect();
+        Self { scratch, arguments, on_tcp: false }
+    }
+
+    fn control(&self) -> PathBuf {
+        self.scratch.socket("the-control")
+    }
+
+    fn serve(&self) -> Serve {
+        let control = format!("unix:{}", self.control().display());
+        let serve = Serve::new(&self.scratch).args(&self.arguments).env("WEIR_QMP", control);
+        if self.on_tcp { serve.on_tcp() } else { serve }
+    }
+
+    fn newcomer(&self) -> Serve {
+        self.serve().arg("--takeover")
+    }
+
+    /// The old one must end by itself, cleanly.
+    #[track_caller]
+    fn take_over(&self, old: Weir) -> (Weir, u64) {
+        let new = self.newcomer().start();
+        let (status, log) = old.wait();
+        assert!(status.success() && !log.contains("panicked"), "the old one ended with {status}:\n{log}");
+        assert!(log.contains("another weir has taken over"), "{log}");
+        let line = new.wait_for_log("taken over");
+        let pause = line.split("pause_us=").nth(1).unwrap_or_default();
+        let digits: String = pause.chars().take_while(char::is_ascii_digit).collect();
+        (new, digits.parse().unwrap_or_else(|_| panic!("no pause in {line:?}")))
+    }
+}
+
+/// fio on 16 MiB of an export: it reads and writes, and reads back what it wrote, so often.
+fn load(uri: String, scratch: &Scratch, offset: u64, loops: u32) -> thread::JoinHandle<()> {
+    let client = Client::new("fio")
+        .args(["--ioengine=nbd", "--rw=randrw", "--size=16M", "--iodepth=16", "--bsrange=512-60k"])
+        .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--blockalign=512"])
+        .args(["--serialize_overlap=1", "--fsync=50", "--randseed=7"])
+        .args([format!("--name=at{offset}"), format!("--loops={loops}"), format!("--uri={uri}")])
+        .arg(format!("--offset={offset}"))
+        .arg(format!("--aux-path={}", scratch.path("").display()));
+    thread::spawn(move || drop(client.succeeds()))
+}
+
+#[test]
+fn a_client_keeps_its_connection_and_its_terms() {
+    let scratch = Scratch::new();
+    let disk = scratch.filled("disk.raw", MIB);
+    let house = House::new(scratch, &[disk.to_str().unwrap()]);
+    let first = house.serve().start();
+    let script = "\
+import sys
+def step(): print('there', flush=True); sys.stdin.readline()
+h.add_meta_context('base:allocation')
+h.connect_uri(arguments[0])
+before = h.pread(4096, 8192)
+h.pwrite(b'x' * 4096, 4096)
+step()
+assert h.aio_is_ready()
+assert h.pread(4096, 8192) == before
+assert h.pread(4096, 4096) == b'x' * 4096
+h.pwrite(b'y' * 4096, 0)
+h.flush()
+extents = []
+h.block_status(65536, 0, lambda context, offset, entries, error: extents.append((context, len(entries))))
+assert extents and extents[0][0] == 'base:allocation', extents
+step()
+assert h.pread(4096, 0) == b'y' * 4096
+h.shutdown()
+";
+    let mut client = nbdsh_command(&format!("arguments = [{:?}]\n{script}", first.uri("disk")));
+    client.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+    let mut client = client.spawn().expect("nbdsh was found");
+    let mut said = client.stdout.take().expect("piped");
+    let mut heard = move || said.read_exact(&mut [0; 6]).expect("it comes so far");
+    heard();
+    let status = |house: &House| weir(&["status", "--json"]).env("WEIR_QMP", control(house)).json();
+    let before = status(&house)["disks"][0].clone();
+    let (second, _) = house.take_over(first);
+    let after = status(&house)["disks"][0].clone();
+    for counted in ["reads", "writes", "read-bytes", "written-bytes"] {
+        assert_eq!(after[counted], before[counted], "{counted}: {after}");
+    }
+    let go_on = |client: &mut std::process::Child| {
+        client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits for it");
+    };
+    go_on(&mut client);
+    heard();
+    let (_third, _) = house.take_over(second);
+    go_on(&mut client);
+    assert!(client.wait().expect("it is ours").success());
+}
+
+fn control(house: &House) -> String {
+    format!("unix:{}", house.control().display())
+}
+
+#[test]
+fn what_cannot_be_taken_over_is_named_and_goes_on() {
+    let scratch = Scratch::new();
+    let (one, two) = (scratch.sparse("one.raw", MIB), scratch.sparse("two.raw", MIB));
+    let (one, two) = (one.to_str().unwrap().to_owned(), two.to_str().unwrap().to_owned());
+    let house = House::new(scratch, &[&one, &two]);
+    let refused = |arguments: &[&str], expect: &str| {
+        let newcomer = Serve::new(&house.scratch).args(arguments).arg("--takeover");
+        let said = newcomer.env("WEIR_QMP", control(&house)).fails();
+        assert!(said.contains(expect), "{said}");
+    };
+    refused(&[&one], "nobody listens there (start without --takeover)");
+    let first = house.serve().start();
+    refused(&[&one], "disk two: it runs, and is not in this config");
+    refused(&[&one, &two, "--cache", "none"], "has it open in another cache mode");
+    refused(&[&one, &two, "--read-only"], "one.raw: locked for writing by another process");
+    refused(&[&one, "/nonexistent"], "/nonexistent: no such file");
+    first.nbdsh("one", "h.pwrite(b'x' * 512, 0)\n");
+    first.stop();
+    let memory = House::new(house.scratch, &["memory:1M"]);
+    let first = memory.serve().start();
+    let said = memory.newcomer().fails();
+    assert!(
+        said.contains("disk memory: cannot be taken over (restart weir): its data is in memory"),
+        "{said}"
+    );
+    first.nbdsh("memory", "h.pwrite(b'x' * 512, 0)\n");
+    first.stop();
+    let socket = memory.scratch.socket("machine");
+    let door = format!("unix:{}", socket.display());
+    let machines = House::new(memory.scratch, &[&one, "--vhost-user-blk", &door]);
+    let first = machines.serve().start();
+    let mut machine = front_end(&socket);
+    features(&mut machine);
+    let said = machines.newcomer().fails();
+    assert!(said.contains("vhost-user-blk cannot be taken over (restart weir"), "{said}");
+    features(&mut machine);
+    first.nbdsh("one", "h.pwrite(b'x' * 512, 0)\n");
+}
+
+/// A newcomer that says what it likes.
+struct Stranger(UnixStream);
+
+impl Stranger {
+    fn ask(control: &Path, format: u64) -> Result<Self, String> {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut qmp = Qmp::negotiated(control);
+        let arguments = json!({ "format": format, "version": "0.0.0" });
+        let answer = qmp.ask_with(&theirs, "x-weir-takeover", &arguments);
+        match answer["error"]["desc"].as_str() {
+            Some(why) => Err(why.to_owned()),
+            None => Ok(Self(ours)),
+        }
+    }
+
+    fn say(&mut self, word: &str) {
+        let text = format!("{word:?}");
+        let lengths = [text.len() as u64, 0, 0].map(u64::to_le_bytes).concat();
+        self.0.write_all(&[lengths.as_slice(), text.as_bytes()].concat()).unwrap();
+    }
+
+    /// Descriptors that come along are closed by the kernel.
+    fn hear(&mut self) -> Value {
+        let mut lengths = [[0; 8]; 3];
+        lengths.iter_mut().for_each(|length| self.0.read_exact(length).unwrap());
+        let [text, bytes, descriptors] = lengths.map(|length| u64::from_le_bytes(length) as usize);
+        let mut message = vec![0; text + bytes + descriptors.div_ceil(250)];
+        self.0.read_exact(&mut message).unwrap();
+        serde_json::from_slice(&message[..text]).unwrap()
+    }
+}
+
+#[test]
+fn a_newcomer_that_fails_at_any_step_leaves_everything_as_it_was() {
+    let scratch = Scratch::new();
+    let (raw, qcow2) = (scratch.sparse("raw.raw", 16 * MIB), scratch.path("qcow2.qcow2"));
+    qemu_img(["create", "-q", "-f", "qcow2"]).arg(&qcow2).arg("16M").succeeds();
+    let config = format!(
+        "[disk.raw]\nimage = {raw:?}\nexport = [{{ type = \"nbd\", listen = \"unix:{socket}\" }}]\n\
+         [disk.qcow2]\nimage = {qcow2:?}\nformat = \"qcow2\"\nbps-total = \"10M\"\n\
+         export = [{{ type = \"nbd\", listen = \"unix:{socket}\" }}]\n",
+        socket = scratch.socket("nbd").display()
+    );
+    let config = scratch.file("weir.toml", config);
+    let mut house = House::new(scratch, &["--config", config.to_str().unwrap()]);
+    house.arguments.extend(["--log".to_owned(), "debug".to_owned()]);
+    let serve = |takeover: bool| {
+        let serve = house.serve().where_said();
+        if takeover { serve.arg("--takeover") } else { serve }
+    };
+    let daemon = serve(false).start();
+    let uri = |export: &str| format!("nbd+unix:///{export}?socket={}", house.scratch.socket("nbd").display());
+    let loads = ["raw", "qcow2"].map(|export| load(uri(export), &house.scratch, 0, 1));
+
+    let why = Stranger::ask(&house.control(), 999).err().expect("another format");
+    assert!(why.contains("takes over in the format 999") && why.contains("(restart it)"), "{why}");
+    // Each leaves when it has said so much.
+    let steps: [&[&str]; 5] =
+        [&[], &["prepared"], &["prepared", "refused"], &["prepared", "ready?"], &["ready"]];
+    for (number, words) in steps.into_iter().enumerate() {
+        let mut stranger = Stranger::ask(&house.control(), 1).expect("it may");
+        let offer = stranger.hear();
+        assert_eq!(offer["disks"].as_array().map(Vec::len), Some(2), "{offer}");
+        for word in words {
+            stranger.say(word);
+            if *word == "prepared" {
+                let state = stranger.hear();
+                assert!(state["clients"].is_array(), "{state}");
+            }
+        }
+        // Whoever only closes is noticed as well.
+        drop(stranger);
+        daemon.wait_for_logs(GOES_ON, number + 1);
+    }
+    for load in loads {
+        load.join().expect("the load saw nothing of it");
+    }
+    let successor = serve(true).start();
+    let (status, log) = daemon.wait();
+    assert!(status.success(), "{log}");
+    successor.stop();
+    qemu_img(["check", "-q"]).arg(&qcow2).succeeds();
+    assert!(!house.control().exists(), "the last one has tidied up");
+}
+
+#[test]
+fn a_connection_with_tls_is_closed_in_order_and_can_be_made_anew() {
+    let scratch = Scratch::new();
+    let disk = scratch.sparse("disk.raw", MIB);
+    let keys = scratch.path("keys.psk");
+    Client::new("psktool").args(["-u", "alice", "-p"]).arg(&keys).succeeds();
+    let arguments = [disk.to_str().unwrap(), "--tls", "required", "--tls-psk", keys.to_str().unwrap()];
+    let house = House::new(scratch, &arguments);
+    let first = house.serve().start();
+    let uri = format!(
+        "nbds+unix://alice@/disk?socket={}&tls-psk-file={}",
+        first.socket().display(),
+        keys.display()
+    );
+    let script = "\
+import sys
+h.set_uri_allow_local_file(True)
+h.connect_uri(arguments[0])
+h.pwrite(b'x' * 512, 0)
+print('there', flush=True)
+sys.stdin.readline()
+try:
+    h.pread(512, 0)
+except nbd.Error as error:
+    h = nbd.NBD()
+    h.set_uri_allow_local_file(True)
+    h.connect_uri(arguments[0])
+    assert h.pread(512, 0) == b'x' * 512
+else:
+    raise AssertionError('the connection is still there')
+";
+    let mut client = nbdsh_command(&format!("arguments = [{uri:?}]\n{script}"));
+    client.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+    let mut client = client.spawn().expect("nbdsh was found");
+    client.stdout.as_mut().expect("piped").read_exact(&mut [0; 6]).expect("it comes so far");
+    let (_second, _) = house.take_over(first);
+    client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits for it");
+    assert!(client.wait().expect("it is ours").success());
+}
+
+#[test]
+fn the_service_manager_hears_who_goes_on_and_that_it_lives() {
+    let scratch = Scratch::new();
+    let (disk, pid_file) = (scratch.sparse("disk.raw", MIB), scratch.path("pid"));
+    let heard = scratch.socket("notify");
+    let manager = UnixDatagram::bind(&heard).unwrap();
+    manager.set_read_timeout(Some(DEADLINE)).unwrap();
+    let next = |wanted: &str| loop {
+        let mut text = [0; 256];
+        let length = manager.recv(&mut text).expect("it is not silent");
+        let said = String::from_utf8_lossy(&text[..length]).trim().to_owned();
+        if said.starts_with(wanted) {
+            return said;
+        }
+    };
+    let arguments = [disk.to_str().unwrap(), "--pid-file", pid_file.to_str().unwrap()];
+    let house = House::new(scratch, &arguments);
+    // Only the first is told that it is watched.
+    let first = house.serve().env("NOTIFY_SOCKET", &heard).env("WATCHDOG_USEC", "50000").start();
+    next("WATCHDOG=1");
+    let second = house.newcomer().env("NOTIFY_SOCKET", &heard).start();
+    let (status, log) = first.wait();
+    assert!(status.success(), "{log}");
+    assert_eq!(next("MAINPID="), format!("MAINPID={}", second.pid()));
+    next("READY=1");
+    next("WATCHDOG=1");
+    assert_eq!(std::fs::read_to_string(&pid_file).unwrap(), format!("{}\n", second.pid()));
+    second.stop();
+    assert!(!pid_file.exists(), "it has gone with its process");
+}
+
+/// Of each kind of image and of socket in turn, under limits, so that requests wait at every
+/// takeover.
+#[test]
+#[allow(clippy::print_stdout, reason = "what was measured is what a soak is for")]
+fn clients_see_nothing_of_any_takeover_nor_of_newcomers_that_fail() {
+    let takeovers = std::env::var("WEIR_TAKEOVERS").ok().map_or(6, |text| text.parse().expect("a number"));
+    let loops = if takeovers > 20 { 10 } else { 1 };
+    let (mut pauses, mut failed) = (Vec::new(), 0_u32);
+    for round in 0.. {
+        if round >= 4 && pauses.len() >= takeovers {
+            break;
+        }
+        let scratch = Scratch::new();
+        let format = if round % 2 == 0 { "raw" } else { "qcow2" };
+        let image = scratch.path("disk");
+        qemu_img(["create", "-q", "-f", format]).arg(&image).arg("32M").succeeds();
+        let cache = if round % 3 == 0 { "none" } else { "writeback" };
+        let path = image.to_str().expect("UTF-8");
+        let arguments = [path, "-f", format, "--cache", cache, "--bps-total", "40M", "--prefetch", "on"];
+        let house = House { scratch, arguments: arguments.map(str::to_owned).into(), on_tcp: round % 4 >= 2 };
+        let mut current = house.serve().start();
+        let loads = [0, 16 * MIB].map(|offset| load(current.uri("disk"), &house.scratch, offset, loops));
+        while !loads.iter().all(thread::JoinHandle::is_finished) {
+            // Each of its steps is some newcomer's last.
+            if pauses.len() % 3 == 1 {
+                let mut stranger = Stranger::ask(&house.control(), 1).expect("it may");
+                stranger.hear();
+                for word in ["prepared", "nonsense"].iter().take(failed as usize % 3) {
+                    stranger.say(word);
+                    if *word == "prepared" {
+                        stranger.hear();
+                    }
+                }
+                drop(stranger);
+                failed += 1;
+                current.wait_for_log(GOES_ON);
+            }
+            let (next, pause) = house.take_over(current);
+            current = next;
+            pauses.push(pause);
+        }
+        for load in loads {
+            load.join().expect("the load saw nothing of it");
+        }
+        current.stop();
+        if format == "qcow2" {
+            qemu_img(["check", "-q"]).arg(&image).succeeds();
+        }
+    }
+    pauses.sort_unstable();
+    let at = |percent: usize| pauses[(pauses.len() * percent / 100).min(pauses.len() - 1)];
+    println!(
+        "{} takeovers, {failed} newcomers that failed: pause p50 {} µs, p99 {} µs, longest {} µs",
+        pauses.len(),
+        at(50),
+        at(99),
+        at(100)
+    );
+}
