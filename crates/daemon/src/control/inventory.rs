@@ -48,6 +48,9 @@ use super::{
 };
 use crate::{listen::Inherited, sandbox::Entered, users::Users};
 
+/// A socket that listens, with its file if weir has made one.
+pub(crate) type Listening = (Fd, Option<PathBuf>);
+
 pub(crate) struct RunningExport {
     pub(crate) id: String,
     /// The name clients ask for; unique at its server.
@@ -226,8 +229,8 @@ pub(crate) struct Inventory {
     pub(crate) watchdog: Cell<Option<Duration>>,
     /// Another daemon is to let clients of the control sockets in.
     pub(crate) is_control_closed: Cell<bool>,
-    /// Where figures are asked for: each socket, with its file if weir has made one.
-    pub(crate) metrics: RefCell<Option<(Address, Vec<(Fd, Option<PathBuf>)>)>>,
+    /// Where figures are asked for.
+    pub(crate) metrics: RefCell<Option<(Address, Vec<Listening>)>>,
     /// The control sockets, by their paths.
     pub(crate) control: RefCell<Vec<(PathBuf, Fd)>>,
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
