@@ -205,7 +205,7 @@ struct NetworkArgs {
     #[arg(long, conflicts_with_all = ["qmp", "control"])]
     no_control: bool,
     /// Tell Prometheus how disks, groups and the daemon do, over HTTP at unix:PATH or HOST:PORT, in
-    /// /metrics. Whoever reaches it sees the names of disks and what they do; 0.0.0.0 or [::] is
+    /// /metrics. Whoever reaches it sees the names of disks and what they do; 0.0.0.0 or :: is
     /// every address of this host [default: nowhere]
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<Address>,
