@@ -30,7 +30,7 @@ ready() { grep -c ' ready ' "$said" || true; }
 # Until so many servers were ready.
 await() {
     tail -n +1 -f "$said" > "$said.pipe" & local tail=$!
-    disown
+    disown "$tail"
     grep -cm "$1" ' ready ' < "$said.pipe" > "$said.ready"
     kill "$tail" || true # it may have ended, writing to nobody
 }
@@ -38,6 +38,11 @@ wait() {
     local jobs=("$@") job
     [[ ${jobs[*]} ]] || mapfile -t jobs < <(jobs -p)
     for job in "${jobs[@]}"; do builtin wait "$job"; done
+}
+# Of an interactive shell 1 is the only job: what has ended is forgotten at the prompt.
+kill() {
+    [[ $1 != %1 ]] || set -- "$(jobs -pr | head -n 1)"
+    builtin kill "$@"
 }
 cd "$3"
 exec 2> "$said"
