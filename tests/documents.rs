@@ -26,6 +26,7 @@ export TMPDIR=$1
 said=$2
 mkfifo "$said.pipe"
 trap 'echo "$block: \`$BASH_COMMAND\` failed with status $?"' ERR
+trap 'echo "$block: \`$BASH_COMMAND\`" > "$said.at"' DEBUG
 ready() { grep -c ' ready ' "$said" || true; }
 # Until so many servers were ready.
 await() {
@@ -39,10 +40,14 @@ wait() {
     [[ ${jobs[*]} ]] || mapfile -t jobs < <(jobs -p)
     for job in "${jobs[@]}"; do builtin wait "$job"; done
 }
-# Of an interactive shell 1 is the only job: what has ended is forgotten at the prompt.
+# An interactive shell forgets at its prompt what has ended, so that its numbers count what runs.
 kill() {
-    [[ $1 != %1 ]] || set -- "$(jobs -pr | head -n 1)"
-    builtin kill "$@"
+    local jobs one
+    mapfile -t jobs < <(jobs -pr)
+    for one; do
+        [[ $one != %* ]] || one=${jobs[${one#%} - 1]}
+        builtin kill "$one"
+    done
 }
 cd "$3"
 exec 2> "$said"
@@ -137,12 +142,18 @@ fn wrong_with(root: &Path, document: &Path) -> Vec<String> {
         .args([text(&made[0]), text(&said), text(&made[1])])
         .finding(Path::new(WEIR).parent().expect("it lies in a directory"))
         .run();
-    if outcome.code() != 0 {
-        let log = fs::read_to_string(&said).unwrap_or_else(|_| outcome.said());
+    if outcome.ended() != Some(0) {
         let last = |text: &str| {
             text.lines().rev().take(20).collect::<Vec<_>>().into_iter().rev().collect::<Vec<_>>().join("\n")
         };
-        complaints.push(format!("{}\nit said:\n{}", last(&outcome.printed()), last(&log)));
+        let read = |path: &Path| fs::read_to_string(path).unwrap_or_default();
+        complaints.push(format!(
+            "{name}: {}\n{}\nit ended at {}it said:\n{}",
+            last(&outcome.said()),
+            last(&outcome.printed()),
+            read(&scratch.path("said.at")),
+            last(&read(&said))
+        ));
     }
     complaints
 }

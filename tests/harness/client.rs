@@ -243,6 +243,11 @@ impl Outcome {
         self.output.status.code().unwrap_or_else(|| panic!("{}: {}", self.name, self.output.status))
     }
 
+    /// None if it died of a signal, as `timeout` does of the one that it has to send in the end.
+    pub(crate) fn ended(&self) -> Option<i32> {
+        self.output.status.code()
+    }
+
     pub(crate) fn said(&self) -> String {
         String::from_utf8_lossy(&self.output.stderr).into_owned()
     }
