@@ -229,7 +229,7 @@ impl Measures {
         if operation == Operation::Flush {
             return;
         }
-        let direction = if operation == Operation::Read { Direction::Read } else { Direction::Write };
+        let direction = operation.direction();
         let waited_ns = admitted.nanos_since(arrived);
         self.waits[direction.index()].add(waited_ns, requests.into());
         if waited_ns > 0 {

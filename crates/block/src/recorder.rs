@@ -17,7 +17,7 @@ use std::{
     },
 };
 
-use policy::{throttle::Held, time::Instant};
+use policy::{request::Direction, throttle::Held, time::Instant};
 use rtrb::{Consumer, Producer, RingBuffer};
 
 /// Requests in a ring: 65 ms of half a million a second.
@@ -36,6 +36,13 @@ pub enum Operation {
     Flush,
     /// Discard.
     Discard,
+}
+
+impl Operation {
+    /// Whose limits it meets, but for a flush, which meets none.
+    pub(crate) fn direction(self) -> Direction {
+        if self == Self::Read { Direction::Read } else { Direction::Write }
+    }
 }
 
 /// A request that has come to its end.

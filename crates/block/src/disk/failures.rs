@@ -122,10 +122,6 @@ impl Operation {
         }
     }
 
-    pub(super) fn direction(self) -> Direction {
-        if self == Self::Read { Direction::Read } else { Direction::Write }
-    }
-
     /// In the log.
     fn name(self) -> &'static str {
         match self {

@@ -17,10 +17,10 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::{Context as _, anyhow, ensure};
+use anyhow::{Context as _, anyhow};
 use block::{
     disk::{Disk, Failures},
-    image::{Secret, qcow2::bitmap::BitmapView},
+    image::Secret,
     layer::throttle::Group,
     reactor::{
         self, Worker,
@@ -31,12 +31,11 @@ use block::{
 use event_listener::Event;
 use export::nbd::{self, NotRemoved, Removal};
 use policy::{
-    access::{Access, Names},
+    access::Names,
     time::{Duration, Instant},
 };
 use settings::{Address, Image, SocketAccess};
 
-pub(crate) use super::running::{NodeBelow, RunningDisk, StorageNode};
 use super::{
     change::{Change, Listener},
     devices::{Devices, Listed},
@@ -46,122 +45,14 @@ use super::{
     recording::Recordings,
     serving::Serving,
 };
-use crate::{listen::Inherited, sandbox::Entered, users::Users};
-
-/// A socket that listens, with its file if weir has made one.
-pub(crate) type Listening = (Fd, Option<PathBuf>);
-
-pub(crate) struct RunningExport {
-    pub(crate) id: String,
-    /// The name clients ask for; unique at its server.
-    pub(crate) name: String,
-    pub(crate) disk: Rc<RunningDisk>,
-    pub(crate) door: Door,
-    /// What was said of a door of its own.
-    pub(crate) said: Option<settings::Door>,
-    /// What it was made of, over NBD.
-    pub(crate) new: Option<NewExport>,
-    pub(crate) read_only: bool,
-    ending: Cell<bool>,
-}
-
-/// How clients reach an export.
-pub(crate) enum Door {
-    /// By its name, and this number, at a server.
-    Nbd(Rc<Serving>, usize),
-    /// At one of its own.
-    Own(Rc<Entrance>),
-}
-
-impl Door {
-    /// As QEMU's `BlockExportType` calls it.
-    pub(crate) fn kind(&self) -> &'static str {
-        match self {
-            Self::Nbd(..) => "nbd",
-            Self::Own(entrance) => entrance.kind(),
-        }
-    }
-
-    pub(crate) fn address(&self) -> String {
-        match self {
-            Self::Nbd(serving, _) => serving.address(),
-            Self::Own(entrance) => entrance.address().to_owned(),
-        }
-    }
-
-    fn connections(&self) -> usize {
-        match self {
-            Self::Nbd(serving, number) => serving.server.connections_of(*number),
-            Self::Own(entrance) => entrance.server.connections(),
-        }
-    }
-
-    /// Of a device, whoever asks for [`Removal::Safe`] has looked who uses it: that takes time.
-    fn remove(&self, removal: Removal) -> Result<(), NotRemoved> {
-        match self {
-            Self::Nbd(serving, number) => serving.server.remove(*number, removal),
-            Self::Own(entrance) => match (removal, entrance.server.connections()) {
-                (Removal::Safe, connections @ 1..) if entrance.device().is_none() => {
-                    Err(NotRemoved::InUse { connections })
-                }
-                _ => {
-                    entrance.close();
-                    Ok(())
-                }
-            },
-        }
-    }
-
-    async fn wait_until_unused(&self) {
-        match self {
-            Self::Nbd(serving, number) => serving.server.wait_until_unused(*number).await,
-            Self::Own(entrance) => entrance.stop().await,
-        }
-    }
-}
-
-impl RunningExport {
-    pub(crate) fn connections(&self) -> usize {
-        self.door.connections()
-    }
-
-    /// Fails where a client is connected, or a device of this host is mounted, held or open.
-    pub(crate) async fn check_unused(&self) -> anyhow::Result<()> {
-        let (id, disk) = (&self.id, self.disk.disk.name());
-        let device = match &self.door {
-            Door::Own(entrance) => entrance.device().map(Path::to_owned),
-            Door::Nbd(..) => None,
-        };
-        let Some(device) = device else {
-            let connections = self.connections();
-            ensure!(
-                connections == 0,
-                "export {id} of disk {disk}: clients are connected: {connections} (disconnect them first)"
-            );
-            return Ok(());
-        };
-        let users = reactor::blocking(move || Users::of(&device).with_processes().with_claims()).await;
-        ensure!(users.is_empty(), "export {id} of disk {disk}: in use: {users} (let it go first)");
-        Ok(())
-    }
-
-    /// It was removed, and its last clients are on their way out.
-    pub(crate) fn is_ending(&self) -> bool {
-        self.ending.get()
-    }
-}
-
-#[derive(Clone, Debug)]
-pub(crate) struct NewExport {
-    pub(crate) id: String,
-    pub(crate) name: String,
-    /// A line for people; may be empty.
-    pub(crate) description: String,
-    pub(crate) access: Access,
-    pub(crate) disk: String,
-    pub(crate) read_only: bool,
-    pub(crate) bitmaps: Arc<[BitmapView]>,
-}
+pub(crate) use super::{
+    exports::{Door, NewExport, RunningExport},
+    running::{NodeBelow, RunningDisk, StorageNode},
+};
+use crate::{
+    listen::{Inherited, Listening},
+    sandbox::Entered,
+};
 
 /// Why something was not done. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -786,7 +677,6 @@ impl Inventory {
         Ok(address)
     }
 
-    /// Nobody closed it: its device was removed from outside, or it can let nobody in any more.
     fn accept_at(self: &Rc<Self>, id: &str, entrance: &Rc<Entrance>) {
         let (inventory, id) = (Rc::downgrade(self), id.to_owned());
         entrance.accept(move |result| {
@@ -796,6 +686,7 @@ impl Inventory {
         });
     }
 
+    /// Nobody closed it: its device was removed from outside, or it can let nobody in any more.
     fn door_ended(self: &Rc<Self>, id: &str, result: std::io::Result<()>) {
         let Ok(export) = self.export(id) else { return };
         let Door::Own(entrance) = &export.door else { return };

@@ -15,6 +15,7 @@ pub(crate) mod bitmaps;
 pub(crate) mod change;
 pub(crate) mod devices;
 pub(crate) mod doors;
+pub(crate) mod exports;
 pub(crate) mod fdsets;
 pub(crate) mod held_back;
 pub(crate) mod inventory;

@@ -4,14 +4,14 @@
 //! Ends in two steps, because the daemon closes all servers before it waits for the clients of any:
 //! [`Serving::close`], then [`Serving::stop`].
 
-use std::{cell::RefCell, path::PathBuf, rc::Rc, sync::Arc};
+use std::{cell::RefCell, rc::Rc, sync::Arc};
 
 use anyhow::anyhow;
 use block::reactor::{self, JoinHandle, Worker, op::Fd};
 use export::nbd;
 use settings::{Endpoint, Tls};
 
-use crate::listen::{Authority, Listener, SocketFile};
+use crate::listen::{Authority, Listener, Listening, SocketFile};
 
 pub(crate) struct Serving {
     /// What it was to listen at.
@@ -75,7 +75,7 @@ impl Serving {
     }
 
     /// Its sockets while it accepts, each with its file if it has made one.
-    pub(crate) fn sockets(&self) -> Vec<(Fd, Option<PathBuf>)> {
+    pub(crate) fn sockets(&self) -> Vec<Listening> {
         let path = |file: &Option<SocketFile>| file.as_ref().map(|file| file.path().to_owned());
         let accepting = self.accepting.borrow();
         accepting.iter().map(|Accepting { file, socket, .. }| (socket.clone(), path(file))).collect()

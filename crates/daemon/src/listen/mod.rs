@@ -16,13 +16,13 @@ use std::{
             net::UnixListener,
         },
     },
-    path::Path,
+    path::{Path, PathBuf},
     thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::storage::Passed;
+use block::{reactor::op::Fd, storage::Passed};
 pub use inherited::Inherited;
 use nix::sys::socket::{getsockopt, sockopt::AcceptConn};
 use settings::{Address, Endpoint, Owner, SocketAccess, control::ControlSocket};
@@ -37,6 +37,9 @@ pub(crate) struct Listener {
     /// Removes the file of a Unix socket that was made here.
     pub(crate) file: Option<SocketFile>,
 }
+
+/// A socket that listens, as its worker has it, with the file that weir has made for it.
+pub(crate) type Listening = (Fd, Option<PathBuf>);
 
 impl Listener {
     /// A socket of another daemon, which was asked to listen at `endpoint`, with its file if it has

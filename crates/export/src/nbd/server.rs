@@ -254,13 +254,12 @@ impl Server {
         let mut turn = 0;
         loop {
             let Some(mut place) = Place::take(&self, &listener).await else { return Ok(()) };
-            let socket = loop {
+            let (socket, arriving) = loop {
                 let Some((socket, arriving)) = self.accept(&listener).await? else { return Ok(()) };
                 if place.is_for(&socket) {
                     break (socket, arriving);
                 }
             };
-            let (socket, arriving) = socket;
             workers[turn % workers.len()].spawn(move || place.keep_while(socket, arriving));
             turn += 1;
         }

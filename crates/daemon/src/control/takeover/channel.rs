@@ -162,11 +162,7 @@ impl Channel {
         socket.write_all(&text)?;
         socket.write_all(bytes)?;
         for some in descriptors.chunks(AT_ONCE) {
-            let some: Vec<BorrowedFd<'_>> = some.iter().map(OwnedFd::as_fd).collect();
-            let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
-            let mut control = SendAncillaryBuffer::new(&mut space);
-            ensure!(control.push(SendAncillaryMessage::ScmRights(&some)), "too many descriptors at once");
-            sendmsg(socket, &[IoSlice::new(b".")], &mut control, SendFlags::NOSIGNAL)?;
+            send_with(socket, b".", some)?;
         }
         Ok(())
     }
@@ -218,6 +214,15 @@ impl Channel {
         ensure!(!some.is_empty(), "descriptors are missing (is ulimit -n too small?)");
         Ok(some)
     }
+}
+
+/// Sends bytes, and with the first of them up to 250 descriptors; returns how many bytes went.
+pub(super) fn send_with(socket: &UnixStream, bytes: &[u8], descriptors: &[OwnedFd]) -> anyhow::Result<usize> {
+    let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(OwnedFd::as_fd).collect();
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    ensure!(control.push(SendAncillaryMessage::ScmRights(&descriptors)), "too many descriptors at once");
+    Ok(sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?)
 }
 
 /// How long the other may take to read what it is told.

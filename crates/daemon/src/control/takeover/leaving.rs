@@ -34,6 +34,7 @@ use crate::{
         inventory::{Door, Inventory},
         serving::Serving,
     },
+    listen::Listening,
     notify,
 };
 
@@ -98,20 +99,10 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
                 "fd:{name}: a socket that was passed over the control socket is in no config (restart weir)"
             );
         }
-        let mut sockets = Vec::new();
-        for (socket, file) in serving.sockets() {
-            descriptors.push(socket.as_fd().try_clone_to_owned()?);
-            sockets.push(file);
-        }
-        servers.push(OfferedServer { endpoint: name(&serving.endpoint), sockets });
+        servers.push(server(name(&serving.endpoint), &serving.sockets(), &mut descriptors)?);
     }
     if let Some((address, listening)) = &*inventory.metrics.borrow() {
-        let mut sockets = Vec::new();
-        for (socket, file) in listening {
-            descriptors.push(socket.as_fd().try_clone_to_owned()?);
-            sockets.push(file.clone());
-        }
-        servers.push(OfferedServer { endpoint: metrics_name(address), sockets });
+        servers.push(server(metrics_name(address), listening, &mut descriptors)?);
     }
     let mut control = Vec::new();
     for (path, socket) in inventory.control.borrow().iter() {
@@ -148,6 +139,18 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
     let version = env!("CARGO_PKG_VERSION").to_owned();
     let watchdog_ns = inventory.watchdog.get().and_then(|allowed| allowed.as_nanos().try_into().ok());
     Ok((Offer { version, watchdog_ns, servers, control, disks, exports }, descriptors))
+}
+
+/// A place where clients connect, and its sockets behind the other descriptors.
+fn server(
+    endpoint: String,
+    listening: &[Listening],
+    descriptors: &mut Vec<OwnedFd>,
+) -> anyhow::Result<OfferedServer> {
+    for (socket, _) in listening {
+        descriptors.push(socket.as_fd().try_clone_to_owned()?);
+    }
+    Ok(OfferedServer { endpoint, sockets: listening.iter().map(|(_, file)| file.clone()).collect() })
 }
 
 /// Returns only with the reason why it goes on.

@@ -11,12 +11,8 @@
 
 use std::{
     collections::{HashMap, VecDeque},
-    io::{BufRead as _, BufReader, IoSlice, Write as _},
-    mem::MaybeUninit,
-    os::{
-        fd::{AsFd as _, OwnedFd},
-        unix::net::UnixStream,
-    },
+    io::{BufRead as _, BufReader, Write as _},
+    os::{fd::OwnedFd, unix::net::UnixStream},
     path::Path,
     rc::Rc,
     sync::Arc,
@@ -29,13 +25,12 @@ use block::{
     storage::{Passed, PassedFile},
 };
 use export::nbd::{Rested, Server};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 use settings::{Address, Endpoint};
 
 use super::{
     COMMAND, FORMAT, INHERITED,
-    channel::{Channel, Luggage},
+    channel::{Channel, Luggage, send_with},
     clock_ns, metrics_name, name,
     told::{Offer, State, Word},
 };
@@ -334,11 +329,7 @@ fn command(control: &Path, passed: OwnedFd) -> anyhow::Result<()> {
     refusal(&next()?)?;
     let arguments = json!({ "format": FORMAT, "version": env!("CARGO_PKG_VERSION") });
     let line = format!("{}\n", json!({ "execute": COMMAND, "arguments": arguments }));
-    let passed = [passed.as_fd()];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut beside = SendAncillaryBuffer::new(&mut space);
-    ensure!(beside.push(SendAncillaryMessage::ScmRights(&passed)), "a descriptor cannot be sent");
-    let sent = sendmsg(&socket, &[IoSlice::new(line.as_bytes())], &mut beside, SendFlags::NOSIGNAL)?;
+    let sent = send_with(&socket, line.as_bytes(), &[passed])?;
     ensure!(sent == line.len(), "the socket takes no command");
     refusal(&next()?)
 }

@@ -1,0 +1,125 @@
+//! An export that runs, and how clients reach it: at a server of NBD, by its name there, or at a
+//! door of its own. Knows nothing of other exports: which names are taken decides the
+//! [inventory](super::inventory). Belongs to the main thread.
+
+use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
+
+use anyhow::ensure;
+use block::{image::qcow2::bitmap::BitmapView, reactor};
+use export::nbd::{NotRemoved, Removal};
+use policy::access::Access;
+
+use super::{doors::Entrance, running::RunningDisk, serving::Serving};
+use crate::users::Users;
+
+pub(crate) struct RunningExport {
+    pub(crate) id: String,
+    /// The name clients ask for; unique at its server.
+    pub(crate) name: String,
+    pub(crate) disk: Rc<RunningDisk>,
+    pub(crate) door: Door,
+    /// What was said of a door of its own.
+    pub(crate) said: Option<settings::Door>,
+    /// What it was made of, over NBD.
+    pub(crate) new: Option<NewExport>,
+    pub(crate) read_only: bool,
+    pub(super) ending: Cell<bool>,
+}
+
+/// How clients reach an export.
+pub(crate) enum Door {
+    /// By its name, and this number, at a server.
+    Nbd(Rc<Serving>, usize),
+    /// At one of its own.
+    Own(Rc<Entrance>),
+}
+
+impl Door {
+    /// As QEMU's `BlockExportType` calls it.
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Self::Nbd(..) => "nbd",
+            Self::Own(entrance) => entrance.kind(),
+        }
+    }
+
+    pub(crate) fn address(&self) -> String {
+        match self {
+            Self::Nbd(serving, _) => serving.address(),
+            Self::Own(entrance) => entrance.address().to_owned(),
+        }
+    }
+
+    fn connections(&self) -> usize {
+        match self {
+            Self::Nbd(serving, number) => serving.server.connections_of(*number),
+            Self::Own(entrance) => entrance.server.connections(),
+        }
+    }
+
+    /// Of a device, whoever asks for [`Removal::Safe`] has looked who uses it: that takes time.
+    pub(super) fn remove(&self, removal: Removal) -> Result<(), NotRemoved> {
+        match self {
+            Self::Nbd(serving, number) => serving.server.remove(*number, removal),
+            Self::Own(entrance) => match (removal, entrance.server.connections()) {
+                (Removal::Safe, connections @ 1..) if entrance.device().is_none() => {
+                    Err(NotRemoved::InUse { connections })
+                }
+                _ => {
+                    entrance.close();
+                    Ok(())
+                }
+            },
+        }
+    }
+
+    pub(super) async fn wait_until_unused(&self) {
+        match self {
+            Self::Nbd(serving, number) => serving.server.wait_until_unused(*number).await,
+            Self::Own(entrance) => entrance.stop().await,
+        }
+    }
+}
+
+impl RunningExport {
+    pub(crate) fn connections(&self) -> usize {
+        self.door.connections()
+    }
+
+    /// Fails where a client is connected, or a device of this host is mounted, held or open.
+    pub(crate) async fn check_unused(&self) -> anyhow::Result<()> {
+        let (id, disk) = (&self.id, self.disk.disk.name());
+        let device = match &self.door {
+            Door::Own(entrance) => entrance.device().map(Path::to_owned),
+            Door::Nbd(..) => None,
+        };
+        let Some(device) = device else {
+            let connections = self.connections();
+            ensure!(
+                connections == 0,
+                "export {id} of disk {disk}: clients are connected: {connections} (disconnect them first)"
+            );
+            return Ok(());
+        };
+        let users = reactor::blocking(move || Users::of(&device).with_processes().with_claims()).await;
+        ensure!(users.is_empty(), "export {id} of disk {disk}: in use: {users} (let it go first)");
+        Ok(())
+    }
+
+    /// It was removed, and its last clients are on their way out.
+    pub(crate) fn is_ending(&self) -> bool {
+        self.ending.get()
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct NewExport {
+    pub(crate) id: String,
+    pub(crate) name: String,
+    /// A line for people; may be empty.
+    pub(crate) description: String,
+    pub(crate) access: Access,
+    pub(crate) disk: String,
+    pub(crate) read_only: bool,
+    pub(crate) bitmaps: Arc<[BitmapView]>,
+}
