@@ -9,6 +9,7 @@ use std::{
     os::unix::net::{UnixDatagram, UnixStream},
     path::{Path, PathBuf},
     thread,
+    time::Instant,
 };
 
 use serde_json::{Value, json};
@@ -20,6 +21,11 @@ use crate::{
 
 /// What the log says where a newcomer has failed.
 const GOES_ON: &str = "nobody has taken over, and all goes on";
+
+/// Bytes a second, and what may pass beyond them at once: the longest I/O that requests are merged
+/// into.
+const LIMIT: f64 = 40e6;
+const LONGEST: f64 = 2e6;
 
 /// A daemon that can be taken over from, again and again: every one with the same arguments.
 struct House {
@@ -62,13 +68,14 @@ impl House {
     }
 }
 
-/// fio on 16 MiB of an export: it reads and writes, and reads back what it wrote, so often.
-fn load(uri: String, scratch: &Scratch, offset: u64, loops: u32) -> thread::JoinHandle<()> {
+/// fio on 16 MiB of an export: it reads and writes, and then reads back what it wrote. Once: over
+/// several loops it expects other bytes than it wrote, of any server.
+fn load(uri: String, scratch: &Scratch, offset: u64, seed: usize) -> thread::JoinHandle<()> {
     let client = Client::new("fio")
         .args(["--ioengine=nbd", "--rw=randrw", "--size=16M", "--iodepth=16", "--bsrange=512-60k"])
         .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--blockalign=512"])
-        .args(["--serialize_overlap=1", "--fsync=50", "--randseed=7"])
-        .args([format!("--name=at{offset}"), format!("--loops={loops}"), format!("--uri={uri}")])
+        .args(["--serialize_overlap=1", "--fsync=50"])
+        .args([format!("--name=at{offset}"), format!("--randseed={seed}"), format!("--uri={uri}")])
         .arg(format!("--offset={offset}"))
         .arg(format!("--aux-path={}", scratch.path("").display()));
     thread::spawn(move || drop(client.succeeds()))
@@ -329,9 +336,8 @@ fn the_service_manager_hears_who_goes_on_and_that_it_lives() {
 #[allow(clippy::print_stdout, reason = "what was measured is what a soak is for")]
 fn clients_see_nothing_of_any_takeover_nor_of_newcomers_that_fail() {
     let takeovers = std::env::var("WEIR_TAKEOVERS").ok().map_or(6, |text| text.parse().expect("a number"));
-    let loops = if takeovers > 20 { 10 } else { 1 };
     let (mut pauses, mut failed) = (Vec::new(), 0_u32);
-    for round in 0.. {
+    for round in 0_usize.. {
         if round >= 4 && pauses.len() >= takeovers {
             break;
         }
@@ -341,10 +347,12 @@ fn clients_see_nothing_of_any_takeover_nor_of_newcomers_that_fail() {
         qemu_img(["create", "-q", "-f", format]).arg(&image).arg("32M").succeeds();
         let cache = if round % 3 == 0 { "none" } else { "writeback" };
         let path = image.to_str().expect("UTF-8");
-        let arguments = [path, "-f", format, "--cache", cache, "--bps-total", "40M", "--prefetch", "on"];
+        let limit = LIMIT.to_string();
+        let arguments = [path, "-f", format, "--cache", cache, "--bps-total", &limit, "--prefetch", "on"];
         let house = House { scratch, arguments: arguments.map(str::to_owned).into(), on_tcp: round % 4 >= 2 };
         let mut current = house.serve().start();
-        let loads = [0, 16 * MIB].map(|offset| load(current.uri("disk"), &house.scratch, offset, loops));
+        let start = Instant::now();
+        let loads = [0, 16 * MIB].map(|offset| load(current.uri("disk"), &house.scratch, offset, round));
         while !loads.iter().all(thread::JoinHandle::is_finished) {
             // Each of its steps is some newcomer's last.
             if pauses.len() % 3 == 1 {
@@ -367,6 +375,12 @@ fn clients_see_nothing_of_any_takeover_nor_of_newcomers_that_fail() {
         for load in loads {
             load.join().expect("the load saw nothing of it");
         }
+        let told = Qmp::negotiated(&house.control()).ask("query-blockstats", json!({}));
+        let stats = &told["return"][0]["stats"];
+        let moved = ["rd_bytes", "wr_bytes"].map(|name| stats[name].as_f64().expect("a number"));
+        // A tenth of a second's tokens are there at the start, and once only.
+        let allowed = LIMIT * (0.1 + start.elapsed().as_secs_f64()) + LONGEST;
+        assert!(moved[0] + moved[1] <= allowed, "{moved:?} of {allowed} after {} takeovers", pauses.len());
         current.stop();
         if format == "qcow2" {
             qemu_img(["check", "-q"]).arg(&image).succeeds();
