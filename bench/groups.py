@@ -63,12 +63,17 @@ def weir_from(program, config):
     return Daemon(command)
 
 
-def weir(program, limits, disks, image=NULL, daemon=None):
-    """weir with `disks` in one group of these limits."""
+def config(limits, disks, image=NULL, daemon=None):
+    """The text of a config file with `disks` in one group of these limits."""
     tables = [table("daemon", daemon)] if daemon else []
     tables.append(table(f"group.{GROUP}", limits))
     tables += [table(f"disk.{disk.name}", {"image": image, "group": GROUP} | disk.settings) for disk in disks]
-    return weir_from(program, "\n".join(tables))
+    return "\n".join(tables)
+
+
+def weir(program, limits, disks, image=NULL, daemon=None):
+    """weir with `disks` in one group of these limits."""
+    return weir_from(program, config(limits, disks, image, daemon))
 
 
 def storage_daemon(limits, disks, idle=0, file="driver=null-co,size=1073741824"):

@@ -45,6 +45,8 @@ TITLES = {
     "wakes": "wake-ups",
     "bytes": "bytes/request",
     "lost": "lost",
+    "ms": "scrape",
+    "mib": "page",
 }
 SHOW = {
     "iops": "{:,.0f}".format,
@@ -84,6 +86,8 @@ SHOW = {
     "wakes": "{:,.0f}".format,
     "bytes": "{:.1f}".format,
     "lost": "{:.2%}".format,
+    "ms": "{:.1f} ms".format,
+    "mib": "{:.1f} MiB".format,
 }
 
 

@@ -44,7 +44,6 @@ import members
 import prefetch
 import qcow2
 import qmp
-import recording
 import report
 import rows
 import rude
@@ -52,6 +51,7 @@ import shares
 import simulate
 import vhost_user
 import waits
+import watching
 import watermark
 from front_end import NotServed
 from loads import LoadFailed
@@ -62,7 +62,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
     rows, inprocess, qcow2, prefetch, vhost_user, fuse, limits, idle, shares, members, waits, imitation, watermark,
-    simulate, rude, recording,
+    simulate, rude, watching,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.

@@ -1,7 +1,6 @@
 //! The thread that takes what disks tell, and hands it to the sinks.
 
 use std::{
-    collections::HashMap,
     convert::Infallible,
     io,
     sync::mpsc::{self, Receiver, RecvTimeoutError, Sender},
@@ -54,7 +53,7 @@ impl Engine {
     pub(super) fn start() -> io::Result<Self> {
         let collector = Collector::begin().ok_or_else(|| io::Error::other("something records already"))?;
         let (orders, receiver) = mpsc::channel();
-        let work = Work { collector, disks: HashMap::new(), sinks: HashMap::new() };
+        let work = Work { collector, disks: Vec::new(), sinks: Vec::new() };
         let thread = Builder::new().name("weir-record".to_owned()).spawn(move || work.run(&receiver))?;
         Ok(Self { orders: Some(orders), thread: Some(thread) })
     }
@@ -89,9 +88,11 @@ impl Drop for Engine {
 
 struct Work {
     collector: Collector,
-    /// By number; those that have gone stay, since requests of theirs may still be told.
-    disks: HashMap<u32, (Named, Vec<u64>)>,
-    sinks: HashMap<u64, (Box<dyn Output>, Ended)>,
+    /// At their numbers: nothing is hashed for a request. Those that have gone stay, since requests
+    /// of theirs may still be told.
+    disks: Vec<Option<(Named, Vec<u64>)>>,
+    /// Few, by their numbers.
+    sinks: Vec<(u64, Box<dyn Output>, Ended)>,
 }
 
 impl Work {
@@ -104,16 +105,16 @@ impl Work {
             }
         }
         self.take();
-        self.sinks.values_mut().for_each(|(sink, _)| sink.end());
+        self.sinks.iter_mut().for_each(|(_, sink, _)| sink.end());
         self.write(0);
     }
 
     fn obey(&mut self, order: Order) {
         match order {
-            Order::Add(id, sink, ended) => drop(self.sinks.insert(id, (sink, ended))),
+            Order::Add(id, sink, ended) => self.sinks.push((id, sink, ended)),
             Order::End(id) => {
                 self.take();
-                if let Some((sink, _)) = self.sinks.get_mut(&id) {
+                if let Some((_, sink, _)) = self.sinks.iter_mut().find(|(of, ..)| *of == id) {
                     sink.end();
                 }
                 self.write(0);
@@ -122,7 +123,11 @@ impl Work {
                 // What was told until now was told under the names until now.
                 self.take();
                 for (named, sinks) in disks {
-                    self.disks.insert(named.number, (named, sinks));
+                    let place = named.number as usize;
+                    if self.disks.len() <= place {
+                        self.disks.resize_with(place + 1, || None);
+                    }
+                    self.disks[place] = Some((named, sinks));
                 }
             }
         }
@@ -131,9 +136,9 @@ impl Work {
     fn take(&mut self) {
         let Self { collector, disks, sinks, .. } = self;
         let lost = collector.take(|finished: &Finished| {
-            let Some((named, of)) = disks.get(&finished.disk) else { return };
-            for id in of {
-                if let Some((sink, _)) = sinks.get_mut(id) {
+            let Some(Some((named, of))) = disks.get(finished.disk as usize) else { return };
+            for (id, sink, _) in sinks.iter_mut() {
+                if of.contains(id) {
                     sink.take(finished, named);
                 }
             }
@@ -142,7 +147,7 @@ impl Work {
     }
 
     fn write(&mut self, lost: u64) {
-        self.sinks.values_mut().for_each(|(sink, _)| sink.turn(lost));
-        self.sinks.retain(|_, (sink, _)| !sink.has_ended());
+        self.sinks.iter_mut().for_each(|(_, sink, _)| sink.turn(lost));
+        self.sinks.retain_mut(|(_, sink, _)| !sink.has_ended());
     }
 }

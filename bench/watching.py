@@ -1,0 +1,205 @@
+"""The rows that ask what it costs to see what a daemon does: recordings, metrics, both; and how
+long a scrape of many disks takes.
+
+Why in memory: no request is shorter, so nothing hides what is added to one; and the thread that
+writes or answers takes its processor time from the same machine.
+
+Never judges what is in a recording or on a page of metrics: that is for the tests.
+"""
+
+import http.client
+import socket
+import threading
+import time
+
+import groups
+import loads
+import nbd
+import rows
+import servers
+from loads import Load
+from results import AtMost, Faster
+from rows import WEIR, Row
+
+LOAD = Load("randread", 32)
+NONE, RECORDING, METRICS, ALL = WEIR, f"{WEIR}, recording", f"{WEIR}, metrics", f"{WEIR}, all"
+# A block is written a second after its first request, at most.
+WRITTEN_SECONDS = 1.2
+# Prometheus asks every fifteen seconds where nobody says otherwise.
+SCRAPE_SECONDS = 1
+# What a change may cost that nobody is to notice, and bytes of a request at a random place.
+KEPT, BYTES = 0.97, 12
+DISKS, SCRAPE_MS = 1000, 50
+OPENMETRICS = {"Accept": "application/openmetrics-text"}
+
+
+class Scraped(http.client.HTTPConnection):
+    """A connection to the Unix socket where a daemon tells its metrics."""
+
+    def __init__(self, path):
+        super().__init__("weir")
+        self._path = path
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(str(self._path))
+
+    def scrape(self):
+        """The page, read to its end."""
+        self.request("GET", "/metrics", headers=OPENMETRICS)
+        page = self.getresponse().read()
+        if not page.endswith(b"# EOF\n"):
+            raise servers.ServerFailed(f"half a page of metrics: {page[-100:]!r}")
+        return page
+
+
+class Scraper:
+    """Scrapes while its block runs, as often as Prometheus may."""
+
+    def __init__(self, path):
+        self._path, self._end = path, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        connection = Scraped(self._path)
+        while not self._end.wait(SCRAPE_SECONDS):
+            connection.scrape()
+        connection.close()
+
+    def __enter__(self):
+        self._thread.start()
+
+    def __exit__(self, *_error):
+        self._end.set()
+        self._thread.join()
+
+
+class Watched(groups.Daemon):
+    """weir's memory disk, with a recording in a directory that ends with it, metrics, or both."""
+
+    def __init__(self, setup, recorded, measured):
+        def command(directory, monitor):
+            options = ["--qmp", f"unix:{monitor}"]
+            if recorded:
+                (directory / "day").mkdir()
+                options += ["--record", directory / "day"]
+            if measured:
+                self.metrics = directory / "metrics.sock"
+                options += ["--metrics", f"unix:{self.metrics}"]
+            return servers.weir(setup.program, f"memory:{setup.size_bytes}", *options)
+
+        super().__init__(command)
+
+
+def started(setup, stack, recorded, measured):
+    """A watched daemon whose disk is filled."""
+    daemon = stack.enter_context(Watched(setup, recorded, measured))
+    loads.fill(daemon.uri, setup.disk)
+    return daemon
+
+
+def watching(recorded, measured, name):
+    """weir's memory disk that nobody watches, and one that is watched."""
+
+    def contenders(setup, stack):
+        plain = rows.in_memory(setup, stack, servers.weir(setup.program, f"memory:{setup.size_bytes}"))
+        daemon = started(setup, stack, recorded, measured)
+        monitor = stack.enter_context(daemon.monitor())
+
+        def load():
+            if not measured:
+                return rows.under_load(daemon, LOAD, setup.seconds)
+            with Scraper(daemon.metrics):
+                return rows.under_load(daemon, LOAD, setup.seconds)
+
+        def progress():
+            time.sleep(WRITTEN_SECONDS)
+            return monitor.run("x-weir-query-recordings")[0]
+
+        def watched():
+            if not recorded:
+                return load() | {"bytes": 0, "lost": 0}
+            before = progress()
+            figures = load()
+            after = progress()
+            lost = after["lost"] - before["lost"]
+            requests = after["requests"] - before["requests"]
+            figures["bytes"] = (after["bytes"] - before["bytes"]) / requests
+            figures["lost"] = lost / (requests + lost)
+            return figures
+
+        def unwatched():
+            return rows.under_load(plain, LOAD, setup.seconds) | {"bytes": 0, "lost": 0}
+
+        return {NONE: unwatched, name: watched}
+
+    return contenders
+
+
+def row(name, title, watched, recorded, measured):
+    """A row of a daemon that is watched beside one that is not."""
+    bounds = (
+        AtMost(BYTES, "bytes", lambda bytes_each: f"{bytes_each:.1f} bytes a request", watched),
+        AtMost(0, "lost", lambda part: f"{part:.2%}", watched),
+    )
+    return Row(
+        name,
+        f"4 KiB randread, depth 32, one connection, memory: {title}",
+        watching(recorded, measured, watched),
+        (Faster(watched, KEPT, (NONE,)), *(bounds if recorded else ())),
+        columns=("iops", "cpu_us", "bytes", "lost") if recorded else ("iops", "cpu_us"),
+        needs_weir=True,
+        # Three percent is close to this machine's noise: more pairs.
+        rounds_factor=2,
+    )
+
+
+def use(uri):
+    """Reads, writes and flushes a disk once, so that it has all its figures."""
+    client = nbd.NBD()
+    client.connect_uri(uri)
+    client.pread(4096, 0)
+    client.pwrite(bytes(4096), 0)
+    client.flush()
+    client.shutdown()
+
+
+def many_disks(setup, stack):
+    """A thousand disks with limits of their own, in one group."""
+    disks = [groups.Disk(f"disk{number}", {"iops-total": 10_000, "bps-total": 10**9}) for number in range(DISKS)]
+
+    def command(directory, _monitor):
+        config, command.metrics = directory / "weir.toml", directory / "metrics.sock"
+        told = {"metrics": f"unix:{command.metrics}"}
+        config.write_text(groups.config({"iops-total": 10**6}, disks, daemon=told))
+        return [setup.program, "serve", "--config", config]
+
+    daemon = stack.enter_context(groups.Daemon(command))
+    for disk in disks:
+        use(daemon.uri_of(disk.name))
+    connection = Scraped(command.metrics)
+    stack.callback(connection.close)
+
+    def sample():
+        # Whoever asks again at once is given the same page.
+        time.sleep(SCRAPE_SECONDS)
+        start = time.monotonic()
+        page = connection.scrape()
+        return {"ms": (time.monotonic() - start) * 1000, "mib": len(page) / (1 << 20)}
+
+    return {WEIR: sample}
+
+
+ROWS = (
+    row("recording", "all of it recorded, and none", RECORDING, recorded=True, measured=False),
+    row("metrics", "scraped once a second, and never", METRICS, recorded=False, measured=True),
+    row("watched", "recorded and scraped, and neither", ALL, recorded=True, measured=True),
+    Row(
+        "scrape",
+        f"a scrape of {DISKS} disks that have been used",
+        many_disks,
+        (AtMost(SCRAPE_MS, "ms", lambda ms: f"{ms:.0f} ms"),),
+        columns=("ms", "mib"),
+        needs_weir=True,
+    ),
+)
