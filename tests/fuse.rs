@@ -35,7 +35,7 @@ macro_rules! need_fuse {
 }
 
 #[allow(clippy::print_stderr, reason = "a test that does not run says so")]
-fn can_mount() -> bool {
+pub(crate) fn can_mount() -> bool {
     let device = OpenOptions::new().read(true).write(true).open("/dev/fuse");
     let may_mount =
         Command::new("unshare").args(["--mount", "true"]).status().is_ok_and(|status| status.success());

@@ -5,6 +5,7 @@
 //! (`WEIR_TAKEOVERS`), prints it.
 
 use std::{
+    fs,
     io::{Read as _, Write as _},
     os::unix::net::{UnixDatagram, UnixStream},
     path::{Path, PathBuf},
@@ -15,10 +16,14 @@ use std::{
 use serde_json::{Value, json};
 
 use crate::{
-    harness::{Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, nbdsh_command, qemu_img, weir},
+    bench::bench,
+    fuse::can_mount,
+    harness::{Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, nbdsh_command, qemu_img, text, weir},
     machines::{features, front_end},
 };
 
+/// Of the messages.
+const FORMAT: u64 = 2;
 /// What the log says where a newcomer has failed.
 const GOES_ON: &str = "nobody has taken over, and all goes on";
 
@@ -162,16 +167,61 @@ fn what_cannot_be_taken_over_is_named_and_goes_on() {
     );
     first.nbdsh("memory", "h.pwrite(b'x' * 512, 0)\n");
     first.stop();
-    let socket = memory.scratch.socket("machine");
-    let door = format!("unix:{}", socket.display());
-    let machines = House::new(memory.scratch, &[&one, "--vhost-user-blk", &door]);
-    let first = machines.serve().start();
+    if can_mount() {
+        let spot = memory.scratch.file("spot", "");
+        let files = House::new(memory.scratch, &[&one, "--fuse", text(&spot)]);
+        let first = files.serve().start();
+        let said = files.newcomer().fails();
+        assert!(said.contains("fuse cannot be taken over (restart weir"), "{said}");
+        assert_eq!(fs::metadata(&spot).unwrap().len(), MIB);
+        first.stop();
+    }
+}
+
+/// Its requests wait for a limit at every takeover, and some newcomers fail.
+#[test]
+fn a_virtual_machine_keeps_its_rings() {
+    let scratch = Scratch::new();
+    let (disk, socket) = (scratch.sparse("disk.raw", 4 * MIB), scratch.socket("machine"));
+    let door = format!("unix:{},queues=2", text(&socket));
+    let arguments = [text(&disk), "--vhost-user-blk", &door, "--iops-total", "3000"];
+    let house = House::new(scratch, &arguments);
+    let mut current = house.serve().start();
+    let target = format!("vhost-user:{}", text(&socket));
+    // Of each block once.
+    let load = move || bench("-w --pattern 90 -c 2048 -d 24 -s 2K --flush-interval 100", &target).succeeds();
+    let load = thread::spawn(load);
+    let mut takeovers = 0;
+    while !load.is_finished() {
+        if takeovers % 3 == 1 {
+            let mut stranger = Stranger::ask(&house.control(), FORMAT).expect("it may");
+            assert_eq!(stranger.hear()["machines"][0]["disk"], "disk");
+            stranger.say("prepared");
+            // At rest: it goes on from there.
+            let state = stranger.hear();
+            assert!(state["machines"].as_array().is_some_and(|machines| machines.len() <= 1), "{state}");
+            drop(stranger);
+            current.wait_for_log(GOES_ON);
+        }
+        current = house.take_over(current).0;
+        takeovers += 1;
+    }
+    load.join().expect("the machine saw nothing of it");
+    assert!(fs::read(&disk).unwrap().iter().all(|byte| *byte == 90), "{takeovers} takeovers");
+    // Whoever comes later is let in, and nobody beside.
     let mut machine = front_end(&socket);
     features(&mut machine);
-    let said = machines.newcomer().fails();
-    assert!(said.contains("vhost-user-blk cannot be taken over (restart weir"), "{said}");
+    let current = house.take_over(current).0;
     features(&mut machine);
-    first.nbdsh("one", "h.pwrite(b'x' * 512, 0)\n");
+    let (status, log) = {
+        let other = Serve::new(&house.scratch).args([text(&disk), "--takeover"]);
+        (other.env("WEIR_QMP", format!("unix:{}", house.control().display())).fails(), current)
+    };
+    assert!(status.contains("a virtual machine's runs, and is not in this config"), "{status}");
+    features(&mut machine);
+    drop(machine);
+    log.stop();
+    assert!(!socket.exists(), "the socket's file goes with the last");
 }
 
 /// A newcomer that says what it likes.
@@ -234,7 +284,7 @@ fn a_newcomer_that_fails_at_any_step_leaves_everything_as_it_was() {
     let steps: [&[&str]; 5] =
         [&[], &["prepared"], &["prepared", "refused"], &["prepared", "ready?"], &["ready"]];
     for (number, words) in steps.into_iter().enumerate() {
-        let mut stranger = Stranger::ask(&house.control(), 1).expect("it may");
+        let mut stranger = Stranger::ask(&house.control(), FORMAT).expect("it may");
         let offer = stranger.hear();
         assert_eq!(offer["disks"].as_array().map(Vec::len), Some(2), "{offer}");
         for word in words {
@@ -325,7 +375,7 @@ fn the_service_manager_hears_who_goes_on_and_that_it_lives() {
     assert_eq!(next("MAINPID="), format!("MAINPID={}", second.pid()));
     next("READY=1");
     next("WATCHDOG=1");
-    assert_eq!(std::fs::read_to_string(&pid_file).unwrap(), format!("{}\n", second.pid()));
+    assert_eq!(fs::read_to_string(&pid_file).unwrap(), format!("{}\n", second.pid()));
     second.stop();
     assert!(!pid_file.exists(), "it has gone with its process");
 }
@@ -356,7 +406,7 @@ fn clients_see_nothing_of_any_takeover_nor_of_newcomers_that_fail() {
         while !loads.iter().all(thread::JoinHandle::is_finished) {
             // Each of its steps is some newcomer's last.
             if pauses.len() % 3 == 1 {
-                let mut stranger = Stranger::ask(&house.control(), 1).expect("it may");
+                let mut stranger = Stranger::ask(&house.control(), FORMAT).expect("it may");
                 stranger.hear();
                 for word in ["prepared", "nonsense"].iter().take(failed as usize % 3) {
                     stranger.say(word);

@@ -28,7 +28,11 @@ mod place;
 mod quota;
 mod sigbus;
 
-use std::{io, os::fd::OwnedFd, sync::Arc};
+use std::{
+    io,
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::Arc,
+};
 
 use smallvec::SmallVec;
 
@@ -102,8 +106,8 @@ struct Inner {
 
 impl Region {
     /// Maps `bytes` of `file` from `offset` on, for reading and writing, shared with all who map
-    /// it. The guest names it by `guest_address`, the front end by `user_address`. The descriptor
-    /// is closed. Counts in `quota` until it is unmapped.
+    /// it. The guest names it by `guest_address`, the front end by `user_address`. Keeps the
+    /// descriptor, and counts in `quota`, until it is unmapped.
     ///
     /// # Errors
     /// [`RegionError`].
@@ -161,6 +165,11 @@ impl Region {
     /// Its length in bytes, never zero.
     pub fn bytes(&self) -> u64 {
         self.0.mapping.bytes() as u64
+    }
+
+    /// Its file, and where in it it begins; `None` of memory that nobody has passed.
+    pub fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
+        self.0.mapping.file()
     }
 
     /// Whether its file shrank under us. What was there is gone and reads as zeroes.

@@ -46,7 +46,7 @@ class BackEnd:
     """One running server of one image. Use it in a `with` statement."""
 
     # What it can do that another cannot.
-    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = HANDS_OVER = True
+    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = HANDS_OVER = TAKES_OVER = True
 
     def __init__(self, program, image, kind, offer=Offer()):
         self.program, self.image, self.kind, self.offer = program, Path(image), kind, offer
@@ -152,7 +152,28 @@ class BackEnd:
 class Weir(BackEnd):
     """`weir serve`."""
 
+    def take_over(self):
+        """Has another process go on where this one stops. The machine is not to notice."""
+        before, log = self._process, self._log
+        self._close()
+        control = Path(self._directory, "qmp.sock")
+        self._run([*self._words(), f"--takeover=unix:{control}"])
+        is_over = self._log.wait_for(lambda lines: any("taken over" in line for line in lines))
+        status = before.wait(STOP_SECONDS)
+        log.until_end()
+        if not is_over or status != 0:
+            said = "\n".join(log.all()[-30:])
+            raise BackEndFailed(f"not taken over: the old one ended with {status}:\n{said}\n{self.log()}")
+        self._connect()
+
     def _launch(self):
+        self._run(self._words())
+        if not self._log.wait_for(lambda lines: any("ready" in line for line in lines)):
+            return False
+        self._connect()
+        return True
+
+    def _words(self):
         offer = self.offer
         keys = {"queues": offer.queues}
         if offer.serial:
@@ -166,16 +187,15 @@ class Weir(BackEnd):
         cache = "directsync" if offer.write_through else "none"
         control = Path(self._directory, "qmp.sock")
         handover = ["--handover"] if offer.handover else []
-        self._run([
+        return [
             self.program, "serve", self.image, "--format", self.kind, "--name", "disk",
             "--cache", cache, "--vhost-user-blk", export, "--qmp", f"unix:{control}", *handover,
-        ])  # fmt: skip
-        if not self._log.wait_for(lambda lines: any("ready" in line for line in lines)):
-            return False
+        ]  # fmt: skip
+
+    def _connect(self):
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(str(control))
+        connection.connect(str(Path(self._directory, "qmp.sock")))
         self.monitor = Monitor(connection)
-        return True
 
 
 class Daemon(BackEnd):
@@ -185,7 +205,7 @@ class Daemon(BackEnd):
     and it holds an image as long as it has it.
     """
 
-    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = HANDS_OVER = False
+    RESIZES = SERIALS = CACHES = RECOVERS = CONNECTS = HANDS_OVER = TAKES_OVER = False
 
     def _launch(self):
         ours, theirs = socket.socketpair()

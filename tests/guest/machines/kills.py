@@ -1,4 +1,6 @@
-"""A back end that is killed under load and started again, and a machine to which that happens."""
+"""A back end that is killed under load and started again, or that another goes on for, and a machine
+to which that happens.
+"""
 
 import random
 import subprocess
@@ -48,6 +50,37 @@ def _server(stage, kind, queues=1, packed=False, **offer):
     # And as a service manager does it, in order.
     load.more(machine)
     server.stop()
+    server.start()
+    load.more(machine)
+    load.end(machine)
+    check_files(machine, "vda")
+    server.stop()
+
+
+def taken_over(stage):
+    """Another process goes on, again and again, and nobody connects anew."""
+    stage.case("taken-over-raw", lambda: _taken_over(stage, "raw", queues=2))
+    stage.case("taken-over-packed", lambda: _taken_over(stage, "qcow2", packed=True))
+
+
+def _taken_over(stage, kind, queues=1, packed=False):
+    if not stage.features.TAKES_OVER:
+        raise LeftOut("no other process goes on")
+    server = stage.serve(stage.image("over", kind), kind, queues=queues)
+    machine = stage.machine([Drive(server.socket, queues, packed)], processors=queues)
+    make_files(machine, "vda")
+    load = Load("vda")
+    load.begin(machine)
+    moments = random.Random(3)
+    for _ in range(FULL if stage.full else SERVER):
+        load.more(machine, moments.randint(1, ROUNDS))
+        for _ in range(moments.randint(1, 3)):
+            server.take_over()
+            lost = [line for line in server.log_lines() if "a front end has connected" in line]
+            assert not lost, lost
+    load.more(machine)
+    # What has come along serves as the one that it began with.
+    server.kill()
     server.start()
     load.more(machine)
     load.end(machine)

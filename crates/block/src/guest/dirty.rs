@@ -1,7 +1,7 @@
 //! Which pages of a guest were written to: live migration copies those once more.
 
 use std::{
-    os::fd::OwnedFd,
+    os::fd::{BorrowedFd, OwnedFd},
     sync::{
         Arc,
         atomic::{AtomicU8, Ordering::SeqCst},
@@ -20,8 +20,8 @@ const PAGE_BYTES: u64 = 4096;
 pub struct DirtyLog(Arc<Mapping>);
 
 impl DirtyLog {
-    /// Maps `bytes` of bitmap in `file` from `offset` on. The descriptor is closed. Counts in
-    /// `quota` until it is unmapped.
+    /// Maps `bytes` of bitmap in `file` from `offset` on. Keeps the descriptor, and counts in
+    /// `quota`, until it is unmapped.
     ///
     /// # Errors
     /// As [`Region::map`](super::Region::map).
@@ -59,6 +59,12 @@ impl DirtyLog {
     pub fn is_marked(&self, address: u64) -> bool {
         let page = address / PAGE_BYTES;
         page < self.pages() && self.byte(page).load(SeqCst) & 1 << (page % 8) != 0
+    }
+
+    /// Its file, where in it it begins, and its length in bytes; `None` of one on the heap.
+    pub fn file(&self) -> Option<(BorrowedFd<'_>, u64, u64)> {
+        let (file, offset) = self.0.file()?;
+        Some((file, offset, self.0.bytes() as u64))
     }
 
     /// Whether its file shrank under us: then pages are missing from it.

@@ -3,7 +3,7 @@
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
     io,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     ptr::NonNull,
 };
 
@@ -32,6 +32,9 @@ enum Kind {
         pages: NonNull<u8>,
         length: usize,
         watch: sigbus::Watch,
+        /// For another process, which goes on with it; and where in it the first byte is.
+        file: OwnedFd,
+        offset: u64,
         _share: Share,
     },
     /// Pages of ours.
@@ -98,7 +101,8 @@ impl Mapping {
         let watch = sigbus::watch(pages.as_ptr() as usize, length, page as usize);
         // SAFETY: `before` is less than a page, and one is mapped at least.
         let first = unsafe { pages.add(before as usize) };
-        Ok(Self { first, bytes: bytes as usize, kind: Kind::File { pages, length, watch, _share: share } })
+        let kind = Kind::File { pages, length, watch, file, offset, _share: share };
+        Ok(Self { first, bytes: bytes as usize, kind })
     }
 
     /// `bytes` of new pages, which take no memory before they are touched.
@@ -135,6 +139,14 @@ impl Mapping {
         let first = unsafe { alloc_zeroed(layout) };
         let first = NonNull::new(first).unwrap_or_else(|| handle_alloc_error(layout));
         Self { first, bytes, kind: Kind::Heap(layout) }
+    }
+
+    /// Its file, and where in it it begins.
+    pub(super) fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
+        match &self.kind {
+            Kind::File { file, offset, .. } => Some((file.as_fd(), *offset)),
+            Kind::Anonymous | Kind::Heap(_) => None,
+        }
     }
 
     /// Its length in bytes, never zero.

@@ -27,6 +27,8 @@ pub struct Inherited {
     kept: Vec<usize>,
     /// One that came later, for whoever asks for it by its name.
     later: Option<(String, OwnedFd)>,
+    /// Of another daemon, for doors of virtual machines.
+    adopted: Vec<(String, Listener)>,
 }
 
 impl Inherited {
@@ -37,12 +39,18 @@ impl Inherited {
         let sockets = ListenFd::from_env();
         let mut said = said.split(':').map(str::to_owned);
         let names = (0..sockets.len()).map(|_| Some(said.next().unwrap_or_default())).collect();
-        Self { sockets, names, kept: Vec::new(), later: None }
+        Self { sockets, names, kept: Vec::new(), later: None, adopted: Vec::new() }
     }
 
     /// Of nobody.
     pub(crate) fn none() -> Self {
-        Self { sockets: ListenFd::empty(), names: Vec::new(), kept: Vec::new(), later: None }
+        Self {
+            sockets: ListenFd::empty(),
+            names: Vec::new(),
+            kept: Vec::new(),
+            later: None,
+            adopted: Vec::new(),
+        }
     }
 
     /// How many have not been taken.
@@ -59,6 +67,9 @@ impl Inherited {
 
     /// Keeps the one of this name, or of this number, for whoever asks for it so.
     pub(crate) fn keep(&mut self, name: &str) -> anyhow::Result<()> {
+        if self.adopted.iter().any(|(known, _)| known.strip_prefix("fd:") == Some(name)) {
+            return Ok(());
+        }
         let index = self.find(name)?;
         self.kept.push(index);
         Ok(())
@@ -76,6 +87,17 @@ impl Inherited {
     /// One more, in the place of the last that came so.
     pub(crate) fn add(&mut self, name: &str, socket: OwnedFd) {
         self.later = Some((name.to_owned(), socket));
+    }
+
+    /// One that another daemon has, for whoever asks for it by its whole name.
+    pub(crate) fn adopt(&mut self, name: &str, listener: Listener) {
+        self.adopted.push((name.to_owned(), listener));
+    }
+
+    /// Takes it.
+    pub(crate) fn adopted(&mut self, name: &str) -> Option<Listener> {
+        let at = self.adopted.iter().position(|(known, _)| known == name)?;
+        Some(self.adopted.remove(at).1)
     }
 
     /// A name that several have means the first that is left.

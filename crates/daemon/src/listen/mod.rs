@@ -16,7 +16,7 @@ use std::{
             net::UnixListener,
         },
     },
-    path::{Path, PathBuf},
+    path::{self, Path, PathBuf},
     thread,
     time::{Duration, Instant},
 };
@@ -92,6 +92,9 @@ pub(crate) fn of_machine(
     access: &SocketAccess,
     inherited: &RefCell<Inherited>,
 ) -> anyhow::Result<Listener> {
+    if let Some(listener) = inherited.borrow_mut().adopted(&name_of_machine(socket)?) {
+        return Ok(listener);
+    }
     match socket {
         settings::Socket::Path(path) => {
             let bound = unix::bind(path, access).with_context(|| socket.to_string())?;
@@ -105,6 +108,14 @@ pub(crate) fn of_machine(
             Ok(listener)
         }
     }
+}
+
+/// What two daemons call that socket.
+pub(crate) fn name_of_machine(socket: &settings::Socket) -> io::Result<String> {
+    Ok(match socket.path() {
+        Some(path) => settings::Socket::Path(path::absolute(path)?).to_string(),
+        None => socket.to_string(),
+    })
 }
 
 /// A Unix socket that only its owner and root may connect to: the daemon's user, or another.

@@ -501,6 +501,9 @@ async fn listen(
     workers: &Rc<Vec<Worker>>,
     inventory: &Rc<Inventory>,
 ) -> anyhow::Result<Vec<String>> {
+    if let Some(newcomer) = &mut newcomer {
+        newcomer.pass_machines(&mut inherited)?;
+    }
     for DoorExport { door, .. } in &plan.doors {
         door.passed().map(|name| inherited.keep(name)).transpose()?;
     }

@@ -49,6 +49,11 @@ pub fn migrated_writeback(offset: u32, content: &[u8]) -> Option<bool> {
     content.get(at).map(|wanted| *wanted != 0)
 }
 
+/// The piece of the configuration that says it, and where it begins.
+pub fn writeback(wanted: bool) -> (u32, [u8; 1]) {
+    (WRITEBACK, [wanted.into()])
+}
+
 /// Whether these bytes tell how long the disk is.
 pub fn tells_capacity(offset: u32, count: usize) -> bool {
     beginning(offset) == 0 && count >= size_of::<u64>()

@@ -28,7 +28,7 @@ use rustix::{
 
 use super::{
     message::{self, HEADER_BYTES, Header, MAX_DESCRIPTORS, Malformed, Reply, Request},
-    session::{Effect, Output, Refusal, Session},
+    session::{Effect, Output, Refusal, Said, Session},
 };
 
 /// Time for a message, from its first byte to its last.
@@ -85,10 +85,40 @@ impl Connection {
         Self { export, socket, session, inbox, outputs, refusals }
     }
 
+    /// One that has come here, with a session that another process had.
+    pub(super) fn taken_over(export: Arc<str>, Arrived { socket, session, outputs }: Arrived) -> Self {
+        Self { outputs, ..Self::new(export, socket, session) }
+    }
+
+    /// Stops all rings; nothing more is received once [`Connection::is_at_rest`].
+    pub(super) fn rest(&mut self) {
+        self.session.rest(&mut self.outputs);
+    }
+
+    /// Whether it was told to rest.
+    pub(super) fn is_resting(&self) -> bool {
+        self.session.is_resting()
+    }
+
+    /// Whether no ring runs any more, and the next byte is the first of a message.
+    pub(super) fn is_at_rest(&self) -> bool {
+        self.session.is_at_rest() && self.outputs.is_empty() && self.inbox.is_between()
+    }
+
+    /// Goes on as before it rested.
+    pub(super) fn wake(&mut self) {
+        self.session.wake(&mut self.outputs);
+    }
+
+    /// The front end as another process can go on with it.
+    pub(super) fn told(&self) -> io::Result<Rested> {
+        Ok(Rested { socket: self.socket.clone(), said: self.session.told()? })
+    }
+
     /// What is to happen next. May be dropped while it waits, and called again: nothing is lost.
     ///
-    /// While a reply depends on rings that have yet to stop, it waits for nothing but the front
-    /// end's end.
+    /// While a reply depends on rings that have yet to stop, or when it is at rest, it waits for
+    /// nothing but the front end's end.
     ///
     /// # Errors
     /// [`Ended`]: the connection is over.
@@ -97,25 +127,33 @@ impl Connection {
     /// Outside a reactor.
     pub async fn next(&mut self) -> Result<Effect, Ended> {
         loop {
-            while let Some(output) = self.outputs.pop_front() {
-                match output {
-                    Output::Act(effect) => return Ok(effect),
-                    Output::Reply(reply) => self.send(&reply)?,
-                    Output::ConfigChanged => self.tell_change(),
-                    Output::Refused { request, why } => self.log(request, &why),
-                    Output::Close { request, why } => return Err(Ended::Refused { request, why }),
-                }
+            if let Some(effect) = self.step().await? {
+                return Ok(effect);
             }
-            if self.session.is_waiting() {
-                op::hung_up(&self.socket).await?;
-                return Err(Ended::Left);
-            }
-            let Received { header, payload, descriptors } = self.inbox.receive(&self.socket).await?;
-            let request = Request::parse(header.code, &payload, descriptors);
-            self.session.receive(header.code, header.need_reply, request, &mut self.outputs);
-            // However fast messages come, others have their turn.
-            reactor::yield_now().await;
         }
+    }
+
+    /// The same, but no further than to the end of a message.
+    pub(super) async fn step(&mut self) -> Result<Option<Effect>, Ended> {
+        while let Some(output) = self.outputs.pop_front() {
+            match output {
+                Output::Act(effect) => return Ok(Some(effect)),
+                Output::Reply(reply) => self.send(&reply)?,
+                Output::ConfigChanged => self.tell_change(),
+                Output::Refused { request, why } => self.log(request, &why),
+                Output::Close { request, why } => return Err(Ended::Refused { request, why }),
+            }
+        }
+        if self.session.is_waiting() || self.is_at_rest() {
+            op::hung_up(&self.socket).await?;
+            return Err(Ended::Left);
+        }
+        let Received { header, payload, descriptors } = self.inbox.receive(&self.socket).await?;
+        let request = Request::parse(header.code, &payload, descriptors);
+        self.session.receive(header.code, header.need_reply, request, &mut self.outputs);
+        // However fast messages come, others have their turn.
+        reactor::yield_now().await;
+        Ok(None)
     }
 
     /// Waits until the front end hangs up, whatever of it is still to be received.
@@ -190,6 +228,23 @@ impl Connection {
     }
 }
 
+/// A front end at rest: its socket, and what it would say to be where it is.
+#[derive(Debug)]
+pub struct Rested {
+    /// Between two messages.
+    pub socket: Fd,
+    /// See [`Session::told`].
+    pub said: Vec<Said>,
+}
+
+/// A front end that has come from another process.
+#[derive(Debug)]
+pub(super) struct Arrived {
+    pub(super) socket: Fd,
+    pub(super) session: Session,
+    pub(super) outputs: VecDeque<Output>,
+}
+
 struct Received {
     header: Header,
     payload: Vec<u8>,
@@ -210,6 +265,11 @@ struct Inbox {
 }
 
 impl Inbox {
+    /// Whether nothing of a message has come.
+    fn is_between(&self) -> bool {
+        self.filled == 0
+    }
+
     async fn receive(&mut self, socket: &Fd) -> Result<Received, Ended> {
         loop {
             if self.deadline.is_some_and(|deadline| reactor::now() >= deadline) {

@@ -50,6 +50,8 @@ pub struct FrontEnds {
     /// Of the export, in the log.
     id: Arc<str>,
     way: Way,
+    /// One that is connected already.
+    first: Option<Fd>,
     refusals: Seldom,
 }
 
@@ -67,13 +69,18 @@ enum Way {
 impl FrontEnds {
     /// Those of the export `id` that connect to a listening Unix socket.
     pub fn listen(id: &str, listener: Fd) -> Self {
-        Self { id: id.into(), way: Way::Listen(listener), refusals: Seldom::default() }
+        Self { id: id.into(), way: Way::Listen(listener), first: None, refusals: Seldom::default() }
     }
 
     /// The one that listens at `path`, whenever it does.
     pub fn call(id: &str, path: PathBuf) -> Self {
         let way = Way::Call { path, pause: Duration::ZERO, told: String::new() };
-        Self { id: id.into(), way, refusals: Seldom::default() }
+        Self { id: id.into(), way, first: None, refusals: Seldom::default() }
+    }
+
+    /// This one is here already.
+    pub(super) fn begin_with(&mut self, socket: Fd) {
+        self.first = Some(socket);
     }
 
     /// Serves front ends by `serve`, one at a time, for ever; dropping the future ends it.
@@ -82,7 +89,10 @@ impl FrontEnds {
     /// The socket cannot be listened on, or has a path that none can have.
     pub async fn serve<F: Future<Output = ()>>(&mut self, mut serve: impl FnMut(Fd) -> F) -> io::Result<()> {
         loop {
-            let socket = Fd::from(self.next().await?);
+            let socket = match self.first.take() {
+                Some(socket) => socket,
+                None => Fd::from(self.next().await?),
+            };
             let began = reactor::now();
             {
                 let mut served = pin!(serve(socket.clone()));

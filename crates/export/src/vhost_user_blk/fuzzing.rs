@@ -51,6 +51,17 @@ pub fn vhost_user_session(data: &[u8]) {
     run.follow(&mut out);
     let still: BTreeSet<u16> = run.session.running().collect();
     assert_eq!(still, run.running, "rings that run");
+    run.goes_on_elsewhere();
+}
+
+/// With rings that stop at once.
+fn rest(session: &mut Session) {
+    let mut out = VecDeque::new();
+    session.rest(&mut out);
+    for ring in session.running().collect::<Vec<_>>() {
+        session.stopped(ring, 7, &mut out);
+    }
+    assert!(session.is_at_rest());
 }
 
 struct Input<'a>(&'a [u8]);
@@ -90,6 +101,28 @@ impl Run {
         ftruncate(&file, REGION_BYTES).ok()?;
         let session = Session::new(offer.clone());
         Some(Self { offer, session, file, running: BTreeSet::new(), stopping: Vec::new(), reply_ack: false })
+    }
+
+    /// Another process that hears what this front end has said is where this one is.
+    fn goes_on_elsewhere(mut self) {
+        // A ring that ran may be one that could not start now.
+        for _ in 0..2 {
+            self.session.wake(&mut VecDeque::new());
+            rest(&mut self.session);
+        }
+        let said = |session: &Session| {
+            let said = session.told().ok()?.into_iter();
+            Some(said.map(|said| (said.code, said.payload, said.descriptors.len())).collect::<Vec<_>>())
+        };
+        let (Ok(told), Some(ours)) = (self.session.told(), said(&self.session)) else { return };
+        let (mut other, _) = Session::heard(self.offer, told).expect("a front end could say all that");
+        let running: Vec<u16> = other.running().collect();
+        rest(&mut other);
+        if let Some(theirs) = said(&other) {
+            assert_eq!(ours, theirs);
+        }
+        self.session.wake(&mut VecDeque::new());
+        assert_eq!(self.session.running().collect::<Vec<_>>(), running, "rings that go on");
     }
 
     /// Whether the conversation goes on.

@@ -10,7 +10,7 @@
 
 use std::{
     io,
-    os::fd::OwnedFd,
+    os::fd::{BorrowedFd, OwnedFd},
     sync::atomic::Ordering::{Acquire, Release},
 };
 
@@ -83,9 +83,8 @@ fn check_shape(queues: u16, queue_size: u16) -> Result<(), InflightError> {
 #[derive(Debug)]
 pub struct Area {
     memory: Memory,
-    bytes: u64,
-    queues: u16,
-    queue_size: u16,
+    /// As the front end has described it.
+    info: InflightInfo,
     /// From one ring's part to the next, in an area that was made here: it has room for larger
     /// rings than the front end has asked for.
     stride: Option<u64>,
@@ -115,7 +114,13 @@ impl Area {
         let stride = choice.as_ref().map(|_| (bytes - CHOICE_BYTES) / u64::from(queues));
         // The front end may have changed its mind about how many there are.
         let stride = stride.filter(|stride| stride.is_multiple_of(64));
-        Ok(Self { memory, bytes, queues, queue_size, stride, choice })
+        Ok(Self { memory, info: *info, stride, choice })
+    }
+
+    /// As its front end has described it, and its file.
+    pub fn told(&self) -> Option<(InflightInfo, BorrowedFd<'_>)> {
+        let (file, _) = self.memory.regions().first()?.file()?;
+        Some((self.info, file))
     }
 
     /// Whether the guest wants a write cache, as far as this was kept.
@@ -136,9 +141,9 @@ impl Area {
 
     /// The part of a ring of `size` descriptors; `None` where the area has no room for it.
     pub fn part(&self, ring: u16, size: u16, packed: bool) -> Option<Place> {
-        let each = self.stride.unwrap_or_else(|| part_bytes(self.queue_size, packed));
+        let each = self.stride.unwrap_or_else(|| part_bytes(self.info.queue_size, packed));
         let (begin, needed) = (u64::from(ring) * each, Inflight::bytes(size, packed));
-        if ring >= self.queues || needed as u64 > each || begin + each > self.bytes {
+        if ring >= self.info.queues || needed as u64 > each || begin + each > self.info.bytes {
             return None;
         }
         self.memory.place(begin, needed)

@@ -453,6 +453,53 @@ impl<'a> Body<'a> {
     }
 }
 
+/// The payload of one number.
+pub(super) fn number(number: u64) -> Vec<u8> {
+    number.to_ne_bytes().to_vec()
+}
+
+/// Of several numbers.
+pub(super) fn numbers(numbers: &[u64]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+/// Of a ring and a number.
+pub(super) fn state(ring: u32, value: u32) -> Vec<u8> {
+    [ring, value].map(u32::to_ne_bytes).concat()
+}
+
+/// Of a ring's event, with a descriptor or without.
+pub(super) fn event(ring: u32, has_descriptor: bool) -> Vec<u8> {
+    number(u64::from(ring) | if has_descriptor { 0 } else { NO_DESCRIPTOR })
+}
+
+/// Of a ring's addresses.
+pub(super) fn addresses_of(ring: u32, addresses: &VringAddresses) -> Vec<u8> {
+    let &VringAddresses { descriptors, device, driver } = addresses;
+    [state(ring, 0), numbers(&[descriptors, device, driver, 0])].concat()
+}
+
+/// Of one region.
+pub(super) fn region_of(info: &RegionInfo) -> Vec<u8> {
+    let &RegionInfo { guest_address, bytes, user_address, file_offset } = info;
+    numbers(&[0, guest_address, bytes, user_address, file_offset])
+}
+
+/// Of an area for requests in flight.
+pub(super) fn area_of(info: &InflightInfo) -> Vec<u8> {
+    let sizes = [info.queues, info.queue_size].map(u16::to_ne_bytes).concat();
+    let padding: &[u8] = if info.padded { &[0; PADDED_INFLIGHT_BYTES - INFLIGHT_BYTES] } else { &[] };
+    [&numbers(&[info.bytes, info.file_offset]), &sizes[..], padding].concat()
+}
+
+/// Of a piece of the configuration space.
+pub(super) fn config_of(offset: u32, flags: u32, content: &[u8]) -> Vec<u8> {
+    // As long as the request's, which has four bytes for it.
+    let size = content.len() as u32;
+    let head = [offset, size, flags].map(u32::to_ne_bytes).concat();
+    [&head[..], content].concat()
+}
+
 /// Of exactly [`REGION_BYTES`].
 fn region(bytes: &[u8]) -> RegionInfo {
     RegionInfo {
@@ -501,10 +548,7 @@ impl Reply {
 
     /// A piece of the configuration space.
     pub fn config(offset: u32, flags: u32, content: &[u8]) -> Self {
-        // As long as the request's, which has four bytes for it.
-        let size = content.len() as u32;
-        let head = [offset, size, flags].map(u32::to_ne_bytes);
-        Self::new(code::GET_CONFIG, &[head.as_flattened(), content])
+        Self::new(code::GET_CONFIG, &[&config_of(offset, flags, content)])
     }
 
     /// The configuration space cannot be had: a payload of no bytes.
@@ -514,15 +558,7 @@ impl Reply {
 
     /// An area for requests in flight and its file; without a file, one of no bytes: there is none.
     pub fn inflight(area: &InflightInfo, file: Option<OwnedFd>) -> Self {
-        let padding: &[u8] = if area.padded { &[0; PADDED_INFLIGHT_BYTES - INFLIGHT_BYTES] } else { &[] };
-        let payload = [
-            &area.bytes.to_ne_bytes()[..],
-            &area.file_offset.to_ne_bytes(),
-            &area.queues.to_ne_bytes(),
-            &area.queue_size.to_ne_bytes(),
-            padding,
-        ];
-        Self { descriptor: file, ..Self::new(code::GET_INFLIGHT_FD, &payload) }
+        Self { descriptor: file, ..Self::new(code::GET_INFLIGHT_FD, &[&area_of(area)]) }
     }
 }
 

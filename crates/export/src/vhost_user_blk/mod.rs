@@ -52,10 +52,10 @@ pub mod session;
 mod simulation;
 pub mod vring;
 
-pub use connection::{Connection, Ended};
+pub use connection::{Connection, Ended, Rested};
 pub use device::Export;
 pub use features::Offer;
 pub use front_ends::FrontEnds;
 pub use server::{Server, Statistics, Threads};
-pub use session::{Effect, EventKind, Output, Refusal, Session};
+pub use session::{Effect, EventKind, Output, Refusal, Said, Session};
 pub use vring::{Fault, RingPlaces, RingSettings};

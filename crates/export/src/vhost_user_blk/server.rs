@@ -17,7 +17,7 @@ use std::{
     io,
     rc::Rc,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{
             AtomicBool, AtomicU32, AtomicU64, AtomicUsize,
             Ordering::{Relaxed, SeqCst},
@@ -29,12 +29,12 @@ use async_channel::{Receiver, Sender};
 use event_listener::Event;
 
 use super::{
-    connection::{Connection, Ended},
+    connection::{Arrived, Connection, Ended, Rested},
     device::{Device, Export},
     front_ends::FrontEnds,
     handover::held,
     queue::{Order, Queue, bell},
-    session::{Effect, Session},
+    session::{Effect, Refusal, Session},
     vring::RingSettings,
 };
 use crate::race::{First, first};
@@ -42,6 +42,7 @@ use block::{
     reactor::{self, Notifier, Worker, op::Fd},
     seldom::Seldom,
 };
+use policy::time::Duration;
 
 /// Where queues run.
 #[derive(Clone)]
@@ -82,7 +83,13 @@ pub struct Server {
     served: AtomicBool,
     queues: AtomicUsize,
     stopping: AtomicBool,
-    /// It stops, a front end has come or gone, or the disk has another length.
+    resting: AtomicBool,
+    /// The front end that is connected, once it is at rest.
+    rested: Mutex<Option<Rested>>,
+    /// One that comes from another process, until it is served.
+    arrived: Mutex<Option<Arrived>>,
+    /// It stops or rests or goes on, a front end has come or gone or is at rest, or the disk has
+    /// another length.
     changed: Event,
     arrivals: Seldom,
     departures: Seldom,
@@ -100,6 +107,9 @@ impl Server {
             served: AtomicBool::new(false),
             queues: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),
+            resting: AtomicBool::new(false),
+            rested: Mutex::default(),
+            arrived: Mutex::default(),
             changed: Event::new(),
             arrivals: Seldom::default(),
             departures: Seldom::default(),
@@ -113,11 +123,56 @@ impl Server {
     /// # Errors
     /// As [`FrontEnds::serve`].
     pub async fn serve(self: Arc<Self>, mut front_ends: FrontEnds, threads: Threads) -> io::Result<()> {
-        let serving = front_ends.serve(|socket| self.attend(socket, threads.clone()));
-        match first(serving, self.until_stopping()).await {
-            First::One(result) => result,
-            First::Other(()) => Ok(()),
+        if let Some(arrived) = &*self.arrived() {
+            front_ends.begin_with(arrived.socket.clone());
         }
+        while !self.stopping.load(SeqCst) {
+            let serving = front_ends.serve(|socket| self.attend(socket, threads.clone()));
+            if let First::One(result) = first(serving, self.until_nobody_is_let_in()).await {
+                return result;
+            }
+            self.wait_while(|server| server.resting.load(SeqCst) && !server.stopping.load(SeqCst)).await;
+        }
+        Ok(())
+    }
+
+    /// Lets nobody in any more, and has the front end that is connected come to rest, for so long
+    /// at most: its rings stop as if it had told them to. Whether it has.
+    pub async fn come_to_rest(&self, patience: Duration) -> bool {
+        self.resting.store(true, SeqCst);
+        self.changed.notify(usize::MAX);
+        let at_rest = self.wait_while(|server| server.connections() > 0 && server.rested().is_none());
+        reactor::timeout(patience, at_rest).await.is_ok()
+    }
+
+    /// The front end that is at rest, for another process; it is taken once.
+    pub fn take_rested(&self) -> Option<Rested> {
+        self.rested().take()
+    }
+
+    /// Goes on as before [`Server::come_to_rest`].
+    pub fn go_on(&self) {
+        self.resting.store(false, SeqCst);
+        *self.rested() = None;
+        self.changed.notify(usize::MAX);
+    }
+
+    /// Takes a front end of another process, before [`Server::serve`], which goes on with it.
+    ///
+    /// # Errors
+    /// It is not one of this export: see [`Session::heard`].
+    pub fn take_over(&self, Rested { socket, said }: Rested) -> Result<(), Refusal> {
+        let (session, outputs) = Session::heard(self.device.offer(), said)?;
+        *self.arrived() = Some(Arrived { socket, session, outputs });
+        Ok(())
+    }
+
+    fn rested(&self) -> MutexGuard<'_, Option<Rested>> {
+        self.rested.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn arrived(&self) -> MutexGuard<'_, Option<Arrived>> {
+        self.arrived.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Front ends that are connected: none or one.
@@ -168,8 +223,9 @@ impl Server {
         }
     }
 
-    async fn until_stopping(&self) {
-        self.wait_while(|server| !server.stopping.load(SeqCst) || server.connections() > 0).await;
+    async fn until_nobody_is_let_in(&self) {
+        let is_open = |server: &Self| !server.stopping.load(SeqCst) && !server.resting.load(SeqCst);
+        self.wait_while(|server| is_open(server) || server.connections() > 0).await;
     }
 
     /// Serves one front end to its end.
@@ -181,12 +237,17 @@ impl Server {
         let process = rustix::net::sockopt::socket_peercred(&socket).ok();
         let process = process.map_or(0, |peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
         self.front_end.store(process, Relaxed);
-        if let Some(left_out) = self.arrivals.line(reactor::recently()) {
-            tracing::info!(export = %id, process, left_out, "a front end has connected");
-        }
         // Before the size is looked at: what changes later is told.
         let resizes = self.resizes.load(SeqCst);
-        let connection = Connection::new(Arc::clone(id), socket, Session::new(self.device.offer()));
+        let arrived = self.arrived().take();
+        let connection = if let Some(arrived) = arrived {
+            Connection::taken_over(Arc::clone(id), arrived)
+        } else {
+            if let Some(left_out) = self.arrivals.line(reactor::recently()) {
+                tracing::info!(export = %id, process, left_out, "a front end has connected");
+            }
+            Connection::new(Arc::clone(id), socket, Session::new(self.device.offer()))
+        };
         let mut attendance = Attendance {
             server: self,
             connection,
@@ -195,6 +256,7 @@ impl Server {
             queues: HashMap::new(),
             stopped: async_channel::unbounded(),
             resizes,
+            told: false,
         };
         let ended = attendance.run().await;
         attendance.end().await;
@@ -212,6 +274,7 @@ impl Server {
         }
         self.device.remember_write_cache(attendance.connection.write_cache());
         drop(attendance);
+        *self.rested() = None;
         self.front_end.store(0, Relaxed);
         self.connected.fetch_sub(1, SeqCst);
         self.changed.notify(usize::MAX);
@@ -232,6 +295,8 @@ struct Attendance<'s> {
     queues: HashMap<u16, Sender<Order>>,
     stopped: (Sender<Report>, Receiver<Report>),
     resizes: u64,
+    /// The server has it, at rest.
+    told: bool,
 }
 
 enum News {
@@ -248,6 +313,7 @@ impl Attendance<'_> {
             if self.server.stopping.load(SeqCst) {
                 return Ended::Left;
             }
+            self.rest_or_wake();
             let resizes = self.server.resizes.load(SeqCst);
             if resizes != self.resizes {
                 self.resizes = resizes;
@@ -266,6 +332,30 @@ impl Attendance<'_> {
         }
     }
 
+    /// As the server wants it now. Where no descriptor is left to tell another process of the front
+    /// end, it stays.
+    fn rest_or_wake(&mut self) {
+        let wanted = self.server.resting.load(SeqCst);
+        match (wanted, self.connection.is_resting()) {
+            (true, false) => self.connection.rest(),
+            (false, true) => self.connection.wake(),
+            _ => {}
+        }
+        if wanted && self.connection.is_at_rest() && !self.told {
+            match self.connection.told() {
+                Ok(rested) => {
+                    (*self.server.rested(), self.told) = (Some(rested), true);
+                    self.server.changed.notify(usize::MAX);
+                }
+                Err(error) => {
+                    let export = &self.server.device.export.id;
+                    tracing::warn!(%export, %error, "a front end cannot be passed on");
+                }
+            }
+        }
+        self.told &= wanted;
+    }
+
     async fn news(&mut self, changed: event_listener::EventListener) -> Result<News, Ended> {
         let reports = self.stopped.1.clone();
         let report = async {
@@ -278,9 +368,9 @@ impl Attendance<'_> {
             changed.await;
             News::Changed
         });
-        match first(ours, self.connection.next()).await {
+        match first(ours, self.connection.step()).await {
             First::One(First::One(news) | First::Other(news)) => Ok(news),
-            First::Other(effect) => effect.map(News::Effect),
+            First::Other(effect) => Ok(effect?.map_or(News::Changed, News::Effect)),
         }
     }
 

@@ -26,7 +26,7 @@ use super::*;
 use crate::{
     vhost_user_blk::{
         features::{Offer, protocol, virtio},
-        message::code,
+        message::{code, numbers},
         session::EventKind,
         vring::RingPlaces,
     },
@@ -639,6 +639,7 @@ fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
             queues: HashMap::new(),
             stopped: async_channel::unbounded(),
             resizes: 0,
+            told: false,
         };
         let call = || Effect::Event { ring: 0, kind: EventKind::Call, event: Some(Fd::from(event(0))) };
         // A queue that takes nothing.
@@ -693,5 +694,77 @@ fn what_a_guest_chose_outlasts_its_front_end_and_what_firmware_lacks_does_not() 
             front_end.leave().await;
             assert_eq!(server.device.offer().write_cache, write_cache);
         }
+    });
+}
+
+#[test]
+fn a_front_end_goes_on_at_another_server_and_hears_nothing_of_it() {
+    real(async {
+        let mut limits = Limits::default();
+        *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: 1, ..Limit::NONE };
+        let (first, second) = (server(limits), server(Limits::default()));
+        let mut front_end = FrontEnd::connect(&first).await;
+        let (channel, mut told) = UnixStream::pair().expect("sockets");
+        front_end.ask(code::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]).await;
+        assert_eq!(front_end.capacity().await, (1 << 20) / 512);
+        let (area, bytes) = crate::vhost_user_blk::inflight::create(2, SIZE, false).expect("made");
+        let info = [numbers(&[bytes, 0]), [2, SIZE].map(u16::to_ne_bytes).concat()].concat();
+        front_end.ask(code::SET_INFLIGHT_FD, &info, &[area.as_fd()]).await;
+        front_end
+            .ask(code::SET_CONFIG, &[&[32, 1, 0].map(u32::to_ne_bytes).concat()[..], &[0]].concat(), &[])
+            .await;
+        let mut ring = front_end.start(1, event(0), event(0)).await;
+        let requests: Vec<_> =
+            (0..10).map(|number| front_end.request(&mut ring, 1, number * 100, &[1; 512])).collect();
+        ring.kick_and_wait().await;
+
+        assert!(first.come_to_rest(PATIENCE).await);
+        assert_eq!((first.statistics().queues, first.connections()), (0, 1));
+        let waiting =
+            |front_end: &FrontEnd| requests.iter().filter(|at| front_end.data(**at).1 == GUARD).count();
+        assert!(waiting(&front_end) > 0, "some wait for the limit, and go back");
+        // What comes meanwhile is found there.
+        let late = front_end.request(&mut ring, 1, 1, &[7; 512]);
+        ring.kick();
+        second.take_over(first.take_rested().expect("it is at rest")).expect("the same export");
+        assert!(first.take_rested().is_none(), "it goes once");
+        let socket = front_end.socket.clone();
+        let goes_on = Arc::clone(&second);
+        let served = spawn_joinable(async move { goes_on.attend(socket, Threads::Here).await });
+        while waiting(&front_end) > 0 || front_end.data(late).1 == GUARD {
+            reactor::yield_now().await;
+        }
+        assert_eq!(second.device.durability(), block::storage::Durability::Synchronous, "as the guest chose");
+        told.set_nonblocking(true).expect("a socket");
+        assert!(told.read(&mut [0; 12]).is_err(), "it knows the disk's length");
+        drop((front_end.socket, served));
+    });
+}
+
+#[test]
+fn a_front_end_that_rests_is_not_served_and_goes_on() {
+    real(async {
+        let server = server(Limits::default());
+        let mut front_end = FrontEnd::connect(&server).await;
+        let mut ring = front_end.start(0, event(0), event(0)).await;
+        // In the middle of a message nobody else can go on.
+        let message = [code::GET_FEATURES, 1, 0].map(u32::to_ne_bytes).concat();
+        let (half, rest) = message.split_at(5);
+        let send = |bytes: &[u8]| rustix::io::write(&front_end.socket, bytes).expect("there is room");
+        send(half);
+        while server.come_to_rest(Duration::from_millis(5)).await {
+            server.go_on();
+        }
+        send(rest);
+        front_end.answer(code::GET_FEATURES).await;
+        assert!(server.come_to_rest(PATIENCE).await);
+        let at = front_end.request(&mut ring, 1, 0, &[1; 512]);
+        ring.kick();
+        assert!(server.come_to_rest(PATIENCE).await && front_end.data(at).1 == GUARD);
+        server.go_on();
+        ring.look().await;
+        assert_eq!(front_end.data(at).1, 0);
+        assert!(server.take_rested().is_none());
+        front_end.leave().await;
     });
 }

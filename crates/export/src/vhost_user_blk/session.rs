@@ -25,6 +25,8 @@
 //! refused: with a reply if it wants one, or else the connection ends, because the front end would
 //! go on as if it had been done.
 
+mod takeover;
+
 use std::{collections::VecDeque, os::fd::OwnedFd};
 
 use block::{
@@ -39,6 +41,7 @@ use super::{
     message::{self, InflightInfo, Malformed, RegionInfo, Reply, Request, VringAddresses, code},
     vring::{Fault, Kick, RingPlaces, RingSettings, State, Vring},
 };
+pub use takeover::Said;
 
 /// Most regions of a guest's memory: as many as QEMU gives a guest at most.
 pub const MAX_MEM_SLOTS: usize = 509;
@@ -200,6 +203,8 @@ pub struct Session {
     /// What the owner knows.
     write_cache: Option<bool>,
     rings: Vec<Vring>,
+    /// No ring is to run, whatever the front end wants.
+    resting: bool,
     /// What is due once no ring is stopping.
     waiting: Option<After>,
 }
@@ -252,6 +257,7 @@ impl Session {
             told_size: None,
             write_cache: None,
             rings: (0..offer.queues).map(|_| Vring::default()).collect(),
+            resting: false,
             waiting: None,
             offer,
         }
@@ -669,7 +675,7 @@ impl Session {
     /// Lets a ring run, or not, as its front end wants it now.
     fn settle(&mut self, ring: u16, out: &mut VecDeque<Output>) -> Result<(), Fault> {
         let vring = &mut self.rings[usize::from(ring)];
-        match (vring.state, vring.is_wanted(self.features)) {
+        match (vring.state, vring.is_wanted(self.features) && !self.resting) {
             (State::Stopped, true) => match self.settings(ring) {
                 Ok(settings) => {
                     self.rings[usize::from(ring)].state = State::Running;

@@ -34,7 +34,10 @@ use serde_json::Value;
 use settings::{Door, SocketAccess};
 
 use super::running::RunningDisk;
-use crate::{listen::Inherited, users::Users};
+use crate::{
+    listen::{Inherited, Listening},
+    users::Users,
+};
 
 type Local<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
@@ -118,6 +121,8 @@ pub(crate) struct Entrance {
     /// Of a device of this host: its node, or the file.
     device: Option<PathBuf>,
     pub(crate) server: Arc<dyn Attended>,
+    /// Of virtual machines.
+    machine: Option<Machine>,
     /// Until clients are let in.
     opening: Cell<Option<Local<'static, io::Result<()>>>>,
     /// Ends by itself once the server has stopped.
@@ -162,6 +167,7 @@ impl Entrance {
             address,
             device: None,
             server,
+            machine: None,
             opening: Cell::new(Some(Box::pin(serving))),
             serving: RefCell::default(),
             closed: Cell::new(false),
@@ -173,6 +179,11 @@ impl Entrance {
     /// It is a device of this host, or a file, at its address.
     fn of_device(self) -> Self {
         Self { device: Some(PathBuf::from(&self.address)), ..self }
+    }
+
+    /// It is for a virtual machine.
+    fn of_machine(self, machine: Machine) -> Self {
+        Self { machine: Some(machine), ..self }
     }
 
     /// Keeps something until the door is closed.
@@ -205,6 +216,11 @@ impl Entrance {
     /// The node or the file of a device of this host.
     pub(crate) fn device(&self) -> Option<&Path> {
         self.device.as_deref()
+    }
+
+    /// Where it is for a virtual machine.
+    pub(crate) fn machine(&self) -> Option<&Machine> {
+        self.machine.as_ref()
     }
 
     /// Lets nobody in any more, and has requests in flight end.
@@ -243,6 +259,13 @@ impl Entrance {
             }
         }
     }
+}
+
+/// The door of a virtual machine, as another daemon takes it over.
+pub(crate) struct Machine {
+    pub(crate) server: Arc<export::vhost_user_blk::Server>,
+    /// Where it listens, if it does, as it was asked for.
+    pub(crate) listening: Option<(String, Listening)>,
 }
 
 /// What a device is known by when this process comes back for it: its data. What lies in memory

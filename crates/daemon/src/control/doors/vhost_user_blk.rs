@@ -7,7 +7,7 @@ use export::vhost_user_blk::{Export, FrontEnds, Offer, Server, Statistics, Threa
 use serde_json::{Value, json};
 use settings::VhostUserBlk;
 
-use super::{Entrance, Terms, attended, check_size};
+use super::{Entrance, Machine, Terms, attended, check_size};
 use crate::listen;
 
 attended!(Server, statistics);
@@ -17,11 +17,15 @@ pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result
     let Terms { id, disk: running, read_only, access, inherited, workers } = terms;
     let disk = &running.disk;
     check_size(disk, "a guest")?;
-    let (front_ends, file) = match settings.socket.path() {
-        Some(path) if settings.client => (FrontEnds::call(id, std::path::absolute(path)?), None),
+    let (front_ends, file, listening) = match settings.socket.path() {
+        Some(path) if settings.client => (FrontEnds::call(id, std::path::absolute(path)?), None, None),
         _ => {
-            let listener = listen::of_machine(&settings.socket, access, inherited)?;
-            (FrontEnds::listen(id, Fd::from(listener.socket)), listener.file)
+            let listen::Listener { socket, file, .. } =
+                listen::of_machine(&settings.socket, access, inherited)?;
+            let socket = Fd::from(socket);
+            let path = file.as_ref().map(|file| file.path().to_owned());
+            let name = listen::name_of_machine(&settings.socket)?;
+            (FrontEnds::listen(id, socket.clone()), file, Some((name, (socket, path))))
         }
     };
     let export = Export {
@@ -32,7 +36,9 @@ pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result
     };
     let server = Server::new(export);
     let serving = Arc::clone(&server).serve(front_ends, Threads::Workers((*workers).clone()));
-    Ok(Entrance::new("vhost-user-blk", settings.address(), server, serving, terms).keeping(file))
+    let machine = Machine { server: Arc::clone(&server), listening };
+    let entrance = Entrance::new("vhost-user-blk", settings.address(), server, serving, terms);
+    Ok(entrance.of_machine(machine).keeping(file))
 }
 
 fn statistics(statistics: Statistics) -> Value {

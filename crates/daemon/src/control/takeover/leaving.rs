@@ -17,6 +17,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::{disk::Disk, reactor};
+use export::vhost_user_blk::{self, Rested, Said};
 use policy::time::Duration;
 use sd_notify::NotifyState;
 use settings::Endpoint;
@@ -25,8 +26,8 @@ use super::{
     channel::Channel,
     clock_ns, metrics_name, name,
     told::{
-        Client, FORMAT, Offer, OfferedDisk, OfferedExport, OfferedServer, StandingDisk, StandingGroup, State,
-        Word,
+        Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer,
+        StandingDisk, StandingGroup, StandingMachine, State, Word,
     },
 };
 use crate::{
@@ -109,14 +110,30 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
         control.push(path.clone());
     }
-    let mut exports = Vec::new();
+    let (mut exports, mut machines, mut doors) = (Vec::new(), Vec::new(), Vec::new());
     for export in inventory.exports() {
-        let Door::Nbd(serving, _) = &export.door else {
-            bail!(
-                "export {}: {} cannot be taken over (restart weir; docs/upgrade.md says what its users see)",
-                export.id,
-                export.door.kind()
-            );
+        let serving = match &export.door {
+            Door::Nbd(serving, _) => serving,
+            Door::Own(entrance) => {
+                let machine = entrance.machine().with_context(|| {
+                    format!(
+                        "export {}: {} cannot be taken over (restart weir; docs/upgrade.md says what its users see)",
+                        export.id,
+                        export.door.kind()
+                    )
+                })?;
+                let listening = machine.listening.as_ref().map(|(name, (socket, file))| {
+                    doors.push(socket.clone());
+                    (name.clone(), file.clone())
+                });
+                machines.push(OfferedMachine {
+                    id: export.id.clone(),
+                    disk: export.disk.disk.name().to_string(),
+                    read_only: export.read_only,
+                    listening,
+                });
+                continue;
+            }
         };
         let bitmaps = export.new.iter().flat_map(|new| new.bitmaps.iter());
         exports.push(OfferedExport {
@@ -136,9 +153,12 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
         disks.push(OfferedDisk { name: disk.name().to_string(), files: files.len() });
         descriptors.extend(files.into_iter().flat_map(|file| [file.main, file.buffered]));
     }
+    for socket in doors {
+        descriptors.push(socket.as_fd().try_clone_to_owned()?);
+    }
     let version = env!("CARGO_PKG_VERSION").to_owned();
     let watchdog_ns = inventory.watchdog.get().and_then(|allowed| allowed.as_nanos().try_into().ok());
-    Ok((Offer { version, watchdog_ns, servers, control, disks, exports }, descriptors))
+    Ok((Offer { version, watchdog_ns, servers, control, disks, exports, machines }, descriptors))
 }
 
 /// A place where clients connect, and its sockets behind the other descriptors.
@@ -168,7 +188,12 @@ async fn leave(
         Word::Refused(why) => bail!("{why}"),
         other => bail!("the other said {other:?} too early"),
     }
-    let mut still = Still { servers: inventory.servers(), laid_down: Vec::new() };
+    let machines = inventory.exports().into_iter().filter_map(|export| match &export.door {
+        Door::Own(entrance) => Some((export.id.clone(), Arc::clone(&entrance.machine()?.server))),
+        Door::Nbd(..) => None,
+    });
+    let mut still =
+        Still { servers: inventory.servers(), machines: machines.collect(), laid_down: Vec::new() };
     let given = give(inventory, channel, &mut still).await;
     let _channel = match given {
         Ok(channel) => channel,
@@ -203,7 +228,19 @@ async fn give(inventory: &Rc<Inventory>, channel: Channel, still: &mut Still) ->
     inventory.close_control(true);
     each(&still.servers, |server| async move { server.close_doors(HANDSHAKES).await }).await;
     let began_ns = clock_ns();
+    let machines = still.machines.iter().map(|(_, server)| {
+        let server = Arc::clone(server);
+        reactor::spawn_joinable(async move { server.come_to_rest(IN_FLIGHT).await })
+    });
+    let machines: Vec<_> = machines.collect();
     let rested = each(&still.servers, |server| async move { server.come_to_rest(IN_FLIGHT).await }).await;
+    for ((id, _), is_at_rest) in still.machines.iter().zip(machines) {
+        ensure!(
+            is_at_rest.await,
+            "export {id}: what its machine has in flight takes longer than {} s",
+            IN_FLIGHT.as_secs()
+        );
+    }
     for (serving, is_at_rest) in still.servers.iter().zip(rested) {
         ensure!(
             is_at_rest,
@@ -232,6 +269,18 @@ async fn give(inventory: &Rc<Inventory>, channel: Channel, still: &mut Still) ->
             }
         }
     }
+    let mut machines = Vec::new();
+    for (id, server) in &still.machines {
+        let Some(Rested { socket, said }) = server.take_rested() else { continue };
+        descriptors.push(socket.as_fd().try_clone_to_owned()?);
+        let mut messages = Vec::new();
+        for Said { code, payload, descriptors: with } in said {
+            messages.push(Message { code, bytes: payload.len(), descriptors: with.len() });
+            bytes.extend(payload);
+            descriptors.extend(with);
+        }
+        machines.push(StandingMachine { id: id.clone(), said: messages });
+    }
     let disks = disks.iter().map(|running| StandingDisk {
         name: running.disk.name().to_string(),
         totals: running.disk.totals().into(),
@@ -241,7 +290,7 @@ async fn give(inventory: &Rc<Inventory>, channel: Channel, still: &mut Still) ->
     let groups = groups
         .iter()
         .map(|group| StandingGroup { name: group.name().to_owned(), filled: group.filled().map(Into::into) });
-    let state = State { began_ns, clients, disks: disks.collect(), groups: groups.collect() };
+    let state = State { began_ns, clients, machines, disks: disks.collect(), groups: groups.collect() };
     let channel = channel.say(state, bytes, descriptors).await?;
     let (channel, word, _) = channel.hear(TO_BE_READY).await?;
     match word {
@@ -270,6 +319,8 @@ async fn each<T: 'static, F: Future<Output = T> + 'static>(
 /// What has stopped and is to go on if the other does not.
 struct Still {
     servers: Vec<Rc<Serving>>,
+    /// By their exports.
+    machines: Vec<(String, Arc<vhost_user_blk::Server>)>,
     laid_down: Vec<Arc<Disk>>,
 }
 
@@ -283,6 +334,9 @@ impl Still {
         }
         for serving in self.servers {
             serving.server.go_on();
+        }
+        for (_, server) in self.machines {
+            server.go_on();
         }
     }
 }

@@ -24,7 +24,10 @@ use block::{
     reactor::Worker,
     storage::{Passed, PassedFile},
 };
-use export::nbd::{Rested, Server};
+use export::{
+    nbd::{Rested, Server},
+    vhost_user_blk,
+};
 use serde_json::{Value, json};
 use settings::{Address, Endpoint};
 
@@ -35,8 +38,11 @@ use super::{
     told::{Offer, State, Word},
 };
 use crate::{
-    control::inventory::{Door, Inventory, RunningExport},
-    listen::Listener,
+    control::{
+        doors::Entrance,
+        inventory::{Door, Inventory, RunningExport},
+    },
+    listen::{Inherited, Listener},
 };
 
 /// How long the other may take to answer.
@@ -53,6 +59,8 @@ pub(crate) struct Newcomer {
     /// Of each server, in the order of the offer.
     sockets: Vec<VecDeque<OwnedFd>>,
     control: VecDeque<OwnedFd>,
+    /// Of each machine that connects, in the order of the offer.
+    machines: VecDeque<OwnedFd>,
     passed: Passed,
 }
 
@@ -97,7 +105,8 @@ impl Newcomer {
                 }
             }
         }
-        Ok(Self { channel, sockets, control, passed: Passed::new(files), offer })
+        let machines = some(offer.machines.iter().filter(|machine| machine.listening.is_some()).count())?;
+        Ok(Self { channel, sockets, control, machines, passed: Passed::new(files), offer })
     }
 
     /// How many sockets of the service manager the other has.
@@ -136,6 +145,16 @@ impl Newcomer {
             Listener::adopt(socket, endpoint, number, file.as_deref(), &self.passed)
         };
         adopted.map(adopt).collect::<anyhow::Result<_>>().map(Some)
+    }
+
+    /// Has the sockets of virtual machines' doors ready for whoever opens these.
+    pub(crate) fn pass_machines(&mut self, inherited: &mut Inherited) -> anyhow::Result<()> {
+        let listening = self.offer.machines.iter().filter_map(|machine| machine.listening.as_ref());
+        for (number, ((name, file), socket)) in listening.zip(self.machines.drain(..)).enumerate() {
+            let file = file.as_deref();
+            inherited.adopt(name, Listener::adopt(socket, &Endpoint::Inherited, number, file, &self.passed)?);
+        }
+        Ok(())
     }
 
     /// The control socket at this path, if the other has it.
@@ -179,7 +198,7 @@ impl Newcomer {
         let channel = channel.say(Word::Prepared, Vec::new(), Vec::new()).await?;
         let (channel, state, luggage): (_, State, _) =
             channel.hear(TO_STAND_STILL).await.context("the other did not give it (its log says why)")?;
-        let began_ns = state.began_ns;
+        let (began_ns, machines) = (state.began_ns, state.machines.len());
         let clients = match take_up(state, luggage, inventory).await {
             Ok(clients) => clients,
             Err(error) => {
@@ -195,7 +214,7 @@ impl Newcomer {
             other => bail!("the other said {other:?} instead of giving up its place"),
         }
         passed.settle();
-        let count = clients.len();
+        let count = clients.len() + machines;
         for (number, (server, client)) in clients.into_iter().enumerate() {
             server.take_in(client, &workers[number % workers.len()]);
         }
@@ -235,7 +254,29 @@ fn check(offer: &Offer, passed: &Passed, inventory: &Inventory) -> anyhow::Resul
             offered.endpoint
         );
     }
+    for offered in &offer.machines {
+        let (export, entrance) = machine(inventory, &offered.id).with_context(|| {
+            format!("export {}: a virtual machine's runs, and is not in this config", offered.id)
+        })?;
+        let listening = entrance.machine().and_then(|machine| machine.listening.as_ref());
+        ensure!(
+            export.disk.disk.name().as_ref() == offered.disk
+                && export.read_only == offered.read_only
+                && listening.map(|(name, _)| name) == offered.listening.as_ref().map(|(name, _)| name),
+            "export {}: another disk, another socket or another access runs",
+            offered.id
+        );
+    }
     Ok(())
+}
+
+/// An export of a virtual machine, and its door.
+fn machine(inventory: &Inventory, id: &str) -> Option<(Rc<RunningExport>, Rc<Entrance>)> {
+    let export = inventory.exports().into_iter().find(|export| export.id == id)?;
+    let Door::Own(entrance) = &export.door else { return None };
+    entrance.machine()?;
+    let entrance = Rc::clone(entrance);
+    Some((export, entrance))
 }
 
 /// An export by where it is and its name: its server, its number there, itself.
@@ -277,11 +318,16 @@ async fn take_up(
             filled.map_err(|invalid| anyhow!("disk {}: {}", disk.name, invalid.rule))?;
         }
     }
-    ensure!(state.clients.len() == luggage.descriptors.len(), "a client came without its socket");
+    let mut descriptors = luggage.descriptors.into_iter();
+    let mut some = |count: usize| {
+        let some: Vec<_> = descriptors.by_ref().take(count).collect();
+        if some.len() == count { Ok(some) } else { Err(anyhow!("fewer descriptors came than were told of")) }
+    };
+    let sockets = some(state.clients.len())?;
     let mut places: HashMap<(String, String), (Arc<Server>, usize)> = HashMap::new();
     let mut bytes = luggage.bytes.as_slice();
     let mut clients = Vec::new();
-    for (client, socket) in state.clients.iter().zip(luggage.descriptors) {
+    for (client, socket) in state.clients.iter().zip(sockets) {
         let place = (client.endpoint.clone(), client.export.clone());
         let (server, number) = match places.get(&place) {
             Some(known) => known.clone(),
@@ -298,6 +344,22 @@ async fn take_up(
         let (socket, session) = (socket.into(), client.session(number)?);
         clients
             .push((server, Rested { socket, tls: false, session, bytes: own.to_vec(), skip: client.skip }));
+    }
+    for standing in state.machines {
+        let id = &standing.id;
+        let (_, entrance) = machine(inventory, id).context("a front end of an export that is not here")?;
+        let machine = entrance.machine().context("it is no virtual machine's")?;
+        let socket = some(1)?.remove(0).into();
+        let mut said = Vec::new();
+        for message in standing.said {
+            let payload =
+                bytes.split_at_checked(message.bytes).context("a message came without its bytes")?;
+            bytes = payload.1;
+            let descriptors = some(message.descriptors)?;
+            said.push(vhost_user_blk::Said { code: message.code, payload: payload.0.to_vec(), descriptors });
+        }
+        let taken = machine.server.take_over(vhost_user_blk::Rested { socket, said });
+        taken.with_context(|| format!("export {id}: its machine cannot be taken over"))?;
     }
     Ok(clients)
 }

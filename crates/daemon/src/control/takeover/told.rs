@@ -23,7 +23,7 @@ use policy::throttle::{Contents, Filled, Limits, Setting};
 use serde::{Deserialize, Serialize};
 
 /// Of these messages. Another one has other members, or means something else by them.
-pub(crate) const FORMAT: u64 = 1;
+pub(crate) const FORMAT: u64 = 2;
 
 /// A step that takes no more words.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,7 +40,7 @@ pub(super) enum Word {
 }
 
 /// What there is to be had. Descriptors, in this order: of each server's sockets, of the control
-/// sockets, and two for each file of each disk.
+/// sockets, two for each file of each disk, and of each machine's socket.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct Offer {
@@ -51,6 +51,7 @@ pub(super) struct Offer {
     pub(super) control: Vec<PathBuf>,
     pub(super) disks: Vec<OfferedDisk>,
     pub(super) exports: Vec<OfferedExport>,
+    pub(super) machines: Vec<OfferedMachine>,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,14 +81,28 @@ pub(super) struct OfferedExport {
     pub(super) bitmaps: Vec<String>,
 }
 
-/// How everything stands. Descriptors: of each client's socket. Bytes: what each has sent and
-/// nobody has begun, one behind the other.
+/// The door of a virtual machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct OfferedMachine {
+    /// Of its export.
+    pub(super) id: String,
+    pub(super) disk: String,
+    pub(super) read_only: bool,
+    /// Where it listens, with the file that goes with it; nowhere where it calls the machine.
+    pub(super) listening: Option<(String, Option<PathBuf>)>,
+}
+
+/// How everything stands. Descriptors: of each client's socket, then of each machine's front end
+/// its socket and those of its messages. Bytes: what each client has sent and nobody has begun, and
+/// then the payload of each message, one behind the other.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct State {
     /// When the old one began to stand still, on the clock that both have (CLOCK_MONOTONIC).
     pub(super) began_ns: u64,
     pub(super) clients: Vec<Client>,
+    pub(super) machines: Vec<StandingMachine>,
     pub(super) disks: Vec<StandingDisk>,
     pub(super) groups: Vec<StandingGroup>,
 }
@@ -160,6 +175,26 @@ impl Client {
             maximum_payload: self.maximum_payload,
         })
     }
+}
+
+/// The front end that is connected there.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct StandingMachine {
+    /// Of its export.
+    pub(super) id: String,
+    /// What it would say to be where it is.
+    pub(super) said: Vec<Message>,
+}
+
+/// Of vhost-user.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct Message {
+    pub(super) code: u32,
+    /// Of its payload.
+    pub(super) bytes: usize,
+    pub(super) descriptors: usize,
 }
 
 #[derive(Debug, Serialize, Deserialize)]

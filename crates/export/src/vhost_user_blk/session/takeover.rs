@@ -1,0 +1,182 @@
+//! A session that comes to rest, and that another process goes on with: told as the messages that
+//! bring a front end that has said nothing yet to where this one is.
+//!
+//! ```text
+//!   rest ─► no ring runs ─► told ─► … another process … ─► heard ─► rings start
+//!                     └─► wake ─► rings start
+//! ```
+//!
+//! So what comes from another process is judged as what comes from a front end, by the same lines.
+
+use std::{
+    collections::VecDeque,
+    io,
+    os::fd::{AsFd as _, OwnedFd},
+};
+
+use block::guest::DirtyLog;
+
+use super::{CONFIG_MIGRATION, Output, Refusal, Session};
+use crate::vhost_user_blk::{
+    config_space,
+    features::Offer,
+    inflight::Area,
+    message::{self, RegionInfo, Request, code},
+    vring::{Kick, State, Vring},
+};
+
+/// A message of a front end, without its header.
+#[derive(Debug)]
+pub struct Said {
+    /// Which.
+    pub code: u32,
+    /// All bytes behind the header.
+    pub payload: Vec<u8>,
+    /// What came beside them.
+    pub descriptors: Vec<OwnedFd>,
+}
+
+impl Said {
+    fn new(code: u32, payload: Vec<u8>) -> Self {
+        Self { code, payload, descriptors: Vec::new() }
+    }
+
+    fn with(self, descriptor: OwnedFd) -> Self {
+        Self { descriptors: vec![descriptor], ..self }
+    }
+}
+
+impl Session {
+    /// Stops all rings, until [`Session::wake`]. Messages may come meanwhile.
+    pub fn rest(&mut self, out: &mut VecDeque<Output>) {
+        self.resting = true;
+        self.settle_all(out);
+    }
+
+    /// Whether it was told to rest.
+    pub fn is_resting(&self) -> bool {
+        self.resting
+    }
+
+    /// Whether it rests, and no ring runs and no reply is due any more.
+    pub fn is_at_rest(&self) -> bool {
+        self.resting && !self.is_waiting() && self.running().next().is_none()
+    }
+
+    /// Lets the rings run again that are wanted.
+    pub fn wake(&mut self, out: &mut VecDeque<Output>) {
+        self.resting = false;
+        self.settle_all(out);
+    }
+
+    /// What a front end would say to be where this one is.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    ///
+    /// # Panics
+    /// If it is not at rest.
+    pub fn told(&self) -> io::Result<Vec<Said>> {
+        assert!(self.is_at_rest(), "a ring runs");
+        let mut said = vec![
+            Said::new(code::SET_PROTOCOL_FEATURES, message::number(self.protocol_features)),
+            Said::new(code::SET_FEATURES, message::number(self.features)),
+        ];
+        if let Some(channel) = &self.back_end {
+            let channel = channel.as_fd().try_clone_to_owned()?;
+            said.push(Said::new(code::SET_BACKEND_REQ_FD, Vec::new()).with(channel));
+        }
+        for region in self.memory.regions() {
+            // One of ours is no front end's.
+            let Some((file, file_offset)) = region.file() else { continue };
+            let info = RegionInfo {
+                guest_address: region.guest_address(),
+                bytes: region.bytes(),
+                user_address: region.user_address(),
+                file_offset,
+            };
+            let region = Said::new(code::ADD_MEM_REG, message::region_of(&info));
+            said.push(region.with(file.try_clone_to_owned()?));
+        }
+        if let Some((file, offset, bytes)) = self.log.as_ref().and_then(DirtyLog::file) {
+            let log = Said::new(code::SET_LOG_BASE, message::numbers(&[bytes, offset]));
+            said.push(log.with(file.try_clone_to_owned()?));
+        }
+        if let Some((info, file)) = self.inflight.as_ref().and_then(Area::told) {
+            let area = Said::new(code::SET_INFLIGHT_FD, message::area_of(&info));
+            said.push(area.with(file.try_clone_to_owned()?));
+        }
+        let (offset, choice) = config_space::writeback(self.writeback);
+        said.push(Said::new(code::SET_CONFIG, message::config_of(offset, CONFIG_MIGRATION, &choice)));
+        if self.told_size.is_some() {
+            said.push(Said::new(code::GET_CONFIG, message::config_of(0, 0, &[0; size_of::<u64>()])));
+        }
+        if self.status != 0 {
+            said.push(Said::new(code::SET_STATUS, message::number(self.status.into())));
+        }
+        for (vring, ring) in self.rings.iter().zip(0..) {
+            vring.tell(ring, &mut said)?;
+        }
+        Ok(said)
+    }
+
+    /// A session that has heard all this, and what is to be done when it goes on.
+    ///
+    /// # Errors
+    /// What a front end could not have said here: another offer, or nonsense.
+    pub fn heard(offer: Offer, said: Vec<Said>) -> Result<(Self, VecDeque<Output>), Refusal> {
+        let (mut session, mut outputs) = (Self::new(offer), VecDeque::new());
+        for Said { code, payload, descriptors } in said {
+            let mut out = VecDeque::new();
+            session.receive(code, false, Request::parse(code, &payload, descriptors), &mut out);
+            for output in out {
+                match output {
+                    Output::Refused { why, .. } | Output::Close { why, .. } => return Err(why),
+                    // It has its replies.
+                    Output::Reply(_) => {}
+                    effect @ (Output::Act(_) | Output::ConfigChanged) => outputs.push_back(effect),
+                }
+            }
+            // Nothing that is told stops a ring.
+            if let Some(ring) = session.running().next().filter(|_| session.is_waiting()) {
+                return Err(Refusal::Running(ring));
+            }
+        }
+        Ok((session, outputs))
+    }
+}
+
+impl Vring {
+    /// What a front end says of it; last what lets it run.
+    fn tell(&self, ring: u32, said: &mut Vec<Said>) -> io::Result<()> {
+        debug_assert_eq!(self.state, State::Stopped);
+        let mut number = |code, value: u32| said.push(Said::new(code, message::state(ring, value)));
+        if let Some(size) = self.size {
+            number(code::SET_VRING_NUM, size.into());
+        }
+        number(code::SET_VRING_BASE, self.base);
+        if let Some(enabled) = self.enabled {
+            number(code::SET_VRING_ENABLE, enabled.into());
+        }
+        if let Some(addresses) = &self.addresses {
+            said.push(Said::new(code::SET_VRING_ADDR, message::addresses_of(ring, addresses)));
+        }
+        for (code, event) in [(code::SET_VRING_CALL, &self.call), (code::SET_VRING_ERR, &self.error)] {
+            if let Some(event) = event {
+                let event = event.as_fd().try_clone_to_owned()?;
+                said.push(Said::new(code, message::event(ring, true)).with(event));
+            }
+        }
+        // One that is broken waits for the front end to say this anew.
+        match &self.kick {
+            _ if self.broken => {}
+            Kick::Unset => {}
+            Kick::Polled => said.push(Said::new(code::SET_VRING_KICK, message::event(ring, false))),
+            Kick::Event(kick) => {
+                let kick = kick.as_fd().try_clone_to_owned()?;
+                said.push(Said::new(code::SET_VRING_KICK, message::event(ring, true)).with(kick));
+            }
+        }
+        Ok(())
+    }
+}
