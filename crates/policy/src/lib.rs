@@ -3,6 +3,7 @@
 //! The way through it:
 //! - [`throttle`]: limits, groups, shares and promises; who may pass now, and when the next one
 //!   may.
+//! - [`cluster`]: one group's limits divided over many hosts.
 //! - [`watermark`]: whether limits bind at all, by how much of the device is in use.
 //! - [`steering`]: the same limits as rates for the host's control groups.
 //! - [`merge`]: which waiting requests become one.
@@ -23,6 +24,7 @@
 extern crate alloc;
 
 pub mod access;
+pub mod cluster;
 pub mod device;
 pub mod merge;
 pub mod polling;

@@ -49,6 +49,7 @@ use core::ops::Range;
 
 mod brought;
 mod filled;
+mod part;
 mod spare;
 
 pub use filled::{Contents, Filled};

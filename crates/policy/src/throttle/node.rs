@@ -187,6 +187,22 @@ impl<T> Node<T> {
         self.limited = Some(limited);
     }
 
+    /// Puts another part of a limit in force that is divided over hosts: see `bucket/part.rs`.
+    /// While limits are not enforced as they are set, nothing is given up.
+    pub(super) fn divide(&mut self, limits: Limits, credit: [u64; 6], now: Instant) -> [u64; 6] {
+        if self.enforcement != Enforcement::Enforced || limits.is_unlimited() {
+            self.set_limits(limits, now);
+            return [0; 6];
+        }
+        let before = self.limited.take().or_else(|| self.past.take());
+        let mut limited = before.unwrap_or_else(|| Box::new(Limited::new(now)));
+        limited.buckets.leak_to(now);
+        let given = limited.buckets.divide(&limits, credit);
+        limited.limits = limits;
+        self.limited = Some(limited);
+        given
+    }
+
     /// Enforces the limits so from now on.
     pub(super) fn enforce(&mut self, enforcement: Enforcement, now: Instant) {
         let before = core::mem::replace(&mut self.enforcement, enforcement);

@@ -23,7 +23,7 @@ use super::booking::{MAX_LEVELS, Overbooked, Refused, Supply, demand};
 use super::cost::Cost;
 use super::enforcement::Enforcement;
 use super::heap::Heap;
-use super::limits::{LimitKind, Limits};
+use super::limits::{Invalid, LimitKind, Limits};
 use super::node::{Node, NodeId, Ticket, Waiter};
 use super::schedule::{Lane, Schedule};
 use super::share::Share;
@@ -276,6 +276,33 @@ impl<T> Tree<T> {
             self.apply_limits(slot, limits);
         }
         Ok(())
+    }
+
+    /// Puts a part of limits in force that are divided over hosts ([`cluster`](crate::cluster)):
+    /// poll afterwards.
+    ///
+    /// Buckets that grow have no more room than before but for `credit`, and what a smaller bucket
+    /// no longer has room for is returned; both in whole units by [`LimitKind::index`]. The first
+    /// part comes full. Promises below are not asked: a part may be too small for them.
+    ///
+    /// # Errors
+    /// [`Invalid`] limits change nothing.
+    pub fn divide(
+        &mut self,
+        node: NodeId,
+        limits: Limits,
+        credit: [u64; 6],
+        now: Instant,
+    ) -> Result<[u64; 6], Invalid> {
+        limits.validate()?;
+        let slot = self.slot(node);
+        self.now = self.now.max(now);
+        let before = self.nodes[slot].limits();
+        let given = self.nodes[slot].divide(limits, credit, self.now);
+        self.follow_limits(slot, &before);
+        self.share_lanes(slot);
+        self.settle_both_up(slot);
+        Ok(given)
     }
 
     /// Says what the device below a node can do, in operations and bytes per second: reservations

@@ -1,0 +1,220 @@
+//! Divides what there is of each limit among hosts. A pure function of integers.
+//!
+//! First each has its floor and what it was promised, as far as it wants that. Then all rise to one
+//! level, by weight, each up to what it wants (max-min fairness); what was promised counts towards
+//! that. What nobody wants is divided by weight, so that who becomes busy finds some.
+//!
+//! Never gives out more than there is. At most a unit a host, and what rounding of the level
+//! leaves, is not given out. The order of the claims does not matter.
+
+use super::ByKind;
+use crate::throttle::LimitKind;
+use alloc::vec::Vec;
+
+/// A wait as long shows that a host wants more than it takes, whatever it says, in nanoseconds.
+const STUCK_NS: u64 = 1_000_000_000;
+/// The level's fraction.
+const FRACTION_BITS: u32 = 32;
+/// Weights above count as this, so that products fit 128 bits. 10,000 disks of the largest weight.
+const MAX_WEIGHT: u64 = 100_000_000;
+
+/// What one host asks for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Claim {
+    /// What it gets in any case, in units per second.
+    pub floor: ByKind,
+    /// Of its disks together; at least 1.
+    pub weight: u64,
+    /// Promised to its disks: operations and bytes per second.
+    pub reserved: [u64; 2],
+    /// What it would use, in units per second.
+    pub demand: ByKind,
+    /// How long the request has waited that waits longest, in nanoseconds.
+    pub waiting_ns: u64,
+}
+
+/// What each host gets of what is `available` of each limit, in units per second, its floor
+/// included, in their order. The floors must fit, else each gets as much less.
+pub fn divide(available: ByKind, claims: &[Claim]) -> Vec<ByKind> {
+    let mut parts: Vec<ByKind> = claims.iter().map(|_| [0; 6]).collect();
+    for kind in LimitKind::ALL {
+        let at = kind.index();
+        let divided = divide_one(available[at], claims.iter().map(|claim| Want::new(claim, kind)).collect());
+        parts.iter_mut().zip(divided).for_each(|(part, units)| part[at] = units);
+    }
+    parts
+}
+
+struct Want {
+    weight: u128,
+    floor: u128,
+    least: u128,
+    most: u128,
+}
+
+impl Want {
+    fn new(claim: &Claim, kind: LimitKind) -> Self {
+        let at = kind.index();
+        let demand = if claim.waiting_ns >= STUCK_NS { u64::MAX } else { claim.demand[at] };
+        let reserved = claim.reserved[usize::from(kind.counts_bytes())];
+        let floor = claim.floor[at];
+        let least = floor.max(reserved.min(demand));
+        Self {
+            weight: claim.weight.clamp(1, MAX_WEIGHT).into(),
+            floor: floor.into(),
+            least: least.into(),
+            most: demand.max(least).into(),
+        }
+    }
+
+    fn at_level(&self, level: u128) -> u128 {
+        ((level * self.weight) >> FRACTION_BITS).clamp(self.least, self.most)
+    }
+}
+
+fn divide_one(available: u64, mut wants: Vec<Want>) -> Vec<u64> {
+    let available = u128::from(available);
+    // Broken promises are broken for all alike; floors last.
+    shrink(available, &mut wants, |want| (&mut want.floor, 0));
+    shrink(available, &mut wants, |want| {
+        let floor = want.floor;
+        (&mut want.least, floor)
+    });
+    for want in &mut wants {
+        want.most = want.most.min(available).max(want.least);
+    }
+    let sum = |level: u128| wants.iter().map(|want| want.at_level(level)).sum::<u128>();
+    // The highest level that fits.
+    let (mut fits, mut above) = (0, (available << FRACTION_BITS) + 1);
+    while fits + 1 < above {
+        let middle = fits + (above - fits) / 2;
+        if sum(middle) <= available { fits = middle } else { above = middle }
+    }
+    let rest = available.saturating_sub(sum(fits));
+    // Where somebody still wants more, the rest is what rounding has left.
+    let rest = if wants.iter().any(|want| want.at_level(fits) < want.most) { 0 } else { rest };
+    let weights: u128 = wants.iter().map(|want| want.weight).sum();
+    wants.iter().map(|want| (want.at_level(fits) + rest * want.weight / weights) as u64).collect()
+}
+
+/// Lowers a number of each, down to another, by the same part, until they fit.
+fn shrink(available: u128, wants: &mut [Want], mut of: impl FnMut(&mut Want) -> (&mut u128, u128)) {
+    let (mut kept, mut more) = (0, 0);
+    for want in wants.iter_mut() {
+        let (number, floor) = of(want);
+        kept += floor;
+        more += number.saturating_sub(floor);
+    }
+    let left = available.saturating_sub(kept);
+    if more <= left {
+        return;
+    }
+    for want in wants {
+        let (number, floor) = of(want);
+        *number = floor + number.saturating_sub(floor) * left / more;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const IOPS: usize = LimitKind::IopsTotal.index();
+
+    fn claim(weight: u64, floor: u64, reserved: u64, demand: u64) -> Claim {
+        let only = |units| core::array::from_fn(|at| if at == IOPS { units } else { 0 });
+        Claim { floor: only(floor), weight, reserved: [reserved, 0], demand: only(demand), waiting_ns: 0 }
+    }
+
+    fn parts(available: u64, claims: &[Claim]) -> Vec<u64> {
+        let all = core::array::from_fn(|at| if at == IOPS { available } else { 0 });
+        divide(all, claims).into_iter().map(|part| part[IOPS]).collect()
+    }
+
+    const ALL: u64 = u64::MAX;
+
+    #[test]
+    fn promises_first_then_by_weight_and_demand_and_the_rest_to_all() {
+        assert_eq!(parts(600, &[claim(100, 0, 0, ALL), claim(200, 0, 0, ALL)]), [200, 400]);
+        assert_eq!(parts(600, &[claim(100, 0, 0, 50), claim(1, 0, 0, ALL), claim(1, 0, 0, ALL)]), [50, 275, 275]);
+        assert_eq!(parts(600, &[claim(1, 0, 400, ALL), claim(1, 0, 0, ALL), claim(1, 0, 0, ALL)]), [400, 100, 100]);
+        assert_eq!(parts(600, &[claim(1, 0, 400, 0), claim(1, 0, 0, ALL)]), [0, 600], "not wanted");
+        assert_eq!(parts(600, &[claim(1, 0, 0, 100), claim(1, 0, 0, 200)]), [250, 350]);
+        assert_eq!(parts(600, &[]), [0; 0]);
+    }
+
+    #[test]
+    fn promises_that_do_not_fit_shrink_alike_and_floors_stay() {
+        assert_eq!(parts(100, &[claim(1, 10, 200, ALL), claim(1, 10, 0, ALL)]), [90, 10]);
+        assert_eq!(parts(100, &[claim(1, 0, 300, ALL), claim(1, 0, 100, ALL)]), [75, 25]);
+        assert_eq!(parts(10, &[claim(1, 30, 0, 0), claim(1, 10, 0, 0)]), [7, 2]);
+    }
+
+    #[test]
+    fn who_is_stuck_wants_more_than_it_takes() {
+        let stuck = Claim { waiting_ns: STUCK_NS, ..claim(1, 0, 0, 1) };
+        assert_eq!(parts(100, &[stuck, claim(1, 0, 0, ALL)]), [50, 50]);
+    }
+
+    fn claims() -> impl Strategy<Value = Vec<Claim>> {
+        let demand = prop_oneof![Just(ALL), 0..2_000u64, 0..1_000_000_000_000_000u64];
+        let one = (1..20_000u64, 0..20u64, 0..500u64, demand);
+        prop::collection::vec(one.prop_map(|(weight, floor, reserved, demand)| claim(weight, floor, reserved, demand)), 1..30)
+    }
+
+    proptest! {
+        #[test]
+        fn never_more_than_there_is_and_nearly_all(available in prop_oneof![1000..100_000u64, 1..=1_000_000_000_000_000u64], claims in claims()) {
+            let sum: u64 = parts(available, &claims).iter().sum();
+            prop_assert!(sum <= available);
+            // A unit for each, and the level's last step, which is all weights' 2⁻³² at most.
+            prop_assert!(sum + claims.len() as u64 + 1 >= available, "{} of {}", sum, available);
+        }
+
+        #[test]
+        fn nobody_starves_and_a_lie_gains_no_more_than_the_fair_share(available in 20_000..1_000_000u64, claims in claims()) {
+            let weights: u64 = claims.iter().map(|claim| claim.weight).sum();
+            let promised: u64 = claims.iter().map(|claim| claim.reserved[0].max(claim.floor[IOPS])).sum();
+            for (claim, part) in claims.iter().zip(parts(available, &claims)) {
+                let (fair, demand) = (available.saturating_sub(promised) * claim.weight / weights, claim.demand[IOPS]);
+                prop_assert!(part + 2 >= demand.min(fair).max(claim.reserved[0].min(demand)).max(claim.floor[IOPS]));
+            }
+            // All others are greedy: asking for everything gives the share by weight, or the promise.
+            let mut busy = claims.clone();
+            busy.iter_mut().for_each(|claim| claim.demand[IOPS] = ALL);
+            let liar = busy[0];
+            let fair = available * liar.weight / weights;
+            prop_assert!(parts(available, &busy)[0] <= fair.max(liar.reserved[0]).max(liar.floor[IOPS]) + 1);
+        }
+
+        #[test]
+        fn wanting_more_never_gives_less_and_takes_from_others_only(available in 1_000..1_000_000u64, claims in claims(), more in 0..1_000_000u64) {
+            let before = parts(available, &claims);
+            let mut wants_more = claims.clone();
+            wants_more[0].demand[IOPS] = wants_more[0].demand[IOPS].saturating_add(more);
+            let after = parts(available, &wants_more);
+            prop_assert!(after[0] + 2 >= before[0], "{} became {}", before[0], after[0]);
+            for (before, after) in before.iter().zip(&after).skip(1) {
+                prop_assert!(*after <= before + 2);
+            }
+        }
+
+        #[test]
+        fn more_to_divide_gives_nobody_less(available in 1_000..1_000_000u64, claims in claims(), more in 0..1_000_000u64) {
+            for (before, after) in parts(available, &claims).into_iter().zip(parts(available + more, &claims)) {
+                prop_assert!(after + 2 >= before);
+            }
+        }
+
+        #[test]
+        fn the_order_does_not_matter(available in 1..1_000_000u64, claims in claims(), turn in 0..30usize) {
+            let mut turned = claims.clone();
+            let turn = turn % claims.len();
+            turned.rotate_left(turn);
+            let mut parts_of_claims = parts(available, &claims);
+            parts_of_claims.rotate_left(turn);
+            prop_assert_eq!(parts_of_claims, parts(available, &turned));
+        }
+    }
+}

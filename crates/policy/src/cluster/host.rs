@@ -1,0 +1,194 @@
+//! A host's side: which part of the group's limits is in force here, and until when.
+//!
+//! Never grants itself anything but its safe share. Never lets a lease outlive the report that it
+//! answers by more than [`Timing::lease`].
+
+use super::{ByKind, Grant, Report, Spec, Term, Timing, Usage, zip};
+use crate::throttle::{LimitKind, Limits};
+use crate::time::Instant;
+use alloc::collections::VecDeque;
+
+/// Reports whose time of sending is remembered: a lease is over before so many are sent.
+const REMEMBERED: usize = 64;
+/// Leaders before that are remembered.
+const PAST: usize = 8;
+/// A demand that differs by less than this part of the limit, and of itself, is not worth a
+/// report.
+const NOTICED: u64 = 32;
+
+/// A host that takes part in a group.
+///
+/// # Protocol
+///
+/// 1. A group's node is added without limits and at once given [`Host::limits`] by
+///    [`Tree::divide`](crate::throttle::Tree::divide), without credit: so it begins with full
+///    buckets. The spec is the store's, or the last one known.
+/// 2. **Before anything is asked of the tree** at an instant not before [`Host::next`],
+///    [`Host::run_out`] is called: also after a pause. That is one comparison for a request.
+/// 3. [`Host::on_leader`] with the leader's key, then [`Host::on_grant`], whenever they were read.
+/// 4. [`Host::tick`] each [`Timing::tick`] and after a grant; what it returns is written to the
+///    store. Whether that succeeds does not matter here.
+///
+/// `divide` is [`Tree::divide`](crate::throttle::Tree::divide) for the group: limits, credit, the
+/// instant from which they hold, and what is given up. Instants are of a clock that goes on while
+/// the process or the machine sleeps.
+#[derive(Debug)]
+pub struct Host {
+    instance: u64,
+    spec: Spec,
+    timing: Timing,
+    follows: Option<Term>,
+    /// The first report that names that leader.
+    follows_from: u64,
+    number: u64,
+    sent: VecDeque<(u64, Instant)>,
+    seq: u64,
+    /// The latest report that a grant in force answered.
+    answered: u64,
+    leased: ByKind,
+    until: Instant,
+    given: ByKind,
+    credit: ByKind,
+    /// What was agreed with leaders before, who may come back where the store answers late.
+    past: VecDeque<(Term, u64, ByKind, ByKind)>,
+    told: Option<Usage>,
+    is_urgent: bool,
+}
+
+impl Host {
+    /// A host at its safe share. `instance` is larger than that of any earlier run of this host.
+    pub const fn new(instance: u64, spec: Spec, timing: Timing) -> Self {
+        Self {
+            instance,
+            spec,
+            timing,
+            follows: None,
+            follows_from: 1,
+            number: 0,
+            sent: VecDeque::new(),
+            seq: 0,
+            answered: 0,
+            leased: [0; 6],
+            until: Instant::ZERO,
+            given: [0; 6],
+            credit: [0; 6],
+            past: VecDeque::new(),
+            told: None,
+            is_urgent: true,
+        }
+    }
+
+    /// What is in force.
+    pub fn limits(&self) -> Limits {
+        self.spec.part(zip(self.spec.safe(), self.leased, u64::saturating_add))
+    }
+
+    /// Whether it has a lease; otherwise its safe share alone is in force.
+    pub fn is_leased(&self) -> bool {
+        self.leased != [0; 6]
+    }
+
+    /// When the lease ends; never, without one.
+    pub fn next(&self) -> Instant {
+        if self.is_leased() { self.until } else { Instant::MAX }
+    }
+
+    /// Falls to the safe share if the lease has ended, as of that instant.
+    pub fn run_out(&mut self, now: Instant, divide: impl FnOnce(Limits, ByKind, Instant) -> ByKind) {
+        if now >= self.next() {
+            self.leased = [0; 6];
+            self.is_urgent = true;
+            // The leader cannot tell this room from what it has given to others since.
+            let _lost = divide(self.limits(), [0; 6], self.until);
+        }
+    }
+
+    /// Whom the leader's key names. Grants of others count no more; what is in force stays.
+    pub fn on_leader(&mut self, leader: Term) {
+        if self.follows == Some(leader) {
+            return;
+        }
+        if let Some(before) = self.follows.replace(leader) {
+            self.past.push_back((before, self.seq, self.given, self.credit));
+            if self.past.len() > PAST {
+                self.past.pop_front();
+            }
+        }
+        self.follows_from = self.number + 1;
+        let known = self.past.iter().rev().find(|(term, ..)| *term == leader);
+        (self.seq, self.given, self.credit) =
+            known.map_or((0, [0; 6], [0; 6]), |(_, seq, given, credit)| (*seq, *given, *credit));
+        self.is_urgent = true;
+    }
+
+    /// Puts a grant in force, if it is for this run, by the leader that it follows, not older than
+    /// the one in force, and its lease has not ended. Others change nothing.
+    pub fn on_grant(
+        &mut self,
+        grant: &Grant,
+        now: Instant,
+        divide: impl FnOnce(Limits, ByKind, Instant) -> ByKind,
+    ) {
+        let is_mine = grant.instance == self.instance && self.follows == Some(grant.term);
+        let is_old = grant.answers < self.follows_from.max(self.answered) || grant.seq < self.seq.max(1);
+        let sent = self.sent.iter().find(|(number, _)| *number == grant.answers);
+        let Some((_, sent_at)) = sent.filter(|_| is_mine && !is_old) else { return };
+        let until = *sent_at + self.timing.lease;
+        if until <= now || now >= self.next() {
+            return;
+        }
+        self.answered = grant.answers;
+        self.until = until;
+        let before = self.limits();
+        let is_new = grant.seq > self.seq;
+        (self.seq, self.spec, self.leased) = (grant.seq, grant.spec, grant.leased);
+        let credit = zip(grant.credit, self.credit, u64::saturating_sub);
+        self.credit = zip(self.credit, grant.credit, u64::max);
+        if is_new || before != self.limits() {
+            let given = divide(self.limits(), credit, now);
+            self.given = zip(self.given, given, u64::saturating_add);
+            self.is_urgent = true;
+        }
+    }
+
+    /// What to tell the leader now, if there is anything: another demand, another grant in force,
+    /// or that the lease should go on.
+    pub fn tick(&mut self, wants: Usage, now: Instant) -> Option<Report> {
+        let since = self.sent.back().map_or(Instant::ZERO, |(_, at)| *at);
+        let (age, tick) = (now - since, self.timing.tick);
+        // Twice in a lease, and more often once an answer is missing.
+        let is_late = age >= self.timing.lease / 2
+            || (age >= tick * 2 && (!self.is_leased() || self.until - now < self.timing.lease / 3));
+        if !self.is_urgent && !is_late && !self.told.is_some_and(|told| self.differs(&told, &wants)) {
+            return None;
+        }
+        self.is_urgent = false;
+        self.told = Some(wants);
+        self.number += 1;
+        self.sent.push_back((self.number, now));
+        if self.sent.len() > REMEMBERED {
+            self.sent.pop_front();
+        }
+        Some(Report {
+            instance: self.instance,
+            number: self.number,
+            follows: self.follows,
+            seq: self.seq,
+            leased: if now < self.next() { self.leased } else { [0; 6] },
+            version: self.spec.version(),
+            safe: self.spec.safe(),
+            given: self.given,
+            wants,
+        })
+    }
+
+    fn differs(&self, told: &Usage, wants: &Usage) -> bool {
+        let noticed = |kind: LimitKind| {
+            let (at, whole) = (kind.index(), self.spec.limits().limit(kind).rate);
+            let (told, wants) = (told.demand[at].min(whole), wants.demand[at].min(whole));
+            told.abs_diff(wants) > (whole / (NOTICED * 2)).max(told / NOTICED)
+        };
+        (told.weight, told.reserved) != (wants.weight, wants.reserved)
+            || LimitKind::ALL.into_iter().any(noticed)
+    }
+}
