@@ -12,8 +12,8 @@ use crate::time::Instant;
 
 /// Held back for more than this part of the time is held back.
 const HELD_BACK: u64 = 16;
-/// What others want beyond what passed, of it.
-const HEADROOM: u64 = 16;
+/// What others want beyond what passed, of it; a request more in each tick at least.
+const HEADROOM: u64 = 64;
 
 /// What a host wants, as it stands in its reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,7 +55,9 @@ impl Demand {
                     if kind.counts_bytes() { counters.bytes } else { counters.requests }
                 };
                 match kind {
-                    LimitKind::BpsTotal | LimitKind::IopsTotal => of(stats.reads).saturating_add(of(stats.writes)),
+                    LimitKind::BpsTotal | LimitKind::IopsTotal => {
+                        of(stats.reads).saturating_add(of(stats.writes))
+                    }
                     LimitKind::BpsRead | LimitKind::IopsRead => of(stats.reads),
                     LimitKind::BpsWrite | LimitKind::IopsWrite => of(stats.writes),
                 }
@@ -66,8 +68,17 @@ impl Demand {
             if held_back == Some(kind) {
                 return u64::MAX;
             }
-            let rate = u128::from(passed(kind)) * 1_000_000_000 / u128::from(elapsed_ns);
-            u64::try_from(rate + rate / u128::from(HEADROOM)).unwrap_or(u64::MAX)
+            let (units, bytes) = (passed(kind), passed(LimitKind::BpsTotal));
+            let requests = passed(LimitKind::IopsTotal).max(1);
+            let one = if units == 0 {
+                0
+            } else if kind.counts_bytes() {
+                bytes / requests
+            } else {
+                1
+            };
+            let wanted = u128::from(units) + u128::from(one.max(units / HEADROOM));
+            u64::try_from(wanted * 1_000_000_000 / u128::from(elapsed_ns)).unwrap_or(u64::MAX)
         });
         (self.at, self.last) = (now, stats);
         demand

@@ -63,12 +63,17 @@ impl Want {
             weight: claim.weight.clamp(1, MAX_WEIGHT).into(),
             floor: floor.into(),
             least: least.into(),
-            most: demand.max(least).into(),
+            most: demand.into(),
         }
     }
 
     fn at_level(&self, level: u128) -> u128 {
         ((level * self.weight) >> FRACTION_BITS).clamp(self.least, self.most)
+    }
+
+    /// Rounded up: what others lose by rounding down, nobody gains.
+    fn room_at_level(&self, level: u128) -> u128 {
+        (level * self.weight).div_ceil(1 << FRACTION_BITS).clamp(self.least, self.most)
     }
 }
 
@@ -83,7 +88,7 @@ fn divide_one(available: u64, mut wants: Vec<Want>) -> Vec<u64> {
     for want in &mut wants {
         want.most = want.most.min(available).max(want.least);
     }
-    let sum = |level: u128| wants.iter().map(|want| want.at_level(level)).sum::<u128>();
+    let sum = |level: u128| wants.iter().map(|want| want.room_at_level(level)).sum::<u128>();
     // The highest level that fits.
     let (mut fits, mut above) = (0, (available << FRACTION_BITS) + 1);
     while fits + 1 < above {
@@ -137,8 +142,14 @@ mod tests {
     #[test]
     fn promises_first_then_by_weight_and_demand_and_the_rest_to_all() {
         assert_eq!(parts(600, &[claim(100, 0, 0, ALL), claim(200, 0, 0, ALL)]), [200, 400]);
-        assert_eq!(parts(600, &[claim(100, 0, 0, 50), claim(1, 0, 0, ALL), claim(1, 0, 0, ALL)]), [50, 275, 275]);
-        assert_eq!(parts(600, &[claim(1, 0, 400, ALL), claim(1, 0, 0, ALL), claim(1, 0, 0, ALL)]), [400, 100, 100]);
+        assert_eq!(
+            parts(600, &[claim(100, 0, 0, 50), claim(1, 0, 0, ALL), claim(1, 0, 0, ALL)]),
+            [50, 275, 275]
+        );
+        assert_eq!(
+            parts(600, &[claim(1, 0, 400, ALL), claim(1, 0, 0, ALL), claim(1, 0, 0, ALL)]),
+            [400, 100, 100]
+        );
         assert_eq!(parts(600, &[claim(1, 0, 400, 0), claim(1, 0, 0, ALL)]), [0, 600], "not wanted");
         assert_eq!(parts(600, &[claim(1, 0, 0, 100), claim(1, 0, 0, 200)]), [250, 350]);
         assert_eq!(parts(600, &[]), [0; 0]);
@@ -160,7 +171,10 @@ mod tests {
     fn claims() -> impl Strategy<Value = Vec<Claim>> {
         let demand = prop_oneof![Just(ALL), 0..2_000u64, 0..1_000_000_000_000_000u64];
         let one = (1..20_000u64, 0..20u64, 0..500u64, demand);
-        prop::collection::vec(one.prop_map(|(weight, floor, reserved, demand)| claim(weight, floor, reserved, demand)), 1..30)
+        prop::collection::vec(
+            one.prop_map(|(weight, floor, reserved, demand)| claim(weight, floor, reserved, demand)),
+            1..30,
+        )
     }
 
     proptest! {

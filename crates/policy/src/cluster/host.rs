@@ -5,16 +5,16 @@
 
 use super::{ByKind, Grant, Report, Spec, Term, Timing, Usage, zip};
 use crate::throttle::{LimitKind, Limits};
-use crate::time::Instant;
+use crate::time::{Instant, NANOS_PER_SECOND};
 use alloc::collections::VecDeque;
 
 /// Reports whose time of sending is remembered: a lease is over before so many are sent.
 const REMEMBERED: usize = 64;
 /// Leaders before that are remembered.
 const PAST: usize = 8;
-/// A demand that differs by less than this part of the limit, and of itself, is not worth a
-/// report.
-const NOTICED: u64 = 32;
+/// A demand that differs by less than this part of itself, or a quarter of that of the limit, or two
+/// requests in a tick, is not worth a report.
+const NOTICED: u64 = 64;
 
 /// A host that takes part in a group.
 ///
@@ -81,6 +81,21 @@ impl Host {
     /// What is in force.
     pub fn limits(&self) -> Limits {
         self.spec.part(zip(self.spec.safe(), self.leased, u64::saturating_add))
+    }
+
+    /// What is in force without a lease.
+    pub fn safe(&self) -> Limits {
+        self.spec.part(self.spec.safe())
+    }
+
+    /// The whole group's limits as this host knows them: to be kept for its next start.
+    pub const fn spec(&self) -> Spec {
+        self.spec
+    }
+
+    /// Whether [`Host::tick`] should be called at once, with the demand as it was last.
+    pub const fn is_urgent(&self) -> bool {
+        self.is_urgent
     }
 
     /// Whether it has a lease; otherwise its safe share alone is in force.
@@ -183,10 +198,15 @@ impl Host {
     }
 
     fn differs(&self, told: &Usage, wants: &Usage) -> bool {
+        let [bytes, requests] =
+            [LimitKind::BpsTotal, LimitKind::IopsTotal].map(|kind| told.demand[kind.index()]);
+        let request = bytes / requests.max(1);
+        let noise = 2 * NANOS_PER_SECOND / (self.timing.tick.as_nanos() as u64).max(1);
         let noticed = |kind: LimitKind| {
             let (at, whole) = (kind.index(), self.spec.limits().limit(kind).rate);
             let (told, wants) = (told.demand[at].min(whole), wants.demand[at].min(whole));
-            told.abs_diff(wants) > (whole / (NOTICED * 2)).max(told / NOTICED)
+            let size = if kind.counts_bytes() { request } else { 1 };
+            told.abs_diff(wants) > (whole / (NOTICED * 4)).max(told / NOTICED).max(size.saturating_mul(noise))
         };
         (told.weight, told.reserved) != (wants.weight, wants.reserved)
             || LimitKind::ALL.into_iter().any(noticed)

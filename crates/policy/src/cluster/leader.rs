@@ -21,7 +21,7 @@ use alloc::vec::Vec;
 
 /// A part of a host that is off by less than this part of itself, and half that of the limit, is
 /// left as it is.
-const NOTICED: u64 = 32;
+const NOTICED: u64 = 64;
 
 /// What the leader asks of the program around it.
 #[derive(Clone, Debug, PartialEq, Eq)]

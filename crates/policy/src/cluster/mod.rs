@@ -54,7 +54,7 @@ pub const MAX_HOSTS: u32 = 10_000;
 
 /// What all safe shares together are by default, in millionths of the limit: shares then come
 /// within 5 % of the ideal also where one host alone is busy.
-const SAFE_OF_ALL: u64 = 40_000;
+const SAFE_OF_ALL: u64 = 20_000;
 
 /// The limits of a group over all its hosts, and what each host has of them without a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,7 +91,7 @@ impl core::error::Error for Indivisible {}
 
 impl Spec {
     /// Valid limits for up to `hosts` hosts. `safe_ppm` is the safe share of one host in millionths
-    /// of the limits; by default all of them have 4 % together. `version` is another one for each
+    /// of the limits; by default all of them have 2 % together. `version` is another one for each
     /// other content.
     ///
     /// # Errors

@@ -18,15 +18,18 @@ impl Bucket {
     /// Fills what is more room than there was `before` and than `credit`; returns the room that is
     /// lost; both in billionths of a unit.
     fn confine(&mut self, before: &Self, credit: u128) -> u128 {
-        let room = |rate: u64, size: u128, level: u128| if rate == 0 { 0 } else { size.saturating_sub(level) };
-        let had = room(before.rate, before.size, before.level).saturating_add(credit);
+        // Below 0 where a request made the bucket run over: that is owed still. At most 10¹⁸ × 10⁹.
+        let room = |rate: u64, size: u128, level: u128| {
+            if rate == 0 { 0 } else { size.cast_signed().saturating_sub(level.cast_signed()) }
+        };
+        let had = room(before.rate, before.size, before.level).saturating_add(credit.cast_signed());
         let has = room(self.rate, self.size, self.level);
-        self.level += has.saturating_sub(had);
+        self.level += has.saturating_sub(had).max(0).cast_unsigned();
         // The burst's own rate is a tenth of a second's worth: not handed over.
         let burst_had = room(before.burst_rate, before.burst_size, before.burst_level);
         let burst_has = room(self.burst_rate, self.burst_size, self.burst_level);
-        self.burst_level += burst_has.saturating_sub(burst_had);
-        had.saturating_sub(has)
+        self.burst_level += burst_has.saturating_sub(burst_had).max(0).cast_unsigned();
+        had.saturating_sub(has).max(0).cast_unsigned()
     }
 }
 

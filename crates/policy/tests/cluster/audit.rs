@@ -1,0 +1,131 @@
+//! What has passed on all hosts together, held against the limits of the group: one bucket, poured
+//! into at every admission. It runs over if and only if some window let through more.
+
+use crate::S;
+use policy::throttle::{LimitKind, Limits};
+use std::collections::VecDeque;
+
+/// Clocks of hosts run at most 200 ppm fast, and a pair of levels in floating point is not exact.
+const FAST: f64 = 1.000_25;
+
+#[derive(Default, Clone, Copy)]
+struct Level {
+    passed: f64,
+    ceiling: f64,
+}
+
+pub(crate) struct Audit {
+    /// With the time until which they may still be in force.
+    limits: VecDeque<(Limits, u64)>,
+    levels: [[Level; 2]; 6],
+    at: u64,
+    /// Sizes of buckets that hosts may keep which do not hear of other limits.
+    kept: [[f64; 2]; 6],
+    /// One request of each client may make a bucket run over: operations and bytes.
+    over: [f64; 2],
+    /// How long other limits may take to come to all hosts.
+    pub(crate) slack: u64,
+}
+
+impl Audit {
+    pub(crate) fn new(limits: Limits, operations: u64, bytes: u64, slack: u64) -> Self {
+        let limits = VecDeque::from([(limits, u64::MAX)]);
+        Self {
+            limits,
+            levels: Default::default(),
+            at: 0,
+            kept: [[0.0; 2]; 6],
+            over: [operations as f64, bytes as f64],
+            slack,
+        }
+    }
+
+    /// Other limits. A host that does not hear of them keeps `safe` of those before, burst
+    /// included.
+    pub(crate) fn change(&mut self, limits: Limits, safe: f64, now: u64) {
+        self.leak_to(now);
+        for kind in LimitKind::ALL {
+            let [(_, size), (_, second)] = self.rates_and_sizes(kind);
+            let kept = &mut self.kept[kind.index()];
+            let finite = |size: f64| if size.is_finite() { size * safe } else { 0.0 };
+            *kept = [kept[0].max(finite(size)), kept[1].max(finite(second))];
+        }
+        if let Some((_, until)) = self.limits.back_mut() {
+            *until = now + self.slack;
+        }
+        self.limits.push_back((limits, u64::MAX));
+    }
+
+    /// The highest rate that may be in force.
+    pub(crate) fn rate(&self, kind: LimitKind) -> u64 {
+        self.limits.iter().map(|(limits, _)| limits.limit(kind).rate).max().unwrap_or(0)
+    }
+
+    /// What does not hold under some of the limits is without bound.
+    fn rates_and_sizes(&self, kind: LimitKind) -> [(f64, f64); 2] {
+        let mut most = [(0.0_f64, 0.0_f64); 2];
+        for (limits, _) in &self.limits {
+            let limit = limits.limit(kind);
+            let (rate, burst, length) = (limit.rate as f64, limit.burst_rate as f64, limit.burst_length_s);
+            let size = if burst > 0.0 { burst * length as f64 } else { rate / 10.0 };
+            let second = if length > 1 { burst } else { 0.0 };
+            for (most, (rate, size)) in most.iter_mut().zip([(rate, size), (second, second / 10.0)]) {
+                let (rate, size) = if rate > 0.0 { (rate, size) } else { (f64::INFINITY, f64::INFINITY) };
+                *most = (most.0.max(rate), most.1.max(size));
+            }
+        }
+        most
+    }
+
+    /// A process has ended, and with it what its buckets had run over by.
+    pub(crate) fn forgive(&mut self, operations: u64, bytes: u64) {
+        for kind in LimitKind::ALL {
+            let units = if kind.counts_bytes() { bytes } else { operations } as f64;
+            self.levels[kind.index()]
+                .iter_mut()
+                .for_each(|level| level.passed = (level.passed - units).max(0.0));
+        }
+    }
+
+    fn leak_to(&mut self, now: u64) {
+        while self.at < now {
+            let end = self.limits.front().map_or(now, |(_, until)| (*until).min(now)).max(self.at);
+            let seconds = (end - self.at) as f64 / S as f64;
+            for kind in LimitKind::ALL {
+                for (at, (rate, size)) in self.rates_and_sizes(kind).into_iter().enumerate() {
+                    let over = self.over[usize::from(kind.counts_bytes())] + self.kept[kind.index()][at];
+                    let level = &mut self.levels[kind.index()][at];
+                    let leaks = if rate.is_finite() { rate * FAST * seconds } else { f64::MAX };
+                    level.passed = (level.passed - leaks).max(0.0);
+                    // Under lower limits what has passed before still counts, and no more.
+                    level.ceiling = level.ceiling.min(level.passed).max(size + over);
+                }
+            }
+            self.at = end;
+            while self.limits.front().is_some_and(|(_, until)| *until <= self.at) {
+                self.limits.pop_front();
+            }
+        }
+    }
+
+    /// One read of so many bytes has passed.
+    pub(crate) fn passed(&mut self, bytes: u64, now: u64) {
+        self.leak_to(now);
+        for kind in [LimitKind::IopsTotal, LimitKind::BpsTotal] {
+            let units = if kind.counts_bytes() { bytes as f64 } else { 1.0 };
+            for (at, (rate, size)) in self.rates_and_sizes(kind).into_iter().enumerate() {
+                if rate.is_finite() {
+                    let over = self.over[usize::from(kind.counts_bytes())] + self.kept[kind.index()][at];
+                    let level = &mut self.levels[kind.index()][at];
+                    level.passed += units;
+                    let most = level.ceiling.max(size + over) + 1e-6 * size;
+                    assert!(
+                        level.passed <= most,
+                        "{kind:?}, level {at}: {} of {most} at {now}",
+                        level.passed
+                    );
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! Everything that can go wrong, at random, for half a minute.
+
+use crate::client::{Client, Load};
+use crate::seeds::for_each;
+use crate::world::World;
+use crate::{MS, Random, S};
+use policy::cluster::Spec;
+use policy::throttle::{LimitKind, Limits};
+
+const SECONDS: u64 = 30;
+
+#[test]
+fn never_more_than_the_limit_and_one_burst_and_nobody_starves() {
+    for_each("--test cluster", "faults", 150, one);
+}
+
+fn limits(random: &mut Random, bytes: bool) -> Limits {
+    let mut limits = Limits::default();
+    let iops = random.between(60, 400);
+    for (kind, rate) in [(LimitKind::IopsTotal, iops), (LimitKind::BpsTotal, iops * 4096)] {
+        if kind.counts_bytes() && !bytes {
+            continue;
+        }
+        let limit = limits.limit_mut(kind);
+        limit.rate = rate;
+        if random.one_in(2) {
+            limit.burst_rate = rate * random.between(1, 4);
+            limit.burst_length_s = random.between(1, 4);
+        }
+    }
+    limits
+}
+
+fn load(random: &mut Random) -> Load {
+    match random.below(4) {
+        0 => Load::Idle,
+        1 => Load::Paced(random.between(5, 100) * MS),
+        _ => Load::Greedy(random.between(1, 8)),
+    }
+}
+
+fn one(seed: u64) {
+    let mut random = Random::new(seed ^ 0x5eed);
+    let hosts = random.between(2, 5) as usize;
+    // Where limits change, old safe shares must fit into any others.
+    let changes = random.one_in(3);
+    let most = if changes { 100_000 } else { 900_000 } / hosts as u64;
+    let safe = |random: &mut Random| (!random.one_in(3)).then(|| random.between(1, most) as u32);
+    let (safe_ppm, bytes) = (safe(&mut random), random.one_in(2));
+    let spec = Spec::new(1, limits(&mut random, bytes), hosts as u32, safe_ppm).unwrap();
+    let clients: Vec<Vec<Client>> = (0..hosts)
+        .map(|_| {
+            let client = |random: &mut Random| {
+                let length = [512, 4096, 8192][random.below(3) as usize];
+                Client::new(load(random), length, random.between(1, 300) as u32, random.below(30))
+            };
+            (0..random.between(1, 2)).map(|_| client(&mut random)).collect()
+        })
+        .collect();
+    let leaders = random.between(1, 3) as usize;
+    let late = (!random.one_in(3)).then_some(30);
+    let mut world = World::new(seed, spec, clients, leaders, late);
+    let mut version = 1;
+    // Since when each host has had a greedy client, and nothing has stopped it.
+    let mut since = vec![u64::MAX; hosts];
+    // With the least of all safe shares so far, which a host may know of.
+    let mut slowest = 0;
+    while world.now < SECONDS * S {
+        world.run_until(world.now + random.between(10 * MS, 500 * MS));
+        let place = random.below(world.places() as u64) as usize;
+        match random.below(24) {
+            0 | 1 => world.cut(place, true),
+            2..=5 => (0..world.places()).for_each(|place| world.cut(place, false)),
+            6 | 7 => {
+                let longest = if random.one_in(3) { 8 * S } else { S };
+                world.pause(place, random.between(MS, longest));
+                if place < hosts {
+                    since[place] = u64::MAX;
+                }
+            }
+            8 => {
+                world.restart(place);
+                if place < hosts {
+                    since[place] = u64::MAX;
+                }
+            }
+            9 => world.store.is_down = true,
+            10..=12 => world.store.start(world.now),
+            13 => world.store.mark(),
+            14 => world.store.lose(world.now),
+            15 if changes => {
+                version += 1;
+                let safe_ppm = safe(&mut random);
+                world.set_spec(
+                    Spec::new(version, limits(&mut random, bytes), hosts as u32, safe_ppm).unwrap(),
+                    0.1,
+                );
+            }
+            16..=20 => {
+                let host = random.below(hosts as u64) as usize;
+                let client = random.below(world.machines[host].clients.len() as u64) as usize;
+                world.set_load(host, client, load(&mut random));
+            }
+            _ => {}
+        }
+        world.check();
+        for (host, since) in since.iter_mut().enumerate() {
+            let is_greedy = |client: &Client| matches!(client.load, Load::Greedy(_));
+            if !world.machines[host].clients.iter().any(is_greedy) || world.is_paused(host) {
+                *since = u64::MAX;
+                continue;
+            }
+            *since = world.passed[host].1.max((*since).min(world.now));
+            // The least safe share is one operation or byte a second: a request takes its time.
+            let limits = world.machines[host].host.safe();
+            let iops = limits.limit(LimitKind::IopsTotal).rate;
+            let bps = limits.limit(LimitKind::BpsTotal).rate;
+            let longest = S + 3 * S / iops + (6 * 8192 * S).checked_div(bps).unwrap_or(0);
+            slowest = slowest.max(longest);
+            assert!(
+                world.now - *since <= slowest,
+                "host {host} starves at {} ms: {limits:?}",
+                world.now / MS
+            );
+        }
+    }
+    assert!(world.passed.iter().any(|(passed, _)| *passed > 0));
+}

@@ -1,0 +1,86 @@
+//! Without faults: three ticks after a change of demand, each host has what it should have.
+
+use crate::client::{Client, Load};
+use crate::seeds::for_each;
+use crate::world::World;
+use crate::{MS, Random, S};
+use policy::cluster::Spec;
+use policy::throttle::{LimitKind, Limits};
+
+const RATE: u64 = 2000;
+
+#[test]
+fn shares_are_within_five_percent_three_ticks_after_a_change() {
+    for_each("--test cluster", "shares", 60, one);
+}
+
+/// Max-min fair by weight, promises first: by raising everybody a little until nothing is left.
+fn ideal(hosts: &[(f64, f64, f64)]) -> Vec<f64> {
+    let at = |level: f64| -> Vec<f64> {
+        let part = |&(demand, weight, reserved): &(f64, f64, f64)| {
+            (level * weight).clamp(reserved.min(demand), demand)
+        };
+        hosts.iter().map(part).collect()
+    };
+    let mut level = 0.0;
+    while level < 1e4 && at(level).iter().sum::<f64>() < RATE as f64 {
+        level += 0.01;
+    }
+    at(level)
+}
+
+fn one(seed: u64) {
+    let mut random = Random::new(seed ^ 0xfa1e);
+    let mut limits = Limits::default();
+    limits.limit_mut(LimitKind::IopsTotal).rate = RATE;
+    let hosts = random.between(2, 6) as usize;
+    let spec = Spec::new(1, limits, hosts as u32, None).unwrap();
+    let client = |random: &mut Random| {
+        let reserved = if random.one_in(3) { random.between(50, 300) } else { 0 };
+        vec![Client::new(Load::Greedy(16), 4096, random.between(100, 300) as u32, reserved)]
+    };
+    let clients: Vec<_> = (0..hosts).map(|_| client(&mut random)).collect();
+    let mut world = World::new(seed, spec, clients.clone(), 2, None);
+    // The election, and the lease that a new leader waits for.
+    world.run_until(5 * S);
+    for _ in 0..6 {
+        {
+            let host = random.below(hosts as u64) as usize;
+            let load = match random.below(3) {
+                0 => Load::Idle,
+                1 => Load::Paced(S / random.between(50, 600)),
+                _ => Load::Greedy(16),
+            };
+            world.set_load(host, 0, load);
+        }
+        world.run_until(world.now + 3 * 200 * MS);
+        let before = world.passed.clone();
+        world.run_until(world.now + 2 * S);
+        let wants = |host: usize| {
+            let client = &clients[host][0];
+            let demand = match world.machines[host].clients[0].load {
+                Load::Idle => 0.0,
+                Load::Greedy(_) => f64::INFINITY,
+                Load::Paced(pace) => S as f64 / pace as f64,
+            };
+            (demand, f64::from(client.weight), client.reserved as f64)
+        };
+        let ideal = ideal(&(0..hosts).map(wants).collect::<Vec<_>>());
+        for (host, ideal) in ideal.into_iter().enumerate() {
+            let got = (world.passed[host].0 - before[host].0) as f64 / 2.0;
+            // What waited when a client stopped passes still.
+            let waited = if ideal == 0.0 { 16.0 / 2.0 } else { 1.0 };
+            assert!(
+                (got - ideal).abs() <= ideal * 0.05 + waited,
+                "host {host} has {got} instead of {ideal} at {} ms: {:?}, with {:?}",
+                world.now / MS,
+                (0..hosts).map(wants).collect::<Vec<_>>(),
+                world
+                    .machines
+                    .iter()
+                    .map(|at| at.host.limits().limit(LimitKind::IopsTotal).rate)
+                    .collect::<Vec<_>>(),
+            );
+        }
+    }
+}
