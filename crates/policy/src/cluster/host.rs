@@ -12,8 +12,8 @@ use alloc::collections::VecDeque;
 const REMEMBERED: usize = 64;
 /// Leaders before that are remembered.
 const PAST: usize = 8;
-/// A demand that differs by less than this part of itself, or a quarter of that of the limit, or two
-/// requests in a tick, is not worth a report.
+/// A demand that differs by less than this part of itself, or a quarter of that of the limit, or
+/// two requests in a tick, is not worth a report.
 const NOTICED: u64 = 64;
 
 /// A host that takes part in a group.

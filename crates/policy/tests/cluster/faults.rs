@@ -11,7 +11,7 @@ const SECONDS: u64 = 30;
 
 #[test]
 fn never_more_than_the_limit_and_one_burst_and_nobody_starves() {
-    for_each("--test cluster", "faults", 150, one);
+    for_each("--test cluster", "faults", 100, one);
 }
 
 fn limits(random: &mut Random, bytes: bool) -> Limits {
@@ -87,7 +87,7 @@ fn one(seed: u64) {
             9 => world.store.is_down = true,
             10..=12 => world.store.start(world.now),
             13 => world.store.mark(),
-            14 => world.store.lose(world.now),
+            14 => world.lose(0.1),
             15 if changes => {
                 version += 1;
                 let safe_ppm = safe(&mut random);

@@ -4,6 +4,7 @@
 //! - `faults`: partitions, pauses, drift, restarts, dead leaders, late and lost messages, a store
 //!   that stops or goes back to what it held before: never more than the limit and one burst, and
 //!   nobody starves.
+//! - `rules`: a word between one host and its leader at a time.
 //! - `shares`: without faults everybody has his share three ticks after a change.
 //!
 //! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
@@ -12,6 +13,7 @@
 mod audit;
 mod client;
 mod faults;
+mod rules;
 #[path = "../../../block/tests/simulation/seeds.rs"]
 mod seeds;
 mod shares;

@@ -11,7 +11,7 @@ const RATE: u64 = 2000;
 
 #[test]
 fn shares_are_within_five_percent_three_ticks_after_a_change() {
-    for_each("--test cluster", "shares", 60, one);
+    for_each("--test cluster", "shares", 8, one);
 }
 
 /// Max-min fair by weight, promises first: by raising everybody a little until nothing is left.

@@ -419,6 +419,15 @@ impl World {
         self.audit.change(*spec.limits(), safe, self.now);
     }
 
+    /// The store goes back to its mark, also where it has other limits.
+    pub(crate) fn lose(&mut self, safe: f64) {
+        let before = self.store.spec();
+        self.store.lose(self.now);
+        if self.store.spec() != before {
+            self.audit.change(*self.store.spec().limits(), safe, self.now);
+        }
+    }
+
     /// Hosts first, then leaders.
     pub(crate) fn places(&self) -> usize {
         self.places.len()

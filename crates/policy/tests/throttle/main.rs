@@ -13,6 +13,7 @@ mod moves;
 mod naive;
 mod nesting;
 mod observed;
+mod parts;
 mod properties;
 mod queueing;
 mod sequences;

@@ -1,0 +1,130 @@
+//! What a host and its leader do with each single word, without a network between them.
+
+use crate::world::TIMING;
+use policy::cluster::{Action, Grant, Host, Indivisible, Leader, Report, Spec, Term, Usage};
+use policy::throttle::{LimitKind, Limits};
+use policy::time::{Duration, Instant};
+
+const ONE: Term = Term { revision: 1, nonce: 1 };
+const TWO: Term = Term { revision: 2, nonce: 2 };
+const ALL: Usage = Usage { demand: [u64::MAX; 6], waiting_ns: 0, weight: 100, reserved: [0; 2] };
+
+fn at(ms: u64) -> Instant {
+    Instant::from_nanos(ms * crate::MS)
+}
+
+fn spec() -> Spec {
+    let mut limits = Limits::default();
+    limits.limit_mut(LimitKind::IopsTotal).rate = 1000;
+    Spec::new(1, limits, 2, Some(100_000)).unwrap()
+}
+
+fn iops(host: &Host) -> u64 {
+    host.limits().limit(LimitKind::IopsTotal).rate
+}
+
+fn accept(host: &mut Host, grant: &Grant, now: Instant) {
+    host.on_grant(grant, now, |_, _, _| [0; 6]);
+}
+
+fn report(host: &mut Host, leader: Term, now: Instant) -> Report {
+    host.on_leader(leader);
+    host.tick(ALL, now).unwrap()
+}
+
+fn grants(leader: &mut Leader, now: Instant) -> Vec<Grant> {
+    let written = |action| match action {
+        Action::Write(grants) => grants.into_iter().map(|(_, grant)| grant).collect(),
+        Action::StandDown => Vec::new(),
+    };
+    leader.tick(now).into_iter().flat_map(written).collect()
+}
+
+/// A leader that has waited for what it does not know of.
+fn settled() -> Leader {
+    let mut leader = Leader::new(ONE, spec(), TIMING, at(0), at(0));
+    leader.kept_alive(at(4000));
+    leader
+}
+
+#[test]
+fn a_lease_counts_from_the_report_and_ends_at_the_safe_share() {
+    let (mut leader, mut host) = (settled(), Host::new(1, spec(), TIMING));
+    leader.on_report("a", report(&mut host, ONE, at(4000)), at(4500));
+    let grant = grants(&mut leader, at(4500))[0];
+    accept(&mut host, &grant, at(4600));
+    assert_eq!((iops(&host), host.next()), (900, at(6000)), "but for the other host's safe share");
+    host.run_out(at(9000), |limits, _, since| {
+        assert_eq!((limits.limit(LimitKind::IopsTotal).rate, since), (100, at(6000)));
+        [0; 6]
+    });
+    accept(&mut host, &grant, at(9000));
+    assert_eq!(iops(&host), 100, "the same words again");
+}
+
+#[test]
+fn grants_for_others_and_by_others_change_nothing() {
+    let (mut leader, mut host) = (settled(), Host::new(2, spec(), TIMING));
+    leader.on_report("a", report(&mut host, ONE, at(4000)), at(4000));
+    let grant = grants(&mut leader, at(4000))[0];
+    accept(&mut host, &Grant { instance: 1, ..grant }, at(4001));
+    accept(&mut host, &Grant { term: TWO, ..grant }, at(4001));
+    accept(&mut host, &Grant { answers: 7, ..grant }, at(4001));
+    let mut moved_on = Host::new(2, spec(), TIMING);
+    report(&mut moved_on, ONE, at(4000));
+    moved_on.on_leader(TWO);
+    accept(&mut moved_on, &grant, at(4001));
+    moved_on.on_leader(ONE);
+    accept(&mut moved_on, &grant, at(4001));
+    assert_eq!((iops(&host), iops(&moved_on)), (100, 100));
+}
+
+#[test]
+fn nobody_is_raised_before_another_has_given_up_as_much() {
+    let mut leader = settled();
+    let [mut one, mut other] = [1, 1].map(|instance| Host::new(instance, spec(), TIMING));
+    leader.on_report("one", report(&mut one, ONE, at(4000)), at(4000));
+    accept(&mut one, &grants(&mut leader, at(4000))[0], at(4001));
+    leader.on_report("one", one.tick(ALL, at(4001)).unwrap(), at(4001));
+    leader.on_report("other", report(&mut other, ONE, at(4001)), at(4001));
+    let lowered = grants(&mut leader, at(4030));
+    let leased: Vec<u64> = lowered.iter().map(|grant| grant.leased[LimitKind::IopsTotal.index()]).collect();
+    assert_eq!(leased, [400, 0]);
+    accept(&mut one, &lowered[0], at(4031));
+    accept(&mut other, &lowered[1], at(4031));
+    leader.on_report("other", other.tick(ALL, at(4031)).unwrap(), at(4031));
+    assert_eq!(grants(&mut leader, at(4060)).len(), 0, "not acknowledged yet");
+    leader.on_report("one", one.tick(ALL, at(4061)).unwrap(), at(4061));
+    let raised = grants(&mut leader, at(4090));
+    accept(&mut other, &raised[0], at(4091));
+    assert_eq!((iops(&one), iops(&other)), (500, 500));
+}
+
+#[test]
+fn a_new_leader_waits_a_lease_for_what_nobody_gave_up() {
+    let (mut leader, mut host) =
+        (Leader::new(TWO, spec(), TIMING, at(0), at(0)), Host::new(1, spec(), TIMING));
+    leader.on_report("a", report(&mut host, TWO, at(0)), at(0));
+    let leased = |grants: Vec<Grant>| grants.last().map_or(0, |grant| grant.leased.iter().sum());
+    assert_eq!(leased(grants(&mut leader, at(0))), 0);
+    leader.kept_alive(at(1900));
+    leader.on_report("a", host.tick(ALL, at(1900)).unwrap(), at(1900));
+    assert_eq!(leased(grants(&mut leader, at(1999))), 0);
+    host.on_leader(TWO);
+    leader.on_report("a", host.tick(ALL, at(2900)).unwrap(), at(2900));
+    let _answer = grants(&mut leader, at(2900));
+    assert!(
+        leader.tick(at(1900) + Duration::from_secs(2)).contains(&Action::StandDown),
+        "its key may be gone"
+    );
+}
+
+#[test]
+fn safe_shares_must_fit() {
+    let limits = *spec().limits();
+    assert_eq!(Spec::new(1, limits, 0, None), Err(Indivisible::Hosts(0)));
+    let too_much = Err(Indivisible::SafeShare(LimitKind::IopsTotal, 1000));
+    assert_eq!(Spec::new(1, limits, 2, Some(500_001)).map(|spec| spec.safe()[3]), Ok(500));
+    assert_eq!(Spec::new(1, limits, 2, Some(501_000)), too_much);
+    assert_eq!(Spec::new(1, limits, 1001, None), too_much, "one a second each");
+}
