@@ -96,7 +96,7 @@ fn nobody_is_raised_before_another_has_given_up_as_much() {
     assert_eq!(grants(&mut leader, at(4060)).len(), 0, "not acknowledged yet");
     leader.on_report("one", one.tick(ALL, at(4061)).unwrap(), at(4061));
     let raised = grants(&mut leader, at(4090));
-    accept(&mut other, &raised[0], at(4091));
+    accept(&mut other, raised.last().unwrap(), at(4091));
     assert_eq!((iops(&one), iops(&other)), (500, 500));
 }
 

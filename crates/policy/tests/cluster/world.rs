@@ -392,13 +392,20 @@ impl World {
         }
     }
 
-    /// What is in force on all hosts is at most the limit.
+    /// What is in force on all hosts is at most the limit. A host without a lease that knows other
+    /// limits, which the store has lost or a new leader has not heard of, counts as if it knew them.
     pub(crate) fn check(&self) {
+        let known = self.store.spec();
         for kind in LimitKind::ALL {
             let rate = |(machine, place): (&Machine, &Place)| {
-                let is_over = place.local(self.now) >= machine.host.next().as_nanos();
-                let limits = if is_over { machine.host.safe() } else { machine.host.limits() };
-                limits.limit(kind).rate
+                let has_lease =
+                    machine.host.is_leased() && place.local(self.now) < machine.host.next().as_nanos();
+                if has_lease {
+                    return machine.host.limits().limit(kind).rate;
+                }
+                let safe = machine.host.safe().limit(kind).rate;
+                let knows = machine.host.spec().version() == known.version();
+                if knows { safe } else { safe.min(known.safe()[kind.index()]) }
             };
             let sum: u64 = self.machines.iter().zip(&self.places).map(rate).sum();
             let most = self.audit.rate(kind);
