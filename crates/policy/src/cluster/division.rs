@@ -194,7 +194,7 @@ mod tests {
                 let (fair, demand) = (available.saturating_sub(promised) * claim.weight / weights, claim.demand[IOPS]);
                 prop_assert!(part + 2 >= demand.min(fair).max(claim.reserved[0].min(demand)).max(claim.floor[IOPS]));
             }
-            // All others are greedy: who asks for everything has the share by weight, or the promise.
+            // All others are greedy: who asks for all has the share by weight, or the promise.
             let mut busy = claims.clone();
             busy.iter_mut().for_each(|claim| claim.demand[IOPS] = ALL);
             let liar = busy[0];

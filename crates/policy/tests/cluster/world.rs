@@ -393,7 +393,7 @@ impl World {
     }
 
     /// What is in force on all hosts is at most the limit. A host without a lease that knows other
-    /// limits, which the store has lost or a new leader has not heard of, counts as if it knew them.
+    /// limits, which the store has lost or a leader has not heard of, counts as if it knew these.
     pub(crate) fn check(&self) {
         let known = self.store.spec();
         for kind in LimitKind::ALL {
