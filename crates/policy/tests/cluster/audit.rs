@@ -21,7 +21,8 @@ pub(crate) struct Audit {
     at: u64,
     /// Sizes of buckets that hosts may keep which do not hear of other limits.
     kept: [[f64; 2]; 6],
-    /// One request of each client may make a bucket run over: operations and bytes.
+    /// One request of each client may make a bucket run over, operations and bytes; and of one that
+    /// is paid in slices, the bytes that were paid before count when it passes.
     over: [f64; 2],
     /// How long other limits may take to come to all hosts.
     pub(crate) slack: u64,
@@ -35,7 +36,7 @@ impl Audit {
             levels: Default::default(),
             at: 0,
             kept: [[0.0; 2]; 6],
-            over: [operations as f64, bytes as f64],
+            over: [operations as f64, 2.0 * bytes as f64],
             slack,
         }
     }
