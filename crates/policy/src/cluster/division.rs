@@ -4,8 +4,9 @@
 //! level, by weight, each up to what it wants (max-min fairness); what was promised counts towards
 //! that. What nobody wants is divided by weight, so that who becomes busy finds some.
 //!
-//! Never gives out more than there is. At most a unit a host, and what rounding of the level
-//! leaves, is not given out. The order of the claims does not matter.
+//! Never gives out more than there is. Less than two units a host are not given out: one that its
+//! part is rounded down by, one that the level stays below. The order of the claims does not
+//! matter.
 
 use super::ByKind;
 use crate::throttle::LimitKind;
@@ -182,8 +183,7 @@ mod tests {
         fn never_more_than_there_is_and_nearly_all(available in prop_oneof![1000..100_000u64, 1..=1_000_000_000_000_000u64], claims in claims()) {
             let sum: u64 = parts(available, &claims).iter().sum();
             prop_assert!(sum <= available);
-            // A unit for each, and the level's last step, which is all weights' 2⁻³² at most.
-            prop_assert!(sum + claims.len() as u64 + 1 >= available, "{} of {}", sum, available);
+            prop_assert!(sum + 2 * claims.len() as u64 > available, "{} of {}", sum, available);
         }
 
         #[test]
@@ -204,20 +204,23 @@ mod tests {
 
         #[test]
         fn wanting_more_never_gives_less_and_takes_from_others_only(available in 1_000..1_000_000u64, claims in claims(), more in 0..1_000_000u64) {
+            // What rounding does not give out it may give out the next time.
+            let rounding = 2 * claims.len() as u64;
             let before = parts(available, &claims);
             let mut wants_more = claims.clone();
             wants_more[0].demand[IOPS] = wants_more[0].demand[IOPS].saturating_add(more);
             let after = parts(available, &wants_more);
-            prop_assert!(after[0] + 2 >= before[0], "{} became {}", before[0], after[0]);
+            prop_assert!(after[0] + rounding >= before[0], "{} became {}", before[0], after[0]);
             for (before, after) in before.iter().zip(&after).skip(1) {
-                prop_assert!(*after <= before + 2);
+                prop_assert!(*after <= before + rounding);
             }
         }
 
         #[test]
         fn more_to_divide_gives_nobody_less(available in 1_000..1_000_000u64, claims in claims(), more in 0..1_000_000u64) {
+            let rounding = 2 * claims.len() as u64;
             for (before, after) in parts(available, &claims).into_iter().zip(parts(available + more, &claims)) {
-                prop_assert!(after + 2 >= before);
+                prop_assert!(after + rounding >= before);
             }
         }
 
