@@ -16,9 +16,10 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, Qmp, Scratch, Serve, WEIR, Weir, alone, assert_says, need_root,
+    Client, Qmp, Scratch, Serve, WEIR, Weir, Wire, alone, assert_says, need_root,
     operator::{fails, misuses, prints, socket, start},
     text, weir,
+    wire::{CMD_READ, Request},
 };
 
 /// The command while it records.
@@ -127,6 +128,48 @@ fn what_fio_has_asked_is_in_a_recording_that_simulate_reads() {
 
     let predicted = self::weir(&["simulate", text(&file), "--iops-total", "100", "--json"]).json();
     assert_eq!(predicted["all"]["after"]["requests"].as_u64(), Some(1300), "{predicted:#}");
+    weir.stop();
+}
+
+#[test]
+fn merged_requests_are_recorded_as_they_were_asked() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    let file = scratch.path("merged.recording");
+    let recorder = Recorder::begin(&scratch, &file, &["a"]);
+    // Sent as one piece, so that they are received together and lie side by side.
+    let lengths = [16384, 512, 4096, 65536].repeat(8);
+    let mut offset = 0;
+    let ranges = lengths.iter().map(|&length| {
+        offset += length;
+        [offset - length, length]
+    });
+    let asked: Vec<_> = ranges.collect();
+    let read = |&[offset, length]: &[u64; 2]| {
+        Request { flags: 0, kind: CMD_READ, cookie: length, offset, length }.compact()
+    };
+    let (mut client, _) = Wire::go(weir.socket(), "a");
+    client.send(&asked.iter().flat_map(read).collect::<Vec<_>>());
+    for _ in &asked {
+        let (error, length) = client.simple_reply();
+        assert_eq!(error, 0);
+        client.receive_many(length as u32);
+    }
+    recorder.end();
+    let csv = fs::read_to_string(file.with_extension("csv")).expect("it was written");
+    let mut lines = csv.lines();
+    let header: Vec<_> = lines.next().expect("a header").split(',').collect();
+    let places = ["offset", "length"].map(|name| header.iter().position(|column| *column == name));
+    let range = |line: &str| {
+        let fields: Vec<_> = line.split(',').collect();
+        places.map(|place| fields[place.expect("a column")].parse::<u64>().expect("a number"))
+    };
+    let mut ranges: Vec<_> = lines.map(range).collect();
+    ranges.sort_unstable();
+    assert_eq!(ranges, asked);
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let stats = qmp.command("query-blockstats", json!({}));
+    assert!(stats[0]["stats"]["x-weir-merged"].as_u64() > Some(0), "none was merged: {stats:#}");
     weir.stop();
 }
 

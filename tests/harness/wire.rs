@@ -257,7 +257,7 @@ impl Wire {
     }
 
     #[track_caller]
-    fn receive_many(&mut self, length: u32) -> Vec<u8> {
+    pub(crate) fn receive_many(&mut self, length: u32) -> Vec<u8> {
         assert!(length <= MOST_BYTES, "a reply of {length} bytes");
         let mut bytes = vec![0; length as usize];
         self.0.read_exact(&mut bytes).expect("the daemon answers");

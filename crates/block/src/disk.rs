@@ -91,6 +91,8 @@ pub struct Pass {
     patience: Option<Arc<Patience>>,
     /// Of a disk that is recorded or measured.
     times: Option<Times>,
+    /// Of each request, where they differ, of such a disk.
+    lengths: Option<Box<[u64]>>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -278,9 +280,10 @@ impl Disk {
     /// dropped future is charged nothing.
     pub async fn admit(&self, direction: Direction, cost: Cost) -> Pass {
         let (requests, arrived) = (cost.requests(), self.clock());
+        let lengths = arrived.and_then(|_| cost.lengths()).map(Box::from);
         let held = self.member.admit(direction, cost).await;
         let times = arrived.map(|arrived| Times { arrived, admitted: reactor::recently(), held });
-        Pass { requests, patience: None, times }
+        Pass { requests, patience: None, times, lengths }
     }
 
     /// Reads `length` bytes at `offset`; those that are in memory already are not read again. If
@@ -343,7 +346,7 @@ impl Disk {
     ) {
         let times = self.clock().map(Times::at);
         self.member.admit_now(requests, |cost, passes| {
-            answer(passes.then(|| Pass { requests: cost.requests(), patience: None, times }));
+            answer(passes.then(|| Pass { requests: cost.requests(), patience: None, times, lengths: None }));
         });
     }
 
@@ -416,7 +419,8 @@ impl Disk {
             // It was written before.
             return Ok(());
         }
-        let pass = Pass { requests: 1, patience: patience.cloned(), times: self.clock().map(Times::at) };
+        let times = self.clock().map(Times::at);
+        let pass = Pass { requests: 1, patience: patience.cloned(), times, lengths: None };
         let flush = async || self.image.flush().await;
         self.done(Operation::Flush, (0, 0), &pass, flush).await
     }
@@ -591,8 +595,18 @@ impl Disk {
         if let Some(measures) = measures {
             measures.count(&finished);
         }
-        if recorded.is_some() {
-            recorder::tell(finished);
+        if recorded.is_none() {
+            return;
+        }
+        match &pass.lengths {
+            None => recorder::tell(finished),
+            Some(lengths) => {
+                let mut offset = request.offset;
+                for &length in lengths {
+                    recorder::tell(Finished { offset, length, requests: 1, ..finished });
+                    offset += length;
+                }
+            }
         }
     }
 

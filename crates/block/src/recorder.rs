@@ -56,7 +56,7 @@ pub struct Finished {
     pub offset: u64,
     /// Bytes; of all that were merged.
     pub length: u64,
-    /// How many requests of a client's that follow each other on the disk were merged.
+    /// How many requests of a client's, all as long, that follow each other were merged.
     pub requests: u32,
     /// Whether its client had an error.
     pub has_failed: bool,

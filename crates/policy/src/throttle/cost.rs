@@ -66,6 +66,14 @@ impl Cost {
         }
     }
 
+    /// What each request has, where they differ.
+    pub const fn lengths(&self) -> Option<&[u64]> {
+        match &self.lengths {
+            Lengths::Equal { .. } => None,
+            Lengths::Mixed(lengths) => Some(lengths),
+        }
+    }
+
     /// Operations to charge under this `iops-size`, in billionths, rounded up.
     pub(super) fn operations(&self, iops_size: u64) -> u128 {
         match &self.lengths {
@@ -115,6 +123,9 @@ mod tests {
             assert_eq!(merged.operations(4096), apart);
             assert_eq!(merged.bytes(), lengths.iter().sum());
             assert_eq!(merged.requests(), lengths.len() as u64);
+            assert!(merged.lengths().is_none_or(|kept| kept == lengths));
+            let each = merged.bytes() / merged.requests().max(1);
+            assert_eq!(merged.lengths().is_none(), lengths.iter().all(|length| *length == each));
         }
     }
 

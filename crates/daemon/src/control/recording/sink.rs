@@ -147,11 +147,9 @@ impl Sink {
         }
         let nanos = |from: Instant, to: Instant| to.nanos_since(from);
         let limit = finished.held.and_then(|held| named.limit(held));
-        // Merged requests follow each other, and are about as long.
         let length = finished.length / parts;
         for part in 0..parts {
             let offset = finished.offset + part * length;
-            let length = if part + 1 == parts { finished.length - part * length } else { length };
             let entry = Entry {
                 arrival_ns: nanos(self.began, finished.arrived),
                 wait_ns: nanos(finished.arrived, finished.admitted),
