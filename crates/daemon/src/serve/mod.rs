@@ -38,7 +38,7 @@ use export::nbd;
 use policy::time::Duration;
 use sd_notify::NotifyState;
 use settings::{
-    DoorExport, Draft, Plan, Said, Service, ServiceDraft, Standard, config, control::ControlSocket,
+    DoorExport, Draft, Place, Plan, Said, Service, ServiceDraft, Standard, config, control::ControlSocket,
     state::Store,
 };
 use steps::Steps;
@@ -77,9 +77,12 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let monitors = steps.take_monitors().map_err(|wrong| Failure::Usage(wrong.into()))?;
     let file = arguments.config.clone();
     let is_checked = arguments.check;
-    let before = arguments.takeover.take().map(newcomer).transpose()?;
+    let takeover = arguments.takeover.take();
+    let Start { said, draft } = Start::read(arguments, monitors)?;
+    let before = takeover.map(|control| newcomer(control, &draft)).transpose()?;
+    let regrets = before.as_ref().map(Newcomer::regrets).transpose()?;
     let passed = before.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
-    let Start { said, draft, plan } = Start::read(arguments, monitors, passed)?;
+    let plan = plan(&draft, file.is_some(), passed)?;
     if is_checked {
         let name = file.map_or_else(|| "weir serve".to_owned(), |path| path.display().to_string());
         return check::check(draft, plan, &name);
@@ -92,7 +95,11 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     memory::set_aside(&plan.service)?;
     on_reactor(async move {
         let file = file.map(|file| (file, said));
-        match Daemon::start(plan, steps, file, inherited, before, signals).await? {
+        let started = Daemon::start(plan, steps, file, inherited, before, signals).await;
+        if let (Err(error), Some(regrets)) = (&started, regrets) {
+            regrets.tell(error);
+        }
+        match started? {
             Some(daemon) => {
                 ready();
                 Ok(daemon.run().await?)
@@ -102,11 +109,23 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     })
 }
 
-/// Asks the daemon that is to be taken over from.
-fn newcomer(control: Option<PathBuf>) -> Result<Newcomer, Failure> {
+/// Asks the daemon that is to be taken over from: at this control socket, or the one that is to be
+/// opened, or where commands find it.
+fn newcomer(control: Option<PathBuf>, draft: &Draft) -> Result<Newcomer, Failure> {
     descriptors::raise_limit();
-    let control = match control {
-        Some(path) => path,
+    if let Some(control) = control {
+        return Ok(Newcomer::ask(&control)?);
+    }
+    for disk in &draft.disks {
+        let address = disk.image.value.path().and_then(Path::to_str).filter(|path| path.starts_with("unix:"));
+        if let Some(address) = address {
+            let place = Place::option("takeover", address);
+            let rule = format!("is taken for an image (write --takeover={address})");
+            return Err(Failure::Usage(place.wrong(rule).into()));
+        }
+    }
+    let control = match draft.service.qmp.first() {
+        Some(said) => said.value.clone(),
         None => ControlSocket::of_commands().map_err(|rule| anyhow!("control socket: {rule}"))?.path,
     };
     Ok(Newcomer::ask(&control)?)
@@ -117,33 +136,33 @@ struct Start {
     said: ServiceDraft,
     /// In all.
     draft: Draft,
-    plan: Plan,
 }
 
 impl Start {
-    fn read(arguments: ServeArgs, monitors: Vec<Said<PathBuf>>, inherited: usize) -> Result<Self, Failure> {
+    fn read(arguments: ServeArgs, monitors: Vec<Said<PathBuf>>) -> Result<Self, Failure> {
         let config = arguments.config.clone();
         let mut draft = arguments.into_draft().map_err(|wrong| Failure::Usage(wrong.into()))?;
         draft.service.qmp.extend(monitors);
         let said = draft.service.clone();
-        match config {
-            None => {
-                let plan = match draft.disks.is_empty() {
-                    // Only steps are left to have been told.
-                    true => Plan::without_disks(draft.clone()),
-                    false => Plan::new(draft.clone(), inherited),
-                };
-                let plan = plan.map_err(|wrong| Failure::Usage(wrong.into()))?;
-                Ok(Self { said, draft, plan })
-            }
+        let draft = match config {
+            None => draft,
             Some(path) => {
                 let file = config::load(&path)?;
-                let draft = Draft { service: draft.service.or(file.service), ..file };
-                let plan = Plan::new(draft.clone(), inherited)?;
-                Ok(Self { said, draft, plan })
+                Draft { service: draft.service.or(file.service), ..file }
             }
-        }
+        };
+        Ok(Self { said, draft })
     }
+}
+
+/// What is to run, with so many sockets that were passed.
+fn plan(draft: &Draft, is_of_a_file: bool, inherited: usize) -> Result<Plan, Failure> {
+    // Without either only steps have been told.
+    let plan = match draft.disks.is_empty() && !is_of_a_file {
+        true => Plan::without_disks(draft.clone()),
+        false => Plan::new(draft.clone(), inherited),
+    };
+    plan.map_err(|wrong| if is_of_a_file { Failure::from(wrong) } else { Failure::Usage(wrong.into()) })
 }
 
 enum Event {

@@ -82,6 +82,11 @@ impl Channel {
         Ok(Self(socket))
     }
 
+    /// Another hold of the same end.
+    pub(super) fn again(&self) -> io::Result<Self> {
+        self.0.try_clone().map(Self)
+    }
+
     /// The process at the other end.
     pub(super) fn process(&self) -> Option<u32> {
         peer(&self.0).map(|(_, process)| process)

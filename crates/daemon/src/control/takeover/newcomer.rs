@@ -11,7 +11,7 @@
 
 use std::{
     collections::{HashMap, VecDeque},
-    io::{BufRead as _, BufReader, Write as _},
+    io::{self, BufRead as _, BufReader, Write as _},
     os::{fd::OwnedFd, unix::net::UnixStream},
     path::Path,
     rc::Rc,
@@ -74,7 +74,23 @@ impl Before {
     }
 }
 
+/// For a newcomer that comes to nothing.
+pub(crate) struct Regrets(Channel);
+
+impl Regrets {
+    /// Tells the other why, so that its log has it too.
+    pub(crate) fn tell(self, why: &anyhow::Error) {
+        // Where it cannot be told, it hears of the end.
+        let _ = self.0.say_now(&Word::Refused(format!("{why:#}")));
+    }
+}
+
 impl Newcomer {
+    /// To be told if this one comes to nothing.
+    pub(crate) fn regrets(&self) -> io::Result<Regrets> {
+        self.channel.again().map(Regrets)
+    }
+
     /// Asks the daemon at a control socket, and hears what it has.
     ///
     /// # Errors
@@ -170,18 +186,14 @@ impl Newcomer {
     /// Whether everything that the other has is here.
     ///
     /// # Errors
-    /// What is not. It has been told to the other, which goes on.
+    /// What is not.
     pub(crate) fn check(&self, inventory: &Inventory) -> anyhow::Result<()> {
         let left = self.offer.servers.iter().zip(&self.sockets).find(|(_, left)| !left.is_empty());
         let left = left.map(|(server, _)| server.endpoint.clone());
         let left = left.or_else(|| Some(format!("unix:{}", self.offer.control.first()?.display())));
         let sockets =
             left.map_or(Ok(()), |left| Err(anyhow!("{left}: it is open, and is not in this config")));
-        let all = check(&self.offer, &self.passed, inventory).and(sockets);
-        all.inspect_err(|error| {
-            // Where it cannot be told, it hears of the end.
-            drop(self.channel.say_now(&Word::Refused(format!("{error:#}"))));
-        })
+        check(&self.offer, &self.passed, inventory).and(sockets)
     }
 
     /// Takes over: when this returns the other does not go on, and every client that came is
@@ -199,14 +211,7 @@ impl Newcomer {
         let (channel, state, luggage): (_, State, _) =
             channel.hear(TO_STAND_STILL).await.context("the other did not give it (its log says why)")?;
         let (began_ns, machines) = (state.began_ns, state.machines.len());
-        let clients = match take_up(state, luggage, inventory).await {
-            Ok(clients) => clients,
-            Err(error) => {
-                let said = channel.say(Word::Refused(format!("{error:#}")), Vec::new(), Vec::new()).await;
-                drop(said);
-                return Err(error);
-            }
-        };
+        let clients = take_up(state, luggage, inventory).await?;
         let channel = channel.say(Word::Ready, Vec::new(), Vec::new()).await?;
         let (channel, word, _) = channel.hear_or_close(PATIENCE).await.context("the other goes on itself")?;
         match word {
@@ -371,7 +376,7 @@ fn command(control: &Path, passed: OwnedFd) -> anyhow::Result<()> {
     let socket = UnixStream::connect(control).context("nobody listens there (start without --takeover)")?;
     socket.set_read_timeout(Some(PATIENCE))?;
     socket.set_write_timeout(Some(PATIENCE))?;
-    let mut lines = BufReader::new(std::io::Read::take(&socket, MOST));
+    let mut lines = BufReader::new(io::Read::take(&socket, MOST));
     let mut next = || -> anyhow::Result<Value> {
         loop {
             let mut line = String::new();

@@ -59,7 +59,8 @@ pub struct ServeArgs {
     #[arg(long)]
     pub(crate) check: bool,
     /// Go on where the daemon at this control socket stops, which no client sees; whatever cannot
-    /// be taken over is named, and that one goes on [default: where commands find it]
+    /// be taken over is named, and that one goes on [default: the one of --qmp, or where commands
+    /// find it]
     #[arg(long, value_name = "unix:PATH", num_args = 0..=1, require_equals = true, conflicts_with = "check", value_parser = settings::socket)]
     pub(crate) takeover: Option<Option<PathBuf>>,
     #[command(flatten)]
