@@ -336,7 +336,8 @@ struct Prometheus {
 }
 
 impl Prometheus {
-    fn scraping(target: &str) -> Self {
+    /// With these features of its own that are no default.
+    fn scraping(target: &str, features: &[&str]) -> Self {
         need("prometheus");
         let directory = Scratch::new();
         let config = directory.file(
@@ -351,7 +352,8 @@ impl Prometheus {
             .env("PATH", search_path())
             .arg(format!("--config.file={}", text(&config)))
             .arg(format!("--storage.tsdb.path={}", text(&directory.path("data"))))
-            .args(["--web.listen-address=127.0.0.1:0", "--enable-feature=native-histograms"])
+            .arg("--web.listen-address=127.0.0.1:0")
+            .args(features)
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
@@ -422,6 +424,55 @@ fn alerts_and_dashboard_ask_for_figures_that_there_are() {
     }
 }
 
+/// Of the dashboard, with all disks chosen.
+fn queries() -> Vec<String> {
+    let dashboard: Value =
+        serde_json::from_str(&fs::read_to_string(packaged("weir.dashboard.json")).unwrap()).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap().iter();
+    let targets = panels.filter_map(|panel| panel["targets"].as_array()).flatten();
+    let query = |target: &Value| {
+        let query = target["expr"].as_str().unwrap().replace("$__rate_interval", "1m");
+        ["$job", "$instance", "$disk", "$group"].iter().fold(query, |query, name| query.replace(name, ".*"))
+    };
+    targets.map(query).collect()
+}
+
+#[test]
+fn histograms_of_either_kind_are_in_the_dashboard() {
+    let scratch = Scratch::new();
+    let serve = Serve::new(&scratch).args(["memory:16M", "--iops-total", "20", "--metrics", "127.0.0.1:0"]);
+    let weir = serve.start();
+    let line = weir.wait_for_log("metrics at=");
+    let target = line.split_once("at=").unwrap().1.trim();
+    let kinds = [&["--enable-feature=native-histograms"][..], &[]];
+    let prometheuses = kinds.map(|features| Prometheus::scraping(target, features));
+    for prometheus in &prometheuses {
+        until(|| (prometheus.ask("up") == 1.0).then_some(()));
+    }
+    let queries: Vec<_> = queries().into_iter().filter(|query| query.contains("_bucket{")).collect();
+    assert!(queries.len() >= 3, "{queries:?}");
+    // A rate is of what was there the time before.
+    until(|| {
+        read_each(&weir, "memory", 3);
+        let counts = prometheuses.iter().map(|prometheus| prometheus.ask("weir_disk_reads_total"));
+        counts.into_iter().all(|count| count > 0.0).then_some(())
+    });
+    for query in queries {
+        // What a heatmap draws is no number but a histogram.
+        let query = if query.contains("histogram_quantile") { query } else { format!("count({query})") };
+        for (prometheus, features) in prometheuses.iter().zip(kinds) {
+            let answers = || {
+                read_each(&weir, "memory", 3);
+                let answer = prometheus.ask(&query);
+                (answer > 0.0 && answer.is_finite()).then_some(())
+            };
+            println!("{features:?}: {query}");
+            until(answers);
+        }
+    }
+    weir.stop();
+}
+
 /// Of one load.
 const LOAD_SECONDS: usize = 120;
 
@@ -434,7 +485,8 @@ fn prometheus_scrapes_a_daemon_under_load() {
     let serve = Serve::new(&scratch).args(["memory:16M", "--iops-total", "200", "--metrics", "127.0.0.1:0"]);
     let weir = serve.start();
     let line = weir.wait_for_log("metrics at=");
-    let prometheus = Prometheus::scraping(line.split_once("at=").unwrap().1.trim());
+    let target = line.split_once("at=").unwrap().1.trim();
+    let prometheus = Prometheus::scraping(target, &["--enable-feature=native-histograms"]);
     let output = scratch.path("fio.json");
     let mut total = 0.0;
     // One after the other: no client of a test may take long.
