@@ -47,6 +47,7 @@ enum Order {
     Add(u64, Box<dyn Output>, Ended),
     End(u64),
     Know(Vec<(Named, Vec<u64>)>),
+    Hear(Ended),
 }
 
 impl Engine {
@@ -70,6 +71,11 @@ impl Engine {
     /// All disks there are, each with the sinks that it is for.
     pub(super) fn know(&self, disks: Vec<(Named, Vec<u64>)>) {
         self.order(Order::Know(disks));
+    }
+
+    /// `heard` is dropped once all orders before this one are carried out.
+    pub(super) fn hear(&self, heard: Ended) {
+        self.order(Order::Hear(heard));
     }
 
     fn order(&self, order: Order) {
@@ -120,16 +126,25 @@ impl Work {
                 self.write(0);
             }
             Order::Know(disks) => {
-                // What was told until now was told under the names until now.
+                let most = disks.iter().map(|(named, _)| named.number as usize + 1).max();
+                self.disks.resize_with(self.disks.len().max(most.unwrap_or(0)), || None);
+                // Disks tell as soon as they have a number: those that are new may have told
+                // already.
+                let is_new = |named: &Named| self.disks[named.number as usize].is_none();
+                let (new, known): (Vec<_>, Vec<_>) = disks.into_iter().partition(|(named, _)| is_new(named));
+                self.put(new);
+                // What the others told until now was told under the names until now.
                 self.take();
-                for (named, sinks) in disks {
-                    let place = named.number as usize;
-                    if self.disks.len() <= place {
-                        self.disks.resize_with(place + 1, || None);
-                    }
-                    self.disks[place] = Some((named, sinks));
-                }
+                self.put(known);
             }
+            Order::Hear(heard) => drop(heard),
+        }
+    }
+
+    fn put(&mut self, disks: Vec<(Named, Vec<u64>)>) {
+        for (named, sinks) in disks {
+            let place = named.number as usize;
+            self.disks[place] = Some((named, sinks));
         }
     }
 

@@ -88,15 +88,20 @@ impl Recordings {
 
     /// Records these disks, and those of these groups, to a file that was opened to be written,
     /// until [`Recordings::end`] or until it takes no more. All disks where none is named, and
-    /// those that come later.
+    /// those that come later. Every request that comes once this has returned is in it, or lost.
     ///
     /// # Errors
     /// No thread to be had.
-    pub(crate) fn begin(self: &Rc<Self>, of: Vec<String>, file: OwnedFd) -> anyhow::Result<u64> {
+    pub(crate) async fn begin(self: &Rc<Self>, of: Vec<String>, file: OwnedFd) -> anyhow::Result<u64> {
         let progress = Arc::default();
         let sink = Sink::new(file, reactor::now(), Arc::clone(&progress));
         let sink = sink.context("the recording cannot be begun")?;
-        self.add(Box::new(sink), |ended| Running { of, directory: None, progress, ended })
+        let id = self.add(Box::new(sink), |ended| Running { of, directory: None, progress, ended })?;
+        let (told, heard) = async_channel::bounded(1);
+        self.send(|engine| engine.hear(told));
+        // Nothing is ever sent.
+        let _ = heard.recv().await;
+        Ok(id)
     }
 
     /// Records all disks for good, in this directory, which was [looked at](check) before.

@@ -32,7 +32,7 @@ impl Command for Start {
                 return Err(Error::generic(format!("{name}: {rule}")));
             }
         }
-        let id = inventory.recordings.begin(self.of, self.file);
+        let id = inventory.recordings.begin(self.of, self.file).await;
         Ok(json!({ "id": id.map_err(|error| Error::generic(format!("{error:#}")))? }))
     }
 }
