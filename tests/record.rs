@@ -132,6 +132,42 @@ fn what_fio_has_asked_is_in_a_recording_that_simulate_reads() {
 }
 
 #[test]
+fn a_recording_is_written_as_its_name_asks() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &["--iops-total", "500"]);
+    let files = ["day.csv.zst", "day.iolog", "day.dat"].map(|name| scratch.path(name));
+    let recorders = files.each_ref().map(|file| Recorder::begin(&scratch, file, &["a"]));
+    assert_eq!(fio(&weir, "a", "randread", 300), 300);
+    for recorder in recorders {
+        recorder.signal(Signal::SIGINT);
+        let (status, said) = recorder.wait();
+        assert_eq!(status, Some(0), "{said}");
+        assert_says(&said, &["300 requests in "]);
+    }
+    weir.stop();
+    // As text it tells as much as a recording.
+    let as_recorded = Client::new("zstd").args(["-dcq", text(&files[0])]).succeeds();
+    let header = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n";
+    assert!(as_recorded.starts_with(header), "{as_recorded}");
+    assert_eq!(as_recorded.lines().count(), 301);
+    assert!(as_recorded.contains(",iops-total\n"), "{as_recorded}");
+    assert!(fs::read_to_string(&files[1]).expect("it was written").starts_with("fio version 3 iolog\n"));
+    let told = |file: &Path| {
+        let printed = crate::harness::weir(&["trace", "info", "--json", text(file)]).succeeds();
+        serde_json::from_str::<Value>(&printed).expect("it is JSON")["disks"]["a"].clone()
+    };
+    for file in &files[1..] {
+        assert_eq!(told(file)["requests"], 300);
+    }
+    // fio asks for 16 at a time and gets 500 in a second: most have to wait, some 30 ms each.
+    let measured = &told(&files[2])["measured"];
+    let [waited, latency] =
+        ["waited-ns", "latency-ns"].map(|of| measured[of]["mean"].as_f64().expect("a number"));
+    assert!(10e6 < waited && waited <= latency, "{measured:#}");
+    assert!(measured["held-by"]["iops-total"].as_u64() > Some(200), "{measured:#}");
+}
+
+#[test]
 fn merged_requests_are_recorded_as_they_were_asked() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &[]);

@@ -3,7 +3,9 @@
 //!
 //! Recording costs some nanoseconds, and the far percentiles are those of all requests.
 
+use console::figures;
 use hdrhistogram::Histogram;
+use serde::Serialize;
 
 /// Longer ones count as an hour, so that a histogram never grows while it measures.
 const LONGEST_NS: u64 = 3_600_000_000_000;
@@ -45,6 +47,31 @@ pub(super) fn of_counts(counts: &Counts) -> Latencies {
     let mut latencies = of_a_second();
     counts.iter().for_each(|&(ns, count)| latencies.saturating_record_n(ns, count));
     latencies
+}
+
+/// In nanoseconds.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Percentiles {
+    pub(crate) mean: f64,
+    pub(crate) p50: u64,
+    pub(crate) p90: u64,
+    pub(crate) p99: u64,
+    pub(crate) p99_9: u64,
+    pub(crate) max: u64,
+}
+
+impl Percentiles {
+    pub(crate) fn of(times: &Latencies) -> Self {
+        let [p50, p90, p99, p99_9] = [0.5, 0.9, 0.99, 0.999].map(|share| times.value_at_quantile(share));
+        Self { mean: times.mean(), p50, p90, p99, p99_9, max: times.max() }
+    }
+
+    /// All but the mean, for a table.
+    pub(crate) fn shown(&self) -> [String; 5] {
+        let Self { p50, p90, p99, p99_9, max, .. } = *self;
+        [p50, p90, p99, p99_9, max].map(figures::time)
+    }
 }
 
 /// For simulated times of any length; [`note`] adds to it.

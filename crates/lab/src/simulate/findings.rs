@@ -6,13 +6,13 @@ use console::figures;
 use super::{
     drive::Outcome,
     engine::DRAWN,
-    output::{Figures, Line, Percentiles, Summary},
+    output::{Figures, Line, Summary},
     story::Story,
     swept::{Point, Swept},
     tally::Tally,
 };
 use crate::{
-    latencies,
+    latencies::{self, Percentiles},
     result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit},
 };
 

@@ -13,7 +13,7 @@ use super::{
     drive::{OfDisk, Outcome},
     tally::{Queue, Tally},
 };
-use crate::latencies::Latencies;
+use crate::latencies::Percentiles;
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -67,18 +67,6 @@ pub(crate) struct Figures {
     pub(crate) served_ns: Percentiles,
 }
 
-/// In nanoseconds.
-#[derive(Clone, Copy, Debug, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) struct Percentiles {
-    pub(crate) mean: f64,
-    pub(crate) p50: u64,
-    pub(crate) p90: u64,
-    pub(crate) p99: u64,
-    pub(crate) p99_9: u64,
-    pub(crate) max: u64,
-}
-
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct HeldBy {
@@ -93,13 +81,6 @@ pub(crate) struct Prefetched {
     pub(crate) hit_rate: Option<f64>,
     pub(crate) accuracy: Option<f64>,
     pub(crate) read_ahead_bytes: u64,
-}
-
-impl Percentiles {
-    pub(super) fn of(times: &Latencies) -> Self {
-        let [p50, p90, p99, p99_9] = [0.5, 0.9, 0.99, 0.999].map(|share| times.value_at_quantile(share));
-        Self { mean: times.mean(), p50, p90, p99, p99_9, max: times.max() }
-    }
 }
 
 impl Figures {
@@ -212,7 +193,7 @@ impl Summary {
                     figures::count(figures.iops),
                     figures::bytes(figures.bps),
                 ]);
-                row.extend(times(&figures.latency_ns));
+                row.extend(figures.latency_ns.shown());
                 table.row(row);
             }
         }
@@ -232,7 +213,7 @@ impl Summary {
             for (part, percentiles) in [("waited", &line.after.waited_ns), ("served", &line.after.served_ns)]
             {
                 let mut row = vec![shown(what, line), part.to_owned()];
-                row.extend(times(percentiles));
+                row.extend(percentiles.shown());
                 row.push(figures::time(percentiles.mean as u64));
                 table.row(row);
             }
@@ -283,9 +264,4 @@ impl Summary {
 
 fn shown(what: &str, line: &Line) -> String {
     if what == "disk" { line.name.clone() } else { format!("{what} {}", line.name) }
-}
-
-fn times(percentiles: &Percentiles) -> [String; 5] {
-    let Percentiles { p50, p90, p99, p99_9, max, .. } = *percentiles;
-    [p50, p90, p99, p99_9, max].map(figures::time)
 }

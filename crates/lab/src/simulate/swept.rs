@@ -16,7 +16,8 @@ use console::{
 use policy::throttle::Setting;
 use serde::Serialize;
 
-use super::{drive::Outcome, output::Percentiles, sweep::Sweep, tally::Tally};
+use super::{drive::Outcome, sweep::Sweep, tally::Tally};
+use crate::latencies::Percentiles;
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]

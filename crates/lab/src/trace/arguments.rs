@@ -19,9 +19,9 @@ pub(crate) struct ReadingArgs {
     #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1..=MAX_WINDOW as i64))]
     pub(crate) window: u32,
     /// Traces keep the distance that they have in the clock of their times, instead of each
-    /// beginning at 0
-    #[arg(long)]
-    pub(crate) absolute_time: bool,
+    /// beginning at 0 [default: true if all are recordings]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub(crate) absolute_time: Option<bool>,
 }
 
 impl ReadingArgs {

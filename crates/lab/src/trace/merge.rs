@@ -1,6 +1,7 @@
 //! Several traces as one: their records by time, disks of the same name as the same disk.
 //!
-//! Each begins at time 0, or, with a common clock, keeps its distance from the others.
+//! Each begins at time 0, or keeps its distance from the others on a clock that they share, as
+//! recordings do.
 
 use std::{
     cmp::Reverse,
@@ -74,25 +75,18 @@ impl Merged {
         Self::new(readers, options.absolute_time)
     }
 
-    /// The readers must be fresh.
-    pub(crate) fn new(mut readers: Vec<Reader>, absolute_time: bool) -> Result<Self, TraceError> {
+    /// The readers must be fresh. Recordings keep their distance unless they are told not to.
+    pub(crate) fn new(mut readers: Vec<Reader>, absolute_time: Option<bool>) -> Result<Self, TraceError> {
         if readers.is_empty() || readers.len() > usize::from(u16::MAX) {
             let why = format!("between 1 and {} traces can be read as one", u16::MAX);
             return Err(TraceError::Together { file: format!("{} traces", readers.len()), why });
         }
-        if absolute_time {
+        let are_recordings = || readers.iter().all(|reader| reader.format == Format::Recording);
+        if absolute_time.unwrap_or_else(|| readers.len() > 1 && are_recordings()) {
             share_clock(&mut readers)?;
         }
         let sources = readers.into_iter().map(|reader| One { reader, ids: Vec::new(), head: None }).collect();
         Ok(Self { sources, disks: Disks::new(), upcoming: BinaryHeap::new(), failed: None, begun: false })
-    }
-
-    /// Where there is one trace.
-    pub(crate) fn only_format(&self) -> Option<Format> {
-        match &self.sources[..] {
-            [only] => Some(only.reader.format),
-            _ => None,
-        }
     }
 
     /// One trace's error ends all.

@@ -18,6 +18,7 @@ mod fields;
 mod format;
 #[doc(hidden)]
 pub mod fuzzing;
+mod info;
 mod input;
 mod lines;
 mod merge;

@@ -12,7 +12,7 @@ use super::{
     input::Input,
     lines::Lines,
     record::Record,
-    recording::{Blocks, Told},
+    recording::{Blocks, Told, is_beginning},
     window::Window,
 };
 
@@ -31,13 +31,14 @@ pub(crate) struct Options {
     pub(crate) columns: Option<Columns>,
     /// Records held back for reordering, at most [`MAX_WINDOW`].
     pub(crate) window: usize,
-    /// Keep the distance between several traces on their common clock.
-    pub(crate) absolute_time: bool,
+    /// Keep the distance between several traces on their common clock; `None`: if all are
+    /// recordings.
+    pub(crate) absolute_time: Option<bool>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { format: None, columns: None, window: DEFAULT_WINDOW, absolute_time: false }
+        Self { format: None, columns: None, window: DEFAULT_WINDOW, absolute_time: None }
     }
 }
 
@@ -70,8 +71,7 @@ enum Parser {
 
 impl Reader {
     pub(crate) fn open(path: &Path, options: &Options) -> Result<Self, TraceError> {
-        let input = Input::open(path).map_err(|(file, why)| TraceError::File { file, why })?;
-        Self::over(input, options)
+        Self::over(open(path)?, options)
     }
 
     /// Reads a trace, compressed or not. `name` is for errors.
@@ -81,16 +81,16 @@ impl Reader {
         options: &Options,
     ) -> Result<Self, TraceError> {
         let failed = |why| TraceError::File { file: name.to_owned(), why };
-        Self::over(Input::new(name.to_owned(), bytes).map_err(failed)?, options)
+        Self::over(Lines::new(Input::new(name.to_owned(), bytes).map_err(failed)?), options)
     }
 
-    fn over(input: Input, options: &Options) -> Result<Self, TraceError> {
-        let file = input.name.clone();
+    /// Of these nothing may have been read yet.
+    pub(super) fn over(mut lines: Lines, options: &Options) -> Result<Self, TraceError> {
+        let file = lines.name().to_owned();
         if options.window > MAX_WINDOW {
             let why = format!("the window of {} records is above the largest, {MAX_WINDOW}", options.window);
             return Err(TraceError::Together { file, why });
         }
-        let mut lines = Lines::new(input);
         let ahead = lines.ahead()?;
         if ahead.trim_ascii().is_empty() {
             return Err(TraceError::Empty { file });
@@ -190,6 +190,20 @@ impl Reader {
                 self.failed = Some(error);
             }
         }
+    }
+}
+
+/// The lines of a trace, whatever its format is.
+pub(super) fn open(path: &Path) -> Result<Lines, TraceError> {
+    Input::open(path).map(Lines::new).map_err(|(file, why)| TraceError::File { file, why })
+}
+
+/// Whether they are a recording, which tells more than a [`Reader`] does.
+pub(super) fn is_recording(lines: &mut Lines, options: &Options) -> Result<bool, TraceError> {
+    match (options.format, &options.columns) {
+        (_, Some(_)) => Ok(false),
+        (Some(format), None) => Ok(format == Format::Recording),
+        (None, None) => Ok(is_beginning(lines.ahead()?)),
     }
 }
 

@@ -507,12 +507,15 @@ fn records_of_the_same_time_keep_their_order() {
     assert!(keys.is_sorted(), "sorted by time, and by the number of the line where that is the same");
 }
 
-fn merged(traces: &[(&str, &str)], absolute_time: bool) -> Result<String, TraceError> {
-    let open = |&(name, text): &(&str, &str)| {
-        Reader::new(name, Box::new(Cursor::new(text.to_owned())), &Options::default())
+fn merged<T: AsRef<[u8]>>(
+    traces: &[(&str, T)],
+    absolute_time: impl Into<Option<bool>>,
+) -> Result<String, TraceError> {
+    let open = |(name, bytes): &(&str, T)| {
+        Reader::new(name, Box::new(Cursor::new(bytes.as_ref().to_owned())), &Options::default())
     };
     let readers = traces.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-    let mut merged = Merged::new(readers, absolute_time)?;
+    let mut merged = Merged::new(readers, absolute_time.into())?;
     Ok(told(|| {
         let record = merged.next()?;
         Ok(record.map(|record| {
@@ -555,6 +558,32 @@ fn traces_of_one_clock_keep_their_distance() {
 }
 
 #[test]
+fn recordings_keep_their_distance_unless_they_are_told_not_to() {
+    let recording = |clock_ns: u64, offset: u64| {
+        let mut writer = recording::Writer::new(Vec::new(), clock_ns).unwrap();
+        let (wait_ns, service_ns, op, has_failed, disk, limit) = (0, 0, Op::Read, false, 0, None);
+        let entry = recording::Entry {
+            arrival_ns: 7,
+            wait_ns,
+            service_ns,
+            offset,
+            length: 512,
+            op,
+            has_failed,
+            disk,
+            limit,
+        };
+        writer.push(entry, || "vm1", || "").unwrap();
+        writer.finish().unwrap()
+    };
+    let hours = [("second", recording(4_000, 2)), ("first", recording(1_000, 1))];
+    let apart = "0 first:1=vm1 read 1 512\n3000 second:1=vm1 read 2 512\n";
+    assert_eq!(merged(&hours, None).unwrap(), apart);
+    assert_eq!(merged(&hours, true).unwrap(), apart);
+    assert_eq!(merged(&hours, false).unwrap(), "0 second:1=vm1 read 2 512\n0 first:1=vm1 read 1 512\n");
+}
+
+#[test]
 fn an_error_in_one_of_several_traces_ends_all() {
     let good = "time_ns,disk,op,offset,length\n1,a,read,0,1\n9,a,read,0,2\n";
     let bad = "time_ns,disk,op,offset,length\n1,a,read,0,3\nx\n";
@@ -563,7 +592,7 @@ fn an_error_in_one_of_several_traces_ends_all() {
                     error: bad:3: the time_ns 'x' is not a whole number\n";
     assert_eq!(merged(&[("good", good), ("bad", bad)], false).unwrap(), expected);
     assert_eq!(
-        merged(&[], false).unwrap_err().to_string(),
+        merged::<&str>(&[], false).unwrap_err().to_string(),
         "0 traces: between 1 and 65535 traces can be read as one"
     );
     let twice = Merged::open(&["-".into(), "-".into()], &Options::default()).err().unwrap();

@@ -1,7 +1,7 @@
 //! `weir record`: what disks are asked, and how long it takes, into a file.
 //!
 //! ```text
-//!   daemon ─► pipe ─► this command ─► FILE
+//!   daemon ─► pipe ─► this command ─► FILE, in the format that its name asks for
 //!     ▲                    │
 //!     └─ getfd, start, stop ┘
 //! ```
@@ -11,7 +11,7 @@
 //! daemon stops recording.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{self, IsTerminal as _, Read as _, Write as _, stdout},
     os::fd::{AsFd as _, OwnedFd},
     path::{Path, PathBuf},
@@ -27,6 +27,7 @@ use console::{
     Failure, figures, say,
     signals::{Request, Signals},
 };
+use lab::trace::convert::Transcript;
 use nix::{
     fcntl::{FcntlArg, OFlag, fcntl},
     unistd::pipe2,
@@ -43,11 +44,15 @@ Examples:
       Those to the disk vm1 and to the disks of the group gold, for ten minutes.
   weir simulate vm1.recording --iops-total 500
       What a limit would have done.
-  weir trace convert vm1.recording vm1.csv.zst
+  weir trace info vm1.recording
+      How long they waited, for which limits, and how long they were served.
+  weir record --for 1m --output vm1.csv.zst
       As text, with when each request came, passed its limits and was complete, and what held it.
 
 A recording takes about 10 bytes a request. No request waits for it: what cannot be kept in time is
-counted as lost, and said. --output - is standard output.
+counted as lost, and said. A FILE whose name ends as `weir trace convert` has it (.csv, .iolog,
+.spc; behind these .gz or .zst) is written in that format, any other as a recording. --output - is
+standard output.
 Exit status: 0 recorded, 1 failed or not all of it, 2 wrong use of the command line.";
 
 /// The descriptor's name while it is passed.
@@ -78,7 +83,7 @@ enum Event {
     /// It is to end.
     Asked,
     /// Nothing more comes through the pipe, or the file takes no more.
-    Over(io::Result<()>),
+    Over(anyhow::Result<()>),
 }
 
 pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
@@ -88,7 +93,8 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
     client.pass(NAME, &writer)?;
     drop(writer);
     let begun = client.execute("x-weir-record-start", json!({ "fdname": NAME, "of": arguments.of }))?;
-    let mut file = create(&arguments.output)?;
+    let transcript = Transcript::named(&arguments.output);
+    let file = create(&arguments.output)?;
     let (events, event) = mpsc::channel();
     let asked = events.clone();
     let hear = move |request| match request {
@@ -97,7 +103,11 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
         Request::HangUp | Request::Meaningless(_) => true,
     };
     signals.forward(hear).context("no thread can be started")?;
-    thread::spawn(move || events.send(Event::Over(carry(reader, &mut file))));
+    let carried = move || match transcript {
+        Some(transcript) => transcript.write(File::from(reader), file),
+        None => Ok(carry(reader, file)?),
+    };
+    thread::spawn(move || events.send(Event::Over(carried())));
     say(&format!("recording to {} (Ctrl-C ends it)", arguments.output.display()));
     let first = match arguments.length {
         Some(length) => event.recv_timeout(length).unwrap_or(Event::Asked),
@@ -120,12 +130,14 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
     if is_early {
         return Err(anyhow!("the daemon has ended (what it was asked until then is in {output})").into());
     }
-    summarise(&told?)
+    let told = told?;
+    let written = transcript.and_then(|_| fs::metadata(&arguments.output).ok()).map(|file| file.len());
+    summarise(&told, written.or(told["bytes"].as_u64()))
 }
 
-fn summarise(told: &Value) -> Result<(), Failure> {
+fn summarise(told: &Value, bytes: Option<u64>) -> Result<(), Failure> {
     let number = |key: &str| told[key].as_u64().unwrap_or_default();
-    say(&format!("{} requests in {}", number("requests"), figures::bytes(number("bytes") as f64)));
+    say(&format!("{} requests in {}", number("requests"), figures::bytes(bytes.unwrap_or_default() as f64)));
     if let Some(error) = told["error"].as_str() {
         return Err(anyhow!("the recording is not whole: {error}").into());
     }
@@ -156,7 +168,7 @@ fn pipe() -> nix::Result<(OwnedFd, OwnedFd)> {
 }
 
 /// Until the daemon closes its end.
-fn carry(reader: OwnedFd, file: &mut File) -> io::Result<()> {
+fn carry(reader: OwnedFd, mut file: File) -> io::Result<()> {
     let mut reader = File::from(reader);
     let mut piece = vec![0; PIECE];
     loop {

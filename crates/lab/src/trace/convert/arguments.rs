@@ -4,7 +4,10 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use crate::trace::{Format, ReadingArgs};
+use crate::trace::{
+    Format, ReadingArgs,
+    info::{EXAMPLES as INFO_EXAMPLES, InfoArgs},
+};
 
 /// Shown below the commands.
 pub const ABOUT: &str = "\
@@ -31,6 +34,9 @@ pub enum Command {
     /// Write traces in another format
     #[command(after_help = CONVERT_EXAMPLES)]
     Convert(ConvertArgs),
+    /// Sum up what is in traces: of recordings also how long requests waited and were served
+    #[command(after_help = INFO_EXAMPLES)]
+    Info(InfoArgs),
 }
 
 /// What `weir trace convert` is told.

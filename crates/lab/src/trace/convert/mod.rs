@@ -10,6 +10,7 @@
 
 mod arguments;
 mod forms;
+mod live;
 mod sink;
 
 use std::path::Path;
@@ -19,9 +20,13 @@ use arguments::format_of;
 pub use arguments::{ABOUT, Command, ConvertArgs};
 use console::{Failure, say};
 use forms::Request;
+pub use live::Transcript;
 use sink::{Compression, Sink};
 
-use super::{Format, Merged, Output, Source as _, input::Input, lines::Lines, recording::Blocks};
+use super::{
+    Format, Merged, Output, Source as _, error::TraceError, info, lines::Lines, reader, reader::Reader,
+    recording::Blocks,
+};
 
 /// Runs `weir trace …`.
 ///
@@ -29,25 +34,28 @@ use super::{Format, Merged, Output, Source as _, input::Input, lines::Lines, rec
 /// Wrong use, or what could not be read or written. What was read before an error is written,
 /// unless it is nothing.
 pub fn run(command: Command) -> Result<(), Failure> {
-    let Command::Convert(arguments) = command;
-    convert(&arguments)
+    match command {
+        Command::Convert(arguments) => convert(&arguments),
+        Command::Info(arguments) => info::run(&arguments),
+    }
 }
 
 fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
     let (format, compression) = wanted(arguments).map_err(Failure::Usage)?;
-    let mut source =
-        Merged::open(&arguments.traces, &arguments.reading.options()).map_err(anyhow::Error::from)?;
+    let mut source = Source::open(arguments, format).map_err(anyhow::Error::from)?;
     let cannot = || format!("{}: cannot be written", arguments.output.display());
     let out = match arguments.output.as_path() {
         path if path == Path::new("-") => Output::standard().with_context(cannot)?,
         path => Output::create("OUTPUT", path, &arguments.traces)?,
     };
     let mut sink = Sink::new(format, compression, out).with_context(cannot)?;
-    let only = Some(&arguments.traces).filter(|traces| traces.len() == 1).map(|traces| &traces[0]);
-    let has_more = source.only_format() == Some(Format::Recording) && format == Format::Weir;
-    let read = match only.filter(|path| has_more && path.as_path() != Path::new("-")) {
-        Some(path) => with_times(path, &mut sink, &cannot),
-        None => without(&mut source, &mut sink, &cannot),
+    let read = match &mut source {
+        Source::Recording(lines) => with_times(lines, &mut sink, &cannot).map(|lost| {
+            if lost > 0 {
+                say(&format!("{}: {lost} requests were lost while it was recorded", lines.name()));
+            }
+        }),
+        Source::Any(traces) => without(traces, &mut sink, &cannot),
     };
     let written = sink.written();
     if written == 0 {
@@ -61,17 +69,45 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
     Ok(())
 }
 
+/// What is converted.
+enum Source {
+    /// With all that it tells.
+    Recording(Lines),
+    Any(Box<Merged>),
+}
+
+impl Source {
+    fn open(arguments: &ConvertArgs, to: Format) -> Result<Self, TraceError> {
+        let options = arguments.reading.options();
+        let [only] = &arguments.traces[..] else {
+            return Merged::open(&arguments.traces, &options).map(|merged| Self::Any(merged.into()));
+        };
+        let mut lines = reader::open(only)?;
+        if to == Format::Weir && reader::is_recording(&mut lines, &options)? {
+            return Ok(Self::Recording(lines));
+        }
+        let merged = Merged::new(vec![Reader::over(lines, &options)?], options.absolute_time)?;
+        Ok(Self::Any(merged.into()))
+    }
+}
+
 /// The format to write, and how it is compressed.
 fn wanted(arguments: &ConvertArgs) -> anyhow::Result<(Format, Compression)> {
-    let name = arguments.output.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
-    let (compression, name) = Compression::of(&name);
-    let format = arguments.to.or_else(|| format_of(name)).ok_or_else(|| {
+    let (named, compression) = named(&arguments.output);
+    let format = arguments.to.or(named).ok_or_else(|| {
         anyhow!(
             "OUTPUT: {:?} does not say in which format (name it with --to)",
             arguments.output.display().to_string()
         )
     })?;
     Ok((format, if format == Format::Recording { Compression::None } else { compression }))
+}
+
+/// What a file's name says of how it is written.
+fn named(path: &Path) -> (Option<Format>, Compression) {
+    let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+    let (compression, name) = Compression::of(&name);
+    (format_of(name), compression)
 }
 
 /// Requests as every format has them.
@@ -84,16 +120,12 @@ fn without(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) ->
     Ok(())
 }
 
-/// A recording, with all that it tells.
-fn with_times(path: &Path, sink: &mut Sink, cannot: &dyn Fn() -> String) -> anyhow::Result<()> {
-    let input = Input::open(path).map_err(|(name, error)| anyhow!("{name}: {error}"))?;
-    let (mut lines, mut blocks) = (Lines::new(input), Blocks::default());
+/// A recording, with all that it tells; returns how many requests were lost while it was made.
+fn with_times(lines: &mut Lines, sink: &mut Sink, cannot: &dyn Fn() -> String) -> anyhow::Result<u64> {
+    let mut blocks = Blocks::default();
     sink.begin_with_times();
-    while let Some(told) = blocks.next(&mut lines)? {
+    while let Some(told) = blocks.next(lines)? {
         sink.put_with_times(&told).with_context(cannot)?;
     }
-    if blocks.lost() > 0 {
-        say(&format!("{}: {} requests were lost while it was recorded", path.display(), blocks.lost()));
-    }
-    Ok(())
+    Ok(blocks.lost())
 }

@@ -1,0 +1,51 @@
+//! A recording that is written in another format while it is made.
+
+use std::{fs::File, io::Read, path::Path};
+
+use anyhow::Context as _;
+use console::say;
+
+use super::{named, sink::Compression, sink::Sink, with_times, without};
+use crate::trace::{Format, Merged, Options, Output, input::Input, lines::Lines, reader::Reader};
+
+/// Requests are recorded once they are complete: so many may be there before one that came earlier.
+const WINDOW: usize = 1 << 20;
+
+/// How it is written.
+#[derive(Clone, Copy, Debug)]
+pub struct Transcript {
+    format: Format,
+    compression: Compression,
+}
+
+impl Transcript {
+    /// As a file of this name is written: see `weir trace convert`. `None` for a recording as it
+    /// is.
+    pub fn named(path: &Path) -> Option<Self> {
+        let (format, compression) = named(path);
+        let format = format.filter(|format| *format != Format::Recording)?;
+        Some(Self { format, compression })
+    }
+
+    /// Returns once `recording` ends and all of it is written, or with what is wrong with it.
+    ///
+    /// # Errors
+    /// What cannot be read or written; what was read before is written.
+    pub fn write(self, recording: impl Read + Send + 'static, to: File) -> anyhow::Result<()> {
+        let cannot = || "cannot be written".to_owned();
+        let mut sink = Sink::new(self.format, self.compression, Output::InPlace(to)).with_context(cannot)?;
+        let mut lines = Lines::new(Input::new("the recording".to_owned(), Box::new(recording))?);
+        let read = if self.format == Format::Weir {
+            with_times(&mut lines, &mut sink, &cannot).map(drop)
+        } else {
+            let options = Options { format: Some(Format::Recording), window: WINDOW, ..Options::default() };
+            let reader = Reader::over(lines, &options);
+            let source = reader.and_then(|reader| Merged::new(vec![reader], None));
+            source.map_err(Into::into).and_then(|mut source| without(&mut source, &mut sink, &cannot))
+        };
+        let left_out = sink.left_out();
+        sink.finish().with_context(cannot)?;
+        left_out.iter().for_each(|line| say(line));
+        read
+    }
+}

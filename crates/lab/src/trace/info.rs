@@ -1,0 +1,321 @@
+//! `weir trace info`: what traces hold, without replaying them.
+//!
+//! Of recordings also what was measured: how long requests waited, for which limits, and how long
+//! they were served.
+
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    path::PathBuf,
+};
+
+use clap::Args;
+use console::{
+    Failure, figures, print, print_json, say,
+    table::{Side, Table, columns},
+};
+use serde::Serialize;
+
+use super::{
+    Options, ReadingArgs,
+    error::TraceError,
+    lines::Lines,
+    reader::{self, Reader},
+    record::Op,
+    recording::{Blocks, Told},
+};
+use crate::latencies::{self, Latencies, Percentiles};
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  weir trace info day.recording
+      Each disk's requests, how long they took, and which limits held them.
+  weir trace info /var/lib/weir/record/* --json
+      The hours that `record` in the config has kept, as one.
+  weir trace info web.spc.gz
+      Any other trace: how much is in it.
+
+Exit status: 0 all was read, 1 failed or not to the end, 2 wrong use of the command line.";
+
+/// What `weir trace info` is told.
+#[derive(Debug, Args)]
+pub struct InfoArgs {
+    /// Traces; - is standard input
+    #[arg(value_name = "TRACE", required = true)]
+    traces: Vec<PathBuf>,
+    /// Print a JSON object
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    reading: ReadingArgs,
+}
+
+/// What is in all traces together.
+#[derive(Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Info {
+    disks: BTreeMap<String, OfDisk>,
+    /// Requests that could not be recorded.
+    lost: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    partial: Option<String>,
+}
+
+/// Requests of a disk. Rates are over the time from its first request to its last.
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct OfDisk {
+    requests: u64,
+    reads: u64,
+    writes: u64,
+    read_bytes: u64,
+    written_bytes: u64,
+    /// Since 1970, where traces say it.
+    first_ns: u64,
+    last_ns: u64,
+    /// Only of recordings.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    measured: Option<Box<Measured>>,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Measured {
+    failed: u64,
+    #[serde(rename = "latency-ns", serialize_with = "percentiles")]
+    latency: Latencies,
+    #[serde(rename = "waited-ns", serialize_with = "percentiles")]
+    waited: Latencies,
+    #[serde(rename = "served-ns", serialize_with = "percentiles")]
+    served: Latencies,
+    /// Requests that waited, by the limit that each waited for last.
+    held_by: BTreeMap<String, u64>,
+}
+
+/// What every trace tells of a request.
+struct Request {
+    time_ns: u64,
+    op: Op,
+    length: u64,
+}
+
+pub(super) fn run(arguments: &InfoArgs) -> Result<(), Failure> {
+    let mut info = Info::default();
+    for path in &arguments.traces {
+        let read = reader::open(path).and_then(|lines| info.read(lines, &arguments.reading.options()));
+        if let Err(error) = read {
+            if info.disks.is_empty() {
+                return Err(anyhow::Error::from(error).into());
+            }
+            info.partial = Some(error.to_string());
+            break;
+        }
+    }
+    if arguments.json {
+        print_json(&info)?;
+    } else {
+        print(&info.text())?;
+    }
+    if info.lost > 0 {
+        say(&format!("{} requests were lost while it was recorded", info.lost));
+    }
+    match info.partial {
+        Some(why) => Err(anyhow::anyhow!("not read to the end: {why}").into()),
+        None => Ok(()),
+    }
+}
+
+impl Info {
+    fn read(&mut self, mut lines: Lines, options: &Options) -> Result<(), TraceError> {
+        if reader::is_recording(&mut lines, options)? {
+            let mut blocks = Blocks::default();
+            let read = loop {
+                match blocks.next(&mut lines) {
+                    Ok(Some(told)) => self.measure(&told),
+                    Ok(None) => break Ok(()),
+                    Err(error) => break Err(error),
+                }
+            };
+            self.lost += blocks.lost();
+            return read;
+        }
+        let mut reader = Reader::over(lines, options)?;
+        while let Some(record) = reader.next()? {
+            let request = Request { time_ns: record.time_ns, op: record.op, length: record.length };
+            let disk = &reader.disks()[record.disk.index()];
+            self.count(disk, &request);
+        }
+        Ok(())
+    }
+
+    fn measure(&mut self, told: &Told<'_>) {
+        let Told { entry, arrival_ns, disk, limit, .. } = told;
+        let request = Request { time_ns: *arrival_ns, op: entry.op, length: entry.length };
+        let measured = self.count(disk, &request).measured.get_or_insert_with(Box::default);
+        measured.failed += u64::from(entry.has_failed);
+        latencies::note(&mut measured.waited, entry.wait_ns);
+        latencies::note(&mut measured.served, entry.service_ns);
+        latencies::note(&mut measured.latency, entry.wait_ns.saturating_add(entry.service_ns));
+        if let Some(limit) = limit {
+            match measured.held_by.get_mut(*limit) {
+                Some(count) => *count += 1,
+                None => drop(measured.held_by.insert((*limit).to_owned(), 1)),
+            }
+        }
+    }
+
+    fn count(&mut self, disk: &str, request: &Request) -> &mut OfDisk {
+        // The name is copied for the first request alone.
+        if !self.disks.contains_key(disk)
+            && let Entry::Vacant(place) = self.disks.entry(disk.to_owned())
+        {
+            place.insert(OfDisk::beginning(request.time_ns));
+        }
+        let of = self.disks.get_mut(disk).expect("it was put there");
+        of.count(request);
+        of
+    }
+
+    fn text(&self) -> String {
+        let mut text = vec![self.amounts().render(false)];
+        if let (Some(first), Some(last)) = (self.first_ns(), self.last_ns()) {
+            let lasts = figures::age(last - first);
+            match u32::try_from(first / 1_000_000_000) {
+                // Other clocks begin with the trace, or with its machine.
+                Ok(seconds) if seconds > YEAR_2000 => {
+                    text.push(format!("From {} UTC, {lasts} long.\n", figures::date(seconds)));
+                }
+                _ => text.push(format!("{lasts} long.\n")),
+            }
+        }
+        let measured = self.disks.values().any(|disk| disk.measured.is_some());
+        if measured {
+            text.extend([self.times().render(false), self.held().render(false)]);
+        }
+        text.retain(|part| !part.is_empty());
+        text.join("\n")
+    }
+
+    fn first_ns(&self) -> Option<u64> {
+        self.disks.values().map(|disk| disk.first_ns).min()
+    }
+
+    fn last_ns(&self) -> Option<u64> {
+        self.disks.values().map(|disk| disk.last_ns).max()
+    }
+
+    fn amounts(&self) -> Table {
+        let numbers = ["REQUESTS", "READS", "WRITES", "READ", "WRITTEN", "IOPS", "BYTES/S"];
+        let mut table = Table::new(columns(&["DISK"], &numbers));
+        for (name, disk) in &self.disks {
+            let bytes = disk.read_bytes + disk.written_bytes;
+            table.row(vec![
+                name.clone(),
+                disk.requests.to_string(),
+                disk.reads.to_string(),
+                disk.writes.to_string(),
+                figures::bytes(disk.read_bytes as f64),
+                figures::bytes(disk.written_bytes as f64),
+                disk.a_second(disk.requests).map_or_else(|| "-".to_owned(), figures::count),
+                disk.a_second(bytes).map_or_else(|| "-".to_owned(), figures::bytes),
+            ]);
+        }
+        table
+    }
+
+    fn measured(&self) -> impl Iterator<Item = (&String, &Measured)> {
+        self.disks.iter().filter_map(|(name, disk)| Some((name, disk.measured.as_deref()?)))
+    }
+
+    fn times(&self) -> Table {
+        let numbers = ["P50", "P90", "P99", "P99.9", "MAX", "MEAN"];
+        let mut table = Table::new(columns(&["DISK", "TIME"], &numbers));
+        for (name, measured) in self.measured() {
+            let Measured { latency, waited, served, .. } = measured;
+            for (what, times) in [("latency", latency), ("waited", waited), ("served", served)] {
+                let percentiles = Percentiles::of(times);
+                let mut row = vec![name.clone(), what.to_owned()];
+                row.extend(percentiles.shown());
+                row.push(figures::time(percentiles.mean as u64));
+                table.row(row);
+            }
+        }
+        table
+    }
+
+    fn held(&self) -> Table {
+        let mut table = Table::new([
+            ("DISK", Side::Left),
+            ("WAITED", Side::Right),
+            ("FAILED", Side::Right),
+            ("HELD BY", Side::Left),
+        ]);
+        for (name, measured) in self.measured() {
+            let all = measured.waited.len().max(1) as f64;
+            let share = |count: u64| figures::share(count as f64 / all);
+            let mut held: Vec<_> = measured.held_by.iter().collect();
+            held.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
+            let shown: Vec<_> =
+                held.iter().map(|(limit, count)| format!("{limit} {}", share(**count))).collect();
+            table.row(vec![
+                name.clone(),
+                share(measured.held_by.values().sum()),
+                measured.failed.to_string(),
+                if shown.is_empty() { "-".to_owned() } else { shown.join(", ") },
+            ]);
+        }
+        table
+    }
+}
+
+/// Seconds since 1970.
+const YEAR_2000: u32 = 946_684_800;
+
+impl OfDisk {
+    fn beginning(first_ns: u64) -> Self {
+        Self {
+            requests: 0,
+            reads: 0,
+            writes: 0,
+            read_bytes: 0,
+            written_bytes: 0,
+            first_ns,
+            last_ns: first_ns,
+            measured: None,
+        }
+    }
+
+    fn count(&mut self, request: &Request) {
+        let Request { time_ns, op, length } = *request;
+        self.requests += 1;
+        match op {
+            Op::Read => {
+                self.reads += 1;
+                self.read_bytes = self.read_bytes.saturating_add(length);
+            }
+            Op::Write => {
+                self.writes += 1;
+                self.written_bytes = self.written_bytes.saturating_add(length);
+            }
+            Op::Flush | Op::Discard | Op::WriteZeroes => {}
+        }
+        self.first_ns = self.first_ns.min(time_ns);
+        self.last_ns = self.last_ns.max(time_ns);
+    }
+
+    /// `None` where all came at once.
+    fn a_second(&self, count: u64) -> Option<f64> {
+        let ns = self.last_ns - self.first_ns;
+        (ns > 0).then(|| count as f64 / (ns as f64 / 1e9))
+    }
+}
+
+impl Default for Measured {
+    fn default() -> Self {
+        let [latency, waited, served] = [(); 3].map(|()| latencies::growing());
+        Self { failed: 0, latency, waited, served, held_by: BTreeMap::new() }
+    }
+}
+
+fn percentiles<S: serde::Serializer>(times: &Latencies, serializer: S) -> Result<S::Ok, S::Error> {
+    Percentiles::of(times).serialize(serializer)
+}
