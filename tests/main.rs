@@ -81,4 +81,5 @@ mod takeover;
 mod tls;
 mod trace;
 mod tune;
+mod verify;
 mod wire;

@@ -32,8 +32,8 @@ use nix::unistd::Pid;
 
 pub(crate) use blkio_group::{BlkioGroup, remove_emptied};
 pub(crate) use client::{
-    Client, WEIR, create_encrypted, export_size, nbdsh, nbdsh_command, need, qemu_img, qemu_io, search_path,
-    weir, weir_image,
+    Client, Outcome, WEIR, create_encrypted, export_size, nbdsh, nbdsh_command, need, qemu_img, qemu_io,
+    search_path, weir, weir_image,
 };
 pub(crate) use daemon::{Serve, Weir};
 pub(crate) use loop_device::LoopDevice;

@@ -6,7 +6,8 @@ use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Sub
 use daemon::serve::ServeArgs;
 
 use crate::{
-    adding, attach, complete, generate, mount_helper, prefetch, record, reload, resume, status, throttle, top,
+    adding, attach, complete, generate, mount_helper, prefetch, record, reload, resume, status, throttle,
+    top, verify,
 };
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
@@ -102,6 +103,9 @@ pub(crate) enum Command {
     /// Show what runs, how fast, and what holds it back
     #[command(after_help = status::EXAMPLES)]
     Status(status::StatusArgs),
+    /// Tell whether limits, reservations, shares and waits hold
+    #[command(after_help = verify::EXAMPLES)]
+    Verify(verify::VerifyArgs),
     /// Show what a disk or a group is held to, or change it while it runs
     #[command(after_help = throttle::EXAMPLES)]
     Throttle(Box<throttle::ThrottleArgs>),

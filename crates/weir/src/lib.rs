@@ -39,6 +39,7 @@ mod saving;
 mod status;
 mod throttle;
 mod top;
+mod verify;
 
 use std::{
     io::{Write as _, stderr, stdout},
@@ -78,6 +79,7 @@ pub fn main() -> ExitCode {
         Command::Detach(arguments) => attach::detach(arguments),
         Command::AttachKeeper => attach::keep(),
         Command::Status(arguments) => status::run(arguments),
+        Command::Verify(arguments) => verify::run(arguments),
         Command::Throttle(arguments) => saving::run(&*arguments),
         Command::Prefetch(arguments) => saving::run(&arguments),
         Command::Disk(command) => adding::disk(command),

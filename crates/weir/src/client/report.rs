@@ -109,6 +109,7 @@ pub(crate) struct Disk {
     pub(crate) l2_cache: Option<MetadataCache>,
     pub(crate) refcount_cache: Option<MetadataCache>,
     pub(crate) connections: u64,
+    pub(crate) enforcement: Option<String>,
     pub(crate) reads: Work,
     pub(crate) writes: Work,
     #[serde(flatten)]

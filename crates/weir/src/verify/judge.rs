@@ -1,0 +1,420 @@
+//! Whether what was promised held, from one report of the daemon after the other.
+//!
+//! A limit is judged over every pair of reports at once: what passed beyond its rate since any
+//! earlier one is what passed beyond it since the one where that sum was least. A report's counters
+//! are from some moment between asking for it and having it, so the time between two reports is
+//! taken from the asking of the first to the end of the second.
+
+use std::collections::BTreeMap;
+
+use console::figures;
+use policy::{
+    request::Direction,
+    throttle::{LimitKind, Part, Setting},
+};
+
+use crate::client::report::{Disk, Node, Report, Settings, Throttle, Waits, Work};
+
+/// What of a promise may be missing: as the alerts of `packaging/prometheus` have it.
+const RESERVED: f64 = 0.95;
+const SHARED: f64 = 0.9;
+/// Nothing is said of what was asked for more shortly, in seconds.
+const SHORTEST_S: f64 = 3.0;
+/// The largest I/O that clients' requests are merged to, and most requests have.
+const LARGEST_IO: f64 = 1_048_576.0;
+/// A limit that held work up for this share of the time was the one that mattered.
+const MATTERS: f64 = 0.9;
+const DOES_NOT_MATTER: f64 = 0.1;
+
+/// A report, and when it was asked for and had, in seconds since the first was asked for.
+pub(super) struct Look {
+    pub(super) report: Report,
+    pub(super) asked_s: f64,
+    pub(super) had_s: f64,
+}
+
+/// What became of a promise.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    Held,
+    Broken,
+    /// Nobody wanted it, or not for long.
+    NotAsked,
+    /// It cannot be told, and why.
+    NotJudged(&'static str),
+}
+
+impl Verdict {
+    pub(super) fn word(&self) -> &'static str {
+        match self {
+            Self::Held => "held",
+            Self::Broken => "broken",
+            Self::NotAsked => "not asked",
+            Self::NotJudged(_) => "not judged",
+        }
+    }
+
+    fn of(held: bool) -> Self {
+        if held { Self::Held } else { Self::Broken }
+    }
+}
+
+/// A line of the outcome.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Finding {
+    /// `disk` or `group`.
+    pub(super) kind: &'static str,
+    pub(super) name: String,
+    pub(super) promise: String,
+    pub(super) asked: String,
+    pub(super) measured: String,
+    pub(super) verdict: Verdict,
+}
+
+/// All that is kept of the reports so far.
+pub(super) struct Judge {
+    wait_p99_ns: Option<u64>,
+    before: Option<Look>,
+    nodes: BTreeMap<(&'static str, String), Seen>,
+}
+
+/// Of a disk or a group.
+struct Seen {
+    settings: Settings,
+    /// Why none of its promises can be judged.
+    unclear: Option<&'static str>,
+    /// By [`LimitKind::index`].
+    limits: [Passed; 6],
+    /// Seconds in which its requests waited, and what passed in these.
+    waiting_s: f64,
+    waiting: [f64; 2],
+    /// Seconds in which it shared with others, what passed of it then, and what should have.
+    sharing_s: f64,
+    shared: f64,
+    share: f64,
+    longest_wait_ns: u64,
+}
+
+/// What passed a limit.
+#[derive(Clone, Copy, Default)]
+struct Passed {
+    units: f64,
+    seconds: f64,
+    /// Units less those of the rate until then, at the report where that was least.
+    least: Option<f64>,
+    /// The most that passed beyond the rate between two reports.
+    beyond: f64,
+    /// The most units that came as one request, as far as is known.
+    one: f64,
+}
+
+const CHANGED: &str = "its settings were changed meanwhile";
+const RESTARTED: &str = "the daemon has started anew meanwhile";
+const LIFTED: &str = "its watermark lifted or scaled its limits";
+const BY_SIZE: &str = "iops-size counts long requests as several";
+
+impl Judge {
+    pub(super) fn new(wait_p99_ns: Option<u64>) -> Self {
+        Self { wait_p99_ns, before: None, nodes: BTreeMap::new() }
+    }
+
+    pub(super) fn take(&mut self, look: Look) {
+        for node in nodes(&look.report) {
+            let seen = self.nodes.entry(key(node)).or_insert_with(|| Seen::new(node.settings()));
+            seen.unclear = seen.unclear.or_else(|| {
+                let is_enforced = enforcement(node).is_none_or(|word| word == "enforced");
+                let changed = seen.settings != *node.settings();
+                changed.then_some(CHANGED).or_else(|| (!is_enforced).then_some(LIFTED))
+            });
+        }
+        if let Some(before) = self.before.take() {
+            self.compare(&before, &look);
+        }
+        for node in nodes(&look.report) {
+            self.seen(node).begin_limits(node, look.asked_s);
+        }
+        self.before = Some(look);
+    }
+
+    fn seen(&mut self, node: Node<'_>) -> &mut Seen {
+        self.nodes.get_mut(&key(node)).expect("each report's nodes are put there first")
+    }
+
+    fn compare(&mut self, before: &Look, now: &Look) {
+        if now.report.uptime_ns <= before.report.uptime_ns {
+            self.nodes.values_mut().for_each(|seen| seen.unclear = Some(RESTARTED));
+            return;
+        }
+        let seconds = (now.report.uptime_ns - before.report.uptime_ns) as f64 / 1e9;
+        for node in nodes(&now.report) {
+            let Some(earlier) = find(&before.report, node) else { continue };
+            let Some(passed) = Step::between(earlier.throttle(), node.throttle()) else { continue };
+            let seen = self.seen(node);
+            seen.limit(node, now.had_s, &passed, seconds);
+            if waits(earlier) && waits(node) {
+                seen.waiting_s += seconds;
+                seen.waiting[0] += passed.requests;
+                seen.waiting[1] += passed.bytes;
+            }
+            if let (Node::Disk(_), Some(Waits { p99, .. })) = (node, node.throttle().recent_wait_ns) {
+                seen.longest_wait_ns = seen.longest_wait_ns.max(p99);
+            }
+        }
+        for group in &now.report.groups {
+            self.share(&before.report, &now.report, Node::Group(group), seconds);
+        }
+    }
+
+    /// Divides what passed of a group's disks that all waited for its limits alone.
+    fn share(&mut self, before: &Report, now: &Report, group: Node<'_>, seconds: f64) {
+        let Some(earlier) = find(before, group) else { return };
+        let (Some(limited), Some(kind)) =
+            (limited(earlier, group, seconds), group.throttle().binding.as_deref().and_then(kind))
+        else {
+            return;
+        };
+        let by_size = group.settings().limits.get("iops-size").is_some_and(|size| *size > 0);
+        let of_this = |settings: &Settings| settings.group.as_deref() == Some(name(group));
+        let has_groups = now.groups.iter().any(|group| of_this(&group.settings));
+        if limited < MATTERS || has_groups || by_size && !kind.counts_bytes() {
+            return;
+        }
+        let mut members = Vec::new();
+        for disk in now.disks.iter().filter(|disk| of_this(&disk.settings)) {
+            let Some(earlier) = before.disks.iter().find(|earlier| earlier.name == disk.name) else { return };
+            let (earlier, node) = (Node::Disk(earlier), Node::Disk(disk));
+            let Some(step) = Step::between(earlier.throttle(), node.throttle()) else { return };
+            let own = self::limited(earlier, node, seconds).unwrap_or(1.0);
+            if !(waits(earlier) && waits(node)) || own > DOES_NOT_MATTER {
+                continue;
+            }
+            if disk.settings.iops_reservation.is_some() || disk.settings.bps_reservation.is_some() {
+                return;
+            }
+            members.push((disk, step.of(kind)));
+        }
+        let weight = |disk: &Disk| disk.settings.weight.unwrap_or(100) as f64;
+        let all: f64 = members.iter().map(|(_, units)| units).sum();
+        let weights: f64 = members.iter().map(|(disk, _)| weight(disk)).sum();
+        if members.len() < 2 {
+            return;
+        }
+        for (disk, units) in members {
+            let seen = self.seen(Node::Disk(disk));
+            seen.sharing_s += seconds;
+            seen.shared += units;
+            seen.share += all * weight(disk) / weights;
+        }
+    }
+
+    /// A line for each promise, of the nodes that `is_wanted`.
+    pub(super) fn findings(&self, is_wanted: impl Fn(&str) -> bool) -> Vec<Finding> {
+        let wanted = self.nodes.iter().filter(|((_, name), _)| is_wanted(name));
+        wanted.flat_map(|((kind, name), seen)| seen.findings(kind, name, self.wait_p99_ns)).collect()
+    }
+}
+
+impl Seen {
+    fn new(settings: &Settings) -> Self {
+        Self {
+            settings: settings.clone(),
+            unclear: None,
+            limits: Default::default(),
+            waiting_s: 0.0,
+            waiting: [0.0; 2],
+            sharing_s: 0.0,
+            shared: 0.0,
+            share: 0.0,
+            longest_wait_ns: 0,
+        }
+    }
+
+    fn setting(&self, kind: LimitKind, part: Part) -> f64 {
+        self.settings.limits.get(Setting::Limit(kind, part).name()).copied().unwrap_or(0) as f64
+    }
+
+    /// What may pass at once: see `policy::throttle`.
+    fn burst(&self, kind: LimitKind) -> f64 {
+        let burst = self.setting(kind, Part::BurstRate) * self.setting(kind, Part::BurstLength).max(1.0);
+        if burst > 0.0 { burst } else { self.setting(kind, Part::Rate) / 10.0 }
+    }
+
+    fn begin_limits(&mut self, node: Node<'_>, asked_s: f64) {
+        for kind in LimitKind::ALL {
+            let least = total(node.throttle(), kind) - self.setting(kind, Part::Rate) * asked_s;
+            let passed = &mut self.limits[kind.index()];
+            passed.least = Some(passed.least.map_or(least, |before| before.min(least)));
+        }
+    }
+
+    fn limit(&mut self, node: Node<'_>, had_s: f64, step: &Step, seconds: f64) {
+        for kind in LimitKind::ALL {
+            let now = total(node.throttle(), kind) - self.setting(kind, Part::Rate) * had_s;
+            let passed = &mut self.limits[kind.index()];
+            passed.units += step.of(kind);
+            passed.seconds += seconds;
+            passed.beyond = passed.least.map_or(passed.beyond, |least| passed.beyond.max(now - least));
+            if step.requests > 0.0 {
+                let length = step.bytes / step.requests;
+                let one = if kind.counts_bytes() { length * 2.0 } else { LARGEST_IO / length.max(4096.0) };
+                passed.one = passed.one.max(one);
+            }
+        }
+    }
+
+    fn findings(&self, kind: &'static str, name: &str, wait_p99_ns: Option<u64>) -> Vec<Finding> {
+        let line = |promise: &str, asked: String, measured: String, verdict: Verdict| Finding {
+            kind,
+            name: name.to_owned(),
+            promise: promise.to_owned(),
+            asked,
+            measured,
+            verdict: self.unclear.map_or(verdict, Verdict::NotJudged),
+        };
+        let mut findings = Vec::new();
+        for kind in LimitKind::ALL.into_iter().filter(|&kind| self.setting(kind, Part::Rate) > 0.0) {
+            let Passed { units, seconds, beyond, one, .. } = self.limits[kind.index()];
+            let burst = self.burst(kind);
+            let one = if kind.counts_bytes() { one.max(LARGEST_IO) } else { one };
+            let verdict = match () {
+                () if units == 0.0 => Verdict::NotAsked,
+                () if !kind.counts_bytes()
+                    && self.settings.limits.get("iops-size").is_some_and(|&n| n > 0) =>
+                {
+                    Verdict::NotJudged(BY_SIZE)
+                }
+                () => Verdict::of(beyond <= burst + one),
+            };
+            let show = |units: f64| shown(kind.counts_bytes(), units);
+            let rate = show(self.setting(kind, Part::Rate));
+            let measured = format!("{}/s, {} beyond it", show(units / seconds.max(1e-9)), show(beyond));
+            let promise = Setting::Limit(kind, Part::Rate).name();
+            findings.push(line(promise, format!("{rate}/s and {} at once", show(burst)), measured, verdict));
+        }
+        findings.extend(self.reservations(&line));
+        if self.sharing_s > 0.0 {
+            let (got, should) = (self.shared / self.sharing_s, self.share / self.sharing_s);
+            let held = self.shared >= SHARED * self.share;
+            let verdict = if self.sharing_s < SHORTEST_S { Verdict::NotAsked } else { Verdict::of(held) };
+            let percent = |units: f64| format!("{:.0}% of its share", 100.0 * units / should.max(1e-9));
+            let asked = format!("weight {}", self.settings.weight.unwrap_or(100));
+            findings.push(line("share", asked, percent(got), verdict));
+        }
+        if let (Some(most), "disk") = (wait_p99_ns, kind) {
+            let longest = self.longest_wait_ns;
+            let verdict = if longest == 0 { Verdict::NotAsked } else { Verdict::of(longest <= most) };
+            findings.push(line("wait-p99", figures::time(most), figures::time(longest), verdict));
+        }
+        findings
+    }
+
+    /// Either is enough where both are promised: a request's size decides which.
+    fn reservations(&self, line: impl Fn(&str, String, String, Verdict) -> Finding) -> Vec<Finding> {
+        let promised = [
+            ("iops-reservation", false, self.settings.iops_reservation, self.waiting[0]),
+            ("bps-reservation", true, self.settings.bps_reservation, self.waiting[1]),
+        ];
+        let promised = promised.into_iter().filter_map(|(promise, is_bytes, rate, units)| {
+            rate.filter(|rate| *rate > 0).map(|rate| (promise, is_bytes, rate as f64, units))
+        });
+        let promised: Vec<_> = promised.collect();
+        let seconds = self.waiting_s;
+        let is_kept = |rate: f64, units: f64| units >= RESERVED * rate * seconds;
+        let any = promised.iter().any(|&(_, _, rate, units)| is_kept(rate, units));
+        let lines = promised.into_iter().map(|(promise, is_bytes, rate, units)| {
+            let verdict = if seconds < SHORTEST_S { Verdict::NotAsked } else { Verdict::of(any) };
+            let got = shown(is_bytes, units / seconds.max(1e-9));
+            let measured = format!("{got}/s in the {seconds:.0}s in which it waited");
+            line(promise, format!("{}/s", shown(is_bytes, rate)), measured, verdict)
+        });
+        lines.collect()
+    }
+}
+
+/// What passed a node between two reports; `None` where counters went back.
+struct Step {
+    requests: f64,
+    bytes: f64,
+    reads: [f64; 2],
+}
+
+impl Step {
+    fn between(before: &Throttle, now: &Throttle) -> Option<Self> {
+        let less = |of: fn(&Work) -> u64| {
+            let of_direction = |before: &Work, now: &Work| Some(of(now).checked_sub(of(before))? as f64);
+            Some([of_direction(&before.reads, &now.reads)?, of_direction(&before.writes, &now.writes)?])
+        };
+        let [read_requests, write_requests] = less(|work| work.requests)?;
+        let [read_bytes, written_bytes] = less(|work| work.bytes)?;
+        Some(Self {
+            requests: read_requests + write_requests,
+            bytes: read_bytes + written_bytes,
+            reads: [read_requests, read_bytes],
+        })
+    }
+
+    /// In the units of this limit.
+    fn of(&self, kind: LimitKind) -> f64 {
+        let (all, reads) =
+            if kind.counts_bytes() { (self.bytes, self.reads[1]) } else { (self.requests, self.reads[0]) };
+        match (applies(kind, Direction::Read), applies(kind, Direction::Write)) {
+            (true, true) => all,
+            (true, false) => reads,
+            (false, _) => all - reads,
+        }
+    }
+}
+
+fn applies(kind: LimitKind, direction: Direction) -> bool {
+    LimitKind::applying_to(direction).contains(&kind)
+}
+
+/// Units of a limit that ever passed.
+fn total(throttle: &Throttle, kind: LimitKind) -> f64 {
+    Step::between(&Throttle::default(), throttle).map_or(0.0, |step| step.of(kind))
+}
+
+fn nodes(report: &Report) -> impl Iterator<Item = Node<'_>> {
+    report.disks.iter().map(Node::Disk).chain(report.groups.iter().map(Node::Group))
+}
+
+fn name(node: Node<'_>) -> &str {
+    match node {
+        Node::Disk(disk) => &disk.name,
+        Node::Group(group) => &group.name,
+    }
+}
+
+fn key(node: Node<'_>) -> (&'static str, String) {
+    (node.kind(), name(node).to_owned())
+}
+
+/// No disk and no group have the same name.
+fn find<'a>(report: &'a Report, node: Node<'_>) -> Option<Node<'a>> {
+    report.find(name(node))
+}
+
+fn enforcement(node: Node<'_>) -> Option<&str> {
+    match node {
+        Node::Disk(disk) => disk.enforcement.as_deref(),
+        Node::Group(group) => group.enforcement.as_deref(),
+    }
+}
+
+fn waits(node: Node<'_>) -> bool {
+    node.throttle().waiting.total() > 0
+}
+
+/// The share of the time in which its own limits held something up.
+fn limited(before: Node<'_>, now: Node<'_>, seconds: f64) -> Option<f64> {
+    let ns = now.throttle().limited_ns.checked_sub(before.throttle().limited_ns)?;
+    Some(ns as f64 / 1e9 / seconds)
+}
+
+fn kind(name: &str) -> Option<LimitKind> {
+    LimitKind::ALL.into_iter().find(|&kind| Setting::Limit(kind, Part::Rate).name() == name)
+}
+
+fn shown(is_bytes: bool, units: f64) -> String {
+    if is_bytes { figures::bytes(units) } else { figures::count(units) }
+}

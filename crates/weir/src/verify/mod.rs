@@ -1,0 +1,116 @@
+//! `weir verify`: whether limits, reservations, shares and waits held, from the daemon's own
+//! counters, with an exit status for scripts.
+//!
+//! ```text
+//!   daemon ─► a report each second ─► judge ─► findings ─► text, JSON, exit status
+//!   --config FILE ─► intended ────────────────────┘
+//! ```
+
+mod arguments;
+mod intended;
+mod judge;
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+pub(crate) use arguments::{EXAMPLES, VerifyArgs};
+use console::{
+    Failure, print, print_json, say,
+    table::{Table, columns},
+};
+use judge::{Finding, Judge, Look, Verdict};
+use serde_json::json;
+
+use crate::client::{Client, report::Report};
+
+const INTERVAL: Duration = Duration::from_secs(1);
+/// Not all that was promised held, or nothing could be judged.
+const BROKEN: u8 = 1;
+
+pub(crate) fn run(arguments: VerifyArgs) -> Result<(), Failure> {
+    let intended = arguments.config.as_deref().map(intended::load).transpose()?;
+    let mut client = Client::reach(arguments.qmp)?;
+    let begun = Instant::now();
+    let mut look = || -> Result<Look, Failure> {
+        let asked_s = begun.elapsed().as_secs_f64();
+        let report = client.status()?.1;
+        Ok(Look { report, asked_s, had_s: begun.elapsed().as_secs_f64() })
+    };
+    let first = look()?;
+    if let Some(unknown) = arguments.names.iter().find(|name| first.report.find(name).is_none()) {
+        return Err(anyhow::Error::msg(first.report.no_such(unknown)).into());
+    }
+    let wanted = wanted(&first.report, &arguments.names);
+    let is_wanted = |name: &str| wanted.as_ref().is_none_or(|names| names.iter().any(|one| one == name));
+    let mut findings = intended.map(|intended| intended.compare(&first.report)).unwrap_or_default();
+    findings.retain(|finding| is_wanted(&finding.name));
+    let limit = arguments.wait_p99.map(|wait| u64::try_from(wait.as_nanos()).unwrap_or(u64::MAX));
+    let mut judge = Judge::new(limit);
+    judge.take(first);
+    while let Some(left) = arguments.length.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
+        // Not a wait for an event: the interval is what is measured over.
+        thread::sleep(left.min(INTERVAL));
+        judge.take(look()?);
+    }
+    findings.extend(judge.findings(is_wanted));
+    tell(&findings, arguments.json)
+}
+
+/// These, and the disks in such a group; `None` for all.
+fn wanted(report: &Report, names: &[String]) -> Option<Vec<String>> {
+    let is_in = |settings| report.groups_above(settings).iter().any(|group| names.contains(&group.name));
+    let disks = report.disks.iter().filter(|disk| is_in(&disk.settings)).map(|disk| disk.name.clone());
+    (!names.is_empty()).then(|| names.iter().cloned().chain(disks).collect())
+}
+
+fn tell(findings: &[Finding], as_json: bool) -> Result<(), Failure> {
+    if as_json {
+        let line = |finding: &Finding| {
+            let Finding { kind, name, promise, asked, measured, verdict } = finding;
+            let mut line = json!({
+                *kind: name, "promise": promise, "asked": asked, "measured": measured,
+                "verdict": verdict.word(),
+            });
+            if let Verdict::NotJudged(why) = verdict {
+                line["why"] = json!(why);
+            }
+            line
+        };
+        print_json(&json!({ "promises": findings.iter().map(line).collect::<Vec<_>>() }))?;
+    } else {
+        print(&text(findings))?;
+    }
+    let count = |wanted: &Verdict| findings.iter().filter(|finding| finding.verdict == *wanted).count();
+    match (count(&Verdict::Broken), count(&Verdict::Held)) {
+        (0, 0) => {
+            say(
+                "nothing could be judged: nothing is promised, or nobody asked for it (give the disks work, or look longer)",
+            );
+            Err(Failure::Found(BROKEN))
+        }
+        (0, _) => Ok(()),
+        (broken, _) => {
+            say(&format!("{broken} of {} promises did not hold", findings.len()));
+            Err(Failure::Found(BROKEN))
+        }
+    }
+}
+
+fn text(findings: &[Finding]) -> String {
+    let words = ["OF", "PROMISE", "ASKED", "MEASURED", "VERDICT"];
+    let mut table = Table::new(columns(&words, &[]));
+    for Finding { kind, name, promise, asked, measured, verdict } in findings {
+        let verdict = match verdict {
+            Verdict::NotJudged(why) => format!("not judged: {why}"),
+            verdict => verdict.word().to_owned(),
+        };
+        let of = if *kind == "disk" { name.clone() } else { format!("{kind} {name}") };
+        table.row(vec![of, promise.clone(), asked.clone(), measured.clone(), verdict]);
+    }
+    table.render(false)
+}
+
+#[cfg(test)]
+mod tests;

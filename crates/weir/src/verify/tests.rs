@@ -1,0 +1,181 @@
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::{
+    judge::{Finding, Judge, Look, Verdict},
+    *,
+};
+
+/// A disk of which so much has passed, by its settings and what else is said of it.
+fn disk(name: &str, requests: u64, bytes: u64, more: &Value) -> Value {
+    let passed = json!({ "requests": requests, "bytes": bytes });
+    let mut disk = json!({ "name": name, "weight": 100, "throttle": { "reads": passed } });
+    for (key, value) in more.as_object().unwrap() {
+        match key.as_str() {
+            "waiting" | "limited-ns" | "binding" | "recent-wait-ns" => disk["throttle"][key] = value.clone(),
+            _ => disk[key] = value.clone(),
+        }
+    }
+    disk
+}
+
+fn look(second: f64, disks: &[Value], groups: &[Value]) -> Look {
+    let uptime_ns = 1_000_000_000 + (second * 1e9) as u64;
+    let report = json!({ "uptime-ns": uptime_ns, "disks": disks, "groups": groups });
+    Look { report: Report::read(&report).unwrap(), asked_s: second, had_s: second }
+}
+
+fn judged(looks: impl IntoIterator<Item = Look>, wait_p99_ns: Option<u64>) -> Vec<Finding> {
+    let mut judge = Judge::new(wait_p99_ns);
+    looks.into_iter().for_each(|look| judge.take(look));
+    judge.findings(|_| true)
+}
+
+fn verdicts(findings: &[Finding]) -> Vec<(&str, &str, Verdict)> {
+    findings.iter().map(|one| (&*one.name, &*one.promise, one.verdict.clone())).collect()
+}
+
+/// A disk with 100 operations a second, of which these had passed in each second.
+fn of_100(passed: &[u64]) -> Vec<Finding> {
+    let limits = json!({ "limits": { "iops-total": 100 } });
+    let looks = passed.iter().zip(0_u32..).map(|(&requests, second)| {
+        look(second.into(), &[disk("vm1", requests, requests << 20, &limits)], &[])
+    });
+    judged(looks.collect::<Vec<_>>(), None)
+}
+
+#[test]
+fn a_limit_is_its_rate_and_one_burst_between_any_two_looks() {
+    let held = Verdict::Held;
+    assert_eq!(verdicts(&of_100(&[7, 117, 217, 317])), [("vm1", "iops-total", held.clone())]);
+    // Ten at once and one more I/O, of whatever size.
+    assert_eq!(verdicts(&of_100(&[0, 111])), [("vm1", "iops-total", held)]);
+    assert_eq!(verdicts(&of_100(&[0, 112])), [("vm1", "iops-total", Verdict::Broken)]);
+    // What was not used before is no excuse, and neither is what is not used afterwards.
+    assert_eq!(verdicts(&of_100(&[0, 0, 0, 130])), [("vm1", "iops-total", Verdict::Broken)]);
+    assert_eq!(verdicts(&of_100(&[0, 130, 130, 130])), [("vm1", "iops-total", Verdict::Broken)]);
+    assert_eq!(verdicts(&of_100(&[5, 5, 5])), [("vm1", "iops-total", Verdict::NotAsked)]);
+}
+
+#[test]
+fn what_cannot_be_told_is_not_judged() {
+    let one = |more: [Value; 2], seconds: [f64; 2]| {
+        let looks = more.iter().zip(seconds).zip([0, 1_000_000]);
+        let looks =
+            looks.map(|((more, second), requests)| look(second, &[disk("vm1", requests, 0, more)], &[]));
+        judged(looks.collect::<Vec<_>>(), None).remove(0).verdict
+    };
+    let limits = |rate: u64| json!({ "limits": { "iops-total": rate } });
+    assert_eq!(one([limits(100), limits(100)], [0.0, 1.0]), Verdict::Broken);
+    let is_unclear = |verdict, why: &str| match verdict {
+        Verdict::NotJudged(said) => assert!(said.contains(why), "{said}"),
+        other => panic!("{other:?}"),
+    };
+    is_unclear(one([limits(100), limits(200)], [0.0, 1.0]), "changed");
+    is_unclear(one([limits(100), limits(100)], [1.0, 0.5]), "started anew");
+    let by_size = json!({ "limits": { "iops-total": 100, "iops-size": 4096 } });
+    is_unclear(one([by_size.clone(), by_size], [0.0, 1.0]), "iops-size");
+    let mut lifted = limits(100);
+    lifted["enforcement"] = json!("lifted");
+    is_unclear(one([limits(100), lifted], [0.0, 1.0]), "watermark");
+}
+
+#[test]
+fn a_reservation_counts_while_somebody_waits() {
+    let one = |rate: u64, waiting: u64| {
+        let more = json!({ "iops-reservation": 500, "waiting": { "reads": waiting } });
+        let looks = (0..6).map(|second| look(second as f64, &[disk("vm1", second * rate, 0, &more)], &[]));
+        judged(looks.collect::<Vec<_>>(), None).remove(0).verdict
+    };
+    assert_eq!(one(500, 3), Verdict::Held);
+    assert_eq!(one(400, 3), Verdict::Broken);
+    assert_eq!(one(400, 0), Verdict::NotAsked);
+}
+
+#[test]
+fn shares_are_of_what_waits_together() {
+    let one = |rates: [u64; 2], waiting: u64| {
+        let looks = (0..6_u64).map(|second| {
+            let disk = |name, weight: u64, rate: u64| {
+                let more = json!({ "group": "gold", "weight": weight, "waiting": { "writes": waiting } });
+                disk(name, second * rate, 0, &more)
+            };
+            let all = second * rates.iter().sum::<u64>();
+            let limited = json!({
+                "limits": { "iops-total": 1000 }, "binding": "iops-total", "limited-ns": second * 1_000_000_000,
+            });
+            let group = self::disk("gold", all, 0, &limited);
+            look(second as f64, &[disk("a", 300, rates[0]), disk("b", 100, rates[1])], &[group])
+        });
+        judged(looks.collect::<Vec<_>>(), None)
+    };
+    let shares = |findings: &[Finding]| {
+        let shares = findings.iter().filter(|finding| finding.promise == "share");
+        shares.map(|finding| (finding.name.clone(), finding.verdict.clone())).collect::<Vec<_>>()
+    };
+    let both = |a, b| vec![("a".to_owned(), a), ("b".to_owned(), b)];
+    assert_eq!(shares(&one([750, 250], 4)), both(Verdict::Held, Verdict::Held));
+    assert_eq!(shares(&one([500, 500], 4)), both(Verdict::Broken, Verdict::Held));
+    assert_eq!(shares(&one([500, 500], 0)), []);
+}
+
+#[test]
+fn the_longest_wait_of_any_look_counts() {
+    let one = |most| {
+        let waits = [1_000_000, 9_000_000, 2_000_000].into_iter().zip(0_u32..).map(|(p99, second)| {
+            let more = json!({ "recent-wait-ns": { "p50": 1, "p99": p99, "max": p99 } });
+            look(second.into(), &[disk("vm1", 0, 0, &more)], &[])
+        });
+        judged(waits.collect::<Vec<_>>(), Some(most)).remove(0).verdict
+    };
+    assert_eq!(one(9_000_000), Verdict::Held);
+    assert_eq!(one(8_999_999), Verdict::Broken);
+}
+
+#[test]
+fn a_table_has_a_line_for_each_promise() {
+    let findings = of_100(&[0, 50, 100, 150]);
+    assert_eq!(
+        text(&findings),
+        "OF   PROMISE     ASKED                 MEASURED           VERDICT\n\
+         vm1  iops-total  100/s and 10 at once  50/s, 0 beyond it  held\n"
+    );
+}
+
+proptest! {
+    /// What a bucket lets pass has held, whenever it is looked at; twice as much has not.
+    #[test]
+    fn what_a_bucket_lets_pass_holds(
+        rate in 20_u64..2000,
+        burst in prop::option::of((1_u64..5, 1_u64..4)),
+        wanted in prop::collection::vec(0_u64..4000, 2..40),
+    ) {
+        let (burst_rate, length) = burst.map_or((0, 1), |(times, length)| (rate * times, length));
+        let size = if burst_rate == 0 { rate as f64 / 10.0 } else { (burst_rate * length) as f64 };
+        let (mut level, mut passed) = (0.0_f64, 0);
+        let limits = json!({
+            "limits": { "iops-total": rate, "iops-total-max": burst_rate, "iops-total-max-length": length },
+        });
+        let mut looks = [Vec::new(), Vec::new()];
+        for (index, wanted) in wanted.iter().enumerate() {
+            let second = index as f64 / 2.0;
+            for (times, looks) in (1..).zip(&mut looks) {
+                looks.push(look(second, &[disk("vm1", passed * times, passed << 20, &limits)], &[]));
+            }
+            for _ in 0..*wanted {
+                if level <= size {
+                    level += 1.0;
+                    passed += 1;
+                }
+            }
+            level = (level - rate as f64 / 2.0).max(0.0);
+        }
+        let [once, twice] = looks.map(|looks| judged(looks, None).remove(0).verdict);
+        prop_assert_ne!(&once, &Verdict::Broken);
+        // Twice as much is beyond it where the bucket was full for long.
+        let seconds = (wanted.len() - 1) as f64 / 2.0;
+        if passed as f64 > 0.75 * (rate as f64 * seconds + 2.0 * size) + 4.0 {
+            prop_assert_eq!(twice, Verdict::Broken);
+        }
+    }
+}

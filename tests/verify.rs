@@ -1,0 +1,123 @@
+//! `weir verify`: whether what was promised held, of a daemon with real clients.
+
+use std::{
+    fs,
+    process::{Child, Command, Stdio},
+    time::Instant,
+};
+
+use serde_json::Value;
+
+use crate::harness::{
+    Client, DEADLINE, Outcome, Scratch, Serve, WEIR, Weir, assert_says, need,
+    operator::{socket, start},
+    search_path, text,
+};
+
+/// Reads until it is dropped.
+struct Load(Child);
+
+impl Load {
+    /// So many at a time, at random places.
+    fn on(weir: &Weir, disk: &str, depth: u32) -> Self {
+        need("fio");
+        let mut command = Command::new("fio");
+        command.env("PATH", search_path()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.args(["--name=load", "--ioengine=nbd", "--rw=randread", "--bs=4096", "--size=16M"]);
+        command.args(["--time_based", "--runtime=1000", &format!("--iodepth={depth}")]);
+        command.arg(format!("--uri={}", weir.uri(disk)));
+        Self(command.spawn().expect("it is there"))
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn verify(scratch: &Scratch, more: &[&str]) -> Outcome {
+    Client::new(WEIR).args(["verify", "--qmp", &socket(scratch)]).args(more).run()
+}
+
+fn waits(scratch: &Scratch, disk: &str) -> bool {
+    let status = ["status", disk, "--json", "--interval", "0", "--qmp", &socket(scratch)];
+    let status = Client::new(WEIR).args(status).json();
+    status["disks"][0]["throttle"]["waiting"]["reads"].as_u64() > Some(0)
+}
+
+/// Promise, name and verdict of each line.
+fn told(outcome: &Outcome) -> Vec<[String; 3]> {
+    let told: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
+    let word = |value: &Value| value.as_str().expect("a word").to_owned();
+    let lines = told["promises"].as_array().expect("a list").iter();
+    let name = |line: &Value| word(line.get("disk").unwrap_or(&line["group"]));
+    lines.map(|line| [word(&line["promise"]), name(line), word(&line["verdict"])]).collect()
+}
+
+#[test]
+fn limits_and_shares_hold_under_load_and_a_wait_is_told() {
+    let scratch = Scratch::new();
+    let group = ["--group", "gold", "--iops-total", "400", "--weight", "300"];
+    let weir = start(&scratch, &group);
+    let qmp = socket(&scratch);
+    Client::new(WEIR).args(["throttle", "b", "--weight", "100", "--qmp", &qmp]).succeeds();
+    let loads = ["a", "b"].map(|disk| Load::on(&weir, disk, 8));
+    let end = Instant::now() + DEADLINE;
+    while ["a", "b"].iter().any(|disk| !waits(&scratch, disk)) {
+        assert!(Instant::now() < end, "they do not wait");
+    }
+    let outcome = verify(&scratch, &["--for", "6s", "--json"]);
+    let line = |promise: &str, name: &str| [promise, name, "held"].map(str::to_owned);
+    let held = told(&outcome);
+    for expected in [line("iops-total", "gold"), line("share", "a"), line("share", "b")] {
+        assert!(held.contains(&expected), "{expected:?} is not in {held:?}");
+    }
+    assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
+    let outcome = verify(&scratch, &["a", "--for", "2s", "--wait-p99", "1us"]);
+    assert_eq!(outcome.ended(), Some(1));
+    assert_says(&outcome.said(), &["1 of ", " promises did not hold"]);
+    assert!(!outcome.printed().contains("gold"), "{}", outcome.printed());
+    drop(loads);
+    weir.stop();
+}
+
+#[test]
+fn a_config_file_is_compared_to_what_is_in_force() {
+    let scratch = Scratch::new();
+    let nbd = text(&scratch.socket("nbd")).to_owned();
+    let config = scratch.file(
+        "weir.toml",
+        format!(
+            "[disk.vm1]\nimage = \"memory:16M\"\niops-total = 500\n\
+             export = [{{ type = \"nbd\", listen = \"unix:{nbd}\" }}]\n"
+        ),
+    );
+    let arguments = ["--config", text(&config), "--qmp", &socket(&scratch)];
+    let weir = Serve::new(&scratch).where_said().args(arguments).start();
+    let compare = || verify(&scratch, &["--for", "1s", "--config", text(&config), "--json"]);
+    let outcome = compare();
+    assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
+    assert_eq!(told(&outcome)[0], ["config", "vm1", "held"].map(str::to_owned));
+    let text_of_file = fs::read_to_string(&config).expect("it is ours");
+    fs::write(&config, text_of_file.replace("500", "600")).expect("it is ours");
+    let outcome = compare();
+    assert_eq!(outcome.ended(), Some(1));
+    assert!(outcome.printed().contains("iops-total is 500, not 600"), "{}", outcome.printed());
+    weir.stop();
+}
+
+#[test]
+fn nothing_to_judge_is_no_success() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &["--iops-total", "500"]);
+    let outcome = verify(&scratch, &["--for", "1s"]);
+    assert_eq!(outcome.ended(), Some(1));
+    assert_says(&outcome.said(), &["nothing could be judged"]);
+    assert!(outcome.printed().contains("not asked"), "{}", outcome.printed());
+    let outcome = verify(&scratch, &["c"]);
+    assert_eq!(outcome.ended(), Some(1));
+    assert_says(&outcome.said(), &["c: no disk and no group has this name"]);
+    weir.stop();
+}
