@@ -7,6 +7,7 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, ChildStderr, Command, Stdio},
     thread,
+    time::Instant,
 };
 
 use nix::{
@@ -16,7 +17,7 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, Qmp, Scratch, Serve, WEIR, Weir, Wire, alone, assert_says, need_root,
+    Client, DEADLINE, Qmp, Scratch, Serve, WEIR, Weir, Wire, alone, assert_says, need_root,
     operator::{fails, misuses, prints, socket, start},
     text, weir,
     wire::{CMD_READ, Request},
@@ -165,6 +166,27 @@ fn a_recording_is_written_as_its_name_asks() {
         ["waited-ns", "latency-ns"].map(|of| measured[of]["mean"].as_f64().expect("a number"));
     assert!(10e6 < waited && waited <= latency, "{measured:#}");
     assert!(measured["held-by"]["iops-total"].as_u64() > Some(200), "{measured:#}");
+}
+
+#[test]
+fn what_was_recorded_as_text_outlives_the_command() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    for name in ["day.csv", "day.CSV.ZST", "day.csv.gz"] {
+        let file = scratch.path(name);
+        let mut recorder = Recorder::begin(&scratch, &file, &["a"]);
+        fio(&weir, "a", "randread", 300);
+        let info = || crate::harness::weir(&["trace", "info", "--json", text(&file)]).run();
+        let end = Instant::now() + DEADLINE;
+        // Cut off, it is read as far as it goes.
+        while !info().printed().contains("\"requests\": 300") {
+            assert!(Instant::now() < end, "{name}: it is not there: {}", info().said());
+        }
+        recorder.signal(Signal::SIGKILL);
+        recorder.child.wait().expect("it is ours");
+        assert!(info().printed().contains("\"requests\": 300"));
+    }
+    weir.stop();
 }
 
 #[test]

@@ -51,7 +51,8 @@ Examples:
 
 A recording takes about 10 bytes a request. No request waits for it: what cannot be kept in time is
 counted as lost, and said. A FILE whose name ends as `weir trace convert` has it (.csv, .iolog,
-.spc; behind these .gz or .zst) is written in that format, any other as a recording. --output - is
+.spc; behind these .gz or .zst) is written in that format, any other as a recording. If this command
+or the daemon is killed, a recording and .csv have what came until a second before. --output - is
 standard output.
 Exit status: 0 recorded, 1 failed or not all of it, 2 wrong use of the command line.";
 

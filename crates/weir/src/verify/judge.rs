@@ -291,7 +291,7 @@ impl Seen {
             let promise = Setting::Limit(kind, Part::Rate).name();
             findings.push(line(promise, format!("{rate}/s and {} at once", show(burst)), measured, verdict));
         }
-        findings.extend(self.reservations(&line));
+        findings.extend(self.reservations(line));
         if self.sharing_s > 0.0 {
             let (got, should) = (self.shared / self.sharing_s, self.share / self.sharing_s);
             let held = self.shared >= SHARED * self.share;

@@ -105,7 +105,7 @@ fn wanted(arguments: &ConvertArgs) -> anyhow::Result<(Format, Compression)> {
 
 /// What a file's name says of how it is written.
 fn named(path: &Path) -> (Option<Format>, Compression) {
-    let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+    let name = path.file_name().map(|name| name.to_string_lossy().to_lowercase()).unwrap_or_default();
     let (compression, name) = Compression::of(&name);
     (format_of(name), compression)
 }
@@ -126,6 +126,9 @@ fn with_times(lines: &mut Lines, sink: &mut Sink, cannot: &dyn Fn() -> String) -
     sink.begin_with_times();
     while let Some(told) = blocks.next(lines)? {
         sink.put_with_times(&told).with_context(cannot)?;
+        if blocks.is_between() {
+            sink.flush().with_context(cannot)?;
+        }
     }
     Ok(blocks.lost())
 }

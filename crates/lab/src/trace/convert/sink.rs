@@ -62,6 +62,14 @@ impl File {
         }
     }
 
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Self::Plain(out) => out.flush(),
+            Self::Gzip(out) => out.flush(),
+            Self::Zstd(out) => out.flush(),
+        }
+    }
+
     fn finish(self) -> io::Result<Output> {
         match self {
             Self::Plain(out) => Ok(out),
@@ -136,6 +144,17 @@ impl Sink {
         text.push(b'\n');
         self.written += 1;
         flush(file, text, BUFFER_BYTES)
+    }
+
+    /// Has all that was put so far written, so that it is there whatever happens to this process.
+    pub(super) fn flush(&mut self) -> io::Result<()> {
+        match &mut self.to {
+            To::Recording(_) => Ok(()),
+            To::Lines { file, text, .. } => {
+                flush(file, text, 0)?;
+                file.flush()
+            }
+        }
     }
 
     pub(super) fn written(&self) -> u64 {

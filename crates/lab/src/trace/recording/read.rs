@@ -63,6 +63,11 @@ impl Blocks {
         }))
     }
 
+    /// Whether the last request was the last of its block: the next may be long in coming.
+    pub(in crate::trace) fn is_between(&self) -> bool {
+        self.taken == self.block.entries.len()
+    }
+
     /// Requests that could not be recorded, as far as was read.
     pub(in crate::trace) fn lost(&self) -> u64 {
         self.lost
