@@ -75,6 +75,11 @@ fn limits_and_shares_hold_under_load_and_a_wait_is_told() {
         assert!(held.contains(&expected), "{expected:?} is not in {held:?}");
     }
     assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
+    let whole: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
+    let gold = whole["promises"].as_array().expect("a list").iter().find(|line| line["group"] == "gold");
+    let figures = &gold.expect("a line")["figures"];
+    assert_eq!((figures["rate"].as_f64(), figures["burst"].as_f64()), (Some(400.0), Some(40.0)));
+    assert!(figures["passed"].as_f64() > Some(300.0), "{figures:#}");
     let outcome = verify(&scratch, &["a", "--for", "2s", "--wait-p99", "1us"]);
     assert_eq!(outcome.ended(), Some(1));
     assert_says(&outcome.said(), &["1 of ", " promises did not hold"]);

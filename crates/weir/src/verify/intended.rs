@@ -34,6 +34,7 @@ impl Intended {
                 name: name.clone(),
                 promise: "config".to_owned(),
                 asked: "as in the file".to_owned(),
+                figures: Vec::new(),
                 verdict: if wrong.is_none() { Verdict::Held } else { Verdict::Broken },
                 measured: wrong.unwrap_or_else(|| "in force".to_owned()),
             }

@@ -68,6 +68,8 @@ pub(super) struct Finding {
     pub(super) promise: String,
     pub(super) asked: String,
     pub(super) measured: String,
+    /// What these two say, for programs: operations, bytes, seconds or nanoseconds.
+    pub(super) figures: Figures,
     pub(super) verdict: Verdict,
 }
 
@@ -263,14 +265,16 @@ impl Seen {
     }
 
     fn findings(&self, kind: &'static str, name: &str, wait_p99_ns: Option<u64>) -> Vec<Finding> {
-        let line = |promise: &str, asked: String, measured: String, verdict: Verdict| Finding {
-            kind,
-            name: name.to_owned(),
-            promise: promise.to_owned(),
-            asked,
-            measured,
-            verdict: self.unclear.map_or(verdict, Verdict::NotJudged),
-        };
+        let line =
+            |promise: &str, [asked, measured]: [String; 2], figures: Figures, verdict: Verdict| Finding {
+                kind,
+                name: name.to_owned(),
+                promise: promise.to_owned(),
+                asked,
+                measured,
+                figures,
+                verdict: self.unclear.map_or(verdict, Verdict::NotJudged),
+            };
         let mut findings = Vec::new();
         for kind in LimitKind::ALL.into_iter().filter(|&kind| self.setting(kind, Part::Rate) > 0.0) {
             let Passed { units, seconds, beyond, one, .. } = self.limits[kind.index()];
@@ -286,30 +290,35 @@ impl Seen {
                 () => Verdict::of(beyond <= burst + one),
             };
             let show = |units: f64| shown(kind.counts_bytes(), units);
-            let rate = show(self.setting(kind, Part::Rate));
-            let measured = format!("{}/s, {} beyond it", show(units / seconds.max(1e-9)), show(beyond));
+            let (rate, passed) = (self.setting(kind, Part::Rate), a_second(units, seconds));
+            let asked = format!("{}/s and {} at once", show(rate), show(burst));
+            let measured = format!("{}/s, {} beyond it", show(passed), show(beyond));
+            let figures = vec![("rate", rate), ("burst", burst), ("passed", passed), ("beyond", beyond)];
             let promise = Setting::Limit(kind, Part::Rate).name();
-            findings.push(line(promise, format!("{rate}/s and {} at once", show(burst)), measured, verdict));
+            findings.push(line(promise, [asked, measured], figures, verdict));
         }
         findings.extend(self.reservations(line));
         if self.sharing_s > 0.0 {
             let (got, should) = (self.shared / self.sharing_s, self.share / self.sharing_s);
             let held = self.shared >= SHARED * self.share;
             let verdict = if self.sharing_s < SHORTEST_S { Verdict::NotAsked } else { Verdict::of(held) };
-            let percent = |units: f64| format!("{:.0}% of its share", 100.0 * units / should.max(1e-9));
-            let asked = format!("weight {}", self.settings.weight.unwrap_or(100));
-            findings.push(line("share", asked, percent(got), verdict));
+            let weight = self.settings.weight.unwrap_or(100);
+            let measured = format!("{:.0}% of its share", 100.0 * got / should.max(1e-9));
+            let figures = vec![("weight", weight as f64), ("share", should), ("passed", got)];
+            findings.push(line("share", [format!("weight {weight}"), measured], figures, verdict));
         }
         if let (Some(most), "disk") = (wait_p99_ns, kind) {
             let longest = self.longest_wait_ns;
             let verdict = if longest == 0 { Verdict::NotAsked } else { Verdict::of(longest <= most) };
-            findings.push(line("wait-p99", figures::time(most), figures::time(longest), verdict));
+            let figures = vec![("most-ns", most as f64), ("wait-p99-ns", longest as f64)];
+            let texts = [most, longest].map(figures::time);
+            findings.push(line("wait-p99", texts, figures, verdict));
         }
         findings
     }
 
     /// Either is enough where both are promised: a request's size decides which.
-    fn reservations(&self, line: impl Fn(&str, String, String, Verdict) -> Finding) -> Vec<Finding> {
+    fn reservations(&self, line: impl Fn(&str, [String; 2], Figures, Verdict) -> Finding) -> Vec<Finding> {
         let promised = [
             ("iops-reservation", false, self.settings.iops_reservation, self.waiting[0]),
             ("bps-reservation", true, self.settings.bps_reservation, self.waiting[1]),
@@ -323,12 +332,21 @@ impl Seen {
         let any = promised.iter().any(|&(_, _, rate, units)| is_kept(rate, units));
         let lines = promised.into_iter().map(|(promise, is_bytes, rate, units)| {
             let verdict = if seconds < SHORTEST_S { Verdict::NotAsked } else { Verdict::of(any) };
-            let got = shown(is_bytes, units / seconds.max(1e-9));
-            let measured = format!("{got}/s in the {seconds:.0}s in which it waited");
-            line(promise, format!("{}/s", shown(is_bytes, rate)), measured, verdict)
+            let got = a_second(units, seconds);
+            let asked = format!("{}/s", shown(is_bytes, rate));
+            let measured = format!("{}/s in the {seconds:.0}s in which it waited", shown(is_bytes, got));
+            let figures = vec![("rate", rate), ("passed", got), ("waited-seconds", seconds)];
+            line(promise, [asked, measured], figures, verdict)
         });
         lines.collect()
     }
+}
+
+type Figures = Vec<(&'static str, f64)>;
+
+/// 0 where there was no time.
+fn a_second(units: f64, seconds: f64) -> f64 {
+    if seconds > 0.0 { units / seconds } else { 0.0 }
 }
 
 /// What passed a node between two reports; `None` where counters went back.

@@ -11,6 +11,7 @@ mod intended;
 mod judge;
 
 use std::{
+    collections::BTreeMap,
     thread,
     time::{Duration, Instant},
 };
@@ -68,10 +69,11 @@ fn wanted(report: &Report, names: &[String]) -> Option<Vec<String>> {
 fn tell(findings: &[Finding], as_json: bool) -> Result<(), Failure> {
     if as_json {
         let line = |finding: &Finding| {
-            let Finding { kind, name, promise, asked, measured, verdict } = finding;
+            let Finding { kind, name, promise, asked, measured, figures, verdict } = finding;
+            let figures: BTreeMap<_, _> = figures.iter().copied().collect();
             let mut line = json!({
                 *kind: name, "promise": promise, "asked": asked, "measured": measured,
-                "verdict": verdict.word(),
+                "figures": figures, "verdict": verdict.word(),
             });
             if let Verdict::NotJudged(why) = verdict {
                 line["why"] = json!(why);
@@ -101,7 +103,7 @@ fn tell(findings: &[Finding], as_json: bool) -> Result<(), Failure> {
 fn text(findings: &[Finding]) -> String {
     let words = ["OF", "PROMISE", "ASKED", "MEASURED", "VERDICT"];
     let mut table = Table::new(columns(&words, &[]));
-    for Finding { kind, name, promise, asked, measured, verdict } in findings {
+    for Finding { kind, name, promise, asked, measured, verdict, .. } in findings {
         let verdict = match verdict {
             Verdict::NotJudged(why) => format!("not judged: {why}"),
             verdict => verdict.word().to_owned(),
