@@ -1,0 +1,226 @@
+// Lines over time with limits drawn in, and latencies as a heat map. On canvas: a few hundred lines
+// of our own instead of a library and its licence.
+//
+// A canvas tells a screen reader nothing, so each chart says in a sentence what it shows, and the
+// page has the same as a table.
+
+import { ROOM, colours, frame, instants, point, prepare, ticks } from "./axes.js";
+import { attribute, element, say } from "./element.js";
+import { clock, time } from "./figures.js";
+
+/// Limits further above all that was measured are left out, or there would be nothing to see of it.
+const FAR = 4;
+
+class Chart {
+    constructor(title, note, cursor) {
+        this.cursor = cursor;
+        this.canvas = element("canvas", { role: "img" });
+        this.legend = element("p", { class: "legend" });
+        this.title = title;
+        this.shown = element("figure", {}, element("figcaption", {}, element("h4", { title: note }, title), this.legend), this.canvas);
+        this.history = null;
+        new ResizeObserver(() => this.draw()).observe(this.canvas);
+        cursor.listen(() => this.draw());
+        cursor.follow(this.canvas, (place) => this.instant(place));
+    }
+
+    set(history) {
+        this.history = history;
+        this.draw();
+    }
+
+    bounds(width) {
+        const { end_ms, span_ms } = this.history;
+        const from = end_ms - span_ms;
+        const scale = (width - ROOM.left - ROOM.right) / span_ms;
+        return { from, x: (at) => ROOM.left + (at - from) * scale, scale };
+    }
+
+    instant(place) {
+        if (!this.history) return null;
+        const { from, scale } = this.bounds(this.canvas.clientWidth);
+        const at = from + (place - ROOM.left) / scale;
+        return at < from || at > this.history.end_ms ? null : at;
+    }
+
+    times(width) {
+        return instants(this.bounds(width).from, this.history.end_ms, Math.max(2, Math.floor(width / 80)));
+    }
+
+    /// The value of a series at the cursor, or its last.
+    value(series) {
+        const { start_ms, step_ms } = this.history;
+        const index = this.cursor.at === null ? series.length - 1 : Math.floor((this.cursor.at - start_ms) / step_ms);
+        return series[index] ?? null;
+    }
+}
+
+/// `series`: `[{ key, label, colour, thin }]`; `limits()`: `[{ label, value, colour, isDraft }]`.
+export class Lines extends Chart {
+    constructor({ title, note, series, show, base = 1000, top = null, isWhole = false, limits = () => [] }, cursor) {
+        super(title, note, cursor);
+        Object.assign(this, { series, show, base, fixed: top, isWhole, limits });
+        this.told = series.map(({ label, colour }) => {
+            const value = element("b", {});
+            this.legend.append(element("span", { class: `key key-${colour}` }, element("i", { "aria-hidden": "true" }), `${label} `, value));
+            return value;
+        });
+        this.far = element("span", { class: "key far" });
+        this.legend.append(this.far);
+    }
+
+    /// Whether anything of it was ever known.
+    get isEmpty() {
+        return !this.series.some(({ key }) => this.history?.series[key]?.some((value) => value !== null));
+    }
+
+    draw() {
+        if (!this.history || !this.canvas.isConnected || this.canvas.clientWidth === 0) return;
+        const { pen, width, height } = prepare(this.canvas);
+        const colour = colours(this.canvas);
+        const series = this.series.map(({ key }) => this.history.series[key] ?? []);
+        const highest = series.reduce((most, values) => values.reduce((most, value) => Math.max(most, value ?? 0), most), 0);
+        const limits = this.limits().filter(({ value }) => value > 0);
+        const near = limits.filter(({ value, isDraft }) => value <= highest * FAR || isDraft && highest === 0);
+        const top = this.fixed ?? Math.max(this.isWhole ? 4 : 0, Math.max(highest, ...near.map(({ value }) => value)) * 1.12 || 1);
+        const y = (value) => height - ROOM.bottom - value / top * (height - ROOM.top - ROOM.bottom);
+        const { x } = this.bounds(width);
+        const marks = ticks(top, this.base, this.isWhole).map((value) => [value, this.show(value)]);
+        frame(pen, { width, height, colour, marks, times: this.times(width), y, x, clock: (at) => clock(at, false) });
+        this.series.forEach(({ colour: name, thin }, index) => this.line(pen, series[index], { x, y, colour: colour(name), thin }));
+        for (const limit of near) this.limit(pen, limit, { y: y(limit.value), width, colour });
+        if (this.cursor.at !== null) point(pen, x(this.cursor.at), { height, colour });
+        this.tell(series, limits.filter((limit) => !near.includes(limit)), limits);
+    }
+
+    line(pen, values, { x, y, colour, thin }) {
+        const { start_ms, step_ms } = this.history;
+        pen.strokeStyle = colour;
+        pen.lineWidth = thin ? 1 : 1.5;
+        pen.lineJoin = "round";
+        pen.beginPath();
+        let isDown = false;
+        for (let index = 0; index < values.length; index += 1) {
+            if (values[index] === null) {
+                isDown = false;
+                continue;
+            }
+            const [at, height] = [x(start_ms + (index + 0.5) * step_ms), y(values[index])];
+            if (at < ROOM.left - 1) continue;
+            if (isDown) pen.lineTo(at, height);
+            else pen.moveTo(at, height);
+            // One that stands alone is a dot.
+            if (!isDown && (values[index + 1] ?? null) === null) pen.lineTo(at + 1, height);
+            isDown = true;
+        }
+        pen.stroke();
+    }
+
+    limit(pen, { label, colour: name, isBurst, isDraft }, { y, width, colour }) {
+        const ink = colour(isDraft ? "draft" : name ?? "limit");
+        pen.strokeStyle = ink;
+        pen.lineWidth = isDraft ? 2 : 1.25;
+        pen.setLineDash(isDraft ? [2, 3] : isBurst ? [2, 4] : [7, 4]);
+        pen.beginPath();
+        pen.moveTo(ROOM.left, Math.round(y) + 0.5);
+        pen.lineTo(width - ROOM.right, Math.round(y) + 0.5);
+        pen.stroke();
+        pen.setLineDash([]);
+        pen.textAlign = isDraft ? "left" : "right";
+        const [at, base] = [isDraft ? ROOM.left + 4 : width - ROOM.right - 4, y < ROOM.top + 14 ? y + 12 : y - 4];
+        // A rim of the ground, so that it can be read over lines.
+        pen.lineWidth = 3;
+        pen.strokeStyle = colour("ground");
+        pen.strokeText(label, at, base);
+        pen.fillStyle = ink;
+        pen.fillText(label, at, base);
+    }
+
+    tell(series, far, limits) {
+        series.forEach((values, index) => say(this.told[index], this.show(this.value(values))));
+        say(this.far, far.length ? `far above: ${far.map(({ label }) => label).join(", ")}` : "");
+        const known = series.map((values) => values.filter((value) => value !== null));
+        const parts = this.series.map(({ label }, index) => known[index].length
+            ? `${label} ${this.show(known[index].at(-1))} now, ${this.show(Math.max(...known[index]))} at most` : `${label} not known`);
+        const drawn = limits.length ? `; limits: ${limits.map(({ label }) => label).join(", ")}` : "";
+        attribute(this.canvas, "aria-label", `${this.title}: ${parts.join("; ")}${drawn}`);
+    }
+}
+
+/// Latencies over time: the darker, the more of that moment's requests; with p50 and p99.
+export class Heat extends Chart {
+    constructor({ title, note }, cursor) {
+        super(title, note, cursor);
+        this.told = [["p50", "p50", "latency_p50_ns"], ["p99", "p99", "latency_p99_ns"]].map(([label, colour, key]) => {
+            const value = element("b", {});
+            this.legend.append(element("span", { class: `key key-${colour}` }, element("i", { "aria-hidden": "true" }), `${label} `, value));
+            return { value, key, colour };
+        });
+        this.legend.append(element("span", { class: "key scale" }, "fewer ", element("i", { "aria-hidden": "true" }), " more requests"));
+    }
+
+    draw() {
+        if (!this.history || !this.canvas.isConnected || this.canvas.clientWidth === 0) return;
+        const { pen, width, height } = prepare(this.canvas);
+        const colour = colours(this.canvas);
+        const { rows, bounds_ns } = this.history.heat;
+        const [low, high] = this.range(rows, bounds_ns);
+        const scale = (height - ROOM.top - ROOM.bottom) / (Math.log(high) - Math.log(low));
+        const y = (value) => height - ROOM.bottom - (Math.log(Math.min(high, Math.max(low, value))) - Math.log(low)) * scale;
+        const { x } = this.bounds(width);
+        this.cells(pen, { rows, bounds: bounds_ns, low, high, x, y, hue: colour("heat") });
+        const decades = [];
+        for (let power = 10 ** Math.ceil(Math.log10(low)); power <= high; power *= 10) decades.push([power, time(power)]);
+        frame(pen, { width, height, colour, marks: decades, times: this.times(width), y, x, clock: (at) => clock(at, false) });
+        for (const { key, colour: name } of this.told) {
+            Lines.prototype.line.call(this, pen, this.history.series[key] ?? [], { x, y, colour: colour(name) });
+        }
+        if (this.cursor.at !== null) point(pen, x(this.cursor.at), { height, colour });
+        this.tell();
+    }
+
+    /// The latencies that are drawn: a little more than all that there were.
+    range(rows, bounds) {
+        let [first, last] = [Infinity, -Infinity];
+        for (const row of rows) {
+            row?.forEach((requests, index) => {
+                if (requests > 0) [first, last] = [Math.min(first, index), Math.max(last, index)];
+            });
+        }
+        const known = this.told.flatMap(({ key }) => (this.history.series[key] ?? []).filter((value) => value > 0));
+        const lows = [...known, ...first < Infinity && bounds.length ? [bounds[Math.max(0, first - 1)]] : []];
+        const highs = [...known, ...last >= 0 && bounds.length ? [bounds[Math.min(bounds.length - 1, last)]] : []];
+        const low = Math.max(1000, lows.reduce((a, b) => Math.min(a, b), lows.length ? Infinity : 1e5));
+        const high = highs.reduce((a, b) => Math.max(a, b), highs.length ? 0 : 1e8);
+        return [low / 1.5, Math.max(high * 1.5, low * 20)];
+    }
+
+    cells(pen, { rows, bounds, low, high, x, y, hue }) {
+        const { start_ms, step_ms } = this.history;
+        pen.fillStyle = hue;
+        rows.forEach((row, step) => {
+            const most = row?.reduce((a, b) => Math.max(a, b ?? 0), 0) ?? 0;
+            if (!most) return;
+            const [from, to] = [Math.max(ROOM.left, x(start_ms + step * step_ms)), x(start_ms + (step + 1) * step_ms)];
+            if (to <= ROOM.left) return;
+            row.forEach((requests, index) => {
+                if (!requests) return;
+                const [top, bottom] = [y(bounds[index] ?? high), y(index ? bounds[index - 1] : low)];
+                // Few beside many can be seen: that is what the tail is.
+                pen.globalAlpha = 0.12 + 0.78 * Math.log1p(requests) / Math.log1p(most);
+                pen.fillRect(from, top, Math.max(1, to - from + 0.4), Math.max(1, bottom - top));
+            });
+        });
+        pen.globalAlpha = 1;
+    }
+
+    tell() {
+        const parts = this.told.map(({ value, key, colour }) => {
+            const values = this.history.series[key] ?? [];
+            say(value, time(this.value(values)));
+            const known = values.filter((one) => one !== null);
+            return known.length ? `${colour} ${time(known.at(-1))} now, ${time(Math.max(...known))} at most` : `${colour} not known`;
+        });
+        attribute(this.canvas, "aria-label", `${this.title}: ${parts.join("; ")}`);
+    }
+}

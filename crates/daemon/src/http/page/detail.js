@@ -1,0 +1,270 @@
+// The chosen disk or group: what it does now, what it did, what holds it, and its limits.
+//
+// Built once for each that is chosen; then figures are written where they stand. The charts follow
+// the daemon's history, and one cursor is over all of them, for a pointer and for the keyboard.
+
+import { Cursor } from "./axes.js";
+import { Heat, Lines } from "./chart.js";
+import { attribute, element, say } from "./element.js";
+import * as figures from "./figures.js";
+import { Follower, SPANS } from "./history.js";
+import { Limits } from "./limits.js";
+import { binding, isHeld, operations } from "./store.js";
+import { series as table } from "./table.js";
+
+const TILES = [
+    ["IOPS", (node) => figures.count(operations(node))],
+    ["READ/s", (node) => figures.bytes(node.read_bytes_per_second)],
+    ["WRITE/s", (node) => figures.bytes(node.write_bytes_per_second)],
+    ["P50", (node) => figures.time(node.latency_p50_ns)],
+    ["P99", (node) => figures.time(node.latency_p99_ns)],
+    ["WAIT", (node) => node.waiting_requests == null ? "-" : String(node.waiting_requests)],
+    ["HELD", (node) => figures.share(node.wait_ratio)],
+];
+const TITLES = {
+    P50: "half of the last second's requests took less", P99: "99 of 100 of the last second's requests took less",
+    WAIT: "requests that wait now", HELD: "part of the last second in which something waited",
+};
+const KEY = "weir-span";
+
+export class Detail {
+    constructor(host, store, { back, choose, token, announce }) {
+        Object.assign(this, { host, store, back, choose, token, announce });
+        this.key = null;
+        this.span = "10m";
+        try {
+            const kept = sessionStorage.getItem(KEY);
+            if (kept in SPANS) this.span = kept;
+        } catch {
+            // It is 10 minutes.
+        }
+    }
+
+    /// Shows another one, or none for null.
+    show(key) {
+        if (key === this.key) return;
+        this.key = key;
+        this.follower?.stop();
+        this.limits?.stop();
+        this.follower = this.limits = null;
+        this.isBuilt = false;
+        this.update();
+    }
+
+    update() {
+        const node = this.key && this.store.get(this.key);
+        if (!node) {
+            this.isBuilt = false;
+            this.follower?.stop();
+            const text = this.key ? `There is no ${this.key.replace("/", " ")} now.` : "Choose a disk or a group to see what it did, and to change its limits.";
+            this.host.replaceChildren(element("h2", { id: "detail-title", class: "unseen" }, "Nothing is chosen"), element("p", { class: "nothing" }, text));
+            return;
+        }
+        if (!this.isBuilt) this.build(node);
+        this.write(node);
+    }
+
+    /// After the daemon has started again.
+    again() {
+        this.follower?.again();
+        this.limits?.again();
+    }
+
+    build(node) {
+        this.isBuilt = true;
+        this.node = node;
+        const back = element("button", { type: "button", class: "back", onclick: () => this.back() }, "‹ All");
+        this.above = element("span", { class: "above" });
+        this.about = element("p", { class: "about" });
+        this.tiles = TILES.map(([name]) => element("dd", {}));
+        const tiles = element("dl", { class: "tiles" }, ...TILES.map(([name], index) =>
+            element("div", { class: `t-${name.toLowerCase().replace("/", "-")}`, title: TITLES[name] }, element("dt", {}, name), this.tiles[index])));
+        this.held = element("p", { class: "held" });
+        this.cursor = new Cursor();
+        this.charts(node);
+        this.limits = new Limits(node, this.store, { token: this.token, announce: this.announce, drafted: () => this.redraw() });
+        this.problem = element("p", { class: "wrong", role: "status" });
+        this.rows = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Figures as a table" });
+        this.figures = element("details", { class: "figures", ontoggle: () => this.fill() }, element("summary", {}, "Figures as a table"), this.rows);
+        this.facts = element("dl", { class: "facts" });
+        this.host.replaceChildren(
+            element("div", { class: "title" }, back, element("h2", { id: "detail-title" }, node.name),
+                element("span", { class: "kind" }, node.kind), this.above),
+            this.about, tiles, this.held, this.times(), this.problem,
+            element("div", { class: "charts" }, this.operations.shown, this.bytes.shown),
+            this.limits.shown,
+            element("div", { class: "charts" }, this.heat.shown, this.queue.shown, this.shares.shown, this.hits.shown),
+            this.figures, this.facts);
+        this.follow(node);
+    }
+
+    charts(node) {
+        const directions = (unit) => [
+            { key: "sum", label: "sum", colour: "sum", thin: true },
+            { key: `read_${unit}_per_second`, label: "reads", colour: "read" },
+            { key: `write_${unit}_per_second`, label: "writes", colour: "write" },
+        ];
+        const limits = (unit) => () => this.lines(unit);
+        this.operations = new Lines({ title: "Operations per second", series: directions("operations"), show: figures.count, limits: limits("iops") }, this.cursor);
+        this.bytes = new Lines({ title: "Bytes per second", series: directions("bytes"), show: figures.bytes, base: 1024, limits: limits("bps") }, this.cursor);
+        this.heat = new Heat({ title: "Latency", note: "from arrival to answer, the wait for limits included" }, this.cursor);
+        this.queue = new Lines({ title: "Queue", note: "requests that wait for a limit", show: figures.count, isWhole: true,
+            series: [{ key: "waiting_requests", label: "waiting", colour: "held" }] }, this.cursor);
+        this.shares = new Lines({ title: "Held, and bucket", show: figures.share, top: 1, series: [
+            { key: "wait_ratio", label: "held", colour: "held" }, { key: "bucket_level_ratio", label: "bucket full", colour: "read" }],
+        note: "part of each second in which something waited; how full the fullest bucket is: at 100% requests wait" }, this.cursor);
+        this.hits = new Lines({ title: "Answered from memory", show: figures.share, top: 1, series: [
+            { key: "prefetch_hit_ratio", label: "reads that were read ahead", colour: "read" }, { key: "cache_hit_ratio", label: "metadata cache hits", colour: "write" }] }, this.cursor);
+        this.drawn = [this.operations, this.bytes, this.heat, this.queue, this.shares, this.hits];
+        this.hits.shown.hidden = node.kind === "group";
+    }
+
+    /// The limits that a chart of this unit has: its own, else those of the nearest group that has.
+    lines(unit) {
+        const node = this.store.get(this.key);
+        if (!node) return [];
+        const set = (of) => Object.entries(of?.limits ?? {}).filter(([name, value]) => name.startsWith(unit) && !name.endsWith("-length") && name !== "iops-size" && value > 0);
+        const holder = [node, ...this.store.groupsAbove(node)].find((one) => set(one).length);
+        const line = (whose) => ([name, value]) => ({
+            label: `${whose}${name} ${figures.exact(name, value)}`, value, isBurst: name.endsWith("-max"),
+            colour: name.includes("-read") ? "read" : name.includes("-write") ? "write" : "limit",
+        });
+        const drafts = Object.entries(this.limits?.draft() ?? {}).filter(([name, value]) => name.startsWith(unit) && !name.endsWith("-length") && name !== "iops-size" && value > 0);
+        const own = holder ? set(holder).map(line(holder === node ? "" : `${holder.name}: `)) : [];
+        return [...own, ...drafts.map((one) => ({ ...line("draft: ")(one), isDraft: true }))];
+    }
+
+    times() {
+        const spans = Object.entries(SPANS).map(([name, { title }]) => element("label", {},
+            element("input", { type: "radio", name: "span", value: name, checked: name === this.span, onchange: () => this.choosespan(name) }), title));
+        this.instant = element("input", { type: "range", min: "0", max: "1000", value: "1000", "aria-label": "Time in the charts", oninput: () => this.pointAt() });
+        this.shownAt = element("output", {}, "now");
+        this.cursor.listen(() => this.tellInstant());
+        return element("div", { class: "bar times" },
+            element("fieldset", { class: "spans" }, element("legend", { class: "unseen" }, "How far back"), ...spans),
+            element("label", { class: "instant" }, this.instant, this.shownAt));
+    }
+
+    choosespan(name) {
+        this.span = name;
+        try {
+            sessionStorage.setItem(KEY, name);
+        } catch {
+            // It lasts as long as the page.
+        }
+        this.history = null;
+        this.cursor.set(null);
+        this.follow(this.node);
+    }
+
+    pointAt() {
+        if (!this.history) return;
+        const { end_ms, span_ms } = this.history;
+        const part = Number(this.instant.value) / 1000;
+        this.cursor.set(part >= 1 ? null : end_ms - span_ms * (1 - part));
+    }
+
+    tellInstant() {
+        const at = this.cursor.at;
+        const text = at === null ? "now" : figures.clock(at);
+        say(this.shownAt, text);
+        if (at === null) this.instant.value = "1000";
+        else if (this.history) this.instant.value = String(Math.round(1000 - (this.history.end_ms - at) / this.history.span_ms * 1000));
+        const told = this.operations.told.map((value, index) => `${this.operations.series[index].label} ${value.textContent}`).join(", ");
+        attribute(this.instant, "aria-valuetext", at === null ? "now" : `${text}: ${told} operations per second`);
+    }
+
+    follow(node) {
+        this.follower?.stop();
+        this.follower = new Follower(node, this.span, (history, error) => {
+            say(this.problem, error ? `The history cannot be had: ${error.message}` : "");
+            if (history) this.take(history);
+        });
+    }
+
+    take(history) {
+        for (const unit of ["operations", "bytes"]) {
+            const [reads, writes] = [history.series[`read_${unit}_per_second`] ?? [], history.series[`write_${unit}_per_second`] ?? []];
+            const sums = Array.from({ length: history.steps }, (_, index) => reads[index] == null && writes[index] == null ? null : (reads[index] ?? 0) + (writes[index] ?? 0));
+            const chart = unit === "operations" ? this.operations : this.bytes;
+            chart.set({ ...history, series: { ...history.series, sum: sums } });
+        }
+        this.history = history;
+        this.limits?.setPeak(history);
+        for (const chart of [this.heat, this.queue, this.shares]) chart.set(history);
+        this.hits.history = history;
+        this.hits.shown.hidden = this.hits.isEmpty;
+        this.hits.set(history);
+        this.fill();
+    }
+
+    redraw() {
+        for (const chart of this.drawn ?? []) chart.draw();
+    }
+
+    fill() {
+        if (this.figures.open && this.history) this.rows.replaceChildren(table(this.history));
+    }
+
+    write(node) {
+        this.node = node;
+        const above = this.store.groupsAbove(node);
+        const names = above.map(({ name }) => name).join("\n");
+        if (this.above.dataset.names !== names) {
+            this.above.dataset.names = names;
+            this.above.replaceChildren(...above.flatMap((group) => [" in ", element("button", { type: "button", class: "link", onclick: () => this.choose(group.key) }, group.name)]));
+        }
+        say(this.about, about(node, this.store));
+        TILES.forEach(([, show], index) => say(this.tiles[index], show(node)));
+        const limit = binding(node);
+        this.host.classList.toggle("is-held", isHeld(node));
+        say(this.held, node.is_stopped ? "Stopped by an error of its image: it goes on once the cause is gone and a client tries again."
+            : limit ? `Held by ${limit}` : isHeld(node) ? "Requests wait" : "Nothing waits");
+        this.held.classList.toggle("is-stopped", Boolean(node.is_stopped));
+        this.limits.write(node);
+        const told = facts(node);
+        const text = JSON.stringify(told);
+        if (this.facts.dataset.told !== text) {
+            this.facts.dataset.told = text;
+            this.facts.replaceChildren(...told.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
+        }
+    }
+}
+
+function about(node, store) {
+    if (node.kind === "group") {
+        const members = [...store.nodes.values()].filter((one) => store.above(one) === node.name);
+        const disks = members.filter(({ kind }) => kind === "disk").length;
+        return [figures.several(disks, "disk"), members.length > disks ? figures.several(members.length - disks, "group") : null, limitsOf(node)].filter(Boolean).join(" · ");
+    }
+    const clients = (node.exports ?? []).reduce((sum, { connections }) => sum + (connections ?? 0), 0);
+    const over = [...new Set((node.exports ?? []).map(({ type }) => type).filter(Boolean))].join(", ");
+    return [
+        node.size_bytes == null ? null : figures.exactSize(node.size_bytes), node.format, node.cache_mode && `cache ${node.cache_mode}`,
+        node.exports ? `${figures.several(clients, "client")}${over && ` over ${over}`}` : null, limitsOf(node),
+    ].filter(Boolean).join(" · ");
+}
+
+const limitsOf = (node) => figures.limits(node.limits) === "-" ? "no limit of its own" : figures.limits(node.limits);
+
+/// What there is beside: members of objects by their names, shown by their units.
+function facts(node) {
+    const shown = (name, value) => typeof value !== "number" ? String(value)
+        : name.endsWith("_ratio") ? figures.share(value) : name.endsWith("_bytes") ? figures.bytes(value)
+            : name.endsWith("_ns") ? figures.time(value) : name.includes("-") ? figures.exact(name, value) : figures.count(value);
+    const words = (name) => name.replace(/_(ratio|bytes|ns)$/, "").replaceAll("_", " ");
+    const found = [];
+    for (const [member, title] of [["prefetch", "read ahead"], ["cache", "metadata cache"], ["reservation", "promised"], ["errors", "errors"]]) {
+        const of = node[member];
+        if (of === null || of === undefined) continue;
+        if (typeof of !== "object") found.push([title, shown(member, of)]);
+        else {
+            const told = Object.entries(of).filter(([, value]) => value !== null && typeof value !== "object");
+            if (told.length) found.push([title, told.map(([name, value]) => `${words(name)} ${shown(name, value)}`).join(" · ")]);
+        }
+    }
+    for (const [member, title] of [["weight", "weight"], ["watermark", "watermark"], ["enforcement", "limits are"]]) {
+        if (node[member] !== null && node[member] !== undefined && typeof node[member] !== "object") found.push([title, member === "watermark" ? `${node[member]}%` : String(node[member])]);
+    }
+    return found;
+}

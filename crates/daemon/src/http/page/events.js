@@ -1,0 +1,75 @@
+// What has happened, the newest first: limits that were hit, errors, clients, changes.
+
+import { ask } from "./api.js";
+import { element, part, say } from "./element.js";
+import { clock } from "./figures.js";
+import { Store } from "./store.js";
+
+const MOST = 500;
+const SHOWN = 200;
+const GRAVE = ["error", "warning", "warn", "critical"];
+
+export class Events {
+    constructor(store, { choose, announce }) {
+        Object.assign(this, { store, choose, announce });
+        [this.list, this.only] = [part("events"), part("events-chosen")];
+        this.events = [];
+        this.chosen = null;
+        this.lastId = 0;
+        this.only.addEventListener("change", () => this.draw());
+        this.list.addEventListener("click", (event) => {
+            const key = event.target.closest("button")?.dataset.key;
+            if (key) this.choose(key);
+        });
+        this.draw();
+    }
+
+    /// All that the daemon still has; after a start its numbers begin anew.
+    async load() {
+        try {
+            const told = await ask("GET", "/api/v1/events");
+            const events = Array.isArray(told) ? told : told?.events ?? [];
+            this.events = events.slice(-MOST).reverse();
+            this.draw();
+        } catch {
+            // What comes over the stream is shown all the same.
+        }
+    }
+
+    add(event) {
+        if (this.events.some(({ id, time_ms }) => id === event.id && time_ms === event.time_ms)) return;
+        this.events.unshift(event);
+        this.events.length = Math.min(this.events.length, MOST);
+        if (GRAVE.includes(event.severity)) this.announce(`${event.severity}: ${event.message}`);
+        this.draw();
+    }
+
+    mark(key) {
+        this.chosen = key;
+        if (this.only.checked) this.draw();
+    }
+
+    draw() {
+        if (this.isDue) return;
+        this.isDue = true;
+        requestAnimationFrame(() => {
+            this.isDue = false;
+            const key = (event) => event.disk ? Store.key("disk", event.disk) : event.group ? Store.key("group", event.group) : null;
+            const wanted = this.only.checked ? this.events.filter((event) => key(event) === this.chosen) : this.events;
+            const rows = wanted.slice(0, SHOWN).map((event) => this.row(event, key(event)));
+            if (!rows.length) rows.push(element("li", { class: "nothing" }, "Nothing has happened yet."));
+            this.list.replaceChildren(...rows);
+        });
+    }
+
+    row(event, key) {
+        const at = element("time", {}, clock(event.time_ms));
+        const date = new Date(event.time_ms ?? NaN);
+        if (!Number.isNaN(date.getTime())) at.setAttribute("datetime", date.toISOString());
+        const name = event.disk ?? event.group;
+        const whose = key && this.store.get(key) ? element("button", { type: "button", class: "link", "data-key": key, tabindex: "-1" }, name) : name ? element("span", {}, name) : null;
+        const grave = GRAVE.includes(event.severity);
+        return element("li", { class: grave ? "is-grave" : null }, at, " ", grave ? element("b", {}, event.severity) : null, grave ? " " : null,
+            whose, whose ? " " : null, element("span", { class: "message" }, event.message ?? event.kind ?? ""));
+    }
+}

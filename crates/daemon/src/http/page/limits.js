@@ -1,0 +1,304 @@
+// Limits of the chosen one: changed by slider or number, seen beforehand, then applied.
+//
+// What is set here is a draft until it is applied. For each draft the daemon says what the last ten
+// minutes would have felt under it. It alone judges what is allowed: its words are shown as they
+// are. All changes of a draft are applied together or not at all.
+
+import { Refused, ask, place } from "./api.js";
+import { attribute, element, say } from "./element.js";
+import * as figures from "./figures.js";
+
+/// After the last touch of a slider.
+const STILL_MS = 250;
+/// Places of a slider; the first is no limit.
+const PLACES = 200;
+const LOWEST = { iops: 10, bps: 64 * 1024 };
+const AT_LEAST = { iops: 20_000, bps: 512 * 1024 ** 2 };
+
+/// Settings that are no rate: their names, and whether a disk, a group, or both have them.
+const OTHERS = { "iops-size": ["disk", "group"], weight: ["disk", "group"], "iops-reservation": ["disk", "group"], "bps-reservation": ["disk", "group"], watermark: ["group", "disk"] };
+const NOTES = {
+    "iops-size": "bytes after which one request counts as more than one operation",
+    weight: "share of what is contended",
+    "iops-reservation": "operations per second that it is promised", "bps-reservation": "bytes per second that it is promised",
+    watermark: "percent of the device's capacity in use, below which limits are lifted",
+};
+const UNITS = { "iops-reservation": "/s", "bps-reservation": "/s", watermark: "%" };
+
+const FELT = [
+    ["operations_per_second", "operations per second", figures.count], ["bytes_per_second", "bytes per second", figures.bytes],
+    ["latency_p50_ns", "latency, p50", figures.time], ["latency_p99_ns", "latency, p99", figures.time],
+    ["wait_p50_ns", "wait, p50", figures.time], ["wait_p99_ns", "wait, p99", figures.time],
+    ["waiting_ratio", "requests that waited", figures.share],
+];
+
+export class Limits {
+    constructor(node, store, { token, announce, drafted }) {
+        Object.assign(this, { node, store, token, announce, drafted });
+        this.fields = new Map();
+        this.peak = { iops: 0, bps: 0 };
+        this.asked = null;
+        this.timer = null;
+        this.undo = null;
+        this.build(node);
+    }
+
+    build(node) {
+        this.list = element("div", { class: "settings" });
+        this.more = element("select", { "aria-label": "Another limit", onchange: () => this.add(this.more.value, true) });
+        this.why = element("p", { class: "why" });
+        this.apply = element("button", { type: "submit", class: "main" }, "Apply");
+        this.reset = element("button", { type: "button", onclick: () => this.discard() }, "Discard");
+        this.back = element("button", { type: "button", hidden: true, onclick: () => this.takeBack() }, "Undo");
+        this.result = element("p", { class: "result", role: "status" });
+        this.seen = element("div", { class: "preview", "aria-live": "polite" });
+        const form = element("form", { novalidate: true, onsubmit: (event) => { event.preventDefault(); this.send(this.draft()); } },
+            this.list, element("p", { class: "row" }, this.more), this.why,
+            element("p", { class: "row" }, this.apply, this.reset, this.back), this.result);
+        this.shown = element("section", { class: "limits", "aria-labelledby": "limits-title" },
+            element("h3", { id: "limits-title" }, "Limits"), element("div", { class: "sides" }, form, this.seen));
+        for (const name of this.usual(node)) this.add(name, false);
+        this.offer();
+        this.changed();
+    }
+
+    stop() {
+        this.isStopped = true;
+        this.asked?.abort();
+        clearTimeout(this.timer);
+    }
+
+    /// After the daemon has started again: what it keeps of the last minutes is another.
+    again() {
+        this.changed();
+    }
+
+    usual(node) {
+        const set = Object.keys(figures.KINDS).filter((kind) => this.value(kind) > 0);
+        const totals = ["iops", "bps"].filter((unit) => !set.some((kind) => kind.startsWith(unit))).map((unit) => `${unit}-total`);
+        const others = Object.keys(OTHERS).filter((name) => name === "weight" ? this.store.above(node) !== null : this.value(name) > 0);
+        return [...Object.keys(figures.KINDS).filter((kind) => set.includes(kind) || totals.includes(kind)).sort((a, b) => b.startsWith("iops") - a.startsWith("iops")), ...others];
+    }
+
+    /// What is in force.
+    value(name) {
+        const node = this.node;
+        if (name === "weight") return node.weight ?? 100;
+        if (name.endsWith("-reservation")) return node.reservation?.[name] ?? node[name.replaceAll("-", "_")] ?? 0;
+        if (name === "watermark") return node.watermark ?? 0;
+        return node.limits?.[name] ?? 0;
+    }
+
+    /// What can still be added.
+    offer() {
+        const kinds = Object.keys(figures.KINDS).filter((kind) => !this.fields.has(kind)).sort((a, b) => b.startsWith("iops") - a.startsWith("iops"));
+        const others = Object.keys(OTHERS).filter((name) => !this.fields.has(name) && OTHERS[name].includes(this.node.kind));
+        this.more.replaceChildren(element("option", { value: "" }, "Another limit…"), ...[...kinds, ...others].map((name) => element("option", { value: name }, name)));
+    }
+
+    add(name, isAsked) {
+        if (name === "" || this.fields.has(name)) return;
+        const row = name in figures.KINDS ? this.rate(name) : this.other(name);
+        this.list.append(row);
+        if (!isAsked) return;
+        this.offer();
+        this.more.value = "";
+        this.fields.get(name).focus();
+    }
+
+    field(name, label) {
+        const input = element("input", {
+            type: "text", inputmode: figures.countsBytes(name) ? "text" : "numeric", name, autocomplete: "off", spellcheck: "false",
+            "aria-label": name, title: label, size: "7", placeholder: name === "weight" ? "100" : "none", oninput: () => this.touched(name),
+        });
+        input.value = this.typed(name, this.value(name));
+        this.fields.set(name, input);
+        return input;
+    }
+
+    typed(name, value) {
+        return value === 0 || value === 1 && name.endsWith("-length") ? "" : figures.exact(name, value);
+    }
+
+    rate(kind) {
+        const unit = kind.split("-")[0];
+        const slider = element("input", { type: "range", min: "0", max: String(PLACES), "aria-label": `${kind}, slider`, oninput: () => this.slid(kind) });
+        const rate = this.field(kind, unit === "iops" ? "operations per second" : "bytes per second, such as 10M");
+        const row = element("div", { class: "setting" }, element("span", { class: "label", "aria-hidden": "true" }, kind), slider, rate,
+            element("span", { class: "burst" }, element("span", { "aria-hidden": "true" }, "↑"), this.field(`${kind}-max`, "burst rate, after idle time"),
+                element("span", { "aria-hidden": "true" }, "×"), this.field(`${kind}-max-length`, "how long the burst may last, in seconds"), element("span", { "aria-hidden": "true" }, "s")));
+        rate.slider = slider;
+        this.toSlider(kind);
+        return row;
+    }
+
+    other(name) {
+        return element("div", { class: "setting is-plain" }, element("span", { class: "label", "aria-hidden": "true" }, name), this.field(name, NOTES[name]),
+            element("span", { class: "note" }, `${UNITS[name] ?? ""} ${NOTES[name]}`.trim()));
+    }
+
+    /// The range of a slider: four times what was seen, or is set.
+    range(kind) {
+        const unit = kind.split("-")[0];
+        return [LOWEST[unit], Math.max(AT_LEAST[unit], 4 * this.peak[unit], 4 * this.value(kind))];
+    }
+
+    toSlider(kind) {
+        const input = this.fields.get(kind);
+        const [low, high] = this.range(kind);
+        const value = figures.parsed(kind, input.value) ?? 0;
+        const place = value > 0 ? 1 + (PLACES - 1) * Math.log(Math.max(value, low) / low) / Math.log(high / low) : 0;
+        input.slider.value = String(Math.round(Math.min(PLACES, place)));
+        attribute(input.slider, "aria-valuetext", value > 0 ? `${figures.exact(kind, value)} a second` : "no limit");
+    }
+
+    slid(kind) {
+        const input = this.fields.get(kind);
+        const place = Number(input.slider.value);
+        const [low, high] = this.range(kind);
+        input.value = place === 0 ? "" : figures.exact(kind, round(low * (high / low) ** ((place - 1) / (PLACES - 1)), figures.countsBytes(kind)));
+        attribute(input.slider, "aria-valuetext", input.value ? `${input.value} a second` : "no limit");
+        this.changed();
+    }
+
+    touched(name) {
+        if (this.fields.get(name).slider) this.toSlider(name);
+        this.changed();
+    }
+
+    /// What was measured, for the ranges of sliders.
+    setPeak(history) {
+        const most = (key) => (history.series[key] ?? []).reduce((most, value) => Math.max(most, value ?? 0), 0);
+        this.peak = { iops: most("read_operations_per_second") + most("write_operations_per_second"), bps: most("read_bytes_per_second") + most("write_bytes_per_second") };
+    }
+
+    /// What differs from what is in force; text that is no number goes to the daemon as it is.
+    draft() {
+        const draft = {};
+        for (const [name, input] of this.fields) {
+            const value = figures.parsed(name, input.value);
+            const now = this.value(name);
+            const plain = input.value.trim() === "" ? name === "weight" ? 100 : 0 : value;
+            const isSame = plain === now || name.endsWith("-length") && (plain || 1) === (now || 1);
+            if (!isSame) draft[name] = plain ?? input.value.trim();
+        }
+        return draft;
+    }
+
+    /// New figures of the node: what is not being edited follows what is in force.
+    write(node) {
+        const edited = new Set(Object.keys(this.lastDraft ?? {}));
+        const was = this.forced;
+        this.node = node;
+        this.forced = JSON.stringify([node.limits, node.weight, node.reservation, node.watermark]);
+        const access = this.store.access;
+        if (was !== undefined && was !== this.forced) {
+            for (const kind of Object.keys(figures.KINDS)) if (this.value(kind) > 0) this.add(kind, false);
+            this.offer();
+            for (const [name, input] of this.fields) {
+                if (!edited.has(name) && input !== document.activeElement) input.value = this.typed(name, this.value(name));
+                if (input.slider) this.toSlider(name);
+            }
+            this.changed();
+        } else if (access !== this.access) this.changed();
+        this.access = access;
+    }
+
+    discard() {
+        for (const [name, input] of this.fields) {
+            input.value = this.typed(name, this.value(name));
+            if (input.slider) this.toSlider(name);
+        }
+        say(this.result, "");
+        this.changed();
+    }
+
+    /// The draft is another one.
+    changed() {
+        const draft = this.draft();
+        this.lastDraft = draft;
+        const names = Object.keys(draft);
+        for (const [name, input] of this.fields) input.classList.toggle("is-draft", name in draft);
+        const canChange = this.store.access === "change";
+        this.apply.disabled = !canChange || names.length === 0;
+        this.reset.disabled = names.length === 0;
+        say(this.why, canChange ? "" : "Read-only: this daemon was started without --http-token-file, so that nothing can be changed here.");
+        this.drafted();
+        clearTimeout(this.timer);
+        this.asked?.abort();
+        if (names.length) this.timer = setTimeout(() => this.preview(draft), STILL_MS);
+        else this.seen.replaceChildren(element("p", { class: "hint" }, "Move a slider or type a number: what the last ten minutes would have felt is shown here, before anything changes."));
+    }
+
+    async preview(draft, using = null) {
+        const asked = this.asked = new AbortController();
+        this.seen.classList.add("is-old");
+        try {
+            const told = await ask("POST", `${place(this.node)}/preview`, { body: draft, using, signal: asked.signal });
+            if (!asked.signal.aborted) this.seen.replaceChildren(...felt(told, draft, this));
+        } catch (error) {
+            if (asked.signal.aborted) return;
+            const needs = error instanceof Refused && error.isAboutToken;
+            this.seen.replaceChildren(element("p", { class: "wrong" }, needs ? "This daemon shows what a limit would do to whoever has its token." : error.message));
+            if (needs) this.seen.append(element("button", { type: "button", onclick: () => this.token.with((token) => this.preview(draft, token)) }, "Enter the token"));
+        }
+        this.seen.classList.remove("is-old");
+    }
+
+    /// Changes them, together; asks for the token where there is none.
+    async send(draft, isUndo = false) {
+        const names = Object.keys(draft);
+        if (!names.length || this.apply.disabled && !isUndo) return;
+        const before = Object.fromEntries(names.map((name) => [name, this.value(name)]));
+        try {
+            const told = await this.token.with((using) => ask("PATCH", `${place(this.node)}/limits`, { body: draft, using }));
+            if (told === undefined || this.isStopped) return; // It was given up at the question for the token.
+            // The stream says so too, soon; until then this is what is known.
+            Object.assign(this.node, told);
+            for (const name of names) this.fields.get(name).value = this.typed(name, this.value(name));
+            this.lastDraft = {};
+            this.write(this.node);
+            for (const [name, input] of this.fields) if (input.slider) this.toSlider(name);
+            this.changed();
+            this.undo = isUndo ? null : before;
+            this.back.hidden = isUndo;
+            const text = names.map((name) => `${name} ${this.told(name, before[name])} → ${this.told(name, this.value(name))}`).join(", ");
+            this.result.className = "result";
+            say(this.result, `In force: ${text}`);
+        } catch (error) {
+            this.result.className = "result wrong";
+            say(this.result, error.message);
+        }
+    }
+
+    told(name, value) {
+        return value === 0 ? "none" : figures.exact(name, value);
+    }
+
+    takeBack() {
+        if (this.undo) this.send(this.undo, true);
+        this.apply.focus();
+    }
+}
+
+/// To two digits, and of bytes to whole units, so that a slider gives numbers that people would.
+function round(value, isBytes) {
+    const unit = isBytes ? 1024 ** Math.floor(Math.log(value) / Math.log(1024)) : 1;
+    const power = 10 ** Math.max(0, Math.floor(Math.log10(value / unit)) - 1);
+    return Math.round(value / unit / power) * power * unit;
+}
+
+/// What was felt, and what would have been.
+function felt(told, draft, of) {
+    const changes = Object.entries(draft).map(([name, value]) => `${name} ${of.told(name, of.value(name))} → ${typeof value === "number" ? of.told(name, value) : value}`).join(", ");
+    const { now = {}, then = {}, requests, seconds } = told ?? {};
+    if (!requests) return [element("p", { class: "hint" }, "Nobody asked anything of it in the last ten minutes, so there is nothing to try this on."), element("p", { class: "hint" }, changes)];
+    const rows = FELT.filter(([key]) => now[key] != null || then[key] != null).map(([key, title, show]) => {
+        const [one, other] = [show(now[key]), show(then[key])];
+        const isBad = !key.includes("per_second") && then[key] > now[key] * 1.1 && one !== other;
+        return element("tr", {}, element("th", { scope: "row" }, title), element("td", {}, one), element("td", { class: one === other ? "" : isBad ? "worse" : "other" }, other));
+    });
+    return [element("table", {}, element("caption", {}, `What ${figures.count(requests)} requests of the last ${figures.age(seconds * 1000)} felt, and what they would have felt with ${changes}`),
+        element("thead", {}, element("tr", {}, element("td", {}), element("th", { scope: "col" }, "now"), element("th", { scope: "col" }, "then"))),
+        element("tbody", {}, ...rows))];
+}

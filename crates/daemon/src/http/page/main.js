@@ -1,0 +1,172 @@
+// The page from start to end: what the daemon tells goes into the store, and from there onto the
+// screen, at most once a frame and ten times a second.
+//
+// Which one is chosen stands behind the address's `#`, so that a link leads to it and the browser's
+// way back closes it.
+
+import { part, say } from "./element.js";
+import { Detail } from "./detail.js";
+import { Events } from "./events.js";
+import * as figures from "./figures.js";
+import { listen } from "./live.js";
+import { Store } from "./store.js";
+import { Token } from "./token.js";
+import { Tree, sums } from "./tree.js";
+
+const BETWEEN_MS = 100;
+
+const store = new Store();
+const announce = (text) => { part("said").textContent = text; };
+const token = new Token(store);
+const tree = new Tree(part("tree"), store, (key, goThere) => choose(key, goThere));
+const events = new Events(store, { choose: (key) => choose(key, true), announce });
+const detail = new Detail(part("detail"), store, { back, choose: (key) => choose(key), token, announce });
+
+let [isDue, lastMs, version] = [false, 0, null];
+
+/// Draws soon, and not more often than it can be seen.
+function soon() {
+    if (isDue) return;
+    isDue = true;
+    setTimeout(() => requestAnimationFrame(() => {
+        [isDue, lastMs] = [false, performance.now()];
+        draw();
+    }), Math.max(0, BETWEEN_MS - (performance.now() - lastMs)));
+}
+
+function draw() {
+    tree.update();
+    detail.update();
+    token.update();
+    say(part("sums"), sums(store));
+    const { name, version: is, started_ms } = store.daemon;
+    say(part("daemon"), [name, is, started_ms ? `up ${figures.age((store.timeMs ?? Date.now()) - started_ms)}` : null].filter(Boolean).join(" · "));
+    const devices = [...store.devices.values()].map(device);
+    part("devices").hidden = devices.length === 0;
+    say(part("devices"), devices.join(" · "));
+}
+
+function device({ name, used_ratio, use_ratio, use: used, disks }) {
+    const share = used_ratio ?? use_ratio ?? used;
+    const many = Array.isArray(disks) ? disks.length : disks;
+    return [`${name}:`, typeof share === "number" ? `${figures.share(share)} in use` : "use not known", many > 0 ? `(${figures.several(many, "disk")})` : null].filter(Boolean).join(" ");
+}
+
+// What the address names.
+
+function chosen() {
+    const [, kind, name] = /^#(disk|group)\/(.*)$/s.exec(location.hash) ?? [];
+    try {
+        return kind ? Store.key(kind, decodeURIComponent(name)) : null;
+    } catch {
+        return null;
+    }
+}
+
+function choose(key, goThere = false) {
+    const [kind, ...name] = key.split("/");
+    const hash = `#${kind}/${encodeURIComponent(name.join("/"))}`;
+    if (location.hash !== hash) history.pushState({ isOurs: true }, "", hash);
+    route();
+    if (goThere) part("detail").focus({ preventScroll: true });
+}
+
+function back() {
+    if (history.state?.isOurs) history.back();
+    else {
+        history.replaceState(null, "", location.pathname);
+        route();
+    }
+    tree.grid.focus();
+}
+
+function view(name) {
+    document.body.dataset.view = name;
+    for (const button of document.querySelectorAll(".views button")) {
+        button.setAttribute("aria-pressed", String(button.dataset.to === name));
+    }
+    // What was not seen has no size until now.
+    tree.place();
+    detail.redraw();
+}
+
+function route() {
+    const key = chosen();
+    const had = detail.key;
+    detail.show(key);
+    tree.mark(key);
+    events.mark(key);
+    document.title = key ? `${key.slice(key.indexOf("/") + 1)} – weir` : "weir";
+    if (key && key !== had) part("detail").scrollTop = 0;
+    view(key ? "detail" : document.body.dataset.view === "events" ? "events" : "list");
+}
+
+addEventListener("popstate", route);
+addEventListener("hashchange", route);
+for (const button of document.querySelectorAll(".views button")) button.addEventListener("click", () => view(button.dataset.to));
+part("filter").addEventListener("input", ({ target }) => tree.setFilter(target.value));
+part("filter").addEventListener("keydown", (event) => {
+    if (event.key === "ArrowDown" || event.key === "Enter") {
+        event.preventDefault();
+        tree.grid.focus();
+        tree.go(0);
+    }
+});
+document.addEventListener("keydown", (event) => {
+    const isTyping = event.target.matches("input:not([type=range], [type=radio], [type=checkbox]), select, textarea");
+    if (event.key === "/" && !isTyping && !event.ctrlKey && !event.metaKey && !event.altKey) {
+        event.preventDefault();
+        view("list");
+        part("filter").focus();
+    } else if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
+        if (event.target === part("filter")) {
+            part("filter").value = "";
+            tree.setFilter("");
+        }
+        if (event.target !== tree.grid) tree.grid.focus();
+    }
+});
+
+// Colours.
+
+const theme = part("theme");
+theme.value = document.documentElement.dataset.theme ?? "auto";
+theme.addEventListener("change", () => {
+    if (theme.value === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = theme.value;
+    try {
+        localStorage.setItem("weir-theme", theme.value);
+    } catch {
+        // It lasts as long as the page.
+    }
+    detail.redraw();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => detail.redraw());
+
+// What happens.
+
+say(part("live"), "connecting");
+listen((kind, told) => {
+    if (kind === "event") {
+        events.add(told);
+        return;
+    }
+    if (kind === "delta") store.delta(told);
+    else {
+        store.overview(told);
+        events.load();
+        detail.again();
+        const is = store.daemon.version ?? null;
+        if (version !== null && is !== version) {
+            part("notice").hidden = false;
+            say(part("notice"), `The daemon is weir ${is} now, and this page is of ${version}: reload it.`);
+        } else version = is;
+    }
+    soon();
+}, (isLive, sinceMs) => {
+    document.body.classList.toggle("is-stale", !isLive);
+    part("live").className = isLive ? "live is-live" : "live is-lost";
+    say(part("live"), isLive ? "live" : `not live since ${figures.clock(sinceMs)}: the daemon does not answer, trying again`);
+});
+route();
+soon();

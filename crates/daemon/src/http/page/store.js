@@ -1,0 +1,108 @@
+// What the daemon has told: disks and groups by name, and what hangs below what.
+//
+// An overview replaces all of it, a delta changes members. Nothing is trusted to be there: what is
+// missing or null is not known, and shown as such. Never asks for anything, and never draws.
+
+import { KINDS } from "./figures.js";
+
+export class Store {
+    /// `disk` and `group` have names of their own: a key is `disk/NAME` or `group/NAME`.
+    nodes = new Map();
+    daemon = {};
+    devices = new Map();
+    access = "read";
+    timeMs = null;
+    /// Counts up where nodes come, go or move, so that the tree is built anew.
+    shape = 0;
+
+    static key = (kind, name) => `${kind}/${name}`;
+
+    overview(told) {
+        this.nodes = new Map();
+        this.devices = new Map();
+        this.daemon = told.daemon ?? {};
+        this.access = told.access ?? "read";
+        this.timeMs = told.time_ms ?? null;
+        this.take("group", told.groups);
+        this.take("disk", told.disks);
+        this.takeDevices(told.devices);
+        this.shape += 1;
+    }
+
+    delta(told) {
+        this.timeMs = told.time_ms ?? this.timeMs;
+        this.take("group", told.groups);
+        this.take("disk", told.disks);
+        this.takeDevices(told.devices);
+        for (const kind of ["group", "disk"]) {
+            for (const name of told.gone?.[`${kind}s`] ?? []) {
+                this.shape += this.nodes.delete(Store.key(kind, name)) ? 1 : 0;
+            }
+        }
+    }
+
+    take(kind, told) {
+        for (const members of told ?? []) {
+            const key = Store.key(kind, members.name);
+            const node = this.nodes.get(key);
+            if (!node) {
+                this.nodes.set(key, { ...members, kind, key });
+                this.shape += 1;
+                continue;
+            }
+            const above = this.above(node);
+            Object.assign(node, members);
+            if (this.above(node) !== above) this.shape += 1;
+        }
+    }
+
+    takeDevices(told) {
+        for (const device of told ?? []) {
+            this.devices.set(device.name, Object.assign(this.devices.get(device.name) ?? {}, device));
+        }
+    }
+
+    get(key) {
+        return this.nodes.get(key) ?? null;
+    }
+
+    /// The name of the group it is in, or null.
+    above(node) {
+        return (node.kind === "group" ? node.parent : node.group) ?? null;
+    }
+
+    /// The groups above, the nearest first; a circle ends where it closes.
+    groupsAbove(node) {
+        const found = [];
+        for (let next = this.above(node); next !== null;) {
+            const group = this.get(Store.key("group", next));
+            if (!group || found.includes(group)) break;
+            found.push(group);
+            next = this.above(group);
+        }
+        return found;
+    }
+
+    disks() {
+        return [...this.nodes.values()].filter(({ kind }) => kind === "disk");
+    }
+}
+
+const sum = (a, b) => a == null && b == null ? null : (a ?? 0) + (b ?? 0);
+
+/// Operations per second, both directions.
+export const operations = (node) => sum(node.read_operations_per_second, node.write_operations_per_second);
+
+/// Bytes per second, both directions.
+export const transferred = (node) => sum(node.read_bytes_per_second, node.write_bytes_per_second);
+
+/// Whether something of it waits, or waited in the last second.
+export const isHeld = (node) => node.wait_ratio > 0 || node.waiting_requests > 0;
+
+/// The limit that it waits for: `iops-total`, of a group above `gold: iops-total`; or null.
+export function binding(node, isShort = false) {
+    const held = node.held_by;
+    if (!held) return null;
+    const limit = (isShort ? KINDS[held.limit] : null) ?? held.limit ?? "a limit";
+    return held.name && held.name !== node.name ? `${held.name}: ${limit}` : limit;
+}

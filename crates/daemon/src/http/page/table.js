@@ -1,0 +1,39 @@
+// A history as a table: what the charts show, for whoever cannot see them or wants the figures.
+
+import { element } from "./element.js";
+import * as figures from "./figures.js";
+
+/// Rows over time; each is the mean of its part.
+const PARTS = 12;
+
+const COLUMNS = [
+    ["read_operations_per_second", "reads/s", figures.count], ["write_operations_per_second", "writes/s", figures.count],
+    ["read_bytes_per_second", "READ/s", figures.bytes], ["write_bytes_per_second", "WRITE/s", figures.bytes],
+    ["latency_p50_ns", "P50", figures.time], ["latency_p99_ns", "P99", figures.time],
+    ["waiting_requests", "WAIT", figures.count], ["wait_ratio", "HELD", figures.share], ["bucket_level_ratio", "bucket", figures.share],
+    ["prefetch_hit_ratio", "read ahead", figures.share], ["cache_hit_ratio", "cache", figures.share],
+];
+
+const known = (values) => values.filter((value) => value !== null);
+const mean = (values) => values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+
+/// The table of a history, its newest part first.
+export function series(history) {
+    const columns = COLUMNS.filter(([key]) => known(history.series[key] ?? []).length);
+    const total = history.span_ms / history.step_ms;
+    const row = (name, figure) => element("tr", {}, element("th", { scope: "row" }, name),
+        ...columns.map(([key, , show]) => element("td", {}, show(figure(history.series[key])))));
+    const parts = [];
+    for (let part = PARTS - 1; part >= 0; part -= 1) {
+        // The span ends where the history does; it may begin before it.
+        const [from, to] = [part, part + 1].map((at) => Math.max(0, Math.round(history.steps - total + at * total / PARTS)));
+        if (to > from) {
+            const name = `${figures.clock(history.start_ms + from * history.step_ms)} – ${figures.clock(history.start_ms + to * history.step_ms)}`;
+            parts.push(row(name, (values) => mean(known(values.slice(from, to)))));
+        }
+    }
+    const highest = row("highest", (values) => known(values).reduce((most, value) => Math.max(most, value), 0));
+    return element("table", {}, element("caption", {}, "Means of each part, the newest first"),
+        element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "time"), ...columns.map(([, title]) => element("th", { scope: "col" }, title)))),
+        element("tbody", {}, highest, ...parts));
+}

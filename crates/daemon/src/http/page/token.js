@@ -1,0 +1,85 @@
+// The question for the token: asked when a change needs it, and said plainly where it is wrong.
+
+import { Refused, ask, keepToken, place, token } from "./api.js";
+import { part, say } from "./element.js";
+
+export class Token {
+    constructor(store) {
+        this.store = store;
+        [this.dialog, this.field, this.wrong, this.button] = ["token-dialog", "token", "token-wrong", "token-button"].map(part);
+        this.button.addEventListener("click", () => this.pressed());
+        part("token-cancel").addEventListener("click", () => this.dialog.close());
+        this.dialog.querySelector("form").addEventListener("submit", (event) => {
+            event.preventDefault();
+            this.used?.(this.field.value.trim());
+        });
+        this.dialog.addEventListener("close", () => {
+            this.field.value = "";
+            this.used = null;
+            this.ended?.();
+        });
+    }
+
+    /// What the button says; it is there where a token is of use.
+    update() {
+        this.button.hidden = this.store.access !== "change";
+        say(this.button, token() ? "Forget token" : "Enter token");
+    }
+
+    pressed() {
+        if (token()) {
+            keepToken(null);
+            this.update();
+            return;
+        }
+        const [any] = this.store.nodes.values();
+        // No member to be changed: it says whether the token is right.
+        if (any) this.with((using) => ask("PATCH", `${place(any)}/limits`, { body: {}, using })).catch(() => {});
+    }
+
+    /// What `act` gives with a token that the daemon takes; nothing where the question is cancelled.
+    async with(act) {
+        const kept = token();
+        if (kept) {
+            try {
+                return await act(kept);
+            } catch (error) {
+                if (!(error instanceof Refused && error.isAboutToken)) throw error;
+                keepToken(null);
+                this.update();
+                return this.question(act, `The token is wrong now: ${error.message}`);
+            }
+        }
+        return this.question(act, "");
+    }
+
+    question(act, said) {
+        say(this.wrong, said);
+        return new Promise((done, failed) => {
+            this.ended = () => done(undefined);
+            this.used = async (typed) => {
+                say(this.wrong, "");
+                try {
+                    const result = await act(typed);
+                    keepToken(typed);
+                    this.update();
+                    done(result);
+                    this.dialog.close();
+                } catch (error) {
+                    if (error instanceof Refused && (error.isAboutToken || error.status === 429)) {
+                        say(this.wrong, error.status === 429 ? error.message : `Wrong token: ${error.message}`);
+                        this.field.select();
+                        return;
+                    }
+                    // The token was taken, what was asked was not.
+                    if (error instanceof Refused) keepToken(typed);
+                    this.update();
+                    failed(error);
+                    this.dialog.close();
+                }
+            };
+            this.dialog.showModal();
+            this.field.focus();
+        });
+    }
+}
