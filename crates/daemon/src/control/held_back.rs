@@ -158,6 +158,7 @@ mod tests {
             tokens: [None; 6],
             levels: [None; 6],
             waiting,
+            kept: None,
         }
     }
 

@@ -299,6 +299,13 @@ fn throttles(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigu
     to.gauges(&name("reservation_operations_per_second"), help, rows)?;
     let help = "Bytes that are promised, whatever others do.";
     to.gauges(&name("reservation_bytes_per_second"), help, promised(|one| one.share.bps_reservation()))?;
+    let kept = || all.iter().filter_map(|&(name, one)| Some(([(key, name)], one.stats.kept?)));
+    let help = "Time during which requests waited, and as much passed as is promised.";
+    let rows = kept().map(|(labels, kept)| (labels, seconds(kept.met_ns)));
+    to.counters(&name("reservation_met_seconds"), help, rows)?;
+    let help = "Time during which requests waited, and less passed than is promised.";
+    let rows = kept().map(|(labels, kept)| (labels, seconds(kept.missed_ns)));
+    to.counters(&name("reservation_missed_seconds"), help, rows)?;
     let watched = || all.iter().filter(|(_, throttle)| throttle.watermark > 0);
     let rows = watched().map(|&(name, one)| ([(key, name)], f64::from(one.watermark) / 100.0));
     to.gauges(&name("watermark_ratio"), "Use of the device from which on limits hold.", rows)?;

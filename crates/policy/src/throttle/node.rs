@@ -7,9 +7,10 @@ use super::bucket::Buckets;
 use super::cost::Cost;
 use super::enforcement::{Enforcement, Scale};
 use super::limits::{LimitKind, Limits};
+use super::promise::Promise;
 use super::schedule::Schedule;
 use super::share::Share;
-use super::stats::{AllWaits, Counters, Stats};
+use super::stats::{AllWaits, Brief, Counters, Stats};
 use crate::request::Direction;
 use crate::time::Instant;
 use alloc::boxed::Box;
@@ -126,6 +127,8 @@ pub(super) struct Node<T> {
     limited_ns: u64,
     binding: Option<LimitKind>,
     waits: Option<Box<AllWaits>>,
+    /// None without a reservation of its own: few have one.
+    pub(super) promise: Option<Box<Promise>>,
     /// By unit: what the device below can do; 0 if unknown.
     pub(super) capacity: [u64; 2],
     /// By unit: what is promised to its children.
@@ -163,10 +166,12 @@ impl<T> Node<T> {
             limited_ns: 0,
             binding: None,
             waits: None,
+            promise: None,
             capacity: [0; 2],
             promised: [0; 2],
         };
         node.set_limits(limits, now);
+        node.set_share(share, now);
         node
     }
 
@@ -185,6 +190,17 @@ impl<T> Node<T> {
         let mut limited = before.unwrap_or_else(|| Box::new(Limited::new(now)));
         limited.set(&limits, self.enforcement, now);
         self.limited = Some(limited);
+    }
+
+    /// Another promise is another account.
+    pub(super) fn set_share(&mut self, share: Share, now: Instant) {
+        let is_same = |promise: &Share| (promise.iops_reservation(), promise.bps_reservation());
+        if !share.is_reserved() {
+            self.promise = None;
+        } else if self.promise.is_none() || is_same(&self.share) != is_same(&share) {
+            self.promise = Some(Box::new(Promise::new(self.waiting != [0; 2], now)));
+        }
+        self.share = share;
     }
 
     /// Puts another part of a limit in force that is divided over hosts: see `bucket/part.rs`.
@@ -292,9 +308,19 @@ impl<T> Node<T> {
         }
     }
 
-    pub(super) fn stats(&self, now: Instant) -> Stats {
+    pub(super) fn brief(&self, now: Instant) -> Brief {
         let is_blocked = self.blocked != [false; 2];
         let so_far = if is_blocked { now.nanos_since(self.blocked_since) } else { 0 };
+        Brief {
+            limited_ns: self.limited_ns + so_far,
+            binding: self.binding.filter(|_| is_blocked || self.waiting != [0; 2]),
+            waiting: self.waiting,
+            kept: self.promise.as_ref().map(|promise| promise.kept(now)),
+        }
+    }
+
+    pub(super) fn stats(&self, now: Instant) -> Stats {
+        let Brief { limited_ns, binding, waiting, kept } = self.brief(now);
         let buckets = self.limited.as_ref().map(|limited| {
             let mut buckets = limited.buckets.clone();
             buckets.leak_to(now);
@@ -307,11 +333,12 @@ impl<T> Node<T> {
             writes: self.counters[Direction::Write.index()],
             waits: self.waits.as_ref().map(|waits| waits.all()).unwrap_or_default(),
             recent_waits: self.waits.as_ref().map(|waits| waits.recent(now)).unwrap_or_default(),
-            limited_ns: self.limited_ns + so_far,
-            binding: self.binding.filter(|_| is_blocked || self.waiting != [0; 2]),
+            limited_ns,
+            binding,
             tokens,
             levels,
-            waiting: self.waiting,
+            waiting,
+            kept,
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use super::cost::Cost;
 use super::limits::LimitKind;
+use super::promise::Kept;
 use crate::time::Instant;
 use alloc::boxed::Box;
 
@@ -72,6 +73,21 @@ pub struct Stats {
     pub levels: [Option<Level>; 6],
     /// By direction: requests that wait here or below.
     pub waiting: [usize; 2],
+    /// What became of its own reservation; `None` without one.
+    pub kept: Option<Kept>,
+}
+
+/// What of [`Stats`] costs next to nothing to ask for: for who looks at thousands each second.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Brief {
+    /// As [`Stats::limited_ns`].
+    pub limited_ns: u64,
+    /// As [`Stats::binding`].
+    pub binding: Option<LimitKind>,
+    /// As [`Stats::waiting`].
+    pub waiting: [usize; 2],
+    /// As [`Stats::kept`].
+    pub kept: Option<Kept>,
 }
 
 /// How long a wait counts among the recent ones, in nanoseconds; at most twice as long.

@@ -27,7 +27,7 @@ use super::limits::{Invalid, LimitKind, Limits};
 use super::node::{Node, NodeId, Ticket, Waiter};
 use super::schedule::{Lane, Schedule};
 use super::share::Share;
-use super::stats::Stats;
+use super::stats::{Brief, Stats};
 use crate::request::Direction;
 use crate::time::Instant;
 use alloc::boxed::Box;
@@ -415,6 +415,11 @@ impl<T> Tree<T> {
         self.nodes[self.slot(node)].stats(self.now.max(now))
     }
 
+    /// What of [`Tree::stats`] costs next to nothing.
+    pub fn brief(&self, node: NodeId, now: Instant) -> Brief {
+        self.nodes[self.slot(node)].brief(self.now.max(now))
+    }
+
     fn apply_limits(&mut self, slot: usize, limits: Limits) {
         let before = self.nodes[slot].limits();
         self.nodes[slot].set_limits(limits, self.now);
@@ -427,7 +432,7 @@ impl<T> Tree<T> {
         let node = &mut self.nodes[slot];
         let parent = node.parent;
         let (old, new) = (demand(node.share, node.promised), demand(share, node.promised));
-        node.share = share;
+        node.set_share(share, self.now);
         self.promise(parent, old, new);
         self.entitle(slot);
     }
@@ -463,8 +468,12 @@ impl<T> Tree<T> {
     fn count_waiting(&mut self, slot: usize, direction: Direction, change: impl Fn(usize) -> usize) {
         let mut at = slot;
         loop {
-            let waiting = &mut self.nodes[at].waiting[direction.index()];
+            let node = &mut self.nodes[at];
+            let waiting = &mut node.waiting[direction.index()];
             *waiting = change(*waiting);
+            if let Some(promise) = &mut node.promise {
+                promise.waits(node.waiting != [0; 2], self.now);
+            }
             if at == ROOT {
                 return;
             }

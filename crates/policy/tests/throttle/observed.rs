@@ -1,8 +1,8 @@
 //! What a tree can tell of itself: waits, which limit, how much of the time, what is left.
 
-use crate::timeline::{Timeline, Workload, assert_within_percent, ms, s};
+use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, promise, s};
 use policy::request::Direction;
-use policy::throttle::{Level, LimitKind, Share, Stats, WaitSummary};
+use policy::throttle::{Kept, Level, LimitKind, Share, Stats, WaitSummary};
 
 #[test]
 fn waits_are_summed_up() {
@@ -77,4 +77,40 @@ fn tokens_are_what_may_still_pass_at_once() {
     assert_eq!(tokens[LimitKind::BpsRead.index()], None);
     assert_eq!(disk.tree.stats(disk.disk(client), ms(1)).tokens, [None; 6], "it has no limits of its own");
     assert_eq!(disk.tree.waiting(disk.group, Direction::Write), 0);
+}
+
+fn kept(disks: &Timeline, client: usize, at_s: u64) -> Kept {
+    disks.tree.stats(disks.disk(client), s(at_s)).kept.expect("it has a reservation")
+}
+
+#[test]
+fn a_reservation_that_is_met_says_so_and_one_that_cannot_be_is_missed() {
+    let mut disks = Timeline::new("iops-total=1000");
+    let reserved = disks.add_with(promise(300, 0), Workload::READS.depth(8));
+    let other = disks.add(Workload::READS.of(1 << 20).depth(64));
+    disks.run_until(s(10));
+    let before = kept(&disks, reserved, 10);
+    assert!(before.met_ns > 8_000_000_000 && before.missed_ns == 0, "{before:?}");
+    // A part of a limit that is divided over hosts: less than is promised.
+    disks.tree.divide(disks.group, limits("iops-total=100"), [0; 6], s(10)).expect("valid limits");
+    disks.run_until(s(20));
+    let after = kept(&disks, reserved, 20);
+    assert!(after.missed_ns > 8_000_000_000, "{after:?}");
+    assert!(after.met_ns <= before.met_ns + 2_000_000_000, "{after:?}");
+    assert_eq!(disks.tree.stats(disks.disk(other), s(20)).kept, None);
+    let brief = disks.tree.brief(disks.disk(reserved), s(20));
+    assert_eq!(brief.kept, Some(after));
+}
+
+#[test]
+fn what_is_promised_is_counted_by_iops_size() {
+    // Each request is four operations: 100 of them are what is promised.
+    let mut disks = Timeline::new("iops-total=1000,iops-size=4096");
+    let reserved = disks.add_with(promise(400, 0), Workload::READS.of(16 << 10).depth(8));
+    for _ in 0..9 {
+        disks.add(Workload::READS.of(4096).depth(64));
+    }
+    disks.run_until(s(10));
+    let kept = kept(&disks, reserved, 10);
+    assert!(kept.met_ns > 8_000_000_000 && kept.missed_ns == 0, "{kept:?}");
 }

@@ -23,7 +23,7 @@ use std::{
 
 use policy::{
     request::Direction,
-    throttle::{Admission, Cost, Counters, GivenBack, Held, NodeId, Refused, Stats},
+    throttle::{Admission, Brief, Cost, Counters, GivenBack, Held, NodeId, Refused, Stats},
     time::Instant,
 };
 
@@ -160,6 +160,12 @@ impl<K> Seat<K> {
         stats.limited_ns = stats.limited_ns.saturating_add(earlier.limited_ns);
         stats.waits.max_ns = stats.waits.max_ns.max(earlier.max_wait_ns);
         stats
+    }
+
+    pub(super) fn brief(&self, now: Instant) -> Brief {
+        let place = self.lock();
+        let brief = place.arbiter.lock().tree().brief(place.node, now);
+        Brief { limited_ns: brief.limited_ns.saturating_add(place.earlier.limited_ns), ..brief }
     }
 
     /// Takes a request back that nobody waits for any more. Nothing to do if it has been admitted,

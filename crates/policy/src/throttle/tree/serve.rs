@@ -276,7 +276,11 @@ impl<T> Tree<T> {
             if level + 1 == self.path.length {
                 break;
             }
-            let child = &self.nodes[self.path.steps[level + 1].slot];
+            let child = &mut self.nodes[self.path.steps[level + 1].slot];
+            if let Some(promise) = &mut child.promise {
+                promise.had(of_part(child.share.promised_ns(cost, operations), part), now);
+            }
+            let child = &*child;
             let number = child.number;
             let promised_ns = match phase {
                 Phase::Promise => of_part(child.entitlement().promised_ns(cost, operations), part),

@@ -353,7 +353,7 @@ fn server(serving: &Serving) -> Value {
 }
 
 fn throttle(stats: &Stats) -> Value {
-    let Stats { reads, writes, waits, recent_waits, limited_ns, binding, tokens, waiting, .. } = stats;
+    let Stats { reads, writes, waits, recent_waits, limited_ns, binding, tokens, waiting, kept, .. } = stats;
     let [reads_waiting, writes_waiting] = waiting;
     let mut answer = json!({
         "reads": counters(reads),
@@ -366,6 +366,9 @@ fn throttle(stats: &Stats) -> Value {
         if waits.max_ns > 0 {
             answer[name] = json!({ "p50": waits.p50_ns, "p99": waits.p99_ns, "max": waits.max_ns });
         }
+    }
+    if let Some(kept) = kept {
+        answer["reservation"] = json!({ "met-ns": kept.met_ns, "missed-ns": kept.missed_ns });
     }
     if let Some(kind) = binding {
         answer["binding"] = json!(limit_name(*kind));

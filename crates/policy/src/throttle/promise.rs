@@ -1,0 +1,144 @@
+//! Whether a reservation is kept: time in which work waited, in windows of a second, and whether
+//! what passed meanwhile was what is promised.
+//!
+//! ```text
+//!   waits        ────────────          ──────────────────────
+//!   windows      [   1 s of waiting            ][    1 s    ]      a gap is part of none
+//!   passed       in time of the promise: 1.2 s ✓    0.7 s ✗         95 % of the window is enough
+//! ```
+//!
+//! What passes is counted by its price in time of the promise, a slice at a time. So `iops-size`
+//! and both units are counted as they are promised, and a large request does not seem to be missing
+//! while it is paid for. Only time in which something waits counts: who asks for less than is
+//! promised misses nothing.
+//!
+//! Never decides who is next: that is `schedule.rs`.
+
+use crate::time::Instant;
+
+/// Waiting after which it is judged.
+const WINDOW_NS: u64 = 1_000_000_000;
+/// A window that waiting has not filled by then tells of too long a time, and is dropped.
+const STALE_NS: u64 = 4 * WINDOW_NS;
+/// Percent of the promise that keep it: as `weir verify` has it.
+const KEPT_PERCENT: u64 = 95;
+
+/// What became of a reservation, counted from when it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Kept {
+    /// Nanoseconds during which work waited, and as much passed as is promised.
+    pub met_ns: u64,
+    /// The same, and less passed.
+    pub missed_ns: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Promise {
+    kept: Kept,
+    waits_since: Option<Instant>,
+    /// Of this window.
+    began: Instant,
+    waited_ns: u64,
+    had_ns: u64,
+}
+
+impl Promise {
+    pub(super) const fn new(waits: bool, now: Instant) -> Self {
+        let waits_since = if waits { Some(now) } else { None };
+        Self { kept: Kept { met_ns: 0, missed_ns: 0 }, waits_since, began: now, waited_ns: 0, had_ns: 0 }
+    }
+
+    /// Work waits from now on, or no longer.
+    pub(super) fn waits(&mut self, waits: bool, now: Instant) {
+        if waits == self.waits_since.is_some() {
+            return;
+        }
+        self.advance(now);
+        let is_stale = now.nanos_since(self.began) > STALE_NS;
+        if waits && (self.waited_ns == 0 || is_stale) {
+            (self.began, self.waited_ns, self.had_ns) = (now, 0, 0);
+        }
+        self.waits_since = waits.then_some(now);
+    }
+
+    /// So much of the promise has passed.
+    pub(super) fn had(&mut self, promised_ns: u64, now: Instant) {
+        self.had_ns = self.had_ns.saturating_add(promised_ns);
+        self.advance(now);
+    }
+
+    /// What is known by `now`, also of who has had nothing for long.
+    pub(super) fn kept(mut self, now: Instant) -> Kept {
+        self.advance(now);
+        self.kept
+    }
+
+    fn advance(&mut self, now: Instant) {
+        let Some(since) = self.waits_since else { return };
+        self.waited_ns += now.nanos_since(since);
+        self.waits_since = Some(since.max(now));
+        if self.waited_ns < WINDOW_NS {
+            return;
+        }
+        let is_kept = u128::from(self.had_ns) * 100 >= u128::from(self.waited_ns) * u128::from(KEPT_PERCENT);
+        let sum = if is_kept { &mut self.kept.met_ns } else { &mut self.kept.missed_ns };
+        *sum = sum.saturating_add(self.waited_ns);
+        (self.began, self.waited_ns, self.had_ns) = (now, 0, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ms(ms: u64) -> Instant {
+        Instant::from_nanos(ms * 1_000_000)
+    }
+
+    fn of(met_ms: u64, missed_ms: u64) -> Kept {
+        Kept { met_ns: met_ms * 1_000_000, missed_ns: missed_ms * 1_000_000 }
+    }
+
+    #[test]
+    fn who_waits_and_has_95_percent_has_what_is_promised() {
+        for (each_us, expect) in [(9_500, of(1000, 0)), (9_400, of(0, 1000))] {
+            let mut promise = Promise::new(true, ms(0));
+            for at in (10..=1000).step_by(10) {
+                promise.had(each_us * 1000, ms(at));
+            }
+            assert_eq!(promise.kept(ms(1000)), expect, "{each_us} us of each 10 ms");
+        }
+    }
+
+    #[test]
+    fn nobody_misses_what_is_not_asked_for() {
+        let mut promise = Promise::new(false, ms(0));
+        promise.had(1, ms(5000));
+        promise.waits(true, ms(6000));
+        promise.waits(false, ms(6900));
+        assert_eq!(promise.kept(ms(60_000)), Kept::default());
+        // Much later: that was another time.
+        promise.waits(true, ms(60_000));
+        promise.waits(false, ms(60_500));
+        assert_eq!(promise.kept(ms(90_000)), Kept::default());
+    }
+
+    #[test]
+    fn who_has_nothing_for_long_is_seen_before_anything_passes() {
+        let promise = Promise::new(true, ms(0));
+        assert_eq!(promise.kept(ms(999)), Kept::default());
+        assert_eq!(promise.kept(ms(7000)), of(0, 7000));
+    }
+
+    #[test]
+    fn a_window_is_time_of_waiting() {
+        let mut promise = Promise::new(false, ms(0));
+        // Half of each 100 ms it waits, and has half of what is promised for all of it.
+        for at in (0..2000).step_by(100) {
+            promise.waits(true, ms(at));
+            promise.waits(false, ms(at + 50));
+            promise.had(50_000_000, ms(at + 50));
+        }
+        assert_eq!(promise.kept(ms(2000)), of(1000, 0));
+    }
+}
