@@ -6,6 +6,7 @@
 //!   device.rs          what it calls a device: a node, a number, a path on it
 //!        │
 //!   limit/             what one may do, as asked for, kept and told to the kernel
+//!   figures.rs         what those with limits do, for whoever tells of it
 //!   watch/             bursts, watermarks and groups, run from outside of the kernel
 //!   run/               a command in a cgroup of its own
 //!   show/              what cgroups and their tasks do
@@ -24,6 +25,7 @@ mod command;
 pub(crate) mod control_group;
 pub(crate) mod device;
 pub(crate) mod explain;
+pub mod figures;
 pub(crate) mod hierarchy;
 mod kernel;
 pub(crate) mod limit;

@@ -29,7 +29,10 @@ mod unsteered;
 use std::{
     collections::{BTreeMap, HashMap},
     path::{Path, PathBuf},
-    sync::mpsc::{self, RecvTimeoutError},
+    sync::{
+        PoisonError,
+        mpsc::{self, RecvTimeoutError},
+    },
 };
 
 use anyhow::{Context as _, anyhow};
@@ -66,7 +69,7 @@ use super::{
         settling, weight,
     },
 };
-use crate::watch::arguments::WatchArgs;
+use crate::{figures::Known, watch::arguments::WatchArgs};
 
 /// Between two samples of a device, as for weir's own disks.
 const SAMPLE: Duration = Duration::from_millis(50);
@@ -146,6 +149,8 @@ struct Watch {
     disks: Disks,
     buffer: Vec<u8>,
     pace: Pace,
+    /// What others are told of watermarks.
+    known: Known,
 }
 
 impl Watch {
@@ -208,6 +213,7 @@ impl Watch {
             disks: Disks::new(store),
             buffer: Vec::new(),
             pace: Pace::new(now, cpu_now()),
+            known: Known::default(),
             hierarchy,
         };
         watch.adopt(kept, &levels::load(path, now), now)?;
@@ -409,6 +415,16 @@ impl Watch {
         self.steered.iter().filter_map(left).collect()
     }
 
+    /// Tells how far limits with a watermark hold.
+    fn publish(&self) {
+        let watched = self.steered.iter().filter(|steered| steered.sharing.watermark != Watermark::ALWAYS);
+        let told = watched.flat_map(|steered| {
+            let enforcement = steered.enforcement();
+            steered.members().map(move |(group, device)| ((group.name.clone(), device), enforcement))
+        });
+        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = told.collect();
+    }
+
     fn keep(&mut self, now: Instant) {
         let kept = if self.steered.iter().any(Steered::has_spent) {
             levels::save(&self.path, &self.left(now))
@@ -422,6 +438,7 @@ impl Watch {
             }
         }
         self.steered.iter_mut().for_each(Steered::kept);
+        self.publish();
         for index in in_turn(&mut self.verified, self.steered.len(), VERIFIED) {
             self.steered[index].verify();
         }

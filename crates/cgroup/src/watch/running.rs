@@ -11,7 +11,10 @@ use anyhow::Context as _;
 use settings::state::Store;
 
 use super::{Ended, Watch};
-use crate::hierarchy::{Hierarchy, Roots};
+use crate::{
+    figures::Reader,
+    hierarchy::{Hierarchy, Roots},
+};
 
 /// How often who stands by looks whether a watch has ended.
 const STAND_BY: Duration = Duration::from_millis(500);
@@ -21,13 +24,22 @@ const STAND_BY: Duration = Duration::from_millis(500);
 pub struct Running {
     stop: Option<mpsc::Sender<()>>,
     thread: Option<thread::JoinHandle<()>>,
+    figures: Option<Reader>,
 }
 
 impl Running {
     /// Watches the limits in this file. What devices can do is in the store.
     pub fn start(path: &Path, store: Store) -> anyhow::Result<Self> {
         let watch = Watch::claim(Hierarchy::discover(Roots::default())?, path, store)?;
-        Self::run(move |stopped| watch.until(stopped).map(drop))
+        let figures = Reader::new(path, Roots::default(), watch.known.clone());
+        let mut running = Self::run(move |stopped| watch.until(stopped).map(drop))?;
+        running.figures = Some(figures);
+        Ok(running)
+    }
+
+    /// Reads what the control groups do; `None` where it stands by.
+    pub fn figures(&self) -> Option<Reader> {
+        self.figures.clone()
     }
 
     /// The same for one command: it steers while nobody else does, and makes way for who claims to.
@@ -72,7 +84,7 @@ impl Running {
         };
         let thread = thread::Builder::new().name("cgroups".to_owned()).spawn(body);
         let thread = thread.context("the thread that watches control groups")?;
-        Ok(Self { stop: Some(stop), thread: Some(thread) })
+        Ok(Self { stop: Some(stop), thread: Some(thread), figures: None })
     }
 }
 

@@ -165,6 +165,10 @@ impl Steered {
         self.kept = self.pool.levels();
     }
 
+    pub(super) fn enforcement(&self) -> Enforcement {
+        self.pool.enforcement()
+    }
+
     pub(super) fn enforce(&mut self, enforcement: Enforcement, now: Instant, buffer: &mut Vec<u8>) {
         if !nearly_same(self.pool.enforcement(), enforcement) {
             if self.pool.enforcement() == Enforcement::Lifted {
