@@ -32,6 +32,7 @@ mod descriptors;
 mod devices;
 mod docker_plugin;
 mod documents;
+mod events;
 mod failures;
 mod fio;
 mod from_qemu;

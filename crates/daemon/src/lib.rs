@@ -8,7 +8,9 @@
 //!     reload/   the config file read again: its difference to what runs, as one change
 //!     takeover/ another daemon goes on where this one stops
 //!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
+//!   events/     what has happened: the last of it, and who asked for it
 //!   http/       what Prometheus asks for, on a thread of its own
+//!   on_event/   the process that hands events on to a webhook or a command
 //!   sandbox/    rights that are given up once all is open
 //!   notify      what the service manager is told
 //!   pid_file    the process's number, for scripts
@@ -22,15 +24,18 @@
 //! do.
 
 mod control;
+mod events;
 mod http;
 pub mod listen;
 mod notify;
+mod on_event;
 mod pid_file;
 mod sandbox;
 pub mod serve;
 pub mod users;
 
 pub use control::qmp::qemu_release;
+pub use on_event::run as run_on_event;
 
 #[doc(hidden)]
 pub use control::qmp::fuzzing;

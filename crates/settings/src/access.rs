@@ -1,7 +1,7 @@
 //! Who may connect to a Unix socket: the mode and the owner of its file. Only the text is judged
 //! here.
 
-use std::str::FromStr;
+use std::{fmt, str::FromStr};
 
 /// Of the socket's owner alone: whoever connects can read and write disks.
 const OWNER_ONLY: u32 = 0o600;
@@ -28,6 +28,14 @@ pub struct Owner {
     pub user: Option<String>,
     /// Stays as it is without one.
     pub group: Option<String>,
+}
+
+/// As it may be given again.
+impl fmt::Display for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.user.as_deref().unwrap_or_default())?;
+        self.group.as_ref().map_or(Ok(()), |group| write!(f, ":{group}"))
+    }
 }
 
 impl FromStr for Owner {

@@ -432,6 +432,7 @@ fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
         control: control(draft.control, &draft.qmp)?,
         qmp: qmp(draft.qmp)?,
         metrics: draft.metrics.map(|said| said.value),
+        on_event: draft.on_event.map(|said| said.value),
         access: draft.access.check(&tls, true)?,
         tls,
         log: LogSettings {

@@ -9,8 +9,8 @@ use block::{
 };
 
 use super::{
-    AccessDraft, Address, Door, Image, LogFormat, OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft,
-    Record, Said, Sandbox, SettingsDraft, tls::TlsDraft,
+    AccessDraft, Address, Door, Image, LogFormat, OnErrorDraft, OnEvent, Owner, Place, PrefetchDraft,
+    Qcow2Draft, Record, Said, Sandbox, SettingsDraft, tls::TlsDraft,
 };
 
 /// All that the command line and the config file said.
@@ -98,6 +98,8 @@ pub struct ServiceDraft {
     pub control: Option<Said<bool>>,
     /// Where figures are told over HTTP.
     pub metrics: Option<Said<Address>>,
+    /// Who is told of events beside the log.
+    pub on_event: Option<Said<OnEvent>>,
     pub workers: Option<Said<usize>>,
     pub poll: Option<Said<Polling>>,
     pub max_connections: Option<Said<u32>>,
@@ -132,6 +134,7 @@ impl ServiceDraft {
             control,
             qmp,
             metrics: self.metrics.or(other.metrics),
+            on_event: self.on_event.or(other.on_event),
             workers: self.workers.or(other.workers),
             poll: self.poll.or(other.poll),
             max_connections: self.max_connections.or(other.max_connections),

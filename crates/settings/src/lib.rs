@@ -39,6 +39,7 @@ pub mod keyval;
 pub mod log;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 pub mod on_error;
+mod on_event;
 mod place;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 pub mod prefetch;
@@ -72,6 +73,7 @@ pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
 pub use image::Image;
 pub use log::{LogFormat, LogSettings};
 pub use on_error::OnErrorDraft;
+pub use on_event::{OnEvent, WebServer, Webhook};
 pub use place::{Place, Said, Wrong};
 use policy::access::Access;
 pub use prefetch::PrefetchDraft;
@@ -231,6 +233,8 @@ pub struct Service {
     pub control: Standard,
     /// Where figures are told over HTTP; `None`: nowhere.
     pub metrics: Option<Address>,
+    /// Who is told of events beside the log.
+    pub on_event: Option<OnEvent>,
     /// Encryption of connections.
     pub tls: Tls,
     /// What is logged.

@@ -97,6 +97,9 @@ pub(crate) enum Command {
     /// Take such a device away
     #[command(after_help = attach::DETACH_EXAMPLES)]
     Detach(attach::DetachArgs),
+    /// What hands events on for `serve --on-event`
+    #[command(hide = true)]
+    OnEventRunner,
     /// What `attach` leaves in the background
     #[command(hide = true)]
     AttachKeeper,

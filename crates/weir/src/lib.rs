@@ -78,6 +78,7 @@ pub fn main() -> ExitCode {
         Command::Attach(arguments) => attach::run(*arguments),
         Command::Detach(arguments) => attach::detach(arguments),
         Command::AttachKeeper => attach::keep(),
+        Command::OnEventRunner => daemon::run_on_event(),
         Command::Status(arguments) => status::run(arguments),
         Command::Verify(arguments) => verify::run(arguments),
         Command::Throttle(arguments) => saving::run(&*arguments),

@@ -17,6 +17,7 @@ use export::nbd;
 use settings::{Credentials, Plan, SecretSource, Service, Tls, secret::Secrets};
 
 use super::inventory::{Inventory, RunningDisk};
+use crate::events::Events;
 
 /// What the disks of one daemon have together while their images are opened.
 pub(crate) struct Assembly {
@@ -171,12 +172,13 @@ fn options(
     ImageOptions { storage, caches: disk.qcow2.caches, secrets, snapshot, ..ImageOptions::default() }
 }
 
-pub(crate) fn terms(service: &Service) -> nbd::Terms {
+pub(crate) fn terms(service: &Service, events: &Events) -> nbd::Terms {
     nbd::Terms {
         // A count that does not fit is more than there can ever be.
         max_connections: usize::try_from(service.max_connections).unwrap_or(usize::MAX),
         max_of_one_address: service.max_connections_per_address.map(|most| most as usize),
         access: service.access.clone(),
+        visited: Some(Arc::new(events.clone())),
         ..nbd::Terms::default()
     }
 }

@@ -50,6 +50,7 @@ pub(crate) use super::{
     running::{NodeBelow, RunningDisk, StorageNode},
 };
 use crate::{
+    events::{Deliveries, Events},
     listen::{Inherited, Listening},
     sandbox::Entered,
 };
@@ -152,6 +153,9 @@ pub(crate) struct Inventory {
     pub(crate) descriptors: Sets,
     listeners: RefCell<Vec<Listener>>,
     pub(crate) recordings: Rc<Recordings>,
+    pub(crate) events: Events,
+    /// Where events are handed on.
+    pub(crate) deliveries: OnceCell<Rc<Deliveries>>,
     pub(crate) ender: Ender,
 }
 
@@ -193,6 +197,8 @@ impl Inventory {
             descriptors: Sets::default(),
             listeners: RefCell::default(),
             recordings: Recordings::of(disks_of(this.clone())),
+            events: Events::default(),
+            deliveries: OnceCell::new(),
             ender,
         });
         let recordings = Rc::clone(&new.recordings);

@@ -27,3 +27,4 @@ pub(crate) mod running;
 pub(crate) mod serving;
 pub(crate) mod takeover;
 pub(crate) mod wanted;
+pub(crate) mod watch;

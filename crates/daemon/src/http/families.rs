@@ -12,14 +12,16 @@ use block::measures::{Spread, Timed, Whose};
 use policy::{
     prefetch,
     request::Direction,
-    throttle::{Counters, Enforcement, LimitKind, Part, Setting},
+    throttle::{Counters, Enforcement, LimitKind},
     watermark::Capacity,
 };
 use prometheus_client::{collector::Collector, encoding::DescriptorEncoder};
 
 use super::{
+    cgroups::ControlGroups,
     process::Process,
-    snapshot::{DiskFigures, Snapshot, ThrottleFigures},
+    snapshot::{DiskFigures, RecordingFigures, Snapshot, ThrottleFigures},
+    words::{name_of, name_of_limit, name_of_owner},
     writer::{Labels, Writer},
 };
 
@@ -27,6 +29,7 @@ use super::{
 pub(super) struct Families {
     pub(super) snapshot: Snapshot,
     pub(super) process: Process,
+    pub(super) cgroups: ControlGroups,
 }
 
 impl Collector for Families {
@@ -42,7 +45,8 @@ impl Collector for Families {
         throttles(&mut writer, "group", &of_groups)?;
         prefetches(&mut writer, disks)?;
         caches(&mut writer, disks)?;
-        self.devices(&mut writer)
+        self.devices(&mut writer)?;
+        self.cgroups.tell(&mut writer)
     }
 }
 
@@ -52,7 +56,7 @@ fn seconds(ns: u64) -> f64 {
 
 impl Families {
     fn daemon(&self, to: &mut Writer<'_>) -> fmt::Result {
-        let Self { snapshot, process } = self;
+        let Self { snapshot, process, .. } = self;
         to.infos("weir_build", "The daemon.", [[("version", env!("CARGO_PKG_VERSION"))]])?;
         let started = [([], snapshot.started.as_secs_f64())];
         to.gauges("process_start_time_seconds", "When the daemon began, since the Epoch.", started)?;
@@ -77,6 +81,8 @@ impl Families {
         let completed = rings().map(|(labels, totals)| (labels, totals.completed));
         to.counters("weir_ring_completed_operations", help, completed)?;
         self.memory(to)?;
+        self.events(to)?;
+        self.recordings(to)?;
         self.connections(to)
     }
 
@@ -92,6 +98,31 @@ impl Families {
         to.gauges("weir_memory_requests_limit_bytes", "The most that requests may use.", most)?;
         let waiting = [([], memory.waiting)];
         to.gauges("weir_memory_waiting_requests", "Requests that wait for memory.", waiting)
+    }
+
+    fn events(&self, to: &mut Writer<'_>) -> fmt::Result {
+        let Snapshot { events, deliveries, .. } = &self.snapshot;
+        let counts =
+            |which: usize| events.iter().map(move |(kind, counts)| ([("kind", kind.name())], counts[which]));
+        to.counters("weir_events", "Events that were told.", counts(0))?;
+        let help = "Events that were not told, because there were too many of the kind.";
+        to.counters("weir_events_left_out", help, counts(1))?;
+        let results = ["delivered", "failed", "skipped"];
+        let rows = deliveries.iter().flat_map(|counts| results.into_iter().zip(*counts));
+        let help = "Events that a webhook or a command was to be told of.";
+        to.counters("weir_event_deliveries", help, rows.map(|(result, count)| ([("result", result)], count)))
+    }
+
+    fn recordings(&self, to: &mut Writer<'_>) -> fmt::Result {
+        let each = |get: fn(&RecordingFigures) -> u64| {
+            let recordings = self.snapshot.recordings.iter();
+            recordings.map(move |one| ([("directory", &*one.directory)], get(one)))
+        };
+        let help = "Requests in the daemon's own recording.";
+        to.counters("weir_record_requests", help, each(|one| one.requests))?;
+        let help = "Requests that are not in it.";
+        to.counters("weir_record_lost_requests", help, each(|one| one.lost))?;
+        to.counters("weir_record_written_bytes", "Bytes of its files.", each(|one| one.bytes))
     }
 
     fn connections(&self, to: &mut Writer<'_>) -> fmt::Result {
@@ -243,25 +274,6 @@ fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     });
     let help = "Time during which some request was held back, by the limit that let it go last.";
     to.counters("weir_disk_throttled_seconds", help, held)
-}
-
-fn name_of(direction: Direction) -> &'static str {
-    match direction {
-        Direction::Read => "read",
-        Direction::Write => "write",
-    }
-}
-
-fn name_of_owner(whose: Whose) -> &'static str {
-    match whose {
-        Whose::Disk => "disk",
-        Whose::Group => "group",
-        Whose::Above => "above",
-    }
-}
-
-const fn name_of_limit(kind: LimitKind) -> &'static str {
-    Setting::Limit(kind, Part::Rate).name()
 }
 
 /// What disks and groups have alike.

@@ -11,11 +11,13 @@
 //! the data path: workers only add to counters, and the inventory belongs to the main thread, which
 //! hands over plain values. Never changes anything.
 
+mod cgroups;
 mod families;
 mod page;
 mod process;
 mod server;
 mod snapshot;
+mod words;
 mod writer;
 
 use std::{rc::Rc, thread};
@@ -51,6 +53,7 @@ impl Http {
         listeners: Vec<Listener>,
         inventory: &Rc<Inventory>,
         workers: &Rc<Vec<Worker>>,
+        cgroups: Option<cgroup::figures::Reader>,
     ) -> anyhow::Result<Self> {
         measure(inventory);
         let addresses: Vec<_> = listeners.iter().map(|listener| listener.authority.to_string()).collect();
@@ -64,7 +67,7 @@ impl Http {
         });
         let (stop, stopped) = tokio::sync::oneshot::channel();
         let thread = thread::Builder::new().name("http".to_owned()).spawn(move || {
-            if let Err(error) = server::run(listeners, &page::router(ask), stopped) {
+            if let Err(error) = server::run(listeners, &page::router(ask, cgroups), stopped) {
                 tracing::error!(%error, "no figures can be had over HTTP (restart weir)");
             }
         });

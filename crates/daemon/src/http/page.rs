@@ -1,7 +1,9 @@
 //! `/metrics`: figures in the form that whoever asks prefers.
 //!
 //! An answer is given again within [`FRESH`]: however many ask, the main thread and this one have
-//! little to do. Never waits for the main thread longer than [`PATIENCE`].
+//! little to do. While clients that read slowly have [`MOST_READ`] answers, whoever asks gets the
+//! last of them: an answer of a thousand disks has twelve megabytes, and each connection could hold
+//! another one. Never waits for the main thread longer than [`PATIENCE`].
 
 use std::{
     sync::Arc,
@@ -19,6 +21,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
+use cgroup::figures::Reader;
 use prometheus_client::{
     encoding::{prometheus_protobuf, text},
     registry::Registry,
@@ -35,21 +38,24 @@ pub(super) type Asked = oneshot::Sender<Snapshot>;
 
 /// How old an answer may be.
 const FRESH: Duration = Duration::from_millis(250);
+/// Answers of one form that may be held at a time, with the one that is kept here.
+const MOST_READ: usize = 3;
 /// Half of what Prometheus waits.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 const INDEX: &str = "weir: its figures for Prometheus are at /metrics\n";
 
 /// Everything that can be asked for; `ask` reaches the main thread.
-pub(super) fn router(ask: async_channel::Sender<Asked>) -> Router {
-    let page = Page { ask, kept: Mutex::default() };
+pub(super) fn router(ask: async_channel::Sender<Asked>, cgroups: Option<Reader>) -> Router {
+    let page = Page { ask, cgroups, given: Mutex::default() };
     Router::new().route("/", get(async || INDEX)).route("/metrics", get(metrics)).with_state(Arc::new(page))
 }
 
 struct Page {
     ask: async_channel::Sender<Asked>,
+    cgroups: Option<Reader>,
     /// By [`Form`].
-    kept: Mutex<[Option<(Instant, Bytes)>; 3]>,
+    given: Mutex<[Given; 3]>,
 }
 
 async fn metrics(State(page): State<Arc<Page>>, headers: HeaderMap) -> Response {
@@ -63,11 +69,10 @@ async fn metrics(State(page): State<Arc<Page>>, headers: HeaderMap) -> Response 
 
 impl Page {
     async fn answer(&self, form: Form) -> Result<Bytes, &'static str> {
-        let mut kept = self.kept.lock().await;
-        if let Some((at, body)) = &kept[form as usize]
-            && at.elapsed() < FRESH
-        {
-            return Ok(body.clone());
+        let mut given = self.given.lock().await;
+        let given = &mut given[form as usize];
+        if let Some(body) = given.again() {
+            return Ok(body);
         }
         let (answer, answered) = oneshot::channel();
         let snapshot = async {
@@ -76,8 +81,30 @@ impl Page {
         };
         let snapshot = timeout(PATIENCE, snapshot).await.map_err(|_| "the daemon is busy (try again)")?;
         let snapshot = snapshot.ok_or("the daemon is ending")?;
-        let body = form.write(snapshot).ok_or("the figures cannot be written")?;
-        Ok(kept[form as usize].insert((Instant::now(), body)).1.clone())
+        let body = form.write(snapshot, self.cgroups.as_ref()).ok_or("the figures cannot be written")?;
+        Ok(given.keep(body))
+    }
+}
+
+/// Answers of one form that somebody may still be reading, the newest last.
+#[derive(Default)]
+struct Given(Vec<(Instant, Bytes)>);
+
+impl Given {
+    /// The last, if it will do.
+    fn again(&mut self) -> Option<Bytes> {
+        let (at, last) = self.0.last().cloned()?;
+        if at.elapsed() < FRESH {
+            return Some(last);
+        }
+        drop(last);
+        self.0.retain(|(_, body)| !body.is_unique());
+        (self.0.len() >= MOST_READ).then(|| self.0.last().map(|(_, body)| body.clone()))?
+    }
+
+    fn keep(&mut self, body: Bytes) -> Bytes {
+        self.0.push((Instant::now(), body.clone()));
+        body
     }
 }
 
@@ -140,9 +167,11 @@ impl Form {
     }
 
     /// `None` where the form has no way to say it.
-    fn write(self, snapshot: Snapshot) -> Option<Bytes> {
+    fn write(self, snapshot: Snapshot, cgroups: Option<&Reader>) -> Option<Bytes> {
+        let cgroups = cgroups.map(Reader::read).unwrap_or_default().into();
+        let families = Families { snapshot, process: Process::now(), cgroups };
         let mut registry = Registry::default();
-        registry.register_collector(Box::new(Families { snapshot, process: Process::now() }));
+        registry.register_collector(Box::new(families));
         let mut body = String::new();
         match self {
             Self::Open => text::encode(&mut body, &registry).ok()?,
@@ -184,6 +213,24 @@ fn plain(open: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn slow_readers_share_few_answers() {
+        let mut given = Given::default();
+        let mut ask = |number: usize| {
+            given.0.iter_mut().for_each(|(at, _)| *at -= FRESH);
+            given.again().unwrap_or_else(|| given.keep(Bytes::from(vec![0; number])))
+        };
+        let mut readers: Vec<_> = (1..=16).map(&mut ask).collect();
+        let lengths: Vec<_> = readers.iter().map(Bytes::len).collect();
+        assert_eq!(lengths[..4], [1, 2, 3, 3]);
+        assert!(lengths[3..].iter().all(|length| *length == 3));
+        // The first has read all of it: there is room for another.
+        readers.remove(0);
+        assert_eq!((ask(17).len(), ask(18).len()), (17, 17));
+        readers.clear();
+        assert_eq!(ask(19).len(), 19);
+    }
 
     #[test]
     fn whoever_asks_has_what_is_liked_best() {

@@ -4,6 +4,7 @@
 //! for longer than one disk's figures take. Never formats anything.
 
 use std::{
+    cell::Cell,
     collections::HashMap,
     rc::Rc,
     sync::Arc,
@@ -29,9 +30,13 @@ use policy::{
     watermark::Capacity,
 };
 
-use crate::control::{
-    inventory::{Door, Inventory, RunningDisk},
-    serving::Serving,
+use crate::{
+    control::{
+        inventory::{Door, Inventory, RunningDisk},
+        recording::Running,
+        serving::Serving,
+    },
+    events::Kind,
 };
 
 #[derive(Debug)]
@@ -45,6 +50,11 @@ pub(super) struct Snapshot {
     pub(super) exports: Vec<ExportFigures>,
     pub(super) servers: Vec<ServerFigures>,
     pub(super) workers: Vec<(String, RingTotals)>,
+    pub(super) events: Vec<(Kind, [u64; 2])>,
+    /// The daemon's own recordings.
+    pub(super) recordings: Vec<RecordingFigures>,
+    /// Delivered, failed, skipped; none where events are not handed on.
+    pub(super) deliveries: Option<[u64; 3]>,
 }
 
 #[derive(Debug)]
@@ -94,6 +104,14 @@ pub(super) struct DeviceFigures {
 }
 
 #[derive(Debug)]
+pub(super) struct RecordingFigures {
+    pub(super) directory: String,
+    pub(super) requests: u64,
+    pub(super) lost: u64,
+    pub(super) bytes: u64,
+}
+
+#[derive(Debug)]
 pub(super) struct ExportFigures {
     pub(super) id: String,
     pub(super) kind: &'static str,
@@ -120,9 +138,26 @@ impl Snapshot {
             devices: inventory.devices().iter().map(|listed| device(&listed.device)).collect(),
             exports: exports(inventory, &servers),
             servers: servers.iter().map(|one| server(one)).collect(),
+            recordings: inventory.recordings.running().iter().filter_map(|(_, one)| recording(one)).collect(),
+            events: inventory.events.counts(),
+            deliveries: inventory
+                .deliveries
+                .get()
+                .map(|counts| [&counts.delivered, &counts.failed, &counts.skipped].map(Cell::get)),
             workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.figures())).collect(),
         }
     }
+}
+
+/// None of a client's, which it asks for by itself.
+fn recording(running: &Running) -> Option<RecordingFigures> {
+    let progress = &running.progress;
+    Some(RecordingFigures {
+        directory: running.directory.as_ref()?.display().to_string(),
+        requests: progress.requests(),
+        lost: progress.lost(),
+        bytes: progress.bytes(),
+    })
 }
 
 fn disk(running: &RunningDisk) -> DiskFigures {

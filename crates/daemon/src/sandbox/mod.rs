@@ -8,15 +8,16 @@
 //!     calls    seccomp: a list of system calls        │  all threads at once
 //! ```
 //!
-//! Rings have lists of their own, from their making on (`block::reactor`). A daemon that steers
-//! what belongs to the host (devices, files over FUSE, control groups) has to mount, start programs
-//! and look at other processes: it keeps its files and loses only what no such work needs.
-//! `docs/security.md` has the table.
+//! The process that hands events on has what `runner` leaves it. Rings have lists of their own,
+//! from their making on (`block::reactor`). A daemon that steers what belongs to the host (devices,
+//! files over FUSE, control groups) has to mount, start programs and look at other processes: it
+//! keeps its files and loses only what no such work needs. `docs/security.md` has the table.
 //!
 //! Never gives anything back: rules are fixed once made.
 
 mod calls;
 mod files;
+pub(crate) mod runner;
 mod user;
 
 use std::{

@@ -29,7 +29,7 @@ use crate::{
         inventory::Inventory,
         recording,
     },
-    listen, sandbox,
+    listen, on_event, sandbox,
 };
 
 /// Shown below the options.
@@ -98,6 +98,10 @@ async fn wrong(draft: &Draft, plan: &Plan) -> Vec<anyhow::Error> {
     found.extend(said.map(|error| at(service.user.as_ref().map(|said| &said.place), error)));
     sockets(draft, plan, &mut found);
     found.extend(plan.doors.iter().filter_map(|export| device(&export.door).err()));
+    found.extend(plan.service.on_event.as_ref().and_then(|target| {
+        let place = service.on_event.as_ref().map(|said| &said.place);
+        on_event::check(target).err().map(|error| at(place, error))
+    }));
     found.extend(plan.service.record.as_ref().and_then(|record| {
         // The dot, because of a file it would tell nothing.
         let writable = access(&record.directory.join("."), AccessFlags::W_OK);

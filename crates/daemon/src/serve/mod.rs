@@ -54,10 +54,13 @@ use crate::{
         serving::Serving,
         takeover::newcomer::Newcomer,
         wanted::Wanted,
+        watch,
     },
+    events::{self, Kind, News, actor::Actor},
     http, listen,
     listen::{Inherited, Listener},
     notify,
+    on_event::Runner,
     pid_file::{Claimed, PidFile},
     sandbox,
 };
@@ -88,6 +91,8 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
         return check::check(draft, plan, &name);
     }
     logging::start(&plan.service.log);
+    let runner = plan.service.on_event.as_ref().map(|target| Runner::start(target, &plan.service));
+    let runner = runner.transpose()?;
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     descriptors::raise_limit();
     notify::open();
@@ -95,7 +100,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     memory::set_aside(&plan.service)?;
     on_reactor(async move {
         let file = file.map(|file| (file, said));
-        let started = Daemon::start(plan, steps, file, inherited, before, signals).await;
+        let started = Daemon::start(plan, steps, file, inherited, before, (signals, runner)).await;
         if let (Err(error), Some(regrets)) = (&started, regrets) {
             regrets.tell(error);
         }
@@ -175,7 +180,8 @@ enum Event {
 struct Daemon {
     inventory: Rc<Inventory>,
     control: Rc<Control>,
-    _held_back: reactor::JoinHandle<()>,
+    /// What they look after is told while they are held.
+    _watching: Vec<reactor::JoinHandle<()>>,
     _watchdog: Option<reactor::JoinHandle<()>>,
     _http: Option<http::Http>,
     _pid_file: Option<PidFile>,
@@ -192,7 +198,7 @@ impl Daemon {
         file: Option<(PathBuf, ServiceDraft)>,
         inherited: Inherited,
         mut newcomer: Option<Newcomer>,
-        signals: Signals,
+        (signals, runner): (Signals, Option<Runner>),
     ) -> anyhow::Result<Option<Self>> {
         let events = async_channel::unbounded();
         let sender = events.0.clone();
@@ -265,6 +271,7 @@ impl Daemon {
             let closed = flush_and_close(&inventory.disks()).await;
             return settled.and(closed).map(|()| None);
         };
+        let taken_from = newcomer.as_ref().map(|newcomer| newcomer.version().to_owned());
         let before = match newcomer {
             Some(newcomer) => match newcomer.finish(&inventory, &workers).await {
                 Ok(before) => Some(before),
@@ -278,7 +285,10 @@ impl Daemon {
         };
         // From here on nothing may fail: nobody else serves.
         // A thread that starts now has what rights are left.
-        let http = metrics.map(|listeners| http::Http::start(listeners, &inventory, &workers)).transpose();
+        let of_cgroups = cgroups.as_ref().and_then(cgroup::watch::Running::figures);
+        let http = metrics
+            .map(|listeners| http::Http::start(listeners, &inventory, &workers, of_cgroups))
+            .transpose();
         let http = match http {
             Err(error) if before.is_some() => {
                 tracing::error!("{error:#}: no figures can be had over HTTP");
@@ -305,11 +315,20 @@ impl Daemon {
         inventory.loaded.replace(
             file.map(|(file, said)| Rc::new(Loaded { file, said, inherited: passed, plan, tls, budgets })),
         );
-        let held_back = held_back::watch(&inventory);
+        let mut watching =
+            vec![held_back::watch(&inventory), events::log(&inventory.events), watch::watch(&inventory)];
+        if let Some(version) = taken_from {
+            let clients = inventory.connections();
+            let message =
+                format!("this daemon goes on where one of version {version} stood, with {clients} clients");
+            let news = News::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
+            inventory.events.tell(news);
+        }
+        watching.extend(runner.and_then(|runner| runner.deliver(&inventory)));
         let watched = inventory.watchdog.get().map(|allowed| watchdog::start(allowed, &workers));
-        let (_held_back, _watchdog) = (held_back, watched);
+        let (_watching, _watchdog) = (watching, watched);
         let (_pid_file, _cgroups, _http) = (pid_file, cgroups, http);
-        Ok(Some(Self { inventory, control, _held_back, _watchdog, _http, _pid_file, _cgroups, events }))
+        Ok(Some(Self { inventory, control, _watching, _watchdog, _http, _pid_file, _cgroups, events }))
     }
 
     async fn run(self) -> anyhow::Result<()> {
@@ -467,7 +486,7 @@ async fn hang_up(inventory: &Rc<Inventory>) {
     let mut began = vec![NotifyState::Reloading];
     began.extend(NotifyState::monotonic_usec_now().ok());
     notify::tell(&began);
-    match reload(inventory).await {
+    match Actor::Signal.run(reload(inventory)).await {
         Ok(changes) => {
             for change in &changes {
                 tracing::info!(%change, "SIGHUP: reloaded");
@@ -536,10 +555,11 @@ async fn listen(
     };
     let listeners: Vec<_> = plan.servers.iter().map(open).collect::<anyhow::Result<_>>()?;
     for (planned, listeners) in plan.servers.iter().zip(listeners) {
-        let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service));
+        let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service, &inventory.events));
         inventory.add_server(&Serving::new(server, planned.endpoint.clone(), listeners, workers));
     }
-    inventory.let_doors(workers, &plan.service.sockets, assemble::terms(&plan.service), inherited);
+    let terms = assemble::terms(&plan.service, &inventory.events);
+    inventory.let_doors(workers, &plan.service.sockets, terms, inherited);
     let mut uris = Vec::new();
     for wanted in Wanted::all(plan) {
         let (export, address) = wanted.add(inventory).await?;

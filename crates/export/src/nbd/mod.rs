@@ -60,6 +60,7 @@ pub mod session;
 mod simulation;
 mod stream;
 pub mod tls;
+mod visit;
 mod wire;
 
 pub use admission::Refused;
@@ -75,3 +76,4 @@ pub use rest::Rested;
 pub use server::{NotRemoved, Removal, Server, Terms, Tls};
 pub use session::{ReplyStyle, Session, Tag};
 pub use tls::{TlsError, TlsRead, TlsStream};
+pub use visit::{Visit, Visited};

@@ -41,6 +41,7 @@ use super::{
     rest::{Arriving, Rest, Rested, Stage},
     session::Session,
     stream::Stream,
+    visit::{Visit, Visited},
 };
 use crate::race::first;
 use block::{
@@ -63,6 +64,8 @@ pub struct Terms {
     pub access: Access,
     /// Time for the whole handshake, TLS included.
     pub handshake_timeout: Duration,
+    /// Who is told of clients.
+    pub visited: Option<Arc<dyn Visited>>,
 }
 
 impl Default for Terms {
@@ -73,6 +76,7 @@ impl Default for Terms {
             max_of_one_address: None,
             access: Access::default(),
             handshake_timeout: Duration::from_secs(10),
+            visited: None,
         }
     }
 }
@@ -125,6 +129,8 @@ struct Live {
     /// `None` through a Unix socket.
     address: Option<IpAddr>,
     since: Instant,
+    /// Whom others are told of.
+    visit: Option<Box<Visit>>,
 }
 
 /// What becomes of the clients of an export that is removed.
@@ -235,15 +241,32 @@ impl Server {
     }
 
     /// Counts connection `number` to its export, unless that has been removed meanwhile.
-    fn choose(&self, export: usize, number: u64) -> bool {
+    fn choose(&self, export: usize, number: u64, client: &Client) -> bool {
         let exports = self.exports();
-        let found = exports.get(export).is_some();
-        if found && let Some(live) = self.lock().get_mut(&number) {
+        let Some(chosen) = exports.get(export) else { return false };
+        let visit = self.visit(chosen, number, client);
+        let mut is_there = false;
+        if let Some(live) = self.lock().get_mut(&number) {
             live.export = Some(export);
+            live.visit.clone_from(&visit);
+            is_there = true;
+        }
+        drop(exports);
+        if is_there {
             self.served.store(true, Ordering::SeqCst);
             self.freed.notify(usize::MAX);
+            if let (Some(visited), Some(visit)) = (&self.terms.visited, visit) {
+                visited.came(&visit);
+            }
         }
-        found
+        true
+    }
+
+    /// None where nobody is to be told.
+    fn visit(&self, export: &Export, number: u64, client: &Client) -> Option<Box<Visit>> {
+        self.terms.visited.as_ref()?;
+        let (disk, export) = (Arc::clone(export.disk.name()), Arc::clone(&export.name));
+        Some(Box::new(Visit { number, export, disk, address: client.address, name: client.name.clone() }))
     }
 
     /// Accepts connections and gives them to `workers` in turn, until [`Server::stop`].
@@ -406,12 +429,16 @@ impl Server {
         let address = admission::address_of(&rested.socket);
         address.into_iter().for_each(|address| self.admission.count(address));
         let place = Place { server: Arc::clone(self), number, address };
+        let client = Client { address, name: None };
+        let visit =
+            self.exports().get(rested.session.export).and_then(|one| self.visit(one, number, &client));
         let live = Live {
             socket: rested.socket.clone(),
             stop: Arc::default(),
             export: Some(rested.session.export),
             address,
             since: reactor::now(),
+            visit,
         };
         let stop = Arc::clone(&live.stop);
         self.lock().insert(number, live);
@@ -521,6 +548,7 @@ impl Server {
             export: None,
             address,
             since: reactor::now(),
+            visit: None,
         };
         self.lock().insert(number, live);
         drop(arriving);
@@ -600,7 +628,7 @@ impl Server {
             inbox.consume(step.consumed);
             // Before the client is told, or it could have an export that seems to have no clients.
             if let negotiate::Event::Transmission(session) = &step.event
-                && !self.choose(session.export, number)
+                && !self.choose(session.export, number, &offer.client)
             {
                 return Err(REMOVED.to_owned());
             }
@@ -734,7 +762,12 @@ fn give_memory_back() {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.server.lock().remove(&self.number);
+        let gone = self.server.lock().remove(&self.number);
+        if let (Some(visited), Some(Live { visit: Some(visit), since, .. })) =
+            (&self.server.terms.visited, gone)
+        {
+            visited.went(&visit, reactor::real_time() - since);
+        }
         if let Some(address) = self.address {
             self.server.admission.leave(address);
         }

@@ -27,8 +27,8 @@ use toml::de::DeTable;
 
 use crate::{
     AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, Keyed, LimitsDraft,
-    NbdDevice, OnErrorDraft, Place, PrefetchDraft, Qcow2Draft, Record, Said, SecretSource, ServiceDraft,
-    SettingsDraft, Socket, Ublk, VhostUserBlk, Wrong, doors, log,
+    NbdDevice, OnErrorDraft, OnEvent, Place, PrefetchDraft, Qcow2Draft, Record, Said, SecretSource,
+    ServiceDraft, SettingsDraft, Socket, Ublk, VhostUserBlk, WebServer, Webhook, Wrong, doors, log,
 };
 
 enum Exported {
@@ -196,6 +196,7 @@ impl Reader<'_> {
             control: section.flag("control")?,
             qmp: section.list("qmp", |text| self.socket(text))?,
             metrics: section.parse("metrics", |text| self.address(text))?,
+            on_event: section.parse("on-event", |text| self.on_event(text))?,
             workers: section.parse("workers", crate::workers)?,
             poll: section.parse("poll", crate::polling)?,
             max_connections: section.parse("max-connections", crate::connections)?,
@@ -361,6 +362,16 @@ impl Reader<'_> {
         match text.parse()? {
             Address::Unix(path) => self.socket_at(&path).map(Address::Unix),
             address @ Address::Tcp { .. } => Ok(address),
+        }
+    }
+
+    fn on_event(&self, text: &str) -> Result<OnEvent, String> {
+        match text.parse()? {
+            OnEvent::Webhook(Webhook { server: WebServer::Unix(path), path: of_url }) => {
+                let server = WebServer::Unix(self.socket_at(&path)?);
+                Ok(OnEvent::Webhook(Webhook { server, path: of_url }))
+            }
+            target => Ok(target),
         }
     }
 

@@ -23,6 +23,7 @@ pub(crate) struct Control {
     /// Dropping one ends the accepting and removes the socket's file.
     accepting: RefCell<Vec<(JoinHandle<()>, Option<SocketFile>)>>,
     inventory: Rc<Inventory>,
+    _telling: JoinHandle<()>,
 }
 
 impl Control {
@@ -30,6 +31,8 @@ impl Control {
         let events = Events::default();
         let commands = Rc::new(Commands { table: TABLE, inventory: Rc::clone(inventory) });
         let server = Server::new(commands, events.clone());
+        let told = events.clone();
+        let telling = inventory.events.each(move |event| told.emit("X_WEIR_EVENT", event.to_json()));
         inventory.listen(move |change| tell(&events, change));
         let accept = |Listener { socket, authority, file }| {
             let (server, address) = (Rc::clone(&server), authority.to_string());
@@ -45,7 +48,7 @@ impl Control {
             (accepting, file)
         };
         let accepting = RefCell::new(listeners.into_iter().map(accept).collect());
-        Self { server, accepting, inventory: Rc::clone(inventory) }
+        Self { server, accepting, inventory: Rc::clone(inventory), _telling: telling }
     }
 
     /// Lets nobody in any more, tells every client why, and returns when the last is gone.

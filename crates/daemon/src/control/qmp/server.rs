@@ -42,6 +42,7 @@ use super::{
     outbox::Outbox,
     session::{Id, Session, Turn, greeting},
 };
+use crate::events::actor::Actor;
 
 const MAX_CLIENTS: usize = 64;
 /// How long a client may leave unread what it asked for.
@@ -194,13 +195,16 @@ impl Server {
     async fn converse(&self, socket: &Fd, outbox: &Rc<Outbox>) {
         let mut session = Session::default();
         let passed = Rc::new(Passed::default());
+        let actor = actor(socket);
         let mut buffer = vec![0; INTAKE_BYTES];
         loop {
             let mut input = match passed.receive(socket, &mut buffer).await {
                 Ok(0) | Err(_) => return,
                 Ok(count) => &buffer[..count],
             };
-            while let Some(answer) = self.next_answer(&mut session, &mut input, &passed, outbox).await {
+            while let Some(answer) =
+                self.next_answer(&mut session, &mut input, (&passed, &actor), outbox).await
+            {
                 outbox.push(&answer);
                 if !matches!(reactor::timeout(PATIENCE, outbox.room()).await, Ok(true)) {
                     tracing::info!("a QMP client that does not read was cut off");
@@ -219,7 +223,7 @@ impl Server {
         &self,
         session: &mut Session,
         input: &mut &[u8],
-        passed: &Rc<Passed>,
+        (passed, actor): (&Rc<Passed>, &Actor),
         outbox: &Rc<Outbox>,
     ) -> Option<Value> {
         if self.stopping.get() {
@@ -234,7 +238,7 @@ impl Server {
             Turn::Answer(answer) => answer,
             Turn::Execute(call) => {
                 let result = match self.commands.execute(&call.name, call.arguments.of_client(passed)) {
-                    Ok(running) => running.await,
+                    Ok(running) => actor.clone().run(running).await,
                     Err(error) => Err(error),
                 };
                 if let Err(error) = &result {
@@ -259,6 +263,13 @@ impl Drop for Registered<'_> {
             self.server.empty.raise();
         }
     }
+}
+
+/// Who a client is, as it was when it connected.
+fn actor(socket: &Fd) -> Actor {
+    let peer = getsockopt(&socket.as_fd(), PeerCredentials);
+    let (pid, uid) = peer.map_or((0, 0), |peer| (peer.pid(), peer.uid()));
+    Actor::Qmp { pid, uid }
 }
 
 fn is_trusted(peer: Uid) -> bool {

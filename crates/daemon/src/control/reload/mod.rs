@@ -13,7 +13,7 @@
 
 mod difference;
 mod seats;
-mod told;
+pub(crate) mod told;
 
 use std::{cell::Cell, fs, rc::Rc, sync::Arc};
 
@@ -39,7 +39,7 @@ use super::{
     serving::Serving,
     wanted::{self, Wanted},
 };
-use crate::listen;
+use crate::{events::actor::Actor, listen};
 
 /// Reads the config file again, and has run what it says. What has changed, in the order in which
 /// it was.
@@ -48,6 +48,10 @@ use crate::listen;
 /// What is wrong in the file, with its line and key; what cannot be changed while weir runs; what
 /// could not be done. Nothing has changed then.
 pub(crate) async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
+    Actor::reload().run(reload_for(inventory)).await
+}
+
+async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let loaded = inventory.loaded.borrow().clone();
     let loaded = loaded.context(
         "weir was started without a config file, so there is nothing to reload (start it with --config FILE)",
@@ -208,7 +212,8 @@ impl Work<'_> {
                 sandbox.check_address(address)?;
             }
             let listeners = listen::open(&server.endpoint, &service.sockets, &mut inherited.borrow_mut())?;
-            let nbd = nbd::Server::new(self.loaded.tls.clone(), assemble::terms(service));
+            let nbd =
+                nbd::Server::new(self.loaded.tls.clone(), assemble::terms(service, &self.inventory.events));
             Ok(Serving::new(nbd, server.endpoint.clone(), listeners, workers))
         };
         self.plan.servers.iter().filter(is_new).map(serve).collect()

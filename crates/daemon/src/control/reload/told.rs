@@ -22,7 +22,7 @@ pub(super) fn exported((name, address): (String, String), disk: &str, change: &s
 }
 
 /// A setting, its name and its value.
-pub(super) type Named = (&'static str, Value);
+pub(crate) type Named = (&'static str, Value);
 
 /// Those that differ.
 pub(super) fn settings<'a>(
@@ -41,7 +41,7 @@ pub(super) fn settings<'a>(
     )
 }
 
-pub(super) fn of_throttle(settings: &GroupSettings, group: &str) -> Vec<Named> {
+pub(crate) fn of_throttle(settings: &GroupSettings, group: &str) -> Vec<Named> {
     let GroupSettings { limits, share, watermark } = settings;
     let limits = Setting::ALL.map(|setting| (setting.name(), json!(limits.get(setting))));
     let others = [
@@ -56,14 +56,14 @@ pub(super) fn of_throttle(settings: &GroupSettings, group: &str) -> Vec<Named> {
 
 /// What is set of a disk beside its limits.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) struct Care {
+pub(crate) struct Care {
     pub(super) prefetch: prefetch::Settings,
     pub(super) caches: CacheSettings,
     pub(super) on_error: ErrorPolicies,
 }
 
 impl Care {
-    pub(super) fn now(running: &RunningDisk) -> Self {
+    pub(crate) fn now(running: &RunningDisk) -> Self {
         Self {
             prefetch: running.disk.prefetch().settings(),
             caches: running.caches.get(),
@@ -75,7 +75,7 @@ impl Care {
         Self { prefetch: disk.prefetch, caches: disk.qcow2.caches, on_error: disk.on_error }
     }
 
-    pub(super) fn values(&self) -> Vec<Named> {
+    pub(crate) fn values(&self) -> Vec<Named> {
         let Self { prefetch, caches, on_error } = self;
         let ahead = prefetch::Setting::ALL.map(|setting| (setting.name(), json!(prefetch.get(setting))));
         let l2 = match caches.l2 {

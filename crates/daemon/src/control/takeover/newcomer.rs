@@ -146,6 +146,11 @@ impl Newcomer {
         self.adopt(&name(endpoint), endpoint)
     }
 
+    /// The other's.
+    pub(crate) fn version(&self) -> &str {
+        &self.offer.version
+    }
+
     /// The sockets where figures are asked for, if the other has them at this address.
     pub(crate) fn metrics(&mut self, address: &Address) -> anyhow::Result<Option<Vec<Listener>>> {
         self.adopt(&metrics_name(address), &Endpoint::Address(address.clone()))

@@ -14,7 +14,7 @@ use clap::{ArgGroup, Args};
 use policy::{access::Network, throttle::Setting};
 use settings::{
     AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, LogFormat, NbdDevice,
-    OnErrorDraft, Owner, Place, PrefetchDraft, Qcow2Draft, Record, Said, Sandbox, ServiceDraft,
+    OnErrorDraft, OnEvent, Owner, Place, PrefetchDraft, Qcow2Draft, Record, Said, Sandbox, ServiceDraft,
     SettingsDraft, TlsDraft, TlsMode, Ublk, VhostUserBlk, Wrong,
     arguments::{CacheArgs, LimitArgs, LongArgs, Qcow2Args, ShareArgs},
     log, on_error,
@@ -210,6 +210,11 @@ struct NetworkArgs {
     /// every address of this host [default: nowhere]
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<Address>,
+    /// Hand each event, such as a limit that is hit or an image that fails, as JSON to a webhook:
+    /// http://HOST[:PORT]/PATH, https://… or unix:PATH; or to a command, by its whole path and with
+    /// its arguments, on standard input [default: to the log alone]
+    #[arg(long, value_name = "TARGET", value_parser = settings::read::<OnEvent>)]
+    on_event: Option<OnEvent>,
 }
 
 #[derive(Debug, Args)]
@@ -469,6 +474,7 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
             .or_else(|| network.no_control.then(|| Said::new(false, Place::new("--no-control")))),
         qmp: network.qmp.into_iter().map(socket).collect(),
         metrics: Said::option("metrics", network.metrics),
+        on_event: Said::option("on-event", network.on_event),
         socket_mode: Said::option("socket-mode", network.socket_mode),
         socket_owner: Said::option("socket-owner", network.socket_owner),
         exit_when_idle: Said::option("exit-when-idle", network.exit_when_idle.then_some(true)),

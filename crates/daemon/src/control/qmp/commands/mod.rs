@@ -29,6 +29,7 @@ macro_rules! query {
 mod block;
 mod descriptor;
 mod door;
+mod event;
 mod export;
 mod node;
 mod object;
@@ -81,6 +82,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<recording::Start>(),
     Entry::of::<recording::Stop>(),
     Entry::of::<recording::QueryRecordings>(),
+    Entry::of::<event::QueryEvents>(),
     Entry::of::<takeover::TakeOver>(),
 ];
 

@@ -1,0 +1,256 @@
+//! Watches what runs, and tells of what happens to it: the one place where events are made, but for
+//! clients of NBD, whom their server tells of.
+//!
+//! ```text
+//!   each second   disks, groups, devices ─► events::judge ─┐
+//!   each change   Inventory::tell, by events::actor ───────┴─► Events::tell
+//! ```
+//!
+//! A look takes a few hundred nanoseconds for each disk, on the main thread. Never takes a lock
+//! that is held for longer, and never asks the kernel for more than a device's statistics.
+
+mod conditions;
+mod settings;
+
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, BTreeSet},
+    rc::{Rc, Weak},
+};
+
+use block::{
+    disk::Failure,
+    reactor::{self, JoinHandle},
+};
+use conditions::{Conditions, Devices};
+use policy::{request::Direction, time::Duration};
+use serde_json::{Value, json};
+use settings::Settings;
+
+use super::{
+    change::Change,
+    inventory::{Door, Inventory},
+};
+use crate::events::{Kind, News, actor};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Looks each second, and at each change, until this is dropped, or the inventory is.
+pub(crate) fn watch(inventory: &Rc<Inventory>) -> JoinHandle<()> {
+    let watch = Rc::new(RefCell::new(Watch::default()));
+    watch.borrow_mut().look(inventory);
+    watch.borrow_mut().adopt(inventory);
+    let (listening, listener) = (Rc::downgrade(inventory), Rc::downgrade(&watch));
+    inventory.listen(move |change| {
+        if let (Some(inventory), Some(watch)) = (listening.upgrade(), listener.upgrade()) {
+            watch.borrow_mut().follow(&inventory, change);
+        }
+    });
+    let inventory = Rc::downgrade(inventory);
+    reactor::spawn_joinable(async move {
+        loop {
+            reactor::sleep_until(reactor::now() + SECOND).await;
+            let Some(inventory) = Weak::upgrade(&inventory) else { return };
+            watch.borrow_mut().look(&inventory);
+        }
+    })
+}
+
+/// What a name is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Of {
+    Disk,
+    Group,
+}
+
+impl Of {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Disk => "disk",
+            Self::Group => "group",
+        }
+    }
+
+    fn about(self, name: &str, news: News) -> News {
+        match self {
+            Self::Disk => news.of_disk(name),
+            Self::Group => news.of_group(name),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Watch {
+    known: BTreeMap<String, (Of, Settings)>,
+    conditions: Conditions,
+    devices: Devices,
+    stopped: BTreeSet<String>,
+    backing_changed: BTreeSet<String>,
+    /// Of exports with a door of their own, by id: their disk and their clients.
+    clients: BTreeMap<String, (String, usize)>,
+}
+
+impl Watch {
+    /// What is there already is no news.
+    fn adopt(&mut self, inventory: &Inventory) {
+        for running in inventory.disks() {
+            let settings = Settings::of_disk(&running);
+            self.known.insert(running.disk.name().to_string(), (Of::Disk, settings));
+        }
+        for group in inventory.groups() {
+            self.known.insert(group.name().to_owned(), (Of::Group, Settings::of_group(&group)));
+        }
+    }
+
+    fn look(&mut self, inventory: &Inventory) {
+        let now = reactor::now();
+        let events = &inventory.events;
+        self.conditions.look(inventory, now);
+        self.devices.look(inventory, now);
+        for running in inventory.disks() {
+            let name = &**running.disk.name();
+            if !running.disk.image().has_changed_below() {
+                self.backing_changed.remove(name);
+            } else if self.backing_changed.insert(name.to_owned()) {
+                let message = format!("somebody changed a file below the image of disk {name}");
+                events.tell(News::new(Kind::BackingFileChanged, message).of_disk(name));
+            }
+        }
+        self.look_at_doors(inventory);
+    }
+
+    /// Machines and devices come and go seldom: whoever comes and goes within a second is not seen.
+    fn look_at_doors(&mut self, inventory: &Inventory) {
+        let exports = inventory.exports();
+        let own = exports.iter().filter_map(|export| match &export.door {
+            Door::Own(entrance) => Some((export, entrance.server.connections())),
+            Door::Nbd(..) => None,
+        });
+        let now: BTreeMap<_, _> = own
+            .map(|(export, clients)| {
+                (export.id.clone(), (export.disk.disk.name().to_string(), clients, export.door.kind()))
+            })
+            .collect();
+        let mut before = std::mem::take(&mut self.clients);
+        for (id, (disk, clients, kind)) in now {
+            let had = before.remove(&id).map_or(0, |(_, clients)| clients);
+            self.clients.insert(id.clone(), (disk.clone(), clients));
+            let (what, verb) = match clients.cmp(&had) {
+                std::cmp::Ordering::Greater => (Kind::ClientIn, "uses"),
+                std::cmp::Ordering::Less => (Kind::ClientOut, "has left"),
+                std::cmp::Ordering::Equal => continue,
+            };
+            let message = format!("a client of {kind} {verb} disk {disk}");
+            let news = News::new(what, message).of_disk(&disk).with("export", id).with("type", kind);
+            inventory.events.tell(news.with("connections", clients));
+        }
+        for (id, (disk, clients)) in before.into_iter().filter(|(_, (_, clients))| *clients > 0) {
+            let message = format!("disk {disk} is exported as {id} no longer");
+            let news = News::new(Kind::ClientOut, message).of_disk(&disk).with("export", id);
+            inventory.events.tell(news.with("connections", 0).with("had", clients));
+        }
+    }
+
+    fn follow(&mut self, inventory: &Inventory, change: &Change) {
+        match change {
+            Change::Listed { name } => self.listed(inventory, name),
+            Change::SettingsChanged { name } => self.settings_changed(inventory, name),
+            Change::Failed { disk, failure } => self.failed(inventory, disk, failure),
+            Change::Resumed => self.resumed(inventory),
+            Change::ExportDeleted { .. } | Change::Stopped => {}
+        }
+    }
+
+    fn listed(&mut self, inventory: &Inventory, name: &str) {
+        let now = Self::find(inventory, name);
+        let before = self.known.remove(name);
+        let (kind, of) = match (&before, &now) {
+            (None, Some((of, _))) => (added(*of), *of),
+            (Some((of, _)), None) => (removed(*of), *of),
+            // It was put back as it was.
+            _ => {
+                self.known.extend(now.map(|now| (name.to_owned(), now)));
+                return;
+            }
+        };
+        self.known.extend(now.map(|now| (name.to_owned(), now)));
+        self.stopped.remove(name);
+        let verb = if before.is_none() { "added" } else { "removed" };
+        let news = by(News::new(kind, format!("{} {name} was {verb}", of.name())));
+        inventory.events.tell(of.about(name, news));
+    }
+
+    fn find(inventory: &Inventory, name: &str) -> Option<(Of, Settings)> {
+        if let Ok(running) = inventory.disk(name) {
+            return Some((Of::Disk, Settings::of_disk(&running)));
+        }
+        inventory.group(name).ok().map(|group| (Of::Group, Settings::of_group(&group)))
+    }
+
+    fn settings_changed(&mut self, inventory: &Inventory, name: &str) {
+        let Some((of, now)) = Self::find(inventory, name) else { return };
+        let Some((_, before)) = self.known.insert(name.to_owned(), (of, now.clone())) else { return };
+        let changes = now.since(&before);
+        if changes.is_empty() {
+            return;
+        }
+        let said: Vec<_> = changes.iter().map(settings::Changed::to_string).collect();
+        let who = actor::now_acting().map(|actor| format!(" by {}", actor.shown())).unwrap_or_default();
+        let message = format!("{} {name} was changed{who}: {}", of.name(), said.join(", "));
+        let changes: Vec<Value> = changes.iter().map(settings::Changed::to_json).collect();
+        let news = by(News::new(Kind::ConfigChanged, message)).with("changes", changes);
+        inventory.events.tell(of.about(name, news));
+    }
+
+    fn failed(&mut self, inventory: &Inventory, disk: &str, failure: &Failure) {
+        let operation = match failure.direction {
+            Direction::Read => "read",
+            Direction::Write => "write",
+        };
+        let reason = failure.error.to_string();
+        let message = format!("the device failed a {operation} of disk {disk}: {reason}");
+        let news = News::new(Kind::ImageError, message).of_disk(disk).with("operation", operation);
+        inventory.events.tell(news.with("reason", reason.as_str()));
+        let is_stopped =
+            inventory.disk(disk).is_ok_and(|running| running.disk.failures().stopped_by().is_some());
+        if failure.stops && is_stopped && self.stopped.insert(disk.to_owned()) {
+            let message =
+                format!("disk {disk} has stopped at an error: {reason} (`weir resume` lets it go on)");
+            let news = News::new(Kind::DiskStopped, message).of_disk(disk).with("operation", operation);
+            inventory.events.tell(news.with("reason", reason));
+        }
+    }
+
+    fn resumed(&mut self, inventory: &Inventory) {
+        let goes_on = |name: &String| {
+            inventory.disk(name).is_ok_and(|running| running.disk.failures().stopped_by().is_none())
+        };
+        let (resumed, stopped): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.stopped).into_iter().partition(goes_on);
+        self.stopped.extend(stopped);
+        for name in resumed {
+            let news = by(News::new(Kind::DiskResumed, format!("disk {name} goes on")));
+            inventory.events.tell(news.of_disk(&name));
+        }
+    }
+}
+
+const fn added(of: Of) -> Kind {
+    match of {
+        Of::Disk => Kind::DiskAdded,
+        Of::Group => Kind::GroupAdded,
+    }
+}
+
+const fn removed(of: Of) -> Kind {
+    match of {
+        Of::Disk => Kind::DiskRemoved,
+        Of::Group => Kind::GroupRemoved,
+    }
+}
+
+/// Who is at work, if anybody is.
+fn by(news: News) -> News {
+    let who = actor::now_acting().map_or_else(|| json!({ "kind": "daemon" }), |actor| actor.to_json());
+    news.with("by", who)
+}

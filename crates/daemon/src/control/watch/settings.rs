@@ -1,0 +1,88 @@
+//! What is set of a disk or a group, to tell what of it has changed.
+
+use std::fmt;
+
+use block::layer::throttle::{DiskSettings, Group, GroupSettings};
+use serde_json::{Value, json};
+
+use crate::control::{
+    reload::told::{self, Care, Named},
+    running::RunningDisk,
+};
+
+/// By their names in the config file.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Settings(Vec<Named>);
+
+/// One of them.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Changed {
+    setting: &'static str,
+    before: Value,
+    after: Value,
+}
+
+impl Settings {
+    pub(super) fn of_disk(running: &RunningDisk) -> Self {
+        let member = running.disk.throttle();
+        let DiskSettings { limits, share, watermark } = member.settings();
+        let group = member.group();
+        let settings = GroupSettings { limits, share, watermark };
+        let mut all = told::of_throttle(&settings, group.as_ref().map_or("", |group| group.name()));
+        all.extend(Care::now(running).values());
+        Self(all)
+    }
+
+    pub(super) fn of_group(group: &Group) -> Self {
+        Self(told::of_throttle(&group.settings(), group.parent().map_or("", |group| group.name())))
+    }
+
+    pub(super) fn since(&self, before: &Self) -> Vec<Changed> {
+        let both = before.0.iter().zip(&self.0);
+        let changed = both.filter(|((_, before), (_, after))| before != after);
+        changed
+            .map(|((setting, before), (_, after))| Changed {
+                setting,
+                before: before.clone(),
+                after: after.clone(),
+            })
+            .collect()
+    }
+}
+
+impl Changed {
+    pub(super) fn to_json(&self) -> Value {
+        json!({ "setting": self.setting, "before": self.before, "after": self.after })
+    }
+}
+
+/// `iops-total 1000, was 500`.
+impl fmt::Display for Changed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let said = |value: &Value| match value.as_str() {
+            Some("") => "none".to_owned(),
+            Some(text) => text.to_owned(),
+            None => value.to_string(),
+        };
+        write!(f, "{} {} (was {})", self.setting, said(&self.after), said(&self.before))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use policy::throttle::{LimitKind, Part, Setting};
+
+    use super::*;
+
+    #[test]
+    fn what_has_changed_is_told_with_both_values() {
+        let mut wanted = GroupSettings::default();
+        let before = Settings(told::of_throttle(&wanted, ""));
+        assert_eq!(before.since(&before), []);
+        wanted.limits.set(Setting::Limit(LimitKind::IopsTotal, Part::Rate), 500).unwrap();
+        let changes = Settings(told::of_throttle(&wanted, "")).since(&before);
+        let said: Vec<_> = changes.iter().map(Changed::to_string).collect();
+        assert_eq!(said, ["iops-total 500 (was 0)"]);
+        assert_eq!(changes[0].to_json(), json!({ "setting": "iops-total", "before": 0, "after": 500 }));
+    }
+}

@@ -1,0 +1,214 @@
+//! What has happened: one type, one place where it is made, the last ones by their numbers.
+//!
+//! ```text
+//!   control/watch  disks, groups, devices each second, by judge ─┐                    ┌─► log
+//!                  changes to what runs, by whom (actor)         ├─► Events: the last ├─► QMP: X_WEIR_EVENT
+//!   clients of NBD, from the workers ────────────────────────────┘                    └─► HTTP
+//! ```
+//!
+//! Everybody who tells of events has them from here, each at its own pace: [`Events::since`] has
+//! what came after a number, [`Events::listen`] wakes. Nobody can hold up who makes them. What
+//! comes too fast is left out and counted, kind by kind, before it is an event: so the ring, the
+//! log, every client and every command have the same bound.
+//!
+//! Never on the way of a request: a client of NBD makes two, when it comes and when it goes.
+
+pub(crate) mod actor;
+mod deliveries;
+mod gate;
+pub(crate) mod judge;
+mod kind;
+mod log;
+mod visits;
+
+use std::{
+    collections::VecDeque,
+    fmt,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use block::reactor;
+pub(crate) use deliveries::Deliveries;
+use event_listener::EventListener;
+use gate::Gate;
+pub(crate) use kind::{Event, Kind, News};
+pub(crate) use log::log;
+use policy::time::Instant;
+
+/// Events that are kept: with what a message may have, less than two megabytes.
+const KEPT: usize = 1024;
+/// Of each kind: a thousand disks may reach their limits at once, and that is half of the ring.
+const BURST: u64 = 512;
+const PER_SECOND: u64 = 10;
+/// Numbers for each second since the Epoch, so that those of the next daemon are larger; stays
+/// below 2⁵³, what a program that takes numbers for doubles can tell apart.
+const NUMBERS_A_SECOND: u64 = 1_000_000;
+
+/// The last events. Clones are the same.
+#[derive(Clone)]
+pub(crate) struct Events(Arc<Shared>);
+
+struct Shared {
+    ring: Mutex<Ring>,
+    woken: event_listener::Event,
+}
+
+struct Ring {
+    next: u64,
+    kept: VecDeque<Arc<Event>>,
+    gates: Vec<Gate>,
+    /// By kind: those that were told, and those left out.
+    counts: Vec<[u64; 2]>,
+}
+
+impl Default for Events {
+    fn default() -> Self {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self::from(since.as_secs().saturating_mul(NUMBERS_A_SECOND))
+    }
+}
+
+impl Events {
+    fn from(next: u64) -> Self {
+        let ring = Ring {
+            next: next.max(1),
+            kept: VecDeque::new(),
+            gates: vec![Gate::new(BURST, PER_SECOND); Kind::ALL.len()],
+            counts: vec![[0; 2]; Kind::ALL.len()],
+        };
+        Self(Arc::new(Shared { ring: Mutex::new(ring), woken: event_listener::Event::new() }))
+    }
+
+    fn ring(&self) -> MutexGuard<'_, Ring> {
+        self.0.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// It has happened now. From any thread; takes microseconds.
+    pub(crate) fn tell(&self, news: News) {
+        self.tell_at(reactor::real_time(), SystemTime::now(), news);
+    }
+
+    fn tell_at(&self, now: Instant, time: SystemTime, news: News) {
+        let mut ring = self.ring();
+        let kind = news.kind as usize;
+        let Some(left_out) = ring.gates[kind].pass(now) else {
+            ring.counts[kind][1] += 1;
+            return;
+        };
+        ring.counts[kind][0] += 1;
+        let id = ring.next;
+        ring.next += 1;
+        if ring.kept.len() == KEPT {
+            ring.kept.pop_front();
+        }
+        ring.kept.push_back(Arc::new(news.at(id, time, left_out)));
+        drop(ring);
+        self.0.woken.notify(usize::MAX);
+    }
+
+    /// Those that came after the one with this number, the oldest first; of those that are not kept
+    /// any more there is a gap before them. 0 is all there are.
+    pub(crate) fn since(&self, id: u64) -> Vec<Arc<Event>> {
+        let ring = self.ring();
+        let first = ring.kept.partition_point(|event| event.id <= id);
+        ring.kept.range(first..).cloned().collect()
+    }
+
+    /// The number of the last one; there may be none yet.
+    pub(crate) fn last(&self) -> u64 {
+        self.ring().next - 1
+    }
+
+    /// Is ready once something has been told after this call, on any runtime. Look with
+    /// [`Events::since`] after calling this, and only then wait.
+    pub(crate) fn listen(&self) -> EventListener {
+        self.0.woken.listen()
+    }
+
+    /// Of each kind, those that were told, and those left out because there were too many.
+    pub(crate) fn counts(&self) -> Vec<(Kind, [u64; 2])> {
+        let ring = self.ring();
+        Kind::ALL.iter().map(|kind| (*kind, ring.counts[*kind as usize])).collect()
+    }
+
+    /// Hands all that come from now on to `take`, on this thread. Ends when dropped.
+    pub(crate) fn each(&self, take: impl Fn(&Arc<Event>) + 'static) -> reactor::JoinHandle<()> {
+        let (events, mut last) = (self.clone(), self.last());
+        reactor::spawn_joinable(async move {
+            loop {
+                let woken = events.listen();
+                for event in events.since(last) {
+                    last = event.id;
+                    take(&event);
+                }
+                woken.await;
+            }
+        })
+    }
+}
+
+impl fmt::Debug for Events {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Events").field("last", &self.last()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn news(kind: Kind) -> News {
+        News::new(kind, "it has happened")
+    }
+
+    fn at(ms: u64) -> Instant {
+        Instant::from_nanos(ms * 1_000_000)
+    }
+
+    #[test]
+    fn the_last_ones_are_kept_in_order_and_nobody_has_one_twice() {
+        let events = Events::from(5);
+        assert_eq!((events.last(), events.since(0).len()), (4, 0));
+        for ms in 0..3000_u64 {
+            events.tell_at(at(ms * 1000), UNIX_EPOCH, news(Kind::DiskAdded));
+        }
+        let all = events.since(0);
+        assert_eq!((all.len(), all[0].id, events.last()), (KEPT, 3005 - KEPT as u64, 3004));
+        let ids: Vec<_> = events.since(3002).iter().map(|event| event.id).collect();
+        assert_eq!(ids, [3003, 3004]);
+        assert_eq!(events.since(3004).len(), 0);
+    }
+
+    #[test]
+    fn too_many_of_a_kind_are_counted_and_others_are_told() {
+        let events = Events::from(0);
+        for _ in 0..10_000 {
+            events.tell_at(at(1000), UNIX_EPOCH, news(Kind::ClientIn));
+        }
+        events.tell_at(at(1000), UNIX_EPOCH, news(Kind::ImageError));
+        assert_eq!(events.since(0).len(), BURST as usize + 1);
+        events.tell_at(at(1200), UNIX_EPOCH, news(Kind::ClientIn));
+        let last = events.since(0).pop().unwrap();
+        assert_eq!(last.data["left_out"], 10_000 - BURST);
+        let of = |wanted: Kind| events.counts().into_iter().find(|(kind, _)| *kind == wanted).unwrap().1;
+        assert_eq!((of(Kind::ClientIn), of(Kind::ImageError)), ([BURST + 1, 10_000 - BURST], [1, 0]));
+    }
+
+    #[test]
+    fn who_listens_is_woken() {
+        use std::sync::mpsc;
+
+        let events = Events::from(0);
+        let woken = events.listen();
+        let (told, heard) = mpsc::channel();
+        let waiting = std::thread::spawn(move || {
+            event_listener::Listener::wait(woken);
+            told.send(()).unwrap();
+        });
+        assert!(heard.try_recv().is_err());
+        events.tell_at(at(0), UNIX_EPOCH, news(Kind::ClientIn));
+        heard.recv().unwrap();
+        waiting.join().unwrap();
+    }
+}

@@ -1,0 +1,174 @@
+//! Figures of control groups: those with limits that this daemon watches (`--cgroup-limits`).
+//!
+//! Labels are a control group's path and a disk of this host, both of the file of limits that root
+//! writes; there are at most as many as it has.
+
+use std::{fmt, time::Duration};
+
+use cgroup::figures::{Done, Figure, Stalled};
+use policy::{
+    request::Direction,
+    throttle::{Enforcement, LimitKind},
+};
+
+use super::{
+    words::{name_of, name_of_limit},
+    writer::{Labels, Writer},
+};
+
+#[derive(Debug, Default)]
+pub(super) struct ControlGroups {
+    figures: Vec<Figure>,
+    stalled: Vec<Stalled>,
+}
+
+impl From<(Vec<Figure>, Vec<Stalled>)> for ControlGroups {
+    fn from((figures, stalled): (Vec<Figure>, Vec<Stalled>)) -> Self {
+        Self { figures, stalled }
+    }
+}
+
+fn labels(figure: &Figure) -> Labels<'_, 2> {
+    [("cgroup", &*figure.cgroup), ("device", &*figure.device)]
+}
+
+impl ControlGroups {
+    pub(super) fn tell(&self, to: &mut Writer<'_>) -> fmt::Result {
+        let infos = self.figures.iter().map(|figure| {
+            [("cgroup", &*figure.cgroup), ("device", &*figure.device), ("group", &*figure.group)]
+        });
+        to.infos("weir_cgroup", "A control group with limits on a device, and whose they are.", infos)?;
+        self.limits(to)?;
+        self.done(to)?;
+        let stalled = self.stalled.iter().flat_map(|one| {
+            [("some", one.some_us), ("all", one.all_us)].map(|(tasks, us)| {
+                let labels = [("cgroup", &*one.cgroup), ("tasks", tasks)];
+                (labels, Duration::from_micros(us).as_secs_f64())
+            })
+        });
+        let help = "Time during which tasks of a control group waited for I/O of any device.";
+        to.counters("weir_cgroup_stalled_seconds", help, stalled)?;
+        let watched = || self.figures.iter().filter(|figure| figure.watermark > 0);
+        let rows = watched().map(|figure| (labels(figure), f64::from(figure.watermark) / 100.0));
+        to.gauges("weir_cgroup_watermark_ratio", "Use of the device from which on limits hold.", rows)?;
+        let rows = watched().filter_map(|figure| {
+            Some((labels(figure), u64::from(figure.enforcement? != Enforcement::Lifted)))
+        });
+        to.gauges("weir_cgroup_limits_enforced", "Whether the watermark lets limits hold now.", rows)?;
+        let rows = watched().filter_map(|figure| match figure.enforcement? {
+            Enforcement::Scaled(scale) => Some((labels(figure), scale.thousandths() as f64 / 1000.0)),
+            Enforcement::Enforced => Some((labels(figure), 1.0)),
+            Enforcement::Lifted => None,
+        });
+        to.gauges("weir_cgroup_limits_scale_ratio", "What the watermark multiplies limits by.", rows)
+    }
+
+    fn limits(&self, to: &mut Writer<'_>) -> fmt::Result {
+        for (bytes, rates) in [(false, "operations_per_second"), (true, "bytes_per_second")] {
+            let kinds = move || LimitKind::ALL.into_iter().filter(move |kind| kind.counts_bytes() == bytes);
+            let rows = |get: fn(&Figure, LimitKind) -> u64| {
+                self.figures.iter().flat_map(move |figure| {
+                    kinds().filter_map(move |kind| {
+                        let [cgroup, device] = labels(figure);
+                        let rate = Some(get(figure, kind)).filter(|&rate| rate > 0)?;
+                        Some(([cgroup, device, ("limit", name_of_limit(kind))], rate))
+                    })
+                })
+            };
+            let help = "A limit that is set, on it or on the group that it is in.";
+            let rate = rows(|figure, kind| figure.limits.limit(kind).rate);
+            to.gauges(&format!("weir_cgroup_limit_{rates}"), help, rate)?;
+            let help = "The rate of a limit's burst.";
+            let burst = rows(|figure, kind| figure.limits.limit(kind).burst_rate);
+            to.gauges(&format!("weir_cgroup_burst_limit_{rates}"), help, burst)?;
+            let allowed = self.figures.iter().flat_map(|figure| {
+                let told = if bytes { figure.told.bps } else { figure.told.iops };
+                Direction::ALL.into_iter().filter_map(move |direction| {
+                    let [cgroup, device] = labels(figure);
+                    let labels = [cgroup, device, ("operation", name_of(direction))];
+                    Some((labels, told[direction.index()]?))
+                })
+            });
+            let help = "What the kernel holds it to now.";
+            to.gauges(&format!("weir_cgroup_allowed_{rates}"), help, allowed)?;
+        }
+        Ok(())
+    }
+
+    fn done(&self, to: &mut Writer<'_>) -> fmt::Result {
+        type Get = fn(&Done) -> u64;
+        let families: [(&str, &str, Get); 6] = [
+            ("reads", "Reads of a control group that a device completed.", |done| done.reads),
+            ("writes", "Writes of a control group that a device completed.", |done| done.writes),
+            ("read_bytes", "Bytes of those reads.", |done| done.read_bytes),
+            ("written_bytes", "Bytes of those writes.", |done| done.written_bytes),
+            ("discards", "Discards of a control group.", |done| done.discards),
+            ("discarded_bytes", "Bytes of those discards.", |done| done.discarded_bytes),
+        ];
+        for (name, help, get) in families {
+            let rows = self.figures.iter().filter_map(|one| Some((labels(one), get(one.done.as_ref()?))));
+            to.counters(&format!("weir_cgroup_{name}"), help, rows)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use policy::{
+        steering::Rates,
+        throttle::{Limits, Part, Scale, Setting},
+    };
+    use prometheus_client::{
+        collector::Collector,
+        encoding::{DescriptorEncoder, text},
+        registry::Registry,
+    };
+
+    use super::*;
+
+    #[derive(Debug)]
+    struct Told(ControlGroups);
+
+    impl Collector for Told {
+        fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+            self.0.tell(&mut Writer::new(encoder))
+        }
+    }
+
+    #[test]
+    fn names_are_escaped_and_what_is_not_known_has_no_sample() {
+        let mut limits = Limits::default();
+        limits.set(Setting::Limit(LimitKind::IopsRead, Part::Rate), 100).unwrap();
+        let figure = Figure {
+            cgroup: "/a\"\n".to_owned(),
+            device: "/dev/vda".to_owned(),
+            group: String::new(),
+            limits,
+            watermark: 80,
+            enforcement: Some(Enforcement::Scaled(Scale::from_thousandths(1500))),
+            told: Rates { bps: [None; 2], iops: [Some(50), None] },
+            done: None,
+        };
+        let stalled = Stalled { cgroup: "/b".to_owned(), some_us: 1_500_000, all_us: 0 };
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(Told((vec![figure], vec![stalled]).into())));
+        let mut page = String::new();
+        text::encode(&mut page, &registry).unwrap();
+        let samples: Vec<_> = page.lines().filter(|line| !line.starts_with('#')).collect();
+        let of = r#"{cgroup="/a\"\n",device="/dev/vda""#;
+        assert_eq!(
+            samples,
+            [
+                format!(r#"weir_cgroup_info{of},group=""}} 1"#),
+                format!(r#"weir_cgroup_limit_operations_per_second{of},limit="iops-read"}} 100"#),
+                format!(r#"weir_cgroup_allowed_operations_per_second{of},operation="read"}} 50"#),
+                r#"weir_cgroup_stalled_seconds_total{cgroup="/b",tasks="some"} 1.5"#.to_owned(),
+                r#"weir_cgroup_stalled_seconds_total{cgroup="/b",tasks="all"} 0.0"#.to_owned(),
+                format!("weir_cgroup_watermark_ratio{of}}} 0.8"),
+                format!("weir_cgroup_limits_enforced{of}}} 1"),
+                format!("weir_cgroup_limits_scale_ratio{of}}} 1.5"),
+            ]
+        );
+    }
+}

@@ -1,0 +1,143 @@
+//! A command for each event: started with it on standard input, waited for, ended where it does not
+//! end, with all that it has left behind.
+
+use std::{
+    fs,
+    io::{self, Write as _},
+    os::{
+        fd::AsFd as _,
+        unix::{fs::PermissionsExt as _, process::CommandExt as _},
+    },
+    process::{Child, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, ensure};
+use nix::{
+    fcntl::{FcntlArg, OFlag, fcntl},
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitOptions, kill_process, kill_process_group, pidfd_open, set_child_subreaper,
+    wait,
+};
+
+/// How often it is looked for what a command has left behind: each look ends a generation of it.
+const LOOKS: usize = 50;
+/// Between two looks, for the kernel to end them.
+const LOOK: Duration = Duration::from_millis(10);
+
+pub(super) struct Command {
+    words: Vec<String>,
+}
+
+/// Whether there is such a program.
+///
+/// # Errors
+/// With what to do about it.
+pub(super) fn check(program: &str) -> anyhow::Result<()> {
+    let file = fs::metadata(program).with_context(|| format!("{program}: no such program"))?;
+    let is_program = file.is_file() && file.permissions().mode() & 0o111 != 0;
+    ensure!(is_program, "{program}: is no program (`chmod +x` makes a script one)");
+    Ok(())
+}
+
+impl Command {
+    pub(super) fn new(words: &[String]) -> anyhow::Result<Self> {
+        // Who has lost the process that started it becomes a child of this one, which can end it.
+        set_child_subreaper(Some(Pid::INIT)).context("what a command leaves behind could not be ended")?;
+        Ok(Self { words: words.to_vec() })
+    }
+
+    /// Runs it once.
+    ///
+    /// # Errors
+    /// Why it cannot be started, or how it has ended.
+    pub(super) fn run(&mut self, event: &[u8], deadline: Instant) -> Result<(), String> {
+        let spawned = std::process::Command::new(&self.words[0])
+            .args(&self.words[1..])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .process_group(0)
+            .spawn();
+        let mut child = spawned.map_err(|error| format!("it cannot be started: {error}"))?;
+        let outcome = attend(&mut child, event, deadline);
+        end_all_of(&mut child);
+        outcome
+    }
+}
+
+fn attend(child: &mut Child, event: &[u8], deadline: Instant) -> Result<(), String> {
+    if let Some(mut stdin) = child.stdin.take() {
+        // A pipe has room for an event; whoever has made it smaller is not waited for.
+        let _ = fcntl(&stdin, FcntlArg::F_SETFL(OFlag::O_NONBLOCK));
+        // It may end without having read: its status says whether that was well.
+        let _ = stdin.write_all(event).and_then(|()| stdin.write_all(b"\n"));
+    }
+    if !has_ended(child, deadline).map_err(|error| format!("it cannot be waited for: {error}"))? {
+        return Err(format!("it has not ended within {} s, and was ended", super::PATIENCE.as_secs()));
+    }
+    match child.wait() {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => Err(format!("it has ended with {status}")),
+        Err(error) => Err(format!("it cannot be waited for: {error}")),
+    }
+}
+
+/// Waits for it until then.
+fn has_ended(child: &Child, deadline: Instant) -> io::Result<bool> {
+    let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty())?;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(process.as_fd(), PollFlags::POLLIN)], timeout) {
+            Ok(0) if left.is_zero() => return Ok(false),
+            Ok(0) | Err(nix::errno::Errno::EINTR) => {}
+            Ok(_) => return Ok(true),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Itself, its process group, and those of its descendants that have left that: they are children
+/// of this process once their own parents are gone. One that the kernel cannot end stays; the next
+/// event is not kept from being handed on by it.
+fn end_all_of(child: &mut Child) {
+    let group = Pid::from_child(child);
+    for look in 0..LOOKS {
+        // Its number is nobody else's as long as it has not been waited for, or its group has
+        // members.
+        let _ = kill_process_group(group, Signal::KILL);
+        let _ = child.try_wait();
+        for left in children() {
+            let _ = kill_process(left, Signal::KILL);
+        }
+        while let Ok(Some(_)) = wait(WaitOptions::NOHANG) {}
+        if children().is_empty() {
+            return;
+        }
+        if look > 0 {
+            std::thread::sleep(LOOK);
+        }
+    }
+}
+
+/// All of this process: it starts nothing but commands.
+fn children() -> Vec<Pid> {
+    let path = format!("/proc/self/task/{}/children", std::process::id());
+    let listed = fs::read_to_string(path).unwrap_or_default();
+    listed.split_ascii_whitespace().filter_map(|number| Pid::from_raw(number.parse().ok()?)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_program_is_refused() {
+        assert!(check("/nowhere/at/all").unwrap_err().to_string().contains("no such program"));
+        assert!(check("/etc/passwd").unwrap_err().to_string().contains("is no program"));
+        check("/bin/sh").unwrap();
+    }
+}

@@ -1,0 +1,192 @@
+//! The daemon's side: the last events, one after the other, to the process that hands them on.
+
+use std::{
+    io::{self, ErrorKind, Read as _, Write as _},
+    os::fd::OwnedFd,
+    rc::Rc,
+    sync::Arc,
+};
+
+use block::reactor::{
+    self, JoinHandle,
+    op::{self, Fd},
+};
+use policy::time::{Duration, Instant};
+
+use super::{MOST_LINE, PATIENCE, Runner, handed, shown};
+use crate::{
+    control::inventory::Inventory,
+    events::{Deliveries, Event, Events},
+};
+
+/// Events that may wait to be handed on; older ones are left out.
+const MOST_WAITING: usize = 64;
+/// Between two: ten a second.
+const EACH: Duration = Duration::from_millis(100);
+/// How much longer than its target the process may take for an answer.
+const GRACE: Duration = Duration::from_secs(5);
+/// How often it is said that events do not arrive.
+const SAID: Duration = Duration::from_secs(60);
+
+impl Runner {
+    /// Hands on what comes from now on; ends when dropped.
+    pub(crate) fn deliver(self, inventory: &Inventory) -> Option<JoinHandle<()>> {
+        let fd = self.socket.set_nonblocking(true).and_then(|()| self.socket.try_clone());
+        let fd = match fd {
+            Ok(fd) => Fd::from(OwnedFd::from(fd)),
+            Err(error) => {
+                tracing::error!(%error, "on-event: no events are handed on (restart weir)");
+                return None;
+            }
+        };
+        let counts = Rc::clone(inventory.deliveries.get_or_init(Rc::default));
+        let delivery = Delivery { runner: self, fd, heard: Vec::new(), counts, failing: Failing::default() };
+        let events = inventory.events.clone();
+        let last = events.last();
+        Some(reactor::spawn_joinable(delivery.run(events, last)))
+    }
+}
+
+struct Delivery {
+    runner: Runner,
+    fd: Fd,
+    /// Of an answer that has not come whole.
+    heard: Vec<u8>,
+    counts: Rc<Deliveries>,
+    failing: Failing,
+}
+
+impl Delivery {
+    async fn run(mut self, events: Events, mut last: u64) {
+        loop {
+            let woken = events.listen();
+            let mut waiting = events.since(last);
+            // Those that the ring has not kept are left out as well.
+            let first = waiting.first().map_or(last + 1, |event| event.id);
+            let too_many = waiting.len().saturating_sub(MOST_WAITING);
+            waiting.drain(..too_many);
+            let Some(event) = waiting.first().map(Arc::clone) else {
+                woken.await;
+                continue;
+            };
+            let skipped = first - last - 1 + too_many as u64;
+            Deliveries::add(&self.counts.skipped, skipped);
+            last = event.id;
+            let next = reactor::now() + EACH;
+            match self.hand_on(&event, skipped).await {
+                Ok(Ok(())) => {
+                    Deliveries::add(&self.counts.delivered, 1);
+                    if let Some(lost) = self.failing.ends() {
+                        tracing::info!(target = %shown(&self.runner.target), lost, "on-event: events arrive again");
+                    }
+                }
+                Ok(Err(why)) => {
+                    Deliveries::add(&self.counts.failed, 1);
+                    if let Some(lost) = self.failing.line(reactor::now()) {
+                        let target = shown(&self.runner.target);
+                        tracing::warn!(%target, lost, "on-event: an event has not arrived: {why}");
+                    }
+                }
+                Err(error) => {
+                    let target = shown(&self.runner.target);
+                    tracing::error!(%target, %error, "on-event: its process has ended; no events are handed on (restart weir)");
+                    return;
+                }
+            }
+            reactor::sleep_until(next).await;
+        }
+    }
+
+    /// What the process says of it; fails where there is none any more.
+    async fn hand_on(&mut self, event: &Event, skipped: u64) -> io::Result<Result<(), String>> {
+        let line = handed(event.to_json(), skipped) + "\n";
+        let mut left = line.as_bytes();
+        while !left.is_empty() {
+            match (&self.runner.socket).write(left) {
+                Ok(count) => left = &left[count..],
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                // It reads before it answers, and the one before has been answered: it is stopped.
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    reactor::sleep_until(reactor::now() + EACH).await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let mut has_said = false;
+        loop {
+            match reactor::timeout(PATIENCE + GRACE, self.answer()).await {
+                Ok(answer) => {
+                    let answer = answer?;
+                    return Ok(if answer.is_empty() { Ok(()) } else { Err(answer) });
+                }
+                Err(_) if has_said => {}
+                Err(_) => {
+                    has_said = true;
+                    tracing::warn!("on-event: its process does not answer (is it stopped?)");
+                }
+            }
+        }
+    }
+
+    /// Goes on where it was dropped.
+    async fn answer(&mut self) -> io::Result<String> {
+        loop {
+            if let Some(end) = self.heard.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.heard.drain(..=end).collect();
+                return Ok(String::from_utf8_lossy(&line[..end]).into_owned());
+            }
+            if self.heard.len() as u64 > MOST_LINE {
+                return Err(io::Error::other("it says too much"));
+            }
+            let mut some = [0; 1024];
+            match (&self.runner.socket).read(&mut some) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(count) => self.heard.extend(&some[..count]),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => op::readable(&self.fd).await?,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+/// That events do not arrive, which is said at once and then once a minute.
+#[derive(Debug, Default)]
+struct Failing {
+    /// When it may be said again; none: they do.
+    again: Option<Instant>,
+    /// Events since.
+    lost: u64,
+}
+
+impl Failing {
+    /// Whether one that has not arrived has a line: how many have not.
+    fn line(&mut self, now: Instant) -> Option<u64> {
+        self.lost += 1;
+        if self.again.is_some_and(|again| now < again) {
+            return None;
+        }
+        self.again = Some(now + SAID);
+        Some(self.lost)
+    }
+
+    /// One has arrived: how many had not before it, if any.
+    fn ends(&mut self) -> Option<u64> {
+        let Self { again, lost } = std::mem::take(self);
+        again.map(|_| lost)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_target_that_fails_for_an_hour_has_a_line_a_minute_and_one_at_its_end() {
+        let mut failing = Failing::default();
+        let at = |seconds: u64| Instant::from_nanos(seconds * 1_000_000_000);
+        let lines: Vec<_> = (0..3600).filter_map(|second| failing.line(at(second))).collect();
+        assert_eq!((lines.len(), lines[0], lines[1]), (60, 1, 61));
+        assert_eq!((failing.ends(), failing.ends()), (Some(3600), None));
+    }
+}

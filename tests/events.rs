@@ -1,0 +1,406 @@
+//! Events: in the log, over QMP, and handed on to webhooks and commands, also to those that mean no
+//! good: then a line in the log is all that comes of it.
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader, Read as _, Write as _},
+    os::unix::{
+        fs::PermissionsExt as _,
+        net::{UnixListener, UnixStream},
+    },
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    thread,
+    time::Instant,
+};
+
+use nix::{sys::signal::kill, unistd::Pid};
+use serde_json::{Value, json};
+
+use crate::harness::{
+    Client, DEADLINE, Qmp, Scratch, Serve, Weir, assert_says, children,
+    operator::{prints, socket, start},
+    text,
+};
+
+fn qmp(scratch: &Scratch) -> Qmp {
+    Qmp::negotiated(&scratch.socket("qmp"))
+}
+
+/// The next event of this kind.
+#[track_caller]
+fn next(client: &mut Qmp, kind: &str) -> Value {
+    loop {
+        let event = client.event("X_WEIR_EVENT");
+        if event["kind"] == kind {
+            return event;
+        }
+    }
+}
+
+fn limit(scratch: &Scratch, iops: u32) {
+    prints(scratch, &["throttle", "a", "--iops-total", &iops.to_string()]);
+}
+
+fn works(weir: &Weir) {
+    weir.nbdsh("b", "h.pwrite(b'x' * 4096, 0)\nassert h.pread(4096, 0) == b'x' * 4096");
+}
+
+/// What there is once it is there.
+#[track_caller]
+fn until<T>(look: impl Fn() -> Option<T>) -> T {
+    let end = Instant::now() + DEADLINE;
+    loop {
+        match look() {
+            Some(found) => return found,
+            None => assert!(Instant::now() < end, "it did not come to be"),
+        }
+    }
+}
+
+#[test]
+fn who_changes_what_is_told_and_kept() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    let mut client = qmp(&scratch);
+    limit(&scratch, 500);
+    let event = next(&mut client, "config_changed");
+    assert_eq!((&event["disk"], &event["severity"]), (&json!("a"), &json!("info")));
+    let changed = json!([{"setting": "iops-total", "before": 0, "after": 500}]);
+    assert_eq!(event["data"]["changes"], changed);
+    assert_eq!(event["data"]["by"]["kind"], "qmp");
+    assert_eq!(event["data"]["by"]["uid"], nix::unistd::geteuid().as_raw());
+    // By the same client that hears of it.
+    client.command("x-weir-set", json!({"name": "a", "weight": 7}));
+    let by = next(&mut client, "config_changed")["data"]["by"].clone();
+    assert_eq!(by["pid"], std::process::id());
+    prints(&scratch, &["group", "add", "gold"]);
+    prints(&scratch, &["group", "remove", "gold"]);
+    assert_eq!(next(&mut client, "group_removed")["group"], "gold");
+    let all = client.command("x-weir-query-events", json!({}));
+    let kinds: Vec<_> = all.as_array().unwrap().iter().map(|event| event["kind"].clone()).collect();
+    assert_eq!(kinds, ["config_changed", "config_changed", "group_added", "group_removed"]);
+    let id = |at: usize| all[at]["id"].as_u64().unwrap();
+    assert!(id(0) < id(1) && id(1) < id(2), "{all}");
+    let rest = client.command("x-weir-query-events", json!({"since": id(2)}));
+    assert_eq!(rest, json!([all[3]]));
+    let line = weir.wait_for_log("kind=\"config_changed\"");
+    assert_says(&line, &["disk a was changed by process ", "over QMP: iops-total 500 (was 0)", "disk=\"a\""]);
+}
+
+#[test]
+fn a_reload_is_told_with_who_asked_for_it() {
+    let scratch = Scratch::new();
+    let config = |iops: u32| {
+        let at = socket(&scratch);
+        let text = format!(
+            "[daemon]\nnbd = \"{}\"\nqmp = \"{at}\"\n[disk.a]\nimage = \"memory:1M\"\niops-total = {iops}\n",
+            format_args!("unix:{}", text(&scratch.socket("nbd")))
+        );
+        scratch.file("weir.toml", text)
+    };
+    let weir = crate::harness::operator::serve(&scratch, &config(100));
+    let mut client = qmp(&scratch);
+    config(200);
+    prints(&scratch, &["reload"]);
+    let by = next(&mut client, "config_changed")["data"]["by"].clone();
+    assert_eq!((&by["kind"], &by["by"]["kind"]), (&json!("reload"), &json!("qmp")));
+    config(300);
+    weir.signal(nix::sys::signal::Signal::SIGHUP);
+    let by = next(&mut client, "config_changed")["data"]["by"].clone();
+    assert_eq!(by, json!({"kind": "reload", "by": {"kind": "signal"}}));
+}
+
+#[test]
+fn a_limit_that_is_hit_and_clients_that_come_and_go_are_events() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    let mut client = qmp(&scratch);
+    limit(&scratch, 20);
+    // It asks until it is told that the limit is hit.
+    let done = scratch.path("done");
+    let uri = weir.uri("a");
+    let busy = thread::spawn({
+        let done = done.clone();
+        move || {
+            let script = "import os\nh.connect_uri(arguments[0])\n\
+                          while not os.path.exists(arguments[1]): h.pread(512, 0)";
+            crate::harness::nbdsh(script, [uri, text(&done).to_owned()])
+        }
+    });
+    let came = next(&mut client, "client_in");
+    assert_eq!(
+        (&came["disk"], &came["data"]["type"], &came["data"]["export"]),
+        (&json!("a"), &json!("nbd"), &json!("a"))
+    );
+    let hit = next(&mut client, "limit_hit");
+    assert_eq!((&hit["disk"], &hit["data"]["limit"]), (&json!("a"), &json!("iops-total")));
+    assert!(hit["data"]["percent"].as_u64() >= Some(50), "{hit}");
+    fs::write(&done, "").unwrap();
+    busy.join().unwrap();
+    let went = next(&mut client, "client_out");
+    assert_eq!(went["data"]["client"], came["data"]["client"]);
+    let released = next(&mut client, "limit_released");
+    assert_eq!((&released["disk"], &released["data"]["limit"]), (&json!("a"), &json!("iops-total")));
+    let all = client.command("x-weir-query-events", json!({}));
+    let hits = all.as_array().unwrap().iter().filter(|event| event["kind"] == "limit_hit").count();
+    assert_eq!(hits, 1, "{all}");
+}
+
+#[test]
+fn a_disk_that_an_error_stops_and_that_goes_on_is_told() {
+    let scratch = Scratch::new();
+    let config = format!(
+        "[daemon]\nnbd = \"unix:{}\"\nqmp = \"{}\"\n[disk.a]\nimage = \"memory:1M\"\n\
+         on-write-error = \"stop\"\nfault = [\"kind=write,error=EIO,count=1\"]\n",
+        text(&scratch.socket("nbd")),
+        socket(&scratch)
+    );
+    let weir = crate::harness::operator::serve(&scratch, &scratch.file("weir.toml", config));
+    let mut client = qmp(&scratch);
+    let uri = format!("nbd+unix:///a?socket={}", text(&scratch.socket("nbd")));
+    let writer = thread::spawn(move || {
+        crate::harness::nbdsh("h.connect_uri(arguments[0])\nh.pwrite(b'x' * 512, 0)", [uri])
+    });
+    assert_eq!(next(&mut client, "image_error")["data"]["operation"], "write");
+    assert_eq!(next(&mut client, "disk_stopped")["disk"], "a");
+    prints(&scratch, &["resume"]);
+    let resumed = next(&mut client, "disk_resumed");
+    assert_eq!((&resumed["disk"], &resumed["data"]["by"]["kind"]), (&json!("a"), &json!("qmp")));
+    writer.join().unwrap();
+    weir.wait_for_log("kind=\"disk_stopped\"");
+}
+
+/// One request with its body.
+fn read_request(stream: &UnixStream) -> (String, Value) {
+    let mut lines = BufReader::new(stream);
+    let (mut head, mut length) = (String::new(), 0);
+    loop {
+        let mut line = String::new();
+        lines.read_line(&mut line).unwrap();
+        if let Some(said) = line.strip_prefix("Content-Length: ") {
+            length = said.trim().parse().unwrap();
+        }
+        if line == "\r\n" {
+            break;
+        }
+        head += &line;
+    }
+    let mut body = vec![0; length];
+    lines.read_exact(&mut body).unwrap();
+    (head, serde_json::from_slice(&body).unwrap())
+}
+
+/// A daemon that hands events on to a webhook at this socket.
+fn hooked(scratch: &Scratch) -> (UnixListener, Weir) {
+    let path = scratch.socket("hook");
+    let listener = UnixListener::bind(&path).unwrap();
+    let weir = start(scratch, &["--on-event", &format!("unix:{}", text(&path))]);
+    (listener, weir)
+}
+
+#[test]
+fn a_webhook_has_each_event_and_one_that_answers_500_has_a_line_in_the_log() {
+    let scratch = Scratch::new();
+    let (listener, weir) = hooked(&scratch);
+    limit(&scratch, 100);
+    let (mut stream, _) = listener.accept().unwrap();
+    let (head, event) = read_request(&stream);
+    assert!(head.starts_with("POST / HTTP/1.1\r\nHost: localhost\r\n"), "{head}");
+    assert_says(&head, &["Content-Type: application/json\r\n"]);
+    assert_eq!((&event["kind"], &event["disk"]), (&json!("config_changed"), &json!("a")));
+    // Nothing more is sent before it has answered.
+    limit(&scratch, 200);
+    stream.write_all(b"HTTP/1.1 500 Oh no\r\nContent-Length: 0\r\n\r\n").unwrap();
+    let line = weir.wait_for_log("an event has not arrived");
+    assert_says(&line, &["it answers with 500", "target=unix:"]);
+    let (mut stream, _) = listener.accept().unwrap();
+    let (_, event) = read_request(&stream);
+    assert_eq!(event["data"]["changes"][0]["after"], 200);
+    stream.write_all(b"HTTP/1.1 204 No Content\r\n\r\n").unwrap();
+    assert_says(&weir.wait_for_log("events arrive again"), &["lost=1"]);
+    works(&weir);
+}
+
+#[test]
+fn a_webhook_that_hangs_keeps_nothing_waiting_and_what_came_meanwhile_is_left_out() {
+    let scratch = Scratch::new();
+    let (listener, weir) = hooked(&scratch);
+    limit(&scratch, 100);
+    let (stream, _) = listener.accept().unwrap();
+    // It is held, and neither read nor answered, nor is anybody else accepted.
+    for iops in 0..100 {
+        limit(&scratch, 101 + iops);
+    }
+    works(&weir);
+    let line = weir.wait_for_log("an event has not arrived");
+    assert_says(&line, &["it has not answered within 10 s"]);
+    drop(stream);
+    let (mut stream, _) = listener.accept().unwrap();
+    let (_, event) = read_request(&stream);
+    stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").unwrap();
+    // 64 of the hundred may wait.
+    assert_eq!(event["skipped"], 36, "{event}");
+    weir.wait_for_log("events arrive again");
+}
+
+#[test]
+fn a_webhook_that_is_not_there_is_told_once() {
+    let scratch = Scratch::new();
+    let (listener, weir) = hooked(&scratch);
+    drop(listener);
+    fs::remove_file(scratch.socket("hook")).unwrap();
+    for iops in 0..5 {
+        limit(&scratch, 100 + iops);
+    }
+    weir.wait_for_log("it cannot be reached: No such file");
+    works(&weir);
+    let said = weir.stop();
+    assert_eq!(said.matches("an event has not arrived").count(), 1, "{said}");
+}
+
+/// A script that may be run.
+fn script(scratch: &Scratch, content: &str) -> PathBuf {
+    let path = scratch.file("hook.sh", format!("#!/bin/sh\n{content}\n"));
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path
+}
+
+fn with_command(scratch: &Scratch, content: &str) -> Weir {
+    let (script, out) = (script(scratch, content), scratch.path("out"));
+    start(scratch, &["--on-event", &format!("{} {}", text(&script), text(&out))])
+}
+
+/// The first line that a command has left.
+fn left(path: &Path) -> String {
+    until(|| fs::read_to_string(path).ok().filter(|text| text.ends_with('\n')))
+}
+
+#[test]
+fn a_command_has_the_event_on_standard_input_inside_the_sandbox() {
+    let scratch = Scratch::new();
+    let weir = with_command(&scratch, "cat > $1.new && mv $1.new $1");
+    limit(&scratch, 100);
+    let event: Value = serde_json::from_str(&left(&scratch.path("out"))).unwrap();
+    assert_eq!((&event["kind"], &event["disk"]), (&json!("config_changed"), &json!("a")));
+    let runner = children(weir.pid()).next().expect("it has one beside it");
+    let status = fs::read_to_string(format!("/proc/{runner}/status")).unwrap();
+    let has = |field: &str, value: &str| {
+        let found = status.lines().find_map(|line| line.strip_prefix(field)).map(str::trim);
+        assert_eq!(found, Some(value), "{field}");
+    };
+    has("Seccomp:", "2");
+    has("NoNewPrivs:", "1");
+    has("CapEff:", "0000000000000000");
+    has("Threads:", "1");
+}
+
+#[test]
+fn a_command_that_never_ends_is_ended() {
+    let scratch = Scratch::new();
+    let weir = with_command(&scratch, "echo $$ > $1; trap '' TERM; while :; do sleep 1; done");
+    limit(&scratch, 100);
+    let pid = Pid::from_raw(left(&scratch.path("out")).trim().parse().unwrap());
+    works(&weir);
+    let line = weir.wait_for_log("an event has not arrived");
+    assert_says(&line, &["it has not ended within 10 s, and was ended"]);
+    assert!(kill(pid, None).is_err(), "it is gone");
+}
+
+#[test]
+fn what_a_command_leaves_behind_is_ended_and_a_status_is_told() {
+    let scratch = Scratch::new();
+    // One in its process group, and one that has left it and holds its standard input.
+    let content = "sleep 1000 & echo $! > $1.a\nsetsid sh -c 'echo $$ > '$1'.b; exec sleep 1000' &\n\
+                   while ! test -s $1.b; do sleep 0.01; done; exit 3";
+    let weir = with_command(&scratch, content);
+    limit(&scratch, 100);
+    let line = weir.wait_for_log("an event has not arrived");
+    assert_says(&line, &["it has ended with exit status: 3"]);
+    for name in ["out.a", "out.b"] {
+        let pid = Pid::from_raw(left(&scratch.path(name)).trim().parse().unwrap());
+        until(|| kill(pid, None).err());
+    }
+}
+
+#[test]
+fn what_cannot_be_handed_to_is_refused_at_the_start() {
+    let scratch = Scratch::new();
+    let serve = |target: &str| Serve::new(&scratch).args(["memory:1M", "--on-event", target]);
+    assert_says(&serve("/nowhere/hook").fails(), &["on-event: /nowhere/hook: ", "no such program"]);
+    assert_says(&serve("hook.sh").rejects_usage(), &["--on-event", "a program by its whole path"]);
+    assert_says(&serve("http://u:p@host/").rejects_usage(), &["--on-event", "a name or a password"]);
+}
+
+/// A server of TLS that answers every POST, and leaves the event in a file.
+struct TlsServer {
+    process: Child,
+    port: u16,
+}
+
+impl TlsServer {
+    fn start(scratch: &Scratch) -> Self {
+        let (key, certificate) = (scratch.path("key.pem"), scratch.path("cert.pem"));
+        Client::new("openssl")
+            .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
+            .args(["-addext", "subjectAltName=IP:127.0.0.1"])
+            .args(["-keyout", text(&key), "-out", text(&certificate)])
+            .succeeds();
+        let script = "import http.server, ssl, sys\n\
+            class Hook(http.server.BaseHTTPRequestHandler):\n\
+            \tdef do_POST(self):\n\
+            \t\tbody = self.rfile.read(int(self.headers['Content-Length']))\n\
+            \t\topen(sys.argv[3], 'wb').write(body + b'\\n')\n\
+            \t\tself.send_response(204)\n\
+            \t\tself.end_headers()\n\
+            \tdef log_message(self, *arguments): pass\n\
+            server = http.server.HTTPServer(('127.0.0.1', 0), Hook)\n\
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)\n\
+            context.load_cert_chain(sys.argv[1], sys.argv[2])\n\
+            server.socket = context.wrap_socket(server.socket, server_side=True)\n\
+            print(server.server_address[1], flush=True)\n\
+            server.serve_forever()\n";
+        let arguments = [&certificate, &key, &scratch.path("body")];
+        let mut command = Command::new("python3");
+        command.args(["-c", script]).args(arguments).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut process = command.spawn().expect("python3 is there, nbdsh needs it");
+        let mut port = String::new();
+        BufReader::new(process.stdout.take().unwrap()).read_line(&mut port).unwrap();
+        Self { process, port: port.trim().parse().expect("it listens") }
+    }
+}
+
+impl Drop for TlsServer {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+fn a_webhook_over_tls_has_to_be_who_it_says() {
+    let scratch = Scratch::new();
+    let server = TlsServer::start(&scratch);
+    let target = format!("https://127.0.0.1:{}/events", server.port);
+    let serve = |certificate: Option<&Path>| {
+        let serve = Serve::new(&scratch).args(["memory:1M", "--name", "a"]);
+        let serve = serve.args(["--qmp", &socket(&scratch), "--on-event", &target]);
+        match certificate {
+            Some(path) => serve.env("SSL_CERT_FILE", path),
+            None => serve,
+        }
+    };
+    let weir = serve(None).start();
+    limit(&scratch, 100);
+    let line = weir.wait_for_log("an event has not arrived");
+    assert_says(&line, &["its certificate is not to be trusted", "target=https://127.0.0.1:"]);
+    assert!(!line.contains("/events"), "a path may be a secret: {line}");
+    weir.stop();
+    let weir = serve(Some(&scratch.path("cert.pem"))).start();
+    limit(&scratch, 200);
+    let event: Value = serde_json::from_str(&left(&scratch.path("body"))).unwrap();
+    assert_eq!(event["data"]["changes"][0]["after"], 200);
+    let runner = children(weir.pid()).next().expect("it has one beside it");
+    let status = fs::read_to_string(format!("/proc/{runner}/status")).unwrap();
+    assert!(status.contains("Seccomp:\t2\n") && status.contains("NoNewPrivs:\t1\n"), "{status}");
+}
