@@ -2,16 +2,22 @@
 //! client that is never connected anew that nobody sees it.
 //!
 //! How long a pause is, is no test's to judge: `make soak`, which takes over 200 times
-//! (`WEIR_TAKEOVERS`), prints it.
+//! (`WEIR_TAKEOVERS`), prints it. That too much passes a limit can be judged: a slow machine makes it
+//! less.
+
+mod between;
 
 use std::{
     fs,
     io::{Read as _, Write as _},
     os::unix::net::{UnixDatagram, UnixStream},
     path::{Path, PathBuf},
+    process::{Child, Stdio},
     thread,
     time::Instant,
 };
+
+use between::{Step, kill_newcomer};
 
 use serde_json::{Value, json};
 
@@ -59,6 +65,29 @@ impl House {
         self.serve().arg("--takeover")
     }
 
+    #[track_caller]
+    fn kill_newcomer(&self, step: Step) {
+        kill_newcomer(self.serve(), &self.control(), &self.scratch.socket("between"), step);
+    }
+
+    /// A newcomer that comes to nothing: in turn each is killed one step later, and then some leave.
+    #[track_caller]
+    fn fail_at(&self, turn: usize) {
+        let strangers: [&[&str]; 3] = [&[], &["prepared"], &["prepared", "nonsense"]];
+        let turn = turn % (Step::ALL.len() + strangers.len());
+        let Some(words) = turn.checked_sub(Step::ALL.len()).map(|at| strangers[at]) else {
+            return self.kill_newcomer(Step::ALL[turn]);
+        };
+        let mut stranger = Stranger::ask(&self.control(), FORMAT).expect("it may");
+        stranger.hear();
+        for word in words {
+            stranger.say(word);
+            if *word == "prepared" {
+                stranger.hear();
+            }
+        }
+    }
+
     /// The old one must end by itself, cleanly.
     #[track_caller]
     fn take_over(&self, old: Weir) -> (Weir, u64) {
@@ -71,6 +100,71 @@ impl House {
         let digits: String = pause.chars().take_while(char::is_ascii_digit).collect();
         (new, digits.parse().unwrap_or_else(|_| panic!("no pause in {line:?}")))
     }
+}
+
+/// A client with TLS that writes blocks of its own at `OF_TLS`, and whenever it is disconnected
+/// connects again and goes on. What it was answered is there at the end; it prints how often it was
+/// disconnected. It is to be in order each time.
+const TLS_CLIENT: &str = "\
+import os, sys
+uri, offset, stop = arguments[0], int(arguments[1]), arguments[2]
+BLOCKS, disconnected, there = 256, 0, {}
+def connect():
+    h = nbd.NBD()
+    h.set_uri_allow_local_file(True)
+    h.connect_uri(uri)
+    return h
+def insisting(what):
+    global h, disconnected
+    while True:
+        try:
+            if h is None:
+                h = connect()
+            return what()
+        except nbd.Error as error:
+            assert 'non-properly' not in error.string, error.string
+            disconnected += h is not None
+            h = None
+h, number = connect(), 0
+while number < BLOCKS or not os.path.exists(stop):
+    at = number % BLOCKS
+    there[at] = number.to_bytes(8, 'little') * 64
+    insisting(lambda: h.pwrite(there[at], offset + at * 512))
+    number += 1
+for at in range(BLOCKS):
+    assert insisting(lambda: h.pread(512, offset + at * 512)) == there[at], at
+print(disconnected)
+";
+/// Where it writes, behind what the loads have.
+const OF_TLS: u64 = 32 * MIB;
+
+fn tls_client(weir: &Weir, house: &House) -> Child {
+    let (keys, stop) = (house.scratch.path(KEYS), house.scratch.path("stop"));
+    let (uri, mark) = (weir.uri("disk"), if house.on_tcp { "?" } else { "&" });
+    let uri = uri.replacen("nbd", "nbds", 1).replacen("://", "://alice@", 1);
+    let uri = format!("{uri}{mark}tls-psk-file={}", keys.display());
+    let arguments = format!("arguments = [{uri:?}, {:?}, {:?}]\n", OF_TLS.to_string(), text(&stop));
+    let mut client = nbdsh_command(&format!("{arguments}{TLS_CLIENT}"));
+    client.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("nbdsh was found")
+}
+
+/// How often it was disconnected.
+#[track_caller]
+fn end_tls_client(client: Child, house: &House) -> usize {
+    house.scratch.file("stop", "");
+    let output = client.wait_with_output().expect("it is ours");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "the client with TLS: {said}");
+    String::from_utf8_lossy(&output.stdout).trim().parse().unwrap_or_else(|_| panic!("no number: {output:?}"))
+}
+
+/// Of `alice`.
+const KEYS: &str = "keys.psk";
+
+fn make_keys(scratch: &Scratch) -> PathBuf {
+    let keys = scratch.path(KEYS);
+    Client::new("psktool").args(["-u", "alice", "-p"]).arg(&keys).succeeds();
+    keys
 }
 
 /// fio on 16 MiB of an export: it reads and writes, and then reads back what it wrote. Once: over
@@ -113,7 +207,7 @@ assert h.pread(4096, 0) == b'y' * 4096
 h.shutdown()
 ";
     let mut client = nbdsh_command(&format!("arguments = [{:?}]\n{script}", first.uri("disk")));
-    client.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+    client.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut client = client.spawn().expect("nbdsh was found");
     let mut said = client.stdout.take().expect("piped");
     let mut heard = move || said.read_exact(&mut [0; 6]).expect("it comes so far");
@@ -125,7 +219,7 @@ h.shutdown()
     for counted in ["reads", "writes", "read-bytes", "written-bytes"] {
         assert_eq!(after[counted], before[counted], "{counted}: {after}");
     }
-    let go_on = |client: &mut std::process::Child| {
+    let go_on = |client: &mut Child| {
         client.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits for it");
     };
     go_on(&mut client);
@@ -256,6 +350,20 @@ impl Stranger {
     }
 }
 
+/// Waits until clients have read of so many disks.
+fn until_all_are_read(house: &House, count: usize) {
+    let mut qmp = Qmp::negotiated(&house.control());
+    let is_read = |disk: &Value| disk["stats"]["rd_operations"].as_u64() > Some(0);
+    loop {
+        let told = qmp.ask("query-blockstats", json!({}));
+        let disks = told["return"].as_array().expect("a list");
+        if disks.iter().filter(|disk| is_read(disk)).count() == count {
+            return;
+        }
+        thread::yield_now();
+    }
+}
+
 #[test]
 fn a_newcomer_that_fails_at_any_step_leaves_everything_as_it_was() {
     let scratch = Scratch::new();
@@ -278,6 +386,7 @@ fn a_newcomer_that_fails_at_any_step_leaves_everything_as_it_was() {
     let uri = |export: &str| format!("nbd+unix:///{export}?socket={}", house.scratch.socket("nbd").display());
     let loads = ["raw", "qcow2"].map(|export| load(uri(export), &house.scratch, 0, 1));
 
+    until_all_are_read(&house, 2);
     let why = Stranger::ask(&house.control(), 999).err().expect("another format");
     assert!(why.contains("takes over in the format 999") && why.contains("(restart it)"), "{why}");
     // Each leaves when it has said so much.
@@ -298,6 +407,10 @@ fn a_newcomer_that_fails_at_any_step_leaves_everything_as_it_was() {
         drop(stranger);
         daemon.wait_for_logs(GOES_ON, number + 1);
     }
+    for (number, step) in Step::ALL.into_iter().enumerate() {
+        kill_newcomer(serve(false), &house.control(), &house.scratch.socket("between"), step);
+        daemon.wait_for_logs(GOES_ON, steps.len() + number + 1);
+    }
     for load in loads {
         load.join().expect("the load saw nothing of it");
     }
@@ -313,8 +426,7 @@ fn a_newcomer_that_fails_at_any_step_leaves_everything_as_it_was() {
 fn a_connection_with_tls_is_closed_in_order_and_can_be_made_anew() {
     let scratch = Scratch::new();
     let disk = scratch.sparse("disk.raw", MIB);
-    let keys = scratch.path("keys.psk");
-    Client::new("psktool").args(["-u", "alice", "-p"]).arg(&keys).succeeds();
+    let keys = make_keys(&scratch);
     let arguments = [disk.to_str().unwrap(), "--tls", "required", "--tls-psk", keys.to_str().unwrap()];
     let house = House::new(scratch, &arguments);
     let first = house.serve().start();
@@ -341,7 +453,7 @@ else:
     raise AssertionError('the connection is still there')
 ";
     let mut client = nbdsh_command(&format!("arguments = [{uri:?}]\n{script}"));
-    client.stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+    client.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut client = client.spawn().expect("nbdsh was found");
     client.stdout.as_mut().expect("piped").read_exact(&mut [0; 6]).expect("it comes so far");
     let (_second, _) = house.take_over(first);
@@ -380,41 +492,72 @@ fn the_service_manager_hears_who_goes_on_and_that_it_lives() {
     assert!(!pid_file.exists(), "it has gone with its process");
 }
 
-/// Of each kind of image and of socket in turn, under limits, so that requests wait at every
-/// takeover.
+/// Far more would pass if each newcomer began with empty buckets than the time that a takeover takes
+/// is worth.
+#[test]
+fn no_takeover_grants_a_burst_anew() {
+    const BURST: u64 = 200;
+    const TAKEOVERS: u64 = 5;
+    let scratch = Scratch::new();
+    let disk = scratch.sparse("disk.raw", MIB);
+    let burst = BURST.to_string();
+    let limits = ["--iops-total", "1", "--iops-total-max", &burst];
+    let mut arguments = vec![text(&disk), "--group", "gold"];
+    arguments.extend(limits);
+    let house = House::new(scratch, &arguments);
+    let mut current = house.serve().start();
+    let start = Instant::now();
+    let target = current.uri("disk");
+    let load = thread::spawn(move || bench("-c 2000 -d 64 -s 512", &target).succeeds());
+    let reads = || {
+        let status = weir(&["status", "--json"]).env("WEIR_QMP", control(&house)).json();
+        status["disks"][0]["reads"]["requests"].as_u64().expect("a number")
+    };
+    // It has had its burst, and all that it still asks for waits.
+    while reads() < BURST {
+        thread::yield_now();
+    }
+    for _ in 0..TAKEOVERS {
+        current = house.take_over(current).0;
+    }
+    let (passed, seconds) = (reads(), start.elapsed().as_secs());
+    assert!(passed <= BURST + seconds + 2, "{passed} in {seconds} s, after {TAKEOVERS} takeovers");
+    weir(&["throttle", "gold", "--iops-total", "0"]).env("WEIR_QMP", control(&house)).succeeds();
+    load.join().expect("the load saw nothing of it");
+    assert_eq!(reads(), 2000);
+    current.stop();
+}
+
+/// Of each kind of image and of socket in turn, with a client over TLS beside, under limits, so that
+/// requests wait at every takeover.
 #[test]
 #[allow(clippy::print_stdout, reason = "what was measured is what a soak is for")]
 fn clients_see_nothing_of_any_takeover_nor_of_newcomers_that_fail() {
     let takeovers = std::env::var("WEIR_TAKEOVERS").ok().map_or(6, |text| text.parse().expect("a number"));
-    let (mut pauses, mut failed) = (Vec::new(), 0_u32);
+    let (mut pauses, mut failed, mut disconnected) = (Vec::new(), 0_usize, 0);
     for round in 0_usize.. {
         if round >= 4 && pauses.len() >= takeovers {
             break;
         }
         let scratch = Scratch::new();
         let format = if round % 2 == 0 { "raw" } else { "qcow2" };
-        let image = scratch.path("disk");
-        qemu_img(["create", "-q", "-f", format]).arg(&image).arg("32M").succeeds();
+        let (image, keys) = (scratch.path("disk"), make_keys(&scratch));
+        qemu_img(["create", "-q", "-f", format]).arg(&image).arg("33M").succeeds();
         let cache = if round % 3 == 0 { "none" } else { "writeback" };
-        let path = image.to_str().expect("UTF-8");
         let limit = LIMIT.to_string();
-        let arguments = [path, "-f", format, "--cache", cache, "--bps-total", &limit, "--prefetch", "on"];
-        let house = House { scratch, arguments: arguments.map(str::to_owned).into(), on_tcp: round % 4 >= 2 };
+        let arguments = [text(&image), "-f", format, "--cache", cache, "--bps-total", &limit];
+        let arguments = [&arguments[..], &["--prefetch", "on", "--tls", "on", "--tls-psk", text(&keys)]];
+        let arguments = arguments.concat().into_iter().map(str::to_owned).collect();
+        let house = House { scratch, arguments, on_tcp: round % 4 >= 2 };
         let mut current = house.serve().start();
         let start = Instant::now();
+        let with_tls = tls_client(&current, &house);
         let loads = [0, 16 * MIB].map(|offset| load(current.uri("disk"), &house.scratch, offset, round));
+        let before = pauses.len();
         while !loads.iter().all(thread::JoinHandle::is_finished) {
             // Each of its steps is some newcomer's last.
             if pauses.len() % 3 == 1 {
-                let mut stranger = Stranger::ask(&house.control(), FORMAT).expect("it may");
-                stranger.hear();
-                for word in ["prepared", "nonsense"].iter().take(failed as usize % 3) {
-                    stranger.say(word);
-                    if *word == "prepared" {
-                        stranger.hear();
-                    }
-                }
-                drop(stranger);
+                house.fail_at(failed);
                 failed += 1;
                 current.wait_for_log(GOES_ON);
             }
@@ -431,15 +574,19 @@ fn clients_see_nothing_of_any_takeover_nor_of_newcomers_that_fail() {
         // A tenth of a second's tokens are there at the start, and once only.
         let allowed = LIMIT * (0.1 + start.elapsed().as_secs_f64()) + LONGEST;
         assert!(moved[0] + moved[1] <= allowed, "{moved:?} of {allowed} after {} takeovers", pauses.len());
+        let times = end_tls_client(with_tls, &house);
+        assert!(times <= pauses.len() - before, "it was disconnected {times} times");
+        disconnected += times;
         current.stop();
         if format == "qcow2" {
             qemu_img(["check", "-q"]).arg(&image).succeeds();
         }
     }
+    assert!(disconnected > 0, "no client with TLS was connected at any takeover");
     pauses.sort_unstable();
     let at = |percent: usize| pauses[(pauses.len() * percent / 100).min(pauses.len() - 1)];
     println!(
-        "{} takeovers, {failed} newcomers that failed: pause p50 {} µs, p99 {} µs, longest {} µs",
+        "{} takeovers, {failed} newcomers that failed, {disconnected} clients with TLS disconnected: pause p50 {} µs, p99 {} µs, longest {} µs",
         pauses.len(),
         at(50),
         at(99),

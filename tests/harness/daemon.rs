@@ -175,6 +175,13 @@ impl Serve {
         Weir { child, log, ready, listen: self.listen, ended: false, _scratch: self.scratch }
     }
 
+    /// Does not wait until it is ready.
+    pub(crate) fn begin(mut self) -> Weir {
+        let (child, log) = self.spawn();
+        let ready = String::new();
+        Weir { child, log, ready, listen: self.listen, ended: false, _scratch: self.scratch }
+    }
+
     /// It must end by itself.
     #[track_caller]
     fn run(mut self) -> (ExitStatus, String) {
@@ -314,6 +321,13 @@ impl Weir {
         let (status, log) = self.wait();
         assert_clean(status, &log);
         log
+    }
+
+    /// Ends it with SIGKILL, and waits for nothing of what it had.
+    pub(crate) fn kill(mut self) {
+        self.ended = true;
+        self.child.kill().expect("the daemon is a child that was not waited for");
+        self.child.wait().expect("the daemon is a child that was not waited for");
     }
 
     /// Ends it with SIGKILL, and waits until its socket and the locks on its images are gone.
