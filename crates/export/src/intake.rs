@@ -43,6 +43,10 @@ impl<R: Mergeable> Intake<R> {
         self.batch.is_empty()
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.batch.len()
+    }
+
     /// The request, if it is the only one.
     pub(crate) fn take_only(&mut self) -> Option<R> {
         if self.batch.len() == 1 { self.batch.pop() } else { None }

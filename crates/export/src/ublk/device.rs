@@ -3,7 +3,7 @@
 use std::sync::{
     Arc,
     atomic::{
-        AtomicBool, AtomicU64,
+        AtomicBool, AtomicU64, AtomicUsize,
         Ordering::{Relaxed, SeqCst},
     },
 };
@@ -112,7 +112,11 @@ pub(super) struct Device {
     pub(super) in_flight: AtomicU64,
     /// Requests that wait for an operator or for limits need not: see [`Parting`].
     parting: [AtomicBool; 2],
-    /// The device is about to end.
+    /// Nothing is begun.
+    is_resting: AtomicBool,
+    /// Queues that have nothing in hand that has begun.
+    pub(super) at_rest: AtomicUsize,
+    /// The device is about to end, or comes to rest, or goes on.
     pub(super) changed: Event,
 }
 
@@ -138,6 +142,8 @@ impl Device {
             requests: AtomicU64::default(),
             in_flight: AtomicU64::default(),
             parting: Default::default(),
+            is_resting: AtomicBool::new(false),
+            at_rest: AtomicUsize::new(0),
             changed: Event::new(),
         }
     }
@@ -156,7 +162,19 @@ impl Device {
         }
     }
 
+    /// Has nothing begin any more, or lets all go on.
+    pub(super) fn rest(&self, is_to: bool) {
+        self.is_resting.store(is_to, SeqCst);
+        self.changed.notify(usize::MAX);
+    }
+
+    pub(super) fn is_resting(&self) -> bool {
+        self.is_resting.load(SeqCst)
+    }
+
+    /// A rest is over with that.
     pub(super) fn part(&self, how: Parting) {
+        self.is_resting.store(false, SeqCst);
         self.parting[how as usize].store(true, SeqCst);
         self.changed.notify(usize::MAX);
     }

@@ -39,7 +39,7 @@ impl Queue {
 
     async fn read(self: Rc<Self>, incoming: Incoming) {
         let cost = Cost::one(incoming.request.bytes);
-        let Some(pass) = self.admit(Direction::Read, cost).await else { return self.forget() };
+        let Some(pass) = self.admit(Direction::Read, cost).await else { return self.put_off(incoming) };
         let target = Target::Here(self.place(&incoming).into());
         let result = self.device.disk().read_to(pass, incoming.request.offset, target).await;
         self.answer(&incoming, result.map(drop));
@@ -49,7 +49,7 @@ impl Queue {
     pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes).collect();
         let Some(pass) = self.admit(Direction::Read, Cost::merged(&lengths)).await else {
-            return parts.iter().for_each(|_| self.forget());
+            return parts.into_iter().for_each(|part| self.put_off(part));
         };
         let target = Target::Here(self.places(&parts));
         match self.device.disk().read_to(pass, parts[0].request.offset, target).await {
@@ -64,7 +64,7 @@ impl Queue {
         tracing::debug!(disk = %disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for part in parts {
             let Some(pass) = self.admit(Direction::Read, Cost::one(part.request.bytes)).await else {
-                self.forget();
+                self.put_off(part);
                 continue;
             };
             let target = Target::Here(self.place(&part).into());
@@ -75,7 +75,7 @@ impl Queue {
 
     async fn write(self: Rc<Self>, incoming: Incoming, durability: Durability) {
         let cost = Cost::one(incoming.request.bytes);
-        let Some(pass) = self.admit(Direction::Write, cost).await else { return self.forget() };
+        let Some(pass) = self.admit(Direction::Write, cost).await else { return self.put_off(incoming) };
         let data = self.place(&incoming).into();
         let result = self.device.disk().write(pass, incoming.request.offset, data, durability).await;
         self.answer(&incoming, result);
@@ -86,7 +86,7 @@ impl Queue {
     pub(super) async fn write_merged(self: Rc<Self>, parts: Vec<Incoming>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes).collect();
         let Some(pass) = self.admit(Direction::Write, Cost::merged(&lengths)).await else {
-            return parts.iter().for_each(|_| self.forget());
+            return parts.into_iter().for_each(|part| self.put_off(part));
         };
         let Kind::Write(durability) = parts[0].request.kind else { unreachable!("planned as writes") };
         let (offset, data) = (parts[0].request.offset, self.places(&parts));
@@ -97,7 +97,7 @@ impl Queue {
     async fn erase(self: Rc<Self>, incoming: Incoming) {
         let (disk, request) = (self.device.disk(), incoming.request);
         let cost = Cost::one(request.bytes);
-        let Some(pass) = self.admit(Direction::Write, cost).await else { return self.forget() };
+        let Some(pass) = self.admit(Direction::Write, cost).await else { return self.put_off(incoming) };
         let result = match request.kind {
             Kind::WriteZeroes { may_unmap, durability } => {
                 let options = ZeroOptions { may_unmap, only_if_fast: false, durability };
@@ -118,7 +118,7 @@ impl Queue {
         parts.iter().map(|part| self.place(part)).collect()
     }
 
-    /// Waits for the disk's limits; `None` if the device is left meanwhile.
+    /// Waits for the disk's limits; `None` if the device is left or comes to rest meanwhile.
     async fn admit(&self, direction: Direction, cost: Cost) -> Option<Pass> {
         let mut pass = pin!(self.device.disk().admit(direction, cost));
         // Made only for a request that has to wait.
@@ -128,7 +128,7 @@ impl Queue {
                 return Poll::Ready(Some(pass));
             }
             loop {
-                if self.is_leaving() {
+                if self.holds_back() {
                     return Poll::Ready(None);
                 }
                 let leave_now = leave.get_or_insert_with(|| self.leave.listen());

@@ -32,8 +32,8 @@ use super::{Export, mark, request::SECTOR_BYTES};
 /// How long the kernel may take to notice that a process has gone: before 6.7 it looks every five
 /// seconds.
 const NOTICED: Duration = Duration::from_secs(30);
-/// The driver tells nobody, so it is asked again.
-const PAUSE: Duration = Duration::from_millis(20);
+/// The driver tells nobody, so it is asked again: users of the device wait meanwhile.
+const PAUSE: Duration = Duration::from_millis(2);
 
 /// Why there is no device. Nothing has changed.
 #[derive(Debug, thiserror::Error)]
@@ -61,6 +61,11 @@ pub enum Refused {
         "the ublk driver has as many devices as it may (remove some, or write a larger number to /sys/module/ublk_drv/parameters/ublks_max)"
     )]
     TooMany,
+    /// Somebody has removed it.
+    #[error(
+        "the device that was to be recovered is not there any more (weir makes one when it is started again)"
+    )]
+    Gone,
     /// The memory to be lent.
     #[error("{0}")]
     Memory(#[from] NotEnough),
@@ -198,11 +203,17 @@ impl Node {
         let mut control = open()?;
         let mark = mark::of(&export.disk);
         if let Some(mark) = mark
-            && let Some(node) = Self::take_over(&mut control, export, mark)?
+            && let Some(node) = Self::take_over(&mut control, export, mark, false)?
         {
             return Ok(node);
         }
         Self::make(&mut control, export, mark)
+    }
+
+    /// Takes over the device of this disk from a process that is about to have ended.
+    pub(super) fn recover(export: &Export) -> Result<Self, Refused> {
+        let mark = mark::of(&export.disk).ok_or(Refused::Gone)?;
+        Self::take_over(&mut open()?, export, mark, true)?.ok_or(Refused::Gone)
     }
 
     fn make(control: &mut Control, export: &Export, mark: Option<u64>) -> Result<Self, Refused> {
@@ -237,13 +248,18 @@ impl Node {
         Ok(node)
     }
 
-    fn take_over(control: &mut Control, export: &Export, mark: u64) -> Result<Option<Self>, Refused> {
+    fn take_over(
+        control: &mut Control,
+        export: &Export,
+        mark: u64,
+        waits: bool,
+    ) -> Result<Option<Self>, Refused> {
         for number in numbers() {
             let is_asked_for = export.offer.number.is_none_or(|asked| asked == number);
             if !is_asked_for || !claimed().insert(number) {
                 continue;
             }
-            match Self::left(control, number, mark) {
+            match Self::left(control, number, mark, waits) {
                 Ok(None) => claimed().remove(&number),
                 Ok(node) => return Ok(node),
                 Err(error) => {
@@ -255,12 +271,12 @@ impl Node {
         Ok(None)
     }
 
-    /// The device of this number, if it was left and shows this image.
-    fn left(control: &mut Control, number: u32, mark: u64) -> Result<Option<Self>, Refused> {
+    /// The device of this number, if it was left and shows this image; if `waits`, once it is left.
+    fn left(control: &mut Control, number: u32, mark: u64, waits: bool) -> Result<Option<Self>, Refused> {
         let end = Instant::now() + NOTICED;
         loop {
             let Ok(info) = control.info(number) else { return Ok(None) };
-            if info.mark != mark || server_of(&info).is_some() {
+            if info.mark != mark || (!waits && server_of(&info).is_some()) {
                 return Ok(None);
             }
             let what = || format!("/dev/ublkb{number}, which an earlier weir has left");

@@ -10,14 +10,18 @@
 //! reactor is planned together, so adjacent requests become one I/O.
 //!
 //! A queue ends when the kernel has taken all tags back, or when it is left: then nothing more is
-//! begun, and what has not begun stays the kernel's.
+//! begun, and what has not begun stays the kernel's. It comes to rest in between: what has begun is
+//! answered, and all else waits, until it goes on or its process ends.
 
 use std::{
     cell::{Cell, RefCell},
     future::Future,
     io,
     rc::Rc,
-    sync::{Arc, atomic::Ordering::Relaxed},
+    sync::{
+        Arc,
+        atomic::Ordering::{Relaxed, SeqCst},
+    },
 };
 
 use event_listener::Event;
@@ -68,6 +72,7 @@ pub(super) struct Queue {
     /// What it said of the first that it has.
     over: Cell<Option<io::Error>>,
     leaving: Cell<bool>,
+    resting: Cell<bool>,
     /// For those that wait for their limits.
     pub(super) leave: Event,
     pub(super) patience: Arc<Patience>,
@@ -85,6 +90,7 @@ impl Queue {
             tags: Cell::new(depth),
             over: Cell::new(None),
             leaving: Cell::new(false),
+            resting: Cell::new(false),
             leave: Event::new(),
             patience: Arc::default(),
         })
@@ -110,12 +116,39 @@ impl Queue {
         let mut launcher = Launcher::new();
         let mut taken = Intake::default();
         while !self.is_over() {
+            if self.resting.get() {
+                self.rest().await;
+                continue;
+            }
             // What is carried out at once may bring the next.
             std::mem::swap(&mut taken, &mut *self.arrived.borrow_mut());
             self.start(&mut taken, &mut launcher, Self::carry_out);
             self.news.wait().await;
         }
         watching.cancel().await;
+    }
+
+    /// Until it is to go on.
+    async fn rest(&self) {
+        while self.resting.get() && self.in_flight.get() > self.waiting() {
+            self.news.wait().await;
+        }
+        // What was answered, the kernel knows by then.
+        let submitted = self.channel.begun().await;
+        if !self.resting.get() || submitted.is_err() {
+            return;
+        }
+        self.device.at_rest.fetch_add(1, SeqCst);
+        self.device.changed.notify(usize::MAX);
+        while self.resting.get() {
+            self.news.wait().await;
+        }
+        self.device.at_rest.fetch_sub(1, SeqCst);
+    }
+
+    /// Requests in hand that have not begun.
+    fn waiting(&self) -> u64 {
+        self.arrived.borrow().len() as u64
     }
 
     fn is_over(&self) -> bool {
@@ -145,6 +178,13 @@ impl Queue {
             }
             if self.device.parts(Parting::Leave) && !self.leaving.replace(true) {
                 self.patience.lose();
+                self.leave.notify(usize::MAX);
+                let waiting = std::mem::take(self.arrived.borrow_mut().all());
+                waiting.iter().for_each(|_| self.forget());
+                self.news.raise();
+            }
+            let resting = self.device.is_resting();
+            if self.resting.replace(resting) != resting {
                 self.leave.notify(usize::MAX);
                 self.news.raise();
             }
@@ -186,13 +226,27 @@ impl Queue {
         self.forget();
     }
 
+    /// A request that waits for its limits does not begin now.
+    pub(super) fn put_off(&self, incoming: Incoming) {
+        if self.leaving.get() {
+            return self.forget();
+        }
+        self.arrived.borrow_mut().push(incoming);
+        self.news.raise();
+    }
+
     /// A request is left to whoever takes the device over.
     pub(super) fn forget(&self) {
         self.in_flight.set(self.in_flight.get() - 1);
         self.device.in_flight.fetch_sub(1, Relaxed);
-        if self.is_over() {
+        if self.is_over() || self.resting.get() {
             self.news.raise();
         }
+    }
+
+    /// Whether nothing is to begin.
+    pub(super) fn holds_back(&self) -> bool {
+        self.leaving.get() || self.resting.get()
     }
 
     pub(super) fn is_leaving(&self) -> bool {

@@ -17,6 +17,7 @@ use std::{
 
 use async_channel::{Receiver, Sender};
 use event_listener::Event;
+use policy::time::Duration;
 
 use super::{
     Export, Refused,
@@ -96,6 +97,20 @@ impl Server {
     pub async fn open(export: Export, workers: &[Worker]) -> Result<Arc<Self>, Refused> {
         let of_node = export.clone();
         let node = reactor::blocking(move || Node::open(&of_node)).await?;
+        Self::with(node, export, workers).await
+    }
+
+    /// Takes over the device of a process that is about to have ended: waits until it has.
+    ///
+    /// # Errors
+    /// [`Refused`]. The device stays, and waits.
+    pub async fn recover(export: Export, workers: &[Worker]) -> Result<Arc<Self>, Refused> {
+        let of_node = export.clone();
+        let node = reactor::blocking(move || Node::recover(&of_node)).await?;
+        Self::with(node, export, workers).await
+    }
+
+    async fn with(node: Node, export: Export, workers: &[Worker]) -> Result<Arc<Self>, Refused> {
         let lent = match Lent::of(&node.info) {
             Ok(lent) => lent,
             Err(error) => {
@@ -194,6 +209,29 @@ impl Server {
         if self.survives() { self.device.part(Parting::Leave) } else { self.close() }
     }
 
+    /// Has every queue come to rest: what has begun is answered, and nothing more begins. Another
+    /// process may have the disk then, and takes the device over once this one has ended. Returns
+    /// false if that takes longer than `patience`.
+    pub async fn come_to_rest(&self, patience: Duration) -> bool {
+        self.device.rest(true);
+        reactor::timeout(patience, async {
+            loop {
+                let (changed, ended) = (self.device.changed.listen(), self.changed.listen());
+                if self.device.at_rest.load(SeqCst) >= self.queues.load(SeqCst) {
+                    return;
+                }
+                first(changed, ended).await;
+            }
+        })
+        .await
+        .is_ok()
+    }
+
+    /// Goes on after [`Server::come_to_rest`] as if nothing had been.
+    pub fn go_on(&self) {
+        self.device.rest(false);
+    }
+
     /// Waits until `busy` is false: it is asked now, and whenever something has changed.
     pub async fn wait_while(&self, busy: impl Fn(&Self) -> bool) {
         loop {
@@ -255,6 +293,7 @@ impl Server {
             }
         }
         self.queues.fetch_sub(1, SeqCst);
+        self.changed.notify(usize::MAX);
         let _ = ending.try_send(());
     }
 

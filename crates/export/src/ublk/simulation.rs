@@ -62,6 +62,7 @@ struct Tally {
     flushed: u64,
     kills: u64,
     leaves: u64,
+    rests: u64,
     reissued: u64,
     merged: u64,
     waited: u64,
@@ -80,6 +81,7 @@ fn devices_are_served_whatever_becomes_of_the_process() {
             all.flushed,
             all.kills,
             all.leaves,
+            all.rests,
             all.reissued,
             all.merged,
             all.waited,
@@ -166,6 +168,14 @@ impl World {
         for _ in 0..sim::random(|random| random.usize(..6)) {
             let process = self.begin();
             some_time(Duration::from_millis(50)).await;
+            while chance(30) {
+                self.rest(&process).await;
+                if chance(50) {
+                    break;
+                }
+                process.device.rest(false);
+                some_time(Duration::from_millis(20)).await;
+            }
             self.end(process).await;
             if chance(50) {
                 some_time(Duration::from_millis(20)).await;
@@ -197,6 +207,27 @@ impl World {
         Process { device, serving, queue: weak }
     }
 
+    /// Nothing that has begun is left when this returns, and nothing begins.
+    async fn rest(&self, process: &Process) {
+        let device = &process.device;
+        device.rest(true);
+        timeout(FOREVER, async {
+            loop {
+                let changed = device.changed.listen();
+                if device.at_rest.load(SeqCst) == 1 {
+                    return;
+                }
+                changed.await;
+            }
+        })
+        .await
+        .expect("it comes to rest");
+        let moved = self.export.disk.totals();
+        some_time(Duration::from_millis(20)).await;
+        assert_eq!(self.export.disk.totals(), moved, "something was done in a rest");
+        self.count(|all| all.rests += 1);
+    }
+
     async fn end(&self, process: Process) {
         let Process { device, serving, queue } = process;
         if chance(50) {
@@ -208,6 +239,10 @@ impl World {
         } else {
             self.count(|all| all.kills += 1);
             self.kernel.end_process();
+            if device.is_resting() {
+                // Of what it holds back nothing begins any more.
+                device.part(Parting::Leave);
+            }
             // What it has asked of the disk ends, or else it would write behind the back of the
             // next: a file is locked until then.
             timeout(FOREVER, serving).await.expect("what it has begun ends");
