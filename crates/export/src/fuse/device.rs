@@ -2,8 +2,9 @@
 //! done.
 
 use std::{
+    collections::BTreeMap,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{
             AtomicBool, AtomicU64, AtomicUsize,
             Ordering::{Relaxed, SeqCst},
@@ -21,6 +22,7 @@ use event_listener::Event;
 use super::{
     interrupts::Interrupts,
     message::{Attributes, Changes},
+    told,
 };
 
 /// A disk as a file.
@@ -49,6 +51,19 @@ pub struct Owner {
     pub gid: u32,
 }
 
+/// How a file stands between two requests.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// Whose file it is now.
+    pub owner: Owner,
+    /// When its content changed last: seconds and nanoseconds of the calendar.
+    pub modified: (u64, u32),
+    /// How many have it open.
+    pub openers: usize,
+    /// Requests that were taken and have not begun, one behind the other, as the kernel asks.
+    pub messages: Vec<u8>,
+}
+
 #[derive(Debug)]
 pub(super) struct Device {
     pub(super) export: Export,
@@ -62,7 +77,12 @@ pub(super) struct Device {
     /// For a stopped disk: lost when nobody waits any more.
     pub(super) patience: Arc<Patience>,
     is_stopping: AtomicBool,
-    /// It stops: for queues, and for those that wait for their limits.
+    is_resting: AtomicBool,
+    /// Queues at rest, and what they hold back.
+    at_rest: Mutex<BTreeMap<usize, Vec<u8>>>,
+    /// Of another process, for the first queue that begins.
+    left: Mutex<Vec<Vec<u8>>>,
+    /// It stops, comes to rest or goes on: for queues, and for those that wait for their limits.
     pub(super) stop: Event,
     /// Counterparts of RELEASE that are to come.
     pub(super) openers: AtomicUsize,
@@ -85,6 +105,9 @@ impl Device {
             growth: RangeLocks::default(),
             patience: Arc::default(),
             is_stopping: AtomicBool::new(false),
+            is_resting: AtomicBool::new(false),
+            at_rest: Mutex::default(),
+            left: Mutex::default(),
             stop: Event::new(),
             openers: AtomicUsize::new(0),
             served: AtomicBool::new(false),
@@ -109,6 +132,58 @@ impl Device {
         self.stop.notify(usize::MAX);
     }
 
+    /// Has nothing begin any more, or lets all go on.
+    pub(super) fn rest(&self, is_to: bool) {
+        self.is_resting.store(is_to, SeqCst);
+        self.stop.notify(usize::MAX);
+    }
+
+    pub(super) fn is_resting(&self) -> bool {
+        self.is_resting.load(Relaxed)
+    }
+
+    /// A queue has nothing in flight, and holds these requests back: see [`super::told`].
+    pub(super) fn lie_down(&self, queue: usize, messages: Vec<u8>) {
+        lock(&self.at_rest).insert(queue, messages);
+        self.clients.notify(usize::MAX);
+    }
+
+    pub(super) fn get_up(&self, queue: usize) {
+        lock(&self.at_rest).remove(&queue);
+    }
+
+    pub(super) fn queues_at_rest(&self) -> usize {
+        lock(&self.at_rest).len()
+    }
+
+    /// How it stands, for who goes on with it.
+    pub(super) fn standing(&self) -> Standing {
+        let attributes = self.attributes();
+        Standing {
+            owner: *lock(&self.owner),
+            modified: attributes.modified,
+            openers: self.openers.load(SeqCst),
+            messages: lock(&self.at_rest).values().flatten().copied().collect(),
+        }
+    }
+
+    /// Goes on from there. `false` if what was held back is no requests.
+    pub(super) fn take_up(&self, standing: &Standing) -> bool {
+        let Some(messages) = told::split(&standing.messages) else { return false };
+        let (seconds, nanoseconds) = standing.modified;
+        let since = std::time::Duration::new(seconds, nanoseconds.min(999_999_999));
+        *lock(&self.owner) = standing.owner;
+        *lock(&self.modified) = UNIX_EPOCH.checked_add(since).unwrap_or_else(SystemTime::now);
+        *lock(&self.left) = messages;
+        self.openers.store(standing.openers, SeqCst);
+        self.served.store(standing.openers > 0, SeqCst);
+        true
+    }
+
+    pub(super) fn take_left(&self) -> Vec<Vec<u8>> {
+        std::mem::take(&mut *lock(&self.left))
+    }
+
     /// The disk holds something else than before.
     pub(super) fn has_changed(&self) {
         if !self.is_changed.load(Relaxed) {
@@ -117,8 +192,8 @@ impl Device {
     }
 
     pub(super) fn attributes(&self) -> Attributes {
-        let owner = *self.owner.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut modified = self.modified.lock().unwrap_or_else(PoisonError::into_inner);
+        let owner = *lock(&self.owner);
+        let mut modified = lock(&self.modified);
         if self.is_changed.swap(false, Relaxed) {
             *modified = SystemTime::now();
         }
@@ -136,7 +211,7 @@ impl Device {
 
     /// Mode and owner, as asked by somebody whom the kernel lets.
     pub(super) fn change_owner(&self, changes: &Changes) {
-        let mut owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut owner = lock(&self.owner);
         *owner = Owner {
             permissions: changes.mode.map_or(owner.permissions, |mode| mode & 0o7777),
             uid: changes.uid.unwrap_or(owner.uid),
@@ -161,4 +236,8 @@ impl Device {
         self.openers.store(0, SeqCst);
         self.clients.notify(usize::MAX);
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

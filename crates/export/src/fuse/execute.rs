@@ -20,7 +20,8 @@ use policy::{request::Direction, throttle::Cost};
 use super::{
     interrupts::Interruptible,
     message::{Changes, Operation, Reply},
-    queue::{Incoming, Queue, Work},
+    queue::Queue,
+    work::{Incoming, Work},
 };
 use crate::intake::Mergeable as _;
 
@@ -37,7 +38,13 @@ enum Denied {
     Interrupted(Vec<u64>),
     /// The device stops.
     Stopped,
+    /// The device comes to rest.
+    Resting,
 }
+
+/// Of a request of several steps that is to begin anew once the rest is over. The kernel takes no
+/// such number (`ERESTARTSYS`), and no disk has it.
+const RESTING: Error = Error::from_errno(512);
 
 impl Queue {
     pub(super) async fn carry_out(self: Rc<Self>, incoming: Incoming) {
@@ -48,14 +55,11 @@ impl Queue {
                 self.write_one(unique, kept, offset, data, durability).await;
             }
             // Apart, because every read and write has room for what is not.
-            Work::Extend { offset, data, durability, may_grow } => {
-                let written = Box::pin(self.extend(unique, offset, data, durability, may_grow)).await;
-                self.answer(unique, kept, written.map(|bytes| Reply::written(unique, bytes)));
-            }
-            Work::Other(operation) => {
-                let reply = Box::pin(self.other(unique, operation)).await;
-                self.answer(unique, kept, reply);
-            }
+            work @ Work::Extend { .. } => Box::pin(self.extend_one(Incoming { unique, kept, work })).await,
+            Work::Other(operation) => match Box::pin(self.other(unique, operation)).await {
+                Err(RESTING) => self.put_back(Incoming { unique, kept, work }),
+                reply => self.answer(unique, kept, reply),
+            },
         }
     }
 
@@ -63,7 +67,10 @@ impl Queue {
         let cost = Cost::one(length as u64);
         let pass = match self.admit(&[unique], Direction::Read, cost).await {
             Ok(pass) => pass,
-            Err(denied) => return self.answer(unique, kept, Err(denied.error())),
+            Err(denied) => {
+                let work = Work::Read { offset, length };
+                return self.deny(Incoming { unique, kept, work }, &denied);
+            }
         };
         let result = self.device.disk().read(pass, offset, length).await;
         self.answer_read(unique, kept, result);
@@ -95,11 +102,13 @@ impl Queue {
         tracing::debug!(disk = %disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for part in parts {
             let (offset, length) = (part.candidate().offset, part.candidate().length);
-            let result = match self.admit(&[part.unique], Direction::Read, Cost::one(length)).await {
-                Ok(pass) => disk.retry_read(pass, offset, length as usize).await,
-                Err(denied) => Err(denied.error()),
-            };
-            self.answer_read(part.unique, part.kept, result);
+            match self.admit(&[part.unique], Direction::Read, Cost::one(length)).await {
+                Ok(pass) => {
+                    let result = disk.retry_read(pass, offset, length as usize).await;
+                    self.answer_read(part.unique, part.kept, result);
+                }
+                Err(denied) => self.deny(part, &denied),
+            }
         }
     }
 
@@ -115,10 +124,14 @@ impl Queue {
 
     async fn write_one(&self, unique: u64, kept: usize, offset: u64, data: Segments, durability: Durability) {
         let bytes = data.len();
-        let result = match self.admit(&[unique], Direction::Write, Cost::one(bytes as u64)).await {
-            Ok(pass) => self.write_to_disk(pass, offset, data, durability).await,
-            Err(denied) => Err(denied.error()),
+        let pass = match self.admit(&[unique], Direction::Write, Cost::one(bytes as u64)).await {
+            Ok(pass) => pass,
+            Err(denied) => {
+                let work = Work::Write { offset, data, durability };
+                return self.deny(Incoming { unique, kept, work }, &denied);
+            }
         };
+        let result = self.write_to_disk(pass, offset, data, durability).await;
         self.answer(unique, kept, result.map(|()| Reply::written(unique, bytes as u32)));
     }
 
@@ -163,30 +176,34 @@ impl Queue {
     fn go_on_without(self: Rc<Self>, parts: Vec<Incoming>, denied: Denied) {
         let is_over = |unique: u64| match &denied {
             Denied::Interrupted(requests) => requests.contains(&unique),
-            Denied::Stopped => true,
+            Denied::Stopped | Denied::Resting => true,
         };
         for part in parts {
             if is_over(part.unique) {
-                self.answer(part.unique, part.kept, Err(denied.error()));
+                self.deny(part, &denied);
             } else {
                 reactor::spawn(Rc::clone(&self).carry_out(part));
             }
         }
     }
 
+    async fn extend_one(&self, incoming: Incoming) {
+        let cost = Cost::one(incoming.work.data_bytes());
+        let pass = match self.admit(&[incoming.unique], Direction::Write, cost).await {
+            Ok(pass) => pass,
+            Err(denied) => return self.deny(incoming, &denied),
+        };
+        let Incoming { unique, kept, work } = incoming;
+        let written = self.extend(pass, work).await;
+        self.answer(unique, kept, written.map(|bytes| Reply::written(unique, bytes)));
+    }
+
     /// A write that ends past the disk's end as it was seen, or begins there; how many bytes were
     /// written. A disk that keeps its size takes what fits.
-    async fn extend(
-        &self,
-        unique: u64,
-        offset: Option<u64>,
-        mut data: Segments,
-        durability: Durability,
-        may_grow: bool,
-    ) -> Result<u32> {
-        let cost = Cost::one(data.len() as u64);
-        let admitted = self.admit(&[unique], Direction::Write, cost).await;
-        let pass = admitted.map_err(|denied| denied.error())?;
+    async fn extend(&self, pass: Pass, work: Work) -> Result<u32> {
+        let Work::Extend { offset, mut data, durability, may_grow } = work else {
+            unreachable!("what it is called for")
+        };
         let disk = self.device.disk();
         let _turn = self.device.growth.exclusive(0..1).await;
         let size = disk.size_bytes();
@@ -274,9 +291,7 @@ impl Queue {
     /// there are none.
     async fn pay(&self, unique: u64, mut bytes: u64) -> Result<()> {
         loop {
-            if self.device.is_stopping() {
-                return Err(Error::SHUTDOWN);
-            }
+            self.check_going()?;
             let part = ZERO_PART.min(bytes);
             let admitted = self.admit(&[unique], Direction::Write, Cost::one(part)).await;
             drop(admitted.map_err(|denied| denied.error())?);
@@ -329,9 +344,7 @@ impl Queue {
     async fn zero(&self, unique: u64, mut range: std::ops::Range<u64>, may_unmap: bool) -> Result<()> {
         let options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
         while range.start < range.end {
-            if self.device.is_stopping() {
-                return Err(Error::SHUTDOWN);
-            }
+            self.check_going()?;
             let part = ZERO_PART.min(range.end - range.start);
             let admitted = self.admit(&[unique], Direction::Write, Cost::one(part)).await;
             let pass = admitted.map_err(|denied| denied.error())?;
@@ -353,9 +366,7 @@ impl Queue {
         let disk = self.device.disk();
         let mut at = offset;
         loop {
-            if self.device.is_stopping() {
-                return Err(Error::SHUTDOWN);
-            }
+            self.check_going()?;
             let left = disk.size_bytes().saturating_sub(at);
             if left == 0 {
                 // Behind the last byte is a hole.
@@ -375,6 +386,23 @@ impl Queue {
                 return Err(Error::IO);
             }
             reactor::yield_now().await;
+        }
+    }
+
+    /// Fails where what takes many steps is not to take the next.
+    fn check_going(&self) -> Result<()> {
+        match () {
+            () if self.device.is_stopping() => Err(Error::SHUTDOWN),
+            () if self.device.is_resting() => Err(RESTING),
+            () => Ok(()),
+        }
+    }
+
+    /// A request that has waited for its limits and is not carried out, now or ever.
+    fn deny(&self, incoming: Incoming, denied: &Denied) {
+        match denied {
+            Denied::Resting => self.put_back(incoming),
+            denied => self.answer(incoming.unique, incoming.kept, Err(denied.error())),
         }
     }
 
@@ -427,9 +455,17 @@ impl<'a> Waiting<'a> {
     }
 
     fn poll_denied(&mut self, queue: &Queue, context: &mut Context<'_>) -> Poll<Denied> {
-        let stops = Pin::new(&mut self.stop).poll(context).is_ready();
-        if stops || queue.device.is_stopping() {
-            return Poll::Ready(Denied::Stopped);
+        loop {
+            if queue.device.is_stopping() {
+                return Poll::Ready(Denied::Stopped);
+            }
+            if queue.device.is_resting() {
+                return Poll::Ready(Denied::Resting);
+            }
+            if Pin::new(&mut self.stop).poll(context).is_pending() {
+                break;
+            }
+            self.stop = queue.device.stop.listen();
         }
         let is_interrupted = Pin::new(&mut self.interruption).poll(context).is_ready();
         let requests = self.interruptible.interrupted();
@@ -445,6 +481,7 @@ impl Denied {
         match self {
             Self::Interrupted(_) => Error::from_errno(libc::EINTR),
             Self::Stopped => Error::SHUTDOWN,
+            Self::Resting => RESTING,
         }
     }
 }

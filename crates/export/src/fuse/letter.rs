@@ -42,6 +42,17 @@ impl Letter {
         places.map(IoSliceMut::new).collect()
     }
 
+    /// Puts a message there, and reads it.
+    pub(super) fn copy(&mut self, message: &[u8]) -> Result<Request, Malformed> {
+        let mut rest = message;
+        for mut place in self.places() {
+            let (here, after) = rest.split_at(rest.len().min(place.len()));
+            place[..here.len()].copy_from_slice(here);
+            rest = after;
+        }
+        if rest.is_empty() { self.read(message.len()) } else { Err(Malformed { unique: None }) }
+    }
+
     /// The message of `length` bytes that was put there.
     pub(super) fn read(&self, length: usize) -> Result<Request, Malformed> {
         if length <= WRITE_HEAD_BYTES {
@@ -89,15 +100,6 @@ pub(super) fn kept_bytes(length: usize) -> usize {
 mod tests {
     use super::*;
 
-    fn fill(letter: &mut Letter, mut message: &[u8]) {
-        for mut place in letter.places() {
-            let count = place.len().min(message.len());
-            place[..count].copy_from_slice(&message[..count]);
-            message = &message[count..];
-        }
-        assert!(message.is_empty(), "there is room for all of it");
-    }
-
     #[test]
     fn a_write_takes_the_memory_that_its_data_lies_in() {
         let longest = MOST_BYTES as usize;
@@ -113,7 +115,7 @@ mod tests {
             let mut letter = Letter::new();
             let mut message = vec![0; WRITE_HEAD_BYTES];
             message.extend(&data[..length]);
-            fill(&mut letter, &message);
+            letter.copy(&message).unwrap_err();
             let taken = letter.take_data(length);
             assert_eq!(taken.to_vec(), data[..length]);
             assert_eq!((taken.as_slice().len(), kept_bytes(length)), (segments, kept));

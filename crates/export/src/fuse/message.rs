@@ -7,7 +7,7 @@
 //! Never does I/O, and never looks at a request's data.
 
 /// `fuse_in_header`.
-const HEADER_BYTES: usize = 40;
+pub(super) const HEADER_BYTES: usize = 40;
 /// A WRITE before its data: the header and `fuse_write_in`.
 pub const WRITE_HEAD_BYTES: usize = 80;
 /// What [`parse`] looks at: the longest fixed part of any message, SETATTR's.
@@ -21,32 +21,32 @@ const MOST_REPLY_BYTES: usize = REPLY_HEADER_BYTES + 104;
 pub(super) const MAJOR: u32 = 7;
 
 /// What the kernel asks for, by its numbers.
-mod opcode {
-    pub(super) const LOOKUP: u32 = 1;
-    pub(super) const FORGET: u32 = 2;
-    pub(super) const GETATTR: u32 = 3;
-    pub(super) const SETATTR: u32 = 4;
-    pub(super) const OPEN: u32 = 14;
-    pub(super) const READ: u32 = 15;
-    pub(super) const WRITE: u32 = 16;
-    pub(super) const STATFS: u32 = 17;
-    pub(super) const RELEASE: u32 = 18;
-    pub(super) const FSYNC: u32 = 20;
-    pub(super) const INIT: u32 = 26;
-    pub(super) const INTERRUPT: u32 = 36;
-    pub(super) const DESTROY: u32 = 38;
-    pub(super) const IOCTL: u32 = 39;
-    pub(super) const BATCH_FORGET: u32 = 42;
-    pub(super) const FALLOCATE: u32 = 43;
-    pub(super) const LSEEK: u32 = 46;
+pub(super) mod opcode {
+    pub(in crate::fuse) const LOOKUP: u32 = 1;
+    pub(in crate::fuse) const FORGET: u32 = 2;
+    pub(in crate::fuse) const GETATTR: u32 = 3;
+    pub(in crate::fuse) const SETATTR: u32 = 4;
+    pub(in crate::fuse) const OPEN: u32 = 14;
+    pub(in crate::fuse) const READ: u32 = 15;
+    pub(in crate::fuse) const WRITE: u32 = 16;
+    pub(in crate::fuse) const STATFS: u32 = 17;
+    pub(in crate::fuse) const RELEASE: u32 = 18;
+    pub(in crate::fuse) const FSYNC: u32 = 20;
+    pub(in crate::fuse) const INIT: u32 = 26;
+    pub(in crate::fuse) const INTERRUPT: u32 = 36;
+    pub(in crate::fuse) const DESTROY: u32 = 38;
+    pub(in crate::fuse) const IOCTL: u32 = 39;
+    pub(in crate::fuse) const BATCH_FORGET: u32 = 42;
+    pub(in crate::fuse) const FALLOCATE: u32 = 43;
+    pub(in crate::fuse) const LSEEK: u32 = 46;
 }
 
 /// Bits of `fuse_setattr_in.valid`.
-mod valid {
-    pub(super) const MODE: u32 = 1;
-    pub(super) const UID: u32 = 1 << 1;
-    pub(super) const GID: u32 = 1 << 2;
-    pub(super) const SIZE: u32 = 1 << 3;
+pub(super) mod valid {
+    pub(in crate::fuse) const MODE: u32 = 1;
+    pub(in crate::fuse) const UID: u32 = 1 << 1;
+    pub(in crate::fuse) const GID: u32 = 1 << 2;
+    pub(in crate::fuse) const SIZE: u32 = 1 << 3;
 }
 
 /// A message of the kernel's.

@@ -27,7 +27,9 @@ mod queue;
 mod server;
 #[cfg(test)]
 mod simulation;
+mod told;
+mod work;
 
-pub use device::{Export, Owner};
-pub use mount::{Mount, NotMounted, Options};
-pub use server::{Server, Statistics};
+pub use device::{Export, Owner, Standing};
+pub use mount::{Mount, NotMounted, Options, Told};
+pub use server::{Rested, Server, Statistics};

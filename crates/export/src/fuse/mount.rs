@@ -12,6 +12,8 @@
 //! A file in a directory of somebody else's may become another one between two looks at its path.
 //! So it is opened once, and what is looked at, mounted over and unmounted is what is open.
 //!
+//! A mount outlives its process where another has its descriptor: see [`Mount::told`].
+//!
 //! Everything here waits for the kernel and for other programs: it belongs on a thread of its own,
 //! never on one that serves.
 
@@ -21,13 +23,13 @@ use std::{
     io::{self, IoSliceMut, Write as _},
     mem::MaybeUninit,
     os::{
-        fd::{AsRawFd as _, OwnedFd},
+        fd::{AsFd as _, AsRawFd as _, OwnedFd},
         unix::process::CommandExt as _,
     },
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     sync::{
-        Mutex, PoisonError,
+        Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering::SeqCst},
     },
     time::{Duration, Instant},
@@ -100,6 +102,21 @@ pub struct Options {
     pub allow_other: Option<bool>,
 }
 
+/// See [`Mount::told`].
+#[derive(Debug)]
+pub struct Told {
+    /// The file.
+    pub path: PathBuf,
+    /// What its requests come from.
+    pub device: OwnedFd,
+    /// It is to be unmounted by the helper.
+    pub by_helper: bool,
+    /// The kernel's number for the mount.
+    pub number: Option<u64>,
+    /// What a process listens at that unmounts it when nobody holds this any more.
+    pub watcher: Option<OwnedFd>,
+}
+
 /// A file that is mounted over. Unmounted at the latest when this is dropped.
 #[derive(Debug)]
 pub struct Mount {
@@ -146,6 +163,43 @@ impl Mount {
         })
     }
 
+    /// What another process goes on with. Its descriptors stay this one's too.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn told(&self) -> io::Result<Told> {
+        let watcher = self.watcher();
+        let bell = watcher.as_ref().map(|watcher| watcher.bell.try_clone()).transpose()?;
+        Ok(Told {
+            path: self.path.clone(),
+            device: self.device.as_fd().try_clone_to_owned()?,
+            by_helper: self.by_helper,
+            number: self.number,
+            watcher: bell,
+        })
+    }
+
+    /// A mount of another process, which this one does not unmount before it
+    /// [has it](Mount::is_ours). Nothing is asked of the file: nobody may answer now.
+    pub fn adopt(told: Told, owner: Owner) -> Self {
+        let Told { path, device, by_helper, number, watcher } = told;
+        let watcher = watcher.map(|bell| Watcher { bell, child: None });
+        Self {
+            path,
+            device: device.into(),
+            owner,
+            by_helper,
+            number,
+            is_unmounted: AtomicBool::new(true),
+            watcher: Mutex::new(watcher),
+        }
+    }
+
+    /// The other process does not go on.
+    pub(super) fn is_ours(&self) {
+        self.is_unmounted.store(false, SeqCst);
+    }
+
     /// The file.
     pub fn path(&self) -> &Path {
         &self.path
@@ -154,6 +208,10 @@ impl Mount {
     /// Whose file it is, as the one below.
     pub fn owner(&self) -> Owner {
         self.owner
+    }
+
+    fn watcher(&self) -> MutexGuard<'_, Option<Watcher>> {
+        self.watcher.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn device(&self) -> &Fd {
@@ -178,7 +236,7 @@ impl Mount {
         {
             unmount(&root, &self.path, self.by_helper);
         }
-        let watcher = self.watcher.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let watcher = self.watcher().take();
         if let Some(watcher) = watcher {
             watcher.dismiss();
         }
@@ -393,7 +451,12 @@ fn wait_until_changed(time: Duration, is_so: impl Fn() -> bool) -> io::Result<bo
 /// A process that unmounts a file when ours has gone without doing so. It waits for its standard
 /// input to end, and goes with a word if all is well.
 #[derive(Debug)]
-struct Watcher(Child);
+struct Watcher {
+    /// Its standard input.
+    bell: OwnedFd,
+    /// Where it is a child of this process.
+    child: Option<Child>,
+}
 
 impl Watcher {
     fn start(path: &Path, by_helper: bool) -> io::Result<Self> {
@@ -403,7 +466,7 @@ impl Watcher {
         } else {
             r#"trap '' HUP INT TERM; read -r _ || [ -e "$0" ] || exec umount -l -- "$0""#
         };
-        let child = Command::new("/bin/sh")
+        let mut child = Command::new("/bin/sh")
             .args(["-c", script])
             .arg(path)
             .current_dir("/")
@@ -412,14 +475,15 @@ impl Watcher {
             .stderr(Stdio::null())
             .process_group(0)
             .spawn()?;
-        Ok(Self(child))
+        let bell = child.stdin.take().ok_or_else(|| io::Error::other("it hears nothing"))?.into();
+        Ok(Self { bell, child: Some(child) })
     }
 
-    fn dismiss(mut self) {
-        if let Some(mut input) = self.0.stdin.take() {
-            // It may have been killed.
-            let _ = input.write_all(b"\n");
+    fn dismiss(self) {
+        // It may have been killed.
+        let _ = File::from(self.bell).write_all(b"\n");
+        if let Some(mut child) = self.child {
+            let _ = child.wait();
         }
-        let _ = self.0.wait();
     }
 }

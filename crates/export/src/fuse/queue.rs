@@ -10,13 +10,19 @@
 //!
 //! All queues of an export take from one list of the kernel's; each reply goes where its request
 //! came from. What is in flight is bounded: past it nothing is taken, and processes wait.
+//!
+//! A queue comes to rest where another process may go on: what has begun is answered, what waits
+//! for its limits is put back, and nothing more is taken.
 
 use std::{
-    cell::Cell,
+    cell::{Cell, RefCell},
     future::Future,
     io::IoSlice,
     rc::Rc,
-    sync::{Arc, atomic::Ordering::Relaxed},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
 };
 
 use block::{
@@ -25,7 +31,6 @@ use block::{
     reactor::{self, Launcher, Signal},
     storage::Durability,
 };
-use policy::merge::{Candidate, Operation as Merging};
 use rustix::io::Errno;
 use smallvec::SmallVec;
 
@@ -35,9 +40,11 @@ use super::{
     letter::{Letter, kept_bytes},
     message::{Malformed, Operation, Reply, Request},
     negotiate::{MOST_BYTES, OPEN_FLAGS},
+    told,
+    work::{Incoming, Work},
 };
 use crate::{
-    intake::{Intake, Mergeable},
+    intake::Intake,
     race::{First, first},
 };
 
@@ -47,44 +54,6 @@ const MOST_TAKEN: usize = 64;
 const MOST_REQUESTS: usize = 512;
 /// Parts of a reply that the kernel takes; a reply has few.
 const MOST_PARTS: usize = 512;
-
-/// A request that takes I/O.
-pub(super) struct Incoming {
-    pub(super) unique: u64,
-    /// What it has of the disk's memory.
-    pub(super) kept: usize,
-    pub(super) work: Work,
-}
-
-pub(super) enum Work {
-    /// Inside the disk, and not empty.
-    Read { offset: u64, length: usize },
-    /// Inside the disk, and not empty.
-    Write { offset: u64, data: Segments, durability: Durability },
-    /// From `offset` or from the disk's end on, and past that.
-    Extend { offset: Option<u64>, data: Segments, durability: Durability, may_grow: bool },
-    /// Anything that moves no data to or from the client.
-    Other(Operation),
-}
-
-impl Mergeable for Incoming {
-    fn candidate(&self) -> Candidate {
-        match &self.work {
-            Work::Read { offset, length } => {
-                Candidate { operation: Merging::Read, offset: *offset, length: *length as u64, key: 0 }
-            }
-            Work::Write { offset, data, durability } => Candidate {
-                operation: Merging::Write,
-                offset: *offset,
-                length: data.len() as u64,
-                key: u32::from(*durability == Durability::Synchronous),
-            },
-            Work::Extend { .. } | Work::Other(_) => {
-                Candidate { operation: Merging::Barrier, offset: 0, length: 0, key: 0 }
-            }
-        }
-    }
-}
 
 /// Why a queue came to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,14 +69,21 @@ pub(super) enum Ended {
 pub(super) struct Queue {
     pub(super) device: Arc<Device>,
     channel: Channel,
+    /// Of all queues of the process.
+    number: usize,
     in_flight: Cell<usize>,
+    /// Requests that did not begin when it came to rest.
+    put_back: RefCell<Vec<Incoming>>,
     /// One request less is in flight.
     news: Signal,
 }
 
 impl Queue {
     pub(super) fn new(device: Arc<Device>, channel: Channel) -> Rc<Self> {
-        Rc::new(Self { device, channel, in_flight: Cell::new(0), news: Signal::default() })
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let number = NEXT.fetch_add(1, Relaxed);
+        let (in_flight, put_back) = (Cell::new(0), RefCell::default());
+        Rc::new(Self { device, channel, number, in_flight, put_back, news: Signal::default() })
     }
 
     /// Serves until the device is stopped, or has gone; nothing is in flight then.
@@ -125,7 +101,15 @@ impl Queue {
         let mut intake = Intake::default();
         let mut launcher = Launcher::new();
         let mut stop = self.device.stop.listen();
+        for message in self.device.take_left() {
+            self.accept_again(&message, &mut letter, &mut intake).await;
+        }
         while !self.device.is_stopping() {
+            if self.device.is_resting() {
+                self.start(&mut intake, &mut launcher, Self::carry_out);
+                self.rest(&mut intake).await;
+                continue;
+            }
             let taken = self.take(&mut letter, &mut intake).await;
             // Also those that came before the end.
             self.start(&mut intake, &mut launcher, Self::carry_out);
@@ -142,12 +126,40 @@ impl Queue {
                         self.channel.readable().await;
                     };
                     if let First::One(()) = first(&mut stop, more).await {
-                        return Ended::Stopped;
+                        stop = self.device.stop.listen();
                     }
                 }
             }
         }
         Ended::Stopped
+    }
+
+    /// Until it is to go on, or stops. Requests that were put back are taken in again then.
+    async fn rest(self: &Rc<Self>, intake: &mut Intake<Incoming>) {
+        let mut is_at_rest = false;
+        loop {
+            let changed = self.device.stop.listen();
+            if !self.device.is_resting() || self.device.is_stopping() {
+                break;
+            }
+            if self.in_flight.get() == 0 && !is_at_rest {
+                is_at_rest = true;
+                let messages = self.put_back.borrow().iter().flat_map(told::message).collect();
+                self.device.lie_down(self.number, messages);
+            }
+            first(self.news.wait(), changed).await;
+        }
+        self.device.get_up(self.number);
+        for incoming in self.put_back.take() {
+            self.take_in(incoming, intake).await;
+        }
+    }
+
+    /// A request that has not begun, and is not to begin now.
+    pub(super) fn put_back(&self, incoming: Incoming) {
+        let kept = incoming.kept;
+        self.put_back.borrow_mut().push(incoming);
+        self.ended(kept);
     }
 
     fn has_room(&self) -> bool {
@@ -218,12 +230,33 @@ impl Queue {
             }
             _ => return self.answer_at_once(unique, operation),
         };
-        if !self.make_room(kept, intake).await {
-            return self.refuse(unique, Error::SHUTDOWN.errno());
+        self.take_in(Incoming { unique, kept, work }, intake).await;
+    }
+
+    /// A message that another process has taken.
+    async fn accept_again(
+        self: &Rc<Self>,
+        message: &[u8],
+        letter: &mut Letter,
+        intake: &mut Intake<Incoming>,
+    ) {
+        match letter.copy(message) {
+            Ok(request) => self.accept(request, letter, intake).await,
+            Err(Malformed { unique: Some(unique) }) => self.refuse(unique, libc::EINVAL),
+            Err(Malformed { unique: None }) => {}
         }
-        self.in_flight.set(self.in_flight.get() + 1);
-        self.device.in_flight.fetch_add(1, Relaxed);
-        intake.push(Incoming { unique, kept, work });
+    }
+
+    async fn take_in(self: &Rc<Self>, incoming: Incoming, intake: &mut Intake<Incoming>) {
+        if self.make_room(incoming.kept, intake).await {
+            self.in_flight.set(self.in_flight.get() + 1);
+            self.device.in_flight.fetch_add(1, Relaxed);
+            intake.push(incoming);
+        } else if self.device.is_stopping() {
+            self.refuse(incoming.unique, Error::SHUTDOWN.errno());
+        } else {
+            self.put_back.borrow_mut().push(incoming);
+        }
     }
 
     fn write(&self, offset: u64, flags: u32, cached: bool, data: Segments) -> Work {
@@ -240,8 +273,8 @@ impl Queue {
         Work::Extend { offset: (!appends).then_some(offset), data, durability, may_grow }
     }
 
-    /// Waits for memory; what was taken before does not wait. `false` if the device stops
-    /// meanwhile.
+    /// Waits for memory; what was taken before does not wait. `false` if the device stops or comes
+    /// to rest meanwhile.
     async fn make_room(self: &Rc<Self>, bytes: usize, intake: &mut Intake<Incoming>) -> bool {
         let memory = self.device.disk().memory();
         if bytes == 0 || memory.try_take(bytes as u64) {
@@ -249,7 +282,7 @@ impl Queue {
         }
         self.start_as_tasks(intake);
         let stop = self.device.stop.listen();
-        if self.device.is_stopping() {
+        if self.device.is_stopping() || self.device.is_resting() {
             return false;
         }
         matches!(first(memory.take(bytes as u64), stop).await, First::One(()))

@@ -5,12 +5,15 @@
 //!                                    │           written back, then the queues are stopped
 //!                                    └─► gone:   unmounted from outside, the queues have ended
 //! ```
+//!
+//! Another process can go on with it: the kernel's side of a file system lasts as long as somebody
+//! holds its descriptor ([`Rested`]).
 
 use std::{
     io::{self, IoSlice},
     rc::Rc,
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError, Weak,
         atomic::{
             AtomicBool, AtomicUsize,
             Ordering::{Relaxed, SeqCst},
@@ -19,13 +22,14 @@ use std::{
 };
 
 use block::reactor::{self, Worker, op::Fd};
+use policy::time::Duration;
 
 use super::{
     channel::{Channel, NoMessage},
-    device::{Device, Export},
+    device::{Device, Export, Standing},
     letter::Letter,
     message::{Operation, Reply, Request},
-    mount::Mount,
+    mount::{Mount, Told},
     negotiate::{Answer, negotiate},
     queue::{Ended, Queue},
 };
@@ -50,12 +54,25 @@ pub struct Statistics {
     pub in_flight: u64,
 }
 
+/// A file at rest: what another process goes on with.
+#[derive(Debug)]
+pub struct Rested {
+    /// What the kernel has of it.
+    pub mount: Told,
+    /// What else there is.
+    pub standing: Standing,
+}
+
 /// One export of a disk as a file.
 #[derive(Debug)]
 pub struct Server {
     device: Arc<Device>,
     queues: AtomicUsize,
     closing: AtomicBool,
+    /// The kernel and a process have agreed on how they speak.
+    greeted: AtomicBool,
+    /// While it is served.
+    mount: Mutex<Weak<Mount>>,
 }
 
 impl Server {
@@ -65,7 +82,48 @@ impl Server {
             device: Arc::new(Device::new(export)),
             queues: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
+            greeted: AtomicBool::new(false),
+            mount: Mutex::default(),
         })
+    }
+
+    /// One that goes on with what another process has left, once that has given it up.
+    ///
+    /// # Errors
+    /// What that was asked is not understood.
+    pub fn adopt(export: Export, standing: &Standing) -> io::Result<Arc<Self>> {
+        let server = Self::new(export);
+        server.greeted.store(true, SeqCst);
+        match server.device.take_up(standing) {
+            true => Ok(server),
+            false => Err(io::Error::other("what the other was asked is not understood")),
+        }
+    }
+
+    /// Has every queue come to rest: what has begun is answered, what waits for limits is put back.
+    /// Returns false if that takes longer than `patience`.
+    pub async fn come_to_rest(&self, patience: Duration) -> bool {
+        self.device.rest(true);
+        let is_moving = |server: &Self| {
+            !server.greeted.load(SeqCst) || server.device.queues_at_rest() < server.queues.load(SeqCst)
+        };
+        reactor::timeout(patience, self.wait_while(is_moving)).await.is_ok()
+    }
+
+    /// What another process goes on with, once it has come to rest; nothing where the file was
+    /// unmounted from outside.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn rested(&self) -> io::Result<Option<Rested>> {
+        let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+        let Some(mount) = mount else { return Ok(None) };
+        Ok(Some(Rested { mount: mount.told()?, standing: self.device.standing() }))
+    }
+
+    /// Goes on after [`Server::come_to_rest`] as if nothing had been.
+    pub fn go_on(&self) {
+        self.device.rest(false);
     }
 
     /// Serves the file until [`Server::close`], or until it was unmounted from outside. It is
@@ -76,6 +134,8 @@ impl Server {
     pub async fn serve(self: Arc<Self>, mount: Mount, workers: Rc<Vec<Worker>>) -> io::Result<()> {
         let id = Arc::clone(&self.device.export.id);
         let mount = Arc::new(mount);
+        mount.is_ours();
+        *self.mount.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&mount);
         let result = self.attend(&mount, &workers).await;
         // The connection ends with its descriptors; whoever still has the file open is told so.
         let path = mount.path().display().to_string();
@@ -137,13 +197,15 @@ impl Server {
 
     async fn attend(self: &Arc<Self>, mount: &Arc<Mount>, workers: &[Worker]) -> io::Result<()> {
         let channel = Channel::Device(mount.device().clone());
-        match first(greet(&channel), self.wait_while(|server| !server.is_closing())).await {
-            First::One(greeted) => {
-                if !greeted? {
-                    return Ok(());
+        if !self.greeted.load(SeqCst) {
+            match first(greet(&channel), self.wait_while(|server| !server.is_closing())).await {
+                First::One(greeted) => {
+                    if !greeted? {
+                        return Ok(());
+                    }
                 }
+                First::Other(()) => return Ok(()),
             }
-            First::Other(()) => return Ok(()),
         }
         let (reports, ended) = async_channel::unbounded();
         let turn = NEXT.fetch_add(1, Relaxed) % workers.len().max(1);
@@ -161,6 +223,8 @@ impl Server {
             worker.spawn(move || serve_queue(server, device, reports));
         }
         drop(reports);
+        self.greeted.store(true, SeqCst);
+        self.device.clients.notify(usize::MAX);
         let closing = async {
             self.wait_while(|server| !server.is_closing()).await;
             // While it is served, so that what was written to mapped memory comes here.
@@ -189,6 +253,7 @@ async fn serve_queue(server: Arc<Server>, device: Fd, reports: async_channel::Se
     let queue = Queue::new(Arc::clone(&server.device), Channel::Device(device));
     let ended = queue.serve().await;
     server.queues.fetch_sub(1, Relaxed);
+    server.device.clients.notify(usize::MAX);
     let _ = reports.try_send(ended);
 }
 

@@ -5,6 +5,7 @@
 //!   what the model of the disk says, and what an fsync or O_DSYNC covered survives a crash.
 //! - A request that is interrupted while it waits for its limits ends at once, and changes nothing.
 //! - The group's limits hold.
+//! - Whatever comes to rest moves nothing, and goes on here or in another process as it was.
 //! - Every queue ends, with nothing in flight and no memory kept.
 //!
 //! `WEIR_SEED=n` runs one seed, `WEIR_SEEDS=n` the first n. A failure prints the command that
@@ -15,14 +16,14 @@ pub(super) mod kernel;
 use std::{
     cell::{Cell, RefCell},
     rc::Rc,
-    sync::Arc,
+    sync::{Arc, atomic::Ordering::SeqCst},
 };
 
 use block::{
     disk::Disk,
     image::{Image, Raw},
     layer::throttle::{DiskSettings, Group, GroupSettings},
-    reactor::{sim, spawn_joinable, timeout},
+    reactor::{JoinHandle, sim, spawn_joinable, timeout},
     storage::{
         Storage,
         align::Align,
@@ -36,6 +37,7 @@ use super::{
     channel::Channel,
     device::{Device, Export, Owner},
     queue::{Ended, Queue},
+    told,
 };
 use crate::{
     draw::{self, chance, some_time},
@@ -69,6 +71,9 @@ struct Tally {
     unmounted: u64,
     merged: u64,
     waited: u64,
+    rests: u64,
+    put_back: u64,
+    taken_over: u64,
 }
 
 #[test]
@@ -79,8 +84,10 @@ fn programs_are_served_whatever_happens() {
     });
     let all = tally.get();
     if seeds >= 100 {
-        let Tally { answered, failed, flushed, interrupted, stopped, unmounted, merged, waited } = all;
+        let Tally { answered, failed, flushed, interrupted, stopped, unmounted, merged, waited, .. } = all;
+        let Tally { rests, put_back, taken_over, .. } = all;
         let happened = [answered / 10, failed, flushed, interrupted, stopped, unmounted, merged, waited];
+        let happened = [&happened[..], &[rests, put_back, taken_over]].concat();
         assert!(happened.iter().all(|&count| count > seeds / 10), "too little happened: {all:?}");
     }
 }
@@ -93,7 +100,8 @@ fn count(tally: &Cell<Tally>, change: impl FnOnce(&mut Tally)) {
 
 /// A file system, its programs, and what the disk holds after all of them.
 struct World {
-    device: Arc<Device>,
+    device: RefCell<Arc<Device>>,
+    queues: RefCell<Vec<JoinHandle<Ended>>>,
     connection: Rc<Connection>,
     model: RefCell<Model>,
     passed: RefCell<Passed>,
@@ -114,7 +122,8 @@ async fn run(tally: Rc<Cell<Tally>>) {
     let (storage, disk) = open(content.clone(), behaviour, &group);
     let (_, other) = open(vec![0; DISK_BYTES], behaviour, &group);
     let world = Rc::new(World {
-        device: device(&disk),
+        device: RefCell::new(device(&disk)),
+        queues: RefCell::default(),
         connection: Rc::default(),
         model: RefCell::new(Model::new(content, BLOCK)),
         passed: RefCell::new(Passed::new(&group, LONGEST_REQUEST)),
@@ -127,18 +136,24 @@ async fn run(tally: Rc<Cell<Tally>>) {
         let channel = Channel::Simulated(connection.descriptor());
         spawn_joinable(Queue::new(Arc::clone(device), channel).serve())
     };
-    let queues: Vec<_> = (0..sim::random(|random| random.usize(1..=3)))
-        .map(|_| serve(&world.device, &world.connection))
-        .collect();
+    for _ in 0..sim::random(|random| random.usize(1..=3)) {
+        let queue = serve(&world.device.borrow(), &world.connection);
+        world.queues.borrow_mut().push(queue);
+    }
     let noisy = serve(&hostile, &noise);
     let programs: Vec<_> = (0..sim::random(|random| random.usize(1..=6)))
         .map(|_| spawn_joinable(Rc::clone(&world).program()))
         .collect();
     let noise_maker = spawn_joinable(make_noise(Rc::clone(&noise)));
+    for _ in 0..sim::random(|random| random.usize(..4)) {
+        some_time(Duration::from_millis(50)).await;
+        world.rest(&disk).await;
+    }
     if chance(40) {
         some_time(Duration::from_secs(1)).await;
         world.end().await;
     }
+    let queues = world.queues.take();
     let mut all = Vec::new();
     // What a queue that was stopped has not read is answered when the device is closed.
     if world.ends.get() {
@@ -163,8 +178,8 @@ async fn run(tally: Rc<Cell<Tally>>) {
     noise_maker.await;
     noise.unmount();
     timeout(FOREVER, noisy).await.expect("a queue ends");
-    for (device, disk) in [(&world.device, &disk), (&hostile, &other)] {
-        assert_eq!(device.in_flight.load(std::sync::atomic::Ordering::SeqCst), 0);
+    for (device, disk) in [(&*world.device.borrow(), &disk), (&hostile, &other)] {
+        assert_eq!(device.in_flight.load(SeqCst), 0);
         assert_eq!(disk.memory().used(), 0, "memory that nobody gave back");
     }
     world.model.borrow_mut().crash(storage.crash());
@@ -190,11 +205,52 @@ fn device(disk: &Arc<Disk>) -> Arc<Device> {
 }
 
 impl World {
+    /// Everything comes to rest, and goes on: here, or in another process.
+    async fn rest(&self, disk: &Arc<Disk>) {
+        let device = Arc::clone(&self.device.borrow());
+        let queues = self.queues.borrow().len();
+        device.rest(true);
+        let at_rest = async {
+            loop {
+                let changed = device.clients.listen();
+                if device.queues_at_rest() == queues {
+                    return;
+                }
+                changed.await;
+            }
+        };
+        timeout(FOREVER, at_rest).await.expect("it comes to rest");
+        let moved = disk.totals();
+        some_time(Duration::from_millis(20)).await;
+        assert_eq!(disk.totals(), moved, "something was done in a rest");
+        let standing = device.standing();
+        let put_back = told::split(&standing.messages).expect("they are messages").len() as u64;
+        assert!(put_back <= self.connection.owed() as u64, "more is put back than was asked");
+        let is_taken_over = queues == 1 && chance(50);
+        count(&self.tally, |all| {
+            all.rests += 1;
+            all.put_back += put_back;
+            all.taken_over += u64::from(is_taken_over);
+        });
+        if !is_taken_over {
+            device.rest(false);
+            return;
+        }
+        assert_eq!(device.in_flight.load(SeqCst), 0);
+        let before = self.queues.take().remove(0);
+        before.cancel().await;
+        let next = self::device(disk);
+        assert!(next.take_up(&standing));
+        let channel = Channel::Simulated(self.connection.descriptor_again(0));
+        self.queues.borrow_mut().push(spawn_joinable(Queue::new(Arc::clone(&next), channel).serve()));
+        *self.device.borrow_mut() = next;
+    }
+
     async fn end(&self) {
         self.ends.set(true);
         if chance(50) {
             count(&self.tally, |all| all.stopped += 1);
-            self.device.stop();
+            self.device.borrow().stop();
         } else {
             count(&self.tally, |all| all.unmounted += 1);
             self.connection.unmount();

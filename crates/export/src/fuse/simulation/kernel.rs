@@ -49,6 +49,11 @@ impl Connection {
         Kernel { connection: Rc::clone(self), number }
     }
 
+    /// A descriptor that another process has been given.
+    pub(in crate::fuse) fn descriptor_again(self: &Rc<Self>, number: usize) -> Kernel {
+        Kernel { connection: Rc::clone(self), number }
+    }
+
     /// Sends a message; what it is known by.
     pub(in crate::fuse) fn send(&self, opcode: u32, body: &[u8], data: &[u8], is_answered: bool) -> u64 {
         // As the kernel's: even.

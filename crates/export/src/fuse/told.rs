@@ -1,0 +1,186 @@
+//! Requests that have not begun, as the messages that would ask for them: what another process
+//! goes on with.
+//!
+//! So there is one judge of what may be asked, and no second form of a request. What the kernel
+//! said beside it, and nobody looks at, is left out.
+
+use block::storage::Durability;
+
+use super::{
+    message::{HEADER_BYTES, Operation, opcode, valid},
+    work::{Incoming, Work},
+};
+
+/// All of a request.
+pub(super) fn message(request: &Incoming) -> Vec<u8> {
+    let (operation, data) = match &request.work {
+        Work::Read { offset, length } => {
+            // Less than the longest request.
+            (Operation::Read { offset: *offset, length: *length as u32 }, None)
+        }
+        // It fits, and makes no disk longer if it should not fit any more.
+        Work::Write { offset, data, durability } => {
+            (write(*offset, data.len(), flags(*durability), true), Some(data))
+        }
+        Work::Extend { offset: Some(offset), data, durability, may_grow } => {
+            (write(*offset, data.len(), flags(*durability), !may_grow), Some(data))
+        }
+        Work::Extend { offset: None, data, durability, .. } => {
+            (write(0, data.len(), flags(*durability) | libc::O_APPEND as u32, false), Some(data))
+        }
+        Work::Other(operation) => (*operation, None),
+    };
+    let mut message = head(request.unique, operation);
+    if let Some(data) = data {
+        message.extend(data.to_vec());
+    }
+    let length = message.len() as u32;
+    message[..4].copy_from_slice(&length.to_ne_bytes());
+    message
+}
+
+/// One behind the other, as they were put together; `None` if they are no messages.
+pub(super) fn split(mut bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
+    let mut messages = Vec::new();
+    while !bytes.is_empty() {
+        let length = u32::from_ne_bytes(bytes.get(..4)?.try_into().ok()?);
+        let length = usize::try_from(length).ok().filter(|length| *length >= HEADER_BYTES)?;
+        let (message, rest) = bytes.split_at_checked(length)?;
+        messages.push(message.to_vec());
+        bytes = rest;
+    }
+    Some(messages)
+}
+
+fn write(offset: u64, length: usize, flags: u32, cached: bool) -> Operation {
+    Operation::Write { offset, length: length as u32, flags, cached }
+}
+
+fn flags(durability: Durability) -> u32 {
+    if durability == Durability::Synchronous { libc::O_DSYNC as u32 } else { 0 }
+}
+
+/// The message before data, without its length.
+fn head(unique: u64, operation: Operation) -> Vec<u8> {
+    let (opcode, length) = match operation {
+        Operation::Read { .. } => (opcode::READ, 40),
+        Operation::Write { .. } => (opcode::WRITE, 40),
+        Operation::SetAttributes(_) => (opcode::SETATTR, 88),
+        Operation::Open { .. } => (opcode::OPEN, 8),
+        Operation::Allocate { .. } => (opcode::FALLOCATE, 32),
+        Operation::Seek { .. } => (opcode::LSEEK, 24),
+        // What else takes I/O.
+        _ => (opcode::FSYNC, 16),
+    };
+    let mut bytes = vec![0; HEADER_BYTES + length];
+    let mut put = |at: usize, number: &[u8]| bytes[at..at + number.len()].copy_from_slice(number);
+    put(4, &opcode.to_ne_bytes());
+    put(8, &unique.to_ne_bytes());
+    let mut u32 = |at: usize, number: u32| put(HEADER_BYTES + at, &number.to_ne_bytes());
+    match operation {
+        Operation::Read { length, .. } => u32(16, length),
+        Operation::Write { length, flags, cached, .. } => {
+            u32(16, length);
+            u32(20, cached.into());
+            u32(32, flags);
+        }
+        Operation::SetAttributes(changes) => {
+            let has = |is_there: bool, bit| if is_there { bit } else { 0 };
+            let (mode, uid, gid) = (changes.mode, changes.uid, changes.gid);
+            u32(
+                0,
+                has(changes.size.is_some(), valid::SIZE)
+                    | has(mode.is_some(), valid::MODE)
+                    | has(uid.is_some(), valid::UID)
+                    | has(gid.is_some(), valid::GID),
+            );
+            for (at, number) in [(68, mode), (76, uid), (80, gid)] {
+                u32(at, number.unwrap_or_default());
+            }
+        }
+        Operation::Open { flags } => u32(0, flags),
+        Operation::Allocate { mode, .. } => u32(24, mode),
+        Operation::Seek { whence, .. } => u32(16, whence),
+        _ => {}
+    }
+    let mut u64 = |at: usize, number: u64| put(HEADER_BYTES + at, &number.to_ne_bytes());
+    match operation {
+        Operation::Read { offset, .. } | Operation::Write { offset, .. } | Operation::Seek { offset, .. } => {
+            u64(8, offset);
+        }
+        Operation::Allocate { offset, length, .. } => {
+            u64(8, offset);
+            u64(16, length);
+        }
+        Operation::SetAttributes(changes) => u64(16, changes.size.unwrap_or_default()),
+        _ => {}
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use block::buffer::{Buffer, Segments};
+    use proptest::prelude::*;
+
+    use super::{
+        super::message::{Changes, Request, parse},
+        *,
+    };
+
+    fn back(work: Work) -> (Vec<u8>, Operation) {
+        let bytes = message(&Incoming { unique: 78, kept: 0, work });
+        let Request { unique, operation } = parse(&bytes, bytes.len()).expect("it is one");
+        assert_eq!((unique, split(&bytes)), (78, Some(vec![bytes.clone()])));
+        (bytes, operation)
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_asked_for_is_asked_for_again(
+            offset: u64,
+            number: u64,
+            small: u32,
+            changes in proptest::array::uniform3(proptest::option::of(any::<u32>())),
+            size: Option<u64>,
+        ) {
+            let [mode, uid, gid] = changes;
+            for operation in [
+                Operation::SetAttributes(Changes { size, mode, uid, gid }),
+                Operation::Open { flags: small },
+                Operation::Sync,
+                Operation::Allocate { offset, length: number, mode: small },
+                Operation::Seek { offset, whence: small },
+            ] {
+                prop_assert_eq!(back(Work::Other(operation)).1, operation);
+            }
+            let length = small as usize;
+            prop_assert_eq!(back(Work::Read { offset, length }).1, Operation::Read { offset, length: small });
+        }
+
+        #[test]
+        fn bytes_that_are_no_messages_are_refused(bytes: Vec<u8>) {
+            if let Some(messages) = split(&bytes) {
+                prop_assert_eq!(messages.concat(), bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn writes_keep_their_data_their_place_and_whether_they_append() {
+        let data = || Segments::from(Buffer::copy_of(b"weir"));
+        let durability = Durability::Synchronous;
+        let (bytes, operation) = back(Work::Write { offset: 4096, data: data(), durability });
+        assert!(bytes.ends_with(b"weir"));
+        assert_eq!(operation, write(4096, 4, libc::O_DSYNC as u32, true));
+        let durability = Durability::Cached;
+        let extend = |offset, may_grow| Work::Extend { offset, data: data(), durability, may_grow };
+        assert_eq!(back(extend(Some(9), true)).1, write(9, 4, 0, false));
+        assert_eq!(back(extend(Some(9), false)).1, write(9, 4, 0, true));
+        for may_grow in [true, false] {
+            assert_eq!(back(extend(None, may_grow)).1, write(0, 4, libc::O_APPEND as u32, false));
+        }
+        assert_eq!(split(&[bytes.clone(), bytes[..50].to_vec()].concat()), None);
+        assert_eq!(split(&[0; 80]), None);
+    }
+}
