@@ -8,7 +8,8 @@
 //!
 //! There is no handshake: what it would agree on, the kernel is told with the sockets. If this
 //! process dies, the device and its requests wait for so long as it was told, and whoever comes
-//! with the same identity takes it over.
+//! with the same identity takes it over. A process that lives can be taken over from too: our ends
+//! of the sockets go to the other ([`Rested`]), and the kernel sees nothing of it.
 //!
 //! Never lets go of a device that others have open by itself: who closes it has looked.
 
@@ -39,6 +40,7 @@ use super::{
     context::MetaContexts,
     inbox::Inbox,
     live, proto,
+    rest::{self, Rest, Stage},
     session::{ReplyStyle, Session},
     stream::Stream,
 };
@@ -119,6 +121,33 @@ impl Error {
     }
 }
 
+/// A device at rest: what another process goes on with.
+#[derive(Debug)]
+pub struct Rested {
+    /// The `N` of `/dev/nbdN`.
+    pub number: u32,
+    /// All that it is served over.
+    pub connections: Vec<RestedConnection>,
+}
+
+/// One of its connections, between two requests.
+#[derive(Clone, Debug)]
+pub struct RestedConnection {
+    /// Our end of a pair. Nobody receives or sends there.
+    pub socket: Fd,
+    /// Received, from the beginning of a request on.
+    pub bytes: Vec<u8>,
+    /// So many bytes are dropped before what comes behind `bytes`, which are none then.
+    pub skip: u64,
+}
+
+impl From<OwnedFd> for RestedConnection {
+    /// A new one.
+    fn from(socket: OwnedFd) -> Self {
+        Self { socket: socket.into(), bytes: Vec::new(), skip: 0 }
+    }
+}
+
 /// What became of a device so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
@@ -149,7 +178,10 @@ pub struct Server {
     device: Arc<Device>,
     number: u32,
     /// Our ends, until they are served.
-    sockets: Mutex<Vec<OwnedFd>>,
+    sockets: Mutex<Vec<RestedConnection>>,
+    rest: Arc<Rest>,
+    /// Connections that are served, or being replaced.
+    attended: AtomicUsize,
     live: Mutex<Vec<(Fd, Arc<AtomicBool>)>>,
     /// The device is there, and ours.
     there: AtomicBool,
@@ -167,53 +199,51 @@ impl Server {
     /// # Errors
     /// [`Error`]; then there is no device.
     pub async fn connect(export: Export) -> Result<Arc<Self>, Error> {
-        let Export { id, disk, read_only, number, connections, timeout_s, dead_timeout_s, identity } = export;
-        let offered = live::Export {
-            name: Arc::clone(&id),
-            description: Arc::from(""),
-            disk: Arc::clone(&disk),
-            read_only,
-            bitmaps: Arc::default(),
-            access: Access::default(),
+        let (wanted, connections) = (Arc::new(device(&export)), export.connections);
+        let made = {
+            let wanted = Arc::clone(&wanted);
+            // The kernel makes the device while the call lasts.
+            reactor::blocking(move || make(&wanted, connections)).await
         };
-        let offered = offered.info();
-        let style = ReplyStyle::Simple;
-        let session = Session {
-            export: 0,
-            style,
-            flags: offered.features.flags(style, false),
-            contexts: MetaContexts::NONE,
-            sizes_acknowledged: false,
-            minimum_block: 1,
-            maximum_payload: proto::DEFAULT_MAX_PAYLOAD,
-        };
-        let device = Arc::new(Device {
-            number,
-            size_bytes: offered.size_bytes,
-            flags: session.flags,
-            timeout_s,
-            dead_timeout_s,
-            backend: identity,
-        });
-        let wanted = Arc::clone(&device);
-        // The kernel makes the device while the call lasts.
-        let made = reactor::blocking(move || make(&wanted, connections)).await;
         let (control, number, sockets) = made?;
-        Ok(Arc::new(Self {
-            id,
-            disk,
-            session,
+        let sockets = sockets.into_iter().map(Into::into).collect();
+        Ok(Self::new(&export, wanted, control, Rested { number, connections: sockets }, true))
+    }
+
+    /// Goes on with a device that another process serves, once that has given it up: nothing
+    /// happens to it before [`Server::serve`].
+    ///
+    /// # Errors
+    /// [`Error`].
+    pub fn adopt(export: &Export, rested: Rested) -> Result<Arc<Self>, Error> {
+        let control = Control::open().map_err(|error| Error::of(error, None))?;
+        Ok(Self::new(export, Arc::new(device(export)), control, rested, false))
+    }
+
+    fn new(
+        export: &Export,
+        device: Arc<Device>,
+        control: Control,
+        rested: Rested,
+        is_there: bool,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            id: Arc::clone(&export.id),
+            disk: Arc::clone(&export.disk),
+            session: session(device.flags),
             control: Arc::new(control),
             device,
-            number,
-            sockets: Mutex::new(sockets),
+            number: rested.number,
+            sockets: Mutex::new(rested.connections),
+            rest: Arc::default(),
+            attended: AtomicUsize::new(0),
             live: Mutex::default(),
-            there: AtomicBool::new(true),
+            there: AtomicBool::new(is_there),
             course: AtomicU8::new(Course::Serve as u8),
             resizes: AtomicUsize::new(0),
             replaced: AtomicU64::new(0),
             changed: Event::new(),
-        }))
+        })
     }
 
     /// The device's node.
@@ -228,13 +258,17 @@ impl Server {
     /// The kernel does not let it go; then nobody serves it any more.
     pub async fn serve(self: Arc<Self>, workers: Rc<Vec<Worker>>) -> io::Result<()> {
         let (ended, all_ended) = async_channel::bounded::<()>(1);
+        self.there.store(true, SeqCst);
         let sockets = std::mem::take(&mut *lock(&self.sockets));
         for (turn, socket) in sockets.into_iter().enumerate() {
             let (server, ended) = (Arc::clone(&self), ended.clone());
+            self.attended.fetch_add(1, SeqCst);
             workers[turn % workers.len()].spawn(move || async move {
                 // What the kernel writes to get memory must not wait for memory. Only root may.
                 let _ = reactor::serves_writeback();
-                server.attend(socket).await;
+                server.attend(socket, turn as u64).await;
+                server.attended.fetch_sub(1, SeqCst);
+                server.changed.notify(usize::MAX);
                 drop(ended);
             });
         }
@@ -316,8 +350,39 @@ impl Server {
         }
     }
 
+    /// Has every connection come to rest: what it has in flight is finished and answered, what
+    /// waits for limits is put back. Returns false if that takes longer than `patience`.
+    pub async fn come_to_rest(&self, patience: Duration) -> bool {
+        self.rest.set(Stage::Still);
+        reactor::timeout(patience, async {
+            loop {
+                let (changed, rest) = (self.changed.listen(), self.rest.listen());
+                if self.rest.rested().len() == self.attended.load(SeqCst) {
+                    return;
+                }
+                first(changed, rest).await;
+            }
+        })
+        .await
+        .is_ok()
+    }
+
+    /// What another process goes on with, once it has come to rest.
+    pub fn rested(&self) -> Rested {
+        let rested = self.rest.rested().values().flatten().cloned().collect::<Vec<_>>();
+        let connection = |rest::Rested { socket, bytes, skip, .. }| RestedConnection { socket, bytes, skip };
+        Rested { number: self.number, connections: rested.into_iter().map(connection).collect() }
+    }
+
+    /// Goes on after [`Server::come_to_rest`] as if nothing had been.
+    pub fn go_on(&self) {
+        self.rest.set(Stage::Open);
+    }
+
     /// The first that is asked for.
     fn set_out(&self, course: Course) {
+        // Who is at rest has its part to finish.
+        self.rest.set(Stage::Open);
         let _ = self.course.compare_exchange(Course::Serve as u8, course as u8, SeqCst, SeqCst);
         self.changed.notify(usize::MAX);
     }
@@ -349,9 +414,9 @@ impl Server {
     }
 
     /// Serves one connection, and those that replace it, until the device has gone.
-    async fn attend(&self, mut socket: OwnedFd) {
+    async fn attend(&self, mut connection: RestedConnection, number: u64) {
         loop {
-            match self.converse(socket).await {
+            match self.converse(connection, number).await {
                 // The kernel took its leave, which is of the device, or has been hung up on.
                 Ok(End::Orderly | End::Resting) => return,
                 Ok(End::Vanished) => {
@@ -360,13 +425,18 @@ impl Server {
                 Err(error) => tracing::warn!(export = %self.id, %error, "a connection to the kernel ended"),
             }
             let Some(next) = self.replace().await else { return };
-            socket = next;
+            connection = next.into();
             self.replaced.fetch_add(1, SeqCst);
         }
     }
 
-    async fn converse(&self, socket: OwnedFd) -> Result<End, super::connection::Broken> {
-        let (socket, stop) = (Fd::from(socket), Arc::new(AtomicBool::new(false)));
+    async fn converse(
+        &self,
+        connection: RestedConnection,
+        number: u64,
+    ) -> Result<End, super::connection::Broken> {
+        let RestedConnection { socket, bytes, skip } = connection;
+        let stop = Arc::new(AtomicBool::new(false));
         lock(&self.live).push((socket.clone(), Arc::clone(&stop)));
         // Told to between the two, it would otherwise not hear.
         if self.is_on(Course::Leave) {
@@ -375,7 +445,9 @@ impl Server {
         let stream = Stream::Plain(socket);
         let disk = Arc::clone(&self.disk);
         let connection = Connection::new(stream, disk, Arc::default(), self.session, Arc::clone(&stop));
-        let ended = connection.serve(Inbox::new()).await;
+        let inbox = Inbox::holding(&bytes, usize::try_from(skip).unwrap_or(usize::MAX));
+        drop(bytes);
+        let ended = connection.of_server(&self.rest, number).serve(inbox).await;
         lock(&self.live).retain(|(_, other)| !Arc::ptr_eq(other, &stop));
         ended
     }
@@ -411,6 +483,40 @@ impl Drop for Server {
         if self.there.load(SeqCst) && !self.is_on(Course::Leave) {
             let _ = self.control.disconnect(self.number);
         }
+    }
+}
+
+/// What the kernel is told of an export.
+fn device(export: &Export) -> Device {
+    let offered = live::Export {
+        name: Arc::clone(&export.id),
+        description: Arc::from(""),
+        disk: Arc::clone(&export.disk),
+        read_only: export.read_only,
+        bitmaps: Arc::default(),
+        access: Access::default(),
+    };
+    let offered = offered.info();
+    Device {
+        number: export.number,
+        size_bytes: offered.size_bytes,
+        flags: offered.features.flags(ReplyStyle::Simple, false),
+        timeout_s: export.timeout_s,
+        dead_timeout_s: export.dead_timeout_s,
+        backend: export.identity.clone(),
+    }
+}
+
+/// What a handshake would have agreed on.
+fn session(flags: u16) -> Session {
+    Session {
+        export: 0,
+        style: ReplyStyle::Simple,
+        flags,
+        contexts: MetaContexts::NONE,
+        sizes_acknowledged: false,
+        minimum_block: 1,
+        maximum_payload: proto::DEFAULT_MAX_PAYLOAD,
     }
 }
 
