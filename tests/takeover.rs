@@ -2,15 +2,18 @@
 //! client that is never connected anew that nobody sees it.
 //!
 //! How long a pause is, is no test's to judge: `make soak`, which takes over 200 times
-//! (`WEIR_TAKEOVERS`), prints it. That too much passes a limit can be judged: a slow machine makes it
-//! less.
+//! (`WEIR_TAKEOVERS`), prints it. That too much passes a limit can be judged: a slow machine makes
+//! it less.
 
 mod between;
 
 use std::{
     fs,
     io::{Read as _, Write as _},
-    os::unix::net::{UnixDatagram, UnixStream},
+    os::unix::{
+        fs::{FileExt as _, PermissionsExt as _},
+        net::{UnixDatagram, UnixStream},
+    },
     path::{Path, PathBuf},
     process::{Child, Stdio},
     thread,
@@ -29,7 +32,7 @@ use crate::{
 };
 
 /// Of the messages.
-const FORMAT: u64 = 2;
+const FORMAT: u64 = 3;
 /// What the log says where a newcomer has failed.
 const GOES_ON: &str = "nobody has taken over, and all goes on";
 
@@ -70,7 +73,7 @@ impl House {
         kill_newcomer(self.serve(), &self.control(), &self.scratch.socket("between"), step);
     }
 
-    /// A newcomer that comes to nothing: in turn each is killed one step later, and then some leave.
+    /// A newcomer that comes to nothing: each is killed one step later, and then some leave.
     #[track_caller]
     fn fail_at(&self, turn: usize) {
         let strangers: [&[&str]; 3] = [&[], &["prepared"], &["prepared", "nonsense"]];
@@ -265,10 +268,60 @@ fn what_cannot_be_taken_over_is_named_and_goes_on() {
         let spot = memory.scratch.file("spot", "");
         let files = House::new(memory.scratch, &[&one, "--fuse", text(&spot)]);
         let first = files.serve().start();
-        let said = files.newcomer().fails();
-        assert!(said.contains("fuse cannot be taken over (restart weir"), "{said}");
+        let other = Serve::new(&files.scratch).args([&one, "--takeover"]).env("WEIR_QMP", control(&files));
+        let said = other.fails();
+        assert!(said.contains("spot runs, and is not in this config"), "{said}");
         assert_eq!(fs::metadata(&spot).unwrap().len(), MIB);
         first.stop();
+    }
+}
+
+/// Programs have it open all the time, their requests wait for a limit at every takeover, and some
+/// newcomers fail.
+#[test]
+fn a_file_of_this_host_stays_what_it_is() {
+    if !can_mount() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (disk, spot) = (scratch.sparse("disk.raw", 16 * MIB), scratch.file("spot", ""));
+    let house = House::new(scratch, &[text(&disk), "--fuse", text(&spot), "--iops-total", "3000"]);
+    let mut current = house.serve().start();
+    fs::set_permissions(&spot, fs::Permissions::from_mode(0o640)).unwrap();
+    let open = fs::OpenOptions::new().read(true).write(true).open(&spot).unwrap();
+    let load = Client::new("fio")
+        .args(["--name=file", "--ioengine=libaio", "--direct=1", "--iodepth=16", "--size=16M"])
+        .args(["--rw=randrw", "--bsrange=512-60k", "--blockalign=512", "--serialize_overlap=1"])
+        .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--fsync=50"])
+        .arg(format!("--filename={}", text(&spot)))
+        .arg(format!("--aux-path={}", house.scratch.path("").display()));
+    let load = thread::spawn(move || drop(load.succeeds()));
+    let mut failed = 0;
+    while !load.is_finished() || failed < Step::ALL.len() {
+        house.fail_at(failed);
+        failed += 1;
+        current.wait_for_log(GOES_ON);
+        current = house.take_over(current).0;
+    }
+    load.join().expect("the load saw nothing of it");
+    open.write_all_at(b"weir", 8192).unwrap();
+    open.sync_all().unwrap();
+    assert_eq!(fs::metadata(&spot).unwrap().permissions().mode() & 0o777, 0o640);
+    let modified = fs::metadata(&spot).unwrap().modified().unwrap();
+    let current = house.take_over(current).0;
+    assert_eq!(fs::metadata(&spot).unwrap().modified().unwrap(), modified);
+    let mut read = [0; 4];
+    open.read_exact_at(&mut read, 8192).unwrap();
+    assert_eq!(&read, b"weir");
+    let told = Qmp::negotiated(&house.control()).ask("x-weir-query-status", json!({}));
+    let exports = told["return"]["exports"].as_array().expect("a list");
+    let file = exports.iter().find(|export| export["type"] == "fuse").expect("it is there");
+    assert_eq!(file["openers"], 1, "{file}");
+    drop(open);
+    // Whoever watched over the first watches over the last.
+    current.kill();
+    while fs::metadata(&spot).is_err() || fs::metadata(&spot).unwrap().len() > 0 {
+        thread::yield_now();
     }
 }
 
@@ -492,8 +545,8 @@ fn the_service_manager_hears_who_goes_on_and_that_it_lives() {
     assert!(!pid_file.exists(), "it has gone with its process");
 }
 
-/// Far more would pass if each newcomer began with empty buckets than the time that a takeover takes
-/// is worth.
+/// Far more would pass if each newcomer began with empty buckets than the time that a takeover
+/// takes is worth.
 #[test]
 fn no_takeover_grants_a_burst_anew() {
     const BURST: u64 = 200;
@@ -528,8 +581,8 @@ fn no_takeover_grants_a_burst_anew() {
     current.stop();
 }
 
-/// Of each kind of image and of socket in turn, with a client over TLS beside, under limits, so that
-/// requests wait at every takeover.
+/// Of each kind of image and of socket in turn, with a client over TLS beside, under limits, so
+/// that requests wait at every takeover.
 #[test]
 #[allow(clippy::print_stdout, reason = "what was measured is what a soak is for")]
 fn clients_see_nothing_of_any_takeover_nor_of_newcomers_that_fail() {

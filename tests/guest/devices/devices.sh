@@ -22,6 +22,22 @@ gone() {
     wait "$1" || return
 }
 
+# take_over OPTION…: another weir, which takes over from the one that runs; sets $weir
+take_over() {
+    before=$weir
+    RUST_BACKTRACE=1 weir serve --qmp unix:$qmp --takeover "$@" >$log.next 2>&1 &
+    weir=$!
+    until grep -q ' ready' $log.next; do
+        pause 0.02
+        if ! kill -0 $weir 2>/dev/null; then
+            cat $log $log.next
+            return 1
+        fi
+    done
+    gone $before || { cat $log; return 1; }
+    mv $log.next $log
+}
+
 # stop: ends weir as a service manager would
 stop() {
     kill -TERM $weir

@@ -12,6 +12,8 @@ NODE = "/dev/nbd3"
 DISK_MIB = 64
 # How often weir is killed, and with --full.
 KILLS, FULL_KILLS = 3, 20
+# How often another weir takes over, and with --full.
+TAKEOVERS, FULL_TAKEOVERS = 3, 20
 # Operations per second, and how many are asked for at once: a tenth passes at the beginning.
 LIMIT, ASKED = 200, 400
 # What ends a case, however it went.
@@ -32,6 +34,7 @@ class Nbd:
     def __init__(self, full):
         self.guest = None  # set when they run
         self._kills = FULL_KILLS if full else KILLS
+        self._takeovers = FULL_TAKEOVERS if full else TAKEOVERS
 
     def cases(self):
         """Name and function."""
@@ -39,6 +42,7 @@ class Nbd:
         yield "nbd: a limit", self.limit
         yield "nbd: another size", self.resized
         yield f"nbd: killed {self._kills} times under load", self.killed
+        yield f"nbd: taken over {self._takeovers} times under load", self.taken_over
         yield "nbd: ended while it is mounted", self.ended
         yield "nbd: removed under load", self.removed
         yield "nbd: removed from outside", self.gone
@@ -151,6 +155,47 @@ class Nbd:
             numbered check {DISK} 0 8 32
         """)
         return [contains("the client", parts["ended"], "ok ")]
+
+    def taken_over(self):
+        """Another weir goes on while numbers are written, under a limit and without, and one that
+        lacks the device leaves all as it was. The kernel's client sees nothing of it.
+        """
+        parts = self._parts(f"""
+            serve {DISK} --nbd-device {NODE},connections=2
+            numbers {NODE}
+            more_numbers 8
+            part refused
+            ! weir serve {DISK} --qmp unix:$qmp --takeover --nbd unix:/tmp/other.sock
+            grep 'nobody has taken over' $log
+            part others
+            more_numbers 4
+            dmesg -c >/dev/null
+            for time in $(seq {self._takeovers}); do
+                [ $((time % 2)) = 0 ] || limit='--iops-total 500'
+                take_over {DISK} --nbd-device {NODE},connections=2 $limit
+                limit=
+                more_numbers $((time % 5 + 1))
+            done
+            part kernel
+            dmesg | grep -i nbd3 || echo nothing
+            part sockets
+            ask '{{"execute":"x-weir-query-status"}}'
+            part ended
+            end_numbers
+            part rest
+            # The last of them can still give it another length, and let it go.
+            stop
+            free
+            numbered check {DISK} 0 8 32
+        """)
+        return [
+            contains("a newcomer without it", parts["refused"], f"{NODE} runs, and is not in this config"),
+            contains("the old one then", parts["refused"], "all goes on"),
+            fact("what the kernel says", parts["kernel"].strip() == "nothing", parts["kernel"], "nothing"),
+            contains("its sockets", parts["sockets"], '"sockets":2'),
+            contains("none of them new", parts["sockets"], '"replaced":0'),
+            contains("the client", parts["ended"], "ok "),
+        ]
 
     def ended(self):
         """weir told to end while a file system is mounted: it waits for the next weir."""

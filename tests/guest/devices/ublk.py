@@ -15,6 +15,8 @@ NODE = "/dev/ublkb0"
 DISK_MIB = 400
 # How often weir is killed, and with --full.
 KILLS, FULL_KILLS = 3, 20
+# How often another weir takes over, and with --full.
+TAKEOVERS, FULL_TAKEOVERS = 3, 20
 # Operations per second, and how many are asked for at once: a tenth passes at the beginning.
 LIMIT, ASKED = 200, 400
 # What ends a case, however it went.
@@ -34,6 +36,7 @@ class Ublk:
     def __init__(self, full):
         self.guest = None  # set when they run
         self._kills = FULL_KILLS if full else KILLS
+        self._takeovers = FULL_TAKEOVERS if full else TAKEOVERS
 
     def cases(self):
         """Name and function."""
@@ -43,6 +46,7 @@ class Ublk:
         yield "ublk: a limit", self.limit
         yield "ublk: another size", self.resized
         yield f"ublk: killed {self._kills} times under load", self.killed
+        yield f"ublk: taken over {self._takeovers} times under load", self.taken_over
         yield "ublk: ended while it is mounted", self.ended
         yield "ublk: killed, and nobody goes on", self.lost
         yield "ublk: removed under load", self.removed
@@ -193,6 +197,43 @@ class Ublk:
             ls /dev/ublk*
         """)
         return [
+            contains("the client", parts["ended"], "ok "),
+            fact("nodes afterwards", parts["nodes"].split() == ["/dev/ublk-control"], parts["nodes"], "none"),
+        ]
+
+    def taken_over(self):
+        """Another weir goes on while numbers are written, under a limit and without, and one that
+        lacks the device leaves all as it was: nothing is lost, and nothing comes twice.
+        """
+        parts = self._parts(f"""
+            serve {DISK} --ublk=0,queues=2
+            numbers {NODE}
+            more_numbers 8
+            part refused
+            ! weir serve {DISK} --qmp unix:$qmp --takeover --nbd unix:/tmp/other.sock
+            grep 'nobody has taken over' $log
+            part others
+            more_numbers 4
+            for time in $(seq {self._takeovers}); do
+                [ $((time % 2)) = 0 ] || limit='--iops-total 500'
+                take_over {DISK} --ublk=0,queues=2 $limit
+                limit=
+                more_numbers $((time % 5 + 1))
+            done
+            part said
+            grep 'recovered the devices of ublk' $log
+            part ended
+            end_numbers
+            part rest
+            stop
+            numbered check {DISK} 0 8 32
+            part nodes
+            ls /dev/ublk*
+        """)
+        return [
+            contains("a newcomer without it", parts["refused"], "/dev/ublkb0 runs, and is not in this config"),
+            contains("the old one then", parts["refused"], "all goes on"),
+            contains("the new one", parts["said"], "pause_us="),
             contains("the client", parts["ended"], "ok "),
             fact("nodes afterwards", parts["nodes"].split() == ["/dev/ublk-control"], parts["nodes"], "none"),
         ]

@@ -39,7 +39,7 @@ use settings::{Address, Image, SocketAccess};
 use super::{
     change::{Change, Listener},
     devices::{Devices, Listed},
-    doors::{self, Entrance},
+    doors::{self, Entrance, Taken},
     fdsets::Sets,
     loaded::Loaded,
     recording::Recordings,
@@ -141,6 +141,8 @@ pub(crate) struct Inventory {
     /// A device of this host has gone, and its export with it.
     lost_device: Cell<bool>,
     exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
+    /// Doors that open once another daemon has given them up, by the ids of their exports.
+    pub(crate) awaited: RefCell<BTreeMap<String, settings::Door>>,
     devices: OnceCell<Devices>,
     image_root: OnceCell<Root>,
     sandbox: OnceCell<Entered>,
@@ -188,6 +190,7 @@ impl Inventory {
             keeps_out: Cell::new(false),
             lost_device: Cell::new(false),
             exports: RefCell::default(),
+            awaited: RefCell::default(),
             devices: OnceCell::new(),
             image_root: OnceCell::new(),
             sandbox: OnceCell::new(),
@@ -578,9 +581,14 @@ impl Inventory {
         self.exports.borrow().get(id).cloned().ok_or_else(|| Refused::NoExport(id.to_owned()))
     }
 
+    /// Whether there is an export with this id, or is to be one.
+    pub(crate) fn has_id(&self, id: &str) -> bool {
+        self.exports.borrow().contains_key(id) || self.awaited.borrow().contains_key(id)
+    }
+
     pub(crate) fn add_export(&self, serving: &Rc<Serving>, new: NewExport) -> Result<(), Refused> {
         let disk = self.disk(&new.disk)?;
-        if self.exports.borrow().contains_key(&new.id) {
+        if self.has_id(&new.id) {
             return Err(Refused::IdTaken(new.id));
         }
         let export = nbd::Export {
@@ -628,24 +636,29 @@ impl Inventory {
         self.door_terms.get().context("nothing runs yet")
     }
 
-    /// An export with a door of its own, which is open when this returns. Its address.
+    /// An export with a door of its own, which is open when this returns, and made of what another
+    /// daemon had if that is passed. Its address.
     pub(crate) async fn add_door(
         self: &Rc<Self>,
         id: String,
         disk: Rc<RunningDisk>,
         read_only: bool,
         door: &settings::Door,
+        taken: Option<Taken>,
     ) -> anyhow::Result<String> {
-        if self.exports.borrow().contains_key(&id) {
+        if self.has_id(&id) {
             return Err(Refused::IdTaken(id).into());
         }
         self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door))?;
         let DoorTerms { workers, access, inherited, .. } = self.door_terms()?;
         let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
-        let terms = doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers };
+        // What another has is not served before it gives it up.
+        let is_at_once = taken.is_none();
+        let taken = Cell::new(taken);
+        let terms = doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers, taken };
         let entrance = doors::open(door, &terms).await?;
         let address = entrance.address().to_owned();
-        if entrance.device().is_some() || !self.keeps_out.get() {
+        if (is_at_once && entrance.device().is_some()) || !self.keeps_out.get() {
             self.accept_at(&id, &entrance);
         }
         // Making a device takes a while, in which others have their turn.

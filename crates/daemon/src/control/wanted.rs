@@ -2,12 +2,13 @@
 
 use std::{path, rc::Rc};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use policy::access::Access;
 use settings::{Door, DoorExport, Endpoint, Plan, Socket, VhostUserBlk};
 
 use super::{
     bitmaps,
+    doors::Taken,
     inventory::{self, Inventory, NewExport, RunningExport},
     serving::Serving,
 };
@@ -84,9 +85,9 @@ impl Wanted {
     pub(crate) async fn add(&self, inventory: &Rc<Inventory>) -> anyhow::Result<(Rc<RunningExport>, String)> {
         let disk = inventory.disk(&self.disk)?;
         // The name is the id, unless it is empty, or a disk has the same name at several places.
-        let id = |name: &str, address: &str| match inventory.export(name) {
-            Ok(_) => format!("{name}@{address}"),
-            Err(_) => name.to_owned(),
+        let id = |name: &str, address: &str| match inventory.has_id(name) {
+            true => format!("{name}@{address}"),
+            false => name.to_owned(),
         };
         match &self.way {
             Way::Nbd { endpoint, name, description, access, bitmaps } => {
@@ -106,7 +107,7 @@ impl Wanted {
             }
             Way::Own(door) => {
                 let id = id(&self.disk, &door.address());
-                let address = inventory.add_door(id.clone(), disk, self.read_only, door).await?;
+                let address = inventory.add_door(id.clone(), disk, self.read_only, door, None).await?;
                 let shown = match door {
                     // Where the machine listens, only weir is to connect.
                     Door::VhostUserBlk(machine) if machine.client => format!("{address},client"),
@@ -118,6 +119,23 @@ impl Wanted {
                 Ok((inventory.export(&id)?, shown))
             }
         }
+    }
+
+    /// Has a door of its own open, by this id, and made of what another daemon had.
+    pub(crate) async fn add_as(
+        &self,
+        inventory: &Rc<Inventory>,
+        id: String,
+        taken: Taken,
+    ) -> anyhow::Result<String> {
+        let Way::Own(door) = &self.way else { bail!("it has no door of its own") };
+        inventory.add_door(id, inventory.disk(&self.disk)?, self.read_only, door, Some(taken)).await
+    }
+
+    /// Whether a door of its own lets nobody write.
+    pub(crate) fn is_read_only(&self, inventory: &Inventory) -> anyhow::Result<bool> {
+        let of_door = matches!(&self.way, Way::Own(door) if door.read_only());
+        Ok(self.read_only || of_door || inventory.disk(&self.disk)?.disk.image().is_read_only())
     }
 
     /// What clients ask for, and where: of a door of its own the disk, and the door.

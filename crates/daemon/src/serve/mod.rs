@@ -299,7 +299,7 @@ impl Daemon {
         let control = Rc::new(Control::start(&inventory, sockets));
         inventory.let_clients_in();
         if let Some(before) = before {
-            before.end().await;
+            before.end(&inventory).await;
         }
         let pid_file = match claimed {
             Some(claimed) => claimed.take().await,
@@ -562,6 +562,10 @@ async fn listen(
     inventory.let_doors(workers, &plan.service.sockets, terms, inherited);
     let mut uris = Vec::new();
     for wanted in Wanted::all(plan) {
+        if newcomer.as_ref().is_some_and(|newcomer| newcomer.puts_off(&wanted, inventory)) {
+            uris.push(wanted.told(inventory).1);
+            continue;
+        }
         let (export, address) = wanted.add(inventory).await?;
         match &export.door {
             Door::Nbd(serving, _) => uris.extend(serving.uris(&export.name, &plan.service.tls)),
@@ -579,10 +583,11 @@ async fn settle(
     is_alone: bool,
 ) -> anyhow::Result<Option<PidFile>> {
     let pid_file = plan.service.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
+    let awaited = inventory.awaited.borrow().values().cloned().collect::<Vec<_>>();
     let served = sandbox::Served {
         images: inventory.disks().iter().filter_map(|disk| disk.image.path().map(Path::to_owned)).collect(),
         endpoints: inventory.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
-        doors: inventory.exports().iter().filter_map(|export| export.said.clone()).collect(),
+        doors: inventory.exports().iter().filter_map(|export| export.said.clone()).chain(awaited).collect(),
     };
     if let Some(entered) = sandbox::enter(plan, inventory.config.as_deref(), &served, workers).await? {
         inventory.enter(entered);

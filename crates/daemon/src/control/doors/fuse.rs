@@ -3,11 +3,11 @@
 use std::{rc::Rc, sync::Arc};
 
 use block::reactor;
-use export::fuse::{Export, Mount, Options, Server, Statistics};
+use export::fuse::{Export, Mount, Options, Rested, Server, Statistics};
 use serde_json::{Value, json};
 use settings::Fuse;
 
-use super::{Entrance, Terms, attended};
+use super::{Entrance, Host, Taken, Terms, attended};
 
 attended!(Server, statistics);
 
@@ -15,19 +15,31 @@ attended!(Server, statistics);
 pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let disk = &terms.disk.disk;
     let read_only = terms.read_only || settings.read_only || disk.image().is_read_only();
-    let options = Options { read_only, allow_other: settings.allow_other };
-    let file = settings.file.clone();
-    let mount = reactor::blocking(move || Mount::over(&file, options)).await?;
+    let (mount, standing) = match terms.taken.take() {
+        Some(Taken::Fuse(Rested { mount, standing })) => {
+            (Mount::adopt(mount, standing.owner), Some(standing))
+        }
+        _ => {
+            let options = Options { read_only, allow_other: settings.allow_other };
+            let file = settings.file.clone();
+            (reactor::blocking(move || Mount::over(&file, options)).await?, None)
+        }
+    };
     let address = mount.path().display().to_string();
-    let server = Server::new(Export {
+    let export = Export {
         id: terms.id.into(),
         disk: Arc::clone(disk),
         read_only,
         growable: settings.growable,
         owner: mount.owner(),
-    });
+    };
+    let server = match standing {
+        Some(standing) => Server::adopt(export, &standing)?,
+        None => Server::new(export),
+    };
+    let host = Host::Fuse(Arc::clone(&server));
     let serving = Arc::clone(&server).serve(mount, Rc::clone(terms.workers));
-    Ok(Entrance::new("fuse", address, server, serving, terms).of_device())
+    Ok(Entrance::new("fuse", address, server, serving, terms).of_device(host))
 }
 
 fn statistics(statistics: Statistics) -> Value {

@@ -30,6 +30,7 @@ use block::{
     disk::Disk,
     reactor::{self, JoinHandle, Worker},
 };
+use policy::time::Duration;
 use serde_json::Value;
 use settings::{Door, SocketAccess};
 
@@ -112,6 +113,16 @@ pub(crate) struct Terms<'a> {
     /// Sockets that were passed to the daemon.
     pub(crate) inherited: &'a RefCell<Inherited>,
     pub(crate) workers: &'a Rc<Vec<Worker>>,
+    /// What it is made of, where another daemon had it.
+    pub(crate) taken: Cell<Option<Taken>>,
+}
+
+/// A device or a file of this host, as another daemon leaves it.
+pub(crate) enum Taken {
+    /// It has ended, or is about to have: the kernel has all that there is.
+    Ublk,
+    NbdDevice(export::nbd::kernel::Rested),
+    Fuse(export::fuse::Rested),
 }
 
 /// A door that is open, or about to be.
@@ -123,6 +134,8 @@ pub(crate) struct Entrance {
     pub(crate) server: Arc<dyn Attended>,
     /// Of virtual machines.
     machine: Option<Machine>,
+    /// Of this host.
+    host: Option<Host>,
     /// Until clients are let in.
     opening: Cell<Option<Local<'static, io::Result<()>>>>,
     /// Ends by itself once the server has stopped.
@@ -168,6 +181,7 @@ impl Entrance {
             device: None,
             server,
             machine: None,
+            host: None,
             opening: Cell::new(Some(Box::pin(serving))),
             serving: RefCell::default(),
             closed: Cell::new(false),
@@ -177,8 +191,8 @@ impl Entrance {
     }
 
     /// It is a device of this host, or a file, at its address.
-    fn of_device(self) -> Self {
-        Self { device: Some(PathBuf::from(&self.address)), ..self }
+    fn of_device(self, host: Host) -> Self {
+        Self { device: Some(PathBuf::from(&self.address)), host: Some(host), ..self }
     }
 
     /// It is for a virtual machine.
@@ -221,6 +235,11 @@ impl Entrance {
     /// Where it is for a virtual machine.
     pub(crate) fn machine(&self) -> Option<&Machine> {
         self.machine.as_ref()
+    }
+
+    /// What it is on this host.
+    pub(crate) fn host(&self) -> Option<&Host> {
+        self.host.as_ref()
     }
 
     /// Lets nobody in any more, and has requests in flight end.
@@ -266,6 +285,34 @@ pub(crate) struct Machine {
     pub(crate) server: Arc<export::vhost_user_blk::Server>,
     /// Where it listens, if it does, as it was asked for.
     pub(crate) listening: Option<(String, Listening)>,
+}
+
+/// A device or a file of this host, as another daemon takes it over.
+#[derive(Clone)]
+pub(crate) enum Host {
+    Ublk(Arc<export::ublk::Server>),
+    NbdDevice(Arc<export::nbd::kernel::Server>),
+    Fuse(Arc<export::fuse::Server>),
+}
+
+impl Host {
+    /// Has what was begun end, and nothing more begin. Returns false if that takes longer.
+    pub(crate) async fn come_to_rest(&self, patience: Duration) -> bool {
+        match self {
+            Self::Ublk(server) => server.come_to_rest(patience).await,
+            Self::NbdDevice(server) => server.come_to_rest(patience).await,
+            Self::Fuse(server) => server.come_to_rest(patience).await,
+        }
+    }
+
+    /// Goes on as if nothing had been.
+    pub(crate) fn go_on(&self) {
+        match self {
+            Self::Ublk(server) => server.go_on(),
+            Self::NbdDevice(server) => server.go_on(),
+            Self::Fuse(server) => server.go_on(),
+        }
+    }
 }
 
 /// What a device is known by when this process comes back for it: its data. What lies in memory

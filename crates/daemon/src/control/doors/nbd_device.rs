@@ -7,7 +7,7 @@ use export::nbd::kernel::{Export, Server, Statistics};
 use serde_json::{Value, json};
 use settings::NbdDevice;
 
-use super::{Entrance, Terms, attended, check_size, identity};
+use super::{Entrance, Host, Taken, Terms, attended, check_size, identity};
 
 attended!(Server, statistics, leave);
 
@@ -27,9 +27,14 @@ pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Res
         identity: identity(running)?,
     };
     let disk = running.disk.name();
-    let server = Server::connect(export).await.with_context(|| format!("disk {disk}"))?;
+    let server = match terms.taken.take() {
+        Some(Taken::NbdDevice(rested)) => Server::adopt(&export, rested),
+        _ => Server::connect(export).await,
+    };
+    let server = server.with_context(|| format!("disk {disk}"))?;
     let serving = Arc::clone(&server).serve(Rc::clone(workers));
-    Ok(Entrance::new("x-nbd-device", server.path(), server, serving, terms).of_device())
+    let host = Host::NbdDevice(Arc::clone(&server));
+    Ok(Entrance::new("x-nbd-device", server.path(), server, serving, terms).of_device(host))
 }
 
 fn statistics(statistics: Statistics) -> Value {

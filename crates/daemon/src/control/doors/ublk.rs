@@ -7,7 +7,7 @@ use export::ublk::{Export, Offer, Server, Statistics};
 use serde_json::{Value, json};
 use settings::Ublk;
 
-use super::{Entrance, Terms, attended, check_size};
+use super::{Entrance, Host, Taken, Terms, attended, check_size};
 
 attended!(Server, statistics, leave);
 
@@ -22,10 +22,14 @@ pub(super) async fn open(settings: &Ublk, terms: &Terms<'_>) -> anyhow::Result<E
         disk: Arc::clone(disk),
         offer: Offer { queues, ..offer(disk, running.cache, *read_only, settings) },
     };
-    let server = Server::open(export, workers).await?;
+    let server = match terms.taken.take() {
+        Some(Taken::Ublk) => Server::recover(export, workers).await?,
+        _ => Server::open(export, workers).await?,
+    };
     let address = server.path().display().to_string();
     let over = Arc::clone(&server).over();
-    Ok(Entrance::new("x-ublk", address, server, over, terms).of_device())
+    let host = Host::Ublk(Arc::clone(&server));
+    Ok(Entrance::new("x-ublk", address, server, over, terms).of_device(host))
 }
 
 fn statistics(statistics: Statistics) -> Value {

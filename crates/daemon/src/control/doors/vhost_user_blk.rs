@@ -14,7 +14,7 @@ attended!(Server, statistics);
 
 /// Binds its socket, and lets nobody in yet.
 pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
-    let Terms { id, disk: running, read_only, access, inherited, workers } = terms;
+    let Terms { id, disk: running, read_only, access, inherited, workers, .. } = terms;
     let disk = &running.disk;
     check_size(disk, "a guest")?;
     let (front_ends, file, listening) = match settings.socket.path() {

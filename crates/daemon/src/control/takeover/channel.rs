@@ -54,6 +54,39 @@ pub(super) struct Luggage {
     pub(super) descriptors: Vec<OwnedFd>,
 }
 
+impl Luggage {
+    /// To be taken out in the order in which they are told of.
+    pub(super) fn pieces(&mut self) -> Pieces<'_> {
+        Pieces { bytes: &self.bytes, descriptors: self.descriptors.drain(..) }
+    }
+}
+
+/// What is left of a message's luggage.
+pub(super) struct Pieces<'a> {
+    bytes: &'a [u8],
+    descriptors: std::vec::Drain<'a, OwnedFd>,
+}
+
+impl<'a> Pieces<'a> {
+    /// The next bytes.
+    pub(super) fn bytes(&mut self, count: usize) -> anyhow::Result<&'a [u8]> {
+        let (own, rest) = self.bytes.split_at_checked(count).context("fewer bytes came than were told of")?;
+        self.bytes = rest;
+        Ok(own)
+    }
+
+    /// The next descriptor.
+    pub(super) fn descriptor(&mut self) -> anyhow::Result<OwnedFd> {
+        self.descriptors.next().context("fewer descriptors came than were told of")
+    }
+
+    /// The next so many.
+    pub(super) fn descriptors(&mut self, count: usize) -> anyhow::Result<Vec<OwnedFd>> {
+        ensure!(self.descriptors.len() >= count, "fewer descriptors came than were told of");
+        Ok(self.descriptors.by_ref().take(count).collect())
+    }
+}
+
 /// User and process at the other end.
 fn peer(socket: &UnixStream) -> Option<(Uid, u32)> {
     let peer = getsockopt(socket, PeerCredentials).ok()?;

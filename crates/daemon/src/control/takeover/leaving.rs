@@ -24,7 +24,7 @@ use settings::Endpoint;
 
 use super::{
     channel::Channel,
-    clock_ns, metrics_name, name,
+    clock_ns, devices, metrics_name, name,
     told::{
         Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer,
         StandingDisk, StandingGroup, StandingMachine, State, Word,
@@ -32,6 +32,7 @@ use super::{
 };
 use crate::{
     control::{
+        doors::Host,
         inventory::{Door, Inventory},
         serving::Serving,
     },
@@ -111,17 +112,16 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
         control.push(path.clone());
     }
     let (mut exports, mut machines, mut doors) = (Vec::new(), Vec::new(), Vec::new());
+    let mut devices = Vec::new();
     for export in inventory.exports() {
         let serving = match &export.door {
             Door::Nbd(serving, _) => serving,
             Door::Own(entrance) => {
-                let machine = entrance.machine().with_context(|| {
-                    format!(
-                        "export {}: {} cannot be taken over (restart weir; docs/upgrade.md says what its users see)",
-                        export.id,
-                        export.door.kind()
-                    )
-                })?;
+                if let Some(host) = entrance.host() {
+                    devices.push(devices::offered(&export, host)?);
+                    continue;
+                }
+                let machine = entrance.machine().context("it is nobody's")?;
                 let listening = machine.listening.as_ref().map(|(name, (socket, file))| {
                     doors.push(socket.clone());
                     (name.clone(), file.clone())
@@ -158,7 +158,7 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
     }
     let version = env!("CARGO_PKG_VERSION").to_owned();
     let watchdog_ns = inventory.watchdog.get().and_then(|allowed| allowed.as_nanos().try_into().ok());
-    Ok((Offer { version, watchdog_ns, servers, control, disks, exports, machines }, descriptors))
+    Ok((Offer { version, watchdog_ns, servers, control, disks, exports, machines, devices }, descriptors))
 }
 
 /// A place where clients connect, and its sockets behind the other descriptors.
@@ -192,11 +192,19 @@ async fn leave(
         Door::Own(entrance) => Some((export.id.clone(), Arc::clone(&entrance.machine()?.server))),
         Door::Nbd(..) => None,
     });
-    let mut still =
-        Still { servers: inventory.servers(), machines: machines.collect(), laid_down: Vec::new() };
+    let hosts = inventory.exports().into_iter().filter_map(|export| match &export.door {
+        Door::Own(entrance) => Some((export.id.clone(), entrance.host()?.clone())),
+        Door::Nbd(..) => None,
+    });
+    let mut still = Still {
+        servers: inventory.servers(),
+        machines: machines.collect(),
+        hosts: hosts.collect(),
+        laid_down: Vec::new(),
+    };
     let given = give(inventory, channel, &mut still).await;
-    let _channel = match given {
-        Ok(channel) => channel,
+    let (_channel, disconnected) = match given {
+        Ok(given) => given,
         Err(error) => {
             still.go_on().await;
             inventory.close_control(false);
@@ -209,6 +217,12 @@ async fn leave(
     // What was served here is in them; the other has its own.
     inventory.recordings.end_all().await;
     let process = process.unwrap_or_default();
+    if disconnected > 0 {
+        tracing::info!(
+            clients = disconnected,
+            "disconnected in order: their TLS cannot move (they can connect again)"
+        );
+    }
     tracing::info!(process, clients, "another weir has taken over");
     // To be told before this process ends, or its end would be the service's.
     notify::tell(&[NotifyState::MainPid(process)]);
@@ -217,8 +231,13 @@ async fn leave(
     std::process::exit(0)
 }
 
-/// Stands still and gives everything away. The other serves once this has returned.
-async fn give(inventory: &Rc<Inventory>, channel: Channel, still: &mut Still) -> anyhow::Result<Channel> {
+/// Stands still and gives everything away. The other serves once this has returned. Also says how
+/// many clients it cannot have.
+async fn give(
+    inventory: &Rc<Inventory>,
+    channel: Channel,
+    still: &mut Still,
+) -> anyhow::Result<(Channel, usize)> {
     let disks = inventory.disks();
     for running in &disks {
         // What is written now need not be while everybody waits.
@@ -233,11 +252,23 @@ async fn give(inventory: &Rc<Inventory>, channel: Channel, still: &mut Still) ->
         reactor::spawn_joinable(async move { server.come_to_rest(IN_FLIGHT).await })
     });
     let machines: Vec<_> = machines.collect();
+    let hosts = still.hosts.iter().map(|(_, host)| {
+        let host = host.clone();
+        reactor::spawn_joinable(async move { host.come_to_rest(IN_FLIGHT).await })
+    });
+    let hosts: Vec<_> = hosts.collect();
     let rested = each(&still.servers, |server| async move { server.come_to_rest(IN_FLIGHT).await }).await;
     for ((id, _), is_at_rest) in still.machines.iter().zip(machines) {
         ensure!(
             is_at_rest.await,
             "export {id}: what its machine has in flight takes longer than {} s",
+            IN_FLIGHT.as_secs()
+        );
+    }
+    for ((id, _), is_at_rest) in still.hosts.iter().zip(hosts) {
+        ensure!(
+            is_at_rest.await,
+            "export {id}: what its users have in flight takes longer than {} s",
             IN_FLIGHT.as_secs()
         );
     }
@@ -258,6 +289,7 @@ async fn give(inventory: &Rc<Inventory>, channel: Channel, still: &mut Still) ->
             .with_context(|| format!("disk {}: its image cannot be written", disk.name()))?;
     }
     let (mut clients, mut bytes, mut descriptors) = (Vec::new(), Vec::new(), Vec::new());
+    let mut left = 0;
     for serving in &still.servers {
         let endpoint = name(&serving.endpoint);
         for (export, rested) in serving.server.rested() {
@@ -266,6 +298,8 @@ async fn give(inventory: &Rc<Inventory>, channel: Channel, still: &mut Still) ->
                 clients.push(Client::new(&endpoint, &export, &rested.session, received, rested.skip));
                 bytes.extend(rested.bytes);
                 descriptors.push(rested.socket.as_fd().try_clone_to_owned()?);
+            } else {
+                left += 1;
             }
         }
     }
@@ -281,6 +315,10 @@ async fn give(inventory: &Rc<Inventory>, channel: Channel, still: &mut Still) ->
         }
         machines.push(StandingMachine { id: id.clone(), said: messages });
     }
+    let mut devices = Vec::new();
+    for (id, host) in &still.hosts {
+        devices.extend(devices::standing(id, host, &mut bytes, &mut descriptors)?);
+    }
     let disks = disks.iter().map(|running| StandingDisk {
         name: running.disk.name().to_string(),
         totals: running.disk.totals().into(),
@@ -290,7 +328,8 @@ async fn give(inventory: &Rc<Inventory>, channel: Channel, still: &mut Still) ->
     let groups = groups
         .iter()
         .map(|group| StandingGroup { name: group.name().to_owned(), filled: group.filled().map(Into::into) });
-    let state = State { began_ns, clients, machines, disks: disks.collect(), groups: groups.collect() };
+    let (disks, groups) = (disks.collect(), groups.collect());
+    let state = State { began_ns, clients, machines, devices, disks, groups };
     let channel = channel.say(state, bytes, descriptors).await?;
     let (channel, word, _) = channel.hear(TO_BE_READY).await?;
     match word {
@@ -299,7 +338,7 @@ async fn give(inventory: &Rc<Inventory>, channel: Channel, still: &mut Still) ->
         Word::Refused(why) => bail!("{why}"),
         other => bail!("the other said {other:?} too early"),
     }
-    channel.say(Word::Yours, Vec::new(), Vec::new()).await
+    channel.say(Word::Yours, Vec::new(), Vec::new()).await.map(|channel| (channel, left))
 }
 
 /// Has something done for all servers at once, and waits for all.
@@ -321,6 +360,7 @@ struct Still {
     servers: Vec<Rc<Serving>>,
     /// By their exports.
     machines: Vec<(String, Arc<vhost_user_blk::Server>)>,
+    hosts: Vec<(String, Host)>,
     laid_down: Vec<Arc<Disk>>,
 }
 
@@ -337,6 +377,9 @@ impl Still {
         }
         for (_, server) in self.machines {
             server.go_on();
+        }
+        for (_, host) in self.hosts {
+            host.go_on();
         }
     }
 }

@@ -3,6 +3,7 @@
 //! ```text
 //!   newcomer    `weir serve --takeover`: asks, opens everything, goes on
 //!   leaving     the daemon that runs: offers, stands still, ends; or goes on
+//!   devices     of that, devices and files of this host, on both sides
 //!   told        what they tell each other
 //!   channel     how that and descriptors pass between them
 //! ```
@@ -14,6 +15,7 @@
 //! Never decides what runs: the newcomer has its own config, and takes over what that has.
 
 mod channel;
+mod devices;
 pub(crate) mod leaving;
 pub(crate) mod newcomer;
 mod told;

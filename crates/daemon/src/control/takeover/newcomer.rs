@@ -34,13 +34,16 @@ use settings::{Address, Endpoint};
 use super::{
     COMMAND, FORMAT, INHERITED,
     channel::{Channel, Luggage, send_with},
-    clock_ns, metrics_name, name,
+    clock_ns,
+    devices::Awaited,
+    metrics_name, name,
     told::{Offer, State, Word},
 };
 use crate::{
     control::{
         doors::Entrance,
         inventory::{Door, Inventory, RunningExport},
+        wanted::Wanted,
     },
     listen::{Inherited, Listener},
 };
@@ -61,17 +64,31 @@ pub(crate) struct Newcomer {
     control: VecDeque<OwnedFd>,
     /// Of each machine that connects, in the order of the offer.
     machines: VecDeque<OwnedFd>,
+    devices: Awaited,
     passed: Passed,
 }
 
 /// The daemon that was taken over from, on its way out.
-pub(crate) struct Before(Channel);
+pub(crate) struct Before {
+    channel: Channel,
+    devices: Awaited,
+    began_ns: u64,
+}
 
 impl Before {
-    /// Waits until it has ended.
-    pub(crate) async fn end(self) {
-        self.0.wait_for_end(TO_END).await;
+    /// Waits until it has ended, and has the devices that it had until then.
+    pub(crate) async fn end(self, inventory: &Rc<Inventory>) {
+        self.channel.wait_for_end(TO_END).await;
+        if self.devices.recover(inventory).await > 0 {
+            let pause_us = since_us(self.began_ns);
+            tracing::info!(pause_us, "recovered the devices of ublk");
+        }
     }
+}
+
+/// Microseconds since then.
+fn since_us(began_ns: u64) -> u64 {
+    clock_ns().saturating_sub(began_ns) / 1000
 }
 
 /// For a newcomer that comes to nothing.
@@ -122,7 +139,9 @@ impl Newcomer {
             }
         }
         let machines = some(offer.machines.iter().filter(|machine| machine.listening.is_some()).count())?;
-        Ok(Self { channel, sockets, control, machines, passed: Passed::new(files), offer })
+        let mut offer = offer;
+        let devices = Awaited::new(std::mem::take(&mut offer.devices));
+        Ok(Self { channel, sockets, control, machines, devices, passed: Passed::new(files), offer })
     }
 
     /// How many sockets of the service manager the other has.
@@ -178,6 +197,11 @@ impl Newcomer {
         Ok(())
     }
 
+    /// Whether the other has this device of the host, so that it is opened once that has given it.
+    pub(crate) fn puts_off(&self, wanted: &Wanted, inventory: &Inventory) -> bool {
+        self.devices.puts_off(wanted, inventory)
+    }
+
     /// The control socket at this path, if the other has it.
     pub(crate) fn control(&mut self, path: &Path) -> anyhow::Result<Option<Listener>> {
         let path = std::path::absolute(path)?;
@@ -198,7 +222,9 @@ impl Newcomer {
         let left = left.or_else(|| Some(format!("unix:{}", self.offer.control.first()?.display())));
         let sockets =
             left.map_or(Ok(()), |left| Err(anyhow!("{left}: it is open, and is not in this config")));
-        check(&self.offer, &self.passed, inventory).and(sockets)
+        check(&self.offer, &self.passed, inventory)?;
+        self.devices.check(inventory)?;
+        sockets
     }
 
     /// Takes over: when this returns the other does not go on, and every client that came is
@@ -211,12 +237,12 @@ impl Newcomer {
         inventory: &Rc<Inventory>,
         workers: &[Worker],
     ) -> anyhow::Result<Before> {
-        let Self { channel, offer, passed, .. } = self;
+        let Self { channel, offer, devices, passed, .. } = self;
         let channel = channel.say(Word::Prepared, Vec::new(), Vec::new()).await?;
         let (channel, state, luggage): (_, State, _) =
             channel.hear(TO_STAND_STILL).await.context("the other did not give it (its log says why)")?;
         let (began_ns, machines) = (state.began_ns, state.machines.len());
-        let clients = take_up(state, luggage, inventory).await?;
+        let clients = take_up(state, luggage, &devices, inventory).await?;
         let channel = channel.say(Word::Ready, Vec::new(), Vec::new()).await?;
         let (channel, word, _) = channel.hear_or_close(PATIENCE).await.context("the other goes on itself")?;
         match word {
@@ -228,9 +254,9 @@ impl Newcomer {
         for (number, (server, client)) in clients.into_iter().enumerate() {
             server.take_in(client, &workers[number % workers.len()]);
         }
-        let pause_us = clock_ns().saturating_sub(began_ns) / 1000;
+        let pause_us = since_us(began_ns);
         tracing::info!(from = offer.version, clients = count, pause_us, "taken over");
-        Ok(Before(channel))
+        Ok(Before { channel, devices, began_ns })
     }
 }
 
@@ -306,8 +332,9 @@ fn export(
 /// Goes on where the other stands, but for serving; returns the clients, and where they belong.
 async fn take_up(
     state: State,
-    luggage: Luggage,
-    inventory: &Inventory,
+    mut luggage: Luggage,
+    devices: &Awaited,
+    inventory: &Rc<Inventory>,
 ) -> anyhow::Result<Vec<(Arc<Server>, Rested)>> {
     for running in inventory.disks() {
         if running.disk.is_passed() {
@@ -328,14 +355,9 @@ async fn take_up(
             filled.map_err(|invalid| anyhow!("disk {}: {}", disk.name, invalid.rule))?;
         }
     }
-    let mut descriptors = luggage.descriptors.into_iter();
-    let mut some = |count: usize| {
-        let some: Vec<_> = descriptors.by_ref().take(count).collect();
-        if some.len() == count { Ok(some) } else { Err(anyhow!("fewer descriptors came than were told of")) }
-    };
-    let sockets = some(state.clients.len())?;
+    let mut pieces = luggage.pieces();
+    let sockets = pieces.descriptors(state.clients.len())?;
     let mut places: HashMap<(String, String), (Arc<Server>, usize)> = HashMap::new();
-    let mut bytes = luggage.bytes.as_slice();
     let mut clients = Vec::new();
     for (client, socket) in state.clients.iter().zip(sockets) {
         let place = (client.endpoint.clone(), client.export.clone());
@@ -348,9 +370,8 @@ async fn take_up(
                 (server, number)
             }
         };
-        let received = usize::try_from(client.received).ok().and_then(|count| bytes.split_at_checked(count));
-        let (own, rest) = received.context("a client came without what it sent")?;
-        bytes = rest;
+        let own = usize::try_from(client.received).ok().and_then(|count| pieces.bytes(count).ok());
+        let own = own.context("a client came without what it sent")?;
         let (socket, session) = (socket.into(), client.session(number)?);
         clients
             .push((server, Rested { socket, tls: false, session, bytes: own.to_vec(), skip: client.skip }));
@@ -359,18 +380,17 @@ async fn take_up(
         let id = &standing.id;
         let (_, entrance) = machine(inventory, id).context("a front end of an export that is not here")?;
         let machine = entrance.machine().context("it is no virtual machine's")?;
-        let socket = some(1)?.remove(0).into();
+        let socket = pieces.descriptor()?.into();
         let mut said = Vec::new();
         for message in standing.said {
-            let payload =
-                bytes.split_at_checked(message.bytes).context("a message came without its bytes")?;
-            bytes = payload.1;
-            let descriptors = some(message.descriptors)?;
-            said.push(vhost_user_blk::Said { code: message.code, payload: payload.0.to_vec(), descriptors });
+            let payload = pieces.bytes(message.bytes).context("a message came without its bytes")?.to_vec();
+            let descriptors = pieces.descriptors(message.descriptors)?;
+            said.push(vhost_user_blk::Said { code: message.code, payload, descriptors });
         }
         let taken = machine.server.take_over(vhost_user_blk::Rested { socket, said });
         taken.with_context(|| format!("export {id}: its machine cannot be taken over"))?;
     }
+    devices.take_up(state.devices, &mut pieces, inventory).await?;
     Ok(clients)
 }
 

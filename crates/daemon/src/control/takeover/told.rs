@@ -23,7 +23,7 @@ use policy::throttle::{Contents, Filled, Limits, Setting};
 use serde::{Deserialize, Serialize};
 
 /// Of these messages. Another one has other members, or means something else by them.
-pub(crate) const FORMAT: u64 = 2;
+pub(crate) const FORMAT: u64 = 3;
 
 /// A step that takes no more words.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +52,7 @@ pub(super) struct Offer {
     pub(super) disks: Vec<OfferedDisk>,
     pub(super) exports: Vec<OfferedExport>,
     pub(super) machines: Vec<OfferedMachine>,
+    pub(super) devices: Vec<OfferedDevice>,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -93,9 +94,24 @@ pub(super) struct OfferedMachine {
     pub(super) listening: Option<(String, Option<PathBuf>)>,
 }
 
+/// A device or a file of this host. It is opened once how it stands is known.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct OfferedDevice {
+    /// Of its export.
+    pub(super) id: String,
+    /// As the config file calls it.
+    pub(super) kind: String,
+    /// As it was asked for.
+    pub(super) address: String,
+    pub(super) disk: String,
+    pub(super) read_only: bool,
+}
+
 /// How everything stands. Descriptors: of each client's socket, then of each machine's front end
-/// its socket and those of its messages. Bytes: what each client has sent and nobody has begun, and
-/// then the payload of each message, one behind the other.
+/// its socket and those of its messages, then those of each device. Bytes: what each client has
+/// sent and nobody has begun, then the payload of each message, then what each device's queues or
+/// connections were asked and have not begun, one behind the other.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct State {
@@ -103,6 +119,9 @@ pub(super) struct State {
     pub(super) began_ns: u64,
     pub(super) clients: Vec<Client>,
     pub(super) machines: Vec<StandingMachine>,
+    /// Those that are gone meanwhile are left out, and so are those of ublk: the kernel has all of
+    /// these, and gives them away when the old one has ended.
+    pub(super) devices: Vec<StandingDevice>,
     pub(super) disks: Vec<StandingDisk>,
     pub(super) groups: Vec<StandingGroup>,
 }
@@ -195,6 +214,45 @@ pub(super) struct Message {
     /// Of its payload.
     pub(super) bytes: usize,
     pub(super) descriptors: usize,
+}
+
+/// A device or a file of this host, between two requests.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct StandingDevice {
+    /// Of its export.
+    pub(super) id: String,
+    pub(super) kind: StandingKind,
+}
+
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) enum StandingKind {
+    /// Of the kernel's NBD client: a socket each.
+    NbdDevice { number: u32, connections: Vec<StandingConnection> },
+    /// A file: the descriptor of its requests, and of who unmounts it if all are killed.
+    Fuse {
+        path: PathBuf,
+        by_helper: bool,
+        mount: Option<u64>,
+        has_watcher: bool,
+        permissions: u32,
+        uid: u32,
+        gid: u32,
+        modified: (u64, u32),
+        openers: usize,
+        /// Of its requests that have not begun.
+        bytes: usize,
+    },
+}
+
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct StandingConnection {
+    /// How many of the bytes are its.
+    pub(super) received: usize,
+    /// How many more are to be dropped.
+    pub(super) skip: u64,
 }
 
 #[derive(Debug, Serialize, Deserialize)]

@@ -86,7 +86,7 @@ impl Command for BlockExportAdd {
                     let terms = inventory.door_terms().map_err(|error| Error::generic(error.to_string()))?;
                     terms.inherited.borrow_mut().add(name, socket);
                 }
-                let added = inventory.add_door(self.id, disk, !self.writable, &door).await;
+                let added = inventory.add_door(self.id, disk, !self.writable, &door, None).await;
                 return added.map(|_| json!({})).map_err(|error| Error::generic(format!("{error:#}")));
             }
         };

@@ -1,0 +1,219 @@
+//! Devices and files of this host in a takeover, on both sides.
+//!
+//! ```text
+//!   nbd-device   our ends of the sockets go over; the kernel sees nothing of it
+//!   fuse         the descriptor that its requests come from goes over
+//!   ublk         stays the old daemon's until it has ended; then the other recovers it, as after a
+//!                kill, and the kernel gives it all that was not answered
+//! ```
+//!
+//! The newcomer opens none of them before it knows how they stand. Those of ublk it has only once
+//! nobody else has them: where that fails, the device waits, and the next start has it.
+
+use std::{
+    cell::RefCell,
+    os::fd::{AsFd as _, OwnedFd},
+    rc::Rc,
+};
+
+use anyhow::{Context as _, ensure};
+use export::{
+    fuse::{self, Owner, Standing},
+    nbd::kernel::{self, RestedConnection},
+};
+
+use super::{
+    channel::Pieces,
+    told::{OfferedDevice, StandingConnection, StandingDevice, StandingKind},
+};
+use crate::control::{
+    doors::{Host, Taken},
+    inventory::{Inventory, RunningExport},
+    wanted::{Wanted, Way},
+};
+
+/// What the other is told before anything stands still.
+///
+/// # Errors
+/// It cannot be taken over.
+pub(super) fn offered(export: &RunningExport, host: &Host) -> anyhow::Result<OfferedDevice> {
+    let id = &export.id;
+    if let Host::Ublk(server) = host {
+        ensure!(
+            server.survives(),
+            "export {id}: this kernel's ublk devices end with their process (restart weir)"
+        );
+    }
+    let said = export.said.as_ref().with_context(|| format!("export {id}: nobody asked for it"))?;
+    Ok(OfferedDevice {
+        id: id.clone(),
+        kind: said.kind().to_owned(),
+        address: said.address(),
+        disk: export.disk.disk.name().to_string(),
+        read_only: export.read_only,
+    })
+}
+
+/// How it stands, once it has come to rest: what goes along behind the other bytes and descriptors.
+pub(super) fn standing(
+    id: &str,
+    host: &Host,
+    bytes: &mut Vec<u8>,
+    descriptors: &mut Vec<OwnedFd>,
+) -> anyhow::Result<Option<StandingDevice>> {
+    let kind = match host {
+        Host::Ublk(_) => return Ok(None),
+        Host::NbdDevice(server) => {
+            let kernel::Rested { number, connections } = server.rested();
+            let mut standing = Vec::new();
+            for RestedConnection { socket, bytes: received, skip } in connections {
+                descriptors.push(socket.as_fd().try_clone_to_owned()?);
+                standing.push(StandingConnection { received: received.len(), skip });
+                bytes.extend(received);
+            }
+            StandingKind::NbdDevice { number, connections: standing }
+        }
+        Host::Fuse(server) => {
+            let Some(fuse::Rested { mount, standing }) = server.rested()? else { return Ok(None) };
+            let Standing { owner, modified, openers, messages } = standing;
+            descriptors.push(mount.device);
+            let has_watcher = mount.watcher.is_some();
+            descriptors.extend(mount.watcher);
+            let kind = StandingKind::Fuse {
+                path: mount.path,
+                by_helper: mount.by_helper,
+                mount: mount.number,
+                has_watcher,
+                permissions: owner.permissions,
+                uid: owner.uid,
+                gid: owner.gid,
+                modified,
+                openers,
+                bytes: messages.len(),
+            };
+            bytes.extend(messages);
+            kind
+        }
+    };
+    Ok(Some(StandingDevice { id: id.to_owned(), kind }))
+}
+
+/// What the newcomer is to have, each with what its own config says of it.
+pub(super) struct Awaited(RefCell<Vec<(OfferedDevice, Option<Wanted>)>>);
+
+impl Awaited {
+    pub(super) fn new(offered: Vec<OfferedDevice>) -> Self {
+        Self(RefCell::new(offered.into_iter().map(|device| (device, None)).collect()))
+    }
+
+    /// Whether the other has it, so that it is opened later.
+    pub(super) fn puts_off(&self, wanted: &Wanted, inventory: &Inventory) -> bool {
+        let Way::Own(door) = &wanted.way else { return false };
+        let mut awaited = self.0.borrow_mut();
+        let found = awaited.iter_mut().find(|(offered, by)| {
+            by.is_none()
+                && offered.kind == door.kind()
+                && offered.address == door.address()
+                && offered.disk == wanted.disk
+        });
+        let Some((offered, by)) = found else { return false };
+        *by = Some(wanted.clone());
+        inventory.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
+        true
+    }
+
+    /// Whether the newcomer's config has all of them.
+    pub(super) fn check(&self, inventory: &Inventory) -> anyhow::Result<()> {
+        for (OfferedDevice { id, address, read_only, .. }, wanted) in self.0.borrow().iter() {
+            let wanted = wanted.as_ref();
+            let wanted =
+                wanted.with_context(|| format!("export {id}: {address} runs, and is not in this config"))?;
+            ensure!(
+                wanted.is_read_only(inventory)? == *read_only,
+                "export {id}: {address} runs with another access"
+            );
+        }
+        Ok(())
+    }
+
+    /// Goes on with those that have come, but for serving; those of ublk are left.
+    pub(super) async fn take_up(
+        &self,
+        standing: Vec<StandingDevice>,
+        pieces: &mut Pieces<'_>,
+        inventory: &Rc<Inventory>,
+    ) -> anyhow::Result<()> {
+        for StandingDevice { id, kind } in standing {
+            let wanted = self.take(&id).with_context(|| format!("export {id}: nobody told of it"))?;
+            let taken = taken(kind, pieces).with_context(|| format!("export {id}"))?;
+            inventory.awaited.borrow_mut().remove(&id);
+            let opened = wanted.add_as(inventory, id.clone(), taken).await;
+            opened.with_context(|| format!("export {id}: it cannot be taken over"))?;
+        }
+        // Somebody has unmounted it meanwhile.
+        self.0.borrow_mut().retain(|(offered, _)| offered.kind == UBLK);
+        let left = self.0.borrow();
+        let is_left = |id: &String| left.iter().any(|(offered, _)| offered.id == *id);
+        inventory.awaited.borrow_mut().retain(|id, _| is_left(id));
+        Ok(())
+    }
+
+    /// Recovers those of ublk, now that the other has ended; how many.
+    pub(super) async fn recover(self, inventory: &Rc<Inventory>) -> usize {
+        let mut recovered = 0;
+        for (OfferedDevice { id, address, .. }, wanted) in self.0.into_inner() {
+            inventory.awaited.borrow_mut().remove(&id);
+            let Some(wanted) = wanted else { continue };
+            match wanted.add_as(inventory, id.clone(), Taken::Ublk).await {
+                Ok(_) => recovered += 1,
+                Err(error) => {
+                    let what = "its users wait until weir is restarted";
+                    tracing::error!(export = id, address, "it cannot be taken over: {error:#} ({what})");
+                }
+            }
+        }
+        recovered
+    }
+
+    fn take(&self, id: &str) -> Option<Wanted> {
+        let mut awaited = self.0.borrow_mut();
+        let at = awaited.iter().position(|(offered, _)| offered.id == *id && offered.kind != UBLK)?;
+        awaited.remove(at).1
+    }
+}
+
+const UBLK: &str = "ublk";
+
+fn taken(kind: StandingKind, pieces: &mut Pieces<'_>) -> anyhow::Result<Taken> {
+    Ok(match kind {
+        StandingKind::NbdDevice { number, connections } => {
+            ensure!(!connections.is_empty(), "it came without its sockets");
+            let mut rested = Vec::new();
+            for StandingConnection { received, skip } in connections {
+                let socket = pieces.descriptor()?.into();
+                rested.push(RestedConnection { socket, bytes: pieces.bytes(received)?.to_vec(), skip });
+            }
+            Taken::NbdDevice(kernel::Rested { number, connections: rested })
+        }
+        StandingKind::Fuse {
+            path,
+            by_helper,
+            mount: number,
+            has_watcher,
+            permissions,
+            uid,
+            gid,
+            modified,
+            openers,
+            bytes,
+        } => {
+            let device = pieces.descriptor()?;
+            let watcher = has_watcher.then(|| pieces.descriptor()).transpose()?;
+            let messages = pieces.bytes(bytes)?.to_vec();
+            let mount = fuse::Told { path, device, by_helper, number, watcher };
+            let owner = Owner { permissions, uid, gid };
+            let standing = Standing { owner, modified, openers, messages };
+            Taken::Fuse(fuse::Rested { mount, standing })
+        }
+    })
+}
