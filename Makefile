@@ -108,6 +108,7 @@ soak: ## the properties and the simulation with many more cases and seeds; qcow2
 	@scripts/prometheus
 	WEIR_SCRAPE_SECONDS=600 $(CARGO) test --release --locked -p weir --test e2e metrics::prometheus
 	WEIR_TAKEOVERS=$(SOAK_TAKEOVERS) $(CARGO) test --release --locked -p weir --test e2e takeover:: -- --nocapture
+	WEIR_PAUSES=1,10,60 $(CARGO) test --release --locked -p weir --test e2e recipes::a_pause
 	$(RELEASE)
 	tests/guest/against-weir --full "$(TARGET)/release/weir"
 	tests/guest/against-weir --systemd "$(TARGET)/release/weir"

@@ -109,6 +109,28 @@ fn a_device_is_there_before_the_mounts_that_need_it() {
     assert!(cycle.contains("weir-attach@db.service"), "it would wait for what waits for it: {cycle}");
 }
 
+/// As docs/recipes.md has it: Debian's nbd-client connects, and then the file system is mounted.
+#[test]
+fn the_kernels_client_is_there_before_its_mount() {
+    need("systemd-analyze");
+    let recipes = fs::read_to_string(repository().join("docs/recipes.md")).unwrap();
+    let line = recipes.lines().find(|line| line.starts_with("/dev/nbd0 ")).expect("the recipe has it");
+    let scratch = Scratch::new();
+    let (fstab, units) = (scratch.file("fstab", format!("{line}\n")), scratch.path(UNITS));
+    fs::create_dir_all(&units).unwrap();
+    let variable = format!("SYSTEMD_FSTAB={}", text(&fstab));
+    Client::new("env")
+        .args([&variable, FSTAB_GENERATOR, text(&units), text(&units), text(&units)])
+        .succeeds();
+    let mount = fs::read_to_string(units.join("srv-db.mount")).unwrap();
+    for needed in ["Requires=nbd@nbd0.service", "After=nbd@nbd0.service", "Type=ext4"] {
+        assert!(mount.contains(needed), "{needed}: {mount}");
+    }
+    assert_eq!(complaints(&scratch, "srv-db.mount"), "");
+    fs::write(units.join("srv-db.mount"), mount.replace("nbd@", "nobody@")).unwrap();
+    assert_ne!(complaints(&scratch, "srv-db.mount"), "", "it would say so");
+}
+
 /// How much a service may do that it need not, from 0 to 10: systemd-analyze(1).
 fn exposure(scratch: &Scratch, unit: &str) -> f64 {
     let variable = format!("SYSTEMD_UNIT_PATH={}:", text(&scratch.path(UNITS)));

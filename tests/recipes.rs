@@ -6,6 +6,8 @@ use std::{
     io::{BufRead as _, BufReader, Write as _},
     path::Path,
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
+    thread,
+    time::Duration,
 };
 
 use crate::harness::{Client, MIB, Scratch, Serve, Weir, nbdsh, need, search_path, text};
@@ -149,6 +151,34 @@ fn qemu_goes_on_once_weir_is_back() {
         while !session.does("write -P 7 4k 4k") {}
         assert!(session.does("read -P 5 0 4k") && session.does("read -P 7 4k 4k"), "{more}");
         drop(session);
+        weir.stop();
+    }
+}
+
+/// The pauses of the table, in seconds: `WEIR_PAUSES=1,10,60`, or the shortest. Pauses are the case
+/// here, so they are slept through; nothing is judged by how long anything took.
+fn pauses() -> Vec<Duration> {
+    let said = std::env::var("WEIR_PAUSES").unwrap_or_else(|_| "1".to_owned());
+    said.split(',').map(|text| Duration::from_secs(text.parse().expect("seconds"))).collect()
+}
+
+#[test]
+fn a_pause_is_seen_as_the_table_says() {
+    for pause in pauses() {
+        let site = Site::new();
+        let weir = site.serve();
+        let (mut patient, mut hasty) = (Session::new(&site, ",reconnect-delay=300"), Session::new(&site, ""));
+        assert!(patient.does("write -P 5 0 4k") && hasty.does("read -P 5 0 4k"));
+        weir.crash();
+        patient.tell("write -P 6 4k 4k");
+        assert!(!hasty.does("read -P 5 0 4k"), "{pause:?}: it does not wait");
+        thread::sleep(pause);
+        assert!(!hasty.does("read -P 5 0 4k"), "{pause:?}: nobody is there");
+        let weir = site.serve();
+        assert!(patient.worked(), "{pause:?}: it has waited, and is sent again");
+        assert!(patient.does("read -P 6 4k 4k"), "{pause:?}");
+        while !hasty.does("read -P 6 4k 4k") {}
+        drop((patient, hasty));
         weir.stop();
     }
 }

@@ -1,0 +1,144 @@
+"""What whoever uses a disk of weir's sees of a weir that is away for a second, ten seconds or a
+minute: the table of docs/recipes.md, as far as it is the kernel's.
+
+weir is killed while a client writes numbers, and served again after the pause. The clock is the
+guest's own, in which a minute of waiting costs nothing.
+"""
+
+from pathlib import Path
+
+from outcome import contains, fact
+
+SHELL = Path(__file__).with_name("devices.sh").read_text()
+DISK = "/tmp/disk.raw"
+DISK_MIB = 64
+PAUSES_S = (1, 10, 60)
+PORT = 10809
+# As docs/recipes.md has it, but for the names, and for what is systemd's: busybox does not pass over
+# that. tests/packaging.rs has systemd read the line.
+FSTAB = "/dev/nbd5 /mnt/d ext4 _netdev 0 2"
+NBDTAB = "nbd5 127.0.0.1 disk"
+CLEAN = f"""
+    touch /tmp/stop
+    umount /mnt/d 2>/dev/null
+    kill -KILL $weir 2>/dev/null
+    nbd-client -d /dev/nbd5 >/dev/null 2>&1
+    [ ! -e /dev/ublkb0 ] || {{ serve {DISK} --ublk && kill -TERM $weir; }}
+    weir detach --all --force 2>/dev/null
+    wait
+    rm -f {DISK} $log
+"""
+
+
+class Pauses:
+    """The cases."""
+
+    def __init__(self):
+        self.guest = None  # set when they run
+
+    def cases(self):
+        """Name and function."""
+        for seconds in PAUSES_S:
+            yield f"pause of {seconds} s: ublk", lambda seconds=seconds: self.waits("--ublk=0", "/dev/ublkb0", seconds)
+            yield (
+                f"pause of {seconds} s: the kernel's NBD",
+                lambda seconds=seconds: self.waits("--nbd-device /dev/nbd5", "/dev/nbd5", seconds),
+            )
+            yield f"pause of {seconds} s: nbd-client", lambda seconds=seconds: self.client(seconds)
+        yield "nbd-client and ext4, as in fstab", self.fstab
+
+    def _parts(self, body):
+        load = "[ -e /dev/ublk-control ] || load ublk_drv; ip link set lo up"
+        make = f"mkdir -p /mnt/d; truncate -s {DISK_MIB}M {DISK}"
+        free = "free() { until ! [ -e /sys/block/nbd5/pid ]; do pause 0.02; done; }"
+        return self.guest.parts(f"{SHELL}\n{free}\n{load}\n{make}\n{body}", CLEAN)
+
+    def waits(self, door, node, seconds):
+        """Requests wait, and go on where they were."""
+        # What waits no longer than that.
+        door = f"{door},dead-timeout={seconds + 30}" if "nbd" in door else door
+        parts = self._parts(f"""
+            serve {DISK} {door}
+            numbers {node}
+            more_numbers 8
+            killed
+            part during
+            lines=$(wc -l </tmp/reports)
+            now; began=$now
+            pause {seconds}
+            now; echo $began $now
+            kill -0 $numbered && echo it waits
+            echo $(($(wc -l </tmp/reports) - lines)) rounds
+            part others
+            serve {DISK} {door}
+            more_numbers 8
+            part ended
+            end_numbers
+            part rest
+            stop
+            numbered check {DISK} 0 8 32
+        """)
+        began, ended = parts["during"].splitlines()[0].split()
+        # A round may have been reported that had ended before.
+        rounds = int(parts["during"].split()[-2])
+        return [
+            fact("the pause", float(ended) - float(began) >= seconds, parts["during"], f"{seconds} s"),
+            contains("the client meanwhile", parts["during"], "it waits"),
+            fact("rounds meanwhile", rounds <= 1, rounds, "none"),
+            contains("the client", parts["ended"], "ok "),
+        ]
+
+    def client(self, seconds):
+        """Its requests fail, with -persist too, and it has to be connected again."""
+        parts = self._parts(f"""
+            serve {DISK} --nbd 127.0.0.1:{PORT}
+            nbd-client 127.0.0.1 /dev/nbd5 -N disk -persist >/tmp/client.log 2>&1 </dev/null || {{ cat /tmp/client.log; exit 1; }}
+            dd if=/dev/urandom of=/tmp/pattern bs=4k count=16 2>/dev/null
+            dd if=/tmp/pattern of=/dev/nbd5 oflag=direct bs=4k 2>/dev/null
+            killed
+            part during
+            pause {seconds}
+            ! dd if=/dev/nbd5 of=/dev/null bs=4k count=1 iflag=direct 2>/dev/null && echo it fails
+            serve {DISK} --nbd 127.0.0.1:{PORT}
+            part back
+            pause 5
+            ! dd if=/dev/nbd5 of=/dev/null bs=4k count=1 iflag=direct 2>/dev/null && echo it fails
+            part again
+            nbd-client -d /dev/nbd5 >/dev/null 2>&1 || :
+            free
+            nbd-client 127.0.0.1 /dev/nbd5 -N disk </dev/null 2>&1
+            dd if=/dev/nbd5 bs=4k count=16 iflag=direct 2>/dev/null | cmp - /tmp/pattern && echo all is there
+            nbd-client -d /dev/nbd5
+            free
+            stop
+        """)
+        return [
+            contains("a request meanwhile", parts["during"], "it fails"),
+            contains("a request afterwards", parts["back"], "it fails"),
+            contains("connected again", parts["again"], "all is there"),
+        ]
+
+    def fstab(self):
+        """What the recipe has, but for systemd: connected by its name in nbdtab, mounted by fstab."""
+        parts = self._parts(f"""
+            mkfs.ext4 -q {DISK}
+            serve {DISK} --nbd 127.0.0.1:{PORT}
+            mkdir -p /etc
+            echo '{NBDTAB}' >/etc/nbdtab
+            echo '{FSTAB}' >/etc/fstab
+            nbd-client nbd5 </dev/null
+            part mounted
+            mount /mnt/d
+            grep /mnt/d /proc/mounts
+            part others
+            write_files /mnt/d
+            umount /mnt/d
+            mount /mnt/d
+            (cd /mnt/d && md5sum -c sums)
+            umount /mnt/d
+            nbd-client -d /dev/nbd5
+            free
+            stop
+            e2fsck -fn {DISK}
+        """)
+        return [contains("the mount", parts["mounted"], "/dev/nbd5 /mnt/d ext4")]
