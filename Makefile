@@ -25,7 +25,7 @@ test-unit test-e2e: export PROPTEST_RNG_SEED ?= 1
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build install uninstall deb test test-unit test-e2e bench bench-decisions bench-runtimes fuzz miri soak doc lint audit fmt deps clean
+.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster bench bench-decisions bench-runtimes fuzz miri soak doc lint audit fmt deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -74,6 +74,12 @@ test-e2e: ## tests with real clients: the program's own, a browser, a guest's ke
 	tests/guest/block-devices "$(TARGET)/debug/weir"
 	bench/run.py --short --weir "$(TARGET)/debug/weir"
 
+# Not a part of `make test`: it takes 50 MB of packages. `.ci/run` has it.
+test-cluster: ## images of a real Ceph cluster, which it installs and starts: bytes, snapshots, faults (about a minute after the build)
+	@scripts/deps build cluster
+	$(CARGO) build --locked -p weir --bin weir
+	tests/cluster/run "$(TARGET)/debug/weir"
+
 bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=--strict judges, BENCH="--rows 'file-*'" is a part
 	@scripts/deps build clients
 	$(RELEASE)
@@ -114,6 +120,8 @@ soak: ## the properties and the simulation with many more cases and seeds; qcow2
 	tests/guest/against-weir --systemd "$(TARGET)/release/weir"
 	tests/guest/virtual-machines --full "$(TARGET)/release/weir"
 	tests/guest/block-devices --full "$(TARGET)/release/weir"
+	@scripts/deps cluster
+	tests/cluster/run --full "$(TARGET)/release/weir"
 
 doc: ## build the documentation of the crates, private items included
 	@scripts/deps build

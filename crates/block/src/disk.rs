@@ -507,6 +507,25 @@ impl Disk {
     pub fn refresh_size(&self) -> Result<u64> {
         let before = self.size_bytes();
         let size_bytes = self.image.refresh_size()?;
+        self.compare_size(before, size_bytes);
+        Ok(size_bytes)
+    }
+
+    /// The same, where the image has told that it was changed; clients are told too.
+    ///
+    /// # Errors
+    /// It cannot be seen.
+    pub async fn look_again(&self) -> Result<u64> {
+        let before = self.size_bytes();
+        let size_bytes = self.image.look_again().await?;
+        self.compare_size(before, size_bytes);
+        if size_bytes != before {
+            self.resized.notify(usize::MAX);
+        }
+        Ok(size_bytes)
+    }
+
+    fn compare_size(&self, before: u64, size_bytes: u64) {
         if size_bytes != before {
             tracing::warn!(
                 disk = %self.name,
@@ -516,7 +535,6 @@ impl Disk {
             );
             self.prefetch.forget();
         }
-        Ok(size_bytes)
     }
 
     /// The last thing that is done with a disk: nothing is read ahead any more, and what a format

@@ -24,7 +24,7 @@
 //!
 //! Never decides who may pass or what to read ahead, never speaks a client's protocol, and never
 //! reads a configuration: those are `policy`, `export`, and the crates above. `unsafe` lives in
-//! [`reactor`], [`buffer`] and [`guest`] alone.
+//! [`reactor`], [`buffer`], [`guest`] and where [`storage::rbd`] calls librbd alone.
 
 #![deny(unsafe_code)]
 

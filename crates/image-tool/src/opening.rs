@@ -87,6 +87,9 @@ pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Forma
         return Ok(format);
     }
     let name = path.display();
+    if is_in_cluster(path) {
+        bail!("{name}: the format of an image in a cluster is to be said (add -f raw, or -f qcow2)");
+    }
     match probe::probe(path).with_context(|| format!("{name}: cannot be read"))? {
         Probed::Raw => Ok(Format::Raw),
         Probed::Looks("qcow2") => Ok(Format::Qcow2),
@@ -105,7 +108,12 @@ pub(super) fn storage(path: &Path, how: How) -> anyhow::Result<Storage> {
 pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
     let text =
         path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
-    Ok(format!("file:{text}"))
+    Ok(if is_in_cluster(path) { text.to_owned() } else { format!("file:{text}") })
+}
+
+/// Whether it names an image of a Ceph cluster. A file of such a name is `./rbd:…`.
+pub(super) fn is_in_cluster(path: &Path) -> bool {
+    path.as_os_str().as_encoded_bytes().starts_with(b"rbd:")
 }
 
 pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {

@@ -142,10 +142,11 @@ fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
                     .wrong("is for disks that are written to (what is only read, several may have open)"));
             }
             if disk.image.value.path().is_none() {
-                return Err(place.wrong("is for images in files, and this disk is in memory (leave it out)"));
+                return Err(place.wrong("is for images in files, and this disk is in none (leave it out)"));
             }
         }
     }
+    check_clusters(disks)?;
     let mut writer_of: HashMap<&Path, bool> = HashMap::new();
     for disk in disks {
         let Some(path) = disk.image.value.path() else { continue };
@@ -158,6 +159,21 @@ fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
             Entry::Vacant(free) => {
                 free.insert(!disk.is_read_only());
             }
+        }
+    }
+    Ok(())
+}
+
+/// Nor is an image of a cluster opened twice to be written to. (It would be refused as it is
+/// opened; here the place is known.)
+fn check_clusters(disks: &[DiskDraft]) -> Result<(), Wrong> {
+    let mut seen: HashMap<String, bool> = HashMap::new();
+    for disk in disks.iter().filter(|disk| disk.image.value.is_rbd()) {
+        let is_written = !disk.is_read_only() && !disk.image.value.is_snapshot();
+        let other = seen.insert(disk.image.value.to_string(), is_written);
+        if other.is_some_and(|other| other || is_written) {
+            let rule = "another disk has this image (export one disk twice, or make both read-only)";
+            return Err(disk.image.wrong(rule));
         }
     }
     Ok(())

@@ -58,7 +58,7 @@ pub struct DiskDraft {
 impl DiskDraft {
     /// Whether it refuses writes, as a snapshot does without being told.
     pub fn is_read_only(&self) -> bool {
-        self.read_only || self.snapshot.is_some()
+        self.read_only || self.snapshot.is_some() || self.image.value.is_snapshot()
     }
 
     /// Whether it says itself where it is exported.

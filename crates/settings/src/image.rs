@@ -1,9 +1,16 @@
-//! Where a disk's bytes are: a path that may be seen from somewhere, or storage of a size.
+//! Where a disk's bytes are: a path that may be seen from somewhere, storage of a size, or an image
+//! of a cluster.
 
-use std::{fmt, path::Path, str::FromStr};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    str::FromStr,
+};
 
 use anyhow::Context as _;
 use block::storage::{InvalidValue, Spec};
+
+use crate::{Said, Wrong};
 
 /// An image as a user names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,6 +21,7 @@ impl Image {
     pub fn relative_to(self, directory: &Path) -> Self {
         match self.0 {
             Spec::File(path) => Self(Spec::File(directory.join(path))),
+            Spec::Rbd(address) => Self(Spec::Rbd(Box::new(address.relative_to(directory)))),
             other => Self(other),
         }
     }
@@ -22,15 +30,67 @@ impl Image {
     pub fn path(&self) -> Option<&Path> {
         match &self.0 {
             Spec::File(path) => Some(path),
-            Spec::Memory(_) | Spec::Null(_) => None,
+            Spec::Memory(_) | Spec::Null(_) | Spec::Rbd(_) => None,
         }
+    }
+
+    /// Whether it is an image of a Ceph cluster.
+    pub fn is_rbd(&self) -> bool {
+        matches!(self.0, Spec::Rbd(_))
+    }
+
+    /// Whether it is a snapshot in a Ceph cluster, which nobody can write to.
+    pub fn is_snapshot(&self) -> bool {
+        matches!(&self.0, Spec::Rbd(address) if address.snapshot.is_some())
+    }
+
+    /// Ceph's config file and keyring, as far as they are named.
+    pub fn files_of_ceph(&self) -> impl Iterator<Item = &Path> {
+        let address = match &self.0 {
+            Spec::Rbd(address) => Some(address),
+            Spec::File(_) | Spec::Memory(_) | Spec::Null(_) => None,
+        };
+        address
+            .into_iter()
+            .flat_map(|address| [&address.config, &address.keyring])
+            .flatten()
+            .map(|path| &**path)
+    }
+
+    /// The same image of a Ceph cluster, which is reached by this config file and as this user,
+    /// where they are given.
+    ///
+    /// # Errors
+    /// The rule: it is none, or says so itself.
+    pub fn reached_by(self, config: Option<&Path>, user: Option<&str>) -> Result<Self, String> {
+        if config.is_none() && user.is_none() {
+            return Ok(self);
+        }
+        let Spec::Rbd(mut address) = self.0 else {
+            return Err("is for images of a Ceph cluster, rbd:POOL/IMAGE (leave it out)".to_owned());
+        };
+        let again = |key: &str| format!("is said by the image too, as :{key}= (leave one of them out)");
+        if let Some(config) = config
+            && address.config.replace(config.to_owned()).is_some()
+        {
+            return Err(again("conf"));
+        }
+        if let Some(user) = user {
+            if user.is_empty() || user.contains('\0') {
+                return Err("is not a user of Ceph's (client.admin is `admin`)".to_owned());
+            }
+            if address.user.replace(user.to_owned()).is_some() {
+                return Err(again("id"));
+            }
+        }
+        Ok(Self(Spec::Rbd(address)))
     }
 
     /// The size in bytes, where it is a disk in memory.
     pub fn memory_bytes(&self) -> Option<u64> {
         match self.0 {
             Spec::Memory(bytes) => Some(bytes),
-            Spec::File(_) | Spec::Null(_) => None,
+            Spec::File(_) | Spec::Null(_) | Spec::Rbd(_) => None,
         }
     }
 
@@ -42,6 +102,7 @@ impl Image {
             }
             Spec::Memory(_) => "memory".to_owned(),
             Spec::Null(_) => "null".to_owned(),
+            Spec::Rbd(address) => address.image.clone(),
         }
     }
 
@@ -62,6 +123,25 @@ impl Image {
     }
 }
 
+/// An image with what was said of how its cluster is reached: see [`Image::reached_by`].
+///
+/// # Errors
+/// With the place of what is wrong.
+pub fn reached(
+    image: Image,
+    config: Option<&Said<PathBuf>>,
+    user: Option<&Said<String>>,
+) -> Result<Image, Wrong> {
+    let mut image = image;
+    if let Some(said) = config {
+        image = image.reached_by(Some(&said.value), None).map_err(|rule| said.wrong(rule))?;
+    }
+    if let Some(said) = user {
+        image = image.reached_by(None, Some(&said.value)).map_err(|rule| said.wrong(rule))?;
+    }
+    Ok(image)
+}
+
 impl FromStr for Image {
     type Err = InvalidValue;
 
@@ -76,6 +156,7 @@ impl fmt::Display for Image {
             Spec::File(path) => write!(f, "{}", path.display()),
             Spec::Memory(bytes) => write!(f, "memory:{bytes}"),
             Spec::Null(bytes) => write!(f, "null:{bytes}"),
+            Spec::Rbd(address) => address.fmt(f),
         }
     }
 }
@@ -103,6 +184,20 @@ mod tests {
         assert_eq!(name("/dev/sda"), "sda");
         assert_eq!(name("memory:1G"), "memory");
         assert_eq!(name("/"), "disk");
+    }
+
+    #[test]
+    fn a_cluster_is_reached_as_was_said_once() {
+        let reached = |text: &str, config: Option<&str>, user| {
+            image(text).reached_by(config.map(Path::new), user).map(|image| image.to_string())
+        };
+        assert_eq!(reached("rbd:p/i", Some("/c"), Some("me")), Ok("rbd:p/i:conf=/c:id=me".to_owned()));
+        assert_eq!(reached("rbd:p/i:id=me", Some("/c"), None), Ok("rbd:p/i:conf=/c:id=me".to_owned()));
+        assert_eq!(reached("vm1.raw", None, None), Ok("vm1.raw".to_owned()));
+        assert!(reached("rbd:p/i:id=me", None, Some("you")).is_err_and(|rule| rule.contains(":id=")));
+        assert!(reached("vm1.raw", Some("/c"), None).is_err_and(|rule| rule.contains("rbd:POOL/IMAGE")));
+        let moved = image("rbd:p/i:conf=c").relative_to(Path::new("/etc/weir"));
+        assert_eq!(moved.files_of_ceph().collect::<Vec<_>>(), [Path::new("/etc/weir/c")]);
     }
 
     #[test]

@@ -70,7 +70,7 @@ use block::{
 pub use clients::{AccessDraft, tls_name};
 pub use doors::{Door, Fuse, Keyed, NbdDevice, Socket, Ublk, VhostUserBlk};
 pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
-pub use image::Image;
+pub use image::{Image, reached};
 pub use log::{LogFormat, LogSettings};
 pub use on_error::OnErrorDraft;
 pub use on_event::{OnEvent, WebServer, Webhook};

@@ -3,10 +3,14 @@
 //!
 //! Not all of them can be said there: those are refused by name. Never asks the daemon.
 
-use std::{fs, io::Read as _, path::absolute};
+use std::{
+    fs,
+    io::Read as _,
+    path::{Path, absolute},
+};
 
-use anyhow::bail;
-use block::storage::Part;
+use anyhow::{anyhow, bail};
+use block::storage::{Part, Spec, rbd::Address};
 use clap::{ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
 use daemon::serve::ServeArgs;
 use serde_json::{Map, Value, json};
@@ -64,7 +68,7 @@ impl DiskOptions {
 
     pub(crate) fn with_whole_paths(&self) -> Vec<(String, Option<String>)> {
         let whole = |(name, value): &(String, Option<String>)| {
-            let path = value.as_ref().filter(|_| name == "secret-file");
+            let path = value.as_ref().filter(|_| ["secret-file", "rbd-config"].contains(&name.as_str()));
             let path = path.and_then(|path| absolute(path).ok()?.into_os_string().into_string().ok());
             (name.clone(), path.or_else(|| value.clone()))
         };
@@ -108,7 +112,8 @@ impl FromArgMatches for DiskOptions {
 }
 
 /// Options that are said where the node is made; all others are settings of the disk.
-const OF_NODES: [&str; 5] = ["format", "cache", "discard", "read-only", "force-share"];
+const OF_NODES: [&str; 7] =
+    ["format", "cache", "discard", "read-only", "force-share", "rbd-config", "rbd-user"];
 /// What is said of its node alone.
 const OF_FORMATS: [&str; 3] = ["options", "snapshot", "secret-file"];
 
@@ -161,8 +166,14 @@ pub(crate) fn node(
         Some(("null", size)) => {
             json!({ "driver": "null-co", "size": settings::size(size).map_err(anyhow::Error::msg)? })
         }
+        Some(("rbd", _)) => rbd(image, value("rbd-config"), value("rbd-user"))?,
         _ => json!({ "driver": file_driver(image), "filename": image }),
     };
+    if let Some(option) = ["rbd-config", "rbd-user"].into_iter().find(|name| option(name).is_some())
+        && file["driver"] != "rbd"
+    {
+        bail!("--{option}: is for images of a Ceph cluster, rbd:POOL/IMAGE (leave it out)");
+    }
     let format = match value("format") {
         Some(format) => format,
         // As for `weir serve`, they are the raw format's.
@@ -219,6 +230,30 @@ pub(crate) fn node(
         settings.insert(name.clone(), value);
     }
     Ok(Described { node, secret, settings })
+}
+
+/// The node of an image of a Ceph cluster.
+fn rbd(image: &str, config: Option<&str>, user: Option<&str>) -> anyhow::Result<Value> {
+    let image: settings::Image = image.parse()?;
+    let image =
+        image.reached_by(config.map(Path::new), None).map_err(|rule| anyhow!("--rbd-config: {rule}"))?;
+    let image = image.reached_by(None, user).map_err(|rule| anyhow!("--rbd-user: {rule}"))?;
+    let Spec::Rbd(address) = image.spec()?.parse()? else { bail!("{image}: is no image of a Ceph cluster") };
+    let Address { pool, namespace, image, snapshot, config, user, keyring, monitors } = *address;
+    if keyring.is_some() || monitors.is_some() {
+        bail!(
+            "keyring= and mon_host=: are not to be had by a daemon's control socket (write them into Ceph's config file)"
+        );
+    }
+    let mut node = json!({ "driver": "rbd", "pool": pool, "image": image });
+    let config = config.map(|path| path.to_string_lossy().into_owned());
+    let others = [("namespace", namespace), ("snapshot", snapshot), ("conf", config), ("user", user)];
+    for (key, value) in others {
+        if let Some(value) = value {
+            node[key] = json!(value);
+        }
+    }
+    Ok(node)
 }
 
 fn file_driver(image: &str) -> &'static str {

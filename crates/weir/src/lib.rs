@@ -44,11 +44,17 @@ mod verify;
 use std::{
     io::{Write as _, stderr, stdout},
     process::ExitCode,
+    time::Duration,
 };
 
+use block::storage::rbd;
 use clap::error::ErrorKind;
 use cli::{Cli, Command};
 use console::{Failure, complain};
+
+/// How long a cluster may take to take images back at the end. One that stands still has them until
+/// it misses this client.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Does what the process's command line says; returns the status to exit with.
 pub fn main() -> ExitCode {
@@ -100,6 +106,8 @@ pub fn main() -> ExitCode {
         Command::Tune(arguments) => lab::tune::run(*arguments),
         Command::Generate(arguments) => generate::run(&arguments, Cli::whole()),
     };
+    // Also where it failed: others wait for images of clusters that nobody has closed.
+    rbd::wait_for_ends(PATIENCE);
     let (error, status) = match result {
         Ok(()) => return ExitCode::SUCCESS,
         Err(Failure::Failed(error)) => (error, 1),

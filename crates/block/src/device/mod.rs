@@ -115,13 +115,15 @@ fn below(mut storage: &Storage) -> Below<'_> {
                 None => wrapped.inner(),
             },
             Storage::File(file) => return file.device().device_number().map_or(Below::Nothing, Below::File),
-            Storage::Memory(_) | Storage::Null(_) | Storage::Simulated(_) => return Below::Nothing,
+            Storage::Memory(_) | Storage::Null(_) | Storage::Rbd(_) | Storage::Simulated(_) => {
+                return Below::Nothing;
+            }
         };
     }
 }
 
 /// The device under a disk, as it can be told apart from others, without reading anything of it.
-/// `None` for disks in memory.
+/// `None` for disks in memory, and for images of clusters.
 ///
 /// # Errors
 /// If a file lies on nothing that the machine knows as a disk, such as a network file system.

@@ -32,6 +32,9 @@ pub enum NotTaken {
     /// Its data is in this process alone.
     #[error("its data is in memory of this process")]
     Memory,
+    /// The library that has it open cannot pass it on.
+    #[error("its image is in a Ceph cluster, which has it locked for this process")]
+    Cluster,
     /// Whoever holds it decides.
     #[error("it is opened for handover, and the machine that uses it takes it along by itself")]
     Handover,
@@ -54,6 +57,9 @@ impl Disk {
     pub fn check_takeover(&self) -> Result<(), NotTaken> {
         if self.image.storage().is_memory() {
             return Err(NotTaken::Memory);
+        }
+        if self.image.storage().is_in_cluster() {
+            return Err(NotTaken::Cluster);
         }
         if self.is_handed_over() {
             return Err(NotTaken::Handover);

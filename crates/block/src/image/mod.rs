@@ -59,6 +59,14 @@ impl Image {
         }
     }
 
+    /// See [`Storage::look_again`]. A format that stores its size has no other.
+    pub async fn look_again(&self) -> Result<u64> {
+        if let Self::Raw(raw) = self {
+            raw.storage().look_again().await?;
+        }
+        self.refresh_size()
+    }
+
     /// See [`Storage::refresh_size`]. A format that stores its size has no other.
     pub fn refresh_size(&self) -> Result<u64> {
         match self {
@@ -100,15 +108,17 @@ impl Image {
         std::iter::successors(Some(self), |image| image.backing())
     }
 
-    /// The most that the metadata caches of the whole chain may take, in bytes.
+    /// The most that the metadata caches of the whole chain, and libraries below it, may take, in
+    /// bytes.
     pub fn most_cache_bytes(&self) -> u64 {
+        let below: u64 = self.chain().flat_map(Self::files).map(Storage::most_cache_bytes).sum();
         let caches = self.chain().map(|image| match image {
             Self::Raw(_) => 0,
             Self::Qcow2(qcow2) => {
                 qcow2.cache_statistics().limit_bytes + qcow2.refcount_statistics().limit_bytes
             }
         });
-        caches.sum()
+        below + caches.sum::<u64>()
     }
 
     /// Whether a file below was changed by others since it was opened, so that what was read from
@@ -248,9 +258,14 @@ impl Image {
     /// The last thing that is done with an image: what a format keeps in memory reaches the file.
     pub async fn close(&self) -> Result<()> {
         match self {
-            Self::Raw(_) => Ok(()),
-            Self::Qcow2(qcow2) => qcow2.close().await,
+            Self::Raw(_) => {}
+            Self::Qcow2(qcow2) => qcow2.close().await?,
         }
+        let mut outcome = Ok(());
+        for storage in self.files() {
+            outcome = outcome.and(storage.close().await);
+        }
+        outcome
     }
 
     /// Whether it was opened for handover: see

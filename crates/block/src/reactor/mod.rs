@@ -76,6 +76,11 @@ fn with_current<T>(f: impl FnOnce(&Rc<Reactor>) -> T) -> T {
     CURRENT.with_borrow(|current| f(current.as_ref().expect("no reactor runs on this thread")))
 }
 
+/// Whether this thread has a reactor: not as it ends.
+pub(crate) fn runs_here() -> bool {
+    CURRENT.try_with(|current| current.try_borrow().is_ok_and(|current| current.is_some())).unwrap_or(false)
+}
+
 /// Nanoseconds on the monotonic clock since the process first asked; one epoch for all threads,
 /// because groups of disks are shared between them.
 fn real_now() -> Instant {

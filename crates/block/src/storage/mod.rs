@@ -2,7 +2,7 @@
 //! mode means.
 //!
 //! ```text
-//!   fault ─► rate ─► delay ─► part ─► (align ─► file │ align ─► simulated │ memory │ null)
+//!   fault ─► rate ─► delay ─► part ─► (align ─► file │ rbd │ simulated; memory; null)
 //!   wrappers, each optional      what is at the bottom
 //! ```
 //!
@@ -25,6 +25,7 @@ pub mod delay;
 pub mod fault;
 pub mod file;
 mod flushes;
+mod invalid_value;
 mod lock;
 pub mod memory;
 pub mod null;
@@ -35,6 +36,7 @@ mod part;
 pub mod probe;
 mod range_lock;
 pub mod rate;
+pub mod rbd;
 mod resize;
 mod root;
 pub mod simulated;
@@ -43,6 +45,7 @@ mod wrapped;
 
 pub(crate) use file::FileIdentity;
 pub use file::{CacheMode, File, Passed, PassedFile};
+pub use invalid_value::InvalidValue;
 pub use open::{OpenOptions, open_storage};
 pub(crate) use open::{open_bottom, wrapped};
 pub use open_error::OpenError;
@@ -53,12 +56,14 @@ pub(crate) use range_lock::Guard as RangeGuard;
 pub use range_lock::RangeLocks;
 pub use resize::ResizeError;
 pub use root::Root;
-pub use spec::{InvalidValue, Spec, parse_duration, parse_size};
+pub use spec::{Spec, parse_duration, parse_size};
 pub use wrapped::Wrapped;
 
-use std::io;
+use std::{io, sync::Arc};
 
-use self::{align::Align, memory::Memory, null::Null, simulated::Simulated};
+use policy::time::Duration;
+
+use self::{align::Align, memory::Memory, null::Null, rbd::Rbd, simulated::Simulated};
 pub use crate::reactor::op::Durability;
 use crate::{
     buffer::{Buffer, Segments},
@@ -121,6 +126,8 @@ pub enum Storage {
     Memory(Memory),
     /// Reads zeroes, forgets writes.
     Null(Null),
+    /// An image of a Ceph cluster.
+    Rbd(Align<Rbd>),
     /// A disk in the simulation, which tears, loses and reorders what was not flushed.
     Simulated(Align<Simulated>),
     /// Another storage, made slower or failing on purpose.
@@ -134,6 +141,7 @@ macro_rules! each {
             Storage::File($inner) => $call,
             Storage::Memory($inner) => $call,
             Storage::Null($inner) => $call,
+            Storage::Rbd($inner) => $call,
             Storage::Simulated($inner) => $call,
             Storage::Wrapped($inner) => $call,
         }
@@ -190,6 +198,7 @@ impl Storage {
     pub async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         match self {
             Self::File(file) => file.resize(size_bytes).await,
+            Self::Rbd(image) => image.resize(size_bytes).await,
             Self::Simulated(disk) => disk.resize(size_bytes).await,
             Self::Memory(memory) => memory.resize(size_bytes),
             Self::Null(null) => null.resize(size_bytes),
@@ -201,7 +210,7 @@ impl Storage {
     fn file(&self) -> Option<&File> {
         match self {
             Self::File(file) => Some(file.device()),
-            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
+            Self::Memory(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => None,
             Self::Wrapped(wrapped) => wrapped.inner().file(),
         }
     }
@@ -235,7 +244,65 @@ impl Storage {
     /// Whether every write is durable when it has completed, whatever it asked for: the cache modes
     /// `writethrough` and `directsync`.
     pub fn writes_through(&self) -> bool {
-        self.file().is_some_and(File::writes_through)
+        match self {
+            Self::Rbd(image) => image.device().writes_through(),
+            Self::Wrapped(wrapped) => wrapped.inner().writes_through(),
+            _ => self.file().is_some_and(File::writes_through),
+        }
+    }
+
+    /// The image of a cluster at the bottom, whatever is around it.
+    fn rbd(&self) -> Option<&Rbd> {
+        match self {
+            Self::Rbd(image) => Some(image.device()),
+            Self::Wrapped(wrapped) => wrapped.inner().rbd(),
+            Self::File(_) | Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
+        }
+    }
+
+    /// Whether its bytes are in a Ceph cluster.
+    pub fn is_in_cluster(&self) -> bool {
+        self.rbd().is_some()
+    }
+
+    /// How long the oldest request has been under way, where that is known: with a cluster that
+    /// stands still it becomes long.
+    pub fn oldest_request(&self) -> Option<Duration> {
+        self.rbd().and_then(Rbd::oldest_request)
+    }
+
+    /// Rings once others may have given it another size: then [`Storage::look_again`]. None where
+    /// nobody says so.
+    pub fn bell(&self) -> Option<&Arc<rbd::Bell>> {
+        self.rbd().and_then(Rbd::bell)
+    }
+
+    /// As [`Storage::refresh_size`], and asks also where that takes a while.
+    ///
+    /// # Errors
+    /// It cannot be seen.
+    pub async fn look_again(&self) -> Result<u64> {
+        if let Some(image) = self.rbd() {
+            image.look_again().await?;
+        }
+        self.refresh_size()
+    }
+
+    /// What a library keeps of it in this process's memory, at most, in bytes.
+    pub(crate) fn most_cache_bytes(&self) -> u64 {
+        self.rbd().map_or(0, Rbd::most_cache_bytes)
+    }
+
+    /// The last thing that is done with it: others may have it then. Only of what more is to be
+    /// done for than to drop it.
+    ///
+    /// # Errors
+    /// What the cluster says; what was flushed is safe nonetheless.
+    pub(crate) async fn close(&self) -> Result<()> {
+        match self.rbd() {
+            Some(image) => image.close().await,
+            None => Ok(()),
+        }
     }
 
     /// Whether the page cache has lost writes, so that flushes fail from now on.
@@ -283,7 +350,7 @@ impl Storage {
         match self {
             Self::Memory(_) => true,
             Self::Wrapped(wrapped) => wrapped.inner().is_memory(),
-            Self::File(_) | Self::Null(_) | Self::Simulated(_) => false,
+            Self::File(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => false,
         }
     }
 
@@ -302,7 +369,7 @@ impl Storage {
         match self {
             Self::File(file) => file.was_changed(),
             Self::Wrapped(wrapped) => wrapped.inner().was_changed(),
-            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => {}
+            Self::Memory(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => {}
         }
     }
 
@@ -390,7 +457,7 @@ impl Storage {
     pub fn can_read_ahead(&self) -> bool {
         match self {
             Self::File(file) => file.device().can_read_ahead(),
-            Self::Memory(_) | Self::Null(_) => false,
+            Self::Memory(_) | Self::Null(_) | Self::Rbd(_) => false,
             Self::Simulated(_) => true,
             Self::Wrapped(wrapped) => wrapped.inner().can_read_ahead(),
         }
@@ -400,7 +467,7 @@ impl Storage {
     pub async fn will_need(&self, offset: u64, length: u64) {
         match self {
             Self::File(file) => file.device().will_need(offset, length).await,
-            Self::Memory(_) | Self::Null(_) => {}
+            Self::Memory(_) | Self::Null(_) | Self::Rbd(_) => {}
             Self::Simulated(disk) => disk.device().will_need(length).await,
             Self::Wrapped(wrapped) => Box::pin(wrapped.will_need(offset, length)).await,
         }

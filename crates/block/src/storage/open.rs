@@ -14,6 +14,7 @@ use super::{
     file::{self, FileOptions},
     probe::{Probed, probe_file},
     rate::{Budgets, RateOptions},
+    rbd,
 };
 
 /// How to open an image.
@@ -65,7 +66,11 @@ pub(crate) fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage,
         return Err(OpenError::new(spec, "force-share would let two writers ruin it", "add --read-only"));
     }
     let place: Spec = spec.parse().map_err(|error: super::InvalidValue| {
-        OpenError::new(spec, error.to_string(), "an image is a path, memory:SIZE or null:SIZE")
+        OpenError::new(
+            spec,
+            error.to_string(),
+            "an image is a path, memory:SIZE, null:SIZE or rbd:POOL/IMAGE",
+        )
     })?;
     if options.handover && (options.read_only || !matches!(place, Spec::File(_))) {
         return Err(OpenError::new(
@@ -78,6 +83,12 @@ pub(crate) fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage,
         Spec::File(path) => open_file(&path, options),
         Spec::Memory(size) => Ok((Storage::Memory(memory(spec, size)?), Probed::Raw)),
         Spec::Null(size) => Ok((Storage::Null(Null::new(not_empty(spec, size)?)), Probed::Raw)),
+        Spec::Rbd(address) => {
+            let OpenOptions { cache, read_only, force_share, .. } = *options;
+            let how = rbd::How { cache, read_only, force_share };
+            let (image, probed) = rbd::open(&address, how, options.format.is_none())?;
+            Ok((Storage::Rbd(Align::new(image)), probed))
+        }
     }
 }
 

@@ -1,4 +1,5 @@
-//! What users type: IMAGE as a path, `memory:SIZE` or `null:SIZE`; sizes and durations.
+//! What users type: IMAGE as a path, `memory:SIZE`, `null:SIZE` or `rbd:POOL/IMAGE`; sizes and
+//! durations.
 //!
 //! Sizes are QEMU's: a number, perhaps with a fraction, and `K`, `M`, `G`, `T`, `P` or `E` for
 //! powers of 1024. All arithmetic is on integers: `1.5G` is exact, and a value that does not fit is
@@ -8,21 +9,7 @@ use std::{path::PathBuf, str::FromStr};
 
 use policy::time::Duration;
 
-/// A value that cannot be read.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{value}' {rule}")]
-pub struct InvalidValue {
-    /// The value as written.
-    pub value: String,
-    /// What it is not, to follow the value in a message.
-    pub rule: &'static str,
-}
-
-impl InvalidValue {
-    pub(super) fn new(value: &str, rule: &'static str) -> Self {
-        Self { value: value.to_owned(), rule }
-    }
-}
+use super::{InvalidValue, rbd};
 
 const SIZE_RULE: &str = "is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G; KB is 1000, and so on)";
 const SIZE_BOUND: &str = "is too large (sizes are below 8E)";
@@ -112,6 +99,8 @@ pub enum Spec {
     Memory(u64),
     /// `null:SIZE`, in bytes.
     Null(u64),
+    /// `rbd:POOL/IMAGE`, an image of a Ceph cluster.
+    Rbd(Box<rbd::Address>),
 }
 
 impl FromStr for Spec {
@@ -123,9 +112,15 @@ impl FromStr for Spec {
         if let Some(size) = text.strip_prefix("null:") {
             return parse_size(size).map(Self::Null);
         }
+        if let Some(address) = text.strip_prefix("rbd:") {
+            return rbd::Address::read(address).map(|address| Self::Rbd(Box::new(address)));
+        }
         let path = text.strip_prefix("file:").unwrap_or(text);
         if path.is_empty() || path.contains('\0') {
-            return Err(InvalidValue::new(text, "is not an image (a path, memory:SIZE or null:SIZE)"));
+            return Err(InvalidValue::new(
+                text,
+                "is not an image (a path, memory:SIZE, null:SIZE or rbd:POOL/IMAGE)",
+            ));
         }
         Ok(Self::File(PathBuf::from(path)))
     }
@@ -205,6 +200,8 @@ mod tests {
     fn images_are_paths_unless_they_say_otherwise() {
         assert_eq!("memory:1G".parse(), Ok(Spec::Memory(1 << 30)));
         assert_eq!("null:1".parse(), Ok(Spec::Null(1)));
+        assert!(matches!("rbd:vms/vm1".parse(), Ok(Spec::Rbd(address)) if address.image == "vm1"));
+        assert!("rbd:vm1".parse::<Spec>().is_err());
         assert_eq!("vm.raw".parse(), Ok(Spec::File("vm.raw".into())));
         assert_eq!("file:memory:1".parse(), Ok(Spec::File("memory:1".into())));
         assert!("".parse::<Spec>().is_err());

@@ -2,7 +2,7 @@
 
 use std::{cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, rc::Rc, sync::Arc};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 use block::{
     disk::Disk,
     image::{
@@ -11,7 +11,7 @@ use block::{
     },
     layer::throttle::Group,
     reactor,
-    storage::{OpenOptions, Passed, Root, rate::Budgets},
+    storage::{OpenOptions, Passed, Root, rate::Budgets, rbd},
 };
 use export::nbd;
 use settings::{Credentials, Plan, SecretSource, Service, Tls, secret::Secrets};
@@ -85,25 +85,62 @@ pub(crate) fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<Vec<A
     Ok(groups)
 }
 
-/// Opens every image and adds all groups and disks to the inventory. What they had together is for
-/// those that come later.
+/// What is opened once the daemon is in the sandbox: images of clusters, whose library then has no
+/// thread with more rights than others. Everything else is opened before.
+pub(crate) fn is_late(disk: &settings::Disk) -> bool {
+    disk.image.is_rbd()
+}
+
+/// What the disks have together that are opened late.
+pub(crate) struct Late {
+    groups: Vec<Arc<Group>>,
+    assembly: Assembly,
+}
+
+/// Opens images and adds all groups and their disks to the inventory, but for what is opened late.
+/// Of that the library is loaded: later nothing is that can run.
 pub(crate) async fn disks(
     plan: &Plan,
     inventory: &Rc<Inventory>,
     passed: Option<Passed>,
-) -> anyhow::Result<Budgets> {
+) -> anyhow::Result<Late> {
     let groups = groups(plan, inventory)?;
+    if let Some(first) = plan.disks.iter().find(|disk| is_late(disk)) {
+        let name = &first.name;
+        reactor::blocking(rbd::load)
+            .await
+            .map_err(|why| anyhow!("disk {name}: librbd cannot be loaded: {why} ({})", rbd::remedy()))?;
+    }
     if let Some(path) = &plan.service.image_root {
         inventory.confine(root(path)?);
     }
     let root = inventory.image_root().cloned();
-    let mut assembly = Assembly::new(root, Budgets::default()).with_files(passed);
-    for planned in &plan.disks {
-        let group = planned.group.map(|index| &groups[index]);
-        let image = assembly.open(planned).await?;
-        inventory.add_disk(disk(planned, group, image)?)?;
+    let assembly = Assembly::new(root, Budgets::default()).with_files(passed);
+    let mut late = Late { groups, assembly };
+    late.open(plan, inventory, |disk| !is_late(disk)).await?;
+    Ok(late)
+}
+
+impl Late {
+    /// Opens those disks of the plan.
+    pub(crate) async fn open(
+        &mut self,
+        plan: &Plan,
+        inventory: &Rc<Inventory>,
+        which: impl Fn(&settings::Disk) -> bool,
+    ) -> anyhow::Result<()> {
+        for planned in plan.disks.iter().filter(|disk| which(disk)) {
+            let group = planned.group.map(|index| &self.groups[index]);
+            let image = self.assembly.open(planned).await?;
+            inventory.add_disk(disk(planned, group, image)?)?;
+        }
+        Ok(())
     }
-    Ok(assembly.budgets)
+
+    /// For disks that come later.
+    pub(crate) fn into_budgets(self) -> Budgets {
+        self.assembly.budgets
+    }
 }
 
 /// Says that everybody on the machine can read a secret: whoever has it is let in.

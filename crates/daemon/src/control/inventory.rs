@@ -26,7 +26,7 @@ use block::{
         self, Worker,
         op::{self, Fd},
     },
-    storage::Root,
+    storage::{Root, rbd::Bell},
 };
 use event_listener::Event;
 use export::nbd::{self, NotRemoved, Removal};
@@ -127,7 +127,7 @@ pub(crate) struct Inventory {
     pub(crate) control: RefCell<Vec<(PathBuf, Fd)>>,
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
     /// Tell of the failures of each disk, and of its length, while they are held.
-    watches: RefCell<BTreeMap<String, [reactor::JoinHandle<()>; 2]>>,
+    watches: RefCell<BTreeMap<String, Vec<reactor::JoinHandle<()>>>>,
     /// A disk has stopped, and nothing was resumed since.
     stopped: Cell<bool>,
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
@@ -273,6 +273,7 @@ impl Inventory {
     pub(crate) fn check_image(&self, image: &Image) -> anyhow::Result<()> {
         match (self.sandbox(), image.path()) {
             (Some(sandbox), Some(path)) => sandbox.check_image(path),
+            (Some(sandbox), None) if image.is_rbd() => sandbox.check_cluster(),
             _ => Ok(()),
         }
     }
@@ -396,7 +397,11 @@ impl Inventory {
     fn list_disk(self: &Rc<Self>, name: String, disk: Rc<RunningDisk>) {
         let failures = tell_failures(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.failures()));
         let sizes = tell_sizes(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.resized()));
-        let watches = [reactor::spawn_joinable(failures), reactor::spawn_joinable(sizes)];
+        let mut watches = vec![reactor::spawn_joinable(failures), reactor::spawn_joinable(sizes)];
+        if let Some(bell) = disk.disk.image().storage().bell() {
+            let changes = look_at_changes(Rc::downgrade(self), name.clone(), Arc::clone(bell));
+            watches.push(reactor::spawn_joinable(changes));
+        }
         self.watches.borrow_mut().insert(name.clone(), watches);
         self.disks.borrow_mut().insert(name.clone(), disk);
         self.tell(&Change::Listed { name });
@@ -774,6 +779,19 @@ async fn tell_sizes(inventory: Weak<Inventory>, disk: String, resized: Arc<Event
         let Some(inventory) = inventory.upgrade() else { return };
         if let Ok(running) = inventory.disk(&disk) {
             inventory.look_at_size(&running);
+        }
+    }
+}
+
+/// Looks at the size of an image whenever its cluster says that somebody has changed it.
+async fn look_at_changes(inventory: Weak<Inventory>, disk: String, bell: Arc<Bell>) {
+    loop {
+        bell.rung().await;
+        let Some(inventory) = inventory.upgrade() else { return };
+        if let Ok(running) = inventory.disk(&disk)
+            && let Err(error) = running.disk.look_again().await
+        {
+            tracing::warn!(disk, %error, "cannot see whether the image was resized");
         }
     }
 }

@@ -80,7 +80,7 @@ impl Files {
         config: Option<&Path>,
         served: &Served,
     ) -> anyhow::Result<Result<Self, String>> {
-        let ruleset = match ruleset() {
+        let ruleset = match ruleset(served.cluster) {
             Ok(ruleset) => ruleset,
             Err(error) => {
                 return Ok(Err(format!(
@@ -100,21 +100,23 @@ impl Files {
 /// rules.
 pub(super) fn public() -> Result<RulesetCreated, String> {
     let missing = |error: &dyn std::fmt::Display| format!("files are not confined: {error}");
-    let mut rules = Rules { ruleset: ruleset().map_err(|error| missing(&error))?, images: Vec::new() };
+    let mut rules = Rules { ruleset: ruleset(false).map_err(|error| missing(&error))?, images: Vec::new() };
     for path in PUBLIC.into_iter().chain(["/dev/null", "/dev/urandom"]) {
         rules.readable(Path::new(path)).map_err(|error| missing(&error))?;
     }
     Ok(rules.ruleset)
 }
 
-fn ruleset() -> Result<RulesetCreated, landlock::RulesetError> {
-    Ruleset::default()
+/// With a cluster, connections may go anywhere: its OSDs are where it says, and move.
+fn ruleset(has_cluster: bool) -> Result<RulesetCreated, landlock::RulesetError> {
+    let ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
         .handle_access(AccessFs::from_all(LEAST))?
         .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(BEST))?
-        // To no port at all.
-        .handle_access(AccessNet::ConnectTcp)?
+        .handle_access(AccessFs::from_all(BEST))?;
+    // To no port at all.
+    let ruleset = if has_cluster { ruleset } else { ruleset.handle_access(AccessNet::ConnectTcp)? };
+    ruleset
         // Names that lie in no directory.
         .scope(Scope::AbstractUnixSocket)?
         .create()
@@ -173,6 +175,9 @@ impl Rules {
                 }
             }
         }
+        if served.cluster {
+            self.of_ceph(plan)?;
+        }
         match &service.tls {
             Tls::Off => {}
             Tls::On(Credentials::Certificates { directory, .. })
@@ -180,6 +185,32 @@ impl Rules {
             Tls::On(Credentials::PreShared(file)) | Tls::Required(Credentials::PreShared(file)) => {
                 self.readable(file)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Ceph's config files and keyrings, which are read again for each new connection.
+    fn of_ceph(&mut self, plan: &Plan) -> anyhow::Result<()> {
+        self.readable(Path::new("/etc/ceph"))?;
+        if let Some(path) = env::var_os("CEPH_CONF") {
+            self.beside_of_ceph(Path::new(&path))?;
+        }
+        for disk in &plan.disks {
+            for path in disk.image.files_of_ceph() {
+                self.beside_of_ceph(path)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A config file, and the keyrings that it names.
+    fn beside_of_ceph(&mut self, path: &Path) -> anyhow::Result<()> {
+        self.beside(path)?;
+        let text = fs::read_to_string(path).unwrap_or_default();
+        let named = text.lines().filter_map(|line| line.split_once('='));
+        let keyrings = named.filter(|(key, _)| key.trim() == "keyring");
+        for keyring in keyrings.flat_map(|(_, value)| value.split(',')) {
+            self.beside(Path::new(keyring.trim()))?;
         }
         Ok(())
     }

@@ -45,6 +45,8 @@ struct Needs {
     calls: bool,
     /// Its sockets have another owner or mode than such files have.
     gives: bool,
+    /// Images in a Ceph cluster: librbd connects, also later.
+    cluster: bool,
     /// Queues of virtual machines.
     queues: usize,
 }
@@ -58,6 +60,8 @@ pub(crate) struct Served {
     pub(crate) endpoints: Vec<Endpoint>,
     /// Doors of disks' own.
     pub(crate) doors: Vec<Door>,
+    /// Some of its disks are images of a Ceph cluster.
+    pub(crate) cluster: bool,
 }
 
 impl Needs {
@@ -68,6 +72,7 @@ impl Needs {
             gives: service.sockets != SocketAccess { owner: service.user.clone(), ..SocketAccess::default() },
             // What the service manager passed may be of any kind.
             tcp: !served.endpoints.iter().all(is_unix),
+            cluster: served.cluster,
             ..Self::default()
         };
         for door in &served.doors {
@@ -111,6 +116,15 @@ impl Entered {
             path.display(),
             shown(places)
         )
+    }
+
+    /// Fails where the sandbox keeps librbd from connecting.
+    pub(crate) fn check_cluster(&self) -> anyhow::Result<()> {
+        ensure!(
+            self.needs.cluster || self.needs.host,
+            "the sandbox lets this daemon connect to no Ceph cluster (start it with such a disk, {REMEDY})"
+        );
+        Ok(())
     }
 
     /// Fails where the sandbox lacks what this door needs.

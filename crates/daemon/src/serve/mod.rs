@@ -16,6 +16,7 @@ mod steps;
 mod watchdog;
 
 use std::{
+    collections::HashSet,
     future::poll_fn,
     path::{self, Path, PathBuf},
     pin::pin,
@@ -45,7 +46,8 @@ use steps::Steps;
 
 use crate::{
     control::{
-        assemble, held_back,
+        assemble::{self, Late},
+        held_back,
         inventory::{Door, End, Inventory, RunningDisk},
         loaded::Loaded,
         qmp::{Control, Ending},
@@ -225,7 +227,7 @@ impl Daemon {
         sandbox::check(&plan)?;
         let files = newcomer.as_ref().map(|newcomer| newcomer.passed().clone());
         // A key takes seconds to derive, and a pipe may never say its passphrase.
-        let budgets = match until_ended(assemble::disks(&plan, &inventory, files), &events.1).await {
+        let mut late = match until_ended(assemble::disks(&plan, &inventory, files), &events.1).await {
             Ok(opened) => opened?,
             Err(signal) => {
                 tracing::info!(signal, "stopping before all disks are open");
@@ -264,6 +266,24 @@ impl Daemon {
             Ok(false) => Ok(None),
             Err(error) => Err(error),
         };
+        let mut uris = uris;
+        let settled = match settled {
+            Ok(Some(settled)) => {
+                match until_ended(late_ones(&plan, &inventory, &mut late), &events.1).await {
+                    Ok(Ok(more)) => {
+                        uris.extend(more);
+                        Ok(Some(settled))
+                    }
+                    Ok(Err(error)) => Err(error),
+                    Err(signal) => {
+                        tracing::info!(signal, "stopping before all disks are open");
+                        Ok(None)
+                    }
+                }
+            }
+            other => other,
+        };
+        let budgets = late.into_budgets();
         let Ok(Some(pid_file)) = settled else {
             for entrance in inventory.entrances() {
                 entrance.stop().await;
@@ -560,9 +580,20 @@ async fn listen(
     }
     let terms = assemble::terms(&plan.service, &inventory.events);
     inventory.let_doors(workers, &plan.service.sockets, terms, inherited);
+    exports(plan, inventory, newcomer.as_deref(), |disk| !assemble::is_late(disk)).await
+}
+
+/// Has the exports of these disks run; returns their URIs.
+async fn exports(
+    plan: &Plan,
+    inventory: &Rc<Inventory>,
+    newcomer: Option<&Newcomer>,
+    which: impl Fn(&settings::Disk) -> bool,
+) -> anyhow::Result<Vec<String>> {
+    let names: HashSet<_> = plan.disks.iter().filter(|disk| which(disk)).map(|disk| &disk.name).collect();
     let mut uris = Vec::new();
-    for wanted in Wanted::all(plan) {
-        if newcomer.as_ref().is_some_and(|newcomer| newcomer.puts_off(&wanted, inventory)) {
+    for wanted in Wanted::all(plan).iter().filter(|wanted| names.contains(&wanted.disk)) {
+        if newcomer.as_ref().is_some_and(|newcomer| newcomer.puts_off(wanted, inventory)) {
             uris.push(wanted.told(inventory).1);
             continue;
         }
@@ -575,6 +606,12 @@ async fn listen(
     Ok(uris)
 }
 
+/// Opens what is opened in the sandbox, with its exports; returns their URIs.
+async fn late_ones(plan: &Plan, inventory: &Rc<Inventory>, late: &mut Late) -> anyhow::Result<Vec<String>> {
+    late.open(plan, inventory, assemble::is_late).await?;
+    exports(plan, inventory, None, assemble::is_late).await
+}
+
 /// The last that takes rights, and then without them.
 async fn settle(
     plan: &Plan,
@@ -584,10 +621,20 @@ async fn settle(
 ) -> anyhow::Result<Option<PidFile>> {
     let pid_file = plan.service.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
     let awaited = inventory.awaited.borrow().values().cloned().collect::<Vec<_>>();
+    let is_of_late = |export: &&DoorExport| assemble::is_late(&plan.disks[export.disk]);
+    let doors_of_late = plan.doors.iter().filter(is_of_late).map(|export| export.door.clone());
     let served = sandbox::Served {
         images: inventory.disks().iter().filter_map(|disk| disk.image.path().map(Path::to_owned)).collect(),
         endpoints: inventory.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
-        doors: inventory.exports().iter().filter_map(|export| export.said.clone()).chain(awaited).collect(),
+        doors: inventory
+            .exports()
+            .iter()
+            .filter_map(|export| export.said.clone())
+            .chain(doors_of_late)
+            .chain(awaited)
+            .collect(),
+        cluster: plan.disks.iter().any(assemble::is_late)
+            || inventory.disks().iter().any(|disk| disk.image.is_rbd()),
     };
     if let Some(entered) = sandbox::enter(plan, inventory.config.as_deref(), &served, workers).await? {
         inventory.enter(entered);
@@ -600,30 +647,37 @@ async fn settle(
     Ok(pid_file)
 }
 
-/// Also those after one that fails; reports the first failure.
+/// Also those beside one that fails; reports the first failure.
 async fn flush_and_close(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
+    // All at once: one whose storage stands still keeps no other from being flushed.
+    let tasks: Vec<_> =
+        disks.iter().cloned().map(|disk| reactor::spawn_joinable(flush_and_close_one(disk))).collect();
     let mut outcome = Ok(());
-    for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
-        if disk.is_anothers() {
-            continue;
-        }
-        if let Err(error) = disk.flush().await {
-            tracing::error!(disk = %disk.name(), %error, "the last flush failed");
-            let name = disk.name();
-            outcome = outcome.and(Err(anyhow!(
-                "disk {name}: the last flush failed: {error} (what was written since the one before may be lost)"
-            )));
-            continue;
-        }
-        if let Err(error) = disk.close().await {
-            tracing::error!(disk = %disk.name(), %error, "closing the image failed");
-            let name = disk.name();
-            outcome = outcome.and(Err(anyhow!(
-                "disk {name}: its image could not be closed: {error} (`weir image check` tells what is left to mend)"
-            )));
-        }
+    for task in tasks {
+        outcome = outcome.and(task.await);
     }
     outcome
+}
+
+async fn flush_and_close_one(running: Rc<RunningDisk>) -> anyhow::Result<()> {
+    let RunningDisk { disk, .. } = &*running;
+    if disk.is_anothers() {
+        return Ok(());
+    }
+    let name = disk.name();
+    if let Err(error) = disk.flush().await {
+        tracing::error!(disk = %name, %error, "the last flush failed");
+        return Err(anyhow!(
+            "disk {name}: the last flush failed: {error} (what was written since the one before may be lost)"
+        ));
+    }
+    if let Err(error) = disk.close().await {
+        tracing::error!(disk = %name, %error, "closing the image failed");
+        return Err(anyhow!(
+            "disk {name}: its image could not be closed: {error} (`weir image check` tells what is left to mend)"
+        ));
+    }
+    Ok(())
 }
 
 fn start_workers(service: &Service) -> anyhow::Result<Vec<Worker>> {

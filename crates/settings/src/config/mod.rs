@@ -241,6 +241,8 @@ impl Reader<'_> {
         let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
         let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
         let handover = section.flag("handover")?.filter(|said| said.value).map(|said| said.place);
+        let rbd_config = self.path(section, "rbd-config")?;
+        let rbd_user = section.text("rbd-user")?;
         let settings = settings(section)?;
         let group = section.text("group")?;
         let delay = section.value("delay")?;
@@ -255,10 +257,15 @@ impl Reader<'_> {
         }
         section.finish()?;
         // After the end, because a misspelt `image` is an unknown key in the first place.
-        let missing =
-            || section.place().wrong("no image (add image = \"PATH\", \"memory:SIZE\" or \"null:SIZE\")");
+        let missing = || {
+            section.place().wrong(
+                "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\" or \"rbd:POOL/IMAGE\")",
+            )
+        };
         let Said { value, place } = image.ok_or_else(missing)?;
-        let image = Said::new(value.relative_to(self.directory), place);
+        let image = value.relative_to(self.directory);
+        let image = crate::reached(image, rbd_config.as_ref(), rbd_user.as_ref())?;
+        let image = Said::new(image, place);
         Ok(DiskDraft {
             name,
             description,

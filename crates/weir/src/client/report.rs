@@ -119,6 +119,8 @@ pub(crate) struct Disk {
     pub(crate) errors: Errors,
     /// `ok`, `nospace` or `failed`; absent where no error can stop it.
     pub(crate) io_status: Option<String>,
+    /// Of an image in a cluster: how long the oldest request has been there, in nanoseconds.
+    pub(crate) oldest_request: Option<u64>,
     pub(crate) memory: Memory,
 }
 

@@ -25,6 +25,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) 
         devices(report, shown),
         machines(report, shown),
         host_devices(report, shown),
+        clusters(report, shown),
         errors(report, shown),
         refused(report),
         memory(report, shown),
@@ -106,6 +107,18 @@ fn host_devices(report: &Report, shown: &Shown) -> Table {
         let Some(device) = &export.device else { continue };
         let users = export.device_users().unwrap_or_else(nothing);
         table.row(vec![device.clone(), export.kind.clone(), export.disk.clone(), users]);
+    }
+    table
+}
+
+/// Images in Ceph clusters. One that stands still has a request that becomes old.
+fn clusters(report: &Report, shown: &Shown) -> Table {
+    let mut table =
+        Table::new([("DISK", Side::Left), ("IN CLUSTER", Side::Left), ("OLDEST REQUEST", Side::Right)]);
+    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+        let Some(oldest) = disk.oldest_request else { continue };
+        let oldest = if oldest == 0 { nothing() } else { figures::time(oldest) };
+        table.row(vec![disk.name.clone(), disk.image.clone(), oldest]);
     }
     table
 }

@@ -2,7 +2,10 @@
 //!
 //! Values are parsed as the config file's, and rules between them are the plan's.
 
-use std::{fmt::Display, path::PathBuf};
+use std::{
+    fmt::Display,
+    path::{self, PathBuf},
+};
 
 use super::steps::Steps;
 use block::{
@@ -90,7 +93,7 @@ pub struct ServeArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Image")]
 struct ImageArgs {
-    /// A file, a block device, memory:SIZE or null:SIZE; several are several disks
+    /// A file, a block device, memory:SIZE, null:SIZE or rbd:POOL/IMAGE; several are several disks
     #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>, display_order = 0, conflicts_with = "config")]
     images: Vec<Image>,
     /// How the image's bytes are laid out: raw or qcow2 [default: found by probing, where that is
@@ -119,6 +122,12 @@ struct ImageArgs {
     /// zeroes are written [default: unmap]
     #[arg(long, value_name = "MODE", value_parser = settings::discards, conflicts_with = "config")]
     discard: Option<Discards>,
+    /// Ceph's config file, for images rbd:POOL/IMAGE [default: the one that Ceph finds]
+    #[arg(long, value_name = "FILE", conflicts_with = "config")]
+    rbd_config: Option<PathBuf>,
+    /// Who asks the Ceph cluster, without `client.` [default: admin]
+    #[arg(long, value_name = "NAME", conflicts_with = "config")]
+    rbd_user: Option<String>,
     /// Refuse writes
     #[arg(long, conflicts_with = "config")]
     read_only: bool,
@@ -405,8 +414,23 @@ impl ImageArgs {
             .images
             .iter()
             .enumerate()
-            .map(|(index, image)| self.disk(index, image, settings, qcow2, prefetch, imitate))
-            .collect())
+            .map(|(index, image)| {
+                Ok(self.disk(index, &self.reached(image)?, settings, qcow2, prefetch, imitate))
+            })
+            .collect::<Result<_, Wrong>>()?)
+    }
+
+    /// An image of a cluster, with how that is reached; others as they are, unless all are others.
+    fn reached(&self, image: &Image) -> Result<Image, Wrong> {
+        let config = Said::option(
+            "rbd-config",
+            self.rbd_config.as_ref().map(|path| path::absolute(path).unwrap_or_else(|_| path.clone())),
+        );
+        let user = Said::option("rbd-user", self.rbd_user.clone());
+        if !image.is_rbd() && self.images.iter().any(Image::is_rbd) {
+            return Ok(image.clone());
+        }
+        settings::reached(image.clone(), config.as_ref(), user.as_ref())
     }
 
     fn disk(

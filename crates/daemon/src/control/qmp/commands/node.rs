@@ -17,7 +17,7 @@ use block::{
         open::{BackingChoice, ImageOptions},
         qcow2::CacheSettings,
     },
-    storage::{CacheMode, Format, OpenOptions, Part, Root, delay::DelayOptions},
+    storage::{CacheMode, Format, OpenOptions, Part, Root, delay::DelayOptions, rbd::Address},
 };
 use policy::time::Duration;
 
@@ -38,7 +38,8 @@ use crate::control::{
 const MAX_NODE_NAME: usize = 31;
 /// The size of `null-co` that says none.
 const NULL_BYTES: u64 = 1 << 30;
-const DRIVERS: [&str; 7] = ["file", "host_device", "null-co", "qcow2", "raw", "throttle", "x-weir-memory"];
+const DRIVERS: [&str; 8] =
+    ["file", "host_device", "null-co", "qcow2", "raw", "rbd", "throttle", "x-weir-memory"];
 
 #[derive(Debug, PartialEq)]
 pub(super) struct Chain {
@@ -321,6 +322,7 @@ fn driver(arguments: &mut Arguments) -> Result<&'static str, Error> {
 fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<Bottom, Error> {
     let (mut latency, mut device) = (None, None);
     let spec = match driver {
+        "rbd" => rbd(arguments)?,
         "file" | "host_device" => {
             device = Some(driver == "host_device");
             let path: String = arguments.required("filename")?;
@@ -353,6 +355,32 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
         handover: false,
         discards: Discards::default(),
     }))
+}
+
+/// As QEMU's `BlockdevOptionsRbd` has it: where the image is, and how its cluster is reached. A key
+/// is in a keyring, where nobody sees it on the way: `key-secret` is none that is known.
+fn rbd(arguments: &mut Arguments) -> Result<String, Error> {
+    let mut address = Address {
+        pool: arguments.required("pool")?,
+        namespace: arguments.optional("namespace")?,
+        image: arguments.required("image")?,
+        snapshot: arguments.optional("snapshot")?,
+        config: arguments.optional::<String>("conf")?.map(Into::into),
+        user: arguments.optional("user")?,
+        keyring: None,
+        monitors: None,
+    };
+    let mut monitors = Vec::new();
+    for mut server in arguments.objects("server")? {
+        let (host, port): (String, String) = (server.required("host")?, server.required("port")?);
+        server.finish()?;
+        let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host };
+        monitors.push(format!("{host}:{port}"));
+    }
+    if !monitors.is_empty() {
+        address.monitors = Some(monitors.join(","));
+    }
+    Ok(address.to_string())
 }
 
 /// As QEMU's `BlockdevOptionsRaw` has it.

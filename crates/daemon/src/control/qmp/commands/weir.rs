@@ -236,6 +236,10 @@ fn disk(running: &Rc<RunningDisk>, exports: &[Rc<RunningExport>]) -> Value {
         "read-ahead": prefetch::statistics(&disk.prefetch().stats()),
     });
     errors::describe(disk.failures(), &mut answer);
+    let storage = disk.image().storage();
+    if storage.is_in_cluster() {
+        answer["oldest-request"] = json!(storage.oldest_request().map_or(0, nanoseconds));
+    }
     answer["format"] = json!(disk.image().format().name());
     if let Image::Qcow2(qcow2) = disk.image() {
         (answer["l2-cache"], answer["refcount-cache"]) = caches::statistics(qcow2);

@@ -1,0 +1,444 @@
+//! An open image of a pool: its handle, who else uses it, its lock, and its end.
+//!
+//! Who writes has the image locked (`exclusive-lock`, managed by librbd, not handed over when
+//! others ask), as files are locked. An image without that feature has no such lock: then who else
+//! has it open is looked at once, and the log says so. Who reads shares with nobody who writes,
+//! unless that was allowed; snapshots never change, and are open to all.
+//!
+//! A client that died is still seen for as long as the cluster watches it
+//! (`osd_client_watch_timeout`, 30 s).
+//!
+//! All of this blocks.
+
+use std::{
+    ffi::{CStr, c_char, c_int, c_void},
+    ops::Range,
+    sync::{Arc, Condvar, Mutex, PoisonError},
+    time::Duration,
+};
+
+use super::{
+    super::{Address, How, bell::Bell},
+    cluster::{Pool, connection, outcome, text},
+    library::{Handle, Library, Watcher},
+};
+use crate::{
+    error::{Error, Result},
+    storage::OpenError,
+};
+
+/// `RBD_FEATURE_…` of `rbd/features.h`.
+const EXCLUSIVE_LOCK: u64 = 1 << 2;
+const FAST_DIFF: u64 = 1 << 4;
+/// `RBD_FLAG_OBJECT_MAP_INVALID | RBD_FLAG_FAST_DIFF_INVALID`.
+const MAP_INVALID: u64 = 3;
+/// `RBD_LOCK_MODE_EXCLUSIVE`.
+const EXCLUSIVE: c_int = 0;
+/// The most watchers that are looked at: more are others in any case.
+const MOST_WATCHERS: usize = 64;
+
+/// The library's callback, on a thread of its own.
+unsafe extern "C" fn updated(argument: *mut c_void) {
+    // SAFETY: `Image` holds the bell until the library has let go of it: see its `drop`.
+    unsafe { &*argument.cast::<Bell>() }.ring();
+}
+
+/// An open image. Closed when the last request that has it has ended.
+#[derive(Debug)]
+pub(super) struct Image {
+    handle: Handle,
+    library: &'static Library,
+    watch: Option<u64>,
+    pub(super) bell: Arc<Bell>,
+    pub(super) size_bytes: u64,
+    /// Told once it is closed.
+    closed: Option<async_channel::Sender<Result<()>>>,
+    /// After the image.
+    pool: Option<Pool>,
+}
+
+// SAFETY: librbd's functions may be called from any thread, several at a time.
+unsafe impl Send for Image {}
+// SAFETY: as above.
+unsafe impl Sync for Image {}
+
+impl Image {
+    /// Opens it, and tells the channel when it was closed again.
+    pub(super) fn open(
+        address: &Address,
+        how: How,
+        closed: async_channel::Sender<Result<()>>,
+    ) -> std::result::Result<Self, OpenError> {
+        let cluster = connection(address, how.cache)?;
+        let pool = Pool::open(cluster, address)?;
+        let library = pool.library;
+        let (image, snapshot) = (text(&address.image), address.snapshot.as_deref().map(text));
+        let snapshot = snapshot.as_ref().map_or(std::ptr::null(), |snapshot| snapshot.as_ptr());
+        let open = if how.read_only { library.rbd_open_read_only } else { library.rbd_open };
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the pool is open, both names end with a zero byte or are none, and it writes one
+        // handle.
+        let opened = unsafe { open(pool.handle, image.as_ptr(), &raw mut handle, snapshot) };
+        outcome(opened).map_err(|error| refused(address, error))?;
+        let bell = Arc::new(Bell::default());
+        let mut image =
+            Self { handle, library, watch: None, bell, size_bytes: 0, closed: None, pool: Some(pool) };
+        if let Err(error) = image.settle(address, how) {
+            // At once: seen by nobody any more when the next one tries.
+            image.into_end().run();
+            return Err(error);
+        }
+        // From here on somebody waits for its end.
+        image.closed = Some(closed);
+        Ok(image)
+    }
+
+    /// What is left to be done of it.
+    fn into_end(mut self) -> End {
+        self.take_end()
+    }
+
+    fn take_end(&mut self) -> End {
+        End {
+            handle: self.handle,
+            library: self.library,
+            watch: self.watch,
+            bell: Arc::clone(&self.bell),
+            pool: self.pool.take(),
+            closed: self.closed.take(),
+        }
+    }
+
+    fn settle(&mut self, address: &Address, how: How) -> std::result::Result<(), OpenError> {
+        let name = address.name();
+        let failed = |error: Error| {
+            OpenError::new(&name, format!("cannot be read: {error}"), "`ceph -s` tells how the cluster is")
+        };
+        if address.snapshot.is_none() {
+            self.watch().map_err(failed)?;
+            if !how.force_share {
+                self.check_alone(&name, how.read_only)?;
+            }
+            if !how.read_only {
+                self.lock(&name)?;
+            }
+        }
+        // After the lock: nobody resizes it between the two.
+        self.size_bytes = self.current_size().map_err(failed)?;
+        if self.size_bytes == 0 {
+            return Err(OpenError::new(&name, "has size zero", "`rbd resize` gives it another"));
+        }
+        Ok(())
+    }
+
+    pub(super) fn library(&self) -> &'static Library {
+        self.library
+    }
+
+    pub(super) fn handle(&self) -> Handle {
+        self.handle
+    }
+
+    /// What librbd's cache of it may take, in bytes.
+    pub(super) fn cache_bytes(&self) -> u64 {
+        self.pool.as_ref().map_or(0, |pool| pool.cluster.cache_bytes)
+    }
+
+    fn watch(&mut self) -> Result<()> {
+        let (mut watch, bell) = (0, Arc::as_ptr(&self.bell).cast_mut().cast::<c_void>());
+        // SAFETY: the image is open, it writes one number, and the bell outlives the watch.
+        outcome(unsafe { (self.library.rbd_update_watch)(self.handle, &raw mut watch, updated, bell) })?;
+        self.watch = Some(watch);
+        Ok(())
+    }
+
+    /// Fails where another has it open to write to it.
+    fn check_alone(&self, name: &str, read_only: bool) -> std::result::Result<(), OpenError> {
+        let others = self.others(read_only).map_err(|error| {
+            OpenError::new(
+                name,
+                format!("who else uses it cannot be found out: {error}"),
+                "`rbd status` tells",
+            )
+        })?;
+        let Some(other) = others.first() else { return Ok(()) };
+        let remedy = if read_only {
+            "stop it, serve a snapshot, or read nonetheless with --force-share"
+        } else {
+            "stop it; one that has died is still seen for 30 s"
+        };
+        Err(OpenError::new(name, format!("is open elsewhere, to be written to: {other}"), remedy))
+    }
+
+    /// Others that watch the image, as who writes to it does.
+    fn others(&self, read_only: bool) -> Result<Vec<String>> {
+        let empty = Watcher { address: std::ptr::null_mut(), id: 0, cookie: 0 };
+        let (mut watchers, mut count) = (vec![empty; MOST_WATCHERS], MOST_WATCHERS);
+        // SAFETY: the image is open, and it writes no more than `count` watchers.
+        let listed =
+            unsafe { (self.library.rbd_watchers_list)(self.handle, watchers.as_mut_ptr(), &raw mut count) };
+        outcome(listed)?;
+        let own = self.pool.as_ref().map_or(0, |pool| pool.cluster.id());
+        // Who opens it to write to it watches it once.
+        let mut ours = usize::from(!read_only);
+        let mut others = Vec::new();
+        for watcher in watchers.iter().take(count) {
+            if watcher.id.unsigned_abs() == own && ours > 0 {
+                ours -= 1;
+                continue;
+            }
+            // SAFETY: the library has put a text there, which stays until the cleanup below.
+            let address = unsafe { CStr::from_ptr(watcher.address) }.to_string_lossy();
+            others.push(format!("client.{} at {address}", watcher.id));
+        }
+        // SAFETY: these are what the library has put there.
+        unsafe { (self.library.rbd_watchers_list_cleanup)(watchers.as_mut_ptr(), count) }
+        Ok(others)
+    }
+
+    fn features(&self) -> Result<u64> {
+        let mut features = 0;
+        // SAFETY: the image is open, and it writes one number.
+        outcome(unsafe { (self.library.rbd_get_features)(self.handle, &raw mut features) })?;
+        Ok(features)
+    }
+
+    fn lock(&self, name: &str) -> std::result::Result<(), OpenError> {
+        let failed = |error: Error| {
+            let why = match self.owner() {
+                Some(owner) => format!("another client has it locked: {owner}"),
+                None => format!("cannot be locked: {error}"),
+            };
+            OpenError::new(
+                name,
+                why,
+                "stop it; `rbd lock ls` lists locks, one that has died loses it after 30 s",
+            )
+        };
+        if self.features().map_err(failed)? & EXCLUSIVE_LOCK == 0 {
+            let what = "nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)";
+            tracing::warn!(image = name, "the image has no exclusive lock: {what}");
+            return Ok(());
+        }
+        // SAFETY: the image is open.
+        outcome(unsafe { (self.library.rbd_lock_acquire)(self.handle, EXCLUSIVE) }).map_err(failed)?;
+        Ok(())
+    }
+
+    /// Who has the lock, if anybody.
+    fn owner(&self) -> Option<String> {
+        let (mut mode, mut count) = (0, 1);
+        let mut owners: [*mut c_char; 1] = [std::ptr::null_mut()];
+        // SAFETY: the image is open, and it writes no more than `count` texts.
+        let listed = unsafe {
+            (self.library.rbd_lock_get_owners)(
+                self.handle,
+                &raw mut mode,
+                owners.as_mut_ptr(),
+                &raw mut count,
+            )
+        };
+        outcome(listed).ok()?;
+        let [owner] = owners;
+        if count == 0 || owner.is_null() {
+            return None;
+        }
+        // SAFETY: the library has put a text there.
+        let text = unsafe { CStr::from_ptr(owner) }.to_string_lossy().into_owned();
+        // SAFETY: this is what the library has put there.
+        unsafe { (self.library.rbd_lock_get_owners_cleanup)(owners.as_mut_ptr(), count) };
+        Some(text)
+    }
+
+    pub(super) fn current_size(&self) -> Result<u64> {
+        let mut size = 0;
+        // SAFETY: the image is open, and it writes one number.
+        outcome(unsafe { (self.library.rbd_get_size)(self.handle, &raw mut size) })?;
+        Ok(size)
+    }
+
+    pub(super) fn resize(&self, size_bytes: u64) -> Result<()> {
+        // SAFETY: the image is open. The library calls `progressed`, also where nobody wants to
+        // know: it knows no null there.
+        let result = unsafe {
+            (self.library.rbd_resize2)(self.handle, size_bytes, true, progressed, std::ptr::null_mut())
+        };
+        outcome(result).map(drop)
+    }
+
+    /// The first bytes, as many as are there of so many.
+    pub(super) fn first_bytes(&self, count: usize) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; count];
+        // SAFETY: the image is open, and there is room for so many.
+        let read = unsafe { (self.library.rbd_read)(self.handle, 0, count, bytes.as_mut_ptr().cast()) };
+        bytes.truncate(usize::try_from(outcome(read as i64)?).unwrap_or(0));
+        Ok(bytes)
+    }
+
+    /// See [`Backend::allocated`](super::super::backend::Backend::allocated). By the map that says
+    /// which objects there are; without it each object would have to be asked.
+    pub(super) fn allocated(&self, range: &Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {
+        let mut flags = 0;
+        // SAFETY: the image is open, and it writes one number.
+        outcome(unsafe { (self.library.rbd_get_flags)(self.handle, &raw mut flags) })?;
+        if self.features()? & FAST_DIFF == 0 || flags & MAP_INVALID != 0 {
+            return Ok(None);
+        }
+        let mut search = Search { pieces: Vec::new(), most };
+        let (offset, length) = (range.start, range.end - range.start);
+        // SAFETY: the image is open. `found` is called with `search` before this returns, and not
+        // afterwards, by one thread at a time.
+        let result = unsafe {
+            let argument = (&raw mut search).cast();
+            (self.library.rbd_diff_iterate2)(
+                self.handle,
+                std::ptr::null(),
+                offset,
+                length,
+                1,
+                1,
+                found,
+                argument,
+            )
+        };
+        match outcome(result) {
+            Err(error) if error.errno() != ENOUGH => Err(error),
+            _ => Ok(Some(search.pieces)),
+        }
+    }
+}
+
+/// How far a resize has come: it goes on.
+unsafe extern "C" fn progressed(_done: u64, _of: u64, _argument: *mut c_void) -> c_int {
+    0
+}
+
+struct Search {
+    pieces: Vec<Range<u64>>,
+    most: usize,
+}
+
+/// What ends a search early: no error of the library's.
+const ENOUGH: c_int = 9000;
+
+/// A piece that differs from nothing: one that is allocated.
+unsafe extern "C" fn found(offset: u64, length: usize, exists: c_int, argument: *mut c_void) -> c_int {
+    // SAFETY: `allocated` passed it, and waits.
+    let search = unsafe { &mut *argument.cast::<Search>() };
+    if exists == 0 {
+        return 0;
+    }
+    let end = offset.saturating_add(length as u64);
+    let is_full = search.pieces.len() == search.most;
+    match search.pieces.last_mut() {
+        Some(last) if last.end == offset => last.end = end,
+        _ if is_full => return -ENOUGH,
+        _ => search.pieces.push(offset..end),
+    }
+    0
+}
+
+/// Why an image could not be opened.
+fn refused(address: &Address, error: Error) -> OpenError {
+    let name = address.name();
+    match (error.errno(), &address.snapshot) {
+        (libc::ENOENT, None) => OpenError::new(
+            &name,
+            format!("the pool {:?} has no image {:?}", address.pool, address.image),
+            "`rbd ls` lists them, `rbd create` makes one",
+        ),
+        (libc::ENOENT, Some(snapshot)) => OpenError::new(
+            &name,
+            format!("there is no such image, or it has no snapshot {snapshot:?}"),
+            "`rbd snap ls` lists them",
+        ),
+        (libc::EPERM | libc::EACCES, _) => OpenError::new(
+            &name,
+            format!("the cluster does not let this user have it: {error}"),
+            "its capabilities lack it: `ceph auth caps client.USER mon 'profile rbd' osd 'profile rbd pool=POOL'`",
+        ),
+        _ => {
+            OpenError::new(&name, format!("cannot be opened: {error}"), "`rbd info` and `ceph -s` tell more")
+        }
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        if self.pool.is_none() {
+            // It has ended.
+            return;
+        }
+        // What is closed waits for the cluster, so it is none of a worker's business.
+        let end = self.take_end();
+        let ending = Ending::new();
+        let thread = std::thread::Builder::new().name("rbd close".to_owned());
+        let started = thread.spawn(move || {
+            end.run();
+            drop(ending);
+        });
+        // Without a thread it stays open until the process ends.
+        if started.is_err() {
+            tracing::warn!("an RBD image could not be closed: no thread can be had");
+        }
+    }
+}
+
+/// How many images are being closed.
+static ENDING: Mutex<usize> = Mutex::new(0);
+static ENDED: Condvar = Condvar::new();
+
+struct Ending;
+
+impl Ending {
+    fn new() -> Self {
+        *ENDING.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Self
+    }
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        *ENDING.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        ENDED.notify_all();
+    }
+}
+
+/// Waits until every image that nobody has any more is closed, for so long at most; whether all
+/// are. A process that ends before leaves locks behind, which the cluster keeps for 30 s.
+pub fn wait_for_ends(patience: Duration) -> bool {
+    let ending = ENDING.lock().unwrap_or_else(PoisonError::into_inner);
+    let waited = ENDED.wait_timeout_while(ending, patience, |ending| *ending > 0);
+    *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
+}
+
+/// What is left to be done of an image.
+struct End {
+    handle: Handle,
+    library: &'static Library,
+    watch: Option<u64>,
+    bell: Arc<Bell>,
+    pool: Option<Pool>,
+    closed: Option<async_channel::Sender<Result<()>>>,
+}
+
+// SAFETY: as for `Image`.
+unsafe impl Send for End {}
+
+impl End {
+    fn run(self) {
+        if let Some(watch) = self.watch {
+            // SAFETY: the image is open. Returns once no callback runs any more.
+            unsafe { (self.library.rbd_update_unwatch)(self.handle, watch) };
+        }
+        drop(self.bell);
+        // SAFETY: nobody has the image any more. It writes back what its cache has, and lets go of
+        // the lock.
+        let result = outcome(unsafe { (self.library.rbd_close)(self.handle) }).map(drop);
+        drop(self.pool);
+        if let Some(closed) = self.closed {
+            // Perhaps nobody waits.
+            let _ = closed.try_send(result);
+        }
+    }
+}
