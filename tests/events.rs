@@ -229,18 +229,27 @@ fn a_webhook_that_hangs_keeps_nothing_waiting_and_what_came_meanwhile_is_left_ou
     limit(&scratch, 100);
     let (stream, _) = listener.accept().unwrap();
     // It is held, and neither read nor answered, nor is anybody else accepted.
-    for iops in 0..100 {
-        limit(&scratch, 101 + iops);
+    let mut client = qmp(&scratch);
+    for iops in 101..=200 {
+        client.command("x-weir-set", json!({"name": "a", "iops-total": iops}));
     }
     works(&weir);
     let line = weir.wait_for_log("an event has not arrived");
     assert_says(&line, &["it has not answered within 10 s"]);
     drop(stream);
-    let (mut stream, _) = listener.accept().unwrap();
-    let (_, event) = read_request(&stream);
-    stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").unwrap();
     // 64 of the hundred may wait.
-    assert_eq!(event["skipped"], 36, "{event}");
+    let (mut arrived, mut skipped) = (0, 0);
+    loop {
+        let (mut stream, _) = listener.accept().unwrap();
+        let (_, event) = read_request(&stream);
+        // On a slow machine it may have given this one up.
+        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n");
+        (arrived, skipped) = (arrived + 1, skipped + event["skipped"].as_u64().unwrap_or(0));
+        if event["kind"] == "config_changed" && event["data"]["changes"][0]["after"] == 200 {
+            break;
+        }
+    }
+    assert!(arrived <= 64 + 2 && skipped >= 30, "{arrived} arrived, {skipped} were left out");
     weir.wait_for_log("events arrive again");
 }
 

@@ -488,7 +488,7 @@ fn prometheus_scrapes_a_daemon_under_load() {
     let target = line.split_once("at=").unwrap().1.trim();
     let prometheus = Prometheus::scraping(target, &["--enable-feature=native-histograms"]);
     let output = scratch.path("fio.json");
-    let mut total = 0.0;
+    let (mut total, mut bytes, mut latency_ns) = (0.0, 0.0, 0.0);
     // One after the other: no client of a test may take long.
     for from in (0..seconds).step_by(LOAD_SECONDS) {
         let runtime = (seconds - from).min(LOAD_SECONDS as u64);
@@ -499,11 +499,21 @@ fn prometheus_scrapes_a_daemon_under_load() {
             .arg(format!("--uri={}", weir.uri("memory")));
         fio.arg(format!("--aux-path={}", scratch.path("").display())).succeeds();
         let said: Value = serde_json::from_slice(&fs::read(&output).unwrap()).expect("fio speaks JSON");
-        total += said["jobs"][0]["read"]["total_ios"].as_f64().unwrap();
+        let of_fio = |name: &str| said["jobs"][0]["read"][name].as_f64().unwrap();
+        total += of_fio("total_ios");
+        bytes += of_fio("io_bytes");
+        latency_ns += of_fio("total_ios") * said["jobs"][0]["read"]["lat_ns"]["mean"].as_f64().unwrap();
     }
     // The last scrape may have been before the end.
     until(|| (prometheus.ask("weir_disk_reads_total") == total).then_some(()));
     assert_eq!(prometheus.ask("histogram_count(weir_disk_request_duration_seconds)"), total, "native");
+    assert_eq!(prometheus.ask("weir_disk_read_bytes_total"), bytes);
+    let seconds = prometheus.ask("histogram_sum(weir_disk_request_duration_seconds)");
+    // For whoever runs it for long: with --nocapture.
+    println!("figure            fio           Prometheus");
+    println!("reads             {total:<13} {}", prometheus.ask("weir_disk_reads_total"));
+    println!("bytes             {bytes:<13} {}", prometheus.ask("weir_disk_read_bytes_total"));
+    println!("mean latency, ms  {:<13.3} {:.3}", latency_ns / total / 1e6, seconds / total * 1e3);
     assert_eq!(prometheus.ask("min_over_time(up[15m])"), 1.0, "each scrape succeeded");
     assert!(prometheus.ask("sum(weir_disk_throttled_seconds_total)") > 0.0);
 }
