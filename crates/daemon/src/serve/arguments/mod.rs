@@ -410,14 +410,13 @@ impl ImageArgs {
                 return Err(Place::new(format!("--{option}")).wrong(rule));
             }
         }
-        Ok(self
-            .images
+        self.images
             .iter()
             .enumerate()
             .map(|(index, image)| {
                 Ok(self.disk(index, &self.reached(image)?, settings, qcow2, prefetch, imitate))
             })
-            .collect::<Result<_, Wrong>>()?)
+            .collect::<Result<_, Wrong>>()
     }
 
     /// An image of a cluster, with how that is reached; others as they are, unless all are others.
