@@ -8,6 +8,9 @@ import { ROOM, colours, frame, instants, point, prepare, ticks } from "./axes.js
 import { attribute, element, say } from "./element.js";
 import { clock, time } from "./figures.js";
 
+/// A field with so many times half of the fullest one's requests is the faintest.
+const HALVINGS = 14;
+
 /// Limits further above all that was measured are left out, or there would be nothing to see of it.
 const FAR = 4;
 
@@ -17,7 +20,7 @@ class Chart {
         this.canvas = element("canvas", { role: "img" });
         this.legend = element("p", { class: "legend" });
         this.title = title;
-        this.shown = element("figure", {}, element("figcaption", {}, element("h4", { title: note }, title), this.legend), this.canvas);
+        this.shown = element("figure", {}, element("figcaption", {}, element("h3", { title: note }, title), this.legend), this.canvas);
         this.history = null;
         new ResizeObserver(() => this.draw()).observe(this.canvas);
         cursor.listen(() => this.draw());
@@ -140,8 +143,11 @@ export class Lines extends Chart {
         series.forEach((values, index) => say(this.told[index], this.show(this.value(values))));
         say(this.far, far.length ? `far above: ${far.map(({ label }) => label).join(", ")}` : "");
         const known = series.map((values) => values.filter((value) => value !== null));
+        // What was never known is not in the legend, unless nothing else is.
+        if (known.some(({ length }) => length)) known.forEach(({ length }, index) => { this.told[index].parentElement.hidden = length === 0; });
+        const most = (values) => values.reduce((most, value) => Math.max(most, value), 0);
         const parts = this.series.map(({ label }, index) => known[index].length
-            ? `${label} ${this.show(known[index].at(-1))} now, ${this.show(Math.max(...known[index]))} at most` : `${label} not known`);
+            ? `${label} ${this.show(known[index].at(-1))} now, ${this.show(most(known[index]))} at most` : `${label} not known`);
         const drawn = limits.length ? `; limits: ${limits.map(({ label }) => label).join(", ")}` : "";
         attribute(this.canvas, "aria-label", `${this.title}: ${parts.join("; ")}${drawn}`);
     }
@@ -168,7 +174,7 @@ export class Heat extends Chart {
         const scale = (height - ROOM.top - ROOM.bottom) / (Math.log(high) - Math.log(low));
         const y = (value) => height - ROOM.bottom - (Math.log(Math.min(high, Math.max(low, value))) - Math.log(low)) * scale;
         const { x } = this.bounds(width);
-        this.cells(pen, { rows, bounds: bounds_ns, low, high, x, y, hue: colour("heat") });
+        this.cells(pen, { width, height, rows, bounds: bounds_ns, low, high, x, y, hue: colour("heat") });
         const decades = [];
         for (let power = 10 ** Math.ceil(Math.log10(low)); power <= high; power *= 10) decades.push([power, time(power)]);
         frame(pen, { width, height, colour, marks: decades, times: this.times(width), y, x, clock: (at) => clock(at, false) });
@@ -195,23 +201,38 @@ export class Heat extends Chart {
         return [low / 1.5, Math.max(high * 1.5, low * 20)];
     }
 
-    cells(pen, { rows, bounds, low, high, x, y, hue }) {
-        const { start_ms, step_ms } = this.history;
+    /// Tens of thousands of fields: they are drawn once, and copied while the cursor moves.
+    cells(pen, { width, height, hue, ...of }) {
+        const { canvas } = pen;
+        const made = [this.history, canvas.width, canvas.height, hue];
+        if (this.made?.some((one, index) => one !== made[index]) ?? true) {
+            this.made = made;
+            this.fields = new OffscreenCanvas(canvas.width, canvas.height);
+            const fields = this.fields.getContext("2d");
+            fields.scale(canvas.width / width, canvas.height / height);
+            this.fill(fields, { hue, ...of });
+        }
+        pen.drawImage(this.fields, 0, 0, width, height);
+    }
+
+    fill(pen, { rows, bounds, low, high, x, y, hue }) {
+        const { start_ms, step_ms } = this.history.heat;
         pen.fillStyle = hue;
         rows.forEach((row, step) => {
             const most = row?.reduce((a, b) => Math.max(a, b ?? 0), 0) ?? 0;
             if (!most) return;
-            const [from, to] = [Math.max(ROOM.left, x(start_ms + step * step_ms)), x(start_ms + (step + 1) * step_ms)];
-            if (to <= ROOM.left) return;
+            // The newest is still being filled: it ends where the chart does.
+            const [from, to] = [Math.max(ROOM.left, x(start_ms + step * step_ms)), Math.min(x(this.history.end_ms), x(start_ms + (step + 1) * step_ms))];
+            if (to <= from) return;
+            const wide = Math.max(1, to - from + 0.2);
             row.forEach((requests, index) => {
                 if (!requests) return;
                 const [top, bottom] = [y(bounds[index] ?? high), y(index ? bounds[index - 1] : low)];
                 // Few beside many can be seen: that is what the tail is.
-                pen.globalAlpha = 0.12 + 0.78 * Math.log1p(requests) / Math.log1p(most);
-                pen.fillRect(from, top, Math.max(1, to - from + 0.4), Math.max(1, bottom - top));
+                pen.globalAlpha = 0.07 + 0.83 * Math.max(0, 1 - Math.log2(most / requests) / HALVINGS) ** 2;
+                pen.fillRect(from, top, wide, Math.max(1, bottom - top));
             });
         });
-        pen.globalAlpha = 1;
     }
 
     tell() {

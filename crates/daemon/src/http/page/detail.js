@@ -16,14 +16,15 @@ const TILES = [
     ["IOPS", (node) => figures.count(operations(node))],
     ["READ/s", (node) => figures.bytes(node.read_bytes_per_second)],
     ["WRITE/s", (node) => figures.bytes(node.write_bytes_per_second)],
-    ["P50", (node) => figures.time(node.latency_p50_ns)],
-    ["P99", (node) => figures.time(node.latency_p99_ns)],
+    ["P50", (node) => figures.time(node.latency_p50_ns), "disk"],
+    ["P99", (node) => figures.time(node.latency_p99_ns), "disk"],
+    ["WAIT P99", (node) => figures.time(node.wait_p99_ns)],
     ["WAIT", (node) => node.waiting_requests == null ? "-" : String(node.waiting_requests)],
     ["HELD", (node) => figures.share(node.wait_ratio)],
 ];
 const TITLES = {
     P50: "half of the last second's requests took less", P99: "99 of 100 of the last second's requests took less",
-    WAIT: "requests that wait now", HELD: "part of the last second in which something waited",
+    "WAIT P99": "of those that had to wait, 99 of 100 waited less", WAIT: "requests that wait now", HELD: "part of the last second in which something waited",
 };
 const KEY = "weir-span";
 
@@ -76,9 +77,9 @@ export class Detail {
         const back = element("button", { type: "button", class: "back", onclick: () => this.back() }, "‹ All");
         this.above = element("span", { class: "above" });
         this.about = element("p", { class: "about" });
-        this.tiles = TILES.map(([name]) => element("dd", {}));
-        const tiles = element("dl", { class: "tiles" }, ...TILES.map(([name], index) =>
-            element("div", { class: `t-${name.toLowerCase().replace("/", "-")}`, title: TITLES[name] }, element("dt", {}, name), this.tiles[index])));
+        this.tiles = TILES.map(() => element("dd", {}));
+        const tiles = element("dl", { class: "tiles" }, ...TILES.map(([name, , kind], index) => kind && kind !== node.kind ? null
+            : element("div", { class: `t-${name.toLowerCase().replace(/[ /]/, "-")}`, title: TITLES[name] }, element("dt", {}, name), this.tiles[index])));
         this.held = element("p", { class: "held" });
         this.cursor = new Cursor();
         this.charts(node);
@@ -177,7 +178,8 @@ export class Detail {
     follow(node) {
         this.follower?.stop();
         this.follower = new Follower(node, this.span, (history, error) => {
-            say(this.problem, error ? `The history cannot be had: ${error.message}` : "");
+            // Whether the daemon can be reached is said at the top (a failed fetch is a TypeError).
+            say(this.problem, error && !(error instanceof TypeError) ? `The history cannot be had: ${error.message}` : "");
             if (history) this.take(history);
         });
     }
@@ -191,6 +193,8 @@ export class Detail {
         }
         this.history = history;
         this.limits?.setPeak(history);
+        // The latencies of a group are its disks'.
+        this.heat.shown.hidden = this.node.kind === "group" && !history.series.latency_p99_ns?.some((value) => value !== null);
         for (const chart of [this.heat, this.queue, this.shares]) chart.set(history);
         this.hits.history = history;
         this.hits.shown.hidden = this.hits.isEmpty;
@@ -259,7 +263,7 @@ function facts(node) {
         if (of === null || of === undefined) continue;
         if (typeof of !== "object") found.push([title, shown(member, of)]);
         else {
-            const told = Object.entries(of).filter(([, value]) => value !== null && typeof value !== "object");
+            const told = Object.entries(of).filter(([, value]) => value !== null && typeof value !== "object" && !(member === "errors" && value === 0));
             if (told.length) found.push([title, told.map(([name, value]) => `${words(name)} ${shown(name, value)}`).join(" · ")]);
         }
     }

@@ -1,6 +1,6 @@
 // What has happened, the newest first: limits that were hit, errors, clients, changes.
 
-import { ask } from "./api.js";
+import { Refused, ask } from "./api.js";
 import { element, part, say } from "./element.js";
 import { clock } from "./figures.js";
 import { Store } from "./store.js";
@@ -31,13 +31,15 @@ export class Events {
             const events = Array.isArray(told) ? told : told?.events ?? [];
             this.events = events.slice(-MOST).reverse();
             this.draw();
-        } catch {
-            // What comes over the stream is shown all the same.
+        } catch (error) {
+            // What comes over the stream is shown all the same. A daemon that has none needs no room for them.
+            if (error instanceof Refused && error.status === 404) document.body.classList.add("has-no-events");
         }
     }
 
     add(event) {
         if (this.events.some(({ id, time_ms }) => id === event.id && time_ms === event.time_ms)) return;
+        document.body.classList.remove("has-no-events");
         this.events.unshift(event);
         this.events.length = Math.min(this.events.length, MOST);
         if (GRAVE.includes(event.severity)) this.announce(`${event.severity}: ${event.message}`);
@@ -69,7 +71,10 @@ export class Events {
         const name = event.disk ?? event.group;
         const whose = key && this.store.get(key) ? element("button", { type: "button", class: "link", "data-key": key, tabindex: "-1" }, name) : name ? element("span", {}, name) : null;
         const grave = GRAVE.includes(event.severity);
-        return element("li", { class: grave ? "is-grave" : null }, at, " ", grave ? element("b", {}, event.severity) : null, grave ? " " : null,
-            whose, whose ? " " : null, element("span", { class: "message" }, event.message ?? event.kind ?? ""));
+        const message = event.message ?? event.kind ?? "";
+        // Where the message has the name, that leads there; else it stands before it.
+        const [from, to] = name && message.includes(name) ? [message.indexOf(name), message.indexOf(name) + name.length] : [0, 0];
+        const told = [message.slice(0, from), whose, whose && to === 0 ? " " : null, message.slice(to)];
+        return element("li", { class: grave ? "is-grave" : null }, at, " ", grave ? element("b", {}, event.severity) : null, grave ? " " : null, ...told);
     }
 }

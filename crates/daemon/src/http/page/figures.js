@@ -8,6 +8,13 @@ export const UNKNOWN = "-";
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
+/// With so many decimals, and what lies in the middle to the even one, as Rust writes numbers.
+function fixed(value, decimals) {
+    const isMiddle = decimals === 0 ? value % 1 === 0.5 : value % 0.5 === 0.25;
+    const below = Math.floor(value * 10 ** decimals);
+    return (isMiddle && below % 2 === 0 ? below / 10 ** decimals : value).toFixed(decimals);
+}
+
 function scaled(value, base) {
     if (!isNumber(value)) return UNKNOWN;
     let rest = Math.max(value, 0);
@@ -18,7 +25,7 @@ function scaled(value, base) {
         unit += 1;
     }
     const tenth = (rest < 99.95 && unit > 0) || (rest < 9.95 && rest % 1 > 0.05);
-    return rest.toFixed(tenth ? 1 : 0) + UNITS[unit];
+    return fixed(rest, tenth ? 1 : 0) + UNITS[unit];
 }
 
 /// A measured number; powers of 1000.
@@ -33,7 +40,7 @@ export function time(nanoseconds) {
     if (nanoseconds < 1000) return `${Math.round(nanoseconds)}ns`;
     const [value, unit] = nanoseconds < 999_500 ? [nanoseconds / 1e3, "us"]
         : nanoseconds < 999_500_000 ? [nanoseconds / 1e6, "ms"] : [nanoseconds / 1e9, "s"];
-    return value.toFixed(value < 9.95 ? 1 : 0) + unit;
+    return fixed(value, value < 9.95 ? 1 : 0) + unit;
 }
 
 /// How long something has gone on, in milliseconds.
@@ -49,7 +56,7 @@ export function age(milliseconds) {
 /// A share, 0 to 1.
 export function share(value) {
     if (!isNumber(value)) return UNKNOWN;
-    return value === 0 ? "0%" : value < 0.005 ? "<1%" : `${Math.round(value * 100)}%`;
+    return value === 0 ? "0%" : value < 0.005 ? "<1%" : `${fixed(value * 100, 0)}%`;
 }
 
 /// A size that is a setting: `10M`, `1536K`, `1000`.

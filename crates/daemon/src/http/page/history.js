@@ -16,32 +16,46 @@ const BETWEEN_MS = [1000, 15_000];
 /// Of a daemon that answers what was not asked for.
 const MOST_STEPS = 10_000;
 
-/// The same, made safe to draw: every series has every step, the heat map too.
-function read(told, span_ms, step_ms = told.step_ms) {
-    const lengths = Object.values(told.series ?? {}).map((values) => values?.length ?? 0);
-    const rows = told.latency_heat?.rows ?? [];
-    const steps = Math.min(MOST_STEPS, Math.max(0, rows.length, ...lengths));
+/// The same, made safe to draw: every series has every step. The heat map has steps of its own,
+/// where it says so.
+function read(told, span_ms) {
+    const { step_ms, start_ms = 0 } = told;
+    const steps = Math.min(MOST_STEPS, Math.max(0, ...Object.values(told.series ?? {}).map((values) => values?.length ?? 0)));
     const series = {};
     for (const [name, values] of Object.entries(told.series ?? {})) {
         series[name] = Array.from({ length: steps }, (_, index) => values?.[index] ?? null);
     }
-    const heat = { bounds_ns: told.latency_heat?.bounds_ns ?? [], rows: Array.from({ length: steps }, (_, index) => rows[index] ?? null) };
-    const start_ms = told.start_ms ?? 0;
+    const map = told.latency_heat ?? {};
+    const rows = (map.rows ?? []).slice(0, MOST_STEPS);
+    const heat = { step_ms: map.step_ms > 0 ? map.step_ms : step_ms, start_ms: map.start_ms ?? start_ms, bounds_ns: map.bounds_ns ?? [], rows };
     return { step_ms, span_ms, start_ms, steps, series, heat, end_ms: start_ms + steps * step_ms };
 }
 
+/// Steps of which `fresh` begins at `start_ms`, behind those before it that are within the span.
+function joined(known, fresh, span_ms) {
+    const { step_ms, start_ms, values } = fresh;
+    const kept = Math.round((start_ms - known.start_ms) / step_ms);
+    if (known.step_ms !== step_ms || kept < 0 || kept > known.values.length) return fresh;
+    const drop = Math.min(kept, Math.max(0, kept + values.length - Math.ceil(span_ms / step_ms)));
+    return { step_ms, start_ms: known.start_ms + drop * step_ms, values: [...known.values.slice(drop, kept), ...values] };
+}
+
 /// `known` with what is new behind it, and without what has gone out of the span.
-function joined(known, fresh) {
-    const { step_ms, span_ms } = fresh;
-    const isApart = known.step_ms !== step_ms || known.heat.bounds_ns.length !== fresh.heat.bounds_ns.length;
-    if (isApart || fresh.start_ms > known.end_ms || fresh.start_ms <= known.start_ms) return fresh;
-    const kept = Math.round((fresh.start_ms - known.start_ms) / step_ms);
-    const drop = Math.max(0, kept + fresh.steps - Math.ceil(span_ms / step_ms));
-    const join = (old, more) => [...(old ?? Array(known.steps).fill(null)).slice(drop, kept), ...more ?? Array(fresh.steps).fill(null)];
+function newer(known, fresh) {
+    if (!known) return fresh;
+    const { step_ms, span_ms, start_ms, steps } = fresh;
     const names = new Set([...Object.keys(known.series), ...Object.keys(fresh.series)]);
-    const series = Object.fromEntries([...names].map((name) => [name, join(known.series[name], fresh.series[name])]));
-    const heat = { bounds_ns: fresh.heat.bounds_ns, rows: join(known.heat.rows, fresh.heat.rows) };
-    return { ...fresh, start_ms: known.start_ms + drop * step_ms, steps: kept - drop + fresh.steps, series, heat };
+    const of = (history, name) => ({ step_ms: history.step_ms, start_ms: history.start_ms, values: history.series[name] ?? Array(history.steps).fill(null) });
+    const series = [...names].map((name) => [name, joined(of(known, name), of(fresh, name), span_ms)]);
+    const [, first] = series[0] ?? [null, { start_ms, values: { length: steps } }];
+    const rows = ({ heat }) => ({ ...heat, values: heat.rows });
+    const isSame = known.heat.bounds_ns.length === fresh.heat.bounds_ns.length;
+    const heat = isSame ? joined(rows(known), rows(fresh), span_ms) : rows(fresh);
+    return {
+        ...fresh, start_ms: first.start_ms, steps: first.values.length,
+        series: Object.fromEntries(series.map(([name, { values }]) => [name, values])),
+        heat: { step_ms: heat.step_ms, start_ms: heat.start_ms, bounds_ns: fresh.heat.bounds_ns, rows: heat.values },
+    };
 }
 
 /// Follows one disk or group over one span, until it is stopped.
@@ -80,17 +94,19 @@ export class Follower {
         }
         const { span_ms } = SPANS[this.span];
         const asked = this.known;
-        const since = asked ? `&since=${asked.end_ms - asked.step_ms}` : "";
+        const since = asked ? `&since=${Math.min(asked.end_ms - asked.step_ms, asked.heat.start_ms + (asked.heat.rows.length - 1) * asked.heat.step_ms)}` : "";
         try {
             const told = await ask("GET", `${place(this.node)}/history?span=${this.span}${since}`, { signal: this.stopped.signal });
-            if (!(told?.step_ms > 0)) throw new TypeError("the daemon's history has no steps");
+            if (!(told?.step_ms > 0)) throw new Error("it has no steps");
             const fresh = read(told, span_ms);
             if (asked !== this.known) return this.soon(0); // It is to be asked whole, meanwhile.
-            if (fresh.steps > 0) this.known = asked ? joined(asked, fresh) : fresh;
+            if (fresh.steps > 0) this.known = newer(asked, fresh);
             if (this.known) this.told(this.known, null);
         } catch (error) {
             if (this.stopped.signal.aborted) return;
             this.told(null, error);
+            // Where the daemon is back sooner, it is asked again at once.
+            return this.soon(BETWEEN_MS[1]);
         }
         const [least, most] = BETWEEN_MS;
         this.soon(Math.min(most, Math.max(least, this.known?.step_ms ?? 0)));

@@ -4,12 +4,15 @@
 // minutes would have felt under it. It alone judges what is allowed: its words are shown as they
 // are. All changes of a draft are applied together or not at all.
 
-import { Refused, ask, place } from "./api.js";
+import { Refused, ask, place, token } from "./api.js";
 import { attribute, element, say } from "./element.js";
 import * as figures from "./figures.js";
 
 /// After the last touch of a slider.
 const STILL_MS = 250;
+/// The daemon does one preview at a time; another page's took the place of this one's.
+const BUSY = 409;
+const AGAIN_MS = 1000;
 /// Places of a slider; the first is no limit.
 const PLACES = 200;
 const LOWEST = { iops: 10, bps: 64 * 1024 };
@@ -196,7 +199,7 @@ export class Limits {
             for (const kind of Object.keys(figures.KINDS)) if (this.value(kind) > 0) this.add(kind, false);
             this.offer();
             for (const [name, input] of this.fields) {
-                if (!edited.has(name) && input !== document.activeElement) input.value = this.typed(name, this.value(name));
+                if (!edited.has(name)) input.value = this.typed(name, this.value(name));
                 if (input.slider) this.toSlider(name);
             }
             this.changed();
@@ -218,8 +221,13 @@ export class Limits {
         const draft = this.draft();
         this.lastDraft = draft;
         const names = Object.keys(draft);
-        for (const [name, input] of this.fields) input.classList.toggle("is-draft", name in draft);
         const canChange = this.store.access === "change";
+        this.more.disabled = !canChange;
+        for (const [name, input] of this.fields) {
+            input.classList.toggle("is-draft", name in draft);
+            input.disabled = !canChange;
+            if (input.slider) input.slider.disabled = !canChange;
+        }
         this.apply.disabled = !canChange || names.length === 0;
         this.reset.disabled = names.length === 0;
         say(this.why, canChange ? "" : "Read-only: this daemon was started without --http-token-file, so that nothing can be changed here.");
@@ -227,10 +235,10 @@ export class Limits {
         clearTimeout(this.timer);
         this.asked?.abort();
         if (names.length) this.timer = setTimeout(() => this.preview(draft), STILL_MS);
-        else this.seen.replaceChildren(element("p", { class: "hint" }, "Move a slider or type a number: what the last ten minutes would have felt is shown here, before anything changes."));
+        else this.seen.replaceChildren(element("p", { class: "hint" }, !canChange ? "Where limits can be changed, what they would have done is shown here." : "Move a slider or type a number: what the last ten minutes would have felt is shown here, before anything changes."));
     }
 
-    async preview(draft, using = null) {
+    async preview(draft, using = token()) {
         const asked = this.asked = new AbortController();
         this.seen.classList.add("is-old");
         try {
@@ -238,11 +246,22 @@ export class Limits {
             if (!asked.signal.aborted) this.seen.replaceChildren(...felt(told, draft, this));
         } catch (error) {
             if (asked.signal.aborted) return;
+            if (error.status === BUSY) {
+                this.timer = setTimeout(() => this.preview(draft), AGAIN_MS);
+                return;
+            }
             const needs = error instanceof Refused && error.isAboutToken;
-            this.seen.replaceChildren(element("p", { class: "wrong" }, needs ? "This daemon shows what a limit would do to whoever has its token." : error.message));
-            if (needs) this.seen.append(element("button", { type: "button", onclick: () => this.token.with((token) => this.preview(draft, token)) }, "Enter the token"));
+            this.seen.replaceChildren(element("p", { class: "wrong" }, needs ? using ? `The token is wrong: ${error.message}` : "What this would do is shown to whoever has the daemon's token." : error.message));
+            if (needs) this.seen.append(element("button", { type: "button", onclick: () => this.enter() }, "Enter the token"));
         }
         this.seen.classList.remove("is-old");
+    }
+
+    /// The token first, then what the draft would do.
+    async enter() {
+        await this.token.right(this.node);
+        this.changed();
+        this.apply.focus();
     }
 
     /// Changes them, together; asks for the token where there is none.
@@ -253,6 +272,7 @@ export class Limits {
         try {
             const told = await this.token.with((using) => ask("PATCH", `${place(this.node)}/limits`, { body: draft, using }));
             if (told === undefined || this.isStopped) return; // It was given up at the question for the token.
+            const held = document.activeElement === this.apply || document.activeElement === this.back;
             // The stream says so too, soon; until then this is what is known.
             Object.assign(this.node, told);
             for (const name of names) this.fields.get(name).value = this.typed(name, this.value(name));
@@ -262,6 +282,8 @@ export class Limits {
             this.changed();
             this.undo = isUndo ? null : before;
             this.back.hidden = isUndo;
+            // A button that is of no use now would lose the focus to nowhere.
+            if (held) (isUndo ? this.fields.get(names[0]) : this.back).focus();
             const text = names.map((name) => `${name} ${this.told(name, before[name])} → ${this.told(name, this.value(name))}`).join(", ");
             this.result.className = "result";
             say(this.result, `In force: ${text}`);
@@ -277,7 +299,6 @@ export class Limits {
 
     takeBack() {
         if (this.undo) this.send(this.undo, true);
-        this.apply.focus();
     }
 }
 
@@ -291,14 +312,15 @@ function round(value, isBytes) {
 /// What was felt, and what would have been.
 function felt(told, draft, of) {
     const changes = Object.entries(draft).map(([name, value]) => `${name} ${of.told(name, of.value(name))} → ${typeof value === "number" ? of.told(name, value) : value}`).join(", ");
-    const { now = {}, then = {}, requests, seconds } = told ?? {};
+    const { requests, seconds } = told ?? {};
+    const [now, then] = [told?.now ?? {}, told?.then ?? {}];
     if (!requests) return [element("p", { class: "hint" }, "Nobody asked anything of it in the last ten minutes, so there is nothing to try this on."), element("p", { class: "hint" }, changes)];
     const rows = FELT.filter(([key]) => now[key] != null || then[key] != null).map(([key, title, show]) => {
         const [one, other] = [show(now[key]), show(then[key])];
         const isBad = !key.includes("per_second") && then[key] > now[key] * 1.1 && one !== other;
         return element("tr", {}, element("th", { scope: "row" }, title), element("td", {}, one), element("td", { class: one === other ? "" : isBad ? "worse" : "other" }, other));
     });
-    return [element("table", {}, element("caption", {}, `What ${figures.count(requests)} requests of the last ${figures.age(seconds * 1000)} felt, and what they would have felt with ${changes}`),
+    return [element("table", {}, element("caption", {}, `What ${figures.count(requests)} requests of the last ${seconds < 120 ? `${Math.round(seconds)}s` : figures.age(seconds * 1000)} felt, and what they would have felt with ${changes}`),
         element("thead", {}, element("tr", {}, element("td", {}), element("th", { scope: "col" }, "now"), element("th", { scope: "col" }, "then"))),
         element("tbody", {}, ...rows))];
 }

@@ -39,6 +39,7 @@ function draw() {
     detail.update();
     token.update();
     say(part("sums"), sums(store));
+    titled();
     const { name, version: is, started_ms } = store.daemon;
     say(part("daemon"), [name, is, started_ms ? `up ${figures.age((store.timeMs ?? Date.now()) - started_ms)}` : null].filter(Boolean).join(" · "));
     const devices = [...store.devices.values()].map(device);
@@ -46,10 +47,10 @@ function draw() {
     say(part("devices"), devices.join(" · "));
 }
 
-function device({ name, used_ratio, use_ratio, use: used, disks }) {
-    const share = used_ratio ?? use_ratio ?? used;
+function device({ name, busy_ratio, disks }) {
+    const share = busy_ratio;
     const many = Array.isArray(disks) ? disks.length : disks;
-    return [`${name}:`, typeof share === "number" ? `${figures.share(share)} in use` : "use not known", many > 0 ? `(${figures.several(many, "disk")})` : null].filter(Boolean).join(" ");
+    return [`${name}:`, typeof share === "number" ? `${figures.share(share)} busy` : null, many > 0 ? `(${figures.several(many, "disk")})` : null].filter(Boolean).join(" ");
 }
 
 // What the address names.
@@ -80,6 +81,11 @@ function back() {
     tree.grid.focus();
 }
 
+function titled() {
+    const key = detail.key;
+    document.title = [key?.slice(key.indexOf("/") + 1), "weir", store.daemon.name].filter(Boolean).join(" · ");
+}
+
 function view(name) {
     document.body.dataset.view = name;
     for (const button of document.querySelectorAll(".views button")) {
@@ -96,7 +102,7 @@ function route() {
     detail.show(key);
     tree.mark(key);
     events.mark(key);
-    document.title = key ? `${key.slice(key.indexOf("/") + 1)} – weir` : "weir";
+    titled();
     if (key && key !== had) part("detail").scrollTop = 0;
     view(key ? "detail" : document.body.dataset.view === "events" ? "events" : "list");
 }

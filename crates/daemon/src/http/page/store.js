@@ -101,7 +101,7 @@ export const isHeld = (node) => node.wait_ratio > 0 || node.waiting_requests > 0
 
 /// The limit that it waits for: `iops-total`, of a group above `gold: iops-total`; or null.
 export function binding(node, isShort = false) {
-    const held = node.held_by;
+    const held = node.held_by ?? (node.kind === "group" && node.limit ? { limit: node.limit } : null);
     if (!held) return null;
     const limit = (isShort ? KINDS[held.limit] : null) ?? held.limit ?? "a limit";
     return held.name && held.name !== node.name ? `${held.name}: ${limit}` : limit;

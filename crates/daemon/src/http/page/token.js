@@ -33,8 +33,16 @@ export class Token {
             return;
         }
         const [any] = this.store.nodes.values();
-        // No member to be changed: it says whether the token is right.
-        if (any) this.with((using) => ask("PATCH", `${place(any)}/limits`, { body: {}, using })).catch(() => {});
+        if (any) this.right(any);
+    }
+
+    /// Asks until there is the right one, or nobody wants to say it. A change of nothing tells.
+    async right(node) {
+        try {
+            await this.with((using) => ask("PATCH", `${place(node)}/limits`, { body: {}, using }));
+        } catch {
+            // The daemon took the token, and is of another opinion about a change of nothing.
+        }
     }
 
     /// What `act` gives with a token that the daemon takes; nothing where the question is cancelled.
