@@ -119,6 +119,27 @@ impl Histogram {
 }
 
 impl Spread {
+    /// By bucket, the shortest first; a bucket's bounds are the same in every spread.
+    pub fn counts(&self) -> &[u64] {
+        &self.counts
+    }
+
+    /// The time that such a part of requests took at most, from 0 to 1, of what was counted by
+    /// bucket; known to a tenth, and the middle of its bucket. `None` where nothing was.
+    pub fn rank_ns(counts: &[u64], part: f64) -> Option<u64> {
+        let sum: u64 = counts.iter().sum();
+        let rank = ((sum as f64 * part).ceil() as u64).clamp(1, sum.max(1));
+        let mut seen = 0;
+        let place = counts.iter().position(|count| {
+            seen += count;
+            seen >= rank
+        })?;
+        let bound = |place: usize| BOUNDS.get(place).map(|bound| bound.at_most_ns);
+        let from_ns = place.checked_sub(1).and_then(bound).unwrap_or(0);
+        let until_ns = bound(place).unwrap_or(from_ns);
+        Some(from_ns.midpoint(until_ns))
+    }
+
     /// How many.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
@@ -127,8 +148,13 @@ impl Spread {
     /// How many took longer than the bound before and no longer than this one, by
     /// [`ROUND_BOUNDS_NS`]; the last is of those that took longer than all.
     pub fn round(&self) -> [u64; ROUND_BOUNDS_NS.len() + 1] {
+        Self::round_of(&self.counts)
+    }
+
+    /// The same of what was counted by bucket.
+    pub fn round_of(counts: &[u64]) -> [u64; ROUND_BOUNDS_NS.len() + 1] {
         let mut sums = [0; ROUND_BOUNDS_NS.len() + 1];
-        for (place, count) in self.counts.iter().enumerate() {
+        for (place, count) in counts.iter().enumerate() {
             let at_most_ns = BOUNDS.get(place).map_or(u64::MAX, |bound| bound.at_most_ns);
             sums[ROUND_BOUNDS_NS.partition_point(|&bound| bound < at_most_ns)] += count;
         }
@@ -310,6 +336,22 @@ mod tests {
             assert!(seconds <= bound(index) || index == 49, "{ns} ns in {index}");
             assert!(seconds > bound(index - 1) || index == -68, "{ns} ns in {index}");
         }
+    }
+
+    #[test]
+    fn ranks_are_known_to_a_tenth() {
+        let histogram = Histogram::default();
+        for ns in 1..=1000 {
+            histogram.add(ns * 100_000, 1);
+        }
+        let spread = histogram.spread();
+        for part in [0.01, 0.5, 0.9, 0.99, 1.0] {
+            let ns = Spread::rank_ns(spread.counts(), part).unwrap() as f64;
+            let exact = part * 1e8;
+            assert!((ns / exact - 1.0).abs() < 0.1, "{part}: {ns} instead of {exact}");
+        }
+        assert_eq!(Spread::rank_ns(&[0; 3], 0.5), None);
+        assert_eq!(Spread::rank_ns(&[], 0.5), None);
     }
 
     #[test]

@@ -21,6 +21,7 @@ mod statistics;
 pub mod trace;
 pub mod tune;
 
+pub use simulate::preview;
 #[doc(hidden)]
 pub use trace::fuzzing;
 pub use trace::recording;

@@ -1,6 +1,7 @@
 //! A client with a fixed number of requests in flight: it sends the next when one is answered.
 //!
-//! A program that copies a file behaves so; the requests of a trace come regardless of answers.
+//! A program that copies a file behaves so; the requests of a trace come regardless of answers. A
+//! [`Chain`] is such a client that was recorded.
 
 use super::request::{Op, Request};
 
@@ -70,5 +71,59 @@ impl Client {
 
     fn goes_on(&self, at: u64) -> bool {
         at < self.spec.time.end && self.spec.count.is_none_or(|count| self.sent < count)
+    }
+}
+
+/// A client with one request in flight that asks again what it was recorded to ask, each as long
+/// after the answer to the one before as it was; over and over.
+#[derive(Clone, Debug)]
+pub(crate) struct Chain {
+    disk: usize,
+    links: Vec<Link>,
+    next: usize,
+    /// From the last answer to the end of what was recorded.
+    rest_ns: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    /// Since the answer to the one before.
+    think_ns: u64,
+    op: Op,
+    length: u64,
+    service_ns: u64,
+}
+
+impl Chain {
+    pub(crate) fn new(disk: usize) -> Self {
+        Self { disk, links: Vec::new(), next: 0, rest_ns: 0 }
+    }
+
+    /// One more; the first is so long after the beginning of what was recorded.
+    pub(crate) fn add(&mut self, think_ns: u64, op: Op, length: u64, service_ns: u64) {
+        self.links.push(Link { think_ns, op, length, service_ns });
+    }
+
+    /// So long after the last answer all begins anew.
+    pub(crate) fn again_after(self, rest_ns: u64) -> Self {
+        Self { rest_ns, ..self }
+    }
+
+    /// When the first comes; none where there is nothing to ask.
+    pub(super) fn begins_ns(&self) -> Option<u64> {
+        self.links.first().map(|first| first.think_ns)
+    }
+
+    pub(super) fn answered(&self, now: u64, at_once: bool) -> u64 {
+        let rest_ns = if self.next == 0 { self.rest_ns } else { 0 };
+        let least_ns = if at_once { LEAST_NS } else { 0 };
+        now.saturating_add((self.links[self.next].think_ns + rest_ns).max(least_ns))
+    }
+
+    /// The next request, and how long its device takes.
+    pub(super) fn next(&mut self, now: u64) -> (Request, u64) {
+        let Link { op, length, service_ns, .. } = self.links[self.next];
+        self.next = (self.next + 1) % self.links.len();
+        (Request { at_ns: now, disk: self.disk, op, offset: 0, length }, service_ns)
     }
 }

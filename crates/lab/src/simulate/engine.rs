@@ -25,7 +25,7 @@ use policy::{
 
 use super::{
     bucket::{Bucket, Held},
-    client::Client,
+    client::{Chain, Client},
     flow::What,
     prefetch::Ahead,
     request::{Op, Request},
@@ -60,11 +60,22 @@ pub(crate) enum Impossible {
     Prefetch(String, Invalid),
 }
 
+/// Who sends the next request when one is answered.
+#[derive(Debug)]
+enum Sender {
+    Client(Client),
+    /// The device takes what was recorded for the request in flight.
+    Chain {
+        chain: Chain,
+        service_ns: u64,
+    },
+}
+
 #[derive(Debug)]
 pub(crate) struct Engine {
     state: State,
     waiting: Waiting,
-    clients: Vec<Client>,
+    clients: Vec<Sender>,
     watch: Watch,
     /// By disk, if they are kept.
     rows: Option<Vec<Row>>,
@@ -171,7 +182,15 @@ impl Engine {
         for _ in 0..client.spec.depth {
             self.state.flow.foresee(client.spec.time.start.max(self.state.now), What::Send(number));
         }
-        self.clients.push(client);
+        self.clients.push(Sender::Client(client));
+    }
+
+    /// It begins at its own time, and never ends.
+    pub(crate) fn add_chain(&mut self, chain: Chain) {
+        let Some(begins_ns) = chain.begins_ns() else { return };
+        let number = self.clients.len() as u32;
+        self.state.flow.foresee(begins_ns.max(self.state.now), What::Send(number));
+        self.clients.push(Sender::Chain { chain, service_ns: 0 });
     }
 
     /// Runs all events up to a request, which is not before earlier ones, unless `stop` is set.
@@ -270,12 +289,26 @@ impl Engine {
                 }
             }
             What::Answer(client, at_once) => {
-                if let Some(at) = self.clients[client as usize].answered(self.state.now, at_once) {
+                let now = self.state.now;
+                let at = match &self.clients[client as usize] {
+                    Sender::Client(known) => known.answered(now, at_once),
+                    Sender::Chain { chain, .. } => Some(chain.answered(now, at_once)),
+                };
+                if let Some(at) = at {
                     self.state.flow.foresee(at, What::Send(client));
                 }
             }
             What::Send(client) => {
-                if let Some(request) = self.clients[client as usize].next(self.state.now) {
+                let now = self.state.now;
+                let request = match &mut self.clients[client as usize] {
+                    Sender::Client(known) => known.next(now),
+                    Sender::Chain { chain, service_ns } => {
+                        let (request, took_ns) = chain.next(now);
+                        *service_ns = took_ns;
+                        Some(request)
+                    }
+                };
+                if let Some(request) = request {
                     self.ask(request, client);
                 }
             }
@@ -393,7 +426,12 @@ impl Engine {
     fn serve(&mut self, request: &Request, client: u32, bucket: Bucket) {
         let (now, index) = (self.state.now, request.disk);
         let disk = &mut self.state.disks[index];
+        let recorded_ns = match self.clients.get(client as usize) {
+            Some(Sender::Chain { service_ns, .. }) => Some(*service_ns),
+            _ => None,
+        };
         let completed = match &mut disk.ahead {
+            _ if recorded_ns.is_some() => now.saturating_add(recorded_ns.unwrap_or(0)),
             None => self.state.flow.devices.begin(disk.place, request.op, request.length, now),
             Some(ahead) if request.op == Op::Read => {
                 let (tree, node, limited) =

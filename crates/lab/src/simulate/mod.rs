@@ -25,6 +25,7 @@ mod flow;
 mod generator;
 mod output;
 mod prefetch;
+pub mod preview;
 mod request;
 mod scenario;
 mod setup;
