@@ -1,5 +1,5 @@
-"""The rows that ask what it costs to see what a daemon does: recordings, metrics, both; and how
-long a scrape of many disks takes.
+"""The rows that ask what it costs to see what a daemon does: recordings, metrics, the page, all of
+them; and how long a scrape of many disks takes.
 
 Why in memory: no request is shorter, so nothing hides what is added to one; and the thread that
 writes or answers takes its processor time from the same machine.
@@ -7,7 +7,9 @@ writes or answers takes its processor time from the same machine.
 Never judges what is in a recording or on a page of metrics: that is for the tests.
 """
 
+import contextlib
 import http.client
+import selectors
 import socket
 import threading
 import time
@@ -23,10 +25,13 @@ from rows import WEIR, Row
 
 LOAD = Load("randread", 32)
 NONE, RECORDING, METRICS, ALL = WEIR, f"{WEIR}, recording", f"{WEIR}, metrics", f"{WEIR}, all"
+PAGE = f"{WEIR}, page"
 # A block is written a second after its first request, at most.
 WRITTEN_SECONDS = 1.2
 # Prometheus asks every fifteen seconds where nobody says otherwise.
 SCRAPE_SECONDS = 1
+# Pages that are open.
+STREAMS = 8
 # What a change may cost that nobody is to notice, and bytes of a request at a random place.
 KEPT, BYTES = 0.97, 12
 DISKS, SCRAPE_MS = 1000, 50
@@ -74,10 +79,43 @@ class Scraper:
         self._thread.join()
 
 
-class Watched(groups.Daemon):
-    """weir's memory disk, with a recording in a directory that ends with it, metrics, or both."""
+class Pages:
+    """Reads the streams of some pages while its block runs."""
 
-    def __init__(self, setup, recorded, measured):
+    def __init__(self, path):
+        self._path, self._selector, self.events = path, selectors.DefaultSelector(), 0
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                read = key.fileobj.recv(1 << 16)
+                self.events += read.count(b"event: delta")
+                if not read:
+                    self._selector.unregister(key.fileobj)
+                    key.fileobj.close()
+
+    def __enter__(self):
+        self._streams = [socket.socket(socket.AF_UNIX) for _ in range(STREAMS)]
+        for stream in self._streams:
+            stream.connect(str(self._path))
+            stream.sendall(b"GET /api/v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            self._selector.register(stream, selectors.EVENT_READ)
+        self._thread.start()
+
+    def __exit__(self, *_error):
+        for stream in self._streams:
+            stream.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        if self.events < STREAMS:
+            raise servers.ServerFailed(f"{STREAMS} pages were told {self.events} times of what changes")
+
+
+class Watched(groups.Daemon):
+    """weir's memory disk, with a recording in a directory that ends with it, metrics, a page, or
+    all of them."""
+
+    def __init__(self, setup, recorded, measured, shown):
         def command(directory, monitor):
             options = ["--qmp", f"unix:{monitor}"]
             if recorded:
@@ -86,30 +124,35 @@ class Watched(groups.Daemon):
             if measured:
                 self.metrics = directory / "metrics.sock"
                 options += ["--metrics", f"unix:{self.metrics}"]
+            if shown:
+                self.page = directory / "page.sock"
+                options += ["--http", f"unix:{self.page}"]
             return servers.weir(setup.program, f"memory:{setup.size_bytes}", *options)
 
         super().__init__(command)
 
 
-def started(setup, stack, recorded, measured):
+def started(setup, stack, recorded, measured, shown):
     """A watched daemon whose disk is filled."""
-    daemon = stack.enter_context(Watched(setup, recorded, measured))
+    daemon = stack.enter_context(Watched(setup, recorded, measured, shown))
     loads.fill(daemon.uri, setup.disk)
     return daemon
 
 
-def watching(recorded, measured, name):
+def watching(recorded, measured, shown, name):
     """weir's memory disk that nobody watches, and one that is watched."""
 
     def contenders(setup, stack):
         plain = rows.in_memory(setup, stack, servers.weir(setup.program, f"memory:{setup.size_bytes}"))
-        daemon = started(setup, stack, recorded, measured)
+        daemon = started(setup, stack, recorded, measured, shown)
         monitor = stack.enter_context(daemon.monitor())
 
         def load():
-            if not measured:
-                return rows.under_load(daemon, LOAD, setup.seconds)
-            with Scraper(daemon.metrics):
+            with contextlib.ExitStack() as watchers:
+                if measured:
+                    watchers.enter_context(Scraper(daemon.metrics))
+                if shown:
+                    watchers.enter_context(Pages(daemon.page))
                 return rows.under_load(daemon, LOAD, setup.seconds)
 
         def progress():
@@ -136,7 +179,7 @@ def watching(recorded, measured, name):
     return contenders
 
 
-def row(name, title, watched, recorded, measured):
+def row(name, title, watched, recorded=False, measured=False, shown=False):
     """A row of a daemon that is watched beside one that is not."""
     bounds = (
         AtMost(BYTES, "bytes", lambda bytes_each: f"{bytes_each:.1f} bytes a request", watched),
@@ -145,7 +188,7 @@ def row(name, title, watched, recorded, measured):
     return Row(
         name,
         f"4 KiB randread, depth 32, one connection, memory: {title}",
-        watching(recorded, measured, watched),
+        watching(recorded, measured, shown, watched),
         (Faster(watched, KEPT, (NONE,)), *(bounds if recorded else ())),
         columns=("iops", "cpu_us", "bytes", "lost") if recorded else ("iops", "cpu_us"),
         needs_weir=True,
@@ -191,9 +234,10 @@ def many_disks(setup, stack):
 
 
 ROWS = (
-    row("recording", "all of it recorded, and none", RECORDING, recorded=True, measured=False),
-    row("metrics", "scraped once a second, and never", METRICS, recorded=False, measured=True),
-    row("watched", "recorded and scraped, and neither", ALL, recorded=True, measured=True),
+    row("recording", "all of it recorded, and none", RECORDING, recorded=True),
+    row("metrics", "scraped once a second, and never", METRICS, measured=True),
+    row("page", f"{STREAMS} pages open, and none", PAGE, shown=True),
+    row("watched", "recorded, scraped and shown, and not", ALL, recorded=True, measured=True, shown=True),
     Row(
         "scrape",
         f"a scrape of {DISKS} disks that have been used",
