@@ -38,6 +38,7 @@ mod fio;
 mod from_qemu;
 mod fuse;
 mod hostile;
+mod http;
 mod image_habits;
 mod image_soak;
 mod imitation;

@@ -9,7 +9,7 @@
 //!     takeover/ another daemon goes on where this one stops
 //!     qmp/      the control socket: stream ─► session ─► command ─► commands/, a file a subject
 //!   events/     what has happened: the last of it, and who asked for it
-//!   http/       what Prometheus asks for, on a thread of its own
+//!   http/       what Prometheus and the page ask for, on a thread of its own
 //!   on_event/   the process that hands events on to a webhook or a command
 //!   sandbox/    rights that are given up once all is open
 //!   notify      what the service manager is told

@@ -19,7 +19,7 @@ use policy::access::Access;
 use super::{
     Address, Disk, DiskDraft, DoorExport, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings,
     Place, Plan, Said, Server, Service, ServiceDraft, Settings, SocketAccess, Standard, Tls, Wrong,
-    groups::Groups, promises,
+    groups::Groups, http, promises,
 };
 
 /// Threads by default, at most: past them a disk's own queue is what limits.
@@ -80,9 +80,10 @@ impl Plan {
             disk.access = said.access.check(&tls, false)?;
         }
         let doors = doors(&draft.disks, &servers)?;
-        let (control, metrics) = (draft.service.qmp.clone(), draft.service.metrics.clone());
+        let control = draft.service.qmp.clone();
+        let told = [&draft.service.metrics, &draft.service.http].map(Clone::clone);
         let service = service(draft.service, tls)?;
-        check_sockets(&servers, &doors, &control, metrics.as_ref())?;
+        check_sockets(&servers, &doors, &control, told.iter().flatten())?;
         Ok(Self { disks, groups, servers, doors, service })
     }
 }
@@ -345,8 +346,10 @@ fn doors(disks: &[DiskDraft], servers: &[Server]) -> Result<Vec<DoorExport>, Wro
 fn check_without_nbd(draft: &Draft) -> Result<(), Wrong> {
     let connections = draft.service.max_connections.as_ref().map(|said| &said.place);
     let descriptions = draft.disks.iter().filter_map(|disk| disk.description.as_ref());
-    let mut unused =
-        connections.into_iter().chain(draft.service.tls.wanted()).chain(descriptions.map(|said| &said.place));
+    // The page has the certificates too.
+    let has_page = matches!(&draft.service.http, Some(said) if matches!(said.value, Address::Tcp { .. }));
+    let tls = draft.service.tls.wanted().filter(|_| !has_page);
+    let mut unused = connections.into_iter().chain(tls).chain(descriptions.map(|said| &said.place));
     match unused.next() {
         Some(place) => Err(place.wrong(
             "is not used, because no disk is exported over NBD (leave it out, or export one with NBD too)",
@@ -388,11 +391,11 @@ fn socket_of(server: &Server) -> Option<&Path> {
     }
 }
 
-fn check_sockets(
+fn check_sockets<'a>(
     servers: &[Server],
     doors: &[DoorExport],
     control: &[Said<PathBuf>],
-    metrics: Option<&Said<Address>>,
+    told: impl Iterator<Item = &'a Said<Address>> + Clone,
 ) -> Result<(), Wrong> {
     let doors = doors.iter().filter_map(|export| export.door.path());
     let exports: HashSet<PathBuf> =
@@ -401,14 +404,19 @@ fn check_sockets(
     if let Some(said) = control.iter().find(|said| exports.contains(&said.value)) {
         return Err(said.wrong(RULE));
     }
-    let Some(said) = metrics else { return Ok(()) };
-    match &said.value {
-        Address::Unix(path) if exports.contains(path) => Err(said.wrong(RULE)),
-        Address::Unix(path) if control.iter().any(|said| said.value == *path) => {
-            Err(said.wrong("is a control socket (use another)"))
-        }
-        _ => Ok(()),
+    if let Some(again) = repeated(told.clone()) {
+        return Err(again.wrong("both metrics and http are to be there (use another)"));
     }
+    for said in told {
+        match &said.value {
+            Address::Unix(path) if exports.contains(path) => return Err(said.wrong(RULE)),
+            Address::Unix(path) if control.iter().any(|said| said.value == *path) => {
+                return Err(said.wrong("is a control socket (use another)"));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
@@ -449,6 +457,7 @@ fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
         qmp: qmp(draft.qmp)?,
         metrics: draft.metrics.map(|said| said.value),
         on_event: draft.on_event.map(|said| said.value),
+        http: http::check(draft.http, draft.http_token_file, draft.http_name, &tls)?,
         access: draft.access.check(&tls, true)?,
         tls,
         log: LogSettings {

@@ -100,6 +100,11 @@ pub struct ServiceDraft {
     pub metrics: Option<Said<Address>>,
     /// Who is told of events beside the log.
     pub on_event: Option<Said<OnEvent>>,
+    /// Where the page is, and programs ask and change over HTTP.
+    pub http: Option<Said<Address>>,
+    pub http_token_file: Option<Said<PathBuf>>,
+    /// As what browsers may call this host there.
+    pub http_name: Vec<Said<String>>,
     pub workers: Option<Said<usize>>,
     pub poll: Option<Said<Polling>>,
     pub max_connections: Option<Said<u32>>,
@@ -135,6 +140,9 @@ impl ServiceDraft {
             qmp,
             metrics: self.metrics.or(other.metrics),
             on_event: self.on_event.or(other.on_event),
+            http: self.http.or(other.http),
+            http_token_file: self.http_token_file.or(other.http_token_file),
+            http_name: if self.http_name.is_empty() { other.http_name } else { self.http_name },
             workers: self.workers.or(other.workers),
             poll: self.poll.or(other.poll),
             max_connections: self.max_connections.or(other.max_connections),

@@ -34,6 +34,7 @@ mod doors;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod draft;
 mod groups;
+mod http;
 mod image;
 pub mod keyval;
 pub mod log;
@@ -70,6 +71,7 @@ use block::{
 pub use clients::{AccessDraft, tls_name};
 pub use doors::{Door, Fuse, Keyed, NbdDevice, Socket, Ublk, VhostUserBlk};
 pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
+pub use http::{Http, http_name};
 pub use image::{Image, reached};
 pub use log::{LogFormat, LogSettings};
 pub use on_error::OnErrorDraft;
@@ -235,6 +237,8 @@ pub struct Service {
     pub metrics: Option<Address>,
     /// Who is told of events beside the log.
     pub on_event: Option<OnEvent>,
+    /// Where the page is, over HTTP; `None`: nowhere.
+    pub http: Option<Http>,
     /// Encryption of connections.
     pub tls: Tls,
     /// What is logged.

@@ -34,7 +34,7 @@ use policy::{
     access::Names,
     time::{Duration, Instant},
 };
-use settings::{Address, Image, SocketAccess};
+use settings::{Image, SocketAccess};
 
 use super::{
     change::{Change, Listener},
@@ -121,8 +121,8 @@ pub(crate) struct Inventory {
     pub(crate) watchdog: Cell<Option<Duration>>,
     /// Another daemon is to let clients of the control sockets in.
     pub(crate) is_control_closed: Cell<bool>,
-    /// Where figures are asked for.
-    pub(crate) metrics: RefCell<Option<(Address, Vec<Listening>)>>,
+    /// Where figures are asked for over HTTP, by what two daemons call that.
+    pub(crate) told: RefCell<Vec<(String, Vec<Listening>)>>,
     /// The control sockets, by their paths.
     pub(crate) control: RefCell<Vec<(PathBuf, Fd)>>,
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
@@ -178,7 +178,7 @@ impl Inventory {
             ending: Cell::new(false),
             watchdog: Cell::new(None),
             is_control_closed: Cell::new(false),
-            metrics: RefCell::default(),
+            told: RefCell::default(),
             control: RefCell::default(),
             disks: RefCell::default(),
             watches: RefCell::default(),

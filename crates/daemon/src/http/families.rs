@@ -6,7 +6,7 @@
 //!
 //! Labels have values that somebody configured, or that are few: never what a client said.
 
-use std::{fmt, time::Duration};
+use std::{fmt, sync::Arc, time::Duration};
 
 use block::measures::{Spread, Timed, Whose};
 use policy::{
@@ -27,7 +27,7 @@ use super::{
 
 #[derive(Debug)]
 pub(super) struct Families {
-    pub(super) snapshot: Snapshot,
+    pub(super) snapshot: Arc<Snapshot>,
     pub(super) process: Process,
     pub(super) cgroups: ControlGroups,
 }
@@ -35,7 +35,7 @@ pub(super) struct Families {
 impl Collector for Families {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut writer = Writer::new(encoder);
-        let Snapshot { disks, groups, .. } = &self.snapshot;
+        let Snapshot { disks, groups, .. } = &*self.snapshot;
         self.daemon(&mut writer)?;
         of_disks(&mut writer, disks)?;
         latencies(&mut writer, disks)?;
@@ -101,7 +101,7 @@ impl Families {
     }
 
     fn events(&self, to: &mut Writer<'_>) -> fmt::Result {
-        let Snapshot { events, deliveries, .. } = &self.snapshot;
+        let Snapshot { events, deliveries, .. } = &*self.snapshot;
         let counts =
             |which: usize| events.iter().map(move |(kind, counts)| ([("kind", kind.name())], counts[which]));
         to.counters("weir_events", "Events that were told.", counts(0))?;
@@ -126,7 +126,7 @@ impl Families {
     }
 
     fn connections(&self, to: &mut Writer<'_>) -> fmt::Result {
-        let Snapshot { exports, servers, .. } = &self.snapshot;
+        let Snapshot { exports, servers, .. } = &*self.snapshot;
         let rows = exports.iter().map(|export| {
             let labels = [("export", &*export.id), ("disk", &*export.disk), ("type", export.kind)];
             (labels, export.connections as u64)

@@ -1,68 +1,116 @@
 //! The thread that answers over HTTP: who may be connected, and for how long.
 //!
-//! A connection has one request, and lasts [`LONGEST`] at most, whatever its client does. There are
-//! [`MOST_CONNECTIONS`] at a time; who comes then takes the place of the one that has been there
-//! longest. So neither a client that sends a byte a second nor a thousand that send none keep
-//! others from being answered, and memory is bounded.
+//! ```text
+//!   accept ─► Connections: room for one more ─► TLS, where there is ─► Patient ─► a router
+//! ```
+//!
+//! Prometheus's connections have one request, and last [`LONGEST`] at most, whatever their clients
+//! do. The page's may have more, one after the other, and those of its streams last as long as
+//! their clients read. There is a number of either at a time; who comes then takes the place of the
+//! one that has been there longest, of those that are no streams. So neither a client that sends a
+//! byte a second nor a thousand that send none keep others from being answered, and memory is
+//! bounded.
 //!
 //! Never looks at what is asked.
 
-use std::{
-    collections::VecDeque,
-    io,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{fmt, io, net::IpAddr, sync::Arc, time::Duration};
 
-use axum::Router;
+use axum::{Extension, Router};
+use export::nbd::TlsServer;
 use hyper::server::conn::http1;
-use hyper_util::{rt::TokioIo, service::TowerToHyperService};
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    service::TowerToHyperService,
+};
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
     net::{TcpListener, UnixListener},
     sync::oneshot,
-    task::AbortHandle,
     time::{sleep, timeout},
 };
 
+use super::{
+    connections::{Connection, Connections, Stream},
+    patient::Patient,
+    tls,
+};
 use crate::listen::{Authority, Listener};
 
 /// Prometheus gives up after ten seconds, unless it is told otherwise.
 const LONGEST: Duration = Duration::from_secs(10);
 /// Several may scrape one daemon, where one of them may fail.
-const MOST_CONNECTIONS: usize = 16;
+const MOST_SCRAPERS: usize = 16;
+/// Those of the page: streams, and as many again that ask. A browser opens six for one page.
+const MOST_READERS: usize = super::stream::MOST_STREAMS + 64;
 /// Of a request's head, in bytes; hyper takes no less than 8 KiB.
 const MOST_HEAD: usize = 16 << 10;
+/// What the kernel may have of a connection's answers, in bytes; it doubles the figure (socket(7)).
+const MOST_SENT: usize = 64 << 10;
 /// How long to wait where the process has no descriptor left.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Answers until `stopped` is heard, or its other end is dropped.
+/// What is behind an address.
+pub(super) struct Place {
+    pub(super) listeners: Vec<Listener>,
+    pub(super) router: Router,
+    pub(super) kind: Kind,
+}
+
+pub(super) enum Kind {
+    Metrics,
+    /// Encrypted, if there are keys.
+    Page(Option<TlsServer>),
+}
+
+/// Who asks; every request has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Peer {
+    /// None over a Unix socket.
+    pub(super) address: Option<IpAddr>,
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.address {
+            Some(address) => address.fmt(f),
+            None => f.write_str("a Unix socket"),
+        }
+    }
+}
+
+/// Answers until `stopped` is heard, or its other end is dropped. Calls `begin` on the runtime.
 pub(super) fn run(
-    listeners: Vec<Listener>,
-    router: &Router,
+    places: Vec<Place>,
+    begin: impl FnOnce(),
     stopped: oneshot::Receiver<()>,
 ) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
     runtime.block_on(async {
-        let connections = Arc::new(Connections::default());
         // Files of Unix sockets are removed once nobody listens.
         let mut files = Vec::new();
-        for Listener { socket, authority, file } in listeners {
-            files.push(file);
-            let socket = match authority {
-                Authority::Tcp(_) => {
-                    let socket = std::net::TcpListener::from(socket);
-                    socket.set_nonblocking(true)?;
-                    Socket::Tcp(TcpListener::from_std(socket)?)
-                }
-                Authority::Unix(_) | Authority::Unnamed(_) => {
-                    let socket = std::os::unix::net::UnixListener::from(socket);
-                    socket.set_nonblocking(true)?;
-                    Socket::Unix(UnixListener::from_std(socket)?)
-                }
+        for Place { listeners, router, kind } in places {
+            let most = match &kind {
+                Kind::Metrics => MOST_SCRAPERS,
+                Kind::Page(_) => MOST_READERS,
             };
-            tokio::spawn(accept(socket, router.clone(), Arc::clone(&connections)));
+            let door = Arc::new(Door { router, kind, connections: Connections::new(most) });
+            for Listener { socket, authority, file } in listeners {
+                files.push(file);
+                let socket = match authority {
+                    Authority::Tcp(_) => {
+                        let socket = std::net::TcpListener::from(socket);
+                        socket.set_nonblocking(true)?;
+                        Socket::Tcp(TcpListener::from_std(socket)?)
+                    }
+                    Authority::Unix(_) | Authority::Unnamed(_) => {
+                        let socket = std::os::unix::net::UnixListener::from(socket);
+                        socket.set_nonblocking(true)?;
+                        Socket::Unix(UnixListener::from_std(socket)?)
+                    }
+                };
+                tokio::spawn(accept(socket, Arc::clone(&door)));
+            }
         }
+        begin();
         let _ = stopped.await;
         Ok(())
     })
@@ -73,27 +121,42 @@ enum Socket {
     Unix(UnixListener),
 }
 
-trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
-impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
+struct Door {
+    router: Router,
+    kind: Kind,
+    connections: Connections,
+}
 
 impl Socket {
-    async fn next(&self) -> io::Result<Box<dyn Stream>> {
+    async fn next(&self) -> io::Result<(Box<dyn Stream>, Peer)> {
         Ok(match self {
-            Self::Tcp(listener) => Box::new(listener.accept().await?.0),
-            Self::Unix(listener) => Box::new(listener.accept().await?.0),
+            Self::Tcp(listener) => {
+                let (stream, address) = listener.accept().await?;
+                // Without these it works as well.
+                let _ = stream.set_nodelay(true);
+                let _ = rustix::net::sockopt::set_socket_send_buffer_size(&stream, MOST_SENT);
+                (Box::new(stream), Peer { address: Some(address.ip().to_canonical()) })
+            }
+            Self::Unix(listener) => {
+                let (stream, _) = listener.accept().await?;
+                let _ = rustix::net::sockopt::set_socket_send_buffer_size(&stream, MOST_SENT);
+                (Box::new(stream), Peer { address: None })
+            }
         })
     }
 }
 
-async fn accept(socket: Socket, router: Router, connections: Arc<Connections>) {
+async fn accept(socket: Socket, door: Arc<Door>) {
     let mut has_said = false;
     loop {
         match socket.next().await {
-            Ok(stream) => {
+            Ok((stream, peer)) => {
                 has_said = false;
-                connections.make_room();
-                let serving = tokio::spawn(timeout(LONGEST, serve(stream, router.clone())));
-                connections.add(serving.abort_handle());
+                if let Some(place) = door.connections.enter() {
+                    let (door, connection) = (Arc::clone(&door), place.connection());
+                    let serving = tokio::spawn(async move { door.serve(stream, peer, connection).await });
+                    place.fill(serving.abort_handle());
+                }
             }
             Err(error) => {
                 if !std::mem::replace(&mut has_said, true) {
@@ -105,27 +168,31 @@ async fn accept(socket: Socket, router: Router, connections: Arc<Connections>) {
     }
 }
 
-async fn serve(stream: Box<dyn Stream>, router: Router) {
-    let mut protocol = http1::Builder::new();
-    protocol.keep_alive(false).max_buf_size(MOST_HEAD);
-    // What a client does wrong is its own affair: it is told so, or has gone.
-    let _ = protocol.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router)).await;
-}
-
-/// Those that are open, the oldest first.
-#[derive(Default)]
-struct Connections(Mutex<VecDeque<AbortHandle>>);
-
-impl Connections {
-    fn make_room(&self) {
-        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        open.retain(|connection| !connection.is_finished());
-        while open.len() >= MOST_CONNECTIONS {
-            open.pop_front().inspect(AbortHandle::abort);
+impl Door {
+    async fn serve(&self, stream: Box<dyn Stream>, peer: Peer, connection: Connection) {
+        match &self.kind {
+            Kind::Metrics => {
+                let whole = self.answer(stream, false, peer, connection);
+                // It has been told what there was time for.
+                let _ = timeout(LONGEST, whole).await;
+            }
+            Kind::Page(None) => self.answer(stream, true, peer, connection).await,
+            Kind::Page(Some(keys)) => {
+                // Whoever cannot, or does not hurry, has gone.
+                if let Ok(Ok(stream)) = timeout(LONGEST, tls::accept(stream, keys)).await {
+                    self.answer(Box::new(stream), true, peer, connection).await;
+                }
+            }
         }
     }
 
-    fn add(&self, connection: AbortHandle) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push_back(connection);
+    async fn answer(&self, stream: Box<dyn Stream>, has_more: bool, peer: Peer, connection: Connection) {
+        let mut protocol = http1::Builder::new();
+        protocol.timer(TokioTimer::new()).header_read_timeout(LONGEST);
+        protocol.keep_alive(has_more).max_buf_size(MOST_HEAD);
+        let router = self.router.clone().layer(Extension(peer)).layer(Extension(connection));
+        let service = TowerToHyperService::new(router);
+        // What a client does wrong is its own affair: it is told so, or has gone.
+        let _ = protocol.serve_connection(TokioIo::new(Patient::new(stream)), service).await;
     }
 }

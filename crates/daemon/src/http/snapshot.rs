@@ -8,7 +8,7 @@ use std::{
     collections::HashMap,
     rc::Rc,
     sync::Arc,
-    time::{Duration, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use block::{
@@ -32,6 +32,7 @@ use policy::{
 
 use crate::{
     control::{
+        devices::Listed,
         inventory::{Door, Inventory, RunningDisk},
         recording::Running,
         serving::Serving,
@@ -41,6 +42,7 @@ use crate::{
 
 #[derive(Debug)]
 pub(super) struct Snapshot {
+    pub(super) taken: Instant,
     /// Since the Epoch.
     pub(super) started: Duration,
     pub(super) memory: Usage,
@@ -92,12 +94,16 @@ pub(super) struct ThrottleFigures {
 #[derive(Debug)]
 pub(super) struct GroupFigures {
     pub(super) name: String,
+    /// The group that it lies in.
+    pub(super) parent: Option<String>,
     pub(super) throttle: ThrottleFigures,
 }
 
 #[derive(Debug)]
 pub(super) struct DeviceFigures {
     pub(super) name: String,
+    /// Those that lie on it.
+    pub(super) disks: Vec<String>,
     pub(super) capacity: Option<Capacity>,
     /// None of one that is imitated, or has gone.
     pub(super) statistics: Option<Statistics>,
@@ -131,11 +137,12 @@ impl Snapshot {
         let servers = inventory.servers();
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self {
+            taken: Instant::now(),
             started: since_epoch.saturating_sub(inventory.uptime()),
             memory: Budget::process().usage(),
             disks: inventory.disks().iter().map(|running| disk(running)).collect(),
             groups: inventory.groups().iter().map(|one| group(one)).collect(),
-            devices: inventory.devices().iter().map(|listed| device(&listed.device)).collect(),
+            devices: inventory.devices().into_iter().map(device).collect(),
             exports: exports(inventory, &servers),
             servers: servers.iter().map(|one| server(one)).collect(),
             recordings: inventory.recordings.running().iter().filter_map(|(_, one)| recording(one)).collect(),
@@ -198,6 +205,7 @@ fn group(group: &block::layer::throttle::Group) -> GroupFigures {
     let GroupSettings { limits, share, watermark } = group.settings();
     GroupFigures {
         name: group.name().to_owned(),
+        parent: group.parent().map(|parent| parent.name().to_owned()),
         throttle: ThrottleFigures {
             stats: group.stats(),
             limits,
@@ -208,9 +216,10 @@ fn group(group: &block::layer::throttle::Group) -> GroupFigures {
     }
 }
 
-fn device(device: &block::device::Device) -> DeviceFigures {
+fn device(Listed { device, disks }: Listed) -> DeviceFigures {
     DeviceFigures {
         name: device.name().to_owned(),
+        disks,
         capacity: device.capacity(),
         statistics: device.statistics().ok().flatten(),
     }

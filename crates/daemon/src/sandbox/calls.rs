@@ -204,6 +204,8 @@ fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
         (libc::SYS_tgkill, vec![rule(&[(0, Is::Eq, own)])?]),
         (libc::SYS_prlimit64, vec![rule(&[(0, Is::Eq, 0)])?, rule(&[(0, Is::Eq, own)])?]),
         (libc::SYS_ioctl, one_of(1, &REQUESTS)?),
+        // A thread of its own accord gives way to all others; nobody else's, and no other way.
+        (libc::SYS_setpriority, vec![rule(&[(0, Is::Eq, 0), (1, Is::Eq, 0), (2, Is::Eq, 19)])?]),
         (
             libc::SYS_prctl,
             one_of(

@@ -303,8 +303,11 @@ fn sockets(plan: &Plan, served: &Served) -> Vec<PathBuf> {
     if plan.service.control != Standard::Off {
         sockets.extend(ControlSocket::of_daemon().ok().map(|place| place.path));
     }
-    if let Some(Address::Unix(path)) = &plan.service.metrics {
-        sockets.push(path.clone());
+    let page = plan.service.http.as_ref().map(|http| &http.address);
+    for address in plan.service.metrics.iter().chain(page) {
+        if let Address::Unix(path) = address {
+            sockets.push(path.clone());
+        }
     }
     for endpoint in &served.endpoints {
         if let Endpoint::Address(Address::Unix(path)) = endpoint {

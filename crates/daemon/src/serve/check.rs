@@ -29,6 +29,7 @@ use crate::{
         inventory::Inventory,
         recording,
     },
+    http::Token,
     listen, on_event, sandbox,
 };
 
@@ -101,6 +102,10 @@ async fn wrong(draft: &Draft, plan: &Plan) -> Vec<anyhow::Error> {
     found.extend(plan.service.on_event.as_ref().and_then(|target| {
         let place = service.on_event.as_ref().map(|said| &said.place);
         on_event::check(target).err().map(|error| at(place, error))
+    }));
+    found.extend(plan.service.http.as_ref().and_then(|http| {
+        let error = Token::read(http.token_file.as_deref()?).err()?;
+        Some(at(service.http_token_file.as_ref().map(|said| &said.place), error))
     }));
     found.extend(plan.service.record.as_ref().and_then(|record| {
         // The dot, because of a file it would tell nothing.
@@ -196,10 +201,18 @@ fn sockets(draft: &Draft, plan: &Plan, found: &mut Vec<anyhow::Error>) {
     });
     let of_disks = draft.disks.iter().flat_map(|disk| disk.exports.iter().map(|export| &export.listen));
     let said = |address: &Address| {
-        let mut all = draft.service.nbd.iter().chain(&draft.service.metrics).chain(of_disks.clone());
+        let mut all = draft
+            .service
+            .nbd
+            .iter()
+            .chain(&draft.service.metrics)
+            .chain(&draft.service.http)
+            .chain(of_disks.clone());
         all.find(|said| said.value == *address).map(|said| &said.place)
     };
-    for address in of_servers.chain(of_doors).chain(plan.service.metrics.clone()) {
+    let page = plan.service.http.as_ref().map(|http| http.address.clone());
+    let told = plan.service.metrics.clone().into_iter().chain(page);
+    for address in of_servers.chain(of_doors).chain(told) {
         match &address {
             Address::Unix(path) if made(path) && !path.exists() => {}
             address => {

@@ -39,8 +39,8 @@ use export::nbd;
 use policy::time::Duration;
 use sd_notify::NotifyState;
 use settings::{
-    DoorExport, Draft, Place, Plan, Said, Service, ServiceDraft, Standard, config, control::ControlSocket,
-    state::Store,
+    Address, DoorExport, Draft, Place, Plan, Said, Service, ServiceDraft, Standard, config,
+    control::ControlSocket, state::Store,
 };
 use steps::Steps;
 
@@ -54,7 +54,7 @@ use crate::{
         recording,
         reload::reload,
         serving::Serving,
-        takeover::newcomer::Newcomer,
+        takeover::{newcomer::Newcomer, told_name},
         wanted::Wanted,
         watch,
     },
@@ -248,7 +248,7 @@ impl Daemon {
         inventory.ends_when_idle.set(plan.service.exit_when_idle);
         inventory.watchdog.set(sd_notify::watchdog_enabled().or_else(|| newcomer.as_ref()?.watchdog()));
         let passed = newcomer.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
-        let metrics = metrics(&plan.service, newcomer.as_mut(), &inventory)?;
+        let told = told(&plan.service, newcomer.as_mut(), tls.as_ref(), &inventory)?;
         let uris = listen(&plan, inherited, newcomer.as_mut(), tls.clone(), &workers, &inventory).await?;
         let done = match until_ended(steps.run(&inventory), &events.1).await {
             Ok(done) => done.map(|()| true),
@@ -306,12 +306,11 @@ impl Daemon {
         // From here on nothing may fail: nobody else serves.
         // A thread that starts now has what rights are left.
         let of_cgroups = cgroups.as_ref().and_then(cgroup::watch::Running::figures);
-        let http = metrics
-            .map(|listeners| http::Http::start(listeners, &inventory, &workers, of_cgroups))
-            .transpose();
+        let http =
+            (!told.is_empty()).then(|| http::Http::start(told, &inventory, &workers, of_cgroups)).transpose();
         let http = match http {
             Err(error) if before.is_some() => {
-                tracing::error!("{error:#}: no figures can be had over HTTP");
+                tracing::error!("{error:#}: nothing can be had over HTTP");
                 None
             }
             http => http?,
@@ -481,23 +480,41 @@ fn control_sockets(
     Ok((sockets, None))
 }
 
-/// Where figures are asked for: bound, or another daemon's. The inventory knows it too, for the
-/// next one.
-fn metrics(
+/// Where figures are asked for over HTTP: bound, or another daemon's. The inventory knows it too,
+/// for the next one.
+fn told(
     service: &Service,
-    newcomer: Option<&mut Newcomer>,
+    mut newcomer: Option<&mut Newcomer>,
+    tls: Option<&nbd::Tls>,
     inventory: &Inventory,
-) -> anyhow::Result<Option<Vec<Listener>>> {
-    let Some(address) = &service.metrics else { return Ok(None) };
-    let taken = newcomer.map(|newcomer| newcomer.metrics(address)).transpose()?;
-    let listeners = taken.flatten().map_or_else(|| http::bind(address, &service.sockets), Ok)?;
-    let known = listeners.iter().map(|listener| -> std::io::Result<_> {
-        let path = listener.file.as_ref().map(|file| file.path().to_owned());
-        Ok((Fd::from(listener.socket.try_clone()?), path))
-    });
-    let known = known.collect::<Result<_, _>>().context("metrics")?;
-    inventory.metrics.replace(Some((address.clone(), known)));
-    Ok(Some(listeners))
+) -> anyhow::Result<http::Doors> {
+    let mut open = |what: &'static str, address: &Address| -> anyhow::Result<Vec<Listener>> {
+        let taken = newcomer.as_mut().map(|newcomer| newcomer.told(what, address)).transpose()?;
+        let bind = || http::bind(what, address, &service.sockets);
+        let listeners = taken.flatten().map_or_else(bind, Ok)?;
+        let known = listeners.iter().map(|listener| -> std::io::Result<_> {
+            let path = listener.file.as_ref().map(|file| file.path().to_owned());
+            Ok((Fd::from(listener.socket.try_clone()?), path))
+        });
+        let known = known.collect::<Result<_, _>>().context(what)?;
+        inventory.told.borrow_mut().push((told_name(what, address), known));
+        Ok(listeners)
+    };
+    let metrics = service.metrics.as_ref().map(|address| open("metrics", address)).transpose()?;
+    let page = |page: &settings::Http| -> anyhow::Result<_> {
+        let token = page.token_file.as_deref().map(http::Token::read).transpose()?;
+        let is_encrypted = page.is_encrypted(&service.tls);
+        if !is_encrypted && !page.is_local() {
+            tracing::warn!(
+                at = %page.address,
+                "http: everybody on the way reads the names of disks and what they do (set tls-certificates, or use an address of this host alone)"
+            );
+        }
+        let keys = tls.filter(|_| is_encrypted).map(|tls| tls.keys.clone());
+        let listeners = open("http", &page.address)?;
+        Ok(http::Page { listeners, names: page.names.clone(), token, keys })
+    };
+    Ok(http::Doors { metrics, page: service.http.as_ref().map(page).transpose()? })
 }
 
 /// SIGHUP: the config file is read again, and the log says what came of it.

@@ -81,8 +81,8 @@ pub(crate) struct Chain {
     disk: usize,
     links: Vec<Link>,
     next: usize,
-    /// From the last answer to the end of what was recorded.
-    rest_ns: u64,
+    /// From the beginning of what was recorded to the first request.
+    begins_ns: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -96,7 +96,7 @@ struct Link {
 
 impl Chain {
     pub(crate) fn new(disk: usize) -> Self {
-        Self { disk, links: Vec::new(), next: 0, rest_ns: 0 }
+        Self { disk, links: Vec::new(), next: 0, begins_ns: 0 }
     }
 
     /// One more; the first is so long after the beginning of what was recorded.
@@ -104,20 +104,30 @@ impl Chain {
         self.links.push(Link { think_ns, op, length, service_ns });
     }
 
-    /// So long after the last answer all begins anew.
-    pub(crate) fn again_after(self, rest_ns: u64) -> Self {
-        Self { rest_ns, ..self }
+    /// All begins anew, so long after the last answer as it was to the end of what was recorded and
+    /// from there to the first request.
+    ///
+    /// No longer than between two requests that is only where the recording was cut: whoever asks
+    /// always has been waiting for an answer then.
+    pub(crate) fn again_after(mut self, rest_ns: u64, longest_ns: u64) -> Self {
+        let second_ns = self.links.get(1).map(|second| second.think_ns);
+        if let Some(first) = self.links.first_mut() {
+            self.begins_ns = first.think_ns;
+            let between_ns = first.think_ns.saturating_add(rest_ns);
+            let is_cut = between_ns <= longest_ns.saturating_mul(2);
+            first.think_ns = second_ns.filter(|_| is_cut).unwrap_or(between_ns);
+        }
+        self
     }
 
     /// When the first comes; none where there is nothing to ask.
     pub(super) fn begins_ns(&self) -> Option<u64> {
-        self.links.first().map(|first| first.think_ns)
+        self.links.first().map(|_| self.begins_ns)
     }
 
     pub(super) fn answered(&self, now: u64, at_once: bool) -> u64 {
-        let rest_ns = if self.next == 0 { self.rest_ns } else { 0 };
         let least_ns = if at_once { LEAST_NS } else { 0 };
-        now.saturating_add((self.links[self.next].think_ns + rest_ns).max(least_ns))
+        now.saturating_add(self.links[self.next].think_ns.max(least_ns))
     }
 
     /// The next request, and how long its device takes.

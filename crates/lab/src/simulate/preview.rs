@@ -244,12 +244,21 @@ fn disk(disk: &DiskThen) -> Disk {
     }
 }
 
+/// A chain that is found.
+struct Recorded {
+    chain: Chain,
+    /// When its last request was answered.
+    free_ns: u64,
+    /// The longest that one of its requests took.
+    longest_ns: u64,
+}
+
 /// Requests that came one after the other's answer, from the beginning of all to the end. Of those
 /// that were answered and have no follower yet, the latest is followed.
 fn chains(disk: usize, past: &[Past], begin_ns: u64, end_ns: u64) -> Vec<Chain> {
     let mut past: Vec<_> = past.to_vec();
     past.sort_by_key(|request| request.arrived_ns);
-    let mut chains: Vec<(Chain, u64)> = Vec::new();
+    let mut chains: Vec<Recorded> = Vec::new();
     let mut asked: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
     let mut answered: Vec<usize> = Vec::new();
     for request in past {
@@ -260,15 +269,20 @@ fn chains(disk: usize, past: &[Past], begin_ns: u64, end_ns: u64) -> Vec<Chain> 
             answered.push(chain);
         }
         let place = answered.pop().unwrap_or_else(|| {
-            chains.push((Chain::new(disk), begin_ns));
+            chains.push(Recorded { chain: Chain::new(disk), free_ns: begin_ns, longest_ns: 0 });
             chains.len() - 1
         });
-        let (chain, free_ns) = &mut chains[place];
-        chain.add(request.arrived_ns - *free_ns, request.op, request.length, request.service_ns);
-        *free_ns = request.arrived_ns + request.wait_ns + request.service_ns;
+        let Recorded { chain, free_ns, longest_ns } = &mut chains[place];
+        let think_ns = request.arrived_ns - *free_ns;
+        chain.add(think_ns, request.op, request.length, request.service_ns);
+        let took_ns = request.wait_ns + request.service_ns;
+        *free_ns = request.arrived_ns + took_ns;
+        *longest_ns = took_ns.max(*longest_ns);
         asked.push(Reverse((*free_ns, place)));
     }
-    let again = |(chain, free_ns): (Chain, u64)| chain.again_after(end_ns.saturating_sub(free_ns));
+    let again = |Recorded { chain, free_ns, longest_ns }: Recorded| {
+        chain.again_after(end_ns.saturating_sub(free_ns), longest_ns)
+    };
     chains.into_iter().map(again).collect()
 }
 

@@ -36,10 +36,14 @@ mod stream;
 
 use std::rc::Rc;
 
+use arguments::Arguments;
+use block::layer::throttle::GroupSettings;
 pub(crate) use control::Control;
+use serde_json::{Map, Value};
 pub(crate) use server::Ending;
 use server::Execute as _;
 pub use session::qemu_release;
+use settings::{Changes, LimitChanges, Naming};
 
 use super::inventory::Inventory;
 
@@ -53,12 +57,41 @@ pub(crate) async fn perform(
     text: &str,
     implied: Option<&str>,
 ) -> Result<(), String> {
+    let arguments = keyval::arguments(text, implied).map_err(|error| error.to_string())?;
+    run(inventory, command, arguments).await
+}
+
+/// The same with arguments as a client sends them.
+///
+/// # Errors
+/// The command's, as a client would be told.
+pub(crate) async fn perform_sent(
+    inventory: &Rc<Inventory>,
+    command: &str,
+    arguments: Map<String, Value>,
+) -> Result<(), String> {
+    run(inventory, command, Arguments::new(arguments)).await
+}
+
+/// What settings would be, once these changes were made, which are `x-weir-set`'s: the same rules,
+/// and nothing happens.
+///
+/// # Errors
+/// The first rule that is broken.
+pub(crate) fn would_be(before: GroupSettings, changes: Map<String, Value>) -> Result<GroupSettings, String> {
+    let mut arguments = Arguments::new(changes);
+    let read = |arguments: &mut Arguments| {
+        let limits = LimitChanges::read(arguments, Naming::Plain)?;
+        Ok(Changes::read_own(arguments, "")?.with_limits(limits))
+    };
+    let changes = read(&mut arguments).and_then(|changes| arguments.finish().map(|()| changes));
+    changes.and_then(|changes| changes.apply_to(before)).map_err(|error: error::Error| error.to_string())
+}
+
+async fn run(inventory: &Rc<Inventory>, command: &str, arguments: Arguments) -> Result<(), String> {
     let commands = command::Commands { table: commands::TABLE, inventory: Rc::clone(inventory) };
-    let result = match keyval::arguments(text, implied) {
-        Ok(arguments) => match commands.execute(command, arguments) {
-            Ok(running) => running.await,
-            Err(error) => Err(error),
-        },
+    let result = match commands.execute(command, arguments) {
+        Ok(running) => running.await,
         Err(error) => Err(error),
     };
     result.map(drop).map_err(|error| error.to_string())

@@ -15,6 +15,7 @@
 mod directory;
 mod engine;
 mod names;
+mod recent;
 mod sink;
 
 use std::{
@@ -32,6 +33,8 @@ use block::{disk::Disk, reactor};
 use directory::Directory;
 use engine::{Engine, Output};
 use names::Numbers;
+use recent::Keeping;
+pub(crate) use recent::Recent;
 use settings::Record;
 pub(crate) use sink::Progress;
 use sink::Sink;
@@ -44,6 +47,8 @@ pub(crate) struct Running {
     pub(crate) of: Vec<String>,
     /// Where its files are, if it is the daemon's own.
     pub(crate) directory: Option<PathBuf>,
+    /// Whether somebody wants it for its own sake; else it is the page's.
+    is_listed: bool,
     pub(crate) progress: Arc<Progress>,
     /// Closed once it has ended.
     ended: async_channel::Receiver<Infallible>,
@@ -96,7 +101,13 @@ impl Recordings {
         let progress = Arc::default();
         let sink = Sink::new(file, reactor::now(), Arc::clone(&progress));
         let sink = sink.context("the recording cannot be begun")?;
-        let id = self.add(Box::new(sink), |ended| Running { of, directory: None, progress, ended })?;
+        let id = self.add(Box::new(sink), |ended| Running {
+            of,
+            directory: None,
+            is_listed: true,
+            progress,
+            ended,
+        })?;
         let (told, heard) = async_channel::bounded(1);
         self.send(|engine| engine.hear(told));
         // Nothing is ever sent.
@@ -112,8 +123,31 @@ impl Recordings {
         let path = record.directory.clone();
         let directory = Directory::new(record.clone());
         let progress = Arc::clone(directory.progress());
-        let running = |ended| Running { of: Vec::new(), directory: Some(path.clone()), progress, ended };
+        let running = |ended| Running {
+            of: Vec::new(),
+            directory: Some(path.clone()),
+            is_listed: true,
+            progress,
+            ended,
+        };
         self.add(Box::new(directory), running).map(drop)
+    }
+
+    /// Has what all disks were asked lately in memory for good.
+    ///
+    /// # Errors
+    /// No thread to be had.
+    pub(crate) fn remember(self: &Rc<Self>) -> anyhow::Result<Arc<Recent>> {
+        let recent = Arc::<Recent>::default();
+        let keeping = Keeping::new(Arc::clone(&recent), reactor::real_time());
+        let running = |ended| Running {
+            of: Vec::new(),
+            directory: None,
+            is_listed: false,
+            progress: Arc::default(),
+            ended,
+        };
+        self.add(Box::new(keeping), running).map(|_| recent)
     }
 
     fn add(
@@ -128,7 +162,9 @@ impl Recordings {
         let (told, ended) = async_channel::bounded(1);
         self.send(|engine| engine.add(id, output, told));
         let running = running(ended.clone());
-        tracing::info!(id, of = running.of.join(" "), "a recording has begun");
+        if running.is_listed {
+            tracing::info!(id, of = running.of.join(" "), "a recording has begun");
+        }
         self.running.borrow_mut().insert(id, Rc::new(running));
         self.name(&(self.disks)());
         let this = Rc::downgrade(self);
@@ -153,9 +189,11 @@ impl Recordings {
         }
     }
 
-    /// Those that run.
+    /// Those that run, for somebody.
     pub(crate) fn running(&self) -> Vec<(u64, Rc<Running>)> {
-        self.running.borrow().iter().map(|(id, running)| (*id, Rc::clone(running))).collect()
+        let running = self.running.borrow();
+        let listed = running.iter().filter(|(_, running)| running.is_listed);
+        listed.map(|(id, running)| (*id, Rc::clone(running))).collect()
     }
 
     /// Ends one; returns when its file is whole, or takes no more. `None` where there is none.
@@ -169,7 +207,8 @@ impl Recordings {
 
     /// Ends all.
     pub(crate) async fn end_all(&self) {
-        for (id, _) in self.running() {
+        let all: Vec<_> = self.running.borrow().keys().copied().collect();
+        for id in all {
             self.end(id).await;
         }
     }
@@ -180,6 +219,7 @@ impl Recordings {
         let progress = &running.progress;
         let (requests, lost, bytes) = (progress.requests(), progress.lost(), progress.bytes());
         match progress.error() {
+            _ if !running.is_listed => {}
             None => tracing::info!(id, requests, lost, bytes, "a recording has ended"),
             Some(error) => tracing::warn!(id, requests, lost, bytes, "a recording has ended: {error}"),
         }

@@ -24,7 +24,7 @@ use settings::Endpoint;
 
 use super::{
     channel::Channel,
-    clock_ns, devices, metrics_name, name,
+    clock_ns, devices, name,
     told::{
         Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer,
         StandingDisk, StandingGroup, StandingMachine, State, Word,
@@ -103,8 +103,8 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
         }
         servers.push(server(name(&serving.endpoint), &serving.sockets(), &mut descriptors)?);
     }
-    if let Some((address, listening)) = &*inventory.metrics.borrow() {
-        servers.push(server(metrics_name(address), listening, &mut descriptors)?);
+    for (name, listening) in &*inventory.told.borrow() {
+        servers.push(server(name.clone(), listening, &mut descriptors)?);
     }
     let mut control = Vec::new();
     for (path, socket) in inventory.control.borrow().iter() {

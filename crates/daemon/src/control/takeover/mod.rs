@@ -35,9 +35,9 @@ fn name(endpoint: &Endpoint) -> String {
     }
 }
 
-/// The same of the place where figures are asked for.
-fn metrics_name(address: &Address) -> String {
-    format!("metrics at {address}")
+/// The same of a place where figures are asked for, `metrics` or `http`.
+pub(crate) fn told_name(what: &str, address: &Address) -> String {
+    format!("{what} at {address}")
 }
 
 const INHERITED: &str = "inherited sockets";

@@ -36,8 +36,9 @@ use super::{
     channel::{Channel, Luggage, send_with},
     clock_ns,
     devices::Awaited,
-    metrics_name, name,
+    name,
     told::{Offer, State, Word},
+    told_name,
 };
 use crate::{
     control::{
@@ -170,9 +171,9 @@ impl Newcomer {
         &self.offer.version
     }
 
-    /// The sockets where figures are asked for, if the other has them at this address.
-    pub(crate) fn metrics(&mut self, address: &Address) -> anyhow::Result<Option<Vec<Listener>>> {
-        self.adopt(&metrics_name(address), &Endpoint::Address(address.clone()))
+    /// The sockets where figures are asked for, if the other has them at this address for the same.
+    pub(crate) fn told(&mut self, what: &str, address: &Address) -> anyhow::Result<Option<Vec<Listener>>> {
+        self.adopt(&told_name(what, address), &Endpoint::Address(address.clone()))
     }
 
     fn adopt(&mut self, name: &str, endpoint: &Endpoint) -> anyhow::Result<Option<Vec<Listener>>> {

@@ -224,6 +224,19 @@ struct NetworkArgs {
     /// its arguments, on standard input [default: to the log alone]
     #[arg(long, value_name = "TARGET", value_parser = settings::read::<OnEvent>)]
     on_event: Option<OnEvent>,
+    /// Show what runs on a page, over HTTP at unix:PATH or HOST:PORT, and tell programs the same as
+    /// JSON, in /api/v1. Over TLS where --tls-certificates are given and the address is no
+    /// unix:PATH. Nothing can be changed there without --http-token-file [default: nowhere]
+    #[arg(long, value_name = "ADDRESS")]
+    http: Option<Address>,
+    /// Let whoever sends what is in this file, in one line of 16 characters or more, change limits
+    /// over --http. Only its owner may read it
+    #[arg(long, value_name = "FILE")]
+    http_token_file: Option<PathBuf>,
+    /// Another name of this host in the page's address; repeatable. Under a name that is not told,
+    /// it answers nobody [default: its addresses and localhost]
+    #[arg(long, value_name = "NAME", value_parser = settings::http_name)]
+    http_name: Vec<String>,
 }
 
 #[derive(Debug, Args)]
@@ -498,6 +511,9 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         qmp: network.qmp.into_iter().map(socket).collect(),
         metrics: Said::option("metrics", network.metrics),
         on_event: Said::option("on-event", network.on_event),
+        http: Said::option("http", network.http),
+        http_token_file: said("http-token-file", network.http_token_file, |path| path.display().to_string()),
+        http_name: each("http-name", network.http_name),
         socket_mode: Said::option("socket-mode", network.socket_mode),
         socket_owner: Said::option("socket-owner", network.socket_owner),
         exit_when_idle: Said::option("exit-when-idle", network.exit_when_idle.then_some(true)),

@@ -1,14 +1,10 @@
 //! `/metrics`: figures in the form that whoever asks prefers.
 //!
-//! An answer is given again within [`FRESH`]: however many ask, the main thread and this one have
-//! little to do. While clients that read slowly have [`MOST_READ`] answers, whoever asks gets the
-//! last of them: an answer of a thousand disks has twelve megabytes, and each connection could hold
-//! another one. Never waits for the main thread longer than [`PATIENCE`].
+//! An answer is given again within [`FRESH`]: however many ask, this thread has little to do.
+//! While clients that read slowly have [`MOST_READ`] answers, whoever asks gets the last of them:
+//! an answer of a thousand disks has twelve megabytes, and each connection could hold another one.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Instant};
 
 use axum::{
     Router,
@@ -26,33 +22,28 @@ use prometheus_client::{
     encoding::{prometheus_protobuf, text},
     registry::Registry,
 };
-use tokio::{
-    sync::{Mutex, oneshot},
-    time::timeout,
+use tokio::sync::Mutex;
+
+use super::{
+    desk::{Desk, FRESH, Silent},
+    families::Families,
+    process::Process,
+    snapshot::Snapshot,
 };
 
-use super::{families::Families, process::Process, snapshot::Snapshot};
-
-/// Asks the main thread for figures.
-pub(super) type Asked = oneshot::Sender<Snapshot>;
-
-/// How old an answer may be.
-const FRESH: Duration = Duration::from_millis(250);
 /// Answers of one form that may be held at a time, with the one that is kept here.
 const MOST_READ: usize = 3;
-/// Half of what Prometheus waits.
-const PATIENCE: Duration = Duration::from_secs(5);
 
 const INDEX: &str = "weir: its figures for Prometheus are at /metrics\n";
 
-/// Everything that can be asked for; `ask` reaches the main thread.
-pub(super) fn router(ask: async_channel::Sender<Asked>, cgroups: Option<Reader>) -> Router {
-    let page = Page { ask, cgroups, given: Mutex::default() };
+/// Everything that can be asked for.
+pub(super) fn router(desk: Arc<Desk>, cgroups: Option<Reader>) -> Router {
+    let page = Page { desk, cgroups, given: Mutex::default() };
     Router::new().route("/", get(async || INDEX)).route("/metrics", get(metrics)).with_state(Arc::new(page))
 }
 
 struct Page {
-    ask: async_channel::Sender<Asked>,
+    desk: Arc<Desk>,
     cgroups: Option<Reader>,
     /// By [`Form`].
     given: Mutex<[Given; 3]>,
@@ -68,19 +59,13 @@ async fn metrics(State(page): State<Arc<Page>>, headers: HeaderMap) -> Response 
 }
 
 impl Page {
-    async fn answer(&self, form: Form) -> Result<Bytes, &'static str> {
+    async fn answer(&self, form: Form) -> Result<Bytes, Silent> {
         let mut given = self.given.lock().await;
         let given = &mut given[form as usize];
         if let Some(body) = given.again() {
             return Ok(body);
         }
-        let (answer, answered) = oneshot::channel();
-        let snapshot = async {
-            self.ask.send(answer).await.ok()?;
-            answered.await.ok()
-        };
-        let snapshot = timeout(PATIENCE, snapshot).await.map_err(|_| "the daemon is busy (try again)")?;
-        let snapshot = snapshot.ok_or("the daemon is ending")?;
+        let snapshot = self.desk.figures(FRESH).await?;
         let body = form.write(snapshot, self.cgroups.as_ref()).ok_or("the figures cannot be written")?;
         Ok(given.keep(body))
     }
@@ -167,7 +152,7 @@ impl Form {
     }
 
     /// `None` where the form has no way to say it.
-    fn write(self, snapshot: Snapshot, cgroups: Option<&Reader>) -> Option<Bytes> {
+    fn write(self, snapshot: Arc<Snapshot>, cgroups: Option<&Reader>) -> Option<Bytes> {
         let cgroups = cgroups.map(Reader::read).unwrap_or_default().into();
         let families = Families { snapshot, process: Process::now(), cgroups };
         let mut registry = Registry::default();

@@ -1,0 +1,358 @@
+//! Who is answered at all, and who may change something.
+//!
+//! ```text
+//!   Host    an address, localhost, or a name that was told: a page of another name that points
+//!           here (DNS rebinding) reads nothing
+//!   Origin  where there is one, this very page
+//!   token   compared in constant time; who sends wrong ones has to wait
+//! ```
+//!
+//! There is no cookie, so a request of another page carries no right of anybody's.
+
+use std::{
+    collections::VecDeque,
+    net::{IpAddr, Ipv6Addr},
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use axum::{
+    Extension,
+    extract::{Request, State},
+    http::{
+        HeaderMap, HeaderName, HeaderValue, StatusCode, Uri,
+        header::{
+            AUTHORIZATION, CONTENT_SECURITY_POLICY, HOST, ORIGIN, REFERRER_POLICY, RETRY_AFTER,
+            WWW_AUTHENTICATE, X_CONTENT_TYPE_OPTIONS,
+        },
+        uri::Authority,
+    },
+    middleware::Next,
+    response::Response,
+};
+use openssl::sha::sha256;
+
+use super::{answers::failure, server::Peer};
+
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
+                      connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'";
+
+/// With every answer.
+const HEADERS: [(HeaderName, &str); 6] = [
+    (CONTENT_SECURITY_POLICY, POLICY),
+    (X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    (REFERRER_POLICY, "no-referrer"),
+    (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
+    (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
+    (HeaderName::from_static("permissions-policy"), "camera=(), geolocation=(), microphone=()"),
+];
+
+/// Wrong tokens that an address may send at once, and then one each [`AGAIN`].
+const MOST_WRONG: u32 = 10;
+const AGAIN: Duration = Duration::from_secs(1);
+/// Addresses that are remembered for it, the latest.
+const MOST_ADDRESSES: usize = 256;
+/// The log has a line of wrong tokens so often, however many come.
+const QUIET: Duration = Duration::from_secs(600);
+
+pub(super) struct Guard {
+    /// Names of this host, in lower case.
+    names: Vec<String>,
+    /// What the token comes to; none: nobody may change anything.
+    token: Option<[u8; 32]>,
+    wrong: Mutex<Wrong>,
+}
+
+#[derive(Default)]
+struct Wrong {
+    /// Who has sent so many of late, as of when; the latest last.
+    of: VecDeque<(Option<IpAddr>, u32, Instant)>,
+    said: Option<Instant>,
+    /// Since it was said.
+    unsaid: u64,
+}
+
+impl Guard {
+    pub(super) fn new(names: Vec<String>, token: Option<&[u8]>) -> Arc<Self> {
+        Arc::new(Self { names, token: token.map(sha256), wrong: Mutex::default() })
+    }
+
+    pub(super) fn has_token(&self) -> bool {
+        self.token.is_some()
+    }
+
+    fn knows_host(&self, authority: &str) -> bool {
+        let host = match authority.strip_prefix('[') {
+            Some(rest) => {
+                return rest.split_once(']').is_some_and(|(host, _)| host.parse::<Ipv6Addr>().is_ok());
+            }
+            None => authority.rsplit_once(':').map_or(authority, |(host, _)| host),
+        };
+        let host = host.strip_suffix('.').unwrap_or(host);
+        host.parse::<IpAddr>().is_ok()
+            || host.eq_ignore_ascii_case("localhost")
+            || self.names.iter().any(|name| host.eq_ignore_ascii_case(name))
+    }
+
+    /// What is wrong with where a request was sent, and from where.
+    fn check(&self, uri: &Uri, headers: &HeaderMap) -> Result<(), (StatusCode, &'static str)> {
+        let only = |name: HeaderName| {
+            let mut all = headers.get_all(name).iter();
+            let first = all.next().map(|value| value.to_str().unwrap_or_default());
+            (first, all.next().is_some())
+        };
+        let (host, is_doubtful) = only(HOST);
+        let host =
+            host.filter(|_| !is_doubtful).ok_or((StatusCode::BAD_REQUEST, "Host: there must be one"))?;
+        // A proxy's client may say it twice.
+        let said = uri.authority().map(Authority::as_str);
+        if !self.knows_host(host) || !said.is_none_or(|said| self.knows_host(said)) {
+            let why = "Host: the page has no such name (use an address, or tell the name with --http-name)";
+            return Err((StatusCode::MISDIRECTED_REQUEST, why));
+        }
+        let (origin, is_doubtful) = only(ORIGIN);
+        let is_here = |origin: &str| {
+            let authority = origin.split_once("://").map(|(_, authority)| authority);
+            authority.is_some_and(|authority| authority.eq_ignore_ascii_case(host))
+        };
+        match origin {
+            Some(origin) if is_doubtful || !is_here(origin) => {
+                Err((StatusCode::FORBIDDEN, "Origin: another page must not ask here"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The answer to a request that may not change anything; none where it may.
+    fn refuse(&self, peer: Peer, headers: &HeaderMap) -> Option<Response> {
+        let (status, why) = self.judge(peer, headers, Instant::now()).err()?;
+        let mut answer = failure(status, why);
+        let line = match status {
+            StatusCode::TOO_MANY_REQUESTS => Some((RETRY_AFTER, "1")),
+            StatusCode::UNAUTHORIZED => Some((WWW_AUTHENTICATE, "Bearer realm=\"weir\"")),
+            _ => None,
+        };
+        answer.headers_mut().extend(line.map(|(name, value)| (name, HeaderValue::from_static(value))));
+        Some(answer)
+    }
+
+    fn judge(&self, peer: Peer, headers: &HeaderMap, now: Instant) -> Result<(), (StatusCode, &'static str)> {
+        let Some(token) = &self.token else {
+            let why = "nothing can be changed here (start weir with --http-token-file)";
+            return Err((StatusCode::FORBIDDEN, why));
+        };
+        let said = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
+        let bearer = said.and_then(|said| {
+            let (scheme, token) = said.split_at_checked(7)?;
+            scheme.eq_ignore_ascii_case(b"Bearer ").then(|| token.trim_ascii())
+        });
+        let why = "a token is needed (send Authorization: Bearer TOKEN, with what --http-token-file has)";
+        let bearer = bearer.ok_or((StatusCode::UNAUTHORIZED, why))?;
+        let mut wrong = self.wrong.lock().unwrap_or_else(PoisonError::into_inner);
+        if wrong.is_full(peer.address, now) {
+            // Not even compared: or it would be known which one is right.
+            wrong.count(peer.address, now, false);
+            return Err((StatusCode::TOO_MANY_REQUESTS, "too many wrong tokens came from there (wait)"));
+        }
+        // Of equal length, whatever was sent.
+        if openssl::memcmp::eq(&sha256(bearer), token) {
+            return Ok(());
+        }
+        wrong.count(peer.address, now, true);
+        Err((StatusCode::FORBIDDEN, "the token is wrong (see --http-token-file)"))
+    }
+}
+
+impl Wrong {
+    /// Of one address, or one network of IPv6, which one host may have all of.
+    fn key(address: Option<IpAddr>) -> Option<IpAddr> {
+        address.map(|address| match address {
+            IpAddr::V6(v6) => IpAddr::V6((v6.to_bits() & !u128::from(u64::MAX)).into()),
+            v4 => v4,
+        })
+    }
+
+    /// How many there are of late.
+    fn left(count: u32, as_of: Instant, now: Instant) -> (u32, Instant) {
+        let seconds = now.saturating_duration_since(as_of).as_secs();
+        let over = u32::try_from(seconds).unwrap_or(u32::MAX);
+        (count.saturating_sub(over), as_of + AGAIN * over.min(count))
+    }
+
+    fn is_full(&self, address: Option<IpAddr>, now: Instant) -> bool {
+        let key = Self::key(address);
+        let known = self.of.iter().find(|(of, ..)| *of == key);
+        known.is_some_and(|&(_, count, as_of)| Self::left(count, as_of, now).0 >= MOST_WRONG)
+    }
+
+    /// One more; says so if nothing was said lately.
+    fn count(&mut self, address: Option<IpAddr>, now: Instant, is_compared: bool) {
+        let key = Self::key(address);
+        if is_compared {
+            let at = self.of.iter().position(|(of, ..)| *of == key);
+            let before = at.and_then(|at| self.of.remove(at));
+            let (count, as_of) = match before {
+                Some((_, count, as_of)) => Self::left(count, as_of, now),
+                None => (0, now),
+            };
+            let as_of = if count == 0 { now } else { as_of };
+            if self.of.len() >= MOST_ADDRESSES {
+                self.of.pop_front();
+            }
+            self.of.push_back((key, count + 1, as_of));
+        }
+        self.unsaid += 1;
+        if self.said.is_none_or(|said| now.saturating_duration_since(said) >= QUIET) {
+            let from = Peer { address };
+            tracing::warn!(
+                wrong_tokens = self.unsaid,
+                %from,
+                "a wrong token was sent over HTTP (the next are counted, and told in ten minutes)"
+            );
+            (self.said, self.unsaid) = (Some(now), 0);
+        }
+    }
+}
+
+/// Around everything that is answered.
+pub(super) async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
+    let mut answer = match guard.check(request.uri(), request.headers()) {
+        Ok(()) => next.run(request).await,
+        Err((status, why)) => failure(status, why),
+    };
+    let headers = HEADERS.map(|(name, value)| (name, HeaderValue::from_static(value)));
+    answer.headers_mut().extend(headers);
+    answer
+}
+
+/// Around everything that changes something.
+pub(super) async fn check_token(
+    State(guard): State<Arc<Guard>>,
+    Extension(peer): Extension<Peer>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match guard.refuse(peer, request.headers()) {
+        None => next.run(request).await,
+        Some(refused) => refused,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guard() -> Arc<Guard> {
+        Guard::new(vec!["weir.example.org".to_owned()], Some(b"0123456789abcdef"))
+    }
+
+    fn headers(said: &[(HeaderName, &str)]) -> HeaderMap {
+        said.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())).collect()
+    }
+
+    fn status(said: &[(HeaderName, &str)]) -> Option<u16> {
+        guard().check(&Uri::from_static("/"), &headers(said)).err().map(|(status, _)| status.as_u16())
+    }
+
+    #[test]
+    fn a_host_is_an_address_or_a_name_that_was_told() {
+        for known in [
+            "127.0.0.1",
+            "127.0.0.1:80",
+            "[::1]:8080",
+            "[::1]",
+            "localhost:1",
+            "LocalHost",
+            "192.0.2.7:80",
+            "Weir.Example.org:443",
+            "weir.example.org.",
+        ] {
+            assert_eq!(status(&[(HOST, known)]), None, "{known}");
+        }
+        for other in [
+            "",
+            "evil.example.org",
+            "weir.example.org.evil",
+            "127.0.0.1.evil.org:80",
+            "localhost.evil",
+            "[::1",
+            "[evil]:80",
+            "[::1]evil",
+        ] {
+            let is_known = other == "[::1]evil";
+            assert_eq!(status(&[(HOST, other)]), (!is_known).then_some(421), "{other}");
+        }
+        assert_eq!(status(&[]), Some(400));
+        let twice = guard().check(&Uri::from_static("http://evil.org/"), &headers(&[(HOST, "localhost")]));
+        assert_eq!(twice.unwrap_err().0, StatusCode::MISDIRECTED_REQUEST);
+    }
+
+    #[test]
+    fn an_origin_is_this_page() {
+        let with = |origin| status(&[(HOST, "localhost:80"), (ORIGIN, origin)]);
+        assert_eq!(with("http://localhost:80"), None);
+        assert_eq!(with("https://LOCALHOST:80"), None);
+        for other in
+            ["null", "", "http://localhost", "http://localhost:81", "http://evil.org", "localhost:80"]
+        {
+            assert_eq!(with(other), Some(403), "{other}");
+        }
+    }
+
+    #[test]
+    fn a_token_is_right_wrong_or_missing() {
+        let (guard, now) = (guard(), Instant::now());
+        let peer = Peer { address: None };
+        let judge = |said: &str| {
+            guard
+                .judge(peer, &headers(&[(AUTHORIZATION, said)]), now)
+                .err()
+                .map(|(status, _)| status.as_u16())
+        };
+        assert_eq!(judge("Bearer 0123456789abcdef"), None);
+        assert_eq!(judge("bearer  0123456789abcdef "), None);
+        for wrong in ["Bearer 0123456789abcde", "Bearer 0123456789abcdeff", "Bearer "] {
+            assert_eq!(judge(wrong), Some(403), "{wrong:?}");
+        }
+        assert_eq!(judge("Basic 0123456789abcdef"), Some(401));
+        assert_eq!(judge("Bear"), Some(401));
+        let none = Guard::new(Vec::new(), None);
+        let refused = none.judge(peer, &headers(&[(AUTHORIZATION, "Bearer x")]), now);
+        assert_eq!(refused.unwrap_err().0, StatusCode::FORBIDDEN);
+    }
+
+    #[test]
+    fn who_sends_wrong_tokens_waits_and_others_do_not() {
+        let (guard, now) = (guard(), Instant::now());
+        let peer = |last| Peer { address: Some(IpAddr::from([192, 0, 2, last])) };
+        let judge = |peer, token: &str, at| {
+            let said = headers(&[(AUTHORIZATION, &format!("Bearer {token}"))]);
+            guard.judge(peer, &said, at).err().map(|(status, _)| status.as_u16())
+        };
+        let right = "0123456789abcdef";
+        for _ in 0..MOST_WRONG {
+            assert_eq!(judge(peer(1), "wrong", now), Some(403));
+        }
+        for _ in 0..10_000 {
+            assert_eq!(judge(peer(1), "wrong", now), Some(429));
+        }
+        assert_eq!(judge(peer(1), right, now), Some(429));
+        assert_eq!(judge(peer(2), right, now), None);
+        assert_eq!(judge(peer(1), right, now + AGAIN), None);
+        assert_eq!(judge(peer(1), "wrong", now + AGAIN), Some(403));
+        assert_eq!(judge(peer(1), "wrong", now + AGAIN), Some(429));
+        // All but what is told in one line.
+        assert_eq!(guard.wrong.lock().unwrap().unsaid, u64::from(MOST_WRONG) + 10_000 + 2 + 1 - 1);
+    }
+
+    #[test]
+    fn however_many_send_wrong_tokens_few_are_remembered() {
+        let (guard, now) = (guard(), Instant::now());
+        for number in 0..10_000_u32 {
+            let peer = Peer { address: Some(IpAddr::from(number.to_be_bytes())) };
+            let said = headers(&[(AUTHORIZATION, "Bearer wrong")]);
+            let _ = guard.judge(peer, &said, now);
+        }
+        assert_eq!(guard.wrong.lock().unwrap().of.len(), MOST_ADDRESSES);
+    }
+}

@@ -1,0 +1,368 @@
+//! What there was, at falling resolution: of each disk and group a fixed amount of memory.
+//!
+//! ```text
+//!   a second ─► 1 s, for 10 min ─► the oldest ten ─► 10 s, to 2 h ─► the oldest six ─► 1 min, to 2 days
+//!          └──► latencies ─► columns of 15 s, 3 min and 1 h ─► how many requests took how long
+//! ```
+//!
+//! Whoever asks for a longer time has what is newer in steps of that length too. The memory is
+//! there from a disk's first second on and never grows: less than 42 KB, which a test adds up.
+
+use std::collections::VecDeque;
+
+use serde_json::{Value, json};
+
+use super::sample::{BOUNDS, Latencies, Packed, ROWS, Sample, rounded};
+
+/// Seconds of a step, and how many steps are kept of it.
+const LEVELS: [(u64, usize); 3] = [(1, 600), (10, 660), (60, 2760)];
+/// The same of columns of latencies.
+const COLUMNS: [(u64, usize); 3] = [(15, 40), (180, 40), (3600, 48)];
+/// Bytes of a column.
+const CELLS: usize = ROWS.div_ceil(2);
+/// The highest of a cell's levels: all requests of the column. Each below is half as many, and the
+/// lowest is none.
+const DARKEST: u8 = 15;
+
+/// What can be asked for: how far back, in steps of one of [`LEVELS`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Span {
+    TenMinutes,
+    TwoHours,
+    TwoDays,
+}
+
+impl Span {
+    pub(super) const ALL: [(&str, Self); 3] =
+        [("10m", Self::TenMinutes), ("2h", Self::TwoHours), ("2d", Self::TwoDays)];
+
+    fn seconds(self) -> u64 {
+        match self {
+            Self::TenMinutes => 600,
+            Self::TwoHours => 7200,
+            Self::TwoDays => 172_800,
+        }
+    }
+}
+
+/// The latest values, for which there is room from the beginning.
+struct Ring<T> {
+    values: VecDeque<T>,
+    most: usize,
+}
+
+impl<T> Ring<T> {
+    fn new(most: usize) -> Self {
+        let mut values = VecDeque::new();
+        values.reserve_exact(most);
+        Self { values, most }
+    }
+
+    /// The oldest, where there was no room.
+    fn push(&mut self, value: T) -> Option<T> {
+        let oldest = (self.values.len() >= self.most).then(|| self.values.pop_front()).flatten();
+        self.values.push_back(value);
+        oldest
+    }
+}
+
+/// Of one disk or group.
+pub(super) struct History {
+    levels: [Ring<Packed>; 3],
+    /// Steps that left a level and are not a step of the next yet.
+    leaving: [Vec<Packed>; 2],
+    heat: [Heat; 3],
+    /// Since the Epoch, of the last second.
+    second: u64,
+}
+
+/// Columns of one length.
+struct Heat {
+    columns: Ring<[u8; CELLS]>,
+    /// Of the column that is not whole yet.
+    counts: Latencies,
+    /// How many columns' lengths since the Epoch.
+    number: u64,
+    seconds: u64,
+}
+
+impl History {
+    pub(super) fn new() -> Self {
+        let [_, (ten, _), (minute, _)] = LEVELS;
+        Self {
+            levels: LEVELS.map(|(_, most)| Ring::new(most)),
+            leaving: [ten, minute / ten].map(|most| Vec::with_capacity(most as usize)),
+            heat: COLUMNS.map(|(seconds, most)| Heat::new(seconds, most)),
+            second: 0,
+        }
+    }
+
+    /// One second more; of those between the last and this one nothing is known.
+    pub(super) fn add(&mut self, second: u64, sample: &Sample, latencies: Option<&Latencies>) {
+        if self.second != 0 && second <= self.second {
+            return;
+        }
+        let missed = if self.second == 0 { 0 } else { second - self.second - 1 };
+        // A thread that had no turn for longer has other troubles.
+        for _ in 0..missed.min(LEVELS[0].1 as u64) {
+            self.push(0, Sample::default().pack());
+        }
+        self.second = second;
+        self.push(0, sample.pack());
+        for heat in &mut self.heat {
+            heat.add(second, latencies);
+        }
+    }
+
+    fn push(&mut self, level: usize, step: Packed) {
+        let Some(oldest) = self.levels[level].push(step) else { return };
+        let Some(leaving) = self.leaving.get_mut(level) else { return };
+        leaving.push(oldest);
+        if leaving.len() as u64 == LEVELS[level + 1].0 / LEVELS[level].0 {
+            let together = Sample::of_all(leaving.iter()).pack();
+            leaving.clear();
+            self.push(level + 1, together);
+        }
+    }
+
+    /// Steps of a level, the oldest first, with what finer levels have of it; and how many seconds
+    /// of the last there are.
+    fn steps(&self, level: usize) -> (Vec<Packed>, u64) {
+        let mut steps: Vec<Packed> = self.levels[level].values.iter().copied().collect();
+        let Some(below) = level.checked_sub(1) else { return (steps, LEVELS[0].0) };
+        let (finer, newest) = self.steps(below);
+        let mut all = self.leaving[below].clone();
+        all.extend(finer);
+        let (step, part) = (LEVELS[level].0, LEVELS[below].0);
+        let together = all.chunks((step / part) as usize);
+        let of_last = together.clone().last().map_or(step, |last| (last.len() as u64 - 1) * part + newest);
+        steps.extend(together.map(|together| Sample::of_all(together.iter()).pack()));
+        (steps, of_last)
+    }
+
+    /// What there was, as the page and programs are told.
+    /// From the first step on that begins at `since_ms` or later.
+    pub(super) fn tell(&self, span: Span, since_ms: u64) -> Value {
+        let level = span as usize;
+        let step = LEVELS[level].0;
+        let (steps, of_last) = self.steps(level);
+        let most = (span.seconds() / step) as usize;
+        let newest = (self.second + 1).saturating_sub(of_last);
+        // Those that begin after it, and the newest.
+        let wanted = newest.saturating_sub(since_ms.div_ceil(1000)) / step + 1;
+        let wanted = if newest * 1000 < since_ms { 0 } else { wanted };
+        let most = most.min(usize::try_from(wanted).unwrap_or(most));
+        let steps: Vec<_> = steps[steps.len().saturating_sub(most)..].iter().map(Sample::unpack).collect();
+        let start = (newest + step).saturating_sub(step * steps.len() as u64);
+        let series = |get: &dyn Fn(&Sample) -> Option<f64>| -> Value {
+            steps.iter().map(|sample| get(sample).map_or(Value::Null, rounded)).collect()
+        };
+        json!({
+            "step_ms": step * 1000,
+            "start_ms": start * 1000,
+            "series": {
+                "read_operations_per_second": series(&|sample| sample.rates[0]),
+                "write_operations_per_second": series(&|sample| sample.rates[1]),
+                "read_bytes_per_second": series(&|sample| sample.rates[2]),
+                "write_bytes_per_second": series(&|sample| sample.rates[3]),
+                "latency_p50_ns": series(&|sample| sample.latency_ns[0]),
+                "latency_p99_ns": series(&|sample| sample.latency_ns[1]),
+                "waiting_requests": series(&|sample| sample.waiting),
+                "wait_ratio": series(&|sample| sample.ratios[0]),
+                "bucket_level_ratio": series(&|sample| sample.ratios[1]),
+                "prefetch_hit_ratio": series(&|sample| sample.ratios[2]),
+                "cache_hit_ratio": series(&|sample| sample.ratios[3]),
+            },
+            "latency_heat": self.heat[level].tell(since_ms),
+        })
+    }
+}
+
+#[cfg(test)]
+impl History {
+    /// What one takes, in bytes, full or not.
+    pub(super) fn size_bytes(&self) -> usize {
+        let levels: usize = self.levels.iter().map(|ring| ring.values.capacity() * size_of::<Packed>()).sum();
+        let leaving: usize = self.leaving.iter().map(|steps| steps.capacity() * size_of::<Packed>()).sum();
+        let heat: usize = self.heat.iter().map(|heat| heat.columns.values.capacity() * CELLS).sum();
+        size_of_val(self) + levels + leaving + heat
+    }
+}
+
+impl Heat {
+    fn new(seconds: u64, most: usize) -> Self {
+        Self { columns: Ring::new(most), counts: [0; ROWS], number: 0, seconds }
+    }
+
+    fn add(&mut self, second: u64, latencies: Option<&Latencies>) {
+        let number = second / self.seconds;
+        if number != self.number {
+            let begun = self.number;
+            if begun != 0 {
+                let missed = (number - begun - 1).min(self.columns.most as u64);
+                self.columns.push(column(&self.counts));
+                for _ in 0..missed {
+                    self.columns.push(column(&[0; ROWS]));
+                }
+            }
+            (self.number, self.counts) = (number, [0; ROWS]);
+        }
+        for (count, more) in self.counts.iter_mut().zip(latencies.into_iter().flatten()) {
+            *count = count.saturating_add(*more);
+        }
+    }
+
+    /// A list for each column from that time on: which part of its requests took no longer than
+    /// each bound and longer than the one before, and at the end, longer than all. Null where it
+    /// had none.
+    fn tell(&self, since_ms: u64) -> Value {
+        let newest = column(&self.counts);
+        let columns: Vec<_> = self.columns.values.iter().chain([&newest]).collect();
+        let start = (self.number + 1).saturating_sub(columns.len() as u64) * self.seconds;
+        let before =
+            since_ms.saturating_sub(start * 1000).div_ceil(self.seconds * 1000).min(columns.len() as u64);
+        let row = |column: &&[u8; CELLS]| -> Value {
+            let darkness = |row: usize| column[row / 2] >> (row % 2 * 4) & DARKEST;
+            if (0..ROWS).all(|row| darkness(row) == 0) {
+                return Value::Null;
+            }
+            let part = |darkness: u8| match darkness {
+                0 => json!(0),
+                _ => rounded(0.5_f64.powi(i32::from(DARKEST - darkness))),
+            };
+            (0..ROWS).map(|row| part(darkness(row))).collect()
+        };
+        json!({
+            "step_ms": self.seconds * 1000,
+            "start_ms": (start + before * self.seconds) * 1000,
+            "bounds_ns": BOUNDS,
+            "rows": columns[before as usize..].iter().map(row).collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// Two cells a byte.
+fn column(counts: &Latencies) -> [u8; CELLS] {
+    let sum: u64 = counts.iter().map(|count| u64::from(*count)).sum();
+    let mut column = [0; CELLS];
+    for (row, &count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+        let halvings = (sum as f64 / f64::from(count)).log2().round();
+        let darkness = (f64::from(DARKEST) - halvings).max(1.0) as u8;
+        column[row / 2] |= darkness << (row % 2 * 4);
+    }
+    column
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of_rate(rate: f64) -> Sample {
+        Sample { rates: [Some(rate); 4], ..Sample::default() }
+    }
+
+    #[test]
+    fn it_never_grows() {
+        let mut history = History::new();
+        let empty = history.size_bytes();
+        let counts = [u32::MAX / 3600; ROWS];
+        for second in 1_000_000..1_200_000 {
+            history.add(second, &of_rate(second as f64), Some(&counts));
+        }
+        assert_eq!(history.size_bytes(), empty);
+        assert_eq!(history.levels.each_ref().map(|ring| ring.values.len()), LEVELS.map(|(_, most)| most));
+    }
+
+    #[test]
+    fn each_span_has_what_there_was_in_its_steps() {
+        let mut history = History::new();
+        let (begin, end) = (1_000_000, 1_000_000 + 9_000);
+        for second in begin..end {
+            history.add(second, &of_rate((second - begin + 1) as f64), None);
+        }
+        for (name, span) in Span::ALL {
+            let told = history.tell(span, 0);
+            let (step, start) =
+                (told["step_ms"].as_u64().unwrap() / 1000, told["start_ms"].as_u64().unwrap() / 1000);
+            let rates = told["series"]["read_operations_per_second"].as_array().unwrap();
+            let seconds = span.seconds().min(end - begin);
+            assert!((rates.len() as u64 * step).abs_diff(seconds) <= step, "{name}: {} steps", rates.len());
+            assert!(
+                start + step * (rates.len() as u64 - 1) < end && start + step * rates.len() as u64 >= end,
+                "{name}"
+            );
+            for (index, rate) in rates.iter().enumerate() {
+                let from = start + index as u64 * step;
+                let until = (from + step).min(end);
+                // The mean of what was put in; the oldest step may have lost some.
+                let expected = (from + until + 1) as f64 / 2.0 - begin as f64;
+                let rate = rate.as_f64().unwrap();
+                assert!(
+                    (rate / expected - 1.0).abs() < 0.04 || index == 0,
+                    "{name} {index}: {rate} for {expected}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn seconds_that_were_missed_are_not_known() {
+        let mut history = History::new();
+        for second in [100, 101, 104, 104, 103, 105] {
+            history.add(second, &of_rate(64.0), None);
+        }
+        let told = history.tell(Span::TenMinutes, 0);
+        let known: Vec<_> = told["series"]["write_bytes_per_second"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|rate| !rate.is_null())
+            .collect();
+        assert_eq!(known, [true, true, false, false, true, true]);
+        assert_eq!(told["start_ms"], 100_000);
+    }
+
+    #[test]
+    fn latencies_are_parts_of_their_column() {
+        let mut history = History::new();
+        let mut counts = [0; ROWS];
+        (counts[3], counts[5], counts[ROWS - 1]) = (800, 190, 1);
+        for second in 150..180 {
+            // Nothing in the second column.
+            history.add(second, &Sample::default(), (second < 165).then_some(&counts));
+        }
+        let heat = &history.tell(Span::TenMinutes, 0)["latency_heat"];
+        let rows = heat["rows"].as_array().unwrap();
+        assert_eq!((heat["start_ms"].as_u64(), heat["step_ms"].as_u64()), (Some(150_000), Some(15_000)));
+        assert_eq!((rows.len(), &rows[1]), (2, &Value::Null));
+        let row = rows[0].as_array().unwrap();
+        assert_eq!(row.len(), heat["bounds_ns"].as_array().unwrap().len() + 1);
+        assert_eq!((&row[3], &row[4], &row[5]), (&json!(1), &json!(0), &json!(0.25)));
+        let last = row[ROWS - 1].as_f64().unwrap();
+        assert!(last > 0.0 && last < 0.002, "{last}");
+    }
+
+    #[test]
+    fn what_is_known_already_need_not_be_told_again() {
+        let mut history = History::new();
+        for second in 100..200 {
+            history.add(second, &of_rate(second as f64), None);
+        }
+        for (since_ms, start, steps) in [
+            (0, 100, 100),
+            (99_000, 100, 100),
+            (150_000, 150, 50),
+            (149_001, 150, 50),
+            (199_000, 199, 1),
+            (199_001, 200, 0),
+        ] {
+            let told = history.tell(Span::TenMinutes, since_ms);
+            let all = told["series"]["read_operations_per_second"].as_array().unwrap();
+            assert_eq!(
+                (told["start_ms"].as_u64(), all.len()),
+                (Some(start * 1000), steps),
+                "since {since_ms}"
+            );
+        }
+    }
+}

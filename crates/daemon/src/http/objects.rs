@@ -1,0 +1,438 @@
+//! Disks, groups and devices as the page and programs are told of them: JSON objects, with the
+//! figures of the last second.
+//!
+//! `docs/page.md` and `openapi.json` describe them. Names are those of metrics and of `weir
+//! status`; every member is always there, and null where there is nothing to tell, so that a change
+//! is a new value and never a member that is gone.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+    time::{Instant, SystemTime, UNIX_EPOCH},
+};
+
+use block::{
+    device::Statistics,
+    measures::{Spread, Timed, Whose},
+};
+use policy::{
+    request::Direction,
+    throttle::{Counters, Enforcement, LimitKind, Limits, Part, Setting, Stats},
+};
+use serde_json::{Map, Value, json};
+
+use super::{
+    lately::{Growth, Lately},
+    sample::{Latencies, Sample, rounded},
+    snapshot::{DeviceFigures, DiskFigures, ExportFigures, GroupFigures, Snapshot, ThrottleFigures},
+};
+
+pub(super) type Object = Map<String, Value>;
+
+/// All there is, at one moment.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Objects {
+    pub(super) time_ms: u64,
+    pub(super) started_ms: u64,
+    pub(super) disks: BTreeMap<Arc<str>, Object>,
+    pub(super) groups: BTreeMap<Arc<str>, Object>,
+    pub(super) devices: BTreeMap<Arc<str>, Object>,
+}
+
+/// What has to be known of before, to tell of the last second.
+#[derive(Debug, Default)]
+pub(super) struct Before {
+    disks: HashMap<Arc<str>, DiskBefore>,
+    groups: HashMap<Arc<str>, Lately<5>>,
+    devices: HashMap<Arc<str>, Lately<5>>,
+}
+
+#[derive(Debug, Default)]
+struct DiskBefore {
+    totals: Lately<10>,
+    last: LastSecond,
+}
+
+/// What is looked at once a second, since it is long: latencies, and what held a disk back.
+#[derive(Debug, Default)]
+struct LastSecond {
+    /// Reads and writes by how long they took, modulo 2³²: half of what they are.
+    counts: Vec<u32>,
+    /// By owner, limit and direction.
+    held: Option<[u64; HELD]>,
+    p50_ns: Option<u64>,
+    p99_ns: Option<u64>,
+    latencies: Option<Latencies>,
+    held_longest: Option<(Whose, LimitKind)>,
+}
+
+/// Of what is kept here, in bytes, at most for each disk: counts have 135 buckets.
+#[cfg(test)]
+pub(super) const MOST_OF_A_DISK: usize =
+    size_of::<DiskBefore>() + 16 * size_of::<(Instant, [u64; 10])>() + 4 * 160;
+
+pub(super) fn milliseconds(time: SystemTime) -> u64 {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+impl Before {
+    /// Objects of what was taken, which is newer than all before; whether another second has begun
+    /// since then.
+    pub(super) fn tell(&mut self, snapshot: &Snapshot, is_another: bool) -> Objects {
+        let mut exports: HashMap<&str, Vec<&ExportFigures>> = HashMap::new();
+        for export in &snapshot.exports {
+            exports.entry(&export.disk).or_default().push(export);
+        }
+        let groups: HashMap<&str, &GroupFigures> =
+            snapshot.groups.iter().map(|group| (&*group.name, group)).collect();
+        let mut objects = Objects {
+            time_ms: milliseconds(SystemTime::now()),
+            started_ms: u64::try_from(snapshot.started.as_millis()).unwrap_or(u64::MAX),
+            ..Objects::default()
+        };
+        for figures in &snapshot.disks {
+            let before = self.disks.entry(Arc::clone(&figures.name)).or_default();
+            if is_another {
+                before.last.look(figures);
+            }
+            let exports = exports.get(&*figures.name).map(Vec::as_slice).unwrap_or_default();
+            let object = disk(figures, exports, &groups, before, snapshot.taken);
+            objects.disks.insert(Arc::clone(&figures.name), object);
+        }
+        for figures in &snapshot.groups {
+            let name: Arc<str> = figures.name.as_str().into();
+            let before = self.groups.entry(Arc::clone(&name)).or_default();
+            objects.groups.insert(name, group(figures, before, snapshot.taken));
+        }
+        for figures in &snapshot.devices {
+            let name: Arc<str> = figures.name.as_str().into();
+            let before = self.devices.entry(Arc::clone(&name)).or_default();
+            objects.devices.insert(name, device(figures, before, snapshot.taken));
+        }
+        // What is gone begins anew if it comes again.
+        self.disks.retain(|name, _| objects.disks.contains_key(name));
+        self.groups.retain(|name, _| objects.groups.contains_key(name));
+        self.devices.retain(|name, _| objects.devices.contains_key(name));
+        objects
+    }
+}
+
+fn ratio(value: Option<f64>) -> Value {
+    value.map_or(Value::Null, |value| rounded((value * 1000.0).round() / 1000.0))
+}
+
+fn insert(object: &mut Object, members: impl IntoIterator<Item = (&'static str, Value)>) {
+    object.extend(members.into_iter().map(|(name, value)| (name.to_owned(), value)));
+}
+
+/// Four rates, of counters in this order: operations, then bytes; reads, then writes.
+fn rates<const N: usize>(object: &mut Object, growth: Option<&Growth<N>>) {
+    let names = [
+        "read_operations_per_second",
+        "write_operations_per_second",
+        "read_bytes_per_second",
+        "write_bytes_per_second",
+    ];
+    let rate = |index| growth.map_or(0.0, |growth: &Growth<N>| growth.per_second(index));
+    let rate = |(index, name)| (name, rounded(rate(index)));
+    insert(object, names.into_iter().enumerate().map(rate));
+}
+
+fn disk(
+    figures: &DiskFigures,
+    exports: &[&ExportFigures],
+    groups: &HashMap<&str, &GroupFigures>,
+    before: &mut DiskBefore,
+    now: Instant,
+) -> Object {
+    let DiskFigures { totals, errors, throttle: ThrottleFigures { stats, .. }, .. } = figures;
+    let prefetch = figures.prefetch.as_ref();
+    let hits = prefetch.map_or([0; 2], |stats| {
+        [stats.hits, stats.misses.saturating_add(stats.partial_hits).saturating_add(stats.skipped)]
+    });
+    let l2 = figures.caches.as_ref().map(|(l2, _)| l2);
+    let lookups = l2.map_or([0; 2], |l2| [l2.hits, l2.misses]);
+    let counts = [
+        totals.reads,
+        totals.writes,
+        totals.read_bytes,
+        totals.written_bytes,
+        figures.measures.waiting_ns(Direction::Read),
+        figures.measures.waiting_ns(Direction::Write),
+        hits[0],
+        hits[1],
+        lookups[0],
+        lookups[1],
+    ];
+    let growth = before.totals.look(now, counts);
+    let waiting: usize = stats.waiting.iter().sum();
+    let waited = growth.map_or(0.0, |growth| growth.part(4).max(growth.part(5)));
+    // What waits for longer than a second has not been counted yet.
+    let is_stuck = waiting > 0 && growth.is_some_and(|growth| growth.by[..2] == [0, 0]);
+    let mut object = Object::new();
+    insert(&mut object, [
+        ("name", json!(*figures.name)),
+        ("group", if figures.group.is_empty() { Value::Null } else { json!(figures.group) }),
+        ("format", json!(figures.format)),
+        ("cache_mode", json!(figures.cache)),
+        ("size_bytes", json!(figures.size_bytes)),
+        ("latency_p50_ns", json!(before.last.p50_ns)),
+        ("latency_p99_ns", json!(before.last.p99_ns)),
+        ("wait_ratio", ratio(Some(if is_stuck { 1.0 } else { waited }))),
+        ("held_by", held_by(figures, groups, before.last.held_longest)),
+        ("is_stopped", json!(figures.is_stopped)),
+        ("has_backing_changed", json!(figures.has_changed_below)),
+        ("errors", json!({
+            "reads": errors.reads, "writes": errors.writes,
+            "flushes": errors.flushes, "discards": errors.discards,
+        })),
+        ("exports", exports.iter().map(|export| json!({
+            "id": export.id, "type": export.kind, "connections": export.connections,
+        })).collect()),
+        ("prefetch", prefetch.map_or(Value::Null, |stats| json!({
+            "hit_ratio": ratio(growth.and_then(|growth| growth.ratio(6, 7))),
+            "memory_bytes": stats.memory_bytes,
+            "streams": stats.streams,
+            "is_closed": stats.closed,
+        }))),
+        ("cache", l2.map_or(Value::Null, |l2| json!({
+            "hit_ratio": ratio(growth.and_then(|growth| growth.ratio(8, 9))),
+            "covered_ratio": ratio(Some((l2.covered_bytes as f64 / figures.size_bytes.max(1) as f64).min(1.0))),
+        }))),
+        ("memory_bytes", json!(figures.reserved_bytes.saturating_add(figures.requests_bytes))),
+    ]);
+    rates(&mut object, growth.as_ref());
+    throttle(&mut object, &figures.throttle);
+    object
+}
+
+fn group(figures: &GroupFigures, before: &mut Lately<5>, now: Instant) -> Object {
+    let Stats { reads, writes, limited_ns, .. } = &figures.throttle.stats;
+    let counts = [reads.requests, writes.requests, reads.bytes, writes.bytes, *limited_ns];
+    let growth = before.look(now, counts);
+    let mut object = Object::new();
+    insert(
+        &mut object,
+        [
+            ("name", json!(figures.name)),
+            ("parent", json!(figures.parent)),
+            ("wait_ratio", ratio(Some(growth.map_or(0.0, |growth| growth.part(4))))),
+            (
+                "limit",
+                limit_name(
+                    figures.throttle.stats.binding.filter(|_| growth.is_some_and(|growth| growth.by[4] > 0)),
+                ),
+            ),
+        ],
+    );
+    rates(&mut object, growth.as_ref());
+    throttle(&mut object, &figures.throttle);
+    object
+}
+
+fn device(figures: &DeviceFigures, before: &mut Lately<5>, now: Instant) -> Object {
+    let growth = figures.statistics.as_ref().and_then(|statistics| {
+        let Statistics { reads, writes, read_bytes, written_bytes, busy_ms, .. } = *statistics;
+        before.look(now, [reads, writes, read_bytes, written_bytes, busy_ms.saturating_mul(1_000_000)])
+    });
+    let capacity = figures.capacity.as_ref().map_or(Value::Null, |can| {
+        json!({
+            "read_operations_per_second": can.read_iops,
+            "write_operations_per_second": can.write_iops,
+            "read_bytes_per_second": can.read_bps,
+            "write_bytes_per_second": can.write_bps,
+        })
+    });
+    let mut object = Object::new();
+    insert(
+        &mut object,
+        [
+            ("name", json!(figures.name)),
+            ("disks", json!(figures.disks)),
+            ("capacity", capacity),
+            ("busy_ratio", ratio(growth.map(|growth| growth.part(4)))),
+        ],
+    );
+    rates(&mut object, growth.as_ref());
+    object
+}
+
+/// What disks and groups have alike.
+fn throttle(object: &mut Object, figures: &ThrottleFigures) {
+    let ThrottleFigures { stats, limits, share, watermark, enforcement } = figures;
+    let reservation =
+        [("iops-reservation", share.iops_reservation()), ("bps-reservation", share.bps_reservation())];
+    let reservation = reservation.into_iter().filter(|(_, promised)| *promised > 0);
+    let reservation: Object =
+        reservation.map(|(name, promised)| (name.to_owned(), json!(promised))).collect();
+    let (word, scale) = match enforcement {
+        Enforcement::Enforced => ("enforced", None),
+        Enforcement::Lifted => ("lifted", None),
+        Enforcement::Scaled(scale) => ("scaled", Some(scale.thousandths() as f64 / 1000.0)),
+    };
+    let is_watched = *watermark > 0;
+    insert(
+        object,
+        [
+            ("limits", set(limits)),
+            ("weight", json!(share.weight())),
+            ("reservation", Value::Object(reservation)),
+            ("watermark", if is_watched { json!(watermark) } else { Value::Null }),
+            ("enforcement", if is_watched { json!(word) } else { Value::Null }),
+            ("scale_ratio", ratio(scale.filter(|_| is_watched))),
+            ("waiting_requests", json!(stats.waiting.iter().sum::<usize>())),
+            (
+                "wait_p99_ns",
+                if stats.recent_waits.max_ns > 0 { json!(stats.recent_waits.p99_ns) } else { Value::Null },
+            ),
+            ("bucket_level_ratio", ratio(bucket_level(stats))),
+        ],
+    );
+    let passed =
+        |counters: &Counters| json!({ "requests": counters.requests, "throttled": counters.throttled });
+    insert(object, [("reads", passed(&stats.reads)), ("writes", passed(&stats.writes))]);
+}
+
+/// Those that are set, by their own names.
+fn set(limits: &Limits) -> Value {
+    let is_set = |setting: &&Setting| match setting {
+        Setting::Limit(kind, Part::BurstLength) => limits.limit(*kind).burst_length_s > 1,
+        setting => limits.get(**setting) > 0,
+    };
+    let entry = |setting: &Setting| (setting.name().to_owned(), json!(limits.get(*setting)));
+    Setting::ALL.iter().filter(is_set).map(entry).collect()
+}
+
+/// How full the fullest bucket is; none without limits.
+fn bucket_level(stats: &Stats) -> Option<f64> {
+    let level = |kind: LimitKind| {
+        let (level, room) = (stats.levels[kind.index()]?.units, stats.tokens[kind.index()]?);
+        (level + room > 0).then(|| level as f64 / (level as f64 + room as f64))
+    };
+    LimitKind::ALL.into_iter().filter_map(level).max_by(f64::total_cmp)
+}
+
+fn limit_name(kind: Option<LimitKind>) -> Value {
+    kind.map_or(Value::Null, |kind| json!(Setting::Limit(kind, Part::Rate).name()))
+}
+
+const HELD: usize = Whose::ALL.len() * LimitKind::ALL.len() * Direction::ALL.len();
+
+/// By owner, limit and direction.
+fn held(figures: &DiskFigures) -> [u64; HELD] {
+    let mut all = [0; HELD];
+    let each = Whose::ALL.into_iter().flat_map(|whose| {
+        LimitKind::ALL
+            .into_iter()
+            .flat_map(move |kind| Direction::ALL.into_iter().map(move |direction| (whose, kind, direction)))
+    });
+    for (place, (whose, kind, direction)) in all.iter_mut().zip(each) {
+        *place = figures.measures.held_ns(whose, kind, direction);
+    }
+    all
+}
+
+/// The limit that held it back longest in the last second, or that it waits for now.
+fn held_by(
+    figures: &DiskFigures,
+    groups: &HashMap<&str, &GroupFigures>,
+    longest: Option<(Whose, LimitKind)>,
+) -> Value {
+    let above = |whose: Whose| {
+        let group = groups.get(&*figures.group).copied();
+        match whose {
+            Whose::Disk => None,
+            Whose::Group => group,
+            Whose::Above => {
+                let above =
+                    std::iter::successors(group, |group| groups.get(group.parent.as_deref()?).copied());
+                let mut above = above.skip(1);
+                let first = above.clone().next();
+                above.find(|group| group.throttle.stats.binding.is_some()).or(first)
+            }
+        }
+    };
+    let tell = |whose: Whose, kind: LimitKind| {
+        let name = above(whose).map_or(&*figures.name, |group| &*group.name);
+        let of = match whose {
+            Whose::Disk => "disk",
+            Whose::Group => "group",
+            Whose::Above => "above",
+        };
+        json!({ "of": of, "name": name, "limit": Setting::Limit(kind, Part::Rate).name() })
+    };
+    if let Some((whose, kind)) = longest {
+        return tell(whose, kind);
+    }
+    let waits = |stats: &Stats| stats.binding.filter(|_| stats.waiting.iter().sum::<usize>() > 0);
+    if figures.throttle.stats.waiting == [0, 0] {
+        return Value::Null;
+    }
+    if let Some(kind) = waits(&figures.throttle.stats) {
+        return tell(Whose::Disk, kind);
+    }
+    for whose in [Whose::Group, Whose::Above] {
+        if let Some(kind) = above(whose).and_then(|group| waits(&group.throttle.stats)) {
+            return tell(whose, kind);
+        }
+    }
+    Value::Null
+}
+
+impl LastSecond {
+    fn look(&mut self, figures: &DiskFigures) {
+        let [reads, writes] = [Timed::Read, Timed::Write].map(|of| figures.measures.latency(of));
+        let sums =
+            reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
+        let counts: Vec<u32> = sums.map(|count| count as u32).collect();
+        // What was before this began is not of the last second.
+        let grown = (!self.counts.is_empty()).then(|| {
+            let grown = counts.iter().zip(&self.counts).map(|(now, then)| now.wrapping_sub(*then).into());
+            grown.collect::<Vec<u64>>()
+        });
+        self.counts = counts;
+        let rank = |part| grown.as_ref().and_then(|grown| Spread::rank_ns(grown, part));
+        (self.p50_ns, self.p99_ns) = (rank(0.5), rank(0.99));
+        self.latencies = grown.as_ref().map(|grown| {
+            let round = Spread::round_of(grown);
+            let mut rows = Latencies::default();
+            for (place, count) in round.into_iter().enumerate() {
+                let row = &mut rows[place.min(Latencies::default().len() - 1)];
+                *row = row.saturating_add(u32::try_from(count).unwrap_or(u32::MAX));
+            }
+            rows
+        });
+        let now = held(figures);
+        self.held_longest = self.held.replace(now).and_then(|before| {
+            let grown = now.iter().zip(&before).map(|(now, before)| now.saturating_sub(*before));
+            let (place, ns) = grown.enumerate().max_by_key(|(_, ns)| *ns)?;
+            let place = (ns > 0).then_some(place / Direction::ALL.len())?;
+            Some((Whose::ALL[place / LimitKind::ALL.len()], LimitKind::ALL[place % LimitKind::ALL.len()]))
+        });
+    }
+}
+
+impl Before {
+    /// How many requests of a disk took how long in the last second.
+    pub(super) fn latencies(&self, disk: &str) -> Option<&Latencies> {
+        self.disks.get(disk)?.last.latencies.as_ref()
+    }
+}
+
+/// A disk's or a group's second, of what is told of it.
+pub(super) fn sample(object: &Object) -> Sample {
+    let number = |key: &str| object.get(key).and_then(Value::as_f64);
+    let within = |key: &str| object.get(key)?.get("hit_ratio")?.as_f64();
+    Sample {
+        rates: [
+            number("read_operations_per_second"),
+            number("write_operations_per_second"),
+            number("read_bytes_per_second"),
+            number("write_bytes_per_second"),
+        ],
+        latency_ns: [number("latency_p50_ns"), number("latency_p99_ns")],
+        waiting: number("waiting_requests"),
+        ratios: [number("wait_ratio"), number("bucket_level_ratio"), within("prefetch"), within("cache")],
+    }
+}

@@ -1,0 +1,247 @@
+//! One second of a disk, or of a group, in nine bytes.
+//!
+//! | | bits | steps |
+//! | --- | --- | --- |
+//! | operations and bytes per second, read and written | 9 each | 2 and 4 % |
+//! | latency, median and 99th percentile | 7 each | 18 %, as histograms have it |
+//! | requests that wait | 6 | 25 % |
+//! | ratios: waits, bucket, read-ahead, cache | 4 each | finest near 0 and 1 |
+//!
+//! Numbers are kept by their logarithms, so that an error is a part of the value. What is not known
+//! is told from 0. A figure that is shown is at most half a step off.
+
+use std::array;
+
+use block::measures::ROUND_BOUNDS_NS;
+use serde_json::{Value, json};
+
+/// What is known of one second; none where it is not.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct Sample {
+    /// Per second: operations read and written, bytes read and written.
+    pub(super) rates: [Option<f64>; 4],
+    /// Nanoseconds: median, 99th percentile.
+    pub(super) latency_ns: [Option<f64>; 2],
+    pub(super) waiting: Option<f64>,
+    /// Waits, bucket's level, prefetch's and cache's hits.
+    pub(super) ratios: [Option<f64>; 4],
+}
+
+/// Requests by how long they took: no longer than a bound, and the rest.
+pub(super) const ROWS: usize = BOUNDS.len() + 1;
+/// How many took how long.
+pub(super) type Latencies = [u32; ROWS];
+/// Up to 5 s.
+pub(super) const BOUNDS: [u64; 17] = {
+    let mut bounds = [0; 17];
+    let mut index = 0;
+    while index < bounds.len() {
+        bounds[index] = ROUND_BOUNDS_NS[index];
+        index += 1;
+    }
+    bounds
+};
+
+/// Rounded to four digits: more are noise, and would be sent ten times a second.
+pub(super) fn rounded(value: f64) -> Value {
+    if value == 0.0 || !value.is_finite() {
+        return json!(0);
+    }
+    let scale = 10_f64.powi(3 - value.abs().log10().floor() as i32);
+    let value = (value * scale).round() / scale;
+    if value.fract() == 0.0 && value.abs() < 1e15 { json!(value as i64) } else { json!(value) }
+}
+
+/// A [`Sample`], as it is kept.
+pub(super) type Packed = [u8; 9];
+
+/// Values from `least` on, each `step` times the one before; 0 and unknown beside them.
+struct Scale {
+    bits: u32,
+    least: f64,
+    most: f64,
+}
+
+const OPERATIONS: Scale = Scale { bits: 9, least: 0.5, most: 2e7 };
+const BYTES: Scale = Scale { bits: 9, least: 256.0, most: 1e12 };
+const LATENCY: Scale = Scale { bits: 7, least: 1e3, most: 1e12 };
+const WAITING: Scale = Scale { bits: 6, least: 1.0, most: 1e6 };
+/// The values of a ratio; unknown is one more.
+const RATIOS: [f64; 15] = [0.0, 0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 1.0];
+const UNKNOWN_RATIO: u128 = RATIOS.len() as u128;
+
+impl Scale {
+    /// The highest code, of `most`; 0 is unknown, 1 is zero.
+    fn last(&self) -> u128 {
+        (1 << self.bits) - 1
+    }
+
+    /// How often it takes a step from the least to the most.
+    fn steps(&self) -> f64 {
+        (self.last() - 2) as f64
+    }
+
+    fn code(&self, value: Option<f64>) -> u128 {
+        let Some(value) = value else { return 0 };
+        if value < self.least / 2.0 {
+            return 1;
+        }
+        let part = (value / self.least).ln() / (self.most / self.least).ln();
+        2 + (part.clamp(0.0, 1.0) * self.steps()).round() as u128
+    }
+
+    fn value(&self, code: u128) -> Option<f64> {
+        match code {
+            0 => None,
+            1 => Some(0.0),
+            code => {
+                let part = (code - 2) as f64 / self.steps();
+                Some(self.least * (self.most / self.least).powf(part))
+            }
+        }
+    }
+}
+
+fn code_of_ratio(value: Option<f64>) -> u128 {
+    let Some(value) = value else { return UNKNOWN_RATIO };
+    let distance = |of: &f64| (of - value).abs();
+    let nearest =
+        RATIOS.iter().enumerate().min_by(|(_, one), (_, other)| distance(one).total_cmp(&distance(other)));
+    nearest.map_or(0, |(place, _)| place as u128)
+}
+
+fn ratio_of(code: u128) -> Option<f64> {
+    RATIOS.get(code as usize).copied()
+}
+
+/// The scales in the order of their bits, ratios apart.
+const SCALES: [Scale; 7] = [OPERATIONS, OPERATIONS, BYTES, BYTES, LATENCY, LATENCY, WAITING];
+const RATIO_BITS: u32 = 4;
+
+impl Sample {
+    fn numbers(&self) -> [Option<f64>; 7] {
+        let [reads, writes, read_bytes, written_bytes] = self.rates;
+        let [median, high] = self.latency_ns;
+        [reads, writes, read_bytes, written_bytes, median, high, self.waiting]
+    }
+
+    pub(super) fn pack(&self) -> Packed {
+        let mut all = 0_u128;
+        for (scale, value) in SCALES.iter().zip(self.numbers()) {
+            all = all << scale.bits | scale.code(value);
+        }
+        for value in self.ratios {
+            all = all << RATIO_BITS | code_of_ratio(value);
+        }
+        let bytes = all.to_le_bytes();
+        array::from_fn(|index| bytes[index])
+    }
+
+    pub(super) fn unpack(packed: &Packed) -> Self {
+        let mut all = packed.iter().rev().fold(0_u128, |all, byte| all << 8 | u128::from(*byte));
+        let mut ratios = [None; 4];
+        for value in ratios.iter_mut().rev() {
+            *value = ratio_of(all & 15);
+            all >>= RATIO_BITS;
+        }
+        let mut numbers = [None; 7];
+        for (scale, value) in SCALES.iter().zip(&mut numbers).rev() {
+            *value = scale.value(all & scale.last());
+            all >>= scale.bits;
+        }
+        let [reads, writes, read_bytes, written_bytes, median, high, waiting] = numbers;
+        Self {
+            rates: [reads, writes, read_bytes, written_bytes],
+            latency_ns: [median, high],
+            waiting,
+            ratios,
+        }
+    }
+
+    /// What is known of several seconds together: means, and of the 99th percentile the highest.
+    pub(super) fn of_all<'a>(all: impl Iterator<Item = &'a Packed>) -> Self {
+        let all: Vec<_> = all.map(Self::unpack).collect();
+        let mean = |get: &dyn Fn(&Self) -> Option<f64>| {
+            let known: Vec<f64> = all.iter().filter_map(get).collect();
+            (!known.is_empty()).then(|| known.iter().sum::<f64>() / known.len() as f64)
+        };
+        let highest = all.iter().filter_map(|sample| sample.latency_ns[1]).max_by(f64::total_cmp);
+        Self {
+            rates: array::from_fn(|index| mean(&|sample| sample.rates[index])),
+            latency_ns: [mean(&|sample| sample.latency_ns[0]), highest],
+            waiting: mean(&|sample| sample.waiting),
+            ratios: array::from_fn(|index| mean(&|sample| sample.ratios[index])),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn again(sample: Sample) -> Sample {
+        Sample::unpack(&sample.pack())
+    }
+
+    #[test]
+    fn what_is_not_known_is_told_from_nothing() {
+        assert_eq!(again(Sample::default()), Sample::default());
+        let nothing = Sample {
+            rates: [Some(0.0); 4],
+            latency_ns: [Some(0.0); 2],
+            waiting: Some(0.0),
+            ratios: [Some(0.0); 4],
+        };
+        assert_eq!(again(nothing), nothing);
+        assert_eq!(SCALES.iter().map(|scale| scale.bits).sum::<u32>() + 4 * RATIO_BITS, 72);
+    }
+
+    #[test]
+    fn numbers_come_back_within_half_a_step() {
+        for (rate, bytes) in [(1.0, 512.0), (17.0, 4096.0), (2000.0, 8_192_000.0), (1.5e6, 3e10)] {
+            for (latency, waiting) in [(3_800.0, 1.0), (81_000.0, 7.0), (4e9, 25_000.0)] {
+                let sample = Sample {
+                    rates: [Some(rate), Some(rate * 1.01), Some(bytes), Some(bytes * 1.7)],
+                    latency_ns: [Some(latency), Some(latency * 3.0)],
+                    waiting: Some(waiting),
+                    ratios: [Some(0.0), Some(0.333), Some(0.998), None],
+                };
+                let back = again(sample);
+                let near = |one: Option<f64>, other: Option<f64>, part: f64| {
+                    (one.unwrap() / other.unwrap() - 1.0).abs() <= part
+                };
+                for (place, part) in [(0, 0.018), (1, 0.018), (2, 0.023), (3, 0.023)] {
+                    assert!(near(back.rates[place], sample.rates[place], part), "{back:?}");
+                }
+                for place in 0..2 {
+                    assert!(near(back.latency_ns[place], sample.latency_ns[place], 0.09), "{back:?}");
+                }
+                assert!(near(back.waiting, sample.waiting, 0.13), "{back:?}");
+                assert_eq!(back.ratios, [Some(0.0), Some(0.3), Some(1.0), None]);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_out_of_all_scales_is_their_end() {
+        let sample = Sample { rates: [Some(1e30); 4], waiting: Some(f64::INFINITY), ..Sample::default() };
+        let back = again(sample);
+        assert!(
+            (back.rates[0].unwrap() / 2e7 - 1.0).abs() < 1e-6
+                && (back.waiting.unwrap() / 1e6 - 1.0).abs() < 1e-6
+        );
+        assert_eq!(again(Sample { waiting: Some(f64::NAN), ..Sample::default() }).waiting, Some(1.0));
+    }
+
+    #[test]
+    fn seconds_together_are_their_mean_and_the_highest_99th_percentile() {
+        let second = |rate, high| {
+            Sample { rates: [Some(rate); 4], latency_ns: [Some(1e6), Some(high)], ..Sample::default() }.pack()
+        };
+        let all = [second(1000.0, 1e6), second(3000.0, 8e6), Sample::default().pack()];
+        let together = Sample::of_all(all.iter());
+        assert!((together.rates[0].unwrap() / 2000.0 - 1.0).abs() < 0.02, "{together:?}");
+        assert!((together.latency_ns[1].unwrap() / 8e6 - 1.0).abs() < 0.1, "{together:?}");
+        assert_eq!(together.waiting, None);
+    }
+}
