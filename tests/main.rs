@@ -53,6 +53,7 @@ mod nbdcopy;
 mod nbdinfo;
 mod offers;
 mod packaging;
+mod page;
 mod prefetch;
 mod probing;
 mod qcow2_bitmaps;

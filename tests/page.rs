@@ -1,0 +1,84 @@
+//! `--http`: the page, in a browser as an operator has it.
+//!
+//! Each scenario is a file of `tests/page`, in Python, because the driver of the browser is: it
+//! starts daemons, looks at them with Debian's Chromium, and asks them over QMP what is in force.
+//! What the console says and what the content security policy refuses fails it.
+
+use console::figures;
+use serde_json::{Value, json};
+
+use crate::harness::{Client, WEIR};
+
+fn scenario(name: &str) -> Client {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/page/run.py");
+    // What Python compiled would lie in the repository.
+    Client::new("page-python").arg("-B").args([script, name, WEIR])
+}
+
+#[test]
+fn it_opens_with_2_100_and_1000_disks() {
+    scenario("sizes").succeeds();
+}
+
+#[test]
+fn a_limit_is_seen_beforehand_and_changed_with_the_token_alone() {
+    scenario("change").succeeds();
+}
+
+#[test]
+fn it_says_that_it_is_not_live_and_connects_again() {
+    scenario("restart").succeeds();
+}
+
+#[test]
+fn hostile_names_stay_names() {
+    scenario("hostile").succeeds();
+}
+
+#[test]
+fn what_the_daemon_does_not_say_is_not_known() {
+    scenario("sparse").succeeds();
+}
+
+#[test]
+fn it_looks_as_its_pictures_and_anybody_can_use_it() {
+    scenario("looks").reading(&json!(figures()).to_string()).succeeds();
+}
+
+/// Numbers as the console writes them, for the page to write the same.
+fn figures() -> Vec<Value> {
+    let given = |how: &str, value: Value, text: String| json!({ "how": how, "value": value, "text": text });
+    let mut told = Vec::new();
+    for digits in [
+        0.0, 0.04, 0.25, 0.4, 1.0, 2.25, 2.5, 5.5, 9.94, 9.96, 42.0, 99.94, 99.96, 512.0, 100.5, 998.4, 999.7,
+    ] {
+        for scale in [1.0, 1e3, 1e6, 1e9, 1024.0, 1024.0 * 1024.0] {
+            let value = digits * scale;
+            told.push(given("count", json!(value), figures::count(value)));
+            told.push(given("bytes", json!(value), figures::bytes(value)));
+        }
+    }
+    for nanoseconds in [0, 999, 1000, 85_000, 999_499, 999_500, 1_234_567, 9_949_999, 31_000_000, 999_600_000]
+    {
+        told.push(given("time", json!(nanoseconds), figures::time(nanoseconds)));
+    }
+    for share in [0.0, 0.001, 0.005, 0.015, 0.42, 0.996, 1.0] {
+        told.push(given("share", json!(share), figures::share(share)));
+    }
+    for seconds in [0, 9, 59, 60, 700, 3599, 11_100, 86_399, 200_000] {
+        told.push(given("age", json!(seconds * 1000), figures::age(seconds * 1_000_000_000)));
+    }
+    for size in [0, 1000, 1024, 1536, 10 << 20, 1 << 40, (1 << 40) + 1, 5 << 50] {
+        told.push(given("exactSize", json!(size), settings::exact_size(size)));
+    }
+    for limits in [
+        &[][..],
+        &[("iops-total", 1000), ("iops-total-max", 5000), ("iops-total-max-length", 5)],
+        &[("bps-read", 10 << 20), ("bps-read-max-length", 1), ("iops-write", 7)],
+        &[("bps-total", 1_000_000), ("bps-total-max", 3 << 30), ("iops-size", 4096)],
+    ] {
+        let limits: figures::Limits = limits.iter().map(|&(name, value)| (name.to_owned(), value)).collect();
+        told.push(given("limits", json!(limits), figures::limits(&limits)));
+    }
+    told
+}

@@ -1,0 +1,147 @@
+"""A limit is changed: seen beforehand, refused without the right token, in force with it, taken
+back; with the mouse, and with the keyboard alone. What is in force is asked of the daemon.
+"""
+
+import tempfile
+
+import daemon
+import visit
+from visit import expect
+
+CONFIG = (
+    "[group.gold]\niops-total = 2000\n"
+    + daemon.disk("vm1", 'group = "gold"', socket="vm1")
+    + daemon.disk("vm2", 'group = "gold"', socket="vm2")
+)
+
+
+def run(weir):
+    with visit.browser() as browser, tempfile.TemporaryDirectory() as directory:
+        with daemon.Daemon(weir, directory, CONFIG) as running:
+            running.load("vm1", "--random", "-d", "16")
+            # The browser tells of each answer that is an error, and these are meant to be.
+            with visit.Visit(browser, running.url, allowed=("status of 4",)) as reader:
+                by_mouse(reader, running)
+            with visit.Visit(browser, running.url, allowed=("status of 401",)) as reader:
+                by_keyboard(reader, running)
+        with tempfile.TemporaryDirectory() as other, daemon.Daemon(weir, other, CONFIG, token=None) as running:
+            with visit.Visit(browser, running.url) as reader:
+                read_only(reader, running)
+
+
+def is_held(page):
+    expect(page.locator("#detail .held")).to_have_text("Held by gold: iops-total")
+    expect(page.locator(".t-iops dd")).not_to_have_text("0")
+
+
+def by_mouse(reader, running):
+    page = reader.open()
+    reader.choose("vm1")
+    is_held(page)
+    expect(reader.row("vm1").locator(".c-limits")).to_have_text("gold: iops")
+    page.locator(".above button").click()
+    expect(page.locator("#detail-title")).to_have_text("gold")
+    rate = page.get_by_label("iops-total", exact=True)
+    expect(rate).to_have_value("2000")
+    apply = page.get_by_role("button", name="Apply")
+    expect(apply).to_be_disabled()
+
+    # Without the token, with a wrong one, with the right one.
+    rate.fill("500")
+    page.get_by_role("button", name="Enter the token").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Token").fill("wrong")
+    dialog.get_by_role("button", name="Use it").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("Wrong token")
+    dialog.get_by_label("Token").fill(running.token)
+    dialog.get_by_role("button", name="Use it").click()
+    expect(dialog).to_be_hidden()
+    kept = page.evaluate("[JSON.stringify(localStorage), document.cookie, Object.values(sessionStorage)]")
+    assert running.token in kept[2] and running.token not in kept[0] and kept[1] == "", f"the token lies in {kept}"
+
+    # Beforehand.
+    preview = page.locator(".preview table")
+    expect(preview).to_contain_text("iops-total 2000 → 500")
+    then = preview.get_by_role("row", name="operations per second").locator("td")
+    now, later = (figure(then.nth(place).inner_text()) for place in (0, 1))
+    assert later < now, f"a lower limit lets fewer pass: {now} now, {later} then"
+    assert later <= 500 * 1.01, f"{later} operations per second below a limit of 500"
+    assert running.limits("gold") == {"iops-total": 2000}, "nothing has changed yet"
+
+    # A slider says the same as the number beside it.
+    page.get_by_label("iops-total, slider").fill("0")
+    expect(rate).to_have_value("")
+    rate.fill("500")
+
+    # A token that is wrong by now changes nothing, and is asked for again.
+    page.evaluate("sessionStorage.setItem('weir-token', 'wrong')")
+    apply.click()
+    expect(dialog.get_by_role("alert")).to_contain_text("The token is wrong now")
+    assert running.limits("gold") == {"iops-total": 2000}, "a wrong token changes nothing"
+    dialog.get_by_label("Token").fill(running.token)
+    dialog.get_by_role("button", name="Use it").click()
+    expect(dialog).to_be_hidden()
+    expect(page.locator(".result")).to_have_text("In force: iops-total 2000 → 500")
+    assert running.limits("gold") == {"iops-total": 500}
+
+    # What the daemon refuses is said in its words, and nothing of it is in force.
+    page.get_by_label("iops-total-max", exact=True).fill("100")
+    rate.fill("700")
+    apply.click()
+    expect(page.locator(".result.wrong")).to_contain_text("iops-total-max (100) is below iops-total (700)")
+    assert running.limits("gold") == {"iops-total": 500}
+    page.get_by_role("button", name="Discard").click()
+    expect(rate).to_have_value("500")
+
+    # Back. The page shows, unasked, what another client sets.
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator(".result")).to_have_text("In force: iops-total 500 → 2000")
+    assert running.limits("gold") == {"iops-total": 2000}
+    with daemon.qmp.Monitor(running.monitor_path) as monitor:
+        monitor.run("x-weir-set", name="gold", **{"iops-total": 3000})
+    expect(rate).to_have_value("3000")
+
+
+def by_keyboard(reader, running):
+    page = reader.open()
+    before = running.limits("gold")["iops-total"]
+    reader.tabs_to("Disks and groups")
+    page.keyboard.type("go")
+    page.keyboard.press("Enter")
+    expect(page.locator("#detail-title")).to_have_text("gold")
+    expect(page.locator("#detail")).to_be_focused()
+    reader.tabs_to("iops-total, slider")
+    reader.presses("ArrowRight", 5)
+    rate = page.get_by_label("iops-total", exact=True)
+    assert int(rate.input_value()) > before, f"{rate.input_value()} after the slider was moved up from {before}"
+    reader.tabs_to("iops-total", 1)
+    page.keyboard.press("Control+A")
+    page.keyboard.type("1234")
+    reader.tabs_to("Apply")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog").get_by_label("Token")).to_be_focused()
+    page.keyboard.type(running.token)
+    page.keyboard.press("Enter")
+    expect(page.locator(".result")).to_have_text(f"In force: iops-total {before} → 1234")
+    assert running.limits("gold") == {"iops-total": 1234}
+    expect(page.get_by_role("button", name="Undo")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("treegrid")).to_be_focused()
+    page.keyboard.press("/")
+    expect(page.get_by_label("Filter")).to_be_focused()
+
+
+def read_only(reader, running):
+    page = reader.open("#disk/vm1")
+    expect(page.locator(".why")).to_contain_text("Read-only")
+    expect(page.locator("#token-button")).to_be_hidden()
+    expect(page.get_by_label("iops-total", exact=True)).to_be_disabled()
+    expect(page.get_by_label("iops-total, slider")).to_be_disabled()
+    expect(page.get_by_role("button", name="Apply")).to_be_disabled()
+
+
+def figure(text):
+    """A number as the page writes it, such as `1.2K`."""
+    powers = {"K": 1e3, "M": 1e6}
+    text = text.strip().lstrip("▲ ")
+    return float(text.rstrip("KM")) * powers.get(text[-1], 1)

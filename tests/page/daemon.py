@@ -1,0 +1,106 @@
+"""A `weir serve` with a page, for one scenario: started, started again, asked over QMP, ended.
+
+Why Python and not the tests' own harness: a scenario that ends the daemon and starts it again while
+a browser looks is one story, and the browser's driver is Python.
+
+Never leaves a process behind, and fails where the daemon does not end well.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+import qmp  # noqa: E402  (the bench's client of QMP)
+
+DEADLINE_SECONDS = 300
+TOKEN = "0123456789abcdef-of-no-use"
+
+
+class Daemon:
+    """One daemon in a directory of its own. Use it in a `with` statement."""
+
+    def __init__(self, weir, directory, config, token=TOKEN):
+        self.weir, self.directory, self.port = weir, Path(directory), 0
+        self.config, self.token = config, token
+        self.monitor_path = self.directory / "qmp.sock"
+        self.loads = []
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, kind, *_):
+        for load in self.loads:
+            load.kill()
+            load.wait()
+        if self.process.poll() is None:
+            self.stop(quiet=kind is not None)
+        elif kind is None:
+            raise AssertionError(f"the daemon ended by itself:\n{self.log()}")
+
+    def start(self):
+        """Returns once it is ready; the second time at the port of the first."""
+        daemon = f'[daemon]\nqmp = "unix:{self.monitor_path}"\nhttp = "127.0.0.1:{self.port}"\nstate = "{self.directory}"\n'
+        if self.token is not None:
+            path = self.directory / "token"
+            path.write_text(self.token + "\n")
+            path.chmod(0o600)
+            daemon += f'http-token-file = "{path}"\n'
+        config = self.directory / "weir.toml"
+        config.write_text(daemon + self.config)
+        self.lines, ready, told = [], threading.Event(), threading.Event()
+        argv = [self.weir, "serve", "--config", config]
+        self.process = subprocess.Popen(argv, cwd=self.directory, stderr=subprocess.PIPE, text=True)
+        threading.Thread(target=self._read, args=(self.process.stderr, self.lines, ready, told), daemon=True).start()
+        if not told.wait(DEADLINE_SECONDS) or not ready.is_set():
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"the daemon is not ready:\n{self.log()}")
+        found = re.search(r"127\.0\.0\.1:(\d+)", self.log())
+        assert found, f"it does not say where the page is:\n{self.log()}"
+        self.port = int(found.group(1))
+        self.url = f"http://127.0.0.1:{self.port}/"
+
+    @staticmethod
+    def _read(stream, lines, ready, told):
+        for line in stream:
+            lines.append(line)
+            if " ready " in line or line.rstrip().endswith(" ready"):
+                ready.set()
+                told.set()
+        told.set()  # It has ended.
+
+    def log(self):
+        return "".join(self.lines)
+
+    def stop(self, quiet=False):
+        self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait(DEADLINE_SECONDS)
+        assert quiet or status == 0, f"the daemon ended with {status}:\n{self.log()}"
+
+    def limits(self, name):
+        """The limits of a disk or group that are in force, as the daemon says over QMP."""
+        with qmp.Monitor(self.monitor_path) as monitor:
+            told = monitor.run("x-weir-query-status")
+        (node,) = [node for node in told["disks"] + told["groups"] if node["name"] == name]
+        return {limit: value for limit, value in node["limits"].items() if value}
+
+    def load(self, name, *options):
+        """Keeps a disk busy until the end; its socket is `NAME.sock`."""
+        uri = f"nbd+unix:///{name}?socket={self.directory / name}.sock"
+        argv = [self.weir, "bench", "-q", "--runtime", "600s", *options, uri]
+        said = open(self.directory / f"{name}.load", "wb")
+        self.loads.append(subprocess.Popen(argv, stdout=said, stderr=said, env=os.environ))
+
+
+def disk(name, *lines, socket="all"):
+    """The table of a disk in memory, served at `SOCKET.sock` of the daemon's directory."""
+    quoted = '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    export = f'export = [{{ type = "nbd", listen = "unix:{socket}.sock" }}]'
+    return "\n".join([f"[disk.{quoted}]", 'image = "memory:16M"', *lines, export, ""])

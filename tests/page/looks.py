@@ -1,0 +1,145 @@
+"""How the page looks: by a recorded scene, on a desk, in the dark and on a phone.
+
+axe-core finds nothing. The pictures of docs/pictures are what the page looks like: what is compared
+is their size and where which colour is, and not letters, so that another font may draw them. Each
+picture is averaged over fields of about 30 by 30 pixels; at most one in MOST of them may differ by
+more than APART (of 255) in a colour. A part that is gone or has moved is more than that; whether
+each part says what it should is asked by the other scenarios.
+
+The figures are those of weir's console: the same numbers are given to both.
+"""
+
+import base64
+import json
+import sys
+import tempfile
+
+import daemon
+import scene
+import visit
+from axe_playwright_python.sync_playwright import Axe
+from visit import expect
+
+PICTURES = daemon.ROOT / "docs" / "pictures"
+APART, MOST = 16, 16
+# Rules of WCAG 2 up to level AA, and what axe-core holds to be good practice.
+RULES = {"resultTypes": ["violations"], "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
+
+COMPARED = """async ([kept, taken]) => {
+    const load = async (data) => {
+        const image = new Image();
+        image.src = `data:image/png;base64,${data}`;
+        await image.decode();
+        return image;
+    };
+    const [one, other] = [await load(kept), await load(taken)];
+    const sizes = [one, other].map((image) => `${image.naturalWidth}x${image.naturalHeight}`);
+    const [wide, high] = [Math.round(one.naturalWidth / 30), Math.round(one.naturalHeight / 30)];
+    const fields = (image) => {
+        const canvas = new OffscreenCanvas(image.naturalWidth, image.naturalHeight), pen = canvas.getContext("2d");
+        pen.drawImage(image, 0, 0);
+        const { data, width, height } = pen.getImageData(0, 0, canvas.width, canvas.height);
+        const [sums, counts] = [new Float64Array(wide * high * 3), new Float64Array(wide * high)];
+        for (let y = 0; y < height; y += 1) for (let x = 0; x < width; x += 1) {
+            const field = Math.floor(y * high / height) * wide + Math.floor(x * wide / width);
+            counts[field] += 1;
+            for (let part = 0; part < 3; part += 1) sums[field * 3 + part] += data[(y * width + x) * 4 + part];
+        }
+        return sums.map((sum, at) => sum / counts[Math.floor(at / 3)]);
+    };
+    const [a, b] = [fields(one), fields(other)];
+    let apart = 0;
+    for (let field = 0; field < wide * high; field += 1) {
+        if ([0, 1, 2].some((part) => Math.abs(a[field * 3 + part] - b[field * 3 + part]) > APART)) apart += 1;
+    }
+    return { sizes, apart, fields: wide * high };
+}""".replace("APART", str(APART))
+
+
+def run(weir):
+    figures = json.load(sys.stdin)
+    with visit.browser() as browser, tempfile.TemporaryDirectory() as directory:
+        # The daemon gives the page and its policy; what it tells is the scene's.
+        with daemon.Daemon(weir, directory, daemon.disk("vm1")) as running:
+            blank = browser.new_page()
+            for name, (size, dark, fragment) in scene.PICTURES.items():
+                with visit.Visit(browser, running.url, size=size, dark=dark, prepare=scene.play) as reader:
+                    page = reader.open(fragment)
+                    scene.settle(page)
+                    is_like(blank, name, page.screenshot())
+                    is_accessible(page, name)
+                    fits(page, name)
+                    if name == "page-light":
+                        speaks(page)
+                        counts(page, figures)
+                        colours(page)
+                    elif name == "page-phone-dark":
+                        dialog(page, name)
+
+
+def is_like(blank, name, taken):
+    kept = (PICTURES / f"{name}.png").read_bytes()
+    found = blank.evaluate(COMPARED, [base64.b64encode(image).decode() for image in (kept, taken)])
+    assert found["sizes"][0] == found["sizes"][1], f"{name}: sizes {found['sizes']}"
+    assert found["apart"] * MOST <= found["fields"], (
+        f"{name}: {found['apart']} of {found['fields']} fields differ from docs/pictures/{name}.png"
+        " (look at it; scripts/picture-page draws them anew)"
+    )
+
+
+def is_accessible(page, what):
+    found = Axe().run(page, options=RULES).response["violations"]
+    told = [f"{one['id']}: {one['help']}: {[node['html'][:160] for node in one['nodes'][:3]]}" for one in found]
+    assert told == [], f"{what}: " + "\n".join(told)
+
+
+def fits(page, what):
+    """Nothing moves sideways, and what can be touched on a phone is large enough."""
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{what} moves sideways"
+    assert page.evaluate("document.getElementById('detail').scrollWidth <= document.getElementById('detail').clientWidth"), f"{what}: the chosen one moves sideways"
+
+
+def speaks(page):
+    """Each chart says what it shows, and the table has it in figures."""
+    charts = page.locator("figure:visible canvas")
+    assert charts.count() >= 5, f"{charts.count()} charts"
+    for label in charts.evaluate_all("(all) => all.map((one) => one.getAttribute('aria-label'))"):
+        assert " now, " in label and " at most" in label, label
+    page.get_by_text("Figures as a table").click()
+    expect(page.locator(".figures tbody tr")).to_have_count(13)
+    is_accessible(page, "the table")
+    # The cursor of the charts is moved by keys, and says where it is.
+    page.get_by_label("Time in the charts").press("Home")
+    expect(page.locator(".instant output")).not_to_have_text("now")
+    for view in ("2 h", "2 days"):
+        page.get_by_label(view).check()
+
+
+def dialog(page, what):
+    page.locator("#token-button").click()
+    expect(page.get_by_role("dialog").get_by_label("Token")).to_be_focused()
+    is_accessible(page, f"{what}, the question for the token")
+    page.get_by_role("button", name="Cancel").click()
+
+
+def counts(page, figures):
+    told = page.evaluate(
+        """async (given) => {
+            const figures = await import("/assets/figures.js");
+            return given.map(({ how, value }) => figures[how](value));
+        }""",
+        figures,
+    )
+    wrong = [(one, said) for one, said in zip(figures, told) if one["text"] != said]
+    assert len(told) > 100 and wrong == [], f"the console and the page differ: {wrong}"
+
+
+def colours(page):
+    """The switch is stronger than the system, and kept."""
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.get_by_label("Colours").select_option("dark")
+    dark = page.evaluate(ground)
+    assert (light, dark) == ("rgb(255, 255, 255)", "rgb(23, 25, 29)"), (light, dark)
+    page.reload()
+    assert page.evaluate(ground) == dark, "the choice is kept"

@@ -1,0 +1,15 @@
+"""One scenario of the page in a real browser: `run.py SCENARIO WEIR`. What it is about is in the
+file of its name. Run by tests/page.rs, with the Python that scripts/python-clients installs.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+SCENARIOS = ("sizes", "change", "restart", "hostile", "sparse", "looks")
+
+if __name__ == "__main__":
+    scenario, weir = sys.argv[1], Path(sys.argv[2]).resolve()
+    if scenario not in SCENARIOS:
+        sys.exit(f"run.py: {scenario}: no such scenario (one of {', '.join(SCENARIOS)})")
+    importlib.import_module(scenario).run(weir)

@@ -1,0 +1,72 @@
+"""A recorded scene, played to the page in place of the daemon's answers, so that pictures can be
+compared: `scene.json` is what a daemon under load answered (scripts/picture-page recorded it).
+
+The clock of the page stands at the moment of the recording.
+"""
+
+import json
+from pathlib import Path
+
+import visit
+
+SCENE = Path(__file__).with_name("scene.json")
+CHOSEN = "#disk/db"
+# Picture, and size, whether dark, and which is chosen.
+PICTURES = {
+    "page-light": (visit.DESK, False, CHOSEN),
+    "page-dark": (visit.DESK, True, "#group/gold"),
+    "page-phone": (visit.PHONE, False, ""),
+    "page-phone-dark": (visit.PHONE, True, CHOSEN),
+}
+# Those whose history is kept.
+NAMES = [("disks", "db"), ("groups", "gold")]
+DRAFT = {"name": "db", "setting": "iops-total", "value": "800"}
+
+# Says what was recorded once, and stays connected.
+STREAM = """
+window.EventSource = class extends EventTarget {
+    constructor() {
+        super();
+        this.readyState = 1;
+        fetch("/api/v1/overview").then((answer) => answer.text()).then((data) => this.dispatchEvent(new MessageEvent("overview", { data })));
+    }
+    close() { this.readyState = 2; }
+};
+"""
+
+
+def play(page):
+    scene = json.loads(SCENE.read_text())
+    page.clock.set_fixed_time(scene["overview"]["time_ms"])
+    page.add_init_script(STREAM)
+
+    def give(route):
+        path = route.request.url.split("/api/v1/", 1)[1]
+        if path == "overview":
+            answer = scene["overview"]
+        elif path.startswith("events"):
+            if scene["events"] is None:
+                return route.fulfill(status=404, json={"error": "weir: there are none"})
+            answer = scene["events"]
+        elif path.endswith("/preview"):
+            answer = scene["preview"]
+        else:
+            name = path.split("/")[1]
+            answer = scene["history"].get(name) if "span=10m" in path else None
+            answer = answer or {"step_ms": 10_000, "start_ms": scene["overview"]["time_ms"], "series": {}, "latency_heat": None}
+        return route.fulfill(json=answer)
+
+    page.route("**/api/v1/**", give)
+
+
+def settle(page):
+    """Once all that a picture shows is drawn."""
+    if "#" in page.url:
+        visit.expect(page.locator("figure canvas").first).to_have_attribute("aria-label", visit.KNOWN)
+    # Of this one alone it was recorded what another limit would have done.
+    if CHOSEN in page.url:
+        field = page.get_by_label(DRAFT["setting"], exact=True).first
+        field.fill(DRAFT["value"])
+        visit.expect(page.locator(".preview table")).to_be_visible()
+        page.evaluate("document.activeElement.blur(); document.getElementById('detail').scrollTop = 0")
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")

@@ -1,0 +1,74 @@
+"""The page with 2, 100 and 1,000 disks: all can be reached, and those in sight exist."""
+
+import tempfile
+
+import daemon
+import visit
+from visit import expect
+
+GROUPS = 5
+
+
+def config(disks):
+    groups = "".join(f"[group.g{number}]\niops-total = 1000\n" for number in range(GROUPS))
+    return groups + "".join(daemon.disk(f"vm{number}", f'group = "g{number % GROUPS}"') for number in range(disks))
+
+
+def run(weir):
+    with visit.browser() as browser:
+        for disks in (2, 100, 1000):
+            with tempfile.TemporaryDirectory() as directory, daemon.Daemon(weir, directory, config(disks)) as running:
+                with visit.Visit(browser, running.url) as reader:
+                    look(reader, disks)
+
+
+def look(reader, disks):
+    page = reader.open()
+    grid = page.get_by_role("treegrid")
+    expect(grid).to_have_attribute("aria-rowcount", str(disks + GROUPS + 1))
+    expect(page.locator("#sums")).to_contain_text(f"{disks} disks · {GROUPS} groups")
+    rows = page.locator(".rows [role=row]")
+    # A screen's height has 40 of them, and the widget some more beyond its edges.
+    assert rows.count() <= 60, f"{rows.count()} rows exist of {disks}"
+    for key, place in (("End", disks + GROUPS), ("Home", 1)):
+        grid.focus()
+        page.keyboard.press(key)
+        active = page.locator(f"[id='{grid.get_attribute('aria-activedescendant')}']")
+        expect(active).to_have_attribute("aria-rowindex", str(place + 1))
+        expect(active).to_be_in_viewport()
+    # Wherever it is scrolled to, no place is empty.
+    gaps = page.evaluate("""async () => {
+        const grid = document.querySelector("[role=treegrid]"), row = document.querySelector(".rows");
+        const height = parseFloat(getComputedStyle(row).getPropertyValue("--row"));
+        const seen = [];
+        for (let step = 0; step <= 10; step += 1) {
+            grid.scrollTop = step / 10 * grid.scrollHeight;
+            await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+            const head = grid.firstChild.offsetHeight, there = new Set();
+            for (const one of document.querySelectorAll(".rows [role=row]:not([hidden])")) there.add(Number(one.getAttribute("aria-rowindex")) - 2);
+            const first = Math.ceil(grid.scrollTop / height), last = Math.floor((grid.scrollTop + grid.clientHeight - head) / height);
+            for (let at = first; at < Math.min(last, Number(grid.getAttribute("aria-rowcount")) - 1); at += 1) if (!there.has(at)) seen.push([step, at]);
+        }
+        return seen;
+    }""")
+    assert gaps == [], f"places without a row (step, place): {gaps}"
+    assert rows.count() <= 120, f"{rows.count()} rows exist of {disks} after scrolling"
+    last = f"vm{disks - 1}"
+    page.get_by_label("Filter").fill(last.upper())
+    expect(grid).to_have_attribute("aria-rowcount", "3")
+    reader.choose(last)
+    expect(page.locator(".above")).to_have_text(f" in g{(disks - 1) % GROUPS}")
+    page.get_by_label("Filter").fill("no such")
+    expect(page.locator("#tree .nothing")).to_have_text("Nothing has such a name.")
+    page.keyboard.press("Escape")
+    expect(grid).to_have_attribute("aria-rowcount", str(disks + GROUPS + 1))
+    # A group is closed and opened by the keyboard.
+    grid.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".row.is-active:visible")).to_have_attribute("aria-expanded", "false")
+    members = len(range(0, disks, GROUPS))
+    count = int(grid.get_attribute("aria-rowcount"))
+    assert disks + GROUPS + 1 - count in (0, 1, members, members - 1), f"{count} rows are left"
+    page.keyboard.press("ArrowRight")
+    expect(grid).to_have_attribute("aria-rowcount", str(disks + GROUPS + 1))

@@ -1,0 +1,59 @@
+"""What is missing, null or cut off in the daemon's answers is not known, and shown as that: a page
+that is open may be older than the daemon.
+"""
+
+import json
+import tempfile
+
+import daemon
+import scene
+import visit
+from visit import expect
+
+NULLS = ["group", "limits", "reservation", "held_by", "exports", "prefetch", "cache", "wait_ratio", "latency_p99_ns", "size_bytes"]
+OVERVIEWS = {
+    "names alone": {"access": "change", "disks": [{"name": "vm1"}], "groups": [{"name": "gold"}]},
+    "nulls": {"access": "change", "daemon": None, "groups": None, "devices": [{"name": "sda"}], "disks": [{"name": "vm1"} | dict.fromkeys(NULLS)]},
+    "a group that is not there": {"access": "change", "disks": [{"name": "vm1", "group": "gone"}]},
+    "groups in a circle": {"disks": [{"name": "vm1", "group": "a"}], "groups": [{"name": "a", "parent": "b"}, {"name": "b", "parent": "a"}]},
+}
+HISTORIES = [
+    {},
+    {"step_ms": 1000, "start_ms": 0},
+    {"step_ms": 1000, "start_ms": 0, "series": {"read_operations_per_second": [1, None, 3]}, "latency_heat": None},
+    {"step_ms": 1000, "start_ms": 0, "series": {"wait_ratio": None}, "latency_heat": {"bounds_ns": [], "rows": [None, [1, 2, 3]]}},
+]
+
+
+def run(weir):
+    with visit.browser() as browser, tempfile.TemporaryDirectory() as directory:
+        with daemon.Daemon(weir, directory, daemon.disk("vm1")) as running:
+            for number, (what, overview) in enumerate(OVERVIEWS.items()):
+                answers = {"overview": overview, "history": HISTORIES[number % len(HISTORIES)], "events": [{}, {"id": 1, "message": None}], "preview": {}}
+                with visit.Visit(browser, running.url, prepare=lambda page: play(page, answers)) as reader:
+                    look(reader, what)
+
+
+def play(page, answers):
+    page.add_init_script(scene.STREAM)
+
+    def give(route):
+        (answer,) = [answer for name, answer in answers.items() if f"/{name}" in route.request.url]
+        route.fulfill(body=json.dumps(answer), content_type="application/json")
+
+    page.route("**/api/v1/**", give)
+
+
+def look(reader, what):
+    # A circle has no beginning: none of it hangs below the root, and nothing hangs.
+    if what == "groups in a circle":
+        reader.open()
+        expect(reader.page.locator("#sums")).to_contain_text("1 disk · 2 groups")
+        return
+    page = reader.open("#disk/vm1")
+    expect(page.locator("#detail-title")).to_have_text("vm1")
+    expect(reader.row("vm1").locator(".c-p99")).to_have_text("-")
+    expect(page.locator(".t-iops dd")).to_have_text("-")
+    page.get_by_label("iops-total", exact=True).fill("5")
+    expect(page.locator(".preview")).to_contain_text("Nobody asked anything")
+    page.get_by_text("Figures as a table").click()
