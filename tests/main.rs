@@ -17,6 +17,7 @@ mod harness;
 
 mod access;
 mod adding;
+mod advise;
 mod attach;
 mod bench;
 mod bench_machines;

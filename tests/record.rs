@@ -24,7 +24,7 @@ use crate::harness::{
 };
 
 /// The command while it records.
-struct Recorder {
+pub(crate) struct Recorder {
     child: Child,
     said: BufReader<ChildStderr>,
     to: PathBuf,
@@ -33,7 +33,7 @@ struct Recorder {
 impl Recorder {
     /// Returns once it records.
     #[track_caller]
-    fn begin(scratch: &Scratch, to: &Path, of: &[&str]) -> Self {
+    pub(crate) fn begin(scratch: &Scratch, to: &Path, of: &[&str]) -> Self {
         let mut command = Command::new(WEIR);
         command.args(["record", "--qmp", &socket(scratch), "--output", text(to)]).args(of);
         let mut child = command.stderr(Stdio::piped()).spawn().expect("it was built");
@@ -57,7 +57,7 @@ impl Recorder {
 
     /// What it has recorded, by Ctrl-C.
     #[track_caller]
-    fn end(self) -> Recorded {
+    pub(crate) fn end(self) -> Recorded {
         self.signal(Signal::SIGINT);
         let to = self.to.clone();
         let (code, said) = self.wait();
@@ -69,7 +69,7 @@ impl Recorder {
 }
 
 /// Requests: disk, what it was, and what held it.
-struct Recorded(Vec<[String; 3]>);
+pub(crate) struct Recorded(Vec<[String; 3]>);
 
 impl Recorded {
     #[track_caller]

@@ -9,6 +9,7 @@
 //!
 //! Never changes how the data path works in order to measure it.
 
+pub mod advise;
 pub mod bench;
 mod interruption;
 mod latencies;

@@ -154,6 +154,9 @@ pub(crate) enum Command {
     /// Replay a trace through limits, groups and prefetching, in virtual time
     #[command(after_help = lab::simulate::EXAMPLES)]
     Simulate(Box<lab::simulate::SimulateArgs>),
+    /// Tell which limits would have kept a target for the disks of a trace, at the least capacity
+    #[command(after_help = lab::advise::EXAMPLES)]
+    Advise(Box<lab::advise::AdviseArgs>),
     /// Show what a measurement found, or compare two
     #[command(after_help = lab::report::EXAMPLES)]
     Report(lab::report::ReportArgs),

@@ -102,6 +102,7 @@ pub fn main() -> ExitCode {
         Command::Record(arguments) => record::run(arguments),
         Command::Trace(command) => lab::trace::convert::run(command),
         Command::Simulate(arguments) => lab::simulate::run(*arguments),
+        Command::Advise(arguments) => lab::advise::run(*arguments),
         Command::Report(arguments) => lab::report::run(arguments),
         Command::Tune(arguments) => lab::tune::run(*arguments),
         Command::Generate(arguments) => generate::run(&arguments, Cli::whole()),

@@ -51,20 +51,25 @@ use std::{
 };
 
 use anyhow::anyhow;
+pub(crate) use arguments::Terms;
 pub use arguments::{EXAMPLES, SimulateArgs};
 use console::{Failure, figures, print, print_json, progress::Spinner};
+pub(crate) use device::{Devices, Place, StationSpec};
 pub(crate) use device_spec::DeviceSpec;
 use drive::{Input, Job, Silence, simulate};
+pub(crate) use engine::Engine;
 use events::Events;
 use generator::Generator;
 use output::Summary;
+pub(crate) use request::Request;
 use serde::Serialize;
-use setup::Setup;
+pub(crate) use setup::{MOST_DISKS, Names, Setup, device_of};
 use story::Story;
 pub(crate) use sweep::Sweep;
 use swept::{Point, Swept, sweep};
 use workload::names;
 pub(crate) use workload::{Workload, generators};
+pub(crate) use world::{UNKNOWN_SIZE, World};
 
 use super::{
     interruption::Interruption,

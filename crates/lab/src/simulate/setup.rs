@@ -63,14 +63,9 @@ struct Any {
 impl Setup {
     /// From the command line; refuses what a daemon would, and unprobed devices.
     pub(crate) fn new(arguments: &SimulateArgs) -> Result<Self, console::Failure> {
-        let device = match &arguments.devices.device {
-            Some(DeviceSpec::Given { delay, rate }) => Some((station_of(delay), budget_of(rate))),
-            Some(DeviceSpec::Probed(path)) => {
-                let store = Store::new(arguments.devices.state.as_deref());
-                Some((probed(path, &store)?, Rates::default()))
-            }
-            None => None,
-        };
+        let devices = &arguments.devices;
+        let device =
+            devices.device.as_ref().map(|spec| device_of(spec, devices.state.as_deref())).transpose()?;
         match &arguments.config {
             Some(path) => Ok(Self::of_config(path, device)?),
             None => {
@@ -82,7 +77,7 @@ impl Setup {
         }
     }
 
-    fn of_config(path: &Path, device: Option<(StationSpec, Rates)>) -> anyhow::Result<Self> {
+    pub(crate) fn of_config(path: &Path, device: Option<(StationSpec, Rates)>) -> anyhow::Result<Self> {
         let plan = Plan::new(config::load(path)?, 0)?;
         let mut world = World::default();
         let shared = device.map(|device| world.add_device(device));
@@ -283,6 +278,14 @@ impl<'a> Names<'a> {
         }
         format!("the disk {name:?} is not in {file}, which has {} (add [disk.{name:?}])", names.join(", "))
     }
+}
+
+/// What is said of a device, or was measured; `state` is where `weir probe` has left that.
+pub(crate) fn device_of(spec: &DeviceSpec, state: Option<&Path>) -> anyhow::Result<(StationSpec, Rates)> {
+    Ok(match spec {
+        DeviceSpec::Given { delay, rate } => (station_of(delay), budget_of(rate)),
+        DeviceSpec::Probed(path) => (probed(path, &Store::new(state))?, Rates::default()),
+    })
 }
 
 fn station_of(delay: &DelayOptions) -> StationSpec {

@@ -55,6 +55,14 @@ impl World {
         Place { station, budget }
     }
 
+    /// Puts all disks that are in no group into one with these limits.
+    pub(crate) fn put_together(&mut self, limits: Limits) {
+        let group = self.groups.len();
+        let hold = DiskSettings { limits, ..DiskSettings::default() };
+        self.groups.push(Group { name: String::new(), hold, parent: None });
+        self.disks.iter_mut().for_each(|disk| disk.group = disk.group.or(Some(group)));
+    }
+
     pub(crate) fn is_limited(&self) -> bool {
         let mut holds =
             self.disks.iter().map(|disk| &disk.hold).chain(self.groups.iter().map(|group| &group.hold));

@@ -1,0 +1,241 @@
+//! What is told: a limit for each, what it would feel like, how sure that is, and what to type.
+
+use console::{
+    figures,
+    table::{Side, Table, columns},
+};
+use policy::throttle::{Limit, Unit};
+use serde::{Serialize, Serializer};
+
+use super::{certainty::Interval, trial::Figures};
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Advice {
+    /// Such as `p99`, and the time that it may be.
+    pub(super) keep: String,
+    pub(super) keep_ns: u64,
+    /// `latency` or `wait`.
+    pub(super) judged: &'static str,
+    pub(super) seconds: f64,
+    /// Whether all targets are kept with what is advised.
+    pub(super) kept: bool,
+    pub(super) tenants: Vec<Line>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) devices: Option<Vec<OnDevice>>,
+    pub(super) commands: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) config: Option<String>,
+    pub(super) remarks: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) partial: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Line {
+    pub(super) kind: &'static str,
+    pub(super) name: String,
+    pub(super) requests: u64,
+    /// Whether the target is for it.
+    pub(super) asked: bool,
+    /// With its target kept; absent if it never moves data.
+    pub(super) kept: Option<bool>,
+    /// The smallest limits with which its target is kept while nobody else is on its device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) smallest_iops: Option<Smallest>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) smallest_bps: Option<Smallest>,
+    /// What is to be set; absent where nothing is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) set: Option<figures::Limits>,
+    /// How sure that is, where it is not the smallest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) set_between: Option<Between>,
+    /// As it is now: by the config file, or without limits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) before: Option<Figures>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) after: Option<Figures>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Smallest {
+    #[serde(flatten, serialize_with = "limit")]
+    pub(super) limit: Limit,
+    /// Without a burst it would take this rate.
+    pub(super) rate_without_burst: u64,
+    /// The rate, if the day had been made of other hours like these.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) between: Option<Between>,
+    /// Why that cannot be told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) unsure: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(super) struct Between {
+    pub(super) low: u64,
+    /// `None` is more than four times of it.
+    pub(super) high: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct OnDevice {
+    pub(super) device: String,
+    pub(super) disks: Vec<String>,
+    /// The part of its time that it works in the busiest hour, or tenth.
+    pub(super) busiest: f64,
+    /// At the percentile of the target, of all on it together the worst.
+    pub(super) latency_ns: u64,
+}
+
+fn limit<S: Serializer>(limit: &Limit, serializer: S) -> Result<S::Ok, S::Error> {
+    #[derive(Serialize)]
+    #[serde(rename_all = "kebab-case")]
+    struct Shown {
+        rate: u64,
+        burst_rate: u64,
+        burst_length_s: u64,
+    }
+    let Limit { rate, burst_rate, burst_length_s } = *limit;
+    Shown { rate, burst_rate, burst_length_s }.serialize(serializer)
+}
+
+impl Between {
+    pub(super) fn of(rate: u64, interval: Interval) -> Self {
+        let times = |times: f64| (rate as f64 * times).ceil() as u64;
+        let high = (interval.high.is_finite()).then(|| times(interval.high));
+        Self { low: times(interval.low), high }
+    }
+
+    pub(super) fn shown(self, unit: Unit) -> String {
+        let number = |value: u64| count(value as f64, unit);
+        match self.high {
+            Some(high) => format!("{}…{}", number(self.low), number(high)),
+            None => format!("{}…", number(self.low)),
+        }
+    }
+}
+
+fn count(value: f64, unit: Unit) -> String {
+    match unit {
+        Unit::Iops => figures::count(value),
+        Unit::Bps => figures::bytes(value),
+    }
+}
+
+impl Smallest {
+    fn cells(&self, unit: Unit) -> [String; 4] {
+        let number = |value: u64| match unit {
+            Unit::Iops => value.to_string(),
+            Unit::Bps => settings::exact_size(value),
+        };
+        let Limit { rate, burst_rate, burst_length_s } = self.limit;
+        let burst = match (burst_rate, burst_length_s) {
+            (0, _) => "-".to_owned(),
+            (burst, 1) => number(burst),
+            (burst, seconds) => format!("{}×{seconds}s", number(burst)),
+        };
+        let between = self.between.map_or_else(|| "?".to_owned(), |between| between.shown(unit));
+        [number(rate), between, burst, number(self.rate_without_burst)]
+    }
+}
+
+impl Advice {
+    pub(super) fn text(&self, with_config: bool) -> String {
+        let mut text = Vec::new();
+        for table in [self.smallest(Unit::Iops), self.smallest(Unit::Bps), self.felt(), self.packed()] {
+            text.push(table.render(false));
+        }
+        text.extend(self.remarks.iter().map(|remark| format!("{remark}\n")));
+        if !self.commands.is_empty() {
+            text.push(format!("To set it:\n\n{}\n", self.commands.join("\n")));
+        }
+        if let Some(config) = self.config.as_ref().filter(|_| with_config) {
+            text.push(format!("In a config file:\n\n{config}"));
+        }
+        if let Some(why) = &self.partial {
+            text.push(format!("Not complete: {why}. The advice is for what came before.\n"));
+        }
+        text.retain(|part| !part.is_empty());
+        text.join("\n")
+    }
+
+    fn smallest(&self, unit: Unit) -> Table {
+        let (name, of): (_, fn(&Line) -> &Option<Smallest>) = match unit {
+            Unit::Iops => ("IOPS-TOTAL", |line| &line.smallest_iops),
+            Unit::Bps => ("BPS-TOTAL", |line| &line.smallest_bps),
+        };
+        let mut table =
+            Table::new(columns(&["SMALLEST FOR"], &["REQUESTS", name, "BETWEEN", "BURST", "WITHOUT BURST"]));
+        for line in &self.tenants {
+            if let Some(smallest) = of(line) {
+                let mut row = vec![shown(line), line.requests.to_string()];
+                row.extend(smallest.cells(unit));
+                table.row(row);
+            }
+        }
+        table
+    }
+
+    fn felt(&self) -> Table {
+        let percentile = self.keep.to_uppercase();
+        let wait = format!("WAIT {percentile}");
+        let numbers = ["IOPS", "BYTES/S", "P50", &percentile, "WAIT P50", &wait, "WAITED"];
+        let mut table =
+            Table::new(columns(&["WHO", "WITH"], &numbers).into_iter().chain([("TARGET", Side::Left)]));
+        for line in &self.tenants {
+            let set = line.set.as_ref().map_or_else(|| "nothing set".to_owned(), figures::limits);
+            let rows = [("as it is".to_owned(), line.before, None), (set, line.after, line.kept)];
+            for (with, felt, kept) in rows {
+                let Some(felt) = felt else { continue };
+                let target = match kept {
+                    None => "",
+                    Some(_) if !line.asked => "not asked",
+                    Some(true) => "kept",
+                    Some(false) => "missed",
+                };
+                table.row(vec![
+                    shown(line),
+                    with,
+                    figures::count(felt.iops),
+                    figures::bytes(felt.bps),
+                    figures::time(felt.latency_p50_ns),
+                    figures::time(felt.latency_ns),
+                    figures::time(felt.wait_p50_ns),
+                    figures::time(felt.wait_ns),
+                    figures::share(felt.held),
+                    target.to_owned(),
+                ]);
+            }
+        }
+        table
+    }
+
+    fn packed(&self) -> Table {
+        let mut table = Table::new([
+            ("DEVICE", Side::Left),
+            ("DISKS", Side::Right),
+            ("BUSIEST", Side::Right),
+            ("LATENCY", Side::Right),
+            ("WHICH", Side::Left),
+        ]);
+        for device in self.devices.iter().flatten() {
+            table.row(vec![
+                device.device.clone(),
+                device.disks.len().to_string(),
+                figures::share(device.busiest),
+                figures::time(device.latency_ns),
+                device.disks.join(" "),
+            ]);
+        }
+        table
+    }
+}
+
+fn shown(line: &Line) -> String {
+    if line.kind == "disk" { line.name.clone() } else { format!("group {}", line.name) }
+}

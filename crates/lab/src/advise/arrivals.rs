@@ -1,0 +1,284 @@
+//! The requests of a trace in memory, some six bytes each: when, what and how long.
+//!
+//! ```text
+//!   traces ─► Merged ─► a stream for each disk ─► of one disk, or of several by time
+//! ```
+//!
+//! A search asks for the requests of a disk some ten times, so they are kept apart by disk, and not
+//! read again. Where a request was is not kept: no limit and no modelled device asks for it. Past
+//! [`MOST_BYTES`] nothing more is read, which is said.
+
+use std::{
+    cmp::Reverse,
+    collections::BinaryHeap,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use console::figures;
+
+use crate::{
+    simulate::MOST_DISKS,
+    trace::{Op, Record, Source},
+};
+
+/// Some 70 million requests: a vector may have twice of it while it grows.
+const MOST_BYTES: usize = 400 << 20;
+const BATCH: usize = 4096;
+/// Peaks are looked for in intervals of 2 to this power in nanoseconds, about an eighth of a
+/// second.
+const SLOT_BITS: u32 = 27;
+pub(super) const SLOT_NS: u64 = 1 << SLOT_BITS;
+
+#[derive(Debug, Default)]
+pub(super) struct Arrivals {
+    pub(super) streams: Vec<Stream>,
+    pub(super) requests: u64,
+    /// From the first request to the last.
+    pub(super) length_ns: u64,
+    /// Why it is not all.
+    pub(super) partial: Option<String>,
+    bytes: usize,
+}
+
+/// A disk's requests.
+#[derive(Debug, Default)]
+pub(super) struct Stream {
+    pub(super) name: String,
+    /// Requests that move data, which alone are limited.
+    pub(super) requests: u64,
+    pub(super) flushes: u64,
+    pub(super) moved_bytes: u64,
+    /// Behind the last byte that was asked for.
+    pub(super) end_bytes: u64,
+    pub(super) last_ns: u64,
+    /// Of one slot, the most operations and bytes.
+    pub(super) peak: [u64; 2],
+    slot: u64,
+    in_slot: [u64; 2],
+    last_length: u64,
+    encoded: Vec<u8>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Arrival {
+    pub(super) at_ns: u64,
+    pub(super) op: Op,
+    pub(super) length: u64,
+}
+
+impl Arrivals {
+    /// Reads to the end, to an error, or until `stop`. Fails if there is nothing at all.
+    pub(super) fn read(
+        source: &mut dyn Source,
+        stop: &AtomicBool,
+        tell: &dyn Fn(u64),
+    ) -> anyhow::Result<Self> {
+        let (mut arrivals, mut records) = (Self::default(), Vec::with_capacity(BATCH));
+        loop {
+            records.clear();
+            let filled = source.fill(&mut records, BATCH);
+            let disks = source.disks();
+            for record in &records {
+                if record.disk.index() >= MOST_DISKS {
+                    anyhow::bail!("there are more than {MOST_DISKS} disks (split the trace)");
+                }
+                arrivals.push(record, &disks[record.disk.index()]);
+            }
+            tell(arrivals.requests);
+            match filled {
+                Err(error) if arrivals.requests == 0 => return Err(error),
+                Err(error) => arrivals.partial = Some(format!("{error:#}")),
+                Ok(()) if stop.load(Ordering::Relaxed) => arrivals.partial = Some("interrupted".to_owned()),
+                Ok(()) if arrivals.bytes > MOST_BYTES => {
+                    arrivals.partial = Some(format!(
+                        "memory has no place for more than the first {} requests (split the trace)",
+                        figures::count(arrivals.requests as f64)
+                    ));
+                }
+                Ok(()) if !records.is_empty() => continue,
+                Ok(()) => {}
+            }
+            anyhow::ensure!(arrivals.requests > 0, "the trace has no request");
+            return Ok(arrivals);
+        }
+    }
+
+    pub(super) fn push(&mut self, record: &Record, name: &str) {
+        let index = record.disk.index();
+        // Names come in the order of their numbers, but several may come with one record.
+        if self.streams.len() <= index {
+            self.streams.resize_with(index + 1, Stream::default);
+        }
+        let stream = &mut self.streams[index];
+        if stream.name.is_empty() {
+            name.clone_into(&mut stream.name);
+        }
+        let before = stream.encoded.len();
+        stream.push(record);
+        self.bytes += stream.encoded.len() - before;
+        self.requests += 1;
+        self.length_ns = self.length_ns.max(record.time_ns);
+    }
+
+    /// Requests of these disks by time, each with its disk; of equal times the disk named first.
+    pub(super) fn of(&self, disks: &[usize]) -> Together<'_> {
+        let mut together = Together { sources: Vec::with_capacity(disks.len()), next: BinaryHeap::new() };
+        for (place, &disk) in disks.iter().enumerate() {
+            let mut iter = self.streams[disk].iter();
+            if let Some(arrival) = iter.next() {
+                together.next.push(Reverse((arrival.at_ns, place)));
+                together.sources.push((disk, iter, arrival));
+            } else {
+                // Never asked for: it is in no place of the heap.
+                together.sources.push((disk, iter, Arrival { at_ns: 0, op: Op::Flush, length: 0 }));
+            }
+        }
+        together
+    }
+}
+
+impl Stream {
+    fn push(&mut self, record: &Record) {
+        let Record { time_ns, op, offset, length, .. } = *record;
+        let is_same = length == self.last_length;
+        let kind = Op::ALL.iter().position(|known| *known == op).unwrap_or(0) as u128;
+        let ahead = u128::from(time_ns.saturating_sub(self.last_ns));
+        put(&mut self.encoded, ahead << 4 | kind << 1 | u128::from(is_same));
+        if !is_same {
+            put(&mut self.encoded, u128::from(length));
+        }
+        (self.last_ns, self.last_length) = (time_ns.max(self.last_ns), length);
+        self.end_bytes = self.end_bytes.max(offset.saturating_add(length));
+        if op == Op::Flush {
+            self.flushes += 1;
+            return;
+        }
+        self.requests += 1;
+        self.moved_bytes = self.moved_bytes.saturating_add(length);
+        let slot = time_ns >> SLOT_BITS;
+        if slot != self.slot {
+            (self.slot, self.in_slot) = (slot, [0; 2]);
+        }
+        for (kind, units) in [1, length].into_iter().enumerate() {
+            self.in_slot[kind] = self.in_slot[kind].saturating_add(units);
+            self.peak[kind] = self.peak[kind].max(self.in_slot[kind]);
+        }
+    }
+
+    pub(super) fn iter(&self) -> Iter<'_> {
+        Iter { rest: &self.encoded, at_ns: 0, length: 0 }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Iter<'a> {
+    rest: &'a [u8],
+    at_ns: u64,
+    length: u64,
+}
+
+impl Iterator for Iter<'_> {
+    type Item = Arrival;
+
+    #[inline]
+    fn next(&mut self) -> Option<Arrival> {
+        let head = take(&mut self.rest)?;
+        // Times rise within 64 bits, so the sum is one that was pushed.
+        self.at_ns = self.at_ns.wrapping_add((head >> 4) as u64);
+        if head & 1 == 0 {
+            self.length = take(&mut self.rest)? as u64;
+        }
+        let op = Op::ALL[(head >> 1 & 7) as usize % Op::ALL.len()];
+        Some(Arrival { at_ns: self.at_ns, op, length: self.length })
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Together<'a> {
+    sources: Vec<(usize, Iter<'a>, Arrival)>,
+    next: BinaryHeap<Reverse<(u64, usize)>>,
+}
+
+impl Iterator for Together<'_> {
+    type Item = (usize, Arrival);
+
+    #[inline]
+    fn next(&mut self) -> Option<(usize, Arrival)> {
+        let mut first = self.next.peek_mut()?;
+        let place = first.0.1;
+        let (disk, iter, arrival) = &mut self.sources[place];
+        let told = (*disk, *arrival);
+        match iter.next() {
+            Some(next) => {
+                *arrival = next;
+                *first = Reverse((next.at_ns, place));
+            }
+            None => drop(std::collections::binary_heap::PeekMut::pop(first)),
+        }
+        Some(told)
+    }
+}
+
+fn put(bytes: &mut Vec<u8>, mut value: u128) {
+    while value >= 0x80 {
+        bytes.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    bytes.push(value as u8);
+}
+
+#[inline]
+fn take(bytes: &mut &[u8]) -> Option<u128> {
+    // Nearly all fit into eight bytes, where 64 bits do.
+    let mut value = 0_u64;
+    for (index, &byte) in bytes.iter().take(9).enumerate() {
+        value |= u64::from(byte & 0x7f) << (7 * index);
+        if byte < 0x80 {
+            *bytes = &bytes[index + 1..];
+            return Some(value.into());
+        }
+    }
+    take_long(bytes)
+}
+
+#[cold]
+fn take_long(bytes: &mut &[u8]) -> Option<u128> {
+    let mut value = 0_u128;
+    for (index, &byte) in bytes.iter().enumerate().take(18) {
+        value |= u128::from(byte & 0x7f) << (7 * index);
+        if byte < 0x80 {
+            *bytes = &bytes[index + 1..];
+            return Some(value);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::trace::DiskId;
+
+    proptest! {
+        #[test]
+        fn what_goes_in_comes_out(
+            records in prop::collection::vec((any::<u64>(), 0..3_u32, 0..5_usize, prop::option::of(any::<u64>())), 1..60)
+        ) {
+            let mut records = records;
+            records.sort_by_key(|record| record.0);
+            let mut arrivals = Arrivals::default();
+            let mut expected: Vec<(usize, Arrival)> = Vec::new();
+            for (time_ns, disk, op, length) in records {
+                let (op, length) = (Op::ALL[op], length.unwrap_or(4096));
+                let record = Record { time_ns, offset: 0, length, line: 1, disk: DiskId(disk), file: 0, op };
+                arrivals.push(&record, &disk.to_string());
+                expected.push((disk as usize, Arrival { at_ns: time_ns, op, length }));
+            }
+            let all: Vec<usize> = (0..arrivals.streams.len()).collect();
+            expected.sort_by_key(|(disk, arrival)| (arrival.at_ns, *disk));
+            prop_assert_eq!(arrivals.of(&all).collect::<Vec<_>>(), expected);
+        }
+    }
+}

@@ -1,0 +1,481 @@
+//! `weir advise`: which limits, bursts and promises would have kept a target, with the least
+//! capacity, for the tenants of a trace; and on how few devices they fit.
+//!
+//! ```text
+//!   traces ─► arrivals.rs ─► house.rs: tenants and what they lie on
+//!                              │
+//!        each by itself        ▼         together on a device        which device
+//!        need.rs ──────────────┬──────── shared.rs ───────────────── packing.rs
+//!         │ search.rs          │          │                           │
+//!         │ envelope.rs: waits from arrivals alone                    │
+//!         │ certainty.rs: other days of the same hours                │
+//!         └────────────────► trial.rs: simulate's engine ◄────────────┘
+//!                              │
+//!                              ▼
+//!                            advice.rs, settings.rs: tables, JSON, commands, a config file
+//! ```
+//!
+//! Nothing is told that a simulation with the daemon's own decisions has not confirmed. What cannot
+//! be kept is said, with what could be. Never changes a daemon: it prints what to type.
+
+mod advice;
+mod arguments;
+mod arrivals;
+mod certainty;
+mod envelope;
+mod house;
+mod need;
+mod packing;
+mod search;
+mod settings;
+mod shared;
+mod target;
+#[cfg(test)]
+mod tests;
+mod trial;
+
+use std::{
+    fs,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use advice::{Advice, Between, Line, OnDevice, Smallest};
+use anyhow::{Context as _, anyhow};
+pub use arguments::{AdviseArgs, EXAMPLES};
+use arrivals::Arrivals;
+use certainty::Blocks;
+use console::{Failure, figures, print, print_json, progress::Spinner};
+use house::House;
+use need::{Need, Search};
+use packing::Supply;
+use policy::{
+    throttle::{Limits, Part, Setting, Unit},
+    watermark::Watermark,
+};
+use settings::Change;
+use shared::{Found, Shared};
+use trial::{Felt, Judge, Trial};
+
+use crate::{
+    interruption::Interruption,
+    simulate::{DeviceSpec, device_of},
+    trace::Merged,
+};
+
+/// What a group that advice makes is called.
+const GROUP: &str = "shared";
+
+/// Advises, prints, and writes the config file that was asked for.
+///
+/// # Errors
+/// What makes no sense or cannot be read; and, once all is printed, that the trace was not read to
+/// its end or that a target cannot be kept.
+pub fn run(arguments: AdviseArgs) -> Result<(), Failure> {
+    if arguments.over.is_zero() {
+        return Err(Failure::Usage(anyhow!("--over: a burst cannot be spread over no time (say 60s)")));
+    }
+    let stop = Arc::new(AtomicBool::new(false));
+    let heard = Arc::clone(&stop);
+    Interruption::watch(move || heard.store(true, Ordering::Relaxed), || {})?;
+    let progress = Spinner::new();
+    let mut source = Merged::open(&arguments.traces, &arguments.reading.options())?;
+    let tell = |requests: u64| progress.say(|| format!("{} requests read", figures::count(requests as f64)));
+    let arrivals = Arrivals::read(&mut source, &stop, &tell)?;
+    drop(source);
+    // The rest is for what was read until then; a second signal ends it.
+    stop.store(false, Ordering::Relaxed);
+    let house = House::new(&arguments, &arrivals)?;
+    let judge = Judge {
+        target: arguments.keep,
+        whole: house.has_device || arguments.devices.pack,
+        blocks: Blocks::new(arrivals.length_ns),
+    };
+    let over_s = arguments.over.as_secs_f64();
+    let search = Search { house: &house, arrivals: &arrivals, judge, over_s, stop: &stop };
+    let advice = if arguments.devices.pack {
+        pack(&search, &arguments)?
+    } else {
+        let before = arguments.config.as_deref();
+        advise(&search, before, &|what| progress.say(|| what.to_owned()))?
+    };
+    drop(progress);
+    finish(&arguments, &advice)
+}
+
+fn finish(arguments: &AdviseArgs, advice: &Advice) -> Result<(), Failure> {
+    let to = arguments.output.write_config.as_deref();
+    if arguments.output.json {
+        print_json(advice)?;
+    } else {
+        print(&advice.text(to.is_none() && arguments.config.is_none()))?;
+    }
+    if let (Some(to), Some(config)) = (to, &advice.config) {
+        let name = to.display();
+        fs::write(to, config).with_context(|| format!("{name}: the config file cannot be written"))?;
+    }
+    match &advice.partial {
+        Some(why) => Err(Failure::Failed(anyhow!("not read to the end: {why}"))),
+        None if !advice.kept => {
+            Err(Failure::Failed(anyhow!("the target cannot be kept for all (see above what could be)")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// What is known of a tenant in the end.
+struct Told {
+    need: Option<Need>,
+    before: Option<Felt>,
+    after: Option<Felt>,
+    set: Option<Limits>,
+    between: Option<Between>,
+}
+
+fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> anyhow::Result<Advice> {
+    let Search { house, arrivals, judge, .. } = *search;
+    let mut told = Vec::with_capacity(house.tenants.len());
+    for (number, tenant) in house.tenants.iter().enumerate() {
+        tell(&format!("{number} of {} tenants: {}", house.tenants.len(), tenant.name));
+        // On a device, what it has least of; without one, nobody knows which that will be.
+        let units = if judge.whole { vec![shared::cost(search, number).0] } else { Unit::ALL.to_vec() };
+        let need = if tenant.is_kept || judge.whole { search.need(number, &units)? } else { None };
+        told.push(Told { need, before: None, after: None, set: None, between: None });
+    }
+    let mut remarks = house.remarks.clone();
+    let mut changes = Vec::new();
+    let is_held = house.world.is_limited();
+    let before = (judge.whole || is_held).then(|| everything(search, &house.world)).transpose()?;
+    // Without limits is what a search begins with; what the file has is what is compared to.
+    let bare = match &before {
+        Some(_) if is_held => Some(everything(search, &house.bare)?),
+        other => other.clone(),
+    };
+    for neighbours in house.neighbours() {
+        match &bare {
+            Some(bare) if neighbours.len() > 1 => {
+                tell("those that share a device");
+                share(search, &neighbours, bare, &mut told, &mut changes, &mut remarks)?;
+            }
+            _ => {
+                for &tenant in &neighbours {
+                    by_itself(search, tenant, &mut told[tenant], &mut remarks);
+                }
+            }
+        }
+    }
+    for (told, before) in told.iter_mut().zip(before.into_iter().flatten()) {
+        told.before = Some(before);
+    }
+    for (tenant, told) in told.iter().enumerate() {
+        let Some(limits) = told.set else { continue };
+        if house.held(tenant).watermark != Watermark::ALWAYS {
+            remarks.push(format!(
+                "{}: its watermark lifts its limits while the device is not busy; all this is for limits that always hold.",
+                house.tenants[tenant].name
+            ));
+        }
+        changes.push(change(search, tenant, limits));
+    }
+    if is_held && !changes.iter().any(|change| change.is_new) {
+        let mut world = house.bare.clone();
+        for (tenant, told) in told.iter().enumerate() {
+            // Whoever has nothing to set keeps what the file has.
+            house.limit(&mut world, tenant, told.set.unwrap_or(house.held(tenant).limits));
+        }
+        for (told, after) in told.iter_mut().zip(everything(search, &world)?) {
+            told.after = Some(after);
+        }
+    }
+    let before = config.map(fs::read_to_string).transpose().context("the config file cannot be read")?;
+    let lines: Vec<Line> = told.iter().enumerate().map(|(tenant, told)| line(search, tenant, told)).collect();
+    let text = (!changes.is_empty()).then(|| settings::config(before.as_deref(), &changes)).transpose()?;
+    Ok(Advice {
+        keep: judge.target.name(),
+        keep_ns: judge.target.time_ns,
+        judged: if judge.whole { "latency" } else { "wait" },
+        seconds: arrivals.length_ns as f64 / 1e9,
+        kept: lines.iter().all(|line| !line.asked || line.kept != Some(false)),
+        tenants: lines,
+        devices: None,
+        commands: changes.iter().map(Change::command).collect(),
+        config: text.or(before),
+        remarks,
+        partial: arrivals.partial.clone(),
+    })
+}
+
+/// All requests in one world.
+fn everything(search: &Search<'_>, world: &crate::simulate::World) -> anyhow::Result<Vec<Felt>> {
+    let House { disks, tenants, tenant_of, .. } = search.house;
+    let all: Vec<usize> = (0..search.arrivals.streams.len()).collect();
+    let trial = Trial { world, disks, tenants: tenant_of, count: tenants.len() };
+    trial.run(search.arrivals.of(&all), &search.judge, search.stop)
+}
+
+fn by_itself(search: &Search<'_>, tenant: usize, told: &mut Told, remarks: &mut Vec<String>) {
+    let of = &search.house.tenants[tenant];
+    let Some(need) = &told.need else {
+        if of.is_kept {
+            remarks.push(format!("{}: it only flushes, which no limit holds.", of.name));
+        }
+        return;
+    };
+    told.after = Some(need.felt.clone());
+    if let Some(ns) = need.impossible_ns {
+        remarks.push(impossible(search, &of.name, ns));
+    } else if of.is_kept {
+        told.set = Some(need.limits()).filter(|limits| !limits.is_unlimited());
+        if told.set.is_none() {
+            remarks.push(format!("{}: it asks for more than any limit may be.", of.name));
+        }
+    }
+    unsure(&of.name, need, remarks);
+}
+
+fn impossible(search: &Search<'_>, name: &str, ns: u64) -> String {
+    let percentile = search.judge.target.name();
+    format!(
+        "{name}: without limits and alone on its device its {percentile} is {}; no limit makes it shorter (--keep {percentile}={} could be kept, or on a faster device less).",
+        figures::time(ns),
+        above(ns)
+    )
+}
+
+/// A time that can be typed, no shorter.
+fn above(ns: u64) -> String {
+    match ns {
+        0..10_000 => format!("{ns}ns"),
+        10_000..10_000_000 => format!("{}us", ns.div_ceil(1000)),
+        _ => format!("{}ms", ns.div_ceil(1_000_000)),
+    }
+}
+
+fn unsure(name: &str, need: &Need, remarks: &mut Vec<String>) {
+    let why = need.certainty.iter().flatten().find_map(|certainty| certainty.as_ref().err());
+    if let Some(why) = why {
+        remarks.push(format!("{name}: {why}. The limit is what this trace asks for, and no more is known."));
+    }
+}
+
+fn share(
+    search: &Search<'_>,
+    neighbours: &[usize],
+    bare: &[Felt],
+    told: &mut [Told],
+    changes: &mut Vec<Change>,
+    remarks: &mut Vec<String>,
+) -> anyhow::Result<()> {
+    let house = search.house;
+    let target = search.judge.target;
+    let mut is_possible = true;
+    for &tenant in neighbours {
+        let name = &house.tenants[tenant].name;
+        let need = told[tenant].need.as_ref();
+        if let Some(ns) = need.and_then(|need| need.impossible_ns).filter(|_| house.tenants[tenant].is_kept) {
+            is_possible = false;
+            remarks.push(impossible(search, name, ns));
+        }
+        need.into_iter().for_each(|need| unsure(name, need, remarks));
+    }
+    let felt: Vec<Felt> = neighbours.iter().map(|&tenant| bare[tenant].clone()).collect();
+    let holds = |&tenant: &usize| !house.tenants[tenant].is_kept || bare[tenant].holds(&target);
+    let names = |tenants: &mut dyn Iterator<Item = usize>| {
+        tenants.map(|tenant| house.tenants[tenant].name.as_str()).collect::<Vec<_>>().join(", ")
+    };
+    if neighbours.iter().all(holds) {
+        for (&tenant, felt) in neighbours.iter().zip(felt) {
+            told[tenant].after = Some(felt);
+        }
+        let who = names(&mut neighbours.iter().copied());
+        remarks.push(format!("{who}: together on their device the target is kept without any limit."));
+        return Ok(());
+    }
+    let needs: Vec<Option<Need>> = told.iter().map(|told| told.need.clone()).collect();
+    let Found { plan, felt, is_kept, could_ns, interval } =
+        Shared::new(*search, neighbours, &needs, &felt).find()?;
+    for ((&tenant, limits), felt) in neighbours.iter().zip(&plan.limits).zip(felt) {
+        told[tenant].after = Some(felt);
+        told[tenant].set = *limits;
+        let rate = limits.map(|limits| {
+            Unit::ALL.map(|unit| limits.limit(need::kind(unit)).rate).into_iter().max().unwrap_or(0)
+        });
+        told[tenant].between = rate.zip(interval).map(|(rate, interval)| Between::of(rate, interval));
+        if let (Some(limits), Some(between)) = (limits, told[tenant].between) {
+            let unit = if limits.limit(need::kind(Unit::Iops)).rate > 0 { Unit::Iops } else { Unit::Bps };
+            remarks.push(format!(
+                "{}: {} {} lies between {} for other days of the same {}.",
+                house.tenants[tenant].name,
+                Setting::Limit(need::kind(unit), Part::Rate),
+                rate.unwrap_or(0),
+                between.shown(unit),
+                search.judge.blocks.name()
+            ));
+        }
+    }
+    if let Some((limits, shares)) = plan.group {
+        let name = group_name(house);
+        changes.push(Change {
+            is_group: true,
+            is_new: true,
+            name: name.clone(),
+            limits,
+            ..Change::default()
+        });
+        for (&tenant, share) in neighbours.iter().zip(shares) {
+            changes.push(Change {
+                group: Some(name.clone()),
+                share,
+                ..change(search, tenant, Limits::default())
+            });
+        }
+        remarks.push(format!(
+            "In one group, {name}, requests wait where promises count, and not in the device's queue: with limits on the noisy alone these would wait longer."
+        ));
+    }
+    if !is_kept && is_possible {
+        let late = |&&tenant: &&usize| {
+            house.tenants[tenant].is_kept
+                && told[tenant].after.as_ref().is_some_and(|felt| !felt.holds(&target))
+        };
+        let who = names(&mut neighbours.iter().filter(late).copied());
+        let percentile = target.name();
+        remarks.push(match could_ns {
+            Some(ns) => format!(
+                "{who}: the device cannot do it for all. With the limits told the others' target is kept; for all of them about --keep {percentile}={} could be (or --for says whose target counts).",
+                above(ns)
+            ),
+            None => format!("{who}: the device cannot do it, however far the others are held back (--pack tells how many it would take)."),
+        });
+    }
+    Ok(())
+}
+
+/// One that nobody has yet.
+fn group_name(house: &House) -> String {
+    let is_taken = |name: &str| {
+        house.world.groups.iter().any(|group| group.name == name)
+            || house.world.disks.iter().any(|disk| disk.name == name)
+    };
+    let numbered = (2..).map(|number| format!("{GROUP}-{number}"));
+    std::iter::once(GROUP.to_owned())
+        .chain(numbered)
+        .find(|name| !is_taken(name))
+        .expect("numbers do not end")
+}
+
+fn change(search: &Search<'_>, tenant: usize, limits: Limits) -> Change {
+    let of = &search.house.tenants[tenant];
+    let size = |disk: &usize| search.arrivals.streams[*disk].end_bytes;
+    Change {
+        is_group: of.group.is_some(),
+        name: of.name.clone(),
+        limits,
+        size_bytes: of.disks.iter().map(size).max().unwrap_or(0),
+        ..Change::default()
+    }
+}
+
+fn line(search: &Search<'_>, tenant: usize, told: &Told) -> Line {
+    let of = &search.house.tenants[tenant];
+    let target = &search.judge.target;
+    let smallest = |unit: Unit| {
+        let need = told.need.as_ref()?;
+        let found = need.smallest[unit.index()]?;
+        let certainty = need.certainty[unit.index()].as_ref();
+        Some(Smallest {
+            limit: found.limit,
+            rate_without_burst: found.steady,
+            between: certainty
+                .and_then(|certainty| certainty.as_ref().ok())
+                .map(|interval| Between::of(found.limit.rate, *interval)),
+            unsure: certainty.and_then(|certainty| certainty.as_ref().err().cloned()),
+        })
+    };
+    let set = told.set.map(|limits| {
+        let settings = Setting::ALL.iter().filter(|setting| settings::is_set(&limits, **setting));
+        settings.map(|setting| (setting.name().to_owned(), limits.get(*setting))).collect()
+    });
+    Line {
+        kind: of.kind(),
+        name: of.name.clone(),
+        requests: of.disks.iter().map(|&disk| search.arrivals.streams[disk].requests).sum(),
+        asked: of.is_kept,
+        kept: told.after.as_ref().filter(|felt| felt.requests > 0).map(|felt| felt.holds(target)),
+        smallest_iops: smallest(Unit::Iops),
+        smallest_bps: smallest(Unit::Bps),
+        set,
+        set_between: told.between,
+        before: told.before.as_ref().filter(|felt| felt.requests > 0).map(|felt| felt.figures(target)),
+        after: told.after.as_ref().filter(|felt| felt.requests > 0).map(|felt| felt.figures(target)),
+    }
+}
+
+fn pack(search: &Search<'_>, arguments: &AdviseArgs) -> anyhow::Result<Advice> {
+    let devices = &arguments.devices;
+    let resolve = |spec| device_of(spec, devices.state.as_deref());
+    let supply = match &devices.device[..] {
+        [only] => Supply::Any(resolve(only)?),
+        several => Supply::These(several.iter().map(resolve).collect::<anyhow::Result<_>>()?),
+    };
+    let Search { house, arrivals, judge, .. } = *search;
+    let packing = packing::pack(search, &supply)?;
+    let name = |tenant: usize| house.tenants[tenant].name.clone();
+    let mut remarks = Vec::new();
+    let mut felt: Vec<Option<Felt>> = vec![None; house.tenants.len()];
+    let on_device = |packed: &packing::Packed| OnDevice {
+        device: match supply {
+            Supply::Any(_) => (packed.device + 1).to_string(),
+            Supply::These(_) => match &devices.device[packed.device] {
+                DeviceSpec::Probed(path) => path.display().to_string(),
+                DeviceSpec::Given { .. } => (packed.device + 1).to_string(),
+            },
+        },
+        disks: packed.tenants.iter().map(|&tenant| name(tenant)).collect(),
+        busiest: packed.busiest,
+        latency_ns: packed.felt.iter().map(|felt| felt.judged_ns(&judge)).max().unwrap_or(0),
+    };
+    let on_devices: Vec<OnDevice> = packing.devices.iter().map(on_device).collect();
+    let (count, target) = (packing.devices.len(), judge.target);
+    let disks: usize = packing.devices.iter().map(|packed| packed.tenants.len()).sum();
+    if count > 0 {
+        let most = if packing.at_least == count { ", and fewer cannot do" } else { "" };
+        let (all, devices) = (
+            if disks == 1 { "disk fits" } else { "disks fit" },
+            if count == 1 { "device" } else { "devices" },
+        );
+        remarks.push(format!(
+            "{disks} {all} on {count} of these {devices} with {} <= {}{most}.",
+            target.name(),
+            figures::time(target.time_ns)
+        ));
+    }
+    if !packing.left_over.is_empty() {
+        let names: Vec<_> = packing.left_over.iter().map(|&tenant| name(tenant)).collect();
+        remarks.push(format!("No place keeps the target for: {}.", names.join(", ")));
+    }
+    for packed in packing.devices {
+        for (tenant, one) in packed.tenants.into_iter().zip(packed.felt) {
+            felt[tenant] = Some(one);
+        }
+    }
+    let lines = felt.into_iter().enumerate().map(|(tenant, after)| {
+        line(search, tenant, &Told { need: None, before: None, after, set: None, between: None })
+    });
+    Ok(Advice {
+        keep: target.name(),
+        keep_ns: target.time_ns,
+        judged: "latency",
+        seconds: arrivals.length_ns as f64 / 1e9,
+        kept: packing.left_over.is_empty(),
+        tenants: lines.collect(),
+        devices: Some(on_devices),
+        commands: Vec::new(),
+        config: None,
+        remarks,
+        partial: arrivals.partial.clone(),
+    })
+}

@@ -1,0 +1,214 @@
+//! What a tenant needs by itself: the smallest limits that keep its target while nobody else is on
+//! its device.
+
+use std::sync::atomic::AtomicBool;
+
+use policy::throttle::{Limit, LimitKind, Limits, Unit};
+
+use super::{
+    arrivals::{Arrival, Arrivals},
+    certainty::{self, Blocks, Interval},
+    envelope::demand,
+    house::{House, Room},
+    search::{Amount, Smallest, Terms, smallest, whole},
+    trial::{Felt, Judge, Trial},
+};
+
+/// Limits that did not do are raised in these steps, a hundredth and twice as much each time.
+const RAISES: i32 = 10;
+/// Between a limit that does and one that does not, so many are tried.
+const HALVINGS: u32 = 5;
+
+/// Of a tenant whose requests move data.
+#[derive(Clone, Debug)]
+pub(super) struct Need {
+    /// By unit; none where that unit is not limited.
+    pub(super) smallest: [Option<Smallest>; 2],
+    /// How sure each is, or why that cannot be told.
+    pub(super) certainty: [Option<Result<Interval, String>>; 2],
+    /// With these limits, alone.
+    pub(super) felt: Felt,
+    /// Why the target is not kept even without limits and neighbours: what its percentile is then.
+    pub(super) impossible_ns: Option<u64>,
+}
+
+impl Need {
+    pub(super) fn limits(&self) -> Limits {
+        limits_of(self.smallest.map(|smallest| smallest.map(|it| it.limit)))
+    }
+}
+
+pub(super) const fn kind(unit: Unit) -> LimitKind {
+    match unit {
+        Unit::Iops => LimitKind::IopsTotal,
+        Unit::Bps => LimitKind::BpsTotal,
+    }
+}
+
+pub(super) fn limits_of(by_unit: [Option<Limit>; 2]) -> Limits {
+    let mut limits = Limits::default();
+    for (unit, limit) in Unit::ALL.into_iter().zip(by_unit) {
+        *limits.limit_mut(kind(unit)) = limit.unwrap_or(Limit::NONE);
+    }
+    limits
+}
+
+pub(super) fn amount(arrivals: &Arrivals, disks: &[usize], unit: Unit) -> Amount {
+    let blocks = Blocks::new(arrivals.length_ns);
+    let (mut amount, mut in_block) = (Amount::default(), vec![0.0; blocks.count]);
+    for stream in disks.iter().map(|&disk| &arrivals.streams[disk]) {
+        amount.requests += stream.requests;
+        amount.units += if unit == Unit::Iops { stream.requests } else { stream.moved_bytes };
+        amount.peak = amount.peak.saturating_add(stream.peak[unit.index()]);
+        demand(stream.iter(), unit).for_each(|(at_ns, units)| in_block[blocks.of(at_ns)] += units);
+    }
+    // Of an instant nobody can say how much it is in a second.
+    let seconds = blocks.seconds(arrivals.length_ns).max(0.1);
+    amount.busiest = in_block.into_iter().fold(0.0, f64::max) / seconds;
+    amount
+}
+
+/// Requests of a tenant, without their disks.
+pub(super) fn together<'a>(
+    arrivals: &'a Arrivals,
+    disks: &'a [usize],
+) -> Box<dyn Iterator<Item = Arrival> + 'a> {
+    match disks {
+        [only] => Box::new(arrivals.streams[*only].iter()),
+        _ => Box::new(arrivals.of(disks).map(|(_, arrival)| arrival)),
+    }
+}
+
+/// What all that is asked here has in common.
+#[derive(Clone, Copy)]
+pub(super) struct Search<'a> {
+    pub(super) house: &'a House,
+    pub(super) arrivals: &'a Arrivals,
+    pub(super) judge: Judge,
+    pub(super) over_s: f64,
+    pub(super) stop: &'a AtomicBool,
+}
+
+impl Search<'_> {
+    /// `None` if nothing that it asks for is ever limited.
+    pub(super) fn need(&self, tenant: usize, units: &[Unit]) -> anyhow::Result<Option<Need>> {
+        let disks = &self.house.tenants[tenant].disks;
+        let requests = amount(self.arrivals, disks, Unit::Iops).requests;
+        if requests == 0 {
+            return Ok(None);
+        }
+        let room = self.house.room(&self.house.bare, &[tenant]);
+        let target = self.judge.target;
+        let mut need = Need {
+            smallest: [None; 2],
+            certainty: [None, None],
+            felt: self.alone(&room, tenant, [None; 2])?,
+            impossible_ns: None,
+        };
+        if !need.felt.holds(&target) {
+            need.impossible_ns = Some(need.felt.judged_ns(&self.judge));
+            return Ok(Some(need));
+        }
+        let free_ns = target.time_ns.saturating_sub(need.felt.judged_ns(&self.judge));
+        let terms = Terms { target, wait_s: free_ns as f64 / 1e9, over_s: self.over_s };
+        for &unit in units {
+            let found = smallest(
+                || together(self.arrivals, disks),
+                unit,
+                &amount(self.arrivals, disks, unit),
+                &terms,
+            );
+            need.smallest[unit.index()] = found;
+        }
+        let (times, felt) = self.fit(&room, tenant, &need)?;
+        for unit in Unit::ALL {
+            if let Some(smallest) = &mut need.smallest[unit.index()] {
+                smallest.limit = scaled(smallest.limit, times, unit);
+                smallest.steady = scale(smallest.steady, times, unit);
+            }
+        }
+        // What counts as too long is what is so under these limits, whatever the device adds.
+        let wait_s = if self.judge.whole {
+            felt.waited.value_at_quantile(target.share()) as f64 / 1e9
+        } else {
+            terms.wait_s
+        };
+        need.felt = felt;
+        for unit in Unit::ALL {
+            let Some(Smallest { limit, .. }) = need.smallest[unit.index()] else { continue };
+            let demand = demand(together(self.arrivals, disks), unit);
+            let terms = Terms { wait_s, ..terms };
+            need.certainty[unit.index()] =
+                Some(certainty::interval(demand, unit, limit, &terms, self.judge.blocks));
+        }
+        Ok(Some(need))
+    }
+
+    /// The smallest factor with which limits do in a simulation, and what is felt then.
+    fn fit(&self, room: &Room, tenant: usize, need: &Need) -> anyhow::Result<(f64, Felt)> {
+        let limits = |times: f64| {
+            Unit::ALL.map(|unit| need.smallest[unit.index()].map(|it| scaled(it.limit, times, unit)))
+        };
+        let trial = |times: f64| self.alone(room, tenant, limits(times));
+        let holds = |felt: &Felt| felt.holds(&self.judge.target);
+        let (mut low, mut high) = (1.0, 1.0);
+        let mut felt = trial(1.0)?;
+        if holds(&felt) {
+            if !self.judge.whole {
+                return Ok((1.0, felt));
+            }
+            // What a device takes is known as a whole, and not what it takes beside a wait.
+            low = 0.5;
+        } else {
+            for raise in 0..RAISES {
+                (low, high) = (high, 1.0 + 0.01 * f64::from(1 << raise));
+                felt = trial(high)?;
+                if holds(&felt) {
+                    break;
+                }
+            }
+        }
+        for _ in 0..HALVINGS {
+            let middle = f64::midpoint(low, high);
+            let tried = trial(middle)?;
+            if holds(&tried) {
+                (high, felt) = (middle, tried);
+            } else {
+                low = middle;
+            }
+        }
+        Ok((high, felt))
+    }
+
+    fn alone(&self, room: &Room, tenant: usize, limits: [Option<Limit>; 2]) -> anyhow::Result<Felt> {
+        let Room { world, disks, tenant_of } = room;
+        let of = &self.house.tenants[tenant];
+        let mut world = world.clone();
+        let hold = match of.group {
+            Some(group) => &mut world.groups[group].hold,
+            None => &mut world.disks[0].hold,
+        };
+        hold.limits = limits_of(limits);
+        let trial = Trial { world: &world, disks, tenants: tenant_of, count: 1 };
+        let felt = match of.disks[..] {
+            // Nothing to put in order.
+            [only] => {
+                let arrivals = self.arrivals.streams[only].iter().map(|arrival| (only, arrival));
+                trial.run(arrivals, &self.judge, self.stop)?
+            }
+            _ => trial.run(self.arrivals.of(&of.disks), &self.judge, self.stop)?,
+        };
+        Ok(felt.into_iter().next().expect("there is one tenant"))
+    }
+}
+
+fn scale(rate: u64, times: f64, unit: Unit) -> u64 {
+    // 1 is what it is for nearly all.
+    if times == 1.0 { rate } else { whole(rate as f64 * times, unit) }
+}
+
+fn scaled(limit: Limit, times: f64, unit: Unit) -> Limit {
+    let rate = scale(limit.rate, times, unit);
+    let burst_rate = if limit.burst_rate == 0 { 0 } else { scale(limit.burst_rate, times, unit).max(rate) };
+    Limit { rate, burst_rate, ..limit }
+}

@@ -1,0 +1,354 @@
+//! On how few devices disks fit, and which goes where.
+//!
+//! First fit, the largest first (Johnson, *Near-Optimal Bin Packing Algorithms*, 1973), by the work
+//! that each disk is in each part of the trace: a device is full when it would work for more than a
+//! part of any. How large that part may be is searched for: a packing counts only if a simulation
+//! of each device with the requests of all its disks keeps the target. Then as few devices are
+//! tried as there may be, with the disks spread evenly, which no fixed part describes.
+
+use std::{cmp::Reverse, collections::HashMap};
+
+use policy::device::Rates;
+
+use super::{
+    need::Search,
+    trial::{Felt, Trial},
+};
+use crate::simulate::{Devices, Place, StationSpec, World};
+
+/// Devices of one kind, of which there are any number.
+const MOST_DEVICES: usize = 1000;
+/// More disks than these are not tried in all ways.
+const MOST_IN_ALL_WAYS: usize = 64;
+/// Requests that are simulated for all ways to so many devices, before the search is given up.
+const MOST_TRIED: u64 = 5_000_000;
+/// How full devices may be at most, from more to less.
+const FULL: [f64; 10] = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1];
+
+pub(super) type Device = (StationSpec, Rates);
+
+/// The devices there are.
+#[derive(Clone, Debug)]
+pub(super) enum Supply {
+    Any(Device),
+    These(Vec<Device>),
+}
+
+impl Supply {
+    fn most(&self) -> usize {
+        match self {
+            Self::Any(_) => MOST_DEVICES,
+            Self::These(these) => these.len(),
+        }
+    }
+
+    fn at(&self, place: usize) -> Device {
+        match self {
+            Self::Any(any) => *any,
+            Self::These(these) => these[place],
+        }
+    }
+}
+
+/// What lies on a device, and what its tenants feel there.
+#[derive(Debug)]
+pub(super) struct Packed {
+    /// Which device; of one kind, which of them.
+    pub(super) device: usize,
+    pub(super) tenants: Vec<usize>,
+    pub(super) felt: Vec<Felt>,
+    /// The part of its time that it works, in the part of the trace where that is most.
+    pub(super) busiest: f64,
+}
+
+#[derive(Debug)]
+pub(super) struct Packing {
+    pub(super) devices: Vec<Packed>,
+    /// Tenants that fit nowhere, even alone.
+    pub(super) left_over: Vec<usize>,
+    /// No packing has fewer: so much work there is.
+    pub(super) at_least: usize,
+}
+
+/// Packs all tenants that have requests.
+pub(super) fn pack(search: &Search<'_>, devices: &Supply) -> anyhow::Result<Packing> {
+    let packer = Packer::new(search, devices);
+    let mut packing = Packing { devices: Vec::new(), left_over: Vec::new(), at_least: packer.at_least() };
+    let mut order = Vec::new();
+    for tenant in 0..search.house.tenants.len() {
+        if search.house.tenants[tenant]
+            .disks
+            .iter()
+            .all(|&disk| search.arrivals.streams[disk].iter().next().is_none())
+        {
+            continue;
+        }
+        let mut fits = false;
+        for kind in packer.kinds() {
+            fits = fits || packer.holds(kind, &[tenant])?;
+        }
+        if fits { order.push(tenant) } else { packing.left_over.push(tenant) }
+    }
+    order.sort_by_key(|&tenant| (Reverse((packer.peak(0, tenant) * 1e9) as u64), tenant));
+    let mut best: Option<Vec<Vec<usize>>> = None;
+    for full in FULL {
+        if let Some(bins) = packer.first_fit(&order, full)
+            && packer.all_hold(&bins)?
+        {
+            best = Some(bins);
+            break;
+        }
+    }
+    // Fewer, as evenly as they can be; and if they are not many, all ways.
+    let most = best.as_ref().map_or(devices.most().min(order.len()), |bins| used(bins).saturating_sub(1));
+    for count in (packing.at_least.max(1)..=most).take(if order.is_empty() { 0 } else { MOST_DEVICES }) {
+        let bins = packer.spread(&order, count);
+        let bins = if packer.all_hold(&bins)? { Some(bins) } else { packer.any_way(&order, count)? };
+        if bins.is_some() {
+            best = bins;
+            break;
+        }
+    }
+    let Some(bins) = best else {
+        packing.left_over.extend(order);
+        packing.left_over.sort_unstable();
+        return Ok(packing);
+    };
+    for (device, mut tenants) in bins.into_iter().enumerate().filter(|(_, tenants)| !tenants.is_empty()) {
+        tenants.sort_unstable();
+        let felt = packer.run(device, &tenants)?;
+        let busiest = packer.busiest(device, &tenants);
+        packing.devices.push(Packed { device, tenants, felt, busiest });
+    }
+    Ok(packing)
+}
+
+fn used(bins: &[Vec<usize>]) -> usize {
+    bins.iter().filter(|bin| !bin.is_empty()).count()
+}
+
+struct Packer<'a> {
+    search: &'a Search<'a>,
+    devices: &'a Supply,
+    /// By kind of device and tenant: seconds of work in each part of the trace.
+    work: Vec<Vec<Vec<f64>>>,
+    part_s: f64,
+}
+
+impl<'a> Packer<'a> {
+    fn new(search: &'a Search<'a>, devices: &'a Supply) -> Self {
+        let blocks = search.judge.blocks;
+        let work = |(station, rates): Device| {
+            let of_tenant = |tenant: usize| {
+                let mut work = vec![0.0; blocks.count];
+                let mut worked = Worked::new(station, rates);
+                for (_, arrival) in search.arrivals.of(&search.house.tenants[tenant].disks) {
+                    work[blocks.of(arrival.at_ns)] += worked.add(arrival.op, arrival.length);
+                }
+                work
+            };
+            (0..search.house.tenants.len()).map(of_tenant).collect()
+        };
+        let kinds = match devices {
+            Supply::Any(_) => 1,
+            Supply::These(these) => these.len(),
+        };
+        let work = (0..kinds).map(|kind| work(devices.at(kind))).collect();
+        Self { search, devices, work, part_s: blocks.seconds(search.arrivals.length_ns) }
+    }
+
+    fn kinds(&self) -> std::ops::Range<usize> {
+        0..self.work.len()
+    }
+
+    fn kind(&self, device: usize) -> usize {
+        device.min(self.work.len() - 1)
+    }
+
+    fn of(&self, device: usize, tenant: usize) -> &[f64] {
+        &self.work[self.kind(device)][tenant]
+    }
+
+    fn peak(&self, device: usize, tenant: usize) -> f64 {
+        self.of(device, tenant).iter().copied().fold(0.0, f64::max)
+    }
+
+    fn load(&self, device: usize, tenants: &[usize]) -> Vec<f64> {
+        let mut sum = vec![0.0; self.search.judge.blocks.count];
+        for &tenant in tenants {
+            sum.iter_mut().zip(self.of(device, tenant)).for_each(|(sum, work)| *sum += work);
+        }
+        sum
+    }
+
+    fn busiest(&self, device: usize, tenants: &[usize]) -> f64 {
+        self.load(device, tenants).into_iter().fold(0.0, f64::max) / self.part_s
+    }
+
+    /// By the whole trace's work: what is left at its end is late for longer than any target.
+    fn at_least(&self) -> usize {
+        let length_s = (self.search.arrivals.length_ns as f64 / 1e9).max(self.part_s);
+        let all = |kind: usize| self.work[kind].iter().flatten().sum::<f64>() / length_s;
+        let least = self.kinds().map(all).fold(f64::INFINITY, f64::min);
+        // A little may be late.
+        ((least - 0.05).ceil() as usize).max(1)
+    }
+
+    fn first_fit(&self, order: &[usize], full: f64) -> Option<Vec<Vec<usize>>> {
+        let mut bins: Vec<(Vec<usize>, Vec<f64>)> = Vec::new();
+        for &tenant in order {
+            let fits = |device: usize, load: &[f64]| {
+                load.iter().zip(self.of(device, tenant)).all(|(load, work)| load + work <= full * self.part_s)
+            };
+            let place = bins.iter().enumerate().position(|(device, (_, load))| fits(device, load));
+            let place = match place {
+                Some(place) => place,
+                None => loop {
+                    // Whoever needs more than a part of a device has one alone.
+                    if bins.len() == self.devices.most() {
+                        return None;
+                    }
+                    bins.push((Vec::new(), vec![0.0; self.search.judge.blocks.count]));
+                    let device = bins.len() - 1;
+                    if fits(device, &bins[device].1) || self.work.len() == 1 {
+                        break device;
+                    }
+                },
+            };
+            let (tenants, load) = &mut bins[place];
+            tenants.push(tenant);
+            load.iter_mut().zip(self.of(place, tenant)).for_each(|(load, work)| *load += work);
+        }
+        Some(bins.into_iter().map(|(tenants, _)| tenants).collect())
+    }
+
+    /// Each to the device whose busiest part stays the least busy.
+    fn spread(&self, order: &[usize], count: usize) -> Vec<Vec<usize>> {
+        let mut bins = vec![Vec::new(); count];
+        for &tenant in order {
+            let with = |(device, tenants): (usize, &Vec<usize>)| {
+                let mut tenants = tenants.clone();
+                tenants.push(tenant);
+                (self.busiest(device, &tenants), device)
+            };
+            let least = bins.iter().enumerate().map(with).min_by(|one, other| one.0.total_cmp(&other.0));
+            if let Some((_, device)) = least {
+                bins[device].push(tenant);
+            }
+        }
+        bins
+    }
+
+    /// Disk by disk to every device that has place for it, and back where none has: more requests
+    /// never make a device faster, so what does not hold does not with more on it either.
+    fn any_way(&self, order: &[usize], count: usize) -> anyhow::Result<Option<Vec<Vec<usize>>>> {
+        if order.len() > MOST_IN_ALL_WAYS {
+            return Ok(None);
+        }
+        let mut ways = Ways { packer: self, order, left: MOST_TRIED, known: HashMap::new() };
+        let mut bins = vec![0; count];
+        let found = ways.go_on(0, &mut bins)?;
+        let places = |bin: &u64| {
+            (0..order.len()).filter(|place| bin >> place & 1 == 1).map(|place| order[place]).collect()
+        };
+        Ok(found.then(|| bins.iter().map(places).collect()))
+    }
+
+    fn all_hold(&self, bins: &[Vec<usize>]) -> anyhow::Result<bool> {
+        for (device, tenants) in bins.iter().enumerate() {
+            if !tenants.is_empty() && (self.busiest(device, tenants) > 2.0 || !self.holds(device, tenants)?) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn holds(&self, device: usize, tenants: &[usize]) -> anyhow::Result<bool> {
+        Ok(self.run(device, tenants)?.iter().all(|felt| felt.holds(&self.search.judge.target)))
+    }
+
+    fn run(&self, device: usize, tenants: &[usize]) -> anyhow::Result<Vec<Felt>> {
+        let house = self.search.house;
+        let mut room = house.room(&house.bare, tenants);
+        let place = room.world.add_device(self.devices.at(self.kind(device)));
+        room.world.disks.iter_mut().for_each(|disk| disk.place = place);
+        let disks: Vec<usize> =
+            tenants.iter().flat_map(|&tenant| house.tenants[tenant].disks.iter().copied()).collect();
+        let trial =
+            Trial { world: &room.world, disks: &room.disks, tenants: &room.tenant_of, count: tenants.len() };
+        trial.run(self.search.arrivals.of(&disks), &self.search.judge, self.search.stop)
+    }
+}
+
+/// The search through all ways. A set of disks is the bits of their places in the order.
+struct Ways<'a> {
+    packer: &'a Packer<'a>,
+    order: &'a [usize],
+    /// Requests that may still be simulated.
+    left: u64,
+    /// By kind of device and set: whether the target is kept.
+    known: HashMap<(usize, u64), bool>,
+}
+
+impl Ways<'_> {
+    fn go_on(&mut self, place: usize, bins: &mut [u64]) -> anyhow::Result<bool> {
+        if place == self.order.len() {
+            return Ok(true);
+        }
+        for device in 0..bins.len() {
+            let kind = self.packer.kind(device);
+            // Of empty devices of one kind the first stands for all.
+            if bins[device] == 0
+                && (0..device).any(|other| bins[other] == 0 && self.packer.kind(other) == kind)
+            {
+                continue;
+            }
+            let before = bins[device];
+            bins[device] |= 1 << place;
+            if self.holds(kind, bins[device])? && self.go_on(place + 1, bins)? {
+                return Ok(true);
+            }
+            bins[device] = before;
+        }
+        Ok(false)
+    }
+
+    fn holds(&mut self, kind: usize, set: u64) -> anyhow::Result<bool> {
+        if let Some(&holds) = self.known.get(&(kind, set)) {
+            return Ok(holds);
+        }
+        let members = (0..self.order.len()).filter(|place| set >> place & 1 == 1);
+        let tenants: Vec<usize> = members.map(|place| self.order[place]).collect();
+        let house = self.packer.search.house;
+        let disks = tenants.iter().flat_map(|&tenant| &house.tenants[tenant].disks);
+        let requests: u64 = disks.map(|&disk| self.packer.search.arrivals.streams[disk].requests).sum();
+        let Some(left) = self.left.checked_sub(requests) else { return Ok(false) };
+        self.left = left;
+        let holds = self.packer.busiest(kind, &tenants) <= 2.0 && self.packer.holds(kind, &tenants)?;
+        self.known.insert((kind, set), holds);
+        Ok(holds)
+    }
+}
+
+/// Adds up what a device works, in seconds.
+struct Worked {
+    devices: Devices,
+    place: Place,
+    before_ns: u64,
+}
+
+impl Worked {
+    fn new(station: StationSpec, rates: Rates) -> Self {
+        let mut world = World::default();
+        let place = world.add_device((station, rates));
+        let mut devices = Devices::default();
+        devices.follow(&world.stations, &world.budgets);
+        Self { devices, place, before_ns: 0 }
+    }
+
+    fn add(&mut self, op: crate::trace::Op, length: u64) -> f64 {
+        self.devices.begin(self.place, op, length, 0);
+        let worked_ns = self.devices.worked_ns(self.place, u64::MAX / 2);
+        (worked_ns - std::mem::replace(&mut self.before_ns, worked_ns)) as f64 / 1e9
+    }
+}

@@ -1,0 +1,205 @@
+//! The smallest limit with which a tenant's requests wait no longer than they may.
+//!
+//! ```text
+//!   rates from the busiest hour's to the peak ─► envelope: at each, the burst that it takes
+//!                                        │  the cheapest, and the smallest without a burst
+//!                                        ▼
+//!                                     finer rates around these two, twice ─► a limit in whole numbers,
+//!                                                                            of which each request is counted
+//! ```
+//!
+//! No rate is below that of the busiest hour (or tenth of a short trace): what takes longer than
+//! that is no burst, and a limit at which a tenant just does not fall behind for good would not do
+//! on the next day. The rate of a burst is bounded where it lasts longer than a second: by the
+//! smallest rate that would do without a burst, which is the most that the tenant ever needs.
+//!
+//! Pure: no I/O, no clock, and the same requests give the same limit.
+
+use policy::throttle::{Limit, MAX_VALUE, Unit};
+
+use super::{
+    arrivals::{Arrival, SLOT_NS},
+    envelope::{Lane, NO_BURST_S, demand, measure, over},
+    target::Target,
+};
+
+const COARSE: usize = 24;
+const FINE: usize = 10;
+const REFINEMENTS: usize = 3;
+/// Whole numbers of bytes are told in KiB.
+const KIB: u64 = 1024;
+
+/// What a tenant's requests are like, as far as a search has to know.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Amount {
+    pub(super) requests: u64,
+    pub(super) units: u64,
+    /// The most in one slot.
+    pub(super) peak: u64,
+    /// A second, in the hour that has most, or the tenth of a short trace.
+    pub(super) busiest: f64,
+}
+
+/// How a limit is judged.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Terms {
+    pub(super) target: Target,
+    /// How long a request may wait; less than the target's time where a device takes the rest.
+    pub(super) wait_s: f64,
+    /// Seconds that a burst is spread over.
+    pub(super) over_s: f64,
+}
+
+/// The smallest limits of one unit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Smallest {
+    /// With the least capacity.
+    pub(super) limit: Limit,
+    /// The smallest rate that takes no burst.
+    pub(super) steady: u64,
+}
+
+/// What may pass within `over_s`, a second.
+pub(super) fn capacity(limit: Limit, over_s: f64) -> f64 {
+    limit.rate as f64 + size(limit) / over_s
+}
+
+fn size(limit: Limit) -> f64 {
+    match limit.burst_rate {
+        0 => limit.rate as f64 * NO_BURST_S,
+        burst => burst as f64 * limit.burst_length_s as f64,
+    }
+}
+
+/// Of these requests, which must be more than none. `None` if they ask for more than any limit may
+/// be.
+pub(super) fn smallest<A: Iterator<Item = Arrival>>(
+    arrivals: impl Fn() -> A,
+    unit: Unit,
+    amount: &Amount,
+    terms: &Terms,
+) -> Option<Smallest> {
+    let allowed = terms.target.allowed(amount.requests);
+    let mut points = Points { allowed, terms: *terms, steady: f64::INFINITY, below: 0.0, best: Vec::new() };
+    let mut look = |rates: &[f64]| {
+        points.take(&measure(demand(arrivals(), unit), unit, rates, terms.wait_s));
+        points.next()
+    };
+    // A slot's worth is in the bucket of a tenth of a second if that is what so many slots have.
+    let high = (2.0 * amount.peak as f64 / NO_BURST_S).max(amount.peak as f64 * 1e9 / SLOT_NS as f64);
+    let low = amount.busiest.max(1.0);
+    let mut rates = spread(low, high.max(low).max(2.0), COARSE);
+    for _ in 0..=REFINEMENTS {
+        rates = look(&rates);
+    }
+    let whole = |units: f64| whole(units, unit);
+    let steady = Limit { rate: whole(points.steady.min(high)), ..Limit::NONE };
+    let mut best = steady;
+    if let Some(&(_, rate, size_s)) = points.cheapest() {
+        let bursting = bursting(rate, size_s, steady.rate, whole);
+        if capacity(bursting, terms.over_s) < capacity(steady, terms.over_s) {
+            best = bursting;
+        }
+    }
+    // In whole numbers, and of both buckets of a long burst together.
+    let holds = |limit: Limit| over(demand(arrivals(), unit), unit, limit, 1.0, terms.wait_s) <= allowed;
+    let grown = |limit: Limit| {
+        let grow = |rate: u64| whole(rate as f64 * 1.01).max(rate + 1);
+        let Limit { rate, burst_rate, burst_length_s } = limit;
+        Limit {
+            rate: grow(rate),
+            burst_rate: if burst_rate > 0 { grow(burst_rate) } else { 0 },
+            burst_length_s,
+        }
+    };
+    let until_it_holds = |mut limit: Limit| {
+        for _ in 0..200 {
+            if holds(limit) {
+                break;
+            }
+            limit = grown(limit);
+        }
+        limit
+    };
+    let limit = until_it_holds(best);
+    let steady = if best == steady { limit.rate } else { until_it_holds(steady).rate };
+    let is_valid =
+        |limit: Limit| limit.rate.max(limit.burst_rate) <= MAX_VALUE && size(limit) <= MAX_VALUE as f64;
+    (is_valid(limit) && holds(limit)).then_some(Smallest { limit, steady })
+}
+
+/// A rate that can be set and is no lower, in KiB if it is of bytes.
+pub(super) fn whole(units: f64, unit: Unit) -> u64 {
+    match unit {
+        Unit::Iops => (units.ceil() as u64).clamp(1, MAX_VALUE),
+        Unit::Bps => (units / KIB as f64).ceil().clamp(1.0, (MAX_VALUE / KIB) as f64) as u64 * KIB,
+    }
+}
+
+/// A limit of this rate whose bucket has so many seconds of it, filled no faster than `steady`
+/// where that takes longer than a second.
+fn bursting(rate: f64, size_s: f64, steady: u64, whole: impl Fn(f64) -> u64) -> Limit {
+    let size = rate * size_s;
+    let rate = whole(rate);
+    let fast = steady.max(rate);
+    let burst_length_s = (size / fast as f64).ceil().max(1.0) as u64;
+    let burst_rate = whole(size / burst_length_s as f64).max(rate);
+    if burst_length_s == 1 {
+        return Limit { rate, burst_rate, burst_length_s };
+    }
+    Limit { rate, burst_rate: fast, burst_length_s }
+}
+
+fn spread(low: f64, high: f64, count: usize) -> Vec<f64> {
+    let step = (high / low).powf(1.0 / (count - 1) as f64);
+    (0..count).map(|index| low * step.powi(index as i32)).collect()
+}
+
+/// What was found so far.
+struct Points {
+    allowed: u64,
+    terms: Terms,
+    /// The smallest rate known to do without a burst, and the largest known not to.
+    steady: f64,
+    below: f64,
+    /// Capacity, rate, and the size of the bucket in seconds of it; by rate.
+    best: Vec<(f64, f64, f64)>,
+}
+
+impl Points {
+    fn take(&mut self, lanes: &[Lane]) {
+        for lane in lanes {
+            let rate = lane.rate();
+            if lane.over <= self.allowed {
+                self.steady = self.steady.min(rate);
+            } else {
+                self.below = self.below.max(rate);
+                // A burst is a second of a rate at least, and that no smaller than the limit's.
+                let size_s = lane.size_s(self.allowed, self.terms.wait_s).max(1.0);
+                self.best.push((rate * (1.0 + size_s / self.terms.over_s), rate, size_s));
+            }
+        }
+        self.best.sort_by(|one, other| one.1.total_cmp(&other.1));
+    }
+
+    fn cheapest(&self) -> Option<&(f64, f64, f64)> {
+        self.best.iter().min_by(|one, other| one.0.total_cmp(&other.0))
+    }
+
+    /// Rates to look at next: between those around the best two.
+    fn next(&self) -> Vec<f64> {
+        let mut rates = Vec::with_capacity(2 * FINE);
+        if self.steady.is_finite() && self.below > 0.0 && self.below < self.steady {
+            rates.extend(&spread(self.below, self.steady, FINE + 2)[1..=FINE]);
+        }
+        if let Some(&(_, best, _)) = self.cheapest() {
+            let place = self.best.iter().position(|point| point.1 == best).unwrap_or(0);
+            let low = self.best[place.saturating_sub(1)].1;
+            let high = self.best[(place + 1).min(self.best.len() - 1)].1;
+            if low < high {
+                rates.extend(&spread(low, high, FINE + 2)[1..=FINE]);
+            }
+        }
+        rates
+    }
+}

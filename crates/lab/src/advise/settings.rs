@@ -1,0 +1,205 @@
+//! Advice as it is applied: commands for a daemon that runs, and a config file.
+//!
+//! The commands are whole: they can be pasted into a shell as they are. The file is one that
+//! `weir check-config` takes: what the operator's own file has, with the settings changed and every
+//! other byte kept; or, where there is none, disks whose images hold nothing and are to be
+//! replaced.
+
+use std::fmt::Write as _;
+
+use anyhow::{Context as _, anyhow};
+use policy::throttle::{Limits, Part, Setting, Share};
+use settings::exact_size;
+use toml_edit::{DocumentMut, Item, Table, TableLike, Value, value};
+
+/// What is set on one disk or group.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Change {
+    pub(super) is_group: bool,
+    pub(super) name: String,
+    pub(super) limits: Limits,
+    pub(super) share: Share,
+    /// The group that it moves to.
+    pub(super) group: Option<String>,
+    /// Bytes of an image that has no place yet; of a disk.
+    pub(super) size_bytes: u64,
+    /// Made first: a group that there is not yet.
+    pub(super) is_new: bool,
+}
+
+impl Change {
+    /// Options and their values, those that are not as they begin.
+    fn options(&self) -> Vec<(&'static str, u64, bool)> {
+        let Self { limits, share, .. } = self;
+        let limits = Setting::ALL.iter().filter(|setting| is_set(limits, **setting));
+        let mut options: Vec<_> =
+            limits.map(|setting| (setting.name(), self.limits.get(*setting), setting.is_size())).collect();
+        for (name, value, is_size) in [
+            ("iops-reservation", share.iops_reservation(), false),
+            ("bps-reservation", share.bps_reservation(), true),
+        ] {
+            if value > 0 {
+                options.push((name, value, is_size));
+            }
+        }
+        options
+    }
+
+    /// One line for a shell.
+    pub(super) fn command(&self) -> String {
+        let mut line = if self.is_new { "weir group add" } else { "weir throttle" }.to_owned();
+        let is_option = self.name.starts_with('-');
+        if !is_option {
+            let _ = write!(line, " {}", quoted(&self.name));
+        }
+        for (name, number, is_size) in self.options() {
+            let _ = write!(line, " --{name} {}", shown(number, is_size));
+        }
+        if let Some(group) = &self.group {
+            let _ = write!(line, " --group {}", quoted(group));
+        }
+        if is_option {
+            let _ = write!(line, " -- {}", quoted(&self.name));
+        }
+        line
+    }
+}
+
+/// Whether it is not as it begins.
+pub(super) fn is_set(limits: &Limits, setting: Setting) -> bool {
+    let unset = u64::from(matches!(setting, Setting::Limit(_, Part::BurstLength)));
+    limits.get(setting) > unset
+}
+
+fn shown(number: u64, is_size: bool) -> String {
+    if is_size { exact_size(number) } else { number.to_string() }
+}
+
+/// A word for a POSIX shell.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.,:/@%+=".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+/// The text of a config file with these changes: `before`, or a new one.
+pub(super) fn config(before: Option<&str>, changes: &[Change]) -> anyhow::Result<String> {
+    let mut document: DocumentMut = before.unwrap_or_default().parse().context("the config is no TOML")?;
+    for change in changes {
+        let kind = if change.is_group { "group" } else { "disk" };
+        let of_kind = document.entry(kind).or_insert_with(|| {
+            let mut table = Table::new();
+            table.set_implicit(true);
+            Item::Table(table)
+        });
+        let of_kind = of_kind.as_table_like_mut().with_context(|| format!("{kind} is no table"))?;
+        if of_kind.get(&change.name).is_none() {
+            let mut table = Table::new();
+            if !change.is_group {
+                let size = change.size_bytes.max(1 << 20).next_multiple_of(1 << 20);
+                table.insert("image", value(format!("null:{}", exact_size(size))));
+                if before.is_none()
+                    && let Some(mut key) = table.key_mut("image")
+                {
+                    key.leaf_decor_mut().set_prefix("# Its image goes here.\n");
+                }
+            }
+            of_kind.insert(&change.name, Item::Table(table));
+        }
+        let table = of_kind.get_mut(&change.name).and_then(Item::as_table_like_mut);
+        let table = table.ok_or_else(|| anyhow!("[{kind}.{}] is no table", change.name))?;
+        // What a limit was before is not part of the advice.
+        for setting in Setting::ALL {
+            if change.limits.get(setting) == 0 || matches!(setting, Setting::Limit(_, Part::BurstLength)) {
+                table.remove(setting.name());
+            }
+        }
+        for (name, number, is_size) in change.options() {
+            let new = match i64::try_from(number) {
+                Ok(number) if !is_size => Value::from(number),
+                _ => Value::from(shown(number, is_size)),
+            };
+            set(table, name, new);
+        }
+        if let Some(group) = &change.group {
+            set(table, "group", group.as_str().into());
+        }
+    }
+    Ok(document.to_string())
+}
+
+/// Keeps what stands around a value that is there.
+fn set(table: &mut dyn TableLike, name: &str, mut new: Value) {
+    if let Some(old) = table.get_mut(name).and_then(Item::as_value_mut) {
+        *new.decor_mut() = old.decor().clone();
+        *old = new;
+    } else {
+        table.insert(name, Item::Value(new));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use policy::throttle::{Limit, LimitKind};
+
+    use super::*;
+
+    fn change(name: &str, kind: LimitKind, limit: Limit) -> Change {
+        let mut change = Change { name: name.to_owned(), size_bytes: 5 << 20, ..Change::default() };
+        *change.limits.limit_mut(kind) = limit;
+        change
+    }
+
+    const BURST: Limit = Limit { rate: 100, burst_rate: 400, burst_length_s: 3 };
+
+    #[test]
+    fn commands_can_be_pasted() {
+        let line = |name: &str| change(name, LimitKind::IopsTotal, BURST).command();
+        let options = "--iops-total 100 --iops-total-max 400 --iops-total-max-length 3";
+        assert_eq!(line("vm1"), format!("weir throttle vm1 {options}"));
+        assert_eq!(line("it's $a"), format!(r"weir throttle 'it'\''s $a' {options}"));
+        assert_eq!(line("-f"), format!("weir throttle {options} -- -f"));
+        let bytes = change("vm1", LimitKind::BpsTotal, Limit { rate: 3 << 20, ..Limit::NONE });
+        assert_eq!(bytes.command(), "weir throttle vm1 --bps-total 3M");
+        let group = Change { is_new: true, is_group: true, ..change("shared", LimitKind::IopsTotal, BURST) };
+        assert_eq!(group.command(), format!("weir group add shared {options}"));
+        let member = Change {
+            group: Some("shared".into()),
+            share: Share::default().with_reservation(7, 0),
+            ..Change::default()
+        };
+        let member = Change { name: "vm1".into(), ..member };
+        assert_eq!(member.command(), "weir throttle vm1 --iops-reservation 7 --group shared");
+    }
+
+    #[test]
+    fn a_file_is_one_that_a_daemon_takes() {
+        let names = ["vm1", "8,0", "a \"b\" c", "/dev/sda"];
+        let changes = names.map(|name| change(name, LimitKind::IopsTotal, BURST));
+        let text = config(None, &changes).unwrap();
+        let draft = settings::config::parse("new.toml", &text, Path::new("")).unwrap();
+        let plan = settings::Plan::new(draft, 0).unwrap();
+        for (disk, name) in plan.disks.iter().zip(names) {
+            assert_eq!((disk.name.as_str(), disk.settings.limits.limit(LimitKind::IopsTotal)), (name, BURST));
+        }
+        assert!(text.starts_with("[disk.vm1]\n# Its image goes here.\nimage = \"null:5M\"\n"), "{text}");
+    }
+
+    #[test]
+    fn the_operators_file_keeps_what_is_not_about_limits() {
+        let before = "# Ours.\n[disk.vm1]\nimage = \"null:1M\"   # small\niops-total = 5 # once\nbps-total = \"1M\"\n\
+                      iops-total-max = 50\niops-total-max-length = 9\n[group.gold]\nweight = 7\n";
+        let mut gold = change("gold", LimitKind::BpsTotal, Limit { rate: 1 << 20, ..Limit::NONE });
+        gold.is_group = true;
+        let changes = [change("vm1", LimitKind::IopsTotal, Limit { burst_length_s: 1, ..BURST }), gold];
+        let after = config(Some(before), &changes).unwrap();
+        let expected = "# Ours.\n[disk.vm1]\nimage = \"null:1M\"   # small\niops-total = 100 # once\n\
+                        iops-total-max = 400\n[group.gold]\nweight = 7\nbps-total = \"1M\"\n";
+        assert_eq!(after, expected);
+    }
+}

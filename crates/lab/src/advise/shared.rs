@@ -1,0 +1,500 @@
+//! Tenants that share a device: how far the noisy ones have to be held back for the target to be
+//! kept, and whether promises do it with less.
+//!
+//! ```text
+//!   level: the part of the device that nobody may have more than
+//!
+//!      1 ┤ █              whoever needs more is limited to the level, in operations or bytes,
+//!        │ █              whichever cost it more of the device; the others are left alone
+//!  level ┼─█───█───       the highest level that keeps the target of those left alone
+//!        │ █ █ █ █
+//! ```
+//!
+//! If the target is also for who is limited, the lowest level that keeps it is taken: that has the
+//! least capacity. Else the highest: that does the least harm. Beside it a group over the device is
+//! tried, whose limit makes requests wait where shares decide and not in the device's queue, with
+//! promises for those left alone. What keeps the target with the least harm is told.
+//!
+//! The search looks at the parts of the trace where requests took too long, at most
+//! [`MOST_SEARCHED`] of them, and each time at all disks. What it finds is tried on all of it.
+
+use policy::throttle::{Limit, Limits, Share, Unit};
+
+use super::{
+    certainty::{Interval, Judged, between},
+    house::Room,
+    need::{Need, Search, amount, limits_of},
+    trial::{Felt, Trial},
+};
+use crate::simulate::{Devices, World};
+
+const MOST_SEARCHED: u64 = 2_000_000;
+/// The lowest level there is, of the whole device.
+const LOWEST: f64 = 1e-3;
+/// Two levels so close are one.
+const CLOSE: f64 = 1.02;
+/// A plan that fails on the whole trace is tightened by a twentieth so often.
+const TIGHTENINGS: usize = 6;
+/// Of a group's limit, what may be promised: mClock keeps a part for shares.
+const PROMISED: f64 = 0.9;
+
+/// What is to be set on the tenants of a device.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    /// By place among the neighbours; none where nothing is to be set.
+    pub(super) limits: Vec<Option<Limits>>,
+    /// All of them in one group with these limits, and each one's share in it.
+    pub(super) group: Option<(Limits, Vec<Share>)>,
+}
+
+/// What came of the search.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub(super) plan: Plan,
+    /// With it, in the order of the neighbours.
+    pub(super) felt: Vec<Felt>,
+    pub(super) is_kept: bool,
+    /// The least that the target's time could be for all that it is for, of all that was tried.
+    pub(super) could_ns: Option<u64>,
+    /// Of the limits: how much more or less they might be.
+    pub(super) interval: Option<Interval>,
+}
+
+/// A tenant's part in a device.
+#[derive(Clone, Copy, Debug)]
+struct Load {
+    unit: Unit,
+    /// Seconds of the whole device that a unit takes.
+    unit_s: f64,
+    /// The smallest rate that its target takes by itself; nothing above is ever a limit.
+    steady: f64,
+    /// Units of the whole trace, and seconds of the device.
+    units: f64,
+    work_s: f64,
+}
+
+/// Neighbours on a device.
+pub(super) struct Shared<'a> {
+    search: Search<'a>,
+    tenants: &'a [usize],
+    loads: Vec<Load>,
+    kept: Vec<bool>,
+    room: Room,
+    disks: Vec<usize>,
+    /// Which blocks are searched, and how many requests may take too long in them, by tenant.
+    blocks: Vec<bool>,
+    allowed: Vec<u64>,
+    tried: Vec<Tried>,
+}
+
+/// What came of a level, or of a group: what is kept of it.
+struct Tried {
+    /// `None` of a group.
+    level: Option<f64>,
+    worst_ns: u64,
+    /// Of those that are left alone, and of those that are limited.
+    judged: [Judged; 2],
+}
+
+/// Beside the level that was found these are tried to tell how sure it is.
+const BESIDE: [f64; 10] = [0.25, 0.35, 0.5, 0.7, 0.85, 1.15, 1.4, 2.0, 3.0, 4.0];
+
+/// In which unit a tenant costs its device more, and seconds of all of the device for one unit.
+pub(super) fn cost(search: &Search<'_>, tenant: usize) -> (Unit, f64, f64) {
+    let of = &search.house.tenants[tenant];
+    let place = search.house.world.disks[search.house.disks[of.disks[0]]].place;
+    let world = &search.house.world;
+    let worked_s = |with_length: bool| {
+        let mut devices = Devices::default();
+        devices.follow(&world.stations, &world.budgets);
+        for arrival in of.disks.iter().flat_map(|&disk| search.arrivals.streams[disk].iter()) {
+            let length = if with_length { arrival.length } else { arrival.length.min(512) };
+            devices.begin(place, arrival.op, length, 0);
+        }
+        devices.worked_ns(place, u64::MAX / 2) as f64 / 1e9
+    };
+    let (whole, small) = (worked_s(true), worked_s(false));
+    let unit = if small >= whole / 2.0 { Unit::Iops } else { Unit::Bps };
+    let units = amount(search.arrivals, &of.disks, unit).units.max(1) as f64;
+    (unit, whole / units, whole)
+}
+
+impl<'a> Shared<'a> {
+    /// `before` is what they feel without limits, in their order.
+    pub(super) fn new(
+        search: Search<'a>,
+        tenants: &'a [usize],
+        needs: &[Option<Need>],
+        before: &[Felt],
+    ) -> Self {
+        let load = |&tenant: &usize| {
+            let (unit, unit_s, work_s) = cost(&search, tenant);
+            let units = amount(search.arrivals, &search.house.tenants[tenant].disks, unit).units as f64;
+            let smallest = needs[tenant].as_ref().and_then(|need| need.smallest[unit.index()]);
+            let steady = smallest.map_or(f64::INFINITY, |smallest| smallest.steady as f64);
+            Load { unit, unit_s, steady, units, work_s }
+        };
+        let room = search.house.room(&search.house.bare, tenants);
+        let disks: Vec<usize> =
+            tenants.iter().flat_map(|&tenant| search.house.tenants[tenant].disks.iter().copied()).collect();
+        let kept = tenants
+            .iter()
+            .map(|&tenant| search.house.tenants[tenant].is_kept && needs[tenant].is_some())
+            .collect::<Vec<_>>();
+        let mut shared = Self {
+            search,
+            tenants,
+            loads: tenants.iter().map(load).collect(),
+            kept,
+            room,
+            disks,
+            blocks: Vec::new(),
+            allowed: Vec::new(),
+            tried: Vec::new(),
+        };
+        shared.choose_blocks(before);
+        shared
+    }
+
+    /// Those with the most requests that took too long, and all of a trace that is not too long.
+    fn choose_blocks(&mut self, before: &[Felt]) {
+        let judge = &self.search.judge;
+        let mut requests = vec![0_u64; judge.blocks.count];
+        for (_, arrival) in self.search.arrivals.of(&self.disks) {
+            requests[judge.blocks.of(arrival.at_ns)] += 1;
+        }
+        let over = |block: usize| {
+            let kept = before.iter().zip(&self.kept).filter(|(_, is_kept)| **is_kept);
+            kept.map(|(felt, _)| u64::from(felt.over_in[block])).sum::<u64>()
+        };
+        let mut order: Vec<usize> = (0..requests.len()).collect();
+        order.sort_by_key(|&block| std::cmp::Reverse(over(block)));
+        let all = requests.iter().sum::<u64>() <= MOST_SEARCHED;
+        self.blocks = vec![false; requests.len()];
+        let mut sum = 0;
+        for block in order {
+            if all || sum == 0 || over(block) > 0 && sum + requests[block] <= MOST_SEARCHED {
+                sum += requests[block];
+                self.blocks[block] = true;
+            }
+        }
+        let allowed = |felt: &Felt| {
+            let of_blocks = felt.over_in.iter().zip(&self.blocks);
+            let inside: u64 = of_blocks.filter(|(_, is_in)| **is_in).map(|(over, _)| u64::from(*over)).sum();
+            let allowed = judge.target.allowed(felt.requests);
+            // What is outside has its part of what may be.
+            if felt.over == 0 {
+                allowed
+            } else {
+                (u128::from(allowed) * u128::from(inside) / u128::from(felt.over)) as u64
+            }
+        };
+        self.allowed = before.iter().map(allowed).collect();
+    }
+
+    fn limited(&self, level: f64) -> Vec<Option<Limits>> {
+        let is_for_some = self.search.house.tenants.iter().any(|tenant| !tenant.is_kept);
+        let limit = |(load, &is_kept): (&Load, &bool)| {
+            let rate = level / load.unit_s;
+            let spared = is_for_some && is_kept || rate >= load.steady || !rate.is_finite();
+            (!spared).then(|| {
+                let mut by_unit = [None; 2];
+                by_unit[load.unit.index()] = Some(Limit { rate: (rate as u64).max(1), ..Limit::NONE });
+                limits_of(by_unit)
+            })
+        };
+        self.loads.iter().zip(&self.kept).map(limit).collect()
+    }
+
+    fn at_level(&self, level: f64) -> Plan {
+        Plan { limits: self.limited(level), group: None }
+    }
+
+    /// Runs a plan, on the blocks that are searched or on everything.
+    fn run(&self, plan: &Plan, everything: bool) -> anyhow::Result<Vec<Felt>> {
+        let world = self.world(plan);
+        let Room { disks, tenant_of, .. } = &self.room;
+        let trial = Trial { world: &world, disks, tenants: tenant_of, count: self.tenants.len() };
+        let blocks = self.search.judge.blocks;
+        let arrivals = self.search.arrivals.of(&self.disks);
+        let arrivals = arrivals.filter(|(_, arrival)| everything || self.blocks[blocks.of(arrival.at_ns)]);
+        trial.run(arrivals, &self.search.judge, self.search.stop)
+    }
+
+    fn world(&self, plan: &Plan) -> World {
+        let house = self.search.house;
+        let mut world = house.bare.clone();
+        for (&tenant, limits) in self.tenants.iter().zip(&plan.limits) {
+            if let Some(limits) = limits {
+                house.limit(&mut world, tenant, *limits);
+            }
+        }
+        if let Some((_, shares)) = &plan.group {
+            self.tenants
+                .iter()
+                .zip(shares)
+                .for_each(|(&tenant, share)| house.share(&mut world, tenant, *share));
+        }
+        let mut world = house.room(&world, self.tenants).world;
+        if let Some((limits, _)) = &plan.group {
+            world.put_together(*limits);
+        }
+        world
+    }
+
+    /// Whether all hold that the target is for, of those that `is_asked`.
+    fn keeps(&self, felt: &[Felt], is_asked: impl Fn(usize) -> bool) -> bool {
+        let mut asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
+        asked.all(|(place, felt)| felt.over <= self.allowed[place])
+    }
+
+    fn worst_ns(&self, felt: &[Felt], is_asked: impl Fn(usize) -> bool) -> u64 {
+        let asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
+        asked
+            .map(|(_, felt)| if felt.given_up { u64::MAX } else { felt.judged_ns(&self.search.judge) })
+            .max()
+            .unwrap_or(0)
+    }
+
+    fn keep(&mut self, level: Option<f64>, plan: &Plan, felt: &[Felt]) {
+        let worst_ns = self.worst_ns(felt, |_| true);
+        let judged = [false, true].map(|is_limited| {
+            let places = (0..felt.len())
+                .filter(|&place| self.kept[place] && plan.limits[place].is_some() == is_limited);
+            places.map(|place| (felt[place].over_in.clone(), felt[place].requests_in.clone())).collect()
+        });
+        self.tried.push(Tried { level, worst_ns, judged });
+    }
+
+    /// How much higher or lower the level would have been on other days of the same hours.
+    fn interval(&mut self, level: f64, is_highest: bool) -> anyhow::Result<Option<Interval>> {
+        // Only if what was searched is all there is do blocks stand for days.
+        if self.blocks.iter().any(|is_in| !is_in) {
+            return Ok(None);
+        }
+        for times in BESIDE {
+            self.try_level(level * times)?;
+        }
+        let tried = self.tried.iter_mut().filter_map(|tried| {
+            let judged = std::mem::take(&mut tried.judged[usize::from(!is_highest)]);
+            tried.level.map(|level| (level, judged)).filter(|(_, judged)| !judged.is_empty())
+        });
+        let tried: Vec<_> = tried.collect();
+        let found = between(&tried, is_highest, &self.search.judge.target);
+        Ok(found.map(|(low, high)| Interval::around(low / level, high / level)))
+    }
+
+    fn try_level(&mut self, level: f64) -> anyhow::Result<(bool, bool)> {
+        let plan = self.at_level(level);
+        let felt = self.run(&plan, false)?;
+        self.keep(Some(level), &plan, &felt);
+        let left_alone = |place: usize| plan.limits[place].is_none();
+        // Where so many wait that it was given up, it is those that are limited who wait.
+        let is_whole = felt.iter().all(|felt| !felt.given_up);
+        Ok((self.keeps(&felt, left_alone), is_whole && self.keeps(&felt, |place| !left_alone(place))))
+    }
+
+    /// The best plan, tried on everything.
+    pub(super) fn find(mut self) -> anyhow::Result<Found> {
+        let by_level = self.by_level()?;
+        let (mut best, mut interval) = (None, None);
+        if let Some((level, is_highest)) = by_level {
+            interval = self.interval(level, is_highest)?;
+            best = Some(self.confirm(|this, step| this.at_level(level * 0.95_f64.powi(step)))?);
+            if let Some((size, shares)) = self.group(level)? {
+                let of_group =
+                    self.confirm(|this, step| this.grouped(size * 0.95_f64.powi(step), &shares))?;
+                let levelled = best.take().expect("it was just put there");
+                best = Some(if self.is_better(&of_group, &levelled) { of_group } else { levelled });
+            }
+        }
+        let (plan, felt, is_kept) = match best {
+            Some(best) => best,
+            None => {
+                // Even with everybody else held back as far as it goes.
+                let plan = Plan { limits: vec![None; self.tenants.len()], group: None };
+                let felt = self.run(&plan, true)?;
+                (plan, felt, false)
+            }
+        };
+        let could_ns = (!is_kept)
+            .then(|| self.tried.iter().map(|tried| tried.worst_ns).filter(|&ns| ns < u64::MAX).min())
+            .flatten();
+        Ok(Found { plan, felt, is_kept, could_ns, interval })
+    }
+
+    /// And whether it is the highest that does, or the lowest. `None` if those left alone miss the
+    /// target at every level.
+    fn by_level(&mut self) -> anyhow::Result<Option<(f64, bool)>> {
+        let highest = self
+            .loads
+            .iter()
+            .map(|load| load.steady * load.unit_s)
+            .filter(|it| it.is_finite())
+            .fold(1.0, f64::max);
+        if !self.try_level(LOWEST)?.0 {
+            return Ok(None);
+        }
+        let (mut low, mut high) = (LOWEST, highest * CLOSE);
+        while high / low > CLOSE {
+            let middle = (low * high).sqrt();
+            if self.try_level(middle)?.0 { low = middle } else { high = middle }
+        }
+        let most = low;
+        if !self.try_level(most)?.1 {
+            self.balance(most, highest)?;
+            return Ok(Some((most, true)));
+        }
+        if self.limited(most).iter().zip(&self.kept).any(|(limits, is_kept)| limits.is_some() && !is_kept) {
+            return Ok(Some((most, true)));
+        }
+        let (mut low, mut high) = (LOWEST, most);
+        while high / low > CLOSE {
+            let middle = (low * high).sqrt();
+            if self.try_level(middle)?.1 { high = middle } else { low = middle }
+        }
+        Ok(Some((high, false)))
+    }
+
+    /// Where the worst of those limited and of those left alone are as bad as each other: the
+    /// least that can be promised to all.
+    fn balance(&mut self, from: f64, highest: f64) -> anyhow::Result<()> {
+        let (mut low, mut high) = (from, highest * CLOSE);
+        for _ in 0..6 {
+            let middle = (low * high).sqrt();
+            let plan = self.at_level(middle);
+            let felt = self.run(&plan, false)?;
+            self.keep(Some(middle), &plan, &felt);
+            let limited = self.worst_ns(&felt, |place| plan.limits[place].is_some());
+            if limited > self.worst_ns(&felt, |place| plan.limits[place].is_none()) {
+                low = middle
+            } else {
+                high = middle
+            }
+        }
+        Ok(())
+    }
+
+    /// Tightens a plan until it keeps the target on the whole trace. The last is told in any case.
+    fn confirm(&self, plan: impl Fn(&Self, i32) -> Plan) -> anyhow::Result<(Plan, Vec<Felt>, bool)> {
+        let mut step = 0;
+        loop {
+            let plan = plan(self, step);
+            let felt = self.run(&plan, true)?;
+            let target = self.search.judge.target;
+            let holds = |place: usize| !self.kept[place] || felt[place].holds(&target);
+            let places = 0..self.tenants.len();
+            let is_kept = places.clone().all(holds);
+            let is_tight = places.clone().all(|place| plan.limits[place].is_some() || holds(place));
+            step += 1;
+            if is_kept || is_tight && plan.group.is_none() || step as usize > TIGHTENINGS {
+                return Ok((plan, felt, is_kept));
+            }
+        }
+    }
+
+    /// Whether one keeps the target where the other does not, or harms those less that are held
+    /// back.
+    fn is_better(&self, one: &(Plan, Vec<Felt>, bool), other: &(Plan, Vec<Felt>, bool)) -> bool {
+        let harm = |felt: &[Felt]| {
+            let limited = (0..self.tenants.len()).filter(|&place| other.0.limits[place].is_some());
+            limited.map(|place| felt[place].latency.mean()).fold(0.0, f64::max)
+        };
+        match (one.2, other.2) {
+            (true, false) => true,
+            (false, true) => false,
+            (true, true) => harm(&one.1) < 0.95 * harm(&other.1),
+            // Then at least for those that are left alone.
+            (false, false) => {
+                let left = |place: usize| other.0.limits[place].is_none();
+                self.keeps_all(&one.1, left) && harm(&one.1) < 0.95 * harm(&other.1)
+            }
+        }
+    }
+
+    fn keeps_all(&self, felt: &[Felt], is_asked: impl Fn(usize) -> bool) -> bool {
+        let target = self.search.judge.target;
+        let mut asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
+        asked.all(|(_, felt)| felt.holds(&target))
+    }
+
+    /// Limits of a group that lets so much of the device pass, in the unit that costs it most.
+    fn grouped(&self, part: f64, shares: &[Share]) -> Plan {
+        let unit = self.common_unit();
+        let mut by_unit = [None; 2];
+        by_unit[unit.index()] =
+            Some(Limit { rate: (part * self.capacity(unit)).max(1.0) as u64, ..Limit::NONE });
+        Plan { limits: vec![None; self.tenants.len()], group: Some((limits_of(by_unit), shares.to_vec())) }
+    }
+
+    fn common_unit(&self) -> Unit {
+        let work = |unit: Unit| {
+            self.loads.iter().filter(|load| load.unit == unit).map(|load| load.work_s).sum::<f64>()
+        };
+        if work(Unit::Iops) >= work(Unit::Bps) { Unit::Iops } else { Unit::Bps }
+    }
+
+    /// Units a second of requests like all of these together.
+    fn capacity(&self, unit: Unit) -> f64 {
+        let of = |tenant: &usize| {
+            amount(self.search.arrivals, &self.search.house.tenants[*tenant].disks, unit).units
+        };
+        let units: u64 = self.tenants.iter().map(of).sum();
+        units as f64 / self.loads.iter().map(|load| load.work_s).sum::<f64>()
+    }
+
+    /// The largest part of the device that a group may have, and promises to those that the level
+    /// leaves alone; `None` where there can be no such group, or it does not do.
+    fn group(&mut self, level: f64) -> anyhow::Result<Option<(f64, Vec<Share>)>> {
+        let limited = self.limited(level);
+        let house = self.search.house;
+        let is_group = |tenant: &usize| house.tenants[*tenant].group.is_some();
+        let unit = self.common_unit();
+        if self.tenants.iter().any(is_group)
+            || limited.iter().all(Option::is_some)
+            || limited.iter().all(Option::is_none)
+        {
+            return Ok(None);
+        }
+        let capacity = self.capacity(unit);
+        let wanted = |place: usize| match limited[place] {
+            Some(_) => 0.0,
+            // In units of the group, by what it takes of the device.
+            None => {
+                let load = &self.loads[place];
+                let rate = if load.steady.is_finite() { load.steady } else { load.units };
+                if load.unit == unit { rate } else { rate * load.unit_s * capacity }
+            }
+        };
+        let wanted: Vec<f64> = (0..self.tenants.len()).map(wanted).collect();
+        let sum: f64 = wanted.iter().sum();
+        let shares = |part: f64| {
+            let times = (part * capacity * PROMISED / sum).min(1.0);
+            let share = |&rate: &f64| {
+                let promised = (rate * times) as u64;
+                let share = Share::default();
+                match unit {
+                    Unit::Iops => share.with_reservation(promised, 0),
+                    Unit::Bps => share.with_reservation(0, promised),
+                }
+            };
+            wanted.iter().map(share).collect::<Vec<_>>()
+        };
+        let mut best = None;
+        let (mut low, mut high) = (0.1, 1.0);
+        for _ in 0..6 {
+            let middle = f64::midpoint(low, high);
+            // Promises fit into the tightest that may be tried later.
+            let shares = shares(middle * 0.95_f64.powi(TIGHTENINGS as i32 + 1));
+            let plan = self.grouped(middle, &shares);
+            let felt = self.run(&plan, false)?;
+            self.keep(None, &plan, &felt);
+            if self.keeps(&felt, |place| limited[place].is_none()) {
+                (low, best) = (middle, Some((middle, shares)));
+            } else {
+                high = middle;
+            }
+        }
+        Ok(best)
+    }
+}

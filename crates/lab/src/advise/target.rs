@@ -1,0 +1,96 @@
+//! What is to be kept: of so many requests in a hundred, none may take longer than a time.
+
+use std::{str::FromStr, time::Duration};
+
+/// `p99=10ms`: of 100 requests 99 take 10 ms at most.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Target {
+    /// Percent, between 0 and 100.
+    percentile: f64,
+    pub(super) time_ns: u64,
+}
+
+impl Target {
+    #[cfg(test)]
+    pub(super) const fn new(percentile: f64, time_ns: u64) -> Self {
+        Self { percentile, time_ns }
+    }
+
+    #[cfg(test)]
+    pub(super) fn time_s(&self) -> f64 {
+        self.time_ns as f64 / 1e9
+    }
+
+    /// How many of so many requests may take longer: those above the percentile as histograms have
+    /// it.
+    pub(super) fn allowed(&self, requests: u64) -> u64 {
+        let within = (requests as f64 * self.percentile / 100.0).ceil();
+        requests.saturating_sub(within as u64)
+    }
+
+    pub(super) fn share(&self) -> f64 {
+        self.percentile / 100.0
+    }
+
+    /// Requests below which so rare a time cannot be told: ten have to be above it.
+    pub(super) fn enough(&self) -> u64 {
+        (10.0 / (1.0 - self.share()) - 1e-6).ceil() as u64
+    }
+
+    /// Such as `p99`.
+    pub(super) fn name(&self) -> String {
+        format!("p{}", self.percentile)
+    }
+}
+
+impl FromStr for Target {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let form = "is not of the form pPERCENT=TIME, such as p99=10ms or p99.9=50ms";
+        let (name, time) = text.split_once('=').ok_or(form)?;
+        let percent = name.strip_prefix(['p', 'P']).ok_or(form)?;
+        let digits = percent.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
+        let percentile: f64 = percent.parse().map_err(|_| form)?;
+        if !digits || !(percentile > 0.0 && percentile <= 99.999) {
+            return Err(format!("{percent} is no percentile above 0 and up to 99.999"));
+        }
+        let time: Duration = settings::duration(time).map_err(|rule| format!("{time} {rule}"))?;
+        let time_ns = u64::try_from(time.as_nanos()).map_err(|_| "is longer than a trace can be")?;
+        Ok(Self { percentile, time_ns })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_target_is_a_percentile_and_a_time() {
+        assert_eq!("p99=10ms".parse(), Ok(Target::new(99.0, 10_000_000)));
+        assert_eq!("p99.9=0".parse(), Ok(Target::new(99.9, 0)));
+        for (text, why) in [
+            ("p99", "is not of the form"),
+            ("99=1ms", "is not of the form"),
+            ("p=1ms", "is not of the form"),
+            ("p100=1ms", "100 is no percentile"),
+            ("p0=1ms", "0 is no percentile"),
+            ("pinf=1ms", "inf is no percentile"),
+            ("p1e1=1ms", "1e1 is no percentile"),
+            ("p99=fast", "fast is not a duration"),
+        ] {
+            let error = text.parse::<Target>().unwrap_err();
+            assert!(error.contains(why), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn one_of_a_hundred_may_take_longer_and_none_of_ninety_nine() {
+        let target = Target::new(99.0, 0);
+        assert_eq!(
+            [1, 99, 100, 199, 200, 1000].map(|requests| target.allowed(requests)),
+            [0, 0, 1, 1, 2, 10]
+        );
+        assert_eq!((target.enough(), Target::new(99.9, 0).enough()), (1000, 10_000));
+    }
+}

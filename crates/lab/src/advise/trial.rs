@@ -1,0 +1,175 @@
+//! What tenants would feel: their requests through the daemon's own decisions, as `weir simulate`
+//! runs them, on modelled devices.
+//!
+//! Counts exactly how many requests take longer than they may; percentiles are right within a
+//! hundredth. Flushes take their time on a device but are not judged, since no limit holds them.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde::Serialize;
+
+use super::{arrivals::Arrival, certainty::Blocks, target::Target};
+use crate::{
+    latencies::{self, Latencies},
+    simulate::{Engine, Request, World},
+    trace::Op,
+};
+
+/// Some 240 MB. A trial that has more waiting at once is given up.
+const MOST_WAITING: usize = 2_000_000;
+const BATCH: usize = 4096;
+
+/// How requests are judged.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Judge {
+    pub(super) target: Target,
+    /// The whole latency, with what the device takes; else the wait for limits alone.
+    pub(super) whole: bool,
+    pub(super) blocks: Blocks,
+}
+
+/// What a tenant has felt.
+#[derive(Clone, Debug)]
+pub(super) struct Felt {
+    pub(super) requests: u64,
+    pub(super) bytes: u64,
+    pub(super) latency: Latencies,
+    pub(super) waited: Latencies,
+    /// Requests that waited for a limit at all.
+    pub(super) held: u64,
+    /// Requests that took longer than they may, and when, by block.
+    pub(super) over: u64,
+    pub(super) over_in: Vec<u32>,
+    pub(super) requests_in: Vec<u32>,
+    first_ns: u64,
+    last_ns: u64,
+    /// More were waiting than there is memory for: the rest is not known.
+    pub(super) given_up: bool,
+}
+
+/// Times in nanoseconds; rates from the first request to the end of the last.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Figures {
+    pub(super) iops: f64,
+    pub(super) bps: f64,
+    pub(super) latency_p50_ns: u64,
+    /// At the percentile of the target; so is the next.
+    pub(super) latency_ns: u64,
+    pub(super) wait_p50_ns: u64,
+    pub(super) wait_ns: u64,
+    /// The share of requests that waited for a limit, 0 to 1.
+    pub(super) held: f64,
+}
+
+impl Felt {
+    fn new(blocks: usize) -> Self {
+        let [latency, waited] = [(); 2].map(|()| latencies::growing());
+        Self {
+            requests: 0,
+            bytes: 0,
+            latency,
+            waited,
+            held: 0,
+            over: 0,
+            over_in: vec![0; blocks],
+            requests_in: vec![0; blocks],
+            first_ns: u64::MAX,
+            last_ns: 0,
+            given_up: false,
+        }
+    }
+
+    /// Whether no more took longer than may.
+    pub(super) fn holds(&self, target: &Target) -> bool {
+        !self.given_up && self.over <= target.allowed(self.requests)
+    }
+
+    /// What the target is about.
+    pub(super) fn judged_ns(&self, judge: &Judge) -> u64 {
+        let of = if judge.whole { &self.latency } else { &self.waited };
+        of.value_at_quantile(judge.target.share())
+    }
+
+    pub(super) fn figures(&self, target: &Target) -> Figures {
+        let seconds = self.last_ns.saturating_sub(self.first_ns) as f64 / 1e9;
+        let a_second = |count: u64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
+        Figures {
+            iops: a_second(self.requests),
+            bps: a_second(self.bytes),
+            latency_p50_ns: self.latency.value_at_quantile(0.5),
+            latency_ns: self.latency.value_at_quantile(target.share()),
+            wait_p50_ns: self.waited.value_at_quantile(0.5),
+            wait_ns: self.waited.value_at_quantile(target.share()),
+            held: self.held as f64 / self.requests.max(1) as f64,
+        }
+    }
+}
+
+/// A world, and whose its disks are.
+#[derive(Debug)]
+pub(super) struct Trial<'a> {
+    pub(super) world: &'a World,
+    /// The world's disk by the trace's.
+    pub(super) disks: &'a [usize],
+    /// Whose figures a disk of the world's counts for.
+    pub(super) tenants: &'a [usize],
+    /// How many have figures.
+    pub(super) count: usize,
+}
+
+impl Trial<'_> {
+    /// Fails where a daemon would refuse the settings, or if `stop` is set.
+    pub(super) fn run(
+        &self,
+        arrivals: impl Iterator<Item = (usize, Arrival)>,
+        judge: &Judge,
+        stop: &AtomicBool,
+    ) -> anyhow::Result<Vec<Felt>> {
+        let mut engine = Engine::new(self.world, true)?;
+        let mut felt: Vec<Felt> = (0..self.count).map(|_| Felt::new(judge.blocks.count)).collect();
+        let mut pending = 0;
+        for (disk, Arrival { at_ns, op, length }) in arrivals {
+            engine.arrive(Request { at_ns, disk: self.disks[disk], op, offset: 0, length }, stop);
+            pending += 1;
+            if pending == BATCH {
+                pending = 0;
+                self.note(&mut engine, judge, &mut felt);
+                if engine.waiting() > MOST_WAITING {
+                    felt.iter_mut().for_each(|felt| felt.given_up = true);
+                    return Ok(felt);
+                }
+                anyhow::ensure!(!stop.load(Ordering::Relaxed), "interrupted");
+            }
+        }
+        while engine.run(BATCH) {
+            anyhow::ensure!(!stop.load(Ordering::Relaxed), "interrupted");
+            self.note(&mut engine, judge, &mut felt);
+        }
+        self.note(&mut engine, judge, &mut felt);
+        Ok(felt)
+    }
+
+    fn note(&self, engine: &mut Engine, judge: &Judge, felt: &mut [Felt]) {
+        for row in engine.take_rows() {
+            let Request { at_ns, disk, op, length, .. } = row.request;
+            if op == Op::Flush {
+                continue;
+            }
+            let felt = &mut felt[self.tenants[disk]];
+            let (wait_ns, latency_ns) = (row.admitted_ns - at_ns, row.completed_ns - at_ns);
+            felt.requests += 1;
+            felt.bytes = felt.bytes.saturating_add(length);
+            felt.held += u64::from(wait_ns > 0);
+            latencies::note(&mut felt.waited, wait_ns);
+            latencies::note(&mut felt.latency, latency_ns);
+            felt.requests_in[judge.blocks.of(at_ns)] += 1;
+            if (if judge.whole { latency_ns } else { wait_ns }) > judge.target.time_ns {
+                felt.over += 1;
+                felt.over_in[judge.blocks.of(at_ns)] += 1;
+            }
+            felt.first_ns = felt.first_ns.min(at_ns);
+            felt.last_ns = felt.last_ns.max(row.completed_ns);
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! `weir advise`: from a noisy neighbour to a limit that holds, over the wire; and traces that are
+//! none, or not whole.
+//!
+//! What is asserted is what no slow machine can change: that what was recorded is advised upon,
+//! that each command can be pasted into a shell, that what it sets is then in force and holds.
+//! Whether latencies are what was predicted is a row of `make bench`, `advise-predicts`.
+
+use std::{
+    fmt::Write as _,
+    fs,
+    process::{Child, Command, Stdio},
+    time::Instant,
+};
+
+use serde_json::Value;
+
+use crate::{
+    harness::{
+        Client, DEADLINE, Outcome, Scratch, WEIR, Weir, assert_says, need,
+        operator::{find, prints_json, socket, start, status},
+        search_path, text, weir,
+    },
+    record::Recorder,
+};
+
+const DEVICE: &str = "iops=400,shared=ssd";
+
+/// Reads with 64 in flight until it is dropped.
+struct Noise(Child);
+
+impl Noise {
+    fn on(weir: &Weir, disk: &str) -> Self {
+        need("fio");
+        let mut command = Command::new("fio");
+        command.env("PATH", search_path()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.args(["--name=noise", "--ioengine=nbd", "--rw=randread", "--bs=4096", "--size=16M"]);
+        command.args(["--time_based", "--runtime=1000", "--iodepth=64"]);
+        command.arg(format!("--uri={}", weir.uri(disk)));
+        Self(command.spawn().expect("it is there"))
+    }
+}
+
+impl Drop for Noise {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// So many requests, twenty a second, whatever became of those before.
+#[track_caller]
+fn quiet(weir: &Weir, disk: &str, requests: u32) {
+    let load = ["bench", "--rate-iops", "20", "-s", "4K", "--random", "--count", &requests.to_string()];
+    Client::new(WEIR).args(load).arg(weir.uri(disk)).succeeds();
+}
+
+fn requests(scratch: &Scratch, disk: &str) -> u64 {
+    let status = status(scratch, "0");
+    find(&status, "disks", disk)["reads"]["requests"].as_u64().unwrap_or(0)
+}
+
+fn advise(arguments: &[&str]) -> Outcome {
+    weir(&["advise"]).args(arguments).run()
+}
+
+/// Runs a line that was printed, as it is, where `weir` is this one and its daemon is this test's.
+#[track_caller]
+fn pasted(scratch: &Scratch, line: &str) {
+    let directory = std::path::Path::new(WEIR).parent().expect("it lies in one");
+    let shell = Client::new("sh").args(["-ec", line]).finding(directory).env("WEIR_QMP", socket(scratch));
+    shell.succeeds();
+}
+
+#[test]
+fn a_noisy_neighbour_is_recorded_advised_upon_limited_and_verified() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &["--rate", DEVICE]);
+    let file = scratch.path("both.recording");
+    let recorder = Recorder::begin(&scratch, &file, &[]);
+    let noise = Noise::on(&weir, "b");
+    let end = Instant::now() + DEADLINE;
+    while requests(&scratch, "b") < 200 {
+        assert!(Instant::now() < end, "the noise does not begin");
+    }
+    quiet(&weir, "a", 200);
+    recorder.end();
+
+    let new = scratch.path("new.toml");
+    let options = ["--rate", DEVICE, "--for", "a", "--keep", "p99=25ms", "--write-config", text(&new)];
+    let outcome = advise(&[&[text(&file), "--json"][..], &options].concat());
+    let told: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
+    let (a, b) = (find(&told, "tenants", "a"), find(&told, "tenants", "b"));
+    assert_eq!((a["requests"].as_u64(), a["asked"].as_bool()), (Some(200), Some(true)));
+    assert_eq!((a["kept"].as_bool(), outcome.ended()), (Some(true), Some(0)), "{}", outcome.said());
+    // With 64 in flight before it, each would wait for 160 ms.
+    let p99 = |line: &Value, when: &str| line[when]["latency-ns"].as_u64().expect("a time");
+    assert!(p99(a, "before") > 100_000_000 && p99(a, "after") <= 25_500_000, "{told:#}");
+    assert!(b["requests"].as_u64() >= Some(200));
+    assert!(a["smallest-iops"]["unsure"].as_str().is_some_and(|why| why.starts_with("too short to say")));
+    self::weir(&["check-config", text(&new)]).succeeds();
+
+    // The tables say the same.
+    let printed = advise(&[&[text(&file)][..], &options].concat()).printed();
+    assert_says(&printed, &["SMALLEST FOR", "as it is", "kept", "not asked", "To set it:\n\n"]);
+    let commands = told["commands"].as_array().expect("a list");
+    assert!(!commands.is_empty());
+    for command in commands.iter().map(|command| command.as_str().expect("a line")) {
+        assert!(printed.contains(&format!("{command}\n")), "{command:?} is not in {printed}");
+        pasted(&scratch, command);
+    }
+    if let Some(set) = b["set"].as_object() {
+        let shown = prints_json(&scratch, &["throttle", "b", "--json"]);
+        for (name, value) in set {
+            let in_force = &shown["throttle"]["limits"][name];
+            let in_force = if in_force.is_null() { &shown["limits"][name] } else { in_force };
+            assert!(in_force == value || name.ends_with("-length"), "{name}: {shown:#}");
+        }
+    }
+
+    let waits = || {
+        let status = status(&scratch, "0");
+        find(&status, "disks", "b")["throttle"]["waiting"]["reads"].as_u64() > Some(0)
+    };
+    while !waits() {
+        assert!(Instant::now() < end, "the noise is not held");
+    }
+    let verify = Client::new(WEIR).args(["verify", "--for", "4s", "--qmp", &socket(&scratch)]).run();
+    assert_eq!(verify.ended(), Some(0), "{}{}", verify.printed(), verify.said());
+    drop(noise);
+    weir.stop();
+}
+
+const HEADER: &str = "time_ns,disk,op,offset,length\n";
+
+/// Two disks that ask for something each millisecond, and for more in between.
+fn trace(requests: u64) -> String {
+    let mut text = HEADER.to_owned();
+    for number in 0..requests {
+        let (at, disk) = (number * 500_000 + number % 7 * 1000, number % 2);
+        writeln!(text, "{at},vm{disk},read,{},4096", number % 1000 * 4096).expect("it is a string");
+    }
+    text
+}
+
+#[test]
+fn a_torn_recording_is_advised_upon_up_to_its_last_whole_block() {
+    let scratch = Scratch::new();
+    let csv = scratch.file("day.csv", trace(150_000));
+    let whole = scratch.path("day.recording");
+    weir(&["trace", "convert", text(&csv), text(&whole)]).succeeds();
+    let bytes = fs::read(&whole).expect("it was written");
+    let torn = scratch.file("torn.recording", &bytes[..bytes.len() - 10]);
+    let outcome = advise(&[text(&torn), "--json"]);
+    assert_eq!(outcome.ended(), Some(1));
+    assert_says(&outcome.said(), &["weir: not read to the end: ", "cut off in a block"]);
+    let told: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
+    let read: u64 =
+        told["tenants"].as_array().expect("a list").iter().filter_map(|it| it["requests"].as_u64()).sum();
+    assert_eq!(read, 131_072, "two blocks");
+    assert_says(told["partial"].as_str().expect("it is said"), &["131072 requests before it are whole"]);
+    assert_eq!(told["commands"].as_array().map(Vec::len), Some(2));
+}
+
+#[test]
+fn what_is_no_trace_or_no_target_is_said_once() {
+    let scratch = Scratch::new();
+    let day = scratch.file("day.csv", trace(2000));
+    let empty = scratch.file("empty.csv", "");
+    let none = scratch.file("none.csv", HEADER);
+    let config =
+        scratch.file("weir.toml", "[disk.vm0]\nimage = \"null:1G\"\n[disk.vm2]\nimage = \"null:1G\"\n");
+    for (arguments, status, says) in [
+        (&[text(&empty)][..], 1, "the trace is empty"),
+        (&[text(&none)], 1, "the trace has no request"),
+        (&[text(&day), "--for", "vm3"], 1, "vm3: the trace has no requests of it (did you mean vm"),
+        (&[text(&day), "--keep", "p99"], 2, "is not of the form pPERCENT=TIME"),
+        (&[text(&day), "--over", "0"], 2, "--over: a burst cannot be spread over no time"),
+        (&[text(&day), "--pack"], 2, "--device"),
+        (&[text(&day), "--device", "read=1ms", "--device", "read=2ms"], 2, "--device: there are several"),
+        (&[text(&day), "--config", text(&config)], 1, "the disk \"vm1\" is not in"),
+        (&[text(&day), "--device", "read=1ms", "--keep", "p99=0"], 1, "the target cannot be kept for all"),
+    ] {
+        let outcome = advise(arguments);
+        assert_eq!(outcome.ended(), Some(status), "{arguments:?}: {}", outcome.said());
+        assert_says(&outcome.said(), &["weir: ", says]);
+        assert_eq!(outcome.said().matches("weir: ").count(), 1, "{}", outcome.said());
+    }
+}
+
+#[test]
+fn groups_of_a_config_file_are_advised_upon_together_and_the_file_keeps_the_rest() {
+    let scratch = Scratch::new();
+    let day = scratch.file("day.csv", trace(20_000));
+    let config = scratch.file(
+        "weir.toml",
+        "# Ours.\n[group.gold]\nweight = 50\niops-total = 100 # too little\n\n\
+         [disk.vm0]\nimage = \"null:1G\"\ngroup = \"gold\"\n[disk.vm1]\nimage = \"null:1G\"\ngroup = \"gold\"\n",
+    );
+    let new = scratch.path("new.toml");
+    let outcome = advise(&[text(&day), "--config", text(&config), "--write-config", text(&new), "--json"]);
+    assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
+    let told: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
+    let gold = find(&told, "tenants", "gold");
+    assert_eq!((gold["kind"].as_str(), gold["requests"].as_u64()), (Some("group"), Some(20_000)));
+    assert_eq!(gold["kept"].as_bool(), Some(true));
+    // It asks for two thousand a second, and had a hundred.
+    assert!(gold["before"]["wait-ns"].as_u64() > Some(1_000_000_000), "{gold:#}");
+    assert!(gold["set"]["iops-total"].as_u64().is_some_and(|rate| (2000..2200).contains(&rate)), "{gold:#}");
+    let after = fs::read_to_string(&new).expect("it was written");
+    assert_says(&after, &["# Ours.\n[group.gold]\nweight = 50\niops-total = 2", " # too little\n"]);
+    weir(&["check-config", text(&new)]).succeeds();
+}
+
+#[test]
+fn disks_are_put_onto_as_few_devices_as_keep_the_target() {
+    let scratch = Scratch::new();
+    let mut csv = HEADER.to_owned();
+    for number in 0..6000_u64 {
+        writeln!(csv, "{},vm{},read,0,4096", number * 1_000_000, number % 6).expect("it is a string");
+    }
+    let day = scratch.file("day.csv", csv);
+    // Each asks for a sixth of a thousand a second, and a device does four hundred.
+    let printed = weir(&["advise", text(&day), "--pack", "--device", "read=2500us,parallel=1"]).succeeds();
+    assert_says(
+        &printed,
+        &["DEVICE", "BUSIEST", "6 disks fit on 3 of these devices with p99 <= 10ms, and fewer cannot do."],
+    );
+    let printed = advise(&[text(&day), "--pack", "--device", "read=100ms,parallel=1"]);
+    assert_eq!(printed.ended(), Some(1));
+    assert_says(&printed.printed(), &["No place keeps the target for: vm0, vm1, vm2, vm3, vm4, vm5."]);
+}
