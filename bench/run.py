@@ -34,6 +34,7 @@ from pathlib import Path
 
 import nbd
 
+import advise
 import ceph
 import fuse
 import idle
@@ -63,7 +64,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
     rows, inprocess, qcow2, prefetch, vhost_user, fuse, limits, idle, shares, members, waits, imitation, watermark,
-    simulate, rude, watching, ceph,
+    simulate, advise, rude, watching, ceph,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.
