@@ -367,9 +367,9 @@ impl<'a> Shared<'a> {
             self.keep(Some(middle), &plan, &felt);
             let limited = self.worst_ns(&felt, |place| plan.limits[place].is_some());
             if limited > self.worst_ns(&felt, |place| plan.limits[place].is_none()) {
-                low = middle
+                low = middle;
             } else {
-                high = middle
+                high = middle;
             }
         }
         Ok(())

@@ -52,7 +52,7 @@ impl FromStr for Target {
         let percent = name.strip_prefix(['p', 'P']).ok_or(form)?;
         let digits = percent.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.');
         let percentile: f64 = percent.parse().map_err(|_| form)?;
-        if !digits || !(percentile > 0.0 && percentile <= 99.999) {
+        if !(digits && percentile > 0.0 && percentile <= 99.999) {
             return Err(format!("{percent} is no percentile above 0 and up to 99.999"));
         }
         let time: Duration = settings::duration(time).map_err(|rule| format!("{time} {rule}"))?;
