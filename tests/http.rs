@@ -339,6 +339,13 @@ fn changes_are_all_or_nothing_and_need_the_token() {
     assert_eq!(answer.json()["weight"], 200);
     let line = daemon.weir.wait_for_log("changed over HTTP");
     assert!(line.contains("by=127.0.0.1") && line.contains("gold"), "{line}");
+    let changed = until(|| {
+        let told = daemon.get("/api/v1/events").json();
+        told.as_array().unwrap().iter().find(|event| event["kind"] == "config_changed").cloned()
+    });
+    let by = &changed["data"]["by"];
+    assert_eq!(by["kind"], "http");
+    assert!(by["client"].as_str().unwrap().starts_with("127.0.0.1"), "{by}");
     let before = limits();
     for (body, why) in [
         (json!({"bps-read": 1, "iops-total-max": 7}), "iops-total-max (7) is below iops-total (2048)"),

@@ -26,7 +26,6 @@ pub(crate) enum Actor {
     /// The config file, read again for whoever asked.
     Reload(Box<Actor>),
     /// A client over HTTP: its address, or the socket's path.
-    #[allow(dead_code, reason = "whoever changes something over HTTP says so with it")]
     Http { client: String },
 }
 

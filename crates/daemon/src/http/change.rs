@@ -25,7 +25,10 @@ use super::{
     server::Peer,
     site::Site,
 };
-use crate::control::{inventory::Inventory, qmp};
+use crate::{
+    control::{inventory::Inventory, qmp},
+    events::actor::Actor,
+};
 
 /// Of a body, in bytes: every setting there is takes less than one KiB.
 const MOST_BODY: usize = 16 << 10;
@@ -146,7 +149,8 @@ pub(super) async fn carry_out(inventory: &Rc<Inventory>, wanted: Wanted) -> Resu
     }
     let said = Value::Object(settings.clone()).to_string();
     settings.insert("name".to_owned(), json!(name));
-    let done = qmp::perform_sent(inventory, "x-weir-set", settings).await;
+    let by = Actor::Http { client: who.clone() };
+    let done = by.run(qmp::perform_sent(inventory, "x-weir-set", settings)).await;
     match &done {
         Ok(()) => tracing::info!(name, %said, by = %who, "changed over HTTP"),
         Err(error) => tracing::info!(name, %said, by = %who, %error, "not changed over HTTP"),
