@@ -220,7 +220,7 @@ struct NetworkArgs {
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<Address>,
     /// Hand each event, such as a limit that is hit or an image that fails, as JSON to a webhook:
-    /// http://HOST[:PORT]/PATH, https://… or unix:PATH; or to a command, by its whole path and with
+    /// http://HOST:PORT/PATH, https://… or unix:PATH; or to a command, by its whole path and with
     /// its arguments, on standard input [default: to the log alone]
     #[arg(long, value_name = "TARGET", value_parser = settings::read::<OnEvent>)]
     on_event: Option<OnEvent>,
