@@ -1,4 +1,4 @@
-//! [`Backend`](super::backend::Backend) by librbd: the one room that calls a C library.
+//! [`Backend`] by librbd: the one room that calls a C library.
 //!
 //! - `library`: the functions, found by name;
 //! - `cluster`: connections, shared by images;
