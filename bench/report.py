@@ -47,6 +47,11 @@ TITLES = {
     "lost": "lost",
     "ms": "scrape",
     "mib": "page",
+    "seconds": "by the clock",
+    "gib": "most memory",
+    "before_ms": "p99 before",
+    "advised_ms": "p99 advised",
+    "off": "off prediction",
 }
 SHOW = {
     "iops": "{:,.0f}".format,
@@ -88,6 +93,11 @@ SHOW = {
     "lost": "{:.2%}".format,
     "ms": "{:.1f} ms".format,
     "mib": "{:.1f} MiB".format,
+    "seconds": "{:.1f} s".format,
+    "gib": "{:.2f} GiB".format,
+    "before_ms": "{:.1f} ms".format,
+    "advised_ms": "{:.1f} ms".format,
+    "off": "{:.1%}".format,
 }
 
 
