@@ -269,10 +269,13 @@ export class Limits {
         const names = Object.keys(draft);
         if (!names.length || this.apply.disabled && !isUndo) return;
         const before = Object.fromEntries(names.map((name) => [name, this.value(name)]));
+        const began = document.activeElement;
         try {
             const told = await this.token.with((using) => ask("PATCH", `${place(this.node)}/limits`, { body: draft, using }));
             if (told === undefined || this.isStopped) return; // It was given up at the question for the token.
-            const held = document.activeElement === this.apply || document.activeElement === this.back;
+            // The stream may have told of the change already: then the button is of no use now, and
+            // has lost the focus to nowhere.
+            const held = [this.apply, this.back].includes(began) && [began, document.body].includes(document.activeElement);
             // The stream says so too, soon; until then this is what is known.
             Object.assign(this.node, told);
             for (const name of names) this.fields.get(name).value = this.typed(name, this.value(name));
