@@ -269,13 +269,10 @@ export class Limits {
         const names = Object.keys(draft);
         if (!names.length || this.apply.disabled && !isUndo) return;
         const before = Object.fromEntries(names.map((name) => [name, this.value(name)]));
-        const began = document.activeElement;
+        const isPressed = [this.apply, this.back].includes(document.activeElement);
         try {
             const told = await this.token.with((using) => ask("PATCH", `${place(this.node)}/limits`, { body: draft, using }));
             if (told === undefined || this.isStopped) return; // It was given up at the question for the token.
-            // The stream may have told of the change already: then the button is of no use now, and
-            // has lost the focus to nowhere.
-            const held = [this.apply, this.back].includes(began) && [began, document.body].includes(document.activeElement);
             // The stream says so too, soon; until then this is what is known.
             Object.assign(this.node, told);
             for (const name of names) this.fields.get(name).value = this.typed(name, this.value(name));
@@ -285,8 +282,9 @@ export class Limits {
             this.changed();
             this.undo = isUndo ? null : before;
             this.back.hidden = isUndo;
-            // A button that is of no use now would lose the focus to nowhere.
-            if (held) (isUndo ? this.fields.get(names[0]) : this.back).focus();
+            // A button that is of no use now loses the focus to nowhere. Who has it now tells nothing:
+            // the stream may have told of the change before, while the question for the token was there.
+            if (isPressed) (isUndo ? this.fields.get(names[0]) : this.back).focus();
             const text = names.map((name) => `${name} ${this.told(name, before[name])} → ${this.told(name, this.value(name))}`).join(", ");
             this.result.className = "result";
             say(this.result, `In force: ${text}`);
