@@ -13,6 +13,7 @@ import base64
 import json
 import sys
 import tempfile
+import time
 
 import daemon
 import scene
@@ -22,6 +23,8 @@ from visit import expect
 
 PICTURES = daemon.ROOT / "docs" / "pictures"
 APART, MOST = 16, 16
+# As long as other expectations of a page may take.
+PATIENCE_S = 120
 # Rules of WCAG 2 up to level AA, and what axe-core holds to be good practice.
 RULES = {"resultTypes": ["violations"], "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
 
@@ -66,7 +69,7 @@ def run(weir):
                 with visit.Visit(browser, running.url, size=size, dark=dark, prepare=scene.play) as reader:
                     page = reader.open(fragment)
                     scene.settle(page)
-                    is_like(blank, name, page.screenshot())
+                    becomes_like(blank, name, page)
                     is_accessible(page, name)
                     fits(page, name)
                     if name == "page-light":
@@ -77,14 +80,19 @@ def run(weir):
                         dialog(page, name)
 
 
-def is_like(blank, name, taken):
+def becomes_like(blank, name, page):
+    """As the kept picture, once all is drawn: charts and what moves come a few frames later."""
     kept = (PICTURES / f"{name}.png").read_bytes()
-    found = blank.evaluate(COMPARED, [base64.b64encode(image).decode() for image in (kept, taken)])
-    assert found["sizes"][0] == found["sizes"][1], f"{name}: sizes {found['sizes']}"
-    assert found["apart"] * MOST <= found["fields"], (
-        f"{name}: {found['apart']} of {found['fields']} fields differ from docs/pictures/{name}.png"
-        " (look at it; scripts/picture-page draws them anew)"
-    )
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        images = [base64.b64encode(image).decode() for image in (kept, page.screenshot())]
+        found = blank.evaluate(COMPARED, images)
+        if found["sizes"][0] == found["sizes"][1] and found["apart"] * MOST <= found["fields"]:
+            return
+        assert time.monotonic() < end, (
+            f"{name}: sizes {found['sizes']}, {found['apart']} of {found['fields']} fields differ from"
+            f" docs/pictures/{name}.png (look at it; scripts/picture-page draws them anew)"
+        )
 
 
 def is_accessible(page, what):
