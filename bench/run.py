@@ -41,6 +41,7 @@ import inprocess
 import limits
 import machine
 import members
+import nbd_storage
 import prefetch
 import qcow2
 import qmp
@@ -61,7 +62,7 @@ from servers import ServerFailed
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
-    rows, inprocess, qcow2, prefetch, vhost_user, fuse, limits, idle, shares, members, waits, imitation, watermark,
+    rows, inprocess, qcow2, prefetch, nbd_storage, vhost_user, fuse, limits, idle, shares, members, waits, imitation, watermark,
     simulate, rude, watching,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
