@@ -47,6 +47,7 @@ mod locking;
 mod machines;
 mod measuring;
 mod metrics;
+mod nbd_storage;
 mod nbdcopy;
 mod nbdinfo;
 mod offers;
