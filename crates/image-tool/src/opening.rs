@@ -9,9 +9,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail};
 use block::{
     image::qcow2::{header::Header, read_header},
+    nbd::uri::Uri,
     storage::{
         CacheMode, Format, OpenOptions, Storage, open_storage,
         probe::{self, Probed},
+        probe_anywhere,
     },
 };
 use clap::{
@@ -87,7 +89,11 @@ pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Forma
         return Ok(format);
     }
     let name = path.display();
-    match probe::probe(path).with_context(|| format!("{name}: cannot be read"))? {
+    let probed = match path.to_str().filter(|text| Uri::is_meant(text)) {
+        Some(uri) => probe_anywhere(uri)?,
+        None => probe::probe(path).with_context(|| format!("{name}: cannot be read"))?,
+    };
+    match probed {
         Probed::Raw => Ok(Format::Raw),
         Probed::Looks("qcow2") => Ok(Format::Qcow2),
         Probed::Looks(other) => {
@@ -103,6 +109,9 @@ pub(super) fn storage(path: &Path, how: How) -> anyhow::Result<Storage> {
 }
 
 pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
+    if let Some(uri) = path.to_str().filter(|text| Uri::is_meant(text)) {
+        return Ok(uri.to_owned());
+    }
     let text =
         path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
     Ok(format!("file:{text}"))

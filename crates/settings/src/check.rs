@@ -136,13 +136,16 @@ fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
                 place.wrong("needs read-only; sharing an image that others write is for reading alone")
             );
         }
+        if let Some(said) = disk.reconnect_delay.as_ref().filter(|_| disk.image.value.remote().is_none()) {
+            return Err(said.wrong("is for images at NBD servers, and this one is here (leave it out)"));
+        }
         if let Some(place) = &disk.handover {
             if disk.is_read_only() {
                 return Err(place
                     .wrong("is for disks that are written to (what is only read, several may have open)"));
             }
             if disk.image.value.path().is_none() {
-                return Err(place.wrong("is for images in files, and this disk is in memory (leave it out)"));
+                return Err(place.wrong("is for images in files, and this disk is in none (leave it out)"));
             }
         }
     }
@@ -222,6 +225,7 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
         read_only: disk.is_read_only(),
         force_share: disk.force_share.is_some(),
         handover: disk.handover.is_some(),
+        reconnect_delay: disk.reconnect_delay.as_ref().map(|said| said.value).unwrap_or_default(),
         delay: disk.delay.as_ref().map(|said| said.value),
         rate: disk.rate.as_ref().map(|said| said.value.clone()),
         faults: disk.faults.iter().map(|said| said.value.clone()).collect(),

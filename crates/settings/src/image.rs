@@ -3,7 +3,10 @@
 use std::{fmt, path::Path, str::FromStr};
 
 use anyhow::Context as _;
-use block::storage::{InvalidValue, Spec};
+use block::{
+    nbd::uri::Uri,
+    storage::{InvalidValue, Spec},
+};
 
 /// An image as a user names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,7 +25,15 @@ impl Image {
     pub fn path(&self) -> Option<&Path> {
         match &self.0 {
             Spec::File(path) => Some(path),
-            Spec::Memory(_) | Spec::Null(_) => None,
+            Spec::Memory(_) | Spec::Null(_) | Spec::Nbd(_) => None,
+        }
+    }
+
+    /// Where it is at another server, if it is.
+    pub fn remote(&self) -> Option<&Uri> {
+        match &self.0 {
+            Spec::Nbd(uri) => Some(uri),
+            Spec::File(_) | Spec::Memory(_) | Spec::Null(_) => None,
         }
     }
 
@@ -30,7 +41,7 @@ impl Image {
     pub fn memory_bytes(&self) -> Option<u64> {
         match self.0 {
             Spec::Memory(bytes) => Some(bytes),
-            Spec::File(_) | Spec::Null(_) => None,
+            Spec::File(_) | Spec::Null(_) | Spec::Nbd(_) => None,
         }
     }
 
@@ -42,6 +53,10 @@ impl Image {
             }
             Spec::Memory(_) => "memory".to_owned(),
             Spec::Null(_) => "null".to_owned(),
+            Spec::Nbd(uri) => match uri.export.rsplit('/').next() {
+                Some(name) if !name.is_empty() => name.to_owned(),
+                _ => "disk".to_owned(),
+            },
         }
     }
 
@@ -76,6 +91,7 @@ impl fmt::Display for Image {
             Spec::File(path) => write!(f, "{}", path.display()),
             Spec::Memory(bytes) => write!(f, "memory:{bytes}"),
             Spec::Null(bytes) => write!(f, "null:{bytes}"),
+            Spec::Nbd(uri) => uri.fmt(f),
         }
     }
 }
@@ -103,11 +119,13 @@ mod tests {
         assert_eq!(name("/dev/sda"), "sda");
         assert_eq!(name("memory:1G"), "memory");
         assert_eq!(name("/"), "disk");
+        assert_eq!(name("nbd://host/tenants/vm1"), "vm1");
+        assert_eq!(name("nbd+unix:///?socket=/s"), "disk");
     }
 
     #[test]
     fn a_path_stays_a_path() {
-        for text in ["vm1.raw", "file:memory:1G", "memory:1G", "null:1G"] {
+        for text in ["vm1.raw", "file:memory:1G", "memory:1G", "null:1G", "nbd://host:7/vm1"] {
             assert_eq!(image(&image(text).spec().unwrap()), image(text));
         }
     }

@@ -134,6 +134,8 @@ pub struct Disk {
     /// Has the image locked only while a machine uses the disk, so that another daemon can take it
     /// over.
     pub handover: bool,
+    /// How long requests wait for an NBD server that has gone; zero: not at all.
+    pub reconnect_delay: policy::time::Duration,
     /// Latency added to imitate a slower device.
     pub delay: Option<DelayOptions>,
     /// Bandwidth of the device to imitate.

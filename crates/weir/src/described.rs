@@ -6,7 +6,7 @@
 use std::{fs, io::Read as _, path::absolute};
 
 use anyhow::bail;
-use block::storage::Part;
+use block::{nbd::uri::Uri, storage::Part};
 use clap::{ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
 use daemon::serve::ServeArgs;
 use serde_json::{Map, Value, json};
@@ -110,7 +110,7 @@ impl FromArgMatches for DiskOptions {
 /// Options that are said where the node is made; all others are settings of the disk.
 const OF_NODES: [&str; 5] = ["format", "cache", "discard", "read-only", "force-share"];
 /// What is said of its node alone.
-const OF_FORMATS: [&str; 3] = ["options", "snapshot", "secret-file"];
+const OF_FORMATS: [&str; 4] = ["options", "snapshot", "secret-file", "reconnect-delay"];
 
 /// A disk as a daemon is told of it.
 pub(crate) struct Described {
@@ -161,6 +161,7 @@ pub(crate) fn node(
         Some(("null", size)) => {
             json!({ "driver": "null-co", "size": settings::size(size).map_err(anyhow::Error::msg)? })
         }
+        _ if Uri::is_meant(image) => json!({ "driver": "nbd", "x-weir-uri": image }),
         _ => json!({ "driver": file_driver(image), "filename": image }),
     };
     let format = match value("format") {
@@ -168,9 +169,23 @@ pub(crate) fn node(
         // As for `weir serve`, they are the raw format's.
         None if value("options").is_some() => "raw",
         None if is_qcow2(image) => "qcow2",
+        None if file["driver"] == "nbd" => {
+            bail!("{image}: a daemon is to be told how it is laid out (add --format raw)")
+        }
         None if file["filename"].is_null() => "raw",
         None => bail!("{}: a daemon is to be told how it is laid out (add --format raw)", image),
     };
+    let mut file = file;
+    if let Some(time) = value("reconnect-delay") {
+        if file["driver"] != "nbd" {
+            bail!(
+                "--reconnect-delay {time}: is for images at NBD servers, and {image} is here (leave it out)"
+            );
+        }
+        let time = settings::long_duration(time).map_err(anyhow::Error::msg)?;
+        // QEMU's argument has whole seconds.
+        file["reconnect-delay"] = json!(time.as_secs() + u64::from(time.subsec_nanos() > 0));
+    }
     let mut node = json!({ "driver": format, "node-name": name, "file": file });
     match value("cache") {
         None | Some("writeback") => {}

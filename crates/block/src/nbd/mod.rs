@@ -22,4 +22,5 @@ pub mod pipe;
 pub mod proto;
 pub mod stream;
 pub mod tls;
+pub mod uri;
 pub mod wire;

@@ -2,7 +2,7 @@
 //! mode means.
 //!
 //! ```text
-//!   fault ─► rate ─► delay ─► part ─► (align ─► file │ align ─► simulated │ memory │ null)
+//!   fault ─► rate ─► delay ─► part ─► (align ─► file │ align ─► nbd │ memory │ null)
 //!   wrappers, each optional      what is at the bottom
 //! ```
 //!
@@ -27,6 +27,7 @@ pub mod file;
 mod flushes;
 mod lock;
 pub mod memory;
+pub mod nbd;
 pub mod null;
 mod open;
 mod open_error;
@@ -43,8 +44,8 @@ mod wrapped;
 
 pub(crate) use file::FileIdentity;
 pub use file::{CacheMode, File, Passed, PassedFile};
-pub use open::{OpenOptions, open_storage};
-pub(crate) use open::{open_bottom, wrapped};
+pub use open::{OpenOptions, open_storage, probe_anywhere};
+pub(crate) use open::{open_any, open_bottom, wrapped};
 pub use open_error::OpenError;
 pub use options::InvalidOption;
 pub use part::Part;
@@ -58,7 +59,7 @@ pub use wrapped::Wrapped;
 
 use std::io;
 
-use self::{align::Align, memory::Memory, null::Null, simulated::Simulated};
+use self::{align::Align, memory::Memory, nbd::Nbd, null::Null, simulated::Simulated};
 pub use crate::reactor::op::Durability;
 use crate::{
     buffer::{Buffer, Segments},
@@ -119,6 +120,8 @@ pub enum Storage {
     File(Align<File>),
     /// Memory, allocated as it is written.
     Memory(Memory),
+    /// What another server has.
+    Nbd(Align<Nbd>),
     /// Reads zeroes, forgets writes.
     Null(Null),
     /// A disk in the simulation, which tears, loses and reorders what was not flushed.
@@ -133,6 +136,7 @@ macro_rules! each {
         match $storage {
             Storage::File($inner) => $call,
             Storage::Memory($inner) => $call,
+            Storage::Nbd($inner) => $call,
             Storage::Null($inner) => $call,
             Storage::Simulated($inner) => $call,
             Storage::Wrapped($inner) => $call,
@@ -192,6 +196,7 @@ impl Storage {
             Self::File(file) => file.resize(size_bytes).await,
             Self::Simulated(disk) => disk.resize(size_bytes).await,
             Self::Memory(memory) => memory.resize(size_bytes),
+            Self::Nbd(nbd) => nbd.resize(size_bytes).await,
             Self::Null(null) => null.resize(size_bytes),
             Self::Wrapped(wrapped) => Box::pin(wrapped.resize(size_bytes)).await,
         }
@@ -201,9 +206,23 @@ impl Storage {
     fn file(&self) -> Option<&File> {
         match self {
             Self::File(file) => Some(file.device()),
-            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
+            Self::Memory(_) | Self::Nbd(_) | Self::Null(_) | Self::Simulated(_) => None,
             Self::Wrapped(wrapped) => wrapped.inner().file(),
         }
+    }
+
+    /// The export at the bottom, whatever is around it; none where that is none.
+    fn nbd(&self) -> Option<&Nbd> {
+        match self {
+            Self::Nbd(nbd) => Some(nbd.device()),
+            Self::File(_) | Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
+            Self::Wrapped(wrapped) => wrapped.inner().nbd(),
+        }
+    }
+
+    /// How it stands with the server that has it; none where it is on this host.
+    pub fn remote(&self) -> Option<nbd::Remote> {
+        self.nbd().map(Nbd::remote)
     }
 
     /// Which file is at the bottom; none where that is no file.
@@ -235,18 +254,18 @@ impl Storage {
     /// Whether every write is durable when it has completed, whatever it asked for: the cache modes
     /// `writethrough` and `directsync`.
     pub fn writes_through(&self) -> bool {
-        self.file().is_some_and(File::writes_through)
+        self.file().is_some_and(File::writes_through) || self.nbd().is_some_and(Nbd::writes_through)
     }
 
     /// Whether the page cache has lost writes, so that flushes fail from now on.
     pub(crate) fn has_lost_writes(&self) -> bool {
-        self.file().is_some_and(File::has_lost_writes)
+        self.file().is_some_and(File::has_lost_writes) || self.nbd().is_some_and(Nbd::has_lost_writes)
     }
 
     /// Whether others may write to it meanwhile, for all that is known here: it was opened although
     /// somebody does, or the file system has no locks.
     pub(crate) fn may_be_written_by_others(&self) -> bool {
-        self.file().is_some_and(|file| !file.is_protected())
+        self.file().is_some_and(|file| !file.is_protected()) || self.nbd().is_some_and(Nbd::is_shared)
     }
 
     /// See [`OpenOptions::handover`].
@@ -283,7 +302,7 @@ impl Storage {
         match self {
             Self::Memory(_) => true,
             Self::Wrapped(wrapped) => wrapped.inner().is_memory(),
-            Self::File(_) | Self::Null(_) | Self::Simulated(_) => false,
+            Self::File(_) | Self::Nbd(_) | Self::Null(_) | Self::Simulated(_) => false,
         }
     }
 
@@ -301,6 +320,7 @@ impl Storage {
     pub(crate) fn was_changed(&self) {
         match self {
             Self::File(file) => file.was_changed(),
+            Self::Nbd(nbd) => nbd.was_changed(),
             Self::Wrapped(wrapped) => wrapped.inner().was_changed(),
             Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => {}
         }
@@ -309,7 +329,7 @@ impl Storage {
     /// Whether it is made longer by asking, and then reads as zeroes behind its old end. A block
     /// device is not: its owner makes it longer, and it has there whatever it had before.
     pub fn can_grow(&self) -> bool {
-        self.file().is_none_or(File::can_grow)
+        self.file().is_none_or(File::can_grow) && self.nbd().is_none()
     }
 
     /// The alignment that costs least.
@@ -390,7 +410,7 @@ impl Storage {
     pub fn can_read_ahead(&self) -> bool {
         match self {
             Self::File(file) => file.device().can_read_ahead(),
-            Self::Memory(_) | Self::Null(_) => false,
+            Self::Memory(_) | Self::Nbd(_) | Self::Null(_) => false,
             Self::Simulated(_) => true,
             Self::Wrapped(wrapped) => wrapped.inner().can_read_ahead(),
         }
@@ -400,7 +420,7 @@ impl Storage {
     pub async fn will_need(&self, offset: u64, length: u64) {
         match self {
             Self::File(file) => file.device().will_need(offset, length).await,
-            Self::Memory(_) | Self::Null(_) => {}
+            Self::Memory(_) | Self::Nbd(_) | Self::Null(_) => {}
             Self::Simulated(disk) => disk.device().will_need(length).await,
             Self::Wrapped(wrapped) => Box::pin(wrapped.will_need(offset, length)).await,
         }

@@ -1,4 +1,5 @@
-//! What users type: IMAGE as a path, `memory:SIZE` or `null:SIZE`; sizes and durations.
+//! What users type: IMAGE as a path, `memory:SIZE`, `null:SIZE` or
+//! an NBD URI; sizes and durations.
 //!
 //! Sizes are QEMU's: a number, perhaps with a fraction, and `K`, `M`, `G`, `T`, `P` or `E` for
 //! powers of 1024. All arithmetic is on integers: `1.5G` is exact, and a value that does not fit is
@@ -7,6 +8,8 @@
 use std::{path::PathBuf, str::FromStr};
 
 use policy::time::Duration;
+
+use crate::nbd::uri::Uri;
 
 /// A value that cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -112,6 +115,8 @@ pub enum Spec {
     Memory(u64),
     /// `null:SIZE`, in bytes.
     Null(u64),
+    /// An export of an NBD server, by its URI.
+    Nbd(Box<Uri>),
 }
 
 impl FromStr for Spec {
@@ -123,9 +128,16 @@ impl FromStr for Spec {
         if let Some(size) = text.strip_prefix("null:") {
             return parse_size(size).map(Self::Null);
         }
+        if Uri::is_meant(text) {
+            let uri = Uri::parse(text).map_err(|rule| InvalidValue::new(text, rule))?;
+            return Ok(Self::Nbd(Box::new(uri)));
+        }
         let path = text.strip_prefix("file:").unwrap_or(text);
         if path.is_empty() || path.contains('\0') {
-            return Err(InvalidValue::new(text, "is not an image (a path, memory:SIZE or null:SIZE)"));
+            return Err(InvalidValue::new(
+                text,
+                "is not an image (a path, memory:SIZE, null:SIZE or nbd://HOST/EXPORT)",
+            ));
         }
         Ok(Self::File(PathBuf::from(path)))
     }
@@ -208,6 +220,9 @@ mod tests {
         assert_eq!("vm.raw".parse(), Ok(Spec::File("vm.raw".into())));
         assert_eq!("file:memory:1".parse(), Ok(Spec::File("memory:1".into())));
         assert!("".parse::<Spec>().is_err());
+        assert!(matches!("nbd://host/vm1".parse(), Ok(Spec::Nbd(_))));
+        assert_eq!("file:nbd:x".parse(), Ok(Spec::File("nbd:x".into())));
+        assert!("nbd:host:10809".parse::<Spec>().is_err());
         assert!("memory:lots".parse::<Spec>().is_err());
     }
 }

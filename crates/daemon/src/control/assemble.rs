@@ -160,6 +160,7 @@ fn options(
         read_only: disk.read_only,
         force_share: disk.force_share,
         handover: disk.handover,
+        reconnect_delay: disk.reconnect_delay,
         may_be_empty: false,
         passed: None,
         delay: disk.delay,

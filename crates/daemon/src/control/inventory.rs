@@ -264,7 +264,8 @@ impl Inventory {
     pub(crate) fn check_image(&self, image: &Image) -> anyhow::Result<()> {
         match (self.sandbox(), image.path()) {
             (Some(sandbox), Some(path)) => sandbox.check_image(path),
-            _ => Ok(()),
+            (Some(sandbox), None) => image.remote().map_or(Ok(()), |uri| sandbox.check_remote(uri)),
+            (None, _) => Ok(()),
         }
     }
 

@@ -19,9 +19,10 @@ use std::{
 };
 
 use anyhow::Context as _;
+use block::nbd::client::Endpoint as Server;
 use landlock::{
-    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, PathBeneath, PathFd,
-    Ruleset, RulesetAttr as _, RulesetCreated, RulesetCreatedAttr as _, Scope, make_bitflags,
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, NetPort, PathBeneath,
+    PathFd, Ruleset, RulesetAttr as _, RulesetCreated, RulesetCreatedAttr as _, Scope, make_bitflags,
 };
 use nix::unistd::{Uid, User};
 use settings::{
@@ -102,7 +103,7 @@ fn ruleset() -> Result<RulesetCreated, landlock::RulesetError> {
         .handle_access(AccessFs::from_all(LEAST))?
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(BEST))?
-        // To no port at all.
+        // To no port, but those of servers that images are at.
         .handle_access(AccessNet::ConnectTcp)?
         // Names that lie in no directory.
         .scope(Scope::AbstractUnixSocket)?
@@ -129,6 +130,15 @@ impl Rules {
         }
         for image in &served.images {
             self.place(image, BitFlags::EMPTY)?;
+        }
+        for uri in &served.remotes {
+            if let Server::Tcp { port, .. } = uri.server {
+                (&mut self.ruleset).add_rule(NetPort::new(port, AccessNet::ConnectTcp))?;
+            }
+            let tls = uri.tls.iter().flat_map(|tls| [&tls.certificates, &tls.psk_file]);
+            for path in tls.flatten() {
+                self.readable(path)?;
+            }
         }
         let service = &plan.service;
         if let Some(root) = &service.image_root {

@@ -25,7 +25,10 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use block::reactor::{self, Worker};
+use block::{
+    nbd::{client::Endpoint as Server, uri::Uri},
+    reactor::{self, Worker},
+};
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
 use settings::{Address, Door, Endpoint, Plan, Sandbox, Service, SocketAccess};
 
@@ -40,7 +43,7 @@ struct Needs {
     helper: bool,
     /// It listens at TCP.
     tcp: bool,
-    /// It calls a virtual machine that listens.
+    /// It calls a virtual machine that listens, or an NBD server.
     calls: bool,
     /// Its sockets have another owner or mode than such files have.
     gives: bool,
@@ -57,6 +60,8 @@ pub(crate) struct Served {
     pub(crate) endpoints: Vec<Endpoint>,
     /// Doors of disks' own.
     pub(crate) doors: Vec<Door>,
+    /// Images at NBD servers.
+    pub(crate) remotes: Vec<Uri>,
 }
 
 impl Needs {
@@ -69,6 +74,9 @@ impl Needs {
             tcp: !served.endpoints.iter().all(is_unix),
             ..Self::default()
         };
+        // To connect again after a break.
+        needs.calls = !served.remotes.is_empty();
+        needs.tcp |= served.remotes.iter().any(|uri| matches!(uri.server, Server::Tcp { .. }));
         for door in &served.doors {
             match door {
                 Door::VhostUserBlk(machine) => {
@@ -92,6 +100,8 @@ pub(crate) struct Entered {
     needs: Needs,
     /// Where images may be opened; none: anywhere.
     places: Option<Vec<PathBuf>>,
+    /// Where NBD servers may be called.
+    servers: Vec<Server>,
 }
 
 const REMEDY: &str = "or start it with --sandbox off";
@@ -110,6 +120,25 @@ impl Entered {
             path.display(),
             shown(places)
         )
+    }
+
+    /// Fails where the sandbox would not let the server be called.
+    pub(crate) fn check_remote(&self, uri: &Uri) -> anyhow::Result<()> {
+        let port_of = |server: &Server| match server {
+            Server::Tcp { port, .. } => Some(*port),
+            Server::Unix(_) => None,
+        };
+        let is_there = self.needs.host
+            || self.servers.iter().any(|server| {
+                port_of(server) == port_of(&uri.server)
+                    // The name is looked up before the sandbox is entered.
+                    && (port_of(server).is_none() || server == &uri.server)
+            });
+        ensure!(
+            is_there,
+            "{uri}: the sandbox lets the daemon call no NBD server but those that it began with (start it with such a disk, {REMEDY})"
+        );
+        Ok(())
     }
 
     /// Fails where the sandbox lacks what this door needs.
@@ -182,7 +211,8 @@ pub(crate) async fn enter(
     if service.sandbox == Sandbox::Off {
         return Ok(None);
     }
-    let (entered, missing) = give_up(needs, files, workers).await?;
+    let (mut entered, missing) = give_up(needs, files, workers).await?;
+    entered.servers = served.remotes.iter().map(|uri| uri.server.clone()).collect();
     if service.sandbox == Sandbox::Require && !missing.is_empty() {
         bail!("sandbox: {} (mend it, or start weir with --sandbox on)", missing.join("; "));
     }
@@ -215,7 +245,7 @@ async fn give_up(
         missing.push(
             "a file over FUSE needs root, or else fusermount3, which is set-uid: nothing is given up".into(),
         );
-        return Ok((Entered { needs, places: None }, missing));
+        return Ok((Entered { needs, places: None, servers: Vec::new() }, missing));
     }
     // The last rings that can be made.
     reactor::set_notifiers_aside(needs.queues).context("rings for virtual machines cannot be made")?;
@@ -228,7 +258,7 @@ async fn give_up(
     {
         missing.push(others);
     }
-    Ok((Entered { needs, places }, missing))
+    Ok((Entered { needs, places, servers: Vec::new() }, missing))
 }
 
 /// What root keeps.

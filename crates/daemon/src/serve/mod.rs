@@ -562,6 +562,7 @@ async fn settle(
     let served = sandbox::Served {
         images: inventory.disks().iter().filter_map(|disk| disk.image.path().map(Path::to_owned)).collect(),
         endpoints: inventory.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
+        remotes: inventory.disks().iter().filter_map(|disk| disk.image.remote().cloned()).collect(),
         doors: inventory.exports().iter().filter_map(|export| export.said.clone()).collect(),
     };
     if let Some(entered) = sandbox::enter(plan, inventory.config.as_deref(), &served, workers).await? {

@@ -240,6 +240,7 @@ impl Reader<'_> {
         let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
         let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
         let handover = section.flag("handover")?.filter(|said| said.value).map(|said| said.place);
+        let reconnect_delay = section.parse("reconnect-delay", crate::long_duration)?;
         let settings = settings(section)?;
         let group = section.text("group")?;
         let delay = section.value("delay")?;
@@ -254,8 +255,11 @@ impl Reader<'_> {
         }
         section.finish()?;
         // After the end, because a misspelt `image` is an unknown key in the first place.
-        let missing =
-            || section.place().wrong("no image (add image = \"PATH\", \"memory:SIZE\" or \"null:SIZE\")");
+        let missing = || {
+            section.place().wrong(
+                "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\" or \"nbd://HOST/EXPORT\")",
+            )
+        };
         let Said { value, place } = image.ok_or_else(missing)?;
         let image = Said::new(value.relative_to(self.directory), place);
         Ok(DiskDraft {
@@ -274,6 +278,7 @@ impl Reader<'_> {
             read_only,
             force_share,
             handover,
+            reconnect_delay,
             settings,
             group,
             delay,

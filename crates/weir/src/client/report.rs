@@ -120,6 +120,19 @@ pub(crate) struct Disk {
     /// `ok`, `nospace` or `failed`; absent where no error can stop it.
     pub(crate) io_status: Option<String>,
     pub(crate) memory: Memory,
+    /// Of a disk at another NBD server.
+    pub(crate) server: Option<Remote>,
+}
+
+/// How it stands with the server that has a disk.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Remote {
+    pub(crate) connected: bool,
+    pub(crate) reconnections: u64,
+    /// How long the oldest request has been waiting; none if none is.
+    pub(crate) oldest_request_ns: Option<u64>,
+    pub(crate) unflushed_bytes: u64,
 }
 
 impl Disk {

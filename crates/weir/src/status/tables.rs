@@ -25,6 +25,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) 
         devices(report, shown),
         machines(report, shown),
         host_devices(report, shown),
+        remote(report, shown),
         errors(report, shown),
         refused(report),
         memory(report, shown),
@@ -106,6 +107,30 @@ fn host_devices(report: &Report, shown: &Shown) -> Table {
         let Some(device) = &export.device else { continue };
         let users = export.device_users().unwrap_or_else(nothing);
         table.row(vec![device.clone(), export.kind.clone(), export.disk.clone(), users]);
+    }
+    table
+}
+
+/// Disks at other servers, and how long their oldest requests have been waiting.
+fn remote(report: &Report, shown: &Shown) -> Table {
+    let mut table = Table::new([
+        ("DISK", Side::Left),
+        ("AT", Side::Left),
+        ("SERVER", Side::Left),
+        ("RECONNECTIONS", Side::Right),
+        ("OLDEST REQUEST", Side::Right),
+        ("UNFLUSHED", Side::Right),
+    ]);
+    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+        let Some(server) = &disk.server else { continue };
+        table.row(vec![
+            disk.name.clone(),
+            disk.image.clone(),
+            if server.connected { "connected" } else { "gone" }.to_owned(),
+            figures::count(server.reconnections as f64),
+            server.oldest_request_ns.map_or_else(nothing, figures::time),
+            figures::bytes(server.unflushed_bytes as f64),
+        ]);
     }
     table
 }

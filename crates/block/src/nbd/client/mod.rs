@@ -105,6 +105,8 @@ struct Connection {
     /// Whoever has the connection goes on with it elsewhere.
     retiring: Cell<bool>,
     fault: RefCell<Option<Fault>>,
+    /// Who waits for the connection to be gone.
+    watching: RefCell<Option<Waker>>,
 }
 
 #[derive(Debug)]
@@ -162,6 +164,7 @@ impl Client {
             leaving: Cell::new(false),
             retiring: Cell::new(false),
             fault: RefCell::default(),
+            watching: RefCell::default(),
         });
         let sender = spawn_joinable(Rc::clone(&connection).send());
         let receiver = spawn_joinable(Rc::clone(&connection).receive(inbox));
@@ -181,6 +184,18 @@ impl Client {
     /// Whether no request waits for its answer.
     pub fn is_idle(&self) -> bool {
         self.connection.in_flight.borrow().is_empty()
+    }
+
+    /// Returns once the connection is gone. For one task at a time.
+    pub async fn gone(&self) {
+        poll_fn(|context| {
+            if self.connection.fault.borrow().is_some() {
+                return Poll::Ready(());
+            }
+            *self.connection.watching.borrow_mut() = Some(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
     }
 
     /// Reads `length` bytes at `offset`.
@@ -383,7 +398,8 @@ impl Connection {
         self.fault.borrow_mut().get_or_insert(fault);
         let waiting: Vec<Waker> =
             self.in_flight.borrow_mut().iter_mut().filter_map(|(_, entry)| entry.waiting.take()).collect();
-        waiting.into_iter().for_each(Waker::wake);
+        let watching = self.watching.borrow_mut().take();
+        waiting.into_iter().chain(watching).for_each(Waker::wake);
     }
 
     /// One reply, or one chunk of one.

@@ -90,7 +90,8 @@ pub struct ServeArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Image")]
 struct ImageArgs {
-    /// A file, a block device, memory:SIZE or null:SIZE; several are several disks
+    /// A file, a block device, memory:SIZE, null:SIZE, or an export of an NBD server:
+    /// nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH; several are several disks
     #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>, display_order = 0, conflicts_with = "config")]
     images: Vec<Image>,
     /// How the image's bytes are laid out: raw or qcow2 [default: found by probing, where that is
@@ -129,6 +130,10 @@ struct ImageArgs {
     /// take it over, in which the machine goes on
     #[arg(long, conflicts_with = "config")]
     handover: bool,
+    /// An image at an NBD server that has gone: let requests wait so long, such as 30s, and ask
+    /// again once it is back [default: 0, they fail]
+    #[arg(long, value_name = "TIME", value_parser = settings::long_duration, conflicts_with = "config")]
+    reconnect_delay: Option<policy::time::Duration>,
     /// The disk's name, which clients ask for; once for each IMAGE. An empty one is for clients
     /// that ask for no name [default: the file's, without its extension]
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
@@ -438,6 +443,9 @@ impl ImageArgs {
             read_only: self.read_only,
             force_share: self.force_share.then(|| Place::new("--force-share")),
             handover: self.handover.then(|| Place::new("--handover")),
+            reconnect_delay: self
+                .reconnect_delay
+                .map(|time| Said::new(time, Place::option("reconnect-delay", format_args!("{time:?}")))),
             settings: settings.clone(),
             group: self.group.as_ref().map(|name| said("group", name)),
             delay: Said::option("delay", imitate.delay),

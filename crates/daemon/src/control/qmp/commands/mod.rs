@@ -36,6 +36,7 @@ mod process;
 mod query;
 mod recording;
 mod reload;
+mod remote;
 mod removal;
 mod server;
 mod takeover;

@@ -36,9 +36,12 @@ use crate::control::{
 
 /// Bytes of a node's name, as in QEMU.
 const MAX_NODE_NAME: usize = 31;
+/// The longest `reconnect-delay`, in seconds: QEMU counts them in 32 bits.
+const MOST_SECONDS: u64 = u32::MAX as u64;
 /// The size of `null-co` that says none.
 const NULL_BYTES: u64 = 1 << 30;
-const DRIVERS: [&str; 7] = ["file", "host_device", "null-co", "qcow2", "raw", "throttle", "x-weir-memory"];
+const DRIVERS: [&str; 8] =
+    ["file", "host_device", "nbd", "null-co", "qcow2", "raw", "throttle", "x-weir-memory"];
 
 #[derive(Debug, PartialEq)]
 pub(super) struct Chain {
@@ -168,7 +171,8 @@ impl Chain {
     }
 
     fn storage_options(&self) -> OpenOptions {
-        let Bottom::Storage(StorageNode { cache, force_share, latency, .. }) = &self.bottom else {
+        let Bottom::Storage(StorageNode { cache, force_share, latency, reconnect_delay, .. }) = &self.bottom
+        else {
             return OpenOptions::default();
         };
         let delay = latency.map(|time| DelayOptions {
@@ -185,6 +189,7 @@ impl Chain {
             force_share: *force_share,
             handover: self.handover,
             part: self.part,
+            reconnect_delay: *reconnect_delay,
             delay,
             ..OpenOptions::default()
         }
@@ -319,7 +324,7 @@ fn driver(arguments: &mut Arguments) -> Result<&'static str, Error> {
 }
 
 fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<Bottom, Error> {
-    let (mut latency, mut device) = (None, None);
+    let (mut latency, mut device, mut reconnect_delay) = (None, None, Duration::ZERO);
     let spec = match driver {
         "file" | "host_device" => {
             device = Some(driver == "host_device");
@@ -328,6 +333,11 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
             // How QEMU would reach the file; here it is io_uring.
             arguments.choice("aio", &["io_uring", "threads", "native"])?;
             format!("file:{path}")
+        }
+        "nbd" => {
+            let seconds = arguments.number("reconnect-delay", 0..=MOST_SECONDS)?.unwrap_or(0);
+            reconnect_delay = Duration::from_secs(seconds);
+            super::remote::uri(arguments)?
         }
         "null-co" => {
             let nanos = arguments.optional::<u64>("latency-ns")?.filter(|&nanos| nanos > 0);
@@ -350,6 +360,7 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
         auto_read_only: common.auto_read_only,
         force_share: common.force_share,
         latency,
+        reconnect_delay,
         handover: false,
         discards: Discards::default(),
     }))
@@ -485,7 +496,7 @@ mod tests {
         refused(json!({"node-name": "a"}), "Parameter 'driver' is missing");
         refused(
             json!({"driver": "qcow", "node-name": "a"}),
-            "Parameter 'driver' does not accept value 'qcow' (there are: file, host_device, null-co, qcow2, raw, throttle, x-weir-memory)",
+            "Parameter 'driver' does not accept value 'qcow' (there are: file, host_device, nbd, null-co, qcow2, raw, throttle, x-weir-memory)",
         );
         let file = |key: &str, value: Value| {
             let mut arguments = json!({"driver": "file", "node-name": "a", "filename": "x"});

@@ -235,6 +235,14 @@ fn disk(running: &Rc<RunningDisk>, exports: &[Rc<RunningExport>]) -> Value {
         "prefetch": prefetch::settings(&disk.prefetch().settings()),
         "read-ahead": prefetch::statistics(&disk.prefetch().stats()),
     });
+    if let Some(remote) = disk.image().storage().remote() {
+        answer["server"] = json!({
+            "connected": remote.is_connected,
+            "reconnections": remote.reconnections,
+            "oldest-request-ns": remote.oldest_request.map(nanoseconds),
+            "unflushed-bytes": remote.unflushed_bytes,
+        });
+    }
     errors::describe(disk.failures(), &mut answer);
     answer["format"] = json!(disk.image().format().name());
     if let Image::Qcow2(qcow2) = disk.image() {
