@@ -70,4 +70,4 @@ pub use node::{Charged, NodeId, Ticket};
 pub use share::Share;
 pub use spare::GivenBack;
 pub use stats::{Counters, Level, RECENT_NS, Stats, WaitSummary};
-pub use tree::{Admission, Decision, Held, Returned, Tree};
+pub use tree::{Admission, Decision, Held, Lent, Returned, Tree, Wanted};
