@@ -67,6 +67,7 @@ test-e2e: ## tests with real clients: the program's own, a browser, a guest's ke
 	@scripts/deps build clients browser containers guest packages
 	@scripts/python-clients
 	@scripts/prometheus
+	@scripts/etcd
 	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
 	tests/package/run "$(TARGET)/debug/weir"
 	tests/guest/against-weir "$(TARGET)/debug/weir"

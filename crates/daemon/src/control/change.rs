@@ -17,6 +17,9 @@ pub(crate) enum Change {
     Stopped,
     /// What was stopped goes on.
     Resumed,
+    /// This host has its part of the cluster's limits; or not, for a reason: then the safe share
+    /// holds once leases have run out.
+    Cluster { name: String, apart: Option<String> },
     /// A disk or a group has other limits, another weight, another group.
     SettingsChanged { name: String },
 }

@@ -50,6 +50,7 @@ pub(crate) use super::{
     running::{NodeBelow, RunningDisk, StorageNode},
 };
 use crate::{
+    cluster::Cluster,
     listen::{Inherited, Listening},
     sandbox::Entered,
 };
@@ -141,6 +142,7 @@ pub(crate) struct Inventory {
     lost_device: Cell<bool>,
     exports: RefCell<BTreeMap<String, Rc<RunningExport>>>,
     devices: OnceCell<Devices>,
+    cluster: OnceCell<Rc<Cluster>>,
     image_root: OnceCell<Root>,
     sandbox: OnceCell<Entered>,
     secrets: RefCell<BTreeMap<String, Secret>>,
@@ -185,6 +187,7 @@ impl Inventory {
             lost_device: Cell::new(false),
             exports: RefCell::default(),
             devices: OnceCell::new(),
+            cluster: OnceCell::new(),
             image_root: OnceCell::new(),
             sandbox: OnceCell::new(),
             secrets: RefCell::default(),
@@ -211,6 +214,21 @@ impl Inventory {
 
     pub(crate) fn uptime(&self) -> Duration {
         reactor::now() - self.started
+    }
+
+    /// Groups may be those of a cluster from now on.
+    pub(crate) fn join(&self, cluster: Rc<Cluster>) {
+        let _ = self.cluster.set(cluster);
+    }
+
+    /// None where it is in none.
+    pub(crate) fn cluster(&self) -> Option<&Rc<Cluster>> {
+        self.cluster.get()
+    }
+
+    /// The cluster, if a group's limits are its.
+    pub(crate) fn cluster_of(&self, group: &str) -> Option<&Rc<Cluster>> {
+        self.cluster().filter(|cluster| cluster.has(group))
     }
 
     /// Images that are opened from now on must lie in this directory, and all they name.
@@ -462,6 +480,9 @@ impl Inventory {
             return Err(Refused::HasMembers { group: name.to_owned(), member });
         }
         self.groups.borrow_mut().remove(name);
+        if let Some(cluster) = self.cluster() {
+            cluster.leave(name);
+        }
         self.tell(&Change::Listed { name: name.to_owned() });
         Ok(())
     }

@@ -42,7 +42,8 @@ impl Collector for Families {
         throttles(&mut writer, "group", &of_groups)?;
         prefetches(&mut writer, disks)?;
         caches(&mut writer, disks)?;
-        self.devices(&mut writer)
+        self.devices(&mut writer)?;
+        self.cluster(&mut writer)
     }
 }
 
@@ -92,6 +93,24 @@ impl Families {
         to.gauges("weir_memory_requests_limit_bytes", "The most that requests may use.", most)?;
         let waiting = [([], memory.waiting)];
         to.gauges("weir_memory_waiting_requests", "Requests that wait for memory.", waiting)
+    }
+
+    fn cluster(&self, to: &mut Writer<'_>) -> fmt::Result {
+        let cluster = self.snapshot.cluster.as_ref();
+        let one = |is: Option<bool>| is.map(|is| ([], u64::from(is)));
+        to.gauges(
+            "weir_cluster_connected",
+            "1 while this host has its part of the cluster's limits.",
+            one(cluster.map(|cluster| cluster.is_connected)),
+        )?;
+        to.gauges(
+            "weir_cluster_leader",
+            "1 while this host divides them.",
+            one(cluster.map(|cluster| cluster.is_leader)),
+        )?;
+        let leases = cluster.into_iter().flat_map(|cluster| &cluster.leases);
+        let rows = leases.map(|(group, is)| ([("group", &**group)], u64::from(*is)));
+        to.gauges("weir_cluster_leased", "1 while a group has more than its safe share.", rows)
     }
 
     fn connections(&self, to: &mut Writer<'_>) -> fmt::Result {

@@ -45,6 +45,17 @@ pub(super) struct Snapshot {
     pub(super) exports: Vec<ExportFigures>,
     pub(super) servers: Vec<ServerFigures>,
     pub(super) workers: Vec<(String, RingTotals)>,
+    /// None where it is in none.
+    pub(super) cluster: Option<ClusterFigures>,
+}
+
+/// Of the hosts that share limits with this one.
+#[derive(Debug)]
+pub(super) struct ClusterFigures {
+    pub(super) is_connected: bool,
+    pub(super) is_leader: bool,
+    /// Groups, and whether they have more than their safe share.
+    pub(super) leases: Vec<(String, bool)>,
 }
 
 #[derive(Debug)]
@@ -121,6 +132,11 @@ impl Snapshot {
             exports: exports(inventory, &servers),
             servers: servers.iter().map(|one| server(one)).collect(),
             workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.figures())).collect(),
+            cluster: inventory.cluster().map(|cluster| ClusterFigures {
+                is_connected: cluster.is_connected(),
+                is_leader: cluster.is_leader(),
+                leases: cluster.standings().into_iter().map(|one| (one.group, one.is_leased)).collect(),
+            }),
         }
     }
 }

@@ -81,7 +81,7 @@ fn of_disks(needs: Needs) -> Result<BpfProgram, seccompiler::BackendError> {
     let mut rules: Rules = ALWAYS.iter().map(|call| (*call, Vec::new())).collect();
     #[cfg(target_arch = "x86_64")]
     rules.extend(OF_X86_64.iter().map(|call| (*call, Vec::new())));
-    if needs.calls {
+    if needs.calls || needs.calls_tcp {
         rules.insert(libc::SYS_connect, Vec::new());
     }
     rules.extend(with_arguments(needs)?);
@@ -108,7 +108,7 @@ fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
         |family: libc::c_int| [(0, Is::Eq, flag(family)), (1, Is::MaskedEq(0xf), flag(libc::SOCK_STREAM))];
     let pairs = [rule(&stream(libc::AF_UNIX))?];
     let mut sockets = pairs.to_vec();
-    if needs.tcp {
+    if needs.tcp || needs.calls_tcp {
         for family in [libc::AF_INET, libc::AF_INET6] {
             // Not SCTP, for which to send is to call, nor what landlock does not know for TCP.
             for protocol in [0, libc::IPPROTO_TCP] {

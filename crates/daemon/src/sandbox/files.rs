@@ -20,8 +20,8 @@ use std::{
 
 use anyhow::Context as _;
 use landlock::{
-    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, PathBeneath, PathFd,
-    Ruleset, RulesetAttr as _, RulesetCreated, RulesetCreatedAttr as _, Scope, make_bitflags,
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, NetPort, PathBeneath,
+    PathFd, Ruleset, RulesetAttr as _, RulesetCreated, RulesetCreatedAttr as _, Scope, make_bitflags,
 };
 use nix::unistd::{Uid, User};
 use settings::{
@@ -29,7 +29,7 @@ use settings::{
 };
 
 use super::Served;
-use crate::listen::directory_of;
+use crate::{cluster, listen::directory_of};
 
 /// What every kernel has that weir runs on (6.1).
 const LEAST: ABI = ABI::V2;
@@ -90,6 +90,7 @@ impl Files {
         };
         let mut rules = Rules { ruleset, images: Vec::new() };
         rules.all(plan, config, served).context("sandbox")?;
+        rules.calls(plan).context("sandbox")?;
         rules.images.sort();
         rules.images.dedup();
         Ok(Ok(Self { ruleset: rules.ruleset, images: rules.images }))
@@ -102,7 +103,7 @@ fn ruleset() -> Result<RulesetCreated, landlock::RulesetError> {
         .handle_access(AccessFs::from_all(LEAST))?
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(BEST))?
-        // To no port at all.
+        // To no port but those that are added.
         .handle_access(AccessNet::ConnectTcp)?
         // Names that lie in no directory.
         .scope(Scope::AbstractUnixSocket)?
@@ -152,6 +153,13 @@ impl Rules {
         if let Some(capacity) = store.file("x").parent() {
             self.readable(capacity)?;
         }
+        if let Some(directory) =
+            service.cluster.as_ref().and_then(|known| cluster::directory(service.state.as_deref(), known))
+        {
+            let access =
+                make_bitflags!(AccessFs::{ReadDir | ReadFile | WriteFile | MakeReg | RemoveFile | Truncate});
+            self.allow(&directory, access)?;
+        }
         if let Some(config) = config {
             self.beside(config)?;
         }
@@ -169,6 +177,14 @@ impl Rules {
             Tls::On(Credentials::PreShared(file)) | Tls::Required(Credentials::PreShared(file)) => {
                 self.readable(file)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Whom the daemon calls. A kernel whose landlock knows no ports lets it call any.
+    fn calls(&mut self, plan: &Plan) -> anyhow::Result<()> {
+        for port in super::called_ports(&plan.service) {
+            (&mut self.ruleset).add_rule(NetPort::new(port, AccessNet::ConnectTcp))?;
         }
         Ok(())
     }

@@ -29,7 +29,9 @@ use block::reactor::{self, Worker};
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
 use settings::{Address, Door, Endpoint, Plan, Sandbox, Service, SocketAccess};
 
+use crate::cluster;
 use files::Files;
+pub(crate) use user::ids;
 
 /// What runs decides how much has to be kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,6 +44,8 @@ struct Needs {
     tcp: bool,
     /// It calls a virtual machine that listens.
     calls: bool,
+    /// It calls others over TCP, at the ports of [`called_ports`].
+    calls_tcp: bool,
     /// Its sockets have another owner or mode than such files have.
     gives: bool,
     /// Queues of virtual machines.
@@ -67,6 +71,7 @@ impl Needs {
             gives: service.sockets != SocketAccess { owner: service.user.clone(), ..SocketAccess::default() },
             // What the service manager passed may be of any kind.
             tcp: !served.endpoints.iter().all(is_unix),
+            calls_tcp: !called_ports(service).is_empty(),
             ..Self::default()
         };
         for door in &served.doors {
@@ -84,6 +89,12 @@ impl Needs {
         }
         needs
     }
+}
+
+/// The ports that the daemon calls at others by itself, and may go on to: what landlock can tell of
+/// a call.
+fn called_ports(service: &Service) -> Vec<u16> {
+    service.cluster.as_ref().map(cluster::ports).unwrap_or_default()
 }
 
 /// Whether the daemon is in the sandbox, and what it was let keep.

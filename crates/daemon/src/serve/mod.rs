@@ -44,6 +44,7 @@ use settings::{
 use steps::Steps;
 
 use crate::{
+    cluster::{self, Cluster},
     control::{
         assemble, held_back,
         inventory::{Door, End, Inventory, RunningDisk},
@@ -178,6 +179,8 @@ struct Daemon {
     _held_back: reactor::JoinHandle<()>,
     _watchdog: Option<reactor::JoinHandle<()>>,
     _http: Option<http::Http>,
+    /// Its end leaves the cluster: nothing is in force here any more.
+    _cluster: Option<cluster::Running>,
     _pid_file: Option<PidFile>,
     /// Steers limits of control groups; at the end they hold as they are configured.
     _cgroups: Option<cgroup::watch::Running>,
@@ -217,6 +220,9 @@ impl Daemon {
         };
         let claimed = plan.service.pid_file.as_deref().map(claim).transpose()?.flatten();
         sandbox::check(&plan)?;
+        if let Some(cluster) = Cluster::prepare(&plan).await? {
+            inventory.join(cluster);
+        }
         let files = newcomer.as_ref().map(|newcomer| newcomer.passed().clone());
         // A key takes seconds to derive, and a pipe may never say its passphrase.
         let budgets = match until_ended(assemble::disks(&plan, &inventory, files), &events.1).await {
@@ -286,6 +292,14 @@ impl Daemon {
             }
             http => http?,
         };
+        let cluster = inventory.cluster().map(|cluster| cluster.start(&inventory)).transpose();
+        let cluster = match cluster {
+            Err(error) if before.is_some() => {
+                tracing::error!("{error:#}: the cluster's safe share holds (restart weir)");
+                None
+            }
+            cluster => cluster?,
+        };
         let control = Rc::new(Control::start(&inventory, sockets));
         inventory.let_clients_in();
         if let Some(before) = before {
@@ -308,8 +322,18 @@ impl Daemon {
         let held_back = held_back::watch(&inventory);
         let watched = inventory.watchdog.get().map(|allowed| watchdog::start(allowed, &workers));
         let (_held_back, _watchdog) = (held_back, watched);
-        let (_pid_file, _cgroups, _http) = (pid_file, cgroups, http);
-        Ok(Some(Self { inventory, control, _held_back, _watchdog, _http, _pid_file, _cgroups, events }))
+        let (_pid_file, _cgroups, _http, _cluster) = (pid_file, cgroups, http, cluster);
+        Ok(Some(Self {
+            inventory,
+            control,
+            _held_back,
+            _watchdog,
+            _http,
+            _cluster,
+            _pid_file,
+            _cgroups,
+            events,
+        }))
     }
 
     async fn run(self) -> anyhow::Result<()> {

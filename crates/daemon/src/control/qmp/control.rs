@@ -79,6 +79,13 @@ fn tell(events: &Events, change: &Change) {
         Change::Resumed => events.emit("RESUME", Value::Null),
         // QEMU has no event for it.
         Change::Listed { .. } => {}
+        Change::Cluster { name, apart } => {
+            let mut data = json!({ "name": name, "connected": apart.is_none() });
+            if let Some(why) = apart {
+                data["reason"] = json!(why);
+            }
+            events.emit("X_WEIR_CLUSTER", data);
+        }
         Change::SettingsChanged { name } => events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name })),
     }
 }

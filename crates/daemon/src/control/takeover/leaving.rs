@@ -16,7 +16,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{disk::Disk, reactor};
+use block::{disk::Disk, layer::throttle::Group, reactor};
 use export::vhost_user_blk::{self, Rested, Said};
 use policy::time::Duration;
 use sd_notify::NotifyState;
@@ -26,7 +26,7 @@ use super::{
     channel::Channel,
     clock_ns, metrics_name, name,
     told::{
-        Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer,
+        Buckets, Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer,
         StandingDisk, StandingGroup, StandingMachine, State, Word,
     },
 };
@@ -287,9 +287,8 @@ async fn give(inventory: &Rc<Inventory>, channel: Channel, still: &mut Still) ->
         filled: running.disk.throttle().filled().map(Into::into),
     });
     let groups = inventory.groups();
-    let groups = groups
-        .iter()
-        .map(|group| StandingGroup { name: group.name().to_owned(), filled: group.filled().map(Into::into) });
+    let groups =
+        groups.iter().map(|group| StandingGroup { name: group.name().to_owned(), filled: filled(group) });
     let state = State { began_ns, clients, machines, disks: disks.collect(), groups: groups.collect() };
     let channel = channel.say(state, bytes, descriptors).await?;
     let (channel, word, _) = channel.hear(TO_BE_READY).await?;
@@ -339,4 +338,9 @@ impl Still {
             server.go_on();
         }
     }
+}
+
+/// What its buckets hold; of limits of a cluster nothing: a new run begins at its safe share, full.
+fn filled(group: &Group) -> Option<Buckets> {
+    group.filled().filter(|_| group.lent().is_none()).map(Into::into)
 }
