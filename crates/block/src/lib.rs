@@ -14,6 +14,7 @@
 //! - [`image`] maps the disk's bytes to bytes of a file: [`image::raw`](image::Raw),
 //!   [`image::qcow2`]. [`image::open`] goes from a name to an image with everything behind it.
 //! - [`storage`] does the I/O, and owns what a cache mode means.
+//! - [`nbd`] is the protocol of servers whose exports are storage.
 //! - [`reactor`] runs tasks on one io_uring a thread, or on a virtual clock; [`buffer`] is memory
 //!   for I/O, and [`guest`] that of virtual machines, which they change while we work on it.
 //! - [`memory`] is the budget of all that, and who has it.
@@ -22,7 +23,7 @@
 //!
 //! Each module knows those to its right in the drawing, and none to its left.
 //!
-//! Never decides who may pass or what to read ahead, never speaks a client's protocol, and never
+//! Never decides who may pass or what to read ahead, never serves a client's protocol, and never
 //! reads a configuration: those are `policy`, `export`, and the crates above. `unsafe` lives in
 //! [`reactor`], [`buffer`], [`guest`] and where [`storage::rbd`] calls librbd alone.
 
@@ -39,6 +40,7 @@ pub mod image;
 pub mod layer;
 pub mod measures;
 pub mod memory;
+pub mod nbd;
 #[allow(unsafe_code)]
 pub mod reactor;
 pub mod recorder;

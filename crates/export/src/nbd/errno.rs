@@ -54,22 +54,10 @@ impl Errno {
     }
 }
 
-/// What a number on the wire means to a client; EINVAL where it is not known ("Error values").
-pub const fn to_linux(code: u32) -> i32 {
-    match code {
-        1 => libc::EPERM,
-        5 => libc::EIO,
-        12 => libc::ENOMEM,
-        28 => libc::ENOSPC,
-        75 => libc::EOVERFLOW,
-        95 => libc::EOPNOTSUPP,
-        108 => libc::ESHUTDOWN,
-        _ => libc::EINVAL,
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use block::nbd::proto::to_linux;
+
     use super::*;
 
     #[test]

@@ -24,8 +24,8 @@
 //! ```
 //!
 //! Bytes that the handshake does not consume belong to whoever is next: the handshake again, the
-//! TLS stream after [`Event::StartTls`], or the requests. The other side, for measuring servers, is
-//! [`client`]. Where the client is this host's kernel, there is no handshake: [`kernel`].
+//! TLS stream after [`Event::StartTls`], or the requests. The other side, and what both
+//! have in common, is `block::nbd`. Where the client is this host's kernel, there is no handshake: [`kernel`].
 //!
 //! No input panics, hangs, or makes the parsers hold more than [`negotiate::MAX_OPTION_BYTES`];
 //! parsing a request and writing its reply allocate nothing. Deadlines, limits on connections and
@@ -33,14 +33,14 @@
 
 mod admission;
 pub mod catalog;
-pub mod client;
+#[cfg(test)]
+mod client_tests;
 mod connection;
 pub mod context;
 pub mod credentials;
 pub mod errno;
 mod execute;
 mod holding;
-mod inbox;
 mod incoming;
 pub mod kernel;
 mod live;
@@ -48,9 +48,6 @@ mod name;
 pub mod negotiate;
 mod option;
 mod outbox;
-#[cfg(test)]
-mod pipe;
-pub mod proto;
 pub mod reply;
 pub mod request;
 mod rest;
@@ -58,15 +55,21 @@ pub mod server;
 pub mod session;
 #[cfg(test)]
 mod simulation;
-mod stream;
-pub mod tls;
 mod visit;
-mod wire;
 
 pub use admission::Refused;
 pub use catalog::{BlockSizes, ExportInfo, ExportTable, Exports, Features};
 pub use context::{MOST_BITMAPS, MetaContext, MetaContexts};
-pub use credentials::{CredentialsError, TlsServer};
+pub use block::nbd::{
+    client,
+    keys::CredentialsError,
+    proto,
+    tls::{self, TlsError, TlsRead, TlsStream},
+};
+#[cfg(test)]
+use block::nbd::pipe;
+use block::nbd::{inbox, stream, wire};
+pub use credentials::TlsServer;
 pub use errno::Errno;
 pub use live::Export;
 pub use negotiate::{Close, Event, Handshake, Step, TlsPolicy};
@@ -75,5 +78,4 @@ pub use request::{Command, Parsed, Request};
 pub use rest::Rested;
 pub use server::{NotRemoved, Removal, Server, Terms, Tls};
 pub use session::{ReplyStyle, Session, Tag};
-pub use tls::{TlsError, TlsRead, TlsStream};
 pub use visit::{Visit, Visited};

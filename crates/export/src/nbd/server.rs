@@ -37,6 +37,7 @@ use super::{
     credentials::TlsServer,
     inbox::Inbox,
     live::{Export, LiveExports},
+    name,
     negotiate::{self, Handshake, TlsPolicy},
     rest::{Arriving, Rest, Rested, Stage},
     session::Session,
@@ -644,10 +645,10 @@ impl Server {
                 negotiate::Event::Replied => {}
                 negotiate::Event::StartTls => {
                     let keys = &self.tls.as_ref().expect("offered only with keys").keys;
-                    stream =
-                        stream.start_tls(keys, inbox.bytes()).await.map_err(|error| error.to_string())?;
+                    let tls = keys.accept().map_err(|error| error.to_string())?;
+                    stream = stream.start_tls(tls, inbox.bytes()).await.map_err(|error| error.to_string())?;
                     inbox = Inbox::new();
-                    offer.client.name = stream.peer_name();
+                    offer.client.name = stream.tls().and_then(|tls| name::of_peer(tls.borrow().ssl()));
                     if !self.admission.admits_name(&offer.client) {
                         stream.finish().await;
                         return Ok(None);

@@ -39,7 +39,7 @@ impl Target {
                 let pass = disk.admit(Direction::Write, Cost::one(data.len() as u64)).await;
                 disk.write(pass, offset, data.into(), Durability::Cached).await
             }
-            Self::Nbd(client) => client.write(offset, data.into()).await,
+            Self::Nbd(client) => client.write(offset, data.into(), false).await,
             Self::VhostUser(client) => client.write(offset).await,
         }
     }

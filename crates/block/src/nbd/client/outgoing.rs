@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use super::super::proto;
-use block::buffer::{Buffer, Segment, Segments};
+use crate::buffer::{Buffer, Segment, Segments};
 
 /// Segments in one message; the kernel takes at most 1024 (IOV_MAX).
 const MAX_SEGMENTS: usize = 1000;
@@ -21,6 +21,7 @@ impl Outgoing {
     pub(super) fn push(
         &mut self,
         command: u16,
+        flags: u16,
         cookie: u64,
         offset: u64,
         length: u32,
@@ -28,6 +29,7 @@ impl Outgoing {
     ) {
         let mut header = [0; proto::REQUEST_BYTES];
         header[..4].copy_from_slice(&proto::REQUEST_MAGIC.to_be_bytes());
+        header[4..6].copy_from_slice(&flags.to_be_bytes());
         header[6..8].copy_from_slice(&command.to_be_bytes());
         header[8..16].copy_from_slice(&cookie.to_be_bytes());
         header[16..24].copy_from_slice(&offset.to_be_bytes());

@@ -7,12 +7,11 @@
 //! ```
 //!
 //! OpenSSL runs over two bounded queues in memory and reports that it would block where one is
-//! empty. Files and keys are `credentials`'.
+//! empty. Files and keys are [`keys`](super::keys)'.
 
-use super::name;
 use openssl::{
     error::ErrorStack,
-    ssl::{ErrorCode, Ssl, SslContext, SslStream},
+    ssl::{ErrorCode, Ssl, SslContext, SslRef, SslStream},
 };
 use std::io;
 
@@ -32,7 +31,7 @@ pub enum TlsError {
     /// The peer broke the protocol, or did not prove who it is.
     #[error("TLS: {0}")]
     Peer(#[from] openssl::ssl::Error),
-    /// The peer wants more than this server does at once.
+    /// The peer wants more than is done at once.
     #[error("TLS: {0}")]
     Limit(&'static str),
 }
@@ -109,7 +108,7 @@ pub enum TlsRead {
     Closed,
 }
 
-/// The server's side of one TLS connection. After each call but [`TlsStream::feed`] there may be
+/// One end of a TLS connection. After each call but [`TlsStream::feed`] there may be
 /// ciphertext to send ([`TlsStream::outgoing`]), also after a failure: the alert that says why.
 #[derive(Debug)]
 pub struct TlsStream {
@@ -117,8 +116,23 @@ pub struct TlsStream {
 }
 
 impl TlsStream {
-    pub(super) fn new(context: &SslContext) -> Result<Self, TlsError> {
-        Ok(Self { stream: SslStream::new(Ssl::new(context)?, Wire::default())? })
+    /// The server's end, waiting for the client's first bytes.
+    ///
+    /// # Errors
+    /// OpenSSL's.
+    pub fn server(context: &SslContext) -> Result<Self, TlsError> {
+        let mut ssl = Ssl::new(context)?;
+        ssl.set_accept_state();
+        Ok(Self { stream: SslStream::new(ssl, Wire::default())? })
+    }
+
+    /// The client's end, of a connection prepared as `ssl`.
+    ///
+    /// # Errors
+    /// OpenSSL's.
+    pub fn client(mut ssl: Ssl) -> Result<Self, TlsError> {
+        ssl.set_connect_state();
+        Ok(Self { stream: SslStream::new(ssl, Wire::default())? })
     }
 
     /// Takes ciphertext and returns how much of it: less than all once reading lags behind.
@@ -142,7 +156,7 @@ impl TlsStream {
     /// True once the TLS handshake is complete, false where it needs more input. An error is final:
     /// send what is outgoing and close.
     pub fn handshake(&mut self) -> Result<bool, TlsError> {
-        match self.stream.accept() {
+        match self.stream.do_handshake() {
             Ok(()) => Ok(true),
             Err(error) if error.code() == ErrorCode::WANT_READ => Ok(false),
             Err(error) => Err(error.into()),
@@ -153,7 +167,7 @@ impl TlsStream {
     pub fn read(&mut self, plaintext: &mut [u8]) -> Result<TlsRead, TlsError> {
         // Reading may answer (alerts, key updates), and the peer may not take the answers.
         if self.outgoing().len() > 2 * MAX_QUEUE_BYTES {
-            return Err(TlsError::Limit("the client sends, but takes no answers"));
+            return Err(TlsError::Limit("the peer sends, but takes no answers"));
         }
         match self.stream.ssl_read(plaintext) {
             Ok(0) => Ok(TlsRead::NeedInput),
@@ -177,10 +191,9 @@ impl TlsStream {
         Ok(written)
     }
 
-    /// Whose the peer is, once the handshake is complete: the subject of its certificate, or the
-    /// user of its key; see `name`. `None` where it did not have to prove it.
-    pub fn peer_name(&self) -> Option<String> {
-        name::of_peer(self.stream.ssl())
+    /// The connection as OpenSSL knows it: who the peer is, once the handshake is complete.
+    pub fn ssl(&self) -> &SslRef {
+        self.stream.ssl()
     }
 
     /// Tells the peer that nothing more comes; send what is outgoing, then close the socket.

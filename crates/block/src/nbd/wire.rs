@@ -5,11 +5,13 @@
 
 use super::proto::MAX_STRING_BYTES;
 
-#[derive(Clone, Copy)]
-pub(super) struct Fields<'a>(&'a [u8]);
+/// What is left of a slice.
+#[derive(Clone, Copy, Debug)]
+pub struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
-    pub(super) fn new(bytes: &'a [u8]) -> Self {
+    /// Of all these bytes.
+    pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
     }
 
@@ -19,32 +21,37 @@ impl<'a> Fields<'a> {
         Some(*head)
     }
 
-    pub(super) fn u16(&mut self) -> Option<u16> {
+    /// The next field.
+    pub fn u16(&mut self) -> Option<u16> {
         self.array().map(u16::from_be_bytes)
     }
 
-    pub(super) fn u32(&mut self) -> Option<u32> {
+    /// The next field.
+    pub fn u32(&mut self) -> Option<u32> {
         self.array().map(u32::from_be_bytes)
     }
 
-    pub(super) fn u64(&mut self) -> Option<u64> {
+    /// The next field.
+    pub fn u64(&mut self) -> Option<u64> {
         self.array().map(u64::from_be_bytes)
     }
 
     /// A 32-bit length and a string ("Conventions": UTF-8, no NUL, at most 4096 bytes).
-    pub(super) fn string(&mut self) -> Option<&'a str> {
+    pub fn string(&mut self) -> Option<&'a str> {
         let length = usize::try_from(self.u32()?).ok()?;
         let (head, rest) = self.0.split_at_checked(length)?;
         self.0 = rest;
         string(head)
     }
 
-    pub(super) fn is_empty(self) -> bool {
+    /// Whether nothing is left.
+    pub fn is_empty(self) -> bool {
         self.0.is_empty()
     }
 }
 
-pub(super) fn string(bytes: &[u8]) -> Option<&str> {
+/// The bytes as a string of the protocol, if they are one.
+pub fn string(bytes: &[u8]) -> Option<&str> {
     if bytes.len() > MAX_STRING_BYTES || bytes.contains(&0) {
         return None;
     }
@@ -52,7 +59,7 @@ pub(super) fn string(bytes: &[u8]) -> Option<&str> {
 }
 
 /// As much of `text` as a string of the protocol may hold, cut between characters.
-pub(super) fn clip(text: &str) -> &str {
+pub fn clip(text: &str) -> &str {
     let mut end = text.len().min(MAX_STRING_BYTES);
     while !text.is_char_boundary(end) {
         end -= 1;

@@ -7,7 +7,6 @@ use policy::time::Duration;
 
 use super::{
     super::{
-        inbox::Inbox,
         proto::{info, opt, rep},
         stream::Stream,
         wire::{Fields, string},
@@ -15,7 +14,7 @@ use super::{
     connect::{Endpoint, dial},
     handshake::{Negotiation, NotConnected, refused},
 };
-use block::reactor::{blocking, op::Fd, timeout};
+use crate::reactor::{blocking, op::Fd, timeout};
 
 const MOST_EXPORTS: usize = 1 << 16;
 const MOST_CONTEXTS: usize = 1 << 10;
@@ -42,8 +41,7 @@ pub async fn list(endpoint: &Endpoint, limit: Duration) -> Result<Vec<Listed>, N
     let endpoint = endpoint.clone();
     let asking = async {
         let socket = blocking(move || dial(&endpoint, limit)).await?;
-        let (stream, mut inbox) = (Stream::Plain(Fd::from(socket)), Inbox::new());
-        let mut negotiation = Negotiation::new(&stream, &mut inbox);
+        let mut negotiation = Negotiation::new(Stream::Plain(Fd::from(socket)));
         negotiation.greet().await?;
         // A server tells of contexts, and of what needs chunks, only where they were agreed on.
         let structured = negotiation.ask_for_chunks().await?;
@@ -66,7 +64,7 @@ pub async fn list(endpoint: &Endpoint, limit: Duration) -> Result<Vec<Listed>, N
 
 const STRANGE: NotConnected = NotConnected::Breach("it answers an option with something else");
 
-async fn names(negotiation: &mut Negotiation<'_>) -> Result<Vec<Listed>, NotConnected> {
+async fn names(negotiation: &mut Negotiation) -> Result<Vec<Listed>, NotConnected> {
     let mut exports = Vec::new();
     negotiation.option(opt::LIST, &[]).await?;
     loop {
@@ -90,7 +88,7 @@ fn question(name: &str, rest: &[u8]) -> Vec<u8> {
     [&length.to_be_bytes(), name.as_bytes(), rest].concat()
 }
 
-async fn ask(negotiation: &mut Negotiation<'_>, export: &mut Listed) -> Result<(), NotConnected> {
+async fn ask(negotiation: &mut Negotiation, export: &mut Listed) -> Result<(), NotConnected> {
     let wanted = [2, info::DESCRIPTION, info::BLOCK_SIZE].map(u16::to_be_bytes).concat();
     negotiation.option(opt::INFO, &question(&export.name, &wanted)).await?;
     loop {
@@ -119,7 +117,7 @@ async fn ask(negotiation: &mut Negotiation<'_>, export: &mut Listed) -> Result<(
 }
 
 /// None where the server does not tell of any.
-async fn contexts(negotiation: &mut Negotiation<'_>, name: &str) -> Result<Vec<String>, NotConnected> {
+async fn contexts(negotiation: &mut Negotiation, name: &str) -> Result<Vec<String>, NotConnected> {
     let mut contexts = Vec::new();
     // No question: all that there are.
     negotiation.option(opt::LIST_META_CONTEXT, &question(name, &0_u32.to_be_bytes())).await?;

@@ -11,6 +11,8 @@ use super::super::{
 const SIMPLE_BYTES: usize = 16;
 const CHUNK_BYTES: usize = 20;
 const OFFSET_BYTES: usize = 8;
+/// Bytes of an extent: its length and its flags.
+pub(super) const EXTENT_BYTES: usize = 8;
 /// Bytes of an error's number and its message's length.
 const ERROR_BYTES: usize = 6;
 /// Set in the type of every error chunk, also an unknown one ("Structured reply types").
@@ -23,13 +25,16 @@ pub(super) enum Header {
     Chunk { cookie: u64, last: bool, chunk: Chunk },
 }
 
-/// What a chunk has; lengths in bytes. Data of `length`, or an error's message of `rest`, follow.
+/// What a chunk has; lengths in bytes. Data or extents of `length`, or an
+/// error's message of `rest`, follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Chunk {
     None,
     Data { offset: u64, length: usize },
     Hole { offset: u64, length: usize },
     Error { error: u32, rest: usize },
+    /// Extents of `length` bytes in all.
+    Status { context: u32, length: usize },
 }
 
 /// The header that `bytes` begin with, and its length; `None` if it is not all there yet.
@@ -61,6 +66,10 @@ fn chunk(mut fields: Fields<'_>) -> Result<Option<(Header, usize)>, &'static str
         reply_type::OFFSET_DATA => return Err("a chunk of data without any"),
         reply_type::OFFSET_HOLE if length == OFFSET_BYTES + 4 => hole(fields)?,
         reply_type::OFFSET_HOLE => return Err("a hole's chunk of a length that none has"),
+        reply_type::BLOCK_STATUS if is_status(length) => {
+            fields.u32().map(|context| (Chunk::Status { context, length: length - 4 }, 4))
+        }
+        reply_type::BLOCK_STATUS => return Err("a chunk of extents of a length that none has"),
         kind if kind & IS_ERROR == 0 => return Err("a chunk of a type that was not asked for"),
         _ if (ERROR_BYTES..=ERROR_BYTES + MAX_STRING_BYTES + OFFSET_BYTES).contains(&length) => {
             fields.u32().map(|error| (Chunk::Error { error, rest: length - 4 }, 4))
@@ -68,6 +77,12 @@ fn chunk(mut fields: Fields<'_>) -> Result<Option<(Header, usize)>, &'static str
         _ => return Err("an error's chunk of a length that none has"),
     };
     Ok(found.map(|(chunk, more)| (Header::Chunk { cookie, last, chunk }, CHUNK_BYTES + more)))
+}
+
+/// Whether a chunk of this length has a context and at least one extent, and not too many.
+fn is_status(length: usize) -> bool {
+    let extents = length.saturating_sub(4);
+    extents > 0 && extents.is_multiple_of(EXTENT_BYTES) && extents <= proto::MAX_EXTENTS * EXTENT_BYTES
 }
 
 fn hole(mut fields: Fields<'_>) -> Result<Option<(Chunk, usize)>, &'static str> {
@@ -80,49 +95,38 @@ fn hole(mut fields: Fields<'_>) -> Result<Option<(Chunk, usize)>, &'static str> 
 
 #[cfg(test)]
 mod tests {
-    use super::{
-        super::super::{Errno, Replier, Session, Tag, context::MetaContexts, session::ReplyStyle},
-        *,
-    };
+    use super::*;
 
-    fn replier(style: ReplyStyle) -> Replier {
-        Replier::new(&Session {
-            export: 0,
-            style,
-            flags: 0,
-            contexts: MetaContexts::NONE,
-            sizes_acknowledged: false,
-            minimum_block: 1,
-            maximum_payload: 1 << 20,
-        })
-    }
-
-    const TAG: Tag = Tag { cookie: 7, offset: 0 };
-
-    /// What the server writes is understood, and only once it is complete.
-    fn check(bytes: &[u8], structured: bool, expect: Header) {
-        let (found, length) = parse(bytes, structured).unwrap().unwrap();
+    /// Understood, and only once it is complete.
+    #[track_caller]
+    fn check(bytes: &[u8], expect: Header) {
+        let (found, length) = parse(bytes, true).unwrap().unwrap();
         assert_eq!(found, expect);
         for end in 0..length {
-            assert_eq!(parse(&bytes[..end], structured), Ok(None), "{end} of {length} bytes");
+            assert_eq!(parse(&bytes[..end], true), Ok(None), "{end} of {length} bytes");
         }
     }
 
     #[test]
-    fn what_the_server_writes_is_understood() {
-        let simple = replier(ReplyStyle::Simple);
+    fn each_kind_of_reply_is_understood() {
+        let chunk = |flags: u16, kind: u16, data: &[u8]| {
+            let head = [&proto::STRUCTURED_REPLY_MAGIC.to_be_bytes()[..], &flags.to_be_bytes()].concat();
+            let length = data.len() as u32;
+            [&head, &kind.to_be_bytes()[..], &7_u64.to_be_bytes(), &length.to_be_bytes(), data].concat()
+        };
         let ours = |chunk, last| Header::Chunk { cookie: 7, last, chunk };
-        check(simple.success(TAG).as_bytes(), false, Header::Simple { cookie: 7, error: 0 });
-        check(simple.success(TAG).as_bytes(), true, Header::Simple { cookie: 7, error: 0 });
-        let chunks = replier(ReplyStyle::Structured);
-        check(chunks.success(TAG).as_bytes(), true, ours(Chunk::None, true));
-        let data = Chunk::Data { offset: 512, length: 9 };
-        check(chunks.data(TAG, 512, 9, false).as_bytes(), true, ours(data, false));
-        let hole = Chunk::Hole { offset: 512, length: 9 };
-        check(chunks.hole(TAG, 512, 9, true).unwrap().as_bytes(), true, ours(hole, true));
-        let mut error = Vec::new();
-        chunks.error(TAG, Errno::NoSpc, "full", &mut error);
-        check(&error, true, ours(Chunk::Error { error: 28, rest: 6 }, true));
+        let simple = [proto::SIMPLE_REPLY_MAGIC, 0, 0, 7].map(u32::to_be_bytes).concat();
+        check(&simple, Header::Simple { cookie: 7, error: 0 });
+        check(&chunk(1, reply_type::NONE, &[]), ours(Chunk::None, true));
+        let at = 512_u64.to_be_bytes();
+        let data = [&at[..], &[1; 9]].concat();
+        check(&chunk(0, reply_type::OFFSET_DATA, &data), ours(Chunk::Data { offset: 512, length: 9 }, false));
+        let hole = [&at[..], &9_u32.to_be_bytes()].concat();
+        check(&chunk(1, reply_type::OFFSET_HOLE, &hole), ours(Chunk::Hole { offset: 512, length: 9 }, true));
+        let error = [&28_u32.to_be_bytes()[..], &4_u16.to_be_bytes(), b"full"].concat();
+        check(&chunk(1, reply_type::ERROR, &error), ours(Chunk::Error { error: 28, rest: 6 }, true));
+        let status = [3_u32, 4096, 1, 512, 0].map(u32::to_be_bytes).concat();
+        check(&chunk(1, reply_type::BLOCK_STATUS, &status), ours(Chunk::Status { context: 3, length: 16 }, true));
     }
 
     #[test]
@@ -142,7 +146,10 @@ mod tests {
             (chunk(0, reply_type::OFFSET_DATA, 8), "a chunk of data without any"),
             (chunk(0, reply_type::OFFSET_HOLE, 13), "a hole's chunk"),
             (chunk(0, reply_type::OFFSET_HOLE, 12), "a hole without a length"),
-            (chunk(1, reply_type::BLOCK_STATUS, 12), "a chunk of a type"),
+            (chunk(1, reply_type::BLOCK_STATUS, 4), "a chunk of extents"),
+            (chunk(1, reply_type::BLOCK_STATUS, 13), "a chunk of extents"),
+            (chunk(1, reply_type::BLOCK_STATUS, u32::MAX - 3), "a chunk of extents"),
+            (chunk(1, reply_type::BLOCK_STATUS_EXT, 20), "a chunk of a type"),
             (chunk(1, reply_type::ERROR, 5), "an error's chunk"),
             (chunk(1, reply_type::ERROR, u32::MAX), "an error's chunk"),
             (vec![0; 16], "what should be a reply"),

@@ -2,15 +2,14 @@
 //! and delay what is sent.
 
 use std::{
-    cell::RefCell,
     collections::VecDeque,
     future::poll_fn,
     io,
-    rc::Rc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Poll, Waker},
 };
 
-use block::{
+use crate::{
     buffer::{Buffer, Segments},
     reactor::sim,
 };
@@ -33,10 +32,15 @@ impl Direction {
     }
 }
 
+/// One end.
 #[derive(Clone, Debug)]
-pub(super) struct Pipe {
-    incoming: Rc<RefCell<Direction>>,
-    outgoing: Rc<RefCell<Direction>>,
+pub struct Pipe {
+    incoming: Arc<Mutex<Direction>>,
+    outgoing: Arc<Mutex<Direction>>,
+}
+
+fn lock(direction: &Mutex<Direction>) -> MutexGuard<'_, Direction> {
+    direction.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn wake_all(waiting: [Option<Waker>; 2]) {
@@ -44,18 +48,19 @@ fn wake_all(waiting: [Option<Waker>; 2]) {
 }
 
 impl Pipe {
-    pub(super) fn pair() -> (Self, Self) {
-        let (one, other) = (Rc::default(), Rc::default());
+    /// Two ends of the same.
+    pub fn pair() -> (Self, Self) {
+        let (one, other) = (Arc::default(), Arc::default());
         (
-            Self { incoming: Rc::clone(&one), outgoing: Rc::clone(&other) },
+            Self { incoming: Arc::clone(&one), outgoing: Arc::clone(&other) },
             Self { incoming: other, outgoing: one },
         )
     }
 
     /// As a socket's: at least a byte; 0 once the peer has closed and all is read.
-    pub(super) async fn receive(&self, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
+    pub async fn receive(&self, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
         let count = poll_fn(|context| {
-            let mut incoming = self.incoming.borrow_mut();
+            let mut incoming = lock(&self.incoming);
             if std::mem::take(&mut incoming.interrupted) && incoming.bytes.is_empty() {
                 return Poll::Ready(Err(io::Error::from_raw_os_error(libc::ECANCELED)));
             }
@@ -80,12 +85,16 @@ impl Pipe {
         (count, buffer)
     }
 
-    pub(super) async fn send(&self, segments: Segments) -> io::Result<()> {
+    /// All of it.
+    ///
+    /// # Errors
+    /// Where one end has closed.
+    pub async fn send(&self, segments: Segments) -> io::Result<()> {
         let mut bytes = vec![0; segments.len()];
         segments.copy_to(&mut bytes);
         let mut sent = 0;
         poll_fn(|context| {
-            let mut outgoing = self.outgoing.borrow_mut();
+            let mut outgoing = lock(&self.outgoing);
             if outgoing.closed {
                 return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
             }
@@ -105,9 +114,9 @@ impl Pipe {
     }
 
     /// Has whoever receives get what is there, or `ECANCELED`.
-    pub(super) fn interrupt(&self) {
+    pub fn interrupt(&self) {
         let waiting = {
-            let mut incoming = self.incoming.borrow_mut();
+            let mut incoming = lock(&self.incoming);
             incoming.interrupted = incoming.waiting[0].is_some();
             incoming.wake()
         };
@@ -115,9 +124,9 @@ impl Pipe {
     }
 
     /// Receives no more than what is there already, as after `shutdown(SHUT_RD)`; sending goes on.
-    pub(super) fn end_receiving(&self) {
+    pub fn end_receiving(&self) {
         let waiting = {
-            let mut incoming = self.incoming.borrow_mut();
+            let mut incoming = lock(&self.incoming);
             incoming.closed = true;
             incoming.wake()
         };
@@ -125,10 +134,10 @@ impl Pipe {
     }
 
     /// Closes both directions; what is in them can still be received.
-    pub(super) fn close(&self) {
+    pub fn close(&self) {
         for direction in [&self.incoming, &self.outgoing] {
             let waiting = {
-                let mut direction = direction.borrow_mut();
+                let mut direction = lock(direction);
                 direction.closed = true;
                 direction.wake()
             };

@@ -3,7 +3,7 @@
 use std::io;
 
 use super::stream::Stream;
-use block::buffer::Buffer;
+use crate::buffer::Buffer;
 
 /// Received at a time from a client that may have nothing to say: all that an idle one costs.
 const IDLE_BYTES: usize = 32 << 10;
@@ -12,8 +12,9 @@ const HANDSHAKE_BYTES: usize = 4 << 10;
 /// Received at a time from a client that has sent so much: what a Unix socket holds by default.
 const BUSY_BYTES: usize = 256 << 10;
 
+/// Of one stream.
 #[derive(Debug)]
-pub(super) struct Inbox {
+pub struct Inbox {
     /// `None` while the kernel has it.
     buffer: Option<Buffer>,
     start: usize,
@@ -30,7 +31,9 @@ pub(super) struct Inbox {
 
 impl Inbox {
     /// For a handshake.
-    pub(super) fn new() -> Self {
+    // No default: what it is for says its size.
+    #[allow(clippy::new_without_default, reason = "it is for a handshake, and says so")]
+    pub fn new() -> Self {
         let idle_bytes = HANDSHAKE_BYTES;
         Self {
             buffer: Some(Buffer::new(idle_bytes)),
@@ -43,8 +46,8 @@ impl Inbox {
         }
     }
 
-    /// Of a connection that comes from a rest: see [`super::Rested`].
-    pub(super) fn holding(bytes: &[u8], skip: usize) -> Self {
+    /// Of a connection that goes on: it begins with those bytes, and drops the next `skip`.
+    pub fn holding(bytes: &[u8], skip: usize) -> Self {
         let mut inbox = Self::new();
         if bytes.len() > inbox.idle_bytes {
             inbox.buffer = Some(Buffer::new(bytes.len()));
@@ -57,22 +60,27 @@ impl Inbox {
 
     /// What an interrupted receiving leaves: what there is of a payload, what comes behind it, and
     /// how much is still to be dropped.
-    pub(super) fn rest(&mut self) -> (Vec<u8>, Vec<u8>, usize) {
+    pub fn rest(&mut self) -> (Vec<u8>, Vec<u8>, usize) {
         let behind = self.bytes().to_vec();
         self.consume(behind.len());
         (std::mem::take(&mut self.unfinished), behind, std::mem::take(&mut self.to_skip))
     }
 
     /// For the requests behind the handshake, as far as they have not arrived.
-    pub(super) fn await_requests(&mut self) {
+    pub fn await_requests(&mut self) {
         self.idle_bytes = IDLE_BYTES;
     }
 
-    pub(super) fn bytes(&self) -> &[u8] {
+    /// What is there.
+    pub fn bytes(&self) -> &[u8] {
         self.buffer.as_ref().map_or(&[], |buffer| &buffer[self.start..self.end])
     }
 
-    pub(super) fn consume(&mut self, count: usize) {
+    /// Forgets the first `count` bytes.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn consume(&mut self, count: usize) {
         assert!(count <= self.end - self.start, "consuming more than was received");
         self.start += count;
         if self.start == self.end {
@@ -80,8 +88,11 @@ impl Inbox {
         }
     }
 
-    /// Receives more behind what is there. False when the client has closed.
-    pub(super) async fn fill(&mut self, stream: &Stream) -> io::Result<bool> {
+    /// Receives more behind what is there. False when the other end has closed.
+    ///
+    /// # Errors
+    /// The stream's.
+    pub async fn fill(&mut self, stream: &Stream) -> io::Result<bool> {
         let mut buffer = self.buffer.take().expect("one receive at a time");
         // Only the beginning of a request is ever left, or of an option, so this moves a few bytes.
         let room = self.room(stream);
@@ -116,7 +127,10 @@ impl Inbox {
     }
 
     /// The next `length` bytes: what is here is copied, the rest is received in place.
-    pub(super) async fn payload(&mut self, length: usize, stream: &Stream) -> io::Result<Buffer> {
+    ///
+    /// # Errors
+    /// The stream's, or its end.
+    pub async fn payload(&mut self, length: usize, stream: &Stream) -> io::Result<Buffer> {
         let mut payload = Buffer::new(length);
         let mut filled = self.take(&mut payload);
         while filled < length {
@@ -135,11 +149,15 @@ impl Inbox {
     }
 
     /// Whether a payload of this length needs no receiving.
-    pub(super) fn holds(&self, length: usize) -> bool {
+    pub fn holds(&self, length: usize) -> bool {
         self.end - self.start >= length
     }
 
-    pub(super) async fn skip(&mut self, length: usize, stream: &Stream) -> io::Result<()> {
+    /// Drops the next `length` bytes.
+    ///
+    /// # Errors
+    /// The stream's, or its end.
+    pub async fn skip(&mut self, length: usize, stream: &Stream) -> io::Result<()> {
         self.to_skip += length;
         loop {
             let here = self.to_skip.min(self.bytes().len());

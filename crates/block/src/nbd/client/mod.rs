@@ -1,5 +1,5 @@
-//! An NBD client: the other half of the protocol, so that a server can be measured as its clients
-//! see it.
+//! An NBD client: the other half of the protocol, so that what a server has can be a disk here, and
+//! so that a server can be measured as its clients see it.
 //!
 //! ```text
 //!   read, write, flush ──► outgoing ──► sender ───► stream
@@ -16,15 +16,14 @@
 //! fails. There is no bound on how long a request may take: a disk may be slow. Whoever has waited
 //! long enough drops the request, or the client.
 //!
-//! Never speaks TLS, never connects again by itself, and never asks for extended headers.
+//! Never connects again by itself, and never asks for extended headers.
 
 mod connect;
+mod credentials;
 mod handshake;
 mod list;
 mod outgoing;
 mod reply;
-#[cfg(test)]
-mod tests;
 
 use std::{
     cell::{Cell, RefCell},
@@ -38,16 +37,22 @@ use policy::time::Duration;
 use slab::Slab;
 
 pub use self::{
-    connect::{Endpoint, connect},
-    handshake::{About, NotConnected},
+    connect::{Address, Endpoint, Established, addresses, connect, dial_any, shake_hands, within},
+    credentials::TlsClient,
+    handshake::{About, NotConnected, Wanted},
     list::{Listed, list},
 };
 use self::{
     outgoing::Outgoing,
-    reply::{Chunk, Header},
+    reply::{Chunk, EXTENT_BYTES, Header},
 };
-use super::{errno, inbox::Inbox, proto::cmd, stream::Stream};
-use block::{
+use super::{
+    inbox::Inbox,
+    proto::{self, cmd, cmd_flag},
+    stream::Stream,
+    wire::Fields,
+};
+use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
     reactor::{JoinHandle, Signal, spawn_joinable, timeout},
@@ -59,6 +64,9 @@ pub const GONE: Error = Error::from_errno(libc::ENOTCONN);
 /// Errors that one reply may tell: one for each part of a large request.
 const MOST_ERRORS: u32 = 1024;
 
+/// Extents that are kept of one answer; a server may send many more.
+const MOST_EXTENTS: usize = 1024;
+
 const FAREWELL: Duration = Duration::from_secs(1);
 
 /// A connection to an export, on the reactor it was made on; dropping it ends the connection.
@@ -67,7 +75,7 @@ pub struct Client {
     connection: Rc<Connection>,
     sender: JoinHandle<()>,
     /// A task that nobody holds is cancelled.
-    _receiver: JoinHandle<()>,
+    receiver: JoinHandle<Inbox>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -78,6 +86,8 @@ enum Fault {
     Broken(#[from] io::Error),
     #[error("the server broke the protocol: {0}")]
     Breach(&'static str),
+    #[error("the thread that had the connection has ended")]
+    Ended,
 }
 
 type Taken<T> = std::result::Result<T, Fault>;
@@ -92,19 +102,39 @@ struct Connection {
     outgoing: RefCell<Outgoing>,
     something_to_send: Signal,
     leaving: Cell<bool>,
+    /// Whoever has the connection goes on with it elsewhere.
+    retiring: Cell<bool>,
     fault: RefCell<Option<Fault>>,
 }
 
 #[derive(Debug)]
 struct InFlight {
     cookie: u64,
-    read: Option<Read>,
+    expects: Expects,
     error: Option<Error>,
     errors: u32,
     answered: bool,
     /// Nobody waits for the answer, which comes all the same.
     abandoned: bool,
     waiting: Option<Waker>,
+}
+
+/// What a reply brings, and what there is of it.
+#[derive(Debug)]
+enum Expects {
+    Nothing,
+    Data(Read),
+    Extents(Vec<RawExtent>),
+}
+
+/// A run of an export that is alike: its length in bytes, never 0, and the flags that the server
+/// has for it (`proto::state`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RawExtent {
+    /// Bytes; the last of an answer may reach past what was asked about.
+    pub length: u32,
+    /// Of the context `base:allocation`.
+    pub flags: u32,
 }
 
 #[derive(Debug)]
@@ -116,8 +146,12 @@ struct Read {
 }
 
 impl Client {
-    /// After the handshake; `inbox` has what came behind it.
-    fn start(stream: Stream, about: About, inbox: Inbox) -> Self {
+    /// Goes on after the handshake, on this thread.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn start(established: Established) -> Self {
+        let (stream, about, inbox) = established.taken();
         let connection = Rc::new(Connection {
             stream,
             about,
@@ -126,11 +160,12 @@ impl Client {
             outgoing: RefCell::default(),
             something_to_send: Signal::default(),
             leaving: Cell::new(false),
+            retiring: Cell::new(false),
             fault: RefCell::default(),
         });
         let sender = spawn_joinable(Rc::clone(&connection).send());
         let receiver = spawn_joinable(Rc::clone(&connection).receive(inbox));
-        Self { connection, sender, _receiver: receiver }
+        Self { connection, sender, receiver }
     }
 
     /// What the server said of the export.
@@ -143,25 +178,69 @@ impl Client {
         self.connection.fault.borrow().as_ref().map(ToString::to_string)
     }
 
+    /// Whether no request waits for its answer.
+    pub fn is_idle(&self) -> bool {
+        self.connection.in_flight.borrow().is_empty()
+    }
+
     /// Reads `length` bytes at `offset`.
     ///
     /// # Errors
     /// The server's, or [`GONE`]; [`Error::INVALID`] for more than [`About::maximum_payload`].
     pub async fn read(&self, offset: u64, length: usize) -> Result<Buffer> {
         let read = Read { offset, length, covered: 0, data: None };
-        let data = self.connection.request(cmd::READ, offset, length, Some(read), None).await?;
-        data.ok_or(Error::IO)
+        let ask = Ask { command: cmd::READ, flags: 0, offset, length };
+        match self.connection.request(ask, Expects::Data(read), None).await? {
+            Expects::Data(Read { data: Some(data), .. }) => Ok(data),
+            _ => Err(Error::IO),
+        }
     }
 
-    /// Writes `data` at `offset`.
+    /// Writes `data` at `offset`; with `force` it is durable once answered, and else when it is
+    /// flushed. `force` only where [`About::can_force`].
     ///
     /// # Errors
     /// As for reads; [`Error::NOT_PERMITTED`], without asking, where the export is read-only.
-    pub async fn write(&self, offset: u64, data: Segments) -> Result<()> {
+    pub async fn write(&self, offset: u64, data: Segments, force: bool) -> Result<()> {
+        let flags = if force { cmd_flag::FUA } else { 0 };
+        self.change(Ask { command: cmd::WRITE, flags, offset, length: data.len() }, Some(data)).await
+    }
+
+    /// Makes a range zero, of any length that fits 32 bits. `flags` are the command's
+    /// (`proto::cmd_flag`). Only where [`About::can_zero`].
+    ///
+    /// # Errors
+    /// As for writes.
+    pub async fn write_zeroes(&self, offset: u64, length: u32, flags: u16) -> Result<()> {
+        self.change(Ask { command: cmd::WRITE_ZEROES, flags, offset, length: length as usize }, None).await
+    }
+
+    /// Says that a range is not needed any more. Only where [`About::can_trim`].
+    ///
+    /// # Errors
+    /// As for writes.
+    pub async fn trim(&self, offset: u64, length: u32) -> Result<()> {
+        self.change(Ask { command: cmd::TRIM, flags: 0, offset, length: length as usize }, None).await
+    }
+
+    /// What a range is made of, from its beginning on: at least one extent, perhaps not to its
+    /// end. Only where [`About::tells_allocation`].
+    ///
+    /// # Errors
+    /// The server's, or [`GONE`].
+    pub async fn extents(&self, offset: u64, length: u32) -> Result<Vec<RawExtent>> {
+        let ask = Ask { command: cmd::BLOCK_STATUS, flags: 0, offset, length: length as usize };
+        match self.connection.request(ask, Expects::Extents(Vec::new()), None).await? {
+            Expects::Extents(extents) => Ok(extents),
+            _ => Err(Error::IO),
+        }
+    }
+
+    async fn change(&self, ask: Ask, payload: Option<Segments>) -> Result<()> {
         if self.about().is_read_only() {
             return Err(Error::NOT_PERMITTED);
         }
-        self.connection.request(cmd::WRITE, offset, data.len(), None, Some(data)).await.map(drop)
+        self.connection.request(ask, Expects::Nothing, payload).await.map(drop)
     }
 
     /// Makes what was answered durable. Where the server knows no flush there is nothing to do.
@@ -172,41 +251,77 @@ impl Client {
         if !self.about().can_flush() {
             return Ok(());
         }
-        self.connection.request(cmd::FLUSH, 0, 0, None, None).await.map(drop)
+        let ask = Ask { command: cmd::FLUSH, flags: 0, offset: 0, length: 0 };
+        self.connection.request(ask, Expects::Nothing, None).await.map(drop)
     }
 
     /// Takes leave, and waits up to a second for that to be sent, but not for requests in flight.
     pub async fn disconnect(self) {
-        let Self { connection, sender, _receiver } = self;
-        connection.outgoing.borrow_mut().push(cmd::DISC, 0, 0, 0, None);
+        let Self { connection, sender, receiver: _receiver } = self;
+        connection.outgoing.borrow_mut().push(cmd::DISC, 0, 0, 0, 0, None);
         connection.leaving.set(true);
         connection.something_to_send.raise();
         let _ = timeout(FAREWELL, sender).await;
         connection.stream.close();
     }
+
+    /// Leaves the conversation as it is, for another thread to go on with. Whoever calls this has
+    /// seen to it that no request is in flight, and that none comes; `None` if the connection is
+    /// gone.
+    pub async fn retire(self) -> Option<Established> {
+        let Self { connection, sender, receiver } = self;
+        connection.retiring.set(true);
+        connection.something_to_send.raise();
+        sender.await;
+        connection.stream.interrupt();
+        let mut inbox = receiver.await;
+        if connection.fault.borrow().is_some() {
+            return None;
+        }
+        let (unfinished, behind, skip) = inbox.rest();
+        let Connection { stream, about, .. } = Rc::try_unwrap(connection).ok()?;
+        // The server says nothing of its own, so there is nothing, or it breaks the protocol.
+        (unfinished.is_empty() && skip == 0).then_some(Established { stream, about, behind })
+    }
+}
+
+/// A request's header.
+struct Ask {
+    command: u16,
+    flags: u16,
+    offset: u64,
+    length: usize,
+}
+
+/// Fails what is in flight if the reactor ends.
+struct Ending(Rc<Connection>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        if !self.0.retiring.get() {
+            self.0.lose(Fault::Ended);
+        }
+    }
 }
 
 impl Connection {
-    async fn request(
-        &self,
-        command: u16,
-        offset: u64,
-        length: usize,
-        read: Option<Read>,
-        payload: Option<Segments>,
-    ) -> Result<Option<Buffer>> {
+    async fn request(&self, ask: Ask, expects: Expects, payload: Option<Segments>) -> Result<Expects> {
         if self.fault.borrow().is_some() {
             return Err(GONE);
         }
-        let length = u32::try_from(length).ok().filter(|&length| length <= self.about.maximum_payload);
-        let length = length.ok_or(Error::INVALID)?;
-        let ticket = self.enter(read);
-        self.outgoing.borrow_mut().push(command, ticket.cookie, offset, length, payload);
+        let Ask { command, flags, offset, length } = ask;
+        let most = match command {
+            cmd::READ | cmd::WRITE => self.about.maximum_payload,
+            _ => u32::MAX,
+        };
+        let length = u32::try_from(length).ok().filter(|&length| length <= most).ok_or(Error::INVALID)?;
+        let ticket = self.enter(expects);
+        self.outgoing.borrow_mut().push(command, flags, ticket.cookie, offset, length, payload);
         self.something_to_send.raise();
         ticket.answer().await
     }
 
-    fn enter(&self, read: Option<Read>) -> Ticket<'_> {
+    fn enter(&self, expects: Expects) -> Ticket<'_> {
         let mut in_flight = self.in_flight.borrow_mut();
         let entry = in_flight.vacant_entry();
         let key = entry.key();
@@ -214,7 +329,7 @@ impl Connection {
         let cookie = u64::from(sequence) << 32 | key as u64;
         entry.insert(InFlight {
             cookie,
-            read,
+            expects,
             error: None,
             errors: 0,
             answered: false,
@@ -235,21 +350,32 @@ impl Connection {
                         return;
                     }
                 }
-                None if self.leaving.get() || self.fault.borrow().is_some() => return,
+                None if self.leaving.get() || self.retiring.get() => return,
+                None if self.fault.borrow().is_some() => return,
                 None => self.something_to_send.wait().await,
             }
         }
     }
 
-    async fn receive(self: Rc<Self>, mut inbox: Inbox) {
+    async fn receive(self: Rc<Self>, mut inbox: Inbox) -> Inbox {
+        let ending = Ending(Rc::clone(&self));
         let fault = loop {
-            if let Err(fault) = self.reply(&mut inbox).await {
-                break fault;
+            match self.reply(&mut inbox).await {
+                Ok(()) => {}
+                // Interrupted by us, and nothing of a reply has come.
+                Err(Fault::Broken(error))
+                    if self.retiring.get() && error.raw_os_error() == Some(libc::ECANCELED) =>
+                {
+                    drop(ending);
+                    return inbox;
+                }
+                Err(fault) => break fault,
             }
         };
         self.stream.close();
         self.lose(fault);
         self.something_to_send.raise();
+        inbox
     }
 
     /// Fails everything that is in flight; the first reason counts.
@@ -273,7 +399,13 @@ impl Connection {
         match header {
             Header::Simple { cookie, error: 0 } => {
                 let key = self.find(cookie)?;
-                let length = self.in_flight.borrow()[key].read.as_ref().map(|read| read.length);
+                let length = match &self.in_flight.borrow()[key].expects {
+                    Expects::Data(read) => Some(read.length),
+                    Expects::Nothing => None,
+                    Expects::Extents(_) => {
+                        return Err(Fault::Breach("a simple reply to what has extents for an answer"));
+                    }
+                };
                 if let Some(length) = length {
                     if self.about.structured {
                         return Err(Fault::Breach(
@@ -311,8 +443,32 @@ impl Connection {
                 self.fail(key, error)?;
                 inbox.skip(rest, &self.stream).await?;
             }
+            Chunk::Status { context, length } => self.extents(inbox, key, context, length).await?,
         }
         if last { self.finish(key) } else { Ok(()) }
+    }
+
+    async fn extents(&self, inbox: &mut Inbox, key: usize, context: u32, length: usize) -> Taken<()> {
+        match &self.in_flight.borrow()[key].expects {
+            Expects::Extents(extents) if extents.is_empty() && Some(context) == self.about.allocation => {}
+            Expects::Extents(_) => {
+                return Err(Fault::Breach("extents twice, or of a context that was not agreed on"));
+            }
+            _ => return Err(Fault::Breach("extents in a reply to what did not ask for them")),
+        }
+        let kept = length.min(MOST_EXTENTS * EXTENT_BYTES);
+        let bytes = inbox.payload(kept, &self.stream).await?;
+        inbox.skip(length - kept, &self.stream).await?;
+        let mut found = Vec::with_capacity(kept / EXTENT_BYTES);
+        let mut fields = Fields::new(&bytes);
+        while let Some((length, flags)) = fields.u32().zip(fields.u32()) {
+            if length == 0 {
+                return Err(Fault::Breach("an extent without a length"));
+            }
+            found.push(RawExtent { length, flags });
+        }
+        self.in_flight.borrow_mut()[key].expects = Expects::Extents(found);
+        Ok(())
     }
 
     fn find(&self, cookie: u64) -> Taken<usize> {
@@ -326,7 +482,7 @@ impl Connection {
     /// Where in a read's buffer a chunk belongs.
     fn place(&self, key: usize, offset: u64, length: usize) -> Taken<usize> {
         let in_flight = self.in_flight.borrow();
-        let Some(read) = &in_flight[key].read else {
+        let Expects::Data(read) = &in_flight[key].expects else {
             return Err(Fault::Breach("data in a reply to what was no read"));
         };
         let at = offset.checked_sub(read.offset).and_then(|at| usize::try_from(at).ok());
@@ -338,7 +494,7 @@ impl Connection {
     /// Puts data into a read's buffer, where it fits; a whole one becomes the buffer.
     fn cover(&self, key: usize, at: usize, data: Buffer) -> Taken<()> {
         let mut in_flight = self.in_flight.borrow_mut();
-        let Some(read) = &mut in_flight[key].read else {
+        let Expects::Data(read) = &mut in_flight[key].expects else {
             return Err(Fault::Breach("data in a reply to what was no read"));
         };
         read.covered += data.len();
@@ -353,7 +509,7 @@ impl Connection {
 
     fn fail(&self, key: usize, error: u32) -> Taken<()> {
         let entry = &mut self.in_flight.borrow_mut()[key];
-        entry.error.get_or_insert(Error::from_errno(errno::to_linux(error)));
+        entry.error.get_or_insert(Error::from_errno(proto::to_linux(error)));
         entry.errors += 1;
         if entry.errors > MOST_ERRORS {
             Err(Fault::Breach("more errors than one reply can have"))
@@ -365,7 +521,12 @@ impl Connection {
     fn finish(&self, key: usize) -> Taken<()> {
         let mut in_flight = self.in_flight.borrow_mut();
         let entry = &mut in_flight[key];
-        if entry.error.is_none() && entry.read.as_ref().is_some_and(|read| read.covered < read.length) {
+        let is_whole = match &entry.expects {
+            Expects::Nothing => true,
+            Expects::Data(read) => read.covered == read.length,
+            Expects::Extents(extents) => !extents.is_empty(),
+        };
+        if entry.error.is_none() && !is_whole {
             return Err(Fault::Breach("less data than was asked for"));
         }
         entry.answered = true;
@@ -389,13 +550,13 @@ struct Ticket<'a> {
 }
 
 impl Ticket<'_> {
-    async fn answer(self) -> Result<Option<Buffer>> {
+    async fn answer(self) -> Result<Expects> {
         poll_fn(|context| {
             let mut in_flight = self.connection.in_flight.borrow_mut();
             let entry = &mut in_flight[self.key];
             if entry.answered {
-                let data = entry.read.as_mut().and_then(|read| read.data.take());
-                return Poll::Ready(entry.error.map_or(Ok(data), Err));
+                let answer = std::mem::replace(&mut entry.expects, Expects::Nothing);
+                return Poll::Ready(entry.error.map_or(Ok(answer), Err));
             }
             if self.connection.fault.borrow().is_some() {
                 return Poll::Ready(Err(GONE));

@@ -25,6 +25,8 @@ pub const MAX_STRING_BYTES: usize = 4096;
 /// The payload a server should support where nothing else was agreed, in bytes, and the longest
 /// that should not be taken for an attack ("Size constraints").
 pub const DEFAULT_MAX_PAYLOAD: u32 = 1 << 25;
+/// The largest that a server may have for its smallest block, in bytes ("Size constraints").
+pub const LARGEST_MINIMUM_BLOCK: u32 = 64 << 10;
 /// Most extents in one block status chunk ("Structured reply types").
 pub const MAX_EXTENTS: usize = 1 << 20;
 /// Zeroes after the answer to EXPORT_NAME, unless both sides agreed to leave them out.
@@ -155,4 +157,18 @@ pub mod reply_type {
 pub mod state {
     pub const HOLE: u32 = 1;
     pub const ZERO: u32 = 1 << 1;
+}
+
+/// What a number on the wire means to a client; EINVAL where it is not known ("Error values").
+pub const fn to_linux(code: u32) -> i32 {
+    match code {
+        1 => libc::EPERM,
+        5 => libc::EIO,
+        12 => libc::ENOMEM,
+        28 => libc::ENOSPC,
+        75 => libc::EOVERFLOW,
+        95 => libc::EOPNOTSUPP,
+        108 => libc::ESHUTDOWN,
+        _ => libc::EINVAL,
+    }
 }

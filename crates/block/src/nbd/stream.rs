@@ -1,4 +1,4 @@
-//! The two-way stream of bytes to a client: a socket, TLS over a socket, or a simulated pipe.
+//! The two-way stream of bytes to the other end: a socket, TLS over a socket, or a simulated pipe.
 //!
 //! One task receives and one task sends; both may do so at the same time.
 
@@ -9,13 +9,11 @@ use nix::{
     sys::socket::{Shutdown, shutdown},
 };
 
-#[cfg(test)]
-use super::pipe::Pipe;
 use super::{
-    credentials::TlsServer,
+    pipe::Pipe,
     tls::{TlsError, TlsRead, TlsStream},
 };
-use block::{
+use crate::{
     buffer::{Buffer, Segments},
     reactor::op::{self, Fd},
 };
@@ -24,29 +22,37 @@ use std::os::fd::{AsFd, AsRawFd};
 /// Ciphertext received at a time, in bytes.
 const CIPHERTEXT_BYTES: usize = 64 << 10;
 
+/// What carries a conversation.
 #[derive(Debug)]
-pub(super) enum Stream {
+pub enum Stream {
+    /// A socket.
     Plain(Fd),
+    /// TLS over a socket.
     Tls {
+        /// The socket.
         fd: Fd,
+        /// What is between.
         tls: RefCell<Box<TlsStream>>,
     },
-    #[cfg(test)]
+    /// Only in simulation.
     Simulated(Pipe),
 }
 
 impl Stream {
-    /// Receives behind the first `filled` bytes of `buffer`; 0 when the client has closed.
-    pub(super) async fn receive(&self, buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
+    /// Receives behind the first `filled` bytes of `buffer`; 0 when the other end has closed.
+    pub async fn receive(&self, buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
         match self {
             Self::Plain(fd) => op::receive(fd, buffer, filled).await,
             Self::Tls { fd, tls } => receive_tls(fd, tls, buffer, filled).await,
-            #[cfg(test)]
             Self::Simulated(pipe) => pipe.receive(buffer, filled).await,
         }
     }
 
-    pub(super) async fn send(&self, segments: Segments) -> io::Result<()> {
+    /// Sends all of it.
+    ///
+    /// # Errors
+    /// The socket's; a part may have been sent.
+    pub async fn send(&self, segments: Segments) -> io::Result<()> {
         match self {
             Self::Plain(fd) => send_plain(fd, segments).await,
             Self::Tls { fd, tls } => {
@@ -55,92 +61,91 @@ impl Stream {
                 }
                 Ok(())
             }
-            #[cfg(test)]
             Self::Simulated(pipe) => pipe.send(segments).await,
         }
     }
 
     /// Bytes, with the kernel's overhead, that the client has yet to read. Only a Unix socket
     /// tells; TCP counts what the other *kernel* has not confirmed.
-    pub(super) fn unread_bytes(&self) -> usize {
+    pub fn unread_bytes(&self) -> usize {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => op::unread_bytes(fd).unwrap_or(0),
-            #[cfg(test)]
             Self::Simulated(_) => 0,
         }
     }
 
     /// Bytes that have arrived and can be received at once; of TLS, as they are on the wire.
-    pub(super) fn waiting_bytes(&self) -> usize {
+    pub fn waiting_bytes(&self) -> usize {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => op::waiting_bytes(fd).unwrap_or(0),
-            #[cfg(test)]
             Self::Simulated(_) => usize::MAX / 2,
         }
     }
 
     /// Whether the client sends nothing behind what has arrived, which is not received for this.
-    pub(super) fn is_closed_by_peer(&self) -> bool {
+    pub fn is_closed_by_peer(&self) -> bool {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => {
                 let mut polled = [PollFd::new(fd.as_fd(), PollFlags::from_bits_retain(libc::POLLRDHUP))];
                 poll(&mut polled, PollTimeout::ZERO).is_ok_and(|count| count > 0)
             }
-            #[cfg(test)]
             Self::Simulated(_) => false,
         }
     }
 
     /// Has whoever receives, on this thread, get what has come, or `ECANCELED`. Not while anybody
     /// sends.
-    pub(super) fn interrupt(&self) {
+    pub fn interrupt(&self) {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => op::interrupt(fd),
-            #[cfg(test)]
             Self::Simulated(pipe) => pipe.interrupt(),
         }
     }
 
-    pub(super) fn is_tls(&self) -> bool {
+    /// Whether it is encrypted.
+    pub fn is_tls(&self) -> bool {
         matches!(self, Self::Tls { .. })
     }
 
-    pub(super) fn close(&self) {
+    /// Ends all receiving and sending.
+    pub fn close(&self) {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => shut_down(fd),
-            #[cfg(test)]
             Self::Simulated(pipe) => pipe.close(),
         }
     }
 
     /// The socket below, if there is one.
-    pub(super) fn socket(&self) -> Option<&Fd> {
+    pub fn socket(&self) -> Option<&Fd> {
         match self {
             Self::Plain(fd) | Self::Tls { fd, .. } => Some(fd),
-            #[cfg(test)]
             Self::Simulated(_) => None,
         }
     }
 
-    /// Whose the client is, if TLS has proved it; see [`TlsStream::peer_name`].
-    pub(super) fn peer_name(&self) -> Option<String> {
+    /// TLS's state, where there is TLS.
+    pub fn tls(&self) -> Option<&RefCell<Box<TlsStream>>> {
         match self {
-            Self::Tls { tls, .. } => tls.borrow().peer_name(),
+            Self::Tls { tls, .. } => Some(tls),
             _ => None,
         }
     }
 
-    pub(super) async fn finish(&self) {
+    /// Tells the other end that nothing more comes, where TLS has a word for that.
+    pub async fn finish(&self) {
         if let Self::Tls { fd, tls } = self {
             tls.borrow_mut().close();
             let _ = send_outgoing(fd, tls).await;
         }
     }
 
-    /// Becomes TLS, as the server; `received` arrived behind the request to start.
-    pub(super) async fn start_tls(self, server: &TlsServer, mut received: &[u8]) -> Result<Self, TlsFailure> {
+    /// Becomes TLS, from either end; `received` has arrived behind the agreement to start.
+    ///
+    /// # Errors
+    /// The handshake's, and the socket's.
+    pub async fn start_tls(self, tls: TlsStream, mut received: &[u8]) -> Result<Self, TlsFailure> {
         let Self::Plain(fd) = self else { return Err(TlsFailure::NotPlain) };
-        let tls = RefCell::new(Box::new(server.accept()?));
+        let tls = RefCell::new(Box::new(tls));
         loop {
             let fed = tls.borrow_mut().feed(received);
             received = &received[fed..];
@@ -154,7 +159,7 @@ impl Stream {
                 feed_from_socket(&fd, &tls).await?;
             }
         }
-        // What the client sent behind its last handshake message, as it may.
+        // What the peer sent behind its last handshake message, as it may.
         let fed = tls.borrow_mut().feed(received);
         if fed < received.len() {
             return Err(TlsFailure::Flood);
@@ -164,16 +169,18 @@ impl Stream {
 }
 
 /// Ends all receiving and sending on a socket.
-pub(super) fn shut_down(socket: &Fd) {
+pub fn shut_down(socket: &Fd) {
     // Fails only where the peer has closed already.
     let _ = shutdown(socket.as_fd().as_raw_fd(), Shutdown::Both);
 }
 
+/// Why there is no TLS.
+#[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
-pub(super) enum TlsFailure {
+pub enum TlsFailure {
     #[error("TLS was to be started on a stream that cannot carry it")]
     NotPlain,
-    #[error("the client sent more behind its TLS handshake than fits")]
+    #[error("the peer sent more behind its TLS handshake than fits")]
     Flood,
     #[error(transparent)]
     Tls(#[from] TlsError),

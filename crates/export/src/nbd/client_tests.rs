@@ -5,15 +5,12 @@ use std::{cell::RefCell, rc::Rc, sync::Arc, sync::atomic::AtomicBool};
 use policy::{access::Access, time::Duration};
 
 use super::{
-    super::{
-        live::Export,
-        pipe::Pipe,
-        proto::{self, info, opt, rep, reply_flag, reply_type},
-        server::{Server, Terms},
-        stream::Stream,
-    },
-    Client, GONE, NotConnected,
-    connect::shake_hands,
+    client::{Client, GONE, NotConnected, Wanted, shake_hands},
+    live::Export,
+    pipe::Pipe,
+    proto::{self, info, opt, rep, reply_flag, reply_type},
+    server::{Server, Terms},
+    stream::Stream,
 };
 use block::{
     buffer::Buffer,
@@ -56,8 +53,9 @@ fn serve(read_only: bool) -> Pipe {
 }
 
 async fn client_of(pipe: Pipe, export: &str) -> Result<Client, NotConnected> {
-    let hands = shake_hands(Stream::Simulated(pipe), export);
-    timeout(Duration::from_secs(5), hands).await.expect("the handshake ends")
+    let wanted = Wanted { export: export.to_owned(), ..Wanted::default() };
+    let hands = shake_hands(Stream::Simulated(pipe), &wanted);
+    timeout(Duration::from_secs(5), hands).await.expect("the handshake ends").map(Client::start)
 }
 
 #[test]
@@ -77,7 +75,7 @@ fn what_was_written_is_read_whatever_else_is_in_flight() {
                         });
                         if write {
                             let data = Buffer::copy_of(&vec![byte; length]);
-                            client.write(at as u64, data.into()).await.unwrap();
+                            client.write(at as u64, data.into(), false).await.unwrap();
                             known.borrow_mut()[at..at + length].fill(byte);
                         } else {
                             let read = client.read(at as u64, length).await.unwrap();
@@ -108,7 +106,7 @@ fn a_request_that_nobody_waits_for_any_more_harms_no_other() {
         }
         // The answers that nobody waits for may come after the one that was waited for.
         let forgotten = async {
-            while !client.connection.in_flight.borrow().is_empty() {
+            while !client.is_idle() {
                 sleep_until(now() + Duration::from_millis(1)).await;
             }
         };
@@ -120,9 +118,8 @@ fn a_request_that_nobody_waits_for_any_more_harms_no_other() {
 fn a_read_only_export_is_not_even_asked() {
     sim::run(1, async {
         let client = client_of(serve(true), "disk").await.unwrap();
-        let written = client.write(0, Buffer::zeroed(512).into()).await;
+        let written = client.write(0, Buffer::zeroed(512).into(), false).await;
         assert_eq!(written, Err(Error::NOT_PERMITTED));
-        assert_eq!(client.connection.sequence.get(), 0, "nothing was sent");
     });
 }
 
@@ -130,6 +127,39 @@ fn a_read_only_export_is_not_even_asked() {
 fn an_export_that_is_not_there_is_named() {
     let refused = sim::run(1, async { client_of(serve(false), "vm1").await.unwrap_err().to_string() });
     assert!(refused.starts_with("refused export \"vm1\": no export of this name"), "{refused}");
+}
+
+#[test]
+fn a_server_of_weir_tells_everything_that_it_can() {
+    sim::run(1, async {
+        let wanted = Wanted { export: "disk".to_owned(), allocation: true, ..Wanted::default() };
+        let hands = shake_hands(Stream::Simulated(serve(false)), &wanted);
+        let client = Client::start(hands.await.unwrap());
+        let about = client.about();
+        assert!(about.can_flush() && about.can_force() && about.can_zero() && about.can_trim());
+        assert!(about.tells_allocation() && about.has_common_flushes());
+        client.write(8192, Buffer::copy_of(&[7; 4096]).into(), true).await.unwrap();
+        let extents = client.extents(0, 90_000).await.unwrap();
+        assert!(extents.len() >= 2, "{extents:?}");
+        client.write_zeroes(8192, 4096, proto::cmd_flag::NO_HOLE).await.unwrap();
+        client.trim(0, 4096).await.unwrap();
+        assert!(client.read(8000, 5000).await.unwrap().iter().all(|&byte| byte == 0));
+    });
+}
+
+#[test]
+fn a_conversation_goes_on_where_it_was_left() {
+    for seed in 0..50 {
+        sim::run(seed, async {
+            let mut client = client_of(serve(false), "disk").await.unwrap();
+            for round in 0..5_u8 {
+                client.write(0, Buffer::copy_of(&[round; 700]).into(), false).await.unwrap();
+                let left = client.retire().await.expect("nothing is in flight");
+                client = Client::start(left);
+                assert!(client.read(0, 700).await.unwrap().iter().all(|&byte| byte == round));
+            }
+        });
+    }
 }
 
 /// A server that sends `script`, whatever the client does, and closes.
@@ -301,10 +331,7 @@ fn whatever_a_server_says_everything_ends() {
                     script[at] = if random.bool() { random.u8(..) } else { script[at] ^ 1 << random.u8(..8) };
                 }
             });
-            let hands = shake_hands(Stream::Simulated(scripted(script)), "disk");
-            let Ok(client) = timeout(Duration::from_secs(5), hands).await.expect("it does not hang") else {
-                return false;
-            };
+            let Ok(client) = client_of(scripted(script), "disk").await else { return false };
             let read =
                 timeout(Duration::from_secs(5), client.read(1000, 100)).await.expect("it does not hang");
             let flushed = timeout(Duration::from_secs(5), client.flush()).await.expect("it does not hang");

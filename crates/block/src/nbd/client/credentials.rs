@@ -1,0 +1,142 @@
+//! What a client proves itself with, and what it takes for proof of the server: certificates, or a
+//! pre-shared key.
+//!
+//! ```text
+//!  X.509   ca-cert.pem       who signs servers; the system's authorities where it is not there
+//!          ca-crl.pem        optional: revoked servers
+//!          client-cert.pem   optional, both: who we are
+//!          client-key.pem
+//!  PSK     keys.psk          a line `user:hexkey`, as `psktool` writes it
+//! ```
+//!
+//! As libnbd and QEMU lay them out. Everything is read once, before the first connection, so a
+//! connection made again needs no file. Never goes on where the server proves nothing, unless it
+//! was told so.
+
+use std::{fmt, net::IpAddr, path::Path};
+
+use openssl::{
+    error::ErrorStack,
+    ssl::{Ssl, SslContext, SslContextBuilder, SslMethod, SslVerifyMode},
+    x509::{store::X509StoreBuilder, verify::X509CheckFlags},
+};
+
+use super::super::{
+    keys::{self, CredentialsError},
+    tls::{TlsError, TlsStream},
+};
+
+/// A client's credentials, ready for any number of connections. Clones share them.
+#[derive(Clone)]
+pub struct TlsClient {
+    context: SslContext,
+    /// Whose certificate the server's has to be; none with a key.
+    host: Option<String>,
+}
+
+impl fmt::Debug for TlsClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TlsClient").field("host", &self.host).finish_non_exhaustive()
+    }
+}
+
+impl TlsClient {
+    /// From a directory of X.509 files, or with the system's authorities alone. The server's
+    /// certificate has to be that of `host`, unless that is `None`: then anybody's is taken.
+    ///
+    /// # Errors
+    /// Of the file that is wrong.
+    pub fn x509(directory: Option<&Path>, host: Option<String>) -> Result<Self, CredentialsError> {
+        let mut builder = builder()?;
+        match directory {
+            Some(directory) => x509_files(&mut builder, directory)?,
+            None => builder.set_default_verify_paths()?,
+        }
+        builder.set_verify(if host.is_some() { SslVerifyMode::PEER } else { SslVerifyMode::NONE });
+        Ok(Self { context: builder.build(), host })
+    }
+
+    /// From a file of pre-shared keys, or from the file `keys.psk` in a directory: the key of
+    /// `user`, or the only one.
+    ///
+    /// # Errors
+    /// Of the file, or if the user has none in it.
+    pub fn psk(path: &Path, user: Option<&str>) -> Result<Self, CredentialsError> {
+        let mut known = keys::pre_shared(path)?;
+        let wrong = |why: String| CredentialsError::Content { path: path.to_owned(), why };
+        let user = match user {
+            Some(user) => user.as_bytes().to_vec(),
+            None if known.len() == 1 => known.keys().next().cloned().unwrap_or_default(),
+            None => return Err(wrong("has keys of several users (say whose: nbds://USER@HOST/…)".to_owned())),
+        };
+        let key = known.remove(&user);
+        let key = key.ok_or_else(|| wrong(format!("has no key of {:?}", String::from_utf8_lossy(&user))))?;
+        let mut builder = builder()?;
+        builder.set_cipher_list(keys::PSK_CIPHERS)?;
+        builder.set_psk_client_callback(move |_, _, identity, secret| {
+            // The identity ends with a zero byte.
+            let Some(room) = identity.get_mut(..=user.len()) else { return Ok(0) };
+            let Some(place) = secret.get_mut(..key.len()) else { return Ok(0) };
+            room[..user.len()].copy_from_slice(&user);
+            room[user.len()] = 0;
+            place.copy_from_slice(&key);
+            Ok(key.len())
+        });
+        Ok(Self { context: builder.build(), host: None })
+    }
+
+    /// A connection's state, of which the first bytes are to be sent.
+    ///
+    /// # Errors
+    /// OpenSSL's.
+    pub fn connect(&self) -> Result<TlsStream, TlsError> {
+        let mut ssl = Ssl::new(&self.context)?;
+        if let Some(host) = &self.host {
+            let is_address = host.parse::<IpAddr>();
+            let rules = ssl.param_mut();
+            rules.set_hostflags(X509CheckFlags::NO_PARTIAL_WILDCARDS);
+            match is_address {
+                Ok(address) => rules.set_ip(address)?,
+                Err(_) => {
+                    rules.set_host(host)?;
+                    ssl.set_hostname(host)?;
+                }
+            }
+        }
+        TlsStream::client(ssl)
+    }
+}
+
+fn builder() -> Result<SslContextBuilder, ErrorStack> {
+    let mut builder = SslContext::builder(SslMethod::tls_client())?;
+    keys::harden(&mut builder)?;
+    Ok(builder)
+}
+
+fn x509_files(builder: &mut SslContextBuilder, directory: &Path) -> Result<(), CredentialsError> {
+    let mut store = X509StoreBuilder::new()?;
+    for authority in keys::certificates(&directory.join("ca-cert.pem"), "the authority that signs the server")? {
+        store.add_cert(authority)?;
+    }
+    keys::revoke_in(&mut store, directory, "the servers that are revoked")?;
+    builder.set_cert_store(store.build());
+    let own = directory.join("client-cert.pem");
+    if !own.exists() {
+        return Ok(());
+    }
+    let mut chain = keys::certificates(&own, "the client's certificate")?.into_iter();
+    let key_path = directory.join("client-key.pem");
+    let key = keys::private_key(&key_path, "the private key of client-cert.pem")?;
+    if let Some(leaf) = chain.next() {
+        if !leaf.public_key()?.public_eq(&key) {
+            let why = format!("not the key of {} (exchange one of them)", own.display());
+            return Err(CredentialsError::Content { path: key_path, why });
+        }
+        builder.set_certificate(&leaf)?;
+    }
+    for intermediate in chain {
+        builder.add_extra_chain_cert(intermediate)?;
+    }
+    builder.set_private_key(&key)?;
+    Ok(())
+}
