@@ -133,6 +133,7 @@ enum Bytes {
     /// `Option` so that `drop` can move it into the pool.
     Own(Option<Rc<Block>>),
     Lent(Arc<[u8]>),
+    Shared(Arc<Frozen>),
 }
 
 impl Buffer {
@@ -175,6 +176,11 @@ impl Buffer {
     pub fn lent(bytes: &Arc<[u8]>, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= bytes.len(), "{range:?} of {} bytes", bytes.len());
         Self { bytes: Bytes::Lent(Arc::clone(bytes)), start: range.start, len: range.len(), is_zero: false }
+    }
+
+    /// All the bytes of a frozen buffer, where they are; writing to this one makes a copy first.
+    pub fn shared(bytes: &Arc<Frozen>) -> Self {
+        Self { bytes: Bytes::Shared(Arc::clone(bytes)), start: 0, len: bytes.len(), is_zero: false }
     }
 
     /// `len` bytes of zero.
@@ -240,7 +246,7 @@ impl Buffer {
     pub fn freeze(mut self) -> Frozen {
         let block = match &mut self.bytes {
             Bytes::Own(block) => block.take(),
-            Bytes::Lent(_) => None,
+            Bytes::Lent(_) | Bytes::Shared(_) => None,
         };
         match block.map(Rc::try_unwrap) {
             Some(Ok(block)) => return Frozen { block: Some(block), start: self.start, len: self.len },
@@ -279,13 +285,14 @@ impl Deref for Buffer {
                 std::slice::from_raw_parts(first_byte(block, self.start), self.len)
             },
             Bytes::Lent(bytes) => &bytes[self.start..self.start + self.len],
+            Bytes::Shared(bytes) => &bytes[self.start..self.start + self.len],
         }
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        if let Bytes::Lent(_) = self.bytes {
+        if let Bytes::Lent(_) | Bytes::Shared(_) = self.bytes {
             *self = Self::copy_of(self);
         }
         self.is_zero = false;

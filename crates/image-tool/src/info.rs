@@ -93,9 +93,26 @@ fn bail_in(path: &Path, what: &str) -> anyhow::Result<()> {
     bail!("{}: {what}", path.display())
 }
 
-fn identity(path: &Path) -> anyhow::Result<(u64, u64)> {
-    let metadata = fs::metadata(path).with_context(|| format!("{}: cannot be read", path.display()))?;
-    Ok((metadata.dev(), metadata.ino()))
+/// What tells images of one chain apart.
+#[derive(PartialEq, Eq, Hash)]
+enum Identity {
+    File(u64, u64),
+    Elsewhere(PathBuf),
+}
+
+fn identity(path: &Path) -> anyhow::Result<Identity> {
+    Ok(match metadata(path)? {
+        Some(metadata) => Identity::File(metadata.dev(), metadata.ino()),
+        None => Identity::Elsewhere(path.to_owned()),
+    })
+}
+
+/// None of what is in no file of this host.
+fn metadata(path: &Path) -> anyhow::Result<Option<fs::Metadata>> {
+    if opening::is_elsewhere(path) {
+        return Ok(None);
+    }
+    fs::metadata(path).map(Some).with_context(|| format!("{}: cannot be read", path.display()))
 }
 
 struct Shown {
@@ -106,13 +123,14 @@ struct Shown {
 
 fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure> {
     let format = opening::format(path, format)?;
-    let metadata = fs::metadata(path).with_context(|| format!("{}: cannot be read", path.display()))?;
     let mut json = json!({
         "filename": path.display().to_string(),
         "format": format.name(),
-        "actual-size": metadata.blocks() * 512,
         "dirty-flag": false,
     });
+    if let Some(metadata) = metadata(path)? {
+        json["actual-size"] = (metadata.blocks() * 512).into();
+    }
     let storage = opening::storage(path, how)?;
     let mut backing = None;
     let mut listed = Vec::new();
@@ -256,7 +274,8 @@ impl Shown {
         line("image", word("filename"));
         line("file format", word("format"));
         line("virtual size", format!("{} ({} bytes)", human(size("virtual-size")), size("virtual-size")));
-        line("disk size", human(size("actual-size")));
+        let is_known = json["actual-size"].is_u64();
+        line("disk size", if is_known { human(size("actual-size")) } else { "unavailable".to_owned() });
         if json["encrypted"] == true {
             line("encrypted", "yes".into());
         }

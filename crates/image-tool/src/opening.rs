@@ -9,9 +9,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail};
 use block::{
     image::qcow2::{header::Header, read_header},
+    nbd::uri::Uri,
     storage::{
         CacheMode, Format, OpenOptions, Storage, open_storage,
         probe::{self, Probed},
+        probe_anywhere,
     },
 };
 use clap::{
@@ -39,6 +41,9 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
 /// Where a name in an image points, for messages: a relative one begins at the image's directory.
 /// `block` resolves what it opens; this refuses no name.
 pub fn beside(image: &Path, name: &str) -> PathBuf {
+    if is_elsewhere(image) {
+        return name.into();
+    }
     image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
 }
 
@@ -90,7 +95,11 @@ pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Forma
     if is_in_cluster(path) {
         bail!("{name}: the format of an image in a cluster is to be said (add -f raw, or -f qcow2)");
     }
-    match probe::probe(path).with_context(|| format!("{name}: cannot be read"))? {
+    let probed = match path.to_str().filter(|text| Uri::is_meant(text)) {
+        Some(uri) => probe_anywhere(uri)?,
+        None => probe::probe(path).with_context(|| format!("{name}: cannot be read"))?,
+    };
+    match probed {
         Probed::Raw => Ok(Format::Raw),
         Probed::Looks("qcow2") => Ok(Format::Qcow2),
         Probed::Looks(other) => {
@@ -108,7 +117,12 @@ pub(super) fn storage(path: &Path, how: How) -> anyhow::Result<Storage> {
 pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
     let text =
         path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
-    Ok(if is_in_cluster(path) { text.to_owned() } else { format!("file:{text}") })
+    Ok(if is_elsewhere(path) { text.to_owned() } else { format!("file:{text}") })
+}
+
+/// Whether it names no file of this host: an image of a Ceph cluster, or at an NBD server.
+pub(super) fn is_elsewhere(path: &Path) -> bool {
+    is_in_cluster(path) || path.to_str().is_some_and(Uri::is_meant)
 }
 
 /// Whether it names an image of a Ceph cluster. A file of such a name is `./rbd:…`.

@@ -137,6 +137,10 @@ fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
                 place.wrong("needs read-only; sharing an image that others write is for reading alone")
             );
         }
+        let mut times = [&disk.reconnect_delay, &disk.open_timeout].into_iter().flatten();
+        if let Some(said) = times.next().filter(|_| disk.image.value.remote().is_none()) {
+            return Err(said.wrong("is for images at NBD servers, and this one is at none (leave it out)"));
+        }
         if let Some(place) = &disk.handover {
             if disk.is_read_only() {
                 return Err(place
@@ -239,6 +243,8 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
         read_only: disk.is_read_only(),
         force_share: disk.force_share.is_some(),
         handover: disk.handover.is_some(),
+        reconnect_delay: disk.reconnect_delay.as_ref().map(|said| said.value).unwrap_or_default(),
+        open_timeout: disk.open_timeout.as_ref().map(|said| said.value).unwrap_or_default(),
         delay: disk.delay.as_ref().map(|said| said.value),
         rate: disk.rate.as_ref().map(|said| said.value.clone()),
         faults: disk.faults.iter().map(|said| said.value.clone()).collect(),

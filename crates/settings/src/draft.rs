@@ -7,6 +7,7 @@ use block::{
     reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
+use policy::time::Duration;
 
 use super::{
     AccessDraft, Address, Door, Image, LogFormat, OnErrorDraft, OnEvent, Owner, Place, PrefetchDraft,
@@ -42,6 +43,8 @@ pub struct DiskDraft {
     pub force_share: Option<Place>,
     /// Where it was asked for, if it was.
     pub handover: Option<Place>,
+    pub reconnect_delay: Option<Said<Duration>>,
+    pub open_timeout: Option<Said<Duration>>,
     pub settings: SettingsDraft,
     pub group: Option<Said<String>>,
     pub delay: Option<Said<DelayOptions>>,

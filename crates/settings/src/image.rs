@@ -8,7 +8,10 @@ use std::{
 };
 
 use anyhow::Context as _;
-use block::storage::{InvalidValue, Spec};
+use block::{
+    nbd::uri::Uri,
+    storage::{InvalidValue, Spec},
+};
 
 use crate::{Said, Wrong};
 
@@ -30,7 +33,15 @@ impl Image {
     pub fn path(&self) -> Option<&Path> {
         match &self.0 {
             Spec::File(path) => Some(path),
-            Spec::Memory(_) | Spec::Null(_) | Spec::Rbd(_) => None,
+            Spec::Memory(_) | Spec::Null(_) | Spec::Nbd(_) | Spec::Rbd(_) => None,
+        }
+    }
+
+    /// Where it is at another server, if it is.
+    pub fn remote(&self) -> Option<&Uri> {
+        match &self.0 {
+            Spec::Nbd(uri) => Some(uri),
+            Spec::File(_) | Spec::Memory(_) | Spec::Null(_) | Spec::Rbd(_) => None,
         }
     }
 
@@ -48,7 +59,7 @@ impl Image {
     pub fn files_of_ceph(&self) -> impl Iterator<Item = &Path> {
         let address = match &self.0 {
             Spec::Rbd(address) => Some(address),
-            Spec::File(_) | Spec::Memory(_) | Spec::Null(_) => None,
+            Spec::File(_) | Spec::Memory(_) | Spec::Nbd(_) | Spec::Null(_) => None,
         };
         address
             .into_iter()
@@ -90,7 +101,7 @@ impl Image {
     pub fn memory_bytes(&self) -> Option<u64> {
         match self.0 {
             Spec::Memory(bytes) => Some(bytes),
-            Spec::File(_) | Spec::Null(_) | Spec::Rbd(_) => None,
+            Spec::File(_) | Spec::Null(_) | Spec::Nbd(_) | Spec::Rbd(_) => None,
         }
     }
 
@@ -102,6 +113,10 @@ impl Image {
             }
             Spec::Memory(_) => "memory".to_owned(),
             Spec::Null(_) => "null".to_owned(),
+            Spec::Nbd(uri) => match uri.export.rsplit('/').next() {
+                Some(name) if !name.is_empty() => name.to_owned(),
+                _ => "disk".to_owned(),
+            },
             Spec::Rbd(address) => address.image.clone(),
         }
     }
@@ -156,6 +171,7 @@ impl fmt::Display for Image {
             Spec::File(path) => write!(f, "{}", path.display()),
             Spec::Memory(bytes) => write!(f, "memory:{bytes}"),
             Spec::Null(bytes) => write!(f, "null:{bytes}"),
+            Spec::Nbd(uri) => uri.fmt(f),
             Spec::Rbd(address) => address.fmt(f),
         }
     }
@@ -184,6 +200,8 @@ mod tests {
         assert_eq!(name("/dev/sda"), "sda");
         assert_eq!(name("memory:1G"), "memory");
         assert_eq!(name("/"), "disk");
+        assert_eq!(name("nbd://host/tenants/vm1"), "vm1");
+        assert_eq!(name("nbd+unix:///?socket=/s"), "disk");
     }
 
     #[test]
@@ -202,7 +220,7 @@ mod tests {
 
     #[test]
     fn a_path_stays_a_path() {
-        for text in ["vm1.raw", "file:memory:1G", "memory:1G", "null:1G"] {
+        for text in ["vm1.raw", "file:memory:1G", "memory:1G", "null:1G", "nbd://host:7/vm1"] {
             assert_eq!(image(&image(text).spec().unwrap()), image(text));
         }
     }

@@ -138,6 +138,10 @@ pub struct Disk {
     /// Has the image locked only while a machine uses the disk, so that another daemon can take it
     /// over.
     pub handover: bool,
+    /// How long requests wait for an NBD server that has gone; zero: not at all.
+    pub reconnect_delay: policy::time::Duration,
+    /// How long it is tried to reach an NBD server at first; zero: once.
+    pub open_timeout: policy::time::Duration,
     /// Latency added to imitate a slower device.
     pub delay: Option<DelayOptions>,
     /// Bandwidth of the device to imitate.

@@ -10,7 +10,10 @@ use std::{
 };
 
 use anyhow::{anyhow, bail};
-use block::storage::{Part, Spec, rbd::Address};
+use block::{
+    nbd::uri::Uri,
+    storage::{Part, Spec, rbd::Address},
+};
 use clap::{ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
 use daemon::serve::ServeArgs;
 use serde_json::{Map, Value, json};
@@ -115,7 +118,7 @@ impl FromArgMatches for DiskOptions {
 const OF_NODES: [&str; 7] =
     ["format", "cache", "discard", "read-only", "force-share", "rbd-config", "rbd-user"];
 /// What is said of its node alone.
-const OF_FORMATS: [&str; 3] = ["options", "snapshot", "secret-file"];
+const OF_FORMATS: [&str; 5] = ["options", "snapshot", "secret-file", "reconnect-delay", "open-timeout"];
 
 /// A disk as a daemon is told of it.
 pub(crate) struct Described {
@@ -167,6 +170,7 @@ pub(crate) fn node(
             json!({ "driver": "null-co", "size": settings::size(size).map_err(anyhow::Error::msg)? })
         }
         Some(("rbd", _)) => rbd(image, value("rbd-config"), value("rbd-user"))?,
+        _ if Uri::is_meant(image) => json!({ "driver": "nbd", "x-weir-uri": image }),
         _ => json!({ "driver": file_driver(image), "filename": image }),
     };
     if let Some(option) = ["rbd-config", "rbd-user"].into_iter().find(|name| option(name).is_some())
@@ -179,9 +183,22 @@ pub(crate) fn node(
         // As for `weir serve`, they are the raw format's.
         None if value("options").is_some() => "raw",
         None if is_qcow2(image) => "qcow2",
+        None if file["driver"] == "nbd" => {
+            bail!("{image}: a daemon is to be told how it is laid out (add --format raw)")
+        }
         None if file["filename"].is_null() => "raw",
         None => bail!("{}: a daemon is to be told how it is laid out (add --format raw)", image),
     };
+    let mut file = file;
+    for option in ["reconnect-delay", "open-timeout"] {
+        let Some(time) = value(option) else { continue };
+        if file["driver"] != "nbd" {
+            bail!("--{option} {time}: is for images at NBD servers, and {image} is at none (leave it out)");
+        }
+        let time = settings::long_duration(time).map_err(anyhow::Error::msg)?;
+        // QEMU's arguments have whole seconds.
+        file[option] = json!(time.as_secs() + u64::from(time.subsec_nanos() > 0));
+    }
     let mut node = json!({ "driver": format, "node-name": name, "file": file });
     match value("cache") {
         None | Some("writeback") => {}

@@ -115,7 +115,11 @@ fn below(mut storage: &Storage) -> Below<'_> {
                 None => wrapped.inner(),
             },
             Storage::File(file) => return file.device().device_number().map_or(Below::Nothing, Below::File),
-            Storage::Memory(_) | Storage::Null(_) | Storage::Rbd(_) | Storage::Simulated(_) => {
+            Storage::Memory(_)
+            | Storage::Nbd(_)
+            | Storage::Null(_)
+            | Storage::Rbd(_)
+            | Storage::Simulated(_) => {
                 return Below::Nothing;
             }
         };

@@ -44,6 +44,9 @@ pub enum NotTaken {
     /// What bitmaps have recorded is in memory.
     #[error("its image has bitmaps")]
     Bitmaps,
+    /// No descriptor of it can be passed, and two would write to it.
+    #[error("its image is at an NBD server")]
+    Remote,
     /// Nothing is written to it any more.
     #[error("its image was found corrupt, or its writes were lost")]
     Broken,
@@ -60,6 +63,9 @@ impl Disk {
         }
         if self.image.storage().is_in_cluster() {
             return Err(NotTaken::Cluster);
+        }
+        if self.image.storage().remote().is_some() && !self.image.is_read_only() {
+            return Err(NotTaken::Remote);
         }
         if self.is_handed_over() {
             return Err(NotTaken::Handover);

@@ -59,7 +59,11 @@ pub fn harden(builder: &mut SslContextBuilder) -> Result<(), ErrorStack> {
 ///
 /// # Errors
 /// Where it is there and is none.
-pub fn revoke_in(store: &mut X509StoreBuilder, directory: &Path, hint: &'static str) -> Result<(), CredentialsError> {
+pub fn revoke_in(
+    store: &mut X509StoreBuilder,
+    directory: &Path,
+    hint: &'static str,
+) -> Result<(), CredentialsError> {
     let revoked = directory.join("ca-crl.pem");
     match read(&revoked, hint) {
         // Only a list that is certainly not there may be ignored.
@@ -125,8 +129,7 @@ pub fn private_key(path: &Path, hint: &'static str) -> Result<PKey<Private>, Cre
 /// Where there are none, or a line is none, or the file cannot be read.
 pub fn pre_shared(path: &Path) -> Result<HashMap<Vec<u8>, Vec<u8>>, CredentialsError> {
     let path = if path.is_dir() { path.join("keys.psk") } else { path.to_owned() };
-    let bytes =
-        read(&path, "pre-shared keys, a line user:hexkey each; `psktool -u USER -p FILE` adds one")?;
+    let bytes = read(&path, "pre-shared keys, a line user:hexkey each; `psktool -u USER -p FILE` adds one")?;
     keys(&bytes).map_err(|why| CredentialsError::Content { path, why })
 }
 

@@ -8,7 +8,7 @@
 //! The protocol's numbers ([`proto`]), the bytes that come ([`inbox`], [`wire`]) and what carries
 //! them ([`stream`], [`tls`], [`keys`]) are the same for who serves and for who asks. Who asks is
 //! [`client`], so that a disk of another server can be a storage; who serves is `export`, above.
-//! `docs/decisions/0041` says why they are here.
+//! `docs/decisions/0045` says why they are here.
 //!
 //! The specification is `doc/proto.md` of github.com/NetworkBlockDevice/nbd. Comments name its
 //! sections in quotation marks.
@@ -22,4 +22,5 @@ pub mod pipe;
 pub mod proto;
 pub mod stream;
 pub mod tls;
+pub mod uri;
 pub mod wire;

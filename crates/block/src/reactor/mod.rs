@@ -49,7 +49,7 @@ pub use priority::{in_background, is_in_background};
 pub use signal::Signal;
 pub use timer::{Sleep, Timeout, timeout};
 pub use uring::Polling;
-pub use worker::Worker;
+pub use worker::{Worker, is_worker};
 
 /// What a thread's reactor is made of. [`Driver`] is the half that differs between the twins.
 struct Reactor {

@@ -1,13 +1,22 @@
 //! A thread with a reactor that runs the jobs it is sent. A daemon has one or a few, and gives each
 //! connection to one of them.
 
-use std::{future::Future, io, sync::Arc, thread};
+use std::{cell::Cell, future::Future, io, sync::Arc, thread};
 
 use super::{
     Driver, Figures, Polling, RingTotals,
     executor::{Arrival, Remote},
     run, spawn, with_current,
 };
+
+thread_local! {
+    static IS_WORKER: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread is a [`Worker`]'s: one that requests run on for as long as there are any.
+pub fn is_worker() -> bool {
+    IS_WORKER.get()
+}
 
 /// A thread that runs a reactor until it is stopped.
 pub struct Worker {
@@ -26,6 +35,7 @@ impl Worker {
         let (stop, stopped) = async_channel::bounded::<()>(1);
         let (announce, announced) = std::sync::mpsc::channel();
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
+            IS_WORKER.set(true);
             run(polling, async move {
                 let parts = with_current(|reactor| {
                     let Driver::Uring(uring) = &reactor.driver else { unreachable!("it runs for real") };

@@ -2,7 +2,7 @@
 //! mode means.
 //!
 //! ```text
-//!   fault ─► rate ─► delay ─► part ─► (align ─► file │ rbd │ simulated; memory; null)
+//!   fault ─► rate ─► delay ─► part ─► (align ─► file │ rbd │ nbd │ simulated; memory; null)
 //!   wrappers, each optional      what is at the bottom
 //! ```
 //!
@@ -28,6 +28,7 @@ mod flushes;
 mod invalid_value;
 mod lock;
 pub mod memory;
+pub mod nbd;
 pub mod null;
 mod open;
 mod open_error;
@@ -46,8 +47,8 @@ mod wrapped;
 pub(crate) use file::FileIdentity;
 pub use file::{CacheMode, File, Passed, PassedFile};
 pub use invalid_value::InvalidValue;
-pub use open::{OpenOptions, open_storage};
-pub(crate) use open::{open_bottom, wrapped};
+pub use open::{OpenOptions, open_storage, probe_anywhere};
+pub(crate) use open::{open_any, open_bottom, wrapped};
 pub use open_error::OpenError;
 pub use options::InvalidOption;
 pub use part::Part;
@@ -63,7 +64,7 @@ use std::{io, sync::Arc};
 
 use policy::time::Duration;
 
-use self::{align::Align, memory::Memory, null::Null, rbd::Rbd, simulated::Simulated};
+use self::{align::Align, memory::Memory, nbd::Nbd, null::Null, rbd::Rbd, simulated::Simulated};
 pub use crate::reactor::op::Durability;
 use crate::{
     buffer::{Buffer, Segments},
@@ -124,6 +125,8 @@ pub enum Storage {
     File(Align<File>),
     /// Memory, allocated as it is written.
     Memory(Memory),
+    /// What another server has.
+    Nbd(Align<Nbd>),
     /// Reads zeroes, forgets writes.
     Null(Null),
     /// An image of a Ceph cluster.
@@ -140,6 +143,7 @@ macro_rules! each {
         match $storage {
             Storage::File($inner) => $call,
             Storage::Memory($inner) => $call,
+            Storage::Nbd($inner) => $call,
             Storage::Null($inner) => $call,
             Storage::Rbd($inner) => $call,
             Storage::Simulated($inner) => $call,
@@ -201,6 +205,7 @@ impl Storage {
             Self::Rbd(image) => image.resize(size_bytes).await,
             Self::Simulated(disk) => disk.resize(size_bytes).await,
             Self::Memory(memory) => memory.resize(size_bytes),
+            Self::Nbd(nbd) => nbd.resize(size_bytes).await,
             Self::Null(null) => null.resize(size_bytes),
             Self::Wrapped(wrapped) => Box::pin(wrapped.resize(size_bytes)).await,
         }
@@ -210,9 +215,23 @@ impl Storage {
     fn file(&self) -> Option<&File> {
         match self {
             Self::File(file) => Some(file.device()),
-            Self::Memory(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => None,
+            Self::Memory(_) | Self::Nbd(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => None,
             Self::Wrapped(wrapped) => wrapped.inner().file(),
         }
+    }
+
+    /// The export at the bottom, whatever is around it; none where that is none.
+    fn nbd(&self) -> Option<&Nbd> {
+        match self {
+            Self::Nbd(nbd) => Some(nbd.device()),
+            Self::File(_) | Self::Memory(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => None,
+            Self::Wrapped(wrapped) => wrapped.inner().nbd(),
+        }
+    }
+
+    /// How it stands with the server that has it; none where it is on this host.
+    pub fn remote(&self) -> Option<nbd::Remote> {
+        self.nbd().map(Nbd::remote)
     }
 
     /// Which file is at the bottom; none where that is no file.
@@ -247,7 +266,7 @@ impl Storage {
         match self {
             Self::Rbd(image) => image.device().writes_through(),
             Self::Wrapped(wrapped) => wrapped.inner().writes_through(),
-            _ => self.file().is_some_and(File::writes_through),
+            _ => self.file().is_some_and(File::writes_through) || self.nbd().is_some_and(Nbd::writes_through),
         }
     }
 
@@ -256,7 +275,7 @@ impl Storage {
         match self {
             Self::Rbd(image) => Some(image.device()),
             Self::Wrapped(wrapped) => wrapped.inner().rbd(),
-            Self::File(_) | Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => None,
+            Self::File(_) | Self::Memory(_) | Self::Nbd(_) | Self::Null(_) | Self::Simulated(_) => None,
         }
     }
 
@@ -265,10 +284,15 @@ impl Storage {
         self.rbd().is_some()
     }
 
-    /// How long the oldest request has been under way, where that is known: with a cluster that
-    /// stands still it becomes long.
+    /// Whether its bytes are on no device of this host.
+    pub fn is_far(&self) -> bool {
+        self.rbd().is_some() || self.nbd().is_some()
+    }
+
+    /// How long the oldest request has been under way, where that is known: with a cluster or a
+    /// server that stands still it becomes long.
     pub fn oldest_request(&self) -> Option<Duration> {
-        self.rbd().and_then(Rbd::oldest_request)
+        self.rbd().and_then(Rbd::oldest_request).or_else(|| self.nbd().and_then(Nbd::oldest_request))
     }
 
     /// Rings once others may have given it another size: then [`Storage::look_again`]. None where
@@ -307,13 +331,13 @@ impl Storage {
 
     /// Whether the page cache has lost writes, so that flushes fail from now on.
     pub(crate) fn has_lost_writes(&self) -> bool {
-        self.file().is_some_and(File::has_lost_writes)
+        self.file().is_some_and(File::has_lost_writes) || self.nbd().is_some_and(Nbd::has_lost_writes)
     }
 
     /// Whether others may write to it meanwhile, for all that is known here: it was opened although
     /// somebody does, or the file system has no locks.
     pub(crate) fn may_be_written_by_others(&self) -> bool {
-        self.file().is_some_and(|file| !file.is_protected())
+        self.file().is_some_and(|file| !file.is_protected()) || self.nbd().is_some_and(Nbd::is_shared)
     }
 
     /// See [`OpenOptions::handover`].
@@ -350,7 +374,7 @@ impl Storage {
         match self {
             Self::Memory(_) => true,
             Self::Wrapped(wrapped) => wrapped.inner().is_memory(),
-            Self::File(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => false,
+            Self::File(_) | Self::Nbd(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => false,
         }
     }
 
@@ -368,6 +392,7 @@ impl Storage {
     pub(crate) fn was_changed(&self) {
         match self {
             Self::File(file) => file.was_changed(),
+            Self::Nbd(nbd) => nbd.was_changed(),
             Self::Wrapped(wrapped) => wrapped.inner().was_changed(),
             Self::Memory(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => {}
         }
@@ -376,7 +401,7 @@ impl Storage {
     /// Whether it is made longer by asking, and then reads as zeroes behind its old end. A block
     /// device is not: its owner makes it longer, and it has there whatever it had before.
     pub fn can_grow(&self) -> bool {
-        self.file().is_none_or(File::can_grow)
+        self.file().is_none_or(File::can_grow) && self.nbd().is_none()
     }
 
     /// The alignment that costs least.
@@ -457,7 +482,7 @@ impl Storage {
     pub fn can_read_ahead(&self) -> bool {
         match self {
             Self::File(file) => file.device().can_read_ahead(),
-            Self::Memory(_) | Self::Null(_) | Self::Rbd(_) => false,
+            Self::Memory(_) | Self::Nbd(_) | Self::Null(_) | Self::Rbd(_) => false,
             Self::Simulated(_) => true,
             Self::Wrapped(wrapped) => wrapped.inner().can_read_ahead(),
         }
@@ -467,7 +492,7 @@ impl Storage {
     pub async fn will_need(&self, offset: u64, length: u64) {
         match self {
             Self::File(file) => file.device().will_need(offset, length).await,
-            Self::Memory(_) | Self::Null(_) | Self::Rbd(_) => {}
+            Self::Memory(_) | Self::Nbd(_) | Self::Null(_) | Self::Rbd(_) => {}
             Self::Simulated(disk) => disk.device().will_need(length).await,
             Self::Wrapped(wrapped) => Box::pin(wrapped.will_need(offset, length)).await,
         }

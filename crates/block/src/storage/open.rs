@@ -6,15 +6,22 @@
 
 use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 
+use policy::time::Duration;
+
 use super::{
     CacheMode, Format, Memory, Null, OpenError, Part, Passed, Root, Spec, Storage,
     align::Align,
     delay::DelayOptions,
     fault::FaultRule,
     file::{self, FileOptions},
+    nbd::NbdOptions,
     probe::{Probed, probe_file},
     rate::{Budgets, RateOptions},
     rbd,
+};
+use crate::{
+    nbd::uri::Uri,
+    reactor::{self, Polling},
 };
 
 /// How to open an image.
@@ -41,6 +48,11 @@ pub struct OpenOptions {
     pub passed: Option<Passed>,
     /// The part of it that is the disk; only of raw images.
     pub part: Option<Part>,
+    /// How long requests wait for an NBD server that has gone, and are asked again once it is back;
+    /// zero: they fail at once.
+    pub reconnect_delay: Duration,
+    /// How long it is tried to reach an NBD server at first; zero: once.
+    pub open_timeout: Duration,
     /// Latency added.
     pub delay: Option<DelayOptions>,
     /// Bandwidth bounded.
@@ -60,18 +72,80 @@ pub fn open_storage(spec: &str, options: OpenOptions) -> Result<Storage, OpenErr
     wrapped(spec, open_bottom(spec, &options)?.0, options)
 }
 
+/// What an image looks like, wherever it is; `spec` as for [`open_storage`].
+///
+/// # Errors
+/// Where it cannot be opened or read.
+pub fn probe_anywhere(spec: &str) -> Result<Probed, OpenError> {
+    let options =
+        OpenOptions { read_only: true, force_share: true, may_be_empty: true, ..OpenOptions::default() };
+    Ok(open_bottom(spec, &options)?.1)
+}
+
+/// An export, for who does not run a reactor here or cannot wait for it: on a thread that has one
+/// for this.
+fn open_apart(uri: &Uri, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
+    let (place, options) = (uri.clone(), of_export(uri, options)?);
+    let opening = std::thread::spawn(move || {
+        reactor::run(Polling::Off, async move { super::nbd::open(&place, &options).await })
+    });
+    let failed = |why: String| OpenError::new(&uri.to_string(), why, "is io_uring to be had?");
+    let opened = opening.join().map_err(|_| failed("the thread that opened it has ended".to_owned()))?;
+    let (nbd, probed) = opened.map_err(|error| failed(format!("no ring can be made: {error}")))??;
+    Ok((Storage::Nbd(nbd), probed))
+}
+
+fn of_export(uri: &Uri, options: &OpenOptions) -> Result<NbdOptions, OpenError> {
+    if options.handover {
+        let why = "cannot be handed over: NBD has no locks";
+        return Err(OpenError::new(&uri.to_string(), why, "leave handover out"));
+    }
+    Ok(NbdOptions {
+        cache: options.cache,
+        is_format_known: options.format.is_some(),
+        read_only: options.read_only,
+        is_shared: options.force_share,
+        may_be_empty: options.may_be_empty,
+        reconnect_delay: options.reconnect_delay,
+        open_timeout: options.open_timeout,
+    })
+}
+
+/// As [`open_bottom`], without blocking, on this thread's reactor.
+pub(crate) async fn open_any(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
+    if let Spec::Nbd(uri) = place(spec)? {
+        if options.force_share && !options.read_only {
+            return Err(shared_by_writers(spec));
+        }
+        let (nbd, probed) = super::nbd::open(&uri, &of_export(&uri, options)?).await?;
+        return Ok((Storage::Nbd(nbd), probed));
+    }
+    let (spec, options) = (spec.to_owned(), options.clone());
+    reactor::blocking(move || open_bottom(&spec, &options)).await
+}
+
+fn place(spec: &str) -> Result<Spec, OpenError> {
+    spec.parse().map_err(|error: super::InvalidValue| {
+        let remedy = "an image is a path, memory:SIZE, null:SIZE, rbd:POOL/IMAGE or nbd://HOST/EXPORT";
+        OpenError::new(spec, error.to_string(), remedy)
+    })
+}
+
+fn shared_by_writers(spec: &str) -> OpenError {
+    OpenError::new(spec, "force-share would let two writers ruin it", "add --read-only")
+}
+
 /// What `spec` names, without wrappers, and what it looks like. Blocks.
 pub(crate) fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
     if options.force_share && !options.read_only {
-        return Err(OpenError::new(spec, "force-share would let two writers ruin it", "add --read-only"));
+        return Err(shared_by_writers(spec));
     }
-    let place: Spec = spec.parse().map_err(|error: super::InvalidValue| {
-        OpenError::new(
-            spec,
-            error.to_string(),
-            "an image is a path, memory:SIZE, null:SIZE or rbd:POOL/IMAGE",
-        )
-    })?;
+    let place = place(spec)?;
+    let is_patient = !options.reconnect_delay.is_zero() || !options.open_timeout.is_zero();
+    if is_patient && !matches!(place, Spec::Nbd(_)) {
+        let why = "reconnect-delay and open-timeout are for NBD servers, and this is none";
+        return Err(OpenError::new(spec, why, "leave it out"));
+    }
     if options.handover && (options.read_only || !matches!(place, Spec::File(_))) {
         return Err(OpenError::new(
             spec,
@@ -82,6 +156,7 @@ pub(crate) fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage,
     match place {
         Spec::File(path) => open_file(&path, options),
         Spec::Memory(size) => Ok((Storage::Memory(memory(spec, size)?), Probed::Raw)),
+        Spec::Nbd(uri) => open_apart(&uri, options),
         Spec::Null(size) => Ok((Storage::Null(Null::new(not_empty(spec, size)?)), Probed::Raw)),
         Spec::Rbd(address) => {
             let OpenOptions { cache, read_only, force_share, .. } = *options;

@@ -125,6 +125,14 @@ pub(super) fn probe_file(file: &fs::File) -> io::Result<Probed> {
     Ok(probed)
 }
 
+/// As [`probe`], of the first bytes and of the last: [`HEADER_BYTES`] each, or all there are.
+pub(super) fn probe_ends(first: &[u8], last: &[u8]) -> Probed {
+    match probe_header(first) {
+        Probed::Raw if last.len() >= HEADER_BYTES && last.starts_with(DMG_TRAILER) => Probed::Looks("dmg"),
+        probed => probed,
+    }
+}
+
 fn read_up_to(file: &fs::File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
     let mut done = 0;
     while done < buffer.len() {

@@ -23,6 +23,14 @@ pub enum ResizeError {
         /// The device's own size, now in force here too.
         size_bytes: u64,
     },
+    /// Another server has it, and NBD has no word to resize it.
+    #[error(
+        "its NBD server has it with {size_bytes} bytes (resize it there first, then give its new size here)"
+    )]
+    Remote {
+        /// The server's size, now in force here too.
+        size_bytes: u64,
+    },
     /// It is a part of a file, of a size that was given.
     #[error("it is a part of {size_bytes} bytes of a file (serve it without `size` to have it grow)")]
     Part {

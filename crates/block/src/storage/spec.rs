@@ -1,5 +1,5 @@
-//! What users type: IMAGE as a path, `memory:SIZE`, `null:SIZE` or `rbd:POOL/IMAGE`; sizes and
-//! durations.
+//! What users type: IMAGE as a path, `memory:SIZE`, `null:SIZE`, `rbd:POOL/IMAGE` or an NBD URI;
+//! sizes and durations.
 //!
 //! Sizes are QEMU's: a number, perhaps with a fraction, and `K`, `M`, `G`, `T`, `P` or `E` for
 //! powers of 1024. All arithmetic is on integers: `1.5G` is exact, and a value that does not fit is
@@ -10,6 +10,7 @@ use std::{path::PathBuf, str::FromStr};
 use policy::time::Duration;
 
 use super::{InvalidValue, rbd};
+use crate::nbd::uri::Uri;
 
 const SIZE_RULE: &str = "is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G; KB is 1000, and so on)";
 const SIZE_BOUND: &str = "is too large (sizes are below 8E)";
@@ -99,6 +100,8 @@ pub enum Spec {
     Memory(u64),
     /// `null:SIZE`, in bytes.
     Null(u64),
+    /// An export of an NBD server, by its URI.
+    Nbd(Box<Uri>),
     /// `rbd:POOL/IMAGE`, an image of a Ceph cluster.
     Rbd(Box<rbd::Address>),
 }
@@ -115,11 +118,15 @@ impl FromStr for Spec {
         if let Some(address) = text.strip_prefix("rbd:") {
             return rbd::Address::read(address).map(|address| Self::Rbd(Box::new(address)));
         }
+        if Uri::is_meant(text) {
+            let uri = Uri::parse(text).map_err(|rule| InvalidValue::new(text, rule))?;
+            return Ok(Self::Nbd(Box::new(uri)));
+        }
         let path = text.strip_prefix("file:").unwrap_or(text);
         if path.is_empty() || path.contains('\0') {
             return Err(InvalidValue::new(
                 text,
-                "is not an image (a path, memory:SIZE, null:SIZE or rbd:POOL/IMAGE)",
+                "is not an image (a path, memory:SIZE, null:SIZE, rbd:POOL/IMAGE or nbd://HOST/EXPORT)",
             ));
         }
         Ok(Self::File(PathBuf::from(path)))
@@ -205,6 +212,9 @@ mod tests {
         assert_eq!("vm.raw".parse(), Ok(Spec::File("vm.raw".into())));
         assert_eq!("file:memory:1".parse(), Ok(Spec::File("memory:1".into())));
         assert!("".parse::<Spec>().is_err());
+        assert!(matches!("nbd://host/vm1".parse(), Ok(Spec::Nbd(_))));
+        assert_eq!("file:nbd:x".parse(), Ok(Spec::File("nbd:x".into())));
+        assert!("nbd:host:10809".parse::<Spec>().is_err());
         assert!("memory:lots".parse::<Spec>().is_err());
     }
 }

@@ -198,6 +198,8 @@ fn options(
         read_only: disk.read_only,
         force_share: disk.force_share,
         handover: disk.handover,
+        reconnect_delay: disk.reconnect_delay,
+        open_timeout: disk.open_timeout,
         may_be_empty: false,
         passed: None,
         delay: disk.delay,

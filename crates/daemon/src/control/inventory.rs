@@ -274,7 +274,8 @@ impl Inventory {
         match (self.sandbox(), image.path()) {
             (Some(sandbox), Some(path)) => sandbox.check_image(path),
             (Some(sandbox), None) if image.is_rbd() => sandbox.check_cluster(),
-            _ => Ok(()),
+            (Some(sandbox), None) => image.remote().map_or(Ok(()), |uri| sandbox.check_remote(uri)),
+            (None, _) => Ok(()),
         }
     }
 

@@ -51,6 +51,10 @@ pub(crate) struct StorageNode {
     pub(crate) auto_read_only: bool,
     pub(crate) force_share: bool,
     pub(crate) latency: Option<Duration>,
+    /// How long requests wait for an NBD server that has gone.
+    pub(crate) reconnect_delay: Duration,
+    /// How long it is tried to reach one at first.
+    pub(crate) open_timeout: Duration,
     /// Another daemon may take it over: see `--handover`.
     pub(crate) handover: bool,
     pub(crate) discards: Discards,

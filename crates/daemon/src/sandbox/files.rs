@@ -20,8 +20,8 @@ use std::{
 
 use anyhow::Context as _;
 use landlock::{
-    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, PathBeneath, PathFd,
-    Ruleset, RulesetAttr as _, RulesetCreated, RulesetCreatedAttr as _, Scope, make_bitflags,
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, NetPort, PathBeneath,
+    PathFd, Ruleset, RulesetAttr as _, RulesetCreated, RulesetCreatedAttr as _, Scope, make_bitflags,
 };
 use nix::unistd::{Uid, User};
 use settings::{
@@ -114,7 +114,7 @@ fn ruleset(has_cluster: bool) -> Result<RulesetCreated, landlock::RulesetError> 
         .handle_access(AccessFs::from_all(LEAST))?
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(BEST))?;
-    // To no port at all.
+    // To no port, but those that are called.
     let ruleset = if has_cluster { ruleset } else { ruleset.handle_access(AccessNet::ConnectTcp)? };
     ruleset
         // Names that lie in no directory.
@@ -142,6 +142,16 @@ impl Rules {
         }
         for image in &served.images {
             self.place(image, BitFlags::EMPTY)?;
+        }
+        // Where that goes to any port, no rule is made of ports.
+        for port in super::called_ports(served).into_iter().filter(|_| !served.cluster) {
+            (&mut self.ruleset).add_rule(NetPort::new(port, AccessNet::ConnectTcp))?;
+        }
+        for uri in &served.remotes {
+            let tls = uri.tls.iter().flat_map(|tls| [&tls.certificates, &tls.psk_file]);
+            for path in tls.flatten() {
+                self.readable(path)?;
+            }
         }
         let service = &plan.service;
         if let Some(root) = &service.image_root {

@@ -26,7 +26,10 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use block::reactor::{self, Worker};
+use block::{
+    nbd::{client::Endpoint as Server, uri::Uri},
+    reactor::{self, Worker},
+};
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
 use settings::{Address, Door, Endpoint, Plan, Sandbox, Service, SocketAccess};
 
@@ -39,9 +42,9 @@ struct Needs {
     host: bool,
     /// A file over FUSE is mounted by a set-uid program, because the user is not root.
     helper: bool,
-    /// It listens at TCP.
+    /// It listens at TCP, or calls there.
     tcp: bool,
-    /// It calls a virtual machine that listens.
+    /// It calls a virtual machine that listens, or an NBD server.
     calls: bool,
     /// Its sockets have another owner or mode than such files have.
     gives: bool,
@@ -62,6 +65,8 @@ pub(crate) struct Served {
     pub(crate) doors: Vec<Door>,
     /// Some of its disks are images of a Ceph cluster.
     pub(crate) cluster: bool,
+    /// Images at NBD servers.
+    pub(crate) remotes: Vec<Uri>,
 }
 
 impl Needs {
@@ -75,6 +80,9 @@ impl Needs {
             cluster: served.cluster,
             ..Self::default()
         };
+        // To connect again after a break.
+        needs.calls = !served.remotes.is_empty();
+        needs.tcp |= !called_ports(served).is_empty();
         for door in &served.doors {
             match door {
                 Door::VhostUserBlk(machine) => {
@@ -92,12 +100,19 @@ impl Needs {
     }
 }
 
+/// The ports at others that the daemon may call later: all that landlock can tell of a call.
+fn called_ports(served: &Served) -> Vec<u16> {
+    served.remotes.iter().filter_map(|uri| uri.server.port()).collect()
+}
+
 /// Whether the daemon is in the sandbox, and what it was let keep.
 #[derive(Debug)]
 pub(crate) struct Entered {
     needs: Needs,
     /// Where images may be opened; none: anywhere.
     places: Option<Vec<PathBuf>>,
+    /// Where NBD servers may be called.
+    servers: Vec<Server>,
 }
 
 const REMEDY: &str = "or start it with --sandbox off";
@@ -123,6 +138,19 @@ impl Entered {
         ensure!(
             self.needs.cluster || self.needs.host,
             "the sandbox lets this daemon connect to no Ceph cluster (start it with such a disk, {REMEDY})"
+        );
+        Ok(())
+    }
+
+    /// Fails where the sandbox would not let the server be called.
+    pub(crate) fn check_remote(&self, uri: &Uri) -> anyhow::Result<()> {
+        // Of a TCP server the name is looked up before the sandbox is entered, too.
+        let is_unix = uri.server.port().is_none();
+        let is_there = self.needs.host
+            || self.servers.iter().any(|server| server == &uri.server || is_unix && server.port().is_none());
+        ensure!(
+            is_there,
+            "{uri}: the sandbox lets the daemon call no NBD server but those that it began with (start it with such a disk, {REMEDY})"
         );
         Ok(())
     }
@@ -197,7 +225,8 @@ pub(crate) async fn enter(
     if service.sandbox == Sandbox::Off {
         return Ok(None);
     }
-    let (entered, missing) = give_up(needs, files, workers).await?;
+    let (mut entered, missing) = give_up(needs, files, workers).await?;
+    entered.servers = served.remotes.iter().map(|uri| uri.server.clone()).collect();
     if service.sandbox == Sandbox::Require && !missing.is_empty() {
         bail!("sandbox: {} (mend it, or start weir with --sandbox on)", missing.join("; "));
     }
@@ -230,7 +259,7 @@ async fn give_up(
         missing.push(
             "a file over FUSE needs root, or else fusermount3, which is set-uid: nothing is given up".into(),
         );
-        return Ok((Entered { needs, places: None }, missing));
+        return Ok((Entered { needs, places: None, servers: Vec::new() }, missing));
     }
     // The last rings that can be made.
     reactor::set_notifiers_aside(needs.queues).context("rings for virtual machines cannot be made")?;
@@ -243,7 +272,7 @@ async fn give_up(
     {
         missing.push(others);
     }
-    Ok((Entered { needs, places }, missing))
+    Ok((Entered { needs, places, servers: Vec::new() }, missing))
 }
 
 /// What root keeps.

@@ -5,7 +5,7 @@ use std::{
     env,
     fs::{self, File, Permissions},
     io,
-    net::{TcpStream, UdpSocket},
+    net::{TcpListener, TcpStream, UdpSocket},
     os::unix::{
         fs::{OpenOptionsExt as _, PermissionsExt as _},
         net::{UnixDatagram, UnixListener, UnixStream},
@@ -73,6 +73,60 @@ fn inside() {
         }
     })
     .expect("io_uring works on a test machine");
+}
+
+#[test]
+fn a_daemon_with_a_disk_at_a_server_calls_its_port_and_no_other() {
+    let test = "sandbox::tests::inside_with_a_server";
+    let output = Command::new(env::current_exe().expect("this program"))
+        .args(["--exact", "--ignored", "--nocapture", test])
+        .output()
+        .expect("it runs");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(said.contains("1 passed"), "{said}");
+}
+
+#[test]
+#[ignore = "the process of the test above"]
+fn inside_with_a_server() {
+    reactor::threads_must_end();
+    let worker = Worker::start("worker 0", Polling::Off).expect("a worker");
+    reactor::run(Polling::Off, async move {
+        let listens = [(); 2].map(|()| TcpListener::bind(("127.0.0.1", 0)).expect("a port"));
+        let ports = listens.each_ref().map(|socket| socket.local_addr().expect("it is bound").port());
+        let plan = Plan::without_disks(Draft::default()).expect("a plan");
+        let uri = Uri::parse(&format!("nbd://127.0.0.1:{}/disk", ports[0])).expect("a URI");
+        let served = Served { remotes: vec![uri.clone()], ..Served::default() };
+        let workers = [worker];
+        let entered = enter(&plan, None, &served, &workers).await.expect("it is entered").expect("it is on");
+        let other = Uri::parse(&format!("nbd://127.0.0.1:{}/disk", ports[1])).expect("a URI");
+        assert!(entered.check_remote(&uri).is_ok() && entered.check_remote(&other).is_err());
+        let (told, heard) = async_channel::bounded(1);
+        workers[0].spawn(move || async move {
+            // As a connection is made again: by a thread for what blocks.
+            let call = |port| reactor::blocking(move || TcpStream::connect(("127.0.0.1", port)).map(drop));
+            let tried =
+                (call(ports[0]).await, call(ports[1]).await, UdpSocket::bind(("127.0.0.1", 0)).map(drop));
+            told.send(tried).await.expect("it is waited for");
+        });
+        let (own, others, datagram) = heard.recv().await.expect("it has tried");
+        assert!(own.is_ok(), "{own:?}");
+        assert!(datagram.is_err());
+        // Linux has rules for ports since 6.7.
+        if has_rules_for_ports() {
+            assert_eq!(others.expect_err("another port").raw_os_error(), Some(nix::libc::EACCES));
+        }
+    })
+    .expect("io_uring works on a test machine");
+}
+
+fn has_rules_for_ports() -> bool {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").expect("it is there");
+    let mut numbers = release.split(['.', '-']).map(|number| number.parse::<u32>().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    let modules = fs::read_to_string("/sys/kernel/security/lsm").unwrap_or_default();
+    version >= (6, 7) && modules.contains("landlock")
 }
 
 fn shared(index: usize) -> PathBuf {

@@ -643,6 +643,7 @@ async fn settle(
     let served = sandbox::Served {
         images: inventory.disks().iter().filter_map(|disk| disk.image.path().map(Path::to_owned)).collect(),
         endpoints: inventory.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
+        remotes: inventory.disks().iter().filter_map(|disk| disk.image.remote().cloned()).collect(),
         doors: inventory
             .exports()
             .iter()

@@ -234,7 +234,10 @@ impl Queue {
                 ResizeError::ReadOnly => Error::from_errno(libc::EROFS),
                 ResizeError::TooLarge { .. } => too_large,
                 ResizeError::Failed(error) => error,
-                ResizeError::Device { .. } | ResizeError::Part { .. } | ResizeError::Unaligned { .. } => {
+                ResizeError::Device { .. }
+                | ResizeError::Part { .. }
+                | ResizeError::Remote { .. }
+                | ResizeError::Unaligned { .. } => {
                     Error::INVALID
                 }
             }

@@ -24,8 +24,9 @@
 //! ```
 //!
 //! Bytes that the handshake does not consume belong to whoever is next: the handshake again, the
-//! TLS stream after [`Event::StartTls`], or the requests. The other side, and what both
-//! have in common, is `block::nbd`. Where the client is this host's kernel, there is no handshake: [`kernel`].
+//! TLS stream after [`Event::StartTls`], or the requests. The other side, and what both have
+//! in common, is `block::nbd`. Where the client is this host's kernel, there is no handshake:
+//! [`kernel`].
 //!
 //! No input panics, hangs, or makes the parsers hold more than [`negotiate::MAX_OPTION_BYTES`];
 //! parsing a request and writing its reply allocate nothing. Deadlines, limits on connections and
@@ -55,20 +56,22 @@ pub mod server;
 pub mod session;
 #[cfg(test)]
 mod simulation;
+#[cfg(test)]
+mod storage_simulation;
 mod visit;
 
 pub use admission::Refused;
-pub use catalog::{BlockSizes, ExportInfo, ExportTable, Exports, Features};
-pub use context::{MOST_BITMAPS, MetaContext, MetaContexts};
+#[cfg(test)]
+use block::nbd::pipe;
 pub use block::nbd::{
     client,
     keys::CredentialsError,
     proto,
     tls::{self, TlsError, TlsRead, TlsStream},
 };
-#[cfg(test)]
-use block::nbd::pipe;
 use block::nbd::{inbox, stream, wire};
+pub use catalog::{BlockSizes, ExportInfo, ExportTable, Exports, Features};
+pub use context::{MOST_BITMAPS, MetaContext, MetaContexts};
 pub use credentials::TlsServer;
 pub use errno::Errno;
 pub use live::Export;

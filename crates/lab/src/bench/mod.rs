@@ -35,6 +35,7 @@ use block::{
         open::{ImageOptions, open},
     },
     layer::throttle::DiskSettings,
+    nbd::{client::Wanted, uri::Uri},
     storage::OpenOptions,
 };
 use console::{Failure, complain, on_reactor, print, print_json};
@@ -42,8 +43,8 @@ use export::vhost_user_blk::client;
 use policy::prefetch::Stats;
 use settings::Qcow2Settings;
 
+use self::progress::Progress;
 pub(crate) use self::target::BenchTarget;
-use self::{progress::Progress, target::Export};
 use super::{
     interruption::Interruption,
     load::{Job, Outcome, PATIENCE, Ran, Source, Stop, put_all},
@@ -105,15 +106,18 @@ impl Run {
         self.tell(&job, ran, Some(prefetch)).and(closed)
     }
 
-    async fn measure_export(&self, export: &Export) -> anyhow::Result<()> {
-        let client = self.unless_stopped(Source::client(&export.server, &export.name)).await?;
+    async fn measure_export(&self, export: &Uri) -> anyhow::Result<()> {
+        let place = export.clone();
+        let tls = block::reactor::blocking(move || place.credentials()).await?;
+        let wanted = Wanted { export: export.export.clone(), tls, allocation: false };
+        let client = self.unless_stopped(Source::client(&export.server, &wanted)).await?;
         let about = client.about().clone();
         client.disconnect().await;
         if self.arguments.write && about.is_read_only() {
             bail!("is read-only (leave -w away to read)");
         }
         self.fits(about.minimum_block.into(), Some(about.maximum_payload.into()), about.can_flush())?;
-        let source = Source::Nbd { server: export.server.clone(), export: export.name.clone() };
+        let source = Source::Nbd { server: export.server.clone(), wanted };
         let (job, ran) = self.put(about.size_bytes, source).await?;
         self.tell(&job, ran, None)
     }

@@ -18,7 +18,7 @@ use block::{
 };
 use console::NO_RING;
 use export::{
-    nbd::client::{Client, Endpoint, connect},
+    nbd::client::{Client, Endpoint, Wanted, connect},
     vhost_user_blk,
 };
 use policy::time::Duration;
@@ -32,7 +32,7 @@ pub(crate) enum Source {
     Disk(Arc<Disk>),
     Nbd {
         server: Endpoint,
-        export: String,
+        wanted: Wanted,
     },
     /// One for each job.
     VhostUser(Arc<Mutex<Vec<Queue>>>),
@@ -50,14 +50,14 @@ enum Told {
 }
 
 impl Source {
-    pub(crate) async fn client(server: &Endpoint, export: &str) -> anyhow::Result<Client> {
-        Ok(connect(server, export, PATIENCE).await?)
+    pub(crate) async fn client(server: &Endpoint, wanted: &Wanted) -> anyhow::Result<Client> {
+        Ok(connect(server, wanted, PATIENCE).await?)
     }
 
     async fn open(self) -> anyhow::Result<Target> {
         match self {
             Self::Disk(disk) => Ok(disk.into()),
-            Self::Nbd { server, export } => Ok(Target::Nbd(Rc::new(Self::client(&server, &export).await?))),
+            Self::Nbd { server, wanted } => Ok(Target::Nbd(Rc::new(Self::client(&server, &wanted).await?))),
             Self::VhostUser(queues) => {
                 let queue = queues.lock().unwrap_or_else(PoisonError::into_inner).pop();
                 let queue = queue.context("a job has no queue")?;

@@ -334,7 +334,7 @@ fn size_of(image: &settings::Image) -> anyhow::Result<u64> {
     Ok(match image.spec()?.parse::<Spec>()? {
         Spec::Memory(bytes) | Spec::Null(bytes) => bytes,
         Spec::File(path) => size_of_file(&path).unwrap_or(UNKNOWN_SIZE),
-        Spec::Rbd(_) => UNKNOWN_SIZE,
+        Spec::Nbd(_) | Spec::Rbd(_) => UNKNOWN_SIZE,
     })
 }
 

@@ -244,6 +244,8 @@ impl Reader<'_> {
         let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
         let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
         let handover = section.flag("handover")?.filter(|said| said.value).map(|said| said.place);
+        let reconnect_delay = section.parse("reconnect-delay", crate::long_duration)?;
+        let open_timeout = section.parse("open-timeout", crate::long_duration)?;
         let rbd_config = self.path(section, "rbd-config")?;
         let rbd_user = section.text("rbd-user")?;
         let settings = settings(section)?;
@@ -262,7 +264,7 @@ impl Reader<'_> {
         // After the end, because a misspelt `image` is an unknown key in the first place.
         let missing = || {
             section.place().wrong(
-                "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\" or \"rbd:POOL/IMAGE\")",
+                "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \"rbd:POOL/IMAGE\" or \"nbd://HOST/EXPORT\")",
             )
         };
         let Said { value, place } = image.ok_or_else(missing)?;
@@ -285,6 +287,8 @@ impl Reader<'_> {
             read_only,
             force_share,
             handover,
+            reconnect_delay,
+            open_timeout,
             settings,
             group,
             delay,

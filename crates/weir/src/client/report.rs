@@ -119,9 +119,21 @@ pub(crate) struct Disk {
     pub(crate) errors: Errors,
     /// `ok`, `nospace` or `failed`; absent where no error can stop it.
     pub(crate) io_status: Option<String>,
-    /// Of an image in a cluster: how long the oldest request has been there, in nanoseconds.
+    /// Of an image in a cluster or at a server: how long the oldest request has been there, in
+    /// nanoseconds.
     pub(crate) oldest_request: Option<u64>,
     pub(crate) memory: Memory,
+    /// Of a disk at another NBD server.
+    pub(crate) server: Option<Remote>,
+}
+
+/// How it stands with the server that has a disk.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Remote {
+    pub(crate) connected: bool,
+    pub(crate) reconnections: u64,
+    pub(crate) unflushed_bytes: u64,
 }
 
 impl Disk {

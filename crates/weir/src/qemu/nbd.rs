@@ -161,7 +161,8 @@ fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyho
     if arguments.read_only {
         words.push("--read-only".to_owned());
     }
-    words.extend(["--".to_owned(), format!("file:{}", image.file)]);
+    let file = if image.is_remote { image.file } else { format!("file:{}", image.file) };
+    words.extend(["--".to_owned(), file]);
     Ok(words)
 }
 

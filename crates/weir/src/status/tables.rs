@@ -26,6 +26,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) 
         machines(report, shown),
         host_devices(report, shown),
         clusters(report, shown),
+        remote(report, shown),
         errors(report, shown),
         refused(report),
         memory(report, shown),
@@ -116,9 +117,38 @@ fn clusters(report: &Report, shown: &Shown) -> Table {
     let mut table =
         Table::new([("DISK", Side::Left), ("IN CLUSTER", Side::Left), ("OLDEST REQUEST", Side::Right)]);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
-        let Some(oldest) = disk.oldest_request else { continue };
-        let oldest = if oldest == 0 { nothing() } else { figures::time(oldest) };
-        table.row(vec![disk.name.clone(), disk.image.clone(), oldest]);
+        if let (Some(oldest), None) = (disk.oldest_request, &disk.server) {
+            table.row(vec![disk.name.clone(), disk.image.clone(), age(oldest)]);
+        }
+    }
+    table
+}
+
+/// Of the oldest request, in nanoseconds; 0: there is none.
+fn age(oldest_ns: u64) -> String {
+    if oldest_ns == 0 { nothing() } else { figures::time(oldest_ns) }
+}
+
+/// Disks at other NBD servers. Of one that is gone or stands still, the oldest request becomes old.
+fn remote(report: &Report, shown: &Shown) -> Table {
+    let mut table = Table::new([
+        ("DISK", Side::Left),
+        ("AT", Side::Left),
+        ("SERVER", Side::Left),
+        ("RECONNECTIONS", Side::Right),
+        ("OLDEST REQUEST", Side::Right),
+        ("UNFLUSHED", Side::Right),
+    ]);
+    for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
+        let Some(server) = &disk.server else { continue };
+        table.row(vec![
+            disk.name.clone(),
+            disk.image.clone(),
+            if server.connected { "connected" } else { "gone" }.to_owned(),
+            figures::count(server.reconnections as f64),
+            age(disk.oldest_request.unwrap_or(0)),
+            figures::bytes(server.unflushed_bytes as f64),
+        ]);
     }
     table
 }

@@ -11,9 +11,7 @@ use crate::{
         header::{Crypt, Header, Place},
     },
     reactor,
-    storage::{
-        self, FileIdentity, Format, OpenError, Spec, Storage, open_bottom, probe::check_format, wrapped,
-    },
+    storage::{self, FileIdentity, Format, OpenError, Spec, Storage, open_any, probe::check_format, wrapped},
 };
 
 /// The most images in a chain. Each costs caches, and a read may go through all of them.
@@ -78,14 +76,15 @@ async fn find_top(
     seen: &mut Seen,
 ) -> Result<(Level, Option<Next>), OpenError> {
     let own = &options.storage;
-    let path = match spec.parse() {
-        Ok(Spec::File(path)) => Some(path),
-        _ => None,
+    let (path, is_remote) = match spec.parse() {
+        Ok(Spec::File(path)) => (Some(path), false),
+        Ok(Spec::Nbd(_)) => (None, true),
+        _ => (None, false),
     };
     let name = path.as_ref().map_or_else(|| spec.to_owned(), |path| path.display().to_string());
     let (bottom, probed) = bottom(spec.to_owned(), own.clone()).await?;
     seen.add(&bottom, &name)?;
-    let guessed = own.format.is_none() && path.is_some();
+    let guessed = own.format.is_none() && (path.is_some() || is_remote);
     let format = check_format(own.format, probed, &name)?;
     if own.part.is_some() && format != Format::Raw {
         return Err(OpenError::new(
@@ -250,7 +249,7 @@ async fn bottom(
     spec: String,
     options: storage::OpenOptions,
 ) -> Result<(Storage, storage::probe::Probed), OpenError> {
-    reactor::blocking(move || open_bottom(&spec, &options)).await
+    open_any(&spec, &options).await
 }
 
 fn invalid(level: &Level, error: &MetadataError) -> OpenError {

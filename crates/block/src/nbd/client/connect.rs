@@ -7,7 +7,9 @@ use std::{
 };
 
 use nix::sys::{
-    socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect as connect_to, setsockopt, socket, sockopt},
+    socket::{
+        AddressFamily, SockFlag, SockType, UnixAddr, connect as connect_to, setsockopt, socket, sockopt,
+    },
     time::TimeVal,
 };
 use policy::time::Duration;
@@ -28,6 +30,16 @@ pub enum Endpoint {
     Unix(PathBuf),
     /// A host's name or address, IPv6 without brackets.
     Tcp { host: String, port: u16 },
+}
+
+impl Endpoint {
+    /// Of TCP.
+    pub fn port(&self) -> Option<u16> {
+        match self {
+            Self::Unix(_) => None,
+            Self::Tcp { port, .. } => Some(*port),
+        }
+    }
 }
 
 /// The same, as sockets have it: nothing has to be looked up any more.
@@ -54,17 +66,16 @@ impl Established {
     }
 }
 
-/// Connects to an export, without TLS.
+/// Connects to an export.
 ///
 /// # Errors
 /// Nobody there, no such export, no protocol, or no answer within `limit`.
-pub async fn connect(endpoint: &Endpoint, export: &str, limit: Duration) -> Result<Client, NotConnected> {
+pub async fn connect(endpoint: &Endpoint, wanted: &Wanted, limit: Duration) -> Result<Client, NotConnected> {
     let endpoint = endpoint.clone();
-    let wanted = Wanted { export: export.to_owned(), ..Wanted::default() };
     let connecting = async {
         // A full backlog of a Unix socket blocks, and so does looking up a name.
         let socket = blocking(move || dial(&endpoint, limit)).await?;
-        shake_hands(Stream::Plain(Fd::from(socket)), &wanted).await
+        shake_hands(Stream::Plain(Fd::from(socket)), wanted).await
     };
     within(limit, connecting).await.map(Client::start)
 }
@@ -109,9 +120,7 @@ pub(super) fn dial(endpoint: &Endpoint, limit: Duration) -> Result<OwnedFd, NotC
 pub fn addresses(endpoint: &Endpoint) -> Result<Vec<Address>, NotConnected> {
     let addresses: Vec<_> = match endpoint {
         Endpoint::Unix(path) => vec![Address::Unix(path.clone())],
-        Endpoint::Tcp { host, port } => {
-            (host.as_str(), *port).to_socket_addrs()?.map(Address::Tcp).collect()
-        }
+        Endpoint::Tcp { host, port } => (host.as_str(), *port).to_socket_addrs()?.map(Address::Tcp).collect(),
     };
     if addresses.is_empty() { Err(NotConnected::NoAddress) } else { Ok(addresses) }
 }

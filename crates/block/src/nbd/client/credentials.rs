@@ -67,7 +67,9 @@ impl TlsClient {
         let user = match user {
             Some(user) => user.as_bytes().to_vec(),
             None if known.len() == 1 => known.keys().next().cloned().unwrap_or_default(),
-            None => return Err(wrong("has keys of several users (say whose: nbds://USER@HOST/…)".to_owned())),
+            None => {
+                return Err(wrong("has keys of several users (say whose: nbds://USER@HOST/…)".to_owned()));
+            }
         };
         let key = known.remove(&user);
         let key = key.ok_or_else(|| wrong(format!("has no key of {:?}", String::from_utf8_lossy(&user))))?;
@@ -115,7 +117,9 @@ fn builder() -> Result<SslContextBuilder, ErrorStack> {
 
 fn x509_files(builder: &mut SslContextBuilder, directory: &Path) -> Result<(), CredentialsError> {
     let mut store = X509StoreBuilder::new()?;
-    for authority in keys::certificates(&directory.join("ca-cert.pem"), "the authority that signs the server")? {
+    for authority in
+        keys::certificates(&directory.join("ca-cert.pem"), "the authority that signs the server")?
+    {
         store.add_cert(authority)?;
     }
     keys::revoke_in(&mut store, directory, "the servers that are revoked")?;

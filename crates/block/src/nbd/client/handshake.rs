@@ -163,7 +163,11 @@ impl Negotiation {
         let reply = self.reply(opt::STARTTLS).await?;
         if reply.kind != rep::ACK {
             let said = said(&reply.data);
-            return Err(NotConnected::Tls(if said.is_empty() { "the server has no TLS".to_owned() } else { said }));
+            return Err(NotConnected::Tls(if said.is_empty() {
+                "the server has no TLS".to_owned()
+            } else {
+                said
+            }));
         }
         let connection = tls.connect().map_err(|error| NotConnected::Tls(error.to_string()))?;
         let stream = self.stream.start_tls(connection, self.inbox.bytes()).await?;
@@ -252,15 +256,20 @@ impl Negotiation {
             }
         }
         let (size_bytes, flags) = about.ok_or(NotConnected::Breach("it does not tell the export's size"))?;
+        // Offsets are signed at most servers and in this kernel.
+        if i64::try_from(size_bytes).is_err() {
+            return Err(NotConnected::Breach("it tells a size of 8 EiB or more"));
+        }
         let ((minimum, preferred), maximum) = sizes;
-        // "Size constraints": the minimum is a power of two of at most 64 KiB, and what is preferred
-        // a larger one. Of what is not, the least is made of it that is right in any case.
+        // "Size constraints": the minimum is a power of two of at most 64 KiB, and what is
+        // preferred a larger one. Of what is not, the least is made that is right in any case.
         let minimum_block = minimum.max(1);
         if !minimum_block.is_power_of_two() || minimum_block > proto::LARGEST_MINIMUM_BLOCK {
             return Err(NotConnected::Breach("its smallest block is no power of two up to 64 KiB"));
         }
-        let preferred = if preferred.is_power_of_two() { preferred } else { 4096 };
         let maximum_payload = maximum & !(minimum_block - 1);
+        let is_sensible = preferred.is_power_of_two() && preferred <= maximum_payload;
+        let preferred = if is_sensible { preferred } else { 4096 };
         if maximum_payload == 0 {
             return Err(NotConnected::Breach("its largest payload is smaller than its smallest block"));
         }

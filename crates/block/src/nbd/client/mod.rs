@@ -33,6 +33,7 @@ use std::{
     task::{Poll, Waker},
 };
 
+use async_channel::Receiver;
 use policy::time::Duration;
 use slab::Slab;
 
@@ -55,7 +56,7 @@ use super::{
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
-    reactor::{JoinHandle, Signal, spawn_joinable, timeout},
+    reactor::{JoinHandle, Signal, spawn, spawn_joinable, timeout},
 };
 
 /// What requests fail with once the connection is gone; [`Client::fault`] says why it is.
@@ -72,10 +73,38 @@ const FAREWELL: Duration = Duration::from_secs(1);
 /// A connection to an export, on the reactor it was made on; dropping it ends the connection.
 #[derive(Debug)]
 pub struct Client {
-    connection: Rc<Connection>,
+    connection: Open,
     sender: JoinHandle<()>,
-    /// A task that nobody holds is cancelled.
-    receiver: JoinHandle<Inbox>,
+    /// What the task that receives leaves as it ends. Nobody holds that task: so it goes with its
+    /// reactor, and takes the connection with it.
+    left: Receiver<Inbox>,
+}
+
+/// Held, the connection is open.
+#[derive(Debug)]
+struct Open(Option<Rc<Connection>>);
+
+impl Open {
+    /// Leaves it open.
+    fn taken(mut self) -> Rc<Connection> {
+        self.0.take().expect("only this takes it")
+    }
+}
+
+impl std::ops::Deref for Open {
+    type Target = Rc<Connection>;
+
+    fn deref(&self) -> &Rc<Connection> {
+        self.0.as_ref().expect("it is taken at its end")
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        if let Some(connection) = &self.0 {
+            connection.stream.close();
+        }
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -105,6 +134,8 @@ struct Connection {
     /// Whoever has the connection goes on with it elsewhere.
     retiring: Cell<bool>,
     fault: RefCell<Option<Fault>>,
+    /// Who waits for the connection to be gone.
+    watching: RefCell<Option<Waker>>,
 }
 
 #[derive(Debug)]
@@ -162,10 +193,17 @@ impl Client {
             leaving: Cell::new(false),
             retiring: Cell::new(false),
             fault: RefCell::default(),
+            watching: RefCell::default(),
         });
         let sender = spawn_joinable(Rc::clone(&connection).send());
-        let receiver = spawn_joinable(Rc::clone(&connection).receive(inbox));
-        Self { connection, sender, receiver }
+        let (leave, left) = async_channel::bounded(1);
+        let receiving = Rc::clone(&connection);
+        spawn(async move {
+            let inbox = receiving.receive(inbox).await;
+            // Nobody waits for it where the connection is gone.
+            let _ = leave.try_send(inbox);
+        });
+        Self { connection: Open(Some(connection)), sender, left }
     }
 
     /// What the server said of the export.
@@ -181,6 +219,18 @@ impl Client {
     /// Whether no request waits for its answer.
     pub fn is_idle(&self) -> bool {
         self.connection.in_flight.borrow().is_empty()
+    }
+
+    /// Returns once the connection is gone. For one task at a time.
+    pub async fn gone(&self) {
+        poll_fn(|context| {
+            if self.connection.fault.borrow().is_some() {
+                return Poll::Ready(());
+            }
+            *self.connection.watching.borrow_mut() = Some(context.waker().clone());
+            Poll::Pending
+        })
+        .await;
     }
 
     /// Reads `length` bytes at `offset`.
@@ -257,29 +307,28 @@ impl Client {
 
     /// Takes leave, and waits up to a second for that to be sent, but not for requests in flight.
     pub async fn disconnect(self) {
-        let Self { connection, sender, receiver: _receiver } = self;
+        let Self { connection, sender, left: _left } = self;
         connection.outgoing.borrow_mut().push(cmd::DISC, 0, 0, 0, 0, None);
         connection.leaving.set(true);
         connection.something_to_send.raise();
         let _ = timeout(FAREWELL, sender).await;
-        connection.stream.close();
     }
 
     /// Leaves the conversation as it is, for another thread to go on with. Whoever calls this has
     /// seen to it that no request is in flight, and that none comes; `None` if the connection is
     /// gone.
     pub async fn retire(self) -> Option<Established> {
-        let Self { connection, sender, receiver } = self;
+        let Self { connection, sender, left } = self;
         connection.retiring.set(true);
         connection.something_to_send.raise();
         sender.await;
         connection.stream.interrupt();
-        let mut inbox = receiver.await;
+        let mut inbox = left.recv().await.ok()?;
         if connection.fault.borrow().is_some() {
             return None;
         }
         let (unfinished, behind, skip) = inbox.rest();
-        let Connection { stream, about, .. } = Rc::try_unwrap(connection).ok()?;
+        let Connection { stream, about, .. } = Rc::try_unwrap(connection.taken()).ok()?;
         // The server says nothing of its own, so there is nothing, or it breaks the protocol.
         (unfinished.is_empty() && skip == 0).then_some(Established { stream, about, behind })
     }
@@ -383,7 +432,8 @@ impl Connection {
         self.fault.borrow_mut().get_or_insert(fault);
         let waiting: Vec<Waker> =
             self.in_flight.borrow_mut().iter_mut().filter_map(|(_, entry)| entry.waiting.take()).collect();
-        waiting.into_iter().for_each(Waker::wake);
+        let watching = self.watching.borrow_mut().take();
+        waiting.into_iter().chain(watching).for_each(Waker::wake);
     }
 
     /// One reply, or one chunk of one.

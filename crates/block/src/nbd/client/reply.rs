@@ -30,11 +30,23 @@ pub(super) enum Header {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Chunk {
     None,
-    Data { offset: u64, length: usize },
-    Hole { offset: u64, length: usize },
-    Error { error: u32, rest: usize },
+    Data {
+        offset: u64,
+        length: usize,
+    },
+    Hole {
+        offset: u64,
+        length: usize,
+    },
+    Error {
+        error: u32,
+        rest: usize,
+    },
     /// Extents of `length` bytes in all.
-    Status { context: u32, length: usize },
+    Status {
+        context: u32,
+        length: usize,
+    },
 }
 
 /// The header that `bytes` begin with, and its length; `None` if it is not all there yet.
@@ -126,7 +138,10 @@ mod tests {
         let error = [&28_u32.to_be_bytes()[..], &4_u16.to_be_bytes(), b"full"].concat();
         check(&chunk(1, reply_type::ERROR, &error), ours(Chunk::Error { error: 28, rest: 6 }, true));
         let status = [3_u32, 4096, 1, 512, 0].map(u32::to_be_bytes).concat();
-        check(&chunk(1, reply_type::BLOCK_STATUS, &status), ours(Chunk::Status { context: 3, length: 16 }, true));
+        check(
+            &chunk(1, reply_type::BLOCK_STATUS, &status),
+            ours(Chunk::Status { context: 3, length: 16 }, true),
+        );
     }
 
     #[test]

@@ -93,7 +93,8 @@ pub struct ServeArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Image")]
 struct ImageArgs {
-    /// A file, a block device, memory:SIZE, null:SIZE or rbd:POOL/IMAGE; several are several disks
+    /// A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE, or an export of an NBD
+    /// server, nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH; several are several disks
     #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>, display_order = 0, conflicts_with = "config")]
     images: Vec<Image>,
     /// How the image's bytes are laid out: raw or qcow2 [default: found by probing, where that is
@@ -138,6 +139,14 @@ struct ImageArgs {
     /// take it over, in which the machine goes on
     #[arg(long, conflicts_with = "config")]
     handover: bool,
+    /// An image at an NBD server that has gone: let requests wait so long, such as 30s, and ask
+    /// again once it is back [default: 0, they fail]
+    #[arg(long, value_name = "TIME", value_parser = settings::long_duration, conflicts_with = "config")]
+    reconnect_delay: Option<policy::time::Duration>,
+    /// An image at an NBD server that cannot be reached yet: try for so long, such as 1m [default:
+    /// once, for ten seconds]
+    #[arg(long, value_name = "TIME", value_parser = settings::long_duration, conflicts_with = "config")]
+    open_timeout: Option<policy::time::Duration>,
     /// The disk's name, which clients ask for; once for each IMAGE. An empty one is for clients
     /// that ask for no name [default: the file's, without its extension]
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
@@ -456,6 +465,9 @@ impl ImageArgs {
     ) -> DiskDraft {
         let image = Said::new(image.clone(), Place::new(image.to_string()));
         let said = |option: &str, text: &String| Said::new(text.clone(), Place::option(option, text));
+        let time = |option, time: Option<policy::time::Duration>| {
+            time.map(|time| Said::new(time, Place::option(option, format_args!("{time:?}"))))
+        };
         DiskDraft {
             export_name: self.name.get(index).filter(|name| name.is_empty()).map(|name| said("name", name)),
             name: match self.name.get(index).filter(|name| !name.is_empty()) {
@@ -479,6 +491,8 @@ impl ImageArgs {
             read_only: self.read_only,
             force_share: self.force_share.then(|| Place::new("--force-share")),
             handover: self.handover.then(|| Place::new("--handover")),
+            reconnect_delay: time("reconnect-delay", self.reconnect_delay),
+            open_timeout: time("open-timeout", self.open_timeout),
             settings: settings.clone(),
             group: self.group.as_ref().map(|name| said("group", name)),
             delay: Said::option("delay", imitate.delay),

@@ -15,6 +15,8 @@ const SAME: [&str; 5] =
 pub(super) struct Described {
     pub(super) options: Vec<String>,
     pub(super) file: String,
+    /// The file is a URI.
+    pub(super) is_remote: bool,
     /// As QEMU calls it, where it is said.
     pub(super) format: Option<String>,
     pub(super) cache: Option<String>,
@@ -27,6 +29,9 @@ impl Described {
     pub(super) fn of_file(name: &str) -> anyhow::Result<Self> {
         let protocol = name.split_once(':').map(|(before, _)| before).filter(|before| !before.contains('/'));
         match protocol {
+            Some("nbd" | "nbds" | "nbd+unix" | "nbds+unix") if name.contains("://") => {
+                Ok(Self { file: name.to_owned(), is_remote: true, ..Self::default() })
+            }
             Some("file") => Ok(Self { file: name["file:".len()..].to_owned(), ..Self::default() }),
             Some(protocol) => bail!(
                 "Failed to open '{name}': the protocol '{protocol}' is not to be had (a path with a colon is written ./PATH)"
@@ -131,7 +136,8 @@ mod tests {
             |name: &str| Described::of_file(name).map(|image| image.file).map_err(|error| error.to_string());
         assert_eq!(file("file:/a").unwrap(), "/a");
         assert_eq!(file("./a:b").unwrap(), "./a:b");
-        assert!(file("nbd://host/x").unwrap_err().contains("the protocol 'nbd' is not to be had"));
+        assert_eq!(file("nbd://host/x").unwrap(), "nbd://host/x");
+        assert!(file("nbd:host:7").unwrap_err().contains("the protocol 'nbd' is not to be had"));
         assert!(file("json:{}").unwrap_err().contains("'json'"));
     }
 }

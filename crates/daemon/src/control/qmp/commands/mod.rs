@@ -37,6 +37,7 @@ mod process;
 mod query;
 mod recording;
 mod reload;
+mod remote;
 mod removal;
 mod server;
 mod takeover;

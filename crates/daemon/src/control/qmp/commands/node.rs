@@ -36,10 +36,12 @@ use crate::control::{
 
 /// Bytes of a node's name, as in QEMU.
 const MAX_NODE_NAME: usize = 31;
+/// The longest `reconnect-delay` and `open-timeout`, in seconds: QEMU counts them in 32 bits.
+const MOST_SECONDS: u64 = u32::MAX as u64;
 /// The size of `null-co` that says none.
 const NULL_BYTES: u64 = 1 << 30;
-const DRIVERS: [&str; 8] =
-    ["file", "host_device", "null-co", "qcow2", "raw", "rbd", "throttle", "x-weir-memory"];
+const DRIVERS: [&str; 9] =
+    ["file", "host_device", "nbd", "null-co", "qcow2", "raw", "rbd", "throttle", "x-weir-memory"];
 
 #[derive(Debug, PartialEq)]
 pub(super) struct Chain {
@@ -169,10 +171,8 @@ impl Chain {
     }
 
     fn storage_options(&self) -> OpenOptions {
-        let Bottom::Storage(StorageNode { cache, force_share, latency, .. }) = &self.bottom else {
-            return OpenOptions::default();
-        };
-        let delay = latency.map(|time| DelayOptions {
+        let Bottom::Storage(node) = &self.bottom else { return OpenOptions::default() };
+        let delay = node.latency.map(|time| DelayOptions {
             read: time,
             write: time,
             zero: time,
@@ -180,12 +180,14 @@ impl Chain {
             parallel: None,
         });
         OpenOptions {
-            cache: *cache,
+            cache: node.cache,
             format: Some(self.format()),
             read_only: self.read_only,
-            force_share: *force_share,
+            force_share: node.force_share,
             handover: self.handover,
             part: self.part,
+            reconnect_delay: node.reconnect_delay,
+            open_timeout: node.open_timeout,
             delay,
             ..OpenOptions::default()
         }
@@ -321,6 +323,7 @@ fn driver(arguments: &mut Arguments) -> Result<&'static str, Error> {
 
 fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<Bottom, Error> {
     let (mut latency, mut device) = (None, None);
+    let (mut reconnect_delay, mut open_timeout) = (Duration::ZERO, Duration::ZERO);
     let spec = match driver {
         "rbd" => rbd(arguments)?,
         "file" | "host_device" => {
@@ -330,6 +333,14 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
             // How QEMU would reach the file; here it is io_uring.
             arguments.choice("aio", &["io_uring", "threads", "native"])?;
             format!("file:{path}")
+        }
+        "nbd" => {
+            for (key, time) in
+                [("reconnect-delay", &mut reconnect_delay), ("open-timeout", &mut open_timeout)]
+            {
+                *time = Duration::from_secs(arguments.number(key, 0..=MOST_SECONDS)?.unwrap_or(0));
+            }
+            super::remote::uri(arguments)?
         }
         "null-co" => {
             let nanos = arguments.optional::<u64>("latency-ns")?.filter(|&nanos| nanos > 0);
@@ -352,6 +363,8 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
         auto_read_only: common.auto_read_only,
         force_share: common.force_share,
         latency,
+        reconnect_delay,
+        open_timeout,
         handover: false,
         discards: Discards::default(),
     }))
@@ -513,7 +526,7 @@ mod tests {
         refused(json!({"node-name": "a"}), "Parameter 'driver' is missing");
         refused(
             json!({"driver": "qcow", "node-name": "a"}),
-            "Parameter 'driver' does not accept value 'qcow' (there are: file, host_device, null-co, qcow2, raw, rbd, throttle, x-weir-memory)",
+            "Parameter 'driver' does not accept value 'qcow' (there are: file, host_device, nbd, null-co, qcow2, raw, rbd, throttle, x-weir-memory)",
         );
         let file = |key: &str, value: Value| {
             let mut arguments = json!({"driver": "file", "node-name": "a", "filename": "x"});

@@ -140,6 +140,7 @@ fn driver(running: &RunningDisk) -> &'static str {
     match running.image.to_string().split(':').next() {
         _ if matches!(running.disk.image(), Image::Qcow2(_)) => "qcow2",
         _ if running.image.path().is_some() => "raw",
+        _ if running.image.remote().is_some() => "nbd",
         Some("null") => "null-co",
         _ => "x-weir-memory",
     }

@@ -235,9 +235,16 @@ fn disk(running: &Rc<RunningDisk>, exports: &[Rc<RunningExport>]) -> Value {
         "prefetch": prefetch::settings(&disk.prefetch().settings()),
         "read-ahead": prefetch::statistics(&disk.prefetch().stats()),
     });
+    if let Some(remote) = disk.image().storage().remote() {
+        answer["server"] = json!({
+            "connected": remote.is_connected,
+            "reconnections": remote.reconnections,
+            "unflushed-bytes": remote.unflushed_bytes,
+        });
+    }
     errors::describe(disk.failures(), &mut answer);
     let storage = disk.image().storage();
-    if storage.is_in_cluster() {
+    if storage.is_far() {
         answer["oldest-request"] = json!(storage.oldest_request().map_or(0, nanoseconds));
     }
     answer["format"] = json!(disk.image().format().name());

@@ -1,0 +1,242 @@
+//! NBD URIs (NetworkBlockDevice/nbd, doc/uri.md), with libnbd's parameters for TLS:
+//!
+//! ```text
+//!   nbd://HOST[:PORT]/EXPORT                 nbd+unix:///EXPORT?socket=PATH
+//!   nbds://[USER@]HOST[:PORT]/EXPORT[?…]     nbds+unix://[USER@]/EXPORT?socket=PATH[&…]
+//!       tls-certificates=DIR   tls-hostname=NAME   tls-verify-peer=false   tls-psk-file=FILE
+//! ```
+//!
+//! Only the text is judged here: no name is looked up and no file opened. A parameter that is not
+//! known is an error.
+
+use std::{ffi::OsString, fmt, os::unix::ffi::OsStringExt as _, path::PathBuf};
+
+use super::{
+    client::{Endpoint, TlsClient},
+    keys::CredentialsError,
+    proto,
+};
+
+/// The port that servers listen at where nothing else is said.
+pub const PORT: u16 = 10809;
+
+/// Where an export is, and how to speak to who has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Uri {
+    text: String,
+    /// Who has it.
+    pub server: Endpoint,
+    /// Its name.
+    pub export: String,
+    /// Whether to speak TLS, and with what.
+    pub tls: Option<TlsChoice>,
+}
+
+/// What a URI says of TLS.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TlsChoice {
+    /// Whose pre-shared key.
+    pub user: Option<String>,
+    /// A directory of X.509 files.
+    pub certificates: Option<PathBuf>,
+    /// A file of pre-shared keys.
+    pub psk_file: Option<PathBuf>,
+    /// Whose the server's certificate is, where that is not the host.
+    pub hostname: Option<String>,
+    /// Whether any certificate will do.
+    pub is_anybody: bool,
+}
+
+impl Uri {
+    /// Whether a text is meant for one.
+    pub fn is_meant(text: &str) -> bool {
+        ["nbd:", "nbds:", "nbd+", "nbds+"].iter().any(|scheme| text.starts_with(scheme))
+    }
+
+    /// Reads one.
+    ///
+    /// # Errors
+    /// The rule that is broken, to be read behind the text.
+    pub fn parse(text: &str) -> Result<Self, Rule> {
+        let known = "is a kind of NBD URI that is not known; write nbd:// or nbd+unix://";
+        let (scheme, rest) = text.split_once("://").ok_or(known)?;
+        let (rest, query) = rest.split_once('?').map_or((rest, None), |(rest, query)| (rest, Some(query)));
+        let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+        let name =
+            String::from_utf8(decoded(path)?).ok().filter(|name| name.len() <= proto::MAX_STRING_BYTES);
+        let export = name.ok_or("has an export's name that is not UTF-8, or longer than 4096 bytes")?;
+        let is_secret = matches!(scheme, "nbds" | "nbds+unix");
+        let (user, authority) = match authority.rsplit_once('@') {
+            Some((user, host)) if is_secret => (Some(text_of(user)?), host),
+            _ => (None, authority),
+        };
+        let (mut socket, mut tls) = (None, TlsChoice { user, ..TlsChoice::default() });
+        for pair in query.into_iter().flat_map(|query| query.split('&')) {
+            let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
+            match key {
+                "socket" if scheme.ends_with("+unix") => socket = Some(value),
+                "tls-certificates" if is_secret => tls.certificates = Some(path_of(value)?),
+                "tls-psk-file" if is_secret => tls.psk_file = Some(path_of(value)?),
+                "tls-hostname" if is_secret => tls.hostname = Some(text_of(value)?),
+                "tls-verify-peer" if is_secret => tls.is_anybody = !truth(value)?,
+                _ if scheme == "nbd" => return Err("takes no parameters after a `?`"),
+                _ if scheme == "nbd+unix" => return Err(ONE_SOCKET),
+                _ => return Err(PARAMETERS),
+            }
+        }
+        let server = match scheme {
+            "nbd" | "nbds" => tcp(authority)?,
+            "nbd+unix" | "nbds+unix" if !authority.is_empty() => {
+                return Err("names a host; write nbd+unix:///EXPORT?socket=PATH");
+            }
+            "nbd+unix" | "nbds+unix" => unix(socket)?,
+            _ => return Err(known),
+        };
+        if tls.certificates.is_some() && tls.psk_file.is_some() {
+            return Err("has certificates and pre-shared keys; give one");
+        }
+        Ok(Self { text: text.to_owned(), server, export, tls: is_secret.then_some(tls) })
+    }
+
+    /// Reads the keys and certificates that it names, if it wants TLS. Blocks.
+    ///
+    /// # Errors
+    /// Of the file that is wrong.
+    pub fn credentials(&self) -> Result<Option<TlsClient>, CredentialsError> {
+        let Some(tls) = &self.tls else { return Ok(None) };
+        if let Some(file) = &tls.psk_file {
+            return TlsClient::psk(file, tls.user.as_deref()).map(Some);
+        }
+        let own = match &self.server {
+            // Whose certificate it would be is not said.
+            Endpoint::Unix(_) => "localhost",
+            Endpoint::Tcp { host, .. } => host,
+        };
+        let host = tls.hostname.clone().unwrap_or_else(|| own.to_owned());
+        TlsClient::x509(tls.certificates.as_deref(), (!tls.is_anybody).then_some(host)).map(Some)
+    }
+}
+
+impl fmt::Display for Uri {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+/// What is wrong, to be read behind the text.
+type Rule = &'static str;
+
+const PARAMETERS: Rule = "has a parameter that is not known; there are socket (nbds+unix), tls-certificates, tls-hostname, tls-verify-peer and tls-psk-file";
+const ONE_SOCKET: &str = "takes one parameter, the socket; write nbd+unix:///EXPORT?socket=PATH";
+
+fn unix(socket: Option<&str>) -> Result<Endpoint, Rule> {
+    let path = decoded(socket.ok_or(ONE_SOCKET)?)?;
+    if path.is_empty() || path.contains(&0) {
+        return Err("has no path for its socket; write nbd+unix:///EXPORT?socket=PATH");
+    }
+    Ok(Endpoint::Unix(OsString::from_vec(path).into()))
+}
+
+fn tcp(authority: &str) -> Result<Endpoint, Rule> {
+    let usage = "has no host; write nbd://HOST/EXPORT, nbd://HOST:PORT/EXPORT or nbd://[IPv6]:PORT/EXPORT";
+    let (host, port) = match authority.strip_prefix('[') {
+        Some(rest) => {
+            let (host, port) = rest.split_once(']').ok_or(usage)?;
+            (host, if port.is_empty() { None } else { Some(port.strip_prefix(':').ok_or(usage)?) })
+        }
+        None => authority.split_once(':').map_or((authority, None), |(host, port)| (host, Some(port))),
+    };
+    let host = String::from_utf8(decoded(host)?).ok();
+    let host = host.filter(|host| !host.is_empty() && !host.contains(['@', '/', '\0'])).ok_or(usage)?;
+    let plain = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()).then(|| port.parse().ok())?;
+    let port = port.map_or(Some(PORT), plain).filter(|&port| port > 0);
+    Ok(Endpoint::Tcp { host, port: port.ok_or("has a port that is not a number from 1 to 65535")? })
+}
+
+fn text_of(encoded: &str) -> Result<String, Rule> {
+    let text = String::from_utf8(decoded(encoded)?).ok().filter(|text| !text.is_empty());
+    text.ok_or("has an empty name, or one that is not UTF-8")
+}
+
+fn path_of(encoded: &str) -> Result<PathBuf, Rule> {
+    let path = decoded(encoded)?;
+    if path.is_empty() || path.contains(&0) {
+        return Err("has an empty path");
+    }
+    Ok(OsString::from_vec(path).into())
+}
+
+fn truth(text: &str) -> Result<bool, Rule> {
+    match text {
+        "true" | "on" | "1" | "yes" => Ok(true),
+        "false" | "off" | "0" | "no" => Ok(false),
+        _ => Err("has a tls-verify-peer that is neither true nor false"),
+    }
+}
+
+/// Undoes percent-encoding (RFC 3986, section 2.1).
+fn decoded(text: &str) -> Result<Vec<u8>, Rule> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [first, tail @ ..] = rest {
+        rest = tail;
+        if *first != b'%' {
+            bytes.push(*first);
+            continue;
+        }
+        let value = |digit: u8| char::from(digit).to_digit(16);
+        let code = match tail {
+            [high, low, after @ ..] => {
+                rest = after;
+                value(*high).zip(value(*low)).and_then(|(high, low)| u8::try_from(16 * high + low).ok())
+            }
+            _ => None,
+        };
+        bytes.push(code.ok_or("has a % that two hexadecimal digits do not follow")?);
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_kind_is_understood() {
+        let uri = Uri::parse("nbds://alice@h:7/a%20b?tls-psk-file=/k%2F1&tls-verify-peer=false").unwrap();
+        let tls = uri.tls.clone().expect("it is nbds");
+        assert_eq!(
+            (tls.user.as_deref(), tls.psk_file, tls.is_anybody),
+            (Some("alice"), Some("/k/1".into()), true)
+        );
+        assert_eq!((uri.server, uri.export.as_str()), (Endpoint::Tcp { host: "h".into(), port: 7 }, "a b"));
+        let uri = Uri::parse("nbds+unix:///?tls-certificates=/pki&socket=/s&tls-hostname=vm").unwrap();
+        let tls = uri.tls.expect("it is nbds");
+        assert_eq!((tls.certificates, tls.hostname.as_deref()), (Some("/pki".into()), Some("vm")));
+        assert_eq!((uri.server, uri.export.as_str()), (Endpoint::Unix("/s".into()), ""));
+        assert_eq!(
+            Uri::parse("nbd://[::1]").unwrap().server,
+            Endpoint::Tcp { host: "::1".into(), port: PORT }
+        );
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        for (text, why) in [
+            ("nbd:localhost:10809", "is a kind of NBD URI that is not known"),
+            ("nbd+vsock://1/x", "is a kind of NBD URI that is not known"),
+            ("nbd:///x", "has no host"),
+            ("nbd://u@h/x", "has no host"),
+            ("nbd://h/x?tls-psk-file=/k", "takes no parameters"),
+            ("nbd+unix:///x", "takes one parameter, the socket"),
+            ("nbds+unix:///x?socket=/s&color=red", "a parameter that is not known"),
+            ("nbds://h/?tls-psk-file=/k&tls-certificates=/d", "give one"),
+            ("nbds://h/?tls-verify-peer=maybe", "neither true nor false"),
+            ("nbds://h/?tls-certificates=", "has an empty path"),
+            ("nbd://h/%zz", "has a %"),
+        ] {
+            let wrong = Uri::parse(text).expect_err(text);
+            assert!(wrong.contains(why), "{text}: {wrong}");
+        }
+    }
+}

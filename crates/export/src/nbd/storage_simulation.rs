@@ -1,0 +1,318 @@
+//! Disks at an NBD server, against the server of this crate, on simulated time: connections that
+//! are cut anywhere, and servers that lose power and come back.
+//!
+//! - Every request of a client ends exactly once, and rightly, whatever happens on the way: reads
+//!   see the last write that was answered, also after a server has forgotten it.
+//! - What a flush acknowledged is on the server's disk.
+//! - Where nothing is to be asked again, what may be lost is said: requests fail, and so do
+//!   flushes from then on.
+//!
+//! A new connection is taken once the old one's requests have ended, as the documentation asks of
+//! servers. `WEIR_SEED=n` runs one seed.
+
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicBool, AtomicUsize, Ordering},
+};
+
+use policy::{access::Access, time::Duration};
+
+use super::{
+    live::Export,
+    pipe::Pipe,
+    server::{Server, Terms},
+    stream::Stream,
+};
+use crate::seeds;
+use block::{
+    buffer::Buffer,
+    disk::Disk,
+    image::{Image, Raw},
+    layer::throttle::DiskSettings,
+    reactor::{JoinHandle, now, sim, sleep_until, spawn, spawn_joinable, timeout},
+    storage::{
+        Durability, Storage, ZeroOptions,
+        align::Align,
+        nbd::{NbdOptions, simulated},
+        simulated::{Behaviour, Simulated},
+    },
+};
+
+const CLIENTS: usize = 3;
+/// A client's own part of the disk, in bytes.
+const REGION: usize = 32 << 10;
+const SIZE: usize = CLIENTS * REGION;
+const BEHAVIOUR: Behaviour =
+    Behaviour { block_bytes: 512, latency: Duration::from_micros(300), error_probability: 0.0 };
+
+/// The server's host.
+struct Host {
+    disk: Simulated,
+    server: Arc<Server>,
+    /// The server's ends of connections, and how many have not ended.
+    pipes: Vec<Pipe>,
+    open: Arc<AtomicUsize>,
+    is_up: bool,
+    connections: u64,
+}
+
+type World = Arc<Mutex<Host>>;
+
+fn lock(world: &World) -> MutexGuard<'_, Host> {
+    world.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Host {
+    fn with(content: Vec<u8>) -> Self {
+        let disk = Simulated::new(content, BEHAVIOUR);
+        let storage = Storage::Simulated(Align::new(disk.clone()));
+        let raw = Image::Raw(Raw::new(storage));
+        let served = Disk::new("disk", raw, DiskSettings::default(), None).expect("no limits");
+        let server = Server::new(None, Terms::default());
+        let export = Export {
+            name: "disk".into(),
+            description: "".into(),
+            disk: Arc::new(served),
+            read_only: false,
+            bitmaps: Arc::default(),
+            access: Access::default(),
+        };
+        server.add(export).expect("the first of its name");
+        Self { disk, server, pipes: Vec::new(), open: Arc::default(), is_up: true, connections: 0 }
+    }
+
+    /// Ends all connections; the server lives on.
+    fn cut(&mut self) {
+        self.pipes.drain(..).for_each(|pipe| pipe.close());
+    }
+
+    /// Pulls the plug, and starts again with what the disk has then.
+    fn lose_power(&mut self) {
+        self.cut();
+        let connections = self.connections;
+        *self = Self { is_up: false, connections, ..Self::with(self.disk.crash()) };
+    }
+}
+
+fn dial(world: &World) -> std::io::Result<Stream> {
+    let mut host = lock(world);
+    if !host.is_up || host.open.load(Ordering::Relaxed) > 0 {
+        return Err(std::io::ErrorKind::ConnectionRefused.into());
+    }
+    let (ours, theirs) = Pipe::pair();
+    host.pipes.push(theirs.clone());
+    host.connections += 1;
+    host.open.fetch_add(1, Ordering::Relaxed);
+    let (server, open, number) = (Arc::clone(&host.server), Arc::clone(&host.open), host.connections);
+    spawn(async move {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stream = Stream::Simulated(theirs.clone());
+        if let Ok(Some((connection, inbox))) = server.open(stream, &stop, number).await {
+            let _ = connection.serve(inbox).await;
+        }
+        theirs.close();
+        open.fetch_sub(1, Ordering::Relaxed);
+    });
+    Ok(Stream::Simulated(ours))
+}
+
+async fn open(world: &World, delay: Duration) -> Arc<Storage> {
+    let options = NbdOptions { is_format_known: true, reconnect_delay: delay, ..NbdOptions::default() };
+    let there = Arc::clone(world);
+    let opened = simulated(Box::new(move || dial(&there)), "disk", &options).await;
+    Arc::new(opened.expect("the server is there"))
+}
+
+/// Writes, reads and flushes its own part, and knows what must be there.
+async fn client(storage: Arc<Storage>, number: usize, requests: usize) -> Vec<u8> {
+    let mut known = vec![0; REGION];
+    for _ in 0..requests {
+        let (at, length, byte, what) = sim::random(|random| {
+            let at = random.usize(..REGION - 1);
+            (at, random.usize(1..=(REGION - at).min(6000)), random.u8(1..), random.u32(..100))
+        });
+        let place = (number * REGION + at) as u64;
+        let durability = if what % 7 == 0 { Durability::Synchronous } else { Durability::Cached };
+        match what {
+            0..45 => {
+                let data = Buffer::copy_of(&vec![byte; length]);
+                storage.write(place, data.into(), durability).await.expect("it waits for the server");
+                known[at..at + length].fill(byte);
+            }
+            45..55 => {
+                let options = ZeroOptions { may_unmap: byte % 2 == 0, only_if_fast: false, durability };
+                storage.write_zeroes(place, length as u64, options).await.expect("it waits");
+                known[at..at + length].fill(0);
+            }
+            55..65 => storage.flush().await.expect("it waits for the server"),
+            65..70 => {
+                let extents = storage.block_status(place, length as u64).await.expect("it waits");
+                assert!(extents.iter().map(|extent| extent.length).sum::<u64>() <= length as u64);
+            }
+            _ => {
+                let read = storage.read(place, Buffer::new(length)).await.expect("it waits");
+                assert!(read[..] == known[at..at + length], "client {number}, {length} bytes at {at}");
+            }
+        }
+    }
+    known
+}
+
+async fn pause(longest_ms: u64) {
+    let micros = sim::random(|random| random.u64(..longest_ms * 1000));
+    sleep_until(now() + Duration::from_micros(micros)).await;
+}
+
+/// Cuts and kills; returns how often each.
+fn trouble(world: &World) -> JoinHandle<[u64; 2]> {
+    let world = Arc::clone(world);
+    spawn_joinable(async move {
+        let mut happened = [0, 0];
+        for _ in 0..sim::random(|random| random.usize(..6)) {
+            pause(20).await;
+            if sim::random(fastrand::Rng::bool) {
+                lock(&world).cut();
+                happened[0] += 1;
+            } else {
+                lock(&world).lose_power();
+                happened[1] += 1;
+                pause(2000).await;
+                lock(&world).is_up = true;
+            }
+        }
+        happened
+    })
+}
+
+#[test]
+fn nothing_that_was_answered_is_lost_whatever_happens_to_the_server() {
+    let mut happened = [0, 0];
+    let seeds = seeds::for_each(
+        "--lib",
+        "nothing_that_was_answered_is_lost_whatever_happens_to_the_server",
+        300,
+        |seed| {
+            let of_seed = sim::run(seed, async {
+                let world: World = Arc::new(Mutex::new(Host::with(vec![0; SIZE])));
+                let storage = open(&world, Duration::from_secs(3600)).await;
+                let trouble = trouble(&world);
+                let clients =
+                    (0..CLIENTS).map(|number| spawn_joinable(client(Arc::clone(&storage), number, 40)));
+                let mut known = Vec::new();
+                for client in clients.collect::<Vec<_>>() {
+                    known.extend(timeout(Duration::from_secs(3600), client).await.expect("it ends"));
+                }
+                let happened = timeout(Duration::from_secs(3600), trouble).await.expect("it ends");
+                storage.flush().await.expect("the server is there");
+                assert_eq!(storage.remote().expect("it is at a server").unflushed_bytes, 0);
+                let content = lock(&world).disk.crash();
+                assert!(content == known, "what was flushed is not there");
+                happened
+            });
+            happened.iter_mut().zip(of_seed).for_each(|(sum, count)| *sum += count);
+        },
+    );
+    assert!(seeds < 100 || happened.iter().all(|&count| count > seeds / 2), "too little: {happened:?}");
+}
+
+#[test]
+fn without_a_delay_what_may_be_lost_is_said_and_stays_said() {
+    for seed in 0..100 {
+        sim::run(seed, async move {
+            let world: World = Arc::new(Mutex::new(Host::with(vec![0; SIZE])));
+            let storage = open(&world, Duration::ZERO).await;
+            let write = |byte: u8| {
+                let storage = Arc::clone(&storage);
+                async move {
+                    let data = Buffer::copy_of(&[byte; 512]);
+                    storage.write(0, data.into(), Durability::Cached).await
+                }
+            };
+            write(1).await.expect("the server is there");
+            storage.flush().await.expect("the server is there");
+            lock(&world).cut();
+            // Everything was flushed, so nothing is lost with the connection.
+            let back = async {
+                while write(2).await.is_err() {
+                    pause(50).await;
+                }
+            };
+            timeout(Duration::from_secs(60), back).await.expect("it connects again by itself");
+            assert!(storage.remote().expect("it is at a server").reconnections > 0);
+            lock(&world).lose_power();
+            lock(&world).is_up = true;
+            let back = async {
+                while storage.read(0, Buffer::new(512)).await.is_err() {
+                    pause(50).await;
+                }
+            };
+            timeout(Duration::from_secs(60), back).await.expect("it connects again by itself");
+            assert!(storage.flush().await.is_err(), "seed {seed}: the second write may be lost");
+            write(3).await.expect("the server is there");
+            assert!(storage.flush().await.is_err(), "seed {seed}: and it stays so");
+        });
+    }
+}
+
+#[test]
+fn after_the_delay_requests_fail_and_a_server_that_shrank_is_not_taken() {
+    sim::run(7, async {
+        let world: World = Arc::new(Mutex::new(Host::with(vec![0; SIZE])));
+        let storage = open(&world, Duration::from_secs(30)).await;
+        lock(&world).is_up = false;
+        lock(&world).cut();
+        let began = now();
+        let read = storage.read(0, Buffer::new(512)).await;
+        let waited = now() - began;
+        assert!(
+            read.is_err() && waited >= Duration::from_secs(29) && waited < Duration::from_secs(32),
+            "{waited:?}"
+        );
+        *lock(&world) = Host::with(vec![0; SIZE / 2]);
+        sleep_until(now() + Duration::from_secs(60)).await;
+        assert!(storage.read(0, Buffer::new(512)).await.is_err());
+        *lock(&world) = Host::with(vec![7; SIZE]);
+        sleep_until(now() + Duration::from_secs(60)).await;
+        assert_eq!(storage.read(0, Buffer::new(512)).await.expect("it is back")[0], 7);
+    });
+}
+
+#[test]
+fn a_server_that_comes_late_is_waited_for_as_long_as_was_said() {
+    sim::run(11, async {
+        let world: World = Arc::new(Mutex::new(Host::with(vec![0; SIZE])));
+        lock(&world).is_up = false;
+        let opened = |seconds| {
+            let options = NbdOptions {
+                is_format_known: true,
+                open_timeout: Duration::from_secs(seconds),
+                ..NbdOptions::default()
+            };
+            let there = Arc::clone(&world);
+            async move {
+                let began = now();
+                let opened = simulated(Box::new(move || dial(&there)), "disk", &options).await;
+                (opened.is_ok(), now() - began)
+            }
+        };
+        assert_eq!(opened(0).await, (false, Duration::ZERO));
+        assert_eq!(opened(30).await, (false, Duration::from_secs(30)));
+        let there = Arc::clone(&world);
+        let starting = spawn_joinable(async move {
+            sleep_until(now() + Duration::from_secs(20)).await;
+            lock(&there).is_up = true;
+        });
+        let (is_open, waited) = opened(60).await;
+        starting.await;
+        assert!(
+            is_open && waited >= Duration::from_secs(20) && waited < Duration::from_secs(26),
+            "{waited:?}"
+        );
+        // One that answers, and has no such export, is not asked twice.
+        let there = Arc::clone(&world);
+        let options = NbdOptions { open_timeout: Duration::from_secs(60), ..NbdOptions::default() };
+        let began = now();
+        assert!(simulated(Box::new(move || dial(&there)), "other", &options).await.is_err());
+        assert!(now() - began < Duration::from_secs(1));
+    });
+}
