@@ -1,0 +1,90 @@
+//! The client on any bytes of a server: everything ends, nothing panics, and what is taken for an
+//! answer has the shape that was asked for.
+//!
+//! The first byte says whether the server shakes hands as it should before it sends the rest, and
+//! whether in chunks.
+#![no_main]
+
+use block::{
+    buffer::Buffer,
+    nbd::{
+        client::{Client, Wanted, shake_hands},
+        pipe::Pipe,
+        proto::{self, info, opt, rep},
+        stream::Stream,
+    },
+    reactor::{now, sim, sleep_until, spawn, spawn_joinable, timeout},
+};
+use libfuzzer_sys::fuzz_target;
+use std::{rc::Rc, time::Duration};
+
+const CONTEXT: u32 = 7;
+
+fn reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
+    let mut reply = proto::OPTION_REPLY_MAGIC.to_be_bytes().to_vec();
+    reply.extend([option, kind, data.len() as u32].map(u32::to_be_bytes).concat());
+    reply.extend(data);
+    reply
+}
+
+fn welcome(structured: bool) -> Vec<u8> {
+    let mut bytes = [proto::INIT_MAGIC, proto::OPTION_MAGIC].map(u64::to_be_bytes).concat();
+    bytes.extend(3_u16.to_be_bytes());
+    if structured {
+        let context = [&CONTEXT.to_be_bytes()[..], b"base:allocation"].concat();
+        bytes.extend(reply(opt::STRUCTURED_REPLY, rep::ACK, &[]));
+        bytes.extend(reply(opt::SET_META_CONTEXT, rep::META_CONTEXT, &context));
+        bytes.extend(reply(opt::SET_META_CONTEXT, rep::ACK, &[]));
+    } else {
+        bytes.extend(reply(opt::STRUCTURED_REPLY, rep::ERR_UNSUP, &[]));
+    }
+    let export = [&info::EXPORT.to_be_bytes()[..], &100_000_u64.to_be_bytes(), &0xfd_u16.to_be_bytes()];
+    bytes.extend(reply(opt::GO, rep::INFO, &export.concat()));
+    bytes.extend(reply(opt::GO, rep::ACK, &[]));
+    bytes
+}
+
+/// Sends `script`, whatever the client does, and closes.
+fn serve(script: Vec<u8>) -> Pipe {
+    let (ours, theirs) = Pipe::pair();
+    let end = theirs.clone();
+    spawn(async move { while let (Ok(1..), _) = theirs.receive(Buffer::new(4096), 0).await {} });
+    spawn(async move {
+        if end.send(Buffer::copy_of(&script).into()).await.is_ok() {
+            sleep_until(now() + Duration::from_secs(1)).await;
+        }
+        end.close();
+    });
+    ours
+}
+
+fuzz_target!(|input: &[u8]| {
+    let Some((&how, rest)) = input.split_first() else { return };
+    let structured = how & 2 != 0;
+    let mut script = if how & 1 != 0 { welcome(structured) } else { Vec::new() };
+    script.extend(rest);
+    sim::run(u64::from(how), async move {
+        let wanted = Wanted { export: "disk".to_owned(), allocation: structured, ..Wanted::default() };
+        let hands = shake_hands(Stream::Simulated(serve(script)), &wanted);
+        let Ok(established) = timeout(Duration::from_secs(5), hands).await.expect("it does not hang") else {
+            return;
+        };
+        let client = Rc::new(Client::start(established));
+        let others = Rc::clone(&client);
+        let flushing = spawn_joinable(async move {
+            let _ = others.flush().await;
+            if others.about().tells_allocation()
+                && let Ok(extents) = others.extents(0, 4096).await
+            {
+                assert!(!extents.is_empty() && extents.iter().all(|extent| extent.length > 0));
+            }
+        });
+        let asking = async {
+            if let Ok(data) = client.read(1000, 100).await {
+                assert_eq!(data.len(), 100);
+            }
+            flushing.await;
+        };
+        timeout(Duration::from_secs(10), asking).await.expect("it does not hang");
+    });
+});
