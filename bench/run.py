@@ -43,6 +43,7 @@ import inprocess
 import limits
 import machine
 import members
+import nbd_storage
 import prefetch
 import qcow2
 import qmp
@@ -63,8 +64,8 @@ from servers import ServerFailed
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
-    rows, inprocess, qcow2, prefetch, vhost_user, fuse, limits, idle, shares, members, waits, imitation, watermark,
-    simulate, advise, rude, watching, ceph,
+    rows, inprocess, qcow2, prefetch, nbd_storage, vhost_user, fuse, limits, idle, shares, members, waits, imitation,
+    watermark, simulate, advise, rude, watching, ceph,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.

@@ -1,0 +1,99 @@
+"""Rows for disks at other NBD servers: what weir in front of a server costs, and what reading ahead
+gains where the server is far away.
+
+The server has its disk in memory, so that every request costs what the way to it costs. Far away is
+weir with `--delay`: 5 ms for each read, as many at a time as are asked.
+
+Never measures a network: everything is on this machine, over Unix sockets.
+"""
+
+import rows
+import servers
+from loads import Load
+from results import Faster
+from rows import WEIR, Row, under_load
+
+ALONE = "the server alone"
+PREFETCH = "prefetch"
+NONE = "none"
+LOCAL = "the same disk here"
+FAR = ("--delay", "read=5ms")
+
+
+def front(setup, stack, behind, *options):
+    """weir in front of a running server."""
+    argv = servers.weir(setup.program, behind.uri, "--format", "raw", *options)
+    return stack.enter_context(servers.Server(argv))
+
+
+def beside(argv_of, load):
+    """The server, and weir in front of another one like it."""
+
+    def contenders(setup, stack):
+        alone = rows.in_memory(setup, stack, argv_of(setup))
+        behind = rows.in_memory(setup, stack, argv_of(setup))
+        before = front(setup, stack, behind, "--prefetch", "off")
+        return {
+            WEIR: lambda: under_load(before, load, setup.seconds),
+            ALONE: lambda: under_load(alone, load, setup.seconds),
+        }
+
+    return contenders
+
+
+def far(setup, stack):
+    """A sequential reader over weir in front of a server that is 5 ms away, and what the same disk
+    would give it if it were here: a reader with one request in flight gets no more of any.
+    """
+    argv = servers.weir(setup.program, f"memory:{setup.size_bytes}", *FAR)
+    behind = rows.in_memory(setup, stack, argv)
+    reader = Load("read", 1)
+
+    def through(mode):
+        before = front(setup, stack, behind, "--prefetch", mode)
+        return lambda: under_load(before, reader, setup.seconds)
+
+    here = rows.in_memory(setup, stack, servers.weir(setup.program, f"memory:{setup.size_bytes}"))
+    return {
+        PREFETCH: through("auto"),
+        NONE: through("off"),
+        LOCAL: lambda: under_load(here, reader, setup.seconds),
+    }
+
+
+def _beside(kind, depth, name, argv_of):
+    return Row(
+        f"nbd-storage-{name}-{kind}-{depth}",
+        f"4 KiB {kind}, depth {depth}, weir in front of {name} with its disk in memory",
+        beside(argv_of, Load(kind, depth)),
+        (Faster(WEIR, 0.7, (ALONE,)),),
+        needs_weir=True,
+    )
+
+
+def _weir(setup):
+    return servers.weir(setup.program, f"memory:{setup.size_bytes}")
+
+
+def _nbdkit(setup):
+    return servers.nbdkit_memory(setup.size_bytes)
+
+
+ROWS = (
+    *(
+        _beside(kind, 32, name, argv_of)
+        for kind in ("randread", "randwrite")
+        for name, argv_of in (("nbdkit", _nbdkit), ("weir", _weir))
+    ),
+    Row(
+        "nbd-storage-far",
+        "4 KiB sequential reads, depth 1, weir in front of a server that is 5 ms away",
+        far,
+        (
+            Faster(PREFETCH, 10, (NONE,), key="bytes_per_s"),
+            Faster(PREFETCH, 0.8, (LOCAL,), key="bytes_per_s"),
+        ),
+        columns=("bytes_per_s", "cpu_us"),
+        needs_weir=True,
+    ),
+)
