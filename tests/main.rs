@@ -50,6 +50,7 @@ mod locking;
 mod machines;
 mod measuring;
 mod metrics;
+mod nbd_storage;
 mod nbdcopy;
 mod nbdinfo;
 mod offers;

@@ -1,0 +1,512 @@
+//! weir in front of other NBD servers: nbdkit, qemu-nbd, qemu-storage-daemon and weir itself hold
+//! the disk; foreign clients use it through weir, while the server is killed, or lies.
+//!
+//! All daemons here are in the sandbox, which has to let them connect again.
+
+use std::{
+    fs,
+    io::{Read as _, Write as _},
+    os::unix::net::{UnixListener, UnixStream},
+    path::{Path, PathBuf},
+    thread,
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::json;
+
+use crate::{
+    harness::{
+        Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, need,
+        operator::{fails, find, prints, prints_json, socket, status, wait_until},
+        qemu_img, text, weir_image,
+    },
+    tls::Authority,
+};
+
+/// A server in the background, which is ready once its starter has ended.
+struct Server {
+    pid_file: PathBuf,
+}
+
+impl Server {
+    #[track_caller]
+    fn start(program: &str, arguments: &[&str], pid_file: PathBuf) -> Self {
+        need(program);
+        Client::new(program).args(arguments).succeeds();
+        Self { pid_file }
+    }
+
+    fn nbdkit(scratch: &Scratch, socket: &Path, more: &[&str]) -> Self {
+        let pid_file = scratch.path("nbdkit.pid");
+        let _ = fs::remove_file(socket);
+        let words = ["-U", text(socket), "-P", text(&pid_file)];
+        Self::start("nbdkit", &[&words[..], more].concat(), pid_file.clone())
+    }
+
+    fn qemu_nbd(scratch: &Scratch, socket: &Path, more: &[&str]) -> Self {
+        let pid_file = scratch.path("qemu-nbd.pid");
+        let words = ["-t", "--fork", "-k", text(socket), "--pid-file", text(&pid_file)];
+        Self::start("qemu-nbd", &[&words[..], more].concat(), pid_file.clone())
+    }
+
+    fn storage_daemon(scratch: &Scratch, socket: &Path, file: &Path) -> Self {
+        let pid_file = scratch.path("storage-daemon.pid");
+        let node = format!("driver=file,node-name=disk,filename={}", text(file));
+        let server = format!("addr.type=unix,addr.path={}", text(socket));
+        let words = [
+            "--daemonize",
+            "--pidfile",
+            text(&pid_file),
+            "--blockdev",
+            &node,
+            "--nbd-server",
+            &server,
+            "--export",
+            "type=nbd,id=e,node-name=disk,name=disk,writable=on",
+        ];
+        Self::start("qemu-storage-daemon", &words, pid_file.clone())
+    }
+
+    /// kill -9, and it is gone.
+    fn crash(self) {}
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let number = fs::read_to_string(&self.pid_file).ok().and_then(|text| text.trim().parse().ok());
+        let Some(pid) = number.map(Pid::from_raw) else { return };
+        let _ = kill(pid, Signal::SIGKILL);
+        let _ = fs::remove_file(&self.pid_file);
+        // Of another parent: it is gone once it cannot be signalled.
+        while kill(pid, None).is_ok() {
+            thread::yield_now();
+        }
+    }
+}
+
+fn uri(socket: &Path, export: &str) -> String {
+    format!("nbd+unix:///{export}?socket={}", text(socket))
+}
+
+fn in_front(scratch: &Scratch, image: &str, more: &[&str]) -> Weir {
+    let serve = Serve::new(scratch).args(["--name", "front", "--qmp", &socket(scratch)]);
+    serve.args(["--sandbox", "require"]).args(more).arg(image).start()
+}
+
+/// Reads, writes, zeroes, trims, maps and copies through weir what lies in `file`.
+#[track_caller]
+fn is_served(scratch: &Scratch, server: &str, backing: &str, file: &Path, export: &str) {
+    let weir = in_front(scratch, backing, &["--format", "raw"]);
+    let (front, copy) = (weir.uri("front"), scratch.path("copy.raw"));
+    Client::new("nbdcopy").args([&front, text(&copy)]).about(server).succeeds();
+    assert!(fs::read(&copy).unwrap() == fs::read(file).unwrap(), "{server}: another disk");
+    Client::new("qemu-io")
+        .args(["-f", "raw"])
+        .about(server)
+        .does(["write -P 7 1000 70000", "write -z 200k 64k", "discard 400k 64k", "flush"], &front);
+    let script = "h.pwrite(b'\\x07' * 70000, 1000)\nh.zero(65536, 204800)\nh.flush()\n\
+                  assert h.pread(70000, 1000) == b'\\x07' * 70000\nassert h.pread(65536, 204800) == bytes(65536)";
+    weir.nbdsh("front", script);
+    let there = fs::read(file).unwrap();
+    assert!(there[1000..71_000].iter().all(|&byte| byte == 7), "{server}: it was not written");
+    assert!(there[204_800..270_336].iter().all(|&byte| byte == 0), "{server}: it was not zeroed");
+    // A hole at the server is a hole here.
+    let map = Client::new("nbdinfo").args(["--map", "--json", &front]).about(server).json();
+    let hole = |entry: &serde_json::Value| entry["type"].as_u64() == Some(3);
+    assert!(map.as_array().unwrap().iter().any(hole), "{server}, {export}: {map:#}");
+    let told = status(scratch, "0");
+    let remote = &find(&told, "disks", "front")["server"];
+    assert_eq!((&remote["connected"], &remote["reconnections"]), (&json!(true), &json!(0)), "{told:#}");
+    weir.stop();
+}
+
+/// 4 MiB of data, and as much of nothing.
+fn half_full(scratch: &Scratch) -> PathBuf {
+    let file = scratch.filled("disk.raw", 4 * MIB);
+    fs::File::options().write(true).open(&file).unwrap().set_len(8 * MIB).unwrap();
+    file
+}
+
+#[test]
+fn disks_of_every_server_are_the_same_through_weir() {
+    for kind in ["nbdkit", "qemu-nbd", "qemu-nbd, several clients", "qemu-storage-daemon", "weir"] {
+        let scratch = Scratch::new();
+        let (file, at) = (half_full(&scratch), scratch.socket("back"));
+        let plain = uri(&at, "");
+        let (_server, _weir, backing) = match kind {
+            "nbdkit" => (Some(Server::nbdkit(&scratch, &at, &["file", text(&file)])), None, plain),
+            "qemu-nbd" => (Some(Server::qemu_nbd(&scratch, &at, &["-f", "raw", text(&file)])), None, plain),
+            "qemu-storage-daemon" => {
+                (Some(Server::storage_daemon(&scratch, &at, &file)), None, uri(&at, "disk"))
+            }
+            "weir" => {
+                let own = Scratch::new();
+                let weir = Serve::keeping(own).args(["-f", "raw"]).arg(&file).start();
+                let backing = weir.uri("disk");
+                (None, Some(weir), backing)
+            }
+            _ => {
+                let words = ["-e", "8", "-f", "raw", text(&file)];
+                (Some(Server::qemu_nbd(&scratch, &at, &words)), None, plain)
+            }
+        };
+        is_served(&scratch, kind, &backing, &file, kind);
+    }
+}
+
+#[test]
+fn small_blocks_are_made_of_large_ones_and_what_a_server_lacks_is_done_without() {
+    let scratch = Scratch::new();
+    let (file, at) = (half_full(&scratch), scratch.socket("back"));
+    let before = fs::read(&file).unwrap();
+    for filters in [
+        &[
+            "--filter=blocksize-policy",
+            "file",
+            "FILE",
+            "blocksize-minimum=4096",
+            "blocksize-maximum=64K",
+            "blocksize-preferred=4096",
+            "blocksize-error-policy=error",
+        ][..],
+        &["--filter=nozero", "--filter=fua", "file", "FILE", "zeromode=none", "fuamode=emulate"],
+        &["--filter=noextents", "--filter=multi-conn", "file", "FILE", "multi-conn-mode=disable"],
+    ] {
+        let words: Vec<_> =
+            filters.iter().map(|word| if *word == "FILE" { text(&file) } else { *word }).collect();
+        let server = Server::nbdkit(&scratch, &at, &words);
+        let more = ["-f", "raw", "--cache", "writethrough", "--workers", "2"];
+        let weir = in_front(&scratch, &uri(&at, ""), &more);
+        let script = "for at in (1, 511, 4095, 65000, 1000000):\n    h.pwrite(b'\\x09' * 70001, at)\n    \
+                      assert h.pread(70001, at) == b'\\x09' * 70001\nh.zero(9000, 77)\nassert h.pread(9000, 77) == bytes(9000)\n\
+                      h.pwrite(b'\\x05', 8388607)\nassert h.pread(2, 8388606)[1] == 5";
+        weir.nbdsh("front", script);
+        weir.stop();
+        server.crash();
+        assert_ne!(fs::read(&file).unwrap(), before);
+        fs::write(&file, &before).unwrap();
+    }
+}
+
+/// fio's checksums through weir, the server killed again and again meanwhile.
+fn killed_under_load(kind: &str, start: &dyn Fn(&Scratch, &Path, &Path) -> Server) {
+    let scratch = Scratch::new();
+    let (file, at) = (scratch.sparse("disk.raw", 32 * MIB), scratch.socket("back"));
+    let mut server = Some(start(&scratch, &at, &file));
+    let more = ["-f", "raw", "--reconnect-delay", "1m"];
+    let weir = in_front(&scratch, &uri(&at, ""), &more);
+    let writes =
+        |told: &serde_json::Value| find(told, "disks", "front")["writes"]["requests"].as_u64().unwrap_or(0);
+    thread::scope(|scope| {
+        let fio = scope.spawn(|| {
+            Client::new("fio")
+                .args(["--name=verified", "--ioengine=nbd", "--rw=randwrite", "--size=32M", "--bs=4k"])
+                .args([
+                    "--io_size=48M",
+                    "--iodepth=16",
+                    "--verify=crc32c",
+                    "--verify_fatal=1",
+                    "--do_verify=1",
+                ])
+                .args(["--randseed=42", "--fsync=200", "--rate_iops=6000"])
+                .arg(format!("--uri={}", weir.uri("front")))
+                .arg(format!("--aux-path={}", scratch.path("").display()))
+                .about(kind)
+                .succeeds()
+        });
+        for round in 1..=3_u64 {
+            wait_until(&scratch, |told| writes(told) > 1500 * round);
+            server.take().unwrap().crash();
+            wait_until(&scratch, |told| find(told, "disks", "front")["server"]["connected"] == false);
+            server = Some(start(&scratch, &at, &file));
+            wait_until(&scratch, |told| {
+                find(told, "disks", "front")["server"]["reconnections"].as_u64() >= Some(round)
+            });
+        }
+        fio.join().expect("every block has its checksum");
+    });
+    let copy = scratch.path("copy.raw");
+    Client::new("nbdcopy").args([weir.uri("front").as_str(), text(&copy)]).succeeds();
+    let (read, there) = (fs::read(&copy).unwrap(), fs::read(&file).unwrap());
+    assert!(read == there, "{kind}: another disk");
+    weir.stop();
+}
+
+#[test]
+fn nbdkit_is_killed_under_load_and_nothing_is_lost() {
+    killed_under_load("nbdkit", &|scratch, at, file| Server::nbdkit(scratch, at, &["file", text(file)]));
+}
+
+#[test]
+fn qemu_nbd_is_killed_under_load_and_nothing_is_lost() {
+    killed_under_load("qemu-nbd", &|scratch, at, file| {
+        let words = ["-e", "8", "-f", "raw", "--cache=writeback", text(file)];
+        Server::qemu_nbd(scratch, at, &words)
+    });
+}
+
+#[test]
+fn a_server_over_tcp_comes_back_at_its_port() {
+    let (back, front) = (Scratch::new(), Scratch::new());
+    let file = back.filled("disk.raw", MIB);
+    let server = Serve::new(&back).on_tcp().args(["-f", "raw"]).arg(&file).start();
+    let (place, port) = (server.uri("disk"), server.port());
+    let weir = in_front(&front, &place, &["-f", "raw", "--reconnect-delay", "1m"]);
+    weir.nbdsh("front", "h.pwrite(b'a' * 4096, 0)\nassert h.pread(4096, 0) == b'a' * 4096");
+    server.crash();
+    let server = Serve::new(&back).where_said().args(["-f", "raw"]).arg(&file);
+    let server = server.arg(format!("--nbd=127.0.0.1:{port}")).start();
+    weir.nbdsh("front", "assert h.pread(4096, 0) == b'a' * 4096\nh.pwrite(b'b' * 4096, 0)\nh.flush()");
+    assert!(fs::read(&file).unwrap()[..4096].iter().all(|&byte| byte == b'b'));
+    // To no other server is there a way out of the sandbox.
+    let refused = fails(&front, &["disk", "add", "b", "nbd://127.0.0.1:1/x", "-f", "raw"]);
+    assert_says(&refused, &["the sandbox lets the daemon call no NBD server but those that it began with"]);
+    weir.stop();
+    server.stop();
+}
+
+#[test]
+fn a_server_that_cannot_be_a_disk_is_refused_by_name() {
+    let scratch = Scratch::new();
+    let (file, at) = (half_full(&scratch), scratch.socket("back"));
+    let wrong = |image: &str, more: &[&str], expect: &[&str]| {
+        let said = Serve::new(&scratch).args(["-f", "raw"]).args(more).arg(image).fails();
+        assert_says(&said, expect);
+    };
+    wrong(&uri(&at, ""), &[], &["cannot be connected to: ", "start the server, or check the URI"]);
+    for (image, more, expect) in [
+        ("nbd://h/x?socket=y", &[][..], "takes no parameters"),
+        ("nbd:h:10809", &[], "is a kind of NBD URI that is not known"),
+        ("memory:1M", &["--reconnect-delay", "1s"], "is for images at NBD servers"),
+        ("memory:1M", &["--open-timeout", "1s"], "is for images at NBD servers"),
+    ] {
+        let said = Serve::new(&scratch).args(["-f", "raw"]).args(more).arg(image).rejects_usage();
+        assert_says(&said, &[expect]);
+    }
+    let server = Server::nbdkit(&scratch, &at, &["-r", "file", text(&file)]);
+    wrong(&uri(&at, ""), &[], &["the server has it read-only", "--read-only"]);
+    in_front(&scratch, &uri(&at, ""), &["-f", "raw", "--read-only"]).stop();
+    server.crash();
+    let server = Server::qemu_nbd(&scratch, &at, &["-f", "raw", "-x", "disk", text(&file)]);
+    wrong(&uri(&at, "other"), &[], &["refused export \"other\"", "check the export's name"]);
+    wrong(&uri(&at, "disk").replace("nbd+", "nbds+"), &[], &["cannot be spoken to in secret"]);
+    server.crash();
+    for (greeting, expect) in [
+        (&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], "it does not greet as an NBD server does"),
+        (&b"NBDMAGIC"[..], "cannot be connected to"),
+        (&b"NBDMAGICIHAVEOPT\0\x03\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff"[..],
+         "what should be a reply has another magic number"),
+    ] {
+        let at = scratch.socket("liar");
+        let _ = fs::remove_file(&at);
+        let listener = UnixListener::bind(&at).unwrap();
+        let liar = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let _ = stream.write_all(greeting);
+            let _ = stream.shutdown(std::net::Shutdown::Write);
+            let _ = stream.read_to_end(&mut Vec::new());
+        });
+        wrong(&uri(&at, ""), &[], &[expect]);
+        liar.join().unwrap();
+    }
+}
+
+/// What a server says until there is a disk of a MiB ("Fixed newstyle negotiation").
+fn shake_hands(stream: &mut UnixStream) {
+    let mut greeting = b"NBDMAGICIHAVEOPT".to_vec();
+    greeting.extend([0, 3]);
+    stream.write_all(&greeting).unwrap();
+    stream.read_exact(&mut [0; 4]).unwrap();
+    loop {
+        let mut header = [0; 16];
+        stream.read_exact(&mut header).unwrap();
+        let option = u32::from_be_bytes(header[8..12].try_into().unwrap());
+        let length = u32::from_be_bytes(header[12..].try_into().unwrap());
+        stream.read_exact(&mut vec![0; length as usize]).unwrap();
+        let mut reply = |kind: u32, data: &[u8]| {
+            let mut bytes = 0x0003_e889_0455_65a9_u64.to_be_bytes().to_vec();
+            bytes.extend([option, kind, data.len() as u32].map(u32::to_be_bytes).concat());
+            bytes.extend(data);
+            stream.write_all(&bytes).unwrap();
+        };
+        match option {
+            7 => {
+                let size = [&[0, 0][..], &MIB.to_be_bytes(), &5_u16.to_be_bytes()].concat();
+                reply(3, &size);
+                reply(1, &[]);
+                return;
+            }
+            _ => reply(0x8000_0001, &[]),
+        }
+    }
+}
+
+/// The cookie of the next request, a read.
+fn request(stream: &mut UnixStream) -> Option<[u8; 8]> {
+    let mut header = [0; 28];
+    stream.read_exact(&mut header).ok()?;
+    header[8..16].try_into().ok()
+}
+
+#[test]
+fn a_server_that_lies_or_falls_silent_disturbs_no_other_disk() {
+    let scratch = Scratch::new();
+    let at = scratch.socket("liar");
+    let listener = UnixListener::bind(&at).unwrap();
+    let (silence, quiet) = std::sync::mpsc::channel::<()>();
+    let liar = thread::spawn(move || {
+        for lie in 0..4 {
+            let (mut stream, _) = listener.accept().unwrap();
+            shake_hands(&mut stream);
+            let Some(cookie) = request(&mut stream) else { continue };
+            let reply = [&0x6744_6698_u32.to_be_bytes()[..], &[0; 4], &cookie].concat();
+            let _ = match lie {
+                // Half of what was asked for.
+                0 => stream.write_all(&[&reply[..], &[1; 256]].concat()),
+                1 => stream.write_all(&[0xff; 4096]),
+                2 => stream.write_all(&[&reply[..8], &[7; 8]].concat()),
+                // Nothing, until the test has seen that.
+                _ => quiet.recv().map_err(std::io::Error::other),
+            };
+        }
+    });
+    let weir = Serve::new(&scratch)
+        .args(["-f", "raw", "--name", "liar", "--name", "good", "--qmp", &socket(&scratch), "--read-only"])
+        .args([uri(&at, "").as_str(), "memory:1M"])
+        .start();
+    for lie in 0..3 {
+        wait_until(&scratch, |told| {
+            let remote = &find(told, "disks", "liar")["server"];
+            remote["connected"] == true && remote["reconnections"] == lie
+        });
+        weir.nbdsh(
+            "liar",
+            "try:\n    h.pread(512, 0)\n    raise SystemExit(1)\nexcept nbd.Error as e:\n    assert e.errnum",
+        );
+        weir.nbdsh("good", "assert h.pread(4096, 0) == bytes(4096)");
+    }
+    wait_until(&scratch, |told| find(told, "disks", "liar")["server"]["reconnections"] == 3);
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            weir.nbdsh("liar", "try:\n    h.pread(512, 0)\n    raise SystemExit(1)\nexcept nbd.Error as e:\n    assert e.errnum");
+        });
+        // How long the oldest request has waited is told, and the other disk goes on.
+        wait_until(&scratch, |told| find(told, "disks", "liar")["oldest-request"].as_u64() > Some(1_000_000));
+        weir.nbdsh("good", "assert h.pread(4096, 0) == bytes(4096)");
+        silence.send(()).unwrap();
+        waiting.join().expect("it fails once the server has gone");
+    });
+    liar.join().unwrap();
+    weir.stop();
+}
+
+#[test]
+fn tls_with_certificates_and_with_a_key() {
+    let scratch = Scratch::new();
+    let authority = Authority::new(&scratch, "authority");
+    let (back, file) = (Scratch::new(), half_full(&scratch));
+    let certificates = ["--tls", "required", "--tls-certificates", authority.path(), "--tls-verify-peer"];
+    let server = Serve::new(&back).on_tcp().args(certificates).args(["-f", "raw"]).arg(&file).start();
+    let port = server.port();
+    let place = |host: &str, more: &str| {
+        format!("nbds://{host}:{port}/disk?tls-certificates={}{more}", authority.path())
+    };
+    let weir = in_front(&scratch, &place("127.0.0.1", ""), &["-f", "raw", "--reconnect-delay", "1m"]);
+    weir.nbdsh("front", "h.pwrite(b's' * 100000, 5)\nassert h.pread(100000, 5) == b's' * 100000\nh.flush()");
+    weir.stop();
+    let refused = |image: &str| Serve::new(&scratch).args(["-f", "raw"]).arg(image).fails();
+    assert_says(&refused(&place("127.0.0.1", "&tls-hostname=other")), &["cannot be spoken to in secret"]);
+    let stranger = Authority::new(&scratch, "stranger");
+    let place = format!("nbds://127.0.0.1:{port}/disk?tls-certificates={}", stranger.path());
+    assert_says(&refused(&place), &["cannot be spoken to in secret", "certificate verify failed"]);
+    assert_says(&refused(&format!("nbd://127.0.0.1:{port}/disk")), &["the server wants TLS"]);
+    server.stop();
+    let keys = scratch.file("keys.psk", "alice:00112233445566778899aabbccddeeff\n");
+    let at = scratch.socket("back");
+    let words = ["--tls=require", &format!("--tls-psk={}", text(&keys)), "file", text(&file)];
+    let server = Server::nbdkit(&scratch, &at, &words);
+    let place = format!("nbds+unix://alice@/?socket={}&tls-psk-file={}", text(&at), text(&keys));
+    let weir = in_front(&scratch, &place, &["-f", "raw"]);
+    weir.nbdsh("front", "assert h.pread(100000, 5) == b's' * 100000");
+    weir.stop();
+    let other = scratch.file("other.psk", "alice:ff112233445566778899aabbccddeeff\n");
+    assert_says(&refused(&place.replace(text(&keys), text(&other))), &["cannot be spoken to in secret"]);
+    server.crash();
+}
+
+#[test]
+fn qcow2_lies_over_nbd_and_tools_read_both() {
+    let scratch = Scratch::new();
+    let (image, at) = (scratch.path("disk.qcow2"), scratch.socket("back"));
+    qemu_img(["create", "-q", "-f", "qcow2", "-o", "preallocation=full", text(&image), "8M"]).succeeds();
+    let server = Server::qemu_nbd(&scratch, &at, &["-e", "8", "-f", "raw", text(&image)]);
+    let back = uri(&at, "");
+    let weir = in_front(&scratch, &back, &["-f", "qcow2"]);
+    weir.nbdsh(
+        "front",
+        "h.pwrite(b'q' * 300000, 70000)\nh.flush()\nassert h.pread(300000, 70000) == b'q' * 300000",
+    );
+    weir.stop();
+    let copy = scratch.path("copy.raw");
+    weir_image(&["convert", "-f", "qcow2", "-O", "raw", &back, text(&copy)]).succeeds();
+    assert!(fs::read(&copy).unwrap()[70_000..370_000].iter().all(|&byte| byte == b'q'));
+    let info = weir_image(&["info", "-f", "qcow2", "--output", "json", &back]).json();
+    assert_eq!(info["virtual-size"], json!(8 * MIB), "{info:#}");
+    assert!(info["actual-size"].is_null(), "{info:#}");
+    weir_image(&["compare", "-f", "qcow2", "-F", "raw", &back, text(&copy)]).succeeds();
+    server.crash();
+    weir_image(&["check", "-f", "qcow2", text(&image)]).succeeds();
+    qemu_img(["check", "-f", "qcow2", text(&image)]).succeeds();
+}
+
+#[test]
+fn a_disk_comes_and_goes_over_the_control_socket_and_grows_with_its_server() {
+    let scratch = Scratch::new();
+    let (file, at) = (half_full(&scratch), scratch.socket("back"));
+    let server = Server::nbdkit(&scratch, &at, &["file", text(&file)]);
+    let serve = Serve::new(&scratch).args(["--name", "m", "--qmp", &socket(&scratch), "--sandbox", "off"]);
+    let weir = serve.arg("memory:1M").start();
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let place = json!({"type": "unix", "path": text(&at)});
+    let node = json!({"driver": "nbd", "node-name": "n", "server": place, "reconnect-delay": 60, "open-timeout": 60});
+    qmp.command("blockdev-add", node);
+    let export = json!({"type": "nbd", "id": "n", "node-name": "n", "name": "n", "writable": true});
+    qmp.command("block-export-add", export);
+    weir.nbdsh("n", "h.pwrite(b'n' * 4096, 0)\nh.flush()");
+    assert_eq!(fs::read(&file).unwrap()[0], b'n');
+    let named = qmp.command("query-named-block-nodes", json!({}));
+    assert!(named.as_array().unwrap().iter().any(|node| node["drv"] == "nbd"), "{named:#}");
+    // nbdkit tells the size that a file has when a client comes.
+    fs::File::options().write(true).open(&file).unwrap().set_len(16 * MIB).unwrap();
+    let resize = |size: u64| json!({"node-name": "n", "size": size});
+    let (_, refused) = qmp.refused("block_resize", resize(12 * MIB));
+    assert_says(&refused, &["its NBD server has it with 16777216 bytes"]);
+    qmp.command("block_resize", resize(16 * MIB));
+    let told = status(&scratch, "0");
+    assert_eq!(find(&told, "disks", "n")["size"], json!(16 * MIB));
+    qmp.command("block-export-del", json!({"id": "n"}));
+    qmp.command("blockdev-del", json!({"node-name": "n"}));
+    prints(
+        &scratch,
+        &[
+            "disk",
+            "add",
+            "d",
+            &uri(&at, ""),
+            "-f",
+            "raw",
+            "--reconnect-delay",
+            "1500ms",
+            "--open-timeout",
+            "1m",
+        ],
+    );
+    weir.nbdsh("d", "assert h.pread(4096, 0) == b'n' * 4096");
+    let listed = prints_json(&scratch, &["status", "--json"]);
+    assert_eq!(find(&listed, "disks", "d")["server"]["connected"], json!(true));
+    weir.stop();
+    server.crash();
+}
