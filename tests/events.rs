@@ -11,16 +11,15 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
-    time::Instant,
 };
 
 use nix::{sys::signal::kill, unistd::Pid};
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, DEADLINE, Qmp, Scratch, Serve, Weir, assert_says, children,
+    Client, Qmp, Scratch, Serve, Weir, assert_says, children,
     operator::{prints, socket, start},
-    text,
+    text, until,
 };
 
 fn qmp(scratch: &Scratch) -> Qmp {
@@ -44,18 +43,6 @@ fn limit(scratch: &Scratch, iops: u32) {
 
 fn works(weir: &Weir) {
     weir.nbdsh("b", "h.pwrite(b'x' * 4096, 0)\nassert h.pread(4096, 0) == b'x' * 4096");
-}
-
-/// What there is once it is there.
-#[track_caller]
-fn until<T>(look: impl Fn() -> Option<T>) -> T {
-    let end = Instant::now() + DEADLINE;
-    loop {
-        match look() {
-            Some(found) => return found,
-            None => assert!(Instant::now() < end, "it did not come to be"),
-        }
-    }
 }
 
 #[test]

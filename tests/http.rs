@@ -9,13 +9,12 @@ use std::{
     path::PathBuf,
     process::Command,
     thread,
-    time::Instant,
 };
 
 use serde_json::{Value, json};
 
 use crate::{
-    harness::{Client, DEADLINE, Qmp, Scratch, Serve, Weir, text},
+    harness::{Client, DEADLINE, Qmp, Scratch, Serve, Weir, text, until},
     tls::Authority,
 };
 
@@ -137,18 +136,6 @@ impl Events {
                 let data = self.line();
                 return serde_json::from_str(data.strip_prefix("data: ").expect("data")).expect("JSON");
             }
-        }
-    }
-}
-
-/// What there is once it is there.
-#[track_caller]
-fn until<T>(look: impl Fn() -> Option<T>) -> T {
-    let end = Instant::now() + DEADLINE;
-    loop {
-        match look() {
-            Some(found) => return found,
-            None => assert!(Instant::now() < end, "it did not come to be"),
         }
     }
 }

@@ -9,12 +9,13 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     thread,
-    time::Instant,
 };
 
 use serde_json::Value;
 
-use crate::harness::{Client, DEADLINE, Scratch, Serve, Weir, need, qemu_img, search_path, text, weir};
+use crate::harness::{
+    Client, DEADLINE, Scratch, Serve, Weir, need, qemu_img, search_path, text, until, weir,
+};
 
 const OPEN: &str = "application/openmetrics-text;version=1.0.0,*/*;q=0.1";
 
@@ -58,18 +59,6 @@ impl Daemon {
     /// A page of which this is so; a page may be a moment old.
     fn until(&self, is_so: impl Fn(&Page) -> bool) -> Page {
         until(|| Some(self.page()).filter(&is_so))
-    }
-}
-
-/// What there is once it is there.
-#[track_caller]
-fn until<T>(look: impl Fn() -> Option<T>) -> T {
-    let end = Instant::now() + DEADLINE;
-    loop {
-        match look() {
-            Some(found) => return found,
-            None => assert!(Instant::now() < end, "it did not come to be"),
-        }
     }
 }
 

@@ -26,7 +26,10 @@ mod scratch;
 mod terminal;
 pub(crate) mod wire;
 
-use std::{fs, time::Duration};
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
 
 use nix::unistd::Pid;
 
@@ -46,6 +49,18 @@ pub(crate) const MIB: u64 = 1 << 20;
 
 /// When a test stops waiting for something, and has failed; none judges how long it has waited.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
+
+/// What there is once it is there; asks again and again, and fails at the deadline.
+#[track_caller]
+pub(crate) fn until<T>(look: impl Fn() -> Option<T>) -> T {
+    let end = Instant::now() + DEADLINE;
+    loop {
+        match look() {
+            Some(found) => return found,
+            None => assert!(Instant::now() < end, "it did not come to be"),
+        }
+    }
+}
 
 /// A script for a mount namespace of its own, where it first lets go of what tests beside it have
 /// mounted: a copy of a mount keeps its device in use when it was unmounted outside.
