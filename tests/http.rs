@@ -186,6 +186,55 @@ fn what_runs_is_told_with_what_it_does() {
     daemon.weir.stop();
 }
 
+/// Nobody has a limit here, so no limit counts anything.
+#[test]
+fn totals_without_limits_are_those_of_metrics_and_of_status() {
+    let scratch = Scratch::new();
+    let control = scratch.socket("the-control");
+    let config = format!(
+        "[daemon]\nnbd = {:?}\nqmp = {:?}\n[group.outer]\n[group.inner]\ngroup = \"outer\"\n\
+         [disk.a]\nimage = \"memory:1M\"\ngroup = \"inner\"\n\
+         [disk.b]\nimage = \"memory:1M\"\ngroup = \"outer\"\n",
+        format!("unix:{}", text(&scratch.socket("nbd"))),
+        format!("unix:{}", text(&control)),
+    );
+    let file = scratch.file("weir.toml", config);
+    let serve = Serve::new(&scratch).where_said().args(["--config", text(&file)]);
+    let daemon = Daemon::start(serve.args(["--metrics", "127.0.0.1:0"]));
+    let line = daemon.weir.wait_for_log("metrics at=");
+    let metrics = line.split_once("at=").unwrap().1.split(' ').next().unwrap();
+    daemon.weir.nbdsh("a", "for i in range(25): h.pread(4096, 4096 * i)\nh.pwrite(b'x' * 512, 0)");
+    daemon.weir.nbdsh("b", "for i in range(7): h.pread(512, 512 * i)");
+    let counts = |all: &Value, of: &str, name: &str| {
+        let one = one(all, of, name);
+        [["reads", "requests"], ["reads", "bytes"], ["writes", "requests"], ["writes", "bytes"]]
+            .map(|[direction, what]| one[direction][what].as_u64().unwrap())
+    };
+    let both = [32, 25 * 4096 + 7 * 512, 1, 512];
+    let overview = until(|| Some(daemon.overview()).filter(|all| counts(all, "groups", "outer") == both));
+    let (a, b) = ([25, 25 * 4096, 1, 512], [7, 7 * 512, 0, 0]);
+    assert_eq!([counts(&overview, "disks", "a"), counts(&overview, "disks", "b")], [a, b]);
+    assert_eq!(counts(&overview, "groups", "inner"), a);
+    let told = Qmp::negotiated(&control).command("x-weir-query-status", json!({}));
+    assert_eq!([counts(&told, "disks", "a"), counts(&told, "disks", "b")], [a, b]);
+    let page =
+        Client::new("curl").args(["--silent", "--fail", &format!("http://{metrics}/metrics")]).succeeds();
+    let families = ["reads", "read_bytes", "writes", "written_bytes"];
+    for (name, all) in [("a", a), ("b", b)] {
+        for (family, count) in families.into_iter().zip(all) {
+            let line = format!("weir_disk_{family}_total{{disk=\"{name}\"}} {count}\n");
+            assert!(page.contains(&line), "{line} is not in {page}");
+        }
+    }
+    // Rates of a group are its disks', too.
+    until(|| {
+        let history = daemon.get("/api/v1/groups/outer/history?span=10m").json();
+        let rates = history["series"]["read_operations_per_second"].as_array()?.clone();
+        rates.iter().any(|rate| rate.as_f64() > Some(0.0)).then_some(())
+    });
+    daemon.weir.stop();
+}
+
 /// What an answer lacks of what is described, or has beside it.
 fn check(schema: &Value, all: &Value, value: &Value, at: &str) {
     if let Some(name) = schema["$ref"].as_str() {
@@ -466,9 +515,7 @@ fn wrong_tokens_cost_one_line_of_the_log() {
 #[test]
 fn thousands_that_listen_or_say_nothing_keep_nobody_out() {
     let scratch = Scratch::new();
-    // Only what a limit is asked for is counted.
-    let limited = ["memory:1M", "--name", "disk", "--iops-total", "1000000"];
-    let daemon = Daemon::start(Serve::new(&scratch).args(limited));
+    let daemon = Daemon::start(Serve::new(&scratch).args(["memory:1M", "--name", "disk"]));
     let mut first = daemon.listen();
     first.next("overview");
     let before = daemon.weir.resident_bytes();

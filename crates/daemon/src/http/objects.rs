@@ -6,6 +6,7 @@
 //! is a new value and never a member that is gone.
 
 use std::{
+    array,
     collections::{BTreeMap, HashMap},
     sync::Arc,
     time::{Instant, SystemTime, UNIX_EPOCH},
@@ -13,6 +14,7 @@ use std::{
 
 use block::{
     device::Statistics,
+    disk::Totals,
     measures::{Spread, Timed, Whose},
 };
 use policy::{
@@ -43,7 +45,7 @@ pub(super) struct Objects {
 #[derive(Debug, Default)]
 pub(super) struct Before {
     disks: HashMap<Arc<str>, DiskBefore>,
-    groups: HashMap<Arc<str>, Lately<5>>,
+    groups: HashMap<Arc<str>, Lately<1>>,
     devices: HashMap<Arc<str>, Lately<5>>,
 }
 
@@ -91,19 +93,25 @@ impl Before {
             started_ms: u64::try_from(snapshot.started.as_millis()).unwrap_or(u64::MAX),
             ..Objects::default()
         };
+        let mut of_groups: HashMap<&str, Passed> = HashMap::new();
         for figures in &snapshot.disks {
             let before = self.disks.entry(Arc::clone(&figures.name)).or_default();
             if is_another {
                 before.last.look(figures);
             }
             let exports = exports.get(&*figures.name).map(Vec::as_slice).unwrap_or_default();
-            let object = disk(figures, exports, &groups, before, snapshot.taken);
+            let (object, passed) = disk(figures, exports, &groups, before, snapshot.taken);
             objects.disks.insert(Arc::clone(&figures.name), object);
+            let own = groups.get(&*figures.group).copied();
+            for group in std::iter::successors(own, |group| groups.get(group.parent.as_deref()?).copied()) {
+                of_groups.entry(&group.name).or_default().add(&passed);
+            }
         }
         for figures in &snapshot.groups {
             let name: Arc<str> = figures.name.as_str().into();
             let before = self.groups.entry(Arc::clone(&name)).or_default();
-            objects.groups.insert(name, group(figures, before, snapshot.taken));
+            let passed = of_groups.remove(&*figures.name).unwrap_or_default();
+            objects.groups.insert(name, group(figures, &passed, before, snapshot.taken));
         }
         for figures in &snapshot.devices {
             let name: Arc<str> = figures.name.as_str().into();
@@ -126,17 +134,55 @@ fn insert(object: &mut Object, members: impl IntoIterator<Item = (&'static str, 
     object.extend(members.into_iter().map(|(name, value)| (name.to_owned(), value)));
 }
 
-/// Four rates, of counters in this order: operations, then bytes; reads, then writes.
-fn rates<const N: usize>(object: &mut Object, growth: Option<&Growth<N>>) {
+/// What disks have done. A limit that is set on none of them counts nothing, so what a group has
+/// let pass is told of its disks and not of its own counters.
+#[derive(Clone, Copy, Debug, Default)]
+struct Passed {
+    totals: Totals,
+    per_second: [f64; 4],
+}
+
+impl Passed {
+    fn add(&mut self, other: &Self) {
+        let Totals { reads, writes, read_bytes, written_bytes, merged_requests } = &mut self.totals;
+        for (sum, more) in [
+            (reads, other.totals.reads),
+            (writes, other.totals.writes),
+            (read_bytes, other.totals.read_bytes),
+            (written_bytes, other.totals.written_bytes),
+            (merged_requests, other.totals.merged_requests),
+        ] {
+            *sum = sum.saturating_add(more);
+        }
+        self.per_second.iter_mut().zip(other.per_second).for_each(|(sum, more)| *sum += more);
+    }
+
+    /// Of those requests, what the counters of limits say had to wait.
+    fn tell(&self, object: &mut Object, stats: &Stats) {
+        let Totals { reads, writes, read_bytes, written_bytes, .. } = self.totals;
+        let passed = |requests: u64, bytes: u64, counters: &Counters| json!({ "requests": requests, "bytes": bytes, "throttled": counters.throttled });
+        let members = [
+            ("reads", passed(reads, read_bytes, &stats.reads)),
+            ("writes", passed(writes, written_bytes, &stats.writes)),
+        ];
+        insert(object, members);
+        rates(object, self.per_second);
+    }
+}
+
+/// Of counters in this order: operations, then bytes; reads, then writes.
+fn per_second<const N: usize>(growth: Option<&Growth<N>>) -> [f64; 4] {
+    array::from_fn(|index| growth.map_or(0.0, |growth| growth.per_second(index)))
+}
+
+fn rates(object: &mut Object, per_second: [f64; 4]) {
     let names = [
         "read_operations_per_second",
         "write_operations_per_second",
         "read_bytes_per_second",
         "write_bytes_per_second",
     ];
-    let rate = |index| growth.map_or(0.0, |growth: &Growth<N>| growth.per_second(index));
-    let rate = |(index, name)| (name, rounded(rate(index)));
-    insert(object, names.into_iter().enumerate().map(rate));
+    insert(object, names.into_iter().zip(per_second.map(rounded)));
 }
 
 fn disk(
@@ -145,7 +191,7 @@ fn disk(
     groups: &HashMap<&str, &GroupFigures>,
     before: &mut DiskBefore,
     now: Instant,
-) -> Object {
+) -> (Object, Passed) {
     let DiskFigures { totals, errors, throttle: ThrottleFigures { stats, .. }, .. } = figures;
     let prefetch = figures.prefetch.as_ref();
     let hits = prefetch.map_or([0; 2], |stats| {
@@ -202,31 +248,30 @@ fn disk(
         }))),
         ("memory_bytes", json!(figures.reserved_bytes.saturating_add(figures.requests_bytes))),
     ]);
-    rates(&mut object, growth.as_ref());
+    let passed = Passed { totals: *totals, per_second: per_second(growth.as_ref()) };
+    passed.tell(&mut object, stats);
     throttle(&mut object, &figures.throttle);
-    object
+    (object, passed)
 }
 
-fn group(figures: &GroupFigures, before: &mut Lately<5>, now: Instant) -> Object {
-    let Stats { reads, writes, limited_ns, .. } = &figures.throttle.stats;
-    let counts = [reads.requests, writes.requests, reads.bytes, writes.bytes, *limited_ns];
-    let growth = before.look(now, counts);
+fn group(figures: &GroupFigures, passed: &Passed, before: &mut Lately<1>, now: Instant) -> Object {
+    let growth = before.look(now, [figures.throttle.stats.limited_ns]);
     let mut object = Object::new();
     insert(
         &mut object,
         [
             ("name", json!(figures.name)),
             ("parent", json!(figures.parent)),
-            ("wait_ratio", ratio(Some(growth.map_or(0.0, |growth| growth.part(4))))),
+            ("wait_ratio", ratio(Some(growth.map_or(0.0, |growth| growth.part(0))))),
             (
                 "limit",
                 limit_name(
-                    figures.throttle.stats.binding.filter(|_| growth.is_some_and(|growth| growth.by[4] > 0)),
+                    figures.throttle.stats.binding.filter(|_| growth.is_some_and(|growth| growth.by[0] > 0)),
                 ),
             ),
         ],
     );
-    rates(&mut object, growth.as_ref());
+    passed.tell(&mut object, &figures.throttle.stats);
     throttle(&mut object, &figures.throttle);
     object
 }
@@ -254,7 +299,7 @@ fn device(figures: &DeviceFigures, before: &mut Lately<5>, now: Instant) -> Obje
             ("busy_ratio", ratio(growth.map(|growth| growth.part(4)))),
         ],
     );
-    rates(&mut object, growth.as_ref());
+    rates(&mut object, per_second(growth.as_ref()));
     object
 }
 
@@ -289,9 +334,6 @@ fn throttle(object: &mut Object, figures: &ThrottleFigures) {
             ("bucket_level_ratio", ratio(bucket_level(stats))),
         ],
     );
-    let passed =
-        |counters: &Counters| json!({ "requests": counters.requests, "throttled": counters.throttled });
-    insert(object, [("reads", passed(&stats.reads)), ("writes", passed(&stats.writes))]);
 }
 
 /// Those that are set, by their own names.
