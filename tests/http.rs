@@ -543,6 +543,30 @@ fn thousands_that_listen_or_say_nothing_keep_nobody_out() {
 }
 
 #[test]
+fn one_address_does_not_have_all_streams() {
+    let scratch = Scratch::new();
+    let daemon = Daemon::start(Serve::new(&scratch).arg("memory:1M"));
+    let mut streams: Vec<_> = (0..64).map(|_| daemon.listen()).collect();
+    streams.iter_mut().for_each(|stream| drop(stream.next("overview")));
+    let said = daemon.get("/api/v1/stream").refused(429);
+    assert!(said.starts_with("weir: 64 pages of your address listen already"), "{said}");
+    // Others have room, and so has it once one is gone.
+    let url = format!("http://{}/api/v1/stream", daemon.address);
+    let head = ["--silent", "--show-error", "--fail", "--head", "--interface", "127.0.0.2", &url];
+    Client::new("curl").args(head).succeeds();
+    streams.pop();
+    until(|| {
+        let mut stream = daemon.connect();
+        let request = format!("GET /api/v1/stream HTTP/1.1\r\nHost: {}\r\n\r\n", daemon.address);
+        stream.write_all(request.as_bytes()).unwrap();
+        let mut status = String::new();
+        BufReader::new(stream).read_line(&mut status).unwrap();
+        status.contains(" 200 ").then_some(())
+    });
+    daemon.weir.stop();
+}
+
+#[test]
 fn a_head_or_a_body_that_does_not_end_is_let_go() {
     let scratch = Scratch::new();
     let daemon = Daemon::with_token(&scratch, Serve::new(&scratch).arg("memory:1M"));

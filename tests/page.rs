@@ -31,6 +31,11 @@ fn it_says_that_it_is_not_live_and_connects_again() {
 }
 
 #[test]
+fn it_says_why_it_is_not_live_where_too_many_listen() {
+    scenario("crowded").succeeds();
+}
+
+#[test]
 fn hostile_names_stay_names() {
     scenario("hostile").succeeds();
 }

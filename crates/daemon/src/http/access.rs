@@ -66,7 +66,7 @@ pub(super) struct Guard {
 #[derive(Default)]
 struct Wrong {
     /// Who has sent so many of late, as of when; the latest last.
-    of: VecDeque<(Option<IpAddr>, u32, Instant)>,
+    of: VecDeque<(Peer, u32, Instant)>,
     said: Option<Instant>,
     /// Since it was said.
     unsaid: u64,
@@ -149,29 +149,21 @@ impl Guard {
         let why = "a token is needed (send Authorization: Bearer TOKEN, with what --http-token-file has)";
         let bearer = bearer.ok_or((StatusCode::UNAUTHORIZED, why))?;
         let mut wrong = self.wrong.lock().unwrap_or_else(PoisonError::into_inner);
-        if wrong.is_full(peer.address, now) {
+        if wrong.is_full(peer, now) {
             // Not even compared: or it would be known which one is right.
-            wrong.count(peer.address, now, false);
+            wrong.count(peer, now, false);
             return Err((StatusCode::TOO_MANY_REQUESTS, "too many wrong tokens came from there (wait)"));
         }
         // Of equal length, whatever was sent.
         if openssl::memcmp::eq(&sha256(bearer), token) {
             return Ok(());
         }
-        wrong.count(peer.address, now, true);
+        wrong.count(peer, now, true);
         Err((StatusCode::FORBIDDEN, "the token is wrong (see --http-token-file)"))
     }
 }
 
 impl Wrong {
-    /// Of one address, or one network of IPv6, which one host may have all of.
-    fn key(address: Option<IpAddr>) -> Option<IpAddr> {
-        address.map(|address| match address {
-            IpAddr::V6(v6) => IpAddr::V6((v6.to_bits() & !u128::from(u64::MAX)).into()),
-            v4 => v4,
-        })
-    }
-
     /// How many there are of late.
     fn left(count: u32, as_of: Instant, now: Instant) -> (u32, Instant) {
         let seconds = now.saturating_duration_since(as_of).as_secs();
@@ -179,16 +171,15 @@ impl Wrong {
         (count.saturating_sub(over), as_of + AGAIN * over.min(count))
     }
 
-    fn is_full(&self, address: Option<IpAddr>, now: Instant) -> bool {
-        let key = Self::key(address);
-        let known = self.of.iter().find(|(of, ..)| *of == key);
+    fn is_full(&self, peer: Peer, now: Instant) -> bool {
+        let known = self.of.iter().find(|(of, ..)| *of == peer.source());
         known.is_some_and(|&(_, count, as_of)| Self::left(count, as_of, now).0 >= MOST_WRONG)
     }
 
     /// One more; says so if nothing was said lately.
-    fn count(&mut self, address: Option<IpAddr>, now: Instant, is_compared: bool) {
-        let key = Self::key(address);
+    fn count(&mut self, peer: Peer, now: Instant, is_compared: bool) {
         if is_compared {
+            let key = peer.source();
             let at = self.of.iter().position(|(of, ..)| *of == key);
             let before = at.and_then(|at| self.of.remove(at));
             let (count, as_of) = match before {
@@ -203,10 +194,9 @@ impl Wrong {
         }
         self.unsaid += 1;
         if self.said.is_none_or(|said| now.saturating_duration_since(said) >= QUIET) {
-            let from = Peer { address };
             tracing::warn!(
                 wrong_tokens = self.unsaid,
-                %from,
+                from = %peer,
                 "a wrong token was sent over HTTP (the next are counted, and told in ten minutes)"
             );
             (self.said, self.unsaid) = (Some(now), 0);
@@ -302,7 +292,7 @@ mod tests {
     #[test]
     fn a_token_is_right_wrong_or_missing() {
         let (guard, now) = (guard(), Instant::now());
-        let peer = Peer { address: None };
+        let peer = Peer::User(None);
         let judge = |said: &str| {
             guard
                 .judge(peer, &headers(&[(AUTHORIZATION, said)]), now)
@@ -324,7 +314,7 @@ mod tests {
     #[test]
     fn who_sends_wrong_tokens_waits_and_others_do_not() {
         let (guard, now) = (guard(), Instant::now());
-        let peer = |last| Peer { address: Some(IpAddr::from([192, 0, 2, last])) };
+        let peer = |last| Peer::Address(IpAddr::from([192, 0, 2, last]));
         let judge = |peer, token: &str, at| {
             let said = headers(&[(AUTHORIZATION, &format!("Bearer {token}"))]);
             guard.judge(peer, &said, at).err().map(|(status, _)| status.as_u16())
@@ -349,7 +339,7 @@ mod tests {
     fn however_many_send_wrong_tokens_few_are_remembered() {
         let (guard, now) = (guard(), Instant::now());
         for number in 0..10_000_u32 {
-            let peer = Peer { address: Some(IpAddr::from(number.to_be_bytes())) };
+            let peer = Peer::Address(IpAddr::from(number.to_be_bytes()));
             let said = headers(&[(AUTHORIZATION, "Bearer wrong")]);
             let _ = guard.judge(peer, &said, now);
         }

@@ -11,7 +11,7 @@ use axum::{
     extract::{Path, State},
     http::{
         StatusCode, Uri,
-        header::{CACHE_CONTROL, CONTENT_TYPE},
+        header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER},
     },
     middleware,
     response::{IntoResponse, Response},
@@ -26,7 +26,9 @@ use super::{
     desk::Of,
     history::Span,
     preview,
+    server::Peer,
     site::Site,
+    stream::{MOST_OF_A_PEER, Refused},
     watch::{LONGEST, SHORTEST},
 };
 
@@ -81,14 +83,28 @@ async fn overview(State(site): State<Arc<Site>>) -> Response {
     }
 }
 
-async fn stream(State(site): State<Arc<Site>>, Extension(connection): Extension<Connection>) -> Response {
-    match site.watch.listen().await {
+async fn stream(
+    State(site): State<Arc<Site>>,
+    Extension(peer): Extension<Peer>,
+    Extension(connection): Extension<Connection>,
+) -> Response {
+    match site.watch.listen(peer).await {
         Ok(Ok(streamed)) => {
             connection.becomes_stream();
             let kind = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-store")];
             (kind, Body::new(streamed)).into_response()
         }
-        Ok(Err(_)) => silent("too many listen already (close some pages)"),
+        Ok(Err(Refused::All)) => silent("too many listen already (close some pages)"),
+        Ok(Err(Refused::Peer)) => {
+            let from = match peer {
+                Peer::Address(_) => "your address",
+                Peer::User(_) => "your user",
+            };
+            let why = format!(
+                "{MOST_OF_A_PEER} pages of {from} listen already, and others are to have room (close some)"
+            );
+            ([(RETRY_AFTER, "5")], failure(StatusCode::TOO_MANY_REQUESTS, &why)).into_response()
+        }
         Err(why) => silent(why),
     }
 }

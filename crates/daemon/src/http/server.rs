@@ -63,16 +63,29 @@ pub(super) enum Kind {
 
 /// Who asks; every request has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Peer {
-    /// None over a Unix socket.
-    pub(super) address: Option<IpAddr>,
+pub(super) enum Peer {
+    Address(IpAddr),
+    /// Over a Unix socket: the user, as the kernel knows it (unix(7), SO_PEERCRED).
+    User(Option<u32>),
+}
+
+impl Peer {
+    /// Whom bounds count: of IPv6 a network, which one host may have all of.
+    pub(super) fn source(self) -> Self {
+        match self {
+            Self::Address(IpAddr::V6(v6)) => {
+                Self::Address(IpAddr::V6((v6.to_bits() & !u128::from(u64::MAX)).into()))
+            }
+            other => other,
+        }
+    }
 }
 
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.address {
-            Some(address) => address.fmt(f),
-            None => f.write_str("a Unix socket"),
+        match self {
+            Self::Address(address) => address.fmt(f),
+            Self::User(_) => f.write_str("a Unix socket"),
         }
     }
 }
@@ -135,12 +148,13 @@ impl Socket {
                 // Without these it works as well.
                 let _ = stream.set_nodelay(true);
                 let _ = rustix::net::sockopt::set_socket_send_buffer_size(&stream, MOST_SENT);
-                (Box::new(stream), Peer { address: Some(address.ip().to_canonical()) })
+                (Box::new(stream), Peer::Address(address.ip().to_canonical()))
             }
             Self::Unix(listener) => {
                 let (stream, _) = listener.accept().await?;
                 let _ = rustix::net::sockopt::set_socket_send_buffer_size(&stream, MOST_SENT);
-                (Box::new(stream), Peer { address: None })
+                let user = stream.peer_cred().ok().map(|peer| peer.uid());
+                (Box::new(stream), Peer::User(user))
             }
         })
     }

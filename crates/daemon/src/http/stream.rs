@@ -16,8 +16,13 @@ use hyper::body::{Body, Frame};
 use serde_json::Value;
 use tokio::sync::mpsc;
 
+use super::server::Peer;
+
 /// Listeners at a time.
 pub(super) const MOST_STREAMS: usize = 256;
+/// Of these from one address, or of one user over a Unix socket, so that there is always room for
+/// others. A proxy counts as one.
+pub(super) const MOST_OF_A_PEER: usize = 64;
 /// Messages that wait for one listener, beside what lies in its socket.
 const MOST_BEHIND: usize = 32;
 /// Bytes that are handed over at a time, so that a connection holds no more of a long message.
@@ -31,12 +36,16 @@ pub(super) fn message(event: &str, id: u64, data: &Value) -> Bytes {
     format!("event: {event}\nid: {id}\ndata: {data}\n\n").into()
 }
 
-/// [`MOST_STREAMS`] listen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Refused;
+pub(super) enum Refused {
+    /// [`MOST_STREAMS`] listen.
+    All,
+    /// [`MOST_OF_A_PEER`] of them from there.
+    Peer,
+}
 
 #[derive(Default)]
-pub(super) struct Listeners(Vec<mpsc::Sender<Bytes>>);
+pub(super) struct Listeners(Vec<(Peer, mpsc::Sender<Bytes>)>);
 
 impl Listeners {
     pub(super) fn len(&self) -> usize {
@@ -48,20 +57,24 @@ impl Listeners {
     }
 
     /// One more, which is sent this first.
-    pub(super) fn add(&mut self, before: Vec<Bytes>) -> Result<Streamed, Refused> {
-        self.0.retain(|listener| !listener.is_closed());
+    pub(super) fn add(&mut self, peer: Peer, before: Vec<Bytes>) -> Result<Streamed, Refused> {
+        self.0.retain(|(_, listener)| !listener.is_closed());
+        let source = peer.source();
+        if self.0.iter().filter(|(of, _)| *of == source).count() >= MOST_OF_A_PEER {
+            return Err(Refused::Peer);
+        }
         if self.0.len() >= MOST_STREAMS {
-            return Err(Refused);
+            return Err(Refused::All);
         }
         let (sender, news) = mpsc::channel(MOST_BEHIND);
-        self.0.push(sender);
+        self.0.push((source, sender));
         let retry = Bytes::from(format!("retry: {COME_AGAIN_MS}\n\n"));
         Ok(Streamed { first: std::iter::once(retry).chain(before).collect(), news })
     }
 
     /// Those who are too far behind are gone after this.
     pub(super) fn send(&mut self, message: &Bytes) {
-        self.0.retain(|listener| listener.try_send(message.clone()).is_ok());
+        self.0.retain(|(_, listener)| listener.try_send(message.clone()).is_ok());
     }
 }
 
@@ -96,9 +109,11 @@ impl Body for Streamed {
 
 #[cfg(test)]
 mod tests {
-    use std::task::Waker;
+    use std::{net::IpAddr, task::Waker};
 
     use super::*;
+
+    const SOMEBODY: Peer = Peer::User(None);
 
     fn next(streamed: &mut Streamed) -> Option<Bytes> {
         match Pin::new(streamed).poll_frame(&mut Context::from_waker(Waker::noop())) {
@@ -110,8 +125,8 @@ mod tests {
     #[test]
     fn a_listener_that_does_not_read_is_let_go_and_others_stay() {
         let mut listeners = Listeners::default();
-        let mut reads = listeners.add(Vec::new()).unwrap();
-        let mut sleeps = listeners.add(Vec::new()).unwrap();
+        let mut reads = listeners.add(SOMEBODY, Vec::new()).unwrap();
+        let mut sleeps = listeners.add(SOMEBODY, Vec::new()).unwrap();
         assert!(next(&mut reads).unwrap().starts_with(b"retry: "));
         for step in 0..MOST_BEHIND + 8 {
             listeners.send(&message("delta", step as u64, &Value::Null));
@@ -130,18 +145,44 @@ mod tests {
     fn a_long_message_goes_out_in_pieces() {
         let mut listeners = Listeners::default();
         let long = Bytes::from(vec![b'x'; 3 * PIECE + 1]);
-        let mut streamed = listeners.add(vec![long]).unwrap();
+        let mut streamed = listeners.add(SOMEBODY, vec![long]).unwrap();
         next(&mut streamed);
         let lengths: Vec<_> = std::iter::from_fn(|| next(&mut streamed)).map(|piece| piece.len()).collect();
         assert_eq!(lengths, [PIECE, PIECE, PIECE, 1]);
     }
 
+    fn hosts() -> impl Iterator<Item = Peer> {
+        (0..=255).map(|last| Peer::Address(IpAddr::from([192, 0, 2, last])))
+    }
+
     #[test]
     fn there_is_a_number_of_listeners_at_most() {
         let mut listeners = Listeners::default();
-        let mut all: Vec<_> = (0..MOST_STREAMS).map(|_| listeners.add(Vec::new()).unwrap()).collect();
-        assert_eq!(listeners.add(Vec::new()).err(), Some(Refused));
+        let mut all: Vec<_> = hosts().map(|host| listeners.add(host, Vec::new()).unwrap()).collect();
+        assert_eq!(all.len(), MOST_STREAMS);
+        assert_eq!(listeners.add(SOMEBODY, Vec::new()).err(), Some(Refused::All));
         all.pop();
-        assert!(listeners.add(Vec::new()).is_ok());
+        assert!(listeners.add(SOMEBODY, Vec::new()).is_ok());
+    }
+
+    #[test]
+    fn nobody_keeps_all_others_from_listening() {
+        let address = |text: &str| Peer::Address(text.parse().unwrap());
+        for (one, same, others) in [
+            (SOMEBODY, SOMEBODY, [Peer::User(Some(0)), address("::1")]),
+            (Peer::User(Some(0)), Peer::User(Some(0)), [SOMEBODY, Peer::User(Some(1))]),
+            (address("192.0.2.1"), address("192.0.2.1"), [address("192.0.2.2"), SOMEBODY]),
+            // One host may have a whole network of IPv6.
+            (address("2001:db8::1"), address("2001:db8::2"), [address("2001:db8:0:1::1"), SOMEBODY]),
+        ] {
+            let mut listeners = Listeners::default();
+            let mut all: Vec<_> =
+                (0..MOST_OF_A_PEER).map(|_| listeners.add(one, Vec::new()).unwrap()).collect();
+            assert_eq!(listeners.add(same, Vec::new()).err(), Some(Refused::Peer), "{same}");
+            let others: Vec<_> = others.into_iter().map(|other| listeners.add(other, Vec::new())).collect();
+            assert!(others.iter().all(Result::is_ok));
+            all.pop();
+            assert!(listeners.add(same, Vec::new()).is_ok(), "{same}");
+        }
     }
 }

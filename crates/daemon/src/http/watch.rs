@@ -25,6 +25,7 @@ use super::{
     desk::{Desk, Silent},
     history::History,
     objects::{Before, Object, Objects, milliseconds, sample},
+    server::Peer,
     stream::{self, Listeners, Refused, Streamed},
 };
 use crate::events::Events;
@@ -158,14 +159,14 @@ impl Watch {
     ///
     /// # Errors
     /// Where nothing is known, or too many listen.
-    pub(super) async fn listen(&self) -> Result<Result<Streamed, Refused>, Silent> {
+    pub(super) async fn listen(&self, peer: Peer) -> Result<Result<Streamed, Refused>, Silent> {
         let mut state = self.look(LONGEST).await?;
         if state.all.is_none() {
             let id = state.id;
             state.all = Some(stream::message("overview", id, &self.overview(&state.objects)));
         }
         let before: Vec<_> = state.all.iter().chain(&state.changes).cloned().collect();
-        let streamed = state.listeners.add(before);
+        let streamed = state.listeners.add(peer, before);
         self.listened.notify_one();
         Ok(streamed)
     }

@@ -49,13 +49,14 @@ export async function ask(method, path, { body, using, signal } = {}) {
     const answer = await fetch(path, { method, headers, body: content, signal, cache: "no-store", credentials: "omit" });
     const text = await answer.text();
     if (answer.ok) return text === "" ? null : JSON.parse(text);
-    throw new Refused(answer.status, message(text) ?? `the daemon answered ${answer.status} ${answer.statusText}`);
+    throw new Refused(answer.status, told(text) ?? `the daemon answered ${answer.status} ${answer.statusText}`);
 }
 
-function message(text) {
+/// Why something was refused, of an answer's text; null where that does not tell.
+export function told(text) {
     try {
-        const told = JSON.parse(text);
-        const said = told?.error?.message ?? told?.message ?? told?.error;
+        const answer = JSON.parse(text);
+        const said = answer?.error?.message ?? answer?.message ?? answer?.error;
         return typeof said === "string" ? said : null;
     } catch {
         // Plain text, as long as it is a sentence and no page.

@@ -4,42 +4,62 @@
 // (a proxy's 502, a daemon that is starting): then a new one is made. A daemon that says nothing for
 // SILENT_MS is not live either, though its connection is open.
 
+import { told } from "./api.js";
+
+const STREAM = "/api/v1/stream";
 const SILENT_MS = 6000;
 const LOOK_MS = 1000;
 const AGAIN_MS = [500, 1000, 2000, 4000];
 
-/// Calls `heard(kind, told)` for each message, and `changed(isLive, sinceMs)` when that changes.
+/// Why there is no stream, in the daemon's words: an `EventSource` does not tell.
+async function refusal() {
+    const asked = new AbortController();
+    try {
+        const answer = await fetch(STREAM, { signal: asked.signal, cache: "no-store", credentials: "omit" });
+        return answer.ok ? null : told(await answer.text());
+    } catch {
+        return null; // Nobody is there.
+    } finally {
+        asked.abort();
+    }
+}
+
+/// Calls `heard(kind, told)` for each message, and `changed(isLive, sinceMs, why)` when that changes;
+/// `why` is what the daemon says itself where it refuses, and else null.
 export function listen(heard, changed) {
-    let [source, isLive, lastMs, tries] = [null, null, 0, 0];
+    let [source, isLive, lastMs, tries, reason] = [null, null, 0, 0, null];
     let opening = null;
 
-    const be = (live) => {
-        if (live !== isLive) {
-            isLive = live;
-            changed(live, live ? Date.now() : lastMs || Date.now());
+    const be = (live, why = null) => {
+        if (live !== isLive || why !== reason) {
+            [isLive, reason] = [live, why];
+            changed(live, live ? Date.now() : lastMs || Date.now(), why);
         }
     };
     const open = () => {
         opening = null;
         source?.close();
-        source = new EventSource("/api/v1/stream");
+        source = new EventSource(STREAM);
         for (const kind of ["overview", "delta", "event"]) source.addEventListener(kind, take);
         source.addEventListener("error", () => {
-            be(false);
-            if (source.readyState === EventSource.CLOSED) again();
+            be(false, reason);
+            if (source.readyState === EventSource.CLOSED) {
+                refusal().then((why) => { if (!isLive) be(false, why); });
+                again();
+            }
         });
     };
     const take = ({ type, data }) => {
-        let told;
+        let message;
         try {
-            told = JSON.parse(data);
+            message = JSON.parse(data);
         } catch {
             return; // Cut off: what comes next says it again.
         }
         [lastMs, tries] = [Date.now(), 0];
         // Deltas without what they are to are of no use: the overview makes it live.
         if (type === "overview" || isLive) {
-            heard(type, told);
+            heard(type, message);
             be(true);
         }
     };

@@ -169,10 +169,10 @@ listen((kind, told) => {
         } else version = is;
     }
     soon();
-}, (isLive, sinceMs) => {
+}, (isLive, sinceMs, why) => {
     document.body.classList.toggle("is-stale", !isLive);
     part("live").className = isLive ? "live is-live" : "live is-lost";
-    say(part("live"), isLive ? "live" : `not live since ${figures.clock(sinceMs)}: the daemon does not answer, trying again`);
+    say(part("live"), isLive ? "live" : `not live since ${figures.clock(sinceMs)}: ${why ?? "the daemon does not answer"}, trying again`);
 });
 route();
 soon();

@@ -1,0 +1,39 @@
+"""As many streams as one address may have are open already: the page says so in the daemon's words,
+and is live once there is room.
+"""
+
+import socket
+import tempfile
+
+import daemon
+import visit
+from visit import expect
+
+MOST = 64
+REFUSED = ("429 (Too Many Requests)",)
+
+
+def run(weir):
+    with visit.browser() as browser, tempfile.TemporaryDirectory() as directory:
+        with daemon.Daemon(weir, directory, daemon.disk("vm1")) as running:
+            streams = [listen(running.port) for _ in range(MOST)]
+            with visit.Visit(browser, running.url, allowed=REFUSED) as reader:
+                reader.page.goto(running.url)
+                expect(reader.page.locator("#live")).to_contain_text(f"{MOST} pages of your address listen already")
+                streams.pop().close()
+                reader.is_live()
+                expect(reader.row("vm1")).to_be_visible()
+            for stream in streams:
+                stream.close()
+
+
+def listen(port):
+    """A stream that has begun."""
+    stream = socket.create_connection(("127.0.0.1", port), timeout=daemon.DEADLINE_SECONDS)
+    stream.sendall(b"GET /api/v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    begun = b""
+    while b"event: overview" not in begun:
+        read = stream.recv(1 << 16)
+        assert read, f"no stream: {begun!r}"
+        begun += read
+    return stream
