@@ -9,6 +9,7 @@ use std::{
     path::PathBuf,
     process::Command,
     thread,
+    time::Instant,
 };
 
 use serde_json::{Value, json};
@@ -687,7 +688,7 @@ fn a_config_is_checked_and_what_is_changed_in_it_later_is_named() {
 
 #[test]
 fn previews_follow_each_other_and_change_nothing() {
-    let scratch = Scratch::new();
+    let (scratch, begun) = (Scratch::new(), Instant::now());
     let serve = Serve::new(&scratch).args(["memory:16M", "--iops-total", "2000"]);
     let daemon = Daemon::with_token(&scratch, serve);
     let head = format!("Authorization: Bearer {TOKEN}\r\n");
@@ -697,6 +698,9 @@ fn previews_follow_each_other_and_change_nothing() {
     daemon.weir.nbdsh("memory", "for i in range(1000): h.pread(4096, 4096 * i)");
     // The recorder takes what was told a moment later.
     let said = until(|| Some(preview("{\"iops-total\": 10}").json()).filter(|said| said["requests"] == 1000));
+    // It says how far back it went, and that is no further than it can.
+    let (seconds, most) = (said["seconds"].as_f64().unwrap(), begun.elapsed().as_secs_f64());
+    assert!(seconds > 0.0 && seconds <= most * 1.001, "{seconds} of {most}");
     // One request at a time, as many as the limit lets pass.
     let rate = said["then"]["operations_per_second"].as_f64().unwrap();
     assert!((rate / 10.0 - 1.0).abs() < 0.1, "{said}");

@@ -2,6 +2,7 @@
 back; with the mouse, and with the keyboard alone. What is in force is asked of the daemon.
 """
 
+import re
 import tempfile
 
 import daemon
@@ -62,6 +63,8 @@ def by_mouse(reader, running):
     # Beforehand.
     preview = page.locator(".preview table")
     expect(preview).to_contain_text("iops-total 2000 → 500")
+    # How far back it goes is what it says, and not what it might be.
+    expect(preview.locator("caption")).to_have_text(re.compile(r"^What \S+ requests of the last \d+[sm] felt, "))
     then = preview.get_by_role("row", name="operations per second").locator("td")
     now, later = (figure(then.nth(place).inner_text()) for place in (0, 1))
     assert later < now, f"a lower limit lets fewer pass: {now} now, {later} then"

@@ -235,7 +235,7 @@ export class Limits {
         clearTimeout(this.timer);
         this.asked?.abort();
         if (names.length) this.timer = setTimeout(() => this.preview(draft), STILL_MS);
-        else this.seen.replaceChildren(element("p", { class: "hint" }, !canChange ? "Where limits can be changed, what they would have done is shown here." : "Move a slider or type a number: what the last ten minutes would have felt is shown here, before anything changes."));
+        else this.seen.replaceChildren(element("p", { class: "hint" }, !canChange ? "Where limits can be changed, what they would have done is shown here." : "Move a slider or type a number: what the last minutes would have felt is shown here, before anything changes."));
     }
 
     async preview(draft, using = token()) {
@@ -315,13 +315,15 @@ function felt(told, draft, of) {
     const changes = Object.entries(draft).map(([name, value]) => `${name} ${of.told(name, of.value(name))} → ${typeof value === "number" ? of.told(name, value) : value}`).join(", ");
     const { requests, seconds } = told ?? {};
     const [now, then] = [told?.now ?? {}, told?.then ?? {}];
-    if (!requests) return [element("p", { class: "hint" }, "Nobody asked anything of it in the last ten minutes, so there is nothing to try this on."), element("p", { class: "hint" }, changes)];
+    // As far back as all is known: ten minutes at most, and less where more was asked than is kept.
+    const span = typeof seconds !== "number" ? null : seconds < 120 ? `${Math.round(seconds)}s` : figures.age(seconds * 1000);
+    if (!requests) return [element("p", { class: "hint" }, `Nobody asked anything of it ${span === null ? "of late" : `in the last ${span}`}, so there is nothing to try this on.`), element("p", { class: "hint" }, changes)];
     const rows = FELT.filter(([key]) => now[key] != null || then[key] != null).map(([key, title, show]) => {
         const [one, other] = [show(now[key]), show(then[key])];
         const isBad = !key.includes("per_second") && then[key] > now[key] * 1.1 && one !== other;
         return element("tr", {}, element("th", { scope: "row" }, title), element("td", {}, one), element("td", { class: one === other ? "" : isBad ? "worse" : "other" }, other));
     });
-    return [element("table", {}, element("caption", {}, `What ${figures.count(requests)} requests of the last ${seconds < 120 ? `${Math.round(seconds)}s` : figures.age(seconds * 1000)} felt, and what they would have felt with ${changes}`),
+    return [element("table", {}, element("caption", {}, `What ${figures.count(requests)} requests of the last ${span} felt, and what they would have felt with ${changes}`),
         element("thead", {}, element("tr", {}, element("td", {}), element("th", { scope: "col" }, "now"), element("th", { scope: "col" }, "then"))),
         element("tbody", {}, ...rows))];
 }
