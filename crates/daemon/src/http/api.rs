@@ -34,10 +34,22 @@ use super::{
 
 pub(super) fn router(site: Arc<Site>, guard: Arc<Guard>) -> Router {
     let changes = Router::new()
-        .route("/api/v1/disks/{name}/limits", patch(change::disk))
-        .route("/api/v1/groups/{name}/limits", patch(change::group))
-        .route("/api/v1/disks/{name}/preview", post(preview::disk))
-        .route("/api/v1/groups/{name}/preview", post(preview::group))
+        .route(
+            "/api/v1/disks/{name}/limits",
+            patch(async |at, by, of, body| change::change(at, Of::Disk, by, of, body).await),
+        )
+        .route(
+            "/api/v1/groups/{name}/limits",
+            patch(async |at, by, of, body| change::change(at, Of::Group, by, of, body).await),
+        )
+        .route(
+            "/api/v1/disks/{name}/preview",
+            post(async |at, by, of, body| preview::preview(at, Of::Disk, by, of, body).await),
+        )
+        .route(
+            "/api/v1/groups/{name}/preview",
+            post(async |at, by, of, body| preview::preview(at, Of::Group, by, of, body).await),
+        )
         .route_layer(middleware::from_fn_with_state(Arc::clone(&guard), access::check_token));
     changes
         .route("/", get(assets::index))

@@ -18,6 +18,7 @@ mod access;
 mod answers;
 mod api;
 mod assets;
+mod body;
 mod cgroups;
 mod change;
 mod connections;

@@ -30,7 +30,7 @@ use tokio::time::timeout;
 
 use super::{
     answers::{answer, failure, silent},
-    change,
+    body,
     desk::{Of, Refused, Then, Wanted},
     sample::rounded,
     server::Peer,
@@ -46,30 +46,17 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Requests that are gone through, the latest: a second's work.
 const MOST_REQUESTS: usize = 300_000;
 
-pub(super) async fn disk(
+pub(super) async fn preview(
     State(site): State<Arc<Site>>,
+    of: Of,
     Extension(peer): Extension<Peer>,
     Path(name): Path<String>,
     body: Body,
 ) -> Response {
-    preview(&site, Of::Disk, name, peer, body).await
-}
-
-pub(super) async fn group(
-    State(site): State<Arc<Site>>,
-    Extension(peer): Extension<Peer>,
-    Path(name): Path<String>,
-    body: Body,
-) -> Response {
-    preview(&site, Of::Group, name, peer, body).await
-}
-
-async fn preview(site: &Site, of: Of, name: String, peer: Peer, body: Body) -> Response {
-    let settings = match change::read(body).await {
-        Ok(settings) => settings,
-        Err((status, why)) => return failure(status, &why),
+    let wanted = match body::read(of, name, peer, body).await {
+        Ok(wanted) => wanted,
+        Err(refused) => return refused,
     };
-    let wanted = Wanted { of, name, settings, who: peer.to_string() };
     let mut then = match site.desk.foresee(wanted).await {
         Err(why) => return silent(why),
         Ok(Err(Refused::Unknown(why))) => return failure(StatusCode::NOT_FOUND, &why),
