@@ -1,4 +1,5 @@
-"""How fast `weir advise` is, and whether what it predicts is what clients then feel.
+"""How fast `weir advise` is, and whether what it and the page's preview predict is what clients
+then feel.
 
 Speed: the trace of a day in the format of Alibaba's, twenty million requests of three hundred
 volumes, of which some are always busy, some by day and some in bursts; from its text to limits,
@@ -8,14 +9,19 @@ Prediction: two clients on an imitated device, recorded; advice for the quiet on
 type, typed; and the same two clients again. They ask when their time has come, whatever became of
 what they asked before, so they ask for the same with a limit as without one.
 
+Preview: a client that keeps requests in flight at one limit; what the page says of another, lower or
+higher; that limit set, and the client's own figures of it.
+
 Never compares with another program: none looks for limits.
 """
 
+import http.client
 import json
 import math
 import os
 import random
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -37,6 +43,12 @@ LENGTHS = (4096,) * 10 + (8192, 16_384, 32_768, 65_536, 262_144)
 DEVICE, QUIET, NOISY = 2000, 100, 2100
 KEEP_MS = 20
 PREDICTED = 0.15
+# A client with so many in flight on a device of a millisecond, at one limit and then at others.
+DEPTH, DELAY, AT, TO = 32, "read=1ms", 2000, (500, 1000, 4000)
+PREVIEWED = 0.10
+# A recording thread has everything after so long, at most.
+RECORDED_SECONDS = 1.2
+TOKEN = "0123456789abcdef0123456789abcdef"
 
 
 def weights(second):
@@ -177,6 +189,79 @@ def predicting(setup, _stack):
     return {WEIR: sample}
 
 
+class Page(http.client.HTTPConnection):
+    """The Unix socket where a daemon has its page."""
+
+    def __init__(self, path):
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(str(self._path))
+
+    def asks(self, method, path, body):
+        """What the daemon answers to whoever has the token."""
+        self.request(method, path, json.dumps(body), {"Authorization": f"Bearer {TOKEN}"})
+        answer = self.getresponse()
+        told = json.loads(answer.read())
+        if answer.status != 200:
+            raise servers.ServerFailed(f"{path}: {answer.status}, {told}")
+        return told
+
+
+class Shown(groups.Daemon):
+    """A disk of a slow device with a limit, and its page."""
+
+    def __init__(self, program):
+        def command(directory, monitor):
+            self.page, token = directory / "page.sock", directory / "token"
+            token.write_text(TOKEN)
+            token.chmod(0o600)
+            options = ["--delay", DELAY, "--iops-total", AT, "--qmp", f"unix:{monitor}"]
+            options += ["--http", f"unix:{self.page}", "--http-token-file", token]
+            return servers.weir(program, groups.NULL, *options)
+
+        super().__init__(command)
+
+
+def keeps_asking(setup, uri, seconds):
+    """A client with many in flight; what it did in a second, and what that felt like."""
+    argv = [setup.program, "bench", uri, "-d", DEPTH, "--random", "-s", "4096", "--json"]
+    argv += ["--ramp-time", "1s", "--runtime", f"{seconds}s"]
+    done = subprocess.run([str(word) for word in argv], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise LoadFailed(done.stderr.strip())
+    read = json.loads(done.stdout)["jobs"][0]["read"]
+    percentiles = read["clat_ns"]["percentile"]
+    return [read["iops"], percentiles["50.000000"], percentiles["99.000000"]]
+
+
+def previewing(setup, _stack):
+    """What the page says beforehand of other limits, beside what a client then has with them."""
+    seconds = max(1, round(setup.seconds * 2))
+
+    def sample():
+        figures = {}
+        for to in TO:
+            with Shown(setup.program) as daemon:
+                keeps_asking(setup, daemon.uri, seconds)
+                page, disk = Page(daemon.page), "/api/v1/disks/"
+                # What was told last is recorded a moment later.
+                time.sleep(RECORDED_SECONDS)
+                (only,) = page.asks("GET", "/api/v1/overview", None)["disks"]
+                disk += only["name"]
+                then = page.asks("POST", f"{disk}/preview", {"iops-total": to})["then"]
+                page.asks("PATCH", f"{disk}/limits", {"iops-total": to})
+                page.close()
+                felt = keeps_asking(setup, daemon.uri, seconds)
+            said = [then[key] for key in ("operations_per_second", "latency_p50_ns", "latency_p99_ns")]
+            figures[f"off_{to}"] = max(abs(felt / said - 1) for felt, said in zip(felt, said, strict=True))
+        return figures | {"off": max(figures.values())}
+
+    return {WEIR: sample}
+
+
 ROWS = (
     Row(
         "advise-speed",
@@ -193,6 +278,15 @@ ROWS = (
         predicting,
         (AtMost(PREDICTED, "off", "{:.0%}".format),),
         columns=("before_ms", "advised_ms", "off"),
+        needs_weir=True,
+        rounds_factor=0.6,
+    ),
+    Row(
+        "preview-predicts",
+        f"rate, p50 and p99 at {DEPTH} in flight after a change of {AT} IOPS, beside the preview of it",
+        previewing,
+        (AtMost(PREVIEWED, "off", "{:.1%}".format),),
+        columns=("off",),
         needs_weir=True,
         rounds_factor=0.6,
     ),

@@ -15,7 +15,7 @@ use std::{
 use serde_json::{Value, json};
 
 use crate::{
-    harness::{Client, DEADLINE, Qmp, Scratch, Serve, Weir, text, until},
+    harness::{Client, DEADLINE, Qmp, Scratch, Serve, WEIR, Weir, text, until},
     tls::Authority,
 };
 
@@ -717,5 +717,45 @@ fn previews_follow_each_other_and_change_nothing() {
         "{statuses:?}"
     );
     assert_eq!(one(&daemon.overview(), "disks", "memory")["limits"], json!({"iops-total": 2000}));
+    daemon.weir.stop();
+}
+
+/// Sixteen requests in flight at limits far below what the storage does, so that a slow machine
+/// changes waits by little. How near they are to what was said is a row of the bench,
+/// `preview-predicts`.
+#[test]
+fn what_is_said_beforehand_is_what_is_felt_then() {
+    let scratch = Scratch::new();
+    let control = scratch.socket("the-control");
+    let limits = [("a", 25_u32, "80"), ("b", 100, "240"), ("c", 400, "800")];
+    let mut serve = Serve::new(&scratch).args(["--qmp", &format!("unix:{}", text(&control))]);
+    for (name, ..) in limits {
+        serve = serve.args(["memory:16M", "--name", name]);
+    }
+    let daemon = Daemon::with_token(&scratch, serve.args(["--delay", "read=1ms"]));
+    let load = |name: &str, count: &str| {
+        let load = ["bench", "-d", "16", "-s", "4K", "--random", "--count", count];
+        Client::new(WEIR).args(load).arg(daemon.weir.uri(name)).succeeds();
+    };
+    let head = format!("Authorization: Bearer {TOKEN}\r\n");
+    let mut waits = Vec::new();
+    for (name, limit, count) in limits {
+        load(name, "600");
+        let (path, body) = (format!("/api/v1/disks/{name}"), json!({ "iops-total": limit }));
+        let preview = || daemon.send("POST", &format!("{path}/preview"), &head, &body.to_string()).json();
+        let said = until(|| Some(preview()).filter(|said| said["requests"] == 600));
+        assert_eq!(daemon.change(&format!("{path}/limits"), TOKEN, &body).status, 200);
+        load(name, count);
+        // Only requests that a limit was asked for are in these.
+        let told = Qmp::negotiated(&control).command("x-weir-query-status", json!({}));
+        let felt = &one(&told, "disks", name)["throttle"]["wait-ns"];
+        for (part, of_said) in [("p50", "wait_p50_ns"), ("p99", "wait_p99_ns")] {
+            let (felt, said) = (felt[part].as_f64().unwrap(), said["then"][of_said].as_f64().unwrap());
+            assert!(said / 4.0 < felt && felt < said * 4.0, "{name}, {part}: {felt}, and {said} was said");
+        }
+        waits.push((said["then"]["wait_p50_ns"].as_u64(), felt["p50"].as_u64()));
+    }
+    // In the same order, too: a quarter of the limit is four times the wait.
+    assert!(waits.windows(2).all(|pair| pair[0].0 > pair[1].0 && pair[0].1 > pair[1].1), "{waits:?}");
     daemon.weir.stop();
 }
