@@ -200,10 +200,9 @@ fn totals_without_limits_are_those_of_metrics_and_of_status() {
         format!("unix:{}", text(&control)),
     );
     let file = scratch.file("weir.toml", config);
+    let metrics = scratch.socket("metrics");
     let serve = Serve::new(&scratch).where_said().args(["--config", text(&file)]);
-    let daemon = Daemon::start(serve.args(["--metrics", "127.0.0.1:0"]));
-    let line = daemon.weir.wait_for_log("metrics at=");
-    let metrics = line.split_once("at=").unwrap().1.split(' ').next().unwrap();
+    let daemon = Daemon::start(serve.args(["--metrics", &format!("unix:{}", text(&metrics))]));
     daemon.weir.nbdsh("a", "for i in range(25): h.pread(4096, 4096 * i)\nh.pwrite(b'x' * 512, 0)");
     daemon.weir.nbdsh("b", "for i in range(7): h.pread(512, 512 * i)");
     let counts = |all: &Value, of: &str, name: &str| {
@@ -218,8 +217,8 @@ fn totals_without_limits_are_those_of_metrics_and_of_status() {
     assert_eq!(counts(&overview, "groups", "inner"), a);
     let told = Qmp::negotiated(&control).command("x-weir-query-status", json!({}));
     assert_eq!([counts(&told, "disks", "a"), counts(&told, "disks", "b")], [a, b]);
-    let page =
-        Client::new("curl").args(["--silent", "--fail", &format!("http://{metrics}/metrics")]).succeeds();
+    let curl = ["--silent", "--fail", "--unix-socket", text(&metrics), "http://weir/metrics"];
+    let page = Client::new("curl").args(curl).succeeds();
     let families = ["reads", "read_bytes", "writes", "written_bytes"];
     for (name, all) in [("a", a), ("b", b)] {
         for (family, count) in families.into_iter().zip(all) {
@@ -670,7 +669,7 @@ fn a_config_is_checked_and_what_is_changed_in_it_later_is_named() {
         scratch.file("weir.toml", content)
     };
     let file = config("[\"one\", \"two.example.org\"]");
-    let checked = Command::new(crate::harness::WEIR).args(["check-config", text(&file)]).output().unwrap();
+    let checked = Command::new(WEIR).args(["check-config", text(&file)]).output().unwrap();
     assert!(checked.status.success(), "{checked:?}");
     let weir = Serve::new(&scratch).where_said().args(["--config", text(&file)]).start();
     config("\"three\"");
@@ -678,11 +677,11 @@ fn a_config_is_checked_and_what_is_changed_in_it_later_is_named() {
     assert!(said.contains("http, http-token-file or http-name: cannot be changed while weir runs"), "{said}");
     weir.stop();
     fs::remove_file(&token).unwrap();
-    let checked = Command::new(crate::harness::WEIR).args(["check-config", text(&file)]).output().unwrap();
+    let checked = Command::new(WEIR).args(["check-config", text(&file)]).output().unwrap();
     let said = String::from_utf8(checked.stderr).unwrap();
     assert!(!checked.status.success() && said.contains("http-token-file"), "{said}");
     config("\"http://wrong\"");
-    let checked = Command::new(crate::harness::WEIR).args(["check-config", text(&file)]).output().unwrap();
+    let checked = Command::new(WEIR).args(["check-config", text(&file)]).output().unwrap();
     assert!(String::from_utf8(checked.stderr).unwrap().contains("is no name of a host"));
 }
 
@@ -740,6 +739,7 @@ fn what_is_said_beforehand_is_what_is_felt_then() {
     let head = format!("Authorization: Bearer {TOKEN}\r\n");
     let mut waits = Vec::new();
     for (name, limit, count) in limits {
+        // Some may be merged, and count as what they were.
         load(name, "600");
         let (path, body) = (format!("/api/v1/disks/{name}"), json!({ "iops-total": limit }));
         let preview = || daemon.send("POST", &format!("{path}/preview"), &head, &body.to_string()).json();

@@ -32,7 +32,10 @@ struct Kept {
     wait_ns: u64,
     /// Longer ones count as four seconds.
     service_ns: u32,
+    /// Of each.
     length: u32,
+    /// A client's that were merged: a limit counts each.
+    requests: u16,
     operation: Operation,
 }
 
@@ -76,32 +79,53 @@ impl Recent {
             whole.iter().flat_map(|chunk| chunk.iter()).chain(open).copied().collect()
         };
         let mut kept: Vec<Vec<Kept>> = kept.iter().map(each).collect();
-        let mut arrivals: Vec<_> =
-            kept.iter().flatten().map(|kept| kept.arrived).filter(|at| *at >= since).collect();
-        if let Some(surplus) = arrivals.len().checked_sub(most).filter(|surplus| *surplus > 0) {
-            let (_, first, _) = arrivals.select_nth_unstable(surplus);
-            since = *first;
-        }
+        let arrivals = kept.iter().flatten().map(|kept| (kept.arrived, kept.requests));
+        let arrivals: Vec<_> = arrivals.filter(|(at, _)| *at >= since).collect();
+        since = first_of_latest(arrivals, most).unwrap_or(since);
         kept.iter_mut().for_each(|kept| kept.retain(|kept| kept.arrived >= since));
-        (since, kept.into_iter().map(|kept| kept.iter().map(Kept::past).collect()).collect())
+        (since, kept.into_iter().map(|kept| kept.iter().flat_map(Kept::past).collect()).collect())
     }
+}
+
+/// When the first of the latest `most` came; none where there are no more than that.
+fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, most: usize) -> Option<Instant> {
+    let sum = |of: &[(Instant, u16)]| of.iter().map(|(_, requests)| usize::from(*requests)).sum::<usize>();
+    if sum(&arrivals) <= most {
+        return None;
+    }
+    // Each is one at least, so no more of them are put in order.
+    let surplus = arrivals.len().saturating_sub(most);
+    if surplus > 0 {
+        arrivals.select_nth_unstable(surplus);
+        arrivals.drain(..surplus);
+    }
+    arrivals.sort_unstable_by(|one, other| other.cmp(one));
+    let mut count = 0;
+    let within = arrivals.iter().take_while(|(_, requests)| {
+        count += usize::from(*requests);
+        count <= most
+    });
+    within.last().or_else(|| arrivals.first()).map(|(at, _)| *at)
 }
 
 impl Kept {
     fn of(finished: &Finished) -> Self {
-        let &Finished { arrived, admitted, ended, length, operation, .. } = finished;
+        let &Finished { arrived, admitted, ended, length, requests, operation, .. } = finished;
+        let requests = u16::try_from(requests.max(1)).unwrap_or(u16::MAX);
         let (wait_ns, service_ns) = (admitted.nanos_since(arrived), ended.nanos_since(admitted));
         Self {
             arrived,
             wait_ns,
             service_ns: u32::try_from(service_ns).unwrap_or(u32::MAX),
             // No client asks for more at once.
-            length: u32::try_from(length).unwrap_or(u32::MAX),
+            length: u32::try_from(length / u64::from(requests)).unwrap_or(u32::MAX),
+            requests,
             operation,
         }
     }
 
-    fn past(&self) -> Past {
+    /// Each that was merged came by itself and was answered with the others.
+    fn past(&self) -> impl Iterator<Item = Past> {
         let op = match self.operation {
             Operation::Read => Op::Read,
             Operation::Write => Op::Write,
@@ -109,13 +133,14 @@ impl Kept {
             Operation::Flush => Op::Flush,
             Operation::Discard => Op::Discard,
         };
-        Past {
+        let past = Past {
             arrived_ns: self.arrived.as_nanos(),
             wait_ns: self.wait_ns,
             service_ns: self.service_ns.into(),
             length: self.length.into(),
             op,
-        }
+        };
+        std::iter::repeat_n(past, self.requests.into())
     }
 }
 
@@ -279,6 +304,24 @@ mod tests {
         // The latest, of all of them.
         let (since, past) = recent.tell(&["a".into(), "b".into()], at(700), 30);
         assert_eq!((since, past[0].len(), past[1].len()), (at(571), 20, 10));
+    }
+
+    #[test]
+    fn what_was_merged_is_told_one_by_one() {
+        let (recent, mut keeping) = keeping();
+        let a = Named::alone(0, "a");
+        for ms in 1..=100 {
+            keeping.take(&Finished { length: 8 * 4096, requests: 8, ..read(ms) }, &a);
+        }
+        keeping.turn_at(0, at(200));
+        let (since, past) = recent.tell(&["a".into()], at(200), 10_000);
+        assert_eq!((since, past[0].len()), (at(0), 800));
+        assert!(past[0].iter().all(|past| past.length == 4096 && past.service_ns == 2_000_000));
+        // Of the latest 20, two times eight; and of fewer than were merged at once, those.
+        for (most, from, told) in [(20, 99, 16), (3, 100, 8)] {
+            let (since, past) = recent.tell(&["a".into()], at(200), most);
+            assert_eq!((since, past[0].len()), (at(from), told), "{most}");
+        }
     }
 
     #[test]
