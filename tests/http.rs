@@ -193,15 +193,14 @@ fn totals_without_limits_are_those_of_metrics_and_of_status() {
     let scratch = Scratch::new();
     let control = scratch.socket("the-control");
     let config = format!(
-        "[daemon]\nnbd = {:?}\nqmp = {:?}\n[group.outer]\n[group.inner]\ngroup = \"outer\"\n\
+        "[daemon]\nqmp = {:?}\n[group.outer]\n[group.inner]\ngroup = \"outer\"\n\
          [disk.a]\nimage = \"memory:1M\"\ngroup = \"inner\"\n\
          [disk.b]\nimage = \"memory:1M\"\ngroup = \"outer\"\n",
-        format!("unix:{}", text(&scratch.socket("nbd"))),
         format!("unix:{}", text(&control)),
     );
     let file = scratch.file("weir.toml", config);
     let metrics = scratch.socket("metrics");
-    let serve = Serve::new(&scratch).where_said().args(["--config", text(&file)]);
+    let serve = Serve::new(&scratch).args(["--config", text(&file)]);
     let daemon = Daemon::start(serve.args(["--metrics", &format!("unix:{}", text(&metrics))]));
     daemon.weir.nbdsh("a", "for i in range(25): h.pread(4096, 4096 * i)\nh.pwrite(b'x' * 512, 0)");
     daemon.weir.nbdsh("b", "for i in range(7): h.pread(512, 512 * i)");
