@@ -140,6 +140,19 @@ class AtMost:
 
 
 @dataclass(frozen=True)
+class MedianAtMost:
+    """Asks that the median of a figure of the only contender stay at or below a bound."""
+
+    bound: float
+    key: str
+    show: object
+
+    def judge(self, results):
+        middle = median(sample[self.key] for sample in results.of())
+        return Verdict(f"{self.key} ≤ {self.show(self.bound)}", self.show(middle), middle <= self.bound)
+
+
+@dataclass(frozen=True)
 class AtLeast:
     """Asks that the median of a contender's figure reach a bound."""
 
