@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use super::{
     answers::failure,
     desk::{Of, Wanted},
-    server::Peer,
+    peer::Peer,
 };
 
 /// Of a body, in bytes: every setting there is takes less than one KiB.

@@ -17,7 +17,7 @@ use super::{
     body,
     desk::{Of, Refused, Wanted},
     objects::Objects,
-    server::Peer,
+    peer::Peer,
     site::Site,
 };
 use crate::{

@@ -29,6 +29,7 @@ mod lately;
 mod metrics;
 mod objects;
 mod patient;
+mod peer;
 mod preview;
 mod previews;
 mod process;

@@ -32,8 +32,8 @@ use super::{
     answers::{answer, failure, silent},
     body,
     desk::{Of, Refused, Then, Wanted},
+    peer::Peer,
     sample::rounded,
-    server::Peer,
     site::Site,
 };
 use crate::control::{

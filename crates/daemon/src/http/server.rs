@@ -13,7 +13,7 @@
 //!
 //! Never looks at what is asked.
 
-use std::{fmt, io, net::IpAddr, sync::Arc, time::Duration};
+use std::{io, sync::Arc, time::Duration};
 
 use axum::{Extension, Router};
 use export::nbd::TlsServer;
@@ -31,6 +31,7 @@ use tokio::{
 use super::{
     connections::{Connection, Connections, Stream},
     patient::Patient,
+    peer::Peer,
     tls,
 };
 use crate::listen::{Authority, Listener};
@@ -59,35 +60,6 @@ pub(super) enum Kind {
     Metrics,
     /// Encrypted, if there are keys.
     Page(Option<TlsServer>),
-}
-
-/// Who asks; every request has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Peer {
-    Address(IpAddr),
-    /// Over a Unix socket: the user, as the kernel knows it (unix(7), SO_PEERCRED).
-    User(Option<u32>),
-}
-
-impl Peer {
-    /// Whom bounds count: of IPv6 a network, which one host may have all of.
-    pub(super) fn source(self) -> Self {
-        match self {
-            Self::Address(IpAddr::V6(v6)) => {
-                Self::Address(IpAddr::V6((v6.to_bits() & !u128::from(u64::MAX)).into()))
-            }
-            other => other,
-        }
-    }
-}
-
-impl fmt::Display for Peer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Address(address) => address.fmt(f),
-            Self::User(_) => f.write_str("a Unix socket"),
-        }
-    }
 }
 
 /// Answers until `stopped` is heard, or its other end is dropped. Calls `begin` on the runtime.

@@ -16,7 +16,7 @@ use hyper::body::{Body, Frame};
 use serde_json::Value;
 use tokio::sync::mpsc;
 
-use super::server::Peer;
+use super::peer::Peer;
 
 /// Listeners at a time.
 pub(super) const MOST_STREAMS: usize = 256;

@@ -25,7 +25,7 @@ use super::{
     desk::{Desk, Silent},
     history::History,
     objects::{Before, Object, Objects, milliseconds, sample},
-    server::Peer,
+    peer::Peer,
     stream::{self, Listeners, Refused, Streamed},
 };
 use crate::events::Events;
