@@ -56,7 +56,7 @@ use super::{
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
-    reactor::{JoinHandle, Signal, spawn, spawn_joinable, timeout},
+    reactor::{JoinHandle, Signal, spawn_joinable, timeout},
 };
 
 /// What requests fail with once the connection is gone; [`Client::fault`] says why it is.
@@ -198,11 +198,12 @@ impl Client {
         let sender = spawn_joinable(Rc::clone(&connection).send());
         let (leave, left) = async_channel::bounded(1);
         let receiving = Rc::clone(&connection);
-        spawn(async move {
+        spawn_joinable(async move {
             let inbox = receiving.receive(inbox).await;
             // Nobody waits for it where the connection is gone.
             let _ = leave.try_send(inbox);
-        });
+        })
+        .detach();
         Self { connection: Open(Some(connection)), sender, left }
     }
 
