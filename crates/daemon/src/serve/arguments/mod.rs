@@ -465,7 +465,11 @@ impl ImageArgs {
     ) -> DiskDraft {
         let image = Said::new(image.clone(), Place::new(image.to_string()));
         let said = |option: &str, text: &String| Said::new(text.clone(), Place::option(option, text));
+        // Of images at servers; of others too if all are others, so that it is refused.
+        let is_meant =
+            image.value.remote().is_some() || self.images.iter().all(|image| image.remote().is_none());
         let time = |option, time: Option<policy::time::Duration>| {
+            let time = time.filter(|_| is_meant);
             time.map(|time| Said::new(time, Place::option(option, format_args!("{time:?}"))))
         };
         DiskDraft {
