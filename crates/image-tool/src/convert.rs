@@ -164,6 +164,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let options = options.map_err(|what| Failure::Usage(anyhow!("{}: {what}", target.display())))?;
     let has_backing = arguments.backing.is_some() || options.has("backing_file");
     check(&arguments, sources, has_backing).map_err(Failure::Usage)?;
+    if !arguments.no_create && opening::is_elsewhere(target) {
+        let what = anyhow!("{}: can only be made where it is (make it there, and add -n)", target.display());
+        return Err(Failure::Usage(what));
+    }
     if sources.iter().any(|source| opening::is_same(source, target)) {
         let what = anyhow!(
             "{}: is what is copied, and cannot be where to (give the new image another name)",

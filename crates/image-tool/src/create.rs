@@ -104,6 +104,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let path = arguments.file.clone().ok_or_else(no_file)?;
     let name = path.display().to_string();
     let usage = |text: String| Failure::Usage(anyhow!("{name}: {text}"));
+    if opening::is_elsewhere(&path) {
+        return Err(usage(
+            "can only be made where it is (by its NBD server, or with `rbd create`)".to_owned(),
+        ));
+    }
     let mut options = Options::read(&arguments.options).map_err(usage)?;
     match arguments.format {
         Format::Raw => {
