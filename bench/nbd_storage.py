@@ -17,7 +17,8 @@ ALONE = "the server alone"
 PREFETCH = "prefetch"
 NONE = "none"
 LOCAL = "the same disk here"
-FAR = ("--delay", "read=5ms")
+# Nor may it read ahead itself: it would not be far away then.
+FAR = ("--delay", "read=5ms", "--prefetch", "off")
 
 
 def front(setup, stack, behind, *options):
