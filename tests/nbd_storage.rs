@@ -228,6 +228,7 @@ fn killed_under_load(kind: &str, start: &dyn Fn(&Scratch, &Path, &Path) -> Serve
         }
         fio.join().expect("every block has its checksum");
     });
+    weir.nbdsh("front", "h.flush()");
     let copy = scratch.path("copy.raw");
     Client::new("nbdcopy").args([weir.uri("front").as_str(), text(&copy)]).succeeds();
     let (read, there) = (fs::read(&copy).unwrap(), fs::read(&file).unwrap());
@@ -238,6 +239,13 @@ fn killed_under_load(kind: &str, start: &dyn Fn(&Scratch, &Path, &Path) -> Serve
 #[test]
 fn nbdkit_is_killed_under_load_and_nothing_is_lost() {
     killed_under_load("nbdkit", &|scratch, at, file| Server::nbdkit(scratch, at, &["file", text(file)]));
+}
+
+#[test]
+fn a_server_that_forgets_what_was_not_flushed_is_killed_under_load_and_nothing_is_lost() {
+    killed_under_load("nbdkit with a cache", &|scratch, at, file| {
+        Server::nbdkit(scratch, at, &["--filter=cache", "file", text(file), "cache=writeback"])
+    });
 }
 
 #[test]
@@ -375,6 +383,8 @@ fn a_server_that_lies_or_falls_silent_disturbs_no_other_disk() {
     });
     let weir = Serve::new(&scratch)
         .args(["-f", "raw", "--name", "liar", "--name", "good", "--qmp", &socket(&scratch), "--read-only"])
+        // Of no disk in memory: it is said of the other one.
+        .args(["--open-timeout", "1m"])
         .args([uri(&at, "").as_str(), "memory:1M"])
         .start();
     for lie in 0..3 {
@@ -456,6 +466,8 @@ fn qcow2_lies_over_nbd_and_tools_read_both() {
     let info = weir_image(&["info", "-f", "qcow2", "--output", "json", &back]).json();
     assert_eq!(info["virtual-size"], json!(8 * MIB), "{info:#}");
     assert!(info["actual-size"].is_null(), "{info:#}");
+    let refused = weir_image(&["convert", "-f", "raw", "-O", "raw", text(&copy), &back]).fails();
+    assert_says(&refused, &["can only be made where it is (make it there, and add -n)"]);
     weir_image(&["compare", "-f", "qcow2", "-F", "raw", &back, text(&copy)]).succeeds();
     server.crash();
     weir_image(&["check", "-f", "qcow2", text(&image)]).succeeds();
