@@ -413,6 +413,80 @@ fn a_server_that_is_killed_takes_everything_with_it() {
     again.is_gone();
 }
 
+/// An image with a file system, and a directory to mount it at.
+fn mountable(scratch: &Scratch) -> (PathBuf, PathBuf) {
+    let (image, directory) = (scratch.sparse("disk.raw", 64 * MIB), scratch.path("mnt"));
+    make_file_system(&image);
+    fs::create_dir(&directory).expect("it can be made");
+    (image, directory)
+}
+
+/// Mounts at this very directory, those that others cover too.
+fn mounts_at(directory: &Path) -> usize {
+    let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
+    mounts.lines().filter(|line| line.split(' ').nth(1) == Some(text(directory))).count()
+}
+
+/// What is left of a mount whose server was killed would take what is written to it, and lose it.
+#[test]
+fn a_server_that_is_killed_leaves_no_mount_to_those_who_work_there() {
+    let scratch = Scratch::new();
+    let (image, directory) = mountable(&scratch);
+    let attached = attach("inside", &image, &["--mount", text(&directory)]);
+    let also = scratch.path("also");
+    fs::create_dir(&also).expect("it can be made");
+    Client::new("mount").arg(attached.device()).arg(&also).succeeds();
+    let inside = File::create(directory.join("open")).expect("it can be made");
+    let inside_also = File::open(also.join("open")).expect("it is there");
+    kill(attached.server(), Signal::SIGKILL).expect("it runs");
+    attached.wait_until_gone();
+    assert!(!is_mounted(&directory) && !is_mounted(&also));
+    let again = attach("inside", &image, &["--mount", text(&directory)]);
+    assert_eq!(mounts_at(&directory), 1);
+    fs::write(directory.join("new"), "content").expect("it can be written to");
+    drop((inside, inside_also));
+    again.detach().succeeds();
+    again.is_gone();
+    assert!(!is_mounted(&directory));
+    Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
+}
+
+#[test]
+fn a_mount_that_a_killed_keeper_and_server_left_is_not_mounted_over() {
+    let scratch = Scratch::new();
+    let (image, directory) = mountable(&scratch);
+    let options = ["--mount", text(&directory)];
+    let attached = attach("over", &image, &options);
+    let inside = File::create(directory.join("open")).expect("it can be made");
+    let (keeper, server) = (attached.said["keeper"].as_i64().expect("it has one"), attached.server());
+    for process in [Pid::from_raw(keeper as i32), server] {
+        kill(process, Signal::SIGKILL).expect("it runs");
+    }
+    let lock = File::open(attached.place().join("lock")).expect("it is left");
+    drop(Flock::lock(lock, FlockArg::LockShared).expect("nobody has it any more"));
+    // As it was: what is left is gone on with.
+    let again =
+        Attached { name: attached.name.clone(), said: command(&attached.name, &image, &options).json() };
+    assert_eq!(mounts_at(&directory), 1);
+    fs::write(directory.join("new"), "content").expect("it can be written to");
+    drop(inside);
+    again.detach().succeeds();
+    again.is_gone();
+    assert!(!is_mounted(&directory));
+}
+
+#[test]
+fn detaching_by_force_leaves_no_mount() {
+    let scratch = Scratch::new();
+    let (image, directory) = mountable(&scratch);
+    let attached = attach("force", &image, &["--mount", text(&directory)]);
+    let inside = File::create(directory.join("open")).expect("it can be made");
+    weir(&["detach", "--force", &attached.name]).succeeds();
+    attached.is_gone();
+    assert!(!is_mounted(&directory));
+    drop(inside);
+}
+
 #[test]
 fn what_a_killed_keeper_leaves_is_taken_away() {
     let scratch = Scratch::new();

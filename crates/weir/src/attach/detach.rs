@@ -52,8 +52,13 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
     let mount = mount.as_ref().filter(|directory| Users::of(device).mounts.contains(directory));
     ensure_unused(device, mount, force)?;
     server::check_answers(attached, force)?;
-    if let Some(directory) = mount {
-        unmount(directory, force)?;
+    if let Some(directory) = mount.filter(|_| !force) {
+        unmount(directory)?;
+    }
+    if force {
+        host::unmount_everywhere(device);
+    }
+    if mount.is_some() {
         // Whoever has a copy of the mount, in a namespace of its own, writes through it still.
         ensure_unused(device, None, force)?;
     }
@@ -73,15 +78,11 @@ fn ensure_unused(device: &Path, except: Option<&PathBuf>, force: bool) -> anyhow
     }
 }
 
-/// With `force`, it stays mounted if it has to.
-fn unmount(directory: &Path, force: bool) -> anyhow::Result<()> {
-    match host::unmount(directory) {
-        Err(_) if force => Ok(()),
-        Err(error) => match Users::inside(directory) {
-            users if users.is_empty() => Err(error),
-            users => Err(anyhow!("in use: {users} ({IN_USE})")),
-        },
-        Ok(()) => Ok(()),
+fn unmount(directory: &Path) -> anyhow::Result<()> {
+    let Err(error) = host::unmount(directory) else { return Ok(()) };
+    match Users::inside(directory) {
+        users if users.is_empty() => Err(error),
+        users => Err(anyhow!("in use: {users} ({IN_USE})")),
     }
 }
 
@@ -110,8 +111,10 @@ fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Resul
         named || export.device.as_deref().is_some_and(is_meant) || export.mounts.iter().any(is_real)
     });
     let Some(export) = export else { return Ok(false) };
-    if export.mounts.iter().any(is_real) {
-        unmount(&whole, force)?;
+    match export.device.as_deref() {
+        Some(device) if force => host::unmount_everywhere(Path::new(device)),
+        _ if export.mounts.iter().any(is_real) => unmount(&whole)?,
+        _ => {}
     }
     let watch = Client::connect(&target)?;
     let mode = if force { "hard" } else { "safe" };

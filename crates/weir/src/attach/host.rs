@@ -85,9 +85,27 @@ pub(super) fn make_loop(file: &Path, read_only: bool) -> anyhow::Result<PathBuf>
     Ok(PathBuf::from(made))
 }
 
+/// Unmounts a device wherever this process sees it mounted, also under those who work there: what
+/// is left of a mount whose device goes takes what is written to it, and loses it.
+pub(super) fn unmount_everywhere(device: &Path) {
+    // What was mounted last may lie in what was mounted before.
+    for directory in Users::of(device).mounts.iter().rev() {
+        unmount_at_last(directory);
+    }
+}
+
+/// The same of one directory.
+pub(super) fn unmount_at_last(directory: &Path) {
+    // In order first, which leaves nothing for later.
+    if unmount(directory).is_err() {
+        let _ = run("umount", "mount", &["-l", "--", &directory.to_string_lossy()]);
+    }
+}
+
 /// Removes the loop devices over a file, and the one that was made over it, which a file that was
 /// unmounted below it shows as one over nothing. One that was removed already may be somebody
-/// else's by now, so whoever else removes them waits meanwhile: see [`Place::changing_loops`].
+/// else's by now, so whoever else removes them waits meanwhile: see [`Place::changing_loops`]. What
+/// is mounted of them is unmounted before.
 ///
 /// [`Place::changing_loops`]: super::place::Place::changing_loops
 pub(super) fn remove_loops(file: &Path, made: Option<&Loop>) {
@@ -96,10 +114,12 @@ pub(super) fn remove_loops(file: &Path, made: Option<&Loop>) {
         made.filter(|made| made.is_there() && !names.contains(&made.name)).map(|made| made.name.clone()),
     );
     for name in names {
+        let device = PathBuf::from(format!("/dev/{name}"));
+        unmount_everywhere(&device);
         // With its last user it goes by itself.
         let is_going = fs::read(format!("/sys/block/{name}/loop/autoclear")).is_ok_and(|flag| flag == b"1\n");
         if !is_going {
-            let _ = run("losetup", "mount", &["--detach", &format!("/dev/{name}")]);
+            let _ = run("losetup", "mount", &["--detach", &device.to_string_lossy()]);
         }
     }
 }

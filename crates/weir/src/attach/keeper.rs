@@ -137,6 +137,10 @@ impl Made {
                 host::mount(&attached.device, mount, wanted.is_read_only())
                     .with_context(|| format!("{}", mount.directory.display()))?;
             }
+            if let Some(before) = &before {
+                // What is mounted waits for one that only stands still.
+                server::check_answers(before, false)?;
+            }
             self.mounted = Some(mount.directory.clone());
             attached.mount = Some(mount.directory.clone());
         }
@@ -221,7 +225,7 @@ impl Made {
 
     fn undo(&mut self) {
         if let Some(directory) = self.mounted.take() {
-            let _ = host::unmount(&directory);
+            host::unmount_at_last(&directory);
         }
         let Some((place, kept)) = self.kept.take() else { return };
         remove_loops(&place);
@@ -240,7 +244,8 @@ impl Made {
     }
 }
 
-/// Removes the loop device over what FUSE serves, if there is one; one process at a time.
+/// Removes the loop device over what FUSE serves, if there is one, and its mounts; one process at a
+/// time.
 pub(super) fn remove_loops(place: &Place) {
     let changing = place.changing_loops();
     host::remove_loops(&server::fuse_file(place), place.made_loop().as_ref());
