@@ -488,6 +488,24 @@ fn detaching_by_force_leaves_no_mount() {
 }
 
 #[test]
+fn what_whoever_attaches_has_open_is_not_kept() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    need_root("devices of this host");
+    let (lock, name) = (scratch.file("lock", ""), name("inherited"));
+    let script = r#"exec 9>"$1" 8<>"$4"; flock -n 9; exec "$2" attach --fuse --alone --json --name "$3" -f raw /dev/fd/8"#;
+    let asked = Client::new("sh").args(["-ec", script, "sh", text(&lock), WEIR, &name, text(&image)]);
+    let attached = Attached { said: asked.json(), name };
+    let lock = File::open(&lock).expect("it is there");
+    Flock::lock(lock, FlockArg::LockExclusiveNonblock).expect("nobody has it any more");
+    // But for what it was told to have.
+    make_file_system(&attached.device());
+    attached.detach().succeeds();
+    attached.is_gone();
+    Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
+}
+
+#[test]
 fn what_a_killed_keeper_leaves_is_taken_away() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);

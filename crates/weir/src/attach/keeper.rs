@@ -9,9 +9,9 @@
 //! server of its own that is killed is started again: the device has waited.
 
 use std::{
-    fs::File,
+    fs::{self, File},
     io::{self, Write as _, stdout},
-    os::fd::AsFd as _,
+    os::fd::{AsFd as _, RawFd},
     path::{Path, PathBuf},
     process,
     sync::mpsc::{Receiver, Sender, channel},
@@ -21,7 +21,10 @@ use std::{
 use anyhow::Context as _;
 use console::Failure;
 use daemon::users::Users;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    unistd::close,
+};
 
 use super::{
     Attached, Outcome, Wanted, host,
@@ -40,6 +43,7 @@ pub(crate) fn run() -> Result<(), Failure> {
     let _ = nix::unistd::setsid();
     let wanted: Wanted = serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;
     let mut made = Made::default();
+    close_inherited(&wanted);
     let outcome = made.attach(&wanted);
     // Before it is told, so that whoever hears of it finds nothing left.
     if outcome.is_err() && !made.is_known {
@@ -61,6 +65,27 @@ pub(crate) fn run() -> Result<(), Failure> {
 }
 
 /// What there is so far.
+/// Closes what whoever asked had open: a lock would be held, and a file in what is mounted in use,
+/// for as long as the disk is attached. What the disk, or a key of it, is named by stays.
+fn close_inherited(wanted: &Wanted) {
+    let words = wanted.options.iter().filter_map(|(_, value)| value.as_ref()).chain([&wanted.image]);
+    let named: Vec<RawFd> = words.flat_map(|word| descriptors_in(word)).collect();
+    let open = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
+    // All of them first: the one that lists them has gone then.
+    let open: Vec<RawFd> = open.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    for number in open.into_iter().filter(|number| *number > 2 && !named.contains(number)) {
+        let _ = close(number);
+    }
+}
+
+/// The numbers in paths such as `/dev/fd/5` and `/proc/self/fd/5`.
+fn descriptors_in(word: &str) -> impl Iterator<Item = RawFd> {
+    word.split("/fd/").skip(1).filter_map(|rest| {
+        let end = rest.find(|letter: char| !letter.is_ascii_digit()).unwrap_or(rest.len());
+        rest[..end].parse().ok()
+    })
+}
+
 struct Made {
     /// An earlier keeper had it.
     is_known: bool,

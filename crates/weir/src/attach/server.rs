@@ -80,6 +80,9 @@ pub(super) fn start(
         .arg("--")
         .arg(&wanted.image)
         .env("NOTIFY_SOCKET", place.file("notify"))
+        // Of descriptors that a service manager gave to whoever asked.
+        .env_remove("LISTEN_FDS")
+        .env_remove("LISTEN_PID")
         .current_dir("/")
         .stdin(Stdio::null())
         .stdout(Stdio::null())
