@@ -488,6 +488,32 @@ fn detaching_by_force_leaves_no_mount() {
 }
 
 #[test]
+fn who_uses_what_was_unmounted_lazily_is_named_and_nobody_waits_for_it() {
+    let scratch = Scratch::new();
+    let (image, directory) = mountable(&scratch);
+    let options = ["--mount", text(&directory)];
+    let us = format!("in use: open in {} ({})", comm(), std::process::id());
+    let attached = attach("lazy", &image, &options);
+    let inside = File::create(directory.join("open")).expect("it can be made");
+    Client::new("umount").arg("-l").arg(&directory).succeeds();
+    assert_says(&attached.detach().fails(), &[&attached.name, &us, "--force"]);
+    let again = command(&attached.name, &image, &options).fails();
+    assert_says(&again, &[&attached.name, "was unmounted", &us, "--force"]);
+    let listed = weir(&["attach", "--list"]).succeeds();
+    let row = listed.lines().find(|line| line.starts_with(&attached.name)).expect("it is listed");
+    assert!(row.contains(&format!("{} ({})", comm(), std::process::id())), "{listed}");
+    // It goes with its last user, as what was unmounted does.
+    drop(inside);
+    attached.wait_until_gone();
+    let again = attach("lazy", &image, &options);
+    let inside = File::create(directory.join("open")).expect("it can be made");
+    Client::new("umount").arg("-l").arg(&directory).succeeds();
+    weir(&["detach", "--force", &again.name]).succeeds();
+    again.is_gone();
+    drop(inside);
+}
+
+#[test]
 fn what_whoever_attaches_has_open_is_not_kept() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.raw", 8 * MIB);

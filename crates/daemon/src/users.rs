@@ -74,10 +74,8 @@ impl Users {
         users.mounts = mounts.split(|byte| *byte == b'\n').filter_map(point).collect();
         users.mounts.retain(|point| point != directory && point.starts_with(directory));
         users.processes = users.processes_with(|process| {
-            let links = ["cwd", "root", "exe"].map(|name| process.join(name));
-            let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
-            let mut links = links.into_iter().chain(open.map(|entry| entry.path()));
-            links.any(|link| fs::read_link(link).is_ok_and(|path| path.starts_with(directory)))
+            let is_inside = |link: PathBuf| fs::read_link(link).is_ok_and(|path| path.starts_with(directory));
+            links_of(process).any(is_inside)
         });
         users
     }
@@ -180,6 +178,26 @@ impl Users {
         self
     }
 
+    /// Adds processes that work in a file system on it, run something of it or have something of it
+    /// open: they have it still where it was unmounted lazily, and no list of mounts names it. Not
+    /// for file systems of several devices, which have a number of their own.
+    #[must_use]
+    pub fn with_inmates(mut self) -> Self {
+        let is_inside = |link: PathBuf| {
+            // Asks nothing of who serves the file.
+            let known = statx(CWD, link, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE);
+            known.is_ok_and(|known| {
+                let number = format!("{}:{}", known.stx_dev_major, known.stx_dev_minor);
+                self.nodes.iter().any(|node| node.number == number)
+            })
+        };
+        let inmates = self.processes_with(|process| links_of(process).any(is_inside));
+        self.processes.extend(inmates);
+        self.processes.sort_by_key(|process| process.pid);
+        self.processes.dedup();
+        self
+    }
+
     /// Whether nobody does.
     pub fn is_empty(&self) -> bool {
         !self.claimed && self.is_only_claimed()
@@ -257,6 +275,13 @@ pub fn is_mount_point(directory: &Path) -> io::Result<bool> {
     let mounts = fs::read("/proc/self/mountinfo")?;
     let point = |line: &[u8]| line.split(|byte| *byte == b' ').nth(4).map(unescaped);
     Ok(mounts.split(|byte| *byte == b'\n').filter_map(point).any(|point| point == directory))
+}
+
+/// To where a process, by its directory in /proc, works, what it runs and what it has open.
+fn links_of(process: &Path) -> impl Iterator<Item = PathBuf> {
+    let links = ["cwd", "root", "exe"].map(|name| process.join(name));
+    let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+    links.into_iter().chain(open.map(|entry| entry.path()))
 }
 
 fn names_in(directory: &Path) -> Vec<String> {
@@ -359,6 +384,20 @@ mod tests {
         symlink("/mnt/btrfs/file", process.join("fd/5")).unwrap();
         assert_eq!(users(), "open in dd (12)");
         assert_eq!(Users::inside_below(host.path(), Path::new("/mnt/btr")).to_string(), "");
+    }
+
+    #[test]
+    fn who_works_in_a_file_system_is_known_by_its_device() {
+        let host = host();
+        // The host itself lies on this one.
+        let number = nix::sys::stat::stat(host.path()).unwrap().st_dev;
+        let number = format!("{}:{}", nix::sys::stat::major(number), nix::sys::stat::minor(number));
+        fs::write(host.path().join("sys/class/block/loop4/dev"), number).unwrap();
+        let users = |name: &str| Users::below(host.path(), Path::new(name)).with_inmates().processes;
+        assert_eq!(users("/dev/loop4"), []);
+        symlink(host.path(), host.path().join("proc/12/cwd")).unwrap();
+        assert_eq!(users("/dev/loop4"), [Process { pid: 12, name: "dd".to_owned() }]);
+        assert_eq!(users("/dev/loop3"), []);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use console::{Failure, say};
 use daemon::users::Users;
 use serde_json::json;
 
-use super::{Attached, DetachArgs, find, host, keeper, lasting::lasting_users, lost, place::Place, server};
+use super::{Attached, DetachArgs, find, host, keeper, lasting, lost, place::Place, server};
 use crate::client::{Client, Target};
 
 /// What to do about users.
@@ -72,10 +72,22 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
 }
 
 fn ensure_unused(device: &Path, except: Option<&PathBuf>, force: bool) -> anyhow::Result<()> {
-    match lasting_users(device, except) {
+    match users(device, except) {
         users if users.is_empty() || force => Ok(()),
         users => Err(anyhow!("in use: {users} ({IN_USE})")),
     }
+}
+
+/// Who uses a device, and not only for a while. Says so where that may take longer.
+pub(super) fn users(device: &Path, except: Option<&PathBuf>) -> Users {
+    let tell = || {
+        say(&format!(
+            "{}: the kernel has it, such as a file system that is still being unmounted: waiting for that, {} s at most",
+            device.display(),
+            lasting::WRITING_BACK.as_secs()
+        ));
+    };
+    lasting::users_after_writing_back(device, except, tell)
 }
 
 fn unmount(directory: &Path) -> anyhow::Result<()> {

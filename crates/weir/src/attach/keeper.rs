@@ -14,8 +14,9 @@ use std::{
     os::fd::{AsFd as _, RawFd},
     path::{Path, PathBuf},
     process,
-    sync::mpsc::{Receiver, Sender, channel},
+    sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     thread::{self, JoinHandle},
+    time::Instant,
 };
 
 use anyhow::Context as _;
@@ -28,7 +29,7 @@ use nix::{
 
 use super::{
     Attached, Outcome, Wanted, host,
-    lasting::lasting_users,
+    lasting::{SELDOM, WRITING_BACK, lasting_users},
     place::{Kept, Place},
     server::{self, Event},
     way::Way,
@@ -42,8 +43,8 @@ pub(crate) fn run() -> Result<(), Failure> {
     // The terminal's signals are not for it.
     let _ = nix::unistd::setsid();
     let wanted: Wanted = serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;
-    let mut made = Made::default();
     close_inherited(&wanted);
+    let mut made = Made::default();
     let outcome = made.attach(&wanted);
     // Before it is told, so that whoever hears of it finds nothing left.
     if outcome.is_err() && !made.is_known {
@@ -64,7 +65,6 @@ pub(crate) fn run() -> Result<(), Failure> {
     Ok(())
 }
 
-/// What there is so far.
 /// Closes what whoever asked had open: a lock would be held, and a file in what is mounted in use,
 /// for as long as the disk is attached. What the disk, or a key of it, is named by stays.
 fn close_inherited(wanted: &Wanted) {
@@ -86,6 +86,7 @@ fn descriptors_in(word: &str) -> impl Iterator<Item = RawFd> {
     })
 }
 
+/// What there is so far.
 struct Made {
     /// An earlier keeper had it.
     is_known: bool,
@@ -95,13 +96,15 @@ struct Made {
     process: Option<JoinHandle<()>>,
     fuse: Option<PathBuf>,
     mounted: Option<PathBuf>,
+    /// When it was unmounted, until it is known that the kernel is through with the device.
+    unmounted: Option<Instant>,
     events: (Sender<Event>, Receiver<Event>),
 }
 
 impl Default for Made {
     fn default() -> Self {
-        let (kept, server, process, fuse, mounted) = Default::default();
-        Self { is_known: false, kept, server, process, fuse, mounted, events: channel() }
+        let (kept, server, process, fuse, mounted, unmounted) = Default::default();
+        Self { is_known: false, kept, server, process, fuse, mounted, unmounted, events: channel() }
     }
 }
 
@@ -134,6 +137,10 @@ impl Made {
         self.is_known = before.is_some();
         let is_served = before.as_ref().is_some_and(|before| server::adopt(before, &self.events.0));
         if !is_served {
+            if let Some(before) = &before {
+                // What is mounted waits for one that only stands still.
+                server::check_answers(before, false)?;
+            }
             if wanted.way == Way::Fuse {
                 // It died with its server.
                 clear(&place);
@@ -161,10 +168,6 @@ impl Made {
             if !is_there {
                 host::mount(&attached.device, mount, wanted.is_read_only())
                     .with_context(|| format!("{}", mount.directory.display()))?;
-            }
-            if let Some(before) = &before {
-                // What is mounted waits for one that only stands still.
-                server::check_answers(before, false)?;
             }
             self.mounted = Some(mount.directory.clone());
             attached.mount = Some(mount.directory.clone());
@@ -197,20 +200,10 @@ impl Made {
         if let Some(directory) = &self.mounted {
             watch_mount(&attached.device, directory, self.events.0.clone());
         }
-        while let Ok(event) = self.events.1.recv() {
+        while let Some(event) = self.next(attached) {
             match event {
                 Event::Ready => {}
-                // Somebody else may have it open, and then it stays until it is detached.
-                Event::Unmounted => {
-                    self.mounted = None;
-                    if self.until_written_back(attached) {
-                        break;
-                    }
-                    // Nobody is to wait for its end.
-                    if let Some((place, _)) = &self.kept {
-                        let _ = place.set_attached(&Attached { mount: None, ..attached.clone() });
-                    }
-                }
+                Event::Unmounted => (self.mounted, self.unmounted) = (None, Some(Instant::now())),
                 // The device has gone, or has been left for who comes next.
                 Event::Ended { orderly: true } if !self.is_left(attached) => break,
                 Event::Ended { .. } if attached.way == Way::Fuse => break,
@@ -229,16 +222,35 @@ impl Made {
         self.undo();
     }
 
-    /// Waits until the file system that was unmounted is through with the device. Whether nobody
-    /// has it then.
-    fn until_written_back(&self, attached: &Attached) -> bool {
-        loop {
-            // The kernel tells of the unmounting before it, and of nothing afterwards.
+    /// What it hears next; `None` once nobody has the device whose file system was unmounted.
+    fn next(&mut self, attached: &Attached) -> Option<Event> {
+        while let Some(since) = self.unmounted {
             let users = lasting_users(&attached.device, None);
-            if !users.claimed || !users.is_only_claimed() {
-                return users.is_empty();
+            if users.is_empty() {
+                return None;
+            }
+            let is_anothers = !users.claimed || !users.mounts.is_empty() || !users.holders.is_empty();
+            if is_anothers {
+                // Somebody else has it, and then it stays until it is detached.
+                self.unmounted = None;
+            }
+            if !users.is_only_claimed() || since.elapsed() >= WRITING_BACK {
+                // Nobody is to wait for its end.
+                if let Some((place, _)) = &self.kept {
+                    let _ = place.set_attached(&Attached { mount: None, ..attached.clone() });
+                }
+            }
+            while self.unmounted.is_some() && Users::of(&attached.device).with_claims().claimed {
+                // The kernel tells of the unmounting, and of nothing afterwards.
+                match self.events.1.recv_timeout(SELDOM) {
+                    Err(RecvTimeoutError::Timeout) if !users.is_only_claimed() => {}
+                    Err(RecvTimeoutError::Timeout) => break,
+                    Err(RecvTimeoutError::Disconnected) => return None,
+                    Ok(event) => return Some(event),
+                }
             }
         }
+        self.events.1.recv().ok()
     }
 
     /// Whether the server has ended, and not the device.

@@ -9,13 +9,15 @@ use std::{
 
 use daemon::users::Users;
 
-/// How often a device is looked at that is about to be free.
+/// How soon a device is looked at again that is about to be free.
 const LOOK: Duration = Duration::from_millis(20);
+/// The longer it takes, the more seldom, but at least so often.
+pub(super) const SELDOM: Duration = Duration::from_millis(500);
 /// For longer nobody has a device open who only looks at it, as udev and losetup(8) do at each.
 const GLANCE: Duration = Duration::from_secs(2);
 /// How long a file system that was unmounted may take to be written back, until whoever waits is
 /// told of it.
-const WRITING_BACK: Duration = Duration::from_secs(60);
+pub(super) const WRITING_BACK: Duration = Duration::from_secs(60);
 
 /// Who uses a device besides what is mounted at `except`, once those have gone who only pass.
 pub(super) fn lasting_users(device: &Path, except: Option<&PathBuf>) -> Users {
@@ -28,12 +30,33 @@ pub(super) fn lasting_users(device: &Path, except: Option<&PathBuf>) -> Users {
         users.mounts.retain(|point| Some(point) != except);
         if except.is_none() {
             users = users.with_claims();
+            if users.claimed && users.mounts.is_empty() && users.holders.is_empty() {
+                users = users.with_inmates();
+            }
         }
-        let patience = if users.is_only_claimed() { WRITING_BACK } else { GLANCE };
-        if users.is_empty() || stays || began.elapsed() >= patience {
+        if users.is_empty() || stays || began.elapsed() >= GLANCE {
             return users;
         }
         // Of neither does the kernel tell when it is over.
-        thread::sleep(LOOK);
+        thread::sleep((began.elapsed() / 4).clamp(LOOK, SELDOM));
+    }
+}
+
+/// The same, once what was unmounted has been written back too. `tell` is called where that is
+/// waited for.
+pub(super) fn users_after_writing_back(
+    device: &Path,
+    except: Option<&PathBuf>,
+    tell: impl FnOnce(),
+) -> Users {
+    let (began, mut tell) = (Instant::now(), Some(tell));
+    loop {
+        let users = lasting_users(device, except);
+        if users.is_empty() || !users.is_only_claimed() || began.elapsed() >= WRITING_BACK {
+            return users;
+        }
+        if let Some(tell) = tell.take() {
+            tell();
+        }
     }
 }

@@ -26,6 +26,9 @@ struct Row {
     size: Option<u64>,
     mounts: Vec<PathBuf>,
     holders: Vec<String>,
+    /// Who still uses a file system that was mounted for it, and is mounted no more.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    processes: Vec<String>,
     /// The process that keeps it; none of a device that `weir serve` made, or whose keeper died.
     pid: Option<u32>,
     /// Whether its server answers.
@@ -47,9 +50,9 @@ pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), Failure> {
         ("IMAGE", Side::Left),
     ]);
     let nothing = || "-".to_owned();
-    for Row { name, device, way, image, size, mounts, holders, pid, alive } in rows {
+    for Row { name, device, way, image, size, mounts, holders, processes, pid, alive } in rows {
         let mounts = mounts.iter().map(|point| point.display().to_string());
-        let users: Vec<_> = mounts.chain(holders).collect();
+        let users: Vec<_> = mounts.chain(holders).chain(processes).collect();
         table.row(vec![
             name,
             device.display().to_string(),
@@ -78,6 +81,7 @@ fn rows(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
             size: None,
             mounts,
             holders,
+            processes: Vec::new(),
             pid: None,
             alive: false,
         });
@@ -92,7 +96,13 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
         let Some(attached) = place.attached() else { continue };
         let report = attached.qmp.parse().ok().and_then(|target| status(&target));
         let size = report.as_ref().and_then(|report| size_of(report, &attached.name));
-        let Users { mounts, holders, .. } = Users::of(&attached.device);
+        let users = Users::of(&attached.device);
+        let mount = place.wanted().and_then(|wanted| wanted.mount);
+        let users = match mount {
+            Some(mount) if !users.mounts.contains(&mount.directory) => users.with_inmates(),
+            _ => users,
+        };
+        let Users { mounts, holders, processes, .. } = users;
         rows.push(Row {
             name: attached.name,
             device: attached.device,
@@ -101,6 +111,10 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
             size,
             mounts,
             holders,
+            processes: processes
+                .iter()
+                .map(|process| format!("{} ({})", process.name, process.pid))
+                .collect(),
             pid: (!place.is_deserted()?).then_some(attached.keeper),
             alive: size.is_some(),
         });
@@ -121,6 +135,7 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
             size: size_of(&report, &export.disk),
             mounts: export.mounts.iter().map(PathBuf::from).collect(),
             holders: export.holders.clone(),
+            processes: Vec::new(),
             pid: None,
             alive: true,
         });

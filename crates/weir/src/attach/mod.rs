@@ -285,7 +285,7 @@ pub(crate) fn let_go(device: &Path) -> anyhow::Result<bool> {
     if let Some((place, attached)) = find(device)? {
         return detach::detach(&place, &attached, false).map(|()| true);
     }
-    let users = lasting::lasting_users(device, None);
+    let users = detach::users(device, None);
     ensure!(users.is_empty(), "in use: {users} (end that first)");
     Ok(false)
 }

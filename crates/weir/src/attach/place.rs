@@ -32,7 +32,7 @@ use nix::{
 use serde::{Serialize, de::DeserializeOwned};
 use settings::Image;
 
-use super::{Attached, Wanted, host::Loop};
+use super::{Attached, Wanted, host::Loop, lasting::lasting_users};
 
 /// As a node's name over QMP.
 const MAX_NAME: usize = 31;
@@ -115,6 +115,12 @@ impl Place {
                 if place.await_end() {
                     continue;
                 }
+                if let Some(users) = place.inmates() {
+                    bail!(
+                        "{0}: its file system was unmounted and is still in use: {users} (end that, or `weir detach --force {0}`: what is not written yet is lost)",
+                        wanted.name
+                    );
+                }
                 bail!(
                     "{}: is attached already (`weir attach --list` shows it; choose another --name)",
                     wanted.name
@@ -189,6 +195,12 @@ impl Place {
             // Or it is still at the beginning, and then it is soon known what becomes of it.
             None => true,
         }
+    }
+
+    /// Who still uses a file system that is mounted no more.
+    fn inmates(&self) -> Option<Users> {
+        let users = lasting_users(&self.attached()?.device, None);
+        (users.claimed && users.mounts.is_empty() && users.holders.is_empty()).then_some(users)
     }
 
     /// Until it is dropped, nobody else removes loop devices of this place. `None` where the place
