@@ -6,6 +6,7 @@
 //! it less.
 
 mod between;
+mod identity;
 
 use std::{
     fs,
@@ -32,7 +33,7 @@ use crate::{
 };
 
 /// Of the messages.
-const FORMAT: u64 = 3;
+const FORMAT: u64 = 4;
 /// What the log says where a newcomer has failed.
 const GOES_ON: &str = "nobody has taken over, and all goes on";
 

@@ -3,6 +3,7 @@
 //! It is one enum, for the same reason as [`Storage`]. Methods and contract are Storage's, with
 //! offsets of the disk.
 
+mod identity;
 pub mod open;
 pub mod qcow2;
 mod raw;
@@ -11,6 +12,7 @@ pub mod secret;
 use std::io;
 
 pub use self::{
+    identity::Layer,
     qcow2::Qcow2,
     raw::{Raw, open_raw},
     secret::Secret,

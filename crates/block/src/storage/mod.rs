@@ -25,6 +25,7 @@ pub mod delay;
 pub mod fault;
 pub mod file;
 mod flushes;
+mod identity;
 mod invalid_value;
 mod lock;
 pub mod memory;
@@ -46,6 +47,7 @@ mod wrapped;
 
 pub(crate) use file::FileIdentity;
 pub use file::{CacheMode, File, Passed, PassedFile};
+pub use identity::Identity;
 pub use invalid_value::InvalidValue;
 pub use open::{OpenOptions, open_storage, probe_anywhere};
 pub(crate) use open::{open_any, open_bottom, wrapped};

@@ -74,11 +74,16 @@ impl Wrapped {
         }
     }
 
-    fn part(&self) -> Part {
+    /// The part of what is wrapped, where it is one.
+    pub(crate) fn cut(&self) -> Option<Part> {
         match self.how {
-            How::Part(part) => part,
-            _ => Part::default(),
+            How::Part(part) => Some(part),
+            How::Delay(_) | How::Rate(_) | How::Fault(_) => None,
         }
+    }
+
+    fn part(&self) -> Part {
+        self.cut().unwrap_or_default()
     }
 
     /// The place below of one here. Requests lie inside the size, so there is one.

@@ -316,6 +316,9 @@ impl Daemon {
             http => http?,
         };
         let control = Rc::new(Control::start(&inventory, sockets));
+        // Before anything happens that is to be told.
+        let mut watching = vec![events::log(&inventory.events)];
+        watching.extend(runner.and_then(|runner| runner.deliver(&inventory)));
         inventory.let_clients_in();
         if let Some(before) = before {
             before.end(&inventory).await;
@@ -334,8 +337,7 @@ impl Daemon {
         inventory.loaded.replace(
             file.map(|(file, said)| Rc::new(Loaded { file, said, inherited: passed, plan, tls, budgets })),
         );
-        let mut watching =
-            vec![held_back::watch(&inventory), events::log(&inventory.events), watch::watch(&inventory)];
+        watching.extend([held_back::watch(&inventory), watch::watch(&inventory)]);
         if let Some(version) = taken_from {
             let clients = inventory.connections();
             let message =
@@ -343,7 +345,6 @@ impl Daemon {
             let news = News::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
             inventory.events.tell(news);
         }
-        watching.extend(runner.and_then(|runner| runner.deliver(&inventory)));
         let watched = inventory.watchdog.get().map(|allowed| watchdog::start(allowed, &workers));
         let (_watching, _watchdog) = (watching, watched);
         let (_pid_file, _cgroups, _http) = (pid_file, cgroups, http);

@@ -69,6 +69,15 @@ enum Kind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FileIdentity(u64, u64);
 
+impl std::fmt::Display for FileIdentity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match *self {
+            Self(device, 0) => write!(f, "device {device}"),
+            Self(device, inode) => write!(f, "file {inode} of device {device}"),
+        }
+    }
+}
+
 impl FileIdentity {
     pub(in crate::storage) fn of(device: u64, inode: u64, special: u64, is_device: bool) -> Self {
         // No file system has the number that stands for a device here: inode numbers begin at 1.
@@ -130,6 +139,10 @@ impl File {
     /// The path that it was opened by.
     pub(in crate::storage) fn name(&self) -> &str {
         &self.name
+    }
+
+    pub(in crate::storage) fn cache(&self) -> CacheMode {
+        self.cache
     }
 
     pub(in crate::storage) fn is_protected(&self) -> bool {

@@ -24,7 +24,9 @@ use settings::Endpoint;
 
 use super::{
     channel::Channel,
-    clock_ns, devices, name,
+    clock_ns, devices,
+    identity::Identity,
+    name,
     told::{
         Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer,
         StandingDisk, StandingGroup, StandingMachine, State, Word,
@@ -149,8 +151,11 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
         let disk = &running.disk;
         let can_be = disk.check_takeover();
         can_be.with_context(|| format!("disk {}: cannot be taken over (restart weir)", disk.name()))?;
+        // As a client would be told that comes now.
+        disk.refresh_size().with_context(|| format!("disk {}: its size cannot be seen", disk.name()))?;
         let files = disk.descriptors()?;
-        disks.push(OfferedDisk { name: disk.name().to_string(), files: files.len() });
+        let identity = Identity::of(disk);
+        disks.push(OfferedDisk { name: disk.name().to_string(), files: files.len(), identity });
         descriptors.extend(files.into_iter().flat_map(|file| [file.main, file.buffered]));
     }
     for socket in doors {

@@ -4,6 +4,7 @@
 //!   newcomer    `weir serve --takeover`: asks, opens everything, goes on
 //!   leaving     the daemon that runs: offers, stands still, ends; or goes on
 //!   devices     of that, devices and files of this host, on both sides
+//!   identity    whether a disk is the one that the other serves
 //!   told        what they tell each other
 //!   channel     how that and descriptors pass between them
 //! ```
@@ -16,6 +17,7 @@
 
 mod channel;
 mod devices;
+mod identity;
 pub(crate) mod leaving;
 pub(crate) mod newcomer;
 mod told;

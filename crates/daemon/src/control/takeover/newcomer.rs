@@ -36,6 +36,7 @@ use super::{
     channel::{Channel, Luggage, send_with},
     clock_ns,
     devices::Awaited,
+    identity::Identity,
     name,
     told::{Offer, State, Word},
     told_name,
@@ -266,10 +267,12 @@ fn check(offer: &Offer, passed: &Passed, inventory: &Inventory) -> anyhow::Resul
     for offered in &offer.disks {
         let disk = inventory.disk(&offered.name);
         let disk = disk.map_err(|_| anyhow!("disk {}: it runs, and is not in this config", offered.name))?;
-        let (is_written, is_passed) = (offered.files > 0, disk.disk.is_passed());
+        if let Some(difference) = offered.identity.difference(&Identity::of(&disk.disk)) {
+            bail!("disk {}: it runs {difference} (give it the same, or restart)", offered.name);
+        }
         ensure!(
-            is_written == is_passed,
-            "disk {}: it runs with another image, or is read-only in one of both",
+            (offered.files > 0) == disk.disk.is_passed(),
+            "disk {}: its image is open here in another way",
             offered.name
         );
     }

@@ -22,8 +22,10 @@ use export::nbd::{MetaContext, MetaContexts, ReplyStyle, Session};
 use policy::throttle::{Contents, Filled, Limits, Setting};
 use serde::{Deserialize, Serialize};
 
+use super::identity::Identity;
+
 /// Of these messages. Another one has other members, or means something else by them.
-pub(crate) const FORMAT: u64 = 3;
+pub(crate) const FORMAT: u64 = 4;
 
 /// A step that takes no more words.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -70,6 +72,7 @@ pub(super) struct OfferedDisk {
     pub(super) name: String,
     /// That are written to.
     pub(super) files: usize,
+    pub(super) identity: Identity,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

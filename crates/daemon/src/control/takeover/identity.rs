@@ -1,0 +1,254 @@
+//! Whether a disk of the newcomer is the one that the other serves: the same bytes, read and
+//! written in the same way, so that what clients were told and what they have written stays true.
+//!
+//! Decided here alone, and by the newcomer, before anybody stands still. Limits, groups,
+//! read-ahead, caches and what imitates a slow or failing device are no part of it: they may
+//! differ.
+
+use block::{disk::Disk, image, storage};
+use serde::{Deserialize, Serialize};
+
+/// What a disk really is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct Identity {
+    size_bytes: u64,
+    /// The least that a device of it reads and writes at a time.
+    block_bytes: u32,
+    read_only: bool,
+    /// The image, and those behind it.
+    layers: Vec<Layer>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Layer {
+    format: String,
+    /// What tells internal snapshots apart.
+    table: Option<u64>,
+    /// Its own, and its data file if it has one.
+    files: Vec<File>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct File {
+    /// The same for all names of a file.
+    what: String,
+    /// For people.
+    path: Option<String>,
+    parts: Vec<Part>,
+    cache: Option<String>,
+    read_only: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Part {
+    offset: u64,
+    size: Option<u64>,
+}
+
+impl Identity {
+    pub(super) fn of(disk: &Disk) -> Self {
+        let image = disk.image();
+        Self {
+            size_bytes: disk.size_bytes(),
+            block_bytes: image.block_size().minimum,
+            read_only: image.is_read_only(),
+            layers: image.layers().into_iter().map(Layer::from).collect(),
+        }
+    }
+
+    /// Why `here` is not the disk that the other serves; none where it is. It may have become
+    /// longer.
+    pub(super) fn difference(&self, here: &Self) -> Option<String> {
+        let Self { size_bytes, block_bytes, read_only, layers } = self;
+        if let Some((one, other)) = layers.first().zip(here.layers.first())
+            && let Some(difference) = one.difference(other, "image")
+        {
+            return Some(difference);
+        }
+        let behind = || layers.iter().zip(&here.layers).skip(1);
+        if layers.len() != here.layers.len() {
+            return Some(format!(
+                "with {} images behind each other, not {}",
+                layers.len(),
+                here.layers.len()
+            ));
+        }
+        if let Some(difference) = behind().find_map(|(one, other)| one.difference(other, "backing file")) {
+            return Some(difference);
+        }
+        if *read_only != here.read_only {
+            let (was, is) = (access(*read_only), access(here.read_only));
+            return Some(format!("{was}, and not {is}"));
+        }
+        if here.size_bytes < *size_bytes {
+            return Some(format!("with {size_bytes} bytes, and has only {} here", here.size_bytes));
+        }
+        (*block_bytes != here.block_bytes)
+            .then(|| format!("with blocks of {block_bytes} bytes, not of {}", here.block_bytes))
+    }
+}
+
+fn access(read_only: bool) -> &'static str {
+    if read_only { "read-only" } else { "writable" }
+}
+
+impl Layer {
+    fn difference(&self, here: &Self, called: &str) -> Option<String> {
+        let Self { format, table, files } = self;
+        let names = [called, "data file"];
+        if let Some((one, other)) = files.first().zip(here.files.first())
+            && one.what != other.what
+        {
+            return Some(one.is_not(other, called));
+        }
+        if *format != here.format {
+            return Some(format!(
+                "with {} {called} in the format {format}, not {}",
+                article(called),
+                here.format
+            ));
+        }
+        if files.len() != here.files.len() {
+            return Some("with another data file".to_owned());
+        }
+        let pairs = files.iter().zip(&here.files).zip(names);
+        if let Some(difference) =
+            pairs.into_iter().find_map(|((one, other), name)| one.difference(other, name))
+        {
+            return Some(difference);
+        }
+        (*table != here.table).then(|| "with another internal snapshot".to_owned())
+    }
+}
+
+fn article(called: &str) -> &'static str {
+    if called == "image" { "its" } else { "a" }
+}
+
+impl File {
+    fn difference(&self, here: &Self, called: &str) -> Option<String> {
+        let Self { what, path: _, parts, cache, read_only } = self;
+        if *what != here.what {
+            return Some(self.is_not(here, called));
+        }
+        if *parts != here.parts {
+            return Some(format!("with another part of its {called} (offset, size)"));
+        }
+        if *cache != here.cache {
+            let shown = |cache: &Option<String>| cache.clone().unwrap_or_else(|| "none at all".to_owned());
+            return Some(format!("in the cache mode {}, not {}", shown(cache), shown(&here.cache)));
+        }
+        (*read_only != here.read_only)
+            .then(|| format!("with its {called} {}, not {}", access(*read_only), access(here.read_only)))
+    }
+
+    fn is_not(&self, here: &Self, called: &str) -> String {
+        let shown = |file: &Self| file.path.clone().unwrap_or_else(|| file.what.clone());
+        let (was, is) = (shown(self), shown(here));
+        match was == is {
+            true => format!("with another {called}: {is} was replaced since"),
+            false => format!("with another {called}: {was}, not {is}"),
+        }
+    }
+}
+
+impl From<image::Layer> for Layer {
+    fn from(layer: image::Layer) -> Self {
+        let image::Layer { format, table, files } = layer;
+        Self { format: format.name().to_owned(), table, files: files.into_iter().map(File::from).collect() }
+    }
+}
+
+impl From<storage::Identity> for File {
+    fn from(file: storage::Identity) -> Self {
+        let storage::Identity { what, path, parts, cache, read_only } = file;
+        let parts = parts.into_iter().map(|storage::Part { offset, size }| Part { offset, size });
+        let cache = cache.map(|cache| cache.name().to_owned());
+        Self { what, path, parts: parts.collect(), cache, read_only }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(name: &str, read_only: bool) -> File {
+        File {
+            what: format!("file {name}"),
+            path: Some(format!("/{name}")),
+            parts: vec![Part { offset: 512, size: Some(4096) }],
+            cache: Some("writeback".to_owned()),
+            read_only,
+        }
+    }
+
+    fn disk() -> Identity {
+        let layer = |files| Layer { format: "qcow2".to_owned(), table: Some(65536), files };
+        Identity {
+            size_bytes: 4096,
+            block_bytes: 512,
+            read_only: false,
+            layers: vec![
+                layer(vec![file("vm1", false), file("data", false)]),
+                layer(vec![file("base", true)]),
+            ],
+        }
+    }
+
+    #[test]
+    fn whatever_is_not_the_same_is_said() {
+        assert_eq!(disk().difference(&disk()), None);
+        let changed = |change: fn(&mut Identity)| {
+            let mut here = disk();
+            change(&mut here);
+            disk().difference(&here).expect("it is another one")
+        };
+        let top = |change: fn(&mut File)| {
+            let mut here = disk();
+            change(&mut here.layers[0].files[0]);
+            disk().difference(&here).expect("it is another one")
+        };
+        let image = top(|file| *file = self::file("vm2", false));
+        assert_eq!(image, "with another image: /vm1, not /vm2");
+        let replaced = top(|file| file.what = "file 7".to_owned());
+        assert_eq!(replaced, "with another image: /vm1 was replaced since");
+        for parts in [
+            top(|file| file.parts.clear()),
+            top(|file| file.parts[0].offset = 0),
+            top(|file| file.parts[0].size = None),
+        ] {
+            assert_eq!(parts, "with another part of its image (offset, size)");
+        }
+        let cache = top(|file| file.cache = Some("unsafe".to_owned()));
+        assert_eq!(cache, "in the cache mode writeback, not unsafe");
+        assert_eq!(top(|file| file.read_only = true), "with its image writable, not read-only");
+        let format = changed(|disk| disk.layers[0].format = "raw".to_owned());
+        assert_eq!(format, "with its image in the format qcow2, not raw");
+        let snapshot = changed(|disk| disk.layers[0].table = Some(1 << 20));
+        assert_eq!(snapshot, "with another internal snapshot");
+        let data = changed(|disk| disk.layers[0].files[1] = file("other", false));
+        assert_eq!(data, "with another data file: /data, not /other");
+        assert_eq!(changed(|disk| drop(disk.layers[0].files.pop())), "with another data file");
+        let base = changed(|disk| disk.layers[1].files[0] = file("other", true));
+        assert_eq!(base, "with another backing file: /base, not /other");
+        let base = changed(|disk| disk.layers[1].format = "raw".to_owned());
+        assert_eq!(base, "with a backing file in the format qcow2, not raw");
+        let chain = changed(|disk| drop(disk.layers.pop()));
+        assert_eq!(chain, "with 2 images behind each other, not 1");
+        assert_eq!(changed(|disk| disk.read_only = true), "writable, and not read-only");
+        assert_eq!(changed(|disk| disk.size_bytes = 4095), "with 4096 bytes, and has only 4095 here");
+        assert_eq!(changed(|disk| disk.block_bytes = 4096), "with blocks of 512 bytes, not of 4096");
+    }
+
+    #[test]
+    fn another_name_and_more_bytes_are_no_difference() {
+        let mut here = disk();
+        here.size_bytes = 8192;
+        here.layers[0].files[0].path = Some("/elsewhere/vm1".to_owned());
+        assert_eq!(disk().difference(&here), None);
+    }
+}

@@ -1,0 +1,66 @@
+//! A newcomer whose disk of the same name is another one is refused by name, and the daemon goes
+//! on.
+
+use std::fs;
+
+use super::{House, control};
+use crate::harness::{MIB, Scratch, Serve, qemu_img, text};
+
+#[test]
+fn a_disk_that_is_another_one_is_refused_by_name() {
+    let scratch = Scratch::new();
+    let (a, b) = (scratch.filled("a.raw", MIB), scratch.sparse("b.raw", MIB));
+    let (q, over) = (scratch.path("q.qcow2"), scratch.path("over.qcow2"));
+    qemu_img(["create", "-q", "-f", "qcow2"]).arg(&q).arg("1M").succeeds();
+    qemu_img(["snapshot", "-c", "s1"]).arg(&q).succeeds();
+    qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&b).arg(&over).succeeds();
+    let (a, b, q, over) = (text(&a), text(&b), text(&q), text(&over));
+    let mut scratch = Some(scratch);
+    let mut refused = |old: &[&str], new: &[&str], why: &str| {
+        let house = House::new(scratch.take().expect("it comes back"), old);
+        let daemon = house.serve().args(["--name", "disk"]).start();
+        let newcomer = Serve::new(&house.scratch).args(new).args(["--name", "disk", "--takeover"]);
+        let said = newcomer.env("WEIR_QMP", control(&house)).fails();
+        assert!(said.contains(&format!("disk disk: it runs {why}")), "{old:?}, {new:?}: {said}");
+        daemon.nbdsh("disk", "h.pread(512, 0)\n");
+        daemon.wait_for_log("nobody has taken over, and all goes on");
+        daemon.stop();
+        scratch = Some(house.scratch);
+    };
+    refused(&[a], &[b], &format!("with another image: {a}, not {b}"));
+    refused(&[a], &[q], &format!("with another image: {a}, not {q}"));
+    refused(&[a, "--read-only"], &[b, "--read-only"], "with another image: ");
+    refused(&[q], &[q, "-f", "raw"], "with its image in the format qcow2, not raw");
+    refused(&[a], &[a, "-o", "offset=512"], "with another part of its image");
+    refused(&[a], &[a, "-o", "size=4K"], "with another part of its image");
+    refused(&[a], &[a, "--cache", "unsafe"], "in the cache mode writeback, not unsafe");
+    refused(&[a, "--cache", "writethrough"], &[a], "in the cache mode writethrough, not writeback");
+    refused(&[q, "--read-only"], &[q, "--read-only", "--snapshot", "s1"], "with another internal snapshot");
+    refused(&["null:1M"], &["null:2M"], "with another image: null");
+    // What is behind it has changed its name since.
+    let house = House::new(scratch.take().expect("it came back"), &[over, "-f", "qcow2"]);
+    let daemon = house.serve().start();
+    fs::rename(a, b).unwrap();
+    let said = house.newcomer().fails();
+    let expect = format!("disk over: it runs with another backing file: {b} was replaced since");
+    assert!(said.contains(&expect), "{said}");
+    daemon.nbdsh("over", "assert h.pread(512, 0) == bytes(512)\n");
+    daemon.stop();
+}
+
+#[test]
+fn what_may_differ_does_and_another_name_is_the_same_file() {
+    let scratch = Scratch::new();
+    let (disk, other) = (scratch.sparse("disk.raw", MIB), scratch.path("other.raw"));
+    fs::hard_link(&disk, &other).unwrap();
+    let house = House::new(scratch, &[text(&disk)]);
+    let first = house.serve().start();
+    // Somebody has made it longer.
+    fs::File::options().write(true).open(&disk).unwrap().set_len(2 * MIB).unwrap();
+    let differing = ["--name", "disk", "--iops-total", "1000", "--prefetch", "on", "--delay", "read=1us"];
+    let newcomer = Serve::new(&house.scratch).arg(text(&other)).args(differing).arg("--takeover");
+    let second = newcomer.env("WEIR_QMP", control(&house)).start();
+    assert!(first.wait().0.success());
+    second.nbdsh("disk", "assert h.get_size() == 2 << 20\n");
+    second.stop();
+}
