@@ -44,10 +44,10 @@ fn welcome(structured: bool) -> Vec<u8> {
     bytes
 }
 
-/// Sends `script`, whatever the client does, and closes.
-fn serve(script: Vec<u8>) -> Pipe {
+/// Sends `script`, whatever the client does, and closes; returns both ends.
+fn serve(script: Vec<u8>) -> (Pipe, Pipe) {
     let (ours, theirs) = Pipe::pair();
-    let end = theirs.clone();
+    let (end, theirs_too) = (theirs.clone(), theirs.clone());
     spawn(async move { while let (Ok(1..), _) = theirs.receive(Buffer::new(4096), 0).await {} });
     spawn(async move {
         if end.send(Buffer::copy_of(&script).into()).await.is_ok() {
@@ -55,7 +55,7 @@ fn serve(script: Vec<u8>) -> Pipe {
         }
         end.close();
     });
-    ours
+    (ours, theirs_too)
 }
 
 fuzz_target!(|input: &[u8]| {
@@ -64,27 +64,34 @@ fuzz_target!(|input: &[u8]| {
     let mut script = if how & 1 != 0 { welcome(structured) } else { Vec::new() };
     script.extend(rest);
     sim::run(u64::from(how), async move {
-        let wanted = Wanted { export: "disk".to_owned(), allocation: structured, ..Wanted::default() };
-        let hands = shake_hands(Stream::Simulated(serve(script)), &wanted);
-        let Ok(established) = timeout(Duration::from_secs(5), hands).await.expect("it does not hang") else {
-            return;
-        };
-        let client = Rc::new(Client::start(established));
-        let others = Rc::clone(&client);
-        let flushing = spawn_joinable(async move {
-            let _ = others.flush().await;
-            if others.about().tells_allocation()
-                && let Ok(extents) = others.extents(0, 4096).await
-            {
-                assert!(!extents.is_empty() && extents.iter().all(|extent| extent.length > 0));
-            }
-        });
-        let asking = async {
-            if let Ok(data) = client.read(1000, 100).await {
-                assert_eq!(data.len(), 100);
-            }
-            flushing.await;
-        };
-        timeout(Duration::from_secs(10), asking).await.expect("it does not hang");
+        let (stream, end) = serve(script);
+        ask(stream, structured).await;
+        // Who waits at a pipe that nobody closes is never dropped.
+        end.close();
     });
 });
+
+async fn ask(stream: Pipe, structured: bool) {
+    let wanted = Wanted { export: "disk".to_owned(), allocation: structured, ..Wanted::default() };
+    let hands = shake_hands(Stream::Simulated(stream), &wanted);
+    let Ok(established) = timeout(Duration::from_secs(5), hands).await.expect("it does not hang") else {
+        return;
+    };
+    let client = Rc::new(Client::start(established));
+    let others = Rc::clone(&client);
+    let flushing = spawn_joinable(async move {
+        let _ = others.flush().await;
+        if others.about().tells_allocation()
+            && let Ok(extents) = others.extents(0, 4096).await
+        {
+            assert!(!extents.is_empty() && extents.iter().all(|extent| extent.length > 0));
+        }
+    });
+    let asking = async {
+        if let Ok(data) = client.read(1000, 100).await {
+            assert_eq!(data.len(), 100);
+        }
+        flushing.await;
+    };
+    timeout(Duration::from_secs(10), asking).await.expect("it does not hang");
+}
