@@ -26,15 +26,22 @@ use super::{
 /// has given up the right to make rings has no others.
 const MOST_SPARE: usize = 16;
 
-static SPARE: Mutex<Spare> = Mutex::new(Spare { rings: Vec::new(), most: MOST_SPARE });
+/// Set aside at most: a ring is a descriptor and 12 KiB of the kernel's, and few of the queues that
+/// there may be ever have a machine.
+const MOST_SET_ASIDE: usize = 1024;
+
+static SPARE: Mutex<Spare> = Mutex::new(Spare { rings: Vec::new(), most: MOST_SPARE, shared: None });
 
 struct Spare {
     rings: Vec<IoUring>,
     most: usize,
+    /// Rings for all that find no ring of their own.
+    shared: Option<Tied>,
 }
 
 fn spare() -> MutexGuard<'static, Spare> {
-    // A panic while pushing to a Vec leaves it valid.
+    // A panic while pushing to a Vec leaves it valid, and one while ringing leaves a ring that is
+    // tied anew.
     SPARE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -44,15 +51,19 @@ fn make() -> io::Result<IoUring> {
 }
 
 /// Makes what `count` notifiers need, and as much as is kept anyway, so that nothing has to be made
-/// for them later.
+/// for them later. Those beyond [`MOST_SET_ASIDE`] may have to share one, which takes two system
+/// calls more each time.
 ///
 /// # Errors
 /// As `io_uring_setup(2)`.
 pub fn set_aside(count: usize) -> io::Result<()> {
     let mut spare = spare();
-    spare.most = count + MOST_SPARE;
+    spare.most = count.min(MOST_SET_ASIDE) + MOST_SPARE;
     while spare.rings.len() < spare.most {
         spare.rings.push(make()?);
+    }
+    if spare.shared.is_none() {
+        spare.shared = Some(Tied { ring: make()?, event: None });
     }
     Ok(())
 }
@@ -70,7 +81,10 @@ impl Notifier {
         let mut tied = self.0.borrow_mut();
         let tied = match &mut *tied {
             Some(tied) => tied,
-            none => none.insert(Tied::to_nothing()?),
+            none => match Tied::to_nothing() {
+                Ok(own) => none.insert(own),
+                Err(error) => return spare().shared.as_mut().ok_or(error)?.ring_once(event),
+            },
         };
         tied.tie(event)?;
         tied.complete()
@@ -107,6 +121,13 @@ impl Tied {
             Some(_) => self.ring.submitter().unregister_eventfd(),
             None => Ok(()),
         }
+    }
+
+    /// Keeps nothing of the event.
+    fn ring_once(&mut self, event: &Fd) -> io::Result<()> {
+        self.tie(event)?;
+        self.complete()?;
+        self.untie()
     }
 
     fn complete(&mut self) -> io::Result<()> {
@@ -169,6 +190,28 @@ mod tests {
             notifier.ring(&full).expect("it is an eventfd");
         }
         assert!(count(&full) >= u64::MAX - 1);
+    }
+
+    #[test]
+    fn a_ring_that_is_shared_keeps_no_event() {
+        let (one, other) = (event(), event());
+        let mut shared = Tied { ring: make().expect("a ring"), event: None };
+        for event in [&one, &other, &one] {
+            shared.ring_once(event).expect("it is an eventfd");
+        }
+        assert_eq!((count(&one), count(&other)), (2, 1));
+        assert!(one.is_unshared() && other.is_unshared());
+        let file = Fd::from(std::fs::File::open("/dev/null").expect("it is there"));
+        assert!(shared.ring_once(&file).is_err());
+        shared.ring_once(&one).expect("it is an eventfd");
+        assert_eq!(count(&one), 1);
+    }
+
+    #[test]
+    fn many_queues_take_few_rings() {
+        set_aside(16 * 1000).expect("rings");
+        let spare = spare();
+        assert!(spare.rings.len() <= MOST_SET_ASIDE + MOST_SPARE && spare.shared.is_some());
     }
 
     #[test]
