@@ -56,6 +56,14 @@ fn what_has_no_word_is_counted_and_said() {
             "weir: mqsim calls disks by numbers: 0 is vm1, 1 is vm2",
         ],
     );
+    for (to, what) in [
+        ("out.blkparse", "weir: blkparse calls disks by numbers: 8,0 is vm1, 8,1 is vm2"),
+        ("out.cloud-physics", "weir: cloud-physics has whole seconds and one disk: vm1, vm2 are one now"),
+    ] {
+        let said = convert(&scratch, "own.csv", to).run();
+        assert_eq!(said.code(), 0);
+        assert_says(&said.said(), &[what]);
+    }
     fs::write(scratch.path("flush.csv"), "time_ns,disk,op,offset,length\n0,a,flush,0,0\n").unwrap();
     let said = convert(&scratch, "flush.csv", "none.msr").fails();
     assert_says(&said, &["no request was written: left out: 1 of flush"]);

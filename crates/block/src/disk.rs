@@ -617,11 +617,11 @@ impl Disk {
             return;
         }
         match &pass.lengths {
-            None => recorder::tell(finished),
+            None => recorder::tell(finished, &self.recorded),
             Some(lengths) => {
                 let mut offset = request.offset;
                 for &length in lengths {
-                    recorder::tell(Finished { offset, length, requests: 1, ..finished });
+                    recorder::tell(Finished { offset, length, requests: 1, ..finished }, &self.recorded);
                     offset += length;
                 }
             }

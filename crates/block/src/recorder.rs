@@ -5,7 +5,8 @@
 //!   worker ─► ring of its own ─┼─► Collector ─► a file, a page
 //! ```
 //!
-//! Nothing waits for the collector: where a ring is full, what does not fit is counted. A disk that
+//! Nothing waits for the collector: where a ring is full, what does not fit is counted, for each disk
+//! by itself, since a recording of one disk has nothing to do with what another loses. A disk that
 //! is not recorded pays one load of a number. Never knows the name of a disk, nor what becomes of
 //! what it collects.
 
@@ -72,7 +73,27 @@ pub struct Finished {
 
 /// Whether and as what a disk is recorded.
 #[derive(Debug, Default)]
-pub struct Recorded(AtomicU32);
+pub struct Recorded {
+    /// One more than its number; 0 if it is not.
+    number: AtomicU32,
+    lost: Arc<Lost>,
+}
+
+/// Requests of a disk that found no room.
+#[derive(Debug, Default)]
+pub struct Lost(AtomicU64);
+
+impl Lost {
+    /// How many there were since the last time.
+    pub fn take(&self) -> u64 {
+        self.0.swap(0, Ordering::Relaxed)
+    }
+
+    /// So many more.
+    pub fn add(&self, requests: u64) {
+        self.0.fetch_add(requests, Ordering::Relaxed);
+    }
+}
 
 impl Recorded {
     /// Records its requests from now on as those of `disk`; `None` ends that.
@@ -81,11 +102,16 @@ impl Recorded {
     /// Where the number is [`u32::MAX`].
     pub fn set(&self, disk: Option<u32>) {
         let number = disk.map_or(0, |disk| disk.checked_add(1).expect("there are fewer disks"));
-        self.0.store(number, Ordering::Relaxed);
+        self.number.store(number, Ordering::Relaxed);
     }
 
     pub(crate) fn get(&self) -> Option<u32> {
-        self.0.load(Ordering::Relaxed).checked_sub(1)
+        self.number.load(Ordering::Relaxed).checked_sub(1)
+    }
+
+    /// What of it found no room: to be asked for once [`Collector::take`] says that there is some.
+    pub fn lost(&self) -> &Arc<Lost> {
+        &self.lost
     }
 }
 
@@ -102,17 +128,17 @@ static IS_THERE_ONE: AtomicBool = AtomicBool::new(false);
 struct Tap {
     collector: u64,
     ring: Producer<Finished>,
-    lost: Arc<AtomicU64>,
+    has_lost: Arc<AtomicBool>,
 }
 
 /// The collector's end.
 struct Ring {
     ring: Consumer<Finished>,
-    lost: Arc<AtomicU64>,
+    has_lost: Arc<AtomicBool>,
 }
 
-/// Tells the collector, if there is one.
-pub(crate) fn tell(finished: Finished) {
+/// Tells the collector, if there is one, of a request of the disk that `recorded` is of.
+pub(crate) fn tell(finished: Finished, recorded: &Recorded) {
     if !IS_THERE_ONE.load(Ordering::Relaxed) {
         return;
     }
@@ -123,7 +149,9 @@ pub(crate) fn tell(finished: Finished) {
         }
         let tap = tap.as_mut().expect("it was made");
         if tap.ring.push(finished).is_err() {
-            tap.lost.fetch_add(1, Ordering::Relaxed);
+            recorded.lost.add(finished.requests.max(1).into());
+            // Whoever sees it sees the count.
+            tap.has_lost.store(true, Ordering::Release);
         }
     });
 }
@@ -131,14 +159,14 @@ pub(crate) fn tell(finished: Finished) {
 impl Tap {
     fn new(collector: u64) -> Self {
         let (ours, ring) = RingBuffer::new(RING);
-        let lost = Arc::new(AtomicU64::new(0));
+        let has_lost = Arc::new(AtomicBool::new(false));
         let mut rings = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
         // Another may have begun meanwhile: then this ring is nobody's, and the next request makes
         // another.
         if COLLECTOR.load(Ordering::Relaxed) == collector {
-            rings.push(Ring { ring, lost: Arc::clone(&lost) });
+            rings.push(Ring { ring, has_lost: Arc::clone(&has_lost) });
         }
-        Self { collector, ring: ours, lost }
+        Self { collector, ring: ours, has_lost }
     }
 }
 
@@ -159,22 +187,20 @@ impl Collector {
         Some(Self(()))
     }
 
-    /// Hands over all that was told since the last time, thread by thread; returns how many could
-    /// not be kept since then.
-    pub fn take(&mut self, mut each: impl FnMut(&Finished)) -> u64 {
-        let mut lost = 0;
-        for Ring { ring, lost: of_ring } in
-            COLLECTED.lock().unwrap_or_else(PoisonError::into_inner).iter_mut()
-        {
+    /// Hands over all that was told since the last time, thread by thread; returns whether some could
+    /// not be kept since then: of which disk, and how many, each [`Recorded::lost`] tells.
+    pub fn take(&mut self, mut each: impl FnMut(&Finished)) -> bool {
+        let mut have_lost = false;
+        for Ring { ring, has_lost } in COLLECTED.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
             let ready = ring.slots();
             if let Ok(chunk) = ring.read_chunk(ready) {
                 let (first, second) = chunk.as_slices();
                 first.iter().chain(second).for_each(&mut each);
                 chunk.commit_all();
             }
-            lost += of_ring.swap(0, Ordering::Relaxed);
+            have_lost |= has_lost.swap(false, Ordering::Acquire);
         }
-        lost
+        have_lost
     }
 }
 
@@ -183,5 +209,37 @@ impl Drop for Collector {
         let mut rings = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
         IS_THERE_ONE.store(false, Ordering::Relaxed);
         rings.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_finds_no_room_is_counted_for_its_disk_each_request_of_those_that_were_merged() {
+        let mut collector = Collector::begin().expect("no other test has one");
+        let (full, other) = (Recorded::default(), Recorded::default());
+        let merged = Finished {
+            disk: 0,
+            operation: Operation::Read,
+            offset: 0,
+            length: 12288,
+            requests: 3,
+            has_failed: false,
+            arrived: Instant::ZERO,
+            admitted: Instant::ZERO,
+            held: None,
+            ended: Instant::ZERO,
+        };
+        for _ in 0..RING + 5 {
+            tell(merged, &full);
+        }
+        let mut kept = 0;
+        assert!(collector.take(|_| kept += 1));
+        assert_eq!((kept, full.lost().take(), other.lost().take()), (RING, 15, 0));
+        tell(merged, &other);
+        assert!(!collector.take(|_| kept += 1));
+        assert_eq!((kept, full.lost().take()), (RING + 1, 0));
     }
 }

@@ -118,13 +118,17 @@ fn check_names(draft: &Draft) -> Result<(), Wrong> {
     }
 }
 
-/// What the NBD protocol can carry and a log line can show.
+/// What the NBD protocol can carry, a log line can show, and a path can hold: `.` and `..` are no
+/// parts of a URL (RFC 3986, section 5.2.4).
 fn check_name(name: &Said<String>) -> Result<(), Wrong> {
     if name.value.len() > MAX_NAME_BYTES {
         return Err(name.wrong(format!("the name is too long; it has {MAX_NAME_BYTES} bytes at most")));
     }
     if name.value.chars().any(char::is_control) {
         return Err(name.wrong("the name holds a control character (leave it out)"));
+    }
+    if name.value == "." || name.value == ".." {
+        return Err(name.wrong("the name is a directory's, which no path can hold (give another)"));
     }
     Ok(())
 }

@@ -26,6 +26,11 @@ pub(crate) enum TraceError {
     Unknown { file: String, hint: String },
     #[error("{file}:{line}: {why}")]
     Line { file: String, line: u64, why: String },
+    #[error(
+        "{file}: the recording is cut off in a block (the daemon was killed, or its disk was full?); the {requests} \
+         requests before it are whole"
+    )]
+    Torn { file: String, requests: u64 },
     #[error("{file}: {why}")]
     Together { file: String, why: String },
 }

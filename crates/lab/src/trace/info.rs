@@ -103,11 +103,15 @@ pub(super) fn run(arguments: &InfoArgs) -> Result<(), Failure> {
     for path in &arguments.traces {
         let read = reader::open(path).and_then(|lines| info.read(lines, &arguments.reading.options()));
         if let Err(error) = read {
-            if info.disks.is_empty() {
+            // What is cut off hides nothing of the others.
+            let is_torn = matches!(error, TraceError::Torn { .. });
+            if info.disks.is_empty() && !(is_torn && arguments.traces.len() > 1) {
                 return Err(anyhow::Error::from(error).into());
             }
-            info.partial = Some(error.to_string());
-            break;
+            info.partial.get_or_insert(error.to_string());
+            if !is_torn {
+                break;
+            }
         }
     }
     if arguments.json {

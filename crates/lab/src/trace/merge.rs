@@ -33,6 +33,8 @@ pub(crate) struct Merged {
     upcoming: BinaryHeap<Reverse<(u64, u16)>>,
     /// Reported after the record that was read before it.
     failed: Option<TraceError>,
+    /// Recordings that end in a block hide none of those that follow: reported when all is read.
+    torn: Option<TraceError>,
     begun: bool,
 }
 
@@ -86,10 +88,17 @@ impl Merged {
             share_clock(&mut readers)?;
         }
         let sources = readers.into_iter().map(|reader| One { reader, ids: Vec::new(), head: None }).collect();
-        Ok(Self { sources, disks: Disks::new(), upcoming: BinaryHeap::new(), failed: None, begun: false })
+        Ok(Self {
+            sources,
+            disks: Disks::new(),
+            upcoming: BinaryHeap::new(),
+            failed: None,
+            torn: None,
+            begun: false,
+        })
     }
 
-    /// One trace's error ends all.
+    /// One trace's error ends all, but for a recording that is cut off, which is a shorter one.
     #[inline]
     pub(crate) fn next(&mut self) -> Result<Option<Record>, TraceError> {
         match &mut self.sources[..] {
@@ -109,7 +118,9 @@ impl Merged {
             self.upcoming.clear();
             return Err(error);
         }
-        let Some(Reverse((_, which))) = self.upcoming.pop() else { return Ok(None) };
+        let Some(Reverse((_, which))) = self.upcoming.pop() else {
+            return self.torn.take().map_or(Ok(None), Err);
+        };
         let which = usize::from(which);
         let record = self.sources[which].head.take();
         self.failed = self.advance(which).err();
@@ -118,7 +129,15 @@ impl Merged {
 
     fn advance(&mut self, which: usize) -> Result<(), TraceError> {
         let One { reader, ids, head } = &mut self.sources[which];
-        let Some(mut record) = reader.next()? else { return Ok(()) };
+        let mut record = match reader.next() {
+            Ok(Some(record)) => record,
+            Ok(None) => return Ok(()),
+            Err(torn @ TraceError::Torn { .. }) => {
+                self.torn.get_or_insert(torn);
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        };
         for name in &reader.disks()[ids.len()..] {
             let why = |why| TraceError::Together { file: reader.name().to_owned(), why };
             ids.push(self.disks.id(name.as_bytes()).map_err(why)?);

@@ -211,6 +211,10 @@ fn names_must_be_there_and_their_own() {
         &disk_with("[disk.\"a\\nb\"]\nimage = \"b\""),
         "weir.toml:3: disk.\"a\\nb\": the name holds a control character (leave it out)",
     );
+    check(
+        &disk_with("[disk.\"..\"]\nimage = \"b\""),
+        "weir.toml:3: disk.\"..\": the name is a directory's, which no path can hold (give another)",
+    );
     check_disk("group = \"silver\"", "is no group of this file (add [group.silver])");
     check(
         &disk_with("group = \"glod\"\n[group.gold]"),

@@ -145,10 +145,9 @@ impl Directory {
         let Some((sink, _)) = &mut self.current else { return };
         if let Some(error) = sink.take_error() {
             let (sink, path) = self.current.take().expect("it is there");
-            if sink.is_empty() {
-                // A file without requests tells nothing.
-                let _ = fs::remove_file(path);
-            }
+            // A file without requests tells nothing. Else less of it takes no room, and where that
+            // fails it is read up to its last whole block.
+            let _ = if sink.is_empty() { fs::remove_file(path) } else { sink.back_to_whole_blocks() };
             self.progress.take_back(sink.unwritten());
             self.stop(&error, sink.unwritten());
         } else {

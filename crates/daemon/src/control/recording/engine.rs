@@ -32,7 +32,7 @@ pub(super) trait Output: Send {
     /// A request of a disk that it is of.
     fn take(&mut self, finished: &Finished, named: &Named);
 
-    /// From time to time; `lost` are requests of which nothing is known.
+    /// From time to time; `lost` are requests of disks that it is of, of which nothing else is known.
     fn turn(&mut self, lost: u64);
 
     /// Nothing more comes.
@@ -97,8 +97,17 @@ struct Work {
     /// At their numbers: nothing is hashed for a request. Those that have gone stay, since requests
     /// of theirs may still be told.
     disks: Vec<Option<(Named, Vec<u64>)>>,
-    /// Few, by their numbers.
-    sinks: Vec<(u64, Box<dyn Output>, Ended)>,
+    /// Few.
+    sinks: Vec<Sink>,
+}
+
+struct Sink {
+    id: u64,
+    output: Box<dyn Output>,
+    /// Requests that it has not been told of yet.
+    lost: u64,
+    /// Dropped with it.
+    _ended: Ended,
 }
 
 impl Work {
@@ -111,19 +120,19 @@ impl Work {
             }
         }
         self.take();
-        self.sinks.iter_mut().for_each(|(_, sink, _)| sink.end());
-        self.write(0);
+        self.sinks.iter_mut().for_each(|sink| sink.output.end());
+        self.write();
     }
 
     fn obey(&mut self, order: Order) {
         match order {
-            Order::Add(id, sink, ended) => self.sinks.push((id, sink, ended)),
+            Order::Add(id, output, ended) => self.sinks.push(Sink { id, output, lost: 0, _ended: ended }),
             Order::End(id) => {
                 self.take();
-                if let Some((_, sink, _)) = self.sinks.iter_mut().find(|(of, ..)| *of == id) {
-                    sink.end();
+                if let Some(sink) = self.sinks.iter_mut().find(|sink| sink.id == id) {
+                    sink.output.end();
                 }
-                self.write(0);
+                self.write();
             }
             Order::Know(disks) => {
                 let most = disks.iter().map(|(named, _)| named.number as usize + 1).max();
@@ -150,19 +159,60 @@ impl Work {
 
     fn take(&mut self) {
         let Self { collector, disks, sinks, .. } = self;
-        let lost = collector.take(|finished: &Finished| {
+        let have_lost = collector.take(|finished: &Finished| {
             let Some(Some((named, of))) = disks.get(finished.disk as usize) else { return };
-            for (id, sink, _) in sinks.iter_mut() {
-                if of.contains(id) {
-                    sink.take(finished, named);
-                }
+            for sink in sinks.iter_mut().filter(|sink| of.contains(&sink.id)) {
+                sink.output.take(finished, named);
             }
         });
-        self.write(lost);
+        if have_lost {
+            share(disks, sinks);
+        }
+        self.write();
     }
 
-    fn write(&mut self, lost: u64) {
-        self.sinks.iter_mut().for_each(|(_, sink, _)| sink.turn(lost));
-        self.sinks.retain_mut(|(_, sink, _)| !sink.has_ended());
+    fn write(&mut self) {
+        self.sinks.iter_mut().for_each(|sink| sink.output.turn(std::mem::take(&mut sink.lost)));
+        self.sinks.retain_mut(|sink| !sink.output.has_ended());
+    }
+}
+
+/// What each disk has lost is lost to those sinks that it is for.
+fn share(disks: &[Option<(Named, Vec<u64>)>], sinks: &mut [Sink]) {
+    for (named, of) in disks.iter().flatten() {
+        let lost = named.lost.take();
+        sinks.iter_mut().filter(|sink| of.contains(&sink.id)).for_each(|sink| sink.lost += lost);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Nothing;
+
+    impl Output for Nothing {
+        fn take(&mut self, _: &Finished, _: &Named) {}
+        fn turn(&mut self, _: u64) {}
+        fn end(&mut self) {}
+        fn has_ended(&mut self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn a_sink_has_lost_what_its_own_disks_have() {
+        let sink = |id| Sink { id, output: Box::new(Nothing), lost: 0, _ended: async_channel::bounded(1).0 };
+        let mut sinks = [sink(1), sink(2), sink(3)];
+        let disk = |number, of: &[u64], lost| {
+            let named = Named::alone(number, "a disk");
+            named.lost.add(lost);
+            Some((named, of.to_vec()))
+        };
+        let disks = [disk(0, &[1, 3], 5), None, disk(2, &[3], 7), disk(3, &[], 9)];
+        for _ in 0..2 {
+            share(&disks, &mut sinks);
+        }
+        assert_eq!(sinks.map(|sink| sink.lost), [5, 0, 12]);
     }
 }

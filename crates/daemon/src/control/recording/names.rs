@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use block::disk::Disk;
+use block::{disk::Disk, recorder::Lost};
 use policy::throttle::{Held, LimitKind, MAX_LEVELS, Part, Setting};
 
 /// A disk as the engine knows it.
@@ -14,6 +14,8 @@ pub(super) struct Named {
     groups: Vec<Arc<str>>,
     /// Numbers of names of limits, by level and kind.
     limits: Vec<(u32, Arc<str>)>,
+    /// Its requests that nobody was told of.
+    pub(super) lost: Arc<Lost>,
 }
 
 impl Named {
@@ -36,7 +38,7 @@ impl Named {
 impl Named {
     /// One that is in no group and has no limit.
     pub(super) fn alone(number: u32, name: &str) -> Self {
-        Self { number, name: name.into(), groups: Vec::new(), limits: Vec::new() }
+        Self { number, name: name.into(), groups: Vec::new(), limits: Vec::new(), lost: Arc::default() }
     }
 }
 
@@ -57,7 +59,7 @@ impl Numbers {
         let names = kinds("").into_iter().chain(groups.iter().flat_map(|group| kinds(&format!("@{group}"))));
         let limits = names.map(|name| number(&mut self.limits, name.into())).collect();
         let (number, name) = number(&mut self.disks, Arc::clone(disk.name()));
-        Named { number, name, groups, limits }
+        Named { number, name, groups, limits, lost: Arc::clone(disk.recorded().lost()) }
     }
 }
 

@@ -94,7 +94,7 @@ impl Sink {
         let flags = OFlag::from_bits_retain(fcntl(&file, FcntlArg::F_GETFL)?);
         fcntl(&file, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
         let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-        let behind = Behind { file: file.into(), waiting: VecDeque::new(), written: 0 };
+        let behind = Behind { file: file.into(), waiting: VecDeque::new(), written: 0, whole: 0 };
         let writer = Writer::new(behind, u64::try_from(clock_ns).unwrap_or(u64::MAX))?;
         let (ends_by, error) = (None, None);
         Ok(Self {
@@ -127,6 +127,13 @@ impl Sink {
     /// That the file has.
     pub(super) fn bytes(&self) -> u64 {
         self.writer.out().written
+    }
+
+    /// Removes from a regular file what has come into it since all was written that there was: part
+    /// of a block, which would end it for whoever reads it.
+    pub(super) fn back_to_whole_blocks(&self) -> io::Result<()> {
+        let Behind { file, whole, .. } = self.writer.out();
+        file.set_len(*whole)
     }
 
     /// Counts them, and has the file tell that they are not in it.
@@ -188,6 +195,8 @@ impl Sink {
         if self.writer.is_cut() && self.writer.out().waiting.is_empty() && self.error.is_none() {
             self.is_empty &= self.unwritten == 0;
             self.unwritten = 0;
+            let behind = self.writer.out_mut();
+            behind.whole = behind.written;
         }
     }
 
@@ -233,6 +242,8 @@ struct Behind {
     file: std::fs::File,
     waiting: VecDeque<u8>,
     written: u64,
+    /// Of these, what ends with a block.
+    whole: u64,
 }
 
 impl Behind {
@@ -273,6 +284,20 @@ fn op(operation: Operation) -> Op {
         Operation::WriteZeroes => Op::WriteZeroes,
         Operation::Flush => Op::Flush,
         Operation::Discard => Op::Discard,
+    }
+}
+
+#[cfg(test)]
+impl Sink {
+    /// Has the file take half of what it is given, and no more.
+    pub(super) fn tear(&mut self) {
+        self.cut();
+        let behind = self.writer.out_mut();
+        let half = behind.waiting.len() / 2;
+        assert!(half > 0, "there is a block to be written");
+        let part: Vec<u8> = behind.waiting.drain(..half).collect();
+        behind.file.write_all(&part).expect("there is room");
+        self.note(Err(ErrorKind::StorageFull.into()));
     }
 }
 

@@ -35,6 +35,25 @@ pub(super) enum NotWritten {
     Unaligned,
 }
 
+/// What a format calls a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Called {
+    ByName,
+    By(String),
+    /// It has one disk only.
+    Nothing,
+}
+
+/// What `format` calls the disk of a number.
+pub(super) fn called(format: Format, number: usize) -> Called {
+    match format {
+        Format::Blkparse => Called::By(format!("8,{number}")),
+        Format::Alibaba | Format::Spc | Format::Mqsim => Called::By(number.to_string()),
+        Format::CloudPhysics => Called::Nothing,
+        _ => Called::ByName,
+    }
+}
+
 /// Writes the lines of one format.
 pub(super) struct Form {
     format: Format,
@@ -59,9 +78,9 @@ impl Form {
         Self { format, named: Vec::new(), waited_us: 0 }
     }
 
-    /// Whether it calls disks by numbers, so that their names are lost.
+    /// Whether it has no names of disks.
     pub(super) fn has_no_names(&self) -> bool {
-        matches!(self.format, Format::Blkparse | Format::Alibaba | Format::Spc | Format::Mqsim)
+        called(self.format, 0) != Called::ByName
     }
 
     pub(super) fn push(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {

@@ -7,7 +7,7 @@ use std::{
 
 use flate2::write::GzEncoder;
 
-use super::forms::{Form, NotWritten, Request};
+use super::forms::{Called, Form, NotWritten, Request, called};
 use crate::trace::{
     Format, HEADER, MORE_COLUMNS, Output, push_decimal, push_request, quoted,
     record::DiskId,
@@ -38,8 +38,8 @@ pub(super) struct Sink {
     written: u64,
     not_written: BTreeMap<NotWritten, u64>,
     format: Format,
-    /// The names of disks that were written by number.
-    numbered: Vec<String>,
+    /// The names of disks that were written without them, in the order of their numbers.
+    nameless: Vec<String>,
 }
 
 enum To {
@@ -94,11 +94,11 @@ impl Sink {
             };
             To::Lines { file, form, text }
         };
-        Ok(Self { to, written: 0, not_written: BTreeMap::new(), format, numbered: Vec::new() })
+        Ok(Self { to, written: 0, not_written: BTreeMap::new(), format, nameless: Vec::new() })
     }
 
     pub(super) fn put(&mut self, request: Request<'_>) -> io::Result<()> {
-        let Self { to, written, not_written, numbered, .. } = self;
+        let Self { to, written, not_written, nameless, .. } = self;
         match to {
             To::Recording(writer) => {
                 let Request { time_ns, disk: DiskId(disk), name, op, offset, length } = request;
@@ -115,8 +115,8 @@ impl Sink {
                     Ok(()) => *written += 1,
                     Err(why) => *not_written.entry(why).or_default() += 1,
                 }
-                if form.has_no_names() && request.disk.index() == numbered.len() {
-                    numbered.push(request.name.to_owned());
+                if form.has_no_names() && request.disk.index() == nameless.len() {
+                    nameless.push(request.name.to_owned());
                 }
                 flush(file, text, BUFFER_BYTES)
             }
@@ -174,13 +174,27 @@ impl Sink {
                 )
             }
         };
-        let names = self.numbered.iter().enumerate().filter(|(number, name)| number.to_string() != **name);
-        let numbered: Vec<_> =
-            names.take(MOST_NAMED).map(|(number, name)| format!("{number} is {name}")).collect();
-        let more = if self.numbered.len() > MOST_NAMED { ", …" } else { "" };
-        let numbered = (!numbered.is_empty())
-            .then(|| format!("{format} calls disks by numbers: {}{more}", numbered.join(", ")));
-        self.not_written.iter().map(line).chain(numbered).collect()
+        self.not_written.iter().map(line).chain(self.lost_names()).collect()
+    }
+
+    /// What became of the disks' names, if they are lost.
+    fn lost_names(&self) -> Option<String> {
+        let format = self.format.name();
+        let more = if self.nameless.len() > MOST_NAMED { ", …" } else { "" };
+        if called(self.format, 0) == Called::Nothing {
+            let names =
+                self.nameless.iter().take(MOST_NAMED).map(String::as_str).collect::<Vec<_>>().join(", ");
+            let told = format!("{format} has whole seconds and one disk: {names}{more} are one now");
+            return (self.nameless.len() > 1).then_some(told);
+        }
+        let numbered = self.nameless.iter().enumerate().take(MOST_NAMED);
+        let told: Vec<_> = numbered
+            .filter_map(|(number, name)| match called(self.format, number) {
+                Called::By(other) if other != *name => Some(format!("{other} is {name}")),
+                _ => None,
+            })
+            .collect();
+        (!told.is_empty()).then(|| format!("{format} calls disks by numbers: {}{more}", told.join(", ")))
     }
 
     /// Writes the rest and gives the file its name.

@@ -89,11 +89,7 @@ impl Blocks {
     }
 
     fn cut_off(&self, lines: &Lines) -> TraceError {
-        let why = format!(
-            "the recording is cut off in a block (the daemon was killed?); the {} requests before it are whole",
-            self.count
-        );
-        TraceError::Together { file: lines.name().to_owned(), why }
+        TraceError::Torn { file: lines.name().to_owned(), requests: self.count }
     }
 }
 

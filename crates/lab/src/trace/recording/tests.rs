@@ -3,7 +3,11 @@ use std::io::Cursor;
 use proptest::{collection::vec, option, prelude::*, sample::select};
 
 use super::{block::Block, *};
-use crate::trace::reader::{Options, Reader};
+use crate::trace::{
+    error::TraceError,
+    merge::Merged,
+    reader::{Options, Reader},
+};
 
 const DISKS: [&str; 3] = ["vm1", "vm2", "a disk, \"quoted\""];
 const LIMITS: [&str; 2] = ["iops-total", "gold: bps-write"];
@@ -145,4 +149,42 @@ fn a_request_takes_few_bytes() {
     }
     let bytes = writer.finish().unwrap().len() as u64;
     assert!(bytes < 12 * count, "{} bytes a request", bytes as f64 / count as f64);
+}
+
+/// An hour whose disk was full hides none of the hours after it.
+#[test]
+fn what_follows_one_that_is_cut_off_is_read_too() {
+    let requests = |from_ns: u64| {
+        let of = |number: u64| Entry {
+            arrival_ns: from_ns + number,
+            wait_ns: 0,
+            service_ns: 0,
+            offset: number * 4096,
+            length: 4096,
+            op: Op::Read,
+            has_failed: false,
+            disk: 0,
+            limit: None,
+        };
+        (0..10).map(of).collect::<Vec<_>>()
+    };
+    let (first, second) = (write(&requests(0), 4), write(&requests(1000), 4));
+    let torn = &first[..first.len() - 5];
+    let alone = read(torn).0.len() as u64;
+    assert!(alone > 0 && alone < 10);
+    let open = |name: &str, bytes: &[u8]| {
+        Reader::new(name, Box::new(Cursor::new(bytes.to_vec())), &Options::default()).unwrap()
+    };
+    let mut merged = Merged::new(vec![open("torn", torn), open("whole", &second)], None).unwrap();
+    let mut count = 0;
+    let error = loop {
+        match merged.next() {
+            Ok(Some(_)) => count += 1,
+            Ok(None) => panic!("nothing is said of what is missing"),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(count, alone + 10);
+    assert!(matches!(error, TraceError::Torn { file, requests } if file == "torn" && requests == alone));
+    assert!(merged.next().unwrap().is_none());
 }

@@ -22,21 +22,8 @@ impl World {
     }
 
     fn ask(&mut self, requests: u64) {
-        let now = Instant::ZERO;
         for _ in 0..requests {
-            let finished = Finished {
-                disk: 0,
-                operation: Operation::Read,
-                offset: 0,
-                length: 4096,
-                requests: 1,
-                has_failed: false,
-                arrived: now,
-                admitted: now,
-                held: None,
-                ended: now,
-            };
-            self.directory.take(&finished, &self.named);
+            self.directory.take(&read(), &self.named);
         }
         self.directory.turn(0);
     }
@@ -51,6 +38,22 @@ impl World {
     /// Requests that were taken, and that were lost.
     fn told(&self) -> (u64, u64) {
         (self.directory.progress.requests(), self.directory.progress.lost())
+    }
+}
+
+fn read() -> Finished {
+    let now = Instant::ZERO;
+    Finished {
+        disk: 0,
+        operation: Operation::Read,
+        offset: 0,
+        length: 4096,
+        requests: 1,
+        has_failed: false,
+        arrived: now,
+        admitted: now,
+        held: None,
+        ended: now,
     }
 }
 
@@ -125,6 +128,26 @@ fn what_cannot_be_written_is_lost_until_it_can() {
     world.directory.turn(0);
     assert!(world.directory.stopped.is_none());
     assert_eq!((world.told(), world.files().len()), ((1, 7), 1));
+}
+
+#[test]
+fn a_block_that_did_not_fit_is_removed_again_and_counted() {
+    let mut world = World::new(place());
+    // The first turn is that of another hour.
+    world.directory.turn(0);
+    world.ask(5);
+    let (sink, _) = world.directory.current.as_mut().unwrap();
+    sink.cut();
+    world.directory.turn(0);
+    let path = world.place.path().join(&world.files()[0]);
+    let whole = fs::read(&path).unwrap();
+    for _ in 0..3 {
+        world.directory.take(&read(), &world.named);
+    }
+    world.directory.current.as_mut().unwrap().0.tear();
+    assert!(fs::metadata(&path).unwrap().len() > whole.len() as u64);
+    world.directory.look(false);
+    assert_eq!((fs::read(&path).unwrap(), world.told()), (whole, (5, 3)));
 }
 
 #[test]
