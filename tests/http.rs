@@ -180,6 +180,8 @@ fn what_runs_is_told_with_what_it_does() {
         "weir: span: there are 10m, 2h and 2d"
     );
     assert!(daemon.get("/api/v1/disks/other/history").refused(404).contains("disk other: there is none"));
+    // What is refused before anybody looks for it has a reason in the same form.
+    assert!(daemon.get("/api/v1/disks/%ff/history").refused(400).contains("UTF-8"));
     assert!(daemon.get("/api/v1/nothing").refused(404).contains("there is nothing of this name"));
     assert!(daemon.send("DELETE", "/api/v1/overview", "", "").refused(405).contains("no such method"));
     let described = daemon.get("/api/v1/openapi.json").json();
@@ -369,7 +371,7 @@ fn changes_are_all_or_nothing_and_need_the_token() {
     let (of_group, of_disk) = ("/api/v1/groups/gold/limits", "/api/v1/disks/memory/limits");
     let limits = || one(&daemon.overview(), "groups", "gold")["limits"].clone();
     let answer =
-        daemon.change(of_group, TOKEN, &json!({"iops-total": "2K", "bps-read": 4096, "weight": 200}));
+        daemon.change(of_group, TOKEN, &json!({"iops-total": "2048", "bps-read": "4K", "weight": 200}));
     assert_eq!(
         (answer.status, &answer.json()["limits"]),
         (200, &json!({"iops-total": 2048, "bps-read": 4096}))
@@ -390,6 +392,9 @@ fn changes_are_all_or_nothing_and_need_the_token() {
         (json!({"iops-total": 1, "iops-totel": 2}), "did you mean iops-total?"),
         (json!({"iops-total": -1}), "out of range"),
         (json!({"iops-total": 1.5}), "expected: integer"),
+        (json!({"iops-total": "0.4"}), "iops-total=0.4 is not a whole number of 0 or more"),
+        (json!({"iops-total": "8M"}), "iops-total=8M is not a plain number; a count takes no suffix"),
+        (json!({"bps-total": "0.4"}), "bps-total=0.4 is less than a byte"),
         (json!({"group": "gold"}), "nothing of this name can be set here"),
         (json!([1]), "no JSON object"),
     ] {

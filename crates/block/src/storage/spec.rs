@@ -13,6 +13,7 @@ use super::{InvalidValue, rbd};
 use crate::nbd::uri::Uri;
 
 const SIZE_RULE: &str = "is not a size (a number of bytes, perhaps with K, M, G, T, P or E for powers of 1024: 512, 64K, 1.5G; KB is 1000, and so on)";
+const SIZE_LEAST: &str = "is less than a byte (write 0 for none)";
 const SIZE_BOUND: &str = "is too large (sizes are below 8E)";
 const DURATION_RULE: &str = "is not a duration (a number with ns, us, ms or s: 100us, 2.5ms, 1s)";
 
@@ -40,7 +41,7 @@ fn scale(number: &str, unit: u64) -> Option<u128> {
 /// `Ki` and `KiB` are 1024 bytes, `KB` is 1000. A fraction of a byte is rounded down.
 ///
 /// # Errors
-/// Not of that form, or 2⁶³ and above (no file is that large).
+/// Not of that form, less than a byte but not 0, or 2⁶³ and above (no file is that large).
 pub fn parse_size(text: &str) -> Result<u64, InvalidValue> {
     let invalid = || InvalidValue::new(text, SIZE_RULE);
     let bytes = if let Some(hex) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
@@ -54,7 +55,12 @@ pub fn parse_size(text: &str) -> Result<u64, InvalidValue> {
     } else {
         let split = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
         let (number, suffix) = text.split_at(split);
-        unit(suffix).and_then(|unit| scale(number, unit)).ok_or_else(invalid)?
+        let bytes = unit(suffix).and_then(|unit| scale(number, unit)).ok_or_else(invalid)?;
+        // 0 is often "no limit": what is more than nothing must not become it.
+        if bytes == 0 && number.contains(|digit: char| matches!(digit, '1'..='9')) {
+            return Err(InvalidValue::new(text, SIZE_LEAST));
+        }
+        bytes
     };
     let bytes = i64::try_from(bytes).map_err(|_| InvalidValue::new(text, SIZE_BOUND))?;
     Ok(bytes.unsigned_abs())
@@ -181,6 +187,8 @@ mod tests {
             "1KiBB",
             "1iB",
             "1bb",
+            "0.4",
+            "0.0001K",
             "8E",
             "0x8000000000000000",
             "99999999999999999999",

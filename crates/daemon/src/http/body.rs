@@ -1,8 +1,8 @@
 //! What the body of a request wants set, whether it is done or only looked at beforehand.
 //!
 //! What may be said is what `weir throttle` may: limits, weight, reservations and the watermark, by
-//! their own names. A number may be a text with a unit, such as `"10M"`. Never decides a rule, and
-//! never waits long for a client.
+//! their own names. A number may be a text, of bytes with a unit (`"10M"`). Never decides a rule,
+//! and never waits long for a client.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use axum::{
     response::Response,
 };
 use policy::throttle::Setting;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use settings::suggest;
 use tokio::time::timeout;
 
@@ -20,6 +20,7 @@ use super::{
     answers::failure,
     desk::{Of, Wanted},
     peer::Peer,
+    said::{self, Members},
 };
 
 /// Of a body, in bytes: every setting there is takes less than one KiB.
@@ -52,11 +53,8 @@ async fn numbers(body: Body) -> Result<Map<String, Value>, (StatusCode, String)>
 }
 
 fn parse(body: &[u8]) -> Result<Map<String, Value>, String> {
-    let value = serde_json::from_slice(body)
-        .map_err(|error| format!("the body is no JSON: {error} (send {{\"iops-total\": 2000}})"))?;
-    let Value::Object(members) = value else {
-        return Err("the body is no JSON object (send {\"iops-total\": 2000})".to_owned());
-    };
+    let Members(members) = serde_json::from_slice(body)
+        .map_err(|error| format!("the body is no JSON object: {error} (send {{\"iops-total\": 2000}})"))?;
     let known = || Setting::ALL.into_iter().map(Setting::name).chain(OTHERS);
     let number = |(key, value): (String, Value)| {
         if !known().any(|name| name == key) {
@@ -64,12 +62,7 @@ fn parse(body: &[u8]) -> Result<Map<String, Value>, String> {
             let near = near.map(|near| format!(" (did you mean {near}?)")).unwrap_or_default();
             return Err(format!("{key:?}: nothing of this name can be set here{near}"));
         }
-        let value = match value {
-            Value::String(text) => {
-                json!(settings::size(&text).map_err(|rule| format!("{key}={text} {rule}"))?)
-            }
-            other => other,
-        };
+        let value = said::number(&key, value)?;
         Ok((key, value))
     };
     members.into_iter().map(number).collect()
@@ -77,6 +70,8 @@ fn parse(body: &[u8]) -> Result<Map<String, Value>, String> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]
@@ -88,7 +83,7 @@ mod tests {
     #[test]
     fn what_is_wrong_is_said() {
         for (body, why) in [
-            ("", "no JSON: EOF"),
+            ("", "no JSON object: EOF"),
             ("[1]", "no JSON object"),
             (
                 r#"{"iops-totl": 1}"#,
@@ -97,6 +92,8 @@ mod tests {
             (r#"{"l2-cache-size": 1}"#, "\"l2-cache-size\": nothing of this name can be set here"),
             (r#"{"name": "other"}"#, "\"name\": nothing of this name"),
             (r#"{"bps-total": "lots"}"#, "bps-total=lots is not a size"),
+            (r#"{"iops-total": "0.4"}"#, "iops-total=0.4 is not a whole number of 0 or more"),
+            (r#"{"iops-total": 100, "iops-total": 200}"#, "\"iops-total\" is there twice"),
         ] {
             let error = parse(body.as_bytes()).unwrap_err();
             assert!(error.contains(why), "{body}: {error}");

@@ -33,6 +33,7 @@ mod peer;
 mod preview;
 mod previews;
 mod process;
+mod said;
 mod sample;
 mod server;
 mod site;
