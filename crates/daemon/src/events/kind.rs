@@ -137,7 +137,7 @@ fn shortened(mut text: String) -> String {
 /// Something that has happened.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Event {
-    /// Rises from event to event, also from one daemon to the next on this machine.
+    /// Rises from event to event; also from one daemon to the next, unless the clock was set back.
     pub(crate) id: u64,
     /// Since the Epoch.
     pub(crate) time_ms: u64,

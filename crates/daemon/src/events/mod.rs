@@ -38,11 +38,15 @@ use policy::time::Instant;
 
 /// Events that are kept: with what a message may have, less than two megabytes.
 const KEPT: usize = 1024;
-/// Of each kind: a thousand disks may reach their limits at once, and that is half of the ring.
+/// Of each kind so many are kept whatever comes of the others.
+const ROOM: usize = 48;
+// So that there is always a kind that has more than its room.
+const _: () = assert!(ROOM * Kind::ALL.len() < KEPT);
+/// Of each kind: a thousand disks may reach their limits at once.
 const BURST: u64 = 512;
 const PER_SECOND: u64 = 10;
-/// Numbers for each second since the Epoch, so that those of the next daemon are larger; stays
-/// below 2⁵³, what a program that takes numbers for doubles can tell apart.
+/// Numbers for each second since the Epoch, so that those of the next daemon are larger, unless the
+/// clock was set back; stays below 2⁵³, what a program that takes numbers for doubles tells apart.
 const NUMBERS_A_SECOND: u64 = 1_000_000;
 
 /// The last events. Clones are the same.
@@ -60,6 +64,20 @@ struct Ring {
     gates: Vec<Gate>,
     /// By kind: those that were told, and those left out.
     counts: Vec<[u64; 2]>,
+}
+
+impl Ring {
+    /// The oldest goes of those kinds that have more than their room: however many clients come and
+    /// go, an image that fails is still to be seen.
+    fn make_room(&mut self) {
+        if self.kept.len() < KEPT {
+            return;
+        }
+        let mut of_kind = [0; Kind::ALL.len()];
+        self.kept.iter().for_each(|event| of_kind[event.kind as usize] += 1);
+        let oldest = self.kept.iter().position(|event| of_kind[event.kind as usize] > ROOM);
+        self.kept.remove(oldest.unwrap_or(0));
+    }
 }
 
 impl Default for Events {
@@ -99,9 +117,7 @@ impl Events {
         ring.counts[kind][0] += 1;
         let id = ring.next;
         ring.next += 1;
-        if ring.kept.len() == KEPT {
-            ring.kept.pop_front();
-        }
+        ring.make_room();
         ring.kept.push_back(Arc::new(news.at(id, time, left_out)));
         drop(ring);
         self.0.woken.notify(usize::MAX);
@@ -193,6 +209,23 @@ mod tests {
         assert_eq!(last.data["left_out"], 10_000 - BURST);
         let of = |wanted: Kind| events.counts().into_iter().find(|(kind, _)| *kind == wanted).unwrap().1;
         assert_eq!((of(Kind::ClientIn), of(Kind::ImageError)), ([BURST + 1, 10_000 - BURST], [1, 0]));
+    }
+
+    #[test]
+    fn clients_that_come_and_go_do_not_hide_an_error() {
+        let events = Events::from(0);
+        for ms in 0..5000_u64 {
+            let kinds = [Kind::ClientIn, Kind::ClientOut, Kind::LimitHit, Kind::LimitReleased];
+            kinds.into_iter().for_each(|kind| events.tell_at(at(ms * 100), UNIX_EPOCH, news(kind)));
+            if ms % 100 == 0 {
+                events.tell_at(at(ms * 100), UNIX_EPOCH, news(Kind::ImageError));
+            }
+        }
+        let all = events.since(0);
+        let of = |wanted: Kind| all.iter().filter(|event| event.kind == wanted).count();
+        assert_eq!((all.len(), of(Kind::ImageError)), (KEPT, ROOM));
+        assert!(of(Kind::ClientIn) >= ROOM && of(Kind::ClientOut) >= ROOM);
+        assert!(all.is_sorted_by_key(|event| event.id));
     }
 
     #[test]

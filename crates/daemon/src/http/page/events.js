@@ -29,7 +29,7 @@ export class Events {
         try {
             const told = await ask("GET", "/api/v1/events");
             const events = Array.isArray(told) ? told : told?.events ?? [];
-            this.events = events.slice(-MOST).reverse();
+            this.events = newest(events.reverse(), MOST);
             this.draw();
         } catch (error) {
             // What comes over the stream is shown all the same. A daemon that has none needs no room for them.
@@ -40,8 +40,7 @@ export class Events {
     add(event) {
         if (this.events.some(({ id, time_ms }) => id === event.id && time_ms === event.time_ms)) return;
         document.body.classList.remove("has-no-events");
-        this.events.unshift(event);
-        this.events.length = Math.min(this.events.length, MOST);
+        this.events = newest([event, ...this.events], MOST);
         if (GRAVE.includes(event.severity)) this.announce(`${event.severity}: ${event.message}`);
         this.draw();
     }
@@ -58,7 +57,7 @@ export class Events {
             this.isDue = false;
             const key = (event) => event.disk ? Store.key("disk", event.disk) : event.group ? Store.key("group", event.group) : null;
             const wanted = this.only.checked ? this.events.filter((event) => key(event) === this.chosen) : this.events;
-            const rows = wanted.slice(0, SHOWN).map((event) => this.row(event, key(event)));
+            const rows = newest(wanted, SHOWN).map((event) => this.row(event, key(event)));
             if (!rows.length) rows.push(element("li", { class: "nothing" }, "Nothing has happened yet."));
             this.list.replaceChildren(...rows);
         });
@@ -73,8 +72,26 @@ export class Events {
         const grave = GRAVE.includes(event.severity);
         const message = event.message ?? event.kind ?? "";
         // Where the message has the name, that leads there; else it stands before it.
-        const [from, to] = name && message.includes(name) ? [message.indexOf(name), message.indexOf(name) + name.length] : [0, 0];
+        const [from, to] = name ? place(message, event.disk ? "disk" : "group", name) : [0, 0];
         const told = [message.slice(0, from), whose, whose && to === 0 ? " " : null, message.slice(to)];
         return element("li", { class: grave ? "is-grave" : null }, at, " ", grave ? element("b", {}, event.severity) : null, grave ? " " : null, ...told);
     }
+}
+
+/// So many, with what is grave before the rest: clients that come and go do not hide an error.
+function newest(events, most) {
+    const grave = new Set(events.filter(({ severity }) => GRAVE.includes(severity)).slice(0, most / 4));
+    let others = most - grave.size;
+    return events.filter((event) => grave.has(event) || others-- > 0);
+}
+
+/// Of a name in a message: behind the word for what it names, else as a word, for a short name may be part of another.
+function place(message, of, name) {
+    const isPart = (letter) => letter !== undefined && /[\p{L}\p{N}_.-]/u.test(letter);
+    const places = [];
+    for (let at = message.indexOf(name); at >= 0; at = message.indexOf(name, at + 1)) {
+        if (!isPart(message[at - 1]) && !isPart(message[at + name.length])) places.push(at);
+    }
+    const at = places.find((at) => message.slice(0, at).endsWith(`${of} `)) ?? places[0] ?? -1;
+    return at < 0 ? [0, 0] : [at, at + name.length];
 }
