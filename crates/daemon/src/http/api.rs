@@ -140,7 +140,7 @@ async fn history(State(site): State<Arc<Site>>, of: Of, Path(name): Path<String>
                 Of::Group => &state.groups,
             };
             match histories.get(&*name) {
-                Some(history) => answer(&history.tell(span, since_ms)),
+                Some(history) => answer(&history.tell(span, since_ms, state.set_s)),
                 None => failure(StatusCode::NOT_FOUND, &change::unknown(of, &name)),
             }
         }

@@ -140,9 +140,12 @@ impl History {
         (steps, of_last)
     }
 
-    /// What there was, as the page and programs are told.
-    /// From the first step on that begins at `since_ms` or later.
-    pub(super) fn tell(&self, span: Span, since_ms: u64) -> Value {
+    /// What there was, as the page and programs are told, from the first step on that begins at
+    /// `since_ms` or later. That is of a clock which was set forward by so many seconds since
+    /// seconds are counted, and so is what is told: what was before it was set has the right time.
+    pub(super) fn tell(&self, span: Span, since_ms: u64, set_s: i64) -> Value {
+        let since_ms = since_ms.saturating_add_signed(set_s.saturating_mul(-1000));
+        let clock_ms = |seconds: u64| seconds.saturating_add_signed(set_s) * 1000;
         let level = span as usize;
         let step = LEVELS[level].0;
         let (steps, of_last) = self.steps(level);
@@ -159,7 +162,7 @@ impl History {
         };
         json!({
             "step_ms": step * 1000,
-            "start_ms": start * 1000,
+            "start_ms": clock_ms(start),
             "series": {
                 "read_operations_per_second": series(&|sample| sample.rates[0]),
                 "write_operations_per_second": series(&|sample| sample.rates[1]),
@@ -173,7 +176,7 @@ impl History {
                 "prefetch_hit_ratio": series(&|sample| sample.ratios[2]),
                 "cache_hit_ratio": series(&|sample| sample.ratios[3]),
             },
-            "latency_heat": self.heat[level].tell(since_ms),
+            "latency_heat": self.heat[level].tell(since_ms, clock_ms),
         })
     }
 }
@@ -215,7 +218,7 @@ impl Heat {
     /// A list for each column from that time on: which part of its requests took no longer than
     /// each bound and longer than the one before, and at the end, longer than all. Null where it
     /// had none.
-    fn tell(&self, since_ms: u64) -> Value {
+    fn tell(&self, since_ms: u64, clock_ms: impl Fn(u64) -> u64) -> Value {
         let newest = column(&self.counts);
         let columns: Vec<_> = self.columns.values.iter().chain([&newest]).collect();
         let start = (self.number + 1).saturating_sub(columns.len() as u64) * self.seconds;
@@ -234,7 +237,7 @@ impl Heat {
         };
         json!({
             "step_ms": self.seconds * 1000,
-            "start_ms": (start + before * self.seconds) * 1000,
+            "start_ms": clock_ms(start + before * self.seconds),
             "bounds_ns": BOUNDS,
             "rows": columns[before as usize..].iter().map(row).collect::<Vec<_>>(),
         })
@@ -281,7 +284,7 @@ mod tests {
             history.add(second, &of_rate((second - begin + 1) as f64), None);
         }
         for (name, span) in Span::ALL {
-            let told = history.tell(span, 0);
+            let told = history.tell(span, 0, 0);
             let (step, start) =
                 (told["step_ms"].as_u64().unwrap() / 1000, told["start_ms"].as_u64().unwrap() / 1000);
             let rates = told["series"]["read_operations_per_second"].as_array().unwrap();
@@ -311,7 +314,7 @@ mod tests {
         for second in [100, 101, 104, 104, 103, 105] {
             history.add(second, &of_rate(64.0), None);
         }
-        let told = history.tell(Span::TenMinutes, 0);
+        let told = history.tell(Span::TenMinutes, 0, 0);
         let known: Vec<_> = told["series"]["write_bytes_per_second"]
             .as_array()
             .unwrap()
@@ -331,7 +334,7 @@ mod tests {
             // Nothing in the second column.
             history.add(second, &Sample::default(), (second < 165).then_some(&counts));
         }
-        let heat = &history.tell(Span::TenMinutes, 0)["latency_heat"];
+        let heat = &history.tell(Span::TenMinutes, 0, 0)["latency_heat"];
         let rows = heat["rows"].as_array().unwrap();
         assert_eq!((heat["start_ms"].as_u64(), heat["step_ms"].as_u64()), (Some(150_000), Some(15_000)));
         assert_eq!((rows.len(), &rows[1]), (2, &Value::Null));
@@ -340,6 +343,25 @@ mod tests {
         assert_eq!((&row[3], &row[4], &row[5]), (&json!(1), &json!(0), &json!(0.25)));
         let last = row[ROWS - 1].as_f64().unwrap();
         assert!(last > 0.0 && last < 0.002, "{last}");
+    }
+
+    #[test]
+    fn a_clock_that_was_set_is_that_of_what_is_told() {
+        let mut history = History::new();
+        for second in 100_000..100_100 {
+            history.add(second, &of_rate(second as f64), Some(&[1; ROWS]));
+        }
+        for set_s in [-7200, -1, 0, 3, 10_800] {
+            let now_ms = 100_000_u64.saturating_add_signed(set_s) * 1000;
+            let told = history.tell(Span::TenMinutes, 0, set_s);
+            assert_eq!(told["start_ms"], now_ms);
+            let heat = told["latency_heat"]["start_ms"].as_u64().unwrap();
+            assert_eq!(heat, 99_990_u64.saturating_add_signed(set_s) * 1000);
+            // What a program asks for that has the clock's time of the last five.
+            let told = history.tell(Span::TenMinutes, now_ms + 95_000, set_s);
+            let last = told["series"]["read_operations_per_second"].as_array().unwrap().len();
+            assert_eq!((told["start_ms"].as_u64(), last), (Some(now_ms + 95_000), 5), "{set_s}");
+        }
     }
 
     #[test]
@@ -356,7 +378,7 @@ mod tests {
             (199_000, 199, 1),
             (199_001, 200, 0),
         ] {
-            let told = history.tell(Span::TenMinutes, since_ms);
+            let told = history.tell(Span::TenMinutes, since_ms, 0);
             let all = told["series"]["read_operations_per_second"].as_array().unwrap();
             assert_eq!(
                 (told["start_ms"].as_u64(), all.len()),

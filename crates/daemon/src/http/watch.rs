@@ -15,6 +15,7 @@ use std::{
 };
 
 use axum::body::Bytes;
+use nix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 use tokio::{
     sync::{Mutex, MutexGuard, Notify},
@@ -59,8 +60,8 @@ pub(super) struct Watch {
     about: About,
     events: Events,
     /// Seconds are counted from here on, whatever becomes of the clock: since the Epoch.
-    began_s: u64,
-    began: Instant,
+    began_ms: u64,
+    began: Duration,
     state: Mutex<State>,
     /// Somebody has begun to listen.
     listened: Notify,
@@ -74,8 +75,10 @@ pub(super) struct State {
     pub(super) disks: HashMap<Arc<str>, History>,
     pub(super) groups: HashMap<Arc<str>, History>,
     looked: Option<Instant>,
-    /// The last that was remembered, since the Epoch.
+    /// The last that was remembered, counted from [`Watch::began_ms`] on.
     second: u64,
+    /// How far the clock was set forward since it was counted from: seconds, less than 0 if back.
+    pub(super) set_s: i64,
     listeners: Listeners,
     /// What newcomers have: all at some moment, and what has changed since.
     all: Option<Bytes>,
@@ -90,11 +93,11 @@ pub(super) struct State {
 
 impl Watch {
     pub(super) fn new(desk: Arc<Desk>, about: About, events: Events) -> Arc<Self> {
-        let began_s = milliseconds(SystemTime::now()) / 1000;
-        let (began, listened) = (Instant::now(), Notify::new());
+        let began_ms = milliseconds(SystemTime::now());
+        let (began, listened) = (awake_or_not(), Notify::new());
         // What was before is not new.
         let state = Mutex::new(State { event: events.last(), ..State::default() });
-        Arc::new(Self { desk, about, events, began_s, began, state, listened })
+        Arc::new(Self { desk, about, events, began_ms, began, state, listened })
     }
 
     /// Goes on until the runtime ends.
@@ -108,12 +111,16 @@ impl Watch {
                 Some(pause) => sleep(pause).await,
                 // Whoever comes need not wait for the rest of a second.
                 None => {
-                    let rest = SECOND
-                        .saturating_sub(Duration::from_nanos(self.began.elapsed().subsec_nanos().into()));
+                    let part = self.counted().subsec_nanos();
+                    let rest = SECOND.saturating_sub(Duration::from_nanos(part.into()));
                     let _ = timeout(rest, self.listened.notified()).await;
                 }
             }
         }
+    }
+
+    fn counted(&self) -> Duration {
+        awake_or_not().saturating_sub(self.began)
     }
 
     /// Everything, no older than that.
@@ -122,7 +129,11 @@ impl Watch {
         if state.looked.is_none_or(|looked| looked.elapsed() >= age) {
             let began = Instant::now();
             let snapshot = self.desk.figures(SHORTEST.min(age)).await?;
-            let second = self.began_s + self.began.elapsed().as_secs();
+            let counted = self.counted();
+            let second = self.began_ms / 1000 + counted.as_secs();
+            let counted_ms =
+                self.began_ms.saturating_add(u64::try_from(counted.as_millis()).unwrap_or(u64::MAX));
+            state.set_s = set_forward(state.set_s, milliseconds(SystemTime::now()), counted_ms);
             let is_another = std::mem::replace(&mut state.second, second) != second;
             let objects = state.before.tell(&snapshot, is_another);
             if is_another {
@@ -242,6 +253,21 @@ impl State {
     }
 }
 
+/// Since the machine started, with the time in which it was suspended: a gap in the history.
+fn awake_or_not() -> Duration {
+    // It is always there (clock_gettime(2)).
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default()
+}
+
+/// Seconds between two clocks, in milliseconds; as before where it could be no more than rounding,
+/// so that what is told does not waver.
+fn set_forward(before_s: i64, clock_ms: u64, counted_ms: u64) -> i64 {
+    let forward_ms = clock_ms.saturating_sub(counted_ms).cast_signed();
+    let forward_ms = forward_ms - counted_ms.saturating_sub(clock_ms).cast_signed();
+    let has_moved = (forward_ms - before_s.saturating_mul(1000)).unsigned_abs() > 750;
+    if has_moved { (forward_ms + 500).div_euclid(1000) } else { before_s }
+}
+
 /// Of what changed, its name and those members; then the names of what is gone.
 fn changes(
     before: &BTreeMap<Arc<str>, Object>,
@@ -286,6 +312,24 @@ mod tests {
         assert_eq!(news["disks"], json!([{"name": "a", "y": null}, {"name": "c", "x": 0}]));
         assert_eq!(news["gone"]["disks"], json!(["b"]));
         assert_eq!(news["gone"]["groups"], json!([]));
+    }
+
+    #[test]
+    fn a_clock_that_is_set_is_followed_and_one_that_drifts_does_not_waver() {
+        let mut set_s = 0;
+        for (clock_ms, expected) in [
+            (1_000_000, 0),
+            (1_000_700, 0),
+            (1_000_800, 1),
+            (1_000_300, 1),
+            (999_300, -1),
+            (11_800_000, 10_800),
+            (0, -1_000),
+            (1_000_000, 0),
+        ] {
+            set_s = set_forward(set_s, clock_ms, 1_000_000);
+            assert_eq!(set_s, expected, "{clock_ms}");
+        }
     }
 
     #[test]

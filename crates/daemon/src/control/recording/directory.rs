@@ -11,6 +11,8 @@
 //! Never touches a file that is not called so.
 
 use std::{
+    collections::BTreeMap,
+    ffi::{OsStr, OsString},
     fs::{self, File},
     io::{self, ErrorKind},
     os::unix::fs::OpenOptionsExt as _,
@@ -55,13 +57,16 @@ pub(super) struct Directory {
     stopped: Option<Stopped>,
     has_ended: bool,
     progress: Arc<Progress>,
+    /// How long ago each file that is there had ended, at a moment of a clock that nobody sets.
+    ended: BTreeMap<OsString, (Duration, Instant)>,
 }
 
 impl Directory {
     pub(super) fn new(record: Record) -> Self {
         let progress = Arc::default();
         // At once, a look at what is there from before.
-        Self { record, current: None, hour: 0, stopped: None, has_ended: false, progress }
+        let ended = BTreeMap::new();
+        Self { record, current: None, hour: 0, stopped: None, has_ended: false, progress, ended }
     }
 
     pub(super) fn progress(&self) -> &Arc<Progress> {
@@ -83,7 +88,7 @@ impl Directory {
         self.current.as_mut().map(|(sink, _)| sink)
     }
 
-    fn open(&self, now: Instant) -> io::Result<(Sink, PathBuf)> {
+    fn open(&mut self, now: Instant) -> io::Result<(Sink, PathBuf)> {
         self.prune()?;
         let (file, path) = create(&self.record.directory)?;
         let mut sink = Sink::new(file.into(), now, Arc::clone(&self.progress))?;
@@ -94,27 +99,43 @@ impl Directory {
     }
 
     /// Removes what is too old, and the oldest where there is too much.
-    fn prune(&self) -> io::Result<()> {
+    fn prune(&mut self) -> io::Result<()> {
+        let now = block::reactor::real_time();
         let mut files = Vec::new();
         for entry in fs::read_dir(&self.record.directory)? {
             let entry = entry?;
             let name = entry.file_name();
             if name.to_str().is_some_and(is_ours) {
                 let known = entry.metadata()?;
-                files.push((name, known.len(), known.modified()?));
+                let age = self.age(&name, now, known.modified()?);
+                files.push((age, name, known.len()));
             }
         }
-        // The newest first.
-        files.sort_by(|a, b| b.0.cmp(&a.0));
+        // The newest first; of those that another daemon wrote at once, by their names.
+        files.sort_by(|a, b| a.0.cmp(&b.0).then_with(|| b.1.cmp(&a.1)));
+        self.ended.retain(|known, _| files.iter().any(|(_, name, _)| name == known));
         let mut room = self.record.limit - self.record.limit / PART;
-        for (name, length, ended) in files {
+        for (age, name, length) in files {
             room = room.saturating_sub(length);
-            let is_old = ended.elapsed().is_ok_and(|age| age > self.record.keep);
-            if is_old || room == 0 {
+            if age > self.record.keep || room == 0 {
                 fs::remove_file(self.record.directory.join(name))?;
             }
         }
         Ok(())
+    }
+
+    /// Since it ended. The clock is asked once, when a file is first seen: however it is set
+    /// afterwards, what was written a moment ago does not become old.
+    fn age(&mut self, name: &OsStr, now: Instant, ended: SystemTime) -> Duration {
+        let age = || (ended.elapsed().unwrap_or_default(), now);
+        let &mut (before, at) = self.ended.entry(name.to_owned()).or_insert_with(age);
+        before.saturating_add(Duration::from_nanos(now.nanos_since(at)))
+    }
+
+    /// The file that was written ends now.
+    fn note_end(&mut self, path: &Path) {
+        let name = path.file_name().unwrap_or_default().to_owned();
+        self.ended.insert(name, (Duration::ZERO, block::reactor::real_time()));
     }
 
     /// Nothing can be written for a while; so many requests are lost by that.
@@ -145,9 +166,14 @@ impl Directory {
         let Some((sink, _)) = &mut self.current else { return };
         if let Some(error) = sink.take_error() {
             let (sink, path) = self.current.take().expect("it is there");
-            // A file without requests tells nothing. Else less of it takes no room, and where that
-            // fails it is read up to its last whole block.
-            let _ = if sink.is_empty() { fs::remove_file(path) } else { sink.back_to_whole_blocks() };
+            if sink.is_empty() {
+                // A file without requests tells nothing.
+                let _ = fs::remove_file(path);
+            } else {
+                // Where that fails, it is read up to its last whole block.
+                let _ = sink.back_to_whole_blocks();
+                self.note_end(&path);
+            }
             self.progress.take_back(sink.unwritten());
             self.stop(&error, sink.unwritten());
         } else {
@@ -156,8 +182,8 @@ impl Directory {
             {
                 tracing::info!(lost, "record: recording goes on");
             }
-            if is_over {
-                self.current = None;
+            if is_over && let Some((_, path)) = self.current.take() {
+                self.note_end(&path);
             }
         }
     }

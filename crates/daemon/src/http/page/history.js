@@ -100,7 +100,9 @@ export class Follower {
             if (!(told?.step_ms > 0)) throw new Error("it has no steps");
             const fresh = read(told, span_ms);
             if (asked !== this.known) return this.soon(0); // It is to be asked whole, meanwhile.
-            if (fresh.steps > 0) this.known = newer(asked, fresh);
+            // Nothing, not even the last step again: the clock was set back, and all has another time.
+            if (fresh.steps === 0) this.known = null;
+            else this.known = newer(asked, fresh);
             if (this.known) this.told(this.known, null);
         } catch (error) {
             if (this.stopped.signal.aborted) return;

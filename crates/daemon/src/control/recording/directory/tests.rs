@@ -93,6 +93,28 @@ fn the_oldest_go_and_what_is_not_ours_stays() {
 }
 
 #[test]
+fn a_clock_that_is_set_makes_nothing_old() {
+    let mut world = World::new(place());
+    world.ask(5);
+    world.directory.hour -= 1;
+    world.directory.turn(0);
+    let written = world.files();
+    assert_eq!(written.len(), 1);
+    // As if the clock had been set on by three days since it was written.
+    let path = world.place.path().join(&written[0]);
+    let before = SystemTime::now() - Duration::from_secs(3 * 86400);
+    File::options().write(true).open(&path).unwrap().set_modified(before).unwrap();
+    world.ask(1);
+    assert_eq!(world.files().len(), 2);
+    // What has been there for longer than is kept goes all the same.
+    let name = path.file_name().unwrap();
+    world.directory.ended.get_mut(name).unwrap().0 = Duration::from_secs(7201);
+    world.directory.prune().unwrap();
+    assert!(!path.exists());
+    assert_eq!(world.files().len(), 1);
+}
+
+#[test]
 fn an_hour_has_a_file_once_something_is_asked() {
     let mut world = World::new(place());
     world.directory.turn(0);
