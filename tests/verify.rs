@@ -84,6 +84,16 @@ fn limits_and_shares_hold_under_load_and_a_wait_is_told() {
     assert_eq!(outcome.ended(), Some(1));
     assert_says(&outcome.said(), &["1 of ", " promises did not hold"]);
     assert!(!outcome.printed().contains("gold"), "{}", outcome.printed());
+    // Eight at a time at 300 a second: none is answered in a millisecond, and all are in a minute.
+    for (most, status, verdict) in [("1ms", 1, "broken"), ("60s", 0, "held")] {
+        let outcome = verify(&scratch, &["a", "--for", "2s", "--latency-p99", most, "--json"]);
+        assert_eq!(outcome.ended(), Some(status), "{}", outcome.printed());
+        assert!(told(&outcome).contains(&["latency-p99", "a", verdict].map(str::to_owned)));
+    }
+    // With a promise to one of them, nobody knows what weights should have left to each.
+    Client::new(WEIR).args(["throttle", "b", "--iops-reservation", "50", "--qmp", &qmp]).succeeds();
+    let outcome = verify(&scratch, &["gold", "--for", "3s"]);
+    assert!(outcome.printed().contains("not judged: a disk of its group has a reservation"));
     drop(loads);
     weir.stop();
 }

@@ -134,10 +134,16 @@ impl Spread {
             seen += count;
             seen >= rank
         })?;
+        let (above_ns, at_most_ns) = Self::bounds_ns(place);
+        Some(above_ns.midpoint(at_most_ns.unwrap_or(above_ns)))
+    }
+
+    /// What a bucket has: what took longer than the first and no longer than the second; the last
+    /// has no end.
+    pub fn bounds_ns(place: usize) -> (u64, Option<u64>) {
         let bound = |place: usize| BOUNDS.get(place).map(|bound| bound.at_most_ns);
-        let from_ns = place.checked_sub(1).and_then(bound).unwrap_or(0);
-        let until_ns = bound(place).unwrap_or(from_ns);
-        Some(from_ns.midpoint(until_ns))
+        let before = place.checked_sub(1).map(|before| before.min(BOUNDS.len() - 1));
+        (before.and_then(bound).unwrap_or(0), bound(place))
     }
 
     /// How many.

@@ -212,6 +212,11 @@ impl Client {
         }
     }
 
+    /// How many requests of each disk took how long; counted from the first time this is asked.
+    pub(crate) fn latencies(&mut self) -> Result<Value, Error> {
+        self.execute("x-weir-query-latencies", json!({}))
+    }
+
     /// Changes all or none; a refusal names the setting and the rule.
     pub(crate) fn set(
         &mut self,

@@ -12,13 +12,16 @@ Examples:
       Look at the daemon each second for ten minutes, and tell what held.
   weir verify gold --for 1h --wait-p99 10ms
       The group gold and the disks in it; no disk's requests may wait longer than that, 99 of 100.
+  weir verify db --for 10m --latency-p99 10ms
+      Of the disk db, 99 of 100 requests are to be answered within that, from their arrival on.
   weir verify --config /etc/weir.toml --for 30s --json
       Also whether what the file says is what is in force.
 
 A limit has held if never more passed than its rate and one burst let pass, between any two looks; one I/O more is \
 let pass, since limits admit whole ones. A reservation is held to 95 % of it, over the time in which requests of \
 the disk waited; and so are shares of a group, to 90 %, among disks that waited together for the group's limits \
-alone. What nobody asked for is told as such.
+alone. Latencies are of all requests that succeeded in that time. What nobody asked for, and what \
+cannot be judged, is told as such.
 Exit status: 0 everything held that could be judged, 1 something did not, or nothing could be judged, 2 wrong use \
 of the command line.";
 
@@ -37,6 +40,10 @@ pub(crate) struct VerifyArgs {
     /// How long 99 of 100 requests that have to wait may wait at most, of any disk
     #[arg(long, value_name = "TIME", value_parser = settings::duration)]
     pub(crate) wait_p99: Option<Duration>,
+    /// How long 99 of 100 reads and writes may take at most, of each disk: what they wait and what
+    /// the device works, known to a tenth
+    #[arg(long, value_name = "TIME", value_parser = settings::duration)]
+    pub(crate) latency_p99: Option<Duration>,
     /// Print a JSON object
     #[arg(long)]
     pub(crate) json: bool,

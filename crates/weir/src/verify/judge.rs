@@ -54,7 +54,7 @@ impl Verdict {
         }
     }
 
-    fn of(held: bool) -> Self {
+    pub(super) fn of(held: bool) -> Self {
         if held { Self::Held } else { Self::Broken }
     }
 }
@@ -94,6 +94,9 @@ struct Seen {
     sharing_s: f64,
     shared: f64,
     share: f64,
+    /// Seconds in which it shared and what should have passed is not known, and why.
+    unshared_s: f64,
+    unshared: Option<&'static str>,
     longest_wait_ns: u64,
 }
 
@@ -111,9 +114,11 @@ struct Passed {
 }
 
 const CHANGED: &str = "its settings were changed meanwhile";
-const RESTARTED: &str = "the daemon has started anew meanwhile";
+pub(super) const RESTARTED: &str = "the daemon has started anew meanwhile";
 const LIFTED: &str = "its watermark lifted or scaled its limits";
 const BY_SIZE: &str = "iops-size counts long requests as several";
+const WITH_GROUPS: &str = "there are groups in its group, which have their share too";
+const PROMISED: &str = "a disk of its group has a reservation, which comes before weights";
 
 impl Judge {
     pub(super) fn new(wait_p99_ns: Option<u64>) -> Self {
@@ -175,12 +180,14 @@ impl Judge {
         else {
             return;
         };
+        if limited < MATTERS {
+            return;
+        }
         let by_size = group.settings().limits.get("iops-size").is_some_and(|size| *size > 0);
         let of_this = |settings: &Settings| settings.group.as_deref() == Some(name(group));
         let has_groups = now.groups.iter().any(|group| of_this(&group.settings));
-        if limited < MATTERS || has_groups || by_size && !kind.counts_bytes() {
-            return;
-        }
+        let by_size = (by_size && !kind.counts_bytes()).then_some(BY_SIZE);
+        let mut unclear = by_size.or(has_groups.then_some(WITH_GROUPS));
         let mut members = Vec::new();
         for disk in now.disks.iter().filter(|disk| of_this(&disk.settings)) {
             let Some(earlier) = before.disks.iter().find(|earlier| earlier.name == disk.name) else { return };
@@ -190,8 +197,9 @@ impl Judge {
             if !(waits(earlier) && waits(node)) || own > DOES_NOT_MATTER {
                 continue;
             }
-            if disk.settings.iops_reservation.is_some() || disk.settings.bps_reservation.is_some() {
-                return;
+            let is_promised = [disk.settings.iops_reservation, disk.settings.bps_reservation];
+            if is_promised.into_iter().flatten().any(|rate| rate > 0) {
+                unclear = unclear.or(Some(PROMISED));
             }
             members.push((disk, step.of(kind)));
         }
@@ -203,6 +211,10 @@ impl Judge {
         }
         for (disk, units) in members {
             let seen = self.seen(Node::Disk(disk));
+            if let Some(why) = unclear {
+                (seen.unshared_s, seen.unshared) = (seen.unshared_s + seconds, Some(why));
+                continue;
+            }
             seen.sharing_s += seconds;
             seen.shared += units;
             seen.share += all * weight(disk) / weights;
@@ -227,6 +239,8 @@ impl Seen {
             sharing_s: 0.0,
             shared: 0.0,
             share: 0.0,
+            unshared_s: 0.0,
+            unshared: None,
             longest_wait_ns: 0,
         }
     }
@@ -298,13 +312,18 @@ impl Seen {
             findings.push(line(promise, [asked, measured], figures, verdict));
         }
         findings.extend(self.reservations(line));
+        let weight = self.settings.weight.unwrap_or(100);
         if self.sharing_s > 0.0 {
             let (got, should) = (self.shared / self.sharing_s, self.share / self.sharing_s);
             let held = self.shared >= SHARED * self.share;
             let verdict = if self.sharing_s < SHORTEST_S { Verdict::NotAsked } else { Verdict::of(held) };
-            let weight = self.settings.weight.unwrap_or(100);
             let measured = format!("{:.0}% of its share", 100.0 * got / should.max(1e-9));
             let figures = vec![("weight", weight as f64), ("share", should), ("passed", got)];
+            findings.push(line("share", [format!("weight {weight}"), measured], figures, verdict));
+        } else if let Some(why) = self.unshared {
+            let measured = format!("shared for {:.0}s", self.unshared_s);
+            let figures = vec![("weight", weight as f64)];
+            let verdict = Verdict::NotJudged(why);
             findings.push(line("share", [format!("weight {weight}"), measured], figures, verdict));
         }
         if let (Some(most), "disk") = (wait_p99_ns, kind) {

@@ -1,14 +1,16 @@
-//! `weir verify`: whether limits, reservations, shares and waits held, from the daemon's own
-//! counters, with an exit status for scripts.
+//! `weir verify`: whether limits, reservations, shares, waits and latencies held, from the daemon's
+//! own counters, with an exit status for scripts.
 //!
 //! ```text
-//!   daemon ─► a report each second ─► judge ─► findings ─► text, JSON, exit status
-//!   --config FILE ─► intended ────────────────────┘
+//!   daemon ─► a report each second ──────────► judge ─┬─► findings ─► text, JSON, exit status
+//!         └─► latencies, at both ends ─────► latency ─┤
+//!   --config FILE ───────────────────────► intended ──┘
 //! ```
 
 mod arguments;
 mod intended;
 mod judge;
+mod latency;
 
 use std::{
     collections::BTreeMap,
@@ -22,6 +24,7 @@ use console::{
     table::{Table, columns},
 };
 use judge::{Finding, Judge, Look, Verdict};
+use latency::Latencies;
 use serde_json::json;
 
 use crate::client::{Client, report::Report};
@@ -34,12 +37,12 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), Failure> {
     let intended = arguments.config.as_deref().map(intended::load).transpose()?;
     let mut client = Client::reach(arguments.qmp)?;
     let begun = Instant::now();
-    let mut look = || -> Result<Look, Failure> {
+    let look = |client: &mut Client| -> Result<Look, Failure> {
         let asked_s = begun.elapsed().as_secs_f64();
         let report = client.status()?.1;
         Ok(Look { report, asked_s, had_s: begun.elapsed().as_secs_f64() })
     };
-    let first = look()?;
+    let first = look(&mut client)?;
     if let Some(unknown) = arguments.names.iter().find(|name| first.report.find(name).is_none()) {
         return Err(anyhow::Error::msg(first.report.no_such(unknown)).into());
     }
@@ -47,15 +50,23 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), Failure> {
     let is_wanted = |name: &str| wanted.as_ref().is_none_or(|names| names.iter().any(|one| one == name));
     let mut findings = intended.map(|intended| intended.compare(&first.report)).unwrap_or_default();
     findings.retain(|finding| is_wanted(&finding.name));
-    let limit = arguments.wait_p99.map(|wait| u64::try_from(wait.as_nanos()).unwrap_or(u64::MAX));
-    let mut judge = Judge::new(limit);
+    let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    let mut latencies = arguments.latency_p99.map(|most| Latencies::new(nanoseconds(most)));
+    let mut count = |client: &mut Client| -> Result<(), Failure> {
+        let Some(latencies) = &mut latencies else { return Ok(()) };
+        Ok(latencies.take(client.latencies()?).map_err(anyhow::Error::new)?)
+    };
+    count(&mut client)?;
+    let mut judge = Judge::new(arguments.wait_p99.map(nanoseconds));
     judge.take(first);
     while let Some(left) = arguments.length.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
         // Not a wait for an event: the interval is what is measured over.
         thread::sleep(left.min(INTERVAL));
-        judge.take(look()?);
+        judge.take(look(&mut client)?);
     }
+    count(&mut client)?;
     findings.extend(judge.findings(is_wanted));
+    findings.extend(latencies.iter().flat_map(|latencies| latencies.findings(is_wanted)));
     tell(&findings, arguments.json)
 }
 

@@ -94,10 +94,11 @@ fn a_reservation_counts_while_somebody_waits() {
 
 #[test]
 fn shares_are_of_what_waits_together() {
-    let one = |rates: [u64; 2], waiting: u64| {
+    let promising = |promised: u64, rates: [u64; 2], waiting: u64| {
         let looks = (0..6_u64).map(|second| {
             let disk = |name, weight: u64, rate: u64| {
-                let more = json!({ "group": "gold", "weight": weight, "waiting": { "writes": waiting } });
+                let mut more = json!({ "group": "gold", "weight": weight, "waiting": { "writes": waiting } });
+                more["iops-reservation"] = json!(if name == "a" { promised } else { 0 });
                 disk(name, second * rate, 0, &more)
             };
             let all = second * rates.iter().sum::<u64>();
@@ -109,6 +110,7 @@ fn shares_are_of_what_waits_together() {
         });
         judged(looks.collect::<Vec<_>>(), None)
     };
+    let one = |rates, waiting| promising(0, rates, waiting);
     let shares = |findings: &[Finding]| {
         let shares = findings.iter().filter(|finding| finding.promise == "share");
         shares.map(|finding| (finding.name.clone(), finding.verdict.clone())).collect::<Vec<_>>()
@@ -117,6 +119,9 @@ fn shares_are_of_what_waits_together() {
     assert_eq!(shares(&one([750, 250], 4)), both(Verdict::Held, Verdict::Held));
     assert_eq!(shares(&one([500, 500], 4)), both(Verdict::Broken, Verdict::Held));
     assert_eq!(shares(&one([500, 500], 0)), []);
+    // Nobody knows what should have been left to weights, and that is said.
+    let why = Verdict::NotJudged("a disk of its group has a reservation, which comes before weights");
+    assert_eq!(shares(&promising(400, [750, 250], 4)), both(why.clone(), why));
 }
 
 #[test]
@@ -130,6 +135,32 @@ fn the_longest_wait_of_any_look_counts() {
     };
     assert_eq!(one(9_000_000), Verdict::Held);
     assert_eq!(one(8_999_999), Verdict::Broken);
+}
+
+#[test]
+fn a_latency_is_that_of_all_requests_between_two_answers() {
+    let counts = |requests: [u64; 3]| {
+        let [short, long, endless] = requests;
+        json!([{ "name": "db", "latencies": [
+            { "above-ns": 5_000_000, "at-most-ns": 10_000_000, "requests": short },
+            { "above-ns": 10_000_000, "at-most-ns": 12_000_000, "requests": long },
+            { "above-ns": 4_096_000_000_000_u64, "requests": endless },
+        ] }])
+    };
+    let between = |before: [u64; 3], now: [u64; 3]| {
+        let mut latencies = Latencies::new(10_000_000);
+        latencies.take(counts(before)).unwrap();
+        latencies.take(counts(now)).unwrap();
+        let found = latencies.findings(|_| true).remove(0);
+        (found.measured, found.verdict)
+    };
+    assert_eq!(between([0, 900, 9], [990, 910, 9]), ("7.5ms".to_owned(), Verdict::Held));
+    assert_eq!(between([0, 0, 0], [989, 11, 0]), ("11ms".to_owned(), Verdict::Broken));
+    assert_eq!(between([0, 0, 0], [0, 0, 1]).1, Verdict::Broken);
+    assert_eq!(between([5, 5, 5], [5, 5, 5]).1, Verdict::NotAsked);
+    assert!(matches!(between([9, 0, 0], [5, 0, 0]).1, Verdict::NotJudged(_)));
+    let mut latencies = Latencies::new(1);
+    assert!(latencies.take(json!({})).is_err());
 }
 
 #[test]

@@ -31,6 +31,7 @@ mod descriptor;
 mod door;
 mod event;
 mod export;
+mod latency;
 mod node;
 mod object;
 mod process;
@@ -77,6 +78,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<object::QomGet>(),
     Entry::of::<object::QomSet>(),
     Entry::of::<weir::QueryStatus>(),
+    Entry::of::<latency::QueryLatencies>(),
     Entry::of::<weir::Set>(),
     Entry::of::<reload::Reload>(),
     Entry::of::<removal::RemoveDisk>(),
