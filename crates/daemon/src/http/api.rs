@@ -20,7 +20,7 @@ use axum::{
 
 use super::{
     access::{self, Guard},
-    answers::{answer, failure, silent},
+    answers::{answer, failure, in_one_form, silent},
     assets, change,
     connections::Connection,
     desk::Of,
@@ -69,6 +69,7 @@ pub(super) fn router(site: Arc<Site>, guard: Arc<Guard>) -> Router {
         .method_not_allowed_fallback(async || {
             failure(StatusCode::METHOD_NOT_ALLOWED, "it takes no such method")
         })
+        .layer(middleware::map_response(in_one_form))
         .layer(middleware::from_fn_with_state(guard, access::check))
         .with_state(site)
 }

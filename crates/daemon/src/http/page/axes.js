@@ -26,7 +26,8 @@ export function colours(of) {
 export function ticks(top, base, isWhole = false) {
     if (!(top > 0)) return [0];
     const power = base === 1024 ? 1024 ** Math.floor(Math.log(top) / Math.log(1024)) : 10 ** Math.floor(Math.log10(top));
-    const steps = base === 1024 ? [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].map((step) => step / 4) : [0.2, 0.25, 0.5, 1, 2];
+    const steps = base === 1024 ? [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].map((step) => step / 4) : power > 1 ? [0.2, 0.25, 0.5, 1, 2] : [0.2, 0.5, 1, 2];
+    // Quarters of 1 have more digits than are shown.
     const step = Math.max(isWhole ? 1 : 0, (steps.find((step) => top / (step * power) <= 4) ?? steps.at(-1)) * power);
     const found = [];
     for (let value = 0; value <= top * 1.0001 && found.length < 12; value += step) found.push(value);

@@ -43,6 +43,8 @@ export class Limits {
         this.asked = null;
         this.timer = null;
         this.undo = null;
+        this.waits = false;
+        token.entered = () => { if (this.waits && !this.isStopped) this.changed(); };
         this.build(node);
     }
 
@@ -232,6 +234,7 @@ export class Limits {
         this.reset.disabled = names.length === 0;
         say(this.why, canChange ? "" : "Read-only: this daemon was started without --http-token-file, so that nothing can be changed here.");
         this.drafted();
+        this.waits = false;
         clearTimeout(this.timer);
         this.asked?.abort();
         if (names.length) this.timer = setTimeout(() => this.preview(draft), STILL_MS);
@@ -250,7 +253,7 @@ export class Limits {
                 this.timer = setTimeout(() => this.preview(draft), AGAIN_MS);
                 return;
             }
-            const needs = error instanceof Refused && error.isAboutToken;
+            const needs = this.waits = error instanceof Refused && error.isAboutToken;
             this.seen.replaceChildren(element("p", { class: "wrong" }, needs ? using ? `The token is wrong: ${error.message}` : "What this would do is shown to whoever has the daemon's token." : error.message));
             if (needs) this.seen.append(element("button", { type: "button", onclick: () => this.enter() }, "Enter the token"));
         }

@@ -6,6 +6,8 @@ import { part, say } from "./element.js";
 export class Token {
     constructor(store) {
         this.store = store;
+        /// Called once the daemon has taken a token, whoever asked for it.
+        this.entered = null;
         [this.dialog, this.field, this.wrong, this.button] = ["token-dialog", "token", "token-wrong", "token-button"].map(part);
         this.button.addEventListener("click", () => this.pressed());
         part("token-cancel").addEventListener("click", () => this.dialog.close());
@@ -73,6 +75,7 @@ export class Token {
                     this.update();
                     done(result);
                     this.dialog.close();
+                    this.entered?.();
                 } catch (error) {
                     if (error instanceof Refused && (error.isAboutToken || error.status === 429)) {
                         say(this.wrong, error.status === 429 ? error.message : `Wrong token: ${error.message}`);
