@@ -397,7 +397,7 @@ mod tests {
         assert_eq!(users("/dev/loop4"), []);
         symlink(host.path(), host.path().join("proc/12/cwd")).unwrap();
         assert_eq!(users("/dev/loop4"), [Process { pid: 12, name: "dd".to_owned() }]);
-        assert_eq!(users("/dev/loop3"), []);
+        assert_eq!(users("/dev/ublkb0"), []);
     }
 
     #[test]
