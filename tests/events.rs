@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use crate::harness::{
     Client, Qmp, Scratch, Serve, Weir, assert_says, children,
     operator::{prints, socket, start},
-    text, until,
+    text, until, weir,
 };
 
 fn qmp(scratch: &Scratch) -> Qmp {
@@ -317,6 +317,17 @@ fn what_a_command_leaves_behind_is_ended_and_a_status_is_told() {
         let pid = Pid::from_raw(left(&scratch.path(name)).trim().parse().unwrap());
         until(|| kill(pid, None).err());
     }
+}
+
+#[test]
+fn a_daemon_in_the_background_that_hands_events_on_lets_go_of_who_started_it() {
+    let scratch = Scratch::new();
+    let (script, control) = (script(&scratch, "cat > /dev/null"), socket(&scratch));
+    let nbd = format!("unix:{}", text(&scratch.socket("nbd")));
+    let arguments = ["serve", "memory:1M", "--nbd", &nbd, "--qmp", &control, "--on-event", text(&script)];
+    weir(&arguments).arg("--daemonize").succeeds();
+    let quit = qmp(&scratch).ask("quit", json!({}));
+    assert!(quit.get("return").is_some(), "{quit}");
 }
 
 #[test]

@@ -34,6 +34,10 @@ use anyhow::Context as _;
 use block::reactor::{self, Polling};
 use logging::Priority;
 
+/// The variable that is set for a server in the background: who started it waits until nobody has
+/// its standard error any more.
+pub const IN_BACKGROUND: &str = "WEIR_IN_BACKGROUND";
+
 /// Why a command did not do what it was asked, which decides the exit status.
 #[derive(Debug)]
 pub enum Failure {

@@ -18,16 +18,14 @@ use std::{
 };
 
 use anyhow::Context as _;
-use console::say;
+use console::{IN_BACKGROUND, say};
 use nix::unistd::{dup2_stderr, dup2_stdout, setsid};
 
-/// Set for the process in the background.
-const VARIABLE: &str = "WEIR_IN_BACKGROUND";
 const READY: &str = "ready";
 
 /// Whether this is the process in the background.
 pub(crate) fn is_here() -> bool {
-    env::var_os(VARIABLE).is_some()
+    env::var_os(IN_BACKGROUND).is_some()
 }
 
 /// Starts this command line again in the background; the status to exit with once that serves, or
@@ -40,7 +38,7 @@ pub(crate) fn start() -> anyhow::Result<ExitCode> {
     let name = words.next().context("this program has no name")?;
     let program = env::current_exe().context("this program cannot find itself")?;
     let mut command = Command::new(program);
-    command.arg0(name).args(words).env(VARIABLE, "1");
+    command.arg0(name).args(words).env(IN_BACKGROUND, "1");
     if env::var("LISTEN_PID").is_ok_and(|number| number == std::process::id().to_string()) {
         // What the service manager passed is for that process.
         command.env_remove("LISTEN_PID");

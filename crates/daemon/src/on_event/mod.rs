@@ -22,6 +22,7 @@ mod deliver;
 mod web;
 
 use std::{
+    env,
     io::{self, BufRead as _, BufReader, Read as _, Write as _},
     net::Shutdown,
     os::unix::{net::UnixStream, process::CommandExt as _},
@@ -30,7 +31,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use console::Failure;
+use console::{Failure, IN_BACKGROUND};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use settings::{OnEvent, Owner, Sandbox, Service};
@@ -89,6 +90,7 @@ impl Runner {
             .arg(COMMAND)
             .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
             .stdout(Stdio::null())
+            .stderr(if env::var_os(IN_BACKGROUND).is_some() { Stdio::null() } else { Stdio::inherit() })
             .env_remove("NOTIFY_SOCKET")
             .env_remove("LISTEN_FDS")
             .env_remove("LISTEN_PID")
