@@ -247,15 +247,28 @@ const DESCRIPTORS_KEPT: u64 = 64;
 pub fn descriptors_left() -> bool {
     let Ok((limit, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
     let kept = DESCRIPTORS_KEPT.min(limit / 8);
+    lowest_free().is_none_or(|number| number.saturating_add(kept) < limit)
+}
+
+/// How many descriptors the process may still have, as far as is known: those above the lowest free
+/// one.
+pub fn free_descriptors() -> u64 {
+    let Ok((limit, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return u64::MAX };
+    lowest_free().map_or(u64::MAX, |number| limit.saturating_sub(number))
+}
+
+/// The lowest free descriptor; the largest number where there is none, nothing where nobody knows.
+fn lowest_free() -> Option<u64> {
     // SAFETY: makes a descriptor, or fails.
     let free = unsafe { libc::fcntl(0, libc::F_DUPFD_CLOEXEC, 0) };
     match u64::try_from(free) {
         Ok(number) => {
             // SAFETY: made above, and known to nobody else.
             drop(unsafe { OwnedFd::from_raw_fd(free) });
-            number + kept < limit
+            Some(number)
         }
-        Err(_) => io::Error::last_os_error().raw_os_error() != Some(libc::EMFILE),
+        Err(_) if io::Error::last_os_error().raw_os_error() == Some(libc::EMFILE) => Some(u64::MAX),
+        Err(_) => None,
     }
 }
 

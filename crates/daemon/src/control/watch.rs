@@ -35,9 +35,10 @@ use crate::events::{Kind, News, actor};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Looks each second, and at each change, until this is dropped, or the inventory is.
-pub(crate) fn watch(inventory: &Rc<Inventory>) -> JoinHandle<()> {
-    let watch = Rc::new(RefCell::new(Watch::default()));
+/// Looks each second, and at each change, until this is dropped, or the inventory is. The exports
+/// `in_use` have users that came from another daemon, which are no news.
+pub(crate) fn watch(inventory: &Rc<Inventory>, in_use: BTreeSet<String>) -> JoinHandle<()> {
+    let watch = Rc::new(RefCell::new(Watch { in_use, ..Watch::default() }));
     watch.borrow_mut().look(inventory);
     watch.borrow_mut().adopt(inventory);
     let (listening, listener) = (Rc::downgrade(inventory), Rc::downgrade(&watch));
@@ -88,6 +89,8 @@ struct Watch {
     backing_changed: BTreeSet<String>,
     /// Of exports with a door of their own, by id: their disk and their clients.
     clients: BTreeMap<String, (String, usize)>,
+    /// Of these, the first users that are seen have not come now.
+    in_use: BTreeSet<String>,
 }
 
 impl Watch {
@@ -136,6 +139,7 @@ impl Watch {
             let had = before.remove(&id).map_or(0, |(_, clients)| clients);
             self.clients.insert(id.clone(), (disk.clone(), clients));
             let (what, verb) = match clients.cmp(&had) {
+                std::cmp::Ordering::Greater if self.in_use.remove(&id) => continue,
                 std::cmp::Ordering::Greater => (Kind::ClientIn, "uses"),
                 std::cmp::Ordering::Less => (Kind::ClientOut, "has left"),
                 std::cmp::Ordering::Equal => continue,

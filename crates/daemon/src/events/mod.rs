@@ -48,6 +48,8 @@ const PER_SECOND: u64 = 10;
 /// Numbers for each second since the Epoch, so that those of the next daemon are larger, unless the
 /// clock was set back; stays below 2⁵³, what a program that takes numbers for doubles tells apart.
 const NUMBERS_A_SECOND: u64 = 1_000_000;
+/// Numbers for what a daemon still tells after another was told its last one.
+const NUMBERS_LEFT: u64 = 100_000;
 
 /// The last events. Clones are the same.
 #[derive(Clone)]
@@ -96,6 +98,13 @@ impl Events {
             counts: vec![[0; 2]; Kind::ALL.len()],
         };
         Self(Arc::new(Shared { ring: Mutex::new(ring), woken: event_listener::Event::new() }))
+    }
+
+    /// Another daemon, whose last event had this number, tells of a few more, and then this one:
+    /// its numbers are larger.
+    pub(crate) fn go_on_after(&self, last: u64) {
+        let mut ring = self.ring();
+        ring.next = ring.next.max(last.saturating_add(NUMBERS_LEFT));
     }
 
     fn ring(&self) -> MutexGuard<'_, Ring> {
@@ -226,6 +235,21 @@ mod tests {
         assert_eq!((all.len(), of(Kind::ImageError)), (KEPT, ROOM));
         assert!(of(Kind::ClientIn) >= ROOM && of(Kind::ClientOut) >= ROOM);
         assert!(all.is_sorted_by_key(|event| event.id));
+    }
+
+    #[test]
+    fn who_goes_on_for_another_has_larger_numbers() {
+        let (old, new) = (Events::from(7), Events::from(7));
+        let tell = |events: &Events| events.tell_at(at(0), UNIX_EPOCH, news(Kind::ClientOut));
+        (0..3).for_each(|_| tell(&old));
+        new.go_on_after(old.last());
+        (0..3).for_each(|_| tell(&old));
+        tell(&new);
+        assert!(new.last() > old.last(), "{} and {}", new.last(), old.last());
+        let last = new.last();
+        new.go_on_after(1);
+        tell(&new);
+        assert_eq!(new.last(), last + 1);
     }
 
     #[test]

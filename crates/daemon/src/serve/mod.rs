@@ -16,7 +16,7 @@ mod steps;
 mod watchdog;
 
 use std::{
-    collections::HashSet,
+    collections::{BTreeSet, HashSet},
     future::poll_fn,
     path::{self, Path, PathBuf},
     pin::pin,
@@ -120,8 +120,9 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
 /// opened, or where commands find it.
 fn newcomer(control: Option<PathBuf>, draft: &Draft) -> Result<Newcomer, Failure> {
     descriptors::raise_limit();
+    let user = draft.service.user.as_ref().and_then(|said| said.value.user.as_deref());
     if let Some(control) = control {
-        return Ok(Newcomer::ask(&control)?);
+        return Ok(Newcomer::ask(&control, user)?);
     }
     for disk in &draft.disks {
         let address = disk.image.value.path().and_then(Path::to_str).filter(|path| path.starts_with("unix:"));
@@ -135,7 +136,7 @@ fn newcomer(control: Option<PathBuf>, draft: &Draft) -> Result<Newcomer, Failure
         Some(said) => said.value.clone(),
         None => ControlSocket::of_commands().map_err(|rule| anyhow!("control socket: {rule}"))?.path,
     };
-    Ok(Newcomer::ask(&control)?)
+    Ok(Newcomer::ask(&control, user)?)
 }
 
 struct Start {
@@ -320,9 +321,10 @@ impl Daemon {
         let mut watching = vec![events::log(&inventory.events)];
         watching.extend(runner.and_then(|runner| runner.deliver(&inventory)));
         inventory.let_clients_in();
-        if let Some(before) = before {
-            before.end(&inventory).await;
-        }
+        let in_use = match before {
+            Some(before) => before.end(&inventory).await,
+            None => BTreeSet::new(),
+        };
         let pid_file = match claimed {
             Some(claimed) => claimed.take().await,
             None => pid_file,
@@ -337,7 +339,7 @@ impl Daemon {
         inventory.loaded.replace(
             file.map(|(file, said)| Rc::new(Loaded { file, said, inherited: passed, plan, tls, budgets })),
         );
-        watching.extend([held_back::watch(&inventory), watch::watch(&inventory)]);
+        watching.extend([held_back::watch(&inventory), watch::watch(&inventory, in_use)]);
         if let Some(version) = taken_from {
             let clients = inventory.connections();
             let message =

@@ -164,6 +164,11 @@ impl Connection {
         Rc::new(Self { rest: Some((Arc::clone(rest), number)), ..this })
     }
 
+    /// What others see of it.
+    pub(super) fn holding(&self) -> &Arc<Holding> {
+        &self.holding
+    }
+
     /// Serves the client until it leaves, breaks the protocol, or `stop` is set and its receiving
     /// ended. `inbox` has what arrived behind the handshake.
     pub(super) async fn serve(self: Rc<Self>, mut inbox: Inbox) -> Result<End, Broken> {

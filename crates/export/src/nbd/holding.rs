@@ -8,7 +8,10 @@ use std::sync::{
 use block::{
     disk::Disk,
     memory::{Account, Budget, Holder},
-    reactor::{self, op::Fd},
+    reactor::{
+        self,
+        op::{self, Fd},
+    },
 };
 use policy::time::Duration;
 
@@ -43,13 +46,27 @@ impl Holding {
     }
 }
 
+impl Holding {
+    /// While a message is on its way to the client: what tells it from the next one, and the bytes
+    /// that the client has yet to read.
+    pub(super) fn in_a_message(&self) -> Option<(u64, usize)> {
+        let due = self.sending.due()?;
+        Some((due, op::unread_bytes(self.socket.as_ref()?).unwrap_or(0)))
+    }
+
+    /// Disconnects the client.
+    pub(super) fn push_out_now(&self) {
+        self.socket.iter().for_each(stream::shut_down);
+    }
+}
+
 impl Holder for Holding {
     fn is_overdue(&self) -> bool {
         self.memory.is_over_its_part() && (self.receiving.is_past() || self.sending.is_past())
     }
 
     fn push_out(&self) {
-        self.socket.iter().for_each(stream::shut_down);
+        self.push_out_now();
     }
 }
 
@@ -73,6 +90,11 @@ impl Due {
 
     fn is_past(&self) -> bool {
         self.0.load(Relaxed) < reactor::now().as_nanos()
+    }
+
+    /// In nanoseconds, while something is awaited.
+    fn due(&self) -> Option<u64> {
+        Some(self.0.load(Relaxed)).filter(|due| *due != u64::MAX)
     }
 }
 

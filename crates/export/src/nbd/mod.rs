@@ -58,6 +58,7 @@ pub mod session;
 mod simulation;
 #[cfg(test)]
 mod storage_simulation;
+mod unread;
 mod visit;
 
 pub use admission::Refused;

@@ -162,6 +162,13 @@ impl Rest {
         }
     }
 
+    /// Whether another goes on with this connection.
+    pub(super) fn is_passed_on(&self, number: u64) -> bool {
+        let rested = self.rested();
+        self.stage() == Stage::Gone
+            && rested.get(&number).is_some_and(|has| has.as_ref().is_some_and(|has| !has.tls))
+    }
+
     pub(super) fn rested(&self) -> MutexGuard<'_, HashMap<u64, Option<Rested>>> {
         self.rested.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -35,6 +35,7 @@ use super::{
     catalog::{ExportInfo, Exports},
     connection::Connection,
     credentials::TlsServer,
+    holding::Holding,
     inbox::Inbox,
     live::{Export, LiveExports},
     name,
@@ -132,6 +133,8 @@ struct Live {
     since: Instant,
     /// Whom others are told of.
     visit: Option<Box<Visit>>,
+    /// Once it may send requests.
+    holding: Option<Arc<Holding>>,
 }
 
 /// What becomes of the clients of an export that is removed.
@@ -440,6 +443,7 @@ impl Server {
             address,
             since: reactor::now(),
             visit,
+            holding: None,
         };
         let stop = Arc::clone(&live.stop);
         self.lock().insert(number, live);
@@ -531,6 +535,25 @@ impl Server {
         info
     }
 
+    /// What is seen of each client that may send requests.
+    pub(super) fn holding(&self) -> HashMap<u64, Arc<Holding>> {
+        let live = self.lock();
+        let held =
+            live.iter().filter_map(|(number, live)| Some((*number, Arc::clone(live.holding.as_ref()?))));
+        held.collect()
+    }
+
+    /// A client for people: `client 7 of 192.0.2.1 at export vm1`.
+    pub(super) fn called(&self, number: u64) -> String {
+        let (export, address) =
+            self.lock().get(&number).map_or((None, None), |live| (live.export, live.address));
+        let of = address.map(|address| format!(" of {address}")).unwrap_or_default();
+        let exports = self.exports();
+        let export = export.and_then(|export| exports.get(export));
+        let at = export.map(|export| format!(" at export {}", export.name)).unwrap_or_default();
+        format!("client {number}{of}{at}")
+    }
+
     fn exports(&self) -> RwLockReadGuard<'_, LiveExports> {
         self.exports.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -550,6 +573,7 @@ impl Server {
             address,
             since: reactor::now(),
             visit: None,
+            holding: None,
         };
         self.lock().insert(number, live);
         drop(arriving);
@@ -606,6 +630,9 @@ impl Server {
         let export = exports.get(session.export)?;
         let (disk, bitmaps) = (Arc::clone(&export.disk), Arc::clone(&export.bitmaps));
         let connection = Connection::new(stream, disk, bitmaps, session, Arc::clone(stop));
+        if let Some(live) = self.lock().get_mut(&number) {
+            live.holding = Some(Arc::clone(connection.holding()));
+        }
         Some(connection.of_server(&self.rest, number))
     }
 
@@ -764,8 +791,10 @@ fn give_memory_back() {
 impl Drop for Place {
     fn drop(&mut self) {
         let gone = self.server.lock().remove(&self.number);
+        // Whoever is passed on has not gone: the other tells when it has.
         if let (Some(visited), Some(Live { visit: Some(visit), since, .. })) =
             (&self.server.terms.visited, gone)
+            && !self.server.rest.is_passed_on(self.number)
         {
             visited.went(&visit, reactor::real_time() - since);
         }

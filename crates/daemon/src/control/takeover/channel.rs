@@ -17,7 +17,7 @@ use std::{
         fd::{AsFd as _, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, ensure};
@@ -27,7 +27,7 @@ use nix::{
         self, getsockopt,
         sockopt::{PeerCredentials, SockType},
     },
-    unistd::{Uid, geteuid},
+    unistd::{Uid, User, geteuid},
 };
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -95,6 +95,21 @@ fn peer(socket: &UnixStream) -> Option<(Uid, u32)> {
 
 fn is_trusted(user: Uid) -> bool {
     user.is_root() || user == geteuid()
+}
+
+/// Whether whoever listens at the other end may be believed: root, the own user, or `user`, whom
+/// the newcomer goes on as. Others could serve this process's images on sockets of theirs.
+pub(super) fn check_listener(socket: &UnixStream, user: Option<&str>) -> anyhow::Result<()> {
+    let (listener, _) = peer(socket).context("nobody knows whose the socket is")?;
+    let named = user.and_then(|name| match name.parse() {
+        Ok(number) => Some(Uid::from_raw(number)),
+        Err(_) => User::from_name(name).ok().flatten().map(|user| user.uid),
+    });
+    ensure!(
+        is_trusted(listener) || named == Some(listener),
+        "what listens there is of another user, number {listener} (a daemon of root, of one's own or of --user can be taken over from)"
+    );
+    Ok(())
 }
 
 impl Channel {
@@ -206,33 +221,66 @@ impl Channel {
     }
 
     fn receive<T: DeserializeOwned>(&self, patience: Duration) -> anyhow::Result<(T, Luggage)> {
-        self.0.set_read_timeout(Some(patience))?;
-        let [text, bytes, count] = [self.number()?, self.number()?, self.number()?];
+        let until = Until { socket: &self.0, end: Instant::now() + patience };
+        let [text, bytes, count] = [until.number()?, until.number()?, until.number()?];
         ensure!(
             text <= MOST_TEXT && bytes <= MOST_BYTES && count <= MOST_DESCRIPTORS,
             "the other said something that is no message"
         );
-        let text = self.exactly(text)?;
-        let bytes = self.exactly(bytes)?;
+        let text = until.exactly(text)?;
+        let bytes = until.exactly(bytes)?;
         let mut descriptors = Vec::new();
         while (descriptors.len() as u64) < count {
-            descriptors.extend(self.some_descriptors()?);
+            let expected = (count - descriptors.len() as u64).min(AT_ONCE as u64) as usize;
+            let some = until.some_descriptors()?;
+            // The kernel leaves out those that this process may not have.
+            ensure!(
+                some.len() >= expected,
+                "descriptors are missing: {count} were sent (`ulimit -n` or LimitNOFILE= must be larger)"
+            );
+            ensure!(some.len() == expected, "the other sent more descriptors than it said");
+            descriptors.extend(some);
         }
-        ensure!(descriptors.len() as u64 == count, "the other sent more descriptors than it said");
         let message = serde_json::from_slice(&text).context("what the other said is not understood")?;
         Ok((message, Luggage { bytes, descriptors }))
+    }
+}
+
+/// Receives one message, and waits for all of it no longer than that: whoever sends a byte now and
+/// then must not keep everybody.
+struct Until<'a> {
+    socket: &'a UnixStream,
+    end: Instant,
+}
+
+impl io::Read for &Until<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.wait_no_longer()?;
+        let mut socket = self.socket;
+        socket.read(buffer)
+    }
+}
+
+impl Until<'_> {
+    fn wait_no_longer(&self) -> io::Result<()> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ErrorKind::WouldBlock.into());
+        }
+        self.socket.set_read_timeout(Some(left))
     }
 
     fn number(&self) -> io::Result<u64> {
         let mut number = [0; 8];
-        (&self.0).read_exact(&mut number).map_err(plain)?;
+        let mut reader = self;
+        reader.read_exact(&mut number).map_err(plain)?;
         Ok(u64::from_le_bytes(number))
     }
 
     /// Memory is taken as they come.
     fn exactly(&self, count: u64) -> io::Result<Vec<u8>> {
         let mut bytes = Vec::new();
-        (&self.0).take(count).read_to_end(&mut bytes).map_err(plain)?;
+        self.take(count).read_to_end(&mut bytes).map_err(plain)?;
         if bytes.len() as u64 == count { Ok(bytes) } else { Err(ErrorKind::UnexpectedEof.into()) }
     }
 
@@ -241,16 +289,15 @@ impl Channel {
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut byte = [0];
         let flags = RecvFlags::CMSG_CLOEXEC;
-        let received = recvmsg(&self.0, &mut [IoSliceMut::new(&mut byte)], &mut control, flags)
+        self.wait_no_longer().map_err(plain)?;
+        let received = recvmsg(self.socket, &mut [IoSliceMut::new(&mut byte)], &mut control, flags)
             .map_err(|errno| plain(errno.into()))?;
         ensure!(received.bytes == 1, "the other went while it sent descriptors");
         let some = control.drain().flat_map(|message| match message {
             RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
             _ => Vec::new(),
         });
-        let some: Vec<_> = some.collect();
-        ensure!(!some.is_empty(), "descriptors are missing (is ulimit -n too small?)");
-        Ok(some)
+        Ok(some.collect())
     }
 }
 
@@ -270,7 +317,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 fn plain(error: io::Error) -> io::Error {
     match error.kind() {
         ErrorKind::WouldBlock => io::Error::new(ErrorKind::TimedOut, "no answer in time"),
-        ErrorKind::UnexpectedEof => io::Error::new(ErrorKind::UnexpectedEof, "the other has ended"),
+        ErrorKind::UnexpectedEof => {
+            io::Error::new(ErrorKind::UnexpectedEof, "the other has closed the connection")
+        }
         _ => error,
     }
 }
@@ -313,8 +362,8 @@ mod tests {
             drop(one);
             format!("{:#}", other.receive::<String>(PATIENCE).unwrap_err())
         };
-        assert_eq!(said(b""), "the other has ended");
-        assert_eq!(said(&[0; 23]), "the other has ended");
+        assert_eq!(said(b""), "the other has closed the connection");
+        assert_eq!(said(&[0; 23]), "the other has closed the connection");
         assert_eq!(said(&[255; 24]), "the other said something that is no message");
         let lengths = |text: u64, count: u64| [text, 0, count].map(u64::to_le_bytes).concat();
         assert!(said(&[lengths(2, 0), b"{}".to_vec()].concat()).contains("not understood"));
@@ -323,5 +372,13 @@ mod tests {
         let (_one, other) = pair();
         let silent = other.receive::<String>(Duration::from_millis(1)).unwrap_err();
         assert_eq!(silent.to_string(), "no answer in time");
+        // Another byte each time that it is waited for, of a message that never ends.
+        let (slow, other) = pair();
+        let slow = std::thread::spawn(move || while (&slow.0).write_all(&[1]).is_ok() {});
+        let end = Instant::now() + Duration::from_millis(50);
+        let late = Until { socket: &other.0, end }.exactly(u64::MAX).unwrap_err();
+        assert_eq!(late.to_string(), "no answer in time");
+        drop(other);
+        slow.join().unwrap();
     }
 }

@@ -122,6 +122,11 @@ impl Awaited {
         true
     }
 
+    /// Of their exports.
+    pub(super) fn ids(&self) -> Vec<String> {
+        self.0.borrow().iter().map(|(offered, _)| offered.id.clone()).collect()
+    }
+
     /// Whether the newcomer's config has all of them.
     pub(super) fn check(&self, inventory: &Inventory) -> anyhow::Result<()> {
         for (OfferedDevice { id, address, read_only, .. }, wanted) in self.0.borrow().iter() {

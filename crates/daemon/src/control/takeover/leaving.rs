@@ -28,14 +28,14 @@ use super::{
     identity::Identity,
     name,
     told::{
-        Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer,
+        Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer, Standing,
         StandingDisk, StandingGroup, StandingMachine, State, Word,
     },
 };
 use crate::{
     control::{
         doors::Host,
-        inventory::{Door, Inventory},
+        inventory::{Door, Inventory, RunningExport},
         serving::Serving,
     },
     listen::Listening,
@@ -48,8 +48,14 @@ const TO_PREPARE: Duration = Duration::from_secs(60);
 const TO_BE_READY: Duration = Duration::from_secs(10);
 /// How long clients may shake hands when nobody else is let in any more.
 const HANDSHAKES: Duration = Duration::from_secs(1);
-/// How long what is in flight may take, and clients to take their replies.
+/// How long what is in flight may take.
 const IN_FLIGHT: Duration = Duration::from_secs(5);
+/// How long a client may take nothing of a reply while everybody is served.
+const UNREAD: Duration = Duration::from_secs(5);
+/// The same while others wait.
+const UNREAD_AT_REST: Duration = Duration::from_secs(1);
+/// Descriptors of a front end: its socket and its memory. Each ring has two more.
+const OF_A_FRONT_END: u64 = 10;
 
 /// What a newcomer says of itself.
 #[derive(Debug)]
@@ -163,7 +169,35 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
     }
     let version = env!("CARGO_PKG_VERSION").to_owned();
     let watchdog_ns = inventory.watchdog.get().and_then(|allowed| allowed.as_nanos().try_into().ok());
-    Ok((Offer { version, watchdog_ns, servers, control, disks, exports, machines, devices }, descriptors))
+    let clients = inventory.servers().iter().map(|serving| serving.server.connections() as u64).sum::<u64>();
+    let front_ends = inventory.exports().iter().map(|export| of_front_end(export)).sum::<u64>();
+    let to_come = clients + front_ends;
+    Ok((
+        Offer {
+            version,
+            watchdog_ns,
+            descriptors: to_come,
+            servers,
+            control,
+            disks,
+            exports,
+            machines,
+            devices,
+        },
+        descriptors,
+    ))
+}
+
+/// About how many descriptors go over with whoever uses a door of its own.
+fn of_front_end(export: &RunningExport) -> u64 {
+    let Door::Own(entrance) = &export.door else { return 0 };
+    match entrance.machine() {
+        Some(machine) if machine.server.connections() > 0 => {
+            OF_A_FRONT_END + 2 * machine.server.statistics().queues as u64
+        }
+        Some(_) => 0,
+        None => 1,
+    }
 }
 
 /// A place where clients connect, and its sockets behind the other descriptors.
@@ -207,15 +241,19 @@ async fn leave(
         hosts: hosts.collect(),
         laid_down: Vec::new(),
     };
+    let again = channel.again()?;
     let given = give(inventory, channel, &mut still).await;
     let (_channel, disconnected) = match given {
         Ok(given) => given,
         Err(error) => {
             still.go_on().await;
             inventory.close_control(false);
+            // Where it cannot be told, it hears of the end.
+            let _ = again.say(Standing::Refused(format!("{error:#}")), Vec::new(), Vec::new()).await;
             return Err(error);
         }
     };
+    drop(again);
     // From here on the other serves.
     let clients = inventory.connections();
     each(&still.servers, |server| async move { server.leave().await }).await;
@@ -228,6 +266,7 @@ async fn leave(
             "disconnected in order: their TLS cannot move (they can connect again)"
         );
     }
+    let clients = clients.saturating_sub(disconnected);
     tracing::info!(process, clients, "another weir has taken over");
     // To be told before this process ends, or its end would be the service's.
     notify::tell(&[NotifyState::MainPid(process)]);
@@ -244,10 +283,23 @@ async fn give(
     still: &mut Still,
 ) -> anyhow::Result<(Channel, usize)> {
     let disks = inventory.disks();
+    let answering = disks.iter().map(|running| reactor::spawn_joinable(answers(Arc::clone(&running.disk))));
+    let answering: Vec<_> = answering.collect();
+    for (running, answers) in disks.iter().zip(answering) {
+        ensure!(
+            answers.await,
+            "disk {}: its image has answered no read for {} s, so what is in flight would not end (see to it, or restart weir)",
+            running.disk.name(),
+            IN_FLIGHT.as_secs()
+        );
+    }
     for running in &disks {
         // What is written now need not be while everybody waits.
         let lightened = running.disk.lighten().await;
         lightened.with_context(|| format!("disk {}: its image cannot be written", running.disk.name()))?;
+    }
+    for client in each(&still.servers, |server| async move { server.push_out_unread(UNREAD).await }).await {
+        client.into_iter().for_each(|client| pushed_out(&client, UNREAD));
     }
     inventory.close_control(true);
     each(&still.servers, |server| async move { server.close_doors(HANDSHAKES).await }).await;
@@ -262,7 +314,7 @@ async fn give(
         reactor::spawn_joinable(async move { host.come_to_rest(IN_FLIGHT).await })
     });
     let hosts: Vec<_> = hosts.collect();
-    let rested = each(&still.servers, |server| async move { server.come_to_rest(IN_FLIGHT).await }).await;
+    let rested = each(&still.servers, |server| async move { come_to_rest(&server).await }).await;
     for ((id, _), is_at_rest) in still.machines.iter().zip(machines) {
         ensure!(
             is_at_rest.await,
@@ -280,7 +332,8 @@ async fn give(
     for (serving, is_at_rest) in still.servers.iter().zip(rested) {
         ensure!(
             is_at_rest,
-            "clients at {}: what they have in flight takes longer than {} s",
+            "{} at {}: what it has in flight takes longer than {} s",
+            serving.server.restless().unwrap_or_else(|| "a client".to_owned()),
             serving.address(),
             IN_FLIGHT.as_secs()
         );
@@ -334,8 +387,9 @@ async fn give(
         .iter()
         .map(|group| StandingGroup { name: group.name().to_owned(), filled: group.filled().map(Into::into) });
     let (disks, groups) = (disks.collect(), groups.collect());
-    let state = State { began_ns, clients, machines, devices, disks, groups };
-    let channel = channel.say(state, bytes, descriptors).await?;
+    let last_event = inventory.events.last();
+    let state = Box::new(State { began_ns, last_event, clients, machines, devices, disks, groups });
+    let channel = channel.say(Standing::Still(state), bytes, descriptors).await?;
     let (channel, word, _) = channel.hear(TO_BE_READY).await?;
     match word {
         Word::Ready if !inventory.ending.get() => {}
@@ -344,6 +398,34 @@ async fn give(
         other => bail!("the other said {other:?} too early"),
     }
     channel.say(Word::Yours, Vec::new(), Vec::new()).await.map(|channel| (channel, left))
+}
+
+/// Whether an image answers in the time that what is in flight may take: one that does not would
+/// have everybody stand still for nothing.
+async fn answers(disk: Arc<Disk>) -> bool {
+    /// Enough for any device.
+    const BYTES: u64 = 512;
+    let length = disk.size_bytes().min(BYTES) as usize;
+    // That it fails is an answer too.
+    length == 0 || reactor::timeout(IN_FLIGHT, disk.image().read(0, length)).await.is_ok()
+}
+
+/// Has all clients of a server come to rest; those that have stopped reading only now do not keep
+/// the others for long.
+async fn come_to_rest(server: &Arc<export::nbd::Server>) -> bool {
+    let reading = Arc::clone(server);
+    let pushing_out = reactor::spawn_joinable(async move {
+        let told = |client: String| pushed_out(&client, UNREAD_AT_REST);
+        reading.keep_pushing_out_unread(UNREAD_AT_REST, told).await;
+    });
+    let is_at_rest = server.come_to_rest(IN_FLIGHT).await;
+    pushing_out.cancel().await;
+    is_at_rest
+}
+
+fn pushed_out(client: &str, patience: Duration) {
+    let what = "disconnected: it takes no replies, and so cannot go over";
+    tracing::warn!(client, patience_s = patience.as_secs(), "{what}");
 }
 
 /// Has something done for all servers at once, and waits for all.

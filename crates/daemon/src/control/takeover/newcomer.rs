@@ -10,7 +10,7 @@
 //! and images are left as they are.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeSet, HashMap, VecDeque},
     io::{self, BufRead as _, BufReader, Write as _},
     os::{fd::OwnedFd, unix::net::UnixStream},
     path::Path,
@@ -21,7 +21,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::{
-    reactor::Worker,
+    reactor::{Worker, op},
     storage::{Passed, PassedFile},
 };
 use export::{
@@ -33,12 +33,12 @@ use settings::{Address, Endpoint};
 
 use super::{
     COMMAND, FORMAT, INHERITED,
-    channel::{Channel, Luggage, send_with},
+    channel::{Channel, Luggage, check_listener, send_with},
     clock_ns,
     devices::Awaited,
     identity::Identity,
     name,
-    told::{Offer, State, Word},
+    told::{Offer, Standing, State, Word},
     told_name,
 };
 use crate::{
@@ -75,16 +75,19 @@ pub(crate) struct Before {
     channel: Channel,
     devices: Awaited,
     began_ns: u64,
+    in_use: BTreeSet<String>,
 }
 
 impl Before {
-    /// Waits until it has ended, and has the devices that it had until then.
-    pub(crate) async fn end(self, inventory: &Rc<Inventory>) {
+    /// Waits until it has ended, and has the devices that it had until then. Returns the exports
+    /// with a door of their own whose users came from it.
+    pub(crate) async fn end(self, inventory: &Rc<Inventory>) -> BTreeSet<String> {
         self.channel.wait_for_end(TO_END).await;
         if self.devices.recover(inventory).await > 0 {
             let pause_us = since_us(self.began_ns);
             tracing::info!(pause_us, "recovered the devices of ublk");
         }
+        self.in_use
     }
 }
 
@@ -112,12 +115,14 @@ impl Newcomer {
 
     /// Asks the daemon at a control socket, and hears what it has.
     ///
+    /// `user` is whom this process goes on as.
+    ///
     /// # Errors
-    /// Nobody is there, or it refuses.
-    pub(crate) fn ask(control: &Path) -> anyhow::Result<Self> {
+    /// Nobody is there, or somebody who is not believed, or it refuses.
+    pub(crate) fn ask(control: &Path, user: Option<&str>) -> anyhow::Result<Self> {
         let about = || format!("taking over from unix:{}", control.display());
         let (channel, other) = Channel::pair()?;
-        command(control, other).with_context(about)?;
+        command(control, user, other).with_context(about)?;
         let (channel, offer, luggage): (_, Offer, _) = channel.hear_now(PATIENCE).with_context(about)?;
         Self::new(channel, offer, luggage).with_context(about)
     }
@@ -225,6 +230,11 @@ impl Newcomer {
         let sockets =
             left.map_or(Ok(()), |left| Err(anyhow!("{left}: it is open, and is not in this config")));
         check(&self.offer, &self.passed, inventory)?;
+        let (to_come, free) = (self.offer.descriptors, op::free_descriptors());
+        ensure!(
+            to_come < free,
+            "{to_come} descriptors come with its clients, and only {free} more may be open here (`ulimit -n` or LimitNOFILE= must be larger)"
+        );
         self.devices.check(inventory)?;
         sockets
     }
@@ -241,14 +251,22 @@ impl Newcomer {
     ) -> anyhow::Result<Before> {
         let Self { channel, offer, devices, passed, .. } = self;
         let channel = channel.say(Word::Prepared, Vec::new(), Vec::new()).await?;
-        let (channel, state, luggage): (_, State, _) =
+        let (channel, standing, luggage): (_, Standing, _) =
             channel.hear(TO_STAND_STILL).await.context("the other did not give it (its log says why)")?;
+        let state = match standing {
+            Standing::Still(state) => *state,
+            Standing::Refused(why) => bail!("the other goes on: {why}"),
+        };
+        inventory.events.go_on_after(state.last_event);
         let (began_ns, machines) = (state.began_ns, state.machines.len());
+        let machine_ids = state.machines.iter().map(|machine| machine.id.clone());
+        let in_use = machine_ids.chain(devices.ids()).collect();
         let clients = take_up(state, luggage, &devices, inventory).await?;
         let channel = channel.say(Word::Ready, Vec::new(), Vec::new()).await?;
         let (channel, word, _) = channel.hear_or_close(PATIENCE).await.context("the other goes on itself")?;
         match word {
             Word::Yours => {}
+            Word::Refused(why) => bail!("the other goes on: {why}"),
             other => bail!("the other said {other:?} instead of giving up its place"),
         }
         passed.settle();
@@ -258,7 +276,7 @@ impl Newcomer {
         }
         let pause_us = since_us(began_ns);
         tracing::info!(from = offer.version, clients = count, pause_us, "taken over");
-        Ok(Before { channel, devices, began_ns })
+        Ok(Before { channel, devices, began_ns, in_use })
     }
 }
 
@@ -399,10 +417,11 @@ async fn take_up(
 }
 
 /// Asks a daemon to take over from it, by what both then speak on, and waits for its answer.
-fn command(control: &Path, passed: OwnedFd) -> anyhow::Result<()> {
+fn command(control: &Path, user: Option<&str>, passed: OwnedFd) -> anyhow::Result<()> {
     /// Longest line that is read.
     const MOST: u64 = 1 << 20;
     let socket = UnixStream::connect(control).context("nobody listens there (start without --takeover)")?;
+    check_listener(&socket, user)?;
     socket.set_read_timeout(Some(PATIENCE))?;
     socket.set_write_timeout(Some(PATIENCE))?;
     let mut lines = BufReader::new(io::Read::take(&socket, MOST));

@@ -6,7 +6,7 @@
 //!     Offer        ──────────────►      opens all of it
 //!                  ◄──────────────    Prepared, or Refused
 //!     (stands still)
-//!     State        ──────────────►      reads tables, takes clients in
+//!     Standing     ──────────────►      reads tables, takes clients in
 //!                  ◄──────────────    Ready
 //!     Yours        ──────────────►      serves
 //! ```
@@ -49,6 +49,8 @@ pub(super) struct Offer {
     pub(super) version: String,
     /// How often the service manager wants to hear of the daemon: it tells only the first.
     pub(super) watchdog_ns: Option<u64>,
+    /// About how many descriptors will come with [`State`].
+    pub(super) descriptors: u64,
     pub(super) servers: Vec<OfferedServer>,
     pub(super) control: Vec<PathBuf>,
     pub(super) disks: Vec<OfferedDisk>,
@@ -111,6 +113,16 @@ pub(super) struct OfferedDevice {
     pub(super) read_only: bool,
 }
 
+/// What becomes of it once everything is prepared.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) enum Standing {
+    /// Everybody stands still.
+    Still(Box<State>),
+    /// The old one goes on: why.
+    Refused(String),
+}
+
 /// How everything stands. Descriptors: of each client's socket, then of each machine's front end
 /// its socket and those of its messages, then those of each device. Bytes: what each client has
 /// sent and nobody has begun, then the payload of each message, then what each device's queues or
@@ -120,6 +132,8 @@ pub(super) struct OfferedDevice {
 pub(super) struct State {
     /// When the old one began to stand still, on the clock that both have (CLOCK_MONOTONIC).
     pub(super) began_ns: u64,
+    /// The number of the last event.
+    pub(super) last_event: u64,
     pub(super) clients: Vec<Client>,
     pub(super) machines: Vec<StandingMachine>,
     /// Those that are gone meanwhile are left out, and so are those of ublk: the kernel has all of

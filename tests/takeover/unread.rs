@@ -1,0 +1,131 @@
+//! Clients that cannot go over, and newcomers that cannot have them: neither holds up the others.
+
+use std::{
+    io::{Read as _, Write as _},
+    process::{Child, Stdio},
+};
+
+use serde_json::{Value, json};
+
+use super::{House, control};
+use crate::harness::{MIB, Qmp, Scratch, Serve, nbdsh_command, need_root, text};
+
+/// Says a line when all that is above it is done, and goes on when it is told to.
+struct Stepping(Child);
+
+impl Stepping {
+    fn start(uri: &str, script: &str) -> Self {
+        let step = "import sys\ndef step(): print('there', flush=True); sys.stdin.readline()\n";
+        let mut client = nbdsh_command(&format!("{step}uri = {uri:?}\n{script}"));
+        client.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut client = Self(client.spawn().expect("nbdsh was found"));
+        client.0.stdout.as_mut().expect("piped").read_exact(&mut [0; 6]).expect("it comes so far");
+        client
+    }
+
+    #[track_caller]
+    fn go_on(mut self) {
+        self.0.stdin.as_mut().expect("piped").write_all(b"\n").expect("it waits for it");
+        assert!(self.0.wait().expect("it is ours").success());
+    }
+}
+
+/// Each with its id and its kind.
+fn events(house: &House) -> Vec<(u64, String)> {
+    let told = Qmp::negotiated(&house.control()).ask("x-weir-query-events", json!({}));
+    let of = |event: &Value| Some((event["id"].as_u64()?, event["kind"].as_str()?.to_owned()));
+    told["return"].as_array().expect("a list").iter().map(|event| of(event).expect("an event")).collect()
+}
+
+#[test]
+fn who_takes_no_replies_is_disconnected_and_nobody_else() {
+    let scratch = Scratch::new();
+    let disk = scratch.sparse("disk.raw", 4 * MIB);
+    let house = House::new(scratch, &[text(&disk)]);
+    let first = house.serve().start();
+    let reads = Stepping::start(
+        &first.uri("disk"),
+        "h.connect_uri(uri)\nh.pwrite(b'x' * 512, 0)\nstep()\nassert h.pread(512, 0) == b'x' * 512\n",
+    );
+    let does_not = Stepping::start(
+        &first.uri("disk"),
+        "h.connect_uri(uri)\nbuffers = [nbd.Buffer(1 << 20) for _ in range(32)]\n\
+         for buffer in buffers: h.aio_pread(buffer, 0)\nstep()\n\
+         try:\n    while h.aio_in_flight(): h.poll(-1)\n    h.pread(512, 0)\n\
+         except nbd.Error: pass\nelse: raise AssertionError('it is still connected')\n",
+    );
+    let before = events(&house);
+    let second = house.newcomer().start();
+    let (status, log) = first.wait();
+    assert!(status.success() && log.contains("another weir has taken over"), "{log}");
+    let named = "disconnected: it takes no replies, and so cannot go over client=client 2 at export disk";
+    assert!(log.contains(named), "{log}");
+    // The one that is passed on has not left.
+    assert!(!log.contains("client 1 has left"), "{log}");
+    second.wait_for_log("kind=\"taken_over\"");
+    let after = events(&house);
+    assert!(after.iter().all(|(_, kind)| kind != "client_in" && kind != "client_out"), "{after:?}");
+    assert!(after.iter().any(|(_, kind)| kind == "taken_over"), "{after:?}");
+    assert!(before.last().expect("two came").0 < after[0].0, "{before:?}, {after:?}");
+    reads.go_on();
+    does_not.go_on();
+    second.stop();
+}
+
+#[test]
+fn an_image_that_does_not_answer_is_named_before_anybody_stands_still() {
+    let scratch = Scratch::new();
+    let (disk, slow) = (scratch.sparse("disk.raw", MIB), scratch.sparse("slow.raw", MIB));
+    let house = House::new(scratch, &[text(&disk), text(&slow), "--delay", "read=3600s"]);
+    let first = house.serve().start();
+    let said = house.newcomer().fails();
+    let why = "disk disk: its image has answered no read for 5 s, so what is in flight would not end";
+    assert!(said.contains(&format!("the other goes on: {why}")), "{said}");
+    first.wait_for_log(why);
+    first.stop();
+}
+
+#[test]
+fn a_newcomer_that_may_have_too_few_descriptors_says_so() {
+    const CLIENTS: usize = 60;
+    let scratch = Scratch::new();
+    let disk = scratch.sparse("disk.raw", MIB);
+    // Of threads, and their descriptors, as few on every machine.
+    let arguments = [text(&disk), "--max-connections", "0", "--workers", "1"];
+    let house = House::new(scratch, &arguments);
+    let first = house.serve().start();
+    let clients = Stepping::start(
+        &first.uri("disk"),
+        &format!(
+            "clients = [nbd.NBD() for _ in range({CLIENTS})]\n\
+             for client in clients: client.connect_uri(uri)\nstep()\n\
+             for client in clients: client.pread(512, 0)\n"
+        ),
+    );
+    let newcomer = Serve::new(&house.scratch).behind(["prlimit", "--nofile=75:75"]).args(arguments);
+    let said = newcomer.arg("--takeover").env("WEIR_QMP", control(&house)).fails();
+    assert!(said.contains("`ulimit -n` or LimitNOFILE= must be larger"), "{said}");
+    let (second, _) = house.take_over(first);
+    clients.go_on();
+    second.stop();
+}
+
+#[test]
+fn whoever_listens_there_for_another_user_is_not_believed() {
+    need_root("sockets of other users");
+    let scratch = Scratch::new();
+    let disk = scratch.sparse("disk.raw", MIB);
+    let house = House::new(scratch, &[text(&disk)]);
+    let script = "\
+import os, socket
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(uri)
+os.seteuid(65534)
+listener.listen()
+step()
+";
+    let evil = Stepping::start(text(&house.control()), script);
+    let said = house.newcomer().fails();
+    assert!(said.contains("what listens there is of another user, number 65534"), "{said}");
+    evil.go_on();
+}
