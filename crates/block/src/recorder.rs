@@ -5,8 +5,8 @@
 //!   worker ─► ring of its own ─┼─► Collector ─► a file, a page
 //! ```
 //!
-//! Nothing waits for the collector: where a ring is full, what does not fit is counted, for each disk
-//! by itself, since a recording of one disk has nothing to do with what another loses. A disk that
+//! Nothing waits for the collector: where a ring is full, what does not fit is counted, for each
+//! disk by itself, since a recording of one has nothing to do with what another loses. A disk that
 //! is not recorded pays one load of a number. Never knows the name of a disk, nor what becomes of
 //! what it collects.
 
@@ -187,8 +187,8 @@ impl Collector {
         Some(Self(()))
     }
 
-    /// Hands over all that was told since the last time, thread by thread; returns whether some could
-    /// not be kept since then: of which disk, and how many, each [`Recorded::lost`] tells.
+    /// Hands over all that was told since the last time, thread by thread; returns whether some
+    /// could not be kept since then: of which disk, and how many, each [`Recorded::lost`] tells.
     pub fn take(&mut self, mut each: impl FnMut(&Finished)) -> bool {
         let mut have_lost = false;
         for Ring { ring, has_lost } in COLLECTED.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {

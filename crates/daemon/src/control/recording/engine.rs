@@ -32,7 +32,8 @@ pub(super) trait Output: Send {
     /// A request of a disk that it is of.
     fn take(&mut self, finished: &Finished, named: &Named);
 
-    /// From time to time; `lost` are requests of disks that it is of, of which nothing else is known.
+    /// From time to time; `lost` are requests of disks that it is of, of which nothing else is
+    /// known.
     fn turn(&mut self, lost: u64);
 
     /// Nothing more comes.
