@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn a_wrong_uri_says_how_to_write_it() {
         for (text, why) in [
-            ("nbds://host/a?color=red", "a parameter that is not known"),
+            ("nbds://host/a?color=red", "has a parameter that is not known"),
             ("nbd+vsock:///a", "is a kind of NBD URI"),
             ("nbd://", "has no host"),
             ("nbd:///a", "has no host"),

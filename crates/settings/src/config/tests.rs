@@ -200,7 +200,8 @@ fn names_must_be_there_and_their_own() {
     );
     check(
         "[disk.vm1]\n",
-        "weir.toml:1: disk.vm1: no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\" or \"rbd:POOL/IMAGE\")",
+        "weir.toml:1: disk.vm1: no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \"rbd:POOL/IMAGE\" \
+         or \"nbd://HOST/EXPORT\")",
     );
     check("", "no disks: there is nothing to serve (add a [disk.NAME] with an image)");
     check(
