@@ -147,7 +147,7 @@ fn what_a_server_cannot_do_is_said_before_anything_is_sent() {
     assert_says(&bench("-s 64M -d 1 -c 1", &uri).fails(), &["takes requests of 33554432 bytes at most"]);
     assert_says(&bench("-s 2M -d 1 -c 1", &uri).fails(), &["has 1048576 bytes, and a request 2097152"]);
     assert_eq!(bench("-t none", &uri).run().code(), 2);
-    assert_eq!(bench("", uri.replace("nbd+unix", "nbds+unix")).run().code(), 2);
+    assert_eq!(bench("", uri.replace("nbd+unix", "nbd+vsock")).run().code(), 2);
     let nobody = format!("nbd+unix:///a?socket={}", text(&scratch.socket("nobody")));
     assert_says(&bench("", nobody).fails(), &["cannot be connected to: No such file or directory"]);
 }

@@ -26,9 +26,9 @@ Examples:
 
 The target is for waits for limits; with a device, for the whole latency on it. Capacity is what may
 pass within --over, a burst included: of all limits that keep the target, those with the least are
-told. All is confirmed by a simulation, as `weir simulate` makes it of disks that read nothing ahead:
-where requests were is not kept. An interval is where the figure lies in 95 of 100 days made of the
-same hours, or tenths of a trace shorter than ten hours; other days differ by more.
+told. All is confirmed by a simulation, as `weir simulate` makes it of disks that read nothing
+ahead: where requests were is not kept. An interval is where the figure lies in 95 of 100 days made
+of the same hours, or tenths of a trace shorter than ten hours; other days differ by more.
 Requests come when the trace says, so a limit that is in force while it is recorded does no harm to
 the advice, but clients that wait for their answers would have asked for more without it.
 Exit status: 0 the targets can be kept, 1 failed, not read to the end, or not all can be kept, 2 wrong
