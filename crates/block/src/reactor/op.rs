@@ -136,7 +136,7 @@ pub async fn write_at(
             .rw_flags(flags)
             .build();
         // SAFETY: as in `read_at`.
-        let op = unsafe { Op::start(&entry, (fd.clone(), segments)) };
+        let op = unsafe { Op::start(&entry, (fd.clone(), segments)) }.soon();
         let (result, (_, segments)) = op.await;
         return (result.map(|count| count as usize), segments);
     }
@@ -146,7 +146,7 @@ pub async fn write_at(
         .rw_flags(flags)
         .build();
     // SAFETY: the vectors are boxed and the buffers they point to are held in `segments`.
-    let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) };
+    let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) }.soon();
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
 }

@@ -38,7 +38,7 @@ const AUTO_LIMIT: Duration = Duration::from_micros(200);
 /// A device is not kept waiting for the rest of a turn once so many operations are queued: of a
 /// turn's twelve the first would wait for all others, and the device would have less to do at once
 /// (docs/decisions/0023). The kernel, too, keeps what comes in one call back until its end.
-const MOST_HELD_BACK: usize = 4;
+const MOST_HELD_BACK: usize = 2;
 /// Tasks run between two looks at the ring, so that a busy task cannot keep completions waiting for
 /// long.
 const TASKS_PER_TURN: usize = 256;
@@ -479,7 +479,7 @@ impl<R: 'static> Op<R> {
         self
     }
 
-    /// For reads of a device: submits it now if several operations are queued.
+    /// For reads and writes of a device: submits it now if several operations are queued.
     pub(super) fn soon(self) -> Self {
         self.uring().submit_many();
         self
