@@ -27,6 +27,7 @@ macro_rules! query {
 }
 
 mod block;
+mod cluster;
 mod descriptor;
 mod door;
 mod event;
@@ -78,6 +79,9 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<object::QomSet>(),
     Entry::of::<weir::QueryStatus>(),
     Entry::of::<weir::Set>(),
+    Entry::of::<cluster::QueryCluster>(),
+    Entry::of::<cluster::ClusterSet>(),
+    Entry::of::<cluster::ClusterForget>(),
     Entry::of::<reload::Reload>(),
     Entry::of::<removal::RemoveDisk>(),
     Entry::of::<recording::Start>(),
