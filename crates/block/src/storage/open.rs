@@ -2,7 +2,7 @@
 //! wrappers on.
 //!
 //! Blocks, so it belongs at the start of the program, or in
-//! [`reactor::blocking`](crate::reactor::blocking).
+//! [`reactor::blocking`].
 
 use std::{os::fd::OwnedFd, path::Path, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! An export of an NBD server as a storage: `nbd://HOST/EXPORT` and the like ([`Uri`]).
+//! An export of an NBD server as a storage: `nbd://HOST/EXPORT` and the like ([`Uri`](crate::nbd::uri::Uri)).
 //!
 //! | cache mode | a write completes when | flush |
 //! | --- | --- | --- |
