@@ -115,7 +115,8 @@ impl Sink {
                     Ok(()) => *written += 1,
                     Err(why) => *not_written.entry(why).or_default() += 1,
                 }
-                if form.has_no_names() && request.disk.index() == nameless.len() {
+                // The number first: it is asked of each request, and the other makes a text.
+                if request.disk.index() == nameless.len() && form.has_no_names() {
                     nameless.push(request.name.to_owned());
                 }
                 flush(file, text, BUFFER_BYTES)
