@@ -136,6 +136,12 @@ impl Host {
         self.is_urgent = true;
     }
 
+    /// Until when a grant holds, if it answers a report that this run remembers.
+    pub fn lease_of(&self, grant: &Grant) -> Option<Instant> {
+        let sent = self.sent.iter().find(|(number, _)| *number == grant.answers);
+        sent.map(|(_, at)| *at + self.timing.lease)
+    }
+
     /// Puts a grant in force, if it is for this run, by the leader that it follows, not older than
     /// the one in force, and its lease has not ended. Others change nothing.
     pub fn on_grant(

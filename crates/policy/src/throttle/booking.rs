@@ -51,6 +51,8 @@ pub enum Bound {
     Limit,
     /// The measured capacity of the device below.
     Capacity,
+    /// What other hosts leave of a limit over many hosts, or of what is below all of them.
+    Cluster,
 }
 
 /// More is promised than can be kept.
@@ -79,6 +81,7 @@ impl fmt::Display for Overbooked {
         let (bound, remedy) = match bound {
             Bound::Limit => ("the limit", "raise the limit"),
             Bound::Capacity => ("the device's measured capacity", "use a faster device"),
+            Bound::Cluster => ("what the cluster's other hosts leave", "one on another host"),
         };
         let (name, excess) = (unit.reservation(), self.excess());
         write!(
@@ -105,6 +108,8 @@ pub enum Refused {
     Overbooked(Overbooked),
     /// A node below [`MAX_LEVELS`] others.
     TooDeep,
+    /// Limits, or a watermark, of a group whose limits are divided over hosts.
+    Lent,
 }
 
 impl fmt::Display for Refused {
@@ -112,6 +117,9 @@ impl fmt::Display for Refused {
         match self {
             Self::Limits(invalid) => invalid.fmt(f),
             Self::Overbooked(overbooked) => overbooked.fmt(f),
+            Self::Lent => f.write_str(
+                "limits: they are a cluster's, and hold on all its hosts, whatever a device does (`weir throttle GROUP --cluster` changes them)",
+            ),
             Self::TooDeep => write!(
                 f,
                 "group: nested too deeply; there may be {} levels, disks included (put it into a group further up)",

@@ -72,4 +72,4 @@ pub use promise::Kept;
 pub use share::Share;
 pub use spare::GivenBack;
 pub use stats::{Brief, Counters, Level, RECENT_NS, Stats, WaitSummary};
-pub use tree::{Admission, Decision, Held, Returned, Tree};
+pub use tree::{Admission, Decision, Held, Lent, Returned, Tree, Wanted};

@@ -119,6 +119,8 @@ pub(super) struct Node<T> {
     /// By direction, of the whole subtree.
     pub(super) waiting: [usize; 2],
     pub(super) counters: [Counters; 2],
+    /// Requests that were counted when somebody looked who divides limits over hosts.
+    pub(super) seen: u64,
     /// By direction: whether work waits for this node's own limits.
     pub(super) blocked: [bool; 2],
     blocked_since: Instant,
@@ -160,6 +162,7 @@ impl<T> Node<T> {
             queues: [VecDeque::new(), VecDeque::new()],
             waiting: [0; 2],
             counters: [Counters::default(); 2],
+            seen: 0,
             blocked: [false; 2],
             blocked_since: now,
             freed: [None; 2],

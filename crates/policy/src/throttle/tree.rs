@@ -34,10 +34,12 @@ use alloc::boxed::Box;
 use alloc::vec::Vec;
 
 mod carry;
+mod lent;
 mod moves;
 mod serve;
 mod spare;
 
+pub use lent::{Lent, Wanted};
 use serve::Path;
 
 const ROOT: usize = 0;
@@ -123,6 +125,10 @@ pub struct Tree<T> {
     held: Option<Held>,
     /// A disk has brought something from elsewhere: until then nobody looks for what one did.
     has_moved: bool,
+    /// Parts of limits over many hosts, by their slots: few.
+    lent: Vec<(usize, Lent)>,
+    /// The first instant at which one of them runs out.
+    lease_ends: Instant,
 }
 
 impl<T> Tree<T> {
@@ -139,6 +145,8 @@ impl<T> Tree<T> {
             path: Path::new(),
             held: None,
             has_moved: false,
+            lent: Vec::new(),
+            lease_ends: Instant::MAX,
         }
     }
 
@@ -231,6 +239,8 @@ impl<T> Tree<T> {
 
         let node = &mut self.nodes[slot];
         node.present = false;
+        self.take_back(slot);
+        let node = &self.nodes[slot];
         let (parent, number, freed) = (node.parent, node.number, demand(node.share, node.promised));
         if let Some(schedule) = &mut self.nodes[parent].schedule {
             schedule.leave(number);
@@ -249,7 +259,8 @@ impl<T> Tree<T> {
     ///
     /// Other limits take over what has passed under those before: over any window no more passes
     /// than the limits in force allowed, and one burst, however often they change. (QEMU's begin
-    /// with empty buckets, and grant a burst with each change.)
+    /// with empty buckets, and grant a burst with each change.) Limits that are lent
+    /// ([`Tree::lend`]) stay as they are.
     ///
     /// # Errors
     /// [`Refused`]: invalid limits, or promises that cannot be kept. Everything stays as it was
@@ -263,12 +274,16 @@ impl<T> Tree<T> {
     ) -> Result<(), Refused> {
         limits.validate()?;
         let slot = self.slot(node);
-        let node = &self.nodes[slot];
-        let (old, new) = (demand(node.share, node.promised), demand(share, node.promised));
-        Supply { limits, capacity: node.capacity }.check(new)?;
-        self.check_promises(node.parent, old, new, &[])?;
-        let (other_limits, other_share) = (limits != node.limits(), share != node.share);
-        self.now = self.now.max(now);
+        self.pass_time(now);
+        let here = &self.nodes[slot];
+        let (old, new) = (demand(here.share, here.promised), demand(share, here.promised));
+        let limits = match self.lent(node) {
+            Some(_) => self.check_supply(slot, new).map(|()| here.limits())?,
+            None => Supply { limits, capacity: here.capacity }.check(new).map(|()| limits)?,
+        };
+        self.check_promises(self.nodes[slot].parent, old, new, &[])?;
+        let here = &self.nodes[slot];
+        let (other_limits, other_share) = (limits != here.limits(), share != here.share);
         if other_share {
             self.apply_share(slot, share);
         }
@@ -296,13 +311,8 @@ impl<T> Tree<T> {
     ) -> Result<[u64; 6], Invalid> {
         limits.validate()?;
         let slot = self.slot(node);
-        self.now = self.now.max(now);
-        let before = self.nodes[slot].limits();
-        let given = self.nodes[slot].divide(limits, credit, self.now);
-        self.follow_limits(slot, &before);
-        self.share_lanes(slot);
-        self.settle_both_up(slot);
-        Ok(given)
+        self.pass_time(now);
+        Ok(self.put_part(slot, limits, credit))
     }
 
     /// Says what the device below a node can do, in operations and bytes per second: reservations
@@ -322,7 +332,7 @@ impl<T> Tree<T> {
     /// Says how a node's limits are applied: poll afterwards. What is in its buckets stays.
     pub fn enforce(&mut self, node: NodeId, enforcement: Enforcement, now: Instant) {
         let slot = self.slot(node);
-        self.now = self.now.max(now);
+        self.pass_time(now);
         let node = &mut self.nodes[slot];
         let before = node.enforcement;
         if before == enforcement {
@@ -495,7 +505,7 @@ impl<T> Tree<T> {
             let node = &self.nodes[slot];
             let before = freed.iter().find(|(at, _)| *at == slot).map_or(node.promised, |(_, left)| *left);
             let promised = exchange(before, old, new);
-            Supply { limits: node.limits(), capacity: node.capacity }.check(promised)?;
+            self.check_supply(slot, promised)?;
             (old, new) = (demand(node.share, before), demand(node.share, promised));
         }
         Ok(())

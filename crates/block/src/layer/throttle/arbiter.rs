@@ -27,7 +27,7 @@ use std::{
 };
 
 use policy::{
-    throttle::{Decision, Enforcement, Held as HeldBy, Limits, NodeId, Refused, Share, Tree},
+    throttle::{Decision, Enforcement, Held as HeldBy, Invalid, Lent, Limits, NodeId, Refused, Share, Tree},
     time::Instant,
 };
 
@@ -224,6 +224,25 @@ impl Held<'_> {
             self.open_gates();
         }
         Ok(())
+    }
+
+    /// Puts a part in force of limits that are divided over hosts; returns the room for bursts that
+    /// is given up. Afterwards, [`Arbiter::release`].
+    pub(super) fn divide(
+        &mut self,
+        node: NodeId,
+        limits: Limits,
+        credit: [u64; 6],
+        lent: Lent,
+        now: Instant,
+    ) -> Result<[u64; 6], Invalid> {
+        let was_unlimited = self.state.tree.limits(node).is_unlimited();
+        let given = self.state.tree.divide(node, limits, credit, now)?;
+        self.state.tree.lend(node, lent);
+        if was_unlimited != limits.is_unlimited() {
+            self.open_gates();
+        }
+        Ok(given)
     }
 
     /// Opens and closes the disks' gates as their limits, and those above them, now say.

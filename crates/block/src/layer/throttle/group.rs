@@ -9,7 +9,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use policy::{
-    throttle::{Brief, Enforcement, Filled, Invalid, NodeId, Refused, Stats},
+    throttle::{Brief, Enforcement, Filled, Invalid, Lent, Limits, NodeId, Refused, Stats, Wanted},
+    time::Instant,
     watermark::Watermark,
 };
 
@@ -78,11 +79,66 @@ impl Group {
     pub fn set(&self, settings: GroupSettings) -> Result<(), Refused> {
         let now = reactor::now();
         let mut current = self.lock();
-        self.arbiter.lock().configure(self.node, settings.limits, settings.share, now)?;
-        *current = settings;
+        let mut held = self.arbiter.lock();
+        let is_lent = held.tree().lent(self.node).is_some();
+        if is_lent && (settings.limits != current.limits || settings.watermark.percent() > 0) {
+            return Err(Refused::Lent);
+        }
+        held.configure(self.node, settings.limits, settings.share, now)?;
+        // What is lent stays.
+        *current = GroupSettings { limits: held.tree().limits(self.node), ..settings };
+        drop(held);
         drop(current);
         arm(self.arbiter.release(now));
         Ok(())
+    }
+
+    /// Puts a part of limits in force that are divided over hosts, as of that instant; `lent` says
+    /// until when, and what holds then. [`Group::set`] does not change them any more. Returns the
+    /// room for bursts that is given up: see [`policy::throttle::Tree::divide`].
+    ///
+    /// # Errors
+    /// [`Invalid`] limits; nothing has changed.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn divide(
+        &self,
+        limits: Limits,
+        credit: [u64; 6],
+        lent: Lent,
+        from: Instant,
+    ) -> Result<[u64; 6], Invalid> {
+        let mut current = self.lock();
+        let given = self.arbiter.lock().divide(self.node, limits, credit, lent, from)?;
+        current.limits = limits;
+        drop(current);
+        arm(self.arbiter.release(reactor::now()));
+        Ok(given)
+    }
+
+    /// Says anew until when its limits hold, and what holds then.
+    pub fn lend(&self, lent: Lent) {
+        self.arbiter.lock().tree().lend(self.node, lent);
+    }
+
+    /// What is lent to it, if its limits are divided over hosts.
+    pub fn lent(&self) -> Option<Lent> {
+        self.arbiter.lock().tree().lent(self.node)
+    }
+
+    /// What its members want that wait, or asked since this was called last.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn wanted(&self) -> Wanted {
+        let now = reactor::now();
+        self.arbiter.lock().tree().wanted(self.node, now)
+    }
+
+    /// What is promised to it and inside, in operations and bytes per second.
+    pub fn promised(&self) -> [u64; 2] {
+        self.arbiter.lock().tree().promised(self.node)
     }
 
     /// What has passed here, what waits and for what.

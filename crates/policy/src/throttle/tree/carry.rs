@@ -29,7 +29,7 @@ impl<T> Tree<T> {
     pub fn fill(&mut self, node: NodeId, filled: &Filled, now: Instant) -> Result<(), Invalid> {
         filled.limits.validate()?;
         let slot = self.slot(node);
-        self.now = self.now.max(now);
+        self.pass_time(now);
         let buckets = Buckets::filled(filled, self.now);
         self.nodes[slot].take_over(Box::new(Limited { limits: filled.limits, buckets }), self.now);
         self.settle_both_up(slot);

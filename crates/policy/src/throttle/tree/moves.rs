@@ -58,7 +58,7 @@ impl<T> Tree<T> {
     /// If the node was removed.
     pub fn take_over(&mut self, disk: NodeId, charged: Charged, now: Instant) {
         let slot = self.slot(disk);
-        self.now = self.now.max(now);
+        self.pass_time(now);
         let now = self.now;
         let Charged { own, apart: mut brought, mut common } = charged;
         if let Some(own) = own {

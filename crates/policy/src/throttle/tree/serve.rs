@@ -143,7 +143,7 @@ impl<T> Tree<T> {
     }
 
     fn advance(&mut self, now: Instant) {
-        self.now = self.now.max(now);
+        self.pass_time(now);
         while let Some((until, item)) = self.wakes.first()
             && until <= self.now
         {

@@ -21,6 +21,7 @@ impl<T> Tree<T> {
     /// Never changes what becomes of a request, so there is no need to poll after it. An instant
     /// before the last counts as that one.
     pub fn spare(&mut self, disk: NodeId, cost: &Cost, given_back: GivenBack, now: Instant) -> bool {
+        self.run_out_by(now);
         let slot = self.slot(disk);
         // All the way: each level is to have back what it is given.
         let mut free = true;

@@ -1,0 +1,269 @@
+//! A node whose limits are a part of limits over many hosts: lent until an instant.
+//!
+//! ```text
+//!   lent 6000 ───────────────┐ until
+//!                            └────── safe share, 66, from that instant on
+//!   promises below are judged by the whole limit, and what other hosts have left of it
+//! ```
+//!
+//! The tree itself looks at the clock before it lets anything pass: so a process that was asleep
+//! while its lease ran out uses nothing of it, whoever asks first. That is one comparison.
+//!
+//! Never extends a lease: [`Tree::lend`] is the caller's, by the rules of
+//! [`cluster`](crate::cluster).
+
+use super::super::booking::{Bound, Overbooked, Supply, Unit};
+use super::super::limits::Limits;
+use super::super::node::NodeId;
+use super::{ROOT, Tree, demand};
+use crate::request::Direction;
+use crate::time::Instant;
+use alloc::vec::Vec;
+
+/// What a node has of limits that are divided over hosts, besides the part in force.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lent {
+    /// From here on `safe` holds; never, with [`Instant::MAX`].
+    pub until: Instant,
+    /// What holds without a lease. Valid, as `whole` is.
+    pub safe: Limits,
+    /// Of all hosts together.
+    pub whole: Limits,
+    /// What may be promised here, in operations and bytes per second, besides what `whole` allows;
+    /// `None` is not bounded.
+    pub left: [Option<u64>; 2],
+}
+
+/// What the members of a group want, for whoever divides limits over hosts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Wanted {
+    /// Of the members that wait, or asked since the last look, together.
+    pub weight: u64,
+    /// Promised to those, in operations and bytes per second.
+    pub reserved: [u64; 2],
+    /// How long the request has waited that waits longest, in nanoseconds.
+    pub waiting_ns: u64,
+}
+
+impl<T> Tree<T> {
+    /// Says until when the limits of a node hold, and what holds then. Promises that are there
+    /// stay, also where they are too many.
+    ///
+    /// # Panics
+    /// If the node was removed.
+    pub fn lend(&mut self, node: NodeId, lent: Lent) {
+        let slot = self.slot(node);
+        self.take_back(slot);
+        self.lent.push((slot, lent));
+        self.lease_ends = self.lent.iter().map(|(_, lent)| lent.until).min().unwrap_or(Instant::MAX);
+    }
+
+    /// What was said of it, if it was.
+    ///
+    /// # Panics
+    /// If the node was removed.
+    pub fn lent(&self, node: NodeId) -> Option<Lent> {
+        self.lent_at(self.slot(node))
+    }
+
+    /// What is promised at and below a node, in operations and bytes per second.
+    ///
+    /// # Panics
+    /// If the node was removed.
+    pub fn promised(&self, node: NodeId) -> [u64; 2] {
+        let node = &self.nodes[self.slot(node)];
+        demand(node.share, node.promised)
+    }
+
+    /// What the members of a group want that wait, or asked since this was called last.
+    ///
+    /// # Panics
+    /// If the node was removed.
+    pub fn wanted(&mut self, group: NodeId, now: Instant) -> Wanted {
+        let slot = self.slot(group);
+        let mut wanted = Wanted::default();
+        for child in self.slots_below(slot) {
+            let node = &mut self.nodes[child];
+            let asked = node.counters.iter().fold(0_u64, |sum, one| sum.saturating_add(one.requests));
+            let is_new = core::mem::replace(&mut node.seen, asked) != asked;
+            if is_new || node.waiting != [0; 2] {
+                wanted.weight += u64::from(node.share.weight());
+                let reserved = demand(node.share, node.promised);
+                wanted.reserved = [0, 1].map(|unit| wanted.reserved[unit].saturating_add(reserved[unit]));
+            }
+        }
+        if self.nodes[slot].waiting != [0; 2] {
+            wanted.waiting_ns = self.oldest(slot).map_or(0, |since| now.nanos_since(since));
+        }
+        wanted
+    }
+
+    pub(super) fn run_out_by(&mut self, now: Instant) {
+        if now >= self.lease_ends {
+            self.run_out(now);
+        }
+    }
+
+    pub(super) fn pass_time(&mut self, now: Instant) {
+        self.run_out_by(now);
+        self.now = self.now.max(now);
+    }
+
+    pub(super) fn take_back(&mut self, slot: usize) {
+        self.lent.retain(|(known, _)| *known != slot);
+    }
+
+    pub(super) fn check_supply(&self, slot: usize, promised: [u64; 2]) -> Result<(), Overbooked> {
+        let node = &self.nodes[slot];
+        let lent = self.lent_at(slot);
+        let limits = lent.map_or_else(|| node.limits(), |lent| lent.whole);
+        Supply { limits, capacity: node.capacity }.check(promised)?;
+        let left = lent.map_or([None; 2], |lent| lent.left);
+        for unit in Unit::ALL {
+            let asked = promised[unit.index()];
+            if let Some(available) = left[unit.index()].filter(|left| asked > *left && asked > 0) {
+                return Err(Overbooked { unit, asked, available, bound: Bound::Cluster });
+            }
+        }
+        Ok(())
+    }
+
+    fn lent_at(&self, slot: usize) -> Option<Lent> {
+        self.lent.iter().find(|(known, _)| *known == slot).map(|(_, lent)| *lent)
+    }
+
+    #[cold]
+    fn run_out(&mut self, now: Instant) {
+        while let Some((at, _)) = self
+            .lent
+            .iter()
+            .enumerate()
+            .map(|(at, (_, lent))| (at, lent.until))
+            .min_by_key(|(_, until)| *until)
+            .filter(|(_, until)| *until <= now)
+        {
+            let (slot, lent) = &mut self.lent[at];
+            let (slot, safe) = (*slot, lent.safe);
+            let until = core::mem::replace(&mut lent.until, Instant::MAX);
+            self.now = self.now.max(until);
+            // What is given up here nobody may have: the leader has counted it as lost.
+            let _lost = self.put_part(slot, safe, [0; 6]);
+        }
+        self.lease_ends = self.lent.iter().map(|(_, lent)| lent.until).min().unwrap_or(Instant::MAX);
+    }
+
+    pub(super) fn put_part(&mut self, slot: usize, limits: Limits, credit: [u64; 6]) -> [u64; 6] {
+        let before = self.nodes[slot].limits();
+        let given = self.nodes[slot].divide(limits, credit, self.now);
+        self.follow_limits(slot, &before);
+        self.share_lanes(slot);
+        self.settle_both_up(slot);
+        given
+    }
+
+    fn slots_below(&self, slot: usize) -> Vec<usize> {
+        let schedule = self.nodes[slot].schedule.as_ref();
+        schedule.into_iter().flat_map(|schedule| schedule.slots()).collect()
+    }
+
+    /// Since when the request waits at or below a node that waits longest.
+    fn oldest(&self, slot: usize) -> Option<Instant> {
+        debug_assert!(slot != ROOT, "of a group");
+        let fronts = Direction::ALL.map(|direction| self.nodes[slot].queue(direction).front());
+        let own = fronts.into_iter().flatten().map(|waiter| waiter.since);
+        let below = self.slots_below(slot).into_iter();
+        let below = below.filter(|child| self.nodes[*child].waiting != [0; 2]);
+        own.chain(below.filter_map(|child| self.oldest(child))).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Admission, Decision};
+    use super::*;
+    use crate::throttle::{Cost, LimitKind, Limits, Refused, Share};
+    use crate::time::Duration;
+
+    fn iops(rate: u64) -> Limits {
+        let mut limits = Limits::default();
+        limits.limit_mut(LimitKind::IopsTotal).rate = rate;
+        limits
+    }
+
+    fn at(ms: u64) -> Instant {
+        Instant::ZERO + Duration::from_millis(ms)
+    }
+
+    /// A group with 1000 of 10,000 until the instant of 1 s, 100 of them its safe share.
+    fn lent(left: [Option<u64>; 2]) -> (Tree<u32>, NodeId) {
+        let mut tree = Tree::new(at(0));
+        let group = tree.add(None, Limits::default(), Share::default()).unwrap();
+        tree.divide(group, iops(1000), [0; 6], at(0)).unwrap();
+        tree.lend(group, Lent { until: at(1000), safe: iops(100), whole: iops(10_000), left });
+        (tree, group)
+    }
+
+    #[test]
+    fn who_asks_first_after_the_end_finds_the_safe_share() {
+        let (mut tree, group) = lent([None; 2]);
+        let disk = tree.add(Some(group), Limits::default(), Share::default()).unwrap();
+        assert_eq!(tree.limits(group), iops(1000));
+        let mut passed = 0;
+        // Asleep from here on until long after.
+        while tree.pass(disk, Direction::Read, &Cost::one(4096), at(999)) {
+            passed += 1;
+        }
+        assert_eq!(passed, 101, "a tenth of a second, and the one that makes it run over");
+        // What the last millisecond has leaked; and no room of the safe share's own.
+        assert!(tree.pass(disk, Direction::Read, &Cost::one(4096), at(1000)));
+        assert!(!tree.pass(disk, Direction::Read, &Cost::one(4096), at(1000)));
+        assert_eq!(tree.limits(group), iops(100));
+        assert!(matches!(
+            tree.request(disk, Direction::Read, Cost::one(4096), 7, at(1000)),
+            Admission::Queued(_)
+        ));
+        assert_eq!(tree.poll(at(1001)), Decision::Wait { until: at(1010) });
+    }
+
+    #[test]
+    fn promises_are_judged_by_the_whole_and_by_what_others_leave() {
+        let promised = |tree: &mut Tree<u32>, group, iops| {
+            tree.add(Some(group), Limits::default(), Share::default().with_reservation(iops, 0))
+        };
+        let (mut tree, group) = lent([None; 2]);
+        promised(&mut tree, group, 2000).expect("more than the part, and less than the whole");
+        assert_eq!(tree.promised(group), [2000, 0]);
+        assert!(promised(&mut tree, group, 8001).is_err());
+        let (mut tree, group) = lent([Some(1500), None]);
+        let Err(Refused::Overbooked(overbooked)) = promised(&mut tree, group, 2000) else { panic!() };
+        assert_eq!((overbooked.available, overbooked.bound), (1500, Bound::Cluster));
+        promised(&mut tree, group, 1500).unwrap();
+    }
+
+    #[test]
+    fn a_weight_changes_and_the_part_stays() {
+        let (mut tree, group) = lent([None; 2]);
+        tree.configure(group, Limits::default(), Share::new(200).unwrap(), at(5)).unwrap();
+        assert_eq!(tree.limits(group), iops(1000));
+        tree.configure(group, Limits::default(), Share::new(100).unwrap(), at(2000)).unwrap();
+        assert_eq!(tree.limits(group), iops(100));
+    }
+
+    #[test]
+    fn who_waits_or_asked_wants_something() {
+        let (mut tree, group) = lent([None; 2]);
+        let share = |weight| Share::new(weight).unwrap();
+        let one = tree.add(Some(group), Limits::default(), share(10)).unwrap();
+        let other = tree.add(Some(group), Limits::default(), share(20).with_reservation(7, 0)).unwrap();
+        tree.add(Some(group), Limits::default(), share(40)).unwrap();
+        assert_eq!(tree.wanted(group, at(0)), Wanted::default());
+        assert!(tree.pass(one, Direction::Read, &Cost::one(1), at(0)));
+        assert_eq!(tree.wanted(group, at(0)).weight, 10);
+        assert_eq!(tree.wanted(group, at(0)).weight, 0, "since the last look nobody asked");
+        while tree.pass(other, Direction::Read, &Cost::one(1), at(0)) {}
+        assert!(matches!(tree.request(other, Direction::Read, Cost::one(1), 1, at(0)), Admission::Queued(_)));
+        tree.wanted(group, at(0));
+        let wanted = tree.wanted(group, at(30));
+        assert_eq!(wanted, Wanted { weight: 20, reserved: [7, 0], waiting_ns: 30_000_000 });
+    }
+}
