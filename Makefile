@@ -25,7 +25,7 @@ test-unit test-e2e: export PROPTEST_RNG_SEED ?= 1
 BENCH ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster bench bench-decisions bench-runtimes fuzz miri soak doc lint audit fmt deps clean
+.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster bench bench-decisions bench-hosts bench-runtimes fuzz miri soak doc lint audit fmt deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +67,7 @@ test-e2e: ## tests with real clients: the program's own, a browser, a guest's ke
 	@scripts/deps build clients browser containers guest packages
 	@scripts/python-clients
 	@scripts/prometheus
+	@scripts/etcd
 	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
 	tests/package/run "$(TARGET)/debug/weir"
 	tests/guest/against-weir "$(TARGET)/debug/weir"
@@ -89,6 +90,12 @@ bench-decisions: ## what one decision of the throttling and one chain of a virtu
 	@scripts/deps build
 	$(CARGO) bench --locked -p weir-policy --bench decide
 	$(CARGO) test --release --locked -p weir-export --lib an_indirect_chain_of_three -- --ignored --nocapture
+
+bench-hosts: ## one limit over three hosts and three members of etcd, which are killed, stopped and put to sleep: how fast shares follow, and that the limit holds (about 2 minutes)
+	@scripts/deps build clients
+	@scripts/etcd
+	$(RELEASE)
+	bench/hosts.py "$(TARGET)/release/weir"
 
 bench-runtimes: ## the reactor beside compio, the comparison of docs/decisions/0001 (about 4 minutes)
 	@scripts/deps build clients

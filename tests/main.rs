@@ -27,6 +27,7 @@ mod cgroup_limit;
 mod cgroup_run;
 mod cgroup_show;
 mod chains;
+mod cluster;
 mod control;
 mod control_socket;
 mod descriptors;

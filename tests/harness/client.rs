@@ -48,6 +48,8 @@ const PACKAGES: [(&str, &str); 29] = [
 const PYTHON_CLIENTS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../python-clients/bin");
 /// Where `scripts/prometheus` puts what Debian's package would start as a service.
 const PROMETHEUS: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../prometheus/bin");
+/// And `scripts/etcd` likewise.
+const ETCD: &str = concat!(env!("CARGO_TARGET_TMPDIR"), "/../etcd/bin");
 
 pub(crate) const WEIR: &str = env!("CARGO_BIN_EXE_weir");
 
@@ -68,6 +70,8 @@ pub(crate) fn search_path() -> OsString {
     path.push(PYTHON_CLIENTS);
     path.push(":");
     path.push(PROMETHEUS);
+    path.push(":");
+    path.push(ETCD);
     if let Some(inherited) = env::var_os("PATH") {
         path.push(":");
         path.push(inherited);
@@ -88,6 +92,10 @@ pub(crate) fn need(program: &str) {
     assert!(
         !program.starts_with("prom"),
         "{program}: not found (run `scripts/prometheus`, which unpacks it beside what cargo builds)"
+    );
+    assert!(
+        !program.starts_with("etcd"),
+        "{program}: not found (run `scripts/etcd`, which unpacks it beside what cargo builds)"
     );
     let package =
         PACKAGES.iter().find(|(name, _)| *name == program).map_or("that has it", |(_, package)| package);

@@ -4,6 +4,7 @@
 //! ```text
 //!   serve/      start and end: options (arguments/), whether it would start (check), signals
 //!   listen/     the sockets that clients connect to
+//!   cluster/    groups whose limits hold over many hosts: etcd, reports, grants
 //!   control/    what runs (inventory), and how it is changed while it runs
 //!     reload/   the config file read again: its difference to what runs, as one change
 //!     takeover/ another daemon goes on where this one stops
@@ -23,6 +24,7 @@
 //! Never touches a request: between a client and its disk there is only what `export` and `block`
 //! do.
 
+mod cluster;
 mod control;
 mod events;
 mod http;

@@ -65,6 +65,7 @@ impl Plan {
         check_names(&draft)?;
         check_images(&draft.disks)?;
         check_rates(&draft.disks)?;
+        check_cluster(&draft)?;
         let (by_name, groups) = Groups::plan(&draft.groups)?;
         let mut disks: Vec<_> =
             draft.disks.iter().map(|disk| plan_disk(disk, &by_name)).collect::<Result<_, _>>()?;
@@ -116,6 +117,28 @@ fn check_names(draft: &Draft) -> Result<(), Wrong> {
         }
         None => Ok(()),
     }
+}
+
+/// Limits over many hosts are set once for all of them, and hold whatever a device does.
+fn check_cluster(draft: &Draft) -> Result<(), Wrong> {
+    for group in &draft.groups {
+        let Some(place) = &group.cluster else { continue };
+        let name = &group.name.value;
+        if draft.service.cluster.is_none() {
+            return Err(place.wrong("there is no cluster (add [cluster] with name and etcd)"));
+        }
+        if let Some(limit) = group.settings.limits.first() {
+            return Err(limit.wrong(format!(
+                "is the cluster's to say, the same for all hosts (leave it out here; `weir throttle {name} --cluster` sets it for all)"
+            )));
+        }
+        if let Some(watermark) = &group.settings.watermark {
+            return Err(watermark.wrong(
+                "lifts limits where a device of this host is idle, and these are of all hosts (leave one of them out)",
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// What the NBD protocol can carry, a log line can show, and a path can hold: `.` and `..` are no
@@ -479,6 +502,7 @@ fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
         image_root: draft.image_root.map(|said| said.value),
         cgroup_limits: draft.cgroup_limits.map(|said| said.value),
         record: draft.record.map(|said| said.value),
+        cluster: draft.cluster,
         sandbox: draft.sandbox.map(|said| said.value).unwrap_or_default(),
         user,
     })

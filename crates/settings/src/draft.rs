@@ -10,8 +10,8 @@ use block::{
 use policy::time::Duration;
 
 use super::{
-    AccessDraft, Address, Door, Image, LogFormat, OnErrorDraft, OnEvent, Owner, Place, PrefetchDraft,
-    Qcow2Draft, Record, Said, Sandbox, SettingsDraft, tls::TlsDraft,
+    AccessDraft, Address, Cluster, Door, Image, LogFormat, OnErrorDraft, OnEvent, Owner, Place,
+    PrefetchDraft, Qcow2Draft, Record, Said, Sandbox, SettingsDraft, tls::TlsDraft,
 };
 
 /// All that the command line and the config file said.
@@ -85,6 +85,8 @@ pub struct GroupDraft {
     pub settings: SettingsDraft,
     /// The group it lies in.
     pub group: Option<Said<String>>,
+    /// Where it was said that its limits are the cluster's, if it was.
+    pub cluster: Option<Place>,
 }
 
 /// What was said about the process.
@@ -124,6 +126,7 @@ pub struct ServiceDraft {
     /// The file of control groups' limits to watch.
     pub cgroup_limits: Option<Said<PathBuf>>,
     pub record: Option<Said<Record>>,
+    pub cluster: Option<Cluster>,
     pub sandbox: Option<Said<Sandbox>>,
     pub user: Option<Said<Owner>>,
 }
@@ -162,6 +165,7 @@ impl ServiceDraft {
             image_root: self.image_root.or(other.image_root),
             cgroup_limits: self.cgroup_limits.or(other.cgroup_limits),
             record: self.record.or(other.record),
+            cluster: self.cluster.or(other.cluster),
             sandbox: self.sandbox.or(other.sandbox),
             user: self.user.or(other.user),
         }

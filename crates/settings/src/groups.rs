@@ -37,7 +37,12 @@ impl<'a> Groups<'a> {
         let plan = |&index: &usize| {
             let draft = &drafts[index];
             let parent = parents[index].map(|parent| groups.planned[parent]);
-            Ok(Group { name: draft.name.value.clone(), settings: draft.settings.check()?, parent })
+            Ok(Group {
+                name: draft.name.value.clone(),
+                settings: draft.settings.check()?,
+                parent,
+                cluster: draft.cluster.is_some(),
+            })
         };
         let planned = order.iter().map(plan).collect::<Result<_, _>>()?;
         Ok((groups, planned))

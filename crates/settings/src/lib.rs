@@ -28,6 +28,7 @@ pub mod arguments;
 pub mod check;
 #[allow(missing_docs, reason = "a field is the option of its name, which docs/reference/config.md explains")]
 mod clients;
+mod cluster;
 pub mod config;
 pub mod control;
 mod doors;
@@ -69,6 +70,7 @@ use block::{
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
 pub use clients::{AccessDraft, tls_name};
+pub use cluster::{Cluster, Etcd, cluster_name, safe_share};
 pub use doors::{Door, Fuse, Keyed, NbdDevice, Socket, Ublk, VhostUserBlk};
 pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
 pub use http::{Http, http_name};
@@ -163,6 +165,8 @@ pub struct Group {
     pub settings: Settings,
     /// Index in [`Plan::groups`], smaller than this group's, of the group that it lies in.
     pub parent: Option<usize>,
+    /// Its limits are those of the cluster, over all hosts.
+    pub cluster: bool,
 }
 
 /// A place where clients connect, and what they find there.
@@ -257,6 +261,8 @@ pub struct Service {
     pub cgroup_limits: Option<PathBuf>,
     /// What is kept of what disks are asked; `None`: nothing.
     pub record: Option<Record>,
+    /// The hosts that share limits with this one; `None`: none do.
+    pub cluster: Option<Cluster>,
     /// Which rights it gives up once all is open.
     pub sandbox: Sandbox,
     /// Who it goes on as then; `None`: as it was started.

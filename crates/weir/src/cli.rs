@@ -6,8 +6,8 @@ use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, Sub
 use daemon::serve::ServeArgs;
 
 use crate::{
-    adding, attach, complete, generate, mount_helper, prefetch, record, reload, resume, status, throttle,
-    top, verify,
+    adding, attach, cluster, complete, generate, mount_helper, prefetch, record, reload, resume, status,
+    throttle, top, verify,
 };
 
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
@@ -112,6 +112,9 @@ pub(crate) enum Command {
     /// Show what a disk or a group is held to, or change it while it runs
     #[command(after_help = throttle::EXAMPLES)]
     Throttle(Box<throttle::ThrottleArgs>),
+    /// Show the hosts that share limits, what they want and what each may use
+    #[command(subcommand, after_help = cluster::EXAMPLES)]
+    Cluster(cluster::ClusterCommand),
     /// Show what is read ahead of a disk's readers, or change it while it runs
     #[command(after_help = prefetch::EXAMPLES)]
     Prefetch(prefetch::PrefetchArgs),

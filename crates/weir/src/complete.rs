@@ -11,6 +11,7 @@ use std::time::Duration;
 use block::storage::{CacheMode, Format};
 use clap::{Arg, Command, ValueHint};
 use clap_complete::{ArgValueCandidates, CompleteEnv, CompletionCandidate};
+use serde_json::json;
 
 use crate::client::{Client, Target, report::Report};
 
@@ -57,6 +58,9 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
         (None, "NAME") if command == ["group", "remove"] => {
             argument.add(ArgValueCandidates::new(|| named(groups)))
         }
+        (None, "HOST") if command == ["cluster", "forget"] => {
+            argument.add(ArgValueCandidates::new(lost_hosts))
+        }
         // One that there is not yet.
         (None, "NAME") if command[1] == "add" => argument,
         (_, "GROUP") => argument.add(ArgValueCandidates::new(|| named(groups))),
@@ -81,6 +85,17 @@ fn named(list: fn(&Report) -> Vec<CompletionCandidate>) -> Vec<CompletionCandida
         client.status().ok()
     });
     asked.map(|(_, report)| list(&report)).unwrap_or_default()
+}
+
+/// Of the daemon's cluster: what it knows of hosts that are not there.
+fn lost_hosts() -> Vec<CompletionCandidate> {
+    let shown = Target::choose(None).ok().and_then(|target| {
+        let mut client = Client::connect_with(&target, PATIENCE).ok()?;
+        client.execute("x-weir-query-cluster", json!({})).ok()
+    });
+    let hosts = shown.as_ref().and_then(|shown| shown["hosts"].as_array()).into_iter().flatten();
+    let lost = hosts.filter(|host| host["present"] == false).filter_map(|host| host["name"].as_str());
+    lost.map(CompletionCandidate::new).collect()
 }
 
 fn disks(report: &Report) -> Vec<CompletionCandidate> {

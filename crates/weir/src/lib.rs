@@ -3,6 +3,7 @@
 //! ```text
 //!   cli                  the commands by name; each room below has its own options and work
 //!   client               the daemon's control socket from the other end: reports, rates, changes
+//!   cluster              the hosts that share limits
 //!   attach               a disk as a device of this host; the process that keeps it; detach
 //!   status, top          what runs; the same, live
 //!   throttle, prefetch   one setting of what runs, shown or changed
@@ -26,6 +27,7 @@ mod attach;
 mod background;
 mod cli;
 mod client;
+mod cluster;
 mod complete;
 mod described;
 mod generate;
@@ -87,7 +89,8 @@ pub fn main() -> ExitCode {
         Command::OnEventRunner => daemon::run_on_event(),
         Command::Status(arguments) => status::run(arguments),
         Command::Verify(arguments) => verify::run(arguments),
-        Command::Throttle(arguments) => saving::run(&*arguments),
+        Command::Throttle(arguments) => throttle::run(&arguments),
+        Command::Cluster(command) => cluster::run(command),
         Command::Prefetch(arguments) => saving::run(&arguments),
         Command::Disk(command) => adding::disk(command),
         Command::Group(command) => adding::group(command),

@@ -77,6 +77,9 @@ pub(crate) fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<Vec<A
         let group = Group::new(&planned.name, planned.settings.of_group(), parent)
             .with_context(|| format!("group {}", planned.name))?;
         inventory.add_group(&group)?;
+        if let Some(cluster) = inventory.cluster().filter(|_| planned.cluster) {
+            cluster.take_part(&group)?;
+        }
         groups.push(group);
     }
     for remark in plan.remarks() {

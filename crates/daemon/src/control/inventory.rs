@@ -50,6 +50,7 @@ pub(crate) use super::{
     running::{NodeBelow, RunningDisk, StorageNode},
 };
 use crate::{
+    cluster::Cluster,
     events::{Deliveries, Events},
     listen::{Inherited, Listening},
     sandbox::Entered,
@@ -144,6 +145,7 @@ pub(crate) struct Inventory {
     /// Doors that open once another daemon has given them up, by the ids of their exports.
     pub(crate) awaited: RefCell<BTreeMap<String, settings::Door>>,
     devices: OnceCell<Devices>,
+    cluster: OnceCell<Rc<Cluster>>,
     image_root: OnceCell<Root>,
     sandbox: OnceCell<Entered>,
     secrets: RefCell<BTreeMap<String, Secret>>,
@@ -192,6 +194,7 @@ impl Inventory {
             exports: RefCell::default(),
             awaited: RefCell::default(),
             devices: OnceCell::new(),
+            cluster: OnceCell::new(),
             image_root: OnceCell::new(),
             sandbox: OnceCell::new(),
             secrets: RefCell::default(),
@@ -220,6 +223,21 @@ impl Inventory {
 
     pub(crate) fn uptime(&self) -> Duration {
         reactor::now() - self.started
+    }
+
+    /// Groups may be those of a cluster from now on.
+    pub(crate) fn join(&self, cluster: Rc<Cluster>) {
+        let _ = self.cluster.set(cluster);
+    }
+
+    /// None where it is in none.
+    pub(crate) fn cluster(&self) -> Option<&Rc<Cluster>> {
+        self.cluster.get()
+    }
+
+    /// The cluster, if a group's limits are its.
+    pub(crate) fn cluster_of(&self, group: &str) -> Option<&Rc<Cluster>> {
+        self.cluster().filter(|cluster| cluster.has(group))
     }
 
     /// Images that are opened from now on must lie in this directory, and all they name.
@@ -477,6 +495,9 @@ impl Inventory {
             return Err(Refused::HasMembers { group: name.to_owned(), member });
         }
         self.groups.borrow_mut().remove(name);
+        if let Some(cluster) = self.cluster() {
+            cluster.leave(name);
+        }
         self.tell(&Change::Listed { name: name.to_owned() });
         Ok(())
     }

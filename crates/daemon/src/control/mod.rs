@@ -10,6 +10,7 @@
 //! There is one list of what runs, the [`Inventory`](inventory::Inventory). It belongs to the main
 //! thread; the data path has no need of it.
 
+mod around_cluster;
 pub(crate) mod assemble;
 pub(crate) mod bitmaps;
 pub(crate) mod change;

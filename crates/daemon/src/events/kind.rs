@@ -78,6 +78,8 @@ kinds! {
     GroupAdded "group_added" Info
     GroupRemoved "group_removed" Info
     TakenOver "taken_over" Info
+    ClusterJoined "cluster_joined" Info
+    ClusterApart "cluster_apart" Warning
 }
 
 /// One that is about to be told: see [`Events::tell`](super::Events::tell).

@@ -46,6 +46,7 @@ impl Collector for Families {
         prefetches(&mut writer, disks)?;
         caches(&mut writer, disks)?;
         self.devices(&mut writer)?;
+        self.cluster(&mut writer)?;
         self.cgroups.tell(&mut writer)
     }
 }
@@ -123,6 +124,24 @@ impl Families {
         let help = "Requests that are not in it.";
         to.counters("weir_record_lost_requests", help, each(|one| one.lost))?;
         to.counters("weir_record_written_bytes", "Bytes of its files.", each(|one| one.bytes))
+    }
+
+    fn cluster(&self, to: &mut Writer<'_>) -> fmt::Result {
+        let cluster = self.snapshot.cluster.as_ref();
+        let one = |is: Option<bool>| is.map(|is| ([], u64::from(is)));
+        to.gauges(
+            "weir_cluster_connected",
+            "1 while this host has its part of the cluster's limits.",
+            one(cluster.map(|cluster| cluster.is_connected)),
+        )?;
+        to.gauges(
+            "weir_cluster_leader",
+            "1 while this host divides them.",
+            one(cluster.map(|cluster| cluster.is_leader)),
+        )?;
+        let leases = cluster.into_iter().flat_map(|cluster| &cluster.leases);
+        let rows = leases.map(|(group, is)| ([("group", &**group)], u64::from(*is)));
+        to.gauges("weir_cluster_leased", "1 while a group has more than its safe share.", rows)
     }
 
     fn connections(&self, to: &mut Writer<'_>) -> fmt::Result {

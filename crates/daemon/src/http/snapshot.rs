@@ -57,6 +57,17 @@ pub(super) struct Snapshot {
     pub(super) recordings: Vec<RecordingFigures>,
     /// Delivered, failed, skipped; none where events are not handed on.
     pub(super) deliveries: Option<[u64; 3]>,
+    /// None where it is in none.
+    pub(super) cluster: Option<ClusterFigures>,
+}
+
+/// Of the hosts that share limits with this one.
+#[derive(Debug)]
+pub(super) struct ClusterFigures {
+    pub(super) is_connected: bool,
+    pub(super) is_leader: bool,
+    /// Groups, and whether they have more than their safe share.
+    pub(super) leases: Vec<(String, bool)>,
 }
 
 #[derive(Debug)]
@@ -152,6 +163,11 @@ impl Snapshot {
                 .get()
                 .map(|counts| [&counts.delivered, &counts.failed, &counts.skipped].map(Cell::get)),
             workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.figures())).collect(),
+            cluster: inventory.cluster().map(|cluster| ClusterFigures {
+                is_connected: cluster.is_connected(),
+                is_leader: cluster.is_leader(),
+                leases: cluster.standings().into_iter().map(|one| (one.group, one.is_leased)).collect(),
+            }),
         }
     }
 }

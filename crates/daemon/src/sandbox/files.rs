@@ -175,6 +175,11 @@ impl Rules {
         if let Some(capacity) = store.file("x").parent() {
             self.readable(capacity)?;
         }
+        for directory in &served.own {
+            let access =
+                make_bitflags!(AccessFs::{ReadDir | ReadFile | WriteFile | MakeReg | RemoveFile | Truncate});
+            self.allow(directory, access)?;
+        }
         if let Some(config) = config {
             self.beside(config)?;
         }

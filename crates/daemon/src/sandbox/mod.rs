@@ -34,6 +34,7 @@ use rustix::thread::{self, CapabilitySet, CapabilitySets};
 use settings::{Address, Door, Endpoint, Plan, Sandbox, Service, SocketAccess};
 
 use files::Files;
+pub(crate) use user::ids;
 
 /// What runs decides how much has to be kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,7 +45,7 @@ struct Needs {
     helper: bool,
     /// It listens at TCP, or calls there.
     tcp: bool,
-    /// It calls a virtual machine that listens, or an NBD server.
+    /// It calls a virtual machine that listens, an NBD server, or etcd.
     calls: bool,
     /// Its sockets have another owner or mode than such files have.
     gives: bool,
@@ -67,6 +68,10 @@ pub(crate) struct Served {
     pub(crate) cluster: bool,
     /// Images at NBD servers.
     pub(crate) remotes: Vec<Uri>,
+    /// Of TCP, where it calls etcd: on any machine.
+    pub(crate) etcd_ports: Vec<u16>,
+    /// Directories of its own files: made, written anew and removed there.
+    pub(crate) own: Vec<PathBuf>,
 }
 
 impl Needs {
@@ -81,7 +86,7 @@ impl Needs {
             ..Self::default()
         };
         // To connect again after a break.
-        needs.calls = !served.remotes.is_empty();
+        needs.calls = !served.remotes.is_empty() || !served.etcd_ports.is_empty();
         needs.tcp |= !called_ports(served).is_empty();
         for door in &served.doors {
             match door {
@@ -102,7 +107,8 @@ impl Needs {
 
 /// The ports at others that the daemon may call later: all that landlock can tell of a call.
 fn called_ports(served: &Served) -> Vec<u16> {
-    served.remotes.iter().filter_map(|uri| uri.server.port()).collect()
+    let servers = served.remotes.iter().filter_map(|uri| uri.server.port());
+    servers.chain(served.etcd_ports.iter().copied()).collect()
 }
 
 /// Whether the daemon is in the sandbox, and what it was let keep.

@@ -21,6 +21,14 @@ pub(super) struct Identity {
     groups: Vec<Gid>,
 }
 
+/// The numbers of a user and a group, for files that are to be theirs.
+///
+/// # Errors
+/// As [`find`].
+pub(crate) fn ids(owner: &Owner) -> anyhow::Result<(u32, u32)> {
+    find(owner).map(|identity| (identity.user.as_raw(), identity.group.as_raw()))
+}
+
 /// # Errors
 /// If there is no such user or group, or the daemon is not root.
 pub(super) fn find(owner: &Owner) -> anyhow::Result<Identity> {

@@ -20,7 +20,7 @@ use std::{
     future::poll_fn,
     path::{self, Path, PathBuf},
     pin::pin,
-    rc::Rc,
+    rc::{Rc, Weak},
     task::Poll,
 };
 
@@ -45,6 +45,7 @@ use settings::{
 use steps::Steps;
 
 use crate::{
+    cluster::{self, Cluster},
     control::{
         assemble::{self, Late},
         held_back,
@@ -187,6 +188,8 @@ struct Daemon {
     _watching: Vec<reactor::JoinHandle<()>>,
     _watchdog: Option<reactor::JoinHandle<()>>,
     _http: Option<http::Http>,
+    /// Its end leaves the cluster: nothing is in force here any more.
+    _cluster: Option<cluster::Running>,
     _pid_file: Option<PidFile>,
     /// Steers limits of control groups; at the end they hold as they are configured.
     _cgroups: Option<cgroup::watch::Running>,
@@ -226,6 +229,9 @@ impl Daemon {
         };
         let claimed = plan.service.pid_file.as_deref().map(claim).transpose()?.flatten();
         sandbox::check(&plan)?;
+        if let Some(cluster) = Cluster::prepare(&plan).await? {
+            inventory.join(cluster);
+        }
         let files = newcomer.as_ref().map(|newcomer| newcomer.passed().clone());
         // A key takes seconds to derive, and a pipe may never say its passphrase.
         let mut late = match until_ended(assemble::disks(&plan, &inventory, files), &events.1).await {
@@ -347,10 +353,26 @@ impl Daemon {
             let news = News::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
             inventory.events.tell(news);
         }
+        let around: Weak<Inventory> = Rc::downgrade(&inventory);
+        let cluster = inventory.cluster().map(|cluster| cluster.start(around)).transpose();
+        let cluster = cluster.unwrap_or_else(|error| {
+            tracing::error!("{error:#}: the cluster's safe share holds (restart weir)");
+            None
+        });
         let watched = inventory.watchdog.get().map(|allowed| watchdog::start(allowed, &workers));
         let (_watching, _watchdog) = (watching, watched);
-        let (_pid_file, _cgroups, _http) = (pid_file, cgroups, http);
-        Ok(Some(Self { inventory, control, _watching, _watchdog, _http, _pid_file, _cgroups, events }))
+        let (_pid_file, _cgroups, _http, _cluster) = (pid_file, cgroups, http, cluster);
+        Ok(Some(Self {
+            inventory,
+            control,
+            _watching,
+            _watchdog,
+            _http,
+            _cluster,
+            _pid_file,
+            _cgroups,
+            events,
+        }))
     }
 
     async fn run(self) -> anyhow::Result<()> {
@@ -656,6 +678,11 @@ async fn settle(
             .collect(),
         cluster: plan.disks.iter().any(assemble::is_late)
             || inventory.disks().iter().any(|disk| disk.image.is_rbd()),
+        etcd_ports: plan.service.cluster.as_ref().map(cluster::ports).unwrap_or_default(),
+        own: (plan.service.cluster.as_ref())
+            .and_then(|known| cluster::directory(plan.service.state.as_deref(), known))
+            .into_iter()
+            .collect(),
     };
     if let Some(entered) = sandbox::enter(plan, inventory.config.as_deref(), &served, workers).await? {
         inventory.enter(entered);

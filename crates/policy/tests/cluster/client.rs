@@ -3,7 +3,7 @@
 use crate::MS;
 use policy::cluster::{Host, Usage};
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, Limits, NodeId, Share, Tree};
+use policy::throttle::{Admission, Cost, Decision, Lent, Limits, NodeId, Share, Tree};
 use policy::time::Instant;
 
 /// What a client does from now on.
@@ -63,10 +63,20 @@ impl Machine {
             client.disk = Some(tree.add(Some(group), Limits::default(), share).unwrap());
             (client.in_flight, client.due) = (0, now);
         }
-        Self { host, tree, group, clients, done: Vec::new(), last_demand: [0; 6], next: now }
+        let mut machine =
+            Self { host, tree, group, clients, done: Vec::new(), last_demand: [0; 6], next: now };
+        machine.lend();
+        machine
     }
 
-    /// What the daemon does before anything else, whenever it runs.
+    /// Tells the tree when the lease ends: it looks at that by itself, whoever asks first.
+    pub(crate) fn lend(&mut self) {
+        let Self { host, tree, group, .. } = self;
+        let (safe, whole) = (host.safe(), *host.spec().limits());
+        tree.lend(*group, Lent { until: host.next(), safe, whole, left: [None; 2] });
+    }
+
+    /// What the daemon does at each tick, and before each word.
     pub(crate) fn look_at_the_clock(&mut self, now: u64) {
         let Self { host, tree, group, .. } = self;
         host.run_out(Instant::from_nanos(now), |limits, credit, at| {
@@ -87,7 +97,6 @@ impl Machine {
 
     /// Clients send what is due, and the tree lets pass what may; `passed` hears of each client's.
     pub(crate) fn run(&mut self, now: u64, mut passed: impl FnMut(usize)) {
-        self.look_at_the_clock(now);
         let at = Instant::from_nanos(now);
         let mut wake = u64::MAX;
         self.done.sort_unstable();
@@ -144,6 +153,8 @@ impl Machine {
             }
         }
         wake = self.done.iter().map(|(done, _)| *done).fold(wake, u64::min);
-        self.next = wake.min(self.host.next().as_nanos()).max(now + 1);
+        // Once it has passed, the tree knows.
+        let ends = Some(self.host.next().as_nanos()).filter(|ends| *ends > now);
+        self.next = wake.min(ends.unwrap_or(u64::MAX)).max(now + 1);
     }
 }

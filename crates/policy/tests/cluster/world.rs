@@ -198,8 +198,9 @@ impl World {
             Event::HostTicks(host, run) => {
                 self.at(self.now + TICK, Event::HostTicks(host, run));
                 self.ask(host, Ask::Host);
-                self.host_runs(host);
                 let now = self.local(host);
+                self.machines[host].look_at_the_clock(now.as_nanos());
+                self.host_runs(host);
                 let machine = &self.machines[host];
                 let demand = self.demands[host].observe(now, machine.tree.stats(machine.group, now));
                 self.report(host, demand);
@@ -261,6 +262,7 @@ impl World {
         if let Some(grant) = grant {
             state
                 .on_grant(&grant, now, |limits, credit, at| tree.divide(*group, limits, credit, at).unwrap());
+            machine.lend();
         }
         self.host_runs(host);
         self.check();

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   [daemon]       the process: where to listen, workers, TLS, logging
+//!   [cluster]      the hosts that share limits, and their etcd
 //!   [group.NAME]   what disks and other groups are held to together
 //!   [disk.NAME]    an image, how it is opened, what it is held to, where it is exported
 //! ```
@@ -26,9 +27,10 @@ use section::{Entry, Section, Source};
 use toml::de::DeTable;
 
 use crate::{
-    AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, Keyed, LimitsDraft,
-    NbdDevice, OnErrorDraft, OnEvent, Place, PrefetchDraft, Qcow2Draft, Record, Said, SecretSource,
-    ServiceDraft, SettingsDraft, Socket, Ublk, VhostUserBlk, WebServer, Webhook, Wrong, doors, log,
+    AccessDraft, Address, Cluster, DiskDraft, Door, Draft, Etcd, ExportDraft, Fuse, GroupDraft, Image, Keyed,
+    LimitsDraft, NbdDevice, OnErrorDraft, OnEvent, Place, PrefetchDraft, Qcow2Draft, Record, Said,
+    SecretSource, ServiceDraft, SettingsDraft, Socket, Ublk, VhostUserBlk, WebServer, Webhook, Wrong,
+    cluster, doors, log,
 };
 
 enum Exported {
@@ -69,11 +71,12 @@ pub fn parse(name: &str, text: &str, directory: &Path) -> Result<Draft, Wrong> {
     let reader = Reader { directory };
     let root = Section::root(&source, document.get_ref());
     let service = root.get("daemon").map(|entry| reader.daemon(&entry.section()?)).transpose()?;
+    let cluster = root.get("cluster").map(|entry| reader.cluster(&entry.section()?)).transpose()?;
     let groups = sections(&root, "group")?;
     let disks = sections(&root, "disk")?;
     root.finish()?;
     Ok(Draft {
-        service: service.unwrap_or_default(),
+        service: ServiceDraft { cluster, ..service.unwrap_or_default() },
         groups: groups.into_iter().map(|(name, section)| group(name, &section)).collect::<Result<_, _>>()?,
         disks: disks
             .into_iter()
@@ -89,8 +92,9 @@ fn sections<'a>(root: &Section<'a>, kind: &'static str) -> Result<Vec<(Said<Stri
 fn group(name: Said<String>, section: &Section<'_>) -> Result<GroupDraft, Wrong> {
     let settings = settings(section)?;
     let group = section.text("group")?;
+    let cluster = section.flag("cluster")?.filter(|said| said.value).map(|said| said.place);
     section.finish()?;
-    Ok(GroupDraft { name, settings, group })
+    Ok(GroupDraft { name, settings, group, cluster })
 }
 
 fn settings(section: &Section<'_>) -> Result<SettingsDraft, Wrong> {
@@ -181,6 +185,13 @@ fn with_keys<K: Keyed>(section: &Section<'_>, mut keyed: K) -> Result<K, Wrong> 
     Ok(keyed)
 }
 
+/// The machine's name, where the cluster is not told another.
+fn cluster_host() -> Result<String, String> {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = name.trim_end();
+    crate::cluster_name(name).map_err(|rule| format!("host: this machine's name {name:?} {rule} (add host)"))
+}
+
 /// Reads what holds paths.
 struct Reader<'a> {
     directory: &'a Path,
@@ -219,11 +230,46 @@ impl Reader<'_> {
             image_root: self.path(section, "image-root")?,
             cgroup_limits: self.path(section, "cgroup-limits")?,
             record: section.get("record").map(|entry| self.record(entry)).transpose()?,
+            // A section of its own.
+            cluster: None,
             sandbox: section.parse("sandbox", str::parse)?,
             user: section.parse("user", str::parse)?,
         };
         section.finish()?;
         Ok(draft)
+    }
+
+    fn cluster(&self, section: &Section<'_>) -> Result<Cluster, Wrong> {
+        let name = section.parse("name", crate::cluster_name)?;
+        let host = section.parse("host", crate::cluster_name)?;
+        let etcd = section.list("etcd", crate::read::<Etcd>)?;
+        let certificates = self.path(section, "certificates")?;
+        let user = section.text("user")?;
+        let password_file = self.path(section, "password-file")?;
+        let safe_share = section.parse("safe-share", crate::safe_share)?;
+        section.finish()?;
+        let name = name.ok_or_else(|| section.missing("name", "no name (add name = \"NAME\")"))?;
+        let rule = "no etcd (add etcd = [\"http://HOST:2379\"], with all its members)";
+        let first = etcd.first().ok_or_else(|| section.missing("etcd", rule))?;
+        cluster::check_endpoints(etcd.len()).map_err(|rule| first.wrong(rule))?;
+        if let Some(said) = certificates.as_ref().filter(|_| etcd.iter().all(|member| !member.value.tls)) {
+            return Err(said.wrong("is not used, because no member of etcd is https"));
+        }
+        let user = match (user, password_file) {
+            (Some(user), Some(file)) => Some((user.value, file.value)),
+            (Some(user), None) => return Err(user.wrong("needs password-file")),
+            (None, Some(file)) => return Err(file.wrong("needs user")),
+            (None, None) => None,
+        };
+        let own_name = || cluster_host().map_err(|rule| section.place().wrong(rule));
+        Ok(Cluster {
+            name: name.value,
+            host: host.map_or_else(own_name, |said| Ok(said.value))?,
+            etcd: etcd.into_iter().map(|said| said.value).collect(),
+            certificates: certificates.map(|said| said.value),
+            user,
+            safe_share_ppm: safe_share.map(|said| said.value),
+        })
     }
 
     fn disk(&self, name: Said<String>, section: &Section<'_>) -> Result<DiskDraft, Wrong> {

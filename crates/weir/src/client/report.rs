@@ -20,6 +20,8 @@ pub(crate) struct Report {
     /// Nanoseconds since the daemon started: what turns two reports' counters into rates.
     pub(crate) uptime_ns: u64,
     pub(crate) config: Option<String>,
+    /// The hosts that share limits with this one, if there are some.
+    pub(crate) cluster: Option<Cluster>,
     /// Absent from a daemon that has no budget.
     pub(crate) memory: Option<Memory>,
     pub(crate) disks: Vec<Disk>,
@@ -27,6 +29,16 @@ pub(crate) struct Report {
     pub(crate) devices: Vec<Device>,
     pub(crate) exports: Vec<Export>,
     pub(crate) servers: Vec<Server>,
+}
+
+/// How this host stands with those that share limits with it.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(default)]
+pub(crate) struct Cluster {
+    pub(crate) name: String,
+    pub(crate) connected: bool,
+    /// Why not.
+    pub(crate) reason: Option<String>,
 }
 
 /// A place where clients of NBD connect.
@@ -219,6 +231,17 @@ pub(crate) struct Group {
     #[serde(flatten)]
     pub(crate) settings: Settings,
     pub(crate) throttle: Throttle,
+    /// What its limits are a part of, where those are a cluster's.
+    pub(crate) cluster: Option<Whole>,
+}
+
+/// Limits of all hosts together.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq)]
+#[serde(default)]
+pub(crate) struct Whole {
+    pub(crate) limits: Limits,
+    /// This host has more of them than its safe share.
+    pub(crate) leased: bool,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]

@@ -22,6 +22,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) 
         caches(report, shown),
         read_ahead(report, shown),
         groups(report, rates, shown),
+        shared(report, shown),
         devices(report, shown),
         machines(report, shown),
         host_devices(report, shown),
@@ -291,6 +292,21 @@ fn groups(report: &Report, rates: &Rates, shown: &Shown) -> Table {
         let mut row = vec![name.clone(), parent, disks, limits, watermark(group)];
         row.extend(measured(report, Node::Group(group), rates.of(name)));
         table.row(row);
+    }
+    table
+}
+
+/// Groups whose limits are those of many hosts: what their own are a part of.
+fn shared(report: &Report, shown: &Shown) -> Table {
+    let mut table = Table::new(["GROUP", "CLUSTER", "OF ALL HOSTS", "HERE"].map(|name| (name, Side::Left)));
+    let Some(cluster) = &report.cluster else { return table };
+    for group in report.groups.iter().filter(|group| shown.has(&group.name)) {
+        let Some(whole) = &group.cluster else { continue };
+        let mut here = if whole.leased { "a lease" } else { "its safe share" }.to_owned();
+        if !cluster.connected {
+            here += &format!(": apart, {}", cluster.reason.as_deref().unwrap_or("joining"));
+        }
+        table.row(vec![group.name.clone(), cluster.name.clone(), figures::limits(&whole.limits), here]);
     }
     table
 }

@@ -40,8 +40,10 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
         ],
         "groups": [{
             "name": "gold", "disks": ["vm1"], "weight": 100, "limits": { "bps-total": 20 << 20 },
-            "watermark": 90, "enforcement": "scaled", "scale": 3.5
+            "watermark": 90, "enforcement": "scaled", "scale": 3.5,
+            "cluster": { "limits": { "bps-total": 200 << 20 }, "leased": false }
         }],
+        "cluster": { "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e:2379: refused" },
         "devices": [{
             "name": "/dev/vda", "disks": ["vm1"], "capacity": { "read-iops": 85_200, "read-bps": 1_500_000_000 },
             "capacity-source": "probe", "use": 0.42
@@ -85,6 +87,9 @@ vm1   auto closed       93%       96%        1.0G   24.0M    3.0M  4.0M       12
 
 GROUP  IN  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s  WAIT  HELD  P99  P99 ALL  BINDING
 gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0     0    0%    -        -  -
+
+GROUP  CLUSTER  OF ALL HOSTS  HERE
+gold   lab      bps 200M      its safe share: apart, etcd http://e:2379: refused
 
 DEVICE    DISKS  USE  CAPACITY READ       CAPACITY WRITE  KNOWN FROM
 /dev/vda  vm1    42%  85.2K iops, 1.4G/s  -               probe

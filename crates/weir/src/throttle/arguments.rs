@@ -28,6 +28,8 @@ Examples:
       No limit on bytes; the others hold while the device is more than 90% in use.
   weir throttle vm1 --group gold --weight 200 --save
       Into a group, with twice the share of a neighbour; and so after the next start too.
+  weir throttle gold --cluster --iops-total 10000
+      On all hosts of the cluster together, at once and from now on.
 
 All settings of one command change together, or none does. What is set to 0 is no limit. ", settings::sizes!(), "
 
@@ -51,9 +53,25 @@ pub(crate) struct ThrottleArgs {
     #[command(flatten)]
     pub(crate) limits: NamedLimits,
     #[command(flatten)]
+    pub(crate) cluster: ClusterArgs,
+    #[command(flatten)]
     scheduler: SchedulerArgs,
     #[command(flatten)]
     pub(crate) save: SaveArgs,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Over many hosts")]
+pub(crate) struct ClusterArgs {
+    /// The group's limits on all hosts of the cluster together
+    #[arg(long, conflicts_with_all = ["weight", "iops_reservation", "bps_reservation", "watermark", "group", "no_group", "save"])]
+    pub(crate) cluster: bool,
+    /// The most hosts that take part; there is made room for more as they come [at the start: 16]
+    #[arg(long, value_name = "N", value_parser = settings::count, requires = "cluster")]
+    pub(crate) hosts: Option<u64>,
+    /// What each host may use of the limits without etcd [default: all hosts together 2%]
+    #[arg(long, value_name = "PART%", value_parser = settings::safe_share, requires = "cluster")]
+    pub(crate) safe_share: Option<u32>,
 }
 
 #[derive(Debug, Args)]

@@ -4,15 +4,16 @@
 mod arguments;
 
 pub(crate) use arguments::{EXAMPLES, ThrottleArgs};
-use console::figures;
-use serde_json::Value;
+use console::{Failure, figures, print, print_json};
+use serde_json::{Map, Value, json};
 
 use crate::{
     client::{
+        Client,
         change::{Change, Name},
         report::{Node, Report, Settings},
     },
-    saving::{Common, Setter},
+    saving::{self, Common, Setter},
 };
 
 impl Setter for ThrottleArgs {
@@ -37,6 +38,55 @@ impl Setter for ThrottleArgs {
     fn entry(&self, answer: &Value, node: Node<'_>) -> Value {
         entry(answer, node.kind(), &self.name)
     }
+}
+
+/// Shows or changes the setting: here, or on all hosts of the cluster.
+pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
+    if !arguments.cluster.cluster {
+        return saving::run(arguments);
+    }
+    let mut client = Client::reach(arguments.qmp.clone())?;
+    let shown = client.execute("x-weir-query-cluster", json!({}))?;
+    let is_known = |group: &&Value| group["name"] == arguments.name.as_str();
+    let before = shown["groups"].as_array().into_iter().flatten().find(is_known);
+    let settings = json!({ "limits": before.map_or(json!({}), |group| group["limits"].clone()) });
+    let settings: Settings = serde_json::from_value(settings).map_err(anyhow::Error::from)?;
+    let change = arguments.change(&settings);
+    let mut asked: Map<String, Value> = change.arguments();
+    asked.extend(arguments.cluster.hosts.map(|hosts| ("hosts".to_owned(), json!(hosts))));
+    asked.extend(arguments.cluster.safe_share.map(|ppm| ("safe-share-ppm".to_owned(), json!(ppm))));
+    if asked.is_empty() {
+        let Some(group) = before else {
+            let why = shown["reason"].as_str().map(|why| format!(": {why}")).unwrap_or_default();
+            let name = &arguments.name;
+            return Err(anyhow::anyhow!(
+                "group {name}: the cluster has no limits for it{why} (`weir throttle {name} --cluster --iops-total N` sets some)"
+            )
+            .into());
+        };
+        return Ok(if arguments.json { print_json(group) } else { print(&of_all(group)) }?);
+    }
+    asked.insert("group".to_owned(), json!(arguments.name));
+    let done = client.execute("x-weir-cluster-set", Value::Object(asked))?;
+    if arguments.json {
+        return Ok(print_json(&done)?);
+    }
+    let lines = change.describe(&settings).into_iter();
+    let text: String = lines.map(|line| format!("{}: {line}, on all hosts\n", arguments.name)).collect();
+    let hosts = arguments.cluster.hosts.map(|hosts| format!("{}: hosts: {hosts}\n", arguments.name));
+    let safe = arguments
+        .cluster
+        .safe_share
+        .map(|ppm| format!("{}: safe-share: {}%\n", arguments.name, f64::from(ppm) / 10_000.0));
+    Ok(print(&[Some(text), hosts, safe].into_iter().flatten().collect::<String>())?)
+}
+
+fn of_all(group: &Value) -> String {
+    let mut text = format!("group {}, on all hosts\n", group["name"].as_str().unwrap_or_default());
+    for (name, value) in group["limits"].as_object().into_iter().flatten() {
+        text += &format!("  {name}  {value}\n");
+    }
+    text + &format!("  hosts  {}\n", group["most-hosts"])
 }
 
 fn show(report: &Report, name: &str, node: Node<'_>) -> String {

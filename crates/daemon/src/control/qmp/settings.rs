@@ -74,6 +74,11 @@ impl LimitChanges {
         Ok(Self { given })
     }
 
+    /// What is given, with the value that counts.
+    pub(super) fn values(&self) -> impl Iterator<Item = (Setting, u64)> + '_ {
+        self.given.iter().map(|(setting, value, _)| (*setting, *value))
+    }
+
     pub(super) fn contains(&self, setting: Setting) -> bool {
         self.given.iter().any(|(given, ..)| *given == setting)
     }

@@ -71,6 +71,11 @@ impl Difference {
                 self.new_groups.push(index);
                 continue;
             };
+            ensure!(
+                inventory.cluster_of(&group.name).is_some() == group.cluster,
+                "{}: cluster: cannot be changed while the group is there (give it another name, and its disks that as their group; or restart weir)",
+                shown(place)
+            );
             let parent = group.parent.map(|parent| plan.groups[parent].name.as_str());
             ensure!(
                 running.parent().map(|parent| parent.name()) == parent,
@@ -254,6 +259,7 @@ fn check_service(old: &Service, new: &Service) -> anyhow::Result<()> {
         state,
         image_root,
         cgroup_limits,
+        cluster,
         // Of this, all can be.
         record: _,
         sandbox,
@@ -280,6 +286,7 @@ fn check_service(old: &Service, new: &Service) -> anyhow::Result<()> {
         ("state", *state != new.state),
         ("image-root", *image_root != new.image_root),
         ("cgroup-limits", *cgroup_limits != new.cgroup_limits),
+        ("[cluster]", *cluster != new.cluster),
         ("sandbox", *sandbox != new.sandbox),
         ("user", *user != new.user),
     ]

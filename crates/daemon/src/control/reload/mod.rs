@@ -238,7 +238,12 @@ impl Work<'_> {
         let mut seats = Vec::new();
         for (planned, group) in self.plan.groups.iter().zip(&groups) {
             let now = Seat::now(&Node::Group(Arc::clone(group)));
-            seats.push(Seat { settings: planned.settings.of_group(), ..now });
+            let mut settings = planned.settings.of_group();
+            if planned.cluster {
+                // What is in force of the cluster's limits is not the file's.
+                settings.limits = now.settings.limits;
+            }
+            seats.push(Seat { settings, ..now });
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
@@ -270,6 +275,9 @@ impl Work<'_> {
             let group =
                 Group::new(&planned.name, bare, parent).with_context(|| format!("group {}", planned.name))?;
             self.inventory.add_group(&group)?;
+            if let Some(cluster) = self.inventory.cluster().filter(|_| planned.cluster) {
+                cluster.take_part(&group)?;
+            }
             self.done.push(Done::GroupAdded(planned.name.clone()));
             self.told.push(told::listed("group", &planned.name, "added"));
             groups.push(group);

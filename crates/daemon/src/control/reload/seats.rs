@@ -52,6 +52,10 @@ impl Seat {
     fn take(&self) -> Result<(), Refused> {
         let GroupSettings { limits, share, watermark } = self.settings;
         match &self.node {
+            // What is lent of a cluster's limits changes meanwhile, and is not a seat's.
+            Node::Group(group) if group.lent().is_some() => {
+                group.set(GroupSettings { limits: group.settings().limits, ..self.settings })
+            }
             Node::Group(group) => group.set(self.settings),
             Node::Disk(disk) => {
                 disk.throttle().place(DiskSettings { limits, share, watermark }, self.group.as_ref())

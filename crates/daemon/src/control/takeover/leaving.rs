@@ -16,7 +16,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{disk::Disk, reactor};
+use block::{disk::Disk, layer::throttle::Group, reactor};
 use export::vhost_user_blk::{self, Rested, Said};
 use policy::time::Duration;
 use sd_notify::NotifyState;
@@ -28,7 +28,7 @@ use super::{
     identity::Identity,
     name,
     told::{
-        Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer, Standing,
+        Buckets, Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer, Standing,
         StandingDisk, StandingGroup, StandingMachine, State, Word,
     },
 };
@@ -383,9 +383,8 @@ async fn give(
         filled: running.disk.throttle().filled().map(Into::into),
     });
     let groups = inventory.groups();
-    let groups = groups
-        .iter()
-        .map(|group| StandingGroup { name: group.name().to_owned(), filled: group.filled().map(Into::into) });
+    let groups =
+        groups.iter().map(|group| StandingGroup { name: group.name().to_owned(), filled: filled(group) });
     let (disks, groups) = (disks.collect(), groups.collect());
     let last_event = inventory.events.last();
     let state = Box::new(State { began_ns, last_event, clients, machines, devices, disks, groups });
@@ -469,4 +468,9 @@ impl Still {
             host.go_on();
         }
     }
+}
+
+/// What its buckets hold; of limits of a cluster nothing: a new run begins at its safe share, full.
+fn filled(group: &Group) -> Option<Buckets> {
+    group.filled().filter(|_| group.lent().is_none()).map(Into::into)
 }

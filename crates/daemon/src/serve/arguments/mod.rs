@@ -410,6 +410,7 @@ fn address(address: Address) -> Said<Address> {
 impl ImageArgs {
     fn groups(&self, settings: &SettingsDraft) -> Vec<GroupDraft> {
         let group = |name: &String| GroupDraft {
+            cluster: None,
             name: Said::new(name.clone(), Place::option("group", name)),
             settings: settings.clone(),
             group: None,
@@ -521,6 +522,8 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
         values.into_iter().map(said).collect()
     }
     ServiceDraft {
+        // A section of the config file's own.
+        cluster: None,
         nbd: network.nbd.into_iter().map(address).collect(),
         control: network
             .control

@@ -27,6 +27,7 @@ macro_rules! query {
 }
 
 mod block;
+mod cluster;
 mod descriptor;
 mod door;
 mod event;
@@ -80,6 +81,9 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<weir::QueryStatus>(),
     Entry::of::<latency::QueryLatencies>(),
     Entry::of::<weir::Set>(),
+    Entry::of::<cluster::QueryCluster>(),
+    Entry::of::<cluster::ClusterSet>(),
+    Entry::of::<cluster::ClusterForget>(),
     Entry::of::<reload::Reload>(),
     Entry::of::<removal::RemoveDisk>(),
     Entry::of::<recording::Start>(),

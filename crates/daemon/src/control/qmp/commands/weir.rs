@@ -189,6 +189,9 @@ query!(QueryStatus, "x-weir-query-status", |inventory| {
         "exports": exports.iter().map(|one| export(one)).collect::<Vec<_>>(),
         "servers": inventory.servers().iter().map(|one| server(one)).collect::<Vec<_>>(),
     });
+    if let Some(cluster) = inventory.cluster() {
+        answer["cluster"] = cluster.summary();
+    }
     if let Some(config) = &inventory.config {
         answer["config"] = json!(config);
     }
@@ -290,6 +293,10 @@ fn group(inventory: &Inventory, group: &Arc<Group>) -> Value {
         "throttle": throttle(&group.stats()),
     });
     add_settings(&mut answer, &limits, share, watermark, group.enforcement());
+    if let Some(lent) = group.lent() {
+        // Above are the part in force here, and what it is a part of.
+        answer["cluster"] = json!({ "limits": settings::set(&lent.whole), "leased": limits != lent.safe });
+    }
     if let Some(parent) = group.parent() {
         answer["group"] = json!(parent.name());
     }

@@ -1,0 +1,480 @@
+//! The thread that speaks with etcd: it writes what this host reports, reads what it may have, and
+//! stands for election.
+//!
+//! ```text
+//!   main thread  Hosts ──reports, promises, commands──► inbox ──► Session ──► etcd
+//!                  ▲                                      ▲          │
+//!                  └───────── words ──────────────────────┼──────────┤ leads, if elected   leading
+//!                                                watches ─┘          ▼
+//!                                                              reports, grants
+//! ```
+//!
+//! A session is with one member of etcd. Whatever goes wrong ends it; the next begins with the next
+//! member, and reads everything anew. Meanwhile hosts fall to their safe share by their own clocks:
+//! nothing here is needed for that.
+//!
+//! Never asked by a request of a disk. Never waits for the main thread: what that has no room for
+//! ends the session.
+
+use std::{path::PathBuf, time::Duration};
+
+use async_channel::{Receiver, Sender};
+use policy::{
+    cluster::{Term, Timing},
+    time::Instant,
+};
+
+use super::{
+    changing,
+    etcd::{Compare, Error, Etcd, Event, KeyValue, Operation, Terms},
+    identity,
+    keys::Key,
+    known::Known,
+    leading::Leading,
+    outside::{self, draw, now},
+    status,
+    stored::{self, Stored},
+    values::{self, Grants, Group, Identity, Promises, Reports},
+    watching::forward,
+    words::{Input, Word},
+};
+
+/// Seconds of the lease of a host's key: how long a name stays taken after a machine is lost.
+const NAME_TTL: u64 = 60;
+const KEEP_NAME: Duration = Duration::from_secs(NAME_TTL / 3);
+/// How long the loop sleeps at most.
+const IDLE: Duration = Duration::from_secs(1);
+/// Between two tries of all members.
+const FIRST_PAUSE: Duration = Duration::from_millis(200);
+const LAST_PAUSE: Duration = Duration::from_secs(2);
+
+pub(super) struct Agent {
+    pub(super) cluster: settings::Cluster,
+    pub(super) terms: Terms,
+    /// Groups that this host takes part in are kept there.
+    pub(super) file: PathBuf,
+    pub(super) inbox: (Sender<Input>, Receiver<Input>),
+    pub(super) words: Sender<Word>,
+    pub(super) timing: Timing,
+}
+
+impl Agent {
+    /// Until it is told to stop.
+    pub(super) fn run(self) -> std::io::Result<()> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+        runtime.block_on(self.serve());
+        Ok(())
+    }
+
+    async fn serve(self) {
+        let mut session = Session {
+            agent: &self,
+            known: Known::new(self.cluster.clone(), self.timing, self.inbox.0.clone()),
+            instance: 0,
+            own_promises: None,
+            reports: None,
+            kept_at: Instant::ZERO,
+            campaign_at: None,
+            leading: None,
+        };
+        let (mut member, mut pause) = (0, FIRST_PAUSE);
+        loop {
+            let ended = match Etcd::connect(&self.terms, member).await {
+                Ok(mut etcd) => {
+                    pause = FIRST_PAUSE;
+                    member = etcd.at() + 1;
+                    let ended = session.run(&mut etcd).await;
+                    if matches!(ended, Ok(End::Stopped)) {
+                        session.leave(&mut etcd).await;
+                        return;
+                    }
+                    ended
+                }
+                Err(error) => Err(error),
+            };
+            session.end();
+            let why = match ended {
+                Ok(End::Stopped) => return,
+                Ok(End::Broken(why)) => why,
+                Err(error) => error.to_string(),
+            };
+            if self.words.send(Word::Apart { why: why.clone() }).await.is_err() {
+                return;
+            }
+            // Not all hosts at once.
+            let until = now() + pause + pause.mul_f64((draw() % 256) as f64 / 256.0);
+            pause = (pause * 2).min(LAST_PAUSE);
+            if self.answer_apart(until, &why).await {
+                return;
+            }
+        }
+    }
+
+    /// Answers what can be answered without etcd, for a while. Whether it is to stop.
+    async fn answer_apart(&self, until: Instant, why: &str) -> bool {
+        loop {
+            let left = until - now();
+            let Ok(input) = tokio::time::timeout(left, self.inbox.1.recv()).await else { return false };
+            match input {
+                Ok(Input::Stop) | Err(_) => return true,
+                Ok(Input::Change(_, answer) | Input::Forget(_, answer)) => {
+                    let _ = answer.try_send(Err(format!("etcd cannot be asked: {why}")));
+                }
+                Ok(Input::Status(answer)) => {
+                    let _ = answer.try_send(status::apart(why));
+                }
+                Ok(Input::Reports(_) | Input::Promises(_) | Input::Watched(..) | Input::Ended(..)) => {}
+            }
+        }
+    }
+}
+
+enum End {
+    Stopped,
+    Broken(String),
+}
+
+/// One after the other, each with one member of etcd.
+struct Session<'a> {
+    agent: &'a Agent,
+    known: Known,
+    /// Of this run's last registration.
+    instance: u64,
+    own_promises: Option<Promises>,
+    reports: Option<Reports>,
+    kept_at: Instant,
+    campaign_at: Option<Instant>,
+    leading: Option<Leading>,
+}
+
+impl Session<'_> {
+    /// Forgets what holds for one session alone.
+    fn end(&mut self) {
+        (self.known.joined, self.leading, self.campaign_at) = (None, None, None);
+    }
+
+    async fn tell(&self, word: Word) -> Result<(), Error> {
+        let gone = |_| Error::Unreachable(anyhow::anyhow!("the daemon ends"));
+        self.agent.words.send(word).await.map_err(gone)
+    }
+
+    async fn run(&mut self, etcd: &mut Etcd) -> Result<End, Error> {
+        self.known.number += 1;
+        self.end();
+        let host = self.agent.cluster.host.clone();
+        let ranges = [
+            self.known.keys.one(Key::Leader),
+            self.known.keys.all(Key::Group("")),
+            self.known.keys.one(Key::Host(&host)),
+            self.known.keys.all(Key::Promise("")),
+            self.known.keys.one(Key::Grant(&host)),
+        ];
+        let (revision, found) = etcd.read(&ranges).await?;
+        let watch = etcd.watch(&ranges, revision + 1).await?;
+        let _watching = forward(watch, self.known.number, self.agent.inbox.0.clone());
+        self.known.leader = None;
+        self.known.promises.clear();
+        self.known.promises_at = revision;
+        let (mut own, mut granted) = (None, None);
+        for value in found.into_iter().flatten() {
+            match self.known.keys.read(&value.key) {
+                Some(Key::Host(_)) => own = Some(value),
+                Some(Key::Grant(_)) => granted = Some(value),
+                _ => self.on_put(&value).await?,
+            }
+        }
+        self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
+        self.tell(Word::Promises(self.known.promises.clone())).await?;
+        self.join(etcd, own.as_ref()).await?;
+        if let Some(value) = granted {
+            self.on_put(&value).await?;
+        }
+        if self.known.leader.is_none() {
+            self.stand(Duration::ZERO);
+        }
+        loop {
+            self.tend(etcd).await?;
+            let wait = self.next() - now();
+            let Ok(input) = tokio::time::timeout(wait, self.agent.inbox.1.recv()).await else { continue };
+            match input {
+                Err(_) | Ok(Input::Stop) => return Ok(End::Stopped),
+                Ok(Input::Ended(number, why)) if number == self.known.number => return Ok(End::Broken(why)),
+                Ok(Input::Watched(number, events)) if number == self.known.number => {
+                    for event in events {
+                        self.on_event(etcd, event).await?;
+                    }
+                }
+                // Of a session before.
+                Ok(Input::Watched(..) | Input::Ended(..)) => {}
+                Ok(Input::Reports(reports)) => {
+                    if self.known.joined.is_some() {
+                        etcd.put(&self.known.keys.key(Key::Report(&host)), &values::write(&reports), None)
+                            .await?;
+                    }
+                    self.reports = Some(reports);
+                }
+                Ok(Input::Promises(promises)) => {
+                    self.own_promises = Some(promises);
+                    self.promise(etcd).await?;
+                }
+                Ok(Input::Change(change, answer)) => {
+                    let done = changing::change(&self.known, etcd, change).await?;
+                    let _ = answer.try_send(done);
+                }
+                Ok(Input::Forget(host, answer)) => {
+                    let done = changing::forget(&self.known, etcd, &host).await?;
+                    let _ = answer.try_send(done);
+                }
+                Ok(Input::Status(answer)) => {
+                    let shown = status::connected(&self.known, self.leading.as_ref(), etcd).await?;
+                    let _ = answer.try_send(shown);
+                }
+            }
+        }
+    }
+
+    /// When there is something to do again, whatever arrives.
+    fn next(&self) -> Instant {
+        let leading = self.leading.as_ref().map(Leading::next);
+        let keep = self.known.joined.map(|_| self.kept_at + KEEP_NAME);
+        let all = [leading, keep, self.campaign_at, Some(now() + IDLE)];
+        all.into_iter().flatten().min().unwrap_or(Instant::ZERO)
+    }
+
+    /// Keeps leases, campaigns and leads, as far as that is due.
+    async fn tend(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
+        if let Some(lease) = self.known.joined
+            && now() >= self.kept_at + KEEP_NAME
+        {
+            self.kept_at = now();
+            if !etcd.keep_lease(lease).await? {
+                self.known.joined = None;
+                // Perhaps it was asleep: the key has gone, unless another has it by now.
+                let (_, found) =
+                    etcd.read(&[self.known.keys.one(Key::Host(&self.agent.cluster.host))]).await?;
+                self.join(etcd, found.first().and_then(|found| found.first())).await?;
+            }
+        }
+        if self.campaign_at.is_some_and(|at| now() >= at) {
+            self.campaign_at = None;
+            if self.known.joined.is_some() && self.known.leader.is_none() {
+                self.leading = Leading::campaign(&self.known, etcd).await?;
+                if let Some(leading) = &self.leading {
+                    self.known.leader = Some((leading.term(), self.agent.cluster.host.clone()));
+                    self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
+                }
+            }
+        }
+        if let Some(mut leading) = self.leading.take() {
+            let goes_on = leading.tend(&self.known, etcd).await?;
+            if goes_on {
+                self.leading = Some(leading);
+            }
+        }
+        Ok(())
+    }
+
+    /// Stands for election soon, not together with all others.
+    fn stand(&mut self, after: Duration) {
+        let tick = self.agent.timing.tick.mul_f64((draw() % 1024) as f64 / 1024.0);
+        self.campaign_at = Some(now() + after + tick);
+    }
+
+    async fn on_event(&mut self, etcd: &mut Etcd, event: Event) -> Result<(), Error> {
+        match event {
+            Event::Put(value) => {
+                let is_leader = matches!(self.known.keys.read(&value.key), Some(Key::Leader));
+                let is_promise = matches!(self.known.keys.read(&value.key), Some(Key::Promise(_)));
+                if let Some(Key::Host(name)) = self.known.keys.read(&value.key) {
+                    if name == self.agent.cluster.host {
+                        self.on_own_host(etcd, Some(&value)).await?;
+                    }
+                    return Ok(());
+                }
+                self.on_put(&value).await?;
+                if is_leader {
+                    self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
+                }
+                if is_promise {
+                    self.tell(Word::Promises(self.known.promises.clone())).await?;
+                }
+            }
+            Event::Deleted(key) => match self.known.keys.read(&key) {
+                Some(Key::Leader) => {
+                    self.known.leader = None;
+                    self.tell(Word::Led { leader: None }).await?;
+                    self.stand(Duration::ZERO);
+                }
+                Some(Key::Host(name)) if name == self.agent.cluster.host => {
+                    self.on_own_host(etcd, None).await?
+                }
+                Some(Key::Promise(name)) => {
+                    self.known.promises.remove(name);
+                    self.tell(Word::Promises(self.known.promises.clone())).await?;
+                }
+                // Limits stay as they are known, and what was granted while its lease lasts.
+                _ => {}
+            },
+        }
+        Ok(())
+    }
+
+    /// A value that is not this host's name.
+    async fn on_put(&mut self, value: &KeyValue) -> Result<(), Error> {
+        let wrong = |why: String| tracing::warn!(key = %value.key, "cluster: what is in etcd there {why}: it is passed over");
+        match self.known.keys.read(&value.key) {
+            Some(Key::Leader) => match values::read::<values::Leader>(&value.value) {
+                Ok(leader) => {
+                    let term = Term { revision: value.create_revision.cast_unsigned(), nonce: leader.nonce };
+                    self.known.leader = Some((term, leader.host));
+                }
+                Err(why) => wrong(why),
+            },
+            Some(Key::Group(name)) => {
+                let read = values::read::<Group>(&value.value).and_then(|group| Ok((group.spec()?, group)));
+                match read {
+                    Ok((spec, group)) => {
+                        let stored = Stored { group, spec, changed: value.mod_revision };
+                        self.known.groups.insert(name.to_owned(), stored);
+                        stored::save(&self.agent.file, &self.known.groups);
+                        self.tell(Word::Group { name: name.to_owned(), spec }).await?;
+                    }
+                    Err(why) => wrong(why),
+                }
+            }
+            Some(Key::Promise(name)) => match values::read::<Promises>(&value.value) {
+                Ok(promises) => {
+                    self.known.promises.insert(name.to_owned(), promises);
+                    self.known.promises_at = self.known.promises_at.max(value.mod_revision);
+                }
+                Err(why) => wrong(why),
+            },
+            Some(Key::Grant(_)) => match values::read::<Grants>(&value.value) {
+                Ok(grants) => {
+                    for (group, grant) in grants.groups {
+                        match grant.read() {
+                            Ok(grant) => self.tell(Word::Granted { group, grant }).await?,
+                            Err(why) => wrong(why),
+                        }
+                    }
+                }
+                Err(why) => wrong(why),
+            },
+            Some(Key::Report(name)) => {
+                if let Some(leading) = &mut self.leading {
+                    match values::read::<Reports>(&value.value) {
+                        Ok(reports) => leading.on_reports(name, &reports),
+                        Err(why) => wrong(why),
+                    }
+                }
+            }
+            Some(Key::Host(_)) | None => {}
+        }
+        Ok(())
+    }
+
+    async fn on_own_host(&mut self, etcd: &mut Etcd, value: Option<&KeyValue>) -> Result<(), Error> {
+        let read = value.and_then(|value| values::read::<Identity>(&value.value).ok());
+        let is_own = read.is_some_and(|identity| {
+            let own = identity::own(identity.instance);
+            self.known.joined.is_some()
+                && (identity.pid, identity.began, &identity.machine) == (own.pid, own.began, &own.machine)
+        });
+        if !is_own {
+            self.known.joined = None;
+            self.join(etcd, value).await?;
+        }
+        Ok(())
+    }
+
+    /// Takes this host's name, unless somebody has it who lives.
+    async fn join(&mut self, etcd: &mut Etcd, taken: Option<&KeyValue>) -> Result<(), Error> {
+        let host = self.agent.cluster.host.clone();
+        let key = self.known.keys.key(Key::Host(&host));
+        let own = identity::own(0);
+        let other = taken.map(|value| values::read::<Identity>(&value.value));
+        let before = match &other {
+            None => 0,
+            Some(Ok(other))
+                if (other.pid, other.began, &other.machine) == (own.pid, own.began, &own.machine) =>
+            {
+                0
+            }
+            Some(Ok(other)) if identity::has_ended(other, &own) => other.instance,
+            Some(Ok(other)) => {
+                return self.is_taken(&format!("process {} of another daemon", other.pid)).await;
+            }
+            Some(Err(why)) => return self.is_taken(&format!("a value that {why}")).await,
+        };
+        let (_, found) = etcd.read(&[self.known.keys.one(Key::Report(&host))]).await?;
+        let report =
+            found.iter().flatten().next().and_then(|value| values::read::<Reports>(&value.value).ok());
+        let reported = report
+            .map_or(0, |reports| reports.groups.values().map(values::Report::instance).max().unwrap_or(0));
+        let instance = match self.instance {
+            own if own >= reported.max(before) && own > 0 => own,
+            // The clock is a help alone: it makes a run that etcd has lost a smaller one.
+            _ => outside::clock().max(reported + 1).max(before + 1),
+        };
+        let lease = etcd.grant_lease(NAME_TTL).await?;
+        let compare = match taken {
+            None => Compare::Absent(key.clone()),
+            Some(value) => Compare::Changed(key.clone(), value.mod_revision),
+        };
+        let value = values::write(&identity::own(instance));
+        let done = etcd.transact(&[compare], &[Operation::put(&key, &value, Some(lease))]).await?;
+        if !done.held {
+            // The watch says who was faster.
+            return Ok(());
+        }
+        (self.instance, self.known.joined, self.kept_at) = (instance, Some(lease), now());
+        self.tell(Word::Joined { instance }).await?;
+        self.promise(etcd).await
+    }
+
+    async fn is_taken(&self, by: &str) -> Result<(), Error> {
+        let host = &self.agent.cluster.host;
+        let why = format!(
+            "the name {host:?} is taken in cluster {:?} by {by} (give each host a name of its own)",
+            self.agent.cluster.name
+        );
+        self.tell(Word::Apart { why }).await
+    }
+
+    /// Writes what is promised here, where nobody else has promised what is not known here.
+    async fn promise(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
+        let (Some(own), Some(lease)) = (&self.own_promises, self.known.joined) else { return Ok(()) };
+        let key = self.known.keys.key(Key::Promise(&self.agent.cluster.host));
+        let put = Operation::put(&key, &values::write(own), Some(lease));
+        let all = self.known.keys.all(Key::Promise(""));
+        for _ in 0..3 {
+            let compare = Compare::NotSince(all.clone(), self.known.promises_at);
+            let done = etcd.transact(&[compare], std::slice::from_ref(&put)).await?;
+            if done.held {
+                return Ok(());
+            }
+            let (revision, found) = etcd.read(std::slice::from_ref(&all)).await?;
+            for value in found.iter().flatten() {
+                self.on_put(value).await?;
+            }
+            self.known.promises_at = revision;
+            self.tell(Word::Promises(self.known.promises.clone())).await?;
+        }
+        // It is promised here already: what is too much is told by whoever adds it up.
+        etcd.transact(&[], &[put]).await.map(drop)
+    }
+
+    /// Nothing is in force here any more: the name is free, and the lead.
+    async fn leave(&mut self, etcd: &mut Etcd) {
+        if let Some(leading) = self.leading.take() {
+            leading.resign(etcd).await;
+        }
+        let host = &self.agent.cluster.host;
+        if let Some(lease) = self.known.joined.take() {
+            let mine = Operation::Delete(self.known.keys.one(Key::Report(host)));
+            // Without it, leases end all the same.
+            let _ = etcd.transact(&[], &[mine]).await;
+            let _ = etcd.revoke_lease(lease).await;
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! Changes that hold for all hosts: other limits for a group, a host that will not come back.
+//!
+//! Each is one transaction, which holds only where nobody has changed the same meanwhile. So of two
+//! commands at once one is refused, and says so.
+
+use policy::{
+    cluster::MAX_HOSTS,
+    throttle::{LimitKind, Limits},
+};
+use serde_json::{Value, json};
+
+use super::{
+    etcd::{Compare, Error, Etcd, Operation},
+    keys::Key,
+    known::Known,
+    outside::draw,
+    values::{self, Group},
+    words::Change,
+};
+
+/// For so many hosts limits are made at first; more are made room for as they come.
+const FIRST_HOSTS: u32 = 16;
+
+type Done = Result<Value, String>;
+
+/// Makes a change, or says why not.
+pub(super) async fn change(known: &Known, etcd: &mut Etcd, change: Change) -> Result<Done, Error> {
+    let before = known.groups.get(&change.group);
+    let group = match next(before.map(|stored| &stored.group), &change, known.cluster.safe_share_ppm) {
+        Ok(group) => group,
+        Err(why) => return Ok(Err(why)),
+    };
+    let limits = group.spec().map(|spec| *spec.limits());
+    if let Some(why) = limits.ok().and_then(|limits| overcommitted(known, &change.group, &limits)) {
+        return Ok(Err(why));
+    }
+    let key = known.keys.key(Key::Group(&change.group));
+    let compare = [
+        before.map_or_else(
+            || Compare::Absent(key.clone()),
+            |stored| Compare::Changed(key.clone(), stored.changed),
+        ),
+        // What was promised meanwhile may be more than the limits now.
+        Compare::NotSince(known.keys.all(Key::Promise("")), known.promises_at),
+    ];
+    let done = etcd.transact(&compare, &[Operation::put(&key, &values::write(&group), None)]).await?;
+    if !done.held {
+        return Ok(Err(format!(
+            "group {}: somebody has changed it, or promised something, at the same time (look at it with `weir cluster status`, and try again)",
+            change.group
+        )));
+    }
+    Ok(Ok(
+        json!({ "group": change.group, "change": group.number, "limits": group.limits, "hosts": group.hosts }),
+    ))
+}
+
+fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) -> Result<Group, String> {
+    let name = &change.group;
+    let mut limits = match before {
+        Some(group) => *group.spec()?.limits(),
+        None => Limits::default(),
+    };
+    for (setting, value) in &change.limits {
+        limits.set(*setting, *value).map_err(|invalid| format!("{}: {}", setting.name(), invalid.rule))?;
+    }
+    limits.validate().map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
+    let number = before.map_or(0, |group| group.number);
+    let number = number.checked_add(1).ok_or_else(|| format!("group {name}: it was changed too often"))?;
+    let hosts = change.hosts.or(before.map(|group| group.hosts)).unwrap_or(FIRST_HOSTS);
+    if !(1..=MAX_HOSTS).contains(&hosts) {
+        return Err(format!("hosts: {hosts} is not between 1 and {MAX_HOSTS}"));
+    }
+    let first = before.map_or(safe_share_ppm, |group| group.safe_share_ppm);
+    let group = Group::of(&limits, hosts, change.safe_share_ppm.or(first), number, draw() as u32);
+    group.spec()?;
+    Ok(group)
+}
+
+/// Whether more is promised on all hosts than these limits have.
+fn overcommitted(known: &Known, group: &str, limits: &Limits) -> Option<String> {
+    let promised = known.promises.values().filter_map(|promises| promises.groups.get(group));
+    let promised =
+        promised.fold([0_u64; 2], |sum, more| [0, 1].map(|unit| sum[unit].saturating_add(more[unit])));
+    for (unit, name) in [(0, "iops"), (1, "bps")] {
+        if let Some(there) = most(limits, unit).filter(|there| promised[unit] > *there) {
+            return Some(format!(
+                "group {group}: {name}-reservation: {} is promised on its hosts, more than the limit of {there} (lower reservations, or set a higher limit)",
+                promised[unit]
+            ));
+        }
+    }
+    None
+}
+
+/// What limits let pass in a second of operations (0) or bytes (1), reads and writes together.
+pub(super) fn most(limits: &Limits, unit: usize) -> Option<u64> {
+    let [total, read, write] = match unit {
+        0 => [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
+        _ => [LimitKind::BpsTotal, LimitKind::BpsRead, LimitKind::BpsWrite],
+    }
+    .map(|kind| limits.limit(kind).rate);
+    match (total, read, write) {
+        (0, 0, _) | (0, _, 0) => None,
+        (0, read, write) => Some(read.saturating_add(write)),
+        (total, ..) => Some(total),
+    }
+}
+
+/// Takes away what a host has left behind that is not there.
+pub(super) async fn forget(known: &Known, etcd: &mut Etcd, host: &str) -> Result<Done, Error> {
+    let report = known.keys.key(Key::Report(host));
+    let (_, found) = etcd.read(&[known.keys.one(Key::Report(host))]).await?;
+    if found.iter().all(Vec::is_empty) {
+        return Ok(Err(format!(
+            "host {host}: cluster {:?} knows none of this name (`weir cluster status` lists them)",
+            known.cluster.name
+        )));
+    }
+    let gone = [Key::Report(host), Key::Grant(host)].map(|key| Operation::Delete(known.keys.one(key)));
+    let absent = Compare::Absent(known.keys.key(Key::Host(host)));
+    let done = etcd.transact(&[absent], &gone).await?;
+    Ok(match done.held {
+        true => Ok(json!({ "host": host, "key": report })),
+        false => Err(format!(
+            "host {host}: it is there (stop weir on it; after a crash its name is free a minute later)"
+        )),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use policy::throttle::{Part, Setting};
+
+    use super::*;
+
+    const IOPS: Setting = Setting::Limit(LimitKind::IopsTotal, Part::Rate);
+
+    fn of(limits: &[(Setting, u64)]) -> Change {
+        Change { group: "gold".to_owned(), limits: limits.to_vec(), ..Change::default() }
+    }
+
+    #[test]
+    fn a_change_keeps_what_it_does_not_name_and_counts() {
+        let first = next(None, &of(&[(IOPS, 10_000)]), Some(5000)).unwrap();
+        assert_eq!((first.number, first.hosts, first.safe_share_ppm), (1, FIRST_HOSTS, Some(5000)));
+        let hosts = Change { hosts: Some(100), ..of(&[]) };
+        let second = next(Some(&first), &hosts, None).unwrap();
+        assert_eq!((second.number, second.hosts, second.safe_share_ppm), (2, 100, Some(5000)));
+        assert_eq!(second.limits, first.limits);
+        let third = next(Some(&second), &of(&[(IOPS, 0)]), None).unwrap();
+        assert!(third.limits.is_empty());
+    }
+
+    #[test]
+    fn what_breaks_a_rule_changes_nothing() {
+        let max = Setting::Limit(LimitKind::IopsTotal, Part::BurstRate);
+        assert!(next(None, &of(&[(max, 5)]), None).is_err());
+        assert!(
+            next(None, &Change { hosts: Some(0), ..of(&[(IOPS, 5)]) }, None).unwrap_err().contains("hosts")
+        );
+        assert!(next(None, &of(&[(IOPS, 5)]), None).unwrap_err().contains("safe-share"));
+    }
+}

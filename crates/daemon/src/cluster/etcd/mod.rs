@@ -1,0 +1,300 @@
+//! A client of etcd: its gateway for JSON (`/v3/…`, HTTP/1.1), as far as a cluster needs it.
+//!
+//! ```text
+//!   Etcd ── one member at a time ──► Connection ── one request, one answer ──►   POST /v3/kv/txn
+//!    │                                                                           POST /v3/lease/…
+//!    └── Watch: a connection of its own, an answer that does not end ────────►   POST /v3/watch
+//! ```
+//!
+//! Why not gRPC: `docs/decisions/0042-etcd-by-its-gateway.md`. Whatever goes wrong with a member
+//! ends the connection; who comes next asks another member. Answers are bounded in length and time.
+//!
+//! Names of members are looked up once, before the sandbox. Never knows what the keys mean.
+
+mod connection;
+mod message;
+mod watch;
+
+use std::{
+    fs,
+    net::{SocketAddr, ToSocketAddrs as _},
+    time::Duration,
+};
+
+use anyhow::{Context as _, anyhow, ensure};
+use serde_json::{Value, json};
+use settings::Cluster;
+
+use connection::{Connection, Tls};
+pub(super) use message::{Compare, Event, KeyValue, Operation, Range};
+pub(super) use watch::Watch;
+
+/// How long a member may take over a request: less than half a lease, so that another can be asked.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// Operations of a transaction: etcd's `--max-txn-ops`, by default.
+pub(super) const MAX_OPERATIONS: usize = 128;
+/// Bytes of a password.
+const MAX_PASSWORD: u64 = 4096;
+
+/// Why etcd did not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    /// Nobody answers, or not in time: another member may.
+    #[error("{0:#}")]
+    Unreachable(anyhow::Error),
+    /// It answers that it will not: trying again is of no use before somebody has mended it.
+    #[error("{0}")]
+    Refused(String),
+}
+
+impl Error {
+    fn unreachable(error: impl Into<anyhow::Error>) -> Self {
+        Self::Unreachable(error.into())
+    }
+}
+
+/// A member, by what the config calls it and where it is.
+#[derive(Clone, Debug)]
+struct Member {
+    said: settings::Etcd,
+    addresses: Vec<SocketAddr>,
+}
+
+/// What all connections are made with. Made before the sandbox is entered.
+#[derive(Clone, Debug)]
+pub(super) struct Terms {
+    members: Vec<Member>,
+    tls: Option<Tls>,
+    user: Option<(String, String)>,
+}
+
+impl Terms {
+    /// Looks names up, and reads keys and the password. Blocks.
+    ///
+    /// # Errors
+    /// If a file is not what it is taken for, or no name stands for an address.
+    pub(super) fn new(cluster: &Cluster) -> anyhow::Result<Self> {
+        let mut members = Vec::new();
+        let mut unknown = None;
+        for said in &cluster.etcd {
+            match (said.host.as_str(), said.port).to_socket_addrs() {
+                Ok(found) => members.push(Member { said: said.clone(), addresses: found.collect() }),
+                Err(error) => {
+                    tracing::warn!(etcd = %said, %error, "this name stands for no address now: the member is left out");
+                    unknown = Some(anyhow!("{said}: {error}"));
+                }
+            }
+        }
+        if let Some(error) = unknown.filter(|_| members.is_empty()) {
+            return Err(
+                error.context("etcd: no name stands for an address (mend the names, or give addresses)")
+            );
+        }
+        let is_tls = members.iter().any(|member| member.said.tls);
+        let tls = is_tls.then(|| Tls::new(cluster.certificates.as_deref())).transpose()?;
+        let user = match &cluster.user {
+            Some((user, file)) => {
+                let read = fs::metadata(file).map(|file| file.len() <= MAX_PASSWORD);
+                let is_short = read.with_context(|| format!("password-file {}", file.display()))?;
+                ensure!(is_short, "password-file {}: is no password: too long", file.display());
+                let text = fs::read_to_string(file);
+                let text = text.with_context(|| format!("password-file {}", file.display()))?;
+                Some((user.clone(), text.trim_end_matches(['\n', '\r']).to_owned()))
+            }
+            None => None,
+        };
+        Ok(Self { members, tls, user })
+    }
+
+    /// Ports that are called.
+    pub(super) fn ports(cluster: &Cluster) -> Vec<u16> {
+        let mut ports: Vec<_> = cluster.etcd.iter().map(|member| member.port).collect();
+        ports.sort_unstable();
+        ports.dedup();
+        ports
+    }
+}
+
+/// A member of etcd that answers.
+#[derive(Debug)]
+pub(super) struct Etcd {
+    terms: Terms,
+    at: usize,
+    connection: Connection,
+    token: Option<String>,
+}
+
+/// What became of a transaction.
+#[derive(Debug)]
+pub(super) struct Done {
+    pub(super) held: bool,
+    pub(super) revision: i64,
+    /// Of the ranges that were asked for, in their order.
+    pub(super) found: Vec<Vec<KeyValue>>,
+}
+
+impl Etcd {
+    /// The first member that answers, beginning with this one; asked who this is, if it wants that.
+    ///
+    /// # Errors
+    /// That of the last one. A refusal ends it at once.
+    pub(super) async fn connect(terms: &Terms, first: usize) -> Result<Self, Error> {
+        let count = terms.members.len();
+        let mut last = Error::Unreachable(anyhow!("etcd: no member is known"));
+        for at in (0..count).map(|step| (first + step) % count) {
+            match Self::connect_to(terms, at).await {
+                Ok(etcd) => return Ok(etcd),
+                Err(refused @ Error::Refused(_)) => return Err(refused),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    async fn connect_to(terms: &Terms, at: usize) -> Result<Self, Error> {
+        let member = &terms.members[at];
+        let connection =
+            Connection::open(member.said.clone(), &member.addresses, terms.tls.as_ref(), PATIENCE);
+        let connection = connection.await?;
+        let mut etcd = Self { terms: terms.clone(), at, connection, token: None };
+        etcd.authenticate().await?;
+        Ok(etcd)
+    }
+
+    /// Which member it is: another is `+ 1`.
+    pub(super) const fn at(&self) -> usize {
+        self.at
+    }
+
+    pub(super) fn member(&self) -> String {
+        self.terms.members[self.at].said.to_string()
+    }
+
+    async fn authenticate(&mut self) -> Result<(), Error> {
+        let Some((name, password)) = self.terms.user.clone() else { return Ok(()) };
+        self.token = None;
+        let answer =
+            self.post_once("/v3/auth/authenticate", json!({ "name": name, "password": password })).await;
+        match answer {
+            Ok(answer) => {
+                self.token = answer["token"].as_str().map(str::to_owned);
+                Ok(())
+            }
+            // A password is of no use there, and does no harm.
+            Err(Error::Refused(why)) if why.contains("authentication is not enabled") => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn post(&mut self, path: &str, body: Value) -> Result<Value, Error> {
+        match self.post_once(path, body.clone()).await {
+            // Tokens end after five minutes.
+            Err(Error::Refused(why)) if self.token.is_some() && why.contains("invalid auth token") => {
+                self.authenticate().await?;
+                self.post_once(path, body).await
+            }
+            other => other,
+        }
+    }
+
+    async fn post_once(&mut self, path: &str, body: Value) -> Result<Value, Error> {
+        let asked = self.connection.ask(path, &body, self.token.as_deref());
+        let asked = tokio::time::timeout(PATIENCE, asked).await;
+        let member = || self.terms.members[self.at].said.to_string();
+        match asked {
+            Ok(Ok((status, answer))) if status.is_success() => Ok(answer),
+            Ok(Ok((_, answer))) => Err(refusal(&member(), &answer)),
+            Ok(Err(error)) => Err(error),
+            Err(_) => Err(Error::Unreachable(anyhow!("{}: no answer in {} s", member(), PATIENCE.as_secs()))),
+        }
+    }
+
+    /// All keys of several ranges, as of one revision.
+    pub(super) async fn read(&mut self, ranges: &[Range]) -> Result<(i64, Vec<Vec<KeyValue>>), Error> {
+        let operations: Vec<_> = ranges.iter().cloned().map(Operation::Get).collect();
+        let done = self.transact(&[], &operations).await?;
+        Ok((done.revision, done.found))
+    }
+
+    /// Does all of it where all comparisons hold, else nothing.
+    pub(super) async fn transact(&mut self, compare: &[Compare], then: &[Operation]) -> Result<Done, Error> {
+        let body = json!({
+            "compare": compare.iter().map(Compare::body).collect::<Vec<_>>(),
+            "success": then.iter().map(Operation::body).collect::<Vec<_>>(),
+        });
+        let answer = self.post("/v3/kv/txn", body).await?;
+        let revision = message::number(&answer["header"]["revision"]).unwrap_or(0);
+        let held = answer["succeeded"].as_bool().unwrap_or(false);
+        let mut found = Vec::new();
+        for response in answer["responses"].as_array().into_iter().flatten() {
+            if let Some(range) = response.get("response_range") {
+                found.push(KeyValue::all(&range["kvs"]));
+            }
+        }
+        Ok(Done { held, revision, found })
+    }
+
+    pub(super) async fn put(&mut self, key: &str, value: &[u8], lease: Option<i64>) -> Result<(), Error> {
+        let body = Operation::put(key, value, lease).put_body();
+        self.post("/v3/kv/put", body).await.map(drop)
+    }
+
+    /// A lease of so many seconds.
+    pub(super) async fn grant_lease(&mut self, seconds: u64) -> Result<i64, Error> {
+        let answer = self.post("/v3/lease/grant", json!({ "TTL": seconds.to_string() })).await?;
+        let id = message::number(&answer["ID"]);
+        id.ok_or_else(|| {
+            Error::Unreachable(anyhow!("etcd: its answer has no lease (is this etcd 3.4 or newer?)"))
+        })
+    }
+
+    /// Whether it was still there.
+    pub(super) async fn keep_lease(&mut self, lease: i64) -> Result<bool, Error> {
+        let answer = self.post("/v3/lease/keepalive", json!({ "ID": lease.to_string() })).await?;
+        Ok(message::number(&answer["result"]["TTL"]).is_some_and(|seconds| seconds > 0))
+    }
+
+    /// With all keys that have it.
+    pub(super) async fn revoke_lease(&mut self, lease: i64) -> Result<(), Error> {
+        self.post("/v3/lease/revoke", json!({ "ID": lease.to_string() })).await.map(drop)
+    }
+
+    /// What changes in these ranges from a revision on, over a connection of its own.
+    pub(super) async fn watch(&self, ranges: &[Range], from: i64) -> Result<Watch, Error> {
+        let member = &self.terms.members[self.at];
+        let tls = self.terms.tls.as_ref();
+        let connection = Connection::open(member.said.clone(), &member.addresses, tls, PATIENCE).await?;
+        Watch::open(connection, ranges, from, self.token.as_deref(), PATIENCE).await
+    }
+}
+
+/// What a member says where it does not do as asked. Some of it another member may do.
+fn refusal(member: &str, answer: &Value) -> Error {
+    let text = ["message", "error"].iter().find_map(|key| answer[*key].as_str()).unwrap_or("no reason given");
+    let text: String = text.chars().filter(|c| !c.is_control()).take(200).collect();
+    // Without a leader, starting, stopping, or slow.
+    let passing = [
+        "no leader",
+        "timed out",
+        "leader changed",
+        "unavailable",
+        "stopped",
+        "too many requests",
+        "not ready",
+    ];
+    let said = format!("etcd {member}: {text}");
+    if passing.iter().any(|word| text.contains(word)) {
+        return Error::Unreachable(anyhow!(said));
+    }
+    let advice = match () {
+        () if text.contains("authentication failed") || text.contains("user name") => {
+            "mend user and password-file of [cluster]"
+        }
+        () if text.contains("permission denied") => "give the user the role that reads and writes /weir/",
+        () if text.contains("database space exceeded") => {
+            "compact and defragment etcd, then disarm its alarm"
+        }
+        () => "is this etcd 3.4 or newer?",
+    };
+    Error::Refused(format!("{said} ({advice})"))
+}

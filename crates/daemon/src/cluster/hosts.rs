@@ -1,0 +1,336 @@
+//! The main thread's side: which part of each group's limits is in force here.
+//!
+//! ```text
+//!   each tick:  group's counters ─► Demand ─► Host ─► reports ─► the thread that speaks with etcd
+//!   each word:  leader, grant ─────────────► Host ─► Group::divide, with the instant of its end
+//! ```
+//!
+//! Trees look at that instant themselves: when this task is late, or the process sleeps, what was
+//! lent ends all the same. Never waits for etcd.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use block::{layer::throttle::Group, reactor};
+use policy::{
+    cluster::{ByKind, Demand, Grant, Host, Spec, Term, Timing, Usage},
+    throttle::{Lent, Limits},
+    time::{Duration, Instant},
+};
+
+use super::{
+    changing::most,
+    outside, status,
+    values::{Promises, Report, Reports},
+    words::Word,
+};
+
+/// A group of this host whose limits are the cluster's.
+struct Member {
+    group: Arc<Group>,
+    /// None before the cluster has limits for it: then it has none here.
+    host: Option<Host>,
+    demand: Demand,
+    wants: Usage,
+    left: [Option<u64>; 2],
+    report: Option<Report>,
+}
+
+/// What has become of a word, or of time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// It has its part again.
+    Joined,
+    /// Etcd is away, or the name is another's, for this reason.
+    Apart(String),
+    Led(Option<String>),
+}
+
+/// All groups of this host that take part.
+pub(super) struct Hosts {
+    name: String,
+    timing: Timing,
+    instance: u64,
+    is_joined: bool,
+    term: Option<Term>,
+    members: BTreeMap<String, Member>,
+    promises: BTreeMap<String, Promises>,
+    own: Promises,
+    /// How far the clock that sleeps lags behind the one that does not.
+    slept: Duration,
+}
+
+/// A host's standing in a group, for `weir status`.
+#[derive(Clone, Debug)]
+pub(crate) struct Standing {
+    pub(crate) group: String,
+    pub(crate) is_leased: bool,
+}
+
+impl Member {
+    fn new(group: Arc<Group>, now: Instant) -> Self {
+        let demand = Demand::new(now, group.stats());
+        Self { group, host: None, demand, wants: Usage::default(), left: [None; 2], report: None }
+    }
+
+    fn lent(host: &Host, until: Instant, left: [Option<u64>; 2]) -> Lent {
+        Lent { until, safe: host.safe(), whole: *host.spec().limits(), left }
+    }
+
+    /// Puts what the host has in force, without new room.
+    fn put(&mut self, now: Instant) {
+        let Some(host) = &self.host else { return };
+        divide(&self.group, host.limits(), [0; 6], Self::lent(host, host.next(), self.left), now);
+    }
+
+    /// A new run, at its safe share.
+    fn begin(&mut self, instance: u64, spec: Spec, timing: Timing, now: Instant) {
+        self.host = Some(Host::new(instance, spec, timing));
+        self.report = None;
+        self.put(now);
+    }
+
+    /// What is lent ends if its time has come; `has_slept`: whatever the clock says.
+    fn run_out(&mut self, now: Instant, has_slept: bool) {
+        let Self { group, host: Some(host), left, .. } = self else { return };
+        let lent = Self::lent(host, Instant::MAX, *left);
+        let was_leased = host.is_leased();
+        let at_least = if has_slept { Instant::MAX } else { now };
+        host.run_out(at_least, |limits, credit, at| divide(group, limits, credit, lent, at.min(now)));
+        if was_leased && !host.is_leased() {
+            tracing::debug!(group = %group.name(), "the lease has run out: the safe share holds");
+        }
+    }
+
+    fn on_grant(&mut self, grant: &Grant, now: Instant) {
+        self.run_out(now, false);
+        let Self { group, host: Some(host), left, .. } = self else { return };
+        let Some(until) = host.lease_of(grant) else { return };
+        let lent = Lent {
+            until,
+            safe: Host::new(0, grant.spec, Timing::DEFAULT).safe(),
+            whole: *grant.spec.limits(),
+            left: *left,
+        };
+        host.on_grant(grant, now, |limits, credit, at| divide(group, limits, credit, lent, at));
+        // Also where only its end is another.
+        group.lend(Self::lent(host, host.next(), *left));
+    }
+
+    fn look(&mut self, now: Instant) {
+        let wanted = self.group.wanted();
+        self.wants = Usage {
+            demand: self.demand.observe(now, self.group.stats()),
+            waiting_ns: wanted.waiting_ns,
+            weight: wanted.weight,
+            reserved: wanted.reserved,
+        };
+    }
+
+    /// Whether there is another report.
+    fn tick(&mut self, now: Instant) -> bool {
+        let Some(report) = self.host.as_mut().and_then(|host| host.tick(self.wants, now)) else {
+            return false;
+        };
+        self.report = Some(Report::from(&report));
+        true
+    }
+}
+
+fn divide(group: &Group, limits: Limits, credit: ByKind, lent: Lent, at: Instant) -> ByKind {
+    // Parts of valid limits are valid.
+    group.divide(limits, credit, lent, at).unwrap_or_default()
+}
+
+impl Hosts {
+    pub(super) fn new(name: &str, timing: Timing) -> Self {
+        Self {
+            name: name.to_owned(),
+            timing,
+            instance: 0,
+            is_joined: false,
+            term: None,
+            members: BTreeMap::new(),
+            promises: BTreeMap::new(),
+            own: Promises::default(),
+            slept: outside::slept(),
+        }
+    }
+
+    /// A group takes part, at its safe share of these limits if there are some.
+    pub(super) fn add(&mut self, group: &Arc<Group>, spec: Option<Spec>) {
+        let now = reactor::now();
+        let mut member = Member::new(Arc::clone(group), now);
+        member.left = self.left(group.name(), spec.as_ref().map(Spec::limits));
+        if spec.is_none() {
+            // Not one host's to set meanwhile.
+            let (safe, whole) = (Limits::default(), Limits::default());
+            group.lend(Lent { until: Instant::MAX, safe, whole, left: [None; 2] });
+        }
+        if let Some(spec) = spec {
+            member.begin(self.instance, spec, self.timing, now);
+            if let (Some(term), Some(host)) = (self.term, &mut member.host) {
+                host.on_leader(term);
+            }
+        }
+        self.members.insert(group.name().to_owned(), member);
+    }
+
+    pub(super) fn remove(&mut self, name: &str) {
+        self.members.remove(name);
+    }
+
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.members.contains_key(name)
+    }
+
+    pub(super) fn standings(&self) -> Vec<Standing> {
+        let standing = |(name, member): (&String, &Member)| {
+            let host = member.host.as_ref()?;
+            Some(Standing { group: name.clone(), is_leased: host.is_leased() })
+        };
+        self.members.iter().filter_map(standing).collect()
+    }
+
+    /// What others leave of a group's limits, and of what is below all hosts, to be promised here.
+    fn left(&self, group: &str, whole: Option<&Limits>) -> [Option<u64>; 2] {
+        let others =
+            || self.promises.iter().filter(|(host, _)| **host != self.name).map(|(_, promises)| promises);
+        let there = status::capacity(others().chain([&self.own]));
+        [0, 1].map(|unit| {
+            let of_group = others().filter_map(|promises| promises.groups.get(group));
+            let of_group = of_group.fold(0_u64, |sum, more| sum.saturating_add(more[unit]));
+            let of_all = others().flat_map(|promises| promises.groups.values());
+            let own = self.own.groups.iter().filter(|(name, _)| *name != group).map(|(_, promised)| promised);
+            let of_all = of_all.chain(own).fold(0_u64, |sum, more| sum.saturating_add(more[unit]));
+            let of_limit =
+                whole.and_then(|limits| most(limits, unit)).map(|most| most.saturating_sub(of_group));
+            let of_pool = (there[unit] > 0).then(|| there[unit].saturating_sub(of_all));
+            [of_limit, of_pool].into_iter().flatten().min()
+        })
+    }
+
+    fn leave_others_theirs(&mut self) {
+        let left: BTreeMap<_, _> = self
+            .members
+            .iter()
+            .map(|(name, member)| {
+                let whole = member.host.as_ref().map(|host| *host.spec().limits());
+                (name.clone(), self.left(name, whole.as_ref()))
+            })
+            .collect();
+        for (name, left) in left {
+            let Some(member) = self.members.get_mut(&name) else { continue };
+            member.left = left;
+            if let Some(host) = &member.host {
+                member.group.lend(Member::lent(host, host.next(), left));
+            }
+        }
+    }
+
+    /// What is promised here now, where that is something else than before.
+    pub(super) fn promised(&mut self, capacity: [u64; 2]) -> Option<Promises> {
+        let promised = self.members.iter().map(|(name, member)| (name.clone(), member.group.promised()));
+        let groups = promised.filter(|(_, promised)| *promised != [0; 2]).collect();
+        let own = Promises { groups, capacity };
+        if own == self.own {
+            return None;
+        }
+        self.own = own.clone();
+        self.leave_others_theirs();
+        Some(own)
+    }
+
+    /// Looks at the clock, before anything else.
+    pub(super) fn run_out(&mut self, now: Instant) {
+        let slept = outside::slept();
+        // A machine that was asleep: its monotonic clock stood still, and leases have run out.
+        let has_slept = slept > self.slept + Duration::from_millis(10);
+        self.slept = self.slept.max(slept);
+        self.members.values_mut().for_each(|member| member.run_out(now, has_slept));
+    }
+
+    /// What is to be reported, if there is something.
+    pub(super) fn tick(&mut self, now: Instant) -> Option<Reports> {
+        self.run_out(now);
+        self.members.values_mut().for_each(|member| member.look(now));
+        self.report(now)
+    }
+
+    fn report(&mut self, now: Instant) -> Option<Reports> {
+        if !self.is_joined {
+            return None;
+        }
+        let mut is_new = false;
+        for member in self.members.values_mut() {
+            is_new |= member.tick(now);
+        }
+        is_new.then(|| Reports { groups: self.reports() })
+    }
+
+    fn reports(&self) -> BTreeMap<String, Report> {
+        let report = |(name, member): (&String, &Member)| Some((name.clone(), member.report.clone()?));
+        self.members.iter().filter_map(report).collect()
+    }
+
+    /// Does what a word says. Also says what is to be reported at once.
+    pub(super) fn hear(&mut self, word: Word, now: Instant) -> (Option<Turn>, Option<Reports>) {
+        self.run_out(now);
+        let mut turn = None;
+        match word {
+            Word::Joined { instance } => {
+                self.is_joined = true;
+                if instance != self.instance {
+                    self.instance = instance;
+                    for member in self.members.values_mut() {
+                        if let Some(spec) = member.host.as_ref().map(Host::spec) {
+                            member.begin(instance, spec, self.timing, now);
+                        }
+                    }
+                    self.follow();
+                }
+                turn = Some(Turn::Joined);
+            }
+            Word::Apart { why } => {
+                self.is_joined = false;
+                turn = Some(Turn::Apart(why));
+            }
+            Word::Led { leader } => {
+                self.term = leader.as_ref().map(|(term, _)| *term);
+                self.follow();
+                turn = Some(Turn::Led(leader.map(|(_, host)| host)));
+            }
+            Word::Group { name, spec } => {
+                let left = self.left(&name, Some(spec.limits()));
+                if let Some(member) = self.members.get_mut(&name) {
+                    member.left = left;
+                    match &member.host {
+                        // By a grant, once others have given up what these limits have less.
+                        Some(host) => member.group.lend(Member::lent(host, host.next(), left)),
+                        None => {
+                            member.begin(self.instance, spec, self.timing, now);
+                            self.follow();
+                        }
+                    }
+                }
+            }
+            Word::Granted { group, grant } => {
+                if let Some(member) = self.members.get_mut(&group) {
+                    member.on_grant(&grant, now);
+                }
+            }
+            Word::Promises(promises) => {
+                self.promises = promises;
+                self.leave_others_theirs();
+            }
+        }
+        let is_urgent = self.members.values().any(|member| member.host.as_ref().is_some_and(Host::is_urgent));
+        (turn, if is_urgent { self.report(now) } else { None })
+    }
+
+    fn follow(&mut self) {
+        let Some(term) = self.term else { return };
+        for host in self.members.values_mut().filter_map(|member| member.host.as_mut()) {
+            host.on_leader(term);
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! What the thread knows of the cluster, with one member of etcd.
+
+use std::collections::BTreeMap;
+
+use async_channel::Sender;
+use policy::cluster::{Term, Timing};
+
+use super::{keys::Keys, stored::Stored, values::Promises, words::Input};
+
+/// Begun anew with each member, but for limits and settings.
+pub(super) struct Known {
+    pub(super) cluster: settings::Cluster,
+    pub(super) timing: Timing,
+    pub(super) keys: Keys,
+    /// Where watches hand on what they see.
+    pub(super) inbox: Sender<Input>,
+    /// Of the session.
+    pub(super) number: u64,
+    pub(super) groups: BTreeMap<String, Stored>,
+    pub(super) promises: BTreeMap<String, Promises>,
+    /// The revision up to which promises of others are known.
+    pub(super) promises_at: i64,
+    pub(super) leader: Option<(Term, String)>,
+    /// The lease of this host's key, while it has that.
+    pub(super) joined: Option<i64>,
+}
+
+impl Known {
+    pub(super) fn new(cluster: settings::Cluster, timing: Timing, inbox: Sender<Input>) -> Self {
+        Self {
+            keys: Keys::of(&cluster.name),
+            cluster,
+            timing,
+            inbox,
+            number: 0,
+            groups: BTreeMap::new(),
+            promises: BTreeMap::new(),
+            promises_at: 0,
+            leader: None,
+            joined: None,
+        }
+    }
+}

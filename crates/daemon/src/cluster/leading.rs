@@ -1,0 +1,250 @@
+//! The leader's side: one election for all groups of the cluster, a `policy::cluster::Leader` for
+//! each group.
+//!
+//! What it writes holds only while the leader's key is its own: each transaction compares its
+//! revision and value. Grants of all groups of a host stand in one value, and those of many hosts
+//! in one transaction, so that messages do not grow with groups.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use policy::{
+    cluster::{Action, Leader, MAX_HOSTS, Term},
+    time::Instant,
+};
+
+use super::{
+    etcd::{Compare, Error, Etcd, MAX_OPERATIONS, Operation},
+    keys::{Key, Keys},
+    known::Known,
+    outside::{draw, now},
+    stored::Stored,
+    values::{self, Grants, Group, Report, Reports},
+    watching::{Watching, forward},
+};
+
+/// It is elected.
+#[derive(Debug)]
+pub(super) struct Leading {
+    term: Term,
+    keys: Keys,
+    value: Vec<u8>,
+    lease: i64,
+    asked: Instant,
+    kept_at: Instant,
+    leaders: BTreeMap<String, Leader>,
+    /// What was said last, for groups whose limits come later.
+    reports: BTreeMap<String, BTreeMap<String, Report>>,
+    heard: BTreeMap<String, Instant>,
+    grants: BTreeMap<String, Grants>,
+    changed: BTreeSet<String>,
+    /// Groups that have more hosts than their limits can be divided among: told once.
+    too_many: BTreeSet<String>,
+    _watching: Watching,
+}
+
+impl Leading {
+    /// Takes the leader's key, if nobody has it.
+    pub(super) async fn campaign(known: &Known, etcd: &mut Etcd) -> Result<Option<Self>, Error> {
+        let (timing, keys) = (known.timing, known.keys.clone());
+        let key = keys.key(Key::Leader);
+        let asked = now();
+        // Not shorter than this leader takes it for.
+        let lease = etcd
+            .grant_lease(timing.lease.as_secs().max(1) + u64::from(timing.lease.subsec_nanos() > 0))
+            .await?;
+        let leader = values::Leader { host: known.cluster.host.clone(), nonce: draw() };
+        let value = values::write(&leader);
+        let put = Operation::put(&key, &value, Some(lease));
+        let done = etcd.transact(&[Compare::Absent(key)], &[put]).await?;
+        if !done.held {
+            etcd.revoke_lease(lease).await?;
+            return Ok(None);
+        }
+        let term = Term { revision: done.revision.cast_unsigned(), nonce: leader.nonce };
+        let ranges = [keys.all(Key::Report(""))];
+        let (revision, found) = etcd.read(&ranges).await?;
+        let watch = etcd.watch(&ranges, revision + 1).await?;
+        let mut leading = Self {
+            term,
+            keys,
+            value,
+            lease,
+            asked,
+            kept_at: asked,
+            leaders: BTreeMap::new(),
+            reports: BTreeMap::new(),
+            heard: BTreeMap::new(),
+            grants: BTreeMap::new(),
+            changed: BTreeSet::new(),
+            too_many: BTreeSet::new(),
+            _watching: forward(watch, known.number, known.inbox.clone()),
+        };
+        for value in found.iter().flatten() {
+            if let (Some(Key::Report(host)), Ok(reports)) =
+                (known.keys.read(&value.key), values::read(&value.value))
+            {
+                leading.on_reports(host, &reports);
+            }
+        }
+        // Of hosts that were there before nobody knows how long ago.
+        leading.heard.clear();
+        leading.follow(&known.groups, known);
+        tracing::info!(cluster = %known.cluster.name, "this host divides the cluster's limits");
+        Ok(Some(leading))
+    }
+
+    pub(super) const fn term(&self) -> Term {
+        self.term
+    }
+
+    /// When this leader heard of a host last.
+    pub(super) fn heard(&self, host: &str) -> Option<Instant> {
+        self.heard.get(host).copied()
+    }
+
+    pub(super) fn next(&self) -> Instant {
+        self.leaders.values().map(Leader::next).min().unwrap_or(Instant::MAX).min(self.kept_at + self.keep())
+    }
+
+    /// How often its key's lease is prolonged: policy's own lease is as long as that.
+    fn keep(&self) -> core::time::Duration {
+        policy::cluster::Timing::DEFAULT.lease / 3
+    }
+
+    pub(super) fn on_reports(&mut self, host: &str, reports: &Reports) {
+        let at = now();
+        self.heard.insert(host.to_owned(), at);
+        for (group, report) in &reports.groups {
+            if let Some(leader) = self.leaders.get_mut(group) {
+                leader.on_report(host, report.into(), at);
+            }
+            self.reports.entry(group.clone()).or_default().insert(host.to_owned(), report.clone());
+        }
+    }
+
+    /// Limits as they are in etcd now.
+    fn follow(&mut self, groups: &BTreeMap<String, Stored>, known: &Known) {
+        let at = now();
+        for (name, stored) in groups {
+            if let Some(leader) = self.leaders.get_mut(name) {
+                leader.on_spec(stored.spec, at);
+                continue;
+            }
+            // What may be in force of it is counted from its election on, which is longer.
+            let mut leader = Leader::new(self.term, stored.spec, known.timing, self.asked, at);
+            for (host, report) in self.reports.get(name).into_iter().flatten() {
+                leader.on_report(host, report.into(), at);
+            }
+            self.leaders.insert(name.clone(), leader);
+        }
+    }
+
+    /// Divides, and writes what comes of it. Whether it still leads.
+    pub(super) async fn tend(&mut self, known: &Known, etcd: &mut Etcd) -> Result<bool, Error> {
+        if now() >= self.kept_at + self.keep() {
+            self.kept_at = now();
+            let asked = self.kept_at;
+            if !etcd.keep_lease(self.lease).await? {
+                return Ok(self.lost());
+            }
+            self.asked = asked;
+            self.leaders.values_mut().for_each(|leader| leader.kept_alive(asked));
+        }
+        self.follow(&known.groups, known);
+        let at = now();
+        let mut stands_down = false;
+        for (group, leader) in &mut self.leaders {
+            if at < leader.next() {
+                continue;
+            }
+            let safe_share = known.groups.get(group).and_then(|stored| stored.group.safe_share_ppm);
+            for action in leader.tick(at) {
+                match action {
+                    Action::StandDown => stands_down = true,
+                    Action::Write(grants) => {
+                        for (host, grant) in grants {
+                            let grant = values::Grant::of(&grant, safe_share);
+                            self.grants.entry(host.clone()).or_default().groups.insert(group.clone(), grant);
+                            self.changed.insert(host);
+                        }
+                    }
+                }
+            }
+        }
+        if stands_down || !self.write(etcd).await? {
+            let value = self.value.clone();
+            let key = self.keys.key(Key::Leader);
+            let mine = Operation::Delete(self.keys.one(Key::Leader));
+            etcd.transact(&[Compare::Value(key, value)], &[mine]).await?;
+            return Ok(self.lost());
+        }
+        self.make_room(known, etcd).await?;
+        Ok(true)
+    }
+
+    fn lost(&self) -> bool {
+        tracing::info!("this host divides the cluster's limits no more");
+        false
+    }
+
+    fn fence(&self) -> [Compare; 2] {
+        let key = self.keys.key(Key::Leader);
+        [
+            Compare::Created(key.clone(), self.term.revision.cast_signed()),
+            Compare::Value(key, self.value.clone()),
+        ]
+    }
+
+    /// Whether the key was its own.
+    async fn write(&mut self, etcd: &mut Etcd) -> Result<bool, Error> {
+        let changed: Vec<_> = std::mem::take(&mut self.changed).into_iter().collect();
+        for hosts in changed.chunks(MAX_OPERATIONS) {
+            let put = |host: &String| {
+                Operation::put(&self.keys.key(Key::Grant(host)), &values::write(&self.grants[host]), None)
+            };
+            let puts: Vec<_> = hosts.iter().map(put).collect();
+            if !etcd.transact(&self.fence(), &puts).await?.held {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Divides limits among more hosts, where more have come.
+    async fn make_room(&mut self, known: &Known, etcd: &mut Etcd) -> Result<(), Error> {
+        let crowded =
+            self.leaders.iter().filter(|(_, leader)| leader.is_crowded()).map(|(name, _)| name.clone());
+        for name in crowded.collect::<Vec<_>>() {
+            let Some(Stored { group, changed, .. }) = known.groups.get(&name) else { continue };
+            let more = Group {
+                hosts: group.hosts.saturating_mul(2).min(MAX_HOSTS),
+                number: group.number.saturating_add(1),
+                nonce: draw() as u32,
+                ..group.clone()
+            };
+            if group.hosts == MAX_HOSTS || more.spec().is_err() {
+                if self.too_many.insert(name.clone()) {
+                    tracing::error!(
+                        group = %name,
+                        hosts = group.hosts,
+                        "more hosts take part than the limits were made for, and they cannot be divided among more: by as many safe shares they may be exceeded (raise the limit or lower --safe-share, and set --hosts)"
+                    );
+                }
+                continue;
+            }
+            let key = self.keys.key(Key::Group(&name));
+            let mut compare = self.fence().to_vec();
+            compare.push(Compare::Changed(key.clone(), *changed));
+            let done = etcd.transact(&compare, &[Operation::put(&key, &values::write(&more), None)]).await?;
+            if done.held {
+                tracing::info!(group = %name, hosts = more.hosts, "the limits are divided among more hosts");
+            }
+        }
+        Ok(())
+    }
+
+    /// Another can be elected at once.
+    pub(super) async fn resign(self, etcd: &mut Etcd) {
+        let _ = etcd.revoke_lease(self.lease).await;
+    }
+}

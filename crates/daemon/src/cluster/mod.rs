@@ -1,0 +1,418 @@
+//! Groups whose limits hold for the sum over many hosts: this daemon's part in that.
+//!
+//! ```text
+//!   start:  Cluster::prepare ─► what etcd says, or what was known last ─► groups at their safe share
+//!           … sandbox ─► Cluster::start ─► a thread that speaks with etcd             agent, etcd
+//!   then:   main thread  hosts: counters ─► reports; grants ─► parts in force         hosts
+//!           thread       one host of all leads: reports ─► division ─► grants         leading
+//! ```
+//!
+//! The decisions are `policy::cluster`'s, whose rules stand at its head; here are clocks, messages
+//! and the tree's buckets. A disk's request asks its tree alone: nothing here is on its way.
+//! Without etcd a host falls to its safe share by its own clock.
+//!
+//! Never believes what is in etcd to be weir's: see `values`.
+
+mod agent;
+mod changing;
+mod etcd;
+mod hosts;
+mod identity;
+mod keys;
+mod known;
+mod leading;
+mod outside;
+mod status;
+mod stored;
+mod values;
+mod watching;
+mod words;
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::BTreeMap,
+    fs, io,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+    rc::{Rc, Weak},
+    sync::{Arc, mpsc},
+    thread,
+};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use async_channel::{Receiver, Sender};
+use block::{layer::throttle::Group, reactor};
+use policy::{
+    cluster::{Spec, Timing},
+    time::Duration,
+};
+use serde_json::{Value, json};
+use settings::Plan;
+
+use agent::Agent;
+use etcd::{Error, Etcd, Terms};
+pub(crate) use hosts::Standing;
+use hosts::{Hosts, Turn};
+use keys::{Key, Keys};
+use values::Promises;
+pub(crate) use words::Change;
+use words::{Input, Word};
+
+use crate::sandbox;
+
+/// Of what arrives at the thread, and of words from there.
+const MOST_QUEUED: usize = 1024;
+/// How long a command waits for etcd: longer than all members are asked once.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How long the end waits for the name to be given back.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// Ports that the daemon calls for its cluster.
+pub(crate) fn ports(cluster: &settings::Cluster) -> Vec<u16> {
+    Terms::ports(cluster)
+}
+
+/// Where limits are kept between runs.
+pub(crate) fn directory(state: Option<&Path>, cluster: &settings::Cluster) -> Option<PathBuf> {
+    stored::file(state, &cluster.name).parent().map(Path::to_owned)
+}
+
+/// The daemon around it.
+pub(crate) trait Surroundings {
+    /// What was measured of the devices below disks in such groups, of all of them together: in
+    /// operations and bytes per second, 0 where it is not known.
+    fn capacity(&self, is_shared: &dyn Fn(&str) -> bool) -> [u64; 2];
+
+    /// This host has its part of the limits of the cluster of that name; or it is apart, for a
+    /// reason: then its safe share holds once leases have run out.
+    fn tell(&self, cluster: &str, host: &str, apart: Option<&str>);
+}
+
+/// This daemon in its cluster. Belongs to the main thread.
+pub(crate) struct Cluster {
+    name: String,
+    host: String,
+    hosts: RefCell<Hosts>,
+    specs: RefCell<BTreeMap<String, Spec>>,
+    is_connected: Cell<bool>,
+    /// Why not.
+    reason: RefCell<String>,
+    leader: RefCell<Option<String>>,
+    input: Sender<Input>,
+    words: Receiver<Word>,
+    agent: RefCell<Option<Agent>>,
+}
+
+/// The thread and the task; dropping this leaves the cluster.
+pub(crate) struct Running {
+    input: Sender<Input>,
+    ended: mpsc::Receiver<()>,
+    _task: reactor::JoinHandle<()>,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.input.try_send(Input::Stop).is_ok() {
+            // Where etcd does not answer, leases end by themselves.
+            let _ = self.ended.recv_timeout(FAREWELL);
+        }
+    }
+}
+
+/// What etcd says at the start.
+struct First {
+    specs: BTreeMap<String, Spec>,
+    promises: BTreeMap<String, Promises>,
+}
+
+impl Cluster {
+    /// Asks etcd for the limits of this host's groups; where it is away, they are those known last.
+    /// None without a cluster.
+    ///
+    /// # Errors
+    /// Certificates, a password or a name that are wrong; limits that nobody knows.
+    pub(crate) async fn prepare(plan: &Plan) -> anyhow::Result<Option<Rc<Self>>> {
+        let Some(cluster) = plan.service.cluster.clone() else { return Ok(None) };
+        let file = stored::file(plan.service.state.as_deref(), &cluster.name);
+        make_directory(&file, plan)
+            .with_context(|| format!("cluster {}: {}", cluster.name, file.display()))?;
+        let settings = cluster.clone();
+        let asked = reactor::blocking(move || {
+            let terms = Terms::new(&settings)?;
+            let first = first(&settings, &terms);
+            anyhow::Ok((terms, first))
+        });
+        let (terms, first) = asked.await.with_context(|| format!("cluster {}", cluster.name))?;
+        let mut reason = String::new();
+        let first = match first {
+            Ok(first) => first,
+            Err(Error::Refused(why)) => bail!("cluster {}: {why}", cluster.name),
+            Err(error) => {
+                reason = error.to_string();
+                known(&file, plan, &reason).with_context(|| format!("cluster {}", cluster.name))?
+            }
+        };
+        let (to_agent, inbox) = async_channel::bounded(MOST_QUEUED);
+        let (to_main, words) = async_channel::bounded(MOST_QUEUED);
+        let timing = Timing::DEFAULT;
+        let mut hosts = Hosts::new(&cluster.host, timing);
+        let _ = hosts.hear(Word::Promises(first.promises), reactor::now());
+        let (name, host) = (cluster.name.clone(), cluster.host.clone());
+        let inbox = (to_agent.clone(), inbox);
+        let agent = Agent { cluster, terms, file, inbox, words: to_main, timing };
+        Ok(Some(Rc::new(Self {
+            name,
+            host,
+            hosts: RefCell::new(hosts),
+            specs: RefCell::new(first.specs),
+            is_connected: Cell::new(false),
+            reason: RefCell::new(reason),
+            leader: RefCell::default(),
+            input: to_agent,
+            words,
+            agent: RefCell::new(Some(agent)),
+        })))
+    }
+
+    /// A new group takes part from now on, at its safe share, where the cluster has limits for it.
+    ///
+    /// # Errors
+    /// If nobody can say whether it has.
+    pub(crate) fn take_part(&self, group: &Arc<Group>) -> anyhow::Result<()> {
+        let spec = self.specs.borrow().get(group.name()).copied();
+        if spec.is_none() {
+            let reason = self.reason.borrow();
+            ensure!(
+                reason.is_empty(),
+                "group {}: nobody knows its limits: {reason} (try again once etcd can be asked)",
+                group.name()
+            );
+            tracing::warn!(
+                group = %group.name(),
+                "the cluster has no limits for this group yet (`weir throttle {} --cluster --iops-total N` sets them)",
+                group.name()
+            );
+        }
+        self.hosts.borrow_mut().add(group, spec);
+        Ok(())
+    }
+
+    pub(crate) fn leave(&self, group: &str) {
+        self.hosts.borrow_mut().remove(group);
+    }
+
+    /// Whether the limits of a group are the cluster's.
+    pub(crate) fn has(&self, group: &str) -> bool {
+        self.hosts.borrow().has(group)
+    }
+
+    /// Starts the thread, with what rights are left, and the task.
+    pub(crate) fn start(self: &Rc<Self>, around: Weak<dyn Surroundings>) -> anyhow::Result<Running> {
+        let agent = self.agent.take().context("the cluster runs already")?;
+        let (end, ended) = mpsc::channel();
+        let thread = thread::Builder::new().name("cluster".to_owned()).spawn(move || {
+            if let Err(error) = agent.run() {
+                tracing::error!(%error, "etcd cannot be asked: the safe share holds (restart weir)");
+            }
+            // Nobody waits any more, perhaps.
+            let _ = end.send(());
+        });
+        thread.context("the thread that speaks with etcd")?;
+        let cluster = Rc::clone(self);
+        let task = reactor::spawn_joinable(async move {
+            let mut next = reactor::now();
+            loop {
+                let now = reactor::now();
+                let word = match next - now {
+                    Duration::ZERO => None,
+                    left => match reactor::timeout(left, cluster.words.recv()).await {
+                        Ok(Ok(word)) => Some(word),
+                        // The thread has ended: leases run out.
+                        Ok(Err(_)) => {
+                            reactor::sleep_until(next).await;
+                            None
+                        }
+                        Err(_) => None,
+                    },
+                };
+                let Some(around) = around.upgrade() else { return };
+                match word {
+                    Some(word) => cluster.hear(word, &*around),
+                    None => {
+                        cluster.tick(&*around);
+                        next = reactor::now() + Timing::DEFAULT.tick;
+                    }
+                }
+            }
+        });
+        Ok(Running { input: self.input.clone(), ended, _task: task })
+    }
+
+    fn tick(&self, around: &dyn Surroundings) {
+        let capacity = around.capacity(&|group| self.has(group));
+        let promised = self.hosts.borrow_mut().promised(capacity);
+        // What finds no room is told at a later tick, or by the next session.
+        if let Some(promised) = promised {
+            let _ = self.input.try_send(Input::Promises(promised));
+        }
+        let reports = self.hosts.borrow_mut().tick(reactor::now());
+        if let Some(reports) = reports {
+            let _ = self.input.try_send(Input::Reports(reports));
+        }
+    }
+
+    fn hear(&self, word: Word, around: &dyn Surroundings) {
+        if let Word::Group { name, spec } = &word {
+            self.specs.borrow_mut().insert(name.clone(), *spec);
+        }
+        let (turn, reports) = self.hosts.borrow_mut().hear(word, reactor::now());
+        if let Some(reports) = reports {
+            let _ = self.input.try_send(Input::Reports(reports));
+        }
+        match turn {
+            Some(Turn::Joined) if !self.is_connected.replace(true) => {
+                self.reason.borrow_mut().clear();
+                around.tell(&self.name, &self.host, None);
+            }
+            Some(Turn::Apart(why)) => {
+                // Each member may have another reason, and is asked again and again.
+                let before = self.reason.replace(why.clone());
+                let is_new = before.is_empty() || (why != before && why.contains("is taken"));
+                if self.is_connected.replace(false) || is_new {
+                    around.tell(&self.name, &self.host, Some(&why));
+                }
+            }
+            Some(Turn::Led(leader)) => drop(self.leader.replace(leader)),
+            Some(Turn::Joined) | None => {}
+        }
+    }
+
+    /// For `weir status`.
+    pub(crate) fn summary(&self) -> Value {
+        let mut answer =
+            json!({ "name": self.name, "host": self.host, "connected": self.is_connected.get() });
+        if let Some(leader) = &*self.leader.borrow() {
+            answer["leader"] = json!(leader);
+        }
+        if !self.is_connected.get() {
+            answer["reason"] = json!(*self.reason.borrow());
+        }
+        answer
+    }
+
+    pub(crate) fn is_connected(&self) -> bool {
+        self.is_connected.get()
+    }
+
+    pub(crate) fn is_leader(&self) -> bool {
+        self.leader.borrow().as_deref() == Some(&self.host)
+    }
+
+    pub(crate) fn standings(&self) -> Vec<Standing> {
+        self.hosts.borrow().standings()
+    }
+
+    /// What `weir cluster status` shows.
+    pub(crate) async fn status(&self) -> Value {
+        let (answer, answered) = async_channel::bounded(1);
+        let mut shown = match self.input.try_send(Input::Status(answer)) {
+            Ok(()) => match reactor::timeout(PATIENCE, answered.recv()).await {
+                Ok(Ok(shown)) => shown,
+                _ => status::apart("etcd does not answer in time"),
+            },
+            Err(_) => status::apart("too much is asked at once"),
+        };
+        shown["name"] = json!(self.name);
+        shown["host"] = json!(self.host);
+        let standing = |standing: &Standing| json!({ "name": standing.group, "leased": standing.is_leased });
+        shown["here"] = self.standings().iter().map(standing).collect();
+        shown
+    }
+
+    /// Changes a group on all hosts.
+    ///
+    /// # Errors
+    /// Why it was not done.
+    pub(crate) async fn change(&self, change: Change) -> Result<Value, String> {
+        self.ask(|answer| Input::Change(change, answer)).await
+    }
+
+    /// Takes away what a host has left behind that will not come back.
+    ///
+    /// # Errors
+    /// Why it was not done.
+    pub(crate) async fn forget(&self, host: String) -> Result<Value, String> {
+        self.ask(|answer| Input::Forget(host, answer)).await
+    }
+
+    async fn ask(&self, input: impl FnOnce(Sender<Result<Value, String>>) -> Input) -> Result<Value, String> {
+        let (answer, answered) = async_channel::bounded(1);
+        self.input.try_send(input(answer)).map_err(|_| "too much is asked at once (try again)".to_owned())?;
+        match reactor::timeout(PATIENCE, answered.recv()).await {
+            Ok(Ok(done)) => done,
+            _ => Err("etcd does not answer in time; it may have been done (`weir cluster status` tells)"
+                .to_owned()),
+        }
+    }
+}
+
+/// Asks on a runtime of its own, before threads are confined.
+fn first(cluster: &settings::Cluster, terms: &Terms) -> Result<First, Error> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
+    let runtime = runtime.map_err(|error| Error::Unreachable(anyhow!(error)))?;
+    runtime.block_on(async {
+        let keys = Keys::of(&cluster.name);
+        let mut etcd = Etcd::connect(terms, 0).await?;
+        let ranges = [Key::Group(""), Key::Promise("")].map(|kind| keys.all(kind));
+        let (_, found) = etcd.read(&ranges).await?;
+        let mut first = First { specs: BTreeMap::new(), promises: BTreeMap::new() };
+        for value in found.iter().flatten() {
+            match keys.read(&value.key) {
+                Some(Key::Group(name)) => {
+                    let read = values::read::<values::Group>(&value.value).and_then(|group| group.spec());
+                    let spec = read.map_err(|why| {
+                        Error::Refused(format!("group {name}: what is in etcd at {} {why}", value.key))
+                    })?;
+                    first.specs.insert(name.to_owned(), spec);
+                }
+                Some(Key::Promise(name)) => {
+                    if let Ok(promises) = values::read(&value.value) {
+                        first.promises.insert(name.to_owned(), promises);
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(first)
+    })
+}
+
+/// The limits that this host knew last: without them nothing says what may pass.
+fn known(file: &Path, plan: &Plan, why: &str) -> anyhow::Result<First> {
+    let groups = stored::load(file).with_context(|| file.display().to_string())?;
+    let mut specs = BTreeMap::new();
+    for (name, group) in groups {
+        let spec = group.spec().map_err(|rule| anyhow!("{}: group {name}: {rule}", file.display()))?;
+        specs.insert(name, spec);
+    }
+    if let Some(group) = plan.groups.iter().find(|group| group.cluster && !specs.contains_key(&group.name)) {
+        bail!(
+            "group {}: nobody knows its limits: {why}, and this host has not had them before (mend etcd of [cluster], or start it; later starts do without)",
+            group.name
+        );
+    }
+    Ok(First { specs, promises: BTreeMap::new() })
+}
+
+/// Whoever the daemon goes on as writes there.
+fn make_directory(file: &Path, plan: &Plan) -> io::Result<()> {
+    let Some(directory) = file.parent() else { return Ok(()) };
+    fs::create_dir_all(directory)?;
+    if let Some(owner) = &plan.service.user
+        && let Ok((uid, gid)) = sandbox::ids(owner)
+        && fs::metadata(directory)?.uid() != uid
+    {
+        std::os::unix::fs::chown(directory, Some(uid), Some(gid))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,153 @@
+//! What `weir cluster status` is told: hosts, what they want, what they may have, who leads.
+//!
+//! Read from etcd when it is asked for. How long ago a host reported the leader alone knows: no
+//! clocks of two hosts are compared.
+
+use std::collections::BTreeMap;
+
+use policy::throttle::{LimitKind, Part, Setting};
+use serde_json::{Map, Value, json};
+
+use super::{
+    changing::most,
+    etcd::{Error, Etcd},
+    keys::Key,
+    known::Known,
+    leading::Leading,
+    outside::now,
+    values::{self, Grants, Identity, Report, Reports},
+};
+
+/// Where etcd cannot be asked.
+pub(super) fn apart(why: &str) -> Value {
+    json!({ "connected": false, "reason": why, "groups": [], "hosts": [] })
+}
+
+/// All of it.
+pub(super) async fn connected(
+    known: &Known,
+    leading: Option<&Leading>,
+    etcd: &mut Etcd,
+) -> Result<Value, Error> {
+    let keys = &known.keys;
+    let kinds = [Key::Host(""), Key::Report(""), Key::Grant("")];
+    let (_, found) = etcd.read(&kinds.map(|kind| keys.all(kind))).await?;
+    let (mut hosts, mut reports, mut grants) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    for value in found.iter().flatten() {
+        match keys.read(&value.key) {
+            Some(Key::Host(host)) => drop(hosts.insert(host, values::read::<Identity>(&value.value).ok())),
+            Some(Key::Report(host)) => {
+                drop(values::read(&value.value).map(|read: Reports| reports.insert(host, read)))
+            }
+            Some(Key::Grant(host)) => {
+                drop(values::read(&value.value).map(|read: Grants| grants.insert(host, read)))
+            }
+            _ => {}
+        }
+    }
+    let mut names: Vec<&str> = hosts.keys().chain(reports.keys()).copied().collect();
+    names.sort_unstable();
+    names.dedup();
+    let age = |host: &str| {
+        let heard = leading?.heard(host)?;
+        u64::try_from((now() - heard).as_millis()).ok()
+    };
+    let host = |name: &&str| {
+        let mut entry = json!({ "name": name, "present": hosts.contains_key(name) });
+        if let Some(Some(identity)) = hosts.get(name) {
+            entry["weir"] = json!(identity.weir);
+            entry["pid"] = json!(identity.pid);
+        }
+        if let Some(age) = age(name) {
+            entry["age-ms"] = json!(age);
+        }
+        entry
+    };
+    let groups = known.groups.iter().map(|(name, stored)| {
+        let member = |host: &&str| {
+            let report = reports.get(host)?.groups.get(name)?;
+            let granted =
+                grants.get(host).and_then(|grants| grants.groups.get(name)).map(|grant| grant.leased);
+            let promised = known.promises.get(*host).and_then(|promises| promises.groups.get(name));
+            Some(json!({
+                "host": host,
+                "demand": wants(report),
+                "waiting-ns": report.waiting_ns(),
+                "weight": report.weight(),
+                "in-force": sum(report),
+                "safe-share": by_kind(report.safe),
+                "granted": by_kind(granted.unwrap_or_default()),
+                "promised": promises(promised.copied().unwrap_or_default()),
+            }))
+        };
+        let promised = known.promises.values().filter_map(|promises| promises.groups.get(name));
+        let committed = add(promised);
+        let limits = *stored.spec.limits();
+        json!({
+            "name": name,
+            "change": stored.group.number,
+            "limits": stored.group.limits,
+            "most-hosts": stored.group.hosts,
+            "safe-share": by_kind(stored.spec.safe()),
+            "promised": promises(committed),
+            "promisable": promises([0, 1].map(|unit| most(&limits, unit).unwrap_or(0))),
+            "hosts": names.iter().filter_map(member).collect::<Vec<_>>(),
+        })
+    });
+    let groups: Vec<_> = groups.collect();
+    let all = add(known.promises.values().flat_map(|promises| promises.groups.values()));
+    let mut answer = json!({
+        "connected": true,
+        "etcd": etcd.member(),
+        "joined": known.joined.is_some(),
+        "hosts": names.iter().map(host).collect::<Vec<_>>(),
+        "groups": groups,
+        "promised": promises(all),
+        "capacity": promises(capacity(known.promises.values())),
+    });
+    if let Some((_, leader)) = &known.leader {
+        answer["leader"] = json!(leader);
+    }
+    Ok(answer)
+}
+
+/// What was measured of what is below all hosts: the least that a host knows, 0 where none does.
+pub(super) fn capacity<'a>(promises: impl Iterator<Item = &'a values::Promises>) -> [u64; 2] {
+    promises.fold([0; 2], |least, promises| {
+        [0, 1].map(|unit| match (least[unit], promises.capacity[unit]) {
+            (0, one) | (one, 0) => one,
+            (one, other) => one.min(other),
+        })
+    })
+}
+
+fn add<'a>(promises: impl Iterator<Item = &'a [u64; 2]>) -> [u64; 2] {
+    promises.fold([0; 2], |sum, more| [0, 1].map(|unit| sum[unit].saturating_add(more[unit])))
+}
+
+fn promises([iops, bps]: [u64; 2]) -> Value {
+    let known = [("iops", iops), ("bps", bps)].into_iter().filter(|(_, figure)| *figure > 0);
+    Value::Object(known.map(|(name, figure)| (name.to_owned(), json!(figure))).collect::<Map<_, _>>())
+}
+
+/// By the limits' names; what is 0 is left out.
+fn by_kind(numbers: policy::cluster::ByKind) -> Value {
+    let name = |kind| Setting::Limit(kind, Part::Rate).name().to_owned();
+    let known = LimitKind::ALL.into_iter().filter(|kind| numbers[kind.index()] > 0);
+    Value::Object(known.map(|kind| (name(kind), json!(numbers[kind.index()]))).collect::<Map<_, _>>())
+}
+
+fn sum(report: &Report) -> Value {
+    by_kind(LimitKind::ALL.map(|kind| report.leased[kind.index()].saturating_add(report.safe[kind.index()])))
+}
+
+/// `"all"` where it would take all there is.
+fn wants(report: &Report) -> Value {
+    let name = |kind| Setting::Limit(kind, Part::Rate).name().to_owned();
+    let limited = LimitKind::ALL.into_iter().filter(|kind| report.safe[kind.index()] > 0);
+    let want = |kind: LimitKind| match report.demand[kind.index()] {
+        u64::MAX => json!("all"),
+        units => json!(units),
+    };
+    Value::Object(limited.map(|kind| (name(kind), want(kind))).collect::<Map<_, _>>())
+}

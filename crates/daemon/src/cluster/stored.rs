@@ -1,0 +1,80 @@
+//! The limits of the cluster as this host knew them last, kept between runs: a daemon that starts
+//! while etcd is away begins with its safe share of these.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    path::{Path, PathBuf},
+};
+
+use policy::cluster::Spec;
+use serde::{Deserialize, Serialize};
+use settings::state::{Store, whole_file};
+
+use super::values::{self, Group};
+
+/// Of a thousand groups with all their limits.
+const MAX_FILE_BYTES: u64 = 4 << 20;
+
+/// A group's limits as they stand in etcd.
+#[derive(Clone, Debug)]
+pub(super) struct Stored {
+    pub(super) group: Group,
+    pub(super) spec: Spec,
+    pub(super) changed: i64,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Known {
+    groups: BTreeMap<String, Group>,
+}
+
+/// Where it is kept, in the state directory.
+pub(super) fn file(state: Option<&Path>, cluster: &str) -> PathBuf {
+    // Beside what devices can do.
+    let capacity = Store::new(state).file("x");
+    let state = capacity.parent().and_then(Path::parent).unwrap_or(Path::new(""));
+    state.join("cluster").join(format!("{cluster}.json"))
+}
+
+/// What is there; nothing, where there is no file.
+///
+/// # Errors
+/// If it cannot be read, or is not weir's.
+pub(super) fn load(file: &Path) -> io::Result<BTreeMap<String, Group>> {
+    let Some(bytes) = whole_file::read(file, MAX_FILE_BYTES)? else { return Ok(BTreeMap::new()) };
+    values::read::<Known>(&bytes).map(|known| known.groups).map_err(io::Error::other)
+}
+
+/// Keeps them. What fails is said: the next start may have to do without.
+pub(super) fn save(file: &Path, groups: &BTreeMap<String, Stored>) {
+    let groups = groups.iter().map(|(name, stored)| (name.clone(), stored.group.clone())).collect();
+    let content = values::write(&Known { groups });
+    if whole_file::read(file, MAX_FILE_BYTES).is_ok_and(|there| there.as_ref() == Some(&content)) {
+        return;
+    }
+    if let Err(error) = whole_file::write(file, &content, true) {
+        tracing::warn!(file = %file.display(), %error, "the cluster's limits cannot be kept for the next start");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use policy::throttle::Limits;
+
+    use super::*;
+
+    #[test]
+    fn what_was_known_is_known_after_a_start() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = file(Some(directory.path()), "lab");
+        assert!(load(&path).unwrap().is_empty());
+        std::fs::create_dir(path.parent().unwrap()).unwrap();
+        let group = Group::of(&Limits::default(), 16, None, 1, 1);
+        let stored = Stored { spec: group.spec().unwrap(), group: group.clone(), changed: 1 };
+        save(&path, &BTreeMap::from([("gold".to_owned(), stored)]));
+        assert_eq!(load(&path).unwrap(), BTreeMap::from([("gold".to_owned(), group)]));
+        std::fs::write(&path, "{").unwrap();
+        assert!(load(&path).is_err());
+    }
+}

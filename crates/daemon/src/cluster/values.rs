@@ -1,0 +1,337 @@
+//! What is written to etcd, as JSON, and read from there: policy's values, each with the version of
+//! its form.
+//!
+//! Everything read here may be somebody else's: garbage, a newer version and numbers out of range
+//! are no value, with the reason. Never trusts that a hash or a length fits.
+
+use std::collections::BTreeMap;
+
+use policy::{
+    cluster::{self, ByKind, Spec, Term, Usage},
+    throttle::{Limits, Setting},
+};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+/// The version that is written.
+const VERSION: u32 = 1;
+/// Bytes of a value that are looked at: etcd's own bound for a request.
+const MAX_BYTES: usize = 2 << 20;
+
+/// What a value is in: its version is looked at before its form.
+#[derive(Deserialize)]
+struct Versioned {
+    version: u32,
+}
+
+/// Writes a value with its version.
+pub(super) fn write<T: Serialize>(value: &T) -> Vec<u8> {
+    let mut value = serde_json::to_value(value).unwrap_or_default();
+    value["version"] = VERSION.into();
+    value.to_string().into_bytes()
+}
+
+/// Reads a value of this version.
+///
+/// # Errors
+/// Why it is none.
+pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
+    if bytes.len() > MAX_BYTES {
+        return Err(format!("is too large, {} bytes", bytes.len()));
+    }
+    let versioned = serde_json::from_slice::<Versioned>(bytes).map_err(|_| "is not weir's".to_owned())?;
+    if versioned.version != VERSION {
+        let version = versioned.version;
+        return Err(format!(
+            "is of version {version}, and this weir knows {VERSION} (update the older weir)"
+        ));
+    }
+    serde_json::from_slice(bytes).map_err(|error| format!("is broken: {error}"))
+}
+
+/// Who leads.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Leader {
+    pub(super) host: String,
+    pub(super) nonce: u64,
+}
+
+/// Which process is a host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Identity {
+    /// Larger in a later run of the host.
+    pub(super) instance: u64,
+    /// The machine, its boot and the namespace of its processes: in one of these `pid` is one.
+    pub(super) machine: String,
+    pub(super) pid: u32,
+    /// When that process began, in the kernel's ticks since the boot.
+    pub(super) began: u64,
+    pub(super) weir: String,
+}
+
+/// Limits over all hosts.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Group {
+    /// Counts changes, from 1.
+    pub(super) number: u32,
+    /// Drawn for each change: two that a restored etcd numbers alike are two.
+    pub(super) nonce: u32,
+    /// By the options' names; what is not there is 0.
+    pub(super) limits: BTreeMap<String, u64>,
+    pub(super) hosts: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) safe_share_ppm: Option<u32>,
+}
+
+impl Group {
+    pub(super) fn of(
+        limits: &Limits,
+        hosts: u32,
+        safe_share_ppm: Option<u32>,
+        number: u32,
+        nonce: u32,
+    ) -> Self {
+        let set = Setting::ALL
+            .into_iter()
+            .filter(|setting| limits.get(*setting) != Limits::default().get(*setting));
+        let limits = set.map(|setting| (setting.name().to_owned(), limits.get(setting))).collect();
+        Self { number, nonce, limits, hosts, safe_share_ppm }
+    }
+
+    /// The same as policy has it.
+    ///
+    /// # Errors
+    /// Limits that break a rule, and parts that do not fit.
+    pub(super) fn spec(&self) -> Result<Spec, String> {
+        let mut limits = Limits::default();
+        for (name, value) in &self.limits {
+            let setting = Setting::from_name(name).ok_or_else(|| format!("{name}: is no limit"))?;
+            limits.set(setting, *value).map_err(|invalid| format!("{name}: {}", invalid.rule))?;
+        }
+        limits.validate().map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
+        let version = u64::from(self.number) << 32 | u64::from(self.nonce);
+        Spec::new(version, limits, self.hosts, self.safe_share_ppm).map_err(|error| error.to_string())
+    }
+
+    pub(super) fn from_spec(spec: &Spec, safe_share_ppm: Option<u32>) -> Self {
+        let version = spec.version();
+        Self::of(spec.limits(), spec.hosts(), safe_share_ppm, (version >> 32) as u32, version as u32)
+    }
+}
+
+/// What is promised on a host, by group, in operations and bytes per second; and what was measured
+/// of what is below its disks: 0 is unknown.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Promises {
+    pub(super) groups: BTreeMap<String, [u64; 2]>,
+    pub(super) capacity: [u64; 2],
+}
+
+/// All that a host reports, by group.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Reports {
+    pub(super) groups: BTreeMap<String, Report>,
+}
+
+/// All that a host may have, by group.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Grants {
+    pub(super) groups: BTreeMap<String, Grant>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Follows {
+    revision: u64,
+    nonce: u64,
+}
+
+impl From<Term> for Follows {
+    fn from(Term { revision, nonce }: Term) -> Self {
+        Self { revision, nonce }
+    }
+}
+
+impl From<&Follows> for Term {
+    fn from(follows: &Follows) -> Self {
+        Self { revision: follows.revision, nonce: follows.nonce }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Report {
+    instance: u64,
+    number: u64,
+    follows: Option<Follows>,
+    seq: u64,
+    pub(super) leased: ByKind,
+    spec: u64,
+    pub(super) safe: ByKind,
+    given: ByKind,
+    pub(super) demand: ByKind,
+    waiting_ns: u64,
+    weight: u64,
+    reserved: [u64; 2],
+}
+
+impl Report {
+    pub(super) const fn instance(&self) -> u64 {
+        self.instance
+    }
+
+    pub(super) const fn waiting_ns(&self) -> u64 {
+        self.waiting_ns
+    }
+
+    pub(super) const fn weight(&self) -> u64 {
+        self.weight
+    }
+}
+
+impl From<&cluster::Report> for Report {
+    fn from(report: &cluster::Report) -> Self {
+        let cluster::Report { instance, number, follows, seq, leased, version, safe, given, wants } =
+            report.clone();
+        let Usage { demand, waiting_ns, weight, reserved } = wants;
+        let follows = follows.map(Follows::from);
+        Self {
+            instance,
+            number,
+            follows,
+            seq,
+            leased,
+            spec: version,
+            safe,
+            given,
+            demand,
+            waiting_ns,
+            weight,
+            reserved,
+        }
+    }
+}
+
+impl From<&Report> for cluster::Report {
+    fn from(report: &Report) -> Self {
+        let Report { demand, waiting_ns, weight, reserved, .. } = *report;
+        Self {
+            instance: report.instance,
+            number: report.number,
+            follows: report.follows.as_ref().map(Term::from),
+            seq: report.seq,
+            leased: report.leased,
+            version: report.spec,
+            safe: report.safe,
+            given: report.given,
+            wants: Usage { demand, waiting_ns, weight, reserved },
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Grant {
+    term: Follows,
+    instance: u64,
+    answers: u64,
+    seq: u64,
+    spec: Group,
+    pub(super) leased: ByKind,
+    credit: ByKind,
+}
+
+impl Grant {
+    pub(super) fn of(grant: &cluster::Grant, safe_share_ppm: Option<u32>) -> Self {
+        let cluster::Grant { term, instance, answers, seq, spec, leased, credit } = *grant;
+        Self {
+            term: term.into(),
+            instance,
+            answers,
+            seq,
+            spec: Group::from_spec(&spec, safe_share_ppm),
+            leased,
+            credit,
+        }
+    }
+
+    /// # Errors
+    /// Limits that are none.
+    pub(super) fn read(&self) -> Result<cluster::Grant, String> {
+        Ok(cluster::Grant {
+            term: Term::from(&self.term),
+            instance: self.instance,
+            answers: self.answers,
+            seq: self.seq,
+            spec: self.spec.spec()?,
+            leased: self.leased,
+            credit: self.credit,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use policy::throttle::LimitKind;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn limits(rate: u64) -> Limits {
+        let mut limits = Limits::default();
+        limits.limit_mut(LimitKind::IopsTotal).rate = rate;
+        limits
+    }
+
+    #[test]
+    fn a_newer_version_is_named_and_garbage_is_none() {
+        let group = Group::of(&limits(1000), 16, None, 3, 7);
+        assert_eq!(read::<Group>(&write(&group)).as_ref(), Ok(&group));
+        let newer = String::from_utf8(write(&group)).unwrap().replace("\"version\":1", "\"version\":2");
+        assert!(read::<Group>(newer.as_bytes()).unwrap_err().contains("is of version 2"));
+        for garbage in ["", "{}", "[]", "\u{0}", "{\"version\":1}", "{\"version\":\"1\"}"] {
+            assert!(read::<Group>(garbage.as_bytes()).is_err(), "{garbage}");
+        }
+    }
+
+    #[test]
+    fn limits_that_break_a_rule_are_no_group() {
+        let spec = |name: &str, value| {
+            let mut group = Group::of(&limits(1000), 16, None, 1, 1);
+            group.limits.insert(name.to_owned(), value);
+            group.spec()
+        };
+        assert!(spec("iops-total", 5000).is_ok());
+        assert!(spec("iops-totally", 5).unwrap_err().contains("is no limit"));
+        assert!(spec("iops-total-max", 5).is_err());
+        assert!(spec("iops-total", u64::MAX).is_err());
+        assert!(Group::of(&limits(10), 100, None, 1, 1).spec().unwrap_err().contains("safe-share"));
+        assert!(Group::of(&limits(10), 0, None, 1, 1).spec().unwrap_err().contains("hosts"));
+    }
+
+    proptest! {
+        #[test]
+        fn reports_and_grants_come_back_as_they_went(
+            numbers in prop::array::uniform8(any::<u64>()), by_kind in prop::array::uniform6(any::<u64>()), leads in any::<bool>(),
+        ) {
+            let [instance, number, revision, nonce, seq, waiting_ns, weight, answers] = numbers;
+            let term = Term { revision, nonce };
+            let wants = Usage { demand: by_kind, waiting_ns, weight, reserved: [seq, number] };
+            let report = cluster::Report {
+                instance, number, follows: leads.then_some(term), seq, leased: by_kind, version: nonce,
+                safe: by_kind, given: by_kind, wants,
+            };
+            let there = Reports { groups: BTreeMap::from([("g".to_owned(), Report::from(&report))]) };
+            let back = read::<Reports>(&write(&there)).unwrap();
+            prop_assert_eq!(cluster::Report::from(&back.groups["g"]), report);
+            let spec = Spec::new(7 << 32 | 5, limits(1000), 16, Some(99)).unwrap();
+            let grant = cluster::Grant { term, instance, answers, seq, spec, leased: by_kind, credit: by_kind };
+            let there = Grants { groups: BTreeMap::from([("g".to_owned(), Grant::of(&grant, Some(99)))]) };
+            let back = read::<Grants>(&write(&there)).unwrap();
+            prop_assert_eq!(back.groups["g"].read(), Ok(grant));
+        }
+
+        #[test]
+        fn whatever_is_written_there_is_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = read::<Reports>(&bytes);
+            let _ = read::<Grants>(&bytes);
+            let _ = read::<Group>(&bytes).map(|group| group.spec());
+        }
+    }
+}

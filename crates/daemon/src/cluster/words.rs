@@ -1,0 +1,66 @@
+//! What the main thread and the one that speaks with etcd tell each other.
+
+use std::collections::BTreeMap;
+
+use async_channel::Sender;
+use policy::{
+    cluster::{Spec, Term},
+    throttle::Setting,
+};
+use serde_json::Value;
+
+use super::{
+    etcd::Event,
+    values::{Promises, Reports},
+};
+
+/// Other limits for a group.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Change {
+    pub(crate) group: String,
+    pub(crate) limits: Vec<(Setting, u64)>,
+    pub(crate) hosts: Option<u32>,
+    pub(crate) safe_share_ppm: Option<u32>,
+}
+
+/// What arrives at the thread.
+#[derive(Debug)]
+pub(super) enum Input {
+    /// To be written: all groups' last reports.
+    Reports(Reports),
+    Promises(Promises),
+    Change(Change, Sender<Result<Value, String>>),
+    Status(Sender<Value>),
+    /// A host that will not come back.
+    Forget(String, Sender<Result<Value, String>>),
+    Stop,
+    /// Of the session of this number.
+    Watched(u64, Vec<Event>),
+    Ended(u64, String),
+}
+
+/// What the main thread is told.
+#[derive(Debug)]
+pub(super) enum Word {
+    /// Etcd answers, and this host has its name: reports are written from now on.
+    Joined {
+        instance: u64,
+    },
+    /// It does not, or the name is another's: leases run out.
+    Apart {
+        why: String,
+    },
+    Led {
+        leader: Option<(Term, String)>,
+    },
+    Group {
+        name: String,
+        spec: Spec,
+    },
+    Granted {
+        group: String,
+        grant: policy::cluster::Grant,
+    },
+    /// All hosts', this one's included.
+    Promises(BTreeMap<String, Promises>),
+}

@@ -1,0 +1,47 @@
+//! What a cluster asks of the daemon, and tells it.
+
+use std::iter;
+
+use super::inventory::Inventory;
+use crate::{
+    cluster::Surroundings,
+    events::{Kind, News},
+};
+
+impl Surroundings for Inventory {
+    fn capacity(&self, is_shared: &dyn Fn(&str) -> bool) -> [u64; 2] {
+        let takes_part = |disk: &String| {
+            let group = self.disk(disk).ok().and_then(|running| running.disk.throttle().group());
+            group.is_some_and(|group| {
+                iter::successors(Some(group), |group| group.parent().cloned())
+                    .any(|group| is_shared(group.name()))
+            })
+        };
+        let below = self.devices().into_iter().filter(|listed| listed.disks.iter().any(takes_part));
+        let known = below.filter_map(|listed| listed.device.capacity());
+        known.fold([0; 2], |sum: [u64; 2], capacity| {
+            let figures =
+                [[capacity.read_iops, capacity.write_iops], [capacity.read_bps, capacity.write_bps]];
+            // What all is asked of, whichever it is.
+            [0, 1].map(|unit| {
+                let least = figures[unit].into_iter().filter(|figure| *figure > 0).min().unwrap_or(0);
+                sum[unit].saturating_add(least)
+            })
+        })
+    }
+
+    fn tell(&self, cluster: &str, host: &str, apart: Option<&str>) {
+        let (kind, message) = match apart {
+            None => (
+                Kind::ClusterJoined,
+                format!("this host, {host}, has its part of cluster {cluster}'s limits"),
+            ),
+            Some(why) => (
+                Kind::ClusterApart,
+                format!("{why}: apart from cluster {cluster}, the safe share holds once leases have run out"),
+            ),
+        };
+        let news = News::new(kind, message).with("cluster", cluster).with("host", host);
+        self.events.tell(news.with("reason", apart));
+    }
+}

@@ -1,0 +1,81 @@
+//! Commands for groups whose limits hold over many hosts: they say and change what is in etcd.
+
+use std::rc::Rc;
+
+use serde_json::Value;
+
+use crate::{
+    cluster::{Change, Cluster},
+    control::{
+        inventory::Inventory,
+        qmp::{
+            arguments::Arguments,
+            command::Command,
+            error::Error,
+            settings::{LimitChanges, Naming},
+        },
+    },
+};
+
+/// The most hosts, as policy has it.
+const MAX_HOSTS: u64 = policy::cluster::MAX_HOSTS as u64;
+
+fn cluster(inventory: &Inventory) -> Result<Rc<Cluster>, Error> {
+    let none = || {
+        Error::generic("cluster: this daemon is in none (add [cluster] to its config file, and restart weir)")
+    };
+    inventory.cluster().cloned().ok_or_else(none)
+}
+
+#[derive(Debug)]
+pub(super) struct QueryCluster;
+
+impl Command for QueryCluster {
+    const NAME: &'static str = "x-weir-query-cluster";
+
+    fn read(_: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self)
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        Ok(cluster(&inventory)?.status().await)
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct ClusterSet {
+    change: Change,
+}
+
+impl Command for ClusterSet {
+    const NAME: &'static str = "x-weir-cluster-set";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let group = arguments.required("group")?;
+        let limits = LimitChanges::read(arguments, Naming::Plain)?.values().collect();
+        let hosts = arguments.number("hosts", 1..=MAX_HOSTS)?.map(|hosts| hosts as u32);
+        let safe_share = arguments.number("safe-share-ppm", 1..=1_000_000)?.map(|ppm| ppm as u32);
+        Ok(Self { change: Change { group, limits, hosts, safe_share_ppm: safe_share } })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        cluster(&inventory)?.change(self.change).await.map_err(Error::generic)
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct ClusterForget {
+    host: String,
+}
+
+impl Command for ClusterForget {
+    const NAME: &'static str = "x-weir-cluster-forget";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { host: arguments.required("host")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        cluster(&inventory)?.forget(self.host).await.map_err(Error::generic)
+    }
+}

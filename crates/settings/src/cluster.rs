@@ -1,0 +1,159 @@
+//! `[cluster]`: the hosts whose groups share their limits, and the etcd by which they agree.
+//!
+//! Only values, judged by themselves: nothing is looked up or connected to here.
+
+use std::{fmt, path::PathBuf, str::FromStr};
+
+/// etcd's own port for clients.
+const DEFAULT_PORT: u16 = 2379;
+/// Bytes of a name of a cluster or a host: both stand in every key.
+const MAX_NAME: usize = 64;
+/// Members that are asked in turn: etcd advises seven at most.
+const MAX_ENDPOINTS: usize = 16;
+/// Parts of a whole.
+const MILLION: f64 = 1_000_000.0;
+
+/// What was said below `[cluster]`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cluster {
+    /// The prefix of all keys: hosts of another name are another cluster.
+    pub name: String,
+    /// This host's name, which no other has.
+    pub host: String,
+    /// At least one; any that answers will do.
+    pub etcd: Vec<Etcd>,
+    /// Holds `ca-cert.pem` and, where etcd asks for it, `client-cert.pem` and `client-key.pem`.
+    pub certificates: Option<PathBuf>,
+    /// Who this is to etcd, with the file of the password.
+    pub user: Option<(String, PathBuf)>,
+    /// What a host may use without etcd, in millionths of a limit, where limits are set here first.
+    pub safe_share_ppm: Option<u32>,
+}
+
+/// Where a member of etcd listens for clients.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Etcd {
+    /// Encrypted: `https`.
+    pub tls: bool,
+    /// A name or an address; without brackets.
+    pub host: String,
+    /// TCP.
+    pub port: u16,
+}
+
+impl FromStr for Etcd {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let rule = || "is not the address of etcd; write http://HOST:PORT or https://HOST:PORT".to_owned();
+        let (tls, rest) = match text.split_once("://") {
+            Some(("http", rest)) => (false, rest),
+            Some(("https", rest)) => (true, rest),
+            Some(_) => return Err(rule()),
+            None => (false, text),
+        };
+        let rest = rest.strip_suffix('/').unwrap_or(rest);
+        let (host, port) = match rest.strip_prefix('[') {
+            Some(rest) => {
+                let (host, port) = rest.split_once(']').ok_or_else(rule)?;
+                (host, port.strip_prefix(':'))
+            }
+            None => match rest.split_once(':') {
+                Some((host, port)) => (host, Some(port)),
+                None => (rest, None),
+            },
+        };
+        let port = port.map_or(Ok(DEFAULT_PORT), |port| port.parse().map_err(|_| rule()))?;
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '%');
+        if host.is_empty() || port == 0 || !host.chars().all(plain) {
+            return Err(rule());
+        }
+        Ok(Self { tls, host: host.to_owned(), port })
+    }
+}
+
+impl fmt::Display for Etcd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let scheme = if self.tls { "https" } else { "http" };
+        match self.host.contains(':') {
+            true => write!(f, "{scheme}://[{}]:{}", self.host, self.port),
+            false => write!(f, "{scheme}://{}:{}", self.host, self.port),
+        }
+    }
+}
+
+/// A name of a cluster or a host.
+///
+/// # Errors
+/// If it holds what separates names in keys, or is too long.
+pub fn cluster_name(text: &str) -> Result<String, String> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    if text.is_empty() || text.len() > MAX_NAME || !text.chars().all(plain) {
+        return Err(format!("is no such name: it has 1 to {MAX_NAME} letters, digits, '.', '-' and '_'"));
+    }
+    Ok(text.to_owned())
+}
+
+/// A part of a limit, such as `2%`, in millionths.
+///
+/// # Errors
+/// If it is none, or more than all.
+pub fn safe_share(text: &str) -> Result<u32, String> {
+    let percent = text.strip_suffix('%').and_then(|number| number.trim_end().parse::<f64>().ok());
+    let ppm = percent.map(|percent| percent / 100.0 * MILLION).filter(|ppm| (1.0..=MILLION).contains(ppm));
+    // In range, so nothing is cut off but the fraction.
+    ppm.map(|ppm| ppm.round() as u32)
+        .ok_or_else(|| "is not a part of a limit; write such as 2% (0.0001% to 100%)".to_owned())
+}
+
+/// How many members may be named.
+///
+/// # Errors
+/// If there are more.
+pub(crate) fn check_endpoints(count: usize) -> Result<(), String> {
+    match count {
+        0..=MAX_ENDPOINTS => Ok(()),
+        _ => Err(format!("are too many; {MAX_ENDPOINTS} at most")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_of_etcd_are_urls() {
+        let read = |text: &str| text.parse::<Etcd>().map(|etcd| etcd.to_string());
+        for (text, expect) in [
+            ("http://a:1", "http://a:1"),
+            ("https://10.0.0.1:2379/", "https://10.0.0.1:2379"),
+            ("a", "http://a:2379"),
+            ("a:7", "http://a:7"),
+            ("https://[::1]:7", "https://[::1]:7"),
+            ("http://[fe80::1%eth0]", "http://[fe80::1%eth0]:2379"),
+        ] {
+            assert_eq!(read(text).as_deref(), Ok(expect));
+        }
+        for wrong in ["", "http://", "ftp://a", "a:0", "a:b", "a:1:2", "http://a/b", "[::1", "http://u@a"] {
+            assert!(read(wrong).unwrap_err().contains("write http://HOST:PORT"), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn safe_shares_are_parts() {
+        assert_eq!(safe_share("2%"), Ok(20_000));
+        assert_eq!(safe_share("0.1 %"), Ok(1000));
+        assert_eq!(safe_share("100%"), Ok(1_000_000));
+        for wrong in ["", "2", "0%", "-1%", "100.1%", "nan%", "inf%", "x%"] {
+            assert!(safe_share(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn names_stand_in_keys() {
+        assert_eq!(cluster_name("a-B_1.c").as_deref(), Ok("a-B_1.c"));
+        for wrong in ["", "a/b", "a b", "ä", &"a".repeat(65)] {
+            assert!(cluster_name(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! `weir cluster`: the hosts whose groups share their limits, as any daemon of them tells it.
+
+use clap::Subcommand;
+use console::{
+    Failure, figures, print, print_json,
+    table::{Table, columns},
+};
+use serde_json::{Value, json};
+
+use crate::client::{Client, Target};
+
+pub(crate) const EXAMPLES: &str = "\
+Examples:
+  weir cluster status
+      Who leads, which hosts there are, what each wants of a group's limits and may use now.
+  weir cluster status --json | jq '.groups[].promised'
+      What is promised on all hosts together.
+  weir throttle gold --cluster --iops-total 10000
+      Limits of the group gold on all hosts together.
+  weir cluster forget host7
+      A host that will not come back; its safe share is no longer set aside once the leader changes.";
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub(crate) enum ClusterCommand {
+    /// Show hosts, demand, what each may use, who leads, and how long ago hosts were heard of
+    Status {
+        /// Print results as JSON
+        #[arg(long)]
+        json: bool,
+        /// The daemon's control socket [default: the one that `weir serve` opens]
+        #[arg(long, value_name = "unix:PATH")]
+        qmp: Option<Target>,
+    },
+    /// Take away what a host has left behind that will not come back
+    Forget {
+        /// The host
+        host: String,
+        /// The daemon's control socket [default: the one that `weir serve` opens]
+        #[arg(long, value_name = "unix:PATH")]
+        qmp: Option<Target>,
+    },
+}
+
+pub(crate) fn run(command: ClusterCommand) -> Result<(), Failure> {
+    match command {
+        ClusterCommand::Status { json, qmp } => {
+            let shown = Client::reach(qmp)?.execute("x-weir-query-cluster", json!({}))?;
+            Ok(if json { print_json(&shown) } else { print(&show(&shown)) }?)
+        }
+        ClusterCommand::Forget { host, qmp } => {
+            Client::reach(qmp)?.execute("x-weir-cluster-forget", json!({ "host": host }))?;
+            Ok(print(&format!("{host}: forgotten\n"))?)
+        }
+    }
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
+}
+
+fn show(shown: &Value) -> String {
+    let mut said = format!("cluster {}, this is host {}\n", text(&shown["name"]), text(&shown["host"]));
+    if shown["connected"] != true {
+        said += &format!("  not connected: {}\n", text(&shown["reason"]));
+        for group in shown["here"].as_array().into_iter().flatten() {
+            let what = if group["leased"] == true { "a lease, until it runs out" } else { "its safe share" };
+            said += &format!("  group {}: {what}\n", text(&group["name"]));
+        }
+        return said;
+    }
+    let leader = shown["leader"].as_str().unwrap_or("nobody");
+    said += &format!("  etcd {}, led by {leader}\n", text(&shown["etcd"]));
+    if shown["joined"] != true {
+        said += "  this host's name is another's: its safe share holds\n";
+    }
+    said += &format!("  promised {}, of {}\n\n", amounts(&shown["promised"]), amounts(&shown["capacity"]));
+    let mut table = Table::new(columns(&["HOST", "THERE", "HEARD", "WEIR"], &[]));
+    for host in shown["hosts"].as_array().into_iter().flatten() {
+        let there = if host["present"] == true { "yes" } else { "no" };
+        let heard = host["age-ms"]
+            .as_u64()
+            .map_or_else(|| "-".to_owned(), |age| format!("{:.1} s ago", age as f64 / 1000.0));
+        let weir = host["weir"].as_str().unwrap_or("-");
+        table.row(vec![text(&host["name"]).to_owned(), there.to_owned(), heard, weir.to_owned()]);
+    }
+    said += &table.render(false);
+    for group in shown["groups"].as_array().into_iter().flatten() {
+        said += &of_group(group);
+    }
+    said
+}
+
+fn of_group(group: &Value) -> String {
+    let limits = serde_json::from_value(group["limits"].clone()).unwrap_or_default();
+    let said = format!(
+        "\ngroup {} (change {}): {}, promised {}\n",
+        text(&group["name"]),
+        group["change"],
+        figures::limits(&limits),
+        amounts(&group["promised"])
+    );
+    let mut table = Table::new(columns(&["HOST", "LIMIT"], &["WANTS", "MAY USE", "SAFE SHARE"]));
+    for host in group["hosts"].as_array().into_iter().flatten() {
+        for (name, safe) in host["safe-share"].as_object().into_iter().flatten() {
+            let number = |value: &Value| value.as_u64().map_or_else(|| "-".to_owned(), |n| n.to_string());
+            let wants = match &host["demand"][name] {
+                Value::String(all) => all.clone(),
+                other => number(other),
+            };
+            let row = [
+                text(&host["host"]).to_owned(),
+                name.clone(),
+                wants,
+                number(&host["in-force"][name]),
+                number(safe),
+            ];
+            table.row(row.to_vec());
+        }
+    }
+    said + &table.render(false)
+}
+
+/// Operations and bytes per second.
+fn amounts(value: &Value) -> String {
+    let one = |key: &str, unit: &str| value[key].as_u64().map(|amount| format!("{amount} {unit}"));
+    let known: Vec<_> = [one("iops", "IOPS"), one("bps", "B/s")].into_iter().flatten().collect();
+    if known.is_empty() { "nothing known".to_owned() } else { known.join(" and ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_and_parts_are_tables() {
+        let shown = json!({
+            "name": "lab", "host": "a", "connected": true, "joined": true, "etcd": "http://e:2379", "leader": "b",
+            "promised": { "iops": 2000 }, "capacity": {},
+            "hosts": [{ "name": "a", "present": true, "age-ms": 1200, "weir": "1.2.3" }, { "name": "b", "present": false }],
+            "groups": [{
+                "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "promised": { "iops": 2000 },
+                "hosts": [{
+                    "host": "a", "demand": { "iops-total": "all" }, "in-force": { "iops-total": 9812 },
+                    "safe-share": { "iops-total": 12 },
+                }],
+            }],
+        });
+        let said = show(&shown);
+        for expect in
+            ["led by b", "promised 2000 IOPS, of nothing known", "1.2 s ago", "all     9812", "change 3"]
+        {
+            assert!(said.contains(expect), "{expect}: {said}");
+        }
+        let apart = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
+            "here": [{ "name": "gold", "leased": false }] });
+        assert!(show(&apart).contains("not connected: etcd http://e: refused\n  group gold: its safe share"));
+    }
+}

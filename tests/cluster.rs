@@ -1,0 +1,359 @@
+//! Limits that hold for the sum over many hosts: three daemons and Debian's etcd, which is stopped,
+//! killed and started again; a leader that is killed, a daemon that sleeps.
+//!
+//! What is compared are states: who has which part, as etcd and the daemons tell it, and that parts
+//! in force are never more than the limit. What all daemons have let pass is no more than the limit
+//! allows in the time that went by, which holds however slow the machine is. Never judges how fast
+//! shares follow, nor that a rate is reached.
+
+use std::{
+    fs, iter,
+    net::TcpListener,
+    path::PathBuf,
+    process::{Child, Command, Stdio},
+    time::Instant,
+};
+
+use nix::sys::signal::Signal;
+use serde_json::Value;
+
+use crate::harness::{Client, DEADLINE, Qmp, Scratch, Serve, Weir, need, search_path, text, weir};
+
+/// One member on loopback, with its data in the scratch directory.
+struct Etcd {
+    child: Child,
+    data: PathBuf,
+    ports: [u16; 2],
+}
+
+impl Etcd {
+    fn start(scratch: &Scratch) -> Self {
+        need("etcd");
+        // Free at this moment; etcd says so where another was faster.
+        let free = || TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let (data, ports) = (scratch.path("etcd"), [free(), free()]);
+        let child = Self::spawn(&data, ports);
+        let etcd = Self { child, data, ports };
+        etcd.wait();
+        etcd
+    }
+
+    fn spawn(data: &PathBuf, [client, peer]: [u16; 2]) -> Child {
+        let url = |port| format!("http://127.0.0.1:{port}");
+        let log = fs::File::create(data.with_extension("log")).unwrap();
+        Command::new("etcd")
+            .env("PATH", search_path())
+            .args([
+                "--data-dir",
+                text(data),
+                "--listen-client-urls",
+                &url(client),
+                "--advertise-client-urls",
+                &url(client),
+            ])
+            .args(["--listen-peer-urls", &url(peer), "--initial-advertise-peer-urls", &url(peer)])
+            .args(["--initial-cluster", &format!("default={}", url(peer))])
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .expect("it was found")
+    }
+
+    fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.ports[0])
+    }
+
+    fn control(&self, arguments: &[&str]) -> Client {
+        Client::new("etcdctl").env("ETCDCTL_API", "3").args(["--endpoints", &self.url()]).args(arguments)
+    }
+
+    fn wait(&self) {
+        until("etcd answers", || self.control(&["get", "x"]).run().ended() == Some(0));
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    fn start_again(&mut self) {
+        self.child = Self::spawn(&self.data, self.ports);
+        self.wait();
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[track_caller]
+fn until(what: &str, is_so: impl Fn() -> bool) {
+    let end = Instant::now() + DEADLINE;
+    while !is_so() {
+        assert!(Instant::now() < end, "it did not come to be: {what}");
+    }
+}
+
+struct Host {
+    scratch: Scratch,
+    weir: Option<Weir>,
+    control: PathBuf,
+}
+
+impl Host {
+    fn config(scratch: &Scratch, name: &str, etcd: &str, more: &str) -> PathBuf {
+        let (nbd, state) = (scratch.socket("nbd"), scratch.path("state"));
+        scratch.file(
+            "weir.toml",
+            format!(
+                "[daemon]\nnbd = \"unix:{}\"\nstate = \"{}\"\n[cluster]\nname = \"lab\"\nhost = \"{name}\"\netcd = \"{etcd}\"\n{more}\n\
+                 [group.gold]\ncluster = true\n[disk.vm]\nimage = \"memory:16M\"\ngroup = \"gold\"\n",
+                text(&nbd),
+                text(&state)
+            ),
+        )
+    }
+
+    fn serve(scratch: &Scratch, file: &PathBuf, control: &PathBuf) -> Serve {
+        let control = format!("unix:{}", text(control));
+        Serve::new(scratch).where_said().args(["--config", text(file), "--qmp", &control])
+    }
+
+    fn start(name: &str, etcd: &Etcd) -> Self {
+        let scratch = Scratch::new();
+        let file = Self::config(&scratch, name, &etcd.url(), "");
+        let control = scratch.socket("control");
+        let weir = Some(Self::serve(&scratch, &file, &control).start());
+        Self { scratch, weir, control }
+    }
+
+    fn again(&mut self) {
+        let file = self.scratch.path("weir.toml");
+        self.weir = Some(Self::serve(&self.scratch, &file, &self.control).start());
+    }
+
+    fn weir(&self) -> &Weir {
+        self.weir.as_ref().unwrap()
+    }
+
+    fn run(&self, arguments: &[&str]) -> Client {
+        let control = format!("unix:{}", text(&self.control));
+        weir(arguments).args(["--qmp", &control])
+    }
+
+    fn cluster(&self) -> Value {
+        self.run(&["cluster", "status", "--json"]).json()
+    }
+
+    fn status(&self) -> Value {
+        self.run(&["status", "--json", "--interval", "0"]).json()
+    }
+
+    /// The part of the limit that is in force here: what its buckets are made of.
+    fn part(&self) -> u64 {
+        let status = self.status();
+        status["groups"][0]["limits"]["iops-total"].as_u64().unwrap_or(u64::MAX)
+    }
+
+    fn passed(&self) -> u64 {
+        let status = self.status();
+        status["groups"][0]["throttle"]["reads"]["requests"].as_u64().expect("a counter")
+    }
+
+    /// Reads as fast as it can, until the client is dropped.
+    fn read(&self) -> Child {
+        let uri = format!("nbd+unix:///?socket={}", text(&self.scratch.socket("nbd")));
+        Command::new("fio")
+            .env("PATH", search_path())
+            .args([
+                "--name=a",
+                "--ioengine=nbd",
+                "--rw=randread",
+                "--bs=4k",
+                "--iodepth=16",
+                "--time_based",
+                "--runtime=3600",
+            ])
+            .arg(format!("--uri={uri}"))
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap()
+    }
+}
+
+fn leader_of(host: &Host) -> Option<String> {
+    host.cluster()["leader"].as_str().map(str::to_owned)
+}
+
+fn stop(mut client: Child) {
+    let _ = client.kill();
+    let _ = client.wait();
+}
+
+/// Parts in force on all hosts, each as its own daemon tells it: at one instant, since each is the
+/// same before and after all others are asked.
+#[track_caller]
+fn sum(hosts: &[Host]) -> u64 {
+    let parts = || hosts.iter().map(Host::part).collect::<Vec<_>>();
+    let (mut before, end) = (parts(), Instant::now() + DEADLINE);
+    loop {
+        let after = parts();
+        if before == after {
+            return after.iter().sum();
+        }
+        assert!(Instant::now() < end, "parts do not settle: {before:?}, {after:?}");
+        before = after;
+    }
+}
+
+/// What hosts let pass in a time, held against a limit of so many operations a second.
+struct Watched {
+    rate: u64,
+    since: Instant,
+    before: u64,
+}
+
+impl Watched {
+    fn begin(hosts: &[Host], rate: u64) -> Self {
+        let since = Instant::now();
+        Self { rate, since, before: hosts.iter().map(Host::passed).sum() }
+    }
+
+    #[track_caller]
+    fn end(self, hosts: &[Host]) {
+        let passed = hosts.iter().map(Host::passed).sum::<u64>() - self.before;
+        let burst = self.rate / 10;
+        // A request each makes a bucket run over.
+        let most =
+            self.rate as f64 * self.since.elapsed().as_secs_f64() + (burst + hosts.len() as u64) as f64;
+        assert!(passed as f64 <= most, "{passed} have passed, of at most {most}");
+        assert!(passed > 0);
+    }
+}
+
+#[test]
+fn hosts_join_share_change_and_outlive_their_leader_and_etcd() {
+    need("fio");
+    let scratch = Scratch::new();
+    let mut etcd = Etcd::start(&scratch);
+    let mut hosts: Vec<_> = ["a", "b", "c"].iter().map(|name| Host::start(name, &etcd)).collect();
+    until("somebody leads", || leader_of(&hosts[2]).is_some());
+    let said = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
+    assert!(said.contains("iops-total: none → 2000, on all hosts"), "{said}");
+    until("all have a part", || hosts.iter().all(|host| host.part() < 2000));
+    let watched = Watched::begin(&hosts, 2000);
+    // Who is busy has nearly all.
+    let first = hosts[0].read();
+    until("the busy host has nine tenths", || hosts[0].part() > 1800);
+    assert!(sum(&hosts) <= 2000);
+    // A second that is busy gets half.
+    let second = hosts[1].read();
+    until("half each", || [hosts[0].part(), hosts[1].part()].iter().all(|part| (900..1100).contains(part)));
+    assert!(sum(&hosts) <= 2000);
+    watched.end(&hosts);
+    // A change on one host holds on all.
+    hosts[2].run(&["throttle", "gold", "--cluster", "--iops-total", "1000"]).succeeds();
+    until("half of the new limit each", || hosts[..2].iter().all(|host| (450..550).contains(&host.part())));
+    // The leader is killed: another divides.
+    let leader = leader_of(&hosts[2]).unwrap();
+    let at = ["a", "b", "c"].iter().position(|name| *name == leader).unwrap();
+    hosts[at].weir.take().unwrap().crash();
+    let witness = (at + 1) % 3;
+    until("another leads", || leader_of(&hosts[witness]).is_some_and(|name| name != leader));
+    hosts[witness].run(&["throttle", "gold", "--cluster", "--iops-total", "1500"]).succeeds();
+    hosts[at].again();
+    let change = |host: &Host| host.status()["groups"][0]["cluster"]["limits"]["iops-total"].as_u64();
+    until("the new limit is known everywhere", || hosts.iter().all(|host| change(host) == Some(1500)));
+    assert!(sum(&hosts) <= 1500);
+    let watched = Watched::begin(&hosts, 1500);
+    // Without etcd each falls to its safe share, says so, and comes back.
+    let mut events = Qmp::negotiated(&hosts[witness].control);
+    etcd.kill();
+    until("all are at their safe share", || hosts.iter().all(|host| host.part() <= 1500 / 50));
+    let event = iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "cluster_apart");
+    assert_eq!(event.unwrap()["data"]["cluster"], "lab");
+    hosts[witness].weir().wait_for_log("the safe share holds");
+    assert_eq!(hosts[witness].status()["cluster"]["connected"], false);
+    etcd.start_again();
+    let busy: Vec<_> = (0..2).filter(|host| *host != at).collect();
+    until("who is busy has a lease again", || busy.iter().any(|host| hosts[*host].part() > 100));
+    assert!(sum(&hosts) <= 1500);
+    // A daemon that sleeps keeps no more than it may.
+    let sleeper = (witness + 1) % 3;
+    hosts[sleeper].weir().signal(Signal::SIGSTOP);
+    until("others have what it had", || {
+        let others = hosts.iter().enumerate().filter(|(at, _)| *at != sleeper);
+        others.map(|(_, host)| host.part()).sum::<u64>() > 1000
+    });
+    hosts[sleeper].weir().signal(Signal::SIGCONT);
+    assert!(sum(&hosts) <= 1500);
+    watched.end(&hosts);
+    stop(first);
+    stop(second);
+}
+
+#[test]
+fn what_is_wrong_is_said_or_the_safe_share_holds() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let refused = |etcd: &str, more: &str| {
+        let scratch = Scratch::new();
+        let file = Host::config(&scratch, "x", etcd, more);
+        Host::serve(&scratch, &file, &scratch.socket("control")).fails()
+    };
+    // A port where nobody listens, and nothing known of the group.
+    let said = refused("http://127.0.0.1:1", "");
+    assert!(said.contains("group gold: nobody knows its limits"), "{said}");
+    let said = refused("https://127.0.0.1:1", "certificates = \"/nowhere\"");
+    assert!(said.contains("ca-cert.pem"), "{said}");
+    // A newer weir, and garbage.
+    for (value, expect) in [("{\"version\":2}", "is of version 2"), ("garbage", "is not weir's")] {
+        etcd.control(&["put", "/weir/v1/lab/group/gold", value]).succeeds();
+        let said = refused(&etcd.url(), "");
+        assert!(said.contains(expect), "{said}");
+    }
+    etcd.control(&["del", "/weir/v1/lab/group/gold"]).succeeds();
+    // Two of one name: the second does not join.
+    let one = Host::start("x", &etcd);
+    until("it has joined", || one.cluster()["joined"] == true);
+    one.run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
+    let other = Host::start("x", &etcd);
+    other.weir().wait_for_log("the name \"x\" is taken in cluster \"lab\"");
+    assert_eq!(other.status()["cluster"]["connected"], false);
+    assert_eq!(other.part(), 2000 / 800);
+    // Limits of such a group are not one host's to change.
+    let said = one.run(&["throttle", "gold", "--iops-total", "5"]).fails();
+    assert!(said.contains("--cluster"), "{said}");
+    // Garbage among grants and reports harms nobody.
+    etcd.control(&["put", "/weir/v1/lab/report/y", "garbage"]).succeeds();
+    etcd.control(&["put", "/weir/v1/lab/grant/x", "garbage"]).succeeds();
+    one.weir().wait_for_log("is not weir's");
+    until("it goes on", || one.cluster()["leader"] == "x");
+    drop(etcd);
+}
+
+#[test]
+fn promises_of_all_hosts_fit_into_the_limit() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let hosts: Vec<_> = ["a", "b"].iter().map(|name| Host::start(name, &etcd)).collect();
+    until("both have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
+    hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
+    until("both know it", || hosts.iter().all(|host| host.part() < 3000));
+    hosts[0].run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
+    let promised = |host: &Host| host.cluster()["groups"][0]["promised"]["iops"].as_u64();
+    until("the other knows of it", || promised(&hosts[1]) == Some(2000));
+    until("and of what is left", || {
+        let said = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).run();
+        said.ended() == Some(1)
+            && said.said().contains("more than what the cluster's other hosts leave of 1000")
+    });
+    hosts[1].run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
+    until("all is told", || promised(&hosts[0]) == Some(3000));
+    // Nor can the limit be lowered below.
+    let said = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2500"]).fails();
+    assert!(said.contains("3000 is promised on its hosts"), "{said}");
+}
