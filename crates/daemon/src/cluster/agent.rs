@@ -306,7 +306,7 @@ impl Session<'_> {
                     self.stand(Duration::ZERO);
                 }
                 Some(Key::Host(name)) if name == self.agent.cluster.host => {
-                    self.on_own_host(etcd, None).await?
+                    self.on_own_host(etcd, None).await?;
                 }
                 Some(Key::Promise(name)) => {
                     self.known.promises.remove(name);

@@ -37,10 +37,10 @@ pub(super) async fn connected(
         match keys.read(&value.key) {
             Some(Key::Host(host)) => drop(hosts.insert(host, values::read::<Identity>(&value.value).ok())),
             Some(Key::Report(host)) => {
-                drop(values::read(&value.value).map(|read: Reports| reports.insert(host, read)))
+                drop(values::read(&value.value).map(|read: Reports| reports.insert(host, read)));
             }
             Some(Key::Grant(host)) => {
-                drop(values::read(&value.value).map(|read: Grants| grants.insert(host, read)))
+                drop(values::read(&value.value).map(|read: Grants| grants.insert(host, read)));
             }
             _ => {}
         }
