@@ -147,6 +147,6 @@ mod tests {
         for line in ["weir serve src/li", "weir image info src/li", "weir serve --config src/li"] {
             assert_eq!(offered(line), ["src/lib.rs"], "{line}");
         }
-        assert_eq!(offered("weir probe --state src/cl"), ["src/client/"]);
+        assert_eq!(offered("weir probe --state src/clie"), ["src/client/"]);
     }
 }

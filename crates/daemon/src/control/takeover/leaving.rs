@@ -28,8 +28,8 @@ use super::{
     identity::Identity,
     name,
     told::{
-        Buckets, Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer, Standing,
-        StandingDisk, StandingGroup, StandingMachine, State, Word,
+        Buckets, Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer,
+        Standing, StandingDisk, StandingGroup, StandingMachine, State, Word,
     },
 };
 use crate::{
