@@ -83,6 +83,7 @@ test-cluster: ## images of a real Ceph cluster, which it installs and starts: by
 
 bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=--strict judges, BENCH="--rows 'file-*'" is a part
 	@scripts/deps build clients
+	@scripts/etcd
 	$(RELEASE)
 	bench/run.py $(BENCH)
 

@@ -10,13 +10,13 @@ that is late reaps many at once. Times are of this machine, and nobody judges th
 
 Usage: bench/hosts.py [WEIR] [--seconds N]     (`make bench-hosts` builds it and has etcd)
 
-Exit status 0 when the sum held, else 1. Leaves nothing behind. Takes about a minute and a half.
+Then a disk with a promise on one host, beside greedy ones on two others.
+
+Exit status 0 when the sum held and the promise was kept within 2 %, else 1. Leaves nothing behind. Takes about two minutes.
 """
 
 import argparse
-import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,82 +24,28 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from etcd import TARGET, Etcd, stop, until
 from qmp import CommandFailed, Monitor
 
-ROOT = Path(__file__).resolve().parent.parent
-TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 LIMIT, DEPTH, NAMES = 10_000, 32, ("a", "b", "c")
 # Of a limit without a burst of its own: a tenth of a second's worth.
 BURST = LIMIT // 10
 SLEPT_SECONDS = 10
-# How long anything is waited for. Nothing is judged by it.
-PATIENCE_SECONDS = 120
-
-
-def free_port():
-    """Free at this moment; etcd says so where another was faster."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-class Etcd:
-    """Three members."""
-
-    def __init__(self, directory, stack):
-        self._directory, self._stack = directory, stack
-        self.clients = [free_port() for _ in NAMES]
-        self._peers = [free_port() for _ in NAMES]
-        self.members = [None] * len(NAMES)
-        for at in range(len(NAMES)):
-            self.start(at)
-
-    def urls(self):
-        """Where clients find them."""
-        return [f"http://127.0.0.1:{port}" for port in self.clients]
-
-    def start(self, at):
-        """Starts a member, with what it had before."""
-        url = lambda port: f"http://127.0.0.1:{port}"  # noqa: E731
-        all_of_them = ",".join(f"m{one}={url(port)}" for one, port in enumerate(self._peers))
-        argv = [
-            TARGET / "etcd" / "bin" / "etcd", "--name", f"m{at}",
-            "--data-dir", self._directory / f"etcd{at}",
-            "--listen-client-urls", url(self.clients[at]), "--advertise-client-urls", url(self.clients[at]),
-            "--listen-peer-urls", url(self._peers[at]), "--initial-advertise-peer-urls", url(self._peers[at]),
-            "--initial-cluster", all_of_them, "--initial-cluster-state", "new",
-        ]  # fmt: skip
-        with open(self._directory / f"etcd{at}.log", "ab") as log:
-            self.members[at] = subprocess.Popen(argv, stdout=log, stderr=log)
-        self._stack.callback(stop, self.members[at])
-
-    def control(self, *words):
-        """What etcdctl says; nothing where it fails."""
-        argv = [TARGET / "etcd" / "bin" / "etcdctl", "--endpoints", ",".join(self.urls()), *words]
-        done = subprocess.run(
-            argv, capture_output=True, text=True, check=False, env={**os.environ, "ETCDCTL_API": "3"}
-        )
-        return done.stdout if done.returncode == 0 else ""
-
-    def leading(self):
-        """Which member leads the others."""
-        rows = self.control("endpoint", "status").splitlines()
-        return next((at for at, row in enumerate(rows) if row.split(", ")[4] == "true"), 0)
-
-    def kill(self, at):
-        """At once."""
-        self.members[at].kill()
-        self.members[at].wait()
+# What one disk is promised, beside greedy ones on the other hosts, and for how long that is watched.
+PROMISED, GREEDY, PROMISE_SECONDS, KEPT = 2_000, {"b": 5, "c": 4}, 10, 0.98
 
 
 class Host:
-    """A daemon, and its client while it is busy."""
+    """A daemon, and the clients of its disks while they are busy; `disks` are names and the keys
+    of their tables.
+    """
 
-    def __init__(self, name, program, directory, etcd, stack):
-        self.name, self._program, self._stack = name, program, stack
-        self._directory = directory / name
+    def __init__(self, name, program, place, etcd, stack, cluster="lab", disks=None):
+        self.name, self._program, self._stack, self._cluster = name, program, stack, cluster
+        self._directory = place / f"{cluster}-{name}"
         self._directory.mkdir()
-        self._etcd, self.client, self._runs, self._monitor = etcd, None, 0, None
+        self._disks = {"vm": ""} if disks is None else disks
+        self._etcd, self.clients, self._runs, self._monitor = etcd, [], 0, None
         self.start()
 
     def start(self):
@@ -108,8 +54,12 @@ class Host:
         etcd = ", ".join(f'"{url}"' for url in self._etcd.urls())
         (place / "weir.toml").write_text(
             f'[daemon]\nnbd = "unix:{place}/nbd"\nqmp = "unix:{place}/qmp"\nstate = "{place}/state"\n'
-            f'[cluster]\nname = "lab"\nhost = "{self.name}"\netcd = [{etcd}]\n'
-            '[group.gold]\ncluster = true\n[disk.vm]\nimage = "memory:64M"\ngroup = "gold"\n'
+            f'[cluster]\nname = "{self._cluster}"\nhost = "{self.name}"\netcd = [{etcd}]\n'
+            "[group.gold]\ncluster = true\n"
+            + "".join(
+                f'[disk.{disk}]\nimage = "memory:64M"\ngroup = "gold"\n{keys}\n'
+                for disk, keys in self._disks.items()
+            )
         )
         argv = [self._program, "serve", "--config", place / "weir.toml"]
         with open(place / "log", "ab") as log:
@@ -136,46 +86,30 @@ class Host:
         return self.ask("x-weir-query-status")["cluster"].get("leader")
 
     def read(self):
-        """Keeps it busy from now on."""
-        self._runs += 1
-        argv = [
-            "fio", "--name=a", "--ioengine=nbd", f"--uri=nbd+unix:///vm?socket={self._directory}/nbd",
-            "--rw=randread", "--bs=4k", f"--iodepth={DEPTH}", "--time_based", "--runtime=3600",
-            f"--write_lat_log={self._directory}/fio{self._runs}", "--log_unix_epoch=1",
-            "--disable_clat=1", "--disable_slat=1",
-        ]  # fmt: skip
-        with open(self._directory / f"fio{self._runs}.log", "wb") as log:
-            self.client = subprocess.Popen(argv, stdout=log, stderr=log)
-        self._stack.callback(stop, self.client)
+        """Keeps all its disks busy from now on."""
+        for disk in self._disks:
+            self._runs += 1
+            argv = [
+                "fio", "--name=a", "--ioengine=nbd", f"--uri=nbd+unix:///{disk}?socket={self._directory}/nbd",
+                "--rw=randread", "--bs=4k", f"--iodepth={DEPTH}", "--time_based", "--runtime=3600",
+                f"--write_lat_log={self._directory}/fio{self._runs}", "--log_unix_epoch=1",
+                "--disable_clat=1", "--disable_slat=1",
+            ]  # fmt: skip
+            with open(self._directory / f"fio{self._runs}.log", "wb") as log:
+                self.clients.append(subprocess.Popen(argv, stdout=log, stderr=log))
+            self._stack.callback(stop, self.clients[-1])
 
     def rest(self):
-        """Ends its client, which writes its log then."""
-        if self.client is not None:
-            self.client.send_signal(signal.SIGINT)
-            self.client.wait()
-            self.client = None
+        """Ends its clients, which write their logs then."""
+        for client in self.clients:
+            client.send_signal(signal.SIGINT)
+            client.wait()
+        self.clients = []
 
     def completions(self):
         """In milliseconds since 1970, of all its clients."""
         logs = self._directory.glob("fio*_lat.*.log")
         return [int(line.split(b",", 1)[0]) for log in logs for line in log.read_bytes().splitlines()]
-
-
-def stop(process):
-    """Whatever it is doing."""
-    process.kill()
-    process.wait()
-
-
-def until(what, look):
-    """What there is once it is there."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < end:
-        found = look()
-        if found:
-            return found
-        time.sleep(0.005)
-    raise TimeoutError(f"it did not come to be: {what}")
 
 
 class Table:
@@ -207,11 +141,7 @@ def play(hosts, etcd, seconds):
     table = Table()
     by_name = {host.name: host for host in hosts}
     parts = lambda names: [by_name[name].part() for name in names]  # noqa: E731
-    until("somebody leads", hosts[0].leader)
-    hosts[0].ask("x-weir-cluster-set", group="gold", **{"iops-total": LIMIT})
-    until("all have a part", lambda: max(parts(NAMES)) < 10**9)
-    # A leader that has just been elected passes on only what it is given.
-    until("what is idle is divided", lambda: sum(parts(NAMES)) > LIMIT * 0.9)
+    limited(hosts)
     hosts[0].read()
     table.timed("one busy host has 95 % of what others leave", lambda: hosts[0].part() > 0.95 * 0.98 * LIMIT)
     time.sleep(seconds)
@@ -224,7 +154,7 @@ def play(hosts, etcd, seconds):
     leader = by_name[hosts[0].leader()]
     others = [host.name for host in hosts if host is not leader]
     stop(leader.daemon)
-    leader.client = None
+    leader.clients = []
     table.timed(
         "the leader's host is killed: half each for the others",
         lambda: all(near(part, LIMIT / 2) for part in parts(others)),
@@ -271,6 +201,41 @@ def play(hosts, etcd, seconds):
         host.rest()
 
 
+def limited(hosts):
+    """Says the group's limit once for all, and waits until it is divided."""
+    until("somebody leads", hosts[0].leader)
+    hosts[0].ask("x-weir-cluster-set", group="gold", **{"iops-total": LIMIT})
+    until("all have a part", lambda: max(host.part() for host in hosts) < 10**9)
+    # A leader that has just been elected passes on only what it is given.
+    until("what is idle is divided", lambda: sum(host.part() for host in hosts) > LIMIT * 0.9)
+
+
+def promise(program, place, etcd, stack):
+    """What a disk gets that is promised a part, beside greedy ones on other hosts."""
+    disks = {name: {f"greedy{number}": "" for number in range(count)} for name, count in GREEDY.items()}
+    disks["a"] = {"promised": f"iops-reservation = {PROMISED}"}
+    hosts = [Host(name, program, place, etcd, stack, "promise", disks[name]) for name in NAMES]
+    limited(hosts)
+    for host in reversed(hosts):
+        host.read()
+    until("the promise is in force", lambda: hosts[0].part() >= PROMISED)
+    until("all are busy", lambda: near(sum(host.part() for host in hosts), LIMIT))
+    time.sleep(1)
+    began_ms = time.time() * 1000
+    time.sleep(PROMISE_SECONDS)
+    for host in hosts:
+        host.rest()
+    inside = [
+        sum(began_ms <= at < began_ms + PROMISE_SECONDS * 1000 for at in host.completions()) / PROMISE_SECONDS
+        for host in hosts
+    ]
+    print(
+        f"\n  {PROMISED:,} promised on one host, {sum(GREEDY.values())} greedy disks on two others:"
+        f"\n  {inside[0]:,.0f} a second ({inside[0] / PROMISED:.1%}), the others {sum(inside[1:]):,.0f}"
+    )
+    return inside[0] >= KEPT * PROMISED
+
+
 def main():
     """The whole of it; every way out ends what was started."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -281,18 +246,22 @@ def main():
     with tempfile.TemporaryDirectory(prefix="weir-hosts.") as directory, ExitStack() as stack:
         place = Path(directory)
         etcd = Etcd(place, stack)
-        until("etcd answers", lambda: etcd.control("endpoint", "status").count("\n") == len(NAMES))
+        etcd.wait()
         print(f"{LIMIT} IOPS for three hosts, three members of etcd; each client has {DEPTH} in flight\n")
         hosts = [Host(name, said.weir, place, etcd, stack) for name in NAMES]
         play(hosts, etcd, said.seconds)
         times = [at for host in hosts for at in host.completions()]
+        for host in hosts:
+            stop(host.daemon)
+        kept = promise(said.weir, place, etcd, stack)
     most, allowed = most_over(times), BURST + DEPTH * len(NAMES) + LIMIT // 1000
     print(
         f"\n  {len(times):,} requests at the clients, {(max(times) - min(times)) / 1000:.0f} s; the most above the"
         f"\n  limit in any window: {most:,.0f}, where a burst is {BURST:,} and {DEPTH * len(NAMES)} may be in flight"
     )
     print(f"  {'The limit holds.' if most <= allowed else 'The limit does NOT hold.'}")
-    return 0 if most <= allowed else 1
+    print(f"  {'The promise is kept.' if kept else 'The promise is NOT kept.'}")
+    return 0 if most <= allowed and kept else 1
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ import imitation
 import inprocess
 import limits
 import machine
+import many_hosts
 import members
 import nbd_storage
 import prefetch
@@ -56,6 +57,7 @@ import vhost_user
 import waits
 import watching
 import watermark
+from etcd import NotReached
 from front_end import NotServed
 from loads import LoadFailed
 from results import Results, Verdict
@@ -65,11 +67,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 SUBJECTS = (
     rows, inprocess, qcow2, prefetch, nbd_storage, vhost_user, fuse, limits, idle, shares, members, waits, imitation,
-    watermark, simulate, advise, rude, watching, ceph,
+    watermark, simulate, advise, rude, watching, many_hosts, ceph,
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.
-FAILURES = (LoadFailed, ServerFailed, NotServed, qmp.CommandFailed, nbd.Error)
+FAILURES = (LoadFailed, NotReached, ServerFailed, NotServed, qmp.CommandFailed, nbd.Error)
 # Rows at a time where no figure is judged: two processors are what every machine has.
 SHORT_WORKERS = 2
 # What a change may cost: a part of the speed before it. Figures that are larger where it is faster.
