@@ -1,5 +1,7 @@
 //! A disk as a file of this host: what programs see of it, who may, and what is left when it ends.
 //!
+//! Where the kernel has FUSE over io_uring switched on, all of it comes that way (`fuse_ring.rs`).
+//!
 //! They need `/dev/fuse` and the right to mount. Where a machine has neither, they say so and end.
 
 use std::{
@@ -20,9 +22,12 @@ use nix::{
 };
 use serde_json::json;
 
-use crate::harness::{
-    Client, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_says, children, need_root, pattern,
-    qemu_img, text,
+use crate::{
+    fuse_ring,
+    harness::{
+        Client, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_says, children, need_root,
+        pattern, qemu_img, text,
+    },
 };
 
 /// Ends the test where nothing can be mounted, which only a container can be the reason for.
@@ -48,22 +53,23 @@ pub(crate) fn can_mount() -> bool {
 }
 
 /// An empty file to mount over.
-fn spot(scratch: &Scratch, name: &str) -> PathBuf {
+pub(crate) fn spot(scratch: &Scratch, name: &str) -> PathBuf {
     scratch.file(name, "")
 }
 
 fn serve(scratch: &Scratch, image: &Path, file: &Path, options: &str) -> Serve {
-    Serve::new(scratch).arg(image).arg("--fuse").arg(format!("{}{options}", text(file)))
+    let ring = if fuse_ring::is_switched_on() { ",io-uring" } else { "" };
+    Serve::new(scratch).arg(image).arg("--fuse").arg(format!("{}{options}{ring}", text(file)))
 }
 
-fn is_mounted(file: &Path) -> bool {
+pub(crate) fn is_mounted(file: &Path) -> bool {
     let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
     mounts.lines().any(|line| line.split(' ').nth(1) == Some(text(file)))
 }
 
 /// Waits until nothing is mounted there any more, which the kernel tells of.
 #[track_caller]
-fn wait_until_unmounted(file: &Path) {
+pub(crate) fn wait_until_unmounted(file: &Path) {
     use nix::poll::{PollFd, PollFlags, poll};
     use std::os::fd::AsFd as _;
     let until = Instant::now() + DEADLINE;

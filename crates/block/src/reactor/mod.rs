@@ -32,6 +32,7 @@ mod timer;
 pub mod ublk;
 mod uring;
 mod vigil;
+mod wide;
 mod worker;
 
 use std::{cell::RefCell, future::Future, rc::Rc, sync::OnceLock, time::Instant as Clock};
@@ -41,7 +42,7 @@ use policy::time::Instant;
 use executor::Executor;
 pub use executor::JoinHandle;
 pub use figures::{Figures, RingTotals};
-pub use fuse::clone_fuse_device;
+pub use fuse::{FuseRing, clone_fuse_device};
 pub use launcher::Launcher;
 pub use notifier::{Notifier, set_aside as set_notifiers_aside};
 pub use pool::{threads_may_stay, threads_must_end};
@@ -49,6 +50,7 @@ pub use priority::{in_background, is_in_background};
 pub use signal::Signal;
 pub use timer::{Sleep, Timeout, timeout};
 pub use uring::Polling;
+pub use wide::takes_fuse_commands;
 pub use worker::{Worker, is_worker};
 
 /// What a thread's reactor is made of. [`Driver`] is the half that differs between the twins.

@@ -23,7 +23,12 @@ use io_uring::{IoUring, opcode, squeue, types};
 use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 use slab::Slab;
 
-use super::{Driver, Figures, Reactor, real_now, restricted, vigil::Vigil, with_current};
+use super::{
+    Driver, Figures, Reactor, real_now, restricted,
+    vigil::Vigil,
+    wide::{Ring, takes_fuse_commands},
+    with_current,
+};
 
 /// Submission queue entries; a fuller batch is submitted in parts.
 const SUBMISSIONS: u32 = 256;
@@ -102,7 +107,7 @@ enum Slot {
 type Orphan = Box<dyn FnOnce(i32)>;
 
 pub(super) struct Uring {
-    ring: RefCell<IoUring>,
+    ring: RefCell<Ring>,
     slots: RefCell<Slab<Slot>>,
     /// Tasks to wake after a look at the completion queue; kept to reuse its memory.
     woken: RefCell<Vec<Waker>>,
@@ -124,11 +129,7 @@ pub(super) struct Uring {
 
 impl Uring {
     pub(super) fn new(polling: Polling) -> io::Result<Self> {
-        let mut builder = IoUring::builder();
-        builder.setup_cqsize(COMPLETIONS).setup_clamp();
-        builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
-        let registered = [restricted::registering::SYNC_CANCEL];
-        let ring = restricted::build(&mut builder, SUBMISSIONS, &restricted::OPERATIONS, &registered);
+        let ring = if takes_fuse_commands() { build().map(Ring::Wide) } else { build().map(Ring::Plain) };
         let ring = ring.map_err(|error| match error.raw_os_error() {
             Some(libc::EINVAL) => io::Error::new(
                 io::ErrorKind::Unsupported,
@@ -190,10 +191,7 @@ impl Uring {
     /// Submits what is queued and lets the kernel finish what is complete; waits as told.
     fn enter(&self, wait: Wait) {
         let mut ring = self.ring.borrow_mut();
-        let (queued, deferred) = {
-            let submission = ring.submission();
-            (submission.len(), submission.taskrun() || submission.cq_overflow())
-        };
+        let (queued, deferred) = ring.queued();
         let result = match wait {
             Wait::No if queued == 0 && !deferred => return,
             Wait::No => {
@@ -281,8 +279,7 @@ impl Uring {
     }
 
     fn has_completions(&self) -> bool {
-        let mut ring = self.ring.borrow_mut();
-        !ring.completion().is_empty() || ring.submission().taskrun()
+        self.ring.borrow_mut().has_completions()
     }
 
     /// Remembers how long nothing happened. One long pause forgets a busy past at once; a busy
@@ -356,9 +353,14 @@ impl Uring {
     /// # Safety
     /// What `entry` points to must stay valid until its completion has been reaped.
     unsafe fn push(&self, entry: &squeue::Entry) {
+        // SAFETY: passed on to the caller.
+        self.make_room_for(|ring| unsafe { ring.push(entry) });
+    }
+
+    /// Until it was queued.
+    fn make_room_for(&self, mut push: impl FnMut(&mut Ring) -> bool) {
         loop {
-            // SAFETY: passed on to the caller.
-            if unsafe { self.ring.borrow_mut().submission().push(entry) }.is_ok() {
+            if push(&mut self.ring.borrow_mut()) {
                 return;
             }
             // Full: make room. Where the kernel is short of room itself it wants completions to be
@@ -372,7 +374,7 @@ impl Uring {
     /// tries again.
     fn submit_many(&self) {
         let mut ring = self.ring.borrow_mut();
-        let queued = ring.submission().len();
+        let (queued, _) = ring.queued();
         if queued >= MOST_HELD_BACK {
             let queued = u32::try_from(queued).expect("the queue has 256 entries");
             // SAFETY: no argument structure is passed, so nothing has to outlive the call.
@@ -410,6 +412,14 @@ impl Uring {
             self.reap();
         }
     }
+}
+
+fn build<S: squeue::EntryMarker>() -> io::Result<IoUring<S>> {
+    let mut builder = IoUring::builder();
+    builder.setup_cqsize(COMPLETIONS).setup_clamp();
+    builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+    let registered = [restricted::registering::SYNC_CANCEL];
+    restricted::build(&mut builder, SUBMISSIONS, &restricted::OPERATIONS, &registered)
 }
 
 impl Drop for Uring {
@@ -462,13 +472,32 @@ impl<R: 'static> Op<R> {
     /// # Panics
     /// In simulation: there is no kernel there.
     pub(super) unsafe fn start(entry: &squeue::Entry, resource: R) -> Self {
+        let entry = entry.clone();
+        // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped
+        // before.
+        Self::submit(resource, |uring, key| unsafe { uring.push(&entry.user_data(key)) })
+    }
+
+    /// The same with a long entry.
+    ///
+    /// # Safety
+    /// As for [`Op::start`].
+    ///
+    /// # Panics
+    /// Also where [`takes_fuse_commands`] is false.
+    pub(super) unsafe fn start_long(entry: squeue::Entry128, resource: R) -> Self {
+        Self::submit(resource, |uring, key| {
+            let entry = entry.user_data(key);
+            // SAFETY: as in `start`.
+            uring.make_room_for(|ring| unsafe { ring.push_long(&entry) });
+        })
+    }
+
+    fn submit(resource: R, push: impl FnOnce(&Uring, u64)) -> Self {
         let reactor = with_current(Rc::clone);
         let Driver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
         let key = uring.slots.borrow_mut().insert(Slot::Awaited(None));
-        let entry = entry.clone().user_data(key as u64);
-        // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped
-        // before.
-        unsafe { uring.push(&entry) };
+        push(uring, key as u64);
         Self { reactor, key, resource: Some(resource), orphan: |resource, _| drop(resource), is_kept: false }
     }
 

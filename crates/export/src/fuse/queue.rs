@@ -93,6 +93,7 @@ impl Queue {
         while self.in_flight.get() > 0 {
             self.news.wait().await;
         }
+        self.channel.end().await;
         ended
     }
 

@@ -31,6 +31,7 @@ pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<E
         disk: Arc::clone(disk),
         read_only,
         growable: settings.growable,
+        over_io_uring: settings.io_uring,
         owner: mount.owner(),
     };
     let server = match standing {
@@ -43,6 +44,9 @@ pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<E
 }
 
 fn statistics(statistics: Statistics) -> Value {
-    let Statistics { queues, openers, requests, in_flight } = statistics;
-    json!({ "queues": queues, "openers": openers, "requests": requests, "in-flight": in_flight })
+    let Statistics { queues, openers, requests, in_flight, over_io_uring } = statistics;
+    json!({
+        "queues": queues, "openers": openers, "requests": requests, "in-flight": in_flight,
+        "io-uring": over_io_uring,
+    })
 }
