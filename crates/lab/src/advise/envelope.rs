@@ -174,6 +174,20 @@ impl Buckets {
     pub(super) fn exceeds(&mut self, after_s: f64, units: f64, wait_s: f64) -> bool {
         exceeds(self.wait_s(after_s, units), 0.0, wait_s)
     }
+
+    /// Which part a request meets of what the bucket may hold before it waits too long, of the
+    /// fuller of two; and whether it does.
+    #[inline]
+    pub(super) fn fills(&mut self, after_s: f64, units: f64, wait_s: f64) -> (f64, bool) {
+        let found_s = self.level.meet(after_s, units);
+        let (mut fills, mut over) = (found_s / (self.size_s + wait_s), exceeds(found_s, self.size_s, wait_s));
+        if let Some(burst) = &mut self.burst {
+            let found_s = burst.meet(after_s, units);
+            fills = fills.max(found_s / (NO_BURST_S + wait_s));
+            over |= exceeds(found_s, NO_BURST_S, wait_s);
+        }
+        (fills, over)
+    }
 }
 
 /// How many requests wait longer than that for a limit.

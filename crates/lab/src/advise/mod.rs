@@ -53,7 +53,7 @@ use house::House;
 use need::{Need, Search};
 use packing::Supply;
 use policy::{
-    throttle::{Limits, Part, Setting, Unit},
+    throttle::{Limits, Part, Setting, Share, Unit},
     watermark::Watermark,
 };
 use settings::Change;
@@ -318,6 +318,8 @@ fn share(
     }
     if let Some((limits, shares)) = plan.group {
         let name = group_name(house);
+        let are_weights = shares.iter().any(|share| share.weight() != Share::default().weight());
+        let what = if are_weights { "weights" } else { "promises" };
         changes.push(Change {
             is_group: true,
             is_new: true,
@@ -329,11 +331,12 @@ fn share(
             changes.push(Change {
                 group: Some(name.clone()),
                 share,
+                is_weighed: are_weights,
                 ..change(search, tenant, Limits::default())
             });
         }
         remarks.push(format!(
-            "In one group, {name}, requests wait where promises count, and not in the device's queue: with limits on the noisy alone these would wait longer."
+            "In one group, {name}, requests wait where {what} count, and not in the device's queue: with limits on the noisy alone these would wait longer."
         ));
     }
     if !is_kept && is_possible {

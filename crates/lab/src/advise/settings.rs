@@ -19,6 +19,8 @@ pub(super) struct Change {
     pub(super) name: String,
     pub(super) limits: Limits,
     pub(super) share: Share,
+    /// Its weight counts, also where that is what it begins with.
+    pub(super) is_weighed: bool,
     /// The group that it moves to.
     pub(super) group: Option<String>,
     /// Bytes of an image that has no place yet; of a disk.
@@ -34,6 +36,10 @@ impl Change {
         let limits = Setting::ALL.iter().filter(|setting| is_set(limits, **setting));
         let mut options: Vec<_> =
             limits.map(|setting| (setting.name(), self.limits.get(*setting), setting.is_size())).collect();
+        // Where weights decide all are told: one of them may have another than it begins with.
+        if self.is_weighed {
+            options.push(("weight", share.weight().into(), false));
+        }
         for (name, value, is_size) in [
             ("iops-reservation", share.iops_reservation(), false),
             ("bps-reservation", share.bps_reservation(), true),
@@ -173,6 +179,9 @@ mod tests {
             share: Share::default().with_reservation(7, 0),
             ..Change::default()
         };
+        let weighed = Change { share: Share::new(500).unwrap(), is_weighed: true, ..member.clone() };
+        let weighed = Change { name: "vm2".into(), ..weighed };
+        assert_eq!(weighed.command(), "weir throttle vm2 --weight 500 --group shared");
         let member = Change { name: "vm1".into(), ..member };
         assert_eq!(member.command(), "weir throttle vm1 --iops-reservation 7 --group shared");
     }

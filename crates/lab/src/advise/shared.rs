@@ -12,11 +12,14 @@
 //!
 //! If the target is also for who is limited, the lowest level that keeps it is taken: that has the
 //! least capacity. Else the highest: that does the least harm. Beside it a group over the device is
-//! tried, whose limit makes requests wait where shares decide and not in the device's queue, with
-//! promises for those left alone. What keeps the target with the least harm is told.
+//! tried, whose limit makes requests wait where shares decide and not in the device's queue: with
+//! more weight for those left alone, which promises nothing, and with promises for them. What keeps
+//! the target with the least harm is told, and of what does as little the simplest.
 //!
 //! The search looks at the parts of the trace where requests took too long, at most
 //! [`MOST_SEARCHED`] of them, and each time at all disks. What it finds is tried on all of it.
+
+mod group;
 
 use policy::throttle::{Limit, Limits, Share, Unit};
 
@@ -35,8 +38,8 @@ const LOWEST: f64 = 1e-3;
 const CLOSE: f64 = 1.02;
 /// A plan that fails on the whole trace is tightened by a twentieth so often.
 const TIGHTENINGS: usize = 6;
-/// Of a group's limit, what may be promised: mClock keeps a part for shares.
-const PROMISED: f64 = 0.9;
+/// Harm that is so much less is less.
+const LESS: f64 = 0.95;
 
 /// What is to be set on the tenants of a device.
 #[derive(Clone, Debug)]
@@ -301,11 +304,13 @@ impl<'a> Shared<'a> {
         if let Some((level, is_highest)) = by_level {
             interval = self.interval(level, is_highest)?;
             best = Some(self.confirm(|this, step| this.at_level(level * 0.95_f64.powi(step)))?);
-            if let Some((size, shares)) = self.group(level)? {
+            let limited: Vec<bool> = self.limited(level).iter().map(Option::is_some).collect();
+            for group in [self.by_weight(&limited)?, self.by_promise(&limited)?].into_iter().flatten() {
+                let (size, shares) = group;
                 let of_group =
                     self.confirm(|this, step| this.grouped(size * 0.95_f64.powi(step), &shares))?;
-                let levelled = best.take().expect("it was just put there");
-                best = Some(if self.is_better(&of_group, &levelled) { of_group } else { levelled });
+                let before = best.take().expect("it was just put there");
+                best = Some(if self.is_better(&of_group, &before, &limited) { of_group } else { before });
             }
         }
         let (plan, felt, is_kept) = match best {
@@ -395,19 +400,23 @@ impl<'a> Shared<'a> {
 
     /// Whether one keeps the target where the other does not, or harms those less that are held
     /// back.
-    fn is_better(&self, one: &(Plan, Vec<Felt>, bool), other: &(Plan, Vec<Felt>, bool)) -> bool {
+    fn is_better(
+        &self,
+        one: &(Plan, Vec<Felt>, bool),
+        other: &(Plan, Vec<Felt>, bool),
+        limited: &[bool],
+    ) -> bool {
         let harm = |felt: &[Felt]| {
-            let limited = (0..self.tenants.len()).filter(|&place| other.0.limits[place].is_some());
+            let limited = (0..self.tenants.len()).filter(|&place| limited[place]);
             limited.map(|place| felt[place].latency.mean()).fold(0.0, f64::max)
         };
         match (one.2, other.2) {
             (true, false) => true,
             (false, true) => false,
-            (true, true) => harm(&one.1) < 0.95 * harm(&other.1),
+            (true, true) => harm(&one.1) < LESS * harm(&other.1),
             // Then at least for those that are left alone.
             (false, false) => {
-                let left = |place: usize| other.0.limits[place].is_none();
-                self.keeps_all(&one.1, left) && harm(&one.1) < 0.95 * harm(&other.1)
+                self.keeps_all(&one.1, |place| !limited[place]) && harm(&one.1) < LESS * harm(&other.1)
             }
         }
     }
@@ -416,85 +425,5 @@ impl<'a> Shared<'a> {
         let target = self.search.judge.target;
         let mut asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
         asked.all(|(_, felt)| felt.holds(&target))
-    }
-
-    /// Limits of a group that lets so much of the device pass, in the unit that costs it most.
-    fn grouped(&self, part: f64, shares: &[Share]) -> Plan {
-        let unit = self.common_unit();
-        let mut by_unit = [None; 2];
-        by_unit[unit.index()] =
-            Some(Limit { rate: (part * self.capacity(unit)).max(1.0) as u64, ..Limit::NONE });
-        Plan { limits: vec![None; self.tenants.len()], group: Some((limits_of(by_unit), shares.to_vec())) }
-    }
-
-    fn common_unit(&self) -> Unit {
-        let work = |unit: Unit| {
-            self.loads.iter().filter(|load| load.unit == unit).map(|load| load.work_s).sum::<f64>()
-        };
-        if work(Unit::Iops) >= work(Unit::Bps) { Unit::Iops } else { Unit::Bps }
-    }
-
-    /// Units a second of requests like all of these together.
-    fn capacity(&self, unit: Unit) -> f64 {
-        let of = |tenant: &usize| {
-            amount(self.search.arrivals, &self.search.house.tenants[*tenant].disks, unit).units
-        };
-        let units: u64 = self.tenants.iter().map(of).sum();
-        units as f64 / self.loads.iter().map(|load| load.work_s).sum::<f64>()
-    }
-
-    /// The largest part of the device that a group may have, and promises to those that the level
-    /// leaves alone; `None` where there can be no such group, or it does not do.
-    fn group(&mut self, level: f64) -> anyhow::Result<Option<(f64, Vec<Share>)>> {
-        let limited = self.limited(level);
-        let house = self.search.house;
-        let is_group = |tenant: &usize| house.tenants[*tenant].group.is_some();
-        let unit = self.common_unit();
-        if self.tenants.iter().any(is_group)
-            || limited.iter().all(Option::is_some)
-            || limited.iter().all(Option::is_none)
-        {
-            return Ok(None);
-        }
-        let capacity = self.capacity(unit);
-        let wanted = |place: usize| match limited[place] {
-            Some(_) => 0.0,
-            // In units of the group, by what it takes of the device.
-            None => {
-                let load = &self.loads[place];
-                let rate = if load.steady.is_finite() { load.steady } else { load.units };
-                if load.unit == unit { rate } else { rate * load.unit_s * capacity }
-            }
-        };
-        let wanted: Vec<f64> = (0..self.tenants.len()).map(wanted).collect();
-        let sum: f64 = wanted.iter().sum();
-        let shares = |part: f64| {
-            let times = (part * capacity * PROMISED / sum).min(1.0);
-            let share = |&rate: &f64| {
-                let promised = (rate * times) as u64;
-                let share = Share::default();
-                match unit {
-                    Unit::Iops => share.with_reservation(promised, 0),
-                    Unit::Bps => share.with_reservation(0, promised),
-                }
-            };
-            wanted.iter().map(share).collect::<Vec<_>>()
-        };
-        let mut best = None;
-        let (mut low, mut high) = (0.1, 1.0);
-        for _ in 0..6 {
-            let middle = f64::midpoint(low, high);
-            // Promises fit into the tightest that may be tried later.
-            let shares = shares(middle * 0.95_f64.powi(TIGHTENINGS as i32 + 1));
-            let plan = self.grouped(middle, &shares);
-            let felt = self.run(&plan, false)?;
-            self.keep(None, &plan, &felt);
-            if self.keeps(&felt, |place| limited[place].is_none()) {
-                (low, best) = (middle, Some((middle, shares)));
-            } else {
-                high = middle;
-            }
-        }
-        Ok(best)
     }
 }

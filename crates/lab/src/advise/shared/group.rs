@@ -1,0 +1,134 @@
+//! A group over the device: how large it may be, and with which shares in it.
+//!
+//! Its limit is a part of what the device does for requests like these, so that they wait in the
+//! group and not in the device's queue. Whoever is left alone there has more weight than the
+//! others, or a promise. Weights come first: they hold at any size of the group, and take nothing
+//! of what can be promised on a device.
+
+use policy::throttle::{Limit, Share, Unit};
+
+use super::{CLOSE, Plan, Shared, TIGHTENINGS};
+use crate::advise::need::{amount, limits_of};
+
+/// Of a group's limit, what may be promised: mClock keeps a part for shares.
+const PROMISED: f64 = 0.9;
+/// Of who is left alone, beside 100 of the others.
+pub(in crate::advise) const WEIGHTS: [u32; 4] = [200, 500, 1000, 5000];
+/// How often the range of the device's parts is halved.
+const HALVINGS: u32 = 6;
+
+/// The part of the device that a group may have, and its members' shares.
+type Part = (f64, Vec<Share>);
+
+impl Shared<'_> {
+    /// Limits of a group that lets so much of the device pass, in the unit that costs it most.
+    pub(super) fn grouped(&self, part: f64, shares: &[Share]) -> Plan {
+        let unit = self.common_unit();
+        let mut by_unit = [None; 2];
+        by_unit[unit.index()] =
+            Some(Limit { rate: (part * self.capacity(unit)).max(1.0) as u64, ..Limit::NONE });
+        Plan { limits: vec![None; self.tenants.len()], group: Some((limits_of(by_unit), shares.to_vec())) }
+    }
+
+    fn common_unit(&self) -> Unit {
+        let work = |unit: Unit| {
+            self.loads.iter().filter(|load| load.unit == unit).map(|load| load.work_s).sum::<f64>()
+        };
+        if work(Unit::Iops) >= work(Unit::Bps) { Unit::Iops } else { Unit::Bps }
+    }
+
+    /// Units a second of requests like all of these together.
+    fn capacity(&self, unit: Unit) -> f64 {
+        let of = |tenant: &usize| {
+            amount(self.search.arrivals, &self.search.house.tenants[*tenant].disks, unit).units
+        };
+        let units: u64 = self.tenants.iter().map(of).sum();
+        units as f64 / self.loads.iter().map(|load| load.work_s).sum::<f64>()
+    }
+
+    /// Whether there can be a group that divides the device between those limited and the others.
+    fn can_be_grouped(&self, limited: &[bool]) -> bool {
+        let is_group = |tenant: &usize| self.search.house.tenants[*tenant].group.is_some();
+        !self.tenants.iter().any(is_group) && limited.contains(&true) && limited.contains(&false)
+    }
+
+    /// The largest part of the device that a group may have whose members have these shares, of
+    /// that part; `None` where none does.
+    fn largest(
+        &mut self,
+        shares: impl Fn(f64) -> Vec<Share>,
+        limited: &[bool],
+    ) -> anyhow::Result<Option<Part>> {
+        let mut best = None;
+        let (mut low, mut high) = (0.1, 1.0);
+        for _ in 0..HALVINGS {
+            let middle = f64::midpoint(low, high);
+            // Promises fit into the tightest that may be tried later.
+            let shares = shares(middle * 0.95_f64.powi(TIGHTENINGS as i32 + 1));
+            let plan = self.grouped(middle, &shares);
+            let felt = self.run(&plan, false)?;
+            self.keep(None, &plan, &felt);
+            if self.keeps(&felt, |place| !limited[place]) {
+                (low, best) = (middle, Some((middle, shares)));
+            } else {
+                high = middle;
+            }
+        }
+        Ok(best)
+    }
+
+    /// The smallest weight of those left alone with which a group does, and may have as much of the
+    /// device as with any.
+    pub(super) fn by_weight(&mut self, limited: &[bool]) -> anyhow::Result<Option<Part>> {
+        if !self.can_be_grouped(limited) {
+            return Ok(None);
+        }
+        let mut best: Option<Part> = None;
+        for weight in WEIGHTS {
+            let heavy = Share::new(weight).expect("it is a weight");
+            let shares: Vec<Share> =
+                limited.iter().map(|&is_limited| if is_limited { Share::default() } else { heavy }).collect();
+            let found = self.largest(|_| shares.clone(), limited)?;
+            if let Some(found) =
+                found.filter(|found| best.as_ref().is_none_or(|best| found.0 > best.0 * CLOSE))
+            {
+                best = Some(found);
+            }
+        }
+        Ok(best)
+    }
+
+    /// The largest part of the device that a group may have, and promises to those that are left
+    /// alone; `None` where there can be no such group, or it does not do.
+    pub(super) fn by_promise(&mut self, limited: &[bool]) -> anyhow::Result<Option<Part>> {
+        if !self.can_be_grouped(limited) {
+            return Ok(None);
+        }
+        let unit = self.common_unit();
+        let capacity = self.capacity(unit);
+        let wanted = |place: usize| {
+            if limited[place] {
+                return 0.0;
+            }
+            // In units of the group, by what it takes of the device.
+            let load = &self.loads[place];
+            let rate = if load.steady.is_finite() { load.steady } else { load.units };
+            if load.unit == unit { rate } else { rate * load.unit_s * capacity }
+        };
+        let wanted: Vec<f64> = (0..self.tenants.len()).map(wanted).collect();
+        let sum: f64 = wanted.iter().sum();
+        let shares = |part: f64| {
+            let times = (part * capacity * PROMISED / sum).min(1.0);
+            let share = |&rate: &f64| {
+                let promised = (rate * times) as u64;
+                let share = Share::default();
+                match unit {
+                    Unit::Iops => share.with_reservation(promised, 0),
+                    Unit::Bps => share.with_reservation(0, promised),
+                }
+            };
+            wanted.iter().map(share).collect::<Vec<_>>()
+        };
+        self.largest(shares, limited)
+    }
+}
