@@ -17,7 +17,7 @@ use serde_json::Value;
 use crate::{
     harness::{
         Client, DEADLINE, Outcome, Scratch, WEIR, Weir, assert_says, need,
-        operator::{find, prints_json, socket, start, status},
+        operator::{find, prints, prints_json, serve, socket, start, status},
         search_path, text, weir,
     },
     record::Recorder,
@@ -209,6 +209,74 @@ fn groups_of_a_config_file_are_advised_upon_together_and_the_file_keeps_the_rest
     let after = fs::read_to_string(&new).expect("it was written");
     assert_says(&after, &["# Ours.\n[group.gold]\nweight = 50\niops-total = 2", " # too little\n"]);
     weir(&["check-config", text(&new)]).succeeds();
+}
+
+/// One disk keeps its device busy all the time, and the other asks for sixty at once four times in
+/// three seconds.
+fn busy_neighbour() -> String {
+    let mut requests = Vec::new();
+    for tick in 0..300_u64 {
+        requests.extend((0..85).map(|number| (tick * 100_000_000 + number * 1_170_000, "b")));
+        if tick % 30 < 4 {
+            requests.extend((0..60).map(|number| (tick * 100_000_000 + number * 80_000 + 1, "a")));
+        }
+    }
+    requests.sort_unstable();
+    let mut text = HEADER.to_owned();
+    for (at, disk) in requests {
+        writeln!(text, "{at},{disk},read,0,4096").expect("it is a string");
+    }
+    text
+}
+
+#[test]
+fn weights_that_are_advised_are_taken_word_for_word() {
+    let scratch = Scratch::new();
+    let day = scratch.file("day.csv", busy_neighbour());
+    // Here b has a limit that is no part of the advice, and a a weight.
+    let disk = |name: &str, more: &str| {
+        let listen = text(&scratch.socket(name)).to_owned();
+        format!(
+            "[disk.{name}]\nimage = \"memory:16M\"\nrate = \"iops=1000,shared=ssd\"\n{more}\n\
+             export = [{{ type = \"nbd\", listen = \"unix:{listen}\" }}]\n"
+        )
+    };
+    let config = scratch.file(
+        "weir.toml",
+        format!(
+            "[daemon]\nqmp = \"{}\"\n{}{}",
+            socket(&scratch),
+            disk("a", "weight = 50\niops-reservation = 3"),
+            disk("b", "iops-total = 950\niops-total-max = 990")
+        ),
+    );
+    let daemon = serve(&scratch, &config);
+    let new = scratch.path("new.toml");
+    let options = ["--config", text(&config), "--for", "a", "--keep", "p99=150ms"];
+    let outcome = advise(&[&[text(&day), "--json", "--write-config", text(&new)][..], &options].concat());
+    assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
+    let told: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
+    let (joins, commands) = (&find(&told, "tenants", "a")["joins"], told["commands"].to_string());
+    let weight = joins["weight"].as_u64().expect("it joins a group");
+    assert!(weight > 100 && joins["group"] == "shared", "{told:#}");
+    assert!(commands.contains(&format!("weir throttle a --weight {weight} --iops-reservation 0 --group")));
+    let printed = advise(&[&[text(&day)][..], &options].concat()).printed();
+    assert_says(
+        &printed,
+        &[&format!("weight {weight} in shared"), "weight 100 in shared", "shared: iops-total "],
+    );
+
+    for command in told["commands"].as_array().expect("a list") {
+        pasted(&scratch, command.as_str().expect("a line"));
+    }
+    let shown = |name: &str| prints_json(&scratch, &["throttle", name, "--json"]);
+    let (a, b) = (shown("a"), shown("b"));
+    assert_eq!((a["weight"].as_u64(), &a["group"]), (Some(weight), &Value::from("shared")), "{a:#}");
+    assert_eq!((b["weight"].as_u64(), &b["limits"]), (Some(100), &serde_json::json!({})), "{b:#}");
+    // The file says the same as the commands: a daemon has nothing left to change.
+    fs::copy(&new, &config).expect("it was written");
+    assert_says(&prints(&scratch, &["reload"]), &["nothing has changed"]);
+    daemon.stop();
 }
 
 #[test]

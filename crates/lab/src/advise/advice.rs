@@ -4,7 +4,7 @@ use console::{
     figures,
     table::{Side, Table, columns},
 };
-use policy::throttle::{Limit, Unit};
+use policy::throttle::{Limit, Share, Unit};
 use serde::{Serialize, Serializer};
 
 use super::{certainty::Interval, trial::Figures};
@@ -49,6 +49,9 @@ pub(super) struct Line {
     /// What is to be set; absent where nothing is.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) set: Option<figures::Limits>,
+    /// What it is in a group that is made for it; absent where none is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) joins: Option<Joins>,
     /// How sure that is, where it is not the smallest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) set_between: Option<Between>,
@@ -57,6 +60,16 @@ pub(super) struct Line {
     pub(super) before: Option<Figures>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) after: Option<Figures>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Joins {
+    pub(super) group: String,
+    pub(super) weight: u32,
+    /// A second; 0 is no promise.
+    pub(super) iops_reservation: u64,
+    pub(super) bps_reservation: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -117,6 +130,27 @@ impl Between {
             Some(high) => format!("{}…{}", number(self.low), number(high)),
             None => format!("{}…", number(self.low)),
         }
+    }
+}
+
+impl Joins {
+    pub(super) fn of(group: &str, share: Share) -> Self {
+        Self {
+            group: group.to_owned(),
+            weight: share.weight(),
+            iops_reservation: share.iops_reservation(),
+            bps_reservation: share.bps_reservation(),
+        }
+    }
+
+    fn shown(&self) -> String {
+        let Self { group, weight, iops_reservation, bps_reservation } = self;
+        let promised = match (iops_reservation, bps_reservation) {
+            (0, 0) => String::new(),
+            (0, bytes) => format!(", promised bps {}", settings::exact_size(*bytes)),
+            (operations, _) => format!(", promised iops {operations}"),
+        };
+        format!("weight {weight} in {group}{promised}")
     }
 }
 
@@ -188,7 +222,11 @@ impl Advice {
         let mut table =
             Table::new(columns(&["WHO", "WITH"], &numbers).into_iter().chain([("TARGET", Side::Left)]));
         for line in &self.tenants {
-            let set = line.set.as_ref().map_or_else(|| "nothing set".to_owned(), figures::limits);
+            let set = match (&line.joins, &line.set) {
+                (Some(joins), _) => joins.shown(),
+                (None, Some(limits)) => figures::limits(limits),
+                (None, None) => "nothing set".to_owned(),
+            };
             let rows = [("as it is".to_owned(), line.before, None), (set, line.after, line.kept)];
             for (with, felt, kept) in rows {
                 let Some(felt) = felt else { continue };

@@ -8,7 +8,8 @@
 //! What is drawn is never worse than what was seen, and a smallest limit just does for the worst
 //! that was. So the upper end is no lower than where an hour would do that fills the bucket more
 //! than the fullest of these, by as many standard deviations among them as Student's distribution
-//! asks for (Gosset, 1908): few hours, or hours that differ, make it wide.
+//! asks for (Gosset, 1908): few hours, or hours that differ, make it wide. How often what is told
+//! holds is counted in `tests/coverage.rs`.
 
 use policy::throttle::{Limit, Unit};
 use serde::Serialize;
@@ -138,8 +139,9 @@ pub(super) fn interval(
     let (low, high) = (found[DRAWS / 40], found[DRAWS - 1 - DRAWS / 40]);
     // The smallest lies between two of the scales.
     let low = if low == 0 { 0.0 } else { scales[low - 1] };
-    let high = scales.get(high.max(for_unseen(&parts, &terms.target))).copied().unwrap_or(f64::INFINITY);
-    Ok(Interval::around(low, high))
+    let scale = |index: usize| scales.get(index).copied().unwrap_or(f64::INFINITY);
+    let drawn = Interval::around(low, scale(high));
+    Ok(Interval { high: drawn.high.max(scale(for_unseen(&parts, &terms.target))), ..drawn })
 }
 
 /// The smallest scale that does for a part that is fuller than the fullest, by as much as parts

@@ -1,5 +1,5 @@
-//! `weir advise`: which limits, bursts and promises would have kept a target, with the least
-//! capacity, for the tenants of a trace; and on how few devices they fit.
+//! `weir advise`: which limits, bursts, weights and promises would have kept a target, with the
+//! least capacity, for the tenants of a trace; and on how few devices they fit.
 //!
 //! ```text
 //!   traces ─► arrivals.rs ─► house.rs: tenants and what they lie on
@@ -43,11 +43,11 @@ use std::{
     },
 };
 
-use advice::{Advice, Between, Line, OnDevice, Smallest};
+use advice::{Advice, Between, Joins, Line, OnDevice, Smallest};
 use anyhow::{Context as _, anyhow};
 pub use arguments::{AdviseArgs, EXAMPLES};
 use arrivals::Arrivals;
-use certainty::Blocks;
+use certainty::{Blocks, Interval};
 use console::{Failure, figures, print, print_json, progress::Spinner};
 use house::House;
 use need::{Need, Search};
@@ -132,6 +132,7 @@ struct Told {
     before: Option<Felt>,
     after: Option<Felt>,
     set: Option<Limits>,
+    joins: Option<Joins>,
     between: Option<Between>,
 }
 
@@ -143,7 +144,7 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
         // On a device, what it has least of; without one, nobody knows which that will be.
         let units = if judge.whole { vec![shared::cost(search, number).0] } else { Unit::ALL.to_vec() };
         let need = if tenant.is_kept || judge.whole { search.need(number, &units)? } else { None };
-        told.push(Told { need, before: None, after: None, set: None, between: None });
+        told.push(Told { need, before: None, after: None, set: None, joins: None, between: None });
     }
     let mut remarks = house.remarks.clone();
     let mut changes = Vec::new();
@@ -300,20 +301,10 @@ fn share(
     for ((&tenant, limits), felt) in neighbours.iter().zip(&plan.limits).zip(felt) {
         told[tenant].after = Some(felt);
         told[tenant].set = *limits;
-        let rate = limits.map(|limits| {
-            Unit::ALL.map(|unit| limits.limit(need::kind(unit)).rate).into_iter().max().unwrap_or(0)
-        });
-        told[tenant].between = rate.zip(interval).map(|(rate, interval)| Between::of(rate, interval));
-        if let (Some(limits), Some(between)) = (limits, told[tenant].between) {
-            let unit = if limits.limit(need::kind(Unit::Iops)).rate > 0 { Unit::Iops } else { Unit::Bps };
-            remarks.push(format!(
-                "{}: {} {} lies between {} for other days of the same {}.",
-                house.tenants[tenant].name,
-                Setting::Limit(need::kind(unit), Part::Rate),
-                rate.unwrap_or(0),
-                between.shown(unit),
-                search.judge.blocks.name()
-            ));
+        told[tenant].between =
+            limits.zip(interval).map(|(limits, interval)| Between::of(only(&limits).1, interval));
+        if let (Some(limits), Some(interval)) = (limits, interval) {
+            remarks.push(lies_between(search, &house.tenants[tenant].name, limits, interval));
         }
     }
     if let Some((limits, shares)) = plan.group {
@@ -328,6 +319,7 @@ fn share(
             ..Change::default()
         });
         for (&tenant, share) in neighbours.iter().zip(shares) {
+            told[tenant].joins = Some(Joins::of(&name, share));
             changes.push(Change {
                 group: Some(name.clone()),
                 share,
@@ -338,6 +330,7 @@ fn share(
         remarks.push(format!(
             "In one group, {name}, requests wait where {what} count, and not in the device's queue: with limits on the noisy alone these would wait longer."
         ));
+        remarks.extend(interval.map(|interval| lies_between(search, &name, &limits, interval)));
     }
     if !is_kept && is_possible {
         let late = |&&tenant: &&usize| {
@@ -355,6 +348,20 @@ fn share(
         });
     }
     Ok(())
+}
+
+/// The unit that is limited, and its rate.
+fn only(limits: &Limits) -> (Unit, u64) {
+    let rate = |unit: Unit| limits.limit(need::kind(unit)).rate;
+    let unit = if rate(Unit::Iops) > 0 { Unit::Iops } else { Unit::Bps };
+    (unit, rate(unit))
+}
+
+fn lies_between(search: &Search<'_>, name: &str, limits: &Limits, interval: Interval) -> String {
+    let (unit, rate) = only(limits);
+    let setting = Setting::Limit(need::kind(unit), Part::Rate);
+    let (between, blocks) = (Between::of(rate, interval).shown(unit), search.judge.blocks.name());
+    format!("{name}: {setting} {rate} lies between {between} for other days of the same {blocks}.")
 }
 
 /// One that nobody has yet.
@@ -377,6 +384,7 @@ fn change(search: &Search<'_>, tenant: usize, limits: Limits) -> Change {
         is_group: of.group.is_some(),
         name: of.name.clone(),
         limits,
+        held: *search.house.held(tenant),
         size_bytes: of.disks.iter().map(size).max().unwrap_or(0),
         ..Change::default()
     }
@@ -411,6 +419,7 @@ fn line(search: &Search<'_>, tenant: usize, told: &Told) -> Line {
         smallest_iops: smallest(Unit::Iops),
         smallest_bps: smallest(Unit::Bps),
         set,
+        joins: told.joins.clone(),
         set_between: told.between,
         before: told.before.as_ref().filter(|felt| felt.requests > 0).map(|felt| felt.figures(target)),
         after: told.after.as_ref().filter(|felt| felt.requests > 0).map(|felt| felt.figures(target)),
@@ -466,7 +475,7 @@ fn pack(search: &Search<'_>, arguments: &AdviseArgs) -> anyhow::Result<Advice> {
         }
     }
     let lines = felt.into_iter().enumerate().map(|(tenant, after)| {
-        line(search, tenant, &Told { need: None, before: None, after, set: None, between: None })
+        line(search, tenant, &Told { need: None, before: None, after, set: None, joins: None, between: None })
     });
     Ok(Advice {
         keep: target.name(),

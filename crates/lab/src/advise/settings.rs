@@ -8,6 +8,7 @@
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, anyhow};
+use block::layer::throttle::DiskSettings;
 use policy::throttle::{Limits, Part, Setting, Share};
 use settings::exact_size;
 use toml_edit::{DocumentMut, Item, Table, TableLike, Value, value};
@@ -18,9 +19,12 @@ pub(super) struct Change {
     pub(super) is_group: bool,
     pub(super) name: String,
     pub(super) limits: Limits,
+    /// In the group that it moves to.
     pub(super) share: Share,
-    /// Its weight counts, also where that is what it begins with.
+    /// Weights decide in the group, so each is told: a disk of a daemon may have any by now.
     pub(super) is_weighed: bool,
+    /// What the file has of this, of which nothing else stays.
+    pub(super) held: DiskSettings,
     /// The group that it moves to.
     pub(super) group: Option<String>,
     /// Bytes of an image that has no place yet; of a disk.
@@ -32,19 +36,22 @@ pub(super) struct Change {
 impl Change {
     /// Options and their values, those that are not as they begin.
     fn options(&self) -> Vec<(&'static str, u64, bool)> {
-        let Self { limits, share, .. } = self;
+        let Self { limits, share, held: DiskSettings { share: held, .. }, .. } = self;
         let limits = Setting::ALL.iter().filter(|setting| is_set(limits, **setting));
         let mut options: Vec<_> =
             limits.map(|setting| (setting.name(), self.limits.get(*setting), setting.is_size())).collect();
-        // Where weights decide all are told: one of them may have another than it begins with.
-        if self.is_weighed {
+        // Only in a group does it say anything of shares.
+        if self.group.is_none() {
+            return options;
+        }
+        if self.is_weighed || share.weight() != held.weight() {
             options.push(("weight", share.weight().into(), false));
         }
-        for (name, value, is_size) in [
-            ("iops-reservation", share.iops_reservation(), false),
-            ("bps-reservation", share.bps_reservation(), true),
+        for (name, value, before, is_size) in [
+            ("iops-reservation", share.iops_reservation(), held.iops_reservation(), false),
+            ("bps-reservation", share.bps_reservation(), held.bps_reservation(), true),
         ] {
-            if value > 0 {
+            if value > 0 || before > 0 {
                 options.push((name, value, is_size));
             }
         }
@@ -60,6 +67,11 @@ impl Change {
         }
         for (name, number, is_size) in self.options() {
             let _ = write!(line, " --{name} {}", shown(number, is_size));
+        }
+        let ends =
+            |setting: &&Setting| is_set(&self.held.limits, **setting) && !is_set(&self.limits, **setting);
+        for setting in Setting::ALL.iter().filter(ends) {
+            let _ = write!(line, " --{} {}", setting.name(), self.limits.get(*setting));
         }
         if let Some(group) = &self.group {
             let _ = write!(line, " --group {}", quoted(group));
@@ -179,9 +191,21 @@ mod tests {
             share: Share::default().with_reservation(7, 0),
             ..Change::default()
         };
-        let weighed = Change { share: Share::new(500).unwrap(), is_weighed: true, ..member.clone() };
-        let weighed = Change { name: "vm2".into(), ..weighed };
+        let weighed = Change {
+            name: "vm2".into(),
+            share: Share::new(500).unwrap(),
+            is_weighed: true,
+            ..member.clone()
+        };
         assert_eq!(weighed.command(), "weir throttle vm2 --weight 500 --group shared");
+        let mut held = DiskSettings { share: Share::new(50).unwrap().with_reservation(0, 9), ..weighed.held };
+        *held.limits.limit_mut(LimitKind::IopsRead) = BURST;
+        let promised = Change { share: Share::default(), is_weighed: false, held, ..weighed };
+        assert_eq!(
+            promised.command(),
+            "weir throttle vm2 --weight 100 --bps-reservation 0 --iops-read 0 --iops-read-max 0 \
+             --iops-read-max-length 1 --group shared"
+        );
         let member = Change { name: "vm1".into(), ..member };
         assert_eq!(member.command(), "weir throttle vm1 --iops-reservation 7 --group shared");
     }
@@ -205,6 +229,7 @@ mod tests {
                       iops-total-max = 50\niops-total-max-length = 9\n[group.gold]\nweight = 7\n";
         let mut gold = change("gold", LimitKind::BpsTotal, Limit { rate: 1 << 20, ..Limit::NONE });
         gold.is_group = true;
+        gold.held.share = Share::new(7).unwrap();
         let changes = [change("vm1", LimitKind::IopsTotal, Limit { burst_length_s: 1, ..BURST }), gold];
         let after = config(Some(before), &changes).unwrap();
         let expected = "# Ours.\n[disk.vm1]\nimage = \"null:1M\"   # small\niops-total = 100 # once\n\

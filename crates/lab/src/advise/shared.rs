@@ -59,7 +59,7 @@ pub(super) struct Found {
     pub(super) is_kept: bool,
     /// The least that the target's time could be for all that it is for, of all that was tried.
     pub(super) could_ns: Option<u64>,
-    /// Of the limits: how much more or less they might be.
+    /// How much more or less the limits might be, or that of the group.
     pub(super) interval: Option<Interval>,
 }
 
@@ -261,18 +261,25 @@ impl<'a> Shared<'a> {
 
     fn keep(&mut self, level: Option<f64>, plan: &Plan, felt: &[Felt]) {
         let worst_ns = self.worst_ns(felt, |_| true);
-        let judged = [false, true].map(|is_limited| {
-            let places = (0..felt.len())
-                .filter(|&place| self.kept[place] && plan.limits[place].is_some() == is_limited);
-            places.map(|place| (felt[place].over_in.clone(), felt[place].requests_in.clone())).collect()
-        });
+        let judged = [false, true]
+            .map(|is_limited| self.judged(felt, |place| plan.limits[place].is_some() == is_limited));
         self.tried.push(Tried { level, worst_ns, judged });
+    }
+
+    /// Of those that the target is for, and that `is_asked`, when they took too long.
+    fn judged(&self, felt: &[Felt], is_asked: impl Fn(usize) -> bool) -> Judged {
+        let asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
+        asked.map(|(_, felt)| (felt.over_in.clone(), felt.requests_in.clone())).collect()
+    }
+
+    /// Only then do blocks stand for days.
+    fn is_all_searched(&self) -> bool {
+        self.blocks.iter().all(|&is_in| is_in)
     }
 
     /// How much higher or lower the level would have been on other days of the same hours.
     fn interval(&mut self, level: f64, is_highest: bool) -> anyhow::Result<Option<Interval>> {
-        // Only if what was searched is all there is do blocks stand for days.
-        if self.blocks.iter().any(|is_in| !is_in) {
+        if !self.is_all_searched() {
             return Ok(None);
         }
         for times in BESIDE {
@@ -309,8 +316,10 @@ impl<'a> Shared<'a> {
                 let (size, shares) = group;
                 let of_group =
                     self.confirm(|this, step| this.grouped(size * 0.95_f64.powi(step), &shares))?;
-                let before = best.take().expect("it was just put there");
-                best = Some(if self.is_better(&of_group, &before, &limited) { of_group } else { before });
+                if best.as_ref().is_none_or(|before| self.is_better(&of_group, before, &limited)) {
+                    interval = self.interval_of_group(size, &shares, &limited)?;
+                    best = Some(of_group);
+                }
             }
         }
         let (plan, felt, is_kept) = match best {

@@ -1,5 +1,7 @@
 //! The search against brute force, and the loop from a recording to a limit that holds.
 
+mod coverage;
+
 use std::sync::atomic::AtomicBool;
 
 use console::figures;
@@ -9,12 +11,12 @@ use super::{
     advice::{Advice, Line},
     advise,
     arrivals::{Arrival, Arrivals},
-    certainty::{Blocks, Interval, interval},
-    envelope::{Buckets, demand, over},
+    certainty::Blocks,
+    envelope::{Buckets, demand},
     house::House,
     need::{Search, amount, limits_of},
     packing::{Supply, pack},
-    search::{Terms, capacity, smallest},
+    search::{Smallest, Terms, capacity, smallest},
     target::Target,
     trial::{Judge, Trial},
 };
@@ -350,70 +352,6 @@ fn odd_traces_are_advised_upon_as_far_as_they_go() {
     assert!(advice.remarks[0].contains("only 2 of its"), "{:?}", advice.remarks);
     let advice = advised(&jumping, Some(DEVICE), &[], Target::new(99.0, 0));
     assert!(!advice.kept);
-}
-
-/// Reads of one disk, at a rate that changes every few seconds and sometimes trebles.
-fn uneven(seed: u64, seconds: u64) -> Arrivals {
-    let (mut random, mut arrivals) = (fastrand::Rng::with_seed(seed), Arrivals::default());
-    let (mut at_s, mut rate, mut until_s) = (0.0, 0.0, 0.0);
-    while at_s < seconds as f64 {
-        if at_s >= until_s {
-            rate = [20.0, 60.0, 100.0, 300.0][random.usize(..4)];
-            until_s = at_s + random.f64() * 20.0;
-        }
-        at_s += -(1.0 - random.f64()).ln() / rate;
-        push(&mut arrivals, (at_s * 1e9) as u64, 0, Op::Read, 4096);
-    }
-    arrivals
-}
-
-/// Reads of one disk in rushes: some 200 at once every four seconds, and now and then a thousand.
-fn rushes(seed: u64, seconds: u64) -> Arrivals {
-    let (mut random, mut arrivals) = (fastrand::Rng::with_seed(seed), Arrivals::default());
-    let mut drawn = |mean: f64| -(1.0 - random.f64()).ln() * mean;
-    let mut at_s = 0.0;
-    while at_s < seconds as f64 {
-        at_s += drawn(4.0);
-        for _ in 0..=drawn(200.0) as u64 {
-            push(&mut arrivals, (at_s * 1e9) as u64, 0, Op::Read, 4096);
-            at_s += 20e-6;
-        }
-    }
-    arrivals
-}
-
-/// What is true is what a trace ten times as long of the same kind asks for. An interval is to hold
-/// it in 19 of 20 cases.
-#[test]
-fn the_interval_holds_what_is_true_in_nine_of_ten_cases() {
-    const DAYS: u64 = 14;
-    let target = Target::new(99.0, 10 * MS);
-    type Kind = (&'static str, fn(u64, u64) -> Arrivals, usize);
-    let kinds: [Kind; 3] = [("noisy", noisy_neighbour, 1), ("uneven", uneven, 0), ("rushes", rushes, 0)];
-    let (mut all_held, mut said) = (0, Vec::new());
-    for (name, day_of, disk) in kinds {
-        let long = day_of(7, 10_000);
-        let of_long = |limit: Limit, times: f64| {
-            let demand = demand(long.streams[disk].iter(), Unit::Iops);
-            over(demand, Unit::Iops, limit, times, 0.01) <= target.allowed(long.streams[disk].requests)
-        };
-        let (mut held, mut widest) = (0, 0.0_f64);
-        for seed in 0..DAYS {
-            let day = day_of(seed + 100, 1000);
-            let terms = terms(target, 60.0);
-            let amount = amount(&day, &[disk], Unit::Iops);
-            let found = smallest(|| day.streams[disk].iter(), Unit::Iops, &amount, &terms).unwrap();
-            let demand = demand(day.streams[disk].iter(), Unit::Iops);
-            let blocks = Blocks::new(day.length_ns);
-            let Interval { low, high } = interval(demand, Unit::Iops, found.limit, &terms, blocks).unwrap();
-            held += u64::from(!of_long(found.limit, low * 0.99) && of_long(found.limit, high));
-            widest = widest.max(high / low);
-        }
-        said.push(format!("{name}: {held} of {DAYS}, the widest {widest:.2}"));
-        assert!(widest < 4.0, "it says something: {said:?}");
-        all_held += held;
-    }
-    assert!(all_held * 10 >= 9 * 3 * DAYS, "{said:?}");
 }
 
 /// All ways to put disks onto so many devices.

@@ -8,14 +8,19 @@
 use policy::throttle::{Limit, Share, Unit};
 
 use super::{CLOSE, Plan, Shared, TIGHTENINGS};
-use crate::advise::need::{amount, limits_of};
+use crate::advise::{
+    certainty::{Interval, between},
+    need::{amount, limits_of},
+};
 
 /// Of a group's limit, what may be promised: mClock keeps a part for shares.
 const PROMISED: f64 = 0.9;
 /// Of who is left alone, beside 100 of the others.
-pub(in crate::advise) const WEIGHTS: [u32; 4] = [200, 500, 1000, 5000];
+const WEIGHTS: [u32; 4] = [200, 500, 1000, 5000];
 /// How often the range of the device's parts is halved.
 const HALVINGS: u32 = 6;
+/// Times the part that was found, to tell how sure it is.
+const BESIDE: [f64; 13] = [0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 1.0, 1.06, 1.12, 1.2, 1.35, 1.6, 2.0];
 
 /// The part of the device that a group may have, and its members' shares.
 type Part = (f64, Vec<Share>);
@@ -130,5 +135,29 @@ impl Shared<'_> {
             wanted.iter().map(share).collect::<Vec<_>>()
         };
         self.largest(shares, limited)
+    }
+    /// How much larger or smaller the group could have been on other days of the same hours.
+    pub(super) fn interval_of_group(
+        &self,
+        part: f64,
+        shares: &[Share],
+        limited: &[bool],
+    ) -> anyhow::Result<Option<Interval>> {
+        if !self.is_all_searched() {
+            return Ok(None);
+        }
+        let mut tried = Vec::with_capacity(BESIDE.len());
+        for times in BESIDE {
+            // What is promised fits into the group.
+            let scaled = |rate: u64| (rate as f64 * times.min(1.0)) as u64;
+            let share = |share: &Share| {
+                share.with_reservation(scaled(share.iops_reservation()), scaled(share.bps_reservation()))
+            };
+            let plan = self.grouped(part * times, &shares.iter().map(share).collect::<Vec<_>>());
+            let felt = self.run(&plan, false)?;
+            tried.push((times, self.judged(&felt, |place| !limited[place])));
+        }
+        let found = between(&tried, true, &self.search.judge.target);
+        Ok(found.map(|(low, high)| Interval::around(low, high)))
     }
 }

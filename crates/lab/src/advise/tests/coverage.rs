@@ -1,0 +1,254 @@
+//! How often an interval holds what is true: what another day of the same kind asks for, of which
+//! it speaks, and what ten days together do.
+//!
+//! `WEIR_SEEDS=n` looks at n days of each kind instead of a few. What was counted is printed
+//! (`--nocapture`); the same seeds always give the same.
+
+use std::collections::BTreeMap;
+
+use policy::throttle::LimitKind;
+
+use super::{
+    super::{
+        certainty::{Interval, interval},
+        envelope::over,
+        everything,
+        shared::{Found, Plan, Shared, cost},
+    },
+    *,
+};
+
+/// So many days of each kind.
+fn seeds(usual: u64) -> u64 {
+    std::env::var("WEIR_SEEDS").map_or(usual, |number| number.parse().expect("WEIR_SEEDS is a number"))
+}
+
+/// By what was looked at: how many intervals held the truth, and how many times its lower end the
+/// upper is.
+#[derive(Default)]
+struct Tally {
+    cases: u64,
+    /// Of another day, of ten together.
+    held: [u64; 2],
+    widths: Vec<f64>,
+}
+
+impl Tally {
+    fn note(&mut self, held: [bool; 2], width: f64) {
+        self.cases += 1;
+        self.held.iter_mut().zip(held).for_each(|(sum, held)| *sum += u64::from(held));
+        self.widths.push(width);
+    }
+
+    fn median(&self) -> f64 {
+        let mut widths = self.widths.clone();
+        widths.sort_by(f64::total_cmp);
+        widths[widths.len() / 2]
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.cases += other.cases;
+        self.held.iter_mut().zip(other.held).for_each(|(sum, held)| *sum += held);
+        self.widths.extend(&other.widths);
+    }
+
+    fn shown(&self, name: &str) -> String {
+        let ([day, days], cases) = (self.held, self.cases);
+        let width = self.median();
+        format!("{name}: {day} of {cases} hold another day, {days} ten together; {width:.2} times wide")
+    }
+}
+
+/// It says 95 of 100. Few cases may miss one more, and ten days together have rarer moments.
+#[allow(clippy::print_stdout, reason = "what was counted is what a soak is for")]
+fn judged(tallies: &BTreeMap<String, Tally>) {
+    let mut all = Tally::default();
+    for (name, tally) in tallies {
+        println!("{}", tally.shown(name));
+        all.add(tally);
+    }
+    let (said, missed) = (all.shown("all"), all.held.map(|held| all.cases - held));
+    println!("{said}");
+    assert!(all.cases > 0 && missed[0] <= 1 + all.cases / 20, "{said}");
+    assert!(missed[1] <= 1 + all.cases / 8, "{said}");
+    assert!(all.median() < 2.0, "it says something: {said}");
+}
+
+/// Requests of one disk that come one by one, of lengths that differ.
+struct Disk {
+    arrivals: Arrivals,
+    random: fastrand::Rng,
+    at_s: f64,
+}
+
+impl Disk {
+    fn new(seed: u64) -> Self {
+        Self { arrivals: Arrivals::default(), random: fastrand::Rng::with_seed(seed), at_s: 0.0 }
+    }
+
+    /// Of an exponential distribution.
+    fn drawn(&mut self, mean: f64) -> f64 {
+        -(1.0 - self.random.f64()).ln() * mean
+    }
+
+    fn ask(&mut self) {
+        let length = [4096, 4096, 16_384, 65_536][self.random.usize(..4)];
+        push(&mut self.arrivals, (self.at_s * 1e9) as u64, 0, Op::Read, length);
+    }
+}
+
+/// At a rate that changes every few seconds, and is three times the usual in some.
+fn uneven(seed: u64, seconds: u64) -> Arrivals {
+    let mut disk = Disk::new(seed);
+    let (mut rate, mut until_s) = (0.0, 0.0);
+    while disk.at_s < seconds as f64 {
+        if disk.at_s >= until_s {
+            rate = [20.0, 60.0, 100.0, 300.0][disk.random.usize(..4)];
+            until_s = disk.at_s + disk.random.f64() * 20.0;
+        }
+        disk.at_s += disk.drawn(1.0 / rate);
+        disk.ask();
+    }
+    disk.arrivals
+}
+
+/// Some 200 at once every four seconds, and now and then a thousand.
+fn rushes(seed: u64, seconds: u64) -> Arrivals {
+    let mut disk = Disk::new(seed);
+    while disk.at_s < seconds as f64 {
+        disk.at_s += disk.drawn(4.0);
+        for _ in 0..=disk.drawn(200.0) as u64 {
+            disk.ask();
+            disk.at_s += 20e-6;
+        }
+    }
+    disk.arrivals
+}
+
+/// No burst but by chance.
+fn even(seed: u64, seconds: u64) -> Arrivals {
+    let mut disk = Disk::new(seed);
+    while disk.at_s < seconds as f64 {
+        disk.at_s += disk.drawn(0.01);
+        disk.ask();
+    }
+    disk.arrivals
+}
+
+fn noisy(seed: u64, seconds: u64) -> Arrivals {
+    let (both, mut alone) = (noisy_neighbour(seed, seconds), Arrivals::default());
+    both.streams[1].iter().for_each(|it| push(&mut alone, it.at_ns, 0, it.op, it.length));
+    alone
+}
+
+type Kind = (&'static str, fn(u64, u64) -> Arrivals);
+
+#[test]
+fn an_interval_holds_what_is_true_about_as_often_as_it_says() {
+    const TARGETS: [(f64, u64); 4] = [(99.0, 10), (95.0, 10), (99.0, 200), (99.9, 50)];
+    const DAY_S: u64 = 1000;
+    let kinds: [Kind; 4] = [("noisy", noisy), ("uneven", uneven), ("rushes", rushes), ("even", even)];
+    let mut tallies = BTreeMap::<String, Tally>::new();
+    for (name, day_of) in kinds {
+        let days = day_of(7, 10 * DAY_S);
+        for seed in 0..seeds(8) {
+            let (percent, wait_ms) = TARGETS[seed as usize % TARGETS.len()];
+            let (target, unit) =
+                (Target::new(percent, wait_ms * MS), Unit::ALL[seed as usize / TARGETS.len() % 2]);
+            let (terms, day) = (terms(target, 60.0), day_of(seed + 100, DAY_S));
+            let requests = || day.streams[0].iter();
+            let Smallest { limit, .. } =
+                smallest(requests, unit, &amount(&day, &[0], unit), &terms).expect("there is one");
+            let found = interval(demand(requests(), unit), unit, limit, &terms, Blocks::new(day.length_ns));
+            let Interval { low, high } = found.expect("it is long enough");
+            let holds = |of: &Arrivals| {
+                let does = |times: f64| {
+                    let stream = &of.streams[0];
+                    let over = over(demand(stream.iter(), unit), unit, limit, times, terms.wait_s);
+                    over <= target.allowed(stream.requests)
+                };
+                (low == 0.0 || !does(low * 0.99)) && (high.is_infinite() || does(high))
+            };
+            let tally = tallies.entry(format!("{name}, {}", target.name())).or_default();
+            tally.note([holds(&day_of(seed + 100_000, DAY_S)), holds(&days)], high / low);
+        }
+    }
+    judged(&tallies);
+}
+
+/// A neighbour whose rate changes every few seconds, and is more than the device does in some.
+fn uneven_neighbour(seed: u64, seconds: u64) -> Arrivals {
+    let mut random = fastrand::Rng::with_seed(seed);
+    let (mut requests, mut rate, mut ticks) = (vec![(0, 0), (0, 1)], 0, 0);
+    for tick in 0..seconds * 10 {
+        if ticks == 0 {
+            (rate, ticks) = ([0, 10, 40, 120][random.usize(..4)], random.u32(1..100));
+        }
+        ticks -= 1;
+        requests.extend((0..10).map(|_| (tick * S / 10 + random.u64(..S / 10), 0)));
+        requests.extend((0..rate).map(|_| (tick * S / 10 + random.u64(..S / 10), 1)));
+    }
+    requests.sort_unstable();
+    let mut arrivals = Arrivals::default();
+    requests.iter().for_each(|&(at, disk)| push(&mut arrivals, at, disk, Op::Read, 4096));
+    arrivals
+}
+
+/// What is advised for the first of two disks on a device.
+fn found(arrivals: &Arrivals, target: Target) -> Found {
+    let mut house = house(arrivals, Some(DEVICE));
+    house.choose(&["a".to_owned()]).unwrap();
+    let (stop, judge) = (AtomicBool::new(false), judge(target, true, arrivals));
+    let search = Search { house: &house, arrivals, judge, over_s: 60.0, stop: &stop };
+    let needs = [0, 1].map(|tenant| search.need(tenant, &[cost(&search, tenant).0]).unwrap());
+    let before = everything(&search, &house.world).unwrap();
+    Shared::new(search, &[0, 1], &needs, &before).find().unwrap()
+}
+
+/// Whether the first disk keeps its target with a plan whose limit has this rate.
+fn keeps(arrivals: &Arrivals, plan: &Plan, rate: f64, target: Target) -> bool {
+    let rate = rate as u64;
+    let (mut world, limits) =
+        (house(arrivals, Some(DEVICE)).world, limits_of([Some(Limit { rate, ..Limit::NONE }), None]));
+    match &plan.group {
+        Some((_, shares)) => {
+            world.disks.iter_mut().zip(shares).for_each(|(disk, share)| disk.hold.share = *share);
+            world.put_together(limits);
+        }
+        None => world.disks[1].hold.limits = limits,
+    }
+    let trial = Trial { world: &world, disks: &[0, 1], tenants: &[0, 1], count: 2 };
+    let judge = judge(target, true, arrivals);
+    trial.run(arrivals.of(&[0, 1]), &judge, &AtomicBool::new(false)).unwrap()[0].holds(&target)
+}
+
+#[test]
+fn an_interval_of_those_that_share_a_device_does_as_well() {
+    const DAY_S: u64 = 200;
+    let kinds: [(Kind, u64); 3] = [
+        (("noisy neighbour", noisy_neighbour), 20),
+        (("uneven neighbour", uneven_neighbour), 40),
+        (("busy neighbour", busy_neighbour), 120),
+    ];
+    let mut tallies = BTreeMap::<String, Tally>::new();
+    for ((name, day_of), wait_ms) in kinds {
+        let (target, days) = (Target::new(99.0, wait_ms * MS), day_of(7, 10 * DAY_S));
+        for seed in 0..seeds(3) {
+            let Found { plan, interval, .. } = found(&day_of(seed + 100, DAY_S), target);
+            let Some(Interval { low, high }) = interval else { continue };
+            let (what, limits) = match &plan.group {
+                Some((limits, _)) => ("group", *limits),
+                None => ("limit", plan.limits[1].expect("the noisy is limited")),
+            };
+            let rate = limits.limit(LimitKind::IopsTotal).rate as f64;
+            // The highest that keeps the target lies between them.
+            let holds = |of: &Arrivals| {
+                let keeps = |times: f64| keeps(of, &plan, rate * times, target);
+                (low == 0.0 || keeps(low * 0.99)) && (high.is_infinite() || !keeps(high * 1.01))
+            };
+            let tally = tallies.entry(format!("{name}, {what}")).or_default();
+            tally.note([holds(&day_of(seed + 100_000, DAY_S)), holds(&days)], high / low);
+        }
+    }
+    judged(&tallies);
+}
