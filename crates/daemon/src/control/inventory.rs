@@ -8,38 +8,46 @@
 //! An arrow is a use: nothing is removed while something uses it. Disks and groups share one space
 //! of names, and listings are in their order. Belongs to the main thread, and never holds a borrow
 //! across an await.
+//!
+//! Here are disks, groups and what all have in common; servers and exports are in `exported.rs`,
+//! what they are given by its id in `objects.rs`, and what is heard of a disk in `watches.rs`.
+
+mod exported;
+mod objects;
+mod refused;
+mod watches;
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
-    collections::{BTreeMap, btree_map::Entry},
+    collections::BTreeMap,
     path::{Path, PathBuf},
     rc::{Rc, Weak},
     sync::Arc,
 };
 
-use anyhow::{Context as _, anyhow};
 use block::{
-    disk::{Disk, Failures},
+    disk::Disk,
     image::Secret,
     layer::throttle::Group,
     reactor::{
-        self, Worker,
+        self,
         op::{self, Fd},
     },
-    storage::{Root, rbd::Bell},
+    storage::Root,
 };
-use event_listener::Event;
-use export::nbd::{self, NotRemoved, Removal};
+use export::nbd;
+pub(crate) use exported::DoorTerms;
 use policy::{
     access::Names,
     time::{Duration, Instant},
 };
-use settings::{Image, SocketAccess};
+pub(crate) use refused::Refused;
+use settings::Image;
+use watches::{look_at_changes, tell_failures, tell_sizes};
 
 use super::{
     change::{Change, Listener},
     devices::{Devices, Listed},
-    doors::{self, Entrance, Taken},
     fdsets::Sets,
     loaded::Loaded,
     recording::Recordings,
@@ -52,36 +60,9 @@ pub(crate) use super::{
 use crate::{
     cluster::Cluster,
     events::{Deliveries, Events},
-    listen::{Inherited, Listening},
+    listen::Listening,
     sandbox::Entered,
 };
-
-/// Why something was not done. Nothing has changed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Refused {
-    #[error("disk {0}: there is none of this name (`weir status` lists them)")]
-    NoDisk(String),
-    #[error("group {0}: there is none of this name (`weir status` lists them)")]
-    NoGroup(String),
-    #[error("export {0}: there is none with this id (`weir status` lists them)")]
-    NoExport(String),
-    #[error("secret {0}: there is none of this name (`object-add` makes one)")]
-    NoSecret(String),
-    #[error("{0}: a disk or a group has this name already (choose another)")]
-    NameTaken(String),
-    #[error("export {0}: there is one with this id already (choose another)")]
-    IdTaken(String),
-    #[error("export {name}: there is one of this name at {address} already (choose another)")]
-    ExportNameTaken { name: String, address: String },
-    #[error("disk {0}: another command is at work on it (try again)")]
-    Busy(String),
-    #[error("disk {disk}: it is exported as {export} (remove the export first)")]
-    Exported { disk: String, export: String },
-    #[error("group {group}: {member} is in it (move it out first)")]
-    HasMembers { group: String, member: String },
-    #[error("export {id}: {connections} clients are connected (disconnect them, or remove it in mode hard)")]
-    HasClients { id: String, connections: usize },
-}
 
 #[derive(Debug)]
 pub(crate) enum End {
@@ -95,17 +76,6 @@ pub(crate) enum End {
 
 /// Asks the daemon to end, once the main thread is free: answers before can still be sent.
 pub(crate) type Ender = Rc<dyn Fn(End)>;
-
-/// What doors and servers that are added later are made with.
-pub(crate) struct DoorTerms {
-    pub(crate) workers: Rc<Vec<Worker>>,
-    /// Who may connect to sockets.
-    pub(crate) access: SocketAccess,
-    /// Of servers that are added later.
-    pub(crate) nbd: nbd::Terms,
-    /// Sockets that were passed to the daemon.
-    pub(crate) inherited: RefCell<Inherited>,
-}
 
 pub(crate) struct Inventory {
     started: Instant,
@@ -255,33 +225,6 @@ impl Inventory {
         let _ = self.sandbox.set(sandbox);
     }
 
-    /// What is opened from now on lets nobody in before [`Inventory::let_clients_in`], but devices
-    /// of this host: the kernel reads one to make it.
-    pub(crate) fn keep_clients_out(&self) {
-        self.keeps_out.set(true);
-    }
-
-    /// Everything that is open, and is opened later, has clients from now on.
-    pub(crate) fn let_clients_in(self: &Rc<Self>) {
-        self.keeps_out.set(false);
-        for serving in self.servers() {
-            self.accept(&serving);
-        }
-        for export in self.exports() {
-            if let Door::Own(entrance) = &export.door {
-                self.accept_at(&export.id, entrance);
-            }
-        }
-    }
-
-    /// Lets clients of NBD in there, unless that has to wait.
-    pub(crate) fn accept(&self, serving: &Serving) {
-        if !self.keeps_out.get() {
-            let ender = Rc::clone(&self.ender);
-            serving.accept(move |error| ender(End::Broken(error)));
-        }
-    }
-
     /// None where the daemon is in none.
     pub(crate) fn sandbox(&self) -> Option<&Entered> {
         self.sandbox.get()
@@ -337,65 +280,6 @@ impl Inventory {
 
     fn block_disks(&self) -> Vec<Arc<Disk>> {
         self.disks.borrow().values().map(|running| Arc::clone(&running.disk)).collect()
-    }
-
-    pub(crate) fn add_secret(&self, id: &str, secret: Secret) -> Result<(), Refused> {
-        if self.secrets.borrow().contains_key(id) {
-            return Err(Refused::NameTaken(id.to_owned()));
-        }
-        self.secrets.borrow_mut().insert(id.to_owned(), secret);
-        Ok(())
-    }
-
-    pub(crate) fn secret(&self, id: &str) -> Result<Secret, Refused> {
-        self.secrets.borrow().get(id).cloned().ok_or_else(|| Refused::NoSecret(id.to_owned()))
-    }
-
-    /// Whether there was one. Images that it opened stay open.
-    pub(crate) fn remove_secret(&self, id: &str) -> bool {
-        self.secrets.borrow_mut().remove(id).is_some()
-    }
-
-    pub(crate) fn secrets(&self) -> Vec<String> {
-        self.secrets.borrow().keys().cloned().collect()
-    }
-
-    pub(crate) fn add_credentials(&self, id: &str, keys: nbd::TlsServer) -> Result<(), Refused> {
-        match self.credentials.borrow_mut().entry(id.to_owned()) {
-            Entry::Occupied(_) => Err(Refused::NameTaken(id.to_owned())),
-            Entry::Vacant(free) => {
-                free.insert(keys);
-                Ok(())
-            }
-        }
-    }
-
-    pub(crate) fn credentials(&self, id: &str) -> Option<nbd::TlsServer> {
-        self.credentials.borrow().get(id).cloned()
-    }
-
-    /// Whether there were any. Servers that have them keep them.
-    pub(crate) fn remove_credentials(&self, id: &str) -> bool {
-        self.credentials.borrow_mut().remove(id).is_some()
-    }
-
-    pub(crate) fn add_names(&self, id: &str, names: Names) -> Result<(), Refused> {
-        match self.names.borrow_mut().entry(id.to_owned()) {
-            Entry::Occupied(_) => Err(Refused::NameTaken(id.to_owned())),
-            Entry::Vacant(free) => {
-                free.insert(names);
-                Ok(())
-            }
-        }
-    }
-
-    pub(crate) fn names(&self, id: &str) -> Option<Names> {
-        self.names.borrow().get(id).cloned()
-    }
-
-    /// Whether there were any. Servers that have them keep them.
-    pub(crate) fn remove_names(&self, id: &str) -> bool {
-        self.names.borrow_mut().remove(id).is_some()
     }
 
     pub(crate) fn disks(&self) -> Vec<Rc<RunningDisk>> {
@@ -519,319 +403,5 @@ impl Inventory {
             return Err(Refused::NameTaken(name.to_owned()));
         }
         Ok(())
-    }
-
-    pub(crate) fn servers(&self) -> Vec<Rc<Serving>> {
-        self.servers.borrow().clone()
-    }
-
-    pub(crate) fn add_server(self: &Rc<Self>, serving: &Rc<Serving>) {
-        self.servers.borrow_mut().push(Rc::clone(serving));
-        if self.ends_when_idle.get() {
-            // It may wait for ever, and must keep nothing by it.
-            let (server, inventory) = (Arc::clone(&serving.server), Rc::downgrade(self));
-            reactor::spawn(async move {
-                server
-                    .wait_while(|_| inventory.upgrade().is_some_and(|inventory| !inventory.is_idle()))
-                    .await;
-                if let Some(inventory) = inventory.upgrade() {
-                    (inventory.ender)(End::Idle);
-                }
-            });
-        }
-    }
-
-    /// Takes a server off the list. Whoever has it ends it.
-    pub(crate) fn remove_server(&self, serving: &Rc<Serving>) {
-        self.servers.borrow_mut().retain(|known| !Rc::ptr_eq(known, serving));
-    }
-
-    /// Takes a server away with all its exports; returns when its last client has gone.
-    pub(crate) async fn stop_server(self: &Rc<Self>, serving: &Rc<Serving>) {
-        self.remove_server(serving);
-        serving.close();
-        for export in self.exports() {
-            if matches!(&export.door, Door::Nbd(of, _) if Rc::ptr_eq(of, serving)) {
-                let _ = self.remove_export(&export.id, Removal::Hard);
-            }
-        }
-        serving.stop().await;
-    }
-
-    pub(crate) fn has_exports(&self, serving: &Rc<Serving>) -> bool {
-        let is_there =
-            |export: &Rc<RunningExport>| matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, serving));
-        self.exports.borrow().values().any(is_there)
-    }
-
-    /// Whether clients have been served, and none is left.
-    fn is_idle(&self) -> bool {
-        let served = || {
-            self.servers.borrow().iter().any(|serving| serving.server.has_served())
-                || self.entrances().iter().any(|entrance| entrance.server.has_served())
-        };
-        self.connections() == 0 && (self.lost_device.get() || served())
-    }
-
-    pub(crate) fn connections(&self) -> usize {
-        let nbd: usize = self.servers.borrow().iter().map(|serving| serving.server.connections()).sum();
-        nbd + self.entrances().iter().map(|entrance| entrance.server.connections()).sum::<usize>()
-    }
-
-    /// Doors of one export's own.
-    pub(crate) fn entrances(&self) -> Vec<Rc<Entrance>> {
-        let exports = self.exports.borrow();
-        let entrance = |export: &Rc<RunningExport>| match &export.door {
-            Door::Own(entrance) => Some(Rc::clone(entrance)),
-            Door::Nbd(..) => None,
-        };
-        exports.values().filter_map(entrance).collect()
-    }
-
-    /// A disk may have another length: who sees it through a door of its own is told.
-    fn look_at_size(&self, disk: &Rc<RunningDisk>) {
-        for export in self.exports.borrow().values() {
-            if let Door::Own(entrance) = &export.door
-                && Rc::ptr_eq(&export.disk, disk)
-            {
-                entrance.server.look_at_size();
-            }
-        }
-    }
-
-    /// Those included whose last clients are on their way out.
-    pub(crate) fn exports(&self) -> Vec<Rc<RunningExport>> {
-        self.exports.borrow().values().cloned().collect()
-    }
-
-    pub(crate) fn export(&self, id: &str) -> Result<Rc<RunningExport>, Refused> {
-        self.exports.borrow().get(id).cloned().ok_or_else(|| Refused::NoExport(id.to_owned()))
-    }
-
-    /// Whether there is an export with this id, or is to be one.
-    pub(crate) fn has_id(&self, id: &str) -> bool {
-        self.exports.borrow().contains_key(id) || self.awaited.borrow().contains_key(id)
-    }
-
-    pub(crate) fn add_export(&self, serving: &Rc<Serving>, new: NewExport) -> Result<(), Refused> {
-        let disk = self.disk(&new.disk)?;
-        if self.has_id(&new.id) {
-            return Err(Refused::IdTaken(new.id));
-        }
-        let export = nbd::Export {
-            name: new.name.as_str().into(),
-            description: new.description.as_str().into(),
-            disk: Arc::clone(&disk.disk),
-            read_only: new.read_only,
-            bitmaps: Arc::clone(&new.bitmaps),
-            access: new.access.clone(),
-        };
-        let Some(number) = serving.server.add(export) else {
-            return Err(Refused::ExportNameTaken { name: new.name, address: serving.address() });
-        };
-        let export = RunningExport {
-            id: new.id.clone(),
-            name: new.name.clone(),
-            disk,
-            door: Door::Nbd(Rc::clone(serving), number),
-            said: None,
-            read_only: new.read_only,
-            ending: Cell::new(false),
-            new: Some(new),
-        };
-        self.exports.borrow_mut().insert(export.id.clone(), Rc::new(export));
-        Ok(())
-    }
-
-    /// Where the queues of own doors run from now on, and who may connect to their sockets.
-    pub(crate) fn let_doors(
-        &self,
-        workers: &Rc<Vec<Worker>>,
-        access: &SocketAccess,
-        nbd: nbd::Terms,
-        inherited: Inherited,
-    ) {
-        let (workers, access) = (Rc::clone(workers), access.clone());
-        let _ = self.door_terms.set(DoorTerms { workers, access, nbd, inherited: RefCell::new(inherited) });
-    }
-
-    /// What [`Inventory::let_doors`] was told.
-    ///
-    /// # Errors
-    /// Before it was.
-    pub(crate) fn door_terms(&self) -> anyhow::Result<&DoorTerms> {
-        self.door_terms.get().context("nothing runs yet")
-    }
-
-    /// An export with a door of its own, which is open when this returns, and made of what another
-    /// daemon had if that is passed. Its address.
-    pub(crate) async fn add_door(
-        self: &Rc<Self>,
-        id: String,
-        disk: Rc<RunningDisk>,
-        read_only: bool,
-        door: &settings::Door,
-        taken: Option<Taken>,
-    ) -> anyhow::Result<String> {
-        if self.has_id(&id) {
-            return Err(Refused::IdTaken(id).into());
-        }
-        self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door))?;
-        let DoorTerms { workers, access, inherited, .. } = self.door_terms()?;
-        let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
-        // What another has is not served before it gives it up.
-        let is_at_once = taken.is_none();
-        let taken = Cell::new(taken);
-        let terms = doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers, taken };
-        let entrance = doors::open(door, &terms).await?;
-        let address = entrance.address().to_owned();
-        if (is_at_once && entrance.device().is_some()) || !self.keeps_out.get() {
-            self.accept_at(&id, &entrance);
-        }
-        // Making a device takes a while, in which others have their turn.
-        let name = disk.disk.name().to_string();
-        let refused = match self.disk(&name) {
-            Ok(still) if Rc::ptr_eq(&still, &disk) && !self.exports.borrow().contains_key(&id) => None,
-            Ok(still) if Rc::ptr_eq(&still, &disk) => Some(Refused::IdTaken(id.clone())),
-            _ => Some(Refused::NoDisk(name.clone())),
-        };
-        if let Some(refused) = refused {
-            entrance.stop().await;
-            return Err(refused.into());
-        }
-        if self.ends_when_idle.get() {
-            let (server, inventory) = (Arc::clone(&entrance.server), Rc::downgrade(self));
-            reactor::spawn(async move {
-                let busy = || inventory.upgrade().is_some_and(|inventory| !inventory.is_idle());
-                server.wait_while(Box::new(busy)).await;
-                if let Some(inventory) = inventory.upgrade() {
-                    (inventory.ender)(End::Idle);
-                }
-            });
-        }
-        let export = RunningExport {
-            id: id.clone(),
-            name,
-            disk,
-            door: Door::Own(entrance),
-            said: Some(door.clone()),
-            new: None,
-            read_only,
-            ending: Cell::new(false),
-        };
-        self.exports.borrow_mut().insert(id, Rc::new(export));
-        Ok(address)
-    }
-
-    fn accept_at(self: &Rc<Self>, id: &str, entrance: &Rc<Entrance>) {
-        let (inventory, id) = (Rc::downgrade(self), id.to_owned());
-        entrance.accept(move |result| {
-            if let Some(inventory) = inventory.upgrade() {
-                inventory.door_ended(&id, result);
-            }
-        });
-    }
-
-    /// Nobody closed it: its device was removed from outside, or it can let nobody in any more.
-    fn door_ended(self: &Rc<Self>, id: &str, result: std::io::Result<()>) {
-        let Ok(export) = self.export(id) else { return };
-        let Door::Own(entrance) = &export.door else { return };
-        let address = entrance.address();
-        if entrance.device().is_none() {
-            if let Err(error) = result {
-                let error = anyhow!("{address}: no machine can connect any more: {error} (restart weir)");
-                (self.ender)(End::Broken(error));
-            }
-            return;
-        }
-        match result {
-            Ok(()) => tracing::info!(export = id, device = address, "the device has gone"),
-            Err(error) => tracing::error!(export = id, device = address, %error, "the device has broken"),
-        }
-        self.lost_device.set(true);
-        // It has no clients any more.
-        let _ = self.remove_export(id, Removal::Hard);
-    }
-
-    /// No client finds the export any more when this returns. Its id and its disk stay in use until
-    /// its last client is gone and [`Change::ExportDeleted`] follows.
-    pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
-        reactor::spawn(self.removal(id, removal)?);
-        Ok(())
-    }
-
-    /// The same, and waits for its last client once it is polled.
-    pub(crate) fn removal(
-        self: &Rc<Self>,
-        id: &str,
-        removal: Removal,
-    ) -> Result<impl Future<Output = ()> + 'static, Refused> {
-        let export = self.export(id)?;
-        let is_gone = match export.door.remove(removal) {
-            Ok(()) => false,
-            // Removed already, and on its way out: nothing is left to refuse.
-            Err(NotRemoved::Unknown) => true,
-            Err(NotRemoved::InUse { connections }) => {
-                return Err(Refused::HasClients { id: id.to_owned(), connections });
-            }
-        };
-        export.ending.set(true);
-        let inventory = Rc::clone(self);
-        Ok(async move {
-            if is_gone {
-                return;
-            }
-            export.door.wait_until_unused().await;
-            inventory.exports.borrow_mut().remove(&export.id);
-            inventory.tell(&Change::ExportDeleted { id: export.id.clone() });
-            if inventory.ends_when_idle.get() && inventory.is_idle() {
-                (inventory.ender)(End::Idle);
-            }
-        })
-    }
-}
-
-/// Whoever gives a disk another length, each of its exports sees it: a program may have written
-/// behind the end of a file that shows it.
-async fn tell_sizes(inventory: Weak<Inventory>, disk: String, resized: Arc<Event>) {
-    let mut next = resized.listen();
-    loop {
-        next.await;
-        next = resized.listen();
-        let Some(inventory) = inventory.upgrade() else { return };
-        if let Ok(running) = inventory.disk(&disk) {
-            inventory.look_at_size(&running);
-        }
-    }
-}
-
-/// Looks at the size of an image whenever its cluster says that somebody has changed it.
-async fn look_at_changes(inventory: Weak<Inventory>, disk: String, bell: Arc<Bell>) {
-    loop {
-        bell.rung().await;
-        let Some(inventory) = inventory.upgrade() else { return };
-        if let Ok(running) = inventory.disk(&disk)
-            && let Err(error) = running.disk.look_again().await
-        {
-            tracing::warn!(disk, %error, "cannot see whether the image was resized");
-        }
-    }
-}
-
-/// Says at once that a disk was stopped, and of other failures the last in a second, as QEMU does:
-/// their rate is in the hand of clients.
-async fn tell_failures(inventory: Weak<Inventory>, disk: String, failures: Arc<Failures>) {
-    let mut failure = failures.next(false).await;
-    loop {
-        let Some(inventory) = inventory.upgrade() else { return };
-        inventory.tell(&Change::Failed { disk: disk.clone(), failure });
-        if failure.stops && failures.stopped_by().is_some() && !inventory.stopped.replace(true) {
-            inventory.tell(&Change::Stopped);
-        }
-        drop(inventory);
-        failure = match reactor::timeout(Duration::from_secs(1), failures.next(true)).await {
-            Ok(failure) => failure,
-            Err(_) => failures.next(false).await,
-        };
     }
 }

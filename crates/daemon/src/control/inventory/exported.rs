@@ -1,0 +1,337 @@
+//! How clients reach disks: servers of NBD with their exports, and exports with doors of their own,
+//! from when they are opened until their last clients have gone.
+//!
+//! An id names one export, also while it is on its way out. Nobody is let in before the daemon is
+//! ready. When the last client was to be the end, it is told from here. Never opens an image.
+
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+    sync::Arc,
+};
+
+use anyhow::{Context as _, anyhow};
+use block::reactor::{self, Worker};
+use export::nbd::{self, NotRemoved, Removal};
+use settings::SocketAccess;
+
+use super::{End, Inventory, Refused};
+use crate::{
+    control::{
+        change::Change,
+        doors::{self, Entrance, Taken},
+        exports::{Door, NewExport, RunningExport},
+        running::RunningDisk,
+        serving::Serving,
+    },
+    listen::Inherited,
+};
+
+/// What doors and servers that are added later are made with.
+pub(crate) struct DoorTerms {
+    pub(crate) workers: Rc<Vec<Worker>>,
+    /// Who may connect to sockets.
+    pub(crate) access: SocketAccess,
+    /// Of servers that are added later.
+    pub(crate) nbd: nbd::Terms,
+    /// Sockets that were passed to the daemon.
+    pub(crate) inherited: RefCell<Inherited>,
+}
+
+impl Inventory {
+    /// What is opened from now on lets nobody in before [`Inventory::let_clients_in`], but devices
+    /// of this host: the kernel reads one to make it.
+    pub(crate) fn keep_clients_out(&self) {
+        self.keeps_out.set(true);
+    }
+
+    /// Everything that is open, and is opened later, has clients from now on.
+    pub(crate) fn let_clients_in(self: &Rc<Self>) {
+        self.keeps_out.set(false);
+        for serving in self.servers() {
+            self.accept(&serving);
+        }
+        for export in self.exports() {
+            if let Door::Own(entrance) = &export.door {
+                self.accept_at(&export.id, entrance);
+            }
+        }
+    }
+
+    /// Lets clients of NBD in there, unless that has to wait.
+    pub(crate) fn accept(&self, serving: &Serving) {
+        if !self.keeps_out.get() {
+            let ender = Rc::clone(&self.ender);
+            serving.accept(move |error| ender(End::Broken(error)));
+        }
+    }
+
+    pub(crate) fn servers(&self) -> Vec<Rc<Serving>> {
+        self.servers.borrow().clone()
+    }
+
+    pub(crate) fn add_server(self: &Rc<Self>, serving: &Rc<Serving>) {
+        self.servers.borrow_mut().push(Rc::clone(serving));
+        if self.ends_when_idle.get() {
+            // It may wait for ever, and must keep nothing by it.
+            let (server, inventory) = (Arc::clone(&serving.server), Rc::downgrade(self));
+            reactor::spawn(async move {
+                server
+                    .wait_while(|_| inventory.upgrade().is_some_and(|inventory| !inventory.is_idle()))
+                    .await;
+                if let Some(inventory) = inventory.upgrade() {
+                    (inventory.ender)(End::Idle);
+                }
+            });
+        }
+    }
+
+    /// Takes a server off the list. Whoever has it ends it.
+    pub(crate) fn remove_server(&self, serving: &Rc<Serving>) {
+        self.servers.borrow_mut().retain(|known| !Rc::ptr_eq(known, serving));
+    }
+
+    /// Takes a server away with all its exports; returns when its last client has gone.
+    pub(crate) async fn stop_server(self: &Rc<Self>, serving: &Rc<Serving>) {
+        self.remove_server(serving);
+        serving.close();
+        for export in self.exports() {
+            if matches!(&export.door, Door::Nbd(of, _) if Rc::ptr_eq(of, serving)) {
+                let _ = self.remove_export(&export.id, Removal::Hard);
+            }
+        }
+        serving.stop().await;
+    }
+
+    pub(crate) fn has_exports(&self, serving: &Rc<Serving>) -> bool {
+        let is_there =
+            |export: &Rc<RunningExport>| matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, serving));
+        self.exports.borrow().values().any(is_there)
+    }
+
+    /// Whether clients have been served, and none is left.
+    fn is_idle(&self) -> bool {
+        let served = || {
+            self.servers.borrow().iter().any(|serving| serving.server.has_served())
+                || self.entrances().iter().any(|entrance| entrance.server.has_served())
+        };
+        self.connections() == 0 && (self.lost_device.get() || served())
+    }
+
+    pub(crate) fn connections(&self) -> usize {
+        let nbd: usize = self.servers.borrow().iter().map(|serving| serving.server.connections()).sum();
+        nbd + self.entrances().iter().map(|entrance| entrance.server.connections()).sum::<usize>()
+    }
+
+    /// Doors of one export's own.
+    pub(crate) fn entrances(&self) -> Vec<Rc<Entrance>> {
+        let exports = self.exports.borrow();
+        let entrance = |export: &Rc<RunningExport>| match &export.door {
+            Door::Own(entrance) => Some(Rc::clone(entrance)),
+            Door::Nbd(..) => None,
+        };
+        exports.values().filter_map(entrance).collect()
+    }
+
+    /// A disk may have another length: who sees it through a door of its own is told.
+    pub(super) fn look_at_size(&self, disk: &Rc<RunningDisk>) {
+        for export in self.exports.borrow().values() {
+            if let Door::Own(entrance) = &export.door
+                && Rc::ptr_eq(&export.disk, disk)
+            {
+                entrance.server.look_at_size();
+            }
+        }
+    }
+
+    /// Those included whose last clients are on their way out.
+    pub(crate) fn exports(&self) -> Vec<Rc<RunningExport>> {
+        self.exports.borrow().values().cloned().collect()
+    }
+
+    pub(crate) fn export(&self, id: &str) -> Result<Rc<RunningExport>, Refused> {
+        self.exports.borrow().get(id).cloned().ok_or_else(|| Refused::NoExport(id.to_owned()))
+    }
+
+    /// Whether there is an export with this id, or is to be one.
+    pub(crate) fn has_id(&self, id: &str) -> bool {
+        self.exports.borrow().contains_key(id) || self.awaited.borrow().contains_key(id)
+    }
+
+    pub(crate) fn add_export(&self, serving: &Rc<Serving>, new: NewExport) -> Result<(), Refused> {
+        let disk = self.disk(&new.disk)?;
+        if self.has_id(&new.id) {
+            return Err(Refused::IdTaken(new.id));
+        }
+        let export = nbd::Export {
+            name: new.name.as_str().into(),
+            description: new.description.as_str().into(),
+            disk: Arc::clone(&disk.disk),
+            read_only: new.read_only,
+            bitmaps: Arc::clone(&new.bitmaps),
+            access: new.access.clone(),
+        };
+        let Some(number) = serving.server.add(export) else {
+            return Err(Refused::ExportNameTaken { name: new.name, address: serving.address() });
+        };
+        let export = RunningExport {
+            id: new.id.clone(),
+            name: new.name.clone(),
+            disk,
+            door: Door::Nbd(Rc::clone(serving), number),
+            said: None,
+            read_only: new.read_only,
+            ending: Cell::new(false),
+            new: Some(new),
+        };
+        self.exports.borrow_mut().insert(export.id.clone(), Rc::new(export));
+        Ok(())
+    }
+
+    /// Where the queues of own doors run from now on, and who may connect to their sockets.
+    pub(crate) fn let_doors(
+        &self,
+        workers: &Rc<Vec<Worker>>,
+        access: &SocketAccess,
+        nbd: nbd::Terms,
+        inherited: Inherited,
+    ) {
+        let (workers, access) = (Rc::clone(workers), access.clone());
+        let _ = self.door_terms.set(DoorTerms { workers, access, nbd, inherited: RefCell::new(inherited) });
+    }
+
+    /// What [`Inventory::let_doors`] was told.
+    ///
+    /// # Errors
+    /// Before it was.
+    pub(crate) fn door_terms(&self) -> anyhow::Result<&DoorTerms> {
+        self.door_terms.get().context("nothing runs yet")
+    }
+
+    /// An export with a door of its own, which is open when this returns, and made of what another
+    /// daemon had if that is passed. Its address.
+    pub(crate) async fn add_door(
+        self: &Rc<Self>,
+        id: String,
+        disk: Rc<RunningDisk>,
+        read_only: bool,
+        door: &settings::Door,
+        taken: Option<Taken>,
+    ) -> anyhow::Result<String> {
+        if self.has_id(&id) {
+            return Err(Refused::IdTaken(id).into());
+        }
+        self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door))?;
+        let DoorTerms { workers, access, inherited, .. } = self.door_terms()?;
+        let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
+        // What another has is not served before it gives it up.
+        let is_at_once = taken.is_none();
+        let taken = Cell::new(taken);
+        let terms = doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers, taken };
+        let entrance = doors::open(door, &terms).await?;
+        let address = entrance.address().to_owned();
+        if (is_at_once && entrance.device().is_some()) || !self.keeps_out.get() {
+            self.accept_at(&id, &entrance);
+        }
+        // Making a device takes a while, in which others have their turn.
+        let name = disk.disk.name().to_string();
+        let refused = match self.disk(&name) {
+            Ok(still) if Rc::ptr_eq(&still, &disk) && !self.exports.borrow().contains_key(&id) => None,
+            Ok(still) if Rc::ptr_eq(&still, &disk) => Some(Refused::IdTaken(id.clone())),
+            _ => Some(Refused::NoDisk(name.clone())),
+        };
+        if let Some(refused) = refused {
+            entrance.stop().await;
+            return Err(refused.into());
+        }
+        if self.ends_when_idle.get() {
+            let (server, inventory) = (Arc::clone(&entrance.server), Rc::downgrade(self));
+            reactor::spawn(async move {
+                let busy = || inventory.upgrade().is_some_and(|inventory| !inventory.is_idle());
+                server.wait_while(Box::new(busy)).await;
+                if let Some(inventory) = inventory.upgrade() {
+                    (inventory.ender)(End::Idle);
+                }
+            });
+        }
+        let export = RunningExport {
+            id: id.clone(),
+            name,
+            disk,
+            door: Door::Own(entrance),
+            said: Some(door.clone()),
+            new: None,
+            read_only,
+            ending: Cell::new(false),
+        };
+        self.exports.borrow_mut().insert(id, Rc::new(export));
+        Ok(address)
+    }
+
+    fn accept_at(self: &Rc<Self>, id: &str, entrance: &Rc<Entrance>) {
+        let (inventory, id) = (Rc::downgrade(self), id.to_owned());
+        entrance.accept(move |result| {
+            if let Some(inventory) = inventory.upgrade() {
+                inventory.door_ended(&id, result);
+            }
+        });
+    }
+
+    /// Nobody closed it: its device was removed from outside, or it can let nobody in any more.
+    fn door_ended(self: &Rc<Self>, id: &str, result: std::io::Result<()>) {
+        let Ok(export) = self.export(id) else { return };
+        let Door::Own(entrance) = &export.door else { return };
+        let address = entrance.address();
+        if entrance.device().is_none() {
+            if let Err(error) = result {
+                let error = anyhow!("{address}: no machine can connect any more: {error} (restart weir)");
+                (self.ender)(End::Broken(error));
+            }
+            return;
+        }
+        match result {
+            Ok(()) => tracing::info!(export = id, device = address, "the device has gone"),
+            Err(error) => tracing::error!(export = id, device = address, %error, "the device has broken"),
+        }
+        self.lost_device.set(true);
+        // It has no clients any more.
+        let _ = self.remove_export(id, Removal::Hard);
+    }
+
+    /// No client finds the export any more when this returns. Its id and its disk stay in use until
+    /// its last client is gone and [`Change::ExportDeleted`] follows.
+    pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
+        reactor::spawn(self.removal(id, removal)?);
+        Ok(())
+    }
+
+    /// The same, and waits for its last client once it is polled.
+    pub(crate) fn removal(
+        self: &Rc<Self>,
+        id: &str,
+        removal: Removal,
+    ) -> Result<impl Future<Output = ()> + 'static, Refused> {
+        let export = self.export(id)?;
+        let is_gone = match export.door.remove(removal) {
+            Ok(()) => false,
+            // Removed already, and on its way out: nothing is left to refuse.
+            Err(NotRemoved::Unknown) => true,
+            Err(NotRemoved::InUse { connections }) => {
+                return Err(Refused::HasClients { id: id.to_owned(), connections });
+            }
+        };
+        export.ending.set(true);
+        let inventory = Rc::clone(self);
+        Ok(async move {
+            if is_gone {
+                return;
+            }
+            export.door.wait_until_unused().await;
+            inventory.exports.borrow_mut().remove(&export.id);
+            inventory.tell(&Change::ExportDeleted { id: export.id.clone() });
+            if inventory.ends_when_idle.get() && inventory.is_idle() {
+                (inventory.ender)(End::Idle);
+            }
+        })
+    }
+}
