@@ -91,6 +91,8 @@ struct InHand {
 
 pub(super) struct Ring {
     entries: FuseRing,
+    /// Of them the kernel has, or had, so many.
+    alive: Cell<usize>,
     device: Fd,
     arrived: RefCell<VecDeque<usize>>,
     /// By what they are answered by.
@@ -108,7 +110,7 @@ impl Ring {
     /// Gives the kernel all entries. It goes on without where that fails.
     ///
     /// # Errors
-    /// There is no memory for them.
+    /// There is no memory for them, or the kernel takes none.
     pub(super) async fn begin(device: &Fd) -> io::Result<Rc<Self>> {
         let entries = match FuseRing::new(device, depth, MOST_BYTES as usize) {
             Ok(entries) => entries,
@@ -118,6 +120,7 @@ impl Ring {
             }
         };
         let this = Rc::new(Self {
+            alive: Cell::new(entries.entries()),
             entries,
             device: device.clone(),
             arrived: RefCell::default(),
@@ -130,6 +133,14 @@ impl Ring {
         });
         for entry in 0..this.entries.entries() {
             this.go_on(entry, this.entries.register(entry));
+        }
+        // What the kernel refuses has come back by then: it is given in one turn, and told of in
+        // the next.
+        for _ in 0..2 {
+            reactor::yield_now().await;
+        }
+        if this.alive.get() == 0 {
+            return Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP));
         }
         let watching = reactor::spawn_joinable(Rc::clone(&this).watch());
         *this.watching.borrow_mut() = Some(watching);
@@ -216,7 +227,10 @@ impl Ring {
                     this.news.raise();
                 }
                 // The file system has gone, or is served without: the device says which.
-                Err(error) => tracing::trace!(entry, %error, "an entry of the ring has ended"),
+                Err(error) => {
+                    this.alive.set(this.alive.get() - 1);
+                    tracing::trace!(entry, %error, "an entry of the ring has ended");
+                }
             }
         });
     }
