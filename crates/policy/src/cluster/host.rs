@@ -162,8 +162,12 @@ impl Host {
         self.until = until;
         let before = self.limits();
         let is_new = grant.seq > self.seq;
-        (self.seq, self.spec, self.leased) = (grant.seq, grant.spec, grant.leased);
+        let rates = grant.spec.rates();
+        // Whatever is written there, no host has more than all hosts may have.
+        let most = zip(rates, grant.spec.safe(), u64::saturating_sub);
+        (self.seq, self.spec, self.leased) = (grant.seq, grant.spec, zip(grant.leased, most, u64::min));
         let credit = zip(grant.credit, self.credit, u64::saturating_sub);
+        let credit = zip(credit, grant.spec.size(rates), u64::min);
         self.credit = zip(self.credit, grant.credit, u64::max);
         if is_new || before != self.limits() {
             let given = divide(self.limits(), credit, now);

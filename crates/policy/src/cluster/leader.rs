@@ -193,6 +193,7 @@ impl Leader {
     /// What a host says, by its name. One that was read before, or of an earlier run, changes
     /// nothing; nor does another run while the first may hold a lease.
     pub fn on_report(&mut self, name: &str, report: Report, now: Instant) {
+        let report = report.bounded();
         let late = now + self.timing.lease + self.timing.margin();
         if !self.members.contains_key(name) {
             self.members.insert(String::from(name), Member::new(report.clone(), now));
@@ -293,7 +294,8 @@ impl Leader {
         };
         let claims: Vec<Claim> = self.members.values().filter(alive).map(claim).collect();
         let count = claims.len() as u64;
-        let available = zip(self.leasable(), safe, |leasable, safe| leasable + safe.saturating_mul(count));
+        let available =
+            zip(self.leasable(), safe.map(|safe| safe.saturating_mul(count)), u64::saturating_add);
         let parts = divide(available, &claims).into_iter();
         names.zip(parts.map(|part| zip(part, safe, u64::saturating_sub))).collect()
     }
@@ -390,6 +392,8 @@ impl Leader {
             }
             member.answered = member.last.number;
             let leased = member.sent.map_or(member.held, |sent| sent.leased);
+            // Of what a host says that it holds, not more than there is.
+            let leased = zip(leased, spec.rates(), u64::min);
             let grant = Grant {
                 term,
                 instance: member.last.instance,

@@ -42,7 +42,7 @@ pub use division::{Claim, divide};
 pub use host::Host;
 pub use leader::{Action, Leader};
 
-use crate::throttle::{LimitKind, Limits};
+use crate::throttle::{LimitKind, Limits, MAX_VALUE};
 use crate::time::Duration;
 use core::fmt;
 
@@ -219,6 +219,17 @@ pub struct Report {
     pub given: ByKind,
     /// What it wants.
     pub wants: Usage,
+}
+
+impl Report {
+    /// No rate above what any limit may be, so that sums of all hosts' do not overflow, whoever has
+    /// written them. What a host wants may be all there is.
+    fn bounded(mut self) -> Self {
+        let most = |rate: u64| rate.min(MAX_VALUE);
+        (self.leased, self.safe) = (self.leased.map(most), self.safe.map(most));
+        self.wants.reserved = self.wants.reserved.map(most);
+        self
+    }
 }
 
 /// What the leader lets a host use, as an answer to a report.

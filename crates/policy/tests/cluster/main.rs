@@ -4,6 +4,7 @@
 //! - `faults`: partitions, pauses, drift, restarts, dead leaders, late and lost messages, a store
 //!   that stops or goes back to what it held before: never more than the limit and one burst, and
 //!   nobody starves.
+//! - `hostile`: any numbers in what others have written.
 //! - `rules`: a word between one host and its leader at a time.
 //! - `shares`: without faults everybody has his share three ticks after a change.
 //!
@@ -13,6 +14,7 @@
 mod audit;
 mod client;
 mod faults;
+mod hostile;
 mod rules;
 #[path = "../../../block/tests/simulation/seeds.rs"]
 mod seeds;
