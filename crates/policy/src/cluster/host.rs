@@ -80,7 +80,12 @@ impl Host {
 
     /// What is in force.
     pub fn limits(&self) -> Limits {
-        self.spec.part(zip(self.spec.safe(), self.leased, u64::saturating_add))
+        self.spec.part(self.rates())
+    }
+
+    /// The rates of what is in force, in units per second.
+    pub fn rates(&self) -> ByKind {
+        zip(self.spec.safe(), self.leased, u64::saturating_add)
     }
 
     /// What is in force without a lease.

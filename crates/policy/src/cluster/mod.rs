@@ -36,6 +36,7 @@ mod demand;
 mod division;
 mod host;
 mod leader;
+pub mod simulated;
 
 pub use demand::{Demand, Usage};
 pub use division::{Claim, divide};
@@ -55,6 +56,10 @@ pub const MAX_HOSTS: u32 = 10_000;
 /// What all safe shares together are by default, in millionths of the limit: shares then come
 /// within 5 % of the ideal also where one host alone is busy.
 const SAFE_OF_ALL: u64 = 20_000;
+
+/// How long a host's name stays taken after it was taken or prolonged: three times as long as until
+/// it is prolonged.
+pub const NAME_LEASE: Duration = Duration::from_secs(60);
 
 /// The limits of a group over all its hosts, and what each host has of them without a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -181,6 +186,11 @@ pub struct Timing {
 impl Timing {
     /// By `docs/decisions/0040-one-limit-over-hosts.md`.
     pub const DEFAULT: Self = Self { tick: Duration::from_millis(200), lease: Duration::from_secs(5) };
+
+    /// How often the leader's key is prolonged.
+    pub const fn keep(&self) -> Duration {
+        Duration::from_nanos(self.lease.as_nanos() as u64 / 3)
+    }
 
     /// What clocks may differ by over a lease: 1 in 1000, where 400 ppm are asked for.
     fn margin(&self) -> Duration {

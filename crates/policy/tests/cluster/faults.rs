@@ -1,10 +1,9 @@
 //! Everything that can go wrong, at random, for half a minute.
 
-use crate::client::{Client, Load};
 use crate::seeds::for_each;
-use crate::world::World;
-use crate::{MS, Random, S};
+use crate::setting;
 use policy::cluster::Spec;
+use policy::cluster::simulated::{Client, Load, MS, Random, S, World};
 use policy::throttle::{LimitKind, Limits};
 
 const SECONDS: u64 = 30;
@@ -59,7 +58,7 @@ fn one(seed: u64) {
         .collect();
     let leaders = random.between(1, 3) as usize;
     let late = (!random.one_in(3)).then_some(30);
-    let mut world = World::new(seed, spec, clients, leaders, late);
+    let mut world = World::new(seed, spec, &clients, setting(leaders, late));
     let mut version = 1;
     // Since when each host has had a greedy client, and nothing has stopped it.
     let mut since = vec![u64::MAX; hosts];
@@ -84,8 +83,8 @@ fn one(seed: u64) {
                     since[place] = u64::MAX;
                 }
             }
-            9 => world.store.is_down = true,
-            10..=12 => world.store.start(world.now),
+            9 => world.store.stop(),
+            10..=12 => world.start_store(),
             13 => world.store.mark(),
             14 => world.lose(0.1),
             15 if changes => {
@@ -103,7 +102,7 @@ fn one(seed: u64) {
             }
             _ => {}
         }
-        world.check();
+        assert_eq!(world.violation(), None);
         for (host, since) in since.iter_mut().enumerate() {
             let is_greedy = |client: &Client| matches!(client.load, Load::Greedy(_));
             if !world.machines[host].clients.iter().any(is_greedy) || world.is_paused(host) {

@@ -1,6 +1,6 @@
 //! What a host and its leader do with each single word, without a network between them.
 
-use crate::world::TIMING;
+use crate::TIMING;
 use policy::cluster::{Action, Grant, Host, Indivisible, Leader, Report, Spec, Term, Usage};
 use policy::throttle::{LimitKind, Limits};
 use policy::time::{Duration, Instant};
@@ -10,7 +10,7 @@ const TWO: Term = Term { revision: 2, nonce: 2 };
 const ALL: Usage = Usage { demand: [u64::MAX; 6], waiting_ns: 0, weight: 100, reserved: [0; 2] };
 
 fn at(ms: u64) -> Instant {
-    Instant::from_nanos(ms * crate::MS)
+    Instant::from_nanos(ms * policy::cluster::simulated::MS)
 }
 
 fn spec() -> Spec {

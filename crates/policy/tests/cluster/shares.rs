@@ -1,10 +1,9 @@
 //! Without faults: three ticks after a change of demand, each host has what it should have.
 
-use crate::client::{Client, Load};
 use crate::seeds::for_each;
-use crate::world::World;
-use crate::{MS, Random, S};
+use crate::setting;
 use policy::cluster::Spec;
+use policy::cluster::simulated::{Client, Load, MS, Random, S, World};
 use policy::throttle::{LimitKind, Limits};
 
 const RATE: u64 = 2000;
@@ -40,7 +39,7 @@ fn one(seed: u64) {
         vec![Client::new(Load::Greedy(16), 4096, random.between(100, 300) as u32, reserved)]
     };
     let clients: Vec<_> = (0..hosts).map(|_| client(&mut random)).collect();
-    let mut world = World::new(seed, spec, clients.clone(), 2, None);
+    let mut world = World::new(seed, spec, &clients, setting(2, None));
     // The election, and the lease that a new leader waits for.
     world.run_until(5 * S);
     for _ in 0..6 {
@@ -61,7 +60,7 @@ fn one(seed: u64) {
             let demand = match world.machines[host].clients[0].load {
                 Load::Idle => 0.0,
                 Load::Greedy(_) => f64::INFINITY,
-                Load::Paced(pace) => S as f64 / pace as f64,
+                Load::Paced(pace) | Load::Random(pace) => S as f64 / pace as f64,
             };
             (demand, f64::from(client.weight), client.reserved as f64)
         };

@@ -1,20 +1,24 @@
 //! What has passed on all hosts together, held against the limits of the group: one bucket, poured
 //! into at every admission. It runs over if and only if some window let through more.
 
-use crate::S;
-use policy::throttle::{LimitKind, Limits};
-use std::collections::VecDeque;
+use super::S;
+use crate::throttle::{LimitKind, Limits};
+use alloc::collections::VecDeque;
+use alloc::format;
+use alloc::string::String;
 
 /// Clocks of hosts run at most 200 ppm fast, and a pair of levels in floating point is not exact.
 const FAST: f64 = 1.000_25;
 
-#[derive(Default, Clone, Copy)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Level {
     passed: f64,
     ceiling: f64,
 }
 
-pub(crate) struct Audit {
+/// The bucket, and what limits may be in force.
+#[derive(Debug)]
+pub struct Audit {
     /// With the time until which they may still be in force.
     limits: VecDeque<(Limits, u64)>,
     levels: [[Level; 2]; 6],
@@ -25,11 +29,11 @@ pub(crate) struct Audit {
     /// is paid in slices, the bytes that were paid before count when it passes.
     over: [f64; 2],
     /// How long other limits may take to come to all hosts.
-    pub(crate) slack: u64,
+    slack: u64,
 }
 
 impl Audit {
-    pub(crate) fn new(limits: Limits, operations: u64, bytes: u64, slack: u64) -> Self {
+    pub(super) fn new(limits: Limits, operations: u64, bytes: u64, slack: u64) -> Self {
         let limits = VecDeque::from([(limits, u64::MAX)]);
         Self {
             limits,
@@ -43,7 +47,7 @@ impl Audit {
 
     /// Other limits. A host that does not hear of them keeps `safe` of those before, burst
     /// included.
-    pub(crate) fn change(&mut self, limits: Limits, safe: f64, now: u64) {
+    pub(super) fn change(&mut self, limits: Limits, safe: f64, now: u64) {
         self.leak_to(now);
         for kind in LimitKind::ALL {
             let [(_, size), (_, second)] = self.rates_and_sizes(kind);
@@ -58,7 +62,7 @@ impl Audit {
     }
 
     /// The highest rate that may be in force.
-    pub(crate) fn rate(&self, kind: LimitKind) -> u64 {
+    pub fn rate(&self, kind: LimitKind) -> u64 {
         self.limits.iter().map(|(limits, _)| limits.limit(kind).rate).max().unwrap_or(0)
     }
 
@@ -79,7 +83,7 @@ impl Audit {
     }
 
     /// A process has ended, and with it what its buckets had run over by.
-    pub(crate) fn forgive(&mut self, operations: u64, bytes: u64) {
+    pub(super) fn forgive(&mut self, operations: u64, bytes: u64) {
         for kind in LimitKind::ALL {
             let units = if kind.counts_bytes() { bytes } else { operations } as f64;
             self.levels[kind.index()]
@@ -93,6 +97,10 @@ impl Audit {
             let end = self.limits.front().map_or(now, |(_, until)| (*until).min(now)).max(self.at);
             let seconds = (end - self.at) as f64 / S as f64;
             for kind in LimitKind::ALL {
+                // Nothing to let out, and nothing that could run over.
+                if self.limits.iter().all(|(limits, _)| limits.limit(kind).rate == 0) {
+                    continue;
+                }
                 for (at, (rate, size)) in self.rates_and_sizes(kind).into_iter().enumerate() {
                     let over = self.over[usize::from(kind.counts_bytes())] + self.kept[kind.index()][at];
                     let level = &mut self.levels[kind.index()][at];
@@ -109,10 +117,11 @@ impl Audit {
         }
     }
 
-    /// One read of so many bytes has passed.
-    pub(crate) fn passed(&mut self, bytes: u64, now: u64) {
+    /// One read of so many bytes has passed. Says where that is more than may pass.
+    pub(super) fn passed(&mut self, bytes: u64, now: u64) -> Result<(), String> {
         self.leak_to(now);
-        for kind in [LimitKind::IopsTotal, LimitKind::BpsTotal] {
+        let mut done = Ok(());
+        for kind in [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::BpsTotal, LimitKind::BpsRead] {
             let units = if kind.counts_bytes() { bytes as f64 } else { 1.0 };
             for (at, (rate, size)) in self.rates_and_sizes(kind).into_iter().enumerate() {
                 if rate.is_finite() {
@@ -120,13 +129,13 @@ impl Audit {
                     let level = &mut self.levels[kind.index()][at];
                     level.passed += units;
                     let most = level.ceiling.max(size + over) + 1e-6 * size;
-                    assert!(
-                        level.passed <= most,
-                        "{kind:?}, level {at}: {} of {most} at {now}",
-                        level.passed
-                    );
+                    if level.passed > most {
+                        let passed = level.passed;
+                        done = Err(format!("{kind:?}, level {at}: {passed} of {most} at {now}"));
+                    }
                 }
             }
         }
+        done
     }
 }

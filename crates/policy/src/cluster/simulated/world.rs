@@ -1,0 +1,695 @@
+//! Hosts, leaders and a store on one virtual clock, which nobody sees: each has its own, that runs
+//! up to 200 ppm fast or slow. Messages take their time, and may be late, or lost.
+//!
+//! After every event, what is in force on all hosts is at most the limit, in whole numbers; what
+//! passes goes to the [`Audit`]. What is more is kept as a violation.
+
+use super::{Audit, Client, Load, MS, Machine, Random, S, Store};
+use crate::cluster::{
+    Action, ByKind, Demand, Grant, Host, Leader, NAME_LEASE, Report, Spec, Term, Timing, zip,
+};
+use crate::throttle::LimitKind;
+use crate::time::Instant;
+use alloc::boxed::Box;
+use alloc::collections::BTreeMap;
+use alloc::format;
+use alloc::string::{String, ToString as _};
+use alloc::vec::Vec;
+
+/// How often a host's name is taken anew.
+const KEEP_NAME: u64 = NAME_LEASE.as_nanos() as u64 / 3;
+/// How long after the store is back hosts ask it again, at most.
+const COMES_BACK: u64 = 2 * S;
+
+/// How a [`World`] runs.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting {
+    /// Of hosts and leaders.
+    pub timing: Timing,
+    /// Nanoseconds that a message takes, from and to, the store's own time included.
+    pub delay_ns: (u64, u64),
+    /// One message in so many takes up to three seconds, if any.
+    pub late: Option<u64>,
+    /// Clocks run up to so many millionths fast or slow.
+    pub drift_ppm: u64,
+    /// Processes that stand for election.
+    pub leaders: usize,
+    /// Everybody asks for everything at each tick, as if each watch had just ended. Else everybody
+    /// relies on watches, and asks anew where one has ended, as the daemon does.
+    pub rereads: bool,
+    /// The most grants in one transaction.
+    pub operations: usize,
+    /// Bytes of a value, as it is written to the store.
+    pub bytes: fn(Word<'_>) -> u64,
+}
+
+/// A value in the store.
+#[derive(Clone, Copy, Debug)]
+pub enum Word<'a> {
+    /// A host's.
+    Report(&'a Report),
+    /// A leader's.
+    Grant(&'a Grant),
+}
+
+#[derive(Debug)]
+enum Event {
+    HostTicks(usize, u64),
+    HostRuns(usize, u64),
+    ToHost(usize, u64, Option<Term>, Option<Grant>),
+    LeaderTicks(usize, u64),
+    LeaderRuns(usize, u64),
+    ToLeader(usize, u64, Answer),
+    AtStore(usize, u64, Ask),
+}
+
+#[derive(Debug)]
+enum Ask {
+    Host,
+    Name,
+    Report(Box<Report>),
+    Campaign(u64, Instant),
+    KeepAlive(Term, Instant),
+    Read,
+    Write(Term, Vec<(usize, Grant)>),
+}
+
+#[derive(Clone, Debug)]
+enum Answer {
+    Elected(Term, Spec, Instant),
+    Kept(Instant),
+    Deposed(Term),
+    Read(Spec, Vec<(usize, Report)>),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    ppm: i64,
+    offset: u64,
+    paused_until: u64,
+    is_cut: bool,
+    /// Rises with each start: what was meant for an earlier run is lost.
+    run: u64,
+}
+
+impl Place {
+    fn local(&self, now: u64) -> u64 {
+        let off = i128::from(now) * i128::from(self.ppm) / 1_000_000;
+        (i128::from(now) + off) as u64 + self.offset
+    }
+
+    /// Not before this instant of its clock.
+    fn real(&self, local: u64) -> u64 {
+        let since = i128::from(local.saturating_sub(self.offset));
+        (since * 1_000_000 / i128::from(1_000_000 + self.ppm)) as u64 + 1
+    }
+}
+
+/// All of it.
+#[derive(Debug)]
+pub struct World {
+    setting: Setting,
+    seed: u64,
+    /// Nanoseconds since the beginning, by no clock.
+    pub now: u64,
+    random: Random,
+    /// What stands between hosts and leaders.
+    pub store: Store,
+    audit: Audit,
+    /// The hosts' processes.
+    pub machines: Vec<Machine>,
+    /// Requests that have passed, by host, and the last instant at which one did.
+    pub passed: Vec<(u64, u64)>,
+    demands: Vec<Demand>,
+    runs_at: Vec<u64>,
+    named_at: Vec<u64>,
+    leaders: Vec<Option<Leader>>,
+    leads_at: Vec<u64>,
+    kept_at: Vec<Instant>,
+    /// Hosts first, then leaders.
+    places: Vec<Place>,
+    events: BTreeMap<(u64, u64), Event>,
+    number: u64,
+    /// What is in force on each host, or was a moment ago, when it was more.
+    in_force: Vec<ByKind>,
+    sum: ByKind,
+    most: ByKind,
+    violation: Option<String>,
+}
+
+impl World {
+    /// Hosts that know these limits, each with its clients, at their safe share.
+    ///
+    /// # Panics
+    /// If more is promised on a host than the limits have.
+    pub fn new(seed: u64, spec: Spec, clients: &[Vec<Client>], setting: Setting) -> Self {
+        let mut random = Random::new(seed);
+        let drift = setting.drift_ppm;
+        let mut place = || Place {
+            ppm: random.below(2 * drift + 1) as i64 - drift as i64,
+            offset: random.below(1000 * S) + 10 * S,
+            paused_until: 0,
+            is_cut: false,
+            run: 1,
+        };
+        let places: Vec<_> = (0..clients.len() + setting.leaders).map(|_| place()).collect();
+        let machine = |(at, clients): (usize, &Vec<Client>)| {
+            let seed = seed.wrapping_add(at as u64 + 1);
+            Machine::new(Host::new(1, spec, setting.timing), clients, seed, places[at].local(0))
+        };
+        let machines: Vec<_> = clients.iter().enumerate().map(machine).collect();
+        let demands =
+            machines.iter().zip(&places).map(|(machine, place)| demand_of(machine, place.local(0))).collect();
+        let all = || clients.iter().flatten();
+        let lease = setting.timing.lease.as_nanos() as u64;
+        let bytes = all().map(|client| client.length).sum();
+        let hosts = machines.len();
+        let mut world = Self {
+            setting,
+            seed,
+            now: 0,
+            random,
+            store: Store::new(spec, lease),
+            audit: Audit::new(*spec.limits(), all().count() as u64, bytes, 4 * lease),
+            passed: [(0, 0)].repeat(hosts),
+            demands,
+            runs_at: [0].repeat(hosts),
+            named_at: [0].repeat(hosts),
+            machines,
+            leaders: (0..setting.leaders).map(|_| None).collect(),
+            leads_at: [0].repeat(setting.leaders),
+            kept_at: [Instant::ZERO].repeat(setting.leaders),
+            places,
+            events: BTreeMap::new(),
+            number: 0,
+            in_force: [[0; 6]].repeat(hosts),
+            sum: [0; 6],
+            most: [0; 6],
+            violation: None,
+        };
+        world.begin();
+        world
+    }
+
+    fn begin(&mut self) {
+        let tick = self.tick();
+        for host in 0..self.machines.len() {
+            let at = self.random.below(tick);
+            self.at(at, Event::HostTicks(host, 1));
+            self.at(at, Event::HostRuns(host, at));
+            self.runs_at[host] = at;
+            self.named_at[host] = self.random.below(KEEP_NAME);
+        }
+        for leader in 0..self.leaders.len() {
+            let at = self.random.below(tick);
+            self.at(at, Event::LeaderTicks(leader, 1));
+        }
+        self.look_at_all();
+    }
+
+    const fn tick(&self) -> u64 {
+        self.setting.timing.tick.as_nanos() as u64
+    }
+
+    fn at(&mut self, at: u64, event: Event) {
+        self.number += 1;
+        self.events.insert((at, self.number), event);
+    }
+
+    fn delay(&mut self) -> u64 {
+        let (from, to) = self.setting.delay_ns;
+        if self.setting.late.is_some_and(|late| self.random.one_in(late)) {
+            self.random.between(5 * MS, 3 * S)
+        } else {
+            self.random.between(from, to)
+        }
+    }
+
+    fn local(&self, place: usize) -> Instant {
+        Instant::from_nanos(self.places[place].local(self.now))
+    }
+
+    /// Lets happen what happens before that instant.
+    pub fn run_until(&mut self, end: u64) {
+        while let Some((&key, _)) = self.events.first_key_value()
+            && key.0 < end
+        {
+            self.now = self.now.max(key.0);
+            if let Some(event) = self.events.remove(&key) {
+                self.happen(event);
+            }
+        }
+        self.now = self.now.max(end);
+    }
+
+    fn happen(&mut self, event: Event) {
+        let hosts = self.machines.len();
+        let (place, run) = match &event {
+            Event::HostTicks(host, run) | Event::ToHost(host, run, ..) => (*host, *run),
+            Event::HostRuns(host, _) => (*host, self.places[*host].run),
+            Event::LeaderTicks(leader, run) | Event::ToLeader(leader, run, _) => (hosts + leader, *run),
+            Event::LeaderRuns(leader, _) => (hosts + leader, self.places[hosts + leader].run),
+            // It has no clock that could stand still.
+            Event::AtStore(place, run, _) => (*place, *run),
+        };
+        let event = match event {
+            Event::AtStore(place, run, ask) => {
+                if !self.store.is_down() {
+                    self.at_store(place, run, ask);
+                }
+                return;
+            }
+            event => event,
+        };
+        if self.places[place].run != run {
+            return;
+        }
+        if self.places[place].paused_until > self.now {
+            return self.at(self.places[place].paused_until, event);
+        }
+        match event {
+            Event::HostTicks(host, run) => {
+                self.at(self.now + self.tick(), Event::HostTicks(host, run));
+                self.host_ticks(host);
+            }
+            Event::HostRuns(host, at) => {
+                if self.runs_at[host] == at {
+                    self.host_runs(host);
+                }
+            }
+            Event::ToHost(host, _, leader, grant) => self.host_hears(host, leader, grant),
+            Event::LeaderTicks(leader, run) => self.leader_ticks(leader, run),
+            Event::LeaderRuns(leader, at) => {
+                if self.leads_at[leader] == at {
+                    self.lead(leader);
+                }
+            }
+            Event::ToLeader(leader, _, answer) => self.leader_hears(leader, answer),
+            Event::AtStore(..) => {}
+        }
+    }
+
+    fn host_ticks(&mut self, host: usize) {
+        if self.setting.rereads {
+            self.ask(host, Ask::Host);
+        } else if self.now >= self.named_at[host] {
+            self.named_at[host] = self.now + KEEP_NAME;
+            self.ask(host, Ask::Name);
+        }
+        let now = self.local(host);
+        self.machines[host].look_at_the_clock(now.as_nanos());
+        self.look(host);
+        self.host_runs(host);
+        let machine = &self.machines[host];
+        let demand = self.demands[host].observe(now, machine.tree.stats(machine.group, now));
+        let machine = &mut self.machines[host];
+        machine.last = machine.usage(demand, now.as_nanos());
+        self.report(host);
+    }
+
+    fn ask(&mut self, place: usize, ask: Ask) {
+        if !self.places[place].is_cut {
+            let (at, run) = (self.now + self.delay(), self.places[place].run);
+            self.at(at, Event::AtStore(place, run, ask));
+        }
+    }
+
+    fn host_runs(&mut self, host: usize) {
+        let now = self.places[host].local(self.now);
+        let machine = &mut self.machines[host];
+        let mut passed = Vec::new();
+        machine.run(now, |client| passed.push(client));
+        for client in passed {
+            let done = self.audit.passed(self.machines[host].clients[client].length, self.now);
+            if let Err(why) = done {
+                self.violation.get_or_insert(why);
+            }
+            self.passed[host] = (self.passed[host].0 + 1, self.now);
+        }
+        let machine = &self.machines[host];
+        let next = self.places[host].real(machine.next).max(self.now + 1);
+        if machine.next < u64::MAX {
+            self.runs_at[host] = next;
+            self.at(next, Event::HostRuns(host, next));
+        }
+    }
+
+    fn report(&mut self, host: usize) {
+        let now = self.local(host);
+        let machine = &mut self.machines[host];
+        if let Some(report) = machine.host.tick(machine.last, now) {
+            self.ask(host, Ask::Report(Box::new(report)));
+        }
+    }
+
+    fn host_hears(&mut self, host: usize, leader: Option<Term>, grant: Option<Grant>) {
+        let now = self.local(host);
+        let machine = &mut self.machines[host];
+        machine.look_at_the_clock(now.as_nanos());
+        let Machine { host: state, tree, group, .. } = machine;
+        if let Some(leader) = leader {
+            state.on_leader(leader);
+        }
+        if let Some(grant) = grant {
+            state.on_grant(&grant, now, |limits, credit, at| {
+                // Parts of valid limits are valid.
+                tree.divide(*group, limits, credit, at).unwrap_or_default()
+            });
+            machine.lend();
+        }
+        self.host_runs(host);
+        self.look(host);
+        if self.machines[host].host.is_urgent() {
+            self.report(host);
+        }
+    }
+
+    fn at_store(&mut self, place: usize, run: u64, ask: Ask) {
+        let (hosts, now) = (self.machines.len(), self.now);
+        let answer = match ask {
+            Ask::Host => {
+                self.store.traffic.reads += 1;
+                return self.tell_host(place);
+            }
+            Ask::Name => {
+                self.store.traffic.keeps += 1;
+                return;
+            }
+            Ask::Report(report) => {
+                let bytes = (self.setting.bytes)(Word::Report(&report));
+                self.store.report(place, (*report).clone(), bytes);
+                for leader in (0..self.leaders.len())
+                    .filter(|leader| self.leaders[*leader].is_some())
+                    .collect::<Vec<_>>()
+                {
+                    self.store.traffic.events += 1;
+                    self.store.traffic.sent_bytes += bytes;
+                    let read = Vec::from([(place, (*report).clone())]);
+                    self.tell_leader(leader, Answer::Read(self.store.spec(), read));
+                }
+                return;
+            }
+            Ask::Campaign(nonce, asked) => {
+                let Some(term) = self.store.campaign(nonce, now) else { return };
+                // The end of the one before, and this.
+                self.store.traffic.events += 2 * hosts as u64;
+                for host in 0..hosts {
+                    self.tell_host(host);
+                }
+                Answer::Elected(term, self.store.spec(), asked)
+            }
+            Ask::KeepAlive(term, asked) => {
+                if self.store.keep_alive(term, now) {
+                    Answer::Kept(asked)
+                } else {
+                    Answer::Deposed(term)
+                }
+            }
+            Ask::Read => {
+                self.store.traffic.reads += 1;
+                Answer::Read(self.store.spec(), self.store.reports())
+            }
+            Ask::Write(term, grants) => {
+                let bytes = grants.iter().map(|(_, grant)| (self.setting.bytes)(Word::Grant(grant))).sum();
+                if self.store.grant(term, &grants, bytes, now) {
+                    self.store.traffic.events += grants.len() as u64;
+                    self.store.traffic.sent_bytes += bytes;
+                    for (host, _) in grants {
+                        self.tell_host(host);
+                    }
+                    return;
+                }
+                Answer::Deposed(term)
+            }
+        };
+        if self.places[place].run == run {
+            self.tell_leader(place - hosts, answer);
+        }
+    }
+
+    fn tell_host(&mut self, host: usize) {
+        let (leader, grant) = (self.store.leader(self.now), self.store.grant_of(host));
+        if !self.places[host].is_cut {
+            let (at, run) = (self.now + self.delay(), self.places[host].run);
+            self.at(at, Event::ToHost(host, run, leader, grant));
+        }
+    }
+
+    fn tell_leader(&mut self, leader: usize, answer: Answer) {
+        let place = self.places[self.machines.len() + leader];
+        if !place.is_cut {
+            let at = self.now + self.delay();
+            self.at(at, Event::ToLeader(leader, place.run, answer));
+        }
+    }
+
+    fn leader_ticks(&mut self, number: usize, run: u64) {
+        let place = self.machines.len() + number;
+        self.at(self.now + self.tick(), Event::LeaderTicks(number, run));
+        let now = self.local(place);
+        let rereads = self.setting.rereads;
+        match self.leaders[number].as_ref().map(Leader::term) {
+            None => {
+                // Where it watches the leader's key, it knows.
+                if rereads || (!self.store.is_down() && self.store.leader(self.now).is_none()) {
+                    let nonce = self.random.below(u64::MAX);
+                    self.ask(place, Ask::Campaign(nonce, now));
+                }
+            }
+            Some(term) => {
+                if rereads {
+                    self.ask(place, Ask::Read);
+                }
+                if rereads || now - self.kept_at[number] >= self.setting.timing.keep() {
+                    self.kept_at[number] = now;
+                    self.ask(place, Ask::KeepAlive(term, now));
+                }
+                self.lead(number);
+            }
+        }
+    }
+
+    fn leader_hears(&mut self, number: usize, answer: Answer) {
+        let now = self.local(self.machines.len() + number);
+        let leader = &mut self.leaders[number];
+        match (answer, leader) {
+            (Answer::Elected(term, spec, asked), leader @ None) => {
+                *leader = Some(Leader::new(term, spec, self.setting.timing, asked, now));
+                self.kept_at[number] = asked;
+                self.ask(self.machines.len() + number, Ask::Read);
+            }
+            (Answer::Kept(asked), Some(leader)) => leader.kept_alive(asked),
+            (Answer::Deposed(term), Some(leader)) if leader.term() == term => leader.depose(),
+            (Answer::Read(spec, reports), Some(leader)) => {
+                leader.on_spec(spec, now);
+                for (host, report) in reports {
+                    leader.on_report(&host.to_string(), report, now);
+                }
+            }
+            _ => {}
+        }
+        self.lead(number);
+    }
+
+    /// Divides, if it is time, and has itself woken when it is next.
+    fn lead(&mut self, number: usize) {
+        let place = self.machines.len() + number;
+        let now = self.local(place);
+        let Some(leader) = self.leaders[number].as_mut() else { return };
+        if now >= leader.next() {
+            let term = leader.term();
+            for action in leader.tick(now) {
+                match action {
+                    Action::Write(grants) => self.write(place, term, grants),
+                    Action::StandDown => {
+                        self.leaders[number] = None;
+                        return;
+                    }
+                }
+            }
+        }
+        let Some(leader) = &self.leaders[number] else { return };
+        let next = self.places[place].real(leader.next().as_nanos()).max(self.now + 1);
+        if self.leads_at[number] <= self.now || next < self.leads_at[number] {
+            self.leads_at[number] = next;
+            self.at(next, Event::LeaderRuns(number, next));
+        }
+    }
+
+    fn write(&mut self, place: usize, term: Term, grants: Vec<(String, Grant)>) {
+        let number = |(name, grant): (String, Grant)| Some((name.parse().ok()?, grant));
+        let grants: Vec<(usize, Grant)> = grants.into_iter().filter_map(number).collect();
+        for part in grants.chunks(self.setting.operations) {
+            self.ask(place, Ask::Write(term, part.to_vec()));
+        }
+    }
+
+    /// What is in force on a host. One without a lease that knows other limits, which the store has
+    /// lost or a leader has not heard of, counts as if it knew these.
+    fn in_force_on(&self, host: usize) -> ByKind {
+        let (machine, place) = (&self.machines[host].host, &self.places[host]);
+        let has_lease = machine.is_leased() && place.local(self.now) < machine.next().as_nanos();
+        if has_lease {
+            return machine.rates();
+        }
+        let (safe, known) = (machine.spec().safe(), self.store.spec());
+        if machine.spec().version() == known.version() {
+            return safe;
+        }
+        zip(safe, known.safe(), u64::min)
+    }
+
+    fn look(&mut self, host: usize) {
+        let now = self.in_force_on(host);
+        let before = core::mem::replace(&mut self.in_force[host], now);
+        self.sum = core::array::from_fn(|at| self.sum[at] - before[at] + now[at]);
+        if self.over().is_some() {
+            // Of others, what was in force may have ended since.
+            self.look_at_all();
+        }
+        self.most = zip(self.most, self.sum, u64::max);
+        if let Some(kind) = self.over() {
+            let (sum, most) = (self.sum[kind.index()], self.audit.rate(kind));
+            let why = format!("{kind:?}: {sum} of {most} in force at {} ms", self.now / MS);
+            self.violation.get_or_insert(why);
+        }
+    }
+
+    fn over(&self) -> Option<LimitKind> {
+        LimitKind::ALL.into_iter().find(|kind| self.sum[kind.index()] > self.audit.rate(*kind))
+    }
+
+    fn look_at_all(&mut self) {
+        self.in_force = (0..self.machines.len()).map(|host| self.in_force_on(host)).collect();
+        let sum = |sum, one: &ByKind| zip(sum, *one, u64::saturating_add);
+        self.sum = self.in_force.iter().fold([0; 6], sum);
+    }
+
+    /// What is in force on all hosts together; a host's lease that has just ended may count still.
+    pub const fn in_force(&self) -> ByKind {
+        self.sum
+    }
+
+    /// The most that was in force at any instant.
+    pub const fn most_in_force(&self) -> ByKind {
+        self.most
+    }
+
+    /// Where more was in force than the limit, or more has passed than that and a burst: the first
+    /// time, if there was one.
+    pub fn violation(&mut self) -> Option<&str> {
+        self.look_at_all();
+        (0..self.machines.len().min(1)).for_each(|host| self.look(host));
+        self.violation.as_deref()
+    }
+
+    /// Whether anybody leads.
+    pub fn is_led(&self) -> bool {
+        self.leaders.iter().any(Option::is_some)
+    }
+
+    /// The place of one that leads, if there is one.
+    pub fn leader(&self) -> Option<usize> {
+        self.leaders.iter().position(Option::is_some).map(|number| self.machines.len() + number)
+    }
+
+    /// What a client does from now on.
+    pub fn set_load(&mut self, host: usize, client: usize, load: Load) {
+        let now = self.places[host].local(self.now);
+        self.machines[host].clients[client].begin(load, now);
+        self.runs_at[host] = self.now;
+        self.at(self.now, Event::HostRuns(host, self.now));
+    }
+
+    /// The store answers again. Its watches have ended.
+    pub fn start_store(&mut self) {
+        let was_down = self.store.is_down();
+        self.store.start(self.now);
+        if was_down && !self.setting.rereads {
+            (0..self.places.len()).for_each(|place| self.come_back(place));
+        }
+    }
+
+    /// Asks anew, soon, what has been missed.
+    fn come_back(&mut self, place: usize) {
+        let at = self.now + self.random.below(COMES_BACK);
+        let (run, hosts) = (self.places[place].run, self.machines.len());
+        let ask = match place.checked_sub(hosts) {
+            None => Ask::Host,
+            Some(leader) if self.leaders[leader].is_some() => Ask::Read,
+            Some(_) => return,
+        };
+        self.at(at, Event::AtStore(place, run, ask));
+    }
+
+    /// Of the limits before, `safe` was every host's for ever.
+    pub fn set_spec(&mut self, spec: Spec, safe: f64) {
+        self.store.set_spec(spec);
+        self.audit.change(*spec.limits(), safe, self.now);
+        self.look_at_all();
+    }
+
+    /// The store goes back to its mark, also where it has other limits.
+    pub fn lose(&mut self, safe: f64) {
+        let before = self.store.spec();
+        self.store.lose(self.now);
+        if self.store.spec() != before {
+            self.audit.change(*self.store.spec().limits(), safe, self.now);
+        }
+        self.look_at_all();
+    }
+
+    /// Hosts first, then leaders.
+    pub const fn places(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Nothing that a place sends arrives, or nothing that is sent to it; or everything again.
+    pub fn cut(&mut self, place: usize, is_cut: bool) {
+        let was_cut = core::mem::replace(&mut self.places[place].is_cut, is_cut);
+        if was_cut && !is_cut && !self.setting.rereads {
+            self.come_back(place);
+        }
+    }
+
+    /// A process stands still for so many nanoseconds; what arrives waits for it.
+    pub fn pause(&mut self, place: usize, length: u64) {
+        let until = &mut self.places[place].paused_until;
+        *until = (*until).max(self.now + length);
+    }
+
+    /// Whether it stands still.
+    pub fn is_paused(&self, place: usize) -> bool {
+        self.places[place].paused_until > self.now
+    }
+
+    /// Kills a process, and starts another in its place.
+    pub fn restart(&mut self, place: usize) {
+        self.places[place].run += 1;
+        self.places[place].paused_until = 0;
+        let run = self.places[place].run;
+        if place >= self.machines.len() {
+            self.leaders[place - self.machines.len()] = None;
+            return self.at(self.now + MS, Event::LeaderTicks(place - self.machines.len(), run));
+        }
+        let now = self.places[place].local(self.now);
+        let old = &self.machines[place];
+        let bytes = old.clients.iter().map(|client| client.length).sum();
+        self.audit.forgive(old.clients.len() as u64, bytes);
+        let seed = self.seed.wrapping_add(place as u64 + 1) ^ run << 32;
+        let host = Host::new(run, old.host.spec(), self.setting.timing);
+        let machine = Machine::new(host, &old.clients, seed, now);
+        self.demands[place] = demand_of(&machine, now);
+        self.machines[place] = machine;
+        self.look(place);
+        self.at(self.now + MS, Event::HostTicks(place, run));
+        if !self.setting.rereads {
+            self.ask(place, Ask::Host);
+        }
+    }
+}
+
+fn demand_of(machine: &Machine, now: u64) -> Demand {
+    let now = Instant::from_nanos(now);
+    Demand::new(now, machine.tree.stats(machine.group, now))
+}
