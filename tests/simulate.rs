@@ -173,3 +173,26 @@ fn the_two_streams_of_2009_are_simulated_in_all_eight_cases() {
     assert_says(&printed, &["STREAM 1", "2009", "4 and 2 MB/s from 90 % on", "writeback"]);
     assert_eq!(printed.lines().filter(|line| line.contains("direct")).count(), 4, "{printed}");
 }
+
+#[test]
+fn a_cluster_is_simulated_and_what_is_none_is_refused() {
+    let cluster = |words: &[&str]| weir(&[&["simulate", "--cluster"], words].concat());
+    let printed =
+        cluster(&["hosts=20,disks=2,seconds=20,leader-deaths=1", "--iops-total", "4000"]).succeeds();
+    assert_says(
+        &printed,
+        &["AT ETCD, A SECOND", "all hosts", "unused while somebody waits", "the leader dies"],
+    );
+    let told = cluster(&["hosts=20,disks=2,seconds=20", "--seed", "2", "--json"]).json();
+    assert_eq!(told["limits"]["iops-total"], 2000, "{told}");
+    assert!(told["violation"].is_null() && told["all"]["asked"].as_f64() > Some(0.0), "{told}");
+    for (words, why) in [
+        (&["hosts=0"][..], "hosts=0 is not between 1 and 10000"),
+        (&["hosts=3", "--iops-write", "5"], "its clients only read"),
+        (&["hosts=3", "--weight", "5"], "--weight: is not for --cluster"),
+        (&["hosts=100", "--iops-total", "50"], "safe-share: those of all hosts are more"),
+        (&["hosts=2,promised=100,reservation=2000", "--iops-total", "100"], "are promised in all, of 100"),
+    ] {
+        assert_says(&cluster(words).fails(), &[why]);
+    }
+}

@@ -20,7 +20,7 @@ use std::{path::PathBuf, time::Duration};
 
 use async_channel::{Receiver, Sender};
 use policy::{
-    cluster::{Term, Timing},
+    cluster::{NAME_LEASE, Term, Timing},
     time::Instant,
 };
 
@@ -40,7 +40,7 @@ use super::{
 };
 
 /// Seconds of the lease of a host's key: how long a name stays taken after a machine is lost.
-const NAME_TTL: u64 = 60;
+const NAME_TTL: u64 = NAME_LEASE.as_secs();
 const KEEP_NAME: Duration = Duration::from_secs(NAME_TTL / 3);
 /// How long the loop sleeps at most.
 const IDLE: Duration = Duration::from_secs(1);

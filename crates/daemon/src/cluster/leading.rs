@@ -108,7 +108,7 @@ impl Leading {
 
     /// How often its key's lease is prolonged: policy's own lease is as long as that.
     fn keep(&self) -> core::time::Duration {
-        policy::cluster::Timing::DEFAULT.lease / 3
+        policy::cluster::Timing::DEFAULT.keep()
     }
 
     pub(super) fn on_reports(&mut self, host: &str, reports: &Reports) {

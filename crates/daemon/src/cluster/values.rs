@@ -268,7 +268,8 @@ impl Grant {
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::LimitKind;
+    use lab::simulate::cluster::value_bytes;
+    use policy::{cluster::simulated::Word, throttle::LimitKind};
     use proptest::prelude::*;
 
     use super::*;
@@ -303,6 +304,34 @@ mod tests {
         assert!(spec("iops-total", u64::MAX).is_err());
         assert!(Group::of(&limits(10), 100, None, 1, 1).spec().unwrap_err().contains("safe-share"));
         assert!(Group::of(&limits(10), 0, None, 1, 1).spec().unwrap_err().contains("hosts"));
+    }
+
+    #[test]
+    fn what_is_simulated_is_as_long_as_what_is_written() {
+        let term = Term { revision: 17, nonce: u64::MAX };
+        let wants =
+            Usage { demand: [u64::MAX, 2, 3, 44, 5, 6], waiting_ns: 1 << 40, weight: 300, reserved: [70, 0] };
+        let by_kind = [0, 0, 0, 1234, 0, 0];
+        for follows in [None, Some(term)] {
+            let report = cluster::Report {
+                instance: 1 << 50,
+                number: 12,
+                follows,
+                seq: 3,
+                leased: by_kind,
+                version: 7 << 32 | 5,
+                safe: by_kind,
+                given: [0; 6],
+                wants,
+            };
+            let there = Reports { groups: BTreeMap::from([("group".to_owned(), Report::from(&report))]) };
+            assert_eq!(value_bytes(Word::Report(&report)), write(&there).len() as u64);
+        }
+        let spec = Spec::new(7 << 32 | 5, limits(1000), 16, None).unwrap();
+        let grant =
+            cluster::Grant { term, instance: 9, answers: 8, seq: 7, spec, leased: by_kind, credit: by_kind };
+        let there = Grants { groups: BTreeMap::from([("group".to_owned(), Grant::of(&grant, None))]) };
+        assert_eq!(value_bytes(Word::Grant(&grant)), write(&there).len() as u64);
     }
 
     proptest! {

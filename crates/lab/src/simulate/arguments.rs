@@ -13,7 +13,7 @@ use settings::{
 
 use crate::{
     result::arguments::ResultArgs,
-    simulate::{DeviceSpec, Sweep, Workload, generators},
+    simulate::{ClusterSpec, DeviceSpec, Sweep, Workload, generators},
     trace::ReadingArgs,
 };
 
@@ -33,6 +33,8 @@ Examples:
       Requests of a generator instead of a trace's.
   weir simulate --workload two-streams
       The table of io-throttle v16 (2009), beside its own figures.
+  weir simulate --cluster hosts=1000,disks=10 --iops-total 100000 --report cluster.html
+      How fast the shares of 1,000 hosts follow what they want, and what that asks of etcd.
 
 Traces: weir's CSV (time_ns,disk,op,offset,length), fio's iolog 2 and 3, blkparse, MSR Cambridge, Alibaba, CloudPhysics, SPC, MQSim, weir's recordings, and by --columns any other; plain, gz or zst; - is standard input. Requests come when the trace says, however long those before them take.
 ", settings::sizes!(), " Times take ns, us, ms or s.
@@ -46,7 +48,7 @@ pub struct SimulateArgs {
     #[command(flatten)]
     pub(crate) given: Given,
     /// Traces, read as one by their times; - is standard input
-    #[arg(value_name = "TRACE", required_unless_present = "workload")]
+    #[arg(value_name = "TRACE", required_unless_present_any = ["workload", "cluster"])]
     pub(crate) traces: Vec<PathBuf>,
     /// Take disks, groups and limits from this file of `weir serve`; images are not opened
     #[arg(long, value_name = "FILE")]
@@ -55,6 +57,11 @@ pub struct SimulateArgs {
     /// share them
     #[arg(long, value_name = "GROUP", conflicts_with = "config")]
     pub(crate) group: Option<String>,
+    /// Hosts that share the limits by etcd, with the daemon's own code: hosts=N,disks=N of each,
+    /// busy=PERCENT and idle=PERCENT of them, change=PERCENT and every=TIME, tick=TIME, lease=TIME,
+    /// safe-share=PERCENT, …; see docs/cluster.md for all
+    #[arg(long, value_name = "SPEC", value_parser = settings::read::<ClusterSpec>, conflicts_with = "traces")]
+    pub(crate) cluster: Option<ClusterSpec>,
     #[command(flatten)]
     pub(crate) input: InputArgs,
     #[command(flatten)]

@@ -8,6 +8,8 @@
 //!   --config ─────┴─► setup.rs: a World       without them                     events.rs: each request
 //! ```
 //!
+//! With `--cluster` (`cluster/`), many hosts and their limits instead.
+//!
 //! The decisions are those of the `policy` crate; time jumps from event to event. Devices are
 //! modelled (`device.rs`); merging, which happens before a trace is recorded, and the daemon's own
 //! time are not. Never opens an image, and always says if a trace was not read to its end.
@@ -15,6 +17,7 @@
 mod arguments;
 mod bucket;
 mod client;
+pub mod cluster;
 mod device;
 mod device_spec;
 mod drive;
@@ -23,6 +26,7 @@ mod events;
 mod findings;
 mod flow;
 mod generator;
+mod keys;
 mod output;
 mod prefetch;
 pub mod preview;
@@ -53,6 +57,7 @@ use std::{
 use anyhow::anyhow;
 pub(crate) use arguments::Terms;
 pub use arguments::{EXAMPLES, SimulateArgs};
+pub(crate) use cluster::ClusterSpec;
 use console::{Failure, figures, print, print_json, progress::Spinner};
 pub(crate) use device::{Devices, Place, StationSpec};
 pub(crate) use device_spec::DeviceSpec;
@@ -61,6 +66,7 @@ pub(crate) use engine::Engine;
 use events::Events;
 use generator::Generator;
 use output::Summary;
+use policy::throttle::Setting;
 pub(crate) use request::Request;
 use serde::Serialize;
 pub(crate) use setup::{MOST_DISKS, Names, Setup, device_of};
@@ -84,6 +90,9 @@ const OF_STORIES: [&str; 4] = ["workload", "json", "result", "report"];
 /// # Errors
 /// Whatever prevents the simulation or ends it early; what came before is printed all the same.
 pub fn run(arguments: SimulateArgs) -> Result<(), Failure> {
+    if let Some(spec) = &arguments.cluster {
+        return run_cluster(&arguments, spec);
+    }
     if let Some(Workload::Story(tale)) = &arguments.input.workload {
         if let Some(option) = arguments.given.first_but(&OF_STORIES) {
             return Err(Failure::Usage(anyhow!(
@@ -116,6 +125,27 @@ pub fn run(arguments: SimulateArgs) -> Result<(), Failure> {
         Some(values) => run_sweep(&arguments, &setup, values, &stop),
         None => run_once(&arguments, &setup, &stop),
     }
+}
+
+fn run_cluster(arguments: &SimulateArgs, spec: &ClusterSpec) -> Result<(), Failure> {
+    let known: Vec<_> = Setting::ALL.into_iter().map(Setting::name).chain(cluster::OTHERS).collect();
+    if let Some(option) = arguments.given.first_but(&known) {
+        return Err(Failure::Usage(anyhow!(
+            "--{option}: is not for --cluster, which brings its own hosts, disks and requests (leave --{option} out)"
+        )));
+    }
+    arguments.results.check()?;
+    let settings = arguments.terms().map_err(|wrong| Failure::Usage(wrong.into()))?.disk;
+    let stop = Arc::new(AtomicBool::new(false));
+    let heard = Arc::clone(&stop);
+    Interruption::watch(move || heard.store(true, Ordering::Relaxed), || {})?;
+    let begun = Header::begin();
+    let simulated = cluster::simulate(spec, settings.of_disk().limits, arguments.input.seed, &stop)?;
+    let summary = &simulated.summary;
+    let mut result = ResultFile::new(begun.end(None), simulated.findings.clone());
+    result.partial.clone_from(&summary.partial);
+    print_and_keep(arguments, summary, || summary.text(), &result)?;
+    ended(simulated.failure())
 }
 
 fn tell(arguments: &SimulateArgs, story: &Story) -> Result<(), Failure> {

@@ -11,7 +11,7 @@
 
 use std::str::FromStr;
 
-use super::{client::ClientSpec, request::Op};
+use super::{client::ClientSpec, keys::Keys, request::Op};
 use crate::load::Locality;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -60,7 +60,6 @@ pub(crate) struct Sequential {
 const MOST_DISKS: u64 = 1000;
 const MOST_IOPS: u64 = 100_000_000;
 const MOST_SECONDS: u64 = 1_000_000;
-const MOST_BYTES: u64 = 1 << 50;
 
 /// Generators, then stories.
 const GENERATORS: [&str; 8] =
@@ -148,59 +147,6 @@ fn holds_one(span: u64, length: u64) -> Result<(), String> {
         return Err(format!("span={span} is less than one request of {length} bytes"));
     }
     Ok(())
-}
-
-/// `key=value,…` not yet taken.
-struct Keys<'a>(Vec<(&'a str, &'a str)>);
-
-impl<'a> Keys<'a> {
-    fn new(text: &'a str) -> Result<Self, String> {
-        let mut pairs: Vec<(&str, &str)> = Vec::new();
-        for pair in text.split(',').filter(|pair| !pair.is_empty()) {
-            let (key, value) =
-                pair.split_once('=').ok_or_else(|| format!("{pair:?} is not of the form key=value"))?;
-            if pairs.iter().any(|(known, _)| *known == key) {
-                return Err(format!("{key} is given twice (remove one)"));
-            }
-            pairs.push((key, value));
-        }
-        Ok(Self(pairs))
-    }
-
-    fn take(&mut self, key: &str) -> Option<&'a str> {
-        let at = self.0.iter().position(|(known, _)| *known == key)?;
-        Some(self.0.remove(at).1)
-    }
-
-    fn number(
-        &mut self,
-        key: &str,
-        default: u64,
-        range: std::ops::RangeInclusive<u64>,
-    ) -> Result<u64, String> {
-        let Some(text) = self.take(key) else { return Ok(default) };
-        let number = settings::count(text).map_err(|rule| format!("{key}={text} {rule}"))?;
-        if !range.contains(&number) {
-            return Err(format!("{key}={text} is not between {} and {}", range.start(), range.end()));
-        }
-        Ok(number)
-    }
-
-    fn bytes(&mut self, key: &str, default: u64) -> Result<u64, String> {
-        let Some(text) = self.take(key) else { return Ok(default) };
-        let bytes = settings::size(text).map_err(|rule| format!("{key}={text} {rule}"))?;
-        if bytes == 0 || bytes > MOST_BYTES {
-            return Err(format!("{key}={text} is not between 1 and 1024T"));
-        }
-        Ok(bytes)
-    }
-
-    fn finish(self, name: &str) -> Result<(), String> {
-        match self.0.first() {
-            Some((key, _)) => Err(format!("{key:?} is nothing that {name} knows")),
-            None => Ok(()),
-        }
-    }
 }
 
 pub(crate) fn names(disks: usize) -> Vec<String> {

@@ -1,19 +1,24 @@
 //! What a host would use of each limit, judged by what passed and whether anything was held back.
 //!
-//! A host that its part holds back wants all there is: how much more its clients would ask for,
-//! nobody can know. Others want a little more than what passed. Looks at the last tick alone, so
-//! that what a host no longer uses is free after one.
+//! A host that its part holds back most of the time wants all there is: how much more its clients
+//! would ask for, nobody can know. Others want what passed, on average, and as much more as it
+//! swings: requests that come at random instants must not look like a change each tick. What cannot
+//! be chance, or is nothing twice, counts at once: so that what a host no longer uses is free.
 //!
 //! Never asks the tree anything: its statistics are an argument.
 
 use super::ByKind;
 use crate::throttle::{LimitKind, Stats};
-use crate::time::Instant;
+use crate::time::{Instant, NANOS_PER_SECOND};
 
 /// Held back for more than this part of the time is held back.
 const HELD_BACK: u64 = 16;
 /// What others want beyond what passed, of it; a request more in each tick at least.
 const HEADROOM: u64 = 64;
+/// The average forgets this part of itself in a tick.
+const FORGETS: u64 = 8;
+/// Parts of a unit that averages are kept in.
+const PARTS: u128 = 256;
 
 /// What a host wants, as it stands in its reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,27 +33,111 @@ pub struct Usage {
     pub reserved: [u64; 2],
 }
 
-/// Compares what a group's statistics say with what they said a tick before.
+/// What passes of one limit as a rule, in parts of a unit per second.
+#[derive(Clone, Copy, Debug, Default)]
+struct Usual {
+    rate: u64,
+    /// How far single ticks are off from that.
+    swing: u64,
+    /// Units of a request, as it was last.
+    one: u64,
+    was_none: bool,
+    /// Since it was something else: only then is there an average.
+    ticks: u64,
+    /// What it was said to want; that stays while the difference is its swing.
+    said: u64,
+}
+
+/// What passed of one limit in a tick.
+#[derive(Clone, Copy)]
+struct Tick {
+    units: u64,
+    /// Units of a request; 0 where none passed.
+    one: u64,
+    elapsed_ns: u64,
+    /// For how long this limit held something back.
+    held_ns: u64,
+}
+
+impl Usual {
+    /// What is wanted, in units per second.
+    fn wants(&mut self, tick: Tick) -> u64 {
+        let a_second = |units: u128| {
+            let parts = units.saturating_mul(PARTS) * u128::from(NANOS_PER_SECOND);
+            u64::try_from(parts / u128::from(tick.elapsed_ns)).unwrap_or(u64::MAX)
+        };
+        if tick.one > 0 {
+            self.one = tick.one;
+        }
+        let one = u128::from(self.one.max(1));
+        let (now, one_more) = (a_second(tick.units.into()), a_second(one));
+        let is_held = tick.held_ns > tick.elapsed_ns / HELD_BACK;
+        let off = now.abs_diff(self.rate);
+        let is_none = tick.units == 0;
+        // Where it is known how evenly requests come, less than what chance may do is a change.
+        let known = if self.ticks > FORGETS { self.swing.saturating_mul(4) } else { u64::MAX };
+        let chance = self.chance(tick.elapsed_ns).min(known.saturating_add(one_more));
+        let is_other = off > chance || (is_none && self.was_none);
+        self.was_none = is_none;
+        // Who has just begun to wait wants no more than it has, or much more.
+        if is_held && (tick.held_ns > tick.elapsed_ns / 2 || (is_other && now > self.rate)) {
+            (self.rate, self.swing, self.ticks, self.said) = (now, 0, 0, 0);
+            return u64::MAX;
+        }
+        // A change falls into the middle of a tick, and what has waited passes in the next two.
+        self.ticks = if is_other { 1 } else { self.ticks.saturating_add(1) };
+        if self.ticks <= 3 {
+            (self.rate, self.swing, self.said) = (now, 0, 0);
+        } else {
+            let forgets = (self.ticks - 2).min(FORGETS);
+            let towards = |from: u64, to: u64| from - from / forgets + to / forgets;
+            (self.rate, self.swing) = (towards(self.rate, now), towards(self.swing, off));
+        }
+        if self.rate == 0 {
+            return 0;
+        }
+        let more = (self.rate / HEADROOM).max(one_more).max(self.swing);
+        let wants = u128::from(self.rate) + u128::from(more);
+        let held = if is_held { wants * u128::from(tick.held_ns) / u128::from(tick.elapsed_ns) } else { 0 };
+        let wants = u64::try_from(wants + held).unwrap_or(u64::MAX);
+        if wants.abs_diff(self.said) > self.swing.saturating_mul(2) {
+            self.said = wants;
+        }
+        self.said / PARTS as u64
+    }
+
+    /// What a tick may be off by where requests come at random: half a request, and two and a half
+    /// times the root of as many as are expected (the standard deviation of Poisson's).
+    fn chance(&self, elapsed_ns: u64) -> u64 {
+        let one = u128::from(self.one.max(1));
+        let second = u128::from(NANOS_PER_SECOND);
+        let expected = u128::from(self.rate) * u128::from(elapsed_ns) / second / one;
+        let requests = expected.isqrt() * PARTS.isqrt() * 5 / 2 + PARTS / 2;
+        u64::try_from(requests.saturating_mul(one) * second / u128::from(elapsed_ns)).unwrap_or(u64::MAX)
+    }
+}
+
+/// Compares what a group's statistics say with what they said before.
 #[derive(Clone, Debug)]
 pub struct Demand {
     at: Instant,
     last: Stats,
+    usual: [Usual; 6],
 }
 
 impl Demand {
     /// From the group's statistics at the start.
-    pub const fn new(at: Instant, stats: Stats) -> Self {
-        Self { at, last: stats }
+    pub fn new(at: Instant, stats: Stats) -> Self {
+        Self { at, last: stats, usual: [Usual::default(); 6] }
     }
 
-    /// The demand of the time since the last call, in units per second.
+    /// The demand as of the time since the last call, in units per second.
     ///
     /// Operations are requests, also with an `iops-size`: where those are larger, the limit holds
     /// them back, and then the host wants all.
     pub fn observe(&mut self, now: Instant, stats: Stats) -> ByKind {
         let elapsed_ns = now.nanos_since(self.at).max(1);
         let held_ns = stats.limited_ns.saturating_sub(self.last.limited_ns);
-        let held_back = stats.binding.filter(|_| held_ns > elapsed_ns / HELD_BACK);
         let passed = |kind: LimitKind| {
             let units = |stats: &Stats| {
                 let of = |counters: crate::throttle::Counters| {
@@ -64,23 +153,59 @@ impl Demand {
             };
             units(&stats).saturating_sub(units(&self.last))
         };
+        let (bytes, requests) = (passed(LimitKind::BpsTotal), passed(LimitKind::IopsTotal).max(1));
         let demand = LimitKind::ALL.map(|kind| {
-            if held_back == Some(kind) {
-                return u64::MAX;
-            }
-            let (units, bytes) = (passed(kind), passed(LimitKind::BpsTotal));
-            let requests = passed(LimitKind::IopsTotal).max(1);
-            let one = if units == 0 {
-                0
-            } else if kind.counts_bytes() {
-                bytes / requests
-            } else {
-                1
+            let units = passed(kind);
+            let one = match (units, kind.counts_bytes()) {
+                (0, _) => 0,
+                (_, true) => bytes / requests,
+                (_, false) => 1,
             };
-            let wanted = u128::from(units) + u128::from(one.max(units / HEADROOM));
-            u64::try_from(wanted * 1_000_000_000 / u128::from(elapsed_ns)).unwrap_or(u64::MAX)
+            let held_ns = if stats.binding == Some(kind) { held_ns } else { 0 };
+            self.usual[kind.index()].wants(Tick { units, one, elapsed_ns, held_ns })
         });
         (self.at, self.last) = (now, stats);
         demand
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::vec::Vec;
+
+    const TICK_NS: u64 = NANOS_PER_SECOND / 5;
+
+    fn wants(usual: &mut Usual, requests: u64, held_percent: u64) -> u64 {
+        let held_ns = TICK_NS / 100 * held_percent;
+        usual.wants(Tick { units: requests, one: u64::from(requests > 0), elapsed_ns: TICK_NS, held_ns })
+    }
+
+    #[test]
+    fn who_is_held_back_wants_all_and_who_stops_wants_nothing_soon() {
+        let mut usual = Usual::default();
+        assert_eq!(wants(&mut usual, 4, 30), u64::MAX, "it has just begun");
+        assert_eq!(wants(&mut usual, 20, 100), u64::MAX);
+        assert_eq!(wants(&mut usual, 20, 0), 105);
+        assert_eq!(wants(&mut usual, 0, 0), 0, "twenty are no chance");
+        for requests in [4, 6, 2, 5, 3, 6, 2, 5, 3, 4, 6, 2] {
+            wants(&mut usual, requests, 0);
+        }
+        assert_ne!(wants(&mut usual, 0, 0), 0, "four that come as they like may be");
+        assert_eq!(wants(&mut usual, 0, 0), 0);
+        for _ in 0..2 * FORGETS {
+            wants(&mut usual, 4, 0);
+        }
+        assert_eq!(wants(&mut usual, 0, 0), 0, "four that came evenly have stopped");
+    }
+
+    #[test]
+    fn what_comes_at_random_is_wanted_evenly_and_with_a_margin() {
+        let mut usual = Usual::default();
+        let counts = [10, 13, 7, 9, 14, 6, 11, 10, 8, 12].repeat(10);
+        let all: Vec<u64> = counts.into_iter().map(|count| wants(&mut usual, count, 0)).collect();
+        let late = &all[30..];
+        assert!(late.iter().all(|wants| (55..=75).contains(wants)), "{late:?}");
+        assert!(wants(&mut usual, 10, 45) > late[69], "waiting a little is more");
     }
 }

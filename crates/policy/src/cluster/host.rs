@@ -12,9 +12,11 @@ use alloc::collections::VecDeque;
 const REMEMBERED: usize = 64;
 /// Leaders before that are remembered.
 const PAST: usize = 8;
-/// A demand that differs by less than this part of itself, or a quarter of that of the limit, or
-/// two requests in a tick, is not worth a report.
+/// A demand that differs by less than this part of itself, or a quarter of that of the limit and
+/// [`OF_EQUAL`] of an equal share, or two requests in a tick, is not worth a report.
 const NOTICED: u64 = 64;
+/// A part of an equal share that is not worth a report.
+const OF_EQUAL: u64 = 16;
 
 /// A host that takes part in a group.
 ///
@@ -186,12 +188,15 @@ impl Host {
     pub fn tick(&mut self, wants: Usage, now: Instant) -> Option<Report> {
         let since = self.sent.back().map_or(Instant::ZERO, |(_, at)| *at);
         let (age, tick) = (now - since, self.timing.tick);
-        // Twice in a lease, and more often once an answer is missing.
-        let is_late = age >= self.timing.lease / 2
-            || (age >= tick * 2 && (!self.is_leased() || self.until - now < self.timing.lease / 3));
-        if !self.is_urgent && !is_late && !self.told.is_some_and(|told| self.differs(&told, &wants)) {
+        // So that two fifths of a lease are left for the answer; more often once it is missing.
+        let is_late =
+            age >= self.timing.lease * 3 / 5 || (age >= tick * 2 && self.misses_an_answer(&wants, now));
+        let told = self.told.filter(|told| !self.differs(told, &wants));
+        if !self.is_urgent && !is_late && (told.is_some() || self.told.is_none()) {
             return None;
         }
+        // What differs by chance alone is told as before: then nobody has to move.
+        let wants = told.map_or(wants, |told| Usage { waiting_ns: wants.waiting_ns, ..told });
         self.is_urgent = false;
         self.told = Some(wants);
         self.number += 1;
@@ -212,18 +217,36 @@ impl Host {
         })
     }
 
+    /// Its lease ends soon; or it has none and wants more than its safe share. Others have said
+    /// what there is to say.
+    fn misses_an_answer(&self, wants: &Usage, now: Instant) -> bool {
+        if self.is_leased() {
+            return self.until - now < self.timing.lease / 3;
+        }
+        let safe = self.spec.safe();
+        LimitKind::ALL.into_iter().any(|kind| {
+            let at = kind.index();
+            safe[at] > 0 && wants.demand[at] > safe[at]
+        })
+    }
+
     fn differs(&self, told: &Usage, wants: &Usage) -> bool {
         let [bytes, requests] =
             [LimitKind::BpsTotal, LimitKind::IopsTotal].map(|kind| told.demand[kind.index()]);
         let request = bytes / requests.max(1);
-        let noise = 2 * NANOS_PER_SECOND / (self.timing.tick.as_nanos() as u64).max(1);
+        let tick_ns = (self.timing.tick.as_nanos() as u64).max(1);
+        let ticks = (NANOS_PER_SECOND / tick_ns).max(1);
         let noticed = |kind: LimitKind| {
             let (at, whole) = (kind.index(), self.spec.limits().limit(kind).rate);
             let (told, wants) = (told.demand[at].min(whole), wants.demand[at].min(whole));
-            let size = if kind.counts_bytes() { request } else { 1 };
-            told.abs_diff(wants) > (whole / (NOTICED * 4)).max(told / NOTICED).max(size.saturating_mul(noise))
+            let size = if kind.counts_bytes() { request.max(1) } else { 1 };
+            let noise = size.saturating_mul(2).saturating_mul(ticks);
+            let few = (whole / u64::from(self.spec.hosts()) / OF_EQUAL).min(whole / (NOTICED * 4));
+            told.abs_diff(wants) > few.max(told / NOTICED).max(noise)
         };
-        (told.weight, told.reserved) != (wants.weight, wants.reserved)
+        // Who gets all it wants needs no weight; which disks ask in a tick is chance.
+        let is_held = wants.demand.contains(&u64::MAX);
+        (is_held && (told.weight, told.reserved) != (wants.weight, wants.reserved))
             || LimitKind::ALL.into_iter().any(noticed)
     }
 }

@@ -12,7 +12,7 @@
 //! Never raises one host before another has given up as much. Never trusts that what it wrote, or
 //! what others wrote before, is still in the store, nor that it reached anybody.
 
-use super::{ByKind, Claim, Grant, Report, Spec, Term, Timing, divide, zip};
+use super::{ByKind, Claim, Grant, Report, Spec, Term, Timing, Usage, divide, zip};
 use crate::throttle::LimitKind;
 use crate::time::Instant;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -22,6 +22,9 @@ use alloc::vec::Vec;
 /// A part of a host that is off by less than this part of itself, and half that of the limit, is
 /// left as it is.
 const NOTICED: u64 = 64;
+
+/// As [`NOTICED`], of what a host would get besides all that it wants.
+const SPARE: u64 = 2;
 
 /// What the leader asks of the program around it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -212,6 +215,12 @@ impl Leader {
         if report.number > member.last.number {
             member.heard = now;
         }
+        // What says that the lease should go on, and nothing else, waits for the next tick.
+        let same = Report { number: report.number, ..member.last.clone() };
+        let waiting_ns = report.wants.waiting_ns;
+        let is_news = Report { wants: Usage { waiting_ns, ..same.wants }, ..same } != report
+            || !member.follows
+            || member.sent.is_some();
         if report.follows == Some(self.term) {
             if !member.follows {
                 member.follows = true;
@@ -233,7 +242,9 @@ impl Leader {
             }
         }
         member.last = report;
-        self.hurry(now);
+        if is_news {
+            self.hurry(now);
+        }
     }
 
     /// Sooner than at the next tick, but not for each report alone.
@@ -321,7 +332,10 @@ impl Leader {
         let mut wanted = [0_u128; 6];
         for (_, member, target) in open() {
             for (at, sum) in wanted.iter_mut().enumerate() {
-                *sum += u128::from(target[at].saturating_sub(member.held[at]));
+                let (held, target) = (member.held[at], target[at]);
+                if target > held && is_worth(at, held, target) {
+                    *sum += u128::from(target - held);
+                }
             }
         }
         let next = |member: &Member, target: &ByKind| -> ByKind {
@@ -330,8 +344,18 @@ impl Leader {
                 let less = safe[at].saturating_sub(member.last.safe[at]);
                 let less = if member.last.version == version { 0 } else { less };
                 let (held, target) = (member.held[at].saturating_sub(less), target[at]);
+                // What nobody wants moves with what somebody wants, and not for its own sake.
+                let wants = member.last.wants.demand[at].saturating_sub(safe[at]);
+                let is_spare = held >= wants && target > held && member.last.wants.waiting_ns == 0;
+                let is_worth = |at, held: u64, target: u64| {
+                    is_worth(at, held, target)
+                        && (!is_spare || held.abs_diff(target) > held.max(target) / SPARE)
+                };
                 if target < held {
-                    return if over[at] || is_worth(at, held, target) { target } else { held };
+                    // Little of many is much for who is short.
+                    let is_little = !is_worth(at, held, target)
+                        && (wanted[at] <= u128::from(free[at]) || held - target <= held / (8 * NOTICED));
+                    return if over[at] || !is_little { target } else { held };
                 }
                 if mixed || !is_worth(at, held, target) {
                     return held;

@@ -4,17 +4,18 @@
 //! After every event, what is in force on all hosts is at most the limit, in whole numbers; what
 //! passes goes to the [`Audit`]. What is more is kept as a violation.
 
+mod events;
+mod faults;
+mod in_force;
+
 use super::{Audit, Client, Load, MS, Machine, Random, S, Store};
-use crate::cluster::{
-    Action, ByKind, Demand, Grant, Host, Leader, NAME_LEASE, Report, Spec, Term, Timing, zip,
-};
-use crate::throttle::LimitKind;
+use crate::cluster::{Action, ByKind, Demand, Grant, Host, Leader, NAME_LEASE, Report, Spec, Term, Timing};
 use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
-use alloc::format;
 use alloc::string::{String, ToString as _};
 use alloc::vec::Vec;
+use events::{Answer, Ask, Event, Place};
 
 /// How often a host's name is taken anew.
 const KEEP_NAME: u64 = NAME_LEASE.as_nanos() as u64 / 3;
@@ -50,59 +51,6 @@ pub enum Word<'a> {
     Report(&'a Report),
     /// A leader's.
     Grant(&'a Grant),
-}
-
-#[derive(Debug)]
-enum Event {
-    HostTicks(usize, u64),
-    HostRuns(usize, u64),
-    ToHost(usize, u64, Option<Term>, Option<Grant>),
-    LeaderTicks(usize, u64),
-    LeaderRuns(usize, u64),
-    ToLeader(usize, u64, Answer),
-    AtStore(usize, u64, Ask),
-}
-
-#[derive(Debug)]
-enum Ask {
-    Host,
-    Name,
-    Report(Box<Report>),
-    Campaign(u64, Instant),
-    KeepAlive(Term, Instant),
-    Read,
-    Write(Term, Vec<(usize, Grant)>),
-}
-
-#[derive(Clone, Debug)]
-enum Answer {
-    Elected(Term, Spec, Instant),
-    Kept(Instant),
-    Deposed(Term),
-    Read(Spec, Vec<(usize, Report)>),
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Place {
-    ppm: i64,
-    offset: u64,
-    paused_until: u64,
-    is_cut: bool,
-    /// Rises with each start: what was meant for an earlier run is lost.
-    run: u64,
-}
-
-impl Place {
-    fn local(&self, now: u64) -> u64 {
-        let off = i128::from(now) * i128::from(self.ppm) / 1_000_000;
-        (i128::from(now) + off) as u64 + self.offset
-    }
-
-    /// Not before this instant of its clock.
-    fn real(&self, local: u64) -> u64 {
-        let since = i128::from(local.saturating_sub(self.offset));
-        (since * 1_000_000 / i128::from(1_000_000 + self.ppm)) as u64 + 1
-    }
 }
 
 /// All of it.
@@ -524,65 +472,6 @@ impl World {
         }
     }
 
-    /// What is in force on a host. One without a lease that knows other limits, which the store has
-    /// lost or a leader has not heard of, counts as if it knew these.
-    fn in_force_on(&self, host: usize) -> ByKind {
-        let (machine, place) = (&self.machines[host].host, &self.places[host]);
-        let has_lease = machine.is_leased() && place.local(self.now) < machine.next().as_nanos();
-        if has_lease {
-            return machine.rates();
-        }
-        let (safe, known) = (machine.spec().safe(), self.store.spec());
-        if machine.spec().version() == known.version() {
-            return safe;
-        }
-        zip(safe, known.safe(), u64::min)
-    }
-
-    fn look(&mut self, host: usize) {
-        let now = self.in_force_on(host);
-        let before = core::mem::replace(&mut self.in_force[host], now);
-        self.sum = core::array::from_fn(|at| self.sum[at] - before[at] + now[at]);
-        if self.over().is_some() {
-            // Of others, what was in force may have ended since.
-            self.look_at_all();
-        }
-        self.most = zip(self.most, self.sum, u64::max);
-        if let Some(kind) = self.over() {
-            let (sum, most) = (self.sum[kind.index()], self.audit.rate(kind));
-            let why = format!("{kind:?}: {sum} of {most} in force at {} ms", self.now / MS);
-            self.violation.get_or_insert(why);
-        }
-    }
-
-    fn over(&self) -> Option<LimitKind> {
-        LimitKind::ALL.into_iter().find(|kind| self.sum[kind.index()] > self.audit.rate(*kind))
-    }
-
-    fn look_at_all(&mut self) {
-        self.in_force = (0..self.machines.len()).map(|host| self.in_force_on(host)).collect();
-        let sum = |sum, one: &ByKind| zip(sum, *one, u64::saturating_add);
-        self.sum = self.in_force.iter().fold([0; 6], sum);
-    }
-
-    /// What is in force on all hosts together; a host's lease that has just ended may count still.
-    pub const fn in_force(&self) -> ByKind {
-        self.sum
-    }
-
-    /// The most that was in force at any instant.
-    pub const fn most_in_force(&self) -> ByKind {
-        self.most
-    }
-
-    /// Where more was in force than the limit, or more has passed than that and a burst: the first
-    /// time, if there was one.
-    pub fn violation(&mut self) -> Option<&str> {
-        self.look_at_all();
-        (0..self.machines.len().min(1)).for_each(|host| self.look(host));
-        self.violation.as_deref()
-    }
-
     /// Whether anybody leads.
     pub fn is_led(&self) -> bool {
         self.leaders.iter().any(Option::is_some)
@@ -599,93 +488,6 @@ impl World {
         self.machines[host].clients[client].begin(load, now);
         self.runs_at[host] = self.now;
         self.at(self.now, Event::HostRuns(host, self.now));
-    }
-
-    /// The store answers again. Its watches have ended.
-    pub fn start_store(&mut self) {
-        let was_down = self.store.is_down();
-        self.store.start(self.now);
-        if was_down && !self.setting.rereads {
-            (0..self.places.len()).for_each(|place| self.come_back(place));
-        }
-    }
-
-    /// Asks anew, soon, what has been missed.
-    fn come_back(&mut self, place: usize) {
-        let at = self.now + self.random.below(COMES_BACK);
-        let (run, hosts) = (self.places[place].run, self.machines.len());
-        let ask = match place.checked_sub(hosts) {
-            None => Ask::Host,
-            Some(leader) if self.leaders[leader].is_some() => Ask::Read,
-            Some(_) => return,
-        };
-        self.at(at, Event::AtStore(place, run, ask));
-    }
-
-    /// Of the limits before, `safe` was every host's for ever.
-    pub fn set_spec(&mut self, spec: Spec, safe: f64) {
-        self.store.set_spec(spec);
-        self.audit.change(*spec.limits(), safe, self.now);
-        self.look_at_all();
-    }
-
-    /// The store goes back to its mark, also where it has other limits.
-    pub fn lose(&mut self, safe: f64) {
-        let before = self.store.spec();
-        self.store.lose(self.now);
-        if self.store.spec() != before {
-            self.audit.change(*self.store.spec().limits(), safe, self.now);
-        }
-        self.look_at_all();
-    }
-
-    /// Hosts first, then leaders.
-    pub const fn places(&self) -> usize {
-        self.places.len()
-    }
-
-    /// Nothing that a place sends arrives, or nothing that is sent to it; or everything again.
-    pub fn cut(&mut self, place: usize, is_cut: bool) {
-        let was_cut = core::mem::replace(&mut self.places[place].is_cut, is_cut);
-        if was_cut && !is_cut && !self.setting.rereads {
-            self.come_back(place);
-        }
-    }
-
-    /// A process stands still for so many nanoseconds; what arrives waits for it.
-    pub fn pause(&mut self, place: usize, length: u64) {
-        let until = &mut self.places[place].paused_until;
-        *until = (*until).max(self.now + length);
-    }
-
-    /// Whether it stands still.
-    pub fn is_paused(&self, place: usize) -> bool {
-        self.places[place].paused_until > self.now
-    }
-
-    /// Kills a process, and starts another in its place.
-    pub fn restart(&mut self, place: usize) {
-        self.places[place].run += 1;
-        self.places[place].paused_until = 0;
-        let run = self.places[place].run;
-        if place >= self.machines.len() {
-            self.leaders[place - self.machines.len()] = None;
-            return self.at(self.now + MS, Event::LeaderTicks(place - self.machines.len(), run));
-        }
-        let now = self.places[place].local(self.now);
-        let old = &self.machines[place];
-        let bytes = old.clients.iter().map(|client| client.length).sum();
-        self.audit.forgive(old.clients.len() as u64, bytes);
-        let seed = self.seed.wrapping_add(place as u64 + 1) ^ run << 32;
-        let host = Host::new(run, old.host.spec(), self.setting.timing);
-        let machine = Machine::new(host, &old.clients, seed, now);
-        self.demands[place] = demand_of(&machine, now);
-        self.machines[place] = machine;
-        self.look(place);
-        self.at(self.now + MS, Event::HostTicks(place, run));
-        if !self.setting.rereads {
-            self.ask(place, Ask::Host);
-        }
     }
 }
 

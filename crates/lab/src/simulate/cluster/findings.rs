@@ -1,0 +1,105 @@
+//! What a result file keeps of it, with charts over time.
+
+use super::{
+    run::{Outcome, Sample},
+    summary::Summary,
+};
+use crate::result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Unit};
+
+const MOST_POINTS: usize = 512;
+
+pub(super) fn of(summary: &Summary, outcome: &Outcome) -> Findings {
+    let exact = |name: &str, unit, value: f64| Measure {
+        samples_are: SamplesAre::Exact,
+        ..Measure::new(name, unit, Better::Lower, vec![value])
+    };
+    let mut measures = vec![exact("most in force, of the limit", Unit::Share, summary.most_in_force)];
+    for followed in &summary.followed {
+        for (which, ticks) in [("median", followed.median), ("worst", followed.worst)] {
+            let name = format!("ticks until {} have their share, {which}", followed.name);
+            measures.extend(ticks.map(|ticks| exact(&name, Unit::Count, ticks as f64)));
+        }
+    }
+    for (when, figures) in [("steady", summary.steady.as_ref()), ("all the time", Some(&summary.all))] {
+        let Some(figures) = figures else { continue };
+        let name = |what: &str| format!("{when}: {what}");
+        measures.push(exact(
+            &name("messages a second at etcd for 100 hosts"),
+            Unit::Count,
+            figures.asked_per_100_hosts,
+        ));
+        measures.push(exact(&name("bytes written to etcd"), Unit::BytesPerSecond, figures.written_bytes));
+        measures.extend(
+            figures.unused.map(|unused| exact(&name("unused while somebody waits"), Unit::Share, unused)),
+        );
+    }
+    Findings {
+        summary: vec![format!("{}.", summary.title()), summary.safety()],
+        measures,
+        charts: charts(summary.hosts, outcome),
+        ..Findings::default()
+    }
+}
+
+fn charts(hosts: usize, outcome: &Outcome) -> Vec<Chart> {
+    let step = outcome.samples.len().div_ceil(MOST_POINTS).max(1);
+    // Of several ticks, what was so on average.
+    let line = |name: &str, of: &dyn Fn(&Sample) -> f64| Series {
+        name: name.to_owned(),
+        points: outcome
+            .samples
+            .chunks(step)
+            .map(|samples| {
+                let sum: f64 = samples.iter().map(of).sum();
+                (samples[0].at_ns as f64 / 1e9, sum / samples.len() as f64)
+            })
+            .collect(),
+    };
+    let over_time = |title: &str, label: &str, unit, series| {
+        let (x, y) = (Axis::new("time", Unit::Seconds), Axis::new(label, unit));
+        Chart::Lines(Lines { title: title.to_owned(), x, y, steps: false, series })
+    };
+    let pairs = || outcome.samples.windows(2);
+    let asked = |of: fn(&Sample) -> u64| -> Vec<(f64, f64)> {
+        let pairs: Vec<_> = pairs().collect();
+        pairs
+            .chunks(step)
+            .map(|pairs| {
+                let (first, last) = (&pairs[0][0], &pairs[pairs.len() - 1][1]);
+                let seconds = (last.at_ns - first.at_ns) as f64 / 1e9;
+                let count = (of(last) - of(first)) as f64 / seconds * 100.0 / hosts as f64;
+                (last.at_ns as f64 / 1e9, count)
+            })
+            .collect()
+    };
+    let named = |name: &str, points| Series { name: name.to_owned(), points };
+    vec![
+        over_time(
+            "Of the limit",
+            "part of the limit",
+            Unit::Share,
+            vec![
+                line("passed", &|sample| sample.passed / outcome.most),
+                line("in force", &|sample| sample.in_force),
+            ],
+        ),
+        over_time(
+            "How near shares are to the ideal",
+            "part",
+            Unit::Share,
+            vec![
+                line("hosts within 5 %", &|sample| sample.near),
+                line("off, of the limit", &|sample| sample.off),
+            ],
+        ),
+        over_time(
+            "Messages a second at etcd for 100 hosts",
+            "messages a second",
+            Unit::Count,
+            vec![
+                named("asked", asked(|sample| sample.traffic.asked())),
+                named("sent by watches", asked(|sample| sample.traffic.events)),
+            ],
+        ),
+    ]
+}

@@ -1,0 +1,100 @@
+//! `weir simulate --cluster`: hosts that share one group's limits by etcd, in virtual time.
+//!
+//! ```text
+//!   --cluster hosts=… ─► spec ──► hosts: who wants what, and the ideal ──┐
+//!   --iops-total … ────► limits ──► run: policy's simulated World ───────┼─► summary: tables, JSON
+//!                                   changes and faults by the seed       └─► findings: charts
+//! ```
+//!
+//! Hosts, leader and trees are the daemon's own code; etcd, the network, clocks and clients are
+//! imitated (`policy::cluster::simulated`). Never speaks with etcd, and takes no address of one.
+
+mod bytes;
+mod findings;
+mod hosts;
+mod run;
+mod spec;
+mod summary;
+#[cfg(test)]
+mod tests;
+
+use std::sync::atomic::AtomicBool;
+
+use anyhow::anyhow;
+pub use bytes::length as value_bytes;
+use console::{Failure, figures, progress::Spinner};
+use policy::{
+    cluster::Spec,
+    throttle::{LimitKind, Limits, Part, Setting},
+};
+pub(crate) use spec::ClusterSpec;
+use summary::Summary;
+
+use crate::result::Findings;
+
+/// Operations a second that each host has of a limit that nobody has said.
+const IOPS_OF_ONE: u64 = 100;
+/// Options that go with it, besides limits.
+pub(super) const OTHERS: [&str; 5] = ["cluster", "seed", "json", "result", "report"];
+
+/// What came of it.
+pub(super) struct Simulated {
+    pub(super) summary: Summary,
+    pub(super) findings: Findings,
+}
+
+impl Simulated {
+    /// The first that is wrong with it.
+    pub(super) fn failure(&self) -> Option<String> {
+        let violated = self.summary.violation.is_some().then(|| self.summary.safety());
+        violated.or_else(|| self.summary.partial.clone())
+    }
+}
+
+/// Simulates hosts that share these limits, until the end or `stop`.
+pub(super) fn simulate(
+    spec: &ClusterSpec,
+    limits: Limits,
+    seed: u64,
+    stop: &AtomicBool,
+) -> Result<Simulated, Failure> {
+    let (limits, remarks) = of_group(limits, spec)?;
+    let progress = Spinner::new();
+    let outcome = run::run(spec, limits, seed, stop, |at| {
+        progress.say(|| format!("{} of {} s simulated", figures::time(at), spec.seconds));
+    });
+    drop(progress);
+    let summary = Summary::new(spec, &limits, seed, &outcome, remarks);
+    let findings = findings::of(&summary, &outcome);
+    Ok(Simulated { summary, findings })
+}
+
+/// The group's limits, and what is to be said of them.
+fn of_group(mut limits: Limits, spec: &ClusterSpec) -> Result<(Spec, Vec<String>), Failure> {
+    let wrong = |why: String| Failure::Usage(anyhow!("--cluster: {why}"));
+    for kind in [LimitKind::IopsWrite, LimitKind::BpsWrite] {
+        if limits.limit(kind).rate > 0 {
+            let name = Setting::Limit(kind, Part::Rate).name();
+            return Err(wrong(format!("{name}: its clients only read (limit reads, or both together)")));
+        }
+    }
+    let mut remarks = Vec::new();
+    if limits.is_unlimited() {
+        let rate = IOPS_OF_ONE * spec.hosts as u64;
+        limits.limit_mut(LimitKind::IopsTotal).rate = rate;
+        remarks
+            .push(format!("No limit was given: iops-total={rate} was taken, {IOPS_OF_ONE} for each host."));
+    }
+    let group = Spec::new(1, limits, spec.hosts as u32, spec.safe_share_ppm)
+        .map_err(|error| wrong(error.to_string()))?;
+    let promised = spec.promised();
+    for kind in [LimitKind::IopsTotal, LimitKind::IopsRead] {
+        let rate = limits.limit(kind).rate;
+        if rate > 0 && promised > rate {
+            return Err(wrong(format!(
+                "reservation: {promised} operations a second are promised in all, of {rate} (lower promised, reservation or disks)"
+            )));
+        }
+    }
+    Ok((group, remarks))
+}

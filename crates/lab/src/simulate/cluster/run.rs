@@ -1,0 +1,263 @@
+//! Lets the cluster run, changes what hosts want, lets things go wrong, and looks once a tick.
+
+use std::{
+    collections::BTreeMap,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use policy::{
+    cluster::{
+        Spec,
+        simulated::{MS, Random, S, Setting, Traffic, World},
+    },
+    throttle::LimitKind,
+};
+
+use super::{bytes, hosts::Hosts, hosts::shuffle, spec::ClusterSpec};
+
+/// Grants in one transaction, as the daemon writes them: etcd's own bound.
+const OPERATIONS: usize = 128;
+
+/// What was seen at the end of a tick.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sample {
+    pub(super) at_ns: u64,
+    /// Requests a second since the last.
+    pub(super) passed: f64,
+    /// The largest part of a limit that is in force, over all hosts.
+    pub(super) in_force: f64,
+    /// How many hosts are near their ideal share, of all.
+    pub(super) near: f64,
+    /// What hosts are off by together, as a part of the limit.
+    pub(super) off: f64,
+    /// Of all hosts together, more than they get.
+    pub(super) is_wanted: bool,
+    /// So far.
+    pub(super) traffic: Traffic,
+    /// Ticks since the last change; of the first phase, since the beginning.
+    pub(super) since: u64,
+    /// Changes so far.
+    pub(super) phase: usize,
+}
+
+#[derive(Debug)]
+pub(super) struct Outcome {
+    pub(super) samples: Vec<Sample>,
+    /// How many hosts changed at each change, and when.
+    pub(super) changes: Vec<(u64, usize)>,
+    /// What went wrong, and when.
+    pub(super) faults: Vec<(u64, String)>,
+    /// Phases in which, or in the one before which, something went wrong.
+    pub(super) disturbed: Vec<usize>,
+    /// The most in force at any instant, as a part of the limit.
+    pub(super) most_in_force: f64,
+    pub(super) violation: Option<String>,
+    pub(super) most: f64,
+    pub(super) partial: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    LeaderDies,
+    EtcdStops,
+    EtcdStarts,
+    Cut,
+    Healed,
+    Crash,
+}
+
+struct Run<'a> {
+    spec: &'a ClusterSpec,
+    world: World,
+    hosts: Hosts,
+    random: Random,
+    faults: BTreeMap<(u64, usize), Fault>,
+    cut: Vec<usize>,
+    limits: Spec,
+    passed: u64,
+    changed_at: u64,
+    outcome: Outcome,
+}
+
+/// Until its end, or until `stop`; `tell` hears how far it is, in nanoseconds.
+pub(super) fn run(
+    spec: &ClusterSpec,
+    limits: Spec,
+    seed: u64,
+    stop: &AtomicBool,
+    tell: impl Fn(u64),
+) -> Outcome {
+    let mut run = Run::new(spec, limits, seed);
+    let tick = spec.timing.tick.as_nanos() as u64;
+    let every = (spec.every.as_nanos() as u64).div_ceil(tick);
+    for number in 1..=(spec.seconds * S).div_ceil(tick) {
+        if stop.load(Ordering::Relaxed) {
+            run.outcome.partial = Some(crate::result::INTERRUPTED.to_owned());
+            break;
+        }
+        run.world.run_until(number * tick);
+        run.look();
+        tell(number * tick);
+        run.go_wrong();
+        if number % every == 0 && spec.change > 0 {
+            run.change();
+        }
+    }
+    run.finish()
+}
+
+impl<'a> Run<'a> {
+    fn new(spec: &'a ClusterSpec, limits: Spec, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let hosts = Hosts::new(spec, limits, &mut random);
+        let latency = spec.latency.as_nanos() as u64;
+        let setting = Setting {
+            timing: spec.timing,
+            delay_ns: (latency / 2, latency * 3 / 2),
+            late: None,
+            drift_ppm: spec.drift_ppm,
+            leaders: spec.candidates,
+            rereads: false,
+            operations: OPERATIONS,
+            bytes: bytes::length,
+        };
+        let world = World::new(seed, limits, &hosts.clients(), setting);
+        let outcome = Outcome {
+            samples: Vec::new(),
+            changes: Vec::new(),
+            faults: Vec::new(),
+            disturbed: Vec::new(),
+            most_in_force: 0.0,
+            violation: None,
+            most: hosts.most,
+            partial: None,
+        };
+        let faults = faults(spec, &mut random);
+        let cut = Vec::new();
+        Self { spec, world, hosts, random, faults, cut, limits, passed: 0, changed_at: 0, outcome }
+    }
+
+    fn of_limit(&self, in_force: [u64; 6]) -> f64 {
+        let part = |kind: LimitKind| match self.limits.limits().limit(kind).rate {
+            0 => 0.0,
+            rate => in_force[kind.index()] as f64 / rate as f64,
+        };
+        LimitKind::ALL.into_iter().map(part).fold(0.0, f64::max)
+    }
+
+    fn look(&mut self) {
+        let tick = self.spec.timing.tick.as_nanos() as u64;
+        let passed: u64 = self.world.passed.iter().map(|(passed, _)| passed).sum();
+        let (mut near, mut off) = (0_usize, 0.0);
+        for (host, machine) in self.world.machines.iter().enumerate() {
+            let (by, is_near) = self.hosts.off(host, self.hosts.requests(machine.host.rates()));
+            off += by;
+            near += usize::from(is_near);
+        }
+        self.outcome.samples.push(Sample {
+            at_ns: self.world.now,
+            passed: (passed - self.passed) as f64 * S as f64 / tick as f64,
+            in_force: self.of_limit(self.world.in_force()),
+            near: near as f64 / self.spec.hosts as f64,
+            off: off / self.hosts.most,
+            is_wanted: self.hosts.somebody_is_busy(),
+            traffic: self.world.store.traffic,
+            since: (self.world.now - self.changed_at) / tick,
+            phase: self.outcome.changes.len(),
+        });
+        self.passed = passed;
+    }
+
+    fn change(&mut self) {
+        let changed = self.hosts.change(&mut self.random);
+        for host in &changed {
+            for disk in 0..self.spec.disks {
+                self.world.set_load(*host, disk, self.hosts.load(*host));
+            }
+        }
+        self.changed_at = self.world.now;
+        self.outcome.changes.push((self.world.now, changed.len()));
+    }
+
+    fn go_wrong(&mut self) {
+        while let Some((&key, _)) = self.faults.first_key_value()
+            && key.0 <= self.world.now
+        {
+            let Some(fault) = self.faults.remove(&key) else { return };
+            let what = self.happens(fault);
+            let phase = self.outcome.changes.len();
+            self.outcome.disturbed.extend([phase, phase + 1]);
+            self.outcome.faults.push((self.world.now, what));
+        }
+    }
+
+    fn happens(&mut self, fault: Fault) -> String {
+        match fault {
+            Fault::LeaderDies => {
+                let Some(leader) = self.world.leader() else { return "nobody leads".to_owned() };
+                self.world.restart(leader);
+                "the leader dies".to_owned()
+            }
+            Fault::EtcdStops => {
+                self.world.store.stop();
+                "etcd stops".to_owned()
+            }
+            Fault::EtcdStarts => {
+                self.world.start_store();
+                "etcd is back".to_owned()
+            }
+            Fault::Cut => {
+                let mut all: Vec<_> = (0..self.spec.hosts).collect();
+                shuffle(&mut all, &mut self.random);
+                all.truncate(self.spec.hosts.div_ceil(100));
+                all.iter().for_each(|host| self.world.cut(*host, true));
+                let what = format!("{} cut off", all.len());
+                self.cut.extend(all);
+                what
+            }
+            Fault::Healed => {
+                let cut = std::mem::take(&mut self.cut);
+                cut.iter().for_each(|host| self.world.cut(*host, false));
+                format!("{} reached again", cut.len())
+            }
+            Fault::Crash => {
+                let host = self.random.below(self.spec.hosts as u64) as usize;
+                self.world.restart(host);
+                "a host crashes and starts".to_owned()
+            }
+        }
+    }
+
+    fn finish(mut self) -> Outcome {
+        self.outcome.violation = self.world.violation().map(str::to_owned);
+        self.outcome.most_in_force = self.of_limit(self.world.most_in_force());
+        self.outcome
+    }
+}
+
+/// At instants after the first quarter of the time: then there is a leader, and shares.
+fn faults(spec: &ClusterSpec, random: &mut Random) -> BTreeMap<(u64, usize), Fault> {
+    let mut faults = BTreeMap::new();
+    let mut add = |at: u64, fault: Fault| {
+        let number = faults.len();
+        faults.insert((at, number), fault);
+    };
+    let away = spec.faults.away.as_nanos() as u64;
+    let end = spec.seconds * S;
+    let wanted = [
+        (spec.faults.leader_deaths, Fault::LeaderDies, None),
+        (spec.faults.etcd_stops, Fault::EtcdStops, Some(Fault::EtcdStarts)),
+        (spec.faults.cuts, Fault::Cut, Some(Fault::Healed)),
+        (spec.faults.crashes, Fault::Crash, None),
+    ];
+    for (count, begins, ends) in wanted {
+        for _ in 0..count {
+            let at = end / 4 + random.below((end * 3 / 4).max(1)) / MS * MS;
+            add(at, begins);
+            if let Some(ends) = ends {
+                add(at + away, ends);
+            }
+        }
+    }
+    faults
+}

@@ -1,0 +1,170 @@
+//! `--cluster`: hosts, what they want, how their cluster is set, and what goes wrong.
+
+use std::{str::FromStr, time::Duration};
+
+use policy::cluster::{MAX_HOSTS, Timing};
+
+use crate::simulate::keys::Keys;
+
+const MOST_DISKS: u64 = 1000;
+/// Each has a queue, a client and a place in its host's tree.
+const MOST_DISKS_OF_ALL: u64 = 100_000;
+const MOST_SECONDS: u64 = 100_000;
+/// A pair of clocks then differs by less than the margin of leases.
+const MOST_DRIFT_PPM: u64 = 400;
+const MS: Duration = Duration::from_millis(1);
+
+/// Hosts that share one group's limits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ClusterSpec {
+    pub(super) hosts: usize,
+    /// Of each host.
+    pub(super) disks: usize,
+    /// Bytes of a request.
+    pub(super) size: u64,
+    pub(super) seconds: u64,
+    /// Percent of the hosts that take all they get; and that want nothing.
+    pub(super) busy: u64,
+    pub(super) idle: u64,
+    /// What others want, in percent of an equal share.
+    pub(super) wants: u64,
+    /// At random instants, or else evenly.
+    pub(super) is_random: bool,
+    /// Percent of the hosts that change at a time.
+    pub(super) change: u64,
+    pub(super) every: Duration,
+    pub(super) timing: Timing,
+    pub(super) safe_share_ppm: Option<u32>,
+    /// Of one message, on average.
+    pub(super) latency: Duration,
+    pub(super) drift_ppm: u64,
+    pub(super) candidates: usize,
+    /// Percent of the hosts whose disks have this weight, where others have 100.
+    pub(super) heavy: u64,
+    pub(super) weight: u32,
+    /// Percent of the hosts that promise so many operations a second to each disk.
+    pub(super) promised: u64,
+    pub(super) reservation: u64,
+    pub(super) faults: Faults,
+}
+
+/// How often something goes wrong, at instants that the seed decides.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Faults {
+    pub(super) leader_deaths: u64,
+    pub(super) etcd_stops: u64,
+    /// A hundredth of the hosts is cut off.
+    pub(super) cuts: u64,
+    pub(super) crashes: u64,
+    /// How long etcd is gone, and hosts are cut off.
+    pub(super) away: Duration,
+}
+
+impl FromStr for ClusterSpec {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut keys = Keys::new(text)?;
+        let seconds = |seconds| Duration::from_secs(seconds);
+        let hosts = keys.number("hosts", 100, 1..=u64::from(MAX_HOSTS))?;
+        let disks = keys.number("disks", 10, 1..=MOST_DISKS)?;
+        if hosts * disks > MOST_DISKS_OF_ALL {
+            return Err(format!(
+                "hosts={hosts},disks={disks} are more than {MOST_DISKS_OF_ALL} disks (lower one)"
+            ));
+        }
+        let tick = keys.time("tick", Timing::DEFAULT.tick, 10 * MS..=seconds(10))?;
+        let spec = Self {
+            hosts: hosts as usize,
+            disks: disks as usize,
+            size: keys.bytes("size", 4096)?,
+            seconds: keys.number("seconds", 60, 1..=MOST_SECONDS)?,
+            busy: keys.percent("busy", 40)?,
+            idle: keys.percent("idle", 30)?,
+            wants: keys.percent("wants", 50)?,
+            is_random: match keys.take("arrivals").unwrap_or("even") {
+                "even" => false,
+                "random" => true,
+                other => return Err(format!("arrivals={other} is neither even nor random")),
+            },
+            change: keys.percent("change", 10)?,
+            every: keys.time("every", seconds(10), 10 * tick..=seconds(MOST_SECONDS))?,
+            timing: Timing {
+                tick,
+                lease: keys.time("lease", Timing::DEFAULT.lease, 5 * tick..=seconds(600))?,
+            },
+            safe_share_ppm: match keys.take("safe-share") {
+                Some(text) => {
+                    Some(settings::safe_share(text).map_err(|rule| format!("safe-share={text} {rule}"))?)
+                }
+                None => None,
+            },
+            latency: keys.time("latency", MS, Duration::from_micros(1)..=seconds(1))?,
+            drift_ppm: keys.number("drift", 200, 0..=MOST_DRIFT_PPM)?,
+            candidates: keys.number("candidates", 3, 1..=100)? as usize,
+            heavy: keys.percent("heavy", 0)?,
+            weight: keys.number("weight", 200, 1..=10_000)? as u32,
+            promised: keys.percent("promised", 0)?,
+            reservation: keys.number("reservation", 20, 1..=1_000_000)?,
+            faults: Faults {
+                leader_deaths: keys.number("leader-deaths", 0, 0..=1000)?,
+                etcd_stops: keys.number("etcd-stops", 0, 0..=1000)?,
+                cuts: keys.number("cuts", 0, 0..=1000)?,
+                crashes: keys.number("crashes", 0, 0..=1000)?,
+                away: keys.time("away", seconds(3), MS..=seconds(MOST_SECONDS))?,
+            },
+        };
+        keys.finish("--cluster")?;
+        if spec.busy + spec.idle > 100 {
+            return Err(format!("busy={},idle={} are more than 100% of the hosts", spec.busy, spec.idle));
+        }
+        Ok(spec)
+    }
+}
+
+impl ClusterSpec {
+    /// Hosts that promise something are the last ones.
+    pub(super) const fn promises(&self, host: usize) -> bool {
+        host >= self.hosts - self.hosts * self.promised as usize / 100
+    }
+
+    /// Operations a second that are promised in all.
+    pub(super) const fn promised(&self) -> u64 {
+        (self.hosts * self.promised as usize / 100 * self.disks) as u64 * self.reservation
+    }
+}
+
+#[cfg(test)]
+impl Faults {
+    pub(super) const fn any(&self) -> bool {
+        self.leader_deaths + self.etcd_stops + self.cuts + self.crashes > 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_cluster_says_why() {
+        let error = |text: &str| text.parse::<ClusterSpec>().unwrap_err();
+        assert_eq!(error("hosts=0"), "hosts=0 is not between 1 and 10000");
+        assert_eq!(error("hosts=10001"), "hosts=10001 is not between 1 and 10000");
+        assert!(error("hosts=10000,disks=11").ends_with("are more than 100000 disks (lower one)"));
+        assert_eq!(error("busy=101%"), "busy=101% is not a percentage from 0% to 100%");
+        assert_eq!(error("busy=60%,idle=50"), "busy=60,idle=50 are more than 100% of the hosts");
+        assert_eq!(error("tick=1s,lease=4s"), "lease=4s is not between 5s and 600s");
+        assert_eq!(error("drift=500"), "drift=500 is not between 0 and 400");
+        assert!(error("safe-share=2").starts_with("safe-share=2 is not a part of a limit"));
+        assert_eq!(error("arrivals=odd"), "arrivals=odd is neither even nor random");
+        assert_eq!(error("host=3"), "\"host\" is nothing that --cluster knows");
+        assert!(error("hosts").contains("is not of the form key=value"));
+    }
+
+    #[test]
+    fn what_is_not_said_is_as_the_daemon_has_it() {
+        let spec: ClusterSpec = "".parse().unwrap();
+        assert_eq!((spec.hosts, spec.disks, spec.timing), (100, 10, Timing::DEFAULT));
+        assert!(!spec.faults.any());
+    }
+}

@@ -1,0 +1,318 @@
+//! What came of it, as figures: how fast shares follow, what etcd is asked, what is left unused.
+
+use console::{
+    figures,
+    table::{Side, Table, columns},
+};
+use policy::cluster::simulated::Traffic;
+use serde::Serialize;
+
+use super::{
+    run::{Outcome, Sample},
+    spec::ClusterSpec,
+};
+
+/// Of all hosts, near their ideal share.
+const PARTS: [(&str, f64); 3] =
+    [("95 % of the hosts", 0.95), ("99 % of the hosts", 0.99), ("all hosts", 1.0)];
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(in crate::simulate) struct Summary {
+    pub(super) hosts: usize,
+    pub(super) disks: usize,
+    pub(super) limits: figures::Limits,
+    pub(super) tick_ns: u64,
+    pub(super) lease_ns: u64,
+    /// Of each host, in millionths of the limits.
+    pub(super) safe_share_ppm: u64,
+    pub(super) seconds: f64,
+    pub(super) seed: u64,
+    /// How many ticks after a change so many hosts were within 5 % of their ideal share.
+    pub(super) followed: Vec<Followed>,
+    pub(super) changes: usize,
+    /// Since the last change half of the time until the next has passed, two leases since the
+    /// beginning, and nothing went wrong.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) steady: Option<Figures>,
+    pub(super) all: Figures,
+    /// The most in force at any instant, as a part of the limit.
+    pub(super) most_in_force: f64,
+    /// Where more was in force than the limit, or passed than that and a burst.
+    pub(in crate::simulate) violation: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) faults: Vec<Happened>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) remarks: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(in crate::simulate) partial: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Followed {
+    pub(super) of_hosts: f64,
+    #[serde(skip)]
+    pub(super) name: &'static str,
+    /// Ticks; absent where it was not so before the next change.
+    pub(super) median: Option<u64>,
+    pub(super) worst: Option<u64>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Happened {
+    pub(super) seconds: f64,
+    pub(super) what: String,
+}
+
+/// A row of a table: its name, and which figure it has.
+type Row<T> = (&'static str, fn(&Figures) -> T);
+
+/// Each a second, but for parts of the limit.
+#[derive(Clone, Debug, Default, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) struct Figures {
+    pub(super) seconds: f64,
+    pub(super) reports: f64,
+    pub(super) transactions: f64,
+    pub(super) grants: f64,
+    pub(super) leases_prolonged: f64,
+    pub(super) reads_and_elections: f64,
+    /// All that etcd is asked.
+    pub(super) asked: f64,
+    pub(super) asked_per_100_hosts: f64,
+    /// What its watches send.
+    pub(super) watched: f64,
+    pub(super) written_bytes: f64,
+    pub(super) sent_bytes: f64,
+    /// Part of the limit that nobody used while somebody waited, on average.
+    pub(super) unused: Option<f64>,
+    /// Part of the limit that is in force, on average.
+    pub(super) in_force: f64,
+    /// Part of the limit by which hosts are off from their ideal shares, on average.
+    pub(super) off: f64,
+    /// Part of the hosts that are near their ideal share, on average.
+    pub(super) near: f64,
+}
+
+impl Figures {
+    /// Of stretches of samples, each with the one before its first.
+    fn of(stretches: &[&[Sample]], hosts: usize, most: f64) -> Self {
+        let mut sum = Traffic::default();
+        let (mut seconds, mut count) = (0.0, 0.0);
+        let (mut in_force, mut off, mut near, mut unused, mut wanted) = (0.0, 0.0, 0.0, 0.0, 0.0);
+        for stretch in stretches {
+            let (Some(first), Some(last)) = (stretch.first(), stretch.last()) else { continue };
+            seconds += (last.at_ns - first.at_ns) as f64 / 1e9;
+            add(&mut sum, &last.traffic.since(&first.traffic));
+            for sample in &stretch[1..] {
+                count += 1.0;
+                in_force += sample.in_force;
+                off += sample.off;
+                near += sample.near;
+                if sample.is_wanted {
+                    wanted += 1.0;
+                    unused += 1.0 - sample.passed / most;
+                }
+            }
+        }
+        let a_second = |count: u64| count as f64 / f64::max(seconds, 1e-9);
+        let mean = |sum: f64| sum / f64::max(count, 1.0);
+        Self {
+            seconds,
+            reports: a_second(sum.reports),
+            transactions: a_second(sum.transactions),
+            grants: a_second(sum.grants),
+            leases_prolonged: a_second(sum.keeps),
+            reads_and_elections: a_second(sum.reads + sum.campaigns),
+            asked: a_second(sum.asked()),
+            asked_per_100_hosts: a_second(sum.asked()) * 100.0 / hosts as f64,
+            watched: a_second(sum.events),
+            written_bytes: a_second(sum.written_bytes),
+            sent_bytes: a_second(sum.sent_bytes),
+            // A bucket that was full lets more pass at first.
+            unused: (wanted > 0.0).then(|| (unused / wanted).max(0.0)),
+            in_force: mean(in_force),
+            off: mean(off),
+            near: mean(near),
+        }
+    }
+}
+
+fn add(sum: &mut Traffic, more: &Traffic) {
+    sum.reports += more.reports;
+    sum.transactions += more.transactions;
+    sum.grants += more.grants;
+    sum.keeps += more.keeps;
+    sum.campaigns += more.campaigns;
+    sum.reads += more.reads;
+    sum.events += more.events;
+    sum.written_bytes += more.written_bytes;
+    sum.sent_bytes += more.sent_bytes;
+}
+
+impl Summary {
+    pub(super) fn new(
+        spec: &ClusterSpec,
+        limits: &policy::cluster::Spec,
+        seed: u64,
+        outcome: &Outcome,
+        remarks: Vec<String>,
+    ) -> Self {
+        let samples = &outcome.samples;
+        let figures = |stretches: &[&[Sample]]| Figures::of(stretches, spec.hosts, outcome.most);
+        let tick = spec.timing.tick.as_nanos() as u64;
+        let half = spec.every.as_nanos() as u64 / tick / 2;
+        // For one lease after its election the first leader does not know all that may be in force.
+        let settled = 2 * spec.timing.lease.as_nanos() as u64;
+        let calm = |sample: &Sample| {
+            sample.since >= half && sample.at_ns >= settled && !outcome.disturbed.contains(&sample.phase)
+        };
+        let stretches: Vec<&[Sample]> = samples
+            .chunk_by(|one, other| one.phase == other.phase && calm(one) == calm(other))
+            .filter(|stretch| stretch.len() > 1 && calm(&stretch[0]))
+            .collect();
+        let all = limits.limits();
+        let set = policy::throttle::Setting::ALL
+            .into_iter()
+            .filter(|setting| all.get(*setting) != policy::throttle::Limits::default().get(*setting));
+        Self {
+            hosts: spec.hosts,
+            disks: spec.disks,
+            limits: set.map(|setting| (setting.name().to_owned(), all.get(setting))).collect(),
+            tick_ns: tick,
+            lease_ns: spec.timing.lease.as_nanos() as u64,
+            safe_share_ppm: spec.safe_share_ppm.map_or(20_000 / spec.hosts as u64, u64::from),
+            seconds: samples.last().map_or(0.0, |last| last.at_ns as f64 / 1e9),
+            seed,
+            followed: PARTS.map(|(name, part)| followed(name, part, outcome)).into(),
+            changes: outcome.changes.len(),
+            steady: (!stretches.is_empty()).then(|| figures(&stretches)),
+            all: figures(&[samples]),
+            most_in_force: outcome.most_in_force,
+            violation: outcome.violation.clone(),
+            faults: outcome
+                .faults
+                .iter()
+                .map(|(at, what)| Happened { seconds: *at as f64 / 1e9, what: what.clone() })
+                .collect(),
+            remarks,
+            partial: outcome.partial.clone(),
+        }
+    }
+
+    pub(in crate::simulate) fn text(&self) -> String {
+        let tables = [
+            (self.changes > 0).then(|| self.follows().render(false)),
+            Some(self.messages().render(false)),
+            Some(self.use_of_limits().render(false)),
+        ];
+        let mut text: Vec<String> = vec![format!("{}\n", self.title())];
+        text.extend(tables.into_iter().flatten());
+        text.push(format!("{}\n", self.safety()));
+        text.extend(self.faults.iter().map(|fault| format!("At {:.1} s: {}.\n", fault.seconds, fault.what)));
+        text.extend(self.remarks.iter().map(|remark| format!("{remark}\n")));
+        if let Some(why) = &self.partial {
+            text.push(format!("Not complete: {why}. The figures are of what came before.\n"));
+        }
+        text.join("\n")
+    }
+
+    pub(super) fn title(&self) -> String {
+        let limits: Vec<_> = self.limits.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        format!(
+            "{} hosts with {} disks each share {}; tick {}, lease {}, {} s, seed {}",
+            self.hosts,
+            self.disks,
+            limits.join(" "),
+            figures::time(self.tick_ns),
+            figures::time(self.lease_ns),
+            self.seconds,
+            self.seed
+        )
+    }
+
+    pub(in crate::simulate) fn safety(&self) -> String {
+        let most = figures::share(self.most_in_force);
+        match &self.violation {
+            None => format!(
+                "Never more than the limit was in force ({most} at most), or passed than that and a burst."
+            ),
+            Some(why) => format!("MORE THAN THE LIMIT: {why}."),
+        }
+    }
+
+    fn follows(&self) -> Table {
+        let mut table = Table::new(columns(&["WITHIN 5 % OF THE IDEAL"], &["TICKS, MEDIAN", "WORST"]));
+        for followed in &self.followed {
+            let shown = |ticks: Option<u64>| ticks.map_or_else(|| "-".to_owned(), |ticks| ticks.to_string());
+            table.row(vec![followed.name.to_owned(), shown(followed.median), shown(followed.worst)]);
+        }
+        table
+    }
+
+    fn messages(&self) -> Table {
+        let numbers = ["STEADY", "OF 100 HOSTS", "ALL THE TIME", "OF 100 HOSTS"];
+        let mut table = Table::new(columns(&["AT ETCD, A SECOND"], &numbers));
+        let rows: [Row<f64>; 8] = [
+            ("reports", |figures| figures.reports),
+            ("transactions", |figures| figures.transactions),
+            ("leases prolonged", |figures| figures.leases_prolonged),
+            ("reads, elections", |figures| figures.reads_and_elections),
+            ("asked in all", |figures| figures.asked),
+            ("sent by watches", |figures| figures.watched),
+            ("bytes written", |figures| figures.written_bytes),
+            ("bytes sent", |figures| figures.sent_bytes),
+        ];
+        for (name, of) in rows {
+            let shown = |value: f64| {
+                if name.starts_with("bytes") { figures::bytes(value) } else { figures::count(value) }
+            };
+            let both = |figures: Option<&Figures>| match figures {
+                None => ["-".to_owned(), "-".to_owned()],
+                Some(figures) => [shown(of(figures)), shown(of(figures) * 100.0 / self.hosts as f64)],
+            };
+            let mut row = vec![name.to_owned()];
+            row.extend(both(self.steady.as_ref()));
+            row.extend(both(Some(&self.all)));
+            table.row(row);
+        }
+        table
+    }
+
+    fn use_of_limits(&self) -> Table {
+        let mut table = Table::new([
+            ("OF THE LIMIT", Side::Left),
+            ("STEADY", Side::Right),
+            ("ALL THE TIME", Side::Right),
+        ]);
+        let rows: [Row<Option<f64>>; 4] = [
+            ("unused while somebody waits", |figures| figures.unused),
+            ("in force", |figures| Some(figures.in_force)),
+            ("off from the ideal", |figures| Some(figures.off)),
+            ("hosts within 5 % of the ideal", |figures| Some(figures.near)),
+        ];
+        for (name, of) in rows {
+            let shown = |figures: Option<&Figures>| {
+                figures.and_then(of).map_or_else(|| "-".to_owned(), figures::share)
+            };
+            table.row(vec![name.to_owned(), shown(self.steady.as_ref()), shown(Some(&self.all))]);
+        }
+        table
+    }
+}
+
+/// After each change that nothing disturbed.
+fn followed(name: &'static str, part: f64, outcome: &Outcome) -> Followed {
+    let phases = (1..=outcome.changes.len()).filter(|phase| !outcome.disturbed.contains(phase));
+    let ticks = |phase: usize| {
+        let mut seen = outcome.samples.iter().filter(|sample| sample.phase == phase).peekable();
+        seen.peek()?;
+        Some(seen.find(|sample| sample.near >= part).map_or(u64::MAX, |sample| sample.since))
+    };
+    let mut ticks: Vec<u64> = phases.filter_map(ticks).collect();
+    ticks.sort_unstable();
+    let known = |ticks: Option<&u64>| ticks.copied().filter(|ticks| *ticks < u64::MAX);
+    Followed { of_hosts: part, name, median: known(ticks.get(ticks.len() / 2)), worst: known(ticks.last()) }
+}

@@ -1,0 +1,61 @@
+//! A cluster as a whole: what is told of it, and that a seed tells the same again.
+
+use super::*;
+
+static GO_ON: AtomicBool = AtomicBool::new(false);
+
+fn simulated(text: &str, iops: u64, seed: u64) -> (Summary, run::Outcome) {
+    let spec: ClusterSpec = text.parse().unwrap();
+    let mut limits = Limits::default();
+    limits.limit_mut(LimitKind::IopsTotal).rate = iops;
+    let limits = Spec::new(1, limits, spec.hosts as u32, spec.safe_share_ppm).unwrap();
+    let outcome = run::run(&spec, limits, seed, &GO_ON, |_| {});
+    (Summary::new(&spec, &limits, seed, &outcome, Vec::new()), outcome)
+}
+
+#[test]
+fn shares_follow_and_a_seed_tells_the_same_again() {
+    let text = "hosts=30,disks=2,seconds=40";
+    let (summary, outcome) = simulated(text, 6000, 3);
+    assert_eq!((summary.changes, summary.violation.as_deref()), (4, None));
+    assert!(summary.most_in_force > 0.9 && summary.most_in_force <= 1.0, "{}", summary.most_in_force);
+    let steady = summary.steady.as_ref().unwrap();
+    assert!(steady.unused.unwrap() < 0.1, "{steady:?}");
+    assert!(steady.near > 0.9, "{steady:?}");
+    let told = |(summary, _): (Summary, run::Outcome)| serde_json::to_string(&summary).unwrap();
+    let findings = findings::of(&summary, &outcome);
+    assert_eq!(findings.charts.len(), 3);
+    assert_eq!(told((summary, outcome)), told(simulated(text, 6000, 3)));
+    assert_ne!(told(simulated(text, 6000, 3)), told(simulated(text, 6000, 4)));
+}
+
+#[test]
+fn what_etcd_is_asked_when_nothing_changes_stays_below_what_is_asked() {
+    let (summary, _) = simulated("hosts=100,disks=1,seconds=30,change=0", 10_000, 1);
+    let steady = summary.steady.unwrap();
+    assert!(steady.asked_per_100_hosts <= 50.0, "{steady:?}");
+    // A report in a lease at least, or nobody would have one.
+    assert!(steady.reports >= 100.0 / 5.0, "{steady:?}");
+    assert!(steady.written_bytes > 100.0 * steady.reports, "{steady:?}");
+}
+
+#[test]
+fn whatever_goes_wrong_no_more_than_the_limit_is_in_force() {
+    let text = "hosts=20,disks=1,seconds=60,leader-deaths=2,etcd-stops=1,cuts=2,crashes=2,away=7s,drift=400";
+    for seed in 1..4 {
+        let (summary, _) = simulated(text, 4000, seed);
+        assert_eq!(summary.violation, None, "seed {seed}");
+        // What ends after the end is not told of.
+        assert!(summary.faults.len() > 6, "seed {seed}: {:?}", summary.faults);
+    }
+}
+
+#[test]
+fn without_etcd_the_safe_share_holds() {
+    let text = "hosts=10,disks=1,seconds=60,change=0,busy=50,idle=50";
+    let (with, _) = simulated(text, 2000, 1);
+    let (without, outcome) = simulated(&format!("{text},etcd-stops=9,away=100s"), 2000, 1);
+    assert!(with.all.in_force > without.all.in_force + 0.2, "{with:?} {without:?}");
+    assert!(outcome.samples.last().unwrap().in_force < 0.03, "{without:?}");
+    assert!(without.text().contains("etcd stops"));
+}

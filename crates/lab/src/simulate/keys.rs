@@ -1,0 +1,84 @@
+//! `key=value,…`, as `--workload` and `--cluster` are written.
+//!
+//! Never lets a key pass that nobody has taken.
+
+use std::time::Duration;
+
+/// Keeps sums within 64 bits.
+const MOST_BYTES: u64 = 1 << 50;
+
+/// `key=value,…` not yet taken.
+pub(super) struct Keys<'a>(Vec<(&'a str, &'a str)>);
+
+impl<'a> Keys<'a> {
+    pub(super) fn new(text: &'a str) -> Result<Self, String> {
+        let mut pairs: Vec<(&str, &str)> = Vec::new();
+        for pair in text.split(',').filter(|pair| !pair.is_empty()) {
+            let (key, value) =
+                pair.split_once('=').ok_or_else(|| format!("{pair:?} is not of the form key=value"))?;
+            if pairs.iter().any(|(known, _)| *known == key) {
+                return Err(format!("{key} is given twice (remove one)"));
+            }
+            pairs.push((key, value));
+        }
+        Ok(Self(pairs))
+    }
+
+    pub(super) fn take(&mut self, key: &str) -> Option<&'a str> {
+        let at = self.0.iter().position(|(known, _)| *known == key)?;
+        Some(self.0.remove(at).1)
+    }
+
+    pub(super) fn number(
+        &mut self,
+        key: &str,
+        default: u64,
+        range: std::ops::RangeInclusive<u64>,
+    ) -> Result<u64, String> {
+        let Some(text) = self.take(key) else { return Ok(default) };
+        let number = settings::count(text).map_err(|rule| format!("{key}={text} {rule}"))?;
+        if !range.contains(&number) {
+            return Err(format!("{key}={text} is not between {} and {}", range.start(), range.end()));
+        }
+        Ok(number)
+    }
+
+    pub(super) fn bytes(&mut self, key: &str, default: u64) -> Result<u64, String> {
+        let Some(text) = self.take(key) else { return Ok(default) };
+        let bytes = settings::size(text).map_err(|rule| format!("{key}={text} {rule}"))?;
+        if bytes == 0 || bytes > MOST_BYTES {
+            return Err(format!("{key}={text} is not between 1 and 1024T"));
+        }
+        Ok(bytes)
+    }
+
+    pub(super) fn time(
+        &mut self,
+        key: &str,
+        default: Duration,
+        range: std::ops::RangeInclusive<Duration>,
+    ) -> Result<Duration, String> {
+        let Some(text) = self.take(key) else { return Ok(default) };
+        let time = settings::duration(text).map_err(|rule| format!("{key}={text} {rule}"))?;
+        if !range.contains(&time) {
+            return Err(format!("{key}={text} is not between {:?} and {:?}", range.start(), range.end()));
+        }
+        Ok(time)
+    }
+
+    /// Of a hundred, with or without the sign.
+    pub(super) fn percent(&mut self, key: &str, default: u64) -> Result<u64, String> {
+        let Some(text) = self.take(key) else { return Ok(default) };
+        let number = settings::count(text.strip_suffix('%').unwrap_or(text)).ok();
+        number
+            .filter(|percent| *percent <= 100)
+            .ok_or_else(|| format!("{key}={text} is not a percentage from 0% to 100%"))
+    }
+
+    pub(super) fn finish(self, name: &str) -> Result<(), String> {
+        match self.0.first() {
+            Some((key, _)) => Err(format!("{key:?} is nothing that {name} knows")),
+            None => Ok(()),
+        }
+    }
+}
