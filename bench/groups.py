@@ -26,7 +26,9 @@ class Disk:
 
 
 def toml(value):
-    """A number or a text as TOML writes it."""
+    """A number, a text or a yes or no as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

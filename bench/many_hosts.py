@@ -27,11 +27,10 @@ def divided(setup, members):
     """The text of a config file with a disk in a group that `members` of etcd divide."""
     tables = {
         "cluster": {"name": "bench", "host": "one", "etcd": members.urls()[0]},
-        f"group.{groups.GROUP}": {},
+        f"group.{groups.GROUP}": {"cluster": True},
         f"disk.{DISK}": {"image": f"memory:{setup.size_bytes}", "group": groups.GROUP},
     }
-    text = "\n".join(groups.table(title, keys) for title, keys in tables.items())
-    return text.replace(f"[group.{groups.GROUP}]\n", f"[group.{groups.GROUP}]\ncluster = true\n")
+    return "\n".join(groups.table(title, keys) for title, keys in tables.items())
 
 
 def cost(setup, stack):

@@ -2,7 +2,7 @@
 //!
 //! Never lets a key pass that nobody has taken.
 
-use std::time::Duration;
+use std::{fmt, ops::RangeInclusive, time::Duration};
 
 /// Keeps sums within 64 bits.
 const MOST_BYTES: u64 = 1 << 50;
@@ -33,14 +33,11 @@ impl<'a> Keys<'a> {
         &mut self,
         key: &str,
         default: u64,
-        range: std::ops::RangeInclusive<u64>,
+        range: RangeInclusive<u64>,
     ) -> Result<u64, String> {
         let Some(text) = self.take(key) else { return Ok(default) };
         let number = settings::count(text).map_err(|rule| format!("{key}={text} {rule}"))?;
-        if !range.contains(&number) {
-            return Err(format!("{key}={text} is not between {} and {}", range.start(), range.end()));
-        }
-        Ok(number)
+        within(key, text, number, &range)
     }
 
     pub(super) fn bytes(&mut self, key: &str, default: u64) -> Result<u64, String> {
@@ -56,14 +53,11 @@ impl<'a> Keys<'a> {
         &mut self,
         key: &str,
         default: Duration,
-        range: std::ops::RangeInclusive<Duration>,
+        range: RangeInclusive<Duration>,
     ) -> Result<Duration, String> {
         let Some(text) = self.take(key) else { return Ok(default) };
         let time = settings::duration(text).map_err(|rule| format!("{key}={text} {rule}"))?;
-        if !range.contains(&time) {
-            return Err(format!("{key}={text} is not between {:?} and {:?}", range.start(), range.end()));
-        }
-        Ok(time)
+        within(key, text, time, &range)
     }
 
     /// Of a hundred, with or without the sign.
@@ -81,4 +75,16 @@ impl<'a> Keys<'a> {
             None => Ok(()),
         }
     }
+}
+
+fn within<T: PartialOrd + fmt::Debug>(
+    key: &str,
+    text: &str,
+    value: T,
+    range: &RangeInclusive<T>,
+) -> Result<T, String> {
+    if !range.contains(&value) {
+        return Err(format!("{key}={text} is not between {:?} and {:?}", range.start(), range.end()));
+    }
+    Ok(value)
 }

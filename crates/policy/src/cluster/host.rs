@@ -159,9 +159,7 @@ impl Host {
     ) {
         let is_mine = grant.instance == self.instance && self.follows == Some(grant.term);
         let is_old = grant.answers < self.follows_from.max(self.answered) || grant.seq < self.seq.max(1);
-        let sent = self.sent.iter().find(|(number, _)| *number == grant.answers);
-        let Some((_, sent_at)) = sent.filter(|_| is_mine && !is_old) else { return };
-        let until = *sent_at + self.timing.lease;
+        let Some(until) = self.lease_of(grant).filter(|_| is_mine && !is_old) else { return };
         if until <= now || now >= self.next() {
             return;
         }
