@@ -40,12 +40,13 @@ class Server:
     """One running server of one export. Use it in a `with` statement.
 
     It is reached over a Unix socket, or where a client cannot use one over TCP on the loopback
-    (`tcp=True`).
+    (`tcp=True`). `killed`: it is not asked to end, where it may be in no state to.
     """
 
-    def __init__(self, argv, tcp=False):
+    def __init__(self, argv, tcp=False, killed=False):
         self.argv = [str(word) for word in argv]
         self.tcp = tcp
+        self._killed = killed
 
     def __enter__(self):
         self._directory = tempfile.TemporaryDirectory(prefix="weir-bench.")
@@ -106,6 +107,10 @@ class Server:
     def _stop(self, quiet):
         """Ends the process. `quiet` when another failure is on its way out and must not be hidden.
         """
+        if self._killed:
+            self._process.kill()
+            self._process.wait()
+            return
         if self._process.poll() is not None:
             # Whatever failed because of it says less than the server's last words.
             raise ServerFailed(f"{shlex.join(self.argv)[:200]}: ended by itself\n{self.log()}")
