@@ -311,11 +311,11 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     assert!(said.contains("ca-cert.pem"), "{said}");
     // A newer weir, and garbage.
     for (value, expect) in [("{\"version\":2}", "is of version 2"), ("garbage", "is not weir's")] {
-        etcd.control(&["put", "/weir/v1/lab/group/gold", value]).succeeds();
+        etcd.control(&["put", "/weir/v1/lab/all/group/gold", value]).succeeds();
         let said = refused(&etcd.url(), "");
         assert!(said.contains(expect), "{said}");
     }
-    etcd.control(&["del", "/weir/v1/lab/group/gold"]).succeeds();
+    etcd.control(&["del", "/weir/v1/lab/all/group/gold"]).succeeds();
     // Two of one name: the second does not join.
     let one = Host::start("x", &etcd);
     until("it has joined", || one.cluster()["joined"] == true);
@@ -329,7 +329,7 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     assert!(said.contains("--cluster"), "{said}");
     // Garbage among grants and reports harms nobody.
     etcd.control(&["put", "/weir/v1/lab/report/y", "garbage"]).succeeds();
-    etcd.control(&["put", "/weir/v1/lab/grant/x", "garbage"]).succeeds();
+    etcd.control(&["put", "/weir/v1/lab/host/x/grant", "garbage"]).succeeds();
     one.weir().wait_for_log("is not weir's");
     until("it goes on", || one.cluster()["leader"] == "x");
     drop(etcd);

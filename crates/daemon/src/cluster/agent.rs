@@ -162,24 +162,21 @@ impl Session<'_> {
         self.known.number += 1;
         self.end();
         let host = self.agent.cluster.host.clone();
-        let ranges = [
-            self.known.keys.one(Key::Leader),
-            self.known.keys.all(Key::Group("")),
-            self.known.keys.one(Key::Host(&host)),
-            self.known.keys.all(Key::Promise("")),
-            self.known.keys.one(Key::Grant(&host)),
-        ];
+        let ranges = [self.known.keys.of_all(), self.known.keys.of_host(&host)];
         let (revision, found) = etcd.read(&ranges).await?;
-        let watch = etcd.watch(&ranges, revision + 1).await?;
-        let _watching = forward(watch, self.known.number, self.agent.inbox.0.clone());
+        let mut watching = Vec::new();
+        for range in &ranges {
+            let watch = etcd.watch(range, revision + 1).await?;
+            watching.push(forward(watch, self.known.number, self.agent.inbox.0.clone()));
+        }
         self.known.leader = None;
         self.known.promises.clear();
         self.known.promises_at = revision;
         let (mut own, mut granted) = (None, None);
         for value in found.into_iter().flatten() {
             match self.known.keys.read(&value.key) {
-                Some(Key::Host(_)) => own = Some(value),
-                Some(Key::Grant(_)) => granted = Some(value),
+                Some(Key::Host(name)) if name == host => own = Some(value),
+                Some(Key::Grant(name)) if name == host => granted = Some(value),
                 _ => self.on_put(&value).await?,
             }
         }
@@ -349,17 +346,19 @@ impl Session<'_> {
                 }
                 Err(why) => wrong(why),
             },
-            Some(Key::Grant(_)) => match values::read::<Grants>(&value.value) {
-                Ok(grants) => {
-                    for (group, grant) in grants.groups {
-                        match grant.read() {
-                            Ok(grant) => self.tell(Word::Granted { group, grant }).await?,
-                            Err(why) => wrong(why),
+            Some(Key::Grant(name)) if name == self.agent.cluster.host => {
+                match values::read::<Grants>(&value.value) {
+                    Ok(grants) => {
+                        for (group, grant) in grants.groups {
+                            match grant.read() {
+                                Ok(grant) => self.tell(Word::Granted { group, grant }).await?,
+                                Err(why) => wrong(why),
+                            }
                         }
                     }
+                    Err(why) => wrong(why),
                 }
-                Err(why) => wrong(why),
-            },
+            }
             Some(Key::Report(name)) => {
                 if let Some(leading) = &mut self.leading {
                     match values::read::<Reports>(&value.value) {
@@ -368,7 +367,7 @@ impl Session<'_> {
                     }
                 }
             }
-            Some(Key::Host(_)) | None => {}
+            Some(Key::Host(_) | Key::Grant(_)) | None => {}
         }
         Ok(())
     }
@@ -446,7 +445,7 @@ impl Session<'_> {
         let (Some(own), Some(lease)) = (&self.own_promises, self.known.joined) else { return Ok(()) };
         let key = self.known.keys.key(Key::Promise(&self.agent.cluster.host));
         let put = Operation::put(&key, &values::write(own), Some(lease));
-        let all = self.known.keys.all(Key::Promise(""));
+        let all = self.known.keys.promises();
         for _ in 0..3 {
             let compare = Compare::NotSince(all.clone(), self.known.promises_at);
             let done = etcd.transact(&[compare], std::slice::from_ref(&put)).await?;

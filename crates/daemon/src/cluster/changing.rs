@@ -41,7 +41,7 @@ pub(super) async fn change(known: &Known, etcd: &mut Etcd, change: Change) -> Re
             |stored| Compare::Changed(key.clone(), stored.changed),
         ),
         // What was promised meanwhile may be more than the limits now.
-        Compare::NotSince(known.keys.all(Key::Promise("")), known.promises_at),
+        Compare::NotSince(known.keys.promises(), known.promises_at),
     ];
     let done = etcd.transact(&compare, &[Operation::put(&key, &values::write(&group), None)]).await?;
     if !done.held {

@@ -1,13 +1,15 @@
 //! The keys of a cluster in etcd, and which of them are whose.
 //!
 //! ```text
-//!   /weir/v1/CLUSTER/leader          who leads; with a lease, so it goes with him
-//!                   /group/GROUP     limits over all hosts; whoever changes them
-//!                   /host/HOST       which process is that host; with a lease
-//!                   /promise/HOST    what is promised there, and what was measured; with a lease
-//!                   /report/HOST     what it wants and has, of all its groups
-//!                   /grant/HOST      what it may have; the leader's, fenced by the first key
+//!   /weir/v1/CLUSTER/all/leader          who leads; with a lease, so it goes with him
+//!                   /all/group/GROUP     limits over all hosts; whoever changes them
+//!                   /all/promise/HOST    what is promised there, and what was measured; with a lease
+//!                   /host/HOST/name      which process is that host; with a lease
+//!                   /host/HOST/grant     what it may have; the leader's, fenced by the first key
+//!                   /report/HOST         what it wants and has, of all its groups
 //! ```
+//!
+//! Each host watches `all` and what is below its own name; the leader watches reports.
 //!
 //! `v1` is the version of keys and values: a weir of another one has keys of its own, and never
 //! reads these.
@@ -37,18 +39,40 @@ impl Keys {
     pub(super) fn key(&self, key: Key<'_>) -> String {
         let prefix = &self.0;
         match key {
-            Key::Leader => format!("{prefix}leader"),
-            Key::Group(name) => format!("{prefix}group/{name}"),
-            Key::Host(name) => format!("{prefix}host/{name}"),
-            Key::Promise(name) => format!("{prefix}promise/{name}"),
+            Key::Leader => format!("{prefix}all/leader"),
+            Key::Group(name) => format!("{prefix}all/group/{name}"),
+            Key::Promise(name) => format!("{prefix}all/promise/{name}"),
+            Key::Host(name) => format!("{prefix}host/{name}/name"),
+            Key::Grant(name) => format!("{prefix}host/{name}/grant"),
             Key::Report(name) => format!("{prefix}report/{name}"),
-            Key::Grant(name) => format!("{prefix}grant/{name}"),
         }
     }
 
-    /// All of a kind: give a key of it with an empty name.
-    pub(super) fn all(&self, kind: Key<'_>) -> Range {
-        Range::Prefix(self.key(kind))
+    /// What all hosts know of.
+    pub(super) fn of_all(&self) -> Range {
+        Range::Prefix(format!("{}all/", self.0))
+    }
+
+    /// A host's name, and what it may have.
+    pub(super) fn of_host(&self, name: &str) -> Range {
+        Range::Prefix(format!("{}host/{name}/", self.0))
+    }
+
+    /// Names of all hosts, and what they may have.
+    pub(super) fn of_hosts(&self) -> Range {
+        Range::Prefix(format!("{}host/", self.0))
+    }
+
+    pub(super) fn groups(&self) -> Range {
+        Range::Prefix(self.key(Key::Group("")))
+    }
+
+    pub(super) fn promises(&self) -> Range {
+        Range::Prefix(self.key(Key::Promise("")))
+    }
+
+    pub(super) fn reports(&self) -> Range {
+        Range::Prefix(self.key(Key::Report("")))
     }
 
     pub(super) fn one(&self, key: Key<'_>) -> Range {
@@ -58,21 +82,24 @@ impl Keys {
     /// None where it is none that weir knows.
     pub(super) fn read<'a>(&self, key: &'a str) -> Option<Key<'a>> {
         let rest = key.strip_prefix(&self.0)?;
-        if rest == "leader" {
+        if rest == "all/leader" {
             return Some(Key::Leader);
         }
-        let (kind, name) = rest.split_once('/')?;
-        if name.is_empty() {
-            return None;
-        }
-        match kind {
-            "group" => Some(Key::Group(name)),
-            "host" => Some(Key::Host(name)),
-            "promise" => Some(Key::Promise(name)),
-            "report" => Some(Key::Report(name)),
-            "grant" => Some(Key::Grant(name)),
-            _ => None,
-        }
+        let of_host = || rest.strip_prefix("host/")?.rsplit_once('/');
+        let (found, name) = if let Some(name) = rest.strip_prefix("all/group/") {
+            (Key::Group(name), name)
+        } else if let Some(name) = rest.strip_prefix("all/promise/") {
+            (Key::Promise(name), name)
+        } else if let Some(name) = rest.strip_prefix("report/") {
+            (Key::Report(name), name)
+        } else {
+            match of_host()? {
+                (name, "name") => (Key::Host(name), name),
+                (name, "grant") => (Key::Grant(name), name),
+                _ => return None,
+            }
+        };
+        (!name.is_empty()).then_some(found)
     }
 }
 
@@ -93,7 +120,15 @@ mod tests {
         ] {
             assert_eq!(keys.read(&keys.key(key)), Some(key));
         }
-        for other in ["", "/weir/v1/lab", "/weir/v1/lab2/leader", "/weir/v1/lab/group/", "/weir/v1/lab/x/y"] {
+        for other in [
+            "",
+            "/weir/v1/lab",
+            "/weir/v1/lab2/all/leader",
+            "/weir/v1/lab/all/group/",
+            "/weir/v1/lab/host/name",
+            "/weir/v1/lab/host/h/x",
+            "/weir/v1/lab/x/y",
+        ] {
             assert_eq!(keys.read(other), None, "{other}");
         }
     }

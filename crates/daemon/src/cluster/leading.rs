@@ -61,9 +61,9 @@ impl Leading {
             return Ok(None);
         }
         let term = Term { revision: done.revision.cast_unsigned(), nonce: leader.nonce };
-        let ranges = [keys.all(Key::Report(""))];
-        let (revision, found) = etcd.read(&ranges).await?;
-        let watch = etcd.watch(&ranges, revision + 1).await?;
+        let reports = keys.reports();
+        let (revision, found) = etcd.read(std::slice::from_ref(&reports)).await?;
+        let watch = etcd.watch(&reports, revision + 1).await?;
         let mut leading = Self {
             term,
             keys,

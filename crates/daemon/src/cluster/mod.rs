@@ -363,8 +363,7 @@ fn first(cluster: &settings::Cluster, terms: &Terms) -> Result<First, Error> {
     runtime.block_on(async {
         let keys = Keys::of(&cluster.name);
         let mut etcd = Etcd::connect(terms, 0).await?;
-        let ranges = [Key::Group(""), Key::Promise("")].map(|kind| keys.all(kind));
-        let (_, found) = etcd.read(&ranges).await?;
+        let (_, found) = etcd.read(&[keys.groups(), keys.promises()]).await?;
         let mut first = First { specs: BTreeMap::new(), promises: BTreeMap::new() };
         for value in found.iter().flatten() {
             match keys.read(&value.key) {

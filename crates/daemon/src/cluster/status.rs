@@ -30,8 +30,7 @@ pub(super) async fn connected(
     etcd: &mut Etcd,
 ) -> Result<Value, Error> {
     let keys = &known.keys;
-    let kinds = [Key::Host(""), Key::Report(""), Key::Grant("")];
-    let (_, found) = etcd.read(&kinds.map(|kind| keys.all(kind))).await?;
+    let (_, found) = etcd.read(&[keys.of_hosts(), keys.reports()]).await?;
     let (mut hosts, mut reports, mut grants) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     for value in found.iter().flatten() {
         match keys.read(&value.key) {

@@ -259,12 +259,12 @@ impl Etcd {
         self.post("/v3/lease/revoke", json!({ "ID": lease.to_string() })).await.map(drop)
     }
 
-    /// What changes in these ranges from a revision on, over a connection of its own.
-    pub(super) async fn watch(&self, ranges: &[Range], from: i64) -> Result<Watch, Error> {
+    /// What changes in a range from a revision on, over a connection of its own.
+    pub(super) async fn watch(&self, range: &Range, from: i64) -> Result<Watch, Error> {
         let member = &self.terms.members[self.at];
         let tls = self.terms.tls.as_ref();
         let connection = Connection::open(member.said.clone(), &member.addresses, tls, PATIENCE).await?;
-        Watch::open(connection, ranges, from, self.token.as_deref(), PATIENCE).await
+        Watch::open(connection, range, from, self.token.as_deref(), PATIENCE).await
     }
 }
 

@@ -25,26 +25,37 @@ pub(in crate::cluster) struct Watch {
 }
 
 impl Watch {
+    /// Of one range: where a request asks for several, the gateway may begin its answer after the
+    /// first of them, and then Go's HTTP server throws away what it has not read of the others.
+    ///
+    /// # Errors
+    /// If the member does not say in time that it watches.
     pub(super) async fn open(
         mut connection: Connection,
-        ranges: &[Range],
+        range: &Range,
         from: i64,
         token: Option<&str>,
         patience: Duration,
     ) -> Result<Self, Error> {
-        let mut request = Vec::new();
-        for range in ranges {
-            let mut create = range.body();
-            create["start_revision"] = json!(from.to_string());
-            request.extend(json!({ "create_request": create }).to_string().into_bytes());
-            request.push(b'\n');
-        }
-        let begun = tokio::time::timeout(patience, connection.begin("/v3/watch", request, token)).await;
-        let response = begun.map_err(|_| Error::Unreachable(anyhow!("etcd: it begins no watch")))??;
-        if !response.status().is_success() {
-            return Err(Error::Unreachable(anyhow!("etcd: it does not watch: {}", response.status())));
-        }
-        Ok(Self { _connection: connection, body: response.into_body(), rest: Vec::new() })
+        let mut create = range.body();
+        create["start_revision"] = json!(from.to_string());
+        let request = json!({ "create_request": create }).to_string().into_bytes();
+        let begun = async {
+            let response = connection.begin("/v3/watch", request, token).await?;
+            if !response.status().is_success() {
+                return Err(Error::Unreachable(anyhow!("etcd: it does not watch: {}", response.status())));
+            }
+            let mut watch = Self { _connection: connection, body: response.into_body(), rest: Vec::new() };
+            let first = watch.line().await?;
+            // Where it may not, that comes with it.
+            events(&first)?;
+            match is_created(&first) {
+                true => Ok(watch),
+                false => Err(Error::Unreachable(anyhow!("etcd: it does not say that it watches"))),
+            }
+        };
+        let begun = tokio::time::timeout(patience, begun).await;
+        begun.map_err(|_| Error::Unreachable(anyhow!("etcd: it begins no watch")))?
     }
 
     /// What happened next, in its order. May be empty.
@@ -52,10 +63,13 @@ impl Watch {
     /// # Errors
     /// If it ends: then all is to be read anew.
     pub(in crate::cluster) async fn next(&mut self) -> Result<Vec<Event>, Error> {
+        events(&self.line().await?)
+    }
+
+    async fn line(&mut self) -> Result<Vec<u8>, Error> {
         loop {
             if let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<u8> = self.rest.drain(..=end).collect();
-                return events(&line);
+                return Ok(self.rest.drain(..=end).collect());
             }
             let frame = self.body.frame().await;
             let frame = frame.ok_or_else(|| Error::Unreachable(anyhow!("etcd: the watch ended")))?;
@@ -66,6 +80,10 @@ impl Watch {
             }
         }
     }
+}
+
+fn is_created(line: &[u8]) -> bool {
+    serde_json::from_slice::<Value>(line).is_ok_and(|value| value["result"]["created"] == true)
 }
 
 fn events(line: &[u8]) -> Result<Vec<Event>, Error> {
@@ -82,6 +100,12 @@ fn events(line: &[u8]) -> Result<Vec<Event>, Error> {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        io::{Read as _, Write as _},
+        net::TcpListener,
+        thread,
+    };
+
     use super::*;
 
     #[test]
@@ -97,5 +121,42 @@ mod tests {
             assert!(read(end).is_err());
         }
         assert!(events(b"<html>").is_err());
+    }
+
+    /// What becomes of a watch at a member that gives this answer, and holds the connection.
+    fn open_at_one_that_says(line: &str, patience: Duration) -> Result<(), Error> {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let length = line.len();
+        let answer = format!("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n{length:x}\r\n{line}\r\n");
+        let member = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut request = [0; 4096];
+            assert!(stream.read(&mut request).unwrap() > 0);
+            stream.write_all(answer.as_bytes()).unwrap();
+            // Until the client has gone.
+            while stream.read(&mut request).is_ok_and(|count| count > 0) {}
+        });
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().unwrap();
+        let opened = runtime.block_on(async {
+            let said: settings::Etcd = format!("http://{address}").parse().unwrap();
+            let connection = Connection::open(said, &[address], None, Duration::from_secs(60)).await?;
+            let range = Range::Prefix("a".to_owned());
+            Watch::open(connection, &range, 1, None, patience).await.map(drop)
+        });
+        drop(runtime);
+        member.join().unwrap();
+        opened
+    }
+
+    #[test]
+    fn a_watch_is_one_once_the_member_says_so() {
+        let patience = Duration::from_secs(60);
+        assert!(open_at_one_that_says("{\"result\":{\"created\":true}}\n", patience).is_ok());
+        for other in ["{\"result\":{}}\n", "{\"result\":{\"created\":true,\"canceled\":true}}\n"] {
+            assert!(open_at_one_that_says(other, patience).is_err(), "{other}");
+        }
+        assert!(open_at_one_that_says("{\"result\"", Duration::from_millis(100)).is_err());
     }
 }
