@@ -63,17 +63,16 @@ test-unit: ## tests in virtual time, and those of one crate: units, properties, 
 	$(TESTS)
 
 # The guests and the bench take the program that the tests have made and run: `cargo build` would
-# make another, with other features of its dependencies, for minutes.
+# make another, with other features of its dependencies, for minutes. A guest keeps one processor
+# busy, so two scripts run at a time, the longest first.
 test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel, its disks and its cgroups, every row of the bench
 	@scripts/deps build clients browser containers guest packages
 	@scripts/python-clients
 	@scripts/prometheus
 	@scripts/etcd
 	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
-	tests/package/run "$(TARGET)/debug/weir"
-	tests/guest/against-weir "$(TARGET)/debug/weir"
-	tests/guest/virtual-machines "$(TARGET)/debug/weir"
-	tests/guest/block-devices "$(TARGET)/debug/weir"
+	@printf 'tests/%s\n' guest/block-devices guest/against-weir guest/virtual-machines package/run \
+		| xargs -P 2 -I TEST sh -xc 'TEST "$(TARGET)/debug/weir"'
 	bench/run.py --short --weir "$(TARGET)/debug/weir"
 
 # Not a part of `make test`: it takes 50 MB of packages. `.ci/run` has it.

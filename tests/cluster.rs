@@ -7,10 +7,13 @@
 //! shares follow, nor that a rate is reached.
 
 use std::{
-    fs, iter,
+    fs,
+    io::{Read as _, Write as _},
+    iter,
     net::TcpListener,
     path::PathBuf,
     process::{Child, Command, Stdio},
+    thread,
     time::Instant,
 };
 
@@ -333,6 +336,85 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     one.weir().wait_for_log("is not weir's");
     until("it goes on", || one.cluster()["leader"] == "x");
     drop(etcd);
+}
+
+#[test]
+fn what_etcd_has_lost_or_others_wrote_is_written_again() {
+    let scratch = Scratch::new();
+    let mut etcd = Etcd::start(&scratch);
+    let mut hosts: Vec<_> = ["a", "b"].iter().map(|name| Host::start(name, &etcd)).collect();
+    until("both have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
+    hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2000"]).succeeds();
+    until("both know it", || hosts.iter().all(|host| host.part() < 2000));
+    hosts[0].run(&["throttle", "vm", "--iops-reservation", "1500"]).succeeds();
+    let there = |etcd: &Etcd, key: &str| {
+        let key = format!("/weir/v1/lab/{key}");
+        etcd.control(&["get", "--print-value-only", &key]).succeeds()
+    };
+    until("it is promised", || there(&etcd, "all/promise/a").contains("1500"));
+    let limits = there(&etcd, "all/group/gold");
+    for (key, value) in [("all/group/gold", limits.trim()), ("all/promise/a", "1500")] {
+        etcd.control(&["del", &format!("/weir/v1/lab/{key}")]).succeeds();
+        until(key, || there(&etcd, key).contains(value));
+    }
+    let said = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).fails();
+    assert!(said.contains("1500"), "{said}");
+    // Without a lease nobody's, whatever stands there.
+    for (key, value) in [
+        ("all/leader", "garbage"),
+        ("all/leader", "{\"version\":1,\"host\":\"ghost\",\"nonce\":1}"),
+        ("host/a/name", "garbage"),
+        (
+            "host/a/name",
+            "{\"version\":1,\"instance\":9223372036854775807,\"machine\":\"\",\"pid\":1,\"began\":1,\"weir\":\"\"}",
+        ),
+    ] {
+        etcd.control(&["put", &format!("/weir/v1/lab/{key}"), value]).succeeds();
+        until(value, || there(&etcd, key).trim() != value);
+        until("somebody leads", || leader_of(&hosts[0]).is_some_and(|name| name != "ghost"));
+        until("both are there", || hosts.iter().all(|host| host.cluster()["joined"] == true));
+    }
+    hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "1600"]).succeeds();
+    let change = |host: &Host| host.status()["groups"][0]["cluster"]["limits"]["iops-total"].as_u64();
+    until("it holds on both", || hosts.iter().all(|host| change(host) == Some(1600)));
+    // A start without etcd, and one with an etcd that knows nothing.
+    etcd.kill();
+    fs::remove_dir_all(&etcd.data).unwrap();
+    for is_away in [true, false] {
+        hosts[1].weir.take().unwrap().crash();
+        hosts[1].again();
+        assert!(hosts[1].part() <= 1600);
+        if is_away {
+            etcd.start_again();
+        }
+    }
+    until("etcd has them again", || there(&etcd, "all/group/gold").contains("1600"));
+    until("they are divided", || hosts.iter().all(|host| host.part() > 1600 / 50));
+    assert!(sum(&hosts) <= 1600);
+}
+
+#[test]
+fn a_member_that_is_no_etcd_is_left_for_another() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let other = TcpListener::bind("127.0.0.1:0").unwrap();
+    let urls = format!("http://{}\", \"{}", other.local_addr().unwrap(), etcd.url());
+    thread::spawn(move || {
+        for stream in other.incoming() {
+            let mut stream = stream.unwrap();
+            let _ = stream.read(&mut [0; 4096]);
+            let page = "<html>";
+            let _ = write!(stream, "HTTP/1.1 502 Bad\r\nContent-Length: {}\r\n\r\n{page}", page.len());
+        }
+    });
+    let host = Scratch::new();
+    let file = Host::config(&host, "x", "", "");
+    let text = fs::read_to_string(&file).unwrap().replace("etcd = \"\"", &format!("etcd = [\"{urls}\"]"));
+    fs::write(&file, text).unwrap();
+    let control = host.socket("control");
+    let weir = Some(Host::serve(&host, &file, &control).start());
+    let host = Host { scratch: host, weir, control };
+    until("it has joined", || host.cluster()["joined"] == true);
 }
 
 #[test]

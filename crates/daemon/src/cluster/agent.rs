@@ -34,8 +34,8 @@ use super::{
     outside::{self, draw, now},
     status,
     stored::{self, Stored},
-    values::{self, Grants, Group, Identity, Promises, Reports},
-    watching::forward,
+    values::{self, Grants, Group, Identity, MAX_INSTANCE, Promises, Reports},
+    watching::{Silence, forward},
     words::{Input, Word},
 };
 
@@ -51,6 +51,7 @@ const LAST_PAUSE: Duration = Duration::from_secs(2);
 pub(super) struct Agent {
     pub(super) cluster: settings::Cluster,
     pub(super) terms: Terms,
+    pub(super) machine_id: String,
     /// Groups that this host takes part in are kept there.
     pub(super) file: PathBuf,
     pub(super) inbox: (Sender<Input>, Receiver<Input>),
@@ -69,13 +70,19 @@ impl Agent {
     async fn serve(self) {
         let mut session = Session {
             agent: &self,
-            known: Known::new(self.cluster.clone(), self.timing, self.inbox.0.clone()),
+            known: Known::new(
+                self.cluster.clone(),
+                self.timing,
+                self.inbox.0.clone(),
+                stored::recall(&self.file),
+            ),
             instance: 0,
             own_promises: None,
             reports: None,
             kept_at: Instant::ZERO,
             campaign_at: None,
             leading: None,
+            silence: Silence::new(self.timing.lease / 2),
         };
         let (mut member, mut pause) = (0, FIRST_PAUSE);
         loop {
@@ -145,6 +152,7 @@ struct Session<'a> {
     kept_at: Instant,
     campaign_at: Option<Instant>,
     leading: Option<Leading>,
+    silence: Silence,
 }
 
 impl Session<'_> {
@@ -169,11 +177,14 @@ impl Session<'_> {
             let watch = etcd.watch(range, revision + 1).await?;
             watching.push(forward(watch, self.known.number, self.agent.inbox.0.clone()));
         }
-        self.known.leader = None;
+        (self.known.leader, self.known.usurped) = (None, None);
         self.known.promises.clear();
+        self.known.groups.values_mut().for_each(|stored| stored.changed = 0);
         self.known.promises_at = revision;
+        self.silence = Silence::new(self.agent.timing.lease / 2);
         let (mut own, mut granted) = (None, None);
         for value in found.into_iter().flatten() {
+            self.silence.saw(&value);
             match self.known.keys.read(&value.key) {
                 Some(Key::Host(name)) if name == host => own = Some(value),
                 Some(Key::Grant(name)) if name == host => granted = Some(value),
@@ -207,6 +218,7 @@ impl Session<'_> {
                     if self.known.joined.is_some() {
                         etcd.put(&self.known.keys.key(Key::Report(&host)), &values::write(&reports), None)
                             .await?;
+                        self.silence.said(now());
                     }
                     self.reports = Some(reports);
                 }
@@ -234,7 +246,7 @@ impl Session<'_> {
     fn next(&self) -> Instant {
         let leading = self.leading.as_ref().map(Leading::next);
         let keep = self.known.joined.map(|_| self.kept_at + KEEP_NAME);
-        let all = [leading, keep, self.campaign_at, Some(now() + IDLE)];
+        let all = [leading, keep, self.campaign_at, self.silence.due(), Some(now() + IDLE)];
         all.into_iter().flatten().min().unwrap_or(Instant::ZERO)
     }
 
@@ -251,6 +263,26 @@ impl Session<'_> {
                     etcd.read(&[self.known.keys.one(Key::Host(&self.agent.cluster.host))]).await?;
                 self.join(etcd, found.first().and_then(|found| found.first())).await?;
             }
+        }
+        if self.silence.due().is_some_and(|due| now() >= due) {
+            let (keys, host) = (&self.known.keys, &self.agent.cluster.host);
+            let ranges = [keys.one(Key::Leader), keys.of_host(host), keys.one(Key::Report(host))];
+            let (_, found) = etcd.read(&ranges).await?;
+            // Reports are watched by who leads, from his election on.
+            let led = self.leading.as_ref().map_or(u64::MAX, |leading| leading.term().revision);
+            let report = keys.key(Key::Report(host));
+            let watched = |value: &&KeyValue| value.key != report || value.mod_revision.cast_unsigned() > led;
+            if self.silence.look(found.iter().flatten().filter(watched), now()) {
+                return Err(Error::Unreachable(anyhow::anyhow!(
+                    "etcd {}: a watch does not say what has changed",
+                    etcd.member()
+                )));
+            }
+        }
+        if let Some(revision) = self.known.usurped.take() {
+            let range = self.known.keys.one(Key::Leader);
+            let compare = Compare::Changed(self.known.keys.key(Key::Leader), revision);
+            etcd.transact(&[compare], &[Operation::Delete(range)]).await?;
         }
         if self.campaign_at.is_some_and(|at| now() >= at) {
             self.campaign_at = None;
@@ -280,8 +312,15 @@ impl Session<'_> {
     async fn on_event(&mut self, etcd: &mut Etcd, event: Event) -> Result<(), Error> {
         match event {
             Event::Put(value) => {
+                self.silence.saw(&value);
+                if let Some(Key::Grant(_)) = self.known.keys.read(&value.key) {
+                    self.silence.answered();
+                }
                 let is_leader = matches!(self.known.keys.read(&value.key), Some(Key::Leader));
-                let is_promise = matches!(self.known.keys.read(&value.key), Some(Key::Promise(_)));
+                let promise = match self.known.keys.read(&value.key) {
+                    Some(Key::Promise(name)) => Some(name.to_owned()),
+                    _ => None,
+                };
                 if let Some(Key::Host(name)) = self.known.keys.read(&value.key) {
                     if name == self.agent.cluster.host {
                         self.on_own_host(etcd, Some(&value)).await?;
@@ -292,8 +331,12 @@ impl Session<'_> {
                 if is_leader {
                     self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
                 }
-                if is_promise {
+                if let Some(host) = promise {
                     self.tell(Word::Promises(self.known.promises.clone())).await?;
+                    let known = self.known.promises.get(&host);
+                    if host == self.agent.cluster.host && known != self.own_promises.as_ref() {
+                        self.promise(etcd).await?;
+                    }
                 }
             }
             Event::Deleted(key) => match self.known.keys.read(&key) {
@@ -308,8 +351,22 @@ impl Session<'_> {
                 Some(Key::Promise(name)) => {
                     self.known.promises.remove(name);
                     self.tell(Word::Promises(self.known.promises.clone())).await?;
+                    if name == self.agent.cluster.host {
+                        self.promise(etcd).await?;
+                    }
                 }
-                // Limits stay as they are known, and what was granted while its lease lasts.
+                // They stay as they are known; the leader writes them again.
+                Some(Key::Group(name)) => {
+                    if let Some(stored) = self.known.groups.get_mut(name) {
+                        stored.changed = 0;
+                    }
+                }
+                Some(Key::Report(name)) => {
+                    if let Some(leading) = &mut self.leading {
+                        leading.on_gone(name);
+                    }
+                }
+                // What was granted holds while its lease lasts.
                 _ => {}
             },
         }
@@ -321,11 +378,15 @@ impl Session<'_> {
         let wrong = |why: String| tracing::warn!(key = %value.key, "cluster: what is in etcd there {why}: it is passed over");
         match self.known.keys.read(&value.key) {
             Some(Key::Leader) => match values::read::<values::Leader>(&value.value) {
-                Ok(leader) => {
+                // Who leads has a lease, or he would for ever.
+                Ok(leader) if value.lease != 0 => {
                     let term = Term { revision: value.create_revision.cast_unsigned(), nonce: leader.nonce };
                     self.known.leader = Some((term, leader.host));
                 }
-                Err(why) => wrong(why),
+                _ => {
+                    tracing::warn!(key = %value.key, "cluster: what is in etcd there is no leader's: it is deleted");
+                    (self.known.leader, self.known.usurped) = (None, Some(value.mod_revision));
+                }
             },
             Some(Key::Group(name)) => {
                 let read = values::read::<Group>(&value.value).and_then(|group| Ok((group.spec()?, group)));
@@ -375,7 +436,7 @@ impl Session<'_> {
     async fn on_own_host(&mut self, etcd: &mut Etcd, value: Option<&KeyValue>) -> Result<(), Error> {
         let read = value.and_then(|value| values::read::<Identity>(&value.value).ok());
         let is_own = read.is_some_and(|identity| {
-            let own = identity::own(identity.instance);
+            let own = identity::own(&self.agent.machine_id, identity.instance);
             self.known.joined.is_some()
                 && (identity.pid, identity.began, &identity.machine) == (own.pid, own.began, &own.machine)
         });
@@ -390,10 +451,13 @@ impl Session<'_> {
     async fn join(&mut self, etcd: &mut Etcd, taken: Option<&KeyValue>) -> Result<(), Error> {
         let host = self.agent.cluster.host.clone();
         let key = self.known.keys.key(Key::Host(&host));
-        let own = identity::own(0);
+        let own = identity::own(&self.agent.machine_id, 0);
         let other = taken.map(|value| values::read::<Identity>(&value.value));
+        let has_lease = taken.is_some_and(|value| value.lease != 0);
         let before = match &other {
             None => 0,
+            // Nobody's: a host keeps its name by a lease.
+            Some(_) if !has_lease => 0,
             Some(Ok(other))
                 if (other.pid, other.began, &other.machine) == (own.pid, own.began, &own.machine) =>
             {
@@ -413,14 +477,14 @@ impl Session<'_> {
         let instance = match self.instance {
             own if own >= reported.max(before) && own > 0 => own,
             // The clock is a help alone: it makes a run that etcd has lost a smaller one.
-            _ => outside::clock().max(reported + 1).max(before + 1),
+            _ => outside::clock().max(reported + 1).max(before + 1).min(MAX_INSTANCE),
         };
         let lease = etcd.grant_lease(NAME_TTL).await?;
         let compare = match taken {
             None => Compare::Absent(key.clone()),
             Some(value) => Compare::Changed(key.clone(), value.mod_revision),
         };
-        let value = values::write(&identity::own(instance));
+        let value = values::write(&identity::own(&self.agent.machine_id, instance));
         let done = etcd.transact(&[compare], &[Operation::put(&key, &value, Some(lease))]).await?;
         if !done.held {
             // The watch says who was faster.

@@ -36,10 +36,10 @@ pub(super) async fn change(known: &Known, etcd: &mut Etcd, change: Change) -> Re
     }
     let key = known.keys.key(Key::Group(&change.group));
     let compare = [
-        before.map_or_else(
-            || Compare::Absent(key.clone()),
-            |stored| Compare::Changed(key.clone(), stored.changed),
-        ),
+        match before.map_or(0, |stored| stored.changed) {
+            0 => Compare::Absent(key.clone()),
+            changed => Compare::Changed(key.clone(), changed),
+        },
         // What was promised meanwhile may be more than the limits now.
         Compare::NotSince(known.keys.promises(), known.promises_at),
     ];

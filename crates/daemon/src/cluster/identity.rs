@@ -12,11 +12,19 @@ use super::values::Identity;
 /// The kernel's number of a boot.
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
+/// The machine's name for itself. To be read before the sandbox hides it.
+pub(super) fn machine_id() -> String {
+    read("/etc/machine-id")
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(path).unwrap_or_default().trim_end().to_owned()
+}
+
 /// Of this process. Reads what the sandbox leaves readable.
-pub(super) fn own(instance: u64) -> Identity {
-    let read = |path: &str| fs::read_to_string(path).unwrap_or_default().trim_end().to_owned();
+pub(super) fn own(machine_id: &str, instance: u64) -> Identity {
     let space = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
-    let machine = format!("{} {} {}", read("/etc/machine-id"), read(BOOT), space.display());
+    let machine = format!("{machine_id} {} {}", read(BOOT), space.display());
     let pid = process::id();
     let began = began(pid).unwrap_or(0);
     Identity { instance, machine, pid, began, weir: env!("CARGO_PKG_VERSION").to_owned() }
@@ -48,7 +56,7 @@ mod tests {
 
     #[test]
     fn who_lives_has_not_ended_and_who_is_elsewhere_may_live() {
-        let own = own(1);
+        let own = own("id", 1);
         assert!(own.began > 0);
         assert!(!has_ended(&own, &own));
         assert!(

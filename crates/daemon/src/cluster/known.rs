@@ -21,22 +21,30 @@ pub(super) struct Known {
     /// The revision up to which promises of others are known.
     pub(super) promises_at: i64,
     pub(super) leader: Option<(Term, String)>,
+    /// The leader's key is no leader's, as of this revision: to be deleted.
+    pub(super) usurped: Option<i64>,
     /// The lease of this host's key, while it has that.
     pub(super) joined: Option<i64>,
 }
 
 impl Known {
-    pub(super) fn new(cluster: settings::Cluster, timing: Timing, inbox: Sender<Input>) -> Self {
+    pub(super) fn new(
+        cluster: settings::Cluster,
+        timing: Timing,
+        inbox: Sender<Input>,
+        groups: BTreeMap<String, Stored>,
+    ) -> Self {
         Self {
             keys: Keys::of(&cluster.name),
             cluster,
             timing,
             inbox,
             number: 0,
-            groups: BTreeMap::new(),
+            groups,
             promises: BTreeMap::new(),
             promises_at: 0,
             leader: None,
+            usurped: None,
             joined: None,
         }
     }

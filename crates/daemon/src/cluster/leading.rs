@@ -13,7 +13,7 @@ use policy::{
 };
 
 use super::{
-    etcd::{Compare, Error, Etcd, MAX_OPERATIONS, Operation},
+    etcd::{Compare, Error, Etcd, MAX_BYTES, MAX_OPERATIONS, Operation},
     keys::{Key, Keys},
     known::Known,
     outside::{draw, now},
@@ -39,6 +39,8 @@ pub(super) struct Leading {
     changed: BTreeSet<String>,
     /// Groups that have more hosts than their limits can be divided among: told once.
     too_many: BTreeSet<String>,
+    /// When limits were written again last.
+    restored: BTreeMap<String, Instant>,
     _watching: Watching,
 }
 
@@ -77,6 +79,7 @@ impl Leading {
             grants: BTreeMap::new(),
             changed: BTreeSet::new(),
             too_many: BTreeSet::new(),
+            restored: BTreeMap::new(),
             _watching: forward(watch, known.number, known.inbox.clone()),
         };
         for value in found.iter().flatten() {
@@ -120,6 +123,15 @@ impl Leading {
             }
             self.reports.entry(group.clone()).or_default().insert(host.to_owned(), report.clone());
         }
+    }
+
+    /// A host has given up its place, or somebody has for it: what is lent to it ends by itself.
+    pub(super) fn on_gone(&mut self, host: &str) {
+        self.heard.remove(host);
+        self.reports.values_mut().for_each(|hosts| {
+            hosts.remove(host);
+        });
+        self.leaders.values_mut().for_each(|leader| leader.on_gone(host));
     }
 
     /// Limits as they are in etcd now.
@@ -178,6 +190,7 @@ impl Leading {
             etcd.transact(&[Compare::Value(key, value)], &[mine]).await?;
             return Ok(self.lost());
         }
+        self.restore(known, etcd).await?;
         self.make_room(known, etcd).await?;
         Ok(true)
     }
@@ -197,17 +210,35 @@ impl Leading {
 
     /// Whether the key was its own.
     async fn write(&mut self, etcd: &mut Etcd) -> Result<bool, Error> {
-        let changed: Vec<_> = std::mem::take(&mut self.changed).into_iter().collect();
-        for hosts in changed.chunks(MAX_OPERATIONS) {
-            let put = |host: &String| {
-                Operation::put(&self.keys.key(Key::Grant(host)), &values::write(&self.grants[host]), None)
-            };
-            let puts: Vec<_> = hosts.iter().map(put).collect();
+        let changed = std::mem::take(&mut self.changed).into_iter();
+        let values =
+            changed.map(|host| (self.keys.key(Key::Grant(&host)), values::write(&self.grants[&host])));
+        for parcel in parcels(values.collect()) {
+            let puts: Vec<_> = parcel.iter().map(|(key, value)| Operation::put(key, value, None)).collect();
             if !etcd.transact(&self.fence(), &puts).await?.held {
                 return Ok(false);
             }
         }
         Ok(true)
+    }
+
+    /// Writes limits anew that etcd has lost.
+    async fn restore(&mut self, known: &Known, etcd: &mut Etcd) -> Result<(), Error> {
+        for (name, stored) in known.groups.iter().filter(|(_, stored)| stored.changed == 0) {
+            let last = self.restored.get(name);
+            if last.is_some_and(|last| now() < *last + known.timing.lease) {
+                continue;
+            }
+            self.restored.insert(name.clone(), now());
+            let key = self.keys.key(Key::Group(name));
+            let mut compare = self.fence().to_vec();
+            compare.push(Compare::Absent(key.clone()));
+            let put = Operation::put(&key, &values::write(&stored.group), None);
+            if etcd.transact(&compare, &[put]).await?.held {
+                tracing::warn!(group = %name, "etcd had lost this group's limits: those that were known here are written there again");
+            }
+        }
+        Ok(())
     }
 
     /// Divides limits among more hosts, where more have come.
@@ -246,5 +277,39 @@ impl Leading {
     /// Another can be elected at once.
     pub(super) async fn resign(self, etcd: &mut Etcd) {
         let _ = etcd.revoke_lease(self.lease).await;
+    }
+}
+
+/// What one transaction may take, each.
+fn parcels(values: Vec<(String, Vec<u8>)>) -> Vec<Vec<(String, Vec<u8>)>> {
+    let mut parcels: Vec<Vec<_>> = Vec::new();
+    let mut bytes = 0;
+    for (key, value) in values {
+        bytes += key.len() + value.len();
+        match parcels.last_mut().filter(|parcel| parcel.len() < MAX_OPERATIONS && bytes <= MAX_BYTES) {
+            Some(parcel) => parcel.push((key, value)),
+            None => {
+                bytes = key.len() + value.len();
+                parcels.push(vec![(key, value)]);
+            }
+        }
+    }
+    parcels
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_transaction_has_no_more_operations_nor_bytes_than_etcd_takes() {
+        let sizes = |count: usize, bytes: usize| {
+            let parcels = parcels(vec![(String::new(), vec![0; bytes]); count]);
+            parcels.iter().map(Vec::len).collect::<Vec<_>>()
+        };
+        assert_eq!(sizes(0, 1), [0; 0]);
+        assert_eq!(sizes(300, 100), [128, 128, 44]);
+        assert_eq!(sizes(7, MAX_BYTES / 3), [3, 3, 1]);
+        assert_eq!(sizes(2, MAX_BYTES * 2), [1, 1]);
     }
 }

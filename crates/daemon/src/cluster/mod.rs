@@ -64,6 +64,7 @@ use crate::sandbox;
 const MOST_QUEUED: usize = 1024;
 /// How long a command waits for etcd: longer than all members are asked once.
 const PATIENCE: Duration = Duration::from_secs(5);
+const ENDED: &str = "what speaks with etcd has ended, as the log says (restart weir)";
 /// How long the end waits for the name to be given back.
 const FAREWELL: Duration = Duration::from_secs(2);
 
@@ -125,6 +126,21 @@ struct First {
     promises: BTreeMap<String, Promises>,
 }
 
+impl First {
+    /// Adds what this host knew last and etcd has lost: without limits a group would have none.
+    fn recall(&mut self, file: &Path) {
+        // What cannot be read is told when it is to be written.
+        for (name, group) in stored::load(file).unwrap_or_default() {
+            if let Ok(spec) = group.spec()
+                && !self.specs.contains_key(&name)
+            {
+                tracing::warn!(group = %name, "etcd has lost this group's limits: those that were known here last hold");
+                self.specs.insert(name, spec);
+            }
+        }
+    }
+}
+
 impl Cluster {
     /// Asks etcd for the limits of this host's groups; where it is away, they are those known last.
     /// None without a cluster.
@@ -137,15 +153,20 @@ impl Cluster {
         make_directory(&file, plan)
             .with_context(|| format!("cluster {}: {}", cluster.name, file.display()))?;
         let settings = cluster.clone();
+        let own = plan.groups.iter().filter(|group| group.cluster);
+        let own: Vec<_> = own.map(|group| group.name.clone()).collect();
         let asked = reactor::blocking(move || {
             let terms = Terms::new(&settings)?;
-            let first = first(&settings, &terms);
+            let first = first(&Keys::of(&settings.name), &own, &terms);
             anyhow::Ok((terms, first))
         });
         let (terms, first) = asked.await.with_context(|| format!("cluster {}", cluster.name))?;
         let mut reason = String::new();
         let first = match first {
-            Ok(first) => first,
+            Ok(mut first) => {
+                first.recall(&file);
+                first
+            }
             Err(Error::Refused(why)) => bail!("cluster {}: {why}", cluster.name),
             Err(error) => {
                 reason = error.to_string();
@@ -159,7 +180,8 @@ impl Cluster {
         let _ = hosts.hear(Word::Promises(first.promises), reactor::now());
         let (name, host) = (cluster.name.clone(), cluster.host.clone());
         let inbox = (to_agent.clone(), inbox);
-        let agent = Agent { cluster, terms, file, inbox, words: to_main, timing };
+        let machine_id = identity::machine_id();
+        let agent = Agent { cluster, terms, machine_id, file, inbox, words: to_main, timing };
         Ok(Some(Rc::new(Self {
             name,
             host,
@@ -320,6 +342,7 @@ impl Cluster {
                 Ok(Ok(shown)) => shown,
                 _ => status::apart("etcd does not answer in time"),
             },
+            Err(error) if error.is_closed() => status::apart(ENDED),
             Err(_) => status::apart("too much is asked at once"),
         };
         shown["name"] = json!(self.name);
@@ -347,7 +370,10 @@ impl Cluster {
 
     async fn ask(&self, input: impl FnOnce(Sender<Result<Value, String>>) -> Input) -> Result<Value, String> {
         let (answer, answered) = async_channel::bounded(1);
-        self.input.try_send(input(answer)).map_err(|_| "too much is asked at once (try again)".to_owned())?;
+        self.input.try_send(input(answer)).map_err(|error| match error.is_closed() {
+            true => ENDED.to_owned(),
+            false => "too much is asked at once (try again)".to_owned(),
+        })?;
         match reactor::timeout(PATIENCE, answered.recv()).await {
             Ok(Ok(done)) => done,
             _ => Err("etcd does not answer in time; it may have been done (`weir cluster status` tells)"
@@ -357,33 +383,50 @@ impl Cluster {
 }
 
 /// Asks on a runtime of its own, before threads are confined.
-fn first(cluster: &settings::Cluster, terms: &Terms) -> Result<First, Error> {
+fn first(keys: &Keys, groups: &[String], terms: &Terms) -> Result<First, Error> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| Error::Unreachable(anyhow!(error)))?;
     runtime.block_on(async {
-        let keys = Keys::of(&cluster.name);
-        let mut etcd = Etcd::connect(terms, 0).await?;
-        let (_, found) = etcd.read(&[keys.groups(), keys.promises()]).await?;
-        let mut first = First { specs: BTreeMap::new(), promises: BTreeMap::new() };
-        for value in found.iter().flatten() {
-            match keys.read(&value.key) {
-                Some(Key::Group(name)) => {
-                    let read = values::read::<values::Group>(&value.value).and_then(|group| group.spec());
-                    let spec = read.map_err(|why| {
-                        Error::Refused(format!("group {name}: what is in etcd at {} {why}", value.key))
-                    })?;
-                    first.specs.insert(name.to_owned(), spec);
-                }
-                Some(Key::Promise(name)) => {
-                    if let Ok(promises) = values::read(&value.value) {
-                        first.promises.insert(name.to_owned(), promises);
-                    }
-                }
-                _ => {}
+        let mut last = Error::Unreachable(anyhow!("etcd: no member is known"));
+        for member in 0..Etcd::members(terms) {
+            match first_of(terms, member, keys, groups).await {
+                Ok(first) => return Ok(first),
+                Err(Error::Unreachable(_)) if matches!(last, Error::Refused(_)) => {}
+                Err(error) => last = error,
             }
         }
-        Ok(first)
+        Err(last)
     })
+}
+
+/// By this member.
+async fn first_of(terms: &Terms, member: usize, keys: &Keys, groups: &[String]) -> Result<First, Error> {
+    let mut etcd = Etcd::connect_to(terms, member).await?;
+    let (_, found) = etcd.read(&[keys.groups(), keys.promises()]).await?;
+    let mut first = First { specs: BTreeMap::new(), promises: BTreeMap::new() };
+    for value in found.iter().flatten() {
+        match keys.read(&value.key) {
+            Some(Key::Group(name)) => {
+                let read = values::read::<values::Group>(&value.value).and_then(|group| group.spec());
+                match read {
+                    Ok(spec) => drop(first.specs.insert(name.to_owned(), spec)),
+                    Err(why) if groups.iter().any(|own| own == name) => {
+                        let why = format!("group {name}: what is in etcd at {} {why}", value.key);
+                        return Err(Error::Refused(why));
+                    }
+                    // Another host's.
+                    Err(_) => {}
+                }
+            }
+            Some(Key::Promise(name)) => {
+                if let Ok(promises) = values::read(&value.value) {
+                    first.promises.insert(name.to_owned(), promises);
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(first)
 }
 
 /// The limits that this host knew last: without them nothing says what may pass.

@@ -21,6 +21,7 @@ const MAX_FILE_BYTES: u64 = 4 << 20;
 pub(super) struct Stored {
     pub(super) group: Group,
     pub(super) spec: Spec,
+    /// In which revision; 0 where etcd has lost it.
     pub(super) changed: i64,
 }
 
@@ -44,6 +45,17 @@ pub(super) fn file(state: Option<&Path>, cluster: &str) -> PathBuf {
 pub(super) fn load(file: &Path) -> io::Result<BTreeMap<String, Group>> {
     let Some(bytes) = whole_file::read(file, MAX_FILE_BYTES)? else { return Ok(BTreeMap::new()) };
     values::read::<Known>(&bytes).map(|known| known.groups).map_err(io::Error::other)
+}
+
+/// What was kept, for a session to begin with.
+pub(super) fn recall(file: &Path) -> BTreeMap<String, Stored> {
+    let groups = load(file).unwrap_or_default().into_iter();
+    groups
+        .filter_map(|(name, group)| {
+            let spec = group.spec().ok()?;
+            Some((name, Stored { group, spec, changed: 0 }))
+        })
+        .collect()
 }
 
 /// Keeps them. What fails is said: the next start may have to do without.

@@ -10,7 +10,10 @@ use policy::{
     cluster::{self, ByKind, Spec, Term, Usage},
     throttle::{Limits, Setting},
 };
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{
+    Deserialize, Deserializer, Serialize,
+    de::{DeserializeOwned, Error as _},
+};
 
 /// The version that is written.
 const VERSION: u32 = 1;
@@ -55,10 +58,22 @@ pub(super) struct Leader {
     pub(super) nonce: u64,
 }
 
+/// Of runs: nanoseconds of a clock, or a run more than was there.
+pub(super) const MAX_INSTANCE: u64 = i64::MAX.cast_unsigned();
+
+fn instance<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
+    let instance = u64::deserialize(from)?;
+    match instance {
+        0..=MAX_INSTANCE => Ok(instance),
+        _ => Err(D::Error::custom("instance: is out of range")),
+    }
+}
+
 /// Which process is a host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Identity {
     /// Larger in a later run of the host.
+    #[serde(deserialize_with = "instance")]
     pub(super) instance: u64,
     /// The machine, its boot and the namespace of its processes: in one of these `pid` is one.
     pub(super) machine: String,
@@ -158,6 +173,7 @@ impl From<&Follows> for Term {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Report {
+    #[serde(deserialize_with = "instance")]
     instance: u64,
     number: u64,
     follows: Option<Follows>,
@@ -340,6 +356,7 @@ mod tests {
             numbers in prop::array::uniform8(any::<u64>()), by_kind in prop::array::uniform6(any::<u64>()), leads in any::<bool>(),
         ) {
             let [instance, number, revision, nonce, seq, waiting_ns, weight, answers] = numbers;
+            let instance = instance / 2;
             let term = Term { revision, nonce };
             let wants = Usage { demand: by_kind, waiting_ns, weight, reserved: [seq, number] };
             let report = cluster::Report {

@@ -3,7 +3,8 @@
 //! A host that its part holds back most of the time wants all there is: how much more its clients
 //! would ask for, nobody can know. Others want what passed, on average, and as much more as it
 //! swings: requests that come at random instants must not look like a change each tick. What cannot
-//! be chance, or is nothing twice, counts at once: so that what a host no longer uses is free.
+//! be chance, in a tick or in several on one side of the average, or is nothing twice, counts at
+//! once: so that what a host no longer uses is free.
 //!
 //! Never asks the tree anything: its statistics are an argument.
 
@@ -42,6 +43,10 @@ struct Usual {
     /// Units of a request, as it was last.
     one: u64,
     was_none: bool,
+    /// How many ticks in a row were above it, or below, and by how much together.
+    run: (bool, u32, u64),
+    /// How many ticks in a row it was held back most of the time.
+    held_ticks: u32,
     /// Since it was something else: only then is there an average.
     ticks: u64,
     /// What it was said to want; that stays while the difference is its swing.
@@ -77,12 +82,19 @@ impl Usual {
         // Where it is known how evenly requests come, less than what chance may do is a change.
         let known = if self.ticks > FORGETS { self.swing.saturating_mul(4) } else { u64::MAX };
         let chance = self.chance(tick.elapsed_ns).min(known.saturating_add(one_more));
-        let is_other = off > chance || (is_none && self.was_none);
+        let is_other = off > chance || self.drifts(now, off, chance) || (is_none && self.was_none);
         self.was_none = is_none;
-        // Who has just begun to wait wants no more than it has, or much more.
-        if is_held && (tick.held_ns > tick.elapsed_ns / 2 || (is_other && now > self.rate)) {
+        if is_other {
+            self.run = Default::default();
+        }
+        let is_mostly = tick.held_ns > tick.elapsed_ns / 2;
+        self.held_ticks = if is_mostly { self.held_ticks.saturating_add(1) } else { 0 };
+        // Who has just begun to wait wants no more than it has, or much more; who has used up its
+        // burst little by little wants a little more.
+        if is_held && (is_mostly || (is_other && now > self.rate)) {
+            let is_all = self.held_ticks != 1 || is_other;
             (self.rate, self.swing, self.ticks, self.said) = (now, 0, 0, 0);
-            return u64::MAX;
+            return if is_all { u64::MAX } else { now.max(one_more).saturating_mul(2) / PARTS as u64 };
         }
         // A change falls into the middle of a tick, and what has waited passes in the next two.
         self.ticks = if is_other { 1 } else { self.ticks.saturating_add(1) };
@@ -98,12 +110,30 @@ impl Usual {
         }
         let more = (self.rate / HEADROOM).max(one_more).max(self.swing);
         let wants = u128::from(self.rate) + u128::from(more);
-        let held = if is_held { wants * u128::from(tick.held_ns) / u128::from(tick.elapsed_ns) } else { 0 };
+        // What waits should pass within a tick, or it looks as if all there is were wanted.
+        let held_ns = u128::from(tick.held_ns.max(tick.elapsed_ns / 2));
+        let held = if is_held { wants * held_ns / u128::from(tick.elapsed_ns) } else { 0 };
         let wants = u64::try_from(wants + held).unwrap_or(u64::MAX);
         if wants.abs_diff(self.said) > self.swing.saturating_mul(2) {
             self.said = wants;
         }
         self.said / PARTS as u64
+    }
+
+    /// Whether several ticks on one side of the average are off by more than they may be: by chance
+    /// the sum grows with the root of their number. A fifth more is asked than of a single tick, as
+    /// they are looked at each time.
+    fn drifts(&mut self, now: u64, off: u64, chance: u64) -> bool {
+        let is_above = now > self.rate;
+        let (was_above, ticks, sum) = self.run;
+        // Next to nothing ends them as well: it would hide what comes after it.
+        self.run = match is_above == was_above && off > chance / 5 {
+            true => (is_above, ticks.saturating_add(1), sum.saturating_add(off)),
+            false => (is_above, 1, off),
+        };
+        let (_, ticks, sum) = self.run;
+        let square = |value: u64| u128::from(value).pow(2);
+        ticks > 1 && square(sum) / 36 > (square(chance) / 25).saturating_mul(ticks.into())
     }
 
     /// What a tick may be off by where requests come at random: half a request, and two and a half
@@ -197,6 +227,17 @@ mod tests {
             wants(&mut usual, 4, 0);
         }
         assert_eq!(wants(&mut usual, 0, 0), 0, "four that came evenly have stopped");
+    }
+
+    #[test]
+    fn less_than_before_for_some_ticks_is_no_chance() {
+        let mut usual = Usual::default();
+        for _ in 0..5 {
+            wants(&mut usual, 113, 0);
+        }
+        let [first, .., third] = [93, 84, 84].map(|count| wants(&mut usual, count, 0));
+        assert!(first > 540, "the change may be in the middle of a tick: {first}");
+        assert!(third < 84 * 5 + 20, "each alone could be chance: {third}");
     }
 
     #[test]

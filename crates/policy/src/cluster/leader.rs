@@ -59,6 +59,8 @@ struct Member {
     answered: u64,
     given: ByKind,
     credit: ByKind,
+    /// It has given up its place: nothing of it counts once its lease has run out.
+    is_gone: bool,
     /// Room that was given up with the next acknowledgement may have been replaced already.
     is_void: bool,
 }
@@ -77,6 +79,7 @@ impl Member {
             answered: 0,
             given: [0; 6],
             credit: [0; 6],
+            is_gone: false,
             is_void: false,
         }
     }
@@ -213,7 +216,7 @@ impl Leader {
             return;
         }
         if report.number > member.last.number {
-            member.heard = now;
+            (member.heard, member.is_gone) = (now, false);
         }
         // What says that the lease should go on, and nothing else, waits for the next tick.
         let same = Report { number: report.number, ..member.last.clone() };
@@ -225,7 +228,7 @@ impl Leader {
             if !member.follows {
                 member.follows = true;
                 (member.held, member.until, member.version) = (report.leased, late, report.version);
-                member.given = report.given;
+                (member.given, member.seq) = (report.given, report.seq);
                 // A later run can hold nothing but what this leader gave to it.
                 if self.counted.insert(String::from(name)) {
                     self.found = zip(self.found, report.leased, u64::saturating_add);
@@ -247,6 +250,14 @@ impl Leader {
         }
     }
 
+    /// A host's report was taken away: it has ended in order, or somebody says that it will not
+    /// come back. What it holds counts until its lease has run out; then nothing of it does.
+    pub fn on_gone(&mut self, name: &str) {
+        if let Some(member) = self.members.get_mut(name) {
+            member.is_gone = true;
+        }
+    }
+
     /// Sooner than at the next tick, but not for each report alone.
     fn hurry(&mut self, now: Instant) {
         self.next = self.next.min((self.ticked + self.timing.tick / 8).max(now));
@@ -261,6 +272,7 @@ impl Leader {
         }
         (self.ticked, self.next) = (now, now + self.timing.tick);
         self.members.values_mut().for_each(|member| member.run_out(now));
+        self.members.retain(|_, member| !member.is_gone || member.bound() != [0; 6]);
         let free = self.free(now);
         self.room = zip(self.room, self.spec.size(free), u64::min);
         let targets = self.targets(now);
@@ -274,7 +286,8 @@ impl Leader {
     fn set_aside(&self) -> ByKind {
         let safe = self.spec.safe();
         let hosts = u64::from(self.spec.hosts()).max(self.members.len() as u64);
-        self.members.values().fold(safe.map(|safe| safe.saturating_mul(hosts)), |sum, member| {
+        let others = self.members.values().filter(|member| member.last.version != self.spec.version());
+        others.fold(safe.map(|safe| safe.saturating_mul(hosts)), |sum, member| {
             zip(sum, zip(member.last.safe, safe, u64::saturating_sub), u64::saturating_add)
         })
     }
@@ -294,7 +307,8 @@ impl Leader {
     /// What each host that can be reached should have besides its safe share.
     fn targets(&self, now: Instant) -> BTreeMap<String, ByKind> {
         let safe = self.spec.safe();
-        let alive = |member: &&Member| member.follows && now < member.heard + self.timing.lease;
+        let alive =
+            |member: &&Member| member.follows && !member.is_gone && now < member.heard + self.timing.lease;
         let names = self.members.iter().filter(|(_, member)| alive(member)).map(|(name, _)| name.clone());
         let claim = |member: &Member| Claim {
             floor: safe,
@@ -399,7 +413,7 @@ impl Leader {
                 });
                 self.room = zip(self.room, credit, u64::saturating_sub);
                 member.credit = zip(member.credit, credit, u64::saturating_add);
-                member.seq += 1;
+                member.seq = member.seq.saturating_add(1);
                 member.sent = Some(Sent { leased: *leased, version: spec.version(), until });
             } else if member.last.number <= member.answered {
                 continue;

@@ -120,6 +120,46 @@ fn a_new_leader_waits_a_lease_for_what_nobody_gave_up() {
 }
 
 #[test]
+fn who_is_gone_keeps_its_lease_and_leaves_its_safe_share_to_others() {
+    let (mut leader, mut one) = (settled(), Host::new(1, spec(), TIMING));
+    leader.on_report("a", report(&mut one, ONE, at(4000)), at(4000));
+    accept(&mut one, &grants(&mut leader, at(4000))[0], at(4000));
+    // Of other limits, of which it would have more for ever.
+    let safe = [0, 0, 0, 700, 0, 0];
+    let ghost = Report { version: 7, safe, ..report(&mut Host::new(1, spec(), TIMING), TWO, at(4000)) };
+    leader.on_report("ghost", ghost, at(4100));
+    leader.on_report("a", one.tick(ALL, at(4100)).unwrap(), at(4100));
+    let less = grants(&mut leader, at(4300))[0].leased[3];
+    assert!(less <= 200, "700 of 1000 are set aside: {less}");
+    leader.on_gone("ghost");
+    leader.on_gone("a");
+    assert!(grants(&mut leader, at(4400)).is_empty());
+    // While its lease may last nobody has what it has.
+    let mut two = Host::new(1, spec(), TIMING);
+    leader.on_report("b", report(&mut two, ONE, at(4400)), at(4400));
+    assert_eq!(grants(&mut leader, at(4500))[0].leased[3], 0, "the whole is in force yet");
+    leader.on_report("b", two.tick(ALL, at(5500)).unwrap(), at(5500));
+    leader.kept_alive(at(6000));
+    leader.on_report(
+        "b",
+        {
+            let mut next = Host::new(2, spec(), TIMING);
+            report(&mut next, ONE, at(7000))
+        },
+        at(7000),
+    );
+    assert_eq!(grants(&mut leader, at(7000))[0].leased[3], 800, "all but the safe shares");
+    // It is heard again, and grants go on where it stands.
+    leader.on_gone("b");
+    let back = one.tick(ALL, at(10_000)).unwrap();
+    leader.kept_alive(at(10_000));
+    leader.on_report("a", back.clone(), at(10_000));
+    let again = grants(&mut leader, at(10_000));
+    assert_eq!((again.len(), again[0].leased[3]), (1, 800));
+    assert!(again[0].seq > back.seq, "else it would be an old one");
+}
+
+#[test]
 fn safe_shares_must_fit() {
     let limits = *spec().limits();
     assert_eq!(Spec::new(1, limits, 0, None), Err(Indivisible::Hosts(0)));

@@ -31,7 +31,8 @@ pub fn write(path: &Path, content: &[u8], durably: bool) -> io::Result<()> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut file = tempfile::NamedTempFile::new_in(directory)?;
     file.write_all(content)?;
-    fs::set_permissions(file.path(), fs::Permissions::from_mode(0o644))?;
+    // By its descriptor: the sandbox lets no mode be changed by a name.
+    file.as_file().set_permissions(fs::Permissions::from_mode(0o644))?;
     if durably {
         file.as_file().sync_all()?;
     }

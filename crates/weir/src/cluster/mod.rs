@@ -18,7 +18,7 @@ Examples:
   weir throttle gold --cluster --iops-total 10000
       Limits of the group gold on all hosts together.
   weir cluster forget host7
-      A host that will not come back; its safe share is no longer set aside once the leader changes.";
+      A host that will not come back; its safe share is free for others.";
 
 /// What to do.
 #[derive(Debug, Subcommand)]
@@ -74,7 +74,11 @@ fn show(shown: &Value) -> String {
     if shown["joined"] != true {
         said += "  this host's name is another's: its safe share holds\n";
     }
-    said += &format!("  promised {}, of {}\n\n", amounts(&shown["promised"]), amounts(&shown["capacity"]));
+    let of = amounts(&shown["capacity"]).map_or_else(
+        || "; what devices can do is not known (`weir probe` measures)".to_owned(),
+        |there| format!(", of {there}"),
+    );
+    said += &format!("  promised {}{of}\n\n", amounts(&shown["promised"]).unwrap_or("nothing".to_owned()));
     let mut table = Table::new(columns(&["HOST", "THERE", "HEARD", "WEIR"], &[]));
     for host in shown["hosts"].as_array().into_iter().flatten() {
         let there = if host["present"] == true { "yes" } else { "no" };
@@ -93,12 +97,12 @@ fn show(shown: &Value) -> String {
 
 fn of_group(group: &Value) -> String {
     let limits = serde_json::from_value(group["limits"].clone()).unwrap_or_default();
+    let promised = amounts(&group["promised"]).map(|sum| format!(", promised {sum}")).unwrap_or_default();
     let said = format!(
-        "\ngroup {} (change {}): {}, promised {}\n",
+        "\ngroup {} (change {}): {}{promised}\n",
         text(&group["name"]),
         group["change"],
-        figures::limits(&limits),
-        amounts(&group["promised"])
+        figures::limits(&limits)
     );
     let mut table = Table::new(columns(&["HOST", "LIMIT"], &["WANTS", "MAY USE", "SAFE SHARE"]));
     for host in group["hosts"].as_array().into_iter().flatten() {
@@ -121,11 +125,11 @@ fn of_group(group: &Value) -> String {
     said + &table.render(false)
 }
 
-/// Operations and bytes per second.
-fn amounts(value: &Value) -> String {
+/// Operations and bytes per second, where there are any.
+fn amounts(value: &Value) -> Option<String> {
     let one = |key: &str, unit: &str| value[key].as_u64().map(|amount| format!("{amount} {unit}"));
     let known: Vec<_> = [one("iops", "IOPS"), one("bps", "B/s")].into_iter().flatten().collect();
-    if known.is_empty() { "nothing known".to_owned() } else { known.join(" and ") }
+    (!known.is_empty()).then(|| known.join(" and "))
 }
 
 #[cfg(test)]
@@ -147,9 +151,13 @@ mod tests {
             }],
         });
         let said = show(&shown);
-        for expect in
-            ["led by b", "promised 2000 IOPS, of nothing known", "1.2 s ago", "all     9812", "change 3"]
-        {
+        for expect in [
+            "led by b",
+            "promised 2000 IOPS; what devices can do is not known",
+            "1.2 s ago",
+            "all     9812",
+            "change 3",
+        ] {
             assert!(said.contains(expect), "{expect}: {said}");
         }
         let apart = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",

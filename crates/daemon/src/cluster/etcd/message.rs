@@ -11,6 +11,8 @@ pub(in crate::cluster) struct KeyValue {
     pub(in crate::cluster) value: Vec<u8>,
     pub(in crate::cluster) create_revision: i64,
     pub(in crate::cluster) mod_revision: i64,
+    /// 0 for none: then it stays, whoever goes.
+    pub(in crate::cluster) lease: i64,
 }
 
 /// A key, or all keys that begin so.
@@ -80,6 +82,7 @@ impl KeyValue {
             value: decode(&value["value"]),
             create_revision: revision("create_revision"),
             mod_revision: revision("mod_revision"),
+            lease: revision("lease"),
         })
     }
 }
@@ -171,8 +174,13 @@ mod tests {
     fn what_etcd_sends_is_read_and_garbage_is_nothing() {
         let sent = json!({ "key": encode(b"k"), "value": encode(b"v"), "create_revision": "3", "mod_revision": "7" });
         let read = KeyValue::read(&sent).unwrap();
-        let expect =
-            KeyValue { key: "k".to_owned(), value: b"v".to_vec(), create_revision: 3, mod_revision: 7 };
+        let expect = KeyValue {
+            key: "k".to_owned(),
+            value: b"v".to_vec(),
+            create_revision: 3,
+            mod_revision: 7,
+            lease: 0,
+        };
         assert_eq!(read, expect);
         assert_eq!(Event::read(&json!({ "kv": sent })), Some(Event::Put(expect)));
         let deleted = json!({ "type": "DELETE", "kv": { "key": encode(b"k") } });

@@ -33,6 +33,8 @@ pub(super) use watch::Watch;
 const PATIENCE: Duration = Duration::from_secs(1);
 /// Operations of a transaction: etcd's `--max-txn-ops`, by default.
 pub(super) const MAX_OPERATIONS: usize = 128;
+/// Keys and values of a transaction: well below etcd's `--max-request-bytes`, by default.
+pub(super) const MAX_BYTES: usize = 1 << 20;
 /// Bytes of a password.
 const MAX_PASSWORD: u64 = 4096;
 
@@ -134,24 +136,29 @@ pub(super) struct Done {
 }
 
 impl Etcd {
-    /// The first member that answers, beginning with this one; asked who this is, if it wants that.
+    /// The first member that lets this daemon in, beginning with this one; asked who this is, if it
+    /// wants that.
     ///
     /// # Errors
-    /// That of the last one. A refusal ends it at once.
+    /// That of the last one, and of those rather what one refused.
     pub(super) async fn connect(terms: &Terms, first: usize) -> Result<Self, Error> {
         let count = terms.members.len();
         let mut last = Error::Unreachable(anyhow!("etcd: no member is known"));
         for at in (0..count).map(|step| (first + step) % count) {
             match Self::connect_to(terms, at).await {
                 Ok(etcd) => return Ok(etcd),
-                Err(refused @ Error::Refused(_)) => return Err(refused),
+                Err(Error::Unreachable(_)) if matches!(last, Error::Refused(_)) => {}
                 Err(error) => last = error,
             }
         }
         Err(last)
     }
 
-    async fn connect_to(terms: &Terms, at: usize) -> Result<Self, Error> {
+    /// That member, or none.
+    ///
+    /// # Errors
+    /// If it does not answer, or lets nobody of this name in.
+    pub(super) async fn connect_to(terms: &Terms, at: usize) -> Result<Self, Error> {
         let member = &terms.members[at];
         let connection =
             Connection::open(member.said.clone(), &member.addresses, terms.tls.as_ref(), PATIENCE);
@@ -159,6 +166,11 @@ impl Etcd {
         let mut etcd = Self { terms: terms.clone(), at, connection, token: None };
         etcd.authenticate().await?;
         Ok(etcd)
+    }
+
+    /// How many members there are.
+    pub(super) fn members(terms: &Terms) -> usize {
+        terms.members.len()
     }
 
     /// Which member it is: another is `+ 1`.
