@@ -51,9 +51,8 @@ impl Leading {
         let key = keys.key(Key::Leader);
         let asked = now();
         // Not shorter than this leader takes it for.
-        let lease = etcd
-            .grant_lease(timing.lease.as_secs().max(1) + u64::from(timing.lease.subsec_nanos() > 0))
-            .await?;
+        let lease = timing.term_lease();
+        let lease = etcd.grant_lease(lease.as_secs().max(1) + u64::from(lease.subsec_nanos() > 0)).await?;
         let leader = values::Leader { host: known.cluster.host.clone(), nonce: draw() };
         let value = values::write(&leader);
         let put = Operation::put(&key, &value, Some(lease));

@@ -161,7 +161,7 @@ impl Leader {
 
     /// The lease of its key was prolonged by a request that was sent at `asked`.
     pub fn kept_alive(&mut self, asked: Instant) {
-        let until = asked + self.timing.lease.saturating_sub(self.timing.margin());
+        let until = asked + self.timing.term_lease().saturating_sub(self.timing.margin());
         self.valid_until = self.valid_until.max(until);
     }
 

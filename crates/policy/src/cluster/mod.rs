@@ -179,17 +179,26 @@ impl Spec {
 pub struct Timing {
     /// Between two looks of a host at its demand, and of the leader at the division.
     pub tick: Duration,
-    /// Of a part, and of the leader's key.
+    /// Of a part.
     pub lease: Duration,
 }
+
+/// Of the leader's key, where parts last longer: the least that etcd takes, so that another is soon
+/// elected. It is one key, so that is few messages.
+const TERM_LEASE: Duration = Duration::from_secs(2);
 
 impl Timing {
     /// By `docs/decisions/0040-one-limit-over-hosts.md`.
     pub const DEFAULT: Self = Self { tick: Duration::from_millis(200), lease: Duration::from_secs(5) };
 
+    /// Of the leader's key.
+    pub fn term_lease(&self) -> Duration {
+        self.lease.min(TERM_LEASE)
+    }
+
     /// How often the leader's key is prolonged.
-    pub const fn keep(&self) -> Duration {
-        Duration::from_nanos(self.lease.as_nanos() as u64 / 3)
+    pub fn keep(&self) -> Duration {
+        self.term_lease() / 3
     }
 
     /// What clocks may differ by over a lease: 1 in 1000, where 400 ppm are asked for.

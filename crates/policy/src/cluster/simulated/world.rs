@@ -109,7 +109,7 @@ impl World {
         let demands =
             machines.iter().zip(&places).map(|(machine, place)| demand_of(machine, place.local(0))).collect();
         let all = || clients.iter().flatten();
-        let lease = setting.timing.lease.as_nanos() as u64;
+        let lease = setting.timing.term_lease().as_nanos() as u64;
         let bytes = all().map(|client| client.length).sum();
         let hosts = machines.len();
         let mut world = Self {
