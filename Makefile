@@ -16,8 +16,8 @@ SOAK_KILLS ?= 200
 SOAK_SEQUENCES ?= 2000
 SOAK_TAKEOVERS ?= 200
 SOAK_DAYS ?= 200
-# Twice as many tests at a time as there are processors: many of them wait for a limit or a disk.
-TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
+# Four times as many tests at a time as there are processors: most of them wait for a limit or a disk.
+TEST_THREADS ?= $(shell echo $$((4 * $$(nproc))))
 # Properties try the same cases in each run of `make test`, so that it never fails by chance; a soak
 # tries others each time.
 test-unit test-e2e: export PROPTEST_RNG_SEED ?= 1

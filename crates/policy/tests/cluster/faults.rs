@@ -128,5 +128,6 @@ fn one(seed: u64) {
             );
         }
     }
-    assert!(world.passed.iter().any(|(passed, _)| *passed > 0));
+    // Of a byte a second nothing may have passed yet.
+    assert!(slowest >= SECONDS * S || world.passed.iter().any(|(passed, _)| *passed > 0));
 }
