@@ -40,4 +40,6 @@ pub use control::qmp::qemu_release;
 pub use on_event::run as run_on_event;
 
 #[doc(hidden)]
+pub use cluster::etcd_values;
+#[doc(hidden)]
 pub use control::qmp::fuzzing;

@@ -16,6 +16,7 @@
 mod agent;
 mod changing;
 mod etcd;
+mod fuzzing;
 mod hosts;
 mod identity;
 mod keys;
@@ -51,6 +52,7 @@ use settings::Plan;
 
 use agent::Agent;
 use etcd::{Error, Etcd, Terms};
+pub use fuzzing::etcd_values;
 pub(crate) use hosts::Standing;
 use hosts::{Hosts, Turn};
 use keys::{Key, Keys};

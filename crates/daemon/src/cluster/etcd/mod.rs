@@ -27,7 +27,7 @@ use settings::Cluster;
 
 use connection::{Connection, Tls};
 pub(super) use message::{Compare, Event, KeyValue, Operation, Range};
-pub(super) use watch::Watch;
+pub(super) use watch::{Watch, events};
 
 /// How long a member may take over a request: less than half a lease, so that another can be asked.
 const PATIENCE: Duration = Duration::from_secs(1);

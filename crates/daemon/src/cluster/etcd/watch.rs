@@ -86,7 +86,8 @@ fn is_created(line: &[u8]) -> bool {
     serde_json::from_slice::<Value>(line).is_ok_and(|value| value["result"]["created"] == true)
 }
 
-fn events(line: &[u8]) -> Result<Vec<Event>, Error> {
+/// What a line of a watch says.
+pub(in crate::cluster) fn events(line: &[u8]) -> Result<Vec<Event>, Error> {
     let value: Value = serde_json::from_slice(line).map_err(Error::unreachable)?;
     let result = &value["result"];
     // Compacted, without a right, or the member stops.
