@@ -15,8 +15,8 @@ use super::{
 const SECOND: u64 = 1_000_000_000;
 const ALL: Usage = Usage { demand: [u64::MAX; 6], waiting_ns: 0, weight: 1, reserved: [0; 2] };
 
-/// A line of a watch, or a value as it stands in etcd: no report makes a leader give more than there
-/// is, and no grant a host take more than all hosts may have.
+/// A line of a watch, or a value as it stands in etcd: no report makes a leader give more than
+/// there is, and no grant a host take more than all hosts may have.
 pub fn etcd_values(bytes: &[u8]) {
     value(bytes);
     for event in events(bytes).into_iter().flatten() {
@@ -64,7 +64,7 @@ fn lead(reports: Vec<(&str, cluster::Report)>) {
         }
         for action in leader.tick(at(seconds)) {
             let Action::Write(grants) = action else { panic!("it is elected still") };
-            // What hosts say that they have may be more than there is together; what each is told is not.
+            // What they say that they have may be more together; what each is told is not.
             for (host, grant) in grants {
                 let told = LimitKind::ALL.map(|kind| (grant.leased[kind.index()], limits.limit(kind).rate));
                 assert!(told.iter().all(|(leased, whole)| leased <= whole), "{host}: {told:?}");

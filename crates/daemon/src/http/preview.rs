@@ -2,16 +2,12 @@
 //!
 //! ```text
 //!   body ─► main thread: the settings that there would be, by the rules of a change
-//!        ─► recording's last minutes ─► a thread that runs where nobody else wants to: lab::preview
+//!        ─► a thread that runs where nobody else wants to: recording's last minutes ─► lab::preview
 //! ```
 //!
 //! One at a time: who asks again is answered, and the one before is not. Nothing is changed.
 
-use std::{
-    rc::Rc,
-    sync::{Arc, atomic::Ordering::Relaxed},
-    time::Duration,
-};
+use std::{rc::Rc, sync::Arc, time::Duration};
 
 use axum::{
     Extension,
@@ -20,10 +16,7 @@ use axum::{
     http::StatusCode,
     response::Response,
 };
-use block::{
-    layer::throttle::{DiskSettings, Group, GroupSettings},
-    reactor,
-};
+use block::layer::throttle::{DiskSettings, Group, GroupSettings};
 use lab::preview::{DiskThen, Felt, GroupThen};
 use serde_json::{Value, json};
 use tokio::time::timeout;
@@ -33,6 +26,7 @@ use super::{
     body,
     desk::{Of, Refused, Then, Wanted},
     peer::Peer,
+    previews::Outcome,
     sample::rounded,
     site::Site,
 };
@@ -43,8 +37,6 @@ use crate::control::{
 
 /// How long somebody waits for it.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Requests that are gone through, the latest: a second's work.
-const MOST_REQUESTS: usize = 300_000;
 
 pub(super) async fn preview(
     State(site): State<Arc<Site>>,
@@ -57,41 +49,24 @@ pub(super) async fn preview(
         Ok(wanted) => wanted,
         Err(refused) => return refused,
     };
-    let mut then = match site.desk.foresee(wanted).await {
+    let then = match site.desk.foresee(wanted).await {
         Err(why) => return silent(why),
         Ok(Err(Refused::Unknown(why))) => return failure(StatusCode::NOT_FOUND, &why),
         Ok(Err(Refused::Rule(why))) => return failure(StatusCode::UNPROCESSABLE_ENTITY, &why),
         Ok(Ok(then)) => then,
     };
-    let names: Vec<Arc<str>> = then.disks.iter().map(|disk| disk.name.as_str().into()).collect();
-    let now = reactor::real_time();
-    let (since, past) = site.previews.recent.tell(&names, now, MOST_REQUESTS);
-    let mut was = Felt::default();
-    for (place, (disk, past)) in then.disks.iter_mut().zip(past).enumerate() {
-        if then.of.contains(&place) {
-            was.add(&Felt::was(&past));
-        }
-        disk.past = past;
-    }
-    let of = then.of.clone();
-    let (stop, told) = match site.previews.begin(then) {
-        Ok(begun) => begun,
+    let mut asked = match site.previews.begin(then) {
+        Ok(asked) => asked,
         Err(error) => return failure(StatusCode::SERVICE_UNAVAILABLE, &format!("{error:#}")),
     };
-    let outcome = timeout(PATIENCE, told).await;
-    stop.store(true, Relaxed);
-    let felt = match outcome {
+    let Outcome { past, was, would } = match timeout(PATIENCE, asked.told()).await {
         Err(_) => return silent("the preview takes too long (try again when there is less to do)"),
-        Ok(Ok(Ok(Some(felt)))) => felt,
-        Ok(Ok(Err(error))) => return failure(StatusCode::UNPROCESSABLE_ENTITY, &format!("{error:#}")),
-        Ok(Ok(Ok(None)) | Err(_)) => {
-            return failure(StatusCode::CONFLICT, "another preview was asked for meanwhile");
-        }
+        Ok(Some(Ok(outcome))) => outcome,
+        Ok(Some(Err(error))) => return failure(StatusCode::UNPROCESSABLE_ENTITY, &format!("{error:#}")),
+        Ok(None) => return failure(StatusCode::CONFLICT, "another preview was asked for meanwhile"),
     };
-    let mut would = Felt::default();
-    of.iter().filter_map(|place| felt.get(*place)).for_each(|felt| would.add(felt));
     answer(&json!({
-        "seconds": rounded(now.nanos_since(since) as f64 / 1e9),
+        "seconds": rounded(past.as_secs_f64()),
         "requests": was.requests(),
         "now": tell(&was),
         "then": tell(&would),
