@@ -11,6 +11,7 @@
 use std::{
     io::{self, ErrorKind, Read, Write},
     net::{TcpStream, ToSocketAddrs as _},
+    ops::RangeInclusive,
     os::unix::net::UnixStream,
     path::Path,
     time::{Duration, Instant},
@@ -21,8 +22,8 @@ use openssl::ssl::{HandshakeError, SslConnector, SslMethod};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use settings::{WebServer, Webhook};
 
-/// Bytes in which the status is looked for.
-const MOST_STATUS: usize = 256;
+/// Bytes in which the status is looked for, behind interim answers.
+const MOST_STATUS: usize = 16 << 10;
 
 pub(super) struct Client {
     webhook: Webhook,
@@ -122,14 +123,33 @@ fn status(stream: &mut (impl Read + Write), request: &[u8]) -> io::Result<u16> {
     stream.write_all(request)?;
     stream.flush()?;
     let mut answer = Vec::new();
-    while !answer.contains(&b'\n') && answer.len() < MOST_STATUS {
-        let mut some = [0; MOST_STATUS];
-        match stream.read(&mut some)? {
-            0 => break,
-            count => answer.extend(&some[..count]),
+    while answer.len() < MOST_STATUS {
+        let mut some = [0; 512];
+        let count = stream.read(&mut some)?;
+        answer.extend(&some[..count]);
+        let last = without_interim(&answer);
+        if count == 0 || last.contains(&b'\n') {
+            let status = parsed(last).filter(|status| !INTERIM.contains(status));
+            if count == 0 || status.is_some() || parsed(last).is_none() {
+                return status.ok_or_else(|| io::Error::other("what it answers is not HTTP"));
+            }
         }
     }
-    parsed(&answer).ok_or_else(|| io::Error::other("what it answers is not HTTP"))
+    Err(io::Error::other("what it answers is not HTTP"))
+}
+
+/// Nobody has asked for these, and anybody may send them: RFC 9110, section 15.2.
+const INTERIM: RangeInclusive<u16> = 100..=199;
+
+/// What follows interim answers that are whole.
+fn without_interim(mut answer: &[u8]) -> &[u8] {
+    while parsed(answer).is_some_and(|status| INTERIM.contains(&status)) {
+        match answer.windows(4).position(|four| four == b"\r\n\r\n") {
+            Some(end) => answer = &answer[end + 4..],
+            None => break,
+        }
+    }
+    answer
 }
 
 /// `HTTP/1.1 204 No Content`: RFC 9112, section 4.
@@ -250,6 +270,24 @@ mod tests {
         {
             assert_eq!(parsed(other), None, "{other:?}");
         }
+    }
+
+    #[test]
+    fn interim_answers_are_passed_over() {
+        let status = |answer: &str| {
+            let mut stream = io::Cursor::new(b"POST".to_vec());
+            stream.get_mut().extend(answer.as_bytes());
+            status(&mut stream, b"POST").ok()
+        };
+        let early = "HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n".repeat(20);
+        assert_eq!(
+            status(&format!("HTTP/1.1 100 Continue\r\n\r\n{early}HTTP/1.1 204 No Content\r\n")),
+            Some(204)
+        );
+        for other in ["HTTP/1.1 100 Continue\r\n\r\n", "HTTP/1.1 100 Continue\r\nX: 1\r\n", "", "SSH\r\n"] {
+            assert_eq!(status(other), None, "{other:?}");
+        }
+        assert_eq!(status(&early.repeat(100)), None, "without an end");
     }
 
     #[test]

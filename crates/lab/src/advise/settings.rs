@@ -117,7 +117,8 @@ pub(super) fn config(before: Option<&str>, changes: &[Change]) -> anyhow::Result
         if of_kind.get(&change.name).is_none() {
             let mut table = Table::new();
             if !change.is_group {
-                let size = change.size_bytes.max(1 << 20).next_multiple_of(1 << 20);
+                // As large as a config takes at most.
+                let size = change.size_bytes.clamp(1 << 20, (1 << 63) - (1 << 20)).next_multiple_of(1 << 20);
                 table.insert("image", value(format!("null:{}", exact_size(size))));
                 if before.is_none()
                     && let Some(mut key) = table.key_mut("image")

@@ -15,7 +15,7 @@ use std::{
     ffi::{OsStr, OsString},
     fs::{self, File},
     io::{self, ErrorKind},
-    os::unix::fs::OpenOptionsExt as _,
+    os::unix::fs::{MetadataExt as _, OpenOptionsExt as _},
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -52,6 +52,8 @@ pub(super) struct Directory {
     record: Record,
     /// The file that is written, and its path.
     current: Option<(Sink, PathBuf)>,
+    /// Its device and inode.
+    file: (u64, u64),
     /// Since 1970.
     hour: u64,
     stopped: Option<Stopped>,
@@ -66,7 +68,16 @@ impl Directory {
         let progress = Arc::default();
         // At once, a look at what is there from before.
         let ended = BTreeMap::new();
-        Self { record, current: None, hour: 0, stopped: None, has_ended: false, progress, ended }
+        Self {
+            record,
+            current: None,
+            file: (0, 0),
+            hour: 0,
+            stopped: None,
+            has_ended: false,
+            progress,
+            ended,
+        }
     }
 
     pub(super) fn progress(&self) -> &Arc<Progress> {
@@ -91,6 +102,7 @@ impl Directory {
     fn open(&mut self, now: Instant) -> io::Result<(Sink, PathBuf)> {
         self.prune()?;
         let (file, path) = create(&self.record.directory)?;
+        self.file = identity(&file.metadata()?);
         let mut sink = Sink::new(file.into(), now, Arc::clone(&self.progress))?;
         if let Some(stopped) = &self.stopped {
             sink.tell_lost(stopped.lost);
@@ -161,6 +173,25 @@ impl Directory {
         }
     }
 
+    /// Whether the file that is written is where it was made: it, or its directory, may have been
+    /// moved or removed.
+    fn is_there(&self) -> bool {
+        let Some((_, path)) = &self.current else { return true };
+        fs::symlink_metadata(path).is_ok_and(|there| identity(&there) == self.file)
+    }
+
+    /// Another file is begun, if there is a place for one.
+    fn leave(&mut self) {
+        if let Some((sink, _)) = self.current.take() {
+            self.progress.take_back(sink.unwritten());
+            let gone = io::Error::other("the file that was written was moved or removed");
+            self.stop(&gone, sink.unwritten());
+            if let Some(stopped) = &mut self.stopped {
+                stopped.again = Instant::ZERO;
+            }
+        }
+    }
+
     /// After a turn of the file: what came of it.
     fn look(&mut self, is_over: bool) {
         let Some((sink, _)) = &mut self.current else { return };
@@ -203,6 +234,9 @@ impl Output for Directory {
         }
         let hour = seconds(SystemTime::now()) / HOUR;
         let is_another = std::mem::replace(&mut self.hour, hour) != hour;
+        if !self.is_there() {
+            self.leave();
+        }
         if let Some((sink, _)) = &mut self.current {
             let is_over = is_another || self.has_ended || sink.bytes() >= self.record.limit / PART;
             if is_over {
@@ -261,6 +295,10 @@ fn is_ours(name: &str) -> bool {
                 other => byte == other,
             })
     })
+}
+
+fn identity(file: &fs::Metadata) -> (u64, u64) {
+    (file.dev(), file.ino())
 }
 
 fn seconds(clock: SystemTime) -> u64 {

@@ -60,7 +60,9 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
     let written = sink.written();
     if written == 0 {
         read?;
-        return Err(anyhow!("no request was written: {}", sink.left_out().join(", ")).into());
+        let left_out = sink.left_out();
+        let why = if left_out.is_empty() { "there is none".to_owned() } else { left_out.join(", ") };
+        return Err(anyhow!("no request was written: {why}").into());
     }
     let left_out = sink.left_out();
     sink.finish().with_context(cannot)?;

@@ -173,6 +173,29 @@ fn a_block_that_did_not_fit_is_removed_again_and_counted() {
 }
 
 #[test]
+fn a_file_that_was_taken_away_is_followed_by_another() {
+    let mut world = World::new(place());
+    world.ask(1);
+    let [first] = world.files().try_into().unwrap();
+    fs::remove_file(world.place.path().join(&first)).unwrap();
+    world.ask(1);
+    world.ask(1);
+    assert_eq!(world.files().len(), 1, "of the same name, where no millisecond has passed");
+    // In a directory of the same name.
+    let (moved, path) = (world.place.path().with_extension("moved"), world.place.path().to_owned());
+    fs::rename(&path, &moved).unwrap();
+    world.ask(1);
+    assert!(!path.exists());
+    fs::create_dir(&path).unwrap();
+    world.directory.stopped.as_mut().unwrap().again = Instant::ZERO;
+    world.ask(1);
+    world.ask(1);
+    assert_eq!(world.files().len(), 1);
+    assert!(world.told().1 > 0, "{:?}", world.told());
+    fs::remove_dir_all(moved).unwrap();
+}
+
+#[test]
 fn a_place_that_cannot_be_is_refused() {
     let place = place();
     File::create(place.path().join("file")).unwrap();
