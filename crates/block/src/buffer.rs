@@ -336,6 +336,13 @@ pub struct Frozen {
     len: usize,
 }
 
+impl Frozen {
+    /// Bytes of memory that it takes: a part of a block keeps all of it.
+    pub fn held_bytes(&self) -> usize {
+        self.block.as_ref().map_or(0, |block| block.layout.size())
+    }
+}
+
 // SAFETY: the block is plain memory that no thread has a part in; nothing else refers to it.
 unsafe impl Send for Frozen {}
 // SAFETY: through a shared reference it is only read.

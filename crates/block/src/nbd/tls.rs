@@ -11,7 +11,8 @@
 
 use openssl::{
     error::ErrorStack,
-    ssl::{ErrorCode, Ssl, SslContext, SslRef, SslStream},
+    ssl::{ErrorCode, Ssl, SslContext, SslRef, SslStream, SslVerifyMode},
+    x509::X509VerifyResult,
 };
 use std::io;
 
@@ -31,6 +32,9 @@ pub enum TlsError {
     /// The peer broke the protocol, or did not prove who it is.
     #[error("TLS: {0}")]
     Peer(#[from] openssl::ssl::Error),
+    /// The peer's certificate is not taken.
+    #[error("TLS: certificate verify failed: {0}")]
+    Certificate(&'static str),
     /// The peer wants more than is done at once.
     #[error("TLS: {0}")]
     Limit(&'static str),
@@ -159,7 +163,15 @@ impl TlsStream {
         match self.stream.do_handshake() {
             Ok(()) => Ok(true),
             Err(error) if error.code() == ErrorCode::WANT_READ => Ok(false),
-            Err(error) => Err(error.into()),
+            Err(error) => {
+                let ssl = self.stream.ssl();
+                match ssl.verify_result() {
+                    result if result != X509VerifyResult::OK && ssl.verify_mode() != SslVerifyMode::NONE => {
+                        Err(TlsError::Certificate(result.error_string()))
+                    }
+                    _ => Err(error.into()),
+                }
+            }
         }
     }
 

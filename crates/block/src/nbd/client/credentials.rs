@@ -32,6 +32,7 @@ pub struct TlsClient {
     context: SslContext,
     /// Whose certificate the server's has to be; none with a key.
     host: Option<String>,
+    has_key: bool,
 }
 
 impl fmt::Debug for TlsClient {
@@ -53,7 +54,7 @@ impl TlsClient {
             None => builder.set_default_verify_paths()?,
         }
         builder.set_verify(if host.is_some() { SslVerifyMode::PEER } else { SslVerifyMode::NONE });
-        Ok(Self { context: builder.build(), host })
+        Ok(Self { context: builder.build(), host, has_key: false })
     }
 
     /// From a file of pre-shared keys, or from the file `keys.psk` in a directory: the key of
@@ -84,7 +85,16 @@ impl TlsClient {
             place.copy_from_slice(&key);
             Ok(key.len())
         });
-        Ok(Self { context: builder.build(), host: None })
+        // A server that does not know the key may go on with a certificate, in TLS 1.3. There is
+        // none that would prove anything.
+        builder.set_verify(SslVerifyMode::PEER);
+        builder.set_cert_store(X509StoreBuilder::new()?.build());
+        Ok(Self { context: builder.build(), host: None, has_key: true })
+    }
+
+    /// Whether the server proves itself by a key alone.
+    pub fn has_key(&self) -> bool {
+        self.has_key
     }
 
     /// A connection's state, of which the first bytes are to be sent.

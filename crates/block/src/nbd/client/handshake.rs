@@ -8,6 +8,7 @@ use super::{
         inbox::Inbox,
         proto::{self, MAX_STRING_BYTES, client_flag, export_flag, handshake_flag, info, opt, rep},
         stream::{Stream, TlsFailure},
+        tls::TlsError,
         wire::Fields,
     },
     credentials::TlsClient,
@@ -20,6 +21,9 @@ const MAX_OPTION_BYTES: usize = 64 << 10;
 const ALLOCATION: &str = "base:allocation";
 /// Contexts that one answer may name; one was asked for.
 const MOST_CONTEXTS: usize = 16;
+/// Longest payload that a server has to take at least, in bytes, unless its export is smaller: with
+/// less, a request would be thousands.
+const LEAST_PAYLOAD: u32 = 4096;
 /// Bytes of the server's greeting: two magic numbers and its flags.
 const GREETING_BYTES: usize = 18;
 /// Bytes of a reply's header: magic, option, type, length.
@@ -54,6 +58,13 @@ pub struct About {
 }
 
 impl About {
+    /// Whether both are of the same export as far as anybody can tell: the numbers of contexts are
+    /// each connection's own.
+    pub(crate) fn is_alike(&self, other: &Self) -> bool {
+        let plain = |about: &Self| Self { allocation: about.allocation.map(|_| 0), ..about.clone() };
+        plain(self) == plain(other)
+    }
+
     fn has(&self, flag: u16) -> bool {
         self.flags & export_flag::HAS_FLAGS != 0 && self.flags & flag != 0
     }
@@ -115,11 +126,19 @@ pub enum NotConnected {
     Breach(&'static str),
     #[error("cannot be spoken to in secret: {0}")]
     Tls(String),
+    /// As a server does that asked for a certificate and has got none, or another one.
+    #[error("ended the connection when TLS had begun")]
+    Dropped(#[source] io::Error),
 }
 
 impl From<TlsFailure> for NotConnected {
     fn from(failure: TlsFailure) -> Self {
-        Self::Tls(failure.to_string())
+        Self::Tls(match failure {
+            TlsFailure::Socket(error) => {
+                format!("the server ended the connection in TLS's handshake: {error}")
+            }
+            failure => failure.to_string(),
+        })
     }
 }
 
@@ -133,7 +152,10 @@ pub(super) async fn negotiate(
     if let Some(tls) = &wanted.tls {
         negotiation = negotiation.start_tls(tls).await?;
     }
-    let structured = negotiation.ask_for_chunks().await?;
+    let structured = negotiation.ask_for_chunks().await.map_err(|error| match error {
+        NotConnected::Io(error) if wanted.tls.is_some() => NotConnected::Dropped(error),
+        error => error,
+    })?;
     let allocation = match wanted.allocation && structured {
         true => negotiation.ask_for_allocation(&wanted.export).await?,
         false => None,
@@ -170,7 +192,13 @@ impl Negotiation {
             }));
         }
         let connection = tls.connect().map_err(|error| NotConnected::Tls(error.to_string()))?;
-        let stream = self.stream.start_tls(connection, self.inbox.bytes()).await?;
+        let stream =
+            self.stream.start_tls(connection, self.inbox.bytes()).await.map_err(|failure| match failure {
+                TlsFailure::Tls(TlsError::Certificate(_)) if tls.has_key() => NotConnected::Tls(
+                    "the server shows a certificate, and does not prove that it knows the key".to_owned(),
+                ),
+                failure => failure.into(),
+            })?;
         Ok(Self::new(stream))
     }
 
@@ -272,6 +300,11 @@ impl Negotiation {
         let preferred = if is_sensible { preferred } else { 4096 };
         if maximum_payload == 0 {
             return Err(NotConnected::Breach("its largest payload is smaller than its smallest block"));
+        }
+        if u64::from(maximum_payload) < u64::from(LEAST_PAYLOAD).min(size_bytes) {
+            return Err(NotConnected::Breach(
+                "it takes no more than a few bytes at a time, and has to take 4096",
+            ));
         }
         let preferred_block = preferred.max(minimum_block);
         Ok(About {

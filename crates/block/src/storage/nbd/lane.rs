@@ -19,7 +19,7 @@ use async_channel::{Receiver, Sender};
 use super::ask::{Answer, Ask, Job, Sent};
 use crate::{
     error::Result,
-    nbd::client::{Client, Established, GONE},
+    nbd::client::{Client, Established},
     reactor::{self, Signal},
 };
 
@@ -96,22 +96,42 @@ impl Drop for Own {
 #[derive(Debug)]
 pub(super) enum Way {
     Own(Own),
-    /// Over a thread that has a connection.
-    Other(Sender<Job>),
+    /// Over a thread that has a connection of this session.
+    Other(u64, Sender<Job>),
 }
 
 impl Way {
-    /// # Errors
-    /// The server's, or [`GONE`].
-    pub(super) async fn ask(&self, ask: &Ask) -> Result<Answer> {
+    pub(super) fn session(&self) -> u64 {
         match self {
-            Self::Own(own) => ask.on(own.client()).await,
-            Self::Other(jobs) => {
+            Self::Own(own) => own.session(),
+            Self::Other(session, _) => *session,
+        }
+    }
+
+    /// `None` if the thread that was to ask does not any more.
+    ///
+    /// # Errors
+    /// The server's, or [`GONE`](crate::nbd::client::GONE).
+    pub(super) async fn ask(&self, ask: &Ask) -> Option<Result<Answer>> {
+        match self {
+            Self::Own(own) => Some(ask.on(own.client()).await),
+            Self::Other(_, jobs) => {
                 let (tell, told) = async_channel::bounded(1);
-                jobs.send(Job::Ask(ask.clone(), tell)).await.map_err(|_| GONE)?;
-                told.recv().await.unwrap_or(Err(GONE)).map(Answer::from)
+                jobs.send(Job::Ask(ask.clone(), tell)).await.ok()?;
+                told.recv().await.ok().map(|answer| answer.map(Answer::from))
             }
         }
+    }
+}
+
+/// What a keeper is asked. Once there is no keeper, nobody waits for an answer: a channel alone
+/// would keep what was sent for as long as anybody can send, which is whoever waits.
+struct Jobs(Receiver<Job>);
+
+impl Drop for Jobs {
+    fn drop(&mut self) {
+        self.0.close();
+        while self.0.try_recv().is_ok() {}
     }
 }
 
@@ -127,7 +147,7 @@ pub(super) fn start<H: Home>(link: &sync::Arc<H>, session: u64, established: Est
         TRIED.with_borrow_mut(|tried| tried.retain(|link, _| here.contains_key(link)));
         here.insert(link.id(), Rc::downgrade(&lane));
     });
-    reactor::spawn(keep(lane, jobs, sync::Arc::downgrade(link), session));
+    reactor::spawn(keep(lane, Jobs(jobs), sync::Arc::downgrade(link), session));
     sender
 }
 
@@ -137,10 +157,11 @@ enum Next {
     Broken,
 }
 
-async fn keep<H: Home>(lane: Rc<Lane>, jobs: Receiver<Job>, link: sync::Weak<H>, session: u64) {
+async fn keep<H: Home>(lane: Rc<Lane>, jobs: Jobs, link: sync::Weak<H>, session: u64) {
+    // Told before the jobs are dropped: whoever asks again then finds another way.
     let lost = Lost { link, session, is_told: Cell::new(false) };
     loop {
-        match next(&lane, &jobs).await {
+        match next(&lane, &jobs.0).await {
             Next::Job(Job::Ask(ask, tell)) => {
                 lane.users.set(lane.users.get() + 1);
                 let own = Own(Rc::clone(&lane));

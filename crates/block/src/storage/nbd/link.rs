@@ -18,10 +18,17 @@
 //! same. From then on it is tried to connect again, at once and then ever more seldom, for as long
 //! as the disk exists. Requests wait for that as long as `reconnect_delay` says, counted from the
 //! break; after it they fail. Once connected:
-//! 1. what was written and never flushed is written again ([`Unflushed`]);
-//! 2. requests that were in flight are asked again. None of them had been answered, so their order
-//!    among each other is free, and each of them does the same when it is done twice;
+//! 1. what was acknowledged and never flushed is written again ([`Unflushed`]);
+//! 2. requests that were in flight are asked again, by those who asked. None of them had been
+//!    answered, so their order among each other is free, and each of them does the same when it is
+//!    done twice. What another connection of a session answers to a change once the session is over
+//!    does not count: the server that was written again does not know of it;
 //! 3. only then what came later.
+//!
+//! A server that cannot go on where the last one ended ([`Link::suits`]), or does not take again
+//! what was acknowledged, is refused, and tried again like one that is not there. It is measured by
+//! how the disk was opened, not by how the last server was: one that had more for a while obliges
+//! nobody.
 //!
 //! Where nothing is kept (no delay), and something was written that no flush had covered, every
 //! flush fails from then on: it could not keep its promise.
@@ -42,9 +49,9 @@ use event_listener::Event;
 use policy::time::{Duration, Instant};
 
 use super::{
-    ask::{Answer, Ask, Job},
+    ask::{self, Answer, Ask, Job},
     lane::{self, Break, Home, Own, Way},
-    unflushed::{Change, Unflushed},
+    unflushed::{Again, Change, Unflushed},
 };
 use crate::{
     buffer::Segments,
@@ -104,6 +111,8 @@ pub(super) struct Terms {
     pub(super) dialler: Dialler,
     pub(super) wanted: Wanted,
     pub(super) reconnect_delay: Duration,
+    /// Nothing is written.
+    pub(super) read_only: bool,
     /// Whether flushes mean anything: not with the cache mode `unsafe`.
     pub(super) flushes: bool,
 }
@@ -120,6 +129,10 @@ impl Terms {
 pub(super) struct Link {
     id: u64,
     terms: Terms,
+    /// What the disk was opened with: each server later on has to have that.
+    opened: About,
+    /// Of the disk: whole blocks.
+    size_bytes: AtomicU64,
     state: Mutex<State>,
     changed: Event,
     /// Those who write more than is kept flush together.
@@ -195,7 +208,7 @@ impl Link {
         let about = established.about().clone();
         let state = State {
             session: 0,
-            about,
+            about: about.clone(),
             stage: Stage::Ready(Box::new(established)),
             unflushed: Unflushed::default(),
             written: 0,
@@ -206,6 +219,8 @@ impl Link {
         Arc::new(Self {
             id: NEXT_ID.fetch_add(1, Relaxed),
             terms,
+            size_bytes: AtomicU64::new(whole_blocks(about.size_bytes, &about)),
+            opened: about,
             state: Mutex::new(state),
             changed: Event::new(),
             behind: Flushes::default(),
@@ -225,6 +240,11 @@ impl Link {
     /// What the server says of the export now.
     pub(super) fn about(&self) -> About {
         self.lock().about.clone()
+    }
+
+    /// Of the disk, as it was opened or resized: whole blocks of that server.
+    pub(super) fn size_bytes(&self) -> u64 {
+        self.size_bytes.load(Relaxed)
     }
 
     pub(super) fn has_lost_writes(&self) -> bool {
@@ -249,20 +269,34 @@ impl Link {
         !self.terms.reconnect_delay.is_zero()
     }
 
-    /// Whether what is written is kept until it is flushed.
-    fn keeps(&self, about: &About) -> bool {
-        self.retries() && self.terms.flushes && about.can_flush()
+    /// Whether what is written is kept until it is flushed, where the server has flushes.
+    fn keeps(&self) -> bool {
+        self.retries() && self.terms.flushes
     }
 
     /// Asks, again after each break, until there is an answer or no more time.
     pub(super) async fn ask(self: &Arc<Self>, ask: Ask) -> Result<Answer> {
+        self.ask_then(ask, |_| {}).await
+    }
+
+    /// The same; `then` notes that it succeeded, before the session of the answer can end.
+    async fn ask_then(self: &Arc<Self>, ask: Ask, then: impl FnOnce(&mut State)) -> Result<Answer> {
         let _in_flight = self.enter();
         loop {
             let way = self.way().await?;
             match way.ask(&ask).await {
-                Err(GONE) if self.retries() => self.note_break(&way),
-                Err(GONE) => return Err(Error::IO),
-                answer => return answer,
+                // It was not asked, or only by a thread that has ended.
+                None => {}
+                Some(Err(GONE)) if self.retries() => self.note_break(&way),
+                Some(Err(GONE)) => return Err(Error::IO),
+                Some(Ok(answer)) => {
+                    let mut state = self.lock();
+                    if state.session == way.session() || !ask.is_lasting() || !self.retries() {
+                        then(&mut state);
+                        return Ok(answer);
+                    }
+                }
+                Some(Err(error)) => return Err(error),
             }
             drop(way);
             reactor::yield_now().await;
@@ -284,7 +318,7 @@ impl Link {
             let _in_flight = self.enter();
             let breaks = self.lock().breaks;
             if let Way::Own(own) = self.way().await? {
-                let result = own.client().write(offset, data, force).await;
+                let result = ask::write(own.client(), offset, data, force).await;
                 return self.written(breaks, force, result);
             }
         }
@@ -294,18 +328,23 @@ impl Link {
 
     /// Writes or zeroes, and keeps that until it is flushed.
     pub(super) async fn change(self: &Arc<Self>, change: Change, force: bool) -> Result<()> {
-        // What is durable by itself is kept only where something older would be written over it.
-        let keeps = self.keeps(&self.about()) && (!force || self.lock().unflushed.overlaps(&change));
-        if !keeps {
+        if !self.keeps() {
             let breaks = self.lock().breaks;
             let result = self.ask(Ask::Change { change, force }).await;
             return self.written(breaks, force, result.map(drop));
         }
-        self.make_room().await?;
-        let kept = Kept { link: self, number: self.lock().unflushed.begin(change.clone()) };
+        if !force || self.lock().unflushed.overlaps(&change) {
+            self.make_room().await?;
+        }
+        let number = self.lock().unflushed.begin(change.clone(), force);
+        let kept = Kept { link: self, number };
         let _change = self.behind.change();
-        let result = self.ask(Ask::Change { change, force }).await;
-        kept.ended(&result);
+        let answered = |state: &mut State| {
+            let may_be_forgotten = state.about.can_flush();
+            state.unflushed.answered(number, may_be_forgotten);
+        };
+        let result = self.ask_then(Ask::Change { change, force }, answered).await;
+        kept.ended(result.is_ok());
         result.map(drop)
     }
 
@@ -327,13 +366,11 @@ impl Link {
     /// Counts a write of which nothing is kept; `breaks` is how many there were before it.
     fn written(&self, breaks: u64, force: bool, result: Result<()>) -> Result<()> {
         let result = result.map_err(|error| if error == GONE { Error::IO } else { error });
-        if result.is_ok() && !force {
-            let mut state = self.lock();
+        let mut state = self.lock();
+        if result.is_ok() && !force && self.terms.flushes && state.about.can_flush() {
             state.written += 1;
             // Its answer came before the break, and is heard after it.
-            if state.breaks != breaks && !self.retries() && self.terms.flushes && state.about.can_flush() {
-                state.lost = true;
-            }
+            state.lost |= state.breaks != breaks && !self.retries();
         }
         result
     }
@@ -351,15 +388,17 @@ impl Link {
         if self.has_lost_writes() {
             return Err(Error::IO);
         }
-        self.ask(Ask::Flush).await?;
-        let mut state = self.lock();
-        // While it was asked, a server may have come that does not have everything.
-        if state.lost {
-            return Err(Error::IO);
-        }
-        state.unflushed.flushed(number);
-        state.covered = state.covered.max(written);
-        Ok(())
+        let mut is_lost = false;
+        let flushed = |state: &mut State| {
+            // While it was asked, a server may have come that does not have everything.
+            is_lost = state.lost;
+            if !is_lost {
+                state.unflushed.flushed(number);
+                state.covered = state.covered.max(written);
+            }
+        };
+        self.ask_then(Ask::Flush, flushed).await?;
+        if is_lost { Err(Error::IO) } else { Ok(()) }
     }
 
     fn enter(&self) -> InFlight<'_> {
@@ -419,7 +458,7 @@ impl Link {
                     let link = Arc::clone(self);
                     spawn(async move { link.open_another(session).await });
                 }
-                Step::Go(Way::Other(first))
+                Step::Go(Way::Other(session, first))
             }
             Stage::Ready(_) => {
                 let Stage::Ready(established) = std::mem::replace(&mut state.stage, Stage::Moving) else {
@@ -456,7 +495,7 @@ impl Link {
         };
         let mut state = self.lock();
         if state.session == session
-            && established.about() == &state.about
+            && established.about().is_alike(&state.about)
             && let Stage::Open { jobs, .. } = &mut state.stage
         {
             jobs.push(lane::start(self, session, established));
@@ -526,13 +565,25 @@ impl Link {
             Where::There(jobs) => self.take(session, jobs).await.ok_or(Error::IO)?,
         };
         client::Client::start(before).disconnect().await;
-        let anew = self.terms.establish().await;
-        let anew = anew.ok().filter(|established| self.suits_blocks(established.about()).is_ok());
+        let anew = match self.terms.establish().await {
+            Ok(established) => match self.suits(established.about(), 0) {
+                Ok(()) => Some(established),
+                Err(why) => {
+                    self.complain(&why);
+                    None
+                }
+            },
+            Err(error) => {
+                self.complain(&error.to_string());
+                None
+            }
+        };
         let mut state = self.lock();
         state.session += 1;
         let result = match anew {
             Some(established) => {
                 state.about = established.about().clone();
+                self.size_bytes.store(whole_blocks(state.about.size_bytes, &self.opened), Relaxed);
                 state.stage = Stage::Ready(Box::new(established));
                 Ok(())
             }
@@ -546,58 +597,83 @@ impl Link {
         result
     }
 
-    /// Whether what was agreed on before can go on with this server.
-    fn suits(&self, about: &About) -> std::result::Result<(), String> {
-        let before = self.about();
-        if about.size_bytes < before.size_bytes {
-            return Err(format!("it has {} bytes now, and had {}", about.size_bytes, before.size_bytes));
+    /// Whether a disk of so many bytes that was opened as this one was can go on with this server,
+    /// and else what it lacks.
+    fn suits(&self, about: &About, size_bytes: u64) -> std::result::Result<(), String> {
+        let opened = &self.opened;
+        if about.size_bytes < size_bytes {
+            return Err(format!(
+                "it has {} bytes now, and the disk has {size_bytes} (make it as large again)",
+                about.size_bytes
+            ));
         }
-        self.suits_blocks(about)
-    }
-
-    fn suits_blocks(&self, about: &About) -> std::result::Result<(), String> {
-        let before = self.about();
-        if about.minimum_block > before.minimum_block {
-            return Err(format!("it wants blocks of {} bytes now", about.minimum_block));
+        if about.minimum_block > opened.minimum_block {
+            return Err(format!(
+                "it wants blocks of {} bytes now, and the disk was opened with blocks of {} (start it with those)",
+                about.minimum_block, opened.minimum_block
+            ));
         }
-        if about.is_read_only() && !before.is_read_only() {
-            return Err("it is read-only now".to_owned());
+        if self.terms.read_only {
+            return Ok(());
+        }
+        if about.is_read_only() {
+            return Err("it is read-only now (start it so that it can be written to)".to_owned());
+        }
+        let can = |about: &About| about.can_flush() || about.can_force();
+        let cannot_keep = opened.can_flush() && !about.can_flush() || can(opened) && !can(about);
+        if self.terms.flushes && cannot_keep {
+            return Err("it knows no flush any more, so nothing could be promised to be durable (start it \
+                        with flushes, or open the disk again to do without)"
+                .to_owned());
         }
         Ok(())
     }
 
-    /// Begins a session, with everything that was not flushed before it written again. False if
-    /// the connection breaks meanwhile.
-    async fn resume(self: &Arc<Self>, established: Established) -> bool {
+    /// Begins a session, with everything that was acknowledged and not flushed before it written
+    /// again.
+    ///
+    /// # Errors
+    /// Why this server is not taken.
+    async fn resume(self: &Arc<Self>, established: Established) -> std::result::Result<(), String> {
         let about = established.about().clone();
-        let session = {
+        let (session, batches) = {
             let mut state = self.lock();
             state.session += 1;
-            state.session
+            (state.session, state.unflushed.batches(AGAIN_AT_ONCE))
         };
         let jobs = lane::start(self, session, established);
-        let Some(own) = Own::of(self.id, session) else { return false };
-        let batches = self.lock().unflushed.batches(AGAIN_AT_ONCE);
+        let gone = || "the connection broke again at once".to_owned();
+        let own = Own::of(self.id, session).ok_or_else(gone)?;
         for batch in batches {
             match write_again(own.client(), batch).await {
                 Ok(()) => {}
-                Err(GONE) => return false,
+                Err(GONE) => return Err(own.client().fault().unwrap_or_else(gone)),
                 Err(error) => {
-                    self.lock().lost = true;
-                    tracing::error!(nbd = %self.terms.name, %error, "what was not flushed could not be written again: it is lost, and flushes fail from now on");
+                    return Err(format!(
+                        "it does not take again what it had acknowledged before it was flushed: {error} (mend \
+                         the server; or open the disk again, without what was not flushed)"
+                    ));
                 }
             }
         }
-        if own.client().fault().is_some() {
-            return false;
+        if let Some(why) = own.client().fault() {
+            return Err(why);
         }
         drop(own);
         let mut state = self.lock();
+        if !about.can_flush() {
+            state.unflushed.settled();
+        }
         // The disk's size stays that of who resizes it here; this is what was said last.
         state.about = about;
         state.stage = Stage::Open { jobs: vec![jobs], is_at_work: reactor::is_worker() };
-        true
+        Ok(())
     }
+}
+
+/// In whole blocks of this server.
+fn whole_blocks(size_bytes: u64, about: &About) -> u64 {
+    size_bytes & !(u64::from(about.minimum_block) - 1)
 }
 
 impl Home for Link {
@@ -646,8 +722,13 @@ impl Home for Link {
     }
 }
 
-async fn write_again(client: &client::Client, batch: Vec<Change>) -> Result<()> {
-    let mut writing: Vec<_> = batch.iter().map(|change| Box::pin(change.on(client, false))).collect();
+async fn write_again(client: &client::Client, batch: Vec<Again>) -> Result<()> {
+    let one = |again: Again| async move {
+        let written = again.change.on(client, again.force).await;
+        // What nobody was told of may as well not be there.
+        if again.is_promised || written == Err(GONE) { written } else { Ok(()) }
+    };
+    let mut writing: Vec<_> = batch.into_iter().map(|again| Box::pin(one(again))).collect();
     let mut result = Ok(());
     // All are asked before the first is waited for.
     std::future::poll_fn(|context| {
@@ -685,15 +766,20 @@ async fn reconnect(trying: Trying) {
     loop {
         let Some(link) = trying.link.upgrade() else { return };
         match link.terms.establish().await {
-            Ok(established) => match link.suits(established.about()) {
-                Ok(()) if link.resume(established).await => {
-                    link.reconnections.fetch_add(1, Relaxed);
-                    tracing::info!(nbd = %link.terms.name, "connected to the server again");
-                    return;
+            Ok(established) => {
+                let taken = match link.suits(established.about(), link.size_bytes()) {
+                    Ok(()) => link.resume(established).await,
+                    Err(why) => Err(why),
+                };
+                match taken {
+                    Ok(()) => {
+                        link.reconnections.fetch_add(1, Relaxed);
+                        tracing::info!(nbd = %link.terms.name, "connected to the server again");
+                        return;
+                    }
+                    Err(why) => link.complain(&why),
                 }
-                Ok(()) => {}
-                Err(why) => link.complain(&why),
-            },
+            }
             Err(error) => link.complain(&error.to_string()),
         }
         drop(link);
@@ -729,8 +815,8 @@ struct Kept<'a> {
 }
 
 impl Kept<'_> {
-    fn ended(self, result: &Result<Answer>) {
-        if result.is_err() {
+    fn ended(self, is_done: bool) {
+        if !is_done {
             self.link.lock().unflushed.failed(self.number);
         }
     }
@@ -738,7 +824,7 @@ impl Kept<'_> {
 
 impl Drop for Kept<'_> {
     fn drop(&mut self) {
-        self.link.lock().unflushed.answered(self.number);
+        self.link.lock().unflushed.abandoned(self.number);
         self.link.ended.notify(usize::MAX);
     }
 }

@@ -11,7 +11,8 @@
 //! and that nobody else writes to it is taken for granted unless it was opened with `force_share`.
 //!
 //! What the server says of its blocks is kept to ([`Align`](super::align::Align)); its size ends
-//! at a whole block. A request longer than the server takes is asked in parts.
+//! at a whole block. A request longer than the server takes is asked in parts, and what it does not
+//! know is made of what it does: see [`ask`], where that is looked at each time.
 //!
 //! ```text
 //!   mod      what a storage does, in the server's words; unflushed what a break must not lose
@@ -27,10 +28,7 @@ mod link;
 mod open;
 mod unflushed;
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering::Relaxed},
-};
+use std::sync::Arc;
 
 pub use self::link::Remote;
 pub(super) use self::open::open;
@@ -45,7 +43,7 @@ use super::{
     resize::ResizeError,
 };
 use crate::{
-    buffer::{Buffer, Segment, Segments},
+    buffer::{Segment, Segments},
     error::{Error, Result},
     nbd::{
         client::About,
@@ -56,8 +54,8 @@ use crate::{
 
 /// Most that is zeroed, trimmed or looked at in one request, in bytes: a multiple of any block.
 const MOST_AT_ONCE: u64 = 1 << 30;
-/// Zeroes that are sent at a time to a server that writes none itself, in bytes.
-const ZEROES_SENT: u64 = 1 << 20;
+/// The same where the zeroes have to be sent.
+const MOST_SENT: u64 = 16 << 20;
 
 /// An export that is a disk here.
 #[derive(Debug)]
@@ -68,8 +66,8 @@ pub struct Nbd {
     read_only: bool,
     /// Somebody else may write to it meanwhile, as was said.
     is_shared: bool,
+    /// Its blocks are kept to for good.
     blocks: About,
-    size_bytes: AtomicU64,
 }
 
 impl Nbd {
@@ -119,25 +117,6 @@ impl Nbd {
             .take_while(move |at| *at < end)
             .map(move |at| (at, u32::try_from((end - at).min(most)).unwrap_or(u32::MAX)))
     }
-
-    /// Zeroes that are sent.
-    async fn send_zeroes(&self, offset: u64, length: u64, force: bool) -> Result<()> {
-        let most = ZEROES_SENT.min(u64::from(self.blocks.maximum_payload));
-        for (at, length) in Self::parts(offset, length, most) {
-            self.link.write(at, Buffer::zeroed(length as usize).into(), force).await?;
-        }
-        Ok(())
-    }
-
-    async fn read_part(&self, offset: u64, mut target: Segments) -> Result<Segments> {
-        let ask = Ask::Read { offset, length: target.len() };
-        let data = self.link.ask(ask).await?.data()?;
-        if matches!(target.as_slice(), [Segment::Own(_)]) {
-            return Ok(data.into());
-        }
-        target.copy_from(&data);
-        Ok(target)
-    }
 }
 
 impl Device for Nbd {
@@ -150,7 +129,7 @@ impl Device for Nbd {
     }
 
     fn size_bytes(&self) -> u64 {
-        self.size_bytes.load(Relaxed)
+        self.link.size_bytes()
     }
 
     /// The protocol has no word for it: see [`Device::resize`].
@@ -163,9 +142,7 @@ impl Device for Nbd {
     async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         let link = Arc::clone(&self.link);
         spawn_to_end(async move { link.reopen().await }).await.unwrap_or(Err(Error::SHUTDOWN))?;
-        let about = self.link.about();
-        let now = about.size_bytes & !(u64::from(self.blocks.minimum_block) - 1);
-        self.size_bytes.store(now, Relaxed);
+        let now = self.size_bytes();
         if now == size_bytes { Ok(()) } else { Err(ResizeError::Remote { size_bytes: now }) }
     }
 
@@ -187,31 +164,22 @@ impl Device for Nbd {
     }
 
     async fn read(&self, offset: u64, mut target: Segments) -> Result<Segments> {
-        let most = self.blocks.maximum_payload as usize;
-        if target.len() <= most {
-            return if target.is_empty() { Ok(target) } else { self.read_part(offset, target).await };
+        if target.is_empty() {
+            return Ok(target);
         }
-        let (mut at, mut done) = (offset, Segments::default());
-        while !target.is_empty() {
-            let rest = target.split_off(most.min(target.len()));
-            let length = target.len() as u64;
-            done.append(self.read_part(at, target).await?);
-            at += length;
-            target = rest;
+        let ask = Ask::Read { offset, length: target.len() };
+        let data = self.link.ask(ask).await?.data()?;
+        if matches!(target.as_slice(), [Segment::Own(_)]) {
+            return Ok(data.into());
         }
-        Ok(done)
+        target.copy_from(&data);
+        Ok(target)
     }
 
-    async fn write(&self, offset: u64, mut data: Segments, durability: Durability) -> Result<()> {
+    async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         let (force, flush) = self.how(durability);
-        let most = self.blocks.maximum_payload as usize;
-        let mut at = offset;
-        while !data.is_empty() {
-            let rest = data.split_off(most.min(data.len()));
-            let length = data.len() as u64;
-            self.link.write(at, data, force).await?;
-            at += length;
-            data = rest;
+        if !data.is_empty() {
+            self.link.write(offset, data, force).await?;
         }
         if flush { self.link.flush().await } else { Ok(()) }
     }
@@ -233,25 +201,16 @@ impl Device for Nbd {
     async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         let about = self.link.about();
         let (force, flush) = self.how(options.durability);
-        let is_said = about.can_refuse_slow_zeroing();
-        if options.only_if_fast && !(about.can_zero() && is_said) {
-            return Err(Error::UNSUPPORTED);
+        let mut flags = if options.may_unmap { 0 } else { cmd_flag::NO_HOLE };
+        if options.only_if_fast {
+            flags |= cmd_flag::FAST_ZERO;
         }
-        if about.can_zero() {
-            let mut flags = if options.may_unmap { 0 } else { cmd_flag::NO_HOLE };
-            if options.only_if_fast {
-                flags |= cmd_flag::FAST_ZERO;
-            }
-            if force {
-                flags |= cmd_flag::FUA;
-            }
-            for (offset, length) in Self::parts(offset, length, MOST_AT_ONCE) {
-                self.link.change(Change::Zeroes { offset, length, flags }, force).await?;
-                // Half of it is done: from here on it must be made all.
-                flags &= !cmd_flag::FAST_ZERO;
-            }
-        } else {
-            self.send_zeroes(offset, length, force).await?;
+        // What has to be sent is shorter, so that a break does not throw it far back.
+        let most = if about.can_zero() { MOST_AT_ONCE } else { MOST_SENT };
+        for (offset, length) in Self::parts(offset, length, most) {
+            self.link.change(Change::Zeroes { offset, length, flags }, force).await?;
+            // Half of it is done: from here on it must be made all.
+            flags &= !cmd_flag::FAST_ZERO;
         }
         if flush { self.link.flush().await } else { Ok(()) }
     }

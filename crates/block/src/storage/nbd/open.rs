@@ -1,6 +1,6 @@
 //! From a URI to a disk that is ready: looks the server up, connects, and judges what it says.
 
-use std::{io, sync::atomic::AtomicU64};
+use std::io;
 
 use policy::time::{Duration, Instant};
 
@@ -67,6 +67,7 @@ pub(in crate::storage) async fn open(
         dialler: Dialler::Socket(addresses),
         wanted: Wanted { export: uri.export.clone(), tls, allocation: true },
         reconnect_delay: options.reconnect_delay,
+        read_only: options.read_only,
         flushes: options.cache != CacheMode::Unsafe,
     };
     open_with(terms, options, until).await
@@ -81,7 +82,8 @@ where
     let mut pause = FIRST_PAUSE;
     loop {
         match attempt().await {
-            Err(NotConnected::Io(_) | NotConnected::TooLate(_)) if now() < until => {}
+            Err(NotConnected::Io(_) | NotConnected::Dropped(_) | NotConnected::TooLate(_))
+                if now() < until => {}
             outcome => return outcome,
         }
         sleep_until(until.min(now() + pause)).await;
@@ -120,7 +122,6 @@ async fn open_with(
         read_only: options.read_only,
         is_shared: options.is_shared,
         blocks,
-        size_bytes: AtomicU64::new(size_bytes),
     };
     // Who says the format need not be able to guess it.
     let probed = match options.is_format_known {
@@ -156,6 +157,10 @@ fn failed(name: &str, error: &NotConnected) -> OpenError {
         NotConnected::TooLate(_) => "is the server busy, or does it take only one client?",
         NotConnected::Refused { .. } => "check the export's name; `nbdinfo --list URI` tells what there is",
         NotConnected::Breach(_) => "is it an NBD server that listens there?",
+        NotConnected::Dropped(_) => {
+            "does it want a certificate? tls-certificates=DIR, with client-cert.pem and client-key.pem of an \
+             authority that it knows"
+        }
         NotConnected::Tls(_) => "check scheme, certificates and keys of the URI",
     };
     OpenError::new(name, format!("{error}{cause}"), remedy)
@@ -178,6 +183,7 @@ pub async fn simulated(
         dialler: Dialler::Simulated(make),
         wanted: Wanted { export: export.to_owned(), tls: None, allocation: true },
         reconnect_delay: options.reconnect_delay,
+        read_only: options.read_only,
         flushes: options.cache != CacheMode::Unsafe,
     };
     let until = now() + options.open_timeout;
