@@ -7,8 +7,13 @@
 //! - Where nothing is to be asked again, what may be lost is said: requests fail, and so do
 //!   flushes from then on.
 //!
+//! - A server that comes back with less is asked for no more than that, or for nothing where the
+//!   disk could not be what it was.
+//!
 //! A new connection is taken once the old one's requests have ended, as the documentation asks of
 //! servers. `WEIR_SEED=n` runs one seed.
+
+mod changing;
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -17,9 +22,11 @@ use std::sync::{
 
 use policy::{access::Access, time::Duration};
 
+use self::changing::{Changing, EVERYTHING, Ways};
 use super::{
     live::Export,
     pipe::Pipe,
+    proto::export_flag,
     server::{Server, Terms},
     stream::Stream,
 };
@@ -317,4 +324,167 @@ fn a_server_that_comes_late_is_waited_for_as_long_as_was_said() {
         assert!(simulated(Box::new(move || dial(&there)), "other", &options).await.is_err());
         assert!(now() - began < Duration::from_secs(1));
     });
+}
+
+/// What the server is at first; a third has no cache, so no flush.
+fn first_ways(seed: u64) -> Ways {
+    let without = if seed % 3 == 0 { export_flag::SEND_FLUSH } else { 0 };
+    let maximum_payload = sim::random(|random| [4096, 8192, 32 << 20][random.usize(..3)]);
+    Ways {
+        size: SIZE,
+        flags: EVERYTHING & !without,
+        minimum_block: 512,
+        maximum_payload,
+        structured: true,
+        refuses: 0,
+        is_unfit: false,
+    }
+}
+
+/// What it is when it comes back: with less or more, or not fit to go on with.
+fn later_ways(first: Ways) -> Ways {
+    let mut ways = first;
+    sim::random(|random| {
+        for flag in [
+            export_flag::SEND_FUA,
+            export_flag::SEND_TRIM,
+            export_flag::SEND_WRITE_ZEROES,
+            export_flag::SEND_FAST_ZERO,
+        ] {
+            ways.flags &= if random.bool() { !flag } else { !0 };
+        }
+        ways.flags |= if random.bool() { export_flag::SEND_FLUSH } else { 0 };
+        ways.flags |= if random.bool() { export_flag::CAN_MULTI_CONN } else { 0 };
+        ways.minimum_block = [1, 512][random.usize(..2)];
+        ways.maximum_payload = [4096, 16 << 10, 32 << 20][random.usize(..3)];
+        ways.structured = random.bool();
+        ways.refuses = [0, 0, 20][random.usize(..3)];
+        ways.size += if random.bool() { 4096 } else { 0 };
+        let is_durable = |flags: u16| flags & (export_flag::SEND_FLUSH | export_flag::SEND_FUA) != 0;
+        match random.u32(..6) {
+            0 => (ways.size, ways.is_unfit) = (SIZE - 512, true),
+            1 => (ways.minimum_block, ways.is_unfit) = (1024, true),
+            2 => (ways.flags, ways.is_unfit) = (ways.flags | export_flag::READ_ONLY, true),
+            3 => ways.flags &= !export_flag::SEND_FLUSH,
+            _ => {}
+        }
+        ways.is_unfit |= first.flags & !ways.flags & export_flag::SEND_FLUSH != 0 || !is_durable(ways.flags);
+    });
+    ways
+}
+
+/// Writes, zeroes, reads and flushes its own part of a server that may refuse. Returns what must be
+/// there, as far as anybody knows.
+async fn doubtful_client(
+    storage: Arc<Storage>,
+    server: changing::Shared,
+    number: usize,
+    requests: usize,
+) -> Vec<Option<u8>> {
+    let mut known = vec![Some(0); REGION];
+    let base = number * REGION;
+    let agrees = |known: &[Option<u8>], found: &[u8]| {
+        known.iter().zip(found).all(|(known, found)| known.is_none_or(|known| known == *found))
+    };
+    for _ in 0..requests {
+        let (at, length, byte, what) = sim::random(|random| {
+            let at = random.usize(..REGION - 1);
+            (at, random.usize(1..=(REGION - at).min(9000)), random.u8(1..), random.u32(..100))
+        });
+        let place = (base + at) as u64;
+        let is_durable = what % 7 == 0;
+        let durability = if is_durable { Durability::Synchronous } else { Durability::Cached };
+        let changed = match what {
+            0..40 => {
+                let data = Buffer::copy_of(&vec![byte; length]);
+                Some((storage.write(place, data.into(), durability).await, byte))
+            }
+            40..58 => {
+                let only_if_fast = byte % 3 == 0;
+                let options = ZeroOptions { may_unmap: byte % 2 == 0, only_if_fast, durability };
+                Some((storage.write_zeroes(place, length as u64, options).await, 0))
+            }
+            58..66 => {
+                storage.flush().await.expect("it waits for the server");
+                let there = lock_disk(&server, base..base + REGION);
+                assert!(agrees(&known, &there), "client {number}: not all that was flushed is on the disk");
+                None
+            }
+            66..72 => {
+                let extents = storage.block_status(place, length as u64).await.expect("it waits");
+                assert!(extents.iter().map(|extent| extent.length).sum::<u64>() <= length as u64);
+                None
+            }
+            _ => {
+                let read = storage.read(place, Buffer::new(length)).await.expect("it waits");
+                assert!(agrees(&known[at..at + length], &read), "client {number}, {length} bytes at {at}");
+                None
+            }
+        };
+        if let Some((result, byte)) = changed {
+            known[at..at + length].fill(result.is_ok().then_some(byte));
+            let there = lock_disk(&server, base + at..base + at + length);
+            let is_there = agrees(&known[at..at + length], &there);
+            assert!(result.is_err() || !is_durable || is_there, "client {number}: it is not durable");
+        }
+    }
+    known
+}
+
+fn lock_disk(server: &changing::Shared, range: std::ops::Range<usize>) -> Vec<u8> {
+    changing::lock(server).disk[range].to_vec()
+}
+
+#[test]
+fn a_server_that_comes_back_as_another_is_asked_for_what_it_can_or_for_nothing() {
+    let test = "a_server_that_comes_back_as_another_is_asked_for_what_it_can_or_for_nothing";
+    let mut refused = 0;
+    let seeds = seeds::for_each("--lib", test, 300, |seed| {
+        refused += sim::run(seed, async move {
+            let first = first_ways(seed);
+            let server = Changing::new(first);
+            let options = NbdOptions {
+                is_format_known: true,
+                reconnect_delay: Duration::from_secs(3600),
+                ..NbdOptions::default()
+            };
+            let there = Arc::clone(&server);
+            let dial = Box::new(move || changing::dial(&there));
+            let storage = Arc::new(simulated(dial, "disk", &options).await.expect("the server is there"));
+            let there = Arc::clone(&server);
+            let trouble = spawn_joinable(async move {
+                for _ in 0..sim::random(|random| random.usize(..8)) {
+                    pause(20).await;
+                    if sim::random(fastrand::Rng::bool) {
+                        changing::lock(&there).lose_power();
+                        pause(500).await;
+                    }
+                    changing::lock(&there).come_back(later_ways(first));
+                    pause(2000).await;
+                    if changing::lock(&there).ways.is_unfit {
+                        changing::lock(&there).come_back(first);
+                    }
+                }
+                changing::lock(&there).come_back(first);
+            });
+            let clients = (0..CLIENTS).map(|number| {
+                let (storage, server) = (Arc::clone(&storage), Arc::clone(&server));
+                spawn_joinable(doubtful_client(storage, server, number, 60))
+            });
+            let mut known = Vec::new();
+            for client in clients.collect::<Vec<_>>() {
+                known.extend(timeout(Duration::from_secs(3600), client).await.expect("it ends"));
+            }
+            timeout(Duration::from_secs(3600), trouble).await.expect("it ends");
+            storage.flush().await.expect("the server is there");
+            assert_eq!(storage.remote().expect("it is at a server").unflushed_bytes, 0);
+            let state = changing::lock(&server);
+            assert!(state.faults.is_empty(), "{:#?}", state.faults);
+            let is_there =
+                known.iter().zip(&state.disk).all(|(known, found)| known.is_none_or(|k| k == *found));
+            assert!(is_there, "what was flushed is not there");
+            state.refused
+        });
+    });
+    assert!(seeds < 100 || refused > seeds, "too little was refused: {refused}");
 }

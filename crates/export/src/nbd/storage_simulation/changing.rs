@@ -1,0 +1,294 @@
+//! A server that is another one each time it comes back: it can do less, or more, or refuses what
+//! it is asked. It keeps a list of what it should not have been asked.
+
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicUsize, Ordering::Relaxed},
+};
+
+use policy::time::Duration;
+
+use super::super::{
+    pipe::Pipe,
+    proto::{self, cmd, cmd_flag, export_flag, handshake_flag, info, opt, rep, reply_flag, reply_type},
+    stream::Stream,
+};
+use block::{
+    buffer::Buffer,
+    nbd::{inbox::Inbox, wire::Fields},
+    reactor::{now, sim, sleep_until, spawn},
+};
+
+const ENOSPC: u32 = 28;
+const ENOTSUP: u32 = 95;
+
+/// What a server says of itself, and how often it refuses.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ways {
+    pub(super) size: usize,
+    pub(super) flags: u16,
+    pub(super) minimum_block: u32,
+    pub(super) maximum_payload: u32,
+    pub(super) structured: bool,
+    /// Percent of changes for which there is no room.
+    pub(super) refuses: u32,
+    /// Nobody may ask it for anything.
+    pub(super) is_unfit: bool,
+}
+
+/// All that there is in the protocol.
+pub(super) const EVERYTHING: u16 = export_flag::HAS_FLAGS
+    | export_flag::SEND_FLUSH
+    | export_flag::SEND_FUA
+    | export_flag::SEND_TRIM
+    | export_flag::SEND_WRITE_ZEROES
+    | export_flag::SEND_FAST_ZERO;
+
+pub(super) struct Changing {
+    pub(super) ways: Ways,
+    /// What a client sees, and what is left of that without power.
+    memory: Vec<u8>,
+    pub(super) disk: Vec<u8>,
+    pub(super) faults: Vec<String>,
+    pub(super) refused: u64,
+    pub(super) is_up: bool,
+    pipes: Vec<Pipe>,
+    open: Arc<AtomicUsize>,
+}
+
+pub(super) type Shared = Arc<Mutex<Changing>>;
+
+pub(super) fn lock(server: &Shared) -> MutexGuard<'_, Changing> {
+    server.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Changing {
+    pub(super) fn new(ways: Ways) -> Shared {
+        Arc::new(Mutex::new(Self {
+            ways,
+            memory: vec![0; ways.size],
+            disk: vec![0; ways.size],
+            faults: Vec::new(),
+            refused: 0,
+            is_up: true,
+            pipes: Vec::new(),
+            open: Arc::default(),
+        }))
+    }
+
+    pub(super) fn cut(&mut self) {
+        self.pipes.drain(..).for_each(|pipe| pipe.close());
+    }
+
+    pub(super) fn lose_power(&mut self) {
+        self.cut();
+        self.is_up = false;
+        self.memory.clone_from(&self.disk);
+    }
+
+    pub(super) fn come_back(&mut self, ways: Ways) {
+        self.cut();
+        self.is_up = true;
+        self.ways = ways;
+    }
+}
+
+/// A client's end of a new connection, once the old ones have ended.
+pub(super) fn dial(server: &Shared) -> std::io::Result<Stream> {
+    let mut state = lock(server);
+    if !state.is_up || state.open.load(Relaxed) > 0 {
+        return Err(std::io::ErrorKind::ConnectionRefused.into());
+    }
+    let (ours, theirs) = Pipe::pair();
+    state.pipes.push(theirs.clone());
+    let (open, ways, server) = (Arc::clone(&state.open), state.ways, Arc::clone(server));
+    open.fetch_add(1, Relaxed);
+    spawn(async move {
+        let mut conversation = Conversation {
+            server,
+            ways,
+            stream: Stream::Simulated(theirs.clone()),
+            inbox: Inbox::new(),
+            structured: false,
+            context: None,
+        };
+        // The connection's end is an error like any other.
+        if let Ok(true) = conversation.shake_hands().await {
+            while conversation.serve().await.is_ok_and(|goes_on| goes_on) {}
+        }
+        theirs.close();
+        open.fetch_sub(1, Relaxed);
+    });
+    Ok(Stream::Simulated(ours))
+}
+
+struct Conversation {
+    server: Shared,
+    ways: Ways,
+    stream: Stream,
+    inbox: Inbox,
+    structured: bool,
+    context: Option<u32>,
+}
+
+type Io<T> = std::io::Result<T>;
+
+impl Conversation {
+    async fn send(&self, parts: &[&[u8]]) -> Io<()> {
+        self.stream.send(Buffer::copy_of(&parts.concat()).into()).await
+    }
+
+    async fn option_reply(&self, option: u32, kind: u32, data: &[u8]) -> Io<()> {
+        let head = [option, kind, data.len() as u32].map(u32::to_be_bytes).concat();
+        self.send(&[&proto::OPTION_REPLY_MAGIC.to_be_bytes(), &head, data]).await
+    }
+
+    /// Whether it comes to the export.
+    async fn shake_hands(&mut self) -> Io<bool> {
+        let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
+        let magic = [proto::INIT_MAGIC, proto::OPTION_MAGIC].map(u64::to_be_bytes).concat();
+        self.send(&[&magic, &flags.to_be_bytes()]).await?;
+        self.inbox.payload(4, &self.stream).await?;
+        loop {
+            let header = self.inbox.payload(proto::OPTION_BYTES, &self.stream).await?;
+            let mut fields = Fields::new(&header);
+            let (_, option, length) = (fields.u64(), fields.u32().unwrap(), fields.u32().unwrap());
+            self.inbox.payload(length as usize, &self.stream).await?;
+            let ways = self.ways;
+            match option {
+                opt::STRUCTURED_REPLY if ways.structured => {
+                    self.structured = true;
+                    self.option_reply(option, rep::ACK, &[]).await?;
+                }
+                opt::SET_META_CONTEXT if self.structured => {
+                    // Another number for each connection.
+                    let context = sim::random(|random| random.u32(..));
+                    self.context = Some(context);
+                    let named = [&context.to_be_bytes()[..], b"base:allocation"].concat();
+                    self.option_reply(option, rep::META_CONTEXT, &named).await?;
+                    self.option_reply(option, rep::ACK, &[]).await?;
+                }
+                opt::GO => {
+                    let size = (ways.size as u64).to_be_bytes();
+                    let export = [&info::EXPORT.to_be_bytes()[..], &size, &ways.flags.to_be_bytes()].concat();
+                    self.option_reply(option, rep::INFO, &export).await?;
+                    let sizes =
+                        [ways.minimum_block, 4096, ways.maximum_payload].map(u32::to_be_bytes).concat();
+                    let blocks = [&info::BLOCK_SIZE.to_be_bytes()[..], &sizes].concat();
+                    self.option_reply(option, rep::INFO, &blocks).await?;
+                    self.option_reply(option, rep::ACK, &[]).await?;
+                    return Ok(true);
+                }
+                _ => self.option_reply(option, rep::ERR_UNSUP, &[]).await?,
+            }
+        }
+    }
+
+    async fn simple(&self, cookie: u64, error: u32, data: &[u8]) -> Io<()> {
+        let head = [proto::SIMPLE_REPLY_MAGIC, error].map(u32::to_be_bytes).concat();
+        self.send(&[&head, &cookie.to_be_bytes(), data]).await
+    }
+
+    async fn chunk(&self, cookie: u64, kind: u16, parts: &[&[u8]]) -> Io<()> {
+        let data = parts.concat();
+        let head =
+            [&proto::STRUCTURED_REPLY_MAGIC.to_be_bytes()[..], &reply_flag::DONE.to_be_bytes()].concat();
+        let length = (data.len() as u32).to_be_bytes();
+        self.send(&[&head, &kind.to_be_bytes(), &cookie.to_be_bytes(), &length, &data]).await
+    }
+
+    /// One request; false at the last.
+    async fn serve(&mut self) -> Io<bool> {
+        let header = self.inbox.payload(proto::REQUEST_BYTES, &self.stream).await?;
+        let mut fields = Fields::new(&header);
+        let (_, flags, command) = (fields.u32(), fields.u16().unwrap(), fields.u16().unwrap());
+        let (cookie, offset) = (fields.u64().unwrap(), fields.u64().unwrap() as usize);
+        let length = fields.u32().unwrap() as usize;
+        if command == cmd::DISC {
+            return Ok(false);
+        }
+        let payload = match command {
+            cmd::WRITE => Some(self.inbox.payload(length, &self.stream).await?),
+            _ => None,
+        };
+        self.judge(command, flags, offset, length);
+        self.pause().await;
+        let range = offset..offset + length;
+        let error = self.carry_out(command, flags, range.clone(), payload.as_deref());
+        self.pause().await;
+        match command {
+            cmd::READ => {
+                let data = lock(&self.server).memory[range].to_vec();
+                if self.structured {
+                    let at = (offset as u64).to_be_bytes();
+                    self.chunk(cookie, reply_type::OFFSET_DATA, &[&at, &data]).await?;
+                } else {
+                    self.simple(cookie, 0, &data).await?;
+                }
+            }
+            cmd::BLOCK_STATUS => {
+                let extent = [self.context.unwrap_or(0), length as u32, 0].map(u32::to_be_bytes).concat();
+                self.chunk(cookie, reply_type::BLOCK_STATUS, &[&extent]).await?;
+            }
+            _ => self.simple(cookie, error, &[]).await?,
+        }
+        Ok(true)
+    }
+
+    async fn pause(&self) {
+        let micros = sim::random(|random| random.u64(..400));
+        sleep_until(now() + Duration::from_micros(micros)).await;
+    }
+
+    /// Notes what the client should have known better.
+    fn judge(&self, command: u16, flags: u16, offset: usize, length: usize) {
+        let ways = self.ways;
+        let lacks = |flag: u16| ways.flags & flag == 0;
+        let block = ways.minimum_block as usize;
+        let fault = match command {
+            _ if ways.is_unfit => Some("a request to a server that cannot be taken"),
+            _ if offset % block != 0 || length % block != 0 => Some("parts of blocks"),
+            _ if offset + length > ways.size => Some("a request past the end"),
+            _ if flags & cmd_flag::FUA != 0 && lacks(export_flag::SEND_FUA) => Some("FUA"),
+            _ if flags & cmd_flag::FAST_ZERO != 0 && lacks(export_flag::SEND_FAST_ZERO) => Some("fast zero"),
+            cmd::READ | cmd::WRITE if length > ways.maximum_payload as usize => Some("more than it takes"),
+            cmd::FLUSH if lacks(export_flag::SEND_FLUSH) => Some("a flush"),
+            cmd::TRIM if lacks(export_flag::SEND_TRIM) => Some("a trim"),
+            cmd::WRITE_ZEROES if lacks(export_flag::SEND_WRITE_ZEROES) => Some("zeroes"),
+            cmd::BLOCK_STATUS if self.context.is_none() => Some("where data is"),
+            _ => None,
+        };
+        if let Some(fault) = fault {
+            lock(&self.server).faults.push(format!("{fault} ({length} bytes at {offset}): {ways:?}"));
+        }
+    }
+
+    /// Returns the error's number, or 0.
+    fn carry_out(&self, command: u16, flags: u16, range: std::ops::Range<usize>, data: Option<&[u8]>) -> u32 {
+        let mut state = lock(&self.server);
+        let state = &mut *state;
+        let is_change = matches!(command, cmd::WRITE | cmd::WRITE_ZEROES);
+        if flags & cmd_flag::FAST_ZERO != 0 && sim::random(fastrand::Rng::bool) {
+            state.refused += 1;
+            return ENOTSUP;
+        }
+        if is_change && sim::random(|random| random.u32(..100)) < self.ways.refuses {
+            state.refused += 1;
+            return ENOSPC;
+        }
+        if is_change {
+            match data {
+                Some(data) => state.memory[range.clone()].copy_from_slice(data),
+                None => state.memory[range.clone()].fill(0),
+            }
+            // Without flushes it has no cache; else it may write back whatever it wants, at any time.
+            let has_cache = self.ways.flags & export_flag::SEND_FLUSH != 0;
+            if !has_cache || flags & cmd_flag::FUA != 0 || sim::random(|random| random.u32(..4)) == 0 {
+                state.disk[range.clone()].copy_from_slice(&state.memory[range]);
+            }
+        } else if command == cmd::FLUSH {
+            state.disk.clone_from(&state.memory);
+        }
+        0
+    }
+}
