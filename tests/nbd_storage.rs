@@ -3,6 +3,8 @@
 //!
 //! All daemons here are in the sandbox, which has to let them connect again.
 
+mod comebacks;
+
 use std::{
     fs,
     io::{Read as _, Write as _},
@@ -428,13 +430,29 @@ fn tls_with_certificates_and_with_a_key() {
     weir.nbdsh("front", "h.pwrite(b's' * 100000, 5)\nassert h.pread(100000, 5) == b's' * 100000\nh.flush()");
     weir.stop();
     let refused = |image: &str| Serve::new(&scratch).args(["-f", "raw"]).arg(image).fails();
-    assert_says(&refused(&place("127.0.0.1", "&tls-hostname=other")), &["cannot be spoken to in secret"]);
+    let misnamed = refused(&place("127.0.0.1", "&tls-hostname=other"));
+    assert_says(
+        &misnamed,
+        &["cannot be spoken to in secret", "certificate verify failed: hostname mismatch"],
+    );
     let stranger = Authority::new(&scratch, "stranger");
-    let place = format!("nbds://127.0.0.1:{port}/disk?tls-certificates={}", stranger.path());
-    assert_says(&refused(&place), &["cannot be spoken to in secret", "certificate verify failed"]);
+    let elsewhere = format!("nbds://127.0.0.1:{port}/disk?tls-certificates={}", stranger.path());
+    assert_says(&refused(&elsewhere), &["cannot be spoken to in secret", "certificate verify failed"]);
     assert_says(&refused(&format!("nbd://127.0.0.1:{port}/disk")), &["the server wants TLS"]);
-    server.stop();
+    let nameless = place("127.0.0.1", "")
+        .replace(authority.path(), text(&authority.without_client(&scratch, "nameless")));
+    assert_says(
+        &refused(&nameless),
+        &["ended the connection when TLS had begun", "does it want a certificate?"],
+    );
     let keys = scratch.file("keys.psk", "alice:00112233445566778899aabbccddeeff\n");
+    // Whoever does not know the key is not believed, whatever certificate it has.
+    let by_key = format!("nbds://alice@127.0.0.1:{port}/disk?tls-psk-file={}", text(&keys));
+    assert_says(
+        &refused(&by_key),
+        &["the server shows a certificate, and does not prove that it knows the key"],
+    );
+    server.stop();
     let at = scratch.socket("back");
     let words = ["--tls=require", &format!("--tls-psk={}", text(&keys)), "file", text(&file)];
     let server = Server::nbdkit(&scratch, &at, &words);
@@ -443,7 +461,8 @@ fn tls_with_certificates_and_with_a_key() {
     weir.nbdsh("front", "assert h.pread(100000, 5) == b's' * 100000");
     weir.stop();
     let other = scratch.file("other.psk", "alice:ff112233445566778899aabbccddeeff\n");
-    assert_says(&refused(&place.replace(text(&keys), text(&other))), &["cannot be spoken to in secret"]);
+    let unknown = refused(&place.replace(text(&keys), text(&other)));
+    assert_says(&unknown, &["cannot be spoken to in secret"]);
     server.crash();
 }
 

@@ -66,7 +66,7 @@ impl Authority {
     }
 
     /// The same, as a client has it who cannot prove who it is.
-    fn without_client(&self, scratch: &Scratch, name: &str) -> PathBuf {
+    pub(crate) fn without_client(&self, scratch: &Scratch, name: &str) -> PathBuf {
         let directory = scratch.path(name);
         fs::create_dir(&directory).unwrap();
         fs::copy(self.file("ca-cert.pem"), directory.join("ca-cert.pem")).unwrap();

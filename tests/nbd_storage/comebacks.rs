@@ -1,0 +1,417 @@
+//! Servers that break off and come back as others: with less, without what was not flushed, or
+//! refusing what was in flight.
+
+use std::{
+    fs,
+    io::{Read as _, Write as _},
+    net::Shutdown,
+    os::unix::net::{UnixListener, UnixStream},
+    path::{Path, PathBuf},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
+    thread,
+};
+
+use serde_json::json;
+
+use super::{Server, half_full, in_front, uri};
+use crate::harness::{
+    MIB, Scratch, Serve, Weir, assert_says,
+    operator::{find, wait_until},
+    text,
+};
+
+const READ: u16 = 0;
+const WRITE: u16 = 1;
+const LEAVE: u16 = 2;
+const FLUSH: u16 = 3;
+const ZEROES: u16 = 6;
+/// Flags of an export: it flushes, knows FUA, and writes zeroes.
+const USUAL: u16 = 1 | 4 | 8 | 1 << 6;
+const WITH_FLUSH: u16 = 4;
+const READ_ONLY: u16 = 2;
+const MULTI_CONN: u16 = 1 << 8;
+const FAST_ZERO: u16 = 1 << 11;
+
+/// What a server is like.
+#[derive(Clone, Copy)]
+struct Ways {
+    flags: u16,
+    size: u64,
+    /// Its smallest, preferred and largest.
+    blocks: [u32; 3],
+    /// A command, and the error that is its answer.
+    refuses: Option<(u16, u32)>,
+    /// A command that is carried out, and not answered until the test says so.
+    holds: Option<u16>,
+}
+
+const ORDINARY: Ways =
+    Ways { flags: USUAL, size: MIB, blocks: [1, 4096, 32 << 20], refuses: None, holds: None };
+
+#[derive(Default)]
+struct State {
+    disk: Vec<u8>,
+    /// Connections that came to the export, by their numbers; none that has ended.
+    streams: Vec<(usize, UnixStream)>,
+    next_number: usize,
+    /// Whose request is held.
+    held: Option<usize>,
+    may_answer: bool,
+    is_over: bool,
+    /// Requests, but for the last of a connection.
+    asked: u64,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    fn wait_until(&self, mut is_so: impl FnMut(&mut State) -> bool) -> MutexGuard<'_, State> {
+        self.changed.wait_while(self.lock(), |state| !is_so(state)).unwrap()
+    }
+}
+
+/// A server in this process, with its disk in memory. Speaks simple replies alone.
+struct Other {
+    at: PathBuf,
+    shared: Arc<Shared>,
+    listening: thread::JoinHandle<()>,
+}
+
+impl Other {
+    fn start(at: &Path, disk: Vec<u8>, ways: Ways) -> Self {
+        let _ = fs::remove_file(at);
+        let listener = UnixListener::bind(at).unwrap();
+        let shared =
+            Arc::new(Shared { state: Mutex::new(State { disk, ..State::default() }), ..Shared::default() });
+        let there = Arc::clone(&shared);
+        let listening = thread::spawn(move || {
+            let mut serving = Vec::new();
+            while let Ok((stream, _)) = listener.accept() {
+                if there.lock().is_over {
+                    break;
+                }
+                let there = Arc::clone(&there);
+                serving.push(thread::spawn(move || drop(serve(stream, &there, ways))));
+            }
+            drop(listener);
+            serving.into_iter().for_each(|serving| serving.join().expect("its client keeps to what it said"));
+        });
+        Self { at: at.to_owned(), shared, listening }
+    }
+
+    /// Breaks off, and is gone; what is left is its disk.
+    fn stop(self) -> Vec<u8> {
+        {
+            let mut state = self.shared.lock();
+            state.is_over = true;
+            state.streams.iter().for_each(|(_, stream)| drop(stream.shutdown(Shutdown::Both)));
+        }
+        self.shared.changed.notify_all();
+        drop(UnixStream::connect(&self.at));
+        let _ = fs::remove_file(&self.at);
+        self.listening.join().expect("its client keeps to what it said");
+        std::mem::take(&mut self.shared.lock().disk)
+    }
+}
+
+/// Until the connection ends.
+fn serve(mut stream: UnixStream, shared: &Shared, ways: Ways) -> std::io::Result<()> {
+    stream.write_all(b"NBDMAGICIHAVEOPT\0\x03")?;
+    stream.read_exact(&mut [0; 4])?;
+    loop {
+        let mut header = [0; 16];
+        stream.read_exact(&mut header)?;
+        let option = u32::from_be_bytes(header[8..12].try_into().unwrap());
+        stream.read_exact(&mut vec![0; u32::from_be_bytes(header[12..].try_into().unwrap()) as usize])?;
+        let reply = |kind: u32, data: &[u8]| {
+            let head = [option, kind, data.len() as u32].map(u32::to_be_bytes).concat();
+            [&0x0003_e889_0455_65a9_u64.to_be_bytes()[..], &head, data].concat()
+        };
+        if option != 7 {
+            stream.write_all(&reply(0x8000_0001, &[]))?;
+            continue;
+        }
+        let export = [&[0, 0][..], &ways.size.to_be_bytes(), &ways.flags.to_be_bytes()].concat();
+        let blocks = [&[0, 3][..], &ways.blocks.map(u32::to_be_bytes).concat()].concat();
+        stream.write_all(&[reply(3, &export), reply(3, &blocks), reply(1, &[])].concat())?;
+        break;
+    }
+    let number = {
+        let mut state = shared.lock();
+        state.next_number += 1;
+        let number = state.next_number;
+        state.streams.push((number, stream.try_clone()?));
+        number
+    };
+    shared.changed.notify_all();
+    let outcome = answer(&mut stream, shared, ways, number);
+    shared.lock().streams.retain(|(other, _)| *other != number);
+    shared.changed.notify_all();
+    outcome
+}
+
+fn answer(stream: &mut UnixStream, shared: &Shared, ways: Ways, number: usize) -> std::io::Result<()> {
+    loop {
+        let mut header = [0; 28];
+        stream.read_exact(&mut header)?;
+        let command = u16::from_be_bytes(header[6..8].try_into().unwrap());
+        let offset = u64::from_be_bytes(header[16..24].try_into().unwrap()) as usize;
+        let length = u32::from_be_bytes(header[24..].try_into().unwrap()) as usize;
+        if command == LEAVE {
+            return Ok(());
+        }
+        let mut data = vec![0; if command == WRITE { length } else { 0 }];
+        stream.read_exact(&mut data)?;
+        let range = offset..offset + length;
+        let is_too_long = command < LEAVE && length > ways.blocks[2] as usize;
+        let error = match ways.refuses {
+            _ if is_too_long => 22,
+            Some((refused, error)) if refused == command => error,
+            _ => 0,
+        };
+        let mut state = shared.lock();
+        state.asked += 1;
+        match command {
+            _ if error != 0 => {}
+            READ => data = state.disk[range].to_vec(),
+            WRITE => state.disk[range].copy_from_slice(&std::mem::take(&mut data)),
+            ZEROES => state.disk[range].fill(0),
+            FLUSH => assert_ne!(ways.flags & WITH_FLUSH, 0, "it knows no flush"),
+            _ => {}
+        }
+        if ways.holds == Some(command) && state.held.is_none() {
+            state.held = Some(number);
+            shared.changed.notify_all();
+            state = shared.changed.wait_while(state, |state| !state.may_answer && !state.is_over).unwrap();
+        }
+        drop(state);
+        let head = [0x6744_6698, error].map(u32::to_be_bytes).concat();
+        let data = if error == 0 { &data[..] } else { &[] };
+        stream.write_all(&[&head, &header[8..16], data].concat())?;
+    }
+}
+
+fn is_connected(scratch: &Scratch, is_so: bool) {
+    wait_until(scratch, |told| find(told, "disks", "front")["server"]["connected"] == is_so);
+}
+
+fn waiting(scratch: &Scratch, at: &Path, more: &[&str]) -> Weir {
+    in_front(scratch, &uri(at, ""), &[&["-f", "raw", "--reconnect-delay", "1m"], more].concat())
+}
+
+/// A request is in flight as the server breaks off; the next one refuses it.
+fn refused_after_a_break(command: u16, errno: u32, request: &str, name: &str) {
+    let (scratch, empty) = (Scratch::new(), vec![0; MIB as usize]);
+    let at = scratch.socket("back");
+    let ways = Ways { flags: USUAL | FAST_ZERO, ..ORDINARY };
+    let first = Other::start(&at, empty, Ways { holds: Some(command), ..ways });
+    let weir = waiting(&scratch, &at, &[]);
+    let script = format!(
+        "import errno\nh.flush()\ntry:\n    {request}\n    raise SystemExit('it was not refused')\n\
+         except nbd.Error as e:\n    assert e.errnum == errno.{name}, e\nh.flush()"
+    );
+    let second = thread::scope(|scope| {
+        let asking = scope.spawn(|| weir.nbdsh("front", &script));
+        drop(first.shared.wait_until(|state| state.held.is_some()));
+        let disk = first.stop();
+        let second = Other::start(&at, disk, Ways { refuses: Some((command, errno)), ..ways });
+        asking.join().expect("it is told, and nothing else is lost");
+        second
+    });
+    weir.nbdsh("front", "h.flush()");
+    weir.stop();
+    second.stop();
+}
+
+#[test]
+fn what_was_in_flight_at_a_break_is_its_askers_affair_alone() {
+    refused_after_a_break(ZEROES, 95, "h.zero(4096, 0, nbd.CMD_FLAG_FAST_ZERO)", "EOPNOTSUPP");
+    refused_after_a_break(WRITE, 28, "h.pwrite(b'z' * 4096, 0)", "ENOSPC");
+}
+
+#[test]
+fn what_was_acknowledged_waits_for_a_server_that_takes_it() {
+    let (scratch, empty) = (Scratch::new(), vec![0; MIB as usize]);
+    let at = scratch.socket("back");
+    let first = Other::start(&at, empty.clone(), ORDINARY);
+    let weir = waiting(&scratch, &at, &[]);
+    weir.nbdsh("front", "h.pwrite(b'a' * 4096, 0)");
+    first.stop();
+    let second = Other::start(&at, empty.clone(), Ways { refuses: Some((WRITE, 28)), ..ORDINARY });
+    weir.wait_for_log("it does not take again what it had acknowledged before it was flushed");
+    is_connected(&scratch, false);
+    second.stop();
+    let third = Other::start(&at, empty, ORDINARY);
+    weir.nbdsh("front", "assert h.pread(4096, 0) == b'a' * 4096\nh.flush()");
+    weir.stop();
+    assert!(third.stop()[..4096].iter().all(|&byte| byte == b'a'));
+}
+
+#[test]
+fn a_server_that_takes_less_at_a_time_is_asked_for_less() {
+    let (scratch, empty) = (Scratch::new(), vec![0; MIB as usize]);
+    let at = scratch.socket("back");
+    let first = Other::start(&at, empty.clone(), ORDINARY);
+    let weir = waiting(&scratch, &at, &[]);
+    weir.nbdsh("front", "h.pwrite(b'a' * 262144, 4096)");
+    first.stop();
+    // It has forgotten that, and zeroes nothing by itself.
+    let flags = USUAL & !(1 << 6);
+    let second = Other::start(&at, empty, Ways { flags, blocks: [1, 4096, 64 << 10], ..ORDINARY });
+    weir.nbdsh(
+        "front",
+        "assert h.pread(262144, 4096) == b'a' * 262144\nh.pwrite(b'b' * 262144, 500000)\nh.zero(100000, 5000)\n\
+         h.flush()\nassert h.pread(262144, 500000) == b'b' * 262144",
+    );
+    weir.stop();
+    let disk = second.stop();
+    let is = |range: std::ops::Range<usize>, expect: u8| disk[range].iter().all(|&byte| byte == expect);
+    assert!(is(4096..5000, b'a') && is(5000..105_000, 0) && is(105_000..266_240, b'a'));
+    assert!(is(500_000..762_144, b'b') && is(762_144..MIB as usize, 0));
+}
+
+#[test]
+fn a_server_that_cannot_be_what_the_disk_was_is_not_taken() {
+    let (scratch, mut disk) = (Scratch::new(), vec![0; MIB as usize]);
+    let at = scratch.socket("back");
+    // More than what comes later: that obliges nobody.
+    let mut server = Other::start(&at, disk.clone(), ORDINARY);
+    let weir = waiting(&scratch, &at, &[]);
+    for (byte, ways, why) in [
+        ('a', Ways { flags: USUAL & !WITH_FLUSH, ..ORDINARY }, "it knows no flush any more"),
+        ('b', Ways { flags: USUAL | READ_ONLY, ..ORDINARY }, "it is read-only now"),
+        ('c', Ways { size: MIB - 4096, ..ORDINARY }, "it has 1044480 bytes now, and the disk has 1048576"),
+        ('d', Ways { blocks: [512, 4096, 1 << 20], ..ORDINARY }, "it wants blocks of 512 bytes now"),
+    ] {
+        weir.nbdsh("front", &format!("h.pwrite(b'{byte}' * 4096, 0)"));
+        // It is what it was, but for what was not flushed.
+        server.stop();
+        let unfit = Other::start(&at, disk.clone(), ways);
+        weir.wait_for_log(why);
+        is_connected(&scratch, false);
+        assert_eq!(unfit.shared.lock().asked, 0, "{why}");
+        unfit.stop();
+        server = Other::start(&at, disk.clone(), Ways { size: 2 * MIB, ..ORDINARY });
+        server.shared.lock().disk.resize(2 * MIB as usize, 0);
+        weir.nbdsh("front", &format!("assert h.pread(4096, 0) == b'{byte}' * 4096\nh.flush()"));
+        disk = server.stop();
+        disk.truncate(MIB as usize);
+        server = Other::start(&at, disk.clone(), ORDINARY);
+        is_connected(&scratch, true);
+    }
+    weir.nbdsh("front", "assert h.pread(4096, 0) == b'd' * 4096");
+    weir.stop();
+    server.stop();
+}
+
+#[test]
+fn what_an_old_connection_answers_late_does_not_count() {
+    let scratch = Scratch::new();
+    let at = scratch.socket("back");
+    let ways = Ways { flags: USUAL | MULTI_CONN, holds: Some(ZEROES), ..ORDINARY };
+    let server = Other::start(&at, vec![0; MIB as usize], ways);
+    let weir = waiting(&scratch, &at, &["--workers", "2"]);
+    // Clients of both workers, each of which then has a connection. Then zeroes over what is kept.
+    let script = "clients = [nbd.NBD() for _ in range(6)]\nfor c in clients:\n    c.connect_uri(arguments[0])\n    \
+                  c.pread(512, 0)\nh.pwrite(b'w' * 4096, 0)\nh.zero(4096, 0)\n\
+                  assert h.pread(4096, 0) == bytes(4096)\nh.flush()";
+    thread::scope(|scope| {
+        let asking = scope.spawn(|| weir.nbdsh("front", script));
+        let holder = {
+            let state = server.shared.wait_until(|state| state.held.is_some() && state.streams.len() > 1);
+            let holder = state.held.unwrap();
+            let others = state.streams.iter().filter(|(number, _)| *number != holder);
+            others.for_each(|(_, stream)| drop(stream.shutdown(Shutdown::Both)));
+            holder
+        };
+        wait_until(&scratch, |told| find(told, "disks", "front")["server"]["reconnections"] == json!(1));
+        {
+            let mut state = server.shared.lock();
+            assert!(state.disk[..4096].iter().all(|&byte| byte == b'w'), "it was written again");
+            assert!(state.streams.iter().any(|(number, _)| *number == holder), "the old one is whole");
+            state.may_answer = true;
+        }
+        server.shared.changed.notify_all();
+        asking.join().expect("the zeroes are there");
+    });
+    weir.stop();
+    assert!(server.stop()[..4096].iter().all(|&byte| byte == 0));
+}
+
+#[test]
+fn a_server_that_takes_next_to_nothing_is_refused_and_one_that_takes_little_costs_little() {
+    let scratch = Scratch::new();
+    let at = scratch.socket("back");
+    for most in [1, 512, 2048] {
+        let server = Other::start(&at, vec![0; MIB as usize], Ways { blocks: [1, 1, most], ..ORDINARY });
+        let said = Serve::new(&scratch).args(["-f", "raw"]).arg(uri(&at, "")).fails();
+        assert_says(&said, &["it takes no more than a few bytes at a time", "4096"]);
+        server.stop();
+    }
+    let ways = Ways { size: 64 * MIB, blocks: [1, 4096, 4096], ..ORDINARY };
+    let server = Other::start(&at, vec![7; 64 * MIB as usize], ways);
+    let weir = waiting(&scratch, &at, &["--memory", "128M"]);
+    let before = weir.resident_bytes();
+    weir.nbdsh("front", "assert h.pread(32 << 20, 4096) == b'\\x07' * (32 << 20)");
+    assert!(weir.resident_bytes() < before + 160 * MIB, "{} bytes", weir.resident_bytes());
+    weir.stop();
+    server.stop();
+}
+
+#[test]
+fn requests_of_other_workers_end_when_the_only_connection_breaks() {
+    let scratch = Scratch::new();
+    let (file, at) = (half_full(&scratch), scratch.socket("back"));
+    let words = ["--filter=multi-conn", "file", text(&file), "multi-conn-mode=disable"];
+    let mut server = Some(Server::nbdkit(&scratch, &at, &words));
+    let weir = waiting(&scratch, &at, &["--workers", "3"]);
+    let stop = scratch.path("stop");
+    let script = format!(
+        "import os\nwhile not os.path.exists({:?}):\n    for at in range(64):\n        h.pwrite(b'x' * 4096, at * 4096)",
+        text(&stop)
+    );
+    thread::scope(|scope| {
+        let clients: Vec<_> = (0..6).map(|_| scope.spawn(|| weir.nbdsh("front", &script))).collect();
+        let writes = |told: &serde_json::Value| find(told, "disks", "front")["writes"]["requests"].as_u64();
+        for round in 1..=6_u64 {
+            wait_until(&scratch, |told| writes(told) > Some(1000 * round));
+            server.take().unwrap().crash();
+            server = Some(Server::nbdkit(&scratch, &at, &words));
+            wait_until(&scratch, |told| {
+                find(told, "disks", "front")["server"]["reconnections"].as_u64() >= Some(round)
+            });
+        }
+        fs::write(&stop, "").unwrap();
+        clients.into_iter().for_each(|client| client.join().expect("every request ends"));
+    });
+    weir.stop();
+}
+
+#[test]
+fn a_server_that_comes_late_is_waited_for_when_the_disk_is_opened() {
+    let scratch = Scratch::new();
+    let (file, at) = (half_full(&scratch), scratch.socket("back"));
+    // One that breaks off at once has been tried before the right one is there.
+    let listener = UnixListener::bind(&at).unwrap();
+    let starting = thread::scope(|scope| {
+        let starting =
+            scope.spawn(|| in_front(&scratch, &uri(&at, ""), &["-f", "raw", "--open-timeout", "1m"]));
+        drop(listener.accept().unwrap());
+        drop(listener);
+        let server = Server::nbdkit(&scratch, &at, &["file", text(&file)]);
+        (starting.join().expect("it starts once the server is there"), server)
+    });
+    let (weir, server) = starting;
+    weir.nbdsh("front", "h.pwrite(b'l' * 4096, 0)\nh.flush()");
+    weir.stop();
+    server.crash();
+    assert!(fs::read(&file).unwrap()[..4096].iter().all(|&byte| byte == b'l'));
+}
