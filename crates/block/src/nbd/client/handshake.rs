@@ -131,6 +131,14 @@ pub enum NotConnected {
     Dropped(#[source] io::Error),
 }
 
+impl NotConnected {
+    /// With what the system said, where it said something.
+    pub fn in_full(&self) -> String {
+        let cause = std::error::Error::source(self).map(|cause| format!(": {cause}")).unwrap_or_default();
+        format!("{self}{cause}")
+    }
+}
+
 impl From<TlsFailure> for NotConnected {
     fn from(failure: TlsFailure) -> Self {
         Self::Tls(match failure {

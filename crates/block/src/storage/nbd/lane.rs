@@ -248,3 +248,19 @@ impl<H: Home> Drop for Lost<H> {
         self.tell(Break::Thread, "the thread that had the connection has ended");
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_waits_for_a_keeper_that_has_gone_is_told() {
+        let (sender, jobs) = async_channel::unbounded();
+        let keeper = Jobs(jobs);
+        let (tell, told) = async_channel::bounded(1);
+        // Whoever waits can still send.
+        sender.try_send(Job::Ask(Ask::Flush, tell)).unwrap();
+        drop(keeper);
+        assert!(told.is_closed() && sender.is_closed());
+    }
+}

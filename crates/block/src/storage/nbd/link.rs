@@ -491,7 +491,7 @@ impl Link {
     async fn open_another(self: &Arc<Self>, session: u64) {
         let established = match self.terms.establish().await {
             Ok(established) => established,
-            Err(error) => return self.complain(&error.to_string()),
+            Err(error) => return self.complain(&error.in_full()),
         };
         let mut state = self.lock();
         if state.session == session
@@ -574,7 +574,7 @@ impl Link {
                 }
             },
             Err(error) => {
-                self.complain(&error.to_string());
+                self.complain(&error.in_full());
                 None
             }
         };
@@ -780,7 +780,7 @@ async fn reconnect(trying: Trying) {
                     Err(why) => link.complain(&why),
                 }
             }
-            Err(error) => link.complain(&error.to_string()),
+            Err(error) => link.complain(&error.in_full()),
         }
         drop(link);
         sleep_until(now() + pause).await;

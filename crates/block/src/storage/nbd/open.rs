@@ -150,8 +150,6 @@ async fn probe(nbd: &Align<Nbd>) -> crate::error::Result<Probed> {
 }
 
 fn failed(name: &str, error: &NotConnected) -> OpenError {
-    use std::error::Error as _;
-    let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
     let remedy = match error {
         NotConnected::Io(_) | NotConnected::NoAddress => "start the server, or check the URI",
         NotConnected::TooLate(_) => "is the server busy, or does it take only one client?",
@@ -163,7 +161,7 @@ fn failed(name: &str, error: &NotConnected) -> OpenError {
         }
         NotConnected::Tls(_) => "check scheme, certificates and keys of the URI",
     };
-    OpenError::new(name, format!("{error}{cause}"), remedy)
+    OpenError::new(name, error.in_full(), remedy)
 }
 
 /// How streams to a server of the simulation are made.

@@ -281,7 +281,7 @@ impl Conversation {
                 Some(data) => state.memory[range.clone()].copy_from_slice(data),
                 None => state.memory[range.clone()].fill(0),
             }
-            // Without flushes it has no cache; else it may write back whatever it wants, at any time.
+            // Without flushes it has no cache; else it may write back whatever it wants.
             let has_cache = self.ways.flags & export_flag::SEND_FLUSH != 0;
             if !has_cache || flags & cmd_flag::FUA != 0 || sim::random(|random| random.u32(..4)) == 0 {
                 state.disk[range.clone()].copy_from_slice(&state.memory[range]);
