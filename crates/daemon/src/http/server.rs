@@ -22,6 +22,7 @@ use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
+use rustix::process::{Resource, getrlimit};
 use tokio::{
     net::{TcpListener, UnixListener},
     sync::oneshot,
@@ -77,6 +78,7 @@ pub(super) fn run(
                 Kind::Metrics => MOST_SCRAPERS,
                 Kind::Page(_) => MOST_READERS,
             };
+            let most = most.min(some_descriptors());
             let door = Arc::new(Door { router, kind, connections: Connections::new(most) });
             for Listener { socket, authority, file } in listeners {
                 files.push(file);
@@ -99,6 +101,12 @@ pub(super) fn run(
         let _ = stopped.await;
         Ok(())
     })
+}
+
+/// Whoever reads here may not take those that disks and their clients need.
+fn some_descriptors() -> usize {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    usize::try_from(limit / 4).unwrap_or(usize::MAX)
 }
 
 enum Socket {
