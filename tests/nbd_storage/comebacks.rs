@@ -15,7 +15,7 @@ use serde_json::json;
 
 use super::{Server, half_full, in_front, uri};
 use crate::harness::{
-    MIB, Scratch, Serve, Weir, assert_says,
+    DEADLINE, MIB, Scratch, Serve, Weir, assert_says,
     operator::{find, wait_until},
     text,
 };
@@ -74,7 +74,10 @@ impl Shared {
     }
 
     fn wait_until(&self, mut is_so: impl FnMut(&mut State) -> bool) -> MutexGuard<'_, State> {
-        self.changed.wait_while(self.lock(), |state| !is_so(state)).unwrap()
+        let waiting = self.changed.wait_timeout_while(self.lock(), DEADLINE, |state| !is_so(state));
+        let (state, waited) = waiting.unwrap();
+        assert!(!waited.timed_out(), "it does not come to that");
+        state
     }
 }
 

@@ -23,7 +23,7 @@ Examples:
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ClusterCommand {
-    /// Show hosts, demand, what each may use, who leads; asked of that host, how long ago it heard of others
+    /// Show hosts, demand, what each may use, who leads, and what that one has heard of others
     Status {
         /// Print results as JSON
         #[arg(long)]
