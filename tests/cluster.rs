@@ -23,14 +23,14 @@ use serde_json::Value;
 use crate::harness::{Client, DEADLINE, Qmp, Scratch, Serve, Weir, need, search_path, text, weir};
 
 /// One member on loopback, with its data in the scratch directory.
-struct Etcd {
+pub(crate) struct Etcd {
     child: Child,
     data: PathBuf,
     ports: [u16; 2],
 }
 
 impl Etcd {
-    fn start(scratch: &Scratch) -> Self {
+    pub(crate) fn start(scratch: &Scratch) -> Self {
         need("etcd");
         // Free at this moment; etcd says so where another was faster.
         let free = || TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -62,11 +62,11 @@ impl Etcd {
             .expect("it was found")
     }
 
-    fn url(&self) -> String {
+    pub(crate) fn url(&self) -> String {
         format!("http://127.0.0.1:{}", self.ports[0])
     }
 
-    fn control(&self, arguments: &[&str]) -> Client {
+    pub(crate) fn control(&self, arguments: &[&str]) -> Client {
         Client::new("etcdctl").env("ETCDCTL_API", "3").args(["--endpoints", &self.url()]).args(arguments)
     }
 
@@ -74,12 +74,12 @@ impl Etcd {
         until("etcd answers", || self.control(&["get", "x"]).run().ended() == Some(0));
     }
 
-    fn kill(&mut self) {
+    pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    fn start_again(&mut self) {
+    pub(crate) fn start_again(&mut self) {
         self.child = Self::spawn(&self.data, self.ports);
         self.wait();
     }
@@ -93,7 +93,7 @@ impl Drop for Etcd {
 }
 
 #[track_caller]
-fn until(what: &str, is_so: impl Fn() -> bool) {
+pub(crate) fn until(what: &str, is_so: impl Fn() -> bool) {
     let end = Instant::now() + DEADLINE;
     while !is_so() {
         assert!(Instant::now() < end, "it did not come to be: {what}");

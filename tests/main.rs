@@ -52,6 +52,7 @@ mod locking;
 mod machines;
 mod measuring;
 mod metrics;
+mod moving;
 mod nbd_storage;
 mod nbdcopy;
 mod nbdinfo;

@@ -332,7 +332,7 @@ impl Storage {
     }
 
     /// Whether the page cache has lost writes, so that flushes fail from now on.
-    pub(crate) fn has_lost_writes(&self) -> bool {
+    pub fn has_lost_writes(&self) -> bool {
         self.file().is_some_and(File::has_lost_writes) || self.nbd().is_some_and(Nbd::has_lost_writes)
     }
 
@@ -372,7 +372,7 @@ impl Storage {
     }
 
     /// Whether its bytes are in this process alone.
-    pub(crate) fn is_memory(&self) -> bool {
+    pub fn is_memory(&self) -> bool {
         match self {
             Self::Memory(_) => true,
             Self::Wrapped(wrapped) => wrapped.inner().is_memory(),

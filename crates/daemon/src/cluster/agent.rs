@@ -31,6 +31,8 @@ use super::{
     keys::Key,
     known::Known,
     leading::Leading,
+    moving,
+    offers::{Answer, Offer, Offered, Outcome},
     outside::{self, draw, now},
     status,
     stored::{self, Stored},
@@ -126,6 +128,9 @@ impl Agent {
                 Ok(Input::Stop) | Err(_) => return true,
                 Ok(Input::Change(_, answer) | Input::Forget(_, answer)) => {
                     let _ = answer.try_send(Err(format!("etcd cannot be asked: {why}")));
+                }
+                Ok(Input::Move(_, answer)) => {
+                    let _ = answer.try_send(Outcome::Apart(why.to_owned()));
                 }
                 Ok(Input::Status(answer)) => {
                     let _ = answer.try_send(status::apart(why));
@@ -234,6 +239,10 @@ impl Session<'_> {
                     let done = changing::forget(&self.known, etcd, &host).await?;
                     let _ = answer.try_send(done);
                 }
+                Ok(Input::Move(step, answer)) => {
+                    let done = moving::step(&self.known, etcd, *step).await?;
+                    let _ = answer.try_send(done);
+                }
                 Ok(Input::Status(answer)) => {
                     let shown = status::connected(&self.known, self.leading.as_ref(), etcd).await?;
                     let _ = answer.try_send(shown);
@@ -326,6 +335,12 @@ impl Session<'_> {
                         self.on_own_host(etcd, Some(&value)).await?;
                     }
                     return Ok(());
+                }
+                if matches!(self.known.keys.read(&value.key), Some(Key::Move(..))) {
+                    // What a disk was promised where it comes from is free by now: that is in
+                    // another range, whose watch may be slower.
+                    let (revision, found) = etcd.read(&[self.known.keys.promises()]).await?;
+                    self.know_promises(revision, found).await?;
                 }
                 self.on_put(&value).await?;
                 if is_leader {
@@ -428,7 +443,22 @@ impl Session<'_> {
                     }
                 }
             }
-            Some(Key::Host(_) | Key::Grant(_)) | None => {}
+            Some(Key::Move(host, disk)) if host == self.agent.cluster.host => {
+                match values::read::<Offer>(&value.value) {
+                    Ok(offer) => {
+                        let offered = Offered { disk: disk.to_owned(), offer, revision: value.mod_revision };
+                        self.tell(Word::Offered(Box::new(offered))).await?;
+                    }
+                    Err(why) => wrong(why),
+                }
+            }
+            Some(Key::Moved(host, disk)) if host == self.agent.cluster.host => {
+                match values::read::<Answer>(&value.value) {
+                    Ok(answer) => self.tell(Word::Answered { disk: disk.to_owned(), answer }).await?,
+                    Err(why) => wrong(why),
+                }
+            }
+            Some(Key::Host(_) | Key::Grant(_) | Key::Move(..) | Key::Moved(..)) | None => {}
         }
         Ok(())
     }
@@ -517,14 +547,20 @@ impl Session<'_> {
                 return Ok(());
             }
             let (revision, found) = etcd.read(std::slice::from_ref(&all)).await?;
-            for value in found.iter().flatten() {
-                self.on_put(value).await?;
-            }
-            self.known.promises_at = revision;
-            self.tell(Word::Promises(self.known.promises.clone())).await?;
+            self.know_promises(revision, found).await?;
         }
         // It is promised here already: what is too much is told by whoever adds it up.
         etcd.transact(&[], &[put]).await.map(drop)
+    }
+
+    async fn know_promises(&mut self, revision: i64, found: Vec<Vec<KeyValue>>) -> Result<(), Error> {
+        for value in found.iter().flatten() {
+            if matches!(self.known.keys.read(&value.key), Some(Key::Promise(_))) {
+                Box::pin(self.on_put(value)).await?;
+            }
+        }
+        self.known.promises_at = revision;
+        self.tell(Word::Promises(self.known.promises.clone())).await
     }
 
     /// Nothing is in force here any more: the name is free, and the lead.

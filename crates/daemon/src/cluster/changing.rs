@@ -117,7 +117,7 @@ pub(super) async fn forget(known: &Known, etcd: &mut Etcd, host: &str) -> Result
             known.cluster.name
         )));
     }
-    let gone = [Key::Report(host), Key::Grant(host)].map(|key| Operation::Delete(known.keys.one(key)));
+    let gone = [known.keys.one(Key::Report(host)), known.keys.of_host(host)].map(Operation::Delete);
     let absent = Compare::Absent(known.keys.key(Key::Host(host)));
     let done = etcd.transact(&[absent], &gone).await?;
     Ok(match done.held {

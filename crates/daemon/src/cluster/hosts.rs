@@ -318,6 +318,8 @@ impl Hosts {
                     member.on_grant(&grant, now);
                 }
             }
+            // No limit changes by them.
+            Word::Offered(_) | Word::Answered { .. } => {}
             Word::Promises(promises) => {
                 self.promises = promises;
                 self.leave_others_theirs();

@@ -6,6 +6,8 @@
 //!                   /all/promise/HOST    what is promised there, and what was measured; with a lease
 //!                   /host/HOST/name      which process is that host; with a lease
 //!                   /host/HOST/grant     what it may have; the leader's, fenced by the first key
+//!                   /host/HOST/move/DISK   a disk that another host offers it; with a lease
+//!                   /host/HOST/moved/DISK  what became of a disk that it has offered
 //!                   /report/HOST         what it wants and has, of all its groups
 //! ```
 //!
@@ -29,6 +31,10 @@ pub(super) enum Key<'a> {
     Promise(&'a str),
     Report(&'a str),
     Grant(&'a str),
+    /// Of a host, and a disk that is to come to it.
+    Move(&'a str, &'a str),
+    /// Of a host, and a disk that was to leave it.
+    Moved(&'a str, &'a str),
 }
 
 impl Keys {
@@ -45,6 +51,8 @@ impl Keys {
             Key::Host(name) => format!("{prefix}host/{name}/name"),
             Key::Grant(name) => format!("{prefix}host/{name}/grant"),
             Key::Report(name) => format!("{prefix}report/{name}"),
+            Key::Move(host, disk) => format!("{prefix}host/{host}/move/{disk}"),
+            Key::Moved(host, disk) => format!("{prefix}host/{host}/moved/{disk}"),
         }
     }
 
@@ -85,7 +93,7 @@ impl Keys {
         if rest == "all/leader" {
             return Some(Key::Leader);
         }
-        let of_host = || rest.strip_prefix("host/")?.rsplit_once('/');
+        let of_host = || rest.strip_prefix("host/")?.split_once('/');
         let (found, name) = if let Some(name) = rest.strip_prefix("all/group/") {
             (Key::Group(name), name)
         } else if let Some(name) = rest.strip_prefix("all/promise/") {
@@ -96,7 +104,15 @@ impl Keys {
             match of_host()? {
                 (name, "name") => (Key::Host(name), name),
                 (name, "grant") => (Key::Grant(name), name),
-                _ => return None,
+                (host, rest) => {
+                    let (what, disk) = rest.split_once('/')?;
+                    let found = match what {
+                        "move" => Key::Move(host, disk),
+                        "moved" => Key::Moved(host, disk),
+                        _ => return None,
+                    };
+                    (found, if disk.is_empty() { disk } else { host })
+                }
             }
         };
         (!name.is_empty()).then_some(found)
@@ -117,6 +133,8 @@ mod tests {
             Key::Promise("h"),
             Key::Report("h"),
             Key::Grant("h"),
+            Key::Move("h", "vm/1"),
+            Key::Moved("h", "vm1"),
         ] {
             assert_eq!(keys.read(&keys.key(key)), Some(key));
         }
@@ -127,6 +145,10 @@ mod tests {
             "/weir/v1/lab/all/group/",
             "/weir/v1/lab/host/name",
             "/weir/v1/lab/host/h/x",
+            "/weir/v1/lab/host/h/move",
+            "/weir/v1/lab/host/h/move/",
+            "/weir/v1/lab/host//move/d",
+            "/weir/v1/lab/host/h/moves/d",
             "/weir/v1/lab/x/y",
         ] {
             assert_eq!(keys.read(other), None, "{other}");

@@ -22,6 +22,8 @@ mod identity;
 mod keys;
 mod known;
 mod leading;
+mod moving;
+pub(crate) mod offers;
 mod outside;
 mod status;
 mod stored;
@@ -56,6 +58,7 @@ pub use fuzzing::etcd_values;
 pub(crate) use hosts::Standing;
 use hosts::{Hosts, Turn};
 use keys::{Key, Keys};
+use offers::{Answer, Offered, Outcome, Said, Step};
 use values::Promises;
 pub(crate) use words::Change;
 use words::{Input, Word};
@@ -101,6 +104,10 @@ pub(crate) struct Cluster {
     /// Why not.
     reason: RefCell<String>,
     leader: RefCell<Option<String>>,
+    /// Disks that other hosts offer.
+    offers: (Sender<Offered>, Receiver<Offered>),
+    /// Who waits for what becomes of an offer, by its number.
+    awaited: RefCell<BTreeMap<u64, Sender<Answer>>>,
     input: Sender<Input>,
     words: Receiver<Word>,
     agent: RefCell<Option<Agent>>,
@@ -192,6 +199,8 @@ impl Cluster {
             is_connected: Cell::new(false),
             reason: RefCell::new(reason),
             leader: RefCell::default(),
+            offers: async_channel::bounded(MOST_QUEUED),
+            awaited: RefCell::default(),
             input: to_agent,
             words,
             agent: RefCell::new(Some(agent)),
@@ -273,12 +282,7 @@ impl Cluster {
     }
 
     fn tick(&self, around: &dyn Surroundings) {
-        let capacity = around.capacity(&|group| self.has(group));
-        let promised = self.hosts.borrow_mut().promised(capacity);
-        // What finds no room is told at a later tick, or by the next session.
-        if let Some(promised) = promised {
-            let _ = self.input.try_send(Input::Promises(promised));
-        }
+        self.promise(around);
         let reports = self.hosts.borrow_mut().tick(reactor::now());
         if let Some(reports) = reports {
             let _ = self.input.try_send(Input::Reports(reports));
@@ -286,6 +290,18 @@ impl Cluster {
     }
 
     fn hear(&self, word: Word, around: &dyn Surroundings) {
+        let word = match word {
+            Word::Offered(offered) => {
+                // Those that find no room are withdrawn by their hosts.
+                let _ = self.offers.0.try_send(*offered);
+                return;
+            }
+            Word::Answered { disk, answer } => {
+                self.hear_answer(disk, answer);
+                return;
+            }
+            word => word,
+        };
         if let Word::Group { name, spec } = &word {
             self.specs.borrow_mut().insert(name.clone(), *spec);
         }
@@ -368,6 +384,52 @@ impl Cluster {
     /// Why it was not done.
     pub(crate) async fn forget(&self, host: String) -> Result<Value, String> {
         self.ask(|answer| Input::Forget(host, answer)).await
+    }
+
+    pub(crate) fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// The next disk that another host offers.
+    pub(crate) async fn next_offer(&self) -> Option<Offered> {
+        self.offers.1.recv().await.ok()
+    }
+
+    /// What becomes of the offer of this number, while that is held.
+    pub(crate) fn answers(&self, number: u64) -> Receiver<Answer> {
+        let (sender, receiver) = async_channel::bounded(4);
+        let mut awaited = self.awaited.borrow_mut();
+        awaited.retain(|_, sender| !sender.is_closed());
+        awaited.insert(number, sender);
+        receiver
+    }
+
+    fn hear_answer(&self, disk: String, answer: Answer) {
+        let sent = self.awaited.borrow().get(&answer.number).map(|sender| sender.try_send(answer.clone()));
+        if !matches!(sent, Some(Ok(()))) && answer.said != Said::Taken {
+            // Nobody here knows of it: the offer is of an earlier run, or came too late.
+            let step = Step::Withdraw { to: answer.by, disk, number: answer.number };
+            let _ = self.input.try_send(Input::Move(Box::new(step), async_channel::bounded(1).0));
+        }
+    }
+
+    /// One step of a move. None: nobody knows whether it was done.
+    pub(crate) async fn step(&self, step: Step) -> Option<Outcome> {
+        let (answer, answered) = async_channel::bounded(1);
+        if self.input.try_send(Input::Move(Box::new(step), answer)).is_err() {
+            return Some(Outcome::Apart("too much is asked at once (try again)".to_owned()));
+        }
+        reactor::timeout(PATIENCE, answered.recv()).await.ok()?.ok()
+    }
+
+    /// Has etcd know of what is promised now, before any later step.
+    pub(crate) fn promise(&self, around: &dyn Surroundings) {
+        let capacity = around.capacity(&|group| self.has(group));
+        let promised = self.hosts.borrow_mut().promised(capacity);
+        // What finds no room is told at a later tick, or by the next session.
+        if let Some(promised) = promised {
+            let _ = self.input.try_send(Input::Promises(promised));
+        }
     }
 
     async fn ask(&self, input: impl FnOnce(Sender<Result<Value, String>>) -> Input) -> Result<Value, String> {

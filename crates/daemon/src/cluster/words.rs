@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use super::{
     etcd::Event,
+    offers::{Answer, Offered, Outcome, Step},
     values::{Promises, Reports},
 };
 
@@ -33,6 +34,8 @@ pub(super) enum Input {
     Status(Sender<Value>),
     /// A host that will not come back.
     Forget(String, Sender<Result<Value, String>>),
+    /// A step of a disk's move.
+    Move(Box<Step>, Sender<Outcome>),
     Stop,
     /// Of the session of this number.
     Watched(u64, Vec<Event>),
@@ -60,6 +63,13 @@ pub(super) enum Word {
     Granted {
         group: String,
         grant: policy::cluster::Grant,
+    },
+    /// Another host offers this one a disk.
+    Offered(Box<Offered>),
+    /// What another host says to an offer of this one.
+    Answered {
+        disk: String,
+        answer: Answer,
     },
     /// All hosts', this one's included.
     Promises(BTreeMap<String, Promises>),

@@ -19,7 +19,7 @@ mod watches;
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
     rc::{Rc, Weak},
     sync::Arc,
@@ -97,6 +97,8 @@ pub(crate) struct Inventory {
     /// The control sockets, by their paths.
     pub(crate) control: RefCell<Vec<(PathBuf, Fd)>>,
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
+    /// Disks on their way to or from another host: their names are nobody else's.
+    pub(crate) moving: RefCell<BTreeSet<String>>,
     /// Tell of the failures of each disk, and of its length, while they are held.
     watches: RefCell<BTreeMap<String, Vec<reactor::JoinHandle<()>>>>,
     /// A disk has stopped, and nothing was resumed since.
@@ -153,6 +155,7 @@ impl Inventory {
             told: RefCell::default(),
             control: RefCell::default(),
             disks: RefCell::default(),
+            moving: RefCell::default(),
             watches: RefCell::default(),
             stopped: Cell::new(false),
             groups: RefCell::default(),
@@ -311,7 +314,7 @@ impl Inventory {
     }
 
     /// Takes a disk that is not exported off the list, and says so.
-    fn unlist_disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
+    pub(crate) fn unlist_disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
         let disk = self.disk(name)?;
         let exports = self.exports();
         if let Some(export) = exports.iter().find(|export| Rc::ptr_eq(&export.disk, &disk)) {
@@ -399,7 +402,8 @@ impl Inventory {
 
     pub(crate) fn check_name(&self, name: &str) -> Result<(), Refused> {
         let taken = self.disks.borrow().contains_key(name) || self.groups.borrow().contains_key(name);
-        if taken || self.is_below(name) {
+        let moves = self.moving.borrow().contains(name);
+        if taken || moves || self.is_below(name) {
             return Err(Refused::NameTaken(name.to_owned()));
         }
         Ok(())

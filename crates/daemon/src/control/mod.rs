@@ -21,6 +21,7 @@ pub(crate) mod fdsets;
 pub(crate) mod held_back;
 pub(crate) mod inventory;
 pub(crate) mod loaded;
+pub(crate) mod moving;
 pub(crate) mod qmp;
 pub(crate) mod recording;
 pub(crate) mod reload;

@@ -51,6 +51,7 @@ use crate::{
         held_back,
         inventory::{Door, End, Inventory, RunningDisk},
         loaded::Loaded,
+        moving,
         qmp::{Control, Ending},
         recording,
         reload::reload,
@@ -359,6 +360,7 @@ impl Daemon {
             tracing::error!("{error:#}: the cluster's safe share holds (restart weir)");
             None
         });
+        watching.extend(moving::receive(&inventory));
         let watched = inventory.watchdog.get().map(|allowed| watchdog::start(allowed, &workers));
         let (_watching, _watchdog) = (watching, watched);
         let (_pid_file, _cgroups, _http, _cluster) = (pid_file, cgroups, http, cluster);

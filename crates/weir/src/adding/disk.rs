@@ -1,10 +1,10 @@
-//! `weir disk add` and `weir disk remove`.
+//! `weir disk add`, `weir disk remove` and `weir disk move`.
 
 use std::path::absolute;
 
 use anyhow::anyhow;
 use clap::{Args, Subcommand};
-use console::Failure;
+use console::{Failure, print};
 use policy::access::Network;
 use serde_json::{Value, json};
 use settings::{Address, Image};
@@ -24,6 +24,8 @@ Examples:
       Also after the next start: the config file gets a [disk.vm3].
   weir disk remove vm3 --save
       If nobody uses it; the config file's [disk.vm3] goes, all other lines stay.
+  weir disk move vm3 --to host2
+      To another host of the [cluster], which reaches the same image; its burst does not begin anew.
 
 A disk that is added whole or not at all. What a control socket has no words for (descriptions, bitmaps) is written \
 into the config file, which `weir reload` applies; `weir attach` makes devices.";
@@ -37,6 +39,9 @@ pub(crate) enum DiskCommand {
     /// Have the daemon serve a disk no longer, if nobody uses it
     #[command(after_help = ADD_EXAMPLES)]
     Remove(RemoveArgs),
+    /// Have another host of the cluster serve a disk, with its limits and what is in its buckets
+    #[command(after_help = ADD_EXAMPLES)]
+    Move(MoveArgs),
 }
 
 /// What `weir disk add` is told.
@@ -81,10 +86,32 @@ pub(crate) struct RemoveArgs {
     save: SaveArgs,
 }
 
+/// What `weir disk move` is told.
+#[derive(Debug, Args)]
+pub(crate) struct MoveArgs {
+    /// The disk
+    #[arg(value_name = "NAME")]
+    name: String,
+    /// The host, as its [cluster] calls it
+    #[arg(long, value_name = "HOST")]
+    to: String,
+    /// Where that host is to serve it, if it listens at several addresses for NBD
+    #[arg(long, value_name = "ADDRESS")]
+    nbd: Option<Address>,
+    /// Disconnect its clients
+    #[arg(long)]
+    force: bool,
+    #[command(flatten)]
+    asked: Asked,
+    #[command(flatten)]
+    save: SaveArgs,
+}
+
 pub(crate) fn run(command: DiskCommand) -> Result<(), Failure> {
     match command {
         DiskCommand::Add(arguments) => add(*arguments),
         DiskCommand::Remove(arguments) => remove(arguments),
+        DiskCommand::Move(arguments) => move_away(arguments),
     }
 }
 
@@ -170,4 +197,28 @@ fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
     let saving = saving::prepare(&report, &save, |text| saving::removed(text, "disk", &name))?;
     let _: Value = client.execute("x-weir-remove-disk", json!({ "name": name }))?;
     finish(("disk", &name, "removed"), saving, json)
+}
+
+fn move_away(arguments: MoveArgs) -> Result<(), Failure> {
+    let MoveArgs { name, to, nbd, force, asked: Asked { json, qmp }, save } = arguments;
+    let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
+    let (_, report) = client.status()?;
+    if !report.disks.iter().any(|disk| disk.name == name) {
+        return Err(anyhow!("{name}: no disk has this name (`weir status` lists them)").into());
+    }
+    let saving = saving::prepare(&report, &save, |text| saving::removed(text, "disk", &name))?;
+    let is_saved = saving.is_some();
+    let mut wish = json!({ "name": name, "to": to, "force": force });
+    if let Some(address) = &nbd {
+        wish["listen"] = json!(address.to_string());
+    }
+    let _: Value = client.execute("x-weir-move-disk", wish)?;
+    finish(("disk", &name, "moved"), saving, json)?;
+    if json {
+        return Ok(());
+    }
+    let here = if is_saved { "" } else { "; here, take it out (`weir disk move --save` does)" };
+    let told =
+        format!("{name}: {to} has it until it ends (put a [disk.{name}] in the config file there{here})\n");
+    Ok(print(&told)?)
 }

@@ -334,4 +334,35 @@ impl Inventory {
             }
         })
     }
+
+    /// All, or none where somebody has come meanwhile.
+    pub(crate) async fn remove_exports(
+        self: &Rc<Self>,
+        exports: &[Rc<RunningExport>],
+        removal: Removal,
+    ) -> Result<(), Refused> {
+        let mut ends = Vec::new();
+        // Those over NBD can be put back.
+        let (nbd, own): (Vec<_>, Vec<_>) =
+            exports.iter().partition(|export| matches!(export.door, Door::Nbd(..)));
+        let mut refused = None;
+        for export in nbd.iter().chain(&own) {
+            match self.removal(&export.id, removal) {
+                Ok(end) => ends.push((export, end)),
+                Err(error) => {
+                    refused = Some(error);
+                    break;
+                }
+            }
+        }
+        for (export, end) in ends {
+            end.await;
+            if refused.is_some()
+                && let (Door::Nbd(serving, _), Some(new)) = (&export.door, &export.new)
+            {
+                self.add_export(serving, new.clone())?;
+            }
+        }
+        refused.map_or(Ok(()), Err)
+    }
 }

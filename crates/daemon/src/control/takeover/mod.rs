@@ -23,7 +23,7 @@ pub(crate) mod newcomer;
 mod told;
 
 use settings::{Address, Endpoint};
-pub(crate) use told::FORMAT;
+pub(crate) use told::{Buckets, FORMAT};
 
 /// The command that asks for it.
 pub(crate) const COMMAND: &str = "x-weir-takeover";

@@ -314,9 +314,9 @@ impl From<Counted> for Totals {
 
 /// [`Filled`]: settings by their names, levels in billionths as text, since JSON's numbers end
 /// before.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct Buckets {
+pub(crate) struct Buckets {
     limits: BTreeMap<String, u64>,
     levels: [[String; 4]; 6],
 }
@@ -333,7 +333,9 @@ impl From<Filled> for Buckets {
 }
 
 impl Buckets {
-    pub(super) fn filled(&self) -> anyhow::Result<Filled> {
+    /// # Errors
+    /// What is none.
+    pub(crate) fn filled(&self) -> anyhow::Result<Filled> {
         let mut limits = Limits::default();
         for (name, value) in &self.limits {
             let setting = Setting::ALL.into_iter().find(|setting| setting.name() == name);

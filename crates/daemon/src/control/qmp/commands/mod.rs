@@ -33,6 +33,7 @@ mod door;
 mod event;
 mod export;
 mod latency;
+mod moving;
 mod node;
 mod object;
 mod process;
@@ -86,6 +87,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<cluster::ClusterForget>(),
     Entry::of::<reload::Reload>(),
     Entry::of::<removal::RemoveDisk>(),
+    Entry::of::<moving::MoveDisk>(),
     Entry::of::<recording::Start>(),
     Entry::of::<recording::Stop>(),
     Entry::of::<recording::QueryRecordings>(),

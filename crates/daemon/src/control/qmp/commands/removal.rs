@@ -9,7 +9,7 @@ use export::nbd::Removal;
 use serde_json::{Value, json};
 
 use crate::control::{
-    inventory::{Door, Inventory, RunningExport},
+    inventory::Inventory,
     qmp::{arguments::Arguments, command::Command, error::Error},
 };
 
@@ -37,36 +37,9 @@ impl Command for RemoveDisk {
         for export in &exports {
             export.check_unused().await.map_err(|error| Error::generic(error.to_string()))?;
         }
-        remove_exports(&inventory, &exports).await?;
+        inventory.remove_exports(&exports, Removal::Safe).await?;
         drop(exports);
         inventory.remove_disk(&self.name).await?;
         Ok(json!({}))
     }
-}
-
-/// All, or none where somebody has come meanwhile.
-async fn remove_exports(inventory: &Rc<Inventory>, exports: &[Rc<RunningExport>]) -> Result<(), Error> {
-    let mut ends = Vec::new();
-    // Those over NBD can be put back.
-    let (nbd, own): (Vec<_>, Vec<_>) =
-        exports.iter().partition(|export| matches!(export.door, Door::Nbd(..)));
-    let mut refused = None;
-    for export in nbd.iter().chain(&own) {
-        match inventory.removal(&export.id, Removal::Safe) {
-            Ok(end) => ends.push((export, end)),
-            Err(error) => {
-                refused = Some(error);
-                break;
-            }
-        }
-    }
-    for (export, end) in ends {
-        end.await;
-        if refused.is_some()
-            && let (Door::Nbd(serving, _), Some(new)) = (&export.door, &export.new)
-        {
-            inventory.add_export(serving, new.clone())?;
-        }
-    }
-    refused.map_or(Ok(()), |refused| Err(refused.into()))
 }

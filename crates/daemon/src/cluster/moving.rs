@@ -1,0 +1,165 @@
+//! The steps by which a disk moves to another host, as they stand in etcd.
+//!
+//! ```text
+//!   from                                   to
+//!   Ask       move = asked        ─────►
+//!             moved = ready       ◄─────   Reply      it could have the disk
+//!   (serves nobody, closes the image)
+//!   Give      move = given        ─────►
+//!                                          (opens the image)
+//!             moved = taken       ◄─────   Claim      takes `move` away with it: now it has the disk
+//!   Withdraw  takes `move` away            if that comes first, `from` has it
+//! ```
+//!
+//! So one of two transactions decides who has the disk, and both hosts learn of it. An offer has
+//! its host's lease, and is claimed only while that host is the same run: what a host has offered
+//! that ends is nobody's to take. Never opens an image.
+
+use super::{
+    etcd::{Compare, Error, Etcd, KeyValue, Operation},
+    keys::Key,
+    known::Known,
+    offers::{Answer, Offer, Offered, Outcome, Said, Step},
+    values,
+};
+
+/// Does it, or says why not.
+pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<Outcome, Error> {
+    let Some(lease) = known.joined else {
+        return Ok(Outcome::Apart(
+            "this host has not joined its cluster (`weir cluster status` says why)".to_owned(),
+        ));
+    };
+    match step {
+        Step::Ask { to, disk, offer } => ask(known, etcd, lease, (&to, &disk), *offer).await,
+        Step::Give { to, disk, offer, revision } => {
+            let own = known.keys.key(Key::Host(&known.cluster.host));
+            let (_, found) = etcd.read(&[known.keys.one(Key::Host(&known.cluster.host))]).await?;
+            let run = found.iter().flatten().next().map_or(0, |value| value.mod_revision);
+            let key = known.keys.key(Key::Move(&to, &disk));
+            let put = Operation::put(&key, &values::write(&Offer { run, ..*offer }), Some(lease));
+            let compare = [Compare::Changed(key, revision), Compare::Changed(own, run)];
+            let done = etcd.transact(&compare, &[put]).await?;
+            Ok(match done.held {
+                true => Outcome::Done(done.revision),
+                false => Outcome::Lost("the offer is gone from etcd".to_owned()),
+            })
+        }
+        Step::Withdraw { to, disk, number } => withdraw(known, etcd, (&to, &disk), number).await,
+        Step::Reply { offered, said } => {
+            let unchanged = unchanged(known, &offered);
+            let put = reply(known, &offered, said, Some(lease));
+            let done = etcd.transact(&[unchanged], &[put]).await?;
+            Ok(match done.held {
+                true => Outcome::Done(done.revision),
+                false => Outcome::Lost("the offer was withdrawn".to_owned()),
+            })
+        }
+        Step::Claim { offered } => claim(known, etcd, &offered).await,
+    }
+}
+
+fn unchanged(known: &Known, Offered { disk, revision, .. }: &Offered) -> Compare {
+    Compare::Changed(known.keys.key(Key::Move(&known.cluster.host, disk)), *revision)
+}
+
+fn reply(known: &Known, Offered { disk, offer, .. }: &Offered, said: Said, lease: Option<i64>) -> Operation {
+    let answer = Answer { by: known.cluster.host.clone(), number: offer.number, said };
+    Operation::put(&known.keys.key(Key::Moved(&offer.from, disk)), &values::write(&answer), lease)
+}
+
+async fn ask(
+    known: &Known,
+    etcd: &mut Etcd,
+    lease: i64,
+    (to, disk): (&str, &str),
+    offer: Offer,
+) -> Result<Outcome, Error> {
+    let own = known.keys.key(Key::Host(&known.cluster.host));
+    let names = [known.keys.one(Key::Host(to)), known.keys.one(Key::Host(&known.cluster.host))];
+    let (_, found) = etcd.read(&names).await?;
+    let of = |key: &str| found.iter().flatten().find(|value| value.key == key).cloned();
+    let there = known.keys.key(Key::Host(to));
+    let (Some(_), Some(KeyValue { mod_revision: run, .. })) = (of(&there), of(&own)) else {
+        return Ok(Outcome::Lost(format!(
+            "no host of cluster {:?} that is there is called {to:?} (`weir cluster status` lists them)",
+            known.cluster.name
+        )));
+    };
+    let key = known.keys.key(Key::Move(to, disk));
+    let offer = Offer { run, ..offer };
+    let compare = [Compare::Absent(key.clone()), Compare::Changed(own, run)];
+    let earlier = Operation::Delete(known.keys.one(Key::Moved(&known.cluster.host, disk)));
+    let put = Operation::put(&key, &values::write(&offer), Some(lease));
+    let done = etcd.transact(&compare, &[earlier, put]).await?;
+    Ok(match done.held {
+        true => Outcome::Done(done.revision),
+        false => Outcome::Lost(format!(
+            "a disk of this name is on its way to {to} already (try again in a minute, or see which host it comes from)"
+        )),
+    })
+}
+
+/// The number of what stands at a key, if that is an offer.
+fn number_of(found: &[Vec<KeyValue>]) -> Option<(u64, i64)> {
+    let value = found.iter().flatten().next()?;
+    let offer = values::read::<Offer>(&value.value).ok()?;
+    Some((offer.number, value.mod_revision))
+}
+
+async fn withdraw(
+    known: &Known,
+    etcd: &mut Etcd,
+    (to, disk): (&str, &str),
+    number: u64,
+) -> Result<Outcome, Error> {
+    let range = known.keys.one(Key::Move(to, disk));
+    loop {
+        let (_, found) = etcd.read(std::slice::from_ref(&range)).await?;
+        match number_of(&found) {
+            Some((of, revision)) if of == number => {
+                let compare = Compare::Changed(known.keys.key(Key::Move(to, disk)), revision);
+                let done = etcd.transact(&[compare], &[Operation::Delete(range.clone())]).await?;
+                if done.held {
+                    return Ok(Outcome::Done(done.revision));
+                }
+            }
+            // Claimed, or its lease has ended: then nobody claims it any more.
+            _ => {
+                let host = &known.cluster.host;
+                return Ok(match is_taken(known, etcd, (host, disk), number).await? {
+                    true => Outcome::Lost("it is the other host's".to_owned()),
+                    false => Outcome::Done(0),
+                });
+            }
+        }
+    }
+}
+
+async fn is_taken(
+    known: &Known,
+    etcd: &mut Etcd,
+    (host, disk): (&str, &str),
+    number: u64,
+) -> Result<bool, Error> {
+    let (_, found) = etcd.read(&[known.keys.one(Key::Moved(host, disk))]).await?;
+    let answer = found.iter().flatten().next().and_then(|value| values::read::<Answer>(&value.value).ok());
+    Ok(answer.is_some_and(|answer| answer.number == number && answer.said == Said::Taken))
+}
+
+async fn claim(known: &Known, etcd: &mut Etcd, offered: &Offered) -> Result<Outcome, Error> {
+    let Offered { disk, offer, .. } = offered;
+    let from = known.keys.key(Key::Host(&offer.from));
+    let compare = [unchanged(known, offered), Compare::Changed(from, offer.run)];
+    // Without a lease: whoever has offered it learns of it, however late.
+    let then = [
+        Operation::Delete(known.keys.one(Key::Move(&known.cluster.host, disk))),
+        reply(known, offered, Said::Taken, None),
+    ];
+    let done = etcd.transact(&compare, &then).await?;
+    // A claim before may have held, whose answer was lost.
+    if done.held || is_taken(known, etcd, (&offer.from, disk), offer.number).await? {
+        return Ok(Outcome::Done(done.revision));
+    }
+    Ok(Outcome::Lost(format!("{} has withdrawn its offer, or was started again", offer.from)))
+}

@@ -1,0 +1,86 @@
+//! What two hosts say of a disk that moves from one to the other, and what is done for it in etcd.
+//!
+//! Only data: the steps are `moving`'s.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// A disk that a host offers another.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Offer {
+    pub(crate) from: String,
+    /// The revision of that host's key: another run of it has another.
+    pub(crate) run: i64,
+    /// Drawn for each move.
+    pub(crate) number: u64,
+    /// The image is closed there, and to be opened.
+    pub(crate) given: bool,
+    /// What it is: the control's to read.
+    pub(crate) described: Value,
+}
+
+/// An offer, of which disk, and when it was written.
+#[derive(Clone, Debug)]
+pub(crate) struct Offered {
+    pub(crate) disk: String,
+    pub(crate) offer: Offer,
+    pub(crate) revision: i64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Answer {
+    pub(crate) by: String,
+    /// The offer's.
+    pub(crate) number: u64,
+    pub(crate) said: Said,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Said {
+    Ready,
+    Refused(String),
+    Taken,
+}
+
+/// What is to be done in etcd.
+#[derive(Debug)]
+pub(crate) enum Step {
+    /// Done with the offer's revision.
+    Ask {
+        to: String,
+        disk: String,
+        offer: Box<Offer>,
+    },
+    /// The same offer, which had this revision, with the disk.
+    Give {
+        to: String,
+        disk: String,
+        offer: Box<Offer>,
+        revision: i64,
+    },
+    /// Done: the disk is this host's.
+    Withdraw {
+        to: String,
+        disk: String,
+        number: u64,
+    },
+    Reply {
+        offered: Box<Offered>,
+        said: Said,
+    },
+    /// Done: the disk is this host's. May be said again.
+    Claim {
+        offered: Box<Offered>,
+    },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Done(i64),
+    /// The other host was faster, or this cannot be, for this reason.
+    Lost(String),
+    /// Nothing was done: etcd cannot be asked.
+    Apart(String),
+}

@@ -1,0 +1,247 @@
+//! The host where a disk goes.
+
+use std::{rc::Rc, sync::Arc};
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use block::{layer::throttle::Group, reactor};
+use settings::Door as DoorKind;
+
+use super::{Described, LOOK, PAUSE};
+use crate::{
+    cluster::{
+        Cluster,
+        offers::{Offered, Outcome, Said, Step},
+    },
+    control::{
+        assemble::{self, Assembly},
+        inventory::{Door, Inventory, NewExport},
+        serving::Serving,
+    },
+};
+
+/// Has disks that other hosts offer, from now on and until this is dropped.
+pub(crate) fn receive(inventory: &Rc<Inventory>) -> Option<reactor::JoinHandle<()>> {
+    let cluster = Rc::clone(inventory.cluster()?);
+    let inventory = Rc::downgrade(inventory);
+    Some(reactor::spawn_joinable(async move {
+        while let Some(offered) = cluster.next_offer().await {
+            let Some(inventory) = inventory.upgrade() else { return };
+            let cluster = Rc::clone(&cluster);
+            reactor::spawn(async move { hear(&inventory, &cluster, offered).await });
+        }
+    }))
+}
+
+async fn hear(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, offered: Offered) {
+    let (disk, from) = (&offered.disk, &offered.offer.from);
+    if !offered.offer.given {
+        let said = match reactor::timeout(LOOK, look(inventory, &offered)).await {
+            Ok(Ok(())) => Said::Ready,
+            Ok(Err(why)) => Said::Refused(format!("{why:#}")),
+            Err(_) => Said::Refused("its image does not answer there".to_owned()),
+        };
+        reply(cluster, &offered, said).await;
+        return;
+    }
+    // It may be heard of twice, where etcd was away in between.
+    if !inventory.moving.borrow_mut().insert(disk.clone()) {
+        return;
+    }
+    let taken = take(inventory, cluster, &offered).await;
+    inventory.moving.borrow_mut().remove(disk);
+    match taken {
+        Ok(true) => tracing::info!(%disk, %from, "the disk is here now"),
+        Ok(false) => tracing::warn!(%disk, %from, "the disk stays where it was"),
+        Err(why) => {
+            tracing::warn!(%disk, %from, "the disk cannot come here: {why:#}");
+            reply(cluster, &offered, Said::Refused(format!("{why:#}"))).await;
+        }
+    }
+}
+
+async fn reply(cluster: &Cluster, offered: &Offered, said: Said) {
+    // Where nobody hears it, the other host has no answer in time, and goes on.
+    let _ = cluster.step(Step::Reply { offered: Box::new(offered.clone()), said }).await;
+}
+
+const UNREADABLE: &str = "what is offered cannot be read";
+
+fn read(offered: &Offered) -> anyhow::Result<Described> {
+    serde_json::from_value(offered.offer.described.clone()).context(UNREADABLE)
+}
+
+/// Whether the disk could be here, as far as can be known while the other host has it.
+async fn look(inventory: &Rc<Inventory>, offered: &Offered) -> anyhow::Result<()> {
+    let described = &read(offered)?;
+    inventory.check_name(&offered.disk)?;
+    check_exports(inventory, described)?;
+    let (mut planned, group) = check(inventory, &offered.disk, described)?;
+    // The other host writes to it.
+    (planned.read_only, planned.force_share) = (true, true);
+    let image = assembly(inventory).open(&planned).await?;
+    // What is promised of the cluster's limits is so at the other host, until it gives the disk.
+    let is_promised_twice = described.group.as_ref().is_some_and(|group| group.cluster);
+    let closed = match is_promised_twice {
+        true => image.close().await,
+        false => assemble::disk(&planned, group.as_ref(), image)?.disk.close().await,
+    };
+    closed.context("its image")
+}
+
+/// What needs no image, and no client.
+fn check(
+    inventory: &Rc<Inventory>,
+    disk: &str,
+    described: &Described,
+) -> anyhow::Result<(settings::Disk, Option<Arc<Group>>)> {
+    let planned = described.planned(disk).context(UNREADABLE)?;
+    let group = described.group.as_ref().map(|there| {
+        let group = inventory.group(&there.name)?;
+        ensure!(
+            inventory.cluster_of(&there.name).is_some() == there.cluster,
+            "group {}: its limits are the cluster's on one of both hosts alone (have the same group on both)",
+            there.name
+        );
+        Ok(group)
+    });
+    let group = group.transpose()?;
+    inventory.check_image(&planned.image)?;
+    Ok((planned, group))
+}
+
+fn check_exports(inventory: &Rc<Inventory>, described: &Described) -> anyhow::Result<()> {
+    ensure!(!inventory.leaving.get(), "another weir is about to take over there (try again)");
+    if let Some(serving) = serving(inventory, described)? {
+        for name in &described.exports {
+            let is_there = inventory.exports().iter().any(|export| {
+                export.name == *name && matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, &serving))
+            });
+            ensure!(!is_there, "export {name}: there is one of this name at {} already", serving.address());
+        }
+    }
+    let sandbox = inventory.sandbox();
+    let check = |door: &DoorKind| sandbox.map_or(Ok(()), |sandbox| sandbox.check_door(door));
+    described.doors()?.iter().try_for_each(check)
+}
+
+/// Where it is to be exported over NBD, if it is.
+fn serving(inventory: &Inventory, described: &Described) -> anyhow::Result<Option<Rc<Serving>>> {
+    if described.exports.is_empty() {
+        return Ok(None);
+    }
+    let servers = inventory.servers();
+    let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>().join(", ");
+    match (&described.listen, &*servers) {
+        (Some(address), _) => {
+            let found = servers.iter().find(|serving| serving.address() == *address);
+            let missing = || anyhow!("nobody listens at {address} there, but at {}", addresses());
+            Ok(Some(Rc::clone(found.with_context(|| missing().to_string())?)))
+        }
+        (None, [only]) => Ok(Some(Rc::clone(only))),
+        (None, []) => bail!("it has clients over NBD, and that host listens for none"),
+        (None, _) => bail!("that host listens at {} (say where with --nbd ADDRESS)", addresses()),
+    }
+}
+
+fn assembly(inventory: &Inventory) -> Assembly {
+    let budgets = inventory.loaded.borrow().as_ref().map(|loaded| loaded.budgets.clone()).unwrap_or_default();
+    Assembly::new(inventory.image_root().cloned(), budgets)
+}
+
+/// Opens the image, which is closed elsewhere, and has the disk, with what is in its buckets.
+/// Nobody reaches it yet.
+pub(super) async fn open(inventory: &Rc<Inventory>, disk: &str, described: &Described) -> anyhow::Result<()> {
+    let (planned, group) = check(inventory, disk, described)?;
+    let image = assembly(inventory).open(&planned).await?;
+    let running = assemble::disk(&planned, group.as_ref(), image)?;
+    if let Some(filled) = &described.filled {
+        let filled = running.disk.throttle().fill(&filled.filled()?);
+        filled.map_err(|invalid| anyhow!("{}", invalid.rule))?;
+    }
+    // What is put in between is of this move.
+    inventory.moving.borrow_mut().remove(disk);
+    let added = inventory.add_disk(running);
+    inventory.moving.borrow_mut().insert(disk.to_owned());
+    added?;
+    if let Err(error) = inventory.check_devices() {
+        let _ = inventory.remove_disk(disk).await;
+        return Err(error);
+    }
+    Ok(())
+}
+
+/// Whether it is here now.
+async fn take(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, offered: &Offered) -> anyhow::Result<bool> {
+    let disk = &offered.disk;
+    let described = read(offered)?;
+    check_exports(inventory, &described)?;
+    open(inventory, disk, &described).await?;
+    let mut is_open = true;
+    loop {
+        match cluster.step(Step::Claim { offered: Box::new(offered.clone()) }).await {
+            Some(Outcome::Done(_)) => break,
+            Some(Outcome::Lost(_)) => {
+                if is_open {
+                    inventory.remove_disk(disk).await?;
+                }
+                return Ok(false);
+            }
+            // Nobody knows whose it is: the other host may have it again, and needs the image.
+            Some(Outcome::Apart(_)) | None => {
+                if std::mem::take(&mut is_open) {
+                    inventory.remove_disk(disk).await?;
+                }
+                reactor::sleep_until(reactor::now() + PAUSE).await;
+            }
+        }
+    }
+    while !is_open {
+        match open(inventory, disk, &described).await {
+            Ok(()) => is_open = true,
+            Err(why) => {
+                tracing::error!(%disk, "the disk has come here, and cannot be opened: {why:#}");
+                reactor::sleep_until(reactor::now() + PAUSE).await;
+            }
+        }
+    }
+    export(inventory, disk, &described).await;
+    Ok(true)
+}
+
+/// Lets clients have it.
+async fn export(inventory: &Rc<Inventory>, disk: &str, described: &Described) {
+    let nbd = match serving(inventory, described) {
+        Ok(serving) => serving
+            .into_iter()
+            .flat_map(|serving| described.exports.iter().map(move |name| (Rc::clone(&serving), name)))
+            .collect(),
+        Err(error) => {
+            tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
+            Vec::new()
+        }
+    };
+    let Ok(running) = inventory.disk(disk) else { return };
+    let read_only = running.disk.image().is_read_only();
+    let free = |id: &str, at: &str| if inventory.has_id(id) { format!("{id}@{at}") } else { id.to_owned() };
+    for (serving, name) in nbd {
+        let new = NewExport {
+            id: free(if name.is_empty() { disk } else { name }, &serving.address()),
+            name: name.clone(),
+            description: String::new(),
+            access: policy::access::Access::default(),
+            disk: disk.to_owned(),
+            read_only,
+            bitmaps: [].into(),
+        };
+        if let Err(error) = inventory.add_export(&serving, new) {
+            tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
+        }
+    }
+    let doors: Vec<DoorKind> = described.doors().unwrap_or_default();
+    for door in doors {
+        let id = free(disk, &door.address());
+        if let Err(error) = inventory.add_door(id, Rc::clone(&running), read_only, &door, None).await {
+            tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
+        }
+    }
+}

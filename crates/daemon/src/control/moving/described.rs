@@ -1,0 +1,204 @@
+//! What a disk is, for another host: its keys as they stand in a config file, read there by the
+//! same rules, and what is in its buckets.
+//!
+//! What of a disk means something on one host alone is refused by name, rather than lost.
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write as _,
+    path::{Path, absolute},
+    rc::Rc,
+};
+
+use anyhow::{Context as _, bail, ensure};
+use block::layer::throttle::GroupSettings;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use settings::{Door as DoorKind, Plan, Socket, VhostUserBlk, config};
+
+use crate::control::{
+    inventory::{Door, Inventory, RunningDisk, RunningExport},
+    reload::told::{Care, of_throttle},
+    takeover::Buckets,
+};
+
+/// Keys that an offer may have, beside those of limits and of [`Care`].
+const DEFAULTS_OF_QCOW2: [&str; 5] =
+    ["l2-cache-size", "l2-cache-entry-size", "refcount-cache-size", "cache-size", "cache-clean-interval"];
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) struct Described {
+    /// Of its section in a config file.
+    keys: BTreeMap<String, Value>,
+    pub(super) group: Option<GroupThere>,
+    /// Over NBD, by their names.
+    pub(super) exports: Vec<String>,
+    /// Where it is exported over NBD; none: where the host listens.
+    pub(super) listen: Option<String>,
+    /// Sockets for virtual machines, as the command line has them.
+    doors: Vec<String>,
+    pub(super) filled: Option<Buckets>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct GroupThere {
+    pub(super) name: String,
+    /// Its limits are the cluster's.
+    pub(super) cluster: bool,
+}
+
+impl Described {
+    /// As it runs here.
+    ///
+    /// # Errors
+    /// What of it would be lost on another host.
+    pub(super) fn of(
+        inventory: &Inventory,
+        running: &RunningDisk,
+        exports: &[Rc<RunningExport>],
+        listen: Option<String>,
+    ) -> anyhow::Result<Self> {
+        check(inventory, running)?;
+        let image = running.image.clone().relative_to(&absolute(".")?).to_string();
+        let opened = running.disk.image();
+        let mut keys = BTreeMap::from([
+            ("image".to_owned(), json!(image)),
+            ("format".to_owned(), json!(opened.format().name())),
+            ("cache".to_owned(), json!(running.cache.to_string())),
+        ]);
+        if opened.is_read_only() {
+            keys.insert("read-only".to_owned(), json!(true));
+        }
+        let block::layer::throttle::DiskSettings { limits, share, watermark } =
+            running.disk.throttle().settings();
+        let settings = GroupSettings { limits, share, watermark };
+        let is_raw = matches!(opened, block::image::Image::Raw(_));
+        let cared = Care::now(running)
+            .values()
+            .into_iter()
+            .filter(|(key, _)| !(is_raw && DEFAULTS_OF_QCOW2.contains(key)));
+        let defaults = of_throttle(&GroupSettings::default(), "");
+        let limited = of_throttle(&settings, "").into_iter().filter(|one| !defaults.contains(one));
+        let known = cared.chain(limited).filter(|(_, value)| !value.is_null());
+        keys.extend(known.map(|(key, value)| (key.to_owned(), value)));
+        if let Some(old) = planned(inventory, running) {
+            for (key, delay) in [("reconnect-delay", old.reconnect_delay), ("open-timeout", old.open_timeout)]
+            {
+                if delay > policy::time::Duration::ZERO {
+                    keys.insert(key.to_owned(), json!(format!("{}ms", delay.as_nanos() / 1_000_000)));
+                }
+            }
+            if old.discard == block::disk::Discards::Ignore {
+                keys.insert("discard".to_owned(), json!("ignore"));
+            }
+        }
+        let group = running.disk.throttle().group().map(|group| GroupThere {
+            name: group.name().to_owned(),
+            cluster: inventory.cluster_of(group.name()).is_some(),
+        });
+        let (mut names, mut doors) = (Vec::new(), Vec::new());
+        for export in exports {
+            match &export.door {
+                Door::Nbd(..) => {
+                    let new = export.new.as_ref().context("an export that is not known")?;
+                    ensure!(
+                        new.access.is_open() && new.bitmaps.is_empty() && new.description.is_empty(),
+                        "export {}: who may have it, its description and its bitmaps do not move (remove them first)",
+                        export.id
+                    );
+                    names.push(export.name.clone());
+                }
+                Door::Own(..) => doors.push(door(export)?),
+            }
+        }
+        names.dedup();
+        Ok(Self { keys, group, exports: names, listen, doors, filled: None })
+    }
+
+    /// The disk of this name that it stands for, by the rules of a config file.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(super) fn planned(&self, name: &str) -> anyhow::Result<settings::Disk> {
+        let quoted = |text: &str| Value::from(text).to_string();
+        let mut text = format!("[daemon]\nnbd = \"unix:/nowhere\"\n[disk.{}]\n", quoted(name));
+        for (key, value) in &self.keys {
+            let is_key =
+                key.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-');
+            ensure!(is_key && !key.is_empty(), "a key that is none");
+            ensure!(value.is_string() || value.is_u64() || value.is_boolean(), "{key}: a value that is none");
+            let _ = writeln!(text, "{key} = {value}");
+        }
+        let draft = config::parse("offer", &text, Path::new("/"))?;
+        let mut plan = Plan::new(draft, 0)?;
+        plan.disks.pop().context("no disk")
+    }
+
+    /// # Errors
+    /// One that is none, or lies anywhere.
+    pub(super) fn doors(&self) -> anyhow::Result<Vec<DoorKind>> {
+        let read = |text: &String| {
+            let door: VhostUserBlk = text.parse().map_err(anyhow::Error::msg)?;
+            ensure!(
+                matches!(&door.socket, Socket::Path(path) if path.is_absolute()),
+                "{text}: is no whole path"
+            );
+            Ok(DoorKind::VhostUserBlk(door))
+        };
+        self.doors.iter().map(read).collect()
+    }
+}
+
+/// What the config file says of it, if it is from there.
+fn planned(inventory: &Inventory, running: &RunningDisk) -> Option<settings::Disk> {
+    let loaded = inventory.loaded.borrow().clone()?;
+    let is_this = |disk: &&settings::Disk| *disk.name == **running.disk.name() && disk.image == running.image;
+    loaded.plan.disks.iter().find(is_this).cloned()
+}
+
+fn check(inventory: &Inventory, running: &RunningDisk) -> anyhow::Result<()> {
+    let storage = running.disk.image().storage();
+    ensure!(
+        !storage.is_memory(),
+        "its data is in memory of this process (only what other hosts reach can move)"
+    );
+    ensure!(
+        running.disk.failures().stopped_by().is_none(),
+        "an error has stopped it (`weir resume` lets it go on)"
+    );
+    ensure!(!storage.has_lost_writes(), "writes to its image were lost (restart weir, and check the image)");
+    ensure!(
+        !running.disk.is_handed_over(),
+        "handover: the machine that uses it takes it along by itself (have the disk with handover on both hosts)"
+    );
+    ensure!(
+        running.below.is_empty() && running.storage.is_none(),
+        "it was put together by blockdev-add of several nodes, which others do not know (add it with `weir disk add`)"
+    );
+    let Some(old) = planned(inventory, running) else { return Ok(()) };
+    let lost = [
+        ("options", old.part.is_some()),
+        ("snapshot", old.snapshot.is_some()),
+        ("secret-file", !old.qcow2.secrets.is_empty()),
+        ("force-share", old.force_share),
+        ("delay", old.delay.is_some()),
+        ("rate", old.rate.is_some()),
+        ("fault", !old.faults.is_empty()),
+    ];
+    if let Some((key, _)) = lost.into_iter().find(|(_, is_there)| *is_there) {
+        bail!("{key}: does not move to another host (have the disk in the config file there instead)");
+    }
+    Ok(())
+}
+
+fn door(export: &RunningExport) -> anyhow::Result<String> {
+    let Some(DoorKind::VhostUserBlk(door)) = &export.said else {
+        bail!("export {}: devices of this host do not move (`weir detach` removes one)", export.id);
+    };
+    let Socket::Path(path) = &door.socket else {
+        bail!("export {}: its socket was passed to this daemon, and cannot be opened elsewhere", export.id);
+    };
+    let socket = Socket::Path(absolute(path)?);
+    Ok(VhostUserBlk { socket, ..door.clone() }.to_string())
+}

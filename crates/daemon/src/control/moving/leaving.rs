@@ -1,0 +1,257 @@
+//! The host that has a disk which is to go.
+
+use std::rc::Rc;
+
+use anyhow::{Context as _, anyhow, bail, ensure};
+use block::reactor;
+use export::nbd::Removal;
+use serde_json::{Value, json};
+
+use super::{Described, PATIENCE, PAUSE, arriving};
+use crate::{
+    cluster::{
+        Cluster,
+        offers::{Answer, Offer, Outcome, Said, Step},
+    },
+    control::{
+        inventory::{Door, Inventory, NewExport, RunningExport},
+        serving::Serving,
+    },
+};
+
+/// What is asked for.
+#[derive(Clone, Debug)]
+pub(crate) struct Wish {
+    pub(crate) disk: String,
+    /// The host where it is to go.
+    pub(crate) to: String,
+    /// Where it is to be exported there over NBD.
+    pub(crate) listen: Option<String>,
+    /// Disconnect its clients.
+    pub(crate) force: bool,
+}
+
+/// Moves a disk. Goes on though whoever asked for it leaves.
+///
+/// # Errors
+/// Why it is here still, or again.
+pub(crate) async fn away(inventory: &Rc<Inventory>, wish: Wish) -> anyhow::Result<Value> {
+    let cluster = inventory.cluster().cloned();
+    let cluster = cluster.context(
+        "cluster: this daemon is in none (add [cluster] to the config files of both hosts, and restart weir)",
+    )?;
+    ensure!(
+        wish.to != cluster.host(),
+        "disk {}: it is on {} already (name another host)",
+        wish.disk,
+        wish.to
+    );
+    inventory.disk(&wish.disk)?;
+    let is_first = inventory.moving.borrow_mut().insert(wish.disk.clone());
+    ensure!(is_first, "disk {}: it is on its way already (wait for that)", wish.disk);
+    let (done, outcome) = async_channel::bounded(1);
+    let inventory = Rc::clone(inventory);
+    reactor::spawn(async move {
+        let moved = move_away(&inventory, &cluster, &wish).await;
+        inventory.moving.borrow_mut().remove(&wish.disk);
+        if let Err(error) = &moved {
+            tracing::warn!(disk = wish.disk, to = wish.to, "the disk stays: {error:#}");
+        }
+        // Whoever asked may have gone.
+        let _ = done.try_send(moved.with_context(|| format!("disk {}", wish.disk)));
+    });
+    outcome.recv().await.context("the daemon ends")?
+}
+
+async fn move_away(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, wish: &Wish) -> anyhow::Result<Value> {
+    let running = inventory.disk(&wish.disk)?;
+    ensure!(
+        !running.below.iter().any(|node| node.stays),
+        "it lies on another node (`blockdev-del` takes it off)"
+    );
+    let exports: Vec<_> =
+        inventory.exports().into_iter().filter(|export| Rc::ptr_eq(&export.disk, &running)).collect();
+    let described = Described::of(inventory, &running, &exports, wish.listen.clone())?;
+    if !wish.force {
+        check_unused(&exports).await?;
+    }
+    drop(running);
+    let number = number()?;
+    let from = cluster.host().to_owned();
+    let described = serde_json::to_value(described)?;
+    let offer = Offer { from, run: 0, number, given: false, described };
+    let answers = cluster.answers(number);
+    let ask = Step::Ask { to: wish.to.clone(), disk: wish.disk.clone(), offer: Box::new(offer.clone()) };
+    let asked = cluster.step(ask).await;
+    let revision = match asked {
+        Some(Outcome::Done(revision)) => revision,
+        Some(Outcome::Lost(why)) => bail!("{why}"),
+        Some(Outcome::Apart(why)) => bail!("etcd cannot be asked: {why}"),
+        None => bail!("etcd does not answer in time (try again)"),
+    };
+    let answered = reactor::timeout(PATIENCE, answers.recv()).await;
+    let given = match answered {
+        Ok(Ok(Answer { said: Said::Ready, .. })) => {
+            give(inventory, cluster, wish, (offer, revision), exports, &answers).await
+        }
+        Ok(Ok(Answer { said: Said::Refused(why), .. })) => Err(anyhow!("{} refuses it: {why}", wish.to)),
+        _ => Err(anyhow!(
+            "{} does not answer in {} s (is its weir older than this one, or stopped?)",
+            wish.to,
+            PATIENCE.as_secs()
+        )),
+    };
+    if given.is_err() {
+        // Where this is not heard, the offer goes with this host's lease, and nobody takes it.
+        let _ = withdraw(cluster, wish, number).await;
+    }
+    given.map(|()| json!({ "disk": wish.disk, "from": cluster.host(), "to": wish.to }))
+}
+
+/// An export that was removed, to be put back.
+enum Removed {
+    Nbd(Rc<Serving>, NewExport),
+    Own { id: String, door: settings::Door, read_only: bool },
+}
+
+impl Removed {
+    fn of(export: &RunningExport) -> Option<Self> {
+        match &export.door {
+            Door::Nbd(serving, _) => Some(Self::Nbd(Rc::clone(serving), export.new.clone()?)),
+            Door::Own(_) => Some(Self::Own {
+                id: export.id.clone(),
+                door: export.said.clone()?,
+                read_only: export.read_only,
+            }),
+        }
+    }
+}
+
+async fn put_back(inventory: &Rc<Inventory>, disk: &str, removed: Vec<Removed>) {
+    for export in removed {
+        let put = match export {
+            Removed::Nbd(serving, new) => inventory.add_export(&serving, new).map_err(Into::into),
+            Removed::Own { id, door, read_only } => match inventory.disk(disk) {
+                Ok(running) => inventory.add_door(id, running, read_only, &door, None).await.map(drop),
+                Err(refused) => Err(refused.into()),
+            },
+        };
+        if let Err(error) = put {
+            tracing::error!(disk, "an export of a disk that did not move cannot be put back: {error:#}");
+        }
+    }
+}
+
+async fn check_unused(exports: &[Rc<RunningExport>]) -> anyhow::Result<()> {
+    for export in exports {
+        let unused = export.check_unused().await;
+        unused.context("clients use it (disconnect them, or say --force)")?;
+    }
+    Ok(())
+}
+
+async fn withdraw(cluster: &Cluster, wish: &Wish, number: u64) -> Option<Outcome> {
+    cluster.step(Step::Withdraw { to: wish.to.clone(), disk: wish.disk.clone(), number }).await
+}
+
+/// Stops serving it, and gives it to the other host, which is ready; or has it again.
+async fn give(
+    inventory: &Rc<Inventory>,
+    cluster: &Rc<Cluster>,
+    wish: &Wish,
+    (offer, revision): (Offer, i64),
+    exports: Vec<Rc<RunningExport>>,
+    answers: &async_channel::Receiver<Answer>,
+) -> anyhow::Result<()> {
+    let running = inventory.disk(&wish.disk)?;
+    // As it is now: it may have been changed meanwhile.
+    let mut described = Described::of(inventory, &running, &exports, wish.listen.clone())?;
+    let removed: Vec<_> = exports.iter().filter_map(|export| Removed::of(export)).collect();
+    let removal = if wish.force { Removal::Hard } else { Removal::Safe };
+    inventory.remove_exports(&exports, removal).await?;
+    drop(exports);
+    let flushed = running.disk.flush().await;
+    described.filled = running.disk.throttle().filled().map(Into::into);
+    // From here on nothing may leave before it is known whose the disk is.
+    let ready = flushed
+        .context("its image could not be flushed")
+        .and_then(|()| Ok(serde_json::to_value(&described)?))
+        .and_then(|told| inventory.unlist_disk(&wish.disk).map(|_| told).map_err(Into::into));
+    let told = match ready {
+        Ok(told) => told,
+        Err(why) => {
+            put_back(inventory, &wish.disk, removed).await;
+            return Err(why);
+        }
+    };
+    let closed = running.disk.close().await;
+    drop(running);
+    cluster.promise(&**inventory);
+    let why = match closed {
+        Ok(()) => {
+            let (to, disk) = (wish.to.clone(), wish.disk.clone());
+            let given = Box::new(Offer { given: true, described: told, ..offer.clone() });
+            match cluster.step(Step::Give { to, disk, offer: given, revision }).await {
+                Some(Outcome::Lost(why) | Outcome::Apart(why)) => why,
+                Some(Outcome::Done(_)) | None => match reactor::timeout(PATIENCE, end(answers)).await {
+                    Ok(Some(Said::Taken)) => return Ok(()),
+                    Ok(Some(Said::Refused(why))) => format!("{} refuses it: {why}", wish.to),
+                    _ => format!("{} does not take it in {} s", wish.to, PATIENCE.as_secs()),
+                },
+            }
+        }
+        Err(error) => format!("its image could not be closed: {error}"),
+    };
+    if take_back(inventory, cluster, (wish, offer.number), &described, &why).await == Whose::Theirs {
+        return Ok(());
+    }
+    put_back(inventory, &wish.disk, removed).await;
+    Err(anyhow!("{why}; it is served here again"))
+}
+
+/// What is said after that the host is ready.
+async fn end(answers: &async_channel::Receiver<Answer>) -> Option<Said> {
+    loop {
+        match answers.recv().await.ok()?.said {
+            Said::Ready => {}
+            said => return Some(said),
+        }
+    }
+}
+
+#[derive(PartialEq)]
+enum Whose {
+    Ours,
+    Theirs,
+}
+
+/// Has the disk again, unless it is the other host's by now.
+async fn take_back(
+    inventory: &Rc<Inventory>,
+    cluster: &Rc<Cluster>,
+    (wish, number): (&Wish, u64),
+    described: &Described,
+    why: &str,
+) -> Whose {
+    tracing::warn!(disk = wish.disk, to = wish.to, "the disk is taken back: {why}");
+    loop {
+        match withdraw(cluster, wish, number).await {
+            Some(Outcome::Done(_)) => break,
+            Some(Outcome::Lost(_)) => return Whose::Theirs,
+            Some(Outcome::Apart(_)) | None => reactor::sleep_until(reactor::now() + PAUSE).await,
+        }
+    }
+    // The other host may have the image open for a moment yet.
+    while let Err(error) = arriving::open(inventory, &wish.disk, described).await {
+        tracing::error!(disk = wish.disk, "the disk is taken back, and cannot be opened: {error:#}");
+        reactor::sleep_until(reactor::now() + PAUSE).await;
+    }
+    Whose::Ours
+}
+
+/// Drawn for each move.
+fn number() -> anyhow::Result<u64> {
+    let mut bytes = [0; 8];
+    openssl::rand::rand_bytes(&mut bytes).context("no random number is to be had")?;
+    Ok(u64::from_le_bytes(bytes))
+}

@@ -1,0 +1,28 @@
+//! A disk goes to another host of the cluster, with its settings and what is in its buckets.
+//!
+//! ```text
+//!   leaving     the host that has it: asks, closes the image, gives, and takes it back if need be
+//!   arriving    the host where it goes: looks whether it could have it, opens the image, claims it
+//!   described   what both tell of it
+//! ```
+//!
+//! The steps in etcd, and which of them decides, are in `cluster::moving`. The image is open in one
+//! of both daemons at most, and whoever has it is told by etcd alone: no clock decides.
+//!
+//! Never changes a config file.
+
+mod arriving;
+mod described;
+mod leaving;
+
+pub(crate) use arriving::receive;
+pub(crate) use described::Described;
+pub(crate) use leaving::{Wish, away};
+use policy::time::Duration;
+
+/// How long a host may take over each answer: an image on a network may have to be opened.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// How long a look at an image may take, so that a refusal is heard.
+const LOOK: Duration = Duration::from_secs(15);
+/// Between two attempts at what must be known, or opened, before anything goes on.
+const PAUSE: Duration = Duration::from_millis(500);

@@ -1,0 +1,246 @@
+//! `weir disk move`: two daemons, one etcd, one image that both reach. What is compared are states,
+//! and that no more passes than one burst and the rate allow since the first request, which holds
+//! however slow the machine is.
+
+use std::{
+    fs,
+    io::{BufRead as _, BufReader},
+    path::PathBuf,
+    process::Stdio,
+    thread,
+    time::Instant,
+};
+
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+
+use crate::{
+    cluster::{Etcd, until},
+    harness::{Client, MIB, Scratch, Serve, Weir, assert_says, nbdsh_command, qemu_img, qemu_io, text, weir},
+};
+
+const GROUPS: &str = "[group.gold]\ncluster = true\n[group.small]\niops-total = 100\n";
+
+struct Host {
+    scratch: Scratch,
+    weir: Option<Weir>,
+}
+
+impl Host {
+    fn start(name: &str, etcd: &Etcd, more: &str) -> Self {
+        let scratch = Scratch::new();
+        let nbd = scratch.socket("nbd");
+        let config = format!(
+            "[daemon]\nnbd = \"unix:{}\"\nstate = \"{}\"\n[cluster]\nname = \"lab\"\nhost = \"{name}\"\netcd = \"{}\"\n\
+             [disk.base]\nimage = \"memory:1M\"\n{more}",
+            text(&nbd),
+            text(&scratch.path("state")),
+            etcd.url()
+        );
+        scratch.file("weir.toml", config);
+        let mut host = Self { scratch, weir: None };
+        host.again();
+        until("it has joined", || host.run(&["cluster", "status", "--json"]).json()["joined"] == true);
+        host
+    }
+
+    fn again(&mut self) {
+        let (file, control) = (self.scratch.path("weir.toml"), format!("unix:{}", text(&self.control())));
+        let serve = Serve::new(&self.scratch).where_said();
+        self.weir = Some(serve.args(["--config", text(&file), "--qmp", &control]).start());
+    }
+
+    fn control(&self) -> PathBuf {
+        self.scratch.socket("control")
+    }
+
+    fn weir(&self) -> &Weir {
+        self.weir.as_ref().unwrap()
+    }
+
+    fn run(&self, arguments: &[&str]) -> Client {
+        weir(arguments).args(["--qmp", &format!("unix:{}", text(&self.control()))])
+    }
+
+    fn disk(&self, name: &str) -> Option<Value> {
+        let status = self.run(&["status", "--json", "--interval", "0"]).json();
+        status["disks"].as_array().unwrap().iter().find(|disk| disk["name"] == name).cloned()
+    }
+
+    fn uri(&self, export: &str) -> String {
+        format!("nbd+unix:///{export}?socket={}", text(&self.scratch.socket("nbd")))
+    }
+
+    fn io(&self, commands: &[&str]) -> String {
+        qemu_io(["-f", "raw"], commands, self.uri("vm"))
+    }
+
+    fn move_to(&self, host: &str) -> Client {
+        self.run(&["disk", "move", "vm", "--to", host])
+    }
+}
+
+#[test]
+fn a_disk_moves_with_what_it_is_and_its_burst_does_not_begin_anew() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let image = scratch.path("vm.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", text(&image), "4M"]).succeeds();
+    let disk = format!(
+        "{GROUPS}[disk.vm]\nimage = \"{}\"\ncache = \"none\"\ngroup = \"gold\"\nweight = 300\niops-total = 5\n\
+         iops-total-max = 100\nprefetch = \"auto\"\nl2-cache-size = \"1M\"\non-error-read = \"stop\"\n",
+        text(&image)
+    );
+    let a = Host::start("a", &etcd, &disk);
+    let b = Host::start("b", &etcd, GROUPS);
+    let before = a.disk("vm").unwrap();
+    let since = Instant::now();
+    a.io(&["write -P 7 0 64k"]);
+    a.io(&vec!["read 0 512"; 100]);
+    let said = a.move_to("b").succeeds();
+    assert_says(&said, &["disk vm: moved\n", "vm: b has it until it ends", "[disk.vm]"]);
+    assert_eq!(a.disk("vm"), None);
+    let after = b.disk("vm").unwrap();
+    for key in ["format", "cache", "group", "weight", "limits", "prefetch", "size", "read-only"] {
+        assert_eq!(after[key], before[key], "{key}");
+    }
+    assert_eq!(after["image"], before["image"]);
+    b.io(&["read -P 7 0 64k"]);
+    b.io(&vec!["read 0 512"; 20]);
+    // A request makes the bucket run over, and clients ask for something when they come and go.
+    let passed = 122.0;
+    let most = 101.0 + 5.0 * since.elapsed().as_secs_f64();
+    assert!(passed <= most, "{passed} have passed, of at most {most}");
+    // And back, under a client that is disconnected.
+    let script = "import sys\nh.connect_uri(sys.argv[1])\nprint('here', flush=True)\nsys.stdin.read()";
+    let mut held =
+        nbdsh_command(script).arg(b.uri("vm")).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(held.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert_eq!(line, "here\n");
+    let refused = b.move_to("a").fails();
+    b.move_to("a").args(["--force"]).succeeds();
+    held.kill().unwrap();
+    held.wait().unwrap();
+    assert_says(&refused, &["clients use it", "--force"]);
+    a.io(&["read -P 7 0 64k"]);
+    // What the file has of it goes where that is asked for.
+    a.move_to("b").args(["--save"]).succeeds();
+    assert!(!fs::read_to_string(a.scratch.path("weir.toml")).unwrap().contains("[disk.vm]"));
+    assert!(b.disk("vm").is_some());
+    qemu_img(["check", "-U", text(&image)]).succeeds();
+}
+
+#[test]
+fn what_cannot_move_stays_and_is_served() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let image = scratch.sparse("vm.raw", MIB);
+    let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
+    let a = Host::start("a", &etcd, &format!("{GROUPS}[group.here]\n{section}"));
+    let b = Host::start("b", &etcd, &format!("{GROUPS}[disk.vm]\nimage = \"null:1M\"\n"));
+    let c = Host::start("c", &etcd, "[group.gold]\n[group.small]\niops-total = 100\n");
+    a.io(&["write -P 9 0 4k"]);
+    let refused = |to: &str, expect: &[&str]| {
+        assert_says(&a.move_to(to).fails(), expect);
+        a.io(&["read -P 9 0 4k"]);
+    };
+    refused("a", &["it is on a already"]);
+    refused("nowhere", &["is called \"nowhere\"", "weir cluster status"]);
+    refused("b", &["b refuses it", "has this name already"]);
+    a.run(&["throttle", "vm", "--group", "here"]).succeeds();
+    refused("c", &["c refuses it: group here: there is none of this name"]);
+    a.run(&["throttle", "vm", "--group", "gold"]).succeeds();
+    refused("c", &["group gold: its limits are the cluster's on one of both hosts alone"]);
+    // What is promised has no room there.
+    c.run(&["disk", "add", "busy", "null:1M", "--group", "small", "--iops-reservation", "80"]).succeeds();
+    a.run(&["throttle", "vm", "--group", "small", "--iops-reservation", "70"]).succeeds();
+    refused("c", &["c refuses it", "iops-reservation"]);
+    a.run(&["throttle", "vm", "--group", "none", "--iops-reservation", "0"]).run();
+    let said = a.run(&["disk", "move", "base", "--to", "c"]).fails();
+    assert_says(&said, &["disk base: its data is in memory"]);
+    // An image that is not where the other looks for it.
+    let elsewhere = scratch.path("elsewhere.raw");
+    fs::rename(&image, &elsewhere).unwrap();
+    a.run(&["throttle", "vm", "--iops-reservation", "0"]).succeeds();
+    refused("c", &["c refuses it", "vm.raw"]);
+    fs::rename(&elsewhere, &image).unwrap();
+    // Garbage, and an offer that is none.
+    etcd.control(&["put", "/weir/v1/lab/host/c/move/x", "garbage"]).succeeds();
+    c.weir().wait_for_log("is not weir's");
+    let offer = json!({
+        "version": 1, "from": "a", "run": 1, "number": 1, "given": true,
+        "described": { "keys": { "image": "/nowhere", "x\ny": 1 }, "group": null, "exports": [], "listen": null,
+            "doors": [], "filled": null },
+    });
+    etcd.control(&["put", "/weir/v1/lab/host/c/move/y", &offer.to_string()]).succeeds();
+    c.weir().wait_for_log("what is offered cannot be read");
+    // One that nobody may claim any more: what is offered by another run is not taken.
+    let mut good = offer;
+    good["described"]["keys"] = json!({ "image": "null:1M", "format": "raw" });
+    etcd.control(&["put", "/weir/v1/lab/host/c/move/z", &good.to_string()]).succeeds();
+    c.weir().wait_for_log("the disk stays where it was");
+    assert!(c.disk("z").is_none() && c.disk("y").is_none());
+    // A host that sleeps does not answer; when it wakes, nothing is left to take.
+    c.weir().signal(Signal::SIGSTOP);
+    refused("c", &["c does not answer in 20 s"]);
+    c.weir().signal(Signal::SIGCONT);
+    a.move_to("c").succeeds();
+    c.io(&["read -P 9 0 4k"]);
+}
+
+/// What stands at a key, as soon as it is so.
+fn value(etcd: &Etcd, key: &str, given: bool) -> Value {
+    let read = || etcd.control(&["get", "--print-value-only", key]).succeeds();
+    let is_so = |text: &str| serde_json::from_str::<Value>(text).is_ok_and(|offer| offer["given"] == given);
+    until("an offer is there", || is_so(&read()));
+    serde_json::from_str(&read()).unwrap()
+}
+
+#[test]
+fn a_host_that_leaves_in_between_and_etcd_too_lose_nothing() {
+    let scratch = Scratch::new();
+    let mut etcd = Etcd::start(&scratch);
+    let image = scratch.sparse("vm.raw", MIB);
+    let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\niops-total = 1000\n", text(&image));
+    let a = Host::start("a", &etcd, &format!("{GROUPS}{section}"));
+    a.io(&["write -P 5 0 4k"]);
+    // A host of which only the words are there.
+    etcd.control(&["put", "/weir/v1/lab/host/ghost/name", "{}"]).succeeds();
+    let (offered, moved) = ("/weir/v1/lab/host/ghost/move/vm", "/weir/v1/lab/host/a/moved/vm");
+    let answer = |offer: &Value, said: &str| {
+        json!({ "version": 1, "by": "ghost", "number": offer["number"], "said": said }).to_string()
+    };
+    let begin = || {
+        let moving = thread::spawn({
+            let control = format!("unix:{}", text(&a.control()));
+            move || weir(&["disk", "move", "vm", "--to", "ghost", "--qmp", &control]).run()
+        });
+        let offer = value(&etcd, offered, false);
+        // A second at once is refused.
+        assert_says(&a.move_to("ghost").fails(), &["it is on its way already"]);
+        etcd.control(&["put", moved, &answer(&offer, "ready")]).succeeds();
+        let given = value(&etcd, offered, true);
+        assert_eq!(given["described"]["keys"]["iops-total"], 1000);
+        assert!(given["described"]["filled"]["levels"].is_array(), "{given}");
+        // Nobody serves it, and its image is free.
+        assert_eq!(a.disk("vm"), None);
+        qemu_io(["-f", "raw"], &["read -P 5 0 4k"], &image);
+        (moving, given)
+    };
+    // It dies there.
+    let (moving, _) = begin();
+    let outcome = moving.join().unwrap();
+    assert_says(&outcome.said(), &["ghost does not take it in 20 s; it is served here again"]);
+    assert_eq!(etcd.control(&["get", offered]).succeeds(), "");
+    a.io(&["read -P 5 0 4k"]);
+    // Etcd does: once it is back, the disk is here.
+    let (moving, _) = begin();
+    etcd.kill();
+    a.weir().wait_for_log("the disk is taken back");
+    assert_eq!(a.disk("vm"), None);
+    etcd.start_again();
+    assert_says(&moving.join().unwrap().said(), &["it is served here again"]);
+    a.io(&["read -P 5 0 4k"]);
+    drop(etcd);
+}
