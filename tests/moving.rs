@@ -5,6 +5,7 @@
 use std::{
     fs,
     io::{BufRead as _, BufReader},
+    os::unix::net::UnixStream,
     path::PathBuf,
     process::Stdio,
     thread,
@@ -27,14 +28,15 @@ struct Host {
 }
 
 impl Host {
-    fn start(name: &str, etcd: &Etcd, more: &str) -> Self {
+    fn start(name: &str, etcd: &Etcd, images: &Scratch, more: &str) -> Self {
         let scratch = Scratch::new();
         let nbd = scratch.socket("nbd");
         let config = format!(
-            "[daemon]\nnbd = \"unix:{}\"\nstate = \"{}\"\n[cluster]\nname = \"lab\"\nhost = \"{name}\"\netcd = \"{}\"\n\
+            "[daemon]\nnbd = \"unix:{}\"\nstate = \"{}\"\nimage-root = \"{}\"\n[cluster]\nname = \"lab\"\nhost = \"{name}\"\netcd = \"{}\"\n\
              [disk.base]\nimage = \"memory:1M\"\n{more}",
             text(&nbd),
             text(&scratch.path("state")),
+            text(&images.path("")),
             etcd.url()
         );
         scratch.file("weir.toml", config);
@@ -88,11 +90,11 @@ fn a_disk_moves_with_what_it_is_and_its_burst_does_not_begin_anew() {
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "4M"]).succeeds();
     let disk = format!(
         "{GROUPS}[disk.vm]\nimage = \"{}\"\ncache = \"none\"\ngroup = \"gold\"\nweight = 300\niops-total = 5\n\
-         iops-total-max = 100\nprefetch = \"auto\"\nl2-cache-size = \"1M\"\non-error-read = \"stop\"\n",
+         iops-total-max = 100\nprefetch = \"auto\"\nl2-cache-size = \"1M\"\non-read-error = \"stop\"\n",
         text(&image)
     );
-    let a = Host::start("a", &etcd, &disk);
-    let b = Host::start("b", &etcd, GROUPS);
+    let a = Host::start("a", &etcd, &scratch, &disk);
+    let b = Host::start("b", &etcd, &scratch, GROUPS);
     let before = a.disk("vm").unwrap();
     let since = Instant::now();
     a.io(&["write -P 7 0 64k"]);
@@ -112,9 +114,9 @@ fn a_disk_moves_with_what_it_is_and_its_burst_does_not_begin_anew() {
     let most = 101.0 + 5.0 * since.elapsed().as_secs_f64();
     assert!(passed <= most, "{passed} have passed, of at most {most}");
     // And back, under a client that is disconnected.
-    let script = "import sys\nh.connect_uri(sys.argv[1])\nprint('here', flush=True)\nsys.stdin.read()";
-    let mut held =
-        nbdsh_command(script).arg(b.uri("vm")).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let script =
+        format!("import sys\nh.connect_uri({:?})\nprint('here', flush=True)\nsys.stdin.read()", b.uri("vm"));
+    let mut held = nbdsh_command(&script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(held.stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert_eq!(line, "here\n");
@@ -137,9 +139,9 @@ fn what_cannot_move_stays_and_is_served() {
     let etcd = Etcd::start(&scratch);
     let image = scratch.sparse("vm.raw", MIB);
     let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
-    let a = Host::start("a", &etcd, &format!("{GROUPS}[group.here]\n{section}"));
-    let b = Host::start("b", &etcd, &format!("{GROUPS}[disk.vm]\nimage = \"null:1M\"\n"));
-    let c = Host::start("c", &etcd, "[group.gold]\n[group.small]\niops-total = 100\n");
+    let a = Host::start("a", &etcd, &scratch, &format!("{GROUPS}[group.here]\n{section}"));
+    let _b = Host::start("b", &etcd, &scratch, &format!("{GROUPS}[disk.vm]\nimage = \"null:1M\"\n"));
+    let c = Host::start("c", &etcd, &scratch, "[group.gold]\n[group.small]\niops-total = 100\n");
     a.io(&["write -P 9 0 4k"]);
     let refused = |to: &str, expect: &[&str]| {
         assert_says(&a.move_to(to).fails(), expect);
@@ -189,6 +191,49 @@ fn what_cannot_move_stays_and_is_served() {
     c.io(&["read -P 9 0 4k"]);
 }
 
+#[test]
+fn what_is_promised_of_the_clusters_limits_and_a_machines_socket_move_too() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let image = scratch.sparse("vm.raw", MIB);
+    let socket = scratch.socket("machine");
+    let disk = format!(
+        "{GROUPS}[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\ngroup = \"gold\"\n\
+         export = [{{ type = \"vhost-user-blk\", path = \"{}\", queues = 2 }}]\n",
+        text(&image),
+        text(&socket)
+    );
+    let a = Host::start("a", &etcd, &scratch, &disk);
+    let b = Host::start(
+        "b",
+        &etcd,
+        &scratch,
+        &format!("[disk.by]\nimage = \"null:1M\"\ngroup = \"gold\"\n{GROUPS}"),
+    );
+    a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
+    let knows = |host: &Host| {
+        host.run(&["status", "--json", "--interval", "0"]).json()["groups"][0]["limits"]["iops-total"] != 0
+    };
+    until("both know it", || knows(&a) && knows(&b));
+    a.run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
+    let promised = |host: &Host| {
+        host.run(&["cluster", "status", "--json"]).json()["groups"][0]["promised"]["iops"].as_u64()
+    };
+    until("the other knows of it", || promised(&b) == Some(2000));
+    assert!(UnixStream::connect(&socket).is_ok());
+    // Twice that is more than the limit.
+    a.move_to("b").succeeds();
+    let disk = b.disk("vm").unwrap();
+    assert_eq!((&disk["iops-reservation"], &disk["group"]), (&json!(2000), &json!("gold")));
+    until("all know where it is promised", || promised(&a) == Some(2000) && promised(&b) == Some(2000));
+    assert!(UnixStream::connect(&socket).is_ok());
+    // There is no room where it was.
+    a.run(&["disk", "add", "late", "null:1M", "--group", "gold"]).succeeds();
+    a.run(&["throttle", "late", "--iops-reservation", "1500"]).fails();
+    b.move_to("a").succeeds();
+    assert!(UnixStream::connect(&socket).is_ok());
+}
+
 /// What stands at a key, as soon as it is so.
 fn value(etcd: &Etcd, key: &str, given: bool) -> Value {
     let read = || etcd.control(&["get", "--print-value-only", key]).succeeds();
@@ -203,7 +248,7 @@ fn a_host_that_leaves_in_between_and_etcd_too_lose_nothing() {
     let mut etcd = Etcd::start(&scratch);
     let image = scratch.sparse("vm.raw", MIB);
     let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\niops-total = 1000\n", text(&image));
-    let a = Host::start("a", &etcd, &format!("{GROUPS}{section}"));
+    let a = Host::start("a", &etcd, &scratch, &format!("{GROUPS}{section}"));
     a.io(&["write -P 5 0 4k"]);
     // A host of which only the words are there.
     etcd.control(&["put", "/weir/v1/lab/host/ghost/name", "{}"]).succeeds();
