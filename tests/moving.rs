@@ -199,17 +199,19 @@ fn what_is_promised_of_the_clusters_limits_and_a_machines_socket_move_too() {
     let socket = scratch.socket("machine");
     let disk = format!(
         "{GROUPS}[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\ngroup = \"gold\"\n\
-         export = [{{ type = \"vhost-user-blk\", path = \"{}\", queues = 2 }}]\n",
+         export = [{{ type = \"vhost-user-blk\", listen = \"unix:{}\", queues = 2 }}]\n",
         text(&image),
         text(&socket)
     );
     let a = Host::start("a", &etcd, &scratch, &disk);
-    let b = Host::start(
-        "b",
-        &etcd,
-        &scratch,
-        &format!("[disk.by]\nimage = \"null:1M\"\ngroup = \"gold\"\n{GROUPS}"),
+    // The sandbox lets a daemon make sockets where it has one.
+    let by = format!(
+        "{GROUPS}[disk.by]\nimage = \"null:1M\"\ngroup = \"gold\"\n\
+         export = [{{ type = \"vhost-user-blk\", listen = \"unix:{}\" }}]\n",
+        text(&scratch.socket("by"))
     );
+    let (b, c) = (Host::start("b", &etcd, &scratch, &by), Host::start("c", &etcd, &scratch, GROUPS));
+    assert_says(&a.move_to("c").fails(), &["c refuses it: no socket can be made beside"]);
     a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
     let knows = |host: &Host| {
         host.run(&["status", "--json", "--interval", "0"]).json()["groups"][0]["limits"]["iops-total"] != 0
@@ -227,6 +229,7 @@ fn what_is_promised_of_the_clusters_limits_and_a_machines_socket_move_too() {
     assert_eq!((&disk["iops-reservation"], &disk["group"]), (&json!(2000), &json!("gold")));
     until("all know where it is promised", || promised(&a) == Some(2000) && promised(&b) == Some(2000));
     assert!(UnixStream::connect(&socket).is_ok());
+    drop(c);
     // There is no room where it was.
     a.run(&["disk", "add", "late", "null:1M", "--group", "gold"]).succeeds();
     a.run(&["throttle", "late", "--iops-reservation", "1500"]).fails();

@@ -1,6 +1,6 @@
 //! The host where a disk goes.
 
-use std::{rc::Rc, sync::Arc};
+use std::{fs, os::unix::net::UnixListener, path::Path, rc::Rc, sync::Arc};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::{layer::throttle::Group, reactor};
@@ -119,9 +119,22 @@ fn check_exports(inventory: &Rc<Inventory>, described: &Described) -> anyhow::Re
             ensure!(!is_there, "export {name}: there is one of this name at {} already", serving.address());
         }
     }
-    let sandbox = inventory.sandbox();
-    let check = |door: &DoorKind| sandbox.map_or(Ok(()), |sandbox| sandbox.check_door(door));
-    described.doors()?.iter().try_for_each(check)
+    for door in described.doors()? {
+        inventory.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(&door))?;
+        door.path().map_or(Ok(()), |socket| try_beside(&socket))?;
+    }
+    Ok(())
+}
+
+/// Whether a socket can be made in the directory of this one, which the other host may have.
+fn try_beside(socket: &Path) -> anyhow::Result<()> {
+    let mut trial = socket.as_os_str().to_owned();
+    trial.push(".try");
+    let made = UnixListener::bind(&trial);
+    made.with_context(|| format!("no socket can be made beside {}", socket.display()))?;
+    // One that stays is in nobody's way.
+    let _ = fs::remove_file(&trial);
+    Ok(())
 }
 
 /// Where it is to be exported over NBD, if it is.
