@@ -328,7 +328,7 @@ fn a_server_that_comes_late_is_waited_for_as_long_as_was_said() {
 
 /// What the server is at first; a third has no cache, so no flush.
 fn first_ways(seed: u64) -> Ways {
-    let without = if seed % 3 == 0 { export_flag::SEND_FLUSH } else { 0 };
+    let without = if seed.is_multiple_of(3) { export_flag::SEND_FLUSH } else { 0 };
     let maximum_payload = sim::random(|random| [4096, 8192, 32 << 20][random.usize(..3)]);
     Ways {
         size: SIZE,

@@ -247,7 +247,7 @@ impl Conversation {
         let block = ways.minimum_block as usize;
         let fault = match command {
             _ if ways.is_unfit => Some("a request to a server that cannot be taken"),
-            _ if offset % block != 0 || length % block != 0 => Some("parts of blocks"),
+            _ if !offset.is_multiple_of(block) || !length.is_multiple_of(block) => Some("parts of blocks"),
             _ if offset + length > ways.size => Some("a request past the end"),
             _ if flags & cmd_flag::FUA != 0 && lacks(export_flag::SEND_FUA) => Some("FUA"),
             _ if flags & cmd_flag::FAST_ZERO != 0 && lacks(export_flag::SEND_FAST_ZERO) => Some("fast zero"),
