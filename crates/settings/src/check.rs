@@ -42,7 +42,8 @@ impl Plan {
     /// # Errors
     /// The first rule that is broken.
     pub fn new(draft: Draft, inherited: usize) -> Result<Self, Wrong> {
-        if draft.disks.is_empty() {
+        // In a cluster a disk may come from another host.
+        if draft.disks.is_empty() && draft.service.cluster.is_none() {
             return Err(
                 Place::new("no disks").wrong("there is nothing to serve (add a [disk.NAME] with an image)")
             );

@@ -92,7 +92,7 @@ pub(crate) struct MoveArgs {
     /// The disk
     #[arg(value_name = "NAME")]
     name: String,
-    /// The host, as its [cluster] calls it
+    /// The host, as its section `cluster` calls it
     #[arg(long, value_name = "HOST")]
     to: String,
     /// Where that host is to serve it, if it listens at several addresses for NBD
