@@ -95,8 +95,23 @@ impl Users {
         names_in(&self.root.join("proc")).into_iter().filter_map(process).collect()
     }
 
+    /// Whether the same devices are on it as then. A loop device that goes may be another's a
+    /// moment later, and with it its mounts.
+    pub fn are_of(&self, device: &Path) -> bool {
+        Self::seen(&self.root, device).nodes == self.nodes
+    }
+
     /// The same where /proc and /sys are seen from `root`.
     fn below(root: &Path, device: &Path) -> Self {
+        loop {
+            let users = Self::seen(root, device);
+            if users.are_of(device) {
+                return users;
+            }
+        }
+    }
+
+    fn seen(root: &Path, device: &Path) -> Self {
         let mut users = Self { root: root.to_owned(), ..Self::default() };
         let name = device.strip_prefix("/dev").ok().and_then(Path::to_str);
         match name.filter(|name| users.block(name).is_dir()) {

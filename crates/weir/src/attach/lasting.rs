@@ -34,7 +34,8 @@ pub(super) fn lasting_users(device: &Path, except: Option<&PathBuf>) -> Users {
                 users = users.with_inmates();
             }
         }
-        if users.is_empty() || stays || began.elapsed() >= GLANCE {
+        let is_over = users.is_empty() || stays || began.elapsed() >= GLANCE;
+        if is_over && users.are_of(device) {
             return users;
         }
         // Of neither does the kernel tell when it is over.
