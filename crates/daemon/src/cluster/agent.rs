@@ -16,7 +16,7 @@
 //! Never asked by a request of a disk. Never waits for the main thread: what that has no room for
 //! ends the session.
 
-use std::{path::PathBuf, time::Duration};
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use async_channel::{Receiver, Sender};
 use policy::{
@@ -56,6 +56,8 @@ pub(super) struct Agent {
     pub(super) machine_id: String,
     /// Groups that this host takes part in are kept there.
     pub(super) file: PathBuf,
+    /// What stood there at the start.
+    pub(super) recalled: BTreeMap<String, Stored>,
     pub(super) inbox: (Sender<Input>, Receiver<Input>),
     pub(super) words: Sender<Word>,
     pub(super) timing: Timing,
@@ -72,12 +74,7 @@ impl Agent {
     async fn serve(self) {
         let mut session = Session {
             agent: &self,
-            known: Known::new(
-                self.cluster.clone(),
-                self.timing,
-                self.inbox.0.clone(),
-                stored::recall(&self.file),
-            ),
+            known: Known::new(self.cluster.clone(), self.timing, self.inbox.0.clone(), self.recalled.clone()),
             instance: 0,
             own_promises: None,
             reports: None,
@@ -322,36 +319,36 @@ impl Session<'_> {
         match event {
             Event::Put(value) => {
                 self.silence.saw(&value);
-                if let Some(Key::Grant(_)) = self.known.keys.read(&value.key) {
-                    self.silence.answered();
-                }
-                let is_leader = matches!(self.known.keys.read(&value.key), Some(Key::Leader));
-                let promise = match self.known.keys.read(&value.key) {
-                    Some(Key::Promise(name)) => Some(name.to_owned()),
-                    _ => None,
-                };
-                if let Some(Key::Host(name)) = self.known.keys.read(&value.key) {
-                    if name == self.agent.cluster.host {
-                        self.on_own_host(etcd, Some(&value)).await?;
+                match self.known.keys.read(&value.key) {
+                    Some(Key::Host(name)) => {
+                        if name == self.agent.cluster.host {
+                            self.on_own_host(etcd, Some(&value)).await?;
+                        }
                     }
-                    return Ok(());
-                }
-                if matches!(self.known.keys.read(&value.key), Some(Key::Move(..))) {
-                    // What a disk was promised where it comes from is free by now: that is in
-                    // another range, whose watch may be slower.
-                    let (revision, found) = etcd.read(&[self.known.keys.promises()]).await?;
-                    self.know_promises(revision, found).await?;
-                }
-                self.on_put(&value).await?;
-                if is_leader {
-                    self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
-                }
-                if let Some(host) = promise {
-                    self.tell(Word::Promises(self.known.promises.clone())).await?;
-                    let known = self.known.promises.get(&host);
-                    if host == self.agent.cluster.host && known != self.own_promises.as_ref() {
-                        self.promise(etcd).await?;
+                    Some(Key::Leader) => {
+                        self.on_put(&value).await?;
+                        self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
                     }
+                    Some(Key::Promise(host)) => {
+                        self.on_put(&value).await?;
+                        self.tell(Word::Promises(self.known.promises.clone())).await?;
+                        let known = self.known.promises.get(host);
+                        if host == self.agent.cluster.host && known != self.own_promises.as_ref() {
+                            self.promise(etcd).await?;
+                        }
+                    }
+                    Some(Key::Grant(_)) => {
+                        self.silence.answered();
+                        self.on_put(&value).await?;
+                    }
+                    Some(Key::Move(..)) => {
+                        // What a disk was promised where it comes from is free by now: that is in
+                        // another range, whose watch may be slower.
+                        let (revision, found) = etcd.read(&[self.known.keys.promises()]).await?;
+                        self.know_promises(revision, found).await?;
+                        self.on_put(&value).await?;
+                    }
+                    _ => self.on_put(&value).await?,
                 }
             }
             Event::Deleted(key) => match self.known.keys.read(&key) {
@@ -556,7 +553,7 @@ impl Session<'_> {
     async fn know_promises(&mut self, revision: i64, found: Vec<Vec<KeyValue>>) -> Result<(), Error> {
         for value in found.iter().flatten() {
             if matches!(self.known.keys.read(&value.key), Some(Key::Promise(_))) {
-                Box::pin(self.on_put(value)).await?;
+                self.on_put(value).await?;
             }
         }
         self.known.promises_at = revision;

@@ -59,6 +59,7 @@ pub(crate) use hosts::Standing;
 use hosts::{Hosts, Turn};
 use keys::{Key, Keys};
 use offers::{Answer, Offered, Outcome, Said, Step};
+use stored::Stored;
 use values::Promises;
 pub(crate) use words::Change;
 use words::{Input, Word};
@@ -137,14 +138,11 @@ struct First {
 
 impl First {
     /// Adds what this host knew last and etcd has lost: without limits a group would have none.
-    fn recall(&mut self, file: &Path) {
-        // What cannot be read is told when it is to be written.
-        for (name, group) in stored::load(file).unwrap_or_default() {
-            if let Ok(spec) = group.spec()
-                && !self.specs.contains_key(&name)
-            {
+    fn recall(&mut self, known: &BTreeMap<String, Stored>) {
+        for (name, stored) in known {
+            if !self.specs.contains_key(name) {
                 tracing::warn!(group = %name, "etcd has lost this group's limits: those that were known here last hold");
-                self.specs.insert(name, spec);
+                self.specs.insert(name.clone(), stored.spec);
             }
         }
     }
@@ -171,9 +169,10 @@ impl Cluster {
         });
         let (terms, first) = asked.await.with_context(|| format!("cluster {}", cluster.name))?;
         let mut reason = String::new();
+        let recalled = stored::recall(&file);
         let first = match first {
             Ok(mut first) => {
-                first.recall(&file);
+                first.recall(&recalled);
                 first
             }
             Err(Error::Refused(why)) => bail!("cluster {}: {why}", cluster.name),
@@ -190,7 +189,7 @@ impl Cluster {
         let (name, host) = (cluster.name.clone(), cluster.host.clone());
         let inbox = (to_agent.clone(), inbox);
         let machine_id = identity::machine_id();
-        let agent = Agent { cluster, terms, machine_id, file, inbox, words: to_main, timing };
+        let agent = Agent { cluster, terms, machine_id, file, recalled, inbox, words: to_main, timing };
         Ok(Some(Rc::new(Self {
             name,
             host,
@@ -355,13 +354,12 @@ impl Cluster {
     /// What `weir cluster status` shows.
     pub(crate) async fn status(&self) -> Value {
         let (answer, answered) = async_channel::bounded(1);
-        let mut shown = match self.input.try_send(Input::Status(answer)) {
+        let mut shown = match self.give(Input::Status(answer)) {
             Ok(()) => match reactor::timeout(PATIENCE, answered.recv()).await {
                 Ok(Ok(shown)) => shown,
                 _ => status::apart("etcd does not answer in time"),
             },
-            Err(error) if error.is_closed() => status::apart(ENDED),
-            Err(_) => status::apart("too much is asked at once"),
+            Err(why) => status::apart(why),
         };
         shown["name"] = json!(self.name);
         shown["host"] = json!(self.host);
@@ -416,8 +414,8 @@ impl Cluster {
     /// One step of a move. None: nobody knows whether it was done.
     pub(crate) async fn step(&self, step: Step) -> Option<Outcome> {
         let (answer, answered) = async_channel::bounded(1);
-        if self.input.try_send(Input::Move(Box::new(step), answer)).is_err() {
-            return Some(Outcome::Apart("too much is asked at once (try again)".to_owned()));
+        if let Err(why) = self.give(Input::Move(Box::new(step), answer)) {
+            return Some(Outcome::Apart(why.to_owned()));
         }
         reactor::timeout(PATIENCE, answered.recv()).await.ok()?.ok()
     }
@@ -432,12 +430,17 @@ impl Cluster {
         }
     }
 
+    /// Hands something to the thread, or says why that cannot be.
+    fn give(&self, input: Input) -> Result<(), &'static str> {
+        self.input.try_send(input).map_err(|error| match error.is_closed() {
+            true => ENDED,
+            false => "too much is asked at once (try again)",
+        })
+    }
+
     async fn ask(&self, input: impl FnOnce(Sender<Result<Value, String>>) -> Input) -> Result<Value, String> {
         let (answer, answered) = async_channel::bounded(1);
-        self.input.try_send(input(answer)).map_err(|error| match error.is_closed() {
-            true => ENDED.to_owned(),
-            false => "too much is asked at once (try again)".to_owned(),
-        })?;
+        self.give(input(answer))?;
         match reactor::timeout(PATIENCE, answered.recv()).await {
             Ok(Ok(done)) => done,
             _ => Err("etcd does not answer in time; it may have been done (`weir cluster status` tells)"
@@ -451,12 +454,11 @@ fn first(keys: &Keys, groups: &[String], terms: &Terms) -> Result<First, Error> 
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| Error::Unreachable(anyhow!(error)))?;
     runtime.block_on(async {
-        let mut last = Error::Unreachable(anyhow!("etcd: no member is known"));
+        let mut last = Error::no_member();
         for member in 0..Etcd::members(terms) {
             match first_of(terms, member, keys, groups).await {
                 Ok(first) => return Ok(first),
-                Err(Error::Unreachable(_)) if matches!(last, Error::Refused(_)) => {}
-                Err(error) => last = error,
+                Err(error) => last = last.or_rather(error),
             }
         }
         Err(last)

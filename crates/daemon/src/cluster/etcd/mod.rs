@@ -53,6 +53,19 @@ impl Error {
     fn unreachable(error: impl Into<anyhow::Error>) -> Self {
         Self::Unreachable(error.into())
     }
+
+    /// Before any member was asked.
+    pub(super) fn no_member() -> Self {
+        Self::Unreachable(anyhow!("etcd: no member is known"))
+    }
+
+    /// Of two members' the later, but rather what somebody has to mend.
+    pub(super) fn or_rather(self, later: Self) -> Self {
+        match (&self, &later) {
+            (Self::Refused(_), Self::Unreachable(_)) => self,
+            _ => later,
+        }
+    }
 }
 
 /// A member, by what the config calls it and where it is.
@@ -143,12 +156,11 @@ impl Etcd {
     /// That of the last one, and of those rather what one refused.
     pub(super) async fn connect(terms: &Terms, first: usize) -> Result<Self, Error> {
         let count = terms.members.len();
-        let mut last = Error::Unreachable(anyhow!("etcd: no member is known"));
+        let mut last = Error::no_member();
         for at in (0..count).map(|step| (first + step) % count) {
             match Self::connect_to(terms, at).await {
                 Ok(etcd) => return Ok(etcd),
-                Err(Error::Unreachable(_)) if matches!(last, Error::Refused(_)) => {}
-                Err(error) => last = error,
+                Err(error) => last = last.or_rather(error),
             }
         }
         Err(last)
