@@ -14,7 +14,10 @@ use io_uring::{opcode, types};
 use nix::sys::resource::{Resource, getrlimit};
 use smallvec::SmallVec;
 
-use super::{priority, uring::Op};
+use super::{
+    priority,
+    uring::{MOST_READS_HELD_BACK, MOST_WRITES_HELD_BACK, Op},
+};
 use crate::buffer::{Buffer, Segment, Segments};
 
 /// An open file, socket or device, shared between threads and operations in flight.
@@ -95,7 +98,7 @@ pub async fn read_at(
             .build();
         // SAFETY: a segment's memory stays where it is when the segment moves, and the descriptor
         // is held with it.
-        let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments))) }.soon();
+        let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments))) }.soon(MOST_READS_HELD_BACK);
         let (result, (_, filled)) = op.await;
         return (result.map(|count| count as usize), filled.ended());
     }
@@ -105,7 +108,7 @@ pub async fn read_at(
         .ioprio(priority::current())
         .build();
     // SAFETY: the vectors are boxed, and the segments they point to are held.
-    let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments), vectors)) }.soon();
+    let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments), vectors)) }.soon(MOST_READS_HELD_BACK);
     let (result, (_, filled, _)) = op.await;
     (result.map(|count| count as usize), filled.ended())
 }
@@ -136,7 +139,7 @@ pub async fn write_at(
             .rw_flags(flags)
             .build();
         // SAFETY: as in `read_at`.
-        let op = unsafe { Op::start(&entry, (fd.clone(), segments)) }.soon();
+        let op = unsafe { Op::start(&entry, (fd.clone(), segments)) }.soon(MOST_WRITES_HELD_BACK);
         let (result, (_, segments)) = op.await;
         return (result.map(|count| count as usize), segments);
     }
@@ -146,7 +149,7 @@ pub async fn write_at(
         .rw_flags(flags)
         .build();
     // SAFETY: the vectors are boxed and the buffers they point to are held in `segments`.
-    let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) }.soon();
+    let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) }.soon(MOST_WRITES_HELD_BACK);
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
 }

@@ -40,10 +40,13 @@ const LINGER_US: u32 = 8;
 /// The limit of [`Polling::Auto`]: what lies between two completions of a busy disk. With 50 µs a
 /// thread falls asleep too often to be left alone by the kernel.
 const AUTO_LIMIT: Duration = Duration::from_micros(200);
-/// A device is not kept waiting for the rest of a turn once so many operations are queued: of a
+/// A device is not kept waiting for the rest of a turn once so many reads or writes are queued: of a
 /// turn's twelve the first would wait for all others, and the device would have less to do at once
-/// (docs/decisions/0023). The kernel, too, keeps what comes in one call back until its end.
-const MOST_HELD_BACK: usize = 2;
+/// (docs/decisions/0023). The kernel, too, keeps what comes in one call back until its end. Each
+/// call costs, on a virtual machine a way out of it; so writes, which a device takes into its cache,
+/// are held back for longer.
+pub(super) const MOST_READS_HELD_BACK: usize = 4;
+pub(super) const MOST_WRITES_HELD_BACK: usize = 8;
 /// Tasks run between two looks at the ring, so that a busy task cannot keep completions waiting for
 /// long.
 const TASKS_PER_TURN: usize = 256;
@@ -124,6 +127,8 @@ pub(super) struct Uring {
     recent: Cell<Option<Instant>>,
     /// The kernel can wait for a time and for completions at once (6.12 on).
     can_linger: bool,
+    /// Reads and writes of devices that were queued since something was submitted.
+    held_back: Cell<usize>,
     pub(super) figures: Arc<Figures>,
 }
 
@@ -151,6 +156,7 @@ impl Uring {
             linger: Cell::new(false),
             recent: Cell::new(None),
             can_linger,
+            held_back: Cell::new(0),
             figures: Arc::default(),
         })
     }
@@ -190,6 +196,7 @@ impl Uring {
 
     /// Submits what is queued and lets the kernel finish what is complete; waits as told.
     fn enter(&self, wait: Wait) {
+        self.held_back.set(0);
         let mut ring = self.ring.borrow_mut();
         let (queued, deferred) = ring.queued();
         let result = match wait {
@@ -370,12 +377,15 @@ impl Uring {
         }
     }
 
-    /// Submits what is queued if that is much. Where the kernel is short of room, the turn's end
-    /// tries again.
-    fn submit_many(&self) {
-        let mut ring = self.ring.borrow_mut();
-        let (queued, _) = ring.queued();
-        if queued >= MOST_HELD_BACK {
+    /// Counts one more for the device, and submits all that is queued if they are so many. Where the
+    /// kernel is short of room, the turn's end tries again.
+    fn submit_many(&self, most: usize) {
+        let held_back = self.held_back.get() + 1;
+        self.held_back.set(held_back);
+        if held_back >= most {
+            self.held_back.set(0);
+            let mut ring = self.ring.borrow_mut();
+            let (queued, _) = ring.queued();
             let queued = u32::try_from(queued).expect("the queue has 256 entries");
             // SAFETY: no argument structure is passed, so nothing has to outlive the call.
             let taken = unsafe { ring.submitter().enter::<()>(queued, 0, 0, None) };
@@ -508,9 +518,9 @@ impl<R: 'static> Op<R> {
         self
     }
 
-    /// For reads and writes of a device: submits it now if several operations are queued.
-    pub(super) fn soon(self) -> Self {
-        self.uring().submit_many();
+    /// For reads and writes of a device: submits it now if it is the last of so many.
+    pub(super) fn soon(self, most_held_back: usize) -> Self {
+        self.uring().submit_many(most_held_back);
         self
     }
 
