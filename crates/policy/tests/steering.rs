@@ -379,6 +379,61 @@ fn a_pool_that_is_resumed_grants_no_second_burst() {
     near(bench.rate(6.5, 30.0), 4.0 * MIB as f64, 0.02);
 }
 
+/// Two members that each pass what they are told, for a second.
+fn busy(pool: &mut Pool, now: &mut Instant, passed: &mut [Passed; 2], busy: [bool; 2]) {
+    for _ in 0..10 {
+        *now += Duration::from_millis(100);
+        for member in 0..2 {
+            let rate = pool.members()[member].told().map_or(0, |told| told.bps[1].unwrap_or(0));
+            if busy[member] {
+                passed[member][1].bytes += rate / 10;
+                passed[member][1].requests += 1;
+            }
+            pool.observe(member, *now, passed[member], Some(false));
+        }
+        pool.decide(*now);
+    }
+}
+
+#[test]
+fn a_part_that_shrinks_by_little_is_told_to_whoever_has_more() {
+    let mut now = Instant::from_nanos(0);
+    let mut pool = Pool::new(&limits(&[("bps-write", 100 * MIB)]), now);
+    pool.add(Member::new(100));
+    pool.add(Member::new(100));
+    let mut passed = [Passed::default(); 2];
+    // Idle members and busy ones: neither keeps what others may have by now.
+    for members in [[false, false], [true, false], [true, true]] {
+        for thousandths in [1000_u64, 999, 996, 960, 910, 905, 1000] {
+            busy(&mut pool, &mut now, &mut passed, members);
+            let part = 100 * MIB * thousandths / 1000;
+            pool.put(&limits(&[("bps-write", part)]), now);
+            pool.decide(now);
+            let told = pool.members().iter().filter_map(|member| member.told()?.bps[1]);
+            let sum: u64 = told.sum();
+            assert!(sum <= part, "{members:?}: {sum} told of {part}");
+            assert!(sum > part * 9 / 10, "{members:?}: only {sum} told of {part}");
+        }
+    }
+}
+
+#[test]
+fn who_takes_all_of_a_part_is_said_to_be_held_back_and_others_are_not() {
+    let mut now = Instant::from_nanos(0);
+    let mut pool = Pool::new(&limits(&[("bps-write", 100 * MIB)]), now);
+    pool.add(Member::new(100));
+    pool.add(Member::new(300));
+    pool.decide(now);
+    let mut passed = [Passed::default(); 2];
+    busy(&mut pool, &mut now, &mut passed, [false, false]);
+    assert_eq!((pool.stats().limited_ns, pool.weight(now)), (0, 0));
+    busy(&mut pool, &mut now, &mut passed, [true, false]);
+    let stats = pool.stats();
+    assert_eq!(stats.binding, Some(policy::throttle::LimitKind::BpsWrite));
+    assert!((800_000_000..=1_000_000_000).contains(&stats.limited_ns), "{}", stats.limited_ns);
+    assert_eq!((stats.writes.bytes, pool.weight(now)), (passed[0][1].bytes, 100));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 

@@ -28,6 +28,8 @@ pub struct Cluster {
     pub user: Option<(String, PathBuf)>,
     /// What a host may use without etcd, in millionths of a limit, where limits are set here first.
     pub safe_share_ppm: Option<u32>,
+    /// Groups of the cluster that control groups of this host take part in, and no disks.
+    pub control_groups: Vec<String>,
 }
 
 /// Where a member of etcd listens for clients.

@@ -20,6 +20,8 @@ Examples:
   weir cgroup limit a.service --device /dev/vda --bps-total 100M --group tenant
   weir cgroup limit b.service --device /dev/vda --group tenant --weight 200
       100 MiB per second for both together, of which b has twice what a has where both want more.
+  weir cgroup limit c.service --device /dev/vda --group gold --cluster
+      Its part of what all hosts of the cluster may do together.
   weir cgroup limit nginx.service --device /var/lib
       What holds, and what was asked for.
   weir cgroup limit nginx.service --device /var/lib --remove
@@ -76,6 +78,9 @@ struct ShareArgs {
     /// Leave the group, and its limits with it; name new ones in the same command
     #[arg(long, conflicts_with = "group")]
     no_group: bool,
+    /// The group must be a cluster's, which the daemon names in `control-groups` of `[cluster]`
+    #[arg(long, requires = "group")]
+    cluster: bool,
 }
 
 /// Where limits are kept for `weir cgroup watch`.
@@ -96,8 +101,14 @@ impl KeptArgs {
 impl SettingsArgs {
     /// What is asked for.
     pub(crate) fn change(&self) -> Change {
-        let ShareArgs { watermark, weight, group, no_group } = &self.shares;
+        let ShareArgs { watermark, weight, group, no_group, cluster } = &self.shares;
         let group = if *no_group { Some(String::new()) } else { group.clone() };
-        Change { limits: self.limits.given().to_vec(), watermark: *watermark, weight: *weight, group }
+        Change {
+            limits: self.limits.given().to_vec(),
+            watermark: *watermark,
+            weight: *weight,
+            group,
+            cluster: *cluster,
+        }
     }
 }

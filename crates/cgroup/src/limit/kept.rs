@@ -48,6 +48,15 @@ pub(crate) struct Shared {
     limits: BTreeMap<String, u64>,
     #[serde(default)]
     watermark: u8,
+    /// The limits are the safe share of this host in a cluster's group: what holds while the
+    /// daemon lends no more.
+    #[serde(default, skip_serializing_if = "is_not")]
+    cluster: bool,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+const fn is_not(said: &bool) -> bool {
+    !*said
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -77,6 +86,8 @@ pub(crate) struct Change {
     pub(crate) weight: Option<u32>,
     /// An empty name leaves the group.
     pub(crate) group: Option<String>,
+    /// The group must be a cluster's.
+    pub(crate) cluster: bool,
 }
 
 impl Change {
@@ -100,6 +111,18 @@ impl Change {
 }
 
 impl Shared {
+    /// The safe share in a cluster's group.
+    pub(crate) fn of_cluster(safe: &Limits) -> Self {
+        let set =
+            Setting::ALL.into_iter().filter(|setting| safe.get(*setting) != Limits::default().get(*setting));
+        let limits = set.map(|setting| (setting.name().to_owned(), safe.get(setting))).collect();
+        Self { limits, watermark: 0, cluster: true }
+    }
+
+    pub(crate) const fn is_of_cluster(&self) -> bool {
+        self.cluster
+    }
+
     pub(crate) fn limits(&self) -> anyhow::Result<Limits> {
         let mut limits = Limits::default();
         for (name, &value) in &self.limits {
@@ -190,7 +213,7 @@ impl Entry {
 impl Kept {
     /// Its own limits, or its group's.
     pub(crate) fn shared<'a>(&'a self, entry: &'a Entry) -> &'a Shared {
-        static NONE: Shared = Shared { limits: BTreeMap::new(), watermark: 0 };
+        static NONE: Shared = Shared { limits: BTreeMap::new(), watermark: 0, cluster: false };
         match &entry.group {
             None => &entry.own,
             Some(group) => self.groups.get(group).unwrap_or(&NONE),
@@ -236,9 +259,25 @@ impl Kept {
         }
         let shared = match &entry.group {
             None => &mut entry.own,
-            Some(name) => next.groups.entry(name.clone()).or_default(),
+            Some(name) => {
+                let there = next.groups.entry(name.clone()).or_default();
+                if change.cluster && !there.cluster {
+                    bail!(
+                        "group {name} is no cluster's here (name it in control-groups of [cluster], and give the daemon the same file: cgroup-limits)"
+                    );
+                }
+                if there.cluster
+                    && (!change.limits.is_empty() || change.watermark.is_some_and(|percent| percent > 0))
+                {
+                    bail!(
+                        "the limits of group {name} are the cluster's, for all hosts (`weir throttle {name} --cluster` changes them there)"
+                    );
+                }
+                there
+            }
         };
         shared.change(change);
+        next.check_safe_shares()?;
         next.drop_empty_groups();
         next.check()?;
         *self = next;
@@ -260,7 +299,42 @@ impl Kept {
 
     fn drop_empty_groups(&mut self) {
         let limits = &self.limits;
-        self.groups.retain(|name, _| limits.iter().any(|entry| entry.group.as_ref() == Some(name)));
+        self.groups.retain(|name, shared| {
+            shared.cluster || limits.iter().any(|entry| entry.group.as_ref() == Some(name))
+        });
+    }
+
+    /// The kernel takes no rate below 2: many members would have more than a small safe share.
+    fn check_safe_shares(&self) -> anyhow::Result<()> {
+        for (name, shared) in self.groups.iter().filter(|(_, shared)| shared.cluster) {
+            let members =
+                self.limits.iter().filter(|entry| entry.group.as_ref() == Some(name)).count() as u64;
+            let limits = shared.limits()?;
+            for kind in LimitKind::ALL {
+                let is_total = matches!(kind, LimitKind::BpsTotal | LimitKind::IopsTotal);
+                let (rate, least) = (limits.limit(kind).rate, members * if is_total { 4 } else { 2 });
+                if rate > 0 && rate < least {
+                    bail!(
+                        "group {name}: the safe share of this host is {rate} a second of {}, and the kernel keeps no less than {least} for {members} control groups (raise it: `weir throttle {name} --cluster --safe-share`)",
+                        Setting::Limit(kind, Part::Rate).name()
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Cluster's groups that this daemon lends to, and no other cluster's without members.
+    pub(crate) fn publish(&mut self, groups: &BTreeMap<String, Limits>) {
+        let limits = &self.limits;
+        self.groups.retain(|name, shared| {
+            !shared.cluster
+                || groups.contains_key(name)
+                || limits.iter().any(|entry| entry.group.as_ref() == Some(name))
+        });
+        for (name, safe) in groups {
+            self.groups.insert(name.clone(), Shared::of_cluster(safe));
+        }
     }
 
     fn check(&self) -> anyhow::Result<()> {

@@ -52,6 +52,12 @@ impl Locked {
         Ok(Self { path: path.to_owned(), _lock: lock, kept: Kept::load(path)? })
     }
 
+    /// The same without waiting; `None` while somebody changes the limits.
+    pub(crate) fn open_at_once(path: &Path) -> anyhow::Result<Option<Self>> {
+        let Some(lock) = lock_soon(path, "lock", 1)? else { return Ok(None) };
+        Ok(Some(Self { path: path.to_owned(), _lock: lock, kept: Kept::load(path)? }))
+    }
+
     pub(crate) fn save(&self) -> anyhow::Result<()> {
         self.kept.save(&self.path)
     }
@@ -152,7 +158,9 @@ fn lock_soon(path: &Path, kind: &str, looks: usize) -> anyhow::Result<Option<Flo
         if let Some(lock) = lock(path, kind, FlockArg::LockExclusiveNonblock)? {
             return Ok(Some(lock));
         }
-        thread::sleep(LOOK);
+        if looks > 1 {
+            thread::sleep(LOOK);
+        }
     }
     Ok(None)
 }

@@ -18,6 +18,8 @@ pub(crate) struct Sharing {
     pub(crate) name: String,
     pub(crate) limits: Limits,
     pub(crate) watermark: Watermark,
+    /// The limits are a safe share: a daemon may lend more.
+    pub(crate) cluster: bool,
     /// One at least.
     pub(crate) members: Vec<Entry>,
 }
@@ -30,7 +32,8 @@ impl Sharing {
             let shared = kept.shared(entry);
             let sharing = |name: String| -> anyhow::Result<Self> {
                 let (limits, watermark) = (shared.limits()?, shared.watermark()?);
-                Ok(Self { name, limits, watermark, members: vec![entry.clone()] })
+                let cluster = shared.is_of_cluster();
+                Ok(Self { name, limits, watermark, cluster, members: vec![entry.clone()] })
             };
             match &entry.group {
                 None => alone.push(sharing(format!("{} on {}", entry.cgroup.display(), entry.device()?))?),
@@ -60,11 +63,12 @@ impl Sharing {
     pub(crate) fn limits_are_divided(&self) -> bool {
         let total =
             [LimitKind::BpsTotal, LimitKind::IopsTotal].iter().any(|kind| self.limits.limit(*kind).rate > 0);
-        total || self.members.len() > 1
+        // Of a cluster's group it matters who waits.
+        total || self.cluster || self.members.len() > 1
     }
 
     /// Whether the kernel alone does not keep these limits.
     pub(crate) fn needs_watch(&self) -> bool {
-        self.watermark != Watermark::ALWAYS || is_steered(&self.limits, self.members.len())
+        self.cluster || self.watermark != Watermark::ALWAYS || is_steered(&self.limits, self.members.len())
     }
 }

@@ -17,6 +17,7 @@
 pub(crate) mod arguments;
 mod disks;
 mod guard;
+mod lending;
 mod levels;
 mod pace;
 mod present;
@@ -44,11 +45,13 @@ use console::{
 use disks::Disks;
 use guard::Guard;
 pub(crate) use guard::run as guard;
+pub use lending::{Doing, Lender, Lending};
 use levels::Left;
 use nix::time::ClockId;
 use pace::{Pace, cpu_now};
 use policy::{
     steering::Rates,
+    throttle::Limits,
     time::{Duration, Instant},
     watermark::{Consumed, Watermark},
 };
@@ -64,7 +67,7 @@ use super::{
     hierarchy::{Hierarchy, Roots},
     limit::{
         kept::{Kept, Stamp},
-        locks::{self, Watched},
+        locks::{self, Locked, Watched},
         pools::Sharing,
         settling, weight,
     },
@@ -151,6 +154,10 @@ struct Watch {
     pace: Pace,
     /// What others are told of watermarks.
     known: Known,
+    /// Of the daemon's cluster.
+    lending: Option<Lending>,
+    /// Why safe shares are not in the file, logged already.
+    unpublished: Option<String>,
 }
 
 impl Watch {
@@ -214,6 +221,8 @@ impl Watch {
             buffer: Vec::new(),
             pace: Pace::new(now, cpu_now()),
             known: Known::default(),
+            lending: None,
+            unpublished: None,
             hierarchy,
         };
         watch.adopt(kept, &levels::load(path, now), now)?;
@@ -244,14 +253,93 @@ impl Watch {
             self.sample(now);
             self.sample_at = now + SAMPLE;
         }
+        let lent = self.lend(now);
         self.round(now);
+        self.tell_lenders(lent, now);
         if now >= self.keep_at {
             self.keep(now);
             self.keep_at = now + KEEP;
         }
         let due = self.steered.iter().map(Steered::due).min();
         let next = self.file_at.min(self.keep_at).min(due.unwrap_or(Instant::MAX).max(now + ROUND));
+        let lent = self.lending.as_ref().and_then(|lending| lending.next(now));
+        let next = lent.map_or(next, |lent| next.min(lent));
         if self.disks.is_empty() { next } else { next.min(self.sample_at) }
+    }
+
+    /// Begins to lend what a cluster lends.
+    ///
+    /// # Errors
+    /// Groups of these names that have limits of their own; a file that cannot be written.
+    fn begin_to_lend(&mut self, lending: Lending) -> anyhow::Result<()> {
+        let own = |name: &&String| self.kept.groups.get(*name).is_some_and(|group| !group.is_of_cluster());
+        if let Some(name) = lending.safe_shares().keys().find(own) {
+            return Err(anyhow!(
+                "{}: group {name} has limits of its own there, and [cluster] names it in control-groups (give one of them another name)",
+                self.path.display()
+            ));
+        }
+        self.lending = Some(lending);
+        Ok(())
+    }
+
+    /// Puts what is lent into the pools. Empty, as long as the safe shares are not in the file.
+    fn lend(&mut self, now: Instant) -> Vec<lending::Due> {
+        let Some(lending) = self.lending.clone() else { return Vec::new() };
+        let due = lending.due(now);
+        let published = self.publish_safe_shares(&lending.safe_shares(), now);
+        for due in &due {
+            if let Some(steered) = self.steered_of(&due.group) {
+                steered.put(&due.limits, now);
+            }
+        }
+        match published {
+            Ok(true) => {
+                self.unpublished = None;
+                due
+            }
+            // Tried again at the next turn.
+            Ok(false) => Vec::new(),
+            Err(error) => {
+                let text = format!("{error:#}");
+                if self.unpublished.as_ref() != Some(&text) {
+                    tracing::error!("{text}; nothing more is lent to control groups meanwhile");
+                }
+                self.unpublished = Some(text);
+                Vec::new()
+            }
+        }
+    }
+
+    fn steered_of(&mut self, group: &str) -> Option<&mut Steered> {
+        self.steered.iter_mut().find(|steered| {
+            steered.sharing.cluster && steered.sharing.name.strip_prefix("group ") == Some(group)
+        })
+    }
+
+    /// Whether the file has them, so that the guard would fall back to them.
+    fn publish_safe_shares(&mut self, safe: &BTreeMap<String, Limits>, now: Instant) -> anyhow::Result<bool> {
+        let mut kept = self.kept.clone();
+        kept.publish(safe);
+        if kept == self.kept {
+            return Ok(true);
+        }
+        let Some(mut locked) = Locked::open_at_once(&self.path)? else { return Ok(false) };
+        locked.kept.publish(safe);
+        locked.save()?;
+        drop(locked);
+        self.take_over(Stamp::of(&self.path), now)?;
+        Ok(true)
+    }
+
+    fn tell_lenders(&mut self, lent: Vec<lending::Due>, now: Instant) {
+        let Some(lending) = self.lending.clone() else { return };
+        for due in lent {
+            let steered = self.steered_of(&due.group);
+            let is_in_force = steered.as_ref().is_none_or(|steered| steered.is_in_force());
+            let doing = steered.map(|steered| steered.doing(now));
+            lending.told(&due, is_in_force, doing);
+        }
     }
 
     fn end(mut self) -> anyhow::Result<()> {

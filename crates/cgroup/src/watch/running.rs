@@ -10,7 +10,7 @@ use std::{
 use anyhow::Context as _;
 use settings::state::Store;
 
-use super::{Ended, Watch};
+use super::{Ended, Lending, Watch};
 use crate::{
     figures::Reader,
     hierarchy::{Hierarchy, Roots},
@@ -28,9 +28,13 @@ pub struct Running {
 }
 
 impl Running {
-    /// Watches the limits in this file. What devices can do is in the store.
-    pub fn start(path: &Path, store: Store) -> anyhow::Result<Self> {
-        let watch = Watch::claim(Hierarchy::discover(Roots::default())?, path, store)?;
+    /// Watches the limits in this file, and those that a cluster lends. What devices can do is in
+    /// the store.
+    pub fn start(path: &Path, store: Store, lending: Option<Lending>) -> anyhow::Result<Self> {
+        let mut watch = Watch::claim(Hierarchy::discover(Roots::default())?, path, store)?;
+        if let Some(lending) = lending {
+            watch.begin_to_lend(lending)?;
+        }
         let figures = Reader::new(path, Roots::default(), watch.known.clone());
         let mut running = Self::run(move |stopped| watch.until(stopped).map(drop))?;
         running.figures = Some(figures);

@@ -9,12 +9,13 @@ use std::path::PathBuf;
 use block::device::{Number, Roots};
 use policy::{
     steering::{Passed, Pool, Rates},
-    throttle::{Counters, Enforcement},
+    throttle::{Counters, Enforcement, Limits},
     time::{Duration, Instant},
     watermark::{Taken, Watermark},
 };
 
 use super::{
+    lending::Doing,
     levels,
     reading::{self, Reading},
 };
@@ -180,6 +181,26 @@ impl Steered {
         }
     }
 
+    /// Other limits, of a cluster's group.
+    pub(super) fn put(&mut self, limits: &Limits, now: Instant) {
+        if self.pool.limits() != limits {
+            self.pool.put(limits, now);
+            self.undecided = true;
+        }
+    }
+
+    /// Whether the kernel has taken what was decided for every control group that is there.
+    pub(super) fn is_in_force(&self) -> bool {
+        let are_told = |(member, of_pool): (&Controlled, &policy::steering::Member)| {
+            member.in_force || of_pool.told() == Some(Rates::NONE) || !member.group.exists()
+        };
+        !self.undecided && self.members.iter().zip(self.pool.members()).all(are_told)
+    }
+
+    pub(super) fn doing(&self, now: Instant) -> Doing {
+        Doing { stats: self.pool.stats(), weight: self.pool.weight(now) }
+    }
+
     /// All members are due, those first that were before.
     pub(super) fn look_now(&mut self, now: Instant) {
         let sooner = |due: Option<Instant>| Some(due.map_or(now, |due| due.min(now)));
@@ -232,7 +253,8 @@ impl Steered {
             return Some(now + AGAIN);
         }
         let due = match self.sharing.watermark {
-            Watermark::ALWAYS => self.pool.due(index, now)?,
+            // Of a cluster's group somebody asks what passes.
+            Watermark::ALWAYS if !self.sharing.cluster => self.pool.due(index, now)?,
             _ => self.pool.next_look(index, now),
         };
         // Idle members are looked at together: a wake-up for each of a thousand costs as much

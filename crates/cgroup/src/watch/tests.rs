@@ -285,3 +285,144 @@ fn a_thousand_are_looked_at_once_a_second_and_those_that_write_more_often() {
     assert!(turns <= seconds * 40, "{turns}");
     assert!((idle * (seconds - 1)..=idle * (seconds + 1) + BUSY * seconds * 20).contains(&looks), "{looks}");
 }
+
+/// A watch that lends for the cluster's group gold, with the control group a in it.
+fn of_a_cluster(machine: &Machine) -> (Watch, Lender, PathBuf) {
+    let path = machine.path("cgroups.json");
+    machine.disk("254:0", "vda");
+    let group = machine.group("a");
+    machine.write("a", "io.max", "");
+    machine.write("a", "io.stat", "");
+    let store = Store::new(Some(&machine.path("state")));
+    let mut watch = Watch::over(machine.hierarchy(), &path, store, None).unwrap();
+    let lending = Lending::new(["gold"]);
+    let lender = lending.lender("gold");
+    lender.lend(&writes(MIB), &writes(MIB), None);
+    watch.begin_to_lend(lending).unwrap();
+    watch.turn(now());
+    assert!(lender.is_in_force(), "nobody has to be told");
+    let mut kept = Kept::load(&path).unwrap();
+    let joins = Change { group: Some("gold".to_owned()), cluster: true, ..Change::default() };
+    kept.change(&group, DISK, &joins).unwrap();
+    whole_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
+    watch.look_at_file(now(), true);
+    watch.turn(now());
+    assert!(max(machine, "a").contains("wbps=1048576"), "the safe share: {}", max(machine, "a"));
+    (watch, lender, path)
+}
+
+fn writes(rate: u64) -> Limits {
+    let mut limits = Limits::default();
+    limits.limit_mut(policy::throttle::LimitKind::BpsWrite).rate = rate;
+    limits
+}
+
+#[test]
+fn what_a_cluster_lends_is_told_and_taken_back_when_its_time_is_over() {
+    let machine = Machine::v2("io");
+    let (mut watch, lender, path) = of_a_cluster(&machine);
+    let lease = Some(Duration::from_secs(5));
+    // By little as well: others have it by then.
+    for part in [10 * MIB, 10 * MIB - 1, 9 * MIB, 9 * MIB + MIB / 2] {
+        lender.lend(&writes(part), &writes(MIB), lease);
+        assert!(!lender.is_in_force(), "the kernel does not know yet");
+        watch.turn(now());
+        assert!(lender.is_in_force());
+        assert!(max(&machine, "a").contains(&format!("wbps={part}")), "{}", max(&machine, "a"));
+    }
+    let kept = Kept::load(&path).unwrap();
+    let settled = settling::settled(&machine.hierarchy(), &kept).unwrap();
+    assert_eq!(settled[0].2.bps, [None, Some(MIB)], "what the guard would set");
+    lender.prolong(&writes(MIB), Some(Duration::from_secs(20)));
+    let begin = now();
+    let ends = begin + Duration::from_secs(20);
+    watch.turn(now() + Duration::from_secs(10));
+    assert!(max(&machine, "a").contains("wbps=9961472"), "{}", max(&machine, "a"));
+    assert!(watch.turn(begin + Duration::from_millis(19_970)) <= ends, "it looks when the time is over");
+    watch.turn(ends);
+    assert!(max(&machine, "a").contains("wbps=1048576"), "{}", max(&machine, "a"));
+}
+
+#[test]
+fn a_safe_share_is_in_the_file_before_a_part_is_said_to_be_in_force() {
+    let machine = Machine::v2("io");
+    let (mut watch, lender, path) = of_a_cluster(&machine);
+    let changes = Locked::open(&path).unwrap();
+    lender.lend(&writes(8 * MIB), &writes(MIB / 2), Some(Duration::from_secs(5)));
+    watch.turn(now());
+    assert!(!lender.is_in_force(), "somebody changes the file");
+    drop(changes);
+    watch.turn(now());
+    assert!(lender.is_in_force());
+    let kept = Kept::load(&path).unwrap();
+    assert_eq!(settling::settled(&machine.hierarchy(), &kept).unwrap()[0].2.bps, [None, Some(MIB / 2)]);
+    assert!(max(&machine, "a").contains("wbps=8388608"), "{}", max(&machine, "a"));
+}
+
+#[test]
+fn what_the_kernel_refuses_is_not_in_force_and_who_is_gone_needs_nothing() {
+    let machine = Machine::v2("io");
+    let (mut watch, lender, _) = of_a_cluster(&machine);
+    let directory = machine.root().join("a");
+    fs::remove_file(directory.join("io.max")).unwrap();
+    fs::create_dir(directory.join("io.max")).unwrap();
+    lender.lend(&writes(8 * MIB), &writes(MIB), Some(Duration::from_secs(5)));
+    watch.turn(now());
+    assert!(!lender.is_in_force(), "io.max cannot be written");
+    fs::remove_dir_all(&directory).unwrap();
+    watch.turn(now() + Duration::from_secs(2));
+    assert!(lender.is_in_force(), "it was removed");
+}
+
+#[test]
+fn what_passes_in_a_clusters_group_is_said() {
+    let machine = Machine::v2("io");
+    let (mut watch, lender, _) = of_a_cluster(&machine);
+    let begin = now() + Duration::from_secs(1);
+    for step in 1..=20 {
+        // Looking is free, as the time here is not the processor's. All that it may have.
+        written(&machine, "a", step * MIB / 10);
+        let at = begin + Duration::from_millis(step * 100);
+        watch.pace.look_s = 1e-9;
+        watch.turn(at);
+    }
+    let doing = lender.doing().expect("it was looked at");
+    assert!(doing.stats.writes.bytes > MIB, "{:?}", doing.stats);
+    assert_eq!(doing.weight, 100);
+    assert_eq!(doing.stats.binding, Some(policy::throttle::LimitKind::BpsWrite));
+    assert!(doing.stats.limited_ns > 1_000_000_000, "{:?}", doing.stats);
+}
+
+#[test]
+fn a_clusters_group_has_no_other_limits_and_others_are_no_clusters() {
+    let machine = Machine::v2("io");
+    let (watch, lender, path) = of_a_cluster(&machine);
+    let (a, b) = (machine.group("a"), machine.group("b"));
+    let mut kept = Kept::load(&path).unwrap();
+    let refused = |kept: &mut Kept, group, change: &Change| {
+        let before = kept.clone();
+        let error = kept.change(group, DISK, change).unwrap_err().to_string();
+        assert_eq!(*kept, before);
+        error
+    };
+    let error = refused(&mut kept, &a, &Change::of(&[("bps-write", MIB)]));
+    assert!(error.contains("weir throttle gold --cluster"), "{error}");
+    let other = Change { group: Some("other".to_owned()), cluster: true, ..Change::default() };
+    let error = refused(&mut kept, &b, &other);
+    assert!(error.contains("is no cluster's here"), "{error}");
+    kept.publish(&BTreeMap::from([("gold".to_owned(), writes(3))]));
+    let joins = Change { group: Some("gold".to_owned()), cluster: true, ..Change::default() };
+    let error = refused(&mut kept, &b, &joins);
+    assert!(error.contains("no less than 4 for 2 control groups"), "{error}");
+    assert!(kept.remove(&a, DISK.0), "it leaves");
+    kept.publish(&BTreeMap::new());
+    assert!(kept.groups.is_empty(), "nobody is in it, and nobody lends");
+    drop((watch, lender));
+    let own = Change { group: Some("gold".to_owned()), ..Change::of(&[("bps-write", MIB)]) };
+    kept.change(&a, DISK, &own).unwrap();
+    fs::write(&path, serde_json::to_vec(&kept).unwrap()).unwrap();
+    let store = Store::new(Some(&machine.path("state")));
+    let mut watch = Watch::over(machine.hierarchy(), &path, store, None).unwrap();
+    let error = watch.begin_to_lend(Lending::new(["gold"])).unwrap_err().to_string();
+    assert!(error.contains("group gold has limits of its own"), "{error}");
+}

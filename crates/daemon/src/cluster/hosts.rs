@@ -11,9 +11,10 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use block::{layer::throttle::Group, reactor};
+use cgroup::watch::Lender;
 use policy::{
     cluster::{ByKind, Demand, Grant, Host, Spec, Term, Timing, Usage},
-    throttle::{Lent, Limits},
+    throttle::{Lent, Limits, Stats, Wanted},
     time::{Duration, Instant},
 };
 
@@ -24,12 +25,86 @@ use super::{
     words::Word,
 };
 
+/// Whom a part is for: disks in a tree of this process, or control groups, which the kernel limits.
+enum Place {
+    Disks(Arc<Group>),
+    ControlGroups(Lender),
+}
+
+impl Place {
+    fn name(&self) -> &str {
+        match self {
+            Self::Disks(group) => group.name(),
+            Self::ControlGroups(lender) => lender.name(),
+        }
+    }
+
+    /// What has passed so far; `None` while nobody knows.
+    fn stats(&self) -> Option<Stats> {
+        match self {
+            Self::Disks(group) => Some(group.stats()),
+            Self::ControlGroups(lender) => lender.doing().map(|doing| doing.stats),
+        }
+    }
+
+    fn wanted(&self) -> Wanted {
+        match self {
+            Self::Disks(group) => group.wanted(),
+            Self::ControlGroups(lender) => {
+                let weight = lender.doing().map_or(0, |doing| doing.weight);
+                // The kernel keeps no promises, and does not tell how long one waits.
+                Wanted { weight, reserved: [0; 2], waiting_ns: 0 }
+            }
+        }
+    }
+
+    fn promised(&self) -> [u64; 2] {
+        match self {
+            Self::Disks(group) => group.promised(),
+            Self::ControlGroups(_) => [0; 2],
+        }
+    }
+
+    fn lend(&self, lent: Lent) {
+        match self {
+            Self::Disks(group) => group.lend(lent),
+            Self::ControlGroups(lender) => lender.prolong(&lent.safe, lasts(lent.until)),
+        }
+    }
+
+    /// What is given up of room for bursts; control groups have none.
+    fn divide(&self, limits: Limits, credit: ByKind, lent: Lent, at: Instant) -> ByKind {
+        match self {
+            // Parts of valid limits are valid.
+            Self::Disks(group) => group.divide(limits, credit, lent, at).unwrap_or_default(),
+            Self::ControlGroups(lender) => {
+                lender.lend(&limits, &lent.safe, lasts(lent.until));
+                [0; 6]
+            }
+        }
+    }
+
+    /// Whether what was divided last holds already: only then a report may say so.
+    fn is_in_force(&self) -> bool {
+        match self {
+            Self::Disks(_) => true,
+            Self::ControlGroups(lender) => lender.is_in_force(),
+        }
+    }
+}
+
+/// How long that is from now; `None` for ever.
+fn lasts(until: Instant) -> Option<Duration> {
+    (until != Instant::MAX).then(|| until - reactor::now())
+}
+
 /// A group of this host whose limits are the cluster's.
 struct Member {
-    group: Arc<Group>,
+    group: Place,
     /// None before the cluster has limits for it: then it has none here.
     host: Option<Host>,
-    demand: Demand,
+    /// None while nobody knows what passes.
+    demand: Option<Demand>,
     wants: Usage,
     left: [Option<u64>; 2],
     report: Option<Report>,
@@ -67,8 +142,8 @@ pub(crate) struct Standing {
 }
 
 impl Member {
-    fn new(group: Arc<Group>, now: Instant) -> Self {
-        let demand = Demand::new(now, group.stats());
+    fn new(group: Place, now: Instant) -> Self {
+        let demand = group.stats().map(|stats| Demand::new(now, stats));
         Self { group, host: None, demand, wants: Usage::default(), left: [None; 2], report: None }
     }
 
@@ -79,7 +154,7 @@ impl Member {
     /// Puts what the host has in force, without new room.
     fn put(&mut self, now: Instant) {
         let Some(host) = &self.host else { return };
-        divide(&self.group, host.limits(), [0; 6], Self::lent(host, host.next(), self.left), now);
+        self.group.divide(host.limits(), [0; 6], Self::lent(host, host.next(), self.left), now);
     }
 
     /// A new run, at its safe share.
@@ -95,7 +170,7 @@ impl Member {
         let lent = Self::lent(host, Instant::MAX, *left);
         let was_leased = host.is_leased();
         let at_least = if has_slept { Instant::MAX } else { now };
-        host.run_out(at_least, |limits, credit, at| divide(group, limits, credit, lent, at.min(now)));
+        host.run_out(at_least, |limits, credit, at| group.divide(limits, credit, lent, at.min(now)));
         if was_leased && !host.is_leased() {
             tracing::debug!(group = %group.name(), "the lease has run out: the safe share holds");
         }
@@ -111,7 +186,7 @@ impl Member {
             whole: *grant.spec.limits(),
             left: *left,
         };
-        host.on_grant(grant, now, |limits, credit, at| divide(group, limits, credit, lent, at));
+        host.on_grant(grant, now, |limits, credit, at| group.divide(limits, credit, lent, at));
         // Also where only its end is another.
         group.lend(Self::lent(host, host.next(), *left));
     }
@@ -119,26 +194,29 @@ impl Member {
     fn look(&mut self, now: Instant) {
         let wanted = self.group.wanted();
         self.wants = Usage {
-            demand: self.demand.observe(now, self.group.stats()),
+            demand: self.observe(now),
             waiting_ns: wanted.waiting_ns,
             weight: wanted.weight,
             reserved: wanted.reserved,
         };
     }
 
+    fn observe(&mut self, now: Instant) -> ByKind {
+        let Some(stats) = self.group.stats() else { return [0; 6] };
+        self.demand.get_or_insert_with(|| Demand::new(now, stats)).observe(now, stats)
+    }
+
     /// Whether there is another report.
     fn tick(&mut self, now: Instant) -> bool {
+        if !self.group.is_in_force() {
+            return false;
+        }
         let Some(report) = self.host.as_mut().and_then(|host| host.tick(self.wants, now)) else {
             return false;
         };
         self.report = Some(Report::from(&report));
         true
     }
-}
-
-fn divide(group: &Group, limits: Limits, credit: ByKind, lent: Lent, at: Instant) -> ByKind {
-    // Parts of valid limits are valid.
-    group.divide(limits, credit, lent, at).unwrap_or_default()
 }
 
 impl Hosts {
@@ -158,13 +236,23 @@ impl Hosts {
 
     /// A group takes part, at its safe share of these limits if there are some.
     pub(super) fn add(&mut self, group: &Arc<Group>, spec: Option<Spec>) {
+        self.place(Place::Disks(Arc::clone(group)), spec);
+    }
+
+    /// The same for control groups.
+    pub(super) fn add_control_groups(&mut self, lender: Lender, spec: Option<Spec>) {
+        self.place(Place::ControlGroups(lender), spec);
+    }
+
+    fn place(&mut self, group: Place, spec: Option<Spec>) {
         let now = reactor::now();
-        let mut member = Member::new(Arc::clone(group), now);
-        member.left = self.left(group.name(), spec.as_ref().map(Spec::limits));
+        let name = group.name().to_owned();
+        let mut member = Member::new(group, now);
+        member.left = self.left(&name, spec.as_ref().map(Spec::limits));
         if spec.is_none() {
             // Not one host's to set meanwhile.
             let (safe, whole) = (Limits::default(), Limits::default());
-            group.lend(Lent { until: Instant::MAX, safe, whole, left: [None; 2] });
+            member.group.lend(Lent { until: Instant::MAX, safe, whole, left: [None; 2] });
         }
         if let Some(spec) = spec {
             member.begin(self.instance, spec, self.timing, now);
@@ -172,7 +260,7 @@ impl Hosts {
                 host.on_leader(term);
             }
         }
-        self.members.insert(group.name().to_owned(), member);
+        self.members.insert(name, member);
     }
 
     pub(super) fn remove(&mut self, name: &str) {

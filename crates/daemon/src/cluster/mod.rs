@@ -45,6 +45,7 @@ use std::{
 use anyhow::{Context as _, anyhow, bail, ensure};
 use async_channel::{Receiver, Sender};
 use block::{layer::throttle::Group, reactor};
+use cgroup::watch::Lending;
 use policy::{
     cluster::{Spec, Timing},
     time::Duration,
@@ -112,6 +113,8 @@ pub(crate) struct Cluster {
     input: Sender<Input>,
     words: Receiver<Word>,
     agent: RefCell<Option<Agent>>,
+    /// To control groups.
+    lending: Option<Lending>,
 }
 
 /// The thread and the task; dropping this leaves the cluster.
@@ -156,6 +159,11 @@ impl Cluster {
     /// Certificates, a password or a name that are wrong; limits that nobody knows.
     pub(crate) async fn prepare(plan: &Plan) -> anyhow::Result<Option<Rc<Self>>> {
         let Some(cluster) = plan.service.cluster.clone() else { return Ok(None) };
+        ensure!(
+            cluster.control_groups.is_empty() || plan.service.cgroup_limits.is_some(),
+            "cluster {}: control-groups needs cgroup-limits in [daemon], the file of the limits of control groups",
+            cluster.name
+        );
         let file = stored::file(plan.service.state.as_deref(), &cluster.name);
         make_directory(&file, plan)
             .with_context(|| format!("cluster {}: {}", cluster.name, file.display()))?;
@@ -186,11 +194,13 @@ impl Cluster {
         let timing = Timing::DEFAULT;
         let mut hosts = Hosts::new(&cluster.host, timing);
         let _ = hosts.hear(Word::Promises(first.promises), reactor::now());
+        let control_groups = cluster.control_groups.clone();
+        let lending = Lending::new(control_groups.iter().map(String::as_str));
         let (name, host) = (cluster.name.clone(), cluster.host.clone());
         let inbox = (to_agent.clone(), inbox);
         let machine_id = identity::machine_id();
         let agent = Agent { cluster, terms, machine_id, file, recalled, inbox, words: to_main, timing };
-        Ok(Some(Rc::new(Self {
+        let cluster = Self {
             name,
             host,
             hosts: RefCell::new(hosts),
@@ -203,7 +213,15 @@ impl Cluster {
             input: to_agent,
             words,
             agent: RefCell::new(Some(agent)),
-        })))
+            lending: (!control_groups.is_empty()).then_some(lending),
+        };
+        for group in &control_groups {
+            let spec = cluster.spec(group)?;
+            if let Some(lending) = &cluster.lending {
+                cluster.hosts.borrow_mut().add_control_groups(lending.lender(group), spec);
+            }
+        }
+        Ok(Some(Rc::new(cluster)))
     }
 
     /// A new group takes part from now on, at its safe share, where the cluster has limits for it.
@@ -211,22 +229,35 @@ impl Cluster {
     /// # Errors
     /// If nobody can say whether it has.
     pub(crate) fn take_part(&self, group: &Arc<Group>) -> anyhow::Result<()> {
-        let spec = self.specs.borrow().get(group.name()).copied();
+        let spec = self.spec(group.name())?;
+        ensure!(
+            !self.hosts.borrow().has(group.name()),
+            "group {0}: control groups of this host have its part (name it otherwise, or leave {0} out of control-groups)",
+            group.name()
+        );
+        self.hosts.borrow_mut().add(group, spec);
+        Ok(())
+    }
+
+    fn spec(&self, group: &str) -> anyhow::Result<Option<Spec>> {
+        let spec = self.specs.borrow().get(group).copied();
         if spec.is_none() {
             let reason = self.reason.borrow();
             ensure!(
                 reason.is_empty(),
-                "group {}: nobody knows its limits: {reason} (try again once etcd can be asked)",
-                group.name()
+                "group {group}: nobody knows its limits: {reason} (try again once etcd can be asked)"
             );
             tracing::warn!(
-                group = %group.name(),
-                "the cluster has no limits for this group yet (`weir throttle {} --cluster --iops-total N` sets them)",
-                group.name()
+                group,
+                "the cluster has no limits for this group yet (`weir throttle {group} --cluster --iops-total N` sets them)"
             );
         }
-        self.hosts.borrow_mut().add(group, spec);
-        Ok(())
+        Ok(spec)
+    }
+
+    /// What control groups are lent, if any take part.
+    pub(crate) fn lending(&self) -> Option<Lending> {
+        self.lending.clone()
     }
 
     pub(crate) fn leave(&self, group: &str) {
@@ -503,10 +534,12 @@ fn known(file: &Path, plan: &Plan, why: &str) -> anyhow::Result<First> {
         let spec = group.spec().map_err(|rule| anyhow!("{}: group {name}: {rule}", file.display()))?;
         specs.insert(name, spec);
     }
-    if let Some(group) = plan.groups.iter().find(|group| group.cluster && !specs.contains_key(&group.name)) {
+    let of_disks = plan.groups.iter().filter(|group| group.cluster).map(|group| &group.name);
+    let of_control_groups = plan.service.cluster.iter().flat_map(|cluster| &cluster.control_groups);
+    if let Some(group) = of_disks.chain(of_control_groups).find(|group| !specs.contains_key(*group)) {
         bail!(
             "group {}: nobody knows its limits: {why}, and this host has not had them before (mend etcd of [cluster], or start it; later starts do without)",
-            group.name
+            group
         );
     }
     Ok(First { specs, promises: BTreeMap::new() })

@@ -189,11 +189,12 @@ struct Daemon {
     _watching: Vec<reactor::JoinHandle<()>>,
     _watchdog: Option<reactor::JoinHandle<()>>,
     _http: Option<http::Http>,
-    /// Its end leaves the cluster: nothing is in force here any more.
+    /// Steers limits of control groups; at the end they hold as they are configured: before the
+    /// cluster hears that their part is free.
+    _cgroups: Option<cgroup::watch::Running>,
+    /// Its end leaves the cluster: nothing but the safe share is in force here any more.
     _cluster: Option<cluster::Running>,
     _pid_file: Option<PidFile>,
-    /// Steers limits of control groups; at the end they hold as they are configured.
-    _cgroups: Option<cgroup::watch::Running>,
     events: (async_channel::Sender<Event>, async_channel::Receiver<Event>),
 }
 
@@ -251,8 +252,10 @@ impl Daemon {
         let (sockets, missing) = control_sockets(&plan.service, newcomer.as_mut())?;
         let cgroups = plan.service.cgroup_limits.as_deref();
         let state = plan.service.state.as_deref();
-        let cgroups =
-            cgroups.map(|path| cgroup::watch::Running::start(path, Store::new(state))).transpose()?;
+        let lending = inventory.cluster().and_then(|cluster| cluster.lending());
+        let cgroups = cgroups
+            .map(|path| cgroup::watch::Running::start(path, Store::new(state), lending.clone()))
+            .transpose()?;
         inventory.ends_when_idle.set(plan.service.exit_when_idle);
         inventory.watchdog.set(sd_notify::watchdog_enabled().or_else(|| newcomer.as_ref()?.watchdog()));
         let passed = newcomer.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);

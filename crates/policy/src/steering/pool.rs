@@ -16,7 +16,7 @@ use super::Rates;
 use super::demand::Demand;
 use super::division::{Claim, divide};
 use crate::request::Direction;
-use crate::throttle::{Counters, Enforcement, Ledger, Limit, LimitKind, Limits};
+use crate::throttle::{Counters, Enforcement, Ledger, Limit, LimitKind, Limits, Stats, WaitSummary};
 use crate::time::{Duration, Instant};
 
 /// A member's reads and writes, counted from some start.
@@ -120,6 +120,13 @@ pub struct Pool {
     bursting: [bool; 6],
     /// What ever passed for all.
     passed: Passed,
+    /// Its limits are a part of others' and have been changed: no rate may stay above them.
+    is_part: bool,
+    has_changed: bool,
+    decided_at: Option<Instant>,
+    /// As [`Stats::limited_ns`] and [`Stats::binding`].
+    limited_ns: u64,
+    binding: Option<LimitKind>,
 }
 
 impl Pool {
@@ -130,7 +137,64 @@ impl Pool {
             members: Vec::new(),
             bursting: LimitKind::ALL.map(|kind| limits.limit(kind).burst_rate > 0),
             passed: Passed::default(),
+            is_part: false,
+            has_changed: false,
+            decided_at: None,
+            limited_ns: 0,
+            binding: None,
         }
+    }
+
+    /// Other valid limits from now on, which are a part of what others share as well: the next
+    /// [`decide`](Pool::decide) tells whoever has more than its part of them, by however little.
+    /// What is in the buckets stays there.
+    pub fn put(&mut self, limits: &Limits, now: Instant) {
+        self.ledger.leak_to(now);
+        let (levels, enforcement) = (self.ledger.levels(), self.enforcement());
+        self.ledger = Ledger::new(limits, now);
+        self.ledger.enforce(enforcement);
+        self.ledger.restore(levels);
+        (self.is_part, self.has_changed) = (true, true);
+    }
+
+    /// What has passed, and for how long limits held somebody back: for
+    /// [`cluster::Demand`](crate::cluster::Demand). Nobody knows what waits.
+    pub fn stats(&self) -> Stats {
+        let [reads, writes] = self.passed;
+        Stats {
+            reads,
+            writes,
+            waits: WaitSummary::default(),
+            recent_waits: WaitSummary::default(),
+            limited_ns: self.limited_ns,
+            binding: self.binding,
+            tokens: [None; 6],
+            levels: [None; 6],
+            waiting: [0; 2],
+            kept: None,
+        }
+    }
+
+    /// The weights of members that did something lately, together.
+    pub fn weight(&self, now: Instant) -> u64 {
+        let active = self.members.iter().filter(|member| member.is_active(now));
+        active.map(|member| u64::from(member.weight)).sum()
+    }
+
+    /// A limit that somebody takes all of.
+    fn holds_back(&self) -> Option<LimitKind> {
+        let takes_all = |unit: usize, directions: core::ops::Range<usize>| {
+            let there = self.members.iter().filter(|member| !member.is_gone && !member.is_unseen);
+            there
+                .flat_map(|member| &member.demand[unit][directions.clone()])
+                .any(|demand| demand.wants().is_infinite())
+        };
+        let of_unit = |(unit, Unit { total, of }): (usize, &Unit)| {
+            let kinds = [(*total, 0..2), (of[0], 0..1), (of[1], 1..2)];
+            let mut kinds = kinds.into_iter().filter(|(kind, _)| self.limits().limit(*kind).rate > 0);
+            kinds.find(|(_, directions)| takes_all(unit, directions.clone())).map(|(kind, _)| kind)
+        };
+        UNITS.iter().enumerate().find_map(of_unit)
     }
 
     /// Adds a member, whose number is the count of those before.
@@ -239,6 +303,13 @@ impl Pool {
     /// What the kernel is to be told now, by member: those that get less first.
     pub fn decide(&mut self, now: Instant) -> Vec<(usize, Rates)> {
         self.ledger.leak_to(now);
+        if let Some(kind) = self.holds_back() {
+            let since = self.decided_at.unwrap_or(now);
+            self.limited_ns = self.limited_ns.saturating_add(now.nanos_since(since));
+            self.binding = Some(kind);
+        }
+        self.decided_at = Some(now);
+        let has_changed = core::mem::take(&mut self.has_changed);
         for kind in LimitKind::ALL {
             self.bursting[kind.index()] = self.may_burst(kind);
         }
@@ -258,7 +329,12 @@ impl Pool {
             worth(member, rates, fall(member)).is_some() && gains(member.told, *rates)
         });
         let order = |(member, rates): (&Member, &Rates)| {
-            let least = if somebody_gains { SHARED_FALL_WORTH_TELLING } else { fall(member) };
+            let least = match (self.is_part, somebody_gains) {
+                (true, true) => 1.0,
+                (true, false) if has_changed => 1.0,
+                (_, true) => SHARED_FALL_WORTH_TELLING,
+                (_, false) => fall(member),
+            };
             worth(member, rates, least)
         };
         let orders: Vec<Option<u8>> = both().map(order).collect();

@@ -247,7 +247,13 @@ impl Reader<'_> {
         let user = section.text("user")?;
         let password_file = self.path(section, "password-file")?;
         let safe_share = section.parse("safe-share", crate::safe_share)?;
+        let control_groups = section.list("control-groups", crate::cluster_name)?;
         section.finish()?;
+        for (at, said) in control_groups.iter().enumerate() {
+            if control_groups[..at].iter().any(|before| before.value == said.value) {
+                return Err(said.wrong("is named twice"));
+            }
+        }
         let name = name.ok_or_else(|| section.missing("name", "no name (add name = \"NAME\")"))?;
         let rule = "no etcd (add etcd = [\"http://HOST:2379\"], with all its members)";
         let first = etcd.first().ok_or_else(|| section.missing("etcd", rule))?;
@@ -269,6 +275,7 @@ impl Reader<'_> {
             certificates: certificates.map(|said| said.value),
             user,
             safe_share_ppm: safe_share.map(|said| said.value),
+            control_groups: control_groups.into_iter().map(|said| said.value).collect(),
         })
     }
 
