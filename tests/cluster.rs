@@ -312,6 +312,14 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     assert!(said.contains("group gold: nobody knows its limits"), "{said}");
     let said = refused("https://127.0.0.1:1", "certificates = \"/nowhere\"");
     assert!(said.contains("ca-cert.pem"), "{said}");
+    for (groups, expect) in [
+        ("[\"gold\"]", "is for disks, and [cluster] names it in control-groups"),
+        ("[\"a\", \"a\"]", "is named twice"),
+        ("[\"silver\"]", "[cluster]: control-groups: needs cgroup-limits"),
+    ] {
+        let said = refused("http://127.0.0.1:1", &format!("control-groups = {groups}"));
+        assert!(said.contains(expect), "{said}");
+    }
     // A newer weir, and garbage.
     for (value, expect) in [("{\"version\":2}", "is of version 2"), ("garbage", "is not weir's")] {
         etcd.control(&["put", "/weir/v1/lab/all/group/gold", value]).succeeds();

@@ -122,14 +122,17 @@ fn check_names(draft: &Draft) -> Result<(), Wrong> {
 
 /// Limits over many hosts are set once for all of them, and hold whatever a device does.
 fn check_cluster(draft: &Draft) -> Result<(), Wrong> {
-    let of_control_groups = |name: &str| {
-        let cluster = draft.service.cluster.as_ref();
-        cluster.is_some_and(|cluster| cluster.control_groups.iter().any(|other| other == name))
-    };
+    let cluster = draft.service.cluster.as_ref();
+    let control_groups = cluster.map_or(&[][..], |cluster| cluster.control_groups.as_slice());
+    let of_control_groups = |name: &str| control_groups.iter().any(|other| other == name);
     if let Some(group) = draft.groups.iter().find(|group| of_control_groups(&group.name.value)) {
         return Err(group.name.wrong(
             "is for disks, and [cluster] names it in control-groups (a host's part of a group goes to one of both)",
         ));
+    }
+    if !control_groups.is_empty() && draft.service.cgroup_limits.is_none() {
+        return Err(Place::new("[cluster]: control-groups")
+            .wrong("needs cgroup-limits in [daemon], the file of the limits of control groups"));
     }
     for group in &draft.groups {
         let Some(place) = &group.cluster else { continue };

@@ -337,6 +337,17 @@ impl Kept {
         }
     }
 
+    /// Those alone whose limits are a cluster's.
+    pub(crate) fn of_clusters(mut self) -> Self {
+        let groups = &self.groups;
+        let is_lent = |entry: &Entry| {
+            let group = entry.group.as_ref().and_then(|name| groups.get(name));
+            group.is_some_and(Shared::is_of_cluster)
+        };
+        self.limits.retain(is_lent);
+        self
+    }
+
     fn check(&self) -> anyhow::Result<()> {
         for (name, shared) in &self.groups {
             shared.limits().and_then(|_| shared.watermark()).with_context(|| format!("group {name}"))?;

@@ -299,6 +299,8 @@ fn remarks(
     let weighted = notices.iter().any(|notice| notice.contains("to enforce"));
     if sharing.limits.is_unlimited() && weighted && sharing.watermark == Watermark::ALWAYS {
         // A weight alone is the kernel's, and does something.
+    } else if let Some(name) = joined.filter(|_| sharing.cluster && sharing.limits.is_unlimited()) {
+        notices.push(format!("the cluster has no limits for group {name} yet, or they have not come here yet (set them: `weir throttle {name} --cluster --bps-write 20M`)"));
     } else if sharing.limits.is_unlimited() {
         let who = joined.map_or_else(|| "it".to_owned(), |name| format!("group {name}"));
         notices.push(format!("{who} has no limits yet: a watermark, a weight or a group does nothing without (set one, such as --bps-write 20M)"));

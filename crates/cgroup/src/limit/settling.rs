@@ -137,6 +137,14 @@ pub(crate) fn settle_latest(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> 
     settle(hierarchy, &Kept::latest(path, last))
 }
 
+/// The same of what a cluster has lent. Whoever changes limits is not waited for, and what it may
+/// have undone is settled once more when it has ended.
+pub(crate) fn settle_lent(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> anyhow::Result<()> {
+    let at_once = settle(hierarchy, &Kept::latest(path, last).of_clusters());
+    let _unchanged = Unchanged::take(path);
+    at_once.and(settle(hierarchy, &Kept::latest(path, last).of_clusters()))
+}
+
 /// Hands the controllers down and tells the kernel, unless it has been told the same.
 pub(crate) fn hold(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
     hand_down(group)?;

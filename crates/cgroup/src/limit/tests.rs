@@ -218,3 +218,24 @@ fn what_systemd_has_not_heard_of_is_found_beside_all_that_shares_with_it() {
     let units: Vec<_> = unknown().into_iter().map(|telling| telling.group).collect();
     assert_eq!(units, [bench.groups[0].clone()], "that was another disk");
 }
+
+#[test]
+fn a_clusters_group_has_what_its_daemon_has_written() {
+    let bench = Bench::v2(&["/a"]);
+    let publish = |rate| {
+        let mut safe = Limits::default();
+        safe.limit_mut(policy::throttle::LimitKind::BpsWrite).rate = rate;
+        let mut locked = Locked::open(&bench.file()).unwrap();
+        locked.kept.publish(&std::collections::BTreeMap::from([("gold".to_owned(), safe)]));
+        locked.save().unwrap();
+    };
+    let joins = Change { group: Some("gold".to_owned()), cluster: true, ..Change::default() };
+    let refused = bench.set(0, &joins).unwrap_err().to_string();
+    assert!(refused.contains("group gold is no cluster's here"), "{refused}");
+    publish(0);
+    let said = bench.set(0, &joins).unwrap().text();
+    assert!(said.contains("the cluster has no limits for group gold yet"), "{said}");
+    publish(800_000);
+    bench.set(0, &joins).unwrap();
+    assert_eq!(bench.told(0), Some(800_000), "the safe share");
+}

@@ -6,8 +6,10 @@
 //! ```
 //!
 //! The watch looks at each turn, a tenth of a second apart at most, and takes a part back by its
-//! own clock. The safe share stands in the file of limits before a part is said to be in force:
-//! the guard falls back to that.
+//! own clock, [`WATCH_AHEAD`] of the end of its lease. The kernel knows no leases, so the guard
+//! takes it back as well, [`GUARD_AHEAD`] of that end, if the watch has not: it knows the instant
+//! before the kernel has the part. The safe share stands in the file of limits before a part is
+//! said to be in force: the guard falls back to that.
 
 use std::{
     collections::BTreeMap,
@@ -18,6 +20,12 @@ use policy::{
     throttle::{Limits, Stats},
     time::{Duration, Instant},
 };
+
+/// How long before the end of a lease the watch takes back what is lent: a turn and more before the
+/// guard, which then has nothing to do.
+const WATCH_AHEAD: Duration = Duration::from_millis(750);
+/// The same for the guard, which may have to wait for a processor, and for some thousand files.
+const GUARD_AHEAD: Duration = Duration::from_millis(500);
 
 /// Groups of control groups whose limits are a cluster's.
 #[derive(Clone, Debug)]
@@ -43,8 +51,10 @@ pub struct Doing {
 struct Account {
     part: Limits,
     safe: Limits,
-    /// By the watch's clock.
+    /// When the lease ends, by [`now`](super::now).
     until: Instant,
+    /// When the lease ends by which the kernel has more than the safe share.
+    held_until: Option<Instant>,
     /// Counts changes, and which of them is in force.
     number: u64,
     in_force: u64,
@@ -57,6 +67,8 @@ pub(super) struct Due {
     pub(super) group: String,
     pub(super) limits: Limits,
     number: u64,
+    /// Of a part; `None` of the safe share.
+    until: Option<Instant>,
 }
 
 impl Lending {
@@ -81,23 +93,60 @@ impl Lending {
 
     pub(super) fn due(&self, now: Instant) -> Vec<Due> {
         let due = |(name, account): (&String, &Account)| {
-            let limits = if now < account.until { account.part } else { account.safe };
-            Due { group: name.clone(), limits, number: account.number }
+            let holds = now < account.taken_back_at();
+            Due {
+                group: name.clone(),
+                limits: if holds { account.part } else { account.safe },
+                number: account.number,
+                until: Some(account.until).filter(|until| holds && *until < Instant::MAX),
+            }
         };
         self.accounts().iter().map(due).collect()
     }
 
-    /// When a part ends.
+    /// The safe shares alone.
+    pub(super) fn safe(due: Vec<Due>, safe: &BTreeMap<String, Limits>) -> Vec<Due> {
+        let safe =
+            |due: Due| Due { limits: safe.get(&due.group).copied().unwrap_or_default(), until: None, ..due };
+        due.into_iter().map(safe).collect()
+    }
+
+    /// When a part is taken back.
     pub(super) fn next(&self, now: Instant) -> Option<Instant> {
-        self.accounts().values().map(|account| account.until).filter(|until| *until > now).min()
+        self.accounts().values().map(Account::taken_back_at).filter(|at| *at > now).min()
+    }
+
+    /// When the guard is to have taken back what the kernel has, also what it is told now.
+    pub(super) fn guarded_until(&self, due: &[Due]) -> Option<Instant> {
+        let accounts = self.accounts();
+        let until = |due: &Due| {
+            let account = accounts.get(&due.group)?;
+            match due.until {
+                // The same part goes on.
+                Some(until) if account.in_force == due.number => Some(until),
+                // Until the kernel has taken this one, it has the one before.
+                until => until.into_iter().chain(account.held_until).min(),
+            }
+        };
+        let first = due.iter().filter_map(until).min()?;
+        Some(Instant::from_nanos(first.as_nanos().saturating_sub(GUARD_AHEAD.as_nanos() as u64)))
     }
 
     pub(super) fn told(&self, due: &Due, is_in_force: bool, doing: Option<Doing>) {
         if let Some(account) = self.accounts().get_mut(&due.group) {
             if is_in_force {
-                account.in_force = due.number;
+                (account.in_force, account.held_until) = (due.number, due.until);
             }
             account.doing = doing.or(account.doing);
+        }
+    }
+}
+
+impl Account {
+    fn taken_back_at(&self) -> Instant {
+        match self.until {
+            Instant::MAX => Instant::MAX,
+            until => Instant::from_nanos(until.as_nanos().saturating_sub(WATCH_AHEAD.as_nanos() as u64)),
         }
     }
 }
@@ -108,10 +157,10 @@ impl Lender {
         &self.group
     }
 
-    /// Lends a part for so long, `None` for ever; then the safe share holds. Neither has bursts:
-    /// those of control groups are not divided.
-    pub fn lend(&self, part: &Limits, safe: &Limits, lasts: Option<Duration>) {
-        let until = lasts.map_or(Instant::MAX, |lasts| super::now() + lasts);
+    /// Lends a part until then by [`now`](super::now), `None` for ever; before that the safe share
+    /// holds again. Neither has bursts: those of control groups are not divided.
+    pub fn lend(&self, part: &Limits, safe: &Limits, until: Option<Instant>) {
+        let until = until.unwrap_or(Instant::MAX);
         let (part, safe) = (without_bursts(part), without_bursts(safe));
         if let Some(account) = self.lending.accounts().get_mut(&self.group) {
             if (account.part, account.safe) != (part, safe) {
@@ -122,10 +171,10 @@ impl Lender {
     }
 
     /// The same part with another end, or another safe share.
-    pub fn prolong(&self, safe: &Limits, lasts: Option<Duration>) {
+    pub fn prolong(&self, safe: &Limits, until: Option<Instant>) {
         let part = self.lending.accounts().get(&self.group).map(|account| account.part);
         if let Some(part) = part {
-            self.lend(&part, safe, lasts);
+            self.lend(&part, safe, until);
         }
     }
 

@@ -156,8 +156,8 @@ struct Watch {
     known: Known,
     /// Of the daemon's cluster.
     lending: Option<Lending>,
-    /// Why safe shares are not in the file, logged already.
-    unpublished: Option<String>,
+    /// Why nothing more is lent, logged already.
+    not_lent: Option<String>,
 }
 
 impl Watch {
@@ -222,7 +222,7 @@ impl Watch {
             pace: Pace::new(now, cpu_now()),
             known: Known::default(),
             lending: None,
-            unpublished: None,
+            not_lent: None,
             hierarchy,
         };
         watch.adopt(kept, &levels::load(path, now), now)?;
@@ -270,8 +270,9 @@ impl Watch {
     /// Begins to lend what a cluster lends.
     ///
     /// # Errors
-    /// Groups of these names that have limits of their own; a file that cannot be written.
+    /// Groups of these names that have limits of their own; a guard that would end with the daemon.
     fn begin_to_lend(&mut self, lending: Lending) -> anyhow::Result<()> {
+        guard::check(&self.hierarchy)?;
         let own = |name: &&String| self.kept.groups.get(*name).is_some_and(|group| !group.is_of_cluster());
         if let Some(name) = lending.safe_shares().keys().find(own) {
             return Err(anyhow!(
@@ -283,32 +284,40 @@ impl Watch {
         Ok(())
     }
 
-    /// Puts what is lent into the pools. Empty, as long as the safe shares are not in the file.
+    /// Puts what is lent into the pools. Empty, as long as the safe shares are not in the file, or
+    /// no guard listens.
     fn lend(&mut self, now: Instant) -> Vec<lending::Due> {
         let Some(lending) = self.lending.clone() else { return Vec::new() };
-        let due = lending.due(now);
-        let published = self.publish_safe_shares(&lending.safe_shares(), now);
+        let (mut due, safe) = (lending.due(now), lending.safe_shares());
+        let published = self.publish_safe_shares(&safe, now);
+        let guarded = self.tell_guard(lending.guarded_until(&due));
+        if guarded.is_err() {
+            due = Lending::safe(due, &safe);
+        }
         for due in &due {
             if let Some(steered) = self.steered_of(&due.group) {
                 steered.put(&due.limits, now);
             }
         }
-        match published {
-            Ok(true) => {
-                self.unpublished = None;
-                due
+        match guarded.and(published) {
+            Ok(is_published) => {
+                self.not_lent = None;
+                // Else tried again at the next turn.
+                if is_published { due } else { Vec::new() }
             }
-            // Tried again at the next turn.
-            Ok(false) => Vec::new(),
             Err(error) => {
                 let text = format!("{error:#}");
-                if self.unpublished.as_ref() != Some(&text) {
+                if self.not_lent.as_ref() != Some(&text) {
                     tracing::error!("{text}; nothing more is lent to control groups meanwhile");
                 }
-                self.unpublished = Some(text);
+                self.not_lent = Some(text);
                 Vec::new()
             }
         }
+    }
+
+    fn tell_guard(&mut self, takes_back_at: Option<Instant>) -> anyhow::Result<()> {
+        self.alone.as_mut().map_or(Ok(()), |(_, guard)| guard.takes_back_at(takes_back_at))
     }
 
     fn steered_of(&mut self, group: &str) -> Option<&mut Steered> {
@@ -563,7 +572,7 @@ fn in_turn(next: &mut usize, all: usize, at_a_time: usize) -> impl Iterator<Item
 }
 
 /// Since the machine started, asleep or not: levels outlive the process.
-fn now() -> Instant {
+pub fn now() -> Instant {
     Instant::from_nanos(pace::clock(ClockId::CLOCK_BOOTTIME).as_nanos() as u64)
 }
 

@@ -321,7 +321,7 @@ fn writes(rate: u64) -> Limits {
 fn what_a_cluster_lends_is_told_and_taken_back_when_its_time_is_over() {
     let machine = Machine::v2("io");
     let (mut watch, lender, path) = of_a_cluster(&machine);
-    let lease = Some(Duration::from_secs(5));
+    let lease = Some(now() + Duration::from_secs(5));
     // By little as well: others have it by then.
     for part in [10 * MIB, 10 * MIB - 1, 9 * MIB, 9 * MIB + MIB / 2] {
         lender.lend(&writes(part), &writes(MIB), lease);
@@ -333,14 +333,46 @@ fn what_a_cluster_lends_is_told_and_taken_back_when_its_time_is_over() {
     let kept = Kept::load(&path).unwrap();
     let settled = settling::settled(&machine.hierarchy(), &kept).unwrap();
     assert_eq!(settled[0].2.bps, [None, Some(MIB)], "what the guard would set");
-    lender.prolong(&writes(MIB), Some(Duration::from_secs(20)));
     let begin = now();
-    let ends = begin + Duration::from_secs(20);
+    lender.prolong(&writes(MIB), Some(begin + Duration::from_secs(20)));
     watch.turn(now() + Duration::from_secs(10));
     assert!(max(&machine, "a").contains("wbps=9961472"), "{}", max(&machine, "a"));
-    assert!(watch.turn(begin + Duration::from_millis(19_970)) <= ends, "it looks when the time is over");
+    // Before its guard has to, which does before the lease ends.
+    let ends = begin + Duration::from_millis(19_250);
+    assert!(watch.turn(begin + Duration::from_millis(19_220)) <= ends, "it looks when the time is over");
     watch.turn(ends);
     assert!(max(&machine, "a").contains("wbps=1048576"), "{}", max(&machine, "a"));
+}
+
+#[test]
+fn the_guard_knows_when_what_the_kernel_has_ends_and_not_only_what_comes() {
+    let seconds = |seconds: u64| Instant::from_nanos(seconds * 1_000_000_000);
+    let guard = |milliseconds: u64| Some(Instant::from_nanos(milliseconds * 1_000_000));
+    let lending = Lending::new(["gold", "silver"]);
+    let (gold, silver) = (lending.lender("gold"), lending.lender("silver"));
+    let turn = |at: Instant, is_told: bool| {
+        let due = lending.due(at);
+        let until = lending.guarded_until(&due);
+        due.iter().for_each(|due| lending.told(due, is_told, None));
+        until
+    };
+    gold.lend(&writes(MIB), &writes(MIB), None);
+    silver.lend(&writes(MIB), &writes(MIB), None);
+    assert_eq!(turn(seconds(1), true), None, "safe shares hold for ever");
+    gold.lend(&writes(8 * MIB), &writes(MIB), Some(seconds(6)));
+    assert_eq!(turn(seconds(1), true), guard(5500), "half a second before the lease ends");
+    gold.prolong(&writes(MIB), Some(seconds(9)));
+    assert_eq!(turn(seconds(4), true), guard(8500), "the same part for longer");
+    gold.lend(&writes(4 * MIB), &writes(MIB), Some(seconds(12)));
+    assert_eq!(turn(seconds(7), false), guard(8500), "the kernel has the larger one until it is told");
+    assert_eq!(turn(seconds(7), true), guard(8500));
+    assert_eq!(turn(seconds(7), true), guard(11_500));
+    silver.lend(&writes(8 * MIB), &writes(MIB), Some(seconds(10)));
+    assert_eq!(turn(seconds(8), true), guard(9500), "the first of all");
+    // Silver's is over for the watch; it stays the guard's until the kernel has the safe share.
+    assert_eq!(turn(Instant::from_nanos(9_250_000_000), false), guard(9500));
+    assert_eq!(turn(Instant::from_nanos(9_300_000_000), true), guard(9500));
+    assert_eq!(turn(Instant::from_nanos(9_400_000_000), true), guard(11_500));
 }
 
 #[test]
@@ -348,7 +380,7 @@ fn a_safe_share_is_in_the_file_before_a_part_is_said_to_be_in_force() {
     let machine = Machine::v2("io");
     let (mut watch, lender, path) = of_a_cluster(&machine);
     let changes = Locked::open(&path).unwrap();
-    lender.lend(&writes(8 * MIB), &writes(MIB / 2), Some(Duration::from_secs(5)));
+    lender.lend(&writes(8 * MIB), &writes(MIB / 2), Some(now() + Duration::from_secs(5)));
     watch.turn(now());
     assert!(!lender.is_in_force(), "somebody changes the file");
     drop(changes);
@@ -360,13 +392,28 @@ fn a_safe_share_is_in_the_file_before_a_part_is_said_to_be_in_force() {
 }
 
 #[test]
+fn a_guard_that_would_end_before_what_is_limited_is_refused() {
+    let machine = Machine::v2("io");
+    let check = || guard::check(&machine.hierarchy());
+    let namespace = machine.path("proc/self/ns/pid");
+    fs::create_dir_all(namespace.parent().unwrap()).unwrap();
+    std::os::unix::fs::symlink("pid:[4026531836]", &namespace).unwrap();
+    check().unwrap();
+    fs::remove_file(&namespace).unwrap();
+    std::os::unix::fs::symlink("pid:[4026532000]", &namespace).unwrap();
+    assert!(check().unwrap_err().to_string().contains("--pid=host"), "the machine's control groups");
+    machine.write("/", "cgroup.type", "domain\n");
+    check().unwrap();
+}
+
+#[test]
 fn what_the_kernel_refuses_is_not_in_force_and_who_is_gone_needs_nothing() {
     let machine = Machine::v2("io");
     let (mut watch, lender, _) = of_a_cluster(&machine);
     let directory = machine.root().join("a");
     fs::remove_file(directory.join("io.max")).unwrap();
     fs::create_dir(directory.join("io.max")).unwrap();
-    lender.lend(&writes(8 * MIB), &writes(MIB), Some(Duration::from_secs(5)));
+    lender.lend(&writes(8 * MIB), &writes(MIB), Some(now() + Duration::from_secs(5)));
     watch.turn(now());
     assert!(!lender.is_in_force(), "io.max cannot be written");
     fs::remove_dir_all(&directory).unwrap();

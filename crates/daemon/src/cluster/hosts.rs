@@ -68,7 +68,7 @@ impl Place {
     fn lend(&self, lent: Lent) {
         match self {
             Self::Disks(group) => group.lend(lent),
-            Self::ControlGroups(lender) => lender.prolong(&lent.safe, lasts(lent.until)),
+            Self::ControlGroups(lender) => lender.prolong(&lent.safe, end(lent.until)),
         }
     }
 
@@ -78,7 +78,7 @@ impl Place {
             // Parts of valid limits are valid.
             Self::Disks(group) => group.divide(limits, credit, lent, at).unwrap_or_default(),
             Self::ControlGroups(lender) => {
-                lender.lend(&limits, &lent.safe, lasts(lent.until));
+                lender.lend(&limits, &lent.safe, end(lent.until));
                 [0; 6]
             }
         }
@@ -93,9 +93,11 @@ impl Place {
     }
 }
 
-/// How long that is from now; `None` for ever.
-fn lasts(until: Instant) -> Option<Duration> {
-    (until != Instant::MAX).then(|| until - reactor::now())
+/// The same instant by the clock of control groups' limits; `None` for ever.
+fn end(until: Instant) -> Option<Instant> {
+    // Whoever is stopped between the two clocks has less time, not more.
+    let now = cgroup::watch::now();
+    (until != Instant::MAX).then(|| now + (until - reactor::now()))
 }
 
 /// A group of this host whose limits are the cluster's.

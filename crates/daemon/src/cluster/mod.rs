@@ -159,11 +159,6 @@ impl Cluster {
     /// Certificates, a password or a name that are wrong; limits that nobody knows.
     pub(crate) async fn prepare(plan: &Plan) -> anyhow::Result<Option<Rc<Self>>> {
         let Some(cluster) = plan.service.cluster.clone() else { return Ok(None) };
-        ensure!(
-            cluster.control_groups.is_empty() || plan.service.cgroup_limits.is_some(),
-            "cluster {}: control-groups needs cgroup-limits in [daemon], the file of the limits of control groups",
-            cluster.name
-        );
         let file = stored::file(plan.service.state.as_deref(), &cluster.name);
         make_directory(&file, plan)
             .with_context(|| format!("cluster {}: {}", cluster.name, file.display()))?;
