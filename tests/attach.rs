@@ -7,7 +7,7 @@ use std::{
     fs::{self, File},
     os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, Stdio},
     thread,
     time::{Duration, Instant},
 };
@@ -566,6 +566,108 @@ fn what_a_killed_keeper_and_its_server_leave_is_taken_away() {
     wait_until_removed(&device, &made);
 }
 
+/// How long after the beginning something is killed: from at once to longer than it takes.
+fn moments(count: u32, last: Duration) -> impl Iterator<Item = Duration> {
+    (0..count).map(move |index| last * index / (count - 1))
+}
+
+/// Until so long after an instant. Not by sleeping, which is never so exact.
+fn spin_until(instant: Instant) {
+    while Instant::now() < instant {
+        std::hint::spin_loop();
+    }
+}
+
+/// What a place has, for messages.
+fn left(place: &Path) -> Vec<std::ffi::OsString> {
+    fs::read_dir(place).into_iter().flatten().flatten().map(|entry| entry.file_name()).collect()
+}
+
+#[test]
+fn whenever_a_keeper_is_killed_what_it_left_is_listed_and_taken_away() {
+    need_root("devices of this host");
+    let scratch = Scratch::new();
+    let (image, directory) = mountable(&scratch);
+    let name = name("half");
+    let attached = Attached { name: name.clone(), said: Value::Null };
+    for after in moments(32, Duration::from_millis(160)) {
+        let mut asking = Command::new(WEIR)
+            .args(["attach", "--fuse", "--alone", "--format", "raw", "--name", &name])
+            .args([&image, Path::new("--mount"), &directory])
+            .stderr(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("weir can be run");
+        let asker = Pid::from_raw(asking.id().cast_signed());
+        let keeper = loop {
+            if let Some(keeper) = children(asker).next() {
+                break keeper;
+            }
+            std::hint::spin_loop();
+        };
+        spin_until(Instant::now() + after);
+        // It is not reaped before its asker has ended, so the number is its own.
+        kill(keeper, Signal::SIGKILL).expect("it is there");
+        asking.wait().expect("it is ours");
+        if let Ok(lock) = File::open(attached.place().join("lock")) {
+            drop(Flock::lock(lock, FlockArg::LockShared).expect("nobody has it any more"));
+        }
+        let is_there = attached.place().exists();
+        let is_whole = attached.place().join("attached.json").exists();
+        let listed = weir(&["attach", "--list", "--json"]).json();
+        let row = listed.as_array().expect("a list").iter().find(|row| row["name"] == name.as_str());
+        assert_eq!(row.is_some(), is_there, "{after:?}: {:?}: {listed}", left(&attached.place()));
+        if let Some(row) = row {
+            assert_eq!(row.get("broken"), (!is_whole).then_some(&json!(true)), "{after:?}: {row}");
+            attached.detach().succeeds();
+        }
+        attached.is_gone();
+        assert!(!is_mounted(&directory), "{after:?}");
+        // Nobody has the image any more.
+        Client::new("qemu-io").args(["-f", "raw", "-c", "write 63M 512", text(&image)]).succeeds();
+    }
+    Client::new("e2fsck").args(["-fy", text(&image)]).run();
+    let whole = Attached { said: command(&name, &image, &[]).json(), name };
+    whole.detach().succeeds();
+    whole.is_gone();
+}
+
+#[test]
+fn whenever_detaching_is_killed_it_can_be_done_again() {
+    let scratch = Scratch::new();
+    let (image, directory) = mountable(&scratch);
+    for (index, after) in moments(24, Duration::from_millis(120)).enumerate() {
+        let attached = attach("undone", &image, &["--mount", text(&directory)]);
+        let keeper = attached.said["keeper"].as_i64().expect("it has one");
+        let mut detaching = Command::new(WEIR)
+            .args(["detach", &attached.name])
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("weir can be run");
+        spin_until(Instant::now() + after);
+        // Who undoes it, or who asked, or both.
+        if index % 3 != 0 {
+            // Where it has ended, there is nothing to kill.
+            let _ = kill(Pid::from_raw(keeper as i32), Signal::SIGKILL);
+        }
+        if index % 3 != 1 {
+            detaching.kill().expect("it is ours");
+        }
+        detaching.wait().expect("it is ours");
+        while attached.place().exists() {
+            attached.detach().run();
+            if let Ok(lock) = File::open(attached.place().join("lock"))
+                && !attached.place().join("attached.json").exists()
+            {
+                drop(Flock::lock(lock, FlockArg::LockShared));
+            }
+        }
+        attached.is_gone();
+        assert!(!is_mounted(&directory), "{after:?}");
+    }
+    Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
+}
+
 #[test]
 fn a_server_that_does_not_answer_is_named_and_ended_by_force() {
     let scratch = Scratch::new();
@@ -638,6 +740,77 @@ fn a_daemon_serves_what_is_attached_in_its_groups() {
     let disks = weir(&["status", "--qmp", &address, "--json", "--interval", "0"]).json();
     assert_eq!(disks["disks"].as_array().expect("a list").len(), 1);
     drop(control);
+    daemon.stop();
+}
+
+/// As a daemon is by default: in a sandbox, where it makes no devices.
+#[test]
+fn a_daemon_that_makes_no_devices_is_not_asked_for_any() {
+    need_root("devices of this host");
+    let scratch = Scratch::new();
+    let (image, directory) = mountable(&scratch);
+    let address = format!("unix:{}", text(&scratch.socket("qmp")));
+    let daemon = Serve::new(&scratch)
+        .arg(scratch.sparse("base.raw", MIB))
+        .args(["--group", "gold", "--iops-total", "5000", "--qmp", &address])
+        .start();
+    let name = name("unasked");
+    let attach = |options: &[&str]| {
+        let attach = ["attach", "--fuse", "--json", "--format", "raw", "--name", &name, text(&image)];
+        weir(&attach).args(options).env("WEIR_QMP", &address)
+    };
+    let makes_none = format!("the daemon at {address} makes no devices");
+    let done = attach(&[]).run();
+    assert_says(&done.said(), &[&name, "by a process of its own", &makes_none]);
+    let said = serde_json::from_str(&done.succeeded()).expect("it is JSON");
+    let attached = Attached { said, name: name.clone() };
+    assert_eq!((&attached.said["daemon"], attached.said["qmp"] == address.as_str()), (&json!(false), false));
+    attached.detach().succeeds();
+    attached.is_gone();
+
+    let done = attach(&["--group", "silver"]).run();
+    assert_says(&done.said(), &["has no such group", "group silver has this disk alone"]);
+    done.succeeded();
+    attached.detach().succeeds();
+
+    // What is asked of the daemon alone is not done without it, and it is told what lets it.
+    for (options, why) in [(["--group", "gold"], "it alone has group gold"), (["--qmp", &address], "")] {
+        let refused = attach(&options).fails();
+        assert_says(&refused, &[&makes_none, why, "--sandbox off", "weir.service", "--alone"]);
+        assert!(!place(&name).exists());
+    }
+    let attached = Attached { said: attach(&["--group", "gold", "--alone"]).json(), name: name.clone() };
+    attached.detach().succeeds();
+
+    // As a line of fstab does.
+    let helper = scratch.path("mount.weir");
+    std::os::unix::fs::symlink(WEIR, &helper).expect("it can be made");
+    let options = format!("rw,fuse,format=raw,name={name}");
+    let mount = Client::new(text(&helper)).args([text(&image), text(&directory), "-o", &options]);
+    assert_eq!(mount.env("WEIR_QMP", &address).run().said(), "");
+    assert!(is_mounted(&directory));
+    unmount(&directory);
+    attached.wait_until_gone();
+    daemon.stop();
+}
+
+/// In a sandbox too, as it began with a device.
+#[test]
+fn a_daemon_with_a_device_makes_others() {
+    need_root("devices of this host");
+    let scratch = Scratch::new();
+    let (base, image) = (scratch.sparse("base.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
+    let address = format!("unix:{}", text(&scratch.socket("qmp")));
+    let daemon = Serve::new(&scratch)
+        .args([text(&base), "--fuse", text(&base), "--group", "gold", "--qmp", &address])
+        .start();
+    let name = name("beside");
+    let attach = ["attach", "--fuse", "--json", "--format", "raw", "--group", "gold", "--name", &name];
+    let said = weir(&attach).arg(&image).env("WEIR_QMP", &address).json();
+    let attached = Attached { said, name };
+    assert_eq!((&attached.said["daemon"], &attached.said["qmp"]), (&json!(true), &json!(address)));
+    attached.detach().succeeds();
+    attached.is_gone();
     daemon.stop();
 }
 

@@ -302,6 +302,31 @@ fn a_mount_that_went_is_made_again() {
     plugin.weir.stop();
 }
 
+/// A daemon that runs here, as it is by default: it makes no devices.
+#[test]
+fn volumes_are_mounted_beside_a_daemon_that_makes_no_devices() {
+    need_root("mounts");
+    let scratch = Scratch::new();
+    let address = format!("unix:{}", text(&scratch.socket("qmp")));
+    let daemon = Serve::new(&scratch)
+        .args(["memory:1M", "--group", "gold", "--iops-total", "5000", "--qmp", &address])
+        .start();
+    let weir = serve(&scratch).env("WEIR_QMP", &address).start();
+    let plugin = Plugin { volume: volume_of(&scratch), scratch, weir };
+    plugin.create();
+    let at = mount(&plugin, "a");
+    fs::write(at.0.join("file"), "kept").unwrap();
+    unmount(&plugin, "a");
+    plugin.remove();
+    plugin.does("Create", &plugin.created_with(json!({ "size": "16M", "group": "gold" })));
+    let user = json!({ "Name": plugin.volume, "ID": "a" });
+    let refused = plugin.refuses("Mount", &user);
+    assert_says(&refused, &["makes no devices", "it alone has group gold", "--sandbox off"]);
+    plugin.remove();
+    plugin.weir.stop();
+    daemon.stop();
+}
+
 /// Podman with nothing but what lies in the scratch directory, and an image with a shell.
 struct Podman {
     arguments: Vec<String>,

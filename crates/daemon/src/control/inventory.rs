@@ -61,7 +61,7 @@ use crate::{
     cluster::Cluster,
     events::{Deliveries, Events},
     listen::Listening,
-    sandbox::Entered,
+    sandbox::{self, Entered},
 };
 
 #[derive(Debug)]
@@ -231,6 +231,11 @@ impl Inventory {
     /// None where the daemon is in none.
     pub(crate) fn sandbox(&self) -> Option<&Entered> {
         self.sandbox.get()
+    }
+
+    /// Whether disks can be given devices and files of this host.
+    pub(crate) fn makes_devices(&self) -> bool {
+        sandbox::makes_devices(self.sandbox())
     }
 
     /// Fails where the sandbox keeps an image from being opened.

@@ -123,6 +123,17 @@ pub(crate) struct Entered {
 
 const REMEDY: &str = "or start it with --sandbox off";
 
+/// Whether the daemon can still make devices and files of this host. As another user than root it
+/// makes files alone, by a set-uid program.
+pub(crate) fn makes_devices(entered: Option<&Entered>) -> bool {
+    let is_able = || {
+        let kept =
+            thread::capabilities(None).is_ok_and(|kept| kept.effective.contains(CapabilitySet::SYS_ADMIN));
+        kept || !user::is_root() && thread::no_new_privs().is_ok_and(|no_new_privs| !no_new_privs)
+    };
+    entered.is_none_or(|entered| entered.needs.host) && is_able()
+}
+
 impl Entered {
     /// Fails where the sandbox would not let the image be opened.
     pub(crate) fn check_image(&self, path: &Path) -> anyhow::Result<()> {

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf, absolute};
 
-use anyhow::anyhow;
+use anyhow::{Context as _, anyhow, bail};
 use console::{Failure, say};
 use daemon::users::Users;
 use serde_json::json;
@@ -12,6 +12,18 @@ use crate::client::{Client, Target};
 
 /// What to do about users.
 const IN_USE: &str = "end that, or detach it with --force: what is not written yet is lost";
+
+/// Of an attachment that a keeper is at work on.
+const IN_BETWEEN: &str = "is being attached or detached at this moment (try again once that is over: `weir attach --list` shows what is)";
+
+/// What is at work in a place; `None` while a keeper begins or ends with it. What a keeper that was
+/// killed has left of a beginning, and perhaps is nothing, is at work too.
+pub(super) fn known(place: &Place) -> anyhow::Result<Option<Attached>> {
+    if let Some(attached) = place.attached() {
+        return Ok(Some(attached));
+    }
+    Ok(place.is_deserted()?.then(|| keeper::remains(place)))
+}
 
 pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
     let DetachArgs { what, all, force, qmp } = arguments;
@@ -24,13 +36,8 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
     };
     if all {
         for place in Place::all()? {
-            match place.attached() {
-                Some(attached) => done(Path::new(&attached.name), detach(&place, &attached, force)),
-                None if place.is_deserted()? => {
-                    keeper::clear(&place);
-                    place.remove();
-                }
-                None => {}
+            if let Some(attached) = known(&place)? {
+                done(Path::new(&attached.name), detach(&place, &attached, force));
             }
         }
     }
@@ -48,6 +55,15 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
 
 /// Waits until everything of it has gone.
 pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow::Result<()> {
+    // Of what never came to be whole nobody has the place, and nobody is to begin with it now.
+    let (held, attached) = match place.attached() {
+        Some(_) => (None, attached),
+        None => {
+            let held = place.take_deserted()?.context(IN_BETWEEN)?;
+            place.await_server()?;
+            (Some(held), &keeper::remains(place))
+        }
+    };
     let Attached { device, mount, .. } = attached;
     let mount = mount.as_ref().filter(|directory| Users::of(device).mounts.contains(directory));
     ensure_unused(device, mount, force)?;
@@ -64,9 +80,11 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
     }
     keeper::remove_loops(place);
     server::let_go(attached)?;
-    if place.is_deserted()? {
+    let held = held.map_or_else(|| place.take_deserted(), |held| Ok(Some(held)))?;
+    if let Some(held) = held {
         keeper::clear(place);
         place.remove();
+        drop(held);
     }
     place.wait()
 }
@@ -102,6 +120,9 @@ fn unmount(directory: &Path) -> anyhow::Result<()> {
 fn remove(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
     if remove_export(what, force, qmp)? {
         return Ok(());
+    }
+    if what.to_str().is_some_and(|name| Place::named(name).is_some()) {
+        bail!(IN_BETWEEN);
     }
     ensure_unused(what, None, force)?;
     match lost::remove(what)? {

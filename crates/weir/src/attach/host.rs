@@ -8,6 +8,7 @@ use std::{
     io::Read as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::OnceLock,
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
@@ -17,6 +18,15 @@ use serde::{Deserialize, Serialize};
 
 use super::Mount;
 
+/// What programs have as standard input, where that is not nothing.
+static HANDED: OnceLock<fs::File> = OnceLock::new();
+
+/// Has the programs that this process runs from now on hold an empty file open until they end: its
+/// lock then tells whether all have that this process, which may be killed, was to wait for.
+pub(super) fn hand_to_programs(file: fs::File) {
+    let _ = HANDED.set(file);
+}
+
 /// Runs a program to its end; what it printed.
 ///
 /// # Errors
@@ -25,7 +35,12 @@ fn run(program: &str, package: &str, arguments: &[&str]) -> anyhow::Result<Strin
     // Users, and helpers that mount(8) calls, are not told of the administrator's directories.
     let inherited = std::env::var("PATH").unwrap_or_else(|_| "/usr/bin:/bin".to_owned());
     let path = format!("{inherited}:/usr/local/sbin:/usr/sbin:/sbin");
-    let output = Command::new(program).args(arguments).env("PATH", path).stdin(Stdio::null()).output();
+    let shared = HANDED.get().and_then(|file| file.try_clone().ok());
+    let output = Command::new(program)
+        .args(arguments)
+        .env("PATH", path)
+        .stdin(shared.map_or_else(Stdio::null, Stdio::from))
+        .output();
     let output = output.map_err(|error| match error.kind() {
         std::io::ErrorKind::NotFound => anyhow!("{program}: not found (install {package})"),
         _ => anyhow!("{program}: {error}"),
@@ -62,6 +77,11 @@ impl Loop {
         let name = device.file_name()?.to_str()?.to_owned();
         let sequence = fs::read_to_string(format!("/sys/block/{name}/diskseq")).ok()?;
         Some(Self { name, sequence })
+    }
+
+    /// Its node, while it is there.
+    pub(super) fn device(&self) -> Option<PathBuf> {
+        self.is_there().then(|| Path::new("/dev").join(&self.name))
     }
 
     fn is_there(&self) -> bool {

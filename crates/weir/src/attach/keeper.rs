@@ -112,24 +112,13 @@ impl Made {
     fn attach(&mut self, wanted: &Wanted) -> anyhow::Result<Attached> {
         let kept = Place::take(wanted, clear)?;
         let place = kept.0.clone();
+        host::hand_to_programs(kept.1.share()?);
         self.kept = Some(kept);
         if wanted.daemon.is_none() {
             server::listen(&place, self.events.0.clone())?;
         }
         let before = place.attached();
-        let qmp = wanted.daemon.clone().unwrap_or_else(|| server::own_qmp(&place));
-        let mut attached = Attached {
-            name: wanted.name.clone(),
-            image: wanted.image.clone(),
-            way: wanted.way,
-            device: PathBuf::new(),
-            file: None,
-            mount: None,
-            export: wanted.name.clone(),
-            qmp,
-            daemon: wanted.daemon.is_some(),
-            keeper: process::id(),
-        };
+        let mut attached = at_first(wanted, &place);
         self.server = Some(attached.clone());
         if wanted.way == Way::Fuse {
             self.fuse = Some(server::fuse_file(&place));
@@ -289,27 +278,64 @@ pub(super) fn remove_loops(place: &Place) {
     drop(changing);
 }
 
-/// What a keeper that was killed half way has left in a place.
-pub(super) fn clear(place: &Place) {
-    let Some(wanted) = place.wanted() else { return };
-    let file = server::fuse_file(place);
-    remove_loops(place);
-    let qmp = wanted.daemon.clone().unwrap_or_else(|| server::own_qmp(place));
-    let _ = server::let_go(&Attached {
+/// What an attachment is before there is anything of it.
+fn at_first(wanted: &Wanted, place: &Place) -> Attached {
+    Attached {
         name: wanted.name.clone(),
-        image: wanted.image,
+        image: wanted.image.clone(),
         way: wanted.way,
         device: PathBuf::new(),
         file: None,
         mount: None,
-        export: wanted.name,
-        qmp,
+        export: wanted.name.clone(),
+        qmp: wanted.daemon.clone().unwrap_or_else(|| server::own_qmp(place)),
         daemon: wanted.daemon.is_some(),
-        keeper: 0,
-    });
-    if wanted.way == Way::Fuse {
-        host::unmount_fuse(&file);
+        keeper: process::id(),
     }
+}
+
+/// What there is in a place that no keeper has, whose keeper was killed before it was through; no
+/// device is a path where nothing is.
+pub(super) fn remains(place: &Place) -> Attached {
+    let wanted = place.wanted().unwrap_or_else(|| Wanted {
+        name: place.name(),
+        image: "-".to_owned(),
+        options: Vec::new(),
+        way: Way::Fuse,
+        number: None,
+        daemon: None,
+        mount: None,
+        udev: false,
+    });
+    let mut attached = at_first(&wanted, place);
+    let file = server::fuse_file(place);
+    let served = server::device(&attached.qmp, &attached.export).ok();
+    attached.device = served.unwrap_or_else(|| file.clone());
+    if attached.way == Way::Fuse
+        && let Some(device) = place
+            .made_loop()
+            .and_then(|made| made.device())
+            .or_else(|| Some(Path::new("/dev").join(Users::loops(&file).first()?)))
+    {
+        attached.device = device;
+        attached.file = Some(file);
+    }
+    let mount = wanted.mount.map(|mount| mount.directory);
+    attached.mount = mount.filter(|directory| Users::of(&attached.device).mounts.contains(directory));
+    attached
+}
+
+/// Takes away what a keeper that was killed half way has left in a place, for whoever has it.
+pub(super) fn clear(place: &Place) {
+    let Some(wanted) = place.wanted() else { return };
+    // One that has begun is asked, and not missed.
+    let _ = place.await_server();
+    remove_loops(place);
+    let _ = server::let_go(&at_first(&wanted, place));
+    if wanted.way == Way::Fuse {
+        host::unmount_fuse(&server::fuse_file(place));
+    }
+    place.await_server_end();
 }
 
 /// The `N` of a device that a server is to have again.

@@ -2,6 +2,7 @@
 
 use std::{
     io::{IsTerminal as _, stdout},
+    ops::Not,
     path::PathBuf,
 };
 
@@ -12,7 +13,7 @@ use console::{
 use daemon::users::Users;
 use serde::Serialize;
 
-use super::{lost, place::Place, way::Way};
+use super::{detach::known, lost, place::Place, way::Way};
 use crate::client::{Client, Target, report::Report};
 
 #[derive(Debug, Serialize)]
@@ -33,6 +34,9 @@ struct Row {
     pid: Option<u32>,
     /// Whether its server answers.
     alive: bool,
+    /// Whether its keeper was killed before all of it was there.
+    #[serde(skip_serializing_if = "Not::not")]
+    broken: bool,
 }
 
 pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), Failure> {
@@ -50,13 +54,17 @@ pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), Failure> {
         ("IMAGE", Side::Left),
     ]);
     let nothing = || "-".to_owned();
-    for Row { name, device, way, image, size, mounts, holders, processes, pid, alive } in rows {
+    for Row { name, device, way, image, size, mounts, holders, processes, pid, alive, broken } in rows {
         let mounts = mounts.iter().map(|point| point.display().to_string());
         let users: Vec<_> = mounts.chain(holders).chain(processes).collect();
         table.row(vec![
             name,
             device.display().to_string(),
-            if alive { way } else { format!("{way}, lost") },
+            match (broken, alive) {
+                (true, _) => format!("{way}, broken"),
+                (false, true) => way,
+                (false, false) => format!("{way}, lost"),
+            },
             size.map_or_else(nothing, |bytes| figures::bytes(bytes as f64)),
             if users.is_empty() { nothing() } else { users.join(" ") },
             pid.map_or_else(nothing, |pid| pid.to_string()),
@@ -84,6 +92,7 @@ fn rows(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
             processes: Vec::new(),
             pid: None,
             alive: false,
+            broken: false,
         });
     }
     Ok(rows)
@@ -93,7 +102,9 @@ fn rows(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
 fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
     let mut rows = Vec::new();
     for place in Place::all()? {
-        let Some(attached) = place.attached() else { continue };
+        let whole = place.attached();
+        let broken = whole.is_none();
+        let Some(attached) = whole.map_or_else(|| known(&place), |whole| Ok(Some(whole)))? else { continue };
         let report = attached.qmp.parse().ok().and_then(|target| status(&target));
         let size = report.as_ref().and_then(|report| size_of(report, &attached.name));
         let users = Users::of(&attached.device);
@@ -117,6 +128,7 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
                 .collect(),
             pid: (!place.is_deserted()?).then_some(attached.keeper),
             alive: size.is_some(),
+            broken,
         });
     }
     let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
@@ -138,6 +150,7 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
             processes: Vec::new(),
             pid: None,
             alive: true,
+            broken: false,
         });
     }
     Ok(rows)

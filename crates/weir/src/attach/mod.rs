@@ -221,20 +221,26 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
         Ok(Mount { directory: real, fstype: fstype.clone(), options: mount_options.clone() })
     });
     let mount = mount.transpose()?;
+    let group = disk.value("group");
     let daemon = match alone {
-        true => None,
-        false => running_daemon(qmp.clone())?,
+        true => Running::None,
+        false => running_daemon(qmp.clone(), group)?,
+    };
+    let (daemon, by, why_alone) = match daemon {
+        Running::Serves(at) => (Some(at.clone()), format!("by the daemon at {at}"), ""),
+        Running::MakesNone(at) => (
+            None,
+            format!("by a process of its own, as the daemon at {at} makes no devices (docs/devices.md)"),
+            "the daemon here has no such group",
+        ),
+        Running::None => (None, "by a process of its own".to_owned(), "no daemon runs here"),
     };
     let (way, passed_over) = way::choose(arguments.way(), daemon.is_some())?;
     passed_over.iter().for_each(|why| tell(why));
-    tell(&format!(
-        "{name}: {}, {}",
-        way.told(),
-        daemon.as_ref().map_or("by a process of its own".to_owned(), |at| format!("by the daemon at {at}"))
-    ));
-    if let (None, false, Some(group)) = (&daemon, *alone, disk.value("group")) {
+    tell(&format!("{name}: {}, {by}", way.told()));
+    if let (None, false, Some(group)) = (&daemon, *alone, group) {
         say(&format!(
-            "{name}: no daemon runs here, so group {group} has this disk alone, and no limits but those named with it (name the daemon's socket with --qmp, or start it first)"
+            "{name}: {why_alone}, so group {group} has this disk alone, and no limits but those named with it (name the daemon's socket with --qmp, or start it first)"
         ));
     }
     let image = image.clone().relative_to(&from).to_string();
@@ -242,21 +248,45 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
     Ok(Wanted { name, image, options, way, number: None, daemon, mount, udev: *udev })
 }
 
+/// Whether a daemon is to serve what is attached, by its control socket.
+enum Running {
+    Serves(String),
+    /// It may not make devices of this host.
+    MakesNone(String),
+    None,
+}
+
 /// The daemon that was named, or the usual one if it runs and has a config file: one without was
 /// started for its own disks, and may end with a terminal.
-fn running_daemon(qmp: Option<Target>) -> Result<Option<String>, Failure> {
+///
+/// # Errors
+/// Where only a daemon will do, and it makes no devices: it was named, or has the `group`, whose
+/// limits nobody else can keep.
+fn running_daemon(qmp: Option<Target>, group: Option<&str>) -> Result<Running, Failure> {
     let is_asked_for = qmp.is_some();
     let is_named = is_asked_for || std::env::var_os(VARIABLE).is_some_and(|value| !value.is_empty());
     let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow!(said)))?;
-    match Client::connect(&target) {
-        Ok(mut client) => {
-            let stays = is_named || client.status()?.1.config.is_some();
-            let target = target.whole().context("the current directory")?;
-            Ok(stays.then(|| target.to_string()))
-        }
-        Err(error) if is_asked_for => Err(error.into()),
-        Err(_) => Ok(None),
+    let mut client = match Client::connect(&target) {
+        Ok(client) => client,
+        Err(error) if is_asked_for => return Err(error.into()),
+        Err(_) => return Ok(Running::None),
+    };
+    let report = client.status()?.1;
+    if !is_named && report.config.is_none() {
+        return Ok(Running::None);
     }
+    let at = target.whole().context("the current directory")?.to_string();
+    if report.makes_devices != Some(false) {
+        return Ok(Running::Serves(at));
+    }
+    let group = group.filter(|group| report.group(group).is_some());
+    if !is_asked_for && group.is_none() {
+        return Ok(Running::MakesNone(at));
+    }
+    let has = group.map_or_else(String::new, |group| format!(", and it alone has group {group}"));
+    Err(Failure::Failed(anyhow!(
+        "the daemon at {at} makes no devices of this host{has} (start it as root with --sandbox off, or with a device; for weir.service see \"A daemon that makes devices\" in docs/devices.md; or attach with --alone: a process of its own, and no group of the daemon's)"
+    )))
 }
 
 /// Takes over what earlier keepers left, each as it was.
@@ -294,8 +324,10 @@ pub(crate) fn let_go(device: &Path) -> anyhow::Result<bool> {
 /// of this name by somebody else, that is its mount.
 pub(crate) fn find(what: &Path) -> anyhow::Result<Option<(Place, Attached)>> {
     let whole = absolute(what)?;
-    let all = Place::all()?.into_iter().filter_map(|place| Some((place.attached()?, place)));
-    let mut all: Vec<_> = all.map(|(attached, place)| (place, attached)).collect();
+    let mut all = Vec::new();
+    for place in Place::all()? {
+        all.extend(detach::known(&place)?.map(|attached| (place, attached)));
+    }
     let is_meant = |attached: &Attached| {
         let paths = [Some(&attached.device), attached.file.as_ref(), attached.mount.as_ref()];
         what.as_os_str() == attached.name.as_str() || paths.into_iter().flatten().any(|path| *path == whole)

@@ -1,12 +1,13 @@
 //! Where an attachment is written down: a directory of its name, locked by its keeper.
 //!
 //! ```text
-//!   lock            held while the keeper lives
+//!   lock            held while the keeper lives, or a program that it runs for an attachment
 //!   wanted.json     what it was asked for, from the start
 //!   attached.json   what it has made, once all of it is there
 //!   loop            held while its loop device is removed
 //!   loop.json       which loop device was made
-//!   qmp, notify     sockets of a server of its own      log   what that said
+//!   server          held while a server of its own lives
+//!   qmp, notify     its sockets                         log   what it said
 //!   disk            what FUSE puts the disk in place of
 //! ```
 //!
@@ -15,7 +16,10 @@
 use std::{
     env, fs,
     io::ErrorKind,
-    os::unix::fs::{DirBuilderExt as _, MetadataExt as _},
+    os::unix::{
+        fs::{DirBuilderExt as _, MetadataExt as _},
+        net::UnixStream,
+    },
     path::PathBuf,
     sync::mpsc::channel,
     thread,
@@ -46,7 +50,14 @@ pub(crate) struct Place(PathBuf);
 
 /// Until it is dropped, nobody else has the place.
 #[derive(Debug)]
-pub(super) struct Kept(#[expect(dead_code, reason = "it is a lock")] Flock<fs::File>);
+pub(super) struct Kept(Flock<fs::File>);
+
+impl Kept {
+    /// For programs that are not to outlive the keeper unnoticed: who has it open has the place.
+    pub(super) fn share(&self) -> std::io::Result<fs::File> {
+        self.0.try_clone()
+    }
+}
 
 pub(super) fn check_name(name: &str) -> Result<(), String> {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "._-".contains(letter);
@@ -152,6 +163,20 @@ impl Place {
         }
     }
 
+    /// Takes a place that no keeper has, for whoever removes it; `None` where one has it.
+    pub(super) fn take_deserted(&self) -> anyhow::Result<Option<Kept>> {
+        let Ok(file) =
+            fs::OpenOptions::new().create(true).truncate(false).write(true).open(self.file("lock"))
+        else {
+            return Ok(None);
+        };
+        let number = file.metadata().map(|file| file.ino()).ok();
+        let kept = self.lock(file, FlockArg::LockExclusiveNonblock)?;
+        // Whoever had it may have removed it meanwhile.
+        let is_there = self.file("lock").metadata().map(|file| file.ino()).ok() == number;
+        Ok(kept.filter(|_| is_there))
+    }
+
     /// Whether no keeper lives.
     pub(super) fn is_deserted(&self) -> anyhow::Result<bool> {
         match fs::File::open(self.file("lock")) {
@@ -170,18 +195,56 @@ impl Place {
 
     /// Waits until nobody has it, where whoever does is about to leave. Whether that came to pass.
     fn await_end(&self) -> bool {
+        self.await_free("lock", || self.is_ending())
+    }
+
+    /// Waits until nobody has one of its locks, as long as somebody expects that. Whether that came
+    /// to pass.
+    fn await_free(&self, lock: &str, is_expected: impl Fn() -> bool) -> bool {
+        let Ok(file) = fs::File::open(self.file(lock)) else { return true };
         let (place, (ended, end)) = (self.clone(), channel());
         thread::spawn(move || {
-            let _ = place.wait();
+            let _ = place.lock(file, FlockArg::LockShared);
             let _ = ended.send(());
         });
         let began = Instant::now();
-        while self.is_ending() && began.elapsed() < ENDING {
+        while is_expected() && began.elapsed() < ENDING {
             if end.recv_timeout(LOOK).is_ok() {
                 return true;
             }
         }
         false
+    }
+
+    /// What a server of its own is to share as long as it lives.
+    pub(super) fn keep_server(&self) -> anyhow::Result<Kept> {
+        // The one before may be about to end.
+        self.await_free("server", || true);
+        let path = self.file("server");
+        let file = fs::OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path);
+        let kept =
+            self.lock(file.with_context(|| path.display().to_string())?, FlockArg::LockExclusiveNonblock)?;
+        kept.with_context(|| format!("{}: another server has it (end its `weir serve`)", path.display()))
+    }
+
+    /// Waits until a server of its own that has begun listens, or has ended.
+    ///
+    /// # Errors
+    /// If it does neither.
+    pub(super) fn await_server(&self) -> anyhow::Result<()> {
+        let listens = || UnixStream::connect(self.file("qmp")).is_ok();
+        if self.await_free("server", || !listens()) || listens() {
+            return Ok(());
+        }
+        bail!(
+            "its server began, and still does not listen (end its `weir serve`, whose log is {})",
+            self.file("log").display()
+        )
+    }
+
+    /// Waits until a server of its own that was told to end has.
+    pub(super) fn await_server_end(&self) {
+        self.await_free("server", || true);
     }
 
     /// Whether its keeper has begun to undo it, or will: what it had mounted is mounted no more.
@@ -208,6 +271,16 @@ impl Place {
     pub(super) fn changing_loops(&self) -> Option<Kept> {
         let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(self.file("loop"));
         self.lock(file.ok()?, FlockArg::LockExclusive).ok()?
+    }
+
+    /// What it is called.
+    pub(super) fn name(&self) -> String {
+        self.0.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    /// That of this name, if there is one.
+    pub(super) fn named(name: &str) -> Option<Self> {
+        Self::all().ok()?.into_iter().find(|place| place.name() == name)
     }
 
     pub(super) fn file(&self, name: &str) -> PathBuf {

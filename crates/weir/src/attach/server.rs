@@ -66,6 +66,7 @@ pub(super) fn start(
     (events, heard): (&Sender<Event>, &Receiver<Event>),
 ) -> anyhow::Result<JoinHandle<()>> {
     let log = fs::File::create(place.file("log")).context("the server's log")?;
+    let lives = place.keep_server()?;
     let program = std::env::current_exe().context("this program cannot find itself")?;
     let mut command = Command::new(program);
     command.arg("serve").arg(format!("--name={}", wanted.name)).arg(door(wanted, place)?);
@@ -84,7 +85,8 @@ pub(super) fn start(
         .env_remove("LISTEN_FDS")
         .env_remove("LISTEN_PID")
         .current_dir("/")
-        .stdin(Stdio::null())
+        // By this lock, whoever clears up after a keeper knows that there is one.
+        .stdin(lives.share().context("the server's lock")?)
         .stdout(Stdio::null())
         .stderr(log)
         .spawn()
@@ -92,6 +94,7 @@ pub(super) fn start(
     let (events, again) = (events.clone(), events.clone());
     let process = thread::spawn(move || {
         let orderly = child.wait().is_ok_and(|status| status.success());
+        drop(lives);
         let _ = events.send(Event::Ended { orderly });
     });
     let mut unmounted = false;

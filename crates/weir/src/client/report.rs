@@ -20,6 +20,8 @@ pub(crate) struct Report {
     /// Nanoseconds since the daemon started: what turns two reports' counters into rates.
     pub(crate) uptime_ns: u64,
     pub(crate) config: Option<String>,
+    /// Whether it can make devices of this host; absent from one that does not say.
+    pub(crate) makes_devices: Option<bool>,
     /// The hosts that share limits with this one, if there are some.
     pub(crate) cluster: Option<Cluster>,
     /// Absent from a daemon that has no budget.

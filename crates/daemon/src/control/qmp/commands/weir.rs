@@ -182,6 +182,7 @@ query!(QueryStatus, "x-weir-query-status", |inventory| {
     let mut answer = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "uptime-ns": nanoseconds(inventory.uptime()),
+        "makes-devices": inventory.makes_devices(),
         "memory": memory(),
         "disks": inventory.disks().iter().map(list_disk).collect::<Vec<_>>(),
         "groups": inventory.groups().iter().map(|one| group(&inventory, one)).collect::<Vec<_>>(),
