@@ -794,6 +794,30 @@ fn a_daemon_that_makes_no_devices_is_not_asked_for_any() {
     daemon.stop();
 }
 
+#[test]
+fn a_daemon_keeps_a_disk_of_its_own_whose_name_is_attached() {
+    need_root("devices of this host");
+    let scratch = Scratch::new();
+    let name = name("own");
+    let (own, image) = (scratch.sparse("own.raw", MIB), scratch.sparse("disk.raw", 8 * MIB));
+    let address = format!("unix:{}", text(&scratch.socket("qmp")));
+    let daemon = Serve::new(&scratch)
+        .args([text(&own), "--name", &name, "--qmp", &address, "--sandbox", "off"])
+        .start();
+    let mut control = Qmp::negotiated(&scratch.socket("qmp"));
+    // Nobody uses it, and no export would stand in the way.
+    control.command("block-export-del", json!({ "id": name, "mode": "hard" }));
+    control.event("BLOCK_EXPORT_DELETED");
+    let attach = ["attach", "--fuse", "--qmp", &address, "--format", "raw", "--name", &name, text(&image)];
+    assert_says(&weir(&attach).fails(), &[&name, "has a disk or an export of this name", "--name"]);
+    assert!(!place(&name).exists());
+    let status = control.command("x-weir-query-status", json!({}));
+    let disks = status["disks"].as_array().expect("a list");
+    assert_eq!((disks.len(), &disks[0]["image"]), (1, &json!(text(&own))), "{status}");
+    drop(control);
+    daemon.stop();
+}
+
 /// In a sandbox too, as it began with a device.
 #[test]
 fn a_daemon_with_a_device_makes_others() {

@@ -79,7 +79,7 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
         ensure_unused(device, None, force)?;
     }
     keeper::remove_loops(place);
-    server::let_go(attached)?;
+    server::let_go(attached, place)?;
     let held = held.map_or_else(|| place.take_deserted(), |held| Ok(Some(held)))?;
     if let Some(held) = held {
         keeper::clear(place);

@@ -130,7 +130,7 @@ impl Made {
                 // What is mounted waits for one that only stands still.
                 server::check_answers(before, false)?;
             }
-            if wanted.way == Way::Fuse {
+            if before.is_some() && wanted.way == Way::Fuse {
                 // It died with its server.
                 clear(&place);
             }
@@ -256,7 +256,7 @@ impl Made {
         let Some((place, kept)) = self.kept.take() else { return };
         remove_loops(&place);
         if let Some(server) = self.server.take() {
-            let _ = server::check_answers(&server, true).and_then(|()| server::let_go(&server));
+            let _ = server::check_answers(&server, true).and_then(|()| server::let_go(&server, &place));
         }
         if let Some(process) = self.process.take() {
             // Its image is closed by then.
@@ -309,7 +309,8 @@ pub(super) fn remains(place: &Place) -> Attached {
     });
     let mut attached = at_first(&wanted, place);
     let file = server::fuse_file(place);
-    let served = server::device(&attached.qmp, &attached.export).ok();
+    let is_ours = !attached.daemon || place.has_asked();
+    let served = is_ours.then(|| server::device(&attached.qmp, &attached.export).ok()).flatten();
     attached.device = served.unwrap_or_else(|| file.clone());
     if attached.way == Way::Fuse
         && let Some(device) = place
@@ -331,7 +332,7 @@ pub(super) fn clear(place: &Place) {
     // One that has begun is asked, and not missed.
     let _ = place.await_server();
     remove_loops(place);
-    let _ = server::let_go(&at_first(&wanted, place));
+    let _ = server::let_go(&at_first(&wanted, place), place);
     if wanted.way == Way::Fuse {
         host::unmount_fuse(&server::fuse_file(place));
     }

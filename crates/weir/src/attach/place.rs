@@ -4,6 +4,7 @@
 //!   lock            held while the keeper lives, or a program that it runs for an attachment
 //!   wanted.json     what it was asked for, from the start
 //!   attached.json   what it has made, once all of it is there
+//!   asked           once a daemon was about to be asked for a disk of this name
 //!   loop            held while its loop device is removed
 //!   loop.json       which loop device was made
 //!   server          held while a server of its own lives
@@ -114,7 +115,7 @@ impl Place {
                 .create(&place.0)
                 .with_context(|| place.0.display().to_string())?;
             let path = place.file("lock");
-            let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path);
+            let file = fs::OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path);
             let file = match file {
                 Ok(file) => file,
                 // Whoever had it removes it just now.
@@ -297,6 +298,17 @@ impl Place {
 
     pub(super) fn set_attached(&self, attached: &Attached) -> anyhow::Result<()> {
         self.write("attached.json", attached)
+    }
+
+    /// Before a daemon, which has no disk and no export of this name, is asked for them.
+    pub(super) fn set_asked(&self) -> anyhow::Result<()> {
+        let path = self.file("asked");
+        fs::File::create(&path).map(drop).with_context(|| path.display().to_string())
+    }
+
+    /// Whether what a daemon has by this name is this attachment's.
+    pub(super) fn has_asked(&self) -> bool {
+        self.file("asked").exists() || self.attached().is_some()
     }
 
     pub(super) fn made_loop(&self) -> Option<Loop> {

@@ -10,7 +10,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, anyhow, bail, ensure};
 use nix::{
     sys::{
         signal::{Signal, kill},
@@ -179,6 +179,15 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
     let mut client = Client::connect(&target)?;
     // Before there is an export that may end.
     let watch = Client::connect(&target)?;
+    let (_, report) = client.status()?;
+    let is_taken = report.disks.iter().any(|disk| disk.name == wanted.name)
+        || report.exports.iter().any(|export| export.id == wanted.name);
+    ensure!(
+        !is_taken,
+        "{}: the daemon at {target} has a disk or an export of this name already (choose another --name)",
+        wanted.name
+    );
+    place.set_asked()?;
     described::node(&wanted.name, &wanted.image, &wanted.options)?.add(&mut client)?;
     let exported = export(wanted, place).and_then(|export| Ok(client.execute("block-export-add", export)?));
     if let Err(error) = exported {
@@ -249,8 +258,11 @@ pub(super) fn check_answers(attached: &Attached, force: bool) -> anyhow::Result<
 }
 
 /// Has the server let the device go, whoever uses it, and the disk with it. What has gone already
-/// is no error.
-pub(super) fn let_go(attached: &Attached) -> anyhow::Result<()> {
+/// is no error, nor what a daemon was never asked for.
+pub(super) fn let_go(attached: &Attached, place: &Place) -> anyhow::Result<()> {
+    if attached.daemon && !place.has_asked() {
+        return Ok(());
+    }
     let target: Target = attached.qmp.parse().map_err(anyhow::Error::msg)?;
     let mut client = match Client::connect(&target) {
         Ok(client) => client,
