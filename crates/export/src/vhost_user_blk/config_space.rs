@@ -67,7 +67,9 @@ fn whole(offer: &Offer, writeback: bool) -> [u8; BYTES] {
     let mut space = [0; BYTES];
     let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
     put(0, &(offer.size_bytes / SECTOR_BYTES).to_le_bytes());
-    put(12, &offer.max_segments.to_le_bytes());
+    // A request is no longer than its ring, with a header and a status.
+    let fitting = u32::from(offer.queue_size).saturating_sub(2).max(1);
+    put(12, &offer.max_segments.min(fitting).to_le_bytes());
     put(20, &offer.block_bytes.to_le_bytes());
     // Topology counts in blocks. Its first field is a power of two.
     let block = offer.block_bytes.max(1);
@@ -124,6 +126,15 @@ mod tests {
         assert_eq!((number(36, 4), number(40, 4), number(44, 4)), (1 << 21, 7, 8));
         assert_eq!((number(48, 4), number(52, 4), number(56, 4)), (1 << 21, 1, 1));
         assert_eq!(read(&offer(), false, 32, 1), [0]);
+    }
+
+    /// Without indirect descriptors, a longer request could never be placed.
+    #[test]
+    fn a_request_fits_into_the_ring() {
+        for (queue_size, expect) in [(1024, 126), (128, 126), (127, 125), (64, 62), (4, 2), (1, 1)] {
+            let space = read(&Offer { queue_size, ..offer() }, true, 12, 4);
+            assert_eq!(space, u32::to_le_bytes(expect), "{queue_size}");
+        }
     }
 
     #[test]

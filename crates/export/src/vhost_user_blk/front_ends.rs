@@ -3,11 +3,14 @@
 //!
 //! A disk has one front end at a time. Whoever else connects is soon turned away, so that a machine
 //! that was started twice says so instead of waiting for ever. A front end that has gone, or is
-//! about to, turns nobody away: the next one waits until its rings have ended.
+//! about to, turns nobody away: the next one waits until its rings have ended. Nor does one that
+//! has been here for a while and never said anything, which has to go then; unless somebody wants
+//! its place, it may be silent, as machines are to which a disk is plugged later.
 //!
 //! ```text
 //!   connects ──► nobody here ──────────────────────► served
 //!            ──► one is served, and stays ─────────► turned away, and may try again
+//!            ──► one is here, and long silent ─────► that one has to go, then served
 //!            ──► the last one hangs up by then ────► waits in the socket's queue, then served
 //! ```
 //!
@@ -31,7 +34,7 @@ use block::{
 use policy::time::{Duration, Instant};
 use rustix::{
     io::Errno,
-    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
+    net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown, socket_with},
 };
 
 /// Between attempts to connect: doubled from the first to the last.
@@ -41,6 +44,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 const GOOD: Duration = Duration::from_secs(1);
 /// By then a front end that was killed has hung up: its process ends after its successor has begun.
 const GRACE: Duration = Duration::from_millis(250);
+/// So long may a front end that has said nothing keep others out, as long as one may take for a
+/// message.
+const SILENCE: Duration = Duration::from_secs(10);
 /// Between attempts to accept while descriptors or memory are short.
 const SHORTAGE: Duration = Duration::from_secs(1);
 
@@ -53,6 +59,7 @@ pub struct FrontEnds {
     /// One that is connected already.
     first: Option<Fd>,
     refusals: Seldom,
+    silence: Duration,
 }
 
 #[derive(Debug)]
@@ -69,13 +76,16 @@ enum Way {
 impl FrontEnds {
     /// Those of the export `id` that connect to a listening Unix socket.
     pub fn listen(id: &str, listener: Fd) -> Self {
-        Self { id: id.into(), way: Way::Listen(listener), first: None, refusals: Seldom::default() }
+        Self::by(id, Way::Listen(listener))
     }
 
     /// The one that listens at `path`, whenever it does.
     pub fn call(id: &str, path: PathBuf) -> Self {
-        let way = Way::Call { path, pause: Duration::ZERO, told: String::new() };
-        Self { id: id.into(), way, first: None, refusals: Seldom::default() }
+        Self::by(id, Way::Call { path, pause: Duration::ZERO, told: String::new() })
+    }
+
+    fn by(id: &str, way: Way) -> Self {
+        Self { id: id.into(), way, first: None, refusals: Seldom::default(), silence: SILENCE }
     }
 
     /// This one is here already.
@@ -84,10 +94,15 @@ impl FrontEnds {
     }
 
     /// Serves front ends by `serve`, one at a time, for ever; dropping the future ends it.
+    /// `is_silent` tells whether the one that is served has yet to say anything.
     ///
     /// # Errors
     /// The socket cannot be listened on, or has a path that none can have.
-    pub async fn serve<F: Future<Output = ()>>(&mut self, mut serve: impl FnMut(Fd) -> F) -> io::Result<()> {
+    pub async fn serve<F: Future<Output = ()>>(
+        &mut self,
+        is_silent: impl Fn() -> bool,
+        mut serve: impl FnMut(Fd) -> F,
+    ) -> io::Result<()> {
         loop {
             let socket = match self.first.take() {
                 Some(socket) => socket,
@@ -96,7 +111,7 @@ impl FrontEnds {
             let began = reactor::now();
             {
                 let mut served = pin!(serve(socket.clone()));
-                let mut others = pin!(self.turn_away_others(&socket));
+                let mut others = pin!(self.turn_away_others(&socket, &is_silent));
                 let over = poll_fn(|context| match served.as_mut().poll(context) {
                     Poll::Ready(()) => Poll::Ready(Ok(())),
                     Poll::Pending => others.as_mut().poll(context),
@@ -137,11 +152,21 @@ impl FrontEnds {
     }
 
     /// Never ends but with an error: see [`FrontEnds::serve`].
-    async fn turn_away_others(&self, current: &Fd) -> io::Result<()> {
+    async fn turn_away_others(&self, current: &Fd, is_silent: impl Fn() -> bool) -> io::Result<()> {
         let Way::Listen(listener) = &self.way else { return pending().await };
+        let began = reactor::now();
         loop {
             op::readable(listener).await?;
             if reactor::timeout(GRACE, op::hung_up(current)).await.is_ok() {
+                return pending().await;
+            }
+            if is_silent() && reactor::now() - began >= self.silence {
+                tracing::warn!(
+                    export = %self.id,
+                    "a front end that has said nothing is disconnected: another wants its place"
+                );
+                // Of one that has hung up meanwhile, that is all there is to do.
+                let _ = shutdown(current, Shutdown::Both);
                 return pending().await;
             }
             drop(accept(&self.id, listener, &self.refusals).await?);

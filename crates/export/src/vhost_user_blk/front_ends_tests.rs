@@ -2,7 +2,7 @@
 
 use std::{
     cell::Cell,
-    io::Read as _,
+    io::{Read as _, Write as _},
     net::Shutdown,
     os::unix::net::{UnixDatagram, UnixListener, UnixStream},
     path::Path,
@@ -30,6 +30,8 @@ struct Owner {
     news: Signal,
     /// Whether rings take their time.
     slow: Cell<bool>,
+    /// Whether the one that is served has said something.
+    spoke: Cell<bool>,
     hung_up: Signal,
     ended: Signal,
 }
@@ -37,6 +39,7 @@ struct Owner {
 impl Owner {
     async fn serve(self: Rc<Self>, socket: Fd) {
         self.came.set(self.came.get() + 1);
+        self.spoke.set(false);
         self.news.raise();
         let mut buffer = Buffer::new(1);
         loop {
@@ -45,6 +48,8 @@ impl Owner {
             if !matches!(result, Ok(1..)) {
                 break;
             }
+            self.spoke.set(true);
+            self.news.raise();
         }
         if self.slow.get() {
             self.hung_up.raise();
@@ -65,10 +70,9 @@ impl Owner {
 fn spawn(mut front_ends: FrontEnds) -> (Rc<Owner>, reactor::JoinHandle<io::Result<()>>) {
     let owner = Rc::<Owner>::default();
     let serving = Rc::clone(&owner);
-    let task =
-        reactor::spawn_joinable(
-            async move { front_ends.serve(|socket| Rc::clone(&serving).serve(socket)).await },
-        );
+    let task = reactor::spawn_joinable(async move {
+        front_ends.serve(|| !serving.spoke.get(), |socket| Rc::clone(&serving).serve(socket)).await
+    });
     (owner, task)
 }
 
@@ -138,6 +142,46 @@ fn a_second_front_end_is_turned_away_until_the_first_has_gone() {
 }
 
 #[test]
+fn one_that_says_nothing_has_to_go_when_another_comes() {
+    real(async {
+        let directory = directory("silent");
+        let (mut front_ends, path) = listener(&directory);
+        front_ends.silence = Duration::ZERO;
+        let (owner, task) = spawn(front_ends);
+        let silent = UnixStream::connect(&path).expect("it listens");
+        owner.has_seen(1).await;
+        let mut second = UnixStream::connect(&path).expect("it listens");
+        turned_away(silent).await;
+        owner.has_seen(2).await;
+        // Who has said something stays, and others do not.
+        second.write_all(&[1]).expect("connected");
+        while !owner.spoke.get() {
+            owner.news.wait().await;
+        }
+        turned_away(UnixStream::connect(&path).expect("it listens")).await;
+        assert_eq!(owner.came.get(), 2);
+        task.cancel().await;
+        std::fs::remove_dir_all(directory).expect("removed");
+    });
+}
+
+#[test]
+fn one_that_says_nothing_stays_for_a_while() {
+    real(async {
+        let directory = directory("quiet");
+        let (mut front_ends, path) = listener(&directory);
+        front_ends.silence = Duration::from_secs(3600);
+        let (owner, task) = spawn(front_ends);
+        let _silent = UnixStream::connect(&path).expect("it listens");
+        owner.has_seen(1).await;
+        turned_away(UnixStream::connect(&path).expect("it listens")).await;
+        assert_eq!(owner.came.get(), 1);
+        task.cancel().await;
+        std::fs::remove_dir_all(directory).expect("removed");
+    });
+}
+
+#[test]
 fn the_next_front_end_waits_until_the_rings_of_the_last_have_ended() {
     real(async {
         let directory = directory("rings");
@@ -194,7 +238,10 @@ fn why_nobody_can_be_called_is_told() {
         let mut front_ends = FrontEnds::call("e", path.clone());
         let mut told = async || {
             let few = Duration::from_secs(5);
-            assert!(reactor::timeout(few, front_ends.serve(async |_| {})).await.is_err(), "it goes on");
+            assert!(
+                reactor::timeout(few, front_ends.serve(|| false, async |_| {})).await.is_err(),
+                "it goes on"
+            );
             match &front_ends.way {
                 Way::Call { told, .. } => told.clone(),
                 Way::Listen(_) => unreachable!("it calls"),
@@ -233,7 +280,7 @@ fn a_socket_of_another_kind_is_called_until_the_right_one_is_there() {
 fn nobody_can_be_called_at_what_is_no_path() {
     real(async {
         let long = PathBuf::from("x".repeat(200));
-        let error = FrontEnds::call("e", long).serve(async |_| {}).await.expect_err("too long");
+        let error = FrontEnds::call("e", long).serve(|| false, async |_| {}).await.expect_err("too long");
         assert_eq!(error.raw_os_error(), Some(libc::ENAMETOOLONG));
     });
 }

@@ -81,6 +81,8 @@ pub struct Server {
     /// The number of its process, or 0.
     front_end: AtomicU32,
     served: AtomicBool,
+    /// The front end that is connected has yet to say anything.
+    silent: AtomicBool,
     queues: AtomicUsize,
     stopping: AtomicBool,
     resting: AtomicBool,
@@ -105,6 +107,7 @@ impl Server {
             connected: AtomicUsize::new(0),
             front_end: AtomicU32::new(0),
             served: AtomicBool::new(false),
+            silent: AtomicBool::new(false),
             queues: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),
             resting: AtomicBool::new(false),
@@ -127,7 +130,8 @@ impl Server {
             front_ends.begin_with(arrived.socket.clone());
         }
         while !self.stopping.load(SeqCst) {
-            let serving = front_ends.serve(|socket| self.attend(socket, threads.clone()));
+            let is_silent = || self.silent.load(SeqCst);
+            let serving = front_ends.serve(is_silent, |socket| self.attend(socket, threads.clone()));
             if let First::One(result) = first(serving, self.until_nobody_is_let_in()).await {
                 return result;
             }
@@ -240,6 +244,7 @@ impl Server {
         // Before the size is looked at: what changes later is told.
         let resizes = self.resizes.load(SeqCst);
         let arrived = self.arrived().take();
+        self.silent.store(arrived.is_none(), SeqCst);
         let connection = if let Some(arrived) = arrived {
             Connection::taken_over(Arc::clone(id), arrived)
         } else {
@@ -370,7 +375,10 @@ impl Attendance<'_> {
         });
         match first(ours, self.connection.step()).await {
             First::One(First::One(news) | First::Other(news)) => Ok(news),
-            First::Other(effect) => Ok(effect?.map_or(News::Changed, News::Effect)),
+            First::Other(effect) => {
+                self.server.silent.store(false, SeqCst);
+                Ok(effect?.map_or(News::Changed, News::Effect))
+            }
         }
     }
 
