@@ -48,8 +48,58 @@ fn exports(qmp: &mut Qmp) -> Vec<Value> {
     status["exports"].as_array().expect("a list").clone()
 }
 
+/// Bytes of the device's configuration, from `offset` on.
+fn configuration(front_end: &mut UnixStream, offset: u32, count: u32) -> Vec<u8> {
+    // VHOST_USER_SET_PROTOCOL_FEATURES, with CONFIG; then VHOST_USER_GET_CONFIG.
+    let ask = [16_u32.to_le_bytes(), 1_u32.to_le_bytes(), 8_u32.to_le_bytes()].concat();
+    front_end.write_all(&[ask, (1_u64 << 9).to_le_bytes().to_vec()].concat()).expect("it reads");
+    let words = [24, 1, 12 + count, offset, count, 0].map(u32::to_le_bytes).concat();
+    front_end.write_all(&[words, vec![0; count as usize]].concat()).expect("it reads");
+    let mut answer = vec![0; 24 + count as usize];
+    front_end.read_exact(&mut answer).expect("an answer in time");
+    answer.split_off(24)
+}
+
 const READ_ONLY: u64 = 1 << 5;
 const DISCARD: u64 = 1 << 13;
+const WRITE_ZEROES: u64 = 1 << 14;
+
+#[test]
+fn what_is_said_of_a_machine_at_the_control_socket_is_offered_to_it() {
+    let scratch = Scratch::new();
+    let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
+    let weir = Serve::new(&scratch)
+        .arg(scratch.sparse("disk.raw", MIB))
+        .args(["--qmp", &format!("unix:{}", text(&control))])
+        .start();
+    let mut qmp = Qmp::negotiated(&control);
+    let add = |more: Value| {
+        let mut add = json!({"type": "vhost-user-blk", "id": "e", "node-name": "disk", "writable": true,
+            "addr": {"type": "unix", "path": text(&socket)}});
+        add.as_object_mut().expect("it is one").extend(more.as_object().expect("it is one").clone());
+        add
+    };
+    let (segments, cache) = ((12, 4), (32, 1));
+    for (more, offered, most_segments, write_cache) in [
+        (json!({}), DISCARD | WRITE_ZEROES, 126_u32, 1),
+        (json!({"discard": false, "write-zeroes": false, "queue-size": 64, "writethrough": true}), 0, 62, 0),
+    ] {
+        qmp.command("block-export-add", add(more));
+        let mut machine = front_end(&socket);
+        assert_eq!(features(&mut machine) & (DISCARD | WRITE_ZEROES), offered);
+        assert_eq!(configuration(&mut machine, segments.0, segments.1), most_segments.to_le_bytes());
+        assert_eq!(configuration(&mut machine, cache.0, cache.1), [write_cache]);
+        qmp.command("block-export-del", json!({"id": "e", "mode": "hard"}));
+        qmp.event("BLOCK_EXPORT_DELETED");
+    }
+    let nbd = json!({"type": "nbd", "id": "n", "node-name": "disk", "name": "n", "writethrough": true});
+    let (_, said) = qmp.refused("block-export-add", nbd);
+    assert_says(&said, &["writethrough", "cache = \"writethrough\""]);
+    // One that listens itself is called, which this sandbox does not let it.
+    let (_, said) = qmp.refused("block-export-add", add(json!({"client": true})));
+    assert_says(&said, &["does not let this daemon call a virtual machine"]);
+    weir.stop();
+}
 
 #[test]
 fn a_machine_is_served_beside_other_clients() {

@@ -24,6 +24,9 @@ pub struct Ublk {
     pub discard: bool,
     /// Whether WRITE_ZEROES is offered.
     pub write_zeroes: bool,
+    /// Whether writes may stay in a cache until the kernel flushes them; never of a disk whose
+    /// cache mode keeps none.
+    pub write_cache: bool,
     /// Refuses writes though the disk takes them.
     pub read_only: bool,
     /// Made for the user who serves it, who need not be root.
@@ -38,6 +41,7 @@ impl Default for Ublk {
             queue_depth: DEFAULT_QUEUE_DEPTH,
             discard: true,
             write_zeroes: true,
+            write_cache: true,
             read_only: false,
             unprivileged: false,
         }
@@ -67,6 +71,7 @@ impl Keyed for Ublk {
         vec![
             ("discard", &mut self.discard),
             ("write-zeroes", &mut self.write_zeroes),
+            ("write-cache", &mut self.write_cache),
             ("read-only", &mut self.read_only),
             ("unprivileged", &mut self.unprivileged),
         ]
@@ -118,7 +123,12 @@ mod tests {
 
     #[test]
     fn what_is_said_is_read_and_said_again() {
-        for text in ["", "0", "3,queues=4,queue-depth=64", ",discard=off,write-zeroes=off,read-only=on"] {
+        for text in [
+            "",
+            "0",
+            "3,queues=4,queue-depth=64",
+            ",discard=off,write-zeroes=off,write-cache=off,read-only=on",
+        ] {
             assert_eq!(text.parse::<Ublk>().unwrap().to_string(), text);
         }
         let short: Ublk = "queues=2,read-only,unprivileged".parse().unwrap();

@@ -83,6 +83,9 @@ pub struct VhostUserBlk {
     pub discard: bool,
     /// Whether WRITE_ZEROES is offered.
     pub write_zeroes: bool,
+    /// Whether writes may stay in a cache until the guest flushes them, unless it says otherwise;
+    /// never of a disk whose cache mode keeps none.
+    pub write_cache: bool,
     /// Refuses writes though the disk takes them.
     pub read_only: bool,
 }
@@ -98,6 +101,7 @@ impl VhostUserBlk {
             serial: None,
             discard: true,
             write_zeroes: true,
+            write_cache: true,
             read_only: false,
         }
     }
@@ -106,7 +110,7 @@ impl VhostUserBlk {
     ///
     /// # Errors
     /// The rule that is broken.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), String> {
         if self.client && self.socket.path().is_none() {
             return Err(
                 "client: weir connects to unix:PATH (a socket that is passed is listened at)".to_owned()
@@ -143,6 +147,7 @@ impl Keyed for VhostUserBlk {
         vec![
             ("discard", &mut self.discard),
             ("write-zeroes", &mut self.write_zeroes),
+            ("write-cache", &mut self.write_cache),
             ("read-only", &mut self.read_only),
             ("client", &mut self.client),
         ]
@@ -219,7 +224,7 @@ mod tests {
         for text in [
             "unix:/run/vm1.sock",
             "unix:vm1.sock,queues=4,queue-size=128,serial=disk-1",
-            "unix:/s,discard=off,write-zeroes=off,read-only=on,client=on",
+            "unix:/s,discard=off,write-zeroes=off,write-cache=off,read-only=on,client=on",
             "fd:vm1,queues=4",
         ] {
             assert_eq!(text.parse::<VhostUserBlk>().unwrap().to_string(), text);

@@ -54,7 +54,8 @@ fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &Ublk) -> Off
         discard: settings.discard,
         write_zeroes: settings.write_zeroes,
         // Of the others each write is durable, whatever the kernel says.
-        write_cache: !matches!(cache, CacheMode::Writethrough | CacheMode::Directsync),
+        write_cache: settings.write_cache
+            && !matches!(cache, CacheMode::Writethrough | CacheMode::Directsync),
         // File systems take it for the size of a sector, and know none above a page.
         physical_block_bytes: best.min(4096),
         optimal_io_bytes: best.max(4096),

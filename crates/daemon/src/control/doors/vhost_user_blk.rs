@@ -60,7 +60,8 @@ fn statistics(statistics: Statistics) -> Value {
 
 fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlk) -> Offer {
     // Of the others each write is durable, whatever the guest says.
-    let write_cache = !matches!(cache, CacheMode::Writethrough | CacheMode::Directsync);
+    let write_cache =
+        settings.write_cache && !matches!(cache, CacheMode::Writethrough | CacheMode::Directsync);
     let standard = Offer::default();
     let sizes = disk.image().block_size();
     let best = sizes.preferred.clamp(standard.block_bytes, 1 << 20).next_power_of_two();

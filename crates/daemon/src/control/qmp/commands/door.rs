@@ -8,6 +8,9 @@ use crate::control::qmp::{arguments::Arguments, error::Error};
 
 pub(super) const TYPES: [&str; 4] = ["vhost-user-blk", "fuse", "x-ublk", "x-nbd-device"];
 
+/// Those whose clients are told whether there is a write cache, and by that flush or not.
+pub(super) const WITH_WRITE_CACHE: [&str; 2] = ["vhost-user-blk", "x-ublk"];
+
 pub(super) fn read(kind: &str, arguments: &mut Arguments) -> Result<Door, Error> {
     Ok(match kind {
         "vhost-user-blk" => Door::VhostUserBlk(machine(arguments)?),
@@ -16,25 +19,31 @@ pub(super) fn read(kind: &str, arguments: &mut Arguments) -> Result<Door, Error>
             if file.is_empty() {
                 return Err(Error::rule("mountpoint", "is empty; write the path of a regular file"));
             }
-            Door::Fuse(with_keys(arguments, Fuse::at(file.into()))?)
+            Door::Fuse(with_keys(arguments, Fuse::at(file.into()), &[])?)
         }
         "x-ublk" => {
             // Fits.
             let number = arguments.number("number", 0..=(1 << 20) - 1)?.map(|number| number as u32);
-            Door::Ublk(with_keys(arguments, Ublk { number, ..Ublk::default() })?)
+            let write_cache = !writethrough(arguments)?;
+            Door::Ublk(with_keys(
+                arguments,
+                Ublk { number, write_cache, ..Ublk::default() },
+                &["write-cache"],
+            )?)
         }
         _ => {
             let device: Option<String> = arguments.optional("device")?;
             let device = device.as_deref().unwrap_or("auto").parse();
             let device: NbdDevice = device.map_err(|rule: String| Error::rule("device", rule))?;
-            Door::NbdDevice(with_keys(arguments, device)?)
+            Door::NbdDevice(with_keys(arguments, device, &[])?)
         }
     })
 }
 
-/// The keys of a door; that it is read-only is said by `writable`.
-fn with_keys<K: Keyed>(arguments: &mut Arguments, mut keyed: K) -> Result<K, Error> {
-    for key in K::VALUES {
+/// The keys of a door, but for those that QEMU has by other names; that it is read-only is said by
+/// `writable`.
+fn with_keys<K: Keyed>(arguments: &mut Arguments, mut keyed: K, others: &[&str]) -> Result<K, Error> {
+    for key in K::VALUES.iter().filter(|key| !others.contains(key)) {
         let text = match arguments.optional::<Value>(key)? {
             None => continue,
             Some(Value::String(text)) => text,
@@ -43,12 +52,18 @@ fn with_keys<K: Keyed>(arguments: &mut Arguments, mut keyed: K) -> Result<K, Err
         };
         keyed.set(key, &text).map_err(|rule| Error::rule(&arguments.name_of(key), rule))?;
     }
-    for (key, flag) in keyed.flags().into_iter().filter(|(key, _)| *key != "read-only") {
+    let is_own = |key: &str| key != "read-only" && !others.contains(&key);
+    for (key, flag) in keyed.flags().into_iter().filter(|(key, _)| is_own(key)) {
         if let Some(on) = arguments.optional(key)? {
             *flag = on;
         }
     }
     Ok(keyed)
+}
+
+/// QEMU's name for a device without a write cache.
+fn writethrough(arguments: &mut Arguments) -> Result<bool, Error> {
+    Ok(arguments.optional("writethrough")?.unwrap_or(false))
 }
 
 /// As QEMU's `BlockExportOptionsVhostUserBlk`, with one queue if nothing is said.
@@ -73,6 +88,58 @@ fn machine(arguments: &mut Arguments) -> Result<VhostUserBlk, Error> {
         return Err(Error::rule("logical-block-size", "is 512 here, of every disk"));
     }
     let queues = arguments.number("num-queues", 1..=256)?.unwrap_or(1);
+    let write_cache = !writethrough(arguments)?;
     // From 1 to 256.
-    Ok(VhostUserBlk { queues: queues as u16, ..VhostUserBlk::at(socket) })
+    let machine = VhostUserBlk { queues: queues as u16, write_cache, ..VhostUserBlk::at(socket) };
+    let machine = with_keys(arguments, machine, &["queues", "write-cache"])?;
+    machine.check().map_err(Error::generic)?;
+    Ok(machine)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// The door as the command line has it, or what is wrong.
+    fn told(kind: &str, arguments: Value) -> Result<String, String> {
+        let mut arguments = Arguments::of(arguments);
+        let door = read(kind, &mut arguments).map_err(|error| error.to_string())?;
+        arguments.finish().map_err(|error| error.to_string())?;
+        Ok(door.to_string())
+    }
+
+    #[test]
+    fn a_machine_has_the_keys_of_the_config_file() {
+        let addr = json!({ "type": "unix", "path": "/s" });
+        let machine = json!({
+            "addr": addr, "num-queues": 4, "queue-size": 64, "serial": "disk-1", "discard": false,
+            "write-zeroes": false, "client": true, "writethrough": true, "logical-block-size": 512,
+        });
+        let expect = "unix:/s,queues=4,queue-size=64,serial=disk-1,discard=off,write-zeroes=off,write-cache=off,client=on";
+        assert_eq!(told("vhost-user-blk", machine).unwrap(), expect);
+        assert_eq!(told("vhost-user-blk", json!({ "addr": addr })).unwrap(), "unix:/s,queues=1");
+        for (wrong, said) in [
+            (json!({ "addr": addr, "queue-size": 100 }), "a power of two from 4 to 32768"),
+            (json!({ "addr": addr, "serial": "x".repeat(21) }), "20 at most"),
+            (json!({ "addr": addr, "client": "yes" }), "client"),
+            // QEMU calls them otherwise.
+            (json!({ "addr": addr, "queues": 4 }), "queues"),
+            (json!({ "addr": addr, "write-cache": false }), "write-cache"),
+            (json!({ "addr": { "type": "fd", "str": "a" }, "client": true }), "weir connects to unix:PATH"),
+        ] {
+            let error = told("vhost-user-blk", wrong.clone()).unwrap_err();
+            assert!(error.contains(said), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_device_without_a_write_cache_is_writethrough() {
+        assert_eq!(
+            told("x-ublk", json!({ "writethrough": true, "queues": 2 })).unwrap(),
+            ",queues=2,write-cache=off"
+        );
+        assert_eq!(told("x-ublk", json!({ "writethrough": false })).unwrap(), "");
+    }
 }

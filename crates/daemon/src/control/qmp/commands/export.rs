@@ -56,7 +56,7 @@ impl Command for BlockExportAdd {
             return Err(Error::generic("Invalid block export id"));
         }
         let node: String = arguments.required("node-name")?;
-        refuse_unsupported(arguments)?;
+        refuse_unsupported(arguments, types[kind])?;
         let kind = match kind {
             0 => Kind::Nbd(Nbd::read(arguments, &node)?),
             own => {
@@ -171,8 +171,8 @@ fn access(arguments: &mut Arguments) -> Result<Access, Error> {
 }
 
 /// What QEMU has and weir does not: refused by name, unless it asks for what is so anyway.
-fn refuse_unsupported(arguments: &mut Arguments) -> Result<(), Error> {
-    if arguments.optional("writethrough")?.unwrap_or(false) {
+fn refuse_unsupported(arguments: &mut Arguments, kind: &str) -> Result<(), Error> {
+    if !door::WITH_WRITE_CACHE.contains(&kind) && arguments.optional("writethrough")?.unwrap_or(false) {
         return Err(Error::rule(
             "writethrough",
             "is the disk's to say here (serve it with cache = \"writethrough\")",
