@@ -120,6 +120,46 @@ fn weir_reads_an_image_that_qemu_writes_if_told_to_share() {
 }
 
 #[test]
+fn an_image_that_is_served_is_resized_by_its_daemon() {
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
+    let directory = image.parent().expect("it has one");
+    let control = scratch.socket("control");
+    let address = format!("unix:{}", text(&control));
+    let weir = Serve::new(&scratch)
+        .behind(["env", "-C", text(directory)])
+        // As it lies there, from where the daemon works.
+        .args(["disk.qcow2", "-f", "qcow2", "--name", "vm1", "--qmp", &address])
+        .start();
+    let size = || Client::new("nbdinfo").args(["--size", &weir.uri("vm1")]).succeeds();
+    let resize =
+        |options: &[&str]| weir_image(&["resize"]).args(options).arg(&image).env("WEIR_QMP", &address);
+    let said = resize(&[]).arg("+1M").succeeds();
+    assert_says(&said, &[&format!("by the daemon at {address}, which serves it as vm1")]);
+    assert_eq!(size().trim(), (2 * MIB).to_string());
+    let refused = resize(&[]).arg("1M").run();
+    assert_eq!(refused.code(), 2);
+    assert_says(&refused.said(), &["would be lost", "--shrink"]);
+    assert_eq!(resize(&["--shrink", "--quiet"]).arg("1536K").succeeds(), "");
+    assert_eq!(size().trim(), (3 * MIB / 2).to_string());
+    for (options, why) in [
+        (&["-f", "raw"][..], "serves it as qcow2, not as raw"),
+        (&["--preallocation", "falloc"], "sets nothing aside"),
+    ] {
+        let refused = resize(options).arg("+1M").run();
+        assert_eq!(refused.code(), 2);
+        assert_says(&refused.said(), &[why]);
+    }
+    // Another daemon has it than the one that is asked.
+    let elsewhere = resize(&[]).arg("+1M").env("WEIR_QMP", format!("unix:{}", text(&scratch.path("none"))));
+    assert_says(&elsewhere.fails(), &["disk.qcow2: locked for writing", "WEIR_QMP", "`block_resize`"]);
+    assert_eq!(size().trim(), (3 * MIB / 2).to_string());
+    weir.stop();
+    assert_says(&weir_image(&["info", text(&image)]).succeeds(), &["1572864"]);
+}
+
+#[test]
 fn weir_refuses_to_write_what_qemu_reads() {
     let scratch = Scratch::new();
     // Of a raw image that it only reads, QEMU bears that others write to it.

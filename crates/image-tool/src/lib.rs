@@ -40,11 +40,13 @@ mod snapshot;
 mod source;
 mod unfinished;
 
+use std::path::Path;
+
 use clap::{Args, Subcommand, ValueEnum};
 use console::Failure;
 
 // For the daemon, which answers QMP's `query-block` with the `ImageInfo` that `info` prints.
-pub use self::{elsewhere::advise, info::describe, opening::beside};
+pub use self::{elsewhere::advise, info::describe, opening::beside, resize::Served};
 
 /// What to do with images.
 #[derive(Debug, Subcommand)]
@@ -84,11 +86,11 @@ pub enum Command {
     Rebase(rebase::Arguments),
 }
 
-/// Does it.
+/// Does it. `serving` finds the disk that a running daemon serves from an image.
 ///
 /// # Errors
 /// Whatever keeps it from being done.
-pub fn run(command: Command) -> Result<(), Failure> {
+pub fn run(command: Command, serving: fn(&Path) -> Option<Served>) -> Result<(), Failure> {
     match command {
         Command::Create(arguments) => create::run(arguments),
         Command::Check(arguments) => check::run(arguments),
@@ -98,7 +100,7 @@ pub fn run(command: Command) -> Result<(), Failure> {
         Command::Convert(arguments) => convert::run(arguments),
         Command::Compare(arguments) => compare::run(arguments),
         Command::Map(arguments) => map::run(arguments),
-        Command::Resize(arguments) => resize::run(arguments),
+        Command::Resize(arguments) => resize::run(arguments, serving),
         Command::Commit(arguments) => commit::run(arguments),
         Command::Rebase(arguments) => rebase::run(arguments),
     }

@@ -1,6 +1,11 @@
 //! `weir image resize`: gives a disk another size, with the options of `qemu-img resize`.
 //!
+//! An image that a running daemon has open is that daemon's to change: it is asked, and whoever has
+//! the disk sees the new size.
+//!
 //! Never makes it smaller unless `--shrink` says that what is cut off may go.
+
+use std::path::Path;
 
 use anyhow::{Context as _, anyhow, bail};
 use block::{
@@ -25,6 +30,9 @@ Examples:
       100 GiB, and the room for what is added is set aside.
   weir image resize -f raw --shrink vm1.raw 20G
       20 GiB; what was behind that is gone.
+
+An image that a running daemon serves is resized by it, and its clients see that; the daemon is the one \
+that WEIR_QMP names, or the one that `weir status` asks.
 
 Exit status: 0 resized, 1 failed, 2 wrong use of the command line.";
 
@@ -65,16 +73,37 @@ fn change(text: &str) -> Result<Change, String> {
     }
 }
 
+/// A disk that a running daemon serves from an image.
+pub struct Served {
+    /// What it is called there.
+    pub name: String,
+    /// The daemon's control socket.
+    pub daemon: String,
+    /// Of the image, as the daemon has it open.
+    pub format: String,
+    /// How large the disk is.
+    pub size_bytes: u64,
+    /// Has the daemon give it so many bytes; fails with what the daemon says.
+    pub resize: Box<dyn FnOnce(u64) -> anyhow::Result<()>>,
+}
+
 const PIECE: u64 = 1 << 20;
 
 /// On failure the size is what it was, unless not even that could be written.
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) -> Result<(), Failure> {
     let mut keys = arguments.keys.read()?;
     on_reactor(async move {
         let Subject { file, format } = &arguments.subject;
         let name = arguments.subject.name();
         let how = How { write: true, ..How::default() };
-        let image = disk::open(file, *format, how, &mut keys).await.map_err(say_where)?;
+        let image = match disk::open(file, *format, how, &mut keys).await {
+            Ok(image) => image,
+            Err(error) if error.is::<OpenError>() => {
+                let served = serving(file).ok_or_else(|| say_where(error))?;
+                return resize_served(served, &arguments);
+            }
+            Err(error) => return Err(error.into()),
+        };
         keys.check_used()?;
         let old = image.size_bytes();
         let size = wanted(arguments.size, old).with_context(|| name.clone()).map_err(Failure::Usage)?;
@@ -98,11 +127,36 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     })
 }
 
+/// Where the disk is served.
+fn resize_served(served: Served, arguments: &Arguments) -> Result<(), Failure> {
+    let Served { name, daemon, format, size_bytes: old, resize } = served;
+    let of = arguments.subject.name();
+    let usage = |what: String| Failure::Usage(anyhow!("{of}: {what}"));
+    if let Some(given) = arguments.subject.format.filter(|given| given.name() != format) {
+        return Err(usage(format!(
+            "the daemon at {daemon} serves it as {format}, not as {} (leave -f out)",
+            given.name()
+        )));
+    }
+    if arguments.preallocation != Preallocation::Off {
+        return Err(usage(format!(
+            "the daemon at {daemon} serves it, and sets nothing aside (leave --preallocation out)"
+        )));
+    }
+    let size = wanted(arguments.size, old).with_context(|| of.clone()).map_err(Failure::Usage)?;
+    check_loss(old, size, arguments.shrink).with_context(|| of.clone()).map_err(Failure::Usage)?;
+    resize(size).with_context(|| of.clone())?;
+    if !arguments.quiet {
+        print(&format!("Image resized by the daemon at {daemon}, which serves it as {name}.\n"))?;
+    }
+    Ok(())
+}
+
 /// What weir serves is resized where it is served.
 fn say_where(error: anyhow::Error) -> anyhow::Error {
     match error.downcast::<OpenError>() {
-        Ok(served) if served.holder.as_deref() == Some("weir") => {
-            let remedy = "if it is served, resize the disk by `block_resize` at the control socket, --qmp";
+        Ok(served) if served.holder.as_deref().is_some_and(|name| name.starts_with("weir")) => {
+            let remedy = "if it is served, name the daemon's control socket in WEIR_QMP: then this asks it for the size, as `block_resize` does";
             OpenError { remedy: remedy.to_owned(), ..served }.into()
         }
         Ok(error) => error.into(),
@@ -121,12 +175,17 @@ fn wanted(change: Change, old: u64) -> anyhow::Result<u64> {
     size.ok_or_else(|| anyhow!("has {old} bytes, which leaves no size that can be (choose another change)"))
 }
 
-fn check(image: &Image, old: u64, size: u64, arguments: &Arguments) -> anyhow::Result<()> {
-    if size < old && !arguments.shrink {
+fn check_loss(old: u64, size: u64, shrink: bool) -> anyhow::Result<()> {
+    if size < old && !shrink {
         bail!(
             "has {old} bytes, and {size} are less: what lies behind them would be lost (give --shrink if it may)"
         );
     }
+    Ok(())
+}
+
+fn check(image: &Image, old: u64, size: u64, arguments: &Arguments) -> anyhow::Result<()> {
+    check_loss(old, size, arguments.shrink)?;
     if size <= old && arguments.preallocation != Preallocation::Off {
         bail!("--preallocation is about what is added, and nothing is (leave it out)");
     }

@@ -12,6 +12,7 @@
 //!   reload               the config file is read again
 //!   resume               disks that an error has stopped go on
 //!   saving               what these two share: a change, told to the daemon and kept in the config file
+//!   served               the disk that a daemon serves from an image, for `weir image`
 //!   mount_helper         `mount -t weir`, which is `attach`
 //!   complete, generate   what shells complete; manual pages and the shells' scripts
 //!   qemu                 `qemu-nbd` and `qemu-storage-daemon`, which are `serve`
@@ -38,6 +39,7 @@ mod record;
 mod reload;
 mod resume;
 mod saving;
+mod served;
 mod status;
 mod throttle;
 mod top;
@@ -98,7 +100,7 @@ pub fn main() -> ExitCode {
         Command::Resume(arguments) => resume::run(arguments),
         Command::Top(arguments) => top::run(arguments),
         Command::Probe(arguments) => lab::probe::run(arguments),
-        Command::Image(command) => image_tool::run(*command),
+        Command::Image(command) => image_tool::run(*command, served::find),
         Command::Cgroup(command) => cgroup::run(command),
         Command::DockerPlugin(arguments) => container::run(arguments),
         Command::Bench(arguments) => lab::bench::run(*arguments),

@@ -1,0 +1,43 @@
+//! The disk that a running daemon serves from an image, for commands of `weir image` that find it
+//! locked.
+//!
+//! Never asks another daemon than all commands ask, and changes nothing but by its command.
+
+use std::{
+    fs,
+    os::unix::net::UnixStream,
+    path::{Path, PathBuf},
+};
+
+use image_tool::Served;
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+use serde_json::json;
+
+use crate::client::{Client, Target, report::Disk};
+
+/// Who serves the image: the daemon that `WEIR_QMP` names, or the usual one. `None` where none
+/// runs, does not answer, or has no such disk.
+pub(crate) fn find(image: &Path) -> Option<Served> {
+    let image = image.canonicalize().ok()?;
+    let target = Target::choose(None).ok()?;
+    let mut client = Client::connect(&target).ok()?;
+    let (_, report) = client.status().ok()?;
+    let from = working_directory(&target);
+    let is_it = |disk: &Disk| {
+        let path = from.as_ref().map_or_else(|| PathBuf::from(&disk.image), |from| from.join(&disk.image));
+        path.canonicalize().is_ok_and(|path| path == image)
+    };
+    let disk = report.disks.into_iter().find(is_it)?;
+    let (name, format) = (disk.name.clone(), disk.format);
+    let resize = move |size: u64| {
+        client.execute("block_resize", json!({ "node-name": disk.name, "size": size }))?;
+        Ok(())
+    };
+    Some(Served { name, daemon: target.to_string(), format, size_bytes: disk.size, resize: Box::new(resize) })
+}
+
+/// From where a daemon's relative paths lead, if this user may know.
+fn working_directory(target: &Target) -> Option<PathBuf> {
+    let peer = getsockopt(&UnixStream::connect(target.path()).ok()?, PeerCredentials).ok()?;
+    fs::read_link(format!("/proc/{}/cwd", peer.pid())).ok()
+}
