@@ -186,6 +186,35 @@ fn a_file_system_lives_in_it() {
 }
 
 /// What a program may do with any file, and what comes of it here.
+/// Under a loop device, they would else wait for memory that they alone can free.
+#[test]
+fn its_threads_tell_the_kernel_that_they_serve_writeback() {
+    need_fuse!();
+    let scratch = Scratch::new();
+    let (image, file) = (scratch.sparse("disk.raw", 8 * MIB), spot(&scratch, "file"));
+    let weir = serve(&scratch, &image, &file, "").args(["--log", "debug"]).start();
+    // Who answers has told it before.
+    assert_eq!(fs::read(&file).expect("it is served").len() as u64, 8 * MIB);
+    // Only who has CAP_SYS_RESOURCE may, the 25th.
+    let status = fs::read_to_string("/proc/self/status").expect("procfs is mounted");
+    let rights = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("it has rights");
+    let rights = u64::from_str_radix(rights.trim(), 16).expect("hexadecimal");
+    if rights & 1 << 24 == 0 {
+        weir.wait_for_log("this thread may wait for its own file");
+        return;
+    }
+    // PF_MEMALLOC_NOIO and PF_LOCAL_THROTTLE (linux/sched.h), which PR_SET_IO_FLUSHER sets.
+    const FLAGS: u64 = 0x8_0000 | 0x10_0000;
+    let flags = |thread: fs::DirEntry| {
+        let stat = fs::read_to_string(thread.path().join("stat")).expect("it does not end");
+        // The seventh behind the name, which may have spaces.
+        let (_, behind) = stat.rsplit_once(") ").expect("a name in parentheses");
+        behind.split(' ').nth(6).and_then(|flags| flags.parse::<u64>().ok()).expect("a number")
+    };
+    let threads = fs::read_dir(format!("/proc/{}/task", weir.pid())).expect("it runs").flatten();
+    assert!(threads.map(flags).any(|flags| flags & FLAGS == FLAGS), "no thread has");
+}
+
 #[test]
 fn it_behaves_as_the_guide_says() {
     need_fuse!();

@@ -263,6 +263,10 @@ impl Server {
 }
 
 async fn serve_queue(server: Arc<Server>, device: Fd, reports: async_channel::Sender<Ended>) {
+    if let Err(error) = reactor::serves_writeback() {
+        // Under a loop device, what the kernel writes to get memory comes here.
+        tracing::debug!(export = %server.device.export.id, %error, "where memory is short, this thread may wait for its own file");
+    }
     let channel = if server.has_ring() {
         match Ring::begin(&device).await {
             Ok(ring) => Channel::Ring(device, ring),
