@@ -1,12 +1,16 @@
 //! A disk that fails while it is served: the client gets the fitting error, and the daemon goes on.
 
-use std::{fs, process::Stdio};
+use std::{
+    fs,
+    process::{Command, Stdio},
+};
 
 use nix::sys::signal::Signal;
 use serde_json::json;
 
 use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, alone, nbdsh, nbdsh_command, need_root, text, weir as weir_command,
+    Client, MIB, Qmp, Scratch, Serve, WEIR, alone, assert_says, nbdsh, nbdsh_command, need_root, qemu_io,
+    text, weir as weir_command,
 };
 
 /// Becomes the daemon in a mount namespace where an image of 8 MiB lies on a tmpfs of 2 at `$0`.
@@ -92,6 +96,67 @@ print('done')
     let output = client.wait_with_output().expect("it is ours");
     assert!(output.status.success() && output.stdout == b"done\n", "the client has seen no error");
     assert_eq!(qmp.ask("query-status", json!({}))["return"]["running"], true);
+}
+
+#[test]
+fn a_full_file_system_stops_the_disk_of_a_machine_until_there_is_room() {
+    let scratch = Scratch::new();
+    need_root("mounts");
+    let mount = scratch.path("small");
+    fs::create_dir(&mount).unwrap();
+    let (control, machine) = (scratch.path("qmp.sock"), scratch.socket("vm"));
+    let weir = Serve::new(&scratch)
+        .behind(["unshare", "--mount", "sh", "-c", &alone(ON_A_SMALL_FILE_SYSTEM), text(&mount)])
+        .arg(mount.join("disk.raw"))
+        .args(["--vhost-user-blk", &format!("unix:{}", text(&machine))])
+        .args(["--on-write-error", "enospc", "--qmp", &format!("unix:{}", control.display())])
+        .start();
+    let mut qmp = Qmp::negotiated(&control);
+    // One request at a time, so that one fails.
+    let client = Command::new(WEIR)
+        .args(["bench", "-q", "-w", "--pattern", "90", "-c", "64", "-d", "1", "-s", "64K", "-f", "raw"])
+        .arg(format!("vhost-user:{}", text(&machine)))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("weir can be run");
+    let told = qmp.event("BLOCK_IO_ERROR");
+    let expect = json!({
+        "qom-path": "", "device": "disk", "node-name": "disk", "operation": "write", "action": "stop",
+        "nospace": true, "reason": "No space left on device (os error 28)",
+    });
+    assert_eq!(told, expect);
+    qmp.event("STOP");
+    assert_eq!(qmp.ask("query-block", json!({}))["return"][0]["io-status"], "nospace");
+    let inside =
+        ["--mount", "--target", &weir.pid().to_string(), "mount", "-o", "remount,size=16M", text(&mount)];
+    Client::new("nsenter").args(inside).succeeds();
+    weir_command(&["resume", "--qmp", &format!("unix:{}", control.display())]).succeeds();
+    qmp.event("RESUME");
+    let output = client.wait_with_output().expect("it is ours");
+    assert!(output.status.success(), "the machine has seen no error: {output:?}");
+    qemu_io(["-f", "raw"], ["read -P 90 0 4M"], weir.uri("disk"));
+}
+
+#[test]
+fn an_error_that_a_machine_is_told_of_is_an_event_too() {
+    let scratch = Scratch::new();
+    let (control, machine) = (scratch.path("qmp.sock"), scratch.socket("vm"));
+    let weir = Serve::new(&scratch)
+        .args(["memory:1M", "--fault", "kind=write,error=EIO", "--on-write-error", "report"])
+        .args(["--vhost-user-blk", &format!("unix:{}", text(&machine))])
+        .args(["--qmp", &format!("unix:{}", control.display())])
+        .start();
+    let mut qmp = Qmp::negotiated(&control);
+    let target = format!("vhost-user:{}", text(&machine));
+    let said = weir_command(&["bench", "-w", "-c", "1", "-d", "1", "-f", "raw", &target]).fails();
+    assert_says(&said, &["vhost-user:"]);
+    let told = qmp.event("BLOCK_IO_ERROR");
+    assert_eq!(
+        (&told["node-name"], &told["operation"], &told["action"], &told["nospace"]),
+        (&json!("memory"), &json!("write"), &json!("report"), &json!(false))
+    );
+    weir.stop();
 }
 
 #[test]
