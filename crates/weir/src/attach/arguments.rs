@@ -15,7 +15,7 @@ Examples:
   weir attach vm1.qcow2 -f qcow2 --mount /mnt/vm1
       Mounts what is on the disk; the device goes when /mnt/vm1 is unmounted.
   weir attach vm1.qcow2 -f qcow2 --group gold
-      In a group of the daemon that runs here, beside its other disks.
+      In a group of the daemon that runs here and makes devices, beside its other disks.
   weir attach --list
       What is attached, by whom it is used.
   weir attach --recover
@@ -84,7 +84,7 @@ pub(crate) struct AttachArgs {
     #[arg(long, conflicts_with = "image")]
     pub(super) recover: bool,
     /// The daemon's control socket [default: the one that `weir serve` opens; without a
-    /// daemon there, a process of its own]
+    /// daemon there that makes devices, a process of its own]
     #[arg(long, value_name = "unix:PATH")]
     pub(super) qmp: Option<Target>,
     #[command(flatten)]
