@@ -72,7 +72,10 @@ impl Plan {
             draft.disks.iter().map(|disk| plan_disk(disk, &by_name)).collect::<Result<_, _>>()?;
         promises::check(&draft, &groups, &disks)?;
         let standard = standard_endpoints(&draft, inherited.saturating_sub(passed_to_doors(&draft)))?;
-        let servers = servers(&draft.disks, &standard)?;
+        // Where nothing is said, a host without such disks listens nowhere.
+        let is_said = !draft.service.nbd.is_empty() || standard == [Endpoint::Inherited];
+        let always = if draft.service.cluster.is_some() && is_said { &*standard } else { &[] };
+        let servers = servers(&draft.disks, &standard, always)?;
         if servers.is_empty() {
             check_without_nbd(&draft)?;
         }
@@ -312,7 +315,8 @@ fn passed_to_doors(draft: &Draft) -> usize {
 
 /// Where disks are served that do not say.
 fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<Endpoint>, Wrong> {
-    let all_say = draft.disks.iter().all(DiskDraft::says_where);
+    // Those that come from other hosts of a cluster do not.
+    let all_say = draft.service.cluster.is_none() && draft.disks.iter().all(DiskDraft::says_where);
     if let Some(first) = draft.service.nbd.first() {
         if inherited > 0 {
             return Err(
@@ -336,9 +340,12 @@ fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<Endpoint>, 
     }
 }
 
-fn servers(disks: &[DiskDraft], standard: &[Endpoint]) -> Result<Vec<Server>, Wrong> {
-    let mut servers: Vec<Server> = Vec::new();
+/// Those that disks are exported at, and `always`, whatever is exported there.
+fn servers(disks: &[DiskDraft], standard: &[Endpoint], always: &[Endpoint]) -> Result<Vec<Server>, Wrong> {
+    let empty = |endpoint: &Endpoint| Server { endpoint: endpoint.clone(), exports: Vec::new() };
+    let mut servers: Vec<Server> = always.iter().map(empty).collect();
     let mut at: HashMap<Endpoint, usize> = HashMap::new();
+    at.extend(always.iter().cloned().zip(0..));
     let mut taken: HashSet<(usize, String)> = HashSet::new();
     for (disk, draft) in disks.iter().enumerate() {
         for (endpoint, name) in exports_of(draft, standard) {

@@ -418,6 +418,18 @@ fn what_listens_says_what_and_where() {
         &format!("[daemon]\nnbd = \"h:2\"\n{own}"),
         "weir.toml:2: daemon.nbd = \"h:2\": is not used, because every disk says where it is exported (remove it)",
     );
+    // A disk may come from another host of a cluster, and the last one may leave.
+    for disks in ["", own] {
+        let cluster = format!("[cluster]\nname = \"lab\"\netcd = \"http://e:2379\"\n{disks}");
+        let endpoints = |plan: Plan| plan.servers.into_iter().map(|server| server.endpoint).collect::<Vec<_>>();
+        let at = |address: &str| Endpoint::Address(address.parse().unwrap());
+        let own: Vec<_> = (!disks.is_empty()).then(|| at("h:1")).into_iter().collect();
+        let said = plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{cluster}"), 0).unwrap();
+        assert_eq!(endpoints(said), [vec![at("h:2")], own.clone()].concat());
+        let passed = plan_with(&cluster, 2).unwrap();
+        assert_eq!(endpoints(passed), [vec![Endpoint::Inherited], own.clone()].concat());
+        assert_eq!(endpoints(plan_with(&cluster, 0).unwrap()), own);
+    }
     assert_eq!(
         plan_with(own, 2).unwrap_err(),
         "LISTEN_FDS: what was passed (sockets: 2) is not used, because every disk says where it is exported \
