@@ -62,6 +62,38 @@ impl Plan {
         Self::of(Draft { disks: Vec::new(), ..draft }, 0)
     }
 
+    /// Without these disks, and whatever they are exported as. Where clients were let in, they
+    /// still are.
+    pub fn leave_out(&mut self, is_out: impl Fn(&str) -> bool) {
+        let mut at = 0;
+        let places: Vec<_> = self
+            .disks
+            .iter()
+            .map(|disk| {
+                let place = (!is_out(&disk.name)).then_some(at);
+                at += usize::from(place.is_some());
+                place
+            })
+            .collect();
+        self.disks.retain(|disk| !is_out(&disk.name));
+        for server in &mut self.servers {
+            server.exports.retain_mut(|export| match places[export.disk] {
+                Some(place) => {
+                    export.disk = place;
+                    true
+                }
+                None => false,
+            });
+        }
+        self.doors.retain_mut(|export| match places[export.disk] {
+            Some(place) => {
+                export.disk = place;
+                true
+            }
+            None => false,
+        });
+    }
+
     fn of(draft: Draft, inherited: usize) -> Result<Self, Wrong> {
         check_names(&draft)?;
         check_images(&draft.disks)?;
@@ -103,10 +135,7 @@ fn check_names(draft: &Draft) -> Result<(), Wrong> {
     let disks = draft.disks.iter().map(|disk| &disk.name);
     let groups = draft.groups.iter().map(|group| &group.name);
     for name in disks.clone().chain(groups) {
-        if name.value.is_empty() {
-            return Err(name.wrong("the name is empty (give it one)"));
-        }
-        check_name(name)?;
+        named(&name.value).map_err(|rule| name.wrong(rule))?;
     }
     if let Some(again) = repeated(disks) {
         let name = &again.value;
@@ -160,16 +189,25 @@ fn check_cluster(draft: &Draft) -> Result<(), Wrong> {
 /// What the NBD protocol can carry, a log line can show, and a path can hold: `.` and `..` are no
 /// parts of a URL (RFC 3986, section 5.2.4).
 fn check_name(name: &Said<String>) -> Result<(), Wrong> {
-    if name.value.len() > MAX_NAME_BYTES {
-        return Err(name.wrong(format!("the name is too long; it has {MAX_NAME_BYTES} bytes at most")));
+    if name.value.is_empty() { Ok(()) } else { named(&name.value).map_err(|rule| name.wrong(rule)) }
+}
+
+/// Whether a disk or a group may be called so.
+///
+/// # Errors
+/// Why not.
+pub fn named(name: &str) -> Result<(), String> {
+    match name {
+        "" => Err("the name is empty (give it one)".to_owned()),
+        _ if name.len() > MAX_NAME_BYTES => {
+            Err(format!("the name is too long; it has {MAX_NAME_BYTES} bytes at most"))
+        }
+        _ if name.chars().any(char::is_control) => {
+            Err("the name holds a control character (leave it out)".to_owned())
+        }
+        "." | ".." => Err("the name is a directory's, which no path can hold (give another)".to_owned()),
+        _ => Ok(()),
     }
-    if name.value.chars().any(char::is_control) {
-        return Err(name.wrong("the name holds a control character (leave it out)"));
-    }
-    if name.value == "." || name.value == ".." {
-        return Err(name.wrong("the name is a directory's, which no path can hold (give another)"));
-    }
-    Ok(())
 }
 
 /// Two disks over one file would not see each other's writes in time, unless nobody writes.

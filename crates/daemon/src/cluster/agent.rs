@@ -23,6 +23,7 @@ use policy::{
     cluster::{NAME_LEASE, Term, Timing},
     time::Instant,
 };
+use serde_json::Value;
 
 use super::{
     changing,
@@ -123,6 +124,8 @@ impl Agent {
             let Ok(input) = tokio::time::timeout(left, self.inbox.1.recv()).await else { return false };
             match input {
                 Ok(Input::Stop) | Err(_) => return true,
+                // Judged by what is known of the others.
+                Ok(Input::Promise(_, answer)) => drop(answer.try_send(Ok(Value::Null))),
                 Ok(Input::Change(_, answer) | Input::Forget(_, answer)) => {
                     let _ = answer.try_send(Err(format!("etcd cannot be asked: {why}")));
                 }
@@ -227,6 +230,10 @@ impl Session<'_> {
                 Ok(Input::Promises(promises)) => {
                     self.own_promises = Some(promises);
                     self.promise(etcd).await?;
+                }
+                Ok(Input::Promise(promises, answer)) => {
+                    let done = self.promise_if(etcd, promises).await?;
+                    let _ = answer.try_send(done);
                 }
                 Ok(Input::Change(change, answer)) => {
                     let done = changing::change(&self.known, etcd, change).await?;
@@ -548,6 +555,46 @@ impl Session<'_> {
         }
         // It is promised here already: what is too much is told by whoever adds it up.
         etcd.transact(&[], &[put]).await.map(drop)
+    }
+
+    /// Promises this where all hosts' promises fit into the limits then: of two hosts that promise
+    /// the same at once one is refused. What is less than before always is.
+    async fn promise_if(&mut self, etcd: &mut Etcd, own: Promises) -> Result<Result<Value, String>, Error> {
+        let Some(lease) = self.known.joined else {
+            self.own_promises = Some(own);
+            return Ok(Ok(Value::Null));
+        };
+        let host = self.agent.cluster.host.clone();
+        let put =
+            Operation::put(&self.known.keys.key(Key::Promise(&host)), &values::write(&own), Some(lease));
+        let all = self.known.keys.promises();
+        for _ in 0..5 {
+            let before = self.known.promises.insert(host.clone(), own.clone());
+            let rises = |(name, now): &(&String, &[u64; 2])| {
+                let before = before.as_ref().and_then(|before| before.groups.get(*name));
+                let before = before.copied().unwrap_or_default();
+                (0..2).any(|unit| now[unit] > before[unit])
+            };
+            let too_much = own.groups.iter().filter(rises).find_map(|(name, _)| {
+                let limits = *self.known.groups.get(name)?.spec.limits();
+                changing::overcommitted(&self.known, name, &limits)
+            });
+            match before {
+                Some(before) => drop(self.known.promises.insert(host.clone(), before)),
+                None => drop(self.known.promises.remove(&host)),
+            }
+            if let Some(why) = too_much {
+                return Ok(Err(why));
+            }
+            let compare = Compare::NotSince(all.clone(), self.known.promises_at);
+            if etcd.transact(&[compare], std::slice::from_ref(&put)).await?.held {
+                self.own_promises = Some(own);
+                return Ok(Ok(Value::Null));
+            }
+            let (revision, found) = etcd.read(std::slice::from_ref(&all)).await?;
+            self.know_promises(revision, found).await?;
+        }
+        Ok(Err("other hosts promise something at the same time (try again)".to_owned()))
     }
 
     async fn know_promises(&mut self, revision: i64, found: Vec<Vec<KeyValue>>) -> Result<(), Error> {

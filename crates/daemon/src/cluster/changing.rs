@@ -14,7 +14,7 @@ use super::{
     keys::Key,
     known::Known,
     outside::draw,
-    values::{self, Group},
+    values::{self, Group, Promises},
     words::Change,
 };
 
@@ -50,9 +50,15 @@ pub(super) async fn change(known: &Known, etcd: &mut Etcd, change: Change) -> Re
             change.group
         )));
     }
-    Ok(Ok(
-        json!({ "group": change.group, "change": group.number, "limits": group.limits, "hosts": group.hosts }),
-    ))
+    // An older weir does not say which groups it has.
+    let has = |promises: &Promises| promises.members.as_ref().is_none_or(|all| all.contains(&change.group));
+    Ok(Ok(json!({
+        "group": change.group,
+        "change": group.number,
+        "limits": group.limits,
+        "hosts": group.hosts,
+        "used": known.promises.values().any(has),
+    })))
 }
 
 fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) -> Result<Group, String> {
@@ -78,7 +84,7 @@ fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) ->
 }
 
 /// Whether more is promised on all hosts than these limits have.
-fn overcommitted(known: &Known, group: &str, limits: &Limits) -> Option<String> {
+pub(super) fn overcommitted(known: &Known, group: &str, limits: &Limits) -> Option<String> {
     let promised = known.promises.values().filter_map(|promises| promises.groups.get(group));
     let promised =
         promised.fold([0_u64; 2], |sum, more| [0, 1].map(|unit| sum[unit].saturating_add(more[unit])));
@@ -159,6 +165,11 @@ mod tests {
         assert!(
             next(None, &Change { hosts: Some(0), ..of(&[(IOPS, 5)]) }, None).unwrap_err().contains("hosts")
         );
-        assert!(next(None, &of(&[(IOPS, 5)]), None).unwrap_err().contains("safe-share"));
+        let said = next(None, &of(&[(IOPS, 5)]), None).unwrap_err();
+        assert!(said.starts_with("iops-total: 5 is too low") && said.contains("at least 16"), "{said}");
+        assert!(next(None, &of(&[(IOPS, 16)]), None).is_ok());
+        let said = next(None, &of(&[(IOPS, 500)]), Some(100_000)).unwrap_err();
+        assert!(said.contains("safe-share: 10 %") && said.contains("at most 6.25 %"), "{said}");
+        assert!(next(None, &of(&[(IOPS, 500)]), Some(62_500)).is_ok());
     }
 }

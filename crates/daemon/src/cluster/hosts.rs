@@ -132,6 +132,8 @@ pub(super) struct Hosts {
     members: BTreeMap<String, Member>,
     promises: BTreeMap<String, Promises>,
     own: Promises,
+    /// Etcd may have been away when that was to be told.
+    tell_again: bool,
     /// How far the clock that sleeps lags behind the one that does not.
     slept: Duration,
 }
@@ -232,6 +234,7 @@ impl Hosts {
             members: BTreeMap::new(),
             promises: BTreeMap::new(),
             own: Promises::default(),
+            tell_again: false,
             slept: outside::slept(),
         }
     }
@@ -321,13 +324,29 @@ impl Hosts {
     pub(super) fn promised(&mut self, capacity: [u64; 2]) -> Option<Promises> {
         let promised = self.members.iter().map(|(name, member)| (name.clone(), member.group.promised()));
         let groups = promised.filter(|(_, promised)| *promised != [0; 2]).collect();
-        let own = Promises { groups, capacity };
-        if own == self.own {
+        let members = Some(self.members.keys().cloned().collect());
+        let own = Promises { groups, capacity, members };
+        if !std::mem::take(&mut self.tell_again) && own == self.own {
             return None;
         }
         self.own = own.clone();
         self.leave_others_theirs();
         Some(own)
+    }
+
+    /// Groups of which more is promised on all hosts than their limits have, and what of both in
+    /// operations (0) or bytes (1) per second.
+    pub(super) fn overpromised(&self, specs: &BTreeMap<String, Spec>) -> BTreeMap<(String, usize), [u64; 2]> {
+        let mut over = BTreeMap::new();
+        for (name, promised) in status::sums(self.promises.values()) {
+            let Some(spec) = specs.get(name) else { continue };
+            for unit in [0, 1] {
+                if let Some(there) = most(spec.limits(), unit).filter(|there| promised[unit] > *there) {
+                    over.insert((name.to_owned(), unit), [promised[unit], there]);
+                }
+            }
+        }
+        over
     }
 
     /// Looks at the clock, before anything else.
@@ -368,7 +387,7 @@ impl Hosts {
         let mut turn = None;
         match word {
             Word::Joined { instance } => {
-                self.is_joined = true;
+                (self.is_joined, self.tell_again) = (true, true);
                 if instance != self.instance {
                     self.instance = instance;
                     for member in self.members.values_mut() {

@@ -33,10 +33,10 @@ mod words;
 
 use std::{
     cell::{Cell, RefCell},
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs, io,
     os::unix::fs::MetadataExt as _,
-    path::{Path, PathBuf},
+    path::{self, Path, PathBuf},
     rc::{Rc, Weak},
     sync::{Arc, mpsc},
     thread,
@@ -85,6 +85,14 @@ pub(crate) fn directory(state: Option<&Path>, cluster: &settings::Cluster) -> Op
     stored::file(state, &cluster.name).parent().map(Path::to_owned)
 }
 
+/// Whether a start would find its keys, its password and etcd's addresses. Blocks.
+///
+/// # Errors
+/// What is wrong with them.
+pub(crate) fn check(cluster: &settings::Cluster) -> anyhow::Result<()> {
+    Terms::new(cluster).map(drop).with_context(|| format!("cluster {}", cluster.name))
+}
+
 /// The daemon around it.
 pub(crate) trait Surroundings {
     /// What was measured of the devices below disks in such groups, of all of them together: in
@@ -94,6 +102,9 @@ pub(crate) trait Surroundings {
     /// This host has its part of the limits of the cluster of that name; or it is apart, for a
     /// reason: then its safe share holds once leases have run out.
     fn tell(&self, cluster: &str, host: &str, apart: Option<&str>);
+
+    /// More is promised of this group on all hosts, `promised` a second, than its limit has.
+    fn tell_overpromised(&self, cluster: &str, group: &str, unit: &'static str, promised: [u64; 2]);
 }
 
 /// This daemon in its cluster. Belongs to the main thread.
@@ -102,6 +113,12 @@ pub(crate) struct Cluster {
     host: String,
     hosts: RefCell<Hosts>,
     specs: RefCell<BTreeMap<String, Spec>>,
+    /// Groups for which etcd had no limits when it was asked last.
+    without_limits: BTreeSet<String>,
+    file: PathBuf,
+    /// Disks of this host that others have taken, and which.
+    moved: RefCell<BTreeMap<String, String>>,
+    overpromised: RefCell<BTreeMap<(String, usize), [u64; 2]>>,
     is_connected: Cell<bool>,
     /// Why not.
     reason: RefCell<String>,
@@ -137,6 +154,15 @@ impl Drop for Running {
 struct First {
     specs: BTreeMap<String, Spec>,
     promises: BTreeMap<String, Promises>,
+    moved: BTreeMap<String, String>,
+}
+
+/// What is asked for.
+struct Asked {
+    groups: Vec<String>,
+    host: String,
+    /// Of the config file, with their images.
+    disks: BTreeMap<String, String>,
 }
 
 impl First {
@@ -164,7 +190,11 @@ impl Cluster {
             .with_context(|| format!("cluster {}: {}", cluster.name, file.display()))?;
         let settings = cluster.clone();
         let own = plan.groups.iter().filter(|group| group.cluster);
-        let own: Vec<_> = own.map(|group| group.name.clone()).collect();
+        let groups: Vec<_> = own.map(|group| group.name.clone()).collect();
+        let here = path::absolute(".")?;
+        let image = |disk: &settings::Disk| disk.image.clone().relative_to(&here).to_string();
+        let disks = plan.disks.iter().map(|disk| (disk.name.clone(), image(disk))).collect();
+        let own = Asked { groups: groups.clone(), host: cluster.host.clone(), disks };
         let asked = reactor::blocking(move || {
             let terms = Terms::new(&settings)?;
             let first = first(&Keys::of(&settings.name), &own, &terms);
@@ -176,6 +206,12 @@ impl Cluster {
         let first = match first {
             Ok(mut first) => {
                 first.recall(&recalled);
+                let bare = groups.into_iter().filter(|name| !first.specs.contains_key(name));
+                let bare: Vec<_> = bare.collect();
+                if !bare.is_empty() {
+                    let file = file.clone();
+                    reactor::blocking(move || stored::save_without_limits(&file, bare)).await;
+                }
                 first
             }
             Err(Error::Refused(why)) => bail!("cluster {}: {why}", cluster.name),
@@ -194,12 +230,17 @@ impl Cluster {
         let (name, host) = (cluster.name.clone(), cluster.host.clone());
         let inbox = (to_agent.clone(), inbox);
         let machine_id = identity::machine_id();
-        let agent = Agent { cluster, terms, machine_id, file, recalled, inbox, words: to_main, timing };
+        let agent =
+            Agent { cluster, terms, machine_id, file: file.clone(), recalled, inbox, words: to_main, timing };
         let cluster = Self {
             name,
             host,
             hosts: RefCell::new(hosts),
             specs: RefCell::new(first.specs),
+            without_limits: stored::without_limits(&file),
+            file,
+            moved: RefCell::new(first.moved),
+            overpromised: RefCell::default(),
             is_connected: Cell::new(false),
             reason: RefCell::new(reason),
             leader: RefCell::default(),
@@ -239,9 +280,16 @@ impl Cluster {
         if spec.is_none() {
             let reason = self.reason.borrow();
             ensure!(
-                reason.is_empty(),
+                reason.is_empty() || self.without_limits.contains(group),
                 "group {group}: nobody knows its limits: {reason} (try again once etcd can be asked)"
             );
+            if reason.is_empty() && !self.without_limits.contains(group) {
+                let (file, name) = (self.file.clone(), group.to_owned());
+                // It can be known at the next start, and need not be.
+                reactor::spawn(async move {
+                    reactor::blocking(move || stored::save_without_limits(&file, [name])).await;
+                });
+            }
             tracing::warn!(
                 group,
                 "the cluster has no limits for this group yet (`weir throttle {group} --cluster --iops-total N` sets them)"
@@ -308,6 +356,15 @@ impl Cluster {
 
     fn tick(&self, around: &dyn Surroundings) {
         self.promise(around);
+        if self.is_leader() && self.is_connected.get() {
+            let over = self.hosts.borrow().overpromised(&self.specs.borrow());
+            let before = self.overpromised.replace(over.clone());
+            for ((group, unit), promised) in over {
+                if !before.contains_key(&(group.clone(), unit)) {
+                    around.tell_overpromised(&self.name, &group, ["iops", "bps"][unit], promised);
+                }
+            }
+        }
         let reports = self.hosts.borrow_mut().tick(reactor::now());
         if let Some(reports) = reports {
             let _ = self.input.try_send(Input::Reports(reports));
@@ -399,7 +456,69 @@ impl Cluster {
     /// # Errors
     /// Why it was not done.
     pub(crate) async fn change(&self, change: Change) -> Result<Value, String> {
-        self.ask(|answer| Input::Change(change, answer)).await
+        let is_here = self.has(&change.group);
+        let mut done = self.ask(|answer| Input::Change(change, answer)).await?;
+        if is_here {
+            done["used"] = json!(true);
+        }
+        Ok(done)
+    }
+
+    /// Has all hosts know what is promised here now, if they have room for it.
+    ///
+    /// # Errors
+    /// Why it cannot be promised; whoever has changed it takes it back. Without etcd what is known
+    /// here of the others has to do.
+    pub(crate) async fn settle_promises(&self, around: &dyn Surroundings) -> Result<(), String> {
+        let capacity = around.capacity(&|group| self.has(group));
+        let promised = self.hosts.borrow_mut().promised(capacity);
+        let Some(promised) = promised else { return Ok(()) };
+        let (answer, answered) = async_channel::bounded(1);
+        if self.give(Input::Promise(promised, answer)).is_err() {
+            return Ok(());
+        }
+        // Where it is too late, whoever leads finds what is too much.
+        match reactor::timeout(PATIENCE, answered.recv()).await {
+            Ok(Ok(done)) => done.map(drop),
+            _ => Ok(()),
+        }
+    }
+
+    /// The host that has taken a disk of this one.
+    pub(crate) fn moved_to(&self, disk: &str) -> Option<String> {
+        self.moved.borrow().get(disk).cloned()
+    }
+
+    /// A disk has gone to another host, or is here again.
+    pub(crate) fn know_moved(&self, disk: &str, to: Option<&str>) {
+        let mut moved = self.moved.borrow_mut();
+        match to {
+            Some(to) => drop(moved.insert(disk.to_owned(), to.to_owned())),
+            None => drop(moved.remove(disk)),
+        }
+    }
+
+    /// A disk that had moved away is here by other means than a move.
+    pub(crate) fn has_again(&self, disk: &str) {
+        if self.moved.borrow_mut().remove(disk).is_some() {
+            let step = Step::Own { disk: disk.to_owned() };
+            let _ = self.give(Input::Move(Box::new(step), async_channel::bounded(1).0));
+        }
+    }
+
+    /// Disks of the config file that other hosts have taken.
+    pub(crate) fn moved(&self) -> BTreeMap<String, String> {
+        self.moved.borrow().clone()
+    }
+
+    /// Why etcd could not be asked whether disks of the config file are on other hosts.
+    pub(crate) fn unasked(&self) -> Option<String> {
+        Some(self.reason.borrow().clone()).filter(|reason| !reason.is_empty())
+    }
+
+    /// It has been started, and etcd has not said yet whether it is in.
+    pub(crate) fn is_joining(&self) -> bool {
+        !self.is_connected.get() && self.reason.borrow().is_empty()
     }
 
     /// Takes away what a host has left behind that will not come back.
@@ -476,13 +595,13 @@ impl Cluster {
 }
 
 /// Asks on a runtime of its own, before threads are confined.
-fn first(keys: &Keys, groups: &[String], terms: &Terms) -> Result<First, Error> {
+fn first(keys: &Keys, own: &Asked, terms: &Terms) -> Result<First, Error> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| Error::Unreachable(anyhow!(error)))?;
     runtime.block_on(async {
         let mut last = Error::no_member();
         for member in 0..Etcd::members(terms) {
-            match first_of(terms, member, keys, groups).await {
+            match first_of(terms, member, keys, own).await {
                 Ok(first) => return Ok(first),
                 Err(error) => last = last.or_rather(error),
             }
@@ -492,17 +611,18 @@ fn first(keys: &Keys, groups: &[String], terms: &Terms) -> Result<First, Error> 
 }
 
 /// By this member.
-async fn first_of(terms: &Terms, member: usize, keys: &Keys, groups: &[String]) -> Result<First, Error> {
+async fn first_of(terms: &Terms, member: usize, keys: &Keys, own: &Asked) -> Result<First, Error> {
     let mut etcd = Etcd::connect_to(terms, member).await?;
     let (_, found) = etcd.read(&[keys.groups(), keys.promises()]).await?;
-    let mut first = First { specs: BTreeMap::new(), promises: BTreeMap::new() };
+    let moved = moving::gone(keys, &mut etcd, &own.host, &own.disks).await?;
+    let mut first = First { specs: BTreeMap::new(), promises: BTreeMap::new(), moved };
     for value in found.iter().flatten() {
         match keys.read(&value.key) {
             Some(Key::Group(name)) => {
                 let read = values::read::<values::Group>(&value.value).and_then(|group| group.spec());
                 match read {
                     Ok(spec) => drop(first.specs.insert(name.to_owned(), spec)),
-                    Err(why) if groups.iter().any(|own| own == name) => {
+                    Err(why) if own.groups.iter().any(|own| own == name) => {
                         let why = format!("group {name}: what is in etcd at {} {why}", value.key);
                         return Err(Error::Refused(why));
                     }
@@ -529,15 +649,16 @@ fn known(file: &Path, plan: &Plan, why: &str) -> anyhow::Result<First> {
         let spec = group.spec().map_err(|rule| anyhow!("{}: group {name}: {rule}", file.display()))?;
         specs.insert(name, spec);
     }
+    let bare = stored::without_limits(file);
+    let is_unknown = |name: &&String| !specs.contains_key(*name) && !bare.contains(*name);
     let of_disks = plan.groups.iter().filter(|group| group.cluster).map(|group| &group.name);
     let of_control_groups = plan.service.cluster.iter().flat_map(|cluster| &cluster.control_groups);
-    if let Some(group) = of_disks.chain(of_control_groups).find(|group| !specs.contains_key(*group)) {
+    if let Some(group) = of_disks.chain(of_control_groups).find(is_unknown) {
         bail!(
-            "group {}: nobody knows its limits: {why}, and this host has not had them before (mend etcd of [cluster], or start it; later starts do without)",
-            group
+            "group {group}: nobody knows its limits: {why}, and this host has not asked for them before (mend etcd of [cluster], or start it; later starts do without)"
         );
     }
-    Ok(First { specs, promises: BTreeMap::new() })
+    Ok(First { specs, promises: BTreeMap::new(), moved: BTreeMap::new() })
 }
 
 /// Whoever the daemon goes on as writes there.

@@ -15,9 +15,11 @@
 //! its host's lease, and is claimed only while that host is the same run: what a host has offered
 //! that ends is nobody's to take. Never opens an image.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use super::{
     etcd::{Compare, Error, Etcd, KeyValue, Operation},
-    keys::Key,
+    keys::{Key, Keys},
     known::Known,
     offers::{Answer, Offer, Offered, Outcome, Said, Step},
     values,
@@ -55,7 +57,11 @@ pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<O
                 false => Outcome::Lost("the offer was withdrawn".to_owned()),
             })
         }
-        Step::Claim { offered } => claim(known, etcd, &offered).await,
+        Step::Claim { offered, listed } => claim(known, etcd, &offered, listed).await,
+        Step::Own { disk } => {
+            let gone = Operation::Delete(known.keys.one(Key::Moved(&known.cluster.host, &disk)));
+            Ok(Outcome::Done(etcd.transact(&[], &[gone]).await?.revision))
+        }
     }
 }
 
@@ -64,8 +70,12 @@ fn unchanged(known: &Known, Offered { disk, revision, .. }: &Offered) -> Compare
 }
 
 fn reply(known: &Known, Offered { disk, offer, .. }: &Offered, said: Said, lease: Option<i64>) -> Operation {
-    let answer = Answer { by: known.cluster.host.clone(), number: offer.number, said };
+    let answer = answer(known, offer, said);
     Operation::put(&known.keys.key(Key::Moved(&offer.from, disk)), &values::write(&answer), lease)
+}
+
+fn answer(known: &Known, offer: &Offer, said: Said) -> Answer {
+    Answer { by: known.cluster.host.clone(), number: offer.number, said, image: None, listed: None }
 }
 
 async fn ask(
@@ -81,7 +91,7 @@ async fn ask(
     let of = |key: &str| found.iter().flatten().find(|value| value.key == key).cloned();
     let there = known.keys.key(Key::Host(to));
     let (Some(_), Some(KeyValue { mod_revision: run, .. })) = (of(&there), of(&own)) else {
-        return Ok(Outcome::Lost(format!(
+        return Ok(Outcome::Absent(format!(
             "no host of cluster {:?} that is there is called {to:?} (`weir cluster status` lists them)",
             known.cluster.name
         )));
@@ -136,6 +146,47 @@ async fn withdraw(
     }
 }
 
+/// Which of these disks of a host, each with its image, others have taken that may have them still.
+/// A host that has left its cluster has none: what it had is this host's again.
+pub(super) async fn gone(
+    keys: &Keys,
+    etcd: &mut Etcd,
+    host: &str,
+    disks: &BTreeMap<String, String>,
+) -> Result<BTreeMap<String, String>, Error> {
+    let (_, found) = etcd.read(&[keys.of_host(host)]).await?;
+    let (mut gone, mut back) = (BTreeMap::new(), Vec::new());
+    for value in found.iter().flatten() {
+        let Some(Key::Moved(_, disk)) = keys.read(&value.key) else { continue };
+        let Some((answer, image)) = taken(&value.value).zip(disks.get(disk)) else { continue };
+        if answer.image.is_some_and(|moved| moved != *image) {
+            continue;
+        }
+        let (mut by, mut passed) = (answer.by, BTreeSet::from([host.to_owned()]));
+        // It may have gone on from there.
+        while passed.insert(by.clone()) {
+            let (_, found) = etcd.read(&[keys.one(Key::Moved(&by, disk))]).await?;
+            let Some(next) = found.iter().flatten().next().and_then(|value| taken(&value.value)) else {
+                break;
+            };
+            by = next.by;
+        }
+        let (_, there) = etcd.read(&[keys.one(Key::Host(&by)), keys.one(Key::Report(&by))]).await?;
+        match by != host && there.iter().any(|found| !found.is_empty()) {
+            true => drop(gone.insert(disk.to_owned(), by)),
+            false => back.push(Operation::Delete(keys.one(Key::Moved(host, disk)))),
+        }
+    }
+    for one in back {
+        etcd.transact(&[], &[one]).await?;
+    }
+    Ok(gone)
+}
+
+fn taken(value: &[u8]) -> Option<Answer> {
+    values::read::<Answer>(value).ok().filter(|answer| answer.said == Said::Taken)
+}
+
 async fn is_taken(
     known: &Known,
     etcd: &mut Etcd,
@@ -143,19 +194,33 @@ async fn is_taken(
     number: u64,
 ) -> Result<bool, Error> {
     let (_, found) = etcd.read(&[known.keys.one(Key::Moved(host, disk))]).await?;
-    let answer = found.iter().flatten().next().and_then(|value| values::read::<Answer>(&value.value).ok());
-    Ok(answer.is_some_and(|answer| answer.number == number && answer.said == Said::Taken))
+    let answer = found.iter().flatten().next().and_then(|value| taken(&value.value));
+    Ok(answer.is_some_and(|answer| answer.number == number))
 }
 
-async fn claim(known: &Known, etcd: &mut Etcd, offered: &Offered) -> Result<Outcome, Error> {
+async fn claim(
+    known: &Known,
+    etcd: &mut Etcd,
+    offered: &Offered,
+    listed: Option<bool>,
+) -> Result<Outcome, Error> {
     let Offered { disk, offer, .. } = offered;
     let from = known.keys.key(Key::Host(&offer.from));
     let compare = [unchanged(known, offered), Compare::Changed(from, offer.run)];
+    let image = offer.described["keys"]["image"].as_str().map(str::to_owned);
     // Without a lease: whoever has offered it learns of it, however late.
-    let then = [
+    let mut then = vec![
         Operation::Delete(known.keys.one(Key::Move(&known.cluster.host, disk))),
-        reply(known, offered, Said::Taken, None),
+        Operation::put(
+            &known.keys.key(Key::Moved(&offer.from, disk)),
+            &values::write(&Answer { image, listed, ..answer(known, offer, Said::Taken) }),
+            None,
+        ),
     ];
+    if offer.from != known.cluster.host {
+        // It may have left from here once.
+        then.push(Operation::Delete(known.keys.one(Key::Moved(&known.cluster.host, disk))));
+    }
     let done = etcd.transact(&compare, &then).await?;
     // A claim before may have held, whose answer was lost.
     if done.held || is_taken(known, etcd, (&offer.from, disk), offer.number).await? {

@@ -34,6 +34,12 @@ pub(crate) struct Answer {
     /// The offer's.
     pub(crate) number: u64,
     pub(crate) said: Said,
+    /// Of a disk that was taken.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) image: Option<String>,
+    /// Whether the config file there has it too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) listed: Option<bool>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,6 +79,12 @@ pub(crate) enum Step {
     /// Done: the disk is this host's. May be said again.
     Claim {
         offered: Box<Offered>,
+        /// Whether this host's config file has it.
+        listed: Option<bool>,
+    },
+    /// Forgets that a disk of this name has left this host: it has one again.
+    Own {
+        disk: String,
     },
 }
 
@@ -81,6 +93,8 @@ pub(crate) enum Outcome {
     Done(i64),
     /// The other host was faster, or this cannot be, for this reason.
     Lost(String),
+    /// No host that is there has this name.
+    Absent(String),
     /// Nothing was done: etcd cannot be asked.
     Apart(String),
 }

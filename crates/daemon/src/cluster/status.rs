@@ -82,7 +82,7 @@ pub(super) async fn connected(
         let promised = known.promises.values().filter_map(|promises| promises.groups.get(name));
         let committed = add(promised);
         let limits = *stored.spec.limits();
-        json!({
+        let mut shown = json!({
             "name": name,
             "change": stored.group.number,
             "limits": stored.group.limits,
@@ -90,8 +90,15 @@ pub(super) async fn connected(
             "safe-share": by_kind(stored.spec.safe()),
             "promised": promises(committed),
             "promisable": promises([0, 1].map(|unit| most(&limits, unit).unwrap_or(0))),
+            "overpromised": promises([0, 1].map(|unit| {
+                most(&limits, unit).map_or(0, |there| committed[unit].saturating_sub(there))
+            })),
             "hosts": names.iter().filter_map(member).collect::<Vec<_>>(),
-        })
+        });
+        if let Some(ppm) = stored.group.safe_share_ppm {
+            shown["safe-share-ppm"] = json!(ppm);
+        }
+        shown
     });
     let groups: Vec<_> = groups.collect();
     let all = add(known.promises.values().flat_map(|promises| promises.groups.values()));
@@ -118,6 +125,18 @@ pub(super) fn capacity<'a>(promises: impl Iterator<Item = &'a values::Promises>)
             (one, other) => one.min(other),
         })
     })
+}
+
+/// What is promised of each group on all of these hosts.
+pub(super) fn sums<'a>(
+    promises: impl Iterator<Item = &'a values::Promises>,
+) -> BTreeMap<&'a str, [u64; 2]> {
+    let mut sums: BTreeMap<&str, [u64; 2]> = BTreeMap::new();
+    for (name, more) in promises.flat_map(|promises| &promises.groups) {
+        let sum = sums.entry(name).or_default();
+        *sum = [0, 1].map(|unit| sum[unit].saturating_add(more[unit]));
+    }
+    sums
 }
 
 fn add<'a>(promises: impl Iterator<Item = &'a [u64; 2]>) -> [u64; 2] {

@@ -2,9 +2,10 @@
 //! while etcd is away begins with its safe share of these.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     io,
     path::{Path, PathBuf},
+    sync::Mutex,
 };
 
 use policy::cluster::Spec;
@@ -28,7 +29,13 @@ pub(super) struct Stored {
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Known {
     groups: BTreeMap<String, Group>,
+    /// Of which etcd has said that it has no limits.
+    #[serde(default)]
+    without_limits: BTreeSet<String>,
 }
+
+/// Held while the file is read and written again.
+static WRITING: Mutex<()> = Mutex::new(());
 
 /// Where it is kept, in the state directory.
 pub(super) fn file(state: Option<&Path>, cluster: &str) -> PathBuf {
@@ -43,8 +50,17 @@ pub(super) fn file(state: Option<&Path>, cluster: &str) -> PathBuf {
 /// # Errors
 /// If it cannot be read, or is not weir's.
 pub(super) fn load(file: &Path) -> io::Result<BTreeMap<String, Group>> {
-    let Some(bytes) = whole_file::read(file, MAX_FILE_BYTES)? else { return Ok(BTreeMap::new()) };
-    values::read::<Known>(&bytes).map(|known| known.groups).map_err(io::Error::other)
+    known(file).map(|known| known.groups)
+}
+
+/// Groups that had no limits when they were asked for.
+pub(super) fn without_limits(file: &Path) -> BTreeSet<String> {
+    known(file).map(|known| known.without_limits).unwrap_or_default()
+}
+
+fn known(file: &Path) -> io::Result<Known> {
+    let Some(bytes) = whole_file::read(file, MAX_FILE_BYTES)? else { return Ok(Known::default()) };
+    values::read(&bytes).map_err(io::Error::other)
 }
 
 /// What was kept, for a session to begin with.
@@ -60,8 +76,28 @@ pub(super) fn recall(file: &Path) -> BTreeMap<String, Stored> {
 
 /// Keeps them. What fails is said: the next start may have to do without.
 pub(super) fn save(file: &Path, groups: &BTreeMap<String, Stored>) {
-    let groups = groups.iter().map(|(name, stored)| (name.clone(), stored.group.clone())).collect();
-    let content = values::write(&Known { groups });
+    let groups: BTreeMap<_, _> =
+        groups.iter().map(|(name, stored)| (name.clone(), stored.group.clone())).collect();
+    change(file, |known| Known {
+        without_limits: known.without_limits.into_iter().filter(|name| !groups.contains_key(name)).collect(),
+        groups,
+    });
+}
+
+/// Keeps that etcd has no limits for these groups.
+pub(super) fn save_without_limits(file: &Path, groups: impl IntoIterator<Item = String>) {
+    change(file, |mut known| {
+        for name in groups {
+            known.groups.remove(&name);
+            known.without_limits.insert(name);
+        }
+        known
+    });
+}
+
+fn change(file: &Path, change: impl FnOnce(Known) -> Known) {
+    let _writing = WRITING.lock();
+    let content = values::write(&change(known(file).unwrap_or_default()));
     if whole_file::read(file, MAX_FILE_BYTES).is_ok_and(|there| there.as_ref() == Some(&content)) {
         return;
     }
@@ -85,7 +121,14 @@ mod tests {
         let group = Group::of(&Limits::default(), 16, None, 1, 1);
         let stored = Stored { spec: group.spec().unwrap(), group: group.clone(), changed: 1 };
         save(&path, &BTreeMap::from([("gold".to_owned(), stored)]));
-        assert_eq!(load(&path).unwrap(), BTreeMap::from([("gold".to_owned(), group)]));
+        assert_eq!(load(&path).unwrap(), BTreeMap::from([("gold".to_owned(), group.clone())]));
+        // Nor is it forgotten that there are none, until there are some.
+        save_without_limits(&path, ["bare".to_owned(), "later".to_owned()]);
+        let bare = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<BTreeSet<_>>();
+        assert_eq!(without_limits(&path), bare(&["bare", "later"]));
+        let stored = Stored { spec: group.spec().unwrap(), group: group.clone(), changed: 1 };
+        save(&path, &["gold", "later"].map(|name| (name.to_owned(), stored.clone())).into());
+        assert_eq!((without_limits(&path), load(&path).unwrap().len()), (bare(&["bare"]), 2));
         std::fs::write(&path, "{").unwrap();
         assert!(load(&path).is_err());
     }

@@ -4,7 +4,7 @@
 //! Everything read here may be somebody else's: garbage, a newer version and numbers out of range
 //! are no value, with the reason. Never trusts that a hash or a length fits.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use policy::{
     cluster::{self, ByKind, Spec, Term, Usage},
@@ -139,6 +139,9 @@ impl Group {
 pub(super) struct Promises {
     pub(super) groups: BTreeMap<String, [u64; 2]>,
     pub(super) capacity: [u64; 2],
+    /// All groups that take part there; none where an older weir does not say so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) members: Option<BTreeSet<String>>,
 }
 
 /// All that a host reports, by group.
@@ -318,7 +321,7 @@ mod tests {
         assert!(spec("iops-totally", 5).unwrap_err().contains("is no limit"));
         assert!(spec("iops-total-max", 5).is_err());
         assert!(spec("iops-total", u64::MAX).is_err());
-        assert!(Group::of(&limits(10), 100, None, 1, 1).spec().unwrap_err().contains("safe-share"));
+        assert!(Group::of(&limits(10), 100, None, 1, 1).spec().unwrap_err().contains("at least 100"));
         assert!(Group::of(&limits(10), 0, None, 1, 1).spec().unwrap_err().contains("hosts"));
     }
 

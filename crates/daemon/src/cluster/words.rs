@@ -30,6 +30,8 @@ pub(super) enum Input {
     /// To be written: all groups' last reports.
     Reports(Reports),
     Promises(Promises),
+    /// To be promised if all hosts together have room for it.
+    Promise(Promises, Sender<Result<Value, String>>),
     Change(Change, Sender<Result<Value, String>>),
     Status(Sender<Value>),
     /// A host that will not come back.

@@ -44,4 +44,12 @@ impl Surroundings for Inventory {
         let news = News::new(kind, message).with("cluster", cluster).with("host", host);
         self.events.tell(news.with("reason", apart));
     }
+
+    fn tell_overpromised(&self, cluster: &str, group: &str, unit: &'static str, [promised, there]: [u64; 2]) {
+        let message = format!(
+            "group {group}: {unit}-reservation: {promised} is promised on its hosts, more than the limit of {there} (lower reservations, or set a higher limit)"
+        );
+        let news = News::new(Kind::ClusterOverpromised, message).of_group(group).with("cluster", cluster);
+        self.events.tell(news.with("unit", unit).with("promised", promised).with("limit", there));
+    }
 }

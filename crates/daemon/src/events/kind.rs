@@ -80,6 +80,7 @@ kinds! {
     TakenOver "taken_over" Info
     ClusterJoined "cluster_joined" Info
     ClusterApart "cluster_apart" Warning
+    ClusterOverpromised "cluster_overpromised" Warning
 }
 
 /// One that is about to be told: see [`Events::tell`](super::Events::tell).

@@ -23,6 +23,7 @@ use settings::{
 
 use super::memory;
 use crate::{
+    cluster,
     control::{
         assemble::{self, Assembly},
         bitmaps,
@@ -107,6 +108,7 @@ async fn wrong(draft: &Draft, plan: &Plan) -> Vec<anyhow::Error> {
         let error = Token::read(http.token_file.as_deref()?).err()?;
         Some(at(service.http_token_file.as_ref().map(|said| &said.place), error))
     }));
+    found.extend(plan.service.cluster.as_ref().and_then(|settings| cluster::check(settings).err()));
     found.extend(plan.service.record.as_ref().and_then(|record| {
         // The dot, because of a file it would tell nothing.
         let writable = access(&record.directory.join("."), AccessFlags::W_OK);

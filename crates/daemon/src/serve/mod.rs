@@ -29,6 +29,7 @@ pub use arguments::{EXAMPLES, ServeArgs};
 use block::{
     disk::Totals,
     reactor::{self, Worker, op::Fd},
+    storage::OpenError,
 };
 pub use check::{CHECK_EXAMPLES, CheckArgs, check_config};
 use console::{
@@ -201,7 +202,7 @@ struct Daemon {
 impl Daemon {
     /// None where a signal ended it before it was ready.
     async fn start(
-        plan: Plan,
+        mut plan: Plan,
         steps: Steps,
         file: Option<(PathBuf, ServiceDraft)>,
         inherited: Inherited,
@@ -232,12 +233,20 @@ impl Daemon {
         let claimed = plan.service.pid_file.as_deref().map(claim).transpose()?.flatten();
         sandbox::check(&plan)?;
         if let Some(cluster) = Cluster::prepare(&plan).await? {
+            let moved = cluster.moved();
+            for (disk, host) in &moved {
+                tracing::warn!(
+                    "disk {disk}: it has moved to host {host}, and is not served here (take [disk.{disk}] out of the config file here, and have it in that of {host}; `weir disk move {disk} --to {}` there brings it back, and if {host} has it no more `weir reload` here does)",
+                    cluster.host()
+                );
+            }
+            plan.leave_out(|disk| moved.contains_key(disk));
             inventory.join(cluster);
         }
         let files = newcomer.as_ref().map(|newcomer| newcomer.passed().clone());
         // A key takes seconds to derive, and a pipe may never say its passphrase.
         let mut late = match until_ended(assemble::disks(&plan, &inventory, files), &events.1).await {
-            Ok(opened) => opened?,
+            Ok(opened) => opened.map_err(|error| may_have_moved(error, &inventory))?,
             Err(signal) => {
                 tracing::info!(signal, "stopping before all disks are open");
                 flush_and_close(&inventory.disks()).await?;
@@ -482,6 +491,18 @@ impl Daemon {
             inventory.recordings.end_all().await;
             let _ = events.try_send(Event::Finished(result));
         });
+    }
+}
+
+/// Where an image is another's, and nobody could be asked whether its disk has gone there.
+fn may_have_moved(error: anyhow::Error, inventory: &Inventory) -> anyhow::Error {
+    let is_locked = |cause: &OpenError| cause.why.contains("locked");
+    let is_anothers = error.chain().any(|cause| cause.downcast_ref().is_some_and(is_locked));
+    match inventory.cluster().and_then(|cluster| cluster.unasked()).filter(|_| is_anothers) {
+        Some(why) => anyhow!(
+            "{error:#}; or the disk has moved to another host of the cluster, which could not be asked: {why} (then take it out of the config file here)"
+        ),
+        None => error,
     }
 }
 

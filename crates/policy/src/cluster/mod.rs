@@ -43,7 +43,7 @@ pub use division::{Claim, divide};
 pub use host::Host;
 pub use leader::{Action, Leader};
 
-use crate::throttle::{LimitKind, Limits, MAX_VALUE};
+use crate::throttle::{LimitKind, Limits, MAX_VALUE, Part, Setting};
 use crate::time::Duration;
 use core::fmt;
 
@@ -75,18 +75,28 @@ pub struct Spec {
 pub enum Indivisible {
     /// No host, or more than [`MAX_HOSTS`].
     Hosts(u32),
-    /// The safe shares of all hosts, of at least 1 unit a second each, are above this limit's rate.
-    SafeShare(LimitKind, u64),
+    /// The rate of this limit is less than 1 unit a second for each host.
+    TooLow(LimitKind, u64, u32),
+    /// All hosts' safe shares, of so many millionths each, are more than there is.
+    SafeShare(u32, u32),
 }
 
 impl fmt::Display for Indivisible {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Hosts(hosts) => write!(f, "hosts: {hosts} is not between 1 and {MAX_HOSTS}"),
-            Self::SafeShare(kind, rate) => write!(
+            Self::TooLow(kind, rate, hosts) => write!(
                 f,
-                "safe-share: those of all hosts are more than {kind:?} has, {rate} a second (lower \
-                 safe-share or hosts, or raise the limit)"
+                "{}: {rate} is too low: each of up to {hosts} hosts may use 1 a second without etcd (set \
+                 at least {hosts}, or fewer --hosts)",
+                Setting::Limit(*kind, Part::Rate).name()
+            ),
+            Self::SafeShare(ppm, hosts) => write!(
+                f,
+                "safe-share: {} % for each of up to {hosts} hosts is more than there is (set at most {} %, \
+                 or fewer --hosts)",
+                f64::from(*ppm) / 10_000.0,
+                f64::from(1_000_000 / hosts) / 10_000.0
             ),
         }
     }
@@ -110,7 +120,11 @@ impl Spec {
         for kind in LimitKind::ALL {
             let rate = limits.limit(kind).rate;
             if u128::from(spec.safe()[kind.index()]) * u128::from(hosts) > u128::from(rate) {
-                return Err(Indivisible::SafeShare(kind, rate));
+                let is_low = u64::from(safe_ppm) * u64::from(hosts) <= 1_000_000;
+                return Err(match is_low {
+                    true => Indivisible::TooLow(kind, rate, hosts),
+                    false => Indivisible::SafeShare(safe_ppm, hosts),
+                });
             }
         }
         Ok(spec)

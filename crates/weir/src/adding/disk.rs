@@ -9,7 +9,7 @@ use policy::access::Network;
 use serde_json::{Value, json};
 use settings::{Address, Image};
 
-use super::{Asked, finish};
+use super::{Asked, finish, finish_with};
 use crate::{
     client::Client,
     described::{self, DiskOptions},
@@ -212,13 +212,47 @@ fn move_away(arguments: MoveArgs) -> Result<(), Failure> {
     if let Some(address) = &nbd {
         wish["listen"] = json!(address.to_string());
     }
-    let _: Value = client.execute("x-weir-move-disk", wish)?;
-    finish(("disk", &name, "moved"), saving, json)?;
+    let mut done: Value = client.execute("x-weir-move-disk", wish)?;
+    if is_saved {
+        done["listed-here"] = json!(false);
+    }
+    finish_with(("disk", &name, "moved"), saving, json, &done)?;
     if json {
         return Ok(());
     }
-    let here = if is_saved { "" } else { "; here, take it out (`weir disk move --save` does)" };
-    let told =
-        format!("{name}: {to} has it until it ends (put a [disk.{name}] in the config file there{here})\n");
-    Ok(print(&told)?)
+    Ok(print(&moved(&name, &to, &done))?)
+}
+
+/// Where the disk is from now on, and what config files do not say yet.
+fn moved(name: &str, to: &str, done: &Value) -> String {
+    let is_there = done["listed-there"] == true;
+    let mut left = Vec::new();
+    if !is_there {
+        left.push(format!("put a [disk.{name}] in the config file there"));
+    }
+    if done["listed-here"] == true {
+        left.push(format!("take [disk.{name}] out of the one here, as `weir disk move --save` does"));
+    }
+    let until = if is_there { "" } else { " until it ends" };
+    let left = if left.is_empty() { String::new() } else { format!(" ({})", left.join("; ")) };
+    format!("{name}: {to} has it{until}{left}\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_config_files_lack_after_a_move_is_said_and_nothing_else() {
+        let told = |here: bool, there: bool| {
+            moved("vm", "b", &json!({ "listed-here": here, "listed-there": there }))
+        };
+        assert_eq!(told(false, true), "vm: b has it\n");
+        assert_eq!(told(false, false), "vm: b has it until it ends (put a [disk.vm] in the config file there)\n");
+        assert_eq!(
+            told(true, true),
+            "vm: b has it (take [disk.vm] out of the one here, as `weir disk move --save` does)\n"
+        );
+        assert!(told(true, false).contains("there; take [disk.vm] out of the one here"));
+    }
 }

@@ -13,7 +13,7 @@ use clap::Args;
 use console::{Failure, print, print_json};
 pub(crate) use disk::{ADD_EXAMPLES as DISK_EXAMPLES, DiskCommand, run as disk};
 pub(crate) use group::{EXAMPLES as GROUP_EXAMPLES, GroupCommand, run as group};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::{client::Target, saving::Saving};
 
@@ -30,6 +30,16 @@ struct Asked {
 
 /// Puts the new config file in place, and tells what was done.
 fn finish(what: (&str, &str, &str), saving: Option<Saving>, json: bool) -> Result<(), Failure> {
+    finish_with(what, saving, json, &Value::Null)
+}
+
+/// The same with what the daemon has answered, for JSON.
+fn finish_with(
+    what: (&str, &str, &str),
+    saving: Option<Saving>,
+    json: bool,
+    more: &Value,
+) -> Result<(), Failure> {
     let (kind, name, change) = what;
     let saved = saving.map(Saving::commit).transpose();
     let saved = saved.with_context(|| format!("{name}: {change}, but that is not saved"))?;
@@ -37,6 +47,9 @@ fn finish(what: (&str, &str, &str), saving: Option<Saving>, json: bool) -> Resul
         let mut told = json!({ "kind": kind, "name": name, "change": change });
         if let Some(file) = &saved {
             told["saved"] = json!(file);
+        }
+        for (key, value) in more.as_object().into_iter().flatten() {
+            told[key] = value.clone();
         }
         return Ok(print_json(&told)?);
     }

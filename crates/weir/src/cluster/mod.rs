@@ -104,6 +104,10 @@ fn of_group(group: &Value) -> String {
         group["change"],
         figures::limits(&limits)
     );
+    let over = amounts(&group["overpromised"]).map(|over| {
+        format!("  that is {over} more than there is (lower reservations, or set a higher limit)\n")
+    });
+    let said = said + &over.unwrap_or_default();
     let mut table = Table::new(columns(&["HOST", "LIMIT"], &["WANTS", "MAY USE", "SAFE SHARE"]));
     for host in group["hosts"].as_array().into_iter().flatten() {
         for (name, safe) in host["safe-share"].as_object().into_iter().flatten() {
@@ -144,6 +148,7 @@ mod tests {
             "hosts": [{ "name": "a", "present": true, "age-ms": 1200, "weir": "1.2.3" }, { "name": "b", "present": false }],
             "groups": [{
                 "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "promised": { "iops": 2000 },
+                "overpromised": { "iops": 500 },
                 "hosts": [{
                     "host": "a", "demand": { "iops-total": "all" }, "in-force": { "iops-total": 9812 },
                     "safe-share": { "iops-total": 12 },
@@ -155,6 +160,7 @@ mod tests {
             "led by b",
             "promised 2000 IOPS; what devices can do is not known",
             "1.2 s ago",
+            "promised 2000 IOPS\n  that is 500 IOPS more than there is",
             "all     9812",
             "change 3",
         ] {

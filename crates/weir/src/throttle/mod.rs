@@ -78,15 +78,34 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
         .cluster
         .safe_share
         .map(|ppm| format!("{}: safe-share: {}%\n", arguments.name, f64::from(ppm) / 10_000.0));
+    if done["used"] == false {
+        console::complain(&unused(&arguments.name));
+    }
     Ok(print(&[Some(text), hosts, safe].into_iter().flatten().collect::<String>())?)
 }
 
+/// Limits were set that nobody is held to.
+fn unused(group: &str) -> anyhow::Error {
+    anyhow::anyhow!(
+        "group {group}: no host that is there has it (is the name right? a host has it by [group.{group}] with cluster = true)"
+    )
+}
+
 fn of_all(group: &Value) -> String {
-    let mut text = format!("group {}, on all hosts\n", group["name"].as_str().unwrap_or_default());
+    let mut rows: Vec<(&str, String)> = Vec::new();
     for (name, value) in group["limits"].as_object().into_iter().flatten() {
-        text += &format!("  {name}  {value}\n");
+        rows.push((name, value.to_string()));
     }
-    text + &format!("  hosts  {}\n", group["most-hosts"])
+    rows.push(("hosts", group["most-hosts"].to_string()));
+    if let Some(ppm) = group["safe-share-ppm"].as_u64() {
+        rows.push(("safe-share", format!("{}%", ppm as f64 / 10_000.0)));
+    }
+    let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    let mut text = format!("group {}, on all hosts\n", group["name"].as_str().unwrap_or_default());
+    for (name, value) in rows {
+        text += &format!("  {name:width$}  {value}\n");
+    }
+    text
 }
 
 fn show(report: &Report, name: &str, node: Node<'_>) -> String {

@@ -81,6 +81,8 @@ pub(super) struct Terms {
     members: Vec<Member>,
     tls: Option<Tls>,
     user: Option<(String, String)>,
+    /// Of the cluster's keys.
+    prefix: String,
 }
 
 impl Terms {
@@ -118,7 +120,8 @@ impl Terms {
             }
             None => None,
         };
-        Ok(Self { members, tls, user })
+        let prefix = format!("/weir/v1/{}/", cluster.name);
+        Ok(Self { members, tls, user, prefix })
     }
 
     /// Ports that are called.
@@ -227,7 +230,7 @@ impl Etcd {
         let member = || self.terms.members[self.at].said.to_string();
         match asked {
             Ok(Ok((status, answer))) if status.is_success() => Ok(answer),
-            Ok(Ok((_, answer))) => Err(refusal(&member(), &answer)),
+            Ok(Ok((_, answer))) => Err(refusal(&member(), &self.terms.prefix, &answer)),
             Ok(Err(error)) => Err(error),
             Err(_) => Err(Error::Unreachable(anyhow!("{}: no answer in {} s", member(), PATIENCE.as_secs()))),
         }
@@ -293,7 +296,7 @@ impl Etcd {
 }
 
 /// What a member says where it does not do as asked. Some of it another member may do.
-fn refusal(member: &str, answer: &Value) -> Error {
+fn refusal(member: &str, prefix: &str, answer: &Value) -> Error {
     let text = ["message", "error"].iter().find_map(|key| answer[*key].as_str()).unwrap_or("no reason given");
     let text: String = text.chars().filter(|c| !c.is_control()).take(200).collect();
     // Without a leader, starting, stopping, or slow.
@@ -310,15 +313,28 @@ fn refusal(member: &str, answer: &Value) -> Error {
     if passing.iter().any(|word| text.contains(word)) {
         return Error::Unreachable(anyhow!(said));
     }
+    let of_role = format!("give the user of [cluster] a role that reads and writes {prefix}");
     let advice = match () {
         () if text.contains("authentication failed") || text.contains("user name") => {
             "mend user and password-file of [cluster]"
         }
-        () if text.contains("permission denied") => "give the user the role that reads and writes /weir/",
+        () if text.contains("permission denied") => &of_role,
         () if text.contains("database space exceeded") => {
             "compact and defragment etcd, then disarm its alarm"
         }
         () => "is this etcd 3.4 or newer?",
     };
     Error::Refused(format!("{said} ({advice})"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_lacks_a_right_is_told_of_the_clusters_own_keys() {
+        let answer = json!({ "message": "etcdserver: permission denied" });
+        let said = refusal("http://e:2379", "/weir/v1/lab/", &answer).to_string();
+        assert!(said.ends_with("a role that reads and writes /weir/v1/lab/)"), "{said}");
+    }
 }

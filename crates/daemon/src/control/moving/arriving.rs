@@ -145,13 +145,18 @@ fn serving(inventory: &Inventory, described: &Described) -> anyhow::Result<Optio
     let servers = inventory.servers();
     let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>().join(", ");
     match (&described.listen, &*servers) {
+        (Some(address), []) => {
+            bail!("nobody listens at {address} there, nor for NBD anywhere (start weir there with --nbd {address})")
+        }
         (Some(address), _) => {
             let found = servers.iter().find(|serving| serving.address() == *address);
             let missing = || anyhow!("nobody listens at {address} there, but at {}", addresses());
             Ok(Some(Rc::clone(found.with_context(|| missing().to_string())?)))
         }
         (None, [only]) => Ok(Some(Rc::clone(only))),
-        (None, []) => bail!("it has clients over NBD, and that host listens for none"),
+        (None, []) => bail!(
+            "it is exported over NBD, and that host listens nowhere for that (start weir there with --nbd ADDRESS, or detach the export here)"
+        ),
         (None, _) => bail!("that host listens at {} (say where with --nbd ADDRESS)", addresses()),
     }
 }
@@ -189,11 +194,16 @@ async fn take(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, offered: &Offere
     let described = read(offered)?;
     check_exports(inventory, &described)?;
     open(inventory, disk, &described).await?;
+    if let Err(why) = cluster.settle_promises(&**inventory).await {
+        inventory.remove_disk(disk).await?;
+        bail!("{why}");
+    }
     let mut is_open = true;
+    let listed = super::is_listed(inventory, disk).await;
     loop {
-        match cluster.step(Step::Claim { offered: Box::new(offered.clone()) }).await {
+        match cluster.step(Step::Claim { offered: Box::new(offered.clone()), listed }).await {
             Some(Outcome::Done(_)) => break,
-            Some(Outcome::Lost(_)) => {
+            Some(Outcome::Lost(_) | Outcome::Absent(_)) => {
                 if is_open {
                     inventory.remove_disk(disk).await?;
                 }
@@ -217,6 +227,7 @@ async fn take(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, offered: &Offere
             }
         }
     }
+    cluster.know_moved(disk, None);
     export(inventory, disk, &described).await;
     Ok(true)
 }

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use settings::{Door as DoorKind, Plan, Socket, VhostUserBlk, config};
 
 use crate::control::{
-    inventory::{Door, Inventory, RunningDisk, RunningExport},
+    inventory::{Door, Inventory, RunningDisk, RunningExport, StorageNode},
     reload::told::{Care, of_throttle},
     takeover::Buckets,
 };
@@ -82,14 +82,18 @@ impl Described {
         let limited = of_throttle(&settings, "").into_iter().filter(|one| !defaults.contains(one));
         let known = cared.chain(limited).filter(|(_, value)| !value.is_null());
         keys.extend(known.map(|(key, value)| (key.to_owned(), value)));
-        if let Some(old) = planned(inventory, running) {
-            for (key, delay) in [("reconnect-delay", old.reconnect_delay), ("open-timeout", old.open_timeout)]
-            {
+        let of_file = planned(inventory, running);
+        let of_file = of_file.map(|old| (old.reconnect_delay, old.open_timeout, old.discard));
+        let of_command = |storage: &Rc<StorageNode>| {
+            (storage.reconnect_delay, storage.open_timeout, storage.discards)
+        };
+        if let Some((reconnect, open, discards)) = of_file.or(running.storage.as_ref().map(of_command)) {
+            for (key, delay) in [("reconnect-delay", reconnect), ("open-timeout", open)] {
                 if delay > policy::time::Duration::ZERO {
                     keys.insert(key.to_owned(), json!(format!("{}ms", delay.as_nanos() / 1_000_000)));
                 }
             }
-            if old.discard == block::disk::Discards::Ignore {
+            if discards == block::disk::Discards::Ignore {
                 keys.insert("discard".to_owned(), json!("ignore"));
             }
         }
@@ -173,11 +177,15 @@ fn check(inventory: &Inventory, running: &RunningDisk) -> anyhow::Result<()> {
         "handover: the machine that uses it takes it along by itself (have the disk with handover on both hosts)"
     );
     ensure!(
-        running.below.is_empty() && running.storage.is_none(),
+        running.below.is_empty(),
         "it was put together by blockdev-add of several nodes, which others do not know (add it with `weir disk add`)"
     );
-    let Some(old) = planned(inventory, running) else { return Ok(()) };
-    let lost = [
+    let told = running.storage.iter().flat_map(|storage| {
+        [("force-share", storage.force_share), ("delay", storage.latency.is_some())]
+    });
+    let Some(old) = planned(inventory, running) else { return none_lost(told) };
+    none_lost(told)?;
+    none_lost([
         ("options", old.part.is_some()),
         ("snapshot", old.snapshot.is_some()),
         ("secret-file", !old.qcow2.secrets.is_empty()),
@@ -185,11 +193,16 @@ fn check(inventory: &Inventory, running: &RunningDisk) -> anyhow::Result<()> {
         ("delay", old.delay.is_some()),
         ("rate", old.rate.is_some()),
         ("fault", !old.faults.is_empty()),
-    ];
-    if let Some((key, _)) = lost.into_iter().find(|(_, is_there)| *is_there) {
-        bail!("{key}: does not move to another host (have the disk in the config file there instead)");
+    ])
+}
+
+fn none_lost(keys: impl IntoIterator<Item = (&'static str, bool)>) -> anyhow::Result<()> {
+    match keys.into_iter().find(|(_, is_there)| *is_there) {
+        Some((key, _)) => {
+            bail!("{key}: does not move to another host (have the disk in the config file there instead)")
+        }
+        None => Ok(()),
     }
-    Ok(())
 }
 
 fn door(export: &RunningExport) -> anyhow::Result<String> {

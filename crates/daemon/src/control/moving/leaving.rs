@@ -7,7 +7,7 @@ use block::reactor;
 use export::nbd::Removal;
 use serde_json::{Value, json};
 
-use super::{Described, PATIENCE, PAUSE, arriving};
+use super::{APPEARS, Described, PATIENCE, PAUSE, arriving};
 use crate::{
     cluster::{
         Cluster,
@@ -81,11 +81,22 @@ async fn move_away(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, wish: &Wish
     let described = serde_json::to_value(described)?;
     let offer = Offer { from, run: 0, number, given: false, described };
     let answers = cluster.answers(number);
-    let ask = Step::Ask { to: wish.to.clone(), disk: wish.disk.clone(), offer: Box::new(offer.clone()) };
-    let asked = cluster.step(ask).await;
+    let ask = || Step::Ask { to: wish.to.clone(), disk: wish.disk.clone(), offer: Box::new(offer.clone()) };
+    let until = reactor::now() + APPEARS;
+    let mut asked = cluster.step(ask()).await;
+    // A host that has just been started joins at any moment.
+    let may_come = |asked: &Option<Outcome>| match asked {
+        Some(Outcome::Absent(_)) => true,
+        Some(Outcome::Apart(_)) => cluster.is_joining(),
+        _ => false,
+    };
+    while may_come(&asked) && reactor::now() < until {
+        reactor::sleep_until(reactor::now() + PAUSE).await;
+        asked = cluster.step(ask()).await;
+    }
     let revision = match asked {
         Some(Outcome::Done(revision)) => revision,
-        Some(Outcome::Lost(why)) => bail!("{why}"),
+        Some(Outcome::Lost(why) | Outcome::Absent(why)) => bail!("{why}"),
         Some(Outcome::Apart(why)) => bail!("etcd cannot be asked: {why}"),
         None => bail!("etcd does not answer in time (try again)"),
     };
@@ -105,7 +116,16 @@ async fn move_away(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, wish: &Wish
         // Where this is not heard, the offer goes with this host's lease, and nobody takes it.
         let _ = withdraw(cluster, wish, number).await;
     }
-    given.map(|()| json!({ "disk": wish.disk, "from": cluster.host(), "to": wish.to }))
+    let listed_there = given?;
+    cluster.know_moved(&wish.disk, Some(&wish.to));
+    let mut told = json!({ "disk": wish.disk, "from": cluster.host(), "to": wish.to });
+    let listed_here = super::is_listed(inventory, &wish.disk).await;
+    for (key, listed) in [("listed-here", listed_here), ("listed-there", listed_there)] {
+        if let Some(listed) = listed {
+            told[key] = json!(listed);
+        }
+    }
+    Ok(told)
 }
 
 /// An export that was removed, to be put back.
@@ -162,7 +182,7 @@ async fn give(
     (offer, revision): (Offer, i64),
     exports: Vec<Rc<RunningExport>>,
     answers: &async_channel::Receiver<Answer>,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<Option<bool>> {
     let running = inventory.disk(&wish.disk)?;
     // As it is now: it may have been changed meanwhile.
     let mut described = Described::of(inventory, &running, &exports, wish.listen.clone())?;
@@ -192,10 +212,10 @@ async fn give(
             let (to, disk) = (wish.to.clone(), wish.disk.clone());
             let given = Box::new(Offer { given: true, described: told, ..offer.clone() });
             match cluster.step(Step::Give { to, disk, offer: given, revision }).await {
-                Some(Outcome::Lost(why) | Outcome::Apart(why)) => why,
+                Some(Outcome::Lost(why) | Outcome::Absent(why) | Outcome::Apart(why)) => why,
                 Some(Outcome::Done(_)) | None => match reactor::timeout(PATIENCE, end(answers)).await {
-                    Ok(Some(Said::Taken)) => return Ok(()),
-                    Ok(Some(Said::Refused(why))) => format!("{} refuses it: {why}", wish.to),
+                    Ok(Some(Answer { said: Said::Taken, listed, .. })) => return Ok(listed),
+                    Ok(Some(Answer { said: Said::Refused(why), .. })) => format!("{} refuses it: {why}", wish.to),
                     _ => format!("{} does not take it in {} s", wish.to, PATIENCE.as_secs()),
                 },
             }
@@ -203,18 +223,18 @@ async fn give(
         Err(error) => format!("its image could not be closed: {error}"),
     };
     if take_back(inventory, cluster, (wish, offer.number), &described, &why).await == Whose::Theirs {
-        return Ok(());
+        return Ok(None);
     }
     put_back(inventory, &wish.disk, removed).await;
     Err(anyhow!("{why}; it is served here again"))
 }
 
 /// What is said after that the host is ready.
-async fn end(answers: &async_channel::Receiver<Answer>) -> Option<Said> {
+async fn end(answers: &async_channel::Receiver<Answer>) -> Option<Answer> {
     loop {
-        match answers.recv().await.ok()?.said {
-            Said::Ready => {}
-            said => return Some(said),
+        let answer = answers.recv().await.ok()?;
+        if answer.said != Said::Ready {
+            return Some(answer);
         }
     }
 }
@@ -237,7 +257,7 @@ async fn take_back(
     loop {
         match withdraw(cluster, wish, number).await {
             Some(Outcome::Done(_)) => break,
-            Some(Outcome::Lost(_)) => return Whose::Theirs,
+            Some(Outcome::Lost(_) | Outcome::Absent(_)) => return Whose::Theirs,
             Some(Outcome::Apart(_)) | None => reactor::sleep_until(reactor::now() + PAUSE).await,
         }
     }

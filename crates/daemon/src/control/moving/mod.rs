@@ -18,11 +18,24 @@ mod leaving;
 pub(crate) use arriving::receive;
 pub(crate) use described::Described;
 pub(crate) use leaving::{Wish, away};
+use block::reactor;
 use policy::time::Duration;
+use settings::config;
+
+use super::inventory::Inventory;
 
 /// How long a host may take over each answer: an image on a network may have to be opened.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// How long a look at an image may take, so that a refusal is heard.
 const LOOK: Duration = Duration::from_secs(15);
+/// How long a host that is to have a disk may take to appear in its cluster.
+const APPEARS: Duration = Duration::from_secs(3);
 /// Between two attempts at what must be known, or opened, before anything goes on.
 const PAUSE: Duration = Duration::from_millis(500);
+
+/// Whether the config file, as it is now, has a disk of this name; none where that cannot be told.
+async fn is_listed(inventory: &Inventory, disk: &str) -> Option<bool> {
+    let file = inventory.loaded.borrow().as_ref().map(|loaded| loaded.file.clone())?;
+    let draft = reactor::blocking(move || config::load(&file)).await.ok()?;
+    Some(draft.disks.iter().any(|said| said.name.value == disk))
+}

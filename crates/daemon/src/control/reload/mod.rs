@@ -77,6 +77,11 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
         let values = |record: Option<&Record>| vec![("record", json!(record.map(Record::to_string)))];
         told.extend(told::settings("daemon", "", values(before), values(record)));
     }
+    if let Some(cluster) = inventory.cluster() {
+        for &index in &difference.new_disks {
+            cluster.has_again(&plan.disks[index].name);
+        }
+    }
     for remark in plan.remarks() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
     }
@@ -196,7 +201,16 @@ impl Work<'_> {
             let place = || self.draft.disks[index].image.place.to_string();
             self.inventory.check_image(&planned.image).with_context(place)?;
             check_secrets(planned)?;
-            images.push((index, assembly.open(planned).await.with_context(place)?));
+            let moved = self.inventory.cluster().and_then(|cluster| cluster.moved_to(&planned.name));
+            let gone = |why: &str| {
+                let (name, host) = (&planned.name, moved.as_deref().unwrap_or_default());
+                format!("disk {name} has moved to host {host}{why} (take [disk.{name}] out of the config file)")
+            };
+            if moved.is_some() && planned.image.path().is_none() {
+                bail!("{}: {}", place(), gone(", and nothing keeps two hosts from writing to its image"));
+            }
+            let opened = assembly.open(planned).await.with_context(place);
+            images.push((index, if moved.is_some() { opened.with_context(|| gone(""))? } else { opened? }));
         }
         Ok(images)
     }

@@ -18,7 +18,10 @@ use block::{
 use policy::prefetch;
 use serde_json::{Value, json};
 
-use super::node::{Bottom, Chain};
+use super::{
+    node::{Bottom, Chain},
+    weir,
+};
 use crate::control::{
     inventory::{Inventory, NodeBelow, Refused, RunningDisk, StorageNode},
     qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
@@ -40,7 +43,17 @@ impl Command for BlockdevAdd {
         match &chain.bottom {
             Bottom::Node(_) if chain.is_opened_anew() => open_over(&inventory, chain).await?,
             Bottom::Node(bottom) => put_over(&inventory, &chain, bottom)?,
-            Bottom::Storage(storage) => add(&inventory, &chain, storage, inner_nodes(&chain)).await?,
+            Bottom::Storage(storage) => {
+                add(&inventory, &chain, storage, inner_nodes(&chain)).await?;
+                if let Err(why) = weir::settle(&inventory).await {
+                    inventory.remove_disk(&chain.names[0]).await.map_err(generic)?;
+                    weir::unsettle(&inventory);
+                    return Err(why);
+                }
+                if let Some(cluster) = inventory.cluster() {
+                    cluster.has_again(&chain.names[0]);
+                }
+            }
         }
         Ok(json!({}))
     }

@@ -12,6 +12,7 @@ use crate::{
             arguments::Arguments,
             command::Command,
             error::Error,
+            json::shown,
             settings::{LimitChanges, Naming},
         },
     },
@@ -51,7 +52,8 @@ impl Command for ClusterSet {
     const NAME: &'static str = "x-weir-cluster-set";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        let group = arguments.required("group")?;
+        let group: String = arguments.required("group")?;
+        settings::check::named(&group).map_err(|rule| Error::generic(format!("group {:?}: {rule}", shown(&group))))?;
         let limits = LimitChanges::read(arguments, Naming::Plain)?.values().collect();
         let hosts = arguments.number("hosts", 1..=MAX_HOSTS)?.map(|hosts| hosts as u32);
         let safe_share = arguments.number("safe-share-ppm", 1..=1_000_000)?.map(|ppm| ppm as u32);
@@ -59,7 +61,14 @@ impl Command for ClusterSet {
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        cluster(&inventory)?.change(self.change).await.map_err(Error::generic)
+        let cluster = cluster(&inventory)?;
+        if inventory.disk(&self.change.group).is_ok() {
+            return Err(Error::generic(format!(
+                "{}: is a disk here, and limits of all hosts are a group's (name a group that has cluster = true; without --cluster it is the disk's own limit)",
+                self.change.group
+            )));
+        }
+        cluster.change(self.change).await.map_err(Error::generic)
     }
 }
 

@@ -70,7 +70,7 @@ impl Command for Set {
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
         match inventory.group(&self.name) {
-            Ok(group) => self.set_group(&group)?,
+            Ok(group) => self.set_group(&inventory, &group).await?,
             Err(_) => self.set_disk(&inventory).await?,
         }
         inventory.tell(&Change::SettingsChanged { name: self.name });
@@ -79,7 +79,7 @@ impl Command for Set {
 }
 
 impl Set {
-    fn set_group(&self, group: &Group) -> Result<(), Error> {
+    async fn set_group(&self, inventory: &Inventory, group: &Group) -> Result<(), Error> {
         if !self.caches.is_empty() {
             return Err(Error::generic(format!(
                 "group {}: it has no caches; its disks' images have",
@@ -103,7 +103,16 @@ impl Set {
             let rule = "cannot be changed for a group: it stays in the group it was made in (disks can move)";
             return Err(Error::rule("group", rule));
         }
-        Ok(group.set(self.changes.apply_to(group.settings())?)?)
+        let before = group.settings();
+        group.set(self.changes.apply_to(before)?)?;
+        let settled = settle(inventory).await;
+        if settled.is_err() {
+            // What is in force of a cluster's limits may be another by now.
+            let limits = if group.lent().is_some() { group.settings().limits } else { before.limits };
+            group.set(GroupSettings { limits, ..before })?;
+            unsettle(inventory);
+        }
+        settled
     }
 
     async fn set_disk(&self, inventory: &Inventory) -> Result<(), Error> {
@@ -134,7 +143,15 @@ impl Set {
             running.caches.set(caches);
         }
         let changed = disk.reserve_memory().map_err(|error| of_disk(&error));
-        let changed = changed.and_then(|()| Ok(disk.throttle().place(settings, group.as_ref())?));
+        let placed = (disk.throttle().settings(), disk.throttle().group());
+        let mut changed = changed.and_then(|()| Ok(disk.throttle().place(settings, group.as_ref())?));
+        if changed.is_ok() {
+            changed = settle(inventory).await;
+            if changed.is_err() {
+                disk.throttle().place(placed.0, placed.1.as_ref())?;
+                unsettle(inventory);
+            }
+        }
         if changed.is_err() {
             disk.prefetch().set(before.0).expect("it was in force");
             if let Some((qcow2, _)) = caches {
@@ -159,6 +176,19 @@ impl Set {
             .sizes(&qcow2.header())
             .map_err(|error| Error::generic(format!("disk {}: {error}", self.name)))?;
         Ok(Some((qcow2, settings)))
+    }
+}
+
+/// Has the other hosts of the cluster know what is promised now; fails where they have no room.
+pub(super) async fn settle(inventory: &Inventory) -> Result<(), Error> {
+    let Some(cluster) = inventory.cluster().cloned() else { return Ok(()) };
+    cluster.settle_promises(inventory).await.map_err(Error::generic)
+}
+
+/// What was not to be promised is not any more.
+pub(super) fn unsettle(inventory: &Inventory) {
+    if let Some(cluster) = inventory.cluster() {
+        cluster.promise(inventory);
     }
 }
 
