@@ -320,6 +320,11 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
         let said = refused("http://127.0.0.1:1", &format!("control-groups = {groups}"));
         assert!(said.contains(expect), "{said}");
     }
+    // Before it is started, too.
+    let there = Scratch::new();
+    let file = Host::config(&there, "x", &etcd.url(), "user = \"u\"\npassword-file = \"/nowhere\"");
+    let said = weir(&["check-config", text(&file)]).fails();
+    assert!(said.contains("cluster lab: password-file /nowhere"), "{said}");
     // A newer weir, and garbage.
     for (value, expect) in [("{\"version\":2}", "is of version 2"), ("garbage", "is not weir's")] {
         etcd.control(&["put", "/weir/v1/lab/all/group/gold", value]).succeeds();
@@ -335,6 +340,25 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     other.weir().wait_for_log("the name \"x\" is taken in cluster \"lab\"");
     assert_eq!(other.status()["cluster"]["connected"], false);
     assert_eq!(other.part(), 2000 / 800);
+    // Nor are those of all hosts a disk's, or of what cannot be a group; a slip is told.
+    let set = |name: &str| one.run(&["throttle", name, "--cluster", "--iops-total", "2000"]).run();
+    for (name, expect) in [("vm", "vm: is a disk here"), ("..", "the name is a directory's")] {
+        let said = set(name);
+        assert!(said.ended() == Some(1) && said.said().contains(expect), "{}", said.said());
+    }
+    let said = set("golf");
+    assert!(
+        said.ended() == Some(0) && said.said().contains("no host that is there has it"),
+        "{}",
+        said.said()
+    );
+    assert!(!set("gold").said().contains("no host"), "it is here");
+    // What is shown is what was set.
+    one.run(&["throttle", "gold", "--cluster", "--safe-share", "0.125%"]).succeeds();
+    let shown = || one.run(&["throttle", "gold", "--cluster"]).succeeds();
+    until("it is shown", || {
+        shown().ends_with("  iops-total  2000\n  hosts       16\n  safe-share  0.125%\n")
+    });
     // Limits of such a group are not one host's to change.
     let said = one.run(&["throttle", "gold", "--iops-total", "5"]).fails();
     assert!(said.contains("--cluster"), "{said}");
@@ -446,4 +470,32 @@ fn promises_of_all_hosts_fit_into_the_limit() {
     // Nor can the limit be lowered below.
     let said = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2500"]).fails();
     assert!(said.contains("3000 is promised on its hosts"), "{said}");
+    // Of two that promise at once one is refused.
+    let promise = |host: &Host, iops: &str| {
+        host.run(&["throttle", "vm", "--iops-reservation", iops]).run().ended() == Some(0)
+    };
+    for round in 0..5 {
+        for host in &hosts {
+            assert!(promise(host, "0"));
+        }
+        until("nothing is promised", || hosts.iter().all(|host| promised(host).is_none()));
+        let done: Vec<_> = thread::scope(|scope| {
+            let both: Vec<_> = hosts.iter().map(|host| scope.spawn(move || promise(host, "2900"))).collect();
+            both.into_iter().map(|one| one.join().unwrap()).collect()
+        });
+        assert!(done[0] != done[1], "round {round}: {done:?}");
+        until("one is told", || hosts.iter().all(|host| promised(host) == Some(2900)));
+    }
+    let said = hosts[0].run(&["cluster", "forget", "b", "--json"]).fails();
+    assert!(said.contains("host b: it is there"), "{said}");
+    // What is too much all the same is told by who leads.
+    let ghost = "{\"version\":1,\"groups\":{\"gold\":[600,0]},\"capacity\":[0,0]}";
+    etcd.control(&["put", "/weir/v1/lab/all/promise/ghost", ghost]).succeeds();
+    let leader = leader_of(&hosts[0]).unwrap();
+    let leader = &hosts[usize::from(leader == "b")];
+    leader.weir().wait_for_log("3500 is promised on its hosts, more than the limit of 3000");
+    let shown = hosts[0].cluster();
+    assert_eq!(shown["groups"][0]["overpromised"]["iops"], 500);
+    let said = hosts[1].run(&["cluster", "status"]).succeeds();
+    assert!(said.contains("that is 500 IOPS more than there is"), "{said}");
 }

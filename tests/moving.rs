@@ -29,11 +29,14 @@ struct Host {
 
 impl Host {
     fn start(name: &str, etcd: &Etcd, images: &Scratch, more: &str) -> Self {
+        Self::with(name, etcd, images, &format!("[disk.base]\nimage = \"memory:1M\"\n{more}"))
+    }
+
+    fn with(name: &str, etcd: &Etcd, images: &Scratch, more: &str) -> Self {
         let scratch = Scratch::new();
         let nbd = scratch.socket("nbd");
         let config = format!(
-            "[daemon]\nnbd = \"unix:{}\"\nstate = \"{}\"\nimage-root = \"{}\"\n[cluster]\nname = \"lab\"\nhost = \"{name}\"\netcd = \"{}\"\n\
-             [disk.base]\nimage = \"memory:1M\"\n{more}",
+            "[daemon]\nnbd = \"unix:{}\"\nstate = \"{}\"\nimage-root = \"{}\"\n[cluster]\nname = \"lab\"\nhost = \"{name}\"\netcd = \"{}\"\n{more}",
             text(&nbd),
             text(&scratch.path("state")),
             text(&images.path("")),
@@ -47,9 +50,16 @@ impl Host {
     }
 
     fn again(&mut self) {
+        self.weir = Some(self.serve().start());
+    }
+
+    fn serve(&self) -> Serve {
         let (file, control) = (self.scratch.path("weir.toml"), format!("unix:{}", text(&self.control())));
-        let serve = Serve::new(&self.scratch).where_said();
-        self.weir = Some(serve.args(["--config", text(&file), "--qmp", &control]).start());
+        Serve::new(&self.scratch).where_said().args(["--config", text(&file), "--qmp", &control])
+    }
+
+    fn stop(&mut self) {
+        self.weir.take().unwrap().stop();
     }
 
     fn control(&self) -> PathBuf {
@@ -131,6 +141,81 @@ fn a_disk_moves_with_what_it_is_and_its_burst_does_not_begin_anew() {
     assert!(!fs::read_to_string(a.scratch.path("weir.toml")).unwrap().contains("[disk.vm]"));
     assert!(b.disk("vm").is_some());
     qemu_img(["check", "-U", text(&image)]).succeeds();
+}
+
+#[test]
+fn the_last_disk_goes_to_a_host_that_has_none_and_comes_back() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let image = scratch.sparse("vm.raw", MIB);
+    let section = format!("{GROUPS}[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
+    let mut a = Host::with("a", &etcd, &scratch, &section);
+    let b = Host::with("b", &etcd, &scratch, GROUPS);
+    let mut c = Host::with("c", &etcd, &scratch, GROUPS);
+    // One that listens nowhere.
+    let config = fs::read_to_string(c.scratch.path("weir.toml")).unwrap();
+    c.stop();
+    fs::write(c.scratch.path("weir.toml"), config.replacen("nbd = ", "# nbd = ", 1)).unwrap();
+    c.again();
+    // It may not have joined yet, and is waited for.
+    let said = a.move_to("c").fails();
+    assert_says(&said, &["c refuses it: it is exported over NBD, and that host listens nowhere for that"]);
+    let said = a.move_to("c").args(["--nbd", "unix:n.sock"]).fails();
+    assert_says(&said, &["nobody listens at unix:n.sock there, nor for NBD anywhere"]);
+    a.io(&["write -P 3 0 4k"]);
+    let said = a.move_to("b").args(["--save"]).succeeds();
+    assert_says(&said, &["vm: b has it until it ends (put a [disk.vm] in the config file there)\n"]);
+    b.io(&["read -P 3 0 4k"]);
+    a.stop();
+    a.again();
+    assert_eq!(a.disk("vm"), None);
+    b.move_to("a").succeeds();
+    a.io(&["read -P 3 0 4k"]);
+    // A disk that a command has added is as good as one of the file.
+    a.run(&["disk", "add", "raw", text(&scratch.sparse("other.raw", MIB)), "-f", "raw"]).succeeds();
+    a.run(&["disk", "move", "raw", "--to", "b"]).succeeds();
+    assert_eq!(b.disk("raw").unwrap()["format"], "raw");
+}
+
+#[test]
+fn a_host_starts_without_the_disks_that_others_have_taken() {
+    let scratch = Scratch::new();
+    let mut etcd = Etcd::start(&scratch);
+    let image = scratch.sparse("vm.raw", MIB);
+    let section = format!("{GROUPS}[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
+    let mut a = Host::start("a", &etcd, &scratch, &section);
+    let mut b = Host::start("b", &etcd, &scratch, GROUPS);
+    let said = a.move_to("b").succeeds();
+    assert_says(&said, &["put a [disk.vm] in the config file there; take [disk.vm] out of the one here"]);
+    assert_says(&a.run(&["reload"]).fails(), &["disk vm has moved to host b", "vm.raw: locked"]);
+    a.stop();
+    a.again();
+    a.weir().wait_for_log("disk vm: it has moved to host b, and is not served here");
+    assert!(a.disk("vm").is_none() && a.disk("base").is_some());
+    assert_says(&a.run(&["reload"]).fails(), &["disk vm has moved to host b", "vm.raw: locked"]);
+    // Its file has it, and the other's never had.
+    assert!(b.move_to("a").succeeds().contains("vm: a has it\n"));
+    a.stop();
+    a.again();
+    assert!(a.disk("vm").is_some());
+    // What a host had that has left the cluster is this one's again.
+    a.move_to("b").succeeds();
+    a.stop();
+    b.stop();
+    a.again();
+    assert!(a.disk("vm").is_some());
+    b.again();
+    a.move_to("b").succeeds();
+    // Nobody can be asked: the image says that it is another's. That the group has no limits is known.
+    a.stop();
+    etcd.kill();
+    let said = a.serve().args(["--log", "error"]).fails();
+    assert_says(&said, &["locked for writing", "or the disk has moved to another host of the cluster"]);
+    b.stop();
+    a.again();
+    assert!(a.disk("vm").is_some());
+    etcd.start_again();
+    until("it has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
 }
 
 #[test]

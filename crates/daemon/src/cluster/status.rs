@@ -128,9 +128,7 @@ pub(super) fn capacity<'a>(promises: impl Iterator<Item = &'a values::Promises>)
 }
 
 /// What is promised of each group on all of these hosts.
-pub(super) fn sums<'a>(
-    promises: impl Iterator<Item = &'a values::Promises>,
-) -> BTreeMap<&'a str, [u64; 2]> {
+pub(super) fn sums<'a>(promises: impl Iterator<Item = &'a values::Promises>) -> BTreeMap<&'a str, [u64; 2]> {
     let mut sums: BTreeMap<&str, [u64; 2]> = BTreeMap::new();
     for (name, more) in promises.flat_map(|promises| &promises.groups) {
         let sum = sums.entry(name).or_default();

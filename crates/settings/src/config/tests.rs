@@ -421,7 +421,8 @@ fn what_listens_says_what_and_where() {
     // A disk may come from another host of a cluster, and the last one may leave.
     for disks in ["", own] {
         let cluster = format!("[cluster]\nname = \"lab\"\netcd = \"http://e:2379\"\n{disks}");
-        let endpoints = |plan: Plan| plan.servers.into_iter().map(|server| server.endpoint).collect::<Vec<_>>();
+        let endpoints =
+            |plan: Plan| plan.servers.into_iter().map(|server| server.endpoint).collect::<Vec<_>>();
         let at = |address: &str| Endpoint::Address(address.parse().unwrap());
         let own: Vec<_> = (!disks.is_empty()).then(|| at("h:1")).into_iter().collect();
         let said = plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{cluster}"), 0).unwrap();

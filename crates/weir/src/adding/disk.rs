@@ -248,7 +248,10 @@ mod tests {
             moved("vm", "b", &json!({ "listed-here": here, "listed-there": there }))
         };
         assert_eq!(told(false, true), "vm: b has it\n");
-        assert_eq!(told(false, false), "vm: b has it until it ends (put a [disk.vm] in the config file there)\n");
+        assert_eq!(
+            told(false, false),
+            "vm: b has it until it ends (put a [disk.vm] in the config file there)\n"
+        );
         assert_eq!(
             told(true, true),
             "vm: b has it (take [disk.vm] out of the one here, as `weir disk move --save` does)\n"

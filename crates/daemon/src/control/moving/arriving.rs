@@ -146,7 +146,9 @@ fn serving(inventory: &Inventory, described: &Described) -> anyhow::Result<Optio
     let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>().join(", ");
     match (&described.listen, &*servers) {
         (Some(address), []) => {
-            bail!("nobody listens at {address} there, nor for NBD anywhere (start weir there with --nbd {address})")
+            bail!(
+                "nobody listens at {address} there, nor for NBD anywhere (start weir there with --nbd {address})"
+            )
         }
         (Some(address), _) => {
             let found = servers.iter().find(|serving| serving.address() == *address);

@@ -84,9 +84,8 @@ impl Described {
         keys.extend(known.map(|(key, value)| (key.to_owned(), value)));
         let of_file = planned(inventory, running);
         let of_file = of_file.map(|old| (old.reconnect_delay, old.open_timeout, old.discard));
-        let of_command = |storage: &Rc<StorageNode>| {
-            (storage.reconnect_delay, storage.open_timeout, storage.discards)
-        };
+        let of_command =
+            |storage: &Rc<StorageNode>| (storage.reconnect_delay, storage.open_timeout, storage.discards);
         if let Some((reconnect, open, discards)) = of_file.or(running.storage.as_ref().map(of_command)) {
             for (key, delay) in [("reconnect-delay", reconnect), ("open-timeout", open)] {
                 if delay > policy::time::Duration::ZERO {
@@ -180,9 +179,10 @@ fn check(inventory: &Inventory, running: &RunningDisk) -> anyhow::Result<()> {
         running.below.is_empty(),
         "it was put together by blockdev-add of several nodes, which others do not know (add it with `weir disk add`)"
     );
-    let told = running.storage.iter().flat_map(|storage| {
-        [("force-share", storage.force_share), ("delay", storage.latency.is_some())]
-    });
+    let told = running
+        .storage
+        .iter()
+        .flat_map(|storage| [("force-share", storage.force_share), ("delay", storage.latency.is_some())]);
     let Some(old) = planned(inventory, running) else { return none_lost(told) };
     none_lost(told)?;
     none_lost([

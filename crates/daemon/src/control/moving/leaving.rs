@@ -215,7 +215,9 @@ async fn give(
                 Some(Outcome::Lost(why) | Outcome::Absent(why) | Outcome::Apart(why)) => why,
                 Some(Outcome::Done(_)) | None => match reactor::timeout(PATIENCE, end(answers)).await {
                     Ok(Some(Answer { said: Said::Taken, listed, .. })) => return Ok(listed),
-                    Ok(Some(Answer { said: Said::Refused(why), .. })) => format!("{} refuses it: {why}", wish.to),
+                    Ok(Some(Answer { said: Said::Refused(why), .. })) => {
+                        format!("{} refuses it: {why}", wish.to)
+                    }
                     _ => format!("{} does not take it in {} s", wish.to, PATIENCE.as_secs()),
                 },
             }

@@ -16,9 +16,9 @@ mod described;
 mod leaving;
 
 pub(crate) use arriving::receive;
+use block::reactor;
 pub(crate) use described::Described;
 pub(crate) use leaving::{Wish, away};
-use block::reactor;
 use policy::time::Duration;
 use settings::config;
 

@@ -204,7 +204,9 @@ impl Work<'_> {
             let moved = self.inventory.cluster().and_then(|cluster| cluster.moved_to(&planned.name));
             let gone = |why: &str| {
                 let (name, host) = (&planned.name, moved.as_deref().unwrap_or_default());
-                format!("disk {name} has moved to host {host}{why} (take [disk.{name}] out of the config file)")
+                format!(
+                    "disk {name} has moved to host {host}{why} (take [disk.{name}] out of the config file)"
+                )
             };
             if moved.is_some() && planned.image.path().is_none() {
                 bail!("{}: {}", place(), gone(", and nothing keeps two hosts from writing to its image"));

@@ -53,7 +53,8 @@ impl Command for ClusterSet {
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let group: String = arguments.required("group")?;
-        settings::check::named(&group).map_err(|rule| Error::generic(format!("group {:?}: {rule}", shown(&group))))?;
+        settings::check::named(&group)
+            .map_err(|rule| Error::generic(format!("group {:?}: {rule}", shown(&group))))?;
         let limits = LimitChanges::read(arguments, Naming::Plain)?.values().collect();
         let hosts = arguments.number("hosts", 1..=MAX_HOSTS)?.map(|hosts| hosts as u32);
         let safe_share = arguments.number("safe-share-ppm", 1..=1_000_000)?.map(|ppm| ppm as u32);
