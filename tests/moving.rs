@@ -206,7 +206,8 @@ fn a_host_starts_without_the_disks_that_others_have_taken() {
     assert!(a.disk("vm").is_some());
     b.again();
     a.move_to("b").succeeds();
-    // Nobody can be asked: the image says that it is another's. That the group has no limits is known.
+    // Nobody can be asked: the image says that it is another's, and the state that there are no
+    // limits.
     a.stop();
     etcd.kill();
     let said = a.serve().args(["--log", "error"]).fails();

@@ -36,6 +36,9 @@ pub(crate) enum ClusterCommand {
     Forget {
         /// The host
         host: String,
+        /// Print what was done as JSON
+        #[arg(long)]
+        json: bool,
         /// The daemon's control socket [default: the one that `weir serve` opens]
         #[arg(long, value_name = "unix:PATH")]
         qmp: Option<Target>,
@@ -48,9 +51,9 @@ pub(crate) fn run(command: ClusterCommand) -> Result<(), Failure> {
             let shown = Client::reach(qmp)?.execute("x-weir-query-cluster", json!({}))?;
             Ok(if json { print_json(&shown) } else { print(&show(&shown)) }?)
         }
-        ClusterCommand::Forget { host, qmp } => {
-            Client::reach(qmp)?.execute("x-weir-cluster-forget", json!({ "host": host }))?;
-            Ok(print(&format!("{host}: forgotten\n"))?)
+        ClusterCommand::Forget { host, json, qmp } => {
+            let done = Client::reach(qmp)?.execute("x-weir-cluster-forget", json!({ "host": host }))?;
+            Ok(if json { print_json(&done) } else { print(&format!("{host}: forgotten\n")) }?)
         }
     }
 }
