@@ -163,8 +163,8 @@ fn who_is_gone_keeps_its_lease_and_leaves_its_safe_share_to_others() {
 fn safe_shares_must_fit() {
     let limits = *spec().limits();
     assert_eq!(Spec::new(1, limits, 0, None), Err(Indivisible::Hosts(0)));
-    let too_much = Err(Indivisible::SafeShare(LimitKind::IopsTotal, 1000));
+    let too_low = Err(Indivisible::TooLow(LimitKind::IopsTotal, 1000, 1001));
     assert_eq!(Spec::new(1, limits, 2, Some(500_001)).map(|spec| spec.safe()[3]), Ok(500));
-    assert_eq!(Spec::new(1, limits, 2, Some(501_000)), too_much);
-    assert_eq!(Spec::new(1, limits, 1001, None), too_much, "one a second each");
+    assert_eq!(Spec::new(1, limits, 2, Some(501_000)), Err(Indivisible::SafeShare(501_000, 2)));
+    assert_eq!(Spec::new(1, limits, 1001, None), too_low, "one a second each");
 }
