@@ -40,11 +40,11 @@ const LINGER_US: u32 = 8;
 /// The limit of [`Polling::Auto`]: what lies between two completions of a busy disk. With 50 µs a
 /// thread falls asleep too often to be left alone by the kernel.
 const AUTO_LIMIT: Duration = Duration::from_micros(200);
-/// A device is not kept waiting for the rest of a turn once so many reads or writes are queued: of a
-/// turn's twelve the first would wait for all others, and the device would have less to do at once
-/// (docs/decisions/0023). The kernel, too, keeps what comes in one call back until its end. Each
-/// call costs, on a virtual machine a way out of it; so writes, which a device takes into its cache,
-/// are held back for longer.
+/// A device is not kept waiting for the rest of a turn once so many reads or writes are queued: of
+/// a turn's twelve the first would wait for all others, and the device would have less to do at
+/// once (docs/decisions/0023). The kernel, too, keeps what comes in one call back until its end.
+/// Each call costs, on a virtual machine a way out of it; so writes, which a device takes into its
+/// cache, are held back for longer.
 pub(super) const MOST_READS_HELD_BACK: usize = 4;
 pub(super) const MOST_WRITES_HELD_BACK: usize = 8;
 /// Tasks run between two looks at the ring, so that a busy task cannot keep completions waiting for
@@ -377,8 +377,8 @@ impl Uring {
         }
     }
 
-    /// Counts one more for the device, and submits all that is queued if they are so many. Where the
-    /// kernel is short of room, the turn's end tries again.
+    /// Counts one more for the device, and submits all that is queued if they are so many. Where
+    /// the kernel is short of room, the turn's end tries again.
     fn submit_many(&self, most: usize) {
         let held_back = self.held_back.get() + 1;
         self.held_back.set(held_back);

@@ -157,7 +157,7 @@ impl Arguments {
     }
 
     #[cfg(test)]
-    pub(super) fn of(value: Value) -> Self {
+    fn of(value: Value) -> Self {
         let Value::Object(members) = value else { panic!("an object") };
         Self::new(members)
     }

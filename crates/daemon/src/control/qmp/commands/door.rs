@@ -104,10 +104,7 @@ mod tests {
 
     /// The door as the command line has it, or what is wrong.
     fn told(kind: &str, arguments: Value) -> Result<String, String> {
-        let mut arguments = Arguments::of(arguments);
-        let door = read(kind, &mut arguments).map_err(|error| error.to_string())?;
-        arguments.finish().map_err(|error| error.to_string())?;
-        Ok(door.to_string())
+        Arguments::read_all(arguments, |arguments| read(kind, arguments)).map(|door| door.to_string())
     }
 
     #[test]
