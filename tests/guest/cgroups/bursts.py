@@ -49,6 +49,11 @@ def io_max(line_rate):
     return f"wbps={line_rate} "
 
 
+def logged(text, log):
+    """The line that waits until a log has this text, for 20 seconds at most."""
+    return f"turns=400; until grep -q {text!r} {log} || [ $((turns -= 1)) = 0 ]; do pause 0.05; done"
+
+
 def soon(decisions):
     """The check that each decision is in io.max as soon as it should be, by what the watch says of
     them.
@@ -74,6 +79,7 @@ class Bursts:
         yield "the watch killed in a burst, with all in its group", self.killed
         yield "a group made again under the watch", self.made_again
         yield "a command that steers while no watch does", self.stands_in
+        yield "a daemon that steers, taken over", self.taken_over
 
     def parts(self, body, finally_=""):
         """The parts of a script in which `body`, a function, has the name of a new group with the
@@ -225,4 +231,44 @@ class Bursts:
             contains("under a watch", parts["watched"], io_max(BURST)),
             contains("when that has ended", parts["again"], io_max(BURST)),
             contains("when the command has", parts["after"], io_max(RATE)),
+        ]
+
+    def taken_over(self):
+        """A daemon steers as a watch does, and the one that takes its place goes on with it."""
+        serve = (
+            "weir serve /tmp/taken.raw --nbd unix:/tmp/taken.sock --cgroup-limits /run/weir/cgroups.json "
+            "--state $state"
+        )
+        end = "kill $first $second 2>/dev/null\nwait $first $second 2>/dev/null\nrm /tmp/taken.*"
+        parts = self.parts(
+            lambda name: (
+                f"""
+            truncate -s 1M /tmp/taken.raw
+            second=
+            {serve} >/tmp/taken.first 2>&1 &
+            first=$!
+            {logged("ready", "/tmp/taken.first")}
+            seconds_until 5 $cgroups/{name}/io.max {io_max(BURST)!r}
+            part before
+            cat $cgroups/{name}/io.max
+            {serve} --takeover >/tmp/taken.second 2>&1 &
+            second=$!
+            wait $first
+            {logged("control groups are watched", "/tmp/taken.second")}
+            seconds_until 5 $cgroups/{name}/io.max {io_max(BURST)!r}
+            part after
+            cat $cgroups/{name}/io.max /tmp/taken.second
+            kill $second
+            wait $second
+            part ended
+            cat $cgroups/{name}/io.max /tmp/taken.second
+            {end}
+        """
+            ),
+            end,
+        )
+        return [
+            contains("io.max under the first", parts["before"], io_max(BURST)),
+            contains("under the one in its place", parts["after"], io_max(BURST)),
+            contains("io.max at its end", parts["ended"], io_max(RATE)),
         ]

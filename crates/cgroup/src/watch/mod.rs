@@ -163,14 +163,19 @@ struct Watch {
 impl Watch {
     fn claim(hierarchy: Hierarchy, path: &Path, store: Store) -> anyhow::Result<Self> {
         check(&hierarchy)?;
-        let watched = Watched::claim(path)?.ok_or_else(|| {
+        Self::claim_soon(&hierarchy, path, &store)?.ok_or_else(|| {
             anyhow!(
                 "{}: somebody watches these limits already (`weir cgroup watch` or `weir serve`)",
                 path.display()
             )
-        })?;
+        })
+    }
+
+    /// `None` if another still steers after a few seconds, and does not make way.
+    fn claim_soon(hierarchy: &Hierarchy, path: &Path, store: &Store) -> anyhow::Result<Option<Self>> {
+        let Some(watched) = Watched::claim(path)? else { return Ok(None) };
         let guard = Guard::start(path)?;
-        Self::over(hierarchy, path, store, Some((watched, guard)))
+        Self::over(hierarchy.clone(), path, store.clone(), Some((watched, guard))).map(Some)
     }
 
     /// One that makes way; none, where somebody else steers, or claims to.

@@ -2,7 +2,7 @@
 
 use std::{
     path::Path,
-    sync::mpsc::{self, RecvTimeoutError},
+    sync::mpsc::{self, RecvTimeoutError, TryRecvError},
     thread,
     time::Duration,
 };
@@ -10,9 +10,9 @@ use std::{
 use anyhow::Context as _;
 use settings::state::Store;
 
-use super::{Ended, Lending, Watch};
+use super::{Ended, Lending, Watch, check};
 use crate::{
-    figures::Reader,
+    figures::{Known, Reader},
     hierarchy::{Hierarchy, Roots},
 };
 
@@ -37,6 +37,34 @@ impl Running {
         }
         let figures = Reader::new(path, Roots::default(), watch.known.clone());
         let mut running = Self::run(move |stopped| watch.until(stopped).map(drop))?;
+        running.figures = Some(figures);
+        Ok(running)
+    }
+
+    /// The same for a daemon that takes another's place: it steers once that one does no more.
+    ///
+    /// # Errors
+    /// If there are no control groups that can be limited.
+    pub fn start_after_another(path: &Path, store: Store, lending: Option<Lending>) -> anyhow::Result<Self> {
+        let hierarchy = Hierarchy::discover(Roots::default())?;
+        check(&hierarchy)?;
+        let path = path.to_owned();
+        let known = Known::default();
+        let figures = Reader::new(&path, Roots::default(), known.clone());
+        let mut running = Self::run(move |stopped| {
+            loop {
+                if let Some(watch) = Watch::claim_soon(&hierarchy, &path, &store)? {
+                    let mut watch = Watch { known, ..watch };
+                    lending.map_or(Ok(()), |lending| watch.begin_to_lend(lending))?;
+                    return watch.until(stopped).map(drop);
+                }
+                // The other may take its time to end; what it was last told is nobody's to change.
+                match stopped.try_recv() {
+                    Err(TryRecvError::Empty) => {}
+                    Ok(()) | Err(TryRecvError::Disconnected) => return Ok(()),
+                }
+            }
+        })?;
         running.figures = Some(figures);
         Ok(running)
     }

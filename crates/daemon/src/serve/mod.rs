@@ -262,9 +262,11 @@ impl Daemon {
         let cgroups = plan.service.cgroup_limits.as_deref();
         let state = plan.service.state.as_deref();
         let lending = inventory.cluster().and_then(|cluster| cluster.lending());
-        let cgroups = cgroups
-            .map(|path| cgroup::watch::Running::start(path, Store::new(state), lending.clone()))
-            .transpose()?;
+        let steer = match newcomer {
+            Some(_) => cgroup::watch::Running::start_after_another,
+            None => cgroup::watch::Running::start,
+        };
+        let cgroups = cgroups.map(|path| steer(path, Store::new(state), lending)).transpose()?;
         inventory.ends_when_idle.set(plan.service.exit_when_idle);
         inventory.watchdog.set(sd_notify::watchdog_enabled().or_else(|| newcomer.as_ref()?.watchdog()));
         let passed = newcomer.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
