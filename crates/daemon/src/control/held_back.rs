@@ -89,7 +89,12 @@ impl Last {
             if let Some(seen) = held_back(&one.stats, self.before(&one.name)) {
                 let above = one.above.iter().filter_map(|group| now.get(group.name()));
                 let above: Vec<_> = above.map(|group| (&*group.name, &group.stats)).collect();
-                log(&one.name, &one.stats, self.limited_by(seen, &above), &above);
+                log(
+                    &one.name,
+                    &one.stats,
+                    self.limited_by(seen, one.stats.waiting != [0, 0], &above),
+                    &above,
+                );
             }
         }
         self.0 = now.into_iter().map(|(name, now)| (name, Seen::of(&now.stats))).collect();
@@ -99,10 +104,13 @@ impl Last {
         self.0.get(name).copied().unwrap_or_default()
     }
 
-    /// What waited was limited for at least as long as any group above, as `weir status` has it.
-    fn limited_by(&self, seen: Seen, above: &[(&str, &Stats)]) -> Seen {
+    /// What waited was limited for at least as long as any group above, but no longer than the sum
+    /// of its waits, as `weir status` has it.
+    fn limited_by(&self, seen: Seen, still_waits: bool, above: &[(&str, &Stats)]) -> Seen {
         let of_group = |(name, stats): &(&str, &Stats)| Seen::of(stats).since(self.before(name)).limited_ns;
-        Seen { limited_ns: above.iter().map(of_group).fold(seen.limited_ns, u64::max), ..seen }
+        let of_groups = above.iter().map(of_group).max().unwrap_or(0);
+        let most = if still_waits { u64::MAX } else { seen.waited_ns };
+        Seen { limited_ns: seen.limited_ns.max(of_groups.min(most)), ..seen }
     }
 }
 
@@ -183,9 +191,10 @@ mod tests {
         let disk = Stats { limited_ns: 0, ..stats(2, [0, 1]) };
         let seen = held_back(&disk, Seen::default()).unwrap();
         let last = Last(HashMap::from([("tenant".to_owned(), Seen { limited_ns: 3, ..Seen::default() })]));
-        assert_eq!(last.limited_by(seen, &above).limited_ns, 4);
+        assert_eq!(last.limited_by(seen, true, &above).limited_ns, 4);
+        assert_eq!(last.limited_by(Seen { waited_ns: 3, ..seen }, false, &above).limited_ns, 3);
         assert_eq!(binding(&disk, &above).as_deref(), Some("tenant: iops-total"));
-        assert_eq!(last.limited_by(seen, &[]).limited_ns, 0);
+        assert_eq!(last.limited_by(seen, true, &[]).limited_ns, 0);
     }
 
     #[test]

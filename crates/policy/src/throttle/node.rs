@@ -17,6 +17,9 @@ use alloc::boxed::Box;
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 
+/// What waits, and has not been blocked by a node's own limits for so long, waits for others.
+const BINDS_NO_MORE: u64 = crate::time::NANOS_PER_SECOND;
+
 /// A disk or a group of one particular tree. Never valid again once it was removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NodeId {
@@ -123,7 +126,8 @@ pub(super) struct Node<T> {
     pub(super) seen: u64,
     /// By direction: whether work waits for this node's own limits.
     pub(super) blocked: [bool; 2],
-    blocked_since: Instant,
+    /// Since when it has been blocked; if it is not, since when it has been free.
+    blocked_or_free_since: Instant,
     /// By direction: the limit that work waited for last, and until when.
     freed: [Option<(LimitKind, Instant)>; 2],
     limited_ns: u64,
@@ -164,7 +168,7 @@ impl<T> Node<T> {
             counters: [Counters::default(); 2],
             seen: 0,
             blocked: [false; 2],
-            blocked_since: now,
+            blocked_or_free_since: now,
             freed: [None; 2],
             limited_ns: 0,
             binding: None,
@@ -286,10 +290,11 @@ impl<T> Node<T> {
         let was = self.blocked != [false; 2];
         self.blocked[direction.index()] = by.is_some();
         let is = self.blocked != [false; 2];
-        if is && !was {
-            self.blocked_since = now;
-        } else if was && !is {
-            self.limited_ns += now.nanos_since(self.blocked_since);
+        if was && !is {
+            self.limited_ns += now.nanos_since(self.blocked_or_free_since);
+        }
+        if was != is {
+            self.blocked_or_free_since = now;
         }
         if by.is_some() {
             self.binding = by;
@@ -313,10 +318,13 @@ impl<T> Node<T> {
 
     pub(super) fn brief(&self, now: Instant) -> Brief {
         let is_blocked = self.blocked != [false; 2];
-        let so_far = if is_blocked { now.nanos_since(self.blocked_since) } else { 0 };
+        let since = now.nanos_since(self.blocked_or_free_since);
+        let so_far = if is_blocked { since } else { 0 };
+        // Work that passes here as soon as it comes may wait for a group above.
+        let binds = is_blocked || (self.waiting != [0; 2] && since < BINDS_NO_MORE);
         Brief {
             limited_ns: self.limited_ns + so_far,
-            binding: self.binding.filter(|_| is_blocked || self.waiting != [0; 2]),
+            binding: self.binding.filter(|_| binds),
             waiting: self.waiting,
             kept: self.promise.as_ref().map(|promise| promise.kept(now)),
         }

@@ -65,7 +65,7 @@ pub struct Stats {
     pub recent_waits: WaitSummary,
     /// Nanoseconds during which work waited for this node's own limits, in either direction.
     pub limited_ns: u64,
-    /// The limit of this node that work waits for, or waited for last.
+    /// The limit of this node that work waits for, or waited for within a second.
     pub binding: Option<LimitKind>,
     /// By [`LimitKind::index`]: units that may pass before something waits.
     pub tokens: [Option<u64>; 6],

@@ -49,6 +49,23 @@ fn the_limit_that_binds_is_the_one_waited_for_on_its_own_level() {
 }
 
 #[test]
+fn a_limit_binds_no_more_once_the_group_above_gives_less() {
+    let mut disks = Timeline::new("iops-total=150");
+    let held = disks.add_below(disks.group, "iops-total=100", Share::default(), Workload::READS.depth(8));
+    disks.run_until(s(5));
+    let binding = |disks: &Timeline, now| {
+        [disks.disk(held), disks.group].map(|node| disks.tree.stats(node, now).binding)
+    };
+    assert_eq!(binding(&disks, s(5)), [Some(LimitKind::IopsTotal), None]);
+    for _ in 0..3 {
+        disks.add(Workload::READS.depth(8));
+    }
+    disks.run_until(s(10));
+    assert_eq!(binding(&disks, s(10)), [None, Some(LimitKind::IopsTotal)], "37 of its 100");
+    assert_eq!(disks.tree.stats(disks.disk(held), s(10)).waiting, [8, 0]);
+}
+
+#[test]
 fn the_share_of_time_at_the_limit_is_that_of_the_time_with_work() {
     let mut disk = Timeline::new("iops-total=100");
     disk.queue_reads(111);

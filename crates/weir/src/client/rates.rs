@@ -98,19 +98,26 @@ impl Comparison<'_> {
         Some((requests / seconds, bytes / seconds))
     }
 
-    /// Its own limits' share; while requests of it waited, at least that of any group above.
+    /// Its own limits' share; while requests of it waited, at least that of any group above. No
+    /// more than the sum of their waits, but for those that have not ended.
     fn limited(&self, before: Node<'_>, now: Node<'_>) -> Option<f64> {
         let own = self.share(before, now)?;
-        let waited =
-            now.throttle().throttled() > before.throttle().throttled() || now.throttle().waiting.total() > 0;
-        if !waited {
-            return Some(own);
-        }
         let above = self.later.groups_above(now.settings()).into_iter();
         let above = above.filter_map(|group| {
             self.share(Node::Group(self.earlier.group(&group.name)?), Node::Group(group))
         });
-        Some(above.fold(own, f64::max))
+        let of_groups = above.fold(0.0, f64::max);
+        Some(own.max(if now.throttle().waiting.total() > 0 {
+            of_groups
+        } else {
+            of_groups.min(self.waited(before, now))
+        }))
+    }
+
+    /// The waits that ended in the interval, as a share of it; above 1 where many waited at a time.
+    fn waited(&self, before: Node<'_>, now: Node<'_>) -> f64 {
+        now.throttle().waited_ns().saturating_sub(before.throttle().waited_ns()) as f64
+            / self.interval_ns as f64
     }
 
     fn share(&self, before: Node<'_>, now: Node<'_>) -> Option<f64> {
@@ -168,8 +175,10 @@ mod tests {
         let (earlier, later) = (report(0, 100, 0, 0), report(500_000_000, 150, 250_000_000, 1));
         assert_eq!(Rates::between(&earlier, &later).of("a").unwrap().limited, 0.5);
         assert_eq!(binding(&later, later.find("a").unwrap()).as_deref(), Some("outer: iops-total"));
-        let idle = report(500_000_000, 150, 250_000_000, 0);
+        let mut idle = report(500_000_000, 150, 250_000_000, 0);
         assert_eq!(Rates::between(&earlier, &idle).of("a").unwrap().limited, 0.0);
+        idle.disks[0].throttle.reads.waited_ns = 5_000_000;
+        assert_eq!(Rates::between(&earlier, &idle).of("a").unwrap().limited, 0.01, "its waits, no more");
         assert_eq!(binding(&idle, idle.find("a").unwrap()), None);
     }
 

@@ -289,8 +289,8 @@ impl Prefetch {
 pub(crate) struct Work {
     pub(crate) requests: u64,
     pub(crate) bytes: u64,
-    /// Of the requests, how many had to wait.
-    pub(crate) throttled: u64,
+    /// The sum of the waits of those that had to wait.
+    pub(crate) waited_ns: u64,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
@@ -311,8 +311,8 @@ pub(crate) struct Throttle {
 }
 
 impl Throttle {
-    pub(crate) fn throttled(&self) -> u64 {
-        self.reads.throttled.saturating_add(self.writes.throttled)
+    pub(crate) fn waited_ns(&self) -> u64 {
+        self.reads.waited_ns.saturating_add(self.writes.waited_ns)
     }
 }
 
