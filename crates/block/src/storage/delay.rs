@@ -5,7 +5,11 @@
 //! works on four requests at a time. Others wait in order, as in a device's queue. Delays pass on
 //! the reactor's clock, so simulations may use them.
 
-use std::str::FromStr;
+use std::{
+    collections::VecDeque,
+    str::FromStr,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use policy::time::Duration;
 
@@ -61,36 +65,61 @@ impl FromStr for DelayOptions {
 #[derive(Debug)]
 pub(super) struct Delay {
     pub(super) options: DelayOptions,
-    /// A channel with one message for each request that may be at the device.
-    permits: Option<Permits>,
+    permits: Option<Arc<Permits>>,
 }
 
+/// Who may be at the device; others wait their turn, as at a device's own queue.
 #[derive(Debug)]
-struct Permits {
-    give: async_channel::Sender<()>,
-    take: async_channel::Receiver<()>,
+struct Permits(Mutex<Turns>);
+
+#[derive(Debug)]
+struct Turns {
+    free: usize,
+    waiting: VecDeque<async_channel::Sender<Permit>>,
 }
 
 impl Permits {
-    fn new(count: usize) -> Self {
-        let (give, take) = async_channel::bounded(count);
-        for _ in 0..count {
-            give.try_send(()).expect("the channel holds as many");
-        }
-        Self { give, take }
+    fn new(count: usize) -> Arc<Self> {
+        Arc::new(Self(Mutex::new(Turns { free: count, waiting: VecDeque::new() })))
     }
 
-    async fn acquire(&self) -> Permit<'_> {
-        self.take.recv().await.expect("both ends live in self");
-        Permit(self)
+    fn turns(&self) -> MutexGuard<'_, Turns> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn acquire(self: &Arc<Self>) -> Permit {
+        let turn = {
+            let mut turns = self.turns();
+            if turns.free > 0 {
+                turns.free -= 1;
+                return Permit(Arc::clone(self));
+            }
+            let (give, turn) = async_channel::bounded(1);
+            turns.waiting.push_back(give);
+            turn
+        };
+        turn.recv().await.expect("who gives has it until it was given")
     }
 }
 
-pub(super) struct Permit<'a>(&'a Permits);
+pub(super) struct Permit(Arc<Permits>);
 
-impl Drop for Permit<'_> {
+impl std::fmt::Debug for Permit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Permit")
+    }
+}
+
+impl Drop for Permit {
     fn drop(&mut self) {
-        self.0.give.try_send(()).expect("there are never more permits than at the start");
+        let mut turns = self.0.turns();
+        let Some(next) = turns.waiting.pop_front() else {
+            turns.free += 1;
+            return;
+        };
+        drop(turns);
+        // Whoever has gone meanwhile drops it, and so hands it on.
+        drop(next.try_send(Permit(Arc::clone(&self.0))));
     }
 }
 
@@ -101,7 +130,7 @@ impl Delay {
 
     /// Waits for a place at the device and for the latency; the place is held until the result is
     /// dropped.
-    pub(super) async fn enter(&self, latency: Duration) -> Option<Permit<'_>> {
+    pub(super) async fn enter(&self, latency: Duration) -> Option<Permit> {
         let permit = match &self.permits {
             Some(permits) => Some(permits.acquire().await),
             None => None,
@@ -142,6 +171,46 @@ mod tests {
                 assert_eq!(read.await, Ok(()));
             }
             assert_eq!(now().as_nanos(), 15_000_000);
+        });
+    }
+
+    #[test]
+    fn who_asks_again_at_once_waits_behind_those_who_wait() {
+        sim::run(1, async {
+            let delay = delayed("read=5ms,parallel=2");
+            let readers: Vec<_> = (0..6)
+                .map(|_| {
+                    let delay = Rc::clone(&delay);
+                    spawn_joinable(async move {
+                        for _ in 0..10 {
+                            delay.read(0, Buffer::new(512)).await.unwrap();
+                        }
+                        now().as_nanos()
+                    })
+                })
+                .collect();
+            for reader in readers {
+                assert!(reader.await >= 140_000_000, "60 reads take 150 ms, and all have as many");
+            }
+        });
+    }
+
+    #[test]
+    fn who_leaves_the_queue_keeps_nobody_out() {
+        sim::run(1, async {
+            let delay = delayed("read=5ms,parallel=1");
+            let read = || {
+                let delay = Rc::clone(&delay);
+                spawn_joinable(async move { delay.read(0, Buffer::new(512)).await.map(drop) })
+            };
+            let first = read();
+            sleep_until(now() + Duration::from_millis(1)).await;
+            let leaves = read();
+            sleep_until(now() + Duration::from_millis(1)).await;
+            drop(leaves);
+            let last = read();
+            assert_eq!((first.await, last.await), (Ok(()), Ok(())));
+            assert_eq!(now().as_nanos(), 10_000_000);
         });
     }
 
