@@ -71,9 +71,8 @@ test-e2e: ## tests with real clients: the program's own, a browser, a guest's ke
 	@scripts/prometheus
 	@scripts/etcd
 	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
-	@printf 'tests/%s\n' guest/block-devices guest/against-weir guest/virtual-machines package/run \
-		| xargs -P 2 -I TEST sh -xc 'TEST "$(TARGET)/debug/weir"'
-	bench/run.py --short --weir "$(TARGET)/debug/weir"
+	@printf '%s\n' 'bench/run.py --short --weir' tests/guest/block-devices tests/guest/against-weir tests/guest/virtual-machines tests/package/run \
+		| xargs -P 3 -I TEST sh -xc 'TEST "$(TARGET)/debug/weir"'
 
 # Not a part of `make test`: it takes 50 MB of packages. `.ci/run` has it.
 test-cluster: ## images of a real Ceph cluster, which it installs and starts: bytes, snapshots, faults (about a minute after the build)

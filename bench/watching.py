@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import selectors
 import socket
+import tempfile
 import threading
 import time
 
@@ -25,13 +26,16 @@ from rows import WEIR, Row
 
 LOAD = Load("randread", 32)
 NONE, RECORDING, METRICS, ALL = WEIR, f"{WEIR}, recording", f"{WEIR}, metrics", f"{WEIR}, all"
-PAGE = f"{WEIR}, page"
+PAGE, RUDE = f"{WEIR}, page", f"{WEIR}, among rude ones"
 # A block is written a second after its first request, at most.
 WRITTEN_SECONDS = 1.2
 # Prometheus asks every fifteen seconds where nobody says otherwise.
 SCRAPE_SECONDS = 1
 # Pages that are open.
 STREAMS = 8
+# Streams of events that nobody reads, scrapers that take a byte at a time, and wrong tokens: those of
+# who guesses as fast as one is answered would take the processor that is measured.
+UNREAD, SLOW_SCRAPERS, WRONG_SECONDS = 300, 20, 0.005
 # What a change may cost that nobody is to notice, and bytes of a request at a random place.
 KEPT, BYTES = 0.97, 12
 DISKS, SCRAPE_MS = 1000, 50
@@ -111,11 +115,71 @@ class Pages:
             raise servers.ServerFailed(f"{STREAMS} pages were told {self.events} times of what changes")
 
 
+class Rude:
+    """Watchers that read nothing or little, and guess the token, while its block runs. What hears of
+    events takes them and never answers.
+    """
+
+    def __init__(self, daemon):
+        self._daemon, self._end = daemon, threading.Event()
+        self._threads = [threading.Thread(target=run) for run in (self._sip, self._guess)]
+        self._unread, self._slow, self.refused = [], [], 0
+
+    @staticmethod
+    def _connect(path, request):
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(str(path))
+        client.settimeout(0)
+        client.sendall(request)
+        return client
+
+    def _sip(self):
+        while not self._end.wait(0.1):
+            for client in self._slow:
+                with contextlib.suppress(BlockingIOError, ConnectionError):
+                    client.recv(1)
+
+    def _guess(self):
+        is_over = False
+        while not is_over:
+            with contextlib.suppress(OSError):
+                connection = Scraped(self._daemon.page)
+                connection.request(
+                    "PATCH", "/api/v1/disks/disk/limits", b"{}", {"Host": "localhost", "Authorization": "Bearer no"}
+                )
+                self.refused += connection.getresponse().status in (401, 403, 429)
+                connection.close()
+            is_over = self._end.wait(WRONG_SECONDS)
+
+    def __enter__(self):
+        stream = b"GET /api/v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        scrape = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        # Those above the bounds are answered so, or not taken: that is what is to cost nothing.
+        for clients, count, path, request in (
+            (self._unread, UNREAD, self._daemon.page, stream),
+            (self._slow, SLOW_SCRAPERS, self._daemon.metrics, scrape),
+        ):
+            for _ in range(count):
+                with contextlib.suppress(OSError):
+                    clients.append(self._connect(path, request))
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(self, *_error):
+        self._end.set()
+        for thread in self._threads:
+            thread.join()
+        for client in [*self._unread, *self._slow]:
+            client.close()
+        if not self.refused:
+            raise servers.ServerFailed("no wrong token was refused")
+
+
 class Watched(groups.Daemon):
     """weir's memory disk, with a recording in a directory that ends with it, metrics, a page, or
-    all of them."""
+    all of them; with a `webhook`, a page that may be changed, too."""
 
-    def __init__(self, setup, recorded, measured, shown):
+    def __init__(self, setup, recorded, measured, shown, webhook=None):
         def command(directory, monitor):
             options = ["--qmp", f"unix:{monitor}"]
             if recorded:
@@ -127,6 +191,10 @@ class Watched(groups.Daemon):
             if shown:
                 self.page = directory / "page.sock"
                 options += ["--http", f"unix:{self.page}"]
+            if webhook:
+                (directory / "token").touch(0o600)
+                (directory / "token").write_text("0123456789abcdef" * 4)
+                options += ["--http-token-file", directory / "token", "--on-event", f"unix:{webhook}"]
             return servers.weir(setup.program, f"memory:{setup.size_bytes}", *options)
 
         super().__init__(command)
@@ -177,6 +245,26 @@ def watching(recorded, measured, shown, name):
         return {NONE: unwatched, name: watched}
 
     return contenders
+
+
+def among_rude(setup, stack):
+    """weir's memory disk alone, and while everybody who may watch it behaves badly."""
+    directory = stack.enter_context(tempfile.TemporaryDirectory())
+    webhook = stack.enter_context(socket.socket(socket.AF_UNIX))
+    webhook.bind(f"{directory}/webhook.sock")
+    # The kernel takes the connections, and nobody their requests.
+    webhook.listen()
+    daemon = stack.enter_context(Watched(setup, False, True, True, f"{directory}/webhook.sock"))
+    loads.fill(daemon.uri, setup.disk)
+
+    def sample():
+        return rows.under_load(daemon, LOAD, setup.seconds)
+
+    def beside():
+        with Rude(daemon):
+            return sample()
+
+    return {NONE: sample, RUDE: beside}
 
 
 def row(name, title, watched, recorded=False, measured=False, shown=False):
@@ -238,6 +326,16 @@ ROWS = (
     row("metrics", "scraped once a second, and never", METRICS, measured=True),
     row("page", f"{STREAMS} pages open, and none", PAGE, shown=True),
     row("watched", "recorded, scraped and shown, and not", ALL, recorded=True, measured=True, shown=True),
+    Row(
+        "rude-watchers",
+        f"4 KiB randread, depth 32, one connection, memory: {UNREAD} streams that nobody reads, "
+        f"{SLOW_SCRAPERS} slow scrapers, wrong tokens, a webhook that hangs; and none of them",
+        among_rude,
+        (Faster(RUDE, KEPT, (NONE,)),),
+        columns=("iops", "cpu_us"),
+        needs_weir=True,
+        rounds_factor=2,
+    ),
     Row(
         "scrape",
         f"a scrape of {DISKS} disks that have been used",

@@ -38,7 +38,11 @@ await() {
 wait() {
     local jobs=("$@") job
     [[ ${jobs[*]} ]] || mapfile -t jobs < <(jobs -p)
-    for job in "${jobs[@]}"; do builtin wait "$job"; done
+    # On a slow machine it may have ended before, and its number been forgotten: not its process.
+    for job in "${jobs[@]}"; do
+        [[ $job != %* ]] || job=$(jobs -p "$job" 2> /dev/null) || continue
+        builtin wait "$job"
+    done
 }
 # An interactive shell forgets at its prompt what has ended, so that its numbers count what runs.
 kill() {
