@@ -57,7 +57,8 @@ export class Detail {
         if (!node) {
             this.isBuilt = false;
             this.follower?.stop();
-            const text = this.key ? `There is no ${this.key.replace("/", " ")} now.` : "Choose a disk or a group to see what it did, and to change its limits.";
+            const isKnown = this.store.timeMs !== null;
+            const text = this.key ? !isKnown ? "" : `There is no ${this.key.replace("/", " ")} now.` : "Choose a disk or a group to see what it did, and to change its limits.";
             this.host.replaceChildren(element("h2", { id: "detail-title", class: "unseen" }, "Nothing is chosen"), element("p", { class: "nothing" }, text));
             return;
         }

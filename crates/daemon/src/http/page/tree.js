@@ -136,7 +136,9 @@ export class Tree {
         attribute(this.grid, "aria-rowcount", this.rows.length + 1);
         this.body.style.height = `${this.rows.length * this.height()}px`;
         this.empty.hidden = this.rows.length > 0;
-        say(this.empty, this.filter ? "Nothing has such a name." : "No disk and no group.");
+        // Nothing is known before the first overview.
+        const none = this.store.timeMs === null ? "" : "No disk and no group.";
+        say(this.empty, this.filter ? "Nothing has such a name." : none);
         this.place();
     }
 
