@@ -190,7 +190,10 @@ fn a_cluster_is_simulated_and_what_is_none_is_refused() {
         (&["hosts=0"][..], "hosts=0 is not between 1 and 10000"),
         (&["hosts=3", "--iops-write", "5"], "its clients only read"),
         (&["hosts=3", "--weight", "5"], "--weight: is not for --cluster"),
-        (&["hosts=100", "--iops-total", "50"], "safe-share: those of all hosts are more"),
+        (
+            &["hosts=100", "--iops-total", "50"],
+            "iops-total: 50 is too low: each of up to 100 hosts may use 1 a second without etcd",
+        ),
         (&["hosts=2,promised=100,reservation=2000", "--iops-total", "100"], "are promised in all, of 100"),
     ] {
         assert_says(&cluster(words).fails(), &[why]);
