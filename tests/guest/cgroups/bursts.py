@@ -262,7 +262,6 @@ class Bursts:
             wait $second
             part ended
             cat $cgroups/{name}/io.max /tmp/taken.second
-            {end}
         """
             ),
             end,
