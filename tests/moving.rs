@@ -378,3 +378,39 @@ fn a_host_that_leaves_in_between_and_etcd_too_lose_nothing() {
     a.io(&["read -P 5 0 4k"]);
     drop(etcd);
 }
+
+#[test]
+fn what_a_run_has_given_nobody_takes_once_the_next_has_begun() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let image = scratch.sparse("vm.raw", MIB);
+    let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
+    let mut a = Host::start("a", &etcd, &scratch, &format!("{GROUPS}{section}"));
+    etcd.control(&["put", "/weir/v1/lab/host/ghost/name", "{}"]).succeeds();
+    let (offered, own) = ("/weir/v1/lab/host/ghost/move/vm", "/weir/v1/lab/host/a/name");
+    let moving = thread::spawn({
+        let control = format!("unix:{}", text(&a.control()));
+        move || weir(&["disk", "move", "vm", "--to", "ghost", "--qmp", &control]).run()
+    });
+    let offer = value(&etcd, offered, false);
+    let answer = json!({ "version": 1, "by": "ghost", "number": offer["number"], "said": "ready" });
+    etcd.control(&["put", "/weir/v1/lab/host/a/moved/vm", &answer.to_string()]).succeeds();
+    let given = value(&etcd, offered, true);
+    // What the other compares when it takes it.
+    let run = || {
+        let found = etcd.control(&["get", "-w", "json", own]).json();
+        found["kvs"][0]["mod_revision"].as_i64()
+    };
+    assert_eq!(run(), given["run"].as_i64());
+    a.weir.take().unwrap().kill();
+    moving.join().unwrap();
+    // It gets no further than to its images.
+    let other = Scratch::new();
+    let holder = Serve::new(&other).args([text(&image), "--format", "raw"]).start();
+    assert_says(&a.serve().args(["--log", "error"]).fails(), &["locked for writing"]);
+    assert_ne!(run(), given["run"].as_i64(), "it could still be taken");
+    holder.stop();
+    a.again();
+    assert!(a.disk("vm").is_some());
+    until("it has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
+}

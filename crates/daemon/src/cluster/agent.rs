@@ -277,6 +277,13 @@ impl Session<'_> {
                 self.join(etcd, found.first().and_then(|found| found.first())).await?;
             }
         }
+        let has_ended = |value: &mut KeyValue| {
+            let own = identity::own(&self.agent.machine_id, 0);
+            values::read::<Identity>(&value.value).is_ok_and(|other| identity::has_ended(&other, &own))
+        };
+        if let Some(value) = self.known.namesake.take_if(has_ended) {
+            self.join(etcd, Some(&value)).await?;
+        }
         if self.silence.due().is_some_and(|due| now() >= due) {
             let (keys, host) = (&self.known.keys, &self.agent.cluster.host);
             let ranges = [keys.one(Key::Leader), keys.of_host(host), keys.one(Key::Report(host))];
@@ -485,6 +492,7 @@ impl Session<'_> {
     async fn join(&mut self, etcd: &mut Etcd, taken: Option<&KeyValue>) -> Result<(), Error> {
         let host = self.agent.cluster.host.clone();
         let key = self.known.keys.key(Key::Host(&host));
+        self.known.namesake = None;
         let own = identity::own(&self.agent.machine_id, 0);
         let other = taken.map(|value| values::read::<Identity>(&value.value));
         let has_lease = taken.is_some_and(|value| value.lease != 0);
@@ -499,6 +507,7 @@ impl Session<'_> {
             }
             Some(Ok(other)) if identity::has_ended(other, &own) => other.instance,
             Some(Ok(other)) => {
+                self.known.namesake = taken.cloned();
                 return self.is_taken(&format!("process {} of another daemon", other.pid)).await;
             }
             Some(Err(why)) => return self.is_taken(&format!("a value that {why}")).await,

@@ -42,12 +42,15 @@ pub(super) fn has_ended(other: &Identity, own: &Identity) -> bool {
     began(other.pid) != Some(other.began)
 }
 
-/// When a process began: the 22nd field of proc_pid_stat(5).
+/// When a process began, if it runs: the 22nd field of proc_pid_stat(5). One that nobody has waited
+/// for yet (Z) has ended.
 fn began(pid: u32) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is a name in brackets, which may hold anything.
     let (_, rest) = text.rsplit_once(')')?;
-    rest.split_ascii_whitespace().nth(19)?.parse().ok()
+    let mut fields = rest.split_ascii_whitespace();
+    let has_ended = matches!(fields.next()?, "Z" | "X");
+    fields.nth(18)?.parse().ok().filter(|_| !has_ended)
 }
 
 #[cfg(test)]
@@ -64,6 +67,14 @@ mod tests {
             "another with its number"
         );
         assert!(has_ended(&Identity { pid: u32::MAX, ..own.clone() }, &own));
+        let mut child = process::Command::new("true").spawn().unwrap();
+        let ended = Identity { pid: child.id(), began: began(child.id()).unwrap_or(0), ..own.clone() };
+        let is_zombie = || fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap().contains(") Z ");
+        while !is_zombie() {
+            std::thread::yield_now();
+        }
+        assert!(has_ended(&ended, &own), "nobody has waited for it");
+        child.wait().unwrap();
         let other = Identity { machine: "other boot pid:[1]".to_owned(), pid: u32::MAX, ..own.clone() };
         assert!(!has_ended(&other, &own));
         let this = Identity { machine: "m now pid:[1]".to_owned(), ..own.clone() };

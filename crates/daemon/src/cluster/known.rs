@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use async_channel::Sender;
 use policy::cluster::{Term, Timing};
 
-use super::{keys::Keys, stored::Stored, values::Promises, words::Input};
+use super::{etcd::KeyValue, keys::Keys, stored::Stored, values::Promises, words::Input};
 
 /// Begun anew with each member, but for limits and settings.
 pub(super) struct Known {
@@ -25,6 +25,8 @@ pub(super) struct Known {
     pub(super) usurped: Option<i64>,
     /// The lease of this host's key, while it has that.
     pub(super) joined: Option<i64>,
+    /// What stands at this host's name if another daemon has it, which may end before its lease.
+    pub(super) namesake: Option<KeyValue>,
 }
 
 impl Known {
@@ -46,6 +48,7 @@ impl Known {
             leader: None,
             usurped: None,
             joined: None,
+            namesake: None,
         }
     }
 }

@@ -146,14 +146,30 @@ async fn withdraw(
     }
 }
 
+/// Ends what an earlier run of a host has offered: its key changes, and stays that run's.
+async fn end_earlier(keys: &Keys, etcd: &mut Etcd, host: &str) -> Result<(), Error> {
+    let key = keys.key(Key::Host(host));
+    loop {
+        let (_, found) = etcd.read(&[keys.one(Key::Host(host))]).await?;
+        let Some(own) = found.into_iter().flatten().next() else { return Ok(()) };
+        let lease = (own.lease != 0).then_some(own.lease);
+        let put = Operation::put(&key, &own.value, lease);
+        if etcd.transact(&[Compare::Changed(key.clone(), own.mod_revision)], &[put]).await?.held {
+            return Ok(());
+        }
+    }
+}
+
 /// Which of these disks of a host, each with its image, others have taken that may have them still.
-/// A host that has left its cluster has none: what it had is this host's again.
+/// A host that has left its cluster has none: what it had is this host's again. To be asked before
+/// an image is opened: whatever is not gone by then, nobody can take any more.
 pub(super) async fn gone(
     keys: &Keys,
     etcd: &mut Etcd,
     host: &str,
     disks: &BTreeMap<String, String>,
 ) -> Result<BTreeMap<String, String>, Error> {
+    end_earlier(keys, etcd, host).await?;
     let (_, found) = etcd.read(&[keys.of_host(host)]).await?;
     let (mut gone, mut back) = (BTreeMap::new(), Vec::new());
     for value in found.iter().flatten() {
