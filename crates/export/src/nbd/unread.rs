@@ -83,8 +83,10 @@ impl Server {
         let sending = holding.iter().filter_map(|(number, held)| Some((*number, held.in_a_message()?)));
         let stuck = suspects.look(sending, reactor::now(), patience);
         let push_out = |number| {
+            // Before its worker has forgotten whose it was.
+            let client = self.called(number);
             holding.get(&number)?.push_out_now();
-            Some(self.called(number))
+            Some(client)
         };
         stuck.into_iter().filter_map(push_out).collect()
     }
