@@ -204,6 +204,15 @@ fn a_host_starts_without_the_disks_that_others_have_taken() {
     b.stop();
     a.again();
     assert!(a.disk("vm").is_some());
+    // And it knows, though its file has the disk by now.
+    let file = b.scratch.path("weir.toml");
+    let had = fs::read_to_string(&file).unwrap();
+    let disk = &section[GROUPS.len()..];
+    fs::write(&file, format!("{had}{disk}")).unwrap();
+    b.again();
+    b.weir().wait_for_log("disk vm: it has moved to host a, and is not served here");
+    b.stop();
+    fs::write(&file, had).unwrap();
     b.again();
     a.move_to("b").succeeds();
     // Nobody can be asked: the image says that it is another's, and the state that there are no

@@ -161,7 +161,8 @@ async fn end_earlier(keys: &Keys, etcd: &mut Etcd, host: &str) -> Result<(), Err
 }
 
 /// Which of these disks of a host, each with its image, others have taken that may have them still.
-/// A host that has left its cluster has none: what it had is this host's again. To be asked before
+/// A host that has left its cluster has none: what it had is this host's again, and it finds that
+/// when it comes back. To be asked before
 /// an image is opened: whatever is not gone by then, nobody can take any more.
 pub(super) async fn gone(
     keys: &Keys,
@@ -190,11 +191,27 @@ pub(super) async fn gone(
         let (_, there) = etcd.read(&[keys.one(Key::Host(&by)), keys.one(Key::Report(&by))]).await?;
         match by != host && there.iter().any(|found| !found.is_empty()) {
             true => drop(gone.insert(disk.to_owned(), by)),
-            false => back.push(Operation::Delete(keys.one(Key::Moved(host, disk)))),
+            false => back.push((disk.to_owned(), by, image)),
         }
     }
-    for one in back {
-        etcd.transact(&[], &[one]).await?;
+    for (disk, by, image) in back {
+        let mut then = vec![Operation::Delete(keys.one(Key::Moved(host, &disk)))];
+        let mut compare = Vec::new();
+        if by != host {
+            // It is to know when it comes back, as its file may have the disk too.
+            let answer = Answer {
+                by: host.to_owned(),
+                number: 0,
+                said: Said::Taken,
+                image: Some(image.clone()),
+                listed: Some(true),
+            };
+            then.push(Operation::put(&keys.key(Key::Moved(&by, &disk)), &values::write(&answer), None));
+            compare.push(Compare::Absent(keys.key(Key::Host(&by))));
+        }
+        if !etcd.transact(&compare, &then).await?.held {
+            gone.insert(disk, by);
+        }
     }
     Ok(gone)
 }
