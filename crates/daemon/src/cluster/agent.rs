@@ -236,7 +236,7 @@ impl Session<'_> {
                     let _ = answer.try_send(done);
                 }
                 Ok(Input::Change(change, answer)) => {
-                    let done = changing::change(&self.known, etcd, change).await?;
+                    let done = self.change(etcd, &change).await?;
                     let _ = answer.try_send(done);
                 }
                 Ok(Input::Forget(host, answer)) => {
@@ -604,6 +604,25 @@ impl Session<'_> {
             self.know_promises(revision, found).await?;
         }
         Ok(Err("other hosts promise something at the same time (try again)".to_owned()))
+    }
+
+    /// What others have promised meanwhile is no reason to refuse a change: it is judged by that.
+    async fn change(
+        &mut self,
+        etcd: &mut Etcd,
+        change: &super::Change,
+    ) -> Result<Result<Value, String>, Error> {
+        for _ in 0..3 {
+            if let Some(done) = changing::change(&self.known, etcd, change).await? {
+                return Ok(done);
+            }
+            let (revision, found) = etcd.read(&[self.known.keys.promises()]).await?;
+            self.know_promises(revision, found).await?;
+        }
+        Ok(Err(format!(
+            "group {}: somebody has changed it at the same time (look at it with `weir cluster status`, and try again)",
+            change.group
+        )))
     }
 
     async fn know_promises(&mut self, revision: i64, found: Vec<Vec<KeyValue>>) -> Result<(), Error> {

@@ -23,16 +23,16 @@ const FIRST_HOSTS: u32 = 16;
 
 type Done = Result<Value, String>;
 
-/// Makes a change, or says why not.
-pub(super) async fn change(known: &Known, etcd: &mut Etcd, change: Change) -> Result<Done, Error> {
+/// Makes a change, or says why not. `None` if it was judged by what is so no more.
+pub(super) async fn change(known: &Known, etcd: &mut Etcd, change: &Change) -> Result<Option<Done>, Error> {
     let before = known.groups.get(&change.group);
-    let group = match next(before.map(|stored| &stored.group), &change, known.cluster.safe_share_ppm) {
+    let group = match next(before.map(|stored| &stored.group), change, known.cluster.safe_share_ppm) {
         Ok(group) => group,
-        Err(why) => return Ok(Err(why)),
+        Err(why) => return Ok(Some(Err(why))),
     };
     let limits = group.spec().map(|spec| *spec.limits());
     if let Some(why) = limits.ok().and_then(|limits| overcommitted(known, &change.group, &limits)) {
-        return Ok(Err(why));
+        return Ok(Some(Err(why)));
     }
     let key = known.keys.key(Key::Group(&change.group));
     let compare = [
@@ -45,20 +45,17 @@ pub(super) async fn change(known: &Known, etcd: &mut Etcd, change: Change) -> Re
     ];
     let done = etcd.transact(&compare, &[Operation::put(&key, &values::write(&group), None)]).await?;
     if !done.held {
-        return Ok(Err(format!(
-            "group {}: somebody has changed it, or promised something, at the same time (look at it with `weir cluster status`, and try again)",
-            change.group
-        )));
+        return Ok(None);
     }
     // An older weir does not say which groups it has.
     let has = |promises: &Promises| promises.members.as_ref().is_none_or(|all| all.contains(&change.group));
-    Ok(Ok(json!({
+    Ok(Some(Ok(json!({
         "group": change.group,
         "change": group.number,
         "limits": group.limits,
         "hosts": group.hosts,
         "used": known.promises.values().any(has),
-    })))
+    }))))
 }
 
 fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) -> Result<Group, String> {
