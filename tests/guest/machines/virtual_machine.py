@@ -20,9 +20,6 @@ from monitor import Monitor
 
 # Enough for a kernel, its initramfs in memory, and what the tests write there.
 MEMORY = "320M"
-# Whether its timer ticks, the kernel would judge by how far it counts meanwhile: on a busy machine,
-# not far enough.
-PATIENCE = "no_timer_check"
 # Where a disk may be plugged while the machine runs.
 SLOTS = 2
 # The end of the reports' port in the guest; the number of its device follows from the others.
@@ -175,7 +172,7 @@ class Machine(Guest):
         hardware = [
             "-machine", "q35,memory-backend=memory", "-m", MEMORY, "-smp", str(self.processors),
             "-object", f"memory-backend-memfd,id=memory,size={MEMORY},share=on",
-            "-append", f"{KERNEL} {PATIENCE}",
+            "-append", KERNEL,
             "-chardev", f"socket,id=control,fd={control.fileno()}",
             "-mon", "chardev=control,mode=control",
             "-device", "virtio-serial-pci",
