@@ -161,6 +161,13 @@ def both(setup, daemon, seconds):
     return quiet
 
 
+def carried_out(argv, environment=None):
+    """A command that is to succeed."""
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise LoadFailed(f"{argv[-1]}: {done.stderr.strip()}")
+
+
 def p99_ns(told):
     """Of a client's answer."""
     return told["jobs"][0]["read"]["clat_ns"]["percentile"]["99.000000"]
@@ -195,7 +202,7 @@ def predicting(setup, _stack):
         with tempfile.TemporaryDirectory(prefix="weir-bench.") as directory:
             with groups.weir_from(setup.program, config()) as daemon:
                 # The monitor is there once a client has been greeted.
-                subprocess.run(["nbdinfo", "--size", daemon.uri_of("quiet")], check=True, capture_output=True)
+                carried_out(["nbdinfo", "--size", daemon.uri_of("quiet")])
                 qmp = f"unix:{daemon._monitor_path}"
                 path = Path(directory, "both.recording")
                 before = p99_ns(recorded(setup, daemon, qmp, path, seconds))
@@ -210,7 +217,7 @@ def predicting(setup, _stack):
                 environment = os.environ | {"WEIR_QMP": qmp}
                 environment["PATH"] = f"{Path(setup.program).parent}:{environment['PATH']}"
                 for command in told["commands"]:
-                    subprocess.run(["sh", "-ec", command], env=environment, check=True, capture_output=True)
+                    carried_out(["sh", "-ec", command], environment)
                 after = p99_ns(both(setup, daemon, seconds))
         return {"before_ms": before / 1e6, "advised_ms": after / 1e6, "off": abs(after / predicted - 1)}
 

@@ -26,7 +26,9 @@ export TMPDIR=$1
 said=$2
 mkfifo "$said.pipe"
 trap 'echo "$block: \`$BASH_COMMAND\` failed with status $?"' ERR
-trap 'echo "$block: \`$BASH_COMMAND\`" > "$said.at"' DEBUG
+# An interactive shell forgets at its prompt what has ended, so that numbers of jobs count what runs.
+# Here the first list marks what has ended, the second one leaves it out.
+trap 'jobs > /dev/null; jobs > /dev/null; echo "$block: \`$BASH_COMMAND\`" > "$said.at"' DEBUG
 ready() { grep -c ' ready ' "$said" || true; }
 # Until so many servers were ready.
 await() {
@@ -42,15 +44,6 @@ wait() {
     for job in "${jobs[@]}"; do
         [[ $job != %* ]] || job=$(jobs -p "$job" 2> /dev/null) || continue
         builtin wait "$job"
-    done
-}
-# An interactive shell forgets at its prompt what has ended, so that its numbers count what runs.
-kill() {
-    local jobs one
-    mapfile -t jobs < <(jobs -pr)
-    for one; do
-        [[ $one != %* ]] || one=${jobs[${one#%} - 1]}
-        builtin kill "$one"
     done
 }
 cd "$3"
