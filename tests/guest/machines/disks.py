@@ -2,6 +2,7 @@
 that changes, disks that come and go.
 """
 
+import json
 import subprocess
 
 from load import BLOCKS, FILES_MIB, THREADS, Load, Wrong, check_files, make_files
@@ -73,19 +74,21 @@ def settings(stage):
     daemon = stage.features
     servers = [
         stage.serve(stage.image("two"), queues=2, serial="first-of-all"),
-        stage.serve(stage.image("four"), queues=4),
+        stage.serve(stage.image("four", "qcow2"), "qcow2", queues=4),
         stage.serve(stage.image("read"), read_only=True, serial="twenty-letters-long-"),
     ]
-    second = stage.serve(stage.image("second"))
+    # One of each format, to be switched and resized.
+    changed = {"vda": servers[0], "vdb": servers[1]}
+    comers = [stage.serve(stage.image("comer", kind), kind) for kind in ("raw", "qcow2")]
     queues = (2, 4, 1)
     drives = [Drive(server.socket, number) for server, number in zip(servers, queues)]
-    # The last by its name, as it is behind a bridge.
-    drives.append(Drive(second.socket, slot=0))
-    pluggable = "vdd"
+    # The last by their names, as they are behind bridges.
+    drives += [Drive(server.socket, slot=slot) for slot, server in enumerate(comers)]
+    pluggable = ("vdd", "vde")
     if daemon.CONNECTS:
         caller = stage.serve(stage.image("caller"), connects=True)
         drives.append(Drive(caller.socket, listens=True))
-        pluggable = "vde"
+        pluggable = ("vde", "vdf")
     machine = stage.machine(drives, processors=2)
 
     def several_queues():
@@ -119,23 +122,27 @@ def settings(stage):
     def write_cache():
         if not daemon.CACHES:
             raise LeftOut("the back end offers none")
-        for cache in ("write back", "write through", "write back"):
-            script = f'echo "{cache}" >/sys/block/vda/cache_type && cat /sys/block/vda/queue/write_cache'
-            same("cache", machine.run(script).strip(), cache)
-            machine.run("dd if=/dev/zero of=/dev/vda bs=4k count=1 conv=fsync")
-        switched = [line for line in servers[0].log_lines() if SWITCHED in line]
-        told = [line.rpartition("write_cache=")[2].split()[0] for line in switched]
-        same("what weir says of it", told[-2:], ["false", "true"])
+        for disk, server in changed.items():
+            for cache in ("write back", "write through", "write back"):
+                where = f"/sys/block/{disk}"
+                script = f'echo "{cache}" >{where}/cache_type && cat {where}/queue/write_cache'
+                same(f"{disk}: cache", machine.run(script).strip(), cache)
+                machine.run(f"dd if=/dev/zero of=/dev/{disk} bs=4k count=1 conv=fsync")
+            switched = [line for line in server.log_lines() if SWITCHED in line]
+            told = [line.rpartition("write_cache=")[2].split()[0] for line in switched]
+            same(f"{disk}: what weir says of it", told[-2:], ["false", "true"])
 
     def resized():
         if not daemon.RESIZES:
             raise LeftOut("the back end does not tell the guest")
-        for mib in (300, 320):
-            servers[0].resize(mib * MIB)
-            # No event tells a script in the guest; its kernel is told at once.
-            machine.run(f"until [ $(blockdev --getsize64 /dev/vda) = {mib * MIB} ]; do pause 0.02; done")
-            machine.run(f"dd if=/dev/urandom of=/dev/vda bs=1M count=1 seek={mib - 1} oflag=direct")
-            same("the image's size", servers[0].image.stat().st_size, mib * MIB)
+        for disk, server in changed.items():
+            for mib in (300, 320):
+                size = mib * MIB
+                server.resize(size)
+                # No event tells a script in the guest; its kernel is told at once.
+                machine.run(f"until [ $(blockdev --getsize64 /dev/{disk}) = {size} ]; do pause 0.02; done")
+                machine.run(f"dd if=/dev/urandom of=/dev/{disk} bs=1M count=1 seek={mib - 1} oflag=direct")
+                same(f"{disk}: the image's size", _size(server), size)
 
     def called():
         if not daemon.CONNECTS:
@@ -149,22 +156,21 @@ def settings(stage):
         load.end(machine)
 
     def plugged():
-        script = f"numbered check /dev/{pluggable} {FILES_MIB} {THREADS} {BLOCKS}"
-        load = Load(pluggable, files=False)
-        before = machine.run(script)
-        # It is there from the start, and comes twice more.
-        for slot in (1, 0, None):
-            same("what it has from before", machine.run(script), before)
-            load.begin(machine)
-            load.more(machine)
-            load.end(machine)
-            before = machine.run(script)
-            machine.unplug("disk3")
+        # They are there from the start, and come once more, each where the other was.
+        before = [_loaded(machine, disk) for disk in pluggable]
+        for number, disk in enumerate(pluggable):
+            machine.unplug(f"disk{3 + number}")
             # No event tells a script in the guest.
-            machine.run(f"until [ ! -e /dev/{pluggable} ]; do pause 0.02; done")
-            if slot is not None:
-                machine.plug("disk3", Drive(second.socket, slot=slot))
-                machine.run(f"until [ -b /dev/{pluggable} ]; do pause 0.02; done")
+            machine.run(f"until [ ! -e /dev/{disk} ]; do pause 0.02; done")
+        for number, disk in enumerate(pluggable):
+            machine.plug(f"disk{3 + number}", Drive(comers[number].socket, slot=1 - number))
+            machine.run(f"until [ -b /dev/{disk} ]; do pause 0.02; done")
+            same(f"{disk}: what it has from before", _numbers(machine, disk), before[number])
+        for number, disk in enumerate(pluggable):
+            _loaded(machine, disk)
+            machine.unplug(f"disk{3 + number}")
+        comers[1].stop()
+        subprocess.run(["qemu-img", "check", "-q", comers[1].image], check=True)
 
     stage.case("queues", several_queues)
     stage.case("serial", serial_number)
@@ -173,3 +179,23 @@ def settings(stage):
     stage.case("resize", resized)
     stage.case("client", called)
     stage.case("plugging", plugged)
+
+
+def _size(server):
+    """Bytes of a disk, by its image."""
+    info = ["qemu-img", "info", "-U", "--output=json", "-f", server.kind, server.image]
+    return json.loads(subprocess.run(info, check=True, capture_output=True).stdout)["virtual-size"]
+
+
+def _numbers(machine, disk):
+    """What the load has left there."""
+    return machine.run(f"numbered check /dev/{disk} {FILES_MIB} {THREADS} {BLOCKS}")
+
+
+def _loaded(machine, disk):
+    """What a little load leaves there."""
+    load = Load(disk, files=False)
+    load.begin(machine)
+    load.more(machine)
+    load.end(machine)
+    return _numbers(machine, disk)
