@@ -24,9 +24,11 @@ test-unit test-e2e: export PROPTEST_RNG_SEED ?= 1
 # Further options for `make bench`, for example: make bench BENCH="--rows 'file-*' --rounds 3".
 # BENCH=--strict judges: it fails where a row misses its target.
 BENCH ?=
+# And for `make test-qemu`, for example: make test-qemu MACHINES=--full
+MACHINES ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster bench bench-decisions bench-hosts bench-runtimes fuzz miri soak doc lint audit fmt deps clean
+.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu bench bench-decisions bench-hosts bench-runtimes fuzz miri soak doc lint audit fmt deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -79,6 +81,13 @@ test-cluster: ## images of a real Ceph cluster, which it installs and starts: by
 	@scripts/deps build cluster
 	$(CARGO) build --locked -p weir --bin weir
 	tests/cluster/run "$(TARGET)/debug/weir"
+
+# Not a part of `make test` either: it takes 57 MB from a release of Debian that changes daily.
+test-qemu: ## virtual machines' disks with the newest QEMU, beside the installed one that `make test` takes, and with its tools (about 3 minutes after the build); MACHINES=--full kills and moves more often
+	@scripts/deps build clients guest
+	@scripts/current-qemu
+	$(CARGO) build --locked -p weir --bin weir
+	tests/guest/virtual-machines --qemu "$(TARGET)/qemu/bin/qemu-system-x86_64" $(MACHINES) "$(TARGET)/debug/weir"
 
 bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=--strict judges, BENCH="--rows 'file-*'" is a part
 	@scripts/deps build clients

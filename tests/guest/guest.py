@@ -112,6 +112,8 @@ class Guest:
 
     # Where its program is in the guest.
     PROGRAM = "/bin/weir"
+    # What emulates it.
+    emulator = "qemu-system-x86_64"
 
     def __init__(self, cache, program, disks, own_clock=True, network=False, system=None, more=()):
         self.cache = Path(cache)
@@ -206,7 +208,7 @@ class Guest:
         hardware, passed = self._hardware()
         passed = [theirs, *passed]
         command = [
-            "qemu-system-x86_64", "-accel", ACCELERATOR, "-cpu", PROCESSOR,
+            self.emulator, "-accel", ACCELERATOR, "-cpu", PROCESSOR,
             "-nodefaults", "-display", "none", "-no-reboot",
             "-serial", f"file:{self._console}",
             "-chardev", f"socket,id=scripts,fd={theirs.fileno()}", "-serial", "chardev:scripts",

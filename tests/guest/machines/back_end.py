@@ -119,6 +119,7 @@ class BackEnd:
             "block-export-add",
             **{"type": "vhost-user-blk", "id": "second", "node-name": "disk", "writable": True},
             addr={"type": "unix", "path": str(path)},
+            **{"num-queues": self.offer.queues},
         )
         return path
 

@@ -1,60 +1,78 @@
 """A guest under load moves between machines on the host. Its disk has an export for each, of one
 back end or of two that share the image.
 
-Requests that are in flight, the rings and their indices move so; whether all memory that a back end
-has written to is copied again is seen in part only (`Machine.move_to`).
+Requests that are in flight, the rings and their indices move so, and the memory that a back end has
+written to meanwhile. Where QEMU itself misses writes to memory that it has copied, the last is seen
+in part only (`Emulator.misses_writes`).
 """
 
+import os
 import subprocess
+from functools import partial
 
-from load import Load, check_files, make_files
-from stage import LeftOut
+from load import Load, Wrong, check_files, make_files
+from stage import MIB, LeftOut
 from virtual_machine import Drive
 
 # How often, and with --full.
 MOVES, FULL = 2, 20
+# Queues, and whether they are packed.
+RINGS = {"split": (1, False), "two-split": (2, False), "packed": (1, True), "two-packed": (2, True)}
+# What is enough for each change of weir.
+SHORT = ["migration-two-split", "migration-two-packed", "handover-raw-packed", "handover-qcow2-split"]
+# What is read into a guest's page cache while it moves.
+READ_MIB = 16
 
 
-def migration(stage):
-    """There and back again."""
-    stage.case("migration", lambda: _migration(stage))
+def parts(full):
+    """There and back again with each kind of rings: over one back end, and over two on each format.
+    And memory that only a back end writes to.
+    """
+    cases = {}
+    for rings in RINGS:
+        cases[f"migration-{rings}"] = partial(_over_one, rings)
+        for kind in ("raw", "qcow2"):
+            cases[f"handover-{kind}-{rings}"] = partial(_over_two, kind, rings)
+    wanted = cases if full else {name: cases[name] for name in SHORT}
+    return [_part(name, case) for name, case in (wanted | {"migration-log": _log}).items()]
 
 
-def handover(stage):
-    """The same between two daemons, on the two formats."""
-    for kind in ("raw", "qcow2"):
-        stage.case(f"handover-{kind}", lambda kind=kind: _handover(stage, kind))
+def _part(name, case):
+    return lambda stage: stage.case(name, lambda: case(stage)), [name]
 
 
-def _migration(stage):
-    server = stage.serve(stage.image("moving"))
-    _move(stage, [server.socket, server.second_socket()])
+def _over_one(rings, stage):
+    queues, _ = RINGS[rings]
+    server = stage.serve(stage.image("moving"), queues=queues)
+    _move(stage, [server.socket, server.second_socket()], rings)
     server.stop()
 
 
-def _handover(stage, kind):
+def _over_two(kind, rings, stage):
     if not stage.features.HANDS_OVER:
         raise LeftOut("it holds an image as long as it has it")
+    queues, _ = RINGS[rings]
     image = stage.image("handed-over", kind)
-    servers = [stage.serve(image, kind, handover=True) for _ in range(2)]
-    _move(stage, [server.socket for server in servers])
+    servers = [stage.serve(image, kind, handover=True, queues=queues) for _ in range(2)]
+    _move(stage, [server.socket for server in servers], rings)
     for server in servers:
         server.stop()
     if kind != "raw":
         subprocess.run(["qemu-img", "check", "-q", "-f", kind, image], check=True)
 
 
-def _move(stage, sockets):
+def _move(stage, sockets, rings):
     """Moves a guest from the one to the other, and back."""
-    machine = stage.machine([Drive(sockets[0])])
+    queues, packed = RINGS[rings]
+    # Linux uses no more queues than it has processors.
+    machine = stage.machine([Drive(sockets[0], queues, packed)], processors=queues)
     make_files(machine, "vda")
     load = Load("vda")
     load.begin(machine)
     for move in range(1, 1 + (FULL if stage.full else MOVES)):
         load.more(machine)
-        # Short, as sockets' names are.
-        where = sockets[0].with_name(f"move{move}.sock")
-        other = stage.machine([Drive(sockets[move % 2])], incoming=where)
+        drive = Drive(sockets[move % 2], queues, packed)
+        other = stage.machine([drive], incoming=_waiting(sockets[0], move), processors=queues)
         machine.move_to(other, lambda machine=machine: load.more(machine))
         machine.quit()
         machine = other
@@ -62,3 +80,42 @@ def _move(stage, sockets):
     load.end(machine)
     check_files(machine, "vda")
     machine.quit()
+
+
+def _log(stage):
+    """Memory that was copied, to which then a back end alone writes: the guest's page cache. What is
+    read from the disk later is something else, so that what is seen is what came along.
+    """
+    if stage.emulator.misses_writes:
+        raise LeftOut(f"{stage.emulator} misses what a guest writes to memory that was copied")
+    server = stage.serve(stage.image("logged"))
+    sockets = [server.socket, server.second_socket()]
+    machine = stage.machine([Drive(sockets[0])])
+    read = f"dd 2>/dev/null if=/dev/vda bs=1M count={READ_MIB}"
+    machine.run(f"dd if=/dev/urandom of=/dev/vda bs=1M count={READ_MIB} oflag=direct")
+    written = machine.run(f"{read} iflag=direct | md5sum")
+    # So that there always is something left to copy.
+    load = Load("vda", files=False)
+    load.begin(machine)
+    other = stage.machine([Drive(sockets[1])], incoming=_waiting(sockets[0], 1))
+
+    def reads():
+        load.more(machine)
+        machine.monitor.wait_for("MIGRATION_PASS", lambda data: data["pass"] > 1)
+        machine.run(f"{read} of=/dev/null")
+        load.more(machine)
+
+    machine.move_to(other, reads)
+    machine.quit()
+    with open(server.image, "r+b") as image:
+        os.pwrite(image.fileno(), bytes(READ_MIB * MIB), 0)
+    if other.run(f"{read} | md5sum") != written:
+        raise Wrong(f"of {READ_MIB} MiB that were read meanwhile, some have not come along")
+    load.end(other)
+    other.quit()
+    server.stop()
+
+
+def _waiting(socket, number):
+    """Where a machine waits. Short, as sockets' names are."""
+    return socket.with_name(f"move{number}.sock")

@@ -65,9 +65,9 @@ class Verdicts:
 class Stage(contextlib.ExitStack):
     """Where some cases run, one after another. Use it in a `with` statement."""
 
-    def __init__(self, verdicts, cache, numbered, weir, daemon, full):
+    def __init__(self, verdicts, cache, numbered, weir, emulator, daemon, full):
         super().__init__()
-        self.full = full
+        self.full, self.emulator = full, emulator
         self._verdicts, self._cache, self._numbered, self._weir = verdicts, cache, numbered, weir
         self._daemon = daemon
         self._back_ends, self._machines = [], []
@@ -117,7 +117,7 @@ class Stage(contextlib.ExitStack):
 
     def machine(self, drives, **kind):
         """A machine that has booted, or waits for another to move in."""
-        machine = self.enter_context(Machine(self._cache, self._numbered, drives, **kind))
+        machine = self.enter_context(Machine(self._cache, self._numbered, drives, self.emulator, **kind))
         self._machines.append(machine)
         return machine
 
