@@ -4,7 +4,8 @@
 //!   layout     where the ring lies
 //!   cells      its words, each loaded or stored once
 //!   split      tables of descriptors, an available and a used ring     (split/indices: the order)
-//!   packed     one ring that both sides write to                       (position: where in it)
+//!   packed     one ring that both sides write to                       (packed/turns: the order;
+//!                                                                       position: where in it)
 //!   chain      the buffers behind a head, and what can be wrong with them
 //!   regions    where in the guest's memory they are
 //!   inflight   which chains are out, kept where a crash does not reach

@@ -1,29 +1,44 @@
-//! A split ring between two threads in every interleaving, with weak memory, tried by `loom`.
+//! Rings between two threads in every interleaving, with weak memory, tried by `loom`.
 //!
-//! The files under test are the ring's own indices and its driver's, compiled a second time over
-//! words of the checker. What is shown for these small configurations, and not only sampled:
+//! The files under test are those of either kind of ring, the device's half and the driver's, that
+//! are about order. They are compiled a second time over words of the checker. What is shown for
+//! these small configurations, and not only sampled:
 //!
 //! - whoever sleeps after asking to be told is told: a wake-up that got lost would be a deadlock;
-//! - who sees an index sees what it stands for: descriptors, heads, lengths;
-//! - each chain arrives once and comes back once.
+//! - who sees a chain sees what it stands for: descriptors, heads, lengths;
+//! - the buffer behind a chain is one side's at a time: the checker knows of a race;
+//! - each chain arrives once and comes back once, also where the ring has come round.
 //!
 //! An eventfd is the checker's `Notify`, which keeps one notification.
 
 #[path = "../../src/virtio/ring/split/indices.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
 mod indices;
+#[path = "../../src/virtio/ring/driver/packed.rs"]
+#[allow(dead_code, reason = "the model needs a part of it")]
+mod packed;
+#[path = "../../src/virtio/ring/position.rs"]
+#[allow(dead_code, reason = "the model needs a part of it")]
+mod position;
 #[path = "../../src/virtio/ring/driver/split.rs"]
 #[allow(dead_code, reason = "the model needs a part of it")]
 mod split;
+#[path = "../../src/virtio/ring/packed/turns.rs"]
+#[allow(dead_code, reason = "the model needs a part of it")]
+mod turns;
 
 use loom::{
+    cell::Cell,
     sync::{Arc, Notify},
     thread,
 };
 
 use cells::{Cells, Ordering};
 use indices::Indices;
+use packed::Packed;
+use position::Position;
 use split::Split;
+use turns::Turns;
 
 /// What the files take from `super::cells`. A word is one atomic, whatever its width, as each is
 /// always accessed in one width.
@@ -68,6 +83,7 @@ mod chain {
     pub(super) const DESCRIPTOR_BYTES: usize = 16;
     pub(super) mod flag {
         pub(in super::super) const NEXT: u16 = 1;
+        pub(in super::super) const WRITE: u16 = 2;
     }
 }
 
@@ -76,6 +92,7 @@ mod chain {
 enum Broken {
     Jump { from: u16, to: u16, size: u16 },
     Head { head: u16, size: u16 },
+    Endless,
 }
 
 #[derive(Clone, Copy)]
@@ -100,154 +117,350 @@ struct Used {
     written: u32,
 }
 
-const SIZE: u16 = 2;
-const CHAINS: u64 = 2;
+/// What a driver does with either kind of ring.
+trait Driver: Sized + 'static {
+    fn add(&mut self, buffers: &[Buffer]) -> Option<u16>;
+    fn wants_kick(&mut self) -> bool;
+    fn next_used(&mut self) -> Result<Option<Used>, NotOut>;
+    fn silence(&mut self);
+    fn listen(&mut self) -> bool;
+}
 
-/// An eventfd for each direction.
-struct Events {
+macro_rules! driver {
+    ($driver:ident) => {
+        impl Driver for $driver {
+            fn add(&mut self, buffers: &[Buffer]) -> Option<u16> {
+                $driver::add(self, buffers, 0)
+            }
+
+            fn wants_kick(&mut self) -> bool {
+                $driver::wants_kick(self)
+            }
+
+            fn next_used(&mut self) -> Result<Option<Used>, NotOut> {
+                $driver::next_used(self)
+            }
+
+            fn silence(&mut self) {
+                $driver::silence(self);
+            }
+
+            fn listen(&mut self) -> bool {
+                $driver::listen(self)
+            }
+        }
+    };
+}
+
+driver!(Split);
+driver!(Packed);
+
+/// A chain as the device has it.
+struct Chain {
+    id: u16,
+    /// Where its buffers are.
+    addresses: Vec<u64>,
+}
+
+/// What a device does with either kind of ring.
+trait Device: Sized + 'static {
+    type Driver: Driver;
+
+    /// Both halves of a ring that nobody has used.
+    fn pair(size: u16, event_idx: bool) -> (Self::Driver, Self);
+    fn take(&mut self) -> Result<Option<Chain>, Broken>;
+    fn publish(&mut self, chain: &Chain, written: u32);
+    fn wants_call(&mut self) -> bool;
+    fn silence(&mut self);
+    fn listen(&mut self) -> bool;
+}
+
+/// With the device's view of the table.
+struct SplitDevice(Indices, Cells);
+
+impl Device for SplitDevice {
+    type Driver = Split;
+
+    fn pair(size: u16, event_idx: bool) -> (Split, Self) {
+        let entries = usize::from(size);
+        let [table, available, used] = [16 * entries, 6 + 2 * entries, 6 + 8 * entries].map(Cells::new);
+        let driver = Split::new(size, event_idx, [table.clone(), available.clone(), used.clone()]);
+        (driver, Self(Indices::new(size, event_idx, available, used, 0), table))
+    }
+
+    fn take(&mut self) -> Result<Option<Chain>, Broken> {
+        let Self(indices, table) = self;
+        let Some(id) = indices.take()? else { return Ok(None) };
+        let mut addresses = Vec::new();
+        let mut at = id;
+        loop {
+            let offset = usize::from(at) * chain::DESCRIPTOR_BYTES;
+            addresses.push(table.load_u64(offset, Ordering::Relaxed));
+            let rest = table.load_u64(offset + 8, Ordering::Relaxed);
+            if (rest >> 32) as u16 & chain::flag::NEXT == 0 {
+                return Ok(Some(Chain { id, addresses }));
+            }
+            at = (rest >> 48) as u16;
+        }
+    }
+
+    fn publish(&mut self, chain: &Chain, written: u32) {
+        self.0.publish(chain.id, written);
+    }
+
+    fn wants_call(&mut self) -> bool {
+        self.0.wants_call()
+    }
+
+    fn silence(&mut self) {
+        self.0.silence();
+    }
+
+    fn listen(&mut self) -> bool {
+        self.0.listen()
+    }
+}
+
+impl Device for Turns {
+    type Driver = Packed;
+
+    fn pair(size: u16, event_idx: bool) -> (Packed, Self) {
+        let cells = [16 * usize::from(size), 4, 4].map(Cells::new);
+        let driver = Packed::new(size, event_idx, cells.clone());
+        (driver, Self::new(size, event_idx, cells, Position::START))
+    }
+
+    fn take(&mut self) -> Result<Option<Chain>, Broken> {
+        let mut addresses = Vec::new();
+        let taken = Self::take(self, |address, _| {
+            addresses.push(address);
+            Ok(())
+        })?;
+        Ok(taken.map(|(id, _)| Chain { id, addresses }))
+    }
+
+    fn publish(&mut self, chain: &Chain, written: u32) {
+        Self::publish(self, chain.id, chain.addresses.len() as u16, written);
+    }
+
+    fn wants_call(&mut self) -> bool {
+        Self::wants_call(self)
+    }
+
+    fn silence(&mut self) {
+        Self::silence(self);
+    }
+
+    fn listen(&mut self) -> bool {
+        Self::listen(self)
+    }
+}
+
+/// How large it all is.
+#[derive(Clone, Copy)]
+struct Shape {
+    /// Descriptors of the ring.
+    size: u16,
+    event_idx: bool,
+    chains: u64,
+    /// Descriptors of the first chain, and of every other one; the rest have one. So a packed ring
+    /// that comes round meets the middle of what was a chain.
+    descriptors: u64,
+    /// How often threads are interrupted in one course at most. Some have so many courses that all
+    /// would take minutes; a sleep between any two words of the other side needs two.
+    interruptions: Option<usize>,
+}
+
+impl Shape {
+    fn new(event_idx: bool, size: u16, chains: u64, descriptors: u64, interruptions: Option<usize>) -> Self {
+        Self { size, event_idx, chains, descriptors, interruptions }
+    }
+
+    /// What the descriptors of this chain say.
+    fn addresses(self, number: u64) -> impl Iterator<Item = u64> {
+        let count = if number.is_multiple_of(2) { self.descriptors } else { 1 };
+        (0..count).map(move |part| number << 8 | part)
+    }
+}
+
+/// What the two sides share besides the ring.
+struct World {
+    shape: Shape,
+    /// An eventfd for each direction.
     kick: Notify,
     call: Notify,
+    /// For each chain what its driver writes there, and then its device.
+    buffers: Vec<Cell<u64>>,
 }
 
-/// Both halves of a ring that nobody has used, and the device's view of the table.
-fn ring(event_idx: bool) -> (Split, Indices, Cells, Arc<Events>) {
-    let size = usize::from(SIZE);
-    let [table, available, used] = [16 * size, 6 + 2 * size, 6 + 8 * size].map(Cells::new);
-    let driver = Split::new(SIZE, event_idx, [table.clone(), available.clone(), used.clone()]);
-    let mut device = Indices::new(SIZE, event_idx, available, used, 0);
+/// Both halves of a ring that nobody has used, and what else they share.
+fn world<D: Device>(shape: Shape) -> (D::Driver, D, Arc<World>) {
+    let (driver, mut device) = D::pair(shape.size, shape.event_idx);
     assert!(device.wants_call(), "once, for the device before");
-    (driver, device, table, Arc::new(Events { kick: Notify::new(), call: Notify::new() }))
+    let buffers = (0..shape.chains).map(|_| Cell::new(0)).collect();
+    (driver, device, Arc::new(World { shape, kick: Notify::new(), call: Notify::new(), buffers }))
 }
 
-/// Makes a chain available whose buffer says which one it is.
-fn send(driver: &mut Split, number: u64, events: &Events) {
-    driver.add(&[Buffer { address: number, bytes: 1 }], 0).expect("there is room");
-    if driver.wants_kick() {
-        events.kick.notify();
-    }
-}
+/// Chains that the driver has sent: their ids and their numbers.
+type Sent = Vec<(u16, u64)>;
 
-/// Takes back all chains, asleep where there are none.
-fn collect(driver: &mut Split, events: &Events) {
-    let mut back = 0;
-    while back < CHAINS {
-        match driver.next_used().expect("it was out") {
-            Some(used) => {
-                assert_eq!(used.written, 100 + u32::from(used.id), "the length of this chain");
-                back += 1;
-            }
-            None if driver.listen() => {}
-            None => events.call.wait(),
+impl World {
+    /// Makes a chain available whose buffers say which one it is, if there is room.
+    fn send(&self, driver: &mut impl Driver, number: u64) -> Option<(u16, u64)> {
+        let buffers = self.shape.addresses(number).map(|address| Buffer { address, bytes: 1 });
+        self.buffers[number as usize].set(number + 1);
+        let id = driver.add(&buffers.collect::<Vec<_>>())?;
+        if driver.wants_kick() {
+            self.kick.notify();
         }
+        Some((id, number))
     }
-    assert!(driver.next_used().expect("nothing").is_none());
-}
 
-/// Takes all chains, asleep where there are none; with `answers` it gives each back at once.
-fn serve(device: &mut Indices, table: &Cells, events: &Events, answers: bool) {
-    let mut taken = 0;
-    device.silence();
-    while taken < CHAINS {
-        match device.take().expect("a good driver") {
-            Some(head) => {
-                let address = table.load_u64(usize::from(head) * 16, Ordering::Relaxed);
-                assert_eq!(address, taken, "the descriptor of this chain");
-                taken += 1;
-                if answers {
-                    answer(device, head, events);
+    fn send_all(&self, driver: &mut impl Driver) -> Sent {
+        (0..self.shape.chains).map(|number| self.send(driver, number).expect("there is room")).collect()
+    }
+
+    /// Makes the chains behind `sent` available and takes all back, asleep where there is nothing
+    /// to be done.
+    fn drive(&self, driver: &mut impl Driver, mut sent: Sent) {
+        let mut back = 0;
+        while back < self.shape.chains {
+            while back + (sent.len() as u64) < self.shape.chains
+                && let Some(one) = self.send(driver, back + sent.len() as u64)
+            {
+                sent.push(one);
+            }
+            match driver.next_used().expect("it was out") {
+                Some(used) => {
+                    let at = sent.iter().position(|&(id, _)| id == used.id).expect("it was sent");
+                    let (_, number) = sent.remove(at);
+                    assert_eq!(u64::from(used.written), 100 + number, "the length of this chain");
+                    assert_eq!(self.buffers[number as usize].get(), 100 + number, "the answer");
+                    back += 1;
                 }
+                None if driver.listen() => {}
+                None => self.call.wait(),
             }
-            None if device.listen() => {}
-            None => events.kick.wait(),
+        }
+        assert!(driver.next_used().expect("nothing").is_none());
+    }
+
+    /// Takes all chains, asleep where there are none; with `answers` it gives each back at once.
+    fn serve(&self, device: &mut impl Device, answers: bool) {
+        let mut taken = 0;
+        device.silence();
+        while taken < self.shape.chains {
+            match device.take().expect("a good driver") {
+                Some(chain) => {
+                    self.check(&chain, taken);
+                    taken += 1;
+                    if answers {
+                        self.answer(device, &chain);
+                    }
+                }
+                None if device.listen() => {}
+                None => self.kick.wait(),
+            }
+        }
+    }
+
+    fn check(&self, chain: &Chain, number: u64) {
+        let due: Vec<_> = self.shape.addresses(number).collect();
+        assert_eq!(chain.addresses, due, "the descriptors of this chain");
+        assert_eq!(self.buffers[number as usize].get(), number + 1, "what it asks for");
+    }
+
+    fn answer(&self, device: &mut impl Device, chain: &Chain) {
+        let number = chain.addresses[0] >> 8;
+        self.buffers[number as usize].set(100 + number);
+        device.publish(chain, 100 + number as u32);
+        if device.wants_call() {
+            self.call.notify();
         }
     }
 }
 
-fn answer(device: &mut Indices, head: u16, events: &Events) {
-    device.publish(head, 100 + u32::from(head));
-    if device.wants_call() {
-        events.call.notify();
-    }
+/// Tries all courses.
+fn model(shape: Shape, course: impl Fn() + Send + Sync + 'static) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = shape.interruptions;
+    model.check(course);
 }
 
-fn kicks(event_idx: bool) {
-    loom::model(move || {
-        let (mut driver, mut device, table, events) = ring(event_idx);
-        let others = Arc::clone(&events);
-        let thread = thread::spawn(move || {
-            for number in 0..CHAINS {
-                send(&mut driver, number, &others);
-            }
-        });
-        serve(&mut device, &table, &events, false);
+fn kicks<D: Device>(shape: Shape) {
+    model(shape, move || {
+        let (mut driver, mut device, world) = world::<D>(shape);
+        let others = Arc::clone(&world);
+        let thread = thread::spawn(move || others.send_all(&mut driver));
+        world.serve(&mut device, false);
         thread.join().expect("it ends");
     });
 }
 
-fn calls(event_idx: bool) {
-    loom::model(move || {
-        let (mut driver, mut device, _, events) = ring(event_idx);
-        for number in 0..CHAINS {
-            send(&mut driver, number, &events);
-        }
-        let heads: Vec<u16> = (0..CHAINS).map(|_| device.take().expect("good").expect("there")).collect();
-        let others = Arc::clone(&events);
+fn calls<D: Device>(shape: Shape) {
+    model(shape, move || {
+        let (mut driver, mut device, world) = world::<D>(shape);
+        let sent = world.send_all(&mut driver);
+        let chains: Vec<_> =
+            (0..shape.chains).map(|_| device.take().expect("good").expect("there")).collect();
+        let others = Arc::clone(&world);
         let thread = thread::spawn(move || {
             // In another order than they came.
-            for head in heads.into_iter().rev() {
-                answer(&mut device, head, &others);
+            for chain in chains.iter().rev() {
+                others.answer(&mut device, chain);
             }
         });
         driver.silence();
-        collect(&mut driver, &events);
+        world.drive(&mut driver, sent);
         thread.join().expect("it ends");
     });
 }
 
-fn both(event_idx: bool) {
-    let mut model = loom::model::Builder::new();
-    // Enough for each side to fall asleep between any two words of the other.
-    model.preemption_bound = Some(2);
-    model.check(move || {
-        let (mut driver, mut device, table, events) = ring(event_idx);
-        let others = Arc::clone(&events);
-        let thread = thread::spawn(move || {
-            for number in 0..CHAINS {
-                send(&mut driver, number, &others);
-            }
-            collect(&mut driver, &others);
-        });
-        serve(&mut device, &table, &events, true);
+fn both<D: Device>(shape: Shape) {
+    model(shape, move || {
+        let (mut driver, mut device, world) = world::<D>(shape);
+        let others = Arc::clone(&world);
+        let thread = thread::spawn(move || others.drive(&mut driver, Sent::new()));
+        world.serve(&mut device, true);
         thread.join().expect("it ends");
     });
 }
 
-#[test]
-fn a_device_that_sleeps_is_kicked() {
-    kicks(false);
+/// Each line is one of them: whether with an event index, descriptors of the ring, chains,
+/// descriptors of a chain, interruptions.
+macro_rules! models {
+    ($kind:ident, $device:ty, $($name:ident: $model:ident($($part:expr),*);)*) => {
+        mod $kind {
+            use super::*;
+
+            $(
+                #[test]
+                fn $name() {
+                    $model::<$device>(Shape::new($($part),*));
+                }
+            )*
+        }
+    };
 }
 
-#[test]
-fn a_device_that_sleeps_is_kicked_by_event_index() {
-    kicks(true);
+models! { of_a_split_ring, SplitDevice,
+    a_device_that_sleeps_is_kicked: kicks(false, 2, 2, 1, None);
+    a_device_that_sleeps_is_kicked_by_event_index: kicks(true, 2, 2, 1, None);
+    a_device_sees_the_whole_of_a_chain: kicks(true, 4, 2, 2, Some(4));
+    a_driver_that_sleeps_is_called: calls(false, 2, 2, 1, None);
+    a_driver_that_sleeps_is_called_by_event_index: calls(true, 2, 2, 1, None);
+    both_sides_sleep_and_wake: both(false, 2, 2, 1, Some(2));
+    both_sides_sleep_and_wake_by_event_index: both(true, 2, 2, 1, Some(2));
+    both_sides_go_round: both(true, 2, 3, 2, Some(2));
 }
 
-#[test]
-fn a_driver_that_sleeps_is_called() {
-    calls(false);
-}
-
-#[test]
-fn a_driver_that_sleeps_is_called_by_event_index() {
-    calls(true);
-}
-
-#[test]
-fn both_sides_sleep_and_wake() {
-    both(false);
-}
-
-#[test]
-fn both_sides_sleep_and_wake_by_event_index() {
-    both(true);
+models! { of_a_packed_ring, Turns,
+    a_device_that_sleeps_is_kicked: kicks(false, 2, 2, 1, Some(4));
+    a_device_that_sleeps_is_kicked_by_event_index: kicks(true, 2, 2, 1, Some(4));
+    a_device_sees_the_whole_of_a_chain: kicks(true, 4, 2, 2, Some(4));
+    a_driver_that_sleeps_is_called: calls(false, 2, 2, 1, None);
+    a_driver_that_sleeps_is_called_by_event_index: calls(true, 2, 2, 1, None);
+    both_sides_sleep_and_wake: both(false, 2, 2, 1, Some(2));
+    both_sides_sleep_and_wake_by_event_index: both(true, 2, 2, 1, Some(2));
+    both_sides_go_round: both(true, 2, 3, 2, Some(2));
 }

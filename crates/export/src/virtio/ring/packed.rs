@@ -10,17 +10,17 @@
 //! Used descriptors follow each other; each stands for the whole of its chain, whose other
 //! descriptors are skipped.
 
+mod turns;
+
 use std::collections::VecDeque;
 
+use self::turns::Turns;
 use super::{
-    Broken,
-    cells::{Cells, Ordering, fence},
-    chain::{
-        Chain, ChainFault, DESCRIPTOR_BYTES, Descriptor, Gathering, MAX_DESCRIPTORS, Order, Ticket, flag,
-    },
+    Broken, cells,
+    chain::{self, Chain, ChainFault, Descriptor, Gathering, MAX_DESCRIPTORS, Order, Ticket},
     inflight::{Inflight, PackedLog},
     layout::Layout,
-    position::{Position, Suppression},
+    position::{self, Position},
     regions::Regions,
 };
 
@@ -29,25 +29,11 @@ use super::{
 pub(super) struct Packed {
     size: u16,
     indirect: Option<Order>,
-    ring: Cells,
-    /// What the driver wants to be told of, and what we do.
-    driver: Suppression,
-    device: Suppression,
-    /// The descriptor to be taken next.
-    next: Position,
-    /// Where the next used descriptor goes.
-    used: Position,
-    /// How many descriptors are between the two: of chains that are out.
-    out: u16,
-    /// How many chains that are.
+    turns: Turns,
+    /// How many chains are out.
     taken: u16,
     /// How many were taken from the ring and not put back.
     numbers: u64,
-    /// Descriptors given back that the driver was not asked about yet.
-    unannounced: u32,
-    /// Nobody knows what was announced before this ring was taken over.
-    owes_call: bool,
-    silent: bool,
     log: Option<PackedLog>,
     /// Chains that were out when the one before us ended, to be served first: their entries in the
     /// in-flight area and their lengths.
@@ -59,7 +45,6 @@ impl Packed {
     /// A base that is outside the ring, or whose halves are not of one ring.
     pub(super) fn new(layout: &Layout, base: u32) -> Result<Self, Broken> {
         let size = layout.size;
-        let (ring, driver, device) = parts(layout);
         let next = Position::from_bits(base as u16);
         let used = Position::from_bits((base >> 16) as u16);
         if next.index >= size || used.index >= size {
@@ -68,19 +53,11 @@ impl Packed {
         Ok(Self {
             size,
             indirect: layout.indirect.then_some(Order::Rowed),
-            ring,
-            driver,
-            device,
             // What lies between the two is out, and after a crash nobody knows what it was: it is
             // taken once more.
-            next: used,
-            used,
-            out: 0,
+            turns: Turns::new(size, layout.event_idx, layout.cells(), used),
             taken: 0,
             numbers: 0,
-            unannounced: 0,
-            owes_call: true,
-            silent: false,
             log: None,
             again: VecDeque::new(),
         })
@@ -89,14 +66,13 @@ impl Packed {
     /// Takes up an in-flight area. Where one before us had taken chains, they come first, and the
     /// area knows where the ring goes on: the front end does not.
     pub(super) fn resume(&mut self, inflight: Inflight) -> Result<(), Broken> {
-        let ring = &self.ring;
-        let is_published = |at: Position| !at.is_available(flags(ring, at, Ordering::Acquire));
-        let (log, remains) = PackedLog::open(inflight, self.size, self.used, is_published)?;
+        let turns = &self.turns;
+        let is_published = |at: Position| !turns.is_available(at);
+        let (log, remains) = PackedLog::open(inflight, self.size, turns.used(), is_published)?;
         if let Some(remains) = remains {
-            self.out = remains.chains.iter().map(|&(_, length)| length).sum();
+            let out = remains.chains.iter().map(|&(_, length)| length).sum();
+            self.turns.resume(remains.used, out);
             self.taken = remains.chains.len() as u16;
-            self.used = remains.used;
-            self.next = remains.used.after(self.out, self.size);
             self.again = remains.chains.into();
         }
         self.log = Some(log);
@@ -104,7 +80,7 @@ impl Packed {
     }
 
     pub(super) fn set_cells(&mut self, layout: &Layout) {
-        (self.ring, self.driver, self.device) = parts(layout);
+        self.turns.set_cells(layout.event_idx, layout.cells());
     }
 
     #[inline(always)]
@@ -112,45 +88,31 @@ impl Packed {
         if let Some((slot, length)) = self.again.pop_front() {
             return self.take_again(regions, slot, length).map(Some);
         }
-        // A full ring has come round to what is out, whatever the flags there say.
-        if self.out == self.size {
-            return Ok(None);
-        }
-        let (mut descriptor, available) = self.descriptor(self.next);
-        if !available {
-            return Ok(None);
-        }
         if let Some(log) = &mut self.log {
             log.start();
         }
         let mut gathering = Gathering::new(regions, self.indirect);
-        let mut length = 1;
-        loop {
+        let mut read = 0;
+        let taken = self.turns.take(|address, word| {
+            let descriptor = Descriptor::packed(address, word);
             if let Some(log) = &mut self.log {
                 log.note(descriptor)?;
             }
-            if usize::from(length) <= MAX_DESCRIPTORS {
+            read += 1;
+            if read <= MAX_DESCRIPTORS {
                 gathering.take(descriptor);
             } else {
                 // Its end has to be found all the same: there is its id.
                 gathering.fault(ChainFault::TooLong);
             }
-            if !descriptor.has(flag::NEXT) {
-                break;
-            }
-            if length == self.size - self.out {
-                return Err(Broken::Endless);
-            }
-            descriptor = self.descriptor(self.next.after(length, self.size)).0;
-            length += 1;
-        }
+            Ok(())
+        })?;
+        let Some((id, descriptors)) = taken else { return Ok(None) };
         let slot = self.log.as_mut().map_or(0, PackedLog::taken);
         let number = Some(self.numbers);
         self.numbers += 1;
-        self.next = self.next.after(length, self.size);
-        self.out += length;
         self.taken += 1;
-        Ok(Some(gathering.finish(Ticket { id: descriptor.link, descriptors: length, slot, number })))
+        Ok(Some(gathering.finish(Ticket { id, descriptors, slot, number })))
     }
 
     /// The chain whose copy is in the in-flight area.
@@ -171,30 +133,15 @@ impl Packed {
         Ok(gathering.finish(Ticket { id, descriptors: length, slot: first, number: None }))
     }
 
-    /// What is there, and whether it is the driver's to give.
-    fn descriptor(&self, at: Position) -> (Descriptor, bool) {
-        let offset = usize::from(at.index) * DESCRIPTOR_BYTES;
-        // The flags with all that is in their word; whoever sees them sees the rest.
-        let word = self.ring.load_u64(offset + 8, Ordering::Acquire);
-        let descriptor = Descriptor::packed(self.ring.load_u64(offset, Ordering::Relaxed), word);
-        (descriptor, at.is_available(descriptor.flags))
-    }
-
     pub(super) fn complete(&mut self, ticket: &Ticket, written: u32) {
-        self.back(ticket);
-        let at = self.used;
-        self.used = at.after(ticket.descriptors, self.size);
+        self.taken -= 1;
         if let Some(log) = &mut self.log {
-            log.publishing(ticket.slot, self.used);
+            log.publishing(ticket.slot, self.turns.used_after(ticket.descriptors));
         }
-        let offset = usize::from(at.index) * DESCRIPTOR_BYTES;
-        let flags = if written > 0 { at.used() | flag::WRITE } else { at.used() };
-        let word = u64::from(written) | u64::from(ticket.id) << 32 | u64::from(flags) << 48;
-        self.ring.store_u64(offset + 8, word, Ordering::Release);
+        self.turns.publish(ticket.id, ticket.descriptors, written);
         if let Some(log) = &mut self.log {
             log.published(ticket.slot);
         }
-        self.unannounced = self.unannounced.saturating_add(u32::from(ticket.descriptors));
     }
 
     /// Whether it was the chain taken last, and is to be taken again.
@@ -203,18 +150,12 @@ impl Packed {
             return false;
         }
         self.numbers -= 1;
-        self.back(ticket);
-        self.next = self.next.before(ticket.descriptors, self.size);
+        self.taken -= 1;
+        self.turns.put_back(ticket.descriptors);
         if let Some(log) = &mut self.log {
             log.forgotten(ticket.slot);
         }
         true
-    }
-
-    fn back(&mut self, ticket: &Ticket) {
-        let left = self.out.checked_sub(ticket.descriptors);
-        self.out = left.expect("a ticket is given back once, to the ring that it is of");
-        self.taken -= 1;
     }
 
     pub(super) fn taken(&self) -> u16 {
@@ -222,38 +163,23 @@ impl Packed {
     }
 
     pub(super) fn is_lost(&self) -> bool {
-        self.ring.is_lost() || self.driver.is_lost() || self.device.is_lost()
+        self.turns.is_lost()
     }
 
     pub(super) fn wants_call(&mut self) -> bool {
-        let unannounced = std::mem::take(&mut self.unannounced);
-        if std::mem::take(&mut self.owes_call) {
-            return true;
-        }
-        if unannounced == 0 {
-            return false;
-        }
-        fence(Ordering::SeqCst);
-        self.driver.wants(unannounced, self.used, self.size)
+        self.turns.wants_call()
     }
 
     pub(super) fn silence(&mut self) {
-        if !self.silent {
-            self.device.silence();
-        }
-        self.silent = true;
+        self.turns.silence();
     }
 
     pub(super) fn listen(&mut self) -> bool {
-        self.silent = false;
-        self.device.ask(self.next);
-        fence(Ordering::SeqCst);
-        let available = self.next.is_available(flags(&self.ring, self.next, Ordering::Relaxed));
-        (available && self.out < self.size) || !self.again.is_empty()
+        self.turns.listen() || !self.again.is_empty()
     }
 
     pub(super) fn base(&self) -> u32 {
-        u32::from(self.next.bits()) | u32::from(self.used.bits()) << 16
+        u32::from(self.turns.next().bits()) | u32::from(self.turns.used().bits()) << 16
     }
 
     /// Lets go of the in-flight area, where no chain is in it.
@@ -262,15 +188,4 @@ impl Packed {
             log.close();
         }
     }
-}
-
-/// Descriptors, driver's part, device's part.
-fn parts(layout: &Layout) -> (Cells, Suppression, Suppression) {
-    let [ring, driver, device] = layout.cells();
-    (ring, Suppression::new(driver, layout.event_idx), Suppression::new(device, layout.event_idx))
-}
-
-/// The flags of the descriptor there.
-fn flags(ring: &Cells, at: Position, order: Ordering) -> u16 {
-    ring.load_u16(usize::from(at.index) * DESCRIPTOR_BYTES + 14, order)
 }
