@@ -55,6 +55,17 @@ fn what_a_machine_writes_is_there() {
 }
 
 #[test]
+fn blocks_may_be_larger_than_sectors() {
+    let scratch = Scratch::new();
+    let disk = scratch.filled("disk.raw", MIB);
+    let Served { weir, target } = served(&scratch, ",logical-block-size=4096", &[text(&disk)]);
+    assert_says(&bench("-s 512 -c 1", &target).fails(), &["takes multiples of 4096 bytes alone"]);
+    bench("-w --pattern 90 -c 256 -d 16 -s 4K", &target).succeeds();
+    qemu_io(["-f", "raw"], ["read -P 90 0 1M"], weir.uri("disk"));
+    bench("-c 256 -d 16 -s 4K", &target).succeeds();
+}
+
+#[test]
 fn the_ready_line_has_what_to_measure() {
     let scratch = Scratch::new();
     let socket = scratch.socket("vm.sock");

@@ -79,15 +79,17 @@ fn what_is_said_of_a_machine_at_the_control_socket_is_offered_to_it() {
         add.as_object_mut().expect("it is one").extend(more.as_object().expect("it is one").clone());
         add
     };
-    let (segments, cache) = ((12, 4), (32, 1));
-    for (more, offered, most_segments, write_cache) in [
-        (json!({}), DISCARD | WRITE_ZEROES, 126_u32, 1),
-        (json!({"discard": false, "write-zeroes": false, "queue-size": 64, "writethrough": true}), 0, 62, 0),
-    ] {
+    let (segments, block, cache) = ((12, 4), (20, 4), (32, 1));
+    let less = json!({"discard": false, "write-zeroes": false, "queue-size": 64, "writethrough": true,
+        "logical-block-size": 4096});
+    for (more, offered, most_segments, block_bytes, write_cache) in
+        [(json!({}), DISCARD | WRITE_ZEROES, 126_u32, 512_u32, 1), (less, 0, 62, 4096, 0)]
+    {
         qmp.command("block-export-add", add(more));
         let mut machine = front_end(&socket);
         assert_eq!(features(&mut machine) & (DISCARD | WRITE_ZEROES), offered);
         assert_eq!(configuration(&mut machine, segments.0, segments.1), most_segments.to_le_bytes());
+        assert_eq!(configuration(&mut machine, block.0, block.1), block_bytes.to_le_bytes());
         assert_eq!(configuration(&mut machine, cache.0, cache.1), [write_cache]);
         qmp.command("block-export-del", json!({"id": "e", "mode": "hard"}));
         qmp.event("BLOCK_EXPORT_DELETED");
@@ -95,6 +97,10 @@ fn what_is_said_of_a_machine_at_the_control_socket_is_offered_to_it() {
     let nbd = json!({"type": "nbd", "id": "n", "node-name": "disk", "name": "n", "writethrough": true});
     let (_, said) = qmp.refused("block-export-add", nbd);
     assert_says(&said, &["writethrough", "cache = \"writethrough\""]);
+    let (_, said) = qmp.refused("block-export-add", add(json!({"logical-block-size": 8192})));
+    assert_says(&said, &["logical-block-size", "512, 1024, 2048 or 4096"]);
+    let (_, said) = qmp.refused("block-export-add", add(json!({"iothread": "io0"})));
+    assert_says(&said, &["iothread \"io0\" not found", "--workers"]);
     // One that listens itself is called, which this sandbox does not let it.
     let (_, said) = qmp.refused("block-export-add", add(json!({"client": true})));
     assert_says(&said, &["does not let this daemon call a virtual machine"]);
@@ -203,6 +209,11 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
     assert_says(&said, &["disk odd: has 1049588 bytes", "the last 500", "weir image resize", "1049600"]);
     assert!(!scratch.path("vm").exists());
 
+    let odd = scratch.sparse("odd.raw", MIB + 512);
+    let large = format!("{socket},logical-block-size=4096");
+    let said = Serve::new(&scratch).where_said().arg(&odd).args(["--vhost-user-blk", &large]).fails();
+    assert_says(&said, &["no multiple of 4096", "the last 512", "weir image resize", "1052672"]);
+
     let config = |export: &str| {
         let text = format!("[disk.one]\nimage = \"one.raw\"\nformat = \"raw\"\nexport = {{ {export} }}\n");
         Serve::new(&scratch).where_said().arg("--config").arg(scratch.file("weir.toml", text))
@@ -215,11 +226,13 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
     assert_says(&said, &["weir.toml:4", "has a comma", "are keys here"]);
     let said = config("type = \"vhost-user-blk\", listen = \"unix:vm\", name = \"x\"").fails();
     assert_says(&said, &["name"]);
-    let weir =
-        config("type = \"vhost-user-blk\", listen = \"unix:vm\", queues = 4, read-only = true").start();
+    let keys = "queues = 4, logical-block-size = 2048, read-only = true";
+    let weir = config(&format!("type = \"vhost-user-blk\", listen = \"unix:vm\", {keys}")).start();
     let path = scratch.path("vm");
     assert!(fs::metadata(&path).expect("it is there").file_type().is_socket());
-    assert_ne!(features(&mut front_end(&path)) & READ_ONLY, 0);
+    let mut machine = front_end(&path);
+    assert_ne!(features(&mut machine) & READ_ONLY, 0);
+    assert_eq!(configuration(&mut machine, 20, 4), 2048_u32.to_le_bytes());
     weir.stop();
 }
 

@@ -47,7 +47,9 @@ pub struct Offer {
     pub write_zeroes: bool,
     /// Completed writes may stay in a cache until a flush.
     pub write_cache: bool,
-    /// A block of the disk below, a power of two from 512 bytes to a page.
+    /// What the kernel's requests are multiples of: a power of two from 512 bytes to a page.
+    pub block_bytes: u32,
+    /// A block of the disk below, a power of two from `block_bytes` to a page.
     pub physical_block_bytes: u32,
     /// What requests had best be multiples of: a power of two from 512 bytes on.
     pub optimal_io_bytes: u32,
@@ -68,6 +70,7 @@ impl Default for Offer {
             discard: true,
             write_zeroes: true,
             write_cache: true,
+            block_bytes: SECTOR_BYTES as u32,
             physical_block_bytes: 4096,
             optimal_io_bytes: 4096,
             unprivileged: false,
@@ -87,7 +90,7 @@ impl Offer {
         let mut params = Params::default();
         params.attributes = when(self.read_only, Params::READ_ONLY)
             | when(self.write_cache, Params::VOLATILE_CACHE | Params::FUA);
-        params.logical_block_shift = shift(SECTOR_BYTES as u32);
+        params.logical_block_shift = shift(self.block_bytes);
         params.physical_block_shift = shift(self.physical_block_bytes);
         params.minimum_io_shift = params.physical_block_shift;
         params.optimal_io_shift = shift(self.optimal_io_bytes);
@@ -199,6 +202,9 @@ mod tests {
         assert_eq!((params.sectors, params.max_sectors, params.attributes), (1 << 21, 512, 0b1100));
         assert_eq!((params.logical_block_shift, params.physical_block_shift), (9, 12));
         assert_eq!(params.max_discard_sectors, 1 << 21);
+        let params = Offer { block_bytes: 4096, ..Offer::default() }.params(1 << 30);
+        assert_eq!((params.logical_block_shift, params.physical_block_shift), (12, 12));
+        assert_eq!((params.sectors, params.max_sectors), (1 << 21, 512), "in sectors all the same");
         let params = Offer { read_only: true, write_cache: false, ..Offer::default() }.params(1 << 30);
         assert_eq!(
             (params.attributes, params.max_discard_sectors, params.max_write_zeroes_sectors),

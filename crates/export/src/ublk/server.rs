@@ -33,7 +33,7 @@ use block::{
     reactor::{
         self, Worker,
         op::Fd,
-        ublk::{self, Info},
+        ublk::{self, Info, Params},
     },
 };
 
@@ -305,8 +305,9 @@ impl Server {
             tracing::info!(export = %id, device = %path.display(), queues, depth, "took over a device that an earlier weir has left");
             let size_bytes = export.disk.size_bytes();
             let wanted = export.offer.params(size_bytes);
-            if wanted.attributes != node.params.attributes {
-                tracing::warn!(export = %id, "the device keeps its settings: whether it is read-only and has a write cache is as it was made");
+            let settings = |params: &Params| (params.attributes, params.logical_block_shift);
+            if settings(&wanted) != settings(&node.params) {
+                tracing::warn!(export = %id, "the device keeps its settings: whether it is read-only and has a write cache, and the size of its blocks, are as it was made");
             }
             if size_bytes / SECTOR_BYTES != node.params.sectors {
                 self.look_at_size();
@@ -359,7 +360,10 @@ impl Server {
 
     async fn resize(self: &Arc<Self>) {
         let size_bytes = self.device.disk().size_bytes();
-        if self.node.can_resize() {
+        let block = 1_u64 << self.node.params.logical_block_shift;
+        if !size_bytes.is_multiple_of(block) {
+            tracing::warn!(export = %self.device.id, size_bytes, "the device keeps its length: the disk's is no multiple of {block}");
+        } else if self.node.can_resize() {
             self.in_node(move |node| node.resize(size_bytes)).await;
         } else {
             tracing::warn!(

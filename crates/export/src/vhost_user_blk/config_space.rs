@@ -66,13 +66,15 @@ fn beginning(offset: u32) -> u32 {
 fn whole(offer: &Offer, writeback: bool) -> [u8; BYTES] {
     let mut space = [0; BYTES];
     let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
-    put(0, &(offer.size_bytes / SECTOR_BYTES).to_le_bytes());
+    // Whole blocks, in sectors.
+    let block = offer.block_bytes.max(1);
+    let rest = offer.size_bytes % u64::from(block);
+    put(0, &((offer.size_bytes - rest) / SECTOR_BYTES).to_le_bytes());
     // A request is no longer than its ring, with a header and a status.
     let fitting = u32::from(offer.queue_size).saturating_sub(2).max(1);
     put(12, &offer.max_segments.min(fitting).to_le_bytes());
     put(20, &offer.block_bytes.to_le_bytes());
     // Topology counts in blocks. Its first field is a power of two.
-    let block = offer.block_bytes.max(1);
     let physical_blocks = (offer.physical_block_bytes / block).max(1);
     put(24, &[physical_blocks.ilog2() as u8]);
     let least = u16::try_from(physical_blocks).unwrap_or(u16::MAX);
@@ -126,6 +128,25 @@ mod tests {
         assert_eq!((number(36, 4), number(40, 4), number(44, 4)), (1 << 21, 7, 8));
         assert_eq!((number(48, 4), number(52, 4), number(56, 4)), (1 << 21, 1, 1));
         assert_eq!(read(&offer(), false, 32, 1), [0]);
+    }
+
+    /// Capacity and discards count in sectors all the same (virtio 1.3 § 5.2.4).
+    #[test]
+    fn blocks_may_be_larger_than_sectors() {
+        let number = |block_bytes, at: u32, bytes| {
+            let size_bytes = (1 << 20) + 4096 + 2048 + 512;
+            let offer = Offer { block_bytes, size_bytes, discard_alignment_bytes: 65536, ..offer() };
+            let space = read(&offer, true, at, bytes);
+            space.iter().rev().fold(0_u64, |number, byte| number << 8 | u64::from(*byte))
+        };
+        for (block, capacity, physical_blocks_log2, optimal) in
+            [(512, 2061, 3, 128), (1024, 2060, 2, 64), (2048, 2060, 1, 32), (4096, 2056, 0, 16)]
+        {
+            assert_eq!((number(block, 0, 8), number(block, 20, 4)), (capacity, block.into()));
+            let topology = (number(block, 24, 1), number(block, 26, 2), number(block, 28, 4));
+            assert_eq!(topology, (physical_blocks_log2, 1 << physical_blocks_log2, optimal), "{block}");
+            assert_eq!((number(block, 36, 4), number(block, 44, 4)), (1 << 21, 128), "{block}");
+        }
     }
 
     /// Without indirect descriptors, a longer request could never be placed.

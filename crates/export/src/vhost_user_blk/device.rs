@@ -89,6 +89,7 @@ impl Device {
         };
         requests::Device {
             bytes: self.disk().size_bytes(),
+            block_bytes: offer.block_bytes.into(),
             read_only: offer.read_only,
             max_segments: offer.max_segments,
             discard: ranges(offer.discard, offer.max_discard_segments),

@@ -72,7 +72,7 @@ pub const MAX_QUEUE_SIZE: u16 = 1 << 15;
 /// What an export is, as its front ends are to see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
-    /// Length of the disk; what lies behind its last whole sector is not offered.
+    /// Length of the disk; what lies behind its last whole block is not offered.
     pub size_bytes: u64,
     /// Nothing may be written.
     pub read_only: bool,
@@ -91,7 +91,8 @@ pub struct Offer {
     pub queue_size: u16,
     /// Most data segments of one request.
     pub max_segments: u32,
-    /// A block as the guest is to see it, a power of two from 512 bytes on.
+    /// A block as the guest is to see it, a power of two from 512 bytes on: requests that are no
+    /// multiples of it are refused.
     pub block_bytes: u32,
     /// A block of the disk below, a power of two of `block_bytes`.
     pub physical_block_bytes: u32,

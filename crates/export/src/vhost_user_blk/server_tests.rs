@@ -66,9 +66,13 @@ fn server(limits: Limits) -> Arc<Server> {
 }
 
 fn server_over(storage: Storage, limits: Limits) -> Arc<Server> {
+    server_of(storage, limits, Offer::default())
+}
+
+fn server_of(storage: Storage, limits: Limits, offer: Offer) -> Arc<Server> {
     let settings = DiskSettings { limits, ..DiskSettings::default() };
     let disk = Disk::new("disk", Image::Raw(Raw::new(storage)), settings, None);
-    let offer = Offer { queues: 2, queue_size: SIZE, ..Offer::default() };
+    let offer = Offer { queues: 2, queue_size: SIZE, ..offer };
     Server::new(Export {
         id: "vm1".into(),
         disk: Arc::new(disk.expect("valid limits")),
@@ -297,6 +301,23 @@ fn a_front_end_is_served_from_its_first_message_to_its_last() {
         assert_eq!(server.statistics().queues, 0);
         front_end.leave().await;
         assert_eq!(server.connections(), 0);
+    });
+}
+
+#[test]
+fn a_request_of_less_than_a_block_is_refused() {
+    real(async {
+        let offer = Offer { block_bytes: 4096, ..Offer::default() };
+        let server = server_of(Storage::memory((1 << 20) + 512), Limits::default(), offer);
+        let mut front_end = FrontEnd::connect(&server).await;
+        assert_eq!(front_end.capacity().await, (1 << 20) / 512, "what lies behind is no block");
+        let mut ring = front_end.start(0, event(0), event(0)).await;
+        for kind in [1, 0] {
+            let at = front_end.request(&mut ring, kind, 0, &[GUARD; 512]);
+            ring.kick_and_wait().await;
+            assert_eq!(front_end.data(at), ([GUARD; 512], 1), "an error, and nothing was read");
+        }
+        front_end.leave().await;
     });
 }
 

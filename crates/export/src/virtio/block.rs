@@ -9,8 +9,7 @@
 //! copied once; of a guest's data nothing is looked at here.
 //!
 //! A request that is not valid is one with its answer: see [`Kind::Done`]. So whoever carries
-//! requests out only meets ranges that lie inside the disk, are allowed, and are multiples of
-//! [`SECTOR_BYTES`].
+//! requests out only meets ranges that lie inside the disk, are allowed, and are whole blocks.
 
 #[cfg(test)]
 mod tests;
@@ -59,8 +58,11 @@ pub enum Status {
 /// What requests are judged by: what the device told the driver of itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// How large it is. A rest that is no sector cannot be reached.
+    /// How large it is. A rest that is no block cannot be reached.
     pub bytes: u64,
+    /// What requests begin and end at multiples of (`VIRTIO_BLK_F_BLK_SIZE`): a power of two from
+    /// [`SECTOR_BYTES`] on.
+    pub block_bytes: u64,
     /// No request may change it (`VIRTIO_BLK_F_RO`).
     pub read_only: bool,
     /// The most descriptors with data in one request (`VIRTIO_BLK_F_SEG_MAX`).
@@ -80,7 +82,7 @@ pub struct RangeLimits {
     pub max_ranges: u32,
 }
 
-/// Bytes of the disk, inside it, in whole sectors, at least one.
+/// Bytes of the disk, inside it, in whole blocks, at least one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
     /// The first.
@@ -105,14 +107,14 @@ pub enum Kind {
     Read {
         /// In bytes.
         offset: u64,
-        /// Where to: whole sectors together, at least one.
+        /// Where to: whole blocks together, at least one.
         into: Data,
     },
     /// Write them to the disk.
     Write {
         /// In bytes.
         offset: u64,
-        /// From where: whole sectors together, at least one.
+        /// From where: whole blocks together, at least one.
         from: Data,
     },
     /// What was completed before this was taken has to be on the medium.
@@ -239,8 +241,13 @@ impl Device {
     /// Where in the disk these sectors are, in bytes.
     fn place(&self, sector: u64, sectors: u64) -> Result<u64, Status> {
         let end = sector.checked_add(sectors).ok_or(Status::IoError)?;
+        let rest = (sector | sectors) & (self.block_bytes / SECTOR_BYTES - 1);
         // So the product is inside 64 bits.
-        if end > self.bytes / SECTOR_BYTES { Err(Status::IoError) } else { Ok(sector * SECTOR_BYTES) }
+        if rest != 0 || end > self.bytes / SECTOR_BYTES {
+            Err(Status::IoError)
+        } else {
+            Ok(sector * SECTOR_BYTES)
+        }
     }
 
     /// Where in the disk the data of a read or write is, in bytes.

@@ -7,7 +7,7 @@
 use block::guest::{Memory, Place, Region};
 
 use super::{
-    block::{Device, Kind, Range, RangeLimits, Request, SECTOR_BYTES, Status, parse},
+    block::{Device, Kind, Range, RangeLimits, Request, Status, parse},
     ring::{
         Inflight, Layout, MAX_DESCRIPTORS, Parts, Ring, Ticket,
         driver::{Buffer, Driver},
@@ -27,6 +27,7 @@ const DISK_BYTES: u64 = 1 << 20;
 
 const DEVICE_RULES: Device = Device {
     bytes: DISK_BYTES,
+    block_bytes: 1024,
     read_only: false,
     max_segments: 14,
     discard: Some(RangeLimits { max_sectors: 64, max_ranges: 4 }),
@@ -221,7 +222,8 @@ impl Guest {
 /// A request is inside the disk and in whole sectors, whatever it was made of.
 fn check(request: &Request) {
     let inside = |offset: u64, bytes: u64| {
-        assert!(bytes > 0 && bytes.is_multiple_of(SECTOR_BYTES) && offset.is_multiple_of(SECTOR_BYTES));
+        let block = DEVICE_RULES.block_bytes;
+        assert!(bytes > 0 && bytes.is_multiple_of(block) && offset.is_multiple_of(block));
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= DISK_BYTES));
     };
     match &request.kind {

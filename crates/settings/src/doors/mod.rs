@@ -182,6 +182,18 @@ fn number(text: &str, what: &str, least: u32, most: u32) -> Result<u32, String> 
     number.ok_or_else(|| format!("is not a number of {what}; that is from {least} to {most}"))
 }
 
+/// A sector: what blocks are where nothing is said.
+const LEAST_BLOCK_BYTES: u32 = 512;
+/// A page: larger blocks few kernels know.
+const MAX_BLOCK_BYTES: u32 = 4096;
+
+/// What a client's requests are multiples of.
+fn block_bytes(text: &str) -> Result<u32, String> {
+    let fits = |bytes: &u32| bytes.is_power_of_two() && (LEAST_BLOCK_BYTES..=MAX_BLOCK_BYTES).contains(bytes);
+    let bytes = text.parse().ok().filter(fits);
+    bytes.ok_or_else(|| "is not the size of a block; that is 512, 1024, 2048 or 4096 bytes".to_owned())
+}
+
 /// The `N` of a device's path that begins with `prefix`.
 fn number_of_device(path: &Path, prefix: &str) -> Option<u32> {
     let digits = path.to_str()?.strip_prefix(prefix)?;

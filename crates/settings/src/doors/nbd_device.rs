@@ -3,7 +3,7 @@
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
-use super::{Keyed, number, number_of_device, read_keys, write_keys};
+use super::{Keyed, LEAST_BLOCK_BYTES, block_bytes, number, number_of_device, read_keys, write_keys};
 
 /// Each is a socket, and a thread of the kernel.
 const MAX_CONNECTIONS: u32 = 64;
@@ -24,6 +24,8 @@ pub struct NbdDevice {
     pub timeout_s: u32,
     /// How long requests wait for weir to come back once it has gone, in seconds.
     pub dead_timeout_s: u32,
+    /// A block as this host sees it, in bytes: a power of two from 512 to 4096.
+    pub block_bytes: u32,
     /// Refuses writes though the disk takes them.
     pub read_only: bool,
 }
@@ -35,6 +37,7 @@ impl Default for NbdDevice {
             connections: None,
             timeout_s: 0,
             dead_timeout_s: DEFAULT_DEAD_SECONDS,
+            block_bytes: LEAST_BLOCK_BYTES,
             read_only: false,
         }
     }
@@ -48,7 +51,7 @@ impl NbdDevice {
 }
 
 impl Keyed for NbdDevice {
-    const VALUES: &'static [&'static str] = &["connections", "timeout", "dead-timeout"];
+    const VALUES: &'static [&'static str] = &["connections", "timeout", "dead-timeout", "logical-block-size"];
 
     fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
         match key {
@@ -57,7 +60,8 @@ impl Keyed for NbdDevice {
                 self.connections = Some(number(value, "connections", 1, MAX_CONNECTIONS)? as u16);
             }
             "timeout" => self.timeout_s = number(value, "seconds", 0, MAX_SECONDS)?,
-            _ => self.dead_timeout_s = number(value, "seconds", 0, MAX_SECONDS)?,
+            "dead-timeout" => self.dead_timeout_s = number(value, "seconds", 0, MAX_SECONDS)?,
+            _ => self.block_bytes = block_bytes(value)?,
         }
         Ok(())
     }
@@ -67,7 +71,7 @@ impl Keyed for NbdDevice {
     }
 
     fn said(&self) -> Vec<(&'static str, String)> {
-        let Self { connections, timeout_s, dead_timeout_s, .. } = self;
+        let Self { connections, timeout_s, dead_timeout_s, block_bytes, .. } = self;
         let mut said = Vec::new();
         said.extend(connections.map(|connections| ("connections", connections.to_string())));
         if *timeout_s != 0 {
@@ -75,6 +79,9 @@ impl Keyed for NbdDevice {
         }
         if *dead_timeout_s != DEFAULT_DEAD_SECONDS {
             said.push(("dead-timeout", dead_timeout_s.to_string()));
+        }
+        if *block_bytes != LEAST_BLOCK_BYTES {
+            said.push(("logical-block-size", block_bytes.to_string()));
         }
         said
     }
@@ -119,7 +126,11 @@ mod tests {
 
     #[test]
     fn what_is_said_is_read_and_said_again() {
-        for text in ["auto", "/dev/nbd0", "/dev/nbd15,connections=4,timeout=30,dead-timeout=0,read-only=on"] {
+        for text in [
+            "auto",
+            "/dev/nbd0",
+            "/dev/nbd15,connections=4,timeout=30,dead-timeout=0,logical-block-size=4096,read-only=on",
+        ] {
             assert_eq!(text.parse::<NbdDevice>().unwrap().to_string(), text);
         }
     }
@@ -136,5 +147,7 @@ mod tests {
         }
         let wrong = "connections=65: is not a number of connections; that is from 1 to 64";
         assert_eq!("auto,connections=65".parse::<NbdDevice>().unwrap_err(), wrong);
+        let wrong = "logical-block-size=0: is not the size of a block; that is 512, 1024, 2048 or 4096 bytes";
+        assert_eq!("auto,logical-block-size=0".parse::<NbdDevice>().unwrap_err(), wrong);
     }
 }

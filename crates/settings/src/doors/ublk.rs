@@ -3,7 +3,7 @@
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
-use super::{Keyed, MAX_DEVICE, number, read_keys, write_keys};
+use super::{Keyed, LEAST_BLOCK_BYTES, MAX_DEVICE, block_bytes, number, read_keys, write_keys};
 
 /// `UBLK_MAX_NR_QUEUES`, as the driver has it.
 const MAX_QUEUES: u32 = 4096;
@@ -20,6 +20,8 @@ pub struct Ublk {
     pub queues: Option<u16>,
     /// Requests of a queue at a time.
     pub queue_depth: u16,
+    /// A block as this host sees it, in bytes: a power of two from 512 to 4096.
+    pub block_bytes: u32,
     /// Whether DISCARD is offered.
     pub discard: bool,
     /// Whether WRITE_ZEROES is offered.
@@ -39,6 +41,7 @@ impl Default for Ublk {
             number: None,
             queues: None,
             queue_depth: DEFAULT_QUEUE_DEPTH,
+            block_bytes: LEAST_BLOCK_BYTES,
             discard: true,
             write_zeroes: true,
             write_cache: true,
@@ -56,13 +59,14 @@ impl Ublk {
 }
 
 impl Keyed for Ublk {
-    const VALUES: &'static [&'static str] = &["queues", "queue-depth"];
+    const VALUES: &'static [&'static str] = &["queues", "queue-depth", "logical-block-size"];
 
     // The ranges fit.
     fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
         match key {
             "queues" => self.queues = Some(number(value, "queues", 1, MAX_QUEUES)? as u16),
-            _ => self.queue_depth = number(value, "requests", 1, MAX_QUEUE_DEPTH)? as u16,
+            "queue-depth" => self.queue_depth = number(value, "requests", 1, MAX_QUEUE_DEPTH)? as u16,
+            _ => self.block_bytes = block_bytes(value)?,
         }
         Ok(())
     }
@@ -79,8 +83,11 @@ impl Keyed for Ublk {
 
     fn said(&self) -> Vec<(&'static str, String)> {
         let depth = Some(self.queue_depth).filter(|depth| *depth != DEFAULT_QUEUE_DEPTH);
+        let block = Some(self.block_bytes).filter(|bytes| *bytes != LEAST_BLOCK_BYTES);
         let queues = self.queues.map(|queues| ("queues", queues.to_string()));
-        queues.into_iter().chain(depth.map(|depth| ("queue-depth", depth.to_string()))).collect()
+        let depth = depth.map(|depth| ("queue-depth", depth.to_string()));
+        let block = block.map(|bytes| ("logical-block-size", bytes.to_string()));
+        [queues, depth, block].into_iter().flatten().collect()
     }
 }
 
@@ -126,7 +133,7 @@ mod tests {
         for text in [
             "",
             "0",
-            "3,queues=4,queue-depth=64",
+            "3,queues=4,queue-depth=64,logical-block-size=4096",
             ",discard=off,write-zeroes=off,write-cache=off,read-only=on",
         ] {
             assert_eq!(text.parse::<Ublk>().unwrap().to_string(), text);
@@ -142,6 +149,10 @@ mod tests {
             ("1048576", "1048576: is not a number of a device; that is from 0 to 1048575"),
             ("0,queues=0", "queues=0: is not a number of queues; that is from 1 to 4096"),
             ("0,queue-depth=5000", "queue-depth=5000: is not a number of requests; that is from 1 to 4096"),
+            (
+                "0,logical-block-size=4K",
+                "logical-block-size=4K: is not the size of a block; that is 512, 1024, 2048 or 4096 bytes",
+            ),
             ("0,", "has a comma with nothing behind it (leave it away)"),
             ("0,discard=no", "discard=no: is neither on nor off"),
             ("queues=1,queues=2", "queues is given twice (leave one away)"),

@@ -7,7 +7,7 @@ use std::{
     str::FromStr,
 };
 
-use super::{Keyed, read_keys, write_keys};
+use super::{Keyed, LEAST_BLOCK_BYTES, block_bytes, read_keys, write_keys};
 
 /// A message of the protocol has eight bits for a ring's number.
 const MAX_QUEUES: u16 = 256;
@@ -79,6 +79,8 @@ pub struct VhostUserBlk {
     pub queue_size: u16,
     /// The disk's serial number; `None`: its name.
     pub serial: Option<String>,
+    /// A block as the guest sees it, in bytes: a power of two from 512 to 4096.
+    pub block_bytes: u32,
     /// Whether DISCARD is offered.
     pub discard: bool,
     /// Whether WRITE_ZEROES is offered.
@@ -99,6 +101,7 @@ impl VhostUserBlk {
             queues: DEFAULT_QUEUES,
             queue_size: DEFAULT_QUEUE_SIZE,
             serial: None,
+            block_bytes: LEAST_BLOCK_BYTES,
             discard: true,
             write_zeroes: true,
             write_cache: true,
@@ -132,13 +135,14 @@ impl VhostUserBlk {
 }
 
 impl Keyed for VhostUserBlk {
-    const VALUES: &'static [&'static str] = &["queues", "queue-size", "serial"];
+    const VALUES: &'static [&'static str] = &["queues", "queue-size", "serial", "logical-block-size"];
 
     fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
         match key {
             "queues" => self.queues = queues(value)?,
             "queue-size" => self.queue_size = queue_size(value)?,
-            _ => self.serial = Some(serial(value)?),
+            "serial" => self.serial = Some(serial(value)?),
+            _ => self.block_bytes = block_bytes(value)?,
         }
         Ok(())
     }
@@ -162,6 +166,9 @@ impl Keyed for VhostUserBlk {
             said.push(("queue-size", self.queue_size.to_string()));
         }
         said.extend(self.serial.clone().map(|serial| ("serial", serial)));
+        if self.block_bytes != LEAST_BLOCK_BYTES {
+            said.push(("logical-block-size", self.block_bytes.to_string()));
+        }
         said
     }
 }
@@ -223,7 +230,7 @@ mod tests {
     fn what_is_said_is_read_and_said_again() {
         for text in [
             "unix:/run/vm1.sock",
-            "unix:vm1.sock,queues=4,queue-size=128,serial=disk-1",
+            "unix:vm1.sock,queues=4,queue-size=128,serial=disk-1,logical-block-size=4096",
             "unix:/s,discard=off,write-zeroes=off,write-cache=off,read-only=on,client=on",
             "fd:vm1,queues=4",
         ] {
@@ -245,6 +252,14 @@ mod tests {
             (
                 "unix:/s,queue-size=100",
                 "queue-size=100: is not a queue's size; that is a power of two from 4 to 32768",
+            ),
+            (
+                "unix:/s,logical-block-size=8192",
+                "logical-block-size=8192: is not the size of a block; that is 512, 1024, 2048 or 4096 bytes",
+            ),
+            (
+                "unix:/s,logical-block-size=513",
+                "logical-block-size=513: is not the size of a block; that is 512, 1024, 2048 or 4096 bytes",
             ),
             ("unix:/s,", "has a comma with nothing behind it (leave it away)"),
             ("unix:/s,discard=maybe", "discard=maybe: is neither on nor off"),

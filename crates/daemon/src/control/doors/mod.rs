@@ -324,16 +324,13 @@ fn identity(running: &RunningDisk) -> anyhow::Result<String> {
     })
 }
 
-/// Bytes of a sector, in which virtual machines and the kernel count.
-const SECTOR_BYTES: u64 = 512;
-
-/// `who` counts in sectors, and would never see what lies behind the last whole one.
-fn check_size(disk: &Disk, who: &str) -> anyhow::Result<()> {
-    let size = disk.size_bytes();
-    let (whole, rest) = (size.next_multiple_of(SECTOR_BYTES), size % SECTOR_BYTES);
+/// `who` counts in blocks, and would never see what lies behind the last whole one.
+fn check_size(disk: &Disk, block_bytes: u32, who: &str) -> anyhow::Result<()> {
+    let (size, block) = (disk.size_bytes(), u64::from(block_bytes));
+    let (whole, rest) = (size.next_multiple_of(block), size % block);
     ensure!(
         rest == 0,
-        "disk {}: has {size} bytes, which is no multiple of {SECTOR_BYTES}, and {who} would not see the last {rest} (`weir image resize` gives an image {whole} bytes)",
+        "disk {}: has {size} bytes, which is no multiple of {block}, and {who} would not see the last {rest} (`weir image resize` gives an image {whole} bytes)",
         disk.name()
     );
     Ok(())

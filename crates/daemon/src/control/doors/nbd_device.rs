@@ -13,7 +13,7 @@ attended!(Server, statistics, leave);
 
 pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, workers, .. } = terms;
-    check_size(&running.disk, "the kernel")?;
+    check_size(&running.disk, settings.block_bytes, "the kernel")?;
     // No more than workers bring nothing, and no fewer than one is checked.
     let standard = workers.len().clamp(1, 64) as u16;
     let export = Export {
@@ -24,6 +24,7 @@ pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Res
         connections: settings.connections.unwrap_or(standard),
         timeout_s: settings.timeout_s,
         dead_timeout_s: settings.dead_timeout_s,
+        block_bytes: settings.block_bytes,
         identity: identity(running)?,
     };
     let disk = running.disk.name();

@@ -15,7 +15,7 @@ attended!(Server, statistics, leave);
 pub(super) async fn open(settings: &Ublk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, workers, .. } = terms;
     let disk = &running.disk;
-    check_size(disk, "the kernel")?;
+    check_size(disk, settings.block_bytes, "the kernel")?;
     let queues = settings.queues.unwrap_or(u16::try_from(workers.len()).unwrap_or(u16::MAX));
     let export = Export {
         id: (*id).into(),
@@ -46,7 +46,7 @@ fn statistics(statistics: Statistics) -> Value {
 
 fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &Ublk) -> Offer {
     let standard = Offer::default();
-    let best = disk.image().block_size().preferred.clamp(512, 1 << 20).next_power_of_two();
+    let best = disk.image().block_size().preferred.clamp(settings.block_bytes, 1 << 20).next_power_of_two();
     Offer {
         number: settings.number,
         depth: settings.queue_depth,
@@ -56,6 +56,7 @@ fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &Ublk) -> Off
         // Of the others each write is durable, whatever the kernel says.
         write_cache: settings.write_cache
             && !matches!(cache, CacheMode::Writethrough | CacheMode::Directsync),
+        block_bytes: settings.block_bytes,
         // File systems take it for the size of a sector, and know none above a page.
         physical_block_bytes: best.min(4096),
         optimal_io_bytes: best.max(4096),

@@ -16,7 +16,7 @@ attended!(Server, statistics);
 pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, access, inherited, workers, .. } = terms;
     let disk = &running.disk;
-    check_size(disk, "a guest")?;
+    check_size(disk, settings.block_bytes, "a guest")?;
     let (front_ends, file, listening) = match settings.socket.path() {
         Some(path) if settings.client => (FrontEnds::call(id, std::path::absolute(path)?), None, None),
         _ => {
@@ -64,7 +64,7 @@ fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlk
         settings.write_cache && !matches!(cache, CacheMode::Writethrough | CacheMode::Directsync);
     let standard = Offer::default();
     let sizes = disk.image().block_size();
-    let best = sizes.preferred.clamp(standard.block_bytes, 1 << 20).next_power_of_two();
+    let best = sizes.preferred.clamp(settings.block_bytes, 1 << 20).next_power_of_two();
     Offer {
         size_bytes: disk.size_bytes(),
         read_only: read_only || settings.read_only || disk.image().is_read_only(),
@@ -72,6 +72,7 @@ fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlk
         write_zeroes: settings.write_zeroes,
         queues: settings.queues,
         queue_size: settings.queue_size,
+        block_bytes: settings.block_bytes,
         write_cache,
         // File systems take it for the size of a sector, and know none above a page.
         physical_block_bytes: best.min(4096),

@@ -169,14 +169,15 @@ struct NetworkArgs {
     nbd: Vec<Address>,
     /// Serve a virtual machine at unix:PATH, over vhost-user-blk, or at fd:NAME, a socket that a
     /// service manager passed; once for each IMAGE. Behind commas: queues=N, queue-size=N,
-    /// serial=TEXT, discard=off, write-zeroes=off, write-cache=off, read-only, client (the machine
-    /// listens there).
+    /// serial=TEXT, logical-block-size=N, discard=off, write-zeroes=off, write-cache=off,
+    /// read-only, client (the machine listens there).
     /// NBD is then served only where --nbd says so
     #[arg(long, value_name = "unix:PATH[,…]", value_parser = settings::read::<VhostUserBlk>, conflicts_with = "config")]
     vhost_user_blk: Vec<VhostUserBlk>,
     /// Serve a block device of this host, /dev/ublkbN, by the kernel's ublk driver; once for each
     /// IMAGE [default N: the first that is free]. Behind commas: queues=N, queue-depth=N,
-    /// discard=off, write-zeroes=off, write-cache=off, read-only, unprivileged
+    /// logical-block-size=N, discard=off, write-zeroes=off, write-cache=off, read-only,
+    /// unprivileged
     #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::read::<Ublk>, conflicts_with = "config")]
     ublk: Vec<Ublk>,
     /// Serve the disk as a file, by FUSE: it is seen in place of FILE, which is there already; once
@@ -185,7 +186,8 @@ struct NetworkArgs {
     fuse: Vec<Fuse>,
     /// Serve a block device of this host, /dev/nbdN, by the kernel's NBD client; auto is the first
     /// that is free; once for each IMAGE. Behind commas: connections=N, timeout=SECONDS,
-    /// dead-timeout=SECONDS (how long requests wait for weir to come back), read-only
+    /// dead-timeout=SECONDS (how long requests wait for weir to come back), logical-block-size=N,
+    /// read-only
     #[arg(long, value_name = "/dev/nbdN[,…]", value_parser = settings::read::<NbdDevice>, conflicts_with = "config")]
     nbd_device: Vec<NbdDevice>,
     /// Clients at a time at each address; 0 is any number [default: 100]

@@ -33,8 +33,8 @@ const SOCK_FD: u16 = 1;
 const DEVICE_ITEM: u16 = 1;
 const DEVICE_CONNECTED: u16 = 2;
 
-/// Bytes of a sector: what smaller requests the kernel never makes.
-pub(super) const SECTOR_BYTES: u64 = 512;
+/// In which the kernel tells a device's length.
+const SECTOR_BYTES: u64 = 512;
 
 /// A device as the kernel is to see it.
 #[derive(Clone, Debug)]
@@ -42,6 +42,8 @@ pub(super) struct Device {
     /// `None`: the first that is free.
     pub(super) number: Option<u32>,
     pub(super) size_bytes: u64,
+    /// What the kernel's requests are multiples of.
+    pub(super) block_bytes: u32,
     /// `proto::export_flag`s.
     pub(super) flags: u16,
     pub(super) timeout_s: u32,
@@ -76,7 +78,7 @@ impl Control {
         }
         let said = said
             .u64(SIZE_BYTES, device.size_bytes)
-            .u64(BLOCK_SIZE_BYTES, SECTOR_BYTES)
+            .u64(BLOCK_SIZE_BYTES, device.block_bytes.into())
             .u64(SERVER_FLAGS, device.flags.into());
         let answer = self.netlink.execute(self.family, CONNECT, &with_terms(said, device, sockets))?;
         let number = attributes(&answer).get(INDEX).and_then(Answer::as_u32).or(device.number);
@@ -142,6 +144,14 @@ pub(super) fn left_behind(number: Option<u32>, backend: &str) -> Option<u32> {
 
 /// The length of a device as the kernel has it.
 pub(super) fn size_bytes(number: u32) -> Option<u64> {
-    let sectors = fs::read_to_string(format!("/sys/block/nbd{number}/size")).ok()?;
-    sectors.trim_end().parse::<u64>().ok()?.checked_mul(SECTOR_BYTES)
+    told(number, "size")?.checked_mul(SECTOR_BYTES)
+}
+
+/// The size of its blocks.
+pub(super) fn block_bytes(number: u32) -> Option<u64> {
+    told(number, "queue/logical_block_size")
+}
+
+fn told(number: u32, what: &str) -> Option<u64> {
+    fs::read_to_string(format!("/sys/block/nbd{number}/{what}")).ok()?.trim_end().parse().ok()
 }

@@ -34,7 +34,7 @@ use event_listener::Event;
 use policy::{access::Access, time::Duration};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socketpair};
 
-use self::control::{Control, Device, SECTOR_BYTES};
+use self::control::{Control, Device};
 use super::{
     connection::{Connection, End},
     context::MetaContexts,
@@ -55,8 +55,10 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 pub struct Export {
     /// What the log calls it.
     pub id: Arc<str>,
-    /// The disk, whose length is a multiple of 512.
+    /// The disk, whose length is a multiple of `block_bytes`.
     pub disk: Arc<Disk>,
+    /// What the kernel's requests are multiples of: a power of two from 512 bytes to a page.
+    pub block_bytes: u32,
     /// Refuse to write, whatever the disk allows.
     pub read_only: bool,
     /// The `N` of `/dev/nbdN`; `None`: the first that is free.
@@ -401,10 +403,10 @@ impl Server {
     }
 
     async fn resize(&self) {
-        let size_bytes = self.disk.size_bytes();
+        let (size_bytes, block_bytes) = (self.disk.size_bytes(), self.device.block_bytes);
         let (control, device, number) = (Arc::clone(&self.control), Arc::clone(&self.device), self.number);
-        if !size_bytes.is_multiple_of(SECTOR_BYTES) {
-            tracing::warn!(export = %self.id, size_bytes, "the device keeps its length: the disk's is no multiple of {SECTOR_BYTES}");
+        if !size_bytes.is_multiple_of(block_bytes.into()) {
+            tracing::warn!(export = %self.id, size_bytes, "the device keeps its length: the disk's is no multiple of {block_bytes}");
             return;
         }
         let resized = reactor::blocking(move || control.resize(number, &device, size_bytes)).await;
@@ -500,6 +502,7 @@ fn device(export: &Export) -> Device {
     Device {
         number: export.number,
         size_bytes: offered.size_bytes,
+        block_bytes: export.block_bytes,
         flags: offered.features.flags(ReplyStyle::Simple, false),
         timeout_s: export.timeout_s,
         dead_timeout_s: export.dead_timeout_s,
@@ -531,6 +534,9 @@ fn make(device: &Device, connections: u16) -> Result<(Control, u32, Vec<OwnedFd>
         && control.is_connected(number).map_err(|error| Error::of(error, Some(number)))?
     {
         tracing::info!(device = number, "taking over the device that an earlier weir left");
+        if control::block_bytes(number).is_some_and(|bytes| bytes != u64::from(device.block_bytes)) {
+            tracing::warn!(device = number, "the size of its blocks is as it was made");
+        }
         let taken = control.reconnect(number, device, &kernels).and_then(|()| {
             match control::size_bytes(number) == Some(device.size_bytes) {
                 true => Ok(()),

@@ -17,6 +17,7 @@ fn device() -> Device {
     Device {
         // A rest that is no sector.
         bytes: SECTORS * SECTOR_BYTES + 100,
+        block_bytes: SECTOR_BYTES,
         read_only: false,
         max_segments: 4,
         discard: limits(3),
@@ -133,6 +134,39 @@ fn reads_and_writes_are_inside_the_disk_and_in_sectors() {
     answers(Status::Ok, kind::IN, SECTORS, &[], 0);
     answers(Status::Ok, kind::OUT, SECTORS, &[], 0);
     answers(Status::IoError, kind::OUT, SECTORS + 1, &[], 0);
+}
+
+#[test]
+fn requests_are_of_whole_blocks() {
+    // With a rest of four sectors that is no block.
+    let device = Device { bytes: 8 * SECTORS * SECTOR_BYTES + 2048, block_bytes: 4096, ..device() };
+    let data = [0; 4096];
+    for (sector, bytes, status) in [
+        (0, 4096, None),
+        (8, 4096, None),
+        (8 * SECTORS - 8, 4096, None),
+        (8 * SECTORS, 4096, Some(Status::IoError)),
+        (1, 4096, Some(Status::IoError)),
+        (4, 4096, Some(Status::IoError)),
+        (0, 512, Some(Status::IoError)),
+        (0, 3584, Some(Status::IoError)),
+        (8 * SECTORS, 2048, Some(Status::IoError)),
+        (8, 0, Some(Status::Ok)),
+    ] {
+        let sectors = bytes / SECTOR_BYTES as u32;
+        for (kind, data, writable) in [
+            (kind::IN, &[][..], bytes),
+            (kind::OUT, &data[..bytes as usize], 0),
+            (kind::DISCARD, &range(sector, sectors, 0), 0),
+            (kind::WRITE_ZEROES, &range(sector, sectors, 0), 0),
+        ] {
+            if let Some(status) = status {
+                refuses(status, kind, sector, data, writable, &device);
+            } else {
+                assert_eq!(request(kind, sector, data, writable, &device).bytes(), 4096, "{kind} {sector}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -82,11 +82,6 @@ fn machine(arguments: &mut Arguments) -> Result<VhostUserBlk, Error> {
     let socket = format!("{scheme}:{place}").parse::<Socket>();
     let socket = socket.map_err(|rule| Error::rule(&address.name_of(member), rule))?;
     address.finish()?;
-    if let Some(bytes) = arguments.number("logical-block-size", 512..=4096)?
-        && bytes != 512
-    {
-        return Err(Error::rule("logical-block-size", "is 512 here, of every disk"));
-    }
     let queues = arguments.number("num-queues", 1..=256)?.unwrap_or(1);
     let write_cache = !writethrough(arguments)?;
     // From 1 to 256.
@@ -112,14 +107,15 @@ mod tests {
         let addr = json!({ "type": "unix", "path": "/s" });
         let machine = json!({
             "addr": addr, "num-queues": 4, "queue-size": 64, "serial": "disk-1", "discard": false,
-            "write-zeroes": false, "client": true, "writethrough": true, "logical-block-size": 512,
+            "write-zeroes": false, "client": true, "writethrough": true, "logical-block-size": 4096,
         });
-        let expect = "unix:/s,queues=4,queue-size=64,serial=disk-1,discard=off,write-zeroes=off,write-cache=off,client=on";
+        let expect = "unix:/s,queues=4,queue-size=64,serial=disk-1,logical-block-size=4096,discard=off,write-zeroes=off,write-cache=off,client=on";
         assert_eq!(told("vhost-user-blk", machine).unwrap(), expect);
         assert_eq!(told("vhost-user-blk", json!({ "addr": addr })).unwrap(), "unix:/s,queues=1");
         for (wrong, said) in [
             (json!({ "addr": addr, "queue-size": 100 }), "a power of two from 4 to 32768"),
             (json!({ "addr": addr, "serial": "x".repeat(21) }), "20 at most"),
+            (json!({ "addr": addr, "logical-block-size": 8192 }), "logical-block-size"),
             (json!({ "addr": addr, "client": "yes" }), "client"),
             // QEMU calls them otherwise.
             (json!({ "addr": addr, "queues": 4 }), "queues"),

@@ -179,7 +179,10 @@ fn refuse_unsupported(arguments: &mut Arguments, kind: &str) -> Result<(), Error
         ));
     }
     if let Some(thread) = arguments.optional::<String>("iothread")? {
-        return Err(Error::generic(format!("iothread \"{}\" not found", shown(&thread))));
+        return Err(Error::generic(format!(
+            "iothread \"{}\" not found (leave iothread away: the daemon's --workers serve the queues)",
+            shown(&thread)
+        )));
     }
     let _: Option<bool> = arguments.optional("fixed-iothread")?;
     // Clients may ask for it anyway.

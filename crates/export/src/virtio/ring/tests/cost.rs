@@ -24,8 +24,14 @@ fn cost(packed: bool, inflight: bool, requests: bool) -> u128 {
     let shape = Shape { size: 128, packed, event_idx: true, indirect: true };
     let memory = memory();
     let layout = layout(&memory, shape);
-    let device =
-        Device { bytes: 1 << 30, read_only: false, max_segments: 126, discard: None, write_zeroes: None };
+    let device = Device {
+        bytes: 1 << 30,
+        block_bytes: 512,
+        read_only: false,
+        max_segments: 126,
+        discard: None,
+        write_zeroes: None,
+    };
     let mut driver = Driver::new(&layout);
     let mut ring = if inflight {
         ring_with_inflight(&layout, &memory, shape.start())
