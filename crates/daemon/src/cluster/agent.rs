@@ -358,8 +358,7 @@ impl Session<'_> {
                     Some(Key::Move(..)) => {
                         // What a disk was promised where it comes from is free by now: that is in
                         // another range, whose watch may be slower.
-                        let (revision, found) = etcd.read(&[self.known.keys.promises()]).await?;
-                        self.know_promises(revision, found).await?;
+                        self.read_promises(etcd).await?;
                         self.on_put(&value).await?;
                     }
                     _ => self.on_put(&value).await?,
@@ -559,8 +558,7 @@ impl Session<'_> {
             if done.held {
                 return Ok(());
             }
-            let (revision, found) = etcd.read(std::slice::from_ref(&all)).await?;
-            self.know_promises(revision, found).await?;
+            self.read_promises(etcd).await?;
         }
         // It is promised here already: what is too much is told by whoever adds it up.
         etcd.transact(&[], &[put]).await.map(drop)
@@ -600,8 +598,7 @@ impl Session<'_> {
                 self.own_promises = Some(own);
                 return Ok(Ok(Value::Null));
             }
-            let (revision, found) = etcd.read(std::slice::from_ref(&all)).await?;
-            self.know_promises(revision, found).await?;
+            self.read_promises(etcd).await?;
         }
         Ok(Err("other hosts promise something at the same time (try again)".to_owned()))
     }
@@ -616,8 +613,7 @@ impl Session<'_> {
             if let Some(done) = changing::change(&self.known, etcd, change).await? {
                 return Ok(done);
             }
-            let (revision, found) = etcd.read(&[self.known.keys.promises()]).await?;
-            self.know_promises(revision, found).await?;
+            self.read_promises(etcd).await?;
         }
         Ok(Err(format!(
             "group {}: somebody has changed it at the same time (look at it with `weir cluster status`, and try again)",
@@ -625,7 +621,9 @@ impl Session<'_> {
         )))
     }
 
-    async fn know_promises(&mut self, revision: i64, found: Vec<Vec<KeyValue>>) -> Result<(), Error> {
+    /// As they are in etcd now, whatever the watch has told.
+    async fn read_promises(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
+        let (revision, found) = etcd.read(&[self.known.keys.promises()]).await?;
         for value in found.iter().flatten() {
             if matches!(self.known.keys.read(&value.key), Some(Key::Promise(_))) {
                 self.on_put(value).await?;
