@@ -39,7 +39,7 @@ use super::{
     stored::{self, Stored},
     values::{self, Grants, Group, Identity, MAX_INSTANCE, Promises, Reports},
     watching::{Silence, forward},
-    words::{Input, Word},
+    words::{Change, Input, Word},
 };
 
 /// Seconds of the lease of a host's key: how long a name stays taken after a machine is lost.
@@ -576,20 +576,17 @@ impl Session<'_> {
             Operation::put(&self.known.keys.key(Key::Promise(&host)), &values::write(&own), Some(lease));
         let all = self.known.keys.promises();
         for _ in 0..5 {
-            let before = self.known.promises.insert(host.clone(), own.clone());
+            let mut promises = self.known.promises.clone();
+            let before = promises.insert(host.clone(), own.clone());
             let rises = |(name, now): &(&String, &[u64; 2])| {
                 let before = before.as_ref().and_then(|before| before.groups.get(*name));
                 let before = before.copied().unwrap_or_default();
                 (0..2).any(|unit| now[unit] > before[unit])
             };
             let too_much = own.groups.iter().filter(rises).find_map(|(name, _)| {
-                let limits = *self.known.groups.get(name)?.spec.limits();
-                changing::overcommitted(&self.known, name, &limits)
+                let limits = self.known.groups.get(name)?.spec.limits();
+                changing::overcommitted(&promises, name, limits)
             });
-            match before {
-                Some(before) => drop(self.known.promises.insert(host.clone(), before)),
-                None => drop(self.known.promises.remove(&host)),
-            }
             if let Some(why) = too_much {
                 return Ok(Err(why));
             }
@@ -604,11 +601,7 @@ impl Session<'_> {
     }
 
     /// What others have promised meanwhile is no reason to refuse a change: it is judged by that.
-    async fn change(
-        &mut self,
-        etcd: &mut Etcd,
-        change: &super::Change,
-    ) -> Result<Result<Value, String>, Error> {
+    async fn change(&mut self, etcd: &mut Etcd, change: &Change) -> Result<Result<Value, String>, Error> {
         for _ in 0..3 {
             if let Some(done) = changing::change(&self.known, etcd, change).await? {
                 return Ok(done);

@@ -3,6 +3,8 @@
 //! Each is one transaction, which holds only where nobody has changed the same meanwhile. So of two
 //! commands at once one is refused, and says so.
 
+use std::collections::BTreeMap;
+
 use policy::{
     cluster::MAX_HOSTS,
     throttle::{LimitKind, Limits},
@@ -31,7 +33,8 @@ pub(super) async fn change(known: &Known, etcd: &mut Etcd, change: &Change) -> R
         Err(why) => return Ok(Some(Err(why))),
     };
     let limits = group.spec().map(|spec| *spec.limits());
-    if let Some(why) = limits.ok().and_then(|limits| overcommitted(known, &change.group, &limits)) {
+    let too_much = limits.ok().and_then(|limits| overcommitted(&known.promises, &change.group, &limits));
+    if let Some(why) = too_much {
         return Ok(Some(Err(why)));
     }
     let key = known.keys.key(Key::Group(&change.group));
@@ -80,9 +83,13 @@ fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) ->
     Ok(group)
 }
 
-/// Whether more is promised on all hosts than these limits have.
-pub(super) fn overcommitted(known: &Known, group: &str, limits: &Limits) -> Option<String> {
-    let promised = known.promises.values().filter_map(|promises| promises.groups.get(group));
+/// Whether hosts promise more together than these limits have.
+pub(super) fn overcommitted(
+    promises: &BTreeMap<String, Promises>,
+    group: &str,
+    limits: &Limits,
+) -> Option<String> {
+    let promised = promises.values().filter_map(|promises| promises.groups.get(group));
     let promised =
         promised.fold([0_u64; 2], |sum, more| [0, 1].map(|unit| sum[unit].saturating_add(more[unit])));
     for (unit, name) in [(0, "iops"), (1, "bps")] {
