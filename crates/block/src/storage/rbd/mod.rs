@@ -142,7 +142,7 @@ impl<B: Backend> Rbd<B> {
 
     /// Whether every write is durable when it has completed.
     pub(super) fn writes_through(&self) -> bool {
-        matches!(self.cache, CacheMode::Writethrough | CacheMode::Directsync)
+        !self.cache.has_write_cache()
     }
 
     /// How long the oldest request has been with the cluster.

@@ -54,8 +54,7 @@ fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &Ublk) -> Off
         discard: settings.discard,
         write_zeroes: settings.write_zeroes,
         // Of the others each write is durable, whatever the kernel says.
-        write_cache: settings.write_cache
-            && !matches!(cache, CacheMode::Writethrough | CacheMode::Directsync),
+        write_cache: settings.write_cache && cache.has_write_cache(),
         block_bytes: settings.block_bytes,
         // File systems take it for the size of a sector, and know none above a page.
         physical_block_bytes: best.min(4096),

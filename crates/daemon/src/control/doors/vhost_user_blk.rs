@@ -60,8 +60,7 @@ fn statistics(statistics: Statistics) -> Value {
 
 fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlk) -> Offer {
     // Of the others each write is durable, whatever the guest says.
-    let write_cache =
-        settings.write_cache && !matches!(cache, CacheMode::Writethrough | CacheMode::Directsync);
+    let write_cache = settings.write_cache && cache.has_write_cache();
     let standard = Offer::default();
     let sizes = disk.image().block_size();
     let best = sizes.preferred.clamp(settings.block_bytes, 1 << 20).next_power_of_two();
