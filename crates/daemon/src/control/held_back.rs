@@ -13,7 +13,7 @@ use block::{
     reactor::{self, JoinHandle},
 };
 use policy::{
-    throttle::{Part, Setting, Stats},
+    throttle::{Part, Setting, Stats, limited_with_groups},
     time::Duration,
 };
 
@@ -104,13 +104,11 @@ impl Last {
         self.0.get(name).copied().unwrap_or_default()
     }
 
-    /// What waited was limited for at least as long as any group above, but no longer than the sum
-    /// of its waits, as `weir status` has it.
+    /// As `weir status` has it.
     fn limited_by(&self, seen: Seen, still_waits: bool, above: &[(&str, &Stats)]) -> Seen {
-        let of_group = |(name, stats): &(&str, &Stats)| Seen::of(stats).since(self.before(name)).limited_ns;
-        let of_groups = above.iter().map(of_group).max().unwrap_or(0);
-        let most = if still_waits { u64::MAX } else { seen.waited_ns };
-        Seen { limited_ns: seen.limited_ns.max(of_groups.min(most)), ..seen }
+        let of_groups = above.iter().map(|(name, stats)| Seen::of(stats).since(self.before(name)).limited_ns);
+        let limited_ns = limited_with_groups(seen.limited_ns, of_groups, seen.waited_ns, still_waits);
+        Seen { limited_ns, ..seen }
     }
 }
 

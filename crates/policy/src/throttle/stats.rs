@@ -77,6 +77,20 @@ pub struct Stats {
     pub kept: Option<Kept>,
 }
 
+/// For how much of an interval, in nanoseconds, requests of a disk or a group waited for limits,
+/// its own or those of groups above: for at least as long as any of these was limited (`above_ns`),
+/// but no longer than its waits that ended come to together (`waited_ns`), unless something waits
+/// still.
+pub fn limited_with_groups(
+    own_ns: u64,
+    above_ns: impl IntoIterator<Item = u64>,
+    waited_ns: u64,
+    still_waits: bool,
+) -> u64 {
+    let most = if still_waits { u64::MAX } else { waited_ns };
+    own_ns.max(above_ns.into_iter().max().unwrap_or(0).min(most))
+}
+
 /// What of [`Stats`] costs next to nothing to ask for: for who looks at thousands each second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Brief {

@@ -5,6 +5,8 @@
 
 use std::collections::HashMap;
 
+use policy::throttle::limited_with_groups;
+
 use super::report::{Disk, Group, Node, Report, Work};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -98,32 +100,20 @@ impl Comparison<'_> {
         Some((requests / seconds, bytes / seconds))
     }
 
-    /// Its own limits' share; while requests of it waited, at least that of any group above. No
-    /// more than the sum of their waits, but for those that have not ended.
     fn limited(&self, before: Node<'_>, now: Node<'_>) -> Option<f64> {
-        let own = self.share(before, now)?;
+        let own = limited_ns(before, now)?;
         let above = self.later.groups_above(now.settings()).into_iter();
         let above = above.filter_map(|group| {
-            self.share(Node::Group(self.earlier.group(&group.name)?), Node::Group(group))
+            limited_ns(Node::Group(self.earlier.group(&group.name)?), Node::Group(group))
         });
-        let of_groups = above.fold(0.0, f64::max);
-        Some(own.max(if now.throttle().waiting.total() > 0 {
-            of_groups
-        } else {
-            of_groups.min(self.waited(before, now))
-        }))
-    }
-
-    /// The waits that ended in the interval, as a share of it; above 1 where many waited at a time.
-    fn waited(&self, before: Node<'_>, now: Node<'_>) -> f64 {
-        now.throttle().waited_ns().saturating_sub(before.throttle().waited_ns()) as f64
-            / self.interval_ns as f64
-    }
-
-    fn share(&self, before: Node<'_>, now: Node<'_>) -> Option<f64> {
-        let limited_ns = now.throttle().limited_ns.checked_sub(before.throttle().limited_ns)?;
+        let waited = now.throttle().waited_ns().saturating_sub(before.throttle().waited_ns());
+        let limited_ns = limited_with_groups(own, above, waited, now.throttle().waiting.total() > 0);
         Some((limited_ns as f64 / self.interval_ns as f64).min(1.0))
     }
+}
+
+fn limited_ns(before: Node<'_>, now: Node<'_>) -> Option<u64> {
+    now.throttle().limited_ns.checked_sub(before.throttle().limited_ns)
 }
 
 /// The limit that it waits for now; `GROUP: LIMIT` for that of the nearest group above.
