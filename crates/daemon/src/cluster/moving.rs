@@ -171,31 +171,37 @@ pub(super) async fn gone(
     disks: &BTreeMap<String, String>,
 ) -> Result<BTreeMap<String, String>, Error> {
     end_earlier(keys, etcd, host).await?;
-    let (_, found) = etcd.read(&[keys.of_host(host)]).await?;
-    let (mut gone, mut back) = (BTreeMap::new(), Vec::new());
+    let (_, found) = etcd.read(&[keys.of_hosts(), keys.reports()]).await?;
+    let (mut moved, mut members) = (BTreeMap::new(), BTreeSet::new());
     for value in found.iter().flatten() {
-        let Some(Key::Moved(_, disk)) = keys.read(&value.key) else { continue };
-        let Some((answer, image)) = taken(&value.value).zip(disks.get(disk)) else { continue };
-        if answer.image.is_some_and(|moved| moved != *image) {
+        match keys.read(&value.key) {
+            Some(Key::Moved(from, disk)) => {
+                moved.extend(taken(&value.value).map(|answer| ((from, disk), answer)));
+            }
+            Some(Key::Host(name) | Key::Report(name)) => drop(members.insert(name)),
+            _ => {}
+        }
+    }
+    let (mut gone, mut back) = (BTreeMap::new(), Vec::new());
+    for (&(_, disk), answer) in moved.iter().filter(|((from, _), _)| *from == host) {
+        let Some(image) = disks.get(disk) else { continue };
+        if answer.image.as_ref().is_some_and(|moved| moved != image) {
             continue;
         }
-        let (mut by, mut passed) = (answer.by, BTreeSet::from([host.to_owned()]));
+        let (mut by, mut passed) = (&*answer.by, BTreeSet::from([host]));
         // It may have gone on from there.
-        while passed.insert(by.clone()) {
-            let (_, found) = etcd.read(&[keys.one(Key::Moved(&by, disk))]).await?;
-            let Some(next) = found.iter().flatten().next().and_then(|value| taken(&value.value)) else {
-                break;
-            };
-            by = next.by;
+        while passed.insert(by)
+            && let Some(next) = moved.get(&(by, disk))
+        {
+            by = &next.by;
         }
-        let (_, there) = etcd.read(&[keys.one(Key::Host(&by)), keys.one(Key::Report(&by))]).await?;
-        match by != host && there.iter().any(|found| !found.is_empty()) {
-            true => drop(gone.insert(disk.to_owned(), by)),
-            false => back.push((disk.to_owned(), by, image)),
+        match by != host && members.contains(by) {
+            true => drop(gone.insert(disk.to_owned(), by.to_owned())),
+            false => back.push((disk, by, image)),
         }
     }
     for (disk, by, image) in back {
-        let mut then = vec![Operation::Delete(keys.one(Key::Moved(host, &disk)))];
+        let mut then = vec![Operation::Delete(keys.one(Key::Moved(host, disk)))];
         let mut compare = Vec::new();
         if by != host {
             // It is to know when it comes back, as its file may have the disk too.
@@ -206,11 +212,11 @@ pub(super) async fn gone(
                 image: Some(image.clone()),
                 listed: Some(true),
             };
-            then.push(Operation::put(&keys.key(Key::Moved(&by, &disk)), &values::write(&answer), None));
-            compare.push(Compare::Absent(keys.key(Key::Host(&by))));
+            then.push(Operation::put(&keys.key(Key::Moved(by, disk)), &values::write(&answer), None));
+            compare.push(Compare::Absent(keys.key(Key::Host(by))));
         }
         if !etcd.transact(&compare, &then).await?.held {
-            gone.insert(disk, by);
+            gone.insert(disk.to_owned(), by.to_owned());
         }
     }
     Ok(gone)
