@@ -7,7 +7,11 @@ use std::{
 
 use policy::throttle::Limits;
 
-use super::*;
+use super::{
+    welcome::{Offer, ready},
+    *,
+};
+use crate::nbd::negotiate::{self, Handshake, TlsPolicy};
 use block::{
     disk::Disk,
     image::{Image, Raw},
