@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    path::Path,
     process::{Command, Stdio},
 };
 
@@ -9,8 +10,8 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 
 use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, WEIR, alone, assert_says, nbdsh, nbdsh_command, need_root, qemu_io,
-    text, weir as weir_command,
+    Client, MIB, Qmp, Scratch, Serve, WEIR, Weir, alone, assert_says, nbdsh, nbdsh_command, need_root,
+    qemu_io, text, weir as weir_command,
 };
 
 /// Becomes the daemon in a mount namespace where an image of 8 MiB lies on a tmpfs of 2 at `$0`.
@@ -47,6 +48,26 @@ assert h.pread(65536, written) == b'y' * 65536
     weir.nbdsh("disk", script);
 }
 
+/// Waits until the disk stands still for want of room.
+fn await_stop(qmp: &mut Qmp) {
+    let expect = json!({
+        "qom-path": "", "device": "disk", "node-name": "disk", "operation": "write", "action": "stop",
+        "nospace": true, "reason": "No space left on device (os error 28)",
+    });
+    assert_eq!(qmp.event("BLOCK_IO_ERROR"), expect);
+    qmp.event("STOP");
+}
+
+fn make_room_and_resume(weir: &Weir, mount: &Path, control: &Path, qmp: &mut Qmp) {
+    // The mount is the daemon's own, and is reached as it sees it.
+    let inside =
+        ["--mount", "--target", &weir.pid().to_string(), "mount", "-o", "remount,size=16M", text(mount)];
+    Client::new("nsenter").args(inside).succeeds();
+    let resumed = weir_command(&["resume", "--qmp", &format!("unix:{}", control.display())]).succeeds();
+    assert_eq!(resumed, "resumed: disk\n");
+    qmp.event("RESUME");
+}
+
 #[test]
 fn a_full_file_system_stops_the_disk_until_there_is_room() {
     let scratch = Scratch::new();
@@ -75,24 +96,12 @@ print('done')
         weir.uri("disk")
     );
     let client = nbdsh_command(&script).stdout(Stdio::piped()).spawn().expect("nbdsh was found");
-    let told = qmp.event("BLOCK_IO_ERROR");
-    let expect = json!({
-        "qom-path": "", "device": "disk", "node-name": "disk", "operation": "write", "action": "stop",
-        "nospace": true, "reason": "No space left on device (os error 28)",
-    });
-    assert_eq!(told, expect);
-    qmp.event("STOP");
+    await_stop(&mut qmp);
     assert_eq!(qmp.ask("query-status", json!({}))["return"], json!({"running": false, "status": "io-error"}));
     assert_eq!(qmp.ask("query-block", json!({}))["return"][0]["io-status"], "nospace");
     let stats = qmp.ask("query-blockstats", json!({}));
     assert_eq!(stats["return"][0]["stats"]["failed_wr_operations"], 1, "{stats}");
-    // The mount is the daemon's own, and is reached as it sees it.
-    let inside =
-        ["--mount", "--target", &weir.pid().to_string(), "mount", "-o", "remount,size=16M", text(&mount)];
-    Client::new("nsenter").args(inside).succeeds();
-    let resumed = weir_command(&["resume", "--qmp", &format!("unix:{}", control.display())]).succeeds();
-    assert_eq!(resumed, "resumed: disk\n");
-    qmp.event("RESUME");
+    make_room_and_resume(&weir, &mount, &control, &mut qmp);
     let output = client.wait_with_output().expect("it is ours");
     assert!(output.status.success() && output.stdout == b"done\n", "the client has seen no error");
     assert_eq!(qmp.ask("query-status", json!({}))["return"]["running"], true);
@@ -120,19 +129,9 @@ fn a_full_file_system_stops_the_disk_of_a_machine_until_there_is_room() {
         .stderr(Stdio::piped())
         .spawn()
         .expect("weir can be run");
-    let told = qmp.event("BLOCK_IO_ERROR");
-    let expect = json!({
-        "qom-path": "", "device": "disk", "node-name": "disk", "operation": "write", "action": "stop",
-        "nospace": true, "reason": "No space left on device (os error 28)",
-    });
-    assert_eq!(told, expect);
-    qmp.event("STOP");
+    await_stop(&mut qmp);
     assert_eq!(qmp.ask("query-block", json!({}))["return"][0]["io-status"], "nospace");
-    let inside =
-        ["--mount", "--target", &weir.pid().to_string(), "mount", "-o", "remount,size=16M", text(&mount)];
-    Client::new("nsenter").args(inside).succeeds();
-    weir_command(&["resume", "--qmp", &format!("unix:{}", control.display())]).succeeds();
-    qmp.event("RESUME");
+    make_room_and_resume(&weir, &mount, &control, &mut qmp);
     let output = client.wait_with_output().expect("it is ours");
     assert!(output.status.success(), "the machine has seen no error: {output:?}");
     qemu_io(["-f", "raw"], ["read -P 90 0 4M"], weir.uri("disk"));

@@ -13,7 +13,9 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::harness::{Client, DEADLINE, MIB, Qmp, Scratch, Serve, assert_says, qemu_img, qemu_io, text};
+use crate::harness::{
+    Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, assert_says, qemu_img, qemu_io, text,
+};
 
 /// `VHOST_USER_GET_FEATURES`, and what is answered.
 pub(crate) fn features(front_end: &mut UnixStream) -> u64 {
@@ -48,6 +50,17 @@ fn exports(qmp: &mut Qmp) -> Vec<Value> {
     status["exports"].as_array().expect("a list").clone()
 }
 
+/// A daemon with a disk, and its control socket.
+fn controlled(scratch: &Scratch) -> (Weir, Qmp) {
+    let control = scratch.path("qmp");
+    let weir = Serve::new(scratch)
+        .arg(scratch.sparse("disk.raw", MIB))
+        .args(["--qmp", &format!("unix:{}", text(&control))])
+        .start();
+    let qmp = Qmp::negotiated(&control);
+    (weir, qmp)
+}
+
 /// Bytes of the device's configuration, from `offset` on.
 fn configuration(front_end: &mut UnixStream, offset: u32, count: u32) -> Vec<u8> {
     // VHOST_USER_SET_PROTOCOL_FEATURES, with CONFIG; then VHOST_USER_GET_CONFIG.
@@ -67,12 +80,8 @@ const WRITE_ZEROES: u64 = 1 << 14;
 #[test]
 fn what_is_said_of_a_machine_at_the_control_socket_is_offered_to_it() {
     let scratch = Scratch::new();
-    let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
-    let weir = Serve::new(&scratch)
-        .arg(scratch.sparse("disk.raw", MIB))
-        .args(["--qmp", &format!("unix:{}", text(&control))])
-        .start();
-    let mut qmp = Qmp::negotiated(&control);
+    let socket = scratch.path("vm");
+    let (weir, mut qmp) = controlled(&scratch);
     let add = |more: Value| {
         let mut add = json!({"type": "vhost-user-blk", "id": "e", "node-name": "disk", "writable": true,
             "addr": {"type": "unix", "path": text(&socket)}});
@@ -145,12 +154,8 @@ fn a_machine_is_served_beside_other_clients() {
 #[test]
 fn machines_come_and_go_at_the_control_socket() {
     let scratch = Scratch::new();
-    let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
-    let weir = Serve::new(&scratch)
-        .arg(scratch.sparse("disk.raw", MIB))
-        .args(["--qmp", &format!("unix:{}", text(&control))])
-        .start();
-    let mut qmp = Qmp::negotiated(&control);
+    let socket = scratch.path("vm");
+    let (weir, mut qmp) = controlled(&scratch);
     let address = json!({"type": "unix", "path": text(&socket)});
     let add =
         json!({"type": "vhost-user-blk", "id": "e", "node-name": "disk", "addr": address, "num-queues": 4});

@@ -8,7 +8,7 @@ use std::{
     os::unix::net::UnixStream,
     path::PathBuf,
     process::Stdio,
-    thread,
+    thread::{self, JoinHandle},
     time::Instant,
 };
 
@@ -17,7 +17,9 @@ use serde_json::{Value, json};
 
 use crate::{
     cluster::{Etcd, until},
-    harness::{Client, MIB, Scratch, Serve, Weir, assert_says, nbdsh_command, qemu_img, qemu_io, text, weir},
+    harness::{
+        Client, MIB, Outcome, Scratch, Serve, Weir, assert_says, nbdsh_command, qemu_img, qemu_io, text, weir,
+    },
 };
 
 const GROUPS: &str = "[group.gold]\ncluster = true\n[group.small]\niops-total = 100\n";
@@ -340,6 +342,25 @@ fn value(etcd: &Etcd, key: &str, given: bool) -> Value {
     serde_json::from_str(&read()).unwrap()
 }
 
+/// What a host that is not there is offered.
+const OFFERED: &str = "/weir/v1/lab/host/ghost/move/vm";
+
+/// Has a host give its disk to one of which only the words are there, and which goes no further:
+/// the command, and what was given.
+fn give_to_ghost(host: &Host, etcd: &Etcd) -> (JoinHandle<Outcome>, Value) {
+    etcd.control(&["put", "/weir/v1/lab/host/ghost/name", "{}"]).succeeds();
+    let moving = thread::spawn({
+        let control = format!("unix:{}", text(&host.control()));
+        move || weir(&["disk", "move", "vm", "--to", "ghost", "--qmp", &control]).run()
+    });
+    let offer = value(etcd, OFFERED, false);
+    // A second at once is refused.
+    assert_says(&host.move_to("ghost").fails(), &["it is on its way already"]);
+    let answer = json!({ "version": 1, "by": "ghost", "number": offer["number"], "said": "ready" });
+    etcd.control(&["put", "/weir/v1/lab/host/a/moved/vm", &answer.to_string()]).succeeds();
+    (moving, value(etcd, OFFERED, true))
+}
+
 #[test]
 fn a_host_that_leaves_in_between_and_etcd_too_lose_nothing() {
     let scratch = Scratch::new();
@@ -348,37 +369,22 @@ fn a_host_that_leaves_in_between_and_etcd_too_lose_nothing() {
     let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\niops-total = 1000\n", text(&image));
     let a = Host::start("a", &etcd, &scratch, &format!("{GROUPS}{section}"));
     a.io(&["write -P 5 0 4k"]);
-    // A host of which only the words are there.
-    etcd.control(&["put", "/weir/v1/lab/host/ghost/name", "{}"]).succeeds();
-    let (offered, moved) = ("/weir/v1/lab/host/ghost/move/vm", "/weir/v1/lab/host/a/moved/vm");
-    let answer = |offer: &Value, said: &str| {
-        json!({ "version": 1, "by": "ghost", "number": offer["number"], "said": said }).to_string()
-    };
     let begin = || {
-        let moving = thread::spawn({
-            let control = format!("unix:{}", text(&a.control()));
-            move || weir(&["disk", "move", "vm", "--to", "ghost", "--qmp", &control]).run()
-        });
-        let offer = value(&etcd, offered, false);
-        // A second at once is refused.
-        assert_says(&a.move_to("ghost").fails(), &["it is on its way already"]);
-        etcd.control(&["put", moved, &answer(&offer, "ready")]).succeeds();
-        let given = value(&etcd, offered, true);
+        let (moving, given) = give_to_ghost(&a, &etcd);
         assert_eq!(given["described"]["keys"]["iops-total"], 1000);
         assert!(given["described"]["filled"]["levels"].is_array(), "{given}");
         // Nobody serves it, and its image is free.
         assert_eq!(a.disk("vm"), None);
         qemu_io(["-f", "raw"], &["read -P 5 0 4k"], &image);
-        (moving, given)
+        moving
     };
     // It dies there.
-    let (moving, _) = begin();
-    let outcome = moving.join().unwrap();
+    let outcome = begin().join().unwrap();
     assert_says(&outcome.said(), &["ghost does not take it in 20 s; it is served here again"]);
-    assert_eq!(etcd.control(&["get", offered]).succeeds(), "");
+    assert_eq!(etcd.control(&["get", OFFERED]).succeeds(), "");
     a.io(&["read -P 5 0 4k"]);
     // Etcd does: once it is back, the disk is here.
-    let (moving, _) = begin();
+    let moving = begin();
     etcd.kill();
     a.weir().wait_for_log("the disk is taken back");
     assert_eq!(a.disk("vm"), None);
@@ -395,19 +401,10 @@ fn what_a_run_has_given_nobody_takes_once_the_next_has_begun() {
     let image = scratch.sparse("vm.raw", MIB);
     let section = format!("[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
     let mut a = Host::start("a", &etcd, &scratch, &format!("{GROUPS}{section}"));
-    etcd.control(&["put", "/weir/v1/lab/host/ghost/name", "{}"]).succeeds();
-    let (offered, own) = ("/weir/v1/lab/host/ghost/move/vm", "/weir/v1/lab/host/a/name");
-    let moving = thread::spawn({
-        let control = format!("unix:{}", text(&a.control()));
-        move || weir(&["disk", "move", "vm", "--to", "ghost", "--qmp", &control]).run()
-    });
-    let offer = value(&etcd, offered, false);
-    let answer = json!({ "version": 1, "by": "ghost", "number": offer["number"], "said": "ready" });
-    etcd.control(&["put", "/weir/v1/lab/host/a/moved/vm", &answer.to_string()]).succeeds();
-    let given = value(&etcd, offered, true);
+    let (moving, given) = give_to_ghost(&a, &etcd);
     // What the other compares when it takes it.
     let run = || {
-        let found = etcd.control(&["get", "-w", "json", own]).json();
+        let found = etcd.control(&["get", "-w", "json", "/weir/v1/lab/host/a/name"]).json();
         found["kvs"][0]["mod_revision"].as_i64()
     };
     assert_eq!(run(), given["run"].as_i64());
