@@ -3,11 +3,13 @@
 //!
 //! ublk and the kernel's NBD client are tried in `tests/guest/block-devices`.
 
+mod killed;
+
 use std::{
     fs::{self, File},
     os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::Command,
     thread,
     time::{Duration, Instant},
 };
@@ -334,53 +336,6 @@ fn what_fails_leaves_nothing() {
     }
 }
 
-#[test]
-fn whoever_asks_and_goes_leaves_all_or_nothing() {
-    let scratch = Scratch::new();
-    let image = scratch.sparse("disk.raw", 8 * MIB);
-    need_root("devices of this host");
-    let name = name("gone");
-    for _ in 0..5 {
-        let mut asking = Command::new(WEIR)
-            .args(["attach", "--fuse", "--alone", "--name", &name, "--format", "raw"])
-            .arg(&image)
-            .spawn()
-            .expect("weir can be run");
-        asking.kill().expect("it can be killed");
-        asking.wait().expect("it has ended");
-        // Whether its keeper has begun, is through, or is undoing it: in the end there is nothing
-        // or all of it, and a new one finds its way.
-        let attached = Attached { name: name.clone(), said: Value::Null };
-        if let Ok(lock) = File::open(attached.place().join("lock"))
-            && attached.place().join("attached.json").exists()
-        {
-            drop(lock);
-            attached.detach().run();
-        }
-        attached.wait_until_gone_or_whole();
-    }
-    let whole = Attached { said: command(&name, &image, &[]).json(), name };
-    whole.detach().succeeds();
-    whole.is_gone();
-}
-
-impl Attached {
-    /// Waits for a keeper that nobody heard of.
-    fn wait_until_gone_or_whole(&self) {
-        while let Ok(lock) = File::open(self.place().join("lock")) {
-            if self.place().join("attached.json").exists() {
-                self.detach().run();
-                continue;
-            }
-            let _kept = Flock::lock(lock, FlockArg::LockShared);
-            if self.place().exists() && !self.place().join("attached.json").exists() {
-                // Killed half way: the next one clears it up.
-                return;
-            }
-        }
-    }
-}
-
 /// Waits until a device of that number has gone. Whoever looks at all devices of the host at this
 /// moment, as another test may, keeps it a little longer, and the kernel tells nobody when it goes.
 fn wait_until_removed(device: &Path, made: &str) {
@@ -398,81 +353,12 @@ fn sequence(device: &Path) -> String {
     fs::read_to_string(file).expect("the kernel numbers disks")
 }
 
-#[test]
-fn a_server_that_is_killed_takes_everything_with_it() {
-    let scratch = Scratch::new();
-    let image = scratch.sparse("disk.raw", 8 * MIB);
-    let attached = attach("killed", &image, &[]);
-    let device = attached.device();
-    let made = sequence(&device);
-    kill(attached.server(), Signal::SIGKILL).expect("it runs");
-    attached.wait_until_gone();
-    wait_until_removed(&device, &made);
-    let again = attach("killed", &image, &[]);
-    again.detach().succeeds();
-    again.is_gone();
-}
-
 /// An image with a file system, and a directory to mount it at.
 fn mountable(scratch: &Scratch) -> (PathBuf, PathBuf) {
     let (image, directory) = (scratch.sparse("disk.raw", 64 * MIB), scratch.path("mnt"));
     make_file_system(&image);
     fs::create_dir(&directory).expect("it can be made");
     (image, directory)
-}
-
-/// Mounts at this very directory, those that others cover too.
-fn mounts_at(directory: &Path) -> usize {
-    let mounts = fs::read_to_string("/proc/self/mounts").expect("procfs is mounted");
-    mounts.lines().filter(|line| line.split(' ').nth(1) == Some(text(directory))).count()
-}
-
-/// What is left of a mount whose server was killed would take what is written to it, and lose it.
-#[test]
-fn a_server_that_is_killed_leaves_no_mount_to_those_who_work_there() {
-    let scratch = Scratch::new();
-    let (image, directory) = mountable(&scratch);
-    let attached = attach("inside", &image, &["--mount", text(&directory)]);
-    let also = scratch.path("also");
-    fs::create_dir(&also).expect("it can be made");
-    Client::new("mount").arg(attached.device()).arg(&also).succeeds();
-    let inside = File::create(directory.join("open")).expect("it can be made");
-    let inside_also = File::open(also.join("open")).expect("it is there");
-    kill(attached.server(), Signal::SIGKILL).expect("it runs");
-    attached.wait_until_gone();
-    assert!(!is_mounted(&directory) && !is_mounted(&also));
-    let again = attach("inside", &image, &["--mount", text(&directory)]);
-    assert_eq!(mounts_at(&directory), 1);
-    fs::write(directory.join("new"), "content").expect("it can be written to");
-    drop((inside, inside_also));
-    again.detach().succeeds();
-    again.is_gone();
-    assert!(!is_mounted(&directory));
-    Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
-}
-
-#[test]
-fn a_mount_that_a_killed_keeper_and_server_left_is_not_mounted_over() {
-    let scratch = Scratch::new();
-    let (image, directory) = mountable(&scratch);
-    let options = ["--mount", text(&directory)];
-    let attached = attach("over", &image, &options);
-    let inside = File::create(directory.join("open")).expect("it can be made");
-    let (keeper, server) = (attached.said["keeper"].as_i64().expect("it has one"), attached.server());
-    for process in [Pid::from_raw(keeper as i32), server] {
-        kill(process, Signal::SIGKILL).expect("it runs");
-    }
-    let lock = File::open(attached.place().join("lock")).expect("it is left");
-    drop(Flock::lock(lock, FlockArg::LockShared).expect("nobody has it any more"));
-    // As it was: what is left is gone on with.
-    let again =
-        Attached { name: attached.name.clone(), said: command(&attached.name, &image, &options).json() };
-    assert_eq!(mounts_at(&directory), 1);
-    fs::write(directory.join("new"), "content").expect("it can be written to");
-    drop(inside);
-    again.detach().succeeds();
-    again.is_gone();
-    assert!(!is_mounted(&directory));
 }
 
 #[test]
@@ -528,149 +414,6 @@ fn what_whoever_attaches_has_open_is_not_kept() {
     make_file_system(&attached.device());
     attached.detach().succeeds();
     attached.is_gone();
-    Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
-}
-
-#[test]
-fn what_a_killed_keeper_leaves_is_taken_away() {
-    let scratch = Scratch::new();
-    let image = scratch.sparse("disk.raw", 8 * MIB);
-    let attached = attach("keeper", &image, &[]);
-    let keeper = attached.said["keeper"].as_i64().expect("it has one");
-    kill(Pid::from_raw(keeper as i32), Signal::SIGKILL).expect("it runs");
-    let lock = File::open(attached.place().join("lock")).expect("it is left");
-    drop(Flock::lock(lock, FlockArg::LockShared).expect("nobody has it any more"));
-    // Its server goes on.
-    File::open(attached.device()).expect("it can be opened");
-    let again = command(&attached.name, &image, &["--iops-total", "5"]).fails();
-    assert_says(&again, &["the process that kept it was killed", "--recover"]);
-    attached.detach().succeeds();
-    attached.is_gone();
-}
-
-#[test]
-fn what_a_killed_keeper_and_its_server_leave_is_taken_away() {
-    let scratch = Scratch::new();
-    let image = scratch.sparse("disk.raw", 8 * MIB);
-    let attached = attach("both", &image, &[]);
-    let (device, server) = (attached.device(), attached.server());
-    let made = sequence(&device);
-    let keeper = attached.said["keeper"].as_i64().expect("it has one");
-    for process in [Pid::from_raw(keeper as i32), server] {
-        kill(process, Signal::SIGKILL).expect("it runs");
-    }
-    // As whoever watches the server does soon: then nobody sees what the device lies on.
-    Client::new("umount").args(["-l", text(&attached.place().join("disk"))]).run();
-    attached.detach().succeeds();
-    attached.is_gone();
-    wait_until_removed(&device, &made);
-}
-
-/// How long after the beginning something is killed: from at once to longer than it takes.
-fn moments(count: u32, last: Duration) -> impl Iterator<Item = Duration> {
-    (0..count).map(move |index| last * index / (count - 1))
-}
-
-/// Until so long after an instant. Not by sleeping, which is never so exact.
-fn spin_until(instant: Instant) {
-    while Instant::now() < instant {
-        std::hint::spin_loop();
-    }
-}
-
-/// What a place has, for messages.
-fn left(place: &Path) -> Vec<std::ffi::OsString> {
-    fs::read_dir(place).into_iter().flatten().flatten().map(|entry| entry.file_name()).collect()
-}
-
-#[test]
-fn whenever_a_keeper_is_killed_what_it_left_is_listed_and_taken_away() {
-    need_root("devices of this host");
-    let scratch = Scratch::new();
-    let (image, directory) = mountable(&scratch);
-    let name = name("half");
-    let attached = Attached { name: name.clone(), said: Value::Null };
-    for after in moments(32, Duration::from_millis(160)) {
-        let mut asking = Command::new(WEIR)
-            .args(["attach", "--fuse", "--alone", "--format", "raw", "--name", &name])
-            .args([&image, Path::new("--mount"), &directory])
-            .stderr(Stdio::null())
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("weir can be run");
-        let asker = Pid::from_raw(asking.id().cast_signed());
-        let keeper = loop {
-            if let Some(keeper) = children(asker).next() {
-                break keeper;
-            }
-            if asking.try_wait().expect("it is ours").is_some() {
-                // It was through before anybody looked.
-                let whole = fs::read(attached.place().join("attached.json")).expect("it has attached");
-                let whole: Value = serde_json::from_slice(&whole).expect("it is JSON");
-                break Pid::from_raw(whole["keeper"].as_i64().expect("it has one") as i32);
-            }
-            std::hint::spin_loop();
-        };
-        spin_until(Instant::now() + after);
-        // It is not reaped before its asker has ended, or it stays: the number is its own.
-        kill(keeper, Signal::SIGKILL).expect("it is there");
-        asking.wait().expect("it is ours");
-        if let Ok(lock) = File::open(attached.place().join("lock")) {
-            drop(Flock::lock(lock, FlockArg::LockShared).expect("nobody has it any more"));
-        }
-        let is_there = attached.place().exists();
-        let is_whole = attached.place().join("attached.json").exists();
-        let listed = weir(&["attach", "--list", "--json"]).json();
-        let row = listed.as_array().expect("a list").iter().find(|row| row["name"] == name.as_str());
-        assert_eq!(row.is_some(), is_there, "{after:?}: {:?}: {listed}", left(&attached.place()));
-        if let Some(row) = row {
-            assert_eq!(row.get("broken"), (!is_whole).then_some(&json!(true)), "{after:?}: {row}");
-            attached.detach().succeeds();
-        }
-        attached.is_gone();
-        assert!(!is_mounted(&directory), "{after:?}");
-        // Nobody has the image any more.
-        Client::new("qemu-io").args(["-f", "raw", "-c", "write 63M 512", text(&image)]).succeeds();
-    }
-    Client::new("e2fsck").args(["-fy", text(&image)]).run();
-    let whole = Attached { said: command(&name, &image, &[]).json(), name };
-    whole.detach().succeeds();
-    whole.is_gone();
-}
-
-#[test]
-fn whenever_detaching_is_killed_it_can_be_done_again() {
-    let scratch = Scratch::new();
-    let (image, directory) = mountable(&scratch);
-    for (index, after) in moments(24, Duration::from_millis(120)).enumerate() {
-        let attached = attach("undone", &image, &["--mount", text(&directory)]);
-        let keeper = attached.said["keeper"].as_i64().expect("it has one");
-        let mut detaching = Command::new(WEIR)
-            .args(["detach", &attached.name])
-            .stderr(Stdio::null())
-            .spawn()
-            .expect("weir can be run");
-        spin_until(Instant::now() + after);
-        // Who undoes it, or who asked, or both.
-        if index % 3 != 0 {
-            // Where it has ended, there is nothing to kill.
-            let _ = kill(Pid::from_raw(keeper as i32), Signal::SIGKILL);
-        }
-        if index % 3 != 1 {
-            detaching.kill().expect("it is ours");
-        }
-        detaching.wait().expect("it is ours");
-        while attached.place().exists() {
-            attached.detach().run();
-            if let Ok(lock) = File::open(attached.place().join("lock"))
-                && !attached.place().join("attached.json").exists()
-            {
-                drop(Flock::lock(lock, FlockArg::LockShared));
-            }
-        }
-        attached.is_gone();
-        assert!(!is_mounted(&directory), "{after:?}");
-    }
     Client::new("e2fsck").args(["-fn", text(&image)]).succeeds();
 }
 
