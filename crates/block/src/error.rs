@@ -45,3 +45,13 @@ impl From<io::Error> for Error {
         Self(error.raw_os_error().unwrap_or(libc::EIO))
     }
 }
+
+/// What to do about an error of the system that says that descriptors ran out (`EMFILE`, `ENFILE`);
+/// `None` of another.
+pub fn what_gives_descriptors(error: &io::Error) -> Option<&'static str> {
+    match error.raw_os_error()? {
+        libc::EMFILE => Some("let it have more descriptors: `ulimit -n`, or LimitNOFILE= of its service"),
+        libc::ENFILE => Some("let the system have more descriptors: `sysctl fs.file-max`"),
+        _ => None,
+    }
+}

@@ -31,7 +31,10 @@ use std::{
 };
 
 use anyhow::Context as _;
-use block::reactor::{self, Polling};
+use block::{
+    error::what_gives_descriptors,
+    reactor::{self, Polling},
+};
 use logging::Priority;
 
 /// The variable that is set for a server in the background: who started it waits until nobody has
@@ -84,7 +87,7 @@ fn told(error: &anyhow::Error) -> String {
     }
     let mut remedy = "";
     while let Some((before, number, after)) = system_error(&line) {
-        remedy = what_helps(io::Error::from_raw_os_error(number).kind());
+        remedy = what_helps(&io::Error::from_raw_os_error(number));
         line = format!("{before}{after}");
     }
     if !remedy.is_empty() && !line.ends_with(')') {
@@ -101,8 +104,11 @@ fn system_error(text: &str) -> Option<(&str, i32, &str)> {
 }
 
 /// What to do about an error of the system, where nobody knows better.
-fn what_helps(kind: ErrorKind) -> &'static str {
-    match kind {
+fn what_helps(error: &io::Error) -> &'static str {
+    if let Some(remedy) = what_gives_descriptors(error) {
+        return remedy;
+    }
+    match error.kind() {
         ErrorKind::NotFound => "check the path",
         ErrorKind::NotADirectory => "check the path: a part of it is a file",
         ErrorKind::IsADirectory => "name a file in it",
@@ -195,6 +201,14 @@ mod tests {
             (
                 anyhow::Error::new(io::Error::from_raw_os_error(104)).context("x"),
                 "x: Connection reset by peer (the other side has ended the connection; does it still run?)",
+            ),
+            (
+                anyhow::Error::new(io::Error::from_raw_os_error(24)).context("x"),
+                "x: Too many open files (let it have more descriptors: `ulimit -n`, or LimitNOFILE= of its service)",
+            ),
+            (
+                anyhow::Error::new(io::Error::from_raw_os_error(23)).context("x"),
+                "x: Too many open files in system (let the system have more descriptors: `sysctl fs.file-max`)",
             ),
             (anyhow!("x: odd (os error what)"), "x: odd (os error what)"),
         ] {

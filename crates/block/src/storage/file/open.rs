@@ -21,6 +21,7 @@ use nix::unistd::{SysconfVar, sysconf};
 
 use super::{CacheMode, File, Kind, Passed, direct, zero};
 use crate::{
+    error::what_gives_descriptors,
     reactor::op::Fd,
     seldom::Seldom,
     storage::{
@@ -214,7 +215,10 @@ pub(super) fn describe(name: &str, error: &std::io::Error, read_only: bool) -> O
             ("no permission to read and write", "check its owner and mode, or serve it --read-only")
         }
         ErrorKind::ReadOnlyFilesystem => ("is on a read-only file system", "serve it --read-only"),
-        _ => return OpenError::new(name, error.to_string(), "the system refused to open it"),
+        _ => {
+            let remedy = what_gives_descriptors(error).unwrap_or("the system refused to open it");
+            return OpenError::new(name, error.to_string(), remedy);
+        }
     };
     OpenError::new(name, why, remedy)
 }

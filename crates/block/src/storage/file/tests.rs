@@ -456,6 +456,13 @@ fn no_permission_names_the_way_that_needs_less_of_it() {
 }
 
 #[test]
+fn where_descriptors_ran_out_it_says_what_helps() {
+    let error = std::io::Error::from_raw_os_error(libc::EMFILE);
+    let said = describe("a.raw", &error, false).to_string();
+    assert!(said.contains("`ulimit -n`, or LimitNOFILE="), "{said}");
+}
+
+#[test]
 fn one_image_is_served_once() {
     let (file, _) = image(&std::env::temp_dir(), 4096);
     let spec = file.path().to_str().expect("UTF-8");
