@@ -3,6 +3,7 @@
 //!
 //! ublk and the kernel's NBD client are tried in `tests/guest/block-devices`.
 
+mod hindered;
 mod killed;
 
 use std::{

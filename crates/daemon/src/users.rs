@@ -46,6 +46,13 @@ pub struct Process {
     pub name: String,
 }
 
+/// `weir (12)`.
+impl fmt::Display for Process {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.name, self.pid)
+    }
+}
+
 /// A block device: its name, and `MAJOR:MINOR`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Node {
@@ -292,6 +299,14 @@ pub fn is_mount_point(directory: &Path) -> io::Result<bool> {
     Ok(mounts.split(|byte| *byte == b'\n').filter_map(point).any(|point| point == directory))
 }
 
+/// Whether a process stands still, until somebody continues it (`SIGCONT`) or has seen enough of it
+/// with a debugger.
+pub fn is_stopped(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // Behind the name, which may have spaces: proc_pid_stat(5).
+    stat.rsplit_once(") ").is_some_and(|(_, behind)| behind.starts_with(['T', 't']))
+}
+
 /// To where a process, by its directory in /proc, works, what it runs and what it has open.
 fn links_of(process: &Path) -> impl Iterator<Item = PathBuf> {
     let links = ["cwd", "root", "exe"].map(|name| process.join(name));
@@ -324,7 +339,7 @@ impl fmt::Display for Users {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mounts: Vec<_> = self.mounts.iter().map(|point| point.display().to_string()).collect();
         let named = self.processes.iter().take(MOST_NAMED);
-        let mut open: Vec<_> = named.map(|Process { pid, name }| format!("{name} ({pid})")).collect();
+        let mut open: Vec<_> = named.map(Process::to_string).collect();
         if let Some(more @ 1..) = self.processes.len().checked_sub(MOST_NAMED) {
             open.push(format!("{more} more"));
         }

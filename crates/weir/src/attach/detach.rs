@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf, absolute};
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, anyhow};
 use console::{Failure, say};
 use daemon::users::Users;
 use serde_json::json;
@@ -36,9 +36,10 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
     };
     if all {
         for place in Place::all()? {
-            if let Some(attached) = known(&place)? {
-                done(Path::new(&attached.name), detach(&place, &attached, force));
-            }
+            let known = place.ensure_goes_on(force).and_then(|()| known(&place));
+            let detached =
+                known.and_then(|known| known.map_or(Ok(()), |known| detach(&place, &known, force)));
+            done(Path::new(&place.name()), detached);
         }
     }
     for what in &what {
@@ -55,6 +56,7 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
 
 /// Waits until everything of it has gone.
 pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow::Result<()> {
+    place.ensure_goes_on(force)?;
     // Of what never came to be whole nobody has the place, and nobody is to begin with it now.
     let (held, attached) = match place.attached() {
         Some(_) => (None, attached),
@@ -121,8 +123,12 @@ fn remove(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
     if remove_export(what, force, qmp)? {
         return Ok(());
     }
-    if what.to_str().is_some_and(|name| Place::named(name).is_some()) {
-        bail!(IN_BETWEEN);
+    if let Some(place) = what.to_str().and_then(Place::named) {
+        place.ensure_goes_on(force)?;
+        return match known(&place)? {
+            Some(attached) => detach(&place, &attached, force),
+            None => Err(anyhow!(IN_BETWEEN)),
+        };
     }
     ensure_unused(what, None, force)?;
     match lost::remove(what)? {

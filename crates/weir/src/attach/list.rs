@@ -10,7 +10,7 @@ use console::{
     Failure, figures, print, print_json,
     table::{Side, Table},
 };
-use daemon::users::Users;
+use daemon::users::{Process, Users};
 use serde::Serialize;
 
 use super::{detach::known, lost, place::Place, way::Way};
@@ -122,10 +122,7 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
             size,
             mounts,
             holders,
-            processes: processes
-                .iter()
-                .map(|process| format!("{} ({})", process.name, process.pid))
-                .collect(),
+            processes: processes.iter().map(Process::to_string).collect(),
             pid: (!place.is_deserted()?).then_some(attached.keeper),
             alive: size.is_some(),
             broken,

@@ -30,22 +30,30 @@ mod way;
 use std::{
     fs,
     io::{BufRead as _, BufReader, Write as _},
+    os::fd::AsFd as _,
     path::{Path, PathBuf, absolute},
-    process::{Command, Stdio},
+    process::{ChildStdout, Command, Stdio},
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 pub(crate) use arguments::{ATTACH_EXAMPLES, AttachArgs, DETACH_EXAMPLES, DetachArgs};
 use console::{Failure, print, print_json, say};
-use daemon::users::Users;
+use daemon::users::{Users, is_stopped};
 pub(crate) use detach::run as detach;
 pub(crate) use keeper::run as keep;
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+};
 use place::Place;
 use serde::{Deserialize, Serialize};
 use settings::control::VARIABLE;
 use way::Way;
 
-use crate::client::{Client, Target};
+use crate::client::{Client, Error, Target};
+
+/// How often whoever waits for a keeper's answer looks whether it stands still, in milliseconds.
+const LOOK_MS: u16 = 500;
 
 /// What a keeper is asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -185,13 +193,32 @@ pub(crate) fn attach(wanted: &Wanted) -> anyhow::Result<Attached> {
     // One that has died says so below.
     let _ = stdin.write_all(text.as_bytes());
     drop(stdin);
-    let mut answer = String::new();
     let stdout = keeper.stdout.take().context("no pipe")?;
+    await_answer(&stdout, keeper.id()).with_context(|| wanted.name.clone())?;
+    let mut answer = String::new();
     BufReader::new(stdout).read_line(&mut answer).context("the keeper's answer")?;
     match serde_json::from_str(&answer) {
         Ok(Outcome::Attached(attached)) => Ok(*attached),
         Ok(Outcome::Failed(why)) => bail!(why),
         Err(_) => Err(anyhow!("{}: the process that was to keep it died (`dmesg` may say why)", wanted.name)),
+    }
+}
+
+/// Waits until a keeper answers, or has ended.
+///
+/// # Errors
+/// That it stands still. Nobody hears its answer then, so it undoes everything once it continues.
+fn await_answer(stdout: &ChildStdout, keeper: u32) -> anyhow::Result<()> {
+    loop {
+        let mut polled = [PollFd::new(stdout.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut polled, PollTimeout::from(LOOK_MS)) {
+            Ok(0) if is_stopped(keeper) => bail!(
+                "process {keeper}, which was to keep it, is stopped (continue it with `kill -CONT {keeper}`: it undoes what it has begun, as nobody waits for it any more)"
+            ),
+            Ok(0) | Err(Errno::EINTR) => {}
+            Ok(_) => return Ok(()),
+            Err(errno) => return Err(errno).context("the keeper's answer"),
+        }
     }
 }
 
@@ -233,6 +260,11 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
             format!("by a process of its own, as the daemon at {at} makes no devices (docs/devices.md)"),
             "the daemon here has no such group",
         ),
+        Running::Silent(at) => (
+            None,
+            format!("by a process of its own, as the daemon at {at} does not answer (is it stopped?)"),
+            "the daemon here does not answer",
+        ),
         Running::None => (None, "by a process of its own".to_owned(), "no daemon runs here"),
     };
     let (way, passed_over) = way::choose(arguments.way(), daemon.is_some())?;
@@ -253,6 +285,8 @@ enum Running {
     Serves(String),
     /// It may not make devices of this host.
     MakesNone(String),
+    /// Something listens there, and does not answer.
+    Silent(String),
     None,
 }
 
@@ -266,16 +300,17 @@ fn running_daemon(qmp: Option<Target>, group: Option<&str>) -> Result<Running, F
     let is_asked_for = qmp.is_some();
     let is_named = is_asked_for || std::env::var_os(VARIABLE).is_some_and(|value| !value.is_empty());
     let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow!(said)))?;
-    let mut client = match Client::connect(&target) {
-        Ok(client) => client,
-        Err(error) if is_asked_for => return Err(error.into()),
+    let at = target.whole().context("the current directory")?.to_string();
+    let report = match Client::connect(&target).map(|mut client| client.status()) {
+        Ok(Ok((_, report))) => report,
+        Err(error) | Ok(Err(error)) if is_asked_for => return Err(error.into()),
+        Err(Error::Silent(_)) | Ok(Err(Error::Silent(_))) => return Ok(Running::Silent(at)),
         Err(_) => return Ok(Running::None),
+        Ok(Err(error)) => return Err(error.into()),
     };
-    let report = client.status()?.1;
     if !is_named && report.config.is_none() {
         return Ok(Running::None);
     }
-    let at = target.whole().context("the current directory")?.to_string();
     if report.makes_devices != Some(false) {
         return Ok(Running::Serves(at));
     }

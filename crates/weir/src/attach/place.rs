@@ -28,11 +28,12 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use daemon::users::Users;
+use daemon::users::{Process, Users, is_stopped};
 use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
-    unistd::Uid,
+    sys::signal::{Signal, kill},
+    unistd::{Pid, Uid},
 };
 use serde::{Serialize, de::DeserializeOwned};
 use settings::Image;
@@ -120,13 +121,18 @@ impl Place {
                 Ok(file) => file,
                 // Whoever had it removes it just now.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
-                Err(error) => return Err(error).with_context(|| path.display().to_string()),
+                Err(error) => {
+                    // If there is nothing in it.
+                    let _ = fs::remove_dir(&place.0);
+                    return Err(error).with_context(|| path.display().to_string());
+                }
             };
             let number = file.metadata().map(|file| file.ino()).ok();
             let Some(kept) = place.lock(file, FlockArg::LockExclusiveNonblock)? else {
                 if place.await_end() {
                     continue;
                 }
+                place.ensure_goes_on(false).with_context(|| wanted.name.clone())?;
                 if let Some(users) = place.inmates() {
                     bail!(
                         "{0}: its file system was unmounted and is still in use: {users} (end that, or `weir detach --force {0}`: what is not written yet is lost)",
@@ -150,8 +156,11 @@ impl Place {
                 ),
                 (None, _) => cleared(&place),
             }
-            place.write("wanted.json", wanted)?;
-            return Ok((place, kept));
+            let written = place.write("wanted.json", wanted);
+            if written.is_err() && place.attached().is_none() {
+                place.remove();
+            }
+            return written.map(|()| (place, kept));
         }
     }
 
@@ -187,34 +196,76 @@ impl Place {
     }
 
     /// Waits until no keeper lives. The place may be gone then.
+    ///
+    /// # Errors
+    /// That one is stopped, or does not end.
     pub(super) fn wait(&self) -> anyhow::Result<()> {
-        match fs::File::open(self.file("lock")) {
-            Ok(file) => self.lock(file, FlockArg::LockShared).map(drop),
-            Err(_) => Ok(()),
+        if self.await_free("lock", || self.stopped().is_empty()) {
+            return Ok(());
         }
+        self.ensure_goes_on(false)?;
+        bail!(
+            "what keeps it does not end: {} (`weir detach --force {}` once that is ended)",
+            Users::inside(&self.file("lock")),
+            self.name()
+        )
+    }
+
+    /// Those who have it and stand still: its keeper, or a program that it runs.
+    fn stopped(&self) -> Vec<Process> {
+        let mut processes = Users::inside(&self.file("lock")).processes;
+        processes.retain(|process| is_stopped(process.pid));
+        processes
+    }
+
+    /// Sees that nobody has it who stands still, before somebody waits for that. With `force`, who
+    /// does is ended.
+    ///
+    /// # Errors
+    /// Who does.
+    pub(super) fn ensure_goes_on(&self, force: bool) -> anyhow::Result<()> {
+        let stopped = self.stopped();
+        let Some(Process { pid, name }) = stopped.first() else { return Ok(()) };
+        if !force {
+            bail!(
+                "process {pid} ({name}), which keeps it, is stopped (continue it with `kill -CONT {pid}`, or end it with `weir detach --force {}`)",
+                self.name()
+            );
+        }
+        for Process { pid, .. } in stopped {
+            let pid = Pid::from_raw(pid.try_into().context("no number of a process")?);
+            kill(pid, Signal::SIGKILL).with_context(|| format!("process {pid}"))?;
+        }
+        self.await_free("lock", || true);
+        Ok(())
     }
 
     /// Waits until nobody has it, where whoever does is about to leave. Whether that came to pass.
     fn await_end(&self) -> bool {
-        self.await_free("lock", || self.is_ending())
+        self.await_free("lock", || self.is_ending() && self.stopped().is_empty())
     }
 
     /// Waits until nobody has one of its locks, as long as somebody expects that. Whether that came
     /// to pass.
     fn await_free(&self, lock: &str, is_expected: impl Fn() -> bool) -> bool {
         let Ok(file) = fs::File::open(self.file(lock)) else { return true };
-        let (place, (ended, end)) = (self.clone(), channel());
+        self.lock_while(file, FlockArg::LockShared, is_expected).is_some()
+    }
+
+    /// Takes a lock, as long as somebody expects that to come to pass.
+    fn lock_while(&self, file: fs::File, how: FlockArg, is_expected: impl Fn() -> bool) -> Option<Kept> {
+        let (place, (taken, taking)) = (self.clone(), channel());
         thread::spawn(move || {
-            let _ = place.lock(file, FlockArg::LockShared);
-            let _ = ended.send(());
+            // Let go again where nobody waits any more.
+            let _ = taken.send(place.lock(file, how).ok().flatten());
         });
         let began = Instant::now();
         while is_expected() && began.elapsed() < ENDING {
-            if end.recv_timeout(LOOK).is_ok() {
-                return true;
+            if let Ok(kept) = taking.recv_timeout(LOOK) {
+                return kept;
             }
         }
-        false
+        None
     }
 
     /// What a server of its own is to share as long as it lives.
@@ -268,10 +319,10 @@ impl Place {
     }
 
     /// Until it is dropped, nobody else removes loop devices of this place. `None` where the place
-    /// is gone, and they with it.
+    /// is gone, and they with it, or where somebody stands still in the midst of that.
     pub(super) fn changing_loops(&self) -> Option<Kept> {
         let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(self.file("loop"));
-        self.lock(file.ok()?, FlockArg::LockExclusive).ok()?
+        self.lock_while(file.ok()?, FlockArg::LockExclusive, || true)
     }
 
     /// What it is called.

@@ -15,6 +15,7 @@ use nix::{
     sys::{
         signal::{Signal, kill},
         socket::{getsockopt, sockopt::PeerCredentials},
+        statvfs::statvfs,
     },
     unistd::{Pid, Uid},
 };
@@ -148,7 +149,15 @@ pub(super) fn own_qmp(place: &Place) -> String {
 fn last_words(log: &Path) -> String {
     let text = fs::read_to_string(log).unwrap_or_default();
     let complaint = text.lines().rev().find_map(|line| line.strip_prefix("weir: "));
-    complaint.or(text.lines().last()).unwrap_or("the server ended without a word").to_owned()
+    let is_full = || statvfs(log).is_ok_and(|system| system.blocks_free() == 0);
+    match complaint.or(text.lines().last()) {
+        Some(complaint) => complaint.to_owned(),
+        None if is_full() => format!(
+            "the server ended, and what it said has no room in {}: the file system is full (make room)",
+            log.display()
+        ),
+        None => "the server ended without a word".to_owned(),
+    }
 }
 
 /// The option of `weir serve` that makes the device.

@@ -1,0 +1,150 @@
+//! Attachments that are hindered: a keeper or a daemon that stands still, no room, no descriptors.
+//! Nobody waits for ever, whoever is in the way is named, and nothing is left half made.
+
+use std::{
+    fs,
+    os::unix::{fs::PermissionsExt as _, net::UnixListener},
+    path::{Path, PathBuf},
+};
+
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::{Value, json};
+
+use super::{Attached, attach, command, name, place};
+use crate::harness::{Client, MIB, Scratch, WEIR, alone, assert_says, need_root, text, weir};
+
+#[test]
+fn a_keeper_that_is_stopped_is_named_and_ended_by_force() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let attached = attach("still", &image, &[]);
+    let keeper = Pid::from_raw(attached.said["keeper"].as_i64().expect("it has one") as i32);
+    kill(keeper, Signal::SIGSTOP).expect("it runs");
+    let names_it = format!("{}: process {keeper} (weir), which keeps it, is stopped", attached.name);
+    let helps = [format!("kill -CONT {keeper}"), format!("weir detach --force {}", attached.name)];
+    let [goes_on, ends] = helps.each_ref();
+    assert_says(&attached.detach().fails(), &[&names_it, goes_on, ends]);
+    assert_says(&command(&attached.name, &image, &[]).fails(), &[&names_it, goes_on, ends]);
+    fs::File::open(attached.device()).expect("nothing is undone");
+    weir(&["detach", "--force", &attached.name]).succeeds();
+    attached.is_gone();
+}
+
+/// A search path where losetup(8) stops whoever runs it, once for each time that there is this file.
+fn stopping(scratch: &Scratch) -> (String, PathBuf) {
+    let directory = scratch.path("stopping");
+    fs::create_dir(&directory).expect("it can be made");
+    let script = "#!/bin/sh\nrm \"${0%/*}/once\" 2>/dev/null && kill -STOP $PPID\n\
+                  PATH=${PATH#*:} exec losetup \"$@\"\n";
+    let program = directory.join("losetup");
+    fs::write(&program, script).expect("it can be written");
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("it can be set");
+    let path = std::env::var("PATH").expect("there is one");
+    (format!("{}:{path}", directory.display()), directory.join("once"))
+}
+
+#[test]
+fn a_keeper_that_is_stopped_before_it_is_through_leaves_nothing() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let (path, once) = stopping(&scratch);
+    let attached = Attached { name: name("begun"), said: Value::Null };
+    for is_forced in [false, true] {
+        fs::write(&once, "").expect("it can be written");
+        let refused = command(&attached.name, &image, &[]).env("PATH", &path).fails();
+        assert_says(&refused, &[&attached.name, "which was to keep it, is stopped", "kill -CONT"]);
+        let named = attached.detach().fails();
+        let stopped = "(weir), which keeps it, is stopped";
+        assert_says(&named, &[&attached.name, stopped, "--force"]);
+        let again = command(&attached.name, &image, &[]).fails();
+        assert_says(&again, &[&attached.name, stopped, "--force"]);
+        if is_forced {
+            weir(&["detach", "--force", &attached.name]).succeeds();
+            attached.is_gone();
+        } else {
+            let keeper = named.split_once("kill -CONT ").and_then(|(_, rest)| rest.split_once('`'));
+            let keeper = keeper.and_then(|(keeper, _)| keeper.parse().ok()).expect("it is named");
+            kill(Pid::from_raw(keeper), Signal::SIGCONT).expect("it is there");
+            attached.wait_until_gone();
+        }
+    }
+}
+
+#[test]
+fn a_daemon_that_does_not_answer_is_named_and_passed_over() {
+    need_root("devices of this host");
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    // As of a daemon that is stopped: the kernel takes the connection.
+    let socket = scratch.socket("qmp");
+    let _listens = UnixListener::bind(&socket).expect("it can listen");
+    let address = format!("unix:{}", text(&socket));
+    let name = name("silent-daemon");
+    let attach = ["attach", "--fuse", "--json", "--group", "gold", "--format", "raw", "--name", &name];
+    let done = weir(&attach).arg(&image).env("WEIR_QMP", &address).run();
+    let does_not = format!("the daemon at {address} does not answer");
+    assert_says(&done.said(), &[&does_not, "by a process of its own", "group gold has this disk alone"]);
+    let said = serde_json::from_str(&done.succeeded()).expect("it is JSON");
+    let attached = Attached { said, name };
+    assert_eq!(attached.said["daemon"], json!(false));
+    attached.detach().succeeds();
+    attached.is_gone();
+}
+
+/// Whatever is the first for which there is no room.
+#[test]
+fn a_full_file_system_is_named_and_nothing_is_left() {
+    need_root("a mount namespace of its own");
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let script = r#"
+        # Whether it is attached, as it is once there is room.
+        is_done() {
+            if said=$("$1" attach --fuse --alone --name full -f raw "$2" 2>&1); then
+                "$1" detach full
+                return
+            fi
+            case $said in
+                *"No space left on device ("*|*"the file system is full"*) ;;
+                *) echo "$said"; exit 1 ;;
+            esac
+            find /run/weir/attached -mindepth 1
+            false
+        }
+        for inodes in $(seq 3 40); do
+            mount -t tmpfs -o nr_inodes=$inodes none /run
+            is_done "$@" && break
+            umount -l /run
+        done
+        umount -l /run
+        page=$(getconf PAGESIZE)
+        mount -t tmpfs -o size=$((16 * page)) none /run
+        for pages in $(seq 16 -1 0); do
+            rm -f /run/fill
+            head -c $((pages * page)) /dev/zero >/run/fill
+            is_done "$@" && exit
+        done
+        echo "it needs more than that"
+    "#;
+    let script = alone(script);
+    let arguments = ["--mount", "sh", "-c", &script, "sh", WEIR, text(&image)];
+    assert_eq!(Client::new("unshare").args(arguments).succeeds(), "");
+}
+
+#[test]
+fn who_may_have_few_descriptors_is_told_what_helps() {
+    need_root("devices of this host");
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.raw", 8 * MIB);
+    let name = name("few");
+    for most in ["5", "9", "10", "12", "24"] {
+        let script = r#"ulimit -n "$1"; exec "$2" attach --fuse --alone --name "$3" -f raw "$4""#;
+        let attach = ["-c", script, "sh", most, WEIR, &name, text(&image)];
+        let refused = Client::new("sh").args(attach).fails();
+        assert_says(&refused, &["Too many open files", "`ulimit -n`", "LimitNOFILE="]);
+        assert!(!Path::exists(&place(&name)), "{most}: something is left");
+    }
+}
