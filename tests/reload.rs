@@ -344,6 +344,17 @@ fn a_config_is_checked_while_it_is_served() {
 }
 
 #[test]
+fn what_a_start_would_warn_of_is_counted_when_a_config_is_checked() {
+    let scratch = Scratch::new();
+    // More than any machine has.
+    let file = scratch.file("weir.toml", with_daemon(&scratch, "\n[disk.a]\nimage = \"memory:8T\"\n"));
+    let outcome = weir(&["check-config", text(&file)]).run();
+    assert_says(&outcome.said(), &["disks in memory have"]);
+    let sum = format!("{}: 1 disk, 0 groups, 1 export: it would start, with 1 warning\n", text(&file));
+    assert_eq!(outcome.succeeded(), sum);
+}
+
+#[test]
 fn all_that_is_wrong_with_the_machine_is_told() {
     let scratch = Scratch::new();
     scratch.file("text", "hi");

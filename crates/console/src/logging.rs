@@ -7,33 +7,59 @@ use std::{
     env,
     fmt::{self, Display},
     io::{IsTerminal as _, stderr},
-    sync::OnceLock,
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+    },
 };
 
 use nix::sys::stat::fstat;
 use settings::{LogFormat, LogSettings};
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::{
-    EnvFilter,
+    EnvFilter, Layer,
     fmt::{FmtContext, FormatEvent, FormatFields, format::Writer},
+    layer::{Context, SubscriberExt as _},
     registry::LookupSpan,
+    util::SubscriberInitExt as _,
 };
 
 /// Starts the log for the rest of the process's life. Only the first call counts.
 pub fn start(settings: &LogSettings) {
-    let builder = tracing_subscriber::fmt()
+    let log = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::new(&settings.filter))
         .with_writer(stderr)
         .with_ansi(stderr().is_terminal());
     // A second start, as in tests, leaves the first log in place.
     let _ = match (settings.format, is_journal()) {
-        (LogFormat::Text, false) => builder.try_init(),
-        (LogFormat::Text, true) => builder.without_time().map_event_format(Prioritised).try_init(),
-        (LogFormat::Json, false) => builder.json().flatten_event(true).try_init(),
+        (LogFormat::Text, false) => log.finish().with(Warnings).try_init(),
+        (LogFormat::Text, true) => {
+            log.without_time().map_event_format(Prioritised).finish().with(Warnings).try_init()
+        }
+        (LogFormat::Json, false) => log.json().flatten_event(true).finish().with(Warnings).try_init(),
         (LogFormat::Json, true) => {
-            builder.json().flatten_event(true).map_event_format(Prioritised).try_init()
+            let log = log.json().flatten_event(true).map_event_format(Prioritised);
+            log.finish().with(Warnings).try_init()
         }
     };
+}
+
+/// How many warnings the log has had.
+pub fn warnings() -> usize {
+    WARNINGS.load(Relaxed)
+}
+
+static WARNINGS: AtomicUsize = AtomicUsize::new(0);
+
+/// Counts them.
+struct Warnings;
+
+impl<S: Subscriber> Layer<S> for Warnings {
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        if *event.metadata().level() == Level::WARN {
+            WARNINGS.fetch_add(1, Relaxed);
+        }
+    }
 }
 
 /// Lines with their priority before them.

@@ -68,17 +68,24 @@ pub(super) fn check(draft: Draft, plan: Plan, name: &str) -> Result<(), Failure>
     let sum = sum(&plan);
     let found = on_reactor(async move { Ok(wrong(&draft, &plan).await) })?;
     found.iter().for_each(complain);
-    match found.is_empty() {
-        true => Ok(print(&format!("{name}: {sum}: nothing is wrong\n"))?),
-        false => Err(Failure::Found(1)),
+    if !found.is_empty() {
+        return Err(Failure::Found(1));
+    }
+    let verdict = match logging::warnings() {
+        0 => "nothing is wrong".to_owned(),
+        warnings => format!("it would start, with {}", count(warnings, "warning")),
+    };
+    Ok(print(&format!("{name}: {sum}: {verdict}\n"))?)
+}
+
+fn count(number: usize, what: &str) -> String {
+    match number {
+        1 => format!("1 {what}"),
+        _ => format!("{number} {what}s"),
     }
 }
 
 fn sum(plan: &Plan) -> String {
-    let count = |number: usize, what: &str| match number {
-        1 => format!("1 {what}"),
-        _ => format!("{number} {what}s"),
-    };
     let exports = plan.servers.iter().map(|server| server.exports.len()).sum::<usize>() + plan.doors.len();
     let parts =
         [count(plan.disks.len(), "disk"), count(plan.groups.len(), "group"), count(exports, "export")];
