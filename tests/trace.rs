@@ -64,6 +64,13 @@ fn what_has_no_word_is_counted_and_said() {
         assert_eq!(said.code(), 0);
         assert_says(&said.said(), &[what]);
     }
+    let timed = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n0,a,read,0,512,5,9,\n";
+    fs::write(scratch.path("timed.csv"), timed).unwrap();
+    let lost = "timed.csv: left out: how long its requests waited and took";
+    assert_says(&convert(&scratch, "timed.csv", "out.recording").run().said(), &[lost]);
+    // Nothing is left out where nothing was told.
+    let plain = convert(&scratch, "own.csv", "plain.recording").run();
+    assert!(!plain.said().contains("waited"), "{}", plain.said());
     fs::write(scratch.path("flush.csv"), "time_ns,disk,op,offset,length\n0,a,flush,0,0\n").unwrap();
     let said = convert(&scratch, "flush.csv", "none.msr").fails();
     assert_says(&said, &["no request was written: left out: 1 of flush"]);

@@ -98,6 +98,11 @@ impl Merged {
         })
     }
 
+    /// The first trace that tells how long its requests waited and took, which records do not.
+    pub(super) fn with_times(&self) -> Option<&str> {
+        self.sources.iter().find(|one| one.reader.tells_times).map(|one| one.reader.name())
+    }
+
     /// One trace's error ends all, but for a recording that is cut off, which is a shorter one.
     #[inline]
     pub(crate) fn next(&mut self) -> Result<Option<Record>, TraceError> {

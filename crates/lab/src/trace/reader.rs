@@ -3,6 +3,7 @@
 use std::{io::Read, path::Path};
 
 use super::{
+    HEADER, MORE_COLUMNS,
     disks::Disks,
     error::TraceError,
     format::{
@@ -45,6 +46,8 @@ impl Default for Options {
 pub(crate) struct Reader {
     lines: Lines,
     pub(crate) format: Format,
+    /// It tells of its requests how long they waited and took, which records have no place for.
+    pub(super) tells_times: bool,
     parser: Parser,
     disks: Disks,
     window: Window,
@@ -100,6 +103,11 @@ impl Reader {
             (Some(format), None) => format,
             (None, None) => detect(ahead).map_err(|hint| TraceError::Unknown { file: file.clone(), hint })?,
         };
+        let tells_times = match format {
+            Format::Recording => true,
+            Format::Weir => ahead.starts_with([HEADER, MORE_COLUMNS].concat().as_bytes()),
+            _ => false,
+        };
         let parser = match format {
             Format::Weir => Parser::Weir(Weir::default()),
             Format::FioV2 => Parser::Fio(Fio::new(2)),
@@ -120,6 +128,7 @@ impl Reader {
         Ok(Self {
             lines,
             format,
+            tells_times,
             parser,
             disks: Disks::new(),
             window: Window::new(options.window),

@@ -55,7 +55,14 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
                 say(&format!("{}: {lost} requests were lost while it was recorded", lines.name()));
             }
         }),
-        Source::Any(traces) => without(traces, &mut sink, &cannot),
+        Source::Any(traces) => {
+            if let Some(name) = traces.with_times() {
+                say(&format!(
+                    "{name}: left out: how long its requests waited and took (one recording that becomes weir's own CSV keeps it)"
+                ));
+            }
+            without(traces, &mut sink, &cannot)
+        }
     };
     let written = sink.written();
     if written == 0 {
