@@ -33,7 +33,7 @@ fn a_keeper_that_is_stopped_is_named_and_ended_by_force() {
     attached.is_gone();
 }
 
-/// A search path where losetup(8) stops whoever runs it, once for each time that there is this file.
+/// A search path where losetup(8) stops whoever runs it, as often as there is this file.
 fn stopping(scratch: &Scratch) -> (String, PathBuf) {
     let directory = scratch.path("stopping");
     fs::create_dir(&directory).expect("it can be made");
