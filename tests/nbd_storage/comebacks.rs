@@ -241,6 +241,23 @@ fn what_was_in_flight_at_a_break_is_its_askers_affair_alone() {
 }
 
 #[test]
+fn a_server_that_is_shutting_down_is_left_and_another_is_asked() {
+    let (scratch, disk) = (Scratch::new(), vec![7; MIB as usize]);
+    let at = scratch.socket("back");
+    let leaving = Other::start(&at, disk, Ways { refuses: Some((READ, 108)), ..ORDINARY });
+    let weir = waiting(&scratch, &at, &[]);
+    let second = thread::scope(|scope| {
+        let reading = scope.spawn(|| weir.nbdsh("front", "assert h.pread(4096, 0) == b'\\x07' * 4096"));
+        weir.wait_for_log("the server is shutting down");
+        let second = Other::start(&at, leaving.stop(), ORDINARY);
+        reading.join().expect("it waits for who serves");
+        second
+    });
+    weir.stop();
+    second.stop();
+}
+
+#[test]
 fn what_was_acknowledged_waits_for_a_server_that_takes_it() {
     let (scratch, empty) = (Scratch::new(), vec![0; MIB as usize]);
     let at = scratch.socket("back");

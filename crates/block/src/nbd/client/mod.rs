@@ -115,6 +115,8 @@ enum Fault {
     Broken(#[from] io::Error),
     #[error("the server broke the protocol: {0}")]
     Breach(&'static str),
+    #[error("the server is shutting down")]
+    ShuttingDown,
     #[error("the thread that had the connection has ended")]
     Ended,
 }
@@ -559,8 +561,13 @@ impl Connection {
     }
 
     fn fail(&self, key: usize, error: u32) -> Taken<()> {
+        let error = Error::from_errno(proto::to_linux(error));
+        // Such a server waits for its clients to leave ("Error values"), and answers nothing else.
+        if error == Error::SHUTDOWN {
+            return Err(Fault::ShuttingDown);
+        }
         let entry = &mut self.in_flight.borrow_mut()[key];
-        entry.error.get_or_insert(Error::from_errno(proto::to_linux(error)));
+        entry.error.get_or_insert(error);
         entry.errors += 1;
         if entry.errors > MOST_ERRORS {
             Err(Fault::Breach("more errors than one reply can have"))

@@ -15,9 +15,10 @@
 //! it.
 //!
 //! If one connection of a session breaks, all end: nobody knows whether the server is still the
-//! same. From then on it is tried to connect again, at once and then ever more seldom, for as long
-//! as the disk exists. Requests wait for that as long as `reconnect_delay` says, counted from the
-//! break; after it they fail. Once connected:
+//! same. From then on it is tried to connect again, at once (after a moment, if the session has
+//! only just begun) and then ever more seldom, for as long as the disk exists. Requests wait for
+//! that as long as `reconnect_delay` says, counted from the break; after it they fail. Once
+//! connected:
 //! 1. what was acknowledged and never flushed is written again ([`Unflushed`]);
 //! 2. requests that were in flight are asked again, by those who asked. None of them had been
 //!    answered, so their order among each other is free, and each of them does the same when it is
@@ -151,6 +152,8 @@ pub(super) struct Link {
 #[derive(Debug)]
 struct State {
     session: u64,
+    /// When it began.
+    began: Instant,
     about: About,
     stage: Stage,
     unflushed: Unflushed,
@@ -211,6 +214,7 @@ impl Link {
         let about = established.about().clone();
         let state = State {
             session: 0,
+            began: now(),
             about: about.clone(),
             stage: Stage::Ready(Box::new(established)),
             unflushed: Unflushed::default(),

@@ -60,6 +60,7 @@ impl Link {
         let (session, batches) = {
             let mut state = self.lock();
             state.session += 1;
+            state.began = now();
             (state.session, state.unflushed.batches(AGAIN_AT_ONCE))
         };
         let jobs = lane::start(self, session, established);
@@ -116,6 +117,9 @@ impl Drop for Trying {
 
 pub(super) async fn reconnect(trying: Trying) {
     let mut pause = FIRST_PAUSE;
+    // A server that takes everybody and serves nobody is not asked without end.
+    let Some(not_before) = trying.link.upgrade().map(|link| link.lock().began + FIRST_PAUSE) else { return };
+    sleep_until(not_before).await;
     loop {
         let Some(link) = trying.link.upgrade() else { return };
         match link.terms.establish().await {
