@@ -138,6 +138,31 @@ fn a_full_file_system_stops_the_disk_of_a_machine_until_there_is_room() {
 }
 
 #[test]
+fn what_a_stopped_disk_holds_of_a_machine_is_not_answered_at_the_end() {
+    let scratch = Scratch::new();
+    let (control, machine) = (scratch.path("qmp.sock"), scratch.socket("vm"));
+    let weir = Serve::new(&scratch)
+        .args(["memory:1M", "--fault", "kind=write,error=EIO", "--on-write-error", "stop"])
+        .args(["--vhost-user-blk", &format!("unix:{}", text(&machine))])
+        .args(["--qmp", &format!("unix:{}", control.display())])
+        .start();
+    let mut qmp = Qmp::negotiated(&control);
+    let client = Command::new(WEIR)
+        .args(["bench", "-q", "-w", "-c", "1", "-d", "1", "-f", "raw"])
+        .arg(format!("vhost-user:{}", text(&machine)))
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("weir can be run");
+    qmp.event("STOP");
+    weir.signal(Signal::SIGTERM);
+    let (status, log) = weir.wait();
+    assert!(status.success(), "{log}");
+    let output = client.wait_with_output().expect("it is ours");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("closed the connection") && !said.contains("Input/output error"), "{said}");
+}
+
+#[test]
 fn an_error_that_a_machine_is_told_of_is_an_event_too() {
     let scratch = Scratch::new();
     let (control, machine) = (scratch.path("qmp.sock"), scratch.socket("vm"));

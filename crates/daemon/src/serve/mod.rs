@@ -72,6 +72,8 @@ use crate::{
 
 /// How often it is looked again whether another daemon still wants to take over.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
+/// How long what a stopped disk holds may take to go back to who asked, at the end.
+const TO_GO_BACK: Duration = Duration::from_secs(2);
 /// URIs in the line that says `ready`.
 const MOST_URIS_SHOWN: usize = 16;
 
@@ -468,11 +470,15 @@ impl Daemon {
         let entrances = self.inventory.entrances();
         entrances.iter().for_each(|entrance| entrance.leave());
         let disks = self.inventory.disks();
-        for RunningDisk { disk, .. } in disks.iter().map(AsRef::as_ref) {
+        let mut stopped = Vec::new();
+        for running in &disks {
             // A limit could hold what is in flight for hours. QEMU's drain lifts limits too.
-            disk.throttle().lift();
+            running.disk.throttle().lift();
             // And an error could hold it until somebody comes.
-            disk.failures().lift();
+            match running.disk.failures().stopped_by() {
+                Some(_) => stopped.push(Rc::clone(running)),
+                None => running.disk.failures().lift(),
+            }
         }
         let control = Rc::clone(&self.control);
         let control = reactor::spawn_joinable(async move { control.stop(ending).await });
@@ -481,6 +487,17 @@ impl Daemon {
             // Images that were laid down for another are taken up before they are closed.
             while inventory.leaving.get() {
                 reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+            }
+            if !stopped.is_empty() {
+                // What they hold goes back into rings and to devices, for who serves these next.
+                let all_gone = async {
+                    for entrance in &entrances {
+                        entrance.until_unused().await;
+                    }
+                };
+                let _ = reactor::timeout(TO_GO_BACK, all_gone).await;
+                // What cannot go back is answered with the error that stopped its disk.
+                stopped.iter().for_each(|running| running.disk.failures().lift());
             }
             for serving in servers {
                 serving.stop().await;

@@ -262,12 +262,17 @@ impl Entrance {
         }
     }
 
-    /// Waits until the last client has gone.
+    /// Waits until the last client has gone, and with it all that it asked for.
+    pub(crate) async fn until_unused(&self) {
+        self.server.wait_while(Box::new(|| self.server.connections() > 0)).await;
+    }
+
+    /// The same, where nobody else is let in, and then until it has ended.
     pub(crate) async fn stop(&self) {
         if !self.closed.get() {
             self.close();
         }
-        self.server.wait_while(Box::new(|| self.server.connections() > 0)).await;
+        self.until_unused().await;
         let serving = self.serving.take();
         if let Some(serving) = serving {
             if self.device.is_some() {
@@ -330,7 +335,7 @@ fn check_size(disk: &Disk, block_bytes: u32, who: &str) -> anyhow::Result<()> {
     let (whole, rest) = (size.next_multiple_of(block), size % block);
     ensure!(
         rest == 0,
-        "disk {}: has {size} bytes, which is no multiple of {block}, and {who} would not see the last {rest} (`weir image resize` gives an image {whole} bytes)",
+        "disk {}: has {size} bytes, which is no multiple of {block}, and {who} would not see the last {rest} (make that {whole}: `weir image resize`, or size= where it is a part of its image)",
         disk.name()
     );
     Ok(())
