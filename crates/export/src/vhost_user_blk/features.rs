@@ -39,6 +39,28 @@ pub mod virtio {
     pub const RING_PACKED: u64 = 1 << 34;
 }
 
+/// Says that these features of a SET_FEATURES were not offered; of those that an export's options
+/// decide, by name, and what to do.
+pub(super) fn not_offered(features: u64) -> String {
+    const OPTIONAL: [(u64, &str); 5] = [
+        (virtio::FLUSH, "FLUSH"),
+        (virtio::CONFIG_WCE, "CONFIG_WCE"),
+        (virtio::MQ, "MQ"),
+        (virtio::DISCARD, "DISCARD"),
+        (virtio::WRITE_ZEROES, "WRITE_ZEROES"),
+    ];
+    let names = OPTIONAL.iter().filter(|(bit, _)| features & bit != 0).map(|(_, name)| *name);
+    let names: Vec<_> = names.collect();
+    if names.is_empty() {
+        return format!("features {features:#x} were not offered");
+    }
+    format!(
+        "features {features:#x} were not offered, {} among them (the machine was started when they were: give \
+         its export the options of then, or start the machine anew)",
+        names.join(", ")
+    )
+}
+
 /// Bits of GET_PROTOCOL_FEATURES and SET_PROTOCOL_FEATURES.
 #[allow(missing_docs, reason = "the specification's names")]
 pub mod protocol {
@@ -162,6 +184,16 @@ impl Offer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_options_have_taken_away_is_named() {
+        assert_eq!(not_offered(1 << 35), "features 0x800000000 were not offered");
+        let said = not_offered(1 << 35 | virtio::DISCARD | virtio::CONFIG_WCE);
+        assert!(
+            said.starts_with("features 0x800002800 were not offered, CONFIG_WCE, DISCARD among them ("),
+            "{said}"
+        );
+    }
 
     #[test]
     fn an_export_offers_what_it_can_do() {

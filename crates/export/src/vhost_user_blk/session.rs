@@ -36,7 +36,7 @@ use block::{
 
 use super::{
     config_space,
-    features::{Offer, protocol, virtio},
+    features::{Offer, not_offered, protocol, virtio},
     inflight::{self, Area, InflightError},
     message::{self, InflightInfo, Malformed, RegionInfo, Reply, Request, VringAddresses, code},
     vring::{Fault, Kick, RingPlaces, RingSettings, State, Vring},
@@ -149,7 +149,7 @@ pub enum Output {
 pub enum Refusal {
     #[error(transparent)]
     Malformed(#[from] Malformed),
-    #[error("features {0:#x} were not offered")]
+    #[error("{}", not_offered(*.0))]
     Features(u64),
     #[error("ring {0} runs with other features")]
     FeaturesInUse(u16),
