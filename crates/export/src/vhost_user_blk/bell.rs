@@ -4,7 +4,7 @@
 use std::{
     fs,
     io::{self, IoSliceMut},
-    os::fd::{AsFd as _, AsRawFd as _},
+    os::fd::{AsFd, AsRawFd as _},
 };
 
 use block::reactor::{
@@ -39,10 +39,7 @@ impl Bell {
     /// [`NoEvent`]. A file that can always be read would be a bell that never stops, and writing to
     /// one could take for ever.
     pub(super) fn new(event: Fd) -> Result<Self, NoEvent> {
-        // Asked of the kernel alone: to ask a file for its status may wait for whoever serves its
-        // file system.
-        let name = fs::read_link(format!("/proc/self/fd/{}", event.as_fd().as_raw_fd()));
-        if name.map_err(|_| NoEvent)?.as_os_str() != EVENT {
+        if !is_event(&event) {
             return Err(NoEvent);
         }
         never_waits(&event).map_err(|_| NoEvent)?;
@@ -83,6 +80,13 @@ impl Bell {
             }
         }
     }
+}
+
+/// Whether it is an eventfd. Asked of the kernel alone: to ask a file for its status may wait for
+/// whoever serves its file system.
+pub(super) fn is_event(event: &impl AsFd) -> bool {
+    let name = fs::read_link(format!("/proc/self/fd/{}", event.as_fd().as_raw_fd()));
+    name.is_ok_and(|name| name.as_os_str() == EVENT)
 }
 
 /// Has nobody wait for the event, unless its front end changes that again.

@@ -1,7 +1,6 @@
 //! Connections over real sockets, cut and crowded as a hostile front end would.
 
 use std::{
-    fs::File,
     future::poll_fn,
     io::{Read as _, Write as _},
     os::{fd::BorrowedFd, unix::net::UnixStream},
@@ -43,8 +42,8 @@ fn reply(code: u32, number: u64) -> Vec<u8> {
 }
 
 fn send_with(socket: &UnixStream, bytes: &[u8], descriptors: usize) {
-    let file = File::open("/dev/null").expect("it is there");
-    let descriptors: Vec<BorrowedFd<'_>> = (0..descriptors).map(|_| file.as_fd()).collect();
+    let (channel, _) = UnixStream::pair().expect("sockets");
+    let descriptors: Vec<BorrowedFd<'_>> = (0..descriptors).map(|_| channel.as_fd()).collect();
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));

@@ -3,10 +3,13 @@
 
 use std::{
     collections::{BTreeSet, VecDeque},
-    os::fd::OwnedFd,
+    os::{fd::OwnedFd, unix::net::UnixStream},
 };
 
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    fs::{MemfdFlags, ftruncate, memfd_create},
+};
 
 use super::{
     features::{Offer, protocol, virtio},
@@ -14,7 +17,7 @@ use super::{
     session::{Effect, Output, Session},
 };
 
-/// Of the file behind every descriptor, and of every region that is well formed.
+/// Of the file of every region, and of every region that is well formed.
 const REGION_BYTES: u64 = 64 << 10;
 const USER_ADDRESS: u64 = 0x7f00_0000_0000;
 
@@ -88,6 +91,8 @@ struct Run {
     offer: Offer,
     session: Session,
     file: OwnedFd,
+    event: OwnedFd,
+    channel: OwnedFd,
     /// Rings that have been started and not stopped.
     running: BTreeSet<u16>,
     /// Of those, the ones that were told to stop.
@@ -99,8 +104,11 @@ impl Run {
     fn new(offer: Offer) -> Option<Self> {
         let file = memfd_create("fuzz", MemfdFlags::CLOEXEC).ok()?;
         ftruncate(&file, REGION_BYTES).ok()?;
+        let event = eventfd(0, EventfdFlags::CLOEXEC).ok()?;
+        let channel = UnixStream::pair().ok()?.0.into();
         let session = Session::new(offer.clone());
-        Some(Self { offer, session, file, running: BTreeSet::new(), stopping: Vec::new(), reply_ack: false })
+        let (running, stopping) = Default::default();
+        Some(Self { offer, session, file, event, channel, running, stopping, reply_ack: false })
     }
 
     /// Another process that hears what this front end has said is where this one is.
@@ -170,7 +178,12 @@ impl Run {
         input: &mut Input<'_>,
     ) -> bool {
         let mut out = VecDeque::new();
-        let Ok(descriptors) = (0..count).map(|_| self.file.try_clone()).collect::<Result<_, _>>() else {
+        let passed = match code {
+            code::SET_VRING_KICK | code::SET_VRING_CALL | code::SET_VRING_ERR => &self.event,
+            code::SET_BACKEND_REQ_FD => &self.channel,
+            _ => &self.file,
+        };
+        let Ok(descriptors) = (0..count).map(|_| passed.try_clone()).collect::<Result<_, _>>() else {
             return false;
         };
         let request = Request::parse(code, payload, descriptors);

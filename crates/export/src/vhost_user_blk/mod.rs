@@ -30,6 +30,7 @@
 //! Never looks into rings or requests, and knows nothing of disks.
 
 mod bell;
+mod channel;
 pub mod client;
 pub mod config_space;
 pub mod connection;

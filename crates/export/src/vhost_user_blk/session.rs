@@ -27,7 +27,7 @@
 
 mod takeover;
 
-use std::{collections::VecDeque, os::fd::OwnedFd};
+use std::{collections::VecDeque, io, os::fd::OwnedFd};
 
 use block::{
     guest::{DirtyLog, Memory, Quota, Region, RegionError},
@@ -35,6 +35,8 @@ use block::{
 };
 
 use super::{
+    bell::is_event,
+    channel::{NoChannel, channel},
     config_space,
     features::{Offer, not_offered, protocol, virtio},
     inflight::{self, Area, InflightError},
@@ -177,8 +179,28 @@ pub enum Refusal {
     Config { offset: u32, bytes: usize },
     #[error("{0:#x} is no status")]
     Status(u64),
+    #[error(transparent)]
+    NoChannel(#[from] NoChannel),
+    #[error("its descriptor is no eventfd: the ring goes on without")]
+    NoEvent,
     #[error("ring {ring}: {why}")]
     Fault { ring: u16, why: Fault },
+}
+
+impl Refusal {
+    /// Whether a file that the front end has passed is no longer what it was: its own doing, which
+    /// nobody else is to suffer for.
+    pub fn is_of_its_files(&self) -> bool {
+        let (Self::Region(why) | Self::Log(why) | Self::Inflight(InflightError::Map(why))) = self else {
+            return false;
+        };
+        match why {
+            RegionError::TooShort { .. } => true,
+            // It was sealed: see `fcntl(2)`, F_SEAL_FUTURE_WRITE.
+            RegionError::Map(error) => error.kind() == io::ErrorKind::PermissionDenied,
+            _ => false,
+        }
+    }
 }
 
 /// The state of one front end.
@@ -447,7 +469,7 @@ impl Session {
                 return Ok(if enable { Answer::Done } else { Answer::Stopped });
             }
             Request::SetVringKick { ring, event } => {
-                let event = event.map(Fd::from);
+                let event = kept(event, code::SET_VRING_KICK, out);
                 let vring = self.ring(ring)?;
                 vring.kick = event.clone().map_or(Kick::Polled, Kick::Event);
                 (vring.broken, vring.spoilt) = (false, false);
@@ -455,17 +477,17 @@ impl Session {
                 self.settle_number(ring, out)?;
             }
             Request::SetVringCall { ring, event } => {
-                let event = event.map(Fd::from);
+                let event = kept(event, code::SET_VRING_CALL, out);
                 self.ring(ring)?.call.clone_from(&event);
                 self.tell_event(ring, EventKind::Call, event, out)?;
             }
             Request::SetVringErr { ring, event } => {
-                let event = event.map(Fd::from);
+                let event = kept(event, code::SET_VRING_ERR, out);
                 self.ring(ring)?.error.clone_from(&event);
                 self.tell_event(ring, EventKind::Error, event, out)?;
             }
 
-            Request::SetBackendReqFd(channel) => self.back_end = Some(channel.into()),
+            Request::SetBackendReqFd(socket) => self.back_end = Some(channel(socket)?),
             Request::GetConfig { offset, flags, bytes } => {
                 if config_space::tells_capacity(offset, bytes) {
                     self.told_size = Some(self.offer.size_bytes);
@@ -575,11 +597,15 @@ impl Session {
 
     /// Gives the rings that run their places in the memory as it is now.
     fn tell_memory(&mut self, out: &mut VecDeque<Output>) {
+        self.tell_memory_to(|_| true, out);
+    }
+
+    fn tell_memory_to(&mut self, whom: impl Fn(u16) -> bool, out: &mut VecDeque<Output>) {
         let memory = self.lent();
         let mut rings = Vec::new();
         let mut faults = Vec::new();
         for (vring, ring) in self.rings.iter_mut().zip(0..) {
-            if vring.state != State::Running {
+            if vring.state != State::Running || !whom(ring) {
                 continue;
             }
             match vring.places(&memory, self.features) {
@@ -605,7 +631,7 @@ impl Session {
         let before = vring.addresses.replace(addresses);
         // A front end says them again where recording begins or ends.
         if vring.state == State::Running && before != Some(addresses) {
-            self.tell_memory(out);
+            self.tell_memory_to(|other| u32::from(other) == ring, out);
         }
         self.settle_number(ring, out)
     }
@@ -772,6 +798,17 @@ impl Session {
         let vring = &mut self.rings[usize::from(number)];
         if vring.state == State::Stopped { Ok(vring) } else { Err(Refusal::Running(number)) }
     }
+}
+
+/// An event, as far as it is one: a ring is served without, and anything else could keep its front
+/// end connected for ever, see [`channel`].
+fn kept(event: Option<OwnedFd>, code: u32, out: &mut VecDeque<Output>) -> Option<Fd> {
+    let event = event?;
+    if is_event(&event) {
+        return Some(event.into());
+    }
+    out.push_back(Output::Refused { request: message::name(code), why: Refusal::NoEvent });
+    None
 }
 
 fn acknowledgement(code: Option<u32>, number: u64) -> Option<Output> {

@@ -27,6 +27,11 @@ fn event() -> OwnedFd {
     eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd")
 }
 
+fn channel() -> OwnedFd {
+    let (ours, _) = std::os::unix::net::UnixStream::pair().expect("sockets");
+    ours.into()
+}
+
 fn number(number: u64) -> Vec<u8> {
     number.to_ne_bytes().to_vec()
 }
@@ -170,7 +175,7 @@ fn qemu_with_its_firmware_and_then_linux() {
     assert_eq!(qemu.plain(SET_PROTOCOL_FEATURES, &number(protocol::OFFERED)), "");
     assert_eq!(qemu.plain(GET_QUEUE_NUM, &[]), "reply 0x2");
     assert_eq!(qemu.plain(GET_MAX_MEM_SLOTS, &[]), "reply 0x1fd");
-    assert_eq!(qemu.send(SET_BACKEND_REQ_FD, NEED_REPLY, &[], vec![event()]), "reply 0x0");
+    assert_eq!(qemu.send(SET_BACKEND_REQ_FD, NEED_REPLY, &[], vec![channel()]), "reply 0x0");
     assert_eq!(qemu.plain(SET_OWNER, &[]), "");
     assert_eq!(qemu.plain(GET_FEATURES, &[]), format!("reply {offered:#x}"));
     for ring in 0..2 {
@@ -663,7 +668,7 @@ fn who_connects_again_is_told_to_look_how_long_the_disk_is() {
     let start = |reads: bool| {
         let mut front_end = FrontEnd::negotiated(FEATURES);
         front_end.plain(code::SET_PROTOCOL_FEATURES, &number(protocol::OFFERED));
-        front_end.send(code::SET_BACKEND_REQ_FD, PLAIN, &[], vec![event()]);
+        front_end.send(code::SET_BACKEND_REQ_FD, PLAIN, &[], vec![channel()]);
         if reads {
             front_end.plain(code::GET_CONFIG, &config(0, 60));
         }

@@ -1,0 +1,93 @@
+//! The channel on which a front end hears of changes: one of a pair of sockets that it has made.
+//!
+//! What it passes is held as long as it is connected, and must not keep it connected: a front end
+//! that passes the other end of its own connection, directly or within a socket, would never hang
+//! up, though it had died.
+
+use std::{
+    io,
+    net::Shutdown,
+    os::{fd::OwnedFd, unix::net::UnixStream},
+};
+
+use block::reactor::op::Fd;
+use rustix::{
+    io::Errno,
+    net::{RecvFlags, SocketType, recv, sockopt::socket_type},
+};
+
+/// What was passed is none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("its descriptor is not one of a pair of new Unix sockets: see socketpair(2)")]
+pub struct NoChannel;
+
+/// The channel, from which nothing can be received any more.
+///
+/// # Errors
+/// [`NoChannel`]. Whoever listens or has been connected to has a name, and its other end knows it:
+/// so no end of a connection with this process is without.
+pub(super) fn channel(socket: OwnedFd) -> Result<Fd, NoChannel> {
+    let socket = UnixStream::from(socket);
+    if !is_of_a_pair(&socket).unwrap_or(false) {
+        return Err(NoChannel);
+    }
+    // Nothing that is sent from now on arrives, and what arrived before is looked for.
+    socket.shutdown(Shutdown::Read).map_err(|_| NoChannel)?;
+    match recv(&socket, &mut [0], RecvFlags::DONTWAIT) {
+        // Or its other end has closed, and had not read all: see unix(7).
+        Ok((_, 0)) | Err(Errno::CONNRESET) => Ok(OwnedFd::from(socket).into()),
+        _ => Err(NoChannel),
+    }
+}
+
+/// Fails for a socket of another family, and for none.
+fn is_of_a_pair(socket: &UnixStream) -> io::Result<bool> {
+    let is_unnamed = socket.local_addr()?.is_unnamed() && socket.peer_addr()?.is_unnamed();
+    Ok(is_unnamed && socket_type(socket)? == SocketType::STREAM)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs::File,
+        io::{Read as _, Write as _},
+        os::unix::net::UnixListener,
+    };
+
+    use super::*;
+
+    #[test]
+    fn one_of_a_pair_is_one_again_and_again() {
+        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+        let ours = OwnedFd::from(ours);
+        for _ in 0..2 {
+            let channel = channel(ours.try_clone().expect("a descriptor")).expect("it is one");
+            rustix::io::write(&channel, b"changed").expect("there is room");
+            theirs.read_exact(&mut [0; 7]).expect("it came");
+        }
+        assert!(theirs.write_all(&[1]).is_err(), "nobody would read it");
+    }
+
+    #[test]
+    fn neither_end_of_a_connection_is_one_nor_a_socket_with_something_in_it() {
+        let path = std::env::temp_dir().join(format!("weir-channel-{}", std::process::id()));
+        let listener = UnixListener::bind(&path).expect("a socket");
+        let connects = UnixStream::connect(&path).expect("somebody listens");
+        let (accepted, _) = listener.accept().expect("somebody has connected");
+        std::fs::remove_file(&path).expect("it is there");
+        let (full, mut other) = UnixStream::pair().expect("sockets");
+        other.write_all(&[1]).expect("there is room");
+        let file = File::open("/dev/null").expect("it is there");
+        for none in [connects.into(), accepted.into(), listener.into(), full.into(), file.into()] {
+            assert_eq!(channel(none).map(drop), Err(NoChannel));
+        }
+    }
+
+    #[test]
+    fn one_whose_other_end_has_closed_is_one() {
+        let (mut ours, theirs) = UnixStream::pair().expect("sockets");
+        ours.write_all(&[1]).expect("there is room");
+        drop(theirs);
+        channel(ours.into()).expect("a front end may close what it likes");
+    }
+}
