@@ -2,15 +2,19 @@
 //! sockets and their files. What machines do with them is `tests/guest/virtual-machines`.
 
 use std::{
-    fs,
-    io::{Read as _, Write as _},
-    os::unix::{
-        fs::FileTypeExt as _,
-        net::{UnixListener, UnixStream},
+    fs::{self, File},
+    io::{IoSlice, Read as _, Write as _},
+    os::{
+        fd::AsRawFd as _,
+        unix::{
+            fs::FileTypeExt as _,
+            net::{UnixListener, UnixStream},
+        },
     },
     path::Path,
 };
 
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde_json::{Value, json};
 
 use crate::harness::{
@@ -24,6 +28,18 @@ pub(crate) fn features(front_end: &mut UnixStream) -> u64 {
     front_end.read_exact(&mut answer).expect("an answer in time");
     assert_eq!(answer[..12], [1_u32.to_le_bytes(), 5_u32.to_le_bytes(), 8_u32.to_le_bytes()].concat());
     u64::from_le_bytes(answer[12..].try_into().expect("eight bytes"))
+}
+
+/// Sends numbers, and a file beside them.
+pub(crate) fn pass(front_end: &UnixStream, code: u32, numbers: &[u64], file: &File) -> nix::Result<()> {
+    let payload: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+    let message = [[code, 1, payload.len() as u32].map(u32::to_le_bytes).concat(), payload].concat();
+    let descriptors = [file.as_raw_fd()];
+    let beside = [ControlMessage::ScmRights(&descriptors)];
+    let bytes = [IoSlice::new(&message)];
+    let sent = sendmsg::<()>(front_end.as_raw_fd(), &bytes, &beside, MsgFlags::MSG_NOSIGNAL, None)?;
+    assert_eq!(sent, message.len());
+    Ok(())
 }
 
 pub(crate) fn front_end(path: &Path) -> UnixStream {

@@ -7,6 +7,7 @@
 
 mod between;
 mod identity;
+mod spoilt;
 mod unread;
 
 use std::{
@@ -34,7 +35,7 @@ use crate::{
 };
 
 /// Of the messages.
-const FORMAT: u64 = 4;
+const FORMAT: u64 = 5;
 /// What the log says where a newcomer has failed.
 const GOES_ON: &str = "nobody has taken over, and all goes on";
 

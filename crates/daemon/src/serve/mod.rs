@@ -57,7 +57,10 @@ use crate::{
         recording,
         reload::reload,
         serving::Serving,
-        takeover::{newcomer::Newcomer, told_name},
+        takeover::{
+            newcomer::{Before, Newcomer},
+            told_name,
+        },
         wanted::Wanted,
         watch,
     },
@@ -315,7 +318,7 @@ impl Daemon {
             let closed = flush_and_close(&inventory.disks()).await;
             return settled.and(closed).map(|()| None);
         };
-        let taken_from = newcomer.as_ref().map(|newcomer| newcomer.version().to_owned());
+        let version = newcomer.as_ref().map(|newcomer| newcomer.version().to_owned());
         let before = match newcomer {
             Some(newcomer) => match newcomer.finish(&inventory, &workers).await {
                 Ok(before) => Some(before),
@@ -344,6 +347,7 @@ impl Daemon {
         let mut watching = vec![events::log(&inventory.events)];
         watching.extend(runner.and_then(|runner| runner.deliver(&inventory)));
         inventory.let_clients_in();
+        let taken_from = version.zip(before.as_ref().map(Before::clients));
         let in_use = match before {
             Some(before) => before.end(&inventory).await,
             None => BTreeSet::new(),
@@ -363,8 +367,7 @@ impl Daemon {
             file.map(|(file, said)| Rc::new(Loaded { file, said, inherited: passed, plan, tls, budgets })),
         );
         watching.extend([held_back::watch(&inventory), watch::watch(&inventory, in_use)]);
-        if let Some(version) = taken_from {
-            let clients = inventory.connections();
+        if let Some((version, clients)) = taken_from {
             let message =
                 format!("this daemon goes on where one of version {version} stood, with {clients} clients");
             let news = News::new(Kind::TakenOver, message).with("version", version).with("clients", clients);

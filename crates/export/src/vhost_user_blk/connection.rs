@@ -86,8 +86,10 @@ impl Connection {
     }
 
     /// One that has come here, with a session that another process had.
-    pub(super) fn taken_over(export: Arc<str>, Arrived { socket, session, outputs }: Arrived) -> Self {
-        Self { outputs, ..Self::new(export, socket, session) }
+    pub(super) fn taken_over(export: Arc<str>, arrived: Arrived) -> Self {
+        let Arrived { socket, session, outputs, inbox } = arrived;
+        let deadline = (inbox.filled > 0).then(|| reactor::now() + PATIENCE);
+        Self { outputs, inbox: Inbox { deadline, ..inbox }, ..Self::new(export, socket, session) }
     }
 
     /// Stops all rings; nothing more is received once [`Connection::is_at_rest`].
@@ -100,9 +102,9 @@ impl Connection {
         self.session.is_resting()
     }
 
-    /// Whether no ring runs any more, and the next byte is the first of a message.
+    /// Whether no ring runs any more, and nothing is to be sent.
     pub(super) fn is_at_rest(&self) -> bool {
-        self.session.is_at_rest() && self.outputs.is_empty() && self.inbox.is_between()
+        self.session.is_at_rest() && self.outputs.is_empty()
     }
 
     /// Goes on as before it rested.
@@ -112,7 +114,8 @@ impl Connection {
 
     /// The front end as another process can go on with it.
     pub(super) fn told(&self) -> io::Result<Rested> {
-        Ok(Rested { socket: self.socket.clone(), said: self.session.told()? })
+        let (bytes, descriptors) = self.inbox.told()?;
+        Ok(Rested { socket: self.socket.clone(), said: self.session.told()?, bytes, descriptors })
     }
 
     /// What is to happen next. May be dropped while it waits, and called again: nothing is lost.
@@ -231,10 +234,14 @@ impl Connection {
 /// A front end at rest: its socket, and what it would say to be where it is.
 #[derive(Debug)]
 pub struct Rested {
-    /// Between two messages.
+    /// What is still to come.
     pub socket: Fd,
     /// See [`Session::told`].
     pub said: Vec<Said>,
+    /// What has come of a message that is not whole.
+    pub bytes: Vec<u8>,
+    /// What came beside that.
+    pub descriptors: Vec<OwnedFd>,
 }
 
 /// A front end that has come from another process.
@@ -243,6 +250,7 @@ pub(super) struct Arrived {
     pub(super) socket: Fd,
     pub(super) session: Session,
     pub(super) outputs: VecDeque<Output>,
+    pub(super) inbox: Inbox,
 }
 
 struct Received {
@@ -253,7 +261,7 @@ struct Received {
 
 /// What has arrived of a message.
 #[derive(Debug, Default)]
-struct Inbox {
+pub(super) struct Inbox {
     /// As long as the message will be, as far as that is known.
     bytes: Vec<u8>,
     filled: usize,
@@ -265,9 +273,16 @@ struct Inbox {
 }
 
 impl Inbox {
-    /// Whether nothing of a message has come.
-    fn is_between(&self) -> bool {
-        self.filled == 0
+    /// What has come of a message.
+    fn told(&self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
+        let descriptors = self.descriptors.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
+        Ok((self.bytes[..self.filled].to_vec(), descriptors))
+    }
+
+    /// The same where it goes on.
+    pub(super) fn of(bytes: Vec<u8>, descriptors: Vec<OwnedFd>) -> Result<Self, Malformed> {
+        let header = bytes.first_chunk().map(Header::parse).transpose()?;
+        Ok(Self { filled: bytes.len(), bytes, header, descriptors, deadline: None })
     }
 
     async fn receive(&mut self, socket: &Fd) -> Result<Received, Ended> {

@@ -29,7 +29,7 @@ use async_channel::{Receiver, Sender};
 use event_listener::Event;
 
 use super::{
-    connection::{Arrived, Connection, Ended, Rested},
+    connection::{Arrived, Connection, Ended, Inbox, Rested},
     device::{Device, Export},
     front_ends::FrontEnds,
     handover::held,
@@ -165,9 +165,11 @@ impl Server {
     ///
     /// # Errors
     /// It is not one of this export: see [`Session::heard`].
-    pub fn take_over(&self, Rested { socket, said }: Rested) -> Result<(), Refusal> {
+    pub fn take_over(&self, rested: Rested) -> Result<(), Refusal> {
+        let Rested { socket, said, bytes, descriptors } = rested;
         let (session, outputs) = Session::heard(self.device.offer(), said)?;
-        *self.arrived() = Some(Arrived { socket, session, outputs });
+        let inbox = Inbox::of(bytes, descriptors)?;
+        *self.arrived() = Some(Arrived { socket, session, outputs, inbox });
         Ok(())
     }
 

@@ -5,8 +5,8 @@ use std::{
     io::{IoSlice, Read as _},
     mem::MaybeUninit,
     os::{
-        fd::{AsFd as _, BorrowedFd, OwnedFd},
-        unix::net::UnixStream,
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::{UnixListener, UnixStream},
     },
     pin::pin,
     task::{Context, Poll, Waker},
@@ -18,7 +18,7 @@ use policy::{
 };
 use rustix::{
     event::{EventfdFlags, eventfd},
-    fs::{MemfdFlags, ftruncate, memfd_create},
+    fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
     net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg},
 };
 
@@ -109,7 +109,7 @@ impl FrontEnd {
         let (ours, theirs) = UnixStream::pair().expect("sockets");
         let server = Arc::clone(server);
         let served = spawn_joinable(async move { server.attend(theirs.into(), Threads::Here).await });
-        let file = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
+        let file = memfd_create("guest", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("a memfd");
         ftruncate(&file, MEMORY_BYTES).expect("its length");
         let copy = file.try_clone().expect("a descriptor");
         let region =
@@ -768,14 +768,12 @@ fn a_front_end_that_rests_is_not_served_and_goes_on() {
         let server = server(Limits::default());
         let mut front_end = FrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
-        // In the middle of a message nobody else can go on.
         let message = [code::GET_FEATURES, 1, 0].map(u32::to_ne_bytes).concat();
         let (half, rest) = message.split_at(5);
         let send = |bytes: &[u8]| rustix::io::write(&front_end.socket, bytes).expect("there is room");
         send(half);
-        while server.come_to_rest(Duration::from_millis(5)).await {
-            server.go_on();
-        }
+        assert!(server.come_to_rest(PATIENCE).await, "whatever it is about to say");
+        server.go_on();
         send(rest);
         front_end.answer(code::GET_FEATURES).await;
         assert!(server.come_to_rest(PATIENCE).await);
@@ -788,4 +786,100 @@ fn a_front_end_that_rests_is_not_served_and_goes_on() {
         assert!(server.take_rested().is_none());
         front_end.leave().await;
     });
+}
+
+#[test]
+fn a_message_that_is_half_there_goes_on_at_another_server() {
+    real(async {
+        let other = memfd_create("more", MemfdFlags::CLOEXEC).expect("a memfd");
+        ftruncate(&other, MEMORY_BYTES).expect("its length");
+        let region = [0, 1 << 32, MEMORY_BYTES, 1 << 40, 0].map(u64::to_ne_bytes).concat();
+        let message = [[code::ADD_MEM_REG, 9, 40].map(u32::to_ne_bytes).concat(), region].concat();
+        for half in [1, 11, 12, 13, message.len() - 1] {
+            let (first, second) = (server(Limits::default()), server(Limits::default()));
+            let front_end = FrontEnd::connect(&first).await;
+            send_descriptor(&front_end.socket, &message[..half], other.as_fd());
+            // It is read before what comes from the server.
+            reactor::sleep_until(reactor::now() + Duration::from_millis(1)).await;
+            assert!(first.come_to_rest(PATIENCE).await);
+            let rested = first.take_rested().expect("it is at rest");
+            second.take_over(rested).expect("the same export");
+            let socket = front_end.socket.clone();
+            let served = spawn_joinable(async move { second.attend(socket, Threads::Here).await });
+            rustix::io::write(&front_end.socket, &message[half..]).expect("there is room");
+            assert_eq!(front_end.answer(code::ADD_MEM_REG).await, [0; 8], "with its descriptor");
+            drop((front_end.socket, served));
+        }
+    });
+}
+
+#[test]
+fn what_a_front_end_does_to_its_files_is_told_from_what_an_export_lacks() {
+    real(async {
+        type Spoil = fn(&OwnedFd);
+        let spoils: [(Spoil, Offer, bool); 4] = [
+            (|file| ftruncate(file, 0).expect("it may"), Offer { queues: 2, ..Offer::default() }, true),
+            (|file| ftruncate(file, MEMORY_BYTES - 1).expect("it may"), Offer::default(), true),
+            (|file| fcntl_add_seals(file, SealFlags::FUTURE_WRITE).expect("it may"), Offer::default(), true),
+            (|_| {}, Offer { queue_size: 16, ..Offer::default() }, false),
+        ];
+        for (spoil, offer, is_of_its_files) in spoils {
+            let first = server(Limits::default());
+            let front_end = FrontEnd::connect(&first).await;
+            front_end.start(0, event(0), event(0)).await;
+            assert!(first.come_to_rest(PATIENCE).await);
+            spoil(&front_end.file);
+            let said = first.take_rested().expect("it is at rest").said;
+            let why = Session::heard(offer, said).expect_err("it cannot be");
+            assert_eq!(why.is_of_its_files(), is_of_its_files, "{why}");
+            drop((front_end.socket, front_end.served));
+        }
+    });
+}
+
+#[test]
+fn a_front_end_that_passes_its_own_connection_hangs_up_all_the_same() {
+    real(async {
+        let path = std::env::temp_dir().join(format!("weir-own-end-{}", std::process::id()));
+        let listener = UnixListener::bind(&path).expect("a socket");
+        for code in
+            [code::SET_BACKEND_REQ_FD, code::SET_VRING_KICK, code::SET_VRING_CALL, code::SET_VRING_ERR]
+        {
+            // By itself, and within a socket that may be passed.
+            for is_nested in [false, true] {
+                let server = server(Limits::default());
+                let ours = UnixStream::connect(&path).expect("somebody listens");
+                let (theirs, _) = listener.accept().expect("somebody has connected");
+                let served = Arc::clone(&server);
+                let served = spawn_joinable(async move {
+                    served.attend(OwnedFd::from(theirs).into(), Threads::Here).await;
+                });
+                let (passed, holder) = UnixStream::pair().expect("sockets");
+                let passed = if is_nested {
+                    send_descriptor(&holder, b".", ours.as_fd());
+                    OwnedFd::from(passed)
+                } else {
+                    ours.try_clone().expect("a descriptor").into()
+                };
+                let payload = if code == code::SET_BACKEND_REQ_FD { vec![] } else { vec![0; 8] };
+                let mut bytes = [code, 1, payload.len() as u32].map(u32::to_ne_bytes).concat();
+                bytes.extend(payload);
+                send_descriptor(&ours, &bytes, passed.as_fd());
+                drop((ours, passed, holder));
+                served.await;
+                assert_eq!(server.connections(), 0);
+            }
+        }
+        std::fs::remove_file(&path).expect("it is there");
+    });
+}
+
+/// Sends bytes with a descriptor.
+fn send_descriptor(socket: impl AsFd, bytes: &[u8], descriptor: BorrowedFd<'_>) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let descriptors = [descriptor];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
+    let sent = sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::empty());
+    assert_eq!(sent, Ok(bytes.len()));
 }

@@ -28,8 +28,8 @@ use super::{
     identity::Identity,
     name,
     told::{
-        Buckets, Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine, OfferedServer,
-        Standing, StandingDisk, StandingGroup, StandingMachine, State, Word,
+        Begun, Buckets, Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine,
+        OfferedServer, Standing, StandingDisk, StandingGroup, StandingMachine, State, Word,
     },
 };
 use crate::{
@@ -363,7 +363,8 @@ async fn give(
     }
     let mut machines = Vec::new();
     for (id, server) in &still.machines {
-        let Some(Rested { socket, said }) = server.take_rested() else { continue };
+        let Some(rested) = server.take_rested() else { continue };
+        let Rested { socket, said, bytes: begun, descriptors: with_begun } = rested;
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
         let mut messages = Vec::new();
         for Said { code, payload, descriptors: with } in said {
@@ -371,7 +372,10 @@ async fn give(
             bytes.extend(payload);
             descriptors.extend(with);
         }
-        machines.push(StandingMachine { id: id.clone(), said: messages });
+        let sizes = Begun { bytes: begun.len(), descriptors: with_begun.len() };
+        bytes.extend(begun);
+        descriptors.extend(with_begun);
+        machines.push(StandingMachine { id: id.clone(), said: messages, begun: sizes });
     }
     let mut devices = Vec::new();
     for (id, host) in &still.hosts {

@@ -38,7 +38,7 @@ use super::{
     devices::Awaited,
     identity::Identity,
     name,
-    told::{Offer, Standing, State, Word},
+    told::{Message, Offer, Standing, StandingMachine, State, Word},
     told_name,
 };
 use crate::{
@@ -76,9 +76,15 @@ pub(crate) struct Before {
     devices: Awaited,
     began_ns: u64,
     in_use: BTreeSet<String>,
+    clients: usize,
 }
 
 impl Before {
+    /// Clients and front ends that have come from it.
+    pub(crate) fn clients(&self) -> usize {
+        self.clients
+    }
+
     /// Waits until it has ended, and has the devices that it had until then. Returns the exports
     /// with a door of their own whose users came from it.
     pub(crate) async fn end(self, inventory: &Rc<Inventory>) -> BTreeSet<String> {
@@ -258,10 +264,8 @@ impl Newcomer {
             Standing::Refused(why) => bail!("the other goes on: {why}"),
         };
         inventory.events.go_on_after(state.last_event);
-        let (began_ns, machines) = (state.began_ns, state.machines.len());
-        let machine_ids = state.machines.iter().map(|machine| machine.id.clone());
-        let in_use = machine_ids.chain(devices.ids()).collect();
-        let clients = take_up(state, luggage, &devices, inventory).await?;
+        let (began_ns, device_ids) = (state.began_ns, devices.ids());
+        let (clients, machines) = take_up(state, luggage, &devices, inventory).await?;
         let channel = channel.say(Word::Ready, Vec::new(), Vec::new()).await?;
         let (channel, word, _) = channel.hear_or_close(PATIENCE).await.context("the other goes on itself")?;
         match word {
@@ -270,13 +274,14 @@ impl Newcomer {
             other => bail!("the other said {other:?} instead of giving up its place"),
         }
         passed.settle();
-        let count = clients.len() + machines;
+        let count = clients.len() + machines.len();
         for (number, (server, client)) in clients.into_iter().enumerate() {
             server.take_in(client, &workers[number % workers.len()]);
         }
         let pause_us = since_us(began_ns);
         tracing::info!(from = offer.version, clients = count, pause_us, "taken over");
-        Ok(Before { channel, devices, began_ns, in_use })
+        let in_use = machines.into_iter().chain(device_ids).collect();
+        Ok(Before { channel, devices, began_ns, in_use, clients: count })
     }
 }
 
@@ -351,13 +356,15 @@ fn export(
     })
 }
 
-/// Goes on where the other stands, but for serving; returns the clients, and where they belong.
+/// Goes on where the other stands, but for serving; returns the clients and where they belong, and
+/// the exports of the machines that have come. A machine whose memory cannot be had any more is
+/// left behind alone: it is disconnected when the other ends.
 async fn take_up(
     state: State,
     mut luggage: Luggage,
     devices: &Awaited,
     inventory: &Rc<Inventory>,
-) -> anyhow::Result<Vec<(Arc<Server>, Rested)>> {
+) -> anyhow::Result<(Vec<(Arc<Server>, Rested)>, Vec<String>)> {
     for running in inventory.disks() {
         if running.disk.is_passed() {
             running.disk.take_up().await.with_context(|| format!("disk {}", running.disk.name()))?;
@@ -398,22 +405,32 @@ async fn take_up(
         clients
             .push((server, Rested { socket, tls: false, session, bytes: own.to_vec(), skip: client.skip }));
     }
-    for standing in state.machines {
-        let id = &standing.id;
-        let (_, entrance) = machine(inventory, id).context("a front end of an export that is not here")?;
+    let mut machines = Vec::new();
+    for StandingMachine { id, said: messages, begun } in state.machines {
+        let (_, entrance) = machine(inventory, &id).context("a front end of an export that is not here")?;
         let machine = entrance.machine().context("it is no virtual machine's")?;
         let socket = pieces.descriptor()?.into();
         let mut said = Vec::new();
-        for message in standing.said {
-            let payload = pieces.bytes(message.bytes).context("a message came without its bytes")?.to_vec();
-            let descriptors = pieces.descriptors(message.descriptors)?;
-            said.push(vhost_user_blk::Said { code: message.code, payload, descriptors });
+        for Message { code, bytes, descriptors } in messages {
+            let payload = pieces.bytes(bytes).context("a message came without its bytes")?.to_vec();
+            let descriptors = pieces.descriptors(descriptors)?;
+            said.push(vhost_user_blk::Said { code, payload, descriptors });
         }
-        let taken = machine.server.take_over(vhost_user_blk::Rested { socket, said });
-        taken.with_context(|| format!("export {id}: its machine cannot be taken over"))?;
+        let bytes = pieces.bytes(begun.bytes).context("a front end came without what it sent")?.to_vec();
+        let descriptors = pieces.descriptors(begun.descriptors)?;
+        match machine.server.take_over(vhost_user_blk::Rested { socket, said, bytes, descriptors }) {
+            Ok(()) => machines.push(id),
+            Err(why) if why.is_of_its_files() => {
+                let what = "its machine is disconnected: memory that it has lent is no longer there";
+                tracing::warn!(export = id, %why, "{what} (it can connect again)");
+            }
+            Err(why) => {
+                return Err(why).with_context(|| format!("export {id}: its machine cannot be taken over"));
+            }
+        }
     }
     devices.take_up(state.devices, &mut pieces, inventory).await?;
-    Ok(clients)
+    Ok((clients, machines))
 }
 
 /// Asks a daemon to take over from it, by what both then speak on, and waits for its answer.

@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 use super::identity::Identity;
 
 /// Of these messages. Another one has other members, or means something else by them.
-pub(crate) const FORMAT: u64 = 4;
+pub(crate) const FORMAT: u64 = 5;
 
 /// A step that takes no more words.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -124,9 +124,10 @@ pub(super) enum Standing {
 }
 
 /// How everything stands. Descriptors: of each client's socket, then of each machine's front end
-/// its socket and those of its messages, then those of each device. Bytes: what each client has
-/// sent and nobody has begun, then the payload of each message, then what each device's queues or
-/// connections were asked and have not begun, one behind the other.
+/// its socket, those of its messages and those of a message that is not whole, then those of each
+/// device. Bytes: what each client has sent and nobody has begun, then of each front end the
+/// payload of each message and what has come of one that is not whole, then what each device's
+/// queues or connections were asked and have not begun, one behind the other.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct State {
@@ -221,6 +222,16 @@ pub(super) struct StandingMachine {
     pub(super) id: String,
     /// What it would say to be where it is.
     pub(super) said: Vec<Message>,
+    /// What has come of a message that is not whole.
+    pub(super) begun: Begun,
+}
+
+/// The beginning of a message.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct Begun {
+    pub(super) bytes: usize,
+    pub(super) descriptors: usize,
 }
 
 /// Of vhost-user.

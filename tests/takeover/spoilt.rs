@@ -1,0 +1,56 @@
+//! Front ends that would keep a takeover from happening, beside one that behaves.
+
+use std::{
+    fs::File,
+    io::{Read as _, Write as _},
+    os::unix::net::UnixStream,
+};
+
+use super::House;
+use crate::{
+    harness::{MIB, Scratch, text},
+    machines::{features, front_end, pass},
+};
+
+/// Lends `memory` as the first MiB of a guest's (`VHOST_USER_SET_MEM_TABLE`).
+fn lend(machine: &mut UnixStream, memory: &File) {
+    pass(machine, 5, &[1, 0, MIB, 1 << 32, 0], memory).expect("it reads");
+    // It has been taken by then.
+    features(machine);
+}
+
+#[test]
+fn a_front_end_that_spoils_its_own_keeps_nobody_from_taking_over() {
+    let scratch = Scratch::new();
+    let names = ["half", "gone", "good"];
+    let disks = names.map(|name| text(&scratch.sparse(&format!("{name}.raw"), MIB)).to_owned());
+    let sockets = names.map(|name| scratch.socket(name));
+    let doors = sockets.each_ref().map(|socket| format!("unix:{}", text(socket)));
+    let mut arguments: Vec<&str> = disks.iter().map(String::as_str).collect();
+    for (name, door) in names.iter().zip(&doors) {
+        arguments.extend(["--name", name, "--vhost-user-blk", door]);
+    }
+    let house = House::new(scratch, &arguments);
+    let old = house.serve().start();
+    let [mut half, mut gone, mut good] = sockets.each_ref().map(|socket| front_end(socket));
+    let memory = [(); 2].map(|()| tempfile::tempfile_in("/dev/shm").expect("a file in memory"));
+    for (machine, memory) in [&mut gone, &mut good].into_iter().zip(&memory) {
+        memory.set_len(MIB).expect("its length");
+        lend(machine, memory);
+    }
+    memory[0].set_len(0).expect("its length");
+    features(&mut half);
+    let question = [1_u32, 1, 0].map(u32::to_le_bytes).concat();
+    half.write_all(&question[..7]).expect("it reads");
+
+    let (new, _) = house.take_over(old);
+    half.write_all(&question[7..]).expect("it reads");
+    half.read_exact(&mut [0; 20]).expect("what it asked is answered");
+    features(&mut good);
+    assert_eq!(gone.read(&mut [0]).expect("it is closed"), 0);
+    let line = new.wait_for_log("its machine is disconnected");
+    assert!(line.contains("export=\"gone@") && line.contains("of a file of 0 bytes"), "{line}");
+    let told = new.wait_for_log("kind=\"taken_over\"");
+    assert!(told.contains("with 2 clients"), "{told}");
+    features(&mut front_end(&sockets[1]));
+}
