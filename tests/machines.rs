@@ -336,3 +336,27 @@ fn weir_connects_to_a_machine_that_listens() {
     weir.stop();
     assert!(socket.exists(), "it is the machine's");
 }
+
+#[test]
+fn a_machine_leaves_descriptors_to_others() {
+    let scratch = Scratch::new();
+    let socket = scratch.socket("machine");
+    // More than one machine may have, less what is kept.
+    let weir = Serve::new(&scratch)
+        .behind(["prlimit", "--nofile=640"])
+        .arg(scratch.sparse("disk.raw", MIB))
+        .args(["--vhost-user-blk", &format!("unix:{}", text(&socket))])
+        .start();
+    let memory = tempfile::tempfile_in("/dev/shm").expect("a file in memory");
+    memory.set_len(509 * 4096).expect("its length");
+    let greedy = front_end(&socket);
+    // VHOST_USER_ADD_MEM_REG; it may be closed before the last.
+    for at in (0..509).map(|number| number * 4096) {
+        if pass(&greedy, 37, &[0, at, 4096, (1 << 32) + at, at], &memory).is_err() {
+            break;
+        }
+    }
+    assert!(is_turned_away(greedy));
+    weir.wait_for_log("than are left to one client");
+    assert!(is_let_in(&socket));
+}

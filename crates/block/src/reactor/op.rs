@@ -248,8 +248,17 @@ const DESCRIPTORS_KEPT: u64 = 64;
 /// Whether a client may still have a descriptor: the lowest free one is not among the last that the
 /// process may have. Of a small limit (`ulimit -n`) an eighth is kept.
 pub fn descriptors_left() -> bool {
+    are_left_beside(1)
+}
+
+/// The same for one who has many already: others may still have as many as the process keeps.
+pub fn descriptors_left_to_others() -> bool {
+    are_left_beside(2)
+}
+
+fn are_left_beside(parts: u64) -> bool {
     let Ok((limit, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
-    let kept = DESCRIPTORS_KEPT.min(limit / 8);
+    let kept = parts * DESCRIPTORS_KEPT.min(limit / 8);
     lowest_free().is_none_or(|number| number.saturating_add(kept) < limit)
 }
 

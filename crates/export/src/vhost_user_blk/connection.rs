@@ -44,7 +44,9 @@ pub enum Ended {
     Left,
     #[error("the rest of a message did not come within {} s", PATIENCE.as_secs())]
     HalfMessage,
-    #[error("a message came with more descriptors than any has, or than this process may have")]
+    #[error(
+        "a message came with more descriptors than any has, or than are left to one client (`ulimit -n` or LimitNOFILE= must be larger)"
+    )]
     Descriptors,
     #[error("not a message: {0}")]
     Header(Malformed),
@@ -364,6 +366,7 @@ impl Inbox {
             &mut control,
             RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC,
         );
+        let had = self.descriptors.len();
         for message in control.drain() {
             if let RecvAncillaryMessage::ScmRights(descriptors) = message {
                 self.descriptors.extend(descriptors);
@@ -371,7 +374,8 @@ impl Inbox {
         }
         let received = received.map_err(io::Error::from)?;
         // The kernel has closed those that did not fit.
-        if received.flags.contains(ReturnFlags::CTRUNC) {
+        let is_short = self.descriptors.len() > had && !op::descriptors_left_to_others();
+        if received.flags.contains(ReturnFlags::CTRUNC) || is_short {
             return Err(Ended::Descriptors);
         }
         if received.bytes == 0 { Err(Ended::Left) } else { Ok(received.bytes) }
