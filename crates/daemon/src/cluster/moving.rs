@@ -6,6 +6,7 @@
 //!             moved = ready       ◄─────   Reply      it could have the disk
 //!   (serves nobody, closes the image)
 //!   Give      move = given        ─────►
+//!                                          Check      is it offered still?
 //!                                          (opens the image)
 //!             moved = taken       ◄─────   Claim      takes `move` away with it: now it has the disk
 //!   Withdraw  takes `move` away            if that comes first, `from` has it
@@ -38,13 +39,22 @@ pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<O
             let own = known.keys.key(Key::Host(&known.cluster.host));
             let (_, found) = etcd.read(&[known.keys.one(Key::Host(&known.cluster.host))]).await?;
             let run = found.iter().flatten().next().map_or(0, |value| value.mod_revision);
-            let key = known.keys.key(Key::Move(&to, &disk));
+            let (key, number) = (known.keys.key(Key::Move(&to, &disk)), offer.number);
             let put = Operation::put(&key, &values::write(&Offer { run, ..*offer }), Some(lease));
             let compare = [Compare::Changed(key, revision), Compare::Changed(own, run)];
             let done = etcd.transact(&compare, &[put]).await?;
             Ok(match done.held {
                 true => Outcome::Done(done.revision),
-                false => Outcome::Lost("the offer is gone from etcd".to_owned()),
+                false => {
+                    // One before may have held, whose answer was lost.
+                    let (_, found) = etcd.read(&[known.keys.one(Key::Move(&to, &disk))]).await?;
+                    let there = found.iter().flatten().next();
+                    let there = there.and_then(|value| values::read::<Offer>(&value.value).ok());
+                    match there.is_some_and(|there| there.given && (there.number, there.run) == (number, run)) {
+                        true => Outcome::Done(done.revision),
+                        false => Outcome::Lost("the offer is gone from etcd (move it again)".to_owned()),
+                    }
+                }
             })
         }
         Step::Withdraw { to, disk, number } => withdraw(known, etcd, (&to, &disk), number).await,
@@ -57,6 +67,13 @@ pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<O
                 false => Outcome::Lost("the offer was withdrawn".to_owned()),
             })
         }
+        Step::Check { offered } => {
+            let done = etcd.transact(&claimable(known, &offered), &[]).await?;
+            Ok(match done.held {
+                true => Outcome::Done(done.revision),
+                false => lost(&offered),
+            })
+        }
         Step::Claim { offered, listed } => claim(known, etcd, &offered, listed).await,
         Step::Own { disk } => {
             let gone = Operation::Delete(known.keys.one(Key::Moved(&known.cluster.host, &disk)));
@@ -67,6 +84,19 @@ pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<O
 
 fn unchanged(known: &Known, Offered { disk, revision, .. }: &Offered) -> Compare {
     Compare::Changed(known.keys.key(Key::Move(&known.cluster.host, disk)), *revision)
+}
+
+/// It is offered still, by the same run.
+fn claimable(known: &Known, offered: &Offered) -> [Compare; 2] {
+    let from = known.keys.key(Key::Host(&offered.offer.from));
+    [unchanged(known, offered), Compare::Changed(from, offered.offer.run)]
+}
+
+fn lost(offered: &Offered) -> Outcome {
+    let from = &offered.offer.from;
+    Outcome::Lost(format!(
+        "{from} has withdrawn its offer, was started again, or has joined the cluster anew since (move it again)"
+    ))
 }
 
 fn reply(known: &Known, Offered { disk, offer, .. }: &Offered, said: Said, lease: Option<i64>) -> Operation {
@@ -244,8 +274,6 @@ async fn claim(
     listed: Option<bool>,
 ) -> Result<Outcome, Error> {
     let Offered { disk, offer, .. } = offered;
-    let from = known.keys.key(Key::Host(&offer.from));
-    let compare = [unchanged(known, offered), Compare::Changed(from, offer.run)];
     let image = offer.described["keys"]["image"].as_str().map(str::to_owned);
     // Without a lease: whoever has offered it learns of it, however late.
     let mut then = vec![
@@ -260,10 +288,10 @@ async fn claim(
         // It may have left from here once.
         then.push(Operation::Delete(known.keys.one(Key::Moved(&known.cluster.host, disk))));
     }
-    let done = etcd.transact(&compare, &then).await?;
+    let done = etcd.transact(&claimable(known, offered), &then).await?;
     // A claim before may have held, whose answer was lost.
     if done.held || is_taken(known, etcd, (&offer.from, disk), offer.number).await? {
         return Ok(Outcome::Done(done.revision));
     }
-    Ok(Outcome::Lost(format!("{} has withdrawn its offer, or was started again", offer.from)))
+    Ok(lost(offered))
 }

@@ -59,7 +59,7 @@ pub(crate) enum Step {
         disk: String,
         offer: Box<Offer>,
     },
-    /// The same offer, which had this revision, with the disk.
+    /// The same offer, which had this revision, with the disk. May be said again.
     Give {
         to: String,
         disk: String,
@@ -75,6 +75,10 @@ pub(crate) enum Step {
     Reply {
         offered: Box<Offered>,
         said: Said,
+    },
+    /// Done: the offer could be claimed at this moment.
+    Check {
+        offered: Box<Offered>,
     },
     /// Done: the disk is this host's. May be said again.
     Claim {

@@ -50,8 +50,12 @@ async fn hear(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, offered: Offered
     let taken = take(inventory, cluster, &offered).await;
     inventory.moving.borrow_mut().remove(disk);
     match taken {
-        Ok(true) => tracing::info!(%disk, %from, "the disk is here now"),
-        Ok(false) => tracing::warn!(%disk, %from, "the disk stays where it was"),
+        Ok(Ok(())) => tracing::info!(%disk, %from, "the disk is here now"),
+        Ok(Err(why)) => {
+            tracing::warn!(%disk, %from, "the disk stays where it was: {why}");
+            // Its host waits for an answer if the offer is there yet.
+            reply(cluster, &offered, Said::Refused(why)).await;
+        }
         Err(why) => {
             tracing::warn!(%disk, %from, "the disk cannot come here: {why:#}");
             reply(cluster, &offered, Said::Refused(format!("{why:#}"))).await;
@@ -190,9 +194,28 @@ pub(super) async fn open(inventory: &Rc<Inventory>, disk: &str, described: &Desc
     Ok(())
 }
 
-/// Whether it is here now.
-async fn take(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, offered: &Offered) -> anyhow::Result<bool> {
+/// Waits until etcd says whether the offer stands: this daemon may have slept since it heard of it,
+/// and an image at an NBD server has no lock that keeps two hosts apart.
+async fn check_offer(cluster: &Cluster, offered: &Offered) -> Result<(), String> {
+    loop {
+        match cluster.step(Step::Check { offered: Box::new(offered.clone()) }).await {
+            Some(Outcome::Done(_)) => return Ok(()),
+            Some(Outcome::Lost(why) | Outcome::Absent(why)) => return Err(why),
+            Some(Outcome::Apart(_)) | None => reactor::sleep_until(reactor::now() + PAUSE).await,
+        }
+    }
+}
+
+/// Whether it is here now; if not, etcd says why.
+async fn take(
+    inventory: &Rc<Inventory>,
+    cluster: &Rc<Cluster>,
+    offered: &Offered,
+) -> anyhow::Result<Result<(), String>> {
     let disk = &offered.disk;
+    if let Err(why) = check_offer(cluster, offered).await {
+        return Ok(Err(why));
+    }
     let described = read(offered)?;
     check_exports(inventory, &described)?;
     open(inventory, disk, &described).await?;
@@ -205,11 +228,11 @@ async fn take(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, offered: &Offere
     loop {
         match cluster.step(Step::Claim { offered: Box::new(offered.clone()), listed }).await {
             Some(Outcome::Done(_)) => break,
-            Some(Outcome::Lost(_) | Outcome::Absent(_)) => {
+            Some(Outcome::Lost(why) | Outcome::Absent(why)) => {
                 if is_open {
                     inventory.remove_disk(disk).await?;
                 }
-                return Ok(false);
+                return Ok(Err(why));
             }
             // Nobody knows whose it is: the other host may have it again, and needs the image.
             Some(Outcome::Apart(_)) | None => {
@@ -231,7 +254,7 @@ async fn take(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, offered: &Offere
     }
     cluster.know_moved(disk, None);
     export(inventory, disk, &described).await;
-    Ok(true)
+    Ok(Ok(()))
 }
 
 /// Lets clients have it.

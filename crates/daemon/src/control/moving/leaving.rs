@@ -209,9 +209,21 @@ async fn give(
     cluster.promise(&**inventory);
     let why = match closed {
         Ok(()) => {
-            let (to, disk) = (wish.to.clone(), wish.disk.clone());
             let given = Box::new(Offer { given: true, described: told, ..offer.clone() });
-            match cluster.step(Step::Give { to, disk, offer: given, revision }).await {
+            let step = || Step::Give {
+                to: wish.to.clone(),
+                disk: wish.disk.clone(),
+                offer: given.clone(),
+                revision,
+            };
+            let until = reactor::now() + PATIENCE;
+            let mut done = cluster.step(step()).await;
+            // Etcd may have been cut off before it did it, or after.
+            while done.is_none() && reactor::now() < until {
+                reactor::sleep_until(reactor::now() + PAUSE).await;
+                done = cluster.step(step()).await;
+            }
+            match done {
                 Some(Outcome::Lost(why) | Outcome::Absent(why) | Outcome::Apart(why)) => why,
                 Some(Outcome::Done(_)) | None => match reactor::timeout(PATIENCE, end(answers)).await {
                     Ok(Some(Answer { said: Said::Taken, listed, .. })) => return Ok(listed),
