@@ -173,6 +173,9 @@ fn the_last_disk_goes_to_a_host_that_has_none_and_comes_back() {
     assert_eq!(a.disk("vm"), None);
     b.move_to("a").succeeds();
     a.io(&["read -P 3 0 4k"]);
+    // Neither file has it: nothing of all this is left to know.
+    let left = || etcd.control(&["get", "--prefix", "--keys-only", "/weir/v1/lab/host/"]).succeeds();
+    until("it is forgotten", || !left().contains("/move"));
     // A disk that a command has added is as good as one of the file.
     a.run(&["disk", "add", "raw", text(&scratch.sparse("other.raw", MIB)), "-f", "raw"]).succeeds();
     a.run(&["disk", "move", "raw", "--to", "b"]).succeeds();

@@ -9,6 +9,8 @@
 //!                                          Check      is it offered still?
 //!                                          (opens the image)
 //!             moved = taken       ◄─────   Claim      takes `move` away with it: now it has the disk
+//!             moved = settled     ◄─────   Settle     it knows
+//!   Forget    takes `moved` away           where nobody needs it
 //!   Withdraw  takes `move` away            if that comes first, `from` has it
 //! ```
 //!
@@ -19,7 +21,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    etcd::{Compare, Error, Etcd, KeyValue, Operation},
+    etcd::{Compare, Error, Etcd, KeyValue, Operation, Range},
     keys::{Key, Keys},
     known::Known,
     offers::{Answer, Offer, Offered, Outcome, Said, Step},
@@ -75,6 +77,11 @@ pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<O
             })
         }
         Step::Claim { offered, listed } => claim(known, etcd, &offered, listed).await,
+        Step::Settle { offered } => settle(known, etcd, &offered).await,
+        Step::Forget { disk } => {
+            forget(&known.keys, etcd, &known.cluster.host, |other| other != disk).await?;
+            Ok(Outcome::Done(0))
+        }
         Step::Own { disk } => {
             let gone = Operation::Delete(known.keys.one(Key::Moved(&known.cluster.host, &disk)));
             Ok(Outcome::Done(etcd.transact(&[], &[gone]).await?.revision))
@@ -105,7 +112,8 @@ fn reply(known: &Known, Offered { disk, offer, .. }: &Offered, said: Said, lease
 }
 
 fn answer(known: &Known, offer: &Offer, said: Said) -> Answer {
-    Answer { by: known.cluster.host.clone(), number: offer.number, said, image: None, listed: None }
+    let by = known.cluster.host.clone();
+    Answer { by, number: offer.number, said, image: None, listed: None, settled: false }
 }
 
 async fn ask(
@@ -159,7 +167,10 @@ async fn withdraw(
         match number_of(&found) {
             Some((of, revision)) if of == number => {
                 let compare = Compare::Changed(known.keys.key(Key::Move(to, disk)), revision);
-                let done = etcd.transact(&[compare], &[Operation::Delete(range.clone())]).await?;
+                // What was said to it is of no use to anybody.
+                let answer = known.keys.one(Key::Moved(&known.cluster.host, disk));
+                let gone = [range.clone(), answer].map(Operation::Delete);
+                let done = etcd.transact(&[compare], &gone).await?;
                 if done.held {
                     return Ok(Outcome::Done(done.revision));
                 }
@@ -241,6 +252,7 @@ pub(super) async fn gone(
                 said: Said::Taken,
                 image: Some(image.clone()),
                 listed: Some(true),
+                settled: true,
             };
             then.push(Operation::put(&keys.key(Key::Moved(by, disk)), &values::write(&answer), None));
             compare.push(Compare::Absent(keys.key(Key::Host(by))));
@@ -249,7 +261,58 @@ pub(super) async fn gone(
             gone.insert(disk.to_owned(), by.to_owned());
         }
     }
+    forget(keys, etcd, host, |disk| disks.contains_key(disk)).await?;
     Ok(gone)
+}
+
+/// Takes away what tells that disks have left this host, where nobody can need it any more. That is
+/// needed:
+///
+/// - by the host that took the disk, until it knows that it has: it finds here whether its claim
+///   held. Then it has settled it.
+/// - by this host, to know that it must not take the disk back: until it has heard of that, which
+///   it has where it asks for this, or has ended, and at its next start where its file has the
+///   disk.
+/// - by a host from which the disk came here before: at its start it follows from here where the
+///   disk is now.
+async fn forget(
+    keys: &Keys,
+    etcd: &mut Etcd,
+    host: &str,
+    is_listed: impl Fn(&str) -> bool,
+) -> Result<(), Error> {
+    let (_, found) = etcd.read(&[keys.of_hosts()]).await?;
+    let (mut settled, mut came) = (Vec::new(), BTreeSet::new());
+    for value in found.iter().flatten() {
+        let (Some(Key::Moved(from, disk)), Some(answer)) = (keys.read(&value.key), taken(&value.value)) else {
+            continue;
+        };
+        if from == host && answer.settled && !is_listed(disk) {
+            settled.push((disk, value));
+        } else if answer.by == host {
+            came.insert(disk);
+        }
+    }
+    for (_, value) in settled.iter().filter(|(disk, _)| !came.contains(disk)) {
+        let gone = Operation::Delete(Range::Key(value.key.clone()));
+        etcd.transact(&[Compare::Changed(value.key.clone(), value.mod_revision)], &[gone]).await?;
+    }
+    Ok(())
+}
+
+/// Where that is not heard, what tells of the move stays longer.
+async fn settle(known: &Known, etcd: &mut Etcd, offered: &Offered) -> Result<Outcome, Error> {
+    let key = known.keys.key(Key::Moved(&offered.offer.from, &offered.disk));
+    let (_, found) = etcd.read(&[Range::Key(key.clone())]).await?;
+    let there = found.iter().flatten().next();
+    let Some((value, answer)) = there.and_then(|value| Some((value, taken(&value.value)?))) else {
+        return Ok(Outcome::Done(0));
+    };
+    if answer.number == offered.offer.number {
+        let put = Operation::put(&key, &values::write(&Answer { settled: true, ..answer }), None);
+        etcd.transact(&[Compare::Changed(key, value.mod_revision)], &[put]).await?;
+    }
+    Ok(Outcome::Done(0))
 }
 
 fn taken(value: &[u8]) -> Option<Answer> {

@@ -40,6 +40,9 @@ pub(crate) struct Answer {
     /// Whether the config file there has it too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) listed: Option<bool>,
+    /// Whoever has taken it knows that.
+    #[serde(default)]
+    pub(crate) settled: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -85,6 +88,15 @@ pub(crate) enum Step {
         offered: Box<Offered>,
         /// Whether this host's config file has it.
         listed: Option<bool>,
+    },
+    /// Tells whoever has offered it that this host knows it has the disk.
+    Settle {
+        offered: Box<Offered>,
+    },
+    /// The disk has left this host, whose config file does not have it: forgets that where nobody
+    /// needs to know.
+    Forget {
+        disk: String,
     },
     /// Forgets that a disk of this name has left this host: it has one again.
     Own {

@@ -254,6 +254,8 @@ async fn take(
     }
     cluster.know_moved(disk, None);
     export(inventory, disk, &described).await;
+    // Where etcd does not hear of it, it keeps a key too many.
+    let _ = cluster.step(Step::Settle { offered: Box::new(offered.clone()) }).await;
     Ok(Ok(()))
 }
 

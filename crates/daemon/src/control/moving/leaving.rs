@@ -118,8 +118,17 @@ async fn move_away(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, wish: &Wish
     }
     let listed_there = given?;
     cluster.know_moved(&wish.disk, Some(&wish.to));
-    let mut told = json!({ "disk": wish.disk, "from": cluster.host(), "to": wish.to });
     let listed_here = super::is_listed(inventory, &wish.disk).await;
+    if listed_here == Some(false) {
+        let (cluster, disk) = (Rc::clone(cluster), wish.disk.clone());
+        reactor::spawn(async move {
+            // If it is not heard of in time, the next start forgets it.
+            if let Ok(Some(_)) = reactor::timeout(PATIENCE, settled(answers)).await {
+                let _ = cluster.step(Step::Forget { disk }).await;
+            }
+        });
+    }
+    let mut told = json!({ "disk": wish.disk, "from": cluster.host(), "to": wish.to });
     for (key, listed) in [("listed-here", listed_here), ("listed-there", listed_there)] {
         if let Some(listed) = listed {
             told[key] = json!(listed);
@@ -248,6 +257,15 @@ async fn end(answers: &async_channel::Receiver<Answer>) -> Option<Answer> {
     loop {
         let answer = answers.recv().await.ok()?;
         if answer.said != Said::Ready {
+            return Some(answer);
+        }
+    }
+}
+
+async fn settled(answers: async_channel::Receiver<Answer>) -> Option<Answer> {
+    loop {
+        let answer = answers.recv().await.ok()?;
+        if answer.settled {
             return Some(answer);
         }
     }
