@@ -270,6 +270,16 @@ fn what_cannot_move_stays_and_is_served() {
     // Garbage, and an offer that is none.
     etcd.control(&["put", "/weir/v1/lab/host/c/move/x", "garbage"]).succeeds();
     c.weir().wait_for_log("is not weir's");
+    // Names that no config file could have are told of once, and left alone.
+    for key in ["host/c/move/a\tb", "host/c/move/..", "host/c/move/.."] {
+        etcd.control(&["put", &format!("/weir/v1/lab/{key}"), "{}"]).succeeds();
+    }
+    etcd.control(&["put", "/weir/v1/lab/host/c/move/last", "garbage"]).succeeds();
+    c.weir().wait_for_log("host/c/move/last");
+    for key in [r"move/a\tb", "move/.."] {
+        let told = c.weir().log().lines().filter(|line| line.contains(key)).count();
+        assert_eq!(told, 1, "{key}");
+    }
     let offer = json!({
         "version": 1, "from": "a", "run": 1, "number": 1, "given": true,
         "described": { "keys": { "image": "/nowhere", "x\ny": 1 }, "group": null, "exports": [], "listen": null,

@@ -16,7 +16,11 @@
 //! Never asked by a request of a disk. Never waits for the main thread: what that has no room for
 //! ends the session.
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    time::Duration,
+};
 
 use async_channel::{Receiver, Sender};
 use policy::{
@@ -47,6 +51,8 @@ const NAME_TTL: u64 = NAME_LEASE.as_secs();
 const KEEP_NAME: Duration = Duration::from_secs(NAME_TTL / 3);
 /// How long the loop sleeps at most.
 const IDLE: Duration = Duration::from_secs(1);
+/// Keys that are told of: whoever can write in etcd may write any number.
+const MOST_STRANGE: usize = 64;
 /// Between two tries of all members.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
@@ -83,6 +89,7 @@ impl Agent {
             campaign_at: None,
             leading: None,
             silence: Silence::new(self.timing.lease / 2),
+            strange: BTreeSet::new(),
         };
         let (mut member, mut pause) = (0, FIRST_PAUSE);
         loop {
@@ -158,6 +165,8 @@ struct Session<'a> {
     campaign_at: Option<Instant>,
     leading: Option<Leading>,
     silence: Silence,
+    /// Keys that are none of weir's, and were told of.
+    strange: BTreeSet<String>,
 }
 
 impl Session<'_> {
@@ -454,7 +463,8 @@ impl Session<'_> {
                 }
             }
             Some(Key::Move(host, disk)) if host == self.agent.cluster.host => {
-                match values::read::<Offer>(&value.value) {
+                let named = |offer: Offer| settings::cluster_name(&offer.from).map(|_| offer);
+                match values::read::<Offer>(&value.value).and_then(named) {
                     Ok(offer) => {
                         let offered = Offered { disk: disk.to_owned(), offer, revision: value.mod_revision };
                         self.tell(Word::Offered(Box::new(offered))).await?;
@@ -463,12 +473,18 @@ impl Session<'_> {
                 }
             }
             Some(Key::Moved(host, disk)) if host == self.agent.cluster.host => {
-                match values::read::<Answer>(&value.value) {
+                let named = |answer: Answer| settings::cluster_name(&answer.by).map(|_| answer);
+                match values::read::<Answer>(&value.value).and_then(named) {
                     Ok(answer) => self.tell(Word::Answered { disk: disk.to_owned(), answer }).await?,
                     Err(why) => wrong(why),
                 }
             }
-            Some(Key::Host(_) | Key::Grant(_) | Key::Move(..) | Key::Moved(..)) | None => {}
+            Some(Key::Host(_) | Key::Grant(_) | Key::Move(..) | Key::Moved(..)) => {}
+            None => {
+                if self.strange.len() < MOST_STRANGE && self.strange.insert(value.key.clone()) {
+                    tracing::warn!(key = ?value.key, "cluster: a key in etcd is none of weir's, by its form or its names: it is left alone");
+                }
+            }
         }
         Ok(())
     }

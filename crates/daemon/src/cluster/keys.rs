@@ -16,6 +16,8 @@
 //! `v1` is the version of keys and values: a weir of another one has keys of its own, and never
 //! reads these.
 
+use settings::{check::named, cluster_name};
+
 use super::etcd::Range;
 
 /// A cluster's keys.
@@ -87,35 +89,41 @@ impl Keys {
         Range::Key(self.key(key))
     }
 
-    /// None where it is none that weir knows.
+    /// None where it is none that weir knows, or names what no config could name.
     pub(super) fn read<'a>(&self, key: &'a str) -> Option<Key<'a>> {
         let rest = key.strip_prefix(&self.0)?;
         if rest == "all/leader" {
             return Some(Key::Leader);
         }
         let of_host = || rest.strip_prefix("host/")?.split_once('/');
-        let (found, name) = if let Some(name) = rest.strip_prefix("all/group/") {
-            (Key::Group(name), name)
+        let found = if let Some(name) = rest.strip_prefix("all/group/") {
+            Key::Group(name)
         } else if let Some(name) = rest.strip_prefix("all/promise/") {
-            (Key::Promise(name), name)
+            Key::Promise(name)
         } else if let Some(name) = rest.strip_prefix("report/") {
-            (Key::Report(name), name)
+            Key::Report(name)
         } else {
-            match of_host()? {
-                (name, "name") => (Key::Host(name), name),
-                (name, "grant") => (Key::Grant(name), name),
-                (host, rest) => {
-                    let (what, disk) = rest.split_once('/')?;
-                    let found = match what {
-                        "move" => Key::Move(host, disk),
-                        "moved" => Key::Moved(host, disk),
-                        _ => return None,
-                    };
-                    (found, if disk.is_empty() { disk } else { host })
-                }
+            match rest.strip_prefix("host/")?.split_once('/')? {
+                (name, "name") => Key::Host(name),
+                (name, "grant") => Key::Grant(name),
+                (host, rest) => match rest.split_once('/')? {
+                    ("move", disk) => Key::Move(host, disk),
+                    ("moved", disk) => Key::Moved(host, disk),
+                    _ => return None,
+                },
             }
         };
-        (!name.is_empty()).then_some(found)
+        let is_named = match found {
+            Key::Leader => true,
+            Key::Group(group) => named(group).is_ok(),
+            Key::Host(host) | Key::Promise(host) | Key::Report(host) | Key::Grant(host) => {
+                cluster_name(host).is_ok()
+            }
+            Key::Move(host, disk) | Key::Moved(host, disk) => {
+                cluster_name(host).is_ok() && named(disk).is_ok()
+            }
+        };
+        is_named.then_some(found)
     }
 }
 
@@ -150,6 +158,14 @@ mod tests {
             "/weir/v1/lab/host//move/d",
             "/weir/v1/lab/host/h/moves/d",
             "/weir/v1/lab/x/y",
+            // What a config file could not name.
+            "/weir/v1/lab/all/group/g\nold",
+            "/weir/v1/lab/all/promise/h/i",
+            "/weir/v1/lab/report/h h",
+            "/weir/v1/lab/host/h\u{1b}[2J/name",
+            "/weir/v1/lab/host/h/move/..",
+            "/weir/v1/lab/host/h/moved/v\tm",
+            &format!("/weir/v1/lab/host/h/move/{}", "x".repeat(4097)),
         ] {
             assert_eq!(keys.read(other), None, "{other}");
         }
