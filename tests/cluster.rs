@@ -18,7 +18,7 @@ use std::{
 };
 
 use nix::sys::signal::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::harness::{Client, DEADLINE, Qmp, Scratch, Serve, Weir, need, search_path, text, weir};
 
@@ -486,6 +486,23 @@ fn promises_of_all_hosts_fit_into_the_limit() {
         assert!(done[0] != done[1], "round {round}: {done:?}");
         until("one is told", || hosts.iter().all(|host| promised(host) == Some(2900)));
     }
+    // Whatever promises is known to all before it is done.
+    assert!(hosts.iter().all(|host| promise(host, "0")));
+    let at_etcd = || etcd.control(&["get", "--print-value-only", "/weir/v1/lab/all/promise/b"]).succeeds();
+    until("nothing is promised", || !at_etcd().contains("2900"));
+    let mut qmp = Qmp::negotiated(&hosts[1].control);
+    let inner = json!({ "qom-type": "throttle-group", "id": "inner", "x-weir-parent": "gold", "x-weir-iops-reservation": 600 });
+    qmp.command("object-add", inner);
+    assert!(at_etcd().contains("[600,0]"), "{}", at_etcd());
+    let more = json!({ "path": "inner", "property": "x-weir-iops-reservation", "value": 700 });
+    qmp.command("qom-set", more);
+    assert!(at_etcd().contains("[700,0]"), "{}", at_etcd());
+    qmp.command("object-del", json!({ "id": "inner" }));
+    let file = hosts[1].scratch.path("weir.toml");
+    let config = fs::read_to_string(&file).unwrap();
+    fs::write(&file, format!("{config}iops-reservation = 2900\n")).unwrap();
+    hosts[1].run(&["reload"]).succeeds();
+    assert!(at_etcd().contains("[2900,0]"), "{}", at_etcd());
     let said = hosts[0].run(&["cluster", "forget", "b", "--json"]).fails();
     assert!(said.contains("host b: it is there"), "{said}");
     // What is too much all the same is told by who leads.

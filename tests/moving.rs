@@ -277,7 +277,7 @@ fn what_cannot_move_stays_and_is_served() {
     etcd.control(&["put", "/weir/v1/lab/host/c/move/last", "garbage"]).succeeds();
     c.weir().wait_for_log("host/c/move/last");
     for key in [r"move/a\tb", "move/.."] {
-        let told = c.weir().log().lines().filter(|line| line.contains(key)).count();
+        let told = c.weir().logged().lines().filter(|line| line.contains(key)).count();
         assert_eq!(told, 1, "{key}");
     }
     let offer = json!({

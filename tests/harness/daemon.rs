@@ -277,6 +277,11 @@ impl Weir {
         line.unwrap_or_else(|| panic!("{what:?} is missing in the log:\n{}", self.log.text()))
     }
 
+    /// What its log says so far.
+    pub(crate) fn logged(&self) -> String {
+        self.log.text()
+    }
+
     /// Waits until as many lines say it.
     #[track_caller]
     pub(crate) fn wait_for_logs(&self, what: &str, count: usize) {

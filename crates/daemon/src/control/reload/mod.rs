@@ -66,8 +66,15 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     }
     let mut work =
         Work { inventory, loaded: &loaded, draft: &draft, plan: &plan, done: Vec::new(), told: Vec::new() };
-    if let Err(error) = work.apply(&difference).await {
+    let applied = match (work.apply(&difference).await, inventory.cluster()) {
+        (Ok(()), Some(cluster)) => cluster.settle_promises(&**inventory).await.map_err(anyhow::Error::msg),
+        (applied, _) => applied,
+    };
+    if let Err(error) = applied {
         work.undo().await;
+        if let Some(cluster) = inventory.cluster() {
+            cluster.promise(&**inventory);
+        }
         return Err(error);
     }
     work.clear(&difference).await;

@@ -26,6 +26,7 @@ use policy::{
 };
 use serde_json::{Map, Value, json};
 
+use super::weir;
 use crate::control::{
     change::Change,
     inventory::Inventory,
@@ -119,6 +120,12 @@ impl Command for ObjectAdd {
         inventory.check_name(&id)?;
         let group = Group::new(&id, settings, parent.as_ref())?;
         inventory.add_group(&group)?;
+        if let Err(why) = weir::settle(&inventory).await {
+            inventory.remove_group(&id)?;
+            drop(group);
+            weir::unsettle(&inventory);
+            return Err(why);
+        }
         Ok(json!({}))
     }
 }
@@ -383,7 +390,7 @@ impl Command for QomSet {
             Place::Group(name) => inventory.group(&name)?,
         };
         let changes = changes(self.property, self.value)?;
-        group.set(changes.apply_to(group.settings())?)?;
+        weir::set_group(&inventory, &group, changes.apply_to(group.settings())?).await?;
         inventory.tell(&Change::SettingsChanged { name: group.name().to_owned() });
         Ok(json!({}))
     }

@@ -19,6 +19,7 @@ use block::{
 use policy::throttle::{LimitKind, Limits, Part, Setting};
 use serde_json::{Value, json};
 
+use super::weir;
 use crate::control::{
     change::Change,
     inventory::Inventory,
@@ -62,6 +63,9 @@ impl Command for BlockSetIoThrottle {
         let disk = &running.disk;
         let limits = self.changes.apply_to(Limits::default())?;
         let current = disk.throttle().group();
+        let placed = (disk.throttle().settings(), current.clone());
+        let entered = self.group.as_ref().and_then(|name| inventory.group(name).ok());
+        let entered = entered.map(|group| (group.settings(), group));
         let changed = match (&self.group, current) {
             _ if limits.is_unlimited() => alone(disk, limits)?,
             (Some(name), _) if *name == self.disk => alone(disk, limits)?,
@@ -69,6 +73,14 @@ impl Command for BlockSetIoThrottle {
             (Some(name), _) => enter(&inventory, disk, name, limits)?,
             (None, Some(group)) => set_group(&group, limits)?,
         };
+        if let Err(why) = weir::settle(&inventory).await {
+            disk.throttle().place(placed.0, placed.1.as_ref())?;
+            if let Some((before, group)) = entered {
+                group.set(before)?;
+            }
+            weir::unsettle(&inventory);
+            return Err(why);
+        }
         inventory.tell(&Change::SettingsChanged { name: changed });
         Ok(json!({}))
     }

@@ -103,16 +103,7 @@ impl Set {
             let rule = "cannot be changed for a group: it stays in the group it was made in (disks can move)";
             return Err(Error::rule("group", rule));
         }
-        let before = group.settings();
-        group.set(self.changes.apply_to(before)?)?;
-        let settled = settle(inventory).await;
-        if settled.is_err() {
-            // What is in force of a cluster's limits may be another by now.
-            let limits = if group.lent().is_some() { group.settings().limits } else { before.limits };
-            group.set(GroupSettings { limits, ..before })?;
-            unsettle(inventory);
-        }
-        settled
+        set_group(inventory, group, self.changes.apply_to(group.settings())?).await
     }
 
     async fn set_disk(&self, inventory: &Inventory) -> Result<(), Error> {
@@ -177,6 +168,24 @@ impl Set {
             .map_err(|error| Error::generic(format!("disk {}: {error}", self.name)))?;
         Ok(Some((qcow2, settings)))
     }
+}
+
+/// Sets all of it, if other hosts have room for what it promises, or nothing.
+pub(super) async fn set_group(
+    inventory: &Inventory,
+    group: &Group,
+    settings: GroupSettings,
+) -> Result<(), Error> {
+    let before = group.settings();
+    group.set(settings)?;
+    let settled = settle(inventory).await;
+    if settled.is_err() {
+        // What is in force of a cluster's limits may be another by now.
+        let limits = if group.lent().is_some() { group.settings().limits } else { before.limits };
+        group.set(GroupSettings { limits, ..before })?;
+        unsettle(inventory);
+    }
+    settled
 }
 
 /// Has the other hosts of the cluster know what is promised now; fails where they have no room.
