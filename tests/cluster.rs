@@ -280,6 +280,10 @@ fn hosts_join_share_change_and_outlive_their_leader_and_etcd() {
     assert_eq!(event.unwrap()["data"]["cluster"], "lab");
     hosts[witness].weir().wait_for_log("the safe share holds");
     assert_eq!(hosts[witness].status()["cluster"]["connected"], false);
+    // What was known last is shown, with its age.
+    let shown = hosts[witness].cluster();
+    assert!(shown["known-ms-ago"].is_u64(), "{shown}");
+    assert_eq!(shown["groups"][0]["limits"]["iops-total"], 1500);
     etcd.start_again();
     let busy: Vec<_> = (0..2).filter(|host| *host != at).collect();
     until("who is busy has a lease again", || busy.iter().any(|host| hosts[*host].part() > 100));

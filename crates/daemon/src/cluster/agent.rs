@@ -89,6 +89,7 @@ impl Agent {
             campaign_at: None,
             leading: None,
             silence: Silence::new(self.timing.lease / 2),
+            answered: None,
             strange: BTreeSet::new(),
         };
         let (mut member, mut pause) = (0, FIRST_PAUSE);
@@ -118,14 +119,14 @@ impl Agent {
             // Not all hosts at once.
             let until = now() + pause + pause.mul_f64((draw() % 256) as f64 / 256.0);
             pause = (pause * 2).min(LAST_PAUSE);
-            if self.answer_apart(until, &why).await {
+            if self.answer_apart(until, &why, &session).await {
                 return;
             }
         }
     }
 
     /// Answers what can be answered without etcd, for a while. Whether it is to stop.
-    async fn answer_apart(&self, until: Instant, why: &str) -> bool {
+    async fn answer_apart(&self, until: Instant, why: &str, session: &Session<'_>) -> bool {
         loop {
             let left = until - now();
             let Ok(input) = tokio::time::timeout(left, self.inbox.1.recv()).await else { return false };
@@ -140,7 +141,7 @@ impl Agent {
                     let _ = answer.try_send(Outcome::Apart(why.to_owned()));
                 }
                 Ok(Input::Status(answer)) => {
-                    let _ = answer.try_send(status::apart(why));
+                    let _ = answer.try_send(status::last(&session.known, session.answered, why));
                 }
                 Ok(Input::Reports(_) | Input::Promises(_) | Input::Watched(..) | Input::Ended(..)) => {}
             }
@@ -165,6 +166,8 @@ struct Session<'a> {
     campaign_at: Option<Instant>,
     leading: Option<Leading>,
     silence: Silence,
+    /// When etcd did last what it was asked.
+    answered: Option<Instant>,
     /// Keys that are none of weir's, and were told of.
     strange: BTreeSet<String>,
 }
@@ -216,6 +219,7 @@ impl Session<'_> {
         }
         loop {
             self.tend(etcd).await?;
+            self.answered = Some(now());
             let wait = self.next() - now();
             let Ok(input) = tokio::time::timeout(wait, self.agent.inbox.1.recv()).await else { continue };
             match input {

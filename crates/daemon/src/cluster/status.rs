@@ -5,12 +5,15 @@
 
 use std::collections::BTreeMap;
 
-use policy::throttle::{LimitKind, Part, Setting};
+use policy::{
+    throttle::{LimitKind, Part, Setting},
+    time::Instant,
+};
 use serde_json::{Map, Value, json};
 
 use super::{
     changing::most,
-    etcd::{Error, Etcd},
+    etcd::{Error, Etcd, KeyValue},
     keys::Key,
     known::Known,
     leading::Leading,
@@ -18,9 +21,20 @@ use super::{
     values::{self, Grants, Identity, Report, Reports},
 };
 
-/// Where etcd cannot be asked.
+/// Where nobody can be asked.
 pub(super) fn apart(why: &str) -> Value {
     json!({ "connected": false, "reason": why, "groups": [], "hosts": [] })
+}
+
+/// Where etcd cannot be asked: what it said last, and how long ago that is, if it has answered this
+/// run at all. What hosts want and use now nobody knows.
+pub(super) fn last(known: &Known, answered: Option<Instant>, why: &str) -> Value {
+    let mut answer = shown(known, None, &[]);
+    (answer["connected"], answer["joined"], answer["reason"]) = (json!(false), json!(false), json!(why));
+    if let Some(age) = answered.and_then(|at| u64::try_from((now() - at).as_millis()).ok()) {
+        answer["known-ms-ago"] = json!(age);
+    }
+    answer
 }
 
 /// All of it.
@@ -29,8 +43,15 @@ pub(super) async fn connected(
     leading: Option<&Leading>,
     etcd: &mut Etcd,
 ) -> Result<Value, Error> {
+    let (_, found) = etcd.read(&[known.keys.of_hosts(), known.keys.reports()]).await?;
+    let mut answer = shown(known, leading, &found);
+    answer["etcd"] = json!(etcd.member());
+    Ok(answer)
+}
+
+/// `found`: what stands in etcd of hosts and their reports.
+fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> Value {
     let keys = &known.keys;
-    let (_, found) = etcd.read(&[keys.of_hosts(), keys.reports()]).await?;
     let (mut hosts, mut reports, mut grants) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     for value in found.iter().flatten() {
         match keys.read(&value.key) {
@@ -104,7 +125,6 @@ pub(super) async fn connected(
     let all = add(known.promises.values().flat_map(|promises| promises.groups.values()));
     let mut answer = json!({
         "connected": true,
-        "etcd": etcd.member(),
         "joined": known.joined.is_some(),
         "hosts": names.iter().map(host).collect::<Vec<_>>(),
         "groups": groups,
@@ -114,7 +134,7 @@ pub(super) async fn connected(
     if let Some((_, leader)) = &known.leader {
         answer["leader"] = json!(leader);
     }
-    Ok(answer)
+    answer
 }
 
 /// What was measured of what is below all hosts: the least that a host knows, 0 where none does.

@@ -70,20 +70,26 @@ fn show(shown: &Value) -> String {
             let what = if group["leased"] == true { "a lease, until it runs out" } else { "its safe share" };
             said += &format!("  group {}: {what}\n", text(&group["name"]));
         }
-        return said;
-    }
-    let leader = shown["leader"].as_str().unwrap_or("nobody");
-    said += &format!("  etcd {}, led by {leader}\n", text(&shown["etcd"]));
-    if shown["joined"] != true {
-        said += "  this host's name is another's: its safe share holds\n";
+        if shown["groups"].as_array().is_none_or(Vec::is_empty) {
+            return said;
+        }
+        let age = shown["known-ms-ago"].as_u64().map(|age| format!("{:.1} s ago", age as f64 / 1000.0));
+        said += &format!("  as etcd said last, {}:\n", age.as_deref().unwrap_or("before this daemon's start"));
+    } else {
+        let leader = shown["leader"].as_str().unwrap_or("nobody");
+        said += &format!("  etcd {}, led by {leader}\n", text(&shown["etcd"]));
+        if shown["joined"] != true {
+            said += "  this host's name is another's: its safe share holds\n";
+        }
     }
     let of = amounts(&shown["capacity"]).map_or_else(
         || "; what devices can do is not known (`weir probe` measures)".to_owned(),
         |there| format!(", of {there}"),
     );
     said += &format!("  promised {}{of}\n\n", amounts(&shown["promised"]).unwrap_or("nothing".to_owned()));
+    let hosts = shown["hosts"].as_array().map_or(&[][..], Vec::as_slice);
     let mut table = Table::new(columns(&["HOST", "THERE", "HEARD", "WEIR"], &[]));
-    for host in shown["hosts"].as_array().into_iter().flatten() {
+    for host in hosts {
         let there = if host["present"] == true { "yes" } else { "no" };
         let heard = host["age-ms"]
             .as_u64()
@@ -91,7 +97,9 @@ fn show(shown: &Value) -> String {
         let weir = host["weir"].as_str().unwrap_or("-");
         table.row(vec![text(&host["name"]).to_owned(), there.to_owned(), heard, weir.to_owned()]);
     }
-    said += &table.render(false);
+    if !hosts.is_empty() {
+        said += &table.render(false);
+    }
     for group in shown["groups"].as_array().into_iter().flatten() {
         said += &of_group(group);
     }
@@ -111,8 +119,12 @@ fn of_group(group: &Value) -> String {
         format!("  that is {over} more than there is (lower reservations, or set a higher limit)\n")
     });
     let said = said + &over.unwrap_or_default();
+    let hosts = group["hosts"].as_array().map_or(&[][..], Vec::as_slice);
+    if hosts.is_empty() {
+        return said;
+    }
     let mut table = Table::new(columns(&["HOST", "LIMIT"], &["WANTS", "MAY USE", "SAFE SHARE"]));
-    for host in group["hosts"].as_array().into_iter().flatten() {
+    for host in hosts {
         for (name, safe) in host["safe-share"].as_object().into_iter().flatten() {
             let number = |value: &Value| value.as_u64().map_or_else(|| "-".to_owned(), |n| n.to_string());
             let wants = match &host["demand"][name] {
@@ -171,6 +183,13 @@ mod tests {
         }
         let apart = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
             "here": [{ "name": "gold", "leased": false }] });
-        assert!(show(&apart).contains("not connected: etcd http://e: refused\n  group gold: its safe share"));
+        assert!(show(&apart).ends_with("not connected: etcd http://e: refused\n  group gold: its safe share\n"));
+        let known = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
+            "known-ms-ago": 12_300, "promised": { "iops": 2000 }, "hosts": [],
+            "groups": [{ "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "hosts": [] }] });
+        let said = show(&known);
+        for expect in ["refused\n  as etcd said last, 12.3 s ago:\n  promised 2000 IOPS", "gold (change 3): iops 10000"] {
+            assert!(said.contains(expect), "{expect}: {said}");
+        }
     }
 }

@@ -64,6 +64,9 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
             )
             .into());
         };
+        if let Some(why) = shown["reason"].as_str() {
+            console::complain(&anyhow::anyhow!("what was known last is shown, as etcd cannot be asked: {why}"));
+        }
         return Ok(if arguments.json { print_json(group) } else { print(&of_all(group)) }?);
     }
     asked.insert("group".to_owned(), json!(arguments.name));
