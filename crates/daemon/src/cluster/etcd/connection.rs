@@ -3,7 +3,13 @@
 //! A peer that has gone without a word is found by TCP itself (keep-alive, some seconds): a watch
 //! may have nothing to say for hours.
 
-use std::{net::SocketAddr, path::Path, pin::Pin, time::Duration};
+use std::{
+    net::{IpAddr, SocketAddr},
+    path::Path,
+    pin::Pin,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use anyhow::{Context as _, anyhow};
 use http_body_util::{BodyExt as _, Full, Limited};
@@ -14,7 +20,10 @@ use hyper::{
     header,
 };
 use hyper_util::rt::TokioIo;
-use openssl::ssl::{SslConnector, SslFiletype, SslMethod};
+use openssl::{
+    ssl::{SslConnector, SslFiletype, SslMethod, SslVerifyMode},
+    x509::{GeneralNameRef, X509Ref, X509VerifyResult},
+};
 use rustix::net::sockopt;
 use serde_json::Value;
 use settings::Etcd;
@@ -25,6 +34,11 @@ use super::Error;
 
 /// Of an answer: 10,000 hosts with ten groups each.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
+/// What OpenSSL says of a certificate that is good, and another's (x509_vfy.h).
+const X509_V_ERR_HOSTNAME_MISMATCH: i32 = 62;
+const X509_V_ERR_IP_ADDRESS_MISMATCH: i32 = 64;
+/// Names of a certificate that are told.
+const MOST_NAMES: usize = 8;
 /// After which an idle connection is tried, and how often.
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
 
@@ -55,6 +69,25 @@ impl Tls {
         }
         Ok(Self(builder.build()))
     }
+}
+
+fn is_for_another(error: X509VerifyResult) -> bool {
+    [X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH].contains(&error.as_raw())
+}
+
+/// What a certificate is for, the first of many names.
+fn names_of(certificate: &X509Ref) -> String {
+    let name = |name: &GeneralNameRef| {
+        let address = |bytes: &[u8]| match *bytes {
+            [a, b, c, d] => Some(IpAddr::from([a, b, c, d])),
+            _ => <[u8; 16]>::try_from(bytes).ok().map(IpAddr::from),
+        };
+        let dns = name.dnsname().map(|name| format!("{name:?}"));
+        dns.or_else(|| Some(address(name.ipaddress()?)?.to_string()))
+    };
+    let all: Vec<_> =
+        certificate.subject_alt_names().iter().flatten().filter_map(name).take(MOST_NAMES).collect();
+    if all.is_empty() { "no name".to_owned() } else { all.join(", ") }
 }
 
 trait Stream: io::AsyncRead + io::AsyncWrite + Send + Unpin {}
@@ -106,15 +139,32 @@ impl Connection {
             None => Box::new(stream),
             Some(Tls(connector)) => {
                 let session = connector.configure().and_then(|tls| tls.into_ssl(&said.host));
-                let session = session.map_err(Error::unreachable)?;
+                let mut session = session.map_err(Error::unreachable)?;
+                let names = Arc::new(OnceLock::new());
+                session.set_verify_callback(SslVerifyMode::PEER, {
+                    let names = Arc::clone(&names);
+                    move |is_good, chain| {
+                        if !is_good && is_for_another(chain.error()) {
+                            // One certificate is the member's, and it is looked at once.
+                            let _ = names.set(chain.current_cert().map(names_of).unwrap_or_default());
+                        }
+                        is_good
+                    }
+                });
                 let mut stream = SslStream::new(session, stream).map_err(Error::unreachable)?;
                 if let Err(error) = Pin::new(&mut stream).connect().await {
                     return Err(match error.io_error() {
                         Some(_) => Error::Unreachable(anyhow!("TLS: {error}")),
                         // Nothing but another certificate helps.
-                        None => Error::Refused(format!(
-                            "etcd {said}: TLS: {error} (mend certificates of [cluster], or etcd's)"
-                        )),
+                        None => Error::Refused(match names.get() {
+                            Some(names) => format!(
+                                "etcd {said}: TLS: the name {:?} is expected, and etcd's certificate is for {names} (call it so in etcd of [cluster], or give it a certificate for this name)",
+                                said.host
+                            ),
+                            None => format!(
+                                "etcd {said}: TLS: {error} (mend certificates of [cluster], or etcd's)"
+                            ),
+                        }),
                     });
                 }
                 Box::new(stream)
@@ -169,5 +219,71 @@ impl Connection {
             ))
         };
         answer.map(|answer| (status, answer)).map_err(not_etcd)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, net::TcpListener, thread};
+
+    use openssl::{
+        asn1::Asn1Time,
+        hash::MessageDigest,
+        pkey::{PKey, Private},
+        rsa::Rsa,
+        ssl::SslAcceptor,
+        x509::{X509, X509Name, extension::SubjectAlternativeName},
+    };
+
+    use super::*;
+
+    fn certificate() -> (X509, PKey<Private>) {
+        let key = PKey::from_rsa(Rsa::generate(2048).unwrap()).unwrap();
+        let mut name = X509Name::builder().unwrap();
+        name.append_entry_by_text("CN", "other").unwrap();
+        let name = name.build();
+        let mut builder = X509::builder().unwrap();
+        builder.set_version(2).unwrap();
+        builder.set_subject_name(&name).unwrap();
+        builder.set_issuer_name(&name).unwrap();
+        builder.set_pubkey(&key).unwrap();
+        builder.set_not_before(&Asn1Time::days_from_now(0).unwrap()).unwrap();
+        builder.set_not_after(&Asn1Time::days_from_now(2).unwrap()).unwrap();
+        let names = SubjectAlternativeName::new()
+            .dns("etcd1.example")
+            .ip("192.0.2.7")
+            .build(&builder.x509v3_context(None, None))
+            .unwrap();
+        builder.append_extension(names).unwrap();
+        builder.sign(&key, MessageDigest::sha256()).unwrap();
+        (builder.build(), key)
+    }
+
+    #[test]
+    fn a_certificate_for_another_name_is_told_with_both() {
+        let directory = tempfile::tempdir().unwrap();
+        let (certificate, key) = certificate();
+        fs::write(directory.path().join("ca-cert.pem"), certificate.to_pem().unwrap()).unwrap();
+        let mut acceptor = SslAcceptor::mozilla_intermediate(SslMethod::tls_server()).unwrap();
+        acceptor.set_certificate(&certificate).unwrap();
+        acceptor.set_private_key(&key).unwrap();
+        let acceptor = acceptor.build();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let member = thread::spawn(move || {
+            let (stream, _) = listener.accept().unwrap();
+            // The client breaks it off.
+            assert!(acceptor.accept(stream).is_err());
+        });
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().unwrap();
+        let tls = Tls::new(Some(directory.path())).unwrap();
+        let said: Etcd = format!("https://{address}").parse().unwrap();
+        let patience = Duration::from_secs(60);
+        let opened = runtime.block_on(Connection::open(said, &[address], Some(&tls), patience));
+        let said = opened.unwrap_err().to_string();
+        let expect = "the name \"127.0.0.1\" is expected, and etcd's certificate is for \"etcd1.example\", 192.0.2.7 (";
+        assert!(said.contains(expect), "{said}");
+        member.join().unwrap();
     }
 }
