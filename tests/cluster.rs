@@ -20,7 +20,7 @@ use std::{
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::harness::{Client, DEADLINE, Qmp, Scratch, Serve, Weir, need, search_path, text, weir};
+use crate::harness::{Client, DEADLINE, Qmp, Scratch, Serve, Weir, assert_says, need, search_path, text, weir};
 
 /// One member on loopback, with its data in the scratch directory.
 pub(crate) struct Etcd {
@@ -363,6 +363,11 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     until("it is shown", || {
         shown().ends_with("  iops-total  2000\n  hosts       16\n  safe-share  0.125%\n")
     });
+    let said = one.run(&["throttle", "gold", "--cluster", "--safe-share", "default"]).succeeds();
+    assert_eq!(said, "gold: safe-share: default\n");
+    until("it is as at first", || shown().ends_with("  iops-total  2000\n  hosts       16\n"));
+    let said = one.run(&["throttle", "gold", "--cluster", "--safe-share", "2"]).run();
+    assert_says(&said.said(), &["such as 2%", "or default"]);
     // Limits of such a group are not one host's to change.
     let said = one.run(&["throttle", "gold", "--iops-total", "5"]).fails();
     assert!(said.contains("--cluster"), "{said}");

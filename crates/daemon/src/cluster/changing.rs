@@ -78,7 +78,7 @@ fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) ->
         return Err(format!("hosts: {hosts} is not between 1 and {MAX_HOSTS}"));
     }
     let first = before.map_or(safe_share_ppm, |group| group.safe_share_ppm);
-    let group = Group::of(&limits, hosts, change.safe_share_ppm.or(first), number, draw() as u32);
+    let group = Group::of(&limits, hosts, change.safe_share_ppm.unwrap_or(first), number, draw() as u32);
     group.spec()?;
     Ok(group)
 }
@@ -160,6 +160,11 @@ mod tests {
         assert_eq!(second.limits, first.limits);
         let third = next(Some(&second), &of(&[(IOPS, 0)]), None).unwrap();
         assert!(third.limits.is_empty());
+        let share = |ppm| Change { safe_share_ppm: Some(ppm), ..of(&[]) };
+        let fourth = next(Some(&second), &share(Some(700)), None).unwrap();
+        assert_eq!(fourth.safe_share_ppm, Some(700));
+        let fifth = next(Some(&fourth), &share(None), Some(5000)).unwrap();
+        assert_eq!((fifth.safe_share_ppm, fifth.limits), (None, second.limits));
     }
 
     #[test]

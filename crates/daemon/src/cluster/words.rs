@@ -21,7 +21,8 @@ pub(crate) struct Change {
     pub(crate) group: String,
     pub(crate) limits: Vec<(Setting, u64)>,
     pub(crate) hosts: Option<u32>,
-    pub(crate) safe_share_ppm: Option<u32>,
+    /// None within: all hosts' together are what they are at first.
+    pub(crate) safe_share_ppm: Option<Option<u32>>,
 }
 
 /// What arrives at the thread.

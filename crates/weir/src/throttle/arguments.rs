@@ -4,6 +4,8 @@
 //! A limit under virsh's name also does what virsh does: it clears the other limits of its kind. So
 //! a script that replaces a limit on reads by one on all requests works as it did.
 
+use std::fmt;
+
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use policy::throttle::{LimitKind, Part, Setting};
 use settings::arguments::limits;
@@ -60,6 +62,29 @@ pub(crate) struct ThrottleArgs {
     pub(crate) save: SaveArgs,
 }
 
+/// In millionths of a limit; none: all hosts' together are what they are at first.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SafeShare(pub(crate) Option<u32>);
+
+impl SafeShare {
+    fn read(text: &str) -> Result<Self, String> {
+        if text == "default" {
+            return Ok(Self(None));
+        }
+        let part = settings::safe_share(text).map_err(|rule| format!("{rule}, or default"))?;
+        Ok(Self(Some(part)))
+    }
+}
+
+impl fmt::Display for SafeShare {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(ppm) => write!(f, "{}%", f64::from(ppm) / 10_000.0),
+            None => f.write_str("default"),
+        }
+    }
+}
+
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Over many hosts")]
 pub(crate) struct ClusterArgs {
@@ -69,9 +94,9 @@ pub(crate) struct ClusterArgs {
     /// The most hosts that take part; there is made room for more as they come [at the start: 16]
     #[arg(long, value_name = "N", value_parser = settings::count, requires = "cluster")]
     pub(crate) hosts: Option<u64>,
-    /// What each host may use of the limits without etcd [default: all hosts together 2%]
-    #[arg(long, value_name = "PART%", value_parser = settings::safe_share, requires = "cluster")]
-    pub(crate) safe_share: Option<u32>,
+    /// What each host may use of the limits without etcd, or `default`: all hosts together 2%
+    #[arg(long, value_name = "PART%|default", value_parser = SafeShare::read, requires = "cluster")]
+    pub(crate) safe_share: Option<SafeShare>,
 }
 
 #[derive(Debug, Args)]

@@ -54,7 +54,8 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
     let change = arguments.change(&settings);
     let mut asked: Map<String, Value> = change.arguments();
     asked.extend(arguments.cluster.hosts.map(|hosts| ("hosts".to_owned(), json!(hosts))));
-    asked.extend(arguments.cluster.safe_share.map(|ppm| ("safe-share-ppm".to_owned(), json!(ppm))));
+    let safe_share = arguments.cluster.safe_share;
+    asked.extend(safe_share.map(|part| ("safe-share-ppm".to_owned(), json!(part.0.unwrap_or(0)))));
     if asked.is_empty() {
         let Some(group) = before else {
             let why = shown["reason"].as_str().map(|why| format!(": {why}")).unwrap_or_default();
@@ -77,10 +78,7 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
     let lines = change.describe(&settings).into_iter();
     let text: String = lines.map(|line| format!("{}: {line}, on all hosts\n", arguments.name)).collect();
     let hosts = arguments.cluster.hosts.map(|hosts| format!("{}: hosts: {hosts}\n", arguments.name));
-    let safe = arguments
-        .cluster
-        .safe_share
-        .map(|ppm| format!("{}: safe-share: {}%\n", arguments.name, f64::from(ppm) / 10_000.0));
+    let safe = safe_share.map(|part| format!("{}: safe-share: {part}\n", arguments.name));
     if done["used"] == false {
         console::complain(&unused(&arguments.name));
     }

@@ -57,7 +57,8 @@ impl Command for ClusterSet {
             .map_err(|rule| Error::generic(format!("group {:?}: {rule}", shown(&group))))?;
         let limits = LimitChanges::read(arguments, Naming::Plain)?.values().collect();
         let hosts = arguments.number("hosts", 1..=MAX_HOSTS)?.map(|hosts| hosts as u32);
-        let safe_share = arguments.number("safe-share-ppm", 1..=1_000_000)?.map(|ppm| ppm as u32);
+        let safe_share = arguments.number("safe-share-ppm", 0..=1_000_000)?;
+        let safe_share = safe_share.map(|ppm| (ppm > 0).then_some(ppm as u32));
         Ok(Self { change: Change { group, limits, hosts, safe_share_ppm: safe_share } })
     }
 
