@@ -23,11 +23,29 @@ def run(weir):
             # The browser tells of each answer that is an error, and these are meant to be.
             with visit.Visit(browser, running.url, allowed=("status of 4",)) as reader:
                 by_mouse(reader, running)
+            with visit.Visit(browser, running.url, size=(1280, 800)) as reader:
+                fits(reader)
             with visit.Visit(browser, running.url, allowed=("status of 401",)) as reader:
                 by_keyboard(reader, running)
         with tempfile.TemporaryDirectory() as other, daemon.Daemon(weir, other, CONFIG, token=None) as running:
             with visit.Visit(browser, running.url) as reader:
                 read_only(reader, running)
+
+
+def fits(reader):
+    """Names and limits are whole on a small screen, and no field lies over another."""
+    page = reader.open()
+    reader.choose("vm1")
+    is_held(page)
+    limits = reader.row("vm1").locator(".c-limits")
+    expect(limits).to_have_text("gold: iops")
+    assert limits.evaluate("cell => cell.scrollWidth <= cell.clientWidth"), "a limit is cut off"
+    over = page.evaluate("""() => [...document.querySelectorAll(".setting")].flatMap((row) => {
+        const fields = [...row.querySelectorAll("input")].map((field) => field.getBoundingClientRect());
+        const edge = row.closest(".limits").getBoundingClientRect().right;
+        return fields.filter((field, at) => field.right > edge || fields.slice(at + 1).some((next) => next.left < field.right && next.top < field.bottom && field.top < next.bottom));
+    }).length""")
+    assert over == 0, f"{over} fields lie over others"
 
 
 def is_held(page):
@@ -93,6 +111,9 @@ def by_mouse(reader, running):
     apply.click()
     expect(page.locator(".result.wrong")).to_contain_text("iops-total-max (100) is below iops-total (700)")
     assert running.limits("gold") == {"iops-total": 500}
+    # Nor does it stay beside what is typed then.
+    rate.fill("90")
+    expect(page.locator(".result.wrong")).to_be_hidden()
     page.get_by_role("button", name="Discard").click()
     expect(rate).to_have_value("500")
 

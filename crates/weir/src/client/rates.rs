@@ -48,8 +48,19 @@ impl Rates {
         let before = earlier.disks.iter().map(|disk| (disk.name.as_str(), disk)).collect();
         let comparison = Comparison { earlier, before, later, interval_ns };
         let mut of: HashMap<String, Rate> = HashMap::new();
+        // A group's requests wait in its disks for what holds a group above.
+        let mut waited: HashMap<&str, u64> = HashMap::new();
+        for disk in &later.disks {
+            let Some(before) = comparison.before.get(disk.name.as_str()) else { continue };
+            let own = disk.throttle.waited_ns().saturating_sub(before.throttle.waited_ns());
+            for group in later.groups_above(&disk.settings) {
+                let sum = waited.entry(&group.name).or_default();
+                *sum = sum.saturating_add(own);
+            }
+        }
         for group in &later.groups {
-            if let Some(rate) = comparison.group(group) {
+            let waited = waited.get(group.name.as_str()).copied().unwrap_or(0);
+            if let Some(rate) = comparison.group(group, waited) {
                 of.insert(group.name.clone(), rate);
             }
         }
@@ -83,13 +94,14 @@ impl Comparison<'_> {
         let before = *self.before.get(disk.name.as_str())?;
         let (read_iops, read_bps) = self.work(before.reads, disk.reads)?;
         let (write_iops, write_bps) = self.work(before.writes, disk.writes)?;
-        let limited = self.limited(Node::Disk(before), Node::Disk(disk))?;
+        let waited = disk.throttle.waited_ns().saturating_sub(before.throttle.waited_ns());
+        let limited = self.limited(Node::Disk(before), Node::Disk(disk), waited)?;
         Some(Rate { read_iops, write_iops, read_bps, write_bps, limited })
     }
 
-    fn group(&self, group: &Group) -> Option<Rate> {
+    fn group(&self, group: &Group, waited_ns: u64) -> Option<Rate> {
         let before = self.earlier.group(&group.name)?;
-        let limited = self.limited(Node::Group(before), Node::Group(group))?;
+        let limited = self.limited(Node::Group(before), Node::Group(group), waited_ns)?;
         Some(Rate { limited, ..Rate::default() })
     }
 
@@ -100,14 +112,13 @@ impl Comparison<'_> {
         Some((requests / seconds, bytes / seconds))
     }
 
-    fn limited(&self, before: Node<'_>, now: Node<'_>) -> Option<f64> {
+    fn limited(&self, before: Node<'_>, now: Node<'_>, waited_ns: u64) -> Option<f64> {
         let own = limited_ns(before, now)?;
         let above = self.later.groups_above(now.settings()).into_iter();
         let above = above.filter_map(|group| {
             limited_ns(Node::Group(self.earlier.group(&group.name)?), Node::Group(group))
         });
-        let waited = now.throttle().waited_ns().saturating_sub(before.throttle().waited_ns());
-        let limited_ns = limited_with_groups(own, above, waited, now.throttle().waiting.total() > 0);
+        let limited_ns = limited_with_groups(own, above, waited_ns, now.throttle().waiting.total() > 0);
         Some((limited_ns as f64 / self.interval_ns as f64).min(1.0))
     }
 }
@@ -170,6 +181,16 @@ mod tests {
         idle.disks[0].throttle.reads.waited_ns = 5_000_000;
         assert_eq!(Rates::between(&earlier, &idle).of("a").unwrap().limited, 0.01, "its waits, no more");
         assert_eq!(binding(&idle, idle.find("a").unwrap()), None);
+    }
+
+    #[test]
+    fn a_group_whose_disks_wait_for_a_group_above_is_limited_as_that_is() {
+        let (earlier, mut later) = (report(0, 100, 0, 0), report(500_000_000, 150, 250_000_000, 0));
+        assert_eq!(Rates::between(&earlier, &later).of("inner").unwrap().limited, 0.0, "nobody waits in it");
+        later.disks[1].throttle.reads.waited_ns = 300_000_000;
+        assert_eq!(Rates::between(&earlier, &later).of("inner").unwrap().limited, 0.0, "another does");
+        later.disks[0].throttle.reads.waited_ns = 300_000_000;
+        assert_eq!(Rates::between(&earlier, &later).of("inner").unwrap().limited, 0.5);
     }
 
     #[test]

@@ -162,12 +162,13 @@ export class Limits {
         const place = Number(input.slider.value);
         const [low, high] = this.range(kind);
         input.value = place === 0 ? "" : figures.exact(kind, round(low * (high / low) ** ((place - 1) / (PLACES - 1)), figures.countsBytes(kind)));
-        attribute(input.slider, "aria-valuetext", input.value ? `${input.value} a second` : "no limit");
-        this.changed();
+        this.touched(kind);
     }
 
     touched(name) {
         if (this.fields.get(name).slider) this.toSlider(name);
+        // What was wrong with what stood there before.
+        if (this.result.classList.contains("wrong")) say(this.result, "");
         this.changed();
     }
 
