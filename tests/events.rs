@@ -17,9 +17,9 @@ use nix::{sys::signal::kill, unistd::Pid};
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, Qmp, Scratch, Serve, Weir, assert_says, children,
+    Client, MIB, Qmp, Scratch, Serve, Weir, assert_says, children,
     operator::{prints, socket, start},
-    text, until, weir,
+    qemu_img, text, until, weir,
 };
 
 fn qmp(scratch: &Scratch) -> Qmp {
@@ -156,6 +156,59 @@ fn a_disk_that_an_error_stops_and_that_goes_on_is_told() {
     assert_eq!((&resumed["disk"], &resumed["data"]["by"]["kind"]), (&json!("a"), &json!("qmp")));
     writer.join().unwrap();
     weir.wait_for_log("kind=\"disk_stopped\"");
+}
+
+#[test]
+fn a_reservation_that_is_missed_is_told() {
+    let scratch = Scratch::new();
+    // So few bytes are not as many operations as are promised.
+    let config = format!(
+        "[daemon]\nnbd = \"unix:{}\"\nqmp = \"{}\"\n[group.g]\niops-total = 2000\n\
+         [disk.a]\nimage = \"memory:1M\"\ngroup = \"g\"\niops-reservation = 1000\nbps-total = \"40K\"\n",
+        text(&scratch.socket("nbd")),
+        socket(&scratch)
+    );
+    let weir = crate::harness::operator::serve(&scratch, &scratch.file("weir.toml", config));
+    let mut client = qmp(&scratch);
+    let done = scratch.path("done");
+    let uri = format!("nbd+unix:///a?socket={}", text(&scratch.socket("nbd")));
+    let busy = thread::spawn({
+        let done = done.clone();
+        move || {
+            let script = "import os\nh.connect_uri(arguments[0])\n\
+                          while not os.path.exists(arguments[1]): h.pread(4096, 0)";
+            crate::harness::nbdsh(script, [uri, text(&done).to_owned()])
+        }
+    });
+    let missed = next(&mut client, "reservation_missed");
+    fs::write(&done, "").unwrap();
+    busy.join().unwrap();
+    assert_eq!((&missed["disk"], &missed["severity"]), (&json!("a"), &json!("warning")));
+    weir.wait_for_log("disk a waits and has less than its reservation");
+    // Who asks for nothing misses nothing.
+    assert_eq!(next(&mut client, "reservation_met")["disk"], "a");
+}
+
+#[test]
+fn a_backing_file_that_somebody_writes_to_is_told_once() {
+    let scratch = Scratch::new();
+    let (base, top) = (scratch.sparse("base.raw", MIB), scratch.path("top.qcow2"));
+    qemu_img(["create", "-q", "-f", "qcow2", "-b", text(&base), "-F", "raw", text(&top)]).succeeds();
+    let weir = Serve::new(&scratch)
+        .args([text(&top), "--format", "qcow2", "--name", "a", "--qmp", &socket(&scratch)])
+        .start();
+    let mut client = qmp(&scratch);
+    let file = fs::OpenOptions::new().write(true).open(&base).unwrap();
+    std::os::unix::fs::FileExt::write_at(&file, b"other", 4096).unwrap();
+    let changed = next(&mut client, "backing_file_changed");
+    assert_eq!((&changed["disk"], &changed["severity"]), (&json!("a"), &json!("error")));
+    weir.wait_for_log("somebody changed a file below the image of disk a");
+    // A later event, by which a second one would have been there.
+    limit(&scratch, 100);
+    assert_eq!(next(&mut client, "config_changed")["disk"], "a");
+    let all = client.command("x-weir-query-events", json!({}));
+    let told = all.as_array().unwrap().iter().filter(|event| event["kind"] == "backing_file_changed");
+    assert_eq!(told.count(), 1, "{all}");
 }
 
 /// One request with its body.
