@@ -20,7 +20,9 @@ use std::{
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::harness::{Client, DEADLINE, Qmp, Scratch, Serve, Weir, assert_says, need, search_path, text, weir};
+use crate::harness::{
+    Client, DEADLINE, Qmp, Scratch, Serve, Weir, assert_says, need, search_path, text, weir,
+};
 
 /// One member on loopback, with its data in the scratch directory.
 pub(crate) struct Etcd {

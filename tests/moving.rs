@@ -281,21 +281,24 @@ fn what_cannot_move_stays_and_is_served() {
         assert_eq!(told, 1, "{key}");
     }
     let offer = json!({
-        "version": 1, "from": "a", "run": 1, "number": 1, "given": true,
+        "version": 1, "from": "ghost", "run": 1, "number": 1, "given": false,
         "described": { "keys": { "image": "/nowhere", "x\ny": 1 }, "group": null, "exports": [], "listen": null,
             "doors": [], "filled": null },
     });
     etcd.control(&["put", "/weir/v1/lab/host/c/move/y", &offer.to_string()]).succeeds();
-    c.weir().wait_for_log("what is offered cannot be read");
+    let answer = |disk: &str| {
+        let key = format!("/weir/v1/lab/host/ghost/moved/{disk}");
+        etcd.control(&["get", "--print-value-only", &key]).succeeds()
+    };
+    until("it is refused", || answer("y").contains("what is offered cannot be read"));
     // One that nobody may claim any more: what is offered by another run is not taken, nor is its
     // image looked for. Whoever waits for an answer has one.
     let mut late = offer;
-    late["from"] = json!("ghost");
+    late["given"] = json!(true);
     late["described"]["keys"] = json!({ "image": scratch.path("nowhere.raw"), "format": "raw" });
     etcd.control(&["put", "/weir/v1/lab/host/c/move/z", &late.to_string()]).succeeds();
     c.weir().wait_for_log("the disk stays where it was: ghost has withdrawn its offer");
-    let answer = || etcd.control(&["get", "--print-value-only", "/weir/v1/lab/host/ghost/moved/z"]).succeeds();
-    until("it is told so", || answer().contains("joined the cluster anew since (move it again)"));
+    until("it is told so", || answer("z").contains("joined the cluster anew since (move it again)"));
     assert!(c.disk("z").is_none() && c.disk("y").is_none());
     // A host that sleeps does not answer; when it wakes, nothing is left to take.
     c.weir().signal(Signal::SIGSTOP);

@@ -95,7 +95,6 @@ impl Keys {
         if rest == "all/leader" {
             return Some(Key::Leader);
         }
-        let of_host = || rest.strip_prefix("host/")?.split_once('/');
         let found = if let Some(name) = rest.strip_prefix("all/group/") {
             Key::Group(name)
         } else if let Some(name) = rest.strip_prefix("all/promise/") {

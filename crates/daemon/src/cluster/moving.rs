@@ -52,7 +52,8 @@ pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<O
                     let (_, found) = etcd.read(&[known.keys.one(Key::Move(&to, &disk))]).await?;
                     let there = found.iter().flatten().next();
                     let there = there.and_then(|value| values::read::<Offer>(&value.value).ok());
-                    match there.is_some_and(|there| there.given && (there.number, there.run) == (number, run)) {
+                    match there.is_some_and(|there| there.given && (there.number, there.run) == (number, run))
+                    {
                         true => Outcome::Done(done.revision),
                         false => Outcome::Lost("the offer is gone from etcd (move it again)".to_owned()),
                     }
@@ -284,7 +285,8 @@ async fn forget(
     let (_, found) = etcd.read(&[keys.of_hosts()]).await?;
     let (mut settled, mut came) = (Vec::new(), BTreeSet::new());
     for value in found.iter().flatten() {
-        let (Some(Key::Moved(from, disk)), Some(answer)) = (keys.read(&value.key), taken(&value.value)) else {
+        let (Some(Key::Moved(from, disk)), Some(answer)) = (keys.read(&value.key), taken(&value.value))
+        else {
             continue;
         };
         if from == host && answer.settled && !is_listed(disk) {

@@ -74,7 +74,8 @@ fn show(shown: &Value) -> String {
             return said;
         }
         let age = shown["known-ms-ago"].as_u64().map(|age| format!("{:.1} s ago", age as f64 / 1000.0));
-        said += &format!("  as etcd said last, {}:\n", age.as_deref().unwrap_or("before this daemon's start"));
+        said +=
+            &format!("  as etcd said last, {}:\n", age.as_deref().unwrap_or("before this daemon's start"));
     } else {
         let leader = shown["leader"].as_str().unwrap_or("nobody");
         said += &format!("  etcd {}, led by {leader}\n", text(&shown["etcd"]));
@@ -183,12 +184,16 @@ mod tests {
         }
         let apart = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
             "here": [{ "name": "gold", "leased": false }] });
-        assert!(show(&apart).ends_with("not connected: etcd http://e: refused\n  group gold: its safe share\n"));
+        assert!(
+            show(&apart).ends_with("not connected: etcd http://e: refused\n  group gold: its safe share\n")
+        );
         let known = json!({ "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e: refused",
             "known-ms-ago": 12_300, "promised": { "iops": 2000 }, "hosts": [],
             "groups": [{ "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "hosts": [] }] });
         let said = show(&known);
-        for expect in ["refused\n  as etcd said last, 12.3 s ago:\n  promised 2000 IOPS", "gold (change 3): iops 10000"] {
+        for expect in
+            ["refused\n  as etcd said last, 12.3 s ago:\n  promised 2000 IOPS", "gold (change 3): iops 10000"]
+        {
             assert!(said.contains(expect), "{expect}: {said}");
         }
     }

@@ -66,7 +66,9 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
             .into());
         };
         if let Some(why) = shown["reason"].as_str() {
-            console::complain(&anyhow::anyhow!("what was known last is shown, as etcd cannot be asked: {why}"));
+            console::complain(&anyhow::anyhow!(
+                "what was known last is shown, as etcd cannot be asked: {why}"
+            ));
         }
         return Ok(if arguments.json { print_json(group) } else { print(&of_all(group)) }?);
     }
