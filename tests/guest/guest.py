@@ -115,8 +115,12 @@ class Guest:
     # What emulates it.
     emulator = "qemu-system-x86_64"
 
-    def __init__(self, cache, program, disks, own_clock=True, network=False, system=None, more=()):
-        self.cache = Path(cache)
+    def __init__(
+        self, cache, program, disks, own_clock=True, network=False, system=None, more=(), kernel=None
+    ):
+        # Another kernel than most tests have, as `build` beside this takes it.
+        self.kernel = kernel
+        self.cache = Path(cache, "kernels", kernel.replace("/", "+")) if kernel else Path(cache)
         self.program = program
         # Other programs, by their names in /bin.
         self.more = dict(more)
@@ -128,7 +132,7 @@ class Guest:
         self.system = system
 
     def __enter__(self):
-        subprocess.run([HERE / "build", self.cache], check=True)
+        subprocess.run([HERE / "build", self.cache, *filter(None, [self.kernel])], check=True)
         self._directory = tempfile.TemporaryDirectory(prefix="guest-test.", dir=self.cache.parent)
         try:
             self._start(Path(self._directory.name))
