@@ -6,6 +6,8 @@ qmp=/run/weir.qmp
 
 # serve OPTION…: weir, in the background, until it is ready; sets $weir
 serve() {
+    # What an earlier one has said is not there any more when it is looked for.
+    : >$log
     RUST_BACKTRACE=1 weir serve --qmp unix:$qmp "$@" >$log 2>&1 &
     weir=$!
     until grep -q ' ready' $log; do
@@ -25,6 +27,7 @@ gone() {
 # take_over OPTION…: another weir, which takes over from the one that runs; sets $weir
 take_over() {
     before=$weir
+    : >$log.next
     RUST_BACKTRACE=1 weir serve --qmp unix:$qmp --takeover "$@" >$log.next 2>&1 &
     weir=$!
     until grep -q ' ready' $log.next; do
@@ -98,6 +101,15 @@ end_numbers() {
     touch /tmp/stop
     gone $numbered || { cat /tmp/numbered; return 1; }
     cat /tmp/numbered
+}
+
+# check_numbers FILE: that the file, too, has them; by a loop device, as tmpfs has no direct I/O before
+# Linux 6.6
+check_numbers() {
+    loop=$(losetup -f)
+    losetup "$loop" "$1"
+    numbered check "$loop" 0 8 32
+    losetup -d "$loop"
 }
 
 # pidof_server: of the `weir serve` that `weir attach` has started

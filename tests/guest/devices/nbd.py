@@ -152,7 +152,7 @@ class Nbd:
             part rest
             stop
             free
-            numbered check {DISK} 0 8 32
+            check_numbers {DISK}
         """)
         return [contains("the client", parts["ended"], "ok ")]
 
@@ -186,7 +186,7 @@ class Nbd:
             # The last of them can still give it another length, and let it go.
             stop
             free
-            numbered check {DISK} 0 8 32
+            check_numbers {DISK}
         """)
         return [
             contains("a newcomer without it", parts["refused"], f"{NODE} runs, and is not in this config"),
@@ -396,7 +396,7 @@ class Nbd:
                 end_numbers
                 part ${{way}}_after
                 weir detach disk
-                numbered check {DISK} 0 8 32
+                check_numbers {DISK}
                 rm {DISK}
                 truncate -s {DISK_MIB}M {DISK}
             done

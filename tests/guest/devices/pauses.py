@@ -76,7 +76,7 @@ class Pauses:
             end_numbers
             part rest
             stop
-            numbered check {DISK} 0 8 32
+            check_numbers {DISK}
         """)
         began, ended = parts["during"].splitlines()[0].split()
         # A round may have been reported that had ended before.
