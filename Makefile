@@ -28,7 +28,7 @@ BENCH ?=
 MACHINES ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu bench bench-decisions bench-hosts bench-runtimes fuzz miri soak doc lint audit fmt deps clean
+.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu test-kernels bench bench-decisions bench-hosts bench-runtimes bench-ublk fuzz miri soak doc lint audit fmt deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -89,6 +89,13 @@ test-qemu: ## virtual machines' disks with the newest QEMU, beside the installed
 	$(CARGO) build --locked -p weir --bin weir
 	tests/guest/virtual-machines --qemu "$(TARGET)/qemu/bin/qemu-system-x86_64" $(MACHINES) "$(TARGET)/debug/weir"
 
+# Nor is this: it takes 220 MB for the one kernel and 135 MB for the other, which changes daily.
+KERNELS ?= linux-image-amd64 linux-image-amd64/unstable
+test-kernels: ## block devices in guests with this Debian's own kernel, which is 6.1 in Debian 12, and with the newest, beside the 6.12 of `make test` (about 20 minutes after the build)
+	@scripts/deps build guest
+	$(CARGO) build --locked -p weir --bin weir
+	for kernel in $(KERNELS); do tests/guest/block-devices --kernel $$kernel "$(TARGET)/debug/weir" || exit; done
+
 bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=--strict judges, BENCH="--rows 'file-*'" is a part
 	@scripts/deps build clients
 	@scripts/etcd
@@ -111,6 +118,13 @@ bench-runtimes: ## the reactor beside compio, the comparison of docs/decisions/0
 	$(RELEASE)
 	cd bench/runtimes && $(CARGO) build --release --locked --target-dir ../../$(TARGET)/runtimes
 	bench/runtimes/run.py --compio "$(TARGET)/runtimes/release/nbd-compio" --weir "$(TARGET)/release/weir" --json bench/results/runtimes.json
+
+bench-ublk: ## how a block device by ublk had best move data, in instructions of a guest, on 6.12 and the newest kernel: docs/decisions/0053 (about 5 minutes)
+	@scripts/deps build guest
+	$(RELEASE)
+	cd bench/ublk && $(CARGO) build --release --locked --target-dir ../../$(TARGET)/ublk
+	bench/ublk/run.py "$(TARGET)/ublk/release/ublk-ways" --weir "$(TARGET)/release/weir"
+	bench/ublk/run.py "$(TARGET)/ublk/release/ublk-ways" --weir "$(TARGET)/release/weir" --kernel linux-image-amd64/unstable
 
 fuzz: ## fuzz every parser of untrusted bytes, FUZZ_SECONDS (600) each
 	@scripts/deps build
