@@ -4,6 +4,7 @@ them when weir ends in one way or another.
 Each case is one script in the guest, and the checks of what it printed.
 """
 
+import re
 from pathlib import Path
 
 from outcome import contains, fact, near
@@ -30,6 +31,11 @@ CLEAN = f"""
 """
 
 
+def version(release):
+    """The two numbers that a kernel's features are known by."""
+    return [int(number) for number in release.split(".")[:2]]
+
+
 class Ublk:
     """The cases."""
 
@@ -50,6 +56,7 @@ class Ublk:
         yield "ublk: ended while it is mounted", self.ended
         yield "ublk: killed, and nobody goes on", self.lost
         yield "ublk: removed under load", self.removed
+        yield "ublk: of another user than root", self.unprivileged
         yield "ublk: what cannot be", self.refused
 
     def _parts(self, body):
@@ -168,7 +175,7 @@ class Ublk:
             dd if=/dev/urandom of={NODE} bs=1M count=1 seek={DISK_MIB + 19} oflag=direct
             stop
         """)
-        can = [int(number) for number in parts["kernel"].split(".")[:2]] >= [6, 16]
+        can = version(parts["kernel"]) >= [6, 16]
         now = str(larger) if can else "keep their length"
         return [
             fact("the answer", "return" in parts["asked"], parts["asked"], "a return"),
@@ -331,6 +338,64 @@ class Ublk:
             contains("if it need not", parts["hard"], "return"),
             contains("its client", parts["client"], "it failed"),
             fact("processes that wait for ever", not parts["waiting"].strip(), parts["waiting"], "none"),
+        ]
+
+    def unprivileged(self):
+        """Whom udev gives the device that they make, which is done here in its place; they serve it,
+        remove what is left of it, and are told where they are not given it.
+        """
+        serve = f"weir serve {DISK} --ublk=0,unprivileged --qmp unix:/run/user/qmp"
+        parts = self._parts(f"""
+            part kernel
+            uname -r
+            part others
+            mkdir -p /etc /run/user
+            printf '%s\\n' root:x:0:0::/:/bin/sh user:x:1000:1000::/:/bin/sh >/etc/passwd
+            chown user {DISK} /run/user
+            chmod 666 /dev/ublk-control
+            as_user() {{ XDG_RUNTIME_DIR=/run/user su user -c "$1"; }}
+            given() {{
+                until [ -e "$1" ]; do pause 0.02; done
+                chown user "$1"
+            }}
+            part refused
+            ! as_user "{serve}" 2>&1
+            ! weir detach {NODE} 2>/dev/null
+            part others
+            {{ given /dev/ublkc0 && given {NODE}; }} &
+            giving=$!
+            : >$log
+            su user -c "exec {serve}" >$log 2>&1 &
+            weir=$!
+            until grep -q ' ready' $log; do
+                pause 0.02
+                kill -0 $weir 2>/dev/null || break
+            done
+            part served
+            [ ! -e {NODE} ] || {{
+                wait $giving
+                as_user "dd if=/dev/urandom of={NODE} bs=64k count=4 oflag=direct && head -c 256k {NODE} | md5sum"
+                head -c 256k {DISK} | md5sum
+                killed
+                until_no {NODE}
+                as_user "weir attach --list; weir detach {NODE}"
+            }}
+            part nodes
+            chmod 600 /dev/ublk-control
+            kill $giving 2>/dev/null || :
+            ls /dev/ublk*
+        """)
+        nodes = fact(
+            "nodes afterwards", parts["nodes"].split() == ["/dev/ublk-control"], parts["nodes"], "none"
+        )
+        if version(parts["kernel"]) < [6, 5]:
+            return [contains("before Linux 6.5", parts["refused"], "may not use the ublk driver"), nodes]
+        sums = re.findall(r"^\w{32}(?=  -$)", parts["served"], re.MULTILINE)
+        return [
+            contains("one whom nobody gives it", parts["refused"], "not this user's after 10 s"),
+            fact("its bytes", len(sums) == 2 and sums[0] == sums[1], sums, "those of the disk"),
+            contains("what is left when its weir is killed", parts["served"], "ublk, lost"),
+            nodes,
         ]
 
     def refused(self):

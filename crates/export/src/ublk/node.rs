@@ -24,8 +24,9 @@ use std::{
 
 use block::{
     memory::NotEnough,
-    reactor::ublk::{Control, Info, Params, State, feature},
+    reactor::ublk::{self, Control, Info, Params, State, feature},
 };
+use nix::unistd::{AccessFlags, access};
 
 use super::{Export, mark, request::SECTOR_BYTES};
 
@@ -35,7 +36,10 @@ const NOTICED: Duration = Duration::from_secs(30);
 /// The driver tells nobody, so it is asked again: users of the device wait meanwhile.
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Why there is no device. Nothing has changed.
+/// How long udev may take to give a device to the user who makes it.
+const GIVEN: Duration = Duration::from_secs(10);
+
+/// Why there is no device. Nothing has changed, unless it says so.
 #[derive(Debug, thiserror::Error)]
 pub enum Refused {
     /// Not in the kernel, or not loaded.
@@ -48,6 +52,14 @@ pub enum Refused {
         "this user may not use the ublk driver: {0} (start weir as root, or with the key unprivileged where /dev/ublk-control is this user's)"
     )]
     NotPermitted(io::Error),
+    /// A user who is not root has made one, and may not use it.
+    #[error(
+        "{}: not this user's after {} s, as a device that a user makes is to be (have a rule of udev's give it to them; root can remove it: weir detach /dev/ublkb{number})", ublk::Queue::path(*number).display(), GIVEN.as_secs()
+    )]
+    NotGiven {
+        /// N.
+        number: u32,
+    },
     /// Somebody else's.
     #[error("/dev/ublkb{number}: there is a device of this number already{} (choose another, or leave the number away)", of_process(*process))]
     Taken {
@@ -175,6 +187,19 @@ fn begin_recovery(control: &mut Control, info: &Info, what: impl Fn() -> String)
     }
 }
 
+/// Waits until this user may use the device of this number, which they have made. Before, the
+/// driver refuses every command.
+fn until_given(number: u32) -> Result<(), Refused> {
+    let (path, end) = (ublk::Queue::path(number), Instant::now() + GIVEN);
+    while access(&path, AccessFlags::R_OK | AccessFlags::W_OK).is_err() {
+        if Instant::now() > end {
+            return Err(Refused::NotGiven { number });
+        }
+        thread::sleep(PAUSE);
+    }
+    Ok(())
+}
+
 /// Numbers of devices that this process serves, or is about to.
 static CLAIMED: LazyLock<Mutex<BTreeSet<u32>>> = LazyLock::new(Mutex::default);
 
@@ -240,6 +265,9 @@ impl Node {
         drop(claimed);
         let params = offer.params(export.disk.size_bytes());
         let node = Self { info, params, is_taken_over: false };
+        if info.features & feature::UNPRIVILEGED != 0 {
+            until_given(info.number)?;
+        }
         if let Err(error) = control.set_params(&info, params) {
             // It has no use.
             let _ = control.delete(&info);

@@ -10,6 +10,7 @@
 use std::{
     fs::OpenOptions,
     io,
+    path::PathBuf,
     ptr::{NonNull, addr_of},
     rc::Rc,
 };
@@ -72,13 +73,18 @@ struct Shared {
 }
 
 impl Queue {
+    /// The node that requests of a device come through.
+    pub fn path(number: u32) -> PathBuf {
+        PathBuf::from(format!("{CHANNEL}{number}"))
+    }
+
     /// Opens what requests of a device come through, for all its queues. There is one such process
     /// at a time, and it opens it once.
     ///
     /// # Errors
     /// `ENOENT`: there is no such device, or no node of it. `EBUSY`: somebody has it open.
     pub fn open_device(number: u32) -> io::Result<Fd> {
-        OpenOptions::new().read(true).write(true).open(format!("{CHANNEL}{number}")).map(Fd::from)
+        OpenOptions::new().read(true).write(true).open(Self::path(number)).map(Fd::from)
     }
 
     /// A queue of it, with memory for its depth of requests.
