@@ -134,10 +134,12 @@ impl Header {
         let mut fields = Fields::new(input);
         let (magic, flags, kind) = (fields.u32()?, fields.u16()?, fields.u16()?);
         let tag = Tag { cookie: fields.u64()?, offset: fields.u64()? };
-        let (length, has_payload) = match style {
+        let (length, has_flag) = match style {
             ReplyStyle::Extended => (fields.u64()?, flags & cmd_flag::PAYLOAD_LEN != 0),
-            ReplyStyle::Simple | ReplyStyle::Structured => (u64::from(fields.u32()?), kind == cmd::WRITE),
+            ReplyStyle::Simple | ReplyStyle::Structured => (u64::from(fields.u32()?), false),
         };
+        // A WRITE has one anyway: QEMU's client agrees on extended headers and leaves the flag out.
+        let has_payload = has_flag || kind == cmd::WRITE;
         Some(Self { magic, flags, kind, tag, length, has_payload })
     }
 }
@@ -178,7 +180,7 @@ fn check(header: &Header, session: &Session, size_bytes: u64) -> Result<Command,
     let fua = header.flags & cmd_flag::FUA != 0;
     match header.kind {
         cmd::READ => read(header, &range),
-        cmd::WRITE => write(header, &range, fua),
+        cmd::WRITE => write(&range, fua),
         cmd::FLUSH => flush(header, session),
         cmd::TRIM => {
             writable(session)?;
@@ -275,10 +277,7 @@ fn read(header: &Header, range: &Range<'_>) -> Result<Command, Refusal> {
     Ok(range.or_nothing(Command::Read { offset: range.offset, length, dont_fragment }))
 }
 
-fn write(header: &Header, range: &Range<'_>, fua: bool) -> Result<Command, Refusal> {
-    if !header.has_payload {
-        return Err((Errno::Inval, "a WRITE with extended headers needs the PAYLOAD_LEN flag"));
-    }
+fn write(range: &Range<'_>, fua: bool) -> Result<Command, Refusal> {
     writable(range.session)?;
     let length = range.payload(Errno::Inval)?;
     range.inside(Errno::NoSpc)?;

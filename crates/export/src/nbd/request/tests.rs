@@ -314,10 +314,24 @@ fn a_disconnect_is_one_whatever_it_carries() {
 
 #[test]
 fn payload_len_means_a_payload_with_extended_headers() {
-    refuses(&extended(), raw(cmd::WRITE, 0, 512), Errno::Inval, 0);
     for kind in [cmd::READ, cmd::FLUSH, cmd::TRIM, cmd::CACHE, cmd::WRITE_ZEROES] {
         refuses(&extended(), raw(kind, 0, 512).with(cmd_flag::PAYLOAD_LEN), Errno::Inval, 512);
     }
+}
+
+/// As QEMU's client sends it.
+#[test]
+fn a_write_has_its_payload_whether_or_not_it_says_so() {
+    let (offset, length) = (4096, 512);
+    let write = raw(cmd::WRITE, offset, 512);
+    accepts(&extended(), write, Command::Write { offset, length, fua: false });
+    accepts(&extended(), write.with(cmd_flag::FUA), Command::Write { offset, length, fua: true });
+    refuses(&read_only(extended()), write, Errno::Perm, 512);
+    refuses(&extended(), write.with(cmd_flag::DF), Errno::Inval, 512);
+    refuses(&extended(), raw(cmd::WRITE, SIZE, 512), Errno::NoSpc, 512);
+    let most = u64::from(proto::DEFAULT_MAX_PAYLOAD);
+    refuses(&extended(), raw(cmd::WRITE, 0, most), Errno::Inval, most as u32);
+    assert_eq!(run(&extended(), raw(cmd::WRITE, 0, most + 1)), Parsed::Close(Breach::Payload(most + 1)));
 }
 
 #[test]
