@@ -2,9 +2,9 @@
 //! "Request message" of the specification.
 
 use crate::harness::{
-    MIB, Serve, Weir, Wire, pattern,
+    MIB, Scratch, Serve, Weir, Wire, pattern, text,
     wire::{
-        CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, CMD_WRITE_ZEROES, EINVAL, ENOSPC,
+        CMD_BLOCK_STATUS, CMD_FLUSH, CMD_READ, CMD_TRIM, CMD_WRITE, CMD_WRITE_ZEROES, EINVAL, ENOSPC, EPERM,
         FLAG_FUA, FLAG_PAYLOAD_LEN, FLAG_REQ_ONE, OPT_EXTENDED_HEADERS, OPT_STRUCTURED_REPLY, Request,
     },
 };
@@ -124,6 +124,27 @@ fn a_write_without_the_flag_for_its_payload_is_carried_out() {
     assert_eq!(error(&mut wire).0, ENOSPC);
     ask(&mut wire, 0, CMD_READ, 1000, 5);
     assert_eq!(wire.chunk().payload[8..], *b"hello");
+}
+
+/// Beside a door that may write.
+#[test]
+fn an_export_may_be_for_reading_alone() {
+    let scratch = Scratch::new();
+    let (machine, socket) = (scratch.socket("vm.sock"), scratch.socket("backup.sock"));
+    let nbd = format!("unix:{},read-only", text(&socket));
+    let weir = Serve::new(&scratch)
+        .where_said()
+        .args(["memory:1M", "--name", "disk", "--nbd", &nbd])
+        .args(["--vhost-user-blk", &format!("unix:{}", text(&machine))])
+        .start();
+    let (mut wire, _) = Wire::go_extended(&socket, "disk");
+    ask(&mut wire, 0, CMD_WRITE, 0, 5);
+    wire.send(b"hello");
+    assert_eq!(error(&mut wire), (EPERM, "the export is read-only".to_owned()));
+    ask(&mut wire, 0, CMD_READ, 0, 5);
+    let chunk = wire.chunk();
+    assert!(chunk.done && chunk.kind != ERROR, "{chunk:?}");
+    drop(weir);
 }
 
 #[test]

@@ -17,7 +17,7 @@ use block::{
 use policy::access::Access;
 
 use super::{
-    Address, Disk, DiskDraft, DoorExport, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings,
+    Address, Disk, DiskDraft, DoorExport, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings, Nbd,
     Place, Plan, Said, Server, Service, ServiceDraft, Settings, SocketAccess, Standard, Tls, Wrong,
     groups::Groups, http, promises,
 };
@@ -105,7 +105,7 @@ impl Plan {
         promises::check(&draft, &groups, &disks)?;
         let standard = standard_endpoints(&draft, inherited.saturating_sub(passed_to_doors(&draft)))?;
         // Where nothing is said, a host without such disks listens nowhere.
-        let is_said = !draft.service.nbd.is_empty() || standard == [Endpoint::Inherited];
+        let is_said = !draft.service.nbd.is_empty() || standard == [(Endpoint::Inherited, false)];
         let always = if draft.service.cluster.is_some() && is_said { &*standard } else { &[] };
         let servers = servers(&draft.disks, &standard, always)?;
         if servers.is_empty() {
@@ -351,8 +351,8 @@ fn passed_to_doors(draft: &Draft) -> usize {
     draft.disks.iter().flat_map(|disk| &disk.doors).filter(|door| door.value.passed().is_some()).count()
 }
 
-/// Where disks are served that do not say.
-fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<Endpoint>, Wrong> {
+/// Where disks are served that do not say, and whether for reading alone.
+fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<(Endpoint, bool)>, Wrong> {
     // Those that come from other hosts of a cluster do not.
     let all_say = draft.service.cluster.is_none() && draft.disks.iter().all(DiskDraft::says_where);
     if let Some(first) = draft.service.nbd.first() {
@@ -364,14 +364,22 @@ fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<Endpoint>, 
         if all_say {
             return Err(first.wrong("is not used, because every disk says where it is exported (remove it)"));
         }
-        if let Some(again) = repeated(&draft.service.nbd) {
+        let mut seen = HashSet::new();
+        if let Some(again) = draft.service.nbd.iter().find(|said| !seen.insert(&said.value.address)) {
             return Err(again.wrong("is given twice (remove one)"));
         }
-        return Ok(draft.service.nbd.iter().map(|said| Endpoint::Address(said.value.clone())).collect());
+        let read_only = draft.service.nbd.iter().find(|said| said.value.read_only);
+        if let (Some(said), Some(_)) = (read_only, &draft.service.cluster) {
+            return Err(said.wrong(
+                "read-only: disks that come from other hosts could be written to all the same (leave it out, or make the disks read-only)",
+            ));
+        }
+        let place = |said: &Said<Nbd>| (Endpoint::Address(said.value.address.clone()), said.value.read_only);
+        return Ok(draft.service.nbd.iter().map(place).collect());
     }
     match (inherited, all_say) {
-        (0, _) => Ok(vec![Endpoint::Address(Address::standard())]),
-        (_, false) => Ok(vec![Endpoint::Inherited]),
+        (0, _) => Ok(vec![(Endpoint::Address(Address::standard()), false)]),
+        (_, false) => Ok(vec![(Endpoint::Inherited, false)]),
         (_, true) => Err(Place::new("LISTEN_FDS").wrong(format!(
             "what was passed (sockets: {inherited}) is not used, because every disk says where it is exported (pass none, or leave that to them for one disk)"
         ))),
@@ -379,14 +387,18 @@ fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<Endpoint>, 
 }
 
 /// Those that disks are exported at, and `always`, whatever is exported there.
-fn servers(disks: &[DiskDraft], standard: &[Endpoint], always: &[Endpoint]) -> Result<Vec<Server>, Wrong> {
+fn servers(
+    disks: &[DiskDraft],
+    standard: &[(Endpoint, bool)],
+    always: &[(Endpoint, bool)],
+) -> Result<Vec<Server>, Wrong> {
     let empty = |endpoint: &Endpoint| Server { endpoint: endpoint.clone(), exports: Vec::new() };
-    let mut servers: Vec<Server> = always.iter().map(empty).collect();
-    let mut at: HashMap<Endpoint, usize> = HashMap::new();
-    at.extend(always.iter().cloned().zip(0..));
+    let always = always.iter().map(|(endpoint, _)| endpoint);
+    let mut servers: Vec<Server> = always.clone().map(empty).collect();
+    let mut at: HashMap<Endpoint, usize> = always.cloned().zip(0..).collect();
     let mut taken: HashSet<(usize, String)> = HashSet::new();
     for (disk, draft) in disks.iter().enumerate() {
-        for (endpoint, name) in exports_of(draft, standard) {
+        for (endpoint, name, read_only) in exports_of(draft, standard) {
             check_name(&name)?;
             let index = *at.entry(endpoint.clone()).or_insert_with(|| {
                 servers.push(Server { endpoint, exports: Vec::new() });
@@ -399,20 +411,22 @@ fn servers(disks: &[DiskDraft], standard: &[Endpoint], always: &[Endpoint]) -> R
                 );
                 return Err(name.wrong(rule));
             }
-            servers[index].exports.push(Export { name: name.value, disk });
+            servers[index].exports.push(Export { name: name.value, disk, read_only });
         }
     }
     Ok(servers)
 }
 
-fn exports_of(disk: &DiskDraft, standard: &[Endpoint]) -> Vec<(Endpoint, Said<String>)> {
+fn exports_of(disk: &DiskDraft, standard: &[(Endpoint, bool)]) -> Vec<(Endpoint, Said<String>, bool)> {
     if !disk.says_where() {
         let name = disk.export_name.as_ref().unwrap_or(&disk.name);
-        return standard.iter().map(|endpoint| (endpoint.clone(), name.clone())).collect();
+        let at = |(endpoint, read_only): &(Endpoint, bool)| (endpoint.clone(), name.clone(), *read_only);
+        return standard.iter().map(at).collect();
     }
     let export = |export: &ExportDraft| {
         let default = || Said::new(disk.name.value.clone(), export.listen.place.clone());
-        (Endpoint::Address(export.listen.value.clone()), export.name.clone().unwrap_or_else(default))
+        let name = export.name.clone().unwrap_or_else(default);
+        (Endpoint::Address(export.listen.value.clone()), name, export.read_only)
     };
     disk.exports.iter().map(export).collect()
 }

@@ -10,7 +10,7 @@ use block::{
 use policy::time::Duration;
 
 use super::{
-    AccessDraft, Address, Cluster, Door, Image, LogFormat, OnErrorDraft, OnEvent, Owner, Place,
+    AccessDraft, Address, Cluster, Door, Image, LogFormat, Nbd, OnErrorDraft, OnEvent, Owner, Place,
     PrefetchDraft, Qcow2Draft, Record, Said, Sandbox, SettingsDraft, tls::TlsDraft,
 };
 
@@ -76,6 +76,7 @@ pub struct ExportDraft {
     pub listen: Said<Address>,
     /// None: as the disk.
     pub name: Option<Said<String>>,
+    pub read_only: bool,
 }
 
 /// A group as it was described.
@@ -93,7 +94,7 @@ pub struct GroupDraft {
 #[derive(Clone, Debug, Default)]
 pub struct ServiceDraft {
     /// Where disks are served that say nothing themselves.
-    pub nbd: Vec<Said<Address>>,
+    pub nbd: Vec<Said<Nbd>>,
     pub socket_mode: Option<Said<u32>>,
     pub socket_owner: Option<Said<Owner>>,
     pub exit_when_idle: Option<Said<bool>>,

@@ -71,7 +71,7 @@ use block::{
 };
 pub use clients::{AccessDraft, tls_name};
 pub use cluster::{Cluster, Etcd, cluster_name, safe_share};
-pub use doors::{Door, Fuse, Keyed, NbdDevice, Socket, Ublk, VhostUserBlk};
+pub use doors::{Door, Fuse, Keyed, Nbd, NbdDevice, Socket, Ublk, VhostUserBlk};
 pub use draft::{DiskDraft, Draft, ExportDraft, GroupDraft, ServiceDraft};
 pub use http::{Http, http_name};
 pub use image::{Image, reached};
@@ -196,6 +196,8 @@ pub struct Export {
     pub name: String,
     /// Index in [`Plan::disks`].
     pub disk: usize,
+    /// Refuses writes though the disk takes them.
+    pub read_only: bool,
 }
 
 /// A disk with a door of its own.

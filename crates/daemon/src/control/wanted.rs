@@ -31,9 +31,9 @@ pub(crate) enum Way {
 impl Wanted {
     /// All that a plan has, those over NBD first.
     pub(crate) fn all(plan: &Plan) -> Vec<Self> {
-        let of_disk = |index: usize, way| {
+        let of_disk = |index: usize, read_only, way| {
             let disk = &plan.disks[index];
-            Self { disk: disk.name.clone(), read_only: disk.read_only, way }
+            Self { disk: disk.name.clone(), read_only: read_only || disk.read_only, way }
         };
         let nbd = plan.servers.iter().flat_map(|server| {
             server.exports.iter().map(|export| {
@@ -45,10 +45,11 @@ impl Wanted {
                     access: disk.access.clone(),
                     bitmaps: disk.qcow2.bitmaps.clone(),
                 };
-                of_disk(export.disk, way)
+                of_disk(export.disk, export.read_only, way)
             })
         });
-        let own = plan.doors.iter().map(|DoorExport { door, disk }| of_disk(*disk, Way::Own(door.clone())));
+        let own = plan.doors.iter();
+        let own = own.map(|DoorExport { door, disk }| of_disk(*disk, false, Way::Own(door.clone())));
         nbd.chain(own).collect()
     }
 

@@ -210,14 +210,10 @@ fn sockets(draft: &Draft, plan: &Plan, found: &mut Vec<anyhow::Error>) {
     });
     let of_disks = draft.disks.iter().flat_map(|disk| disk.exports.iter().map(|export| &export.listen));
     let said = |address: &Address| {
-        let mut all = draft
-            .service
-            .nbd
-            .iter()
-            .chain(&draft.service.metrics)
-            .chain(&draft.service.http)
-            .chain(of_disks.clone());
-        all.find(|said| said.value == *address).map(|said| &said.place)
+        let nbd = draft.service.nbd.iter().find(|said| said.value.address == *address);
+        let mut all = draft.service.metrics.iter().chain(&draft.service.http).chain(of_disks.clone());
+        let other = || all.find(|said| said.value == *address).map(|said| &said.place);
+        nbd.map(|said| &said.place).or_else(other)
     };
     let page = plan.service.http.as_ref().map(|http| http.address.clone());
     let told = plan.service.metrics.clone().into_iter().chain(page);

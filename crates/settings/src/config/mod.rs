@@ -28,7 +28,7 @@ use toml::de::DeTable;
 
 use crate::{
     AccessDraft, Address, Cluster, DiskDraft, Door, Draft, Etcd, ExportDraft, Fuse, GroupDraft, Image, Keyed,
-    LimitsDraft, NbdDevice, OnErrorDraft, OnEvent, Place, PrefetchDraft, Qcow2Draft, Record, Said,
+    LimitsDraft, Nbd, NbdDevice, OnErrorDraft, OnEvent, Place, PrefetchDraft, Qcow2Draft, Record, Said,
     SecretSource, ServiceDraft, SettingsDraft, Socket, Ublk, VhostUserBlk, WebServer, Webhook, Wrong,
     cluster, doors, log,
 };
@@ -200,7 +200,7 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn daemon(&self, section: &Section<'_>) -> Result<ServiceDraft, Wrong> {
         let draft = ServiceDraft {
-            nbd: section.list("nbd", |text| self.address(text))?,
+            nbd: section.list("nbd", |text| self.address(text).map(Nbd::at))?,
             socket_mode: section.parse("socket-mode", crate::socket_mode)?,
             socket_owner: section.parse("socket-owner", str::parse)?,
             exit_when_idle: section.flag("exit-when-idle")?,
@@ -387,6 +387,7 @@ impl Reader<'_> {
                 Exported::Nbd(ExportDraft {
                     listen: listen.ok_or_else(|| section.missing("listen", rule))?,
                     name: section.text("name")?,
+                    read_only: section.flag("read-only")?.is_some_and(|said| said.value),
                 })
             }
         };

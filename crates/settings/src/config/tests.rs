@@ -82,7 +82,7 @@ fn a_disk_with_everything() {
         fault = ["kind=read,error=EIO", "kind=write,error=ENOSPC"]
         delay = "read=5ms"
         rate = "bytes=22M"
-        export = [{ type = "nbd", listen = "unix:vm1.sock" }, { type = "nbd", listen = "[::1]:7", name = "" }]
+        export = [{ type = "nbd", listen = "unix:vm1.sock" }, { type = "nbd", listen = "[::1]:7", name = "", read-only = true }]
         "#,
     );
     let disk = &plan.disks[0];
@@ -105,6 +105,8 @@ fn a_disk_with_everything() {
         plan.servers.iter().map(|server| (&server.endpoint, server.exports[0].name.as_str())).collect();
     let address = |text: &str| Endpoint::Address(text.parse().unwrap());
     assert_eq!(at, [(&address("unix:/etc/weir/vm1.sock"), "vm1"), (&address("[::1]:7"), "")]);
+    let read_only: Vec<_> = plan.servers.iter().map(|server| server.exports[0].read_only).collect();
+    assert_eq!(read_only, [false, true]);
 }
 
 #[test]
@@ -196,7 +198,7 @@ fn names_must_be_there_and_their_own() {
     check("[group.g]\niops = 5\n", "weir.toml:2: group.g.iops: unknown key (did you mean \"iops-size\"?)");
     check(
         &disk_with("export = [{ type = \"nbd\", listen = \"h:1\", zzz = 1 }]"),
-        "weir.toml:3: disk.vm1.export[0].zzz: unknown key; here may be type, listen, name",
+        "weir.toml:3: disk.vm1.export[0].zzz: unknown key; here may be type, listen, name, read-only",
     );
     check(
         "[disk.vm1]\n",

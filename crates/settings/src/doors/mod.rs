@@ -11,6 +11,7 @@
 //! the host has what is asked for.
 
 pub(crate) mod fuse;
+mod nbd;
 pub(crate) mod nbd_device;
 pub(crate) mod ublk;
 mod vhost_user_blk;
@@ -21,6 +22,7 @@ use std::{
 };
 
 pub use fuse::Fuse;
+pub use nbd::Nbd;
 pub use nbd_device::NbdDevice;
 pub use ublk::Ublk;
 pub use vhost_user_blk::{Socket, VhostUserBlk};
@@ -136,18 +138,18 @@ pub(crate) fn read_keys<'a, K: Keyed>(
         } else if key.is_empty() {
             return Err("has a comma with nothing behind it (leave it away)".to_owned());
         } else {
-            return Err(format!("{part}: no such key (there are {})", names(keyed)));
+            return Err(format!("{part}: no such key (there {})", names(keyed)));
         }
     }
     Ok(())
 }
 
-/// `queues, read-only and client`.
+/// `are queues, read-only and client`.
 fn names<K: Keyed>(keyed: &mut K) -> String {
     let flags = keyed.flags();
     let mut names: Vec<_> = K::VALUES.iter().copied().chain(flags.iter().map(|(name, _)| *name)).collect();
     let last = names.pop().unwrap_or_default();
-    format!("{} and {last}", names.join(", "))
+    if names.is_empty() { format!("is {last}") } else { format!("are {} and {last}", names.join(", ")) }
 }
 
 /// Writes what differs from `standard`, behind a comma each.

@@ -110,6 +110,11 @@ impl Described {
                         "export {}: who may have it, its description and its bitmaps do not move (remove them first)",
                         export.id
                     );
+                    ensure!(
+                        !export.read_only || opened.is_read_only(),
+                        "export {}: that it is read-only does not move (remove it first)",
+                        export.id
+                    );
                     names.push(export.name.clone());
                 }
                 Door::Own(..) => doors.push(door(export)?),

@@ -16,9 +16,9 @@ use block::{
 use clap::{ArgGroup, Args};
 use policy::{access::Network, throttle::Setting};
 use settings::{
-    AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, LogFormat, NbdDevice,
-    OnErrorDraft, OnEvent, Owner, Place, PrefetchDraft, Qcow2Draft, Record, Said, Sandbox, ServiceDraft,
-    SettingsDraft, TlsDraft, TlsMode, Ublk, VhostUserBlk, Wrong,
+    AccessDraft, Address, DiskDraft, Door, Draft, ExportDraft, Fuse, GroupDraft, Image, LogFormat, Nbd,
+    NbdDevice, OnErrorDraft, OnEvent, Owner, Place, PrefetchDraft, Qcow2Draft, Record, Said, Sandbox,
+    ServiceDraft, SettingsDraft, TlsDraft, TlsMode, Ublk, VhostUserBlk, Wrong,
     arguments::{CacheArgs, LimitArgs, LongArgs, Qcow2Args, ShareArgs},
     log, on_error,
 };
@@ -163,10 +163,10 @@ struct ImageArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Network")]
 struct NetworkArgs {
-    /// Serve NBD at unix:PATH or HOST:PORT; repeatable [default: inherited sockets, else
-    /// localhost:10809]
-    #[arg(long, value_name = "ADDRESS")]
-    nbd: Vec<Address>,
+    /// Serve NBD at unix:PATH or HOST:PORT; repeatable. Behind a comma: read-only [default:
+    /// inherited sockets, else localhost:10809]
+    #[arg(long, value_name = "ADDRESS[,…]", value_parser = settings::read::<Nbd>)]
+    nbd: Vec<Nbd>,
     /// Serve a virtual machine at unix:PATH, over vhost-user-blk, or at fd:NAME, a socket that a
     /// service manager passed; once for each IMAGE. Behind commas: queues=N, queue-size=N,
     /// serial=TEXT, logical-block-size=N, discard=off, write-zeroes=off, write-cache=off,
@@ -377,10 +377,13 @@ impl NetworkArgs {
         if disks.iter().all(|disk| disk.doors.is_empty()) {
             return Ok(());
         }
-        let nbd: Vec<_> = self.nbd.drain(..).map(address).collect();
+        let nbd: Vec<_> = self.nbd.drain(..).collect();
         for disk in disks {
-            let name = disk.export_name.clone();
-            let export = |listen: &Said<Address>| ExportDraft { listen: listen.clone(), name: name.clone() };
+            let export = |nbd: &Nbd| ExportDraft {
+                listen: Said::new(nbd.address.clone(), Place::option("nbd", nbd)),
+                name: disk.export_name.clone(),
+                read_only: nbd.read_only,
+            };
             disk.exports = nbd.iter().map(export).collect();
         }
         Ok(())
@@ -404,10 +407,6 @@ fn give<D: Display>(
         disk.doors.push(Said::new(door(value), place));
     }
     Ok(())
-}
-
-fn address(address: Address) -> Said<Address> {
-    Said { place: Place::option("nbd", &address), value: address }
 }
 
 impl ImageArgs {
@@ -527,7 +526,7 @@ fn service(network: NetworkArgs, tls: TlsArgs, process: ProcessArgs, log: LogArg
     ServiceDraft {
         // A section of the config file's own.
         cluster: None,
-        nbd: network.nbd.into_iter().map(address).collect(),
+        nbd: each("nbd", network.nbd),
         control: network
             .control
             .then(|| Said::new(true, Place::new("--control")))

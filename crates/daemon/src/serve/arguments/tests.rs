@@ -127,6 +127,17 @@ fn every_disk_is_served_at_every_address() {
 }
 
 #[test]
+fn nbd_may_be_for_reading_alone_beside_another_door() {
+    let read_only = |line: &str| {
+        let servers = plan(line).unwrap().servers;
+        servers.iter().map(|server| server.exports[0].read_only).collect::<Vec<_>>()
+    };
+    assert_eq!(read_only("a --vhost-user-blk unix:v --nbd unix:n,read-only --nbd unix:m"), [true, false]);
+    assert_eq!(read_only("a --nbd unix:n --nbd localhost:1,read-only=on"), [false, true]);
+    check("a --nbd unix:n --nbd unix:n,read-only", "--nbd unix:n,read-only=on: is given twice (remove one)");
+}
+
+#[test]
 fn names_are_given_to_the_images_in_order() {
     let named = plan("memory:1 memory:1 --name x --name y --description one --description two").unwrap();
     assert_eq!((named.disks[0].name.as_str(), named.disks[1].description.as_str()), ("x", "two"));
