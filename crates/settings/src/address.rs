@@ -52,6 +52,11 @@ impl FromStr for Address {
         {
             return Err(usage.to_owned());
         }
+        if host == "fd" && !port.starts_with(|first: char| first.is_ascii_digit()) {
+            return Err(
+                "is for vhost-user-blk alone; NBD is at unix:PATH or HOST:PORT, or, where nothing is said, at the sockets that are passed".to_owned(),
+            );
+        }
         let plain = !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
         let port = port.parse().ok().filter(|_| plain);
         let port = port.ok_or("has no port; that is a number from 0 (any free port) to 65535")?;
@@ -119,6 +124,9 @@ mod tests {
         check("::1:10809", "is an IPv6 address without brackets; write [::1]:10809");
         check(":10809", "has no host; write localhost, or [::] for every address of this machine");
         check("host:", port);
+        assert!(
+            "fd:nbd".parse::<Address>().unwrap_err().starts_with("is for vhost-user-blk alone; NBD is at ")
+        );
         check("host:+1", port);
         check("host:65536", port);
         check("unix:", "has no path; write unix:PATH");

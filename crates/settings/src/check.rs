@@ -4,7 +4,7 @@
 use std::{
     collections::{HashMap, HashSet, hash_map::Entry},
     hash::Hash,
-    path::{Path, PathBuf},
+    path::{self, Path, PathBuf},
     thread,
     time::Duration,
 };
@@ -381,7 +381,7 @@ fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<(Endpoint, 
         (0, _) => Ok(vec![(Endpoint::Address(Address::standard()), false)]),
         (_, false) => Ok(vec![(Endpoint::Inherited, false)]),
         (_, true) => Err(Place::new("LISTEN_FDS").wrong(format!(
-            "what was passed (sockets: {inherited}) is not used, because every disk says where it is exported (pass none, or leave that to them for one disk)"
+            "what was passed (sockets: {inherited}) is not used, because every disk says where it is exported (pass only those that `fd:NAME` of a vhost-user-blk export takes; NBD beside it is at `--nbd ADDRESS`)"
         ))),
     }
 }
@@ -395,12 +395,12 @@ fn servers(
     let empty = |endpoint: &Endpoint| Server { endpoint: endpoint.clone(), exports: Vec::new() };
     let always = always.iter().map(|(endpoint, _)| endpoint);
     let mut servers: Vec<Server> = always.clone().map(empty).collect();
-    let mut at: HashMap<Endpoint, usize> = always.cloned().zip(0..).collect();
+    let mut at: HashMap<Endpoint, usize> = always.map(place_of).zip(0..).collect();
     let mut taken: HashSet<(usize, String)> = HashSet::new();
     for (disk, draft) in disks.iter().enumerate() {
         for (endpoint, name, read_only) in exports_of(draft, standard) {
             check_name(&name)?;
-            let index = *at.entry(endpoint.clone()).or_insert_with(|| {
+            let index = *at.entry(place_of(&endpoint)).or_insert_with(|| {
                 servers.push(Server { endpoint, exports: Vec::new() });
                 servers.len() - 1
             });
@@ -432,13 +432,13 @@ fn exports_of(disk: &DiskDraft, standard: &[(Endpoint, bool)]) -> Vec<(Endpoint,
 }
 
 fn doors(disks: &[DiskDraft], servers: &[Server]) -> Result<Vec<DoorExport>, Wrong> {
-    let mut taken: HashSet<PathBuf> = servers.iter().filter_map(socket_of).map(Path::to_owned).collect();
+    let mut taken: HashSet<PathBuf> = servers.iter().filter_map(socket_of).collect();
     let mut passed = HashSet::new();
     let mut doors = Vec::new();
     for (disk, draft) in disks.iter().enumerate() {
         for said in &draft.doors {
             let passed = said.value.passed().is_some_and(|name| !passed.insert(name));
-            if passed || said.value.path().is_some_and(|path| !taken.insert(path)) {
+            if passed || said.value.path().is_some_and(|path| !taken.insert(spelled_out(&path))) {
                 return Err(said.wrong("a disk is exported there already (give each export its own)"));
             }
             doors.push(DoorExport { door: said.value.clone(), disk });
@@ -489,9 +489,21 @@ fn check_clients(draft: &Draft, servers: &[Server]) -> Result<(), Wrong> {
     Ok(())
 }
 
-fn socket_of(server: &Server) -> Option<&Path> {
+/// However it is spelled; links are not followed.
+fn spelled_out(path: &Path) -> PathBuf {
+    path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
+fn place_of(endpoint: &Endpoint) -> Endpoint {
+    match endpoint {
+        Endpoint::Address(Address::Unix(path)) => Endpoint::Address(Address::Unix(spelled_out(path))),
+        other => other.clone(),
+    }
+}
+
+fn socket_of(server: &Server) -> Option<PathBuf> {
     match &server.endpoint {
-        Endpoint::Address(Address::Unix(path)) => Some(path),
+        Endpoint::Address(Address::Unix(path)) => Some(spelled_out(path)),
         Endpoint::Address(Address::Tcp { .. }) | Endpoint::Inherited | Endpoint::Passed(_) => None,
     }
 }
@@ -502,11 +514,10 @@ fn check_sockets<'a>(
     control: &[Said<PathBuf>],
     told: impl Iterator<Item = &'a Said<Address>> + Clone,
 ) -> Result<(), Wrong> {
-    let doors = doors.iter().filter_map(|export| export.door.path());
-    let exports: HashSet<PathBuf> =
-        servers.iter().filter_map(socket_of).map(Path::to_owned).chain(doors).collect();
+    let doors = doors.iter().filter_map(|export| export.door.path()).map(|path| spelled_out(&path));
+    let exports: HashSet<PathBuf> = servers.iter().filter_map(socket_of).chain(doors).collect();
     const RULE: &str = "disks are exported at this socket (use another)";
-    if let Some(said) = control.iter().find(|said| exports.contains(&said.value)) {
+    if let Some(said) = control.iter().find(|said| exports.contains(&spelled_out(&said.value))) {
         return Err(said.wrong(RULE));
     }
     if let Some(again) = repeated(told.clone()) {
@@ -514,7 +525,7 @@ fn check_sockets<'a>(
     }
     for said in told {
         match &said.value {
-            Address::Unix(path) if exports.contains(path) => return Err(said.wrong(RULE)),
+            Address::Unix(path) if exports.contains(&spelled_out(path)) => return Err(said.wrong(RULE)),
             Address::Unix(path) if control.iter().any(|said| said.value == *path) => {
                 return Err(said.wrong("is a control socket (use another)"));
             }

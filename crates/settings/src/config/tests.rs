@@ -436,7 +436,7 @@ fn what_listens_says_what_and_where() {
     assert_eq!(
         plan_with(own, 2).unwrap_err(),
         "LISTEN_FDS: what was passed (sockets: 2) is not used, because every disk says where it is exported \
-         (pass none, or leave that to them for one disk)"
+         (pass only those that `fd:NAME` of a vhost-user-blk export takes; NBD beside it is at `--nbd ADDRESS`)"
     );
     check(
         &daemon_with("nbd = [\"h:2\", \"h:2\"]"),

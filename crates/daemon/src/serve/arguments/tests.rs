@@ -138,6 +138,27 @@ fn nbd_may_be_for_reading_alone_beside_another_door() {
 }
 
 #[test]
+fn a_socket_is_the_same_however_it_is_spelled() {
+    let here = std::env::current_dir().unwrap();
+    let whole = format!("unix:{}/s", here.display());
+    let rule = "a disk is exported there already (give each export its own)";
+    for other in ["unix:./s", &whole] {
+        check(
+            &format!("a b --vhost-user-blk unix:s --vhost-user-blk {other}"),
+            &format!("--vhost-user-blk {other}: {rule}"),
+        );
+        check(
+            &format!("a --vhost-user-blk {other} --nbd unix:s"),
+            &format!("--vhost-user-blk {other}: {rule}"),
+        );
+        check(
+            &format!("a --nbd unix:s --qmp {other}"),
+            &format!("--qmp {other}: disks are exported at this socket (use another)"),
+        );
+    }
+}
+
+#[test]
 fn names_are_given_to_the_images_in_order() {
     let named = plan("memory:1 memory:1 --name x --name y --description one --description two").unwrap();
     assert_eq!((named.disks[0].name.as_str(), named.disks[1].description.as_str()), ("x", "two"));
