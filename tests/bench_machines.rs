@@ -76,6 +76,23 @@ fn the_ready_line_has_what_to_measure() {
     bench("-c 10", target).succeeds();
 }
 
+#[test]
+fn the_ready_line_has_what_options_of_qemu_export() {
+    let scratch = Scratch::new();
+    let (socket, nbd) = (scratch.socket("vm.sock"), scratch.socket("nbd.sock"));
+    let door = format!("vhost-user-blk,id=v,node-name=d,addr.type=unix,addr.path={}", text(&socket));
+    let server = format!("addr.type=unix,addr.path={}", text(&nbd));
+    let weir = Serve::new(&scratch)
+        .where_said()
+        .args(["--blockdev", "null-co,node-name=d,size=1048576", "--nbd-server", &server])
+        .args(["--export", &door, "--export", "nbd,id=n,node-name=d,name=disk"])
+        .start();
+    let (_, exports) = weir.ready_line().trim_end().rsplit_once("exports=").expect("it names them");
+    for one in [format!("vhost-user:{}", text(&socket)), format!("nbd+unix:///disk?socket={}", text(&nbd))] {
+        assert!(exports.contains(&one), "{exports}");
+    }
+}
+
 /// More in flight than a ring has room for, too.
 #[test]
 fn every_request_of_every_queue_is_answered() {

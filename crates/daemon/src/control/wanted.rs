@@ -4,7 +4,7 @@ use std::{path, rc::Rc};
 
 use anyhow::{Context as _, bail};
 use policy::access::Access;
-use settings::{Door, DoorExport, Endpoint, Plan, Socket, VhostUserBlk};
+use settings::{Door, DoorExport, Endpoint, Plan, Socket, Tls, VhostUserBlk};
 
 use super::{
     bitmaps,
@@ -82,8 +82,8 @@ impl Wanted {
         }
     }
 
-    /// Has it run, at a server that runs or behind a door of its own. Returns it, and where it is.
-    pub(crate) async fn add(&self, inventory: &Rc<Inventory>) -> anyhow::Result<(Rc<RunningExport>, String)> {
+    /// Has it run, at a server that runs or behind a door of its own.
+    pub(crate) async fn add(&self, inventory: &Rc<Inventory>) -> anyhow::Result<Rc<RunningExport>> {
         let disk = inventory.disk(&self.disk)?;
         // The name is the id, unless it is empty, or a disk has the same name at several places.
         let id = |name: &str, address: &str| match inventory.has_id(name) {
@@ -104,20 +104,12 @@ impl Wanted {
                 };
                 let id = new.id.clone();
                 inventory.add_export(&serving, new)?;
-                Ok((inventory.export(&id)?, serving.address()))
+                Ok(inventory.export(&id)?)
             }
             Way::Own(door) => {
                 let id = id(&self.disk, &door.address());
-                let address = inventory.add_door(id.clone(), disk, self.read_only, door, None).await?;
-                let shown = match door {
-                    // Where the machine listens, only weir is to connect.
-                    Door::VhostUserBlk(machine) if machine.client => format!("{address},client"),
-                    Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(path), .. }) => {
-                        format!("vhost-user:{}", path::absolute(path)?.display())
-                    }
-                    _ => address,
-                };
-                Ok((inventory.export(&id)?, shown))
+                inventory.add_door(id.clone(), disk, self.read_only, door, None).await?;
+                Ok(inventory.export(&id)?)
             }
         }
     }
@@ -154,6 +146,24 @@ impl Wanted {
             Way::Own(door) => (self.disk.clone(), door.address()),
         }
     }
+}
+
+/// How clients call an export that runs.
+pub(crate) fn uris(export: &RunningExport, tls: &Tls) -> Vec<String> {
+    let entrance = match &export.door {
+        inventory::Door::Nbd(serving, _) => return serving.uris(&export.name, tls),
+        inventory::Door::Own(entrance) => entrance,
+    };
+    let address = entrance.address();
+    vec![match &export.said {
+        // Where the machine listens, only weir is to connect.
+        Some(Door::VhostUserBlk(machine)) if machine.client => format!("{address},client"),
+        Some(Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(path), .. })) => {
+            let path = path::absolute(path).unwrap_or_else(|_| path.clone());
+            format!("vhost-user:{}", path.display())
+        }
+        _ => address.to_owned(),
+    }]
 }
 
 /// The server of an endpoint.

@@ -50,7 +50,7 @@ use crate::{
     control::{
         assemble::{self, Late},
         held_back,
-        inventory::{Door, End, Inventory, RunningDisk},
+        inventory::{End, Inventory, RunningDisk},
         loaded::Loaded,
         moving,
         qmp::{Control, Ending},
@@ -61,7 +61,7 @@ use crate::{
             newcomer::{Before, Newcomer},
             told_name,
         },
-        wanted::Wanted,
+        wanted::{self, Wanted},
         watch,
     },
     events::{self, Kind, News, actor::Actor},
@@ -277,6 +277,7 @@ impl Daemon {
         let passed = newcomer.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
         let told = told(&plan.service, newcomer.as_mut(), tls.as_ref(), &inventory)?;
         let uris = listen(&plan, inherited, newcomer.as_mut(), tls.clone(), &workers, &inventory).await?;
+        let before: HashSet<_> = inventory.exports().iter().map(|export| export.id.clone()).collect();
         let done = match until_ended(steps.run(&inventory), &events.1).await {
             Ok(done) => done.map(|()| true),
             Err(signal) => {
@@ -294,6 +295,9 @@ impl Daemon {
             Err(error) => Err(error),
         };
         let mut uris = uris;
+        for told in inventory.exports().iter().filter(|export| !before.contains(&export.id)) {
+            uris.extend(wanted::uris(told, &plan.service.tls));
+        }
         let settled = match settled {
             Ok(Some(settled)) => {
                 match until_ended(late_ones(&plan, &inventory, &mut late), &events.1).await {
@@ -687,11 +691,8 @@ async fn exports(
             uris.push(wanted.told(inventory).1);
             continue;
         }
-        let (export, address) = wanted.add(inventory).await?;
-        match &export.door {
-            Door::Nbd(serving, _) => uris.extend(serving.uris(&export.name, &plan.service.tls)),
-            Door::Own(_) => uris.push(address),
-        }
+        let export = wanted.add(inventory).await?;
+        uris.extend(wanted::uris(&export, &plan.service.tls));
     }
     Ok(uris)
 }

@@ -188,7 +188,7 @@ impl Work<'_> {
             self.told.push(told::exported(told, &wanted.disk, "removed"));
         }
         for wanted in &difference.new_exports {
-            let (export, _) = wanted.add(self.inventory).await?;
+            let export = wanted.add(self.inventory).await?;
             self.done.push(Done::ExportAdded(export.id.clone()));
             self.told.push(told::exported(wanted.told(self.inventory), &wanted.disk, "added"));
         }
