@@ -93,6 +93,28 @@ fn the_ready_line_has_what_options_of_qemu_export() {
     }
 }
 
+/// It was advised to remove the socket that a machine was to find.
+#[test]
+fn a_second_export_at_a_socket_is_told_of_the_first() {
+    let scratch = Scratch::new();
+    let (control, socket) = (scratch.socket("qmp"), scratch.socket("v.sock"));
+    let address = format!("unix:{}", text(&control));
+    let Served { weir, target: _ } = served(&scratch, "", &["memory:1M", "--name", "d", "--qmp", &address]);
+    let mut qmp = Qmp::negotiated(&control);
+    let wanted = |id: &str| {
+        let addr = json!({ "type": "unix", "path": text(&socket) });
+        json!({ "type": "vhost-user-blk", "id": id, "node-name": "d", "allow-inactive": true, "addr": addr })
+    };
+    qmp.command("block-export-add", wanted("v"));
+    let (_, why) = qmp.refused("block-export-add", wanted("v2"));
+    let rule = "the export v is there already (give each export a place of its own)";
+    assert_eq!(why, format!("unix:{}: {rule}", text(&socket)));
+    bench("-c 10", &format!("vhost-user:{}", text(&socket))).succeeds();
+    qmp.command("block-export-del", json!({ "id": "v" }));
+    let log = weir.stop();
+    assert_says(&log, &["an export was added export=v disk=d at=", "an export was removed export=v"]);
+}
+
 /// More in flight than a ring has room for, too.
 #[test]
 fn every_request_of_every_queue_is_answered() {

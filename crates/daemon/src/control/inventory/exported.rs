@@ -6,11 +6,12 @@
 
 use std::{
     cell::{Cell, RefCell},
+    path,
     rc::Rc,
     sync::Arc,
 };
 
-use anyhow::{Context as _, anyhow};
+use anyhow::{Context as _, anyhow, bail};
 use block::reactor::{self, Worker};
 use export::nbd::{self, NotRemoved, Removal};
 use settings::SocketAccess;
@@ -221,6 +222,9 @@ impl Inventory {
         if self.has_id(&id) {
             return Err(Refused::IdTaken(id).into());
         }
+        if taken.is_none() {
+            self.check_socket(door)?;
+        }
         self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door))?;
         let DoorTerms { workers, access, inherited, .. } = self.door_terms()?;
         let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
@@ -266,6 +270,23 @@ impl Inventory {
         };
         self.exports.borrow_mut().insert(id, Rc::new(export));
         Ok(address)
+    }
+
+    /// Only this daemon knows that it is the one who listens there.
+    fn check_socket(&self, door: &settings::Door) -> anyhow::Result<()> {
+        let place = |door: &settings::Door| path::absolute(door.path()?).ok();
+        let Some(wanted) = place(door) else { return Ok(()) };
+        let is_there = |export: &Rc<RunningExport>| {
+            !export.is_ending() && export.said.as_ref().and_then(place).is_some_and(|path| path == wanted)
+        };
+        match self.exports().into_iter().find(is_there) {
+            Some(export) => bail!(
+                "{}: the export {} is there already (give each export a place of its own)",
+                door.address(),
+                export.id
+            ),
+            None => Ok(()),
+        }
     }
 
     fn accept_at(self: &Rc<Self>, id: &str, entrance: &Rc<Entrance>) {

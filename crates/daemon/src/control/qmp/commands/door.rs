@@ -82,6 +82,15 @@ fn machine(arguments: &mut Arguments) -> Result<VhostUserBlk, Error> {
     let socket = format!("{scheme}:{place}").parse::<Socket>();
     let socket = socket.map_err(|rule| Error::rule(&address.name_of(member), rule))?;
     address.finish()?;
+    if arguments.optional::<Value>("queues")?.is_some() {
+        return Err(Error::rule("queues", "is 'num-queues' here"));
+    }
+    if arguments.optional::<Value>("write-cache")?.is_some() {
+        return Err(Error::rule(
+            "write-cache",
+            "is said by its contrary here, 'writethrough' (default false)",
+        ));
+    }
     let queues = arguments.number("num-queues", 1..=256)?.unwrap_or(1);
     let write_cache = !writethrough(arguments)?;
     // From 1 to 256.
@@ -118,8 +127,8 @@ mod tests {
             (json!({ "addr": addr, "logical-block-size": 8192 }), "logical-block-size"),
             (json!({ "addr": addr, "client": "yes" }), "client"),
             // QEMU calls them otherwise.
-            (json!({ "addr": addr, "queues": 4 }), "queues"),
-            (json!({ "addr": addr, "write-cache": false }), "write-cache"),
+            (json!({ "addr": addr, "queues": 4 }), "is 'num-queues' here"),
+            (json!({ "addr": addr, "write-cache": false }), "'writethrough'"),
             (json!({ "addr": { "type": "fd", "str": "a" }, "client": true }), "weir connects to unix:PATH"),
         ] {
             let error = told("vhost-user-blk", wrong.clone()).unwrap_err();

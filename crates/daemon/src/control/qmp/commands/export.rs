@@ -86,13 +86,16 @@ impl Command for BlockExportAdd {
                     let terms = inventory.door_terms().map_err(|error| Error::generic(error.to_string()))?;
                     terms.inherited.borrow_mut().add(name, socket);
                 }
-                let added = inventory.add_door(self.id, disk, !self.writable, &door, None).await;
-                return added.map(|_| json!({})).map_err(|error| Error::generic(format!("{error:#}")));
+                let added = inventory.add_door(self.id.clone(), disk, !self.writable, &door, None).await;
+                let address = added.map_err(|error| Error::generic(format!("{error:#}")))?;
+                tracing::info!(export = %self.id, disk = %self.node, at = %address, "an export was added");
+                return Ok(json!({}));
             }
         };
         let views = bitmaps::of_image(&disk, &nbd.bitmaps).await;
         let views = views.map_err(|error| Error::generic(error.to_string()))?;
         let serving = nbd.serving(&inventory)?;
+        let (id, node) = (self.id.clone(), self.node.clone());
         let new = NewExport {
             id: self.id,
             name: nbd.name,
@@ -103,7 +106,10 @@ impl Command for BlockExportAdd {
             bitmaps: views,
         };
         match inventory.add_export(&serving, new) {
-            Ok(()) => Ok(json!({})),
+            Ok(()) => {
+                tracing::info!(export = %id, disk = %node, at = %serving.address(), "an export was added");
+                Ok(json!({}))
+            }
             Err(Refused::ExportNameTaken { name, .. }) => {
                 Err(Error::generic(format!("NBD server already has export named '{}'", shown(&name))))
             }
@@ -185,6 +191,11 @@ fn refuse_unsupported(arguments: &mut Arguments, kind: &str) -> Result<(), Error
         )));
     }
     let _: Option<bool> = arguments.optional("fixed-iothread")?;
+    // No node of weir's is ever inactive.
+    let _: Option<bool> = arguments.optional("allow-inactive")?;
+    if arguments.optional::<Value>("read-only")?.is_some() {
+        return Err(Error::rule("read-only", "is said by its contrary here, 'writable' (default false)"));
+    }
     // Clients may ask for it anyway.
     let _: Option<bool> = arguments.optional("allocation-depth")?;
     Ok(())
@@ -234,7 +245,10 @@ impl Command for BlockExportDel {
             refuse_used(&inventory, &self.id).await?;
         }
         match inventory.remove_export(&self.id, self.removal) {
-            Ok(()) => Ok(json!({})),
+            Ok(()) => {
+                tracing::info!(export = %self.id, "an export was removed");
+                Ok(json!({}))
+            }
             Err(Refused::HasClients { connections, .. }) => Err(Error::generic(format!(
                 "export '{id}' still in use by {connections} clients (use mode 'hard' to disconnect them)"
             ))),
