@@ -118,7 +118,8 @@ impl Inherited {
     }
 
     fn listener(&mut self, index: usize) -> anyhow::Result<Listener> {
-        self.names[index] = None;
+        let named = self.names[index].take().filter(|name| !name.is_empty());
+        let shown = called(index, named.as_deref());
         let (socket, authority) = if let Ok(Some(unix)) = self.sockets.take_unix_listener(index) {
             let authority = match unix.local_addr()?.as_pathname() {
                 Some(path) => Authority::of_unix(path),
@@ -129,11 +130,9 @@ impl Inherited {
             let address = tcp.local_addr()?;
             (OwnedFd::from(tcp), Authority::of_tcp(&address.ip().to_string(), address.port()))
         } else {
-            bail!(
-                "LISTEN_FDS: inherited socket {index} is neither a Unix nor a TCP stream socket (check ListenStream=)"
-            );
+            bail!("LISTEN_FDS: {shown} is neither a Unix nor a TCP stream socket (check ListenStream=)");
         };
-        check_listening(&socket, index)?;
+        check_listening(&socket, &shown)?;
         Ok(Listener { socket, authority, file: None })
     }
 }
@@ -163,13 +162,17 @@ fn of_socket(socket: OwnedFd, name: &str) -> anyhow::Result<Listener> {
     Ok(Listener { socket, authority, file: None })
 }
 
-fn check_listening(socket: impl AsFd, index: usize) -> anyhow::Result<()> {
+/// By its number, as whoever passes it counts, and by its name.
+fn called(index: usize, name: Option<&str>) -> String {
+    let name = name.map(|name| format!(" ({name})")).unwrap_or_default();
+    format!("fd:{}{name}", index + FIRST)
+}
+
+fn check_listening(socket: impl AsFd, shown: &str) -> anyhow::Result<()> {
     match getsockopt(&socket, AcceptConn) {
         Ok(true) => Ok(()),
-        Ok(false) => Err(anyhow!(
-            "LISTEN_FDS: inherited socket {index} is not listening (set Accept=no in the socket unit)"
-        )),
-        Err(errno) => Err(anyhow!("LISTEN_FDS: inherited socket {index}: {}", std::io::Error::from(errno))),
+        Ok(false) => Err(anyhow!("LISTEN_FDS: {shown} is not listening (set Accept=no in the socket unit)")),
+        Err(errno) => Err(anyhow!("LISTEN_FDS: {shown}: {}", std::io::Error::from(errno))),
     }
 }
 
@@ -184,11 +187,11 @@ mod tests {
         let path = env::temp_dir().join(format!("weir-inherited-{}", std::process::id()));
         let listening = UnixListener::bind(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
-        check_listening(&listening, 0).unwrap();
+        check_listening(&listening, "fd:3").unwrap();
         let (connected, _peer) = UnixStream::pair().unwrap();
         assert_eq!(
-            check_listening(&connected, 3).unwrap_err().to_string(),
-            "LISTEN_FDS: inherited socket 3 is not listening (set Accept=no in the socket unit)"
+            check_listening(&connected, &called(0, Some("vm1"))).unwrap_err().to_string(),
+            "LISTEN_FDS: fd:3 (vm1) is not listening (set Accept=no in the socket unit)"
         );
     }
 }
