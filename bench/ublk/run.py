@@ -5,10 +5,11 @@ The guest's clock counts instructions (tests/guest/guest.py), 2 ns each, so that
 same on any machine, and say nothing of how fast one is: a copy is an instruction for each byte
 there, or for each eight. Reads and writes of several lengths tell the two parts of the cost apart.
 
-Usage: bench/ublk/run.py WAYS [--weir WEIR] [--kernel PACKAGE[/RELEASE]] [--json FILE]
+Usage: bench/ublk/run.py WAYS [--weir WEIR] [--libublk DIR] [--kernel PACKAGE[/RELEASE]] [--json FILE]
 
-WAYS is the program beside this. --weir adds weir itself. Prints a table; leaves nothing behind but
-the file.
+WAYS is the program beside this. --libublk adds the crate's examples `null` and `loop`, as `cargo
+build --release --example null --example loop` leaves them in DIR where libclang is. Prints a table;
+leaves nothing behind but the file.
 """
 
 import argparse
@@ -52,48 +53,43 @@ def figures(text):
     return {f"{length} {operation}": int(nanos) // NANOS for length, operation, nanos in rows}
 
 
-def of_way(guest, way, disk):
-    """What one way costs; `None` where the kernel does not have it."""
+def served(guest, command, ready, end):
+    """What a server costs that says such a word in the background. It makes /dev/ublkb0. `None`
+    where the kernel does not have its way.
+    """
     script = f"""
         [ -e /dev/ublk-control ] || load ublk_drv
-        : >/tmp/ways
-        ublk-ways serve {way} {disk} >/tmp/ways 2>&1 &
+        : >/tmp/said
+        {command} >/tmp/said 2>&1 &
         server=$!
-        until grep -q ready /tmp/ways; do
+        until grep -q '{ready}' /tmp/said; do
             pause 0.02
-            kill -0 $server 2>/dev/null || {{ cat /tmp/ways; exit 3; }}
+            kill -0 $server 2>/dev/null || {{ cat /tmp/said; exit 3; }}
         done
-        read -r nothing device </tmp/ways
-        {asked("$device")}
-        kill -KILL $server
+        {asked("/dev/ublkb0")}
+        {end}
         wait $server || :
-        ublk-ways remove $device
     """
     output, status = guest.run_status(script)
     if status == 3 and "does not have that way" in output:
         return None
     if status:
-        raise GuestFailed(f"{way} over {disk} ended with status {status}:\n{output}")
+        raise GuestFailed(f"{command}: ended with status {status}:\n{output}")
     return figures(output)
 
 
-def of_weir(guest, disk):
-    """What weir costs."""
+def servers(options, disk):
+    """By its name, how each is started and ended over a disk."""
+    killed = "kill -KILL $server; wait $server; ublk-ways remove /dev/ublkb0"
+    for way in WAYS:
+        yield way, (f"ublk-ways serve {way} {disk}", "ready", killed)
+    if options.libublk:
+        # Each says what its device is once that has begun.
+        example = "null add" if disk == "null" else f"loop add -f {disk}"
+        yield "libublk", (f"{example} -q 1 -d 128 --foreground", "state LIVE", killed)
     image = "null:64M" if disk == "null" else disk
-    script = f"""
-        [ -e /dev/ublk-control ] || load ublk_drv
-        : >/tmp/weir.log
-        weir serve {image} -f raw --cache none --prefetch off --ublk >/tmp/weir.log 2>&1 &
-        server=$!
-        until grep -q ' ready' /tmp/weir.log; do
-            pause 0.02
-            kill -0 $server 2>/dev/null || {{ cat /tmp/weir.log; exit 1; }}
-        done
-        {asked("/dev/ublkb0")}
-        kill -TERM $server
-        wait $server || :
-    """
-    return figures(guest.run(script))
+    weir = f"weir serve {image} -f raw --cache none --prefetch off --ublk"
+    yield "weir", (weir, " ready", "kill -TERM $server")
 
 
 def main():
@@ -101,17 +97,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ways", help="the program ublk-ways")
     parser.add_argument("--weir", default=TARGET / "debug" / "weir", help="also measured (target/debug/weir)")
+    parser.add_argument("--libublk", type=Path, metavar="DIR", help="its examples null and loop, also measured")
     parser.add_argument("--kernel", metavar="PACKAGE[/RELEASE]", help="as tests/guest/build takes it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures")
     options = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
     result = {}
-    with Guest(CACHE, options.weir, [], more={"ublk-ways": options.ways}, kernel=options.kernel) as guest:
+    more = {"ublk-ways": options.ways}
+    if options.libublk:
+        more |= {example: options.libublk / example for example in ("null", "loop")}
+    with Guest(CACHE, options.weir, [], more=more, kernel=options.kernel) as guest:
         kernel = guest.run("uname -r").strip()
         for disk in DISKS:
-            for way in WAYS:
-                result[f"{way}, {disk}"] = of_way(guest, way, disk)
-            result[f"weir, {disk}"] = of_weir(guest, disk)
+            for name, server in servers(options, disk):
+                result[f"{name}, {disk}"] = served(guest, *server)
     names = [f"{length} {operation}" for length in LENGTHS.values() for operation in ("read", "write")]
     titles = [f"{length} {operation}" for length in LENGTHS for operation in ("read", "write")]
     print(f"Instructions a request, Linux {kernel}\n\n| | {' | '.join(titles)} |\n|{' --- |' * (len(titles) + 1)}")
