@@ -137,19 +137,24 @@ fn a_full_file_system_stops_the_disk_of_a_machine_until_there_is_room() {
     qemu_io(["-f", "raw"], ["read -P 90 0 4M"], weir.uri("disk"));
 }
 
-#[test]
-fn what_a_stopped_disk_holds_of_a_machine_is_not_answered_at_the_end() {
-    let scratch = Scratch::new();
+/// A machine's disk, with what is done about its writes, none of which succeeds; and its name for
+/// `weir bench`.
+fn whose_writes_fail(scratch: &Scratch, policy: &str) -> (Weir, Qmp, String) {
     let (control, machine) = (scratch.path("qmp.sock"), scratch.socket("vm"));
-    let weir = Serve::new(&scratch)
-        .args(["memory:1M", "--fault", "kind=write,error=EIO", "--on-write-error", "stop"])
+    let weir = Serve::new(scratch)
+        .args(["memory:1M", "--fault", "kind=write,error=EIO", "--on-write-error", policy])
         .args(["--vhost-user-blk", &format!("unix:{}", text(&machine))])
         .args(["--qmp", &format!("unix:{}", control.display())])
         .start();
-    let mut qmp = Qmp::negotiated(&control);
+    (weir, Qmp::negotiated(&control), format!("vhost-user:{}", text(&machine)))
+}
+
+#[test]
+fn what_a_stopped_disk_holds_of_a_machine_is_not_answered_at_the_end() {
+    let scratch = Scratch::new();
+    let (weir, mut qmp, target) = whose_writes_fail(&scratch, "stop");
     let client = Command::new(WEIR)
-        .args(["bench", "-q", "-w", "-c", "1", "-d", "1", "-f", "raw"])
-        .arg(format!("vhost-user:{}", text(&machine)))
+        .args(["bench", "-q", "-w", "-c", "1", "-d", "1", "-f", "raw", &target])
         .stderr(Stdio::piped())
         .spawn()
         .expect("weir can be run");
@@ -165,14 +170,7 @@ fn what_a_stopped_disk_holds_of_a_machine_is_not_answered_at_the_end() {
 #[test]
 fn an_error_that_a_machine_is_told_of_is_an_event_too() {
     let scratch = Scratch::new();
-    let (control, machine) = (scratch.path("qmp.sock"), scratch.socket("vm"));
-    let weir = Serve::new(&scratch)
-        .args(["memory:1M", "--fault", "kind=write,error=EIO", "--on-write-error", "report"])
-        .args(["--vhost-user-blk", &format!("unix:{}", text(&machine))])
-        .args(["--qmp", &format!("unix:{}", control.display())])
-        .start();
-    let mut qmp = Qmp::negotiated(&control);
-    let target = format!("vhost-user:{}", text(&machine));
+    let (weir, mut qmp, target) = whose_writes_fail(&scratch, "report");
     let said = weir_command(&["bench", "-w", "-c", "1", "-d", "1", "-f", "raw", &target]).fails();
     assert_says(&said, &["vhost-user:"]);
     let told = qmp.event("BLOCK_IO_ERROR");
