@@ -285,9 +285,8 @@ impl Session<'_> {
             if !etcd.keep_lease(lease).await? {
                 self.known.joined = None;
                 // Perhaps it was asleep: the key has gone, unless another has it by now.
-                let (_, found) =
-                    etcd.read(&[self.known.keys.one(Key::Host(&self.agent.cluster.host))]).await?;
-                self.join(etcd, found.first().and_then(|found| found.first())).await?;
+                let own = etcd.read_one(self.known.keys.one(Key::Host(&self.agent.cluster.host))).await?;
+                self.join(etcd, own.as_ref()).await?;
             }
         }
         let has_ended = |value: &mut KeyValue| {
@@ -531,9 +530,8 @@ impl Session<'_> {
             }
             Some(Err(why)) => return self.is_taken(&format!("a value that {why}")).await,
         };
-        let (_, found) = etcd.read(&[self.known.keys.one(Key::Report(&host))]).await?;
-        let report =
-            found.iter().flatten().next().and_then(|value| values::read::<Reports>(&value.value).ok());
+        let report = etcd.read_one(self.known.keys.one(Key::Report(&host))).await?;
+        let report = report.and_then(|value| values::read::<Reports>(&value.value).ok());
         let reported = report
             .map_or(0, |reports| reports.groups.values().map(values::Report::instance).max().unwrap_or(0));
         let instance = match self.instance {

@@ -120,8 +120,7 @@ pub(super) fn most(limits: &Limits, unit: usize) -> Option<u64> {
 /// Takes away what a host has left behind that is not there.
 pub(super) async fn forget(known: &Known, etcd: &mut Etcd, host: &str) -> Result<Done, Error> {
     let report = known.keys.key(Key::Report(host));
-    let (_, found) = etcd.read(&[known.keys.one(Key::Report(host))]).await?;
-    if found.iter().all(Vec::is_empty) {
+    if etcd.read_one(known.keys.one(Key::Report(host))).await?.is_none() {
         return Ok(Err(format!(
             "host {host}: cluster {:?} knows none of this name (`weir cluster status` lists them)",
             known.cluster.name

@@ -39,8 +39,8 @@ pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<O
         Step::Ask { to, disk, offer } => ask(known, etcd, lease, (&to, &disk), *offer).await,
         Step::Give { to, disk, offer, revision } => {
             let own = known.keys.key(Key::Host(&known.cluster.host));
-            let (_, found) = etcd.read(&[known.keys.one(Key::Host(&known.cluster.host))]).await?;
-            let run = found.iter().flatten().next().map_or(0, |value| value.mod_revision);
+            let host = etcd.read_one(known.keys.one(Key::Host(&known.cluster.host))).await?;
+            let run = host.map_or(0, |value| value.mod_revision);
             let (key, number) = (known.keys.key(Key::Move(&to, &disk)), offer.number);
             let put = Operation::put(&key, &values::write(&Offer { run, ..*offer }), Some(lease));
             let compare = [Compare::Changed(key, revision), Compare::Changed(own, run)];
@@ -49,8 +49,7 @@ pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<O
                 true => Outcome::Done(done.revision),
                 false => {
                     // One before may have held, whose answer was lost.
-                    let (_, found) = etcd.read(&[known.keys.one(Key::Move(&to, &disk))]).await?;
-                    let there = found.iter().flatten().next();
+                    let there = etcd.read_one(known.keys.one(Key::Move(&to, &disk))).await?;
                     let there = there.and_then(|value| values::read::<Offer>(&value.value).ok());
                     match there.is_some_and(|there| there.given && (there.number, there.run) == (number, run))
                     {
@@ -80,7 +79,9 @@ pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<O
         Step::Claim { offered, listed } => claim(known, etcd, &offered, listed).await,
         Step::Settle { offered } => settle(known, etcd, &offered).await,
         Step::Forget { disk } => {
-            forget(&known.keys, etcd, &known.cluster.host, |other| other != disk).await?;
+            let (_, found) = etcd.read(&[known.keys.of_hosts()]).await?;
+            forget(&known.keys, etcd, &known.cluster.host, found.iter().flatten(), |other| other != disk)
+                .await?;
             Ok(Outcome::Done(0))
         }
         Step::Own { disk } => {
@@ -192,8 +193,7 @@ async fn withdraw(
 async fn end_earlier(keys: &Keys, etcd: &mut Etcd, host: &str) -> Result<(), Error> {
     let key = keys.key(Key::Host(host));
     loop {
-        let (_, found) = etcd.read(&[keys.one(Key::Host(host))]).await?;
-        let Some(own) = found.into_iter().flatten().next() else { return Ok(()) };
+        let Some(own) = etcd.read_one(keys.one(Key::Host(host))).await? else { return Ok(()) };
         let lease = (own.lease != 0).then_some(own.lease);
         let put = Operation::put(&key, &own.value, lease);
         if etcd.transact(&[Compare::Changed(key.clone(), own.mod_revision)], &[put]).await?.held {
@@ -204,8 +204,8 @@ async fn end_earlier(keys: &Keys, etcd: &mut Etcd, host: &str) -> Result<(), Err
 
 /// Which of these disks of a host, each with its image, others have taken that may have them still.
 /// A host that has left its cluster has none: what it had is this host's again, and it finds that
-/// when it comes back. To be asked before
-/// an image is opened: whatever is not gone by then, nobody can take any more.
+/// when it comes back. To be asked before an image is opened: whatever is not gone by then, nobody
+/// can take any more.
 pub(super) async fn gone(
     keys: &Keys,
     etcd: &mut Etcd,
@@ -262,7 +262,7 @@ pub(super) async fn gone(
             gone.insert(disk.to_owned(), by.to_owned());
         }
     }
-    forget(keys, etcd, host, |disk| disks.contains_key(disk)).await?;
+    forget(keys, etcd, host, found.iter().flatten(), |disk| disks.contains_key(disk)).await?;
     Ok(gone)
 }
 
@@ -280,11 +280,11 @@ async fn forget(
     keys: &Keys,
     etcd: &mut Etcd,
     host: &str,
+    of_hosts: impl Iterator<Item = &KeyValue>,
     is_listed: impl Fn(&str) -> bool,
 ) -> Result<(), Error> {
-    let (_, found) = etcd.read(&[keys.of_hosts()]).await?;
     let (mut settled, mut came) = (Vec::new(), BTreeSet::new());
-    for value in found.iter().flatten() {
+    for value in of_hosts {
         let (Some(Key::Moved(from, disk)), Some(answer)) = (keys.read(&value.key), taken(&value.value))
         else {
             continue;
@@ -305,14 +305,14 @@ async fn forget(
 /// Where that is not heard, what tells of the move stays longer.
 async fn settle(known: &Known, etcd: &mut Etcd, offered: &Offered) -> Result<Outcome, Error> {
     let key = known.keys.key(Key::Moved(&offered.offer.from, &offered.disk));
-    let (_, found) = etcd.read(&[Range::Key(key.clone())]).await?;
-    let there = found.iter().flatten().next();
-    let Some((value, answer)) = there.and_then(|value| Some((value, taken(&value.value)?))) else {
+    let there = etcd.read_one(Range::Key(key.clone())).await?;
+    let Some((revision, answer)) = there.and_then(|value| Some((value.mod_revision, taken(&value.value)?)))
+    else {
         return Ok(Outcome::Done(0));
     };
     if answer.number == offered.offer.number {
         let put = Operation::put(&key, &values::write(&Answer { settled: true, ..answer }), None);
-        etcd.transact(&[Compare::Changed(key, value.mod_revision)], &[put]).await?;
+        etcd.transact(&[Compare::Changed(key, revision)], &[put]).await?;
     }
     Ok(Outcome::Done(0))
 }
@@ -327,8 +327,8 @@ async fn is_taken(
     (host, disk): (&str, &str),
     number: u64,
 ) -> Result<bool, Error> {
-    let (_, found) = etcd.read(&[known.keys.one(Key::Moved(host, disk))]).await?;
-    let answer = found.iter().flatten().next().and_then(|value| taken(&value.value));
+    let answer = etcd.read_one(known.keys.one(Key::Moved(host, disk))).await?;
+    let answer = answer.and_then(|value| taken(&value.value));
     Ok(answer.is_some_and(|answer| answer.number == number))
 }
 

@@ -243,6 +243,12 @@ impl Etcd {
         Ok((done.revision, done.found))
     }
 
+    /// The value of one key.
+    pub(super) async fn read_one(&mut self, key: Range) -> Result<Option<KeyValue>, Error> {
+        let (_, found) = self.read(&[key]).await?;
+        Ok(found.into_iter().flatten().next())
+    }
+
     /// Does all of it where all comparisons hold, else nothing.
     pub(super) async fn transact(&mut self, compare: &[Compare], then: &[Operation]) -> Result<Done, Error> {
         let body = json!({
