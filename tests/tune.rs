@@ -3,7 +3,6 @@
 use std::{
     fs,
     io::{BufRead as _, BufReader, Read as _},
-    os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -113,7 +112,10 @@ fn interrupted_at(mark: &str, arguments: &[&str]) -> (i32, String) {
         .spawn()
         .expect("it was built");
     let mut said = BufReader::new(child.stderr.take().expect("it is a pipe")).lines().map(Result::unwrap);
-    assert!(said.any(|line| line.contains(mark)), "{mark:?} never came");
+    let mut before = Vec::new();
+    while !before.last().is_some_and(|line: &String| line.contains(mark)) {
+        before.push(said.next().unwrap_or_else(|| panic!("{mark:?} never came: {before:#?}")));
+    }
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGINT).unwrap();
     let rest: Vec<_> = said.collect();
     let mut printed = String::new();
@@ -203,15 +205,20 @@ fn a_device_is_read_and_refused_where_somebody_has_it() {
     assert_says(&printed, &["--format raw --cache ", "Not measured: writes: they would destroy"]);
     assert!(fs::read(&file).unwrap() == before, "reading changes nothing");
 
-    let user = fs::OpenOptions::new()
-        .read(true)
-        .write(true)
-        .custom_flags(nix::fcntl::OFlag::O_EXCL.bits())
-        .open(device.path())
+    // What this process has open, a child that another test starts has too until it runs its program.
+    let script =
+        "import os, sys; os.open(sys.argv[1], os.O_RDWR | os.O_EXCL); print(flush=True); sys.stdin.read()";
+    let mut user = Command::new("/usr/bin/python3")
+        .args(["-c", script, text(device.path())])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
         .unwrap();
+    assert_eq!(user.stdout.take().unwrap().read(&mut [0]).unwrap(), 1, "it has the device");
     let refused = weir(&["tune", text(device.path()), "--budget", "3s"]).fails();
     assert_says(&refused, &["the system holds it"]);
-    drop(user);
+    user.kill().unwrap();
+    user.wait().unwrap();
     assert_says(&tuned(&[text(device.path()), "--write", "--force"]), &["--format raw --cache "]);
     assert!(fs::read(&file).unwrap() != before, "it was written to");
 }

@@ -116,17 +116,15 @@ async fn move_away(inventory: &Rc<Inventory>, cluster: &Rc<Cluster>, wish: &Wish
         // Where this is not heard, the offer goes with this host's lease, and nobody takes it.
         let _ = withdraw(cluster, wish, number).await;
     }
-    let listed_there = given?;
+    let taken = given?;
     cluster.know_moved(&wish.disk, Some(&wish.to));
+    let listed_there = taken.as_ref().and_then(|answer| answer.listed);
     let listed_here = super::is_listed(inventory, &wish.disk).await;
-    if listed_here == Some(false) {
-        let (cluster, disk) = (Rc::clone(cluster), wish.disk.clone());
-        reactor::spawn(async move {
-            // If it is not heard of in time, the next start forgets it.
-            if let Ok(Some(_)) = reactor::timeout(PATIENCE, settled(answers)).await {
-                let _ = cluster.step(Step::Forget { disk }).await;
-            }
-        });
+    // Then clients reach it there. Where that is not heard of in time, it has moved all the same,
+    // and the next start forgets it.
+    let settled = async { taken.is_some_and(|answer| answer.settled) || settled(&answers).await };
+    if reactor::timeout(PATIENCE, settled).await == Ok(true) && listed_here == Some(false) {
+        let _ = cluster.step(Step::Forget { disk: wish.disk.clone() }).await;
     }
     let mut told = json!({ "disk": wish.disk, "from": cluster.host(), "to": wish.to });
     for (key, listed) in [("listed-here", listed_here), ("listed-there", listed_there)] {
@@ -183,7 +181,8 @@ async fn withdraw(cluster: &Cluster, wish: &Wish, number: u64) -> Option<Outcome
     cluster.step(Step::Withdraw { to: wish.to.clone(), disk: wish.disk.clone(), number }).await
 }
 
-/// Stops serving it, and gives it to the other host, which is ready; or has it again.
+/// Stops serving it, and gives it to the other host, which is ready; or has it again. What the
+/// other said when it took it, if that was heard.
 async fn give(
     inventory: &Rc<Inventory>,
     cluster: &Rc<Cluster>,
@@ -191,7 +190,7 @@ async fn give(
     (offer, revision): (Offer, i64),
     exports: Vec<Rc<RunningExport>>,
     answers: &async_channel::Receiver<Answer>,
-) -> anyhow::Result<Option<bool>> {
+) -> anyhow::Result<Option<Answer>> {
     let running = inventory.disk(&wish.disk)?;
     // As it is now: it may have been changed meanwhile.
     let mut described = Described::of(inventory, &running, &exports, wish.listen.clone())?;
@@ -235,7 +234,7 @@ async fn give(
             match done {
                 Some(Outcome::Lost(why) | Outcome::Absent(why) | Outcome::Apart(why)) => why,
                 Some(Outcome::Done(_)) | None => match reactor::timeout(PATIENCE, end(answers)).await {
-                    Ok(Some(Answer { said: Said::Taken, listed, .. })) => return Ok(listed),
+                    Ok(Some(answer)) if answer.said == Said::Taken => return Ok(Some(answer)),
                     Ok(Some(Answer { said: Said::Refused(why), .. })) => {
                         format!("{} refuses it: {why}", wish.to)
                     }
@@ -262,13 +261,14 @@ async fn end(answers: &async_channel::Receiver<Answer>) -> Option<Answer> {
     }
 }
 
-async fn settled(answers: async_channel::Receiver<Answer>) -> Option<Answer> {
-    loop {
-        let answer = answers.recv().await.ok()?;
+/// Whether it is heard that the other host has all of it.
+async fn settled(answers: &async_channel::Receiver<Answer>) -> bool {
+    while let Ok(answer) = answers.recv().await {
         if answer.settled {
-            return Some(answer);
+            return true;
         }
     }
+    false
 }
 
 #[derive(PartialEq)]
