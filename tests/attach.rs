@@ -26,7 +26,8 @@ use nix::{
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, WEIR, alone, assert_says, children, need_root, text, weir,
+    Client, MIB, Qmp, Scratch, Serve, WEIR, alone, assert_says, children, need_root, text, wait_for_programs,
+    weir,
 };
 
 /// Something attached by root, which goes with the test.
@@ -63,7 +64,7 @@ impl Attached {
     }
 
     fn detach(&self) -> Client {
-        weir(&["detach", &self.name])
+        detach(&self.name)
     }
 
     /// The processes that belong to it.
@@ -115,7 +116,14 @@ fn is_mounted(directory: &Path) -> bool {
 }
 
 #[track_caller]
+/// What this process has closed is closed.
+fn detach(which: &str) -> Client {
+    wait_for_programs();
+    weir(&["detach", which])
+}
+
 fn unmount(directory: &Path) {
+    wait_for_programs();
     Client::new("umount").arg(directory).succeeds();
 }
 
@@ -161,10 +169,10 @@ fn a_disk_is_mounted_until_it_is_unmounted() {
     assert!(fs::write(directory.join("other"), "").is_err());
     let inside = File::open(directory.join("file")).expect("it can be opened");
     let us = format!("in use: open in {} ({})", comm(), std::process::id());
-    assert_says(&weir(&["detach", text(&directory)]).fails(), &[&us, "--force"]);
+    assert_says(&detach(text(&directory)).fails(), &[&us, "--force"]);
     drop(inside);
     // By the directory, which is unmounted.
-    weir(&["detach", text(&directory)]).succeeds();
+    detach(text(&directory)).succeeds();
     again.is_gone();
     assert!(!is_mounted(&directory));
 }
@@ -186,7 +194,7 @@ fn a_device_in_use_stays_and_its_users_are_named() {
     assert_says(&attached.detach().fails(), &["in use", &mounted]);
     assert!(is_mounted(&directory) && attached.place().exists());
     // Who names the directory wants it unmounted.
-    weir(&["detach", text(&directory)]).succeeds();
+    detach(text(&directory)).succeeds();
     assert!(!is_mounted(&directory));
     attached.is_gone();
 }
@@ -204,7 +212,7 @@ fn a_directory_may_be_named_by_a_link() {
     unmount(&link);
     attached.wait_until_gone();
     let again = attach("link", &image, &["--mount", text(&link)]);
-    weir(&["detach", text(&link)]).succeeds();
+    detach(text(&link)).succeeds();
     again.is_gone();
 }
 
@@ -287,7 +295,7 @@ fn what_is_no_whole_sector_is_told() {
     let image = scratch.sparse("disk.raw", MIB + 65);
     let name = name("odd");
     let done = command(&name, &image, &[]).run();
-    weir(&["detach", &name]).succeeds();
+    detach(&name).succeeds();
     assert_says(&done.said(), &[&name, "without the last 65 bytes"]);
 }
 

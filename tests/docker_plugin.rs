@@ -14,7 +14,9 @@ use std::{
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::harness::{Client, Scratch, Serve, Weir, assert_says, need, need_root, text, weir};
+use crate::harness::{
+    Client, Scratch, Serve, Weir, assert_says, need, need_root, text, wait_for_programs, weir,
+};
 
 /// A plugin, where it lies, and the name of its volume, which no other test has.
 struct Plugin {
@@ -251,6 +253,7 @@ fn mount(plugin: &Plugin, user: &str) -> Mounted {
 }
 
 fn unmount(plugin: &Plugin, user: &str) {
+    wait_for_programs();
     plugin.does("Unmount", &json!({ "Name": plugin.volume, "ID": user }));
 }
 

@@ -26,7 +26,7 @@ use crate::{
     fuse_ring,
     harness::{
         Client, DEADLINE, LoopDevice, MIB, Qmp, Scratch, Serve, Weir, assert_says, children, need_root,
-        pattern, qemu_img, text,
+        pattern, qemu_img, text, wait_for_programs,
     },
 };
 
@@ -168,7 +168,10 @@ fn a_file_system_lives_in_it() {
     let directory = scratch.path("mount");
     fs::create_dir(&directory).expect("the directory is ours");
     let mount = || Client::new("mount").args([text(device.path()), text(&directory)]).succeeds();
-    let umount = || Client::new("umount").args([text(&directory)]).succeeds();
+    let umount = || {
+        wait_for_programs();
+        Client::new("umount").args([text(&directory)]).succeeds()
+    };
     mount();
     let content = pattern(20 * MIB as usize);
     fs::write(directory.join("one"), &content).expect("there is room");
@@ -620,6 +623,7 @@ fn unmounted_from_outside_it_ends() {
     let opened = File::open(&file).expect("it is there");
     Client::new("umount").args([text(&file)]).fails();
     drop(opened);
+    wait_for_programs();
     Client::new("umount").args([text(&file)]).succeeds();
     weir.wait_for_log("unmounted from outside");
     qmp.event("BLOCK_EXPORT_DELETED");

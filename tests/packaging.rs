@@ -12,7 +12,9 @@ use std::{
     process,
 };
 
-use crate::harness::{Client, MIB, Scratch, Serve, WEIR, assert_says, need, need_root, text, weir};
+use crate::harness::{
+    Client, MIB, Scratch, Serve, WEIR, assert_says, need, need_root, text, wait_for_programs, weir,
+};
 
 /// Where Debian has it.
 const FSTAB_GENERATOR: &str = "/usr/lib/systemd/system-generators/systemd-fstab-generator";
@@ -344,6 +346,7 @@ fn the_mount_helper_mounts_an_image() {
     let mounted = options_of(&directory).expect("it is mounted");
     assert!(mounted.split(',').any(|option| option == "noatime"), "{mounted}");
     fs::write(directory.join("file"), "kept").unwrap();
+    wait_for_programs();
     weir(&["detach", text(&directory)]).succeeds();
     assert!(options_of(&directory).is_none());
     assert_says(&mount("-v"), &["by FUSE", "/dev/loop"]);

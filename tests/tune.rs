@@ -3,6 +3,7 @@
 use std::{
     fs,
     io::{BufRead as _, BufReader, Read as _},
+    os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -15,7 +16,7 @@ use serde_json::Value;
 
 use crate::harness::{
     Client, LoopDevice, MIB, Scratch, Serve, WEIR, alone, assert_says, nbdsh, need_root, qemu_img, qemu_io,
-    text, weir,
+    text, wait_for_programs, weir,
 };
 
 /// No run gets to the end of it here: each is interrupted, or fails. It decides the slices of time.
@@ -205,20 +206,16 @@ fn a_device_is_read_and_refused_where_somebody_has_it() {
     assert_says(&printed, &["--format raw --cache ", "Not measured: writes: they would destroy"]);
     assert!(fs::read(&file).unwrap() == before, "reading changes nothing");
 
-    // What this process has open, a child that another test starts has too until it runs its program.
-    let script =
-        "import os, sys; os.open(sys.argv[1], os.O_RDWR | os.O_EXCL); print(flush=True); sys.stdin.read()";
-    let mut user = Command::new("/usr/bin/python3")
-        .args(["-c", script, text(device.path())])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
+    let user = fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(nix::fcntl::OFlag::O_EXCL.bits())
+        .open(device.path())
         .unwrap();
-    assert_eq!(user.stdout.take().unwrap().read(&mut [0]).unwrap(), 1, "it has the device");
     let refused = weir(&["tune", text(device.path()), "--budget", "3s"]).fails();
     assert_says(&refused, &["the system holds it"]);
-    user.kill().unwrap();
-    user.wait().unwrap();
+    drop(user);
+    wait_for_programs();
     assert_says(&tuned(&[text(device.path()), "--write", "--force"]), &["--format raw --cache "]);
     assert!(fs::read(&file).unwrap() != before, "it was written to");
 }

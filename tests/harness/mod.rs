@@ -81,6 +81,19 @@ pub(crate) fn children(pid: Pid) -> impl Iterator<Item = Pid> {
         .filter_map(|process| process.file_name().to_str()?.parse().ok().map(Pid::from_raw))
 }
 
+/// Waits until each child of the tests' process runs its own program. Until then it has open what
+/// was open here when it was made, and a device or a mount stays in use, though a test has closed
+/// it.
+pub(crate) fn wait_for_programs() {
+    let program = |pid: Pid| fs::read_link(format!("/proc/{pid}/exe")).ok();
+    let ours = program(Pid::this());
+    for child in children(Pid::this()) {
+        while ours.is_some() && program(child) == ours {
+            std::thread::yield_now();
+        }
+    }
+}
+
 /// Fails unless the tests run as root.
 #[track_caller]
 pub(crate) fn need_root(what: &str) {

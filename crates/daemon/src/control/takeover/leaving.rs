@@ -50,6 +50,9 @@ const TO_BE_READY: Duration = Duration::from_secs(10);
 const HANDSHAKES: Duration = Duration::from_secs(1);
 /// How long what is in flight may take.
 const IN_FLIGHT: Duration = Duration::from_secs(5);
+/// For so long a service manager may take to hear who goes on: this process's end would be the
+/// service's.
+const MANAGER_READS: Duration = Duration::from_secs(10);
 /// How long a client may take nothing of a reply while everybody is served.
 const UNREAD: Duration = Duration::from_secs(5);
 /// The same while others wait.
@@ -270,6 +273,7 @@ async fn leave(
     tracing::info!(process, clients, "another weir has taken over");
     // To be told before this process ends, or its end would be the service's.
     notify::tell(&[NotifyState::MainPid(process)]);
+    let _ = reactor::timeout(MANAGER_READS, notify::all_told()).await;
     // Nothing is undone on the way out: all of it is the other's. That this has ended it hears from
     // the channel.
     std::process::exit(0)

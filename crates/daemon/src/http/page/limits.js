@@ -13,6 +13,9 @@ const STILL_MS = 250;
 /// The daemon does one preview at a time; another page's took the place of this one's.
 const BUSY = 409;
 const AGAIN_MS = 1000;
+/// It has had no time for one: it makes previews in its spare time.
+const SILENT = 503;
+const LATER_MS = 5000;
 /// Places of a slider; the first is no limit.
 const PLACES = 200;
 const LOWEST = { iops: 10, bps: 64 * 1024 };
@@ -257,6 +260,7 @@ export class Limits {
             const needs = this.waits = error instanceof Refused && error.isAboutToken;
             this.seen.replaceChildren(element("p", { class: "wrong" }, needs ? using ? `The token is wrong: ${error.message}` : "What this would do is shown to whoever has the daemon's token." : error.message));
             if (needs) this.seen.append(element("button", { type: "button", onclick: () => this.enter() }, "Enter the token"));
+            if (error.status === SILENT) this.timer = setTimeout(() => this.preview(draft), LATER_MS);
         }
         this.seen.classList.remove("is-old");
     }
