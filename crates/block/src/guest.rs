@@ -186,8 +186,10 @@ impl Region {
 /// All regions of one guest at one time. A value that does not change; cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct Memory {
-    /// By guest address.
-    regions: Arc<[Region]>,
+    /// Each region, by guest address. However many look into them, they are held once.
+    wholes: Arc<[Place]>,
+    /// The same by the front end's addresses: where each begins there, and which it is.
+    by_user_address: Arc<[(u64, usize)]>,
     log: Option<DirtyLog>,
 }
 
@@ -196,13 +198,20 @@ impl Memory {
     ///
     /// # Errors
     /// [`RegionError::Overlap`]: two of them have a guest address in common.
-    pub fn new(mut regions: Vec<Region>) -> Result<Self, RegionError> {
+    pub fn new(regions: Vec<Region>) -> Result<Self, RegionError> {
+        Self::of(regions, None)
+    }
+
+    fn of(mut regions: Vec<Region>, log: Option<DirtyLog>) -> Result<Self, RegionError> {
         regions.sort_by_key(Region::guest_address);
         let overlap = regions.windows(2).find(|pair| pair[0].last_address() >= pair[1].guest_address());
         if let Some(pair) = overlap {
             return Err(RegionError::Overlap(pair[1].guest_address()));
         }
-        Ok(Self { regions: regions.into(), log: None })
+        let mut by_user_address: Vec<_> = regions.iter().map(Region::user_address).zip(0..).collect();
+        by_user_address.sort_unstable();
+        let wholes = regions.into_iter().map(|region| Place::whole(region, log.clone())).collect();
+        Ok(Self { wholes, by_user_address: by_user_address.into(), log })
     }
 
     /// The same with one region more.
@@ -210,42 +219,47 @@ impl Memory {
     /// # Errors
     /// As [`Memory::new`].
     pub fn with(&self, region: Region) -> Result<Self, RegionError> {
-        let regions = self.regions.iter().cloned().chain([region]).collect();
-        Ok(Self { log: self.log.clone(), ..Self::new(regions)? })
+        let regions = self.regions().cloned().chain([region]).collect();
+        Self::of(regions, self.log.clone())
     }
 
     /// The same without the region of these addresses and this length; `None` if there is none.
     pub fn without(&self, guest_address: u64, user_address: u64, bytes: u64) -> Option<Self> {
-        let index = self.regions.iter().position(|region| {
+        let index = self.regions().position(|region| {
             region.guest_address() == guest_address
                 && region.user_address() == user_address
                 && region.bytes() == bytes
         })?;
-        let mut regions = self.regions.to_vec();
+        let mut regions: Vec<_> = self.regions().cloned().collect();
         regions.remove(index);
-        Some(Self { regions: regions.into(), log: self.log.clone() })
+        Some(Self::of(regions, self.log.clone()).expect("they did not overlap"))
     }
 
     /// The same, with what is written from now on recorded in `log`, or not recorded.
     #[must_use]
     pub fn with_log(&self, log: Option<DirtyLog>) -> Self {
-        Self { regions: Arc::clone(&self.regions), log }
+        Self::of(self.regions().cloned().collect(), log).expect("they did not overlap")
     }
 
-    /// Whether what is written is recorded.
-    pub fn is_logged(&self) -> bool {
-        self.log.is_some()
+    /// Where what is written is recorded.
+    pub fn log(&self) -> Option<&DirtyLog> {
+        self.log.as_ref()
     }
 
     /// Its regions by guest address.
-    pub fn regions(&self) -> &[Region] {
-        &self.regions
+    pub fn regions(&self) -> impl ExactSizeIterator<Item = &Region> {
+        self.wholes.iter().map(Place::region)
+    }
+
+    /// The same, each as a place.
+    pub fn wholes(&self) -> &[Place] {
+        &self.wholes
     }
 
     /// Whether a file under it, or under its log, has shrunk and this was met.
     pub fn is_lost(&self) -> bool {
         sigbus::is_any_lost()
-            && (self.regions.iter().any(Region::is_lost) || self.log.as_ref().is_some_and(DirtyLog::is_lost))
+            && (self.regions().any(Region::is_lost) || self.log.as_ref().is_some_and(DirtyLog::is_lost))
     }
 
     /// Bytes by their guest-physical address, as in a descriptor. `None`: they are not wholly
@@ -258,9 +272,10 @@ impl Memory {
     /// Bytes by their address in the front end, as in `VHOST_USER_SET_VRING_ADDR`. `None`: they are
     /// not wholly within one region.
     pub fn user_place(&self, address: u64, bytes: usize) -> Option<Place> {
-        self.regions.iter().find_map(|region| {
-            let offset = address.checked_sub(region.user_address())?;
-            Place::within(region, offset, bytes, self.log.as_ref())
+        let behind = self.by_user_address.partition_point(|(first, _)| *first <= address);
+        // The last of these has it, unless they overlap there.
+        self.by_user_address[..behind].iter().rev().find_map(|&(first, index)| {
+            Place::within(self.wholes[index].region(), address - first, bytes, self.log.as_ref())
         })
     }
 
@@ -289,8 +304,8 @@ impl Memory {
 
     /// The last region that does not begin behind `address`.
     fn region_at(&self, address: u64) -> Option<&Region> {
-        let behind = self.regions.partition_point(|region| region.guest_address() <= address);
-        self.regions.get(behind.checked_sub(1)?)
+        let behind = self.wholes.partition_point(|whole| whole.guest_address() <= address);
+        self.wholes.get(behind.checked_sub(1)?).map(Place::region)
     }
 }
 

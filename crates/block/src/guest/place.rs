@@ -51,6 +51,17 @@ impl Place {
         Some(Self { region: region.clone(), offset: offset as usize, bytes, log: log.cloned() })
     }
 
+    /// All of a region.
+    pub(super) fn whole(region: Region, log: Option<DirtyLog>) -> Self {
+        let bytes = region.0.mapping.bytes();
+        Self { region, offset: 0, bytes, log }
+    }
+
+    /// The region that it is in.
+    pub(super) fn region(&self) -> &Region {
+        &self.region
+    }
+
     /// How many bytes.
     pub fn bytes(&self) -> usize {
         self.bytes

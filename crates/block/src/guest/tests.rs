@@ -97,6 +97,35 @@ fn regions_come_and_go_and_refuse_to_overlap() {
 }
 
 #[test]
+fn however_many_rings_look_into_memory_its_regions_are_held_once() {
+    let memory = regions(&[(0, 0x1000), (0x1000, 0x1000)]);
+    let rings: Vec<_> = (0..256).map(|_| memory.clone()).collect();
+    for region in memory.regions() {
+        assert_eq!(Arc::strong_count(&region.0), 1);
+    }
+    assert!(rings.iter().all(|ring| ring.wholes().as_ptr() == memory.wholes().as_ptr()));
+}
+
+#[test]
+fn regions_may_overlap_where_the_front_end_has_them() {
+    let region = |guest, user, bytes| Region::on_heap(guest, user, bytes);
+    let regions = [region(0, 0x1000, 0x100), region(0x8000, 0, 0x4000), region(0x4000, 0x1000, 0x200)];
+    let memory = Memory::new(regions.into()).unwrap();
+    for (user, bytes, guest) in [
+        (0, 1, Some(0x8000)),
+        (0xfff, 2, Some(0x8fff)),
+        (0x1100, 0x100, Some(0x4100)),
+        (0x1100, 0x101, Some(0x9100)),
+        (0x3fff, 1, Some(0xbfff)),
+        (0x3fff, 2, None),
+        (0x4000, 1, None),
+    ] {
+        let found = memory.user_place(user, bytes).map(|place| place.guest_address());
+        assert_eq!(found, guest, "{bytes} at {user:#x}");
+    }
+}
+
+#[test]
 fn maps_what_the_front_end_maps() {
     let (file, descriptor) = memfd(0x5000);
     // The offset is in the middle of a page.

@@ -119,7 +119,7 @@ impl Area {
 
     /// As its front end has described it, and its file.
     pub fn told(&self) -> Option<(InflightInfo, BorrowedFd<'_>)> {
-        let (file, _) = self.memory.regions().first()?.file()?;
+        let (file, _) = self.memory.regions().next()?.file()?;
         Some((self.info, file))
     }
 

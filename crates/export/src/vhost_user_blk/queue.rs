@@ -481,7 +481,7 @@ impl Queue {
 
     /// Marks what a request has written, for a log that may have come after it began.
     pub(super) fn mark(&self, address: u64, bytes: usize) {
-        if !self.memory_changed.get() || !self.memory.borrow().is_logged() {
+        if !self.memory_changed.get() || self.memory.borrow().log().is_none() {
             return;
         }
         let mut places = Places::new();

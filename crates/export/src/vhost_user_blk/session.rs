@@ -210,9 +210,7 @@ pub struct Session {
     /// As acknowledged last.
     features: u64,
     protocol_features: u64,
-    /// Without the log.
     memory: Memory,
-    log: Option<DirtyLog>,
     quota: Quota,
     inflight: Option<Area>,
     /// For messages of our own.
@@ -270,7 +268,6 @@ impl Session {
             features: 0,
             protocol_features: 0,
             memory: Memory::default(),
-            log: None,
             quota: Quota::new(MAX_MAPPINGS, MAX_MAPPED_BYTES),
             inflight: None,
             back_end: None,
@@ -423,7 +420,7 @@ impl Session {
             Request::SetMemTable(regions) => {
                 let map = |(info, file)| self.map(&info, file);
                 let regions = regions.into_iter().map(map).collect::<Result<_, _>>()?;
-                self.set_memory(Memory::new(regions)?, out);
+                self.set_memory(Memory::new(regions)?.with_log(self.memory.log().cloned()), out);
             }
             Request::AddMemReg(info, file) => {
                 if self.memory.regions().len() >= MAX_MEM_SLOTS {
@@ -436,7 +433,8 @@ impl Session {
                 self.set_memory(without.ok_or(Refusal::NoSuchRegion { guest_address, bytes })?, out);
             }
             Request::SetLogBase { bytes, file_offset, file } => {
-                self.log = Some(DirtyLog::map(file, bytes, file_offset, &self.quota).map_err(Refusal::Log)?);
+                let log = DirtyLog::map(file, bytes, file_offset, &self.quota).map_err(Refusal::Log)?;
+                self.memory = self.memory.with_log(Some(log));
                 self.tell_memory(out);
                 // Acknowledged in any case, where it comes with a descriptor.
                 if self.has(protocol::LOG_SHMFD) && acknowledge.is_none() {
@@ -529,7 +527,8 @@ impl Session {
         }
         self.features = features;
         // Recording begins with the log itself, and ends here.
-        if before & !features & virtio::LOG_ALL != 0 && self.log.take().is_some() {
+        if before & !features & virtio::LOG_ALL != 0 && self.memory.log().is_some() {
+            self.memory = self.memory.with_log(None);
             self.tell_memory(out);
         }
         self.tell_write_cache(out);
@@ -591,17 +590,13 @@ impl Session {
         self.settle_all(out);
     }
 
-    fn lent(&self) -> Memory {
-        self.memory.with_log(self.log.clone())
-    }
-
     /// Gives the rings that run their places in the memory as it is now.
     fn tell_memory(&mut self, out: &mut VecDeque<Output>) {
         self.tell_memory_to(|_| true, out);
     }
 
     fn tell_memory_to(&mut self, whom: impl Fn(u16) -> bool, out: &mut VecDeque<Output>) {
-        let memory = self.lent();
+        let memory = self.memory.clone();
         let mut rings = Vec::new();
         let mut faults = Vec::new();
         for (vring, ring) in self.rings.iter_mut().zip(0..) {
@@ -735,7 +730,7 @@ impl Session {
 
     fn settings(&self, ring: u16) -> Result<RingSettings, Fault> {
         let vring = &self.rings[usize::from(ring)];
-        let memory = self.lent();
+        let memory = self.memory.clone();
         let places = vring.places(&memory, self.features)?;
         let size = vring.size.unwrap_or_default();
         let packed = self.features & virtio::RING_PACKED != 0;

@@ -599,13 +599,13 @@ fn writes_are_recorded_from_the_log_on_until_that_feature_goes() {
     let file = log.try_clone().expect("a copy");
     assert_eq!(front_end.send(code::SET_LOG_BASE, NEED_REPLY, &area, vec![file]), "memory [0], reply 0x0");
     assert_eq!(front_end.plain(code::SET_FEATURES, &number(FEATURES | virtio::LOG_ALL)), "");
-    let place = front_end.session.lent().place(0x5000, 1).expect("it is there");
+    let place = front_end.session.memory.place(0x5000, 1).expect("it is there");
     place.write(0, &[1]);
     let mut recorded = [0; 2];
     rustix::io::pread(log.as_fd(), &mut recorded, 0).expect("read");
     assert_eq!(recorded, [1 << 5, 0], "page 5");
     assert_eq!(front_end.plain(code::SET_FEATURES, &number(FEATURES)), "memory [0]");
-    front_end.session.lent().place(0x6000, 1).expect("it is there").write(0, &[1]);
+    front_end.session.memory.place(0x6000, 1).expect("it is there").write(0, &[1]);
     rustix::io::pread(log.as_fd(), &mut recorded, 0).expect("read");
     assert_eq!(recorded, [1 << 5, 0], "page 6 is not");
     let words = front_end.send(code::SET_LOG_BASE, NEED_REPLY, &number(0), vec![]);

@@ -98,7 +98,7 @@ impl Session {
             let region = Said::new(code::ADD_MEM_REG, message::region_of(&info));
             said.push(region.with(file.try_clone_to_owned()?));
         }
-        if let Some((file, offset, bytes)) = self.log.as_ref().and_then(DirtyLog::file) {
+        if let Some((file, offset, bytes)) = self.memory.log().and_then(DirtyLog::file) {
             let log = Said::new(code::SET_LOG_BASE, message::numbers(&[bytes, offset]));
             said.push(log.with(file.try_clone_to_owned()?));
         }

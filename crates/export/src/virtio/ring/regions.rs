@@ -12,23 +12,17 @@ pub(super) const DESCRIPTOR_BYTES: usize = 16;
 /// several of them.
 pub type Places = SmallVec<[Place; 4]>;
 
-/// The regions of a guest, each held as a whole, so that looking into one costs no reference.
+/// The regions of a guest, looked into without a reference to any of them.
 #[derive(Debug)]
 pub(super) struct Regions {
     memory: Memory,
-    /// By guest-physical address.
-    wholes: Box<[Place]>,
     /// Which of them was of use last.
     last: Cell<usize>,
 }
 
 impl Regions {
     pub(super) fn new(memory: Memory) -> Self {
-        let whole = |region: &block::guest::Region| {
-            memory.place(region.guest_address(), usize::try_from(region.bytes()).ok()?)
-        };
-        let wholes = memory.regions().iter().filter_map(whole).collect();
-        Self { memory, wholes, last: Cell::new(0) }
+        Self { memory, last: Cell::new(0) }
     }
 
     /// The region that bytes are wholly in, and where in it.
@@ -37,16 +31,17 @@ impl Regions {
             let offset = usize::try_from(address.checked_sub(whole.guest_address())?).ok()?;
             (offset.checked_add(bytes)? <= whole.bytes()).then_some(offset)
         };
-        if let Some(whole) = self.wholes.get(self.last.get())
+        let wholes = self.memory.wholes();
+        if let Some(whole) = wholes.get(self.last.get())
             && let Some(offset) = within(whole)
         {
             return Some((whole, offset));
         }
-        let behind = self.wholes.partition_point(|whole| whole.guest_address() <= address);
+        let behind = wholes.partition_point(|whole| whole.guest_address() <= address);
         let index = behind.checked_sub(1)?;
-        let offset = within(&self.wholes[index])?;
+        let offset = within(&wholes[index])?;
         self.last.set(index);
-        Some((&self.wholes[index], offset))
+        Some((&wholes[index], offset))
     }
 
     /// Appends the places of bytes, in order; none for no bytes. False: some are outside.
