@@ -40,7 +40,7 @@ use std::{cell::RefCell, future::Future, rc::Rc, sync::OnceLock, time::Instant a
 use policy::time::Instant;
 
 use executor::Executor;
-pub use executor::JoinHandle;
+pub use executor::{JoinHandle, Party};
 pub use figures::{Figures, RingTotals};
 pub use fuse::{FuseRing, clone_fuse_device};
 pub use launcher::Launcher;
@@ -190,7 +190,7 @@ pub fn sleep_until(deadline: Instant) -> Sleep {
     Sleep::new(deadline)
 }
 
-/// Lets every other task that is ready run first.
+/// Lets every other task of the same [`Party`] that is ready run first, and others in their turn.
 pub async fn yield_now() {
     let mut yielded = false;
     std::future::poll_fn(|context| {

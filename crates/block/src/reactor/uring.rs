@@ -47,9 +47,9 @@ const AUTO_LIMIT: Duration = Duration::from_micros(200);
 /// cache, are held back for longer.
 pub(super) const MOST_READS_HELD_BACK: usize = 4;
 pub(super) const MOST_WRITES_HELD_BACK: usize = 8;
-/// Tasks run between two looks at the ring, so that a busy task cannot keep completions waiting for
-/// long.
-const TASKS_PER_TURN: usize = 256;
+/// Tasks run between two looks at the ring, so that a busy task, or a party with many, cannot keep
+/// the completions of others waiting for long.
+pub(super) const TASKS_PER_TURN: usize = 64;
 /// The operation that waits for other threads' wake-ups is not in the table.
 const EVENT: u64 = u64::MAX;
 /// Neither are cancellations: their outcome shows in the operation they cancel.

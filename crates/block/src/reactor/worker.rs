@@ -5,7 +5,7 @@ use std::{cell::Cell, future::Future, io, sync::Arc, thread};
 
 use super::{
     Driver, Figures, Polling, RingTotals,
-    executor::{Arrival, Remote},
+    executor::{Arrival, Party, Remote},
     run, spawn, with_current,
 };
 
@@ -57,9 +57,19 @@ impl Worker {
         }
     }
 
-    /// Makes a future on the worker's thread and runs it there as a task.
+    /// Makes a future on the worker's thread and runs it there as a task, the first of a party of
+    /// its own.
     pub fn spawn<F: Future<Output = ()> + 'static>(&self, make: impl FnOnce() -> F + Send + 'static) {
-        self.remote.send(Arrival::Job(Box::new(move || spawn(make()))));
+        self.spawn_as(Party::new(), make);
+    }
+
+    /// The same as a task of this party.
+    pub fn spawn_as<F: Future<Output = ()> + 'static>(
+        &self,
+        party: Party,
+        make: impl FnOnce() -> F + Send + 'static,
+    ) {
+        self.remote.send(Arrival::Job(party, Box::new(move || spawn(make()))));
     }
 
     /// The name it was started with.
@@ -86,5 +96,88 @@ impl Worker {
             Ok(result) => result,
             Err(panic) => std::panic::resume_unwind(panic),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::Write as _,
+        os::unix::net::UnixStream,
+        sync::{
+            Arc,
+            atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed},
+        },
+    };
+
+    use super::*;
+    use crate::{
+        buffer::Buffer,
+        reactor::{op, uring::TASKS_PER_TURN, yield_now},
+    };
+
+    /// A worker of which one party has a thousand tasks that never wait; and how often they ran.
+    struct Busy {
+        worker: Worker,
+        turns: Arc<AtomicUsize>,
+        over: Arc<AtomicBool>,
+    }
+
+    impl Busy {
+        fn start() -> Self {
+            let worker = Worker::start("busy", Polling::Off).expect("a thread");
+            let (turns, over) = (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
+            let party = Party::new();
+            for _ in 0..1000 {
+                let (turns, over) = (Arc::clone(&turns), Arc::clone(&over));
+                worker.spawn_as(party, move || async move {
+                    while !over.load(Relaxed) {
+                        turns.fetch_add(1, Relaxed);
+                        yield_now().await;
+                    }
+                });
+            }
+            Self { worker, turns, over }
+        }
+
+        /// How often they run until another party has done `work`.
+        fn turns_during<F: Future<Output = ()>>(self, work: impl FnOnce() -> F + Send + 'static) -> usize {
+            let (done, outcome) = async_channel::bounded(1);
+            let turns = Arc::clone(&self.turns);
+            self.worker.spawn(move || async move {
+                let before = turns.load(Relaxed);
+                work().await;
+                done.send(turns.load(Relaxed) - before).await.expect("it is waited for");
+            });
+            let turns = outcome.recv_blocking().expect("it ends");
+            self.over.store(true, Relaxed);
+            self.worker.stop().expect("stops");
+            turns
+        }
+    }
+
+    #[test]
+    fn a_party_has_every_other_turn_however_many_tasks_another_has() {
+        let turns = Busy::start().turns_during(|| async {
+            for _ in 0..100 {
+                yield_now().await;
+            }
+        });
+        assert!((99..=101).contains(&turns), "{turns} turns of the other party within 100");
+    }
+
+    #[test]
+    fn a_completion_waits_for_few_tasks_of_another_party() {
+        const BYTES: usize = 100;
+        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+        theirs.write_all(&[7; BYTES]).expect("there is room");
+        let turns = Busy::start().turns_during(|| async move {
+            let socket = op::Fd::from(ours);
+            for _ in 0..BYTES {
+                let (received, _) = op::receive(&socket, Buffer::new(1), 0).await;
+                assert_eq!(received.expect("it was sent"), 1);
+            }
+        });
+        assert!(turns <= 2 * BYTES * TASKS_PER_TURN, "{turns} turns within {BYTES} operations");
     }
 }

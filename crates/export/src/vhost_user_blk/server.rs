@@ -39,7 +39,7 @@ use super::{
 };
 use crate::race::{First, first};
 use block::{
-    reactor::{self, Notifier, Worker, op::Fd},
+    reactor::{self, Notifier, Party, Worker, op::Fd},
     seldom::Seldom,
 };
 use policy::time::Duration;
@@ -77,6 +77,8 @@ pub struct Statistics {
 #[derive(Debug)]
 pub struct Server {
     device: Arc<Device>,
+    /// Of all rings, however many there are.
+    party: Party,
     connected: AtomicUsize,
     /// The number of its process, or 0.
     front_end: AtomicU32,
@@ -104,6 +106,7 @@ impl Server {
     pub fn new(export: Export) -> Arc<Self> {
         Arc::new(Self {
             device: Arc::new(Device::new(export)),
+            party: Party::new(),
             connected: AtomicUsize::new(0),
             front_end: AtomicU32::new(0),
             served: AtomicBool::new(false),
@@ -435,7 +438,7 @@ impl Attendance<'_> {
         let serve = move || serve_ring(server, ring, settings, received, reports);
         match &self.threads {
             Threads::Workers(workers) => {
-                workers[self.turn % workers.len()].spawn(serve);
+                workers[self.turn % workers.len()].spawn_as(self.server.party, serve);
                 self.turn += 1;
             }
             Threads::Here => reactor::spawn(serve()),
