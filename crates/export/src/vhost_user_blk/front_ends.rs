@@ -4,20 +4,23 @@
 //! A disk has one front end at a time. Whoever else connects is soon turned away, so that a machine
 //! that was started twice says so instead of waiting for ever. A front end that has gone, or is
 //! about to, turns nobody away: the next one waits until its rings have ended. Nor does one that
-//! has been here for a while and never said anything, which has to go then; unless somebody wants
-//! its place, it may be silent, as machines are to which a disk is plugged later.
+//! never said anything. It has to go as soon as somebody else does, or after a while if somebody
+//! else is there; unless somebody wants its place, it may be silent, as machines are to which a
+//! disk is plugged later.
 //!
 //! ```text
 //!   connects ──► nobody here ──────────────────────► served
 //!            ──► one is served, and stays ─────────► turned away, and may try again
-//!            ──► one is here, and long silent ─────► that one has to go, then served
-//!            ──► the last one hangs up by then ────► waits in the socket's queue, then served
+//!            ──► one is here, and silent ──────────► speaks: that one has to go, then served
+//!                                                    silent as well: the same, after a while
+//!            ──► the last one hangs up by then ────► waits, then served
 //! ```
 //!
 //! Binding a socket, replacing a stale one and taking one from the service manager are the
 //! daemon's.
 
 use std::{
+    collections::VecDeque,
     future::{Future, pending, poll_fn},
     io,
     os::fd::OwnedFd,
@@ -34,8 +37,13 @@ use block::{
 use policy::time::{Duration, Instant};
 use rustix::{
     io::Errno,
-    net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown, socket_with},
+    net::{
+        AddressFamily, RecvFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, recv, shutdown,
+        socket_with,
+    },
 };
+
+use crate::race::{First, first};
 
 /// Between attempts to connect: doubled from the first to the last.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -47,6 +55,9 @@ const GRACE: Duration = Duration::from_millis(250);
 /// So long may a front end that has said nothing keep others out, as long as one may take for a
 /// message.
 const SILENCE: Duration = Duration::from_secs(10);
+/// Front ends that wait for the place of another. Of more, the oldest goes: they are silent, or the
+/// other is not.
+const MOST_WAITING: usize = 16;
 /// Between attempts to accept while descriptors or memory are short.
 const SHORTAGE: Duration = Duration::from_secs(1);
 
@@ -58,8 +69,16 @@ pub struct FrontEnds {
     way: Way,
     /// One that is connected already.
     first: Option<Fd>,
+    /// Those that came after the one that is served, the oldest first.
+    waiting: VecDeque<Waiting>,
     refusals: Seldom,
     silence: Duration,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    socket: Fd,
+    since: Instant,
 }
 
 #[derive(Debug)]
@@ -85,7 +104,8 @@ impl FrontEnds {
     }
 
     fn by(id: &str, way: Way) -> Self {
-        Self { id: id.into(), way, first: None, refusals: Seldom::default(), silence: SILENCE }
+        let (first, waiting, refusals) = Default::default();
+        Self { id: id.into(), way, first, waiting, refusals, silence: SILENCE }
     }
 
     /// This one is here already.
@@ -106,7 +126,7 @@ impl FrontEnds {
         loop {
             let socket = match self.first.take() {
                 Some(socket) => socket,
-                None => Fd::from(self.next().await?),
+                None => self.next().await?,
             };
             let began = reactor::now();
             {
@@ -123,16 +143,21 @@ impl FrontEnds {
     }
 
     /// Waits for a front end.
-    async fn next(&mut self) -> io::Result<OwnedFd> {
+    async fn next(&mut self) -> io::Result<Fd> {
+        self.waiting.retain(|waiting| !has_hung_up(&waiting.socket));
+        let speaks = self.waiting.iter().position(|waiting| has_spoken(&waiting.socket));
+        if let Some(waiting) = self.waiting.remove(speaks.unwrap_or(0)) {
+            return Ok(waiting.socket);
+        }
         match &mut self.way {
-            Way::Listen(listener) => accept(&self.id, listener, &self.refusals).await,
+            Way::Listen(listener) => Ok(accept(&self.id, listener, &self.refusals).await?.into()),
             Way::Call { path, pause, told } => {
                 let address = SocketAddrUnix::new(&*path)?;
                 loop {
                     reactor::sleep_until(reactor::now() + *pause).await;
                     *pause = (*pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
                     match call(&address) {
-                        Ok(socket) => return Ok(socket),
+                        Ok(socket) => return Ok(socket.into()),
                         // Whatever is there, or is missing: the right one may come.
                         Err(error) => tell(&self.id, path, told, io::Error::from(error).to_string()),
                     }
@@ -152,33 +177,107 @@ impl FrontEnds {
     }
 
     /// Never ends but with an error: see [`FrontEnds::serve`].
-    async fn turn_away_others(&self, current: &Fd, is_silent: impl Fn() -> bool) -> io::Result<()> {
+    async fn turn_away_others(&mut self, current: &Fd, is_silent: impl Fn() -> bool) -> io::Result<()> {
         let Way::Listen(listener) = &self.way else { return pending().await };
+        let listener = listener.clone();
         let began = reactor::now();
+        let mut gone = pin!(op::hung_up(current));
         loop {
-            op::readable(listener).await?;
-            if reactor::timeout(GRACE, op::hung_up(current)).await.is_ok() {
-                return pending().await;
-            }
-            if is_silent() && reactor::now() - began >= self.silence {
-                tracing::warn!(
-                    export = %self.id,
-                    "a front end that has said nothing is disconnected: another wants its place"
-                );
-                // Of one that has hung up meanwhile, that is all there is to do.
-                let _ = shutdown(current, Shutdown::Both);
-                return pending().await;
-            }
-            drop(accept(&self.id, listener, &self.refusals).await?);
-            if let Some(left_out) = self.refusals.line(reactor::recently()) {
-                tracing::warn!(
-                    export = %self.id,
-                    left_out,
-                    "a front end was turned away: another is connected (stop that one, or give each a disk)"
-                );
+            let is_silent = is_silent();
+            let patience = match is_silent {
+                true if !has_spoken(current) && self.is_to_go(began) => {
+                    tracing::warn!(
+                        export = %self.id,
+                        "a front end that has said nothing is disconnected: another wants its place"
+                    );
+                    // Of one that has hung up meanwhile, that is all there is to do.
+                    let _ = shutdown(current, Shutdown::Both);
+                    return pending().await;
+                }
+                // It may speak.
+                true if !self.waiting.is_empty() => GRACE.min(began + self.silence - reactor::now()),
+                true => Duration::MAX,
+                false => self.turn_away_after(GRACE),
+            };
+            let speaks = async {
+                match is_silent {
+                    true => any_readable(&self.waiting).await,
+                    false => pending().await,
+                }
+            };
+            let news = first(gone.as_mut(), first(op::readable(&listener), speaks));
+            match reactor::timeout(patience, news).await {
+                Ok(First::One(_)) => return pending().await,
+                Ok(First::Other(First::One(came))) => {
+                    came?;
+                    let socket = accept(&self.id, &listener, &self.refusals).await?.into();
+                    self.waiting.push_back(Waiting { socket, since: reactor::now() });
+                    if self.waiting.len() > MOST_WAITING {
+                        self.turn_away_oldest();
+                    }
+                }
+                Ok(First::Other(First::Other(()))) | Err(reactor::Timeout) => {}
             }
         }
     }
+
+    /// Whether one that has said nothing since it `began` has to go for one that waits.
+    fn is_to_go(&mut self, began: Instant) -> bool {
+        self.waiting.retain(|waiting| !has_hung_up(&waiting.socket));
+        let is_long = reactor::now() - began >= self.silence;
+        is_long && !self.waiting.is_empty() || self.waiting.iter().any(|waiting| has_spoken(&waiting.socket))
+    }
+
+    /// Turns away who has waited for so long; when the next one will have.
+    fn turn_away_after(&mut self, patience: Duration) -> Duration {
+        let now = reactor::now();
+        while let Some(oldest) = self.waiting.front() {
+            let until = oldest.since + patience;
+            if now < until {
+                return until - now;
+            }
+            self.turn_away_oldest();
+        }
+        Duration::MAX
+    }
+
+    fn turn_away_oldest(&mut self) {
+        self.waiting.pop_front();
+        if let Some(left_out) = self.refusals.line(reactor::recently()) {
+            tracing::warn!(
+                export = %self.id,
+                left_out,
+                "a front end was turned away: another is connected (stop that one, or give each a disk)"
+            );
+        }
+    }
+}
+
+/// Waits until one of these has said something, or has hung up.
+async fn any_readable(waiting: &VecDeque<Waiting>) {
+    let mut readable: Vec<_> =
+        waiting.iter().map(|waiting| Box::pin(op::readable(&waiting.socket))).collect();
+    poll_fn(|context| {
+        let any = readable.iter_mut().any(|readable| readable.as_mut().poll(context).is_ready());
+        if any { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+}
+
+/// What is there to be read: `None` if nothing has come yet.
+fn look(socket: &Fd) -> Option<Result<usize, Errno>> {
+    match recv(socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+        Err(Errno::AGAIN | Errno::INTR) => None,
+        came => Some(came.map(|(_, bytes)| bytes)),
+    }
+}
+
+fn has_spoken(socket: &Fd) -> bool {
+    matches!(look(socket), Some(Ok(1..)))
+}
+
+fn has_hung_up(socket: &Fd) -> bool {
+    matches!(look(socket), Some(Ok(0) | Err(_)))
 }
 
 /// Says why there is no front end at `path`, unless that was `told` last.

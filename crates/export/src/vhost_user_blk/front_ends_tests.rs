@@ -58,12 +58,22 @@ impl Owner {
     }
 
     async fn has_seen(&self, count: usize) {
-        let came = async {
-            while self.came.get() < count {
+        self.until("it is not served", || self.came.get() >= count).await;
+    }
+
+    /// Has the one that is served say something.
+    async fn hears(&self, mut socket: &UnixStream) {
+        socket.write_all(&[1]).expect("connected");
+        self.until("it is not heard", || self.spoke.get()).await;
+    }
+
+    async fn until(&self, why: &str, seen: impl Fn() -> bool) {
+        let seen = async {
+            while !seen() {
                 self.news.wait().await;
             }
         };
-        assert!(reactor::timeout(LONG, came).await.is_ok(), "it is not served");
+        assert!(reactor::timeout(LONG, seen).await.is_ok(), "{why}");
     }
 }
 
@@ -126,6 +136,7 @@ fn a_second_front_end_is_turned_away_until_the_first_has_gone() {
         let (owner, task) = spawn(front_ends);
         let first = UnixStream::connect(&path).expect("it listens");
         owner.has_seen(1).await;
+        owner.hears(&first).await;
         for _ in 0..3 {
             turned_away(UnixStream::connect(&path).expect("it listens")).await;
         }
@@ -150,16 +161,51 @@ fn one_that_says_nothing_has_to_go_when_another_comes() {
         let (owner, task) = spawn(front_ends);
         let silent = UnixStream::connect(&path).expect("it listens");
         owner.has_seen(1).await;
-        let mut second = UnixStream::connect(&path).expect("it listens");
+        let second = UnixStream::connect(&path).expect("it listens");
         turned_away(silent).await;
         owner.has_seen(2).await;
         // Who has said something stays, and others do not.
-        second.write_all(&[1]).expect("connected");
-        while !owner.spoke.get() {
-            owner.news.wait().await;
-        }
+        owner.hears(&second).await;
         turned_away(UnixStream::connect(&path).expect("it listens")).await;
         assert_eq!(owner.came.get(), 2);
+        task.cancel().await;
+        std::fs::remove_dir_all(directory).expect("removed");
+    });
+}
+
+#[test]
+fn however_many_say_nothing_one_that_speaks_is_served_at_once() {
+    real(async {
+        let directory = directory("crowd");
+        let (mut front_ends, path) = listener(&directory);
+        front_ends.silence = Duration::from_secs(3600);
+        let (owner, task) = spawn(front_ends);
+        let mut crowd: Vec<_> = (0..100).map(|_| UnixStream::connect(&path).expect("it listens")).collect();
+        owner.has_seen(1).await;
+        let speaks = UnixStream::connect(&path).expect("it listens");
+        owner.hears(&speaks).await;
+        assert_eq!(owner.came.get(), 2, "none of the others is served before");
+        turned_away(crowd.swap_remove(0)).await;
+        task.cancel().await;
+        std::fs::remove_dir_all(directory).expect("removed");
+    });
+}
+
+#[test]
+fn one_that_has_hung_up_takes_nobodys_place() {
+    real(async {
+        let directory = directory("hasty");
+        let (mut front_ends, path) = listener(&directory);
+        front_ends.silence = Duration::from_secs(3600);
+        let (owner, task) = spawn(front_ends);
+        let silent = UnixStream::connect(&path).expect("it listens");
+        owner.has_seen(1).await;
+        for _ in 0..3 {
+            drop(UnixStream::connect(&path).expect("it listens"));
+        }
+        owner.hears(&silent).await;
+        turned_away(UnixStream::connect(&path).expect("it listens")).await;
+        assert_eq!(owner.came.get(), 1);
         task.cancel().await;
         std::fs::remove_dir_all(directory).expect("removed");
     });
@@ -172,9 +218,17 @@ fn one_that_says_nothing_stays_for_a_while() {
         let (mut front_ends, path) = listener(&directory);
         front_ends.silence = Duration::from_secs(3600);
         let (owner, task) = spawn(front_ends);
-        let _silent = UnixStream::connect(&path).expect("it listens");
+        let silent = UnixStream::connect(&path).expect("it listens");
         owner.has_seen(1).await;
-        turned_away(UnixStream::connect(&path).expect("it listens")).await;
+        let second = UnixStream::connect(&path).expect("it listens");
+        // It would be turned away now if the other were not silent, as often as other threads are
+        // asked and answer.
+        for _ in 0..20 {
+            reactor::blocking(|| ()).await;
+        }
+        assert_eq!(owner.came.get(), 1);
+        owner.hears(&silent).await;
+        turned_away(second).await;
         assert_eq!(owner.came.get(), 1);
         task.cancel().await;
         std::fs::remove_dir_all(directory).expect("removed");
