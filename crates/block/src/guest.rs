@@ -37,7 +37,11 @@ use std::{
 use smallvec::SmallVec;
 
 use self::mapping::Mapping;
-pub use self::{dirty::DirtyLog, place::Place, quota::Quota};
+pub use self::{
+    dirty::DirtyLog,
+    place::Place,
+    quota::{Quota, keep_addresses},
+};
 
 /// What the addresses of a region and its offset in the file must agree in, in bytes: the strictest
 /// alignment of a part of a ring (the descriptor table, virtio 1.3 § 2.7). What is aligned in the
@@ -86,8 +90,15 @@ pub enum RegionError {
     )]
     TooManyMappings(usize),
     /// More than this would be mapped for its front end.
-    #[error("this front end's mappings would have more than {0} bytes together")]
+    #[error(
+        "this front end's mappings would have more than {0} bytes together (a front end may have eight times the memory and swap of its host, and 16 TiB at most)"
+    )]
     TooManyBytes(u64),
+    /// The process has a limit, and would have too few left for itself.
+    #[error(
+        "{0} bytes have no room among the addresses of this process (`ulimit -v` or LimitAS= must be more than --memory and all memory of all machines, or unlimited)"
+    )]
+    NoAddresses(u64),
     /// The kernel does not map it.
     #[error("a region cannot be mapped: {0}")]
     Map(#[from] io::Error),

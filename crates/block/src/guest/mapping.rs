@@ -12,7 +12,11 @@ use rustix::{
     io::Errno,
 };
 
-use super::{Quota, RegionError, quota::Share, sigbus};
+use super::{
+    Quota, RegionError,
+    quota::{self, Share},
+    sigbus,
+};
 
 /// `HUGETLBFS_MAGIC` of `linux/magic.h`: what `fstatfs(2)` says of a file of huge pages.
 const HUGE_PAGES: i64 = 0x9584_58f6;
@@ -92,7 +96,9 @@ impl Mapping {
             )
         };
         if pages == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error().into());
+            let error = io::Error::last_os_error();
+            let has_no_room = error.kind() == io::ErrorKind::OutOfMemory && quota::addresses().is_some();
+            return Err(if has_no_room { RegionError::NoAddresses(bytes) } else { error.into() });
         }
         // A core of ours is no place for a guest's data. Where the kernel refuses, it is larger.
         // SAFETY: it changes what a core holds, and nothing else.
@@ -102,7 +108,8 @@ impl Mapping {
         // SAFETY: `before` is less than a page, and one is mapped at least.
         let first = unsafe { pages.add(before as usize) };
         let kind = Kind::File { pages, length, watch, file, offset, _share: share };
-        Ok(Self { first, bytes: bytes as usize, kind })
+        let mapping = Self { first, bytes: bytes as usize, kind };
+        if quota::leaves_room() { Ok(mapping) } else { Err(RegionError::NoAddresses(bytes)) }
     }
 
     /// `bytes` of new pages, which take no memory before they are touched.

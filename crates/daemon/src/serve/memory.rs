@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 
 use anyhow::Context as _;
 use block::{
-    buffer,
+    buffer, guest,
     memory::{Budget, Usage},
 };
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
@@ -18,6 +18,8 @@ pub(super) fn set_aside(service: &Service) -> anyhow::Result<()> {
     let total = service.memory.unwrap_or_else(|| allowed(Path::new("/")).max(settings::check::LEAST_MEMORY));
     let budget = Budget::process();
     budget.set_total(total);
+    // Tables, stacks and requests need more than their data.
+    guest::keep_addresses(total.saturating_add(total / 4));
     // The main thread has a reactor as well.
     let threads = service.workers as u64 + 1;
     let kept = (total / 8 / threads).min(buffer::POOL_BYTES as u64);

@@ -51,8 +51,6 @@ pub const MAX_MEM_SLOTS: usize = 509;
 /// Most mappings of one front end: its regions, and as many again that it has taken back and
 /// requests still hold. A process has 65,530 (`vm.max_map_count`).
 const MAX_MAPPINGS: usize = 2 * MAX_MEM_SLOTS;
-/// Most bytes of them together, 16 TiB: an eighth of the addresses of a process on x86-64.
-const MAX_MAPPED_BYTES: u64 = 1 << 44;
 
 /// Of SET_CONFIG: the front end brings what another back end had.
 const CONFIG_MIGRATION: u32 = 1;
@@ -268,7 +266,7 @@ impl Session {
             features: 0,
             protocol_features: 0,
             memory: Memory::default(),
-            quota: Quota::new(MAX_MAPPINGS, MAX_MAPPED_BYTES),
+            quota: Quota::of_front_end(MAX_MAPPINGS),
             inflight: None,
             back_end: None,
             status: 0,
