@@ -86,6 +86,18 @@ mod tests {
     }
 
     #[test]
+    fn blocks_of_a_part_are_those_below_as_far_as_it_begins_with_one() {
+        let whole = Storage::memory(1 << 20).block_size();
+        assert!(whole.preferred >= 4096, "{whole:?}");
+        for (offset, aligned) in
+            [(0, u32::MAX), (1 << 40, u32::MAX), (4096, 4096), (512, 512), (1536, 512), (1000, 8), (7, 1)]
+        {
+            let part = Storage::memory(1 << 20).part(Part { offset, size: None }).block_size();
+            assert_eq!(part.preferred, whole.preferred.min(aligned), "{offset}");
+        }
+    }
+
+    #[test]
     fn a_part_without_a_size_goes_to_the_end() {
         sim::run(1, async {
             let part = Storage::memory(4096).part(Part { offset: 1024, size: None });

@@ -125,7 +125,10 @@ impl Wrapped {
     }
 
     pub(super) fn block_size(&self) -> BlockSize {
-        self.inner.block_size()
+        let BlockSize { minimum, preferred } = self.inner.block_size();
+        // Of a part, blocks begin where they do below only as far as its first byte does.
+        let aligned = 1_u32.checked_shl(self.part().offset.trailing_zeros()).unwrap_or(u32::MAX);
+        BlockSize { minimum, preferred: preferred.min(aligned) }
     }
 
     pub(super) fn can_zero_fast(&self) -> bool {

@@ -53,6 +53,8 @@ pub struct Offer {
     pub physical_block_bytes: u32,
     /// What requests had best be multiples of: a power of two from 512 bytes on.
     pub optimal_io_bytes: u32,
+    /// Discards had best begin and end at multiples of it: a power of two from `block_bytes` on.
+    pub discard_granularity_bytes: u32,
     /// The device belongs to the user who makes it.
     pub unprivileged: bool,
 }
@@ -73,6 +75,7 @@ impl Default for Offer {
             block_bytes: SECTOR_BYTES as u32,
             physical_block_bytes: 4096,
             optimal_io_bytes: 4096,
+            discard_granularity_bytes: 4096,
             unprivileged: false,
         }
     }
@@ -96,7 +99,7 @@ impl Offer {
         params.optimal_io_shift = shift(self.optimal_io_bytes);
         params.max_sectors = self.most_bytes / SECTOR_BYTES as u32;
         params.sectors = size_bytes / SECTOR_BYTES;
-        params.discard_granularity = self.optimal_io_bytes;
+        params.discard_granularity = self.discard_granularity_bytes;
         params.max_discard_sectors = erases(self.discard);
         params.max_write_zeroes_sectors = erases(self.write_zeroes);
         params.max_discard_segments = 1;

@@ -59,6 +59,7 @@ fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &Ublk) -> Off
         // File systems take it for the size of a sector, and know none above a page.
         physical_block_bytes: best.min(4096),
         optimal_io_bytes: best.max(4096),
+        discard_granularity_bytes: best,
         unprivileged: settings.unprivileged,
         ..standard
     }
