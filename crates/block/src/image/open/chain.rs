@@ -111,7 +111,9 @@ async fn find_backing(
     seen: &mut Seen,
 ) -> Result<(Level, Option<Next>), OpenError> {
     let name = format!("{of}: its backing file {}", path.display());
-    let own = storage::OpenOptions { read_only: true, ..behind(options, format) };
+    // What a raw one does not have reads as zeroes, also where that is all.
+    let may_be_empty = format == Format::Raw;
+    let own = storage::OpenOptions { read_only: true, may_be_empty, ..behind(options, format) };
     let storage = open_behind(&path, &name, own, seen).await?;
     let name = path.display().to_string();
     let level = Level { name, storage, read_only: true, guessed: false, qcow2: None };

@@ -171,6 +171,25 @@ fn what_a_chain_may_not_be() {
 }
 
 #[test]
+fn a_raw_file_of_no_bytes_has_nothing_to_show() {
+    let images = Images::new();
+    fs::write(images.path("empty"), []).expect("written");
+    images.over("top.qcow2", "empty", Some("raw"));
+    images.write("top.qcow2", 3, 4, 1);
+    with(images.path("top.qcow2"), writing(), async |opened| {
+        let image = opened.expect("opens");
+        assert_eq!(bytes(&image).await[..6], [0, 0, 0, 0, 3, 0]);
+        // Of a cluster, the rest is copied from below.
+        image.write(5 << 16, Buffer::copy_of(&[4]).into(), Durability::Cached).await.expect("written");
+        assert_eq!(image.read(5 << 16, 4096).await.expect("readable").to_vec()[..2], [4, 0]);
+        image.close().await.expect("closed");
+    });
+    images.over("top.qcow2", "empty", Some("qcow2"));
+    refused(images.path("top.qcow2"), qcow2(), "is empty");
+    refused(images.path("empty"), options(Some(Format::Raw)), "is empty");
+}
+
+#[test]
 fn a_backing_file_is_locked_against_writers() {
     let images = Images::chain();
     let base = images.path("sub/middle.qcow2");
