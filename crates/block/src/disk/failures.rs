@@ -184,7 +184,8 @@ impl Patience {
 #[derive(Debug, Default)]
 pub struct Failures {
     counts: [AtomicU64; 4],
-    log: Seldom,
+    /// For each kind, so that none hides another.
+    logs: [Seldom; 4],
     /// As `state.stopped_by`, to be looked at by every request.
     stopped: AtomicBool,
     /// As `state.policies`.
@@ -200,8 +201,27 @@ struct State {
     stopped_by: Option<Error>,
     /// The disk does not stop any more.
     lifted: bool,
-    /// Nobody has been told of it.
-    failure: Option<Failure>,
+    /// Nobody has been told of them.
+    untold: Untold,
+}
+
+/// The last failure of each direction, unless an earlier one stopped the disk.
+#[derive(Debug, Default)]
+struct Untold([Option<Failure>; 2]);
+
+impl Untold {
+    fn put(&mut self, failure: Failure) {
+        let last = &mut self.0[failure.direction.index()];
+        if !last.is_some_and(|last| last.stops) {
+            *last = Some(failure);
+        }
+    }
+
+    /// One that stopped the disk, or else any if that will do.
+    fn take(&mut self, only_stops: bool) -> Option<Failure> {
+        let stops = self.0.iter_mut().find_map(|failure| failure.take_if(|failure| failure.stops));
+        stops.or_else(|| self.0.iter_mut().filter(|_| !only_stops).find_map(Option::take))
+    }
 }
 
 impl Failures {
@@ -253,12 +273,12 @@ impl Failures {
         self.resume();
     }
 
-    /// Waits for a failure that nobody has been told of; of several the last, unless an earlier one
-    /// stopped the disk. With `only_stops`, waits for one that stops it.
+    /// Waits for a failure that nobody has been told of; of several reads, or writes, the last,
+    /// unless an earlier one stopped the disk. With `only_stops`, waits for one that stops it.
     pub async fn next(&self, only_stops: bool) -> Failure {
         loop {
             let news = self.news.listen();
-            if let Some(failure) = self.lock().failure.take_if(|failure| failure.stops || !only_stops) {
+            if let Some(failure) = self.lock().untold.take(only_stops) {
                 return failure;
             }
             news.await;
@@ -337,9 +357,7 @@ impl Failures {
             state.stopped_by = Some(error);
             self.stopped.store(true, Ordering::Release);
         }
-        if !state.failure.is_some_and(|failure| failure.stops) {
-            state.failure = Some(Failure { direction, error, stops });
-        }
+        state.untold.put(Failure { direction, error, stops });
         drop(state);
         self.counts[request.operation.kind() as usize].fetch_add(request.requests, Ordering::Relaxed);
         self.news.notify(usize::MAX);
@@ -352,7 +370,7 @@ impl Failures {
     }
 
     fn log(&self, request: &Request<'_>, error: Error) {
-        if let Some(left_out) = self.log.line(reactor::recently()) {
+        if let Some(left_out) = self.logs[request.operation.kind() as usize].line(reactor::recently()) {
             let Request { disk, operation, offset, length, .. } = *request;
             tracing::error!(disk, request = operation.name(), offset, length, %error, left_out, "a request failed");
         }
@@ -386,4 +404,29 @@ async fn either(first: impl Future<Output = ()>, second: impl Future<Output = ()
         }
     })
     .await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neither_direction_hides_the_other() {
+        let failure = |direction, error, stops| Failure { direction, error, stops };
+        let (read, write) = (Direction::Read, Direction::Write);
+        let mut untold = Untold::default();
+        for (direction, error) in [(write, Error::NO_SPACE), (read, Error::INVALID), (read, Error::IO)] {
+            untold.put(failure(direction, error, false));
+        }
+        assert_eq!(untold.take(true), None, "nothing has stopped it");
+        assert_eq!(untold.take(false), Some(failure(read, Error::IO, false)));
+        assert_eq!(untold.take(false), Some(failure(write, Error::NO_SPACE, false)));
+        assert_eq!(untold.take(false), None);
+        // What stopped the disk comes first, and stays.
+        untold.put(failure(read, Error::IO, false));
+        untold.put(failure(write, Error::NO_SPACE, true));
+        untold.put(failure(write, Error::IO, false));
+        assert_eq!(untold.take(true), Some(failure(write, Error::NO_SPACE, true)));
+        assert_eq!(untold.take(false), Some(failure(read, Error::IO, false)));
+    }
 }
