@@ -183,6 +183,7 @@ pub(crate) fn disk(
         caches: Cell::new(planned.qcow2.caches),
         below: Vec::new(),
         storage: None,
+        told: None,
     })
 }
 

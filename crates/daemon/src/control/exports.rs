@@ -23,6 +23,8 @@ pub(crate) struct RunningExport {
     /// What it was made of, over NBD.
     pub(crate) new: Option<NewExport>,
     pub(crate) read_only: bool,
+    /// By a client of the control socket: no config has it.
+    pub(crate) added: Cell<bool>,
     pub(super) ending: Cell<bool>,
 }
 

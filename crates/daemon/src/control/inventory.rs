@@ -104,6 +104,8 @@ pub(crate) struct Inventory {
     /// A disk has stopped, and nothing was resumed since.
     stopped: Cell<bool>,
     groups: RefCell<BTreeMap<String, Arc<Group>>>,
+    /// Of these, what clients of the control socket have added: no config has them.
+    pub(crate) added_groups: RefCell<BTreeSet<String>>,
     servers: RefCell<Vec<Rc<Serving>>>,
     /// What own doors are made with: see [`Inventory::let_doors`].
     door_terms: OnceCell<DoorTerms>,
@@ -159,6 +161,7 @@ impl Inventory {
             watches: RefCell::default(),
             stopped: Cell::new(false),
             groups: RefCell::default(),
+            added_groups: RefCell::default(),
             servers: RefCell::default(),
             door_terms: OnceCell::new(),
             ends_when_idle: Cell::new(false),
@@ -387,6 +390,7 @@ impl Inventory {
             return Err(Refused::HasMembers { group: name.to_owned(), member });
         }
         self.groups.borrow_mut().remove(name);
+        self.added_groups.borrow_mut().remove(name);
         if let Some(cluster) = self.cluster() {
             cluster.leave(name);
         }

@@ -10,6 +10,7 @@ use block::{
     storage::CacheMode,
 };
 use policy::time::Duration;
+use serde_json::{Map, Value};
 use settings::Image;
 
 #[derive(Debug)]
@@ -23,6 +24,9 @@ pub(crate) struct RunningDisk {
     pub(crate) below: Vec<NodeBelow>,
     /// Of a node that `blockdev-add` has opened as it lies.
     pub(crate) storage: Option<Rc<StorageNode>>,
+    /// The arguments of each `blockdev-add` that made it, the lowest node's first; none where a
+    /// config file or a command line has it.
+    pub(crate) told: Option<Vec<Map<String, Value>>>,
 }
 
 impl RunningDisk {

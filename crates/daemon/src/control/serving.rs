@@ -4,7 +4,11 @@
 //! Ends in two steps, because the daemon closes all servers before it waits for the clients of any:
 //! [`Serving::close`], then [`Serving::stop`].
 
-use std::{cell::RefCell, rc::Rc, sync::Arc};
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+    sync::Arc,
+};
 
 use anyhow::anyhow;
 use block::reactor::{self, JoinHandle, Worker, op::Fd};
@@ -16,6 +20,8 @@ use crate::listen::{Authority, Listener, Listening, SocketFile};
 pub(crate) struct Serving {
     /// What it was to listen at.
     pub(crate) endpoint: Endpoint,
+    /// By a client of the control socket: no config has it.
+    pub(crate) added: Cell<Option<Added>>,
     authorities: Vec<Authority>,
     pub(crate) server: Arc<nbd::Server>,
     /// Those where nobody is let in yet.
@@ -24,6 +30,14 @@ pub(crate) struct Serving {
     accepting: RefCell<Vec<Accepting>>,
     /// The threads end, and the clients with them, once nobody holds these.
     workers: Rc<Vec<Worker>>,
+}
+
+/// What was said of a server that was added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Added {
+    pub(crate) max_connections: usize,
+    /// It asks clients for TLS, with keys or rules that are objects of this daemon.
+    pub(crate) has_objects: bool,
 }
 
 /// A socket where clients are let in.
@@ -44,6 +58,7 @@ impl Serving {
         let authorities = listeners.iter().map(|listener| listener.authority.clone()).collect();
         Rc::new(Self {
             endpoint,
+            added: Cell::new(None),
             authorities,
             server,
             closed: RefCell::new(listeners),

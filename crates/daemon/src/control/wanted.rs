@@ -17,7 +17,7 @@ use super::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Wanted {
     pub(crate) disk: String,
-    read_only: bool,
+    pub(crate) read_only: bool,
     pub(crate) way: Way,
 }
 
@@ -85,16 +85,12 @@ impl Wanted {
     /// Has it run, at a server that runs or behind a door of its own.
     pub(crate) async fn add(&self, inventory: &Rc<Inventory>) -> anyhow::Result<Rc<RunningExport>> {
         let disk = inventory.disk(&self.disk)?;
-        // The name is the id, unless it is empty, or a disk has the same name at several places.
-        let id = |name: &str, address: &str| match inventory.has_id(name) {
-            true => format!("{name}@{address}"),
-            false => name.to_owned(),
-        };
         match &self.way {
             Way::Nbd { endpoint, name, description, access, bitmaps } => {
                 let serving = server(inventory, endpoint).context("no server listens there")?;
                 let new = NewExport {
-                    id: id(if name.is_empty() { &self.disk } else { name }, &serving.address()),
+                    id: inventory
+                        .free_id(if name.is_empty() { &self.disk } else { name }, &serving.address()),
                     name: name.clone(),
                     description: description.clone(),
                     access: access.clone(),
@@ -107,7 +103,7 @@ impl Wanted {
                 Ok(inventory.export(&id)?)
             }
             Way::Own(door) => {
-                let id = id(&self.disk, &door.address());
+                let id = inventory.free_id(&self.disk, &door.address());
                 inventory.add_door(id.clone(), disk, self.read_only, door, None).await?;
                 Ok(inventory.export(&id)?)
             }

@@ -29,7 +29,7 @@ pub use arguments::{EXAMPLES, ServeArgs};
 use block::{
     disk::Totals,
     reactor::{self, Worker, op::Fd},
-    storage::OpenError,
+    storage::{OpenError, Passed},
 };
 pub use check::{CHECK_EXAMPLES, CheckArgs, check_config};
 use console::{
@@ -39,6 +39,7 @@ use console::{
 use export::nbd;
 use policy::time::Duration;
 use sd_notify::NotifyState;
+use serde_json::{Map, Value};
 use settings::{
     Address, DoorExport, Draft, Place, Plan, Said, Service, ServiceDraft, Standard, config,
     control::ControlSocket, state::Store,
@@ -53,7 +54,7 @@ use crate::{
         inventory::{End, Inventory, RunningDisk},
         loaded::Loaded,
         moving,
-        qmp::{Control, Ending},
+        qmp::{self, Control, Ending},
         recording,
         reload::reload,
         serving::Serving,
@@ -286,7 +287,7 @@ impl Daemon {
             }
         };
         let done = match (done, &newcomer) {
-            (Ok(true), Some(newcomer)) => newcomer.check(&inventory).map(|()| true),
+            (Ok(true), Some(newcomer)) => newcomer.check_config(&inventory).map(|()| true),
             (done, _) => done,
         };
         let settled = match done {
@@ -313,6 +314,12 @@ impl Daemon {
                 }
             }
             other => other,
+        };
+        let settled = match (settled, &mut newcomer) {
+            (Ok(Some(settled)), Some(newcomer)) => {
+                take_along(newcomer, &inventory, &workers).await.map(|()| Some(settled))
+            }
+            (settled, _) => settled,
         };
         let budgets = late.into_budgets();
         let Ok(Some(pid_file)) = settled else {
@@ -701,6 +708,25 @@ async fn exports(
 async fn late_ones(plan: &Plan, inventory: &Rc<Inventory>, late: &mut Late) -> anyhow::Result<Vec<String>> {
     late.open(plan, inventory, assemble::is_late).await?;
     exports(plan, inventory, None, assemble::is_late).await
+}
+
+/// Has what only the other has, and looks whether anything is left that it has.
+async fn take_along(
+    newcomer: &mut Newcomer,
+    inventory: &Rc<Inventory>,
+    workers: &Rc<Vec<Worker>>,
+) -> anyhow::Result<()> {
+    let perform = async |command: &str, arguments: Map<String, Value>| {
+        qmp::perform_sent(inventory, command, arguments).await
+    };
+    let add_disk =
+        async |nodes: &[Map<String, Value>], files: Passed| qmp::add_again(inventory, nodes, files).await;
+    let added = newcomer.have_added(inventory, workers, perform, add_disk).await?;
+    if !added.is_empty() {
+        let added = added.join(", ");
+        tracing::info!(%added, "comes along, though no config has it (`--save` is for that)");
+    }
+    newcomer.check(inventory)
 }
 
 /// The last that takes rights, and then without them.

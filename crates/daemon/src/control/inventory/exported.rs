@@ -159,6 +159,11 @@ impl Inventory {
         self.exports.borrow().contains_key(id) || self.awaited.borrow().contains_key(id)
     }
 
+    /// This one, or one that says where it is if this is taken.
+    pub(crate) fn free_id(&self, id: &str, address: &str) -> String {
+        if self.has_id(id) { format!("{id}@{address}") } else { id.to_owned() }
+    }
+
     pub(crate) fn add_export(&self, serving: &Rc<Serving>, new: NewExport) -> Result<(), Refused> {
         let disk = self.disk(&new.disk)?;
         if self.has_id(&new.id) {
@@ -182,6 +187,7 @@ impl Inventory {
             door: Door::Nbd(Rc::clone(serving), number),
             said: None,
             read_only: new.read_only,
+            added: Cell::new(false),
             ending: Cell::new(false),
             new: Some(new),
         };
@@ -266,6 +272,7 @@ impl Inventory {
             said: Some(door.clone()),
             new: None,
             read_only,
+            added: Cell::new(false),
             ending: Cell::new(false),
         };
         self.exports.borrow_mut().insert(id, Rc::new(export));
@@ -382,6 +389,7 @@ impl Inventory {
                 && let (Door::Nbd(serving, _), Some(new)) = (&export.door, &export.new)
             {
                 self.add_export(serving, new.clone())?;
+                self.export(&export.id)?.added.set(export.added.get());
             }
         }
         refused.map_or(Ok(()), Err)

@@ -273,10 +273,9 @@ async fn export(inventory: &Rc<Inventory>, disk: &str, described: &Described) {
     };
     let Ok(running) = inventory.disk(disk) else { return };
     let read_only = running.disk.image().is_read_only();
-    let free = |id: &str, at: &str| if inventory.has_id(id) { format!("{id}@{at}") } else { id.to_owned() };
     for (serving, name) in nbd {
         let new = NewExport {
-            id: free(if name.is_empty() { disk } else { name }, &serving.address()),
+            id: inventory.free_id(if name.is_empty() { disk } else { name }, &serving.address()),
             name: name.clone(),
             description: String::new(),
             access: policy::access::Access::default(),
@@ -290,7 +289,7 @@ async fn export(inventory: &Rc<Inventory>, disk: &str, described: &Described) {
     }
     let doors: Vec<DoorKind> = described.doors().unwrap_or_default();
     for door in doors {
-        let id = free(disk, &door.address());
+        let id = inventory.free_id(disk, &door.address());
         if let Err(error) = inventory.add_door(id, Rc::clone(&running), read_only, &door, None).await {
             tracing::error!(%disk, "it has moved, but is not exported: {error:#}");
         }

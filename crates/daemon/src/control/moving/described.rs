@@ -18,13 +18,9 @@ use settings::{Door as DoorKind, Plan, Socket, VhostUserBlk, config};
 
 use crate::control::{
     inventory::{Door, Inventory, RunningDisk, RunningExport, StorageNode},
-    reload::told::{Care, of_throttle},
+    reload::told::{Care, OF_QCOW2, of_throttle},
     takeover::Buckets,
 };
-
-/// Keys that an offer may have, beside those of limits and of [`Care`].
-const DEFAULTS_OF_QCOW2: [&str; 5] =
-    ["l2-cache-size", "l2-cache-entry-size", "refcount-cache-size", "cache-size", "cache-clean-interval"];
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -74,10 +70,8 @@ impl Described {
             running.disk.throttle().settings();
         let settings = GroupSettings { limits, share, watermark };
         let is_raw = matches!(opened, block::image::Image::Raw(_));
-        let cared = Care::now(running)
-            .values()
-            .into_iter()
-            .filter(|(key, _)| !(is_raw && DEFAULTS_OF_QCOW2.contains(key)));
+        let cared =
+            Care::now(running).values().into_iter().filter(|(key, _)| !(is_raw && OF_QCOW2.contains(key)));
         let defaults = of_throttle(&GroupSettings::default(), "");
         let limited = of_throttle(&settings, "").into_iter().filter(|one| !defaults.contains(one));
         let known = cared.chain(limited).filter(|(_, value)| !value.is_null());

@@ -45,6 +45,11 @@ impl Arguments {
         self.passed.clone().unwrap_or_default()
     }
 
+    /// All that was sent; none of what a command line has.
+    pub(crate) fn sent(&self) -> Option<Map<String, Value>> {
+        (!self.written).then(|| self.members.clone())
+    }
+
     /// The full name of a key, as errors have it: `limits.iops-total`.
     pub(crate) fn name_of(&self, key: &str) -> String {
         format!("{}{key}", self.prefix)

@@ -101,6 +101,7 @@ fn inventory() -> Rc<Inventory> {
             caches: Cell::default(),
             below: Vec::new(),
             storage: None,
+            told: None,
         };
         inventory.add_disk(running).expect("a new name");
     }

@@ -37,7 +37,7 @@ mod stream;
 use std::rc::Rc;
 
 use arguments::Arguments;
-use block::layer::throttle::GroupSettings;
+use block::{layer::throttle::GroupSettings, storage::Passed};
 pub(crate) use control::Control;
 use serde_json::{Map, Value};
 pub(crate) use server::Ending;
@@ -71,6 +71,18 @@ pub(crate) async fn perform_sent(
     arguments: Map<String, Value>,
 ) -> Result<(), String> {
     run(inventory, command, Arguments::new(arguments)).await
+}
+
+/// See [`commands::block::add_again`].
+///
+/// # Errors
+/// As a client would be told.
+pub(crate) async fn add_again(
+    inventory: &Rc<Inventory>,
+    told: &[Map<String, Value>],
+    passed: Passed,
+) -> Result<(), String> {
+    commands::block::add_again(inventory, told, passed).await.map_err(|error| error.to_string())
 }
 
 /// What settings would be, once these changes were made, which are `x-weir-set`'s: the same rules,

@@ -54,6 +54,10 @@ pub(crate) fn of_throttle(settings: &GroupSettings, group: &str) -> Vec<Named> {
     limits.into_iter().chain(others).collect()
 }
 
+/// Of [`Care::values`], those of qcow2 images alone.
+pub(crate) const OF_QCOW2: [&str; 5] =
+    ["l2-cache-size", "l2-cache-entry-size", "refcount-cache-size", "cache-size", "cache-clean-interval"];
+
 /// What is set of a disk beside its limits.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) struct Care {

@@ -23,8 +23,10 @@ use export::{
 };
 
 use super::{
+    added,
     channel::Pieces,
-    told::{OfferedDevice, StandingConnection, StandingDevice, StandingKind},
+    remedied,
+    told::{OfferedDevice, Origin, StandingConnection, StandingDevice, StandingKind},
 };
 use crate::control::{
     doors::{Host, Taken},
@@ -57,6 +59,7 @@ pub(super) fn offered(export: &RunningExport, host: &Host) -> anyhow::Result<Off
         address: said.address(),
         disk: export.disk.disk.name().to_string(),
         read_only: export.read_only,
+        origin: added::door(export),
     })
 }
 
@@ -128,17 +131,42 @@ impl Awaited {
         true
     }
 
+    /// Has those that were added to the other, and are not in this config, opened later too; which
+    /// these are.
+    ///
+    /// # Errors
+    /// One that cannot be opened here.
+    pub(super) fn have_added(&self, inventory: &Inventory) -> anyhow::Result<Vec<OfferedDevice>> {
+        let mut had = Vec::new();
+        for (offered, by) in self.0.borrow_mut().iter_mut().filter(|(_, by)| by.is_none()) {
+            let Origin::Added(text) = &offered.origin else { continue };
+            let named = || format!("export {}: it was added, and cannot be had here", offered.id);
+            let wanted = added::device(offered, text).with_context(named)?;
+            let Way::Own(door) = &wanted.way else { continue };
+            inventory.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door)).with_context(named)?;
+            inventory.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
+            *by = Some(wanted);
+            had.push(offered.clone());
+        }
+        Ok(had)
+    }
+
     /// Of their exports.
     pub(super) fn ids(&self) -> Vec<String> {
         self.0.borrow().iter().map(|(offered, _)| offered.id.clone()).collect()
     }
 
-    /// Whether the newcomer's config has all of them.
-    pub(super) fn check(&self, inventory: &Inventory) -> anyhow::Result<()> {
-        for (OfferedDevice { id, address, read_only, .. }, wanted) in self.0.borrow().iter() {
+    /// Whether the newcomer's config has all of them, perhaps but for what was added.
+    pub(super) fn check(&self, inventory: &Inventory, for_added: bool) -> anyhow::Result<()> {
+        for (OfferedDevice { id, address, read_only, origin, .. }, wanted) in self.0.borrow().iter() {
+            if wanted.is_none() && for_added && origin.is_added() {
+                continue;
+            }
             let wanted = wanted.as_ref();
-            let wanted =
-                wanted.with_context(|| format!("export {id}: {address} runs, and is not in this config"))?;
+            let wanted = wanted.with_context(|| {
+                let what = format!("export {id}: {address} runs, and is not in this config");
+                remedied(what, origin, inventory)
+            })?;
             ensure!(
                 wanted.is_read_only(inventory)? == *read_only,
                 "export {id}: {address} runs with another access"
@@ -158,8 +186,10 @@ impl Awaited {
             let wanted = self.take(&id).with_context(|| format!("export {id}: nobody told of it"))?;
             let taken = taken(kind, pieces).with_context(|| format!("export {id}"))?;
             inventory.awaited.borrow_mut().remove(&id);
+            let (wanted, is_added) = wanted;
             let opened = wanted.add_as(inventory, id.clone(), taken).await;
             opened.with_context(|| format!("export {id}: it cannot be taken over"))?;
+            inventory.export(&id)?.added.set(is_added);
         }
         // Somebody has unmounted it meanwhile.
         self.0.borrow_mut().retain(|(offered, _)| offered.kind == UBLK);
@@ -172,11 +202,16 @@ impl Awaited {
     /// Recovers those of ublk, now that the other has ended; how many.
     pub(super) async fn recover(self, inventory: &Rc<Inventory>) -> usize {
         let mut recovered = 0;
-        for (OfferedDevice { id, address, .. }, wanted) in self.0.into_inner() {
+        for (OfferedDevice { id, address, origin, .. }, wanted) in self.0.into_inner() {
             inventory.awaited.borrow_mut().remove(&id);
             let Some(wanted) = wanted else { continue };
             match wanted.add_as(inventory, id.clone(), Taken::Ublk).await {
-                Ok(_) => recovered += 1,
+                Ok(_) => {
+                    recovered += 1;
+                    if let Ok(export) = inventory.export(&id) {
+                        export.added.set(origin.is_added());
+                    }
+                }
                 Err(error) => {
                     let what = "its users wait until weir is restarted";
                     tracing::error!(export = id, address, "it cannot be taken over: {error:#} ({what})");
@@ -186,10 +221,12 @@ impl Awaited {
         recovered
     }
 
-    fn take(&self, id: &str) -> Option<Wanted> {
+    /// Also whether it was added.
+    fn take(&self, id: &str) -> Option<(Wanted, bool)> {
         let mut awaited = self.0.borrow_mut();
         let at = awaited.iter().position(|(offered, _)| offered.id == *id && offered.kind != UBLK)?;
-        awaited.remove(at).1
+        let (offered, wanted) = awaited.remove(at);
+        Some((wanted?, offered.origin.is_added()))
     }
 }
 

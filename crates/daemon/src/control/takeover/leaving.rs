@@ -15,21 +15,15 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{disk::Disk, layer::throttle::Group, reactor};
-use export::vhost_user_blk::{self, Rested, Said};
-use policy::time::Duration;
-use sd_notify::NotifyState;
-use settings::Endpoint;
-
 use super::{
+    added,
     channel::Channel,
     clock_ns, devices,
     identity::Identity,
     name,
     told::{
         Begun, Buckets, Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine,
-        OfferedServer, Standing, StandingDisk, StandingGroup, StandingMachine, State, Word,
+        OfferedServer, Origin, Standing, StandingDisk, StandingGroup, StandingMachine, State, Word,
     },
 };
 use crate::{
@@ -41,6 +35,11 @@ use crate::{
     listen::Listening,
     notify,
 };
+use anyhow::{Context as _, anyhow, bail, ensure};
+use block::{disk::Disk, layer::throttle::Group, reactor};
+use export::vhost_user_blk::{self, Rested, Said};
+use policy::time::Duration;
+use sd_notify::NotifyState;
 
 /// How long the other may take to open everything: keys of encrypted images are derived.
 const TO_PREPARE: Duration = Duration::from_secs(60);
@@ -107,15 +106,11 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
     let mut descriptors = Vec::new();
     let mut servers = Vec::new();
     for serving in inventory.servers() {
-        if let Endpoint::Passed(name) = &serving.endpoint {
-            bail!(
-                "fd:{name}: a socket that was passed over the control socket is in no config (restart weir)"
-            );
-        }
-        servers.push(server(name(&serving.endpoint), &serving.sockets(), &mut descriptors)?);
+        let origin = added::server(&serving);
+        servers.push(server(name(&serving.endpoint), &serving.sockets(), origin, &mut descriptors)?);
     }
     for (name, listening) in &*inventory.told.borrow() {
-        servers.push(server(name.clone(), listening, &mut descriptors)?);
+        servers.push(server(name.clone(), listening, Origin::Config, &mut descriptors)?);
     }
     let mut control = Vec::new();
     for (path, socket) in inventory.control.borrow().iter() {
@@ -142,6 +137,7 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
                     disk: export.disk.disk.name().to_string(),
                     read_only: export.read_only,
                     listening,
+                    origin: added::door(&export),
                 });
                 continue;
             }
@@ -153,6 +149,7 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
             disk: export.disk.disk.name().to_string(),
             read_only: export.read_only,
             bitmaps: bitmaps.map(|bitmap| bitmap.name().to_string()).collect(),
+            origin: added::export(&export),
         });
     }
     let mut disks = Vec::new();
@@ -163,8 +160,8 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
         // As a client would be told that comes now.
         disk.refresh_size().with_context(|| format!("disk {}: its size cannot be seen", disk.name()))?;
         let files = disk.descriptors()?;
-        let identity = Identity::of(disk);
-        disks.push(OfferedDisk { name: disk.name().to_string(), files: files.len(), identity });
+        let (name, identity) = (disk.name().to_string(), Identity::of(disk));
+        disks.push(OfferedDisk { name, files: files.len(), identity, origin: added::disk(&running) });
         descriptors.extend(files.into_iter().flat_map(|file| [file.main, file.buffered]));
     }
     for socket in doors {
@@ -182,6 +179,7 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
             descriptors: to_come,
             servers,
             control,
+            groups: added::groups(inventory),
             disks,
             exports,
             machines,
@@ -207,12 +205,13 @@ fn of_front_end(export: &RunningExport) -> u64 {
 fn server(
     endpoint: String,
     listening: &[Listening],
+    origin: Origin<usize>,
     descriptors: &mut Vec<OwnedFd>,
 ) -> anyhow::Result<OfferedServer> {
     for (socket, _) in listening {
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
     }
-    Ok(OfferedServer { endpoint, sockets: listening.iter().map(|(_, file)| file.clone()).collect() })
+    Ok(OfferedServer { endpoint, sockets: listening.iter().map(|(_, file)| file.clone()).collect(), origin })
 }
 
 /// Returns only with the reason why it goes on.

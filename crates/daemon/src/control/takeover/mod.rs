@@ -5,6 +5,8 @@
 //!   leaving     the daemon that runs: offers, stands still, ends; or goes on
 //!   devices     of that, devices and files of this host, on both sides
 //!   identity    whether a disk is the one that the other serves
+//!   added       what no config has, as it is told
+//!   again       the newcomer has that too
 //!   told        what they tell each other
 //!   channel     how that and descriptors pass between them
 //! ```
@@ -13,8 +15,11 @@
 //! then the old one stands still for some milliseconds. Until it gives up its place in so many
 //! words it goes on, whatever becomes of the newcomer.
 //!
-//! Never decides what runs: the newcomer has its own config, and takes over what that has.
+//! Never decides what runs: the newcomer has its own config, and takes over what that has, and what
+//! clients of the control socket have added.
 
+mod added;
+mod again;
 mod channel;
 mod devices;
 mod identity;
@@ -23,7 +28,10 @@ pub(crate) mod newcomer;
 mod told;
 
 use settings::{Address, Endpoint};
+use told::Origin;
 pub(crate) use told::{Buckets, FORMAT};
+
+use super::inventory::Inventory;
 
 /// The command that asks for it.
 pub(crate) const COMMAND: &str = "x-weir-takeover";
@@ -43,6 +51,19 @@ pub(crate) fn told_name(what: &str, address: &Address) -> String {
 }
 
 const INHERITED: &str = "inherited sockets";
+
+/// What runs and is not here, with what to do about it.
+fn remedied<T>(what: String, origin: &Origin<T>, inventory: &Inventory) -> String {
+    let why = match origin {
+        Origin::Bound(why) => format!(", and cannot come along: {why}"),
+        Origin::Config | Origin::Added(_) => String::new(),
+    };
+    let place = match &inventory.config {
+        Some(file) => file.display().to_string(),
+        None => "this command line".to_owned(),
+    };
+    format!("{what}{why} (add it to {place}, or remove it first)")
+}
 
 /// Nanoseconds on a clock that all processes have.
 fn clock_ns() -> u64 {

@@ -6,6 +6,9 @@
 //!   state ─► tables are read, buckets filled, clients sorted ─► ready ─► yours ─► serves
 //! ```
 //!
+//! What clients of the control socket have added to the other is made anew in between: see
+//! [`again`](super::again).
+//!
 //! Whatever fails before the other gives up its place has no effect on it: locks, sockets' files
 //! and images are left as they are.
 
@@ -37,8 +40,8 @@ use super::{
     clock_ns,
     devices::Awaited,
     identity::Identity,
-    name,
-    told::{Message, Offer, Standing, StandingMachine, State, Word},
+    name, remedied,
+    told::{Message, Offer, OfferedMachine, Origin, Standing, StandingMachine, State, Word},
     told_name,
 };
 use crate::{
@@ -60,14 +63,14 @@ const TO_END: Duration = Duration::from_secs(15);
 /// A daemon that another has offered everything.
 pub(crate) struct Newcomer {
     channel: Channel,
-    offer: Offer,
+    pub(super) offer: Offer,
     /// Of each server, in the order of the offer.
-    sockets: Vec<VecDeque<OwnedFd>>,
+    pub(super) sockets: Vec<VecDeque<OwnedFd>>,
     control: VecDeque<OwnedFd>,
     /// Of each machine that connects, in the order of the offer.
     machines: VecDeque<OwnedFd>,
-    devices: Awaited,
-    passed: Passed,
+    pub(super) devices: Awaited,
+    pub(super) passed: Passed,
 }
 
 /// The daemon that was taken over from, on its way out.
@@ -225,23 +228,44 @@ impl Newcomer {
         Listener::adopt(socket, &endpoint, 0, Some(&path), &self.passed).map(Some)
     }
 
-    /// Whether everything that the other has is here.
+    /// Whether everything that the other has is here, but for what was added to it, which is added
+    /// here once this process has given up its rights.
     ///
     /// # Errors
     /// What is not.
+    pub(crate) fn check_config(&self, inventory: &Inventory) -> anyhow::Result<()> {
+        self.check_but(inventory, true)
+    }
+
+    /// The same, with what was added.
+    ///
+    /// # Errors
+    /// What is not here.
     pub(crate) fn check(&self, inventory: &Inventory) -> anyhow::Result<()> {
-        let left = self.offer.servers.iter().zip(&self.sockets).find(|(_, left)| !left.is_empty());
-        let left = left.map(|(server, _)| server.endpoint.clone());
-        let left = left.or_else(|| Some(format!("unix:{}", self.offer.control.first()?.display())));
-        let sockets =
-            left.map_or(Ok(()), |left| Err(anyhow!("{left}: it is open, and is not in this config")));
-        check(&self.offer, &self.passed, inventory)?;
+        self.check_but(inventory, false)
+    }
+
+    fn check_but(&self, inventory: &Inventory, for_added: bool) -> anyhow::Result<()> {
+        let left = self
+            .offer
+            .servers
+            .iter()
+            .zip(&self.sockets)
+            .find(|(server, left)| !(left.is_empty() || for_added && server.origin.is_added()));
+        let left = left.map(|(server, _)| (server.endpoint.clone(), &server.origin));
+        let control = || Some((format!("unix:{}", self.offer.control.first()?.display()), &Origin::Config));
+        let sockets = left.or_else(control).map_or(Ok(()), |(left, origin)| {
+            let what = format!("{left}: it is open, and is not in this config");
+            Err(anyhow!("{}", remedied(what, origin, inventory)))
+        });
+        check(&self.offer, inventory, for_added)?;
+        ensure!(for_added || self.passed.left() == 0, "images are in use that this config does not have");
         let (to_come, free) = (self.offer.descriptors, op::free_descriptors());
         ensure!(
             to_come < free,
             "{to_come} descriptors come with its clients, and only {free} more may be open here (`ulimit -n` or LimitNOFILE= must be larger)"
         );
-        self.devices.check(inventory)?;
+        self.devices.check(inventory, for_added)?;
         sockets
     }
 
@@ -265,7 +289,7 @@ impl Newcomer {
         };
         inventory.events.go_on_after(state.last_event);
         let (began_ns, device_ids) = (state.began_ns, devices.ids());
-        let (clients, machines) = take_up(state, luggage, &devices, inventory).await?;
+        let (clients, machines) = take_up(state, luggage, (&offer.machines, &devices), inventory).await?;
         let channel = channel.say(Word::Ready, Vec::new(), Vec::new()).await?;
         let (channel, word, _) = channel.hear_or_close(PATIENCE).await.context("the other goes on itself")?;
         match word {
@@ -285,11 +309,17 @@ impl Newcomer {
     }
 }
 
-/// Whether everything that the other has is here.
-fn check(offer: &Offer, passed: &Passed, inventory: &Inventory) -> anyhow::Result<()> {
+/// Whether everything that the other has is here, perhaps but for what was added.
+fn check(offer: &Offer, inventory: &Inventory, for_added: bool) -> anyhow::Result<()> {
     for offered in &offer.disks {
         let disk = inventory.disk(&offered.name);
-        let disk = disk.map_err(|_| anyhow!("disk {}: it runs, and is not in this config", offered.name))?;
+        if disk.is_err() && for_added && offered.origin.is_added() {
+            continue;
+        }
+        let disk = disk.map_err(|_| {
+            let what = format!("disk {}: it runs, and is not in this config", offered.name);
+            anyhow!("{}", remedied(what, &offered.origin, inventory))
+        })?;
         if let Some(difference) = offered.identity.difference(&Identity::of(&disk.disk)) {
             bail!("disk {}: it runs {difference} (give it the same, or restart)", offered.name);
         }
@@ -299,11 +329,15 @@ fn check(offer: &Offer, passed: &Passed, inventory: &Inventory) -> anyhow::Resul
             offered.name
         );
     }
-    ensure!(passed.left() == 0, "images are in use that this config does not have");
     for offered in &offer.exports {
         let export = export(inventory, &offered.endpoint, &offered.name);
+        if export.is_none() && for_added && offered.origin.is_added() {
+            continue;
+        }
         let (_, _, export) = export.with_context(|| {
-            format!("export {} at {}: it runs, and is not in this config", offered.name, offered.endpoint)
+            let (name, endpoint) = (&offered.name, &offered.endpoint);
+            let what = format!("export {name} at {endpoint}: it runs, and is not in this config");
+            remedied(what, &offered.origin, inventory)
         })?;
         let bitmaps = export.new.iter().flat_map(|new| new.bitmaps.iter());
         ensure!(
@@ -318,32 +352,45 @@ fn check(offer: &Offer, passed: &Passed, inventory: &Inventory) -> anyhow::Resul
         );
     }
     for offered in &offer.machines {
-        let (export, entrance) = machine(inventory, &offered.id).with_context(|| {
-            format!("export {}: a virtual machine's runs, and is not in this config", offered.id)
+        let here = machine(inventory, offered);
+        if here.is_none() && for_added && offered.origin.is_added() {
+            continue;
+        }
+        let (export, _) = here.with_context(|| {
+            let what =
+                format!("export {} at {}: it runs, and is not in this config", offered.id, offered.place());
+            remedied(what, &offered.origin, inventory)
         })?;
-        let listening = entrance.machine().and_then(|machine| machine.listening.as_ref());
         ensure!(
-            export.disk.disk.name().as_ref() == offered.disk
-                && export.read_only == offered.read_only
-                && listening.map(|(name, _)| name) == offered.listening.as_ref().map(|(name, _)| name),
-            "export {}: another disk, another socket or another access runs",
-            offered.id
+            export.disk.disk.name().as_ref() == offered.disk && export.read_only == offered.read_only,
+            "export {}: another disk or another access runs at {}",
+            offered.id,
+            offered.place()
         );
     }
     Ok(())
 }
 
-/// An export of a virtual machine, and its door.
-fn machine(inventory: &Inventory, id: &str) -> Option<(Rc<RunningExport>, Rc<Entrance>)> {
-    let export = inventory.exports().into_iter().find(|export| export.id == id)?;
-    let Door::Own(entrance) = &export.door else { return None };
-    entrance.machine()?;
-    let entrance = Rc::clone(entrance);
-    Some((export, entrance))
+/// An export of a virtual machine, and its door: by where the machine connects, and where weir does
+/// that by its id.
+pub(super) fn machine(
+    inventory: &Inventory,
+    offered: &OfferedMachine,
+) -> Option<(Rc<RunningExport>, Rc<Entrance>)> {
+    inventory.exports().into_iter().find_map(|export| {
+        let Door::Own(entrance) = &export.door else { return None };
+        let listening = entrance.machine()?.listening.as_ref().map(|(name, _)| name);
+        let is_it = match &offered.listening {
+            Some((name, _)) => listening == Some(name),
+            None => listening.is_none() && export.id == offered.id,
+        };
+        let entrance = Rc::clone(entrance);
+        is_it.then_some((export, entrance))
+    })
 }
 
 /// An export by where it is and its name: its server, its number there, itself.
-fn export(
+pub(super) fn export(
     inventory: &Inventory,
     endpoint: &str,
     called: &str,
@@ -362,7 +409,7 @@ fn export(
 async fn take_up(
     state: State,
     mut luggage: Luggage,
-    devices: &Awaited,
+    (offered, devices): (&[OfferedMachine], &Awaited),
     inventory: &Rc<Inventory>,
 ) -> anyhow::Result<(Vec<(Arc<Server>, Rested)>, Vec<String>)> {
     for running in inventory.disks() {
@@ -407,7 +454,9 @@ async fn take_up(
     }
     let mut machines = Vec::new();
     for StandingMachine { id, said: messages, begun } in state.machines {
-        let (_, entrance) = machine(inventory, &id).context("a front end of an export that is not here")?;
+        let here = offered.iter().find(|offered| offered.id == id);
+        let here = here.and_then(|offered| machine(inventory, offered));
+        let (export, entrance) = here.context("a front end of an export that is not here")?;
         let machine = entrance.machine().context("it is no virtual machine's")?;
         let socket = pieces.descriptor()?.into();
         let mut said = Vec::new();
@@ -419,7 +468,7 @@ async fn take_up(
         let bytes = pieces.bytes(begun.bytes).context("a front end came without what it sent")?.to_vec();
         let descriptors = pieces.descriptors(begun.descriptors)?;
         match machine.server.take_over(vhost_user_blk::Rested { socket, said, bytes, descriptors }) {
-            Ok(()) => machines.push(id),
+            Ok(()) => machines.push(export.id.clone()),
             Err(why) if why.is_of_its_files() => {
                 let what = "its machine is disconnected: memory that it has lent is no longer there";
                 tracing::warn!(export = id, %why, "{what} (it can connect again)");

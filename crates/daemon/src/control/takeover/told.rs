@@ -19,13 +19,17 @@ use std::{collections::BTreeMap, path::PathBuf};
 use anyhow::{Context as _, ensure};
 use block::disk::Totals;
 use export::nbd::{MetaContext, MetaContexts, ReplyStyle, Session};
-use policy::throttle::{Contents, Filled, Limits, Setting};
+use policy::{
+    access::{Access, Names, Network, Networks, Rule},
+    throttle::{Contents, Filled, Limits, Setting},
+};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use super::identity::Identity;
 
 /// Of these messages. Another one has other members, or means something else by them.
-pub(crate) const FORMAT: u64 = 5;
+pub(crate) const FORMAT: u64 = 6;
 
 /// A step that takes no more words.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,6 +45,106 @@ pub(super) enum Word {
     Yours,
 }
 
+/// Who has asked for what runs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(super) enum Origin<T> {
+    /// A config file or a command line: the newcomer has to have it too.
+    Config,
+    /// A client of the control socket: what it takes to have it again.
+    Added(T),
+    /// The same, and it cannot be had again: why.
+    Bound(String),
+}
+
+impl<T> Origin<T> {
+    pub(super) fn is_added(&self) -> bool {
+        matches!(self, Self::Added(_))
+    }
+}
+
+/// A disk that was added.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct AddedDisk {
+    /// The arguments of each `blockdev-add`, the lowest node's first.
+    pub(super) nodes: Vec<Map<String, Value>>,
+    /// Arguments of `x-weir-set`.
+    pub(super) settings: Map<String, Value>,
+}
+
+/// A group that was added.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct AddedGroup {
+    pub(super) name: String,
+    pub(super) parent: Option<String>,
+    /// Arguments of `x-weir-set`.
+    pub(super) settings: Map<String, Value>,
+}
+
+/// An export over NBD that was added.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct AddedExport {
+    pub(super) id: String,
+    pub(super) description: String,
+    pub(super) access: ToldAccess,
+}
+
+/// [`Access`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct ToldAccess {
+    allow: Vec<String>,
+    deny: Vec<String>,
+    names: Option<ToldNames>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct ToldNames {
+    /// A pattern, whether it is a glob, whether it allows.
+    rules: Vec<(String, bool, bool)>,
+    otherwise: bool,
+}
+
+impl From<&Access> for ToldAccess {
+    fn from(access: &Access) -> Self {
+        let texts = |networks: &[Network]| networks.iter().map(Network::to_string).collect();
+        let Access { networks: Networks { allow, deny }, names } = access;
+        let rule = |rule: &Rule| (rule.pattern.clone(), rule.is_glob, rule.allows);
+        let names = names.as_ref().map(|names| ToldNames {
+            rules: names.rules.iter().map(rule).collect(),
+            otherwise: names.otherwise,
+        });
+        Self { allow: texts(allow), deny: texts(deny), names }
+    }
+}
+
+impl ToldAccess {
+    /// # Errors
+    /// A network that is none.
+    pub(super) fn access(&self) -> anyhow::Result<Access> {
+        let networks = |texts: &[String]| {
+            texts.iter().map(|text| text.parse().map_err(anyhow::Error::msg)).collect::<anyhow::Result<_>>()
+        };
+        let rule = |(pattern, is_glob, allows): &(String, bool, bool)| Rule {
+            pattern: pattern.clone(),
+            is_glob: *is_glob,
+            allows: *allows,
+        };
+        let names = self
+            .names
+            .as_ref()
+            .map(|names| Names { rules: names.rules.iter().map(rule).collect(), otherwise: names.otherwise });
+        Ok(Access {
+            networks: Networks { allow: networks(&self.allow)?, deny: networks(&self.deny)? },
+            names,
+        })
+    }
+}
+
 /// What there is to be had. Descriptors, in this order: of each server's sockets, of the control
 /// sockets, two for each file of each disk, and of each machine's socket.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,6 +157,8 @@ pub(super) struct Offer {
     pub(super) descriptors: u64,
     pub(super) servers: Vec<OfferedServer>,
     pub(super) control: Vec<PathBuf>,
+    /// That were added, each behind the one that it is in.
+    pub(super) groups: Vec<AddedGroup>,
     pub(super) disks: Vec<OfferedDisk>,
     pub(super) exports: Vec<OfferedExport>,
     pub(super) machines: Vec<OfferedMachine>,
@@ -66,6 +172,8 @@ pub(super) struct OfferedServer {
     pub(super) endpoint: String,
     /// One for each socket: the file that goes with it.
     pub(super) sockets: Vec<Option<PathBuf>>,
+    /// With how many clients at the most.
+    pub(super) origin: Origin<usize>,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,6 +183,7 @@ pub(super) struct OfferedDisk {
     /// That are written to.
     pub(super) files: usize,
     pub(super) identity: Identity,
+    pub(super) origin: Origin<AddedDisk>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -85,6 +194,7 @@ pub(super) struct OfferedExport {
     pub(super) disk: String,
     pub(super) read_only: bool,
     pub(super) bitmaps: Vec<String>,
+    pub(super) origin: Origin<AddedExport>,
 }
 
 /// The door of a virtual machine.
@@ -97,6 +207,15 @@ pub(super) struct OfferedMachine {
     pub(super) read_only: bool,
     /// Where it listens, with the file that goes with it; nowhere where it calls the machine.
     pub(super) listening: Option<(String, Option<PathBuf>)>,
+    /// Its door, as the command line has it.
+    pub(super) origin: Origin<String>,
+}
+
+impl OfferedMachine {
+    /// For people.
+    pub(super) fn place(&self) -> &str {
+        self.listening.as_ref().map_or("its machine", |(name, _)| name)
+    }
 }
 
 /// A device or a file of this host. It is opened once how it stands is known.
@@ -111,6 +230,8 @@ pub(super) struct OfferedDevice {
     pub(super) address: String,
     pub(super) disk: String,
     pub(super) read_only: bool,
+    /// Its door, as the command line has it.
+    pub(super) origin: Origin<String>,
 }
 
 /// What becomes of it once everything is prepared.

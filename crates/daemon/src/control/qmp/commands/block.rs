@@ -13,10 +13,10 @@ use block::{
     },
     layer::throttle::{DiskSettings, Group},
     reactor,
-    storage::{OpenError, OpenOptions, ResizeError},
+    storage::{OpenError, OpenOptions, Passed, ResizeError},
 };
 use policy::prefetch;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::{
     node::{Bottom, Chain},
@@ -27,24 +27,31 @@ use crate::control::{
     qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
 };
 
+/// What made a disk: see [`RunningDisk::told`].
+type Told = Option<Vec<Map<String, Value>>>;
+
 #[derive(Debug)]
-pub(super) struct BlockdevAdd(Chain);
+pub(super) struct BlockdevAdd {
+    chain: Chain,
+    told: Told,
+}
 
 impl Command for BlockdevAdd {
     const NAME: &'static str = "blockdev-add";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        Chain::read(arguments).map(Self)
+        let told = arguments.sent().map(|sent| vec![sent]);
+        Ok(Self { chain: Chain::read(arguments)?, told })
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let Self(chain) = self;
+        let Self { chain, told } = self;
         check_names(&inventory, &chain)?;
         match &chain.bottom {
-            Bottom::Node(_) if chain.is_opened_anew() => open_over(&inventory, chain).await?,
-            Bottom::Node(bottom) => put_over(&inventory, &chain, bottom)?,
+            Bottom::Node(_) if chain.is_opened_anew() => open_over(&inventory, chain, told).await?,
+            Bottom::Node(bottom) => put_over(&inventory, &chain, bottom, told)?,
             Bottom::Storage(storage) => {
-                add(&inventory, &chain, storage, inner_nodes(&chain)).await?;
+                add(&inventory, &chain, storage, inner_nodes(&chain), told, None).await?;
                 if let Err(why) = weir::settle(&inventory).await {
                     inventory.remove_disk(&chain.names[0]).await.map_err(generic)?;
                     weir::unsettle(&inventory);
@@ -64,9 +71,11 @@ async fn add(
     chain: &Chain,
     storage: &StorageNode,
     below: Vec<NodeBelow>,
+    told: Told,
+    passed: Option<Passed>,
 ) -> Result<(), Error> {
     let prefetch = chain.prefetch.apply_to(prefetch::Settings::default())?;
-    let opened = open_bottom(inventory, chain, storage).await?;
+    let opened = open_bottom(inventory, chain, storage, passed).await?;
     // Others had their turn while it was opened.
     check_names(inventory, chain)?;
     for node in &below {
@@ -80,6 +89,7 @@ async fn add(
         caches: Cell::new(chain.caches()),
         below,
         storage: chain.as_it_lies().map(Rc::new),
+        told,
     };
     chain.policies.apply_to(disk.disk.failures());
     inventory.add_disk(disk).map_err(generic)
@@ -87,7 +97,7 @@ async fn add(
 
 /// A format over a node that is there: its file is closed, and opened as that. If it cannot be,
 /// the node is there again as it was.
-async fn open_over(inventory: &Rc<Inventory>, chain: Chain) -> Result<(), Error> {
+async fn open_over(inventory: &Rc<Inventory>, chain: Chain, own: Told) -> Result<(), Error> {
     let Bottom::Node(bottom) = &chain.bottom else { unreachable!("asked for a node alone") };
     let (bottom, below) = (bottom.clone(), find_below(inventory, bottom)?);
     let is_over_another = below.below.iter().any(|node| node.stays);
@@ -97,21 +107,86 @@ async fn open_over(inventory: &Rc<Inventory>, chain: Chain) -> Result<(), Error>
     drop(below);
     let taken = inventory.take_disk(&bottom).map_err(in_use(&bottom))?;
     taken.close().await;
-    let under = taken.below;
+    let (under, told) = (taken.below, taken.told);
     drop(taken.disk);
-    let mut nodes = inner_nodes(&chain);
-    nodes.push(NodeBelow { name: bottom.clone(), stays: true, closed: Some(Rc::clone(&storage)) });
-    nodes.extend(under.iter().cloned());
-    let added = add(inventory, &chain.over(&storage), &storage, nodes).await;
+    let (nodes, both) = (nodes_over(&chain, &bottom, &storage, &under), one_more(told.clone(), own));
+    let added = add(inventory, &chain.over(&storage), &storage, nodes, both, None).await;
     if added.is_err() {
-        open_again(inventory, &bottom, &storage, under).await;
+        open_again(inventory, &bottom, &storage, under, told).await;
     }
     added
 }
 
+/// The nodes below a format over one that is closed for it, and had these.
+fn nodes_over(chain: &Chain, bottom: &str, storage: &Rc<StorageNode>, under: &[NodeBelow]) -> Vec<NodeBelow> {
+    let mut nodes = inner_nodes(chain);
+    nodes.push(NodeBelow { name: bottom.to_owned(), stays: true, closed: Some(Rc::clone(storage)) });
+    nodes.extend(under.iter().cloned());
+    nodes
+}
+
+/// Has a disk as these commands made it in another daemon, which has passed its files. A node that
+/// is closed for what is put over it is not opened.
+///
+/// # Errors
+/// The first command that would fail.
+pub(in crate::control::qmp) async fn add_again(
+    inventory: &Rc<Inventory>,
+    told: &[Map<String, Value>],
+    passed: Passed,
+) -> Result<(), Error> {
+    let mut chains = Vec::new();
+    for sent in told {
+        let mut arguments = Arguments::new(sent.clone());
+        // Its group may be another by now, and is set afterwards.
+        let chain = Chain { group: None, ..Chain::read(&mut arguments)? };
+        arguments.finish()?;
+        chains.push((chain, sent.clone()));
+    }
+    let mut chains = chains.into_iter().peekable();
+    let Some((first, sent)) = chains.next() else { return Err(Error::generic("nothing has made it")) };
+    let Bottom::Storage(storage) = &first.bottom else {
+        return Err(Error::rule("file", "is another disk's node"));
+    };
+    let (own, told) = (inner_nodes(&first), vec![sent]);
+    match (chains.next_if(|(chain, _)| chain.is_opened_anew()), first.as_it_lies()) {
+        (Some((over, sent)), Some(lies)) => {
+            let (lies, told) = (Rc::new(lies), one_more(Some(told), Some(vec![sent])));
+            let nodes = nodes_over(&over, &first.names[0], &lies, &own);
+            add(inventory, &over.over(&lies), &lies, nodes, told, Some(passed)).await?;
+        }
+        (None, _) => add(inventory, &first, storage, own, Some(told), Some(passed)).await?,
+        (Some(_), None) => return Err(Error::rule("file", "is more than a file")),
+    }
+    for (chain, sent) in chains {
+        let Bottom::Node(bottom) = &chain.bottom else {
+            return Err(Error::rule("file", "is no node below"));
+        };
+        put_over(inventory, &chain, bottom, Some(vec![sent]))?;
+    }
+    Ok(())
+}
+
+/// With what was put over it.
+fn one_more(below: Told, own: Told) -> Told {
+    below.zip(own).map(|(below, own)| [below, own].concat())
+}
+
+/// Without what is taken off.
+fn one_less(mut told: Told) -> Told {
+    told.as_mut().map(Vec::pop);
+    told
+}
+
 /// What was closed under another node is a disk of its own again.
-async fn open_again(inventory: &Rc<Inventory>, name: &str, storage: &StorageNode, below: Vec<NodeBelow>) {
-    if let Err(error) = add(inventory, &Chain::of_storage(name, storage), storage, below).await {
+async fn open_again(
+    inventory: &Rc<Inventory>,
+    name: &str,
+    storage: &StorageNode,
+    below: Vec<NodeBelow>,
+    told: Told,
+) {
+    if let Err(error) = add(inventory, &Chain::of_storage(name, storage), storage, below, told, None).await {
         tracing::error!(node = name, error = %error, "what was below another node could not be opened again");
     }
 }
@@ -168,7 +243,7 @@ fn find_below(inventory: &Inventory, name: &str) -> Result<Rc<RunningDisk>, Erro
     })
 }
 
-fn put_over(inventory: &Rc<Inventory>, chain: &Chain, bottom: &str) -> Result<(), Error> {
+fn put_over(inventory: &Rc<Inventory>, chain: &Chain, bottom: &str, own: Told) -> Result<(), Error> {
     let name = shown(bottom);
     let below = find_below(inventory, bottom)?;
     if chain.read_only && !below.disk.image().is_read_only() {
@@ -199,7 +274,8 @@ fn put_over(inventory: &Rc<Inventory>, chain: &Chain, bottom: &str) -> Result<()
     let mut nodes = inner_nodes(chain);
     nodes.push(NodeBelow { name: bottom.to_owned(), stays: true, closed: None });
     nodes.extend(taken.below.iter().cloned());
-    rename(inventory, taken, &chain.names[0], nodes)
+    let told = one_more(taken.told.clone(), own);
+    rename(inventory, RunningDisk { told, ..taken }, &chain.names[0], nodes)
 }
 
 /// Moves a disk that was taken out to a group, or out of any; where its reservations cannot be
@@ -223,10 +299,10 @@ fn rename(
     name: &str,
     below: Vec<NodeBelow>,
 ) -> Result<(), Error> {
-    let RunningDisk { disk, image, cache, caches, storage, .. } = taken;
+    let RunningDisk { disk, image, cache, caches, storage, told, .. } = taken;
     let disk = Arc::into_inner(disk).expect("taken when nobody else had it").renamed(name);
     let disk = Arc::new(disk);
-    inventory.add_disk(RunningDisk { disk, image, cache, caches, below, storage }).map_err(generic)
+    inventory.add_disk(RunningDisk { disk, image, cache, caches, below, storage, told }).map_err(generic)
 }
 
 fn in_use(name: &str) -> impl Fn(Refused) -> Error {
@@ -238,7 +314,12 @@ fn in_use(name: &str) -> impl Fn(Refused) -> Error {
     }
 }
 
-async fn open_bottom(inventory: &Inventory, chain: &Chain, storage: &StorageNode) -> Result<Opened, Error> {
+async fn open_bottom(
+    inventory: &Inventory,
+    chain: &Chain,
+    storage: &StorageNode,
+    files: Option<Passed>,
+) -> Result<Opened, Error> {
     let StorageNode { image, device, auto_read_only, .. } = storage;
     inventory.check_image(image).map_err(generic)?;
     let spec = image.spec().map_err(generic)?;
@@ -253,6 +334,7 @@ async fn open_bottom(inventory: &Inventory, chain: &Chain, storage: &StorageNode
     };
     let may_be_read_only = *auto_read_only && !chain.read_only && !chain.handover;
     let mut options = chain.open_options(inventory.image_root().cloned(), secret);
+    options.storage.passed = files;
     match passed(chain.read_only) {
         Ok(descriptor) => options.storage.descriptor = descriptor,
         Err(_) if may_be_read_only => {
@@ -317,15 +399,16 @@ impl Command for BlockdevDel {
             Some(next) => {
                 let taken = inventory.take_disk(&self.node).map_err(in_use(&name))?;
                 let (node, below) = (taken.below[next].clone(), taken.below[next + 1..].to_vec());
+                let told = one_less(taken.told.clone());
                 match node.closed {
                     None => {
                         let taken = move_taken(&inventory, taken, None)?;
-                        rename(&inventory, taken, &node.name, below)?;
+                        rename(&inventory, RunningDisk { told, ..taken }, &node.name, below)?;
                     }
                     Some(storage) => {
                         taken.close().await;
                         drop(taken);
-                        open_again(&inventory, &node.name, &storage, below).await;
+                        open_again(&inventory, &node.name, &storage, below, told).await;
                     }
                 }
             }

@@ -27,6 +27,8 @@ pub(super) struct BlockExportAdd {
     node: String,
     writable: bool,
     kind: Kind,
+    /// Not on the command line.
+    is_sent: bool,
 }
 
 #[derive(Debug)]
@@ -49,6 +51,7 @@ impl Command for BlockExportAdd {
     const NAME: &'static str = "block-export-add";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let is_sent = arguments.sent().is_some();
         let types = ["nbd"].into_iter().chain(door::TYPES).collect::<Vec<_>>();
         let kind = arguments.choice("type", &types)?.ok_or_else(|| Error::missing("type"))?;
         let id: String = arguments.required("id")?;
@@ -65,7 +68,7 @@ impl Command for BlockExportAdd {
                 Kind::Own(door, socket)
             }
         };
-        Ok(Self { id, node, writable: arguments.optional("writable")?.unwrap_or(false), kind })
+        Ok(Self { id, node, writable: arguments.optional("writable")?.unwrap_or(false), kind, is_sent })
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
@@ -88,6 +91,7 @@ impl Command for BlockExportAdd {
                 }
                 let added = inventory.add_door(self.id.clone(), disk, !self.writable, &door, None).await;
                 let address = added.map_err(|error| Error::generic(format!("{error:#}")))?;
+                inventory.export(&self.id)?.added.set(self.is_sent);
                 tracing::info!(export = %self.id, disk = %self.node, at = %address, "an export was added");
                 return Ok(json!({}));
             }
@@ -107,6 +111,7 @@ impl Command for BlockExportAdd {
         };
         match inventory.add_export(&serving, new) {
             Ok(()) => {
+                inventory.export(&id)?.added.set(self.is_sent);
                 tracing::info!(export = %id, disk = %node, at = %serving.address(), "an export was added");
                 Ok(json!({}))
             }

@@ -26,7 +26,7 @@ macro_rules! query {
     };
 }
 
-mod block;
+pub(super) mod block;
 mod cluster;
 mod descriptor;
 mod door;

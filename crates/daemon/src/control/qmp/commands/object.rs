@@ -60,10 +60,25 @@ const OWN: [(&str, &str); 5] = [
 
 #[derive(Debug)]
 pub(super) enum ObjectAdd {
-    Group { id: String, parent: Option<String>, changes: Changes },
-    Secret { id: String, from: SecretFrom },
-    Credentials { id: String, of: Credentials },
-    Names { id: String, names: Names },
+    /// One that is sent is on no command line.
+    Group {
+        id: String,
+        parent: Option<String>,
+        changes: Changes,
+        is_sent: bool,
+    },
+    Secret {
+        id: String,
+        from: SecretFrom,
+    },
+    Credentials {
+        id: String,
+        of: Credentials,
+    },
+    Names {
+        id: String,
+        names: Names,
+    },
 }
 
 #[derive(Debug)]
@@ -76,6 +91,7 @@ impl Command for ObjectAdd {
     const NAME: &'static str = "object-add";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let is_sent = arguments.sent().is_some();
         // In QEMU's order, so that of two slips the same one is named.
         let kind = arguments.choice("qom-type", &TYPES)?.ok_or_else(|| Error::missing("qom-type"))?;
         match TYPES[kind] {
@@ -94,12 +110,12 @@ impl Command for ObjectAdd {
         let properties = LimitChanges::read(arguments, Naming::Property)?;
         let own = Changes::read_own(arguments, "x-weir-")?;
         let parent = arguments.optional("x-weir-parent")?;
-        Ok(Self::Group { id, parent, changes: own.with_limits(limits.then(properties)) })
+        Ok(Self::Group { id, parent, changes: own.with_limits(limits.then(properties)), is_sent })
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        let (id, parent, changes) = match self {
-            Self::Group { id, parent, changes } => (id, parent, changes),
+        let (id, parent, changes, is_sent) = match self {
+            Self::Group { id, parent, changes, is_sent } => (id, parent, changes, is_sent),
             Self::Secret { id, from } => return add_secret(&inventory, &id, from).await,
             Self::Credentials { id, of } => return add_credentials(&inventory, &id, of).await,
             Self::Names { id, names } => {
@@ -125,6 +141,9 @@ impl Command for ObjectAdd {
             drop(group);
             weir::unsettle(&inventory);
             return Err(why);
+        }
+        if is_sent {
+            inventory.added_groups.borrow_mut().insert(id);
         }
         Ok(json!({}))
     }

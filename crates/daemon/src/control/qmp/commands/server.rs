@@ -15,7 +15,7 @@ use crate::{
     control::{
         inventory::{DoorTerms, Inventory},
         qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
-        serving::Serving,
+        serving::{Added, Serving},
     },
     listen::{self, Inherited},
 };
@@ -34,12 +34,15 @@ pub(super) struct NbdServerStart {
     /// The id of rules about names.
     names: Option<String>,
     max_connections: usize,
+    /// Not on the command line.
+    is_sent: bool,
 }
 
 impl Command for NbdServerStart {
     const NAME: &'static str = "nbd-server-start";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        let is_sent = arguments.sent().is_some();
         let mut addr = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
         let place = address(&mut addr)?;
         addr.finish()?;
@@ -53,6 +56,7 @@ impl Command for NbdServerStart {
             place,
             credentials,
             names,
+            is_sent,
             max_connections: match most {
                 None => Terms::default().max_connections,
                 // Fits.
@@ -97,11 +101,14 @@ impl Command for NbdServerStart {
             }
         };
         refuse_second(&inventory)?;
+        let added =
+            Added { max_connections: self.max_connections, has_objects: tls.is_some() || names.is_some() };
         let mut terms = Terms { max_connections: self.max_connections, ..standard.clone() };
         if names.is_some() {
             terms.access.names = names;
         }
         let serving = Serving::new(nbd::Server::new(tls, terms), at, listeners, workers);
+        serving.added.set(self.is_sent.then_some(added));
         inventory.add_server(&serving);
         inventory.accept(&serving);
         Ok(json!({}))

@@ -1,0 +1,193 @@
+//! What clients of the control socket have added comes along, though no config has it.
+
+use std::{fs::File, io::Write as _, process::Stdio};
+
+use serde_json::{Value, json};
+
+use super::{House, control};
+use crate::{
+    harness::{
+        Client, MIB, Qmp, Scratch, assert_says, create_encrypted, nbdsh_command, qemu_img, text, weir,
+    },
+    machines::{features, front_end},
+};
+
+fn prints(house: &House, arguments: &[&str]) -> String {
+    weir(arguments).env("WEIR_QMP", control(house)).succeeds()
+}
+
+/// What is known of each by its name, but for counters.
+fn known(house: &House, list: &str, keys: &[&str]) -> Vec<Value> {
+    let status = Qmp::negotiated(&house.control()).command("x-weir-query-status", json!({}));
+    let entries = status[list].as_array().expect("a list").clone();
+    let keep = |entry: Value| keys.iter().map(|key| ((*key).to_owned(), entry[key].clone())).collect();
+    entries.into_iter().map(keep).collect()
+}
+
+const OF_DISKS: [&str; 9] =
+    ["name", "image", "cache", "limits", "group", "weight", "prefetch", "on-write-error", "read-only"];
+const OF_GROUPS: [&str; 5] = ["name", "limits", "weight", "group", "watermark"];
+const OF_EXPORTS: [&str; 6] = ["id", "name", "type", "disk", "address", "read-only"];
+
+fn all(house: &House) -> [Vec<Value>; 3] {
+    [
+        known(house, "disks", &OF_DISKS),
+        known(house, "groups", &OF_GROUPS),
+        known(house, "exports", &OF_EXPORTS),
+    ]
+}
+
+#[test]
+fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
+    let scratch = Scratch::new();
+    let [first, plain, layered, base] =
+        ["first.raw", "plain.raw", "layered.qcow2", "base.raw"].map(|name| scratch.path(name));
+    for raw in [&first, &plain, &base] {
+        File::create(raw).unwrap().set_len(4 * MIB).unwrap();
+    }
+    qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&base).arg(&layered).succeeds();
+    let house = House::new(scratch, &[text(&first)]);
+    let mut current = house.serve().start();
+    let (used, unused) = (house.scratch.socket("used"), house.scratch.socket("unused"));
+    prints(&house, &["group", "add", "gold", "--iops-total", "4000", "--iops-total-max", "9000"]);
+    prints(&house, &["group", "add", "inner", "--group", "gold", "--weight", "300"]);
+    let added = ["--group", "inner", "--bps-total", "40M", "--prefetch", "on", "--on-write-error", "stop"];
+    prints(&house, &[&["disk", "add", "plain", text(&plain), "-f", "raw"][..], &added].concat());
+    let mut qmp = Qmp::negotiated(&house.control());
+    // A node over another, whose file is closed for it.
+    let file = json!({"driver": "file", "node-name": "f0", "filename": text(&layered)});
+    qmp.command("blockdev-add", file);
+    let format = json!({"driver": "qcow2", "node-name": "q0", "file": "f0", "l2-cache-size": 65536});
+    qmp.command("blockdev-add", format);
+    let over = json!({"driver": "throttle", "node-name": "t0", "file": "q0", "throttle-group": "gold"});
+    qmp.command("blockdev-add", over);
+    for (id, node, socket) in [("x2", "t0", &used), ("x3", "plain", &unused)] {
+        let addr = json!({"type": "unix", "path": text(socket)});
+        let export = json!({"type": "vhost-user-blk", "id": id, "node-name": node, "addr": addr,
+            "num-queues": 2, "discard": false});
+        qmp.command("block-export-add", export);
+    }
+    let export = json!({"type": "nbd", "id": "n", "node-name": "t0", "name": "of t0", "writable": true,
+        "description": "added", "x-weir-deny": ["10.0.0.0/8"]});
+    qmp.command("block-export-add", export);
+    drop(qmp);
+    let before = all(&house);
+    let mut machine = front_end(&used);
+    let offered = features(&mut machine);
+    // Its connection stays the same.
+    let script = "h.connect_uri(arguments[0])\nimport sys\nfor turn in range(3):\n \
+                  h.pwrite(bytes([65 + turn]) * 512, 512 * turn)\n print('there', flush=True)\n sys.stdin.readline()\n";
+    let uri = current.uri("of%20t0");
+    let mut client = nbdsh_command(&format!("arguments = [{uri:?}]\n{script}h.flush()\nh.shutdown()\n"));
+    let mut client = client.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("nbdsh was found");
+    let mut said = std::io::BufReader::new(client.stdout.take().expect("piped"));
+    for turn in 0..3 {
+        let mut line = String::new();
+        std::io::BufRead::read_line(&mut said, &mut line).unwrap();
+        assert_eq!(line, "there\n", "turn {turn}");
+        if turn < 2 {
+            current = house.take_over(current).0;
+            let line = current.wait_for_log("comes along");
+            assert_says(
+                &line,
+                &["group gold, group inner", "disk plain", "disk t0", "export n", "export x3"],
+            );
+            assert_eq!(all(&house), before);
+            assert_eq!(features(&mut machine), offered);
+        }
+        client.stdin.as_mut().expect("piped").write_all(b"\n").unwrap();
+    }
+    assert!(client.wait().expect("it is ours").success());
+    assert_eq!(features(&mut front_end(&unused)) & offered, offered & !(1 << 5) | offered & (1 << 5));
+    // What is above is taken off as ever.
+    let mut qmp = Qmp::negotiated(&house.control());
+    drop(machine);
+    for (command, arguments) in
+        [("block-export-del", json!({"id": "n"})), ("block-export-del", json!({"id": "x2", "mode": "hard"}))]
+    {
+        qmp.command(command, arguments);
+        qmp.event("BLOCK_EXPORT_DELETED");
+    }
+    for node in ["t0", "q0", "f0"] {
+        qmp.command("blockdev-del", json!({"node-name": node}));
+    }
+    let current = house.take_over(current).0;
+    assert!(!current.logged().contains("disk t0"), "it is gone");
+    prints(&house, &["disk", "remove", "plain"]).clear();
+    current.stop();
+    let written =
+        Client::new("qemu-io").args(["-r", "-f", "qcow2", "-c", "read -P 67 1024 512"]).arg(&layered);
+    assert!(written.succeeds().contains("512/512"));
+    assert!(!used.exists() && !unused.exists(), "sockets go with the last");
+}
+
+#[test]
+fn what_was_added_and_cannot_come_along_is_named_with_what_to_do() {
+    let scratch = Scratch::new();
+    let (first, locked) = (scratch.sparse("first.raw", MIB), scratch.path("locked.qcow2"));
+    create_encrypted(&locked);
+    let key = scratch.file("key", "abc");
+    let house = House::new(scratch, &[text(&first)]);
+    let daemon = house.serve().start();
+    prints(&house, &["disk", "add", "locked", text(&locked), "--secret-file", text(&key)]);
+    let said = house.newcomer().fails();
+    assert_says(
+        &said,
+        &[
+            "disk locked",
+            "cannot come along: only the other was told its passphrase",
+            "add it to this command line",
+        ],
+    );
+    daemon.wait_for_log(super::GOES_ON);
+    prints(&house, &["disk", "remove", "locked"]);
+    let mut qmp = Qmp::negotiated(&house.control());
+    let passed = File::options().read(true).write(true).open(&first).unwrap();
+    let other = tempfile::tempfile_in(house.scratch.path("")).unwrap();
+    other.set_len(MIB).unwrap();
+    drop(passed);
+    let set = qmp.ask_with(&other, "add-fd", &json!({"fdset-id": 1}));
+    assert_eq!(set["return"]["fdset-id"], 1, "{set}");
+    let node = json!({"driver": "file", "node-name": "f", "filename": "/dev/fdset/1"});
+    qmp.command("blockdev-add", node);
+    drop(qmp);
+    assert_says(&house.newcomer().fails(), &["disk f", "its file was passed to the other by add-fd"]);
+    daemon.stop();
+}
+
+/// A newcomer whose config has it is asked nothing else.
+#[test]
+fn what_was_added_and_saved_is_the_configs() {
+    let scratch = Scratch::new();
+    let (one, two) = (scratch.sparse("one.raw", MIB), scratch.sparse("two.raw", MIB));
+    let (nbd, socket) = (scratch.socket("nbd"), scratch.socket("machine"));
+    let config =
+        format!("[daemon]\nnbd = \"unix:{}\"\n[disk.one]\nimage = {one:?}\nformat = \"raw\"\n", text(&nbd));
+    let config = scratch.file("weir.toml", config);
+    let house = House::new(scratch, &["--config", text(&config)]);
+    let serve = || house.serve().where_said();
+    let first = serve().start();
+    prints(&house, &["disk", "add", "two", text(&two), "-f", "raw", "--iops-total", "500", "--save"]);
+    let addr = json!({"type": "unix", "path": text(&socket)});
+    let export = json!({"type": "vhost-user-blk", "id": "by-hand", "node-name": "two", "addr": addr});
+    Qmp::negotiated(&house.control()).command("block-export-add", export);
+    let mut machine = front_end(&socket);
+    features(&mut machine);
+    // By another id, and the same place.
+    let text_of = std::fs::read_to_string(&config).unwrap();
+    let door = format!(
+        "{{ type = \"vhost-user-blk\", listen = \"unix:{}\", queues = 1, read-only = true }}",
+        text(&socket)
+    );
+    let nbd = format!("{{ type = \"nbd\", listen = \"unix:{}\" }}", text(&nbd));
+    std::fs::write(&config, format!("{text_of}export = [{nbd}, {door}]\n")).unwrap();
+    let second = serve().arg("--takeover").start();
+    let (status, log) = first.wait();
+    assert!(status.success(), "{log}");
+    features(&mut machine);
+    assert!(!second.logged().contains("comes along"), "{}", second.logged());
+    let exports = known(&house, "exports", &["id", "disk"]);
+    assert!(exports.iter().all(|export| export["id"] != "by-hand"), "{exports:?}");
+    drop(machine);
+    second.stop();
+}
