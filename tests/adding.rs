@@ -3,10 +3,13 @@
 
 use std::{fs, path::Path};
 
-use crate::harness::{
-    Client, MIB, Scratch, Serve, Wire, assert_says, create_encrypted,
-    operator::{fails, find, misuses, prints, prints_json, serve, socket, status},
-    pattern, qemu_img, qemu_io, text,
+use crate::{
+    harness::{
+        Client, MIB, Qmp, Scratch, Serve, Wire, assert_says, create_encrypted,
+        operator::{fails, find, misuses, prints, prints_json, serve, socket, status},
+        pattern, qemu_img, qemu_io, text,
+    },
+    machines::front_end,
 };
 
 const CONFIG: &str = "
@@ -163,4 +166,60 @@ fn how_an_image_is_opened_can_be_said_to_a_daemon_that_runs() {
     let (mut old, _) = Wire::go(&nbd, "old");
     assert_eq!(old.read(0, 512).as_deref(), Ok(&[1; 512][..]));
     Wire::go(&nbd, "locked").0.read(0, 512).expect("it is open");
+}
+
+#[test]
+fn a_disk_is_given_to_a_machine_and_saved_and_goes_again() {
+    let scratch = Scratch::new();
+    let before = config(&scratch);
+    let file = scratch.file("weir.toml", &before);
+    let weir = serve(&scratch, &file);
+    let (image, socket) = (scratch.sparse("c.raw", 2 * MIB), scratch.socket("machine"));
+    let door = format!("unix:{},queues=2,discard=off", text(&socket));
+    let add =
+        ["disk", "add", "c", text(&image), "-f", "raw", "--iops-total", "70", "--vhost-user-blk", &door];
+    let unused = misuses(&scratch, &[&add[..], &["--allow", "10.0.0.0/8"]].concat());
+    assert_says(&unused, &["--allow: is not used, because the disk is not exported over NBD"]);
+    prints(&scratch, &[&add[..], &["--save"]].concat());
+    let now = status(&scratch, "0");
+    let of_c = |status: &serde_json::Value| {
+        let exports = status["exports"].as_array().unwrap().iter();
+        exports.filter(|export| export["disk"] == "c").cloned().collect::<Vec<_>>()
+    };
+    let [export] = &*of_c(&now) else { panic!("{now:#}") };
+    assert_eq!((&export["id"], &export["type"]), (&"c".into(), &"vhost-user-blk".into()));
+    assert_eq!(
+        (&export["address"], &export["read-only"]),
+        (&format!("unix:{}", text(&socket)).into(), &false.into())
+    );
+    drop(front_end(&socket));
+    let saved = fs::read_to_string(&file).unwrap();
+    let written = format!(
+        "iops-total = 70\nexport = [{{ type = \"vhost-user-blk\", listen = \"unix:{}\", queues = 2, discard = false }}]\n",
+        text(&socket)
+    );
+    assert_says(&saved, &[&written]);
+    assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
+    prints(&scratch, &["disk", "remove", "c", "--save"]);
+    assert!(!socket.exists());
+    assert_eq!(fs::read_to_string(&file).unwrap(), before);
+    // Over NBD too, and with what goes wrong the whole disk goes.
+    prints(&scratch, &[&add[..], &["--nbd", &format!("unix:{}", text(&scratch.socket("nbd")))]].concat());
+    let ids: Vec<_> = of_c(&status(&scratch, "0")).iter().map(|export| export["id"].clone()).collect();
+    assert_eq!(ids, ["c".to_owned(), format!("c@unix:{}", text(&socket))]);
+    // Such an id can be given again.
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    qmp.command("block-export-del", serde_json::json!({ "id": ids[1] }));
+    qmp.event("BLOCK_EXPORT_DELETED");
+    let addr = serde_json::json!({ "type": "unix", "path": text(&socket) });
+    let again = serde_json::json!({ "type": "vhost-user-blk", "id": ids[1], "node-name": "c", "addr": addr });
+    qmp.command("block-export-add", again);
+    let other = serde_json::json!({ "type": "vhost-user-blk", "id": "d@x", "node-name": "c", "addr": addr });
+    assert_eq!(qmp.refused("block-export-add", other).1, "Invalid block export id");
+    drop(qmp);
+    let second = ["disk", "add", "d", "memory:1M", "--vhost-user-blk", &door];
+    assert_says(&fails(&scratch, &second), &["the export c@unix:", "is there already"]);
+    assert!(status(&scratch, "0")["disks"].as_array().unwrap().iter().all(|disk| disk["name"] != "d"));
+    prints(&scratch, &["disk", "remove", "c"]);
+    weir.stop();
 }

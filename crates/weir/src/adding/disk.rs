@@ -7,9 +7,13 @@ use clap::{Args, Subcommand};
 use console::{Failure, print};
 use policy::access::Network;
 use serde_json::{Value, json};
-use settings::{Address, Image};
+use settings::{Address, Door, Image};
 
-use super::{Asked, finish, finish_with};
+use super::{
+    Asked,
+    doors::{self, DoorArgs},
+    finish, finish_with,
+};
 use crate::{
     client::Client,
     described::{self, DiskOptions},
@@ -20,6 +24,8 @@ pub(crate) const ADD_EXAMPLES: &str = "\
 Examples:
   weir disk add vm3 /srv/images/vm3.qcow2 -f qcow2 --cache none --group gold --iops-total 2000
       Serves it at once, where the daemon listens for NBD.
+  weir disk add vm4 vm4.raw -f raw --vhost-user-blk unix:/run/weir/vm4.sock,queues=4 --save
+      For a virtual machine, to be plugged in while it runs.
   weir disk add vm3 vm3.raw -f raw --save
       Also after the next start: the config file gets a [disk.vm3].
   weir disk remove vm3 --save
@@ -28,7 +34,7 @@ Examples:
       To another host of the [cluster], which reaches the same image; its burst does not begin anew.
 
 A disk that is added whole or not at all. What a control socket has no words for (descriptions, bitmaps) is written \
-into the config file, which `weir reload` applies; `weir attach` makes devices.";
+into the config file, which `weir reload` applies; `weir attach` makes devices with mounts and all.";
 
 /// What is done to disks.
 #[derive(Debug, Subcommand)]
@@ -53,8 +59,8 @@ pub(crate) struct AddArgs {
     /// A file, a block device, memory:SIZE, null:SIZE or the URI of an NBD export
     #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>)]
     image: Image,
-    /// Serve it at this address, where the daemon listens already [default: the only one where it
-    /// does]
+    /// Serve it over NBD at this address, where the daemon listens already [default: the only one
+    /// where it does, unless it is served otherwise]
     #[arg(long, value_name = "ADDRESS")]
     nbd: Option<Address>,
     /// Let clients have it from this network and no other; repeatable
@@ -66,6 +72,8 @@ pub(crate) struct AddArgs {
     /// Let clients with this name have it, as --tls-authz of `weir serve`; repeatable
     #[arg(long, value_name = "NAME", value_parser = settings::tls_name)]
     tls_authz: Vec<String>,
+    #[command(flatten)]
+    doors: DoorArgs,
     #[command(flatten)]
     asked: Asked,
     #[command(flatten)]
@@ -116,10 +124,17 @@ pub(crate) fn run(command: DiskCommand) -> Result<(), Failure> {
 }
 
 fn add(arguments: AddArgs) -> Result<(), Failure> {
-    let AddArgs { name, image, nbd, allow, deny, tls_authz, asked: Asked { json, qmp }, disk, save } =
+    let AddArgs { name, image, nbd, allow, deny, tls_authz, doors, asked: Asked { json, qmp }, disk, save } =
         arguments;
+    let doors = doors.all()?;
+    let is_over_nbd = nbd.is_some() || doors.is_empty();
     let texts = |networks: &[Network]| networks.iter().map(Network::to_string).collect::<Vec<_>>();
     let access = [("allow", texts(&allow)), ("deny", texts(&deny)), ("tls-authz", tls_authz)];
+    if let Some((key, _)) = access.iter().find(|(_, texts)| !is_over_nbd && !texts.is_empty()) {
+        return Err(Failure::Usage(anyhow!(
+            "--{key}: is not used, because the disk is not exported over NBD (leave it out, or add --nbd ADDRESS)"
+        )));
+    }
     let here = absolute(".")?;
     // The daemon may be in another directory, and so is the config file.
     let image = image.relative_to(&here).to_string();
@@ -127,33 +142,46 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     let described = described::node(&name, &image, &options)?;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     let (_, report) = client.status()?;
-    if nbd.is_none() && report.servers.len() > 1 {
+    if nbd.is_none() && is_over_nbd && report.servers.len() > 1 {
         let addresses: Vec<_> = report.servers.iter().map(|server| server.address.as_str()).collect();
         let addresses = addresses.join(", ");
         return Err(anyhow!("{name}: the daemon serves at {addresses} (say where with --nbd ADDRESS)").into());
     }
     let saving = saving::prepare(&report, &save, |text| {
         let format = ("format", described.node["driver"].as_str().filter(|_| !image.contains(':')));
-        let mut keys = keys(&image, format, &options, nbd.as_ref());
+        let mut keys = keys(&image, format, &options, (nbd.as_ref(), &doors));
         let said = access.iter().filter(|(_, texts)| !texts.is_empty());
         keys.extend(said.map(|(key, texts)| ((*key).to_owned(), toml_edit::Array::from_iter(texts).into())));
         saving::added(text, "disk", &name, keys)
     })?;
     described.add(&mut client)?;
     let is_writable = !options.iter().any(|(option, _)| ["read-only", "snapshot"].contains(&option.as_str()));
-    let mut export =
-        json!({ "type": "nbd", "id": name, "node-name": name, "name": name, "writable": is_writable });
-    if let Some(address) = &nbd {
-        export["x-weir-listen"] = json!(address.to_string());
-    }
-    for (key, texts) in access.iter().filter(|(_, texts)| !texts.is_empty()) {
-        export[format!("x-weir-{key}")] = json!(texts);
-    }
-    if let Err(error) = client.execute("block-export-add", export) {
-        if let Err(left) = client.execute("x-weir-remove-disk", json!({ "name": name })) {
-            return Err(anyhow!("{error}; and the disk stays, without an export: {left}").into());
+    let mut exports = Vec::new();
+    if is_over_nbd {
+        let mut export = json!({ "type": "nbd", "id": name, "name": name, "writable": is_writable });
+        if let Some(address) = &nbd {
+            export["x-weir-listen"] = json!(address.to_string());
         }
-        return Err(error.into());
+        for (key, texts) in access.iter().filter(|(_, texts)| !texts.is_empty()) {
+            export[format!("x-weir-{key}")] = json!(texts);
+        }
+        exports.push(export);
+    }
+    for door in &doors {
+        let mut export = Value::Object(doors::asked(door, is_writable));
+        // As a daemon calls those of its config file.
+        let is_first = exports.is_empty();
+        export["id"] = json!(if is_first { name.clone() } else { format!("{name}@{}", door.address()) });
+        exports.push(export);
+    }
+    for mut export in exports {
+        export["node-name"] = json!(name);
+        if let Err(error) = client.execute("block-export-add", export) {
+            if let Err(left) = client.execute("x-weir-remove-disk", json!({ "name": name })) {
+                return Err(anyhow!("{error}; and the disk stays: {left}").into());
+            }
+            return Err(error.into());
+        }
     }
     finish(("disk", &name, "added"), saving, json)
 }
@@ -163,7 +191,7 @@ fn keys(
     image: &str,
     (format_key, format): (&str, Option<&str>),
     options: &[(String, Option<String>)],
-    nbd: Option<&Address>,
+    (nbd, doors): (Option<&Address>, &[Door]),
 ) -> Vec<(String, toml_edit::Value)> {
     let mut keys = vec![("image".to_owned(), image.into())];
     if !options.iter().any(|(option, _)| option == format_key)
@@ -178,11 +206,15 @@ fn keys(
         };
         (option.clone(), value)
     }));
-    if let Some(address) = nbd {
+    let over_nbd = nbd.map(|address| {
         let mut table = toml_edit::InlineTable::new();
         table.insert("type", "nbd".into());
         table.insert("listen", address.to_string().into());
-        keys.push(("export".to_owned(), toml_edit::Array::from_iter([table]).into()));
+        table
+    });
+    let exports: Vec<_> = over_nbd.into_iter().chain(doors.iter().map(doors::written)).collect();
+    if !exports.is_empty() {
+        keys.push(("export".to_owned(), toml_edit::Array::from_iter(exports).into()));
     }
     keys
 }

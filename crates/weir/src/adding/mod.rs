@@ -6,6 +6,7 @@
 //! ```
 
 mod disk;
+mod doors;
 mod group;
 
 use anyhow::Context as _;

@@ -55,9 +55,6 @@ impl Command for BlockExportAdd {
         let types = ["nbd"].into_iter().chain(door::TYPES).collect::<Vec<_>>();
         let kind = arguments.choice("type", &types)?.ok_or_else(|| Error::missing("type"))?;
         let id: String = arguments.required("id")?;
-        if !identifier::is_well_formed(&id) {
-            return Err(Error::generic("Invalid block export id"));
-        }
         let node: String = arguments.required("node-name")?;
         refuse_unsupported(arguments, types[kind])?;
         let kind = match kind {
@@ -68,6 +65,13 @@ impl Command for BlockExportAdd {
                 Kind::Own(door, socket)
             }
         };
+        let name = match &kind {
+            Kind::Nbd(nbd) => &nbd.name,
+            Kind::Own(..) => &node,
+        };
+        if !identifier::is_well_formed(&id) && !is_ours(&id, [&node, name]) {
+            return Err(Error::generic("Invalid block export id"));
+        }
         Ok(Self { id, node, writable: arguments.optional("writable")?.unwrap_or(false), kind, is_sent })
     }
 
@@ -121,6 +125,17 @@ impl Command for BlockExportAdd {
             Err(other) => Err(Error::generic(other.to_string())),
         }
     }
+}
+
+/// As exports of a config file and of a command line are called: by the disk or the name, where
+/// that is taken with an address.
+fn is_ours(id: &str, names: [&String; 2]) -> bool {
+    let behind = |name: &String| id.strip_prefix(name.as_str());
+    let is_called = |behind: &str| behind.is_empty() || behind.len() > 1 && behind.starts_with('@');
+    !id.is_empty()
+        && id.len() <= 2 * MAX_STRING_BYTES
+        && !id.chars().any(char::is_control)
+        && names.into_iter().filter_map(behind).any(is_called)
 }
 
 impl Nbd {

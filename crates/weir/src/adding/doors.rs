@@ -1,0 +1,186 @@
+//! Doors of a disk's own, as `weir serve` has them: what they are to `block-export-add`, and to a
+//! config file.
+
+use std::path::absolute;
+
+use clap::Args;
+use serde_json::{Map, Value, json};
+use settings::{Door, Fuse, Keyed, NbdDevice, Socket, Ublk, VhostUserBlk};
+
+#[derive(Debug, Args)]
+pub(super) struct DoorArgs {
+    /// Serve a virtual machine at unix:PATH, over vhost-user-blk. Behind commas: queues=N,
+    /// queue-size=N, serial=TEXT, logical-block-size=N, discard=off, write-zeroes=off,
+    /// write-cache=off, read-only, client (the machine listens there).
+    /// NBD is then served only where --nbd says so
+    #[arg(long, value_name = "unix:PATH[,…]", value_parser = settings::read::<VhostUserBlk>)]
+    vhost_user_blk: Option<VhostUserBlk>,
+    /// Serve a block device of this host by ublk, as --ublk of `weir serve`
+    #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::read::<Ublk>)]
+    ublk: Option<Ublk>,
+    /// Serve the disk as a file, by FUSE, as --fuse of `weir serve`
+    #[arg(long, value_name = "FILE[,…]", value_parser = settings::read::<Fuse>)]
+    fuse: Option<Fuse>,
+    /// Serve a block device of the kernel's NBD client, as --nbd-device of `weir serve`
+    #[arg(long, value_name = "/dev/nbdN[,…]", value_parser = settings::read::<NbdDevice>)]
+    nbd_device: Option<NbdDevice>,
+}
+
+impl DoorArgs {
+    /// Those that were named, with whole paths: the daemon may be in another directory.
+    pub(super) fn all(self) -> std::io::Result<Vec<Door>> {
+        let mut doors = Vec::new();
+        if let Some(mut machine) = self.vhost_user_blk {
+            if let Socket::Path(path) = &machine.socket {
+                machine.socket = Socket::Path(absolute(path)?);
+            }
+            doors.push(Door::VhostUserBlk(machine));
+        }
+        doors.extend(self.ublk.map(Door::Ublk));
+        if let Some(mut fuse) = self.fuse {
+            fuse.file = absolute(&fuse.file)?;
+            doors.push(Door::Fuse(fuse));
+        }
+        doors.extend(self.nbd_device.map(Door::NbdDevice));
+        Ok(doors)
+    }
+}
+
+/// The keys that say where a door is, in a config file: none where the kernel chooses.
+fn place(door: &Door) -> Option<(&'static str, Value)> {
+    match door {
+        Door::VhostUserBlk(machine) => Some(("listen", json!(machine.address()))),
+        Door::Ublk(ublk) => ublk.number.map(|number| ("number", json!(number))),
+        Door::Fuse(fuse) => Some(("file", json!(fuse.file))),
+        Door::NbdDevice(_) => {
+            let device = door.path().map_or_else(|| "auto".to_owned(), |path| path.display().to_string());
+            Some(("device", json!(device)))
+        }
+    }
+}
+
+/// The keys that were said, each once; flags that are not as they are where nothing is said.
+fn keys<K: Keyed + Clone>(keyed: &K, standard: &K) -> Vec<(&'static str, Value)> {
+    let said = keyed.said().into_iter();
+    let number = |text: &str| text.parse::<u64>().map_or_else(|_| json!(text), |number| json!(number));
+    let mut keys: Vec<_> = said
+        // A serial number may look like any other.
+        .map(|(key, text)| (key, if key == "serial" { json!(text) } else { number(&text) }))
+        .collect();
+    let (mut keyed, mut standard) = (keyed.clone(), standard.clone());
+    let flags = keyed.flags().into_iter().zip(standard.flags());
+    keys.extend(
+        flags.filter(|((_, flag), (_, usual))| flag != usual).map(|((key, flag), _)| (key, json!(*flag))),
+    );
+    keys
+}
+
+fn all_keys(door: &Door) -> Vec<(&'static str, Value)> {
+    match door {
+        Door::VhostUserBlk(machine) => keys(machine, &VhostUserBlk::at(machine.socket.clone())),
+        Door::Ublk(ublk) => keys(ublk, &Ublk::default()),
+        Door::Fuse(fuse) => keys(fuse, &Fuse::at(fuse.file.clone())),
+        Door::NbdDevice(device) => keys(device, &NbdDevice::default()),
+    }
+}
+
+/// What `block-export-add` is told, but for id and node. QEMU's arguments have QEMU's names.
+pub(super) fn asked(door: &Door, is_writable: bool) -> Map<String, Value> {
+    let kind = match door {
+        Door::Ublk(_) => "x-ublk",
+        Door::NbdDevice(_) => "x-nbd-device",
+        Door::VhostUserBlk(_) | Door::Fuse(_) => door.kind(),
+    };
+    let mut asked = Map::from_iter([
+        ("type".to_owned(), json!(kind)),
+        ("writable".to_owned(), json!(is_writable && !door.read_only())),
+    ]);
+    if let Door::VhostUserBlk(machine) = door {
+        asked.insert("num-queues".to_owned(), json!(machine.queues));
+    }
+    if let Some((key, value)) = place(door) {
+        let (key, value) = match door {
+            Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(path), .. }) => {
+                ("addr", json!({ "type": "unix", "path": path }))
+            }
+            Door::VhostUserBlk(VhostUserBlk { socket: Socket::Passed(name), .. }) => {
+                ("addr", json!({ "type": "fd", "str": name }))
+            }
+            Door::Fuse(_) => ("mountpoint", value),
+            _ => (key, value),
+        };
+        asked.insert(key.to_owned(), value);
+    }
+    for (key, value) in all_keys(door) {
+        match (key, door) {
+            ("queues", Door::VhostUserBlk(_)) | ("read-only", _) => {}
+            ("write-cache", _) => drop(asked.insert("writethrough".to_owned(), json!(value == false))),
+            _ => drop(asked.insert(key.to_owned(), value)),
+        }
+    }
+    asked
+}
+
+/// As an export stands in a config file.
+pub(super) fn written(door: &Door) -> toml_edit::InlineTable {
+    let mut table = toml_edit::InlineTable::new();
+    table.insert("type", door.kind().into());
+    for (key, value) in place(door).into_iter().chain(all_keys(door)) {
+        let value: toml_edit::Value = match value {
+            Value::Bool(flag) => flag.into(),
+            // What keys have fits.
+            Value::Number(number) => number.as_i64().unwrap_or(i64::MAX).into(),
+            other => other.as_str().unwrap_or_default().into(),
+        };
+        table.insert(key, value);
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_door_is_the_same_to_the_daemon_and_to_the_file() {
+        let machine = |text: &str| Door::VhostUserBlk(text.parse().unwrap());
+        let plain = machine("unix:/s");
+        assert_eq!(
+            Value::Object(asked(&plain, true)),
+            json!({ "type": "vhost-user-blk", "writable": true, "num-queues": 16, "addr": { "type": "unix", "path": "/s" } })
+        );
+        assert_eq!(written(&plain).to_string(), r#"{ type = "vhost-user-blk", listen = "unix:/s" }"#);
+        let all =
+            machine("unix:/s,queues=4,queue-size=64,serial=7,discard=off,write-cache=off,read-only,client");
+        assert_eq!(
+            Value::Object(asked(&all, true)),
+            json!({
+                "type": "vhost-user-blk", "writable": false, "num-queues": 4, "queue-size": 64, "serial": "7",
+                "addr": { "type": "unix", "path": "/s" }, "discard": false, "writethrough": true, "client": true,
+            })
+        );
+        assert_eq!(
+            written(&all).to_string(),
+            r#"{ type = "vhost-user-blk", listen = "unix:/s", queues = 4, queue-size = 64, serial = "7", discard = false, write-cache = false, read-only = true, client = true }"#
+        );
+        let passed = machine("fd:vm1");
+        assert_eq!(asked(&passed, true)["addr"], json!({ "type": "fd", "str": "vm1" }));
+        let fuse = Door::Fuse("/f,growable".parse().unwrap());
+        assert_eq!(
+            Value::Object(asked(&fuse, false)),
+            json!({ "type": "fuse", "writable": false, "mountpoint": "/f", "growable": true })
+        );
+        assert_eq!(written(&fuse).to_string(), r#"{ type = "fuse", file = "/f", growable = true }"#);
+        let ublk = Door::Ublk("3,write-cache=off".parse().unwrap());
+        assert_eq!(
+            Value::Object(asked(&ublk, true)),
+            json!({ "type": "x-ublk", "writable": true, "number": 3, "writethrough": true })
+        );
+        let device = Door::NbdDevice("auto,timeout=30".parse().unwrap());
+        assert_eq!(
+            Value::Object(asked(&device, true)),
+            json!({ "type": "x-nbd-device", "writable": true, "device": "auto", "timeout": 30 })
+        );
+        assert_eq!(written(&device).to_string(), r#"{ type = "nbd-device", device = "auto", timeout = 30 }"#);
+    }
+}
