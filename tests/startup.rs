@@ -271,6 +271,27 @@ os.execv(program[0], program)
         weir.stop();
         assert!(machine.exists(), "the socket is its maker's");
     }
+    // One disk has both by their names, and so has whoever takes over.
+    for path in [&clients, &machine] {
+        fs::remove_file(path).unwrap();
+    }
+    let control = format!("unix:{}", text(&scratch.socket("control")));
+    let both = ["null:1M", "--vhost-user-blk", "fd:vm1", "--nbd", "fd:clients,read-only", "--qmp", &control];
+    let manager = ["python3", "-c", MANAGER, text(&clients), text(&machine)];
+    let weir = Serve::new(&scratch).where_said().behind(manager).args(both).start();
+    let (nbd, vhost) = (format!("null?socket={}", text(&clients)), format!("vhost-user:{}", text(&machine)));
+    assert_says(weir.ready_line(), &[&nbd, &vhost]);
+    let next = Serve::new(&scratch).where_said().args(both).arg("--takeover").start();
+    assert!(weir.wait().0.success());
+    told("-c 1", &vhost);
+    assert_eq!(Wire::go(&clients, "null").1, MIB);
+    next.stop();
+    assert!(machine.exists() && clients.exists(), "they are their maker's");
+    let taken = ["null:1M", "--vhost-user-blk", "fd:vm1", "--nbd", "fd:vm1"];
+    assert_says(
+        &Serve::new(&scratch).where_said().args(taken).rejects_usage(),
+        &["fd:vm1", "is exported there already"],
+    );
     assert_says(
         &start("vm2").fails(),
         &["fd:vm2: no such socket was passed, or it is in use (sockets left: 2; names: clients, vm1; "],

@@ -103,7 +103,7 @@ impl Plan {
         let mut disks: Vec<_> =
             draft.disks.iter().map(|disk| plan_disk(disk, &by_name)).collect::<Result<_, _>>()?;
         promises::check(&draft, &groups, &disks)?;
-        let standard = standard_endpoints(&draft, inherited.saturating_sub(passed_to_doors(&draft)))?;
+        let standard = standard_endpoints(&draft, inherited.saturating_sub(passed_by_name(&draft)))?;
         // Where nothing is said, a host without such disks listens nowhere.
         let is_said = !draft.service.nbd.is_empty() || standard == [(Endpoint::Inherited, false)];
         let always = if draft.service.cluster.is_some() && is_said { &*standard } else { &[] };
@@ -346,9 +346,17 @@ fn settings(disk: &DiskDraft, groups: &Groups<'_>) -> Result<(Settings, Option<u
     Ok((disk.settings.check()?, group))
 }
 
-/// How many doors take a socket that the service manager passed.
-fn passed_to_doors(draft: &Draft) -> usize {
-    draft.disks.iter().flat_map(|disk| &disk.doors).filter(|door| door.value.passed().is_some()).count()
+/// How many sockets are taken, of those that the service manager passed, by whoever names one.
+fn passed_by_name(draft: &Draft) -> usize {
+    let name = |endpoint: &'_ Endpoint| match endpoint {
+        Endpoint::Passed(name) => Some(name.clone()),
+        Endpoint::Address(_) | Endpoint::Inherited => None,
+    };
+    let listens = draft.disks.iter().flat_map(|disk| &disk.exports).map(|export| &export.listen.value);
+    let nbd = draft.service.nbd.iter().map(|said| &said.value.at).chain(listens).filter_map(name);
+    let doors = draft.disks.iter().flat_map(|disk| &disk.doors);
+    let doors = doors.filter_map(|door| door.value.passed().map(str::to_owned));
+    nbd.chain(doors).collect::<HashSet<_>>().len()
 }
 
 /// Where disks are served that do not say, and whether for reading alone.
@@ -365,7 +373,7 @@ fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<(Endpoint, 
             return Err(first.wrong("is not used, because every disk says where it is exported (remove it)"));
         }
         let mut seen = HashSet::new();
-        if let Some(again) = draft.service.nbd.iter().find(|said| !seen.insert(&said.value.address)) {
+        if let Some(again) = draft.service.nbd.iter().find(|said| !seen.insert(&said.value.at)) {
             return Err(again.wrong("is given twice (remove one)"));
         }
         let read_only = draft.service.nbd.iter().find(|said| said.value.read_only);
@@ -374,14 +382,14 @@ fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<(Endpoint, 
                 "read-only: disks that come from other hosts could be written to all the same (leave it out, or make the disks read-only)",
             ));
         }
-        let place = |said: &Said<Nbd>| (Endpoint::Address(said.value.address.clone()), said.value.read_only);
+        let place = |said: &Said<Nbd>| (said.value.at.clone(), said.value.read_only);
         return Ok(draft.service.nbd.iter().map(place).collect());
     }
     match (inherited, all_say) {
         (0, _) => Ok(vec![(Endpoint::Address(Address::standard()), false)]),
         (_, false) => Ok(vec![(Endpoint::Inherited, false)]),
         (_, true) => Err(Place::new("LISTEN_FDS").wrong(format!(
-            "what was passed (sockets: {inherited}) is not used, because every disk says where it is exported (pass only those that `fd:NAME` of a vhost-user-blk export takes; NBD beside it is at `--nbd ADDRESS`)"
+            "what was passed (sockets: {inherited}) is not used, because every disk says where it is exported (pass only those that `fd:NAME` of an export takes, as `--vhost-user-blk fd:NAME` and `--nbd fd:NAME` do)"
         ))),
     }
 }
@@ -426,18 +434,22 @@ fn exports_of(disk: &DiskDraft, standard: &[(Endpoint, bool)]) -> Vec<(Endpoint,
     let export = |export: &ExportDraft| {
         let default = || Said::new(disk.name.value.clone(), export.listen.place.clone());
         let name = export.name.clone().unwrap_or_else(default);
-        (Endpoint::Address(export.listen.value.clone()), name, export.read_only)
+        (export.listen.value.clone(), name, export.read_only)
     };
     disk.exports.iter().map(export).collect()
 }
 
 fn doors(disks: &[DiskDraft], servers: &[Server]) -> Result<Vec<DoorExport>, Wrong> {
     let mut taken: HashSet<PathBuf> = servers.iter().filter_map(socket_of).collect();
-    let mut passed = HashSet::new();
+    let of_server = |server: &'_ Server| match &server.endpoint {
+        Endpoint::Passed(name) => Some(name.clone()),
+        Endpoint::Address(_) | Endpoint::Inherited => None,
+    };
+    let mut passed: HashSet<String> = servers.iter().filter_map(of_server).collect();
     let mut doors = Vec::new();
     for (disk, draft) in disks.iter().enumerate() {
         for said in &draft.doors {
-            let passed = said.value.passed().is_some_and(|name| !passed.insert(name));
+            let passed = said.value.passed().is_some_and(|name| !passed.insert(name.to_owned()));
             if passed || said.value.path().is_some_and(|path| !taken.insert(spelled_out(&path))) {
                 return Err(said.wrong("a disk is exported there already (give each export its own)"));
             }

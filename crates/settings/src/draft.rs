@@ -10,8 +10,8 @@ use block::{
 use policy::time::Duration;
 
 use super::{
-    AccessDraft, Address, Cluster, Door, Image, LogFormat, Nbd, OnErrorDraft, OnEvent, Owner, Place,
-    PrefetchDraft, Qcow2Draft, Record, Said, Sandbox, SettingsDraft, tls::TlsDraft,
+    AccessDraft, Address, Cluster, Door, Endpoint, Image, LogFormat, Nbd, OnErrorDraft, OnEvent, Owner,
+    Place, PrefetchDraft, Qcow2Draft, Record, Said, Sandbox, SettingsDraft, tls::TlsDraft,
 };
 
 /// All that the command line and the config file said.
@@ -73,7 +73,7 @@ impl DiskDraft {
 /// An export as it was described.
 #[derive(Clone, Debug)]
 pub struct ExportDraft {
-    pub listen: Said<Address>,
+    pub listen: Said<Endpoint>,
     /// None: as the disk.
     pub name: Option<Said<String>>,
     pub read_only: bool,

@@ -60,7 +60,7 @@ pub mod suggest;
 mod tls;
 mod units;
 
-use std::path::PathBuf;
+use std::{fmt, path::PathBuf, str::FromStr};
 
 pub use access::{Owner, SocketAccess, socket_mode};
 pub use address::{Address, socket};
@@ -185,8 +185,31 @@ pub enum Endpoint {
     Address(Address),
     /// On all the sockets the service manager passed.
     Inherited,
-    /// On a socket of this name that was passed while weir ran; no plan has one.
+    /// On a socket that was passed, by its name (`FileDescriptorName=`) or its number.
     Passed(String),
+}
+
+impl FromStr for Endpoint {
+    type Err = String;
+
+    /// `fd:NAME`, or an address.
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.strip_prefix("fd:") {
+            Some("") => Err("has no name; write fd:NAME, as FileDescriptorName= has it".to_owned()),
+            Some(name) => Ok(Self::Passed(name.to_owned())),
+            None => text.parse().map(Self::Address),
+        }
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Address(address) => address.fmt(f),
+            Self::Inherited => f.write_str("inherited sockets"),
+            Self::Passed(name) => write!(f, "fd:{name}"),
+        }
+    }
 }
 
 /// A disk under a name that clients ask for.

@@ -210,10 +210,12 @@ fn sockets(draft: &Draft, plan: &Plan, found: &mut Vec<anyhow::Error>) {
     });
     let of_disks = draft.disks.iter().flat_map(|disk| disk.exports.iter().map(|export| &export.listen));
     let said = |address: &Address| {
-        let nbd = draft.service.nbd.iter().find(|said| said.value.address == *address);
-        let mut all = draft.service.metrics.iter().chain(&draft.service.http).chain(of_disks.clone());
-        let other = || all.find(|said| said.value == *address).map(|said| &said.place);
-        nbd.map(|said| &said.place).or_else(other)
+        let is_there = |at: &Endpoint| matches!(at, Endpoint::Address(known) if known == address);
+        let nbd = draft.service.nbd.iter().find(|said| is_there(&said.value.at)).map(|said| &said.place);
+        let of_disks = || of_disks.clone().find(|said| is_there(&said.value)).map(|said| &said.place);
+        let mut told = draft.service.metrics.iter().chain(&draft.service.http);
+        let told = || told.find(|said| said.value == *address).map(|said| &said.place);
+        nbd.or_else(of_disks).or_else(told)
     };
     let page = plan.service.http.as_ref().map(|http| http.address.clone());
     let told = plan.service.metrics.clone().into_iter().chain(page);

@@ -41,7 +41,7 @@ use policy::time::Duration;
 use sd_notify::NotifyState;
 use serde_json::{Map, Value};
 use settings::{
-    Address, DoorExport, Draft, Place, Plan, Said, Service, ServiceDraft, Standard, config,
+    Address, DoorExport, Draft, Endpoint, Place, Plan, Said, Service, ServiceDraft, Standard, config,
     control::ControlSocket, state::Store,
 };
 use steps::Steps;
@@ -665,6 +665,12 @@ async fn listen(
     }
     for DoorExport { door, .. } in &plan.doors {
         door.passed().map(|name| inherited.keep(name)).transpose()?;
+    }
+    for settings::Server { endpoint, .. } in &plan.servers {
+        let is_others = newcomer.as_ref().is_some_and(|newcomer| newcomer.has_server(endpoint));
+        if let (Endpoint::Passed(name), false) = (endpoint, is_others) {
+            inherited.keep(name)?;
+        }
     }
     // All addresses first: where one fails, no client should have seen the others.
     let open = |server: &settings::Server| {

@@ -27,10 +27,10 @@ use section::{Entry, Section, Source};
 use toml::de::DeTable;
 
 use crate::{
-    AccessDraft, Address, Cluster, DiskDraft, Door, Draft, Etcd, ExportDraft, Fuse, GroupDraft, Image, Keyed,
-    LimitsDraft, Nbd, NbdDevice, OnErrorDraft, OnEvent, Place, PrefetchDraft, Qcow2Draft, Record, Said,
-    SecretSource, ServiceDraft, SettingsDraft, Socket, Ublk, VhostUserBlk, WebServer, Webhook, Wrong,
-    cluster, doors, log,
+    AccessDraft, Address, Cluster, DiskDraft, Door, Draft, Endpoint, Etcd, ExportDraft, Fuse, GroupDraft,
+    Image, Keyed, LimitsDraft, Nbd, NbdDevice, OnErrorDraft, OnEvent, Place, PrefetchDraft, Qcow2Draft,
+    Record, Said, SecretSource, ServiceDraft, SettingsDraft, Socket, Ublk, VhostUserBlk, WebServer, Webhook,
+    Wrong, cluster, doors, log,
 };
 
 enum Exported {
@@ -200,7 +200,7 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn daemon(&self, section: &Section<'_>) -> Result<ServiceDraft, Wrong> {
         let draft = ServiceDraft {
-            nbd: section.list("nbd", |text| self.address(text).map(Nbd::at))?,
+            nbd: section.list("nbd", |text| self.endpoint(text).map(Nbd::at))?,
             socket_mode: section.parse("socket-mode", crate::socket_mode)?,
             socket_owner: section.parse("socket-owner", str::parse)?,
             exit_when_idle: section.flag("exit-when-idle")?,
@@ -381,7 +381,7 @@ impl Reader<'_> {
             Some("fuse") => Exported::AtDoor(self.fuse(&section)?),
             Some("nbd-device") => Exported::AtDoor(nbd_device(&section)?),
             _ => {
-                let listen = section.parse("listen", |text| self.address(text))?;
+                let listen = section.parse("listen", |text| self.endpoint(text))?;
                 kind.ok_or_else(no_type)?;
                 let rule = "no address (add listen = \"unix:PATH\" or \"HOST:PORT\")";
                 Exported::Nbd(ExportDraft {
@@ -424,6 +424,15 @@ impl Reader<'_> {
         let record = with_keys(&section, Record::at(directory.value))?;
         section.finish()?;
         Ok(Said::new(record, directory.place))
+    }
+
+    fn endpoint(&self, text: &str) -> Result<Endpoint, String> {
+        match text.parse()? {
+            Endpoint::Address(Address::Unix(path)) => {
+                Ok(Endpoint::Address(self.socket_at(&path).map(Address::Unix)?))
+            }
+            other => Ok(other),
+        }
     }
 
     fn address(&self, text: &str) -> Result<Address, String> {

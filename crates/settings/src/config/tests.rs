@@ -436,7 +436,7 @@ fn what_listens_says_what_and_where() {
     assert_eq!(
         plan_with(own, 2).unwrap_err(),
         "LISTEN_FDS: what was passed (sockets: 2) is not used, because every disk says where it is exported \
-         (pass only those that `fd:NAME` of a vhost-user-blk export takes; NBD beside it is at `--nbd ADDRESS`)"
+         (pass only those that `fd:NAME` of an export takes, as `--vhost-user-blk fd:NAME` and `--nbd fd:NAME` do)"
     );
     check(
         &daemon_with("nbd = [\"h:2\", \"h:2\"]"),

@@ -3,21 +3,21 @@
 use std::{fmt, str::FromStr};
 
 use super::{Keyed, read_keys, write_keys};
-use crate::Address;
+use crate::Endpoint;
 
 /// A place where disks are exported over NBD.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Nbd {
-    /// The address.
-    pub address: Address,
+    /// Never all the sockets that were passed.
+    pub at: Endpoint,
     /// Refuses writes though the disks take them.
     pub read_only: bool,
 }
 
 impl Nbd {
-    /// At this address, with nothing else said.
-    pub fn at(address: Address) -> Self {
-        Self { address, read_only: false }
+    /// There, with nothing else said.
+    pub fn at(at: Endpoint) -> Self {
+        Self { at, read_only: false }
     }
 }
 
@@ -51,8 +51,8 @@ impl FromStr for Nbd {
 /// As it may be given again.
 impl fmt::Display for Nbd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.address)?;
-        write_keys(self, &Self::at(self.address.clone()), f)
+        write!(f, "{}", self.at)?;
+        write_keys(self, &Self::at(self.at.clone()), f)
     }
 }
 
@@ -62,12 +62,18 @@ mod tests {
 
     #[test]
     fn what_is_said_is_read_and_said_again() {
-        for text in ["unix:/run/vm1.sock", "localhost:10809,read-only=on", "[::1]:7,read-only=on"] {
+        for text in [
+            "unix:/run/vm1.sock",
+            "fd:nbd,read-only=on",
+            "localhost:10809,read-only=on",
+            "[::1]:7,read-only=on",
+        ] {
             assert_eq!(text.parse::<Nbd>().unwrap().to_string(), text);
         }
         assert!("unix:/s,read-only".parse::<Nbd>().unwrap().read_only);
         assert!(!"unix:/s,read-only=off".parse::<Nbd>().unwrap().read_only);
         for (text, wrong) in [
+            ("fd:", "has no name; write fd:NAME, as FileDescriptorName= has it"),
             ("unix:/s,readonly", "readonly: no such key (there is read-only)"),
             ("unix:/s,read-only=1", "read-only=1: is neither on nor off"),
             ("unix:/s,read-only,read-only", "read-only is given twice (leave one away)"),

@@ -38,19 +38,13 @@ pub(crate) const COMMAND: &str = "x-weir-takeover";
 
 /// What both call a place where clients connect.
 fn name(endpoint: &Endpoint) -> String {
-    match endpoint {
-        Endpoint::Address(address) => address.to_string(),
-        Endpoint::Inherited => INHERITED.to_owned(),
-        Endpoint::Passed(name) => format!("fd:{name}"),
-    }
+    endpoint.to_string()
 }
 
 /// The same of a place where figures are asked for, `metrics` or `http`.
 pub(crate) fn told_name(what: &str, address: &Address) -> String {
     format!("{what} at {address}")
 }
-
-const INHERITED: &str = "inherited sockets";
 
 /// What runs and is not here, with what to do about it.
 fn remedied<T>(what: String, origin: &Origin<T>, inventory: &Inventory) -> String {

@@ -35,7 +35,7 @@ use serde_json::{Value, json};
 use settings::{Address, Endpoint};
 
 use super::{
-    COMMAND, FORMAT, INHERITED,
+    COMMAND, FORMAT,
     channel::{Channel, Luggage, check_listener, send_with},
     clock_ns,
     devices::Awaited,
@@ -162,7 +162,8 @@ impl Newcomer {
 
     /// How many sockets of the service manager the other has.
     pub(crate) fn inherited(&self) -> usize {
-        let inherited = self.offer.servers.iter().filter(|server| server.endpoint == INHERITED);
+        let inherited =
+            self.offer.servers.iter().filter(|server| server.endpoint == Endpoint::Inherited.to_string());
         inherited.map(|server| server.sockets.len()).sum()
     }
 
@@ -179,6 +180,12 @@ impl Newcomer {
     /// The sockets at this address, if the other has them.
     pub(crate) fn listeners(&mut self, endpoint: &Endpoint) -> anyhow::Result<Option<Vec<Listener>>> {
         self.adopt(&name(endpoint), endpoint)
+    }
+
+    /// Whether the other listens there.
+    pub(crate) fn has_server(&self, endpoint: &Endpoint) -> bool {
+        let name = name(endpoint);
+        self.offer.servers.iter().any(|server| server.endpoint == name)
     }
 
     /// The other's.

@@ -163,8 +163,8 @@ struct ImageArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Network")]
 struct NetworkArgs {
-    /// Serve NBD at unix:PATH or HOST:PORT; repeatable. Behind a comma: read-only [default:
-    /// inherited sockets, else localhost:10809]
+    /// Serve NBD at unix:PATH, HOST:PORT or fd:NAME, a socket that a service manager passed;
+    /// repeatable. Behind a comma: read-only [default: inherited sockets, else localhost:10809]
     #[arg(long, value_name = "ADDRESS[,…]", value_parser = settings::read::<Nbd>)]
     nbd: Vec<Nbd>,
     /// Serve a virtual machine at unix:PATH, over vhost-user-blk, or at fd:NAME, a socket that a
@@ -380,7 +380,7 @@ impl NetworkArgs {
         let nbd: Vec<_> = self.nbd.drain(..).collect();
         for disk in disks {
             let export = |nbd: &Nbd| ExportDraft {
-                listen: Said::new(nbd.address.clone(), Place::option("nbd", nbd)),
+                listen: Said::new(nbd.at.clone(), Place::option("nbd", nbd)),
                 name: disk.export_name.clone(),
                 read_only: nbd.read_only,
             };
