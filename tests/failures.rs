@@ -63,9 +63,13 @@ fn make_room_and_resume(weir: &Weir, mount: &Path, control: &Path, qmp: &mut Qmp
     let inside =
         ["--mount", "--target", &weir.pid().to_string(), "mount", "-o", "remount,size=16M", text(mount)];
     Client::new("nsenter").args(inside).succeeds();
-    let resumed = weir_command(&["resume", "--qmp", &format!("unix:{}", control.display())]).succeeds();
-    assert_eq!(resumed, "resumed: disk\n");
+    let control = format!("unix:{}", control.display());
+    let resume = |disks: &[&str]| weir_command(&[&["resume", "--qmp", &control], disks].concat());
+    assert_says(&resume(&["other"]).fails(), &["other: no disk has this name"]);
+    assert_eq!(resume(&["disk"]).succeeds(), "resumed: disk\n");
     qmp.event("RESUME");
+    assert_eq!(resume(&["disk"]).succeeds(), "disk was not stopped\n");
+    assert_eq!(resume(&[]).succeeds(), "no disk was stopped\n");
 }
 
 #[test]

@@ -111,6 +111,20 @@ fn weir_refuses_an_image_that_qemu_writes_and_names_it() {
 }
 
 #[test]
+fn a_snapshot_of_an_image_in_use_is_refused_with_what_can_be_done() {
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2"]).arg(&image).arg("1M").succeeds();
+    let weir = Serve::new(&scratch).arg(&image).args(["--format", "qcow2"]).start();
+    for (option, advice) in [("-c", "`weir image convert` from an NBD export"), ("-d", "stop it first")] {
+        let said = weir_image(&["snapshot", option, "one", text(&image)]).fails();
+        assert_says(&said, &["locked for writing", advice]);
+        assert!(!said.contains("force-share"), "{said}");
+    }
+    weir.stop();
+}
+
+#[test]
 fn weir_reads_an_image_that_qemu_writes_if_told_to_share() {
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);

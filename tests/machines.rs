@@ -292,7 +292,9 @@ fn an_image_that_is_handed_over_is_free_while_no_machine_runs() {
     let image = scratches[0].sparse("disk.raw", MIB);
     let serve = |scratch: &Scratch, image: &Path, more: &[&str]| {
         let socket = format!("unix:{}", text(&scratch.path("vm")));
-        Serve::new(scratch).arg(image).args(["--handover", "--vhost-user-blk", &socket]).args(more)
+        let control = format!("unix:{}", text(&scratch.path("qmp")));
+        let serve = Serve::new(scratch).arg(image).args(["--handover", "--vhost-user-blk", &socket]);
+        serve.args(["--qmp", &control]).args(more)
     };
     let weirs = scratches.each_ref().map(|scratch| serve(scratch, &image, &["--format", "raw"]).start());
     qemu_io(["-f", "raw"], ["write -P 7 0 4k"], &image);
@@ -300,6 +302,10 @@ fn an_image_that_is_handed_over_is_free_while_no_machine_runs() {
         assert!(is_let_in(&scratch.path("vm")));
         Client::new("qemu-io").args(["-f", "raw", "-c", "read 0 512", &weir.uri("disk")]).fails();
     }
+    let mut qmp = Qmp::negotiated(&scratches[0].path("qmp"));
+    let (_, said) = qmp.refused("block_resize", json!({"node-name": "disk", "size": 2 * MIB}));
+    assert_says(&said, &["only while a machine uses it, and none does (start the machine first"]);
+    drop(qmp);
     weirs.into_iter().for_each(|weir| _ = weir.stop());
 
     let [scratch, _] = scratches;

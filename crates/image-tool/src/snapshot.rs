@@ -11,7 +11,7 @@ use block::{
         self, Qcow2,
         snapshot::{NewSnapshot, Snapshot},
     },
-    storage::{Format, Storage},
+    storage::{Format, OpenError, Storage},
 };
 use clap::Args;
 use console::{
@@ -80,7 +80,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         arguments.delete.map(Action::Delete),
     ];
     if let Some(action) = action.into_iter().flatten().next() {
-        let storage = opening::storage(path, How { write: true, ..How::default() })?;
+        let storage = opening::storage(path, How { write: true, ..How::default() });
+        let storage = storage.map_err(|error| in_use(error, &action))?;
         return on_reactor(act(storage, action, name));
     }
     let how = How { force_share: arguments.force_share, ..How::default() };
@@ -96,6 +97,19 @@ enum Action {
     Create(String),
     Apply(String),
     Delete(String),
+}
+
+/// What can be done where somebody has it: nobody but its user knows what it is to be.
+fn in_use(mut error: anyhow::Error, action: &Action) -> anyhow::Error {
+    let locked = error.downcast_mut::<OpenError>().filter(|error| error.why.starts_with("locked"));
+    if let Some(locked) = locked {
+        locked.remedy = match action {
+            Action::Create(_) => "stop it first; while it runs, `weir image convert` from an NBD export of the disk makes a copy, and no snapshot can be taken",
+            Action::Apply(_) | Action::Delete(_) => "stop it first: an image in use keeps its snapshots as they are",
+        }
+        .to_owned();
+    }
+    error
 }
 
 async fn act(storage: Storage, action: Action, name: String) -> Result<(), Failure> {

@@ -32,13 +32,18 @@ impl Plan {
                 add(NOTHING_TO_LIFT);
             }
         }
-        for disk in &self.disks {
+        for (index, disk) in self.disks.iter().enumerate() {
             let mut add = |remark| remarks.push(Remark { name: &disk.name, remark });
             if disk.group.is_none() {
                 of_share(&disk.settings).into_iter().for_each(&mut add);
             }
             if disk.settings.watermark > 0 && disk.settings.limits.is_unlimited() {
                 add(NOTHING_TO_LIFT);
+            }
+            let is_machines =
+                |export: &DoorExport| export.disk == index && matches!(export.door, Door::VhostUserBlk(_));
+            if disk.handover && !self.doors.iter().any(is_machines) {
+                add(NOBODY_TAKES_IT);
             }
         }
         remarks.extend(self.same_serials().map(|name| Remark { name, remark: SAME_SERIAL }));
@@ -72,6 +77,8 @@ impl Plan {
 }
 
 const NOTHING_TO_LIFT: &str = "the watermark has no effect, because there are no limits to lift (set some)";
+
+const NOBODY_TAKES_IT: &str = "handover has its image open only while a virtual machine uses it, and it is exported to none, so nobody can use it (add a vhost-user-blk export, or leave handover out)";
 
 const SAME_SERIAL: &str =
     "another disk has the same serial number, of which a guest sees 20 bytes (set serial)";

@@ -167,7 +167,7 @@ impl Disk {
     }
 
     /// Whether another process may have the image.
-    pub(super) fn is_let_go(&self) -> bool {
+    pub fn is_let_go(&self) -> bool {
         self.handover.as_ref().is_some_and(|handover| !handover.is_held())
     }
 }

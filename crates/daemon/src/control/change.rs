@@ -15,8 +15,8 @@ pub(crate) enum Change {
     Failed { disk: String, failure: Failure },
     /// A disk has stopped at an error; before, none was stopped.
     Stopped,
-    /// What was stopped goes on.
-    Resumed,
+    /// Disks that were stopped go on: all, or one of them.
+    Resumed { all: bool },
     /// A disk or a group has other limits, another weight, another group.
     SettingsChanged { name: String },
 }

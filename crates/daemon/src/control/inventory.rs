@@ -355,9 +355,20 @@ impl Inventory {
     pub(crate) fn resume(&self) -> usize {
         let resumed = self.disks().iter().filter(|running| running.disk.failures().resume()).count();
         if self.stopped.replace(false) {
-            self.tell(&Change::Resumed);
+            self.tell(&Change::Resumed { all: true });
         }
         resumed
+    }
+
+    /// The same of one disk; whether it was stopped.
+    pub(crate) fn resume_disk(&self, name: &str) -> Result<bool, Refused> {
+        let resumed = self.disk(name)?.disk.failures().resume();
+        if resumed {
+            let all = !self.is_stopped();
+            self.stopped.set(!all);
+            self.tell(&Change::Resumed { all });
+        }
+        Ok(resumed)
     }
 
     /// Whether an error has stopped a disk.

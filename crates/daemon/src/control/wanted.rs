@@ -1,6 +1,6 @@
 //! An export as the config file or the command line has it, and how it comes to run.
 
-use std::{path, rc::Rc};
+use std::rc::Rc;
 
 use anyhow::{Context as _, bail};
 use policy::access::Access;
@@ -8,7 +8,7 @@ use settings::{Door, DoorExport, Endpoint, Plan, Socket, Tls, VhostUserBlk};
 
 use super::{
     bitmaps,
-    doors::Taken,
+    doors::{Machine, Taken},
     inventory::{self, Inventory, NewExport, RunningExport},
     serving::Serving,
 };
@@ -154,10 +154,14 @@ pub(crate) fn uris(export: &RunningExport, tls: &Tls) -> Vec<String> {
     vec![match &export.said {
         // Where the machine listens, only weir is to connect.
         Some(Door::VhostUserBlk(machine)) if machine.client => format!("{address},client"),
-        Some(Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(path), .. })) => {
-            let path = path::absolute(path).unwrap_or_else(|_| path.clone());
-            format!("vhost-user:{}", path.display())
+        Some(Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(_), .. })) => {
+            address.replacen("unix:", "vhost-user:", 1)
         }
+        // Of one that was passed, the kernel knows where it is.
+        Some(Door::VhostUserBlk(_)) => match entrance.machine().and_then(Machine::path) {
+            Some(path) => format!("vhost-user:{}", path.display()),
+            None => address.to_owned(),
+        },
         _ => address.to_owned(),
     }]
 }

@@ -160,7 +160,7 @@ impl Watch {
             Change::Listed { name } => self.listed(inventory, name),
             Change::SettingsChanged { name } => self.settings_changed(inventory, name),
             Change::Failed { disk, failure } => self.failed(inventory, disk, failure),
-            Change::Resumed => self.resumed(inventory),
+            Change::Resumed { .. } => self.resumed(inventory),
             Change::ExportDeleted { .. } | Change::Stopped => {}
         }
     }

@@ -229,7 +229,9 @@ impl<'a> Entry<'a> {
             DeValue::Float(float) => Cow::Borrowed(float.as_str()),
             other => {
                 let kind = other.type_str();
-                return Err(place.wrong(format!("is a {kind}; a string or a number is needed")));
+                let article = if kind.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" };
+                let one = if kind == "array" { " (write one, without brackets)" } else { "" };
+                return Err(place.wrong(format!("is {article} {kind}; a string or a number is needed{one}")));
             }
         };
         parser(&text).map(|value| Said::new(value, place.clone())).map_err(|rule| place.wrong(rule))

@@ -282,6 +282,7 @@ fn values_are_refused_with_their_rule() {
     check_disk("format = \"vmdk\"", "is not a format that weir serves (raw, qcow2)");
     check_disk("read-only = 1", "is not a flag; write true or false");
     check_disk("cache = true", "is a boolean; a string or a number is needed");
+    check_disk("cache = []", "is an array; a string or a number is needed (write one, without brackets)");
     check_disk(
         "iops-total = 1.5",
         "is not a plain number; a count takes no suffix and no fraction (write 1)",

@@ -19,6 +19,7 @@ use std::{
     any::Any,
     cell::{Cell, RefCell},
     io,
+    os::{fd::AsFd as _, unix::net::UnixListener},
     path::{Path, PathBuf},
     pin::Pin,
     rc::Rc,
@@ -290,6 +291,15 @@ pub(crate) struct Machine {
     pub(crate) server: Arc<export::vhost_user_blk::Server>,
     /// Where it listens, if it does, as it was asked for.
     pub(crate) listening: Option<(String, Listening)>,
+}
+
+impl Machine {
+    /// Where it listens, if that has a path.
+    pub(crate) fn path(&self) -> Option<PathBuf> {
+        let (_, (socket, _)) = self.listening.as_ref()?;
+        let socket = UnixListener::from(socket.as_fd().try_clone_to_owned().ok()?);
+        Some(socket.local_addr().ok()?.as_pathname()?.to_owned())
+    }
 }
 
 /// A device or a file of this host, as another daemon takes it over.

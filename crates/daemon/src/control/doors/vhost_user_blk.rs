@@ -37,7 +37,8 @@ pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result
     let server = Server::new(export);
     let serving = Arc::clone(&server).serve(front_ends, Threads::Workers((*workers).clone()));
     let machine = Machine { server: Arc::clone(&server), listening };
-    let entrance = Entrance::new("vhost-user-blk", settings.address(), server, serving, terms);
+    let entrance =
+        Entrance::new("vhost-user-blk", listen::name_of_machine(&settings.socket)?, server, serving, terms);
     Ok(entrance.of_machine(machine).keeping(file))
 }
 

@@ -448,6 +448,10 @@ impl Command for BlockResize {
             ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
                 Error::rule("size", format_args!("({}) cannot be: {error}", self.size_bytes))
             }
+            _ if disk.disk.is_let_go() => generic(format_args!(
+                "Cannot resize '{}': with handover its image is open only while a machine uses it, and none does (start the machine first, or resize the image itself with `weir image resize`)",
+                disk.disk.name()
+            )),
             error => generic(format_args!("Cannot resize '{}': {error}", disk.disk.name())),
         })?;
         tracing::info!(disk = %disk.disk.name(), before, size_bytes = self.size_bytes, "resized");

@@ -57,6 +57,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<process::QueryStatus>(),
     Entry::of::<process::QueryName>(),
     Entry::of::<process::Continue>(),
+    Entry::of::<process::Resume>(),
     Entry::of::<descriptor::GetFd>(),
     Entry::of::<descriptor::CloseFd>(),
     Entry::of::<descriptor::AddFd>(),
