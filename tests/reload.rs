@@ -1,12 +1,16 @@
 //! The config file is checked, and read again while the daemon serves.
 
-use std::{fs, os::unix::net::UnixDatagram, path::PathBuf};
+use std::{
+    fs,
+    os::unix::net::{UnixDatagram, UnixListener},
+    path::PathBuf,
+};
 
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, DEADLINE, MIB, Scratch, Serve, Weir, Wire, assert_says,
+    Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, Wire, assert_says,
     operator::{self, fails, find, prints, prints_json, serve, socket, status},
     text, weir,
 };
@@ -252,13 +256,36 @@ fn what_cannot_be_is_named_and_nothing_changes() {
         &["disk c: secret-file:", "pipe is no file, and only a start waits for what it says"],
     );
     party.refuses(&format!("workers = 7\n{BEFORE}"), &["daemon: workers: cannot be changed while weir runs"]);
-    // The last step fails, behind all that could be done.
     let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"fuse\", file = \"none\" }]\n";
     party.refuses(
         &(line("iops-reservation = 400", "") + door),
-        &["the sandbox does not let this daemon make devices"],
+        &[
+            "weir.toml:21: disk.d.export[1].file",
+            "disk d at ",
+            "the sandbox does not let this daemon make devices",
+        ],
+    );
+    // The last step fails, behind all that could be done.
+    let _taken = UnixListener::bind(party.scratch.path("taken")).unwrap();
+    let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"vhost-user-blk\", listen = \"unix:taken\" }]\n";
+    party.refuses(
+        &(line("iops-reservation = 400", "") + door),
+        &["weir.toml:21: disk.d.export[1].listen", "disk d at unix:", "taken: a socket is there already"],
     );
     assert!(!party.scratch.path("other").exists(), "its socket has gone");
+    let client = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"vhost-user-blk\", listen = \"unix:vm\", client = true }]\n";
+    party.refuses(
+        &(line("iops-reservation = 400", "") + client),
+        &[
+            "disk d at unix:",
+            "call a virtual machine (start it with such an export, or start it with --sandbox off)",
+        ],
+    );
+    let path = party.scratch.socket("qmp");
+    let events = Qmp::negotiated(&path).command("x-weir-query-events", json!({}));
+    let kinds = events.as_array().unwrap().iter().map(|event| event["kind"].as_str().unwrap());
+    let kinds: Vec<_> = kinds.filter(|kind| kind.contains("added") || kind.contains("changed")).collect();
+    assert!(kinds.is_empty(), "nothing of it has happened: {kinds:?}");
     let (busy, _) = Wire::go(&party.scratch.socket("nbd"), "b");
     let without_b = BEFORE.split("[disk.b]").next().unwrap();
     party.refuses(without_b, &["export b of disk b: clients are connected: 1"]);
@@ -352,6 +379,19 @@ fn what_a_start_would_warn_of_is_counted_when_a_config_is_checked() {
     assert_says(&outcome.said(), &["disks in memory have"]);
     let sum = format!("{}: 1 disk, 0 groups, 1 export: it would start, with 1 warning\n", text(&file));
     assert_eq!(outcome.succeeded(), sum);
+}
+
+#[test]
+fn a_disk_that_is_handed_over_to_nobody_is_told_of() {
+    let scratch = Scratch::new();
+    scratch.sparse("a.raw", MIB);
+    let disk = "\n[disk.a]\nimage = \"a.raw\"\nformat = \"raw\"\nhandover = true\n";
+    let file = scratch.file("weir.toml", with_daemon(&scratch, disk));
+    let outcome = weir(&["check-config", text(&file)]).run();
+    assert_says(&outcome.said(), &["handover", "nobody can use it (add a vhost-user-blk export"]);
+    let machine = "export = [{ type = \"vhost-user-blk\", listen = \"unix:vm\" }]\n";
+    let file = scratch.file("weir.toml", format!("[daemon]\nqmp = \"unix:q\"\n{disk}{machine}"));
+    assert_says(&weir(&["check-config", text(&file)]).succeeds(), &["1 export: nothing is wrong\n"]);
 }
 
 #[test]

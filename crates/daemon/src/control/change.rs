@@ -19,6 +19,8 @@ pub(crate) enum Change {
     Resumed { all: bool },
     /// A disk or a group has other limits, another weight, another group.
     SettingsChanged { name: String },
+    /// The config file was read again, and all of that is done, or undone.
+    Reloaded,
 }
 
 pub(crate) type Listener = Rc<dyn Fn(&Change)>;

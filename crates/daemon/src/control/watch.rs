@@ -87,6 +87,8 @@ struct Watch {
     devices: Devices,
     stopped: BTreeSet<String>,
     backing_changed: BTreeSet<String>,
+    /// What a reload has changed that is at work.
+    put_off: Vec<String>,
     /// Of exports with a door of their own, by id: their disk and their clients.
     clients: BTreeMap<String, (String, usize)>,
     /// Of these, the first users that are seen have not come now.
@@ -157,8 +159,22 @@ impl Watch {
 
     fn follow(&mut self, inventory: &Inventory, change: &Change) {
         match change {
+            // It may be undone, and then nothing has happened.
+            Change::Listed { name } | Change::SettingsChanged { name } if is_reload() => {
+                if !self.put_off.contains(name) {
+                    self.put_off.push(name.clone());
+                }
+            }
             Change::Listed { name } => self.listed(inventory, name),
             Change::SettingsChanged { name } => self.settings_changed(inventory, name),
+            Change::Reloaded => {
+                for name in std::mem::take(&mut self.put_off) {
+                    match self.known.contains_key(&name) == Self::find(inventory, &name).is_some() {
+                        true => self.settings_changed(inventory, &name),
+                        false => self.listed(inventory, &name),
+                    }
+                }
+            }
             Change::Failed { disk, failure } => self.failed(inventory, disk, failure),
             Change::Resumed { .. } => self.resumed(inventory),
             Change::ExportDeleted { .. } | Change::Stopped => {}
@@ -251,6 +267,11 @@ const fn removed(of: Of) -> Kind {
         Of::Disk => Kind::DiskRemoved,
         Of::Group => Kind::GroupRemoved,
     }
+}
+
+/// Whether the config file is at work, being read again.
+fn is_reload() -> bool {
+    matches!(actor::now_acting(), Some(actor::Actor::Reload(_)))
 }
 
 /// Who is at work, if anybody is.

@@ -174,16 +174,18 @@ impl Entered {
 
     /// Fails where the sandbox lacks what this door needs.
     pub(crate) fn check_door(&self, door: &Door) -> anyhow::Result<()> {
-        let (what, there) = match door {
-            Door::VhostUserBlk(machine) if machine.client => ("call a virtual machine", self.needs.calls),
+        let (what, there, else_by) = match door {
+            Door::VhostUserBlk(machine) if machine.client => ("call a virtual machine", self.needs.calls, ""),
             Door::VhostUserBlk(_) => return Ok(()),
-            Door::Ublk(_) | Door::Fuse(_) | Door::NbdDevice(_) => {
-                ("make devices and mounts of this host", self.needs.host)
-            }
+            Door::Ublk(_) | Door::Fuse(_) | Door::NbdDevice(_) => (
+                "make devices and mounts of this host",
+                self.needs.host,
+                "; `weir attach` makes devices without a daemon",
+            ),
         };
         ensure!(
             there,
-            "the sandbox does not let this daemon {what} (start it with such an export, {REMEDY}; `weir attach` makes devices without a daemon)"
+            "the sandbox does not let this daemon {what} (start it with such an export, {REMEDY}{else_by})"
         );
         Ok(())
     }

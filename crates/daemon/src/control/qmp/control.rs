@@ -81,7 +81,7 @@ fn tell(events: &Events, change: &Change) {
         Change::Stopped => events.emit("STOP", Value::Null),
         Change::Resumed { all: true } => events.emit("RESUME", Value::Null),
         // QEMU has no event for it.
-        Change::Listed { .. } | Change::Resumed { all: false } => {}
+        Change::Listed { .. } | Change::Reloaded | Change::Resumed { all: false } => {}
         Change::SettingsChanged { name } => events.emit("X_WEIR_SETTINGS_CHANGED", json!({ "name": name })),
     }
 }

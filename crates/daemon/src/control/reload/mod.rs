@@ -37,7 +37,7 @@ use super::{
     loaded::Loaded,
     recording,
     serving::Serving,
-    wanted::{self, Wanted},
+    wanted::{self, Wanted, Way},
 };
 use crate::{events::actor::Actor, listen};
 
@@ -48,7 +48,12 @@ use crate::{events::actor::Actor, listen};
 /// What is wrong in the file, with its line and key; what cannot be changed while weir runs; what
 /// could not be done. Nothing has changed then.
 pub(crate) async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
-    Actor::reload().run(reload_for(inventory)).await
+    let reloading = async {
+        let told = reload_for(inventory).await;
+        inventory.tell(&Change::Reloaded);
+        told
+    };
+    Actor::reload().run(reloading).await
 }
 
 async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
@@ -167,6 +172,7 @@ enum Done {
 
 impl Work<'_> {
     async fn apply(&mut self, difference: &Difference) -> anyhow::Result<()> {
+        self.check_doors(difference)?;
         let images = self.open(difference).await?;
         let servers = self.bind()?;
         for &index in &difference.kept_disks {
@@ -188,7 +194,7 @@ impl Work<'_> {
             self.told.push(told::exported(told, &wanted.disk, "removed"));
         }
         for wanted in &difference.new_exports {
-            let export = wanted.add(self.inventory).await?;
+            let export = wanted.add(self.inventory).await.with_context(|| self.place_of(wanted))?;
             self.done.push(Done::ExportAdded(export.id.clone()));
             self.told.push(told::exported(wanted.told(self.inventory), &wanted.disk, "added"));
         }
@@ -197,6 +203,36 @@ impl Work<'_> {
             self.inventory.accept(&serving);
         }
         Ok(())
+    }
+
+    /// What the sandbox would keep from being opened, before anything is.
+    fn check_doors(&self, difference: &Difference) -> anyhow::Result<()> {
+        let Some(sandbox) = self.inventory.sandbox() else { return Ok(()) };
+        for wanted in &difference.new_exports {
+            if let Way::Own(door) = &wanted.way {
+                sandbox.check_door(door).with_context(|| self.place_of(wanted))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the file asks for an export, and for which.
+    fn place_of(&self, wanted: &Wanted) -> String {
+        let disk = self.draft.disks.iter().find(|disk| disk.name.value == wanted.disk);
+        let (at, place) = match &wanted.way {
+            Way::Own(door) => {
+                let said = disk.and_then(|disk| disk.doors.iter().find(|said| said.value == *door));
+                (door.address(), said.map(|said| &said.place))
+            }
+            Way::Nbd { endpoint, .. } => {
+                let said =
+                    disk.and_then(|disk| disk.exports.iter().find(|said| said.listen.value == *endpoint));
+                (endpoint.to_string(), said.map(|said| &said.listen.place))
+            }
+        };
+        let place = place.or_else(|| disk.map(|disk| &disk.name.place));
+        let place = place.map(|place| format!("{place}: ")).unwrap_or_default();
+        format!("{place}disk {} at {at}", wanted.disk)
     }
 
     async fn open(&self, difference: &Difference) -> anyhow::Result<Vec<(usize, Image)>> {
