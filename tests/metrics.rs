@@ -13,8 +13,9 @@ use std::{
 
 use serde_json::Value;
 
-use crate::harness::{
-    Client, DEADLINE, Scratch, Serve, Weir, need, qemu_img, search_path, text, until, weir,
+use crate::{
+    bench::{bench, interrupted, started},
+    harness::{Client, DEADLINE, Scratch, Serve, Weir, need, qemu_img, search_path, text, until, weir},
 };
 
 const OPEN: &str = "application/openmetrics-text;version=1.0.0,*/*;q=0.1";
@@ -233,6 +234,40 @@ fn a_disk_that_comes_is_measured_and_one_that_goes_is_not_told() {
     daemon.until(|page| page.find(count) == Some(3.0));
     command(&["disk", "remove", "late"]);
     daemon.until(|page| !page.0.contains("\"late\""));
+}
+
+#[test]
+fn a_machine_is_told_by_its_rings() {
+    let scratch = Scratch::new();
+    let socket = scratch.socket("vm");
+    let machine = format!("unix:{}", text(&socket));
+    let serve = Serve::new(&scratch).args(["memory:1M", "--name", "a", "--iops-total", "1000"]);
+    let daemon = Daemon::start(&scratch, serve.args(["--vhost-user-blk", &machine]));
+    let labels = format!("{{export=\"a@{machine}\",disk=\"a\",type=\"vhost-user-blk\"}}");
+    let of = |page: &Page, family: &str| page.value(&format!("weir_export_{family}{labels}"));
+    let target = format!("vhost-user:{}", text(&socket));
+
+    bench("-c 100 -d 4 -s 4K", &target).succeeds();
+    let page = daemon.until(|page| of(page, "connections") == 0.0);
+    assert_eq!([of(&page, "queues"), of(&page, "in_flight_requests")], [0.0; 2]);
+    assert!(of(&page, "requests_total") >= 100.0, "{}", page.0);
+    for family in ["kicks_total", "calls_total"] {
+        assert!(
+            (1.0..=of(&page, "requests_total") + 2.0).contains(&of(&page, family)),
+            "{family}: {}",
+            page.0
+        );
+    }
+    assert_eq!(of(&page, "copies_total"), 0.0);
+    // Over NBD there are none.
+    assert_eq!(page.0.matches("\nweir_export_queues{").count(), 1, "{}", page.0);
+    assert_eq!(page.0.matches("\nweir_export_connections{").count(), 2, "{}", page.0);
+
+    let at_work = started(&["--runtime", "600s", "-d", "4", "-s", "4K", "--jobs", "2", &target]);
+    daemon.until(|page| of(page, "queues") == 2.0 && of(page, "in_flight_requests") > 0.0);
+    interrupted(at_work);
+    daemon.until(|page| of(page, "queues") == 0.0 && of(page, "in_flight_requests") == 0.0);
+    daemon.weir.stop();
 }
 
 #[test]

@@ -20,7 +20,7 @@ use prometheus_client::{collector::Collector, encoding::DescriptorEncoder};
 use super::{
     cgroups::ControlGroups,
     process::Process,
-    snapshot::{DiskFigures, RecordingFigures, Snapshot, ThrottleFigures},
+    snapshot::{DiskFigures, ExportFigures, RecordingFigures, Snapshot, ThrottleFigures},
     words::{name_of, name_of_limit, name_of_owner},
     writer::{Labels, Writer},
 };
@@ -145,12 +145,8 @@ impl Families {
     }
 
     fn connections(&self, to: &mut Writer<'_>) -> fmt::Result {
-        let Snapshot { exports, servers, .. } = &*self.snapshot;
-        let rows = exports.iter().map(|export| {
-            let labels = [("export", &*export.id), ("disk", &*export.disk), ("type", export.kind)];
-            (labels, export.connections as u64)
-        });
-        to.gauges("weir_export_connections", "Clients of an export.", rows)?;
+        let Snapshot { servers, .. } = &*self.snapshot;
+        self.exports(to)?;
         let rows = servers.iter().map(|server| ([("address", &*server.address)], server.connections as u64));
         to.gauges("weir_server_connections", "Clients of NBD at an address.", rows)?;
         let rows = servers.iter().flat_map(|server| {
@@ -164,6 +160,29 @@ impl Families {
             reasons.map(|(reason, count)| ([("address", &*server.address), ("reason", reason)], count))
         });
         to.counters("weir_server_refused_clients", "Clients of NBD that were refused.", rows)
+    }
+
+    fn exports(&self, to: &mut Writer<'_>) -> fmt::Result {
+        let each = |get: fn(&ExportFigures) -> Option<u64>| {
+            self.snapshot.exports.iter().filter_map(move |export| {
+                let labels = [("export", &*export.id), ("disk", &*export.disk), ("type", export.kind)];
+                Some((labels, get(export)?))
+            })
+        };
+        let help = "Clients of an export.";
+        to.gauges("weir_export_connections", help, each(|export| Some(export.connections as u64)))?;
+        let help = "Rings of a machine, or queues of a device, that are served now.";
+        to.gauges("weir_export_queues", help, each(|export| export.door.queues))?;
+        let help = "Requests that a machine or a device has sent.";
+        to.counters("weir_export_requests", help, each(|export| export.door.requests))?;
+        let help = "Of them, those that are not answered yet.";
+        to.gauges("weir_export_in_flight_requests", help, each(|export| export.door.in_flight))?;
+        let help = "How often a machine said that there are requests.";
+        to.counters("weir_export_kicks", help, each(|export| export.door.kicks))?;
+        let help = "How often a machine was told that there are answers.";
+        to.counters("weir_export_calls", help, each(|export| export.door.calls))?;
+        let help = "Pieces of data that could not go straight between a machine's memory and the disk.";
+        to.counters("weir_export_copies", help, each(|export| export.door.copies))
     }
 
     fn devices(&self, to: &mut Writer<'_>) -> fmt::Result {

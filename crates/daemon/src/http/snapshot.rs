@@ -33,6 +33,7 @@ use policy::{
 use crate::{
     control::{
         devices::Listed,
+        doors::Figures,
         inventory::{Door, Inventory, RunningDisk},
         recording::Running,
         serving::Serving,
@@ -134,6 +135,8 @@ pub(super) struct ExportFigures {
     pub(super) kind: &'static str,
     pub(super) disk: Arc<str>,
     pub(super) connections: usize,
+    /// Of one with a door of its own.
+    pub(super) door: Figures,
 }
 
 #[derive(Debug)]
@@ -258,6 +261,10 @@ fn exports(inventory: &Inventory, servers: &[Rc<Serving>]) -> Vec<ExportFigures>
         kind: export.door.kind(),
         disk: Arc::clone(export.disk.disk.name()),
         connections: connections(&export.door),
+        door: match &export.door {
+            Door::Own(entrance) => entrance.server.figures(),
+            Door::Nbd(..) => Figures::default(),
+        },
     };
     inventory.exports().iter().map(|one| export(one)).collect()
 }

@@ -7,9 +7,9 @@ use export::fuse::{Export, Mount, Options, Rested, Server, Statistics};
 use serde_json::{Value, json};
 use settings::Fuse;
 
-use super::{Entrance, Host, Taken, Terms, attended};
+use super::{Entrance, Figures, Host, Taken, Terms, attended};
 
-attended!(Server, statistics);
+attended!(Server, statistics, figures);
 
 /// Mounts over the file; who opens it waits until it is served.
 pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
@@ -49,4 +49,14 @@ fn statistics(statistics: Statistics) -> Value {
         "queues": queues, "openers": openers, "requests": requests, "in-flight": in_flight,
         "io-uring": over_io_uring,
     })
+}
+
+fn figures(statistics: Statistics) -> Figures {
+    let Statistics { queues, requests, in_flight, .. } = statistics;
+    Figures {
+        queues: Some(queues as u64),
+        requests: Some(requests),
+        in_flight: Some(in_flight),
+        ..Figures::default()
+    }
 }

@@ -61,12 +61,31 @@ pub(crate) trait Attended {
     fn wait_while<'a>(&'a self, busy: Box<dyn Fn() -> bool + 'a>) -> Local<'a, ()>;
     /// What `x-weir-query-status` tells of it, an object.
     fn statistics(&self) -> Value;
+    /// What metrics tell of it.
+    fn figures(&self) -> Figures;
+}
+
+/// What a door has counted; none of what its kind does not count.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Figures {
+    /// Rings of a machine, or queues of a device, that are served now.
+    pub(crate) queues: Option<u64>,
+    /// Requests that were taken.
+    pub(crate) requests: Option<u64>,
+    /// Of these, how many are being carried out.
+    pub(crate) in_flight: Option<u64>,
+    /// How often a guest announced requests.
+    pub(crate) kicks: Option<u64>,
+    /// How often it was told that requests had ended.
+    pub(crate) calls: Option<u64>,
+    /// How often its data was copied.
+    pub(crate) copies: Option<u64>,
 }
 
 /// Each server has these by the same names; only what it tells is its own, and whether it can
 /// leave a device behind.
 macro_rules! attended {
-    ($server:ty, $statistics:expr $(, $leave:ident)?) => {
+    ($server:ty, $statistics:expr, $figures:expr $(, $leave:ident)?) => {
         impl crate::control::doors::Attended for $server {
             fn connections(&self) -> usize {
                 <$server>::connections(self)
@@ -97,6 +116,10 @@ macro_rules! attended {
 
             fn statistics(&self) -> serde_json::Value {
                 $statistics(<$server>::statistics(self))
+            }
+
+            fn figures(&self) -> crate::control::doors::Figures {
+                $figures(<$server>::statistics(self))
             }
         }
     };

@@ -7,9 +7,9 @@ use export::nbd::kernel::{Export, Server, Statistics};
 use serde_json::{Value, json};
 use settings::NbdDevice;
 
-use super::{Entrance, Host, Taken, Terms, attended, check_size, identity};
+use super::{Entrance, Figures, Host, Taken, Terms, attended, check_size, identity};
 
-attended!(Server, statistics, leave);
+attended!(Server, statistics, figures, leave);
 
 pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, workers, .. } = terms;
@@ -41,4 +41,9 @@ pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Res
 fn statistics(statistics: Statistics) -> Value {
     let Statistics { sockets, replaced } = statistics;
     json!({ "sockets": sockets, "replaced": replaced })
+}
+
+/// The kernel has a queue for each pair of sockets.
+fn figures(statistics: Statistics) -> Figures {
+    Figures { queues: Some(statistics.sockets as u64), ..Figures::default() }
 }

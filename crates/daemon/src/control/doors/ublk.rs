@@ -7,9 +7,9 @@ use export::ublk::{Export, Offer, Server, Statistics};
 use serde_json::{Value, json};
 use settings::Ublk;
 
-use super::{Entrance, Host, Taken, Terms, attended, check_size};
+use super::{Entrance, Figures, Host, Taken, Terms, attended, check_size};
 
-attended!(Server, statistics, leave);
+attended!(Server, statistics, figures, leave);
 
 /// Makes the device, or takes over the one that an earlier weir has left with this image.
 pub(super) async fn open(settings: &Ublk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
@@ -42,6 +42,16 @@ fn statistics(statistics: Statistics) -> Value {
         "survives": survives,
         "lent-bytes": lent_bytes,
     })
+}
+
+fn figures(statistics: Statistics) -> Figures {
+    let Statistics { queues, requests, in_flight, .. } = statistics;
+    Figures {
+        queues: Some(queues as u64),
+        requests: Some(requests),
+        in_flight: Some(in_flight),
+        ..Figures::default()
+    }
 }
 
 fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &Ublk) -> Offer {

@@ -7,10 +7,10 @@ use export::vhost_user_blk::{Export, FrontEnds, Offer, Server, Statistics, Threa
 use serde_json::{Value, json};
 use settings::VhostUserBlk;
 
-use super::{Entrance, Machine, Terms, attended, check_size};
+use super::{Entrance, Figures, Machine, Terms, attended, check_size};
 use crate::listen;
 
-attended!(Server, statistics);
+attended!(Server, statistics, figures);
 
 /// Binds its socket, and lets nobody in yet.
 pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
@@ -57,6 +57,18 @@ fn statistics(statistics: Statistics) -> Value {
         answer["front-end"] = json!({ "pid": pid, "name": name.trim_end() });
     }
     answer
+}
+
+fn figures(statistics: Statistics) -> Figures {
+    let Statistics { queues, requests, in_flight, kicks, calls, copies, front_end: _ } = statistics;
+    Figures {
+        queues: Some(queues as u64),
+        requests: Some(requests),
+        in_flight: Some(in_flight),
+        kicks: Some(kicks),
+        calls: Some(calls),
+        copies: Some(copies),
+    }
 }
 
 fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlk) -> Offer {
