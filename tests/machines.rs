@@ -2,6 +2,7 @@
 //! sockets and their files. What machines do with them is `tests/guest/virtual-machines`.
 
 use std::{
+    cell::RefCell,
     fs::{self, File},
     io::{IoSlice, Read as _, Write as _},
     os::{
@@ -17,8 +18,11 @@ use std::{
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde_json::{Value, json};
 
-use crate::harness::{
-    Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, assert_says, qemu_img, qemu_io, text,
+use crate::{
+    bench::bench,
+    harness::{
+        Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, assert_says, qemu_img, qemu_io, text, until,
+    },
 };
 
 /// `VHOST_USER_GET_FEATURES`, and what is answered.
@@ -151,7 +155,10 @@ fn a_machine_is_served_beside_other_clients() {
     let offered = features(&mut first);
     assert_eq!(offered & (READ_ONLY | DISCARD), 0, "{offered:#x}");
     assert!(is_turned_away(front_end(&socket)), "one machine at a time");
-    assert_says(&weir.wait_for_log("a front end was turned away"), &["export=disk@unix:"]);
+    assert_says(
+        &weir.wait_for_log("was turned away from disk disk"),
+        &["client_turned_away", "is connected"],
+    );
     let export = exports(&mut qmp).pop().expect("two");
     assert_eq!(
         (&export["connections"], &export["queues"], &export["disk"]),
@@ -201,6 +208,57 @@ fn machines_come_and_go_at_the_control_socket() {
         assert_says(&said, &[expect]);
     }
     weir.stop();
+}
+
+#[test]
+fn machines_that_come_and_go_are_events_with_their_processes() {
+    let scratch = Scratch::new();
+    let socket = scratch.path("vm");
+    let (weir, mut qmp) = controlled(&scratch);
+    let add = json!({"type": "vhost-user-blk", "id": "e", "node-name": "disk", "writable": true,
+        "addr": {"type": "unix", "path": text(&socket)}});
+    qmp.command("block-export-add", add);
+    let qmp = RefCell::new(qmp);
+    let of_machines = || {
+        let all = qmp.borrow_mut().command("x-weir-query-events", json!({}));
+        let is_of_one = |event: &&Value| event["data"]["type"] == "vhost-user-blk";
+        all.as_array().expect("a list").iter().filter(is_of_one).cloned().collect::<Vec<_>>()
+    };
+    let kinds = |events: &[Value]| events.iter().map(|event| event["kind"].clone()).collect::<Vec<_>>();
+
+    // However short they are there.
+    for _ in 0..2 {
+        bench("-c 10 -s 4K", format!("vhost-user:{}", text(&socket))).succeeds();
+    }
+    let events = until(|| Some(of_machines()).filter(|events| events.len() == 4));
+    assert_eq!(kinds(&events), ["client_in", "client_out", "client_in", "client_out"]);
+    for pair in events.chunks(2) {
+        let [came, went] = [&pair[0], &pair[1]].map(|event| &event["data"]);
+        assert_eq!((&came["export"], &pair[0]["disk"]), (&json!("e"), &json!("disk")));
+        assert_eq!((&came["front_end"]["name"], &came["seconds"]), (&json!("weir"), &Value::Null));
+        assert!(went["front_end"] == came["front_end"] && went["seconds"].is_u64(), "{pair:?}");
+    }
+    assert_ne!(events[0]["data"]["front_end"]["pid"], events[2]["data"]["front_end"]["pid"]);
+
+    // One that has no ring does not use the disk, whatever it says.
+    let mut first = front_end(&socket);
+    features(&mut first);
+    assert!(is_turned_away(front_end(&socket)));
+    first.write_all(&[0xff; 12]).expect("it reads");
+    assert!(is_turned_away(first));
+    let events = until(|| Some(of_machines().split_off(4)).filter(|events| events.len() >= 2));
+    assert_eq!(kinds(&events), ["client_turned_away", "client_disconnected"]);
+    let ours = json!(std::process::id());
+    let [away, fault] = [&events[0]["data"], &events[1]["data"]];
+    assert_eq!(
+        [&away["front_end"]["pid"], &away["connected"]["pid"], &fault["front_end"]["pid"]],
+        [&ours; 3]
+    );
+    assert_says(fault["reason"].as_str().expect("why"), &["not a message"]);
+    let log = weir.stop();
+    for said in ["was turned away from disk disk", "was disconnected from disk disk"] {
+        assert_eq!(log.matches(said).count(), 1, "a line for each: {log}");
+    }
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! Watches what runs, and tells of what happens to it: the one place where events are made, but for
-//! clients of NBD, whom their server tells of.
+//! clients of NBD and virtual machines, whom their servers tell of.
 //!
 //! ```text
 //!   each second   disks, groups, devices ─► events::judge ─┐
@@ -23,7 +23,10 @@ use block::{
     reactor::{self, JoinHandle},
 };
 use conditions::{Conditions, Devices};
-use policy::{request::Direction, time::Duration};
+use policy::{
+    request::Direction,
+    time::{Duration, Instant},
+};
 use serde_json::{Value, json};
 use settings::Settings;
 
@@ -89,10 +92,31 @@ struct Watch {
     backing_changed: BTreeSet<String>,
     /// What a reload has changed that is at work.
     put_off: Vec<String>,
-    /// Of exports with a door of their own, by id: their disk and their clients.
-    clients: BTreeMap<String, (String, usize)>,
-    /// Of these, the first users that are seen have not come now.
+    /// Devices and files of this host that are used, by their exports' ids.
+    used: BTreeMap<String, InUse>,
+    /// Of these, those that are seen first have not come now.
     in_use: BTreeSet<String>,
+}
+
+/// A device or a file of this host that is used: a device by the kernel, a file by who has it open.
+struct InUse {
+    disk: String,
+    kind: &'static str,
+    clients: usize,
+    since: Instant,
+}
+
+impl InUse {
+    fn news(&self, kind: Kind, export: &str) -> News {
+        let verb = if kind == Kind::ClientIn { "uses" } else { "has left" };
+        let message = format!("a client of {} {verb} disk {}", self.kind, self.disk);
+        News::new(kind, message).of_disk(&self.disk).with("export", export).with("type", self.kind)
+    }
+
+    fn gone(&self, export: &str, connections: usize, now: Instant) -> News {
+        let news = self.news(Kind::ClientOut, export).with("connections", connections);
+        news.with("seconds", (now - self.since).as_secs())
+    }
 }
 
 impl Watch {
@@ -121,39 +145,30 @@ impl Watch {
                 events.tell(News::new(Kind::BackingFileChanged, message).of_disk(name));
             }
         }
-        self.look_at_doors(inventory);
+        self.look_at_devices(inventory);
     }
 
-    /// Machines and devices come and go seldom: whoever comes and goes within a second is not seen.
-    fn look_at_doors(&mut self, inventory: &Inventory) {
-        let exports = inventory.exports();
-        let own = exports.iter().filter_map(|export| match &export.door {
-            Door::Own(entrance) => Some((export, entrance.server.connections())),
-            Door::Nbd(..) => None,
-        });
-        let now: BTreeMap<_, _> = own
-            .map(|(export, clients)| {
-                (export.id.clone(), (export.disk.disk.name().to_string(), clients, export.door.kind()))
-            })
-            .collect();
-        let mut before = std::mem::take(&mut self.clients);
-        for (id, (disk, clients, kind)) in now {
-            let had = before.remove(&id).map_or(0, |(_, clients)| clients);
-            self.clients.insert(id.clone(), (disk.clone(), clients));
-            let (what, verb) = match clients.cmp(&had) {
-                std::cmp::Ordering::Greater if self.in_use.remove(&id) => continue,
-                std::cmp::Ordering::Greater => (Kind::ClientIn, "uses"),
-                std::cmp::Ordering::Less => (Kind::ClientOut, "has left"),
-                std::cmp::Ordering::Equal => continue,
-            };
-            let message = format!("a client of {kind} {verb} disk {disk}");
-            let news = News::new(what, message).of_disk(&disk).with("export", id).with("type", kind);
-            inventory.events.tell(news.with("connections", clients));
+    /// Devices and files come and go seldom: who comes and goes within a second is not seen.
+    fn look_at_devices(&mut self, inventory: &Inventory) {
+        let now = reactor::now();
+        let mut before = std::mem::take(&mut self.used);
+        for export in inventory.exports() {
+            let Door::Own(entrance) = &export.door else { continue };
+            let clients = entrance.server.connections();
+            if entrance.device().is_none() || clients == 0 {
+                continue;
+            }
+            let (disk, kind) = (export.disk.disk.name().to_string(), entrance.kind());
+            let seen = before.remove(&export.id).unwrap_or(InUse { disk, kind, clients: 0, since: now });
+            if clients > seen.clients && !self.in_use.remove(&export.id) {
+                inventory.events.tell(seen.news(Kind::ClientIn, &export.id).with("connections", clients));
+            } else if clients < seen.clients {
+                inventory.events.tell(seen.gone(&export.id, clients, now));
+            }
+            self.used.insert(export.id.clone(), InUse { clients, ..seen });
         }
-        for (id, (disk, clients)) in before.into_iter().filter(|(_, (_, clients))| *clients > 0) {
-            let message = format!("disk {disk} is exported as {id} no longer");
-            let news = News::new(Kind::ClientOut, message).of_disk(&disk).with("export", id);
-            inventory.events.tell(news.with("connections", 0).with("had", clients));
+        for (id, seen) in before {
+            inventory.events.tell(seen.gone(&id, 0, now));
         }
     }
 

@@ -72,6 +72,10 @@ kinds! {
     DeviceRecovered "device_recovered" Info
     ClientIn "client_in" Info
     ClientOut "client_out" Info
+    ClientTurnedAway "client_turned_away" Warning
+    ClientDisconnected "client_disconnected" Warning
+    RingBroken "ring_broken" Warning
+    RingServed "ring_served" Info
     ConfigChanged "config_changed" Info
     DiskAdded "disk_added" Info
     DiskRemoved "disk_removed" Info
@@ -91,12 +95,20 @@ pub(crate) struct News {
     group: Option<Arc<str>>,
     message: String,
     data: Map<String, Value>,
+    left_out: u64,
 }
 
 impl News {
     /// With a message for people: a sentence without its period that stands by itself.
     pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self { kind, disk: None, group: None, message: shortened(message.into()), data: Map::new() }
+        Self {
+            kind,
+            disk: None,
+            group: None,
+            message: shortened(message.into()),
+            data: Map::new(),
+            left_out: 0,
+        }
     }
 
     pub(crate) fn of_disk(self, name: &str) -> Self {
@@ -117,8 +129,14 @@ impl News {
         self
     }
 
+    /// So many like it were left out by whoever tells, since the last.
+    pub(crate) fn after(self, left_out: u64) -> Self {
+        Self { left_out, ..self }
+    }
+
     pub(super) fn at(self, id: u64, time: SystemTime, left_out: u64) -> Event {
-        let Self { kind, disk, group, message, mut data } = self;
+        let left_out = left_out.saturating_add(self.left_out);
+        let Self { kind, disk, group, message, mut data, .. } = self;
         if left_out > 0 {
             data.insert("left_out".to_owned(), left_out.into());
         }
@@ -182,7 +200,7 @@ mod tests {
     fn an_event_is_said_as_it_is_documented() {
         let news = News::new(Kind::LimitHit, "disk vm1 is held by iops-total").of_disk("vm1");
         let news = news.with("limit", "iops-total").with("nothing", Value::Null);
-        let event = news.at(7, UNIX_EPOCH + Duration::from_millis(1_795_229_965_574), 3);
+        let event = news.after(1).at(7, UNIX_EPOCH + Duration::from_millis(1_795_229_965_574), 2);
         assert_eq!(
             event.to_json(),
             json!({

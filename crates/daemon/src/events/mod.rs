@@ -3,7 +3,7 @@
 //! ```text
 //!   control/watch  disks, groups, devices each second, by judge ─┐                    ┌─► log
 //!                  changes to what runs, by whom (actor)         ├─► Events: the last ├─► QMP: X_WEIR_EVENT
-//!   clients of NBD, from the workers ────────────────────────────┘                    └─► HTTP
+//!   clients of NBD and machines, from their servers ─────────────┘                    └─► HTTP
 //! ```
 //!
 //! Everybody who tells of events has them from here, each at its own pace: [`Events::since`] has
@@ -11,7 +11,7 @@
 //! comes too fast is left out and counted, kind by kind, before it is an event: so the ring, the
 //! log, every client and every command have the same bound.
 //!
-//! Never on the way of a request: a client of NBD makes two, when it comes and when it goes.
+//! Never on the way of a request: a client makes two, when it comes and when it goes.
 
 pub(crate) mod actor;
 mod deliveries;
@@ -39,7 +39,7 @@ use policy::time::Instant;
 /// Events that are kept: with what a message may have, less than two megabytes.
 const KEPT: usize = 1024;
 /// Of each kind so many are kept whatever comes of the others.
-const ROOM: usize = 40;
+const ROOM: usize = 32;
 // So that there is always a kind that has more than its room.
 const _: () = assert!(ROOM * Kind::ALL.len() < KEPT);
 /// Of each kind: a thousand disks may reach their limits at once.

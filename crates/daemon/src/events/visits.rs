@@ -1,8 +1,11 @@
-//! Clients of NBD, as their server tells of them.
+//! Clients of NBD and virtual machines, as their servers tell of them.
 
-use export::nbd::{Visit, Visited};
+use export::{
+    nbd::{Visit, Visited},
+    vhost_user_blk::{Happening, Process, Told},
+};
 use policy::time::Duration;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{Events, Kind, News};
 
@@ -32,4 +35,58 @@ fn shown(visit: &Visit) -> String {
         (None, None) => String::new(),
     };
     format!("client {}{of}", visit.number)
+}
+
+impl Told for Events {
+    fn hear(&self, export: &str, disk: &str, happening: &Happening<'_>, left_out: u64) {
+        let news = of_machine(disk, happening).of_disk(disk).with("type", "vhost-user-blk");
+        self.tell(news.with("export", export).after(left_out));
+    }
+}
+
+fn of_machine(disk: &str, happening: &Happening<'_>) -> News {
+    match *happening {
+        Happening::Came { process } => {
+            let message = format!("{} uses disk {disk}", named(process));
+            News::new(Kind::ClientIn, message).with("front_end", told(process))
+        }
+        Happening::Went { process, lasted } => {
+            let seconds = lasted.as_secs();
+            let message = format!("{} has left disk {disk} after {seconds} s", named(process));
+            News::new(Kind::ClientOut, message).with("front_end", told(process)).with("seconds", seconds)
+        }
+        Happening::Disconnected { process, why } => {
+            let message = format!("{} was disconnected from disk {disk}: {why}", named(process));
+            let news = News::new(Kind::ClientDisconnected, message).with("front_end", told(process));
+            news.with("reason", why.to_string())
+        }
+        Happening::TurnedAway { process, connected } => {
+            let message = format!(
+                "{} was turned away from disk {disk}: {} is connected (stop that one, or give each a disk)",
+                named(process),
+                named(connected)
+            );
+            let news = News::new(Kind::ClientTurnedAway, message).with("front_end", told(process));
+            news.with("connected", told(connected))
+        }
+        Happening::RingBroken { ring, why } => {
+            let message = format!(
+                "ring {ring} of disk {disk} cannot be served, until its driver is set up again: {why}"
+            );
+            News::new(Kind::RingBroken, message).with("ring", ring).with("reason", why.to_string())
+        }
+        Happening::RingServed { ring, after } => {
+            let seconds = after.as_secs();
+            let message = format!("ring {ring} of disk {disk} is served again, after {seconds} s");
+            News::new(Kind::RingServed, message).with("ring", ring).with("seconds", seconds)
+        }
+    }
+}
+
+fn named(process: Option<&Process>) -> String {
+    process.map_or_else(|| "a machine".to_owned(), Process::to_string)
+}
+
+fn told(process: Option<&Process>) -> Value {
+    process.map_or(Value::Null, |Process { pid, name }| json!({ "pid": pid, "name": &**name }))
 }

@@ -2,11 +2,12 @@
 //! they did.
 
 use std::{
+    collections::BTreeMap,
     fmt::Display,
     future::Future,
     pin::Pin,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
     task::{Context, Poll},
@@ -14,8 +15,13 @@ use std::{
 
 use block::{buffer::guest_copies, disk::Disk, reactor, seldom::Seldom, storage::Durability};
 use pin_project_lite::pin_project;
+use policy::time::Instant;
 
-use super::{bell::NoEvent, features::Offer};
+use super::{
+    bell::NoEvent,
+    features::Offer,
+    happening::{Happening, Told},
+};
 use crate::virtio::block::{self as requests, ID_BYTES, RangeLimits};
 
 /// A disk as virtual machines are offered it.
@@ -34,12 +40,15 @@ pub struct Export {
 #[derive(Debug)]
 pub(super) struct Device {
     pub(super) export: Export,
+    told: Option<Arc<dyn Told>>,
     /// Completed writes may stay in a cache until the next flush: as was negotiated.
     write_cache: AtomicBool,
     /// What the guest has chosen, where it could, or else what is offered.
     chosen_write_cache: AtomicBool,
     no_events: Seldom,
     pub(super) broken_rings: Seldom,
+    /// Those that were told of and are not served again, and since when.
+    broken: Mutex<BTreeMap<u16, Instant>>,
     pub(super) kicks: AtomicU64,
     pub(super) calls: AtomicU64,
     pub(super) requests: AtomicU64,
@@ -51,20 +60,26 @@ impl Device {
     pub(super) fn new(export: Export) -> Self {
         let cache = || AtomicBool::new(export.offer.write_cache);
         let (write_cache, chosen_write_cache) = (cache(), cache());
-        let (no_events, broken_rings) = Default::default();
+        let (no_events, broken_rings, broken) = Default::default();
         let (kicks, calls, requests, in_flight, copies) = Default::default();
         Self {
             export,
+            told: None,
             write_cache,
             chosen_write_cache,
             no_events,
             broken_rings,
+            broken,
             kicks,
             calls,
             requests,
             in_flight,
             copies,
         }
+    }
+
+    pub(super) fn told_to(self, told: Arc<dyn Told>) -> Self {
+        Self { told: Some(told), ..self }
     }
 
     pub(super) fn disk(&self) -> &Disk {
@@ -117,14 +132,36 @@ impl Device {
         }
     }
 
-    /// A guest can break its rings and set them up again by the thousand.
-    pub(super) fn warn_of_ring(&self, queue: u16, why: &dyn Display) {
-        if let Some(left_out) = self.broken_rings.line(reactor::recently()) {
-            tracing::warn!(
-                export = %self.export.id, queue, %why, left_out,
-                "a ring cannot be served (until its driver is set up again)"
-            );
+    /// Tells of it, if anybody is to be told.
+    pub(super) fn tell(&self, happening: &Happening<'_>, left_out: u64) {
+        if let Some(told) = &self.told {
+            told.hear(&self.export.id, self.disk().name(), happening, left_out);
         }
+    }
+
+    /// A guest can break its rings and set them up again by the thousand.
+    pub(super) fn ring_broke(&self, ring: u16, why: &dyn Display) {
+        if let Some(left_out) = self.broken_rings.line(reactor::recently()) {
+            self.broken().entry(ring).or_insert_with(reactor::now);
+            self.tell(&Happening::RingBroken { ring, why }, left_out);
+        }
+    }
+
+    /// A ring is about to be served.
+    pub(super) fn ring_begins(&self, ring: u16) {
+        let since = self.broken().remove(&ring);
+        if let Some(since) = since {
+            self.tell(&Happening::RingServed { ring, after: reactor::now() - since }, 0);
+        }
+    }
+
+    /// Another front end is to set its rings up.
+    pub(super) fn begin_anew(&self) {
+        self.broken().clear();
+    }
+
+    fn broken(&self) -> MutexGuard<'_, BTreeMap<u16, Instant>> {
+        self.broken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How durable a write is when it is completed.

@@ -43,6 +43,10 @@ use rustix::{
     },
 };
 
+use super::{
+    device::Device,
+    happening::{Happening, Process},
+};
 use crate::race::{First, first};
 
 /// Between attempts to connect: doubled from the first to the last.
@@ -73,6 +77,8 @@ pub struct FrontEnds {
     waiting: VecDeque<Waiting>,
     refusals: Seldom,
     silence: Duration,
+    /// Hears of those that are turned away.
+    device: Option<Arc<Device>>,
 }
 
 #[derive(Debug)]
@@ -105,12 +111,17 @@ impl FrontEnds {
 
     fn by(id: &str, way: Way) -> Self {
         let (first, waiting, refusals) = Default::default();
-        Self { id: id.into(), way, first, waiting, refusals, silence: SILENCE }
+        Self { id: id.into(), way, first, waiting, refusals, silence: SILENCE, device: None }
     }
 
     /// This one is here already.
     pub(super) fn begin_with(&mut self, socket: Fd) {
         self.first = Some(socket);
+    }
+
+    /// They are of this device.
+    pub(super) fn belong_to(&mut self, device: &Arc<Device>) {
+        self.device = Some(Arc::clone(device));
     }
 
     /// Serves front ends by `serve`, one at a time, for ever; dropping the future ends it.
@@ -197,7 +208,7 @@ impl FrontEnds {
                 // It may speak.
                 true if !self.waiting.is_empty() => GRACE.min(began + self.silence - reactor::now()),
                 true => Duration::MAX,
-                false => self.turn_away_after(GRACE),
+                false => self.turn_away_after(GRACE, current),
             };
             let speaks = async {
                 match is_silent {
@@ -213,7 +224,7 @@ impl FrontEnds {
                     let socket = accept(&self.id, &listener, &self.refusals).await?.into();
                     self.waiting.push_back(Waiting { socket, since: reactor::now() });
                     if self.waiting.len() > MOST_WAITING {
-                        self.turn_away_oldest();
+                        self.turn_away_oldest(current);
                     }
                 }
                 Ok(First::Other(First::Other(()))) | Err(reactor::Timeout) => {}
@@ -229,26 +240,24 @@ impl FrontEnds {
     }
 
     /// Turns away who has waited for so long; when the next one will have.
-    fn turn_away_after(&mut self, patience: Duration) -> Duration {
+    fn turn_away_after(&mut self, patience: Duration, current: &Fd) -> Duration {
         let now = reactor::now();
         while let Some(oldest) = self.waiting.front() {
             let until = oldest.since + patience;
             if now < until {
                 return until - now;
             }
-            self.turn_away_oldest();
+            self.turn_away_oldest(current);
         }
         Duration::MAX
     }
 
-    fn turn_away_oldest(&mut self) {
-        self.waiting.pop_front();
-        if let Some(left_out) = self.refusals.line(reactor::recently()) {
-            tracing::warn!(
-                export = %self.id,
-                left_out,
-                "a front end was turned away: another is connected (stop that one, or give each a disk)"
-            );
+    fn turn_away_oldest(&mut self, current: &Fd) {
+        let Some(oldest) = self.waiting.pop_front() else { return };
+        if let (Some(left_out), Some(device)) = (self.refusals.line(reactor::recently()), &self.device) {
+            let (process, connected) = (Process::of(&oldest.socket), Process::of(current));
+            let (process, connected) = (process.as_ref(), connected.as_ref());
+            device.tell(&Happening::TurnedAway { process, connected }, left_out);
         }
     }
 }

@@ -491,7 +491,7 @@ impl Queue {
     }
 
     fn break_off(&self, why: &Broken) {
-        self.device.warn_of_ring(self.number, why);
+        self.device.ring_broke(self.number, why);
         if let Some(error) = &self.bells.borrow().error {
             error.ring(&self.notifier);
         }

@@ -19,7 +19,7 @@ use std::{
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{
-            AtomicBool, AtomicU32, AtomicU64, AtomicUsize,
+            AtomicBool, AtomicU64, AtomicUsize,
             Ordering::{Relaxed, SeqCst},
         },
     },
@@ -33,6 +33,7 @@ use super::{
     device::{Device, Export},
     front_ends::FrontEnds,
     handover::held,
+    happening::{Happening, Process, Told},
     queue::{Order, Queue, bell},
     session::{Effect, Refusal, Session},
     vring::RingSettings,
@@ -42,7 +43,7 @@ use block::{
     reactor::{self, Notifier, Party, Worker, op::Fd},
     seldom::Seldom,
 };
-use policy::time::Duration;
+use policy::time::{Duration, Instant};
 
 /// Where queues run.
 #[derive(Clone)]
@@ -54,7 +55,7 @@ pub enum Threads {
 }
 
 /// What an export's front ends did so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Rings that are served now.
     pub queues: usize,
@@ -70,7 +71,7 @@ pub struct Statistics {
     /// disk: see [`block::buffer::guest_copies`].
     pub copies: u64,
     /// The process of the front end that is connected.
-    pub front_end: Option<u32>,
+    pub front_end: Option<Process>,
 }
 
 /// One export of a disk to virtual machines.
@@ -80,8 +81,8 @@ pub struct Server {
     /// Of all rings, however many there are.
     party: Party,
     connected: AtomicUsize,
-    /// The number of its process, or 0.
-    front_end: AtomicU32,
+    /// Of the one that is connected.
+    process: Mutex<Option<Process>>,
     served: AtomicBool,
     /// The front end that is connected has yet to say anything.
     silent: AtomicBool,
@@ -104,11 +105,20 @@ pub struct Server {
 impl Server {
     /// Nobody is let in before [`Server::serve`].
     pub fn new(export: Export) -> Arc<Self> {
+        Self::of(Device::new(export))
+    }
+
+    /// The same, and what happens is told.
+    pub fn told_to(told: Arc<dyn Told>, export: Export) -> Arc<Self> {
+        Self::of(Device::new(export).told_to(told))
+    }
+
+    fn of(device: Device) -> Arc<Self> {
         Arc::new(Self {
-            device: Arc::new(Device::new(export)),
+            device: Arc::new(device),
             party: Party::new(),
             connected: AtomicUsize::new(0),
-            front_end: AtomicU32::new(0),
+            process: Mutex::default(),
             served: AtomicBool::new(false),
             silent: AtomicBool::new(false),
             queues: AtomicUsize::new(0),
@@ -132,6 +142,7 @@ impl Server {
         if let Some(arrived) = &*self.arrived() {
             front_ends.begin_with(arrived.socket.clone());
         }
+        front_ends.belong_to(&self.device);
         while !self.stopping.load(SeqCst) {
             let is_silent = || self.silent.load(SeqCst);
             let serving = front_ends.serve(is_silent, |socket| self.attend(socket, threads.clone()));
@@ -184,6 +195,10 @@ impl Server {
         self.arrived.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn process(&self) -> MutexGuard<'_, Option<Process>> {
+        self.process.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Front ends that are connected: none or one.
     pub fn connections(&self) -> usize {
         self.connected.load(SeqCst)
@@ -203,7 +218,7 @@ impl Server {
             kicks: self.device.kicks.load(Relaxed),
             calls: self.device.calls.load(Relaxed),
             copies: self.device.copies.load(Relaxed),
-            front_end: Some(self.front_end.load(Relaxed)).filter(|pid| *pid != 0),
+            front_end: self.process().clone(),
         }
     }
 
@@ -243,24 +258,28 @@ impl Server {
         self.connected.fetch_add(1, SeqCst);
         self.served.store(true, SeqCst);
         self.changed.notify(usize::MAX);
-        let process = rustix::net::sockopt::socket_peercred(&socket).ok();
-        let process = process.map_or(0, |peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
-        self.front_end.store(process, Relaxed);
+        let process = Process::of(&socket);
+        self.process().clone_from(&process);
+        let pid = process.as_ref().map(|process| process.pid);
         // Before the size is looked at: what changes later is told.
         let resizes = self.resizes.load(SeqCst);
         let arrived = self.arrived().take();
         self.silent.store(arrived.is_none(), SeqCst);
+        // Whoever has come from another process was told of there.
+        let began = arrived.is_some().then(reactor::now);
         let connection = if let Some(arrived) = arrived {
             Connection::taken_over(Arc::clone(id), arrived)
         } else {
             if let Some(left_out) = self.arrivals.line(reactor::recently()) {
-                tracing::info!(export = %id, process, left_out, "a front end has connected");
+                tracing::info!(export = %id, process = pid, left_out, "a front end has connected");
             }
             Connection::new(Arc::clone(id), socket, Session::new(self.device.offer()))
         };
         let mut attendance = Attendance {
             server: self,
             connection,
+            process,
+            began,
             threads,
             turn: 0,
             queues: HashMap::new(),
@@ -270,22 +289,12 @@ impl Server {
         };
         let ended = attendance.run().await;
         attendance.end().await;
-        match ended {
-            Ended::Left => {
-                if let Some(left_out) = self.departures.line(reactor::recently()) {
-                    tracing::info!(export = %id, process, left_out, "the front end has left");
-                }
-            }
-            why => {
-                if let Some(left_out) = self.refusals.line(reactor::recently()) {
-                    tracing::warn!(export = %id, %why, left_out, "a front end was disconnected");
-                }
-            }
-        }
+        attendance.tell_end(&ended);
         self.device.remember_write_cache(attendance.connection.write_cache());
         drop(attendance);
+        self.device.begin_anew();
         *self.rested() = None;
-        self.front_end.store(0, Relaxed);
+        *self.process() = None;
         self.connected.fetch_sub(1, SeqCst);
         self.changed.notify(usize::MAX);
     }
@@ -299,6 +308,9 @@ type Report = (u16, u32);
 struct Attendance<'s> {
     server: &'s Arc<Server>,
     connection: Connection,
+    process: Option<Process>,
+    /// When it has begun to use the disk, if it has.
+    began: Option<Instant>,
     threads: Threads,
     /// Which worker is next.
     turn: usize,
@@ -431,6 +443,7 @@ impl Attendance<'_> {
     }
 
     fn start(&mut self, ring: u16, settings: RingSettings) {
+        self.begin();
         let (orders, received) = async_channel::bounded(MOST_ORDERS);
         self.queues.insert(ring, orders);
         let (server, reports) = (Arc::clone(self.server), self.stopped.0.clone());
@@ -442,6 +455,36 @@ impl Attendance<'_> {
                 self.turn += 1;
             }
             Threads::Here => reactor::spawn(serve()),
+        }
+    }
+
+    /// It uses the disk from its first ring on: whoever connects and says nothing does not.
+    fn begin(&mut self) {
+        if self.began.is_none() {
+            self.began = Some(reactor::now());
+            self.server.device.tell(&Happening::Came { process: self.process.as_ref() }, 0);
+        }
+    }
+
+    fn tell_end(&self, ended: &Ended) {
+        let Server { device, departures, refusals, .. } = &**self.server;
+        let process = self.process.as_ref();
+        match ended {
+            Ended::Left if self.began.is_none() => {
+                if let Some(left_out) = departures.line(reactor::recently()) {
+                    let process = process.map(|process| process.pid);
+                    tracing::info!(export = %device.export.id, process, left_out, "the front end has left");
+                }
+            }
+            Ended::Left => {}
+            why => {
+                if let Some(left_out) = refusals.line(reactor::recently()) {
+                    device.tell(&Happening::Disconnected { process, why }, left_out);
+                }
+            }
+        }
+        if let Some(began) = self.began {
+            device.tell(&Happening::Went { process, lasted: reactor::now() - began }, 0);
         }
     }
 
@@ -480,6 +523,7 @@ async fn serve_ring(
             }
             let base = match Queue::new(ring, settings, Arc::clone(&server.device)) {
                 Ok(queue) => {
+                    server.device.ring_begins(ring);
                     rewired.into_iter().for_each(|(kind, bell)| queue.set_bell(kind, bell));
                     queue.serve(orders).await
                 }
@@ -504,9 +548,9 @@ async fn serve_ring(
     let _ = reports.try_send((ring, base));
 }
 
-/// Says what is wrong with a ring that has not begun, in the log and by its event.
+/// Says what is wrong with a ring that has not begun, to whoever is told and by its event.
 fn cannot_serve(device: &Device, ring: u16, why: &dyn Display, error: Option<Fd>) {
-    device.warn_of_ring(ring, why);
+    device.ring_broke(ring, why);
     if let Some(error) = bell(device, ring, error) {
         error.ring(&Notifier::default());
     }

@@ -45,6 +45,9 @@ use block::{
     storage::Storage,
 };
 
+#[path = "happening_tests.rs"]
+mod happenings;
+
 /// Longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 const MEMORY_BYTES: u64 = 1 << 17;
@@ -70,15 +73,14 @@ fn server_over(storage: Storage, limits: Limits) -> Arc<Server> {
 }
 
 fn server_of(storage: Storage, limits: Limits, offer: Offer) -> Arc<Server> {
+    Server::new(export_of(storage, limits, offer))
+}
+
+fn export_of(storage: Storage, limits: Limits, offer: Offer) -> Export {
     let settings = DiskSettings { limits, ..DiskSettings::default() };
     let disk = Disk::new("disk", Image::Raw(Raw::new(storage)), settings, None);
     let offer = Offer { queues: 2, queue_size: SIZE, ..offer };
-    Server::new(Export {
-        id: "vm1".into(),
-        disk: Arc::new(disk.expect("valid limits")),
-        offer,
-        serial: "disk".into(),
-    })
+    Export { id: "vm1".into(), disk: Arc::new(disk.expect("valid limits")), offer, serial: "disk".into() }
 }
 
 fn event(count: u32) -> OwnedFd {
@@ -655,6 +657,8 @@ fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
         let mut attendance = Attendance {
             server: &server,
             connection: Connection::new("vm1".into(), theirs.into(), Session::new(server.device.offer())),
+            process: None,
+            began: None,
             threads: Threads::Here,
             turn: 0,
             queues: HashMap::new(),

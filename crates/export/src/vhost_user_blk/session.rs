@@ -76,7 +76,7 @@ pub enum Effect {
         /// Its number.
         ring: u16,
     },
-    /// A ring cannot be served: say so in the log and by its event. If it runs, its
+    /// A ring cannot be served: tell of it, also by its event. If it runs, its
     /// [`Effect::Stop`] follows.
     Fault {
         /// Its number.

@@ -37,6 +37,7 @@ use settings::{Door, SocketAccess};
 
 use super::running::RunningDisk;
 use crate::{
+    events::Events,
     listen::{Inherited, Listening},
     users::Users,
 };
@@ -137,6 +138,7 @@ pub(crate) struct Terms<'a> {
     /// Sockets that were passed to the daemon.
     pub(crate) inherited: &'a RefCell<Inherited>,
     pub(crate) workers: &'a Rc<Vec<Worker>>,
+    pub(crate) events: &'a Events,
     /// What it is made of, where another daemon had it.
     pub(crate) taken: Cell<Option<Taken>>,
 }

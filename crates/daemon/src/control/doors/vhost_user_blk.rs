@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use block::{disk::Disk, reactor::op::Fd, storage::CacheMode};
-use export::vhost_user_blk::{Export, FrontEnds, Offer, Server, Statistics, Threads};
+use export::vhost_user_blk::{Export, FrontEnds, Offer, Process, Server, Statistics, Threads};
 use serde_json::{Value, json};
 use settings::VhostUserBlk;
 
@@ -34,7 +34,7 @@ pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result
         offer: offer(disk, running.cache, *read_only, settings),
         serial: settings.serial.as_deref().unwrap_or(disk.name()).into(),
     };
-    let server = Server::new(export);
+    let server = Server::told_to(Arc::new(terms.events.clone()), export);
     let serving = Arc::clone(&server).serve(front_ends, Threads::Workers((*workers).clone()));
     let machine = Machine { server: Arc::clone(&server), listening };
     let entrance =
@@ -52,9 +52,8 @@ fn statistics(statistics: Statistics) -> Value {
         "calls": calls,
         "copies": copies,
     });
-    if let Some(pid) = front_end {
-        let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        answer["front-end"] = json!({ "pid": pid, "name": name.trim_end() });
+    if let Some(Process { pid, name }) = front_end {
+        answer["front-end"] = json!({ "pid": pid, "name": &*name });
     }
     answer
 }

@@ -237,7 +237,9 @@ impl Inventory {
         // What another has is not served before it gives it up.
         let is_at_once = taken.is_none();
         let taken = Cell::new(taken);
-        let terms = doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers, taken };
+        let events = &self.events;
+        let terms =
+            doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers, events, taken };
         let entrance = doors::open(door, &terms).await?;
         let address = entrance.address().to_owned();
         if (is_at_once && entrance.device().is_some()) || !self.keeps_out.get() {

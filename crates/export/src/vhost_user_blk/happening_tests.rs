@@ -1,0 +1,134 @@
+//! What operators hear of a server.
+
+use super::*;
+
+#[derive(Debug, Default)]
+struct Heard(Mutex<Vec<String>>);
+
+impl Told for Heard {
+    fn hear(&self, export: &str, disk: &str, happening: &Happening<'_>, _: u64) {
+        assert_eq!(disk, "disk");
+        let said = match *happening {
+            Happening::Came { process } => format!("{} came", process.expect("it is ours")),
+            Happening::Went { process, .. } => format!("{} went", process.expect("it is ours")),
+            Happening::Disconnected { process, why } => {
+                format!("{} is at fault: {why}", process.expect("it is ours"))
+            }
+            Happening::TurnedAway { .. } => unreachable!("nobody listens here"),
+            Happening::RingBroken { ring, why } => format!("ring {ring} broke: {why}"),
+            Happening::RingServed { ring, .. } => format!("ring {ring} is served"),
+        };
+        self.0.lock().expect("nobody has panicked").push(format!("{export}: {said}"));
+    }
+}
+
+impl Heard {
+    /// What came since the last time.
+    fn news(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().expect("nobody has panicked"))
+    }
+}
+
+fn server_and_heard() -> (Arc<Server>, Arc<Heard>) {
+    let heard = Arc::new(Heard::default());
+    let export = export_of(Storage::memory(1 << 20), Limits::default(), Offer::default());
+    let told: Arc<dyn Told> = Arc::clone(&heard) as _;
+    (Server::told_to(told, export), heard)
+}
+
+fn break_ring(ring: &GuestRing) {
+    ring.available.store_u16(2, 1000, std::sync::atomic::Ordering::Release);
+    rustix::io::write(&ring.kick, &1_u64.to_ne_bytes()).expect("there is room");
+}
+
+#[test]
+fn a_front_end_uses_the_disk_from_its_first_ring_on() {
+    real(async {
+        let (server, heard) = server_and_heard();
+        FrontEnd::connect(&server).await.leave().await;
+        assert_eq!(heard.news(), [""; 0], "it has only asked");
+        for _ in 0..2 {
+            let front_end = FrontEnd::connect(&server).await;
+            let process = Process::of(&front_end.socket).expect("it is ours");
+            assert_eq!(server.statistics().front_end, Some(process.clone()));
+            front_end.start(0, event(0), event(0)).await;
+            front_end.start(1, event(0), event(0)).await;
+            assert_eq!(heard.news(), [format!("vm1: {process} came")], "once, whatever it begins");
+            front_end.leave().await;
+            assert_eq!(heard.news(), [format!("vm1: {process} went")]);
+            assert_eq!(server.statistics().front_end, None);
+        }
+    });
+}
+
+#[test]
+fn a_front_end_at_fault_is_told_of_with_what_it_did() {
+    real(async {
+        for begins in [false, true] {
+            let (server, heard) = server_and_heard();
+            let front_end = FrontEnd::connect(&server).await;
+            let process = Process::of(&front_end.socket).expect("it is ours");
+            if begins {
+                front_end.start(0, event(0), event(0)).await;
+            }
+            rustix::io::write(&front_end.socket, &[0xff; 12]).expect("there is room");
+            front_end.served.await;
+            let news = heard.news();
+            let (fault, others) = match begins {
+                true => (&news[1], vec![&news[0], &news[2]]),
+                false => (&news[0], vec![]),
+            };
+            assert!(fault.starts_with(&format!("vm1: {process} is at fault: not a message: ")), "{news:?}");
+            let around = [format!("vm1: {process} came"), format!("vm1: {process} went")];
+            assert_eq!(others, around.iter().collect::<Vec<_>>()[..others.len()], "{news:?}");
+            assert_eq!(news.len(), others.len() + 1, "{news:?}");
+        }
+    });
+}
+
+#[test]
+fn a_ring_that_breaks_is_told_of_and_once_more_when_it_is_served_again() {
+    real(async {
+        let (server, heard) = server_and_heard();
+        let front_end = FrontEnd::connect(&server).await;
+        let ring = front_end.start(0, event(0), event(0)).await;
+        front_end.start(1, event(0), event(0)).await;
+        let _came = heard.news();
+        break_ring(&ring);
+        rung(&ring.error).await;
+        let news = heard.news();
+        assert!(news[0].starts_with("vm1: ring 0 broke: ") && news.len() == 1, "{news:?}");
+        front_end.send(code::GET_VRING_BASE, 1, &[0; 8], &[]);
+        front_end.answer(code::GET_VRING_BASE).await;
+        front_end.memory.place(0, 0x3000).expect("inside").fill(0, 0x3000, 0);
+        front_end.start(0, event(0), event(0)).await;
+        let news = loop {
+            reactor::yield_now().await;
+            match heard.news() {
+                none if none.is_empty() => {}
+                news => break news,
+            }
+        };
+        assert_eq!(news, ["vm1: ring 0 is served"]);
+        front_end.leave().await;
+    });
+}
+
+#[test]
+fn a_ring_that_a_front_end_leaves_broken_is_not_served_again_by_the_next() {
+    real(async {
+        let (server, heard) = server_and_heard();
+        let front_end = FrontEnd::connect(&server).await;
+        let ring = front_end.start(0, event(0), event(0)).await;
+        break_ring(&ring);
+        rung(&ring.error).await;
+        front_end.leave().await;
+        assert_eq!(heard.news().len(), 3);
+        let next = FrontEnd::connect(&server).await;
+        next.memory.place(0, 0x3000).expect("inside").fill(0, 0x3000, 0);
+        next.start(0, event(0), event(0)).await;
+        next.leave().await;
+        let news = heard.news();
+        assert!(news.len() == 2 && news.iter().all(|said| !said.contains("ring")), "{news:?}");
+    });
+}
