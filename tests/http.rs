@@ -5,7 +5,7 @@ use std::{
     env, fs,
     io::{BufRead as _, BufReader, Read as _, Write as _},
     net::TcpStream,
-    os::unix::fs::PermissionsExt as _,
+    os::unix::{fs::PermissionsExt as _, net::UnixStream},
     path::PathBuf,
     process::Command,
     thread,
@@ -311,6 +311,36 @@ fn answers_are_as_they_are_described() {
     check(&schemas["Preview"], schemas, &preview, "preview");
     let changed = daemon.change("/api/v1/groups/gold/limits", TOKEN, &json!({"iops-total": 100}));
     check(&schemas["Group"], schemas, &changed.json(), "group");
+    daemon.weir.stop();
+}
+
+#[test]
+fn who_has_a_machine_s_export_is_told_with_its_rings() {
+    let scratch = Scratch::new();
+    let socket = scratch.socket("vm");
+    let machine = format!("unix:{}", text(&socket));
+    let daemon = Daemon::start(Serve::new(&scratch).args(["memory:1M", "--vhost-user-blk", &machine]));
+    let exports = |overview: &Value| {
+        let exports = one(overview, "disks", "memory")["exports"].as_array().unwrap();
+        ["nbd", "vhost-user-blk"].map(|kind| exports.iter().find(|one| one["type"] == kind).unwrap().clone())
+    };
+    let [_, machine] = exports(&daemon.overview());
+    assert_eq!((&machine["front_end"], &machine["queues"]), (&Value::Null, &json!(0)));
+    let front_end = UnixStream::connect(&socket).unwrap();
+    let overview = until(|| {
+        let overview = daemon.overview();
+        (exports(&overview)[1]["connections"] == 1).then_some(overview)
+    });
+    let described = daemon.get("/api/v1/openapi.json").json();
+    let schemas = &described["components"]["schemas"];
+    check(&schemas["Overview"], schemas, &overview, "overview");
+    let [nbd, machine] = exports(&overview);
+    assert_eq!(machine["front_end"]["pid"], std::process::id());
+    for count in ["queues", "requests", "in_flight_requests", "kicks", "calls", "copies"] {
+        assert_eq!((&machine[count], &nbd[count]), (&json!(0), &Value::Null), "{count}");
+    }
+    drop(front_end);
+    until(|| exports(&daemon.overview())[1]["front_end"].is_null().then_some(()));
     daemon.weir.stop();
 }
 

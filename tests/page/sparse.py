@@ -11,9 +11,11 @@ import visit
 from visit import expect
 
 NULLS = ["group", "limits", "reservation", "held_by", "exports", "prefetch", "cache", "wait_ratio", "latency_p99_ns", "size_bytes"]
+MACHINE = {"type": "vhost-user-blk", "queues": 2, "requests": 12000, "kicks": None, "front_end": {"pid": 4711, "name": "<b>qemu"}}
 OVERVIEWS = {
     "names alone": {"access": "change", "disks": [{"name": "vm1"}], "groups": [{"name": "gold"}]},
     "nulls": {"access": "change", "daemon": None, "groups": None, "devices": [{"name": "sda"}], "disks": [{"name": "vm1"} | dict.fromkeys(NULLS)]},
+    "a machine": {"access": "change", "disks": [{"name": "vm1", "exports": [{"type": "nbd", "connections": 1}, MACHINE]}]},
     "a group that is not there": {"access": "change", "disks": [{"name": "vm1", "group": "gone"}]},
     "groups in a circle": {"disks": [{"name": "vm1", "group": "a"}], "groups": [{"name": "a", "parent": "b"}, {"name": "b", "parent": "a"}]},
 }
@@ -56,4 +58,6 @@ def look(reader, what):
     expect(page.locator(".t-iops dd")).to_have_text("-")
     page.get_by_label("iops-total", exact=True).fill("5")
     expect(page.locator(".preview")).to_contain_text("Nobody asked anything")
+    if what == "a machine":
+        expect(page.locator(".facts")).to_contain_text("vhost-user-blk<b>qemu (4711) · 2 queues · requests 12.0K")
     page.get_by_text("Figures as a table").click()

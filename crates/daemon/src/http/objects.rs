@@ -17,6 +17,7 @@ use block::{
     disk::Totals,
     measures::{Spread, Timed, Whose},
 };
+use export::vhost_user_blk::Process;
 use policy::{
     request::Direction,
     throttle::{Counters, Enforcement, LimitKind, Limits, Part, Setting, Stats},
@@ -28,6 +29,7 @@ use super::{
     sample::{Latencies, Sample, rounded},
     snapshot::{DeviceFigures, DiskFigures, ExportFigures, GroupFigures, Snapshot, ThrottleFigures},
 };
+use crate::control::doors::Figures;
 
 pub(super) type Object = Map<String, Value>;
 
@@ -233,9 +235,7 @@ fn disk(
             "reads": errors.reads, "writes": errors.writes,
             "flushes": errors.flushes, "discards": errors.discards,
         })),
-        ("exports", exports.iter().map(|export| json!({
-            "id": export.id, "type": export.kind, "connections": export.connections,
-        })).collect()),
+        ("exports", exports.iter().map(|export| self::export(export)).collect()),
         ("prefetch", prefetch.map_or(Value::Null, |stats| json!({
             "hit_ratio": ratio(growth.and_then(|growth| growth.ratio(6, 7))),
             "memory_bytes": stats.memory_bytes,
@@ -252,6 +252,17 @@ fn disk(
     passed.tell(&mut object, stats);
     throttle(&mut object, &figures.throttle);
     (object, passed)
+}
+
+fn export(figures: &ExportFigures) -> Value {
+    let ExportFigures { id, kind, connections, door, .. } = figures;
+    let Figures { queues, requests, in_flight, kicks, calls, copies, front_end } = door;
+    let process = front_end.as_ref().map(|Process { pid, name }| json!({ "pid": pid, "name": &**name }));
+    json!({
+        "id": id, "type": kind, "connections": connections, "front_end": process,
+        "queues": queues, "requests": requests, "in_flight_requests": in_flight,
+        "kicks": kicks, "calls": calls, "copies": copies,
+    })
 }
 
 fn group(figures: &GroupFigures, passed: &Passed, before: &mut Lately<1>, now: Instant) -> Object {

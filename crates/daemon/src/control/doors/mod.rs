@@ -31,6 +31,7 @@ use block::{
     disk::Disk,
     reactor::{self, JoinHandle, Worker},
 };
+use export::vhost_user_blk::Process;
 use policy::time::Duration;
 use serde_json::Value;
 use settings::{Door, SocketAccess};
@@ -81,6 +82,8 @@ pub(crate) struct Figures {
     pub(crate) calls: Option<u64>,
     /// How often its data was copied.
     pub(crate) copies: Option<u64>,
+    /// The process that a machine is connected by.
+    pub(crate) front_end: Option<Process>,
 }
 
 /// Each server has these by the same names; only what it tells is its own, and whether it can

@@ -59,7 +59,7 @@ fn statistics(statistics: Statistics) -> Value {
 }
 
 fn figures(statistics: Statistics) -> Figures {
-    let Statistics { queues, requests, in_flight, kicks, calls, copies, front_end: _ } = statistics;
+    let Statistics { queues, requests, in_flight, kicks, calls, copies, front_end } = statistics;
     Figures {
         queues: Some(queues as u64),
         requests: Some(requests),
@@ -67,6 +67,7 @@ fn figures(statistics: Statistics) -> Figures {
         kicks: Some(kicks),
         calls: Some(calls),
         copies: Some(copies),
+        front_end,
     }
 }
 

@@ -268,6 +268,13 @@ function facts(node) {
             if (told.length) found.push([title, told.map(([name, value]) => `${words(name)} ${shown(name, value)}`).join(" · ")]);
         }
     }
+    for (const { type, front_end: process, queues, in_flight_requests, requests, kicks, calls, copies } of node.exports ?? []) {
+        if (typeof queues !== "number") continue;
+        const counts = { "in flight": in_flight_requests, requests, kicks, calls, copies };
+        const told = Object.entries(counts).filter(([, value]) => typeof value === "number").map(([name, value]) => `${name} ${figures.count(value)}`);
+        const who = process ? `${process.name} (${process.pid})` : null;
+        found.push([type, [who, figures.several(queues, "queue"), ...told].filter(Boolean).join(" · ")]);
+    }
     for (const [member, title] of [["weight", "weight"], ["watermark", "watermark"], ["enforcement", "limits are"]]) {
         if (node[member] !== null && node[member] !== undefined && typeof node[member] !== "object") found.push([title, member === "watermark" ? `${node[member]}%` : String(node[member])]);
     }
