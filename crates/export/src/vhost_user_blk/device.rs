@@ -45,6 +45,10 @@ pub(super) struct Device {
     write_cache: AtomicBool,
     /// What the guest has chosen, where it could, or else what is offered.
     chosen_write_cache: AtomicBool,
+    /// Requests that front ends before this one had sent.
+    requests_before: AtomicU64,
+    /// It was said of this front end that its memory may not be shared.
+    pub(super) is_doubted: AtomicBool,
     no_events: Seldom,
     pub(super) broken_rings: Seldom,
     /// Those that were told of and are not served again, and since when.
@@ -62,11 +66,14 @@ impl Device {
         let (write_cache, chosen_write_cache) = (cache(), cache());
         let (no_events, broken_rings, broken) = Default::default();
         let (kicks, calls, requests, in_flight, copies) = Default::default();
+        let (requests_before, is_doubted) = Default::default();
         Self {
             export,
             told: None,
             write_cache,
             chosen_write_cache,
+            requests_before,
+            is_doubted,
             no_events,
             broken_rings,
             broken,
@@ -158,6 +165,20 @@ impl Device {
     /// Another front end is to set its rings up.
     pub(super) fn begin_anew(&self) {
         self.broken().clear();
+        self.requests_before.store(self.requests.load(Relaxed), Relaxed);
+        self.is_doubted.store(false, Relaxed);
+    }
+
+    /// A ring was kicked, and nothing ever was in it. That is said once, and of no front end that
+    /// has sent a request: what its driver writes can be seen here.
+    pub(super) fn doubt_memory(&self, queue: u16) {
+        let has_sent = self.requests.load(Relaxed) != self.requests_before.load(Relaxed);
+        if !has_sent && !self.is_doubted.swap(true, Relaxed) {
+            tracing::warn!(
+                export = %self.export.id, queue,
+                "a ring is kicked, and nothing ever was in it: is the guest's memory shared? (share=on of QEMU's memory backend)"
+            );
+        }
     }
 
     fn broken(&self) -> MutexGuard<'_, BTreeMap<u16, Instant>> {

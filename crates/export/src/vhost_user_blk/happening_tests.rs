@@ -132,3 +132,48 @@ fn a_ring_that_a_front_end_leaves_broken_is_not_served_again_by_the_next() {
         assert!(news.len() == 2 && news.iter().all(|said| !said.contains("ring")), "{news:?}");
     });
 }
+
+#[test]
+fn memory_is_doubted_where_kicks_bring_nothing_and_nothing_ever_came() {
+    real(async {
+        let kick = |ring: &GuestRing| {
+            rustix::io::write(&ring.kick, &1_u64.to_ne_bytes()).expect("there is room");
+        };
+        let is_doubted = |server: &Server| server.device.is_doubted.load(Relaxed);
+        let (server, _) = server_and_heard();
+        // QEMU kicks each ring that it starts.
+        let mut front_end = FrontEnd::connect(&server).await;
+        let ring = front_end.start(0, event(1), event(0)).await;
+        let mut other = front_end.start(1, event(1), event(0)).await;
+        while server.statistics().kicks < 2 {
+            reactor::yield_now().await;
+        }
+        assert!(!is_doubted(&server));
+        // Somebody has seen a request of this guest.
+        front_end.request(&mut other, 1, 0, &[1; 512]);
+        other.kick_and_wait().await;
+        for kicks in 3..10 {
+            let before = server.statistics().kicks;
+            kick(&ring);
+            while server.statistics().kicks == before {
+                reactor::yield_now().await;
+            }
+            assert!(!is_doubted(&server), "after {kicks} kicks");
+        }
+        front_end.leave().await;
+
+        let front_end = FrontEnd::connect(&server).await;
+        let before = server.statistics().kicks;
+        let ring = front_end.start(0, event(1), event(0)).await;
+        while server.statistics().kicks == before {
+            reactor::yield_now().await;
+        }
+        assert!(!is_doubted(&server));
+        kick(&ring);
+        while !is_doubted(&server) {
+            reactor::yield_now().await;
+        }
+        front_end.leave().await;
+        assert!(!is_doubted(&server), "the next one is another machine");
+    });
+}

@@ -57,6 +57,9 @@ const MOST_DESCRIPTORS: usize = 2 * MAX_DESCRIPTORS;
 
 /// Chains whose headers are on their way from another processor's cache while the next are taken.
 const FETCHED: usize = 16;
+/// Kicks of a ring in which nothing ever was, after which the guest's memory is in doubt: one may
+/// be the front end's own (QEMU's, as it starts a ring), the second is a driver's.
+const KICKS_FOR_NOTHING: u64 = 2;
 /// Chains that are given back before the driver is called for them.
 const MOST_UNANNOUNCED: usize = 16;
 
@@ -137,6 +140,7 @@ pub(super) struct Queue {
     returned: RefCell<Vec<Incoming>>,
     in_flight: Cell<usize>,
     taken: Cell<u64>,
+    kicks: Cell<u64>,
     news: Signal,
     stopping: Cell<bool>,
     abandoned: Cell<bool>,
@@ -184,6 +188,7 @@ impl Queue {
             returned: RefCell::default(),
             in_flight: Cell::new(0),
             taken: Cell::new(0),
+            kicks: Cell::new(0),
             news: Signal::default(),
             stopping: Cell::new(false),
             abandoned: Cell::new(false),
@@ -232,6 +237,9 @@ impl Queue {
             if taken? > 0 || ended {
                 patrol.found();
             } else if !patrol.goes_on(reactor::now()) && !self.ring.borrow_mut().listen() {
+                if self.taken.get() == 0 && self.kicks.get() >= KICKS_FOR_NOTHING {
+                    self.device.doubt_memory(self.number);
+                }
                 let began = reactor::now();
                 self.news.wait().await;
                 patrol.slept(reactor::now() - began);
@@ -393,6 +401,7 @@ impl Queue {
             match first(kick.heard(), rewired).await {
                 First::One(Ok(())) => {
                     self.device.kicks.fetch_add(1, Relaxed);
+                    self.kicks.set(self.kicks.get() + 1);
                     self.news.raise();
                 }
                 First::One(Err(why)) => {
