@@ -35,9 +35,10 @@ AGAIN = b"@AGAIN"
 READY = b"@READY"
 TRANSMISSIONS = 5
 # One host thread for all of the guest's processors, and no five levels of page tables (LA57): with
-# several threads, or with those, QEMU 7.2 breaks a kernel now and then.
+# several threads, or with those, QEMU 7.2 breaks a kernel now and then. No fast string operations
+# (ERMS, FSRM): with those, the kernel copies by single bytes, each of which QEMU emulates.
 ACCELERATOR = "tcg,thread=single"
-PROCESSOR = "max,la57=off"
+PROCESSOR = "max,la57=off,erms=off,fsrm=off"
 # 2¹ ns an instruction, and no waiting in the host's time for what the guest waits for.
 OWN_CLOCK = ("-icount", "shift=1,sleep=off", "-rtc", "clock=vm")
 # A kernel that is broken ends at once (`oops=panic`, `panic=-1`, and QEMU's -no-reboot), instead of
