@@ -127,3 +127,44 @@ check_numbers() {
 pidof_server() {
     grep -lz '^serve$' /proc/[0-9]*/cmdline | sed 's|/proc/\([0-9]*\)/.*|\1|'
 }
+
+# until_free DEVICE: waits until nobody serves it, by when one of ublk has gone
+until_free() {
+    case $1 in
+        /dev/nbd*) until ! [ -e "/sys/block/${1#/dev/}/pid" ]; do pause 0.02; done ;;
+        *) until_no "$1" ;;
+    esac
+}
+
+# stuck: names programs that the kernel has wait where nothing ends them, and still does after a
+# minute
+stuck() {
+    tries=0
+    while :; do
+        found=
+        # The kernel's own threads have no memory, and wait as they like.
+        for process in /proc/[0-9]*/status; do
+            if grep -qs '^VmSize' $process && grep -qs '^State:.D' $process; then
+                found="$found $(tr '\0' ' ' <${process%status}cmdline)"
+            fi
+        done
+        [ -n "$found" ] && [ $tries -lt 600 ] || break
+        tries=$((tries + 1))
+        pause 0.1
+    done
+    [ -z "$found" ] || echo "stuck:$found"
+}
+
+# left: names what there still is of devices that were attached, and which of weir's processes are
+# still there after ten seconds: a keeper lets go before it ends
+left() {
+    for path in /run/weir/attached/* /dev/ublkb* /dev/ublkc[0-9]* /sys/block/nbd*/pid; do
+        [ ! -e "$path" ] || echo "$path"
+    done
+    tries=0
+    while processes=$(grep -lsz '^serve$\|^attach-keeper$' /proc/[0-9]*/cmdline || :) && [ -n "$processes" ]; do
+        [ $tries -lt 100 ] || { echo $processes; break; }
+        tries=$((tries + 1))
+        pause 0.1
+    done
+}

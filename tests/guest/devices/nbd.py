@@ -1,5 +1,4 @@
-"""weir's devices of the kernel's NBD client, in the guest: as ublk.py, for what is different there,
-and `weir attach`, which takes whichever there is.
+"""weir's devices of the kernel's NBD client, in the guest: as ublk.py, for what is different there.
 """
 
 from pathlib import Path
@@ -48,8 +47,6 @@ class Nbd:
         yield "nbd: removed from outside", self.gone
         yield "nbd: what cannot be", self.refused
         yield "nbd: as qemu-nbd", self.as_qemu
-        yield "attach: by ublk and by NBD", self.attached
-        yield "attach: killed and recovered", self.recovered
 
     def _parts(self, body):
         make = f"mkdir -p /mnt/d; truncate -s {DISK_MIB}M {DISK}"
@@ -323,85 +320,4 @@ class Nbd:
             contains("while it is used", parts["used"], "in use"),
             contains("afterwards", parts["disconnected"], f"{NODE} disconnected"),
             fact("the image behind a temporary file", before == after, after, before),
-        ]
-
-    def attached(self):
-        """Each way that the kernel has, from the file system to nothing."""
-        parts = self._parts(f"""
-            [ -e /dev/ublk-control ] || load ublk_drv
-            mkfs.ext4 -q {DISK}
-            weir=
-            part first
-            weir attach {DISK} -f raw 2>&1
-            weir attach --list
-            weir detach disk
-            for way in ublk nbd; do
-                part $way
-                weir attach {DISK} -f raw --$way --mount /mnt/d
-                write_files /mnt/d
-                ! weir attach {DISK} -f raw --name other
-                (cd /mnt/d && ! weir detach disk)
-                part ${{way}}_left
-                umount /mnt/d
-                weir attach --list
-                weir detach disk 2>/dev/null || :
-                ! ls /run/weir/attached/disk
-                rm -f /tmp/other
-                e2fsck -fn {DISK} && mkfs.ext4 -q {DISK}
-            done
-            part partitions
-            table() {{
-                head -c 446 /dev/zero
-                # From sector 2048 on, of 2048 sectors, of Linux.
-                printf '\\0\\0\\0\\0\\203\\0\\0\\0\\0\\010\\0\\0\\0\\010\\0\\0'
-                head -c 48 /dev/zero
-                printf '\\125\\252'
-            }}
-            table | dd of={DISK} conv=notrunc 2>/dev/null
-            for way in ublk nbd; do
-                device=$(weir attach {DISK} -f raw --$way 2>/dev/null)
-                cat /sys/block/${{device#/dev/}}/${{device#/dev/}}p1/size
-                weir detach disk
-            done
-        """)
-        partitions = parts["partitions"].split()
-        return [
-            fact("partitions", partitions == ["2048"] * 2, partitions, "one of 2048 sectors, by both"),
-            contains("what it takes", parts["first"], "/dev/ublkb0"),
-            contains("what it says", parts["first"], "a block device by ublk"),
-            contains("by ublk", parts["ublk"], "/dev/ublkb0"),
-            contains("a second one", parts["ublk"], "lock"),
-            contains("by NBD", parts["nbd"], "/dev/nbd"),
-            contains("while it is used", parts["nbd"], "in use: open in "),
-        ]
-
-    def recovered(self):
-        """The server killed, which its keeper starts again; then both."""
-        parts = self._parts(f"""
-            [ -e /dev/ublk-control ] || load ublk_drv
-            weir=
-            for way in ublk nbd; do
-                device=$(weir attach {DISK} -f raw --$way)
-                numbers $device
-                more_numbers 8
-                kill -KILL $(pidof_server)
-                more_numbers 8
-                keeper=$(sed -n 's/.*"keeper": \\([0-9]*\\).*/\\1/p' /run/weir/attached/disk/attached.json)
-                kill -KILL $keeper
-                kill -KILL $(pidof_server)
-                part $way
-                weir attach --list
-                weir attach --recover
-                more_numbers 8
-                end_numbers
-                part ${{way}}_after
-                weir detach disk
-                check_numbers {DISK}
-                rm {DISK}
-                truncate -s {DISK_MIB}M {DISK}
-            done
-        """)
-        return [
-            contains("by ublk", parts["ublk"], "/dev/ublkb0\nok "),
-            contains("by NBD", parts["nbd"], "ok "),
         ]

@@ -1,0 +1,316 @@
+"""`weir attach` and `weir detach` in the guest: by ublk and by the kernel's NBD client, limited,
+detached under load, killed and recovered.
+"""
+
+import re
+from pathlib import Path
+
+from outcome import contains, fact, near
+
+SHELL = Path(__file__).with_name("devices.sh").read_text()
+DISK = "/tmp/disk.raw"
+DISK_MIB = 64
+WAYS = ("ublk", "nbd")
+# How often processes of weir's are killed, and with --full.
+KILLS, FULL_KILLS = 3, 20
+# Operations per second, at first and later, and how many are asked for at once: a tenth passes at
+# the beginning.
+LIMIT, LATER, ASKED = 200, 400, 400
+# Operations per second while a disk is taken away, without --full: it looks for its users for
+# seconds.
+LOAD = 1000
+# What ends a case, however it went.
+CLEAN = f"""
+    touch /tmp/stop
+    umount /mnt/d 2>/dev/null
+    weir detach --all --force 2>/dev/null
+    kill -KILL $weir 2>/dev/null
+    wait
+    rm -f {DISK} /tmp/small.raw /tmp/daemon.sock $log
+"""
+
+
+def rounds(text):
+    """By thread, the round that the last line about it says first."""
+    return {thread: int(last) for thread, last in re.findall(r"^(\d+) (\d+)", text, re.MULTILINE)}
+
+
+def kept(reports, found):
+    """Whether a disk has each round that a client was told is there, or a later one."""
+    told, there = rounds(reports), rounds(found)
+    lost = {thread: last for thread, last in told.items() if there.get(thread, -1) < last}
+    seen = f"{lost} is not in {there}" if lost else f"{sum(told.values())} rounds of {len(told)} threads"
+    return fact("what was acknowledged", told and not lost, seen, "all of it in the image")
+
+
+def nothing(what, text):
+    """That a part is empty."""
+    return fact(what, not text.strip(), text.strip() or "none", "none")
+
+
+class Attach:
+    """The cases."""
+
+    def __init__(self, full):
+        self.guest = None  # set when they run
+        self._kills = FULL_KILLS if full else KILLS
+        self._load = 0 if full else LOAD
+
+    def cases(self):
+        """Name and function."""
+        yield "attach: by ublk and by NBD", self.attached
+        for way in WAYS:
+            yield f"attach: a limit, by {way}", lambda way=way: self.limit(way)
+        for way, word in (("ublk", "disk"), ("nbd", "$device")):
+            yield (
+                f"attach: detached under load, by {way}",
+                lambda way=way, word=word: self.detached(way, word),
+            )
+        for way in WAYS:
+            yield f"attach: detached while it is mounted, by {way}", lambda way=way: self.mounted(way)
+        for way in WAYS:
+            yield (
+                f"attach: killed {self._kills} times under load, by {way}",
+                lambda way=way: self.killed(way),
+            )
+        for way in WAYS:
+            yield f"attach: its daemon killed, by {way}", lambda way=way: self.daemon_killed(way)
+
+    def _parts(self, body):
+        return self.guest.parts(
+            f"""{SHELL}
+            [ -e /dev/ublk-control ] || load ublk_drv
+            mkdir -p /mnt/d
+            truncate -s {DISK_MIB}M {DISK}
+            weir=
+            {body}""",
+            CLEAN,
+        )
+
+    def attached(self):
+        """Each way that the kernel has, from the file system to nothing."""
+        parts = self._parts(f"""
+            mkfs.ext4 -q {DISK}
+            part first
+            weir attach {DISK} -f raw 2>&1
+            weir attach --list
+            weir detach disk
+            for way in ublk nbd; do
+                part $way
+                weir attach {DISK} -f raw --$way --mount /mnt/d
+                write_files /mnt/d
+                ! weir attach {DISK} -f raw --name other
+                (cd /mnt/d && ! weir detach disk)
+                part ${{way}}_left
+                umount /mnt/d
+                weir attach --list
+                weir detach disk 2>/dev/null || :
+                ! ls /run/weir/attached/disk
+                rm -f /tmp/other
+                e2fsck -fn {DISK} && mkfs.ext4 -q {DISK}
+            done
+            part partitions
+            table() {{
+                head -c 446 /dev/zero
+                # From sector 2048 on, of 2048 sectors, of Linux.
+                printf '\\0\\0\\0\\0\\203\\0\\0\\0\\0\\010\\0\\0\\0\\010\\0\\0'
+                head -c 48 /dev/zero
+                printf '\\125\\252'
+            }}
+            table | dd of={DISK} conv=notrunc 2>/dev/null
+            for way in ublk nbd; do
+                device=$(weir attach {DISK} -f raw --$way 2>/dev/null)
+                cat /sys/block/${{device#/dev/}}/${{device#/dev/}}p1/size
+                weir detach disk
+            done
+        """)
+        partitions = parts["partitions"].split()
+        return [
+            fact("partitions", partitions == ["2048"] * 2, partitions, "one of 2048 sectors, by both"),
+            contains("what it takes", parts["first"], "/dev/ublkb0"),
+            contains("what it says", parts["first"], "a block device by ublk"),
+            contains("by ublk", parts["ublk"], "/dev/ublkb0"),
+            contains("a second one", parts["ublk"], "lock"),
+            contains("by NBD", parts["nbd"], "/dev/nbd"),
+            contains("while it is used", parts["nbd"], "in use: open in "),
+        ]
+
+    def limit(self, way):
+        """By the guest's own clock, and changed while the disk is attached."""
+        parts = self._parts(f"""
+            device=$(weir attach {DISK} -f raw --{way} --iops-total {LIMIT})
+            reads() {{
+                # For what it has used up to be there again.
+                pause 1
+                now; echo $now
+                dd if=$device of=/dev/null bs=4k count={ASKED} iflag=direct 2>/dev/null
+                now; echo $now
+            }}
+            part first
+            reads
+            part others
+            weir throttle disk --iops-total {LATER} --qmp unix:/run/weir/attached/disk/qmp
+            part later
+            reads
+            part others
+            weir detach disk
+        """)
+
+        def waited(name, rate):
+            begin, end = map(float, parts[name].split())
+            return near(f"reads at {rate} a second", end - begin, (ASKED - rate / 10) / rate, 0.05, "s", 1)
+
+        return [waited("first", LIMIT), waited("later", LATER)]
+
+    def detached(self, way, word):
+        """While numbers are written: refused by its name and by its device, and forced by one of
+        them. What was acknowledged is in the image, and nothing else is left.
+        """
+        parts = self._parts(f"""
+            device=$(weir attach {DISK} -f raw --{way} --iops-total {LIMIT})
+            numbers $device
+            more_numbers 8
+            part name
+            ! weir detach disk
+            part device
+            ! weir detach $device
+            part others
+            weir throttle disk --iops-total {self._load} --qmp unix:/run/weir/attached/disk/qmp
+            more_numbers 8
+            part forced
+            weir detach --force {word}
+            ! gone $numbered
+            part left
+            left
+            stuck
+            part acknowledged
+            cat /tmp/reports
+            part found
+            check_numbers {DISK}
+        """)
+        return [
+            contains("weir detach NAME", parts["name"], "in use: open in numbered"),
+            contains("weir detach DEVICE", parts["device"], "in use: open in numbered"),
+            nothing("what weir detach --force says", parts["forced"]),
+            nothing("what is left", parts["left"]),
+            kept(parts["acknowledged"], parts["found"]),
+        ]
+
+    def mounted(self, way):
+        """While files are written to a file system: refused by the name and by the device, and forced.
+        The next one finds all that was written back.
+        """
+        parts = self._parts(f"""
+            mkfs.ext4 -q {DISK}
+            device=$(weir attach {DISK} -f raw --{way})
+            mount -t ext4 $device /mnt/d
+            write_files /mnt/d
+            rm -f /tmp/did
+            (
+                trap 'echo it failed >/tmp/did' EXIT
+                cd /mnt/d
+                while dd if=kept/6 of=load conv=fsync && cp load load.copied; do :; done 2>/dev/null
+            ) &
+            writer=$!
+            until [ -e /mnt/d/load.copied ]; do pause 0.02; done
+            part refused
+            ! weir detach disk
+            part by_device
+            ! weir detach $device
+            part others
+            kill -0 $writer
+            part forced
+            weir detach --force $device
+            gone $writer || :
+            cat /tmp/did
+            part left
+            left
+            stuck
+            part others
+            device=$(weir attach {DISK} -f raw --{way} --mount /mnt/d)
+            (cd /mnt/d && md5sum -c sums)
+            weir detach /mnt/d
+            e2fsck -fn {DISK}
+            part after
+            left
+        """)
+        return [
+            contains("weir detach NAME", parts["refused"], "mounted at /mnt/d"),
+            contains("weir detach DEVICE", parts["by_device"], "mounted at /mnt/d"),
+            contains("the writer", parts["forced"], "it failed"),
+            nothing("what is left", parts["left"]),
+            nothing("what is left after the next one", parts["after"]),
+        ]
+
+    def killed(self, way):
+        """In turn the server, which its keeper starts again, the keeper, and both; where the keeper
+        was killed, --recover goes on. Nothing is lost, and nothing comes twice.
+        """
+        parts = self._parts(f"""
+            device=$(weir attach {DISK} -f raw --{way}) place=/run/weir/attached/disk
+            kill_keeper() {{
+                kill -KILL "$(sed -n 's/.*"keeper": \\([0-9]*\\).*/\\1/p' $place/attached.json)"
+            }}
+            numbers $device
+            more_numbers 8
+            for time in $(seq {self._kills}); do
+                pause 0.0$((time % 7))
+                case $((time % 3)) in
+                    0) kill_keeper ;;
+                    1) kill -KILL $(pidof_server) ;;
+                    2) kill_keeper; kill -KILL $(pidof_server) ;;
+                esac
+                [ $((time % 3)) = 1 ] || weir attach --recover
+                # So many that one of the eight threads has begun a round since.
+                more_numbers $((time % 5 + 9))
+            done
+            part ended
+            end_numbers
+            part others
+            weir detach disk
+            part left
+            left
+            stuck
+            part acknowledged
+            cat /tmp/reports
+            part found
+            check_numbers {DISK}
+        """)
+        return [
+            contains("the client", parts["ended"], "ok "),
+            nothing("what is left", parts["left"]),
+            kept(parts["acknowledged"], parts["found"]),
+        ]
+
+    def daemon_killed(self, way):
+        """A daemon that serves what is attached, killed and started again: the device has waited, and
+        --recover has the daemon serve it.
+        """
+        parts = self._parts(f"""
+            truncate -s 1M /tmp/small.raw
+            serve /tmp/small.raw --nbd unix:/tmp/daemon.sock --sandbox off
+            device=$(weir attach {DISK} -f raw --{way} --qmp unix:$qmp)
+            numbers $device
+            more_numbers 8
+            killed
+            serve /tmp/small.raw --nbd unix:/tmp/daemon.sock --sandbox off
+            weir attach --recover
+            more_numbers 8
+            part ended
+            end_numbers
+            part others
+            weir detach disk
+            stop
+            part left
+            left
+            stuck
+            part acknowledged
+            cat /tmp/reports
+            part found
+            check_numbers {DISK}
+        """)
+        return [
+            contains("the client", parts["ended"], "ok "),
+            nothing("what is left", parts["left"]),
+            kept(parts["acknowledged"], parts["found"]),
+        ]
