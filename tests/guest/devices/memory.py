@@ -1,0 +1,158 @@
+"""weir's block devices where memory is short: what is to be written back through them is more than
+weir may have, and its images lie on a file system of the same kernel.
+
+A deadlock would be weir, in want of memory, waiting for pages that only it can write. The case ends
+then after ten minutes of the guest's own clock, which takes no time where all wait.
+"""
+
+import re
+from pathlib import Path
+
+from outcome import fact, least
+
+SHELL = Path(__file__).with_name("devices.sh").read_text()
+# What docs/devices.md says is enough.
+GROUP_MIB = 256
+# On each device, files with a line and then the same bytes, so that no page of one is in its place
+# in another.
+FILES, FILE_MIB = 20, 8
+# Bits of the flags in /proc/PID/task/TID/stat that PR_SET_IO_FLUSHER sets: PF_MEMALLOC_NOIO and
+# PF_LOCAL_THROTTLE (linux/sched.h).
+FLUSHER = 0x0008_0000 | 0x0010_0000
+NODES = {"ublk": "/dev/ublkb0", "nbd": "/dev/nbd3"}
+CONFIG = """
+[disk.ublk]
+image = "/mnt/image/ublk.raw"
+format = "raw"
+cache = "{cache}"
+export = [{{ type = "ublk", number = 0 }}]
+
+[disk.nbd]
+image = "/mnt/image/nbd.raw"
+format = "raw"
+cache = "{cache}"
+export = [{{ type = "nbd-device", device = "/dev/nbd3" }}]
+"""
+# What the kernel keeps to be written back: all that there is, until it is asked for.
+DIRTY = {"dirty_bytes": 2000000000, "dirty_background_bytes": 1900000000, "dirty_writeback_centisecs": 0}
+CLEAN = """
+    echo $$ >$cgroups/cgroup.procs
+    # What waits for a device that is gone ends.
+    kill -KILL $weir 2>/dev/null
+    weir detach --force /dev/ublkb0 2>/dev/null
+    [ ! -e /sys/block/nbd3/pid ] || nbd-client -d /dev/nbd3 >/dev/null 2>&1
+    wait
+    umount /mnt/ublk /mnt/nbd 2>/dev/null
+    restore 2>/dev/null
+    rmdir $cgroups/short
+    umount /mnt/image && echo 0 >/sys/kernel/config/nullb/image/power
+    rmdir /sys/kernel/config/nullb/image
+    rm -f /tmp/random /tmp/synced /tmp/config.toml $log
+"""
+
+
+def flags(threads):
+    """Of each thread by which weir does I/O, of /proc/PID/task/TID/stat."""
+    return {
+        name: int(rest.split()[6])
+        for name, rest in re.findall(r"^\d+ \((.*)\) (.*)$", threads, re.MULTILINE)
+        if name.startswith(("worker", "iou-wrk"))
+    }
+
+
+class Memory:
+    """The cases."""
+
+    def __init__(self, full):
+        self.guest = None  # set when they run
+        # The images' pages are in the group too, or in nobody's.
+        self._caches = ("writeback", "none") if full else ("writeback",)
+
+    def cases(self):
+        """Name and function."""
+        for cache in self._caches:
+            yield f"memory is short: ublk and nbd, cache={cache}", lambda cache=cache: self.short(cache)
+
+    def short(self, cache):
+        """Two file systems are written to from outside of weir's group, and synced."""
+        save = " ".join(f"{name}=$(cat /proc/sys/vm/{name})" for name in DIRTY)
+        restore = "; ".join(f"echo ${name} >/proc/sys/vm/{name}" for name in DIRTY)
+        change = "; ".join(f"echo {value} >/proc/sys/vm/{name}" for name, value in DIRTY.items())
+        parts = self.guest.parts(
+            f"""{SHELL}
+            [ -e /dev/ublk-control ] || load ublk_drv
+            {save}
+            restore() {{ {restore}; }}
+            make_disk image 200 128 1024
+            mkdir -p /mnt/ublk /mnt/nbd $cgroups/short
+            echo {GROUP_MIB}M >$cgroups/short/memory.max
+            # Sparse, and so large that ext4 lets pages wait whose place it has not chosen yet.
+            truncate -s 1G /mnt/image/ublk.raw /mnt/image/nbd.raw
+            echo '{CONFIG.format(cache=cache)}' >/tmp/config.toml
+            echo $$ >$cgroups/short/cgroup.procs
+            serve --config /tmp/config.toml --memory 128M
+            echo $$ >$cgroups/cgroup.procs
+            mounted() {{
+                mount -t ext4 {NODES["ublk"]} /mnt/ublk
+                mount -t ext4 {NODES["nbd"]} /mnt/nbd
+            }}
+            mkfs.ext4 -q {NODES["ublk"]}
+            mkfs.ext4 -q {NODES["nbd"]}
+            mounted
+            dd if=/dev/urandom of=/tmp/random bs=1M count={FILE_MIB} 2>/dev/null
+            {change}
+            for number in $(seq -w {FILES}); do
+                for file in /mnt/ublk/$number /mnt/nbd/$number; do
+                    echo $number >$file
+                    dd if=/tmp/random of=$file bs=1M oflag=append conv=notrunc 2>/dev/null
+                done
+            done
+            part dirty
+            sed -n 's/^Dirty: *\\([0-9]*\\) kB/\\1/p' /proc/meminfo
+            part others
+            {{ sync; echo >/tmp/synced; }} &
+            syncing=$!
+            now; until=$((${{now%.*}} + 600))
+            until [ -e /tmp/synced ]; do
+                pause 0.1
+                now
+                [ ${{now%.*}} -lt $until ] || {{
+                    for task in /proc/$weir/task/* /proc/$syncing; do cat $task/status $task/stack; done
+                    exit 1
+                }}
+            done
+            umount /mnt/ublk /mnt/nbd
+            mounted
+            for number in $(seq -w {FILES}); do
+                for file in /mnt/ublk/$number /mnt/nbd/$number; do
+                    read -r line <$file
+                    [ $line = $number ]
+                    compare -i 3:0 $file /tmp/random
+                done
+            done
+            umount /mnt/ublk /mnt/nbd
+            part events
+            cat $cgroups/short/memory.events
+            part threads
+            cat /proc/$weir/task/*/stat
+            part others
+            stop
+            until_free {NODES["ublk"]}
+            until_free {NODES["nbd"]}
+            e2fsck -fn /mnt/image/ublk.raw
+            e2fsck -fn /mnt/image/nbd.raw
+            """,
+            CLEAN,
+        )
+        threads = flags(parts["threads"])
+        events = dict(line.split() for line in parts["events"].splitlines())
+        told = threads and all(word & FLUSHER == FLUSHER for word in threads.values())
+        checks = [
+            least("to be written back", int(parts["dirty"]) << 10, (GROUP_MIB + 50) << 20, "MB"),
+            fact("killed for want of memory", events["oom_kill"] == "0", events["oom_kill"], "0"),
+            fact("what the kernel knows of its threads", told, threads, "that they write back for others"),
+        ]
+        if cache == "writeback":
+            met = int(events["max"])
+            checks.append(fact("how often weir met its limit", met > 0, met, "at least once"))
+        return checks
