@@ -78,5 +78,5 @@ impl Lent {
 }
 
 fn whole(memory: &Memory) -> Place {
-    memory.place(START, memory.regions()[0].bytes() as usize).expect("all of it")
+    memory.place(START, memory.regions().next().expect("it has one").bytes() as usize).expect("all of it")
 }
