@@ -37,12 +37,14 @@ export = [{{ type = "nbd-device", device = "/dev/nbd3" }}]
 DIRTY = {"dirty_bytes": 2000000000, "dirty_background_bytes": 1900000000, "dirty_writeback_centisecs": 0}
 CLEAN = """
     echo $$ >$cgroups/cgroup.procs
-    # What waits for a device that is gone ends.
     kill -KILL $weir 2>/dev/null
-    weir detach --force /dev/ublkb0 2>/dev/null
+    # What waits for a device ends with it, and ublk's is removed once nothing of it is mounted.
+    weir detach --force /dev/ublkb0 2>/dev/null &
     [ ! -e /sys/block/nbd3/pid ] || nbd-client -d /dev/nbd3 >/dev/null 2>&1
+    until_no /dev/ublkb0
+    umount /mnt/ublk 2>/dev/null
+    umount /mnt/nbd 2>/dev/null
     wait
-    umount /mnt/ublk /mnt/nbd 2>/dev/null
     restore 2>/dev/null
     rmdir $cgroups/short
     umount /mnt/image && echo 0 >/sys/kernel/config/nullb/image/power
@@ -117,7 +119,8 @@ class Memory:
                 pause 0.1
                 now
                 [ ${{now%.*}} -lt $until ] || {{
-                    for task in /proc/$weir/task/* /proc/$syncing; do cat $task/status $task/stack; done
+                    cat $cgroups/short/memory.events
+                    grep . /proc/$weir/task/*/stack /proc/$syncing/stack
                     exit 1
                 }}
             done
