@@ -286,7 +286,8 @@ class Ublk:
             gone $numbered || echo it failed
             cat /tmp/numbered
             part others
-            until_no {NODE}
+            # Its number is free when the export has gone, which is after its node.
+            until ! ask '{{"execute":"query-block-exports"}}' | grep -q disk; do pause 0.02; done
             ask '{{"execute":"block-export-add","arguments":{{"type":"x-ublk","id":"again","node-name":"disk","writable":true}}}}'
             numbers {NODE}
             more_numbers 8
