@@ -259,6 +259,14 @@ class Ublk:
             part forced
             weir detach --force {NODE}
             ! wait $waiting
+            serve {DISK} --ublk
+            mkfs.ext4 -q {NODE}
+            mount -t ext4 {NODE} /mnt/d
+            dd if=/dev/urandom of=/mnt/d/file bs=64k count=16
+            killed
+            part mounted
+            weir detach --force {NODE}
+            ! grep /mnt/d /proc/mounts
             part after
             ls /dev/ublk*
             weir attach --list
@@ -266,6 +274,7 @@ class Ublk:
         return [
             contains("the list", parts["listed"], "ublk, lost"),
             contains("one that somebody uses", parts["used"], "in use: "),
+            fact("one that is mounted", not parts["mounted"].strip(), parts["mounted"], "mounted no more"),
             contains("nodes afterwards", parts["after"].split()[0], "/dev/ublk-control"),
             fact("and devices", NODE not in parts["after"], parts["after"], "none"),
         ]
