@@ -67,18 +67,25 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
         }
     };
     let Attached { device, mount, .. } = attached;
+    // A loop device goes with its last user, and its name may be another's at once.
+    let made = place.made_loop();
+    let has_gone = || made.as_ref().is_some_and(|made| made.device().is_none());
+    let ensure_unused = |except| match ensure_unused(device, except, force) {
+        Err(_) if has_gone() => Ok(()),
+        result => result,
+    };
     let mount = mount.as_ref().filter(|directory| Users::of(device).mounts.contains(directory));
-    ensure_unused(device, mount, force)?;
+    ensure_unused(mount)?;
     server::check_answers(attached, force)?;
     if let Some(directory) = mount.filter(|_| !force) {
         unmount(directory)?;
     }
-    if force {
+    if force && !has_gone() {
         host::unmount_everywhere(device);
     }
     if mount.is_some() {
         // Whoever has a copy of the mount, in a namespace of its own, writes through it still.
-        ensure_unused(device, None, force)?;
+        ensure_unused(None)?;
     }
     keeper::remove_loops(place);
     server::let_go(attached, place)?;
