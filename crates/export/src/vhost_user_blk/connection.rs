@@ -89,7 +89,7 @@ impl Connection {
 
     /// One that has come here, with a session that another process had.
     pub(super) fn taken_over(export: Arc<str>, arrived: Arrived) -> Self {
-        let Arrived { socket, session, outputs, inbox } = arrived;
+        let Arrived { socket, session, outputs, inbox, used_ns: _ } = arrived;
         let deadline = (inbox.filled > 0).then(|| reactor::now() + PATIENCE);
         Self { outputs, inbox: Inbox { deadline, ..inbox }, ..Self::new(export, socket, session) }
     }
@@ -114,10 +114,10 @@ impl Connection {
         self.session.wake(&mut self.outputs);
     }
 
-    /// The front end as another process can go on with it.
-    pub(super) fn told(&self) -> io::Result<Rested> {
+    /// The front end as another process can go on with it, and for how long it has used the disk.
+    pub(super) fn told(&self, used_ns: Option<u64>) -> io::Result<Rested> {
         let (bytes, descriptors) = self.inbox.told()?;
-        Ok(Rested { socket: self.socket.clone(), said: self.session.told()?, bytes, descriptors })
+        Ok(Rested { socket: self.socket.clone(), said: self.session.told()?, bytes, descriptors, used_ns })
     }
 
     /// What is to happen next. May be dropped while it waits, and called again: nothing is lost.
@@ -244,6 +244,8 @@ pub struct Rested {
     pub bytes: Vec<u8>,
     /// What came beside that.
     pub descriptors: Vec<OwnedFd>,
+    /// For how long it has used the disk, if it has: nanoseconds.
+    pub used_ns: Option<u64>,
 }
 
 /// A front end that has come from another process.
@@ -253,6 +255,8 @@ pub(super) struct Arrived {
     pub(super) session: Session,
     pub(super) outputs: VecDeque<Output>,
     pub(super) inbox: Inbox,
+    /// See [`Rested::used_ns`].
+    pub(super) used_ns: Option<u64>,
 }
 
 struct Received {

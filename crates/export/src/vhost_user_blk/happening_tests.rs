@@ -62,6 +62,33 @@ fn a_front_end_uses_the_disk_from_its_first_ring_on() {
 }
 
 #[test]
+fn whether_a_front_end_uses_the_disk_goes_over_with_it() {
+    real(async {
+        for begins in [false, true] {
+            let (server, _) = server_and_heard();
+            let front_end = FrontEnd::connect(&server).await;
+            if begins {
+                front_end.start(0, event(0), event(0)).await;
+            }
+            assert!(server.come_to_rest(Duration::from_secs(60)).await);
+            let (other, heard) = server_and_heard();
+            other.take_over(server.take_rested().expect("it is at rest")).expect("it is the same export");
+            let process = Process::of(&front_end.socket).expect("it is ours");
+            let nobody_else = FrontEnds::call("vm1", "/nowhere".into());
+            let serving = spawn_joinable(Arc::clone(&other).serve(nobody_else, Threads::Here));
+            other.wait_while(|other| other.connections() == 0).await;
+            rustix::net::shutdown(&front_end.socket, rustix::net::Shutdown::Both).expect("it is a socket");
+            other.wait_while(|other| other.connections() > 0).await;
+            other.close();
+            serving.await.expect("it ends in order");
+            let went = format!("vm1: {process} went");
+            assert_eq!(heard.news(), if begins { vec![went] } else { vec![] });
+            front_end.served.await;
+        }
+    });
+}
+
+#[test]
 fn a_front_end_at_fault_is_told_of_with_what_it_did() {
     real(async {
         for begins in [false, true] {

@@ -180,10 +180,10 @@ impl Server {
     /// # Errors
     /// It is not one of this export: see [`Session::heard`].
     pub fn take_over(&self, rested: Rested) -> Result<(), Refusal> {
-        let Rested { socket, said, bytes, descriptors } = rested;
+        let Rested { socket, said, bytes, descriptors, used_ns } = rested;
         let (session, outputs) = Session::heard(self.device.offer(), said)?;
         let inbox = Inbox::of(bytes, descriptors)?;
-        *self.arrived() = Some(Arrived { socket, session, outputs, inbox });
+        *self.arrived() = Some(Arrived { socket, session, outputs, inbox, used_ns });
         Ok(())
     }
 
@@ -266,7 +266,9 @@ impl Server {
         let arrived = self.arrived().take();
         self.silent.store(arrived.is_none(), SeqCst);
         // Whoever has come from another process was told of there.
-        let began = arrived.is_some().then(reactor::now);
+        let used_ns = arrived.as_ref().and_then(|arrived| arrived.used_ns);
+        let before = |ns| Instant::from_nanos(reactor::now().as_nanos().saturating_sub(ns));
+        let began = used_ns.map(before);
         let connection = if let Some(arrived) = arrived {
             Connection::taken_over(Arc::clone(id), arrived)
         } else {
@@ -364,7 +366,7 @@ impl Attendance<'_> {
             _ => {}
         }
         if wanted && self.connection.is_at_rest() && !self.told {
-            match self.connection.told() {
+            match self.connection.told(self.began.map(|began| reactor::now().nanos_since(began))) {
                 Ok(rested) => {
                     (*self.server.rested(), self.told) = (Some(rested), true);
                     self.server.changed.notify(usize::MAX);

@@ -367,7 +367,7 @@ async fn give(
     let mut machines = Vec::new();
     for (id, server) in &still.machines {
         let Some(rested) = server.take_rested() else { continue };
-        let Rested { socket, said, bytes: begun, descriptors: with_begun } = rested;
+        let Rested { socket, said, bytes: begun, descriptors: with_begun, used_ns } = rested;
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
         let mut messages = Vec::new();
         for Said { code, payload, descriptors: with } in said {
@@ -378,7 +378,7 @@ async fn give(
         let sizes = Begun { bytes: begun.len(), descriptors: with_begun.len() };
         bytes.extend(begun);
         descriptors.extend(with_begun);
-        machines.push(StandingMachine { id: id.clone(), said: messages, begun: sizes });
+        machines.push(StandingMachine { id: id.clone(), said: messages, begun: sizes, used_ns });
     }
     let mut devices = Vec::new();
     for (id, host) in &still.hosts {

@@ -460,7 +460,7 @@ async fn take_up(
             .push((server, Rested { socket, tls: false, session, bytes: own.to_vec(), skip: client.skip }));
     }
     let mut machines = Vec::new();
-    for StandingMachine { id, said: messages, begun } in state.machines {
+    for StandingMachine { id, said: messages, begun, used_ns } in state.machines {
         let here = offered.iter().find(|offered| offered.id == id);
         let here = here.and_then(|offered| machine(inventory, offered));
         let (export, entrance) = here.context("a front end of an export that is not here")?;
@@ -474,7 +474,7 @@ async fn take_up(
         }
         let bytes = pieces.bytes(begun.bytes).context("a front end came without what it sent")?.to_vec();
         let descriptors = pieces.descriptors(begun.descriptors)?;
-        match machine.server.take_over(vhost_user_blk::Rested { socket, said, bytes, descriptors }) {
+        match machine.server.take_over(vhost_user_blk::Rested { socket, said, bytes, descriptors, used_ns }) {
             Ok(()) => machines.push(export.id.clone()),
             Err(why) if why.is_of_its_files() => {
                 let what = "its machine is disconnected: memory that it has lent is no longer there";

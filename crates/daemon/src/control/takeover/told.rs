@@ -345,6 +345,8 @@ pub(super) struct StandingMachine {
     pub(super) said: Vec<Message>,
     /// What has come of a message that is not whole.
     pub(super) begun: Begun,
+    /// For how long it has used the disk, if it has: nanoseconds.
+    pub(super) used_ns: Option<u64>,
 }
 
 /// The beginning of a message.

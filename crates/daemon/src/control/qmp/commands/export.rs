@@ -164,22 +164,21 @@ impl Nbd {
     fn serving(&self, inventory: &Inventory) -> Result<Rc<Serving>, Error> {
         let servers = inventory.servers();
         let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>();
-        match &self.listen {
-            Some(address) => {
+        let none = "NBD server not running (start weir with --nbd ADDRESS, or export the disk another way)";
+        match (&self.listen, &*servers) {
+            (_, []) => Err(Error::generic(none)),
+            (Some(address), _) => {
                 servers.iter().find(|serving| serving.address() == *address).cloned().ok_or_else(|| {
                     let addresses = addresses();
                     let known: Vec<_> = addresses.iter().map(String::as_str).collect();
                     Error::not_accepted("x-weir-listen", &shown(address), &known)
                 })
             }
-            None => match &*servers {
-                [] => Err(Error::generic("NBD server not running")),
-                [only] => Ok(Rc::clone(only)),
-                _ => Err(Error::rule(
-                    "x-weir-listen",
-                    format!("is missing, and there are several servers ({})", addresses().join(", ")),
-                )),
-            },
+            (None, [only]) => Ok(Rc::clone(only)),
+            (None, _) => Err(Error::rule(
+                "x-weir-listen",
+                format!("is missing, and there are several servers ({})", addresses().join(", ")),
+            )),
         }
     }
 }
