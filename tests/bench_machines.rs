@@ -110,6 +110,11 @@ fn a_second_export_at_a_socket_is_told_of_the_first() {
     let rule = "the export v is there already (give each export a place of its own)";
     assert_eq!(why, format!("unix:{}: {rule}", text(&socket)));
     bench("-c 10", &format!("vhost-user:{}", text(&socket))).succeeds();
+    // That it has gone weir hears a moment later.
+    let is_used = |export: &Value| export["id"] == "v" && export["connections"] != 0;
+    while qmp.command("x-weir-query-status", json!({}))["exports"].as_array().unwrap().iter().any(is_used) {
+        thread::yield_now();
+    }
     qmp.command("block-export-del", json!({ "id": "v" }));
     let log = weir.stop();
     assert_says(&log, &["an export was added export=v disk=d at=", "an export was removed export=v"]);
