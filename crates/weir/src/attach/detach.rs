@@ -67,25 +67,21 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
         }
     };
     let Attached { device, mount, .. } = attached;
-    // A loop device goes with its last user, and its name may be another's at once.
+    // The keeper takes what is written down of it away as soon as it has gone.
     let made = place.made_loop();
-    let has_gone = || made.as_ref().is_some_and(|made| made.device().is_none());
-    let ensure_unused = |except| match ensure_unused(device, except, force) {
-        Err(_) if has_gone() => Ok(()),
-        result => result,
-    };
+    let made = made.as_ref();
     let mount = mount.as_ref().filter(|directory| Users::of(device).mounts.contains(directory));
-    ensure_unused(mount)?;
+    ensure_unused(device, made, mount, force)?;
     server::check_answers(attached, force)?;
     if let Some(directory) = mount.filter(|_| !force) {
         unmount(directory)?;
     }
-    if force && !has_gone() {
+    if force && made.is_none_or(|made| made.device().is_some()) {
         host::unmount_everywhere(device);
     }
     if mount.is_some() {
         // Whoever has a copy of the mount, in a namespace of its own, writes through it still.
-        ensure_unused(None)?;
+        ensure_unused(device, made, None, force)?;
     }
     keeper::remove_loops(place);
     server::let_go(attached, place)?;
@@ -98,15 +94,20 @@ pub(crate) fn detach(place: &Place, attached: &Attached, force: bool) -> anyhow:
     place.wait()
 }
 
-fn ensure_unused(device: &Path, except: Option<&PathBuf>, force: bool) -> anyhow::Result<()> {
-    match users(device, except) {
+fn ensure_unused(
+    device: &Path,
+    made: Option<&host::Loop>,
+    except: Option<&PathBuf>,
+    force: bool,
+) -> anyhow::Result<()> {
+    match users(device, made, except) {
         users if users.is_empty() || force => Ok(()),
         users => Err(anyhow!("in use: {users} ({IN_USE})")),
     }
 }
 
 /// Who uses a device, and not only for a while. Says so where that may take longer.
-pub(super) fn users(device: &Path, except: Option<&PathBuf>) -> Users {
+pub(super) fn users(device: &Path, made: Option<&host::Loop>, except: Option<&PathBuf>) -> Users {
     let tell = || {
         say(&format!(
             "{}: the kernel has it, such as a file system that is still being unmounted: waiting for that, {} s at most",
@@ -114,7 +115,7 @@ pub(super) fn users(device: &Path, except: Option<&PathBuf>) -> Users {
             lasting::WRITING_BACK.as_secs()
         ));
     };
-    lasting::users_after_writing_back(device, except, tell)
+    lasting::users_after_writing_back(device, made, except, tell)
 }
 
 fn unmount(directory: &Path) -> anyhow::Result<()> {
@@ -137,7 +138,7 @@ fn remove(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
             None => Err(anyhow!(IN_BETWEEN)),
         };
     }
-    ensure_unused(what, None, force)?;
+    ensure_unused(what, None, None, force)?;
     match lost::remove(what)? {
         true => Ok(()),
         false => Err(anyhow!("nothing is attached under this name (`weir attach --list` shows what is)")),

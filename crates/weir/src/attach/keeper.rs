@@ -214,7 +214,8 @@ impl Made {
     /// What it hears next; `None` once nobody has the device whose file system was unmounted.
     fn next(&mut self, attached: &Attached) -> Option<Event> {
         while let Some(since) = self.unmounted {
-            let users = lasting_users(&attached.device, None);
+            let made = self.kept.as_ref().and_then(|(place, _)| place.made_loop());
+            let users = lasting_users(&attached.device, made.as_ref(), None);
             if users.is_empty() {
                 return None;
             }

@@ -9,6 +9,8 @@ use std::{
 
 use daemon::users::Users;
 
+use super::host::Loop;
+
 /// How soon a device is looked at again that is about to be free.
 const LOOK: Duration = Duration::from_millis(20);
 /// The longer it takes, the more seldom, but at least so often.
@@ -20,7 +22,8 @@ const GLANCE: Duration = Duration::from_secs(2);
 pub(super) const WRITING_BACK: Duration = Duration::from_secs(60);
 
 /// Who uses a device besides what is mounted at `except`, once those have gone who only pass.
-pub(super) fn lasting_users(device: &Path, except: Option<&PathBuf>) -> Users {
+/// Nobody where it was the loop device that was `made` and has gone: its name may be another's.
+pub(super) fn lasting_users(device: &Path, made: Option<&Loop>, except: Option<&PathBuf>) -> Users {
     let began = Instant::now();
     loop {
         let mut users = Users::of(device);
@@ -33,6 +36,9 @@ pub(super) fn lasting_users(device: &Path, except: Option<&PathBuf>) -> Users {
             if users.claimed && users.mounts.is_empty() && users.holders.is_empty() {
                 users = users.with_inmates();
             }
+        }
+        if made.is_some_and(|made| made.device().is_none()) {
+            return Users::default();
         }
         let is_over = users.is_empty() || stays || began.elapsed() >= GLANCE;
         if is_over && users.are_of(device) {
@@ -47,12 +53,13 @@ pub(super) fn lasting_users(device: &Path, except: Option<&PathBuf>) -> Users {
 /// waited for.
 pub(super) fn users_after_writing_back(
     device: &Path,
+    made: Option<&Loop>,
     except: Option<&PathBuf>,
     tell: impl FnOnce(),
 ) -> Users {
     let (began, mut tell) = (Instant::now(), Some(tell));
     loop {
-        let users = lasting_users(device, except);
+        let users = lasting_users(device, made, except);
         if users.is_empty() || !users.is_only_claimed() || began.elapsed() >= WRITING_BACK {
             return users;
         }

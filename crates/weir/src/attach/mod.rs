@@ -350,7 +350,7 @@ pub(crate) fn let_go(device: &Path) -> anyhow::Result<bool> {
     if let Some((place, attached)) = find(device)? {
         return detach::detach(&place, &attached, false).map(|()| true);
     }
-    let users = detach::users(device, None);
+    let users = detach::users(device, None, None);
     ensure!(users.is_empty(), "in use: {users} (end that first)");
     Ok(false)
 }

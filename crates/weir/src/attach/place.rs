@@ -314,7 +314,7 @@ impl Place {
 
     /// Who still uses a file system that is mounted no more.
     fn inmates(&self) -> Option<Users> {
-        let users = lasting_users(&self.attached()?.device, None);
+        let users = lasting_users(&self.attached()?.device, self.made_loop().as_ref(), None);
         (users.claimed && users.mounts.is_empty() && users.holders.is_empty()).then_some(users)
     }
 
