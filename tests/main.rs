@@ -49,6 +49,7 @@ mod libnbd;
 mod limits;
 mod live;
 mod locking;
+mod logging;
 mod machines;
 mod measuring;
 mod metrics;

@@ -300,6 +300,13 @@ impl Disk {
         if self.may_hold() {
             return Box::pin(self.read_or_hold(pass, offset, target, true)).await;
         }
+    /// As [`Disk::admit`], for what can wait no longer: it is charged, and what comes after it waits
+    /// until the limits have made up for it.
+    pub fn admit_anyway(&self, direction: Direction, cost: &Cost) -> Pass {
+        self.member.admit_anyway(direction, cost);
+        Pass { requests: cost.requests(), patience: None, times: self.clock().map(Times::at), lengths: None }
+    }
+
         let length = target.len() as u64;
         let result = self.prefetched(&pass, offset, target).await;
         self.ended(Operation::Read, (offset, length), &pass, result)

@@ -19,9 +19,16 @@ impl Seldom {
     /// How many were left out since the last line, if there may be one now; otherwise this one is
     /// left out too.
     pub fn line(&self, now: Instant) -> Option<u64> {
+        self.line_of(now, 1)
+    }
+
+    /// The same, with so many at once before it is one a second: for what is rare by itself, and
+    /// wanted in full.
+    pub fn line_of(&self, now: Instant, at_once: u64) -> Option<u64> {
         let (now_ns, next_ns) = (now.as_nanos(), self.next_ns.load(Relaxed));
-        let may = now_ns >= next_ns
-            && self.next_ns.compare_exchange(next_ns, now_ns + SECOND_NS, Relaxed, Relaxed).is_ok();
+        let after = next_ns.max(now_ns) + SECOND_NS;
+        let may = now_ns + at_once * SECOND_NS >= after
+            && self.next_ns.compare_exchange(next_ns, after, Relaxed, Relaxed).is_ok();
         if may {
             return Some(self.left_out.swap(0, Relaxed));
         }
@@ -40,5 +47,16 @@ mod tests {
         let at = |ms: u64| seldom.line(Instant::from_nanos(ms * 1_000_000));
         assert_eq!((at(0), at(1), at(999)), (Some(0), None, None));
         assert_eq!((at(1000), at(1500), at(5000)), (Some(2), None, Some(1)));
+    }
+
+    #[test]
+    fn a_few_at_once_are_told_in_full() {
+        let seldom = Seldom::default();
+        let at = |ms: u64| seldom.line_of(Instant::from_nanos(ms * 1_000_000), 3);
+        assert_eq!(
+            [at(5000), at(5000), at(5001), at(5002), at(5999)],
+            [Some(0), Some(0), Some(0), None, None]
+        );
+        assert_eq!([at(6000), at(6001), at(9000), at(9000)], [Some(2), None, Some(1), Some(0)]);
     }
 }

@@ -3,6 +3,8 @@
 //! Where standard error is the journal's (`JOURNAL_STREAM`, systemd.exec(5)), a line begins with
 //! its priority (sd-daemon(3)), and a line for people has no time: the journal has one.
 
+mod file;
+
 use std::{
     env,
     fmt::{self, Display},
@@ -13,6 +15,7 @@ use std::{
     },
 };
 
+use file::LogFile;
 use nix::sys::stat::fstat;
 use settings::{LogFormat, LogSettings};
 use tracing::{Event, Level, Subscriber};
@@ -26,12 +29,15 @@ use tracing_subscriber::{
 
 /// Starts the log for the rest of the process's life. Only the first call counts.
 pub fn start(settings: &LogSettings) {
+    let format = settings.format;
     let log = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::new(&settings.filter))
-        .with_writer(stderr)
+        .with_writer(move || LogFile(format))
+        // To standard error, of which it would panic there.
+        .log_internal_errors(false)
         .with_ansi(stderr().is_terminal());
     // A second start, as in tests, leaves the first log in place.
-    let _ = match (settings.format, is_journal()) {
+    let _ = match (format, is_journal()) {
         (LogFormat::Text, false) => log.finish().with(Warnings).try_init(),
         (LogFormat::Text, true) => {
             log.without_time().map_event_format(Prioritised).finish().with(Warnings).try_init()
@@ -87,12 +93,13 @@ pub(crate) struct Priority(u8);
 
 impl Priority {
     pub(crate) const ERROR: Self = Self(3);
+    const WARNING: Self = Self(4);
     pub(crate) const NOTICE: Self = Self(5);
 
     fn of(level: Level) -> Self {
         match level {
             Level::ERROR => Self::ERROR,
-            Level::WARN => Self(4),
+            Level::WARN => Self::WARNING,
             Level::INFO => Self(6),
             Level::DEBUG | Level::TRACE => Self(7),
         }

@@ -230,6 +230,18 @@ pub fn linger() {
     });
 }
 
+/// Says that this task has worked for as long as many others do together: before the next one runs,
+/// what has completed is looked at. For whoever does as much as a stranger asks for.
+///
+/// No effect in simulation.
+pub fn was_long() {
+    with_current(|reactor| {
+        if let Driver::Uring(uring) = &reactor.driver {
+            uring.was_long();
+        }
+    });
+}
+
 /// Runs `f` on a thread of its own and waits for it: for system calls that block and that io_uring
 /// lacks (SEEK_HOLE, opening a file). In simulation it runs in place.
 pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {

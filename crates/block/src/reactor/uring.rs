@@ -123,6 +123,8 @@ pub(super) struct Uring {
     typical_gap_ns: Cell<u64>,
     /// Somebody said that nothing is urgent, since the last wait.
     linger: Cell<bool>,
+    /// A task has said that it was long: the turn's tasks end with it.
+    long: Cell<bool>,
     /// What [`Uring::recently`] answers during this turn, once it was asked.
     recent: Cell<Option<Instant>>,
     /// The kernel can wait for a time and for completions at once (6.12 on).
@@ -154,6 +156,7 @@ impl Uring {
             polling,
             typical_gap_ns: Cell::new(u64::MAX),
             linger: Cell::new(false),
+            long: Cell::new(false),
             recent: Cell::new(None),
             can_linger,
             held_back: Cell::new(0),
@@ -170,6 +173,9 @@ impl Uring {
         for _ in 0..TASKS_PER_TURN {
             let Some(runnable) = reactor.executor.pop() else { break };
             runnable.run();
+            if uring.long.take() {
+                break;
+            }
         }
         let next_timer = fire_timers(reactor);
         uring.arm_event(reactor);
@@ -192,6 +198,10 @@ impl Uring {
 
     pub(super) fn linger(&self) {
         self.linger.set(self.can_linger);
+    }
+
+    pub(super) fn was_long(&self) {
+        self.long.set(true);
     }
 
     /// Submits what is queued and lets the kernel finish what is complete; waits as told.

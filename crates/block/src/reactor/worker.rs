@@ -113,7 +113,7 @@ mod tests {
     use super::*;
     use crate::{
         buffer::Buffer,
-        reactor::{op, uring::TASKS_PER_TURN, yield_now},
+        reactor::{op, uring::TASKS_PER_TURN, was_long, yield_now},
     };
 
     /// A worker of which one party has a thousand tasks that never wait; and how often they ran.
@@ -125,6 +125,11 @@ mod tests {
 
     impl Busy {
         fn start() -> Self {
+            Self::doing(|| {})
+        }
+
+        /// Each time one of them runs it does this.
+        fn doing(what: fn()) -> Self {
             let worker = Worker::start("busy", Polling::Off).expect("a thread");
             let (turns, over) = (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
             let party = Party::new();
@@ -133,6 +138,7 @@ mod tests {
                 worker.spawn_as(party, move || async move {
                     while !over.load(Relaxed) {
                         turns.fetch_add(1, Relaxed);
+                        what();
                         yield_now().await;
                     }
                 });
@@ -166,18 +172,28 @@ mod tests {
         assert!((99..=101).contains(&turns), "{turns} turns of the other party within 100");
     }
 
-    #[test]
-    fn a_completion_waits_for_few_tasks_of_another_party() {
-        const BYTES: usize = 100;
+    /// How many turns of another party pass while so many operations complete, one after the other.
+    fn turns_within_operations(busy: Busy, count: usize) -> usize {
         let (ours, mut theirs) = UnixStream::pair().expect("sockets");
-        theirs.write_all(&[7; BYTES]).expect("there is room");
-        let turns = Busy::start().turns_during(|| async move {
+        theirs.write_all(&vec![7; count]).expect("there is room");
+        busy.turns_during(move || async move {
             let socket = op::Fd::from(ours);
-            for _ in 0..BYTES {
+            for _ in 0..count {
                 let (received, _) = op::receive(&socket, Buffer::new(1), 0).await;
                 assert_eq!(received.expect("it was sent"), 1);
             }
-        });
-        assert!(turns <= 2 * BYTES * TASKS_PER_TURN, "{turns} turns within {BYTES} operations");
+        })
+    }
+
+    #[test]
+    fn a_completion_waits_for_few_tasks_of_another_party() {
+        let turns = turns_within_operations(Busy::start(), 100);
+        assert!(turns <= 2 * 100 * TASKS_PER_TURN, "{turns} turns within 100 operations");
+    }
+
+    #[test]
+    fn a_completion_waits_for_one_long_task_of_another_party() {
+        let turns = turns_within_operations(Busy::doing(was_long), 100);
+        assert!(turns <= 4 * 100, "{turns} turns within 100 operations");
     }
 }

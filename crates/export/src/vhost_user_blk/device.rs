@@ -8,12 +8,16 @@ use std::{
     pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+        atomic::{
+            AtomicBool, AtomicU64,
+            Ordering::{Relaxed, SeqCst},
+        },
     },
     task::{Context, Poll},
 };
 
 use block::{buffer::guest_copies, disk::Disk, reactor, seldom::Seldom, storage::Durability};
+use event_listener::{Event, EventListener};
 use pin_project_lite::pin_project;
 use policy::time::Instant;
 
@@ -23,6 +27,10 @@ use super::{
     happening::{Happening, Told},
 };
 use crate::virtio::block::{self as requests, ID_BYTES, RangeLimits};
+
+/// A guest switches its cache once or twice as it starts; one that does it all day is told of
+/// seldom.
+const SWITCHES_AT_ONCE: u64 = 16;
 
 /// A disk as virtual machines are offered it.
 #[derive(Clone, Debug)]
@@ -49,7 +57,12 @@ pub(super) struct Device {
     requests_before: AtomicU64,
     /// It was said of this front end that its memory may not be shared.
     pub(super) is_doubted: AtomicBool,
+    /// Another process waits until the front end is at rest.
+    resting: AtomicBool,
+    /// That has changed.
+    rests: Event,
     no_events: Seldom,
+    switches: Seldom,
     pub(super) broken_rings: Seldom,
     /// Those that were told of and are not served again, and since when.
     broken: Mutex<BTreeMap<u16, Instant>>,
@@ -64,9 +77,9 @@ impl Device {
     pub(super) fn new(export: Export) -> Self {
         let cache = || AtomicBool::new(export.offer.write_cache);
         let (write_cache, chosen_write_cache) = (cache(), cache());
-        let (no_events, broken_rings, broken) = Default::default();
+        let (no_events, switches, broken_rings, broken) = Default::default();
         let (kicks, calls, requests, in_flight, copies) = Default::default();
-        let (requests_before, is_doubted) = Default::default();
+        let (requests_before, is_doubted, resting) = Default::default();
         Self {
             export,
             told: None,
@@ -74,7 +87,10 @@ impl Device {
             chosen_write_cache,
             requests_before,
             is_doubted,
+            resting,
+            rests: Event::new(),
             no_events,
+            switches,
             broken_rings,
             broken,
             kicks,
@@ -83,6 +99,21 @@ impl Device {
             in_flight,
             copies,
         }
+    }
+
+    /// Has the front end come to rest, or go on.
+    pub(super) fn rest(&self, is_to: bool) {
+        self.resting.store(is_to, SeqCst);
+        self.rests.notify(usize::MAX);
+    }
+
+    pub(super) fn is_resting(&self) -> bool {
+        self.resting.load(SeqCst)
+    }
+
+    /// Until that is told another time.
+    pub(super) fn rests(&self) -> EventListener {
+        self.rests.listen()
     }
 
     pub(super) fn told_to(self, told: Arc<dyn Told>) -> Self {
@@ -123,8 +154,11 @@ impl Device {
     /// chosen nothing.
     pub(super) fn set_write_cache(&self, negotiated: bool, chosen: bool) {
         self.write_cache.store(negotiated, Relaxed);
-        if self.chosen_write_cache.swap(chosen, Relaxed) != chosen {
-            tracing::info!(export = %self.export.id, write_cache = chosen, "the guest switched the write cache");
+        let is_news = self.chosen_write_cache.swap(chosen, Relaxed) != chosen;
+        let line = || self.switches.line_of(reactor::recently(), SWITCHES_AT_ONCE);
+        if let Some(left_out) = is_news.then(line).flatten() {
+            let export = &self.export.id;
+            tracing::info!(%export, write_cache = chosen, left_out, "the guest switched the write cache");
         }
     }
 

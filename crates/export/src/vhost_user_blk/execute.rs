@@ -170,14 +170,33 @@ impl Queue {
     /// Waits for the disk's limits; `None` as in [`Queue::unless_over`], or if the
     /// guest's memory is lost.
     pub(super) async fn admit(&self, direction: Direction, cost: Cost, must_go: bool) -> Option<Pass> {
-        let pass = self.unless_over(self.device.disk().admit(direction, cost), must_go).await;
+        let pass = match must_go {
+            true => Box::pin(self.admit_in_the_end(direction, cost)).await,
+            false => self.unless_over(self.device.disk().admit(direction, cost), false).await,
+        };
         let pass = pass.filter(|_| !self.is_lost());
         pass.map(|pass| pass.while_awaited(&self.patience))
+    }
+
+    /// The same for a request that cannot go back: it waits for its limits, unless another process
+    /// waits for the export. Then it passes at once, and what comes after it pays for it there. A
+    /// guest cannot have this happen, as it could reset its device: so that is no way around limits.
+    async fn admit_in_the_end(&self, direction: Direction, cost: Cost) -> Option<Pass> {
+        let disk = self.device.disk();
+        let is_over = || self.is_abandoned() || self.device.is_resting();
+        match self.unless(disk.admit(direction, cost.clone()), is_over).await {
+            None if !self.is_abandoned() => Some(disk.admit_anyway(direction, &cost)),
+            passed => passed,
+        }
     }
 
     /// Waits for what a request needs; `None` if the queue stops meanwhile, or, where the request
     /// must be carried out, once nobody is there any more.
     pub(super) async fn unless_over<T>(&self, wanted: impl Future<Output = T>, must_go: bool) -> Option<T> {
+        self.unless(wanted, || if must_go { self.is_abandoned() } else { self.is_stopping() }).await
+    }
+
+    async fn unless<T>(&self, wanted: impl Future<Output = T>, is_over: impl Fn() -> bool) -> Option<T> {
         let mut wanted = pin!(wanted);
         // Made only for a request that has to wait.
         let mut stop = None;
@@ -186,8 +205,7 @@ impl Queue {
                 return Poll::Ready(Some(had));
             }
             loop {
-                let is_over = if must_go { self.is_abandoned() } else { self.is_stopping() };
-                if is_over {
+                if is_over() {
                     return Poll::Ready(None);
                 }
                 let stop_now = stop.get_or_insert_with(|| self.stop.listen());

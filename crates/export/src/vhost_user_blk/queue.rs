@@ -54,6 +54,10 @@ use block::{
 const MOST_TAKEN: usize = 256;
 /// Descriptors that are read in one go: two of the longest chains.
 const MOST_DESCRIPTORS: usize = 2 * MAX_DESCRIPTORS;
+/// More than so many keep the thread busy for as long as dozens of small requests do. A machine
+/// that makes its chains as long as it can would otherwise take a turn of tasks for milliseconds,
+/// and the completions of its neighbours wait.
+const MANY_DESCRIPTORS: usize = 512;
 
 /// Chains whose headers are on their way from another processor's cache while the next are taken.
 const FETCHED: usize = 16;
@@ -281,6 +285,9 @@ impl Queue {
             }
         }
         drop(ring);
+        if descriptors > MANY_DESCRIPTORS {
+            reactor::was_long();
+        }
         if taken > 0 {
             self.in_flight.set(self.in_flight.get() + taken);
             self.device.in_flight.fetch_add(taken as u64, Relaxed);
@@ -414,7 +421,17 @@ impl Queue {
     }
 
     async fn obey(self: Rc<Self>, orders: async_channel::Receiver<Order>) {
-        while let Ok(order) = orders.recv().await {
+        loop {
+            let rests = self.device.rests();
+            if self.device.is_resting() {
+                // It may have stopped before, and then nobody orders it to.
+                self.stop.notify(usize::MAX);
+            }
+            let order = match first(orders.recv(), rests).await {
+                First::One(Ok(order)) => order,
+                First::One(Err(_)) => break,
+                First::Other(()) => continue,
+            };
             match order {
                 Order::Stop { abandoned } => self.stop(abandoned),
                 Order::Memory(memory, places, _in_use) => self.set_memory(memory, places),

@@ -88,7 +88,6 @@ pub struct Server {
     silent: AtomicBool,
     queues: AtomicUsize,
     stopping: AtomicBool,
-    resting: AtomicBool,
     /// The front end that is connected, once it is at rest.
     rested: Mutex<Option<Rested>>,
     /// One that comes from another process, until it is served.
@@ -123,7 +122,6 @@ impl Server {
             silent: AtomicBool::new(false),
             queues: AtomicUsize::new(0),
             stopping: AtomicBool::new(false),
-            resting: AtomicBool::new(false),
             rested: Mutex::default(),
             arrived: Mutex::default(),
             changed: Event::new(),
@@ -149,7 +147,7 @@ impl Server {
             if let First::One(result) = first(serving, self.until_nobody_is_let_in()).await {
                 return result;
             }
-            self.wait_while(|server| server.resting.load(SeqCst) && !server.stopping.load(SeqCst)).await;
+            self.wait_while(|server| server.device.is_resting() && !server.stopping.load(SeqCst)).await;
         }
         Ok(())
     }
@@ -157,7 +155,7 @@ impl Server {
     /// Lets nobody in any more, and has the front end that is connected come to rest, for so long
     /// at most: its rings stop as if it had told them to. Whether it has.
     pub async fn come_to_rest(&self, patience: Duration) -> bool {
-        self.resting.store(true, SeqCst);
+        self.device.rest(true);
         self.changed.notify(usize::MAX);
         let at_rest = self.wait_while(|server| server.connections() > 0 && server.rested().is_none());
         reactor::timeout(patience, at_rest).await.is_ok()
@@ -170,7 +168,7 @@ impl Server {
 
     /// Goes on as before [`Server::come_to_rest`].
     pub fn go_on(&self) {
-        self.resting.store(false, SeqCst);
+        self.device.rest(false);
         *self.rested() = None;
         self.changed.notify(usize::MAX);
     }
@@ -248,7 +246,7 @@ impl Server {
     }
 
     async fn until_nobody_is_let_in(&self) {
-        let is_open = |server: &Self| !server.stopping.load(SeqCst) && !server.resting.load(SeqCst);
+        let is_open = |server: &Self| !server.stopping.load(SeqCst) && !server.device.is_resting();
         self.wait_while(|server| is_open(server) || server.connections() > 0).await;
     }
 
@@ -359,7 +357,7 @@ impl Attendance<'_> {
     /// As the server wants it now. Where no descriptor is left to tell another process of the front
     /// end, it stays.
     fn rest_or_wake(&mut self) {
-        let wanted = self.server.resting.load(SeqCst);
+        let wanted = self.server.device.is_resting();
         match (wanted, self.connection.is_resting()) {
             (true, false) => self.connection.rest(),
             (false, true) => self.connection.wake(),

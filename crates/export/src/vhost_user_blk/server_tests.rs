@@ -793,6 +793,40 @@ fn a_front_end_that_rests_is_not_served_and_goes_on() {
 }
 
 #[test]
+fn what_cannot_go_back_waits_for_no_limits_where_another_process_waits() {
+    real(async {
+        let mut limits = Limits::default();
+        *limits.limit_mut(LimitKind::IopsWrite) = Limit { rate: 1, ..Limit::NONE };
+        // At rest at once, or when the front end has told it to stop already.
+        for is_told in [false, true] {
+            let server = server(limits);
+            let mut front_end = FrontEnd::connect(&server).await;
+            let mut ring = front_end.start(0, event(0), event(0)).await;
+            let writes: Vec<_> =
+                (0..10).map(|number| front_end.request(&mut ring, 1, number * 100, &[1; 512])).collect();
+            // It has no limit: what is before it in the ring can no more go back.
+            let read = front_end.request(&mut ring, 0, 1, &[0; 512]);
+            ring.kick();
+            while front_end.data(read).1 == GUARD {
+                reactor::yield_now().await;
+            }
+            let waiting =
+                |front_end: &FrontEnd| writes.iter().filter(|at| front_end.data(**at).1 == GUARD).count();
+            assert!(waiting(&front_end) > 5);
+            if is_told {
+                front_end.send(code::GET_VRING_BASE, 1, &[0_u32, 0].map(u32::to_ne_bytes).concat(), &[]);
+                // It is read before what comes from the server.
+                reactor::sleep_until(reactor::now() + Duration::from_millis(1)).await;
+            }
+            assert!(server.come_to_rest(PATIENCE).await);
+            assert_eq!(waiting(&front_end), 0, "they are carried out");
+            assert_eq!(server.device.disk().throttle().stats().writes.requests, 10, "and are charged");
+            drop((front_end.socket, front_end.served));
+        }
+    });
+}
+
+#[test]
 fn a_message_that_is_half_there_goes_on_at_another_server() {
     real(async {
         let other = memfd_create("more", MemfdFlags::CLOEXEC).expect("a memfd");

@@ -103,3 +103,28 @@ fn limits_that_cannot_be_are_refused() {
     process.tree.fill(process.nodes[1], &full, Instant::ZERO).unwrap();
     assert_eq!(process.pass(Duration::from_secs(3600)), 0);
 }
+
+/// What a process that ends cannot keep waiting passes at once; what comes after it waits so much
+/// longer, there too.
+#[test]
+fn what_passed_at_the_end_is_paid_for_by_what_comes_after() {
+    let limits = [limits(100, 0, 0), limits(50, 0, 0)];
+    let mut first = Process::new(limits, Instant::from_nanos(7));
+    let at = Duration::from_secs(10);
+    let burst = first.pass(at);
+    let (now, cost) = (first.epoch + at, Cost::one(4096));
+    for _ in 0..200 {
+        first.tree.charge_anyway(first.nodes[1], Direction::Write, &cost, now);
+    }
+    assert_eq!(first.tree.stats(first.nodes[1], now).writes.requests, burst + 200);
+    let mut second = first.after(limits, Instant::from_nanos(1 << 40), at);
+    let mut passed = burst + 200;
+    for step in 1..=10_000 {
+        let at = at + STEP * step;
+        passed += second.pass(at);
+        // The disk's own, which is the scarcer.
+        let most = 50 * u64::from(step) / 1000 + burst;
+        assert!(passed <= most.max(burst + 200), "{passed} after {step} ms");
+    }
+    assert!((500 + burst - 1..=500 + burst).contains(&passed), "{passed} in 10 s");
+}

@@ -213,6 +213,13 @@ impl Member {
         None
     }
 
+    /// Charges a request that can wait no longer and passes in any case: those after it pay for it.
+    pub fn admit_anyway(&self, direction: Direction, cost: &Cost) {
+        if !self.seat.is_open() {
+            self.seat.charge(direction, cost, reactor::recently());
+        }
+    }
+
     /// Asks for requests to pass without waiting, one after the other, and charges those that do;
     /// `answer` is called for each, in a decision: it must not ask for anything here.
     pub fn admit_now(

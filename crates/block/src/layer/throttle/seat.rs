@@ -142,6 +142,12 @@ impl<K> Seat<K> {
         }
     }
 
+    /// Charges a request that passes in any case.
+    pub(super) fn charge(&self, direction: Direction, cost: &Cost, now: Instant) {
+        let place = self.lock();
+        place.arbiter.lock().tree().charge_anyway(place.node, direction, cost, now);
+    }
+
     /// Asks whether something may be read ahead, and charges it to what guests leave if so. See
     /// [`policy::throttle::Tree::spare`].
     pub(super) fn spare(&self, cost: &Cost, given_back: GivenBack, now: Instant) -> bool {

@@ -63,11 +63,7 @@ impl<T> Tree<T> {
     /// # Panics
     /// If the node has children: it is a group.
     pub fn pass(&mut self, disk: NodeId, direction: Direction, cost: &Cost, now: Instant) -> bool {
-        let slot = self.slot(disk);
-        assert!(
-            self.nodes[slot].schedule.as_ref().is_none_or(|schedule| schedule.is_childless()),
-            "requests are made of disks, not of groups"
-        );
+        let slot = self.slot_of_disk(disk);
         self.advance(now);
         let passes = self.nodes[slot].queue(direction).is_empty() && self.is_clear(slot, direction);
         if !passes {
@@ -82,6 +78,29 @@ impl<T> Tree<T> {
         self.charge(direction, cost, &(0..WHOLE));
         self.count(direction, cost, None);
         true
+    }
+
+    /// Charges a request of a disk that can wait no longer, whatever it finds. What comes after it
+    /// pays for it: buckets that it makes run over hold that up until they have leaked.
+    ///
+    /// # Panics
+    /// If the node has children: it is a group.
+    pub fn charge_anyway(&mut self, disk: NodeId, direction: Direction, cost: &Cost, now: Instant) {
+        let slot = self.slot_of_disk(disk);
+        self.advance(now);
+        self.follow_up(slot);
+        let _ = self.price(direction, cost);
+        self.charge(direction, cost, &(0..WHOLE));
+        self.count(direction, cost, None);
+    }
+
+    fn slot_of_disk(&self, disk: NodeId) -> usize {
+        let slot = self.slot(disk);
+        assert!(
+            self.nodes[slot].schedule.as_ref().is_none_or(|schedule| schedule.is_childless()),
+            "requests are made of disks, not of groups"
+        );
+        slot
     }
 
     /// The next thing to do; never [`Decision::Idle`] with anything waiting.
