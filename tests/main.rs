@@ -92,3 +92,4 @@ mod trace;
 mod tune;
 mod verify;
 mod wire;
+mod zeroes;

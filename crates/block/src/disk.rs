@@ -15,6 +15,7 @@
 mod failures;
 mod handover;
 mod takeover;
+mod zeroes;
 
 use std::sync::{
     Arc, OnceLock,
@@ -26,6 +27,7 @@ pub use failures::{ErrorPolicies, Errors, Failure, Failures, OnError, Patience};
 use handover::Handover;
 pub use handover::NotHeld;
 pub use takeover::NotTaken;
+pub use zeroes::DetectZeroes;
 
 use event_listener::Event;
 use policy::{
@@ -65,6 +67,7 @@ pub struct Disk {
     /// Where another process may have the image, in between.
     handover: Option<Handover>,
     discards: Discards,
+    detect_zeroes: DetectZeroes,
     cuts: Seldom,
     resized: Arc<Event>,
     recorded: Recorded,
@@ -171,6 +174,7 @@ impl Disk {
             memory: Account::new(Budget::process()),
             handover,
             discards: Discards::default(),
+            detect_zeroes: DetectZeroes::default(),
             cuts: Seldom::default(),
             resized: Arc::default(),
             recorded: Recorded::default(),
@@ -181,6 +185,16 @@ impl Disk {
     /// The same disk, with another answer to discards.
     pub fn with_discards(self, discards: Discards) -> Self {
         Self { discards, ..self }
+    }
+
+    /// The same disk, with another look at what is written.
+    pub fn with_detect_zeroes(self, detect_zeroes: DetectZeroes) -> Self {
+        Self { detect_zeroes, ..self }
+    }
+
+    /// Whether writes are looked at for zeroes.
+    pub fn detect_zeroes(&self) -> DetectZeroes {
+        self.detect_zeroes
     }
 
     /// The name in config, logs and exports.
@@ -286,6 +300,13 @@ impl Disk {
         Pass { requests, patience: None, times, lengths }
     }
 
+    /// As [`Disk::admit`], for what can wait no longer: it is charged, and what comes after it waits
+    /// until the limits have made up for it.
+    pub fn admit_anyway(&self, direction: Direction, cost: &Cost) -> Pass {
+        self.member.admit_anyway(direction, cost);
+        Pass { requests: cost.requests(), patience: None, times: self.clock().map(Times::at), lengths: None }
+    }
+
     /// Reads `length` bytes at `offset`; those that are in memory already are not read again. If
     /// several requests of a client fail together, which of them did is not known: each is to be
     /// tried by [`Disk::retry_read`].
@@ -300,13 +321,6 @@ impl Disk {
         if self.may_hold() {
             return Box::pin(self.read_or_hold(pass, offset, target, true)).await;
         }
-    /// As [`Disk::admit`], for what can wait no longer: it is charged, and what comes after it waits
-    /// until the limits have made up for it.
-    pub fn admit_anyway(&self, direction: Direction, cost: &Cost) -> Pass {
-        self.member.admit_anyway(direction, cost);
-        Pass { requests: cost.requests(), patience: None, times: self.clock().map(Times::at), lengths: None }
-    }
-
         let length = target.len() as u64;
         let result = self.prefetched(&pass, offset, target).await;
         self.ended(Operation::Read, (offset, length), &pass, result)
@@ -341,7 +355,10 @@ impl Disk {
 
     /// Whether reads and writes need not wait for anything but limits: see [`Disk::read_now`].
     pub fn is_instant(&self) -> bool {
-        !self.may_hold() && !self.prefetch.is_on() && self.image.is_instant()
+        !self.may_hold()
+            && !self.prefetch.is_on()
+            && self.detect_zeroes == DetectZeroes::Off
+            && self.image.is_instant()
     }
 
     /// As [`Disk::admit`], for requests that come together and might pass without waiting: tells of
@@ -399,6 +416,9 @@ impl Disk {
     pub async fn write(&self, pass: Pass, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         self.check_writable()?;
         let length = data.len() as u64;
+        if self.detect_zeroes != DetectZeroes::Off && data.is_zero() {
+            return Box::pin(self.write_seen_zeroes(&pass, (offset, length), durability)).await;
+        }
         if !self.may_hold() {
             let change = self.prefetch.change_begins(offset, length);
             let result = self.image.write(offset, data, durability).await;
@@ -445,12 +465,8 @@ impl Disk {
         options: ZeroOptions,
     ) -> Result<()> {
         self.check_writable()?;
-        let may_unmap = options.may_unmap && self.discards == Discards::Unmap;
-        let options = ZeroOptions { may_unmap, ..options };
-        let zero = async || {
-            self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await
-        };
-        self.done(Operation::WriteZeroes, (offset, length), &pass, zero).await
+        let options = ZeroOptions { may_unmap: self.may_unmap(options.may_unmap), ..options };
+        self.zero(Operation::WriteZeroes, &pass, (offset, length), options).await
     }
 
     /// Says that `length` bytes at `offset` are no longer needed; what they read as afterwards is

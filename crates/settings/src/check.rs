@@ -10,6 +10,7 @@ use std::{
 };
 
 use block::{
+    disk::{DetectZeroes, Discards},
     reactor::Polling,
     storage::{Format, rate::RateOptions},
 };
@@ -307,6 +308,13 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
         }
         (format, None) => format,
     };
+    let discard = disk.discard.as_ref().map(|said| said.value).unwrap_or_default();
+    let detect_zeroes = disk.detect_zeroes.as_ref();
+    if let Some(said) = detect_zeroes.filter(|said| said.value == DetectZeroes::Unmap)
+        && let (Some(ignored), Discards::Ignore) = (&disk.discard, discard)
+    {
+        return Err(said.wrong(format!("gives space back, and {} keeps it (say on instead)", ignored.place)));
+    }
     Ok(Disk {
         name: disk.name.value.clone(),
         description: disk.description.as_ref().map(value).unwrap_or_default(),
@@ -320,7 +328,8 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
         qcow2,
         prefetch: disk.prefetch.check()?,
         on_error: disk.on_error.check()?,
-        discard: disk.discard.as_ref().map(|said| said.value).unwrap_or_default(),
+        discard,
+        detect_zeroes: detect_zeroes.map(|said| said.value).unwrap_or_default(),
         read_only: disk.is_read_only(),
         force_share: disk.force_share.is_some(),
         handover: disk.handover.is_some(),

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use block::{
-    disk::Discards,
+    disk::{DetectZeroes, Discards},
     reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
@@ -38,6 +38,7 @@ pub struct DiskDraft {
     pub prefetch: PrefetchDraft,
     pub on_error: OnErrorDraft,
     pub discard: Option<Said<Discards>>,
+    pub detect_zeroes: Option<Said<DetectZeroes>>,
     pub read_only: bool,
     /// Where it was asked for, if it was.
     pub force_share: Option<Place>,

@@ -65,7 +65,7 @@ use std::{fmt, path::PathBuf, str::FromStr};
 pub use access::{Owner, SocketAccess, socket_mode};
 pub use address::{Address, socket};
 use block::{
-    disk::{Discards, ErrorPolicies},
+    disk::{DetectZeroes, Discards, ErrorPolicies},
     reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
@@ -87,7 +87,8 @@ pub use sandbox::Sandbox;
 pub use shares::{LimitsDraft, Settings, SettingsDraft};
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
 pub use units::{
-    Rule, connections, count, discards, duration, exact_size, long_duration, polling, read, size, workers,
+    Rule, connections, count, detect_zeroes, discards, duration, exact_size, long_duration, polling, read,
+    size, workers,
 };
 
 /// Everything `weir serve` is to do.
@@ -133,6 +134,8 @@ pub struct Disk {
     pub on_error: ErrorPolicies,
     /// What becomes of discards.
     pub discard: Discards,
+    /// Whether writes are looked at for zeroes.
+    pub detect_zeroes: DetectZeroes,
     /// Refuses writes.
     pub read_only: bool,
     /// Opens the image though somebody else writes to it.

@@ -5,7 +5,7 @@
 use std::{str::FromStr, time::Duration};
 
 use block::{
-    disk::Discards,
+    disk::{DetectZeroes, Discards},
     reactor::Polling,
     storage::{InvalidValue, parse_duration, parse_size},
 };
@@ -106,6 +106,12 @@ pub fn discards(text: &str) -> Result<Discards, String> {
         "ignore" => Ok(Discards::Ignore),
         _ => Err("is neither unmap nor ignore".to_owned()),
     }
+}
+
+/// Whether writes are looked at for zeroes: `off`, `on` or `unmap`.
+pub fn detect_zeroes(text: &str) -> Result<DetectZeroes, String> {
+    let found = DetectZeroes::ALL.into_iter().find(|mode| mode.name() == text);
+    found.ok_or_else(|| "is none of off, on, unmap".to_owned())
 }
 
 /// A set number of bytes, exact: `10M`, `1536M`, `1000`.

@@ -47,6 +47,7 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
         (Some("prefetch"), "MODE") => argument.add(words(["on", "off", "auto"])),
         (None, "MODE") if command[1] == "prefetch" => argument.add(words(["on", "off", "auto"])),
         (Some("discard"), "MODE") => argument.add(words(["unmap", "ignore"])),
+        (Some("detect-zeroes"), "MODE") => argument.add(words(["off", "on", "unmap"])),
         (Some("sandbox"), "MODE") => argument.add(words(["on", "require", "off"])),
         (Some("tls"), "MODE") => argument.add(words(["off", "on", "required"])),
         (Some("log-format"), "FORMAT") => argument.add(words(["text", "json"])),

@@ -115,8 +115,8 @@ impl FromArgMatches for DiskOptions {
 }
 
 /// Options that are said where the node is made; all others are settings of the disk.
-const OF_NODES: [&str; 7] =
-    ["format", "cache", "discard", "read-only", "force-share", "rbd-config", "rbd-user"];
+const OF_NODES: [&str; 8] =
+    ["format", "cache", "discard", "detect-zeroes", "read-only", "force-share", "rbd-config", "rbd-user"];
 /// What is said of its node alone.
 const OF_FORMATS: [&str; 5] = ["options", "snapshot", "secret-file", "reconnect-delay", "open-timeout"];
 
@@ -208,8 +208,10 @@ pub(crate) fn node(
             "--cache {mode}: is not to be had by a daemon's control socket (write the disk into the daemon's config file and `weir reload`; `weir attach` has --alone)"
         ),
     }
-    if let Some(mode) = value("discard") {
-        node["discard"] = json!(mode);
+    for key in ["discard", "detect-zeroes"] {
+        if let Some(mode) = value(key) {
+            node[key] = json!(mode);
+        }
     }
     for flag in ["read-only", "force-share"] {
         if option(flag).is_some() {

@@ -13,6 +13,10 @@ use smallvec::SmallVec;
 use super::Buffer;
 use crate::guest::Place;
 
+/// Bytes that are looked at in one go, where it is asked whether all are zero: what is not zero
+/// mostly shows in the first.
+const LOOK_BYTES: usize = 512;
+
 /// What this thread copied between guests' memory and its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Copies {
@@ -63,6 +67,22 @@ impl Segment {
     /// See [`Buffer::is_known_zero`]. Of a guest's memory nothing is known.
     pub fn is_known_zero(&self) -> bool {
         matches!(self, Self::Own(buffer) if buffer.is_known_zero())
+    }
+
+    /// Whether all bytes are zero now. A guest may change its own at once.
+    fn is_zero(&self) -> bool {
+        let is_zero = |bytes: &[u8]| bytes.iter().all(|&byte| byte == 0);
+        match self {
+            Self::Own(buffer) => buffer.is_known_zero() || buffer.chunks(LOOK_BYTES).all(is_zero),
+            Self::Guest(place) => {
+                let mut look = [0; LOOK_BYTES];
+                (0..place.bytes()).step_by(LOOK_BYTES).all(|at| {
+                    let look = &mut look[..LOOK_BYTES.min(place.bytes() - at)];
+                    place.read(at, look);
+                    is_zero(look)
+                })
+            }
+        }
     }
 
     /// The bytes, to look at: copied, where they are a guest's. Each call is another look at what
@@ -176,6 +196,12 @@ impl Segments {
     /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.0.iter().all(Segment::is_empty)
+    }
+
+    /// Whether all bytes are zero now, as far as they are a guest's. Looks no further than the first
+    /// that is not.
+    pub fn is_zero(&self) -> bool {
+        self.0.iter().all(Segment::is_zero)
     }
 
     /// The same data for another attempt: bytes of ours in buffers of their own, a guest's memory
@@ -517,6 +543,25 @@ mod tests {
         assert_eq!(mixed().joined()[..], *b"abcdefghijkl");
         assert_eq!(Segments::from(place(b"ab")).joined()[..], *b"ab");
         assert!(Segments::default().joined().is_empty());
+    }
+
+    #[test]
+    fn zeroes_are_seen_wherever_a_byte_is_not() {
+        let zeroes = || {
+            let mut segments = Segments::from(Buffer::zeroed(700));
+            segments.push(place(&[0; 1500]));
+            segments.push(Buffer::copy_of(&[0; 800]));
+            segments
+        };
+        assert!(zeroes().is_zero());
+        assert!(Segments::default().is_zero());
+        for at in [0, 1, 511, 512, 699, 700, 1211, 1212, 2199, 2200, 2999] {
+            let mut segments = zeroes();
+            let mut bytes = vec![0; 3000];
+            bytes[at] = 0x80;
+            segments.copy_from(&bytes);
+            assert!(!segments.is_zero(), "byte {at}");
+        }
     }
 
     #[test]

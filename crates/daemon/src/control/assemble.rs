@@ -172,7 +172,8 @@ pub(crate) fn disk(
     let named = || format!("disk {}", planned.name);
     let disk = Disk::new(&planned.name, image, planned.settings.of_disk(), group)
         .with_context(named)?
-        .with_discards(planned.discard);
+        .with_discards(planned.discard)
+        .with_detect_zeroes(planned.detect_zeroes);
     disk.failures().set_policies(planned.on_error);
     disk.prefetch().set(planned.prefetch).with_context(named)?;
     disk.reserve_memory().with_context(named)?;

@@ -5,7 +5,7 @@
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use block::{
-    disk::{Discards, Disk},
+    disk::{DetectZeroes, Discards, Disk},
     image::qcow2::CacheSettings,
     storage::CacheMode,
 };
@@ -62,6 +62,7 @@ pub(crate) struct StorageNode {
     /// Another daemon may take it over: see `--handover`.
     pub(crate) handover: bool,
     pub(crate) discards: Discards,
+    pub(crate) detect_zeroes: DetectZeroes,
 }
 
 /// A node below a disk, which has no life of its own but keeps its name from being given again.

@@ -294,6 +294,7 @@ impl Reader<'_> {
             write: section.value(crate::on_error::WRITE)?,
         };
         let discard = section.parse("discard", crate::discards)?;
+        let detect_zeroes = section.parse("detect-zeroes", crate::detect_zeroes)?;
         let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
         let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
         let handover = section.flag("handover")?.filter(|said| said.value).map(|said| said.place);
@@ -337,6 +338,7 @@ impl Reader<'_> {
             prefetch,
             on_error,
             discard,
+            detect_zeroes,
             read_only,
             force_share,
             handover,

@@ -142,7 +142,14 @@ fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyho
     say("cache", cache(arguments)?.or(image.cache.as_deref()));
     say("bitmap", arguments.bitmap.as_deref());
     say("snapshot", arguments.load_snapshot.as_deref().map(snapshot));
-    say("discard", Some(discard(arguments.discard.as_deref().or(image.discard.as_deref()))?));
+    let discard = discard(arguments.discard.as_deref().or(image.discard.as_deref()))?;
+    say("discard", Some(discard));
+    let looks = arguments.detect_zeroes.as_deref().or(image.detect_zeroes.as_deref());
+    let looks = choice("detect-zeroes", looks, &["off", "on", "unmap"])?;
+    if looks == Some("unmap") && discard == "ignore" {
+        bail!("--detect-zeroes=unmap gives space back, and discards are ignored (add --discard=unmap)");
+    }
+    say("detect-zeroes", looks.filter(|mode| *mode != "off"));
     let mut part = image.part;
     if let Some(offset) = &arguments.offset {
         settings::size(offset).map_err(|_| anyhow!("Invalid offset '{offset}'"))?;
@@ -152,11 +159,6 @@ fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyho
         say("options", Some(&part.join(",")));
     }
     choice("aio", arguments.aio.as_deref(), &["threads", "native", "io_uring"])?;
-    if let Some(mode @ ("on" | "unmap")) =
-        choice("detect-zeroes", arguments.detect_zeroes.as_deref(), &["off", "on", "unmap"])?
-    {
-        bail!("--detect-zeroes={mode}: is not to be had (leave it out: zeroes are written as they come)");
-    }
     words.extend(image.options);
     if arguments.read_only {
         words.push("--read-only".to_owned());
@@ -343,7 +345,8 @@ mod tests {
             ("--cache=x a", "Invalid cache mode `x'"),
             ("-n --cache=none a", "cannot be used with"),
             ("--discard=x a", "Invalid discard mode `x'"),
-            ("--detect-zeroes=on a", "--detect-zeroes=on: is not to be had"),
+            ("--detect-zeroes=x a", "Invalid detect-zeroes mode `x'"),
+            ("--detect-zeroes=unmap a", "add --discard=unmap"),
             ("--aio=x a", "Invalid aio mode `x'"),
             ("--image-opts -f raw driver=raw,file.filename=a", "--image-opts and -f are mutually exclusive"),
             ("--tls-creds t a", "No TLS credentials with id 't'"),

@@ -11,7 +11,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use block::layer::throttle::GroupSettings;
+use block::{disk::DetectZeroes, layer::throttle::GroupSettings};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use settings::{Door as DoorKind, Plan, Socket, VhostUserBlk, config};
@@ -89,6 +89,10 @@ impl Described {
             if discards == block::disk::Discards::Ignore {
                 keys.insert("discard".to_owned(), json!("ignore"));
             }
+        }
+        match running.disk.detect_zeroes() {
+            DetectZeroes::Off => {}
+            mode => drop(keys.insert("detect-zeroes".to_owned(), json!(mode.name()))),
         }
         let group = running.disk.throttle().group().map(|group| GroupThere {
             name: group.name().to_owned(),

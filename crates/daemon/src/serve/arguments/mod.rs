@@ -9,7 +9,7 @@ use std::{
 
 use super::steps::Steps;
 use block::{
-    disk::{Discards, OnError},
+    disk::{DetectZeroes, Discards, OnError},
     reactor::Polling,
     storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions},
 };
@@ -123,6 +123,10 @@ struct ImageArgs {
     /// zeroes are written [default: unmap]
     #[arg(long, value_name = "MODE", value_parser = settings::discards, conflicts_with = "config")]
     discard: Option<Discards>,
+    /// Look for writes of zeroes alone: on stores them as zeroes and not as bytes, unmap also gives
+    /// their space back, off writes what comes [default: off]
+    #[arg(long, value_name = "MODE", value_parser = settings::detect_zeroes, conflicts_with = "config")]
+    detect_zeroes: Option<DetectZeroes>,
     /// Ceph's config file, for images rbd:POOL/IMAGE [default: the one that Ceph finds]
     #[arg(long, value_name = "FILE", conflicts_with = "config")]
     rbd_config: Option<PathBuf>,
@@ -495,6 +499,7 @@ impl ImageArgs {
                 write: Said::option(on_error::WRITE, self.on_write_error),
             },
             discard: Said::option("discard", self.discard),
+            detect_zeroes: Said::option("detect-zeroes", self.detect_zeroes),
             read_only: self.read_only,
             force_share: self.force_share.then(|| Place::new("--force-share")),
             handover: self.handover.then(|| Place::new("--handover")),

@@ -122,7 +122,7 @@ pub(super) struct Arguments {
     /// What becomes of discards: ignore (off) or unmap (on) [default: ignore]
     #[arg(long, value_name = "MODE")]
     pub(super) discard: Option<String>,
-    /// off
+    /// Look for writes of zeroes alone: off, on, or unmap to give their space back [default: off]
     #[arg(long, value_name = "MODE")]
     pub(super) detect_zeroes: Option<String>,
     /// Print the version

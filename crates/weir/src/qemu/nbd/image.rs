@@ -21,6 +21,7 @@ pub(super) struct Described {
     pub(super) format: Option<String>,
     pub(super) cache: Option<String>,
     pub(super) discard: Option<String>,
+    pub(super) detect_zeroes: Option<String>,
     pub(super) part: Vec<String>,
 }
 
@@ -71,7 +72,7 @@ impl Described {
                 "discard" => image.discard = Some(value),
                 "file.locking" if ["on", "auto"].contains(&&*value) => {}
                 "aio" | "file.aio" if ["threads", "native", "io_uring"].contains(&&*value) => {}
-                "detect-zeroes" if value == "off" => {}
+                "detect-zeroes" => image.detect_zeroes = Some(value),
                 "encrypt.format" if value == "luks" => {}
                 "encrypt.key-secret" => image.options.push(objects.secret(&value)?),
                 same if SAME.contains(&same) => image.options.push(format!("--{key}={value}")),
@@ -104,11 +105,12 @@ mod tests {
         assert_eq!((image.format.as_deref(), &*image.file), (Some("raw"), "/a,b"));
         assert_eq!(image.part, ["offset=1M", "size=2M"]);
         let image = read(
-            "driver=qcow2,file.filename=a,l2-cache-size=1M,encrypt.key-secret=s,cache.direct=on,read-only=on,discard=unmap",
+            "driver=qcow2,file.filename=a,l2-cache-size=1M,encrypt.key-secret=s,cache.direct=on,read-only=on,discard=unmap,detect-zeroes=on",
         )
         .unwrap();
         assert_eq!(image.options, ["--l2-cache-size=1M", "--secret-file=/key", "--read-only"]);
         assert_eq!((image.cache.as_deref(), image.discard.as_deref()), (Some("none"), Some("unmap")));
+        assert_eq!(image.detect_zeroes.as_deref(), Some("on"));
     }
 
     #[test]
@@ -116,7 +118,6 @@ mod tests {
         for (text, expect) in [
             ("driver=raw,file.driver=nbd", "file.driver=nbd: is not to be had"),
             ("driver=raw,file.filename=a,bogus=1", "bogus=1: is not to be had"),
-            ("driver=raw,file.filename=a,detect-zeroes=on", "detect-zeroes=on: is not to be had"),
             ("driver=raw,file.filename=a,read-only=maybe", "read-only=maybe: is neither on nor off"),
             ("driver=raw,file.filename=a,cache.direct=on,cache.no-flush=on", "does not go with"),
             ("driver=raw", "names no file"),

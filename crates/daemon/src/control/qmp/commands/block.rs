@@ -6,7 +6,7 @@
 use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
 
 use block::{
-    disk::{Discards, Disk},
+    disk::Disk,
     image::{
         Image as Opened,
         open::{ImageOptions, open},
@@ -83,7 +83,7 @@ async fn add(
     }
     let group = group_of(inventory, chain)?;
     let disk = RunningDisk {
-        disk: build(&chain.names[0], opened, chain.discards, prefetch, group.as_ref())?,
+        disk: build(chain, opened, prefetch, group.as_ref())?,
         image: storage.image.clone(),
         cache: storage.cache,
         caches: Cell::new(chain.caches()),
@@ -218,14 +218,15 @@ fn inner_nodes(chain: &Chain) -> Vec<NodeBelow> {
 }
 
 fn build(
-    name: &str,
+    chain: &Chain,
     image: Opened,
-    discards: Discards,
     prefetch: prefetch::Settings,
     group: Option<&Arc<Group>>,
 ) -> Result<Arc<Disk>, Error> {
-    let disk =
-        Disk::new(name, image, DiskSettings::default(), group).map_err(generic)?.with_discards(discards);
+    let disk = Disk::new(&chain.names[0], image, DiskSettings::default(), group)
+        .map_err(generic)?
+        .with_discards(chain.discards)
+        .with_detect_zeroes(chain.detect_zeroes);
     disk.prefetch().set(prefetch).map_err(generic)?;
     disk.reserve_memory().map_err(generic)?;
     Ok(Arc::new(disk))

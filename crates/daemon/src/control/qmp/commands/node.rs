@@ -11,7 +11,7 @@
 //! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`.
 
 use block::{
-    disk::Discards,
+    disk::{DetectZeroes, Discards},
     image::{
         Secret,
         open::{BackingChoice, ImageOptions},
@@ -55,6 +55,7 @@ pub(super) struct Chain {
     /// Another daemon may take it over: see `--handover`.
     pub(super) handover: bool,
     pub(super) discards: Discards,
+    pub(super) detect_zeroes: DetectZeroes,
     pub(super) prefetch: PrefetchChanges,
     pub(super) policies: PolicyChanges,
     pub(super) bottom: Bottom,
@@ -86,6 +87,7 @@ impl Chain {
             part: None,
             handover: arguments.optional("x-weir-handover")?.unwrap_or(false),
             discards: Discards::default(),
+            detect_zeroes: DetectZeroes::default(),
             prefetch: PrefetchChanges::read(arguments, "x-weir-")?,
             policies: PolicyChanges::read(arguments, "x-weir-")?,
             bottom: Bottom::Node(String::new()),
@@ -94,6 +96,10 @@ impl Chain {
         chain.node(driver, arguments, Inherited::default(), true)?;
         if chain.part.is_some() && chain.qcow2.is_some() {
             return Err(Error::rule("offset", "is of a raw image, and this is a 'qcow2'"));
+        }
+        if chain.detect_zeroes == DetectZeroes::Unmap && chain.discards == Discards::Ignore {
+            let rule = "cannot be 'unmap' where 'discard' is 'ignore' (say 'on', or let discards through)";
+            return Err(Error::rule("detect-zeroes", rule));
         }
         if chain.is_opened_anew() {
             return Ok(chain);
@@ -108,6 +114,9 @@ impl Chain {
                 "is said where the image is opened; 'ignore' is not to be had here",
             ));
         }
+        if chain.detect_zeroes != DetectZeroes::Off && matches!(chain.bottom, Bottom::Node(_)) {
+            return Err(Error::rule("detect-zeroes", "is said where the image is opened, not here"));
+        }
         Ok(chain)
     }
 
@@ -121,6 +130,7 @@ impl Chain {
             part: None,
             handover: storage.handover,
             discards: storage.discards,
+            detect_zeroes: storage.detect_zeroes,
             prefetch: PrefetchChanges::default(),
             policies: PolicyChanges::default(),
             bottom: Bottom::Storage(storage.clone()),
@@ -138,6 +148,7 @@ impl Chain {
             read_only: self.read_only || storage.read_only,
             handover: self.handover || storage.handover,
             discards: if storage.discards == Discards::Ignore { Discards::Ignore } else { self.discards },
+            detect_zeroes: self.detect_zeroes.max(storage.detect_zeroes),
             bottom: Bottom::Storage(storage.clone()),
             ..self
         }
@@ -147,8 +158,8 @@ impl Chain {
     pub(super) fn as_it_lies(&self) -> Option<StorageNode> {
         let Bottom::Storage(storage) = &self.bottom else { return None };
         let is_plain = self.qcow2.is_none() && self.part.is_none();
-        let Self { read_only, handover, discards, .. } = *self;
-        is_plain.then(|| StorageNode { read_only, handover, discards, ..storage.clone() })
+        let Self { read_only, handover, discards, detect_zeroes, .. } = *self;
+        is_plain.then(|| StorageNode { read_only, handover, discards, detect_zeroes, ..storage.clone() })
     }
 
     pub(super) fn format(&self) -> Format {
@@ -213,6 +224,10 @@ impl Chain {
         if arguments.choice("discard", &["unmap", "ignore"])? == Some(1) {
             self.discards = Discards::Ignore;
         }
+        // And of several nodes each looks.
+        let looks = arguments.choice("detect-zeroes", &DetectZeroes::ALL.map(DetectZeroes::name))?;
+        let looks = looks.map(|index| DetectZeroes::ALL[index]).unwrap_or_default();
+        self.detect_zeroes = self.detect_zeroes.max(looks);
         match driver {
             "raw" => {
                 self.part = part(arguments)?.or(self.part);
@@ -292,7 +307,6 @@ impl Inherited {
             }
             cache.finish()?;
         }
-        always(arguments, "detect-zeroes", &["off", "on", "unmap"], &["off"])?;
         Ok(own)
     }
 
@@ -367,6 +381,7 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
         open_timeout,
         handover: false,
         discards: Discards::default(),
+        detect_zeroes: DetectZeroes::default(),
     }))
 }
 
@@ -535,6 +550,10 @@ mod tests {
         };
         assert_eq!(read(file("discard", json!("ignore"))).unwrap().discards, Discards::Ignore);
         assert_eq!(read(file("discard", json!("unmap"))).unwrap().discards, Discards::Unmap);
+        for mode in DetectZeroes::ALL {
+            let chain = read(file("detect-zeroes", json!(mode.name()))).unwrap();
+            assert_eq!(chain.detect_zeroes, mode);
+        }
         refused(
             json!({"driver": "raw", "node-name": "a", "discard": "ignore", "file": "b"}),
             "Parameter 'discard' is said where the image is opened; 'ignore' is not to be had here",

@@ -83,7 +83,7 @@ async fn node(running: &RunningDisk) -> Value {
         "ro": disk.image().is_read_only(),
         "active": true,
         "encrypted": header.as_ref().is_some_and(|header| header.crypt != Crypt::None),
-        "detect_zeroes": "off",
+        "detect_zeroes": disk.detect_zeroes().name(),
         "write_threshold": 0,
         "backing_file_depth": depth(disk.image()),
         "cache": {

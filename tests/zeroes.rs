@@ -1,0 +1,112 @@
+//! Writes of nothing but zeroes, where they are looked for.
+
+use std::{fs, os::unix::fs::MetadataExt as _, path::Path};
+
+use serde_json::{Value, json};
+
+use crate::harness::{MIB, Qmp, Scratch, Serve, qemu_img, text};
+
+/// Zeroes over a part of what was there, a megabyte of data with one of them, and a flush.
+const SCRIPT: &str = "
+h.pwrite(bytes(2 << 20), 2 << 20)
+h.pwrite(b'x' + bytes((1 << 20) - 1), 5 << 20)
+assert not any(h.pread(2 << 20, 2 << 20))
+h.flush()
+";
+
+fn allocated(file: &Path) -> u64 {
+    fs::metadata(file).unwrap().blocks() * 512
+}
+
+/// That a disk reads as [`SCRIPT`] leaves it.
+fn check(before: &[u8], after: &[u8]) {
+    let mut expect = before.to_vec();
+    expect[2 << 20..4 << 20].fill(0);
+    expect[5 << 20..6 << 20].fill(0);
+    expect[5 << 20] = b'x';
+    assert!(expect == after, "other bytes than were written");
+}
+
+#[test]
+fn of_a_raw_image_their_space_comes_back_where_that_was_asked() {
+    for (mode, given_back) in [("off", 0), ("on", 0), ("unmap", 2 * MIB)] {
+        let scratch = Scratch::new();
+        let file = scratch.filled("disk.raw", 8 * MIB);
+        let (bytes, before) = (fs::read(&file).unwrap(), allocated(&file));
+        let weir = Serve::new(&scratch).arg(&file).args(["--name", "disk", "--detect-zeroes", mode]).start();
+        weir.nbdsh("disk", SCRIPT);
+        weir.stop();
+        check(&bytes, &fs::read(&file).unwrap());
+        assert_eq!(before - allocated(&file), given_back, "{mode}");
+    }
+}
+
+/// What of an image is said to be zeroes without data, by QEMU.
+fn zeroes(image: &Path) -> Vec<(u64, u64)> {
+    let map = qemu_img(["map", "--output=json", text(image)]).json();
+    let of = |extent: &Value| (extent["start"].as_u64().unwrap(), extent["length"].as_u64().unwrap());
+    let is_zero = |extent: &&Value| extent["zero"] == true && extent["data"] == false;
+    map.as_array().unwrap().iter().filter(is_zero).map(of).collect()
+}
+
+#[test]
+fn of_a_qcow2_image_they_are_clusters_without_data() {
+    for (mode, expect) in [("off", vec![]), ("on", vec![(2 * MIB, 2 * MIB)])] {
+        let scratch = Scratch::new();
+        let base = scratch.filled("base.raw", 8 * MIB);
+        let image = scratch.path("disk.qcow2");
+        qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&base), text(&image)]).succeeds();
+        let weir = Serve::new(&scratch)
+            .args(["--format", "qcow2", "--name", "disk", "--detect-zeroes", mode])
+            .arg(&image)
+            .start();
+        weir.nbdsh("disk", SCRIPT);
+        weir.stop();
+        assert_eq!(zeroes(&image), expect, "{mode}");
+        let raw = scratch.path("copy.raw");
+        qemu_img(["convert", "-O", "raw", text(&image), text(&raw)]).succeeds();
+        check(&fs::read(&base).unwrap(), &fs::read(&raw).unwrap());
+    }
+}
+
+#[test]
+fn a_node_looks_for_them_as_it_was_told() {
+    let scratch = Scratch::new();
+    let file = scratch.filled("disk.raw", 8 * MIB);
+    let (bytes, before) = (fs::read(&file).unwrap(), allocated(&file));
+    let path = scratch.socket("qmp");
+    let weir = Serve::new(&scratch)
+        .args(["memory:1M", "--image-root", text(&scratch.path("")), "--qmp"])
+        .arg(format!("unix:{}", text(&path)))
+        .start();
+    let mut client = Qmp::negotiated(&path);
+    let storage = json!({"driver": "file", "filename": text(&file)});
+    let mut node = json!({"driver": "raw", "node-name": "d", "file": storage,
+        "detect-zeroes": "unmap", "discard": "ignore"});
+    let (_, said) = client.refused("blockdev-add", node.clone());
+    assert!(said.contains("'detect-zeroes' cannot be 'unmap'"), "{said}");
+    node["discard"] = json!("unmap");
+    client.command("blockdev-add", node);
+    client.command("block-export-add", json!({"type": "nbd", "id": "e", "node-name": "d", "writable": true}));
+    let blocks = client.command("query-block", json!({}));
+    let of = |name: &str| {
+        let all = blocks.as_array().unwrap();
+        let block = all.iter().find(|block| block["inserted"]["node-name"] == name).unwrap();
+        block["inserted"]["detect_zeroes"].clone()
+    };
+    assert_eq!((of("d"), of("memory")), (json!("unmap"), json!("off")));
+    weir.nbdsh("d", SCRIPT);
+    weir.stop();
+    check(&bytes, &fs::read(&file).unwrap());
+    assert_eq!(before - allocated(&file), 2 * MIB);
+}
+
+#[test]
+fn space_that_is_kept_is_not_given_back_by_zeroes() {
+    let scratch = Scratch::new();
+    let file = scratch.filled("disk.raw", MIB);
+    let said = Serve::new(&scratch).arg(&file).args(["--discard", "ignore", "--detect-zeroes", "unmap"]);
+    let said = said.rejects_usage();
+    let expect = "--detect-zeroes: gives space back, and --discard keeps it (say on instead)";
+    assert!(said.contains(expect), "{said}");
+}
