@@ -19,7 +19,8 @@
 //!   for I/O, and [`guest`] that of virtual machines, which they change while we work on it.
 //! - [`memory`] is the budget of all that, and who has it.
 //! - [`device`] looks at the physical disk below, for watermarks; [`measures`] counts how
-//!   long requests take, [`recorder`] passes on what each was; [`seldom`] keeps the log short.
+//!   long requests take, [`recorder`] passes on what each was; [`seldom`] keeps the log short, and
+//!   [`plain`](mod@plain) makes names of others fit for it.
 //!
 //! Each module knows those to its right in the drawing, and none to its left.
 //!
@@ -41,6 +42,7 @@ pub mod layer;
 pub mod measures;
 pub mod memory;
 pub mod nbd;
+pub mod plain;
 #[allow(unsafe_code)]
 pub mod reactor;
 pub mod recorder;

@@ -33,6 +33,7 @@ use std::{
 use anyhow::Context as _;
 use block::{
     error::what_gives_descriptors,
+    plain::is_hidden,
     reactor::{self, Polling},
 };
 use logging::Priority;
@@ -135,7 +136,7 @@ pub fn say(text: &str) {
 
 fn say_as(program: &str, priority: &Priority, text: &str) {
     // Names in the text may be somebody else's choice.
-    let text = text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "?");
+    let text = text.replace(|c| is_hidden(c) && c != '\n' && c != '\t', "?");
     let _ = writeln!(stderr(), "{priority}{program}: {text}");
 }
 

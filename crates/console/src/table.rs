@@ -2,6 +2,8 @@
 //!
 //! Never emits a control character, as cells may hold names from a client's configuration.
 
+use block::plain::plain;
+
 /// Which side of a column its cells stand at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
@@ -74,9 +76,9 @@ impl Table {
     }
 }
 
-/// Without characters that a terminal would act on.
+/// Without characters that a terminal would act on, or that nobody sees.
 pub fn clean(text: &str) -> String {
-    text.replace(char::is_control, "?")
+    plain(text)
 }
 
 #[cfg(test)]

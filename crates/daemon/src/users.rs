@@ -15,6 +15,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use block::plain::plain;
 use nix::libc;
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
@@ -96,8 +97,7 @@ impl Users {
             if !holds(&process) {
                 return None;
             }
-            let name = fs::read_to_string(process.join("comm")).unwrap_or_default();
-            Some(Process { pid, name: name.trim_end().to_owned() })
+            Some(Process { pid, name: name_of(&process) })
         };
         names_in(&self.root.join("proc")).into_iter().filter_map(process).collect()
     }
@@ -156,8 +156,7 @@ impl Users {
             let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
             let mut open = open.map(|entry| entry.path());
             if open.any(|open| self.is_of_these(&open, &paths)) {
-                let name = fs::read_to_string(process.join("comm")).unwrap_or_default();
-                self.processes.push(Process { pid, name: name.trim_end().to_owned() });
+                self.processes.push(Process { pid, name: name_of(&process) });
             }
             if fs::read_link(process.join("ns/mnt")).is_ok_and(|namespace| namespaces.insert(namespace)) {
                 for mount in self.mounts_in(&process.join("mountinfo")) {
@@ -286,6 +285,12 @@ impl Users {
         };
         text.split(|byte| *byte == b'\n').filter_map(mount).collect()
     }
+}
+
+/// A process has chosen its name itself.
+fn name_of(process: &Path) -> String {
+    let name = fs::read(process.join("comm")).unwrap_or_default();
+    plain(&String::from_utf8_lossy(name.trim_ascii_end()))
 }
 
 /// Whether something is mounted at this directory itself; its path begins at the root and has no

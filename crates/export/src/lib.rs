@@ -26,6 +26,7 @@
 pub mod fuse;
 mod intake;
 pub mod nbd;
+mod process;
 mod race;
 pub mod ublk;
 pub mod vhost_user_blk;

@@ -9,7 +9,7 @@ use block::{
     storage::{CacheMode, Format},
 };
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{Failure, on_reactor, print, table};
 use serde_json::{Value, json};
 
 use super::{
@@ -91,7 +91,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         on_reactor(async move { Ok(check(&storage, repair).await) })?.with_context(|| name.clone())?;
     if !arguments.quiet {
         for finding in &report.findings {
-            eprint(&format!("{}\n", finding.replace(char::is_control, "?")));
+            eprint(&format!("{}\n", table::clean(&finding.to_string())));
         }
         if report.unsaid > 0 {
             eprint(&format!("and {} more\n", report.unsaid));

@@ -19,7 +19,7 @@ use block::{
     storage::{Durability, Format, Storage, ZeroOptions},
 };
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{Failure, on_reactor, print, table};
 
 use super::{
     encrypt::{Encryption, SecretArgs},
@@ -442,5 +442,5 @@ fn formatting(name: &str, wish: &CreateOptions) -> String {
         line += " encrypt.format=luks";
     }
     line += &format!(" lazy_refcounts={} refcount_bits={}", switch(wish.lazy_refcounts), wish.refcount_bits);
-    line.replace(char::is_control, "?")
+    table::clean(&line)
 }

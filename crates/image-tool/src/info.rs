@@ -24,7 +24,7 @@ use block::{
     storage::{Format, Storage},
 };
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{Failure, on_reactor, print, table};
 use serde_json::{Map, Value, json};
 
 use super::{
@@ -268,7 +268,7 @@ impl Shown {
         let size = |key: &str| json[key].as_u64().unwrap_or(0);
         let mut text = String::new();
         let mut line = |name: &str, value: String| {
-            let value = value.replace(char::is_control, "?");
+            let value = table::clean(&value);
             let _ = writeln!(text, "{name}: {value}");
         };
         line("image", word("filename"));
@@ -322,7 +322,7 @@ fn one(text: &mut String, key: &str, value: &Value, depth: usize) {
             }
             return;
         }
-        Value::String(word) => writeln!(text, "{indent}{key}: {}", word.replace(char::is_control, "?")),
+        Value::String(word) => writeln!(text, "{indent}{key}: {}", table::clean(word)),
         other => writeln!(text, "{indent}{key}: {other}"),
     };
 }

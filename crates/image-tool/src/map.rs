@@ -14,7 +14,7 @@ use block::{
     storage::Storage,
 };
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{Failure, on_reactor, print, table};
 
 use super::{
     Output, OutputArgs, disk,
@@ -218,7 +218,7 @@ impl Map {
                     "has encrypted or compressed clusters, which are nowhere as they are (use --output=json)"
                 );
             };
-            let file = entry.file.replace(char::is_control, "?");
+            let file = table::clean(&entry.file);
             let _ =
                 writeln!(text, "{:<16}{:<16}{:<16}{file}", hex(entry.start), hex(entry.length), hex(offset));
         }

@@ -33,6 +33,7 @@ use nix::{
 };
 
 use super::OpenError;
+use crate::plain::plain;
 
 const USED: i64 = 100;
 const FORBIDDEN: i64 = 200;
@@ -248,7 +249,7 @@ fn holder(file: impl AsFd, byte: i64) -> Option<Holder> {
             let Ok(info) = fs::read_to_string(descriptor.path()) else { continue };
             if info.lines().any(|line| is_lock_on(line, inode, byte)) {
                 let command = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-                return Some(Holder { pid, command: command.trim().to_owned() });
+                return Some(Holder { pid, command: plain(command.trim()) });
             }
         }
     }

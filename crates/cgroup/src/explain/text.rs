@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use block::device::Number;
-use console::table::{Side, Table};
+use console::table::{self, Side, Table};
 
 use super::{
     facts::{Evidence, Facts, Level},
@@ -124,5 +124,5 @@ fn word(finding: &Finding) -> String {
 }
 
 pub(super) fn clean(text: &str) -> String {
-    text.replace('\n', "; ").replace(char::is_control, "?")
+    table::clean(&text.replace('\n', "; "))
 }

@@ -3,39 +3,12 @@
 //!
 //! Told on the thread that it happens on: rings are on workers. Never waits for who is told.
 
-use std::{fmt, fs, os::fd::AsFd, sync::Arc};
+use std::fmt;
 
-use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use policy::time::Duration;
 
 use super::connection::Ended;
-
-/// The process of a front end, as the kernel knew it when it connected.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Process {
-    /// Its number, above 0.
-    pub pid: u32,
-    /// At most 15 bytes; it has chosen them itself. Empty where it cannot be seen.
-    pub name: Arc<str>,
-}
-
-impl Process {
-    /// The one at the other end of a socket; `None` where it is in another container.
-    pub(super) fn of(socket: impl AsFd) -> Option<Self> {
-        let peer = getsockopt(&socket, PeerCredentials).ok()?;
-        let pid = u32::try_from(peer.pid()).ok().filter(|pid| *pid > 0)?;
-        let name = fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
-        let name = String::from_utf8_lossy(name.trim_ascii_end());
-        Some(Self { pid, name: name.replace(char::is_control, "?").into() })
-    }
-}
-
-impl fmt::Display for Process {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { pid, name } = self;
-        if name.is_empty() { write!(f, "process {pid}") } else { write!(f, "{name} ({pid})") }
-    }
-}
+pub use crate::process::Process;
 
 /// What has happened. `process` is of the front end.
 pub enum Happening<'a> {
@@ -88,24 +61,4 @@ pub trait Told: Send + Sync + fmt::Debug {
     /// those like it that nobody was told of, since the last: of those that one client could cause
     /// by the thousand there is one a second.
     fn hear(&self, export: &str, disk: &str, happening: &Happening<'_>, left_out: u64);
-}
-
-#[cfg(test)]
-mod tests {
-    use std::os::unix::net::UnixStream;
-
-    use super::*;
-
-    #[test]
-    fn a_process_is_known_by_its_number_and_its_name() {
-        let (here, _there) = UnixStream::pair().unwrap();
-        let process = Process::of(&here).expect("it is ours");
-        let name = fs::read_to_string("/proc/self/comm").unwrap();
-        assert_eq!((process.pid, &*process.name), (std::process::id(), name.trim_end()));
-        assert_eq!(process.to_string(), format!("{} ({})", name.trim_end(), std::process::id()));
-        assert_eq!(
-            Process { name: "".into(), ..process.clone() }.to_string(),
-            format!("process {}", process.pid)
-        );
-    }
 }

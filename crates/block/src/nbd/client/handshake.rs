@@ -13,7 +13,7 @@ use super::{
     },
     credentials::TlsClient,
 };
-use crate::buffer::Buffer;
+use crate::{buffer::Buffer, plain::plain};
 
 /// Longest reply to an option that is read, in bytes: what a server of ours takes for one, too.
 const MAX_OPTION_BYTES: usize = 64 << 10;
@@ -376,5 +376,5 @@ pub(super) fn refused(export: &str, kind: u32, data: &[u8]) -> NotConnected {
 
 /// What a stranger sends may go to somebody's terminal.
 fn said(data: &[u8]) -> String {
-    String::from_utf8_lossy(&data[..data.len().min(MAX_STRING_BYTES)]).replace(char::is_control, "?")
+    plain(&String::from_utf8_lossy(&data[..data.len().min(MAX_STRING_BYTES)]))
 }
