@@ -254,6 +254,7 @@ impl Server {
     async fn attend(self: &Arc<Self>, socket: Fd, threads: Threads) {
         let id = &self.device.export.id;
         self.connected.fetch_add(1, SeqCst);
+        let _presence = Presence(self);
         self.served.store(true, SeqCst);
         self.changed.notify(usize::MAX);
         let process = Process::of(&socket);
@@ -293,10 +294,19 @@ impl Server {
         self.device.remember_write_cache(attendance.connection.write_cache());
         drop(attendance);
         self.device.begin_anew();
-        *self.rested() = None;
-        *self.process() = None;
-        self.connected.fetch_sub(1, SeqCst);
-        self.changed.notify(usize::MAX);
+    }
+}
+
+/// A front end that is connected; dropped when it has gone, or nobody serves it any more.
+struct Presence<'s>(&'s Server);
+
+impl Drop for Presence<'_> {
+    fn drop(&mut self) {
+        let Self(server) = self;
+        *server.rested() = None;
+        *server.process() = None;
+        server.connected.fetch_sub(1, SeqCst);
+        server.changed.notify(usize::MAX);
     }
 }
 

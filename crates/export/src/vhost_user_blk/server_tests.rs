@@ -827,6 +827,22 @@ fn what_cannot_go_back_waits_for_no_limits_where_another_process_waits() {
 }
 
 #[test]
+fn where_nobody_can_be_let_in_any_more_nobody_is_connected() {
+    real(async {
+        let server = server(Limits::default());
+        let (_ours, theirs) = UnixStream::pair().expect("sockets");
+        // It listens to nobody, and its other end has gone.
+        let (broken, _) = UnixStream::pair().expect("sockets");
+        let mut front_ends = FrontEnds::listen("vm1", broken.into());
+        front_ends.begin_with(theirs.into());
+        let ended = Arc::clone(&server).serve(front_ends, Threads::Here).await;
+        assert_eq!(ended.unwrap_err().raw_os_error(), Some(nix::libc::EINVAL));
+        assert!(server.has_served());
+        assert_eq!((server.connections(), server.statistics().front_end), (0, None));
+    });
+}
+
+#[test]
 fn a_message_that_is_half_there_goes_on_at_another_server() {
     real(async {
         let other = memfd_create("more", MemfdFlags::CLOEXEC).expect("a memfd");
