@@ -2,6 +2,8 @@
 //!
 //! Time is an argument.
 
+use std::{collections::HashMap, sync::Arc};
+
 use policy::time::Instant;
 
 const SECOND_NS: u64 = 1_000_000_000;
@@ -24,9 +26,19 @@ impl Gate {
 
     /// Whether one more may be: how many were left out since the last. Else it is left out.
     pub(super) fn pass(&mut self, now: Instant) -> Option<u64> {
-        self.used_ns = self.used_ns.saturating_sub(now.nanos_since(self.at));
+        self.pass_within(self.burst, now)
+    }
+
+    /// What is used now of the burst.
+    fn used_at(&self, now: Instant) -> u64 {
+        self.used_ns.saturating_sub(now.nanos_since(self.at))
+    }
+
+    /// The same where no more than so many of its burst may be used.
+    fn pass_within(&mut self, burst: u64, now: Instant) -> Option<u64> {
+        self.used_ns = self.used_at(now);
         self.at = self.at.max(now);
-        if self.used_ns > (self.burst - 1) * self.each_ns {
+        if self.used_ns > (burst - 1) * self.each_ns {
             self.left_out += 1;
             return None;
         }
@@ -35,9 +47,85 @@ impl Gate {
     }
 }
 
+/// Disks whose shares are known at a time. With more, those that come have none.
+const MOST_SHARES: usize = 4096;
+/// What a disk has for itself, as a part of the burst and of what passes in a second.
+const PART_OF_BURST: u64 = 8;
+const PART_OF_RATE: u64 = 10;
+
+/// A gate in which each disk has a share. Past that, it has of the gate what others leave: no more
+/// than half of the burst, so that they have the other half.
+#[derive(Clone, Debug)]
+pub(super) struct SharedGate {
+    all: Gate,
+    shares: HashMap<Arc<str>, Gate>,
+}
+
+impl SharedGate {
+    pub(super) fn new(burst: u64, per_second: u64) -> Self {
+        Self { all: Gate::new(burst, per_second), shares: HashMap::new() }
+    }
+
+    /// As [`Gate::pass`], for something about this disk, or about none.
+    pub(super) fn pass(&mut self, disk: Option<&Arc<str>>, now: Instant) -> Option<u64> {
+        let burst = self.all.burst;
+        match disk.is_none_or(|disk| self.is_within_share(disk, now)) {
+            true => self.all.pass(now),
+            false => self.all.pass_within((burst / 2).max(1), now),
+        }
+    }
+
+    fn is_within_share(&mut self, disk: &Arc<str>, now: Instant) -> bool {
+        if !self.shares.contains_key(disk) {
+            if self.shares.len() >= MOST_SHARES {
+                self.shares.retain(|_, share| share.used_at(now) > 0);
+            }
+            if self.shares.len() >= MOST_SHARES {
+                return false;
+            }
+            let Gate { burst, each_ns, .. } = self.all;
+            let (burst, each_ns) = ((burst / PART_OF_BURST).max(1), each_ns * PART_OF_RATE);
+            let share = Gate { burst, each_ns, used_ns: 0, at: now, left_out: 0 };
+            self.shares.insert(Arc::clone(disk), share);
+        }
+        self.shares.get_mut(disk).is_some_and(|share| share.pass(now).is_some())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_one_disk_does_leaves_the_others_their_share() {
+        let mut gate = SharedGate::new(512, 10);
+        let (noisy, quiet) = (Arc::from("noisy"), Arc::from("quiet"));
+        let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
+        let mut told = [0_u64; 2];
+        // An hour of a machine that comes and goes each millisecond, and of one that does so each
+        // ten seconds.
+        for ms in 0..3_600_000 {
+            told[0] += u64::from(gate.pass(Some(&noisy), at(ms)).is_some());
+            if ms % 10_000 == 5000 {
+                told[1] += u64::from(gate.pass(Some(&quiet), at(ms)).is_some());
+            }
+        }
+        assert_eq!(told[1], 360, "all of the quiet one's");
+        assert!((30_000..37_000).contains(&told[0]), "what is left is not wasted: {told:?}");
+    }
+
+    #[test]
+    fn the_memory_for_shares_is_bounded() {
+        let mut gate = SharedGate::new(512, 10);
+        let now = Instant::from_nanos(1);
+        for disk in 0..3 * MOST_SHARES {
+            gate.pass(Some(&disk.to_string().into()), now);
+        }
+        assert_eq!(gate.shares.len(), MOST_SHARES);
+        let later = Instant::from_nanos(1000 * SECOND_NS);
+        assert!(gate.pass(Some(&"late".into()), later).is_some());
+        assert_eq!(gate.shares.len(), 1, "of those that are silent nothing is kept");
+    }
 
     #[test]
     fn a_burst_passes_and_then_so_many_a_second() {

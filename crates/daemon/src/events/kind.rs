@@ -91,7 +91,7 @@ kinds! {
 #[derive(Clone, Debug)]
 pub(crate) struct News {
     pub(super) kind: Kind,
-    disk: Option<Arc<str>>,
+    pub(super) disk: Option<Arc<str>>,
     group: Option<Arc<str>>,
     message: String,
     data: Map<String, Value>,

@@ -6,19 +6,21 @@ use block::reactor::{self, JoinHandle};
 
 use super::{
     Event, Events,
-    gate::Gate,
+    gate::SharedGate,
     kind::{Kind, Severity},
 };
 
-/// Of each kind. Who wants all of them asks for events, and does not read a log.
+/// Of each kind, in which each disk has a share. Who wants all of them asks for events, and does not read a log.
 const BURST: u64 = 10;
 const PER_SECOND: u64 = 1;
 
 /// Writes what comes from now on. Ends when dropped.
 pub(crate) fn log(events: &Events) -> JoinHandle<()> {
-    let gates = Rc::new(RefCell::new(vec![Gate::new(BURST, PER_SECOND); Kind::ALL.len()]));
+    let gates = Rc::new(RefCell::new(vec![SharedGate::new(BURST, PER_SECOND); Kind::ALL.len()]));
     events.each(move |event| {
-        if let Some(left_out) = gates.borrow_mut()[event.kind as usize].pass(reactor::now()) {
+        if let Some(left_out) =
+            gates.borrow_mut()[event.kind as usize].pass(event.disk.as_ref(), reactor::now())
+        {
             line(event, left_out);
         }
     })

@@ -31,7 +31,7 @@ use std::{
 use block::reactor;
 pub(crate) use deliveries::Deliveries;
 use event_listener::EventListener;
-use gate::Gate;
+use gate::SharedGate;
 pub(crate) use kind::{Event, Kind, News};
 pub(crate) use log::log;
 use policy::time::Instant;
@@ -42,7 +42,7 @@ const KEPT: usize = 1024;
 const ROOM: usize = 32;
 // So that there is always a kind that has more than its room.
 const _: () = assert!(ROOM * Kind::ALL.len() < KEPT);
-/// Of each kind: a thousand disks may reach their limits at once.
+/// Of each kind, a disk has a share: a thousand of them may reach their limits at once.
 const BURST: u64 = 512;
 const PER_SECOND: u64 = 10;
 /// Numbers for each second since the Epoch, so that those of the next daemon are larger, unless the
@@ -63,7 +63,7 @@ struct Shared {
 struct Ring {
     next: u64,
     kept: VecDeque<Arc<Event>>,
-    gates: Vec<Gate>,
+    gates: Vec<SharedGate>,
     /// By kind: those that were told, and those left out.
     counts: Vec<[u64; 2]>,
 }
@@ -94,7 +94,7 @@ impl Events {
         let ring = Ring {
             next: next.max(1),
             kept: VecDeque::new(),
-            gates: vec![Gate::new(BURST, PER_SECOND); Kind::ALL.len()],
+            gates: vec![SharedGate::new(BURST, PER_SECOND); Kind::ALL.len()],
             counts: vec![[0; 2]; Kind::ALL.len()],
         };
         Self(Arc::new(Shared { ring: Mutex::new(ring), woken: event_listener::Event::new() }))
@@ -119,7 +119,7 @@ impl Events {
     fn tell_at(&self, now: Instant, time: SystemTime, news: News) {
         let mut ring = self.ring();
         let kind = news.kind as usize;
-        let Some(left_out) = ring.gates[kind].pass(now) else {
+        let Some(left_out) = ring.gates[kind].pass(news.disk.as_ref(), now) else {
             ring.counts[kind][1] += 1;
             return;
         };
@@ -218,6 +218,18 @@ mod tests {
         assert_eq!(last.data["left_out"], 10_000 - BURST);
         let of = |wanted: Kind| events.counts().into_iter().find(|(kind, _)| *kind == wanted).unwrap().1;
         assert_eq!((of(Kind::ClientIn), of(Kind::ImageError)), ([BURST + 1, 10_000 - BURST], [1, 0]));
+    }
+
+    #[test]
+    fn a_machine_that_comes_and_goes_does_not_silence_another_disk() {
+        let events = Events::from(0);
+        let came = |disk: &str| {
+            let before = events.last();
+            events.tell_at(at(1000), UNIX_EPOCH, news(Kind::ClientIn).of_disk(disk));
+            events.last() > before
+        };
+        assert_eq!((0..10_000).filter(|_| came("noisy")).count(), BURST as usize / 2);
+        assert!((0..10).all(|_| came("quiet")), "it has its share");
     }
 
     #[test]
