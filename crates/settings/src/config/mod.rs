@@ -19,6 +19,7 @@ mod tests;
 use std::{
     fs::File,
     io::Read as _,
+    ops::Range,
     path::{Path, PathBuf},
 };
 
@@ -65,8 +66,13 @@ pub fn load(path: &Path) -> Result<Draft, Wrong> {
 pub fn parse(name: &str, text: &str, directory: &Path) -> Result<Draft, Wrong> {
     let source = Source::new(name, text);
     let document = DeTable::parse(text).map_err(|error| {
-        let line = source.line_of(error.span().map_or(0, |span| span.start));
-        Place::new(line).wrong(format!("not TOML: {}", error.message().replace('\n', "; ")))
+        let span = error.span().unwrap_or_default();
+        let line = source.line_of(span.start);
+        match error.message() {
+            "duplicate key" => Place::new(format!("{line}: {}", path_of(text, span)))
+                .wrong("is there already, further up (take out one of the two)"),
+            other => Place::new(line).wrong(format!("not TOML: {}", other.replace('\n', "; "))),
+        }
     })?;
     let reader = Reader { directory };
     let root = Section::root(&source, document.get_ref());
@@ -82,6 +88,17 @@ pub fn parse(name: &str, text: &str, directory: &Path) -> Result<Draft, Wrong> {
             .into_iter()
             .map(|(name, section)| reader.disk(name, &section))
             .collect::<Result<_, _>>()?,
+    })
+}
+
+/// The whole name of a key, or of a table, that the parser has not come to.
+fn path_of(text: &str, key: Range<usize>) -> String {
+    let table = |line: &str| Some(line.strip_prefix('[')?.split(']').next()?.to_owned());
+    let start = text[..key.start].rfind('\n').map_or(0, |end| end + 1);
+    let own = text[start..].lines().next().and_then(table);
+    own.unwrap_or_else(|| {
+        let above = text[..start].lines().rev().find_map(table);
+        above.into_iter().chain([text[key].to_owned()]).collect::<Vec<_>>().join(".")
     })
 }
 

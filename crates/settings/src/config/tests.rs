@@ -179,7 +179,17 @@ fn what_is_no_toml_is_refused_with_its_line() {
     let refused = plan_with("[disk.vm1]\nimage = \n", 0).unwrap_err();
     assert!(refused.starts_with("weir.toml:2: not TOML: "), "{refused}");
     let twice = plan_with("[disk.vm1]\nimage = \"a\"\nimage = \"b\"\n", 0).unwrap_err();
-    assert!(twice.starts_with("weir.toml:3: not TOML: duplicate key"), "{twice}");
+    let already = "is there already, further up (take out one of the two)";
+    assert_eq!(twice, format!("weir.toml:3: disk.vm1.image: {already}"));
+    for (text, expect) in [
+        ("a = 1\na = 2\n", "2: a"),
+        ("[disk.vm1]\nimage = \"a\"\n[group.g]\n[disk.vm1]\nimage = \"b\"\n", "4: disk.vm1"),
+        ("[disk.vm1]\nexport = { type = \"nbd\", type = \"nbd\" }\n", "2: disk.vm1.type"),
+        ("[daemon]\n\"nbd\" = 1\nnbd = 2\n", "3: daemon.nbd"),
+    ] {
+        let said = plan_with(text, 0).unwrap_err();
+        assert_eq!(said, format!("weir.toml:{expect}: {already}"));
+    }
     let deep = "a = ".to_owned() + &"[".repeat(100_000);
     assert!(plan_with(&deep, 0).unwrap_err().starts_with("weir.toml:1: not TOML: "));
 }
