@@ -71,10 +71,12 @@ fn a_disk_comes_is_served_and_goes() {
     party.refused("block-export-add", export, "Block export id 'e' is already in use");
     let (mut client, size) = party.go("vm2");
     assert_eq!(size, MIB);
+    let name = std::fs::read_to_string("/proc/self/comm").unwrap();
+    let us = format!("{} ({})", name.trim_end(), std::process::id());
     party.refused(
         "block-export-del",
         json!({"id": "e"}),
-        "export 'e' still in use by 1 clients (use mode 'hard' to disconnect them)",
+        &format!("export 'e' still in use: client 2 of {us} (use mode 'hard' to remove it all the same)"),
     );
     party.refused("blockdev-del", json!({"node-name": "vm2"}), "Node vm2 is in use (it is exported as 'e')");
     party.done("block-export-del", json!({"id": "e", "mode": "hard"}));

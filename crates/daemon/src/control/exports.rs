@@ -88,6 +88,18 @@ impl RunningExport {
         self.door.connections()
     }
 
+    /// Who is connected, for people.
+    pub(crate) fn clients(&self) -> String {
+        match &self.door {
+            Door::Nbd(serving, number) => serving.server.clients_of(*number),
+            Door::Own(entrance) => match entrance.server.figures().front_end {
+                Some(process) => process.to_string(),
+                // It is in another container.
+                None => "a machine".to_owned(),
+            },
+        }
+    }
+
     /// Fails where a client is connected, or a device of this host is mounted, held or open.
     pub(crate) async fn check_unused(&self) -> anyhow::Result<()> {
         let (id, disk) = (&self.id, self.disk.disk.name());
@@ -96,10 +108,10 @@ impl RunningExport {
             Door::Nbd(..) => None,
         };
         let Some(device) = device else {
-            let connections = self.connections();
             ensure!(
-                connections == 0,
-                "export {id} of disk {disk}: clients are connected: {connections} (disconnect them first)"
+                self.connections() == 0,
+                "export {id} of disk {disk}: in use: {} (let it go first)",
+                self.clients()
             );
             return Ok(());
         };

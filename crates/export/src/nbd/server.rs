@@ -44,7 +44,7 @@ use super::{
     stream::Stream,
     visit::{Visit, Visited},
 };
-use crate::race::first;
+use crate::{process::Process, race::first};
 use block::{
     reactor::{
         self, Worker,
@@ -151,7 +151,7 @@ pub enum Removal {
 pub enum NotRemoved {
     #[error("there is no such export")]
     Unknown,
-    #[error("{connections} clients are connected to it")]
+    #[error("clients are connected to it: {connections}")]
     InUse { connections: usize },
 }
 
@@ -234,7 +234,29 @@ impl Server {
         self.lock().values().filter(|live| live.export == Some(export)).count()
     }
 
-    /// The same for each that has clients, in one look.
+    /// The same for people, the first few by where they come from: `client 7 of 192.0.2.1`, `client
+    /// 8 of qemu-io (123)`.
+    pub fn clients_of(&self, export: usize) -> String {
+        let mut clients: Vec<_> = self
+            .lock()
+            .iter()
+            .filter(|(_, live)| live.export == Some(export))
+            .map(|(number, live)| (*number, live.address, live.socket.clone()))
+            .collect();
+        clients.sort_by_key(|(number, ..)| *number);
+        let more = clients.len().saturating_sub(MOST_NAMED);
+        let named = clients.into_iter().take(MOST_NAMED).map(|(number, address, socket)| {
+            let of = match address {
+                Some(address) => Some(address.to_string()),
+                None => Process::of(&socket).map(|process| process.to_string()),
+            };
+            format!("client {number}{}", of.map(|of| format!(" of {of}")).unwrap_or_default())
+        });
+        let named = named.collect::<Vec<_>>().join(", ");
+        if more == 0 { named } else { format!("{named} and {more} more") }
+    }
+
+    /// How many there are of each export that has any, in one look.
     pub fn connections_by_export(&self) -> HashMap<usize, usize> {
         let mut sums = HashMap::new();
         for export in self.lock().values().filter_map(|live| live.export) {
@@ -580,6 +602,8 @@ impl Server {
     }
 }
 
+/// Clients that a message names.
+const MOST_NAMED: usize = 5;
 /// A client that shakes hands keeps its place for so long where all are taken and others wait.
 const MOMENT: Duration = Duration::from_secs(1);
 

@@ -24,6 +24,6 @@ pub(crate) enum Refused {
     Exported { disk: String, export: String },
     #[error("group {group}: {member} is in it (move it out first)")]
     HasMembers { group: String, member: String },
-    #[error("export {id}: {connections} clients are connected (disconnect them, or remove it in mode hard)")]
-    HasClients { id: String, connections: usize },
+    #[error("export {id}: in use: {clients} (let it go first, or remove it in mode hard)")]
+    HasClients { id: String, clients: String },
 }
