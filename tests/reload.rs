@@ -266,6 +266,7 @@ fn what_cannot_be_is_named_and_nothing_changes() {
         ],
     );
     // The last step fails, behind all that could be done.
+    let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
     let _taken = UnixListener::bind(party.scratch.path("taken")).unwrap();
     let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"vhost-user-blk\", listen = \"unix:taken\" }]\n";
     party.refuses(
@@ -281,16 +282,41 @@ fn what_cannot_be_is_named_and_nothing_changes() {
             "call a virtual machine (start it with such an export, or start it with --sandbox off)",
         ],
     );
-    let path = party.scratch.socket("qmp");
-    let events = Qmp::negotiated(&path).command("x-weir-query-events", json!({}));
+    let events = qmp.command("x-weir-query-events", json!({}));
+    assert_eq!(qmp.heard("X_WEIR_SETTINGS_CHANGED"), 0, "no limit has changed");
     let kinds = events.as_array().unwrap().iter().map(|event| event["kind"].as_str().unwrap());
     let kinds: Vec<_> = kinds.filter(|kind| kind.contains("added") || kind.contains("changed")).collect();
     assert!(kinds.is_empty(), "nothing of it has happened: {kinds:?}");
     let (busy, _) = Wire::go(&party.scratch.socket("nbd"), "b");
     let without_b = BEFORE.split("[disk.b]").next().unwrap();
-    party.refuses(without_b, &["export b of disk b: clients are connected: 1"]);
+    party.refuses(without_b, &["export b of disk b: in use: client ", &format!("({})", std::process::id())]);
     drop(busy);
     party.weir.stop();
+}
+
+#[test]
+fn a_disk_that_says_nothing_is_told_where_there_is_no_server() {
+    let scratch = Scratch::new();
+    let vm =
+        "[disk.vm]\nimage = \"memory:1M\"\nexport = { type = \"vhost-user-blk\", listen = \"unix:vm\" }\n";
+    let config = format!("[daemon]\nqmp = \"{}\"\n{vm}", socket(&scratch));
+    let file = scratch.file("weir.toml", &config);
+    let weir = serve(&scratch, &file);
+    fs::write(&file, format!("{config}\n[disk.new]\nimage = \"memory:1M\"\n")).unwrap();
+    assert_says(
+        &fails(&scratch, &["reload"]),
+        &[
+            "weir.toml:7: disk.new: has no export",
+            "[daemon] no nbd",
+            "(write its export, such as { type = \"nbd\", listen = \"unix:PATH\" })",
+            "the sandbox makes no TCP sockets",
+        ],
+    );
+    let other =
+        "\n[disk.new]\nimage = \"memory:1M\"\nexport = { type = \"nbd\", listen = \"localhost:1\" }\n";
+    fs::write(&file, format!("{config}{other}")).unwrap();
+    assert_says(&fails(&scratch, &["reload"]), &["weir.toml:9: disk.new.export.listen", ": disk new: "]);
+    weir.stop();
 }
 
 #[test]

@@ -86,6 +86,11 @@ impl Qmp {
         }
     }
 
+    /// How many events of this name came before the last answer.
+    pub(crate) fn heard(&self, name: &str) -> usize {
+        self.events.iter().filter(|event| event["event"] == name).count()
+    }
+
     #[track_caller]
     pub(crate) fn ask(&mut self, command: &str, arguments: Value) -> Value {
         self.send(json!({ "execute": command, "arguments": arguments }).to_string());

@@ -15,7 +15,7 @@ mod difference;
 mod seats;
 pub(crate) mod told;
 
-use std::{cell::Cell, fs, rc::Rc, sync::Arc};
+use std::{cell::Cell, collections::BTreeSet, fs, rc::Rc, sync::Arc};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::{
@@ -69,8 +69,15 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     if let Some(wanted) = record.filter(|_| record != before).cloned() {
         reactor::blocking(move || recording::check(&wanted)).await?;
     }
-    let mut work =
-        Work { inventory, loaded: &loaded, draft: &draft, plan: &plan, done: Vec::new(), told: Vec::new() };
+    let mut work = Work {
+        inventory,
+        loaded: &loaded,
+        draft: &draft,
+        plan: &plan,
+        done: Vec::new(),
+        set: BTreeSet::new(),
+        told: Vec::new(),
+    };
     let applied = match (work.apply(&difference).await, inventory.cluster()) {
         (Ok(()), Some(cluster)) => cluster.settle_promises(&**inventory).await.map_err(anyhow::Error::msg),
         (applied, _) => applied,
@@ -81,6 +88,9 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
             cluster.promise(&**inventory);
         }
         return Err(error);
+    }
+    for name in std::mem::take(&mut work.set) {
+        inventory.tell(&Change::SettingsChanged { name });
     }
     work.clear(&difference).await;
     let mut told = work.told;
@@ -156,6 +166,8 @@ struct Work<'a> {
     plan: &'a Plan,
     /// What is to be undone, the last first.
     done: Vec<Done>,
+    /// Disks and groups with other settings, to be told once nothing is undone any more.
+    set: BTreeSet<String>,
     told: Vec<Value>,
 }
 
@@ -235,6 +247,25 @@ impl Work<'_> {
         format!("{place}disk {} at {at}", wanted.disk)
     }
 
+    /// The same of the first export at a server that is not there.
+    fn place_of_first(&self, server: &settings::Server) -> String {
+        let disk = server.exports.first().map(|export| &self.draft.disks[export.disk]);
+        let Some(disk) = disk else { return "daemon".to_owned() };
+        if disk.says_where() {
+            let exports = disk.exports.iter().find(|said| said.listen.value == server.endpoint);
+            let place = exports.map_or(&disk.name.place, |said| &said.listen.place);
+            return format!("{place}: disk {}", disk.name.value);
+        }
+        let address = match &server.endpoint {
+            Endpoint::Address(address) => address.to_string(),
+            Endpoint::Inherited | Endpoint::Passed(_) => "the sockets that were passed".to_owned(),
+        };
+        format!(
+            "{}: has no export, and [daemon] no nbd, so it is for NBD at {address} (write its export, such as {{ type = \"nbd\", listen = \"unix:PATH\" }})",
+            disk.name.place
+        )
+    }
+
     async fn open(&self, difference: &Difference) -> anyhow::Result<Vec<(usize, Image)>> {
         let root = self.inventory.image_root().cloned();
         let mut assembly = Assembly::new(root, self.loaded.budgets.clone());
@@ -266,11 +297,13 @@ impl Work<'_> {
         let service = &self.plan.service;
         let is_new = |server: &&settings::Server| wanted::server(self.inventory, &server.endpoint).is_none();
         let serve = |server: &settings::Server| {
+            let place = || self.place_of_first(server);
             if let (Some(sandbox), Endpoint::Address(address)) = (self.inventory.sandbox(), &server.endpoint)
             {
-                sandbox.check_address(address)?;
+                sandbox.check_address(address).with_context(place)?;
             }
-            let listeners = listen::open(&server.endpoint, &service.sockets, &mut inherited.borrow_mut())?;
+            let listeners = listen::open(&server.endpoint, &service.sockets, &mut inherited.borrow_mut());
+            let listeners = listeners.with_context(place)?;
             let nbd =
                 nbd::Server::new(self.loaded.tls.clone(), assemble::terms(service, &self.inventory.events));
             Ok(Serving::new(nbd, server.endpoint.clone(), listeners, workers))
@@ -286,6 +319,7 @@ impl Work<'_> {
         let name = running.disk.name();
         self.done.push(Done::CaredFor(Rc::clone(running), before));
         care_for(running, wanted).await.with_context(|| format!("disk {name}"))?;
+        self.set.insert(name.to_string());
         self.told.extend(told::settings("disk", name, before.values(), wanted.values()));
         Ok(())
     }
@@ -359,7 +393,7 @@ impl Work<'_> {
                 after.push(seat);
             }
         }
-        let names: Vec<_> = after.iter().map(|seat| seat.named().1).collect();
+        self.set.extend(after.iter().map(|seat| seat.named().1));
         // What is to go keeps no promise from those that stay.
         for seat in self.leaving(difference)? {
             after.push(seat.clone().without_promises());
@@ -367,9 +401,6 @@ impl Work<'_> {
         }
         self.done.push(Done::Seated(before));
         seats::put(&after)?;
-        for name in names {
-            self.inventory.tell(&Change::SettingsChanged { name });
-        }
         self.told.extend(told);
         Ok(())
     }
@@ -396,8 +427,8 @@ impl Work<'_> {
             Done::CaredFor(running, before) => care_for(&running, before).await?,
             Done::Seated(before) => {
                 seats::put(&before)?;
-                for seat in before {
-                    self.inventory.tell(&Change::SettingsChanged { name: seat.named().1 });
+                if let Err(error) = self.inventory.check_devices() {
+                    tracing::warn!("{error:#}");
                 }
             }
             Done::GroupAdded(name) => self.inventory.remove_group(&name)?,
