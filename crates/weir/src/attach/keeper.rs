@@ -29,7 +29,7 @@ use nix::{
 
 use super::{
     Attached, Outcome, Wanted, host,
-    lasting::{SELDOM, WRITING_BACK, lasting_users},
+    lasting::{SELDOM, WRITING_BACK, is_claimed, lasting_users},
     place::{Kept, Place},
     server::{self, Event},
     way::Way,
@@ -230,7 +230,7 @@ impl Made {
                     let _ = place.set_attached(&Attached { mount: None, ..attached.clone() });
                 }
             }
-            while self.unmounted.is_some() && Users::of(&attached.device).with_claims().claimed {
+            while self.unmounted.is_some() && is_claimed(&attached.device, made.as_ref()) {
                 // The kernel tells of the unmounting, and of nothing afterwards.
                 match self.events.1.recv_timeout(SELDOM) {
                     Err(RecvTimeoutError::Timeout) if !users.is_only_claimed() => {}

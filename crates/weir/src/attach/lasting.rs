@@ -49,7 +49,13 @@ pub(super) fn lasting_users(device: &Path, made: Option<&Loop>, except: Option<&
     }
 }
 
-/// The same, once what was unmounted has been written back too. `tell` is called where that is
+/// Whether the kernel has a device for itself. Not where it was the loop device that was `made` and
+/// has gone, as above.
+pub(super) fn is_claimed(device: &Path, made: Option<&Loop>) -> bool {
+    Users::of(device).with_claims().claimed && made.is_none_or(|made| made.device().is_some())
+}
+
+/// As [`lasting_users`], once what was unmounted has been written back too. `tell` is called where that is
 /// waited for.
 pub(super) fn users_after_writing_back(
     device: &Path,
