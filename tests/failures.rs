@@ -59,6 +59,14 @@ fn await_stop(qmp: &mut Qmp) {
 }
 
 fn make_room_and_resume(weir: &Weir, mount: &Path, control: &Path, qmp: &mut Qmp) {
+    // There is none yet.
+    let address = format!("unix:{}", control.display());
+    for disks in [&["disk"][..], &[]] {
+        let said = weir_command(&[&["resume", "--qmp", &address], disks].concat()).fails();
+        assert_says(&said, &["disk has stopped again: No space left on device"]);
+        qmp.event("RESUME");
+        await_stop(qmp);
+    }
     // The mount is the daemon's own, and is reached as it sees it.
     let inside =
         ["--mount", "--target", &weir.pid().to_string(), "mount", "-o", "remount,size=16M", text(mount)];

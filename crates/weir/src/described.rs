@@ -124,33 +124,25 @@ const OF_FORMATS: [&str; 5] = ["options", "snapshot", "secret-file", "reconnect-
 pub(crate) struct Described {
     /// Of `blockdev-add`.
     pub(crate) node: Value,
-    /// Of `object-add`: its passphrase, which the daemon reads and needs only to open the image.
+    /// Its passphrase, which the daemon reads and needs only to open the image.
     secret: Option<Value>,
     /// What is set of the disk then.
     settings: Map<String, Value>,
 }
 
 impl Described {
-    /// Has a daemon open it, without an export yet. Where it fails, the daemon has nothing of it.
-    pub(crate) fn add(self, client: &mut Client) -> Result<(), client::Error> {
-        let name = self.node["node-name"].clone();
-        let secret = self.secret.as_ref().map(|secret| json!({ "id": secret["id"] }));
-        if let Some(secret) = self.secret {
-            client.execute("object-add", secret)?;
+    /// Has a daemon serve it by these exports, each with the arguments of `block-export-add` but for
+    /// its node. Where it fails, the daemon has nothing of it.
+    pub(crate) fn add(self, client: &mut Client, mut exports: Vec<Value>) -> Result<(), client::Error> {
+        let Self { node, secret, settings } = self;
+        for export in &mut exports {
+            export["node-name"] = node["node-name"].clone();
         }
-        let added = client.execute("blockdev-add", self.node);
+        let mut asked = json!({ "node": node, "settings": settings, "exports": exports });
         if let Some(secret) = secret {
-            client.execute("object-del", secret)?;
+            asked["secret"] = secret;
         }
-        added?;
-        if self.settings.is_empty() {
-            return Ok(());
-        }
-        let set = client.set(name.as_str().unwrap_or_default(), self.settings);
-        if set.is_err() {
-            let _ = client.execute("blockdev-del", json!({ "node-name": name }));
-        }
-        set
+        client.execute("x-weir-add-disk", asked).map(drop)
     }
 }
 
@@ -233,7 +225,7 @@ pub(crate) fn node(
     let secret = files.next().map(|file| {
         let id = format!("secret-of-{name}");
         node["encrypt"] = json!({ "format": "luks", "key-secret": id });
-        json!({ "qom-type": "secret", "id": id, "file": file })
+        json!({ "id": id, "file": file })
     });
     if files.next().is_some() {
         bail!(

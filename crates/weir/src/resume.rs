@@ -15,7 +15,8 @@ Examples:
       That one alone.
 
 With `--on-write-error enospc`, a disk whose device is full holds its requests instead of failing them: guests wait. \
-QMP's `cont` does the same as this command without a DISK.";
+Where what was held fails at once again, this is told, with exit status 1. QMP's `cont` does the same as this command \
+without a DISK, and tells nothing.";
 
 /// What `weir resume` is told.
 #[derive(Debug, Args)]
@@ -31,21 +32,33 @@ pub(crate) struct ResumeArgs {
 pub(crate) fn run(arguments: ResumeArgs) -> Result<(), Failure> {
     let mut client = Client::reach(arguments.qmp)?;
     let (_, report) = client.status()?;
-    if let Some(disk) = arguments.disk {
-        if !report.disks.iter().any(|known| known.name == disk) {
+    let mut asked = json!({});
+    if let Some(disk) = &arguments.disk {
+        if !report.disks.iter().any(|known| known.name == *disk) {
             return Err(anyhow!("{disk}: no disk has this name (`weir status` lists them)").into());
         }
-        let answer: Value = client.execute("x-weir-resume", json!({ "name": disk }))?;
-        return Ok(print(&match answer["was-stopped"] == true {
-            true => format!("resumed: {disk}\n"),
-            false => format!("{disk} was not stopped\n"),
+        asked["name"] = json!(disk);
+    }
+    let answer: Value = client.execute("x-weir-resume", asked)?;
+    let resumed = answer.as_array().map(Vec::as_slice).unwrap_or_default();
+    let (stopped, going): (Vec<_>, Vec<_>) = resumed.iter().partition(|disk| disk["stopped-by"].is_string());
+    let name = |disk: &Value| disk["name"].as_str().unwrap_or_default().to_owned();
+    if resumed.is_empty() {
+        return Ok(print(&match arguments.disk {
+            Some(disk) => format!("{disk} was not stopped\n"),
+            None => "no disk was stopped\n".to_owned(),
         })?);
     }
-    let stopped = report.disks.iter().filter(|disk| disk.stopped_by().is_some());
-    let names: Vec<_> = stopped.map(|disk| disk.name.as_str()).collect();
-    client.execute("cont", json!({}))?;
-    Ok(print(&match names.is_empty() {
-        true => "no disk was stopped\n".to_owned(),
-        false => format!("resumed: {}\n", names.join(" ")),
-    })?)
+    if !going.is_empty() {
+        let names: Vec<_> = going.into_iter().map(name).collect();
+        print(&format!("resumed: {}\n", names.join(" ")))?;
+    }
+    if stopped.is_empty() {
+        return Ok(());
+    }
+    let tell = |disk: &Value| {
+        format!("{} has stopped again: {}", name(disk), disk["stopped-by"].as_str().unwrap_or_default())
+    };
+    let told: Vec<_> = stopped.into_iter().map(tell).collect();
+    Err(anyhow!("{} (mend that, and resume again)", told.join("; ")).into())
 }

@@ -16,7 +16,7 @@ use std::{
     str::FromStr,
     sync::{
         Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
 };
 
@@ -193,6 +193,9 @@ pub struct Failures {
     state: Mutex<State>,
     resumed: Event,
     news: Event,
+    /// Requests that were held and have not been tried again since.
+    held: AtomicUsize,
+    tried: Event,
 }
 
 #[derive(Debug, Default)]
@@ -266,6 +269,21 @@ impl Failures {
         was_stopped
     }
 
+    /// Waits until all that was held before [`Failures::resume`] has been tried again, or the disk
+    /// has stopped again: the error then.
+    pub async fn tried(&self) -> Option<Error> {
+        loop {
+            let tried = self.tried.listen();
+            // Whoever stops it does that before it counts as tried.
+            let held = self.held.load(Ordering::SeqCst);
+            let stopped_by = self.stopped_by();
+            if held == 0 || stopped_by.is_some() {
+                return stopped_by;
+            }
+            tried.await;
+        }
+    }
+
     /// For a disk that comes to its end: what is held is answered with its error, and nothing is
     /// held from now on.
     pub fn lift(&self) {
@@ -307,9 +325,14 @@ impl Failures {
     ) -> Result<T> {
         let mut failed = None;
         loop {
-            if self.stopped.load(Ordering::Acquire) {
+            // Until its next attempt has been judged.
+            let _held = if self.stopped.load(Ordering::Acquire) {
+                let held = Held::new(self);
                 self.wait(request.patience).await.map_err(|stopped_by| failed.unwrap_or(stopped_by))?;
-            }
+                Some(held)
+            } else {
+                None
+            };
             match attempt().await {
                 Err(error) if is_of_device(error) => {
                     if !self.holds(&request, error, may_hold()) {
@@ -374,6 +397,23 @@ impl Failures {
             let Request { disk, operation, offset, length, .. } = *request;
             tracing::error!(disk, request = operation.name(), offset, length, %error, left_out, "a request failed");
         }
+    }
+}
+
+/// A request that is held, or is being tried again.
+struct Held<'a>(&'a Failures);
+
+impl<'a> Held<'a> {
+    fn new(failures: &'a Failures) -> Self {
+        failures.held.fetch_add(1, Ordering::SeqCst);
+        Self(failures)
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.held.fetch_sub(1, Ordering::SeqCst);
+        self.0.tried.notify(usize::MAX);
     }
 }
 

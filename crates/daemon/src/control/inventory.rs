@@ -12,6 +12,7 @@
 //! Here are disks, groups and what all have in common; servers and exports are in `exported.rs`,
 //! what they are given by its id in `objects.rs`, and what is heard of a disk in `watches.rs`.
 
+mod arrivals;
 mod exported;
 mod objects;
 mod refused;
@@ -99,6 +100,8 @@ pub(crate) struct Inventory {
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
     /// Disks on their way to or from another host: their names are nobody else's.
     pub(crate) moving: RefCell<BTreeSet<String>>,
+    /// Disks that are being added: see [`Inventory::arrival`].
+    arriving: RefCell<BTreeSet<String>>,
     /// Tell of the failures of each disk, and of its length, while they are held.
     watches: RefCell<BTreeMap<String, Vec<reactor::JoinHandle<()>>>>,
     /// A disk has stopped, and nothing was resumed since.
@@ -158,6 +161,7 @@ impl Inventory {
             control: RefCell::default(),
             disks: RefCell::default(),
             moving: RefCell::default(),
+            arriving: RefCell::default(),
             watches: RefCell::default(),
             stopped: Cell::new(false),
             groups: RefCell::default(),
@@ -351,24 +355,24 @@ impl Inventory {
         Err(Refused::Busy(name.to_owned()))
     }
 
-    /// Lets all disks go on that an error has stopped; how many there were.
-    pub(crate) fn resume(&self) -> usize {
-        let resumed = self.disks().iter().filter(|running| running.disk.failures().resume()).count();
+    /// Lets all disks go on that an error has stopped.
+    pub(crate) fn resume(&self) {
+        for running in self.disks() {
+            running.disk.failures().resume();
+        }
         if self.stopped.replace(false) {
             self.tell(&Change::Resumed { all: true });
         }
-        resumed
     }
 
-    /// The same of one disk; whether it was stopped.
-    pub(crate) fn resume_disk(&self, name: &str) -> Result<bool, Refused> {
-        let resumed = self.disk(name)?.disk.failures().resume();
-        if resumed {
+    /// The same of one disk.
+    pub(crate) fn resume_disk(&self, name: &str) -> Result<(), Refused> {
+        if self.disk(name)?.disk.failures().resume() {
             let all = !self.is_stopped();
             self.stopped.set(!all);
             self.tell(&Change::Resumed { all });
         }
-        Ok(resumed)
+        Ok(())
     }
 
     /// Whether an error has stopped a disk.

@@ -147,7 +147,11 @@ impl Wanted {
 /// How clients call an export that runs.
 pub(crate) fn uris(export: &RunningExport, tls: &Tls) -> Vec<String> {
     let entrance = match &export.door {
-        inventory::Door::Nbd(serving, _) => return serving.uris(&export.name, tls),
+        inventory::Door::Nbd(serving, _) => {
+            // The config's TLS is that of its own servers.
+            let is_plain = serving.added.get().is_some_and(|added| !added.has_objects);
+            return serving.uris(&export.name, if is_plain { &Tls::Off } else { tls });
+        }
         inventory::Door::Own(entrance) => entrance,
     };
     let address = entrance.address();

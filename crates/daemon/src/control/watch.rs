@@ -180,6 +180,7 @@ impl Watch {
                     self.put_off.push(name.clone());
                 }
             }
+            Change::Listed { name } if inventory.is_arriving(name) => {}
             Change::Listed { name } => self.listed(inventory, name),
             Change::SettingsChanged { name } => self.settings_changed(inventory, name),
             Change::Reloaded => {

@@ -144,7 +144,7 @@ impl Entered {
             return Ok(());
         }
         bail!(
-            "{}: the sandbox lets the daemon open no image there, only in {} (put it there, pass it with `add-fd`, start weir with --image-root or with a disk beside it, {REMEDY})",
+            "{}: the sandbox lets the daemon open no image there, only in {} (put it there, pass it with QMP's `add-fd`, start weir with --image-root or with a disk beside it, {REMEDY})",
             path.display(),
             shown(places)
         )

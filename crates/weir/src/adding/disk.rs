@@ -61,7 +61,7 @@ pub(crate) struct AddArgs {
     image: Image,
     /// Serve it over NBD at this address, where the daemon listens already [default: the only one
     /// where it does, unless it is served otherwise]
-    #[arg(long, value_name = "ADDRESS")]
+    #[arg(long, value_name = "ADDRESS", value_parser = address)]
     nbd: Option<Address>,
     /// Let clients have it from this network and no other; repeatable
     #[arg(long, value_name = "NETWORK", value_parser = settings::read::<Network>)]
@@ -115,6 +115,18 @@ pub(crate) struct MoveArgs {
     save: SaveArgs,
 }
 
+/// Where a daemon listens that runs.
+fn address(text: &str) -> Result<Address, String> {
+    match text.strip_prefix("fd:").filter(|name| name.parse::<u16>().is_err()) {
+        Some(_) => Err(PASSED.to_owned()),
+        None => settings::read(text),
+    }
+}
+
+/// What is wrong with `fd:NAME` there.
+const PASSED: &str = "names a socket as it was passed when the daemon started; write where that listens, as `weir \
+status` shows it: unix:PATH or HOST:PORT";
+
 pub(crate) fn run(command: DiskCommand) -> Result<(), Failure> {
     match command {
         DiskCommand::Add(arguments) => add(*arguments),
@@ -154,7 +166,6 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
         keys.extend(said.map(|(key, texts)| ((*key).to_owned(), toml_edit::Array::from_iter(texts).into())));
         saving::added(text, "disk", &name, keys)
     })?;
-    described.add(&mut client)?;
     let is_writable = !options.iter().any(|(option, _)| ["read-only", "snapshot"].contains(&option.as_str()));
     let mut exports = Vec::new();
     if is_over_nbd {
@@ -174,15 +185,7 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
         export["id"] = json!(if is_first { name.clone() } else { format!("{name}@{}", door.address()) });
         exports.push(export);
     }
-    for mut export in exports {
-        export["node-name"] = json!(name);
-        if let Err(error) = client.execute("block-export-add", export) {
-            if let Err(left) = client.execute("x-weir-remove-disk", json!({ "name": name })) {
-                return Err(anyhow!("{error}; and the disk stays: {left}").into());
-            }
-            return Err(error.into());
-        }
-    }
+    described.add(&mut client, exports)?;
     finish(("disk", &name, "added"), saving, json)
 }
 

@@ -9,39 +9,41 @@ use settings::{Door, Fuse, Keyed, NbdDevice, Socket, Ublk, VhostUserBlk};
 
 #[derive(Debug, Args)]
 pub(super) struct DoorArgs {
-    /// Serve a virtual machine at unix:PATH, over vhost-user-blk. Behind commas: queues=N,
-    /// queue-size=N, serial=TEXT, logical-block-size=N, discard=off, write-zeroes=off,
+    /// Serve a virtual machine at unix:PATH, over vhost-user-blk; repeatable. Behind commas:
+    /// queues=N, queue-size=N, serial=TEXT, logical-block-size=N, discard=off, write-zeroes=off,
     /// write-cache=off, read-only, client (the machine listens there).
     /// NBD is then served only where --nbd says so
     #[arg(long, value_name = "unix:PATH[,…]", value_parser = settings::read::<VhostUserBlk>)]
-    vhost_user_blk: Option<VhostUserBlk>,
-    /// Serve a block device of this host by ublk, as --ublk of `weir serve`
+    vhost_user_blk: Vec<VhostUserBlk>,
+    /// Serve a block device of this host by ublk, as --ublk of `weir serve`; repeatable
     #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::read::<Ublk>)]
-    ublk: Option<Ublk>,
-    /// Serve the disk as a file, by FUSE, as --fuse of `weir serve`
+    ublk: Vec<Ublk>,
+    /// Serve the disk as a file, by FUSE, as --fuse of `weir serve`; repeatable
     #[arg(long, value_name = "FILE[,…]", value_parser = settings::read::<Fuse>)]
-    fuse: Option<Fuse>,
-    /// Serve a block device of the kernel's NBD client, as --nbd-device of `weir serve`
+    fuse: Vec<Fuse>,
+    /// Serve a block device of the kernel's NBD client, as --nbd-device of `weir serve`;
+    /// repeatable
     #[arg(long, value_name = "/dev/nbdN[,…]", value_parser = settings::read::<NbdDevice>)]
-    nbd_device: Option<NbdDevice>,
+    nbd_device: Vec<NbdDevice>,
 }
 
 impl DoorArgs {
     /// Those that were named, with whole paths: the daemon may be in another directory.
     pub(super) fn all(self) -> std::io::Result<Vec<Door>> {
+        let Self { vhost_user_blk, ublk, mut fuse, nbd_device } = self;
         let mut doors = Vec::new();
-        if let Some(mut machine) = self.vhost_user_blk {
+        for mut machine in vhost_user_blk {
             if let Socket::Path(path) = &machine.socket {
                 machine.socket = Socket::Path(absolute(path)?);
             }
             doors.push(Door::VhostUserBlk(machine));
         }
-        doors.extend(self.ublk.map(Door::Ublk));
-        if let Some(mut fuse) = self.fuse {
+        doors.extend(ublk.into_iter().map(Door::Ublk));
+        for fuse in &mut fuse {
             fuse.file = absolute(&fuse.file)?;
-            doors.push(Door::Fuse(fuse));
         }
-        doors.extend(self.nbd_device.map(Door::NbdDevice));
+        doors.extend(fuse.into_iter().map(Door::Fuse));
+        doors.extend(nbd_device.into_iter().map(Door::NbdDevice));
         Ok(doors)
     }
 }

@@ -197,12 +197,8 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
         wanted.name
     );
     place.set_asked()?;
-    described::node(&wanted.name, &wanted.image, &wanted.options)?.add(&mut client)?;
-    let exported = export(wanted, place).and_then(|export| Ok(client.execute("block-export-add", export)?));
-    if let Err(error) = exported {
-        let _ = client.execute("blockdev-del", json!({ "node-name": wanted.name }));
-        return Err(error);
-    }
+    let export = export(wanted, place)?;
+    described::node(&wanted.name, &wanted.image, &wanted.options)?.add(&mut client, vec![export])?;
     let (events, name) = (events.clone(), wanted.name.clone());
     thread::spawn(move || {
         let orderly = watch.await_export_end(&name).is_ok();
@@ -212,8 +208,7 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
 }
 
 fn export(wanted: &Wanted, place: &Place) -> anyhow::Result<Value> {
-    let mut export =
-        json!({ "id": wanted.name, "node-name": wanted.name, "writable": !wanted.is_read_only() });
+    let mut export = json!({ "id": wanted.name, "writable": !wanted.is_read_only() });
     match wanted.way {
         Way::Ublk => export["type"] = json!("x-ublk"),
         Way::Nbd => export["type"] = json!("x-nbd-device"),

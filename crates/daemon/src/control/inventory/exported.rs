@@ -346,8 +346,8 @@ impl Inventory {
             Ok(()) => false,
             // Removed already, and on its way out: nothing is left to refuse.
             Err(NotRemoved::Unknown) => true,
-            Err(NotRemoved::InUse { connections }) => {
-                return Err(Refused::HasClients { id: id.to_owned(), connections });
+            Err(NotRemoved::InUse { .. }) => {
+                return Err(Refused::HasClients { id: id.to_owned(), clients: export.clients() });
             }
         };
         export.ending.set(true);
@@ -358,7 +358,10 @@ impl Inventory {
             }
             export.door.wait_until_unused().await;
             inventory.exports.borrow_mut().remove(&export.id);
-            inventory.tell(&Change::ExportDeleted { id: export.id.clone() });
+            // Of one that never was, nobody has heard.
+            if !inventory.is_arriving(export.disk.disk.name()) {
+                inventory.tell(&Change::ExportDeleted { id: export.id.clone() });
+            }
             if inventory.ends_when_idle.get() && inventory.is_idle() {
                 (inventory.ender)(End::Idle);
             }

@@ -6,6 +6,7 @@
 //! differ.
 
 use block::{disk::Disk, image, storage};
+use console::figures;
 use serde::{Deserialize, Serialize};
 
 /// What a disk really is.
@@ -72,8 +73,8 @@ impl Identity {
         let behind = || layers.iter().zip(&here.layers).skip(1);
         if layers.len() != here.layers.len() {
             return Some(format!(
-                "with {} images behind each other, not {}",
-                layers.len(),
+                "with {} behind each other, not {}",
+                figures::counted(layers.len() as u64, "image"),
                 here.layers.len()
             ));
         }

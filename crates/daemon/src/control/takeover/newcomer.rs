@@ -270,7 +270,7 @@ impl Newcomer {
         let (to_come, free) = (self.offer.descriptors, op::free_descriptors());
         ensure!(
             to_come < free,
-            "{to_come} descriptors come with its clients, and only {free} more may be open here (`ulimit -n` or LimitNOFILE= must be larger)"
+            "descriptors that come with its clients: {to_come}, and only {free} more may be open here (`ulimit -n` or LimitNOFILE= must be larger)"
         );
         self.devices.check(inventory, for_added)?;
         sockets

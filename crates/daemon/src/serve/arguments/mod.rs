@@ -172,26 +172,27 @@ struct NetworkArgs {
     #[arg(long, value_name = "ADDRESS[,…]", value_parser = settings::read::<Nbd>)]
     nbd: Vec<Nbd>,
     /// Serve a virtual machine at unix:PATH, over vhost-user-blk, or at fd:NAME, a socket that a
-    /// service manager passed; once for each IMAGE. Behind commas: queues=N, queue-size=N,
-    /// serial=TEXT, logical-block-size=N, discard=off, write-zeroes=off, write-cache=off,
-    /// read-only, client (the machine listens there).
+    /// service manager passed; once for each IMAGE, or several for one. Behind commas: queues=N,
+    /// queue-size=N, serial=TEXT, logical-block-size=N, discard=off, write-zeroes=off,
+    /// write-cache=off, read-only, client (the machine listens there).
     /// NBD is then served only where --nbd says so
     #[arg(long, value_name = "unix:PATH[,…]", value_parser = settings::read::<VhostUserBlk>, conflicts_with = "config")]
     vhost_user_blk: Vec<VhostUserBlk>,
     /// Serve a block device of this host, /dev/ublkbN, by the kernel's ublk driver; once for each
-    /// IMAGE [default N: the first that is free]. Behind commas: queues=N, queue-depth=N,
-    /// logical-block-size=N, discard=off, write-zeroes=off, write-cache=off, read-only,
-    /// unprivileged
+    /// IMAGE, or several for one [default N: the first that is free]. Behind commas: queues=N,
+    /// queue-depth=N, logical-block-size=N, discard=off, write-zeroes=off, write-cache=off,
+    /// read-only, unprivileged
     #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::read::<Ublk>, conflicts_with = "config")]
     ublk: Vec<Ublk>,
     /// Serve the disk as a file, by FUSE: it is seen in place of FILE, which is there already; once
-    /// for each IMAGE. Behind commas: growable, allow-other=on|off, io-uring, read-only
+    /// for each IMAGE, or several for one. Behind commas: growable, allow-other=on|off, io-uring,
+    /// read-only
     #[arg(long, value_name = "FILE[,…]", value_parser = settings::read::<Fuse>, conflicts_with = "config")]
     fuse: Vec<Fuse>,
     /// Serve a block device of this host, /dev/nbdN, by the kernel's NBD client; auto is the first
-    /// that is free; once for each IMAGE. Behind commas: connections=N, timeout=SECONDS,
-    /// dead-timeout=SECONDS (how long requests wait for weir to come back), logical-block-size=N,
-    /// read-only
+    /// that is free; once for each IMAGE, or several for one. Behind commas: connections=N,
+    /// timeout=SECONDS, dead-timeout=SECONDS (how long requests wait for weir to come back),
+    /// logical-block-size=N, read-only
     #[arg(long, value_name = "/dev/nbdN[,…]", value_parser = settings::read::<NbdDevice>, conflicts_with = "config")]
     nbd_device: Vec<NbdDevice>,
     /// Clients at a time at each address; 0 is any number [default: 100]
@@ -394,7 +395,7 @@ impl NetworkArgs {
     }
 }
 
-/// Gives each disk one of the doors that an option names, if it names some.
+/// Gives each disk one of the doors that an option names, if it names some; a single disk has all.
 fn give<D: Display>(
     disks: &mut [DiskDraft],
     option: &str,
@@ -402,13 +403,13 @@ fn give<D: Display>(
     door: fn(D) -> Door,
 ) -> Result<(), Wrong> {
     let (given, images) = (doors.len(), disks.len());
-    if given != 0 && given != images {
+    if given != 0 && given != images && images != 1 {
         let rule = format!("times given: {given}, images: {images} (give one for each, in their order)");
         return Err(Place::new(format!("--{option}")).wrong(rule));
     }
-    for (disk, value) in disks.iter_mut().zip(doors.drain(..)) {
+    for (number, value) in doors.drain(..).enumerate() {
         let place = Place::option(option, &value);
-        disk.doors.push(Said::new(door(value), place));
+        disks[number % images].doors.push(Said::new(door(value), place));
     }
     Ok(())
 }

@@ -220,6 +220,8 @@ fn what_is_for_nbd_alone_is_refused_where_there_is_none() {
         assert!(plan(&format!("a --vhost-user-blk unix:v --nbd unix:n {options}")).is_ok());
     }
     assert!(plan("a --vhost-user-blk unix:v --tls off").is_ok());
+    let several = plan("a --vhost-user-blk unix:v --vhost-user-blk unix:w").unwrap();
+    assert_eq!(several.doors.iter().map(|export| export.disk).collect::<Vec<_>>(), [0, 0]);
 }
 
 #[test]

@@ -36,6 +36,18 @@ pub(super) struct BlockdevAdd {
     told: Told,
 }
 
+impl BlockdevAdd {
+    /// The disk's.
+    pub(super) fn name(&self) -> &str {
+        &self.chain.names[0]
+    }
+
+    /// Whether it lies on no node that is there already.
+    pub(super) fn has_storage(&self) -> bool {
+        matches!(self.chain.bottom, Bottom::Storage(_))
+    }
+}
+
 impl Command for BlockdevAdd {
     const NAME: &'static str = "blockdev-add";
 

@@ -12,7 +12,7 @@ use settings::Door;
 use super::door;
 use crate::control::{
     bitmaps,
-    inventory::{Door as Reach, Inventory, NewExport, Refused},
+    inventory::{Door as Reach, Inventory, NewExport, Refused, RunningDisk},
     qmp::{arguments::Arguments, command::Command, error::Error, identifier, json::shown},
     serving::Serving,
 };
@@ -76,54 +76,55 @@ impl Command for BlockExportAdd {
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        if inventory.export(&self.id).is_ok() {
-            return Err(Error::generic(format!("Block export id '{}' is already in use", self.id)));
+        self.add(&inventory).await?.log();
+        Ok(json!({}))
+    }
+}
+
+/// An export that is there.
+pub(super) struct Added {
+    id: String,
+    disk: String,
+    address: String,
+}
+
+impl Added {
+    pub(super) fn log(&self) {
+        let Self { id, disk, address } = self;
+        tracing::info!(export = %id, disk = %disk, at = %address, "an export was added");
+    }
+}
+
+impl BlockExportAdd {
+    /// The disk's.
+    pub(super) fn node(&self) -> &str {
+        &self.node
+    }
+
+    pub(super) async fn add(self, inventory: &Rc<Inventory>) -> Result<Added, Error> {
+        let Self { id, node, writable, kind, is_sent } = self;
+        if inventory.export(&id).is_ok() {
+            return Err(Error::generic(format!("Block export id '{id}' is already in use")));
         }
-        let node = &self.node;
         let disk = inventory
-            .disk(node)
-            .map_err(|_| Error::generic(format!("Cannot find device='' nor node-name='{}'", shown(node))))?;
-        if self.writable && disk.disk.image().is_read_only() {
+            .disk(&node)
+            .map_err(|_| Error::generic(format!("Cannot find device='' nor node-name='{}'", shown(&node))))?;
+        if writable && disk.disk.image().is_read_only() {
             return Err(Error::generic("Cannot export read-only node as writable"));
         }
-        let nbd = match self.kind {
-            Kind::Nbd(nbd) => nbd,
+        let address = match kind {
+            Kind::Nbd(nbd) => nbd.add(inventory, &disk, &id, writable).await?,
             Kind::Own(door, socket) => {
                 if let (Some(name), Some(socket)) = (door.passed(), socket) {
                     let terms = inventory.door_terms().map_err(|error| Error::generic(error.to_string()))?;
                     terms.inherited.borrow_mut().add(name, socket);
                 }
-                let added = inventory.add_door(self.id.clone(), disk, !self.writable, &door, None).await;
-                let address = added.map_err(|error| Error::generic(format!("{error:#}")))?;
-                inventory.export(&self.id)?.added.set(self.is_sent);
-                tracing::info!(export = %self.id, disk = %self.node, at = %address, "an export was added");
-                return Ok(json!({}));
+                let added = inventory.add_door(id.clone(), disk, !writable, &door, None).await;
+                added.map_err(|error| Error::generic(format!("{error:#}")))?
             }
         };
-        let views = bitmaps::of_image(&disk, &nbd.bitmaps).await;
-        let views = views.map_err(|error| Error::generic(error.to_string()))?;
-        let serving = nbd.serving(&inventory)?;
-        let (id, node) = (self.id.clone(), self.node.clone());
-        let new = NewExport {
-            id: self.id,
-            name: nbd.name,
-            description: nbd.description,
-            access: nbd.access,
-            disk: self.node,
-            read_only: !self.writable,
-            bitmaps: views,
-        };
-        match inventory.add_export(&serving, new) {
-            Ok(()) => {
-                inventory.export(&id)?.added.set(self.is_sent);
-                tracing::info!(export = %id, disk = %node, at = %serving.address(), "an export was added");
-                Ok(json!({}))
-            }
-            Err(Refused::ExportNameTaken { name, .. }) => {
-                Err(Error::generic(format!("NBD server already has export named '{}'", shown(&name))))
-            }
-            Err(other) => Err(Error::generic(other.to_string())),
-        }
+        inventory.export(&id)?.added.set(is_sent);
+        Ok(Added { id, disk: node, address })
     }
 }
 
@@ -159,6 +160,35 @@ impl Nbd {
             bitmaps,
             listen: arguments.optional("x-weir-listen")?,
         })
+    }
+
+    /// The address where it is.
+    async fn add(
+        self,
+        inventory: &Rc<Inventory>,
+        disk: &Rc<RunningDisk>,
+        id: &str,
+        writable: bool,
+    ) -> Result<String, Error> {
+        let views = bitmaps::of_image(disk, &self.bitmaps).await;
+        let views = views.map_err(|error| Error::generic(error.to_string()))?;
+        let serving = self.serving(inventory)?;
+        let new = NewExport {
+            id: id.to_owned(),
+            name: self.name,
+            description: self.description,
+            access: self.access,
+            disk: disk.disk.name().to_string(),
+            read_only: !writable,
+            bitmaps: views,
+        };
+        inventory.add_export(&serving, new).map_err(|refused| match refused {
+            Refused::ExportNameTaken { name, .. } => {
+                Error::generic(format!("NBD server already has export named '{}'", shown(&name)))
+            }
+            other => Error::generic(other.to_string()),
+        })?;
+        Ok(serving.address())
     }
 
     fn serving(&self, inventory: &Inventory) -> Result<Rc<Serving>, Error> {
@@ -268,8 +298,8 @@ impl Command for BlockExportDel {
                 tracing::info!(export = %self.id, "an export was removed");
                 Ok(json!({}))
             }
-            Err(Refused::HasClients { connections, .. }) => Err(Error::generic(format!(
-                "export '{id}' still in use by {connections} clients (use mode 'hard' to disconnect them)"
+            Err(Refused::HasClients { clients, .. }) => Err(Error::generic(format!(
+                "export '{id}' still in use: {clients} (use mode 'hard' to remove it all the same)"
             ))),
             Err(other) => Err(Error::generic(other.to_string())),
         }

@@ -26,6 +26,7 @@ macro_rules! query {
     };
 }
 
+mod adding;
 pub(super) mod block;
 mod cluster;
 mod descriptor;
@@ -87,6 +88,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<cluster::ClusterSet>(),
     Entry::of::<cluster::ClusterForget>(),
     Entry::of::<reload::Reload>(),
+    Entry::of::<adding::AddDisk>(),
     Entry::of::<removal::RemoveDisk>(),
     Entry::of::<moving::MoveDisk>(),
     Entry::of::<recording::Start>(),

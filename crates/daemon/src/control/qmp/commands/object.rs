@@ -87,6 +87,16 @@ pub(super) enum SecretFrom {
     File(String),
 }
 
+impl ObjectAdd {
+    pub(super) fn id(&self) -> &str {
+        let (Self::Group { id, .. }
+        | Self::Secret { id, .. }
+        | Self::Credentials { id, .. }
+        | Self::Names { id, .. }) = self;
+        id
+    }
+}
+
 impl Command for ObjectAdd {
     const NAME: &'static str = "object-add";
 
@@ -161,7 +171,8 @@ fn duplicate(id: &str) -> Error {
     Error::generic(format!("attempt to add duplicate property '{id}' to object (type 'container')"))
 }
 
-fn read_secret(arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
+/// All but the type.
+pub(super) fn read_secret(arguments: &mut Arguments) -> Result<ObjectAdd, Error> {
     let id: String = arguments.required("id")?;
     identifier::check("id", &id)?;
     if arguments.choice("format", &["raw", "base64"])? == Some(1) {

@@ -2,6 +2,8 @@
 
 use std::rc::Rc;
 
+use block::reactor;
+use policy::time::Duration;
 use serde_json::{Value, json};
 
 use crate::control::{
@@ -20,21 +22,46 @@ query!(Continue, "cont", |inventory| {
     inventory.resume();
     json!({})
 });
-/// `cont` for one disk: QEMU's guest goes on with all of its own.
+/// How long what was held may take until it is told what came of it.
+const TO_BE_TRIED: Duration = Duration::from_secs(2);
+
+/// `cont` that tells what comes of it, for all disks or one: QEMU's guest goes on with all of its
+/// own.
 #[derive(Debug)]
 pub(super) struct Resume {
-    name: String,
+    name: Option<String>,
 }
 
 impl Command for Resume {
     const NAME: &'static str = "x-weir-resume";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        Ok(Self { name: arguments.required("name")? })
+        Ok(Self { name: arguments.optional("name")? })
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
-        Ok(json!({ "was-stopped": inventory.resume_disk(&self.name)? }))
+        let mut disks = match &self.name {
+            Some(name) => vec![inventory.disk(name)?],
+            None => inventory.disks(),
+        };
+        disks.retain(|running| running.disk.failures().stopped_by().is_some());
+        match &self.name {
+            Some(name) => inventory.resume_disk(name)?,
+            None => inventory.resume(),
+        }
+        let deadline = reactor::now() + TO_BE_TRIED;
+        let mut resumed = Vec::new();
+        for running in &disks {
+            let failures = running.disk.failures();
+            let left = deadline - reactor::now();
+            let stopped_by = reactor::timeout(left, failures.tried()).await.unwrap_or(None);
+            let mut told = json!({ "name": &**running.disk.name() });
+            if let Some(error) = stopped_by {
+                told["stopped-by"] = json!(error.to_string());
+            }
+            resumed.push(told);
+        }
+        Ok(Value::Array(resumed))
     }
 }
 

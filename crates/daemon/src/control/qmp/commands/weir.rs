@@ -59,13 +59,7 @@ impl Command for Set {
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let name = arguments.required("name")?;
-        let group = arguments.optional("group")?;
-        let limits = LimitChanges::read(arguments, Naming::Plain)?;
-        let own = Changes::read_own(arguments, "")?;
-        let caches = CacheChanges::read(arguments)?;
-        let prefetch = PrefetchChanges::read(arguments, "")?;
-        let policies = PolicyChanges::read(arguments, "")?;
-        Ok(Self { name, group, changes: own.with_limits(limits), caches, prefetch, policies })
+        Self::read_of(arguments, name)
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
@@ -79,6 +73,17 @@ impl Command for Set {
 }
 
 impl Set {
+    /// All but the name.
+    pub(super) fn read_of(arguments: &mut Arguments, name: String) -> Result<Self, Error> {
+        let group = arguments.optional("group")?;
+        let limits = LimitChanges::read(arguments, Naming::Plain)?;
+        let own = Changes::read_own(arguments, "")?;
+        let caches = CacheChanges::read(arguments)?;
+        let prefetch = PrefetchChanges::read(arguments, "")?;
+        let policies = PolicyChanges::read(arguments, "")?;
+        Ok(Self { name, group, changes: own.with_limits(limits), caches, prefetch, policies })
+    }
+
     async fn set_group(&self, inventory: &Inventory, group: &Group) -> Result<(), Error> {
         if !self.caches.is_empty() {
             return Err(Error::generic(format!(
@@ -106,7 +111,7 @@ impl Set {
         set_group(inventory, group, self.changes.apply_to(group.settings())?).await
     }
 
-    async fn set_disk(&self, inventory: &Inventory) -> Result<(), Error> {
+    pub(super) async fn set_disk(&self, inventory: &Inventory) -> Result<(), Error> {
         let running = inventory.disk(&self.name)?;
         let disk = &running.disk;
         let caches = self.new_caches(&running)?;
