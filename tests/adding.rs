@@ -23,6 +23,12 @@ image = \"memory:1M\"
 # the end
 ";
 
+/// This process, as weir names who is connected.
+fn us() -> String {
+    let name = fs::read_to_string("/proc/self/comm").unwrap();
+    format!("{} ({})", name.trim_end(), std::process::id())
+}
+
 fn config(scratch: &Scratch) -> String {
     let nbd = text(&scratch.socket("nbd")).to_owned();
     let (qmp, root) = (socket(scratch), scratch.path(""));
@@ -70,7 +76,8 @@ fn what_is_added_is_served_and_saved_and_goes_again() {
     assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
     let (client, _) = Wire::go(&scratch.socket("nbd"), "b");
     let busy = fails(&scratch, &["disk", "remove", "b", "--save"]);
-    assert_says(&busy, &["export b of disk b: clients are connected: 1"]);
+    let us = format!(" of {} (let it go first)", us());
+    assert_says(&busy, &["export b of disk b: in use: client ", &us]);
     assert_eq!(fs::read_to_string(&file).unwrap(), saved);
     drop(client);
     assert_says(&fails(&scratch, &["group", "remove", "silver"]), &["'silver' is in use"]);
@@ -82,6 +89,14 @@ fn what_is_added_is_served_and_saved_and_goes_again() {
     prints(&scratch, &["group", "remove", "silver", "--save"]);
     assert_eq!(fs::read_to_string(&file).unwrap(), before);
     assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
+    // What the file does not have goes all the same.
+    for (kind, more) in [("disk", &["memory:1M"][..]), ("group", &[])] {
+        prints(&scratch, &[&[kind, "add", "late"], more].concat());
+        let nothing = format!("late: nothing to change in {}, which has no [{kind}.late]\n", text(&file));
+        let said = prints(&scratch, &[kind, "remove", "late", "--save"]);
+        assert_eq!(said, format!("{kind} late: removed\n{nothing}"));
+    }
+    assert_eq!(fs::read_to_string(&file).unwrap(), before);
     weir.stop();
 }
 
@@ -109,6 +124,9 @@ fn what_fails_leaves_nothing() {
     let weir = serve(&scratch, &file);
     let image = scratch.sparse("b.raw", MIB);
     let image = text(&image);
+    let nowhere = format!("unix:{}/vm", text(&scratch.path("nowhere")));
+    let nbd = format!("unix:{}", text(&scratch.socket("nbd")));
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     for (arguments, expect) in [
         (&["disk", "add", "a", image, "-f", "raw"][..], "Duplicate nodes with node-name='a'"),
         (&["disk", "add", "b", "none.raw", "-f", "raw"], "none.raw"),
@@ -118,7 +136,13 @@ fn what_fails_leaves_nothing() {
             &["disk", "add", "b", image, "-f", "raw", "--nbd", "unix:/nobody"],
             "does not accept value 'unix:/nobody'",
         ),
-        (&["disk", "add", "b", image, "-f", "raw", "--snapshot", "s"], "'x-weir-snapshot' is unexpected"),
+        (&["disk", "add", "b", image, "-f", "raw", "--snapshot", "s"], "x-weir-snapshot' is unexpected"),
+        (&["disk", "add", "b", image, "-f", "raw", "--vhost-user-blk", &nowhere], "nowhere/vm"),
+        // The last step, behind an export that was there.
+        (
+            &["disk", "add", "b", image, "-f", "raw", "--nbd", &nbd, "--vhost-user-blk", &nowhere],
+            "nowhere/vm",
+        ),
         (&["disk", "add", "b", image, "--options", "offset=2M"], "choose another offset or size"),
         (&["disk", "add", "a", image, "-f", "raw", "--save"], "has a [disk.a] already"),
         (&["disk", "remove", "b"], "b: no disk has this name"),
@@ -133,6 +157,19 @@ fn what_fails_leaves_nothing() {
         assert_eq!(fs::read_to_string(&file).unwrap(), before);
     }
     misuses(&scratch, &["group", "add", "g", "--weight", "0"]);
+    // Nothing has happened, and nobody hears of anything.
+    let events = qmp.command("x-weir-query-events", serde_json::json!({}));
+    assert_eq!(events, serde_json::json!([]));
+    for event in ["X_WEIR_EVENT", "X_WEIR_SETTINGS_CHANGED", "BLOCK_EXPORT_DELETED"] {
+        assert_eq!(qmp.heard(event), 0, "{event}");
+    }
+    assert!(!weir.logged().contains("an export was added"));
+    // But for what has.
+    prints(&scratch, &["disk", "add", "b", image, "-f", "raw", "--iops-total", "70"]);
+    let events = qmp.command("x-weir-query-events", serde_json::json!({}));
+    let kinds: Vec<_> = events.as_array().unwrap().iter().map(|event| &event["kind"]).collect();
+    assert_eq!(kinds, ["disk_added"]);
+    assert_eq!(events[0]["data"]["by"]["kind"], "qmp");
     weir.stop();
 }
 
@@ -221,5 +258,16 @@ fn a_disk_is_given_to_a_machine_and_saved_and_goes_again() {
     assert_says(&fails(&scratch, &second), &["the export c@unix:", "is there already"]);
     assert!(status(&scratch, "0")["disks"].as_array().unwrap().iter().all(|disk| disk["name"] != "d"));
     prints(&scratch, &["disk", "remove", "c"]);
+    // As many as are wanted, as `weir serve` has it.
+    let sockets = ["one", "two"].map(|name| scratch.socket(name));
+    let [one, two] = [&sockets[0], &sockets[1]].map(|socket| format!("unix:{}", text(socket)));
+    let both = ["--vhost-user-blk", &one, "--vhost-user-blk", &two];
+    prints(&scratch, &[&["disk", "add", "e", "memory:1M"][..], &both].concat());
+    sockets.iter().for_each(|socket| drop(front_end(socket)));
+    // A socket is passed to a daemon when it starts.
+    let passed = fails(&scratch, &["disk", "add", "f", "memory:1M", "--vhost-user-blk", "fd:f"]);
+    assert_says(&passed, &["fd:f: no such socket was passed", "write unix:PATH, or restart weir"]);
+    let passed = misuses(&scratch, &["disk", "add", "f", "memory:1M", "--nbd", "fd:f"]);
+    assert_says(&passed, &["write where that listens", "as `weir status` shows it"]);
     weir.stop();
 }

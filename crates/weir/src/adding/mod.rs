@@ -42,12 +42,13 @@ fn finish_with(
     more: &Value,
 ) -> Result<(), Failure> {
     let (kind, name, change) = what;
+    let has_changes = saving.as_ref().is_some_and(Saving::has_changes);
     let saved = saving.map(Saving::commit).transpose();
     let saved = saved.with_context(|| format!("{name}: {change}, but that is not saved"))?;
     if json {
         let mut told = json!({ "kind": kind, "name": name, "change": change });
         if let Some(file) = &saved {
-            told["saved"] = json!(file);
+            told[if has_changes { "saved" } else { "unchanged" }] = json!(file);
         }
         for (key, value) in more.as_object().into_iter().flatten() {
             told[key] = value.clone();
@@ -56,7 +57,10 @@ fn finish_with(
     }
     let mut text = format!("{kind} {name}: {change}\n");
     if let Some(file) = saved {
-        text += &format!("{name}: saved in {file}\n");
+        text += &match has_changes {
+            true => format!("{name}: saved in {file}\n"),
+            false => format!("{name}: nothing to change in {file}, which has no [{kind}.{name}]\n"),
+        };
     }
     Ok(print(&text)?)
 }

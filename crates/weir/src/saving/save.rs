@@ -28,7 +28,8 @@ pub(crate) struct Saving {
     path: PathBuf,
     old: Flock<File>,
     old_text: String,
-    new: NamedTempFile,
+    /// None where the text stays as it is.
+    new: Option<NamedTempFile>,
 }
 
 impl Saving {
@@ -44,11 +45,16 @@ impl Saving {
         let new_text = edit(&old_text).map_err(|said| anyhow!("{shown}: {said}"))?;
         check(&path, &old_text, &new_text)
             .with_context(|| format!("{shown}: not saved, nor changed live"))?;
-        let metadata = old.metadata()?;
-        let new = write_beside(&path, &metadata, &new_text).with_context(|| {
+        let write = || write_beside(&path, &old.metadata()?, &new_text);
+        let new = (new_text != old_text).then(write).transpose().with_context(|| {
             format!("{shown}: cannot be replaced (its directory must be writable, and its owner this user)")
         })?;
         Ok(Self { path, old, old_text, new })
+    }
+
+    /// Whether anything in the file is to change.
+    pub(crate) fn has_changes(&self) -> bool {
+        self.new.is_some()
     }
 
     /// Returns the file's name. Fails if it is not the file any more that was read.
@@ -57,7 +63,8 @@ impl Saving {
         if !self.is_unchanged().with_context(|| shown.clone())? {
             bail!("{shown}: was changed by somebody else meanwhile (run the command again)");
         }
-        self.new.persist(&self.path).map_err(|error| error.error).with_context(|| shown.clone())?;
+        let Some(new) = self.new else { return Ok(shown) };
+        new.persist(&self.path).map_err(|error| error.error).with_context(|| shown.clone())?;
         // The rename itself is on the disk once its directory is.
         if let Some(directory) = self.path.parent() {
             File::open(directory)
