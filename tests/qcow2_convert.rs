@@ -236,7 +236,11 @@ fn what_cannot_be_of_encryption_is_said() {
             &original,
             "no compressed clusters",
         ),
-        (&["--secret-file", "KEY", "--secret-file", "WRONG"], &locked, "2 passphrases were given"),
+        (
+            &["--secret-file", "KEY", "--secret-file", "WRONG"],
+            &locked,
+            "passphrases given: 2, encrypted images: 1",
+        ),
     ] {
         let arguments = arguments.iter().map(|word| match *word {
             "KEY" => text(&key),

@@ -52,7 +52,7 @@ fn what_has_no_word_is_counted_and_said() {
         &[
             "weir: left out: 1 of flush, for which mqsim has no word",
             "weir: left out: 1 of discard, for which mqsim has no word",
-            "weir: left out: 1 requests that are no whole sectors of 512 bytes, as mqsim counts them",
+            "weir: left out: 1 request not of whole sectors of 512 bytes, as mqsim counts them",
             "weir: mqsim calls disks by numbers: 0 is vm1, 1 is vm2",
         ],
     );

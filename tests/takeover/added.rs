@@ -92,6 +92,9 @@ fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
                 &line,
                 &["group gold, group inner", "disk plain", "disk t0", "export n", "export x3"],
             );
+            // Whoever waits for it finds them where all others are.
+            let sockets = [&used, &unused].map(|socket| format!("vhost-user:{}", text(socket)));
+            assert_says(current.ready_line(), &["of%20t0", &sockets[0], &sockets[1]]);
             assert_eq!(all(&house), before);
             assert_eq!(features(&mut machine), offered);
         }

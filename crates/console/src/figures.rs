@@ -16,6 +16,11 @@ pub fn count(value: f64) -> String {
     scaled(value, 1000.0)
 }
 
+/// So many of something, whose name is its singular: `1 client`, `2 clients`.
+pub fn counted(number: u64, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
 /// Measured bytes: `0`, `512`, `9.8M`. Powers of 1024.
 pub fn bytes(value: f64) -> String {
     scaled(value, 1024.0)

@@ -97,7 +97,9 @@ impl Keys {
             (0, _) | (1, 1..) => Ok(()),
             (1, 0) => bail!("a passphrase was given, and no image is encrypted (leave it out)"),
             (given, used) if given <= used => Ok(()),
-            (given, used) => bail!("{given} passphrases were given, and {used} images are encrypted"),
+            (given, used) => {
+                bail!("passphrases given: {given}, encrypted images: {used} (give one for each)")
+            }
         }
     }
 }

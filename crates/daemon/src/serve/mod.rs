@@ -33,7 +33,7 @@ use block::{
 };
 pub use check::{CHECK_EXAMPLES, CheckArgs, check_config};
 use console::{
-    Failure, descriptors, logging, on_reactor,
+    Failure, descriptors, figures, logging, on_reactor,
     signals::{Request, Signals},
 };
 use export::nbd;
@@ -41,7 +41,7 @@ use policy::time::Duration;
 use sd_notify::NotifyState;
 use serde_json::{Map, Value};
 use settings::{
-    Address, DoorExport, Draft, Endpoint, Place, Plan, Said, Service, ServiceDraft, Standard, config,
+    Address, DoorExport, Draft, Endpoint, Place, Plan, Said, Service, ServiceDraft, Standard, Tls, config,
     control::ControlSocket, state::Store,
 };
 use steps::Steps;
@@ -278,7 +278,7 @@ impl Daemon {
         let passed = newcomer.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
         let told = told(&plan.service, newcomer.as_mut(), tls.as_ref(), &inventory)?;
         let uris = listen(&plan, inherited, newcomer.as_mut(), tls.clone(), &workers, &inventory).await?;
-        let before: HashSet<_> = inventory.exports().iter().map(|export| export.id.clone()).collect();
+        let before = export_ids(&inventory);
         let done = match until_ended(steps.run(&inventory), &events.1).await {
             Ok(done) => done.map(|()| true),
             Err(signal) => {
@@ -296,9 +296,7 @@ impl Daemon {
             Err(error) => Err(error),
         };
         let mut uris = uris;
-        for told in inventory.exports().iter().filter(|export| !before.contains(&export.id)) {
-            uris.extend(wanted::uris(told, &plan.service.tls));
-        }
+        uris.extend(uris_beyond(&before, &inventory, &plan.service.tls));
         let settled = match settled {
             Ok(Some(settled)) => {
                 match until_ended(late_ones(&plan, &inventory, &mut late), &events.1).await {
@@ -317,7 +315,10 @@ impl Daemon {
         };
         let settled = match (settled, &mut newcomer) {
             (Ok(Some(settled)), Some(newcomer)) => {
-                take_along(newcomer, &inventory, &workers).await.map(|()| Some(settled))
+                let before = export_ids(&inventory);
+                let taken = take_along(newcomer, &inventory, &workers).await;
+                uris.extend(uris_beyond(&before, &inventory, &plan.service.tls));
+                taken.map(|()| Some(settled))
             }
             (settled, _) => settled,
         };
@@ -379,8 +380,10 @@ impl Daemon {
         );
         watching.extend([held_back::watch(&inventory), watch::watch(&inventory, in_use)]);
         if let Some((version, clients)) = taken_from {
-            let message =
-                format!("this daemon goes on where one of version {version} stood, with {clients} clients");
+            let message = format!(
+                "this daemon goes on where one of version {version} stood, with {}",
+                figures::counted(clients as u64, "client")
+            );
             let news = News::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
             inventory.events.tell(news);
         }
@@ -714,6 +717,21 @@ async fn exports(
 async fn late_ones(plan: &Plan, inventory: &Rc<Inventory>, late: &mut Late) -> anyhow::Result<Vec<String>> {
     late.open(plan, inventory, assemble::is_late).await?;
     exports(plan, inventory, None, assemble::is_late).await
+}
+
+/// Of exports that there are, or are to be.
+fn export_ids(inventory: &Inventory) -> HashSet<String> {
+    let running = inventory.exports().into_iter().map(|export| export.id.clone());
+    running.chain(inventory.awaited.borrow().keys().cloned()).collect()
+}
+
+/// How clients call those exports that have come since there were these.
+fn uris_beyond(before: &HashSet<String>, inventory: &Inventory, tls: &Tls) -> Vec<String> {
+    let running = inventory.exports();
+    let running = running.iter().filter(|export| !before.contains(&export.id));
+    let awaited = inventory.awaited.borrow();
+    let awaited = awaited.iter().filter(|(id, _)| !before.contains(*id)).map(|(_, door)| door.address());
+    running.flat_map(|export| wanted::uris(export, tls)).chain(awaited).collect()
 }
 
 /// Has what only the other has, and looks whether anything is left that it has.

@@ -120,7 +120,7 @@ pub(super) fn run(arguments: &InfoArgs) -> Result<(), Failure> {
         print(&info.text())?;
     }
     if info.lost > 0 {
-        say(&format!("{} requests were lost while it was recorded", info.lost));
+        say(&format!("lost while it was recorded: {}", figures::counted(info.lost, "request")));
     }
     match info.partial {
         Some(why) => Err(anyhow::anyhow!("not read to the end: {why}").into()),

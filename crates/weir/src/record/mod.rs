@@ -138,14 +138,19 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
 
 fn summarise(told: &Value, bytes: Option<u64>) -> Result<(), Failure> {
     let number = |key: &str| told[key].as_u64().unwrap_or_default();
-    say(&format!("{} requests in {}", number("requests"), figures::bytes(bytes.unwrap_or_default() as f64)));
+    say(&format!(
+        "{} in {}",
+        figures::counted(number("requests"), "request"),
+        figures::bytes(bytes.unwrap_or_default() as f64)
+    ));
     if let Some(error) = told["error"].as_str() {
         return Err(anyhow!("the recording is not whole: {error}").into());
     }
     match number("lost") {
         0 => Ok(()),
         lost => Err(anyhow!(
-            "{lost} requests are lost: they came faster than they could be kept (the recording says where)"
+            "{} lost, which came faster than could be kept (the recording says where)",
+            figures::counted(lost, "request")
         )
         .into()),
     }

@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 
 use block::device::Number;
+use console::figures;
 use policy::steering::Rates;
 
 use super::{
@@ -110,7 +111,7 @@ pub(super) fn look(facts: &Facts, found: &mut Vec<Finding>) {
         let told = if names.len() == 1 {
             (*first).to_owned()
         } else {
-            format!("{first} and {} others", names.len() - 1)
+            format!("{first} and {}", figures::counted(names.len() as u64 - 1, "other"))
         };
         let evidence = evidence.into_iter().take(super::MAX_EVIDENCE).collect();
         found.push(note(facts, Cause::KernelThread, &told, None, evidence));

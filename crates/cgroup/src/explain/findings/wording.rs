@@ -212,7 +212,7 @@ pub(super) fn of(facts: &Facts, cause: Cause, detail: &str) -> (String, Option<S
             (format!("{detail} is active on this disk too, and may hold I/O below the limit"), None)
         }
         Cause::NotSeen => (
-            format!("{detail} things could not be looked at, so more may escape than is told here"),
+            format!("not all could be looked at (things left: {detail}), so more may escape than is told here"),
             Some("run it as root, in the host's namespaces"),
         ),
     };

@@ -222,9 +222,9 @@ impl Summary {
     pub(super) fn title(&self) -> String {
         let limits: Vec<_> = self.limits.iter().map(|(name, value)| format!("{name}={value}")).collect();
         format!(
-            "{} hosts with {} disks each share {}; tick {}, lease {}, {} s, seed {}",
-            self.hosts,
-            self.disks,
+            "{} with {} each share {}; tick {}, lease {}, {} s, seed {}",
+            figures::counted(self.hosts as u64, "host"),
+            figures::counted(self.disks as u64, "disk"),
             limits.join(" "),
             figures::time(self.tick_ns),
             figures::time(self.lease_ns),

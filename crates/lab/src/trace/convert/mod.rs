@@ -18,7 +18,7 @@ use std::path::Path;
 use anyhow::{Context as _, anyhow};
 use arguments::format_of;
 pub use arguments::{ABOUT, Command, ConvertArgs};
-use console::{Failure, say};
+use console::{Failure, figures, say};
 use forms::Request;
 pub use live::Transcript;
 use sink::{Compression, Sink};
@@ -52,7 +52,11 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
     let read = match &mut source {
         Source::Recording(lines) => with_times(lines, &mut sink, &cannot).map(|lost| {
             if lost > 0 {
-                say(&format!("{}: {lost} requests were lost while it was recorded", lines.name()));
+                say(&format!(
+                    "{}: lost while it was recorded: {}",
+                    lines.name(),
+                    figures::counted(lost, "request")
+                ));
             }
         }),
         Source::Any(traces) => {
@@ -74,7 +78,9 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
     let left_out = sink.left_out();
     sink.finish().with_context(cannot)?;
     left_out.iter().for_each(|line| say(line));
-    read.with_context(|| format!("{} ends after {written} requests", arguments.output.display()))?;
+    read.with_context(|| {
+        format!("{} ends after {}", arguments.output.display(), figures::counted(written, "request"))
+    })?;
     Ok(())
 }
 

@@ -5,6 +5,7 @@ use std::{
     io::{self, Write},
 };
 
+use console::figures;
 use flate2::write::GzEncoder;
 
 use super::forms::{Called, Form, NotWritten, Request, called};
@@ -171,7 +172,8 @@ impl Sink {
             }
             NotWritten::Unaligned => {
                 format!(
-                    "left out: {count} requests that are no whole sectors of 512 bytes, as {format} counts them"
+                    "left out: {} not of whole sectors of 512 bytes, as {format} counts them",
+                    figures::counted(*count, "request")
                 )
             }
         };

@@ -98,7 +98,7 @@ fn fitted(line: Line<'static>, width: u16) -> Line<'static> {
 }
 
 fn count(number: usize, what: &str) -> String {
-    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+    figures::counted(number as u64, what)
 }
 
 fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &State) {
