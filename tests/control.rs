@@ -71,7 +71,7 @@ fn a_disk_comes_is_served_and_goes() {
     party.refused("block-export-add", export, "Block export id 'e' is already in use");
     let (mut client, size) = party.go("vm2");
     assert_eq!(size, MIB);
-    let name = std::fs::read_to_string("/proc/self/comm").unwrap();
+    let name = fs::read_to_string("/proc/self/comm").unwrap();
     let us = format!("{} ({})", name.trim_end(), std::process::id());
     party.refused(
         "block-export-del",

@@ -131,8 +131,8 @@ pub(crate) struct Described {
 }
 
 impl Described {
-    /// Has a daemon serve it by these exports, each with the arguments of `block-export-add` but for
-    /// its node. Where it fails, the daemon has nothing of it.
+    /// Has a daemon serve it by these exports, each with the arguments of `block-export-add` but
+    /// for its node. Where it fails, the daemon has nothing of it.
     pub(crate) fn add(self, client: &mut Client, mut exports: Vec<Value>) -> Result<(), client::Error> {
         let Self { node, secret, settings } = self;
         for export in &mut exports {

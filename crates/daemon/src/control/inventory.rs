@@ -367,8 +367,11 @@ impl Inventory {
 
     /// The same of one disk.
     pub(crate) fn resume_disk(&self, name: &str) -> Result<(), Refused> {
-        if self.disk(name)?.disk.failures().resume() {
-            let all = !self.is_stopped();
+        let disk = self.disk(name)?;
+        // It may stop again at once, and then that is told.
+        let is_stopped = |other: &Rc<RunningDisk>| other.disk.failures().stopped_by().is_some();
+        let all = !self.disks().iter().any(|other| !Rc::ptr_eq(other, &disk) && is_stopped(other));
+        if disk.disk.failures().resume() {
             self.stopped.set(!all);
             self.tell(&Change::Resumed { all });
         }

@@ -55,8 +55,8 @@ pub(super) fn is_claimed(device: &Path, made: Option<&Loop>) -> bool {
     Users::of(device).with_claims().claimed && made.is_none_or(|made| made.device().is_some())
 }
 
-/// As [`lasting_users`], once what was unmounted has been written back too. `tell` is called where that is
-/// waited for.
+/// As [`lasting_users`], once what was unmounted has been written back too. `tell` is called where
+/// that is waited for.
 pub(super) fn users_after_writing_back(
     device: &Path,
     made: Option<&Loop>,
