@@ -18,7 +18,8 @@ use serde_json::{Value, json};
 use crate::{
     cluster::{Etcd, until},
     harness::{
-        Client, MIB, Outcome, Scratch, Serve, Weir, assert_says, nbdsh_command, qemu_img, qemu_io, text, weir,
+        Client, MIB, Outcome, Qmp, Scratch, Serve, Weir, assert_says, nbdsh_command, qemu_img, qemu_io, text,
+        weir,
     },
 };
 
@@ -439,4 +440,110 @@ fn what_a_run_has_given_nobody_takes_once_the_next_has_begun() {
     a.again();
     assert!(a.disk("vm").is_some());
     until("it has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
+}
+
+#[test]
+fn a_part_of_an_image_stays_that_part_however_often_it_moves() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let image = scratch.sparse("whole.raw", 4 * MIB);
+    let (a, b) = (Host::start("a", &etcd, &scratch, GROUPS), Host::start("b", &etcd, &scratch, GROUPS));
+    qemu_io(["-f", "raw"], &["write -P 1 0 1M", "write -P 2 1M 1M", "write -P 3 2M 2M"], &image);
+    let mut qmp = Qmp::negotiated(&a.control());
+    let node = json!({
+        "driver": "raw", "node-name": "vm", "offset": MIB, "size": MIB, "discard": "ignore",
+        "file": { "driver": "file", "filename": text(&image) },
+    });
+    qmp.command("blockdev-add", node);
+    let export = json!({ "type": "nbd", "id": "vm", "node-name": "vm", "name": "vm", "writable": true });
+    qmp.command("block-export-add", export);
+    let check = |host: &Host| {
+        assert_eq!(host.disk("vm").unwrap()["size"], MIB);
+        host.io(&["read -P 2 0 1M"]);
+    };
+    check(&a);
+    a.move_to("b").succeeds();
+    check(&b);
+    b.io(&["write -P 2 0 1M"]);
+    b.move_to("a").succeeds();
+    check(&a);
+    qemu_io(["-U", "-f", "raw"], &["read -P 1 0 1M", "read -P 2 1M 1M", "read -P 3 2M 2M"], &image);
+    // What of an image another host cannot be told is refused by name.
+    let backing = scratch.sparse("backing.raw", MIB);
+    let above = scratch.path("above.qcow2");
+    let create = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&backing), text(&above)];
+    qemu_img(create).succeeds();
+    let node = json!({
+        "driver": "qcow2", "node-name": "alone", "backing": null,
+        "file": { "driver": "file", "filename": text(&above) },
+    });
+    qmp.command("blockdev-add", node);
+    let said = a.run(&["disk", "move", "alone", "--to", "b"]).fails();
+    assert_says(&said, &["disk alone: backing: does not move to another host"]);
+    assert!(a.disk("alone").is_some());
+}
+
+#[test]
+fn a_group_of_each_host_counts_for_itself() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let image = scratch.sparse("vm.raw", MIB);
+    let group = "[group.own]\niops-total = 1\niops-total-max = 100\n";
+    let disk = format!(
+        "{group}[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\ngroup = \"own\"\niops-total = 1\n\
+         iops-total-max = 100\n",
+        text(&image)
+    );
+    let a = Host::start("a", &etcd, &scratch, &disk);
+    let b = Host::start("b", &etcd, &scratch, group);
+    let tokens = |throttled: &Value| throttled["throttle"]["tokens"]["iops-total"].as_u64().unwrap();
+    let of_group = |host: &Host| {
+        let status = host.run(&["status", "--json", "--interval", "0"]).json();
+        let groups = status["groups"].as_array().unwrap().clone();
+        tokens(groups.iter().find(|group| group["name"] == "own").unwrap())
+    };
+    let whole = of_group(&b);
+    a.io(&vec!["read 0 512"; 80]);
+    assert!(of_group(&a) <= whole - 40, "it was used");
+    a.move_to("b").succeeds();
+    // The disk has used its own burst, and those of a group there have not used theirs.
+    assert_eq!(of_group(&b), whole);
+    assert!(tokens(&b.disk("vm").unwrap()) <= whole - 40);
+}
+
+#[test]
+fn who_has_a_disk_whose_host_has_died_between_the_steps_is_told_by_etcd() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let image = scratch.sparse("vm.raw", MIB);
+    let section = format!("{GROUPS}[disk.vm]\nimage = \"{}\"\nformat = \"raw\"\n", text(&image));
+    let mut a = Host::start("a", &etcd, &scratch, &section);
+    a.io(&["write -P 4 0 4k"]);
+    let die = |a: &mut Host| {
+        let (moving, _) = give_to_ghost(a, &etcd);
+        a.weir.take().unwrap().kill();
+        moving.join().unwrap();
+    };
+    // Its lease ends before the other takes it: the offer goes with that, and nobody has the disk.
+    die(&mut a);
+    let found = etcd.control(&["get", "-w", "json", "/weir/v1/lab/host/a/name"]).json();
+    let lease = format!("{:x}", found["kvs"][0]["lease"].as_i64().unwrap());
+    etcd.control(&["lease", "revoke", &lease]).succeeds();
+    assert_eq!(etcd.control(&["get", OFFERED]).succeeds(), "");
+    let mut ghost = Host::start("ghost", &etcd, &scratch, GROUPS);
+    assert_eq!(ghost.disk("vm"), None);
+    a.again();
+    a.io(&["read -P 4 0 4k"]);
+    until("it has joined", || a.run(&["cluster", "status", "--json"]).json()["joined"] == true);
+    ghost.stop();
+    // The other takes it while that lasts: then it is its, whatever the file here says.
+    die(&mut a);
+    ghost.again();
+    until("it is there", || ghost.disk("vm").is_some());
+    a.again();
+    a.weir().wait_for_log("disk vm: it has moved to host ghost, and is not served here");
+    assert_eq!(a.disk("vm"), None);
+    ghost.io(&["read -P 4 0 4k", "write -P 5 0 4k"]);
+    ghost.move_to("a").succeeds();
+    a.io(&["read -P 5 0 4k"]);
 }

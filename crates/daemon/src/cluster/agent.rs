@@ -34,11 +34,12 @@ use super::{
     etcd::{Compare, Error, Etcd, Event, KeyValue, Operation, Terms},
     identity,
     keys::Key,
-    known::Known,
+    known::{Known, Leases},
     leading::Leading,
     moving,
     offers::{Answer, Offer, Offered, Outcome},
     outside::{self, draw, now},
+    promising::{self, Refusal},
     status,
     stored::{self, Stored},
     values::{self, Grants, Group, Identity, MAX_INSTANCE, Promises, Reports},
@@ -48,6 +49,9 @@ use super::{
 
 /// Seconds of the lease of a host's key: how long a name stays taken after a machine is lost.
 const NAME_TTL: u64 = NAME_LEASE.as_secs();
+/// Seconds of the lease of what a host promises: how long that waits for its next run, which a
+/// machine that starts again takes minutes for.
+const PROMISE_TTL: u64 = 600;
 const KEEP_NAME: Duration = Duration::from_secs(NAME_TTL / 3);
 /// How long the loop sleeps at most.
 const IDLE: Duration = Duration::from_secs(1);
@@ -133,7 +137,7 @@ impl Agent {
             match input {
                 Ok(Input::Stop) | Err(_) => return true,
                 // Judged by what is known of the others.
-                Ok(Input::Promise(_, answer)) => drop(answer.try_send(Ok(Value::Null))),
+                Ok(Input::Promise(_, answer)) => drop(answer.try_send(Ok(()))),
                 Ok(Input::Change(_, answer) | Input::Forget(_, answer)) => {
                     let _ = answer.try_send(Err(format!("etcd cannot be asked: {why}")));
                 }
@@ -278,11 +282,11 @@ impl Session<'_> {
 
     /// Keeps leases, campaigns and leads, as far as that is due.
     async fn tend(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
-        if let Some(lease) = self.known.joined
+        if let Some(Leases { name, promises }) = self.known.joined
             && now() >= self.kept_at + KEEP_NAME
         {
             self.kept_at = now();
-            if !etcd.keep_lease(lease).await? {
+            if !etcd.keep_lease(name).await? || !etcd.keep_lease(promises).await? {
                 self.known.joined = None;
                 // Perhaps it was asleep: the key has gone, unless another has it by now.
                 let own = etcd.read_one(self.known.keys.one(Key::Host(&self.agent.cluster.host))).await?;
@@ -540,6 +544,7 @@ impl Session<'_> {
             _ => outside::clock().max(reported + 1).max(before + 1).min(MAX_INSTANCE),
         };
         let lease = etcd.grant_lease(NAME_TTL).await?;
+        let promises = etcd.grant_lease(PROMISE_TTL).await?;
         let compare = match taken {
             None => Compare::Absent(key.clone()),
             Some(value) => Compare::Changed(key.clone(), value.mod_revision),
@@ -550,9 +555,10 @@ impl Session<'_> {
             // The watch says who was faster.
             return Ok(());
         }
-        (self.instance, self.known.joined, self.kept_at) = (instance, Some(lease), now());
-        self.tell(Word::Joined { instance }).await?;
-        self.promise(etcd).await
+        let leases = Leases { name: lease, promises };
+        (self.instance, self.known.joined, self.kept_at) = (instance, Some(leases), now());
+        // Then it is asked anew for what is promised here: others may have promised something since.
+        self.tell(Word::Joined { instance }).await
     }
 
     async fn is_taken(&self, by: &str) -> Result<(), Error> {
@@ -564,9 +570,12 @@ impl Session<'_> {
         self.tell(Word::Apart { why }).await
     }
 
-    /// Writes what is promised here, where nobody else has promised what is not known here.
+    /// Writes what is promised here by now, where nobody else has promised what is not known here.
     async fn promise(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
-        let (Some(own), Some(lease)) = (&self.own_promises, self.known.joined) else { return Ok(()) };
+        let (Some(own), Some(Leases { promises: lease, .. })) = (&self.own_promises, self.known.joined)
+        else {
+            return Ok(());
+        };
         let key = self.known.keys.key(Key::Promise(&self.agent.cluster.host));
         let put = Operation::put(&key, &values::write(own), Some(lease));
         let all = self.known.keys.promises();
@@ -583,39 +592,28 @@ impl Session<'_> {
     }
 
     /// Promises this where all hosts' promises fit into the limits then: of two hosts that promise
-    /// the same at once one is refused. What is less than before always is.
-    async fn promise_if(&mut self, etcd: &mut Etcd, own: Promises) -> Result<Result<Value, String>, Error> {
-        let Some(lease) = self.known.joined else {
-            self.own_promises = Some(own);
-            return Ok(Ok(Value::Null));
-        };
+    /// the same at once one is refused. What stands for this host already always is.
+    async fn promise_if(&mut self, etcd: &mut Etcd, own: Promises) -> Result<Result<(), Refusal>, Error> {
+        // Whoever joins asks then.
+        let Some(Leases { promises: lease, .. }) = self.known.joined else { return Ok(Ok(())) };
         let host = self.agent.cluster.host.clone();
         let put =
             Operation::put(&self.known.keys.key(Key::Promise(&host)), &values::write(&own), Some(lease));
         let all = self.known.keys.promises();
         for _ in 0..5 {
-            let mut promises = self.known.promises.clone();
-            let before = promises.insert(host.clone(), own.clone());
-            let rises = |(name, now): &(&String, &[u64; 2])| {
-                let before = before.as_ref().and_then(|before| before.groups.get(*name));
-                let before = before.copied().unwrap_or_default();
-                (0..2).any(|unit| now[unit] > before[unit])
-            };
-            let too_much = own.groups.iter().filter(rises).find_map(|(name, _)| {
-                let limits = self.known.groups.get(name)?.spec.limits();
-                changing::overcommitted(&promises, name, limits)
-            });
-            if let Some(why) = too_much {
-                return Ok(Err(why));
+            let limits = |group: &str| self.known.groups.get(group).map(|stored| *stored.spec.limits());
+            if let Some(refusal) = promising::judge(&self.known.promises, (&host, &own), limits) {
+                return Ok(Err(refusal));
             }
             let compare = Compare::NotSince(all.clone(), self.known.promises_at);
             if etcd.transact(&[compare], std::slice::from_ref(&put)).await?.held {
+                self.known.promises.insert(host, own.clone());
                 self.own_promises = Some(own);
-                return Ok(Ok(Value::Null));
+                return Ok(Ok(()));
             }
             self.read_promises(etcd).await?;
         }
-        Ok(Err("other hosts promise something at the same time (try again)".to_owned()))
+        Ok(Err(Refusal::busy()))
     }
 
     /// What others have promised meanwhile is no reason to refuse a change: it is judged by that.
@@ -635,6 +633,16 @@ impl Session<'_> {
     /// As they are in etcd now, whatever the watch has told.
     async fn read_promises(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
         let (revision, found) = etcd.read(&[self.known.keys.promises()]).await?;
+        let keys = &self.known.keys;
+        let names: BTreeSet<_> = found
+            .iter()
+            .flatten()
+            .filter_map(|value| match keys.read(&value.key) {
+                Some(Key::Promise(name)) => Some(name),
+                _ => None,
+            })
+            .collect();
+        self.known.promises.retain(|name, _| names.contains(name.as_str()));
         for value in found.iter().flatten() {
             if matches!(self.known.keys.read(&value.key), Some(Key::Promise(_))) {
                 self.on_put(value).await?;
@@ -649,12 +657,22 @@ impl Session<'_> {
         if let Some(leading) = self.leading.take() {
             leading.resign(etcd).await;
         }
-        let host = &self.agent.cluster.host;
-        if let Some(lease) = self.known.joined.take() {
-            let mine = Operation::Delete(self.known.keys.one(Key::Report(host)));
+        let (keys, host) = (&self.known.keys, &self.agent.cluster.host);
+        if let Some(Leases { name, promises: lease }) = self.known.joined.take() {
+            // What is promised here waits for the next run.
+            let waits = self.own_promises.as_ref().filter(|own| !own.groups.is_empty()).map(|own| {
+                let groups = own.groups.clone();
+                Promises { groups, capacity: [0; 2], members: Some(BTreeSet::new()) }
+            });
+            let promise = Key::Promise(host);
+            let promise = match waits {
+                Some(waits) => Operation::put(&keys.key(promise), &values::write(&waits), Some(lease)),
+                None => Operation::Delete(keys.one(promise)),
+            };
+            let report = Operation::Delete(keys.one(Key::Report(host)));
             // Without it, leases end all the same.
-            let _ = etcd.transact(&[], &[mine]).await;
-            let _ = etcd.revoke_lease(lease).await;
+            let _ = etcd.transact(&[], &[report, promise]).await;
+            let _ = etcd.revoke_lease(name).await;
         }
     }
 }

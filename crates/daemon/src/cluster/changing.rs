@@ -120,13 +120,16 @@ pub(super) fn most(limits: &Limits, unit: usize) -> Option<u64> {
 /// Takes away what a host has left behind that is not there.
 pub(super) async fn forget(known: &Known, etcd: &mut Etcd, host: &str) -> Result<Done, Error> {
     let report = known.keys.key(Key::Report(host));
-    if etcd.read_one(known.keys.one(Key::Report(host))).await?.is_none() {
+    let left = [Key::Report(host), Key::Promise(host)].map(|key| known.keys.one(key));
+    let (_, found) = etcd.read(&left).await?;
+    if found.iter().all(Vec::is_empty) {
         return Ok(Err(format!(
             "host {host}: cluster {:?} knows none of this name (`weir cluster status` lists them)",
             known.cluster.name
         )));
     }
-    let gone = [known.keys.one(Key::Report(host)), known.keys.of_host(host)].map(Operation::Delete);
+    let gone = left.into_iter().chain([known.keys.of_host(host)]).map(Operation::Delete);
+    let gone: Vec<_> = gone.collect();
     let absent = Compare::Absent(known.keys.key(Key::Host(host)));
     let done = etcd.transact(&[absent], &gone).await?;
     Ok(match done.held {

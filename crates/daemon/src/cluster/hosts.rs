@@ -20,7 +20,7 @@ use policy::{
 
 use super::{
     changing::most,
-    outside, status,
+    outside, promising, status,
     values::{Promises, Report, Reports},
     words::Word,
 };
@@ -286,20 +286,12 @@ impl Hosts {
 
     /// What others leave of a group's limits, and of what is below all hosts, to be promised here.
     fn left(&self, group: &str, whole: Option<&Limits>) -> [Option<u64>; 2] {
-        let others =
-            || self.promises.iter().filter(|(host, _)| **host != self.name).map(|(_, promises)| promises);
-        let there = status::capacity(others().chain([&self.own]));
-        [0, 1].map(|unit| {
-            let of_group = others().filter_map(|promises| promises.groups.get(group));
-            let of_group = of_group.fold(0_u64, |sum, more| sum.saturating_add(more[unit]));
-            let of_all = others().flat_map(|promises| promises.groups.values());
-            let own = self.own.groups.iter().filter(|(name, _)| *name != group).map(|(_, promised)| promised);
-            let of_all = of_all.chain(own).fold(0_u64, |sum, more| sum.saturating_add(more[unit]));
-            let of_limit =
-                whole.and_then(|limits| most(limits, unit)).map(|most| most.saturating_sub(of_group));
-            let of_pool = (there[unit] > 0).then(|| there[unit].saturating_sub(of_all));
-            [of_limit, of_pool].into_iter().flatten().min()
-        })
+        promising::left(&self.promises, (&self.name, &self.own), group, whole)
+    }
+
+    /// What others have promised of a group, as words; empty where nobody has.
+    pub(super) fn elsewhere(&self, group: &str) -> String {
+        promising::elsewhere(&self.promises, &self.name, group)
     }
 
     fn leave_others_theirs(&mut self) {
@@ -332,6 +324,11 @@ impl Hosts {
         self.own = own.clone();
         self.leave_others_theirs();
         Some(own)
+    }
+
+    /// Has what is promised here asked for again.
+    pub(super) fn ask_again(&mut self) {
+        self.tell_again = true;
     }
 
     /// Groups of which more is promised on all hosts than their limits have, and what of both in

@@ -3,7 +3,8 @@
 //! ```text
 //!   /weir/v1/CLUSTER/all/leader          who leads; with a lease, so it goes with him
 //!                   /all/group/GROUP     limits over all hosts; whoever changes them
-//!                   /all/promise/HOST    what is promised there, and what was measured; with a lease
+//!                   /all/promise/HOST    what is promised there, and what was measured; with a lease of
+//!                                        its own, which outlives a run
 //!                   /host/HOST/name      which process is that host; with a lease
 //!                   /host/HOST/grant     what it may have; the leader's, fenced by the first key
 //!                   /host/HOST/move/DISK   a disk that another host offers it; with a lease

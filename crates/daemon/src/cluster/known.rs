@@ -7,6 +7,15 @@ use policy::cluster::{Term, Timing};
 
 use super::{etcd::KeyValue, keys::Keys, stored::Stored, values::Promises, words::Input};
 
+/// Of a host's keys in etcd.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Leases {
+    /// Of its name.
+    pub(super) name: i64,
+    /// Of what is promised there, which waits longer for its next run.
+    pub(super) promises: i64,
+}
+
 /// Begun anew with each member, but for limits and settings.
 pub(super) struct Known {
     pub(super) cluster: settings::Cluster,
@@ -23,8 +32,8 @@ pub(super) struct Known {
     pub(super) leader: Option<(Term, String)>,
     /// The leader's key is no leader's, as of this revision: to be deleted.
     pub(super) usurped: Option<i64>,
-    /// The lease of this host's key, while it has that.
-    pub(super) joined: Option<i64>,
+    /// What keeps this host's keys, while it has its name.
+    pub(super) joined: Option<Leases>,
     /// What stands at this host's name if another daemon has it, which may end before its lease.
     pub(super) namesake: Option<KeyValue>,
 }

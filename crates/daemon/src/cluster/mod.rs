@@ -25,6 +25,7 @@ mod leading;
 mod moving;
 pub(crate) mod offers;
 mod outside;
+mod promising;
 mod status;
 mod stored;
 mod values;
@@ -60,6 +61,7 @@ pub(crate) use hosts::Standing;
 use hosts::{Hosts, Turn};
 use keys::{Key, Keys};
 use offers::{Answer, Offered, Outcome, Said, Step};
+pub(crate) use promising::Refusal;
 use stored::Stored;
 use values::Promises;
 pub(crate) use words::Change;
@@ -103,6 +105,16 @@ pub(crate) trait Surroundings {
     /// reason: then its safe share holds once leases have run out.
     fn tell(&self, cluster: &str, host: &str, apart: Option<&str>);
 
+    /// Promises again what was left out, as far as there is room for it by what is known here.
+    fn promise_again(&self);
+
+    /// Has disks and groups go on without some of what is promised to them, so that no more is
+    /// than the cluster has room for.
+    fn leave_out(&self, refusal: &Refusal);
+
+    /// What was left out stays so for now, and what was promised again is so on all hosts.
+    fn tell_promises(&self);
+
     /// More is promised of this group on all hosts, `promised` a second, than its limit has.
     fn tell_overpromised(&self, cluster: &str, group: &str, unit: &'static str, promised: [u64; 2]);
 }
@@ -119,6 +131,8 @@ pub(crate) struct Cluster {
     /// Disks of this host that others have taken, and which.
     moved: RefCell<BTreeMap<String, String>>,
     overpromised: RefCell<BTreeMap<(String, usize), [u64; 2]>>,
+    /// What is promised here is being asked for.
+    is_asking: Cell<bool>,
     is_connected: Cell<bool>,
     /// Why not.
     reason: RefCell<String>,
@@ -241,6 +255,7 @@ impl Cluster {
             file,
             moved: RefCell::new(first.moved),
             overpromised: RefCell::default(),
+            is_asking: Cell::new(false),
             is_connected: Cell::new(false),
             reason: RefCell::new(reason),
             leader: RefCell::default(),
@@ -345,7 +360,7 @@ impl Cluster {
                 match word {
                     Some(word) => cluster.hear(word, &*around),
                     None => {
-                        cluster.tick(&*around);
+                        cluster.tick(&around);
                         next = reactor::now() + Timing::DEFAULT.tick;
                     }
                 }
@@ -354,8 +369,8 @@ impl Cluster {
         Ok(Running { input: self.input.clone(), ended, _task: task })
     }
 
-    fn tick(&self, around: &dyn Surroundings) {
-        self.promise(around);
+    fn tick(self: &Rc<Self>, around: &Rc<dyn Surroundings>) {
+        self.ask_promises(around);
         if self.is_leader() && self.is_connected.get() {
             let over = self.hosts.borrow().overpromised(&self.specs.borrow());
             let before = self.overpromised.replace(over.clone());
@@ -369,6 +384,30 @@ impl Cluster {
         if let Some(reports) = reports {
             let _ = self.input.try_send(Input::Reports(reports));
         }
+    }
+
+    /// Asks for what is promised here where all hosts do not know it yet: after a start, and after
+    /// a time without etcd. What finds no room is left out: nobody's disk waits for that.
+    fn ask_promises(self: &Rc<Self>, around: &Rc<dyn Surroundings>) {
+        if self.is_asking.get() {
+            return;
+        }
+        if self.is_connected.get() {
+            around.promise_again();
+        }
+        let Some(promised) = self.promised(&**around) else {
+            around.tell_promises();
+            return;
+        };
+        self.is_asking.set(true);
+        let (cluster, around) = (Rc::clone(self), Rc::clone(around));
+        reactor::spawn(async move {
+            if let Err(refusal) = cluster.settle(promised).await {
+                around.leave_out(&refusal);
+                cluster.hosts.borrow_mut().ask_again();
+            }
+            cluster.is_asking.set(false);
+        });
     }
 
     fn hear(&self, word: Word, around: &dyn Surroundings) {
@@ -470,18 +509,33 @@ impl Cluster {
     /// Why it cannot be promised; whoever has changed it takes it back. Without etcd what is known
     /// here of the others has to do.
     pub(crate) async fn settle_promises(&self, around: &dyn Surroundings) -> Result<(), String> {
-        let capacity = around.capacity(&|group| self.has(group));
-        let promised = self.hosts.borrow_mut().promised(capacity);
-        let Some(promised) = promised else { return Ok(()) };
+        match self.promised(around) {
+            Some(promised) => self.settle(promised).await.map_err(|refusal| refusal.why),
+            None => Ok(()),
+        }
+    }
+
+    async fn settle(&self, promised: Promises) -> Result<(), Refusal> {
         let (answer, answered) = async_channel::bounded(1);
         if self.give(Input::Promise(promised, answer)).is_err() {
             return Ok(());
         }
-        // Where it is too late, whoever leads finds what is too much.
+        // Where it is too late, it is asked for again once etcd answers.
         match reactor::timeout(PATIENCE, answered.recv()).await {
-            Ok(Ok(done)) => done.map(drop),
+            Ok(Ok(done)) => done,
             _ => Ok(()),
         }
+    }
+
+    /// What is promised here, where that is something else than before.
+    fn promised(&self, around: &dyn Surroundings) -> Option<Promises> {
+        let capacity = around.capacity(&|group| self.has(group));
+        self.hosts.borrow_mut().promised(capacity)
+    }
+
+    /// What others have promised of a group, as words; empty where nobody has.
+    pub(crate) fn elsewhere(&self, group: &str) -> String {
+        self.hosts.borrow().elsewhere(group)
     }
 
     /// The host that has taken a disk of this one.
@@ -565,12 +619,10 @@ impl Cluster {
         reactor::timeout(PATIENCE, answered.recv()).await.ok()?.ok()
     }
 
-    /// Has etcd know of what is promised now, before any later step.
+    /// Has etcd know of what is promised now, before any later step: less than before.
     pub(crate) fn promise(&self, around: &dyn Surroundings) {
-        let capacity = around.capacity(&|group| self.has(group));
-        let promised = self.hosts.borrow_mut().promised(capacity);
-        // What finds no room is told at a later tick, or by the next session.
-        if let Some(promised) = promised {
+        // What finds no room in the queue is told by the next session.
+        if let Some(promised) = self.promised(around) {
             let _ = self.input.try_send(Input::Promises(promised));
         }
     }

@@ -23,14 +23,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{
     etcd::{Compare, Error, Etcd, KeyValue, Operation, Range},
     keys::{Key, Keys},
-    known::Known,
+    known::{Known, Leases},
     offers::{Answer, Offer, Offered, Outcome, Said, Step},
     values,
 };
 
 /// Does it, or says why not.
 pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<Outcome, Error> {
-    let Some(lease) = known.joined else {
+    let Some(Leases { name: lease, .. }) = known.joined else {
         return Ok(Outcome::Apart(
             "this host has not joined its cluster (`weir cluster status` says why)".to_owned(),
         ));

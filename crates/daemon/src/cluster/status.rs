@@ -65,7 +65,10 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> V
             _ => {}
         }
     }
-    let mut names: Vec<&str> = hosts.keys().chain(reports.keys()).copied().collect();
+    // A host that has ended waits with what it promises.
+    let waiting = known.promises.iter().filter(|(_, promises)| !promises.groups.is_empty());
+    let waiting = waiting.map(|(host, _)| &**host);
+    let mut names: Vec<&str> = hosts.keys().chain(reports.keys()).copied().chain(waiting).collect();
     names.sort_unstable();
     names.dedup();
     let age = |host: &str| {
@@ -100,8 +103,9 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> V
                 "promised": promises(promised.copied().unwrap_or_default()),
             }))
         };
-        let promised = known.promises.values().filter_map(|promises| promises.groups.get(name));
-        let committed = add(promised);
+        let promised = known.promises.iter().filter_map(|(host, one)| Some((host, one.groups.get(name)?)));
+        let by: BTreeMap<_, _> = promised.collect();
+        let committed = add(by.values().copied());
         let limits = *stored.spec.limits();
         let mut shown = json!({
             "name": name,
@@ -110,6 +114,7 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> V
             "most-hosts": stored.group.hosts,
             "safe-share": by_kind(stored.spec.safe()),
             "promised": promises(committed),
+            "promised-by": by.iter().map(|(host, promised)| ((*host).clone(), promises(**promised))).collect::<Map<_, _>>(),
             "promisable": promises([0, 1].map(|unit| most(&limits, unit).unwrap_or(0))),
             "overpromised": promises([0, 1].map(|unit| {
                 most(&limits, unit).map_or(0, |there| committed[unit].saturating_sub(there))

@@ -12,6 +12,7 @@ use serde_json::Value;
 use super::{
     etcd::Event,
     offers::{Answer, Offered, Outcome, Step},
+    promising::Refusal,
     values::{Promises, Reports},
 };
 
@@ -32,7 +33,7 @@ pub(super) enum Input {
     Reports(Reports),
     Promises(Promises),
     /// To be promised if all hosts together have room for it.
-    Promise(Promises, Sender<Result<Value, String>>),
+    Promise(Promises, Sender<Result<(), Refusal>>),
     Change(Change, Sender<Result<Value, String>>),
     Status(Sender<Value>),
     /// A host that will not come back.

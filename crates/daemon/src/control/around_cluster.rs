@@ -4,7 +4,7 @@ use std::iter;
 
 use super::inventory::Inventory;
 use crate::{
-    cluster::Surroundings,
+    cluster::{Refusal, Surroundings},
     events::{Kind, News},
 };
 
@@ -43,6 +43,18 @@ impl Surroundings for Inventory {
         };
         let news = News::new(kind, message).with("cluster", cluster).with("host", host);
         self.events.tell(news.with("reason", apart));
+    }
+
+    fn promise_again(&self) {
+        self.make_left_out();
+    }
+
+    fn leave_out(&self, refusal: &Refusal) {
+        self.leave_out_promises(refusal);
+    }
+
+    fn tell_promises(&self) {
+        self.tell_left_out();
     }
 
     fn tell_overpromised(&self, cluster: &str, group: &str, unit: &'static str, [promised, there]: [u64; 2]) {

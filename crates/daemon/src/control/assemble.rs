@@ -14,7 +14,7 @@ use block::{
     storage::{OpenOptions, Passed, Root, rate::Budgets, rbd},
 };
 use export::nbd;
-use settings::{Credentials, Plan, SecretSource, Service, Tls, secret::Secrets};
+use settings::{Credentials, Plan, SecretSource, Service, Settings, Tls, secret::Secrets};
 
 use super::inventory::{Inventory, RunningDisk};
 use crate::events::Events;
@@ -74,11 +74,17 @@ pub(crate) fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<Vec<A
     let mut groups = Vec::new();
     for planned in &plan.groups {
         let parent = planned.parent.map(|parent| &groups[parent]);
-        let group = Group::new(&planned.name, planned.settings.of_group(), parent)
+        let of_cluster = inventory.cluster().filter(|_| planned.cluster);
+        let is_shared = of_cluster.is_some() || inventory.shared_group(parent).is_some();
+        let settings = if is_shared { promising_nothing(planned.settings) } else { planned.settings };
+        let group = Group::new(&planned.name, settings.of_group(), parent)
             .with_context(|| format!("group {}", planned.name))?;
         inventory.add_group(&group)?;
-        if let Some(cluster) = inventory.cluster().filter(|_| planned.cluster) {
+        if let Some(cluster) = of_cluster {
             cluster.take_part(&group)?;
+        }
+        if is_shared {
+            promise(inventory, &planned.name, &planned.settings)?;
         }
         groups.push(group);
     }
@@ -86,6 +92,17 @@ pub(crate) fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<Vec<A
         tracing::warn!(name = remark.name, "{}", remark.remark);
     }
     Ok(groups)
+}
+
+fn promising_nothing(settings: Settings) -> Settings {
+    Settings { iops_reservation: 0, bps_reservation: 0, ..settings }
+}
+
+fn promise(inventory: &Inventory, name: &str, settings: &Settings) -> anyhow::Result<()> {
+    match [settings.iops_reservation, settings.bps_reservation] {
+        [0, 0] => Ok(()),
+        wanted => inventory.promise_at_start(name, wanted),
+    }
 }
 
 /// What is opened once the daemon is in the sandbox: images of clusters, whose library then has no
@@ -135,7 +152,14 @@ impl Late {
         for planned in plan.disks.iter().filter(|disk| which(disk)) {
             let group = planned.group.map(|index| &self.groups[index]);
             let image = self.assembly.open(planned).await?;
-            inventory.add_disk(disk(planned, group, image)?)?;
+            if inventory.shared_group(group).is_none() {
+                inventory.add_disk(disk(planned, group, image)?)?;
+                continue;
+            }
+            // It comes up also where others leave no room for what it is promised.
+            let bare = settings::Disk { settings: promising_nothing(planned.settings), ..planned.clone() };
+            inventory.add_disk(disk(&bare, group, image)?)?;
+            promise(inventory, &planned.name, &planned.settings)?;
         }
         Ok(())
     }
@@ -182,6 +206,7 @@ pub(crate) fn disk(
         image: planned.image.clone(),
         cache: planned.cache,
         caches: Cell::new(planned.qcow2.caches),
+        opening: planned.into(),
         below: Vec::new(),
         storage: None,
         told: None,

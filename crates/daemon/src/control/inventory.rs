@@ -50,13 +50,14 @@ use super::{
     change::{Change, Listener},
     devices::{Devices, Listed},
     fdsets::Sets,
+    left_out::LeftOut,
     loaded::Loaded,
     recording::Recordings,
     serving::Serving,
 };
 pub(crate) use super::{
     exports::{Door, NewExport, RunningExport},
-    running::{NodeBelow, RunningDisk, StorageNode},
+    running::{NodeBelow, Opening, RunningDisk, StorageNode, first_of},
 };
 use crate::{
     cluster::Cluster,
@@ -122,6 +123,8 @@ pub(crate) struct Inventory {
     /// Doors that open once another daemon has given them up, by the ids of their exports.
     pub(crate) awaited: RefCell<BTreeMap<String, settings::Door>>,
     devices: OnceCell<Devices>,
+    /// Promises that found no room, by whose they are.
+    pub(crate) left_out: RefCell<BTreeMap<String, LeftOut>>,
     cluster: OnceCell<Rc<Cluster>>,
     image_root: OnceCell<Root>,
     sandbox: OnceCell<Entered>,
@@ -174,6 +177,7 @@ impl Inventory {
             exports: RefCell::default(),
             awaited: RefCell::default(),
             devices: OnceCell::new(),
+            left_out: RefCell::default(),
             cluster: OnceCell::new(),
             image_root: OnceCell::new(),
             sandbox: OnceCell::new(),

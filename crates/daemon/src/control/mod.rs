@@ -20,6 +20,7 @@ pub(crate) mod exports;
 pub(crate) mod fdsets;
 pub(crate) mod held_back;
 pub(crate) mod inventory;
+mod left_out;
 pub(crate) mod loaded;
 pub(crate) mod moving;
 pub(crate) mod qmp;

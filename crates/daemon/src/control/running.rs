@@ -7,7 +7,7 @@ use std::{cell::Cell, rc::Rc, sync::Arc};
 use block::{
     disk::{DetectZeroes, Discards, Disk},
     image::qcow2::CacheSettings,
-    storage::CacheMode,
+    storage::{CacheMode, Part},
 };
 use policy::time::Duration;
 use serde_json::{Map, Value};
@@ -20,6 +20,7 @@ pub(crate) struct RunningDisk {
     pub(crate) cache: CacheMode,
     /// What was asked for, not what it comes to.
     pub(crate) caches: Cell<CacheSettings>,
+    pub(crate) opening: Opening,
     /// The nodes that `blockdev-add` named below the disk's own, topmost first.
     pub(crate) below: Vec<NodeBelow>,
     /// Of a node that `blockdev-add` has opened as it lies.
@@ -39,6 +40,45 @@ impl RunningDisk {
         }
         if let Err(error) = self.disk.close().await {
             tracing::error!(%disk, %error, "a disk that is removed could not be closed");
+        }
+    }
+}
+
+/// How a disk's image was opened, besides its format and its cache mode: another host that is to
+/// have the disk has to open it so.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Opening {
+    /// The part of a raw image that is the disk.
+    pub(crate) part: Option<Part>,
+    /// How long requests wait for an NBD server that has gone.
+    pub(crate) reconnect_delay: Duration,
+    /// How long it is tried to reach one at first.
+    pub(crate) open_timeout: Duration,
+    pub(crate) discards: Discards,
+    /// What else was said, by its name: it means something here alone.
+    pub(crate) only_here: Option<&'static str>,
+}
+
+/// The first of these that is so.
+pub(crate) fn first_of(said: impl IntoIterator<Item = (&'static str, bool)>) -> Option<&'static str> {
+    said.into_iter().find(|(_, is_so)| *is_so).map(|(name, _)| name)
+}
+
+impl From<&settings::Disk> for Opening {
+    fn from(disk: &settings::Disk) -> Self {
+        Self {
+            part: disk.part,
+            reconnect_delay: disk.reconnect_delay,
+            open_timeout: disk.open_timeout,
+            discards: disk.discard,
+            only_here: first_of([
+                ("snapshot", disk.snapshot.is_some()),
+                ("secret-file", !disk.qcow2.secrets.is_empty()),
+                ("force-share", disk.force_share),
+                ("delay", disk.delay.is_some()),
+                ("rate", disk.rate.is_some()),
+                ("fault", !disk.faults.is_empty()),
+            ]),
         }
     }
 }

@@ -85,6 +85,8 @@ kinds! {
     ClusterJoined "cluster_joined" Info
     ClusterApart "cluster_apart" Warning
     ClusterOverpromised "cluster_overpromised" Warning
+    PromiseLeftOut "promise_left_out" Warning
+    PromiseMade "promise_made" Info
 }
 
 /// One that is about to be told: see [`Events::tell`](super::Events::tell).

@@ -139,6 +139,11 @@ impl Families {
             "1 while this host divides them.",
             one(cluster.map(|cluster| cluster.is_leader)),
         )?;
+        to.gauges(
+            "weir_cluster_promises_left_out",
+            "Disks and groups that are served without what they are promised.",
+            cluster.map(|cluster| ([], cluster.left_out as u64)),
+        )?;
         let leases = cluster.into_iter().flat_map(|cluster| &cluster.leases);
         let rows = leases.map(|(group, is)| ([("group", &**group)], u64::from(*is)));
         to.gauges("weir_cluster_leased", "1 while a group has more than its safe share.", rows)

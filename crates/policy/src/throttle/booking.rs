@@ -53,6 +53,16 @@ pub enum Bound {
     Capacity,
     /// What other hosts leave of a limit over many hosts, or of what is below all of them.
     Cluster,
+    /// A limit over many hosts, whatever others are promised.
+    Whole,
+}
+
+impl Bound {
+    /// Whether other hosts have to do with it: what fits now may not later, though nothing is
+    /// changed here.
+    pub const fn is_shared(self) -> bool {
+        matches!(self, Self::Cluster | Self::Whole)
+    }
 }
 
 /// More is promised than can be kept.
@@ -82,6 +92,7 @@ impl fmt::Display for Overbooked {
             Bound::Limit => ("the limit", "raise the limit"),
             Bound::Capacity => ("the device's measured capacity", "use a faster device"),
             Bound::Cluster => ("what the cluster's other hosts leave", "one on another host"),
+            Bound::Whole => ("the limit of all hosts", "raise that limit"),
         };
         let (name, excess) = (unit.reservation(), self.excess());
         write!(

@@ -253,10 +253,21 @@ pub(crate) struct Settings {
     pub(crate) weight: Option<u64>,
     pub(crate) iops_reservation: Option<u64>,
     pub(crate) bps_reservation: Option<u64>,
+    /// What the cluster has no room for.
+    pub(crate) promise_left_out: Option<LeftOut>,
     pub(crate) watermark: Option<u64>,
     /// The nineteen, as far as they are set.
     pub(crate) limits: Limits,
     pub(crate) prefetch: Option<Prefetch>,
+}
+
+/// A promise that other hosts leave no room for.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct LeftOut {
+    pub(crate) iops_reservation: Option<u64>,
+    pub(crate) bps_reservation: Option<u64>,
+    pub(crate) why: String,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]

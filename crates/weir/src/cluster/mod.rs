@@ -109,7 +109,10 @@ fn show(shown: &Value) -> String {
 
 fn of_group(group: &Value) -> String {
     let limits = serde_json::from_value(group["limits"].clone()).unwrap_or_default();
-    let promised = amounts(&group["promised"]).map(|sum| format!(", promised {sum}")).unwrap_or_default();
+    let by = group["promised-by"].as_object().into_iter().flatten();
+    let by: Vec<_> = by.filter_map(|(host, sum)| Some(format!("{host} {}", amounts(sum)?))).collect();
+    let by = if by.is_empty() { String::new() } else { format!(" ({})", by.join(", ")) };
+    let promised = amounts(&group["promised"]).map(|sum| format!(", promised {sum}{by}")).unwrap_or_default();
     let said = format!(
         "\ngroup {} (change {}): {}{promised}\n",
         text(&group["name"]),
@@ -164,7 +167,7 @@ mod tests {
             "hosts": [{ "name": "a", "present": true, "age-ms": 1200, "weir": "1.2.3" }, { "name": "b", "present": false }],
             "groups": [{
                 "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "promised": { "iops": 2000 },
-                "overpromised": { "iops": 500 },
+                "promised-by": { "a": { "iops": 1500 }, "c": { "iops": 500 } }, "overpromised": { "iops": 500 },
                 "hosts": [{
                     "host": "a", "demand": { "iops-total": "all" }, "in-force": { "iops-total": 9812 },
                     "safe-share": { "iops-total": 12 },
@@ -176,7 +179,7 @@ mod tests {
             "led by b",
             "promised 2000 IOPS; what devices can do is not known",
             "1.2 s ago",
-            "promised 2000 IOPS\n  that is 500 IOPS more than there is",
+            "promised 2000 IOPS (a 1500 IOPS, c 500 IOPS)\n  that is 500 IOPS more than there is",
             "all     9812",
             "change 3",
         ] {

@@ -10,8 +10,8 @@ use crate::client::{
     rates,
     rates::{Rate, Rates},
     report::{
-        Capacity, Device, Disk, Errors, Export, Group, Memory, MetadataCache, Node, ReadAhead, Refused,
-        Report, Server, Throttle, Waits,
+        Capacity, Device, Disk, Errors, Export, Group, LeftOut, Memory, MetadataCache, Node, ReadAhead,
+        Refused, Report, Server, Throttle, Waits,
     },
 };
 
@@ -23,6 +23,7 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) 
         read_ahead(report, shown),
         groups(report, rates, shown),
         shared(report, shown),
+        left_out(report, shown),
         devices(report, shown),
         machines(report, shown),
         host_devices(report, shown),
@@ -307,6 +308,23 @@ fn shared(report: &Report, shown: &Shown) -> Table {
             here += &format!(": apart, {}", cluster.reason.as_deref().unwrap_or("joining"));
         }
         table.row(vec![group.name.clone(), cluster.name.clone(), figures::limits(&whole.limits), here]);
+    }
+    table
+}
+
+/// What is served without its promise, as other hosts leave no room for that.
+fn left_out(report: &Report, shown: &Shown) -> Table {
+    let mut table = Table::new(["NAME", "NOT PROMISED", "WHY"].map(|name| (name, Side::Left)));
+    let disks = report.disks.iter().map(|disk| (&disk.name, &disk.settings));
+    let all = disks.chain(report.groups.iter().map(|group| (&group.name, &group.settings)));
+    for (name, settings) in all.filter(|(name, _)| shown.has(name)) {
+        let Some(LeftOut { iops_reservation, bps_reservation, why }) = &settings.promise_left_out else {
+            continue;
+        };
+        let amounts = [("iops", iops_reservation), ("bps", bps_reservation)].into_iter();
+        let amounts: Vec<_> =
+            amounts.filter_map(|(unit, amount)| Some(format!("{unit} {}", (*amount)?))).collect();
+        table.row(vec![name.clone(), amounts.join(", "), why.clone()]);
     }
     table
 }

@@ -41,6 +41,7 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
         "groups": [{
             "name": "gold", "disks": ["vm1"], "weight": 100, "limits": { "bps-total": 20 << 20 },
             "watermark": 90, "enforcement": "scaled", "scale": 3.5,
+            "promise-left-out": { "iops-reservation": 500, "why": "b has it" },
             "cluster": { "limits": { "bps-total": 200 << 20 }, "leased": false }
         }],
         "cluster": { "name": "lab", "host": "a", "connected": false, "reason": "etcd http://e:2379: refused" },
@@ -90,6 +91,9 @@ gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0     0    0%  
 
 GROUP  CLUSTER  OF ALL HOSTS  HERE
 gold   lab      bps 200M      its safe share: apart, etcd http://e:2379: refused
+
+NAME  NOT PROMISED  WHY
+gold  iops 500      b has it
 
 DEVICE    DISKS  USE  CAPACITY READ       CAPACITY WRITE  KNOWN FROM
 /dev/vda  vm1    42%  85.2K iops, 1.4G/s  -               probe

@@ -11,13 +11,17 @@ use std::{
 };
 
 use anyhow::{Context as _, bail, ensure};
-use block::{disk::DetectZeroes, layer::throttle::GroupSettings};
+use block::{
+    disk::{DetectZeroes, Discards},
+    layer::throttle::{DiskSettings, GroupSettings},
+    storage::Part,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use settings::{Door as DoorKind, Plan, Socket, VhostUserBlk, config};
 
 use crate::control::{
-    inventory::{Door, Inventory, RunningDisk, RunningExport, StorageNode},
+    inventory::{Door, Inventory, Opening, RunningDisk, RunningExport},
     reload::told::{Care, OF_QCOW2, of_throttle},
     takeover::Buckets,
 };
@@ -55,7 +59,7 @@ impl Described {
         exports: &[Rc<RunningExport>],
         listen: Option<String>,
     ) -> anyhow::Result<Self> {
-        check(inventory, running)?;
+        check(running)?;
         let image = running.image.clone().relative_to(&absolute(".")?).to_string();
         let opened = running.disk.image();
         let mut keys = BTreeMap::from([
@@ -66,8 +70,7 @@ impl Described {
         if opened.is_read_only() {
             keys.insert("read-only".to_owned(), json!(true));
         }
-        let block::layer::throttle::DiskSettings { limits, share, watermark } =
-            running.disk.throttle().settings();
+        let DiskSettings { limits, share, watermark } = running.disk.throttle().settings();
         let settings = GroupSettings { limits, share, watermark };
         let is_raw = matches!(opened, block::image::Image::Raw(_));
         let cared =
@@ -76,19 +79,18 @@ impl Described {
         let limited = of_throttle(&settings, "").into_iter().filter(|one| !defaults.contains(one));
         let known = cared.chain(limited).filter(|(_, value)| !value.is_null());
         keys.extend(known.map(|(key, value)| (key.to_owned(), value)));
-        let of_file = planned(inventory, running);
-        let of_file = of_file.map(|old| (old.reconnect_delay, old.open_timeout, old.discard));
-        let of_command =
-            |storage: &Rc<StorageNode>| (storage.reconnect_delay, storage.open_timeout, storage.discards);
-        if let Some((reconnect, open, discards)) = of_file.or(running.storage.as_ref().map(of_command)) {
-            for (key, delay) in [("reconnect-delay", reconnect), ("open-timeout", open)] {
-                if delay > policy::time::Duration::ZERO {
-                    keys.insert(key.to_owned(), json!(format!("{}ms", delay.as_nanos() / 1_000_000)));
-                }
+        let Opening { part, reconnect_delay, open_timeout, discards, .. } = running.opening;
+        if let Some(Part { offset, size }) = part {
+            let size = size.map(|size| format!(",size={size}")).unwrap_or_default();
+            keys.insert("options".to_owned(), json!(format!("offset={offset}{size}")));
+        }
+        for (key, delay) in [("reconnect-delay", reconnect_delay), ("open-timeout", open_timeout)] {
+            if delay > policy::time::Duration::ZERO {
+                keys.insert(key.to_owned(), json!(format!("{}ms", delay.as_nanos() / 1_000_000)));
             }
-            if discards == block::disk::Discards::Ignore {
-                keys.insert("discard".to_owned(), json!("ignore"));
-            }
+        }
+        if discards == Discards::Ignore {
+            keys.insert("discard".to_owned(), json!("ignore"));
         }
         match running.disk.detect_zeroes() {
             DetectZeroes::Off => {}
@@ -156,14 +158,7 @@ impl Described {
     }
 }
 
-/// What the config file says of it, if it is from there.
-fn planned(inventory: &Inventory, running: &RunningDisk) -> Option<settings::Disk> {
-    let loaded = inventory.loaded.borrow().clone()?;
-    let is_this = |disk: &&settings::Disk| *disk.name == **running.disk.name() && disk.image == running.image;
-    loaded.plan.disks.iter().find(is_this).cloned()
-}
-
-fn check(inventory: &Inventory, running: &RunningDisk) -> anyhow::Result<()> {
+fn check(running: &RunningDisk) -> anyhow::Result<()> {
     let storage = running.disk.image().storage();
     ensure!(
         !storage.is_memory(),
@@ -182,30 +177,10 @@ fn check(inventory: &Inventory, running: &RunningDisk) -> anyhow::Result<()> {
         running.below.is_empty(),
         "it was put together by blockdev-add of several nodes, which others do not know (add it with `weir disk add`)"
     );
-    let told = running
-        .storage
-        .iter()
-        .flat_map(|storage| [("force-share", storage.force_share), ("delay", storage.latency.is_some())]);
-    let Some(old) = planned(inventory, running) else { return none_lost(told) };
-    none_lost(told)?;
-    none_lost([
-        ("options", old.part.is_some()),
-        ("snapshot", old.snapshot.is_some()),
-        ("secret-file", !old.qcow2.secrets.is_empty()),
-        ("force-share", old.force_share),
-        ("delay", old.delay.is_some()),
-        ("rate", old.rate.is_some()),
-        ("fault", !old.faults.is_empty()),
-    ])
-}
-
-fn none_lost(keys: impl IntoIterator<Item = (&'static str, bool)>) -> anyhow::Result<()> {
-    match keys.into_iter().find(|(_, is_there)| *is_there) {
-        Some((key, _)) => {
-            bail!("{key}: does not move to another host (have the disk in the config file there instead)")
-        }
-        None => Ok(()),
+    if let Some(key) = running.opening.only_here {
+        bail!("{key}: does not move to another host (have the disk in the config file there instead)");
     }
+    Ok(())
 }
 
 fn door(export: &RunningExport) -> anyhow::Result<String> {

@@ -22,7 +22,7 @@ use super::{
     session::{Session, Turn},
     stream::{Item, MAX_MESSAGE_BYTES, Stream},
 };
-use crate::control::inventory::{Inventory, RunningDisk};
+use crate::control::inventory::{Inventory, Opening, RunningDisk};
 
 /// Commands that reach beyond the process: they open files and listen on sockets.
 const OUTSIDE: [&str; 5] =
@@ -99,6 +99,7 @@ fn inventory() -> Rc<Inventory> {
             image: "memory:1M".parse().expect("an image"),
             cache: CacheMode::default(),
             caches: Cell::default(),
+            opening: Opening::default(),
             below: Vec::new(),
             storage: None,
             told: None,

@@ -163,6 +163,11 @@ impl Changes {
         })
     }
 
+    /// Whether they say what is promised.
+    pub(super) fn promise(&self) -> bool {
+        self.iops_reservation.is_some() || self.bps_reservation.is_some()
+    }
+
     pub(super) fn apply_to(&self, before: GroupSettings) -> Result<GroupSettings, Error> {
         let GroupSettings { limits, share, watermark } = before;
         let weighted = self.weight.map_or(Share::new(share.weight()), Share::new).unwrap_or(share);

@@ -12,7 +12,7 @@
 //! looked at again where it would do harm, and else the later wins.
 
 mod difference;
-mod seats;
+pub(in crate::control) mod seats;
 pub(crate) mod told;
 
 use std::{cell::Cell, collections::BTreeSet, fs, rc::Rc, sync::Arc};
@@ -25,6 +25,7 @@ use block::{
 };
 use difference::Difference;
 use export::nbd::{self, Removal};
+use policy::throttle::Share;
 use seats::{Node, Seat, promising_nothing};
 use serde_json::{Value, json};
 use settings::{Draft, Endpoint, Plan, Record, SecretSource, config};
@@ -93,6 +94,12 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
         inventory.tell(&Change::SettingsChanged { name });
     }
     work.clear(&difference).await;
+    let groups = plan.groups.iter().map(|group| (&group.name, group.settings));
+    for (name, settings) in groups.chain(plan.disks.iter().map(|disk| (&disk.name, disk.settings))) {
+        if !inventory.is_left_out(name, settings.of_group().share) {
+            inventory.forget_left_out(name);
+        }
+    }
     let mut told = work.told;
     if record != before {
         inventory.recordings.keep_instead(record).await;
@@ -332,6 +339,7 @@ impl Work<'_> {
         for (planned, group) in self.plan.groups.iter().zip(&groups) {
             let now = Seat::now(&Node::Group(Arc::clone(group)));
             let mut settings = planned.settings.of_group();
+            settings.share = self.kept(&planned.name, settings.share);
             if planned.cluster {
                 // What is in force of the cluster's limits is not the file's.
                 settings.limits = now.settings.limits;
@@ -341,7 +349,9 @@ impl Work<'_> {
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
             let node = Node::Disk(Arc::clone(&self.inventory.disk(&planned.name)?.disk));
-            seats.push(Seat { node, settings: planned.settings.of_group(), group: group_of(planned) });
+            let mut settings = planned.settings.of_group();
+            settings.share = self.kept(&planned.name, settings.share);
+            seats.push(Seat { node, settings, group: group_of(planned) });
         }
         self.put(difference, seats)?;
         for (index, image) in images {
@@ -352,6 +362,11 @@ impl Work<'_> {
         }
         // What a device was measured to do may be less than is promised now.
         self.inventory.check_devices()
+    }
+
+    /// What found no room and is asked for again waits as before: a reload is not refused for it.
+    fn kept(&self, name: &str, share: Share) -> Share {
+        if self.inventory.is_left_out(name, share) { promising_nothing(share) } else { share }
     }
 
     /// All groups of the plan, in its order. New ones promise nothing yet.

@@ -17,21 +17,21 @@ use super::told::{self, Named};
 
 /// A disk or a group, what it is held to, and of a disk the group that it is in.
 #[derive(Clone)]
-pub(super) struct Seat {
-    pub(super) node: Node,
-    pub(super) settings: GroupSettings,
+pub(in crate::control) struct Seat {
+    pub(in crate::control) node: Node,
+    pub(in crate::control) settings: GroupSettings,
     pub(super) group: Option<Arc<Group>>,
 }
 
 #[derive(Clone)]
-pub(super) enum Node {
+pub(in crate::control) enum Node {
     Group(Arc<Group>),
     Disk(Arc<Disk>),
 }
 
 impl Seat {
     /// As it is now.
-    pub(super) fn now(node: &Node) -> Self {
+    pub(in crate::control) fn now(node: &Node) -> Self {
         match node {
             Node::Group(group) => {
                 Self { node: node.clone(), settings: group.settings(), group: group.parent().cloned() }
@@ -44,12 +44,16 @@ impl Seat {
         }
     }
 
-    pub(super) fn without_promises(mut self) -> Self {
+    pub(in crate::control) fn without_promises(mut self) -> Self {
         self.settings.share = promising_nothing(self.settings.share);
         self
     }
 
-    fn take(&self) -> Result<(), Refused> {
+    /// Puts it in force.
+    ///
+    /// # Errors
+    /// Why it cannot be; then it is as it was.
+    pub(in crate::control) fn take(&self) -> Result<(), Refused> {
         let GroupSettings { limits, share, watermark } = self.settings;
         match &self.node {
             // What is lent of a cluster's limits changes meanwhile, and is not a seat's.
@@ -69,7 +73,7 @@ impl Seat {
     }
 
     /// What it is, and its name.
-    pub(super) fn named(&self) -> (&'static str, String) {
+    pub(in crate::control) fn named(&self) -> (&'static str, String) {
         match &self.node {
             Node::Group(group) => ("group", group.name().to_owned()),
             Node::Disk(disk) => ("disk", disk.name().to_string()),

@@ -117,7 +117,11 @@ impl<T> Tree<T> {
         let node = &self.nodes[slot];
         let lent = self.lent_at(slot);
         let limits = lent.map_or_else(|| node.limits(), |lent| lent.whole);
-        Supply { limits, capacity: node.capacity }.check(promised)?;
+        let whole = |overbooked: Overbooked| match (overbooked.bound, lent) {
+            (Bound::Limit, Some(_)) => Overbooked { bound: Bound::Whole, ..overbooked },
+            _ => overbooked,
+        };
+        Supply { limits, capacity: node.capacity }.check(promised).map_err(whole)?;
         let left = lent.map_or([None; 2], |lent| lent.left);
         for unit in Unit::ALL {
             let asked = promised[unit.index()];
@@ -233,7 +237,8 @@ mod tests {
         let (mut tree, group) = lent([None; 2]);
         promised(&mut tree, group, 2000).expect("more than the part, and less than the whole");
         assert_eq!(tree.promised(group), [2000, 0]);
-        assert!(promised(&mut tree, group, 8001).is_err());
+        let Err(Refused::Overbooked(overbooked)) = promised(&mut tree, group, 8001) else { panic!() };
+        assert_eq!((overbooked.available, overbooked.bound), (10_000, Bound::Whole));
         let (mut tree, group) = lent([Some(1500), None]);
         let Err(Refused::Overbooked(overbooked)) = promised(&mut tree, group, 2000) else { panic!() };
         assert_eq!((overbooked.available, overbooked.bound), (1500, Bound::Cluster));

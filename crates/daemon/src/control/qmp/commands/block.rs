@@ -99,6 +99,7 @@ async fn add(
         image: storage.image.clone(),
         cache: storage.cache,
         caches: Cell::new(chain.caches()),
+        opening: chain.opening(),
         below,
         storage: chain.as_it_lies().map(Rc::new),
         told,
@@ -312,10 +313,12 @@ fn rename(
     name: &str,
     below: Vec<NodeBelow>,
 ) -> Result<(), Error> {
-    let RunningDisk { disk, image, cache, caches, storage, told, .. } = taken;
+    let RunningDisk { disk, image, cache, caches, opening, storage, told, .. } = taken;
     let disk = Arc::into_inner(disk).expect("taken when nobody else had it").renamed(name);
     let disk = Arc::new(disk);
-    inventory.add_disk(RunningDisk { disk, image, cache, caches, below, storage, told }).map_err(generic)
+    inventory
+        .add_disk(RunningDisk { disk, image, cache, caches, opening, below, storage, told })
+        .map_err(generic)
 }
 
 fn in_use(name: &str) -> impl Fn(Refused) -> Error {

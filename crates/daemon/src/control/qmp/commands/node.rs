@@ -22,7 +22,7 @@ use block::{
 use policy::time::Duration;
 
 use crate::control::{
-    inventory::StorageNode,
+    inventory::{Opening, StorageNode, first_of},
     qmp::{
         arguments::{Arguments, Reference},
         caches::CacheChanges,
@@ -168,6 +168,25 @@ impl Chain {
 
     pub(super) fn caches(&self) -> CacheSettings {
         self.qcow2.as_ref().map(|node| node.caches).unwrap_or_default()
+    }
+
+    /// What another host needs to open it so, too.
+    pub(super) fn opening(&self) -> Opening {
+        let Bottom::Storage(node) = &self.bottom else { return Opening::default() };
+        let of_qcow2 = |is_so: fn(&Qcow2Node) -> bool| self.qcow2.as_ref().is_some_and(is_so);
+        Opening {
+            part: self.part,
+            reconnect_delay: node.reconnect_delay,
+            open_timeout: node.open_timeout,
+            discards: self.discards,
+            only_here: first_of([
+                ("x-weir-snapshot", of_qcow2(|node| node.snapshot.is_some())),
+                ("key-secret", of_qcow2(|node| node.key_secret.is_some())),
+                ("backing", of_qcow2(|node| node.no_backing)),
+                ("force-share", node.force_share),
+                ("latency-ns", node.latency.is_some()),
+            ]),
+        }
     }
 
     pub(super) fn open_options(&self, root: Option<Root>, secret: Option<Secret>) -> ImageOptions {

@@ -67,6 +67,9 @@ impl Command for Set {
             Ok(group) => self.set_group(&inventory, &group).await?,
             Err(_) => self.set_disk(&inventory).await?,
         }
+        if self.changes.promise() {
+            inventory.forget_left_out(&self.name);
+        }
         inventory.tell(&Change::SettingsChanged { name: self.name });
         Ok(json!({}))
     }
@@ -222,7 +225,11 @@ fn no_group(inventory: &Inventory, name: &str) -> Error {
 
 query!(QueryStatus, "x-weir-query-status", |inventory| {
     let exports = inventory.exports();
-    let list_disk = |running: &Rc<RunningDisk>| disk(running, &exports);
+    let list_disk = |running: &Rc<RunningDisk>| {
+        let mut answer = disk(running, &exports);
+        add_left_out(&inventory, running.disk.name(), &mut answer);
+        answer
+    };
     let mut answer = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "uptime-ns": nanoseconds(inventory.uptime()),
@@ -342,10 +349,18 @@ fn group(inventory: &Inventory, group: &Arc<Group>) -> Value {
         // Above are the part in force here, and what it is a part of.
         answer["cluster"] = json!({ "limits": settings::set(&lent.whole), "leased": limits != lent.safe });
     }
+    add_left_out(inventory, group.name(), &mut answer);
     if let Some(parent) = group.parent() {
         answer["group"] = json!(parent.name());
     }
     answer
+}
+
+/// What it is not promised though its config says so.
+fn add_left_out(inventory: &Inventory, name: &str, answer: &mut Value) {
+    if let Some(one) = inventory.left_out.borrow().get(name) {
+        answer["promise-left-out"] = one.described();
+    }
 }
 
 /// Reservations and the watermark are absent where there are none.
