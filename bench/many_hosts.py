@@ -23,9 +23,12 @@ HERE, MANY = "weir, a group of one host", "weir, a group of many hosts"
 DISK, LIMIT, KEPT = "vm1", {"iops-total": 10_000_000}, 0.99
 
 
-def divided(setup, members):
-    """The text of a config file with a disk in a group that `members` of etcd divide."""
+def divided(setup, members, state):
+    """The text of a config file with a disk in a group that `members` of etcd divide. `state` is an
+    empty directory: limits that an earlier run was told would be written to this etcd.
+    """
     tables = {
+        "daemon": {"state": str(state)},
         "cluster": {"name": "bench", "host": "one", "etcd": members.urls()[0]},
         f"group.{groups.GROUP}": {"cluster": True},
         f"disk.{DISK}": {"image": f"memory:{setup.size_bytes}", "group": groups.GROUP},
@@ -40,7 +43,8 @@ def cost(setup, stack):
     members.wait()
     image, disks = f"memory:{setup.size_bytes}", [groups.Disk(DISK)]
     here = stack.enter_context(groups.weir(setup.program, LIMIT, disks, image))
-    many = stack.enter_context(groups.weir_from(setup.program, divided(setup, members)))
+    config = divided(setup, members, directory / "state")
+    many = stack.enter_context(groups.weir_from(setup.program, config))
     for daemon in (here, many):
         daemon.uri = daemon.uri_of(DISK)
         loads.fill(daemon.uri, setup.disk)

@@ -467,7 +467,7 @@ fn a_part_of_an_image_stays_that_part_however_often_it_moves() {
     b.io(&["write -P 2 0 1M"]);
     b.move_to("a").succeeds();
     check(&a);
-    qemu_io(["-U", "-f", "raw"], &["read -P 1 0 1M", "read -P 2 1M 1M", "read -P 3 2M 2M"], &image);
+    qemu_io(["-r", "-U", "-f", "raw"], &["read -P 1 0 1M", "read -P 2 1M 1M", "read -P 3 2M 2M"], &image);
     // What of an image another host cannot be told is refused by name.
     let backing = scratch.sparse("backing.raw", MIB);
     let above = scratch.path("above.qcow2");

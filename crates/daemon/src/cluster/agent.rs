@@ -617,12 +617,24 @@ impl Session<'_> {
     }
 
     /// What others have promised meanwhile is no reason to refuse a change: it is judged by that.
+    /// Nor is it that the leader has written again what etcd had lost.
     async fn change(&mut self, etcd: &mut Etcd, change: &Change) -> Result<Result<Value, String>, Error> {
+        let version = |known: &Known| known.groups.get(&change.group).map(|stored| stored.spec.version());
+        let before = version(&self.known);
         for _ in 0..3 {
             if let Some(done) = changing::change(&self.known, etcd, change).await? {
                 return Ok(done);
             }
             self.read_promises(etcd).await?;
+            let there = etcd.read_one(self.known.keys.one(Key::Group(&change.group))).await?;
+            match (there, self.known.groups.get_mut(&change.group)) {
+                (Some(value), _) => self.on_put(&value).await?,
+                (None, Some(lost)) => lost.changed = 0,
+                (None, None) => {}
+            }
+            if version(&self.known) != before {
+                break;
+            }
         }
         Ok(Err(format!(
             "group {}: somebody has changed it at the same time (look at it with `weir cluster status`, and try again)",
