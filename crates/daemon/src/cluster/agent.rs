@@ -557,7 +557,7 @@ impl Session<'_> {
         }
         let leases = Leases { name: lease, promises };
         (self.instance, self.known.joined, self.kept_at) = (instance, Some(leases), now());
-        // Then it is asked anew for what is promised here: others may have promised something since.
+        // Then it is asked anew for what is promised here: others may have promised since.
         self.tell(Word::Joined { instance }).await
     }
 

@@ -5,10 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use policy::{
-    cluster::MAX_HOSTS,
-    throttle::{LimitKind, Limits},
-};
+use policy::{cluster::MAX_HOSTS, throttle::Limits};
 use serde_json::{Value, json};
 
 use super::{
@@ -16,6 +13,7 @@ use super::{
     keys::Key,
     known::Known,
     outside::draw,
+    promising::most,
     values::{self, Group, Promises},
     words::Change,
 };
@@ -103,20 +101,6 @@ pub(super) fn overcommitted(
     None
 }
 
-/// What limits let pass in a second of operations (0) or bytes (1), reads and writes together.
-pub(super) fn most(limits: &Limits, unit: usize) -> Option<u64> {
-    let [total, read, write] = match unit {
-        0 => [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
-        _ => [LimitKind::BpsTotal, LimitKind::BpsRead, LimitKind::BpsWrite],
-    }
-    .map(|kind| limits.limit(kind).rate);
-    match (total, read, write) {
-        (0, 0, _) | (0, _, 0) => None,
-        (0, read, write) => Some(read.saturating_add(write)),
-        (total, ..) => Some(total),
-    }
-}
-
 /// Takes away what a host has left behind that is not there.
 pub(super) async fn forget(known: &Known, etcd: &mut Etcd, host: &str) -> Result<Done, Error> {
     let report = known.keys.key(Key::Report(host));
@@ -142,7 +126,7 @@ pub(super) async fn forget(known: &Known, etcd: &mut Etcd, host: &str) -> Result
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::{Part, Setting};
+    use policy::throttle::{LimitKind, Part, Setting};
 
     use super::*;
 

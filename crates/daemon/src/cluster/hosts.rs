@@ -19,8 +19,8 @@ use policy::{
 };
 
 use super::{
-    changing::most,
-    outside, promising, status,
+    outside,
+    promising::{self, most},
     values::{Promises, Report, Reports},
     words::Word,
 };
@@ -335,7 +335,7 @@ impl Hosts {
     /// operations (0) or bytes (1) per second.
     pub(super) fn overpromised(&self, specs: &BTreeMap<String, Spec>) -> BTreeMap<(String, usize), [u64; 2]> {
         let mut over = BTreeMap::new();
-        for (name, promised) in status::sums(self.promises.values()) {
+        for (name, promised) in promising::sums(self.promises.values()) {
             let Some(spec) = specs.get(name) else { continue };
             for unit in [0, 1] {
                 if let Some(there) = most(spec.limits(), unit).filter(|there| promised[unit] > *there) {

@@ -10,9 +10,9 @@
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
-use policy::throttle::Limits;
+use policy::throttle::{LimitKind, Limits};
 
-use super::{changing::most, status, values::Promises};
+use super::values::Promises;
 
 /// Hosts that an error names.
 const MOST_NAMED: usize = 8;
@@ -33,6 +33,40 @@ impl Refusal {
     }
 }
 
+/// What limits let pass in a second of operations (0) or bytes (1), reads and writes together.
+pub(super) fn most(limits: &Limits, unit: usize) -> Option<u64> {
+    let [total, read, write] = match unit {
+        0 => [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
+        _ => [LimitKind::BpsTotal, LimitKind::BpsRead, LimitKind::BpsWrite],
+    }
+    .map(|kind| limits.limit(kind).rate);
+    match (total, read, write) {
+        (0, 0, _) | (0, _, 0) => None,
+        (0, read, write) => Some(read.saturating_add(write)),
+        (total, ..) => Some(total),
+    }
+}
+
+/// What was measured of what is below all hosts: the least that a host knows, 0 where none does.
+pub(super) fn capacity<'a>(promises: impl Iterator<Item = &'a Promises>) -> [u64; 2] {
+    promises.fold([0; 2], |least, promises| {
+        [0, 1].map(|unit| match (least[unit], promises.capacity[unit]) {
+            (0, one) | (one, 0) => one,
+            (one, other) => one.min(other),
+        })
+    })
+}
+
+/// What is promised of each group on all of these hosts.
+pub(super) fn sums<'a>(promises: impl Iterator<Item = &'a Promises>) -> BTreeMap<&'a str, [u64; 2]> {
+    let mut sums: BTreeMap<&str, [u64; 2]> = BTreeMap::new();
+    for (name, more) in promises.flat_map(|promises| &promises.groups) {
+        let sum = sums.entry(name).or_default();
+        *sum = [0, 1].map(|unit| sum[unit].saturating_add(more[unit]));
+    }
+    sums
+}
+
 /// What may be promised of a group on a host, in operations and bytes per second; `None` is not
 /// bounded. `all` are the promises of all hosts as etcd has them, `own` what the host promises now.
 pub(super) fn left(
@@ -42,7 +76,7 @@ pub(super) fn left(
     limits: Option<&Limits>,
 ) -> [Option<u64>; 2] {
     let others = || all.iter().filter(|(name, _)| *name != host).map(|(_, promises)| promises);
-    let there = status::capacity(others().chain([own]));
+    let there = capacity(others().chain([own]));
     [0, 1].map(|unit| {
         let sum = |sum: u64, more: &[u64; 2]| sum.saturating_add(more[unit]);
         let of_group = others().filter_map(|promises| promises.groups.get(group)).fold(0, sum);
@@ -75,7 +109,8 @@ pub(super) fn judge(
     })
 }
 
-/// `; of group gold a has promised 2000 IOPS, b 900 IOPS`, without this host. Empty where nobody has.
+/// `; of group gold others have promised: a 2000 IOPS, b 900 IOPS`, without this host. Empty where
+/// nobody has.
 pub(super) fn elsewhere(all: &BTreeMap<String, Promises>, host: &str, group: &str) -> String {
     let others = all.iter().filter(|(name, _)| *name != host);
     let promised = |(name, promises): (&String, &Promises)| {
@@ -100,7 +135,6 @@ pub(super) fn elsewhere(all: &BTreeMap<String, Promises>, host: &str, group: &st
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::LimitKind;
     use proptest::prelude::*;
 
     use super::*;

@@ -12,12 +12,12 @@ use policy::{
 use serde_json::{Map, Value, json};
 
 use super::{
-    changing::most,
     etcd::{Error, Etcd, KeyValue},
     keys::Key,
     known::Known,
     leading::Leading,
     outside::now,
+    promising::{capacity, most},
     values::{self, Grants, Identity, Report, Reports},
 };
 
@@ -140,26 +140,6 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> V
         answer["leader"] = json!(leader);
     }
     answer
-}
-
-/// What was measured of what is below all hosts: the least that a host knows, 0 where none does.
-pub(super) fn capacity<'a>(promises: impl Iterator<Item = &'a values::Promises>) -> [u64; 2] {
-    promises.fold([0; 2], |least, promises| {
-        [0, 1].map(|unit| match (least[unit], promises.capacity[unit]) {
-            (0, one) | (one, 0) => one,
-            (one, other) => one.min(other),
-        })
-    })
-}
-
-/// What is promised of each group on all of these hosts.
-pub(super) fn sums<'a>(promises: impl Iterator<Item = &'a values::Promises>) -> BTreeMap<&'a str, [u64; 2]> {
-    let mut sums: BTreeMap<&str, [u64; 2]> = BTreeMap::new();
-    for (name, more) in promises.flat_map(|promises| &promises.groups) {
-        let sum = sums.entry(name).or_default();
-        *sum = [0, 1].map(|unit| sum[unit].saturating_add(more[unit]));
-    }
-    sums
 }
 
 fn add<'a>(promises: impl Iterator<Item = &'a [u64; 2]>) -> [u64; 2] {

@@ -23,6 +23,7 @@ pub(crate) mod inventory;
 mod left_out;
 pub(crate) mod loaded;
 pub(crate) mod moving;
+mod promises;
 pub(crate) mod qmp;
 pub(crate) mod recording;
 pub(crate) mod reload;
