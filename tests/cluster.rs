@@ -435,15 +435,22 @@ fn what_etcd_has_lost_or_others_wrote_is_written_again() {
     until("they are divided", || hosts.iter().all(|host| host.part() > 1600 / 50));
     assert!(sum(&hosts) <= 1600);
     // Whoever leads writes again what was lost. That is no other's change: none is refused for it.
-    for round in 0..3 {
+    let mut qmp = Qmp::negotiated(&hosts[0].control);
+    for round in 0..4 {
         etcd.kill();
+        until("it is apart", || hosts[0].status()["cluster"]["connected"] == false);
         fs::remove_dir_all(&etcd.data).unwrap();
         etcd.start_again();
-        until("it is in again", || hosts[0].cluster()["joined"] == true);
-        for more in 0..10 {
-            let limit = (2000 + 10 * round + more).to_string();
-            hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", &limit]).succeeds();
+        // At the moment when somebody does.
+        let mut is_led = || {
+            let cluster = qmp.command("x-weir-query-status", json!({}))["cluster"].clone();
+            cluster["connected"] == true && cluster["leader"].is_string()
+        };
+        let end = Instant::now() + DEADLINE;
+        while !is_led() {
+            assert!(Instant::now() < end, "nobody leads");
         }
+        qmp.command("x-weir-cluster-set", json!({ "group": "gold", "iops-total": 2000 + round }));
     }
 }
 
