@@ -300,8 +300,8 @@ impl Disk {
         Pass { requests, patience: None, times, lengths }
     }
 
-    /// As [`Disk::admit`], for what can wait no longer: it is charged, and what comes after it waits
-    /// until the limits have made up for it.
+    /// As [`Disk::admit`], for what can wait no longer: it is charged, and what comes after it
+    /// waits until the limits have made up for it.
     pub fn admit_anyway(&self, direction: Direction, cost: &Cost) -> Pass {
         self.member.admit_anyway(direction, cost);
         Pass { requests: cost.requests(), patience: None, times: self.clock().map(Times::at), lengths: None }

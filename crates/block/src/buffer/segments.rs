@@ -198,8 +198,8 @@ impl Segments {
         self.0.iter().all(Segment::is_empty)
     }
 
-    /// Whether all bytes are zero now, as far as they are a guest's. Looks no further than the first
-    /// that is not.
+    /// Whether all bytes are zero now, as far as they are a guest's. Looks no further than the
+    /// first that is not.
     pub fn is_zero(&self) -> bool {
         self.0.iter().all(Segment::is_zero)
     }

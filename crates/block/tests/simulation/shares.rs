@@ -32,8 +32,8 @@ const MEASURED_S: u64 = 60;
 const GRAIN_S: f64 = 0.25;
 const SLICE_S: f64 = 0.09;
 
-/// Where everything is promised, so much goes by weight all the same: a hundredth, in whole requests.
-/// Of 10,000 seeds all but one stay within the hundredth, and that one needs 0.01247.
+/// Where everything is promised, so much goes by weight all the same: a hundredth, in whole
+/// requests. Of 10,000 seeds all but one stay within the hundredth, and that one needs 0.01247.
 const BY_WEIGHT: f64 = 0.013;
 
 #[test]

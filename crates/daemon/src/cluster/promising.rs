@@ -260,7 +260,7 @@ mod tests {
                         let others: u64 = HOSTS.iter().map(|host| store.promised(host)).sum::<u64>() - before;
                         let done = store.ask(HOSTS[at], iops, &mut seen[at]);
                         prop_assert!(!done || others + iops <= LIMIT);
-                        // Whoever is refused is so by what it has seen: it hears of promises that end.
+                        // Refused by what it has seen: it hears of promises that end.
                         let known = |host: &str| {
                             seen[at].0.get(host).map_or(0, |promises| promises.groups["gold"][0])
                         };

@@ -10,8 +10,8 @@ use super::{
     kind::{Kind, Severity},
 };
 
-/// Of each kind, in which each disk has a share. Who wants all of them asks for events, and does not
-/// read a log.
+/// Of each kind, in which each disk has a share. Who wants all of them asks for events, and does
+/// not read a log.
 const BURST: u64 = 10;
 const PER_SECOND: u64 = 1;
 

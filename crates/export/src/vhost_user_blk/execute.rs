@@ -180,7 +180,8 @@ impl Queue {
 
     /// The same for a request that cannot go back: it waits for its limits, unless another process
     /// waits for the export. Then it passes at once, and what comes after it pays for it there. A
-    /// guest cannot have this happen, as it could reset its device: so that is no way around limits.
+    /// guest may reset its device as often as it likes, but it cannot have this happen: it is no
+    /// way around limits.
     async fn admit_in_the_end(&self, direction: Direction, cost: Cost) -> Option<Pass> {
         let disk = self.device.disk();
         let is_over = || self.is_abandoned() || self.device.is_resting();
