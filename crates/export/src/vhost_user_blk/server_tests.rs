@@ -802,8 +802,9 @@ fn what_cannot_go_back_waits_for_no_limits_where_another_process_waits() {
             let server = server(limits);
             let mut front_end = FrontEnd::connect(&server).await;
             let mut ring = front_end.start(0, event(0), event(0)).await;
+            // With the read, as many as the ring has room for.
             let writes: Vec<_> =
-                (0..10).map(|number| front_end.request(&mut ring, 1, number * 100, &[1; 512])).collect();
+                (0..9).map(|number| front_end.request(&mut ring, 1, number * 100, &[1; 512])).collect();
             // It has no limit: what is before it in the ring can no more go back.
             let read = front_end.request(&mut ring, 0, 1, &[0; 512]);
             ring.kick();
@@ -820,7 +821,7 @@ fn what_cannot_go_back_waits_for_no_limits_where_another_process_waits() {
             }
             assert!(server.come_to_rest(PATIENCE).await);
             assert_eq!(waiting(&front_end), 0, "they are carried out");
-            assert_eq!(server.device.disk().throttle().stats().writes.requests, 10, "and are charged");
+            assert_eq!(server.device.disk().throttle().stats().writes.requests, 9, "and are charged");
             drop((front_end.socket, front_end.served));
         }
     });
