@@ -140,6 +140,7 @@ impl Connection {
 
     /// The same, but no further than to the end of a message.
     pub(super) async fn step(&mut self) -> Result<Option<Effect>, Ended> {
+        let has_outputs = !self.outputs.is_empty();
         while let Some(output) = self.outputs.pop_front() {
             match output {
                 Output::Act(effect) => return Ok(Some(effect)),
@@ -148,6 +149,10 @@ impl Connection {
                 Output::Refused { request, why } => self.log(request, &why),
                 Output::Close { request, why } => return Err(Ended::Refused { request, why }),
             }
+        }
+        if has_outputs && self.is_at_rest() {
+            // With the last of them it came to rest, which its owner has to see.
+            return Ok(None);
         }
         if self.session.is_waiting() || self.is_at_rest() {
             op::hung_up(&self.socket).await?;
