@@ -108,7 +108,7 @@ fn limits_that_cannot_be_are_refused() {
 /// longer, there too.
 #[test]
 fn what_passed_at_the_end_is_paid_for_by_what_comes_after() {
-    let limits = [limits(100, 0, 0), limits(50, 0, 0)];
+    let limits = [limits(100, 0, 1), limits(50, 0, 1)];
     let mut first = Process::new(limits, Instant::from_nanos(7));
     let at = Duration::from_secs(10);
     let burst = first.pass(at);
