@@ -8,7 +8,10 @@
 
 use std::time::Duration;
 
-use block::storage::{CacheMode, Format};
+use block::{
+    disk::DetectZeroes,
+    storage::{CacheMode, Format},
+};
 use clap::{Arg, Command, ValueHint};
 use clap_complete::{ArgValueCandidates, CompleteEnv, CompletionCandidate};
 use serde_json::json;
@@ -47,7 +50,7 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
         (Some("prefetch"), "MODE") => argument.add(words(["on", "off", "auto"])),
         (None, "MODE") if command[1] == "prefetch" => argument.add(words(["on", "off", "auto"])),
         (Some("discard"), "MODE") => argument.add(words(["unmap", "ignore"])),
-        (Some("detect-zeroes"), "MODE") => argument.add(words(["off", "on", "unmap"])),
+        (Some("detect-zeroes"), "MODE") => argument.add(words(DetectZeroes::ALL.map(DetectZeroes::name))),
         (Some("sandbox"), "MODE") => argument.add(words(["on", "require", "off"])),
         (Some("tls"), "MODE") => argument.add(words(["off", "on", "required"])),
         (Some("log-format"), "FORMAT") => argument.add(words(["text", "json"])),

@@ -21,6 +21,7 @@ mod overlay;
 use std::{env, ffi::OsString, fs, process::ExitCode};
 
 use anyhow::{Context as _, anyhow, bail};
+use block::disk::DetectZeroes;
 use clap::Parser as _;
 use console::Failure;
 
@@ -145,7 +146,7 @@ fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyho
     let discard = discard(arguments.discard.as_deref().or(image.discard.as_deref()))?;
     say("discard", Some(discard));
     let looks = arguments.detect_zeroes.as_deref().or(image.detect_zeroes.as_deref());
-    let looks = choice("detect-zeroes", looks, &["off", "on", "unmap"])?;
+    let looks = choice("detect-zeroes", looks, &DetectZeroes::ALL.map(DetectZeroes::name))?;
     if looks == Some("unmap") && discard == "ignore" {
         bail!("--detect-zeroes=unmap gives space back, and discards are ignored (add --discard=unmap)");
     }
