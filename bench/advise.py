@@ -235,9 +235,12 @@ class Page(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.connect(str(self._path))
 
-    def asks(self, method, path, body):
-        """What the daemon answers to whoever has the token."""
-        self.request(method, path, json.dumps(body), {"Authorization": f"Bearer {TOKEN}"})
+    def asks(self, method, path, body=None):
+        """What the daemon answers to whoever has the token. A body that is not wanted would end the
+        connection, if the answer overtakes it.
+        """
+        content = None if body is None else json.dumps(body)
+        self.request(method, path, content, {"Authorization": f"Bearer {TOKEN}"})
         answer = self.getresponse()
         told = json.loads(answer.read())
         if answer.status != 200:
@@ -284,7 +287,7 @@ def previewing(setup, _stack):
                 page, disk = Page(daemon.page), "/api/v1/disks/"
                 # What was told last is recorded a moment later.
                 time.sleep(RECORDED_SECONDS)
-                (only,) = page.asks("GET", "/api/v1/overview", None)["disks"]
+                (only,) = page.asks("GET", "/api/v1/overview")["disks"]
                 disk += only["name"]
                 then = page.asks("POST", f"{disk}/preview", {"iops-total": to})["then"]
                 page.asks("PATCH", f"{disk}/limits", {"iops-total": to})

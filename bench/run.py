@@ -71,7 +71,7 @@ SUBJECTS = (
 )  # fmt: skip
 ROWS = tuple(row for subject in SUBJECTS for row in subject.ROWS)
 # What a row may fail with: a client, a server, a monitor, a connection of our own.
-FAILURES = (LoadFailed, NotReached, ServerFailed, NotServed, qmp.CommandFailed, nbd.Error)
+FAILURES = (LoadFailed, NotReached, ServerFailed, NotServed, qmp.CommandFailed, nbd.Error, OSError)
 # Rows at a time where no figure is judged: two processors are what every machine has.
 SHORT_WORKERS = 2
 # What a change may cost: a part of the speed before it. Figures that are larger where it is faster.
