@@ -21,6 +21,10 @@ use crate::virtio::block::SECTOR_BYTES;
 const BYTES: usize = 60;
 /// Where a device on a memory-mapped bus has its configuration (virtio 1.3 § 4.2.2).
 const MMIO_OFFSET: u32 = 0x100;
+/// The size of a block.
+const BLOCK: u32 = 20;
+/// The capacity, and all up to the size of a block.
+pub const TO_BLOCK_BYTES: usize = BLOCK as usize + size_of::<u32>();
 /// Of the one byte that a guest may write: 0 asks for write-through, 1 for a write cache.
 const WRITEBACK: u32 = 32;
 
@@ -59,6 +63,12 @@ pub fn tells_capacity(offset: u32, count: usize) -> bool {
     beginning(offset) == 0 && count >= size_of::<u64>()
 }
 
+/// Whether these bytes tell how large a block is.
+pub fn tells_block(offset: u32, count: usize) -> bool {
+    let from = beginning(offset);
+    from <= BLOCK && u64::from(from) + count as u64 >= u64::from(BLOCK) + size_of::<u32>() as u64
+}
+
 fn beginning(offset: u32) -> u32 {
     offset.checked_sub(MMIO_OFFSET).unwrap_or(offset)
 }
@@ -73,7 +83,7 @@ fn whole(offer: &Offer, writeback: bool) -> [u8; BYTES] {
     // A request is no longer than its ring, with a header and a status.
     let fitting = u32::from(offer.queue_size).saturating_sub(2).max(1);
     put(12, &offer.max_segments.min(fitting).to_le_bytes());
-    put(20, &offer.block_bytes.to_le_bytes());
+    put(BLOCK as usize, &offer.block_bytes.to_le_bytes());
     // Topology counts in blocks. Its first field is a power of two.
     let physical_blocks = (offer.physical_block_bytes / block).max(1);
     put(24, &[physical_blocks.ilog2() as u8]);
@@ -165,6 +175,16 @@ mod tests {
         let space = read(&Offer { write_zeroes: false, ..offer() }, true, 36, 24);
         assert_eq!((space[4], &space[12..]), (7, &[0; 12][..]));
         assert_eq!(read(&Offer { read_only: true, ..offer() }, true, 36, 24), [0; 24]);
+    }
+
+    #[test]
+    fn it_is_known_what_a_piece_tells() {
+        for (offset, count, block) in
+            [(0, 60, true), (0, 24, true), (20, 4, true), (0x100, 96, true), (0, 23, false), (21, 4, false), (0, 0, false)]
+        {
+            assert_eq!(tells_block(offset, count), block, "{offset} {count}");
+        }
+        assert!(tells_capacity(0, 8) && tells_capacity(0x100, 60) && !tells_capacity(0, 7) && !tells_capacity(1, 8));
     }
 
     #[test]

@@ -57,6 +57,8 @@ pub(super) struct Device {
     requests_before: AtomicU64,
     /// It was said of this front end that its memory may not be shared.
     pub(super) is_doubted: AtomicBool,
+    /// It was said of this front end that its guest may know other blocks.
+    pub(super) is_out_of_step: AtomicBool,
     /// Another process waits until the front end is at rest.
     resting: AtomicBool,
     /// That has changed.
@@ -79,7 +81,7 @@ impl Device {
         let (write_cache, chosen_write_cache) = (cache(), cache());
         let (no_events, switches, broken_rings, broken) = Default::default();
         let (kicks, calls, requests, in_flight, copies) = Default::default();
-        let (requests_before, is_doubted, resting) = Default::default();
+        let (requests_before, is_doubted, is_out_of_step, resting) = Default::default();
         Self {
             export,
             told: None,
@@ -87,6 +89,7 @@ impl Device {
             chosen_write_cache,
             requests_before,
             is_doubted,
+            is_out_of_step,
             resting,
             rests: Event::new(),
             no_events,
@@ -201,6 +204,19 @@ impl Device {
         self.broken().clear();
         self.requests_before.store(self.requests.load(Relaxed), Relaxed);
         self.is_doubted.store(false, Relaxed);
+        self.is_out_of_step.store(false, Relaxed);
+    }
+
+    /// A request is not of whole blocks: its driver is wrong, or was told others. That is said once
+    /// of a front end.
+    pub(super) fn tell_part_of_block(&self) {
+        if !self.is_out_of_step.swap(true, Relaxed) {
+            tracing::warn!(
+                export = %self.export.id,
+                block_bytes = self.export.offer.block_bytes,
+                "a request of a guest is not of whole blocks, and such ones get I/O errors: has logical-block-size changed since its machine started? (give it back, or start the machine anew)"
+            );
+        }
     }
 
     /// A ring was kicked, and nothing ever was in it. That is said once, and of no front end that

@@ -49,6 +49,10 @@ impl Queue {
                 self.answer(incoming, Ok(()));
             }
             &Kind::Done(status) => self.finish(incoming.ticket, incoming.request, status),
+            Kind::PartOfBlock => {
+                self.device.tell_part_of_block();
+                self.finish(incoming.ticket, incoming.request, Status::IoError);
+            }
         }
     }
 

@@ -5,7 +5,7 @@
 //! and its division into rings; what stands in a ring's part is the ring's own.
 //!
 //! ```text
-//!   ring 0 │ ring 1 │ … │ what the guest has chosen: 64 bytes, in areas that were made here
+//!   ring 0 │ ring 1 │ … │ what the guest has chosen, and was told: 64 bytes, in areas made here
 //! ```
 
 use std::{
@@ -40,8 +40,8 @@ pub enum InflightError {
     Map(#[from] RegionError),
 }
 
-/// Bytes behind the parts of the rings, where the guest's choice of a write cache is kept: front
-/// ends do not repeat it.
+/// Bytes behind the parts of the rings. There the guest's choice of a write cache is kept, and the
+/// size of a block that it was told: front ends do not repeat either.
 const CHOICE_BYTES: u64 = 64;
 /// What they begin with: an area of another back end has no choice.
 const CHOICE_MARK: u64 = u64::from_le_bytes(*b"weir-wce");
@@ -49,6 +49,8 @@ const CHOICE_MARK: u64 = u64::from_le_bytes(*b"weir-wce");
 const CHOICE_AT: usize = 8;
 const CACHED: u64 = 1;
 const THROUGH: u64 = 2;
+/// Where the size of a block stands, in bytes; 0 where nobody knows what the guest was told.
+const BLOCK_AT: usize = 16;
 
 /// Bytes from the beginning of a ring's part to that of the next.
 fn part_bytes(queue_size: u16, packed: bool) -> u64 {
@@ -136,6 +138,19 @@ impl Area {
     pub fn keep_write_cache(&self, wanted: bool) {
         if let Some(place) = &self.choice {
             place.store_u64(CHOICE_AT, if wanted { CACHED } else { THROUGH }, Release);
+        }
+    }
+
+    /// The size of a block that the guest was told, in bytes, as far as this was kept.
+    pub fn block_bytes(&self) -> Option<u64> {
+        let told = self.choice.as_ref()?.load_u64(BLOCK_AT, Acquire);
+        (told > 0).then_some(told)
+    }
+
+    /// Keeps what the guest was told, where there is room for it.
+    pub fn keep_block_bytes(&self, told: u32) {
+        if let Some(place) = &self.choice {
+            place.store_u64(BLOCK_AT, told.into(), Release);
         }
     }
 
@@ -229,6 +244,20 @@ mod tests {
             let ring = |ring| map(bytes).part(ring, 128, packed).expect("there").load_u64(0, Acquire);
             assert_eq!([0, 1, 2].map(ring), [0; 3], "nothing of it in a ring's part");
         }
+    }
+
+    #[test]
+    fn the_block_that_a_guest_was_told_is_kept_in_areas_that_were_made_here() {
+        let (file, bytes) = create(1, 128, true).expect("made");
+        let again = || file.try_clone().expect("a descriptor");
+        let map = |bytes| Area::map(&info(bytes, 1, 128), again(), &plenty()).expect("mapped");
+        assert_eq!(map(bytes).block_bytes(), None);
+        map(bytes).keep_block_bytes(4096);
+        assert_eq!((map(bytes).block_bytes(), map(bytes).write_cache()), (Some(4096), None));
+        map(bytes).keep_write_cache(true);
+        assert_eq!((map(bytes).block_bytes(), map(bytes).write_cache()), (Some(4096), Some(true)));
+        map(bytes - CHOICE_BYTES).keep_block_bytes(512);
+        assert_eq!((map(bytes - CHOICE_BYTES).block_bytes(), map(bytes).block_bytes()), (None, Some(4096)));
     }
 
     #[test]

@@ -307,8 +307,9 @@ fn a_front_end_is_served_from_its_first_message_to_its_last() {
 }
 
 #[test]
-fn a_request_of_less_than_a_block_is_refused() {
+fn a_request_of_less_than_a_block_is_refused_and_told_of() {
     real(async {
+        let is_told = |server: &Server| server.device.is_out_of_step.load(Relaxed);
         let offer = Offer { block_bytes: 4096, ..Offer::default() };
         let server = server_of(Storage::memory((1 << 20) + 512), Limits::default(), offer);
         let mut front_end = FrontEnd::connect(&server).await;
@@ -318,8 +319,10 @@ fn a_request_of_less_than_a_block_is_refused() {
             let at = front_end.request(&mut ring, kind, 0, &[GUARD; 512]);
             ring.kick_and_wait().await;
             assert_eq!(front_end.data(at), ([GUARD; 512], 1), "an error, and nothing was read");
+            assert!(is_told(&server));
         }
         front_end.leave().await;
+        assert!(!is_told(&server), "the next one is another machine");
     });
 }
 

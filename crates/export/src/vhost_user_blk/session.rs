@@ -173,6 +173,10 @@ pub enum Refusal {
     Log(RegionError),
     #[error(transparent)]
     Inflight(#[from] InflightError),
+    #[error(
+        "blocks of {is} bytes, and its guest was told {told} (give this export the logical-block-size of then, or start the machine anew)"
+    )]
+    Blocks { is: u32, told: u64 },
     #[error("{bytes} bytes of the configuration at {offset} cannot be written")]
     Config { offset: u32, bytes: usize },
     #[error("{0:#x} is no status")]
@@ -218,6 +222,8 @@ pub struct Session {
     writeback: bool,
     /// The disk's length, if the front end has read it, or was told to, since it has connected.
     told_size: Option<u64>,
+    /// The size of a block that its guest was told, in bytes, if anybody knows.
+    told_block: Option<u32>,
     /// What the owner knows.
     write_cache: Option<bool>,
     rings: Vec<Vring>,
@@ -272,6 +278,7 @@ impl Session {
             status: 0,
             writeback: offer.write_cache,
             told_size: None,
+            told_block: None,
             write_cache: None,
             rings: (0..offer.queues).map(|_| Vring::default()).collect(),
             resting: false,
@@ -485,6 +492,10 @@ impl Session {
 
             Request::SetBackendReqFd(socket) => self.back_end = Some(channel(socket)?),
             Request::GetConfig { offset, flags, bytes } => {
+                // Whoever reads again, because something has changed, keeps the block of before.
+                if self.told_size.is_none() && config_space::tells_block(offset, bytes) {
+                    self.told_block.get_or_insert(self.offer.block_bytes);
+                }
                 if config_space::tells_capacity(offset, bytes) {
                     self.told_size = Some(self.offer.size_bytes);
                 }
@@ -499,6 +510,7 @@ impl Session {
             Request::GetInflightFd(info) => return Ok(self.make_inflight(info)),
             Request::SetInflightFd(info, file) => {
                 let area = Area::map(&info, file, &self.quota)?;
+                self.agree_on_block(&area)?;
                 match area.write_cache() {
                     Some(chosen) => {
                         self.writeback = chosen;
@@ -575,6 +587,21 @@ impl Session {
                 Answer::Instead(Reply::inflight(&info, None), why.into())
             }
         }
+    }
+
+    /// A guest counts in the blocks that it was told when its machine started. In smaller ones than
+    /// it knows it can be served.
+    fn agree_on_block(&mut self, area: &Area) -> Result<(), Refusal> {
+        let Some(told) = area.block_bytes() else {
+            self.told_block.iter().for_each(|told| area.keep_block_bytes(*told));
+            return Ok(());
+        };
+        let is = self.offer.block_bytes;
+        if !told.is_multiple_of(is.into()) {
+            return Err(Refusal::Blocks { is, told });
+        }
+        self.told_block = u32::try_from(told).ok();
+        Ok(())
     }
 
     fn map(&self, info: &RegionInfo, file: OwnedFd) -> Result<Region, RegionError> {

@@ -667,6 +667,60 @@ fn the_choice_of_a_write_cache_outlasts_the_back_end() {
 }
 
 #[test]
+fn a_guest_that_was_told_smaller_blocks_is_refused() {
+    let shape = [[0, 0].map(u64::to_ne_bytes).concat(), vec![2, 0, 128, 0, 0, 0, 0, 0]].concat();
+    let front_end = |block_bytes, reads: bool| {
+        let mut front_end = FrontEnd::new(Offer { block_bytes, ..offer() });
+        front_end.plain(code::SET_FEATURES, &number(FEATURES));
+        if reads {
+            front_end.plain(code::GET_CONFIG, &config(0, 60));
+        }
+        front_end
+    };
+    // With the area that it is given: as one would that connects for the first time.
+    let first = |mut front_end: FrontEnd| {
+        front_end.plain(code::GET_INFLIGHT_FD, &shape);
+        let (shape, area) = (front_end.payload.clone(), front_end.descriptor.take().expect("an area"));
+        let again = move || (shape.clone(), vec![area.try_clone().expect("a descriptor")]);
+        let (shape, file) = again();
+        assert_eq!(front_end.send(code::SET_INFLIGHT_FD, PLAIN, &shape, file), "");
+        (front_end, again)
+    };
+    let comes_back = |block_bytes, reads, again: &dyn Fn() -> (Vec<u8>, Vec<OwnedFd>)| {
+        let (shape, file) = again();
+        front_end(block_bytes, reads).send(code::SET_INFLIGHT_FD, PLAIN, &shape, file)
+    };
+    let refused = "close SET_INFLIGHT_FD: blocks of 4096 bytes, and its guest was told 512 (give this export the logical-block-size of then, or start the machine anew)";
+    let (told_512, area) = first(front_end(512, true));
+    assert_eq!([512, 4096].map(|bytes| comes_back(bytes, false, &area)), ["", refused]);
+    assert_eq!(comes_back(4096, true, &area), refused, "whoever reads it anew does not tell its guest");
+    let (_, area) = first(front_end(4096, true));
+    assert_eq!([512, 1024, 4096].map(|bytes| comes_back(bytes, false, &area)), [""; 3], "they fit");
+
+    // Of one that came back without an area nobody knows, and what it reads later is no news to
+    // its guest.
+    let (mut unknown, area) = first(front_end(512, false));
+    assert_eq!(comes_back(4096, false, &area), "");
+    unknown.send(code::SET_BACKEND_REQ_FD, PLAIN, &[], vec![channel()]);
+    unknown.plain(code::SET_PROTOCOL_FEATURES, &number(protocol::OFFERED));
+    assert!(unknown.session.resize(1 << 20).is_some(), "it is to look again");
+    unknown.plain(code::GET_CONFIG, &config(0, 60));
+    let (_, area) = first(unknown);
+    assert_eq!(comes_back(4096, false, &area), "");
+
+    // Another process that takes over knows what this one does, with an area and before.
+    let heard = |mut front_end: FrontEnd, block_bytes| {
+        front_end.session.rest(&mut front_end.out);
+        let said = front_end.session.told().expect("descriptors");
+        let heard = Session::heard(Offer { block_bytes, ..offer() }, said);
+        heard.map(|(session, _)| FrontEnd { session, ..FrontEnd::new(offer()) }).map_err(|why| why.to_string())
+    };
+    assert!(heard(told_512, 4096).is_err_and(|why| refused.ends_with(&why)));
+    let (_, area) = first(heard(front_end(512, true), 512).expect("the same"));
+    assert_eq!(comes_back(4096, false, &area), refused);
+}
+
+#[test]
 fn who_connects_again_is_told_to_look_how_long_the_disk_is() {
     let start = |reads: bool| {
         let mut front_end = FrontEnd::negotiated(FEATURES);

@@ -8,7 +8,8 @@
 //! How the descriptors divide the two rows is the driver's affair. The header and the ranges are
 //! copied once; of a guest's data nothing is looked at here.
 //!
-//! A request that is not valid is one with its answer: see [`Kind::Done`]. So whoever carries
+//! A request that is not valid is one with its answer: see [`Kind::Done`] and
+//! [`Kind::PartOfBlock`]. So whoever carries
 //! requests out only meets ranges that lie inside the disk, are allowed, and are whole blocks.
 
 #[cfg(test)]
@@ -127,6 +128,9 @@ pub enum Kind {
     WriteZeroes(Ranges),
     /// Nothing: this is the answer.
     Done(Status),
+    /// Nothing, since it begins or ends within a block: it is to fail, and somebody should hear of
+    /// it.
+    PartOfBlock,
 }
 
 /// A request that can be answered.
@@ -146,7 +150,7 @@ impl Request {
         match &self.kind {
             Kind::Read { into: places, .. } | Kind::Write { from: places, .. } => sum(places) as u64,
             Kind::Discard(ranges) | Kind::WriteZeroes(ranges) => ranges.iter().map(|range| range.bytes).sum(),
-            Kind::Flush | Kind::Id(_) | Kind::Done(_) => 0,
+            Kind::Flush | Kind::Id(_) | Kind::Done(_) | Kind::PartOfBlock => 0,
         }
     }
 
@@ -199,19 +203,37 @@ pub fn parse(chain: Chain, device: &Device) -> (Ticket, Option<Request>) {
     };
     let data_bytes = sum(&places[reads..]) as u32;
     let judged = match fault {
-        Some(_) => Err(Status::IoError),
+        Some(_) => Err(Status::IoError.into()),
         None => judge(places, reads, descriptors, device),
     };
-    (ticket, Some(Request { kind: judged.unwrap_or_else(Kind::Done), status, data_bytes }))
+    let kind = judged.unwrap_or_else(|refused| match refused {
+        Refused::With(status) => Kind::Done(status),
+        Refused::PartOfBlock => Kind::PartOfBlock,
+    });
+    (ticket, Some(Request { kind, status, data_bytes }))
+}
+
+/// There is nothing to be done.
+#[derive(Clone, Copy)]
+enum Refused {
+    With(Status),
+    /// See [`Kind::PartOfBlock`].
+    PartOfBlock,
+}
+
+impl From<Status> for Refused {
+    fn from(status: Status) -> Self {
+        Self::With(status)
+    }
 }
 
 /// The first `reads` places are readable, those that are writable do not have the answer.
 #[inline]
-fn judge(mut places: Places, reads: usize, descriptors: usize, device: &Device) -> Result<Kind, Status> {
+fn judge(mut places: Places, reads: usize, descriptors: usize, device: &Device) -> Result<Kind, Refused> {
     let mut header = [0; HEADER_BYTES];
     let mut readable = &mut places[..reads];
     if !take(&mut readable, &mut header) {
-        return Err(Status::IoError);
+        return Err(Status::IoError.into());
     }
     let taken = reads - readable.len();
     // The priority, at 4, is for nobody.
@@ -233,42 +255,42 @@ fn judge(mut places: Places, reads: usize, descriptors: usize, device: &Device) 
         kind::GET_ID => Ok(Kind::Id(places.drain(reads..).collect())),
         kind::DISCARD => device.ranges(readable, device.discard, 0).map(Kind::Discard),
         kind::WRITE_ZEROES => device.ranges(readable, device.write_zeroes, UNMAP).map(Kind::WriteZeroes),
-        _ => Err(Status::Unsupported),
+        _ => Err(Status::Unsupported.into()),
     }
 }
 
 impl Device {
     /// Where in the disk these sectors are, in bytes.
-    fn place(&self, sector: u64, sectors: u64) -> Result<u64, Status> {
+    fn place(&self, sector: u64, sectors: u64) -> Result<u64, Refused> {
         let end = sector.checked_add(sectors).ok_or(Status::IoError)?;
         let rest = (sector | sectors) & (self.block_bytes / SECTOR_BYTES - 1);
         // So the product is inside 64 bits.
-        if rest != 0 || end > self.bytes / SECTOR_BYTES {
-            Err(Status::IoError)
-        } else {
-            Ok(sector * SECTOR_BYTES)
+        match (rest, end > self.bytes / SECTOR_BYTES) {
+            (0, false) => Ok(sector * SECTOR_BYTES),
+            (0, true) => Err(Status::IoError.into()),
+            _ => Err(Refused::PartOfBlock),
         }
     }
 
     /// Where in the disk the data of a read or write is, in bytes.
-    fn data(&self, places: &[Place], sector: u64, descriptors: usize) -> Result<u64, Status> {
+    fn data(&self, places: &[Place], sector: u64, descriptors: usize) -> Result<u64, Refused> {
         // Header and answer may have descriptors of their own.
         let most = u64::from(self.max_segments);
         // A buffer may cross from one region of memory into the next, which few do.
         if descriptors.saturating_sub(2) as u64 > most || places.len() as u64 > 2 * most {
-            return Err(Status::IoError);
+            return Err(Status::IoError.into());
         }
         let bytes = sum(places) as u64;
         if !bytes.is_multiple_of(SECTOR_BYTES) {
-            return Err(Status::IoError);
+            return Err(Status::IoError.into());
         }
         let offset = self.place(sector, bytes / SECTOR_BYTES)?;
         // Nothing to do, but not wrong.
-        if bytes == 0 { Err(Status::Ok) } else { Ok(offset) }
+        if bytes == 0 { Err(Status::Ok.into()) } else { Ok(offset) }
     }
 
-    fn changes(&self) -> Result<(), Status> {
-        if self.read_only { Err(Status::IoError) } else { Ok(()) }
+    fn changes(&self) -> Result<(), Refused> {
+        if self.read_only { Err(Status::IoError.into()) } else { Ok(()) }
     }
 
     /// The ranges of a DISCARD or WRITE_ZEROES; those of no sectors are left out.
@@ -277,14 +299,14 @@ impl Device {
         mut from: &mut [Place],
         limits: Option<RangeLimits>,
         known: u32,
-    ) -> Result<Ranges, Status> {
+    ) -> Result<Ranges, Refused> {
         let limits = limits.ok_or(Status::Unsupported)?;
         self.changes()?;
         let bytes = sum(from);
         let count = bytes / RANGE_BYTES;
         let most = (limits.max_ranges as usize).min(MAX_RANGES);
         if count == 0 || count > most || !bytes.is_multiple_of(RANGE_BYTES) {
-            return Err(Status::IoError);
+            return Err(Status::IoError.into());
         }
         let mut ranges = Ranges::new();
         for _ in 0..count {
@@ -295,10 +317,10 @@ impl Device {
             let rest = u64::from_le_bytes(rest.try_into().expect("eight bytes"));
             let (sectors, flags) = (rest as u32, (rest >> 32) as u32);
             if flags & !known != 0 {
-                return Err(Status::Unsupported);
+                return Err(Status::Unsupported.into());
             }
             if sectors > limits.max_sectors {
-                return Err(Status::IoError);
+                return Err(Status::IoError.into());
             }
             let offset = self.place(sector, u64::from(sectors))?;
             let bytes = u64::from(sectors) * SECTOR_BYTES;
@@ -307,7 +329,7 @@ impl Device {
             }
         }
         // Nothing to do, but not wrong.
-        if ranges.is_empty() { Err(Status::Ok) } else { Ok(ranges) }
+        if ranges.is_empty() { Err(Status::Ok.into()) } else { Ok(ranges) }
     }
 }
 

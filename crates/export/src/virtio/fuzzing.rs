@@ -178,7 +178,7 @@ impl Guest {
                     let (ticket, request) = parse(chain, &DEVICE_RULES);
                     if let Some(request) = &request {
                         check(request);
-                        self.requests += usize::from(!matches!(request.kind, Kind::Done(_)));
+                        self.requests += usize::from(!matches!(request.kind, Kind::Done(_) | Kind::PartOfBlock));
                     }
                     self.held.push((ticket, request));
                     assert!(self.held.len() <= usize::from(ring.taken()));
@@ -232,7 +232,7 @@ fn check(request: &Request) {
             assert!((1..=4).contains(&ranges.len()));
             ranges.iter().for_each(|&Range { offset, bytes, .. }| inside(offset, bytes));
         }
-        Kind::Flush | Kind::Id(_) | Kind::Done(_) => {}
+        Kind::Flush | Kind::Id(_) | Kind::Done(_) | Kind::PartOfBlock => {}
     }
 }
 

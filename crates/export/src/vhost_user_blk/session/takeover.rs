@@ -109,7 +109,9 @@ impl Session {
         let (offset, choice) = config_space::writeback(self.writeback);
         said.push(Said::new(code::SET_CONFIG, message::config_of(offset, CONFIG_MIGRATION, &choice)));
         if self.told_size.is_some() {
-            said.push(Said::new(code::GET_CONFIG, message::config_of(0, 0, &[0; size_of::<u64>()])));
+            let bytes =
+                if self.told_block.is_some() { config_space::TO_BLOCK_BYTES } else { size_of::<u64>() };
+            said.push(Said::new(code::GET_CONFIG, message::config_of(0, 0, &vec![0; bytes])));
         }
         if self.status != 0 {
             said.push(Said::new(code::SET_STATUS, message::number(self.status.into())));

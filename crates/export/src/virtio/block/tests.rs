@@ -141,17 +141,17 @@ fn requests_are_of_whole_blocks() {
     // With a rest of four sectors that is no block.
     let device = Device { bytes: 8 * SECTORS * SECTOR_BYTES + 2048, block_bytes: 4096, ..device() };
     let data = [0; 4096];
-    for (sector, bytes, status) in [
+    for (sector, bytes, refused) in [
         (0, 4096, None),
         (8, 4096, None),
         (8 * SECTORS - 8, 4096, None),
-        (8 * SECTORS, 4096, Some(Status::IoError)),
-        (1, 4096, Some(Status::IoError)),
-        (4, 4096, Some(Status::IoError)),
-        (0, 512, Some(Status::IoError)),
-        (0, 3584, Some(Status::IoError)),
-        (8 * SECTORS, 2048, Some(Status::IoError)),
-        (8, 0, Some(Status::Ok)),
+        (8 * SECTORS, 4096, Some(Kind::Done(Status::IoError))),
+        (1, 4096, Some(Kind::PartOfBlock)),
+        (4, 4096, Some(Kind::PartOfBlock)),
+        (0, 512, Some(Kind::PartOfBlock)),
+        (0, 3584, Some(Kind::PartOfBlock)),
+        (8 * SECTORS, 2048, Some(Kind::PartOfBlock)),
+        (8, 0, Some(Kind::Done(Status::Ok))),
     ] {
         let sectors = bytes / SECTOR_BYTES as u32;
         for (kind, data, writable) in [
@@ -160,10 +160,11 @@ fn requests_are_of_whole_blocks() {
             (kind::DISCARD, &range(sector, sectors, 0), 0),
             (kind::WRITE_ZEROES, &range(sector, sectors, 0), 0),
         ] {
-            if let Some(status) = status {
-                refuses(status, kind, sector, data, writable, &device);
+            let request = request(kind, sector, data, writable, &device);
+            if let Some(refused) = &refused {
+                assert_eq!(format!("{:?}", request.kind), format!("{refused:?}"), "{kind} {sector}");
             } else {
-                assert_eq!(request(kind, sector, data, writable, &device).bytes(), 4096, "{kind} {sector}");
+                assert_eq!(request.bytes(), 4096, "{kind} {sector}");
             }
         }
     }
