@@ -27,10 +27,15 @@ use crate::{
 
 /// `VHOST_USER_GET_FEATURES`, and what is answered.
 pub(crate) fn features(front_end: &mut UnixStream) -> u64 {
-    front_end.write_all(&[1_u32.to_le_bytes(), 1_u32.to_le_bytes(), [0; 4]].concat()).expect("it reads");
+    number(front_end, 1)
+}
+
+/// What is answered to a request that has nothing with it.
+fn number(front_end: &mut UnixStream, code: u32) -> u64 {
+    front_end.write_all(&[code, 1, 0].map(u32::to_le_bytes).concat()).expect("it reads");
     let mut answer = [0; 20];
     front_end.read_exact(&mut answer).expect("an answer in time");
-    assert_eq!(answer[..12], [1_u32.to_le_bytes(), 5_u32.to_le_bytes(), 8_u32.to_le_bytes()].concat());
+    assert_eq!(answer[..12], [code, 5, 8].map(u32::to_le_bytes).concat());
     u64::from_le_bytes(answer[12..].try_into().expect("eight bytes"))
 }
 
@@ -172,6 +177,30 @@ fn a_machine_is_served_beside_other_clients() {
     while !is_let_in(&socket) {}
     weir.stop();
     assert!(!socket.exists(), "the socket's file goes with the daemon");
+}
+
+#[test]
+fn a_machine_with_more_queues_than_there_are_is_told_of() {
+    /// `VHOST_USER_GET_QUEUE_NUM`.
+    const QUEUES: u32 = 17;
+    let scratch = Scratch::new();
+    let socket = scratch.path("vm");
+    let machine = format!("unix:{},queues=2", text(&socket));
+    let weir =
+        Serve::new(&scratch).arg(scratch.sparse("disk.raw", MIB)).args(["--vhost-user-blk", &machine]).start();
+    // One that goes on has enough of them.
+    let mut enough = front_end(&socket);
+    assert_eq!(number(&mut enough, QUEUES), 2);
+    features(&mut enough);
+    drop(enough);
+    weir.wait_for_log("the front end has left export=");
+    let mut more = front_end(&socket);
+    assert_eq!(number(&mut more, QUEUES), 2);
+    drop(more);
+    let said = weir.wait_for_log("knew how many queues there are");
+    assert_says(&said, &["WARN", "queues=2", "a machine that has more", "(give this export as many as"]);
+    let log = weir.stop();
+    assert_eq!(log.matches("how many queues").count(), 1, "{log}");
 }
 
 #[test]

@@ -58,6 +58,13 @@ pub enum Ended {
     Socket(#[from] io::Error),
 }
 
+impl Ended {
+    /// Itself, unless the front end has just left.
+    pub(super) fn fault(&self) -> Option<&Self> {
+        (!matches!(self, Self::Left)).then_some(self)
+    }
+}
+
 /// A front end that is connected.
 ///
 /// Its owner turns until [`Connection::next`] fails; what that returns it carries out in order:
@@ -180,6 +187,11 @@ impl Connection {
     /// Rings that run, or have yet to stop.
     pub fn running(&self) -> impl Iterator<Item = u16> {
         self.session.running()
+    }
+
+    /// See [`Session::queues_asked_for`].
+    pub fn queues_asked_for(&self) -> Option<u16> {
+        self.session.queues_asked_for()
     }
 
     /// See [`Session::write_cache`].

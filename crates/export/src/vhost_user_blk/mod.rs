@@ -52,6 +52,7 @@ pub mod server;
 pub mod session;
 #[cfg(test)]
 mod simulation;
+mod vain;
 pub mod vring;
 
 pub use connection::{Connection, Ended, Rested};

@@ -36,6 +36,7 @@ use super::{
     happening::{Happening, Process, Told},
     queue::{Order, Queue, bell},
     session::{Effect, Refusal, Session},
+    vain::Vain,
     vring::RingSettings,
 };
 use crate::race::{First, first};
@@ -98,6 +99,7 @@ pub struct Server {
     arrivals: Seldom,
     departures: Seldom,
     refusals: Seldom,
+    vain: Vain,
     resizes: AtomicU64,
 }
 
@@ -128,6 +130,7 @@ impl Server {
             arrivals: Seldom::default(),
             departures: Seldom::default(),
             refusals: Seldom::default(),
+            vain: Vain::default(),
             resizes: AtomicU64::new(0),
         })
     }
@@ -271,7 +274,10 @@ impl Server {
         let connection = if let Some(arrived) = arrived {
             Connection::taken_over(Arc::clone(id), arrived)
         } else {
-            if let Some(left_out) = self.arrivals.line(reactor::recently()) {
+            let now = reactor::recently();
+            if !self.vain.is_known(pid, now)
+                && let Some(left_out) = self.arrivals.line(now)
+            {
                 tracing::info!(export = %id, process = pid, left_out, "a front end has connected");
             }
             Connection::new(Arc::clone(id), socket, Session::new(self.device.offer()))
@@ -472,29 +478,38 @@ impl Attendance<'_> {
     fn begin(&mut self) {
         if self.began.is_none() {
             self.began = Some(reactor::now());
+            self.server.vain.forget();
             self.server.device.tell(&Happening::Came { process: self.process.as_ref() }, 0);
         }
     }
 
     fn tell_end(&self, ended: &Ended) {
-        let Server { device, departures, refusals, .. } = &**self.server;
-        let process = self.process.as_ref();
-        match ended {
-            Ended::Left if self.began.is_none() => {
-                if let Some(left_out) = departures.line(reactor::recently()) {
-                    let process = process.map(|process| process.pid);
-                    tracing::info!(export = %device.export.id, process, left_out, "the front end has left");
-                }
-            }
-            Ended::Left => {}
-            why => {
-                if let Some(left_out) = refusals.line(reactor::recently()) {
-                    device.tell(&Happening::Disconnected { process, why }, left_out);
-                }
-            }
-        }
+        let Server { device, departures, refusals, vain, .. } = &**self.server;
+        let (now, process) = (reactor::recently(), self.process.as_ref());
         if let Some(began) = self.began {
-            device.tell(&Happening::Went { process, lasted: reactor::now() - began }, 0);
+            if let Some(left_out) = ended.fault().and_then(|_| refusals.line(now)) {
+                device.tell(&Happening::Disconnected { process, why: ended }, left_out);
+            }
+            return device.tell(&Happening::Went { process, lasted: reactor::now() - began }, 0);
+        }
+        let (seldom, queues) = match ended.fault() {
+            Some(_) => (refusals, None),
+            // Where all front ends have to go, it says nothing of this one.
+            None if self.server.stopping.load(SeqCst) => (departures, None),
+            None => (departures, self.connection.queues_asked_for()),
+        };
+        let pid = process.map(|process| process.pid);
+        let why = format!("{ended}, of {queues:?} queues");
+        let told = seldom.line(now).and_then(|unseen| vain.went(pid, &why, unseen, now));
+        let Some(left_out) = told else { return };
+        let export = &device.export.id;
+        match (ended.fault(), queues) {
+            (Some(why), _) => device.tell(&Happening::Disconnected { process, why }, left_out),
+            (None, Some(queues)) => tracing::warn!(
+                %export, process = pid, queues, left_out,
+                "the front end has left once it knew how many queues there are: a machine that has more is not served (give this export as many as the machine has; start a machine anew that does not connect again)"
+            ),
+            (None, None) => tracing::info!(%export, process = pid, left_out, "the front end has left"),
         }
     }
 

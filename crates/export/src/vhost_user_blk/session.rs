@@ -231,6 +231,8 @@ pub struct Session {
     resting: bool,
     /// What is due once no ring is stopping.
     waiting: Option<After>,
+    /// The last request that came.
+    last_code: Option<u32>,
 }
 
 /// What follows once rings have stopped. An acknowledgement is of the request with that number.
@@ -283,6 +285,7 @@ impl Session {
             rings: (0..offer.queues).map(|_| Vring::default()).collect(),
             resting: false,
             waiting: None,
+            last_code: None,
             offer,
         }
     }
@@ -304,6 +307,7 @@ impl Session {
         out: &mut VecDeque<Output>,
     ) {
         assert!(!self.is_waiting(), "a message while another waits for its reply");
+        self.last_code = Some(code);
         let acknowledge = need_reply && self.has(protocol::REPLY_ACK) && !message::has_answer(code);
         let acknowledge = acknowledge.then_some(code);
         let answer =
@@ -362,6 +366,12 @@ impl Session {
     pub fn running(&self) -> impl Iterator<Item = u16> {
         let running = self.rings.iter().zip(0..).filter(|(vring, _)| vring.state != State::Stopped);
         running.map(|(_, ring)| ring)
+    }
+
+    /// How many rings there are, if the front end has just asked for that: one that leaves then has
+    /// more, and cannot say so.
+    pub fn queues_asked_for(&self) -> Option<u16> {
+        (self.last_code == Some(code::GET_QUEUE_NUM)).then_some(self.offer.queues)
     }
 
     /// Whether the guest wants its writes cached, if it could say so: for the next front end.

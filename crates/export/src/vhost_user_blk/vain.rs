@@ -1,0 +1,83 @@
+//! Front ends that come and go in vain: one that cannot be served tries again every second, for as
+//! long as its machine is there, and a line for each time says nothing new.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use policy::time::{Duration, Instant};
+
+/// The same is told again after so long.
+const AGAIN: Duration = Duration::from_secs(600);
+
+/// Of one export.
+#[derive(Debug, Default)]
+pub(super) struct Vain(Mutex<Option<Last>>);
+
+/// The last one that was told of.
+#[derive(Debug)]
+struct Last {
+    process: Option<u32>,
+    why: String,
+    told: Instant,
+    left_out: u64,
+}
+
+impl Vain {
+    /// Whether this process has come in vain a while ago, and that was told.
+    pub(super) fn is_known(&self, process: Option<u32>, now: Instant) -> bool {
+        self.last().as_ref().is_some_and(|last| last.process == process && last.is_fresh(now))
+    }
+
+    /// It went again, and did not use the disk; `unseen` like it were left out already. How many
+    /// were left out, if this is to be told.
+    pub(super) fn went(&self, process: Option<u32>, why: &str, unseen: u64, now: Instant) -> Option<u64> {
+        let mut last = self.last();
+        let same = last.as_mut().filter(|last| last.process == process && last.why == why);
+        let left_out = match same {
+            Some(same) if same.is_fresh(now) => {
+                same.left_out += 1 + unseen;
+                return None;
+            }
+            Some(same) => same.left_out + unseen,
+            None => unseen,
+        };
+        *last = Some(Last { process, why: why.to_owned(), told: now, left_out: 0 });
+        Some(left_out)
+    }
+
+    /// One uses the disk: what comes then is news.
+    pub(super) fn forget(&self) {
+        *self.last() = None;
+    }
+
+    fn last(&self) -> MutexGuard<'_, Option<Last>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Last {
+    fn is_fresh(&self, now: Instant) -> bool {
+        now - self.told < AGAIN
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_is_told_once_in_a_while_and_news_at_once() {
+        let vain = Vain::default();
+        let at = |seconds: u64| Instant::from_nanos(seconds * 1_000_000_000);
+        let went = |process, why, unseen, seconds| vain.went(Some(process), why, unseen, at(seconds));
+        assert!(!vain.is_known(Some(1), at(0)));
+        assert_eq!([went(1, "a", 0, 0), went(1, "a", 0, 1), went(1, "a", 2, 599)], [Some(0), None, None]);
+        assert!(vain.is_known(Some(1), at(599)) && !vain.is_known(Some(2), at(599)));
+        assert!(!vain.is_known(Some(1), at(600)));
+        assert_eq!([went(1, "a", 1, 600), went(1, "a", 0, 601)], [Some(5), None]);
+        assert_eq!(went(1, "b", 0, 602), Some(0), "another reason");
+        assert_eq!(went(2, "b", 0, 603), Some(0), "another machine");
+        vain.forget();
+        assert!(!vain.is_known(Some(2), at(604)));
+        assert_eq!(went(2, "b", 0, 604), Some(0), "it has used the disk meanwhile");
+    }
+}
