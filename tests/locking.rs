@@ -6,7 +6,7 @@ use std::{
     process::{Child, ChildStdin, Command, Stdio},
 };
 
-use crate::harness::{Client, MIB, Scratch, Serve, assert_says, need, qemu_img, qemu_io, text, weir_image};
+use crate::harness::{Client, MIB, Scratch, Serve, assert_says, need, qemu_img, qemu_io, text, weir, weir_image};
 
 /// A qemu-io that has an image open until this is dropped.
 struct QemuIo {
@@ -108,6 +108,12 @@ fn weir_refuses_an_image_that_qemu_writes_and_names_it() {
     );
     let said = Serve::new(&scratch).arg(&image).arg("--read-only").fails();
     assert_says(&said, &["locked for writing by another process"]);
+    // Also who only asks, as of no daemon of weir's.
+    let check = || weir(&["serve", "--check", text(&image)]);
+    assert_says(&check().fails(), &["disk.raw: locked for writing by another process", &pid]);
+    drop(qemu);
+    let _weir = Serve::new(&scratch).arg(&image).start();
+    check().succeeds();
 }
 
 #[test]

@@ -204,6 +204,28 @@ fn a_machine_with_more_queues_than_there_are_is_told_of() {
 }
 
 #[test]
+fn a_disk_that_a_machine_has_is_resized_by_whole_blocks() {
+    let scratch = Scratch::new();
+    let (control, socket) = (scratch.path("qmp"), scratch.path("vm"));
+    let disk = scratch.sparse("disk.raw", MIB);
+    let serve = || {
+        let machine = format!("unix:{},logical-block-size=4096", text(&socket));
+        let serve = Serve::new(&scratch).arg(&disk).args(["--format", "raw", "--vhost-user-blk", &machine]);
+        serve.args(["--qmp", &format!("unix:{}", text(&control))])
+    };
+    let weir = serve().start();
+    let mut qmp = Qmp::negotiated(&control);
+    let resize = |size: u64| json!({"node-name": "disk", "size": size});
+    let (_, said) = qmp.refused("block_resize", resize(MIB + 512));
+    assert_says(&said, &["cannot be: export disk@unix:", "has blocks of 4096 bytes (make it 1052672)"]);
+    assert_eq!(fs::metadata(&disk).expect("it is there").len(), MIB);
+    qmp.command("block_resize", resize(MIB + 4096));
+    drop(qmp);
+    weir.stop();
+    serve().start().stop();
+}
+
+#[test]
 fn machines_come_and_go_at_the_control_socket() {
     let scratch = Scratch::new();
     let socket = scratch.path("vm");
@@ -313,8 +335,11 @@ fn what_cannot_be_served_to_machines_is_said_at_the_start() {
     assert_eq!(fs::read_to_string(&file).expect("it is there"), "precious");
 
     let odd = scratch.sparse("odd.raw", MIB + 1012);
-    let said = Serve::new(&scratch).where_said().arg(&odd).args(["--vhost-user-blk", &socket]).fails();
-    assert_says(&said, &["disk odd: has 1049588 bytes", "the last 500", "weir image resize", "1049600"]);
+    for check in [&[][..], &["--check"]] {
+        let serve = Serve::new(&scratch).where_said().arg(&odd).args(["--vhost-user-blk", &socket]);
+        let said = serve.args(check).fails();
+        assert_says(&said, &["disk odd: has 1049588 bytes", "the last 500", "weir image resize", "1049600"]);
+    }
     assert!(!scratch.path("vm").exists());
 
     let odd = scratch.sparse("odd.raw", MIB + 512);

@@ -23,6 +23,7 @@
 use std::{
     fs,
     os::fd::{AsFd, BorrowedFd},
+    path::Path,
     thread,
     time::{Duration, Instant},
 };
@@ -168,6 +169,13 @@ fn place_all(file: BorrowedFd<'_>, name: &str, wanted: Use) -> Result<bool, Conf
             }
         }
     }
+    find_conflict(file, wanted)?;
+    Ok(wanted.forbidden().contains(&WRITE))
+}
+
+/// Asks what others hold, and takes nothing.
+fn find_conflict(file: impl AsFd, wanted: Use) -> Result<(), Conflict> {
+    let file = file.as_fd();
     for &n in wanted.forbidden() {
         if is_held(file, USED + n) {
             let what = if n == WRITE { "writing" } else { "resizing" };
@@ -182,7 +190,15 @@ fn place_all(file: BorrowedFd<'_>, name: &str, wanted: Use) -> Result<bool, Conf
             return Err(Conflict::new(FORBIDDEN + n, what, remedy(wanted, n)));
         }
     }
-    Ok(wanted.forbidden().contains(&WRITE))
+    Ok(())
+}
+
+/// Why an image that can be opened would be refused now, because somebody else has it. Whoever
+/// asks is in nobody's way. Blocks.
+pub fn in_use(path: &Path, read_only: bool) -> Option<OpenError> {
+    let file = fs::File::open(path).ok()?;
+    let conflict = find_conflict(&file, Use::of(read_only, false)).err()?;
+    Some(conflict.into_error(&file, &path.display().to_string()))
 }
 
 /// Releases them now. To close the file does too, but not at once: a worker of the kernel that has

@@ -49,6 +49,7 @@ pub(crate) use file::FileIdentity;
 pub use file::{CacheMode, File, Passed, PassedFile};
 pub use identity::Identity;
 pub use invalid_value::InvalidValue;
+pub use lock::in_use;
 pub use open::{OpenOptions, open_storage, probe_anywhere};
 pub(crate) use open::{open_any, open_bottom, wrapped};
 pub use open_error::OpenError;

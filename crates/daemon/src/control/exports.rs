@@ -88,6 +88,14 @@ impl RunningExport {
         self.door.connections()
     }
 
+    /// What the disk's length is to be a multiple of, as long as this is there.
+    pub(crate) fn block_bytes(&self) -> Option<u32> {
+        match &self.door {
+            Door::Nbd(..) => None,
+            Door::Own(entrance) => entrance.block_bytes(),
+        }
+    }
+
     /// Who is connected, for people.
     pub(crate) fn clients(&self) -> String {
         match &self.door {

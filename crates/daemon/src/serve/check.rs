@@ -7,13 +7,13 @@
 //! ```
 //!
 //! Goes the way of the start as far as that leaves no trace. Images are opened for reading, whoever
-//! writes to them, so that a config can be checked while a daemon serves it. Never binds a socket,
-//! makes a device or keeps an image from anybody.
+//! writes to them, so that a config can be checked while a daemon serves it; that another program
+//! than weir has one is told. Never binds a socket, makes a device or keeps an image from anybody.
 
 use std::{fs, path::Path, rc::Rc};
 
 use anyhow::{Context as _, anyhow};
-use block::storage::rate::Budgets;
+use block::storage::{self, rate::Budgets};
 use clap::Args;
 use console::{Failure, complain, logging, on_reactor, print};
 use nix::unistd::{AccessFlags, access};
@@ -26,7 +26,7 @@ use crate::{
     cluster,
     control::{
         assemble::{self, Assembly},
-        bitmaps,
+        bitmaps, doors,
         inventory::Inventory,
         recording,
     },
@@ -152,7 +152,7 @@ async fn images(
     let place = draft.service.image_root.as_ref().map(|said| &said.place);
     let root = root.map_err(|error| at(place, error))?;
     let mut assembly = Assembly::new(root, Budgets::default());
-    for (planned, said) in plan.disks.iter().zip(&draft.disks) {
+    for (index, (planned, said)) in plan.disks.iter().zip(&draft.disks).enumerate() {
         let place = || said.image.place.to_string();
         if let Some(path) = planned.image.path().filter(|path| path.exists() && !planned.read_only) {
             let writable = access(path, AccessFlags::W_OK).map_err(std::io::Error::from);
@@ -173,9 +173,19 @@ async fn images(
         let opened = async {
             let running = assemble::disk(&looked, group, assembly.open(&looked).await?)?;
             bitmaps::of_image(&running, &planned.qcow2.bitmaps).await?;
+            for export in plan.doors.iter().filter(|export| export.disk == index) {
+                doors::check_size(&running.disk, &export.door)?;
+            }
             anyhow::Ok(inventory.add_disk(running)?)
         };
-        found.extend(opened.await.with_context(place).err());
+        let opened = opened.await.with_context(place);
+        let path = planned.image.path().filter(|_| opened.is_ok() && !planned.force_share);
+        found.extend(opened.err());
+        if let Some(error) = path.and_then(|path| storage::in_use(path, planned.read_only))
+            && error.holder.as_deref().is_some_and(|name| !name.starts_with("weir"))
+        {
+            found.push(anyhow::Error::from(error).context(place()));
+        }
     }
     Ok(())
 }

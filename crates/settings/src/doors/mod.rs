@@ -77,6 +77,17 @@ impl Door {
         }
     }
 
+    /// Bytes of a block as whoever is behind it sees the disk, and who that is; `None` where any
+    /// byte can be the last.
+    pub fn blocks(&self) -> Option<(u32, &'static str)> {
+        match self {
+            Self::VhostUserBlk(machine) => Some((machine.block_bytes, "a guest")),
+            Self::Ublk(ublk) => Some((ublk.block_bytes, "the kernel")),
+            Self::NbdDevice(device) => Some((device.block_bytes, "the kernel")),
+            Self::Fuse(_) => None,
+        }
+    }
+
     /// Whether it refuses writes though the disk takes them.
     pub fn read_only(&self) -> bool {
         match self {

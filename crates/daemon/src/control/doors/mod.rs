@@ -160,6 +160,8 @@ pub(crate) struct Entrance {
     address: String,
     /// Of a device of this host: its node, or the file.
     device: Option<PathBuf>,
+    /// What the disk's length is a multiple of there.
+    block_bytes: Option<u32>,
     pub(crate) server: Arc<dyn Attended>,
     /// Of virtual machines.
     machine: Option<Machine>,
@@ -186,12 +188,14 @@ pub(crate) async fn open(door: &Door, terms: &Terms<'_>) -> anyhow::Result<Rc<En
         terms.disk.disk.name(),
         door.address()
     );
-    Ok(Rc::new(match door {
+    check_size(&terms.disk.disk, door)?;
+    let entrance = match door {
         Door::VhostUserBlk(settings) => vhost_user_blk::open(settings, terms)?,
         Door::Ublk(settings) => ublk::open(settings, terms).await?,
         Door::Fuse(settings) => fuse::open(settings, terms).await?,
         Door::NbdDevice(settings) => nbd_device::open(settings, terms).await?,
-    }))
+    };
+    Ok(Rc::new(Entrance { block_bytes: door.blocks().map(|(bytes, _)| bytes), ..entrance }))
 }
 
 impl Entrance {
@@ -208,6 +212,7 @@ impl Entrance {
             kind,
             address,
             device: None,
+            block_bytes: None,
             server,
             machine: None,
             host: None,
@@ -259,6 +264,11 @@ impl Entrance {
     /// The node or the file of a device of this host.
     pub(crate) fn device(&self) -> Option<&Path> {
         self.device.as_deref()
+    }
+
+    /// What the disk's length is to be a multiple of, as long as this is there.
+    pub(crate) fn block_bytes(&self) -> Option<u32> {
+        self.block_bytes
     }
 
     /// Where it is for a virtual machine.
@@ -367,8 +377,10 @@ fn identity(running: &RunningDisk) -> anyhow::Result<String> {
     })
 }
 
-/// `who` counts in blocks, and would never see what lies behind the last whole one.
-fn check_size(disk: &Disk, block_bytes: u32, who: &str) -> anyhow::Result<()> {
+/// Whoever is behind a door counts in blocks, and would never see what lies behind the last whole
+/// one.
+pub(crate) fn check_size(disk: &Disk, door: &Door) -> anyhow::Result<()> {
+    let Some((block_bytes, who)) = door.blocks() else { return Ok(()) };
     let (size, block) = (disk.size_bytes(), u64::from(block_bytes));
     let (whole, rest) = (size.next_multiple_of(block), size % block);
     ensure!(

@@ -7,13 +7,12 @@ use export::nbd::kernel::{Export, Server, Statistics};
 use serde_json::{Value, json};
 use settings::NbdDevice;
 
-use super::{Entrance, Figures, Host, Taken, Terms, attended, check_size, identity};
+use super::{Entrance, Figures, Host, Taken, Terms, attended, identity};
 
 attended!(Server, statistics, figures, leave);
 
 pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, workers, .. } = terms;
-    check_size(&running.disk, settings.block_bytes, "the kernel")?;
     // No more than workers bring nothing, and no fewer than one is checked.
     let standard = workers.len().clamp(1, 64) as u16;
     let export = Export {

@@ -7,7 +7,7 @@ use export::ublk::{Export, Offer, Server, Statistics};
 use serde_json::{Value, json};
 use settings::Ublk;
 
-use super::{Entrance, Figures, Host, Taken, Terms, attended, check_size};
+use super::{Entrance, Figures, Host, Taken, Terms, attended};
 
 attended!(Server, statistics, figures, leave);
 
@@ -15,7 +15,6 @@ attended!(Server, statistics, figures, leave);
 pub(super) async fn open(settings: &Ublk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, workers, .. } = terms;
     let disk = &running.disk;
-    check_size(disk, settings.block_bytes, "the kernel")?;
     let queues = settings.queues.unwrap_or(u16::try_from(workers.len()).unwrap_or(u16::MAX));
     let export = Export {
         id: (*id).into(),

@@ -7,7 +7,7 @@ use export::vhost_user_blk::{Export, FrontEnds, Offer, Process, Server, Statisti
 use serde_json::{Value, json};
 use settings::VhostUserBlk;
 
-use super::{Entrance, Figures, Machine, Terms, attended, check_size};
+use super::{Entrance, Figures, Machine, Terms, attended};
 use crate::listen;
 
 attended!(Server, statistics, figures);
@@ -16,7 +16,6 @@ attended!(Server, statistics, figures);
 pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, access, inherited, workers, .. } = terms;
     let disk = &running.disk;
-    check_size(disk, settings.block_bytes, "a guest")?;
     let (front_ends, file, listening) = match settings.socket.path() {
         Some(path) if settings.client => (FrontEnds::call(id, std::path::absolute(path)?), None, None),
         _ => {

@@ -433,6 +433,26 @@ impl Command for BlockdevDel {
     }
 }
 
+/// A disk ends with a block of each machine and device that has it: with another size none of them
+/// could have it after a restart.
+fn check_blocks(inventory: &Inventory, disk: &Rc<RunningDisk>, size_bytes: u64) -> Result<(), Error> {
+    for export in inventory.exports().iter().filter(|export| Rc::ptr_eq(&export.disk, disk)) {
+        let block = export.block_bytes().map_or(1, u64::from);
+        if !size_bytes.is_multiple_of(block)
+            && let Some(whole) = size_bytes.checked_next_multiple_of(block)
+        {
+            return Err(Error::rule(
+                "size",
+                format_args!(
+                    "({size_bytes}) cannot be: export {} has blocks of {block} bytes (make it {whole})",
+                    export.id
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
 #[derive(Debug)]
 pub(super) struct BlockResize {
     device: Option<String>,
@@ -459,6 +479,7 @@ impl Command for BlockResize {
             let (device, node) = (shown(&device), shown(&node));
             generic(format_args!("Cannot find device='{device}' nor node-name='{node}'"))
         })?;
+        check_blocks(&inventory, &disk, self.size_bytes)?;
         let before = disk.disk.size_bytes();
         disk.disk.resize(self.size_bytes).await.map_err(|error| match error {
             ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
