@@ -128,8 +128,11 @@ fn what_fails_leaves_nothing() {
     let nbd = format!("unix:{}", text(&scratch.socket("nbd")));
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     for (arguments, expect) in [
-        (&["disk", "add", "a", image, "-f", "raw"][..], "Duplicate nodes with node-name='a'"),
+        (&["disk", "add", "a", image, "-f", "raw"][..], "a: a disk or a group has this name already (choose"),
         (&["disk", "add", "b", "none.raw", "-f", "raw"], "none.raw"),
+        (&["disk", "add", "b", "none.raw"], "none.raw: no such file (create it first, or check the path)"),
+        (&["disk", "add", "b", "/"], "/: is a directory (an image is a regular file or a block device)"),
+        (&["disk", "add", "b", image], "b.raw: a daemon is to be told how it is laid out (add --format raw)"),
         // The second step, and the third.
         (&["disk", "add", "b", image, "-f", "raw", "--group", "nobody"], "there is no group \"nobody\""),
         (
@@ -170,6 +173,35 @@ fn what_fails_leaves_nothing() {
     let kinds: Vec<_> = events.as_array().unwrap().iter().map(|event| &event["kind"]).collect();
     assert_eq!(kinds, ["disk_added"]);
     assert_eq!(events[0]["data"]["by"]["kind"], "qmp");
+    weir.stop();
+}
+
+#[test]
+fn an_image_that_another_disk_has_is_told_with_that_disk() {
+    let scratch = Scratch::new();
+    let file = scratch.file("weir.toml", &config(&scratch));
+    let weir = serve(&scratch, &file);
+    let (image, link, over) =
+        (scratch.sparse("b.raw", MIB), scratch.path("link.raw"), scratch.path("over.qcow2"));
+    std::os::unix::fs::symlink("b.raw", &link).unwrap();
+    qemu_img(["create", "-q", "-f", "qcow2", "-b", text(&image), "-F", "raw", text(&over)]).succeeds();
+    prints(&scratch, &["disk", "add", "b", text(&image), "-f", "raw"]);
+    let remedy = "the disk \"b\" has it (export one disk twice, or make both read-only)";
+    for (path, format, expect) in [
+        (&image, "raw", format!("Could not open '{}': {remedy}", text(&image))),
+        (&link, "raw", format!("Could not open '{}': {remedy}", text(&link))),
+        (
+            &over,
+            "qcow2",
+            format!("Could not open '{}': its backing file {}: {remedy}", text(&over), text(&image)),
+        ),
+    ] {
+        assert_says(&fails(&scratch, &["disk", "add", "c", text(path), "-f", format]), &[&expect]);
+    }
+    // Its file says no more of whose it is.
+    let disk = format!("\n[disk.c]\nimage = \"{}\"\nformat = \"raw\"\n", text(&link));
+    fs::write(&file, config(&scratch) + &disk).unwrap();
+    assert_says(&fails(&scratch, &["reload"]), &["disk.c.image", remedy]);
     weir.stop();
 }
 

@@ -136,7 +136,7 @@ fn a_change_that_is_refused_changes_nothing() {
         ),
         (
             json!({"iops": 7, "iops_rd": 7}),
-            "Parameter 'iops': iops-total (7) and iops-read (7) cannot be set together; use either the total or read and write",
+            "Parameter 'iops': iops-total (7) cannot be set together with iops-read (7); use either the total or read and write",
         ),
         (json!({"iops": 1.5}), "Invalid parameter type for 'iops', expected: integer"),
         (json!({"iops": -1}), "Parameter 'iops' (-1) is out of range; it is from 0 to 1000000000000000"),

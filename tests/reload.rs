@@ -9,10 +9,13 @@ use std::{
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::harness::{
-    Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, Wire, assert_says,
-    operator::{self, fails, find, prints, prints_json, serve, socket, status},
-    text, weir,
+use crate::{
+    harness::{
+        Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, Wire, assert_says,
+        operator::{self, fails, find, prints, prints_json, serve, socket, status},
+        text, weir,
+    },
+    machines::{features, front_end},
 };
 
 /// A daemon with a config file that can be written anew.
@@ -271,7 +274,7 @@ fn what_cannot_be_is_named_and_nothing_changes() {
     let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"vhost-user-blk\", listen = \"unix:taken\" }]\n";
     party.refuses(
         &(line("iops-reservation = 400", "") + door),
-        &["weir.toml:21: disk.d.export[1].listen", "disk d at unix:", "taken: a socket is there already"],
+        &["weir.toml:21: disk.d.export[1].listen", "disk d: unix:", "taken: a socket is there already"],
     );
     assert!(!party.scratch.path("other").exists(), "its socket has gone");
     let client = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"vhost-user-blk\", listen = \"unix:vm\", client = true }]\n";
@@ -291,6 +294,27 @@ fn what_cannot_be_is_named_and_nothing_changes() {
     let without_b = BEFORE.split("[disk.b]").next().unwrap();
     party.refuses(without_b, &["export b of disk b: in use: client ", &format!("({})", std::process::id())]);
     drop(busy);
+    party.weir.stop();
+}
+
+#[test]
+fn a_change_of_an_export_in_use_is_refused_with_its_line_and_keys() {
+    let disk = |more: &str| {
+        let export = format!("export = {{ type = \"vhost-user-blk\", listen = \"unix:vm\"{more} }}");
+        format!("\n[disk.a]\nimage = \"memory:1M\"\n{export}\n")
+    };
+    let party = Party::new(&disk(""));
+    let mut machine = front_end(&party.scratch.path("vm"));
+    features(&mut machine);
+    party.refuses(
+        &disk(", queues = 4, discard = false"),
+        &[
+            "disk.a.export",
+            ": discard, queues: cannot be changed now: export a of disk a: in use: ",
+            &format!("({}) (let it go first)", std::process::id()),
+        ],
+    );
+    drop(machine);
     party.weir.stop();
 }
 

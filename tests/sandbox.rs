@@ -53,6 +53,10 @@ fn every_thread_is_in_it_and_what_lies_outside_is_refused_by_name() {
     is_served(&weir, "b");
     let refused = fails(&scratch, &["disk", "add", "c", text(&outside), "-f", "raw"]);
     assert_says(&refused, &["c.raw: the sandbox lets the daemon open no image there", "--image-root"]);
+    let (image, machine) = (scratch.sparse("d.raw", MIB), format!("unix:{}", text(&other.path("vm"))));
+    let add = ["disk", "add", "d", text(&image), "-f", "raw", "--vhost-user-blk", &machine];
+    let expect = format!("{machine}: the sandbox lets the daemon make no socket there, only in ");
+    assert_says(&fails(&scratch, &add), &[&expect, text(image.parent().unwrap()), "(choose one of these, "]);
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let (pipe, stale) = (scratch.path("pipe"), scratch.socket("stale"));
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();

@@ -82,10 +82,19 @@ pub fn count(text: &str) -> Result<u64, String> {
     }
     Err(match size(text) {
         Ok(value) => {
+            let value = thousands(text).unwrap_or(value);
             format!("is not a plain number; a count takes no suffix and no fraction (write {value})")
         }
         Err(_) => "is not a whole number of 0 or more".to_owned(),
     })
+}
+
+/// What somebody means who counts with a suffix, which is of powers of 1024 for bytes alone.
+fn thousands(text: &str) -> Option<u64> {
+    let (last, suffix) = text.char_indices().last()?;
+    let power = "kmgtpe".find(suffix.to_ascii_lowercase())?;
+    let number: f64 = text[..last].parse().ok()?;
+    Some((number * 1000_f64.powi(power as i32 + 1)) as u64)
 }
 
 /// A number of threads; the plan judges its range.
@@ -138,10 +147,12 @@ mod tests {
         let check = |text: &str, rule: &str| assert_eq!(count(text).unwrap_err(), rule, "{text}");
         assert_eq!(count("1000"), Ok(1000));
         assert_eq!(count("18446744073709551615"), Ok(u64::MAX));
-        check("1K", "is not a plain number; a count takes no suffix and no fraction (write 1024)");
+        check("1K", "is not a plain number; a count takes no suffix and no fraction (write 1000)");
+        check("10k", "is not a plain number; a count takes no suffix and no fraction (write 10000)");
+        check("1.5M", "is not a plain number; a count takes no suffix and no fraction (write 1500000)");
         check("1.5", "is not a plain number; a count takes no suffix and no fraction (write 1)");
         check("0x10", "is not a plain number; a count takes no suffix and no fraction (write 16)");
-        for text in ["", "-1", "+1", "1e3", "١", "many"] {
+        for text in ["", "-1", "+1", "1e3", "١", "many", "k", "-1k", "infk"] {
             check(text, "is not a whole number of 0 or more");
         }
         check("18446744073709551616", "is too large; a count is below 2 to the 64th");

@@ -5,7 +5,7 @@
 
 use std::{
     fs,
-    io::Read as _,
+    io::{self, Read as _},
     path::{Path, absolute},
 };
 
@@ -43,6 +43,10 @@ const OTHERS: [&str; 15] = [
     "bitmap",
 ];
 
+/// A daemon that runs probes nothing.
+const FORMAT_HELP: &str =
+    "How the image's bytes are laid out: raw or qcow2 [default: qcow2 where it is one; else it is to be said]";
+
 impl DiskOptions {
     fn arguments() -> Vec<clap::Arg> {
         let serve = ServeArgs::augment_args(Command::new("serve"));
@@ -54,6 +58,7 @@ impl DiskOptions {
         // Here `-o` is mount's.
         let plain = |argument: &clap::Arg| {
             let plain = argument.clone().conflicts_with(Resettable::Reset);
+            let plain = if plain.get_id() == "format" { plain.help(FORMAT_HELP) } else { plain };
             if plain.get_short() == Some('o') { plain.short(Resettable::Reset) } else { plain }
         };
         serve.get_arguments().filter(is_of_disk).map(plain).collect()
@@ -176,10 +181,13 @@ pub(crate) fn node(
         None if value("options").is_some() => "raw",
         None if is_qcow2(image) => "qcow2",
         None if file["driver"] == "nbd" => {
-            bail!("{image}: a daemon is to be told how it is laid out (add --format raw)")
+            bail!("{image}: {NO_FORMAT}")
         }
         None if file["filename"].is_null() => "raw",
-        None => bail!("{}: a daemon is to be told how it is laid out (add --format raw)", image),
+        None => {
+            check_is_image(image)?;
+            bail!("{image}: {NO_FORMAT}")
+        }
     };
     let mut file = file;
     for option in ["reconnect-delay", "open-timeout"] {
@@ -241,6 +249,22 @@ pub(crate) fn node(
         settings.insert(name.clone(), value);
     }
     Ok(Described { node, secret, settings })
+}
+
+/// What a daemon finds out by itself is qcow2 alone.
+const NO_FORMAT: &str = "a daemon is to be told how it is laid out (add --format raw)";
+
+/// Fails where there is no image whatever its format is, as far as this process sees it.
+fn check_is_image(path: &str) -> anyhow::Result<()> {
+    match fs::metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            bail!("{path}: no such file (create it first, or check the path)")
+        }
+        Ok(file) if file.is_dir() => {
+            bail!("{path}: is a directory (an image is a regular file or a block device)")
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The node of an image of a Ceph cluster.

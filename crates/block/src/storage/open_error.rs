@@ -12,10 +12,13 @@ pub struct OpenError {
     pub remedy: String,
     /// The command of the process that has it locked, if that is why and can be told.
     pub holder: Option<String>,
+    /// Which file it is that somebody has locked, if that is why: see
+    /// [`Identity::what`](super::Identity::what).
+    pub locked: Option<String>,
 }
 
 impl OpenError {
     pub(crate) fn new(image: &str, why: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { image: image.to_owned(), why: why.into(), remedy: remedy.into(), holder: None }
+        Self { image: image.to_owned(), why: why.into(), remedy: remedy.into(), holder: None, locked: None }
     }
 }

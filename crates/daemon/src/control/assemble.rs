@@ -151,7 +151,8 @@ impl Late {
     ) -> anyhow::Result<()> {
         for planned in plan.disks.iter().filter(|disk| which(disk)) {
             let group = planned.group.map(|index| &self.groups[index]);
-            let image = self.assembly.open(planned).await?;
+            let image = self.assembly.open(planned).await;
+            let image = image.map_err(|error| inventory.naming_holder_of(error))?;
             if inventory.shared_group(group).is_none() {
                 inventory.add_disk(disk(planned, group, image)?)?;
                 continue;

@@ -14,6 +14,7 @@
 
 mod arrivals;
 mod exported;
+mod holder;
 mod objects;
 mod refused;
 mod watches;

@@ -1,6 +1,6 @@
 //! An export as the config file or the command line has it, and how it comes to run.
 
-use std::rc::Rc;
+use std::{collections::BTreeSet, rc::Rc};
 
 use anyhow::{Context as _, bail};
 use policy::access::Access;
@@ -80,6 +80,37 @@ impl Wanted {
             }
             _ => false,
         }
+    }
+
+    /// The keys by which another differs that is for the same disk at the same place.
+    pub(crate) fn differences(&self, other: &Self) -> Vec<String> {
+        let mut keys = Vec::new();
+        let mut add = |key: &str, differs: bool| keys.extend(differs.then(|| key.to_owned()));
+        add("disk", self.disk != other.disk);
+        add("read-only", self.read_only != other.read_only);
+        match (&self.way, &other.way) {
+            (
+                Way::Nbd { description, access, bitmaps, .. },
+                Way::Nbd { description: other_description, access: other_access, bitmaps: other_bitmaps, .. },
+            ) => {
+                add("description", description != other_description);
+                add("allow, deny, tls-authz", access != other_access);
+                add("bitmap", bitmaps != other_bitmaps);
+            }
+            (Way::Own(door), Way::Own(other)) => {
+                // As on the command line: the place, and each key that is not as it is by itself.
+                let said = |door: &Door| door.to_string().split(',').skip(1).map(str::to_owned).collect();
+                let (one, other): (BTreeSet<_>, BTreeSet<_>) = (said(door), said(other));
+                for word in one.symmetric_difference(&other) {
+                    let key = word.split('=').next().unwrap_or_default().to_owned();
+                    if !keys.contains(&key) {
+                        keys.push(key);
+                    }
+                }
+            }
+            _ => {}
+        }
+        keys
     }
 
     /// Has it run, at a server that runs or behind a door of its own.

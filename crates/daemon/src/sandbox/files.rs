@@ -68,6 +68,8 @@ pub(super) struct Files {
     pub(super) ruleset: RulesetCreated,
     /// Where images may be opened, each a real path.
     pub(super) images: Vec<PathBuf>,
+    /// Directories where sockets may be made, each a real path.
+    pub(super) sockets: Vec<PathBuf>,
 }
 
 impl Files {
@@ -88,11 +90,14 @@ impl Files {
                 )));
             }
         };
-        let mut rules = Rules { ruleset, images: Vec::new() };
+        let mut rules = Rules::new(ruleset);
         rules.all(plan, config, served).context("sandbox")?;
-        rules.images.sort();
-        rules.images.dedup();
-        Ok(Ok(Self { ruleset: rules.ruleset, images: rules.images }))
+        let Rules { ruleset, mut images, mut sockets } = rules;
+        for places in [&mut images, &mut sockets] {
+            places.sort();
+            places.dedup();
+        }
+        Ok(Ok(Self { ruleset, images, sockets }))
     }
 }
 
@@ -100,7 +105,7 @@ impl Files {
 /// rules.
 pub(super) fn public() -> Result<RulesetCreated, String> {
     let missing = |error: &dyn std::fmt::Display| format!("files are not confined: {error}");
-    let mut rules = Rules { ruleset: ruleset(false).map_err(|error| missing(&error))?, images: Vec::new() };
+    let mut rules = Rules::new(ruleset(false).map_err(|error| missing(&error))?);
     for path in PUBLIC.into_iter().chain(["/dev/null", "/dev/urandom"]) {
         rules.readable(Path::new(path)).map_err(|error| missing(&error))?;
     }
@@ -125,9 +130,14 @@ fn ruleset(has_cluster: bool) -> Result<RulesetCreated, landlock::RulesetError> 
 struct Rules {
     ruleset: RulesetCreated,
     images: Vec<PathBuf>,
+    sockets: Vec<PathBuf>,
 }
 
 impl Rules {
+    fn new(ruleset: RulesetCreated) -> Self {
+        Self { ruleset, images: Vec::new(), sockets: Vec::new() }
+    }
+
     fn all(&mut self, plan: &Plan, config: Option<&Path>, served: &Served) -> anyhow::Result<()> {
         for path in PUBLIC {
             self.readable(Path::new(path))?;
@@ -242,6 +252,9 @@ impl Rules {
                 self.directory(&directory)?;
             } else if !is_below(&directory, &NEVER) && !beside.is_empty() {
                 self.allow(&directory, beside)?;
+                if beside.contains(AccessFs::MakeSock) {
+                    self.sockets.push(directory);
+                }
             }
         }
         let is_there = fs::metadata(&real).is_ok_and(|file| !file.is_dir());
@@ -256,6 +269,7 @@ impl Rules {
         let Ok(real) = path.canonicalize() else { return Ok(()) };
         let never = make_bitflags!(AccessFs::{Execute | MakeChar | MakeBlock});
         self.allow(&real, AccessFs::from_all(BEST) & !never)?;
+        self.sockets.push(real.clone());
         self.images.push(real);
         Ok(())
     }

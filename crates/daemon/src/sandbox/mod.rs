@@ -36,6 +36,8 @@ use settings::{Address, Door, Endpoint, Plan, Sandbox, Service, SocketAccess};
 use files::Files;
 pub(crate) use user::ids;
 
+use crate::listen::directory_of;
+
 /// What runs decides how much has to be kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Needs {
@@ -117,6 +119,8 @@ pub(crate) struct Entered {
     needs: Needs,
     /// Where images may be opened; none: anywhere.
     places: Option<Vec<PathBuf>>,
+    /// Directories where sockets may be made; none: anywhere.
+    sockets: Option<Vec<PathBuf>>,
     /// Where NBD servers may be called.
     servers: Vec<Server>,
 }
@@ -172,6 +176,20 @@ impl Entered {
         Ok(())
     }
 
+    /// Fails where the sandbox lets nobody make a socket of this path.
+    pub(crate) fn check_socket(&self, path: &Path) -> anyhow::Result<()> {
+        let Some(places) = &self.sockets else { return Ok(()) };
+        // What is not there has a better message of its own.
+        let Ok(directory) = directory_of(path).canonicalize() else { return Ok(()) };
+        ensure!(
+            places.iter().any(|place| directory.starts_with(place)),
+            "unix:{}: the sandbox lets the daemon make no socket there, only in {} (choose one of these, start weir with a socket beside it, {REMEDY})",
+            path.display(),
+            shown(places)
+        );
+        Ok(())
+    }
+
     /// Fails where the sandbox lacks what this door needs.
     pub(crate) fn check_door(&self, door: &Door) -> anyhow::Result<()> {
         let (what, there, else_by) = match door {
@@ -192,9 +210,11 @@ impl Entered {
 
     /// Fails where the sandbox lets nobody listen at such an address.
     pub(crate) fn check_address(&self, address: &Address) -> anyhow::Result<()> {
-        let there = self.needs.tcp || self.needs.host || matches!(address, Address::Unix(_));
+        if let Address::Unix(path) = address {
+            return self.check_socket(path);
+        }
         ensure!(
-            there,
+            self.needs.tcp || self.needs.host,
             "{address}: the sandbox makes no TCP sockets for a daemon that had none (start it with --nbd HOST:PORT, {REMEDY})"
         );
         Ok(())
@@ -268,9 +288,11 @@ async fn give_up(
     workers: &[Worker],
 ) -> anyhow::Result<(Entered, Vec<String>)> {
     let mut missing = Vec::new();
-    let (mut places, mut ruleset) = (None, None);
+    let (mut places, mut sockets, mut ruleset) = (None, None, None);
     match files {
-        Some(Ok(files)) => (places, ruleset) = (Some(files.images), Some(files.ruleset)),
+        Some(Ok(files)) => {
+            (places, sockets, ruleset) = (Some(files.images), Some(files.sockets), Some(files.ruleset));
+        }
         Some(Err(why)) => missing.push(why),
         None => {}
     }
@@ -278,7 +300,7 @@ async fn give_up(
         missing.push(
             "a file over FUSE needs root, or else fusermount3, which is set-uid: nothing is given up".into(),
         );
-        return Ok((Entered { needs, places: None, servers: Vec::new() }, missing));
+        return Ok((Entered { needs, places: None, sockets: None, servers: Vec::new() }, missing));
     }
     // The last rings that can be made.
     reactor::set_notifiers_aside(needs.queues).context("rings for virtual machines cannot be made")?;
@@ -291,7 +313,7 @@ async fn give_up(
     {
         missing.push(others);
     }
-    Ok((Entered { needs, places, servers: Vec::new() }, missing))
+    Ok((Entered { needs, places, sockets, servers: Vec::new() }, missing))
 }
 
 /// What root keeps.

@@ -261,7 +261,7 @@ fn what_does_not_apply_is_said_of_its_place() {
     );
     check_error(
         &format!("{c} --iops-total 1 --iops-read 1"),
-        "--iops-total 1: and iops-read (1) cannot be set together; use either the total or read and write",
+        "--iops-total 1: cannot be set together with iops-read (1); use either the total or read and write",
     );
     check_error(
         &format!("{c} --device {dir}/none"),

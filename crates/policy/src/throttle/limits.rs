@@ -319,7 +319,7 @@ impl fmt::Display for Rule {
         match self {
             Self::Excludes(other, other_value) => write!(
                 f,
-                "and {other} ({other_value}) cannot be set together; use either the total or read and write"
+                "cannot be set together with {other} ({other_value}); use either the total or read and write"
             ),
             Self::NeedsIops => {
                 write!(f, "has no limit to apply to; it needs iops-total, iops-read or iops-write")

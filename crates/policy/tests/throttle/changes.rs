@@ -69,7 +69,7 @@ fn invalid_limits_are_refused_and_the_old_stay_in_force() {
     let error = disk.tree.configure(disk.group, invalid, Share::default(), ms(50)).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "iops-total (10) and iops-read (5) cannot be set together; use either the total or read and write"
+        "iops-total (10) cannot be set together with iops-read (5); use either the total or read and write"
     );
     assert_eq!(disk.tree.limits(disk.group), limits("iops-total=10"));
     assert_eq!(disk.admitted_between(s(0), s(1)), 2 + 9, "the bucket kept its level");

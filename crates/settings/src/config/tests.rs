@@ -321,7 +321,7 @@ fn values_are_refused_with_their_rule() {
     check(
         "[group.gold]\nbps-read = \"1M\"\nbps-total = \"2M\"\n[disk.vm1]\nimage = \"a\"\n",
         "weir.toml:3: group.gold.bps-total = \"2M\": \
-         and bps-read (1048576) cannot be set together; use either the total or read and write",
+         cannot be set together with bps-read (1048576); use either the total or read and write",
     );
     check_disk("iops-size = 4096", "has no limit to apply to; it needs iops-total, iops-read or iops-write");
     check_disk("bps-total = \"1024T\"", "is too large; it may be 1000000000000000 at most");
@@ -342,7 +342,7 @@ fn values_are_refused_with_their_rule() {
     }
     check_disk(
         "iops-reservation = \"1K\"",
-        "is not a plain number; a count takes no suffix and no fraction (write 1024)",
+        "is not a plain number; a count takes no suffix and no fraction (write 1000)",
     );
     check_disk(
         "force-share = true",

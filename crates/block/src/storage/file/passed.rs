@@ -97,7 +97,7 @@ fn flags(file: impl AsFd) -> Option<OFlag> {
 }
 
 impl FileIdentity {
-    fn of_open(file: impl AsFd) -> Option<Self> {
+    pub(in crate::storage) fn of_open(file: impl AsFd) -> Option<Self> {
         let status = fstat(file).ok()?;
         let is_device = status.st_mode & libc::S_IFMT == libc::S_IFBLK;
         Some(Self::of(status.st_dev, status.st_ino, status.st_rdev, is_device))

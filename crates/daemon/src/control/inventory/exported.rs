@@ -240,7 +240,13 @@ impl Inventory {
         let events = &self.events;
         let terms =
             doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers, events, taken };
-        let entrance = doors::open(door, &terms).await?;
+        let entrance = doors::open(door, &terms).await.map_err(|error| match (self.sandbox(), door) {
+            (Some(sandbox), settings::Door::VhostUserBlk(machine)) if !machine.client => {
+                // Of a socket that cannot be made, that is why.
+                machine.socket.path().and_then(|path| sandbox.check_socket(path).err()).unwrap_or(error)
+            }
+            _ => error,
+        })?;
         let address = entrance.address().to_owned();
         if (is_at_once && entrance.device().is_some()) || !self.keeps_out.get() {
             self.accept_at(&id, &entrance);

@@ -53,7 +53,7 @@ impl Difference {
         found.new_exports = new.iter().filter(is_new).cloned().collect();
         // What came over the control socket may be what the file asks for.
         found.new_exports.retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.is_at(one)));
-        found.check_unused(inventory, plan).await?;
+        found.check_unused(inventory, (draft, plan)).await?;
         Ok(found)
     }
 
@@ -129,10 +129,19 @@ impl Difference {
     }
 
     /// Nobody uses what is to go.
-    async fn check_unused(&self, inventory: &Inventory, plan: &Plan) -> anyhow::Result<()> {
-        let old: Vec<_> = self.old_exports.iter().filter_map(|one| one.running(inventory)).collect();
-        for export in &old {
-            export.check_unused().await?;
+    async fn check_unused(&self, inventory: &Inventory, (draft, plan): (&Draft, &Plan)) -> anyhow::Result<()> {
+        let mut old = Vec::new();
+        for one in &self.old_exports {
+            let Some(export) = one.running(inventory) else { continue };
+            let unused = export.check_unused().await;
+            match self.new_exports.iter().find(|new| new.is_at(one)) {
+                Some(new) => unused.with_context(|| {
+                    let keys = one.differences(new).join(", ");
+                    format!("{}: {keys}: cannot be changed now", shown(place_of(draft, new)))
+                })?,
+                None => unused?,
+            }
+            old.push(export);
         }
         for name in &self.old_disks {
             let stays = |export: &&Rc<RunningExport>| {
@@ -158,6 +167,19 @@ impl Difference {
         }
         Ok(())
     }
+}
+
+/// Where the file asks for an export.
+pub(super) fn place_of<'d>(draft: &'d Draft, wanted: &Wanted) -> Option<&'d Place> {
+    let disk = draft.disks.iter().find(|disk| disk.name.value == wanted.disk)?;
+    let place = match &wanted.way {
+        Way::Own(door) => disk.doors.iter().find(|said| said.value == *door).map(|said| &said.place),
+        Way::Nbd { endpoint, .. } => {
+            let said = disk.exports.iter().find(|said| said.listen.value == *endpoint);
+            said.map(|said| &said.listen.place)
+        }
+    };
+    Some(place.unwrap_or(&disk.name.place))
 }
 
 fn shown(place: Option<&Place>) -> String {

@@ -213,7 +213,7 @@ impl Work<'_> {
             self.told.push(told::exported(told, &wanted.disk, "removed"));
         }
         for wanted in &difference.new_exports {
-            let export = wanted.add(self.inventory).await.with_context(|| self.place_of(wanted))?;
+            let export = wanted.add(self.inventory).await.map_err(|error| self.at(wanted, error))?;
             self.done.push(Done::ExportAdded(export.id.clone()));
             self.told.push(told::exported(wanted.told(self.inventory), &wanted.disk, "added"));
         }
@@ -229,29 +229,25 @@ impl Work<'_> {
         let Some(sandbox) = self.inventory.sandbox() else { return Ok(()) };
         for wanted in &difference.new_exports {
             if let Way::Own(door) = &wanted.way {
-                sandbox.check_door(door).with_context(|| self.place_of(wanted))?;
+                sandbox.check_door(door).map_err(|error| self.at(wanted, error))?;
             }
         }
         Ok(())
     }
 
-    /// Where the file asks for an export, and for which.
-    fn place_of(&self, wanted: &Wanted) -> String {
-        let disk = self.draft.disks.iter().find(|disk| disk.name.value == wanted.disk);
-        let (at, place) = match &wanted.way {
-            Way::Own(door) => {
-                let said = disk.and_then(|disk| disk.doors.iter().find(|said| said.value == *door));
-                (door.address(), said.map(|said| &said.place))
-            }
-            Way::Nbd { endpoint, .. } => {
-                let said =
-                    disk.and_then(|disk| disk.exports.iter().find(|said| said.listen.value == *endpoint));
-                (endpoint.to_string(), said.map(|said| &said.listen.place))
-            }
-        };
-        let place = place.or_else(|| disk.map(|disk| &disk.name.place));
+    /// With where the file asks for an export, and for which.
+    fn at(&self, wanted: &Wanted, error: anyhow::Error) -> anyhow::Error {
+        let place = difference::place_of(self.draft, wanted);
         let place = place.map(|place| format!("{place}: ")).unwrap_or_default();
-        format!("{place}disk {} at {at}", wanted.disk)
+        let address = match &wanted.way {
+            Way::Own(door) => door.address(),
+            Way::Nbd { endpoint, .. } => endpoint.to_string(),
+        };
+        let at = match error.to_string().starts_with(&address) {
+            true => String::new(),
+            false => format!(" at {address}"),
+        };
+        error.context(format!("{place}disk {}{at}", wanted.disk))
     }
 
     /// The same of the first export at a server that is not there.
@@ -292,7 +288,8 @@ impl Work<'_> {
             if moved.is_some() && planned.image.path().is_none() {
                 bail!("{}: {}", place(), gone(", and nothing keeps two hosts from writing to its image"));
             }
-            let opened = assembly.open(planned).await.with_context(place);
+            let opened = assembly.open(planned).await;
+            let opened = opened.map_err(|error| self.inventory.naming_holder_of(error)).with_context(place);
             images.push((index, if moved.is_some() { opened.with_context(|| gone(""))? } else { opened? }));
         }
         Ok(images)

@@ -80,7 +80,7 @@ fn total_excludes_read_and_write_of_the_same_kind() {
                 assert_eq!(
                     refused(&settings),
                     alloc::format!(
-                        "{total} (9) and {} (5) cannot be set together; \
+                        "{total} (9) cannot be set together with {} (5); \
                          use either the total or read and write",
                         others[0]
                     )

@@ -63,6 +63,8 @@ impl Command for AddDisk {
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
         let Self { secret, node, settings, exports } = self;
         let name = node.name().to_owned();
+        // QEMU's words for that are those of `blockdev-add`.
+        inventory.check_name(&name)?;
         let _arrival = inventory.arrival(&name)?;
         let id = secret.as_ref().map(|secret| secret.id().to_owned());
         if let Some(secret) = secret {

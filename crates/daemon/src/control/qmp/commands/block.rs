@@ -368,8 +368,14 @@ async fn open_bottom(
         }
         result => result,
     };
-    opened.map_err(|OpenError { image, why, remedy, .. }| {
-        Error::generic(format!("Could not open '{image}': {why} ({remedy})"))
+    opened.map_err(|error| {
+        let OpenError { image, why, remedy, .. } = inventory.naming_holder(error);
+        // What lies behind it is no part of its name.
+        let (image, behind) = match image.split_once(": its ") {
+            Some((image, behind)) => (image, format!("its {behind}: ")),
+            None => (image.as_str(), String::new()),
+        };
+        Error::generic(format!("Could not open '{image}': {behind}{why} ({remedy})"))
     })
 }
 

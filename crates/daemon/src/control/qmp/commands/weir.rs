@@ -209,7 +209,7 @@ pub(super) fn unsettle(inventory: &Inventory) {
     }
 }
 
-/// Of a group to move into. There is no command that makes one, only the start and `object-add`.
+/// Of a group to move into.
 fn no_group(inventory: &Inventory, name: &str) -> Error {
     let name = shown(name);
     Error::new(
@@ -217,7 +217,7 @@ fn no_group(inventory: &Inventory, name: &str) -> Error {
         match inventory.disk(&name) {
             Ok(_) => format!("{name:?} is a disk, not a group (name a group)"),
             Err(_) => format!(
-                "there is no group {name:?} (`weir status` lists them; one is made at the start, with --group or in the config file, or with `object-add`)"
+                "there is no group {name:?} (`weir status` lists them, and `weir group add` makes one)"
             ),
         },
     )
