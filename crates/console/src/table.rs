@@ -29,14 +29,14 @@ pub struct Table {
 impl Table {
     /// Without rows.
     pub fn new<'a>(columns: impl IntoIterator<Item = (&'a str, Side)>) -> Self {
-        let columns = columns.into_iter().map(|(name, side)| (clean(name), side));
+        let columns = columns.into_iter().map(|(name, side)| (plain(name), side));
         Self { columns: columns.collect(), rows: Vec::new() }
     }
 
     /// Adds a row, which has a cell for each column.
     pub fn row(&mut self, cells: Vec<String>) {
         debug_assert_eq!(cells.len(), self.columns.len(), "a cell for each column");
-        self.rows.push(cells.iter().map(|cell| clean(cell)).collect());
+        self.rows.push(cells.iter().map(|cell| plain(cell)).collect());
     }
 
     /// The text, each line ended; empty without rows. With `bold` the heading stands out.
@@ -74,11 +74,6 @@ impl Table {
         let cells = self.rows.iter().map(|row| row[column].chars().count());
         cells.chain([self.columns[column].0.chars().count()]).max().unwrap_or(0)
     }
-}
-
-/// Without characters that a terminal would act on, or that nobody sees.
-pub fn clean(text: &str) -> String {
-    plain(text)
 }
 
 #[cfg(test)]

@@ -6,10 +6,11 @@
 use anyhow::{Context as _, anyhow};
 use block::{
     image::qcow2::check::{Repair, Report, check},
+    plain::plain,
     storage::{CacheMode, Format},
 };
 use clap::Args;
-use console::{Failure, on_reactor, print, table};
+use console::{Failure, on_reactor, print};
 use serde_json::{Value, json};
 
 use super::{
@@ -91,7 +92,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         on_reactor(async move { Ok(check(&storage, repair).await) })?.with_context(|| name.clone())?;
     if !arguments.quiet {
         for finding in &report.findings {
-            eprint(&format!("{}\n", table::clean(&finding.to_string())));
+            eprint(&format!("{}\n", plain(&finding.to_string())));
         }
         if report.unsaid > 0 {
             eprint(&format!("and {} more\n", report.unsaid));

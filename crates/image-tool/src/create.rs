@@ -16,10 +16,11 @@ use block::{
         create::{CreateOptions, Preallocation},
         header::{Backing, Compression},
     },
+    plain::plain,
     storage::{Durability, Format, Storage, ZeroOptions},
 };
 use clap::Args;
-use console::{Failure, on_reactor, print, table};
+use console::{Failure, on_reactor, print};
 
 use super::{
     encrypt::{Encryption, SecretArgs},
@@ -442,5 +443,5 @@ fn formatting(name: &str, wish: &CreateOptions) -> String {
         line += " encrypt.format=luks";
     }
     line += &format!(" lazy_refcounts={} refcount_bits={}", switch(wish.lazy_refcounts), wish.refcount_bits);
-    table::clean(&line)
+    plain(&line)
 }

@@ -21,10 +21,11 @@ use block::{
             snapshot::Snapshot,
         },
     },
+    plain::plain,
     storage::{Format, Storage},
 };
 use clap::Args;
-use console::{Failure, on_reactor, print, table};
+use console::{Failure, on_reactor, print};
 use serde_json::{Map, Value, json};
 
 use super::{
@@ -268,7 +269,7 @@ impl Shown {
         let size = |key: &str| json[key].as_u64().unwrap_or(0);
         let mut text = String::new();
         let mut line = |name: &str, value: String| {
-            let value = table::clean(&value);
+            let value = plain(&value);
             let _ = writeln!(text, "{name}: {value}");
         };
         line("image", word("filename"));
@@ -322,7 +323,7 @@ fn one(text: &mut String, key: &str, value: &Value, depth: usize) {
             }
             return;
         }
-        Value::String(word) => writeln!(text, "{indent}{key}: {}", table::clean(word)),
+        Value::String(word) => writeln!(text, "{indent}{key}: {}", plain(word)),
         other => writeln!(text, "{indent}{key}: {other}"),
     };
 }

@@ -11,10 +11,11 @@ use block::{
         Image, Qcow2,
         qcow2::{Piece, What},
     },
+    plain::plain,
     storage::Storage,
 };
 use clap::Args;
-use console::{Failure, on_reactor, print, table};
+use console::{Failure, on_reactor, print};
 
 use super::{
     Output, OutputArgs, disk,
@@ -218,7 +219,7 @@ impl Map {
                     "has encrypted or compressed clusters, which are nowhere as they are (use --output=json)"
                 );
             };
-            let file = table::clean(&entry.file);
+            let file = plain(&entry.file);
             let _ =
                 writeln!(text, "{:<16}{:<16}{:<16}{file}", hex(entry.start), hex(entry.length), hex(offset));
         }

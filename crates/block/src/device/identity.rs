@@ -145,6 +145,7 @@ fn key(directory: &Path, number: Number) -> String {
 fn attribute(directory: &Path, path: &str) -> Option<String> {
     let text = fs::read(directory.join(path)).ok()?;
     let text = String::from_utf8_lossy(&text[..text.len().min(MAX_ATTRIBUTE_BYTES)]).into_owned();
+    // Not `plain`: keys that were stored would be found no more.
     let text: String = text.trim().chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     (!text.is_empty()).then_some(text)
 }

@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use block::device::Number;
-use console::table::{self, Side, Table};
+use block::{device::Number, plain::plain};
+use console::table::{Side, Table};
 
 use super::{
     facts::{Evidence, Facts, Level},
@@ -123,6 +123,7 @@ fn word(finding: &Finding) -> String {
     }
 }
 
+/// In one line.
 pub(super) fn clean(text: &str) -> String {
-    table::clean(&text.replace('\n', "; "))
+    plain(&text.replace('\n', "; "))
 }

@@ -1,7 +1,6 @@
 //! What `weir cgroup limit` prints.
 
-use block::device::Identity;
-use console::table;
+use block::{device::Identity, plain::plain};
 use policy::steering::Rates;
 use serde::Serialize;
 
@@ -68,6 +67,6 @@ impl Outcome {
         let notices: String = self.notices.iter().map(|notice| format!("note: {notice}\n")).collect();
         let asked =
             self.asked.as_ref().map_or_else(String::new, |asked| format!("asked for: {}\n", asked.text()));
-        format!("{} on {}: {told}\n{asked}{notices}", table::clean(&self.cgroup), self.device)
+        format!("{} on {}: {told}\n{asked}{notices}", plain(&self.cgroup), self.device)
     }
 }

@@ -3,6 +3,8 @@
 //! Names and notes come from untrusted result files: a disk may be called `<script>`. No character
 //! of a text begins a tag, an entity or the end of an attribute.
 
+use block::plain::is_hidden;
+
 /// For text between tags and in quoted attributes.
 pub(super) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
@@ -19,7 +21,8 @@ pub(super) fn escape(text: &str) -> String {
     escaped
 }
 
-/// Removes characters that HTML forbids or terminals obey, except line ends; plotters does not.
+/// Without characters that HTML forbids, that terminals obey or that nobody sees, except line ends;
+/// plotters leaves them.
 pub(super) fn clean(text: &str) -> String {
     text.chars().map(shown).collect()
 }
@@ -40,7 +43,7 @@ fn shown(character: char) -> char {
     // Noncharacters too (Unicode 16, section 23.7): they make a document ill-formed.
     let noncharacter = matches!(character as u32 & 0xFFFF, 0xFFFE | 0xFFFF)
         || ('\u{FDD0}'..='\u{FDEF}').contains(&character);
-    if character != '\n' && character.is_control() || noncharacter { '?' } else { character }
+    if character != '\n' && is_hidden(character) || noncharacter { '?' } else { character }
 }
 
 #[cfg(test)]
@@ -54,7 +57,7 @@ mod tests {
         let name = "<script>alert(\"1\" + '&')</script>\u{1b}[2J\0";
         let escaped = "&lt;script&gt;alert(&quot;1&quot; + &#39;&amp;&#39;)&lt;/script&gt;?[2J?";
         assert_eq!(escape(name), escaped);
-        assert_eq!(clean("a\nb\x07\u{FFFE}"), "a\nb??");
+        assert_eq!(clean("a\nb\x07\u{FFFE}c\u{202E}d"), "a\nb??c?d");
         assert_eq!(["häuser", "read, depth 64", ""].map(|name| cut(name, 6)), ["häuser", "rea…64", ""]);
         assert_eq!(cut("abc", 0), "…");
     }

@@ -1,9 +1,9 @@
 //! How `weir cgroup top` looks: a title, the list, the keys.
 
+use block::plain::plain;
 use console::{
     figures,
     screen::{self, DIM, HELD, WRONG},
-    table::clean,
 };
 use ratatui::{
     Frame,
@@ -51,7 +51,7 @@ fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let said = match (&state.wrong, &state.tasks_of) {
         (Some(wrong), _) => Span::styled(wrong.clone(), WRONG),
         (None, Some(group)) => {
-            Span::raw(format!("· tasks in {} and below", clean(&group.display().to_string())))
+            Span::raw(format!("· tasks in {} and below", plain(&group.display().to_string())))
         }
         (None, None) => Span::raw(format!("· cgroups with limits or I/O: {}", state.rows.len())),
     };
@@ -110,12 +110,12 @@ fn row(line: &Line) -> Row<'static> {
     let waited = right(text::cell(line.waited.map(figures::share)));
     let is_held = line.waited.is_some_and(|share| share > 0.0);
     Row::new([
-        Cell::from(clean(&line.name)),
+        Cell::from(plain(&line.name)),
         of(|rate| figures::bytes(rate.read_bps)),
         of(|rate| figures::bytes(rate.write_bps)),
         of(|rate| figures::count(rate.iops())),
         if is_held { waited.style(HELD) } else { waited },
-        Cell::from(clean(&line.rest)),
+        Cell::from(plain(&line.rest)),
     ])
 }
 

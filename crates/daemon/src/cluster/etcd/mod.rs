@@ -22,6 +22,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, ensure};
+use block::plain::plain;
 use serde_json::{Value, json};
 use settings::Cluster;
 
@@ -304,7 +305,7 @@ impl Etcd {
 /// What a member says where it does not do as asked. Some of it another member may do.
 fn refusal(member: &str, prefix: &str, answer: &Value) -> Error {
     let text = ["message", "error"].iter().find_map(|key| answer[*key].as_str()).unwrap_or("no reason given");
-    let text: String = text.chars().filter(|c| !c.is_control()).take(200).collect();
+    let text: String = plain(text).chars().take(200).collect();
     // Without a leader, starting, stopping, or slow.
     let passing = [
         "no leader",
@@ -342,5 +343,8 @@ mod tests {
         let answer = json!({ "message": "etcdserver: permission denied" });
         let said = refusal("http://e:2379", "/weir/v1/lab/", &answer).to_string();
         assert!(said.ends_with("a role that reads and writes /weir/v1/lab/)"), "{said}");
+        let answer = json!({ "error": "\x1b[2J\u{202e}" });
+        let said = refusal("http://e:2379", "/weir/v1/lab/", &answer).to_string();
+        assert!(said.starts_with("etcd http://e:2379: ?[2J? ("), "{said}");
     }
 }

@@ -3,7 +3,8 @@
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, bail};
-use console::{Failure, on_reactor, print, table::clean};
+use block::plain::plain;
+use console::{Failure, on_reactor, print};
 use export::nbd::client::{Endpoint, Listed, list};
 use policy::time::Duration;
 
@@ -71,9 +72,9 @@ fn told(exports: &[Listed]) -> String {
     let mut text = format!("exports available: {}\n", exports.len());
     // What a stranger sends may go to somebody's terminal.
     for export in exports {
-        let _ = writeln!(text, " export: '{}'", clean(&export.name));
+        let _ = writeln!(text, " export: '{}'", plain(&export.name));
         if !export.description.is_empty() {
-            let _ = writeln!(text, "  description: {}", clean(&export.description));
+            let _ = writeln!(text, "  description: {}", plain(&export.description));
         }
         let _ = writeln!(text, "  size:  {}", export.size_bytes);
         let names = FLAGS.iter().filter(|(bit, _)| export.flags >> bit & 1 == 1).map(|(_, name)| *name);
@@ -86,7 +87,7 @@ fn told(exports: &[Listed]) -> String {
         if !export.contexts.is_empty() {
             let _ = writeln!(text, "  available meta contexts: {}", export.contexts.len());
             for context in &export.contexts {
-                let _ = writeln!(text, "   {}", clean(context));
+                let _ = writeln!(text, "   {}", plain(context));
             }
         }
     }
