@@ -187,6 +187,11 @@ impl Disk {
         Self { discards, ..self }
     }
 
+    /// What becomes of discards.
+    pub fn discards(&self) -> Discards {
+        self.discards
+    }
+
     /// The same disk, with another look at what is written.
     pub fn with_detect_zeroes(self, detect_zeroes: DetectZeroes) -> Self {
         Self { detect_zeroes, ..self }

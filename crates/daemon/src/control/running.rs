@@ -44,8 +44,8 @@ impl RunningDisk {
     }
 }
 
-/// How a disk's image was opened, besides its format and its cache mode: another host that is to
-/// have the disk has to open it so.
+/// How a disk's image was opened, as far as neither the disk nor the image tells it: another host
+/// that is to have the disk has to open it so.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Opening {
     /// The part of a raw image that is the disk.
@@ -54,7 +54,6 @@ pub(crate) struct Opening {
     pub(crate) reconnect_delay: Duration,
     /// How long it is tried to reach one at first.
     pub(crate) open_timeout: Duration,
-    pub(crate) discards: Discards,
     /// What else was said, by its name: it means something here alone.
     pub(crate) only_here: Option<&'static str>,
 }
@@ -70,7 +69,6 @@ impl From<&settings::Disk> for Opening {
             part: disk.part,
             reconnect_delay: disk.reconnect_delay,
             open_timeout: disk.open_timeout,
-            discards: disk.discard,
             only_here: first_of([
                 ("snapshot", disk.snapshot.is_some()),
                 ("secret-file", !disk.qcow2.secrets.is_empty()),

@@ -79,7 +79,7 @@ impl Described {
         let limited = of_throttle(&settings, "").into_iter().filter(|one| !defaults.contains(one));
         let known = cared.chain(limited).filter(|(_, value)| !value.is_null());
         keys.extend(known.map(|(key, value)| (key.to_owned(), value)));
-        let Opening { part, reconnect_delay, open_timeout, discards, .. } = running.opening;
+        let Opening { part, reconnect_delay, open_timeout, .. } = running.opening;
         if let Some(Part { offset, size }) = part {
             let size = size.map(|size| format!(",size={size}")).unwrap_or_default();
             keys.insert("options".to_owned(), json!(format!("offset={offset}{size}")));
@@ -89,8 +89,9 @@ impl Described {
                 keys.insert(key.to_owned(), json!(format!("{}ms", delay.as_nanos() / 1_000_000)));
             }
         }
-        if discards == Discards::Ignore {
-            keys.insert("discard".to_owned(), json!("ignore"));
+        match running.disk.discards() {
+            Discards::Unmap => {}
+            Discards::Ignore => drop(keys.insert("discard".to_owned(), json!("ignore"))),
         }
         match running.disk.detect_zeroes() {
             DetectZeroes::Off => {}

@@ -178,7 +178,6 @@ impl Chain {
             part: self.part,
             reconnect_delay: node.reconnect_delay,
             open_timeout: node.open_timeout,
-            discards: self.discards,
             only_here: first_of([
                 ("x-weir-snapshot", of_qcow2(|node| node.snapshot.is_some())),
                 ("key-secret", of_qcow2(|node| node.key_secret.is_some())),
