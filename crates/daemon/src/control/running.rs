@@ -11,7 +11,7 @@ use block::{
 };
 use policy::time::Duration;
 use serde_json::{Map, Value};
-use settings::Image;
+use settings::{Image, Qcow2Settings};
 
 #[derive(Debug)]
 pub(crate) struct RunningDisk {
@@ -65,17 +65,45 @@ pub(crate) fn first_of(said: impl IntoIterator<Item = (&'static str, bool)>) -> 
 
 impl From<&settings::Disk> for Opening {
     fn from(disk: &settings::Disk) -> Self {
+        // Whoever adds a key decides here whether another host has to know it, and from where.
+        let settings::Disk {
+            // What runs is asked for these.
+            name: _,
+            image: _,
+            format: _,
+            cache: _,
+            qcow2: Qcow2Settings { caches: _, secrets, bitmaps: _, said: _ },
+            prefetch: _,
+            on_error: _,
+            read_only: _,
+            handover: _,
+            discard: _,
+            detect_zeroes: _,
+            settings: _,
+            group: _,
+            // As are its exports for these, and for the bitmaps.
+            description: _,
+            access: _,
+            part,
+            snapshot,
+            force_share,
+            reconnect_delay,
+            open_timeout,
+            delay,
+            rate,
+            faults,
+        } = disk;
         Self {
-            part: disk.part,
-            reconnect_delay: disk.reconnect_delay,
-            open_timeout: disk.open_timeout,
+            part: *part,
+            reconnect_delay: *reconnect_delay,
+            open_timeout: *open_timeout,
             only_here: first_of([
-                ("snapshot", disk.snapshot.is_some()),
-                ("secret-file", !disk.qcow2.secrets.is_empty()),
-                ("force-share", disk.force_share),
-                ("delay", disk.delay.is_some()),
-                ("rate", disk.rate.is_some()),
-                ("fault", !disk.faults.is_empty()),
+                ("snapshot", snapshot.is_some()),
+                ("secret-file", !secrets.is_empty()),
+                ("force-share", *force_share),
+                ("delay", delay.is_some()),
+                ("rate", rate.is_some()),
+                ("fault", !faults.is_empty()),
             ]),
         }
     }

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use settings::{Door as DoorKind, Plan, Socket, VhostUserBlk, config};
 
 use crate::control::{
-    inventory::{Door, Inventory, Opening, RunningDisk, RunningExport},
+    inventory::{Door, Inventory, NewExport, Opening, RunningDisk, RunningExport},
     reload::told::{Care, OF_QCOW2, of_throttle},
     takeover::Buckets,
 };
@@ -60,17 +60,31 @@ impl Described {
         listen: Option<String>,
     ) -> anyhow::Result<Self> {
         check(running)?;
-        let image = running.image.clone().relative_to(&absolute(".")?).to_string();
-        let opened = running.disk.image();
+        // Whoever adds to what is known of a disk decides here what another host has of it.
+        let RunningDisk {
+            disk,
+            image,
+            cache,
+            opening: Opening { part, reconnect_delay, open_timeout, only_here: _ },
+            // What is cared for has these.
+            caches: _,
+            // None of it moves: see `check`.
+            below: _,
+            // How it was put together here.
+            storage: _,
+            told: _,
+        } = running;
+        let image = image.clone().relative_to(&absolute(".")?).to_string();
+        let opened = disk.image();
         let mut keys = BTreeMap::from([
             ("image".to_owned(), json!(image)),
             ("format".to_owned(), json!(opened.format().name())),
-            ("cache".to_owned(), json!(running.cache.to_string())),
+            ("cache".to_owned(), json!(cache.to_string())),
         ]);
         if opened.is_read_only() {
             keys.insert("read-only".to_owned(), json!(true));
         }
-        let DiskSettings { limits, share, watermark } = running.disk.throttle().settings();
+        let DiskSettings { limits, share, watermark } = disk.throttle().settings();
         let settings = GroupSettings { limits, share, watermark };
         let is_raw = matches!(opened, block::image::Image::Raw(_));
         let cared =
@@ -79,25 +93,24 @@ impl Described {
         let limited = of_throttle(&settings, "").into_iter().filter(|one| !defaults.contains(one));
         let known = cared.chain(limited).filter(|(_, value)| !value.is_null());
         keys.extend(known.map(|(key, value)| (key.to_owned(), value)));
-        let Opening { part, reconnect_delay, open_timeout, .. } = running.opening;
         if let Some(Part { offset, size }) = part {
             let size = size.map(|size| format!(",size={size}")).unwrap_or_default();
             keys.insert("options".to_owned(), json!(format!("offset={offset}{size}")));
         }
         for (key, delay) in [("reconnect-delay", reconnect_delay), ("open-timeout", open_timeout)] {
-            if delay > policy::time::Duration::ZERO {
+            if *delay > policy::time::Duration::ZERO {
                 keys.insert(key.to_owned(), json!(format!("{}ms", delay.as_nanos() / 1_000_000)));
             }
         }
-        match running.disk.discards() {
+        match disk.discards() {
             Discards::Unmap => {}
             Discards::Ignore => drop(keys.insert("discard".to_owned(), json!("ignore"))),
         }
-        match running.disk.detect_zeroes() {
+        match disk.detect_zeroes() {
             DetectZeroes::Off => {}
             mode => drop(keys.insert("detect-zeroes".to_owned(), json!(mode.name()))),
         }
-        let group = running.disk.throttle().group().map(|group| GroupThere {
+        let group = disk.throttle().group().map(|group| GroupThere {
             name: group.name().to_owned(),
             cluster: inventory.cluster_of(group.name()).is_some(),
         });
@@ -106,8 +119,9 @@ impl Described {
             match &export.door {
                 Door::Nbd(..) => {
                     let new = export.new.as_ref().context("an export that is not known")?;
+                    let NewExport { id: _, name, description, access, disk: _, read_only: _, bitmaps } = new;
                     ensure!(
-                        new.access.is_open() && new.bitmaps.is_empty() && new.description.is_empty(),
+                        access.is_open() && bitmaps.is_empty() && description.is_empty(),
                         "export {}: who may have it, its description and its bitmaps do not move (remove them first)",
                         export.id
                     );
@@ -116,7 +130,7 @@ impl Described {
                         "export {}: that it is read-only does not move (remove it first)",
                         export.id
                     );
-                    names.push(export.name.clone());
+                    names.push(name.clone());
                 }
                 Door::Own(..) => doors.push(door(export)?),
             }

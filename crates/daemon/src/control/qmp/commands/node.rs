@@ -172,18 +172,49 @@ impl Chain {
 
     /// What another host needs to open it so, too.
     pub(super) fn opening(&self) -> Opening {
-        let Bottom::Storage(node) = &self.bottom else { return Opening::default() };
-        let of_qcow2 = |is_so: fn(&Qcow2Node) -> bool| self.qcow2.as_ref().is_some_and(is_so);
+        // Whoever adds an option decides here whether another host has to know it, and from where.
+        let Self {
+            part,
+            qcow2,
+            bottom,
+            // What runs is asked for these.
+            names: _,
+            group: _,
+            read_only: _,
+            handover: _,
+            discards: _,
+            detect_zeroes: _,
+            prefetch: _,
+            policies: _,
+        } = self;
+        let Bottom::Storage(node) = bottom else { return Opening::default() };
+        let StorageNode {
+            force_share,
+            latency,
+            reconnect_delay,
+            open_timeout,
+            // As it is for these, whatever the node alone would be.
+            image: _,
+            device: _,
+            cache: _,
+            read_only: _,
+            auto_read_only: _,
+            handover: _,
+            discards: _,
+            detect_zeroes: _,
+        } = node;
+        let plain = Qcow2Node::default();
+        let Qcow2Node { caches: _, no_backing, key_secret, snapshot } = qcow2.as_ref().unwrap_or(&plain);
         Opening {
-            part: self.part,
-            reconnect_delay: node.reconnect_delay,
-            open_timeout: node.open_timeout,
+            part: *part,
+            reconnect_delay: *reconnect_delay,
+            open_timeout: *open_timeout,
             only_here: first_of([
-                ("x-weir-snapshot", of_qcow2(|node| node.snapshot.is_some())),
-                ("key-secret", of_qcow2(|node| node.key_secret.is_some())),
-                ("backing", of_qcow2(|node| node.no_backing)),
-                ("force-share", node.force_share),
-                ("latency-ns", node.latency.is_some()),
+                ("x-weir-snapshot", snapshot.is_some()),
+                ("key-secret", key_secret.is_some()),
+                ("backing", *no_backing),
+                ("force-share", *force_share),
+                ("latency-ns", latency.is_some()),
             ]),
         }
     }
