@@ -25,25 +25,28 @@
 //! refused: with a reply if it wants one, or else the connection ends, because the front end would
 //! go on as if it had been done.
 
+mod outcome;
+mod rings;
 mod takeover;
 
-use std::{collections::VecDeque, io, os::fd::OwnedFd};
+use std::{collections::VecDeque, os::fd::OwnedFd};
 
 use block::{
     guest::{DirtyLog, Memory, Quota, Region, RegionError},
     reactor::op::Fd,
 };
+pub use outcome::{Effect, EventKind, Output, Refusal};
+use rings::{After, Bases};
+pub use takeover::Said;
 
 use super::{
-    bell::is_event,
-    channel::{NoChannel, channel},
+    channel::channel,
     config_space,
-    features::{Offer, not_offered, protocol, virtio},
-    inflight::{self, Area, InflightError},
-    message::{self, InflightInfo, Malformed, RegionInfo, Reply, Request, VringAddresses, code},
-    vring::{Fault, Kick, RingPlaces, RingSettings, State, Vring},
+    features::{Offer, protocol, virtio},
+    inflight::{self, Area},
+    message::{self, InflightInfo, Malformed, RegionInfo, Reply, Request, code},
+    vring::{Kick, Vring},
 };
-pub use takeover::Said;
 
 /// Most regions of a guest's memory: as many as QEMU gives a guest at most.
 pub const MAX_MEM_SLOTS: usize = 509;
@@ -58,152 +61,6 @@ const CONFIG_MIGRATION: u32 = 1;
 const MAX_STATUS: u64 = 0xff;
 const DRIVER_OK: u8 = 4;
 const NEEDS_RESET: u8 = 64;
-
-/// What is to happen to rings and disk.
-#[derive(Debug)]
-pub enum Effect {
-    /// Serve a ring. It has not run before, or has been reported by [`Session::stopped`] since.
-    /// First look into it: requests may be there that are not announced again.
-    Start {
-        /// Its number.
-        ring: u16,
-        /// All that is needed.
-        settings: Box<RingSettings>,
-    },
-    /// Take no more requests from a ring; let those that have begun end, put the others back, and
-    /// report [`Session::stopped`]. The guest's memory must not be touched afterwards.
-    Stop {
-        /// Its number.
-        ring: u16,
-    },
-    /// A ring cannot be served: tell of it, also by its event. If it runs, its
-    /// [`Effect::Stop`] follows.
-    Fault {
-        /// Its number.
-        ring: u16,
-        /// What is wrong.
-        why: Fault,
-        /// To be signalled.
-        error: Option<Fd>,
-    },
-    /// The memory of rings that run has changed, or from now on writes to it are recorded, or no
-    /// longer. Requests that have begun keep the memory they have; what they write once recording
-    /// has begun has to be marked in the new memory's log too, when they end.
-    Memory {
-        /// What requests that begin now use.
-        memory: Memory,
-        /// The rings that run, and where their parts are in it.
-        rings: Vec<(u16, RingPlaces)>,
-    },
-    /// A ring that runs has another event.
-    Event {
-        /// Its number.
-        ring: u16,
-        /// Which of them.
-        kind: EventKind,
-        /// What takes its place; `None` as in [`RingSettings`].
-        event: Option<Fd>,
-    },
-    /// Whether completed writes may stay in a cache until the next flush.
-    WriteCache(bool),
-}
-
-/// The events of a ring.
-#[allow(missing_docs, reason = "fields of RingSettings")]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EventKind {
-    Kick,
-    Call,
-    Error,
-}
-
-/// What a message leads to.
-#[derive(Debug)]
-pub enum Output {
-    /// To be sent.
-    Reply(Reply),
-    /// To be carried out.
-    Act(Effect),
-    /// The front end should read the configuration: see [`message::config_change`]. On
-    /// [`Session::channel`].
-    ConfigChanged,
-    /// The front end has been told that something is not possible.
-    Refused {
-        /// The request.
-        request: &'static str,
-        /// What is wrong with it.
-        why: Refusal,
-    },
-    /// The connection is to be closed.
-    Close {
-        /// The request.
-        request: &'static str,
-        /// What is wrong with it.
-        why: Refusal,
-    },
-}
-
-/// Why a request is refused.
-#[allow(missing_docs, reason = "each has its message")]
-#[derive(Debug, thiserror::Error)]
-pub enum Refusal {
-    #[error(transparent)]
-    Malformed(#[from] Malformed),
-    #[error("{}", not_offered(*.0))]
-    Features(u64),
-    #[error("ring {0} runs with other features")]
-    FeaturesInUse(u16),
-    #[error("protocol features {0:#x} were not offered")]
-    ProtocolFeatures(u64),
-    #[error("ring {ring}, where {queues} were offered")]
-    NoSuchRing { ring: u32, queues: u16 },
-    #[error("ring {0} runs")]
-    Running(u16),
-    #[error(
-        "a ring of {is} descriptors, 1 to {most} are possible (give the device a smaller queue-size, or this export a larger one)"
-    )]
-    RingSize { is: u32, most: u16 },
-    #[error(transparent)]
-    Region(#[from] RegionError),
-    #[error("more than {MAX_MEM_SLOTS} regions of memory")]
-    TooManyRegions,
-    #[error("no such region: {bytes} bytes at {guest_address:#x}")]
-    NoSuchRegion { guest_address: u64, bytes: u64 },
-    #[error("the log of writes: {0}")]
-    Log(RegionError),
-    #[error(transparent)]
-    Inflight(#[from] InflightError),
-    #[error(
-        "blocks of {is} bytes, and its guest was told {told} (give this export the logical-block-size of then, or start the machine anew)"
-    )]
-    Blocks { is: u32, told: u64 },
-    #[error("{bytes} bytes of the configuration at {offset} cannot be written")]
-    Config { offset: u32, bytes: usize },
-    #[error("{0:#x} is no status")]
-    Status(u64),
-    #[error(transparent)]
-    NoChannel(#[from] NoChannel),
-    #[error("its descriptor is no eventfd: the ring goes on without")]
-    NoEvent,
-    #[error("ring {ring}: {why}")]
-    Fault { ring: u16, why: Fault },
-}
-
-impl Refusal {
-    /// Whether a file that the front end has passed is no longer what it was: its own doing, which
-    /// nobody else is to suffer for.
-    pub fn is_of_its_files(&self) -> bool {
-        let (Self::Region(why) | Self::Log(why) | Self::Inflight(InflightError::Map(why))) = self else {
-            return false;
-        };
-        match why {
-            RegionError::TooShort { .. } => true,
-            // It was sealed: see `fcntl(2)`, F_SEAL_FUTURE_WRITE.
-            RegionError::Map(error) => error.kind() == io::ErrorKind::PermissionDenied,
-            _ => false,
-        }
-    }
-}
 
 /// The state of one front end.
 #[derive(Debug)]
@@ -235,21 +92,6 @@ pub struct Session {
     last_code: Option<u32>,
 }
 
-/// What follows once rings have stopped. An acknowledgement is of the request with that number.
-#[derive(Clone, Copy, Debug)]
-enum After {
-    VringBase(u16),
-    Acknowledge(Option<u32>),
-    Reset(Bases, Option<u32>),
-}
-
-/// What becomes of where the rings stopped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Bases {
-    Kept,
-    Forgotten,
-}
-
 /// How a request is answered.
 enum Answer {
     Done,
@@ -257,9 +99,7 @@ enum Answer {
     /// Refused with a reply of its own.
     Instead(Reply, Refusal),
     /// When the rings have stopped.
-    VringBase(u16),
-    Stopped,
-    Reset(Bases),
+    Later(After),
 }
 
 impl Session {
@@ -319,9 +159,10 @@ impl Session {
             Ok(Answer::Instead(reply, why)) => {
                 out.extend([Output::Refused { request, why }, Output::Reply(reply)]);
             }
-            Ok(Answer::VringBase(ring)) => self.wait_for(After::VringBase(ring), out),
-            Ok(Answer::Stopped) => self.wait_for(After::Acknowledge(acknowledge), out),
-            Ok(Answer::Reset(bases)) => self.wait_for(After::Reset(bases, acknowledge), out),
+            Ok(Answer::Later(after)) => {
+                self.waiting = Some(after);
+                self.go_on(out);
+            }
             Err(why) if acknowledge.is_some() => {
                 out.push_back(Output::Refused { request, why });
                 out.extend(acknowledgement(acknowledge, 1));
@@ -333,39 +174,6 @@ impl Session {
             Err(Refusal::Fault { .. }) => {}
             Err(why) => out.push_back(Output::Close { request, why }),
         }
-    }
-
-    /// A ring has stopped, because it was told to or because it could not go on: no request of it
-    /// is in flight, and it goes on at `base`.
-    pub fn stopped(&mut self, ring: u16, base: u32, out: &mut VecDeque<Output>) {
-        let Some(vring) = self.rings.get_mut(usize::from(ring)) else { return };
-        match vring.state {
-            State::Stopped => return,
-            State::Running => (vring.broken, vring.spoilt) = (true, true),
-            State::Stopping => {}
-        }
-        (vring.state, vring.base) = (State::Stopped, base);
-        self.tell_broken(out);
-        self.go_on(out);
-    }
-
-    /// A ring that its driver has broken is served again only once the device was reset. The driver
-    /// is told so by the device's status and a change of its configuration (virtio 1.3 § 2.1.2).
-    fn tell_broken(&mut self, out: &mut VecDeque<Output>) {
-        let is_told = self.status & (DRIVER_OK | NEEDS_RESET) != DRIVER_OK;
-        if is_told || !self.rings.iter().any(|vring| vring.spoilt) {
-            return;
-        }
-        self.status |= NEEDS_RESET;
-        if self.channel().is_some() {
-            out.push_back(Output::ConfigChanged);
-        }
-    }
-
-    /// Rings that run, or have yet to stop.
-    pub fn running(&self) -> impl Iterator<Item = u16> {
-        let running = self.rings.iter().zip(0..).filter(|(vring, _)| vring.state != State::Stopped);
-        running.map(|(_, ring)| ring)
     }
 
     /// How many rings there are, if the front end has just asked for that: one that leaves then has
@@ -419,8 +227,14 @@ impl Session {
             Request::GetMaxMemSlots => return number(code::GET_MAX_MEM_SLOTS, MAX_MEM_SLOTS as u64),
             Request::GetStatus => return number(code::GET_STATUS, u64::from(self.status)),
             // QEMU resets the status of a machine that is paused, and only then asks for the bases.
-            Request::SetStatus(0) => return Ok(self.reset(Bases::Kept, out)),
-            Request::ResetDevice => return Ok(self.reset(Bases::Forgotten, out)),
+            Request::SetStatus(0) => {
+                self.forget_kicks(out);
+                return Ok(Answer::Later(After::Reset(Bases::Kept, acknowledge)));
+            }
+            Request::ResetDevice => {
+                self.forget_kicks(out);
+                return Ok(Answer::Later(After::Reset(Bases::Forgotten, acknowledge)));
+            }
             Request::SetStatus(status) if status > MAX_STATUS => return Err(Refusal::Status(status)),
             Request::SetStatus(status) => {
                 // What only a reset ends is not the driver's to write.
@@ -429,7 +243,7 @@ impl Session {
             }
             Request::ResetOwner => {
                 self.forget_kicks(out);
-                return Ok(Answer::Stopped);
+                return Ok(Answer::Later(After::Acknowledge(acknowledge)));
             }
 
             Request::SetMemTable(regions) => {
@@ -474,31 +288,21 @@ impl Session {
                 let vring = self.ring(ring)?;
                 (vring.kick, vring.broken, vring.spoilt) = (Kick::Unset, false, false);
                 self.settle_number(ring, out)?;
-                return Ok(Answer::VringBase(number));
+                return Ok(Answer::Later(After::VringBase(number)));
             }
             Request::SetVringEnable { ring, enable } => {
                 self.ring(ring)?.enabled = Some(enable);
                 self.settle_number(ring, out)?;
-                return Ok(if enable { Answer::Done } else { Answer::Stopped });
+                if !enable {
+                    return Ok(Answer::Later(After::Acknowledge(acknowledge)));
+                }
             }
             Request::SetVringKick { ring, event } => {
-                let event = kept(event, code::SET_VRING_KICK, out);
-                let vring = self.ring(ring)?;
-                vring.kick = event.clone().map_or(Kick::Polled, Kick::Event);
-                (vring.broken, vring.spoilt) = (false, false);
-                self.tell_event(ring, EventKind::Kick, event, out)?;
+                self.set_event(ring, EventKind::Kick, event, out)?;
                 self.settle_number(ring, out)?;
             }
-            Request::SetVringCall { ring, event } => {
-                let event = kept(event, code::SET_VRING_CALL, out);
-                self.ring(ring)?.call.clone_from(&event);
-                self.tell_event(ring, EventKind::Call, event, out)?;
-            }
-            Request::SetVringErr { ring, event } => {
-                let event = kept(event, code::SET_VRING_ERR, out);
-                self.ring(ring)?.error.clone_from(&event);
-                self.tell_event(ring, EventKind::Error, event, out)?;
-            }
+            Request::SetVringCall { ring, event } => self.set_event(ring, EventKind::Call, event, out)?,
+            Request::SetVringErr { ring, event } => self.set_event(ring, EventKind::Error, event, out)?,
 
             Request::SetBackendReqFd(socket) => self.back_end = Some(channel(socket)?),
             Request::GetConfig { offset, flags, bytes } => {
@@ -624,221 +428,6 @@ impl Session {
         self.tell_memory(out);
         self.settle_all(out);
     }
-
-    /// Gives the rings that run their places in the memory as it is now.
-    fn tell_memory(&mut self, out: &mut VecDeque<Output>) {
-        self.tell_memory_to(|_| true, out);
-    }
-
-    fn tell_memory_to(&mut self, whom: impl Fn(u16) -> bool, out: &mut VecDeque<Output>) {
-        let memory = self.memory.clone();
-        let mut rings = Vec::new();
-        let mut faults = Vec::new();
-        for (vring, ring) in self.rings.iter_mut().zip(0..) {
-            if vring.state != State::Running || !whom(ring) {
-                continue;
-            }
-            match vring.places(&memory, self.features) {
-                Ok(places) => rings.push((ring, places)),
-                Err(why) => faults.push((ring, why)),
-            }
-        }
-        if !rings.is_empty() {
-            out.push_back(Output::Act(Effect::Memory { memory, rings }));
-        }
-        for (ring, why) in faults {
-            self.fault(ring, why, out);
-        }
-    }
-
-    fn set_addresses(
-        &mut self,
-        ring: u32,
-        addresses: VringAddresses,
-        out: &mut VecDeque<Output>,
-    ) -> Result<(), Refusal> {
-        let vring = self.ring(ring)?;
-        let before = vring.addresses.replace(addresses);
-        // A front end says them again where recording begins or ends.
-        if vring.state == State::Running && before != Some(addresses) {
-            self.tell_memory_to(|other| u32::from(other) == ring, out);
-        }
-        self.settle_number(ring, out)
-    }
-
-    /// All rings stop until they are announced again.
-    fn forget_kicks(&mut self, out: &mut VecDeque<Output>) {
-        for vring in &mut self.rings {
-            vring.kick = Kick::Unset;
-        }
-        self.settle_all(out);
-    }
-
-    fn reset(&mut self, bases: Bases, out: &mut VecDeque<Output>) -> Answer {
-        self.forget_kicks(out);
-        Answer::Reset(bases)
-    }
-
-    /// The device as it was, once no ring runs. What the front end sends once only is kept: see
-    /// above.
-    fn forget(&mut self, bases: Bases) {
-        for vring in &mut self.rings {
-            let (call, error) = (vring.call.take(), vring.error.take());
-            let base = if bases == Bases::Kept { vring.base } else { 0 };
-            *vring = Vring { call, error, base, ..Vring::default() };
-        }
-        self.inflight = None;
-        self.status = 0;
-    }
-
-    fn wait_for(&mut self, after: After, out: &mut VecDeque<Output>) {
-        self.waiting = Some(after);
-        self.go_on(out);
-    }
-
-    /// If no ring is stopping, answers what waited for that, and starts what may start.
-    fn go_on(&mut self, out: &mut VecDeque<Output>) {
-        if self.rings.iter().any(|vring| vring.state == State::Stopping) {
-            return;
-        }
-        match self.waiting.take() {
-            Some(After::VringBase(ring)) => {
-                let base = self.rings[usize::from(ring)].base;
-                out.push_back(Output::Reply(Reply::vring_base(u32::from(ring), base)));
-            }
-            Some(After::Acknowledge(acknowledge)) => out.extend(acknowledgement(acknowledge, 0)),
-            Some(After::Reset(bases, acknowledge)) => {
-                self.forget(bases);
-                out.extend(acknowledgement(acknowledge, 0));
-            }
-            None => {}
-        }
-        self.settle_all(out);
-    }
-
-    fn settle_all(&mut self, out: &mut VecDeque<Output>) {
-        for ring in 0..self.offer.queues {
-            // What is wrong has been said.
-            let _ = self.settle(ring, out);
-        }
-    }
-
-    fn settle_number(&mut self, ring: u32, out: &mut VecDeque<Output>) -> Result<(), Refusal> {
-        let ring = self.number(ring)?;
-        self.settle(ring, out).map_err(|why| Refusal::Fault { ring, why })
-    }
-
-    /// Lets a ring run, or not, as its front end wants it now.
-    fn settle(&mut self, ring: u16, out: &mut VecDeque<Output>) -> Result<(), Fault> {
-        let vring = &mut self.rings[usize::from(ring)];
-        match (vring.state, vring.is_wanted(self.features) && !self.resting) {
-            (State::Stopped, true) => match self.settings(ring) {
-                Ok(settings) => {
-                    self.rings[usize::from(ring)].state = State::Running;
-                    self.tell_write_cache(out);
-                    let settings = Box::new(settings);
-                    out.push_back(Output::Act(Effect::Start { ring, settings }));
-                    self.tell_size(out);
-                }
-                Err(why) => {
-                    self.fault(ring, why, out);
-                    return Err(why);
-                }
-            },
-            (State::Running, false) => {
-                vring.state = State::Stopping;
-                out.push_back(Output::Act(Effect::Stop { ring }));
-            }
-            _ => {}
-        }
-        Ok(())
-    }
-
-    /// A front end that connects again does not read the configuration, and the disk may have grown
-    /// while nobody was there. QEMU listens once it has started the device.
-    fn tell_size(&mut self, out: &mut VecDeque<Output>) {
-        if self.told_size.is_none() && self.channel().is_some() {
-            self.told_size = Some(self.offer.size_bytes);
-            out.push_back(Output::ConfigChanged);
-        }
-    }
-
-    fn settings(&self, ring: u16) -> Result<RingSettings, Fault> {
-        let vring = &self.rings[usize::from(ring)];
-        let memory = self.memory.clone();
-        let places = vring.places(&memory, self.features)?;
-        let size = vring.size.unwrap_or_default();
-        let packed = self.features & virtio::RING_PACKED != 0;
-        let part = |area: &Area| area.part(ring, size, packed).ok_or(Fault::NoInflight);
-        Ok(RingSettings {
-            size,
-            places,
-            memory,
-            features: self.features,
-            base: vring.base,
-            inflight: self.inflight.as_ref().map(part).transpose()?,
-            kick: match &vring.kick {
-                Kick::Event(event) => Some(event.clone()),
-                Kick::Unset | Kick::Polled => None,
-            },
-            call: vring.call.clone(),
-            error: vring.error.clone(),
-        })
-    }
-
-    /// A ring cannot be served: it stops if it runs, and waits to be set up again.
-    fn fault(&mut self, ring: u16, why: Fault, out: &mut VecDeque<Output>) {
-        let vring = &mut self.rings[usize::from(ring)];
-        vring.broken = true;
-        let error = vring.error.clone();
-        out.push_back(Output::Act(Effect::Fault { ring, why, error }));
-        if vring.state == State::Running {
-            vring.state = State::Stopping;
-            out.push_back(Output::Act(Effect::Stop { ring }));
-        }
-    }
-
-    fn tell_event(
-        &mut self,
-        ring: u32,
-        kind: EventKind,
-        event: Option<Fd>,
-        out: &mut VecDeque<Output>,
-    ) -> Result<(), Refusal> {
-        let number = self.number(ring)?;
-        if self.ring(ring)?.state != State::Stopped {
-            out.push_back(Output::Act(Effect::Event { ring: number, kind, event }));
-        }
-        Ok(())
-    }
-
-    fn number(&self, ring: u32) -> Result<u16, Refusal> {
-        let queues = self.offer.queues;
-        let number = u16::try_from(ring).ok().filter(|number| *number < queues);
-        number.ok_or(Refusal::NoSuchRing { ring, queues })
-    }
-
-    fn ring(&mut self, ring: u32) -> Result<&mut Vring, Refusal> {
-        let number = self.number(ring)?;
-        Ok(&mut self.rings[usize::from(number)])
-    }
-
-    fn stopped_ring(&mut self, ring: u32) -> Result<&mut Vring, Refusal> {
-        let number = self.number(ring)?;
-        let vring = &mut self.rings[usize::from(number)];
-        if vring.state == State::Stopped { Ok(vring) } else { Err(Refusal::Running(number)) }
-    }
-}
-
-/// An event, as far as it is one: a ring is served without, and anything else could keep its front
-/// end connected for ever, see [`channel`].
-fn kept(event: Option<OwnedFd>, code: u32, out: &mut VecDeque<Output>) -> Option<Fd> {
-    let event = event?;
-    if is_event(&event) {
-        return Some(event.into());
-    }
-    out.push_back(Output::Refused { request: message::name(code), why: Refusal::NoEvent });
-    None
 }
 
 fn acknowledgement(code: Option<u32>, number: u64) -> Option<Output> {
