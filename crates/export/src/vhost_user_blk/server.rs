@@ -582,5 +582,4 @@ fn cannot_serve(device: &Device, ring: u16, why: &dyn Display, error: Option<Fd>
 }
 
 #[cfg(test)]
-#[path = "server_tests.rs"]
 mod tests;

@@ -125,8 +125,7 @@ fn a_ring_that_breaks_is_told_of_and_once_more_when_it_is_served_again() {
         rung(&ring.error).await;
         let news = heard.news();
         assert!(news[0].starts_with("vm1: ring 0 broke: ") && news.len() == 1, "{news:?}");
-        front_end.send(code::GET_VRING_BASE, 1, &[0; 8], &[]);
-        front_end.answer(code::GET_VRING_BASE).await;
+        front_end.stop(0).await;
         front_end.memory.place(0, 0x3000).expect("inside").fill(0, 0x3000, 0);
         front_end.start(0, event(0), event(0)).await;
         let news = loop {

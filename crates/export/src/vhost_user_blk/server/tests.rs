@@ -1,0 +1,316 @@
+//! A server and its front ends, over real sockets, with real events and memory that both sides map.
+
+mod front_end;
+mod happenings;
+mod memory;
+mod rings;
+mod takeover;
+
+use std::{
+    fs::File,
+    io::Read as _,
+    os::{
+        fd::{AsFd as _, OwnedFd},
+        unix::net::{UnixListener, UnixStream},
+    },
+    pin::pin,
+    task::{Context, Poll, Waker},
+};
+
+use block::{
+    disk::{Disk, ErrorPolicies, OnError},
+    guest::{Memory, Quota, Region},
+    image::{Image, Raw},
+    layer::throttle::DiskSettings,
+    reactor::{JoinHandle, Polling, spawn_joinable, timeout},
+    storage::Storage,
+};
+use front_end::{FrontEnd, GuestRing, rung, send_with};
+use policy::{
+    throttle::{Limit, LimitKind, Limits},
+    time::Duration,
+};
+use rustix::{
+    event::{EventfdFlags, eventfd},
+    fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
+};
+
+use super::*;
+use crate::{
+    vhost_user_blk::{
+        features::{Offer, virtio},
+        message::{code, numbers},
+        session::EventKind,
+        vring::RingPlaces,
+    },
+    virtio::ring::driver::Buffer as Piece,
+};
+
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+const MEMORY_BYTES: u64 = 1 << 17;
+/// Where the front end has the guest's memory.
+const USER: u64 = 0x7f00_0000_0000;
+/// Guest-physical: rings, a page a part and four pages a ring, then a page for each request.
+const REQUESTS: u64 = 0x8000;
+const SIZE: u16 = 32;
+const GUARD: u8 = 0xa5;
+const FEATURES: u64 = virtio::VERSION_1 | virtio::PROTOCOL_FEATURES | virtio::FLUSH | virtio::CONFIG_WCE;
+
+fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
+    reactor::run(Polling::Off, async { timeout(PATIENCE, future).await.expect("it is over before a minute") })
+        .expect("io_uring works on a test machine")
+}
+
+fn server(limits: Limits) -> Arc<Server> {
+    server_over(Storage::memory(1 << 20), limits)
+}
+
+fn server_over(storage: Storage, limits: Limits) -> Arc<Server> {
+    server_of(storage, limits, Offer::default())
+}
+
+fn server_of(storage: Storage, limits: Limits, offer: Offer) -> Arc<Server> {
+    Server::new(export_of(storage, limits, offer))
+}
+
+fn export_of(storage: Storage, limits: Limits, offer: Offer) -> Export {
+    let settings = DiskSettings { limits, ..DiskSettings::default() };
+    let disk = Disk::new("disk", Image::Raw(Raw::new(storage)), settings, None);
+    let offer = Offer { queues: 2, queue_size: SIZE, ..offer };
+    Export { id: "vm1".into(), disk: Arc::new(disk.expect("valid limits")), offer, serial: "disk".into() }
+}
+
+/// A limit of one request a second.
+fn one_a_second(kind: LimitKind) -> Limits {
+    let mut limits = Limits::default();
+    *limits.limit_mut(kind) = Limit { rate: 1, ..Limit::NONE };
+    limits
+}
+
+/// Has a front end served that has connected.
+fn attend(server: &Arc<Server>, socket: Fd) -> JoinHandle<()> {
+    let server = Arc::clone(server);
+    spawn_joinable(async move { server.attend(socket, Threads::Here).await })
+}
+
+/// Memory for a guest.
+fn memory_file(bytes: u64) -> OwnedFd {
+    let file = memfd_create("guest", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("a memfd");
+    ftruncate(&file, bytes).expect("its length");
+    file
+}
+
+fn event(count: u32) -> OwnedFd {
+    eventfd(count, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd")
+}
+
+#[test]
+fn a_front_end_is_served_from_its_first_message_to_its_last() {
+    real(async {
+        let server = server(Limits::default());
+        let mut front_end = FrontEnd::connect(&server).await;
+        let (channel, mut events) = UnixStream::pair().expect("sockets");
+        front_end.ask(code::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]).await;
+        assert_eq!(front_end.capacity().await, (1 << 20) / 512);
+        let mut ring = front_end.start(0, event(0), event(0)).await;
+        for sector in [0, 7] {
+            let data = [sector as u8 + 1; 512];
+            let at = front_end.request(&mut ring, 1, sector, &data);
+            ring.kick_and_wait().await;
+            assert_eq!(front_end.data(at), (data, 0));
+            let at = front_end.request(&mut ring, 0, sector, &[GUARD; 512]);
+            ring.kick_and_wait().await;
+            assert_eq!(front_end.data(at), (data, 0));
+        }
+        let seen = server.statistics();
+        assert_eq!((seen.queues, seen.requests, seen.in_flight), (1, 4, 0));
+        assert!(seen.calls >= 4, "{seen:?}");
+
+        server.device.disk().resize(2 << 20).await.expect("memory takes any size");
+        server.look_at_size();
+        let told = reactor::blocking(move || {
+            let mut told = [0; 12];
+            events.read_exact(&mut told).expect("it is told");
+            told
+        });
+        assert_eq!(told.await[..4], code::CONFIG_CHANGE_MSG.to_ne_bytes());
+        assert_eq!(front_end.capacity().await, (2 << 20) / 512);
+        let at = front_end.request(&mut ring, 1, 2048, &[3; 512]);
+        ring.kick_and_wait().await;
+        assert_eq!(front_end.data(at).1, 0, "where there was no disk before");
+
+        assert_eq!(front_end.stop(0).await, 5);
+        assert_eq!(server.statistics().queues, 0);
+        front_end.leave().await;
+        assert_eq!(server.connections(), 0);
+    });
+}
+
+#[test]
+fn a_request_of_less_than_a_block_is_refused_and_told_of() {
+    real(async {
+        let is_told = |server: &Server| server.device.is_out_of_step.load(Relaxed);
+        let offer = Offer { block_bytes: 4096, ..Offer::default() };
+        let server = server_of(Storage::memory((1 << 20) + 512), Limits::default(), offer);
+        let mut front_end = FrontEnd::connect(&server).await;
+        assert_eq!(front_end.capacity().await, (1 << 20) / 512, "what lies behind is no block");
+        let mut ring = front_end.start(0, event(0), event(0)).await;
+        for kind in [1, 0] {
+            let at = front_end.request(&mut ring, kind, 0, &[GUARD; 512]);
+            ring.kick_and_wait().await;
+            assert_eq!(front_end.data(at), ([GUARD; 512], 1), "an error, and nothing was read");
+            assert!(is_told(&server));
+        }
+        front_end.leave().await;
+        assert!(!is_told(&server), "the next one is another machine");
+    });
+}
+
+fn settings_of_no_ring() -> RingSettings {
+    let memory = Memory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
+    let place = memory.place(0, 4096).expect("all of it");
+    RingSettings {
+        // No split ring has this size.
+        size: 3,
+        places: RingPlaces { descriptors: place.clone(), driver: place.clone(), device: place },
+        memory,
+        features: 0,
+        base: 7,
+        inflight: None,
+        kick: None,
+        call: None,
+        error: None,
+    }
+}
+
+/// What a future ends with that does not wait.
+fn at_once<T>(future: impl Future<Output = T>) -> Option<T> {
+    match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(value) => Some(value),
+        Poll::Pending => None,
+    }
+}
+
+#[test]
+fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
+    real(async {
+        let server = server(Limits::default());
+        let (ours, theirs) = UnixStream::pair().expect("sockets");
+        let mut attendance = Attendance {
+            server: &server,
+            connection: Connection::new("vm1".into(), theirs.into(), Session::new(server.device.offer())),
+            process: None,
+            began: None,
+            threads: Threads::Here,
+            turn: 0,
+            queues: HashMap::new(),
+            stopped: async_channel::unbounded(),
+            resizes: 0,
+            told: false,
+        };
+        let call = || Effect::Event { ring: 0, kind: EventKind::Call, event: Some(Fd::from(event(0))) };
+        // A queue that takes nothing.
+        let (orders, received) = async_channel::bounded(MOST_ORDERS);
+        attendance.queues.insert(0, orders);
+        for _ in 0..MOST_ORDERS {
+            at_once(attendance.carry_out(call())).expect("there is room");
+        }
+        assert!(at_once(attendance.carry_out(call())).is_none(), "orders pile up");
+        received.try_recv().expect("an order");
+        attendance.carry_out_unless_left(call()).await.expect("there is room again");
+        drop(ours);
+        let left = attendance.carry_out_unless_left(call()).await;
+        assert!(matches!(left, Err(Ended::Left)), "{left:?}");
+    });
+}
+
+#[test]
+fn nobody_waits_for_orders_that_come_too_late() {
+    real(async {
+        let settings = settings_of_no_ring();
+        let (memory, places) = (settings.memory.clone(), settings.places.clone());
+        let (orders, received) = async_channel::unbounded();
+        let (in_use, is_in_use) = async_channel::bounded(1);
+        orders.try_send(Order::Memory(memory, places, in_use)).expect("there is room");
+        let (reports, reported) = async_channel::unbounded();
+        let server = server(Limits::default());
+        server.queues.fetch_add(1, Relaxed);
+        serve_ring(Arc::clone(&server), 0, settings, received, reports).await;
+        assert!(is_in_use.recv().await.is_err());
+        assert_eq!(reported.recv().await, Ok((0, 7)));
+        drop(orders);
+    });
+}
+
+#[test]
+fn what_a_guest_chose_outlasts_its_front_end_and_what_firmware_lacks_does_not() {
+    real(async {
+        let server = server(Limits::default());
+        for (write_cache, chosen) in [(true, None), (false, Some(0)), (true, Some(1))] {
+            let front_end = FrontEnd::connect(&server).await;
+            if let Some(chosen) = chosen {
+                // The field `writeback` of the configuration.
+                let payload = [[32, 1, 0].map(u32::to_ne_bytes).as_flattened(), &[chosen]].concat();
+                front_end.ask(code::SET_CONFIG, &payload, &[]).await;
+            }
+            assert_eq!(server.device.durability() == block::storage::Durability::Cached, write_cache);
+            // Firmware, which does not flush.
+            let firmware = virtio::VERSION_1 | virtio::PROTOCOL_FEATURES;
+            front_end.ask(code::SET_FEATURES, &firmware.to_ne_bytes(), &[]).await;
+            assert_eq!(server.device.durability(), block::storage::Durability::Synchronous);
+            front_end.leave().await;
+            assert_eq!(server.device.offer().write_cache, write_cache);
+        }
+    });
+}
+
+#[test]
+fn where_nobody_can_be_let_in_any_more_nobody_is_connected() {
+    real(async {
+        let server = server(Limits::default());
+        let (_ours, theirs) = UnixStream::pair().expect("sockets");
+        // It listens to nobody, and its other end has gone.
+        let (broken, _) = UnixStream::pair().expect("sockets");
+        let mut front_ends = FrontEnds::listen("vm1", broken.into());
+        front_ends.begin_with(theirs.into());
+        let ended = Arc::clone(&server).serve(front_ends, Threads::Here).await;
+        assert_eq!(ended.unwrap_err().raw_os_error(), Some(libc::EINVAL));
+        assert!(server.has_served());
+        assert_eq!((server.connections(), server.statistics().front_end), (0, None));
+    });
+}
+
+#[test]
+fn a_front_end_that_passes_its_own_connection_hangs_up_all_the_same() {
+    real(async {
+        let path = std::env::temp_dir().join(format!("weir-own-end-{}", std::process::id()));
+        let listener = UnixListener::bind(&path).expect("a socket");
+        for code in
+            [code::SET_BACKEND_REQ_FD, code::SET_VRING_KICK, code::SET_VRING_CALL, code::SET_VRING_ERR]
+        {
+            // By itself, and within a socket that may be passed.
+            for is_nested in [false, true] {
+                let server = server(Limits::default());
+                let ours = UnixStream::connect(&path).expect("somebody listens");
+                let (theirs, _) = listener.accept().expect("somebody has connected");
+                let served = attend(&server, OwnedFd::from(theirs).into());
+                let (passed, holder) = UnixStream::pair().expect("sockets");
+                let passed = if is_nested {
+                    send_with(&holder, b".", &[ours.as_fd()]);
+                    OwnedFd::from(passed)
+                } else {
+                    ours.try_clone().expect("a descriptor").into()
+                };
+                let payload = if code == code::SET_BACKEND_REQ_FD { vec![] } else { vec![0; 8] };
+                let mut bytes = [code, 1, payload.len() as u32].map(u32::to_ne_bytes).concat();
+                bytes.extend(payload);
+                send_with(&ours, &bytes, &[passed.as_fd()]);
+                drop((ours, passed, holder));
+                served.await;
+                assert_eq!(server.connections(), 0);
+            }
+        }
+        std::fs::remove_file(&path).expect("it is there");
+    });
+}

@@ -1,0 +1,213 @@
+//! A front end with its guest, which speak to a server over a real socket.
+
+use std::{
+    io::IoSlice,
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::Arc,
+};
+
+use block::{
+    buffer::Buffer,
+    guest::{Memory, Place, Quota, Region},
+    reactor::{self, JoinHandle, op, op::Fd},
+};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+
+use super::{FEATURES, GUARD, MEMORY_BYTES, REQUESTS, SIZE, Server, USER, attend, event, memory_file};
+use crate::{
+    vhost_user_blk::{features::protocol, message::code},
+    virtio::ring::{
+        Layout, Parts,
+        driver::{Buffer as Piece, Driver},
+    },
+};
+
+/// A ring of the guest, and the front end's events for it.
+pub(super) struct GuestRing {
+    pub(super) driver: Driver,
+    pub(super) available: Place,
+    pub(super) kick: OwnedFd,
+    pub(super) call: Fd,
+    pub(super) error: Fd,
+}
+
+/// A front end with its guest.
+pub(super) struct FrontEnd {
+    pub(super) socket: Fd,
+    pub(super) file: OwnedFd,
+    pub(super) memory: Memory,
+    pub(super) served: JoinHandle<()>,
+    requests: u64,
+}
+
+impl FrontEnd {
+    /// Connects and negotiates.
+    pub(super) async fn connect(server: &Arc<Server>) -> Self {
+        let (ours, theirs) = UnixStream::pair().expect("sockets");
+        let served = attend(server, theirs.into());
+        let file = memory_file(MEMORY_BYTES);
+        let copy = file.try_clone().expect("a descriptor");
+        let region =
+            Region::map(copy, 0, USER, MEMORY_BYTES, 0, &Quota::new(1, MEMORY_BYTES)).expect("a good region");
+        let memory = Memory::new(vec![region]).expect("one region");
+        let front_end = Self { socket: ours.into(), file, memory, served, requests: 0 };
+        let number = |number: u64| number.to_ne_bytes();
+        front_end.send(code::SET_PROTOCOL_FEATURES, 1, &number(protocol::OFFERED), &[]);
+        front_end.ask(code::SET_FEATURES, &number(FEATURES), &[]).await;
+        let mut table = 1_u64.to_ne_bytes().to_vec();
+        table.extend([0, MEMORY_BYTES, USER, 0].map(u64::to_ne_bytes).concat());
+        front_end.ask(code::SET_MEM_TABLE, &table, &[front_end.file.as_fd()]).await;
+        front_end
+    }
+
+    pub(super) fn send(&self, code: u32, flags: u32, payload: &[u8], descriptors: &[BorrowedFd<'_>]) {
+        let mut bytes = [code, flags, payload.len() as u32].map(u32::to_ne_bytes).concat();
+        bytes.extend(payload);
+        send_with(&self.socket, &bytes, descriptors);
+    }
+
+    pub(super) async fn receive(&self, count: usize) -> Vec<u8> {
+        let (mut buffer, mut filled) = (Buffer::new(count), 0);
+        while filled < count {
+            let (result, back) = op::receive(&self.socket, buffer, filled).await;
+            let more = result.expect("connected");
+            assert_ne!(more, 0, "the connection has ended");
+            (filled, buffer) = (filled + more, back);
+        }
+        buffer.to_vec()
+    }
+
+    /// The payload of the answer.
+    pub(super) async fn answer(&self, code: u32) -> Vec<u8> {
+        let header = self.receive(12).await;
+        assert_eq!(header[..8], [code, 5].map(u32::to_ne_bytes).concat());
+        let length = u32::from_ne_bytes(header[8..].try_into().expect("four bytes"));
+        self.receive(length as usize).await
+    }
+
+    /// Sends a request, and waits until it has been done.
+    pub(super) async fn ask(&self, code: u32, payload: &[u8], descriptors: &[BorrowedFd<'_>]) {
+        self.send(code, 9, payload, descriptors);
+        assert_eq!(self.answer(code).await, [0; 8], "request {code}");
+    }
+
+    async fn ask_state(&self, code: u32, ring: u32, number: u32) {
+        self.ask(code, &[ring, number].map(u32::to_ne_bytes).concat(), &[]).await;
+    }
+
+    /// Sets a ring up and starts it.
+    pub(super) async fn start(&self, ring: u32, kick: OwnedFd, call: OwnedFd) -> GuestRing {
+        let part = |part: u64| u64::from(ring) * 0x4000 + part * 0x1000;
+        let parts = Parts::of(SIZE, false, false);
+        let place = |number, (bytes, _)| self.memory.place(part(number), bytes).expect("inside");
+        let layout = Layout {
+            size: SIZE,
+            descriptors: place(0, parts.descriptors),
+            driver: place(1, parts.driver),
+            device: place(2, parts.device),
+            packed: false,
+            event_idx: false,
+            indirect: false,
+        };
+        let error = event(0);
+        self.ask_state(code::SET_VRING_NUM, ring, u32::from(SIZE)).await;
+        self.ask_state(code::SET_VRING_BASE, ring, 0).await;
+        let addresses = [u64::from(ring), USER + part(0), USER + part(2), USER + part(1), 0];
+        self.ask(code::SET_VRING_ADDR, &addresses.map(u64::to_ne_bytes).concat(), &[]).await;
+        self.set_event(code::SET_VRING_CALL, ring, &call).await;
+        self.set_event(code::SET_VRING_ERR, ring, &error).await;
+        self.set_event(code::SET_VRING_KICK, ring, &kick).await;
+        self.ask_state(code::SET_VRING_ENABLE, ring, 1).await;
+        let available = layout.driver.clone();
+        GuestRing { driver: Driver::new(&layout), available, kick, call: call.into(), error: error.into() }
+    }
+
+    pub(super) async fn set_event(&self, code: u32, ring: u32, event: &OwnedFd) {
+        self.ask(code, &u64::from(ring).to_ne_bytes(), &[event.as_fd()]).await;
+    }
+
+    /// Makes a request of 512 bytes available; where its data and its status are.
+    pub(super) fn request(&mut self, ring: &mut GuestRing, kind: u32, sector: u64, data: &[u8; 512]) -> u64 {
+        let at = REQUESTS + self.requests % 16 * 0x1000;
+        self.requests += 1;
+        let place = self.memory.place(at, 0x1000).expect("inside");
+        place.write(0, &kind.to_le_bytes());
+        place.write(8, &sector.to_le_bytes());
+        place.write(512, data);
+        place.write(1024, &[GUARD]);
+        let piece = |offset, bytes, writable| Piece { address: at + offset, bytes, writable };
+        let data = piece(512, 512, kind != 1);
+        ring.driver.add(&[piece(0, 16, false), data, piece(1024, 1, true)]).expect("there is room");
+        at
+    }
+
+    pub(super) fn data(&self, at: u64) -> ([u8; 512], u8) {
+        let (mut data, mut status) = ([0; 512], [0]);
+        self.memory.place(at + 512, 512).expect("inside").read(0, &mut data);
+        self.memory.place(at + 1024, 1).expect("inside").read(0, &mut status);
+        (data, status[0])
+    }
+
+    /// Stops a ring, and asks where it goes on.
+    pub(super) async fn stop(&self, ring: u32) -> u32 {
+        self.send(code::GET_VRING_BASE, 1, &[ring, 0].map(u32::to_ne_bytes).concat(), &[]);
+        let answer = self.answer(code::GET_VRING_BASE).await;
+        assert_eq!(answer[..4], ring.to_ne_bytes());
+        u32::from_ne_bytes(answer[4..].try_into().expect("four bytes"))
+    }
+
+    pub(super) async fn capacity(&self) -> u64 {
+        let ask = [[0, 8, 0].map(u32::to_ne_bytes).as_flattened(), &[0; 8]].concat();
+        self.send(code::GET_CONFIG, 1, &ask, &[]);
+        let answer = self.answer(code::GET_CONFIG).await;
+        u64::from_le_bytes(answer[12..].try_into().expect("eight bytes"))
+    }
+
+    pub(super) async fn leave(self) {
+        drop(self.socket);
+        self.served.await;
+    }
+}
+
+impl GuestRing {
+    /// Kicks, if that is asked for, and waits for a call until something is back.
+    pub(super) async fn kick_and_wait(&mut self) {
+        self.kick();
+        while self.driver.next_used().expect("a good device").is_none() {
+            rung(&self.call).await;
+        }
+    }
+
+    pub(super) fn kick(&mut self) {
+        if self.driver.wants_kick() {
+            rustix::io::write(&self.kick, &1_u64.to_ne_bytes()).expect("there is room");
+        }
+    }
+
+    /// Looks until something is back.
+    pub(super) async fn look(&mut self) {
+        while self.driver.next_used().expect("a good device").is_none() {
+            reactor::yield_now().await;
+        }
+    }
+}
+
+pub(super) async fn rung(event: &Fd) {
+    op::readable(event).await.expect("an eventfd");
+    rustix::io::read(event, &mut [0; 8]).expect("it was rung");
+}
+
+/// Sends bytes, with one descriptor or none.
+pub(super) fn send_with(socket: impl AsFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(descriptors)));
+    }
+    let sent = sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::empty());
+    assert_eq!(sent, Ok(bytes.len()));
+}

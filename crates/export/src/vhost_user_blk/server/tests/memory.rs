@@ -1,0 +1,90 @@
+//! A guest's memory that comes, goes and is recorded while rings are served.
+
+use super::*;
+
+#[test]
+fn memory_comes_and_goes_and_is_recorded_under_a_ring_that_runs() {
+    const MORE: u64 = 1 << 20;
+    real(async {
+        let server = server(Limits::default());
+        let mut front_end = FrontEnd::connect(&server).await;
+        let mut ring = front_end.start(0, event(0), event(0)).await;
+        let log = memory_file(4096);
+        let bits = Region::map(log.try_clone().expect("a descriptor"), 0, 0, 4096, 0, &Quota::new(1, 4096));
+        let bits =
+            Memory::new(vec![bits.expect("mapped")]).expect("one region").place(0, 64).expect("inside");
+        let marked = || {
+            let mut bytes = [0; 64];
+            bits.read(0, &mut bytes);
+            bits.fill(0, 64, 0);
+            (0..512_u64).filter(|page| bytes[*page as usize / 8] & 1 << (page % 8) != 0).collect::<Vec<_>>()
+        };
+        let at = front_end.request(&mut ring, 0, 0, &[GUARD; 512]);
+        ring.kick_and_wait().await;
+        assert_eq!(front_end.data(at).1, 0);
+        let area = [4096_u64, 0].map(u64::to_ne_bytes).concat();
+        front_end.ask(code::SET_LOG_BASE, &area, &[log.as_fd()]).await;
+        let _written_without_a_request = marked();
+        let at = front_end.request(&mut ring, 0, 0, &[GUARD; 512]);
+        ring.kick_and_wait().await;
+        assert_eq!(marked(), [2, at / 4096], "the used ring, and the request's page");
+
+        let region = [0, MORE, MEMORY_BYTES, USER + MORE, 0].map(u64::to_ne_bytes).concat();
+        let file = front_end.file.try_clone().expect("a descriptor");
+        let piece = |address, bytes, writable| Piece { address, bytes, writable };
+        // Its data is in the same file, by another address.
+        let statuses = [(true, 0, vec![2, 8, (MORE + 0x9000) / 4096]), (false, 1, vec![2, 8])];
+        for (is_there, status, pages) in statuses {
+            match is_there {
+                true => front_end.ask(code::ADD_MEM_REG, &region, &[file.as_fd()]).await,
+                false => front_end.ask(code::REM_MEM_REG, &region, &[]).await,
+            }
+            let place = front_end.memory.place(REQUESTS, 0x1000).expect("inside");
+            place.fill(0, 16, 0);
+            let data = piece(MORE + 0x9000, 512, true);
+            let pieces = [piece(REQUESTS, 16, false), data, piece(REQUESTS + 1024, 1, true)];
+            let _written_without_a_request = marked();
+            ring.driver.add(&pieces).expect("there is room");
+            ring.kick_and_wait().await;
+            assert_eq!(front_end.data(REQUESTS).1, status);
+            assert_eq!(marked(), pages);
+        }
+        front_end.leave().await;
+    });
+}
+
+#[test]
+fn nothing_is_served_into_memory_that_has_gone() {
+    const MORE: u64 = 1 << 20;
+    real(async {
+        let server = server(one_a_second(LimitKind::IopsTotal));
+        let front_end = FrontEnd::connect(&server).await;
+        let mut ring = front_end.start(0, event(0), event(0)).await;
+        let file = memory_file(MEMORY_BYTES);
+        let region = [0, MORE, MEMORY_BYTES, USER + MORE, 0].map(u64::to_ne_bytes).concat();
+        front_end.ask(code::ADD_MEM_REG, &region, &[file.as_fd()]).await;
+        ftruncate(&file, 0).expect("its length");
+        // The ring is in the other region. Most of these wait for their limits.
+        let piece = |address, bytes, writable| Piece { address, bytes, writable };
+        for number in 0..10 {
+            let at = REQUESTS + number * 0x1000;
+            let place = front_end.memory.place(at, 0x1000).expect("inside");
+            place.write(8, &(number * 100).to_le_bytes());
+            place.write(1024, &[GUARD]);
+            let data = piece(MORE + number * 0x1000, 512, true);
+            ring.driver.add(&[piece(at, 16, false), data, piece(at + 1024, 1, true)]).expect("there is room");
+        }
+        ring.kick();
+        rung(&ring.error).await;
+        while server.statistics().queues > 0 {
+            reactor::yield_now().await;
+        }
+        for number in 0..10 {
+            let (_, status) = front_end.data(REQUESTS + number * 0x1000);
+            assert!([1, GUARD].contains(&status), "request {number}: {status}");
+        }
+        assert_eq!(front_end.data(REQUESTS).1, 1, "it has met it");
+        assert_eq!(server.statistics().in_flight, 0);
+        front_end.leave().await;
+    });
+}

@@ -1,0 +1,152 @@
+//! Front ends that come to rest, and go on at another server or at the same.
+
+use super::*;
+
+/// One that rests at a server, at another.
+fn goes_on(front_end: &FrontEnd, first: &Server, second: &Arc<Server>) -> JoinHandle<()> {
+    second.take_over(first.take_rested().expect("it is at rest")).expect("the same export");
+    attend(second, front_end.socket.clone())
+}
+
+#[test]
+fn a_front_end_goes_on_at_another_server_and_hears_nothing_of_it() {
+    real(async {
+        let (first, second) = (server(one_a_second(LimitKind::IopsTotal)), server(Limits::default()));
+        let mut front_end = FrontEnd::connect(&first).await;
+        let (channel, mut told) = UnixStream::pair().expect("sockets");
+        front_end.ask(code::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]).await;
+        assert_eq!(front_end.capacity().await, (1 << 20) / 512);
+        let (area, bytes) = crate::vhost_user_blk::inflight::create(2, SIZE, false).expect("made");
+        let info = [numbers(&[bytes, 0]), [2, SIZE].map(u16::to_ne_bytes).concat()].concat();
+        front_end.ask(code::SET_INFLIGHT_FD, &info, &[area.as_fd()]).await;
+        front_end
+            .ask(code::SET_CONFIG, &[&[32, 1, 0].map(u32::to_ne_bytes).concat()[..], &[0]].concat(), &[])
+            .await;
+        let mut ring = front_end.start(1, event(0), event(0)).await;
+        let requests: Vec<_> =
+            (0..10).map(|number| front_end.request(&mut ring, 1, number * 100, &[1; 512])).collect();
+        ring.kick_and_wait().await;
+
+        assert!(first.come_to_rest(PATIENCE).await);
+        assert_eq!((first.statistics().queues, first.connections()), (0, 1));
+        let waiting =
+            |front_end: &FrontEnd| requests.iter().filter(|at| front_end.data(**at).1 == GUARD).count();
+        assert!(waiting(&front_end) > 0, "some wait for the limit, and go back");
+        // What comes meanwhile is found there.
+        let late = front_end.request(&mut ring, 1, 1, &[7; 512]);
+        ring.kick();
+        let served = goes_on(&front_end, &first, &second);
+        assert!(first.take_rested().is_none(), "it goes once");
+        while waiting(&front_end) > 0 || front_end.data(late).1 == GUARD {
+            reactor::yield_now().await;
+        }
+        assert_eq!(second.device.durability(), block::storage::Durability::Synchronous, "as the guest chose");
+        told.set_nonblocking(true).expect("a socket");
+        assert!(told.read(&mut [0; 12]).is_err(), "it knows the disk's length");
+        drop((front_end.socket, served));
+    });
+}
+
+#[test]
+fn a_front_end_that_rests_is_not_served_and_goes_on() {
+    real(async {
+        let server = server(Limits::default());
+        let mut front_end = FrontEnd::connect(&server).await;
+        let mut ring = front_end.start(0, event(0), event(0)).await;
+        let message = [code::GET_FEATURES, 1, 0].map(u32::to_ne_bytes).concat();
+        let (half, rest) = message.split_at(5);
+        let send = |bytes: &[u8]| rustix::io::write(&front_end.socket, bytes).expect("there is room");
+        send(half);
+        assert!(server.come_to_rest(PATIENCE).await, "whatever it is about to say");
+        server.go_on();
+        send(rest);
+        front_end.answer(code::GET_FEATURES).await;
+        assert!(server.come_to_rest(PATIENCE).await);
+        let at = front_end.request(&mut ring, 1, 0, &[1; 512]);
+        ring.kick();
+        assert!(server.come_to_rest(PATIENCE).await && front_end.data(at).1 == GUARD);
+        server.go_on();
+        ring.look().await;
+        assert_eq!(front_end.data(at).1, 0);
+        assert!(server.take_rested().is_none());
+        front_end.leave().await;
+    });
+}
+
+#[test]
+fn what_cannot_go_back_waits_for_no_limits_where_another_process_waits() {
+    real(async {
+        // At rest at once, or when the front end has told it to stop already.
+        for is_told in [false, true] {
+            let server = server(one_a_second(LimitKind::IopsWrite));
+            let mut front_end = FrontEnd::connect(&server).await;
+            let mut ring = front_end.start(0, event(0), event(0)).await;
+            // With the read, as many as the ring has room for.
+            let writes: Vec<_> =
+                (0..9).map(|number| front_end.request(&mut ring, 1, number * 100, &[1; 512])).collect();
+            // It has no limit: what is before it in the ring can no more go back.
+            let read = front_end.request(&mut ring, 0, 1, &[0; 512]);
+            ring.kick();
+            while front_end.data(read).1 == GUARD {
+                reactor::yield_now().await;
+            }
+            let waiting =
+                |front_end: &FrontEnd| writes.iter().filter(|at| front_end.data(**at).1 == GUARD).count();
+            assert!(waiting(&front_end) > 5);
+            if is_told {
+                front_end.send(code::GET_VRING_BASE, 1, &[0_u32, 0].map(u32::to_ne_bytes).concat(), &[]);
+                // It is read before what comes from the server.
+                reactor::sleep_until(reactor::now() + Duration::from_millis(1)).await;
+            }
+            assert!(server.come_to_rest(PATIENCE).await);
+            assert_eq!(waiting(&front_end), 0, "they are carried out");
+            assert_eq!(server.device.disk().throttle().stats().writes.requests, 9, "and are charged");
+            drop((front_end.socket, front_end.served));
+        }
+    });
+}
+
+#[test]
+fn a_message_that_is_half_there_goes_on_at_another_server() {
+    real(async {
+        let other = memory_file(MEMORY_BYTES);
+        let region = [0, 1 << 32, MEMORY_BYTES, 1 << 40, 0].map(u64::to_ne_bytes).concat();
+        let message = [[code::ADD_MEM_REG, 9, 40].map(u32::to_ne_bytes).concat(), region].concat();
+        for half in [1, 11, 12, 13, message.len() - 1] {
+            let (first, second) = (server(Limits::default()), server(Limits::default()));
+            let front_end = FrontEnd::connect(&first).await;
+            send_with(&front_end.socket, &message[..half], &[other.as_fd()]);
+            // It is read before what comes from the server.
+            reactor::sleep_until(reactor::now() + Duration::from_millis(1)).await;
+            assert!(first.come_to_rest(PATIENCE).await);
+            let served = goes_on(&front_end, &first, &second);
+            rustix::io::write(&front_end.socket, &message[half..]).expect("there is room");
+            assert_eq!(front_end.answer(code::ADD_MEM_REG).await, [0; 8], "with its descriptor");
+            drop((front_end.socket, served));
+        }
+    });
+}
+
+#[test]
+fn what_a_front_end_does_to_its_files_is_told_from_what_an_export_lacks() {
+    real(async {
+        type Spoil = fn(&OwnedFd);
+        let spoils: [(Spoil, Offer, bool); 4] = [
+            (|file| ftruncate(file, 0).expect("it may"), Offer { queues: 2, ..Offer::default() }, true),
+            (|file| ftruncate(file, MEMORY_BYTES - 1).expect("it may"), Offer::default(), true),
+            (|file| fcntl_add_seals(file, SealFlags::FUTURE_WRITE).expect("it may"), Offer::default(), true),
+            (|_| {}, Offer { queue_size: 16, ..Offer::default() }, false),
+        ];
+        for (spoil, offer, is_of_its_files) in spoils {
+            let first = server(Limits::default());
+            let front_end = FrontEnd::connect(&first).await;
+            front_end.start(0, event(0), event(0)).await;
+            assert!(first.come_to_rest(PATIENCE).await);
+            spoil(&front_end.file);
+            let said = first.take_rested().expect("it is at rest").said;
+            let why = Session::heard(offer, said).expect_err("it cannot be");
+            assert_eq!(why.is_of_its_files(), is_of_its_files, "{why}");
+            drop((front_end.socket, front_end.served));
+        }
+    });
+}
