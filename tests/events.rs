@@ -464,3 +464,29 @@ fn a_webhook_over_tls_has_to_be_who_it_says() {
     let status = fs::read_to_string(format!("/proc/{runner}/status")).unwrap();
     assert!(status.contains("Seccomp:\t2\n") && status.contains("NoNewPrivs:\t1\n"), "{status}");
 }
+
+/// How often its threads have woken up.
+fn wakes(weir: &Weir) -> u64 {
+    let tasks = fs::read_dir(format!("/proc/{}/task", weir.pid())).unwrap();
+    let statuses = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("status")).ok());
+    let count = |status: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        line.unwrap().trim().parse::<u64>().unwrap()
+    };
+    statuses.map(|status| count(&status)).sum()
+}
+
+#[test]
+fn while_nobody_does_anything_nobody_looks_whether_something_happens() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    // Once there was something to look at.
+    works(&weir);
+    limit(&scratch, 500);
+    // Threads that have done what they were for end a moment later. Looks come each second.
+    until(|| {
+        let before = wakes(&weir);
+        thread::sleep(std::time::Duration::from_millis(2500));
+        (wakes(&weir) == before).then_some(())
+    });
+}

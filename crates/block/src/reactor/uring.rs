@@ -24,7 +24,7 @@ use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 use slab::Slab;
 
 use super::{
-    Driver, Figures, Reactor, real_now, restricted,
+    Driver, Figures, Reactor, real_now, restricted, rouse,
     vigil::Vigil,
     wide::{Ring, takes_fuse_commands},
     with_current,
@@ -251,6 +251,7 @@ impl Uring {
             if self.poll(reactor, (began + limit).min(next_timer.unwrap_or(Instant::MAX))) {
                 self.enter(Wait::No);
                 self.note_gap(began, limit);
+                rouse::woken();
                 return;
             }
         }
@@ -266,6 +267,7 @@ impl Uring {
             (false, None) => Wait::Forever,
         });
         reactor.executor.wake_up();
+        rouse::woken();
         if polls {
             self.note_gap(began, limit);
         }

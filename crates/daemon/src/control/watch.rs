@@ -6,8 +6,12 @@
 //!   each change   Inventory::tell, by events::actor ───────┴─► Events::tell
 //! ```
 //!
-//! A look takes a few hundred nanoseconds for each disk, on the main thread. Never takes a lock
-//! that is held for longer, and never asks the kernel for more than a device's statistics.
+//! A look takes a few hundred nanoseconds for each disk, on the main thread. While all threads
+//! sleep, and nothing is under way that time alone could change, nobody looks: an idle daemon does
+//! not wake up.
+//!
+//! Never takes a lock that is held for longer, and never asks the kernel for more than a device's
+//! statistics.
 
 mod conditions;
 mod settings;
@@ -15,6 +19,7 @@ mod settings;
 use std::{
     cell::RefCell,
     collections::{BTreeMap, BTreeSet},
+    convert::Infallible,
     rc::{Rc, Weak},
 };
 
@@ -38,8 +43,9 @@ use crate::events::{Kind, News, actor};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Looks each second, and at each change, until this is dropped, or the inventory is. The exports
-/// `in_use` have users that came from another daemon, which are no news.
+/// Looks each second in which somebody does something, and at each change, until this is dropped,
+/// or the inventory is. The exports `in_use` have users that came from another daemon, which are no
+/// news.
 pub(crate) fn watch(inventory: &Rc<Inventory>, in_use: BTreeSet<String>) -> JoinHandle<()> {
     let watch = Rc::new(RefCell::new(Watch { in_use, ..Watch::default() }));
     watch.borrow_mut().look(inventory);
@@ -51,13 +57,28 @@ pub(crate) fn watch(inventory: &Rc<Inventory>, in_use: BTreeSet<String>) -> Join
         }
     });
     let inventory = Rc::downgrade(inventory);
+    let look = move || Some(watch.borrow_mut().look(&*Weak::upgrade(&inventory)?));
     reactor::spawn_joinable(async move {
-        loop {
-            reactor::sleep_until(reactor::now() + SECOND).await;
-            let Some(inventory) = Weak::upgrade(&inventory) else { return };
-            watch.borrow_mut().look(&inventory);
-        }
+        let _gone: Option<Infallible> = look_on(look).await;
     })
+}
+
+/// Until there is nothing to look at any more; `look` says whether all is still.
+async fn look_on(mut look: impl FnMut() -> Option<bool>) -> Option<Infallible> {
+    loop {
+        reactor::sleep_until(reactor::now() + SECOND).await;
+        let looked = reactor::now();
+        // Before the look: whoever wakes up after it may have been missed.
+        let somebody_wakes = reactor::next_to_wake();
+        if !look()? {
+            continue;
+        }
+        somebody_wakes.await;
+        if reactor::now() - looked > SECOND {
+            // What begins now is measured from here.
+            look()?;
+        }
+    }
 }
 
 /// What a name is of.
@@ -131,7 +152,8 @@ impl Watch {
         }
     }
 
-    fn look(&mut self, inventory: &Inventory) {
+    /// Whether nothing has to be looked at again before somebody wakes up.
+    fn look(&mut self, inventory: &Inventory) -> bool {
         let now = reactor::now();
         let events = &inventory.events;
         self.conditions.look(inventory, now);
@@ -146,6 +168,7 @@ impl Watch {
             }
         }
         self.look_at_devices(inventory);
+        self.conditions.are_still() && self.devices.are_still()
     }
 
     /// Devices and files come and go seldom: who comes and goes within a second is not seen.

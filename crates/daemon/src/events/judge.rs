@@ -64,6 +64,11 @@ pub(crate) struct Condition {
 }
 
 impl Condition {
+    /// Whether it is not so, and nothing says otherwise.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.holds.is_none() && self.doubted.is_none()
+    }
+
     pub(crate) fn observe(&mut self, sample: Sample, patience: Patience, now: Instant) -> Option<Turn> {
         let otherwise = if self.holds.is_some() { Sample::Under } else { Sample::Over };
         if sample != otherwise {

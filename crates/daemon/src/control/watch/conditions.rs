@@ -42,6 +42,8 @@ struct Subject {
     watermark: Condition,
     /// The limit that was hit.
     binding: Option<&'static str>,
+    /// What its device does counts, whoever does it.
+    has_watermark: bool,
 }
 
 /// What is measured of a disk or a group.
@@ -74,6 +76,15 @@ impl Conditions {
         self.0.retain(|_, subject| subject.at == now);
     }
 
+    /// Whether none of them changes by time alone.
+    pub(super) fn are_still(&self) -> bool {
+        self.0.values().all(|subject| {
+            let conditions = [&subject.limit, &subject.reservation, &subject.watermark];
+            let waits = subject.brief.waiting != [0; 2];
+            !waits && !subject.has_watermark && conditions.into_iter().all(Condition::is_settled)
+        })
+    }
+
     fn judge(&mut self, of: Of, name: &str, measured: Measured, now: Instant, events: &Events) {
         let subject = match self.0.get_mut(name) {
             Some(subject) if subject.of == of => subject,
@@ -90,11 +101,22 @@ impl Conditions {
 impl Subject {
     fn new(of: Of, measured: &Measured, now: Instant) -> Self {
         let (limit, reservation, watermark) = Default::default();
-        Self { of, at: now, brief: measured.brief, limit, reservation, watermark, binding: None }
+        let has_watermark = measured.has_watermark;
+        Self {
+            of,
+            at: now,
+            brief: measured.brief,
+            limit,
+            reservation,
+            watermark,
+            binding: None,
+            has_watermark,
+        }
     }
 
     fn look(&mut self, name: &str, measured: Measured, now: Instant, events: &Events) {
         let Measured { brief, enforcement, has_watermark } = measured;
+        self.has_watermark = has_watermark;
         let before = std::mem::replace(&mut self.brief, brief);
         let elapsed = now - std::mem::replace(&mut self.at, now);
         let tell = |news: News| events.tell(self.of.about(name, news));
@@ -167,6 +189,11 @@ pub(super) struct Devices {
 }
 
 impl Devices {
+    /// Whether none was measured, so that it would be looked at.
+    pub(super) fn are_still(&self) -> bool {
+        self.known.is_empty()
+    }
+
     pub(super) fn look(&mut self, inventory: &Inventory, now: Instant) {
         if self.looked.is_some_and(|looked| now - looked < DEVICES) {
             return;
