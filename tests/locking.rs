@@ -6,7 +6,9 @@ use std::{
     process::{Child, ChildStdin, Command, Stdio},
 };
 
-use crate::harness::{Client, MIB, Scratch, Serve, assert_says, need, qemu_img, qemu_io, text, weir, weir_image};
+use crate::harness::{
+    Client, MIB, Scratch, Serve, assert_says, need, qemu_img, qemu_io, text, weir, weir_image,
+};
 
 /// A qemu-io that has an image open until this is dropped.
 struct QemuIo {

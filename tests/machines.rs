@@ -186,8 +186,10 @@ fn a_machine_with_more_queues_than_there_are_is_told_of() {
     let scratch = Scratch::new();
     let socket = scratch.path("vm");
     let machine = format!("unix:{},queues=2", text(&socket));
-    let weir =
-        Serve::new(&scratch).arg(scratch.sparse("disk.raw", MIB)).args(["--vhost-user-blk", &machine]).start();
+    let weir = Serve::new(&scratch)
+        .arg(scratch.sparse("disk.raw", MIB))
+        .args(["--vhost-user-blk", &machine])
+        .start();
     // One that goes on has enough of them.
     let mut enough = front_end(&socket);
     assert_eq!(number(&mut enough, QUEUES), 2);

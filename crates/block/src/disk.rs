@@ -457,6 +457,11 @@ impl Disk {
         self.done(Operation::Flush, (0, 0), &pass, flush).await
     }
 
+    /// See [`Image::would_lose`].
+    pub fn would_lose(&self) -> bool {
+        self.image.would_lose()
+    }
+
     /// Makes `length` bytes at `offset` read as zeroes.
     ///
     /// # Errors

@@ -249,6 +249,15 @@ impl Image {
         }
     }
 
+    /// Whether a write that was acknowledged would be lost if this process were killed now, while
+    /// its client lives on: its data, or what leads to it, is nowhere else until the next flush.
+    pub fn would_lose(&self) -> bool {
+        match self {
+            Self::Raw(raw) => raw.storage().would_lose(),
+            Self::Qcow2(qcow2) => qcow2.would_lose() || qcow2.storage().would_lose(),
+        }
+    }
+
     /// See [`Storage::flush`].
     pub async fn flush(&self) -> Result<()> {
         match self {

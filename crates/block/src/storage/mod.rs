@@ -282,6 +282,12 @@ impl Storage {
         }
     }
 
+    /// Whether writes that were acknowledged are in this process alone: in the cache of a library.
+    /// Memory, which all is in, does not count.
+    pub fn would_lose(&self) -> bool {
+        self.rbd().is_some_and(Rbd::would_lose)
+    }
+
     /// Whether its bytes are in a Ceph cluster.
     pub fn is_in_cluster(&self) -> bool {
         self.rbd().is_some()

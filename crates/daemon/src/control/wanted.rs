@@ -91,7 +91,9 @@ impl Wanted {
         match (&self.way, &other.way) {
             (
                 Way::Nbd { description, access, bitmaps, .. },
-                Way::Nbd { description: other_description, access: other_access, bitmaps: other_bitmaps, .. },
+                Way::Nbd {
+                    description: other_description, access: other_access, bitmaps: other_bitmaps, ..
+                },
             ) => {
                 add("description", description != other_description);
                 add("allow, deny, tls-authz", access != other_access);

@@ -179,12 +179,23 @@ mod tests {
 
     #[test]
     fn it_is_known_what_a_piece_tells() {
-        for (offset, count, block) in
-            [(0, 60, true), (0, 24, true), (20, 4, true), (0x100, 96, true), (0, 23, false), (21, 4, false), (0, 0, false)]
-        {
+        for (offset, count, block) in [
+            (0, 60, true),
+            (0, 24, true),
+            (20, 4, true),
+            (0x100, 96, true),
+            (0, 23, false),
+            (21, 4, false),
+            (0, 0, false),
+        ] {
             assert_eq!(tells_block(offset, count), block, "{offset} {count}");
         }
-        assert!(tells_capacity(0, 8) && tells_capacity(0x100, 60) && !tells_capacity(0, 7) && !tells_capacity(1, 8));
+        assert!(
+            tells_capacity(0, 8)
+                && tells_capacity(0x100, 60)
+                && !tells_capacity(0, 7)
+                && !tells_capacity(1, 8)
+        );
     }
 
     #[test]

@@ -27,6 +27,7 @@ use rustix::{
 };
 
 use super::{
+    inflight::Loss,
     message::{self, HEADER_BYTES, Header, MAX_DESCRIPTORS, Malformed, Reply, Request},
     session::{Effect, Output, Refusal, Said, Session},
 };
@@ -192,6 +193,11 @@ impl Connection {
     /// See [`Session::queues_asked_for`].
     pub fn queues_asked_for(&self) -> Option<u16> {
         self.session.queues_asked_for()
+    }
+
+    /// See [`Session::loss`].
+    pub fn loss(&self) -> Option<&Arc<Loss>> {
+        self.session.loss()
     }
 
     /// See [`Session::write_cache`].

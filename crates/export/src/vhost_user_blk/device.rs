@@ -59,6 +59,8 @@ pub(super) struct Device {
     pub(super) is_doubted: AtomicBool,
     /// It was said of this front end that its guest may know other blocks.
     pub(super) is_out_of_step: AtomicBool,
+    /// It was said of this front end that its guest has lost writes.
+    is_told_of_loss: AtomicBool,
     /// Another process waits until the front end is at rest.
     resting: AtomicBool,
     /// That has changed.
@@ -81,7 +83,7 @@ impl Device {
         let (write_cache, chosen_write_cache) = (cache(), cache());
         let (no_events, switches, broken_rings, broken) = Default::default();
         let (kicks, calls, requests, in_flight, copies) = Default::default();
-        let (requests_before, is_doubted, is_out_of_step, resting) = Default::default();
+        let (requests_before, is_doubted, is_out_of_step, is_told_of_loss, resting) = Default::default();
         Self {
             export,
             told: None,
@@ -90,6 +92,7 @@ impl Device {
             requests_before,
             is_doubted,
             is_out_of_step,
+            is_told_of_loss,
             resting,
             rests: Event::new(),
             no_events,
@@ -205,6 +208,7 @@ impl Device {
         self.requests_before.store(self.requests.load(Relaxed), Relaxed);
         self.is_doubted.store(false, Relaxed);
         self.is_out_of_step.store(false, Relaxed);
+        self.is_told_of_loss.store(false, Relaxed);
     }
 
     /// A request is not of whole blocks: its driver is wrong, or was told others. That is said once
@@ -215,6 +219,19 @@ impl Device {
                 export = %self.export.id,
                 block_bytes = self.export.offer.block_bytes,
                 "a request of a guest is not of whole blocks, and such ones get I/O errors: has logical-block-size changed since its machine started? (give it back, or start the machine anew)"
+            );
+        }
+    }
+
+    /// A process that was killed has taken writes of this guest with it. That is said once of a
+    /// front end.
+    pub(super) fn tell_of_loss(&self) {
+        if !self.is_told_of_loss.swap(true, Relaxed) {
+            tracing::error!(
+                export = %self.export.id,
+                "a weir that was killed had acknowledged writes that no flush had covered, and they are lost: \
+                 each flush of this guest fails until it resets the device (restart the guest; the cache mode \
+                 writethrough, or write-cache=off, loses nothing)"
             );
         }
     }

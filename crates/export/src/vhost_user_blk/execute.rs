@@ -57,7 +57,15 @@ impl Queue {
     }
 
     async fn flush(&self, incoming: Incoming) {
-        let result = self.device.disk().flush_for(Some(&self.patience)).await;
+        let disk = self.device.disk();
+        let mut result = disk.flush_for(Some(&self.patience)).await;
+        if let Some(loss) = &self.loss {
+            loss.note(|| disk.would_lose());
+            if loss.has_happened() {
+                self.device.tell_of_loss();
+                result = Err(Error::IO);
+            }
+        }
         self.answer(incoming, result);
     }
 
@@ -249,6 +257,11 @@ impl Queue {
             return self.give_back(incoming);
         }
         let Incoming { ticket, request, .. } = incoming;
+        if let (Kind::Write { .. } | Kind::WriteZeroes(_), Some(loss)) = (&request.kind, &self.loss)
+            && self.device.disk().would_lose()
+        {
+            loss.note(|| self.device.disk().would_lose());
+        }
         // What was read or written may not be there.
         let status = match result.and(self.check_memory()) {
             Ok(()) => Status::Ok,

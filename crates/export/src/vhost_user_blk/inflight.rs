@@ -11,7 +11,10 @@
 use std::{
     io,
     os::fd::{BorrowedFd, OwnedFd},
-    sync::atomic::Ordering::{Acquire, Release},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::Ordering::{Acquire, Release},
+    },
 };
 
 use block::guest::{Memory, Place, Quota, Region, RegionError};
@@ -51,6 +54,10 @@ const CACHED: u64 = 1;
 const THROUGH: u64 = 2;
 /// Where the size of a block stands, in bytes; 0 where nobody knows what the guest was told.
 const BLOCK_AT: usize = 16;
+/// Where it stands whether the guest would lose something with this process.
+const LOSS_AT: usize = 24;
+const WOULD_LOSE: u64 = 1;
+const HAS_LOST: u64 = 2;
 
 /// Bytes from the beginning of a ring's part to that of the next.
 fn part_bytes(queue_size: u16, packed: bool) -> u64 {
@@ -92,6 +99,37 @@ pub struct Area {
     stride: Option<u64>,
     /// Where the choice of a write cache is kept.
     choice: Option<Place>,
+    loss: Option<Arc<Loss>>,
+}
+
+/// Whether writes that were acknowledged to the guest, and not flushed, would be lost with this
+/// process, or were lost with the one before. A disk that loses its cache without a word has its
+/// guest believe in what is not there.
+///
+/// One of all rings of a front end.
+#[derive(Debug)]
+pub struct Loss {
+    place: Place,
+    has_happened: bool,
+    /// Held from the look at the disk until it is noted.
+    turn: Mutex<()>,
+}
+
+impl Loss {
+    /// Whether something was lost. It stays so until the guest resets its device: it cannot be told
+    /// what.
+    pub fn has_happened(&self) -> bool {
+        self.has_happened
+    }
+
+    /// Notes what is so now: to be asked before a write is acknowledged that would be lost, and
+    /// after a flush.
+    pub fn note(&self, would_lose: impl FnOnce() -> bool) {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.has_happened {
+            self.place.store_u64(LOSS_AT, if would_lose() { WOULD_LOSE } else { 0 }, Release);
+        }
+    }
 }
 
 impl Area {
@@ -116,7 +154,30 @@ impl Area {
         let stride = choice.as_ref().map(|_| (bytes - CHOICE_BYTES) / u64::from(queues));
         // The front end may have changed its mind about how many there are.
         let stride = stride.filter(|stride| stride.is_multiple_of(64));
-        Ok(Self { memory, info: *info, stride, choice })
+        let loss = choice.clone().map(|place| {
+            let has_happened = place.load_u64(LOSS_AT, Acquire) == HAS_LOST;
+            Arc::new(Loss { place, has_happened, turn: Mutex::default() })
+        });
+        Ok(Self { memory, info: *info, stride, choice, loss })
+    }
+
+    /// See [`Loss`]; none where another back end has made the area.
+    pub fn loss(&self) -> Option<&Arc<Loss>> {
+        self.loss.as_ref()
+    }
+
+    /// The process that had it is no more, and what it alone had has gone with it.
+    pub fn outlived(self) -> Self {
+        let loss = self.loss.map(|loss| {
+            let would_lose = loss.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE;
+            if !would_lose {
+                return loss;
+            }
+            let place = loss.place.clone();
+            place.store_u64(LOSS_AT, HAS_LOST, Release);
+            Arc::new(Loss { place, has_happened: true, turn: Mutex::default() })
+        });
+        Self { loss, ..self }
     }
 
     /// As its front end has described it, and its file.

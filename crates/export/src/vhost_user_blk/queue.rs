@@ -31,6 +31,7 @@ use super::{
     device::{Counted, Device},
     features::virtio,
     idle::Idle,
+    inflight::Loss,
     patrol::Patrol,
     session::EventKind,
     vring::{RingPlaces, RingSettings},
@@ -129,6 +130,7 @@ pub(super) struct Queue {
     number: u16,
     pub(super) device: Arc<Device>,
     ring: RefCell<Ring>,
+    pub(super) loss: Option<Arc<Loss>>,
     memory: RefCell<Memory>,
     /// The memory has changed since requests began that are in flight: see [`Queue::ended`].
     memory_changed: Cell<bool>,
@@ -161,7 +163,8 @@ impl Queue {
     /// # Errors
     /// What cannot be about it.
     pub(super) fn new(number: u16, settings: RingSettings, device: Arc<Device>) -> Result<Rc<Self>, Broken> {
-        let RingSettings { size, places, memory, features, base, inflight, kick, call, error } = settings;
+        let RingSettings { size, places, memory, features, base, inflight, loss, kick, call, error } =
+            settings;
         let bell = |event| bell(&device, number, event);
         let bells = Bells { kick: bell(kick), call: bell(call), error: bell(error) };
         let has = |feature| features & feature != 0;
@@ -182,6 +185,7 @@ impl Queue {
             number,
             device,
             ring: RefCell::new(ring),
+            loss,
             memory: RefCell::new(memory),
             memory_changed: Cell::new(false),
             lost: Cell::new(false),

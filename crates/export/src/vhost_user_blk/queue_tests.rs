@@ -54,6 +54,7 @@ fn take_the_longest_chains() {
         features: virtio::INDIRECT_DESC,
         base: 0,
         inflight: None,
+        loss: None,
         kick: None,
         call: None,
         error: None,

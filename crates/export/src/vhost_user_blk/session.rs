@@ -29,7 +29,7 @@ mod outcome;
 mod rings;
 mod takeover;
 
-use std::{collections::VecDeque, os::fd::OwnedFd};
+use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc};
 
 use block::{
     guest::{DirtyLog, Memory, Quota, Region, RegionError},
@@ -43,7 +43,7 @@ use super::{
     channel::channel,
     config_space,
     features::{Offer, protocol, virtio},
-    inflight::{self, Area},
+    inflight::{self, Area, Loss},
     message::{self, InflightInfo, Malformed, RegionInfo, Reply, Request, code},
     vring::{Kick, Vring},
 };
@@ -84,6 +84,8 @@ pub struct Session {
     /// What the owner knows.
     write_cache: Option<bool>,
     rings: Vec<Vring>,
+    /// It comes from another process, in order: see [`Session::heard`].
+    is_heard: bool,
     /// No ring is to run, whatever the front end wants.
     resting: bool,
     /// What is due once no ring is stopping.
@@ -123,11 +125,17 @@ impl Session {
             told_block: None,
             write_cache: None,
             rings: (0..offer.queues).map(|_| Vring::default()).collect(),
+            is_heard: false,
             resting: false,
             waiting: None,
             last_code: None,
             offer,
         }
+    }
+
+    /// See [`Loss`].
+    pub fn loss(&self) -> Option<&Arc<Loss>> {
+        self.inflight.as_ref().and_then(Area::loss)
     }
 
     /// Whether a reply is due that waits for rings to stop.
@@ -325,6 +333,7 @@ impl Session {
             Request::SetInflightFd(info, file) => {
                 let area = Area::map(&info, file, &self.quota)?;
                 self.agree_on_block(&area)?;
+                let area = if self.is_heard { area } else { area.outlived() };
                 match area.write_cache() {
                     Some(chosen) => {
                         self.writeback = chosen;

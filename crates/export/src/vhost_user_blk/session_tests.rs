@@ -719,7 +719,9 @@ fn a_guest_that_was_told_smaller_blocks_is_refused() {
         front_end.session.rest(&mut front_end.out);
         let said = front_end.session.told().expect("descriptors");
         let heard = Session::heard(Offer { block_bytes, ..offer() }, said);
-        heard.map(|(session, _)| FrontEnd { session, ..FrontEnd::new(offer()) }).map_err(|why| why.to_string())
+        heard
+            .map(|(session, _)| FrontEnd { session, ..FrontEnd::new(offer()) })
+            .map_err(|why| why.to_string())
     };
     assert!(heard(told_512, 4096).is_err_and(|why| refused.ends_with(&why)));
     let (_, area) = first(heard(front_end(512, true), 512).expect("the same"));

@@ -293,6 +293,7 @@ impl FrontEnd {
             features: machine.features(),
             base: self.base,
             inflight: machine.inflight(),
+            loss: None,
             kick: None,
             call: None,
             error: None,

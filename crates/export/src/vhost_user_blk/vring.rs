@@ -9,9 +9,11 @@
 //!
 //! The rings themselves, and the requests in them, are the queue's. Here are addresses and numbers.
 
+use std::sync::Arc;
+
 use block::{guest::Memory, guest::Place, reactor::op::Fd};
 
-use super::{features::virtio, message::VringAddresses};
+use super::{features::virtio, inflight::Loss, message::VringAddresses};
 use crate::virtio::ring::Parts;
 
 /// The parts of a ring, each wholly in one region and aligned as virtio 1.3 § 2.7 and § 2.8 ask.
@@ -41,6 +43,8 @@ pub struct RingSettings {
     /// Its record of requests in flight, if the front end keeps one: some may be left of a process
     /// that died.
     pub inflight: Option<Place>,
+    /// Beside that record, for all rings: what would be lost with this process.
+    pub loss: Option<Arc<Loss>>,
     /// Tells that requests have come. Without it the ring has to be polled.
     pub kick: Option<Fd>,
     /// To tell that requests have ended; nobody wants to know without it.

@@ -178,7 +178,8 @@ impl Guest {
                     let (ticket, request) = parse(chain, &DEVICE_RULES);
                     if let Some(request) = &request {
                         check(request);
-                        self.requests += usize::from(!matches!(request.kind, Kind::Done(_) | Kind::PartOfBlock));
+                        self.requests +=
+                            usize::from(!matches!(request.kind, Kind::Done(_) | Kind::PartOfBlock));
                     }
                     self.held.push((ticket, request));
                     assert!(self.held.len() <= usize::from(ring.taken()));

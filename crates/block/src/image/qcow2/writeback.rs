@@ -113,6 +113,11 @@ impl Pending {
         self.freed.len() + self.unused.len() > MOST_FREED
     }
 
+    /// Whether what leads to data of the disk is not in the file.
+    fn leads_elsewhere(&self) -> bool {
+        self.writing || !self.slices.is_empty() || !self.l1_sectors.is_empty()
+    }
+
     fn is_clean(&self) -> bool {
         !self.writing && self.slices.is_empty() && self.l1_sectors.is_empty() && self.freed.is_empty()
     }
@@ -135,6 +140,11 @@ impl Qcow2 {
         }
         self.give_back_later();
         Ok(())
+    }
+
+    /// See [`Image::would_lose`](crate::image::Image::would_lose).
+    pub fn would_lose(&self) -> bool {
+        self.pending().leads_elsewhere()
     }
 
     /// Whether metadata is not in the file yet.

@@ -39,7 +39,10 @@ use std::{
     ops::Range,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+        atomic::{
+            AtomicBool, AtomicU64,
+            Ordering::{Acquire, Relaxed, Release},
+        },
     },
 };
 
@@ -85,6 +88,10 @@ pub struct Rbd<B = Librbd> {
     /// Another client has the image, by force.
     is_lost: AtomicBool,
     failures: Seldom,
+    /// Writes that are only in the library's cache, since it was opened; and how many of them a
+    /// flush has covered.
+    cached: AtomicU64,
+    flushed: AtomicU64,
 }
 
 /// How an image is opened.
@@ -137,6 +144,8 @@ impl<B: Backend> Rbd<B> {
             slow: RangeLocks::default(),
             is_lost: AtomicBool::new(false),
             failures: Seldom::default(),
+            cached: AtomicU64::new(0),
+            flushed: AtomicU64::new(0),
         }
     }
 
@@ -148,6 +157,11 @@ impl<B: Backend> Rbd<B> {
     /// How long the oldest request has been with the cluster.
     pub(super) fn oldest_request(&self) -> Option<Duration> {
         self.in_flight.oldest(reactor::now())
+    }
+
+    /// See [`Storage::would_lose`](super::Storage::would_lose).
+    pub(super) fn would_lose(&self) -> bool {
+        self.cached.load(Acquire) != self.flushed.load(Acquire)
     }
 
     /// Rings once the image may have another size.
@@ -228,6 +242,9 @@ impl<B: Backend> Rbd<B> {
         let is_asked = asked == Durability::Synchronous && self.cache != CacheMode::Unsafe;
         if is_asked || self.writes_through() {
             return self.ask(|place| self.backend.flush(place)).await;
+        }
+        if self.cache == CacheMode::Writeback {
+            self.cached.fetch_add(1, Release);
         }
         Ok(())
     }
@@ -315,7 +332,10 @@ impl<B: Backend> Device for Rbd<B> {
         if self.cache == CacheMode::Unsafe || self.read_only {
             return Ok(());
         }
-        self.ask(|place| self.backend.flush(place)).await
+        let cached = self.cached.load(Acquire);
+        self.ask(|place| self.backend.flush(place)).await?;
+        self.flushed.fetch_max(cached, Release);
+        Ok(())
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {

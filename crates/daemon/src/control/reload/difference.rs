@@ -129,7 +129,11 @@ impl Difference {
     }
 
     /// Nobody uses what is to go.
-    async fn check_unused(&self, inventory: &Inventory, (draft, plan): (&Draft, &Plan)) -> anyhow::Result<()> {
+    async fn check_unused(
+        &self,
+        inventory: &Inventory,
+        (draft, plan): (&Draft, &Plan),
+    ) -> anyhow::Result<()> {
         let mut old = Vec::new();
         for one in &self.old_exports {
             let Some(export) = one.running(inventory) else { continue };

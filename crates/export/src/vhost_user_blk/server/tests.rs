@@ -2,6 +2,7 @@
 
 mod front_end;
 mod happenings;
+mod losses;
 mod memory;
 mod rings;
 mod takeover;
@@ -178,6 +179,7 @@ fn settings_of_no_ring() -> RingSettings {
         features: 0,
         base: 7,
         inflight: None,
+        loss: None,
         kick: None,
         call: None,
         error: None,

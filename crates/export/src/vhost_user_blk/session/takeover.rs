@@ -127,7 +127,7 @@ impl Session {
     /// # Errors
     /// What a front end could not have said here: another offer, or nonsense.
     pub fn heard(offer: Offer, said: Vec<Said>) -> Result<(Self, VecDeque<Output>), Refusal> {
-        let (mut session, mut outputs) = (Self::new(offer), VecDeque::new());
+        let (mut session, mut outputs) = (Self { is_heard: true, ..Self::new(offer) }, VecDeque::new());
         for Said { code, payload, descriptors } in said {
             let mut out = VecDeque::new();
             session.receive(code, false, Request::parse(code, &payload, descriptors), &mut out);
@@ -144,6 +144,7 @@ impl Session {
                 return Err(Refusal::Running(ring));
             }
         }
+        session.is_heard = false;
         Ok((session, outputs))
     }
 }

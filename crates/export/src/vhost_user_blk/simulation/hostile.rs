@@ -126,6 +126,7 @@ impl Attack {
                 | when(indirect, virtio::INDIRECT_DESC),
             base: if packed { base } else { 0 },
             inflight,
+            loss: None,
             kick: None,
             call: None,
             error: None,

@@ -1,0 +1,134 @@
+//! What a guest hears of writes that have gone with the process that had acknowledged them.
+
+use std::os::unix::fs::FileExt as _;
+
+use block::image::qcow2::{
+    Parts as ImageParts, Qcow2,
+    create::{CreateOptions, create},
+};
+
+use super::*;
+
+const FLUSH: u32 = 4;
+
+/// A disk whose tables are in memory until it is flushed.
+async fn server_of_qcow2() -> Arc<Server> {
+    let storage = Storage::memory(0);
+    let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
+    create(&storage, None, &options).await.expect("valid");
+    let image = Qcow2::open(ImageParts::of(storage)).await.expect("valid");
+    let disk = Disk::new("disk", Image::Qcow2(image), DiskSettings::default(), None).expect("no limits");
+    Server::new(Export {
+        disk: Arc::new(disk),
+        ..export_of(Storage::memory(512), Limits::default(), offer())
+    })
+}
+
+fn offer() -> Offer {
+    Offer { queues: 2, queue_size: SIZE, write_cache: true, ..Offer::default() }
+}
+
+/// An in-flight area, as a front end keeps it.
+struct Kept(File, u64);
+
+impl Kept {
+    fn new() -> Self {
+        let (file, bytes) = crate::vhost_user_blk::inflight::create(2, SIZE, false).expect("made");
+        Self(file.into(), bytes)
+    }
+
+    /// What of it belongs to no ring, as it is when the process that serves is killed now. The rings
+    /// of another guest are at their beginning.
+    fn as_of_now(&self) -> Self {
+        let copy = Self::new();
+        let (at, mut content) = (self.1 - 64, [0; 64]);
+        self.0.read_exact_at(&mut content, at).expect("it is there");
+        copy.0.write_all_at(&content, at).expect("it may be written to");
+        copy
+    }
+}
+
+/// A front end that brings what it has kept, and its first ring.
+async fn connect(server: &Arc<Server>, kept: &Kept) -> (FrontEnd, GuestRing) {
+    let front_end = FrontEnd::connect(server).await;
+    let info = [numbers(&[kept.1, 0]), [2, SIZE].map(u16::to_ne_bytes).concat()].concat();
+    front_end.ask(code::SET_INFLIGHT_FD, &info, &[kept.0.as_fd()]).await;
+    let ring = front_end.start(0, event(0), event(0)).await;
+    (front_end, ring)
+}
+
+/// The status of a request of this kind.
+async fn carried_out(front_end: &mut FrontEnd, ring: &mut GuestRing, kind: u32) -> u8 {
+    let at = front_end.request(ring, kind, 0, &[7; 512]);
+    ring.kick_and_wait().await;
+    front_end.data(at).1
+}
+
+/// The status of a flush at another process, which is brought this area.
+async fn flushed_after(kept: &Kept) -> u8 {
+    let other = server_over(Storage::memory(1 << 20), Limits::default());
+    let (mut front_end, mut ring) = connect(&other, kept).await;
+    let status = carried_out(&mut front_end, &mut ring, FLUSH).await;
+    front_end.leave().await;
+    status
+}
+
+#[test]
+fn flushes_fail_where_writes_that_no_flush_had_covered_are_lost() {
+    real(async {
+        let (server, kept) = (server_of_qcow2().await, Kept::new());
+        let (mut front_end, mut ring) = connect(&server, &kept).await;
+        assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "nothing was written");
+        assert_eq!(carried_out(&mut front_end, &mut ring, 1).await, 0);
+        let killed = kept.as_of_now();
+        assert_eq!(flushed_after(&killed).await, 1);
+        assert_eq!(flushed_after(&killed.as_of_now()).await, 1, "whoever else is killed");
+
+        assert_eq!(carried_out(&mut front_end, &mut ring, FLUSH).await, 0);
+        assert_eq!(flushed_after(&kept.as_of_now()).await, 0);
+        // It has its place already.
+        assert_eq!(carried_out(&mut front_end, &mut ring, 1).await, 0);
+        assert_eq!(flushed_after(&kept.as_of_now()).await, 0);
+        front_end.leave().await;
+    });
+}
+
+#[test]
+fn a_guest_that_resets_its_device_flushes_again() {
+    real(async {
+        let (server, kept) = (server_of_qcow2().await, Kept::new());
+        let (mut front_end, mut ring) = connect(&server, &kept).await;
+        carried_out(&mut front_end, &mut ring, 1).await;
+        let other = server_of_qcow2().await;
+        let (mut killed, mut ring) = connect(&other, &kept.as_of_now()).await;
+        assert_eq!(carried_out(&mut killed, &mut ring, FLUSH).await, 1);
+        assert_eq!(carried_out(&mut killed, &mut ring, 1).await, 0, "writes do not fail");
+        assert_eq!(carried_out(&mut killed, &mut ring, FLUSH).await, 1, "it cannot be told what is lost");
+        killed.ask(code::RESET_DEVICE, &[], &[]).await;
+        let mut ring = killed.start(1, event(0), event(0)).await;
+        assert_eq!(carried_out(&mut killed, &mut ring, FLUSH).await, 0);
+        killed.leave().await;
+        front_end.leave().await;
+    });
+}
+
+#[test]
+fn nothing_is_lost_with_a_process_that_ends_in_order() {
+    real(async {
+        let (server, kept) = (server_of_qcow2().await, Kept::new());
+        let (mut front_end, mut ring) = connect(&server, &kept).await;
+        carried_out(&mut front_end, &mut ring, 1).await;
+        front_end.leave().await;
+        assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "it was written once its front end had gone");
+
+        // It goes on at another process.
+        let (first, second) = (server_of_qcow2().await, server_of_qcow2().await);
+        let (mut front_end, mut ring) = connect(&first, &kept.as_of_now()).await;
+        carried_out(&mut front_end, &mut ring, 1).await;
+        assert!(first.come_to_rest(PATIENCE).await);
+        second.take_over(first.take_rested().expect("it is at rest")).expect("the same export");
+        let served = attend(&second, front_end.socket.clone());
+        assert_eq!(carried_out(&mut front_end, &mut ring, FLUSH).await, 0);
+        drop((front_end.socket, served));
+    });
+}
