@@ -268,12 +268,12 @@ fn what_cannot_be_is_named_and_nothing_changes() {
             "the sandbox does not let this daemon make devices",
         ],
     );
-    // The last step fails, behind all that could be done.
+    // The last step fails, behind all that could be done: an export has gone, two have come.
     let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
     let _taken = UnixListener::bind(party.scratch.path("taken")).unwrap();
     let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"vhost-user-blk\", listen = \"unix:taken\" }]\n";
     party.refuses(
-        &(line("iops-reservation = 400", "") + door),
+        &(line("iops-reservation = 400", "description = \"another\"") + door),
         &["weir.toml:21: disk.d.export[1].listen", "disk d: unix:", "taken: a socket is there already"],
     );
     assert!(!party.scratch.path("other").exists(), "its socket has gone");
@@ -287,6 +287,7 @@ fn what_cannot_be_is_named_and_nothing_changes() {
     );
     let events = qmp.command("x-weir-query-events", json!({}));
     assert_eq!(qmp.heard("X_WEIR_SETTINGS_CHANGED"), 0, "no limit has changed");
+    assert_eq!(qmp.heard("BLOCK_EXPORT_DELETED"), 0, "nobody has heard of it, or it is there");
     let kinds = events.as_array().unwrap().iter().map(|event| event["kind"].as_str().unwrap());
     let kinds: Vec<_> = kinds.filter(|kind| kind.contains("added") || kind.contains("changed")).collect();
     assert!(kinds.is_empty(), "nothing of it has happened: {kinds:?}");
@@ -358,7 +359,10 @@ fn exports_come_and_go_with_their_servers() {
     let size = |uri: &str| Client::new("nbdinfo").args(["--size", uri]).succeeds();
     assert_eq!(size(&format!("nbd+unix:///x?socket={}", text(&other))), "1048576\n");
     party.write(&format!("{disk}description = \"the first\"\n{second}"));
+    let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
     let said = prints(&party.scratch, &["reload"]);
+    let gone = [(); 2].map(|()| qmp.event("BLOCK_EXPORT_DELETED"));
+    assert_eq!(gone, [json!({ "id": "a" }), json!({ "id": "x" })]);
     assert_says(
         &said,
         &["export  x     removed at unix:", "export  a     removed at unix:", "export  a     added at unix:"],

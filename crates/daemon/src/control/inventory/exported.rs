@@ -337,16 +337,21 @@ impl Inventory {
     /// No client finds the export any more when this returns. Its id and its disk stay in use until
     /// its last client is gone and [`Change::ExportDeleted`] follows.
     pub(crate) fn remove_export(self: &Rc<Self>, id: &str, removal: Removal) -> Result<(), Refused> {
-        reactor::spawn(self.removal(id, removal)?);
+        let (inventory, removal) = (Rc::clone(self), self.removal(id, removal)?);
+        reactor::spawn(async move {
+            let gone = removal.await;
+            gone.iter().for_each(|gone| inventory.tell(gone));
+        });
         Ok(())
     }
 
-    /// The same, and waits for its last client once it is polled.
+    /// The same, and waits for its last client once it is polled. What it comes to is to be told,
+    /// unless nobody has heard of the export or it is put back.
     pub(crate) fn removal(
         self: &Rc<Self>,
         id: &str,
         removal: Removal,
-    ) -> Result<impl Future<Output = ()> + 'static, Refused> {
+    ) -> Result<impl Future<Output = Option<Change>> + 'static, Refused> {
         let export = self.export(id)?;
         let is_gone = match export.door.remove(removal) {
             Ok(()) => false,
@@ -360,17 +365,16 @@ impl Inventory {
         let inventory = Rc::clone(self);
         Ok(async move {
             if is_gone {
-                return;
+                return None;
             }
             export.door.wait_until_unused().await;
             inventory.exports.borrow_mut().remove(&export.id);
-            // Of one that never was, nobody has heard.
-            if !inventory.is_arriving(export.disk.disk.name()) {
-                inventory.tell(&Change::ExportDeleted { id: export.id.clone() });
-            }
             if inventory.ends_when_idle.get() && inventory.is_idle() {
                 (inventory.ender)(End::Idle);
             }
+            // Of one that never was, nobody has heard.
+            let is_known = !inventory.is_arriving(export.disk.disk.name());
+            is_known.then(|| Change::ExportDeleted { id: export.id.clone() })
         })
     }
 
@@ -395,12 +399,14 @@ impl Inventory {
             }
         }
         for (export, end) in ends {
-            end.await;
+            let gone = end.await;
             if refused.is_some()
                 && let (Door::Nbd(serving, _), Some(new)) = (&export.door, &export.new)
             {
                 self.add_export(serving, new.clone())?;
                 self.export(&export.id)?.added.set(export.added.get());
+            } else {
+                gone.iter().for_each(|gone| self.tell(gone));
             }
         }
         refused.map_or(Ok(()), Err)

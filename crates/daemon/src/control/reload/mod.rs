@@ -90,6 +90,11 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
         }
         return Err(error);
     }
+    for done in std::mem::take(&mut work.done) {
+        if let Done::ExportRemoved(_, Some(gone)) = done {
+            inventory.tell(&gone);
+        }
+    }
     for name in std::mem::take(&mut work.set) {
         inventory.tell(&Change::SettingsChanged { name });
     }
@@ -185,7 +190,8 @@ enum Done {
     GroupAdded(String),
     DiskAdded(String),
     ServerAdded(Rc<Serving>),
-    ExportRemoved(Wanted),
+    /// With what is to be told of it once it is not put back.
+    ExportRemoved(Wanted, Option<Change>),
     ExportAdded(String),
 }
 
@@ -208,8 +214,8 @@ impl Work<'_> {
             let told = wanted.told(self.inventory);
             // Images took their time to open.
             export.check_unused().await?;
-            self.inventory.removal(&export.id, Removal::Safe)?.await;
-            self.done.push(Done::ExportRemoved(wanted.clone()));
+            let gone = self.inventory.removal(&export.id, Removal::Safe)?.await;
+            self.done.push(Done::ExportRemoved(wanted.clone(), gone));
             self.told.push(told::exported(told, &wanted.disk, "removed"));
         }
         for wanted in &difference.new_exports {
@@ -449,8 +455,14 @@ impl Work<'_> {
                 self.inventory.remove_server(&serving);
                 serving.stop().await;
             }
-            Done::ExportRemoved(wanted) => drop(wanted.add(self.inventory).await?),
-            Done::ExportAdded(id) => self.inventory.removal(&id, Removal::Hard)?.await,
+            Done::ExportRemoved(wanted, gone) => {
+                if let Err(error) = wanted.add(self.inventory).await {
+                    gone.iter().for_each(|gone| self.inventory.tell(gone));
+                    return Err(error);
+                }
+            }
+            // Nobody was told of it.
+            Done::ExportAdded(id) => drop(self.inventory.removal(&id, Removal::Hard)?.await),
         }
         Ok(())
     }
