@@ -376,6 +376,28 @@ fn exports_come_and_go_with_their_servers() {
 }
 
 #[test]
+fn a_file_asks_for_a_disk_that_came_over_the_control_socket() {
+    let party = Party::new("\n[disk.a]\nimage = \"memory:1M\"\n");
+    let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
+    qmp.command(
+        "blockdev-add",
+        json!({ "driver": "x-weir-memory", "size": MIB, "node-name": "b", "discard": "ignore" }),
+    );
+    let with =
+        |keys: &str| format!("\n[disk.a]\nimage = \"memory:1M\"\n\n[disk.b]\nimage = \"memory:1M\"\n{keys}");
+    let refused = |keys: &str, why: &str| {
+        let rule = format!("disk.b: {why}: cannot be changed while the disk is served");
+        party.refuses(&with(keys), &[&rule]);
+    };
+    refused("", "discard");
+    refused("detect-zeroes = \"on\"\ndelay = \"read=1ms\"\n", "discard, detect-zeroes, delay");
+    refused("discard = \"ignore\"\noptions = \"size=512\"\n", "options");
+    party.write(&with("discard = \"ignore\"\n"));
+    assert_says(&prints(&party.scratch, &["reload"]), &["export  b     added at unix:"]);
+    party.weir.stop();
+}
+
+#[test]
 fn a_service_manager_hears_of_a_reload() {
     let scratch = Scratch::new();
     let notify = scratch.socket("notify");

@@ -13,7 +13,7 @@ use anyhow::{Context as _, bail, ensure};
 use settings::{Disk, Draft, Group, Place, Plan, Service};
 
 use crate::control::{
-    inventory::{Inventory, Refused, RunningDisk, RunningExport},
+    inventory::{Inventory, Opening, Refused, RunningDisk, RunningExport},
     wanted::Wanted,
 };
 
@@ -247,16 +247,25 @@ fn otherwise_opened(running: &RunningDisk, new: &Disk) -> Vec<&'static str> {
         (Some(a), Some(b)) => std::path::absolute(a).ok() == std::path::absolute(b).ok(),
         _ => a == b,
     };
-    let format = running.disk.image().format();
+    let RunningDisk { disk, image, cache, opening, .. } = running;
+    let Opening { part, reconnect_delay, open_timeout, only_here } = opening;
+    let wanted = Opening::from(new);
     [
-        ("image", !is_same_file(&running.image, &new.image)),
-        ("format", new.format.is_some_and(|new| new != format)),
-        ("cache", running.cache != new.cache),
-        ("read-only", running.disk.image().is_read_only() != new.read_only),
-        ("handover", running.disk.is_handed_over() != new.handover),
+        ("image", !is_same_file(image, &new.image)),
+        ("format", new.format.is_some_and(|new| new != disk.image().format())),
+        ("options", *part != wanted.part),
+        ("cache", *cache != new.cache),
+        ("read-only", disk.image().is_read_only() != new.read_only),
+        ("handover", disk.is_handed_over() != new.handover),
+        ("reconnect-delay", *reconnect_delay != wanted.reconnect_delay),
+        ("open-timeout", *open_timeout != wanted.open_timeout),
+        ("discard", disk.discards() != new.discard),
+        ("detect-zeroes", disk.detect_zeroes() != new.detect_zeroes),
     ]
     .into_iter()
     .filter_map(differing)
+    // Of these it is known whether something is said.
+    .chain(only_here.xor(wanted.only_here))
     .collect()
 }
 
