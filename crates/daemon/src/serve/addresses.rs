@@ -1,0 +1,167 @@
+//! Where clients come: every address bound, or taken over from another daemon, and the exports that
+//! they find there. Lets nobody in.
+
+use std::{collections::HashSet, path::PathBuf, rc::Rc};
+
+use anyhow::{Context as _, anyhow};
+use block::reactor::{Worker, op::Fd};
+use export::nbd;
+use settings::{Address, DoorExport, Endpoint, Plan, Service, Standard, Tls, control::ControlSocket};
+
+use crate::{
+    control::{
+        assemble::{self, Late},
+        inventory::Inventory,
+        serving::Serving,
+        takeover::{newcomer::Newcomer, told_name},
+        wanted::{self, Wanted},
+    },
+    http,
+    listen::{self, Inherited, Listener},
+};
+
+/// Those that were named, and the one that nobody named, or why that cannot be had. A daemon does
+/// without that one, unless it must not: it may be the second on this machine.
+pub(super) fn control_sockets(
+    service: &Service,
+    mut newcomer: Option<&mut Newcomer>,
+) -> anyhow::Result<(Vec<Listener>, Option<anyhow::Error>)> {
+    let owner = service.user.as_ref();
+    let mut open = |place: ControlSocket| {
+        let taken = newcomer.as_mut().map(|newcomer| newcomer.control(&place.path)).transpose()?;
+        taken.flatten().map_or_else(|| listen::control(&place, owner), Ok)
+    };
+    let named = |path: &PathBuf| open(ControlSocket::at(path.clone()));
+    let mut sockets: Vec<_> = service.qmp.iter().map(named).collect::<anyhow::Result<_>>()?;
+    if service.control == Standard::Off {
+        return Ok((sockets, None));
+    }
+    let place = ControlSocket::of_daemon().map_err(|rule| anyhow!("control socket: {rule}"));
+    match place.and_then(open) {
+        Ok(listener) => sockets.push(listener),
+        Err(error) if service.control == Standard::Must => return Err(error),
+        Err(error) => return Ok((sockets, Some(error))),
+    }
+    Ok((sockets, None))
+}
+
+/// Where figures are asked for over HTTP: bound, or another daemon's. The inventory knows it too,
+/// for the next one.
+pub(super) fn told(
+    service: &Service,
+    mut newcomer: Option<&mut Newcomer>,
+    tls: Option<&nbd::Tls>,
+    inventory: &Inventory,
+) -> anyhow::Result<http::Doors> {
+    let mut open = |what: &'static str, address: &Address| -> anyhow::Result<Vec<Listener>> {
+        let taken = newcomer.as_mut().map(|newcomer| newcomer.told(what, address)).transpose()?;
+        let bind = || http::bind(what, address, &service.sockets);
+        let listeners = taken.flatten().map_or_else(bind, Ok)?;
+        let known = listeners.iter().map(|listener| -> std::io::Result<_> {
+            let path = listener.file.as_ref().map(|file| file.path().to_owned());
+            Ok((Fd::from(listener.socket.try_clone()?), path))
+        });
+        let known = known.collect::<Result<_, _>>().context(what)?;
+        inventory.told.borrow_mut().push((told_name(what, address), known));
+        Ok(listeners)
+    };
+    let metrics = service.metrics.as_ref().map(|address| open("metrics", address)).transpose()?;
+    let page = |page: &settings::Http| -> anyhow::Result<_> {
+        let token = page.token_file.as_deref().map(http::Token::read).transpose()?;
+        let is_encrypted = page.is_encrypted(&service.tls);
+        if !is_encrypted && !page.is_local() {
+            tracing::warn!(
+                at = %page.address,
+                "http: everybody on the way reads the names of disks and what they do (set tls-certificates, or use an address of this host alone)"
+            );
+        }
+        let keys = tls.filter(|_| is_encrypted).map(|tls| tls.keys.clone());
+        let listeners = open("http", &page.address)?;
+        Ok(http::Page { listeners, names: page.names.clone(), token, keys })
+    };
+    Ok(http::Doors { metrics, page: service.http.as_ref().map(page).transpose()? })
+}
+
+/// Binds every address, or takes it over, and lets nobody in yet; returns the exports' URIs.
+pub(super) async fn listen(
+    plan: &Plan,
+    mut inherited: Inherited,
+    mut newcomer: Option<&mut Newcomer>,
+    tls: Option<nbd::Tls>,
+    workers: &Rc<Vec<Worker>>,
+    inventory: &Rc<Inventory>,
+) -> anyhow::Result<Vec<String>> {
+    if let Some(newcomer) = &mut newcomer {
+        newcomer.pass_machines(&mut inherited)?;
+    }
+    for DoorExport { door, .. } in &plan.doors {
+        door.passed().map(|name| inherited.keep(name)).transpose()?;
+    }
+    for settings::Server { endpoint, .. } in &plan.servers {
+        let is_others = newcomer.as_ref().is_some_and(|newcomer| newcomer.has_server(endpoint));
+        if let (Endpoint::Passed(name), false) = (endpoint, is_others) {
+            inherited.keep(name)?;
+        }
+    }
+    // All addresses first: where one fails, no client should have seen the others.
+    let open = |server: &settings::Server| {
+        let taken = newcomer.as_mut().map(|newcomer| newcomer.listeners(&server.endpoint)).transpose()?;
+        match taken.flatten() {
+            Some(listeners) => Ok(listeners),
+            None => listen::open(&server.endpoint, &plan.service.sockets, &mut inherited),
+        }
+    };
+    let listeners: Vec<_> = plan.servers.iter().map(open).collect::<anyhow::Result<_>>()?;
+    for (planned, listeners) in plan.servers.iter().zip(listeners) {
+        let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service, &inventory.events));
+        inventory.add_server(&Serving::new(server, planned.endpoint.clone(), listeners, workers));
+    }
+    let terms = assemble::terms(&plan.service, &inventory.events);
+    inventory.let_doors(workers, &plan.service.sockets, terms, inherited);
+    exports(plan, inventory, newcomer.as_deref(), |disk| !assemble::is_late(disk)).await
+}
+
+/// Has the exports of these disks run; returns their URIs.
+async fn exports(
+    plan: &Plan,
+    inventory: &Rc<Inventory>,
+    newcomer: Option<&Newcomer>,
+    which: impl Fn(&settings::Disk) -> bool,
+) -> anyhow::Result<Vec<String>> {
+    let names: HashSet<_> = plan.disks.iter().filter(|disk| which(disk)).map(|disk| &disk.name).collect();
+    let mut uris = Vec::new();
+    for wanted in Wanted::all(plan).iter().filter(|wanted| names.contains(&wanted.disk)) {
+        if newcomer.as_ref().is_some_and(|newcomer| newcomer.puts_off(wanted, inventory)) {
+            uris.push(wanted.told(inventory).1);
+            continue;
+        }
+        let export = wanted.add(inventory).await?;
+        uris.extend(wanted::uris(&export, &plan.service.tls));
+    }
+    Ok(uris)
+}
+
+/// Opens what is opened in the sandbox, with its exports; returns their URIs.
+pub(super) async fn late_ones(
+    plan: &Plan,
+    inventory: &Rc<Inventory>,
+    late: &mut Late,
+) -> anyhow::Result<Vec<String>> {
+    late.open(plan, inventory, assemble::is_late).await?;
+    exports(plan, inventory, None, assemble::is_late).await
+}
+
+/// Of exports that there are, or are to be.
+pub(super) fn export_ids(inventory: &Inventory) -> HashSet<String> {
+    let running = inventory.exports().into_iter().map(|export| export.id.clone());
+    running.chain(inventory.awaited.borrow().keys().cloned()).collect()
+}
+
+/// How clients call those exports that have come since there were these.
+pub(super) fn uris_beyond(before: &HashSet<String>, inventory: &Inventory, tls: &Tls) -> Vec<String> {
+    let running = inventory.exports();
+    let running = running.iter().filter(|export| !before.contains(&export.id));
+    let awaited = inventory.awaited.borrow();
+    let awaited = awaited.iter().filter(|(id, _)| !before.contains(*id)).map(|(_, door)| door.address());
+    running.flat_map(|export| wanted::uris(export, tls)).chain(awaited).collect()
+}

@@ -1,0 +1,239 @@
+//! A daemon that serves, to its end: signals, a client's `quit`, the last client.
+//!
+//! ```text
+//!   nobody is let in ─► limits are lifted ─► what is in flight ends ─► all is flushed ─► closed
+//! ```
+//!
+//! Never ends before every disk is flushed or has failed to be, unless it is asked twice.
+
+use std::{future::poll_fn, pin::pin, rc::Rc, task::Poll};
+
+use anyhow::{Context as _, anyhow};
+use block::{disk::Totals, reactor};
+use console::signals::Request;
+use policy::time::Duration;
+use sd_notify::NotifyState;
+
+use super::{Daemon, Event};
+use crate::{
+    control::{
+        inventory::{End, Inventory, RunningDisk},
+        qmp::Ending,
+        reload::reload,
+    },
+    events::actor::Actor,
+    notify,
+};
+
+/// How often it is looked again whether another daemon still wants to take over.
+const LOOK_AGAIN: Duration = Duration::from_millis(10);
+/// How long what a stopped disk holds may take to go back to who asked, at the end.
+const TO_GO_BACK: Duration = Duration::from_secs(2);
+
+impl Daemon {
+    pub(super) async fn run(self) -> anyhow::Result<()> {
+        let mut outcome = Ok(());
+        let mut ending = false;
+        loop {
+            // The daemon itself holds a sender, so there is always a next event.
+            match self.events.1.recv().await.context("the daemon's events ended")? {
+                Event::Signal(request @ Request::Meaningless(_)) => ignore(request),
+                // What is about to end is not changed any more.
+                Event::Signal(Request::HangUp) if ending => {}
+                Event::Signal(Request::HangUp) => {
+                    let inventory = Rc::clone(&self.inventory);
+                    reactor::spawn(async move { hang_up(&inventory).await });
+                }
+                Event::Signal(Request::EndAtOnce(signal)) => {
+                    return Err(anyhow!(
+                        "{signal}: ended at once, as asked twice (check what was being written)"
+                    ));
+                }
+                // It may only repeat what a client has asked for with `quit`.
+                Event::Signal(Request::End(_)) | Event::End(_) if ending => {}
+                Event::Signal(Request::End(signal)) => {
+                    ending = true;
+                    self.finish(signal, Ending::Signal);
+                }
+                Event::End(End::Asked) => {
+                    ending = true;
+                    self.finish("quit", Ending::Quit);
+                }
+                Event::End(End::Idle) => {
+                    ending = true;
+                    self.finish("idle", Ending::Quit);
+                }
+                Event::End(End::Broken(error)) => {
+                    tracing::error!("{error:#}");
+                    outcome = Err(error);
+                    ending = true;
+                    self.finish("broken", Ending::Failure);
+                }
+                Event::Finished(result) => {
+                    self.sum_up();
+                    tracing::info!("stopped");
+                    return outcome.and(result);
+                }
+            }
+        }
+    }
+
+    fn sum_up(&self) {
+        for RunningDisk { disk, .. } in self.inventory.disks().iter().map(AsRef::as_ref) {
+            let totals = disk.totals();
+            if totals == Totals::default() {
+                continue;
+            }
+            tracing::info!(
+                disk = %disk.name(),
+                reads = totals.reads,
+                read_bytes = totals.read_bytes,
+                writes = totals.writes,
+                written_bytes = totals.written_bytes,
+                merged_requests = totals.merged_requests,
+                "served"
+            );
+        }
+    }
+
+    /// Starts the end; `signal` is a signal's name, or another word that says why.
+    fn finish(&self, signal: &str, ending: Ending) {
+        tracing::info!(signal, connections = self.inventory.connections(), "stopping");
+        self.inventory.ending.set(true);
+        notify::tell(&[NotifyState::Stopping]);
+        let servers = self.inventory.servers();
+        for serving in &servers {
+            serving.close();
+        }
+        let entrances = self.inventory.entrances();
+        entrances.iter().for_each(|entrance| entrance.leave());
+        let disks = self.inventory.disks();
+        let mut stopped = Vec::new();
+        for running in &disks {
+            // A limit could hold what is in flight for hours. QEMU's drain lifts limits too.
+            running.disk.throttle().lift();
+            // And an error could hold it until somebody comes.
+            match running.disk.failures().stopped_by() {
+                Some(_) => stopped.push(Rc::clone(running)),
+                None => running.disk.failures().lift(),
+            }
+        }
+        let control = Rc::clone(&self.control);
+        let control = reactor::spawn_joinable(async move { control.stop(ending).await });
+        let (events, inventory) = (self.events.0.clone(), Rc::clone(&self.inventory));
+        reactor::spawn(async move {
+            // Images that were laid down for another are taken up before they are closed.
+            while inventory.leaving.get() {
+                reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+            }
+            if !stopped.is_empty() {
+                // What they hold goes back into rings and to devices, for who serves these next.
+                let all_gone = async {
+                    for entrance in &entrances {
+                        entrance.until_unused().await;
+                    }
+                };
+                let _ = reactor::timeout(TO_GO_BACK, all_gone).await;
+                // What cannot go back is answered with the error that stopped its disk.
+                stopped.iter().for_each(|running| running.disk.failures().lift());
+            }
+            for serving in servers {
+                serving.stop().await;
+            }
+            for entrance in entrances {
+                entrance.stop().await;
+            }
+            control.await;
+            let result = flush_and_close(&disks).await;
+            inventory.recordings.end_all().await;
+            let _ = events.try_send(Event::Finished(result));
+        });
+    }
+}
+
+/// SIGHUP: the config file is read again, and the log says what came of it.
+async fn hang_up(inventory: &Rc<Inventory>) {
+    // For `Type=notify-reload`, also where there is nothing to do: see sd_notify(3).
+    let mut began = vec![NotifyState::Reloading];
+    began.extend(NotifyState::monotonic_usec_now().ok());
+    notify::tell(&began);
+    match Actor::Signal.run(reload(inventory)).await {
+        Ok(changes) => {
+            for change in &changes {
+                tracing::info!(%change, "SIGHUP: reloaded");
+            }
+            tracing::info!(changes = changes.len(), "SIGHUP: the config file was read again");
+        }
+        Err(error) => tracing::error!("SIGHUP: nothing has changed: {error:#}"),
+    }
+    notify::tell(&[NotifyState::Ready]);
+}
+
+/// What `work` comes to; none where a signal ends the daemon before `what` is so.
+pub(super) async fn until_ended<T>(
+    work: impl Future<Output = T>,
+    what: &str,
+    events: &async_channel::Receiver<Event>,
+) -> Option<T> {
+    let mut work = pin!(work);
+    let mut ended = pin!(async {
+        loop {
+            match events.recv().await {
+                Ok(Event::Signal(Request::End(signal) | Request::EndAtOnce(signal))) => return signal,
+                Ok(Event::Signal(request)) => ignore(request),
+                // Nothing else happens before the daemon serves.
+                Ok(_) => {}
+                Err(_) => std::future::pending::<()>().await,
+            }
+        }
+    });
+    poll_fn(|context| match work.as_mut().poll(context) {
+        Poll::Ready(done) => Poll::Ready(Some(done)),
+        Poll::Pending => ended.as_mut().poll(context).map(|signal| {
+            tracing::info!(signal, "stopping before {what}");
+            None
+        }),
+    })
+    .await
+}
+
+fn ignore(request: Request) {
+    match request {
+        Request::HangUp => tracing::info!("SIGHUP ignored: weir is starting"),
+        Request::Meaningless(signal) => tracing::info!("{signal} ignored: it means nothing to weir"),
+        Request::End(_) | Request::EndAtOnce(_) => {}
+    }
+}
+
+/// Also those beside one that fails; reports the first failure.
+pub(super) async fn flush_and_close(disks: &[Rc<RunningDisk>]) -> anyhow::Result<()> {
+    // All at once: one whose storage stands still keeps no other from being flushed.
+    let tasks: Vec<_> =
+        disks.iter().cloned().map(|disk| reactor::spawn_joinable(flush_and_close_one(disk))).collect();
+    let mut outcome = Ok(());
+    for task in tasks {
+        outcome = outcome.and(task.await);
+    }
+    outcome
+}
+
+async fn flush_and_close_one(running: Rc<RunningDisk>) -> anyhow::Result<()> {
+    let RunningDisk { disk, .. } = &*running;
+    if disk.is_anothers() {
+        return Ok(());
+    }
+    let name = disk.name();
+    if let Err(error) = disk.flush().await {
+        tracing::error!(disk = %name, %error, "the last flush failed");
+        return Err(anyhow!(
+            "disk {name}: the last flush failed: {error} (what was written since the one before may be lost)"
+        ));
+    }
+    if let Err(error) = disk.close().await {
+        tracing::error!(disk = %name, %error, "closing the image failed");
+        return Err(anyhow!(
+            "disk {name}: its image could not be closed: {error} (`weir image check` tells what is left to mend)"
+        ));
+    }
+    Ok(())
+}

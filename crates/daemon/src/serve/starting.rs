@@ -1,0 +1,354 @@
+//! From a plan to a daemon that serves.
+//!
+//! ```text
+//!   images, keys ─► addresses ─► rights go ─► what another daemon has ─► clients ─► ready
+//!   └───────────── what fails here leaves everything as it was ──────┘
+//! ```
+//!
+//! Lets no client in before everything is there, and never fails once another daemon has given up
+//! what it had.
+
+use std::{
+    collections::BTreeSet,
+    path::{self, Path, PathBuf},
+    rc::{Rc, Weak},
+};
+
+use anyhow::{Context as _, anyhow};
+use block::{
+    reactor::{self, Worker},
+    storage::{OpenError, Passed},
+};
+use console::{figures, signals::Signals};
+use sd_notify::NotifyState;
+use serde_json::{Map, Value};
+use settings::{DoorExport, Plan, Service, ServiceDraft, state::Store};
+
+use super::{
+    Daemon, Event,
+    addresses::{control_sockets, export_ids, late_ones, listen, told, uris_beyond},
+    ending::{flush_and_close, until_ended},
+    memory,
+    steps::Steps,
+    watchdog,
+};
+use crate::{
+    cluster::{self, Cluster},
+    control::{
+        assemble::{self, Late},
+        held_back,
+        inventory::Inventory,
+        loaded::Loaded,
+        moving,
+        qmp::{self, Control},
+        recording,
+        takeover::newcomer::{Before, Newcomer},
+        watch,
+    },
+    events::{self, Kind, News},
+    http,
+    listen::Inherited,
+    notify,
+    on_event::Runner,
+    pid_file::{Claimed, PidFile},
+    sandbox,
+};
+
+/// URIs in the line that says `ready`.
+const MOST_URIS_SHOWN: usize = 16;
+/// What a signal may come before.
+const DISKS_OPEN: &str = "all disks are open";
+
+impl Daemon {
+    /// None where a signal ended it before it was ready.
+    pub(super) async fn start(
+        mut plan: Plan,
+        steps: Steps,
+        file: Option<(PathBuf, ServiceDraft)>,
+        inherited: Inherited,
+        mut newcomer: Option<Newcomer>,
+        (signals, runner): (Signals, Option<Runner>),
+    ) -> anyhow::Result<Option<Self>> {
+        let events = async_channel::unbounded();
+        let sender = events.0.clone();
+        let mut signals = signals.hear().context("signals cannot be waited for")?;
+        reactor::spawn(async move {
+            // Nobody listens only when all ends anyway.
+            while let Ok(request) = signals.next().await {
+                let _ = sender.try_send(Event::Signal(request));
+            }
+        });
+        let sender = events.0.clone();
+        // Nobody listens only when all ends anyway.
+        let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
+        // Clients may be in another directory.
+        let config = file.as_ref().map(|(file, _)| path::absolute(file)).transpose()?;
+        let inventory = Inventory::new(config, ender);
+        inventory.keep_clients_out();
+        // Written once clients can come; whether it may be is known before anything is touched.
+        let claim = |path| match newcomer {
+            Some(_) => Claimed::open(path).map(Some),
+            None => PidFile::check(path).map(|()| None),
+        };
+        let claimed = plan.service.pid_file.as_deref().map(claim).transpose()?.flatten();
+        sandbox::check(&plan)?;
+        join_cluster(&mut plan, &inventory).await?;
+        let files = newcomer.as_ref().map(|newcomer| newcomer.passed().clone());
+        // A key takes seconds to derive, and a pipe may never say its passphrase.
+        let opened = until_ended(assemble::disks(&plan, &inventory, files), DISKS_OPEN, &events.1).await;
+        let Some(opened) = opened else {
+            flush_and_close(&inventory.disks()).await?;
+            return Ok(None);
+        };
+        let mut late = opened.map_err(|error| may_have_moved(error, &inventory))?;
+        memory::warn_of_disks(&plan.disks);
+        inventory.look_at_devices(plan.service.state.as_deref())?;
+        let tls = assemble::credentials(&plan.service.tls)?;
+        let workers = Rc::new(start_workers(&plan.service)?);
+        // Bound before anything is served, and heard once everything is.
+        let (sockets, missing) = control_sockets(&plan.service, newcomer.as_mut())?;
+        let cgroups = plan.service.cgroup_limits.as_deref();
+        let state = plan.service.state.as_deref();
+        let lending = inventory.cluster().and_then(|cluster| cluster.lending());
+        let steer = match newcomer {
+            Some(_) => cgroup::watch::Running::start_after_another,
+            None => cgroup::watch::Running::start,
+        };
+        let cgroups = cgroups.map(|path| steer(path, Store::new(state), lending)).transpose()?;
+        inventory.ends_when_idle.set(plan.service.exit_when_idle);
+        inventory.watchdog.set(sd_notify::watchdog_enabled().or_else(|| newcomer.as_ref()?.watchdog()));
+        let passed = newcomer.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
+        let told = told(&plan.service, newcomer.as_mut(), tls.as_ref(), &inventory)?;
+        let mut uris = listen(&plan, inherited, newcomer.as_mut(), tls.clone(), &workers, &inventory).await?;
+        let is_alone = claimed.is_none();
+        let others = (steps, &mut late, newcomer.as_mut());
+        let completed = complete(&plan, &inventory, &workers, others, is_alone, &events.1).await;
+        let budgets = late.into_budgets();
+        let pid_file = match completed {
+            Ok(Some((pid_file, more))) => {
+                uris.extend(more);
+                pid_file
+            }
+            not => {
+                for entrance in inventory.entrances() {
+                    entrance.stop().await;
+                }
+                let closed = flush_and_close(&inventory.disks()).await;
+                return not.and(closed).map(|()| None);
+            }
+        };
+        let version = newcomer.as_ref().map(|newcomer| newcomer.version().to_owned());
+        let before = match newcomer {
+            Some(newcomer) => match newcomer.finish(&inventory, &workers).await {
+                Ok(before) => Some(before),
+                Err(error) => {
+                    // Of what is the other's nothing is touched.
+                    flush_and_close(&inventory.disks()).await?;
+                    return Err(error);
+                }
+            },
+            None => None,
+        };
+        // From here on nothing may fail: nobody else serves.
+        // A thread that starts now has what rights are left.
+        let of_cgroups = cgroups.as_ref().and_then(cgroup::watch::Running::figures);
+        let http =
+            (!told.is_empty()).then(|| http::Http::start(told, &inventory, &workers, of_cgroups)).transpose();
+        let http = match http {
+            Err(error) if before.is_some() => {
+                tracing::error!("{error:#}: nothing can be had over HTTP");
+                None
+            }
+            http => http?,
+        };
+        let control = Rc::new(Control::start(&inventory, sockets));
+        // Before anything happens that is to be told.
+        let mut watching = vec![events::log(&inventory.events)];
+        watching.extend(runner.and_then(|runner| runner.deliver(&inventory)));
+        inventory.let_clients_in();
+        let taken_from = version.zip(before.as_ref().map(Before::clients));
+        let in_use = match before {
+            Some(before) => before.end(&inventory).await,
+            None => BTreeSet::new(),
+        };
+        let pid_file = match claimed {
+            Some(claimed) => claimed.take().await,
+            None => pid_file,
+        };
+        if let Some(error) = missing {
+            tracing::warn!(
+                "{error:#}; `weir status` and others will not find this daemon (name a control socket of its \
+                 own with --qmp unix:PATH, or say --no-control)"
+            );
+        }
+        announce(&uris);
+        inventory.loaded.replace(
+            file.map(|(file, said)| Rc::new(Loaded { file, said, inherited: passed, plan, tls, budgets })),
+        );
+        watching.extend([held_back::watch(&inventory), watch::watch(&inventory, in_use)]);
+        if let Some((version, clients)) = taken_from {
+            let message = format!(
+                "this daemon goes on where one of version {version} stood, with {}",
+                figures::counted(clients as u64, "client")
+            );
+            let news = News::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
+            inventory.events.tell(news);
+        }
+        let around: Weak<Inventory> = Rc::downgrade(&inventory);
+        let cluster = inventory.cluster().map(|cluster| cluster.start(around)).transpose();
+        let cluster = cluster.unwrap_or_else(|error| {
+            tracing::error!("{error:#}: the cluster's safe share holds (restart weir)");
+            None
+        });
+        watching.extend(moving::receive(&inventory));
+        let watched = inventory.watchdog.get().map(|allowed| watchdog::start(allowed, &workers));
+        let (_watching, _watchdog) = (watching, watched);
+        let (_pid_file, _cgroups, _http, _cluster) = (pid_file, cgroups, http, cluster);
+        Ok(Some(Self {
+            inventory,
+            control,
+            _watching,
+            _watchdog,
+            _http,
+            _cluster,
+            _pid_file,
+            _cgroups,
+            events,
+        }))
+    }
+}
+
+/// Takes part in the cluster, if there is one; what has moved to another host is left out.
+async fn join_cluster(plan: &mut Plan, inventory: &Inventory) -> anyhow::Result<()> {
+    let Some(cluster) = Cluster::prepare(plan).await? else { return Ok(()) };
+    let moved = cluster.moved();
+    for (disk, host) in &moved {
+        tracing::warn!(
+            "disk {disk}: it has moved to host {host}, and is not served here (take [disk.{disk}] out of the config file here, and have it in that of {host}; `weir disk move {disk} --to {}` there brings it back, and if {host} has it no more `weir reload` here does)",
+            cluster.host()
+        );
+    }
+    plan.leave_out(|disk| moved.contains_key(disk));
+    inventory.join(cluster);
+    Ok(())
+}
+
+/// Where an image is another's, and nobody could be asked whether its disk has gone there.
+fn may_have_moved(error: anyhow::Error, inventory: &Inventory) -> anyhow::Error {
+    let is_locked = |cause: &OpenError| cause.why.contains("locked");
+    let is_anothers = error.chain().any(|cause| cause.downcast_ref().is_some_and(is_locked));
+    match inventory.cluster().and_then(|cluster| cluster.unasked()).filter(|_| is_anothers) {
+        Some(why) => anyhow!(
+            "{error:#}; or the disk has moved to another host of the cluster, which could not be asked: {why} (then take it out of the config file here)"
+        ),
+        None => error,
+    }
+}
+
+fn start_workers(service: &Service) -> anyhow::Result<Vec<Worker>> {
+    let start = |number: usize| Worker::start(&format!("worker {number}"), service.poll);
+    let workers: std::io::Result<_> = (0..service.workers).map(start).collect();
+    workers.context("a worker cannot be started (is kernel.io_uring_disabled set, or memory locked scarce?)")
+}
+
+/// Has the rest run: what steps say, disks that are opened late, and what only another daemon has;
+/// in between the rights go that nothing else needs. Returns the pid file, and the URIs of exports
+/// that have come; none where a signal ended the daemon before.
+async fn complete(
+    plan: &Plan,
+    inventory: &Rc<Inventory>,
+    workers: &Rc<Vec<Worker>>,
+    (steps, late, mut newcomer): (Steps, &mut Late, Option<&mut Newcomer>),
+    is_alone: bool,
+    events: &async_channel::Receiver<Event>,
+) -> anyhow::Result<Option<(Option<PidFile>, Vec<String>)>> {
+    let before = export_ids(inventory);
+    let Some(done) = until_ended(steps.run(inventory), "all is done that was told", events).await else {
+        return Ok(None);
+    };
+    done?;
+    if let Some(newcomer) = &newcomer {
+        newcomer.check_config(inventory)?;
+    }
+    let pid_file = settle(plan, inventory, workers, is_alone).await?;
+    let mut uris = uris_beyond(&before, inventory, &plan.service.tls);
+    let Some(more) = until_ended(late_ones(plan, inventory, late), DISKS_OPEN, events).await else {
+        return Ok(None);
+    };
+    uris.extend(more?);
+    if let Some(newcomer) = &mut newcomer {
+        let before = export_ids(inventory);
+        take_along(newcomer, inventory, workers).await?;
+        uris.extend(uris_beyond(&before, inventory, &plan.service.tls));
+    }
+    Ok(Some((pid_file, uris)))
+}
+
+/// The last that takes rights, and then without them.
+async fn settle(
+    plan: &Plan,
+    inventory: &Inventory,
+    workers: &[Worker],
+    is_alone: bool,
+) -> anyhow::Result<Option<PidFile>> {
+    let pid_file = plan.service.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
+    let awaited = inventory.awaited.borrow().values().cloned().collect::<Vec<_>>();
+    let is_of_late = |export: &&DoorExport| assemble::is_late(&plan.disks[export.disk]);
+    let doors_of_late = plan.doors.iter().filter(is_of_late).map(|export| export.door.clone());
+    let served = sandbox::Served {
+        images: inventory.disks().iter().filter_map(|disk| disk.image.path().map(Path::to_owned)).collect(),
+        endpoints: inventory.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
+        remotes: inventory.disks().iter().filter_map(|disk| disk.image.remote().cloned()).collect(),
+        doors: inventory
+            .exports()
+            .iter()
+            .filter_map(|export| export.said.clone())
+            .chain(doors_of_late)
+            .chain(awaited)
+            .collect(),
+        cluster: plan.disks.iter().any(assemble::is_late)
+            || inventory.disks().iter().any(|disk| disk.image.is_rbd()),
+        etcd_ports: plan.service.cluster.as_ref().map(cluster::ports).unwrap_or_default(),
+        own: (plan.service.cluster.as_ref())
+            .and_then(|known| cluster::directory(plan.service.state.as_deref(), known))
+            .into_iter()
+            .collect(),
+    };
+    if let Some(entered) = sandbox::enter(plan, inventory.config.as_deref(), &served, workers).await? {
+        inventory.enter(entered);
+    }
+    // By who it is now, with the rights that are left.
+    if let Some(record) = &plan.service.record {
+        recording::check(record)?;
+        inventory.recordings.keep(record)?;
+    }
+    Ok(pid_file)
+}
+
+/// Has what only the other has, and looks whether anything is left that it has.
+async fn take_along(
+    newcomer: &mut Newcomer,
+    inventory: &Rc<Inventory>,
+    workers: &Rc<Vec<Worker>>,
+) -> anyhow::Result<()> {
+    let perform = async |command: &str, arguments: Map<String, Value>| {
+        qmp::perform_sent(inventory, command, arguments).await
+    };
+    let add_disk =
+        async |nodes: &[Map<String, Value>], files: Passed| qmp::add_again(inventory, nodes, files).await;
+    let added = newcomer.have_added(inventory, workers, perform, add_disk).await?;
+    if !added.is_empty() {
+        let added = added.join(", ");
+        tracing::info!(%added, "comes along, though no config has it (`--save` is for that)");
+    }
+    newcomer.check(inventory)
+}
+
+fn announce(uris: &[String]) {
+    let shown = uris[..uris.len().min(MOST_URIS_SHOWN)].join(" ");
+    match uris.len().saturating_sub(MOST_URIS_SHOWN) {
+        0 => tracing::info!(exports = %shown, "ready"),
+        more => tracing::info!(exports = %shown, more, "ready"),
+    }
+    notify::tell(&[NotifyState::Ready]);
+}
