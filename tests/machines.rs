@@ -458,6 +458,30 @@ fn weir_connects_to_a_machine_that_listens() {
 }
 
 #[test]
+fn a_limit_that_holds_no_machine_is_told_of_with_what_is_enough() {
+    let scratch = Scratch::new();
+    let serve = |limit: &str| {
+        let limit = format!("--nofile={limit}:{limit}");
+        let machine = format!("unix:{},queues=200", text(&scratch.socket("machine")));
+        let serve = Serve::new(&scratch).behind(["prlimit", &limit]).arg("memory:1M");
+        serve.args(["--vhost-user-blk", &machine])
+    };
+    let said = serve("200").fails();
+    assert_says(
+        &said,
+        &[
+            "descriptors: 217 are set aside for virtual machines with 200 queues, and of the 200 that",
+            "LimitNOFILE= of its service, or `ulimit -Hn`",
+            "fewer queues",
+        ],
+    );
+    let enough = said.split_once("it needs ").and_then(|(_, rest)| rest.split(' ').next());
+    serve(enough.expect("a number")).start().stop();
+    let said = serve("9").fails();
+    assert_says(&said, &["a worker cannot be started: Too many open files", "LimitNOFILE="]);
+}
+
+#[test]
 fn a_machine_leaves_descriptors_to_others() {
     let scratch = Scratch::new();
     let socket = scratch.socket("machine");

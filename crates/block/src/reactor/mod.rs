@@ -45,7 +45,7 @@ pub use executor::{JoinHandle, Party};
 pub use figures::{Figures, RingTotals};
 pub use fuse::{FuseRing, clone_fuse_device};
 pub use launcher::Launcher;
-pub use notifier::{Notifier, set_aside as set_notifiers_aside};
+pub use notifier::{Notifier, set_aside as set_notifiers_aside, set_aside_for as notifiers_set_aside_for};
 pub use pool::{threads_may_stay, threads_must_end};
 pub use priority::{in_background, is_in_background};
 pub use rouse::next_to_wake;

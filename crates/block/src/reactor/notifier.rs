@@ -50,6 +50,16 @@ fn make() -> io::Result<IoUring> {
     restricted::build(&mut IoUring::builder(), 1, &[opcode::Nop::CODE], &registered)
 }
 
+/// How many descriptors [`set_aside`] takes for `count` notifiers.
+pub fn set_aside_for(count: usize) -> usize {
+    // Those that are kept, and the shared one.
+    most_kept(count) + 1
+}
+
+fn most_kept(count: usize) -> usize {
+    count.min(MOST_SET_ASIDE) + MOST_SPARE
+}
+
 /// Makes what `count` notifiers need, and as much as is kept anyway, so that nothing has to be made
 /// for them later. Those beyond [`MOST_SET_ASIDE`] may have to share one, which takes two system
 /// calls more each time.
@@ -58,7 +68,7 @@ fn make() -> io::Result<IoUring> {
 /// As `io_uring_setup(2)`.
 pub fn set_aside(count: usize) -> io::Result<()> {
     let mut spare = spare();
-    spare.most = count.min(MOST_SET_ASIDE) + MOST_SPARE;
+    spare.most = most_kept(count);
     while spare.rings.len() < spare.most {
         spare.rings.push(make()?);
     }
@@ -211,7 +221,8 @@ mod tests {
     fn many_queues_take_few_rings() {
         set_aside(16 * 1000).expect("rings");
         let spare = spare();
-        assert!(spare.rings.len() <= MOST_SET_ASIDE + MOST_SPARE && spare.shared.is_some());
+        assert!(spare.rings.len() < set_aside_for(usize::MAX) && spare.shared.is_some());
+        assert_eq!(set_aside_for(16 * 1000), set_aside_for(MOST_SET_ASIDE));
     }
 
     #[test]

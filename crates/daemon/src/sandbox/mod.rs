@@ -28,8 +28,9 @@ use std::{
 use anyhow::{Context as _, bail, ensure};
 use block::{
     nbd::{client::Endpoint as Server, uri::Uri},
-    reactor::{self, Worker},
+    reactor::{self, Worker, op},
 };
+use console::descriptors;
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
 use settings::{Address, Door, Endpoint, Plan, Sandbox, Service, SocketAccess};
 
@@ -53,9 +54,18 @@ struct Needs {
     gives: bool,
     /// Images in a Ceph cluster: librbd connects, also later.
     cluster: bool,
-    /// Queues of virtual machines.
+    /// How many virtual machines may come.
+    machines: u64,
+    /// Queues of all of them.
     queues: usize,
 }
+
+/// Descriptors of a queue that a machine uses: a kick, a call, and one for errors.
+const OF_A_QUEUE: u64 = 3;
+/// Of a machine beside its queues, with one region of memory.
+const OF_A_MACHINE: u64 = 5;
+/// What machines leave to others: see [`op::descriptors_left_to_others`].
+const OF_OTHERS: u64 = 128;
 
 /// What the daemon serves as it enters the sandbox.
 #[derive(Debug, Default)]
@@ -94,6 +104,7 @@ impl Needs {
             match door {
                 Door::VhostUserBlk(machine) => {
                     needs.calls |= machine.client;
+                    needs.machines += 1;
                     needs.queues += usize::from(machine.queues);
                 }
                 Door::Fuse(_) => {
@@ -303,6 +314,7 @@ async fn give_up(
         return Ok((Entered { needs, places: None, sockets: None, servers: Vec::new() }, missing));
     }
     // The last rings that can be made.
+    check_descriptors(needs)?;
     reactor::set_notifiers_aside(needs.queues).context("rings for virtual machines cannot be made")?;
     let kept = capabilities(needs);
     on_each_thread(workers, Part { ruleset, kept }).await.context("sandbox")?;
@@ -314,6 +326,20 @@ async fn give_up(
         missing.push(others);
     }
     Ok((Entered { needs, places, sockets, servers: Vec::new() }, missing))
+}
+
+/// Fails where the process may not have as many descriptors as are set aside for machines.
+fn check_descriptors(Needs { machines, queues, .. }: Needs) -> anyhow::Result<()> {
+    let (aside, free) = (reactor::notifiers_set_aside_for(queues) as u64, op::free_descriptors());
+    // Without a queue the error of what cannot be made says more.
+    if aside < free || queues == 0 {
+        return Ok(());
+    }
+    let limit = descriptors::limit();
+    let enough = limit - free + aside + (queues as u64) * OF_A_QUEUE + machines * OF_A_MACHINE + OF_OTHERS;
+    bail!(
+        "descriptors: {aside} are set aside for virtual machines with {queues} queues, and of the {limit} that this process may have {free} are left (with all machines there it needs {enough} or more: raise LimitNOFILE= of its service, or `ulimit -Hn`; or give the exports fewer queues)"
+    );
 }
 
 /// What root keeps.

@@ -16,6 +16,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow};
 use block::{
+    error::what_gives_descriptors,
     reactor::{self, Worker},
     storage::{OpenError, Passed},
 };
@@ -248,7 +249,13 @@ fn may_have_moved(error: anyhow::Error, inventory: &Inventory) -> anyhow::Error 
 fn start_workers(service: &Service) -> anyhow::Result<Vec<Worker>> {
     let start = |number: usize| Worker::start(&format!("worker {number}"), service.poll);
     let workers: std::io::Result<_> = (0..service.workers).map(start).collect();
-    workers.context("a worker cannot be started (is kernel.io_uring_disabled set, or memory locked scarce?)")
+    workers.map_err(|error| {
+        let may_be = match what_gives_descriptors(&error) {
+            Some(_) => "",
+            None => " (is kernel.io_uring_disabled set, or memory locked scarce?)",
+        };
+        anyhow::Error::new(error).context(format!("a worker cannot be started{may_be}"))
+    })
 }
 
 /// Has the rest run: what steps say, disks that are opened late, and what only another daemon has;
