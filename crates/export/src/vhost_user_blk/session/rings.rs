@@ -271,7 +271,7 @@ impl Session {
 }
 
 /// An event, as far as it is one: a ring is served without, and anything else could keep its front
-/// end connected for ever, see [`channel`].
+/// end connected for ever, see `channel.rs`.
 fn kept(event: Option<OwnedFd>, kind: EventKind, out: &mut VecDeque<Output>) -> Option<Fd> {
     let event = event?;
     if is_event(&event) {
