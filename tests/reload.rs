@@ -302,7 +302,7 @@ fn what_cannot_be_is_named_and_nothing_changes() {
 fn a_change_of_an_export_in_use_is_refused_with_its_line_and_keys() {
     let disk = |more: &str| {
         let export = format!("export = {{ type = \"vhost-user-blk\", listen = \"unix:vm\"{more} }}");
-        format!("\n[disk.a]\nimage = \"memory:1M\"\n{export}\n")
+        format!("\n[disk.b]\nimage = \"memory:1M\"\n\n[disk.a]\nimage = \"memory:1M\"\n{export}\n")
     };
     let party = Party::new(&disk(""));
     let mut machine = front_end(&party.scratch.path("vm"));

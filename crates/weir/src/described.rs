@@ -44,7 +44,8 @@ const OTHERS: [&str; 15] = [
 ];
 
 /// A daemon that runs probes nothing.
-const FORMAT_HELP: &str = "How the image's bytes are laid out: raw or qcow2 [default: qcow2 where it is one; else it is to be said]";
+const FORMAT_HELP: &str = "How the image's bytes are laid out: raw or qcow2 [default: found by probing, \
+     where that is safe; a daemon that runs finds qcow2 alone]";
 
 impl DiskOptions {
     fn arguments() -> Vec<clap::Arg> {

@@ -33,7 +33,7 @@ use nix::{
     fcntl::{FcntlArg, fcntl},
 };
 
-use super::{FileIdentity, OpenError};
+use super::OpenError;
 use crate::plain::plain;
 
 const USED: i64 = 100;
@@ -112,16 +112,14 @@ impl Conflict {
 
     /// Says who is in the way of `file`, where that can be found; blocks.
     pub(super) fn into_error(self, file: impl AsFd, name: &str) -> OpenError {
-        let holder = holder(&file, self.byte);
-        self.error(file, name, holder)
+        let holder = holder(file, self.byte);
+        self.error(name, holder)
     }
 
-    fn error(self, file: impl AsFd, name: &str, holder: Option<Holder>) -> OpenError {
+    fn error(self, name: &str, holder: Option<Holder>) -> OpenError {
         let by = holder.as_ref().map(|Holder { pid, command }| format!(" (pid {pid}, {command})"));
         let why = self.what + &by.unwrap_or_default();
-        let locked = FileIdentity::of_open(file).map(|file| file.to_string());
-        let holder = holder.map(|holder| holder.command);
-        OpenError { holder, locked, ..OpenError::new(name, why, self.remedy) }
+        OpenError { holder: holder.map(|holder| holder.command), ..OpenError::new(name, why, self.remedy) }
     }
 }
 
@@ -139,7 +137,7 @@ pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, 
         };
         let holder = holder(file, conflict.byte);
         if holder.is_some() || Instant::now() >= until {
-            return Err(conflict.error(file, name, holder));
+            return Err(conflict.error(name, holder));
         }
         thread::sleep(LOOK_AGAIN);
     }

@@ -180,7 +180,9 @@ fn qemu_with_its_firmware_and_then_linux() {
     assert_eq!(qemu.plain(GET_PROTOCOL_FEATURES, &[]), "reply 0x1b22b");
     assert_eq!(qemu.plain(SET_PROTOCOL_FEATURES, &number(protocol::OFFERED)), "");
     assert_eq!(qemu.plain(GET_QUEUE_NUM, &[]), "reply 0x2");
+    assert_eq!(qemu.session.queues_asked_for(), Some(2), "one that leaves now has more");
     assert_eq!(qemu.plain(GET_MAX_MEM_SLOTS, &[]), "reply 0x1fd");
+    assert_eq!(qemu.session.queues_asked_for(), None);
     assert_eq!(qemu.send(SET_BACKEND_REQ_FD, NEED_REPLY, &[], vec![channel()]), "reply 0x0");
     assert_eq!(qemu.plain(SET_OWNER, &[]), "");
     assert_eq!(qemu.plain(GET_FEATURES, &[]), format!("reply {offered:#x}"));

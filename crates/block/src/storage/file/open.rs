@@ -19,7 +19,7 @@ use std::{
 
 use nix::unistd::{SysconfVar, sysconf};
 
-use super::{CacheMode, File, Kind, Passed, direct, zero};
+use super::{CacheMode, File, FileIdentity, Kind, Passed, direct, zero};
 use crate::{
     error::what_gives_descriptors,
     reactor::op::Fd,
@@ -120,7 +120,9 @@ fn lock_and_look(
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
     let wanted = lock::Use::of(options.read_only, options.force_share);
     // What is locked already is locked again by the same file, which changes nothing.
-    let is_protected = options.handover || lock::acquire(&main, &name, wanted)?;
+    let locked = || FileIdentity::of_open(&main).map(|file| file.to_string());
+    let is_protected = options.handover
+        || lock::acquire(&main, &name, wanted).map_err(|error| OpenError { locked: locked(), ..error })?;
     let size_bytes = buffered.seek(SeekFrom::End(0)).map_err(|error| failed(&error))?;
     if size_bytes == 0 && !(options.may_be_empty && kind == Kind::Regular) {
         return Err(empty(name, kind));

@@ -14,7 +14,7 @@ use settings::{Disk, Draft, Group, Place, Plan, Service};
 
 use crate::control::{
     inventory::{Inventory, Opening, Refused, RunningDisk, RunningExport},
-    wanted::Wanted,
+    wanted::{Wanted, Way},
 };
 
 const REMEDY: &str = "take the disk out of the file and reload, and put it back then; or restart weir";

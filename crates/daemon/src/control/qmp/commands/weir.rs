@@ -216,9 +216,9 @@ fn no_group(inventory: &Inventory, name: &str) -> Error {
         Class::DeviceNotFound,
         match inventory.disk(&name) {
             Ok(_) => format!("{name:?} is a disk, not a group (name a group)"),
-            Err(_) => format!(
-                "there is no group {name:?} (`weir status` lists them, and `weir group add` makes one)"
-            ),
+            Err(_) => {
+                format!("there is no group {name:?} (`weir status` lists them; `weir group add` makes one)")
+            }
         },
     )
 }

@@ -37,8 +37,8 @@ impl Kept {
         Self(file.into(), bytes)
     }
 
-    /// What of it belongs to no ring, as it is when the process that serves is killed now. The rings
-    /// of another guest are at their beginning.
+    /// What of it belongs to no ring, as it is when the process that serves is killed now. Another
+    /// guest's rings are at their beginning.
     fn as_of_now(&self) -> Self {
         let copy = Self::new();
         let (at, mut content) = (self.1 - 64, [0; 64]);
