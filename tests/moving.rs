@@ -210,6 +210,9 @@ fn a_host_starts_without_the_disks_that_others_have_taken() {
     b.stop();
     a.again();
     assert!(a.disk("vm").is_some());
+    // It writes that down a moment later.
+    let keys = || etcd.control(&["get", "--prefix", "--keys-only", ""]).succeeds();
+    until("it is its own", || !keys().contains("host/a/moved/vm"));
     // And it knows, though its file has the disk by now.
     let file = b.scratch.path("weir.toml");
     let had = fs::read_to_string(&file).unwrap();
