@@ -244,6 +244,8 @@ pub fn waiting_bytes(fd: &Fd) -> io::Result<usize> {
 
 /// Descriptors that clients leave to the rest of the process: control sockets, images.
 const DESCRIPTORS_KEPT: u64 = 64;
+/// The most that are left by those who have many already: see [`descriptors_left_to_others`].
+pub const DESCRIPTORS_LEFT: u64 = 2 * DESCRIPTORS_KEPT;
 
 /// Whether a client may still have a descriptor: the lowest free one is not among the last that the
 /// process may have. Of a small limit (`ulimit -n`) an eighth is kept.

@@ -64,8 +64,6 @@ struct Needs {
 const OF_A_QUEUE: u64 = 3;
 /// Of a machine beside its queues, with one region of memory.
 const OF_A_MACHINE: u64 = 5;
-/// What machines leave to others: see [`op::descriptors_left_to_others`].
-const OF_OTHERS: u64 = 128;
 
 /// What the daemon serves as it enters the sandbox.
 #[derive(Debug, Default)]
@@ -336,7 +334,8 @@ fn check_descriptors(Needs { machines, queues, .. }: Needs) -> anyhow::Result<()
         return Ok(());
     }
     let limit = descriptors::limit();
-    let enough = limit - free + aside + (queues as u64) * OF_A_QUEUE + machines * OF_A_MACHINE + OF_OTHERS;
+    let of_machines = (queues as u64) * OF_A_QUEUE + machines * OF_A_MACHINE;
+    let enough = limit - free + aside + of_machines + op::DESCRIPTORS_LEFT;
     bail!(
         "descriptors: {aside} are set aside for virtual machines with {queues} queues, and of the {limit} that this process may have {free} are left (with all machines there it needs {enough} or more: raise LimitNOFILE= of its service, or `ulimit -Hn`; or give the exports fewer queues)"
     );

@@ -257,6 +257,7 @@ impl Queue {
             return self.give_back(incoming);
         }
         let Incoming { ticket, request, .. } = incoming;
+        // Most disks never would, and need no turn.
         if let (Kind::Write { .. } | Kind::WriteZeroes(_), Some(loss)) = (&request.kind, &self.loss)
             && self.device.disk().would_lose()
         {

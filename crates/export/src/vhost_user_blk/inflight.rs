@@ -110,7 +110,6 @@ pub struct Area {
 #[derive(Debug)]
 pub struct Loss {
     place: Place,
-    has_happened: bool,
     /// Held from the look at the disk until it is noted.
     turn: Mutex<()>,
 }
@@ -119,14 +118,21 @@ impl Loss {
     /// Whether something was lost. It stays so until the guest resets its device: it cannot be told
     /// what.
     pub fn has_happened(&self) -> bool {
-        self.has_happened
+        self.place.load_u64(LOSS_AT, Acquire) == HAS_LOST
+    }
+
+    /// The process that had the area is no more, and what it alone had has gone with it.
+    pub fn outlived(&self) {
+        if self.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE {
+            self.place.store_u64(LOSS_AT, HAS_LOST, Release);
+        }
     }
 
     /// Notes what is so now: to be asked before a write is acknowledged that would be lost, and
     /// after a flush.
     pub fn note(&self, would_lose: impl FnOnce() -> bool) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        if !self.has_happened {
+        if !self.has_happened() {
             self.place.store_u64(LOSS_AT, if would_lose() { WOULD_LOSE } else { 0 }, Release);
         }
     }
@@ -154,30 +160,13 @@ impl Area {
         let stride = choice.as_ref().map(|_| (bytes - CHOICE_BYTES) / u64::from(queues));
         // The front end may have changed its mind about how many there are.
         let stride = stride.filter(|stride| stride.is_multiple_of(64));
-        let loss = choice.clone().map(|place| {
-            let has_happened = place.load_u64(LOSS_AT, Acquire) == HAS_LOST;
-            Arc::new(Loss { place, has_happened, turn: Mutex::default() })
-        });
+        let loss = choice.clone().map(|place| Arc::new(Loss { place, turn: Mutex::default() }));
         Ok(Self { memory, info: *info, stride, choice, loss })
     }
 
     /// See [`Loss`]; none where another back end has made the area.
     pub fn loss(&self) -> Option<&Arc<Loss>> {
         self.loss.as_ref()
-    }
-
-    /// The process that had it is no more, and what it alone had has gone with it.
-    pub fn outlived(self) -> Self {
-        let loss = self.loss.map(|loss| {
-            let would_lose = loss.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE;
-            if !would_lose {
-                return loss;
-            }
-            let place = loss.place.clone();
-            place.store_u64(LOSS_AT, HAS_LOST, Release);
-            Arc::new(Loss { place, has_happened: true, turn: Mutex::default() })
-        });
-        Self { loss, ..self }
     }
 
     /// As its front end has described it, and its file.

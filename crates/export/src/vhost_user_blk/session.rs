@@ -333,7 +333,9 @@ impl Session {
             Request::SetInflightFd(info, file) => {
                 let area = Area::map(&info, file, &self.quota)?;
                 self.agree_on_block(&area)?;
-                let area = if self.is_heard { area } else { area.outlived() };
+                if let Some(loss) = area.loss().filter(|_| !self.is_heard) {
+                    loss.outlived();
+                }
                 match area.write_cache() {
                     Some(chosen) => {
                         self.writeback = chosen;

@@ -9,8 +9,8 @@
 //! copied once; of a guest's data nothing is looked at here.
 //!
 //! A request that is not valid is one with its answer: see [`Kind::Done`] and
-//! [`Kind::PartOfBlock`]. So whoever carries
-//! requests out only meets ranges that lie inside the disk, are allowed, and are whole blocks.
+//! [`Kind::PartOfBlock`]. So whoever carries requests out only meets ranges that lie inside the
+//! disk, are allowed, and are whole blocks.
 
 #[cfg(test)]
 mod tests;

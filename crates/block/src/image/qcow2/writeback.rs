@@ -119,7 +119,7 @@ impl Pending {
     }
 
     fn is_clean(&self) -> bool {
-        !self.writing && self.slices.is_empty() && self.l1_sectors.is_empty() && self.freed.is_empty()
+        !self.leads_elsewhere() && self.freed.is_empty()
     }
 }
 
