@@ -1,39 +1,51 @@
-//! Logs every ten seconds, at target `weir::limits`, which disks and groups were held back by their
-//! limits.
+//! Logs, at target `weir::limits`, which disks and groups were held back by their limits: every ten
+//! seconds, and not at all while nobody is.
 
-use std::{
-    collections::HashMap,
-    rc::{Rc, Weak},
-    sync::Arc,
-};
+use std::{collections::HashMap, sync::Arc};
 
-use block::{
-    disk::Disk,
-    layer::throttle::Group,
-    reactor::{self, JoinHandle},
-};
+use block::{disk::Disk, layer::throttle::Group, reactor};
 use policy::{
     throttle::{Part, Setting, Stats, limited_with_groups},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::inventory::Inventory;
 
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// Looks every [`INTERVAL`] until the handle is dropped, or the inventory is.
-pub(crate) fn watch(inventory: &Rc<Inventory>) -> JoinHandle<()> {
-    let inventory = Rc::downgrade(inventory);
-    reactor::spawn_joinable(async move {
-        let mut last = Last::default();
-        loop {
-            reactor::sleep_until(reactor::now() + INTERVAL).await;
-            let Some(inventory) = Weak::upgrade(&inventory) else { return };
-            last.look(&inventory);
-        }
-    })
+/// What was last looked at, and when.
+#[derive(Debug, Default)]
+pub(super) struct HeldBack {
+    last: Last,
+    looked: Instant,
+    limited_ns: u64,
 }
 
+impl HeldBack {
+    /// Tells in ten seconds for the first time.
+    pub(super) fn from_now() -> Self {
+        Self { looked: reactor::now(), ..Self::default() }
+    }
+
+    /// Tells what there is to tell, if it is time for it. `limited_ns` is the time for which all
+    /// disks and groups were limited so far.
+    pub(super) fn look(&mut self, inventory: &Inventory, limited_ns: u64, now: Instant) {
+        if now - self.looked < INTERVAL {
+            return;
+        }
+        if !self.has_told(limited_ns) {
+            self.last.look(inventory, now - self.looked);
+        }
+        (self.looked, self.limited_ns) = (now, limited_ns);
+    }
+
+    /// Whether nobody was held back since the last look.
+    pub(super) fn has_told(&self, limited_ns: u64) -> bool {
+        limited_ns == self.limited_ns
+    }
+}
+
+/// By name.
 #[derive(Debug, Default)]
 struct Last(HashMap<String, Seen>);
 
@@ -78,7 +90,7 @@ impl Now {
 }
 
 impl Last {
-    fn look(&mut self, inventory: &Inventory) {
+    fn look(&mut self, inventory: &Inventory, elapsed: Duration) {
         let (disks, groups) = (inventory.disks(), inventory.groups());
         let of_disk = |disk: &Disk| Now::new(disk.name(), disk.throttle().stats(), disk.throttle().group());
         let of_group = |group: &Arc<Group>| Now::new(group.name(), group.stats(), group.parent().cloned());
@@ -89,12 +101,8 @@ impl Last {
             if let Some(seen) = held_back(&one.stats, self.before(&one.name)) {
                 let above = one.above.iter().filter_map(|group| now.get(group.name()));
                 let above: Vec<_> = above.map(|group| (&*group.name, &group.stats)).collect();
-                log(
-                    &one.name,
-                    &one.stats,
-                    self.limited_by(seen, one.stats.waiting != [0, 0], &above),
-                    &above,
-                );
+                let seen = self.limited_by(seen, one.stats.waiting != [0, 0], &above);
+                log(&one.name, &one.stats, seen, elapsed, &above);
             }
         }
         self.0 = now.into_iter().map(|(name, now)| (name, Seen::of(&now.stats))).collect();
@@ -125,14 +133,14 @@ fn binding(stats: &Stats, above: &[(&str, &Stats)]) -> Option<String> {
     limit(stats).map(str::to_owned).or_else(of_group)
 }
 
-fn log(name: &str, stats: &Stats, seen: Seen, above: &[(&str, &Stats)]) {
+fn log(name: &str, stats: &Stats, seen: Seen, elapsed: Duration, above: &[(&str, &Stats)]) {
     let [waiting_reads, waiting_writes] = stats.waiting;
     tracing::info!(
         target: "weir::limits",
         name,
         throttled = seen.throttled,
         waited_ns = seen.waited_ns,
-        limited_percent = seen.limited_ns.saturating_mul(100) / INTERVAL.as_nanos() as u64,
+        limited_percent = seen.limited_ns.saturating_mul(100) / elapsed.as_nanos() as u64,
         // Of the last ten to twenty seconds, and since the start.
         wait_p50_ns = stats.recent_waits.p50_ns,
         wait_p99_ns = stats.recent_waits.p99_ns,

@@ -18,7 +18,7 @@ pub(crate) mod devices;
 pub(crate) mod doors;
 pub(crate) mod exports;
 pub(crate) mod fdsets;
-pub(crate) mod held_back;
+mod held_back;
 pub(crate) mod inventory;
 mod left_out;
 pub(crate) mod loaded;

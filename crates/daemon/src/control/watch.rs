@@ -1,5 +1,6 @@
 //! Watches what runs, and tells of what happens to it: the one place where events are made, but for
-//! clients of NBD and virtual machines, whom their servers tell of.
+//! clients of NBD and virtual machines, whom their servers tell of. Who is held back by limits is
+//! told to the log alone.
 //!
 //! ```text
 //!   each second   disks, groups, devices ─► events::judge ─┐
@@ -37,6 +38,7 @@ use settings::Settings;
 
 use super::{
     change::Change,
+    held_back::HeldBack,
     inventory::{Door, Inventory},
 };
 use crate::events::{Kind, News, actor};
@@ -47,7 +49,7 @@ const SECOND: Duration = Duration::from_secs(1);
 /// or the inventory is. The exports `in_use` have users that came from another daemon, which are no
 /// news.
 pub(crate) fn watch(inventory: &Rc<Inventory>, in_use: BTreeSet<String>) -> JoinHandle<()> {
-    let watch = Rc::new(RefCell::new(Watch { in_use, ..Watch::default() }));
+    let watch = Rc::new(RefCell::new(Watch { in_use, held_back: HeldBack::from_now(), ..Watch::default() }));
     watch.borrow_mut().look(inventory);
     watch.borrow_mut().adopt(inventory);
     let (listening, listener) = (Rc::downgrade(inventory), Rc::downgrade(&watch));
@@ -113,6 +115,7 @@ struct Watch {
     backing_changed: BTreeSet<String>,
     /// What a reload has changed that is at work.
     put_off: Vec<String>,
+    held_back: HeldBack,
     /// Devices and files of this host that are used, by their exports' ids.
     used: BTreeMap<String, InUse>,
     /// Of these, those that are seen first have not come now.
@@ -168,7 +171,9 @@ impl Watch {
             }
         }
         self.look_at_devices(inventory);
-        self.conditions.are_still() && self.devices.are_still()
+        let limited_ns = self.conditions.limited_ns();
+        self.held_back.look(inventory, limited_ns, now);
+        self.conditions.are_still() && self.devices.are_still() && self.held_back.has_told(limited_ns)
     }
 
     /// Devices and files come and go seldom: who comes and goes within a second is not seen.

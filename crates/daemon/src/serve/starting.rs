@@ -37,7 +37,6 @@ use crate::{
     cluster::{self, Cluster},
     control::{
         assemble::{self, Late},
-        held_back,
         inventory::Inventory,
         loaded::Loaded,
         moving,
@@ -186,7 +185,7 @@ impl Daemon {
         inventory.loaded.replace(
             file.map(|(file, said)| Rc::new(Loaded { file, said, inherited: passed, plan, tls, budgets })),
         );
-        watching.extend([held_back::watch(&inventory), watch::watch(&inventory, in_use)]);
+        watching.push(watch::watch(&inventory, in_use));
         if let Some((version, clients)) = taken_from {
             let message = format!(
                 "this daemon goes on where one of version {version} stood, with {}",

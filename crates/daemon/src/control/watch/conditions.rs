@@ -85,6 +85,11 @@ impl Conditions {
         })
     }
 
+    /// For how long all of them were limited so far.
+    pub(super) fn limited_ns(&self) -> u64 {
+        self.0.values().fold(0, |sum, subject| sum.saturating_add(subject.brief.limited_ns))
+    }
+
     fn judge(&mut self, of: Of, name: &str, measured: Measured, now: Instant, events: &Events) {
         let subject = match self.0.get_mut(name) {
             Some(subject) if subject.of == of => subject,
