@@ -18,7 +18,7 @@ mod takeover;
 mod zeroes;
 
 use std::sync::{
-    Arc, OnceLock,
+    Arc, LazyLock, OnceLock,
     atomic::{AtomicU64, Ordering},
 };
 
@@ -72,6 +72,14 @@ pub struct Disk {
     resized: Arc<Event>,
     recorded: Recorded,
     measures: OnceLock<Arc<Measures>>,
+    opened: u64,
+}
+
+/// A number that nobody else has, in this process or another.
+fn next_opening() -> u64 {
+    static FIRST: LazyLock<u64> = LazyLock::new(|| fastrand::u64(..));
+    static OPENED: AtomicU64 = AtomicU64::new(0);
+    FIRST.wrapping_add(OPENED.fetch_add(1, Ordering::Relaxed))
 }
 
 /// What becomes of discards, and of zeroes that may be holes.
@@ -165,6 +173,7 @@ impl Disk {
         let image = Arc::new(image);
         let prefetch = Prefetch::new(&image);
         Ok(Self {
+            opened: next_opening(),
             name: name.into(),
             image,
             member,
@@ -200,6 +209,12 @@ impl Disk {
     /// Whether writes are looked at for zeroes.
     pub fn detect_zeroes(&self) -> DetectZeroes {
         self.detect_zeroes
+    }
+
+    /// Which opening of it this is: no other has this number, of whatever disk and process. What is
+    /// kept in memory lives as long.
+    pub fn opened(&self) -> u64 {
+        self.opened
     }
 
     /// The name in config, logs and exports.

@@ -135,6 +135,7 @@ impl Device {
     pub(super) fn offer(&self) -> Offer {
         Offer {
             size_bytes: self.disk().size_bytes(),
+            opened: self.disk().opened(),
             write_cache: self.chosen_write_cache.load(Relaxed),
             ..self.export.offer.clone()
         }

@@ -58,9 +58,12 @@ impl Queue {
 
     async fn flush(&self, incoming: Incoming) {
         let disk = self.device.disk();
+        let noted = self.loss.as_ref().map(|loss| loss.noted());
         let mut result = disk.flush_for(Some(&self.patience)).await;
-        if let Some(loss) = &self.loss {
-            loss.note(|| disk.would_lose());
+        if let (Some(loss), Some(noted)) = (&self.loss, noted) {
+            if result.is_ok() {
+                loss.flushed(noted, || disk.would_lose());
+            }
             if loss.has_happened() {
                 self.device.tell_of_loss();
                 result = Err(Error::IO);

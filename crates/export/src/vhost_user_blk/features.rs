@@ -96,6 +96,8 @@ pub const MAX_QUEUE_SIZE: u16 = 1 << 15;
 pub struct Offer {
     /// Length of the disk; what lies behind its last whole block is not offered.
     pub size_bytes: u64,
+    /// See [`Disk::opened`](block::disk::Disk::opened).
+    pub opened: u64,
     /// Nothing may be written.
     pub read_only: bool,
     /// The guest may discard.
@@ -135,6 +137,7 @@ impl Default for Offer {
     fn default() -> Self {
         Self {
             size_bytes: 0,
+            opened: 0,
             read_only: false,
             discard: true,
             write_zeroes: true,

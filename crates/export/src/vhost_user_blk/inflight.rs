@@ -12,8 +12,11 @@ use std::{
     io,
     os::fd::{BorrowedFd, OwnedFd},
     sync::{
-        Arc, Mutex, PoisonError,
-        atomic::Ordering::{Acquire, Release},
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{
+            AtomicU64,
+            Ordering::{AcqRel, Acquire, Release},
+        },
     },
 };
 
@@ -58,6 +61,8 @@ const BLOCK_AT: usize = 16;
 const LOSS_AT: usize = 24;
 const WOULD_LOSE: u64 = 1;
 const HAS_LOST: u64 = 2;
+/// Where it stands which opening of the disk would lose it.
+const OPENED_AT: usize = 32;
 
 /// Bytes from the beginning of a ring's part to that of the next.
 fn part_bytes(queue_size: u16, packed: bool) -> u64 {
@@ -110,40 +115,83 @@ pub struct Area {
 #[derive(Debug)]
 pub struct Loss {
     place: Place,
+    opened: u64,
+    /// Writes of the guest that would have been lost when they were acknowledged.
+    noted: AtomicU64,
     /// Held from the look at the disk until it is noted.
     turn: Mutex<()>,
 }
 
 impl Loss {
+    fn new(place: Place, opened: u64) -> Self {
+        Self { place, opened, noted: AtomicU64::new(0), turn: Mutex::default() }
+    }
+
     /// Whether something was lost. It stays so until the guest resets its device: it cannot be told
     /// what.
     pub fn has_happened(&self) -> bool {
         self.place.load_u64(LOSS_AT, Acquire) == HAS_LOST
     }
 
-    /// The process that had the area is no more, and what it alone had has gone with it.
-    pub fn outlived(&self) {
-        if self.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE {
+    /// A front end has brought the area. If whoever would have lost something was another opening
+    /// of the disk, it is lost: a front end that rests for a while brings the same area again.
+    pub fn brought(&self) {
+        let is_alive = self.place.load_u64(OPENED_AT, Acquire) == self.opened;
+        if self.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE && !is_alive {
             self.place.store_u64(LOSS_AT, HAS_LOST, Release);
         }
     }
 
-    /// Notes what is so now: to be asked before a write is acknowledged that would be lost, and
-    /// after a flush.
-    pub fn note(&self, would_lose: impl FnOnce() -> bool) {
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        if !self.has_happened() {
-            self.place.store_u64(LOSS_AT, if would_lose() { WOULD_LOSE } else { 0 }, Release);
+    /// A machine that was reset has another area. What it has written before is not safe by that.
+    pub fn replaces(&self, before: &Self) {
+        if before.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE {
+            let _turn = self.turn();
+            self.set(true);
         }
+    }
+
+    /// To be called before a write is acknowledged that would be lost.
+    pub fn note(&self, would_lose: impl FnOnce() -> bool) {
+        let _turn = self.turn();
+        self.noted.fetch_add(1, AcqRel);
+        self.set(would_lose());
+    }
+
+    /// To be called before a flush begins, which covers what was noted so far.
+    pub fn noted(&self) -> u64 {
+        self.noted.load(Acquire)
+    }
+
+    /// The flush has succeeded. What other clients of the disk would lose is none of this guest's.
+    pub fn flushed(&self, noted: u64, would_lose: impl FnOnce() -> bool) {
+        let _turn = self.turn();
+        self.set(self.noted() != noted && would_lose());
+    }
+
+    fn set(&self, would_lose: bool) {
+        if !self.has_happened() {
+            self.place.store_u64(OPENED_AT, self.opened, Release);
+            self.place.store_u64(LOSS_AT, if would_lose { WOULD_LOSE } else { 0 }, Release);
+        }
+    }
+
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Area {
-    /// Maps it. Counts in `quota` until it is unmapped.
+    /// Maps it, for what was opened under this number
+    /// ([`Disk::opened`](block::disk::Disk::opened)). Counts in `quota` until it is unmapped.
     ///
     /// # Errors
     /// [`InflightError`], also where its file is shorter than the front end says.
-    pub fn map(info: &InflightInfo, file: OwnedFd, quota: &Quota) -> Result<Self, InflightError> {
+    pub fn map(
+        info: &InflightInfo,
+        file: OwnedFd,
+        quota: &Quota,
+        opened: u64,
+    ) -> Result<Self, InflightError> {
         let &InflightInfo { bytes, file_offset, queues, queue_size, .. } = info;
         check_shape(queues, queue_size)?;
         // Which layout its rings will have is not known yet; packed ones need more.
@@ -160,7 +208,7 @@ impl Area {
         let stride = choice.as_ref().map(|_| (bytes - CHOICE_BYTES) / u64::from(queues));
         // The front end may have changed its mind about how many there are.
         let stride = stride.filter(|stride| stride.is_multiple_of(64));
-        let loss = choice.clone().map(|place| Arc::new(Loss { place, turn: Mutex::default() }));
+        let loss = choice.clone().map(|place| Arc::new(Loss::new(place, opened)));
         Ok(Self { memory, info: *info, stride, choice, loss })
     }
 
@@ -234,7 +282,7 @@ mod tests {
         for (packed, stride) in [(false, 2112), (true, 4160)] {
             let (file, bytes) = create(2, 128, packed).expect("made");
             assert_eq!(bytes, 2 * stride + 64);
-            let area = Area::map(&info(bytes, 2, 128), file, &plenty()).expect("mapped");
+            let area = Area::map(&info(bytes, 2, 128), file, &plenty(), 0).expect("mapped");
             let part = |ring, size| area.part(ring, size, packed).map(|part| part.guest_address());
             assert_eq!((part(0, 128), part(1, 128), part(1, 7)), (Some(0), Some(stride), Some(stride)));
             assert_eq!((part(2, 128), part(0, 256)), (None, None));
@@ -249,14 +297,14 @@ mod tests {
             let (file, bytes) = create(2, 1024, packed).expect("made");
             let map = |queues| {
                 let file = file.try_clone().expect("a descriptor");
-                Area::map(&info(bytes, queues, 128), file, &plenty()).expect("mapped")
+                Area::map(&info(bytes, queues, 128), file, &plenty(), 0).expect("mapped")
             };
             let parts = [0, 1].map(|ring| map(2).part(ring, 1024, packed).expect("there").guest_address());
             assert_eq!(parts, [0, part_bytes(1024, packed)]);
             // Parts of another length have the alignment of any.
             for queues in 1..=MAX_QUEUES {
                 let file = file.try_clone().expect("a descriptor");
-                let area = Area::map(&info(bytes, queues, 2), file, &plenty());
+                let area = Area::map(&info(bytes, queues, 2), file, &plenty(), 0);
                 let part = area.ok().and_then(|area| area.part(queues - 1, 2, packed));
                 assert!(part.is_none_or(|part| part.is_aligned(64)), "{queues}");
             }
@@ -266,7 +314,7 @@ mod tests {
     #[test]
     fn a_packed_ring_does_not_fit_where_split_ones_were_asked_for() {
         let (file, bytes) = create(1, 128, false).expect("made");
-        let area = Area::map(&info(bytes, 1, 128), file, &plenty()).expect("mapped");
+        let area = Area::map(&info(bytes, 1, 128), file, &plenty(), 0).expect("mapped");
         assert!(area.part(0, 128, false).is_some());
         assert!(area.part(0, 128, true).is_none());
     }
@@ -276,7 +324,7 @@ mod tests {
         for packed in [false, true] {
             let (file, bytes) = create(3, 128, packed).expect("made");
             let again = || file.try_clone().expect("a descriptor");
-            let map = |bytes| Area::map(&info(bytes, 3, 128), again(), &plenty()).expect("mapped");
+            let map = |bytes| Area::map(&info(bytes, 3, 128), again(), &plenty(), 0).expect("mapped");
             assert_eq!(map(bytes).write_cache(), None);
             for wanted in [false, true] {
                 map(bytes).keep_write_cache(wanted);
@@ -300,7 +348,7 @@ mod tests {
     fn the_block_that_a_guest_was_told_is_kept_in_areas_that_were_made_here() {
         let (file, bytes) = create(1, 128, true).expect("made");
         let again = || file.try_clone().expect("a descriptor");
-        let map = |bytes| Area::map(&info(bytes, 1, 128), again(), &plenty()).expect("mapped");
+        let map = |bytes| Area::map(&info(bytes, 1, 128), again(), &plenty(), 0).expect("mapped");
         assert_eq!(map(bytes).block_bytes(), None);
         map(bytes).keep_block_bytes(4096);
         assert_eq!((map(bytes).block_bytes(), map(bytes).write_cache()), (Some(4096), None));
@@ -312,7 +360,7 @@ mod tests {
 
     #[test]
     fn what_a_front_end_says_of_an_area_is_checked() {
-        let map = |info: InflightInfo| Area::map(&info, create(1, 4, false).expect("made").0, &plenty());
+        let map = |info: InflightInfo| Area::map(&info, create(1, 4, false).expect("made").0, &plenty(), 0);
         assert!(map(info(128, 1, 4)).is_ok());
         assert!(matches!(map(info(127, 1, 4)), Err(InflightError::TooSmall { is: 127, due: 128 })));
         assert!(matches!(map(info(1 << 40, 1, 4)), Err(InflightError::Map(_))), "longer than its file");
@@ -327,5 +375,39 @@ mod tests {
         let (file, bytes) = create(1, 128, true).expect("made");
         assert!(ftruncate(&file, bytes - 1).is_err());
         assert!(ftruncate(&file, bytes + 1).is_err());
+    }
+
+    #[test]
+    fn what_others_would_lose_is_none_of_a_guest_that_has_flushed() {
+        let (file, bytes) = create(1, 4, false).expect("made");
+        let area = |opened| {
+            let file = file.try_clone().expect("a descriptor");
+            Area::map(&info(bytes, 1, 4), file, &plenty(), opened).expect("mapped")
+        };
+        let is_lost_with = |opened: u64| {
+            let word = || area(opened).loss().expect("made here").place.load_u64(LOSS_AT, Acquire);
+            match word() {
+                0 => false,
+                WOULD_LOSE => true,
+                other => panic!("{other}"),
+            }
+        };
+        let ours = area(7);
+        let loss = ours.loss().expect("made here");
+        loss.flushed(loss.noted(), || true);
+        assert!(!is_lost_with(7), "it has not written");
+        loss.note(|| true);
+        let noted = loss.noted();
+        loss.note(|| true);
+        loss.flushed(noted, || true);
+        assert!(is_lost_with(7), "a write was acknowledged beside the flush");
+        loss.flushed(loss.noted(), || true);
+        assert!(!is_lost_with(7));
+
+        loss.note(|| true);
+        area(7).loss().expect("made here").brought();
+        assert!(!loss.has_happened(), "whoever would lose it lives");
+        area(8).loss().expect("made here").brought();
+        assert!(loss.has_happened());
     }
 }

@@ -272,7 +272,12 @@ impl Server {
         let before = |ns| Instant::from_nanos(reactor::now().as_nanos().saturating_sub(ns));
         let began = used_ns.map(before);
         let connection = if let Some(arrived) = arrived {
-            Connection::taken_over(Arc::clone(id), arrived)
+            let connection = Connection::taken_over(Arc::clone(id), arrived);
+            // The process before has flushed all, and what is kept in memory begins here.
+            if let Some(loss) = connection.loss() {
+                loss.flushed(loss.noted(), || false);
+            }
+            connection
         } else {
             let now = reactor::recently();
             if !self.vain.is_known(pid, now)
@@ -541,11 +546,13 @@ impl Attendance<'_> {
         if self.connection.is_at_rest() {
             return;
         }
-        if disk.would_lose() {
-            // Of the image: a disk that an error has stopped would hold it back.
-            let _ = reactor::timeout(TO_FLUSH, disk.image().flush()).await;
+        let noted = loss.noted();
+        // Of the image: a disk that an error has stopped would hold it back.
+        let is_kept = !disk.would_lose()
+            || matches!(reactor::timeout(TO_FLUSH, disk.image().flush()).await, Ok(Ok(())));
+        if is_kept {
+            loss.flushed(noted, || disk.would_lose());
         }
-        loss.note(|| disk.would_lose());
     }
 }
 

@@ -72,6 +72,9 @@ pub struct Session {
     memory: Memory,
     quota: Quota,
     inflight: Option<Area>,
+    /// Of the area that came last: a device that was reset has none, and the guest may not have
+    /// reset it.
+    loss: Option<Arc<Loss>>,
     /// For messages of our own.
     back_end: Option<Fd>,
     status: u8,
@@ -118,6 +121,7 @@ impl Session {
             memory: Memory::default(),
             quota: Quota::of_front_end(MAX_MAPPINGS),
             inflight: None,
+            loss: None,
             back_end: None,
             status: 0,
             writeback: offer.write_cache,
@@ -133,9 +137,10 @@ impl Session {
         }
     }
 
-    /// See [`Loss`].
+    /// What the guest would lose with this process, as the area says that came last; `None` while
+    /// none has come.
     pub fn loss(&self) -> Option<&Arc<Loss>> {
-        self.inflight.as_ref().and_then(Area::loss)
+        self.loss.as_ref()
     }
 
     /// Whether a reply is due that waits for rings to stop.
@@ -331,11 +336,13 @@ impl Session {
             }
             Request::GetInflightFd(info) => return Ok(self.make_inflight(info)),
             Request::SetInflightFd(info, file) => {
-                let area = Area::map(&info, file, &self.quota)?;
+                let area = Area::map(&info, file, &self.quota, self.offer.opened)?;
                 self.agree_on_block(&area)?;
                 if let Some(loss) = area.loss().filter(|_| !self.is_heard) {
-                    loss.outlived();
+                    loss.brought();
+                    self.loss.iter().for_each(|before| loss.replaces(before));
                 }
+                self.loss = area.loss().cloned();
                 match area.write_cache() {
                     Some(chosen) => {
                         self.writeback = chosen;

@@ -230,7 +230,7 @@ impl Session {
             features: self.features,
             base: vring.base,
             inflight: self.inflight.as_ref().map(part).transpose()?,
-            loss: self.loss().cloned(),
+            loss: self.inflight.as_ref().and_then(Area::loss).cloned(),
             kick: match &vring.kick {
                 Kick::Event(event) => Some(event.clone()),
                 Kick::Unset | Kick::Polled => None,

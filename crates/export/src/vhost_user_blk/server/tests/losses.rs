@@ -51,10 +51,14 @@ impl Kept {
 /// A front end that brings what it has kept, and its first ring.
 async fn connect(server: &Arc<Server>, kept: &Kept) -> (FrontEnd, GuestRing) {
     let front_end = FrontEnd::connect(server).await;
-    let info = [numbers(&[kept.1, 0]), [2, SIZE].map(u16::to_ne_bytes).concat()].concat();
-    front_end.ask(code::SET_INFLIGHT_FD, &info, &[kept.0.as_fd()]).await;
+    bring(&front_end, kept).await;
     let ring = front_end.start(0, event(0), event(0)).await;
     (front_end, ring)
+}
+
+async fn bring(front_end: &FrontEnd, kept: &Kept) {
+    let info = [numbers(&[kept.1, 0]), [2, SIZE].map(u16::to_ne_bytes).concat()].concat();
+    front_end.ask(code::SET_INFLIGHT_FD, &info, &[kept.0.as_fd()]).await;
 }
 
 /// The status of a request of this kind.
@@ -123,12 +127,43 @@ fn nothing_is_lost_with_a_process_that_ends_in_order() {
 
         // It goes on at another process.
         let (first, second) = (server_of_qcow2().await, server_of_qcow2().await);
-        let (mut front_end, mut ring) = connect(&first, &kept.as_of_now()).await;
+        let kept = kept.as_of_now();
+        let (mut front_end, mut ring) = connect(&first, &kept).await;
         carried_out(&mut front_end, &mut ring, 1).await;
         assert!(first.come_to_rest(PATIENCE).await);
         second.take_over(first.take_rested().expect("it is at rest")).expect("the same export");
         let served = attend(&second, front_end.socket.clone());
+        carried_out(&mut front_end, &mut ring, 0).await;
+        assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "it was written before it came here");
         assert_eq!(carried_out(&mut front_end, &mut ring, FLUSH).await, 0);
         drop((front_end.socket, served));
+    });
+}
+
+#[test]
+fn nothing_is_lost_where_a_machine_stops_for_a_while() {
+    // As QEMU does it for `stop` and `cont`: the device is reset, and the same area comes again.
+    real(async {
+        let (server, kept) = (server_of_qcow2().await, Kept::new());
+        let (mut front_end, mut ring) = connect(&server, &kept).await;
+        carried_out(&mut front_end, &mut ring, 1).await;
+        front_end.stop(0).await;
+        front_end.ask(code::SET_STATUS, &numbers(&[0]), &[]).await;
+        assert_eq!(flushed_after(&kept.as_of_now()).await, 1, "what was acknowledged is not safe by that");
+        let other = Kept::new();
+        bring(&front_end, &other).await;
+        assert_eq!(flushed_after(&other.as_of_now()).await, 1, "nor where the machine was reset");
+        bring(&front_end, &kept).await;
+        let mut ring = front_end.start(1, event(0), event(0)).await;
+        assert_eq!(carried_out(&mut front_end, &mut ring, FLUSH).await, 0);
+        front_end.leave().await;
+
+        let (server, kept) = (server_of_qcow2().await, Kept::new());
+        let (mut front_end, mut ring) = connect(&server, &kept).await;
+        carried_out(&mut front_end, &mut ring, 1).await;
+        front_end.stop(0).await;
+        front_end.ask(code::SET_STATUS, &numbers(&[0]), &[]).await;
+        front_end.leave().await;
+        assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "it was written once its front end had gone");
     });
 }
