@@ -291,3 +291,45 @@ fn a_size_ends_with_a_block() {
         assert_eq!(storage.size_bytes(), SIZE as u64);
     });
 }
+
+#[test]
+fn copies_of_guests_data_wait_for_memory() {
+    const LENGTH: usize = 1 << 20;
+    const REQUESTS: usize = 200;
+    sim::run(1, async {
+        let behaviour =
+            Behaviour { block_bytes: BLOCK, latency: Duration::from_micros(50), error_probability: 0.0 };
+        let budget = Budget::new(256 << 20);
+        let storage = Align::new(Simulated::new(vec![0; LENGTH], behaviour)).within(&budget);
+        let storage = Rc::new(storage);
+        let guests = || {
+            let memory = Memory::new(vec![Region::on_heap(0, 0, LENGTH + 1)]).expect("one region");
+            Segments::from(memory.place(1, LENGTH).expect("inside"))
+        };
+        let all: Vec<_> = (0..REQUESTS)
+            .map(|number| {
+                let storage = Rc::clone(&storage);
+                spawn_joinable(async move {
+                    match number % 3 {
+                        0 => storage.read(0, guests()).await.map(drop),
+                        1 => storage.write(0, guests(), Durability::Cached).await,
+                        // Not of whole blocks.
+                        _ => {
+                            let mut part = guests();
+                            part.advance(1);
+                            storage.write(0, part, Durability::Cached).await
+                        }
+                    }
+                })
+            })
+            .collect();
+        let (mut most, mut waited) = (0, 0);
+        for one in all {
+            let usage = budget.usage();
+            (most, waited) = (most.max(usage.requests), waited.max(usage.waiting));
+            one.await.expect("no errors");
+        }
+        assert!((LENGTH as u64..=budget.usage().most_requests).contains(&most), "{most}");
+        assert!(waited > 0 && budget.usage().requests == 0);
+    });
+}

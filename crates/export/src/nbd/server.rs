@@ -10,7 +10,6 @@
 mod welcome;
 
 use std::{
-    cell::Cell,
     collections::HashMap,
     future::{Future, poll_fn},
     io,
@@ -472,7 +471,7 @@ impl Server {
         worker.spawn(move || async move {
             place.server.resume(rested, &stop, number).await;
             drop(place);
-            give_memory_back();
+            block::buffer::trim_soon();
         });
     }
 
@@ -664,22 +663,8 @@ impl Place {
 
     async fn keep_while(self, socket: OwnedFd, arriving: Arriving) {
         self.server.welcome(socket, self.number, self.address, arriving).await;
-        give_memory_back();
+        block::buffer::trim_soon();
     }
-}
-
-/// A moment after clients have gone, gives back what was used for them: an allocator keeps it
-/// between what others use, and ten thousand clients that came and went would have left 300 MiB.
-fn give_memory_back() {
-    thread_local! { static SOON: Cell<bool> = const { Cell::new(false) } }
-    if SOON.replace(true) {
-        return;
-    }
-    reactor::spawn(async {
-        reactor::sleep_until(reactor::now() + MOMENT).await;
-        SOON.set(false);
-        block::buffer::trim();
-    });
 }
 
 impl Drop for Place {
