@@ -80,9 +80,7 @@ fn whole(offer: &Offer, writeback: bool) -> [u8; BYTES] {
     let block = offer.block_bytes.max(1);
     let rest = offer.size_bytes % u64::from(block);
     put(0, &((offer.size_bytes - rest) / SECTOR_BYTES).to_le_bytes());
-    // A request is no longer than its ring, with a header and a status.
-    let fitting = u32::from(offer.queue_size).saturating_sub(2).max(1);
-    put(12, &offer.max_segments.min(fitting).to_le_bytes());
+    put(12, &offer.segments().to_le_bytes());
     put(BLOCK as usize, &offer.block_bytes.to_le_bytes());
     // Topology counts in blocks. Its first field is a power of two.
     let physical_blocks = (offer.physical_block_bytes / block).max(1);

@@ -61,6 +61,8 @@ pub(super) struct Device {
     pub(super) is_out_of_step: AtomicBool,
     /// It was said of this front end that its guest has lost writes.
     is_told_of_loss: AtomicBool,
+    /// It was said of this front end that a ring is too short for its requests.
+    pub(super) is_ring_short: AtomicBool,
     /// Another process waits until the front end is at rest.
     resting: AtomicBool,
     /// That has changed.
@@ -83,7 +85,8 @@ impl Device {
         let (write_cache, chosen_write_cache) = (cache(), cache());
         let (no_events, switches, broken_rings, broken) = Default::default();
         let (kicks, calls, requests, in_flight, copies) = Default::default();
-        let (requests_before, is_doubted, is_out_of_step, is_told_of_loss, resting) = Default::default();
+        let (requests_before, is_doubted, is_out_of_step, is_told_of_loss, is_ring_short, resting) =
+            Default::default();
         Self {
             export,
             told: None,
@@ -93,6 +96,7 @@ impl Device {
             is_doubted,
             is_out_of_step,
             is_told_of_loss,
+            is_ring_short,
             resting,
             rests: Event::new(),
             no_events,
@@ -210,6 +214,7 @@ impl Device {
         self.is_doubted.store(false, Relaxed);
         self.is_out_of_step.store(false, Relaxed);
         self.is_told_of_loss.store(false, Relaxed);
+        self.is_ring_short.store(false, Relaxed);
     }
 
     /// A request is not of whole blocks: its driver is wrong, or was told others. That is said once
@@ -220,6 +225,19 @@ impl Device {
                 export = %self.export.id,
                 block_bytes = self.export.offer.block_bytes,
                 "a request of a guest is not of whole blocks, and such ones get I/O errors: has logical-block-size changed since its machine started? (give it back, or start the machine anew)"
+            );
+        }
+    }
+
+    /// A request of as many segments as the guest was told does not fit into its ring: Linux then
+    /// sends nothing any more, for ever. That is said once of a front end.
+    pub(super) fn tell_short_ring(&self, size: u16) {
+        if !self.is_ring_short.swap(true, Relaxed) {
+            let (export, segments) = (&self.export.id, self.export.offer.segments());
+            tracing::warn!(
+                %export, descriptors = size, segments,
+                "a ring has room for no request of as many segments as the guest was told, nor indirect ones: \
+                 its driver may stand still (give this export queue-size={size}, or the machine larger rings)"
             );
         }
     }

@@ -182,6 +182,13 @@ impl Offer {
             | when(writable && self.discard, DISCARD)
             | when(writable && self.write_zeroes, WRITE_ZEROES)
     }
+
+    /// Data segments of one request as the guest is told: no more than fit into the ring, with a
+    /// header and a status.
+    pub fn segments(&self) -> u32 {
+        let fitting = u32::from(self.queue_size).saturating_sub(2).max(1);
+        self.max_segments.min(fitting)
+    }
 }
 
 #[cfg(test)]

@@ -31,6 +31,7 @@ use event_listener::Event;
 use super::{
     connection::{Arrived, Connection, Ended, Inbox, Rested},
     device::{Device, Export},
+    features::virtio,
     front_ends::FrontEnds,
     handover::held,
     happening::{Happening, Process, Told},
@@ -572,8 +573,16 @@ async fn serve_ring(
                 // Whoever had the image may have given it another size.
                 server.look_at_size();
             }
+            let knows = |feature| settings.features & feature != 0;
+            let needed = server.device.export.offer.segments() + 2;
+            let is_short =
+                knows(virtio::SEG_MAX) && !knows(virtio::INDIRECT_DESC) && u32::from(settings.size) < needed;
+            let size = settings.size;
             let base = match Queue::new(ring, settings, Arc::clone(&server.device)) {
                 Ok(queue) => {
+                    if is_short {
+                        server.device.tell_short_ring(size);
+                    }
                     server.device.ring_begins(ring);
                     rewired.into_iter().for_each(|(kind, bell)| queue.set_bell(kind, bell));
                     queue.serve(orders).await
@@ -595,6 +604,7 @@ async fn serve_ring(
     // Orders that came too late: somebody may wait for them to be gone.
     late.close();
     while late.try_recv().is_ok() {}
+    block::buffer::trim_soon();
     server.queues.fetch_sub(1, Relaxed);
     let _ = reports.try_send((ring, base));
 }

@@ -343,7 +343,7 @@ mod tests {
                 depth,
                 think_ns: 20_000,
                 count: None,
-                time: 0..20 * SECOND,
+                time: 0..25 * SECOND,
             }));
         }
         while engine.run(STEPS) {}

@@ -56,7 +56,8 @@ const USER: u64 = 0x7f00_0000_0000;
 const REQUESTS: u64 = 0x8000;
 const SIZE: u16 = 32;
 const GUARD: u8 = 0xa5;
-const FEATURES: u64 = virtio::VERSION_1 | virtio::PROTOCOL_FEATURES | virtio::FLUSH | virtio::CONFIG_WCE;
+const FEATURES: u64 =
+    virtio::VERSION_1 | virtio::PROTOCOL_FEATURES | virtio::FLUSH | virtio::CONFIG_WCE | virtio::SEG_MAX;
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
     reactor::run(Polling::Off, async { timeout(PATIENCE, future).await.expect("it is over before a minute") })
@@ -165,6 +166,24 @@ fn a_request_of_less_than_a_block_is_refused_and_told_of() {
         }
         front_end.leave().await;
         assert!(!is_told(&server), "the next one is another machine");
+    });
+}
+
+#[test]
+fn a_ring_that_is_too_short_for_a_request_is_told_of() {
+    real(async {
+        for (queue_size, is_short) in [(SIZE, false), (2 * SIZE, true)] {
+            let mut export = export_of(Storage::memory(1 << 20), Limits::default(), Offer::default());
+            export.offer.queue_size = queue_size;
+            let server = Server::new(export);
+            let mut front_end = FrontEnd::connect(&server).await;
+            let mut ring = front_end.start(0, event(0), event(0)).await;
+            let at = front_end.request(&mut ring, 0, 0, &[GUARD; 512]);
+            ring.kick_and_wait().await;
+            assert_eq!(front_end.data(at), ([0; 512], 0), "it is served");
+            assert_eq!(server.device.is_ring_short.load(Relaxed), is_short, "{queue_size}");
+            front_end.leave().await;
+        }
     });
 }
 
