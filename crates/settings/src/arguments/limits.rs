@@ -60,6 +60,16 @@ pub fn option(setting: Setting) -> Arg {
         .value_parser(parser)
         .help(help(setting))
         .help_heading("Limits")
+        .aliases(short_name(setting))
+}
+
+/// What people try first. Without it, the nearest name would be that of no limit, `--iops-size`.
+fn short_name(setting: Setting) -> Option<&'static str> {
+    match setting {
+        Setting::Limit(LimitKind::IopsTotal, Part::Rate) => Some("iops"),
+        Setting::Limit(LimitKind::BpsTotal, Part::Rate) => Some("bps"),
+        _ => None,
+    }
 }
 
 impl Args for LimitArgs {
@@ -81,5 +91,20 @@ impl FromArgMatches for LimitArgs {
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
         *self = Self::from_arg_matches(matches)?;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_of_all_requests_have_short_names() {
+        let command = LimitArgs::augment_args(Command::new("weir"));
+        let matches = command.try_get_matches_from(["weir", "--iops", "5", "--bps=1M"]).expect("options");
+        let mut given = LimitArgs::from_arg_matches(&matches).expect("limits").given;
+        given.sort_by_key(|(_, value)| *value);
+        let names: Vec<_> = given.iter().map(|(setting, value)| (setting.name(), *value)).collect();
+        assert_eq!(names, [("iops-total", 5), ("bps-total", 1 << 20)]);
     }
 }

@@ -495,7 +495,8 @@ fn size(arguments: &mut Arguments) -> Result<Option<u64>, Error> {
 /// As QEMU judges a node's name.
 fn check_name(name: &str) -> Result<(), Error> {
     if !identifier::is_well_formed(name) {
-        return Err(Error::generic(format!("Invalid node-name: '{}'", shown(name))));
+        let rule = "(a letter, then letters, digits, '-', '.' and '_')";
+        return Err(Error::generic(format!("Invalid node-name: '{}' {rule}", shown(name))));
     }
     if name.len() > MAX_NODE_NAME {
         return Err(Error::generic(format!("Node name too long (it has {MAX_NODE_NAME} bytes at most)")));
@@ -608,7 +609,10 @@ mod tests {
             "Parameter 'discard' is said where the image is opened; 'ignore' is not to be had here",
         );
         refused(json!({"driver": "null-co"}), "'node-name' must be specified for the root node");
-        refused(file("node-name", json!("1x")), "Invalid node-name: '1x'");
+        refused(
+            file("node-name", json!("1x")),
+            "Invalid node-name: '1x' (a letter, then letters, digits, '-', '.' and '_')",
+        );
         refused(file("node-name", json!("a".repeat(32))), "Node name too long (it has 31 bytes at most)");
         refused(file("bogus", json!(1)), "Parameter 'bogus' is unexpected");
         refused(file("force-share", json!(true)), "force-share=on can only be used with read-only images");

@@ -168,7 +168,10 @@ fn check_id(inventory: &Inventory, id: &str) -> Result<(), Error> {
 }
 
 fn duplicate(id: &str) -> Error {
-    Error::generic(format!("attempt to add duplicate property '{id}' to object (type 'container')"))
+    Error::generic(format!(
+        "attempt to add duplicate property '{id}' to object (type 'container'): something of this name is \
+         there already (choose another)"
+    ))
 }
 
 /// All but the type.
@@ -290,8 +293,15 @@ impl Command for ObjectDel {
             return Err(Error::generic(format!("object '{}' not found", shown(&self.id))));
         };
         if group.members() > 0 {
-            let members = group.members();
-            let why = format!("object '{}' is in use, can not be deleted ({members} in it)", self.id);
+            let members = match inventory.members_of(&group) {
+                names if names.is_empty() => group.members().to_string(),
+                names => names.join(", "),
+            };
+            let why = format!(
+                "object '{}' is in use, can not be deleted: {members} in it (give them another group first, \
+                 or none)",
+                self.id
+            );
             return Err(Error::generic(why));
         }
         drop(group);
