@@ -117,6 +117,25 @@ fn of_several_addresses_one_is_to_be_named() {
 }
 
 #[test]
+fn an_address_of_another_disk_is_for_no_disk_that_does_not_name_it() {
+    let scratch = Scratch::new();
+    let (backup, qmp) = (scratch.socket("backup"), socket(&scratch));
+    let backup = text(&backup);
+    let export = format!("export = [{{ type = \"nbd\", listen = \"unix:{backup}\", read-only = true }}]");
+    let before = format!("[daemon]\nqmp = \"{qmp}\"\n[disk.a]\nimage = \"memory:1M\"\n{export}\n");
+    let file = scratch.file("weir.toml", &before);
+    let weir = Serve::new(&scratch).where_said().arg("--config").arg(&file).start();
+    let said = fails(&scratch, &["disk", "add", "b", "memory:2M", "--save"]);
+    let expect = format!("unix:{backup} is another disk's own (say where with --nbd ADDRESS, ");
+    assert_says(&said, &["b: the config file has no address for disks that name none", &expect]);
+    assert_eq!(fs::read_to_string(&file).unwrap(), before);
+    prints(&scratch, &["disk", "add", "b", "memory:2M", "--nbd", &format!("unix:{backup}"), "--save"]);
+    assert_eq!(Wire::go(Path::new(backup), "b").1, 2 * MIB);
+    assert_says(&prints(&scratch, &["reload"]), &["nothing has changed"]);
+    weir.stop();
+}
+
+#[test]
 fn what_fails_leaves_nothing() {
     let scratch = Scratch::new();
     let before = config(&scratch);

@@ -15,7 +15,7 @@ use super::{
     finish, finish_with,
 };
 use crate::{
-    client::Client,
+    client::{Client, report::Report},
     described::{self, DiskOptions},
     saving::{self, SaveArgs},
 };
@@ -159,6 +159,14 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
         let addresses = addresses.join(", ");
         return Err(anyhow!("{name}: the daemon serves at {addresses} (say where with --nbd ADDRESS)").into());
     }
+    if nbd.is_none() && is_over_nbd && is_of_disks_alone(&report) {
+        let addresses = report.servers.first().map_or("nowhere", |server| server.address.as_str());
+        return Err(anyhow!(
+            "{name}: the config file has no address for disks that name none, and {addresses} is another \
+             disk's own (say where with --nbd ADDRESS, --vhost-user-blk or another export)"
+        )
+        .into());
+    }
     let saving = saving::prepare(&report, &save, |text| {
         let format = ("format", described.node["driver"].as_str().filter(|_| !image.contains(':')));
         let mut keys = keys(&image, format, &options, (nbd.as_ref(), &doors));
@@ -187,6 +195,24 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     }
     described.add(&mut client, exports)?;
     finish(("disk", &name, "added"), saving, json)
+}
+
+/// Whether the daemon listens where disks of its config file have said, and nowhere for all. Not
+/// known to who may not read the file.
+fn is_of_disks_alone(report: &Report) -> bool {
+    let text = report.config.as_ref().and_then(|path| std::fs::read_to_string(path).ok());
+    let Some(file) = text.and_then(|text| text.parse::<toml_edit::DocumentMut>().ok()) else { return false };
+    let has_address = |disk: &toml_edit::Item| {
+        let exports = disk.get("export").and_then(toml_edit::Item::as_array);
+        let mut tables = exports.into_iter().flatten().filter_map(toml_edit::Value::as_inline_table);
+        tables.any(|export| {
+            export.get("type").and_then(toml_edit::Value::as_str) == Some("nbd")
+                && export.contains_key("listen")
+        })
+    };
+    let disks = file.get("disk").and_then(toml_edit::Item::as_table_like);
+    let is_for_all = file.get("daemon").is_some_and(|daemon| daemon.get("nbd").is_some());
+    !is_for_all && disks.is_some_and(|disks| disks.iter().any(|(_, disk)| has_address(disk)))
 }
 
 /// As they stand in a config file.
