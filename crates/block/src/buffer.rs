@@ -25,7 +25,7 @@ mod segments;
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
-    cell::{Cell, RefCell},
+    cell::RefCell,
     ops::{Deref, DerefMut, Range},
     ptr::NonNull,
     rc::Rc,
@@ -35,10 +35,7 @@ use std::{
     },
 };
 
-use policy::time::Duration;
-
 pub use self::segments::{Copies, Segment, Segments, Target, guest_copies};
-use crate::reactor;
 
 /// Alignment of every buffer's first byte, in bytes: the largest logical block size of a Linux
 /// block device.
@@ -56,8 +53,8 @@ pub const POOL_BYTES: usize = 16 << 20;
 /// What it keeps: see [`keep_at_most`].
 static KEPT_BYTES: AtomicUsize = AtomicUsize::new(POOL_BYTES);
 
-/// Has each thread keep no more than so many bytes for reuse, from now on, and whatever is larger
-/// than [`MAPPED_BYTES`] go back to the system at once where no thread keeps it.
+/// Has each thread keep no more than so many bytes for reuse, from now on. What is 128 KiB and
+/// larger, and not kept, goes back to the system at once.
 pub fn keep_at_most(bytes: usize) {
     KEPT_BYTES.store(bytes.min(POOL_BYTES), Relaxed);
     #[cfg(target_env = "gnu")]
@@ -73,26 +70,9 @@ pub fn keep_at_most(bytes: usize) {
 #[cfg(target_env = "gnu")]
 const MAPPED_BYTES: libc::c_int = 128 << 10;
 
-/// A moment after clients have gone, gives memory that nobody uses back to the system: this
-/// thread's buffers for reuse, and what the allocator keeps. An allocator keeps it between what
-/// others use, and ten thousand clients that came and went would have left 300 MiB. It costs a
-/// millisecond or so, and what comes next takes its memory anew.
-pub fn trim_soon() {
-    thread_local! { static SOON: Cell<bool> = const { Cell::new(false) } }
-    if SOON.replace(true) {
-        return;
-    }
-    reactor::spawn(async {
-        reactor::sleep_until(reactor::now() + MOMENT).await;
-        SOON.set(false);
-        trim();
-    });
-}
-
-/// How long after the last has gone.
-const MOMENT: Duration = Duration::from_secs(1);
-
-fn trim() {
+/// Gives memory that nobody uses back to the system: this thread's buffers for reuse, and what the
+/// allocator keeps. Costs a millisecond or so, and what comes next takes its memory anew.
+pub fn trim() {
     let kept = POOL.with_borrow_mut(|pool| {
         pool.bytes = 0;
         std::mem::take(&mut pool.free)

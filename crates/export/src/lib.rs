@@ -23,6 +23,7 @@
 
 #![forbid(unsafe_code)]
 
+mod afterwards;
 pub mod fuse;
 mod intake;
 pub mod nbd;

@@ -43,7 +43,7 @@ use super::{
     stream::Stream,
     visit::{Visit, Visited},
 };
-use crate::{process::Process, race::first};
+use crate::{afterwards, process::Process, race::first};
 use block::{
     reactor::{
         self, Worker,
@@ -471,7 +471,7 @@ impl Server {
         worker.spawn(move || async move {
             place.server.resume(rested, &stop, number).await;
             drop(place);
-            block::buffer::trim_soon();
+            afterwards::give_memory_back();
         });
     }
 
@@ -663,7 +663,7 @@ impl Place {
 
     async fn keep_while(self, socket: OwnedFd, arriving: Arriving) {
         self.server.welcome(socket, self.number, self.address, arriving).await;
-        block::buffer::trim_soon();
+        afterwards::give_memory_back();
     }
 }
 

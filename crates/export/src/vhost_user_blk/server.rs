@@ -40,7 +40,10 @@ use super::{
     vain::Vain,
     vring::RingSettings,
 };
-use crate::race::{First, first};
+use crate::{
+    afterwards,
+    race::{First, first},
+};
 use block::{
     reactor::{self, Notifier, Party, Worker, op::Fd},
     seldom::Seldom,
@@ -604,7 +607,7 @@ async fn serve_ring(
     // Orders that came too late: somebody may wait for them to be gone.
     late.close();
     while late.try_recv().is_ok() {}
-    block::buffer::trim_soon();
+    afterwards::give_memory_back();
     server.queues.fetch_sub(1, Relaxed);
     let _ = reports.try_send((ring, base));
 }
