@@ -1,7 +1,7 @@
 //! `weir disk` and `weir group`: one more or one less of what runs, and of what the config file
 //! has.
 
-use std::{fs, path::Path};
+use std::fs;
 
 use crate::{
     harness::{
@@ -100,39 +100,131 @@ fn what_is_added_is_served_and_saved_and_goes_again() {
     weir.stop();
 }
 
+/// Of each export of a disk.
+fn exports(scratch: &Scratch, disk: &str) -> Vec<(String, String, bool)> {
+    let now = status(scratch, "0");
+    let of_disk = now["exports"].as_array().unwrap().iter().filter(|export| export["disk"] == disk);
+    let text = |value: &serde_json::Value| value.as_str().unwrap().to_owned();
+    of_disk.map(|one| (text(&one["id"]), text(&one["address"]), one["read-only"] == true)).collect()
+}
+
 #[test]
-fn of_several_addresses_one_is_to_be_named() {
+fn a_disk_is_served_at_all_addresses_of_the_daemon_or_at_those_that_are_named() {
     let scratch = Scratch::new();
-    let [one, two] = ["one", "two"].map(|name| scratch.socket(name));
-    let (one, two) = (text(&one), text(&two));
-    let of_daemon = format!("nbd = [\"unix:{one}\", \"unix:{two}\"]\nqmp = \"{}\"", socket(&scratch));
-    let file = scratch.file("weir.toml", format!("[daemon]\n{of_daemon}\n{CONFIG}"));
-    let weir = Serve::new(&scratch).where_said().arg("--config").arg(file).start();
-    let said = fails(&scratch, &["disk", "add", "b", "memory:2M"]);
-    let expect = format!("b: the daemon serves at unix:{one}, unix:{two} (say where with --nbd ADDRESS)");
-    assert_says(&said, &[&expect]);
-    prints(&scratch, &["disk", "add", "b", "memory:2M", "--nbd", &format!("unix:{two}")]);
-    assert_eq!(Wire::go(Path::new(two), "b").1, 2 * MIB);
+    let [one, two] = ["one", "two"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
+    let file = scratch.file("weir.toml", format!("[daemon]\nqmp = \"{}\"\n{CONFIG}", socket(&scratch)));
+    let second = format!("{two},read-only");
+    let start = || {
+        let weir = Serve::new(&scratch).where_said().arg("--config").arg(&file);
+        weir.args(["--nbd", &one, "--nbd", &second]).start()
+    };
+    let weir = start();
+    let uri = |disk: &str, at: &str| format!("nbd+unix:///{disk}?socket={}", at.trim_start_matches("unix:"));
+    let added = prints_json(&scratch, &["disk", "add", "b", "memory:2M", "--save", "--json"]);
+    let expect = serde_json::json!({
+        "kind": "disk", "name": "b", "change": "added", "saved": text(&file), "uris": [uri("b", &one), uri("b", &two)],
+    });
+    assert_eq!(added, expect);
+    let said = prints(&scratch, &["disk", "add", "c", "memory:2M", "--nbd", &second, "--save"]);
+    assert_eq!(said, format!("disk c: added, at {}\nc: saved in {}\n", uri("c", &two), text(&file)));
+    let of_c = format!(
+        "[disk.c]\nimage = \"memory:2097152\"\nexport = [{{ type = \"nbd\", listen = \"{two}\", read-only = true }}]\n"
+    );
+    assert_says(&fs::read_to_string(&file).unwrap(), &["[disk.b]\nimage = \"memory:2097152\"\n\n", &of_c]);
+    assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
+    let both = [("b".to_owned(), one.clone(), false), (format!("b@{two}"), two.clone(), true)];
+    let check = || {
+        assert_eq!(exports(&scratch, "b"), both);
+        assert_eq!(exports(&scratch, "c"), [("c".to_owned(), two.clone(), true)]);
+    };
+    check();
+    weir.stop();
+    let _weir = start();
+    check();
+}
+
+#[test]
+fn an_address_of_another_disk_is_taken_only_where_it_is_named() {
+    let scratch = Scratch::new();
+    let [own, machine] = ["own", "machine"].map(|name| format!("unix:{}", text(&scratch.socket(name))));
+    let before = format!(
+        "[daemon]\nqmp = \"{}\"\n\n[disk.vm1]\nimage = \"memory:1M\"\nexport = [{{ type = \"vhost-user-blk\", listen = \"{machine}\" }}, {{ type = \"nbd\", listen = \"{own}\", read-only = true }}]\n",
+        socket(&scratch),
+    );
+    let file = scratch.file("weir.toml", &before);
+    let weir = serve(&scratch, &file);
+    let add = ["disk", "add", "vm2", "memory:1M", "--save"];
+    let expect = format!(
+        "weir: vm2: the daemon has no address for all disks (say where: --nbd {own}, or --vhost-user-blk unix:PATH)\n"
+    );
+    assert_eq!(fails(&scratch, &add), expect);
+    let nowhere = format!("unix:{}", text(&scratch.socket("nowhere")));
+    let expect = format!(
+        "weir: --nbd {nowhere}: the daemon does not listen there, but at {own} (a new address is for the config file and `weir reload`)\n"
+    );
+    assert_eq!(fails(&scratch, &[&add[..], &["--nbd", &nowhere]].concat()), expect);
+    assert_eq!(fs::read_to_string(&file).unwrap(), before);
+    // Programs may add a disk and export it later, and have to say where, too.
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let node = serde_json::json!({
+        "driver": "raw", "node-name": "later", "file": { "driver": "x-weir-memory", "size": MIB },
+    });
+    let done = qmp.command("x-weir-add-disk", serde_json::json!({ "node": node }));
+    assert_eq!(done, serde_json::json!({ "uris": [] }));
+    let mut export = serde_json::json!({ "type": "nbd", "id": "later", "node-name": "later" });
+    assert_says(&qmp.refused("block-export-add", export.clone()).1, &["'x-weir-listen' is missing", &own]);
+    export["x-weir-listen"] = own.clone().into();
+    qmp.command("block-export-add", export);
+    drop(qmp);
+    prints(&scratch, &["disk", "remove", "later"]);
+    let named = format!("{own},read-only");
+    let said = prints(&scratch, &[&add[..], &["--nbd", &named]].concat());
+    let uri = format!("nbd+unix:///vm2?socket={}", text(&scratch.socket("own")));
+    assert_eq!(said, format!("disk vm2: added, at {uri}\nvm2: saved in {}\n", text(&file)));
+    let read_only = [("vm2".to_owned(), own.clone(), true)];
+    assert_eq!(exports(&scratch, "vm2"), read_only);
+    Client::new("nbdinfo").args(["--is", "read-only", &uri]).succeeds();
+    assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
+    weir.stop();
+    let weir = serve(&scratch, &file);
+    assert_eq!(exports(&scratch, "vm2"), read_only);
+    // A reload may give the daemon an address of its own.
+    let all = format!("unix:{}", text(&scratch.socket("all")));
+    let with_own = fs::read_to_string(&file).unwrap().replacen("\n\n", &format!("\nnbd = \"{all}\"\n\n"), 1);
+    fs::write(&file, with_own + "\n[disk.vm3]\nimage = \"memory:1M\"\n").unwrap();
+    prints(&scratch, &["reload"]);
+    prints(&scratch, &["disk", "add", "vm4", "memory:1M"]);
+    assert_eq!(exports(&scratch, "vm4"), [("vm4".to_owned(), all, false)]);
     weir.stop();
 }
 
 #[test]
-fn an_address_of_another_disk_is_for_no_disk_that_does_not_name_it() {
+fn an_address_may_be_spelled_as_to_weir_serve() {
     let scratch = Scratch::new();
-    let (backup, qmp) = (scratch.socket("backup"), socket(&scratch));
-    let backup = text(&backup);
-    let export = format!("export = [{{ type = \"nbd\", listen = \"unix:{backup}\", read-only = true }}]");
-    let before = format!("[daemon]\nqmp = \"{qmp}\"\n[disk.a]\nimage = \"memory:1M\"\n{export}\n");
-    let file = scratch.file("weir.toml", &before);
-    let weir = Serve::new(&scratch).where_said().arg("--config").arg(&file).start();
-    let said = fails(&scratch, &["disk", "add", "b", "memory:2M", "--save"]);
-    let expect = format!("unix:{backup} is another disk's own (say where with --nbd ADDRESS, ");
-    assert_says(&said, &["b: the config file has no address for disks that name none", &expect]);
-    assert_eq!(fs::read_to_string(&file).unwrap(), before);
-    prints(&scratch, &["disk", "add", "b", "memory:2M", "--nbd", &format!("unix:{backup}"), "--save"]);
-    assert_eq!(Wire::go(Path::new(backup), "b").1, 2 * MIB);
-    assert_says(&prints(&scratch, &["reload"]), &["nothing has changed"]);
+    for directory in ["etc", "run"] {
+        fs::create_dir(scratch.path(directory)).unwrap();
+    }
+    let config = format!(
+        "[daemon]\nqmp = \"{}\"\n\n[disk.a]\nimage = \"memory:1M\"\nexport = {{ type = \"nbd\", listen = \"unix:../run/x.sock\" }}\n",
+        socket(&scratch),
+    );
+    let file = scratch.file("etc/weir.toml", &config);
+    let weir = serve(&scratch, &file);
+    let whole = format!("unix:{}", text(&scratch.path("run/x.sock")));
+    let add = |name: &str, inside: &str, address: &str| {
+        let client = crate::harness::weir(&["disk", "add", name, "memory:1M", "--save", "--nbd", address]);
+        client.args(["--qmp", &socket(&scratch)]).inside(&scratch.path(inside)).succeeds();
+        assert_eq!(Wire::go(&scratch.path("run/x.sock"), name).1, MIB);
+        assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
+    };
+    add("b", "run", "unix:x.sock");
+    add("c", "etc", "unix:../run/x.sock");
+    add("d", "", &whole);
+    let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
+    let export = serde_json::json!({ "type": "nbd", "id": "e", "node-name": "a", "name": "e", "x-weir-listen": whole });
+    qmp.command("block-export-add", export);
     weir.stop();
+    serve(&scratch, &file).stop();
 }
 
 #[test]
@@ -156,7 +248,7 @@ fn what_fails_leaves_nothing() {
         (&["disk", "add", "b", image, "-f", "raw", "--group", "nobody"], "there is no group \"nobody\""),
         (
             &["disk", "add", "b", image, "-f", "raw", "--nbd", "unix:/nobody"],
-            "does not accept value 'unix:/nobody'",
+            "--nbd unix:/nobody: the daemon does not listen there, but at unix:",
         ),
         (&["disk", "add", "b", image, "-f", "raw", "--snapshot", "s"], "x-weir-snapshot' is unexpected"),
         (&["disk", "add", "b", image, "-f", "raw", "--vhost-user-blk", &nowhere], "nowhere/vm"),

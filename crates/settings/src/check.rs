@@ -108,7 +108,14 @@ impl Plan {
         // Where nothing is said, a host without such disks listens nowhere.
         let is_said = !draft.service.nbd.is_empty() || standard == [(Endpoint::Inherited, false)];
         let always = if draft.service.cluster.is_some() && is_said { &*standard } else { &[] };
-        let servers = servers(&draft.disks, &standard, always)?;
+        let mut servers = servers(&draft.disks, &standard, always)?;
+        if is_said || !draft.disks.iter().all(DiskDraft::says_where) {
+            for server in &mut servers {
+                let place = place_of(&server.endpoint);
+                let own = standard.iter().find(|(endpoint, _)| place_of(endpoint) == place);
+                server.standard = own.map(|(_, read_only)| *read_only);
+            }
+        }
         if servers.is_empty() {
             check_without_nbd(&draft)?;
         }
@@ -409,16 +416,16 @@ fn servers(
     standard: &[(Endpoint, bool)],
     always: &[(Endpoint, bool)],
 ) -> Result<Vec<Server>, Wrong> {
-    let empty = |endpoint: &Endpoint| Server { endpoint: endpoint.clone(), exports: Vec::new() };
+    let empty = |endpoint: Endpoint| Server { endpoint, standard: None, exports: Vec::new() };
     let always = always.iter().map(|(endpoint, _)| endpoint);
-    let mut servers: Vec<Server> = always.clone().map(empty).collect();
+    let mut servers: Vec<Server> = always.clone().cloned().map(empty).collect();
     let mut at: HashMap<Endpoint, usize> = always.map(place_of).zip(0..).collect();
     let mut taken: HashSet<(usize, String)> = HashSet::new();
     for (disk, draft) in disks.iter().enumerate() {
         for (endpoint, name, read_only) in exports_of(draft, standard) {
             check_name(&name)?;
             let index = *at.entry(place_of(&endpoint)).or_insert_with(|| {
-                servers.push(Server { endpoint, exports: Vec::new() });
+                servers.push(empty(endpoint));
                 servers.len() - 1
             });
             if !taken.insert((index, name.value.clone())) {

@@ -177,6 +177,9 @@ pub struct Group {
 pub struct Server {
     /// The place.
     pub endpoint: Endpoint,
+    /// Of a place for disks that do not say where they are exported: whether they are read-only
+    /// there. None where all that are there have said so.
+    pub standard: Option<bool>,
     /// At least one; names are unique. The only one of a server is also its default export.
     pub exports: Vec<Export>,
 }

@@ -137,8 +137,9 @@ pub(crate) struct Described {
 
 impl Described {
     /// Has a daemon serve it by these exports, each with the arguments of `block-export-add` but
-    /// for its node. Where it fails, the daemon has nothing of it.
-    pub(crate) fn add(self, client: &mut Client, mut exports: Vec<Value>) -> Result<(), client::Error> {
+    /// for its node; returns the daemon's answer, which has their `uris`. Where it fails, the
+    /// daemon has nothing of it.
+    pub(crate) fn add(self, client: &mut Client, mut exports: Vec<Value>) -> Result<Value, client::Error> {
         let Self { node, secret, settings } = self;
         for export in &mut exports {
             export["node-name"] = node["node-name"].clone();
@@ -147,7 +148,7 @@ impl Described {
         if let Some(secret) = secret {
             asked["secret"] = secret;
         }
-        client.execute("x-weir-add-disk", asked).map(drop)
+        client.execute("x-weir-add-disk", asked)
     }
 }
 

@@ -6,6 +6,7 @@
 
 use std::{
     cell::{Cell, RefCell},
+    path,
     rc::Rc,
     sync::Arc,
 };
@@ -13,15 +14,17 @@ use std::{
 use anyhow::anyhow;
 use block::reactor::{self, JoinHandle, Worker, op::Fd};
 use export::nbd;
-use settings::{Endpoint, Tls};
+use settings::{Address, Endpoint, Tls};
 
-use crate::listen::{Authority, Listener, Listening, SocketFile};
+use crate::listen::{self, Authority, Listener, Listening, SocketFile};
 
 pub(crate) struct Serving {
     /// What it was to listen at.
     pub(crate) endpoint: Endpoint,
     /// By a client of the control socket: no config has it.
     pub(crate) added: Cell<Option<Added>>,
+    /// For disks that are added and do not say where: whether they are read-only here.
+    pub(crate) standard: Cell<Option<bool>>,
     authorities: Vec<Authority>,
     pub(crate) server: Arc<nbd::Server>,
     /// Those where nobody is let in yet.
@@ -59,6 +62,7 @@ impl Serving {
         Rc::new(Self {
             endpoint,
             added: Cell::new(None),
+            standard: Cell::new(None),
             authorities,
             server,
             closed: RefCell::new(listeners),
@@ -87,6 +91,24 @@ impl Serving {
     /// Where it listens, as text: `unix:PATH` or `HOST:PORT`, the first where there are several.
     pub(crate) fn address(&self) -> String {
         self.authorities.first().map(Authority::to_string).unwrap_or_default()
+    }
+
+    /// What a config file calls it; none where it has no words for it.
+    pub(crate) fn written(&self) -> Option<String> {
+        Some(match &self.endpoint {
+            Endpoint::Address(Address::Unix(path)) => {
+                let whole = path::absolute(path).unwrap_or_else(|_| path.clone());
+                Address::Unix(whole).to_string()
+            }
+            Endpoint::Address(_) | Endpoint::Passed(_) => self.endpoint.to_string(),
+            Endpoint::Inherited => return None,
+        })
+    }
+
+    /// Whether it is the one at this address, as text, however a path to its socket is spelled.
+    pub(crate) fn is_at(&self, address: &str) -> bool {
+        let is_there = |at: &str| listen::is_same_place(at, address);
+        is_there(&self.address()) || self.written().as_deref().is_some_and(is_there)
     }
 
     /// Its sockets while it accepts, each with its file if it has made one.

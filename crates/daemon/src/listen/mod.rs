@@ -169,6 +169,16 @@ pub fn only(
     Ok((socket.into(), file))
 }
 
+/// Whether two addresses, as text, are the same one: paths of one socket may be spelled in any way,
+/// and lead through links.
+pub fn is_same_place(one: &str, other: &str) -> bool {
+    let place = |text: &str| {
+        let path = path::absolute(text.strip_prefix("unix:")?).ok()?;
+        Some(path.parent()?.canonicalize().ok()?.join(path.file_name()?))
+    };
+    one == other || place(one).is_some_and(|place_of_one| place(other) == Some(place_of_one))
+}
+
 /// What would keep anybody from listening there, as far as that can be told without trying. That
 /// somebody listens there now says nothing.
 pub(crate) fn check(address: &Address, access: &SocketAccess) -> anyhow::Result<()> {

@@ -114,10 +114,12 @@ pub(super) async fn listen(
     let listeners: Vec<_> = plan.servers.iter().map(open).collect::<anyhow::Result<_>>()?;
     for (planned, listeners) in plan.servers.iter().zip(listeners) {
         let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service, &inventory.events));
-        inventory.add_server(&Serving::new(server, planned.endpoint.clone(), listeners, workers));
+        let serving = Serving::new(server, planned.endpoint.clone(), listeners, workers);
+        serving.standard.set(planned.standard);
+        inventory.add_server(&serving);
     }
     let terms = assemble::terms(&plan.service, &inventory.events);
-    inventory.let_doors(workers, &plan.service.sockets, terms, inherited);
+    inventory.let_doors(workers, &plan.service.sockets, terms, inherited, &plan.service.tls);
     exports(plan, inventory, newcomer.as_deref(), |disk| !assemble::is_late(disk)).await
 }
 

@@ -455,6 +455,25 @@ fn what_listens_says_what_and_where() {
     );
     let disk = "[disk.a]\nimage = \"null:1\"\n";
     assert_eq!(plan_with(disk, 1).unwrap().servers[0].endpoint, Endpoint::Inherited);
+    // A place that only exports have named is for no other disk, even where one would be by itself.
+    let at_standard = own.replace("h:1", "localhost:10809");
+    let silent = disk.replace("disk.a", "disk.b");
+    for (text, inherited, expect) in [
+        (own.to_owned(), 0, vec![None]),
+        (at_standard.clone(), 0, vec![None]),
+        (disk.to_owned(), 0, vec![Some(false)]),
+        (disk.to_owned(), 1, vec![Some(false)]),
+        (format!("{at_standard}{silent}"), 0, vec![Some(false)]),
+        (format!("[daemon]\nnbd = \"h:2\"\n{own}{silent}"), 0, vec![None, Some(false)]),
+        (
+            format!("[daemon]\nnbd = \"h:2\"\n[cluster]\nname = \"lab\"\netcd = \"http://e:2379\"\n{own}"),
+            0,
+            vec![Some(false), None],
+        ),
+    ] {
+        let plan = plan_with(&text, inherited).unwrap();
+        assert_eq!(plan.servers.iter().map(|server| server.standard).collect::<Vec<_>>(), expect, "{text}");
+    }
     assert_eq!(
         plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{disk}"), 1).unwrap_err(),
         "weir.toml:2: daemon.nbd = \"h:2\": the service manager passed sockets too, in LISTEN_FDS (use one or the other)"

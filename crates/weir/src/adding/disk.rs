@@ -1,13 +1,13 @@
 //! `weir disk add`, `weir disk remove` and `weir disk move`.
 
-use std::path::absolute;
+use std::path::{Path, absolute};
 
-use anyhow::anyhow;
+use anyhow::{anyhow, bail};
 use clap::{Args, Subcommand};
 use console::{Failure, print};
 use policy::access::Network;
 use serde_json::{Value, json};
-use settings::{Address, Door, Image};
+use settings::{Address, Endpoint, Image, Nbd};
 
 use super::{
     Asked,
@@ -15,7 +15,7 @@ use super::{
     finish, finish_with,
 };
 use crate::{
-    client::{Client, report::Report},
+    client::{Client, report::Server},
     described::{self, DiskOptions},
     saving::{self, SaveArgs},
 };
@@ -23,7 +23,7 @@ use crate::{
 pub(crate) const ADD_EXAMPLES: &str = "\
 Examples:
   weir disk add vm3 /srv/images/vm3.qcow2 -f qcow2 --cache none --group gold --iops-total 2000
-      Serves it at once, where the daemon listens for NBD.
+      Serves it at once, at the daemon's own addresses for NBD.
   weir disk add vm4 vm4.raw -f raw --vhost-user-blk unix:/run/weir/vm4.sock,queues=4 --save
       For a virtual machine, to be plugged in while it runs.
   weir disk add vm3 vm3.raw -f raw --save
@@ -59,10 +59,11 @@ pub(crate) struct AddArgs {
     /// A file, a block device, memory:SIZE, null:SIZE or the URI of an NBD export
     #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>)]
     image: Image,
-    /// Serve it over NBD at this address, where the daemon listens already [default: the only one
-    /// where it does, unless it is served otherwise]
-    #[arg(long, value_name = "ADDRESS", value_parser = address)]
-    nbd: Option<Address>,
+    /// Serve it over NBD at this address, where the daemon listens already; repeatable. With
+    /// ,read-only behind it, nobody writes there [default: [daemon] nbd or --nbd of `weir serve`,
+    /// unless it is served otherwise; never where only other disks' exports are]
+    #[arg(long, value_name = "ADDRESS[,read-only]", value_parser = nbd)]
+    nbd: Vec<Nbd>,
     /// Let clients have it from this network and no other; repeatable
     #[arg(long, value_name = "NETWORK", value_parser = settings::read::<Network>)]
     allow: Vec<Network>,
@@ -116,11 +117,9 @@ pub(crate) struct MoveArgs {
 }
 
 /// Where a daemon listens that runs.
-fn address(text: &str) -> Result<Address, String> {
-    match text.strip_prefix("fd:").filter(|name| name.parse::<u16>().is_err()) {
-        Some(_) => Err(PASSED.to_owned()),
-        None => settings::read(text),
-    }
+fn nbd(text: &str) -> Result<Nbd, String> {
+    let nbd: Nbd = settings::read(text)?;
+    if let Endpoint::Passed(_) = nbd.at { Err(PASSED.to_owned()) } else { Ok(nbd) }
 }
 
 /// What is wrong with `fd:NAME` there.
@@ -139,7 +138,7 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     let AddArgs { name, image, nbd, allow, deny, tls_authz, doors, asked: Asked { json, qmp }, disk, save } =
         arguments;
     let doors = doors.all()?;
-    let is_over_nbd = nbd.is_some() || doors.is_empty();
+    let is_over_nbd = !nbd.is_empty() || doors.is_empty();
     let texts = |networks: &[Network]| networks.iter().map(Network::to_string).collect::<Vec<_>>();
     let access = [("allow", texts(&allow)), ("deny", texts(&deny)), ("tls-authz", tls_authz)];
     if let Some((key, _)) = access.iter().find(|(_, texts)| !is_over_nbd && !texts.is_empty()) {
@@ -154,65 +153,120 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     let described = described::node(&name, &image, &options)?;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     let (_, report) = client.status()?;
-    if nbd.is_none() && is_over_nbd && report.servers.len() > 1 {
-        let addresses: Vec<_> = report.servers.iter().map(|server| server.address.as_str()).collect();
-        let addresses = addresses.join(", ");
-        return Err(anyhow!("{name}: the daemon serves at {addresses} (say where with --nbd ADDRESS)").into());
-    }
-    if nbd.is_none() && is_over_nbd && is_of_disks_alone(&report) {
-        let addresses = report.servers.first().map_or("nowhere", |server| server.address.as_str());
-        return Err(anyhow!(
-            "{name}: the config file has no address for disks that name none, and {addresses} is another \
-             disk's own (say where with --nbd ADDRESS, --vhost-user-blk or another export)"
-        )
-        .into());
-    }
+    let places = match is_over_nbd {
+        true => places(&name, &nbd, &here, &report.servers)?,
+        false => Vec::new(),
+    };
     let saving = saving::prepare(&report, &save, |text| {
         let format = ("format", described.node["driver"].as_str().filter(|_| !image.contains(':')));
-        let mut keys = keys(&image, format, &options, (nbd.as_ref(), &doors));
+        let mut keys = keys(&image, format, &options);
+        let exports = places.iter().filter(|place| !place.is_implied).map(Place::written);
+        let exports = exports.chain(doors.iter().map(|door| Ok(doors::written(door))));
+        let exports = exports.collect::<Result<Vec<_>, _>>()?;
+        if !exports.is_empty() {
+            keys.push(("export".to_owned(), toml_edit::Array::from_iter(exports).into()));
+        }
         let said = access.iter().filter(|(_, texts)| !texts.is_empty());
         keys.extend(said.map(|(key, texts)| ((*key).to_owned(), toml_edit::Array::from_iter(texts).into())));
         saving::added(text, "disk", &name, keys)
     })?;
     let is_writable = !options.iter().any(|(option, _)| ["read-only", "snapshot"].contains(&option.as_str()));
     let mut exports = Vec::new();
-    if is_over_nbd {
-        let mut export = json!({ "type": "nbd", "id": name, "name": name, "writable": is_writable });
-        if let Some(address) = &nbd {
-            export["x-weir-listen"] = json!(address.to_string());
-        }
+    // As a daemon calls those of its config file.
+    let id = |exports: &[Value], address: &str| {
+        json!(if exports.is_empty() { name.clone() } else { format!("{name}@{address}") })
+    };
+    for Place { server, read_only, .. } in &places {
+        let mut export = json!({ "type": "nbd", "name": name, "writable": is_writable && !read_only });
+        export["x-weir-listen"] = json!(server.address);
         for (key, texts) in access.iter().filter(|(_, texts)| !texts.is_empty()) {
             export[format!("x-weir-{key}")] = json!(texts);
         }
+        export["id"] = id(&exports, &server.address);
         exports.push(export);
     }
     for door in &doors {
         let mut export = Value::Object(doors::asked(door, is_writable));
-        // As a daemon calls those of its config file.
-        let is_first = exports.is_empty();
-        export["id"] = json!(if is_first { name.clone() } else { format!("{name}@{}", door.address()) });
+        export["id"] = id(&exports, &door.address());
         exports.push(export);
     }
-    described.add(&mut client, exports)?;
-    finish(("disk", &name, "added"), saving, json)
+    let answer = described.add(&mut client, exports)?;
+    finish_with(("disk", &name, "added"), saving, json, &answer)
 }
 
-/// Whether the daemon listens where disks of its config file have said, and nowhere for all. Not
-/// known to who may not read the file.
-fn is_of_disks_alone(report: &Report) -> bool {
-    let text = report.config.as_ref().and_then(|path| std::fs::read_to_string(path).ok());
-    let Some(file) = text.and_then(|text| text.parse::<toml_edit::DocumentMut>().ok()) else { return false };
-    let has_address = |disk: &toml_edit::Item| {
-        let exports = disk.get("export").and_then(toml_edit::Item::as_array);
-        let mut tables = exports.into_iter().flatten().filter_map(toml_edit::Value::as_inline_table);
-        tables.any(|export| {
-            export.get("type").and_then(toml_edit::Value::as_str) == Some("nbd")
-                && export.contains_key("listen")
-        })
-    };
-    let disks = file.get("disk").and_then(toml_edit::Item::as_table_like);
-    let is_for_all = file.get("daemon").is_some_and(|daemon| daemon.get("nbd").is_some());
-    !is_for_all && disks.is_some_and(|disks| disks.iter().any(|(_, disk)| has_address(disk)))
+/// A server that is to have it, and how.
+struct Place<'a> {
+    server: &'a Server,
+    read_only: bool,
+    /// A config file that says nothing means this.
+    is_implied: bool,
+}
+
+impl Place<'_> {
+    /// As an export of a config file.
+    fn written(&self) -> Result<toml_edit::InlineTable, String> {
+        let listen = self.server.listen.as_deref().ok_or_else(|| {
+            let address = &self.server.address;
+            format!("has no words for {address}, a socket that was passed without a name (leave --save out)")
+        })?;
+        let mut table = toml_edit::InlineTable::new();
+        table.insert("type", "nbd".into());
+        table.insert("listen", listen.into());
+        if self.read_only {
+            table.insert("read-only", true.into());
+        }
+        Ok(table)
+    }
+}
+
+/// Where the disk is to be over NBD: where it is said, or else at the daemon's own addresses. At
+/// those that are there for exports of other disks, others expect those disks alone.
+fn places<'a>(
+    name: &str,
+    said: &[Nbd],
+    here: &Path,
+    servers: &'a [Server],
+) -> anyhow::Result<Vec<Place<'a>>> {
+    let addresses: Vec<_> = servers.iter().map(|server| server.address.as_str()).collect();
+    if said.is_empty() {
+        let standard = servers.iter().filter_map(|server| Some((server, server.standard?.read_only)));
+        let places: Vec<_> = standard
+            .map(|(server, read_only)| Place { server, read_only, is_implied: !server.added })
+            .collect();
+        if places.is_empty() {
+            let named = addresses.iter().map(|address| format!("--nbd {address}, or "));
+            let named: String = named.collect();
+            bail!(
+                "{name}: the daemon has no address for all disks (say where: {named}--vhost-user-blk unix:PATH)"
+            );
+        }
+        return Ok(places);
+    }
+    let mut places: Vec<Place<'_>> = Vec::new();
+    for Nbd { at, read_only } in said {
+        let at = match at {
+            Endpoint::Address(Address::Unix(path)) => format!("unix:{}", here.join(path).display()),
+            other => other.to_string(),
+        };
+        let is_there = |server: &&Server| {
+            let mut known = [Some(server.address.as_str()), server.listen.as_deref()].into_iter().flatten();
+            known.any(|known| daemon::listen::is_same_place(known, &at))
+        };
+        let Some(server) = servers.iter().find(is_there) else {
+            let known = match &*addresses {
+                [] => "nor anywhere for NBD".to_owned(),
+                addresses => format!("but at {}", addresses.join(", ")),
+            };
+            bail!(
+                "--nbd {at}: the daemon does not listen there, {known} (a new address is for the config file and `weir reload`)"
+            );
+        };
+        if places.iter().any(|place| std::ptr::eq(place.server, server)) {
+            bail!("--nbd {at}: is given twice (remove one)");
+        }
+        places.push(Place { server, read_only: *read_only, is_implied: false });
+    }
+    Ok(places)
 }
 
 /// As they stand in a config file.
@@ -220,7 +274,6 @@ fn keys(
     image: &str,
     (format_key, format): (&str, Option<&str>),
     options: &[(String, Option<String>)],
-    (nbd, doors): (Option<&Address>, &[Door]),
 ) -> Vec<(String, toml_edit::Value)> {
     let mut keys = vec![("image".to_owned(), image.into())];
     if !options.iter().any(|(option, _)| option == format_key)
@@ -235,16 +288,6 @@ fn keys(
         };
         (option.clone(), value)
     }));
-    let over_nbd = nbd.map(|address| {
-        let mut table = toml_edit::InlineTable::new();
-        table.insert("type", "nbd".into());
-        table.insert("listen", address.to_string().into());
-        table
-    });
-    let exports: Vec<_> = over_nbd.into_iter().chain(doors.iter().map(doors::written)).collect();
-    if !exports.is_empty() {
-        keys.push(("export".to_owned(), toml_edit::Array::from_iter(exports).into()));
-    }
     keys
 }
 

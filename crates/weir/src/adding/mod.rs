@@ -55,7 +55,10 @@ fn finish_with(
         }
         return Ok(print_json(&told)?);
     }
-    let mut text = format!("{kind} {name}: {change}\n");
+    let uris = more["uris"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    let uris: Vec<_> = uris.collect();
+    let at = if uris.is_empty() { String::new() } else { format!(", at {}", uris.join(", ")) };
+    let mut text = format!("{kind} {name}: {change}{at}\n");
     if let Some(file) = saved {
         text += &match has_changes {
             true => format!("{name}: saved in {file}\n"),

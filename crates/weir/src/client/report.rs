@@ -48,8 +48,22 @@ pub(crate) struct Cluster {
 #[serde(default)]
 pub(crate) struct Server {
     pub(crate) address: String,
+    /// What a config file calls it, if that has words for it.
+    pub(crate) listen: Option<String>,
+    /// There if it is for disks that do not say where they are exported.
+    #[serde(rename = "default")]
+    pub(crate) standard: Option<Standard>,
+    /// No config has it.
+    pub(crate) added: bool,
     pub(crate) connections: u64,
     pub(crate) refused: Refused,
+}
+
+/// How disks are exported that do not say where.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Standard {
+    pub(crate) read_only: bool,
 }
 
 /// Clients that were, by why.

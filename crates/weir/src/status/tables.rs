@@ -86,7 +86,7 @@ fn refused(report: &Report) -> Table {
         ("BY NAME", Side::Right),
         ("AN EXPORT", Side::Right),
     ]);
-    for Server { address, connections, refused } in &report.servers {
+    for Server { address, connections, refused, .. } in &report.servers {
         let Refused { networks, connections: too_many, names, exports } = *refused;
         if *refused != Refused::default() {
             let counts = [*connections, networks, too_many, names, exports];

@@ -14,7 +14,7 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 use block::reactor::{self, Worker};
 use export::nbd::{self, NotRemoved, Removal};
-use settings::SocketAccess;
+use settings::{SocketAccess, Tls};
 
 use super::{End, Inventory, Refused};
 use crate::{
@@ -37,6 +37,8 @@ pub(crate) struct DoorTerms {
     pub(crate) nbd: nbd::Terms,
     /// Sockets that were passed to the daemon.
     pub(crate) inherited: RefCell<Inherited>,
+    /// When the daemon's own servers encrypt.
+    pub(crate) tls: Tls,
 }
 
 impl Inventory {
@@ -69,6 +71,26 @@ impl Inventory {
 
     pub(crate) fn servers(&self) -> Vec<Rc<Serving>> {
         self.servers.borrow().clone()
+    }
+
+    /// Those for exports that do not say where: none that is there for exports of some disks.
+    pub(crate) fn standard_servers(&self) -> Vec<Rc<Serving>> {
+        let mut servers = self.servers();
+        servers.retain(|serving| serving.standard.get().is_some());
+        servers
+    }
+
+    /// Those that have exports of this disk, and of no other.
+    pub(crate) fn servers_of(&self, disk: &str) -> Vec<Rc<Serving>> {
+        let exports = self.exports();
+        let is_its_own = |serving: &Rc<Serving>| {
+            let is_at = |export: &&Rc<RunningExport>| matches!(&export.door, Door::Nbd(at, _) if Rc::ptr_eq(at, serving));
+            let mut there = exports.iter().filter(is_at).peekable();
+            there.peek().is_some() && there.all(|export| **export.disk.disk.name() == *disk)
+        };
+        let mut servers = self.servers();
+        servers.retain(is_its_own);
+        servers
     }
 
     pub(crate) fn add_server(self: &Rc<Self>, serving: &Rc<Serving>) {
@@ -202,9 +224,11 @@ impl Inventory {
         access: &SocketAccess,
         nbd: nbd::Terms,
         inherited: Inherited,
+        tls: &Tls,
     ) {
-        let (workers, access) = (Rc::clone(workers), access.clone());
-        let _ = self.door_terms.set(DoorTerms { workers, access, nbd, inherited: RefCell::new(inherited) });
+        let (workers, access, tls) = (Rc::clone(workers), access.clone(), tls.clone());
+        let inherited = RefCell::new(inherited);
+        let _ = self.door_terms.set(DoorTerms { workers, access, nbd, inherited, tls });
     }
 
     /// What [`Inventory::let_doors`] was told.

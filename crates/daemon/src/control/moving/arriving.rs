@@ -155,15 +155,17 @@ fn serving(inventory: &Inventory, described: &Described) -> anyhow::Result<Optio
             )
         }
         (Some(address), _) => {
-            let found = servers.iter().find(|serving| serving.address() == *address);
+            let found = servers.iter().find(|serving| serving.is_at(address));
             let missing = || anyhow!("nobody listens at {address} there, but at {}", addresses());
             Ok(Some(Rc::clone(found.with_context(|| missing().to_string())?)))
         }
-        (None, [only]) => Ok(Some(Rc::clone(only))),
         (None, []) => bail!(
             "it is exported over NBD, and that host listens nowhere for that (start weir there with --nbd ADDRESS, or detach the export here)"
         ),
-        (None, _) => bail!("that host listens at {} (say where with --nbd ADDRESS)", addresses()),
+        (None, _) => match &*inventory.standard_servers() {
+            [only] => Ok(Some(Rc::clone(only))),
+            _ => bail!("that host listens at {} (say where with --nbd ADDRESS)", addresses()),
+        },
     }
 }
 

@@ -119,6 +119,13 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     for remark in plan.remarks() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
     }
+    // Also of those that only exports keep that no file has.
+    let old = loaded.plan.servers.iter().map(|server| (&server.endpoint, None));
+    for (endpoint, standard) in old.chain(plan.servers.iter().map(|new| (&new.endpoint, new.standard))) {
+        if let Some(serving) = wanted::server(inventory, endpoint) {
+            serving.standard.set(standard);
+        }
+    }
     let Loaded { file, said, inherited, tls, budgets, .. } = &*loaded;
     let (file, said, inherited) = (file.clone(), said.clone(), *inherited);
     let (tls, budgets) = (tls.clone(), budgets.clone());

@@ -71,6 +71,7 @@ impl Newcomer {
             let server = nbd::Server::new(None, nbd::Terms { max_connections, ..standard });
             let serving = Serving::new(server, endpoint, listeners, workers);
             serving.added.set(Some(Added { max_connections, has_objects: false }));
+            serving.standard.set(Some(false));
             inventory.add_server(&serving);
             had.push(format!("server {address}"));
         }

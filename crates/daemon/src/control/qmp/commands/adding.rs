@@ -75,22 +75,25 @@ impl Command for AddDisk {
             inventory.remove_secret(&id);
         }
         opened?;
-        if let Err(error) = complete(&inventory, settings, exports).await {
-            if let Err(left) = take_back(&inventory, &name).await {
-                return Err(Error::generic(format!("{error}; and the disk stays: {left}")));
+        match complete(&inventory, settings, exports).await {
+            Ok(uris) => Ok(json!({ "uris": uris })),
+            Err(error) => {
+                if let Err(left) = take_back(&inventory, &name).await {
+                    return Err(Error::generic(format!("{error}; and the disk stays: {left}")));
+                }
+                weir::unsettle(&inventory);
+                Err(error)
             }
-            weir::unsettle(&inventory);
-            return Err(error);
         }
-        Ok(json!({}))
     }
 }
 
+/// How clients call it.
 async fn complete(
     inventory: &Rc<Inventory>,
     settings: Option<Set>,
     exports: Vec<BlockExportAdd>,
-) -> Result<(), Error> {
+) -> Result<Vec<String>, Error> {
     if let Some(settings) = settings {
         settings.set_disk(inventory).await?;
     }
@@ -98,10 +101,12 @@ async fn complete(
     for export in exports {
         added.push(export.add(inventory).await?);
     }
+    let mut uris = Vec::new();
     for one in added {
         one.log();
+        uris.extend(one.uris(inventory)?);
     }
-    Ok(())
+    Ok(uris)
 }
 
 /// Whoever has connected to one of its exports meanwhile is disconnected.

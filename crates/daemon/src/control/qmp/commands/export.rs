@@ -1,5 +1,5 @@
-//! Exports. QEMU has one NBD server, weir any number; where there are several, `x-weir-listen` says
-//! which is meant, by its address as `x-weir-query-status` shows it.
+//! Exports. QEMU has one NBD server, weir any number; `x-weir-listen` says which is meant, by its
+//! address, where not just one is for disks that do not say where.
 
 use std::{os::fd::OwnedFd, path::Path, rc::Rc};
 
@@ -15,6 +15,7 @@ use crate::control::{
     inventory::{Door as Reach, Inventory, NewExport, Refused, RunningDisk},
     qmp::{arguments::Arguments, command::Command, error::Error, identifier, json::shown},
     serving::Serving,
+    wanted,
 };
 use crate::users::Users;
 
@@ -92,6 +93,11 @@ impl Added {
     pub(super) fn log(&self) {
         let Self { id, disk, address } = self;
         tracing::info!(export = %id, disk = %disk, at = %address, "an export was added");
+    }
+
+    pub(super) fn uris(&self, inventory: &Inventory) -> Result<Vec<String>, Error> {
+        let terms = inventory.door_terms().map_err(|error| Error::generic(error.to_string()))?;
+        Ok(wanted::uris(&*inventory.export(&self.id)?, &terms.tls))
     }
 }
 
@@ -172,7 +178,7 @@ impl Nbd {
     ) -> Result<String, Error> {
         let views = bitmaps::of_image(disk, &self.bitmaps).await;
         let views = views.map_err(|error| Error::generic(error.to_string()))?;
-        let serving = self.serving(inventory)?;
+        let serving = self.serving(inventory, disk.disk.name())?;
         let new = NewExport {
             id: id.to_owned(),
             name: self.name,
@@ -191,24 +197,31 @@ impl Nbd {
         Ok(serving.address())
     }
 
-    fn serving(&self, inventory: &Inventory) -> Result<Rc<Serving>, Error> {
+    fn serving(&self, inventory: &Inventory, disk: &str) -> Result<Rc<Serving>, Error> {
         let servers = inventory.servers();
         let addresses = || servers.iter().map(|serving| serving.address()).collect::<Vec<_>>();
         let none = "NBD server not running (start weir with --nbd ADDRESS, or export the disk another way)";
         match (&self.listen, &*servers) {
             (_, []) => Err(Error::generic(none)),
             (Some(address), _) => {
-                servers.iter().find(|serving| serving.address() == *address).cloned().ok_or_else(|| {
+                servers.iter().find(|serving| serving.is_at(address)).cloned().ok_or_else(|| {
                     let addresses = addresses();
                     let known: Vec<_> = addresses.iter().map(String::as_str).collect();
                     Error::not_accepted("x-weir-listen", &shown(address), &known)
                 })
             }
-            (None, [only]) => Ok(Rc::clone(only)),
-            (None, _) => Err(Error::rule(
-                "x-weir-listen",
-                format!("is missing, and there are several servers ({})", addresses().join(", ")),
-            )),
+            (None, _) => match (&*inventory.standard_servers(), &*inventory.servers_of(disk)) {
+                ([only], _) | ([], [only]) => Ok(Rc::clone(only)),
+                (standard, _) => {
+                    let why = if standard.is_empty() {
+                        "no server is for all disks"
+                    } else {
+                        "several servers are"
+                    };
+                    let rule = format!("is missing, and {why} (there are: {})", addresses().join(", "));
+                    Err(Error::rule("x-weir-listen", rule))
+                }
+            },
         }
     }
 }

@@ -80,7 +80,7 @@ impl Command for NbdServerStart {
             names.ok_or_else(|| Error::generic(format!("No authorization object with id '{}'", shown(id))))
         });
         let names = names.transpose()?;
-        let DoorTerms { workers, access, nbd: standard, inherited } =
+        let DoorTerms { workers, access, nbd: standard, inherited, .. } =
             inventory.door_terms().map_err(generic)?;
         let (at, listeners) = match self.place {
             Place::Address(address) => {
@@ -108,6 +108,7 @@ impl Command for NbdServerStart {
             terms.access.names = names;
         }
         let serving = Serving::new(nbd::Server::new(tls, terms), at, listeners, workers);
+        serving.standard.set(Some(false));
         serving.added.set(self.is_sent.then_some(added));
         inventory.add_server(&serving);
         inventory.accept(&serving);

@@ -421,13 +421,21 @@ fn export(export: &RunningExport) -> Value {
 /// A place where clients of NBD connect.
 fn server(serving: &Serving) -> Value {
     let Refused { networks, connections, names, exports } = serving.server.refused();
-    json!({
+    let mut answer = json!({
         "address": serving.address(),
         "connections": serving.server.connections(),
         "refused": {
             "networks": networks, "connections": connections, "names": names, "exports": exports,
         },
-    })
+        "added": serving.added.get().is_some(),
+    });
+    if let Some(written) = serving.written() {
+        answer["listen"] = json!(written);
+    }
+    if let Some(read_only) = serving.standard.get() {
+        answer["default"] = json!({ "read-only": read_only });
+    }
+    answer
 }
 
 fn throttle(stats: &Stats) -> Value {
