@@ -58,9 +58,9 @@ impl Queue {
 
     async fn flush(&self, incoming: Incoming) {
         let disk = self.device.disk();
-        let noted = self.loss.as_ref().map(|loss| loss.noted());
+        let covered = self.loss.as_ref().map(|loss| (loss, loss.noted()));
         let mut result = disk.flush_for(Some(&self.patience)).await;
-        if let (Some(loss), Some(noted)) = (&self.loss, noted) {
+        if let Some((loss, noted)) = covered {
             if result.is_ok() {
                 loss.flushed(noted, || disk.would_lose());
             }

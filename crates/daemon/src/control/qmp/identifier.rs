@@ -5,6 +5,9 @@ use super::{error::Error, json::shown};
 /// Bytes of a name, as in the config file: what the NBD protocol can carry.
 const MAX_NAME_BYTES: usize = 4096;
 
+/// What [`is_well_formed`] asks for.
+pub(super) const RULE: &str = "(a letter, then letters, digits, '-', '.' and '_')";
+
 /// An id as QEMU's `id_wellformed` has it: a letter, then letters, digits, `-`, `.` and `_`.
 pub(super) fn is_well_formed(id: &str) -> bool {
     let mut bytes = id.bytes();
@@ -16,8 +19,7 @@ pub(super) fn check(key: &str, id: &str) -> Result<(), Error> {
     if is_well_formed(id) {
         return check_name(key, id);
     }
-    let rule = "(a letter, then letters, digits, '-', '.' and '_')";
-    Err(Error::rule(key, format!("expects an identifier {rule}, not '{}'", shown(id))))
+    Err(Error::rule(key, format!("expects an identifier {RULE}, not '{}'", shown(id))))
 }
 
 /// A name that can be shown in a line and given on a command line.

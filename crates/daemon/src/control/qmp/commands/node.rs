@@ -495,8 +495,7 @@ fn size(arguments: &mut Arguments) -> Result<Option<u64>, Error> {
 /// As QEMU judges a node's name.
 fn check_name(name: &str) -> Result<(), Error> {
     if !identifier::is_well_formed(name) {
-        let rule = "(a letter, then letters, digits, '-', '.' and '_')";
-        return Err(Error::generic(format!("Invalid node-name: '{}' {rule}", shown(name))));
+        return Err(Error::generic(format!("Invalid node-name: '{}' {}", shown(name), identifier::RULE)));
     }
     if name.len() > MAX_NODE_NAME {
         return Err(Error::generic(format!("Node name too long (it has {MAX_NODE_NAME} bytes at most)")));
