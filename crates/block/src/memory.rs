@@ -16,9 +16,8 @@
 //! a rule) to the one that had some longest ago. So a disk waits for one client of another that
 //! keeps memory until it is pushed out, not for all that are in the queue behind that one.
 //!
-//! A request is charged its payload; one of a guest, whose data stays in the guest's memory, only
-//! where a device's alignment asks for a copy. What it takes beside that while it is carried out
-//! (tables, ciphertext) is not counted: a fifth of the machine is left for it.
+//! A request is charged its payload. What it takes beside that while it is carried out (tables,
+//! blocks that were not aligned, ciphertext) is not counted: a fifth of the machine is left for it.
 
 use std::sync::{
     Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak,

@@ -24,15 +24,9 @@
 //!   whether its range is still inside: a write that was on its way when a file was cut would make
 //!   it longer again.
 //!
-//! Requests that come with buffers of ours have been charged for their memory. A guest's data lies
-//! in its own, so what a copy of it takes is charged here, and waits where there is none.
-//!
 //! Never lets a device see a request that does not suit it.
 
-use std::{
-    ops::Range,
-    sync::{Arc, OnceLock},
-};
+use std::{ops::Range, sync::Arc};
 
 use super::{
     BlockSize, Durability, Extent, RangeLocks, ZeroOptions,
@@ -41,9 +35,8 @@ use super::{
     within,
 };
 use crate::{
-    buffer::{Buffer, Segment, Segments},
+    buffer::{Buffer, Segments},
     error::{Error, Result},
-    memory::{Account, Budget, LEAST_REQUESTS},
     reactor,
 };
 
@@ -138,20 +131,6 @@ struct Shared<D> {
     device: D,
     locks: RangeLocks,
     flushes: Flushes,
-    /// Of guests' data that is copied: made when that happens first.
-    copies: OnceLock<Arc<Account>>,
-}
-
-/// Memory for a copy, given back when this is dropped.
-struct Room<'a> {
-    account: &'a Account,
-    bytes: u64,
-}
-
-impl Drop for Room<'_> {
-    fn drop(&mut self) {
-        self.account.give_back(self.bytes);
-    }
 }
 
 impl<D: Device> Align<D> {
@@ -160,22 +139,9 @@ impl<D: Device> Align<D> {
         let alignment = device.alignment();
         assert!(alignment.offset.is_power_of_two() && alignment.memory.is_power_of_two());
         Self {
-            shared: Arc::new(Shared {
-                device,
-                locks: RangeLocks::default(),
-                flushes: Flushes::default(),
-                copies: OnceLock::new(),
-            }),
+            shared: Arc::new(Shared { device, locks: RangeLocks::default(), flushes: Flushes::default() }),
             alignment,
         }
-    }
-
-    /// Has copies of guests' data charged to another budget than the process's.
-    #[cfg(test)]
-    fn within(self, budget: &Arc<Budget>) -> Self {
-        let account = Account::new(budget);
-        self.shared.copies.set(account).expect("nothing was copied yet");
-        self
     }
 
     /// The device, for what has nothing to do with alignment.
@@ -259,7 +225,6 @@ impl<D: Device> Align<D> {
         let mut tail = target.split_off((direct_end - offset) as usize);
         if !target.is_empty() {
             let first = self.alignment.down(offset);
-            let _room = self.shared.room_for(&target).await;
             let bounce = Buffer::new((self.alignment.up(direct_end) - first) as usize);
             let bounce = self.device().read(first, bounce.into()).await?.joined();
             let skip = (offset - first) as usize;
@@ -302,7 +267,6 @@ impl<D: Device> Align<D> {
         if !data.is_empty() {
             if self.alignment.down(offset) == offset && self.alignment.down(direct_end) == direct_end {
                 // Whole blocks in memory that does not suit: no byte of others is touched.
-                let _room = self.shared.room_for(&data).await;
                 let mut bounce = Buffer::new(data.len());
                 data.copy_to(&mut bounce);
                 let _guard = self.lock_shared(offset..direct_end).await?;
@@ -397,19 +361,6 @@ impl<D: Device> Align<D> {
 }
 
 impl<D: Device> Shared<D> {
-    /// Waits for memory for a copy of a guest's data. For a request that is longer than one may be
-    /// over NBD, for as much as that.
-    async fn room_for(&self, data: &Segments) -> Option<Room<'_>> {
-        let is_guests = |segment: &Segment| matches!(segment, Segment::Guest(_));
-        if !data.iter().any(is_guests) {
-            return None;
-        }
-        let account = self.copies.get_or_init(|| Account::new(Budget::process()));
-        let bytes = (data.len() as u64).min(LEAST_REQUESTS / 2);
-        account.take(bytes).await;
-        Some(Room { account, bytes })
-    }
-
     /// Writes `data`, and around it what is there already.
     async fn read_modify_write(
         &self,
@@ -420,7 +371,6 @@ impl<D: Device> Shared<D> {
     ) -> Result<()> {
         let end = offset + data.len() as u64;
         let (first, last) = (alignment.down(offset), alignment.up(end));
-        let _room = self.room_for(&data).await;
         let _guard = self.locks.exclusive(first..last).await;
         if last > self.device.size_bytes() {
             return Err(Error::INVALID);
