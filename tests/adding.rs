@@ -201,25 +201,27 @@ fn an_address_of_another_disk_is_taken_only_where_it_is_named() {
 #[test]
 fn an_address_may_be_spelled_as_to_weir_serve() {
     let scratch = Scratch::new();
-    for directory in ["etc", "run"] {
+    for directory in ["etc", "run 1"] {
         fs::create_dir(scratch.path(directory)).unwrap();
     }
     let config = format!(
-        "[daemon]\nqmp = \"{}\"\n\n[disk.a]\nimage = \"memory:1M\"\nexport = {{ type = \"nbd\", listen = \"unix:../run/x.sock\" }}\n",
+        "[daemon]\nqmp = \"{}\"\n\n[disk.a]\nimage = \"memory:1M\"\nexport = {{ type = \"nbd\", listen = \"unix:../run 1/x.sock\" }}\n",
         socket(&scratch),
     );
     let file = scratch.file("etc/weir.toml", &config);
     let weir = serve(&scratch, &file);
-    let whole = format!("unix:{}", text(&scratch.path("run/x.sock")));
+    let whole = format!("unix:{}", text(&scratch.path("run 1/x.sock")));
     let add = |name: &str, inside: &str, address: &str| {
         let client = crate::harness::weir(&["disk", "add", name, "memory:1M", "--save", "--nbd", address]);
         client.args(["--qmp", &socket(&scratch)]).inside(&scratch.path(inside)).succeeds();
-        assert_eq!(Wire::go(&scratch.path("run/x.sock"), name).1, MIB);
+        assert_eq!(Wire::go(&scratch.path("run 1/x.sock"), name).1, MIB);
         assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
     };
-    add("b", "run", "unix:x.sock");
-    add("c", "etc", "unix:../run/x.sock");
+    add("b", "run 1", "unix:x.sock");
+    add("c", "etc", "unix:../run 1/x.sock");
     add("d", "", &whole);
+    let shown = format!("unix:{}", text(&scratch.path("etc/../run 1/x.sock")));
+    assert_eq!(exports(&scratch, "d"), [("d".to_owned(), shown, false)]);
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let export = serde_json::json!({ "type": "nbd", "id": "e", "node-name": "a", "name": "e", "x-weir-listen": whole });
     qmp.command("block-export-add", export);

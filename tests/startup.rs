@@ -206,7 +206,8 @@ fn paths_in_a_config_file_begin_where_it_is() {
 #[test]
 fn sockets_of_the_service_manager_are_taken_and_it_is_told() {
     let scratch = Scratch::new();
-    let (path, notify) = (scratch.socket("theirs"), scratch.socket("notify"));
+    let (path, notify) = (scratch.socket("their s"), scratch.socket("notify"));
+    let control = format!("unix:{}", text(&scratch.socket("control")));
     let listener = UnixListener::bind(&path).unwrap();
     let manager = UnixDatagram::bind(&notify).unwrap();
     // The shell moves the socket to where the protocol wants it, as a service manager does.
@@ -216,9 +217,10 @@ fn sockets_of_the_service_manager_are_taken_and_it_is_told() {
         .behind(["sh", "-c", script])
         .reading(listener.try_clone().unwrap())
         .env("NOTIFY_SOCKET", &notify)
-        .arg("null:1M")
+        .args(["null:1M", "--qmp", &control])
         .start();
-    assert!(weir.ready_line().ends_with(&format!("nbd+unix:///null?socket={}", text(&path))));
+    let uri = format!("nbd+unix:///null?socket={}", text(&path).replace(' ', "%20"));
+    assert!(weir.ready_line().ends_with(&uri), "{}", weir.ready_line());
     let told = || {
         let mut message = [0; 64];
         let length = manager.recv(&mut message).unwrap();
@@ -226,6 +228,10 @@ fn sockets_of_the_service_manager_are_taken_and_it_is_told() {
     };
     assert_eq!(told(), "READY=1");
     assert_eq!(Wire::go(&path, "null").1, MIB);
+    let at = format!("unix:{}", text(&path));
+    let add = ["disk", "add", "another", "null:2M", "--nbd", &at, "--qmp", &control];
+    crate::harness::weir(&add).succeeds();
+    assert_eq!(Wire::go(&path, "another").1, 2 * MIB);
     weir.signal(Signal::SIGTERM);
     assert_eq!(told(), "STOPPING=1");
     assert!(weir.wait().0.success());

@@ -1,14 +1,18 @@
 //! NBD URIs as clients take them (NetworkBlockDevice/nbd, doc/uri.md), to be pasted from the log.
 
-use std::{fmt, os::unix::ffi::OsStrExt as _, path::Path};
+use std::{
+    fmt,
+    os::unix::ffi::OsStrExt as _,
+    path::{Path, PathBuf},
+};
 
 use settings::Tls;
 
 /// The part of a URI that says how to reach a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Authority {
-    /// A Unix socket: its path, percent-encoded.
-    Unix(String),
+    /// A Unix socket: its path.
+    Unix(PathBuf),
     Tcp(String),
     /// A socket without a name: an inherited one's number.
     Unnamed(usize),
@@ -16,7 +20,7 @@ pub(crate) enum Authority {
 
 impl Authority {
     pub(super) fn of_unix(path: &Path) -> Self {
-        Self::Unix(encoded(path.as_os_str().as_bytes()))
+        Self::Unix(path.to_owned())
     }
 
     /// A TCP port of a host, which is an IPv6 address without brackets, another address, or a name.
@@ -29,7 +33,10 @@ impl Authority {
         let scheme = if matches!(tls, Tls::Required(_)) { "nbds" } else { "nbd" };
         let export = encoded(export.as_bytes());
         match self {
-            Self::Unix(path) => format!("{scheme}+unix:///{export}?socket={path}"),
+            Self::Unix(path) => {
+                let path = encoded(path.as_os_str().as_bytes());
+                format!("{scheme}+unix:///{export}?socket={path}")
+            }
             Self::Tcp(authority) => format!("{scheme}://{authority}/{export}"),
             Self::Unnamed(index) => format!("{export} at inherited socket {index}"),
         }
@@ -39,7 +46,7 @@ impl Authority {
 impl fmt::Display for Authority {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Unix(path) => write!(f, "unix:{path}"),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
             Self::Tcp(authority) => f.write_str(authority),
             Self::Unnamed(index) => write!(f, "inherited socket {index}"),
         }
@@ -70,6 +77,7 @@ mod tests {
         let required = Tls::Required(Credentials::PreShared("keys".into()));
         let unix = Authority::of_unix(Path::new("/run/my disks/s&1.sock"));
         assert_eq!(unix.uri("vm1", &Tls::Off), "nbd+unix:///vm1?socket=/run/my%20disks/s%261.sock");
+        assert_eq!(unix.to_string(), "unix:/run/my disks/s&1.sock");
         assert_eq!(unix.uri("", &required), "nbds+unix:///?socket=/run/my%20disks/s%261.sock");
         assert_eq!(
             Authority::of_tcp("localhost", 10809).uri("vm 1", &Tls::Off),
