@@ -22,6 +22,7 @@ use crate::{
     bench::bench,
     harness::{
         Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, assert_says, qemu_img, qemu_io, text, until,
+        weir_image,
     },
 };
 
@@ -213,7 +214,16 @@ fn a_disk_that_a_machine_has_is_resized_by_whole_blocks() {
     let mut qmp = Qmp::negotiated(&control);
     let resize = |size: u64| json!({"node-name": "disk", "size": size});
     let (_, said) = qmp.refused("block_resize", resize(MIB + 512));
-    assert_says(&said, &["cannot be: export disk@unix:", "has blocks of 4096 bytes (make it 1052672)"]);
+    let sizes = "has blocks of 4096 bytes (make it 1048576 or 1052672)";
+    assert_says(&said, &["cannot be: export disk@unix:", sizes]);
+    for (size, why) in [
+        ("1049088", ["disk.raw: 1049088 bytes cannot be: export disk@unix:", sizes]),
+        ("+1", ["disk.raw: 1048577 bytes cannot be: a size is a multiple of 512", "1048576 or 1049088"]),
+    ] {
+        let resize = weir_image(&["resize", "-f", "raw", text(&disk), size]);
+        let said = resize.env("WEIR_QMP", format!("unix:{}", text(&control))).fails();
+        assert_says(&said, &why);
+    }
     assert_eq!(fs::metadata(&disk).expect("it is there").len(), MIB);
     qmp.command("block_resize", resize(MIB + 4096));
     drop(qmp);

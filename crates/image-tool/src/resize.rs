@@ -7,7 +7,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, anyhow, bail, ensure};
 use block::{
     buffer::Buffer,
     image::{Image, qcow2::create::Preallocation},
@@ -41,7 +41,7 @@ Exit status: 0 resized, 1 failed, 2 wrong use of the command line.";
 pub struct Arguments {
     #[command(flatten)]
     subject: Subject,
-    /// The new size; with + or - in front, so much more or less
+    /// The new size, a multiple of 512 bytes; with + or - in front, so much more or less
     #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
     size: Change,
     /// What of the new part has its place at once: off, metadata (qcow2 alone), falloc or full
@@ -88,6 +88,7 @@ pub struct Served {
 }
 
 const PIECE: u64 = 1 << 20;
+const SECTOR: u64 = 512;
 
 /// On failure the size is what it was, unless not even that could be written.
 pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) -> Result<(), Failure> {
@@ -164,15 +165,24 @@ fn say_where(error: anyhow::Error) -> anyhow::Error {
     }
 }
 
-/// The new size, a multiple of 512 bytes as QEMU has it.
+/// The new size, in whole sectors as QEMU has it. A change counts from the end of the sector in
+/// which the disk ends.
 fn wanted(change: Change, old: u64) -> anyhow::Result<u64> {
+    let end = old.checked_next_multiple_of(SECTOR);
     let size = match change {
         Change::To(size) => Some(size),
-        Change::More(size) => old.checked_add(size),
-        Change::Less(size) => old.checked_sub(size),
+        Change::More(more) => end.and_then(|end| end.checked_add(more)),
+        Change::Less(less) => end.and_then(|end| end.checked_sub(less)),
     };
-    let size = size.filter(|&size| size > 0).and_then(|size| size.checked_next_multiple_of(512));
-    size.ok_or_else(|| anyhow!("has {old} bytes, which leaves no size that can be (choose another change)"))
+    let size = size.filter(|&size| size > 0);
+    let none = || anyhow!("has {old} bytes, which leaves no size that can be (choose another change)");
+    let size = size.ok_or_else(none)?;
+    ensure!(
+        size.is_multiple_of(SECTOR),
+        "{size} bytes cannot be: a size is a multiple of {SECTOR} bytes (make it {})",
+        settings::sizes_around(size, SECTOR)
+    );
+    Ok(size)
 }
 
 fn check_loss(old: u64, size: u64, shrink: bool) -> anyhow::Result<()> {
@@ -231,8 +241,19 @@ mod tests {
         assert_eq!(change("+1M"), Ok(Change::More(1 << 20)));
         assert_eq!(change("-1M"), Ok(Change::Less(1 << 20)));
         assert!(change("+-1M").is_err());
-        assert_eq!(wanted(Change::Less(1), 1024).unwrap(), 1024, "rounded up to a sector");
-        assert_eq!(wanted(Change::More(1000), 1024).unwrap(), 2048);
+        assert_eq!(wanted(Change::More(512), 1000).unwrap(), 1536, "from the end of a sector on");
+        assert_eq!(wanted(Change::Less(512), 1000).unwrap(), 512);
+        assert_eq!(wanted(Change::To(1024), 1000).unwrap(), 1024);
+        for (change, size, others) in [
+            (Change::Less(1), 1023, "512 or 1024"),
+            (Change::More(1000), 2024, "1536 or 2048"),
+            (Change::To(1), 1, "512"),
+        ] {
+            assert_eq!(
+                wanted(change, 1024).unwrap_err().to_string(),
+                format!("{size} bytes cannot be: a size is a multiple of 512 bytes (make it {others})")
+            );
+        }
         assert!(wanted(Change::Less(1024), 1024).is_err());
         assert!(wanted(Change::More(u64::MAX), 1024).is_err());
     }

@@ -88,7 +88,7 @@ pub use shares::{LimitsDraft, Settings, SettingsDraft};
 pub use tls::{Credentials, Tls, TlsDraft, TlsMode};
 pub use units::{
     Rule, connections, count, detect_zeroes, discards, duration, exact_size, long_duration, polling, read,
-    size, workers,
+    size, sizes_around, workers,
 };
 
 /// Everything `weir serve` is to do.

@@ -129,9 +129,23 @@ pub fn exact_size(value: u64) -> String {
     format!("{}{}", value >> (10 * exponent), ["", "K", "M", "G", "T"][exponent as usize])
 }
 
+/// The sizes of whole blocks next to one that is not: `512 or 1024`; never 0.
+pub fn sizes_around(size_bytes: u64, block_bytes: u64) -> String {
+    let below = Some(size_bytes / block_bytes * block_bytes).filter(|size| *size > 0);
+    let sizes = below.into_iter().chain(size_bytes.checked_next_multiple_of(block_bytes));
+    sizes.map(|size| size.to_string()).collect::<Vec<_>>().join(" or ")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_sizes_around_one_that_cannot_be_are_such_as_can() {
+        assert_eq!(sizes_around(1000, 512), "512 or 1024");
+        assert_eq!(sizes_around(1, 4096), "4096");
+        assert_eq!(sizes_around(u64::MAX, 4096), (u64::MAX - 4095).to_string());
+    }
 
     #[test]
     fn polling_is_a_word_or_a_time() {

@@ -9,11 +9,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use anyhow::anyhow;
 use image_tool::Served;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use serde_json::json;
 
-use crate::client::{Client, Target, report::Disk};
+use crate::client::{Client, Error, Target, report::Disk};
 
 /// Who serves the image: the daemon that `WEIR_QMP` names, or the usual one. `None` where none
 /// runs, does not answer, or has no such disk.
@@ -30,8 +31,15 @@ pub(crate) fn find(image: &Path) -> Option<Served> {
     let disk = report.disks.into_iter().find(is_it)?;
     let (name, format) = (disk.name.clone(), disk.format);
     let resize = move |size: u64| {
-        client.execute("block_resize", json!({ "node-name": disk.name, "size": size }))?;
-        Ok(())
+        let asked = client.execute("block_resize", json!({ "node-name": disk.name, "size": size }));
+        asked.map(drop).map_err(|error| match error {
+            // By its argument the command line does not call it.
+            Error::Refused(said) => match said.strip_prefix(&format!("Parameter 'size' ({size}) ")) {
+                Some(rule) => anyhow!("{size} bytes {rule}"),
+                None => anyhow!(said),
+            },
+            error => error.into(),
+        })
     };
     Some(Served { name, daemon: target.to_string(), format, size_bytes: disk.size, resize: Box::new(resize) })
 }

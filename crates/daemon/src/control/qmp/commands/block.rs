@@ -444,14 +444,13 @@ impl Command for BlockdevDel {
 fn check_blocks(inventory: &Inventory, disk: &Rc<RunningDisk>, size_bytes: u64) -> Result<(), Error> {
     for export in inventory.exports().iter().filter(|export| Rc::ptr_eq(&export.disk, disk)) {
         let block = export.block_bytes().map_or(1, u64::from);
-        if !size_bytes.is_multiple_of(block)
-            && let Some(whole) = size_bytes.checked_next_multiple_of(block)
-        {
+        if !size_bytes.is_multiple_of(block) {
             return Err(Error::rule(
                 "size",
                 format_args!(
-                    "({size_bytes}) cannot be: export {} has blocks of {block} bytes (make it {whole})",
-                    export.id
+                    "({size_bytes}) cannot be: export {} has blocks of {block} bytes (make it {})",
+                    export.id,
+                    settings::sizes_around(size_bytes, block)
                 ),
             ));
         }
