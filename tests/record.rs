@@ -133,6 +133,20 @@ fn what_fio_has_asked_is_in_a_recording_that_simulate_reads() {
 }
 
 #[test]
+fn where_nothing_was_asked_that_is_said() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &[]);
+    let file = scratch.path("none.recording");
+    let recorder = Recorder::begin(&scratch, &file, &[]);
+    recorder.signal(Signal::SIGINT);
+    assert_eq!(recorder.wait(), (Some(0), "weir: no requests\n".to_owned()));
+    weir.stop();
+    assert_eq!(self::weir(&["trace", "info", text(&file)]).succeeds(), "no requests\n");
+    let told = self::weir(&["trace", "info", "--json", text(&file)]).json();
+    assert_eq!(told, json!({ "disks": {}, "lost": 0 }));
+}
+
+#[test]
 fn a_recording_is_written_as_its_name_asks() {
     let scratch = Scratch::new();
     let weir = start(&scratch, &["--iops-total", "500"]);

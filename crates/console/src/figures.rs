@@ -26,6 +26,11 @@ pub fn bytes(value: f64) -> String {
     scaled(value, 1024.0)
 }
 
+/// The same in a sentence, where a number alone could be of anything: `512 bytes`, `9.8M`.
+pub fn sized(bytes: u64) -> String {
+    if bytes < 1024 { counted(bytes, "byte") } else { self::bytes(bytes as f64) }
+}
+
 fn scaled(value: f64, base: f64) -> String {
     let mut value = value.max(0.0);
     let mut unit = 0;
@@ -133,6 +138,8 @@ mod tests {
         assert_eq!(counts, ["0", "0.4", "9", "998", "1.0K", "12.3K", "123K", "1.0T", "1000000T"]);
         let sizes = [512.0, 1024.0, 10_485_760.0, 1_073_741_824.0].map(bytes);
         assert_eq!(sizes, ["512", "1.0K", "10.0M", "1.0G"]);
+        let told = [0, 1, 33, 1023, 10_035].map(sized);
+        assert_eq!(told, ["0 bytes", "1 byte", "33 bytes", "1023 bytes", "9.8K"]);
         let times = [0, 999, 85_000, 1_234_567, 31_000_000, 999_600_000, 4_100_000_000].map(time);
         assert_eq!(times, ["0ns", "999ns", "85us", "1.2ms", "31ms", "1.0s", "4.1s"]);
         assert_eq!([0.0, 0.001, 0.42, 1.0].map(share), ["0%", "<1%", "42%", "100%"]);

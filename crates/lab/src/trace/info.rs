@@ -196,7 +196,7 @@ impl Info {
             text.extend([self.times().render(false), self.held().render(false)]);
         }
         text.retain(|part| !part.is_empty());
-        text.join("\n")
+        if text.is_empty() { "no requests\n".to_owned() } else { text.join("\n") }
     }
 
     fn first_ns(&self) -> Option<u64> {

@@ -138,11 +138,14 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
 
 fn summarise(told: &Value, bytes: Option<u64>) -> Result<(), Failure> {
     let number = |key: &str| told[key].as_u64().unwrap_or_default();
-    say(&format!(
-        "{} in {}",
-        figures::counted(number("requests"), "request"),
-        figures::bytes(bytes.unwrap_or_default() as f64)
-    ));
+    say(&match number("requests") {
+        0 => "no requests".to_owned(),
+        requests => format!(
+            "{} in {}",
+            figures::counted(requests, "request"),
+            figures::sized(bytes.unwrap_or_default())
+        ),
+    });
     if let Some(error) = told["error"].as_str() {
         return Err(anyhow!("the recording is not whole: {error}").into());
     }
