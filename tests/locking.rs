@@ -133,6 +133,26 @@ fn a_snapshot_of_an_image_in_use_is_refused_with_what_can_be_done() {
 }
 
 #[test]
+fn an_image_in_use_that_is_to_be_changed_is_refused_with_what_can_be_done() {
+    let scratch = Scratch::new();
+    let image = scratch.path("disk.qcow2");
+    qemu_img(["create", "-q", "-f", "qcow2"]).arg(&image).arg("1M").succeeds();
+    let control = format!("unix:{}", text(&scratch.socket("control")));
+    let weir = Serve::new(&scratch).arg(&image).args(["--format", "qcow2", "--qmp", &control]).start();
+    let add = || weir_image(&["bitmap", "--add", text(&image), "monday"]);
+    let rebase = || weir_image(&["rebase", "-u", "-f", "qcow2", "-b", "", text(&image)]);
+    for refused in [add(), rebase()] {
+        let remedy = "weir) (stop it first, or take the disk from it with `weir disk remove`)";
+        assert_says(&refused.fails(), &["locked for writing by another process", remedy]);
+    }
+    crate::harness::weir(&["disk", "remove", "disk", "--qmp", &control]).succeeds();
+    add().succeeds();
+    weir.stop();
+    let _qemu = QemuIo::open(&["-f", "qcow2"], &image);
+    assert_says(&add().fails(), &["locked for writing by another process", "qemu-io) (stop it first)"]);
+}
+
+#[test]
 fn weir_reads_an_image_that_qemu_writes_if_told_to_share() {
     let scratch = Scratch::new();
     let image = scratch.filled("disk.raw", MIB);

@@ -51,7 +51,8 @@ pub(super) async fn open_at(
         snapshot,
         ..ImageOptions::default()
     };
-    Ok(Arc::new(image::open::open(&opening::spec(path)?, options).await?))
+    let opened = image::open::open(&opening::spec(path)?, options).await;
+    Ok(Arc::new(opened.map_err(|error| how.refused(error))?))
 }
 
 /// A guess follows no names in a header: a guest could have written them into its raw disk.

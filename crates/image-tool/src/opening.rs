@@ -11,7 +11,7 @@ use block::{
     image::qcow2::{header::Header, read_header},
     nbd::uri::Uri,
     storage::{
-        CacheMode, Format, OpenOptions, Storage, open_storage,
+        CacheMode, Format, OpenError, OpenOptions, Storage, open_storage,
         probe::{self, Probed},
         probe_anywhere,
     },
@@ -86,6 +86,18 @@ pub(super) struct How {
     pub(super) alone: bool,
 }
 
+impl How {
+    /// With what helps whoever wants to change an image, rather than to serve it.
+    pub(super) fn refused(self, mut error: OpenError) -> OpenError {
+        if self.write && error.why.starts_with("locked") {
+            let is_weir = error.holder.as_deref().is_some_and(|name| name.starts_with("weir"));
+            let or = if is_weir { ", or take the disk from it with `weir disk remove`" } else { "" };
+            error.remedy = format!("stop it first{or}");
+        }
+        error
+    }
+}
+
 /// The format that was given, or else that of the signature.
 pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Format> {
     if let Some(format) = given {
@@ -111,7 +123,7 @@ pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Forma
 }
 
 pub(super) fn storage(path: &Path, how: How) -> anyhow::Result<Storage> {
-    Ok(open_storage(&spec(path)?, options(how)?)?)
+    Ok(open_storage(&spec(path)?, options(how)?).map_err(|error| how.refused(error))?)
 }
 
 pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
