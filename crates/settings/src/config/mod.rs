@@ -229,13 +229,13 @@ impl Reader<'_> {
             http_token_file: self.path(section, "http-token-file")?,
             http_name: section.list("http-name", crate::http_name)?,
             workers: section.parse("workers", crate::workers)?,
-            poll: section.parse("poll", crate::polling)?,
+            poll: section.parse_switch("poll", crate::polling)?,
             max_connections: section.parse("max-connections", crate::connections)?,
             max_connections_per_address: section.parse("max-connections-per-address", crate::connections)?,
             access: access(section)?,
             memory: section.parse("memory", crate::size)?,
             tls: crate::TlsDraft {
-                mode: section.value("tls")?,
+                mode: section.switch("tls")?,
                 certificates: self.path(section, "tls-certificates")?,
                 verify_peer: section.flag("tls-verify-peer")?,
                 psk: self.path(section, "tls-psk")?,
@@ -249,7 +249,7 @@ impl Reader<'_> {
             record: section.get("record").map(|entry| self.record(entry)).transpose()?,
             // A section of its own.
             cluster: None,
-            sandbox: section.parse("sandbox", str::parse)?,
+            sandbox: section.switch("sandbox")?,
             user: section.parse("user", str::parse)?,
         };
         section.finish()?;
@@ -310,8 +310,8 @@ impl Reader<'_> {
             read: section.value(crate::on_error::READ)?,
             write: section.value(crate::on_error::WRITE)?,
         };
-        let discard = section.parse("discard", crate::discards)?;
-        let detect_zeroes = section.parse("detect-zeroes", crate::detect_zeroes)?;
+        let discard = section.parse_switch("discard", crate::discards)?;
+        let detect_zeroes = section.parse_switch("detect-zeroes", crate::detect_zeroes)?;
         let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
         let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
         let handover = section.flag("handover")?.filter(|said| said.value).map(|said| said.place);

@@ -123,7 +123,16 @@ impl<'a> Section<'a> {
 
     /// A value read by its type, where `true` means `on` and `false` means `off`.
     pub(super) fn switch<T: FromStr<Err: Rule>>(&self, key: &'static str) -> Result<Option<Said<T>>, Wrong> {
-        self.get(key).map(|entry| entry.parse_switch(crate::read)).transpose()
+        self.parse_switch(key, crate::read)
+    }
+
+    /// As [`Self::parse`], where `true` means `on` and `false` means `off`.
+    pub(super) fn parse_switch<T>(
+        &self,
+        key: &'static str,
+        parser: impl Fn(&str) -> Result<T, String>,
+    ) -> Result<Option<Said<T>>, Wrong> {
+        self.get(key).map(|entry| entry.parse_switch(parser)).transpose()
     }
 
     /// One value or an array of them.

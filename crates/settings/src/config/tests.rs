@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use block::{reactor::Polling, storage::CacheMode};
+use block::{disk::DetectZeroes, reactor::Polling, storage::CacheMode};
 use policy::{
     access::{Access, Names},
     throttle::LimitKind,
 };
 
 use super::*;
-use crate::{Credentials, Endpoint, Plan, Settings, Tls};
+use crate::{Credentials, Endpoint, Plan, Sandbox, Settings, Tls};
 
 /// The file as all of these tests know it: `/etc/weir/weir.toml`, called by its base name.
 fn plan_with(text: &str, inherited: usize) -> Result<Plan, String> {
@@ -267,6 +267,17 @@ fn what_is_read_ahead() {
         "prefetch = false\nprefetch-window-max = \"64K\"",
         "prefetch-window-min (131072) is above prefetch-window-max (65536); the smallest window may not be larger than the largest",
     );
+}
+
+#[test]
+fn on_and_off_may_be_true_and_false() {
+    let plan = plan(
+        "[daemon]\ntls = false\nsandbox = false\npoll = false\n[disk.vm1]\nimage = \"vm1.raw\"\ndetect-zeroes = true\n",
+    );
+    let service = &plan.service;
+    assert_eq!((&service.tls, service.sandbox, service.poll), (&Tls::Off, Sandbox::Off, Polling::Off));
+    assert_eq!(plan.disks[0].detect_zeroes, DetectZeroes::On);
+    check_disk("discard = false", "is neither unmap nor ignore");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
-use super::{Keyed, read_keys, write_keys};
+use super::{Keyed, read_keys, switch, write_keys};
 
 /// An export as a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,10 +33,8 @@ impl Keyed for Fuse {
 
     fn set(&mut self, _: &str, value: &str) -> Result<(), String> {
         self.allow_other = match value {
-            "on" => Some(true),
-            "off" => Some(false),
             "auto" => None,
-            _ => return Err("is neither on, off nor auto".to_owned()),
+            _ => Some(switch(value).map_err(|_| "is neither on, off nor auto")?),
         };
         Ok(())
     }
@@ -94,6 +92,8 @@ mod tests {
         }
         let fuse: Fuse = "a,allow-other=auto,growable".parse().unwrap();
         assert!(fuse.growable && fuse.allow_other.is_none());
+        let fuse: Fuse = "a,allow-other=false,growable=true".parse().unwrap();
+        assert!(fuse.growable && fuse.allow_other == Some(false));
     }
 
     #[test]

@@ -183,8 +183,9 @@ pub(crate) fn write_keys<K: Keyed + Clone>(
 
 fn switch(text: &str) -> Result<bool, String> {
     match text {
-        "on" => Ok(true),
-        "off" => Ok(false),
+        // As the config file has it.
+        "on" | "true" => Ok(true),
+        "off" | "false" => Ok(false),
         _ => Err("is neither on nor off".to_owned()),
     }
 }

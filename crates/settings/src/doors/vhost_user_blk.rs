@@ -238,6 +238,8 @@ mod tests {
         }
         let short: VhostUserBlk = "unix:/s,read-only,client".parse().unwrap();
         assert!(short.read_only && short.client);
+        let of_file: VhostUserBlk = "unix:/s,discard=false,read-only=true".parse().unwrap();
+        assert!(of_file.read_only && !of_file.discard);
         let standard: VhostUserBlk = "unix:/s".parse().unwrap();
         assert!(standard.discard && standard.write_zeroes && !standard.read_only && !standard.client);
     }
