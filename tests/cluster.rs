@@ -321,7 +321,7 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     for (groups, expect) in [
         ("[\"gold\"]", "is for disks, and [cluster] names it in control-groups"),
         ("[\"a\", \"a\"]", "is named twice"),
-        ("[\"silver\"]", "[cluster]: control-groups: needs cgroup-limits"),
+        ("[\"silver\"]", ": cluster: control-groups needs cgroup-limits"),
     ] {
         let said = refused("http://127.0.0.1:1", &format!("control-groups = {groups}"));
         assert!(said.contains(expect), "{said}");
@@ -330,7 +330,9 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     let there = Scratch::new();
     let file = Host::config(&there, "x", &etcd.url(), "user = \"u\"\npassword-file = \"/nowhere\"");
     let said = weir(&["check-config", text(&file)]).fails();
-    assert!(said.contains("cluster lab: password-file /nowhere"), "{said}");
+    let place = format!("weir: {}:", text(&file));
+    assert!(said.starts_with(&place), "{said}");
+    assert!(said.contains(": cluster: cluster lab: password-file /nowhere"), "{said}");
     // A newer weir, and garbage.
     for (value, expect) in [("{\"version\":2}", "is of version 2"), ("garbage", "is not weir's")] {
         etcd.control(&["put", "/weir/v1/lab/all/group/gold", value]).succeeds();

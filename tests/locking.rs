@@ -110,11 +110,15 @@ fn weir_refuses_an_image_that_qemu_writes_and_names_it() {
     );
     let said = Serve::new(&scratch).arg(&image).arg("--read-only").fails();
     assert_says(&said, &["locked for writing by another process"]);
-    // Also who only asks, as of no daemon of weir's.
-    let check = || weir(&["serve", "--check", text(&image)]);
+    // Also who only asks.
+    let socket = format!("unix:{}", text(&scratch.path("another")));
+    let check = || weir(&["serve", "--check", text(&image), "--nbd", &socket]);
     assert_says(&check().fails(), &["disk.raw: locked for writing by another process", &pid]);
     drop(qemu);
-    let _weir = Serve::new(&scratch).arg(&image).start();
+    let weir = Serve::new(&scratch).arg(&image).start();
+    let holder = format!("(pid {}, weir)", weir.pid());
+    assert_says(&check().fails(), &["disk.raw: locked for writing by another process", &holder]);
+    weir.stop();
     check().succeeds();
 }
 

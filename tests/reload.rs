@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    net::TcpListener,
     os::unix::net::{UnixDatagram, UnixListener},
     path::PathBuf,
 };
@@ -435,15 +436,45 @@ fn without_a_file_there_is_nothing_to_reload() {
 fn a_config_is_checked_while_it_is_served() {
     let scratch = Scratch::new();
     scratch.sparse("a.raw", MIB);
-    let disks = "\n[disk.a]\nimage = \"a.raw\"\nformat = \"raw\"\n";
-    let file = scratch.file("weir.toml", with_daemon(&scratch, disks));
+    let socket = |name: &str| format!("unix:{}", text(&scratch.socket(name)));
+    let disks = format!(
+        "pid-file = \"pid\"\n\n[disk.a]\nimage = \"a.raw\"\nformat = \"raw\"\n\n[disk.b]\nimage = \"memory:1M\"\nexport = {{ type = \"vhost-user-blk\", listen = \"{}\" }}\n",
+        socket("vm"),
+    );
+    let file = scratch.file("weir.toml", with_daemon(&scratch, &disks));
+    let check = || weir(&["serve", "--check", "--config", text(&file)]);
+    let right = format!("{}: 2 disks, 0 groups, 2 exports: nothing is wrong\n", text(&file));
+    assert_eq!(check().succeeds(), right);
     let daemon = serve(&scratch, &file);
-    let said = weir(&["check-config", text(&file)]).succeeds();
-    assert_eq!(said, format!("{}: 1 disk, 0 groups, 1 export: nothing is wrong\n", text(&file)));
-    weir(&["serve", "--check", "--config", text(&file)]).succeeds();
-    // Nothing of it was held, and the daemon goes on.
+    assert_eq!(weir(&["check-config", text(&file)]).succeeds(), right);
+    // Who asks whether a daemon could start hears what that one has.
+    let outcome = check().run();
+    assert_eq!(outcome.code(), 1);
+    let said = outcome.said();
+    let pid = daemon.pid();
+    let mut lines = said.lines();
+    for (line, key, why) in [
+        (8, "disk.a.image", format!("a.raw: locked for writing by another process (pid {pid}, weir)")),
+        (2, "daemon.qmp", "in use: somebody listens there already".to_owned()),
+        (3, "daemon.nbd", "in use: somebody listens there already".to_owned()),
+        (13, "disk.b.export.listen", "in use: somebody listens there already".to_owned()),
+        (5, "daemon.pid-file", format!("is the pid file of process {pid}, which runs")),
+    ] {
+        let place = format!("weir: {}:{line}: {key} = \"", file.display());
+        assert_says(lines.next().unwrap_or(&said), &[&place, &why]);
+    }
+    assert_eq!(lines.next(), None, "{said}");
+    // Nothing of it was held, nobody has called, and the daemon goes on.
     assert_eq!(status(&scratch, "0")["disks"][0]["connections"], 0);
+    assert!(!daemon.logged().contains("WARN"), "{}", daemon.logged());
     daemon.stop();
+    check().succeeds();
+    let port = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = port.local_addr().unwrap().to_string();
+    let check = || weir(&["serve", "--check", "memory:1M", "--nbd", &address]);
+    assert_says(&check().fails(), &[&format!("weir: --nbd {address}: {address}: the port is in use")]);
+    drop(port);
+    check().succeeds();
 }
 
 #[test]
@@ -499,7 +530,8 @@ l2-cache-size = \"1M\"
             "weir.toml:18: disk.c.l2-cache-size = \"1M\": is for qcow2 images",
             "text: something that is not a socket is there already",
             "nowhere does not exist (create it)",
-            "there is no user \"nobody-of-this-name\"",
+            "weir.toml:6: daemon.socket-owner = \"nobody-of-this-name\": socket-owner: there is no user",
+            "weir.toml:14: disk.b.export[0].listen = \"unix:nowhere/b.sock\": unix:",
             "weir.toml:5: daemon.pid-file = \"nowhere/pid\": pid file ",
         ],
     );
@@ -508,6 +540,18 @@ l2-cache-size = \"1M\"
         ("image-root = \"no\"", "", "daemon.image-root = \"no\": image root "),
         ("qmp = \"unix:no/q\"", "", "daemon.qmp = \"unix:no/q\": unix:"),
         ("nbd = \"unix:no/n\"", "", "daemon.nbd = \"unix:no/n\": unix:"),
+        ("metrics = \"unix:no/m\"", "", "daemon.metrics = \"unix:no/m\": unix:"),
+        ("http = \"unix:no/h\"", "", "daemon.http = \"unix:no/h\": unix:"),
+        (
+            "http-token-file = \"no\"\nhttp = \"unix:h\"",
+            "",
+            "daemon.http-token-file = \"no\": http-token-file ",
+        ),
+        ("on-event = \"/no/program\"", "", "daemon.on-event = \"/no/program\": "),
+        ("tls-certificates = \"no\"\ntls = \"on\"", "", "daemon.tls-certificates = \"no\": TLS: "),
+        ("tls-psk = \"no\"\ntls = \"required\"", "", "daemon.tls-psk = \"no\": TLS: "),
+        ("record = { directory = \"no\" }", "", "daemon.record.directory = \"no\": record: "),
+        ("", "export = { type = \"fuse\", file = \"no\" }", "disk.a.export.file = \"no\": "),
         (
             "",
             "export = [{ type = \"nbd\", listen = \"unix:no/e\" }]",

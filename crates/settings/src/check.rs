@@ -163,16 +163,19 @@ fn check_names(draft: &Draft) -> Result<(), Wrong> {
 /// Limits over many hosts are set once for all of them, and hold whatever a device does.
 fn check_cluster(draft: &Draft) -> Result<(), Wrong> {
     let cluster = draft.service.cluster.as_ref();
-    let control_groups = cluster.map_or(&[][..], |cluster| cluster.control_groups.as_slice());
+    let control_groups = cluster.map_or(&[][..], |said| said.value.control_groups.as_slice());
     let of_control_groups = |name: &str| control_groups.iter().any(|other| other == name);
     if let Some(group) = draft.groups.iter().find(|group| of_control_groups(&group.name.value)) {
         return Err(group.name.wrong(
             "is for disks, and [cluster] names it in control-groups (a host's part of a group goes to one of both)",
         ));
     }
-    if !control_groups.is_empty() && draft.service.cgroup_limits.is_none() {
-        return Err(Place::new("[cluster]: control-groups")
-            .wrong("needs cgroup-limits in [daemon], the file of the limits of control groups"));
+    if let Some(said) =
+        cluster.filter(|_| !control_groups.is_empty() && draft.service.cgroup_limits.is_none())
+    {
+        return Err(said.wrong(
+            "control-groups needs cgroup-limits in [daemon], the file of the limits of control groups",
+        ));
     }
     for group in &draft.groups {
         let Some(place) = &group.cluster else { continue };
@@ -613,7 +616,7 @@ fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
         image_root: draft.image_root.map(|said| said.value),
         cgroup_limits: draft.cgroup_limits.map(|said| said.value),
         record: draft.record.map(|said| said.value),
-        cluster: draft.cluster,
+        cluster: draft.cluster.map(|said| said.value),
         sandbox: draft.sandbox.map(|said| said.value).unwrap_or_default(),
         user,
     })

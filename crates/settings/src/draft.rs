@@ -128,7 +128,7 @@ pub struct ServiceDraft {
     /// The file of control groups' limits to watch.
     pub cgroup_limits: Option<Said<PathBuf>>,
     pub record: Option<Said<Record>>,
-    pub cluster: Option<Cluster>,
+    pub cluster: Option<Said<Cluster>>,
     pub sandbox: Option<Said<Sandbox>>,
     pub user: Option<Said<Owner>>,
 }

@@ -10,7 +10,7 @@ use std::{
     io::{self, ErrorKind},
     net::{SocketAddr, TcpListener, ToSocketAddrs as _},
     os::{
-        fd::OwnedFd,
+        fd::{AsRawFd as _, OwnedFd},
         unix::{
             fs::{DirBuilderExt as _, PermissionsExt as _},
             net::UnixListener,
@@ -24,7 +24,10 @@ use std::{
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::{reactor::op::Fd, storage::Passed};
 pub use inherited::Inherited;
-use nix::sys::socket::{getsockopt, sockopt::AcceptConn};
+use nix::sys::socket::{
+    self, AddressFamily, SockFlag, SockType, SockaddrStorage, getsockopt, setsockopt,
+    sockopt::{AcceptConn, ReuseAddr},
+};
 use settings::{Address, Endpoint, Owner, SocketAccess, control::ControlSocket};
 pub use unix::SocketFile;
 pub(crate) use unix::directory_of;
@@ -179,21 +182,49 @@ pub fn is_same_place(one: &str, other: &str) -> bool {
     one == other || place(one).is_some_and(|place_of_one| place(other) == Some(place_of_one))
 }
 
-/// What would keep anybody from listening there, as far as that can be told without trying. That
-/// somebody listens there now says nothing.
-pub(crate) fn check(address: &Address, access: &SocketAccess) -> anyhow::Result<()> {
+/// What is thought of whoever has what a daemon is to have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Others {
+    /// It may be that very daemon.
+    MayHave,
+    /// It is another.
+    AreInTheWay,
+}
+
+/// What would keep anybody from listening there, as far as that can be told without listening.
+/// Nobody notices.
+pub(crate) fn check(address: &Address, others: Others) -> anyhow::Result<()> {
     match address {
-        Address::Unix(path) => unix::check(path, access).with_context(|| address.to_string()),
-        Address::Tcp { host, port } => resolve(address, host, *port).map(drop),
+        Address::Unix(path) => unix::check(path, others).with_context(|| address.to_string()),
+        Address::Tcp { host, port } if others == Others::MayHave => resolve(address, host, *port).map(drop),
+        Address::Tcp { host, port } => each_of(address, host, *port, |one| {
+            bind_alone(one)?;
+            Ok((one.port(), ()))
+        })
+        .map(drop),
     }
 }
 
 /// The same for a control socket, whose directory may be still to be made.
-pub(crate) fn check_control(place: &ControlSocket) -> anyhow::Result<()> {
+pub(crate) fn check_control(place: &ControlSocket, others: Others) -> anyhow::Result<()> {
     let parent = directory_of(&place.path);
     let is_made = place.directory_mode.is_some() && !parent.exists();
     let path = if is_made { parent } else { &place.path };
-    unix::check(path, &SocketAccess::default()).with_context(|| Address::Unix(place.path.clone()).to_string())
+    unix::check(path, others).with_context(|| Address::Unix(place.path.clone()).to_string())
+}
+
+/// Whether there are the user and the group that sockets are to belong to.
+pub(crate) fn check_owner(owner: &Owner) -> anyhow::Result<()> {
+    unix::check_owner(owner)
+}
+
+/// Fails where [`TcpListener::bind`] would. Who does not listen keeps nobody from it: the kernel
+/// has both at a port, as both say SO_REUSEADDR (socket(7)).
+fn bind_alone(at: SocketAddr) -> io::Result<()> {
+    let family = if at.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
+    let socket = socket::socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+    setsockopt(&socket, ReuseAddr, &true)?;
+    Ok(socket::bind(socket.as_raw_fd(), &SockaddrStorage::from(at))?)
 }
 
 fn at_path((listener, file): (UnixListener, SocketFile)) -> Listener {
@@ -229,28 +260,39 @@ fn bind(address: &Address, access: &SocketAccess) -> anyhow::Result<Vec<Listener
 }
 
 fn tcp(address: &Address, host: &str, port: u16) -> anyhow::Result<Vec<Listener>> {
+    each_of(address, host, port, |one| {
+        let listener = TcpListener::bind(one)?;
+        let port = listener.local_addr()?.port();
+        let authority = Authority::of_tcp(host, port);
+        Ok((port, Listener { socket: listener.into(), authority, file: None }))
+    })
+}
+
+/// Has `bind` tried with each address that a host name resolves to; it returns the port, too.
+fn each_of<T>(
+    address: &Address,
+    host: &str,
+    port: u16,
+    bind: impl Fn(SocketAddr) -> io::Result<(u16, T)>,
+) -> anyhow::Result<Vec<T>> {
     let addresses = resolve(address, host, port)?;
-    let mut listeners = Vec::new();
+    let mut bound = Vec::new();
     // Any free port is chosen once, so that every address of the name has the same.
     let mut chosen = port;
     let mut absent = None;
     for mut one in addresses {
         one.set_port(chosen);
-        match patiently(|| TcpListener::bind(one)) {
-            Ok(listener) => {
-                chosen = listener.local_addr()?.port();
-                listeners.push(Listener {
-                    socket: listener.into(),
-                    authority: Authority::of_tcp(host, chosen),
-                    file: None,
-                });
+        match patiently(|| bind(one)) {
+            Ok((port, one)) => {
+                chosen = port;
+                bound.push(one);
             }
             // A name may stand for IPv6 where the machine has none; its other addresses will do.
             Err(error) if is_absent(&error) => absent = Some(error),
             Err(error) => return Err(refused(address, chosen, &error)),
         }
     }
-    if listeners.is_empty() {
+    if bound.is_empty() {
         match absent {
             Some(error) => {
                 bail!("{address}: not an address of this machine: {error} (`ip address` lists them)")
@@ -258,7 +300,7 @@ fn tcp(address: &Address, host: &str, port: u16) -> anyhow::Result<Vec<Listener>
             None => bail!("{address}: the host name has no address (use an IP address)"),
         }
     }
-    Ok(listeners)
+    Ok(bound)
 }
 
 fn resolve(address: &Address, host: &str, port: u16) -> anyhow::Result<Vec<SocketAddr>> {
@@ -315,6 +357,24 @@ mod tests {
                  stop it, or choose another port)"
             )
         );
+    }
+
+    #[test]
+    fn a_port_is_looked_at_and_nobody_notices() {
+        let address = |port: u16| -> Address { format!("127.0.0.1:{port}").parse().unwrap() };
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = taken.local_addr().unwrap().port();
+        check(&address(port), Others::MayHave).unwrap();
+        let error = check(&address(port), Others::AreInTheWay).unwrap_err().to_string();
+        assert!(error.contains("the port is in use by another program"), "{error}");
+        taken.set_nonblocking(true).unwrap();
+        assert_eq!(taken.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+        drop(taken);
+        check(&address(port), Others::AreInTheWay).unwrap();
+        check(&address(0), Others::AreInTheWay).unwrap();
+        // From the block that RFC 5737 keeps for documentation.
+        let error = check(&"192.0.2.1:10809".parse().unwrap(), Others::AreInTheWay).unwrap_err();
+        assert!(error.to_string().contains("not an address of this machine"), "{error}");
     }
 
     #[test]

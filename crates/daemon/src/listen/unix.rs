@@ -28,6 +28,8 @@ use nix::{
 };
 use settings::{Owner, SocketAccess};
 
+use super::Others;
+
 /// The file of a socket made here; removed when this is dropped, if it is still the same.
 #[derive(Debug)]
 pub struct SocketFile {
@@ -140,6 +142,10 @@ fn ids(owner: &Owner) -> anyhow::Result<(Option<u32>, Option<u32>)> {
 fn refused(path: &Path, error: &io::Error) -> anyhow::Error {
     let directory = directory_of(path).display();
     match error.kind() {
+        // Such as /proc: it takes no files.
+        ErrorKind::NotFound if directory_of(path).is_dir() => {
+            anyhow!("no socket can be made in {directory} (choose another directory)")
+        }
         ErrorKind::NotFound => anyhow!("the directory {directory} does not exist (create it)"),
         ErrorKind::PermissionDenied => {
             anyhow!("no permission to create a socket in {directory} (choose another directory)")
@@ -164,15 +170,23 @@ pub(crate) fn directory_of(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// What would keep anybody from listening at `path`, without trying: the directory, what lies
-/// there, the owner that the socket is to have.
-pub(super) fn check(path: &Path, access: &SocketAccess) -> anyhow::Result<()> {
+/// What would keep anybody from listening at `path`, without trying: the directory, and what lies
+/// there.
+pub(super) fn check(path: &Path, others: Others) -> anyhow::Result<()> {
     let writable = unistd::access(directory_of(path), AccessFlags::W_OK | AccessFlags::X_OK);
     writable.map_err(|errno| refused(path, &errno.into()))?;
-    if path.exists() {
-        check_is_socket(path)?;
+    match (path.exists(), others) {
+        (false, _) => Ok(()),
+        (true, Others::MayHave) => check_is_socket(path),
+        // Not of the type that weir's are: the kernel says no (EPROTOTYPE of unix(7)) without a
+        // word to who listens. The sandbox makes no others than those.
+        (true, Others::AreInTheWay) => check_is_stale(path, SockType::Datagram),
     }
-    access.owner.as_ref().map(ids).transpose().map(drop)
+}
+
+/// Fails where there is no such user or group.
+pub(super) fn check_owner(owner: &Owner) -> anyhow::Result<()> {
+    ids(owner).map(drop)
 }
 
 fn check_is_socket(path: &Path) -> anyhow::Result<()> {
@@ -184,10 +198,16 @@ fn check_is_socket(path: &Path) -> anyhow::Result<()> {
 }
 
 fn remove_stale(path: &Path) -> anyhow::Result<()> {
+    check_is_stale(path, SockType::Stream)?;
+    fs::remove_file(path).context("an old socket is there and cannot be removed")
+}
+
+/// Asks with a socket of this type.
+fn check_is_stale(path: &Path, by: SockType) -> anyhow::Result<()> {
     check_is_socket(path)?;
-    let unserved = || if probe(path)? { Err(ErrorKind::AddrInUse.into()) } else { Ok(()) };
+    let unserved = || if is_served(path, by)? { Err(ErrorKind::AddrInUse.into()) } else { Ok(()) };
     match super::patiently(unserved) {
-        Ok(()) => fs::remove_file(path).context("an old socket is there and cannot be removed"),
+        Ok(()) => Ok(()),
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
             bail!("in use: somebody listens there already (choose another path, or stop who does)")
         }
@@ -204,13 +224,13 @@ fn untold(error: &io::Error) -> anyhow::Error {
     anyhow!("a socket is there already, and a {why} (remove it if nobody does, or choose another path)")
 }
 
-/// Whether somebody listens at `path`.
-fn probe(path: &Path) -> io::Result<bool> {
+/// Whether some process has the socket at `path`.
+fn is_served(path: &Path, by: SockType) -> io::Result<bool> {
     let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
-    let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    let socket = socket(AddressFamily::Unix, by, flags, None)?;
     match connect(socket.as_raw_fd(), &UnixAddr::new(path)?) {
         // EAGAIN: the queue of those who wait to be accepted is full, so there is one.
-        Ok(()) | Err(Errno::EAGAIN) => Ok(true),
+        Ok(()) | Err(Errno::EAGAIN | Errno::EPROTOTYPE) => Ok(true),
         Err(Errno::ECONNREFUSED) => Ok(false),
         Err(errno) => Err(errno.into()),
     }
@@ -331,6 +351,28 @@ mod tests {
         UnixStream::connect(&path).unwrap();
         drop(file);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn who_listens_does_not_notice_who_asks() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        check(&path, Others::AreInTheWay).unwrap();
+        let theirs = UnixListener::bind(&path).unwrap();
+        check(&path, Others::MayHave).unwrap();
+        let error = check(&path, Others::AreInTheWay).unwrap_err().to_string();
+        assert!(error.starts_with("in use: somebody listens there already"), "{error}");
+        theirs.set_nonblocking(true).unwrap();
+        assert_eq!(theirs.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
+        drop(theirs);
+        check(&path, Others::AreInTheWay).unwrap();
+        assert!(path.exists(), "what is looked at stays");
+    }
+
+    #[test]
+    fn a_directory_that_takes_no_files_is_not_said_to_be_missing() {
+        let error = open(Path::new("/proc/s")).unwrap_err();
+        assert_eq!(error.to_string(), "no socket can be made in /proc (choose another directory)");
     }
 
     #[test]

@@ -7,8 +7,10 @@
 //! ```
 //!
 //! Goes the way of the start as far as that leaves no trace. Images are opened for reading, whoever
-//! writes to them, so that a config can be checked while a daemon serves it; that another program
-//! than weir has one is told. Never binds a socket, makes a device or keeps an image from anybody.
+//! writes to them. A config file may be checked while a daemon serves it: of what is in use, only
+//! images that another program than weir has are told then. `weir serve --check` is about a daemon
+//! that does not run yet, and tells all. Never listens, makes a device or keeps an image from
+//! anybody.
 
 use std::{fs, path::Path, rc::Rc};
 
@@ -18,7 +20,8 @@ use clap::Args;
 use console::{Failure, complain, logging, on_reactor, print};
 use nix::unistd::{AccessFlags, access};
 use settings::{
-    Address, Door, Draft, Endpoint, Place, Plan, SecretSource, Service, Standard, control::ControlSocket,
+    Address, Door, Draft, Endpoint, Place, Plan, Said, SecretSource, Service, Standard,
+    control::ControlSocket,
 };
 
 use super::memory;
@@ -31,7 +34,10 @@ use crate::{
         recording,
     },
     http::Token,
-    listen, on_event, sandbox,
+    listen::{self, Others},
+    on_event,
+    pid_file::PidFile,
+    sandbox,
 };
 
 /// Shown below the options.
@@ -40,6 +46,9 @@ Examples:
   weir check-config /etc/weir/weir.toml
       Whether `weir serve --config` would start with it; also while a daemon serves it.
   weir check-config weir.toml && weir reload
+  weir serve --config weir.toml --check
+      The same before it is served: also that another weir has an image, or that somebody listens
+      at a socket or a port.
 
 Exit status: 0 nothing is wrong, 1 something is, which is told with its line and key.";
 
@@ -58,15 +67,15 @@ pub struct CheckArgs {
 pub fn check_config(arguments: CheckArgs) -> Result<(), Failure> {
     let draft = settings::config::load(&arguments.config)?;
     let plan = Plan::new(draft.clone(), 0)?;
-    check(draft, plan, &arguments.config.display().to_string())
+    check(draft, plan, Others::MayHave, &arguments.config.display().to_string())
 }
 
 /// The same for what was said in any way, by a name for it.
-pub(super) fn check(draft: Draft, plan: Plan, name: &str) -> Result<(), Failure> {
+pub(super) fn check(draft: Draft, plan: Plan, others: Others, name: &str) -> Result<(), Failure> {
     logging::start(&plan.service.log);
     memory::set_aside(&plan.service)?;
     let sum = sum(&plan);
-    let found = on_reactor(async move { Ok(wrong(&draft, &plan).await) })?;
+    let found = on_reactor(async move { Ok(wrong(&draft, &plan, others).await) })?;
     found.iter().for_each(complain);
     if !found.is_empty() {
         return Err(Failure::Found(1));
@@ -93,20 +102,23 @@ fn sum(plan: &Plan) -> String {
 }
 
 /// Everything, in the order of a start.
-async fn wrong(draft: &Draft, plan: &Plan) -> Vec<anyhow::Error> {
+async fn wrong(draft: &Draft, plan: &Plan, others: Others) -> Vec<anyhow::Error> {
     let mut found = Vec::new();
     let inventory = Inventory::new(None, Rc::new(|_| {}));
-    if let Err(error) = images(draft, plan, &inventory, &mut found).await {
+    if let Err(error) = images(draft, plan, others, &inventory, &mut found).await {
         found.push(error);
     }
     memory::warn_of_disks(&plan.disks);
     found.extend(inventory.look_at_devices(plan.service.state.as_deref()).err());
-    found.extend(assemble::credentials(&plan.service.tls).err());
     let service = &draft.service;
+    // One of them is given.
+    let keys = service.tls.certificates.as_ref().or(service.tls.psk.as_ref()).map(|said| &said.place);
+    found.extend(assemble::credentials(&plan.service.tls).err().map(|error| at(keys, error)));
     let said = sandbox::check(plan).err();
     found.extend(said.map(|error| at(service.user.as_ref().map(|said| &said.place), error)));
-    sockets(draft, plan, &mut found);
-    found.extend(plan.doors.iter().filter_map(|export| device(&export.door).err()));
+    sockets(draft, plan, others, &mut found);
+    let doors = draft.disks.iter().flat_map(|disk| &disk.doors);
+    found.extend(doors.filter_map(|said| Some(at(Some(&said.place), device(&said.value).err()?))));
     found.extend(plan.service.on_event.as_ref().and_then(|target| {
         let place = service.on_event.as_ref().map(|said| &said.place);
         on_event::check(target).err().map(|error| at(place, error))
@@ -115,19 +127,27 @@ async fn wrong(draft: &Draft, plan: &Plan) -> Vec<anyhow::Error> {
         let error = Token::read(http.token_file.as_deref()?).err()?;
         Some(at(service.http_token_file.as_ref().map(|said| &said.place), error))
     }));
-    found.extend(plan.service.cluster.as_ref().and_then(|settings| cluster::check(settings).err()));
-    found.extend(plan.service.record.as_ref().and_then(|record| {
+    found.extend(
+        service.cluster.as_ref().and_then(|Said { value: settings, place }| {
+            Some(at(Some(place), cluster::check(settings).err()?))
+        }),
+    );
+    found.extend(service.record.as_ref().and_then(|Said { value: record, place }| {
         // The dot, because of a file it would tell nothing.
         let writable = access(&record.directory.join("."), AccessFlags::W_OK);
         let why = || recording::cannot_be_kept(record);
-        writable.map_err(std::io::Error::from).with_context(why).err()
+        let error = writable.map_err(std::io::Error::from).with_context(why).err()?;
+        Some(at(Some(place), error))
     }));
-    found.extend(plan.service.pid_file.as_deref().and_then(|path| {
+    found.extend(service.pid_file.as_ref().and_then(|Said { value: path, place }| {
         let directory = listen::directory_of(path);
-        let writable = access(directory, AccessFlags::W_OK);
+        let writable = access(directory, AccessFlags::W_OK).map_err(std::io::Error::from);
         let why = || format!("pid file {}: {}", path.display(), directory.display());
-        let place = service.pid_file.as_ref().map(|said| &said.place);
-        writable.map_err(std::io::Error::from).with_context(why).err().map(|error| at(place, error))
+        let error = match writable.with_context(why) {
+            Ok(()) if others == Others::AreInTheWay => PidFile::check(path).err()?,
+            writable => writable.err()?,
+        };
+        Some(at(Some(place), error))
     }));
     found
 }
@@ -144,6 +164,7 @@ fn at(place: Option<&Place>, error: anyhow::Error) -> anyhow::Error {
 async fn images(
     draft: &Draft,
     plan: &Plan,
+    others: Others,
     inventory: &Rc<Inventory>,
     found: &mut Vec<anyhow::Error>,
 ) -> anyhow::Result<()> {
@@ -181,8 +202,13 @@ async fn images(
         let opened = opened.await.with_context(place);
         let path = planned.image.path().filter(|_| opened.is_ok() && !planned.force_share);
         found.extend(opened.err());
+        // With handover a start takes no lock: whoever has it may be about to hand it over.
+        let is_told = |holder: Option<&str>| {
+            others == Others::AreInTheWay && !planned.handover
+                || holder.is_some_and(|name| !name.starts_with("weir"))
+        };
         if let Some(error) = path.and_then(|path| storage::in_use(path, planned.read_only))
-            && error.holder.as_deref().is_some_and(|name| !name.starts_with("weir"))
+            && is_told(error.holder.as_deref())
         {
             found.push(anyhow::Error::from(error).context(place()));
         }
@@ -195,14 +221,16 @@ fn is_special(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|file| !file.is_file())
 }
 
-fn sockets(draft: &Draft, plan: &Plan, found: &mut Vec<anyhow::Error>) {
+fn sockets(draft: &Draft, plan: &Plan, others: Others, found: &mut Vec<anyhow::Error>) {
+    let standard = draft.service.control.as_ref().map(|said| &said.place);
     let control = control(&plan.service).unwrap_or_else(|error| {
-        found.push(error);
+        found.push(at(standard, error));
         Vec::new()
     });
     found.extend(control.iter().filter_map(|socket| {
         let said = draft.service.qmp.iter().find(|said| said.value == socket.path);
-        listen::check_control(socket).err().map(|error| at(said.map(|said| &said.place), error))
+        let place = said.map(|said| &said.place).or(standard);
+        listen::check_control(socket, others).err().map(|error| at(place, error))
     }));
     // Made for a control socket, they are there for the others.
     let made = |path: &Path| {
@@ -212,31 +240,41 @@ fn sockets(draft: &Draft, plan: &Plan, found: &mut Vec<anyhow::Error>) {
         Endpoint::Address(address) => Some(address.clone()),
         Endpoint::Inherited | Endpoint::Passed(_) => None,
     });
-    let of_doors = plan.doors.iter().filter_map(|export| match &export.door {
+    let of_door = |door: &Door| match door {
         Door::VhostUserBlk(machine) if !machine.client => {
             machine.socket.path().map(|path| Address::Unix(path.to_owned()))
         }
         _ => None,
-    });
+    };
+    let of_doors = plan.doors.iter().filter_map(|export| of_door(&export.door));
     let of_disks = draft.disks.iter().flat_map(|disk| disk.exports.iter().map(|export| &export.listen));
+    let doors = draft.disks.iter().flat_map(|disk| &disk.doors);
     let said = |address: &Address| {
         let is_there = |at: &Endpoint| matches!(at, Endpoint::Address(known) if known == address);
         let nbd = draft.service.nbd.iter().find(|said| is_there(&said.value.at)).map(|said| &said.place);
         let of_disks = || of_disks.clone().find(|said| is_there(&said.value)).map(|said| &said.place);
+        let door = |said: &&Said<Door>| of_door(&said.value).as_ref() == Some(address);
+        let of_doors = || doors.clone().find(door).map(|said| &said.place);
         let mut told = draft.service.metrics.iter().chain(&draft.service.http);
         let told = || told.find(|said| said.value == *address).map(|said| &said.place);
-        nbd.or_else(of_disks).or_else(told)
+        nbd.or_else(of_disks).or_else(of_doors).or_else(told)
     };
     let page = plan.service.http.as_ref().map(|http| http.address.clone());
     let told = plan.service.metrics.clone().into_iter().chain(page);
-    for address in of_servers.chain(of_doors).chain(told) {
-        match &address {
+    let all: Vec<_> = of_servers.chain(of_doors).chain(told).collect();
+    for address in &all {
+        match address {
             Address::Unix(path) if made(path) && !path.exists() => {}
             address => {
-                let error = listen::check(address, &plan.service.sockets).err();
-                found.extend(error.map(|error| at(said(address), error)));
+                found.extend(listen::check(address, others).err().map(|error| at(said(address), error)));
             }
         }
+    }
+    // That of `user` is looked at elsewhere.
+    if let Some(Said { value: owner, place }) = &draft.service.socket_owner
+        && all.iter().any(|address| matches!(address, Address::Unix(_)))
+    {
+        found.extend(listen::check_owner(owner).err().map(|error| at(Some(place), error)));
     }
 }
 

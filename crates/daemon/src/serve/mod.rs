@@ -43,7 +43,7 @@ use crate::{
         takeover::newcomer::Newcomer,
     },
     http,
-    listen::Inherited,
+    listen::{Inherited, Others},
     notify,
     on_event::Runner,
     pid_file::PidFile,
@@ -67,7 +67,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let plan = plan(&draft, file.is_some(), passed)?;
     if is_checked {
         let name = file.map_or_else(|| "weir serve".to_owned(), |path| path.display().to_string());
-        return check::check(draft, plan, &name);
+        return check::check(draft, plan, Others::AreInTheWay, &name);
     }
     logging::start(&plan.service.log);
     let runner = plan.service.on_event.as_ref().map(|target| Runner::start(target, &plan.service));

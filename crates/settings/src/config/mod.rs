@@ -256,7 +256,7 @@ impl Reader<'_> {
         Ok(draft)
     }
 
-    fn cluster(&self, section: &Section<'_>) -> Result<Cluster, Wrong> {
+    fn cluster(&self, section: &Section<'_>) -> Result<Said<Cluster>, Wrong> {
         let name = section.parse("name", crate::cluster_name)?;
         let host = section.parse("host", crate::cluster_name)?;
         let etcd = section.list("etcd", crate::read::<Etcd>)?;
@@ -285,7 +285,7 @@ impl Reader<'_> {
             (None, None) => None,
         };
         let own_name = || cluster_host().map_err(|rule| section.place().wrong(rule));
-        Ok(Cluster {
+        let cluster = Cluster {
             name: name.value,
             host: host.map_or_else(own_name, |said| Ok(said.value))?,
             etcd: etcd.into_iter().map(|said| said.value).collect(),
@@ -293,7 +293,8 @@ impl Reader<'_> {
             user,
             safe_share_ppm: safe_share.map(|said| said.value),
             control_groups: control_groups.into_iter().map(|said| said.value).collect(),
-        })
+        };
+        Ok(Said::new(cluster, section.place().clone()))
     }
 
     fn disk(&self, name: Said<String>, section: &Section<'_>) -> Result<DiskDraft, Wrong> {

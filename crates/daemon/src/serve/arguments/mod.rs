@@ -58,7 +58,8 @@ pub struct ServeArgs {
     /// then its keys
     #[arg(long, value_name = "FILE", conflicts_with_all = CacheArgs::OPTIONS.into_iter().chain(Setting::ALL.map(Setting::name)))]
     pub(crate) config: Option<PathBuf>,
-    /// Tell what would keep it from serving, and serve nothing
+    /// Tell what would keep it from serving, such as somebody who has an image or listens at an
+    /// address, and serve nothing
     #[arg(long)]
     pub(crate) check: bool,
     /// Go on where the daemon at this control socket stops, which no client sees; whatever cannot
