@@ -62,7 +62,7 @@ fn granules(map: &str, granularity: u64) -> Vec<bool> {
 }
 
 #[track_caller]
-fn map_of(name: &str, uri: &[&str]) -> String {
+pub(crate) fn map_of(name: &str, uri: &[&str]) -> String {
     let context = format!("--map=qemu:dirty-bitmap:{name}");
     Client::new("nbdinfo").args(["--json", &context, "--"]).args(uri).succeeds()
 }

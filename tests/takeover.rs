@@ -7,6 +7,7 @@
 
 mod added;
 mod between;
+mod bitmaps;
 mod identity;
 mod spoilt;
 mod unread;
@@ -37,7 +38,7 @@ use crate::{
 };
 
 /// Of the messages.
-const FORMAT: u64 = 6;
+const FORMAT: u64 = 7;
 /// What the log says where a newcomer has failed.
 const GOES_ON: &str = "nobody has taken over, and all goes on";
 

@@ -41,9 +41,6 @@ pub enum NotTaken {
     /// Clients wait until somebody lets it go on.
     #[error("an error has stopped it (`weir resume` lets it go on)")]
     Stopped,
-    /// What bitmaps have recorded is in memory.
-    #[error("its image has bitmaps")]
-    Bitmaps,
     /// No descriptor of it can be passed, and two would write to it.
     #[error("its image is at an NBD server")]
     Remote,
@@ -76,13 +73,7 @@ impl Disk {
         if self.image.storage().has_lost_writes() {
             return Err(NotTaken::Broken);
         }
-        match &*self.image {
-            crate::image::Image::Qcow2(qcow2) if !qcow2.is_read_only() => match qcow2.header().bitmaps {
-                Some(_) => Err(NotTaken::Bitmaps),
-                None => Ok(()),
-            },
-            _ => Ok(()),
-        }
+        Ok(())
     }
 
     /// Other descriptors of the files that it has open to write to.

@@ -332,8 +332,16 @@ impl Image {
         }
     }
 
+    /// The names of the bitmaps that take down what is written to it.
+    pub fn recorded_bitmaps(&self) -> Vec<String> {
+        match self {
+            Self::Raw(_) => Vec::new(),
+            Self::Qcow2(qcow2) => qcow2.recorded_names(),
+        }
+    }
+
     /// What a format keeps in memory reaches the file, for a process on this host, which sees the
-    /// same page cache: nothing is made durable that was not.
+    /// same page cache: of data, nothing is made durable that was not.
     pub(crate) async fn lay_down(&self) -> Result<()> {
         match self {
             Self::Raw(_) => Ok(()),

@@ -134,10 +134,6 @@ pub(super) fn said(name: &str, failure: &OpenFailure) -> OpenError {
         OpenFailure::NoSnapshot(wanted) => {
             (format!("has no snapshot {wanted:?}"), "`weir image snapshot -l` lists them")
         }
-        OpenFailure::Bitmaps => (
-            "has bitmaps, which are not handed over with it".to_owned(),
-            "remove them, or leave handover out",
-        ),
         OpenFailure::Changed => {
             ("is another image than it was, or has another backing file".to_owned(), "serve it anew")
         }

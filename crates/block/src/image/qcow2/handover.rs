@@ -25,11 +25,13 @@ impl Qcow2 {
     /// # Errors
     /// The file's; it can be used on.
     pub(crate) async fn hand_over(&self) -> Result<()> {
-        self.close().await
+        self.close().await?;
+        self.forget_bitmaps();
+        Ok(())
     }
 
     /// Reads what another may have written. Nobody else uses the image, and nobody has since it was
-    /// handed over.
+    /// handed over, or laid down: what bitmaps recorded before that is in memory then.
     ///
     /// # Errors
     /// [`OpenFailure`]; it is still not to be used.
@@ -43,9 +45,6 @@ impl Qcow2 {
             return Err(OpenFailure::Changed);
         }
         check_openable(&header, false, self.data.is_some(), self.cipher.is_some())?;
-        if header.bitmaps.is_some() {
-            return Err(OpenFailure::Bitmaps);
-        }
         let first = bytes::read(storage, 0, header.cluster_bytes() as usize).await?;
         self.file.changed_hands(header.clone(), first);
         let Tables { l1, refcounts, places } = Tables::read(&self.file, &header, self.shape).await?;
@@ -58,7 +57,7 @@ impl Qcow2 {
             self.l1.store(l1.into());
         }
         self.size.store(header.size_bytes, Release);
-        Ok(self.make_ready(&header, true).await?)
+        Ok(self.make_ready(&header, false).await?)
     }
 }
 

@@ -95,9 +95,6 @@ pub enum OpenFailure {
     /// The data file was not given.
     #[error("its data is in an external data file that was not opened")]
     NoDataFile,
-    /// It is to be handed over, and has bitmaps.
-    #[error("it has bitmaps, which are not handed over with it (remove them)")]
-    Bitmaps,
     /// Whoever had it meanwhile made another image of it.
     #[error("it is another image than it was, or has another backing file (open it anew)")]
     Changed,
@@ -230,9 +227,6 @@ impl Qcow2 {
         // Of an image that another has in use the marks say nothing yet.
         let judged_later = read_only || is_handover;
         check_openable(&header, judged_later, is_upkeep || data.is_some(), is_upkeep || cipher.is_some())?;
-        if is_handover && header.bitmaps.is_some() {
-            return Err(OpenFailure::Bitmaps);
-        }
         let sizes = caches.sizes(&header)?;
         let shape = Shape {
             cluster_bits: header.cluster_bits,

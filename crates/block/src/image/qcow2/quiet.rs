@@ -2,8 +2,11 @@
 
 use std::{ops::Range, sync::atomic::Ordering::Release};
 
-use super::{Qcow2, gate::Closed, header::Header, l1::L1, refcounts::Held};
-use crate::{error::Result, storage::RangeGuard};
+use super::{Qcow2, bitmap::BitmapError, gate::Closed, header::Header, l1::L1, refcounts::Held};
+use crate::{
+    error::{Error, Result},
+    storage::RangeGuard,
+};
 
 /// Nobody is inside, and all metadata is in the file, until this is dropped.
 #[derive(Debug)]
@@ -44,14 +47,21 @@ impl Qcow2 {
     }
 
     /// Writes everything for a process that sees the same page cache; of what is written last,
-    /// nothing is made durable. Not to be used before [`Qcow2::take_over`], here or there.
+    /// only what bitmaps recorded is made durable. Not to be used before [`Qcow2::take_over`], here
+    /// or there.
     ///
     /// # Errors
-    /// The file's; it can be used on.
+    /// The file's, also where a bitmap cannot be stored; it can be used on, and records on.
     pub(crate) async fn lay_down(&self) -> Result<()> {
         let _giving = self.giving.exclusive(0..1).await;
         let _closed = self.gate.close().await;
-        self.write_what_is_left().await
+        self.write_what_is_left().await?;
+        let Some((name, why)) = self.lay_down_bitmaps().await.pop() else {
+            return self.write_what_is_left().await;
+        };
+        let image = self.file.storage().description();
+        tracing::warn!(image, bitmap = name, "the bitmap cannot be stored, and records on: {why}");
+        Err(if let BitmapError::Failed(error) = why { error } else { Error::IO })
     }
 
     /// Writes everything, also what bitmaps recorded, and cuts off what the file has behind its
@@ -67,7 +77,9 @@ impl Qcow2 {
             return Ok(());
         }
         let _quiet = self.quiesce().await?;
-        self.lay_down_bitmaps().await;
+        for (name, why) in self.lay_down_bitmaps().await {
+            self.warn_of_loss(&name, &why);
+        }
         let end = self.refcounts.end_of_use(&self.file).await?;
         self.file.cut(end).await?;
         self.file.flush().await

@@ -388,6 +388,7 @@ async fn give(
         name: running.disk.name().to_string(),
         totals: running.disk.totals().into(),
         filled: running.disk.throttle().filled().map(Into::into),
+        bitmaps: running.disk.image().recorded_bitmaps(),
     });
     let groups = inventory.groups();
     let groups =

@@ -41,11 +41,12 @@ use super::{
     devices::Awaited,
     identity::Identity,
     name, remedied,
-    told::{Message, Offer, OfferedMachine, Origin, Standing, StandingMachine, State, Word},
+    told::{Message, Offer, OfferedMachine, Origin, Standing, StandingDisk, StandingMachine, State, Word},
     told_name,
 };
 use crate::{
     control::{
+        bitmaps,
         doors::Entrance,
         inventory::{Door, Inventory, RunningExport},
         wanted::Wanted,
@@ -424,6 +425,7 @@ async fn take_up(
             running.disk.take_up().await.with_context(|| format!("disk {}", running.disk.name()))?;
         }
     }
+    check_bitmaps(&state.disks, inventory).await?;
     for group in &state.groups {
         if let (Ok(here), Some(filled)) = (inventory.group(&group.name), &group.filled) {
             here.fill(&filled.filled()?)
@@ -487,6 +489,31 @@ async fn take_up(
     }
     devices.take_up(state.devices, &mut pieces, inventory).await?;
     Ok((clients, machines))
+}
+
+/// Whether every bitmap records that did, and those that exports show are the ones that were found
+/// while the other had the images.
+async fn check_bitmaps(disks: &[StandingDisk], inventory: &Inventory) -> anyhow::Result<()> {
+    for disk in disks {
+        let here = inventory.disk(&disk.name)?.disk.image().recorded_bitmaps();
+        if let Some(missing) = disk.bitmaps.iter().find(|bitmap| !here.contains(bitmap)) {
+            bail!("disk {}: its bitmap {missing:?} records, and cannot be read here", disk.name);
+        }
+    }
+    for export in inventory.exports() {
+        let found = export.new.as_ref().map(|new| Arc::clone(&new.bitmaps)).unwrap_or_default();
+        let names: Vec<_> = found.iter().map(|bitmap| bitmap.name().to_string()).collect();
+        let now = bitmaps::of_image(&export.disk, &names).await?;
+        if let Some((bitmap, _)) =
+            found.iter().zip(&*now).find(|(one, other)| !one.is_of_the_same_image(other))
+        {
+            let (disk, name) = (export.disk.disk.name(), bitmap.name());
+            bail!(
+                "disk {disk}: bitmap {name:?} is in another image of its chain than a moment ago (try again)"
+            );
+        }
+    }
+    Ok(())
 }
 
 /// Asks a daemon to take over from it, by what both then speak on, and waits for its answer.

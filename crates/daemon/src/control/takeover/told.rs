@@ -29,7 +29,7 @@ use serde_json::{Map, Value};
 use super::identity::Identity;
 
 /// Of these messages. Another one has other members, or means something else by them.
-pub(crate) const FORMAT: u64 = 6;
+pub(crate) const FORMAT: u64 = 7;
 
 /// A step that takes no more words.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -412,6 +412,8 @@ pub(super) struct StandingDisk {
     pub(super) name: String,
     pub(super) totals: Counted,
     pub(super) filled: Option<Buckets>,
+    /// That record what is written. Their bits are in the file.
+    pub(super) bitmaps: Vec<String>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]

@@ -13,7 +13,7 @@ use crate::{
     error::{Error, Result as IoResult},
     image::qcow2::{
         Invalid, MetadataError, Qcow2, bytes,
-        header::{Bitmaps, LARGEST_BITMAP_DIRECTORY, MOST_BITMAPS, Place, autoclear},
+        header::{Bitmaps, Header, LARGEST_BITMAP_DIRECTORY, MOST_BITMAPS, Place, autoclear},
         l1::padded,
     },
 };
@@ -67,9 +67,13 @@ impl Qcow2 {
     /// # Errors
     /// [`BitmapError::Invalid`] and [`BitmapError::Failed`].
     pub async fn bitmaps(&self) -> Result<Vec<Entry>> {
-        let header = self.header();
+        self.bitmaps_of(&self.header()).await
+    }
+
+    /// Those of this header.
+    pub(super) async fn bitmaps_of(&self, header: &Header) -> Result<Vec<Entry>> {
         match header.bitmaps.filter(|_| header.autoclear & autoclear::BITMAPS != 0) {
-            Some(bitmaps) => Ok(read(self.file.storage(), &header, bitmaps).await?),
+            Some(bitmaps) => Ok(read(self.file.storage(), header, bitmaps).await?),
             None => Ok(Vec::new()),
         }
     }

@@ -1,4 +1,5 @@
-//! Bitmaps that record writes, from the opening of an image for writing to its close.
+//! Bitmaps that record writes, from the opening of an image for writing to its close, or until
+//! another process has it.
 //!
 //! ```text
 //!             opened: bits are read    first change          closed: bits, then the directory
@@ -24,7 +25,7 @@ use std::{
     collections::HashMap,
     ops::Range,
     sync::{
-        Arc, OnceLock,
+        Arc,
         atomic::{
             AtomicBool,
             Ordering::{Acquire, Relaxed, Release},
@@ -32,7 +33,7 @@ use std::{
     },
 };
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, Guard};
 
 use super::{
     BitmapError, Bits, DirtyBits, Entry,
@@ -45,6 +46,8 @@ use crate::{
     storage::RangeLocks,
 };
 
+/// For people, where it is no single one.
+const ANY: &str = "of any name";
 /// The most memory that the recorded bitmaps of an image take, in bytes.
 const MOST_RECORDED: u64 = 1 << 30;
 
@@ -55,8 +58,10 @@ pub(in crate::image::qcow2) struct Recording {
     good: AtomicBool,
     /// One task at a time has it say something else.
     turn: RangeLocks,
-    /// Set once, before the first request.
-    bitmaps: OnceLock<Box<[Arc<Recorded>]>>,
+    /// What is in memory holds: not before the first request, nor while another has the image.
+    held: AtomicBool,
+    /// Others only while nobody is inside.
+    bitmaps: ArcSwap<Vec<Arc<Recorded>>>,
 }
 
 /// A bitmap that takes down what is written.
@@ -94,13 +99,30 @@ impl Recorded {
 }
 
 impl Qcow2 {
-    fn recorded(&self) -> &[Arc<Recorded>] {
-        self.recording.bitmaps.get().map_or(&[], |recorded| recorded)
+    fn recorded(&self) -> Guard<Arc<Vec<Arc<Recorded>>>> {
+        self.recording.bitmaps.load()
     }
 
     /// The one of this name.
-    pub(super) fn recorded_bitmap(&self, name: &str) -> Option<&Arc<Recorded>> {
-        self.recorded().iter().find(|recorded| recorded.name == name.as_bytes())
+    pub(super) fn recorded_bitmap(&self, name: &str) -> Option<Arc<Recorded>> {
+        self.recorded().iter().find(|recorded| recorded.name == name.as_bytes()).cloned()
+    }
+
+    /// The names of those that record now, for people.
+    pub fn recorded_names(&self) -> Vec<String> {
+        let recorded = self.recorded();
+        recorded.iter().map(|recorded| String::from_utf8_lossy(&recorded.name).into_owned()).collect()
+    }
+
+    /// Whether it is known what records: not while another process has the image.
+    pub(super) fn holds_bitmaps(&self) -> bool {
+        self.recording.held.load(Acquire)
+    }
+
+    /// Another process is about to have the image, and may change what it records.
+    pub(in crate::image::qcow2) fn forget_bitmaps(&self) {
+        self.recording.held.store(false, Release);
+        self.recording.bitmaps.store(Arc::default());
     }
 
     /// A part of the disk is about to be changed, by somebody who is inside.
@@ -114,7 +136,7 @@ impl Qcow2 {
 
     /// The same, where the file says already that the bitmaps are in use.
     pub(in crate::image::qcow2) fn mark_recorded(&self, offset: u64, length: u64) {
-        for recorded in self.recorded() {
+        for recorded in self.recorded().iter() {
             recorded.mark(offset..offset + length);
         }
     }
@@ -133,9 +155,12 @@ impl Qcow2 {
         Ok(())
     }
 
-    /// Reads the bitmaps that are to record. Before the first request.
+    /// Reads the bitmaps that are to record, unless they are in memory. Before the first request.
     pub(in crate::image::qcow2) async fn take_up_bitmaps(&self) -> IoResult<()> {
-        let Some(entries) = self.bitmap_entries().await? else { return Ok(()) };
+        if self.holds_bitmaps() {
+            return Ok(());
+        }
+        let entries = self.bitmap_entries().await?.unwrap_or_default();
         let mut recorded = Vec::new();
         let mut room = MOST_RECORDED;
         for entry in entries.iter().filter(|entry| entry.flags & (flag::AUTO | flag::IN_USE) == flag::AUTO) {
@@ -145,9 +170,9 @@ impl Qcow2 {
                 Err(why) => self.warn_of_loss(&entry.name(), &why),
             }
         }
-        // Nobody else opens this image.
-        let _ = self.recording.bitmaps.set(recorded.into());
-        self.recording.good.store(true, Release);
+        self.recording.bitmaps.store(recorded.into());
+        self.recording.good.store(!entries.is_empty(), Release);
+        self.recording.held.store(true, Release);
         Ok(())
     }
 
@@ -172,26 +197,28 @@ impl Qcow2 {
         Ok(Recorded::new(&entry.name, &self.read_bits(entry, self.size_bytes()).await?))
     }
 
-    /// Stores what was recorded; the bitmaps are good again then. Only while nobody is inside, and
-    /// with everything else in the file. What cannot be stored stays in use, and is named in the
-    /// log.
-    pub(in crate::image::qcow2) async fn lay_down_bitmaps(&self) {
-        if self.recorded().is_empty() {
-            return;
+    /// Stores what was recorded; the bitmaps are good again then, and stay in memory. Only while
+    /// nobody is inside, and with everything else in the file. What cannot be stored stays in use:
+    /// returned is which, and why.
+    pub(in crate::image::qcow2) async fn lay_down_bitmaps(&self) -> Vec<(String, BitmapError)> {
+        let recorded = self.recording.bitmaps.load_full();
+        if recorded.is_empty() {
+            return Vec::new();
         }
         // Whatever comes of it: who changes the disk all the same, has the file say so first.
         self.recording.good.store(true, Release);
+        let mut lost = Vec::new();
         let result = async {
             let mut stored = Storing::new(self).await?;
-            for recorded in self.recorded() {
+            for recorded in recorded.iter() {
                 let bits = recorded.changed.load(Relaxed).then(|| recorded.bits.load().copied());
-                stored.store(&recorded.name, bits).await;
+                lost.extend(stored.store(&recorded.name, bits).await.err());
             }
             stored.finish().await
         };
-        if let Err(error) = result.await {
-            self.warn_of_loss("of any name", &error);
-        }
+        let result = result.await;
+        lost.extend(result.err().map(|error| (ANY.to_owned(), error)));
+        lost
     }
 
     /// Marks as in use whatever is not yet, for the disk is about to have another size, and names
@@ -216,12 +243,14 @@ impl Qcow2 {
         let result = async {
             let mut stored = Storing::new(self).await?;
             for name in suspended {
-                stored.resize(name, from, to).await;
+                if let Err((name, why)) = stored.resize(name, from, to).await {
+                    self.warn_of_loss(&name, &why);
+                }
             }
             stored.finish().await
         };
         if let Err(error) = result.await {
-            self.warn_of_loss("of any name", &error);
+            self.warn_of_loss(ANY, &error);
         }
     }
 
@@ -240,7 +269,7 @@ impl Qcow2 {
         Ok(largest.unwrap_or(u64::MAX).min(fit) & !511)
     }
 
-    fn warn_of_loss(&self, name: &str, why: &BitmapError) {
+    pub(in crate::image::qcow2) fn warn_of_loss(&self, name: &str, why: &BitmapError) {
         let image = self.file.storage().description();
         tracing::error!(
             image,
@@ -271,31 +300,30 @@ impl<'a> Storing<'a> {
     }
 
     /// The bitmap is good from now on, with these bits, or with those that it has.
-    async fn store(&mut self, name: &[u8], bits: Option<DirtyBits>) {
-        let Some(entry) = self.by_name.get(name).map(|&index| &mut self.entries[index]) else { return };
+    async fn store(&mut self, name: &[u8], bits: Option<DirtyBits>) -> Result<(), (String, BitmapError)> {
+        let Some(entry) = self.by_name.get(name).map(|&index| &mut self.entries[index]) else {
+            return Ok(());
+        };
         if let Some(bits) = bits {
-            match self.image.store_bits(&bits).await {
-                Ok((table_offset, table_entries)) => {
-                    self.old.push(entry.clone());
-                    (entry.table_offset, entry.table_entries) = (table_offset, table_entries);
-                }
-                Err(error) => return self.image.warn_of_loss(&entry.name(), &error),
-            }
+            let stored = self.image.store_bits(&bits).await;
+            let (table_offset, table_entries) = stored.map_err(|why| (entry.name().into_owned(), why))?;
+            self.old.push(entry.clone());
+            (entry.table_offset, entry.table_entries) = (table_offset, table_entries);
         }
         entry.flags &= !flag::IN_USE;
         self.changed = true;
+        Ok(())
     }
 
     /// The bitmap is good from now on, with the bits that it has, for a disk of another size.
-    async fn resize(&mut self, name: &[u8], from: u64, to: u64) {
-        let Some(entry) = self.by_name.get(name).map(|&index| &self.entries[index]) else { return };
+    async fn resize(&mut self, name: &[u8], from: u64, to: u64) -> Result<(), (String, BitmapError)> {
+        let Some(entry) = self.by_name.get(name).map(|&index| &self.entries[index]) else { return Ok(()) };
         if from == to {
             return self.store(name, None).await;
         }
-        match self.image.read_bits(entry, from).await {
-            Ok(bits) => self.store(name, Some(bits.resized(to))).await,
-            Err(error) => self.image.warn_of_loss(&entry.name(), &error),
-        }
+        let bits = self.image.read_bits(entry, from).await;
+        let bits = bits.map_err(|why| (entry.name().into_owned(), why))?;
+        self.store(name, Some(bits.resized(to))).await
     }
 
     async fn finish(self) -> Result<(), BitmapError> {

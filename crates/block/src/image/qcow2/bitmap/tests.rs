@@ -2,9 +2,10 @@
 
 use proptest::prelude::*;
 
-use super::{DirtyBits, Entry, directory::flag, encode, view::NoView};
+use super::{BitmapView, DirtyBits, Entry, directory::flag, encode, view::NoView};
 use crate::{
     buffer::Buffer,
+    error::Error,
     image::qcow2::{
         Parts, Qcow2, bytes,
         check::{Repair, check},
@@ -29,6 +30,12 @@ enum Step {
     Reopen,
     /// Not closed: what a crash leaves, had everything been flushed.
     Abandon,
+    /// Laid down for another process, which does not go on with it.
+    Stay,
+    /// Laid down for another process, which goes on with it.
+    Over,
+    /// Another process has it for a while, and writes to it.
+    Lend(u64, u64),
 }
 
 fn steps() -> impl Strategy<Value = Step> {
@@ -42,6 +49,9 @@ fn steps() -> impl Strategy<Value = Step> {
         2 => (1..MOST_UNITS).prop_map(Step::Resize),
         2 => Just(Step::Reopen),
         1 => Just(Step::Abandon),
+        1 => Just(Step::Stay),
+        1 => Just(Step::Over),
+        1 => range().prop_map(|(at, length)| Step::Lend(at, length)),
     ]
 }
 
@@ -77,9 +87,23 @@ async fn open(storage: Storage, read_only: bool) -> Qcow2 {
     Qcow2::open(Parts { read_only, ..Parts::of(storage) }).await.expect("valid")
 }
 
+async fn open_for_handover(storage: Storage) -> Qcow2 {
+    Qcow2::open_for_handover(Parts::of(storage)).await.expect("valid")
+}
+
+/// Has `storage` hold what `of` holds.
+async fn replace(storage: &Storage, of: &Storage) {
+    let content = of.content().await.expect("memory");
+    storage.resize(content.len() as u64).await.expect("memory");
+    bytes::write(storage, 0, &content).await.expect("memory");
+}
+
 /// Which granules a view says are marked.
 async fn seen(image: &Qcow2, model: &Model) -> Result<Vec<bool>, NoView> {
-    let view = image.view_bitmap(model.name).await?;
+    Ok(seen_by(&image.view_bitmap(model.name).await?, image, model).await)
+}
+
+async fn seen_by(view: &BitmapView, image: &Qcow2, model: &Model) -> Vec<bool> {
     let mut seen = vec![false; model.marked.len()];
     let mut at = 0;
     while at < image.size_bytes() {
@@ -91,7 +115,7 @@ async fn seen(image: &Qcow2, model: &Model) -> Result<Vec<bool>, NoView> {
             at = end;
         }
     }
-    Ok(seen)
+    seen
 }
 
 struct World {
@@ -188,6 +212,36 @@ impl World {
                 self.compare(&open(copied(&file).await, true).await).await;
                 self.image = open(file, false).await;
             }
+            Step::Stay => {
+                self.lay_down().await;
+                self.image.take_over().await.expect("nobody has changed it");
+            }
+            Step::Over => {
+                let next = open_for_handover(copied(self.image.storage()).await).await;
+                let views = self.views_of(&next).await;
+                self.lay_down().await;
+                replace(next.storage(), self.image.storage()).await;
+                next.take_over().await.expect("it was laid down");
+                self.image = next;
+                self.compare_views(&views).await;
+            }
+            Step::Lend(at, length) => {
+                let (at, length) = inside(at, length);
+                let views = self.views_of(&self.image).await;
+                self.image.hand_over().await.expect("memory");
+                for view in &views {
+                    assert_eq!(view.marked(0, 1).await, Err(Error::SHUTDOWN), "it may be another one now");
+                }
+                let other = open(copied(self.image.storage()).await, false).await;
+                let data = Buffer::copy_of(&vec![9; length as usize]).into();
+                other.write(at, data, Durability::Cached).await.expect("room");
+                other.close().await.expect("memory");
+                replace(self.image.storage(), other.storage()).await;
+                self.image.take_over().await.expect("it was closed");
+                self.mark(at, length);
+                self.changed = false;
+                self.compare_views(&views).await;
+            }
         }
         self.compare_recorded().await;
     }
@@ -195,6 +249,32 @@ impl World {
     fn mark(&mut self, at: u64, length: u64) {
         self.changed = true;
         self.models.iter_mut().for_each(|model| model.mark(at, length));
+    }
+
+    /// For another process: from the file, all is as it would be had it been closed.
+    async fn lay_down(&mut self) {
+        self.image.lay_down().await.expect("room");
+        let file = copied(self.image.storage()).await;
+        let report = check(&file, Repair::Nothing).await.expect("valid");
+        assert_eq!((report.corruptions, report.leaks), (0, self.leaks), "{report:?}");
+        self.compare(&open(file, true).await).await;
+        self.changed = false;
+    }
+
+    /// Of those that record.
+    async fn views_of(&self, image: &Qcow2) -> Vec<BitmapView> {
+        let mut views = Vec::new();
+        for model in self.models.iter().filter(|model| model.enabled && !model.in_use) {
+            views.push(image.view_bitmap(model.name).await.expect("it is there, whatever it marks"));
+        }
+        views
+    }
+
+    async fn compare_views(&self, views: &[BitmapView]) {
+        for view in views {
+            let model = self.models.iter().find(|model| model.name == &**view.name()).expect("ours");
+            assert_eq!(seen_by(view, &self.image, model).await, model.marked, "{}", model.name);
+        }
     }
 
     async fn compare_recorded(&self) {
@@ -259,6 +339,45 @@ fn what_goes_back_to_a_snapshot_is_marked_whole() {
             model.in_use |= !model.enabled;
         });
         world.step(&Step::Reopen).await;
+    });
+}
+
+#[test]
+fn what_cannot_be_stored_for_another_process_records_on_here() {
+    sim::run(1, async {
+        let mut world = World::new(12, [9, 12, 16]).await;
+        // Clusters that are there and not marked.
+        let upkeep = Qcow2::open_for_upkeep(copied(world.image.storage()).await).await.expect("valid");
+        upkeep.write(0, Buffer::zeroed(100_000).into(), Durability::Cached).await.expect("room");
+        upkeep.close().await.expect("memory");
+        let file = copied(upkeep.storage()).await;
+        // What is written now lies in clusters that are there. Only the bits need new ones.
+        let rule = format!("kind=write,offset={}-,count=1,error=ENOSPC", file.size_bytes());
+        world.image = open(file.with_faults(vec![rule.parse().expect("a rule")]), false).await;
+        world.step(&Step::Write(5000, 10_000)).await;
+        assert_eq!(world.image.lay_down().await, Err(Error::NO_SPACE));
+        world.image.take_over().await.expect("it stays here");
+        world.compare_recorded().await;
+        world.step(&Step::Write(50_000, 1)).await;
+        world.step(&Step::Stay).await;
+        world.step(&Step::Reopen).await;
+    });
+}
+
+#[test]
+fn a_bitmap_that_another_process_has_removed_is_not_shown() {
+    sim::run(1, async {
+        let world = World::new(12, [9, 12, 16]).await;
+        let views = world.views_of(&world.image).await;
+        world.image.hand_over().await.expect("memory");
+        let other = Qcow2::open_for_upkeep(copied(world.image.storage()).await).await.expect("valid");
+        other.remove_bitmap("one").await.expect("there");
+        other.close().await.expect("memory");
+        replace(world.image.storage(), other.storage()).await;
+        world.image.take_over().await.expect("the disk is the same");
+        assert_eq!(world.image.recorded_names(), ["other"]);
+        assert_eq!(views[0].marked(0, 1).await, Err(Error::SHUTDOWN));
+        assert!(views[1].marked(0, 1).await.is_ok());
     });
 }
 

@@ -13,12 +13,12 @@
 use std::sync::Arc;
 
 use super::{
-    BitmapError, Recorded,
+    BitmapError, Entry, Recorded,
     directory::{Bits, flag},
 };
 use crate::{
     error::{Error, Result},
-    image::qcow2::{Invalid, MetadataError, Qcow2, bytes},
+    image::qcow2::{Invalid, MetadataError, Qcow2, bytes, read_header},
     storage::MOST_EXTENTS,
 };
 
@@ -57,8 +57,9 @@ pub struct BitmapView {
 enum Source {
     /// In the file.
     Stored { granularity_bits: u32, table: Vec<Bits> },
-    /// In memory, and more of them with every write.
-    Recorded(Arc<Recorded>),
+    /// In memory, and more of them with every write; found by its name, since another process that
+    /// has the image meanwhile may leave another one.
+    Recorded,
 }
 
 /// A run of the disk that is alike.
@@ -77,12 +78,20 @@ impl Qcow2 {
     /// [`NoView`].
     pub async fn view_bitmap(&self, name: &str) -> std::result::Result<BitmapView, NoView> {
         let view = |source| BitmapView { image: self.clone(), name: name.into(), source };
-        if let Some(recorded) = self.recorded_bitmap(name) {
-            return Ok(view(Source::Recorded(Arc::clone(recorded))));
+        if self.recorded_bitmap(name).is_some() {
+            return Ok(view(Source::Recorded));
         }
-        let entries = self.bitmaps().await?;
+        let is_anothers = !self.is_read_only() && !self.holds_bitmaps();
+        let entries = match is_anothers {
+            true => self.bitmaps_of_another().await?,
+            false => self.bitmaps().await?,
+        };
         let entry = entries.iter().find(|entry| entry.name == name.as_bytes());
         let entry = entry.ok_or_else(|| NoView::NotThere(name.to_owned()))?;
+        if is_anothers && entry.flags & flag::AUTO != 0 {
+            // Whoever has the image has it in use. What it leaves is known when it is taken over.
+            return Ok(view(Source::Recorded));
+        }
         if entry.flags & flag::IN_USE != 0 {
             return Err(NoView::Inconsistent(name.to_owned()));
         }
@@ -93,6 +102,13 @@ impl Qcow2 {
         let granularity_bits = entry.granularity_bits;
         // No more than the directory's rules allow: a few megabytes.
         Ok(view(Source::Stored { granularity_bits, table: self.bitmap_table(entry).await? }))
+    }
+
+    /// What the file says now, while another process may write to it.
+    async fn bitmaps_of_another(&self) -> std::result::Result<Vec<Entry>, NoView> {
+        let storage = self.file.storage();
+        storage.refresh_size().map_err(MetadataError::from)?;
+        Ok(self.bitmaps_of(&read_header(storage).await?).await?)
     }
 }
 
@@ -112,12 +128,18 @@ impl BitmapView {
         &self.name
     }
 
+    /// Whether both are of one image, and not of two with the same name in a chain.
+    pub fn is_of_the_same_image(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.image.0, &other.image.0)
+    }
+
     /// What it marks, from `offset` on: from one to [`MOST_EXTENTS`] runs that follow each other
     /// and together cover no more than `length`, perhaps less. `length` is not zero. Behind the end
     /// of its image, where a disk over it may be larger, nothing is marked.
     ///
     /// # Errors
-    /// [`Error::INVALID`] for no bytes, or the storage's.
+    /// [`Error::INVALID`] for no bytes; [`Error::SHUTDOWN`] while another process has the image, or
+    /// where that has not left the bitmap; or the storage's.
     pub async fn marked(&self, offset: u64, length: u64) -> Result<Vec<Marked>> {
         let end = offset.checked_add(length).filter(|_| length > 0).ok_or(Error::INVALID)?;
         let end = end.min(self.image.size_bytes());
@@ -125,7 +147,10 @@ impl BitmapView {
             return Ok(vec![Marked { length, dirty: false }]);
         }
         match &self.source {
-            Source::Recorded(recorded) => Ok(recorded_runs(recorded, offset, end)),
+            Source::Recorded => {
+                let recorded = self.image.recorded_bitmap(&self.name).ok_or(Error::SHUTDOWN)?;
+                Ok(recorded_runs(&recorded, offset, end))
+            }
             Source::Stored { granularity_bits, table } => {
                 let stored = Stored { image: &self.image, granularity_bits: *granularity_bits, table };
                 stored.runs(offset, end).await
