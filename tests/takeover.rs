@@ -8,7 +8,9 @@
 mod added;
 mod between;
 mod bitmaps;
+mod handed_over;
 mod identity;
+mod remote;
 mod spoilt;
 mod unread;
 

@@ -150,6 +150,30 @@ impl Disk {
         tracing::debug!(disk = %self.name, "the image is free for another process");
     }
 
+    /// Holds the image if somebody does, so that it stays here when those have let it go. False if
+    /// nobody does, or nobody has to.
+    pub async fn keep_held(&self) -> bool {
+        let Some(handover) = self.handover.as_ref().filter(|handover| handover.is_held()) else {
+            return false;
+        };
+        // Whoever lets it go now is through first.
+        let _turn = handover.turn.exclusive(0..1).await;
+        let is_held = handover.is_held();
+        if is_held {
+            handover.change_holders(|holders| *holders += 1);
+        }
+        is_held
+    }
+
+    /// The image has come with its locks from a process that held it, if it is handed over and not
+    /// held here.
+    pub(super) fn come_held(&self) {
+        if let Some(handover) = self.handover.as_ref().filter(|handover| !handover.is_held()) {
+            handover.change_holders(|holders| *holders += 1);
+            handover.held.store(true, SeqCst);
+        }
+    }
+
     async fn let_others_have_it(&self) {
         // What nobody waited for may still be on its way. It ends soon, and tells nobody.
         while self.image.is_busy() {

@@ -8,6 +8,7 @@ use super::*;
 use crate::{
     buffer::Buffer,
     image::{
+        Image, Qcow2,
         open::{ImageOptions, open},
         qcow2::{
             check::{Repair, check},
@@ -155,6 +156,58 @@ fn who_comes_early_waits_for_whoever_has_it() {
         one.let_go().await;
         assert_eq!(waiting.await, Ok(7));
         two.let_go().await;
+    });
+}
+
+#[test]
+fn it_stays_while_its_rings_stand_still() {
+    both(async |one, two| {
+        assert!(!one.keep_held().await, "nobody holds it");
+        one.hold(PATIENT, || true).await.expect("free");
+        assert!(one.keep_held().await);
+        write(&one, 0, 1).await.expect("held");
+        one.let_go().await;
+        two.hold(Duration::ZERO, || true).await.expect_err("it is kept");
+        one.lay_down().await.expect("room");
+        one.take_up().await.expect("nobody has changed it");
+        one.hold(PATIENT, || true).await.expect("it is here");
+        one.let_go().await;
+        two.hold(Duration::ZERO, || true).await.expect_err("it is kept once, not twice");
+        one.let_go().await;
+        two.hold(Duration::ZERO, || true).await.expect("it was let go");
+        assert_eq!(read(&two, 0).await, Ok(1));
+        two.let_go().await;
+    });
+}
+
+/// What each has written is marked in the bitmap that the other has then.
+#[test]
+fn bitmaps_go_along() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let path = directory.path().join("image");
+    real(async move {
+        make(&path, Format::Qcow2).await;
+        let storage = open_storage(&spec(&path), OpenOptions::default()).expect("nobody holds it");
+        let image = Qcow2::open_for_upkeep(storage).await.expect("valid");
+        image.add_bitmap("b", 16).await.expect("new");
+        image.close().await.expect("room");
+        drop(image);
+        let disks = [disk(&path, Format::Qcow2).await, disk(&path, Format::Qcow2).await];
+        let mut views = Vec::new();
+        for disk in &disks {
+            let Image::Qcow2(qcow2) = disk.image() else { panic!("it is") };
+            views.push(qcow2.view_bitmap("b").await.expect("whoever has it"));
+        }
+        for turn in 0..6_u64 {
+            let (disk, view) = (&disks[(turn % 2) as usize], &views[(turn % 2) as usize]);
+            disk.hold(PATIENT, || true).await.expect("free");
+            write(disk, turn << 17, 1).await.expect("held");
+            let runs = view.marked(0, SIZE).await.expect("held");
+            let marked = runs.iter().filter(|run| run.dirty).map(|run| run.length);
+            assert_eq!(marked.collect::<Vec<_>>(), vec![65536; turn as usize + 1]);
+            disk.let_go().await;
+            assert_eq!(view.marked(0, SIZE).await, Err(Error::SHUTDOWN));
+        }
     });
 }
 

@@ -35,14 +35,13 @@ pub enum NotTaken {
     /// The library that has it open cannot pass it on.
     #[error("its image is in a Ceph cluster, which has it locked for this process")]
     Cluster,
-    /// Whoever holds it decides.
-    #[error("it is opened for handover, and the machine that uses it takes it along by itself")]
-    Handover,
     /// Clients wait until somebody lets it go on.
     #[error("an error has stopped it (`weir resume` lets it go on)")]
     Stopped,
-    /// No descriptor of it can be passed, and two would write to it.
-    #[error("its image is at an NBD server")]
+    /// Another client of it may read what was there before.
+    #[error(
+        "its image is at an NBD server, and that what one client writes another reads is only certain with CAN_MULTI_CONN, and not with cache=unsafe"
+    )]
     Remote,
     /// Nothing is written to it any more.
     #[error("its image was found corrupt, or its writes were lost")]
@@ -61,11 +60,9 @@ impl Disk {
         if self.image.storage().is_in_cluster() {
             return Err(NotTaken::Cluster);
         }
-        if self.image.storage().remote().is_some() && !self.image.is_read_only() {
+        let mut remote = self.image.files().filter(|storage| storage.remote().is_some());
+        if !self.image.is_read_only() && remote.any(|storage| !storage.is_common()) {
             return Err(NotTaken::Remote);
-        }
-        if self.is_handed_over() {
-            return Err(NotTaken::Handover);
         }
         if self.failures.stopped_by().is_some() {
             return Err(NotTaken::Stopped);
@@ -84,8 +81,8 @@ impl Disk {
         self.image.descriptors()
     }
 
-    /// Whether its files came from another process, so that [`Disk::take_up`] comes before the
-    /// first request.
+    /// Whether another process has its files, so that [`Disk::take_up`] comes before the first
+    /// request.
     pub fn is_passed(&self) -> bool {
         self.image.is_passed()
     }
@@ -109,7 +106,7 @@ impl Disk {
     }
 
     /// Brings what is in memory to the files, so that another process can take it up. Nobody sends
-    /// requests, until [`Disk::take_up`].
+    /// requests, until [`Disk::take_up`]. One that is handed over is [held](Disk::keep_held).
     ///
     /// # Errors
     /// The image's; it can be taken up again.
@@ -122,7 +119,9 @@ impl Disk {
         if self.image.is_read_only() { Ok(()) } else { self.image.lay_down().await }
     }
 
-    /// Reads what is in the files, here or in another process than the one that laid it down.
+    /// Reads what is in the files, here or in another process than the one that laid it down. One
+    /// that is handed over is held since, by the one who has called this and is to let it
+    /// [go](Disk::let_go).
     ///
     /// # Errors
     /// [`OpenError`]: it is not to be used.
@@ -130,6 +129,7 @@ impl Disk {
         if !self.image.is_read_only() {
             self.image.take_over().await?;
         }
+        self.come_held();
         self.prefetch.go_on();
         Ok(())
     }

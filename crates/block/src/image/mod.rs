@@ -325,7 +325,8 @@ impl Image {
         self.files().any(Storage::is_anothers)
     }
 
-    fn files(&self) -> Box<dyn Iterator<Item = &Storage> + '_> {
+    /// Those of its own, not of the images that it reads from.
+    pub(crate) fn files(&self) -> Box<dyn Iterator<Item = &Storage> + '_> {
         match self {
             Self::Raw(raw) => Box::new(std::iter::once(raw.storage())),
             Self::Qcow2(qcow2) => Box::new(qcow2.files()),
@@ -341,12 +342,17 @@ impl Image {
     }
 
     /// What a format keeps in memory reaches the file, for a process on this host, which sees the
-    /// same page cache: of data, nothing is made durable that was not.
+    /// same page cache: of data, nothing is made durable that was not. At a server, where there is
+    /// no page cache, all is.
     pub(crate) async fn lay_down(&self) -> Result<()> {
         match self {
-            Self::Raw(_) => Ok(()),
-            Self::Qcow2(qcow2) => qcow2.lay_down().await,
+            Self::Raw(_) => {}
+            Self::Qcow2(qcow2) => qcow2.lay_down().await?,
         }
+        for storage in self.files().filter(|storage| storage.remote().is_some()) {
+            storage.flush().await?;
+        }
+        Ok(())
     }
 
     /// Everything reaches the file, for another to take over.

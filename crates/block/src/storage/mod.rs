@@ -387,14 +387,19 @@ impl Storage {
         }
     }
 
-    /// Whether it came from another process, which has its locks.
+    /// Whether another process has it, which passed it on where it is a file.
     pub(crate) fn is_passed(&self) -> bool {
-        self.file().is_some_and(File::is_passed)
+        self.file().is_some_and(File::is_passed) || self.nbd().is_some_and(Nbd::is_passed)
     }
 
     /// The same, and the other may go on.
     pub(crate) fn is_anothers(&self) -> bool {
-        self.file().is_some_and(File::is_anothers)
+        self.file().is_some_and(File::is_anothers) || self.nbd().is_some_and(Nbd::is_anothers)
+    }
+
+    /// Whether another process reads what was written to it and flushed.
+    pub(crate) fn is_common(&self) -> bool {
+        self.file().is_some() || self.nbd().is_some_and(Nbd::has_common_flushes)
     }
 
     /// Another process has written to it, perhaps without a flush: the next one is the device's.

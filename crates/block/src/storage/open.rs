@@ -44,7 +44,8 @@ pub struct OpenOptions {
     pub root: Option<Root>,
     /// The file itself, already open: its name is not looked at, nor where it lies.
     pub descriptor: Option<Arc<OwnedFd>>,
-    /// Files that another process has open, for those that are written to.
+    /// Files that another process has open, for those that are written to. It may be at any export
+    /// of a server's, of which it passes nothing.
     pub passed: Option<Passed>,
     /// The part of it that is the disk; only of raw images.
     pub part: Option<Part>,
@@ -106,6 +107,7 @@ fn of_export(uri: &Uri, options: &OpenOptions) -> Result<NbdOptions, OpenError> 
         read_only: options.read_only,
         is_shared: options.force_share,
         may_be_empty: options.may_be_empty,
+        passed: options.passed.clone(),
         reconnect_delay: options.reconnect_delay,
         open_timeout: options.open_timeout,
     })

@@ -183,8 +183,11 @@ impl File {
         Ok(true)
     }
 
+    /// Unless they are another process's.
     pub(in crate::storage) fn release_locks(&self) {
-        lock::release(&self.fd);
+        if !self.is_anothers() {
+            lock::release(&self.fd);
+        }
     }
 
     /// Whether the kernel may be at work on it.

@@ -66,7 +66,7 @@ pub(in crate::storage) fn open(path: &Path, options: &FileOptions) -> Result<(Fi
     kind_of(&name, &fs::metadata(path).map_err(|error| failed(&error))?)?;
     let mut how = fs::OpenOptions::new();
     how.read(true).write(!options.read_only);
-    let passed = options.passed.as_ref().filter(|_| !options.read_only && !options.handover);
+    let passed = options.passed.as_ref().filter(|_| !options.read_only);
     let found = passed.map(|passed| passed.take(path, &name, options.cache.is_direct())).transpose()?;
     let (found, buffered) = match found.flatten() {
         Some((main, buffered)) => (Some(main), buffered),

@@ -37,7 +37,7 @@ use policy::time::Duration;
 
 use self::{ask::Ask, link::Link, unflushed::Change};
 use super::{
-    BlockSize, CacheMode, Durability, Extent, MOST_EXTENTS, ZeroOptions,
+    BlockSize, CacheMode, Durability, Extent, MOST_EXTENTS, Passed, ZeroOptions,
     align::{Alignment, Device},
     push_extent,
     resize::ResizeError,
@@ -66,6 +66,8 @@ pub struct Nbd {
     read_only: bool,
     /// Somebody else may write to it meanwhile, as was said.
     is_shared: bool,
+    /// Another process may have it open too, and goes on with it for all that is known here.
+    passed: Option<Passed>,
     /// Its blocks are kept to for good.
     blocks: About,
 }
@@ -79,6 +81,19 @@ impl Nbd {
     /// How long the oldest request has been waiting for its answer; none if none is.
     pub(super) fn oldest_request(&self) -> Option<Duration> {
         self.link.oldest_request()
+    }
+
+    /// Whether what was flushed here is what another client reads.
+    pub(super) fn has_common_flushes(&self) -> bool {
+        self.cache != CacheMode::Unsafe && self.link.about().has_common_flushes()
+    }
+
+    pub(super) fn is_passed(&self) -> bool {
+        self.passed.is_some()
+    }
+
+    pub(super) fn is_anothers(&self) -> bool {
+        self.passed.as_ref().is_some_and(|passed| !passed.are_ours())
     }
 
     pub(super) fn is_shared(&self) -> bool {

@@ -16,7 +16,7 @@ use crate::{
     },
     reactor::{blocking, now, sleep_until, timeout},
     storage::{
-        CacheMode, OpenError,
+        CacheMode, OpenError, Passed,
         align::{Align, Device as _},
         probe::{HEADER_BYTES, Probed, probe_ends},
     },
@@ -35,6 +35,8 @@ pub struct NbdOptions {
     pub is_shared: bool,
     /// One without bytes is a disk too.
     pub may_be_empty: bool,
+    /// What another process has, which may be at this export too, if it is to be written to.
+    pub passed: Option<Passed>,
     /// How long requests wait for a server that has gone; zero: not at all.
     pub reconnect_delay: Duration,
     /// How long it is tried to reach the server; zero: once.
@@ -121,6 +123,7 @@ async fn open_with(
         cache: options.cache,
         read_only: options.read_only,
         is_shared: options.is_shared,
+        passed: options.passed.clone().filter(|_| !options.read_only),
         blocks,
     };
     // Who says the format need not be able to guess it.

@@ -17,6 +17,8 @@ pub(super) struct Identity {
     /// The least that a device of it reads and writes at a time.
     block_bytes: u32,
     read_only: bool,
+    /// Locked only while somebody holds it.
+    handover: bool,
     /// The image, and those behind it.
     layers: Vec<Layer>,
 }
@@ -57,6 +59,7 @@ impl Identity {
             size_bytes: disk.size_bytes(),
             block_bytes: image.block_size().minimum,
             read_only: image.is_read_only(),
+            handover: disk.is_handed_over(),
             layers: image.layers().into_iter().map(Layer::from).collect(),
         }
     }
@@ -64,7 +67,7 @@ impl Identity {
     /// Why `here` is not the disk that the other serves; none where it is. It may have become
     /// longer.
     pub(super) fn difference(&self, here: &Self) -> Option<String> {
-        let Self { size_bytes, block_bytes, read_only, layers } = self;
+        let Self { size_bytes, block_bytes, read_only, handover, layers } = self;
         if let Some((one, other)) = layers.first().zip(here.layers.first())
             && let Some(difference) = one.difference(other, "image")
         {
@@ -84,6 +87,9 @@ impl Identity {
         if *read_only != here.read_only {
             let (was, is) = (access(*read_only), access(here.read_only));
             return Some(format!("{was}, and not {is}"));
+        }
+        if *handover != here.handover {
+            return Some(format!("{} handover", if *handover { "with" } else { "without" }));
         }
         if here.size_bytes < *size_bytes {
             return Some(format!("with {size_bytes} bytes, and has only {} here", here.size_bytes));
@@ -193,6 +199,7 @@ mod tests {
             size_bytes: 4096,
             block_bytes: 512,
             read_only: false,
+            handover: false,
             layers: vec![
                 layer(vec![file("vm1", false), file("data", false)]),
                 layer(vec![file("base", true)]),
@@ -241,6 +248,7 @@ mod tests {
         let chain = changed(|disk| drop(disk.layers.pop()));
         assert_eq!(chain, "with 2 images behind each other, not 1");
         assert_eq!(changed(|disk| disk.read_only = true), "writable, and not read-only");
+        assert_eq!(changed(|disk| disk.handover = true), "without handover");
         assert_eq!(changed(|disk| disk.size_bytes = 4095), "with 4096 bytes, and has only 4095 here");
         assert_eq!(changed(|disk| disk.block_bytes = 4096), "with blocks of 512 bytes, not of 4096");
     }

@@ -20,7 +20,7 @@ use super::{
     channel::Channel,
     clock_ns, devices,
     identity::Identity,
-    name,
+    let_go_soon, name,
     told::{
         Begun, Buckets, Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine,
         OfferedServer, Origin, Standing, StandingDisk, StandingGroup, StandingMachine, State, Word,
@@ -241,6 +241,7 @@ async fn leave(
         servers: inventory.servers(),
         machines: machines.collect(),
         hosts: hosts.collect(),
+        kept: Vec::new(),
         laid_down: Vec::new(),
     };
     let again = channel.again()?;
@@ -286,9 +287,11 @@ async fn give(
     still: &mut Still,
 ) -> anyhow::Result<(Channel, usize)> {
     let disks = inventory.disks();
-    let answering = disks.iter().map(|running| reactor::spawn_joinable(answers(Arc::clone(&running.disk))));
+    // What another process may have is not even read.
+    let in_use: Vec<_> = disks.iter().filter(|running| !running.disk.is_let_go()).collect();
+    let answering = in_use.iter().map(|running| reactor::spawn_joinable(answers(Arc::clone(&running.disk))));
     let answering: Vec<_> = answering.collect();
-    for (running, answers) in disks.iter().zip(answering) {
+    for (running, answers) in in_use.iter().zip(answering) {
         ensure!(
             answers.await,
             "disk {}: its image has answered no read for {} s, so what is in flight would not end (see to it, or restart weir)",
@@ -296,7 +299,7 @@ async fn give(
             IN_FLIGHT.as_secs()
         );
     }
-    for running in &disks {
+    for running in in_use {
         // What is written now need not be while everybody waits.
         let lightened = running.disk.lighten().await;
         lightened.with_context(|| format!("disk {}: its image cannot be written", running.disk.name()))?;
@@ -307,6 +310,11 @@ async fn give(
     inventory.close_control(true);
     each(&still.servers, |server| async move { server.close_doors(HANDSHAKES).await }).await;
     let began_ns = clock_ns();
+    for running in &disks {
+        if running.disk.keep_held().await {
+            still.kept.push(Arc::clone(&running.disk));
+        }
+    }
     let machines = still.machines.iter().map(|(_, server)| {
         let server = Arc::clone(server);
         reactor::spawn_joinable(async move { server.come_to_rest(IN_FLIGHT).await })
@@ -344,6 +352,9 @@ async fn give(
     for running in &disks {
         let disk = &running.disk;
         disk.check_takeover().with_context(|| format!("disk {}: cannot be taken over", disk.name()))?;
+        if disk.is_let_go() {
+            continue;
+        }
         still.laid_down.push(Arc::clone(disk));
         disk.lay_down()
             .await
@@ -386,6 +397,8 @@ async fn give(
     }
     let disks = disks.iter().map(|running| StandingDisk {
         name: running.disk.name().to_string(),
+        size_bytes: running.disk.size_bytes(),
+        is_laid_down: !running.disk.is_let_go(),
         totals: running.disk.totals().into(),
         filled: running.disk.throttle().filled().map(Into::into),
         bitmaps: running.disk.image().recorded_bitmaps(),
@@ -455,6 +468,8 @@ struct Still {
     /// By their exports.
     machines: Vec<(String, Arc<vhost_user_blk::Server>)>,
     hosts: Vec<(String, Host)>,
+    /// That are handed over, and somebody held.
+    kept: Vec<Arc<Disk>>,
     laid_down: Vec<Arc<Disk>>,
 }
 
@@ -475,6 +490,7 @@ impl Still {
         for (_, host) in self.hosts {
             host.go_on();
         }
+        self.kept.into_iter().for_each(let_go_soon);
     }
 }
 

@@ -27,6 +27,10 @@ pub(crate) mod leaving;
 pub(crate) mod newcomer;
 mod told;
 
+use std::sync::Arc;
+
+use block::{disk::Disk, reactor};
+use policy::time::Duration;
 use settings::{Address, Endpoint};
 use told::Origin;
 pub(crate) use told::{Buckets, FORMAT};
@@ -59,9 +63,19 @@ fn remedied<T>(what: String, origin: &Origin<T>, inventory: &Inventory) -> Strin
     format!("{what}{why} (add it to {place}, or remove it first)")
 }
 
+/// For a disk that is handed over, and was held so that it stays in place while its rings stood
+/// still: lets it go once they hold it again. If they come later, they take it as ever.
+fn let_go_soon(disk: Arc<Disk>) {
+    const RINGS_BEGIN: Duration = Duration::from_secs(1);
+    reactor::spawn(async move {
+        reactor::sleep_until(reactor::now() + RINGS_BEGIN).await;
+        disk.let_go().await;
+    });
+}
+
 /// Nanoseconds on a clock that all processes have.
 fn clock_ns() -> u64 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC);
-    let now = now.map_or(std::time::Duration::ZERO, Into::into);
+    let now = now.map_or(Duration::ZERO, Into::into);
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }

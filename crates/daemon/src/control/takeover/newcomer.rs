@@ -40,7 +40,7 @@ use super::{
     clock_ns,
     devices::Awaited,
     identity::Identity,
-    name, remedied,
+    let_go_soon, name, remedied,
     told::{Message, Offer, OfferedMachine, Origin, Standing, StandingDisk, StandingMachine, State, Word},
     told_name,
 };
@@ -306,6 +306,9 @@ impl Newcomer {
             other => bail!("the other said {other:?} instead of giving up its place"),
         }
         passed.settle();
+        let disks = inventory.disks();
+        let held = disks.iter().filter(|running| running.disk.is_handed_over() && !running.disk.is_let_go());
+        held.for_each(|running| let_go_soon(Arc::clone(&running.disk)));
         let count = clients.len() + machines.len();
         for (number, (server, client)) in clients.into_iter().enumerate() {
             server.take_in(client, &workers[number % workers.len()]);
@@ -332,7 +335,7 @@ fn check(offer: &Offer, inventory: &Inventory, for_added: bool) -> anyhow::Resul
             bail!("disk {}: it runs {difference} (give it the same, or restart)", offered.name);
         }
         ensure!(
-            (offered.files > 0) == disk.disk.is_passed(),
+            offered.files == 0 || disk.disk.is_passed(),
             "disk {}: its image is open here in another way",
             offered.name
         );
@@ -421,9 +424,17 @@ async fn take_up(
     inventory: &Rc<Inventory>,
 ) -> anyhow::Result<(Vec<(Arc<Server>, Rested)>, Vec<String>)> {
     for running in inventory.disks() {
-        if running.disk.is_passed() {
-            running.disk.take_up().await.with_context(|| format!("disk {}", running.disk.name()))?;
+        let disk = &running.disk;
+        let standing = state.disks.iter().find(|standing| *standing.name == **disk.name());
+        if disk.is_passed() && standing.is_none_or(|standing| standing.is_laid_down) {
+            disk.take_up().await.with_context(|| format!("disk {}", disk.name()))?;
         }
+        let before = standing.map_or(0, |standing| standing.size_bytes);
+        ensure!(
+            disk.size_bytes() >= before || disk.is_let_go(),
+            "disk {}: it has become longer meanwhile, which cannot be seen here (try again)",
+            disk.name()
+        );
     }
     check_bitmaps(&state.disks, inventory).await?;
     for group in &state.groups {

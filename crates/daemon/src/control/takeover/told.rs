@@ -410,6 +410,9 @@ pub(super) struct StandingConnection {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct StandingDisk {
     pub(super) name: String,
+    pub(super) size_bytes: u64,
+    /// Not where nobody holds one that is handed over: then it may be another process's.
+    pub(super) is_laid_down: bool,
     pub(super) totals: Counted,
     pub(super) filled: Option<Buckets>,
     /// That record what is written. Their bits are in the file.

@@ -1,0 +1,127 @@
+//! Images that are handed over between hosts (`--handover`): a takeover keeps their locks as long
+//! as a machine uses them, and leaves alone those that no machine uses.
+
+use std::{
+    fs::File,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::SeqCst},
+    },
+    thread,
+};
+
+use nix::{
+    fcntl::{FcntlArg, fcntl},
+    libc,
+};
+
+use super::{GOES_ON, House, between::Step, control};
+use crate::{
+    bench::bench,
+    harness::{MIB, Scratch, Serve, qemu_img, text},
+};
+
+/// Whether somebody writes to it, as QEMU's locks say.
+fn is_locked(image: &File) -> bool {
+    const WRITES: i64 = 101;
+    let mut lock = libc::flock {
+        l_type: libc::F_WRLCK as i16,
+        l_whence: libc::SEEK_SET as i16,
+        l_start: WRITES,
+        l_len: 1,
+        l_pid: 0,
+    };
+    fcntl(image, FcntlArg::F_OFD_GETLK(&mut lock)).unwrap();
+    lock.l_type != libc::F_UNLCK as i16
+}
+
+fn image(path: &Path) {
+    qemu_img(["create", "-q", "-f", "qcow2", text(path), "4M"]).succeeds();
+    qemu_img(["bitmap", "--add", "-g", "64k", text(path), "b"]).succeeds();
+}
+
+#[test]
+fn a_machine_keeps_an_image_that_is_handed_over() {
+    let scratch = Scratch::new();
+    let (disk, socket) = (scratch.path("disk.qcow2"), scratch.socket("machine"));
+    image(&disk);
+    let door = format!("unix:{},queues=2", text(&socket));
+    let arguments = [text(&disk), "-f", "qcow2", "--handover", "--vhost-user-blk", &door];
+    let house = House::new(scratch, &[&arguments[..], &["--iops-total", "1000"]].concat());
+    let mut current = house.serve().start();
+    let file = File::options().read(true).write(true).open(&disk).unwrap();
+    assert!(!is_locked(&file), "no machine runs");
+    current = house.take_over(current).0;
+    assert!(!is_locked(&file), "nor now");
+    let is_over = Arc::new(AtomicBool::new(false));
+    let load = {
+        let (target, is_over) = (format!("vhost-user:{}", text(&socket)), Arc::clone(&is_over));
+        thread::spawn(move || {
+            bench("-w --pattern 90 -c 2048 -d 24 -s 2K --flush-interval 100", &target).succeeds();
+            is_over.store(true, SeqCst);
+        })
+    };
+    while !is_locked(&file) {
+        thread::yield_now();
+    }
+    let watch = {
+        let is_over = Arc::clone(&is_over);
+        // True if it was free while the machine ran: then it is locked again, or the load goes on.
+        thread::spawn(move || {
+            while is_locked(&file) {
+                thread::yield_now();
+            }
+            while !is_over.load(SeqCst) {
+                if is_locked(&file) {
+                    return true;
+                }
+                thread::yield_now();
+            }
+            false
+        })
+    };
+    let mut turn = 0;
+    while !is_over.load(SeqCst) || turn < Step::ALL.len() {
+        house.fail_at(turn);
+        current.wait_for_log(GOES_ON);
+        current = house.take_over(current).0;
+        turn += 1;
+    }
+    load.join().expect("the machine saw nothing of it");
+    assert!(!watch.join().unwrap(), "the image was free for a moment");
+    // It is free, and all is in it, while the daemon runs.
+    let file = File::options().read(true).write(true).open(&disk).unwrap();
+    while is_locked(&file) {
+        thread::yield_now();
+    }
+    qemu_img(["check", "-q", text(&disk)]).succeeds();
+    let copy = house.scratch.path("copy.raw");
+    qemu_img(["convert", "-O", "raw", text(&disk), text(&copy)]).succeeds();
+    assert!(std::fs::read(copy).unwrap() == vec![90; 4 * MIB as usize], "{turn} takeovers");
+    let info = qemu_img(["info", "--output=json", text(&disk)]).json();
+    let bitmap = &info["format-specific"]["data"]["bitmaps"][0];
+    assert_eq!(bitmap["flags"], serde_json::json!(["auto"]), "{info}");
+    current.stop();
+    let map = crate::qcow2_bitmaps::map_of(
+        "b",
+        &["[", "qemu-nbd", "-r", "-f", "qcow2", "-B", "b", text(&disk), "]"],
+    );
+    let map: serde_json::Value = serde_json::from_str(&map).unwrap();
+    assert_eq!((&map[0]["length"], &map[0]["type"]), (&(4 * MIB).into(), &1.into()), "{map}");
+}
+
+#[test]
+fn both_have_handover_or_neither() {
+    let scratch = Scratch::new();
+    let disk = scratch.sparse("disk.raw", MIB);
+    let door = format!("unix:{}", text(&scratch.socket("machine")));
+    let arguments = [text(&disk), "-f", "raw", "--vhost-user-blk", &door];
+    let house = House::new(scratch, &arguments);
+    let first = house.serve().start();
+    let newcomer = Serve::new(&house.scratch).args(arguments).args(["--handover", "--takeover"]);
+    let said = newcomer.env("WEIR_QMP", control(&house)).fails();
+    assert!(said.contains("disk disk: it runs without handover (give it the same, or restart)"), "{said}");
+    first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
+    first.stop();
+}

@@ -1,0 +1,81 @@
+//! Disks of other NBD servers that are written to: each daemon has a connection of its own, and the
+//! server says that both see the same.
+
+use super::{GOES_ON, House, between::Step, load};
+use crate::harness::{Client, MIB, Scratch, Serve, need, qemu_img, text};
+
+#[test]
+fn a_disk_at_a_server_goes_over_between_two_of_its_connections() {
+    for format in ["raw", "qcow2"] {
+        let (behind, scratch) = (Scratch::new(), Scratch::new());
+        let image = behind.path("image");
+        qemu_img(["create", "-q", "-f", format, text(&image), "17M"]).succeeds();
+        let grown = format == "qcow2";
+        if grown {
+            // No export grows by being written to.
+            let file = std::fs::File::options().write(true).open(&image).unwrap();
+            file.set_len(32 * MIB).unwrap();
+        }
+        let server = Serve::new(&behind).args(["-f", "raw", "--name", "back", text(&image)]).start();
+        let arguments = [&server.uri("back"), "--name", "disk", "-f", format, "--iops-total", "2000"];
+        let house = House::new(scratch, &arguments);
+        let mut current = house.serve().start();
+        let load = load(current.uri("disk"), &house.scratch, 0, 1);
+        let mut turn = 0;
+        while !load.is_finished() || turn < Step::ALL.len() {
+            house.fail_at(turn);
+            current.wait_for_log(GOES_ON);
+            current = house.take_over(current).0;
+            turn += 1;
+        }
+        load.join().expect("the load saw nothing of it");
+        current.nbdsh("disk", "h.pwrite(b'x' * 512, 16 << 20)");
+        current.stop();
+        server.stop();
+        if grown {
+            qemu_img(["check", "-q", text(&image)]).succeeds();
+        }
+        Client::new("qemu-io").args(["-f", format]).does(["read -P 0x78 16M 512"], text(&image));
+    }
+}
+
+#[test]
+fn a_server_that_promises_nothing_has_the_old_daemon_go_on() {
+    need("nbdkit");
+    let (behind, scratch) = (Scratch::new(), Scratch::new());
+    let back =
+        Serve::new(&behind).args(["-f", "raw", "--name", "back"]).arg(behind.sparse("image", MIB)).start();
+    // Where a write is acknowledged and no flush asked for, another client may not see it.
+    for cache in ["unsafe", "writeback"] {
+        let server = back.uri("back");
+        let house = House::new(Scratch::new(), &[&server, "--name", "disk", "-f", "raw", "--cache", cache]);
+        let first = house.serve().start();
+        first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
+        if cache == "unsafe" {
+            let said = house.newcomer().fails();
+            assert!(
+                said.contains(
+                    "disk disk: cannot be taken over (restart weir): its image is at an NBD server"
+                ),
+                "{said}"
+            );
+            first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512\n");
+            first.stop();
+        } else {
+            house.take_over(first).0.stop();
+        }
+    }
+    let (at, pid) = (scratch.socket("nbdkit"), scratch.path("pid"));
+    let words =
+        ["-U", text(&at), "-P", text(&pid), "--filter=multi-conn", "memory", "1M", "multi-conn-mode=disable"];
+    Client::new("nbdkit").args(words).succeeds();
+    let server = format!("nbd+unix:///?socket={}", text(&at));
+    let house = House::new(scratch, &[&server, "--name", "disk", "-f", "raw"]);
+    let first = house.serve().start();
+    let said = house.newcomer().fails();
+    assert!(said.contains("only certain with CAN_MULTI_CONN"), "{said}");
+    first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
+    first.stop();
+    let nbdkit = std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(nbdkit), nix::sys::signal::Signal::SIGTERM).unwrap();
+}
