@@ -8,6 +8,7 @@
 mod added;
 mod between;
 mod bitmaps;
+mod counters;
 mod handed_over;
 mod identity;
 mod remote;

@@ -46,7 +46,7 @@ use crate::{
         prefetch::Prefetch,
         throttle::{DiskSettings, Group, Member},
     },
-    measures::Measures,
+    measures::{Measured, Measures},
     memory::{Account, Budget, NotEnough},
     reactor,
     recorder::{self, Finished, Operation, Recorded},
@@ -276,6 +276,11 @@ impl Disk {
     /// Counts from the first call on how long its requests take.
     pub fn measure(&self) -> &Arc<Measures> {
         self.measures.get_or_init(Arc::default)
+    }
+
+    /// What was counted of that; none where nobody has asked for it.
+    pub fn measured(&self) -> Option<Measured> {
+        self.measures.get().map(|measures| measures.measured())
     }
 
     /// Bytes, now.

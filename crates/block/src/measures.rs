@@ -109,6 +109,14 @@ impl Histogram {
         }
     }
 
+    /// Counts on. What lies behind the last bucket is in it.
+    fn count_on(&self, spread: &Spread) {
+        for (place, more) in spread.counts.iter().enumerate() {
+            self.counts[place.min(BOUNDS.len())].fetch_add(*more, Relaxed);
+        }
+        self.sum_ns.fetch_add(spread.sum_ns, Relaxed);
+    }
+
     /// What was counted so far.
     pub fn spread(&self) -> Spread {
         Spread {
@@ -119,6 +127,11 @@ impl Histogram {
 }
 
 impl Spread {
+    /// Of so many by bucket.
+    pub fn new(counts: Vec<u64>, sum_ns: u64) -> Self {
+        Self { counts, sum_ns }
+    }
+
     /// By bucket, the shortest first; a bucket's bounds are the same in every spread.
     pub fn counts(&self) -> &[u64] {
         &self.counts
@@ -250,7 +263,42 @@ pub struct Measures {
     held: [[[Covered; 2]; 6]; 3],
 }
 
+/// [`Measures`] at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Measured {
+    /// By [`Timed`].
+    pub latency: [Spread; 3],
+    /// By direction.
+    pub waits: [Spread; 2],
+    /// Nanoseconds, by direction.
+    pub waiting_ns: [u64; 2],
+    /// Nanoseconds, by [`Whose`], [`LimitKind::index`] and direction.
+    pub held_ns: [[[u64; 2]; 6]; 3],
+}
+
 impl Measures {
+    /// All of them, for another process.
+    pub fn measured(&self) -> Measured {
+        let covered = |both: &[Covered; 2]| both.each_ref().map(|covered| covered.sum_ns.load(Relaxed));
+        Measured {
+            latency: self.latency.each_ref().map(Histogram::spread),
+            waits: self.waits.each_ref().map(Histogram::spread),
+            waiting_ns: covered(&self.waiting),
+            held_ns: self.held.each_ref().map(|kinds| kinds.each_ref().map(covered)),
+        }
+    }
+
+    /// Counts on from what another process has measured.
+    pub fn count_on(&self, measured: &Measured) {
+        let Measured { latency, waits, waiting_ns, held_ns } = measured;
+        let histograms = self.latency.iter().chain(&self.waits).zip(latency.iter().chain(waits));
+        histograms.for_each(|(own, more)| own.count_on(more));
+        let own = self.waiting.iter().chain(self.held.as_flattened().as_flattened());
+        for (own, more) in own.zip(waiting_ns.iter().chain(held_ns.as_flattened().as_flattened())) {
+            own.sum_ns.fetch_add(*more, Relaxed);
+        }
+    }
+
     /// Counts a request that has come to its end: how long it took if it succeeded, how long it
     /// waited in any case.
     pub(crate) fn count(&self, finished: &Finished) {
@@ -384,6 +432,27 @@ mod tests {
         let (latency, waits) = (measures.latency(Timed::Read), measures.waits(Direction::Read));
         assert_eq!((latency.count(), latency.sum_ns), (4, 43_000));
         assert_eq!((waits.count(), waits.sum_ns), (4, 30_000));
+    }
+
+    #[test]
+    fn another_counts_on() {
+        let (one, other) = (Measures::default(), Measures::default());
+        for finished in [read(0, 10, 12), read(5, 20, 25), read(30, 30, 31)] {
+            one.count(&finished);
+            other.count(&finished);
+        }
+        other.count_on(&one.measured());
+        for (counts, twice) in [
+            (one.latency(Timed::Read), other.latency(Timed::Read)),
+            (one.waits(Direction::Read), other.waits(Direction::Read)),
+        ] {
+            assert!(counts.counts().iter().zip(twice.counts()).all(|(one, two)| 2 * one == *two));
+            assert_eq!((2 * counts.count(), 2 * counts.sum_ns), (twice.count(), twice.sum_ns));
+        }
+        let held =
+            |measures: &Measures| measures.held_ns(Whose::Group, LimitKind::IopsTotal, Direction::Read);
+        assert_eq!((held(&one), held(&other)), (20_000, 40_000));
+        assert_eq!(other.waiting_ns(Direction::Read), 40_000);
     }
 
     #[test]

@@ -243,6 +243,16 @@ impl Failures {
         }
     }
 
+    /// Counts on from what another process has counted.
+    pub fn count_on(&self, errors: Errors) {
+        let Errors { reads, writes, flushes, discards } = errors;
+        for (kind, more) in
+            [(Kind::Read, reads), (Kind::Write, writes), (Kind::Flush, flushes), (Kind::Discard, discards)]
+        {
+            self.counts[kind as usize].fetch_add(more, Ordering::Relaxed);
+        }
+    }
+
     /// What is done about them.
     pub fn policies(&self) -> ErrorPolicies {
         self.lock().policies

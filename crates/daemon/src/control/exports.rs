@@ -84,6 +84,14 @@ impl Door {
 }
 
 impl RunningExport {
+    /// Its door, if that is its own.
+    pub(crate) fn entrance(&self) -> Option<&Rc<Entrance>> {
+        match &self.door {
+            Door::Own(entrance) => Some(entrance),
+            Door::Nbd(..) => None,
+        }
+    }
+
     pub(crate) fn connections(&self) -> usize {
         self.door.connections()
     }

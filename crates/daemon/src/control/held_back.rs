@@ -22,9 +22,11 @@ pub(super) struct HeldBack {
 }
 
 impl HeldBack {
-    /// Tells in ten seconds for the first time.
-    pub(super) fn from_now() -> Self {
-        Self { looked: reactor::now(), ..Self::default() }
+    /// Tells in ten seconds for the first time, of what is held back from now on.
+    pub(super) fn from_now(inventory: &Inventory) -> Self {
+        let last = Last::of(inventory);
+        let limited_ns = last.0.values().fold(0, |sum: u64, seen| sum.saturating_add(seen.limited_ns));
+        Self { last, looked: reactor::now(), limited_ns }
     }
 
     /// Tells what there is to tell, if it is time for it. `limited_ns` is the time for which all
@@ -90,6 +92,14 @@ impl Now {
 }
 
 impl Last {
+    fn of(inventory: &Inventory) -> Self {
+        let (disks, groups) = (inventory.disks(), inventory.groups());
+        let disks =
+            disks.iter().map(|running| (running.disk.name().to_string(), running.disk.throttle().stats()));
+        let groups = groups.iter().map(|group| (group.name().to_owned(), group.stats()));
+        Self(disks.chain(groups).map(|(name, stats)| (name, Seen::of(&stats))).collect())
+    }
+
     fn look(&mut self, inventory: &Inventory, elapsed: Duration) {
         let (disks, groups) = (inventory.disks(), inventory.groups());
         let of_disk = |disk: &Disk| Now::new(disk.name(), disk.throttle().stats(), disk.throttle().group());

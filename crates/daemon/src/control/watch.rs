@@ -49,7 +49,8 @@ const SECOND: Duration = Duration::from_secs(1);
 /// or the inventory is. The exports `in_use` have users that came from another daemon, which are no
 /// news.
 pub(crate) fn watch(inventory: &Rc<Inventory>, in_use: BTreeSet<String>) -> JoinHandle<()> {
-    let watch = Rc::new(RefCell::new(Watch { in_use, held_back: HeldBack::from_now(), ..Watch::default() }));
+    let watch =
+        Rc::new(RefCell::new(Watch { in_use, held_back: HeldBack::from_now(inventory), ..Watch::default() }));
     watch.borrow_mut().look(inventory);
     watch.borrow_mut().adopt(inventory);
     let (listening, listener) = (Rc::downgrade(inventory), Rc::downgrade(&watch));

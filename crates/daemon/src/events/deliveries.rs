@@ -11,6 +11,18 @@ pub(crate) struct Deliveries {
 }
 
 impl Deliveries {
+    /// Delivered, failed, skipped.
+    pub(crate) fn numbers(&self) -> [u64; 3] {
+        [&self.delivered, &self.failed, &self.skipped].map(Cell::get)
+    }
+
+    /// Counts on from what another daemon has counted.
+    pub(crate) fn count_on(&self, [delivered, failed, skipped]: [u64; 3]) {
+        Self::add(&self.delivered, delivered);
+        Self::add(&self.failed, failed);
+        Self::add(&self.skipped, skipped);
+    }
+
     pub(crate) fn add(count: &Cell<u64>, more: u64) {
         count.set(count.get().saturating_add(more));
     }

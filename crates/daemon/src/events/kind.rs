@@ -48,6 +48,10 @@ macro_rules! kinds {
                 }
             }
 
+            pub(crate) fn named(name: &str) -> Option<Self> {
+                Self::ALL.iter().copied().find(|kind| kind.name() == name)
+            }
+
             pub(crate) const fn severity(self) -> Severity {
                 match self {
                     $(Self::$kind => Severity::$severity,)+
@@ -189,6 +193,20 @@ impl Event {
             }
         }
         told
+    }
+
+    /// What [`Event::to_json`] has told; none where it is of a kind that is not known.
+    pub(crate) fn from_json(told: &Value) -> Option<Self> {
+        let named = |key: &str| told.get(key).and_then(Value::as_str).map(Arc::from);
+        Some(Self {
+            id: told["id"].as_u64()?,
+            time_ms: told["time_ms"].as_u64()?,
+            kind: Kind::named(told["kind"].as_str()?)?,
+            disk: named("disk"),
+            group: named("group"),
+            message: told["message"].as_str()?.to_owned(),
+            data: told["data"].as_object()?.clone(),
+        })
     }
 }
 

@@ -107,6 +107,24 @@ impl Events {
         ring.next = ring.next.max(last.saturating_add(NUMBERS_LEFT));
     }
 
+    /// Has what another daemon has told, as far as it is older than what was told here, and counts
+    /// on. Nobody is told of it anew.
+    pub(crate) fn go_on_from(&self, events: Vec<Event>, counts: impl Iterator<Item = (Kind, [u64; 2])>) {
+        let mut ring = self.ring();
+        let first = ring.kept.front().map_or(ring.next, |event| event.id);
+        for event in events.into_iter().rev().filter(|event| event.id < first) {
+            // Both together may be more than are kept: the oldest are not.
+            if ring.kept.len() < KEPT {
+                ring.kept.push_front(Arc::new(event));
+            }
+        }
+        for (kind, [told, left_out]) in counts {
+            let [own, own_left_out] = &mut ring.counts[kind as usize];
+            *own = own.saturating_add(told);
+            *own_left_out = own_left_out.saturating_add(left_out);
+        }
+    }
+
     fn ring(&self) -> MutexGuard<'_, Ring> {
         self.0.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -189,6 +207,22 @@ mod tests {
 
     fn at(ms: u64) -> Instant {
         Instant::from_nanos(ms * 1_000_000)
+    }
+
+    #[test]
+    fn what_another_has_told_comes_before() {
+        let before = Events::from(1);
+        (0..2000_u64).for_each(|s| before.tell_at(at(s * 1000), UNIX_EPOCH, news(Kind::DiskAdded)));
+        let events = Events::from(1500);
+        events.go_on_after(before.last());
+        events.tell_at(at(0), UNIX_EPOCH, news(Kind::DiskStopped));
+        let told = before.since(0).iter().filter_map(|event| Event::from_json(&event.to_json())).collect();
+        events.go_on_from(told, before.counts().into_iter());
+        let known: Vec<_> = events.since(0).iter().map(|event| event.id).collect();
+        assert!(known.is_sorted() && known.len() == KEPT, "{known:?}");
+        assert_eq!(known[..KEPT - 1], before.since(0).iter().map(|event| event.id).collect::<Vec<_>>()[1..]);
+        let count = |kind| events.counts().into_iter().find(|(other, _)| *other == kind).expect("a kind").1;
+        assert_eq!((count(Kind::DiskAdded), count(Kind::DiskStopped)), ([2000, 0], [1, 0]));
     }
 
     #[test]

@@ -4,7 +4,6 @@
 //! for longer than one disk's figures take. Never formats anything.
 
 use std::{
-    cell::Cell,
     collections::HashMap,
     rc::Rc,
     sync::Arc,
@@ -163,10 +162,7 @@ impl Snapshot {
             servers: servers.iter().map(|one| server(one)).collect(),
             recordings: inventory.recordings.running().iter().filter_map(|(_, one)| recording(one)).collect(),
             events: inventory.events.counts(),
-            deliveries: inventory
-                .deliveries
-                .get()
-                .map(|counts| [&counts.delivered, &counts.failed, &counts.skipped].map(Cell::get)),
+            deliveries: inventory.deliveries.get().map(|counts| counts.numbers()),
             workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.figures())).collect(),
             cluster: inventory.cluster().map(|cluster| ClusterFigures {
                 is_connected: cluster.is_connected(),

@@ -166,6 +166,11 @@ impl Server {
         self.device.served.load(SeqCst)
     }
 
+    /// Counts on from the requests that another process has taken.
+    pub fn count_on(&self, requests: u64) {
+        self.device.requests.fetch_add(requests, Relaxed);
+    }
+
     /// What it did so far.
     pub fn statistics(&self) -> Statistics {
         Statistics {

@@ -132,6 +132,14 @@ impl Admission {
         Refused { networks, connections, names, exports }
     }
 
+    /// Counts on from what another process has counted.
+    pub(super) fn count_on(&self, refused: Refused) {
+        let Refused { networks, connections, names, exports } = refused;
+        for (count, more) in self.counts.iter().zip([networks, connections, names, exports]) {
+            count.fetch_add(more, Relaxed);
+        }
+    }
+
     fn refuse(&self, why: Why, client: &Client, export: Option<&str>) {
         self.counts[why as usize].fetch_add(1, Relaxed);
         if let Some(left_out) = self.lines.line(reactor::recently()) {

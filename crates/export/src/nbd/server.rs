@@ -544,6 +544,11 @@ impl Server {
         self.admission.refused()
     }
 
+    /// Counts on from the clients that another process has refused.
+    pub fn count_on(&self, refused: Refused) {
+        self.admission.count_on(refused);
+    }
+
     /// Of all exports.
     pub fn connections(&self) -> usize {
         self.lock().len()

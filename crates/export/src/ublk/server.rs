@@ -171,6 +171,11 @@ impl Server {
         true
     }
 
+    /// Counts on from the requests that another process has taken.
+    pub fn count_on(&self, requests: u64) {
+        self.device.requests.fetch_add(requests, Relaxed);
+    }
+
     /// What it did so far.
     pub fn statistics(&self) -> Statistics {
         Statistics {

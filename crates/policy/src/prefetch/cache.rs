@@ -185,6 +185,11 @@ impl<T: Clone> Cache<T> {
         Stats { memory_bytes: self.memory_bytes, streams: self.streams.leading(), closed, ..self.stats }
     }
 
+    /// Counts on from what another cache has counted.
+    pub fn count_on(&mut self, stats: &Stats) {
+        self.stats = self.stats.plus(stats);
+    }
+
     /// Looks at a read of a disk of `size_bytes`: what of it is in memory, and what to read ahead.
     /// `may` has the last word on that, and is told how much read-ahead was used since.
     ///

@@ -30,6 +30,23 @@ pub struct Stats {
 }
 
 impl Stats {
+    /// What adds up, of both; what is now, of this one.
+    #[must_use]
+    pub fn plus(self, other: &Self) -> Self {
+        Self {
+            hits: self.hits.saturating_add(other.hits),
+            partial_hits: self.partial_hits.saturating_add(other.partial_hits),
+            misses: self.misses.saturating_add(other.misses),
+            skipped: self.skipped.saturating_add(other.skipped),
+            waited: self.waited.saturating_add(other.waited),
+            hit_bytes: self.hit_bytes.saturating_add(other.hit_bytes),
+            read_ahead_bytes: self.read_ahead_bytes.saturating_add(other.read_ahead_bytes),
+            used_bytes: self.used_bytes.saturating_add(other.used_bytes),
+            wasted_bytes: self.wasted_bytes.saturating_add(other.wasted_bytes),
+            ..self
+        }
+    }
+
     /// The share of reads answered from memory, partly or whole, from 0 to 1.
     pub fn hit_rate(&self) -> Option<f64> {
         let hits = self.hits + self.partial_hits;

@@ -71,5 +71,5 @@ pub use node::{Charged, NodeId, Ticket};
 pub use promise::Kept;
 pub use share::Share;
 pub use spare::GivenBack;
-pub use stats::{Brief, Counters, Level, RECENT_NS, Stats, WaitSummary, limited_with_groups};
+pub use stats::{Brief, Counted, Counters, Level, RECENT_NS, Stats, WaitSummary, limited_with_groups};
 pub use tree::{Admission, Decision, Held, Lent, Returned, Tree, Wanted};

@@ -10,7 +10,7 @@ use super::limits::{LimitKind, Limits};
 use super::promise::Promise;
 use super::schedule::Schedule;
 use super::share::Share;
-use super::stats::{AllWaits, Brief, Counters, Stats};
+use super::stats::{AllWaits, Brief, Counted, Counters, Stats};
 use crate::request::Direction;
 use crate::time::Instant;
 use alloc::boxed::Box;
@@ -327,6 +327,31 @@ impl<T> Node<T> {
             binding: self.binding.filter(|_| binds),
             waiting: self.waiting,
             kept: self.promise.as_ref().map(|promise| promise.kept(now)),
+        }
+    }
+
+    pub(super) fn counted(&self, now: Instant) -> Counted {
+        let Brief { limited_ns, kept, .. } = self.brief(now);
+        let mut counted = Counted { passed: self.counters, limited_ns, kept, ..Counted::default() };
+        if let Some(waits) = &self.waits {
+            waits.tell(&mut counted);
+        }
+        counted
+    }
+
+    pub(super) fn count_on(&mut self, counted: &Counted, now: Instant) {
+        let Counted { passed, limited_ns, kept, waits, longest_wait_ns: _ } = counted;
+        for (own, more) in self.counters.iter_mut().zip(passed) {
+            *own = own.plus(*more);
+            // Nobody has asked here.
+            self.seen = self.seen.saturating_add(more.requests);
+        }
+        self.limited_ns = self.limited_ns.saturating_add(*limited_ns);
+        if let (Some(promise), Some(kept)) = (&mut self.promise, kept) {
+            promise.count_on(*kept);
+        }
+        if !waits.is_empty() {
+            self.waits.get_or_insert_with(|| Box::new(AllWaits::new(now))).count_on(counted);
         }
     }
 

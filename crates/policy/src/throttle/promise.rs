@@ -73,6 +73,12 @@ impl Promise {
         self.kept
     }
 
+    /// Adds what became of it elsewhere.
+    pub(super) const fn count_on(&mut self, kept: Kept) {
+        self.kept.met_ns = self.kept.met_ns.saturating_add(kept.met_ns);
+        self.kept.missed_ns = self.kept.missed_ns.saturating_add(kept.missed_ns);
+    }
+
     fn advance(&mut self, now: Instant) {
         let Some(since) = self.waits_since else { return };
         self.waited_ns += now.nanos_since(since);

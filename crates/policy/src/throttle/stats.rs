@@ -5,7 +5,7 @@ use super::cost::Cost;
 use super::limits::LimitKind;
 use super::promise::Kept;
 use crate::time::Instant;
-use alloc::boxed::Box;
+use alloc::{boxed::Box, vec::Vec};
 
 /// What has been admitted by a node in one direction since it was added. Merged requests count as
 /// the client sent them. Saturates.
@@ -28,6 +28,16 @@ impl Counters {
         if let Some(waited_ns) = waited_ns {
             self.throttled = self.throttled.saturating_add(cost.requests());
             self.waited_ns = self.waited_ns.saturating_add(waited_ns.saturating_mul(cost.requests()));
+        }
+    }
+
+    /// Both together.
+    pub const fn plus(self, other: Self) -> Self {
+        Self {
+            requests: self.requests.saturating_add(other.requests),
+            bytes: self.bytes.saturating_add(other.bytes),
+            throttled: self.throttled.saturating_add(other.throttled),
+            waited_ns: self.waited_ns.saturating_add(other.waited_ns),
         }
     }
 }
@@ -75,6 +85,22 @@ pub struct Stats {
     pub waiting: [usize; 2],
     /// What became of its own reservation; `None` without one.
     pub kept: Option<Kept>,
+}
+
+/// What of [`Stats`] adds up as long as a node is there, for another process that goes on with it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counted {
+    /// By direction.
+    pub passed: [Counters; 2],
+    /// As [`Stats::limited_ns`].
+    pub limited_ns: u64,
+    /// As [`Stats::kept`].
+    pub kept: Option<Kept>,
+    /// How many requests waited, by the step of the histogram that their wait is in; none of steps
+    /// without any.
+    pub waits: Vec<(u16, u32)>,
+    /// The longest wait, in nanoseconds.
+    pub longest_wait_ns: u64,
 }
 
 /// For how much of an interval, in nanoseconds, requests of a disk or a group waited for limits,
@@ -207,6 +233,22 @@ impl AllWaits {
 
     pub(super) fn all(&self) -> WaitSummary {
         self.all.summary()
+    }
+
+    /// Tells all of them: for [`AllWaits::count_on`].
+    pub(super) fn tell(&self, counted: &mut Counted) {
+        let steps = (0..).zip(self.all.counts.iter().copied());
+        counted.waits = steps.filter(|(_, count)| *count > 0).collect();
+        counted.longest_wait_ns = self.all.max_ns;
+    }
+
+    /// Adds what waited elsewhere, not of late. A step that there is not counts as the longest.
+    pub(super) fn count_on(&mut self, counted: &Counted) {
+        self.all.max_ns = self.all.max_ns.max(counted.longest_wait_ns);
+        for &(step, count) in &counted.waits {
+            let sum = &mut self.all.counts[usize::from(step).min(ALL_STEPS - 1)];
+            *sum = sum.saturating_add(count);
+        }
     }
 
     pub(super) fn recent(&self, now: Instant) -> WaitSummary {

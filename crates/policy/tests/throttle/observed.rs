@@ -18,6 +18,28 @@ fn waits_are_summed_up() {
     assert_within_percent(5.0, stats.waits.p99_ns as f64, 9.9e9);
 }
 
+/// What was counted before adds up with what is counted, and how long waits were is the same.
+#[test]
+fn another_tree_counts_on() {
+    let mut disk = Timeline::new("iops-total=10");
+    disk.queue_reads(102);
+    disk.run_until(s(60));
+    let group = disk.group;
+    let (counted, once) = (disk.tree.counted(group, s(60)), disk.tree.stats(group, s(60)));
+    disk.tree.count_on(group, &counted);
+    let twice = disk.tree.stats(group, s(60));
+    assert_eq!(twice.reads, once.reads.plus(once.reads));
+    assert_eq!((twice.writes, twice.limited_ns), (once.writes, 2 * once.limited_ns));
+    assert_eq!((twice.waits, twice.recent_waits), (once.waits, once.recent_waits));
+    assert_eq!((twice.tokens, twice.levels, twice.waiting), (once.tokens, once.levels, once.waiting));
+    // Nobody has asked there, and nothing is of late.
+    let mut fresh = Timeline::new("iops-total=10");
+    fresh.tree.count_on(fresh.group, &counted);
+    let told = fresh.tree.stats(fresh.group, s(0));
+    assert_eq!((told.reads, told.waits, told.limited_ns), (once.reads, once.waits, once.limited_ns));
+    assert_eq!(told.recent_waits, WaitSummary::default());
+}
+
 #[test]
 fn nothing_waited_is_all_zero() {
     let mut disk = Timeline::new("iops-total=10");

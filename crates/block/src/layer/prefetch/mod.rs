@@ -128,6 +128,11 @@ impl Prefetch {
         self.shared.with(|state| state.cache.stats())
     }
 
+    /// Counts on from what another process has counted.
+    pub fn count_on(&self, stats: &Stats) {
+        self.shared.with(|state| state.cache.count_on(stats));
+    }
+
     /// Reads what `target` wants at `offset`, inside the disk, for `requests` of a client's that
     /// were merged. `may` has the last word on what is read ahead: see [`Cache::read`].
     pub(crate) async fn read(

@@ -9,7 +9,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use policy::{
-    throttle::{Brief, Enforcement, Filled, Invalid, Lent, Limits, NodeId, Refused, Stats, Wanted},
+    throttle::{Brief, Counted, Enforcement, Filled, Invalid, Lent, Limits, NodeId, Refused, Stats, Wanted},
     time::Instant,
     watermark::Watermark,
 };
@@ -150,6 +150,20 @@ impl Group {
     pub fn stats(&self) -> Stats {
         let now = reactor::now();
         self.arbiter.lock().tree().stats(self.node, now)
+    }
+
+    /// What it counts, for another process.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn counted(&self) -> Counted {
+        let now = reactor::now();
+        self.arbiter.lock().tree().counted(self.node, now)
+    }
+
+    /// Counts on from what another process has counted.
+    pub fn count_on(&self, counted: &Counted) {
+        self.arbiter.lock().tree().count_on(self.node, counted);
     }
 
     /// What of [`Group::stats`] costs next to nothing.

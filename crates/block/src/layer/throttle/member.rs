@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use policy::{
     request::Direction,
-    throttle::{Brief, Cost, Enforcement, Filled, GivenBack, Held, Invalid, Refused, Stats},
+    throttle::{Brief, Cost, Counted, Enforcement, Filled, GivenBack, Held, Invalid, Refused, Stats},
     watermark::Watermark,
 };
 
@@ -126,6 +126,19 @@ impl Member {
     /// Outside a reactor.
     pub fn stats(&self) -> Stats {
         self.seat.stats(reactor::now())
+    }
+
+    /// What it counts, for another process.
+    ///
+    /// # Panics
+    /// Outside a reactor.
+    pub fn counted(&self) -> Counted {
+        self.seat.counted(reactor::now())
+    }
+
+    /// Counts on from what another process has counted.
+    pub fn count_on(&self, counted: &Counted) {
+        self.seat.count_on(counted);
     }
 
     /// What of [`Member::stats`] costs next to nothing.

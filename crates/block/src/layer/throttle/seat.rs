@@ -23,7 +23,7 @@ use std::{
 
 use policy::{
     request::Direction,
-    throttle::{Admission, Brief, Cost, Counters, GivenBack, Held, NodeId, Refused, Stats},
+    throttle::{Admission, Brief, Cost, Counted, Counters, GivenBack, Held, NodeId, Refused, Stats},
     time::Instant,
 };
 
@@ -161,11 +161,30 @@ impl<K> Seat<K> {
         let place = self.lock();
         let mut stats = place.arbiter.lock().tree().stats(place.node, now);
         let earlier = &place.earlier;
-        stats.reads = sum(stats.reads, earlier.reads);
-        stats.writes = sum(stats.writes, earlier.writes);
+        stats.reads = stats.reads.plus(earlier.reads);
+        stats.writes = stats.writes.plus(earlier.writes);
         stats.limited_ns = stats.limited_ns.saturating_add(earlier.limited_ns);
         stats.waits.max_ns = stats.waits.max_ns.max(earlier.max_wait_ns);
         stats
+    }
+
+    /// The same, for another process.
+    pub(super) fn counted(&self, now: Instant) -> Counted {
+        let place = self.lock();
+        let mut counted = place.arbiter.lock().tree().counted(place.node, now);
+        let Earlier { reads, writes, limited_ns, max_wait_ns } = place.earlier;
+        for (passed, earlier) in counted.passed.iter_mut().zip([reads, writes]) {
+            *passed = passed.plus(earlier);
+        }
+        counted.limited_ns = counted.limited_ns.saturating_add(limited_ns);
+        counted.longest_wait_ns = counted.longest_wait_ns.max(max_wait_ns);
+        counted
+    }
+
+    /// Counts on from what another process has counted.
+    pub(super) fn count_on(&self, counted: &Counted) {
+        let place = self.lock();
+        place.arbiter.lock().tree().count_on(place.node, counted);
     }
 
     pub(super) fn brief(&self, now: Instant) -> Brief {
@@ -239,19 +258,10 @@ impl<K> Seat<K> {
 
 impl Earlier {
     fn add(&mut self, past: &Stats) {
-        self.reads = sum(self.reads, past.reads);
-        self.writes = sum(self.writes, past.writes);
+        self.reads = self.reads.plus(past.reads);
+        self.writes = self.writes.plus(past.writes);
         self.limited_ns = self.limited_ns.saturating_add(past.limited_ns);
         self.max_wait_ns = self.max_wait_ns.max(past.waits.max_ns);
-    }
-}
-
-fn sum(one: Counters, other: Counters) -> Counters {
-    Counters {
-        requests: one.requests.saturating_add(other.requests),
-        bytes: one.bytes.saturating_add(other.bytes),
-        throttled: one.throttled.saturating_add(other.throttled),
-        waited_ns: one.waited_ns.saturating_add(other.waited_ns),
     }
 }
 

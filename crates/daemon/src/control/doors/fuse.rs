@@ -9,7 +9,7 @@ use settings::Fuse;
 
 use super::{Entrance, Figures, Host, Taken, Terms, attended};
 
-attended!(Server, statistics, figures);
+attended!(Server, statistics, figures, count_on);
 
 /// Mounts over the file; who opens it waits until it is served.
 pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
@@ -49,6 +49,10 @@ fn statistics(statistics: Statistics) -> Value {
         "queues": queues, "openers": openers, "requests": requests, "in-flight": in_flight,
         "io-uring": over_io_uring,
     })
+}
+
+fn count_on(server: &Server, before: &Figures) {
+    server.count_on(before.requests.unwrap_or(0));
 }
 
 fn figures(statistics: Statistics) -> Figures {

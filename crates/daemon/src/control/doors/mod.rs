@@ -65,6 +65,8 @@ pub(crate) trait Attended {
     fn statistics(&self) -> Value;
     /// What metrics tell of it.
     fn figures(&self) -> Figures;
+    /// Counts on from what another daemon has counted.
+    fn count_on(&self, before: &Figures);
 }
 
 /// What a door has counted; none of what its kind does not count.
@@ -89,7 +91,7 @@ pub(crate) struct Figures {
 /// Each server has these by the same names; only what it tells is its own, and whether it can
 /// leave a device behind.
 macro_rules! attended {
-    ($server:ty, $statistics:expr, $figures:expr $(, $leave:ident)?) => {
+    ($server:ty, $statistics:expr, $figures:expr, $count_on:expr $(, $leave:ident)?) => {
         impl crate::control::doors::Attended for $server {
             fn connections(&self) -> usize {
                 <$server>::connections(self)
@@ -124,6 +126,10 @@ macro_rules! attended {
 
             fn figures(&self) -> crate::control::doors::Figures {
                 $figures(<$server>::statistics(self))
+            }
+
+            fn count_on(&self, before: &crate::control::doors::Figures) {
+                $count_on(self, before);
             }
         }
     };

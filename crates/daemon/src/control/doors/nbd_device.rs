@@ -9,7 +9,8 @@ use settings::NbdDevice;
 
 use super::{Entrance, Figures, Host, Taken, Terms, attended, identity};
 
-attended!(Server, statistics, figures, leave);
+// It counts nothing that lasts.
+attended!(Server, statistics, figures, |_, _| {}, leave);
 
 pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, workers, .. } = terms;

@@ -9,7 +9,7 @@ use settings::Ublk;
 
 use super::{Entrance, Figures, Host, Taken, Terms, attended};
 
-attended!(Server, statistics, figures, leave);
+attended!(Server, statistics, figures, count_on, leave);
 
 /// Makes the device, or takes over the one that an earlier weir has left with this image.
 pub(super) async fn open(settings: &Ublk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
@@ -41,6 +41,10 @@ fn statistics(statistics: Statistics) -> Value {
         "survives": survives,
         "lent-bytes": lent_bytes,
     })
+}
+
+fn count_on(server: &Server, before: &Figures) {
+    server.count_on(before.requests.unwrap_or(0));
 }
 
 fn figures(statistics: Statistics) -> Figures {

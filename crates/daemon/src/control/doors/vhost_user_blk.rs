@@ -10,7 +10,7 @@ use settings::VhostUserBlk;
 use super::{Entrance, Figures, Machine, Terms, attended};
 use crate::listen;
 
-attended!(Server, statistics, figures);
+attended!(Server, statistics, figures, count_on);
 
 /// Binds its socket, and lets nobody in yet.
 pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
@@ -68,6 +68,12 @@ fn figures(statistics: Statistics) -> Figures {
         copies: Some(copies),
         front_end,
     }
+}
+
+fn count_on(server: &Server, before: &Figures) {
+    let Figures { requests, kicks, calls, copies, .. } = before;
+    let [requests, kicks, calls, copies] = [requests, kicks, calls, copies].map(|count| count.unwrap_or(0));
+    server.count_on(requests, kicks, calls, copies);
 }
 
 fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlk) -> Offer {

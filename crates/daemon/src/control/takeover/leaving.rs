@@ -18,7 +18,9 @@ use std::{
 use super::{
     added,
     channel::Channel,
-    clock_ns, devices,
+    clock_ns,
+    counted::{OfDaemon, OfDisk, OfThrottle},
+    devices,
     identity::Identity,
     let_go_soon, name,
     told::{
@@ -399,16 +401,20 @@ async fn give(
         name: running.disk.name().to_string(),
         size_bytes: running.disk.size_bytes(),
         is_laid_down: !running.disk.is_let_go(),
-        totals: running.disk.totals().into(),
+        counted: OfDisk::of(&running.disk),
         filled: running.disk.throttle().filled().map(Into::into),
         bitmaps: running.disk.image().recorded_bitmaps(),
     });
     let groups = inventory.groups();
-    let groups =
-        groups.iter().map(|group| StandingGroup { name: group.name().to_owned(), filled: filled(group) });
+    let groups = groups.iter().map(|group| StandingGroup {
+        name: group.name().to_owned(),
+        counted: OfThrottle::of(group),
+        filled: filled(group),
+    });
     let (disks, groups) = (disks.collect(), groups.collect());
     let last_event = inventory.events.last();
-    let state = Box::new(State { began_ns, last_event, clients, machines, devices, disks, groups });
+    let counted = OfDaemon::of(inventory);
+    let state = Box::new(State { began_ns, last_event, clients, machines, devices, disks, groups, counted });
     let channel = channel.say(Standing::Still(state), bytes, descriptors).await?;
     let (channel, word, _) = channel.hear(TO_BE_READY).await?;
     match word {

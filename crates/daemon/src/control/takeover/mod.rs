@@ -8,6 +8,7 @@
 //!   added       what no config has, as it is told
 //!   again       the newcomer has that too
 //!   told        what they tell each other
+//!   counted     of that, what was counted
 //!   channel     how that and descriptors pass between them
 //! ```
 //!
@@ -21,6 +22,7 @@
 mod added;
 mod again;
 mod channel;
+mod counted;
 mod devices;
 mod identity;
 pub(crate) mod leaving;

@@ -38,6 +38,7 @@ use super::{
     COMMAND, FORMAT,
     channel::{Channel, Luggage, check_listener, send_with},
     clock_ns,
+    counted::OfDaemon,
     devices::Awaited,
     identity::Identity,
     let_go_soon, name, remedied,
@@ -81,6 +82,8 @@ pub(crate) struct Before {
     began_ns: u64,
     in_use: BTreeSet<String>,
     clients: usize,
+    /// Of doors that are not open yet.
+    counted: OfDaemon,
 }
 
 impl Before {
@@ -91,9 +94,10 @@ impl Before {
 
     /// Waits until it has ended, and has the devices that it had until then. Returns the exports
     /// with a door of their own whose users came from it.
-    pub(crate) async fn end(self, inventory: &Rc<Inventory>) -> BTreeSet<String> {
+    pub(crate) async fn end(mut self, inventory: &Rc<Inventory>) -> BTreeSet<String> {
         self.channel.wait_for_end(TO_END).await;
         if self.devices.recover(inventory).await > 0 {
+            count_on_at_devices(&mut self.counted, inventory);
             let pause_us = since_us(self.began_ns);
             tracing::info!(pause_us, "recovered the devices of ublk");
         }
@@ -297,7 +301,8 @@ impl Newcomer {
         };
         inventory.events.go_on_after(state.last_event);
         let (began_ns, device_ids) = (state.began_ns, devices.ids());
-        let (clients, machines) = take_up(state, luggage, (&offer.machines, &devices), inventory).await?;
+        let (clients, machines, counted) =
+            take_up(state, luggage, (&offer.machines, &devices), inventory).await?;
         let channel = channel.say(Word::Ready, Vec::new(), Vec::new()).await?;
         let (channel, word, _) = channel.hear_or_close(PATIENCE).await.context("the other goes on itself")?;
         match word {
@@ -316,7 +321,7 @@ impl Newcomer {
         let pause_us = since_us(began_ns);
         tracing::info!(from = offer.version, clients = count, pause_us, "taken over");
         let in_use = machines.into_iter().chain(device_ids).collect();
-        Ok(Before { channel, devices, began_ns, in_use, clients: count })
+        Ok(Before { channel, devices, began_ns, in_use, clients: count, counted })
     }
 }
 
@@ -414,15 +419,15 @@ pub(super) fn export(
     })
 }
 
-/// Goes on where the other stands, but for serving; returns the clients and where they belong, and
-/// the exports of the machines that have come. A machine whose memory cannot be had any more is
-/// left behind alone: it is disconnected when the other ends.
+/// Goes on where the other stands, but for serving; returns the clients and where they belong, the
+/// exports of the machines that have come, and what is left of what was counted. A machine whose
+/// memory cannot be had any more is left behind alone: it is disconnected when the other ends.
 async fn take_up(
     state: State,
     mut luggage: Luggage,
     (offered, devices): (&[OfferedMachine], &Awaited),
     inventory: &Rc<Inventory>,
-) -> anyhow::Result<(Vec<(Arc<Server>, Rested)>, Vec<String>)> {
+) -> anyhow::Result<(Vec<(Arc<Server>, Rested)>, Vec<String>, OfDaemon)> {
     for running in inventory.disks() {
         let disk = &running.disk;
         let standing = state.disks.iter().find(|standing| *standing.name == **disk.name());
@@ -437,20 +442,24 @@ async fn take_up(
         );
     }
     check_bitmaps(&state.disks, inventory).await?;
-    for group in &state.groups {
-        if let (Ok(here), Some(filled)) = (inventory.group(&group.name), &group.filled) {
+    for group in state.groups {
+        let Ok(here) = inventory.group(&group.name) else { continue };
+        group.counted.count_on(&here);
+        if let Some(filled) = &group.filled {
             here.fill(&filled.filled()?)
                 .map_err(|invalid| anyhow!("group {}: {}", group.name, invalid.rule))?;
         }
     }
-    for disk in &state.disks {
+    for disk in state.disks {
         let here = inventory.disk(&disk.name)?;
-        here.disk.count_on(&disk.totals.into());
+        disk.counted.count_on(&here.disk);
         if let Some(filled) = &disk.filled {
             let filled = here.disk.throttle().fill(&filled.filled()?);
             filled.map_err(|invalid| anyhow!("disk {}: {}", disk.name, invalid.rule))?;
         }
     }
+    let mut counted = state.counted;
+    counted.count_on(inventory);
     let mut pieces = luggage.pieces();
     let sockets = pieces.descriptors(state.clients.len())?;
     let mut places: HashMap<(String, String), (Arc<Server>, usize)> = HashMap::new();
@@ -498,8 +507,24 @@ async fn take_up(
             }
         }
     }
+    // Where nobody is connected, too.
+    for offered in offered {
+        if let Some((export, _)) = machine(inventory, offered) {
+            counted.count_on_at(&offered.id, &export);
+        }
+    }
     devices.take_up(state.devices, &mut pieces, inventory).await?;
-    Ok((clients, machines))
+    count_on_at_devices(&mut counted, inventory);
+    Ok((clients, machines, counted))
+}
+
+/// Of devices of this host, which are called as they were, those that are open now.
+fn count_on_at_devices(counted: &mut OfDaemon, inventory: &Inventory) {
+    for export in inventory.exports() {
+        if export.entrance().is_some_and(|entrance| entrance.host().is_some()) {
+            counted.count_on_at(&export.id, &export);
+        }
+    }
 }
 
 /// Whether every bitmap records that did, and those that exports show are the ones that were found

@@ -17,7 +17,6 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use anyhow::{Context as _, ensure};
-use block::disk::Totals;
 use export::nbd::{MetaContext, MetaContexts, ReplyStyle, Session};
 use policy::{
     access::{Access, Names, Network, Networks, Rule},
@@ -26,7 +25,10 @@ use policy::{
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use super::identity::Identity;
+use super::{
+    counted::{OfDaemon, OfDisk, OfThrottle},
+    identity::Identity,
+};
 
 /// Of these messages. Another one has other members, or means something else by them.
 pub(crate) const FORMAT: u64 = 7;
@@ -263,6 +265,7 @@ pub(super) struct State {
     pub(super) devices: Vec<StandingDevice>,
     pub(super) disks: Vec<StandingDisk>,
     pub(super) groups: Vec<StandingGroup>,
+    pub(super) counted: OfDaemon,
 }
 
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -413,7 +416,7 @@ pub(super) struct StandingDisk {
     pub(super) size_bytes: u64,
     /// Not where nobody holds one that is handed over: then it may be another process's.
     pub(super) is_laid_down: bool,
-    pub(super) totals: Counted,
+    pub(super) counted: OfDisk,
     pub(super) filled: Option<Buckets>,
     /// That record what is written. Their bits are in the file.
     pub(super) bitmaps: Vec<String>,
@@ -423,32 +426,8 @@ pub(super) struct StandingDisk {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct StandingGroup {
     pub(super) name: String,
+    pub(super) counted: OfThrottle,
     pub(super) filled: Option<Buckets>,
-}
-
-/// [`Totals`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
-pub(super) struct Counted {
-    reads: u64,
-    writes: u64,
-    read_bytes: u64,
-    written_bytes: u64,
-    merged_requests: u64,
-}
-
-impl From<Totals> for Counted {
-    fn from(totals: Totals) -> Self {
-        let Totals { reads, writes, read_bytes, written_bytes, merged_requests } = totals;
-        Self { reads, writes, read_bytes, written_bytes, merged_requests }
-    }
-}
-
-impl From<Counted> for Totals {
-    fn from(counted: Counted) -> Self {
-        let Counted { reads, writes, read_bytes, written_bytes, merged_requests } = counted;
-        Self { reads, writes, read_bytes, written_bytes, merged_requests }
-    }
 }
 
 /// [`Filled`]: settings by their names, levels in billionths as text, since JSON's numbers end

@@ -3,6 +3,7 @@
 use super::super::bucket::{Buckets, Filled};
 use super::super::limits::Invalid;
 use super::super::node::{Limited, NodeId};
+use super::super::stats::Counted;
 use super::Tree;
 use crate::time::Instant;
 use alloc::boxed::Box;
@@ -34,5 +35,22 @@ impl<T> Tree<T> {
         self.nodes[slot].take_over(Box::new(Limited { limits: filled.limits, buckets }), self.now);
         self.settle_both_up(slot);
         Ok(())
+    }
+
+    /// What a node has counted so far.
+    ///
+    /// # Panics
+    /// If the node was removed.
+    pub fn counted(&self, node: NodeId, now: Instant) -> Counted {
+        self.nodes[self.slot(node)].counted(self.now.max(now))
+    }
+
+    /// Counts on from what was counted elsewhere. Decides nothing.
+    ///
+    /// # Panics
+    /// If the node was removed.
+    pub fn count_on(&mut self, node: NodeId, counted: &Counted) {
+        let (slot, now) = (self.slot(node), self.now);
+        self.nodes[slot].count_on(counted, now);
     }
 }

@@ -1,0 +1,114 @@
+//! Nothing that counts falls at a takeover, but what belongs to the process; and what has happened
+//! before it can still be asked for.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Value, json};
+
+use super::House;
+use crate::{
+    bench::bench,
+    harness::{Client, Qmp, Scratch, qemu_img, text, until},
+};
+
+/// Whose counters begin anew: of the process and its threads, of caches that are empty.
+const OF_THE_PROCESS: [&str; 6] = [
+    "process_",
+    "weir_thread_",
+    "weir_worker_",
+    "weir_ring_",
+    "weir_disk_l2_cache_",
+    "weir_disk_refcount_cache_",
+];
+
+/// Counters and histograms by their names and labels.
+fn counters(house: &House) -> BTreeMap<String, f64> {
+    let page = Client::new("curl").args(["-sS", "--unix-socket"]).arg(house.scratch.socket("metrics"));
+    let page = page.args(["-H", "Accept: text/plain", "http://weir/metrics"]).succeeds();
+    let mut kinds = BTreeMap::new();
+    let mut counters = BTreeMap::new();
+    for line in page.lines() {
+        if let Some((name, kind)) = line.strip_prefix("# TYPE ").and_then(|rest| rest.split_once(' ')) {
+            kinds.insert(name.to_owned(), kind.to_owned());
+        } else if let Some((sample, value)) = line.rsplit_once(' ').filter(|_| !line.starts_with('#')) {
+            let name = sample.split('{').next().unwrap_or_default();
+            let of_histogram = ["_bucket", "_sum", "_count"].iter().find_map(|end| name.strip_suffix(end));
+            let kind = kinds.get(name).or_else(|| kinds.get(of_histogram?)).map(String::as_str);
+            let is_ours = !OF_THE_PROCESS.iter().any(|prefix| name.starts_with(prefix));
+            if matches!(kind, Some("counter" | "histogram")) && is_ours {
+                counters.insert(sample.to_owned(), value.parse().unwrap());
+            }
+        }
+    }
+    counters
+}
+
+/// Of `x-weir-query-status`, what was counted of a disk or a group where it passes its limits.
+fn throttled(entry: &Value) -> Value {
+    let mut told = entry["throttle"].clone();
+    // What is so now, and what was of late.
+    for now in ["tokens", "waiting", "recent-wait-ns", "binding"] {
+        told.as_object_mut().expect("an object").remove(now);
+    }
+    told
+}
+
+#[test]
+fn what_was_counted_goes_on_and_what_has_happened_is_known() {
+    let scratch = Scratch::new();
+    let (disk, socket) = (scratch.path("disk.qcow2"), scratch.socket("machine"));
+    qemu_img(["create", "-q", "-f", "qcow2", text(&disk), "16M"]).succeeds();
+    let (door, metrics) =
+        (format!("unix:{}", text(&socket)), format!("unix:{}", text(&scratch.socket("metrics"))));
+    let disk =
+        [text(&disk), "-f", "qcow2", "--vhost-user-blk", &door, "--iops-total", "2000", "--prefetch", "on"];
+    let rest = ["--group", "gold", "--fault", "kind=read,offset=8M-9M", "--metrics", &metrics];
+    let house = House::new(scratch, &[&disk[..], &rest].concat());
+    let mut current = house.serve().start();
+    // Somebody looks, so that it is measured.
+    counters(&house);
+    bench("-w -c 3000 -d 32 -s 4K --flush-interval 100", &format!("vhost-user:{}", text(&socket))).succeeds();
+    bench("-c 1000 -d 32 -s 4K", &current.uri("disk")).succeeds();
+    current.nbdsh("disk", "try:\n h.pread(512, 8 << 20)\nexcept nbd.Error: pass\nelse: assert False");
+    let told = |house: &House| Qmp::negotiated(&house.control()).command("x-weir-query-status", json!({}));
+    for _ in 0..3 {
+        // A page may be a moment old.
+        let before = until(|| {
+            let (one, other) = (counters(&house), counters(&house));
+            (one == other).then_some(one)
+        });
+        let events = Qmp::negotiated(&house.control()).command("x-weir-query-events", json!({}));
+        let was = told(&house);
+        current = house.take_over(current).0;
+        let is = told(&house);
+        for key in ["disks", "groups"] {
+            assert_eq!(throttled(&is[key][0]), throttled(&was[key][0]), "{key}");
+        }
+        let after = counters(&house);
+        for (sample, value) in &before {
+            let now = after.get(sample).unwrap_or_else(|| panic!("{sample} has gone"));
+            assert!(now >= value, "{sample} has fallen from {value} to {now}");
+        }
+        let has = |part: &str| before.iter().any(|(sample, value)| sample.starts_with(part) && *value > 0.0);
+        for part in [
+            "weir_disk_request_duration_seconds_sum",
+            "weir_disk_wait_duration_seconds_sum",
+            "weir_disk_waiting_seconds_total",
+            "weir_disk_throttled_seconds_total",
+            "weir_disk_throttled_requests_total",
+            "weir_disk_errors_total{disk=\"disk\",operation=\"read\"}",
+            "weir_disk_prefetch_reads_total",
+            "weir_group_admitted_requests_total",
+            "weir_export_requests_total",
+            "weir_export_kicks_total",
+            "weir_events_total",
+        ] {
+            assert!(has(part), "{part} in {before:#?}");
+        }
+        let known = Qmp::negotiated(&house.control()).command("x-weir-query-events", json!({}));
+        let (events, known) = (events.as_array().unwrap(), known.as_array().unwrap());
+        assert!(!events.is_empty() && known[..events.len()] == events[..], "{known:?}");
+        assert!(known[events.len()..].iter().any(|event| event["kind"] == "taken_over"), "{known:?}");
+    }
+    current.stop();
+}
