@@ -429,14 +429,15 @@ impl Session<'_> {
                     (self.known.leader, self.known.usurped) = (None, Some(value.mod_revision));
                 }
             },
+            // The watch may tell later what was read meanwhile, or written by this host.
+            Some(Key::Group(name))
+                if self.known.groups.get(name).is_some_and(|known| known.changed > value.mod_revision) => {}
             Some(Key::Group(name)) => {
                 let read = values::read::<Group>(&value.value).and_then(|group| Ok((group.spec()?, group)));
                 match read {
                     Ok((spec, group)) => {
                         let stored = Stored { group, spec, changed: value.mod_revision };
-                        self.known.groups.insert(name.to_owned(), stored);
-                        stored::save(&self.agent.file, &self.known.groups);
-                        self.tell(Word::Group { name: name.to_owned(), spec }).await?;
+                        self.on_limits(name.to_owned(), stored).await?;
                     }
                     Err(why) => wrong(why),
                 }
@@ -494,6 +495,13 @@ impl Session<'_> {
             }
         }
         Ok(())
+    }
+
+    async fn on_limits(&mut self, name: String, stored: Stored) -> Result<(), Error> {
+        let spec = stored.spec;
+        self.known.groups.insert(name.clone(), stored);
+        stored::save(&self.agent.file, &self.known.groups);
+        self.tell(Word::Group { name, spec }).await
     }
 
     async fn on_own_host(&mut self, etcd: &mut Etcd, value: Option<&KeyValue>) -> Result<(), Error> {
@@ -617,17 +625,32 @@ impl Session<'_> {
     }
 
     /// What others have promised meanwhile is no reason to refuse a change: it is judged by that.
-    /// Nor is it that the leader has written again what etcd had lost.
+    /// Nor is it that the leader has written again what etcd had lost, as he knew it last: which
+    /// may be from before the last change that is known here. What is done is known here before
+    /// that is said: were it lost the moment after, it would be another's change otherwise.
     async fn change(&mut self, etcd: &mut Etcd, change: &Change) -> Result<Result<Value, String>, Error> {
         let version = |known: &Known| known.groups.get(&change.group).map(|stored| stored.spec.version());
         let before = version(&self.known);
-        for _ in 0..3 {
-            if let Some(done) = changing::change(&self.known, etcd, change).await? {
-                return Ok(done);
+        for _ in 0..5 {
+            match changing::change(&self.known, etcd, change).await? {
+                Some(Ok(stored)) => {
+                    let shown = changing::shown(&self.known, &change.group, &stored.group);
+                    self.on_limits(change.group.clone(), stored).await?;
+                    return Ok(Ok(shown));
+                }
+                Some(Err(why)) => return Ok(Err(why)),
+                None => {}
             }
             self.read_promises(etcd).await?;
             let there = etcd.read_one(self.known.keys.one(Key::Group(&change.group))).await?;
+            let number = there
+                .as_ref()
+                .and_then(|value| values::read::<Group>(&value.value).ok())
+                .map(|group| group.number);
             match (there, self.known.groups.get_mut(&change.group)) {
+                (Some(value), Some(known)) if number < Some(known.group.number) => {
+                    known.changed = value.mod_revision;
+                }
                 (Some(value), _) => self.on_put(&value).await?,
                 (None, Some(lost)) => lost.changed = 0,
                 (None, None) => {}

@@ -14,6 +14,7 @@ use super::{
     known::Known,
     outside::draw,
     promising::most,
+    stored::Stored,
     values::{self, Group, Promises},
     words::Change,
 };
@@ -24,15 +25,21 @@ const FIRST_HOSTS: u32 = 16;
 type Done = Result<Value, String>;
 
 /// Makes a change, or says why not. `None` if it was judged by what is so no more.
-pub(super) async fn change(known: &Known, etcd: &mut Etcd, change: &Change) -> Result<Option<Done>, Error> {
+pub(super) async fn change(
+    known: &Known,
+    etcd: &mut Etcd,
+    change: &Change,
+) -> Result<Option<Result<Stored, String>>, Error> {
     let before = known.groups.get(&change.group);
     let group = match next(before.map(|stored| &stored.group), change, known.cluster.safe_share_ppm) {
         Ok(group) => group,
         Err(why) => return Ok(Some(Err(why))),
     };
-    let limits = group.spec().map(|spec| *spec.limits());
-    let too_much = limits.ok().and_then(|limits| overcommitted(&known.promises, &change.group, &limits));
-    if let Some(why) = too_much {
+    let spec = match group.spec() {
+        Ok(spec) => spec,
+        Err(why) => return Ok(Some(Err(why))),
+    };
+    if let Some(why) = overcommitted(&known.promises, &change.group, spec.limits()) {
         return Ok(Some(Err(why)));
     }
     let key = known.keys.key(Key::Group(&change.group));
@@ -45,18 +52,20 @@ pub(super) async fn change(known: &Known, etcd: &mut Etcd, change: &Change) -> R
         Compare::NotSince(known.keys.promises(), known.promises_at),
     ];
     let done = etcd.transact(&compare, &[Operation::put(&key, &values::write(&group), None)]).await?;
-    if !done.held {
-        return Ok(None);
-    }
+    Ok(done.held.then_some(Ok(Stored { group, spec, changed: done.revision })))
+}
+
+/// What whoever asked for a change is told of it.
+pub(super) fn shown(known: &Known, name: &String, group: &Group) -> Value {
     // An older weir does not say which groups it has.
-    let has = |promises: &Promises| promises.members.as_ref().is_none_or(|all| all.contains(&change.group));
-    Ok(Some(Ok(json!({
-        "group": change.group,
+    let has = |promises: &Promises| promises.members.as_ref().is_none_or(|all| all.contains(name));
+    json!({
+        "group": name,
         "change": group.number,
         "limits": group.limits,
         "hosts": group.hosts,
         "used": known.promises.values().any(has),
-    }))))
+    })
 }
 
 fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) -> Result<Group, String> {
