@@ -59,11 +59,13 @@ fn told(outcome: &Outcome) -> Vec<[String; 3]> {
 #[test]
 fn limits_and_shares_hold_under_load_and_a_wait_is_told() {
     let scratch = Scratch::new();
-    let group = ["--group", "gold", "--iops-total", "400", "--weight", "300"];
+    let group = ["--group", "gold", "--iops-total", "100", "--weight", "300"];
     let weir = start(&scratch, &group);
     let qmp = socket(&scratch);
     Client::new(WEIR).args(["throttle", "b", "--weight", "100", "--qmp", &qmp]).succeeds();
-    let loads = ["a", "b"].map(|disk| Load::on(&weir, disk, 8));
+    // So many at a time that both have some waiting also where their clients are kept from running
+    // for most of a second.
+    let loads = ["a", "b"].map(|disk| Load::on(&weir, disk, 64));
     let end = Instant::now() + DEADLINE;
     while ["a", "b"].iter().any(|disk| !waits(&scratch, disk)) {
         assert!(Instant::now() < end, "they do not wait");
@@ -78,13 +80,13 @@ fn limits_and_shares_hold_under_load_and_a_wait_is_told() {
     let whole: Value = serde_json::from_str(&outcome.printed()).expect("it is JSON");
     let gold = whole["promises"].as_array().expect("a list").iter().find(|line| line["group"] == "gold");
     let figures = &gold.expect("a line")["figures"];
-    assert_eq!((figures["rate"].as_f64(), figures["burst"].as_f64()), (Some(400.0), Some(40.0)));
-    assert!(figures["passed"].as_f64() > Some(300.0), "{figures:#}");
+    assert_eq!((figures["rate"].as_f64(), figures["burst"].as_f64()), (Some(100.0), Some(10.0)));
+    assert!(figures["passed"].as_f64() > Some(75.0), "{figures:#}");
     let outcome = verify(&scratch, &["a", "--for", "2s", "--wait-p99", "1us"]);
     assert_eq!(outcome.ended(), Some(1));
     assert_says(&outcome.said(), &["1 of ", " promises did not hold"]);
     assert!(!outcome.printed().contains("gold"), "{}", outcome.printed());
-    // Eight at a time at 300 a second: none is answered in a millisecond, and all are in a minute.
+    // 64 at a time at 75 a second: none is answered in a millisecond, and all are in a minute.
     for (most, status, verdict) in [("1ms", 1, "broken"), ("60s", 0, "held")] {
         let outcome = verify(&scratch, &["a", "--for", "2s", "--latency-p99", most, "--json"]);
         assert_eq!(outcome.ended(), Some(status), "{}", outcome.printed());
