@@ -90,3 +90,15 @@ fn where_it_cannot_be_had_a_daemon_warns_unless_it_must_have_it() {
     let _weir = serve(&socket).arg("--qmp").arg(format!("unix:{}", text(&named))).start();
     assert_eq!((disks(&named), socket.exists()), (1, false));
 }
+
+#[test]
+fn one_that_is_asked_for_is_beside_those_of_the_file() {
+    let scratch = Scratch::new();
+    let (usual, named) = (scratch.socket("usual"), scratch.socket("named"));
+    let content = format!("[daemon]\nqmp = \"unix:{}\"\n[disk.a]\nimage = \"memory:1M\"\n", text(&named));
+    let config = scratch.file("weir.toml", content);
+    let serve = Serve::new(&scratch).args(["--config", text(&config), "--control"]);
+    let weir = serve.env("WEIR_QMP", format!("unix:{}", text(&usual))).start();
+    assert_eq!((disks(&named), disks(&usual)), (1, 1));
+    weir.stop();
+}

@@ -99,7 +99,8 @@ write_at 0x11 0 64k; stop
 printf abc > key
 serve -t --object secret,id=s,file=key --image-opts driver=qcow2,encrypt.format=luks,encrypt.key-secret=s,file.filename=locked.qcow2
 read_at 0x11 0 64k; stop
-serve -t -r -f qcow2 -B b0 marked.qcow2; nbdinfo --map=qemu:dirty-bitmap:b0 "$uri"; stop
+serve -t -r -f qcow2 -B b0 -B b1 marked.qcow2
+nbdinfo --map=qemu:dirty-bitmap:b0 "$uri"; nbdinfo --map=qemu:dirty-bitmap:b1 "$uri"; stop
 mkdir keys; psktool -u alice -p keys/keys.psk >/dev/null 2>&1
 serve -t --object tls-creds-psk,id=t,endpoint=server,dir="$PWD/keys" --tls-creds t -f raw disk.raw
 nbdinfo --size "nbds+unix://alice@/?socket=$S&tls-psk-file=$PWD/keys/keys.psk"
@@ -111,7 +112,9 @@ nbdinfo --size "$uri" 2>/dev/null || echo "not without it"; stop
         create_encrypted(&scratch.path("locked.qcow2"));
         let marked = scratch.path("marked.qcow2");
         qemu_img(["create", "-q", "-f", "qcow2", text(&marked), "8M"]).succeeds();
-        qemu_img(["bitmap", "--add", text(&marked), "b0"]).succeeds();
+        for name in ["b0", "b1"] {
+            qemu_img(["bitmap", "--add", text(&marked), name]).succeeds();
+        }
         Client::new("qemu-io").args(["-f", "qcow2"]).does(["write 1M 64k"], &marked);
     });
     assert_says(&ran.printed, &["not without it", "dirty"]);

@@ -259,7 +259,7 @@ fn what_cannot_be_taken_over_is_named_and_goes_on() {
     refused(&[&one], "nobody listens there (start without --takeover)");
     let first = house.serve().start();
     refused(&[&one], "disk two: it runs, and is not in this config");
-    refused(&[&one, &two, "--cache", "none"], "has it open in another cache mode");
+    refused(&[&one, &two, "--cache", "none"], "has it open with cache=writeback, writethrough or unsafe");
     refused(&[&one, &two, "--read-only"], "one.raw: locked for writing by another process");
     refused(&[&one, "/nonexistent"], "/nonexistent: no such file");
     first.nbdsh("one", "h.pwrite(b'x' * 512, 0)\n");

@@ -79,3 +79,54 @@ fn a_server_that_promises_nothing_has_the_old_daemon_go_on() {
     let nbdkit = std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(nbdkit), nix::sys::signal::Signal::SIGTERM).unwrap();
 }
+
+#[test]
+fn everybody_is_served_while_a_server_holds_a_flush() {
+    need("nbdkit");
+    let scratch = Scratch::new();
+    let (image, held) = (scratch.sparse("image", MIB), scratch.path("held"));
+    // A flush waits until somebody opens the pipe to write, if there is one.
+    let plugin = scratch.file(
+        "plugin",
+        format!(
+            r#"#!/bin/sh
+case "$1" in
+    thread_model) echo parallel ;;
+    get_size) echo {MIB} ;;
+    can_write | can_flush | can_multi_conn) exit 0 ;;
+    can_fua) echo emulate ;;
+    pread) dd if={image} iflag=skip_bytes,count_bytes skip="$4" count="$3" status=none ;;
+    pwrite) dd of={image} oflag=seek_bytes conv=notrunc seek="$4" status=none ;;
+    flush) [ ! -p {held} ] || cat {held} >/dev/null ;;
+    *) exit 2 ;;
+esac
+"#,
+            image = text(&image),
+            held = text(&held)
+        ),
+    );
+    std::fs::set_permissions(&plugin, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let (at, pid) = (scratch.socket("nbdkit"), scratch.path("pid"));
+    Client::new("nbdkit").args(["-U", text(&at), "-P", text(&pid), "sh", text(&plugin)]).succeeds();
+    let server = format!("nbd+unix:///?socket={}", text(&at));
+    let house = House::new(scratch, &[&server, "--name", "disk", "-f", "raw"]);
+    let first = house.serve().start();
+    first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)");
+    nix::unistd::mkfifo(&held, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    std::thread::scope(|scope| {
+        let newcomer = scope.spawn(|| house.newcomer().args(["--log", "warn"]).fails());
+        first.wait_for_log("another weir is about to take over");
+        first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
+        let said = newcomer.join();
+        // What waits is let go, and what comes does not wait.
+        let held_up = std::fs::File::options().write(true).open(&held).unwrap();
+        std::fs::remove_file(&held).unwrap();
+        drop(held_up);
+        let said = said.unwrap();
+        assert!(said.contains("disk disk: its storage takes too long to write what it has"), "{said}");
+    });
+    first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
+    house.take_over(first).0.stop();
+    let nbdkit = std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(nbdkit), nix::sys::signal::Signal::SIGTERM).unwrap();
+}

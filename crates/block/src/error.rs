@@ -28,6 +28,8 @@ impl Error {
     pub const FAULT: Self = Self(libc::EFAULT);
     /// The disk is going away.
     pub const SHUTDOWN: Self = Self(libc::ESHUTDOWN);
+    /// It takes longer than it may.
+    pub const TIMED_OUT: Self = Self(libc::ETIMEDOUT);
 
     /// From an error number of Linux's, e.g. one that a fault rule names.
     pub const fn from_errno(errno: i32) -> Self {

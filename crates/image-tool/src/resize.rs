@@ -31,8 +31,9 @@ Examples:
   weir image resize -f raw --shrink vm1.raw 20G
       20 GiB; what was behind that is gone.
 
-An image that a running daemon serves is resized by it, and its clients see that; the daemon is the one \
-that WEIR_QMP names, or the one that `weir status` asks.
+An image that a running daemon serves is resized by it; the daemon is the one that WEIR_QMP names, or the \
+one that `weir status` asks. Machines with a vhost-user-blk disk see that at once. NBD tells a client the \
+size when it connects: it sees that when it connects again.
 
 Exit status: 0 resized, 1 failed, 2 wrong use of the command line.";
 

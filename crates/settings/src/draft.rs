@@ -136,9 +136,13 @@ pub struct ServiceDraft {
 impl ServiceDraft {
     /// These settings, and `other`'s where these say nothing.
     pub fn or(self, other: Self) -> Self {
-        // They are one setting: which control sockets there are.
-        let says_control = self.control.is_some() || !self.qmp.is_empty();
-        let (control, qmp) = if says_control { (self.control, self.qmp) } else { (other.control, other.qmp) };
+        // They are one setting: which control sockets there are. One where commands look is beside
+        // the others.
+        let (control, qmp) = match self.control {
+            Some(Said { value: true, .. }) if self.qmp.is_empty() => (self.control, other.qmp),
+            None if self.qmp.is_empty() => (other.control, other.qmp),
+            control => (control, self.qmp),
+        };
         Self {
             nbd: if self.nbd.is_empty() { other.nbd } else { self.nbd },
             socket_mode: self.socket_mode.or(other.socket_mode),

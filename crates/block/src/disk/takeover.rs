@@ -25,6 +25,10 @@ use crate::{
 
 /// How often it is looked again whether the kernel is done. It tells nobody.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
+/// How long what nobody waits for may take while everybody does.
+pub const TO_BE_QUIET: Duration = Duration::from_secs(5);
+/// How long an image may take to be written while it is still in use: whoever takes over waits.
+pub const TO_LIGHTEN: Duration = Duration::from_secs(20);
 
 /// Why a disk cannot go over to another process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -93,29 +97,43 @@ impl Disk {
         self.image.is_anothers()
     }
 
-    /// Writes what a format keeps in memory while it is still in use, so that [`Disk::lay_down`]
-    /// has little to do.
+    /// Writes what a format keeps in memory, and what a server has not written yet, while it is
+    /// still in use, so that [`Disk::lay_down`] has little to do. No longer than [`TO_LIGHTEN`].
     ///
     /// # Errors
-    /// The image's.
+    /// The image's; [`Error::TIMED_OUT`].
     pub async fn lighten(&self) -> Result<(), Error> {
-        match &*self.image {
-            crate::image::Image::Raw(_) => Ok(()),
-            crate::image::Image::Qcow2(qcow2) => qcow2.flush().await,
-        }
+        let written = async {
+            // What comes while a server flushes for long is little beside that.
+            for _ in 0..2 {
+                if let crate::image::Image::Qcow2(qcow2) = &*self.image {
+                    qcow2.flush().await?;
+                }
+                if !self.image.is_read_only() {
+                    self.image.flush_servers().await?;
+                }
+            }
+            Ok(())
+        };
+        reactor::timeout(TO_LIGHTEN, written).await.unwrap_or(Err(Error::TIMED_OUT))
     }
 
     /// Brings what is in memory to the files, so that another process can take it up. Nobody sends
-    /// requests, until [`Disk::take_up`]. One that is handed over is [held](Disk::keep_held).
+    /// requests, until [`Disk::take_up`]. One that is handed over is [held](Disk::keep_held). Storage
+    /// that does not answer is waited for [`TO_BE_QUIET`] and
+    /// [`TO_FLUSH_SERVERS`](crate::image::TO_FLUSH_SERVERS).
     ///
     /// # Errors
-    /// The image's; it can be taken up again.
+    /// The image's, [`Error::TIMED_OUT`]; it can be taken up again.
     pub async fn lay_down(&self) -> Result<(), Error> {
-        self.prefetch.stop().await;
-        // What nobody waited for may still be on its way. It ends soon, and tells nobody.
-        while self.image.is_busy() {
-            reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
-        }
+        let is_quiet = async {
+            self.prefetch.stop().await;
+            // What nobody waited for may still be on its way. It ends soon, and tells nobody.
+            while self.image.is_busy() {
+                reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+            }
+        };
+        reactor::timeout(TO_BE_QUIET, is_quiet).await.map_err(|_| Error::TIMED_OUT)?;
         if self.image.is_read_only() { Ok(()) } else { self.image.lay_down().await }
     }
 

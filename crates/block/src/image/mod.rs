@@ -11,6 +11,8 @@ pub mod secret;
 
 use std::io;
 
+use policy::time::Duration;
+
 pub use self::{
     identity::Layer,
     qcow2::Qcow2,
@@ -21,10 +23,14 @@ use crate::{
     buffer::{Segments, Target},
     error::{Error, Result},
     guest::Place,
+    reactor,
     storage::{
         BlockSize, Durability, Extent, Format, OpenError, PassedFile, ResizeError, Storage, ZeroOptions,
     },
 };
+
+/// How long servers may take to make durable what came last, while an image's clients wait.
+pub const TO_FLUSH_SERVERS: Duration = Duration::from_secs(5);
 
 /// An image of any format.
 #[derive(Debug)]
@@ -343,12 +349,17 @@ impl Image {
 
     /// What a format keeps in memory reaches the file, for a process on this host, which sees the
     /// same page cache: of data, nothing is made durable that was not. At a server, where there is
-    /// no page cache, all is.
+    /// no page cache, all is; no longer than [`TO_FLUSH_SERVERS`].
     pub(crate) async fn lay_down(&self) -> Result<()> {
         match self {
             Self::Raw(_) => {}
             Self::Qcow2(qcow2) => qcow2.lay_down().await?,
         }
+        reactor::timeout(TO_FLUSH_SERVERS, self.flush_servers()).await.unwrap_or(Err(Error::TIMED_OUT))
+    }
+
+    /// What servers have of it is durable.
+    pub(crate) async fn flush_servers(&self) -> Result<()> {
         for storage in self.files().filter(|storage| storage.remote().is_some()) {
             storage.flush().await?;
         }

@@ -45,7 +45,7 @@ pub(super) fn not_offered(features: u64) -> String {
     const OPTIONAL: [(u64, &str); 5] = [
         (virtio::FLUSH, "FLUSH"),
         (virtio::CONFIG_WCE, "CONFIG_WCE"),
-        (virtio::MQ, "MQ"),
+        (virtio::MQ, "MQ (queues of more than 1)"),
         (virtio::DISCARD, "DISCARD"),
         (virtio::WRITE_ZEROES, "WRITE_ZEROES"),
     ];

@@ -405,6 +405,12 @@ mod tests {
         assert!(!is_lost_with(7));
 
         loss.note(|| true);
+        let (file, bytes) = create(1, 4, false).expect("made");
+        let other = Area::map(&info(bytes, 1, 4), file, &plenty(), 7).expect("mapped");
+        let replacing = other.loss().expect("made here");
+        replacing.replaces(loss);
+        assert_eq!(replacing.place.load_u64(LOSS_AT, Acquire), WOULD_LOSE, "another area makes nothing safe");
+
         area(7).loss().expect("made here").brought();
         assert!(!loss.has_happened(), "whoever would lose it lives");
         area(8).loss().expect("made here").brought();

@@ -35,6 +35,7 @@ use super::{
     front_ends::FrontEnds,
     handover::held,
     happening::{Happening, Process, Told},
+    inflight::Loss,
     queue::{Order, Queue, bell},
     session::{Effect, Refusal, Session},
     vain::Vain,
@@ -45,6 +46,7 @@ use crate::{
     race::{First, first},
 };
 use block::{
+    disk::Disk,
     reactor::{self, Notifier, Party, Worker, op::Fd},
     seldom::Seldom,
 };
@@ -339,7 +341,8 @@ impl Drop for Presence<'_> {
     }
 }
 
-/// For a flush once a front end has gone. Where it takes longer, something may be lost.
+/// For a flush once a front end or a ring of it has gone. Where it takes longer, something may be
+/// lost.
 const TO_FLUSH: Duration = Duration::from_secs(5);
 /// Orders that a queue has not taken yet. Each may hold a descriptor; past it the front end waits.
 const MOST_ORDERS: usize = 16;
@@ -554,22 +557,23 @@ impl Attendance<'_> {
         }
     }
 
-    /// Writes what would be lost with this process: who comes back to another one, after this has
-    /// ended in order, has lost nothing.
+    /// Who comes back to another process, after this has ended in order, has lost nothing. One that
+    /// rests is another process's, or will go on.
     async fn leave_nothing_to_lose(&self) {
-        let disk = self.server.device.disk();
-        let Some(loss) = self.connection.loss() else { return };
-        // One that rests is another process's, or will go on.
-        if self.connection.is_at_rest() {
-            return;
+        if let Some(loss) = self.connection.loss().filter(|_| !self.connection.is_at_rest()) {
+            leave_nothing_to_lose(self.server.device.disk(), loss).await;
         }
-        let noted = loss.noted();
-        // Of the image: a disk that an error has stopped would hold it back.
-        let is_kept = !disk.would_lose()
-            || matches!(reactor::timeout(TO_FLUSH, disk.image().flush()).await, Ok(Ok(())));
-        if is_kept {
-            loss.flushed(noted, || disk.would_lose());
-        }
+    }
+}
+
+/// Writes what would be lost with this process.
+async fn leave_nothing_to_lose(disk: &Disk, loss: &Loss) {
+    let noted = loss.noted();
+    // Of the image: a disk that an error has stopped would hold it back.
+    let is_kept =
+        !disk.would_lose() || matches!(reactor::timeout(TO_FLUSH, disk.image().flush()).await, Ok(Ok(())));
+    if is_kept {
+        loss.flushed(noted, || disk.would_lose());
     }
 }
 
@@ -580,7 +584,7 @@ async fn serve_ring(
     orders: Receiver<Order>,
     reports: Sender<Report>,
 ) {
-    let (base, error) = (settings.base, settings.error.clone());
+    let (base, error, loss) = (settings.base, settings.error.clone(), settings.loss.clone());
     let late = orders.clone();
     let disk = server.device.disk();
     let base = match held(disk, &mut settings, &orders).await {
@@ -608,6 +612,12 @@ async fn serve_ring(
                     base
                 }
             };
+            // A machine that stops may go on at another process, as one that QEMU has stopped whose
+            // disk is taken over or handed over meanwhile. At rest it is not stopped; and of one
+            // that has gone the end of its front end sees to it.
+            if let Some(loss) = loss.filter(|_| !server.device.is_resting() && !late.is_closed()) {
+                leave_nothing_to_lose(disk, &loss).await;
+            }
             disk.let_go().await;
             base
         }

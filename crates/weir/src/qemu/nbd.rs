@@ -141,7 +141,9 @@ fn as_serve(arguments: &Arguments, image: Described, objects: &Objects) -> anyho
     );
     say("format", image.format.as_deref().or(arguments.format.as_deref()));
     say("cache", cache(arguments)?.or(image.cache.as_deref()));
-    say("bitmap", arguments.bitmap.as_deref());
+    for bitmap in &arguments.bitmap {
+        say("bitmap", Some(bitmap));
+    }
     say("snapshot", arguments.load_snapshot.as_deref().map(snapshot));
     let discard = discard(arguments.discard.as_deref().or(image.discard.as_deref()))?;
     say("discard", Some(discard));

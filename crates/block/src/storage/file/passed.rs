@@ -80,7 +80,8 @@ impl Passed {
         let is_writable =
             flags(&files[at].buffered).is_some_and(|flags| flags.bits() & libc::O_ACCMODE == libc::O_RDWR);
         if is_direct != direct || !is_writable {
-            let why = "the daemon that is taken over from has it open in another cache mode";
+            let other = if is_direct { "none or directsync" } else { "writeback, writethrough or unsafe" };
+            let why = format!("the daemon that is taken over from has it open with cache={other}");
             return Err(OpenError::new(name, why, "give it the same, or restart"));
         }
         let PassedFile { main, buffered } = files.swap_remove(at);

@@ -38,7 +38,7 @@ use crate::{
     notify,
 };
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{disk::Disk, layer::throttle::Group, reactor};
+use block::{disk::Disk, error::Error, layer::throttle::Group, reactor};
 use export::vhost_user_blk::{self, Rested, Said};
 use policy::time::Duration;
 use sd_notify::NotifyState;
@@ -303,8 +303,7 @@ async fn give(
     }
     for running in in_use {
         // What is written now need not be while everybody waits.
-        let lightened = running.disk.lighten().await;
-        lightened.with_context(|| format!("disk {}: its image cannot be written", running.disk.name()))?;
+        running.disk.lighten().await.map_err(|error| not_written(&running.disk, error))?;
     }
     for client in each(&still.servers, |server| async move { server.push_out_unread(UNREAD).await }).await {
         client.into_iter().for_each(|client| pushed_out(&client, UNREAD));
@@ -358,9 +357,7 @@ async fn give(
             continue;
         }
         still.laid_down.push(Arc::clone(disk));
-        disk.lay_down()
-            .await
-            .with_context(|| format!("disk {}: its image cannot be written", disk.name()))?;
+        disk.lay_down().await.map_err(|error| not_written(disk, error))?;
     }
     let (mut clients, mut bytes, mut descriptors) = (Vec::new(), Vec::new(), Vec::new());
     let mut left = 0;
@@ -424,6 +421,18 @@ async fn give(
         other => bail!("the other said {other:?} too early"),
     }
     channel.say(Word::Yours, Vec::new(), Vec::new()).await.map(|channel| (channel, left))
+}
+
+fn not_written(disk: &Disk, error: Error) -> anyhow::Error {
+    let name = disk.name();
+    match error {
+        Error::TIMED_OUT => {
+            anyhow!(
+                "disk {name}: its storage takes too long to write what it has (see to it, or restart weir)"
+            )
+        }
+        error => anyhow!(error).context(format!("disk {name}: its image cannot be written")),
+    }
 }
 
 /// Whether an image answers in the time that what is in flight may take: one that does not would

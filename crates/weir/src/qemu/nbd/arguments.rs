@@ -63,9 +63,9 @@ pub(super) struct Arguments {
     /// Offer qemu:allocation-depth, as always
     #[arg(short = 'A', long)]
     pub(super) allocation_depth: bool,
-    /// Let clients see which parts this bitmap marks
-    #[arg(short = 'B', long, value_name = "NAME")]
-    pub(super) bitmap: Option<String>,
+    /// Let clients see which parts this bitmap marks; repeatable
+    #[arg(short = 'B', long, value_name = "NAME", action = clap::ArgAction::Append)]
+    pub(super) bitmap: Vec<String>,
     /// List what another server has
     #[arg(short = 'L', long)]
     pub(super) list: bool,

@@ -50,7 +50,7 @@ fn endpoint(arguments: &Arguments) -> anyhow::Result<Endpoint> {
     let of_an_export = arguments.export_name.is_some()
         || arguments.description.is_some()
         || arguments.offset.is_some()
-        || arguments.bitmap.is_some()
+        || !arguments.bitmap.is_empty()
         || arguments.load_snapshot.is_some()
         || arguments.snapshot
         || arguments.read_only
