@@ -168,10 +168,7 @@ pub struct ToItsEnd<T>(Option<async_task::FallibleTask<T>>);
 impl<T> Future for ToItsEnd<T> {
     type Output = Option<T>;
 
-    fn poll(
-        mut self: Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Option<T>> {
+    fn poll(mut self: Pin<&mut Self>, context: &mut std::task::Context<'_>) -> std::task::Poll<Option<T>> {
         match &mut self.0 {
             Some(task) => Pin::new(task).poll(context),
             None => std::task::Poll::Ready(None),
