@@ -26,6 +26,8 @@ test-unit test-e2e: export PROPTEST_RNG_SEED ?= 1
 BENCH ?=
 # And for `make test-qemu`, for example: make test-qemu MACHINES=--full
 MACHINES ?=
+# Programs that `make test-e2e` runs beside its guests: `.ci/run` names that of the cluster.
+BESIDE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu test-kernels bench bench-decisions bench-hosts bench-runtimes bench-ublk fuzz miri soak doc lint audit fmt deps clean
@@ -74,7 +76,7 @@ test-e2e: ## tests with real clients: the program's own, a browser, a guest's ke
 	@scripts/etcd
 	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
 	scripts/side-by-side 3 "bench/run.py --short --weir $(TARGET)/debug/weir" \
-		$(foreach test,tests/guest/block-devices tests/guest/against-weir tests/guest/virtual-machines tests/package/run,"$(test) $(TARGET)/debug/weir")
+		$(foreach test,tests/guest/block-devices tests/guest/against-weir tests/guest/virtual-machines tests/package/run $(BESIDE),"$(test) $(TARGET)/debug/weir")
 
 # Not a part of `make test`: it takes 50 MB of packages. `.ci/run` has it.
 test-cluster: ## images of a real Ceph cluster, which it installs and starts: bytes, snapshots, faults (about a minute after the build)
@@ -91,10 +93,10 @@ test-qemu: ## virtual machines' disks with the newest QEMU, beside the installed
 
 # Nor is this: it takes 220 MB for the one kernel and 135 MB for the other, which changes daily.
 KERNELS ?= linux-image-amd64 linux-image-amd64/unstable
-test-kernels: ## block devices in guests with this Debian's own kernel, which is 6.1 in Debian 12, and with the newest, beside the 6.12 of `make test` (about 20 minutes after the build)
+test-kernels: ## block devices in guests with this Debian's own kernel, which is 6.1 in Debian 12, and with the newest, beside the 6.12 of `make test`, and all that its short form leaves out (about half an hour after the build)
 	@scripts/deps build guest
 	$(CARGO) build --locked -p weir --bin weir
-	for kernel in $(KERNELS); do tests/guest/block-devices --kernel $$kernel "$(TARGET)/debug/weir" || exit; done
+	for kernel in $(KERNELS); do tests/guest/block-devices --full --kernel $$kernel "$(TARGET)/debug/weir" || exit; done
 
 bench: ## weir and its peers side by side, as ratios (about 50 minutes); BENCH=--strict judges, BENCH="--rows 'file-*'" is a part
 	@scripts/deps build clients

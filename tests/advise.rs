@@ -18,7 +18,7 @@ use crate::{
     harness::{
         Client, DEADLINE, Outcome, Scratch, WEIR, Weir, assert_says, need,
         operator::{find, prints, prints_json, serve, socket, start, status},
-        search_path, text, weir,
+        pause, search_path, text, weir,
     },
     record::Recorder,
 };
@@ -81,6 +81,7 @@ fn a_noisy_neighbour_is_recorded_advised_upon_limited_and_verified() {
     let end = Instant::now() + DEADLINE;
     while requests(&scratch, "b") < 200 {
         assert!(Instant::now() < end, "the noise does not begin");
+        pause();
     }
     quiet(&weir, "a", 200);
     recorder.end();
@@ -123,6 +124,7 @@ fn a_noisy_neighbour_is_recorded_advised_upon_limited_and_verified() {
     };
     while !waits() {
         assert!(Instant::now() < end, "the noise is not held");
+        pause();
     }
     let verify = Client::new(WEIR).args(["verify", "--for", "4s", "--qmp", &socket(&scratch)]).run();
     assert_eq!(verify.ended(), Some(0), "{}{}", verify.printed(), verify.said());

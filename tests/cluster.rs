@@ -21,7 +21,7 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
 use crate::harness::{
-    Client, DEADLINE, Qmp, Scratch, Serve, Weir, assert_says, need, search_path, text, weir,
+    Client, DEADLINE, Qmp, Scratch, Serve, Weir, assert_says, need, pause, search_path, text, weir,
 };
 
 /// One member on loopback, with its data in the scratch directory.
@@ -99,6 +99,7 @@ pub(crate) fn until(what: &str, is_so: impl Fn() -> bool) {
     let end = Instant::now() + DEADLINE;
     while !is_so() {
         assert!(Instant::now() < end, "it did not come to be: {what}");
+        pause();
     }
 }
 

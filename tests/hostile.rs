@@ -7,7 +7,7 @@ use std::{thread, time::Instant};
 use serde_json::Value;
 
 use crate::harness::{
-    DEADLINE, MIB, Scratch, Serve, Weir, Wire, operator, pattern,
+    DEADLINE, MIB, Scratch, Serve, Weir, Wire, operator, pattern, pause,
     wire::{
         self, CMD_READ, CMD_WRITE, EINVAL, EPERM, OPT_ABORT, OPT_EXPORT_NAME, OPT_GO, OPT_INFO, OPT_LIST,
         OPT_SET_META_CONTEXT, OPT_STARTTLS, OPTION_MAGIC, REP_ACK, REP_ERR_INVALID, REP_ERR_POLICY,
@@ -263,7 +263,7 @@ fn a_client_that_asks_for_nothing_costs_little() {
     let until = Instant::now() + DEADLINE;
     while growth(begin) > 20 * MIB {
         assert!(Instant::now() < until, "{} MiB are kept for clients that have gone", growth(begin) / MIB);
-        thread::yield_now();
+        pause();
     }
     weir.stop();
 }

@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use crate::harness::{
     Client, DEADLINE, Qmp, Scratch, Serve, WEIR, Weir, Wire, alone, assert_says, need_root,
     operator::{fails, misuses, prints, socket, start},
-    text, weir,
+    pause, text, weir,
     wire::{CMD_READ, Request},
 };
 
@@ -195,6 +195,7 @@ fn what_was_recorded_as_text_outlives_the_command() {
         // Cut off, it is read as far as it goes.
         while !info().printed().contains("\"requests\": 300") {
             assert!(Instant::now() < end, "{name}: it is not there: {}", info().said());
+            pause();
         }
         recorder.signal(Signal::SIGKILL);
         recorder.child.wait().expect("it is ours");

@@ -36,7 +36,7 @@ use serde_json::{Value, json};
 use crate::{
     bench::bench,
     fuse::can_mount,
-    harness::{Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, nbdsh_command, qemu_img, text, weir},
+    harness::{Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, nbdsh_command, pause, qemu_img, text, weir},
     machines::{features, front_end},
 };
 
@@ -330,7 +330,7 @@ fn a_file_of_this_host_stays_what_it_is() {
     // Whoever watched over the first watches over the last.
     current.kill();
     while fs::metadata(&spot).is_err() || fs::metadata(&spot).unwrap().len() > 0 {
-        thread::yield_now();
+        pause();
     }
 }
 
@@ -423,7 +423,7 @@ fn until_all_are_read(house: &House, count: usize) {
         if disks.iter().filter(|disk| is_read(disk)).count() == count {
             return;
         }
-        thread::yield_now();
+        pause();
     }
 }
 
@@ -583,7 +583,7 @@ fn no_takeover_grants_a_burst_anew() {
     };
     // It has had its burst, and all that it still asks for waits.
     while reads() < BURST {
-        thread::yield_now();
+        pause();
     }
     for _ in 0..TAKEOVERS {
         current = house.take_over(current).0;

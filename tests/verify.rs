@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::harness::{
     Client, DEADLINE, Outcome, Scratch, Serve, WEIR, Weir, assert_says, need,
     operator::{socket, start},
-    search_path, text,
+    pause, search_path, text,
 };
 
 /// Reads until it is dropped.
@@ -69,6 +69,7 @@ fn limits_and_shares_hold_under_load_and_a_wait_is_told() {
     let end = Instant::now() + DEADLINE;
     while ["a", "b"].iter().any(|disk| !waits(&scratch, disk)) {
         assert!(Instant::now() < end, "they do not wait");
+        pause();
     }
     let outcome = verify(&scratch, &["--for", "6s", "--json"]);
     let line = |promise: &str, name: &str| [promise, name, "held"].map(str::to_owned);

@@ -8,7 +8,7 @@ use std::{
     time::Instant,
 };
 
-use super::DEADLINE;
+use super::{DEADLINE, pause};
 
 const BLKIO: &str = "/sys/fs/cgroup/blkio";
 
@@ -49,7 +49,7 @@ pub(crate) fn remove_emptied(directory: &Path) -> io::Result<()> {
     loop {
         match fs::remove_dir(directory) {
             Err(error) if error.kind() == ErrorKind::ResourceBusy && Instant::now() < until => {
-                thread::yield_now();
+                pause();
             }
             removed => return removed,
         }

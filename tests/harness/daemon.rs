@@ -22,7 +22,7 @@ use nix::{
     unistd::Pid,
 };
 
-use super::{DEADLINE, Scratch, client, log::Log, scratch::text};
+use super::{DEADLINE, Scratch, client, log::Log, pause, scratch::text};
 
 #[derive(Clone)]
 enum Listen {
@@ -345,7 +345,7 @@ impl Weir {
         // The kernel takes a dead process's ring down in its own time, and tells nobody.
         let until = Instant::now() + DEADLINE;
         while Instant::now() < until && (self.is_heard() || locked.iter().any(is_locked)) {
-            thread::yield_now();
+            pause();
         }
     }
 

@@ -12,7 +12,8 @@
 //!   Terminal ─── the program on a screen of its own, with keys to press
 //! ```
 //!
-//! Never sleeps: it awaits lines of a log, ends of processes and bytes of sockets.
+//! It awaits lines of a log, ends of processes and bytes of sockets; only at what says nothing when
+//! it changes does it look again and again.
 
 mod blkio_group;
 mod client;
@@ -27,7 +28,7 @@ mod terminal;
 pub(crate) mod wire;
 
 use std::{
-    fs,
+    fs, thread,
     time::{Duration, Instant},
 };
 
@@ -50,6 +51,12 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// When a test stops waiting for something, and has failed; none judges how long it has waited.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
 
+/// Between two looks at what says nothing when it changes: a test that looks all the time keeps a
+/// processor from what it waits for.
+pub(crate) fn pause() {
+    thread::sleep(Duration::from_millis(3));
+}
+
 /// What there is once it is there; asks again and again, and fails at the deadline.
 #[track_caller]
 pub(crate) fn until<T>(look: impl Fn() -> Option<T>) -> T {
@@ -59,6 +66,7 @@ pub(crate) fn until<T>(look: impl Fn() -> Option<T>) -> T {
             Some(found) => return found,
             None => assert!(Instant::now() < end, "it did not come to be"),
         }
+        pause();
     }
 }
 
@@ -89,7 +97,7 @@ pub(crate) fn wait_for_programs() {
     let ours = program(Pid::this());
     for child in children(Pid::this()) {
         while ours.is_some() && program(child) == ours {
-            std::thread::yield_now();
+            thread::yield_now();
         }
     }
 }

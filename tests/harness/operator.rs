@@ -4,7 +4,7 @@ use std::{path::Path, time::Instant};
 
 use serde_json::Value;
 
-use super::{Client, DEADLINE, Scratch, Serve, Weir, scratch::text, weir};
+use super::{Client, DEADLINE, Scratch, Serve, Weir, pause, scratch::text, weir};
 
 pub(crate) fn socket(scratch: &Scratch) -> String {
     format!("unix:{}", text(&scratch.socket("qmp")))
@@ -74,5 +74,6 @@ pub(crate) fn wait_until(scratch: &Scratch, is_so: impl Fn(&Value) -> bool) {
     let until = Instant::now() + DEADLINE;
     while !is_so(&status(scratch, "0")) {
         assert!(Instant::now() < until, "{:#}", status(scratch, "0"));
+        pause();
     }
 }

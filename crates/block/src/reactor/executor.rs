@@ -194,15 +194,24 @@ impl Executor {
         &self,
         future: impl Future<Output = T> + 'static,
     ) -> (Runnable, JoinHandle<T>) {
+        // A hundred functions around each kind of future take longer to be compiled than a second
+        // allocation costs the tests.
+        #[cfg(debug_assertions)]
+        let future = Box::pin(future) as std::pin::Pin<Box<dyn Future<Output = T>>>;
+        async_task::spawn_local(future, self.scheduler())
+    }
+
+    /// What a new task is told to do when it can go on.
+    fn scheduler(&self) -> impl Fn(Runnable) + Send + Sync + use<> {
         let remote = Arc::clone(&self.remote);
         let party = READY.with_borrow(|ready| ready.turn);
-        async_task::spawn_local(future, move |runnable| {
+        move |runnable| {
             if HERE.get() == remote.id {
                 READY.with_borrow_mut(|ready| ready.push(party, runnable));
             } else {
                 remote.send(Arrival::Task(party, runnable));
             }
-        })
+        }
     }
 
     /// The oldest ready task of the party that is next.

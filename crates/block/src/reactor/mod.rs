@@ -36,7 +36,7 @@ mod vigil;
 mod wide;
 mod worker;
 
-use std::{cell::RefCell, future::Future, rc::Rc, sync::OnceLock, time::Instant as Clock};
+use std::{cell::RefCell, future::Future, pin::Pin, rc::Rc, sync::OnceLock, time::Instant as Clock};
 
 use policy::time::Instant;
 
@@ -168,12 +168,9 @@ pub struct ToItsEnd<T>(Option<async_task::FallibleTask<T>>);
 impl<T> Future for ToItsEnd<T> {
     type Output = Option<T>;
 
-    fn poll(
-        mut self: std::pin::Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Option<T>> {
+    fn poll(mut self: Pin<&mut Self>, context: &mut std::task::Context<'_>) -> std::task::Poll<Option<T>> {
         match &mut self.0 {
-            Some(task) => std::pin::Pin::new(task).poll(context),
+            Some(task) => Pin::new(task).poll(context),
             None => std::task::Poll::Ready(None),
         }
     }
@@ -265,15 +262,16 @@ pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static)
 pub fn run<T: 'static>(polling: Polling, future: impl Future<Output = T> + 'static) -> std::io::Result<T> {
     let executor = Executor::new()?;
     let driver = Driver::Uring(Box::new(uring::Uring::new(polling)?));
-    Ok(Reactor::enter(executor, driver, future, uring::Uring::turn))
+    Ok(Reactor::enter(executor, driver, Box::pin(future), uring::Uring::turn))
 }
 
 impl Reactor {
     /// Installs a reactor on this thread, turns it until `future` is done, and takes it down again.
+    /// It is compiled once for all futures, of which tests have hundreds.
     fn enter<T: 'static>(
         executor: Executor,
         driver: Driver,
-        future: impl Future<Output = T> + 'static,
+        future: Pin<Box<dyn Future<Output = T>>>,
         turn: fn(&Self),
     ) -> T {
         let reactor = Rc::new(Self { executor, timers: RefCell::default(), driver });

@@ -57,7 +57,7 @@ pub fn run<T: 'static>(seed: u64, future: impl Future<Output = T> + 'static) -> 
     let sim =
         Sim { seed, now: Cell::new(Instant::ZERO), random: RefCell::new(fastrand::Rng::with_seed(seed)) };
     let executor = Executor::new().expect("an eventfd");
-    Reactor::enter(executor, Driver::Sim(sim), future, Sim::turn)
+    Reactor::enter(executor, Driver::Sim(sim), Box::pin(future), Sim::turn)
 }
 
 /// The simulation's source of randomness: for simulated storages and test clients, so that one seed
