@@ -26,9 +26,9 @@ use crate::{
 /// How often it is looked again whether the kernel is done. It tells nobody.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 /// How long what nobody waits for may take while everybody does.
-pub const TO_BE_QUIET: Duration = Duration::from_secs(5);
+const TO_BE_QUIET: Duration = Duration::from_secs(5);
 /// How long an image may take to be written while it is still in use: whoever takes over waits.
-pub const TO_LIGHTEN: Duration = Duration::from_secs(20);
+const TO_LIGHTEN: Duration = Duration::from_secs(20);
 
 /// Why a disk cannot go over to another process.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
