@@ -264,10 +264,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-
-    fn there_and_back<T: Serialize + for<'a> Deserialize<'a>>(value: &T) -> T {
-        serde_json::from_slice(&serde_json::to_vec(value).unwrap()).unwrap()
-    }
+    use crate::control::takeover::there_and_back;
 
     proptest! {
         #[test]

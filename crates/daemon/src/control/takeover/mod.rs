@@ -81,3 +81,9 @@ fn clock_ns() -> u64 {
     let now = now.map_or(Duration::ZERO, Into::into);
     u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
+
+/// As the other reads what is told.
+#[cfg(test)]
+fn there_and_back<T: serde::Serialize + serde::de::DeserializeOwned>(value: &T) -> T {
+    serde_json::from_slice(&serde_json::to_vec(value).unwrap()).unwrap()
+}
