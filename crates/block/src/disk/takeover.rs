@@ -25,8 +25,9 @@ use crate::{
 
 /// How often it is looked again whether the kernel is done. It tells nobody.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
-/// How long what nobody waits for may take while everybody does.
-const TO_BE_QUIET: Duration = Duration::from_secs(5);
+/// How long storage may take while everybody waits: for what nobody waited for to end, and for
+/// servers to make durable what came last.
+const AT_REST: Duration = Duration::from_secs(5);
 /// How long an image may take to be written while it is still in use: whoever takes over waits.
 const TO_LIGHTEN: Duration = Duration::from_secs(20);
 
@@ -120,8 +121,7 @@ impl Disk {
 
     /// Brings what is in memory to the files, so that another process can take it up. Nobody sends
     /// requests, until [`Disk::take_up`]. One that is handed over is [held](Disk::keep_held). Storage
-    /// that does not answer is waited for [`TO_BE_QUIET`] and
-    /// [`TO_FLUSH_SERVERS`](crate::image::TO_FLUSH_SERVERS).
+    /// that does not answer is waited for twice [`AT_REST`].
     ///
     /// # Errors
     /// The image's, [`Error::TIMED_OUT`]; it can be taken up again.
@@ -133,8 +133,12 @@ impl Disk {
                 reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
             }
         };
-        reactor::timeout(TO_BE_QUIET, is_quiet).await.map_err(|_| Error::TIMED_OUT)?;
-        if self.image.is_read_only() { Ok(()) } else { self.image.lay_down().await }
+        reactor::timeout(AT_REST, is_quiet).await.map_err(|_| Error::TIMED_OUT)?;
+        if self.image.is_read_only() {
+            return Ok(());
+        }
+        self.image.lay_down().await?;
+        reactor::timeout(AT_REST, self.image.flush_servers()).await.unwrap_or(Err(Error::TIMED_OUT))
     }
 
     /// Reads what is in the files, here or in another process than the one that laid it down. One

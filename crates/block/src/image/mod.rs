@@ -11,8 +11,6 @@ pub mod secret;
 
 use std::io;
 
-use policy::time::Duration;
-
 pub use self::{
     identity::Layer,
     qcow2::Qcow2,
@@ -23,14 +21,10 @@ use crate::{
     buffer::{Segments, Target},
     error::{Error, Result},
     guest::Place,
-    reactor,
     storage::{
         BlockSize, Durability, Extent, Format, OpenError, PassedFile, ResizeError, Storage, ZeroOptions,
     },
 };
-
-/// How long servers may take to make durable what came last, while an image's clients wait.
-pub const TO_FLUSH_SERVERS: Duration = Duration::from_secs(5);
 
 /// An image of any format.
 #[derive(Debug)]
@@ -348,17 +342,15 @@ impl Image {
     }
 
     /// What a format keeps in memory reaches the file, for a process on this host, which sees the
-    /// same page cache: of data, nothing is made durable that was not. At a server, where there is
-    /// no page cache, all is; no longer than [`TO_FLUSH_SERVERS`].
+    /// same page cache: of data, nothing is made durable that was not.
     pub(crate) async fn lay_down(&self) -> Result<()> {
         match self {
-            Self::Raw(_) => {}
-            Self::Qcow2(qcow2) => qcow2.lay_down().await?,
+            Self::Raw(_) => Ok(()),
+            Self::Qcow2(qcow2) => qcow2.lay_down().await,
         }
-        reactor::timeout(TO_FLUSH_SERVERS, self.flush_servers()).await.unwrap_or(Err(Error::TIMED_OUT))
     }
 
-    /// What servers have of it is durable.
+    /// What servers have of it is durable: there is no page cache there that other processes see.
     pub(crate) async fn flush_servers(&self) -> Result<()> {
         for storage in self.files().filter(|storage| storage.remote().is_some()) {
             storage.flush().await?;
