@@ -462,3 +462,21 @@ fn errors_say_everything_once_and_without_numbers() {
         assert!(parts.windows(2).all(|pair| pair[0] != pair[1]), "{words:?} says a thing twice: {said}");
     }
 }
+
+/// All of an image's bits are counted, for a guest may mark all of them; the image is refused, and
+/// keeps its bitmap.
+#[test]
+fn bitmaps_that_do_not_fit_into_memory_are_refused() {
+    let scratch = Scratch::new();
+    let image = scratch.path("image");
+    weir(&["image", "create", "-q", "-f", "qcow2", text(&image), "1T"]).succeeds();
+    let serve = || Serve::new(&scratch).arg(&image).args(["--memory", "128M"]);
+    for (granularity, name) in [("64K", "coarse"), ("512", "fine")] {
+        weir(&["image", "bitmap", "--add", "-g", granularity, text(&image), name]).succeeds();
+    }
+    let said = serve().fails();
+    assert_says(&said, &["bitmaps that record writes would need 256 MiB", "of the 128 MiB", "--memory"]);
+    serve().arg("--read-only").start().stop();
+    weir(&["image", "bitmap", "--remove", text(&image), "fine"]).succeeds();
+    serve().start().stop();
+}

@@ -1,7 +1,9 @@
 //! Disks of other NBD servers that are written to: each daemon has a connection of its own, and the
 //! server says that both see the same.
 
-use super::{GOES_ON, House, between::Step, load};
+use std::fs;
+
+use super::{FORMAT, GOES_ON, House, Stranger, between::Step, load};
 use crate::harness::{Client, MIB, Scratch, Serve, need, qemu_img, text};
 
 #[test]
@@ -13,7 +15,7 @@ fn a_disk_at_a_server_goes_over_between_two_of_its_connections() {
         let grown = format == "qcow2";
         if grown {
             // No export grows by being written to.
-            let file = std::fs::File::options().write(true).open(&image).unwrap();
+            let file = fs::File::options().write(true).open(&image).unwrap();
             file.set_len(32 * MIB).unwrap();
         }
         let server = Serve::new(&behind).args(["-f", "raw", "--name", "back", text(&image)]).start();
@@ -76,7 +78,7 @@ fn a_server_that_promises_nothing_has_the_old_daemon_go_on() {
     assert!(said.contains("only certain with CAN_MULTI_CONN"), "{said}");
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
     first.stop();
-    let nbdkit = std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
+    let nbdkit = fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(nbdkit), nix::sys::signal::Signal::SIGTERM).unwrap();
 }
 
@@ -105,7 +107,7 @@ esac
             held = text(&held)
         ),
     );
-    std::fs::set_permissions(&plugin, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    fs::set_permissions(&plugin, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let (at, pid) = (scratch.socket("nbdkit"), scratch.path("pid"));
     Client::new("nbdkit").args(["-U", text(&at), "-P", text(&pid), "sh", text(&plugin)]).succeeds();
     let server = format!("nbd+unix:///?socket={}", text(&at));
@@ -119,14 +121,50 @@ esac
         first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
         let said = newcomer.join();
         // What waits is let go, and what comes does not wait.
-        let held_up = std::fs::File::options().write(true).open(&held).unwrap();
-        std::fs::remove_file(&held).unwrap();
+        let held_up = fs::File::options().write(true).open(&held).unwrap();
+        fs::remove_file(&held).unwrap();
         drop(held_up);
         let said = said.unwrap();
         assert!(said.contains("disk disk: its storage takes too long to write what it has"), "{said}");
     });
     first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
     house.take_over(first).0.stop();
-    let nbdkit = std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
+    let nbdkit = fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(nbdkit), nix::sys::signal::Signal::SIGTERM).unwrap();
+}
+
+#[test]
+fn an_image_that_cannot_be_read_after_a_failed_takeover_is_read_once_it_can_be() {
+    need("nbdkit");
+    let scratch = Scratch::new();
+    let image = scratch.path("image");
+    qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
+    // No export grows by being written to.
+    fs::File::options().write(true).open(&image).unwrap().set_len(4 * MIB).unwrap();
+    let (at, pid, bad) = (scratch.socket("nbdkit"), scratch.path("pid"), scratch.path("bad"));
+    let nbdkit = Client::new("nbdkit").args(["-U", text(&at), "-P", text(&pid), "--filter=error", "file"]);
+    let fails = ["error-pread=EIO", "error-pread-rate=100%"];
+    nbdkit.arg(&image).args(fails).arg(format!("error-file={}", text(&bad))).succeeds();
+    let server = format!("nbd+unix:///?socket={}", text(&at));
+    let house = House::new(scratch, &[&server, "--name", "disk", "-f", "qcow2"]);
+    let first = house.serve().start();
+    first.nbdsh("disk", "h.pwrite(b'x' * 65536, 0)");
+    let mut stranger = Stranger::ask(&house.control(), FORMAT).expect("it may");
+    stranger.hear();
+    stranger.say("prepared");
+    // It stands still.
+    stranger.hear();
+    fs::write(&bad, "").unwrap();
+    drop(stranger);
+    first.wait_for_log("cannot be read again after the takeover that failed");
+    first.nbdsh("disk", "h.pwrite(b'y' * 512, 512)");
+    fs::remove_file(&bad).unwrap();
+    first.wait_for_log("is read again, and can be taken over");
+    let read = "assert h.pread(1024, 0) == b'x' * 512 + b'y' * 512";
+    first.nbdsh("disk", read);
+    let (second, _) = house.take_over(first);
+    second.nbdsh("disk", read);
+    second.stop();
+    let nbdkit = fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(nbdkit), nix::sys::signal::Signal::SIGTERM).unwrap();
 }

@@ -35,11 +35,7 @@ const MOST_REQUESTS: u64 = 1 << 30;
 
 /// A budget that is not enough for something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{what} would need {} MiB, and {} MiB are left of the {} MiB of memory that weir may use \
-     (allow more with --memory, or make caches and read-ahead smaller)",
-    mib(*asked), mib(*left), mib(*total)
-)]
+#[error("{} (allow more with --memory, or make caches and read-ahead smaller)", self.why())]
 pub struct NotEnough {
     /// What it was for.
     pub what: &'static str,
@@ -51,6 +47,19 @@ pub struct NotEnough {
     pub total: u64,
 }
 
+impl NotEnough {
+    /// Without what helps.
+    pub(crate) fn why(&self) -> String {
+        let Self { what, asked, left, total } = self;
+        format!(
+            "{what} would need {} MiB, and {} MiB are left of the {} MiB of memory that weir may use",
+            mib(*asked),
+            mib(*left),
+            mib(*total)
+        )
+    }
+}
+
 fn mib(bytes: u64) -> u64 {
     bytes.div_ceil(1 << 20)
 }
@@ -60,7 +69,7 @@ fn mib(bytes: u64) -> u64 {
 pub struct Usage {
     /// All that may be used.
     pub total: u64,
-    /// Set aside for metadata caches, read-ahead and buffers kept for reuse.
+    /// Set aside for metadata caches, bitmaps, read-ahead and buffers kept for reuse.
     pub reserved: u64,
     /// Of disks in memory.
     pub pages: u64,
@@ -70,6 +79,42 @@ pub struct Usage {
     pub most_requests: u64,
     /// Requests that wait for memory now.
     pub waiting: u64,
+}
+
+/// Memory that is set aside until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Aside {
+    budget: Arc<Budget>,
+    what: &'static str,
+    bytes: u64,
+}
+
+impl Aside {
+    /// So many bytes for `what`.
+    ///
+    /// # Errors
+    /// [`NotEnough`].
+    pub(crate) fn new(budget: &Arc<Budget>, what: &'static str, bytes: u64) -> Result<Self, NotEnough> {
+        budget.reserve(what, 0, bytes)?;
+        Ok(Self { budget: budget.clone(), what, bytes })
+    }
+
+    /// So many bytes from now on.
+    ///
+    /// # Errors
+    /// [`NotEnough`]; it is what it was.
+    pub(crate) fn change(&mut self, bytes: u64) -> Result<(), NotEnough> {
+        self.budget.reserve(self.what, self.bytes, bytes)?;
+        self.bytes = bytes;
+        Ok(())
+    }
+}
+
+impl Drop for Aside {
+    fn drop(&mut self) {
+        // Less is never refused.
+        let _ = self.change(0);
+    }
 }
 
 /// A budget.
@@ -178,6 +223,11 @@ impl Budget {
 
     fn most_requests(&self, reserved: u64) -> u64 {
         ((self.total() - reserved.min(self.total())) / 4).clamp(LEAST_REQUESTS, MOST_REQUESTS)
+    }
+
+    /// Bytes that may still be [set aside](Budget::reserve).
+    pub(crate) fn free(&self) -> u64 {
+        self.left(self.lock().reserved)
     }
 
     /// What may be had beside requests, for good.

@@ -137,6 +137,10 @@ pub(super) fn said(name: &str, failure: &OpenFailure) -> OpenError {
         OpenFailure::Changed => {
             ("is another image than it was, or has another backing file".to_owned(), "serve it anew")
         }
+        OpenFailure::Bitmaps(error) => (
+            format!("cannot be opened: {}", error.why()),
+            "allow more with --memory, or make coarser bitmaps: `weir image bitmap`",
+        ),
         OpenFailure::Caches(invalid) => (invalid.to_string(), "the caches' sizes go by the image's clusters"),
         // Looked for before there was anything to open.
         OpenFailure::LegacyAes | OpenFailure::NoKey | OpenFailure::NoDataFile => {

@@ -57,7 +57,7 @@ impl Qcow2 {
             self.l1.store(l1.into());
         }
         self.size.store(header.size_bytes, Release);
-        Ok(self.make_ready(&header, false).await?)
+        self.make_ready(&header, false).await
     }
 }
 

@@ -31,8 +31,9 @@ use super::{
     writeback::Pending,
 };
 use crate::{
-    error::{Error, Result},
+    error::Error,
     image::Image,
+    memory::NotEnough,
     reactor,
     storage::{RangeLocks, Storage},
 };
@@ -101,6 +102,9 @@ pub enum OpenFailure {
     /// The caches.
     #[error("{0}")]
     Caches(#[from] InvalidCache),
+    /// What records writes does not fit into memory.
+    #[error("{0}")]
+    Bitmaps(NotEnough),
 }
 
 /// What an image is opened for.
@@ -160,7 +164,7 @@ impl Qcow2 {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub async fn open(parts: Parts) -> std::result::Result<Self, OpenFailure> {
+    pub async fn open(parts: Parts) -> Result<Self, OpenFailure> {
         Self::open_for(parts, Purpose::Disk).await
     }
 
@@ -173,7 +177,7 @@ impl Qcow2 {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub async fn open_for_upkeep(storage: Storage) -> std::result::Result<Self, OpenFailure> {
+    pub async fn open_for_upkeep(storage: Storage) -> Result<Self, OpenFailure> {
         Self::open_for(Parts::of(storage), Purpose::Upkeep).await
     }
 
@@ -185,7 +189,7 @@ impl Qcow2 {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub async fn open_snapshot(parts: Parts, name: &str) -> std::result::Result<Self, OpenFailure> {
+    pub async fn open_snapshot(parts: Parts, name: &str) -> Result<Self, OpenFailure> {
         Self::open_for(Parts { read_only: true, ..parts }, Purpose::Snapshot(name)).await
     }
 
@@ -197,11 +201,11 @@ impl Qcow2 {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub(crate) async fn open_for_handover(parts: Parts) -> std::result::Result<Self, OpenFailure> {
+    pub(crate) async fn open_for_handover(parts: Parts) -> Result<Self, OpenFailure> {
         Self::open_for(parts, Purpose::Handover).await
     }
 
-    async fn open_for(parts: Parts, purpose: Purpose<'_>) -> std::result::Result<Self, OpenFailure> {
+    async fn open_for(parts: Parts, purpose: Purpose<'_>) -> Result<Self, OpenFailure> {
         let Parts { storage, backing, data, cipher, read_only, caches } = parts;
         let mut header = read_header(&storage).await?;
         let is_dirty =
@@ -280,7 +284,7 @@ impl Qcow2 {
     }
 
     /// Whatever has to be in the file before the first write.
-    pub(super) async fn make_ready(&self, header: &Header, keeps_bitmaps: bool) -> Result<()> {
+    pub(super) async fn make_ready(&self, header: &Header, keeps_bitmaps: bool) -> Result<(), OpenFailure> {
         if header.autoclear & !autoclear::KNOWN != 0 {
             self.file.update_header(|header| header.autoclear &= autoclear::KNOWN).await?;
         }
@@ -288,7 +292,7 @@ impl Qcow2 {
             self.take_up_bitmaps().await?;
         }
         // The last cluster may be incomplete, and somebody may write to its end.
-        self.file.make_whole(header.cluster_bytes()).await
+        Ok(self.file.make_whole(header.cluster_bytes()).await?)
     }
 
     /// Drops slices that are not used, from time to time; never, if the interval is zero. What was
@@ -318,7 +322,7 @@ impl Qcow2 {
     ///
     /// # Errors
     /// [`OpenFailure::Caches`], and the old ones stay; or metadata cannot be written.
-    pub async fn set_caches(&self, settings: CacheSettings) -> std::result::Result<CacheSizes, OpenFailure> {
+    pub async fn set_caches(&self, settings: CacheSettings) -> Result<CacheSizes, OpenFailure> {
         let sizes = settings.sizes(&self.file.header())?;
         let _quiet = self.quiesce().await?;
         let _pending = self.pending();
@@ -345,11 +349,7 @@ impl Tables {
         Self { l1: L1::empty(shape), refcounts: Vec::new(), places: Vec::new() }
     }
 
-    pub(super) async fn read(
-        file: &ImageFile,
-        header: &Header,
-        shape: Shape,
-    ) -> std::result::Result<Self, OpenFailure> {
+    pub(super) async fn read(file: &ImageFile, header: &Header, shape: Shape) -> Result<Self, OpenFailure> {
         let l1_bytes = file.read(header.l1_offset, u64::from(header.l1_entries) * 8).await?;
         let l1 = L1::parse(header.l1_offset, &l1_bytes, shape, file.size_bytes())?;
         let refcounts = read_refcount_table(file, header).await?;
@@ -381,7 +381,7 @@ pub(super) fn check_openable(
     read_only: bool,
     has_data: bool,
     has_key: bool,
-) -> std::result::Result<(), OpenFailure> {
+) -> Result<(), OpenFailure> {
     match header.crypt {
         Crypt::None => {}
         Crypt::Aes => return Err(OpenFailure::LegacyAes),
@@ -403,10 +403,7 @@ pub(super) fn check_openable(
     Ok(())
 }
 
-async fn read_refcount_table(
-    file: &ImageFile,
-    header: &Header,
-) -> std::result::Result<Vec<u64>, OpenFailure> {
+async fn read_refcount_table(file: &ImageFile, header: &Header) -> Result<Vec<u64>, OpenFailure> {
     let length = u64::from(header.refcount_table_clusters) << header.cluster_bits;
     let bytes = file.read(header.refcount_table_offset, length).await?;
     let mut table = Vec::with_capacity(bytes.len() / 8);

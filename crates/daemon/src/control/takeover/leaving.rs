@@ -60,6 +60,8 @@ const UNREAD: Duration = Duration::from_secs(5);
 const UNREAD_AT_REST: Duration = Duration::from_secs(1);
 /// Descriptors of a front end: its socket and its memory. Each ring has two more.
 const OF_A_FRONT_END: u64 = 10;
+/// How often an image that could not be read is tried again.
+const READ_AGAIN: Duration = Duration::from_secs(1);
 
 /// What a newcomer says of itself.
 #[derive(Debug)]
@@ -493,7 +495,12 @@ impl Still {
         for disk in self.laid_down {
             if let Err(error) = disk.take_up().await {
                 let error = anyhow!(error);
-                tracing::error!(disk = %disk.name(), "its image cannot be used any more: {error:#} (restart weir)");
+                tracing::error!(
+                    disk = %disk.name(),
+                    "its image cannot be read again after the takeover that failed, which is tried each \
+                     second; until then it goes on with what it knows, and reads nothing ahead: {error:#}"
+                );
+                reactor::spawn(read_again(disk));
             }
         }
         for serving in self.servers {
@@ -506,6 +513,17 @@ impl Still {
             host.go_on();
         }
         self.kept.into_iter().for_each(let_go_soon);
+    }
+}
+
+/// The other has served nobody, so what is in memory is right, but for what an opening changes.
+async fn read_again(disk: Arc<Disk>) {
+    loop {
+        reactor::sleep_until(reactor::now() + READ_AGAIN).await;
+        if disk.take_up().await.is_ok() {
+            tracing::info!(disk = %disk.name(), "its image is read again, and can be taken over");
+            return;
+        }
     }
 }
 

@@ -16,6 +16,7 @@ use crate::{
         header::{Bitmaps, Header, LARGEST_BITMAP_DIRECTORY, MOST_BITMAPS, Place, autoclear},
         l1::padded,
     },
+    memory::NotEnough,
 };
 
 /// Why nothing became of it.
@@ -36,6 +37,9 @@ pub enum BitmapError {
     /// A value that cannot be.
     #[error("{0}")]
     Wrong(String),
+    /// What records writes does not fit into memory.
+    #[error("{0}")]
+    Memory(#[from] NotEnough),
     /// Nothing may be changed.
     #[error("it is read-only (open it for writing)")]
     ReadOnly,

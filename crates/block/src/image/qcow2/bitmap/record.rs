@@ -25,7 +25,7 @@ use std::{
     collections::HashMap,
     ops::Range,
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{
             AtomicBool,
             Ordering::{Acquire, Relaxed, Release},
@@ -42,7 +42,8 @@ use super::{
 };
 use crate::{
     error::Result as IoResult,
-    image::qcow2::{Invalid, Qcow2, header::Place},
+    image::qcow2::{Invalid, OpenFailure, Qcow2, header::Place},
+    memory::{Aside, Budget},
     storage::RangeLocks,
 };
 
@@ -71,12 +72,14 @@ pub(super) struct Recorded {
     bits: ArcSwap<LiveBits>,
     /// They are not what the file has.
     changed: AtomicBool,
+    /// For all of its bits, whether they are marked or not.
+    memory: Mutex<Aside>,
 }
 
 impl Recorded {
-    fn new(name: &[u8], bits: &DirtyBits) -> Self {
+    fn new(name: &[u8], bits: &DirtyBits, memory: Aside) -> Self {
         let bits = ArcSwap::from_pointee(LiveBits::of(bits));
-        Self { name: name.to_vec(), bits, changed: AtomicBool::new(false) }
+        Self { name: name.to_vec(), bits, changed: AtomicBool::new(false), memory: Mutex::new(memory) }
     }
 
     fn mark(&self, range: Range<u64>) {
@@ -88,6 +91,9 @@ impl Recorded {
     /// Only while nobody marks.
     fn resize(&self, size_bytes: u64) {
         let resized = self.bits.load().copied().resized(size_bytes);
+        let bytes = DirtyBits::bytes_for(size_bytes, resized.granularity_bits());
+        // A size for which there is too little was refused before.
+        let _ = self.memory.lock().unwrap_or_else(PoisonError::into_inner).change(bytes);
         self.bits.store(Arc::new(LiveBits::of(&resized)));
         self.changed.store(true, Relaxed);
     }
@@ -156,7 +162,11 @@ impl Qcow2 {
     }
 
     /// Reads the bitmaps that are to record, unless they are in memory. Before the first request.
-    pub(in crate::image::qcow2) async fn take_up_bitmaps(&self) -> IoResult<()> {
+    ///
+    /// # Errors
+    /// The file's, and [`OpenFailure::Bitmaps`]: what was forgotten for want of memory would be
+    /// missed at the next backup only.
+    pub(in crate::image::qcow2) async fn take_up_bitmaps(&self) -> Result<(), OpenFailure> {
         if self.holds_bitmaps() {
             return Ok(());
         }
@@ -166,7 +176,8 @@ impl Qcow2 {
         for entry in entries.iter().filter(|entry| entry.flags & (flag::AUTO | flag::IN_USE) == flag::AUTO) {
             match self.take_up(entry, &mut room).await {
                 Ok(taken) => recorded.push(Arc::new(taken)),
-                Err(BitmapError::Failed(error)) => return Err(error),
+                Err(BitmapError::Failed(error)) => return Err(error.into()),
+                Err(BitmapError::Memory(error)) => return Err(OpenFailure::Bitmaps(error)),
                 Err(why) => self.warn_of_loss(&entry.name(), &why),
             }
         }
@@ -194,7 +205,8 @@ impl Qcow2 {
         if let Some((place, _)) = places.find(|&(offset, length)| self.overlap.contains(offset, length)) {
             return Err(Invalid::new(format!("it lies on other metadata at {place:#x}")).into());
         }
-        Ok(Recorded::new(&entry.name, &self.read_bits(entry, self.size_bytes()).await?))
+        let memory = Aside::new(Budget::process(), "bitmaps that record writes", bytes)?;
+        Ok(Recorded::new(&entry.name, &self.read_bits(entry, self.size_bytes()).await?, memory))
     }
 
     /// Stores what was recorded; the bitmaps are good again then, and stay in memory. Only while
@@ -264,7 +276,9 @@ impl Qcow2 {
         let largest = good.chain(recorded.iter().copied()).map(|bits| (MOST_BITS * 8) << bits).min();
         // Bits for 2 GiB of the disk, which is the coarsest granularity.
         let together: u128 = recorded.iter().map(|bits| 1 << (31 - bits)).sum();
-        let fit = (u128::from(MOST_RECORDED * 8) << 31).checked_div(together).unwrap_or(u128::MAX);
+        let now: u64 = recorded.iter().map(|&bits| DirtyBits::bytes_for(self.size_bytes(), bits)).sum();
+        let room = now.saturating_add(Budget::process().free()).min(MOST_RECORDED);
+        let fit = (u128::from(room * 8) << 31).checked_div(together).unwrap_or(u128::MAX);
         let fit = u64::try_from(fit).unwrap_or(u64::MAX);
         Ok(largest.unwrap_or(u64::MAX).min(fit) & !511)
     }
