@@ -152,6 +152,7 @@ soak: ## the properties and the simulation with many more cases and seeds; how o
 	$(RELEASE)
 	tests/guest/against-weir --full "$(TARGET)/release/weir"
 	tests/guest/against-weir --systemd "$(TARGET)/release/weir"
+	tests/guest/block-devices --systemd "$(TARGET)/release/weir"
 	tests/guest/virtual-machines --full "$(TARGET)/release/weir"
 	tests/guest/block-devices --full "$(TARGET)/release/weir"
 	@scripts/deps cluster

@@ -168,10 +168,8 @@ class Guest:
     def run_status(self, script, check=False):
         """What the script printed, and its exit status."""
         script = f". /measure.sh\n{script}\n"
-        content = script.encode()
-        line = f"{hashlib.md5(content).hexdigest()} {base64.b64encode(content).decode()}\n"
         for _ in range(TRANSMISSIONS):
-            self._send(line.encode())
+            self._send_script(script)
             lines = self._lines_until((END, AGAIN, READY), SCRIPT_SECONDS)
             if lines[-1].startswith(READY):
                 raise GuestFailed(f"the guest has started again by itself; its console:\n{self.last_words()}")
@@ -184,6 +182,16 @@ class Guest:
         if check and status != 0:
             raise ScriptFailed(f"a script ended with status {status}:\n{script}\nIt printed:\n{output}")
         return output, status
+
+    def reboot(self):
+        """Has the system of its disk shut down and start again; what was written to that disk stays."""
+        self._send_script("systemctl reboot\n")
+        self._boot()
+
+    def _send_script(self, script):
+        content = script.encode()
+        line = f"{hashlib.md5(content).hexdigest()} {base64.b64encode(content).decode()}\n"
+        self._send(line.encode())
 
     def _boot(self):
         """Waits until it takes scripts, and prepares it for them."""
@@ -214,7 +222,7 @@ class Guest:
         passed = [theirs, *passed]
         command = [
             self.emulator, "-accel", ACCELERATOR, "-cpu", PROCESSOR,
-            "-nodefaults", "-display", "none", "-no-reboot",
+            "-nodefaults", "-display", "none",
             "-serial", f"file:{self._console}",
             "-chardev", f"socket,id=scripts,fd={theirs.fileno()}", "-serial", "chardev:scripts",
             "-kernel", self.cache / "vmlinuz", "-initrd", initramfs, *hardware,
@@ -233,7 +241,7 @@ class Guest:
     def _hardware(self):
         """Further words of QEMU's command line, and the sockets that these hand to it."""
         exported = [disk for disk in self.disks if isinstance(disk, ExportedDisk)]
-        system = f" SYSTEM=vd{string.ascii_lowercase[len(exported)]}" if self.system else ""
+        system = f" systemd.journald.forward_to_console=1 SYSTEM=vd{string.ascii_lowercase[len(exported)]}" if self.system else ""
         words = ["-m", "3G", "-append", KERNEL + system]
         if self.own_clock:
             words += OWN_CLOCK
@@ -241,8 +249,11 @@ class Guest:
             words += ["-netdev", "user,id=net0", "-device", "virtio-net-pci,netdev=net0,romfile="]
         for disk in exported:
             words += ["-drive", f"if=virtio,format=raw,cache=unsafe,file={disk.uri}"]
+        # A system of its own may start again (`reboot`); the others end with their process 1.
         if self.system:
             words += ["-drive", f"if=virtio,format=raw,snapshot=on,file={self.system}"]
+        else:
+            words += ["-no-reboot"]
         return words, []
 
     def _prepare(self):
