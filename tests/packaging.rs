@@ -188,6 +188,7 @@ fn an_installation_can_be_repeated_and_taken_away() {
         "usr/local/lib/systemd/system/weir.service.d/10-sandbox.conf",
         "usr/local/lib/sysusers.d/weir.conf",
         "usr/local/lib/tmpfiles.d/weir.conf",
+        "usr/local/lib/udev/rules.d/61-weir.rules",
         "usr/local/share/bash-completion/completions/weir",
         "usr/local/share/doc/weir/LICENSE-MIT",
         "usr/local/share/doc/weir/docs/reference/cli/serve.md",

@@ -13,8 +13,9 @@ from outcome import contains, fact
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 UNIT = (ROOT / "packaging/systemd/weir-attach@.service").read_text()
+RULES = (ROOT / "packaging/udev/61-weir.rules").read_text()
 FSTAB = """\
-/dev/ublkb7     /srv/db   ext4  x-systemd.requires=weir-attach@db.service  0 2
+LABEL=db        /srv/db   ext4  x-systemd.requires=weir-attach@db.service  0 2
 /srv/vm1.qcow2  /mnt/vm1  weir  iops-total=2000,noatime                    0 0
 """
 MOUNTS = ("/srv/db", "/mnt/vm1")
@@ -49,6 +50,13 @@ WRITE = f"""
 """
 
 
+INSTALL_RULES = f"""
+    cat >/etc/udev/rules.d/61-weir.rules <<'RULES'
+{RULES}RULES
+    udevadm control --reload
+"""
+
+
 class Boot:
     """The case."""
 
@@ -57,7 +65,30 @@ class Boot:
 
     def cases(self):
         """Name and function."""
+        yield "attach --udev: links by which a file system is found", self.links
         yield "systemd: a mount on a device of weir's, over two reboots", self.reboots
+
+    def links(self):
+        """What is there once the device's name is printed, for each way that udev's rules may know."""
+        checks = []
+        self.guest.run(INSTALL_RULES)
+        for way in ("ublk", "nbd"):
+            label = f"on-{way}"
+            parts = self.guest.parts(
+                f"""
+                weir image create -q -f qcow2 /srv/{label}.qcow2 64M
+                device=$(weir attach --{way} /srv/{label}.qcow2)
+                mkfs.ext4 -q -L {label} $device
+                weir detach $device
+                part device
+                weir attach --udev --{way} /srv/{label}.qcow2 2>/dev/null
+                part link
+                readlink -f /dev/disk/by-label/{label} || ls -R /dev/disk
+                """,
+                f"weir detach --all; rm -f /srv/{label}.qcow2",
+            )
+            checks.append(contains(f"the label by {way}", parts["link"], parts["device"].strip()))
+        return checks
 
     def reboots(self):
         """What two file systems have after each."""
@@ -69,13 +100,14 @@ class Boot:
 {UNIT}UNIT
             cat >/etc/systemd/system/writes.service <<'UNIT'
 {SERVICE}UNIT
+{INSTALL_RULES}
             cat >/etc/fstab <<'FSTAB'
 {FSTAB}FSTAB
             printf '%s\\n' IMAGE=/srv/db.qcow2 'OPTIONS=--ublk=7 --iops-total 2000' >/etc/weir/attach/db.conf
             for image in db vm1; do
                 weir image create -q -f qcow2 /srv/$image.qcow2 256M
                 device=$(weir attach /srv/$image.qcow2)
-                mkfs.ext4 -q $device
+                mkfs.ext4 -q -L $image $device
                 weir detach $device
             done
             systemctl daemon-reload
