@@ -3,6 +3,11 @@
 
 use std::fs;
 
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
 use super::{FORMAT, GOES_ON, House, Stranger, between::Step, load};
 use crate::harness::{Client, MIB, Scratch, Serve, need, qemu_img, text};
 
@@ -41,9 +46,30 @@ fn a_disk_at_a_server_goes_over_between_two_of_its_connections() {
     }
 }
 
+/// Ended with this.
+struct Nbdkit {
+    process: Pid,
+    uri: String,
+}
+
+impl Nbdkit {
+    fn start(scratch: &Scratch, words: &[&str]) -> Self {
+        need("nbdkit");
+        let (at, pid) = (scratch.socket("nbdkit"), scratch.path("pid"));
+        Client::new("nbdkit").args(["-U", text(&at), "-P", text(&pid)]).args(words).succeeds();
+        let process = fs::read_to_string(pid).unwrap().trim().parse().expect("a number");
+        Self { process: Pid::from_raw(process), uri: format!("nbd+unix:///?socket={}", text(&at)) }
+    }
+}
+
+impl Drop for Nbdkit {
+    fn drop(&mut self) {
+        let _ = kill(self.process, Signal::SIGTERM);
+    }
+}
+
 #[test]
 fn a_server_that_promises_nothing_has_the_old_daemon_go_on() {
-    need("nbdkit");
     let (behind, scratch) = (Scratch::new(), Scratch::new());
     let back =
         Serve::new(&behind).args(["-f", "raw", "--name", "back"]).arg(behind.sparse("image", MIB)).start();
@@ -67,24 +93,17 @@ fn a_server_that_promises_nothing_has_the_old_daemon_go_on() {
             house.take_over(first).0.stop();
         }
     }
-    let (at, pid) = (scratch.socket("nbdkit"), scratch.path("pid"));
-    let words =
-        ["-U", text(&at), "-P", text(&pid), "--filter=multi-conn", "memory", "1M", "multi-conn-mode=disable"];
-    Client::new("nbdkit").args(words).succeeds();
-    let server = format!("nbd+unix:///?socket={}", text(&at));
-    let house = House::new(scratch, &[&server, "--name", "disk", "-f", "raw"]);
+    let server = Nbdkit::start(&scratch, &["--filter=multi-conn", "memory", "1M", "multi-conn-mode=disable"]);
+    let house = House::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
     let first = house.serve().start();
     let said = house.newcomer().fails();
     assert!(said.contains("only certain with CAN_MULTI_CONN"), "{said}");
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
     first.stop();
-    let nbdkit = fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(nbdkit), nix::sys::signal::Signal::SIGTERM).unwrap();
 }
 
 #[test]
 fn everybody_is_served_while_a_server_holds_a_flush() {
-    need("nbdkit");
     let scratch = Scratch::new();
     let (image, held) = (scratch.sparse("image", MIB), scratch.path("held"));
     // A flush waits until somebody opens the pipe to write, if there is one.
@@ -108,10 +127,8 @@ esac
         ),
     );
     fs::set_permissions(&plugin, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    let (at, pid) = (scratch.socket("nbdkit"), scratch.path("pid"));
-    Client::new("nbdkit").args(["-U", text(&at), "-P", text(&pid), "sh", text(&plugin)]).succeeds();
-    let server = format!("nbd+unix:///?socket={}", text(&at));
-    let house = House::new(scratch, &[&server, "--name", "disk", "-f", "raw"]);
+    let server = Nbdkit::start(&scratch, &["sh", text(&plugin)]);
+    let house = House::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
     let first = house.serve().start();
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)");
     nix::unistd::mkfifo(&held, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -129,24 +146,20 @@ esac
     });
     first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
     house.take_over(first).0.stop();
-    let nbdkit = fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(nbdkit), nix::sys::signal::Signal::SIGTERM).unwrap();
 }
 
 #[test]
 fn an_image_that_cannot_be_read_after_a_failed_takeover_is_read_once_it_can_be() {
-    need("nbdkit");
     let scratch = Scratch::new();
     let image = scratch.path("image");
     qemu_img(["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
     // No export grows by being written to.
     fs::File::options().write(true).open(&image).unwrap().set_len(4 * MIB).unwrap();
-    let (at, pid, bad) = (scratch.socket("nbdkit"), scratch.path("pid"), scratch.path("bad"));
-    let nbdkit = Client::new("nbdkit").args(["-U", text(&at), "-P", text(&pid), "--filter=error", "file"]);
-    let fails = ["error-pread=EIO", "error-pread-rate=100%"];
-    nbdkit.arg(&image).args(fails).arg(format!("error-file={}", text(&bad))).succeeds();
-    let server = format!("nbd+unix:///?socket={}", text(&at));
-    let house = House::new(scratch, &[&server, "--name", "disk", "-f", "qcow2"]);
+    let bad = scratch.path("bad");
+    let while_bad = format!("error-file={}", text(&bad));
+    let fails = ["error-pread=EIO", "error-pread-rate=100%", &while_bad];
+    let server = Nbdkit::start(&scratch, &[&["--filter=error", "file", text(&image)], &fails[..]].concat());
+    let house = House::new(scratch, &[&server.uri, "--name", "disk", "-f", "qcow2"]);
     let first = house.serve().start();
     first.nbdsh("disk", "h.pwrite(b'x' * 65536, 0)");
     let mut stranger = Stranger::ask(&house.control(), FORMAT).expect("it may");
@@ -165,6 +178,4 @@ fn an_image_that_cannot_be_read_after_a_failed_takeover_is_read_once_it_can_be()
     let (second, _) = house.take_over(first);
     second.nbdsh("disk", read);
     second.stop();
-    let nbdkit = fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(nbdkit), nix::sys::signal::Signal::SIGTERM).unwrap();
 }
