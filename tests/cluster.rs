@@ -384,6 +384,23 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     drop(etcd);
 }
 
+/// Each host has its safe share as soon as it is there, so it must not be more than all can have.
+#[test]
+fn a_host_more_than_the_safe_share_is_enough_for_makes_it_less() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let mut hosts = vec![Host::start("a", &etcd)];
+    until("it leads", || leader_of(&hosts[0]).is_some());
+    let limits = ["--iops-total", "1000", "--hosts", "1", "--safe-share", "60%"];
+    hosts[0].run(&[&["throttle", "gold", "--cluster"], &limits[..]].concat()).succeeds();
+    until("it holds", || hosts[0].part() <= 1000);
+    hosts.push(Host::start("b", &etcd));
+    hosts[0].weir().wait_for_log("the safe share was too much for so many hosts");
+    let safe = |host: &Host| host.cluster()["groups"][0]["safe-share-ppm"].as_u64();
+    until("it is known", || hosts.iter().all(|host| safe(host) == Some(300_000)));
+    until("it holds on both", || sum(&hosts) <= 1000);
+}
+
 #[test]
 fn what_etcd_has_lost_or_others_wrote_is_written_again() {
     let scratch = Scratch::new();
@@ -431,6 +448,7 @@ fn what_etcd_has_lost_or_others_wrote_is_written_again() {
         hosts[1].again();
         assert!(hosts[1].part() <= 1600);
         if is_away {
+            hosts[1].weir.as_ref().unwrap().wait_for_log("apart from cluster");
             etcd.start_again();
         }
     }

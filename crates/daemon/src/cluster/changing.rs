@@ -70,14 +70,12 @@ pub(super) fn shown(known: &Known, name: &String, group: &Group) -> Value {
 
 fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) -> Result<Group, String> {
     let name = &change.group;
-    let mut limits = match before {
+    let limits = match before {
         Some(group) => *group.spec()?.limits(),
         None => Limits::default(),
     };
-    for (setting, value) in &change.limits {
-        limits.set(*setting, *value).map_err(|invalid| format!("{}: {}", setting.name(), invalid.rule))?;
-    }
-    limits.validate().map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
+    let limits = limits.changed(&change.limits);
+    let limits = limits.map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
     let number = before.map_or(0, |group| group.number);
     let number = number.checked_add(1).ok_or_else(|| format!("group {name}: it was changed too often"))?;
     let hosts = change.hosts.or(before.map(|group| group.hosts)).unwrap_or(FIRST_HOSTS);
@@ -155,6 +153,17 @@ mod tests {
         assert_eq!(second.limits, first.limits);
         let third = next(Some(&second), &of(&[(IOPS, 0)]), None).unwrap();
         assert!(third.limits.is_empty());
+        let [burst, length] =
+            [Part::BurstRate, Part::BurstLength].map(|part| Setting::Limit(LimitKind::IopsTotal, part));
+        let bursting = next(Some(&second), &of(&[(burst, 20_000), (length, 5)]), None).unwrap();
+        for gone in [burst, IOPS] {
+            // As on one host: what has no meaning without it goes along.
+            let without = next(Some(&bursting), &of(&[(gone, 0)]), None).unwrap();
+            assert_eq!(
+                without.limits,
+                if gone == IOPS { third.limits.clone() } else { second.limits.clone() }
+            );
+        }
         let share = |ppm| Change { safe_share_ppm: Some(ppm), ..of(&[]) };
         let fourth = next(Some(&second), &share(Some(700)), None).unwrap();
         assert_eq!(fourth.safe_share_ppm, Some(700));

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use policy::{
-    cluster::{Action, Leader, MAX_HOSTS, Term},
+    cluster::{Action, Leader, Term},
     time::Instant,
 };
 
@@ -18,7 +18,7 @@ use super::{
     known::Known,
     outside::{draw, now},
     stored::Stored,
-    values::{self, Grants, Group, Report, Reports},
+    values::{self, Grants, Report, Reports},
     watching::{Watching, forward},
 };
 
@@ -246,28 +246,29 @@ impl Leading {
             self.leaders.iter().filter(|(_, leader)| leader.is_crowded()).map(|(name, _)| name.clone());
         for name in crowded.collect::<Vec<_>>() {
             let Some(Stored { group, changed, .. }) = known.groups.get(&name) else { continue };
-            let more = Group {
-                hosts: group.hosts.saturating_mul(2).min(MAX_HOSTS),
-                number: group.number.saturating_add(1),
-                nonce: draw() as u32,
-                ..group.clone()
-            };
-            if group.hosts == MAX_HOSTS || more.spec().is_err() {
-                if self.too_many.insert(name.clone()) {
-                    tracing::error!(
-                        group = %name,
-                        hosts = group.hosts,
-                        "more hosts take part than the limits were made for, and they cannot be divided among more: by as many safe shares they may be exceeded (raise the limit or lower --safe-share, and set --hosts)"
-                    );
+            let more = match group.for_more_hosts(draw() as u32) {
+                Ok(more) => more,
+                Err(why) => {
+                    if self.too_many.insert(name.clone()) {
+                        tracing::error!(
+                            group = %name,
+                            hosts = group.hosts,
+                            "more hosts take part than the limits were made for, and they cannot be divided among more: {why}; by as many safe shares they may be exceeded (raise the limit)"
+                        );
+                    }
+                    continue;
                 }
-                continue;
-            }
+            };
             let key = self.keys.key(Key::Group(&name));
             let mut compare = self.fence().to_vec();
             compare.push(Compare::Changed(key.clone(), *changed));
             let done = etcd.transact(&compare, &[Operation::put(&key, &values::write(&more), None)]).await?;
             if done.held {
                 tracing::info!(group = %name, hosts = more.hosts, "the limits are divided among more hosts");
+                if more.safe_share_ppm != group.safe_share_ppm {
+                    let percent = more.safe_share_ppm.map(|ppm| f64::from(ppm) / 10_000.0);
+                    tracing::warn!(group = %name, percent, "the safe share was too much for so many hosts, and is less now");
+                }
             }
         }
         Ok(())

@@ -134,6 +134,8 @@ pub(crate) struct Cluster {
     /// What is promised here is being asked for.
     is_asking: Cell<bool>,
     is_connected: Cell<bool>,
+    /// It was told that this host is apart, and not since that it has joined.
+    is_told_apart: Cell<bool>,
     /// Why not.
     reason: RefCell<String>,
     leader: RefCell<Option<String>>,
@@ -257,6 +259,7 @@ impl Cluster {
             overpromised: RefCell::default(),
             is_asking: Cell::new(false),
             is_connected: Cell::new(false),
+            is_told_apart: Cell::new(false),
             reason: RefCell::new(reason),
             leader: RefCell::default(),
             offers: async_channel::bounded(MOST_QUEUED),
@@ -305,9 +308,10 @@ impl Cluster {
                     reactor::blocking(move || stored::save_without_limits(&file, [name])).await;
                 });
             }
+            let when = if reason.is_empty() { "has" } else { "had, when etcd could be asked last," };
             tracing::warn!(
                 group,
-                "the cluster has no limits for this group yet (`weir throttle {group} --cluster --iops-total N` sets them)"
+                "the cluster {when} no limits for this group yet (`weir throttle {group} --cluster --iops-total N` sets them)"
             );
         }
         Ok(spec)
@@ -433,13 +437,15 @@ impl Cluster {
         match turn {
             Some(Turn::Joined) if !self.is_connected.replace(true) => {
                 self.reason.borrow_mut().clear();
+                self.is_told_apart.set(false);
                 around.tell(&self.name, &self.host, None);
             }
             Some(Turn::Apart(why)) => {
                 // Each member may have another reason, and is asked again and again.
                 let before = self.reason.replace(why.clone());
-                let is_new = before.is_empty() || (why != before && why.contains("is taken"));
-                if self.is_connected.replace(false) || is_new {
+                let is_new = why != before && why.contains("is taken");
+                self.is_connected.set(false);
+                if !self.is_told_apart.replace(true) || is_new {
                     around.tell(&self.name, &self.host, Some(&why));
                 }
             }

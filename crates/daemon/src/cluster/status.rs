@@ -97,7 +97,7 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> V
                 "demand": wants(report),
                 "waiting-ns": report.waiting_ns(),
                 "weight": report.weight(),
-                "in-force": sum(report),
+                "in-force": in_force(report, hosts.contains_key(host)),
                 "safe-share": by_kind(report.safe),
                 "granted": by_kind(granted.unwrap_or_default()),
                 "promised": promises(promised.copied().unwrap_or_default()),
@@ -158,8 +158,11 @@ fn by_kind(numbers: policy::cluster::ByKind) -> Value {
     Value::Object(known.map(|kind| (name(kind), json!(numbers[kind.index()]))).collect::<Map<_, _>>())
 }
 
-fn sum(report: &Report) -> Value {
-    by_kind(LimitKind::ALL.map(|kind| report.leased[kind.index()].saturating_add(report.safe[kind.index()])))
+/// What a host may use. One that has gone, or is cut off, has no lease any more: those end long
+/// before its name does.
+fn in_force(report: &Report, is_there: bool) -> Value {
+    let leased = |kind: LimitKind| if is_there { report.leased[kind.index()] } else { 0 };
+    by_kind(LimitKind::ALL.map(|kind| leased(kind).saturating_add(report.safe[kind.index()])))
 }
 
 /// `"all"` where it would take all there is.

@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use policy::{
-    cluster::{self, ByKind, Spec, Term, Usage},
+    cluster::{self, ByKind, MAX_HOSTS, Spec, Term, Usage},
     throttle::{Limits, Setting},
 };
 use serde::{
@@ -110,6 +110,24 @@ impl Group {
             .filter(|setting| limits.get(*setting) != Limits::default().get(*setting));
         let limits = set.map(|setting| (setting.name().to_owned(), limits.get(setting))).collect();
         Self { number, nonce, limits, hosts, safe_share_ppm }
+    }
+
+    /// The same for twice as many hosts. A safe share that is too much for so many is less then:
+    /// all of them together are what they were.
+    ///
+    /// # Errors
+    /// If it cannot be divided among so many.
+    pub(super) fn for_more_hosts(&self, nonce: u32) -> Result<Self, String> {
+        let hosts = self.hosts.saturating_mul(2).min(MAX_HOSTS);
+        let mut more = Self { hosts, number: self.number.saturating_add(1), nonce, ..self.clone() };
+        if hosts == self.hosts {
+            return Err(format!("{MAX_HOSTS} hosts are the most"));
+        }
+        if more.spec().is_err() {
+            let less = |ppm| u64::from(ppm) * u64::from(self.hosts) / u64::from(hosts);
+            more.safe_share_ppm = self.safe_share_ppm.map(|ppm| less(ppm).max(1) as u32);
+        }
+        more.spec().map(|_| more)
     }
 
     /// The same as policy has it.
@@ -308,6 +326,20 @@ mod tests {
         for garbage in ["", "{}", "[]", "\u{0}", "{\"version\":1}", "{\"version\":\"1\"}"] {
             assert!(read::<Group>(garbage.as_bytes()).is_err(), "{garbage}");
         }
+    }
+
+    #[test]
+    fn more_hosts_have_no_more_without_etcd_than_there_is() {
+        let more = |hosts, safe_share_ppm| {
+            let more = Group::of(&limits(1000), hosts, safe_share_ppm, 3, 7).for_more_hosts(8);
+            more.map(|more| (more.hosts, more.safe_share_ppm, more.number, more.nonce))
+        };
+        assert_eq!(more(16, None), Ok((32, None, 4, 8)));
+        assert_eq!(more(16, Some(5000)), Ok((32, Some(5000), 4, 8)), "it fits");
+        assert_eq!(more(3, Some(300_000)), Ok((6, Some(150_000), 4, 8)));
+        assert_eq!(more(1, Some(1_000_000)), Ok((2, Some(500_000), 4, 8)));
+        assert!(more(600, Some(10)).unwrap_err().contains("1000 is too low"));
+        assert!(more(MAX_HOSTS, None).is_err());
     }
 
     #[test]

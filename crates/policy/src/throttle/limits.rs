@@ -222,6 +222,41 @@ impl Limits {
         Ok(())
     }
 
+    /// These, with other settings in the order given, and without what has no meaning any more: a
+    /// limit's burst goes with the limit, a burst's length with the burst, the size of an operation
+    /// with the last limit on operations; unless they are given too.
+    ///
+    /// # Errors
+    /// The first broken [`Rule`].
+    pub fn changed(mut self, given: &[(Setting, u64)]) -> Result<Self, Invalid> {
+        for &(setting, value) in given {
+            self.set(setting, value)?;
+        }
+        self.take_along(|setting| given.iter().any(|(given, _)| *given == setting));
+        self.validate()?;
+        Ok(self)
+    }
+
+    fn take_along(&mut self, is_given: impl Fn(Setting) -> bool) {
+        let gone = |limits: &Self, setting| is_given(setting) && limits.get(setting) == 0;
+        for kind in LimitKind::ALL {
+            let [rate, burst, length] = [Rate, BurstRate, BurstLength].map(|part| Of(kind, part));
+            let without_rate = gone(self, rate);
+            if (without_rate || gone(self, burst)) && !is_given(length) {
+                self.limit_mut(kind).burst_length_s = 1;
+            }
+            if without_rate && !is_given(burst) {
+                self.limit_mut(kind).burst_rate = 0;
+            }
+        }
+        let rates = [IopsTotal, IopsRead, IopsWrite].map(|kind| Of(kind, Rate));
+        let is_last =
+            rates.iter().any(|&rate| gone(self, rate)) && rates.iter().all(|&rate| self.get(rate) == 0);
+        if is_last && !is_given(IopsSize) {
+            self.iops_size = 0;
+        }
+    }
+
     /// Whether no limit is set, so that every request passes at once.
     pub fn is_unlimited(&self) -> bool {
         self.limits.iter().all(|limit| limit.rate == 0)

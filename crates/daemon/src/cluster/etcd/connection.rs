@@ -162,7 +162,7 @@ impl Connection {
                                 said.host
                             ),
                             None => format!(
-                                "etcd {said}: TLS: {error} (mend certificates of [cluster], or etcd's)"
+                                "etcd {said}: TLS: {error} (mend certificates of [cluster], or etcd's; a member that has none has an address with http://)"
                             ),
                         }),
                     });

@@ -90,38 +90,9 @@ impl LimitChanges {
     }
 
     /// Errors: the first broken rule, with the argument to blame where it is one.
-    pub(super) fn apply_to(&self, mut limits: Limits) -> Result<Limits, Error> {
-        for (setting, value, _) in &self.given {
-            limits.set(*setting, *value).map_err(|invalid| self.refuse(&invalid))?;
-        }
-        self.take_along(&mut limits);
-        limits.validate().map_err(|invalid| self.refuse(&invalid))?;
-        Ok(limits)
-    }
-
-    /// Takes away what has no meaning without what was taken away, unless it was given too: a
-    /// limit's burst, a burst's length, the size of an operation.
-    fn take_along(&self, limits: &mut Limits) {
-        let gone = |setting| self.contains(setting) && limits.get(setting) == 0;
-        let mut along = Vec::new();
-        for kind in LimitKind::ALL {
-            let [rate, burst, length] =
-                [Part::Rate, Part::BurstRate, Part::BurstLength].map(|part| Setting::Limit(kind, part));
-            if gone(rate) {
-                along.push((burst, 0));
-            }
-            if gone(rate) || gone(burst) {
-                along.push((length, 1));
-            }
-        }
-        let iops = [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite];
-        let rates = iops.map(|kind| Setting::Limit(kind, Part::Rate));
-        if rates.into_iter().any(gone) && rates.iter().all(|&rate| limits.get(rate) == 0) {
-            along.push((Setting::IopsSize, 0));
-        }
-        for (setting, value) in along.into_iter().filter(|(setting, _)| !self.contains(*setting)) {
-            limits.set(setting, value).expect("none is what every limit may have");
-        }
+    pub(super) fn apply_to(&self, limits: Limits) -> Result<Limits, Error> {
+        let given: Vec<_> = self.values().collect();
+        limits.changed(&given).map_err(|invalid| self.refuse(&invalid))
     }
 
     fn refuse(&self, invalid: &Invalid) -> Error {
