@@ -433,6 +433,29 @@ fn without_a_file_there_is_nothing_to_reload() {
 }
 
 #[test]
+fn all_mistakes_of_a_file_are_told_at_once() {
+    let scratch = Scratch::new();
+    let text_of = "[disk.a]\nimage = \"memory:1M\"\ncahce = \"none\"\ngroup = \"gold\"\n\n\
+                   [group.gold]\niops-total = \"1K\"\nwatermark = 101\n\n[daemon]\nworkers = 0\n";
+    let file = scratch.file("weir.toml", text_of);
+    let expect = [
+        "3: disk.a.cahce: unknown key (did you mean \"cache\"?)",
+        "7: group.gold.iops-total = \"1K\": is not a plain number; a count takes no suffix and no fraction (write 1000)",
+        "8: group.gold.watermark = 101: is out of range; a watermark is from 0 to 100 percent",
+        "11: daemon.workers = 0: is out of range; it is from 1 to 256",
+    ];
+    let expect: String = expect.map(|wrong| format!("weir: {}:{wrong}\n", text(&file))).concat();
+    for check in [&["check-config", text(&file)][..], &["serve", "--check", "--config", text(&file)]] {
+        let outcome = weir(check).run();
+        assert_eq!((outcome.code(), outcome.said()), (1, expect.clone()));
+    }
+    // A start stops at the first.
+    let first = expect.lines().next().unwrap();
+    let outcome = weir(&["serve", "--config", text(&file)]).run();
+    assert_eq!((outcome.code(), outcome.said().trim_end()), (1, first));
+}
+
+#[test]
 fn a_config_is_checked_while_it_is_served() {
     let scratch = Scratch::new();
     scratch.sparse("a.raw", MIB);

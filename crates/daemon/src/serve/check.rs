@@ -2,7 +2,7 @@
 //! it.
 //!
 //! ```text
-//!   the file      as every start reads it: the first mistake ends it
+//!   the file      as every start reads it: all that is wrong is told, and ends it
 //!   the machine   images, passphrases, keys, sockets' directories, devices: all that is wrong is told
 //! ```
 //!
@@ -20,7 +20,7 @@ use clap::Args;
 use console::{Failure, complain, logging, on_reactor, print};
 use nix::unistd::{AccessFlags, access};
 use settings::{
-    Address, Door, Draft, Endpoint, Place, Plan, Said, SecretSource, Service, Standard,
+    Address, Door, Draft, Endpoint, Mistakes, Place, Plan, Said, SecretSource, Service, Standard, Wrong,
     control::ControlSocket,
 };
 
@@ -63,15 +63,29 @@ pub struct CheckArgs {
 /// Tells what would keep a daemon with this config file from serving.
 ///
 /// # Errors
-/// [`Failure::Failed`] with the file's first mistake; [`Failure::Found`] once others are told.
+/// [`Failure::Found`] once all is told that is wrong.
 pub fn check_config(arguments: CheckArgs) -> Result<(), Failure> {
-    let draft = settings::config::load(&arguments.config)?;
-    let plan = Plan::new(draft.clone(), 0)?;
-    check(draft, plan, Others::MayHave, &arguments.config.display().to_string())
+    let mistakes = Mistakes::default();
+    let draft = settings::config::load_telling(&arguments.config, &mistakes);
+    let name = arguments.config.display().to_string();
+    let plan = Plan::judged(draft.clone(), 0, mistakes);
+    check(draft, plan, Others::MayHave, &name)
 }
 
-/// The same for what was said in any way, by a name for it.
-pub(super) fn check(draft: Draft, plan: Plan, others: Others, name: &str) -> Result<(), Failure> {
+/// The same for what was said in any way, by a name for it, and what it comes to.
+pub(super) fn check(
+    draft: Draft,
+    plan: Result<Plan, Vec<Wrong>>,
+    others: Others,
+    name: &str,
+) -> Result<(), Failure> {
+    let plan = match plan {
+        Ok(plan) => plan,
+        Err(all) => {
+            all.into_iter().for_each(|wrong| complain(&wrong.into()));
+            return Err(Failure::Found(1));
+        }
+    };
     logging::start(&plan.service.log);
     memory::set_aside(&plan.service)?;
     let sum = sum(&plan);
