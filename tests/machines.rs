@@ -479,6 +479,8 @@ fn a_limit_that_holds_no_machine_is_told_of_with_what_is_enough() {
             "fewer queues",
         ],
     );
+    let checked = serve("200").where_said().arg("--check").fails();
+    assert_says(&checked, &["descriptors: 217 are set aside for virtual machines with 200 queues"]);
     let enough = said.split_once("it needs ").and_then(|(_, rest)| rest.split(' ').next());
     serve(enough.expect("a number")).start().stop();
     let said = serve("9").fails();

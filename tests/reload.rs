@@ -3,7 +3,10 @@
 use std::{
     fs,
     net::TcpListener,
-    os::unix::net::{UnixDatagram, UnixListener},
+    os::unix::{
+        fs::{FileExt as _, symlink},
+        net::{UnixDatagram, UnixListener},
+    },
     path::PathBuf,
 };
 
@@ -14,7 +17,7 @@ use crate::{
     harness::{
         Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, Wire, assert_says,
         operator::{self, fails, find, prints, prints_json, serve, socket, status},
-        text, weir,
+        text, weir, weir_image,
     },
     machines::{features, front_end},
 };
@@ -453,6 +456,66 @@ fn all_mistakes_of_a_file_are_told_at_once() {
     let first = expect.lines().next().unwrap();
     let outcome = weir(&["serve", "--config", text(&file)]).run();
     assert_eq!((outcome.code(), outcome.said().trim_end()), (1, first));
+}
+
+#[test]
+fn a_check_finds_whom_a_start_would_refuse_an_image() {
+    let scratch = Scratch::new();
+    scratch.sparse("a.raw", MIB);
+    fs::hard_link(scratch.path("a.raw"), scratch.path("hard.raw")).unwrap();
+    symlink("a.raw", scratch.path("soft.raw")).unwrap();
+    let marked = |name: &str, mark: u8| {
+        let image = scratch.path(name);
+        weir_image(&["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
+        // "incompatible features" of docs/interop/qcow2.rst, the last of its eight bytes.
+        let file = fs::OpenOptions::new().write(true).open(&image).unwrap();
+        file.write_all_at(&[mark], 79).unwrap();
+    };
+    marked("corrupt.qcow2", 2);
+    marked("dirty.qcow2", 1);
+    let over = scratch.path("over.qcow2");
+    weir_image(&["create", "-q", "-f", "qcow2", "-b", "a.raw", "-F", "raw", text(&over)]).succeeds();
+    let disk = |name: &str, image: &str, more: &str| {
+        let format = if image.ends_with("raw") { "raw" } else { "qcow2" };
+        format!("[disk.{name}]\nimage = \"{image}\"\nformat = \"{format}\"\n{more}\n")
+    };
+    let file = scratch.path("weir.toml");
+    let write = |disks: &[String]| {
+        fs::write(&file, format!("[daemon]\nnbd = \"unix:nbd\"\ncontrol = false\n{}", disks.concat()))
+            .unwrap();
+    };
+    let checks = [&["check-config"][..], &["serve", "--check", "--config"]];
+    let a = || disk("a", "a.raw", "");
+    for (first, second, why) in [
+        (a(), ("hard.raw", ""), "hard.raw: the disk \"a\" has it (export one disk twice"),
+        (a(), ("soft.raw", ""), "soft.raw: the disk \"a\" has it ("),
+        (a(), ("hard.raw", "read-only = true"), "hard.raw: the disk \"a\" has it ("),
+        (a(), ("over.qcow2", ""), "a.raw: the disk \"a\" has it ("),
+        (disk("over", "over.qcow2", ""), ("a.raw", ""), "a.raw: the disk \"over\" has it ("),
+        (a(), ("corrupt.qcow2", ""), "corrupt.qcow2: is marked corrupt (`weir image check --repair`"),
+    ] {
+        write(&[first, disk("b", second.0, second.1)]);
+        let started = Serve::new(&scratch).where_said().arg("--config").arg(&file).fails();
+        let started = started.lines().last().and_then(|line| line.strip_prefix("weir: ")).unwrap_or_default();
+        assert_says(started, &[why]);
+        let place = format!("weir: {}:9: disk.b.image = \"{}\": ", text(&file), second.0);
+        for check in checks {
+            let outcome = weir(check).arg(&file).run();
+            assert_eq!((outcome.code(), outcome.said()), (1, format!("{place}{started}\n")));
+        }
+    }
+    // What a start opens is right.
+    for disks in [
+        [disk("a", "a.raw", "read-only = true"), disk("b", "soft.raw", "read-only = true")],
+        [disk("a", "over.qcow2", ""), disk("b", "hard.raw", "read-only = true")],
+        [disk("a", "corrupt.qcow2", "read-only = true"), disk("b", "dirty.qcow2", "")],
+    ] {
+        write(&disks);
+        for check in checks {
+            weir(check).arg(&file).succeeds();
+        }
+        Serve::new(&scratch).where_said().arg("--config").arg(&file).start().stop();
+    }
 }
 
 #[test]

@@ -162,7 +162,7 @@ fn places(draft: &Draft, inherited: usize, mistakes: &Mistakes) -> Option<(Vec<S
     }
     check_clients(draft, &servers, mistakes);
     let told = [&draft.service.metrics, &draft.service.http];
-    check_sockets(&servers, &doors, &draft.service.qmp, told.into_iter().flatten(), mistakes);
+    check_sockets(&servers, &doors, &draft.service, told.into_iter().flatten(), mistakes);
     Some((servers, doors))
 }
 
@@ -581,18 +581,30 @@ fn socket_of(server: &Server) -> Option<PathBuf> {
 fn check_sockets<'a>(
     servers: &[Server],
     doors: &[DoorExport],
-    control: &[Said<PathBuf>],
+    service: &ServiceDraft,
     told: impl Iterator<Item = &'a Said<Address>> + Clone,
     mistakes: &Mistakes,
 ) {
     let doors = doors.iter().filter_map(|export| export.door.path()).map(|path| spelled_out(&path));
     let exports: HashSet<PathBuf> = servers.iter().filter_map(socket_of).chain(doors).collect();
     const RULE: &str = "disks are exported at this socket (use another)";
+    let control = &service.qmp;
     for said in control.iter().filter(|said| exports.contains(&spelled_out(&said.value))) {
         mistakes.tell(said.wrong(RULE));
     }
     if let Some(again) = repeated(told.clone()) {
         mistakes.tell(again.wrong("both metrics and http are to be there (use another)"));
+    }
+    if let Some(said) = &service.pid_file {
+        let path = spelled_out(&said.value);
+        let is_it = |socket: &Path| spelled_out(socket) == path;
+        let of_told = |said: &Said<Address>| matches!(&said.value, Address::Unix(path) if is_it(path));
+        if exports.contains(&path)
+            || control.iter().any(|said| is_it(&said.value))
+            || told.clone().any(of_told)
+        {
+            mistakes.tell(said.wrong("a socket is to be there (choose another file)"));
+        }
     }
     for said in told {
         match &said.value {

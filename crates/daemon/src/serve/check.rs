@@ -17,7 +17,7 @@ use std::{fs, path::Path, rc::Rc};
 use anyhow::{Context as _, anyhow};
 use block::storage::{self, rate::Budgets};
 use clap::Args;
-use console::{Failure, complain, logging, on_reactor, print};
+use console::{Failure, complain, descriptors, logging, on_reactor, print};
 use nix::unistd::{AccessFlags, access};
 use settings::{
     Address, Door, Draft, Endpoint, Mistakes, Place, Plan, Said, SecretSource, Service, Standard, Wrong,
@@ -31,7 +31,7 @@ use crate::{
         assemble::{self, Assembly},
         bitmaps, doors,
         inventory::Inventory,
-        recording,
+        looking, recording,
     },
     http::Token,
     listen::{self, Others},
@@ -87,6 +87,7 @@ pub(super) fn check(
         }
     };
     logging::start(&plan.service.log);
+    descriptors::raise_limit();
     memory::set_aside(&plan.service)?;
     let sum = sum(&plan);
     let found = on_reactor(async move { Ok(wrong(&draft, &plan, others).await) })?;
@@ -130,6 +131,7 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others) -> Vec<anyhow::Error>
     found.extend(assemble::credentials(&plan.service.tls).err().map(|error| at(keys, error)));
     let said = sandbox::check(plan).err();
     found.extend(said.map(|error| at(service.user.as_ref().map(|said| &said.place), error)));
+    found.extend(sandbox::check_room(plan).err());
     sockets(draft, plan, others, &mut found);
     let doors = draft.disks.iter().flat_map(|disk| &disk.doors);
     found.extend(doors.filter_map(|said| Some(at(Some(&said.place), device(&said.value).err()?))));
@@ -187,6 +189,7 @@ async fn images(
     let place = draft.service.image_root.as_ref().map(|said| &said.place);
     let root = root.map_err(|error| at(place, error))?;
     let mut assembly = Assembly::new(root, Budgets::default());
+    let mut files = looking::Files::default();
     for (index, (planned, said)) in plan.disks.iter().zip(&draft.disks).enumerate() {
         let place = || said.image.place.to_string();
         if let Some(path) = planned.image.path().filter(|path| path.exists() && !planned.read_only) {
@@ -198,15 +201,13 @@ async fn images(
         if !planned.qcow2.secrets.iter().all(is_kept) {
             continue;
         }
-        let looked = settings::Disk {
-            read_only: true,
-            force_share: planned.image.path().is_some(),
-            handover: false,
-            ..planned.clone()
-        };
+        let looked = looking::alone(planned);
         let group = planned.group.and_then(|index| groups.get(index));
         let opened = async {
-            let running = assemble::disk(&looked, group, assembly.open(&looked).await?)?;
+            let image = assembly.open(&looked).await?;
+            looking::check_marks(planned, &image)?;
+            files.take(planned, &image)?;
+            let running = assemble::disk(&looked, group, image)?;
             bitmaps::of_image(&running, &planned.qcow2.bitmaps).await?;
             for export in plan.doors.iter().filter(|export| export.disk == index) {
                 doors::check_size(&running.disk, &export.door)?;

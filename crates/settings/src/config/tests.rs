@@ -531,6 +531,10 @@ fn what_listens_says_what_and_where() {
         &daemon_with("qmp = \"unix:a\"\nnbd = \"unix:a\""),
         "weir.toml:2: daemon.qmp = \"unix:a\": disks are exported at this socket (use another)",
     );
+    for line in ["nbd", "qmp", "metrics", "http"] {
+        let both = format!("{line} = \"unix:/etc/weir/./a\"\npid-file = \"a\"");
+        check_daemon(&both, "a socket is to be there (choose another file)");
+    }
     check_daemon("metrics = \"unix:\"", "has no path; write unix:PATH");
     check(
         &daemon_with("metrics = \"unix:a\"\nnbd = \"unix:a\""),
