@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 use crate::{
     harness::{
-        Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, Wire, assert_says,
+        Client, DEADLINE, MIB, Outcome, Qmp, Scratch, Serve, Weir, Wire, assert_says,
         operator::{self, fails, find, prints, prints_json, serve, socket, status},
         text, weir, weir_image,
     },
@@ -67,10 +67,20 @@ impl Party {
         find(&status(&self.scratch, "0"), list, name)[key].clone()
     }
 
+    /// It is refused, and said so before it is done.
     #[track_caller]
     fn refuses(&self, disks: &str, said: &[&str]) {
+        self.refuses_in_the_end(disks, said);
+        assert_says(&fails(&self.scratch, &["reload", "--dry-run"]), said);
+    }
+
+    /// What only the deed shows.
+    #[track_caller]
+    fn refuses_in_the_end(&self, disks: &str, said: &[&str]) {
         let before = steady(status(&self.scratch, "0"));
         self.write(disks);
+        let _ = weir(&["reload", "--dry-run", "--qmp", &socket(&self.scratch)]).run();
+        assert_eq!(steady(status(&self.scratch, "0")), before, "nothing was to change");
         assert_says(&fails(&self.scratch, &["reload"]), said);
         assert_eq!(steady(status(&self.scratch, "0")), before, "nothing has changed");
     }
@@ -101,6 +111,7 @@ fn the_difference_is_applied_as_one_change() {
     let party = Party::new(BEFORE);
     let uri = format!("nbd+unix:///a?socket={}", text(&party.scratch.socket("nbd")));
     let (mut wire, _) = Wire::go(&party.scratch.socket("nbd"), "a");
+    assert_eq!(prints(&party.scratch, &["reload", "--dry-run"]), "nothing would change\n");
     assert_eq!(prints(&party.scratch, &["reload"]), "nothing has changed\n");
     // Promises change hands, which is too much one after the other; b goes and c comes, with an
     // image of its own; a limit of a's own; what was changed and not saved is taken back.
@@ -139,7 +150,11 @@ disk    a       iops-read: none → 50
 disk    a       iops-reservation: 600 → 300
 disk    c       added
 ";
+    let before = steady(status(&party.scratch, "0"));
+    let foreseen = prints(&party.scratch, &["reload", "--dry-run"]);
+    assert_eq!(steady(status(&party.scratch, "0")), before, "nothing was to change");
     let said = prints(&party.scratch, &["reload"]);
+    assert_eq!(foreseen, said);
     assert_says(&said, &expect.lines().collect::<Vec<_>>());
     assert_says(
         &said,
@@ -217,7 +232,12 @@ fn a_reload_leads_to_what_a_start_leads_to() {
         party.write(&disks);
         let at = format!("seed {seed}, round {round}: {disks}");
         let is_right = weir(&["check-config", text(&party.file)]).run().code() == 0;
-        let reloaded = weir(&["reload", "--qmp", &socket(&party.scratch)]).run();
+        let control = socket(&party.scratch);
+        let foreseen = weir(&["reload", "--dry-run", "--json", "--qmp", &control]).run();
+        assert_eq!(found(&party.scratch), before, "{at}: nothing was to change");
+        let reloaded = weir(&["reload", "--json", "--qmp", &control]).run();
+        let did = |outcome: &Outcome| (outcome.code(), outcome.printed(), outcome.said());
+        assert_eq!(did(&foreseen), did(&reloaded), "{at}");
         assert_eq!(reloaded.code() == 0, is_right, "{at}: {}", reloaded.said());
         if !is_right {
             assert_eq!(found(&party.scratch), before, "{at}: nothing has changed");
@@ -276,7 +296,7 @@ fn what_cannot_be_is_named_and_nothing_changes() {
     let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
     let _taken = UnixListener::bind(party.scratch.path("taken")).unwrap();
     let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"vhost-user-blk\", listen = \"unix:taken\" }]\n";
-    party.refuses(
+    party.refuses_in_the_end(
         &(line("iops-reservation = 400", "description = \"another\"") + door),
         &["weir.toml:21: disk.d.export[1].listen", "disk d: unix:", "taken: a socket is there already"],
     );
