@@ -13,8 +13,11 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::harness::{
-    Client, MIB, Qmp, Scratch, Serve, Weir, Wire, assert_says, need_root, operator, pattern, text,
+use crate::{
+    harness::{
+        Client, MIB, Qmp, Scratch, Serve, Weir, Wire, assert_says, need_root, operator, pattern, text,
+    },
+    machines::{features, front_end},
 };
 
 /// A daemon without disks, as a user who may open nothing of root's, and a client of its socket.
@@ -31,6 +34,44 @@ fn nobodys(scratch: &Scratch) -> (Weir, Qmp) {
         .start();
     let qmp = Qmp::negotiated(&scratch.socket("qmp"));
     (weir, qmp)
+}
+
+#[test]
+fn a_socket_that_was_left_open_is_had_by_its_number() {
+    // As whoever starts QEMU does: nothing says which descriptors there are.
+    const STARTER: &str = "
+import os, socket, sys
+bound = socket.socket(socket.AF_UNIX)
+bound.bind(sys.argv[1])
+os.dup2(bound.fileno(), 9)
+os.dup2(os.open('/dev/null', os.O_RDONLY), 10)
+os.execv(sys.argv[2], sys.argv[2:])
+";
+    let scratch = Scratch::new();
+    let socket = scratch.socket("bound");
+    let serve = |arguments: &[&str]| {
+        let _ = fs::remove_file(&socket);
+        let starter = ["python3", "-c", STARTER, text(&socket)];
+        Serve::new(&scratch).where_said().behind(starter).args(arguments)
+    };
+    let node = ["--blockdev", "null-co,node-name=a,size=1048576"];
+    let server = |number: &str| format!("addr.type=fd,addr.str={number}");
+    let export = ["--export", "nbd,id=e,node-name=a,name=a"];
+    let weir = serve(&[&node[..], &["--nbd-server", &server("9")], &export].concat()).start();
+    assert_eq!(Wire::go(&socket, "a").1, MIB);
+    weir.stop();
+    assert!(socket.exists(), "the socket is its maker's");
+    let machine = "vhost-user-blk,id=v,node-name=a,addr.type=fd,addr.str=9";
+    let weir = serve(&[&node[..], &["--export", machine]].concat()).start();
+    features(&mut front_end(&socket));
+    weir.stop();
+    let weir = serve(&["null:1M", "--name", "a", "--nbd", "fd:9"]).start();
+    assert_eq!(Wire::go(&socket, "a").1, MIB);
+    weir.stop();
+    for (number, why) in [("10", "fd:10: is no socket"), ("11", "fd:11: no such socket was passed")] {
+        let said = serve(&[&node[..], &["--nbd-server", &server(number)]].concat()).fails();
+        assert_says(&said, &["--nbd-server addr.type=fd", why]);
+    }
 }
 
 fn open(path: &Path, write: bool) -> File {

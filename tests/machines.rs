@@ -479,10 +479,33 @@ fn a_limit_that_holds_no_machine_is_told_of_with_what_is_enough() {
             "fewer queues",
         ],
     );
+    let checked = serve("200").where_said().arg("--check").fails();
+    assert_says(&checked, &["descriptors: 217 are set aside for virtual machines with 200 queues"]);
     let enough = said.split_once("it needs ").and_then(|(_, rest)| rest.split(' ').next());
     serve(enough.expect("a number")).start().stop();
     let said = serve("9").fails();
     assert_says(&said, &["a worker cannot be started: Too many open files", "LimitNOFILE="]);
+}
+
+#[test]
+fn who_takes_one_kind_of_socket_for_the_other_is_told_of() {
+    let scratch = Scratch::new();
+    let (machine, nbd) = (scratch.socket("machine"), scratch.socket("nbd"));
+    let at = |path: &Path| format!("unix:{}", text(path));
+    let weir = Serve::new(&scratch)
+        .where_said()
+        .args(["memory:1M", "--vhost-user-blk", &at(&machine), "--nbd", &at(&nbd)])
+        .start();
+    // A client of NBD waits until it is greeted.
+    let client = UnixStream::connect(&machine).expect("it listens");
+    let said = weir.wait_for_log("has said nothing for 10 s");
+    let process = format!("process={}", std::process::id());
+    assert_says(&said, &["is it an NBD client? This socket is for vhost-user-blk", &process]);
+    drop(client);
+    let mut front_end = front_end(&nbd);
+    front_end.write_all(&[1, 1, 0].map(u32::to_le_bytes).concat()).expect("it reads");
+    assert_says(&weir.wait_for_log("speaks vhost-user"), &["this socket is for NBD", "--vhost-user-blk"]);
+    weir.stop();
 }
 
 #[test]

@@ -3,7 +3,10 @@
 use std::{
     fs,
     net::TcpListener,
-    os::unix::net::{UnixDatagram, UnixListener},
+    os::unix::{
+        fs::{FileExt as _, symlink},
+        net::{UnixDatagram, UnixListener},
+    },
     path::PathBuf,
 };
 
@@ -12,9 +15,9 @@ use serde_json::{Value, json};
 
 use crate::{
     harness::{
-        Client, DEADLINE, MIB, Qmp, Scratch, Serve, Weir, Wire, assert_says,
+        Client, DEADLINE, MIB, Outcome, Qmp, Scratch, Serve, Weir, Wire, assert_says,
         operator::{self, fails, find, prints, prints_json, serve, socket, status},
-        text, weir,
+        text, weir, weir_image,
     },
     machines::{features, front_end},
 };
@@ -64,10 +67,20 @@ impl Party {
         find(&status(&self.scratch, "0"), list, name)[key].clone()
     }
 
+    /// It is refused, and said so before it is done.
     #[track_caller]
     fn refuses(&self, disks: &str, said: &[&str]) {
+        self.refuses_in_the_end(disks, said);
+        assert_says(&fails(&self.scratch, &["reload", "--dry-run"]), said);
+    }
+
+    /// What only the deed shows.
+    #[track_caller]
+    fn refuses_in_the_end(&self, disks: &str, said: &[&str]) {
         let before = steady(status(&self.scratch, "0"));
         self.write(disks);
+        let _ = weir(&["reload", "--dry-run", "--qmp", &socket(&self.scratch)]).run();
+        assert_eq!(steady(status(&self.scratch, "0")), before, "nothing was to change");
         assert_says(&fails(&self.scratch, &["reload"]), said);
         assert_eq!(steady(status(&self.scratch, "0")), before, "nothing has changed");
     }
@@ -98,6 +111,7 @@ fn the_difference_is_applied_as_one_change() {
     let party = Party::new(BEFORE);
     let uri = format!("nbd+unix:///a?socket={}", text(&party.scratch.socket("nbd")));
     let (mut wire, _) = Wire::go(&party.scratch.socket("nbd"), "a");
+    assert_eq!(prints(&party.scratch, &["reload", "--dry-run"]), "nothing would change\n");
     assert_eq!(prints(&party.scratch, &["reload"]), "nothing has changed\n");
     // Promises change hands, which is too much one after the other; b goes and c comes, with an
     // image of its own; a limit of a's own; what was changed and not saved is taken back.
@@ -136,7 +150,11 @@ disk    a       iops-read: none → 50
 disk    a       iops-reservation: 600 → 300
 disk    c       added
 ";
+    let before = steady(status(&party.scratch, "0"));
+    let foreseen = prints(&party.scratch, &["reload", "--dry-run"]);
+    assert_eq!(steady(status(&party.scratch, "0")), before, "nothing was to change");
     let said = prints(&party.scratch, &["reload"]);
+    assert_eq!(foreseen, said);
     assert_says(&said, &expect.lines().collect::<Vec<_>>());
     assert_says(
         &said,
@@ -214,7 +232,12 @@ fn a_reload_leads_to_what_a_start_leads_to() {
         party.write(&disks);
         let at = format!("seed {seed}, round {round}: {disks}");
         let is_right = weir(&["check-config", text(&party.file)]).run().code() == 0;
-        let reloaded = weir(&["reload", "--qmp", &socket(&party.scratch)]).run();
+        let control = socket(&party.scratch);
+        let foreseen = weir(&["reload", "--dry-run", "--json", "--qmp", &control]).run();
+        assert_eq!(found(&party.scratch), before, "{at}: nothing was to change");
+        let reloaded = weir(&["reload", "--json", "--qmp", &control]).run();
+        let did = |outcome: &Outcome| (outcome.code(), outcome.printed(), outcome.said());
+        assert_eq!(did(&foreseen), did(&reloaded), "{at}");
         assert_eq!(reloaded.code() == 0, is_right, "{at}: {}", reloaded.said());
         if !is_right {
             assert_eq!(found(&party.scratch), before, "{at}: nothing has changed");
@@ -273,7 +296,7 @@ fn what_cannot_be_is_named_and_nothing_changes() {
     let mut qmp = Qmp::negotiated(&party.scratch.socket("qmp"));
     let _taken = UnixListener::bind(party.scratch.path("taken")).unwrap();
     let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"vhost-user-blk\", listen = \"unix:taken\" }]\n";
-    party.refuses(
+    party.refuses_in_the_end(
         &(line("iops-reservation = 400", "description = \"another\"") + door),
         &["weir.toml:21: disk.d.export[1].listen", "disk d: unix:", "taken: a socket is there already"],
     );
@@ -430,6 +453,89 @@ fn without_a_file_there_is_nothing_to_reload() {
     let weir = operator::start(&scratch, &[]);
     assert_says(&fails(&scratch, &["reload"]), &["started without a config file", "--config FILE"]);
     weir.stop();
+}
+
+#[test]
+fn all_mistakes_of_a_file_are_told_at_once() {
+    let scratch = Scratch::new();
+    let text_of = "[disk.a]\nimage = \"memory:1M\"\ncahce = \"none\"\ngroup = \"gold\"\n\n\
+                   [group.gold]\niops-total = \"1K\"\nwatermark = 101\n\n[daemon]\nworkers = 0\n";
+    let file = scratch.file("weir.toml", text_of);
+    let expect = [
+        "3: disk.a.cahce: unknown key (did you mean \"cache\"?)",
+        "7: group.gold.iops-total = \"1K\": is not a plain number; a count takes no suffix and no fraction (write 1000)",
+        "8: group.gold.watermark = 101: is out of range; a watermark is from 0 to 100 percent",
+        "11: daemon.workers = 0: is out of range; it is from 1 to 256",
+    ];
+    let expect: String = expect.map(|wrong| format!("weir: {}:{wrong}\n", text(&file))).concat();
+    for check in [&["check-config", text(&file)][..], &["serve", "--check", "--config", text(&file)]] {
+        let outcome = weir(check).run();
+        assert_eq!((outcome.code(), outcome.said()), (1, expect.clone()));
+    }
+    // A start stops at the first.
+    let first = expect.lines().next().unwrap();
+    let outcome = weir(&["serve", "--config", text(&file)]).run();
+    assert_eq!((outcome.code(), outcome.said().trim_end()), (1, first));
+}
+
+#[test]
+fn a_check_finds_whom_a_start_would_refuse_an_image() {
+    let scratch = Scratch::new();
+    scratch.sparse("a.raw", MIB);
+    fs::hard_link(scratch.path("a.raw"), scratch.path("hard.raw")).unwrap();
+    symlink("a.raw", scratch.path("soft.raw")).unwrap();
+    let marked = |name: &str, mark: u8| {
+        let image = scratch.path(name);
+        weir_image(&["create", "-q", "-f", "qcow2", text(&image), "1M"]).succeeds();
+        // "incompatible features" of docs/interop/qcow2.rst, the last of its eight bytes.
+        let file = fs::OpenOptions::new().write(true).open(&image).unwrap();
+        file.write_all_at(&[mark], 79).unwrap();
+    };
+    marked("corrupt.qcow2", 2);
+    marked("dirty.qcow2", 1);
+    let over = scratch.path("over.qcow2");
+    weir_image(&["create", "-q", "-f", "qcow2", "-b", "a.raw", "-F", "raw", text(&over)]).succeeds();
+    let disk = |name: &str, image: &str, more: &str| {
+        let format = if image.ends_with("raw") { "raw" } else { "qcow2" };
+        format!("[disk.{name}]\nimage = \"{image}\"\nformat = \"{format}\"\n{more}\n")
+    };
+    let file = scratch.path("weir.toml");
+    let write = |disks: &[String]| {
+        fs::write(&file, format!("[daemon]\nnbd = \"unix:nbd\"\ncontrol = false\n{}", disks.concat()))
+            .unwrap();
+    };
+    let checks = [&["check-config"][..], &["serve", "--check", "--config"]];
+    let a = || disk("a", "a.raw", "");
+    for (first, second, why) in [
+        (a(), ("hard.raw", ""), "hard.raw: the disk \"a\" has it (export one disk twice"),
+        (a(), ("soft.raw", ""), "soft.raw: the disk \"a\" has it ("),
+        (a(), ("hard.raw", "read-only = true"), "hard.raw: the disk \"a\" has it ("),
+        (a(), ("over.qcow2", ""), "a.raw: the disk \"a\" has it ("),
+        (disk("over", "over.qcow2", ""), ("a.raw", ""), "a.raw: the disk \"over\" has it ("),
+        (a(), ("corrupt.qcow2", ""), "corrupt.qcow2: is marked corrupt (`weir image check --repair`"),
+    ] {
+        write(&[first, disk("b", second.0, second.1)]);
+        let started = Serve::new(&scratch).where_said().arg("--config").arg(&file).fails();
+        let started = started.lines().last().and_then(|line| line.strip_prefix("weir: ")).unwrap_or_default();
+        assert_says(started, &[why]);
+        let place = format!("weir: {}:9: disk.b.image = \"{}\": ", text(&file), second.0);
+        for check in checks {
+            let outcome = weir(check).arg(&file).run();
+            assert_eq!((outcome.code(), outcome.said()), (1, format!("{place}{started}\n")));
+        }
+    }
+    // What a start opens is right.
+    for disks in [
+        [disk("a", "a.raw", "read-only = true"), disk("b", "soft.raw", "read-only = true")],
+        [disk("a", "over.qcow2", ""), disk("b", "hard.raw", "read-only = true")],
+        [disk("a", "corrupt.qcow2", "read-only = true"), disk("b", "dirty.qcow2", "")],
+    ] {
+        write(&disks);
+        for check in checks {
+            weir(check).arg(&file).succeeds();
+        }
+        Serve::new(&scratch).where_said().arg("--config").arg(&file).start().stop();
+    }
 }
 
 #[test]

@@ -14,6 +14,7 @@ mod identity;
 mod remote;
 mod spoilt;
 mod unread;
+mod unsaved;
 
 use std::{
     fs,

@@ -1,5 +1,8 @@
 //! From a draft to a plan: every rule that ties one setting to another. Limits of a disk hold
 //! beside those of its group (docs/decisions/0006).
+//!
+//! Where a rule is broken, that is told, and the others are looked at too: all but those that would
+//! be broken only because of it.
 
 use std::{
     collections::{HashMap, HashSet, hash_map::Entry},
@@ -18,9 +21,9 @@ use block::{
 use policy::access::Access;
 
 use super::{
-    Address, Disk, DiskDraft, DoorExport, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings, Nbd,
-    Place, Plan, Said, Server, Service, ServiceDraft, Settings, SocketAccess, Standard, Tls, Wrong,
-    groups::Groups, http, promises,
+    Address, Disk, DiskDraft, DoorExport, Draft, Endpoint, Export, ExportDraft, GroupDraft, LogSettings,
+    Mistakes, Nbd, Place, Plan, Qcow2Settings, Said, Server, Service, ServiceDraft, Settings, SocketAccess,
+    Standard, Tls, Wrong, groups::Groups, http, promises,
 };
 
 /// Threads by default, at most: past them a disk's own queue is what limits.
@@ -43,13 +46,22 @@ impl Plan {
     /// # Errors
     /// The first rule that is broken.
     pub fn new(draft: Draft, inherited: usize) -> Result<Self, Wrong> {
+        Self::judged(draft, inherited, Mistakes::default()).map_err(the_first)
+    }
+
+    /// The same for a draft of which these mistakes are known already, if any: what they are in is
+    /// missing from it, so that then only those rules are looked at that a table can break by
+    /// itself.
+    ///
+    /// # Errors
+    /// All mistakes, in the order of the file.
+    pub fn judged(draft: Draft, inherited: usize, mistakes: Mistakes) -> Result<Self, Vec<Wrong>> {
         // In a cluster a disk may come from another host.
-        if draft.disks.is_empty() && draft.service.cluster.is_none() {
-            return Err(
-                Place::new("no disks").wrong("there is nothing to serve (add a [disk.NAME] with an image)")
-            );
+        if mistakes.count() == 0 && draft.disks.is_empty() && draft.service.cluster.is_none() {
+            let rule = "there is nothing to serve (add a [disk.NAME] with an image)";
+            mistakes.tell(Place::new("no disks").wrong(rule));
         }
-        Self::of(draft, inherited)
+        Self::of(draft, inherited, mistakes)
     }
 
     /// The plan of a daemon that is told of its disks once it runs, and of servers for them.
@@ -60,7 +72,7 @@ impl Plan {
         if let Some(said) = draft.service.nbd.first() {
             return Err(said.wrong("is not used, because no IMAGE is served (--nbd-server is for --export)"));
         }
-        Self::of(Draft { disks: Vec::new(), ..draft }, 0)
+        Self::of(Draft { disks: Vec::new(), ..draft }, 0, Mistakes::default()).map_err(the_first)
     }
 
     /// Without these disks, and whatever they are exported as. Where clients were let in, they
@@ -95,42 +107,63 @@ impl Plan {
         });
     }
 
-    fn of(draft: Draft, inherited: usize) -> Result<Self, Wrong> {
-        check_names(&draft)?;
-        check_images(&draft.disks)?;
-        check_rates(&draft.disks)?;
-        check_cluster(&draft)?;
-        let (by_name, groups) = Groups::plan(&draft.groups)?;
-        let mut disks: Vec<_> =
-            draft.disks.iter().map(|disk| plan_disk(disk, &by_name)).collect::<Result<_, _>>()?;
-        promises::check(&draft, &groups, &disks)?;
-        let standard = standard_endpoints(&draft, inherited.saturating_sub(passed_by_name(&draft)))?;
-        // Where nothing is said, a host without such disks listens nowhere.
-        let is_said = !draft.service.nbd.is_empty() || standard == [(Endpoint::Inherited, false)];
-        let always = if draft.service.cluster.is_some() && is_said { &*standard } else { &[] };
-        let mut servers = servers(&draft.disks, &standard, always)?;
-        if is_said || !draft.disks.iter().all(DiskDraft::says_where) {
-            for server in &mut servers {
-                let place = place_of(&server.endpoint);
-                let own = standard.iter().find(|(endpoint, _)| place_of(endpoint) == place);
-                server.standard = own.map(|(_, read_only)| *read_only);
+    fn of(draft: Draft, inherited: usize, mistakes: Mistakes) -> Result<Self, Vec<Wrong>> {
+        let is_whole = mistakes.count() == 0;
+        check_names(&draft, &mistakes);
+        check_images(&draft.disks, &mistakes);
+        check_rates(&draft.disks, &mistakes);
+        let (by_name, groups) = Groups::plan(&draft.groups, &mistakes);
+        let mut disks: Vec<_> = draft.disks.iter().map(|disk| plan_disk(disk, &by_name, &mistakes)).collect();
+        if mistakes.count() == 0 {
+            mistakes.keep(promises::check(&draft, &groups, &disks));
+        }
+        let tls = mistakes.keep(draft.service.tls.clone().check());
+        let (mut servers, mut doors) = (Vec::new(), Vec::new());
+        if is_whole {
+            mistakes.keep(check_cluster(&draft));
+            (servers, doors) = places(&draft, inherited, &mistakes).unwrap_or_default();
+            if let Some(tls) = &tls {
+                for (disk, said) in disks.iter_mut().zip(&draft.disks) {
+                    disk.access = mistakes.keep(said.access.check(tls, false)).unwrap_or_default();
+                }
             }
         }
-        if servers.is_empty() {
-            check_without_nbd(&draft)?;
-        }
-        check_clients(&draft, &servers)?;
-        let tls = draft.service.tls.clone().check()?;
-        for (disk, said) in disks.iter_mut().zip(&draft.disks) {
-            disk.access = said.access.check(&tls, false)?;
-        }
-        let doors = doors(&draft.disks, &servers)?;
-        let control = draft.service.qmp.clone();
-        let told = [&draft.service.metrics, &draft.service.http].map(Clone::clone);
-        let service = service(draft.service, tls)?;
-        check_sockets(&servers, &doors, &control, told.iter().flatten())?;
-        Ok(Self { disks, groups, servers, doors, service })
+        let service = service(draft.service, tls, &mistakes);
+        mistakes.unless(Self { disks, groups, servers, doors, service })
     }
+}
+
+fn the_first(all: Vec<Wrong>) -> Wrong {
+    all.into_iter().next().expect("something is wrong")
+}
+
+/// Where disks are exported. None where that is not to be had.
+fn places(draft: &Draft, inherited: usize, mistakes: &Mistakes) -> Option<(Vec<Server>, Vec<DoorExport>)> {
+    let inherited = inherited.saturating_sub(passed_by_name(draft));
+    let standard = mistakes.keep(standard_endpoints(draft, inherited))?;
+    // Where nothing is said, a host without such disks listens nowhere.
+    let is_said = !draft.service.nbd.is_empty() || standard == [(Endpoint::Inherited, false)];
+    let always = if draft.service.cluster.is_some() && is_said { &*standard } else { &[] };
+    let before = mistakes.count();
+    let mut servers = servers(&draft.disks, &standard, always, mistakes);
+    let doors = doors(&draft.disks, &servers, mistakes);
+    if mistakes.count() > before {
+        return None;
+    }
+    if is_said || !draft.disks.iter().all(DiskDraft::says_where) {
+        for server in &mut servers {
+            let place = place_of(&server.endpoint);
+            let own = standard.iter().find(|(endpoint, _)| place_of(endpoint) == place);
+            server.standard = own.map(|(_, read_only)| *read_only);
+        }
+    }
+    if servers.is_empty() {
+        mistakes.keep(check_without_nbd(draft));
+    }
+    check_clients(draft, &servers, mistakes);
+    let told = [&draft.service.metrics, &draft.service.http];
+    check_sockets(&servers, &doors, &draft.service, told.into_iter().flatten(), mistakes);
+    Some((servers, doors))
 }
 
 /// The first of `items` that was said before.
@@ -139,24 +172,23 @@ fn repeated<'a, T: Eq + Hash>(items: impl IntoIterator<Item = &'a Said<T>>) -> O
     items.into_iter().find(|item| !seen.insert(&item.value))
 }
 
-fn check_names(draft: &Draft) -> Result<(), Wrong> {
+fn check_names(draft: &Draft, mistakes: &Mistakes) {
     let disks = draft.disks.iter().map(|disk| &disk.name);
     let groups = draft.groups.iter().map(|group| &group.name);
     for name in disks.clone().chain(groups) {
-        named(&name.value).map_err(|rule| name.wrong(rule))?;
+        mistakes.keep(named(&name.value).map_err(|rule| name.wrong(rule)));
     }
     if let Some(again) = repeated(disks) {
         let name = &again.value;
-        return Err(again
-            .wrong(format!("another disk is called {name:?} (give each a name of its own, with --name)")));
+        mistakes
+            .tell(again.wrong(format!(
+                "another disk is called {name:?} (give each a name of its own, with --name)"
+            )));
     }
     let disks: HashSet<_> = draft.disks.iter().map(|disk| &disk.name.value).collect();
-    match draft.groups.iter().find(|group| disks.contains(&group.name.value)) {
-        Some(GroupDraft { name, .. }) => {
-            Err(name
-                .wrong(format!("a disk is called {:?} too, and commands take both (rename one)", name.value)))
-        }
-        None => Ok(()),
+    for GroupDraft { name, .. } in draft.groups.iter().filter(|group| disks.contains(&group.name.value)) {
+        let rule = format!("a disk is called {:?} too, and commands take both (rename one)", name.value);
+        mistakes.tell(name.wrong(rule));
     }
 }
 
@@ -222,35 +254,17 @@ pub fn named(name: &str) -> Result<(), String> {
 }
 
 /// Two disks over one file would not see each other's writes in time, unless nobody writes.
-fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
+fn check_images(disks: &[DiskDraft], mistakes: &Mistakes) {
     for disk in disks {
-        if let Some(place) = disk.force_share.as_ref().filter(|_| !disk.is_read_only()) {
-            return Err(
-                place.wrong("needs read-only; sharing an image that others write is for reading alone")
-            );
-        }
-        let mut times = [&disk.reconnect_delay, &disk.open_timeout].into_iter().flatten();
-        if let Some(said) = times.next().filter(|_| disk.image.value.remote().is_none()) {
-            return Err(said.wrong("is for images at NBD servers, and this one is at none (leave it out)"));
-        }
-        if let Some(place) = &disk.handover {
-            if disk.is_read_only() {
-                return Err(place
-                    .wrong("is for disks that are written to (what is only read, several may have open)"));
-            }
-            if disk.image.value.path().is_none() {
-                return Err(place.wrong("is for images in files, and this disk is in none (leave it out)"));
-            }
-        }
+        mistakes.keep(check_image(disk));
     }
-    check_clusters(disks)?;
+    check_clusters(disks, mistakes);
     let mut writer_of: HashMap<&Path, bool> = HashMap::new();
     for disk in disks {
         let Some(path) = disk.image.value.path() else { continue };
         match writer_of.entry(path) {
             Entry::Occupied(other) if *other.get() || !disk.is_read_only() => {
-                let rule = "another disk has this image (export one disk twice, or make both read-only)";
-                return Err(disk.image.wrong(rule));
+                mistakes.tell(disk.image.wrong(ANOTHER_HAS_IT));
             }
             Entry::Occupied(_) => {}
             Entry::Vacant(free) => {
@@ -258,74 +272,77 @@ fn check_images(disks: &[DiskDraft]) -> Result<(), Wrong> {
             }
         }
     }
+}
+
+const ANOTHER_HAS_IT: &str = "another disk has this image (export one disk twice, or make both read-only)";
+
+/// What is said of an image that it cannot have.
+fn check_image(disk: &DiskDraft) -> Result<(), Wrong> {
+    if let Some(place) = disk.force_share.as_ref().filter(|_| !disk.is_read_only()) {
+        return Err(place.wrong("needs read-only; sharing an image that others write is for reading alone"));
+    }
+    let mut times = [&disk.reconnect_delay, &disk.open_timeout].into_iter().flatten();
+    if let Some(said) = times.next().filter(|_| disk.image.value.remote().is_none()) {
+        return Err(said.wrong("is for images at NBD servers, and this one is at none (leave it out)"));
+    }
+    if let Some(place) = &disk.handover {
+        if disk.is_read_only() {
+            return Err(
+                place.wrong("is for disks that are written to (what is only read, several may have open)")
+            );
+        }
+        if disk.image.value.path().is_none() {
+            return Err(place.wrong("is for images in files, and this disk is in none (leave it out)"));
+        }
+    }
     Ok(())
 }
 
 /// Nor is an image of a cluster opened twice to be written to. (It would be refused as it is
 /// opened; here the place is known.)
-fn check_clusters(disks: &[DiskDraft]) -> Result<(), Wrong> {
+fn check_clusters(disks: &[DiskDraft], mistakes: &Mistakes) {
     let mut seen: HashMap<String, bool> = HashMap::new();
     for disk in disks.iter().filter(|disk| disk.image.value.is_rbd()) {
         let is_written = !disk.is_read_only() && !disk.image.value.is_snapshot();
         let other = seen.insert(disk.image.value.to_string(), is_written);
         if other.is_some_and(|other| other || is_written) {
-            let rule = "another disk has this image (export one disk twice, or make both read-only)";
-            return Err(disk.image.wrong(rule));
+            mistakes.tell(disk.image.wrong(ANOTHER_HAS_IT));
         }
     }
-    Ok(())
 }
 
 /// Disks on one imitated device say the same of it.
-fn check_rates(disks: &[DiskDraft]) -> Result<(), Wrong> {
+fn check_rates(disks: &[DiskDraft], mistakes: &Mistakes) {
     let mut first: HashMap<&str, &RateOptions> = HashMap::new();
     for said in disks.iter().filter_map(|disk| disk.rate.as_ref()) {
         let Some(name) = &said.value.shared else { continue };
         if *first.entry(name).or_insert(&said.value) != &said.value {
-            return Err(said.wrong(format!(
+            mistakes.tell(said.wrong(format!(
                 "another disk shares {name:?} with other rates (give both the same, or another name)"
             )));
         }
     }
-    Ok(())
 }
 
-fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
+fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>, mistakes: &Mistakes) -> Disk {
     let value = |said: &Said<String>| said.value.clone();
-    if let Some(description) = &disk.description {
-        check_name(description)
-            .map_err(|_| description.wrong("a description is one line of 4096 bytes at most"))?;
+    if let Some(description) = &disk.description
+        && check_name(description).is_err()
+    {
+        mistakes.tell(description.wrong("a description is one line of 4096 bytes at most"));
     }
-    let (settings, group) = settings(disk, groups)?;
-    let format = disk.format.as_ref().map(|said| said.value);
-    let qcow2 = disk.qcow2.check()?;
-    if let (Some(Format::Raw), Some(place)) = (format, &qcow2.said) {
-        return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)"));
-    }
-    if let (Some(Format::Raw), Some(said)) = (format, &disk.snapshot) {
-        return Err(said.wrong("is for qcow2 images, and this one is raw (leave it out)"));
-    }
-    // The options are the raw format's, as they are for QEMU; what a part begins with says nothing.
-    let format = match (format, &disk.part) {
-        (Some(Format::Qcow2), Some(said)) => {
-            return Err(said.wrong("is for raw images, and this one is qcow2 (leave it out)"));
-        }
-        (_, Some(said)) => {
-            if let Some(place) = qcow2.said.as_ref().or(disk.snapshot.as_ref().map(|said| &said.place)) {
-                return Err(place.wrong(format!("is for qcow2 images, and {} for raw ones", said.place)));
-            }
-            Some(Format::Raw)
-        }
-        (format, None) => format,
-    };
+    let (settings, group) = settings(disk, groups, mistakes);
+    let qcow2 = mistakes.keep(disk.qcow2.check());
+    let format = qcow2.as_ref().and_then(|qcow2| mistakes.keep(format(disk, qcow2))).flatten();
     let discard = disk.discard.as_ref().map(|said| said.value).unwrap_or_default();
     let detect_zeroes = disk.detect_zeroes.as_ref();
     if let Some(said) = detect_zeroes.filter(|said| said.value == DetectZeroes::Unmap)
         && let (Some(ignored), Discards::Ignore) = (&disk.discard, discard)
     {
-        return Err(said.wrong(format!("gives space back, and {} keeps it (say on instead)", ignored.place)));
+        mistakes
+            .tell(said.wrong(format!("gives space back, and {} keeps it (say on instead)", ignored.place)));
     }
-    Ok(Disk {
+    Disk {
         name: disk.name.value.clone(),
         description: disk.description.as_ref().map(value).unwrap_or_default(),
         // Once it is known where it is served.
@@ -335,9 +352,9 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
         part: disk.part.as_ref().map(|said| said.value),
         snapshot: disk.snapshot.as_ref().map(value),
         cache: disk.cache.as_ref().map(|said| said.value).unwrap_or_default(),
-        qcow2,
-        prefetch: disk.prefetch.check()?,
-        on_error: disk.on_error.check()?,
+        qcow2: qcow2.unwrap_or_default(),
+        prefetch: mistakes.keep(disk.prefetch.check()).unwrap_or_default(),
+        on_error: mistakes.keep(disk.on_error.check()).unwrap_or_default(),
         discard,
         detect_zeroes: detect_zeroes.map(|said| said.value).unwrap_or_default(),
         read_only: disk.is_read_only(),
@@ -350,19 +367,40 @@ fn plan_disk(disk: &DiskDraft, groups: &Groups<'_>) -> Result<Disk, Wrong> {
         faults: disk.faults.iter().map(|said| said.value.clone()).collect(),
         settings,
         group,
-    })
+    }
 }
 
-fn settings(disk: &DiskDraft, groups: &Groups<'_>) -> Result<(Settings, Option<usize>), Wrong> {
-    let group = disk.group.as_ref().map(|name| groups.index_of(name)).transpose()?;
+/// The format, where it is known before the image is looked at.
+fn format(disk: &DiskDraft, qcow2: &Qcow2Settings) -> Result<Option<Format>, Wrong> {
+    let format = disk.format.as_ref().map(|said| said.value);
+    let of_qcow2 = qcow2.said.as_ref().or(disk.snapshot.as_ref().map(|said| &said.place));
+    match (format, &disk.part, of_qcow2) {
+        (Some(Format::Raw), _, Some(place)) => {
+            Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)"))
+        }
+        (Some(Format::Qcow2), Some(said), _) => {
+            Err(said.wrong("is for raw images, and this one is qcow2 (leave it out)"))
+        }
+        (_, Some(said), Some(place)) => {
+            Err(place.wrong(format!("is for qcow2 images, and {} for raw ones", said.place)))
+        }
+        // The options are the raw format's, as they are for QEMU; what a part begins with says
+        // nothing.
+        (_, Some(_), None) => Ok(Some(Format::Raw)),
+        (format, None, _) => Ok(format),
+    }
+}
+
+fn settings(disk: &DiskDraft, groups: &Groups<'_>, mistakes: &Mistakes) -> (Settings, Option<usize>) {
+    let group = disk.group.as_ref().and_then(|name| groups.index_of(name, mistakes));
     let watermark = disk.settings.watermark.as_ref().filter(|said| said.value > 0);
     if let (Some(name), Some(watermark)) = (&disk.group, watermark) {
-        return Err(watermark.wrong(format!(
+        mistakes.tell(watermark.wrong(format!(
             "the disk is in group {0:?}, which has the watermark for its members (set it at [group.{0}])",
             name.value
         )));
     }
-    Ok((disk.settings.check()?, group))
+    (disk.settings.judge(mistakes), group)
 }
 
 /// How many sockets are taken, of those that the service manager passed, by whoever names one.
@@ -418,7 +456,8 @@ fn servers(
     disks: &[DiskDraft],
     standard: &[(Endpoint, bool)],
     always: &[(Endpoint, bool)],
-) -> Result<Vec<Server>, Wrong> {
+    mistakes: &Mistakes,
+) -> Vec<Server> {
     let empty = |endpoint: Endpoint| Server { endpoint, standard: None, exports: Vec::new() };
     let always = always.iter().map(|(endpoint, _)| endpoint);
     let mut servers: Vec<Server> = always.clone().cloned().map(empty).collect();
@@ -426,7 +465,7 @@ fn servers(
     let mut taken: HashSet<(usize, String)> = HashSet::new();
     for (disk, draft) in disks.iter().enumerate() {
         for (endpoint, name, read_only) in exports_of(draft, standard) {
-            check_name(&name)?;
+            mistakes.keep(check_name(&name));
             let index = *at.entry(place_of(&endpoint)).or_insert_with(|| {
                 servers.push(empty(endpoint));
                 servers.len() - 1
@@ -436,12 +475,12 @@ fn servers(
                     "another export has the name {:?} at this address (give it another name)",
                     name.value
                 );
-                return Err(name.wrong(rule));
+                mistakes.tell(name.wrong(rule));
             }
             servers[index].exports.push(Export { name: name.value, disk, read_only });
         }
     }
-    Ok(servers)
+    servers
 }
 
 fn exports_of(disk: &DiskDraft, standard: &[(Endpoint, bool)]) -> Vec<(Endpoint, Said<String>, bool)> {
@@ -458,7 +497,7 @@ fn exports_of(disk: &DiskDraft, standard: &[(Endpoint, bool)]) -> Vec<(Endpoint,
     disk.exports.iter().map(export).collect()
 }
 
-fn doors(disks: &[DiskDraft], servers: &[Server]) -> Result<Vec<DoorExport>, Wrong> {
+fn doors(disks: &[DiskDraft], servers: &[Server], mistakes: &Mistakes) -> Vec<DoorExport> {
     let mut taken: HashSet<PathBuf> = servers.iter().filter_map(socket_of).collect();
     let of_server = |server: &'_ Server| match &server.endpoint {
         Endpoint::Passed(name) => Some(name.clone()),
@@ -470,12 +509,12 @@ fn doors(disks: &[DiskDraft], servers: &[Server]) -> Result<Vec<DoorExport>, Wro
         for said in &draft.doors {
             let passed = said.value.passed().is_some_and(|name| !passed.insert(name.to_owned()));
             if passed || said.value.path().is_some_and(|path| !taken.insert(spelled_out(&path))) {
-                return Err(said.wrong("a disk is exported there already (give each export its own)"));
+                mistakes.tell(said.wrong("a disk is exported there already (give each export its own)"));
             }
             doors.push(DoorExport { door: said.value.clone(), disk });
         }
     }
-    Ok(doors)
+    doors
 }
 
 /// Settings that only clients of NBD would notice, where there will be none.
@@ -495,7 +534,7 @@ fn check_without_nbd(draft: &Draft) -> Result<(), Wrong> {
 }
 
 /// Who may come over the network, where nobody can: there are Unix sockets alone, or no NBD.
-fn check_clients(draft: &Draft, servers: &[Server]) -> Result<(), Wrong> {
+fn check_clients(draft: &Draft, servers: &[Server], mistakes: &Mistakes) {
     let is_tcp = |server: &&Server| !matches!(server.endpoint, Endpoint::Address(Address::Unix(_)));
     let rule = "is not used, because nobody can come over the network (--socket-mode and --socket-owner are for Unix sockets)";
     // A daemon without disks is told of a server later.
@@ -505,19 +544,19 @@ fn check_clients(draft: &Draft, servers: &[Server]) -> Result<(), Wrong> {
         && let Some(place) = of_all.or(per_address)
         && !servers.iter().any(|server| is_tcp(&server))
     {
-        return Err(place.wrong(rule));
+        mistakes.tell(place.wrong(rule));
     }
     for (index, disk) in draft.disks.iter().enumerate() {
         let has = |server: &&Server| server.exports.iter().any(|export| export.disk == index);
         let mut at = servers.iter().filter(has).peekable();
         if let Some(name) = disk.access.tls_authz.first().filter(|_| at.peek().is_none()) {
-            return Err(name.wrong("is not used, because the disk is not exported over NBD (leave it out)"));
+            mistakes
+                .tell(name.wrong("is not used, because the disk is not exported over NBD (leave it out)"));
         }
         if let Some(said) = disk.access.network().filter(|_| !at.any(|server| is_tcp(&server))) {
-            return Err(said.wrong(rule));
+            mistakes.tell(said.wrong(rule));
         }
     }
-    Ok(())
 }
 
 /// However it is spelled; links are not followed.
@@ -542,71 +581,77 @@ fn socket_of(server: &Server) -> Option<PathBuf> {
 fn check_sockets<'a>(
     servers: &[Server],
     doors: &[DoorExport],
-    control: &[Said<PathBuf>],
+    service: &ServiceDraft,
     told: impl Iterator<Item = &'a Said<Address>> + Clone,
-) -> Result<(), Wrong> {
+    mistakes: &Mistakes,
+) {
     let doors = doors.iter().filter_map(|export| export.door.path()).map(|path| spelled_out(&path));
     let exports: HashSet<PathBuf> = servers.iter().filter_map(socket_of).chain(doors).collect();
     const RULE: &str = "disks are exported at this socket (use another)";
-    if let Some(said) = control.iter().find(|said| exports.contains(&spelled_out(&said.value))) {
-        return Err(said.wrong(RULE));
+    let control = &service.qmp;
+    for said in control.iter().filter(|said| exports.contains(&spelled_out(&said.value))) {
+        mistakes.tell(said.wrong(RULE));
     }
     if let Some(again) = repeated(told.clone()) {
-        return Err(again.wrong("both metrics and http are to be there (use another)"));
+        mistakes.tell(again.wrong("both metrics and http are to be there (use another)"));
+    }
+    if let Some(said) = &service.pid_file {
+        let path = spelled_out(&said.value);
+        let is_it = |socket: &Path| spelled_out(socket) == path;
+        let of_told = |said: &Said<Address>| matches!(&said.value, Address::Unix(path) if is_it(path));
+        if exports.contains(&path)
+            || control.iter().any(|said| is_it(&said.value))
+            || told.clone().any(of_told)
+        {
+            mistakes.tell(said.wrong("a socket is to be there (choose another file)"));
+        }
     }
     for said in told {
         match &said.value {
-            Address::Unix(path) if exports.contains(&spelled_out(path)) => return Err(said.wrong(RULE)),
+            Address::Unix(path) if exports.contains(&spelled_out(path)) => mistakes.tell(said.wrong(RULE)),
             Address::Unix(path) if control.iter().any(|said| said.value == *path) => {
-                return Err(said.wrong("is a control socket (use another)"));
+                mistakes.tell(said.wrong("is a control socket (use another)"));
             }
             _ => {}
         }
     }
-    Ok(())
 }
 
-fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
-    let workers = match draft.workers {
-        None => thread::available_parallelism().map_or(1, usize::from).min(MAX_DEFAULT_WORKERS),
-        Some(said) if (1..=MAX_WORKERS).contains(&said.value) => said.value,
-        Some(said) => {
-            return Err(said.wrong(format!("is out of range; it is from 1 to {MAX_WORKERS}")));
-        }
-    };
-    let poll = match draft.poll {
-        None => Polling::Off,
-        Some(said) => match said.value {
-            Polling::UpTo(limit) if limit > MAX_POLL => {
-                return Err(said.wrong("is too long; it is 1s at most (0 never polls)"));
-            }
-            polling => polling,
-        },
-    };
-    let memory = match draft.memory {
-        None => None,
-        Some(said) if said.value >= LEAST_MEMORY => Some(said.value),
-        Some(said) => return Err(said.wrong("is too little; it is at least 128M")),
-    };
-    let user = user(draft.user)?;
-    Ok(Service {
-        workers,
-        poll,
+impl ServiceDraft {
+    /// Tells of values that cannot be, whatever else is said.
+    pub(crate) fn judge_values(&self, mistakes: &Mistakes) {
+        mistakes.keep(workers(self.workers.as_ref()));
+        mistakes.keep(poll(self.poll.as_ref()));
+        mistakes.keep(memory(self.memory.as_ref()));
+        mistakes.keep(user(self.user.as_ref()));
+    }
+}
+
+/// `tls`: none if it is wrong; what depends on it is not looked at then.
+fn service(draft: ServiceDraft, tls: Option<Tls>, mistakes: &Mistakes) -> Service {
+    let http = tls
+        .as_ref()
+        .and_then(|tls| mistakes.keep(http::check(draft.http, draft.http_token_file, draft.http_name, tls)));
+    let access = tls.as_ref().and_then(|tls| mistakes.keep(draft.access.check(tls, true)));
+    let user = mistakes.keep(user(draft.user.as_ref())).flatten();
+    Service {
+        workers: mistakes.keep(workers(draft.workers.as_ref())).unwrap_or_default(),
+        poll: mistakes.keep(poll(draft.poll.as_ref())).unwrap_or(Polling::Off),
         max_connections: draft.max_connections.map_or(DEFAULT_MAX_CONNECTIONS, |said| said.value),
         max_connections_per_address: draft.max_connections_per_address.map(|said| said.value),
-        memory,
+        memory: mistakes.keep(memory(draft.memory.as_ref())).flatten(),
         sockets: SocketAccess {
             mode: draft.socket_mode.map_or(SocketAccess::default().mode, |said| said.value),
             owner: draft.socket_owner.map(|said| said.value).or_else(|| user.clone()),
         },
         exit_when_idle: draft.exit_when_idle.is_some_and(|said| said.value),
-        control: control(draft.control, &draft.qmp)?,
-        qmp: qmp(draft.qmp)?,
+        control: mistakes.keep(control(draft.control, &draft.qmp)).unwrap_or(Standard::Off),
+        qmp: mistakes.keep(qmp(draft.qmp)).unwrap_or_default(),
         metrics: draft.metrics.map(|said| said.value),
         on_event: draft.on_event.map(|said| said.value),
-        http: http::check(draft.http, draft.http_token_file, draft.http_name, &tls)?,
-        access: draft.access.check(&tls, true)?,
-        tls,
+        http: http.flatten(),
+        access: access.unwrap_or_default(),
+        tls: tls.unwrap_or(Tls::Off),
         log: LogSettings {
             filter: draft.log.map_or_else(|| "info".to_owned(), |said| said.value),
             format: draft.log_format.map(|said| said.value).unwrap_or_default(),
@@ -619,16 +664,40 @@ fn service(draft: ServiceDraft, tls: Tls) -> Result<Service, Wrong> {
         cluster: draft.cluster.map(|said| said.value),
         sandbox: draft.sandbox.map(|said| said.value).unwrap_or_default(),
         user,
-    })
+    }
+}
+
+fn workers(said: Option<&Said<usize>>) -> Result<usize, Wrong> {
+    match said {
+        None => Ok(thread::available_parallelism().map_or(1, usize::from).min(MAX_DEFAULT_WORKERS)),
+        Some(said) if (1..=MAX_WORKERS).contains(&said.value) => Ok(said.value),
+        Some(said) => Err(said.wrong(format!("is out of range; it is from 1 to {MAX_WORKERS}"))),
+    }
+}
+
+fn poll(said: Option<&Said<Polling>>) -> Result<Polling, Wrong> {
+    match said {
+        Some(said) if matches!(said.value, Polling::UpTo(limit) if limit > MAX_POLL) => {
+            Err(said.wrong("is too long; it is 1s at most (0 never polls)"))
+        }
+        said => Ok(said.map_or(Polling::Off, |said| said.value)),
+    }
+}
+
+fn memory(said: Option<&Said<u64>>) -> Result<Option<u64>, Wrong> {
+    match said {
+        Some(said) if said.value < LEAST_MEMORY => Err(said.wrong("is too little; it is at least 128M")),
+        said => Ok(said.map(|said| said.value)),
+    }
 }
 
 /// A group alone would leave root what it was.
-fn user(said: Option<Said<super::Owner>>) -> Result<Option<super::Owner>, Wrong> {
+fn user(said: Option<&Said<super::Owner>>) -> Result<Option<super::Owner>, Wrong> {
     match said {
         Some(said) if said.value.user.is_none() => {
             Err(said.wrong("names no user (write USER, or USER:GROUP)"))
         }
-        said => Ok(said.map(|said| said.value)),
+        said => Ok(said.map(|said| said.value.clone())),
     }
 }
 

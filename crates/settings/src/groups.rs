@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use super::{Group, GroupDraft, Said, Wrong};
+use super::{Group, GroupDraft, Mistakes, Said, Wrong};
 
 /// Groups that may lie in each other, one in the next: every request passes all of them.
 pub(crate) const MAX_LEVELS: usize = 8;
@@ -20,14 +20,15 @@ pub(super) struct Groups<'a> {
 
 impl<'a> Groups<'a> {
     /// Judges the groups; also returns them as the plan has them.
-    pub(super) fn plan(drafts: &'a [GroupDraft]) -> Result<(Self, Vec<Group>), Wrong> {
+    pub(super) fn plan(drafts: &'a [GroupDraft], mistakes: &Mistakes) -> (Self, Vec<Group>) {
         let by_name = drafts.iter().enumerate().map(|(index, group)| (group.name.value.as_str(), index));
         let mut groups = Self { drafts, by_name: by_name.collect(), planned: Vec::new() };
-        let parents =
-            drafts.iter().map(|group| group.group.as_ref().map(|name| groups.find(name)).transpose());
-        let parents: Vec<_> = parents.collect::<Result<_, _>>()?;
-        let levels: Vec<_> =
-            (0..drafts.len()).map(|index| groups.level(index, &parents)).collect::<Result<_, _>>()?;
+        let parent = |group: &GroupDraft| groups.look_for(group.group.as_ref()?, mistakes);
+        let parents: Vec<_> = drafts.iter().map(parent).collect();
+        // Who lies in a circle is told once.
+        let levels: Result<Vec<_>, _> =
+            (0..drafts.len()).map(|index| groups.level(index, &parents)).collect();
+        let levels = mistakes.keep(levels).unwrap_or_else(|| vec![0; drafts.len()]);
         let mut order: Vec<usize> = (0..drafts.len()).collect();
         order.sort_by_key(|&index| levels[index]);
         groups.planned = vec![0; drafts.len()];
@@ -36,21 +37,25 @@ impl<'a> Groups<'a> {
         }
         let plan = |&index: &usize| {
             let draft = &drafts[index];
-            let parent = parents[index].map(|parent| groups.planned[parent]);
-            Ok(Group {
+            Group {
                 name: draft.name.value.clone(),
-                settings: draft.settings.check()?,
-                parent,
+                settings: draft.settings.judge(mistakes),
+                parent: parents[index].map(|parent| groups.planned[parent]),
                 cluster: draft.cluster.is_some(),
-            })
+            }
         };
-        let planned = order.iter().map(plan).collect::<Result<_, _>>()?;
-        Ok((groups, planned))
+        let planned = order.iter().map(plan).collect();
+        (groups, planned)
     }
 
-    /// The index in the plan of the group of this name; fails if there is none.
-    pub(super) fn index_of(&self, name: &Said<String>) -> Result<usize, Wrong> {
-        self.find(name).map(|index| self.planned[index])
+    /// The index in the plan of the group of this name; tells if there is none.
+    pub(super) fn index_of(&self, name: &Said<String>, mistakes: &Mistakes) -> Option<usize> {
+        self.look_for(name, mistakes).map(|index| self.planned[index])
+    }
+
+    fn look_for(&self, name: &Said<String>, mistakes: &Mistakes) -> Option<usize> {
+        // To suggest a name takes a look at each.
+        if mistakes.is_full() { None } else { mistakes.keep(self.find(name)) }
     }
 
     fn find(&self, name: &Said<String>) -> Result<usize, Wrong> {

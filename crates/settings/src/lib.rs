@@ -78,7 +78,7 @@ pub use image::{Image, reached};
 pub use log::{LogFormat, LogSettings};
 pub use on_error::OnErrorDraft;
 pub use on_event::{OnEvent, WebServer, Webhook};
-pub use place::{Place, Said, Wrong};
+pub use place::{Mistakes, Place, Said, Wrong};
 use policy::access::Access;
 pub use prefetch::PrefetchDraft;
 pub use qcow2::{CleanInterval, L2CacheSize, Qcow2Draft, Qcow2Settings, SecretSource};

@@ -3,11 +3,11 @@
 
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
-    throttle::{Invalid, Limits, MAX_VALUE, Setting, Share},
+    throttle::{Limits, MAX_VALUE, Setting, Share},
     watermark::Watermark,
 };
 
-use super::{Place, Said, Wrong};
+use super::{Mistakes, Place, Said, Wrong};
 
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
 pub(crate) const MAX_WATERMARK: u8 = 100;
@@ -79,27 +79,45 @@ impl SettingsDraft {
     /// # Errors
     /// The first rule that is broken.
     pub fn check(&self) -> Result<Settings, Wrong> {
-        Ok(Settings {
-            limits: limits(&self.limits)?,
-            weight: self.weight.as_ref().map_or(Ok(DEFAULT_WEIGHT), weight)?,
-            iops_reservation: self.iops_reservation.as_ref().map_or(Ok(0), reservation)?,
-            bps_reservation: self.bps_reservation.as_ref().map_or(Ok(0), reservation)?,
-            watermark: self.watermark.as_ref().map_or(Ok(0), watermark)?,
-        })
+        let mistakes = Mistakes::default();
+        let settings = self.judge(&mistakes);
+        mistakes.first_unless(settings)
     }
-}
 
-fn limits(settings: &LimitsDraft) -> Result<Limits, Wrong> {
-    let place_of = |invalid: &Invalid| {
-        let said = settings.iter().rfind(|said| said.value.0 == invalid.setting);
-        said.map_or_else(|| Place::new(invalid.setting.name()), |said| said.place.clone())
-    };
-    let mut limits = Limits::default();
-    for Said { value: (setting, value), place } in settings {
-        limits.set(*setting, *value).map_err(|invalid| place.wrong(invalid.rule.to_string()))?;
+    /// The same, where every rule that is broken is told.
+    pub(crate) fn judge(&self, mistakes: &Mistakes) -> Settings {
+        let before = mistakes.count();
+        let settings = self.judge_values(mistakes);
+        // What one limit is to another is known once each is one.
+        if mistakes.count() == before
+            && let Err(invalid) = settings.limits.validate()
+        {
+            let said = self.limits.iter().rfind(|said| said.value.0 == invalid.setting);
+            let place = said.map_or_else(|| Place::new(invalid.setting.name()), |said| said.place.clone());
+            mistakes.tell(place.wrong(invalid.rule.to_string()));
+        }
+        settings
     }
-    limits.validate().map_err(|invalid| place_of(&invalid).wrong(invalid.rule.to_string()))?;
-    Ok(limits)
+
+    /// What the values are that can be by themselves; others are told.
+    pub(crate) fn judge_values(&self, mistakes: &Mistakes) -> Settings {
+        let standard = Settings::default();
+        let mut limits = Limits::default();
+        for Said { value: (setting, value), place } in &self.limits {
+            let set = limits.set(*setting, *value);
+            mistakes.keep(set.map_err(|invalid| place.wrong(invalid.rule.to_string())));
+        }
+        let reservation = |said: &Said<u64>| mistakes.keep(reservation(said));
+        let weight = self.weight.as_ref().and_then(|said| mistakes.keep(weight(said)));
+        let watermark = self.watermark.as_ref().and_then(|said| mistakes.keep(watermark(said)));
+        Settings {
+            limits,
+            weight: weight.unwrap_or(standard.weight),
+            iops_reservation: self.iops_reservation.as_ref().and_then(reservation).unwrap_or_default(),
+            bps_reservation: self.bps_reservation.as_ref().and_then(reservation).unwrap_or_default(),
+            watermark: watermark.unwrap_or_default(),
+        }
+    }
 }
 
 fn weight(said: &Said<u64>) -> Result<u32, Wrong> {

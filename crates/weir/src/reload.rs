@@ -15,6 +15,8 @@ Examples:
       Limits, groups, shares, new disks and exports of the config file are in force at once; disks, groups and \
 exports that it does not have any more are removed.
   weir check-config /etc/weir/weir.toml && weir reload
+  weir reload --dry-run
+      What that would change, or why it would be refused; nothing is changed.
 
 All of the difference is applied, or nothing: what the file has wrong is told with its line, and what cannot be \
 changed while weir runs (how an image was opened, the daemon's own settings, what somebody uses) by its name. \
@@ -23,6 +25,9 @@ A change that `weir throttle` has made without --save is taken back. SIGHUP does
 /// What `weir reload` is told.
 #[derive(Debug, Args)]
 pub(crate) struct ReloadArgs {
+    /// Change nothing: print what would change, or fail as it would
+    #[arg(long)]
+    dry_run: bool,
     /// Print what has changed as JSON
     #[arg(long)]
     json: bool,
@@ -33,14 +38,19 @@ pub(crate) struct ReloadArgs {
 
 pub(crate) fn run(arguments: ReloadArgs) -> Result<(), Failure> {
     let mut client = Client::reach(arguments.qmp)?.with_patience(Client::LONG)?;
-    let changes = client.execute("x-weir-reload", json!({}))?;
-    Ok(if arguments.json { print_json(&changes) } else { print(&shown(&changes)) }?)
+    let ReloadArgs { dry_run, json, .. } = arguments;
+    // A daemon of before knows no argument, and refuses it.
+    let asked = if dry_run { json!({ "dry-run": true }) } else { json!({}) };
+    let changes = client.execute("x-weir-reload", asked)?;
+    let nothing = if dry_run { "nothing would change" } else { "nothing has changed" };
+    Ok(if json { print_json(&changes) } else { print(&shown(&changes, nothing)) }?)
 }
 
-fn shown(changes: &Value) -> String {
+/// A table, or in so many words that there is nothing for one.
+fn shown(changes: &Value, nothing: &str) -> String {
     let changes = changes.as_array().map(Vec::as_slice).unwrap_or_default();
     if changes.is_empty() {
-        return "nothing has changed\n".to_owned();
+        return format!("{nothing}\n");
     }
     let mut table = Table::new(columns(&["WHAT", "NAME", "CHANGE"], &[]));
     for change in changes {
@@ -93,7 +103,7 @@ disk    vm1   group: none → gold
 disk    vm1   l2-cache-size: none → full
 export  vm1   removed at unix:/run/a
 ";
-        assert_eq!(shown(&changes), expect);
-        assert_eq!(shown(&json!([])), "nothing has changed\n");
+        assert_eq!(shown(&changes, ""), expect);
+        assert_eq!(shown(&json!([]), "nothing has changed"), "nothing has changed\n");
     }
 }

@@ -14,7 +14,7 @@
 
 mod arrivals;
 mod exported;
-mod holder;
+pub(crate) mod holder;
 mod objects;
 mod refused;
 mod watches;

@@ -22,6 +22,7 @@ mod held_back;
 pub(crate) mod inventory;
 mod left_out;
 pub(crate) mod loaded;
+pub(crate) mod looking;
 pub(crate) mod moving;
 mod promises;
 pub(crate) mod qmp;

@@ -1,17 +1,29 @@
 //! Sockets that the service manager (systemd's `LISTEN_FDS`) or `nbdinfo [ … ]` passed. Each has a
 //! number, and may have a name (`LISTEN_FDNAMES`).
+//!
+//! Whoever starts weir may also leave a socket open without a word, as for QEMU: then its number is
+//! all there is.
 
 use std::{
-    env,
-    os::fd::{AsFd, AsRawFd as _, OwnedFd},
+    env, fs,
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::{
+        fd::{AsFd, AsRawFd as _, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
 };
 
 use anyhow::{Context as _, anyhow, bail};
 use listenfd::ListenFd;
-use nix::sys::socket::{
-    self, Backlog, SockaddrStorage, getsockopt,
-    sockopt::{AcceptConn, SockType},
+use nix::{
+    sys::socket::{
+        self, Backlog, ControlMessage, MsgFlags, SockaddrStorage, getsockopt, sendmsg,
+        sockopt::{AcceptConn, SockType},
+    },
+    unistd::close,
 };
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::{Authority, Listener};
 
@@ -29,6 +41,8 @@ pub struct Inherited {
     later: Option<(String, OwnedFd)>,
     /// Of another daemon, for doors of virtual machines.
     adopted: Vec<(String, Listener)>,
+    /// Descriptors that were open at the start, and that nobody has said anything of.
+    left_open: Vec<RawFd>,
 }
 
 impl Inherited {
@@ -39,7 +53,8 @@ impl Inherited {
         let sockets = ListenFd::from_env();
         let mut said = said.split(':').map(str::to_owned);
         let names = (0..sockets.len()).map(|_| Some(said.next().unwrap_or_default())).collect();
-        Self { sockets, names, kept: Vec::new(), later: None, adopted: Vec::new() }
+        let left_open = open_from(FIRST + sockets.len());
+        Self { sockets, names, kept: Vec::new(), later: None, adopted: Vec::new(), left_open }
     }
 
     /// Of nobody.
@@ -50,6 +65,7 @@ impl Inherited {
             kept: Vec::new(),
             later: None,
             adopted: Vec::new(),
+            left_open: Vec::new(),
         }
     }
 
@@ -70,8 +86,11 @@ impl Inherited {
         if self.adopted.iter().any(|(known, _)| known.strip_prefix("fd:") == Some(name)) {
             return Ok(());
         }
-        let index = self.find(name)?;
-        self.kept.push(index);
+        match self.find(name) {
+            Ok(index) => self.kept.push(index),
+            Err(_) if self.place_left_open(name).is_some() => {}
+            Err(error) => return Err(error),
+        }
         Ok(())
     }
 
@@ -80,8 +99,20 @@ impl Inherited {
         if let Some((_, socket)) = self.later.take_if(|(known, _)| known == name) {
             return of_socket(socket, &format!("fd:{name}"));
         }
-        let index = self.find(name)?;
-        self.listener(index)
+        match (self.find(name), self.place_left_open(name)) {
+            (Ok(index), _) => self.listener(index),
+            (Err(_), Some(place)) => {
+                let shown = format!("fd:{name}");
+                of_socket(take_over(self.left_open.remove(place)).with_context(|| shown.clone())?, &shown)
+            }
+            (Err(error), None) => Err(error),
+        }
+    }
+
+    /// Where it is among those that were left open.
+    fn place_left_open(&self, number: &str) -> Option<usize> {
+        let number: RawFd = number.parse().ok()?;
+        self.left_open.iter().position(|open| *open == number)
     }
 
     /// One more, in the place of the last that came so.
@@ -137,6 +168,35 @@ impl Inherited {
     }
 }
 
+/// The descriptors that are open, from this number on.
+fn open_from(first: usize) -> Vec<RawFd> {
+    let Ok(list) = fs::read_dir("/proc/self/fd") else { return Vec::new() };
+    let number = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().to_str()?.parse().ok();
+    let mut open: Vec<RawFd> = list.filter_map(number).collect();
+    // The list itself was one of them.
+    open.retain(|number| fs::symlink_metadata(format!("/proc/self/fd/{number}")).is_ok());
+    open.retain(|number| usize::try_from(*number).is_ok_and(|number| number >= first));
+    open
+}
+
+/// A descriptor of this process that nobody here owns. Sent to ourselves it is one that somebody
+/// owns.
+fn take_over(number: RawFd) -> io::Result<OwnedFd> {
+    let (one, other) = UnixStream::pair()?;
+    let passed = [ControlMessage::ScmRights(&[number])];
+    sendmsg::<()>(one.as_raw_fd(), &[IoSlice::new(&[0])], &passed, MsgFlags::empty(), None)?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut received = RecvAncillaryBuffer::new(&mut space);
+    recvmsg(&other, &mut [IoSliceMut::new(&mut [0])], &mut received, RecvFlags::CMSG_CLOEXEC)?;
+    let descriptor = received.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    });
+    let owned = descriptor.ok_or_else(|| io::Error::other("it did not come"))?;
+    close(number)?;
+    Ok(owned)
+}
+
 /// A socket that is bound; it listens from now on, as QEMU has it.
 fn of_socket(socket: OwnedFd, name: &str) -> anyhow::Result<Listener> {
     let kind = getsockopt(&socket, SockType)
@@ -172,7 +232,7 @@ fn check_listening(socket: impl AsFd, shown: &str) -> anyhow::Result<()> {
     match getsockopt(&socket, AcceptConn) {
         Ok(true) => Ok(()),
         Ok(false) => Err(anyhow!("LISTEN_FDS: {shown} is not listening (set Accept=no in the socket unit)")),
-        Err(errno) => Err(anyhow!("LISTEN_FDS: {shown}: {}", std::io::Error::from(errno))),
+        Err(errno) => Err(anyhow!("LISTEN_FDS: {shown}: {}", io::Error::from(errno))),
     }
 }
 
@@ -186,7 +246,7 @@ mod tests {
     fn only_listening_sockets_are_accepted() {
         let path = env::temp_dir().join(format!("weir-inherited-{}", std::process::id()));
         let listening = UnixListener::bind(&path).unwrap();
-        std::fs::remove_file(&path).unwrap();
+        fs::remove_file(&path).unwrap();
         check_listening(&listening, "fd:3").unwrap();
         let (connected, _peer) = UnixStream::pair().unwrap();
         assert_eq!(

@@ -248,6 +248,22 @@ pub(crate) fn check(plan: &Plan) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Whether there is room for the descriptors that are set aside for virtual machines, as far as is
+/// known before workers and sockets have theirs.
+///
+/// # Errors
+/// How many are enough.
+pub(crate) fn check_room(plan: &Plan) -> anyhow::Result<()> {
+    let doors = plan.doors.iter().map(|export| export.door.clone()).collect();
+    let needs = Needs::of(&Served { doors, ..Served::default() }, &plan.service);
+    // Whoever has a helper gives nothing up, and sets nothing aside.
+    match plan.service.sandbox {
+        Sandbox::Off => Ok(()),
+        _ if needs.helper => Ok(()),
+        _ => check_descriptors(needs),
+    }
+}
+
 /// Gives up what is asked for and what this daemon does not need. To be called once all is open and
 /// before a client is served; `config` is the file it may read again.
 ///

@@ -2,7 +2,7 @@
 //! it.
 //!
 //! ```text
-//!   the file      as every start reads it: the first mistake ends it
+//!   the file      as every start reads it: all that is wrong is told, and ends it
 //!   the machine   images, passphrases, keys, sockets' directories, devices: all that is wrong is told
 //! ```
 //!
@@ -17,10 +17,10 @@ use std::{fs, path::Path, rc::Rc};
 use anyhow::{Context as _, anyhow};
 use block::storage::{self, rate::Budgets};
 use clap::Args;
-use console::{Failure, complain, logging, on_reactor, print};
+use console::{Failure, complain, descriptors, logging, on_reactor, print};
 use nix::unistd::{AccessFlags, access};
 use settings::{
-    Address, Door, Draft, Endpoint, Place, Plan, Said, SecretSource, Service, Standard,
+    Address, Door, Draft, Endpoint, Mistakes, Place, Plan, Said, SecretSource, Service, Standard, Wrong,
     control::ControlSocket,
 };
 
@@ -31,7 +31,7 @@ use crate::{
         assemble::{self, Assembly},
         bitmaps, doors,
         inventory::Inventory,
-        recording,
+        looking, recording,
     },
     http::Token,
     listen::{self, Others},
@@ -63,16 +63,31 @@ pub struct CheckArgs {
 /// Tells what would keep a daemon with this config file from serving.
 ///
 /// # Errors
-/// [`Failure::Failed`] with the file's first mistake; [`Failure::Found`] once others are told.
+/// [`Failure::Found`] once all is told that is wrong.
 pub fn check_config(arguments: CheckArgs) -> Result<(), Failure> {
-    let draft = settings::config::load(&arguments.config)?;
-    let plan = Plan::new(draft.clone(), 0)?;
-    check(draft, plan, Others::MayHave, &arguments.config.display().to_string())
+    let mistakes = Mistakes::default();
+    let draft = settings::config::load_telling(&arguments.config, &mistakes);
+    let name = arguments.config.display().to_string();
+    let plan = Plan::judged(draft.clone(), 0, mistakes);
+    check(draft, plan, Others::MayHave, &name)
 }
 
-/// The same for what was said in any way, by a name for it.
-pub(super) fn check(draft: Draft, plan: Plan, others: Others, name: &str) -> Result<(), Failure> {
+/// The same for what was said in any way, by a name for it, and what it comes to.
+pub(super) fn check(
+    draft: Draft,
+    plan: Result<Plan, Vec<Wrong>>,
+    others: Others,
+    name: &str,
+) -> Result<(), Failure> {
+    let plan = match plan {
+        Ok(plan) => plan,
+        Err(all) => {
+            all.into_iter().for_each(|wrong| complain(&wrong.into()));
+            return Err(Failure::Found(1));
+        }
+    };
     logging::start(&plan.service.log);
+    descriptors::raise_limit();
     memory::set_aside(&plan.service)?;
     let sum = sum(&plan);
     let found = on_reactor(async move { Ok(wrong(&draft, &plan, others).await) })?;
@@ -116,6 +131,7 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others) -> Vec<anyhow::Error>
     found.extend(assemble::credentials(&plan.service.tls).err().map(|error| at(keys, error)));
     let said = sandbox::check(plan).err();
     found.extend(said.map(|error| at(service.user.as_ref().map(|said| &said.place), error)));
+    found.extend(sandbox::check_room(plan).err());
     sockets(draft, plan, others, &mut found);
     let doors = draft.disks.iter().flat_map(|disk| &disk.doors);
     found.extend(doors.filter_map(|said| Some(at(Some(&said.place), device(&said.value).err()?))));
@@ -173,6 +189,7 @@ async fn images(
     let place = draft.service.image_root.as_ref().map(|said| &said.place);
     let root = root.map_err(|error| at(place, error))?;
     let mut assembly = Assembly::new(root, Budgets::default());
+    let mut files = looking::Files::default();
     for (index, (planned, said)) in plan.disks.iter().zip(&draft.disks).enumerate() {
         let place = || said.image.place.to_string();
         if let Some(path) = planned.image.path().filter(|path| path.exists() && !planned.read_only) {
@@ -184,15 +201,13 @@ async fn images(
         if !planned.qcow2.secrets.iter().all(is_kept) {
             continue;
         }
-        let looked = settings::Disk {
-            read_only: true,
-            force_share: planned.image.path().is_some(),
-            handover: false,
-            ..planned.clone()
-        };
+        let looked = looking::alone(planned);
         let group = planned.group.and_then(|index| groups.get(index));
         let opened = async {
-            let running = assemble::disk(&looked, group, assembly.open(&looked).await?)?;
+            let image = assembly.open(&looked).await?;
+            looking::check_marks(planned, &image)?;
+            files.take(planned, &image)?;
+            let running = assemble::disk(&looked, group, image)?;
             bitmaps::of_image(&running, &planned.qcow2.bitmaps).await?;
             for export in plan.doors.iter().filter(|export| export.disk == index) {
                 doors::check_size(&running.disk, &export.door)?;

@@ -33,7 +33,7 @@ use console::{
     Failure, descriptors, logging, on_reactor,
     signals::{Request, Signals},
 };
-use settings::{Draft, Place, Plan, Said, ServiceDraft, config, control::ControlSocket};
+use settings::{Draft, Mistakes, Place, Plan, Said, ServiceDraft, config, control::ControlSocket};
 
 use crate::{
     cluster,
@@ -60,15 +60,20 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let file = arguments.config.clone();
     let is_checked = arguments.check;
     let takeover = arguments.takeover.take();
-    let Start { said, draft } = Start::read(arguments, monitors)?;
+    let Start { said, draft, mistakes } = Start::read(arguments, monitors)?;
+    if is_checked {
+        let inherited = inherited.count();
+        let (plan, name) = match file {
+            Some(path) => (Plan::judged(draft.clone(), inherited, mistakes), path.display().to_string()),
+            None => (Ok(plan(&draft, false, inherited)?), "weir serve".to_owned()),
+        };
+        return check::check(draft, plan, Others::AreInTheWay, &name);
+    }
+    let draft = mistakes.first_unless(draft)?;
     let before = takeover.map(|control| newcomer(control, &draft)).transpose()?;
     let regrets = before.as_ref().map(Newcomer::regrets).transpose()?;
     let passed = before.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
     let plan = plan(&draft, file.is_some(), passed)?;
-    if is_checked {
-        let name = file.map_or_else(|| "weir serve".to_owned(), |path| path.display().to_string());
-        return check::check(draft, plan, Others::AreInTheWay, &name);
-    }
     logging::start(&plan.service.log);
     let runner = plan.service.on_event.as_ref().map(|target| Runner::start(target, &plan.service));
     let runner = runner.transpose()?;
@@ -119,8 +124,10 @@ fn newcomer(control: Option<PathBuf>, draft: &Draft) -> Result<Newcomer, Failure
 struct Start {
     /// On the command line.
     said: ServiceDraft,
-    /// In all.
+    /// In all, as far as it is well formed.
     draft: Draft,
+    /// In the config file.
+    mistakes: Mistakes,
 }
 
 impl Start {
@@ -129,14 +136,15 @@ impl Start {
         let mut draft = arguments.into_draft().map_err(|wrong| Failure::Usage(wrong.into()))?;
         draft.service.qmp.extend(monitors);
         let said = draft.service.clone();
+        let mistakes = Mistakes::default();
         let draft = match config {
             None => draft,
             Some(path) => {
-                let file = config::load(&path)?;
+                let file = config::load_telling(&path, &mistakes);
                 Draft { service: draft.service.or(file.service), ..file }
             }
         };
-        Ok(Self { said, draft })
+        Ok(Self { said, draft, mistakes })
     }
 }
 

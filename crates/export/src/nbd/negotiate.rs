@@ -45,6 +45,10 @@ pub enum TlsPolicy {
     Required,
 }
 
+/// What a front end of vhost-user says first, GET_FEATURES or SET_OWNER, where a client of NBD has
+/// its flags ("Vhost-user Protocol", header: in the machine's byte order, which is little-endian).
+const VHOST_USER: [u32; 2] = [1_u32.swap_bytes(), 3_u32.swap_bytes()];
+
 /// Why a connection ends during the handshake. Everything but [`Close::Aborted`] is the client's
 /// breach.
 #[allow(missing_docs, reason = "each has its message")]
@@ -54,6 +58,10 @@ pub enum Close {
     Aborted,
     #[error("client flags {0:#x}: not offered by the server")]
     ClientFlags(u32),
+    #[error(
+        "it speaks vhost-user, as the monitor of a virtual machine does, and this socket is for NBD (--vhost-user-blk has one for machines)"
+    )]
+    VhostUser,
     #[error("option magic {0:#018x}: not an NBD client")]
     OptionMagic(u64),
     #[error("option {option}: {length} bytes of data are too many to skip")]
@@ -185,6 +193,9 @@ impl Handshake {
 
     fn client_flags(&mut self, mut bytes: Fields<'_>) -> Option<Event> {
         let flags = bytes.u32()?;
+        if VHOST_USER.contains(&flags) {
+            return Some(Event::Close(Close::VhostUser));
+        }
         if flags & !(client_flag::FIXED_NEWSTYLE | client_flag::NO_ZEROES) != 0 {
             return Some(Event::Close(Close::ClientFlags(flags)));
         }

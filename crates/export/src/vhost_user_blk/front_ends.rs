@@ -58,7 +58,7 @@ const GOOD: Duration = Duration::from_secs(1);
 const GRACE: Duration = Duration::from_millis(250);
 /// So long may a front end that has said nothing keep others out, as long as one may take for a
 /// message.
-const SILENCE: Duration = Duration::from_secs(10);
+pub(super) const SILENCE: Duration = Duration::from_secs(10);
 /// Front ends that wait for the place of another. Of more, the oldest goes: they are silent, or the
 /// other is not.
 const MOST_WAITING: usize = 16;

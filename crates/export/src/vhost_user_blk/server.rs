@@ -12,6 +12,7 @@
 
 use std::{
     collections::{HashMap, HashSet},
+    convert::Infallible,
     fmt::Display,
     future::pending,
     io,
@@ -32,7 +33,7 @@ use super::{
     connection::{Arrived, Connection, Ended, Inbox, Rested},
     device::{Device, Export},
     features::virtio,
-    front_ends::FrontEnds,
+    front_ends::{FrontEnds, SILENCE},
     handover::held,
     happening::{Happening, Process, Told},
     inflight::Loss,
@@ -105,6 +106,7 @@ pub struct Server {
     arrivals: Seldom,
     departures: Seldom,
     refusals: Seldom,
+    silences: Seldom,
     vain: Vain,
     resizes: AtomicU64,
 }
@@ -136,6 +138,7 @@ impl Server {
             arrivals: Seldom::default(),
             departures: Seldom::default(),
             refusals: Seldom::default(),
+            silences: Seldom::default(),
             vain: Vain::default(),
             resizes: AtomicU64::new(0),
         })
@@ -318,13 +321,34 @@ impl Server {
             resizes,
             told: false,
         };
-        let ended = attendance.run().await;
+        let ended = match first(attendance.run(), self.tell_silence(pid)).await {
+            First::One(ended) => ended,
+            First::Other(never) => match never {},
+        };
         attendance.end().await;
         attendance.leave_nothing_to_lose().await;
         attendance.tell_end(&ended);
         self.device.remember_write_cache(attendance.connection.write_cache());
         drop(attendance);
         self.device.begin_anew();
+    }
+}
+
+impl Server {
+    /// Says so once where a front end has said nothing for long: one of a machine speaks when the
+    /// machine gets the disk, which may be later, and whoever takes this for another socket never.
+    async fn tell_silence(&self, pid: Option<u32>) -> Infallible {
+        reactor::sleep_until(reactor::now() + SILENCE).await;
+        if self.silent.load(SeqCst)
+            && let Some(left_out) = self.silences.line(reactor::recently())
+        {
+            tracing::info!(
+                export = %self.device.export.id, process = pid, left_out,
+                "whoever has connected has said nothing for {} s: is it an NBD client? This socket is for vhost-user-blk, and --nbd has one for NBD (a virtual machine that gets the disk later speaks then)",
+                SILENCE.as_secs()
+            );
+        }
+        pending().await
     }
 }
 

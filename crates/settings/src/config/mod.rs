@@ -29,9 +29,9 @@ use toml::de::DeTable;
 
 use crate::{
     AccessDraft, Address, Cluster, DiskDraft, Door, Draft, Endpoint, Etcd, ExportDraft, Fuse, GroupDraft,
-    Image, Keyed, LimitsDraft, Nbd, NbdDevice, OnErrorDraft, OnEvent, Place, PrefetchDraft, Qcow2Draft,
-    Record, Said, SecretSource, ServiceDraft, SettingsDraft, Socket, Ublk, VhostUserBlk, WebServer, Webhook,
-    Wrong, cluster, doors, log,
+    Image, Keyed, LimitsDraft, Mistakes, Nbd, NbdDevice, OnErrorDraft, OnEvent, Place, PrefetchDraft,
+    Qcow2Draft, Record, Said, SecretSource, ServiceDraft, SettingsDraft, Socket, Ublk, VhostUserBlk,
+    WebServer, Webhook, Wrong, cluster, doors, log,
 };
 
 enum Exported {
@@ -45,18 +45,30 @@ pub const MAX_FILE_BYTES: u64 = 64 << 20;
 /// Reads a config file.
 ///
 /// # Errors
-/// If it cannot be read, is no TOML, or holds something that is not known or not well formed.
+/// The first mistake: if it cannot be read, is no TOML, or holds something that is not known or not
+/// well formed.
 pub fn load(path: &Path) -> Result<Draft, Wrong> {
+    let mistakes = Mistakes::default();
+    let draft = load_telling(path, &mistakes);
+    mistakes.first_unless(draft)
+}
+
+/// What a config file says as far as it is well formed: a table in which something is not, and
+/// which is told of, says nothing.
+pub fn load_telling(path: &Path, mistakes: &Mistakes) -> Draft {
     let name = path.display().to_string();
     let place = Place::new(name.as_str());
     let mut text = String::new();
     let read = File::open(path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text));
-    read.map_err(|error| place.wrong(format!("cannot be read: {error}")))?;
-    if text.len() as u64 > MAX_FILE_BYTES {
-        return Err(place.wrong(format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)")));
+    if let Err(error) = read {
+        mistakes.tell(place.wrong(format!("cannot be read: {error}")));
+        return Draft::default();
     }
-    let directory = path.parent().unwrap_or(Path::new(""));
-    parse(&name, &text, directory)
+    if text.len() as u64 > MAX_FILE_BYTES {
+        mistakes.tell(place.wrong(format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)")));
+        return Draft::default();
+    }
+    parse_telling(&name, &text, path.parent().unwrap_or(Path::new("")), mistakes)
 }
 
 /// Reads the text of a config file called `name`, with paths seen from `directory`.
@@ -64,31 +76,46 @@ pub fn load(path: &Path) -> Result<Draft, Wrong> {
 /// # Errors
 /// As [`load`], once it has the text.
 pub fn parse(name: &str, text: &str, directory: &Path) -> Result<Draft, Wrong> {
-    let source = Source::new(name, text);
-    let document = DeTable::parse(text).map_err(|error| {
-        let span = error.span().unwrap_or_default();
-        let line = source.line_of(span.start);
-        match error.message() {
-            "duplicate key" => Place::new(format!("{line}: {}", path_of(text, span)))
-                .wrong("is there already, further up (take out one of the two)"),
-            other => Place::new(line).wrong(format!("not TOML: {}", other.replace('\n', "; "))),
+    let mistakes = Mistakes::default();
+    let draft = parse_telling(name, text, directory, &mistakes);
+    mistakes.first_unless(draft)
+}
+
+fn parse_telling(name: &str, text: &str, directory: &Path, mistakes: &Mistakes) -> Draft {
+    let source = Source::new(name, text, mistakes);
+    let document = match DeTable::parse(text) {
+        Ok(document) => document,
+        Err(error) => {
+            // What comes after it may be read in ways that nobody meant.
+            mistakes.tell(no_toml(&source, text, &error));
+            return Draft::default();
         }
-    })?;
+    };
     let reader = Reader { directory };
     let root = Section::root(&source, document.get_ref());
-    let service = root.get("daemon").map(|entry| reader.daemon(&entry.section()?)).transpose()?;
-    let cluster = root.get("cluster").map(|entry| reader.cluster(&entry.section()?)).transpose()?;
-    let groups = sections(&root, "group")?;
-    let disks = sections(&root, "disk")?;
-    root.finish()?;
-    Ok(Draft {
+    let table = |key| root.get(key).and_then(Entry::section);
+    let service = table("daemon").and_then(|section| reader.daemon(&section));
+    let cluster = table("cluster").and_then(|section| reader.cluster(&section));
+    let named = |key| table(key).map(|section| section.named_sections()).unwrap_or_default();
+    let (groups, disks) = (named("group"), named("disk"));
+    root.finish();
+    let groups = groups.into_iter().map(|(name, section)| group(name, &section));
+    let disks = disks.into_iter().take_while(|_| !mistakes.is_full());
+    Draft {
         service: ServiceDraft { cluster, ..service.unwrap_or_default() },
-        groups: groups.into_iter().map(|(name, section)| group(name, &section)).collect::<Result<_, _>>()?,
-        disks: disks
-            .into_iter()
-            .map(|(name, section)| reader.disk(name, &section))
-            .collect::<Result<_, _>>()?,
-    })
+        groups: groups.collect(),
+        disks: disks.filter_map(|(name, section)| reader.disk(name, &section)).collect(),
+    }
+}
+
+fn no_toml(source: &Source<'_>, text: &str, error: &toml::de::Error) -> Wrong {
+    let span = error.span().unwrap_or_default();
+    match error.message() {
+        "duplicate key" => source
+            .place(span.start, path_of(text, span))
+            .wrong("is there already, further up (take out one of the two)"),
+        other => source.place(span.start, "not TOML").wrong(other.replace('\n', "; ")),
+    }
 }
 
 /// The whole name of a key, or of a table, that the parser has not come to.
@@ -102,37 +129,39 @@ fn path_of(text: &str, key: Range<usize>) -> String {
     })
 }
 
-fn sections<'a>(root: &Section<'a>, kind: &'static str) -> Result<Vec<(Said<String>, Section<'a>)>, Wrong> {
-    root.get(kind).map_or(Ok(Vec::new()), |entry| entry.section()?.named_sections())
+/// Others name it, whatever is wrong with what it says.
+fn group(name: Said<String>, section: &Section<'_>) -> GroupDraft {
+    let read = || {
+        let settings = settings(section);
+        let group = section.text("group");
+        let cluster = section.flag("cluster").filter(|said| said.value).map(|said| said.place);
+        Some(GroupDraft { name: name.clone(), settings, group, cluster })
+    };
+    let nothing =
+        || GroupDraft { name: name.clone(), settings: SettingsDraft::default(), group: None, cluster: None };
+    let judge = |part: &GroupDraft, mistakes: &Mistakes| _ = part.settings.judge_values(mistakes);
+    section.whole_or(read, judge).unwrap_or_else(nothing)
 }
 
-fn group(name: Said<String>, section: &Section<'_>) -> Result<GroupDraft, Wrong> {
-    let settings = settings(section)?;
-    let group = section.text("group")?;
-    let cluster = section.flag("cluster")?.filter(|said| said.value).map(|said| said.place);
-    section.finish()?;
-    Ok(GroupDraft { name, settings, group, cluster })
+fn settings(section: &Section<'_>) -> SettingsDraft {
+    SettingsDraft {
+        limits: limits(section),
+        weight: section.parse("weight", crate::count),
+        iops_reservation: section.parse("iops-reservation", crate::count),
+        bps_reservation: section.parse("bps-reservation", crate::size),
+        watermark: section.parse("watermark", crate::count),
+    }
 }
 
-fn settings(section: &Section<'_>) -> Result<SettingsDraft, Wrong> {
-    Ok(SettingsDraft {
-        limits: limits(section)?,
-        weight: section.parse("weight", crate::count)?,
-        iops_reservation: section.parse("iops-reservation", crate::count)?,
-        bps_reservation: section.parse("bps-reservation", crate::size)?,
-        watermark: section.parse("watermark", crate::count)?,
-    })
+fn access(section: &Section<'_>) -> AccessDraft {
+    AccessDraft {
+        allow: section.list("allow", crate::read),
+        deny: section.list("deny", crate::read),
+        tls_authz: section.list("tls-authz", crate::tls_name),
+    }
 }
 
-fn access(section: &Section<'_>) -> Result<AccessDraft, Wrong> {
-    Ok(AccessDraft {
-        allow: section.list("allow", crate::read)?,
-        deny: section.list("deny", crate::read)?,
-        tls_authz: section.list("tls-authz", crate::tls_name)?,
-    })
-}
-
-fn limits(section: &Section<'_>) -> Result<LimitsDraft, Wrong> {
+fn limits(section: &Section<'_>) -> LimitsDraft {
     numbers(section, Setting::ALL.map(|setting| (setting, setting.name(), setting.is_size())))
 }
 
@@ -140,21 +169,19 @@ fn limits(section: &Section<'_>) -> Result<LimitsDraft, Wrong> {
 fn numbers<S>(
     section: &Section<'_>,
     settings: impl IntoIterator<Item = (S, &'static str, bool)>,
-) -> Result<Vec<Said<(S, u64)>>, Wrong> {
-    let mut numbers = Vec::new();
-    for (setting, name, is_size) in settings {
+) -> Vec<Said<(S, u64)>> {
+    let number = |(setting, name, is_size)| {
         let parser = if is_size { crate::size } else { crate::count };
-        if let Some(said) = section.parse(name, parser)? {
-            numbers.push(Said::new((setting, said.value), said.place));
-        }
-    }
-    Ok(numbers)
+        let said = section.parse(name, parser)?;
+        Some(Said::new((setting, said.value), said.place))
+    };
+    settings.into_iter().filter_map(number).collect()
 }
 
-fn prefetch(section: &Section<'_>) -> Result<PrefetchDraft, Wrong> {
-    let mode = section.switch(crate::prefetch::MODE)?;
+fn prefetch(section: &Section<'_>) -> PrefetchDraft {
+    let mode = section.switch(crate::prefetch::MODE);
     let sized = |setting: prefetch::Setting| (setting, setting.name(), crate::prefetch::is_size(setting));
-    Ok(PrefetchDraft { mode, numbers: numbers(section, prefetch::Setting::ALL.map(sized))? })
+    PrefetchDraft { mode, numbers: numbers(section, prefetch::Setting::ALL.map(sized)) }
 }
 
 /// What an export's `type` may be.
@@ -172,34 +199,33 @@ fn no_comma(text: &str) -> Result<&str, String> {
     }
 }
 
-fn ublk(section: &Section<'_>) -> Result<Said<Door>, Wrong> {
-    let number = section.parse("number", doors::ublk::device)?;
+fn ublk(section: &Section<'_>) -> Said<Door> {
+    let number = section.parse("number", doors::ublk::device);
     let place = number.as_ref().map_or_else(|| section.place().clone(), |said| said.place.clone());
     let ublk = Ublk { number: number.map(|said| said.value), ..Ublk::default() };
-    Ok(Said::new(Door::Ublk(with_keys(section, ublk)?), place))
+    Said::new(Door::Ublk(with_keys(section, ublk)), place)
 }
 
-fn nbd_device(section: &Section<'_>) -> Result<Said<Door>, Wrong> {
-    let device = section.parse("device", |text| doors::nbd_device::device(no_comma(text)?))?;
+fn nbd_device(section: &Section<'_>) -> Option<Said<Door>> {
+    let device = section.parse("device", |text| doors::nbd_device::device(no_comma(text)?));
+    let place = device.as_ref().map(|said| said.place.clone());
+    let number = device.and_then(|said| said.value);
+    let export = with_keys(section, NbdDevice { number, ..NbdDevice::default() });
     let rule = "no device (add device = \"/dev/nbd0\", or \"auto\" for one that is free)";
-    let device = device.ok_or_else(|| section.place().wrong(rule))?;
-    let export = with_keys(section, NbdDevice { number: device.value, ..NbdDevice::default() })?;
-    Ok(Said::new(Door::NbdDevice(export), device.place))
+    Some(Said::new(Door::NbdDevice(export), section.need("device", place, rule)?))
 }
 
 /// What the section says of a door's keys.
-fn with_keys<K: Keyed>(section: &Section<'_>, mut keyed: K) -> Result<K, Wrong> {
+fn with_keys<K: Keyed>(section: &Section<'_>, mut keyed: K) -> K {
     for key in K::VALUES {
-        if let Some(entry) = section.get(key) {
-            entry.parse_switch(|text| keyed.set(key, text))?;
-        }
+        section.parse_switch(key, |text| keyed.set(key, text));
     }
     for (key, flag) in keyed.flags() {
-        if let Some(said) = section.flag(key)? {
+        if let Some(said) = section.flag(key) {
             *flag = said.value;
         }
     }
-    Ok(keyed)
+    keyed
 }
 
 /// The machine's name, where the cluster is not told another.
@@ -215,135 +241,140 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    fn daemon(&self, section: &Section<'_>) -> Result<ServiceDraft, Wrong> {
-        let draft = ServiceDraft {
-            nbd: section.list("nbd", |text| self.endpoint(text).map(Nbd::at))?,
-            socket_mode: section.parse("socket-mode", crate::socket_mode)?,
-            socket_owner: section.parse("socket-owner", str::parse)?,
-            exit_when_idle: section.flag("exit-when-idle")?,
-            control: section.flag("control")?,
-            qmp: section.list("qmp", |text| self.socket(text))?,
-            metrics: section.parse("metrics", |text| self.address(text))?,
-            on_event: section.parse("on-event", |text| self.on_event(text))?,
-            http: section.parse("http", |text| self.address(text))?,
-            http_token_file: self.path(section, "http-token-file")?,
-            http_name: section.list("http-name", crate::http_name)?,
-            workers: section.parse("workers", crate::workers)?,
-            poll: section.parse_switch("poll", crate::polling)?,
-            max_connections: section.parse("max-connections", crate::connections)?,
-            max_connections_per_address: section.parse("max-connections-per-address", crate::connections)?,
-            access: access(section)?,
-            memory: section.parse("memory", crate::size)?,
-            tls: crate::TlsDraft {
-                mode: section.switch("tls")?,
-                certificates: self.path(section, "tls-certificates")?,
-                verify_peer: section.flag("tls-verify-peer")?,
-                psk: self.path(section, "tls-psk")?,
-            },
-            log: section.parse("log", log::filter)?,
-            log_format: section.value("log-format")?,
-            pid_file: self.path(section, "pid-file")?,
-            state: self.path(section, "state")?,
-            image_root: self.path(section, "image-root")?,
-            cgroup_limits: self.path(section, "cgroup-limits")?,
-            record: section.get("record").map(|entry| self.record(entry)).transpose()?,
-            // A section of its own.
-            cluster: None,
-            sandbox: section.switch("sandbox")?,
-            user: section.parse("user", str::parse)?,
+    fn daemon(&self, section: &Section<'_>) -> Option<ServiceDraft> {
+        let read = || {
+            Some(ServiceDraft {
+                nbd: section.list("nbd", |text| self.endpoint(text).map(Nbd::at)),
+                socket_mode: section.parse("socket-mode", crate::socket_mode),
+                socket_owner: section.parse("socket-owner", str::parse),
+                exit_when_idle: section.flag("exit-when-idle"),
+                control: section.flag("control"),
+                qmp: section.list("qmp", |text| self.socket(text)),
+                metrics: section.parse("metrics", |text| self.address(text)),
+                on_event: section.parse("on-event", |text| self.on_event(text)),
+                http: section.parse("http", |text| self.address(text)),
+                http_token_file: self.path(section, "http-token-file"),
+                http_name: section.list("http-name", crate::http_name),
+                workers: section.parse("workers", crate::workers),
+                poll: section.parse_switch("poll", crate::polling),
+                max_connections: section.parse("max-connections", crate::connections),
+                max_connections_per_address: section.parse("max-connections-per-address", crate::connections),
+                access: access(section),
+                memory: section.parse("memory", crate::size),
+                tls: crate::TlsDraft {
+                    mode: section.switch("tls"),
+                    certificates: self.path(section, "tls-certificates"),
+                    verify_peer: section.flag("tls-verify-peer"),
+                    psk: self.path(section, "tls-psk"),
+                },
+                log: section.parse("log", log::filter),
+                log_format: section.value("log-format"),
+                pid_file: self.path(section, "pid-file"),
+                state: self.path(section, "state"),
+                image_root: self.path(section, "image-root"),
+                cgroup_limits: self.path(section, "cgroup-limits"),
+                record: section.get("record").and_then(|entry| self.record(entry)),
+                // A section of its own.
+                cluster: None,
+                sandbox: section.switch("sandbox"),
+                user: section.parse("user", str::parse),
+            })
         };
-        section.finish()?;
-        Ok(draft)
+        section.whole_or(read, ServiceDraft::judge_values)
     }
 
-    fn cluster(&self, section: &Section<'_>) -> Result<Said<Cluster>, Wrong> {
-        let name = section.parse("name", crate::cluster_name)?;
-        let host = section.parse("host", crate::cluster_name)?;
-        let etcd = section.list("etcd", crate::read::<Etcd>)?;
-        let certificates = self.path(section, "certificates")?;
-        let user = section.text("user")?;
-        let password_file = self.path(section, "password-file")?;
-        let safe_share = section.parse("safe-share", crate::safe_share)?;
-        let control_groups = section.list("control-groups", crate::cluster_name)?;
-        section.finish()?;
+    fn cluster(&self, section: &Section<'_>) -> Option<Said<Cluster>> {
+        section.whole(|| self.cluster_of(section))
+    }
+
+    fn cluster_of(&self, section: &Section<'_>) -> Option<Said<Cluster>> {
+        let name = section.parse("name", crate::cluster_name);
+        let host = section.parse("host", crate::cluster_name);
+        let etcd = section.list("etcd", crate::read::<Etcd>);
+        let certificates = self.path(section, "certificates");
+        let user = section.text("user");
+        let password_file = self.path(section, "password-file");
+        let safe_share = section.parse("safe-share", crate::safe_share);
+        let control_groups = section.list("control-groups", crate::cluster_name);
         for (at, said) in control_groups.iter().enumerate() {
             if control_groups[..at].iter().any(|before| before.value == said.value) {
-                return Err(said.wrong("is named twice"));
+                section.tell(said.wrong("is named twice"));
             }
         }
-        let name = name.ok_or_else(|| section.missing("name", "no name (add name = \"NAME\")"))?;
+        let name = section.need("name", name, "no name (add name = \"NAME\")");
         let rule = "no etcd (add etcd = [\"http://HOST:2379\"], with all its members)";
-        let first = etcd.first().ok_or_else(|| section.missing("etcd", rule))?;
-        cluster::check_endpoints(etcd.len()).map_err(|rule| first.wrong(rule))?;
+        let first = section.need("etcd", etcd.first(), rule)?;
+        section.keep(cluster::check_endpoints(etcd.len()).map_err(|rule| first.wrong(rule)));
         if let Some(said) = certificates.as_ref().filter(|_| etcd.iter().all(|member| !member.value.tls)) {
-            return Err(said.wrong("is not used, because no member of etcd is https"));
+            section.tell(said.wrong("is not used, because no member of etcd is https"));
         }
         let user = match (user, password_file) {
             (Some(user), Some(file)) => Some((user.value, file.value)),
-            (Some(user), None) => return Err(user.wrong("needs password-file")),
-            (None, Some(file)) => return Err(file.wrong("needs user")),
+            (Some(user), None) => section.keep(Err(user.wrong("needs password-file"))),
+            (None, Some(file)) => section.keep(Err(file.wrong("needs user"))),
             (None, None) => None,
         };
-        let own_name = || cluster_host().map_err(|rule| section.place().wrong(rule));
+        let own_name = || section.keep(cluster_host().map_err(|rule| section.place().wrong(rule)));
+        let host = host.map_or_else(own_name, |said| Some(said.value));
         let cluster = Cluster {
-            name: name.value,
-            host: host.map_or_else(own_name, |said| Ok(said.value))?,
+            name: name?.value,
+            host: host?,
             etcd: etcd.into_iter().map(|said| said.value).collect(),
             certificates: certificates.map(|said| said.value),
             user,
             safe_share_ppm: safe_share.map(|said| said.value),
             control_groups: control_groups.into_iter().map(|said| said.value).collect(),
         };
-        Ok(Said::new(cluster, section.place().clone()))
+        Some(Said::new(cluster, section.place().clone()))
     }
 
-    fn disk(&self, name: Said<String>, section: &Section<'_>) -> Result<DiskDraft, Wrong> {
-        let image = section.value::<Image>("image")?;
-        let description = section.text("description")?;
-        let access = access(section)?;
-        let format = section.value("format")?;
-        let part = section.value("options")?;
-        let snapshot = section.text("snapshot")?;
-        let cache = section.value("cache")?;
-        let qcow2 = self.qcow2(section)?;
-        let prefetch = prefetch(section)?;
+    fn disk(&self, name: Said<String>, section: &Section<'_>) -> Option<DiskDraft> {
+        let judge = |part: &DiskDraft, mistakes: &Mistakes| _ = part.settings.judge_values(mistakes);
+        section.whole_or(|| self.disk_of(name, section), judge)
+    }
+
+    fn disk_of(&self, name: Said<String>, section: &Section<'_>) -> Option<DiskDraft> {
+        let image = section.value::<Image>("image");
+        let description = section.text("description");
+        let access = access(section);
+        let format = section.value("format");
+        let part = section.value("options");
+        let snapshot = section.text("snapshot");
+        let cache = section.value("cache");
+        let qcow2 = self.qcow2(section);
+        let prefetch = prefetch(section);
         let on_error = OnErrorDraft {
-            read: section.value(crate::on_error::READ)?,
-            write: section.value(crate::on_error::WRITE)?,
+            read: section.value(crate::on_error::READ),
+            write: section.value(crate::on_error::WRITE),
         };
-        let discard = section.parse_switch("discard", crate::discards)?;
-        let detect_zeroes = section.parse_switch("detect-zeroes", crate::detect_zeroes)?;
-        let read_only = section.flag("read-only")?.is_some_and(|said| said.value);
-        let force_share = section.flag("force-share")?.filter(|said| said.value).map(|said| said.place);
-        let handover = section.flag("handover")?.filter(|said| said.value).map(|said| said.place);
-        let reconnect_delay = section.parse("reconnect-delay", crate::long_duration)?;
-        let open_timeout = section.parse("open-timeout", crate::long_duration)?;
-        let rbd_config = self.path(section, "rbd-config")?;
-        let rbd_user = section.text("rbd-user")?;
-        let settings = settings(section)?;
-        let group = section.text("group")?;
-        let delay = section.value("delay")?;
-        let rate = section.value("rate")?;
-        let faults = section.list("fault", crate::read)?;
+        let discard = section.parse_switch("discard", crate::discards);
+        let detect_zeroes = section.parse_switch("detect-zeroes", crate::detect_zeroes);
+        let read_only = section.flag("read-only").is_some_and(|said| said.value);
+        let force_share = section.flag("force-share").filter(|said| said.value).map(|said| said.place);
+        let handover = section.flag("handover").filter(|said| said.value).map(|said| said.place);
+        let reconnect_delay = section.parse("reconnect-delay", crate::long_duration);
+        let open_timeout = section.parse("open-timeout", crate::long_duration);
+        let rbd_config = self.path(section, "rbd-config");
+        let rbd_user = section.text("rbd-user");
+        let settings = settings(section);
+        let group = section.text("group");
+        let delay = section.value("delay");
+        let rate = section.value("rate");
+        let faults = section.list("fault", crate::read);
         let (mut exports, mut doors) = (Vec::new(), Vec::new());
-        for entry in section.items("export")? {
-            match self.export(entry)? {
-                Exported::Nbd(export) => exports.push(export),
-                Exported::AtDoor(door) => doors.push(door),
+        for entry in section.items("export") {
+            match self.export(entry) {
+                Some(Exported::Nbd(export)) => exports.push(export),
+                Some(Exported::AtDoor(door)) => doors.push(door),
+                None => {}
             }
         }
-        section.finish()?;
-        // After the end, because a misspelt `image` is an unknown key in the first place.
-        let missing = || {
-            section.place().wrong(
-                "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \"rbd:POOL/IMAGE\" or \"nbd://HOST/EXPORT\")",
-            )
-        };
-        let Said { value, place } = image.ok_or_else(missing)?;
+        let rule = "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \"rbd:POOL/IMAGE\" or \"nbd://HOST/EXPORT\")";
+        let Said { value, place } = section.need("image", image, rule)?;
         let image = value.relative_to(self.directory);
-        let image = crate::reached(image, rbd_config.as_ref(), rbd_user.as_ref())?;
+        let image = section.keep(crate::reached(image, rbd_config.as_ref(), rbd_user.as_ref()))?;
         let image = Said::new(image, place);
-        Ok(DiskDraft {
+        Some(DiskDraft {
             name,
             description,
             access,
@@ -373,77 +404,80 @@ impl Reader<'_> {
         })
     }
 
-    fn qcow2(&self, section: &Section<'_>) -> Result<Qcow2Draft, Wrong> {
-        Ok(Qcow2Draft {
-            l2_cache_size: section.value("l2-cache-size")?,
-            l2_cache_entry_size: section.parse("l2-cache-entry-size", crate::size)?,
-            refcount_cache_size: section.parse("refcount-cache-size", crate::size)?,
-            cache_size: section.parse("cache-size", crate::size)?,
-            cache_clean_interval: section.value("cache-clean-interval")?,
-            bitmaps: section.list("bitmap", |name| Ok(name.to_owned()))?,
+    fn qcow2(&self, section: &Section<'_>) -> Qcow2Draft {
+        Qcow2Draft {
+            l2_cache_size: section.value("l2-cache-size"),
+            l2_cache_entry_size: section.parse("l2-cache-entry-size", crate::size),
+            refcount_cache_size: section.parse("refcount-cache-size", crate::size),
+            cache_size: section.parse("cache-size", crate::size),
+            cache_clean_interval: section.value("cache-clean-interval"),
+            bitmaps: section.list("bitmap", |name| Ok(name.to_owned())),
             secrets: section.list("secret-file", |text| match text {
                 "" => Err("is empty (write one, or leave the key out)".to_owned()),
                 path => Ok(SecretSource::File(self.directory.join(path))),
-            })?,
-        })
+            }),
+        }
     }
 
-    fn export(&self, entry: Entry<'_>) -> Result<Exported, Wrong> {
+    fn export(&self, entry: Entry<'_>) -> Option<Exported> {
         let section = entry.section()?;
         let kind = section.parse("type", |text| match TYPES.contains(&text) {
             true => Ok(text.to_owned()),
             false => Err(format!("is not a type of export that weir has; there are {}", types("and"))),
-        })?;
-        let no_type = || section.missing("type", format!("no type (add type = {})", types("or")));
-        let exported = match kind.as_ref().map(|kind| &*kind.value) {
-            Some("vhost-user-blk") => Exported::AtDoor(self.machine(&section)?),
-            Some("ublk") => Exported::AtDoor(ublk(&section)?),
-            Some("fuse") => Exported::AtDoor(self.fuse(&section)?),
-            Some("nbd-device") => Exported::AtDoor(nbd_device(&section)?),
+        });
+        // Without one nobody knows which keys there may be.
+        let kind = section.need("type", kind, format!("no type (add type = {})", types("or")))?;
+        section.whole(|| match &*kind.value {
+            "vhost-user-blk" => self.machine(&section).map(Exported::AtDoor),
+            "ublk" => Some(Exported::AtDoor(ublk(&section))),
+            "fuse" => self.fuse(&section).map(Exported::AtDoor),
+            "nbd-device" => nbd_device(&section).map(Exported::AtDoor),
             _ => {
-                let listen = section.parse("listen", |text| self.endpoint(text))?;
-                kind.ok_or_else(no_type)?;
+                let listen = section.parse("listen", |text| self.endpoint(text));
+                let name = section.text("name");
+                let read_only = section.flag("read-only").is_some_and(|said| said.value);
                 let rule = "no address (add listen = \"unix:PATH\" or \"HOST:PORT\")";
-                Exported::Nbd(ExportDraft {
-                    listen: listen.ok_or_else(|| section.missing("listen", rule))?,
-                    name: section.text("name")?,
-                    read_only: section.flag("read-only")?.is_some_and(|said| said.value),
-                })
+                let listen = section.need("listen", listen, rule)?;
+                Some(Exported::Nbd(ExportDraft { listen, name, read_only }))
             }
-        };
-        section.finish()?;
-        Ok(exported)
+        })
     }
 
-    fn machine(&self, section: &Section<'_>) -> Result<Said<Door>, Wrong> {
+    fn machine(&self, section: &Section<'_>) -> Option<Said<Door>> {
         let socket = |text: &str| match no_comma(text)?.parse()? {
             Socket::Path(path) => self.socket_at(&path).map(Socket::Path),
             passed @ Socket::Passed(_) => Ok(passed),
         };
-        let listen = section.parse("listen", socket)?;
-        let rule = "no socket (add listen = \"unix:PATH\")";
-        let listen = listen.ok_or_else(|| section.missing("listen", rule))?;
-        let machine = with_keys(section, VhostUserBlk::at(listen.value))?;
-        machine.check().map_err(|rule| section.place().wrong(rule))?;
-        Ok(Said::new(Door::VhostUserBlk(machine), listen.place))
+        let listen = section.parse("listen", socket);
+        let place = listen.as_ref().map(|said| said.place.clone());
+        // Also where it is missing: the other keys are known.
+        let anywhere = || Socket::Path(PathBuf::new());
+        let machine = VhostUserBlk::at(listen.map_or_else(anywhere, |said| said.value));
+        let machine = with_keys(section, machine);
+        let place = section.need("listen", place, "no socket (add listen = \"unix:PATH\")")?;
+        section.keep(machine.check().map_err(|rule| section.place().wrong(rule)))?;
+        Some(Said::new(Door::VhostUserBlk(machine), place))
     }
 
-    fn fuse(&self, section: &Section<'_>) -> Result<Said<Door>, Wrong> {
+    fn fuse(&self, section: &Section<'_>) -> Option<Said<Door>> {
         let path = |text: &str| Ok(self.directory.join(doors::fuse::file(no_comma(text)?)?));
-        let file = section.parse("file", path)?;
-        let file = file.ok_or_else(|| section.missing("file", "no file (add file = \"PATH\")"))?;
-        Ok(Said::new(Door::Fuse(with_keys(section, Fuse::at(file.value))?), file.place))
+        let file = section.parse("file", path);
+        let place = file.as_ref().map(|said| said.place.clone());
+        let fuse = with_keys(section, Fuse::at(file.map(|said| said.value).unwrap_or_default()));
+        Some(Said::new(Door::Fuse(fuse), section.need("file", place, "no file (add file = \"PATH\")")?))
     }
 
-    fn record(&self, entry: Entry<'_>) -> Result<Said<Record>, Wrong> {
+    fn record(&self, entry: Entry<'_>) -> Option<Said<Record>> {
         let section = entry.section()?;
-        let directory =
-            section.parse("directory", |text| Ok(self.directory.join(crate::record::directory(text)?)))?;
-        let rule = "no directory (add directory = \"PATH\")";
-        let directory = directory.ok_or_else(|| section.place().wrong(rule))?;
-        let record = with_keys(&section, Record::at(directory.value))?;
-        section.finish()?;
-        Ok(Said::new(record, directory.place))
+        section.whole(|| {
+            let path = |text: &str| Ok(self.directory.join(crate::record::directory(text)?));
+            let directory = section.parse("directory", path);
+            let place = directory.as_ref().map(|said| said.place.clone());
+            let record = Record::at(directory.map(|said| said.value).unwrap_or_default());
+            let record = with_keys(&section, record);
+            let rule = "no directory (add directory = \"PATH\")";
+            Some(Said::new(record, section.need("directory", place, rule)?))
+        })
     }
 
     fn endpoint(&self, text: &str) -> Result<Endpoint, String> {
@@ -483,7 +517,7 @@ impl Reader<'_> {
         crate::socket(&format!("unix:{text}"))
     }
 
-    fn path(&self, section: &Section<'_>, key: &'static str) -> Result<Option<Said<PathBuf>>, Wrong> {
+    fn path(&self, section: &Section<'_>, key: &'static str) -> Option<Said<PathBuf>> {
         section.parse(key, |text| match text {
             "" => Err("is empty (write one, or leave the key out)".to_owned()),
             path => Ok(self.directory.join(path)),

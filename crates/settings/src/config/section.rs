@@ -1,38 +1,41 @@
 //! One table of the config file, read key by key, each value with its line and its full name.
 //!
 //! A section remembers which keys it was asked for: any other in the file is an error that names
-//! the nearest. So a key that is read is a key that is known, and none is ignored.
+//! the nearest. So a key that is read is a key that is known, and none is ignored. What is wrong is
+//! told, and then as if it were not there.
 //!
 //! Values are handed on as text to the parsers of the options: `1000` and `"1000"` are the same.
 
-use std::{borrow::Cow, cell::RefCell, ops::Range, str::FromStr};
+use std::{borrow::Cow, cell::RefCell, fmt, ops::Range, str::FromStr};
 
 use toml::{
     Spanned,
     de::{DeTable, DeValue},
 };
 
-use crate::{Place, Rule, Said, Wrong, suggest};
+use crate::{Mistakes, Place, Rule, Said, Wrong, suggest};
 
 /// Characters of a value that a message shows.
 const MAX_SHOWN: usize = 60;
 
-/// The text of a config file, to turn positions into lines.
+/// The text of a config file, to turn positions into lines, and what is wrong with it.
 pub(super) struct Source<'a> {
     name: &'a str,
     text: &'a str,
     line_starts: Vec<usize>,
+    pub(super) mistakes: &'a Mistakes,
 }
 
 impl<'a> Source<'a> {
-    pub(super) fn new(name: &'a str, text: &'a str) -> Self {
+    pub(super) fn new(name: &'a str, text: &'a str, mistakes: &'a Mistakes) -> Self {
         let line_starts = text.match_indices('\n').map(|(at, _)| at + 1).collect();
-        Self { name, text, line_starts }
+        Self { name, text, line_starts, mistakes }
     }
 
-    pub(super) fn line_of(&self, position: usize) -> String {
+    /// What is at this position of the text.
+    pub(super) fn place(&self, position: usize, what: impl fmt::Display) -> Place {
         let line = 1 + self.line_starts.partition_point(|&start| start <= position);
-        format!("{}:{line}", self.name)
+        Place::in_line(line, format!("{}:{line}: {what}", self.name))
     }
 
     fn shown(&self, span: Range<usize>) -> Cow<'a, str> {
@@ -86,43 +89,48 @@ impl<'a> Section<'a> {
     }
 
     /// For tables whose keys are names, in the order of the file.
-    pub(super) fn named_sections(&self) -> Result<Vec<(Said<String>, Self)>, Wrong> {
+    pub(super) fn named_sections(&self) -> Vec<(Said<String>, Self)> {
         let mut entries: Vec<_> = self.table.iter().collect();
         entries.sort_by_key(|(key, _)| key.span().start);
         let section = |(key, value): (&'a Spanned<Cow<'a, str>>, &'a Spanned<DeValue<'a>>)| {
             let path = self.path_of(key.get_ref());
             let section = Entry { source: self.source, path, value, key: key.span() }.section()?;
-            Ok((Said::new(key.get_ref().clone().into_owned(), section.place.clone()), section))
+            Some((Said::new(key.get_ref().clone().into_owned(), section.place.clone()), section))
         };
-        entries.into_iter().map(section).collect()
+        entries.into_iter().filter_map(section).collect()
     }
 
     pub(super) fn parse<T>(
         &self,
         key: &'static str,
         parser: impl Fn(&str) -> Result<T, String>,
-    ) -> Result<Option<Said<T>>, Wrong> {
-        self.get(key).map(|entry| entry.parse(parser)).transpose()
+    ) -> Option<Said<T>> {
+        self.keep(self.get(key)?.parse(parser))
     }
 
-    pub(super) fn value<T: FromStr<Err: Rule>>(&self, key: &'static str) -> Result<Option<Said<T>>, Wrong> {
+    pub(super) fn value<T: FromStr<Err: Rule>>(&self, key: &'static str) -> Option<Said<T>> {
         self.parse(key, crate::read)
     }
 
-    pub(super) fn text(&self, key: &'static str) -> Result<Option<Said<String>>, Wrong> {
+    pub(super) fn text(&self, key: &'static str) -> Option<Said<String>> {
         self.parse(key, |text| Ok(text.to_owned()))
     }
 
     /// `true` or `false`.
-    pub(super) fn flag(&self, key: &'static str) -> Result<Option<Said<bool>>, Wrong> {
-        let Some(entry) = self.get(key) else { return Ok(None) };
-        let value = entry.value.get_ref().as_bool();
-        let value = value.ok_or_else(|| entry.place().wrong("is not a flag; write true or false"))?;
-        Ok(Some(Said::new(value, entry.place())))
+    pub(super) fn flag(&self, key: &'static str) -> Option<Said<bool>> {
+        let entry = self.get(key)?;
+        let place = entry.place();
+        match entry.value.get_ref().as_bool() {
+            Some(value) => Some(Said::new(value, place)),
+            None => {
+                self.tell(place.wrong("is not a flag; write true or false"));
+                None
+            }
+        }
     }
 
     /// A value read by its type, where `true` means `on` and `false` means `off`.
-    pub(super) fn switch<T: FromStr<Err: Rule>>(&self, key: &'static str) -> Result<Option<Said<T>>, Wrong> {
+    pub(super) fn switch<T: FromStr<Err: Rule>>(&self, key: &'static str) -> Option<Said<T>> {
         self.parse_switch(key, crate::read)
     }
 
@@ -130,9 +138,9 @@ impl<'a> Section<'a> {
     pub(super) fn parse_switch<T>(
         &self,
         key: &'static str,
-        parser: impl Fn(&str) -> Result<T, String>,
-    ) -> Result<Option<Said<T>>, Wrong> {
-        self.get(key).map(|entry| entry.parse_switch(parser)).transpose()
+        parser: impl FnOnce(&str) -> Result<T, String>,
+    ) -> Option<Said<T>> {
+        self.keep(self.get(key)?.parse_switch(parser))
     }
 
     /// One value or an array of them.
@@ -140,16 +148,16 @@ impl<'a> Section<'a> {
         &self,
         key: &'static str,
         parser: impl Fn(&str) -> Result<T, String>,
-    ) -> Result<Vec<Said<T>>, Wrong> {
-        self.items(key)?.into_iter().map(|entry| entry.parse(&parser)).collect()
+    ) -> Vec<Said<T>> {
+        self.items(key).into_iter().filter_map(|entry| self.keep(entry.parse(&parser))).collect()
     }
 
     /// An array, value by value; what is no array is its only value.
-    pub(super) fn items(&self, key: &'static str) -> Result<Vec<Entry<'a>>, Wrong> {
-        let Some(entry) = self.get(key) else { return Ok(Vec::new()) };
-        let Some(array) = entry.value.get_ref().as_array() else { return Ok(vec![entry]) };
+    pub(super) fn items(&self, key: &'static str) -> Vec<Entry<'a>> {
+        let Some(entry) = self.get(key) else { return Vec::new() };
+        let Some(array) = entry.value.get_ref().as_array() else { return vec![entry] };
         if array.is_empty() {
-            return Err(entry.place().wrong("is empty (leave the key out, or give a value)"));
+            self.tell(entry.place().wrong("is empty (leave the key out, or give a value)"));
         }
         let item = |(index, value): (usize, &'a Spanned<DeValue<'a>>)| Entry {
             source: self.source,
@@ -157,7 +165,7 @@ impl<'a> Section<'a> {
             value,
             key: value.span(),
         };
-        Ok(array.iter().enumerate().map(item).collect())
+        array.iter().enumerate().map(item).collect()
     }
 
     #[cfg(test)]
@@ -165,60 +173,97 @@ impl<'a> Section<'a> {
         self.asked.borrow().clone()
     }
 
-    /// Fails if the table holds a key that nobody asked for.
-    pub(super) fn finish(&self) -> Result<(), Wrong> {
+    pub(super) fn tell(&self, wrong: Wrong) {
+        self.source.mistakes.tell(wrong);
+    }
+
+    pub(super) fn keep<T>(&self, result: Result<T, Wrong>) -> Option<T> {
+        self.source.mistakes.keep(result)
+    }
+
+    /// Has the table read, up to its end: tells of keys in it that nobody asked for. None if
+    /// anything is wrong in it.
+    pub(super) fn whole<T>(&self, read: impl FnOnce() -> Option<T>) -> Option<T> {
+        self.whole_or(read, |_, _| ())
+    }
+
+    /// The same, where a part of it may be judged all the same.
+    pub(super) fn whole_or<T>(
+        &self,
+        read: impl FnOnce() -> Option<T>,
+        judge: impl FnOnce(&T, &Mistakes),
+    ) -> Option<T> {
+        let mistakes = self.source.mistakes;
+        let before = mistakes.count();
+        let value = read();
+        self.finish();
+        match (mistakes.count() == before, value) {
+            (true, value) => value,
+            (false, None) => None,
+            (false, Some(part)) => {
+                judge(&part, mistakes);
+                None
+            }
+        }
+    }
+
+    /// Tells of keys in the table that nobody asked for.
+    pub(super) fn finish(&self) {
         let asked = self.asked.borrow();
-        let unknown = |key: &&Spanned<Cow<'_, str>>| !asked.contains(&key.get_ref().as_ref());
-        let Some(key) = self.table.keys().filter(unknown).min_by_key(|key| key.span().start) else {
-            return Ok(());
-        };
-        Err(self.unknown(key, &asked))
+        for key in self.table.keys().filter(|key| !asked.contains(&key.get_ref().as_ref())) {
+            if self.source.mistakes.is_full() {
+                break;
+            }
+            self.tell(self.unknown(key, &asked));
+        }
     }
 
     fn unknown(&self, key: &Spanned<Cow<'_, str>>, known: &[&str]) -> Wrong {
         let name = key.get_ref().as_ref();
-        let place = Place::new(format!("{}: {}", self.source.line_of(key.span().start), self.path_of(name)));
+        let place = self.source.place(key.span().start, self.path_of(name));
         place.wrong(match suggest::nearest(name, known.iter().copied()) {
             Some(near) => format!("unknown key (did you mean {near:?}?)"),
             None => format!("unknown key; here may be {}", known.join(", ")),
         })
     }
 
-    /// The complaint that a key is missing; or of one that is probably it, misspelt.
-    pub(super) fn missing(&self, key: &str, rule: impl Into<String>) -> Wrong {
-        let asked = self.asked.borrow();
-        let slip = |found: &&Spanned<Cow<'_, str>>| {
-            let name = found.get_ref().as_ref();
-            !asked.contains(&name) && suggest::nearest(name, [key]).is_some()
-        };
-        match self.table.keys().filter(slip).min_by_key(|found| found.span().start) {
-            Some(found) => self.unknown(found, &[key]),
-            None => self.place.wrong(rule),
+    /// What was said of a key, without which the table says nothing. Tells that it is missing, if
+    /// it is; or of one that is probably it, misspelt.
+    pub(super) fn need<T>(&self, key: &str, said: Option<T>, rule: impl Into<String>) -> Option<T> {
+        if said.is_none() && !self.table.contains_key(key) {
+            let asked = self.asked.borrow();
+            let slip = |found: &&Spanned<Cow<'_, str>>| {
+                let name = found.get_ref().as_ref();
+                !asked.contains(&name) && suggest::nearest(name, [key]).is_some()
+            };
+            self.tell(match self.table.keys().filter(slip).min_by_key(|found| found.span().start) {
+                Some(found) => self.unknown(found, &[key]),
+                None => self.place.wrong(rule),
+            });
         }
+        said
     }
 }
 
 impl<'a> Entry<'a> {
-    pub(super) fn place(&self) -> Place {
-        let line = self.source.line_of(self.key.start);
-        Place::new(format!("{line}: {} = {}", self.path, self.source.shown(self.value.span())))
+    fn place(&self) -> Place {
+        let shown = self.source.shown(self.value.span());
+        self.source.place(self.key.start, format_args!("{} = {shown}", self.path))
     }
 
-    pub(super) fn section(self) -> Result<Section<'a>, Wrong> {
+    /// The table that it is; tells if it is none.
+    pub(super) fn section(self) -> Option<Section<'a>> {
         let Some(table) = self.value.get_ref().as_table() else {
-            return Err(self
-                .place()
-                .wrong("is not a table; write its settings as KEY = VALUE lines below it"));
+            let rule = "is not a table; write its settings as KEY = VALUE lines below it";
+            self.source.mistakes.tell(self.place().wrong(rule));
+            return None;
         };
-        let place = Place::new(format!("{}: {}", self.source.line_of(self.key.start), self.path));
-        Ok(Section { source: self.source, path: self.path, table, place, asked: RefCell::default() })
+        let place = self.source.place(self.key.start, &self.path);
+        Some(Section { source: self.source, path: self.path, table, place, asked: RefCell::default() })
     }
 
     /// As [`Self::parse`], where `true` means `on` and `false` means `off`.
-    pub(super) fn parse_switch<T>(
-        &self,
-        parser: impl FnOnce(&str) -> Result<T, String>,
-    ) -> Result<Said<T>, Wrong> {
+    fn parse_switch<T>(&self, parser: impl FnOnce(&str) -> Result<T, String>) -> Result<Said<T>, Wrong> {
         let Some(on) = self.value.get_ref().as_bool() else { return self.parse(parser) };
         let place = self.place();
         let value = parser(if on { "on" } else { "off" }).map_err(|rule| place.wrong(rule))?;

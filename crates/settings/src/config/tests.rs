@@ -365,6 +365,121 @@ fn values_are_refused_with_their_rule() {
     assert!(refused.len() < 300);
 }
 
+/// All that is wrong with a file.
+#[track_caller]
+fn check_all(text: &str, expect: &[&str]) {
+    let mistakes = Mistakes::default();
+    let draft = parse_telling("f", text, Path::new("/etc/weir"), &mistakes);
+    let all = Plan::judged(draft, 0, mistakes).map(drop).err().unwrap_or_default();
+    let all: Vec<_> = all.iter().map(ToString::to_string).collect();
+    let is_so = |(said, expect): (&String, &&str)| said.starts_with(expect);
+    assert!(all.len() == expect.len() && all.iter().zip(expect).all(is_so), "{all:#?}\n{text}");
+}
+
+#[test]
+fn all_that_is_wrong_is_told_in_the_order_of_the_file() {
+    // What one table gets wrong by itself. Where something in it cannot be read, only values are
+    // judged that say all by themselves.
+    check_all(
+        r#"[disk.a]
+image = "a.raw"
+cahce = "none"
+weight = "heavy"
+group = "gold"
+[disk.b]
+image = "b.raw"
+weight = 0
+iops-total = 1000000000000001
+group = "glod"
+export = [{ type = "nbd", listen = "x" }, { type = "fuse", fiel = "f" }, { tipe = "nbd", zzz = 1 }]
+[daemon]
+workers = 0
+poll = "2s"
+memory = "1M"
+user = ":disk"
+zzz = 1
+tls = "on"
+[disk.c]
+[group.gold]
+iops-totl = 100
+[group.tin]
+watermark = 101
+iops-reservation = 1000000000000001
+group = "tinn"
+[zzz]
+"#,
+        &[
+            "f:3: disk.a.cahce: unknown key",
+            "f:4: disk.a.weight = \"heavy\": is not a whole number",
+            "f:8: disk.b.weight = 0: is out of range",
+            "f:9: disk.b.iops-total = 1000000000000001: is too large",
+            "f:11: disk.b.export[0].listen = \"x\": is not an address",
+            "f:11: disk.b.export[1].fiel: unknown key",
+            "f:11: disk.b.export[2].tipe: unknown key",
+            "f:13: daemon.workers = 0: is out of range",
+            "f:14: daemon.poll = \"2s\": is too long",
+            "f:15: daemon.memory = \"1M\": is too little",
+            "f:16: daemon.user = \":disk\": names no user",
+            "f:17: daemon.zzz: unknown key",
+            "f:19: disk.c: no image",
+            "f:21: group.gold.iops-totl: unknown key",
+            "f:23: group.tin.watermark = 101: is out of range",
+            "f:24: group.tin.iops-reservation = 1000000000000001: is too large",
+            "f:25: group.tin.group = \"tinn\": is no group of this file (did you mean \"tin\"?)",
+            "f:26: zzz: unknown key",
+        ],
+    );
+    // A group that is wrong is there, and its members say nothing of it.
+    check_all(
+        "[group.gold]\niops-totl = 1\n[disk.a]\nimage = \"a\"\ngroup = \"gold\"\n\
+         [disk.b]\nimage = \"b\"\ngroup = \"tin\"\n",
+        &["f:2: group.gold.iops-totl", "f:8: disk.b.group = \"tin\": is no group of this file"],
+    );
+    // Rules that tie tables, where all of them can be read.
+    let device = "export = { type = \"vhost-user-blk\", listen = \"unix:s\" }";
+    check_all(
+        &format!(
+            "[disk.a]\nimage = \"x\"\n{device}\n[disk.b]\nimage = \"x\"\nweight = 0\n{device}\n\
+             allow = \"::1\"\n[daemon]\nmetrics = \"unix:s\"\nworkers = 0\n"
+        ),
+        &[
+            "f:5: disk.b.image = \"x\": another disk has this image",
+            "f:6: disk.b.weight = 0: is out of range",
+            "f:7: disk.b.export.listen = \"unix:s\": a disk is exported there already",
+            "f:11: daemon.workers = 0: is out of range",
+        ],
+    );
+    check_all(
+        "[daemon]\nmetrics = \"unix:s\"\nqmp = \"unix:s\"\nallow = \"::1\"\n[disk.a]\nimage = \"x\"\n\
+         export = { type = \"nbd\", listen = \"unix:s\" }\n",
+        &[
+            "f:2: daemon.metrics = \"unix:s\": disks are exported at this socket",
+            "f:3: daemon.qmp = \"unix:s\": disks are exported at this socket",
+            "f:4: daemon.allow = \"::1\": is not used",
+        ],
+    );
+    // What follows from a mistake is none of its own.
+    check_all(
+        "[daemon]\nnbd = \"h\"\ntls = \"on\"\n[disk.a]\nimage = \"a\"\nallow = \"::1\"\ntls-authz = \"a\"\n\
+         [disk.b]\nimage = \"b\"\niops-total = \"x\"\niops-total-max = 5\n",
+        &["f:2: daemon.nbd = \"h\"", "f:10: disk.b.iops-total = \"x\""],
+    );
+    check_all("[disk.a]\nimage = 5.5.5\n", &["f:2: not TOML"]);
+}
+
+#[test]
+fn no_file_has_mistakes_without_end() {
+    let disk = |n: usize| format!("[disk.d{n}]\nimage = \"null:1\"\ngroup = \"g\"\n");
+    let text: String = (0..1000).map(disk).collect();
+    let mistakes = Mistakes::default();
+    let draft = parse_telling("f", &text, Path::new(""), &mistakes);
+    assert_eq!(Plan::judged(draft, 0, mistakes).unwrap_err().len(), 100);
+    let text: String = (0..1000).map(|n| format!("k{n} = 1\n")).collect();
+    let mistakes = Mistakes::default();
+    parse_telling("f", &text, Path::new(""), &mistakes);
+    assert!(mistakes.is_full());
+}
+
 #[test]
 fn groups_lie_in_groups_but_never_in_themselves() {
     let disk = "[disk.vm1]\nimage = \"a\"\n";
@@ -416,6 +531,10 @@ fn what_listens_says_what_and_where() {
         &daemon_with("qmp = \"unix:a\"\nnbd = \"unix:a\""),
         "weir.toml:2: daemon.qmp = \"unix:a\": disks are exported at this socket (use another)",
     );
+    for line in ["nbd", "qmp", "metrics", "http"] {
+        let both = format!("{line} = \"unix:/etc/weir/./a\"\npid-file = \"a\"");
+        check_daemon(&both, "a socket is to be there (choose another file)");
+    }
     check_daemon("metrics = \"unix:\"", "has no path; write unix:PATH");
     check(
         &daemon_with("metrics = \"unix:a\"\nnbd = \"unix:a\""),
@@ -618,7 +737,8 @@ fn documentation() -> String {
 
 #[test]
 fn the_documentation_has_every_key_and_no_other() {
-    let source = Source::new("", "");
+    let mistakes = Mistakes::default();
+    let source = Source::new("", "", &mistakes);
     let table = DeTable::new();
     let reader = Reader { directory: Path::new("") };
     let text = documentation();
@@ -638,12 +758,12 @@ fn the_documentation_has_every_key_and_no_other() {
         keys
     };
     let nobody = || Said::new(String::new(), Place::new(""));
-    let limits = known(&|section| drop(limits(section).unwrap()), &[]);
-    let settings = known(&|section| drop(settings(section).unwrap()), &[]);
+    let limits = known(&|section| drop(limits(section)), &[]);
+    let settings = known(&|section| drop(settings(section)), &[]);
     let shares: Vec<_> = settings.iter().filter(|key| !limits.contains(key)).cloned().collect();
-    let daemon = known(&|section| drop(reader.daemon(section).unwrap()), &[]);
-    let disk = known(&|section| drop(reader.disk(nobody(), section).unwrap_err()), &settings);
-    let group = known(&|section| drop(group(nobody(), section).unwrap()), &settings);
+    let daemon = known(&|section| drop(reader.daemon(section)), &[]);
+    let disk = known(&|section| drop(reader.disk(nobody(), section)), &settings);
+    let group = known(&|section| drop(group(nobody(), section)), &settings);
     assert_eq!(documented("`[daemon]`"), daemon);
     assert_eq!(documented("`[disk.NAME]`"), disk);
     assert_eq!(documented("`[group.NAME]`"), group);

@@ -7,6 +7,12 @@ use super::Inventory;
 
 const REMEDY: &str = "export one disk twice, or make both read-only";
 
+/// That a disk has the image which is called so.
+pub(crate) fn held_by(disk: &str, image: String) -> OpenError {
+    let why = format!("the disk {disk:?} has it");
+    OpenError { image, why, remedy: REMEDY.to_owned(), holder: None, locked: None }
+}
+
 impl Inventory {
     /// Names the disk that is here, if it is the one that has locked the file.
     pub(crate) fn naming_holder(&self, error: OpenError) -> OpenError {
@@ -16,11 +22,10 @@ impl Inventory {
             layers.iter().flat_map(|layer| &layer.files).any(|file| file.what == *locked)
         };
         match self.disks().iter().find(has_it) {
-            Some(other) => OpenError {
-                why: format!("the disk {:?} has it", other.disk.name()),
-                remedy: REMEDY.to_owned(),
-                ..error
-            },
+            Some(other) => {
+                let OpenError { image, holder, locked, .. } = error;
+                OpenError { holder, locked, ..held_by(other.disk.name(), image) }
+            }
             None => error,
         }
     }

@@ -12,6 +12,7 @@
 //! looked at again where it would do harm, and else the later wins.
 
 mod difference;
+mod foreseen;
 pub(in crate::control) mod seats;
 pub(crate) mod told;
 
@@ -57,28 +58,50 @@ pub(crate) async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Valu
     Actor::reload().run(reloading).await
 }
 
-async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
+/// What [`reload`] would change, as it would tell it. Nothing changes.
+///
+/// # Errors
+/// What a reload would be refused for, as far as that shows before it is done.
+pub(crate) async fn foresee(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
+    let loaded = loaded(inventory)?;
+    let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
+    let (draft, plan) = read(&loaded).await?;
+    let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
+    let recorded = recorded(&loaded.plan, &plan).await?;
+    let mut told = Work::new(inventory, &loaded, (&draft, &plan)).foresee(&difference).await?;
+    told.extend(recorded);
+    Ok(told)
+}
+
+fn loaded(inventory: &Inventory) -> anyhow::Result<Rc<Loaded>> {
     let loaded = inventory.loaded.borrow().clone();
     let loaded = loaded.context(
         "weir was started without a config file, so there is nothing to reload (start it with --config FILE)",
     )?;
     ensure!(!inventory.leaving.get(), "another weir is about to take over (try again)");
+    Ok(loaded)
+}
+
+/// What of recordings is to change.
+///
+/// # Errors
+/// What is wanted cannot be kept.
+async fn recorded(before: &Plan, after: &Plan) -> anyhow::Result<Vec<Value>> {
+    let (before, after) = (before.service.record.as_ref(), after.service.record.as_ref());
+    if let Some(wanted) = after.filter(|_| after != before).cloned() {
+        reactor::blocking(move || recording::check(&wanted)).await?;
+    }
+    let values = |record: Option<&Record>| vec![("record", json!(record.map(Record::to_string)))];
+    Ok(told::settings("daemon", "", values(before), values(after)).collect())
+}
+
+async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
+    let loaded = loaded(inventory)?;
     let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
     let (draft, plan) = read(&loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
-    let (record, before) = (plan.service.record.as_ref(), loaded.plan.service.record.as_ref());
-    if let Some(wanted) = record.filter(|_| record != before).cloned() {
-        reactor::blocking(move || recording::check(&wanted)).await?;
-    }
-    let mut work = Work {
-        inventory,
-        loaded: &loaded,
-        draft: &draft,
-        plan: &plan,
-        done: Vec::new(),
-        set: BTreeSet::new(),
-        told: Vec::new(),
-    };
+    let recorded = recorded(&loaded.plan, &plan).await?;
+    let mut work = Work::new(inventory, &loaded, (&draft, &plan));
     let applied = match (work.apply(&difference).await, inventory.cluster()) {
         (Ok(()), Some(cluster)) => cluster.settle_promises(&**inventory).await.map_err(anyhow::Error::msg),
         (applied, _) => applied,
@@ -106,10 +129,9 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
         }
     }
     let mut told = work.told;
-    if record != before {
-        inventory.recordings.keep_instead(record).await;
-        let values = |record: Option<&Record>| vec![("record", json!(record.map(Record::to_string)))];
-        told.extend(told::settings("daemon", "", values(before), values(record)));
+    if !recorded.is_empty() {
+        inventory.recordings.keep_instead(plan.service.record.as_ref()).await;
+        told.extend(recorded);
     }
     if let Some(cluster) = inventory.cluster() {
         for &index in &difference.new_disks {
@@ -200,6 +222,13 @@ enum Done {
     /// With what is to be told of it once it is not put back.
     ExportRemoved(Wanted, Option<Change>),
     ExportAdded(String),
+}
+
+impl<'a> Work<'a> {
+    fn new(inventory: &'a Rc<Inventory>, loaded: &'a Loaded, (draft, plan): (&'a Draft, &'a Plan)) -> Self {
+        let (done, set, told) = (Vec::new(), BTreeSet::new(), Vec::new());
+        Self { inventory, loaded, draft, plan, done, set, told }
+    }
 }
 
 impl Work<'_> {
@@ -348,20 +377,12 @@ impl Work<'_> {
         let mut seats = Vec::new();
         for (planned, group) in self.plan.groups.iter().zip(&groups) {
             let now = Seat::now(&Node::Group(Arc::clone(group)));
-            let mut settings = planned.settings.of_group();
-            settings.share = self.kept(&planned.name, settings.share);
-            if planned.cluster {
-                // What is in force of the cluster's limits is not the file's.
-                settings.limits = now.settings.limits;
-            }
-            seats.push(Seat { settings, ..now });
+            seats.push(Seat { settings: self.of_group(planned, &now.settings), ..now });
         }
         for &index in &difference.kept_disks {
             let planned = &self.plan.disks[index];
             let node = Node::Disk(Arc::clone(&self.inventory.disk(&planned.name)?.disk));
-            let mut settings = planned.settings.of_group();
-            settings.share = self.kept(&planned.name, settings.share);
-            seats.push(Seat { node, settings, group: group_of(planned) });
+            seats.push(Seat { node, settings: self.of_disk(planned), group: group_of(planned) });
         }
         self.put(difference, seats)?;
         for (index, image) in images {
@@ -372,6 +393,22 @@ impl Work<'_> {
         }
         // What a device was measured to do may be less than is promised now.
         self.inventory.check_devices()
+    }
+
+    fn of_group(&self, planned: &settings::Group, now: &GroupSettings) -> GroupSettings {
+        let mut settings = planned.settings.of_group();
+        settings.share = self.kept(&planned.name, settings.share);
+        if planned.cluster {
+            // What is in force of the cluster's limits is not the file's.
+            settings.limits = now.limits;
+        }
+        settings
+    }
+
+    fn of_disk(&self, planned: &settings::Disk) -> GroupSettings {
+        let mut settings = planned.settings.of_group();
+        settings.share = self.kept(&planned.name, settings.share);
+        settings
     }
 
     /// What found no room and is asked for again waits as before: a reload is not refused for it.

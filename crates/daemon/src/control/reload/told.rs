@@ -61,9 +61,9 @@ pub(crate) const OF_QCOW2: [&str; 5] =
 /// What is set of a disk beside its limits.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) struct Care {
-    pub(super) prefetch: prefetch::Settings,
-    pub(super) caches: CacheSettings,
-    pub(super) on_error: ErrorPolicies,
+    pub(crate) prefetch: prefetch::Settings,
+    pub(crate) caches: CacheSettings,
+    pub(crate) on_error: ErrorPolicies,
 }
 
 impl Care {

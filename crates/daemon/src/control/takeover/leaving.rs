@@ -27,6 +27,7 @@ use super::{
         Begun, Buckets, Client, FORMAT, Message, Offer, OfferedDisk, OfferedExport, OfferedMachine,
         OfferedServer, Origin, Standing, StandingDisk, StandingGroup, StandingMachine, State, Word,
     },
+    unsaved,
 };
 use crate::{
     control::{
@@ -402,6 +403,7 @@ async fn give(
         is_laid_down: !running.disk.is_let_go(),
         counted: OfDisk::of(&running.disk),
         filled: running.disk.throttle().filled().map(Into::into),
+        set: Some(unsaved::of_disk(running)),
         bitmaps: running.disk.image().recorded_bitmaps(),
     });
     let groups = inventory.groups();
@@ -409,6 +411,7 @@ async fn give(
         name: group.name().to_owned(),
         counted: OfThrottle::of(group),
         filled: filled(group),
+        set: Some(unsaved::of_group(group)),
     });
     let (disks, groups) = (disks.collect(), groups.collect());
     let last_event = inventory.events.last();

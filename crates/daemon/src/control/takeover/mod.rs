@@ -9,6 +9,7 @@
 //!   again       the newcomer has that too
 //!   told        what they tell each other
 //!   counted     of that, what was counted
+//!   unsaved     of that, what is set, for the newcomer's log
 //!   channel     how that and descriptors pass between them
 //! ```
 //!
@@ -28,6 +29,7 @@ mod identity;
 pub(crate) mod leaving;
 pub(crate) mod newcomer;
 mod told;
+mod unsaved;
 
 use std::sync::Arc;
 

@@ -43,7 +43,7 @@ use super::{
     identity::Identity,
     let_go_soon, name, remedied,
     told::{Message, Offer, OfferedMachine, Origin, Standing, StandingDisk, StandingMachine, State, Word},
-    told_name,
+    told_name, unsaved,
 };
 use crate::{
     control::{
@@ -301,6 +301,7 @@ impl Newcomer {
         };
         inventory.events.go_on_after(state.last_event);
         let (began_ns, device_ids) = (state.began_ns, devices.ids());
+        let set_otherwise = unsaved::set_otherwise(&state, inventory);
         let (clients, machines, counted) =
             take_up(state, luggage, (&offer.machines, &devices), inventory).await?;
         let channel = channel.say(Word::Ready, Vec::new(), Vec::new()).await?;
@@ -320,6 +321,7 @@ impl Newcomer {
         }
         let pause_us = since_us(began_ns);
         tracing::info!(from = offer.version, clients = count, pause_us, "taken over");
+        set_otherwise.iter().for_each(|line| tracing::info!("{line}"));
         let in_use = machines.into_iter().chain(device_ids).collect();
         Ok(Before { channel, devices, began_ns, in_use, clients: count, counted })
     }

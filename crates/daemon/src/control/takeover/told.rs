@@ -30,7 +30,8 @@ use super::{
     identity::Identity,
 };
 
-/// Of these messages. Another one has other members, or means something else by them.
+/// Of these messages. Another one has other members, or means something else by them. Only what is
+/// for the log alone may be missing: an older side does not tell it.
 pub(crate) const FORMAT: u64 = 7;
 
 /// A step that takes no more words.
@@ -409,6 +410,9 @@ pub(super) struct StandingConnection {
     pub(super) skip: u64,
 }
 
+/// Settings by their names in the config file.
+pub(super) type Told = Map<String, Value>;
+
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) struct StandingDisk {
@@ -418,6 +422,8 @@ pub(super) struct StandingDisk {
     pub(super) is_laid_down: bool,
     pub(super) counted: OfDisk,
     pub(super) filled: Option<Buckets>,
+    #[serde(default)]
+    pub(super) set: Option<Told>,
     /// That record what is written. Their bits are in the file.
     pub(super) bitmaps: Vec<String>,
 }
@@ -428,6 +434,8 @@ pub(super) struct StandingGroup {
     pub(super) name: String,
     pub(super) counted: OfThrottle,
     pub(super) filled: Option<Buckets>,
+    #[serde(default)]
+    pub(super) set: Option<Told>,
 }
 
 /// [`Filled`]: settings by their names, levels in billionths as text, since JSON's numbers end
@@ -513,6 +521,19 @@ mod tests {
             let filled = Filled { limits, levels };
             prop_assert_eq!(there_and_back(&Buckets::from(filled)).filled().unwrap(), filled);
         }
+    }
+
+    #[test]
+    fn an_older_side_is_understood() {
+        let group = StandingGroup {
+            name: "gold".to_owned(),
+            counted: policy::throttle::Counted::default().into(),
+            filled: None,
+            set: Some(Told::new()),
+        };
+        let mut told = serde_json::to_value(&group).unwrap();
+        assert_eq!(told.as_object_mut().unwrap().remove("set"), Some(serde_json::json!({})));
+        assert!(serde_json::from_value::<StandingGroup>(told).unwrap().set.is_none());
     }
 
     #[test]

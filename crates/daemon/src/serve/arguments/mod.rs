@@ -311,7 +311,9 @@ struct ProcessArgs {
     /// Leave the process's number in this file, locked, while it serves
     #[arg(long, value_name = "FILE", alias = "pidfile")]
     pid_file: Option<PathBuf>,
-    /// Go on in the background once it serves; until then, what fails is told here
+    /// Go on in the background once it serves; until then, what fails is told here, and from then
+    /// on its log goes nowhere: to keep that, leave this out, and have `systemd-run weir serve …`
+    /// or `setsid weir serve … 2>>FILE &` instead
     #[arg(long)]
     daemonize: bool,
     /// Refuse images outside of this directory, and those that name files outside of it

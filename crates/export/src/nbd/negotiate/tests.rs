@@ -166,6 +166,10 @@ fn the_greeting_is_the_specification_s() {
 #[test]
 fn flags_that_were_not_offered_close() {
     assert_eq!(talk(&Client::new(4)).last, Event::Close(Close::ClientFlags(4)));
+    // GET_FEATURES and SET_OWNER of vhost-user, in little-endian order.
+    for flags in [0x0100_0000, 0x0300_0000] {
+        assert_eq!(talk(&Client::new(flags)).last, Event::Close(Close::VhostUser));
+    }
     assert_eq!(talk(&Client::new(u32::MAX)).last, Event::Close(Close::ClientFlags(u32::MAX)));
 }
 

@@ -1,0 +1,41 @@
+//! What was changed without `--save` is taken back by a newcomer, whose log says so.
+
+use serde_json::json;
+
+use super::House;
+use crate::harness::{MIB, Qmp, Scratch, assert_says, text};
+
+#[test]
+fn what_the_config_sets_otherwise_than_what_runs_is_told() {
+    let scratch = Scratch::new();
+    for name in ["a", "b", "c"] {
+        scratch.sparse(&format!("{name}.raw"), MIB);
+    }
+    let disk = |name: &str, more: &str| {
+        format!("[disk.{name}]\nimage = \"{name}.raw\"\nformat = \"raw\"\ngroup = \"gold\"\n{more}\n")
+    };
+    let disks = [disk("a", "bps-read = \"10M\""), disk("b", "weight = 200")].concat();
+    let file = scratch.file("weir.toml", format!("[group.gold]\niops-total = 1000\n\n{disks}"));
+    let house = House::new(scratch, &["--config", text(&file)]);
+    let current = house.serve().start();
+    let mut qmp = Qmp::negotiated(&house.control());
+    qmp.command("x-weir-set", json!({ "name": "a", "bps-read": 0, "iops-write": 500, "prefetch": "off" }));
+    qmp.command("x-weir-set", json!({ "name": "gold", "iops-total": 2000 }));
+    // One that no config has comes along as it is.
+    let file_of_c = json!({ "driver": "file", "filename": text(&house.scratch.path("c.raw")) });
+    qmp.command("blockdev-add", json!({ "driver": "raw", "node-name": "c", "file": file_of_c }));
+    qmp.command("x-weir-set", json!({ "name": "c", "iops-total": 7 }));
+    drop(qmp);
+    let (current, _) = house.take_over(current);
+    let why = format!(", as {} has it (a change that is to stay needs --save)", text(&file));
+    assert_says(&current.wait_for_log("group gold: "), &[&format!("iops-total 2000 → 1000{why}")]);
+    let said = current.wait_for_log("disk a: ");
+    assert_says(&said, &["disk a: bps-read none → 10M, iops-write 500 → none, prefetch off → auto", &why]);
+    for name in ["disk b: ", "disk c: "] {
+        assert!(!current.logged().contains(name), "{}", current.logged());
+    }
+    // Where nothing differs, nothing is said.
+    let (current, _) = house.take_over(current);
+    let log = current.stop();
+    assert!(!log.contains("needs --save"), "{log}");
+}
