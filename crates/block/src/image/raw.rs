@@ -9,6 +9,7 @@ use super::Image;
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
+    reactor::ublk::Registered,
     storage::{
         Durability, Format, OpenError, OpenOptions, RangeLocks, Storage, ZeroOptions, open_bottom,
         probe::{HEADER_BYTES, Probed, check_format, probe_header},
@@ -78,6 +79,20 @@ impl Raw {
             return Box::pin(self.write_header(locks, offset, data, durability)).await;
         }
         self.storage.write(offset, data, durability).await
+    }
+
+    /// As [`Raw::write`], of a request's data where it is: see [`Storage::write_registered`].
+    pub(super) async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        durability: Durability,
+    ) -> Option<Result<()>> {
+        // What is judged is copied first.
+        if self.read_only || offset < HEADER_END && self.header.is_some() {
+            return None;
+        }
+        self.storage.write_registered(offset, buffer, durability).await
     }
 
     async fn write_header(

@@ -16,6 +16,7 @@ use smallvec::SmallVec;
 
 use super::{
     priority,
+    ublk::Registered,
     uring::{MOST_READS_HELD_BACK, MOST_WRITES_HELD_BACK, Op},
 };
 use crate::buffer::{Buffer, Segment, Segments};
@@ -122,6 +123,16 @@ pub enum Durability {
     Synchronous,
 }
 
+impl Durability {
+    /// Of a write.
+    fn flags(self) -> i32 {
+        match self {
+            Self::Cached => 0,
+            Self::Synchronous => libc::RWF_DSYNC,
+        }
+    }
+}
+
 /// Writes the segments at `offset`; returns how many bytes.
 pub async fn write_at(
     fd: &Fd,
@@ -129,10 +140,7 @@ pub async fn write_at(
     offset: u64,
     durability: Durability,
 ) -> (io::Result<usize>, Segments) {
-    let flags = match durability {
-        Durability::Cached => 0,
-        Durability::Synchronous => libc::RWF_DSYNC,
-    };
+    let flags = durability.flags();
     if let [only] = segments.as_slice() {
         let entry = opcode::Write::new(fd.target(), only.source(), length(only.len()))
             .offset(offset)
@@ -152,6 +160,47 @@ pub async fn write_at(
     let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) }.soon(MOST_WRITES_HELD_BACK);
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
+}
+
+/// Reads at `offset` into a buffer of this thread's ring, behind its first `filled` bytes; returns how
+/// many bytes, 0 at the end of the file.
+///
+/// # Errors
+/// As `read(2)`; `EFAULT`: there is no such buffer.
+pub async fn read_registered(fd: &Fd, buffer: &Registered, filled: usize, offset: u64) -> io::Result<usize> {
+    let number = buffer.number().ok_or_else(|| io::Error::from_raw_os_error(libc::EFAULT))?;
+    // Of a buffer that is the kernel's, an address is how far it is from the beginning.
+    let room = std::ptr::without_provenance_mut(filled);
+    let entry = opcode::ReadFixed::new(fd.target(), room, length(buffer.bytes() - filled), number)
+        .offset(offset)
+        .ioprio(priority::current())
+        .build();
+    // SAFETY: the kernel holds the buffer itself, and the descriptor is held with what names it.
+    let op = unsafe { Op::start(&entry, (fd.clone(), buffer.clone())) }.soon(MOST_READS_HELD_BACK);
+    op.await.0.map(|count| count as usize)
+}
+
+/// Writes a buffer of this thread's ring at `offset`, but for its first `written` bytes; returns how
+/// many bytes.
+///
+/// # Errors
+/// As `write(2)`; `EFAULT`: there is no such buffer.
+pub async fn write_registered(
+    fd: &Fd,
+    buffer: &Registered,
+    written: usize,
+    offset: u64,
+    durability: Durability,
+) -> io::Result<usize> {
+    let number = buffer.number().ok_or_else(|| io::Error::from_raw_os_error(libc::EFAULT))?;
+    let rest = std::ptr::without_provenance(written);
+    let entry = opcode::WriteFixed::new(fd.target(), rest, length(buffer.bytes() - written), number)
+        .offset(offset)
+        .rw_flags(durability.flags())
+        .build();
+    // SAFETY: as in `read_registered`.
+    let op = unsafe { Op::start(&entry, (fd.clone(), buffer.clone())) }.soon(MOST_WRITES_HELD_BACK);
+    op.await.0.map(|count| count as usize)
 }
 
 /// Brings everything written before to stable storage (`fdatasync`).

@@ -1,7 +1,8 @@
-//! A queue of a device: what it is asked, and memory that the kernel copies data to and from.
+//! A queue of a device: what it is asked, and where the data is: in memory that the kernel copies it
+//! to and from, or where it was all the time ([`Registered`]).
 //!
 //! ```text
-//!   fetch(tag) ─────────► … a request comes: descriptor(tag); of a write, the data is at place(tag)
+//!   fetch(tag) ─────────► … a request comes: descriptor(tag); of a write, the data is in data(tag)
 //!   commit(tag, result) ► the kernel takes a read's data from there; … the next request of the tag
 //! ```
 //!
@@ -13,13 +14,14 @@ use std::{
     path::PathBuf,
     ptr::{NonNull, addr_of},
     rc::Rc,
+    sync::{Arc, atomic::AtomicU64},
 };
 
 use io_uring::{opcode, types};
 
 use super::{
-    super::{op::Fd, uring::Op},
-    Dialect, Info, MAX_DEPTH,
+    super::{buffers::Numbers, op::Fd, uring::Op},
+    Dialect, Info, MAX_DEPTH, Registered,
     control::CHANNEL,
     feature,
 };
@@ -32,6 +34,12 @@ const COMMIT_AND_FETCH: u32 = 0x21;
 const COMMAND_BYTES: usize = 16;
 /// A tag's memory begins at a multiple of it.
 const PAGE: usize = 4096;
+/// `UBLK_AUTO_BUF_REG_FALLBACK`: a request whose data could not be made a buffer comes all the same,
+/// and says so (`UBLK_IO_F_NEED_REG_BUF`).
+const FALLBACK: u64 = 1 << 16;
+const NOT_REGISTERED: u32 = 1 << 17;
+/// A number that no buffer has.
+const NO_BUFFER: u16 = u16::MAX;
 
 /// What a request asks (`struct ublksrv_io_desc`).
 #[repr(C)]
@@ -64,12 +72,32 @@ pub struct Queue {
 
 /// What the kernel works with until the queue's last fetch has ended.
 #[derive(Debug)]
-struct Shared {
-    device: Fd,
+pub(super) struct Shared {
+    pub(super) device: Fd,
     descriptors: Descriptors,
-    memory: Memory,
+    way: Way,
     depth: u16,
     most_bytes: usize,
+    /// Bytes that were copied although they need not have been.
+    pub(super) copied: Arc<AtomicU64>,
+}
+
+/// How data comes.
+#[derive(Debug)]
+enum Way {
+    /// Copied by the kernel, to and from this.
+    Lent(Memory),
+    /// By its pages, with a number for each tag; none where the ring has none.
+    Registered(Option<Numbers>),
+}
+
+/// Where the data of a request is.
+#[derive(Debug)]
+pub enum Data {
+    /// In memory of ours.
+    Lent(Place),
+    /// Where it was.
+    Registered(Registered),
 }
 
 impl Queue {
@@ -87,25 +115,31 @@ impl Queue {
         OpenOptions::new().read(true).write(true).open(Self::path(number)).map(Fd::from)
     }
 
-    /// A queue of it, with memory for its depth of requests.
+    /// A queue of it, with memory for its depth of requests if data is copied there. Counts what is
+    /// copied of a device that [need not](Info::is_zero_copy).
     ///
     /// # Errors
     /// As `mmap(2)`.
     ///
     /// # Panics
     /// If there is no such depth.
-    pub fn new(device: Fd, info: &Info, number: u16) -> io::Result<Self> {
+    pub fn new(device: Fd, info: &Info, number: u16, copied: &Arc<AtomicU64>) -> io::Result<Self> {
         let (depth, most_bytes) = (info.depth, info.most_bytes as usize);
         assert!((1..=MAX_DEPTH).contains(&depth), "{depth} requests");
         let descriptors = Descriptors::map(&device, number, depth)?;
-        let stride = most_bytes.next_multiple_of(PAGE);
-        let region = Region::lent(usize::from(depth) * stride)?;
-        let memory = Memory::new(vec![region]).expect("one region overlaps no other");
+        let way = match info.is_zero_copy() {
+            true => Way::Registered(numbers(info, number)),
+            false => {
+                let stride = most_bytes.next_multiple_of(PAGE);
+                let region = Region::lent(usize::from(depth) * stride)?;
+                Way::Lent(Memory::new(vec![region]).expect("one region overlaps no other"))
+            }
+        };
         let dialect = match info.features & feature::CMD_IOCTL_ENCODE {
             0 => Dialect::Plain,
             _ => Dialect::Ioctl,
         };
-        let shared = Shared { device, descriptors, memory, depth, most_bytes };
+        let shared = Shared { device, descriptors, way, depth, most_bytes, copied: Arc::clone(copied) };
         Ok(Self { shared: Rc::new(shared), number, dialect })
     }
 
@@ -118,14 +152,32 @@ impl Queue {
         self.shared.descriptors.get(tag)
     }
 
-    /// The first `bytes` of a tag's memory.
+    /// Whether data is [`Data::Registered`].
+    pub fn is_zero_copy(&self) -> bool {
+        matches!(self.shared.way, Way::Registered(_))
+    }
+
+    /// The first `bytes` of the data of a tag's request.
     ///
     /// # Panics
     /// If there is no such tag, or it does not have so many.
-    pub fn place(&self, tag: u16, bytes: usize) -> Place {
+    pub fn data(&self, tag: u16, bytes: usize) -> Data {
         assert!(tag < self.shared.depth && bytes <= self.shared.most_bytes, "{bytes} bytes of tag {tag}");
+        match &self.shared.way {
+            Way::Lent(memory) => Data::Lent(self.place(memory, tag, bytes)),
+            Way::Registered(numbers) => {
+                // `UBLKSRV_IO_BUF_OFFSET`, 12 bits for the queue, 16 for the tag, 25 for the byte.
+                let position = (1 << 31) + (u64::from(self.number) << 41) + (u64::from(tag) << 25);
+                let is_registered = self.descriptor(tag).operation & NOT_REGISTERED == 0;
+                let number = numbers.as_ref().filter(|_| is_registered).map(|numbers| numbers.first() + tag);
+                Data::Registered(Registered::of_driver(&self.shared, position, number, bytes))
+            }
+        }
+    }
+
+    fn place(&self, memory: &Memory, tag: u16, bytes: usize) -> Place {
         let address = usize::from(tag) * self.shared.most_bytes.next_multiple_of(PAGE);
-        self.shared.memory.place(address as u64, bytes).expect("inside")
+        memory.place(address as u64, bytes).expect("inside")
     }
 
     /// Waits for the first request of a tag. Dropped early, it goes on until the device stops, or
@@ -161,15 +213,35 @@ impl Queue {
         command[..2].copy_from_slice(&self.number.to_ne_bytes());
         command[2..4].copy_from_slice(&tag.to_ne_bytes());
         command[4..8].copy_from_slice(&result.to_ne_bytes());
-        let address = self.place(tag, 0).as_ptr() as u64;
-        command[8..].copy_from_slice(&address.to_ne_bytes());
+        // `struct ublk_auto_buf_reg`
+        let mut buffer = None;
+        match &self.shared.way {
+            Way::Lent(memory) => {
+                let address = self.place(memory, tag, 0).as_ptr() as u64;
+                command[8..].copy_from_slice(&address.to_ne_bytes());
+            }
+            Way::Registered(numbers) => {
+                let number = numbers.as_ref().map_or(NO_BUFFER, |numbers| numbers.first() + tag);
+                buffer = Some(u64::from(number) | FALLBACK);
+            }
+        }
         let target = types::Fd(self.shared.device.raw());
         let code = self.dialect.code(number, true, COMMAND_BYTES);
-        let entry = opcode::UringCmd16::new(target, code).cmd(command).build();
-        // SAFETY: the memory at the address and the descriptor are in `shared`, which is held.
+        let entry = opcode::UringCmd16::new(target, code).cmd(command).addr(buffer).build();
+        // SAFETY: memory that is lent, the numbers and the descriptor are in `shared`, which is held.
         let op = unsafe { Op::start(&entry, Rc::clone(&self.shared)) }.until_the_ring_ends();
         async { op.await.0.map(drop) }
     }
+}
+
+/// Numbers for the data of a queue's requests. Without, it is copied.
+fn numbers(info: &Info, queue: u16) -> Option<Numbers> {
+    let numbers = Numbers::take(info.depth);
+    if let Err(error) = &numbers {
+        let device = info.number;
+        tracing::warn!(device, queue, %error, "requests' pages cannot be buffers of this ring, so their data is copied");
+    }
+    numbers.ok()
 }
 
 /// The driver's descriptors of a queue, mapped.
