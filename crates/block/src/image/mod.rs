@@ -214,8 +214,8 @@ impl Image {
         buffer.put_all(&Box::pin(self.read(offset, buffer.bytes())).await?)
     }
 
-    /// Writes as [`Image::write`], of a request's data where it is: of a copy, where it cannot go by
-    /// itself.
+    /// Writes as [`Image::write`], of a request's data where it is: of a copy, where it cannot go
+    /// by itself.
     ///
     /// # Errors
     /// As there.

@@ -16,7 +16,6 @@ use smallvec::SmallVec;
 
 use super::{
     priority,
-    ublk::Registered,
     uring::{MOST_READS_HELD_BACK, MOST_WRITES_HELD_BACK, Op},
 };
 use crate::buffer::{Buffer, Segment, Segments};
@@ -61,7 +60,7 @@ impl AsFd for Fd {
 pub const MOST_SEGMENTS: usize = 1024;
 
 /// The kernel counts in 32 bits; more is a short transfer, which callers continue anyway.
-fn length(bytes: usize) -> u32 {
+pub(super) fn length(bytes: usize) -> u32 {
     u32::try_from(bytes).unwrap_or(1 << 30)
 }
 
@@ -125,7 +124,7 @@ pub enum Durability {
 
 impl Durability {
     /// Of a write.
-    fn flags(self) -> i32 {
+    pub(super) fn flags(self) -> i32 {
         match self {
             Self::Cached => 0,
             Self::Synchronous => libc::RWF_DSYNC,
@@ -160,47 +159,6 @@ pub async fn write_at(
     let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) }.soon(MOST_WRITES_HELD_BACK);
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
-}
-
-/// Reads at `offset` into a buffer of this thread's ring, behind its first `filled` bytes; returns how
-/// many bytes, 0 at the end of the file.
-///
-/// # Errors
-/// As `read(2)`; `EFAULT`: there is no such buffer.
-pub async fn read_registered(fd: &Fd, buffer: &Registered, filled: usize, offset: u64) -> io::Result<usize> {
-    let number = buffer.number().ok_or_else(|| io::Error::from_raw_os_error(libc::EFAULT))?;
-    // Of a buffer that is the kernel's, an address is how far it is from the beginning.
-    let room = std::ptr::without_provenance_mut(filled);
-    let entry = opcode::ReadFixed::new(fd.target(), room, length(buffer.bytes() - filled), number)
-        .offset(offset)
-        .ioprio(priority::current())
-        .build();
-    // SAFETY: the kernel holds the buffer itself, and the descriptor is held with what names it.
-    let op = unsafe { Op::start(&entry, (fd.clone(), buffer.clone())) }.soon(MOST_READS_HELD_BACK);
-    op.await.0.map(|count| count as usize)
-}
-
-/// Writes a buffer of this thread's ring at `offset`, but for its first `written` bytes; returns how
-/// many bytes.
-///
-/// # Errors
-/// As `write(2)`; `EFAULT`: there is no such buffer.
-pub async fn write_registered(
-    fd: &Fd,
-    buffer: &Registered,
-    written: usize,
-    offset: u64,
-    durability: Durability,
-) -> io::Result<usize> {
-    let number = buffer.number().ok_or_else(|| io::Error::from_raw_os_error(libc::EFAULT))?;
-    let rest = std::ptr::without_provenance(written);
-    let entry = opcode::WriteFixed::new(fd.target(), rest, length(buffer.bytes() - written), number)
-        .offset(offset)
-        .rw_flags(durability.flags())
-        .build();
-    // SAFETY: as in `read_registered`.
-    let op = unsafe { Op::start(&entry, (fd.clone(), buffer.clone())) }.soon(MOST_WRITES_HELD_BACK);
-    op.await.0.map(|count| count as usize)
 }
 
 /// Brings everything written before to stable storage (`fdatasync`).

@@ -27,7 +27,7 @@ impl Queue {
     pub(super) async fn carry_out(self: Rc<Self>, incoming: Incoming) {
         match incoming.request.kind {
             Kind::Read | Kind::Write(_) if self.channel.is_zero_copy() => {
-                self.move_registered(incoming).await
+                self.move_registered(incoming).await;
             }
             Kind::Read => self.read(incoming).await,
             Kind::Write(durability) => self.write(incoming, durability).await,

@@ -1,8 +1,8 @@
 //! Simulated devices: clients that ask in any order, disks that are slow and fail, and processes
 //! that are killed, leave their device to the next, or stop it.
 //!
-//! - Data is copied to lent memory, or stays where it is; what was read ahead, and what is no buffer,
-//!   is copied all the same.
+//! - Data is copied to lent memory, or stays where it is; what was read ahead, and what is no
+//!   buffer, is copied all the same.
 //! - Every request is answered exactly once, however many processes had it in hand (`kernel`).
 //! - Reads find what the model of the disk says, and what a flush or FUA covered survives a crash.
 //! - The group's limits hold, also across processes.

@@ -1,5 +1,5 @@
-//! A queue of a device: what it is asked, and where the data is: in memory that the kernel copies it
-//! to and from, or where it was all the time ([`Registered`]).
+//! A queue of a device: what it is asked, and where the data is: in memory that the kernel copies
+//! it to and from, or where it was all the time ([`Registered`]).
 //!
 //! ```text
 //!   fetch(tag) ─────────► … a request comes: descriptor(tag); of a write, the data is in data(tag)
@@ -20,10 +20,11 @@ use std::{
 use io_uring::{opcode, types};
 
 use super::{
-    super::{buffers::Numbers, op::Fd, uring::Op},
-    Dialect, Info, MAX_DEPTH, Registered,
+    super::{op::Fd, uring::Op},
+    Dialect, Info, MAX_DEPTH,
     control::CHANNEL,
     feature,
+    registered::{Registered, Source},
 };
 use crate::guest::{Memory, Place, Region};
 
@@ -34,12 +35,10 @@ const COMMIT_AND_FETCH: u32 = 0x21;
 const COMMAND_BYTES: usize = 16;
 /// A tag's memory begins at a multiple of it.
 const PAGE: usize = 4096;
-/// `UBLK_AUTO_BUF_REG_FALLBACK`: a request whose data could not be made a buffer comes all the same,
-/// and says so (`UBLK_IO_F_NEED_REG_BUF`).
+/// `UBLK_AUTO_BUF_REG_FALLBACK`: a request whose data could not be made a buffer comes all the
+/// same, and says so (`UBLK_IO_F_NEED_REG_BUF`).
 const FALLBACK: u64 = 1 << 16;
 const NOT_REGISTERED: u32 = 1 << 17;
-/// A number that no buffer has.
-const NO_BUFFER: u16 = u16::MAX;
 
 /// What a request asks (`struct ublksrv_io_desc`).
 #[repr(C)]
@@ -72,14 +71,12 @@ pub struct Queue {
 
 /// What the kernel works with until the queue's last fetch has ended.
 #[derive(Debug)]
-pub(super) struct Shared {
-    pub(super) device: Fd,
+struct Shared {
+    device: Fd,
     descriptors: Descriptors,
     way: Way,
     depth: u16,
     most_bytes: usize,
-    /// Bytes that were copied although they need not have been.
-    pub(super) copied: Arc<AtomicU64>,
 }
 
 /// How data comes.
@@ -87,8 +84,8 @@ pub(super) struct Shared {
 enum Way {
     /// Copied by the kernel, to and from this.
     Lent(Memory),
-    /// By its pages, with a number for each tag; none where the ring has none.
-    Registered(Option<Numbers>),
+    /// By its pages.
+    Registered(Rc<Source>),
 }
 
 /// Where the data of a request is.
@@ -128,7 +125,7 @@ impl Queue {
         assert!((1..=MAX_DEPTH).contains(&depth), "{depth} requests");
         let descriptors = Descriptors::map(&device, number, depth)?;
         let way = match info.is_zero_copy() {
-            true => Way::Registered(numbers(info, number)),
+            true => Way::Registered(Source::new(&device, info, number, copied)),
             false => {
                 let stride = most_bytes.next_multiple_of(PAGE);
                 let region = Region::lent(usize::from(depth) * stride)?;
@@ -139,7 +136,7 @@ impl Queue {
             0 => Dialect::Plain,
             _ => Dialect::Ioctl,
         };
-        let shared = Shared { device, descriptors, way, depth, most_bytes, copied: Arc::clone(copied) };
+        let shared = Shared { device, descriptors, way, depth, most_bytes };
         Ok(Self { shared: Rc::new(shared), number, dialect })
     }
 
@@ -165,12 +162,9 @@ impl Queue {
         assert!(tag < self.shared.depth && bytes <= self.shared.most_bytes, "{bytes} bytes of tag {tag}");
         match &self.shared.way {
             Way::Lent(memory) => Data::Lent(self.place(memory, tag, bytes)),
-            Way::Registered(numbers) => {
-                // `UBLKSRV_IO_BUF_OFFSET`, 12 bits for the queue, 16 for the tag, 25 for the byte.
-                let position = (1 << 31) + (u64::from(self.number) << 41) + (u64::from(tag) << 25);
+            Way::Registered(source) => {
                 let is_registered = self.descriptor(tag).operation & NOT_REGISTERED == 0;
-                let number = numbers.as_ref().filter(|_| is_registered).map(|numbers| numbers.first() + tag);
-                Data::Registered(Registered::of_driver(&self.shared, position, number, bytes))
+                Data::Registered(source.data(tag, bytes, is_registered))
             }
         }
     }
@@ -220,28 +214,15 @@ impl Queue {
                 let address = self.place(memory, tag, 0).as_ptr() as u64;
                 command[8..].copy_from_slice(&address.to_ne_bytes());
             }
-            Way::Registered(numbers) => {
-                let number = numbers.as_ref().map_or(NO_BUFFER, |numbers| numbers.first() + tag);
-                buffer = Some(u64::from(number) | FALLBACK);
-            }
+            Way::Registered(source) => buffer = Some(u64::from(source.number(tag)) | FALLBACK),
         }
         let target = types::Fd(self.shared.device.raw());
         let code = self.dialect.code(number, true, COMMAND_BYTES);
         let entry = opcode::UringCmd16::new(target, code).cmd(command).addr(buffer).build();
-        // SAFETY: memory that is lent, the numbers and the descriptor are in `shared`, which is held.
+        // SAFETY: memory that is lent, numbers and the descriptor are in `shared`, which is held.
         let op = unsafe { Op::start(&entry, Rc::clone(&self.shared)) }.until_the_ring_ends();
         async { op.await.0.map(drop) }
     }
-}
-
-/// Numbers for the data of a queue's requests. Without, it is copied.
-fn numbers(info: &Info, queue: u16) -> Option<Numbers> {
-    let numbers = Numbers::take(info.depth);
-    if let Err(error) = &numbers {
-        let device = info.number;
-        tracing::warn!(device, queue, %error, "requests' pages cannot be buffers of this ring, so their data is copied");
-    }
-    numbers.ok()
 }
 
 /// The driver's descriptors of a queue, mapped.

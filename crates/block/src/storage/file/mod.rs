@@ -414,9 +414,9 @@ impl Registering for File {
         let (mut done, mut attempts) = (0, 0);
         while done < buffer.bytes() {
             let at = offset + done as u64;
-            match op::read_registered(&self.fd, buffer, done, at).await {
+            match buffer.read_at(&self.fd, done, at).await {
                 Ok(count) if count > 0 && count.is_multiple_of(self.alignment.offset as usize) => {
-                    done += count
+                    done += count;
                 }
                 Ok(count) => return Some(Err(self.past_the_end(at + count as u64))),
                 Err(error) if is_unsuited(&error) => return None,
@@ -442,7 +442,7 @@ impl Registering for File {
         }
         let (mut done, mut attempts) = (0, 0);
         while done < buffer.bytes() {
-            match op::write_registered(&self.fd, buffer, done, offset + done as u64, durability).await {
+            match buffer.write_at(&self.fd, done, offset + done as u64, durability).await {
                 // A part of a block is written again.
                 Ok(count) if count as u64 >= self.alignment.offset => {
                     done += count - count % self.alignment.offset as usize;
