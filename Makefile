@@ -121,7 +121,7 @@ bench-runtimes: ## the reactor beside compio, the comparison of docs/decisions/0
 	cd bench/runtimes && $(CARGO) build --release --locked --target-dir ../../$(TARGET)/runtimes
 	bench/runtimes/run.py --compio "$(TARGET)/runtimes/release/nbd-compio" --weir "$(TARGET)/release/weir" --json bench/results/runtimes.json
 
-bench-ublk: ## how a block device by ublk had best move data, in instructions of a guest, on 6.12 and the newest kernel: docs/decisions/0052 (about 5 minutes)
+bench-ublk: ## how a block device by ublk had best move data, in instructions of a guest, on 6.12 and the newest kernel: docs/decisions/0052 and 0061 (about 5 minutes)
 	@scripts/deps build guest
 	$(RELEASE)
 	cd bench/ublk && $(CARGO) build --release --locked --target-dir ../../$(TARGET)/ublk

@@ -90,6 +90,9 @@ def servers(options, disk):
     image = "null:64M" if disk == "null" else disk
     weir = f"weir serve {image} -f raw --cache none --prefetch off --ublk"
     yield "weir", (weir, " ready", "kill -TERM $server")
+    # Where the kernel could do without; what is null has no file.
+    if disk != "null":
+        yield "weir, zero-copy=off", (f"{weir}=0,zero-copy=off", " ready", "kill -TERM $server")
 
 
 def main():

@@ -48,7 +48,7 @@ use crate::{
     },
     measures::{Measured, Measures},
     memory::{Account, Budget, NotEnough},
-    reactor,
+    reactor::{self, ublk::Registered},
     recorder::{self, Finished, Operation, Recorded},
     seldom::Seldom,
     storage::{Durability, Extent, ResizeError, ZeroOptions},
@@ -376,6 +376,55 @@ impl Disk {
             false => self.image.read_to(offset, target.again()).await,
         };
         self.done(Operation::Read, range, &pass, attempt).await
+    }
+
+    /// Whether data may move between its image and where a request's is, as far as nothing has to
+    /// look at it: see [`Disk::read_registered`].
+    pub fn takes_registered(&self) -> bool {
+        self.image.takes_registered()
+    }
+
+    /// As [`Disk::read_to`], with the data where a request's is. Nobody copies it, unless it was
+    /// read ahead, or the image or the place is none that this can be done with.
+    pub async fn read_registered(&self, pass: Pass, offset: u64, buffer: &Registered) -> Result<()> {
+        let range = (offset, buffer.bytes() as u64);
+        let attempt = async || {
+            let may = |ahead: &Ahead, given_back| self.member.spare(&ahead.cost(), given_back);
+            self.prefetch.read_registered(offset, buffer, pass.requests, may).await
+        };
+        if self.may_hold() {
+            return Box::pin(self.done(Operation::Read, range, &pass, attempt)).await;
+        }
+        let result = attempt().await;
+        self.ended(Operation::Read, range, &pass, result)
+    }
+
+    /// As [`Disk::write`], of a request's data where it is.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn write_registered(
+        &self,
+        pass: Pass,
+        offset: u64,
+        buffer: &Registered,
+        durability: Durability,
+    ) -> Result<()> {
+        self.check_writable()?;
+        if self.detect_zeroes != DetectZeroes::Off {
+            let data = buffer.take()?.into();
+            return Box::pin(self.write(pass, offset, data, durability)).await;
+        }
+        let range = (offset, buffer.bytes() as u64);
+        let attempt = async || {
+            let writing = self.image.write_registered(offset, buffer, durability);
+            self.prefetch.change(range.0, range.1, writing).await
+        };
+        if self.may_hold() {
+            return Box::pin(self.done(Operation::Write, range, &pass, attempt)).await;
+        }
+        let result = attempt().await;
+        self.ended(Operation::Write, range, &pass, result)
     }
 
     /// Whether reads and writes need not wait for anything but limits: see [`Disk::read_now`].

@@ -4,6 +4,7 @@ one way or another.
 Each case is one script in the guest, and the checks of what it printed.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class Ublk:
         yield "ublk: another size", self.resized
         yield f"ublk: killed {self._kills} times under load", self.killed
         yield f"ublk: taken over {self._takeovers} times under load", self.taken_over
+        yield "ublk: without a copy", self.not_copied
         yield "ublk: ended while it is mounted", self.ended
         yield "ublk: killed, and nobody goes on", self.lost
         yield "ublk: removed under load", self.removed
@@ -211,6 +213,81 @@ class Ublk:
             contains("the new one", parts["said"], "pause_us="),
             contains("the client", parts["ended"], "ok "),
             fact("nodes afterwards", parts["nodes"].split() == ["/dev/ublk-control"], parts["nodes"], "none"),
+        ]
+
+    def not_copied(self):
+        """Data of a raw image stays where it is from Linux 6.16 on, through kills, file systems and
+        discards, and what has to be copied is: what was read ahead, and what might be a header. On
+        other kernels, and where it is switched off, memory is lent.
+        """
+        parts = self._parts(f"""
+            part kernel
+            uname -r
+            part others
+            counted() {{ ask '{{"execute":"x-weir-query-status"}}'; }}
+            serve {DISK} -f raw --prefetch off --ublk
+            numbers {NODE}
+            more_numbers 8
+            for time in 1 2; do
+                killed
+                serve {DISK} -f raw --prefetch off --ublk
+                grep 'took over' $log
+                more_numbers 4
+            done
+            end_numbers
+            mkfs.ext4 -q {NODE}
+            mount -t ext4 {NODE} /mnt/d
+            write_files /mnt/d
+            rm -r /mnt/d/gone
+            fstrim /mnt/d
+            umount /mnt/d
+            mount -t ext4 {NODE} /mnt/d
+            (cd /mnt/d && md5sum -c sums && cmp kept/1 copied/1)
+            umount /mnt/d
+            e2fsck -fn {NODE}
+            part stayed
+            counted
+            part others
+            ask '{{"execute":"x-weir-set","arguments":{{"name":"disk","prefetch":"on"}}}}'
+            head -c 8388608 {DISK} >/tmp/first
+            dd if={NODE} bs=16k count=512 iflag=direct 2>/dev/null | compare - /tmp/first
+            part ahead
+            counted
+            part others
+            stop
+            mount -t ext4 -o loop {DISK} /mnt/d
+            (cd /mnt/d && md5sum -c sums)
+            umount /mnt/d
+            serve {DISK} --prefetch off --ublk
+            dd if={NODE} of=/tmp/first bs=64k count=1 iflag=direct
+            dd if=/tmp/first of={NODE} bs=64k count=1 oflag=direct
+            printf 'QFI\\373' | dd of=/tmp/first conv=notrunc 2>/dev/null
+            ! dd if=/tmp/first of={NODE} bs=64k count=1 oflag=direct
+            rm /tmp/first
+            part guarded
+            counted
+            part others
+            stop
+            serve {DISK} -f raw --prefetch off --ublk=0,zero-copy=off
+            dd if={NODE} bs=64k count=128 iflag=direct 2>/dev/null | compare - {DISK} -n 8388608
+            part off
+            counted
+            part others
+            stop
+            e2fsck -fn {DISK}
+        """)
+
+        def counted(name):
+            export = json.loads(parts[name])["return"]["exports"][0]
+            return export["zero-copy"], export["copied-bytes"]
+
+        can = version(parts["kernel"]) >= [6, 16]
+        ahead, guarded = counted("ahead"), counted("guarded")
+        return [
+            fact("it stays", counted("stayed") == (can, 0), counted("stayed"), (can, 0)),
+            fact("what was read ahead", ahead[0] == can and (ahead[1] > 1 << 20) == can, ahead, "is copied"),
+            fact("what might be a header", guarded == (can, can * (128 << 10)), guarded, "is copied, twice"),
+            fact("switched off", counted("off") == (False, 0), counted("off"), (False, 0)),
         ]
 
     def ended(self):

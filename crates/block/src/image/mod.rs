@@ -21,6 +21,7 @@ use crate::{
     buffer::{Segments, Target},
     error::{Error, Result},
     guest::Place,
+    reactor::ublk::Registered,
     storage::{
         BlockSize, Durability, Extent, Format, OpenError, PassedFile, ResizeError, Storage, ZeroOptions,
     },
@@ -191,6 +192,45 @@ impl Image {
             // Apart, because every read of a raw image has room for what is not.
             Self::Qcow2(qcow2) => Box::pin(qcow2.read_to(offset, target)).await,
         }
+    }
+
+    /// Whether data may move between its file and where a request's is, and nobody copies it: see
+    /// [`Image::read_registered`].
+    pub fn takes_registered(&self) -> bool {
+        match self {
+            Self::Raw(raw) => raw.storage().takes_registered(),
+            Self::Qcow2(_) => false,
+        }
+    }
+
+    /// Reads as [`Image::read_to`], with the data where a request's is: copied there, where it
+    /// cannot come by itself.
+    pub async fn read_registered(&self, offset: u64, buffer: &Registered) -> Result<()> {
+        if let Self::Raw(raw) = self
+            && let Some(result) = raw.storage().read_registered(offset, buffer).await
+        {
+            return result;
+        }
+        buffer.put_all(&Box::pin(self.read(offset, buffer.bytes())).await?)
+    }
+
+    /// Writes as [`Image::write`], of a request's data where it is: of a copy, where it cannot go
+    /// by itself.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        durability: Durability,
+    ) -> Result<()> {
+        if let Self::Raw(raw) = self
+            && let Some(result) = raw.write_registered(offset, buffer, durability).await
+        {
+            return result;
+        }
+        Box::pin(self.write(offset, buffer.take()?.into(), durability)).await
     }
 
     /// Whether reads and writes are done without waiting: see [`Image::read_now`].

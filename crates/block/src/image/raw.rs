@@ -9,6 +9,7 @@ use super::Image;
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
+    reactor::ublk::Registered,
     storage::{
         Durability, Format, OpenError, OpenOptions, RangeLocks, Storage, ZeroOptions, open_bottom,
         probe::{HEADER_BYTES, Probed, check_format, probe_header},
@@ -78,6 +79,20 @@ impl Raw {
             return Box::pin(self.write_header(locks, offset, data, durability)).await;
         }
         self.storage.write(offset, data, durability).await
+    }
+
+    /// As [`Raw::write`], of a request's data where it is: see [`Storage::write_registered`].
+    pub(super) async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        durability: Durability,
+    ) -> Option<Result<()>> {
+        // What is judged is copied first.
+        if self.read_only || offset < HEADER_END && self.header.is_some() {
+            return None;
+        }
+        self.storage.write_registered(offset, buffer, durability).await
     }
 
     async fn write_header(
@@ -174,10 +189,16 @@ pub fn open_raw(spec: &str, options: OpenOptions) -> std::result::Result<Image, 
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Arc, atomic::Ordering::Relaxed};
+
     use super::*;
     use crate::{
         guest::{Memory, Region},
         reactor::{now, sim, sleep_until, spawn_joinable},
+        storage::{
+            align::Align,
+            simulated::{Behaviour, Simulated},
+        },
     };
 
     fn memory() -> Raw {
@@ -259,6 +280,35 @@ mod tests {
             assert_eq!(writing.await, Ok(()));
             let read = raw.storage().read(0, Buffer::new(8)).await.expect("memory");
             assert_eq!(read[..], *b"harmless");
+        });
+    }
+
+    #[test]
+    fn data_stays_where_it_is_unless_it_might_be_a_header() {
+        sim::run(1, async {
+            let behaviour = Behaviour { block_bytes: 512, ..Behaviour::default() };
+            let storage = Storage::Simulated(Align::new(Simulated::new(vec![0; 4096], behaviour)));
+            let image = Image::Raw(Raw::new(storage).guarding_header());
+            let memory = Memory::new(vec![Region::on_heap(0, 0, 512)]).expect("one region");
+            let place = memory.place(0, 512).expect("inside");
+            let copied = Arc::default();
+            let buffer = Registered::simulated(place.clone(), true, &copied);
+            place.write(0, b"QFI\xfb");
+            let write = async |offset| image.write_registered(offset, &buffer, Durability::Cached).await;
+            assert_eq!(write(0).await, Err(Error::NOT_PERMITTED));
+            assert_eq!(copied.load(Relaxed), 512, "what is judged is a copy");
+            assert_eq!(write(512).await, Ok(()));
+            assert_eq!(write(4096).await, Err(Error::INVALID));
+            assert_eq!(write(1000).await, Ok(()), "no whole blocks");
+            assert_eq!(copied.load(Relaxed), 3 * 512);
+            let none = Registered::simulated(place.clone(), false, &copied);
+            for (buffer, copies) in [(&buffer, 3), (&none, 4)] {
+                place.write(0, b"QQQQ");
+                assert_eq!(image.read_registered(512, buffer).await, Ok(()));
+                let mut found = [0; 4];
+                place.read(0, &mut found);
+                assert_eq!((&found, copied.load(Relaxed)), (b"QFI\xfb", copies * 512));
+            }
         });
     }
 

@@ -17,6 +17,7 @@
 //!
 //! Never holds a borrow or a lock while it polls a task.
 
+mod buffers;
 mod executor;
 mod figures;
 mod fuse;

@@ -60,7 +60,7 @@ impl AsFd for Fd {
 pub const MOST_SEGMENTS: usize = 1024;
 
 /// The kernel counts in 32 bits; more is a short transfer, which callers continue anyway.
-fn length(bytes: usize) -> u32 {
+pub(super) fn length(bytes: usize) -> u32 {
     u32::try_from(bytes).unwrap_or(1 << 30)
 }
 
@@ -122,6 +122,16 @@ pub enum Durability {
     Synchronous,
 }
 
+impl Durability {
+    /// Of a write.
+    pub(super) fn flags(self) -> i32 {
+        match self {
+            Self::Cached => 0,
+            Self::Synchronous => libc::RWF_DSYNC,
+        }
+    }
+}
+
 /// Writes the segments at `offset`; returns how many bytes.
 pub async fn write_at(
     fd: &Fd,
@@ -129,10 +139,7 @@ pub async fn write_at(
     offset: u64,
     durability: Durability,
 ) -> (io::Result<usize>, Segments) {
-    let flags = match durability {
-        Durability::Cached => 0,
-        Durability::Synchronous => libc::RWF_DSYNC,
-    };
+    let flags = durability.flags();
     if let [only] = segments.as_slice() {
         let entry = opcode::Write::new(fd.target(), only.source(), length(only.len()))
             .offset(offset)

@@ -9,11 +9,13 @@ use std::io;
 use io_uring::{Builder, IoUring, cqueue, opcode, register::Restriction, squeue};
 
 /// Of a reactor: what [`super::op`] and queues of ublk submit.
-pub(super) const OPERATIONS: [u8; 14] = [
+pub(super) const OPERATIONS: [u8; 16] = [
     opcode::Read::CODE,
     opcode::Readv::CODE,
+    opcode::ReadFixed::CODE,
     opcode::Write::CODE,
     opcode::Writev::CODE,
+    opcode::WriteFixed::CODE,
     opcode::Fsync::CODE,
     opcode::Fallocate::CODE,
     opcode::Fadvise::CODE,
@@ -30,6 +32,8 @@ pub(super) const OPERATIONS: [u8; 14] = [
 pub(super) mod registering {
     pub(in super::super) const EVENTFD: u8 = 4;
     pub(in super::super) const UNREGISTER_EVENTFD: u8 = 5;
+    /// `IORING_REGISTER_BUFFERS2`
+    pub(in super::super) const BUFFERS: u8 = 15;
     pub(in super::super) const SYNC_CANCEL: u8 = 24;
 }
 

@@ -9,7 +9,7 @@
 //! once. Completions are processed only in that call (`DEFER_TASKRUN`), so they interrupt nothing.
 
 use std::{
-    cell::{Cell, RefCell},
+    cell::{Cell, RefCell, RefMut},
     future::Future,
     io,
     os::fd::AsRawFd,
@@ -24,7 +24,9 @@ use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 use slab::Slab;
 
 use super::{
-    Driver, Figures, Reactor, real_now, restricted, rouse,
+    Driver, Figures, Reactor,
+    buffers::Table,
+    real_now, restricted, rouse,
     vigil::Vigil,
     wide::{Ring, takes_fuse_commands},
     with_current,
@@ -131,6 +133,7 @@ pub(super) struct Uring {
     can_linger: bool,
     /// Reads and writes of devices that were queued since something was submitted.
     held_back: Cell<usize>,
+    buffers: RefCell<Table>,
     pub(super) figures: Arc<Figures>,
 }
 
@@ -160,6 +163,7 @@ impl Uring {
             recent: Cell::new(None),
             can_linger,
             held_back: Cell::new(0),
+            buffers: RefCell::default(),
             figures: Arc::default(),
         })
     }
@@ -405,6 +409,16 @@ impl Uring {
         }
     }
 
+    /// Its table of buffers, which there is from now on.
+    ///
+    /// # Errors
+    /// As `io_uring_register(2)`.
+    pub(super) fn buffers(&self) -> io::Result<RefMut<'_, Table>> {
+        let mut table = self.buffers.borrow_mut();
+        table.make(|count| self.ring.borrow().submitter().register_buffers_sparse(count))?;
+        Ok(table)
+    }
+
     pub(super) fn drop_wakers(&self) {
         let mut wakers = Vec::new();
         for (_, slot) in self.slots.borrow_mut().iter_mut() {
@@ -440,7 +454,7 @@ fn build<S: squeue::EntryMarker>() -> io::Result<IoUring<S>> {
     let mut builder = IoUring::builder();
     builder.setup_cqsize(COMPLETIONS).setup_clamp();
     builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
-    let registered = [restricted::registering::SYNC_CANCEL];
+    let registered = [restricted::registering::BUFFERS, restricted::registering::SYNC_CANCEL];
     restricted::build(&mut builder, SUBMISSIONS, &restricted::OPERATIONS, &registered)
 }
 

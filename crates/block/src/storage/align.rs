@@ -37,7 +37,7 @@ use super::{
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
-    reactor,
+    reactor::{self, ublk::Registered},
 };
 
 /// A read-modify-write up to this long reads all its blocks at once rather than those at its edges
@@ -116,6 +116,21 @@ pub trait Device: Send + Sync + 'static {
     async fn discard(&self, offset: u64, length: u64) -> Result<()>;
     /// Any alignment. See [`Storage::block_status`](super::Storage::block_status).
     async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>>;
+}
+
+/// A device that moves data between itself and where a request's is, where nobody of ours looks at
+/// it. What it cannot do so it says before it has done anything: `None`.
+#[expect(async_fn_in_trait, reason = "as for Device")]
+pub trait Registering: Device {
+    /// Aligned.
+    async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>>;
+    /// Aligned.
+    async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        durability: Durability,
+    ) -> Option<Result<()>>;
 }
 
 /// A device that takes any request.
@@ -357,6 +372,41 @@ impl<D: Device> Align<D> {
             return size;
         }
         size & !(self.alignment.offset.max(self.device().page_bytes()) - 1)
+    }
+}
+
+impl<D: Registering> Align<D> {
+    /// See [`Storage::read_registered`](super::Storage::read_registered).
+    pub(super) async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
+        match self.takes_as_it_is(offset, buffer.bytes()) {
+            true => self.device().read_registered(offset, buffer).await,
+            false => None,
+        }
+    }
+
+    /// See [`Storage::write_registered`](super::Storage::write_registered).
+    pub(super) async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        durability: Durability,
+    ) -> Option<Result<()>> {
+        if self.read_only() || !self.takes_as_it_is(offset, buffer.bytes()) {
+            return None;
+        }
+        let _guard = match self.lock_shared(offset..offset + buffer.bytes() as u64).await {
+            Ok(guard) => guard,
+            Err(error) => return Some(Err(error)),
+        };
+        let _change = self.shared.flushes.change();
+        self.device().write_registered(offset, buffer, durability).await
+    }
+
+    /// Whether so many bytes are inside, and whole blocks. Where their memory does not suit, the
+    /// device says so.
+    fn takes_as_it_is(&self, offset: u64, length: usize) -> bool {
+        let bits = (offset | length as u64) & (self.alignment.offset - 1);
+        bits == 0 && within(offset, length as u64, self.tail_start())
     }
 }
 

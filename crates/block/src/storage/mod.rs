@@ -73,6 +73,7 @@ use crate::{
     buffer::{Buffer, Segments},
     error::Result,
     guest::Place,
+    reactor::ublk::Registered,
 };
 
 /// How zeroes may come about.
@@ -445,6 +446,43 @@ impl Storage {
     /// As [`Storage::read`]; what is in the segments is then undefined.
     pub async fn read_into(&self, offset: u64, target: Segments) -> Result<Segments> {
         each!(self, inner => inner.read(offset, target).await)
+    }
+
+    /// Whether data may move between it and where a request's is: see
+    /// [`Storage::read_registered`]. Not all of it can, always.
+    pub fn takes_registered(&self) -> bool {
+        matches!(self, Self::File(_) | Self::Simulated(_))
+    }
+
+    /// As [`Storage::read_into`], with the data where a request's is, so that nobody copies it.
+    /// `None`, and nothing has happened: that cannot be, and the data is to be copied there.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
+        match self {
+            Self::File(file) => file.read_registered(offset, buffer).await,
+            Self::Simulated(disk) => disk.read_registered(offset, buffer).await,
+            _ => None,
+        }
+    }
+
+    /// As [`Storage::write`], of a request's data where it is; `None` as
+    /// [`Storage::read_registered`].
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        durability: Durability,
+    ) -> Option<Result<()>> {
+        match self {
+            Self::File(file) => file.write_registered(offset, buffer, durability).await,
+            Self::Simulated(disk) => disk.write_registered(offset, buffer, durability).await,
+            _ => None,
+        }
     }
 
     /// What [`Storage::read`] would read, without waiting and without copying it; `None` from

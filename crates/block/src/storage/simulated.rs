@@ -27,13 +27,13 @@ use policy::time::Duration;
 
 use super::{
     BlockSize, Durability, Extent, ZeroOptions,
-    align::{Alignment, Device},
+    align::{Alignment, Device, Registering},
     resize::ResizeError,
 };
 use crate::{
     buffer::Segments,
     error::{Error, Result},
-    reactor::{now, sim, sleep_until, spawn_to_end},
+    reactor::{now, sim, sleep_until, spawn_to_end, ublk::Registered},
 };
 
 /// How a simulated disk behaves.
@@ -407,6 +407,23 @@ impl Device for Simulated {
     async fn block_status(&self, _offset: u64, length: u64) -> Result<Vec<Extent>> {
         self.count_read(0);
         Ok(vec![Extent { length, hole: false, zero: false }])
+    }
+}
+
+impl Registering for Simulated {
+    async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
+        let place = buffer.place()?.clone();
+        Some(self.read(offset, place.into()).await.map(drop))
+    }
+
+    async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        durability: Durability,
+    ) -> Option<Result<()>> {
+        let place = buffer.place()?.clone();
+        Some(self.write(offset, place.into(), durability).await)
     }
 }
 

@@ -3,10 +3,7 @@
 
 use std::{future::Future, io};
 
-use block::{
-    guest::Place,
-    reactor::ublk::{self, Descriptor},
-};
+use block::reactor::ublk::{self, Data, Descriptor};
 
 /// Where a queue's requests come from.
 #[derive(Debug)]
@@ -34,12 +31,21 @@ impl Channel {
         }
     }
 
-    /// Where its data is.
-    pub(super) fn place(&self, tag: u16, bytes: usize) -> Place {
+    /// Whether data is where it was: see [`ublk::Queue::is_zero_copy`].
+    pub(super) fn is_zero_copy(&self) -> bool {
         match self {
-            Self::Driver(queue) => queue.place(tag, bytes),
+            Self::Driver(queue) => queue.is_zero_copy(),
             #[cfg(test)]
-            Self::Simulated(queue) => queue.place(tag, bytes),
+            Self::Simulated(queue) => queue.is_zero_copy(),
+        }
+    }
+
+    /// Where its data is.
+    pub(super) fn data(&self, tag: u16, bytes: usize) -> Data {
+        match self {
+            Self::Driver(queue) => queue.data(tag, bytes),
+            #[cfg(test)]
+            Self::Simulated(queue) => queue.data(tag, bytes),
         }
     }
 

@@ -57,6 +57,8 @@ pub struct Offer {
     pub discard_granularity_bytes: u32,
     /// The device belongs to the user who makes it.
     pub unprivileged: bool,
+    /// Data may stay where it is, where kernel and disk can do that.
+    pub zero_copy: bool,
 }
 
 impl Default for Offer {
@@ -77,6 +79,7 @@ impl Default for Offer {
             optimal_io_bytes: 4096,
             discard_granularity_bytes: 4096,
             unprivileged: false,
+            zero_copy: true,
         }
     }
 }
@@ -116,6 +119,8 @@ pub(super) struct Device {
     durability: Durability,
     pub(super) requests: AtomicU64,
     pub(super) in_flight: AtomicU64,
+    /// Bytes that were copied although the device need not have any copied.
+    pub(super) copied: Arc<AtomicU64>,
     /// Requests that wait for an operator or for limits need not: see [`Parting`].
     parting: [AtomicBool; 2],
     /// Nothing is begun.
@@ -147,6 +152,7 @@ impl Device {
             durability: if cached { Durability::Cached } else { Durability::Synchronous },
             requests: AtomicU64::default(),
             in_flight: AtomicU64::default(),
+            copied: Arc::default(),
             parting: Default::default(),
             is_resting: AtomicBool::new(false),
             at_rest: AtomicUsize::new(0),

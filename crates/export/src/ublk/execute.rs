@@ -12,19 +12,23 @@ use policy::{request::Direction, throttle::Cost};
 
 use super::{
     queue::{Incoming, Queue},
-    request::Kind,
+    request::{Kind, Request},
 };
 use block::{
     buffer::{Segments, Target},
     disk::Pass,
     error::{Error, Result},
     guest::Place,
+    reactor::ublk::Data,
     storage::{Durability, ZeroOptions},
 };
 
 impl Queue {
     pub(super) async fn carry_out(self: Rc<Self>, incoming: Incoming) {
         match incoming.request.kind {
+            Kind::Read | Kind::Write(_) if self.channel.is_zero_copy() => {
+                self.move_registered(incoming).await;
+            }
             Kind::Read => self.read(incoming).await,
             Kind::Write(durability) => self.write(incoming, durability).await,
             // Apart, because every read and write has room for what is not.
@@ -94,6 +98,22 @@ impl Queue {
         parts.iter().for_each(|part| self.answer(part, result));
     }
 
+    /// A read or a write of data that stays where it is.
+    async fn move_registered(self: Rc<Self>, incoming: Incoming) {
+        let Request { kind, offset, bytes } = incoming.request;
+        let direction = if kind == Kind::Read { Direction::Read } else { Direction::Write };
+        let Some(pass) = self.admit(direction, Cost::one(bytes)).await else { return self.put_off(incoming) };
+        let Data::Registered(data) = self.channel.data(incoming.tag, bytes as usize) else {
+            unreachable!("of such a channel")
+        };
+        let disk = self.device.disk();
+        let result = match kind {
+            Kind::Write(durability) => disk.write_registered(pass, offset, &data, durability).await,
+            _ => disk.read_registered(pass, offset, &data).await,
+        };
+        self.answer(&incoming, result);
+    }
+
     async fn erase(self: Rc<Self>, incoming: Incoming) {
         let (disk, request) = (self.device.disk(), incoming.request);
         let cost = Cost::one(request.bytes);
@@ -108,10 +128,13 @@ impl Queue {
         self.answer(&incoming, result);
     }
 
-    /// Where the data of a read or a write is.
+    /// Where the data of a read or a write is that is copied.
     fn place(&self, incoming: &Incoming) -> Place {
         // No more than a tag has room for.
-        self.channel.place(incoming.tag, incoming.request.bytes as usize)
+        match self.channel.data(incoming.tag, incoming.request.bytes as usize) {
+            Data::Lent(place) => place,
+            Data::Registered(_) => unreachable!("not of such a channel"),
+        }
     }
 
     fn places(&self, parts: &[Incoming]) -> Segments {

@@ -24,6 +24,12 @@ pub(super) fn none() -> u64 {
     OURS
 }
 
+/// The mark of a device that shows the same disk, and whose data is not copied: another, so that a
+/// weir from before there were any, which would lend memory to it, does not take it over.
+pub(super) fn zero_copy(mark: u64) -> u64 {
+    mark ^ 1
+}
+
 /// Whether weir made a device with this mark.
 pub fn is_ours(mark: u64) -> bool {
     mark & !KEPT == OURS
@@ -36,7 +42,7 @@ fn mark(numbers: [u64; 3]) -> u64 {
         hash = (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
     }
     // Never that of no image.
-    OURS | (hash >> 16).max(1)
+    OURS | (hash >> 16).max(2)
 }
 
 #[cfg(test)]
@@ -51,5 +57,6 @@ mod tests {
         // Devices outlive this program: its next version has to find them.
         assert_eq!(one, 0x7765_0000_0000_0000 | (one & KEPT));
         assert_ne!(one, none());
+        assert!(is_ours(zero_copy(one)) && zero_copy(one) != one);
     }
 }

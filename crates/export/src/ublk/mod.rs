@@ -9,9 +9,11 @@
 //!                           └► queue 1 ── channel ─► queue ─► request ─► intake ─► execute ─► disk
 //! ```
 //!
-//! The kernel copies a write's data into memory that we lend it, one piece for each request that
-//! may be in flight, and a read's data out of it. So a request costs one entry of the ring: its
-//! answer, with which the next is awaited.
+//! Where the kernel can, and the disk is a raw image in a file, data stays where it is: in pages of
+//! whoever asked, which reads and writes of the file name by the number of a buffer, and nobody
+//! copies them. Else the kernel copies a write's data into memory that we lend it, one piece for
+//! each request that may be in flight, and a read's data out of it. Both ways a request costs one
+//! entry of the ring beside its I/O: its answer, with which the next is awaited.
 //!
 //! **Recovery.** A device outlives the process that serves it: whoever uses it waits. Requests in
 //! hand are given again to whoever takes it over, which [`Server`] does if the device shows the

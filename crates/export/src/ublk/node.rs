@@ -200,6 +200,14 @@ fn until_given(number: u32) -> Result<(), Refused> {
     Ok(())
 }
 
+/// Whether a device of this disk is to be made whose data is not copied.
+fn may_be_zero_copy(control: &Control, export: &Export) -> bool {
+    let Export { offer, disk, .. } = export;
+    // The kernel has no users but root move pages of others.
+    let is_wanted = offer.zero_copy && !offer.unprivileged && disk.takes_registered();
+    is_wanted && control.features() & feature::ZERO_COPY == feature::ZERO_COPY
+}
+
 /// Numbers of devices that this process serves, or is about to.
 static CLAIMED: LazyLock<Mutex<BTreeSet<u32>>> = LazyLock::new(Mutex::default);
 
@@ -251,7 +259,10 @@ impl Node {
         info.mark = mark.unwrap_or(mark::none());
         // Held, so that nobody here takes it for one that was left.
         let mut claimed = claimed();
-        let made = control.add(offer.number, info);
+        let made = match may_be_zero_copy(control, export) {
+            true => Self::add_zero_copy(control, export, info, mark),
+            false => control.add(offer.number, info),
+        };
         let info = made.map_err(|error| match (error.raw_os_error(), offer.number) {
             (Some(libc::EEXIST), Some(number)) => {
                 let process = control.info(number).ok().and_then(|info| server_of(&info));
@@ -274,6 +285,23 @@ impl Node {
             return Err(Refused::Kernel { what: format!("/dev/ublkb{}: its limits", info.number), error });
         }
         Ok(node)
+    }
+
+    /// Without copies, or as `plain` says where the kernel refuses that.
+    fn add_zero_copy(
+        control: &mut Control,
+        export: &Export,
+        plain: Info,
+        mark: Option<u64>,
+    ) -> io::Result<Info> {
+        let mut info = plain;
+        info.features |= feature::ZERO_COPY;
+        info.mark = mark.map_or(mark::none(), mark::zero_copy);
+        control.add(export.offer.number, info).or_else(|error| {
+            let made = control.add(export.offer.number, plain)?;
+            tracing::warn!(export = %export.id, %error, "the kernel refuses a device without copies, so data is copied");
+            Ok(made)
+        })
     }
 
     fn take_over(
@@ -304,7 +332,7 @@ impl Node {
         let end = Instant::now() + NOTICED;
         loop {
             let Ok(info) = control.info(number) else { return Ok(None) };
-            if info.mark != mark || (!waits && server_of(&info).is_some()) {
+            if ![mark, mark::zero_copy(mark)].contains(&info.mark) || (!waits && server_of(&info).is_some()) {
                 return Ok(None);
             }
             let what = || format!("/dev/ublkb{number}, which an earlier weir has left");

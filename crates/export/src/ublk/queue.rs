@@ -43,12 +43,15 @@ use block::{
 pub(super) struct Incoming {
     pub(super) tag: u16,
     pub(super) request: Request,
+    /// Its data stays where it is, and goes alone: an I/O names one buffer.
+    is_alone: bool,
 }
 
 impl Mergeable for Incoming {
     fn candidate(&self) -> Candidate {
         let Request { kind, offset, bytes } = self.request;
         match kind {
+            _ if self.is_alone => Candidate { operation: Operation::Barrier, offset: 0, length: 0, key: 0 },
             Kind::Read => Candidate { operation: Operation::Read, offset, length: bytes, key: 0 },
             Kind::Write(durability) => {
                 let key = u32::from(durability == Durability::Synchronous);
@@ -214,7 +217,8 @@ impl Queue {
             return;
         }
         let request = parse(self.channel.descriptor(tag), &self.device.rules());
-        self.arrived.borrow_mut().push(Incoming { tag, request });
+        let is_alone = self.channel.is_zero_copy();
+        self.arrived.borrow_mut().push(Incoming { tag, request, is_alone });
         self.in_flight.set(self.in_flight.get() + 1);
         self.device.count(1);
         self.news.raise();

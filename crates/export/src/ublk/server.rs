@@ -50,8 +50,13 @@ pub struct Statistics {
     pub is_taken_over: bool,
     /// It outlives this process, and waits for the next.
     pub survives: bool,
-    /// Bytes that the kernel was lent for the data of requests.
+    /// Bytes that are set aside for the data of requests: the kernel was lent them, or they are for
+    /// what has to be copied.
     pub lent_bytes: u64,
+    /// Data stays where it is.
+    pub is_zero_copy: bool,
+    /// Bytes that were copied nonetheless: see [`block::disk::Disk::read_registered`].
+    pub copied_bytes: u64,
 }
 
 /// A block device.
@@ -185,6 +190,8 @@ impl Server {
             is_taken_over: self.node.is_taken_over,
             survives: self.survives(),
             lent_bytes: self.lent.0,
+            is_zero_copy: self.node.info.is_zero_copy(),
+            copied_bytes: self.device.copied.load(Relaxed),
         }
     }
 
@@ -286,7 +293,7 @@ impl Server {
             tracing::debug!(export = %self.device.id, %error, "where memory is short, this thread may wait for its own device");
         }
         let info = &self.node.info;
-        match ublk::Queue::new(channel, info, number) {
+        match ublk::Queue::new(channel, info, number, &self.device.copied) {
             Ok(queue) => {
                 let queue = Queue::new(Channel::Driver(queue), info.depth, Arc::clone(&self.device));
                 // Nobody listens if another queue has failed.
@@ -306,8 +313,9 @@ impl Server {
         let Self { device, node, .. } = self;
         let (id, path) = (&device.id, node.path());
         let (queues, depth) = (node.info.queues, node.info.depth);
+        let zero_copy = node.info.is_zero_copy();
         if node.is_taken_over {
-            tracing::info!(export = %id, device = %path.display(), queues, depth, "took over a device that an earlier weir has left");
+            tracing::info!(export = %id, device = %path.display(), queues, depth, zero_copy, "took over a device that an earlier weir has left");
             let size_bytes = export.disk.size_bytes();
             let wanted = export.offer.params(size_bytes);
             let settings = |params: &Params| (params.attributes, params.logical_block_shift);
@@ -318,7 +326,7 @@ impl Server {
                 self.look_at_size();
             }
         } else {
-            tracing::info!(export = %id, device = %path.display(), queues, depth, "made a device");
+            tracing::info!(export = %id, device = %path.display(), queues, depth, zero_copy, "made a device");
         }
     }
 

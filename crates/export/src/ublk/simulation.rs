@@ -1,6 +1,8 @@
 //! Simulated devices: clients that ask in any order, disks that are slow and fail, and processes
 //! that are killed, leave their device to the next, or stop it.
 //!
+//! - Data is copied to lent memory, or stays where it is; what was read ahead, and what is no
+//!   buffer, is copied all the same.
 //! - Every request is answered exactly once, however many processes had it in hand (`kernel`).
 //! - Reads find what the model of the disk says, and what a flush or FUA covered survives a crash.
 //! - The group's limits hold, also across processes.
@@ -14,10 +16,13 @@ pub(super) mod kernel;
 use std::{
     cell::{Cell, RefCell},
     rc::{Rc, Weak},
-    sync::{Arc, atomic::Ordering::SeqCst},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::SeqCst},
+    },
 };
 
-use policy::time::Duration;
+use policy::{prefetch::Settings, time::Duration};
 
 use self::kernel::Kernel;
 use super::{
@@ -66,6 +71,10 @@ struct Tally {
     reissued: u64,
     merged: u64,
     waited: u64,
+    /// Bytes of devices whose data stays where it is.
+    stayed: u64,
+    copied: u64,
+    found: u64,
 }
 
 #[test]
@@ -85,6 +94,9 @@ fn devices_are_served_whatever_becomes_of_the_process() {
             all.reissued,
             all.merged,
             all.waited,
+            all.stayed,
+            all.copied,
+            all.found,
         ];
         assert!(happened.iter().all(|&count| count > seeds / 10), "too little happened: {all:?}");
     }
@@ -108,7 +120,8 @@ async fn run(tally: Rc<Cell<Tally>>) {
     let offer = Offer { write_cache, depth, most_bytes, ..Offer::default() };
     let export = Export { id: "device".into(), disk: Arc::new(disk), offer };
     let world = Rc::new(World {
-        kernel: Kernel::new(depth, most_bytes as usize),
+        kernel: Kernel::new(depth, most_bytes as usize, chance(50)),
+        copied: Arc::default(),
         model: RefCell::new(Model::new(content, BLOCK)),
         passed: RefCell::new(Passed::new(&group, LONGEST_REQUEST)),
         export,
@@ -133,12 +146,23 @@ async fn run(tally: Rc<Cell<Tally>>) {
         all.waited += stats.reads.throttled + stats.writes.throttled;
         all.merged += world.export.disk.totals().merged_requests;
         all.reissued += world.kernel.reissued();
+        all.found += world.export.disk.prefetch().stats().hits;
+        let copied = world.copied.load(SeqCst);
+        all.copied += copied;
+        if world.kernel.is_zero_copy() {
+            let totals = world.export.disk.totals();
+            all.stayed += (totals.read_bytes + totals.written_bytes).saturating_sub(copied);
+        } else {
+            assert_eq!(copied, 0, "of lent memory nothing is copied");
+        }
     });
 }
 
 /// One device, over all its processes.
 struct World {
     kernel: Kernel,
+    /// Bytes that the processes have copied.
+    copied: Arc<AtomicU64>,
     model: RefCell<Model>,
     passed: RefCell<Passed>,
     export: Export,
@@ -196,7 +220,7 @@ impl World {
         let Export { offer, .. } = &self.export;
         let info = Info::new(1, offer.depth, offer.most_bytes);
         let device = Arc::new(Device::new(&self.export, &info, &offer.params(DISK_BYTES as u64)));
-        let channel = Channel::Simulated(self.kernel.channel());
+        let channel = Channel::Simulated(self.kernel.channel(&self.copied));
         let queue = Queue::new(channel, offer.depth, Arc::clone(&device));
         let weak = Rc::downgrade(&queue);
         let serving = spawn_joinable(async move {
@@ -263,6 +287,10 @@ impl World {
     /// One client: one request after the other.
     async fn ask(self: Rc<Self>) {
         for _ in 0..sim::random(|random| random.usize(..40)) {
+            if chance(5) {
+                let settings = if chance(50) { Settings::default() } else { Settings::off() };
+                self.export.disk.prefetch().set(settings).expect("valid");
+            }
             self.ask_one().await;
             self.passed.borrow_mut().look();
             if chance(50) {

@@ -33,6 +33,8 @@ pub struct Ublk {
     pub read_only: bool,
     /// Made for the user who serves it, who need not be root.
     pub unprivileged: bool,
+    /// Whether data may stay where it is, where kernel and image can do that.
+    pub zero_copy: bool,
 }
 
 impl Default for Ublk {
@@ -47,6 +49,7 @@ impl Default for Ublk {
             write_cache: true,
             read_only: false,
             unprivileged: false,
+            zero_copy: true,
         }
     }
 }
@@ -78,6 +81,7 @@ impl Keyed for Ublk {
             ("write-cache", &mut self.write_cache),
             ("read-only", &mut self.read_only),
             ("unprivileged", &mut self.unprivileged),
+            ("zero-copy", &mut self.zero_copy),
         ]
     }
 
@@ -135,6 +139,7 @@ mod tests {
             "0",
             "3,queues=4,queue-depth=64,logical-block-size=4096",
             ",discard=off,write-zeroes=off,write-cache=off,read-only=on",
+            ",zero-copy=off",
         ] {
             assert_eq!(text.parse::<Ublk>().unwrap().to_string(), text);
         }

@@ -49,7 +49,7 @@ use crate::{
     buffer::{Segments, Target},
     error::Result,
     image::Image,
-    reactor,
+    reactor::{self, ublk::Registered},
     storage::Storage,
 };
 
@@ -142,17 +142,8 @@ impl Prefetch {
         requests: u64,
         may: impl FnOnce(&Ahead, GivenBack) -> bool,
     ) -> Result<Segments> {
-        let (image, size_bytes) = (&self.shared.image, self.shared.image.size_bytes());
-        let length = target.len() as u64;
-        // Exports let no others through, but a disk has other callers, and the image knows what to
-        // say to them.
-        let end = offset.checked_add(length).filter(|&end| end <= size_bytes && length > 0);
-        let may_look = self.shared.is_on.load(Relaxed) && !image.has_changed_below();
-        let Some(end) = end.filter(|_| may_look) else {
-            return image.read_to(offset, target).await;
-        };
-        let (found, ahead) =
-            self.shared.with(|state| state.cache.read(offset..end, requests, size_bytes, may));
+        let image = &self.shared.image;
+        let (found, ahead) = self.look(offset, target.len(), requests, may);
         match found {
             Found::Nothing if ahead.is_none() => image.read_to(offset, target).await,
             // Apart, because every read has room for what is not.
@@ -169,6 +160,54 @@ impl Prefetch {
             Found::Parts(parts) => {
                 Box::pin(self.start_behind(self.read_parts(offset, parts, target), ahead)).await
             }
+        }
+    }
+
+    /// The same, with the data where a request's is: what was read ahead is copied there.
+    pub(crate) async fn read_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        requests: u64,
+        may: impl FnOnce(&Ahead, GivenBack) -> bool,
+    ) -> Result<()> {
+        let image = &self.shared.image;
+        let (found, ahead) = self.look(offset, buffer.bytes(), requests, may);
+        match found {
+            Found::Nothing if ahead.is_none() => image.read_registered(offset, buffer).await,
+            Found::Nothing => Box::pin(self.start_behind(image.read_registered(offset, buffer), ahead)).await,
+            Found::Whole(cached) => {
+                if let Some(ahead) = ahead {
+                    self.start(&ahead);
+                }
+                match data_of(&cached).await {
+                    Some(data) => buffer.put(0, data),
+                    None => image.read_registered(offset, buffer).await,
+                }
+            }
+            Found::Parts(parts) => {
+                let reading = self.read_parts(offset, parts, Target::Anywhere(buffer.bytes()));
+                buffer.put_all(&Box::pin(self.start_behind(reading, ahead)).await?)
+            }
+        }
+    }
+
+    /// What is in memory of a read, and what is to be read ahead because of it.
+    fn look(
+        &self,
+        offset: u64,
+        length: usize,
+        requests: u64,
+        may: impl FnOnce(&Ahead, GivenBack) -> bool,
+    ) -> (Found<Arc<Chunk>>, Option<Ahead>) {
+        let size_bytes = self.shared.image.size_bytes();
+        // Exports let no others through, but a disk has other callers, and the image knows what to
+        // say to them.
+        let end = offset.checked_add(length as u64).filter(|&end| end <= size_bytes && length > 0);
+        let may_look = self.shared.is_on.load(Relaxed) && !self.shared.image.has_changed_below();
+        match end.filter(|_| may_look) {
+            Some(end) => self.shared.with(|state| state.cache.read(offset..end, requests, size_bytes, may)),
+            None => (Found::Nothing, None),
         }
     }
 

@@ -95,6 +95,11 @@ impl Info {
         Self { queues, depth, most_bytes, ..Self::default() }
     }
 
+    /// Whether data stays where it is: see [`feature::ZERO_COPY`].
+    pub fn is_zero_copy(&self) -> bool {
+        self.features & feature::ZERO_COPY == feature::ZERO_COPY
+    }
+
     /// How it was doing.
     pub fn state(&self) -> State {
         match self.state {

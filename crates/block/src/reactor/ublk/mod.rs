@@ -4,6 +4,7 @@
 //! ```text
 //!   /dev/ublk-control   Control   devices are made, started, stopped, taken over, removed
 //!   /dev/ublkcN         Queue     requests of device N, by tags: fetch, then commit and fetch
+//!                       Registered   the data of one, where it is
 //!   /dev/ublkbN         the block device, for everybody else
 //! ```
 //!
@@ -14,9 +15,11 @@
 
 mod control;
 mod queue;
+mod registered;
 
 pub use control::{Control, Info, Params, State};
-pub use queue::{Descriptor, Queue};
+pub use queue::{Data, Descriptor, Queue};
+pub use registered::Registered;
 
 /// `UBLK_F_…`: what a driver can do, and what a device was made with.
 pub mod feature {
@@ -26,6 +29,10 @@ pub mod feature {
     pub const USER_RECOVERY_REISSUE: u64 = 1 << 4;
     /// The device belongs to the user who makes it, who need not be root.
     pub const UNPRIVILEGED: u64 = 1 << 5;
+    /// The requests' own pages are buffers of the ring that fetches them, as soon as they come
+    /// (`SUPPORT_ZERO_COPY`, `AUTO_BUF_REG`; Linux 6.16); where one is not, its data is copied by
+    /// `pread` and `pwrite` (`USER_COPY`).
+    pub const ZERO_COPY: u64 = 1 | 1 << 7 | 1 << 11;
     /// Commands are numbered as ioctls are. The driver says it of itself.
     pub const CMD_IOCTL_ENCODE: u64 = 1 << 6;
     /// [`Control::update_size`](super::Control::update_size) works.

@@ -1,7 +1,8 @@
-//! A queue of a device: what it is asked, and memory that the kernel copies data to and from.
+//! A queue of a device: what it is asked, and where the data is: in memory that the kernel copies
+//! it to and from, or where it was all the time ([`Registered`]).
 //!
 //! ```text
-//!   fetch(tag) ─────────► … a request comes: descriptor(tag); of a write, the data is at place(tag)
+//!   fetch(tag) ─────────► … a request comes: descriptor(tag); of a write, the data is in data(tag)
 //!   commit(tag, result) ► the kernel takes a read's data from there; … the next request of the tag
 //! ```
 //!
@@ -13,6 +14,7 @@ use std::{
     path::PathBuf,
     ptr::{NonNull, addr_of},
     rc::Rc,
+    sync::{Arc, atomic::AtomicU64},
 };
 
 use io_uring::{opcode, types};
@@ -22,6 +24,7 @@ use super::{
     Dialect, Info, MAX_DEPTH,
     control::CHANNEL,
     feature,
+    registered::{Registered, Source},
 };
 use crate::guest::{Memory, Place, Region};
 
@@ -32,6 +35,10 @@ const COMMIT_AND_FETCH: u32 = 0x21;
 const COMMAND_BYTES: usize = 16;
 /// A tag's memory begins at a multiple of it.
 const PAGE: usize = 4096;
+/// `UBLK_AUTO_BUF_REG_FALLBACK`: a request whose data could not be made a buffer comes all the
+/// same, and says so (`UBLK_IO_F_NEED_REG_BUF`).
+const FALLBACK: u64 = 1 << 16;
+const NOT_REGISTERED: u32 = 1 << 17;
 
 /// What a request asks (`struct ublksrv_io_desc`).
 #[repr(C)]
@@ -67,9 +74,27 @@ pub struct Queue {
 struct Shared {
     device: Fd,
     descriptors: Descriptors,
-    memory: Memory,
+    way: Way,
     depth: u16,
     most_bytes: usize,
+}
+
+/// How data comes.
+#[derive(Debug)]
+enum Way {
+    /// Copied by the kernel, to and from this.
+    Lent(Memory),
+    /// By its pages.
+    Registered(Rc<Source>),
+}
+
+/// Where the data of a request is.
+#[derive(Debug)]
+pub enum Data {
+    /// In memory of ours.
+    Lent(Place),
+    /// Where it was.
+    Registered(Registered),
 }
 
 impl Queue {
@@ -87,25 +112,31 @@ impl Queue {
         OpenOptions::new().read(true).write(true).open(Self::path(number)).map(Fd::from)
     }
 
-    /// A queue of it, with memory for its depth of requests.
+    /// A queue of it, with memory for its depth of requests if data is copied there. Counts what is
+    /// copied of a device that [need not](Info::is_zero_copy).
     ///
     /// # Errors
     /// As `mmap(2)`.
     ///
     /// # Panics
     /// If there is no such depth.
-    pub fn new(device: Fd, info: &Info, number: u16) -> io::Result<Self> {
+    pub fn new(device: Fd, info: &Info, number: u16, copied: &Arc<AtomicU64>) -> io::Result<Self> {
         let (depth, most_bytes) = (info.depth, info.most_bytes as usize);
         assert!((1..=MAX_DEPTH).contains(&depth), "{depth} requests");
         let descriptors = Descriptors::map(&device, number, depth)?;
-        let stride = most_bytes.next_multiple_of(PAGE);
-        let region = Region::lent(usize::from(depth) * stride)?;
-        let memory = Memory::new(vec![region]).expect("one region overlaps no other");
+        let way = match info.is_zero_copy() {
+            true => Way::Registered(Source::new(&device, info, number, copied)),
+            false => {
+                let stride = most_bytes.next_multiple_of(PAGE);
+                let region = Region::lent(usize::from(depth) * stride)?;
+                Way::Lent(Memory::new(vec![region]).expect("one region overlaps no other"))
+            }
+        };
         let dialect = match info.features & feature::CMD_IOCTL_ENCODE {
             0 => Dialect::Plain,
             _ => Dialect::Ioctl,
         };
-        let shared = Shared { device, descriptors, memory, depth, most_bytes };
+        let shared = Shared { device, descriptors, way, depth, most_bytes };
         Ok(Self { shared: Rc::new(shared), number, dialect })
     }
 
@@ -118,14 +149,29 @@ impl Queue {
         self.shared.descriptors.get(tag)
     }
 
-    /// The first `bytes` of a tag's memory.
+    /// Whether data is [`Data::Registered`].
+    pub fn is_zero_copy(&self) -> bool {
+        matches!(self.shared.way, Way::Registered(_))
+    }
+
+    /// The first `bytes` of the data of a tag's request.
     ///
     /// # Panics
     /// If there is no such tag, or it does not have so many.
-    pub fn place(&self, tag: u16, bytes: usize) -> Place {
+    pub fn data(&self, tag: u16, bytes: usize) -> Data {
         assert!(tag < self.shared.depth && bytes <= self.shared.most_bytes, "{bytes} bytes of tag {tag}");
+        match &self.shared.way {
+            Way::Lent(memory) => Data::Lent(self.place(memory, tag, bytes)),
+            Way::Registered(source) => {
+                let is_registered = self.descriptor(tag).operation & NOT_REGISTERED == 0;
+                Data::Registered(source.data(tag, bytes, is_registered))
+            }
+        }
+    }
+
+    fn place(&self, memory: &Memory, tag: u16, bytes: usize) -> Place {
         let address = usize::from(tag) * self.shared.most_bytes.next_multiple_of(PAGE);
-        self.shared.memory.place(address as u64, bytes).expect("inside")
+        memory.place(address as u64, bytes).expect("inside")
     }
 
     /// Waits for the first request of a tag. Dropped early, it goes on until the device stops, or
@@ -161,12 +207,19 @@ impl Queue {
         command[..2].copy_from_slice(&self.number.to_ne_bytes());
         command[2..4].copy_from_slice(&tag.to_ne_bytes());
         command[4..8].copy_from_slice(&result.to_ne_bytes());
-        let address = self.place(tag, 0).as_ptr() as u64;
-        command[8..].copy_from_slice(&address.to_ne_bytes());
+        // `struct ublk_auto_buf_reg`
+        let mut buffer = None;
+        match &self.shared.way {
+            Way::Lent(memory) => {
+                let address = self.place(memory, tag, 0).as_ptr() as u64;
+                command[8..].copy_from_slice(&address.to_ne_bytes());
+            }
+            Way::Registered(source) => buffer = Some(u64::from(source.number(tag)) | FALLBACK),
+        }
         let target = types::Fd(self.shared.device.raw());
         let code = self.dialect.code(number, true, COMMAND_BYTES);
-        let entry = opcode::UringCmd16::new(target, code).cmd(command).build();
-        // SAFETY: the memory at the address and the descriptor are in `shared`, which is held.
+        let entry = opcode::UringCmd16::new(target, code).cmd(command).addr(buffer).build();
+        // SAFETY: memory that is lent, numbers and the descriptor are in `shared`, which is held.
         let op = unsafe { Op::start(&entry, Rc::clone(&self.shared)) }.until_the_ring_ends();
         async { op.await.0.map(drop) }
     }

@@ -38,7 +38,7 @@ pub use self::{
 };
 use super::{
     BlockSize, Durability, Extent, Stamp, ZeroOptions,
-    align::{Alignment, Device},
+    align::{Alignment, Device, Registering},
     lock,
     open_error::OpenError,
     resize::ResizeError,
@@ -49,6 +49,7 @@ use crate::{
     reactor::{
         self,
         op::{self, Fd, MOST_SEGMENTS},
+        ublk::Registered,
         yield_now,
     },
     seldom::Seldom,
@@ -406,6 +407,63 @@ impl File {
             (last, data) = (Some(result), back);
         }
     }
+}
+
+impl Registering for File {
+    async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
+        let (mut done, mut attempts) = (0, 0);
+        while done < buffer.bytes() {
+            let at = offset + done as u64;
+            match buffer.read_at(&self.fd, done, at).await {
+                Ok(count) if count > 0 && count.is_multiple_of(self.alignment.offset as usize) => {
+                    done += count;
+                }
+                Ok(count) => return Some(Err(self.past_the_end(at + count as u64))),
+                Err(error) if is_unsuited(&error) => return None,
+                Err(error) => {
+                    if let Err(error) = try_again(error.into(), &mut attempts).await {
+                        return Some(Err(error));
+                    }
+                }
+            }
+        }
+        Some(Ok(()))
+    }
+
+    async fn write_registered(
+        &self,
+        offset: u64,
+        buffer: &Registered,
+        asked: Durability,
+    ) -> Option<Result<()>> {
+        let durability = self.durability(asked);
+        if durability == Durability::Synchronous && self.dsync_refused.load(Relaxed) {
+            return None;
+        }
+        let (mut done, mut attempts) = (0, 0);
+        while done < buffer.bytes() {
+            match buffer.write_at(&self.fd, done, offset + done as u64, durability).await {
+                // A part of a block is written again.
+                Ok(count) if count as u64 >= self.alignment.offset => {
+                    done += count - count % self.alignment.offset as usize;
+                }
+                Ok(_) => return Some(Err(Error::IO)),
+                Err(error) if is_unsuited(&error) => return None,
+                Err(error) => {
+                    if let Err(error) = try_again(error.into(), &mut attempts).await {
+                        return Some(Err(error));
+                    }
+                }
+            }
+        }
+        Some(Ok(()))
+    }
+}
+
+/// Whether the kernel could not do something with a request's data where it is, as against failing
+/// at it: it is in no buffer, its pages do not suit the device, or it lacks what was asked.
+fn is_unsuited(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EINVAL)) || is_unsupported(error)
 }
 
 /// Whether the kernel, the file system or the device lacks the operation, as against failing at it.

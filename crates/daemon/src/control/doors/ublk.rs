@@ -32,7 +32,16 @@ pub(super) async fn open(settings: &Ublk, terms: &Terms<'_>) -> anyhow::Result<E
 }
 
 fn statistics(statistics: Statistics) -> Value {
-    let Statistics { queues, requests, in_flight, is_taken_over, survives, lent_bytes } = statistics;
+    let Statistics {
+        queues,
+        requests,
+        in_flight,
+        is_taken_over,
+        survives,
+        lent_bytes,
+        is_zero_copy,
+        copied_bytes,
+    } = statistics;
     json!({
         "queues": queues,
         "requests": requests,
@@ -40,6 +49,8 @@ fn statistics(statistics: Statistics) -> Value {
         "taken-over": is_taken_over,
         "survives": survives,
         "lent-bytes": lent_bytes,
+        "zero-copy": is_zero_copy,
+        "copied-bytes": copied_bytes,
     })
 }
 
@@ -74,6 +85,7 @@ fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &Ublk) -> Off
         optimal_io_bytes: best.max(4096),
         discard_granularity_bytes: best,
         unprivileged: settings.unprivileged,
+        zero_copy: settings.zero_copy,
         ..standard
     }
 }

@@ -10,12 +10,16 @@ use std::{
     io,
     pin::Pin,
     rc::Rc,
+    sync::{Arc, atomic::AtomicU64},
     task::{Poll, Waker},
 };
 
 use block::{
     guest::{Memory, Place, Region},
-    reactor::ublk::Descriptor,
+    reactor::{
+        sim,
+        ublk::{Data, Descriptor, Registered},
+    },
 };
 
 use super::super::channel::Step;
@@ -48,6 +52,8 @@ struct State {
     tags: Vec<Tag>,
     memory: Memory,
     most_bytes: usize,
+    /// Data stays where it is; that of some requests is no buffer of the ring all the same.
+    is_zero_copy: bool,
     /// How many processes have had it before.
     process: usize,
     is_stopped: bool,
@@ -65,6 +71,8 @@ pub(in super::super) struct Channel {
     /// Its own, also when it has gone.
     memory: Memory,
     most_bytes: usize,
+    is_zero_copy: bool,
+    copied: Arc<AtomicU64>,
 }
 
 impl std::fmt::Debug for Channel {
@@ -74,26 +82,30 @@ impl std::fmt::Debug for Channel {
 }
 
 impl Kernel {
-    pub(in super::super) fn new(depth: u16, most_bytes: usize) -> Self {
+    pub(in super::super) fn new(depth: u16, most_bytes: usize, is_zero_copy: bool) -> Self {
         Self(Rc::new(RefCell::new(State {
             requests: Vec::new(),
             waiting: VecDeque::new(),
             tags: (0..depth).map(|_| Tag::default()).collect(),
             memory: lent(depth, most_bytes),
             most_bytes,
+            is_zero_copy,
             process: 0,
             is_stopped: false,
             reissued: 0,
         })))
     }
 
-    pub(in super::super) fn channel(&self) -> Channel {
-        let State { process, memory, most_bytes, .. } = &*self.0.borrow();
+    /// For the next process, which counts there what it copies.
+    pub(in super::super) fn channel(&self, copied: &Arc<AtomicU64>) -> Channel {
+        let State { process, memory, most_bytes, is_zero_copy, .. } = &*self.0.borrow();
         Channel {
             state: Rc::clone(&self.0),
             process: *process,
             memory: memory.clone(),
             most_bytes: *most_bytes,
+            is_zero_copy: *is_zero_copy,
+            copied: Arc::clone(copied),
         }
     }
 
@@ -151,6 +163,10 @@ impl Kernel {
         self.end_process();
     }
 
+    pub(in super::super) fn is_zero_copy(&self) -> bool {
+        self.0.borrow().is_zero_copy
+    }
+
     pub(in super::super) fn reissued(&self) -> u64 {
         self.0.borrow().reissued
     }
@@ -194,8 +210,17 @@ impl Channel {
         self.state.borrow().tags[usize::from(tag)].descriptor
     }
 
-    pub(in super::super) fn place(&self, tag: u16, bytes: usize) -> Place {
-        place(&self.memory, self.most_bytes, usize::from(tag), bytes)
+    pub(in super::super) fn is_zero_copy(&self) -> bool {
+        self.is_zero_copy
+    }
+
+    pub(in super::super) fn data(&self, tag: u16, bytes: usize) -> Data {
+        let place = place(&self.memory, self.most_bytes, usize::from(tag), bytes);
+        if !self.is_zero_copy {
+            return Data::Lent(place);
+        }
+        let is_registered = sim::random(|random| random.u8(..8)) > 0;
+        Data::Registered(Registered::simulated(place, is_registered, &self.copied))
     }
 
     pub(in super::super) fn step(&self, tag: u16, step: Step) -> Next {
