@@ -289,7 +289,7 @@ impl Qcow2 {
             self.file.update_header(|header| header.autoclear &= autoclear::KNOWN).await?;
         }
         if !keeps_bitmaps {
-            self.take_up_bitmaps().await?;
+            self.take_up_bitmaps().await?.map_err(OpenFailure::Bitmaps)?;
         }
         // The last cluster may be incomplete, and somebody may write to its end.
         Ok(self.file.make_whole(header.cluster_bytes()).await?)

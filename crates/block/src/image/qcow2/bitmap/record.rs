@@ -42,8 +42,8 @@ use super::{
 };
 use crate::{
     error::Result as IoResult,
-    image::qcow2::{Invalid, OpenFailure, Qcow2, header::Place},
-    memory::{Aside, Budget},
+    image::qcow2::{Invalid, Qcow2, header::Place},
+    memory::{Aside, Budget, NotEnough},
     storage::RangeLocks,
 };
 
@@ -163,12 +163,14 @@ impl Qcow2 {
 
     /// Reads the bitmaps that are to record, unless they are in memory. Before the first request.
     ///
+    /// What was forgotten for want of memory would be missed at the next backup only: that there is
+    /// not enough is said here, and the image is not to be used.
+    ///
     /// # Errors
-    /// The file's, and [`OpenFailure::Bitmaps`]: what was forgotten for want of memory would be
-    /// missed at the next backup only.
-    pub(in crate::image::qcow2) async fn take_up_bitmaps(&self) -> Result<(), OpenFailure> {
+    /// The file's.
+    pub(in crate::image::qcow2) async fn take_up_bitmaps(&self) -> IoResult<Result<(), NotEnough>> {
         if self.holds_bitmaps() {
-            return Ok(());
+            return Ok(Ok(()));
         }
         let entries = self.bitmap_entries().await?.unwrap_or_default();
         let mut recorded = Vec::new();
@@ -176,15 +178,15 @@ impl Qcow2 {
         for entry in entries.iter().filter(|entry| entry.flags & (flag::AUTO | flag::IN_USE) == flag::AUTO) {
             match self.take_up(entry, &mut room).await {
                 Ok(taken) => recorded.push(Arc::new(taken)),
-                Err(BitmapError::Failed(error)) => return Err(error.into()),
-                Err(BitmapError::Memory(error)) => return Err(OpenFailure::Bitmaps(error)),
+                Err(BitmapError::Failed(error)) => return Err(error),
+                Err(BitmapError::Memory(error)) => return Ok(Err(error)),
                 Err(why) => self.warn_of_loss(&entry.name(), &why),
             }
         }
         self.recording.bitmaps.store(recorded.into());
         self.recording.good.store(!entries.is_empty(), Release);
         self.recording.held.store(true, Release);
-        Ok(())
+        Ok(Ok(()))
     }
 
     async fn take_up(&self, entry: &Entry, room: &mut u64) -> Result<Recorded, BitmapError> {
