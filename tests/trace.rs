@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use serde_json::{Value, json};
+
 use crate::harness::{Client, Scratch, assert_says, text, weir};
 
 const REQUESTS: &str = "time_ns,disk,op,offset,length\n\
@@ -66,8 +68,8 @@ fn what_has_no_word_is_counted_and_said() {
     }
     let timed = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n0,a,read,0,512,5,9,\n";
     fs::write(scratch.path("timed.csv"), timed).unwrap();
-    let lost = "timed.csv: left out: how long its requests waited and took";
-    assert_says(&convert(&scratch, "timed.csv", "out.recording").run().said(), &[lost]);
+    let lost = "weir: left out: how long 1 request waited and took (weir's own CSV and recordings keep it)";
+    assert_says(&convert(&scratch, "timed.csv", "out.msr").run().said(), &[lost]);
     // Nothing is left out where nothing was told.
     let plain = convert(&scratch, "own.csv", "plain.recording").run();
     assert!(!plain.said().contains("waited"), "{}", plain.said());
@@ -75,6 +77,68 @@ fn what_has_no_word_is_counted_and_said() {
     let said = convert(&scratch, "flush.csv", "none.msr").fails();
     assert_says(&said, &["no request was written: left out: 1 of flush"]);
     assert!(!scratch.path("none.msr").exists());
+}
+
+const TIMED: &str = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n\
+                     0,vm1,read,4096,8192,5000000,7000000,iops-total\n\
+                     1000000,\"a,b\",write,0,4096,1000000,4000000,\n\
+                     3000000,vm1,flush,0,0,,,\n";
+
+fn info(scratch: &Scratch, name: &str) -> Value {
+    weir(&["trace", "info", "--json", text(&scratch.path(name))]).json()
+}
+
+#[test]
+fn how_long_requests_waited_and_took_is_kept() {
+    let scratch = Scratch::new();
+    fs::write(scratch.path("timed.csv"), TIMED).unwrap();
+    for (from, to) in [("timed.csv", "a.recording"), ("a.recording", "b.recording"), ("b.recording", "c.csv")]
+    {
+        let said = convert(&scratch, from, to).run();
+        assert_eq!((said.code(), said.said()), (0, String::new()), "{from} → {to}");
+    }
+    assert_eq!(fs::read_to_string(scratch.path("c.csv")).unwrap(), TIMED);
+    for name in ["timed.csv", "a.recording", "b.recording", "c.csv"] {
+        let told = &info(&scratch, name)["disks"];
+        let mean = |disk: &str, what: &str| told[disk]["measured"][what]["mean"].as_f64().expect("a number");
+        let near = |mean: f64, ns: f64| assert!((mean / ns - 1.0).abs() < 0.01, "{name}: {mean}, not {ns}");
+        near(mean("vm1", "waited-ns"), 5e6);
+        near(mean("vm1", "latency-ns"), 7e6);
+        near(mean("a,b", "latency-ns"), 3e6);
+        assert_eq!(told["vm1"]["measured"]["held-by"], json!({ "iops-total": 1 }), "{name}");
+        assert_eq!(told["vm1"]["unmeasured"], json!(1), "{name}: {told:#}");
+        assert_eq!(told["a,b"]["unmeasured"], Value::Null, "{name}: {told:#}");
+    }
+
+    // Hours of a recording become one.
+    let path = |name: &str| scratch.path(name);
+    let both = [path("a.recording"), path("b.recording")];
+    for to in ["day.recording", "day.csv"] {
+        weir(&["trace", "convert", text(&both[0]), text(&both[1]), text(&path(to))]).succeeds();
+        let told = info(&scratch, to);
+        assert_eq!(told["disks"]["vm1"]["measured"]["held-by"], json!({ "iops-total": 2 }), "{told:#}");
+        assert_eq!(told["disks"]["vm1"]["unmeasured"], json!(2), "{told:#}");
+    }
+
+    let wrong = TIMED.replace("1000000,4000000", "999999,4000000");
+    fs::write(scratch.path("wrong.csv"), wrong).unwrap();
+    let said = convert(&scratch, "wrong.csv", "out.recording").fails();
+    assert_says(&said, &["wrong.csv:3: ", "a request is admitted before it came"]);
+}
+
+#[test]
+fn what_was_not_measured_is_not_told_as_if_it_were() {
+    let scratch = Scratch::new();
+    fs::write(scratch.path("own.csv"), REQUESTS).unwrap();
+    convert(&scratch, "own.csv", "plain.recording").succeeds();
+    let printed = weir(&["trace", "info", text(&scratch.path("plain.recording"))]).succeeds();
+    assert_says(&printed, &["How long 3 requests waited and took was not measured.\n"]);
+    assert!(!printed.contains("latency") && !printed.contains("WAITED"), "{printed}");
+    let told = info(&scratch, "plain.recording");
+    assert_eq!(told["disks"]["vm1"]["measured"], Value::Null, "{told:#}");
+    convert(&scratch, "plain.recording", "plain.csv").succeeds();
+    let csv = fs::read_to_string(scratch.path("plain.csv")).unwrap();
+    assert!(csv.contains("\n0,vm1,read,4096,8192,,,\n"), "{csv}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! `weir trace info`: what traces hold, without replaying them.
 //!
-//! Of recordings also what was measured: how long requests waited, for which limits, and how long
-//! they were served.
+//! Where a trace tells how its requests fared, also how long they waited, for which limits, and how
+//! long they were served.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -16,7 +16,7 @@ use console::{
 use serde::Serialize;
 
 use super::{
-    Options, ReadingArgs,
+    Options, Outcome, ReadingArgs,
     error::TraceError,
     lines::Lines,
     reader::{self, Reader},
@@ -72,9 +72,12 @@ struct OfDisk {
     /// Since 1970, where traces say it.
     first_ns: u64,
     last_ns: u64,
-    /// Only of recordings.
+    /// Where a trace tells.
     #[serde(skip_serializing_if = "Option::is_none")]
     measured: Option<Box<Measured>>,
+    /// Requests of a recording that nobody knows of how long they took.
+    #[serde(skip_serializing_if = "is_none")]
+    unmeasured: u64,
 }
 
 #[derive(Serialize)]
@@ -134,7 +137,13 @@ impl Info {
             let mut blocks = Blocks::default();
             let read = loop {
                 match blocks.next(&mut lines) {
-                    Ok(Some(told)) => self.measure(&told),
+                    Ok(Some(told)) => {
+                        let Told { entry, arrival_ns, disk, limit, .. } = told;
+                        let request = Request { time_ns: arrival_ns, op: entry.op, length: entry.length };
+                        let has_failed = entry.has_failed;
+                        let outcome = entry.times.map(|times| Outcome { times, has_failed, limit });
+                        self.count(disk, &request).fared(outcome);
+                    }
                     Ok(None) => break Ok(()),
                     Err(error) => break Err(error),
                 }
@@ -142,29 +151,17 @@ impl Info {
             self.lost += blocks.lost();
             return read;
         }
-        let mut reader = Reader::over(lines, options)?;
+        let options = Options { outcomes: true, ..options.clone() };
+        let mut reader = Reader::over(lines, &options)?;
         while let Some(record) = reader.next()? {
             let request = Request { time_ns: record.time_ns, op: record.op, length: record.length };
-            let disk = &reader.disks()[record.disk.index()];
-            self.count(disk, &request);
-        }
-        Ok(())
-    }
-
-    fn measure(&mut self, told: &Told<'_>) {
-        let Told { entry, arrival_ns, disk, limit, .. } = told;
-        let request = Request { time_ns: *arrival_ns, op: entry.op, length: entry.length };
-        let measured = self.count(disk, &request).measured.get_or_insert_with(Box::default);
-        measured.failed += u64::from(entry.has_failed);
-        latencies::note(&mut measured.waited, entry.wait_ns);
-        latencies::note(&mut measured.served, entry.service_ns);
-        latencies::note(&mut measured.latency, entry.wait_ns.saturating_add(entry.service_ns));
-        if let Some(limit) = limit {
-            match measured.held_by.get_mut(*limit) {
-                Some(count) => *count += 1,
-                None => drop(measured.held_by.insert((*limit).to_owned(), 1)),
+            let noted = reader.outcome(&record);
+            let of = self.count(&reader.disks()[record.disk.index()], &request);
+            if reader.tells_outcomes() {
+                of.fared(noted.and_then(|noted| reader.named(noted)));
             }
         }
+        Ok(())
     }
 
     fn count(&mut self, disk: &str, request: &Request) -> &mut OfDisk {
@@ -194,6 +191,11 @@ impl Info {
         let measured = self.disks.values().any(|disk| disk.measured.is_some());
         if measured {
             text.extend([self.times().render(false), self.held().render(false)]);
+        }
+        let unmeasured: u64 = self.disks.values().map(|disk| disk.unmeasured).sum();
+        if unmeasured > 0 {
+            let requests = figures::counted(unmeasured, "request");
+            text.push(format!("How long {requests} waited and took was not measured.\n"));
         }
         text.retain(|part| !part.is_empty());
         if text.is_empty() { "no requests\n".to_owned() } else { text.join("\n") }
@@ -285,6 +287,7 @@ impl OfDisk {
             first_ns,
             last_ns: first_ns,
             measured: None,
+            unmeasured: 0,
         }
     }
 
@@ -306,6 +309,14 @@ impl OfDisk {
         self.last_ns = self.last_ns.max(time_ns);
     }
 
+    /// `None`: nobody knows.
+    fn fared(&mut self, outcome: Option<Outcome<'_>>) {
+        match outcome {
+            Some(outcome) => self.measured.get_or_insert_with(Box::default).add(&outcome),
+            None => self.unmeasured += 1,
+        }
+    }
+
     /// `None` where all came at once.
     fn a_second(&self, count: u64) -> Option<f64> {
         let ns = self.last_ns - self.first_ns;
@@ -318,6 +329,26 @@ impl Default for Measured {
         let [latency, waited, served] = [(); 3].map(|()| latencies::growing());
         Self { failed: 0, latency, waited, served, held_by: BTreeMap::new() }
     }
+}
+
+impl Measured {
+    fn add(&mut self, outcome: &Outcome<'_>) {
+        let Outcome { times, has_failed, limit } = outcome;
+        self.failed += u64::from(*has_failed);
+        latencies::note(&mut self.waited, times.wait_ns);
+        latencies::note(&mut self.served, times.service_ns);
+        latencies::note(&mut self.latency, times.latency_ns());
+        if let Some(limit) = limit {
+            match self.held_by.get_mut(*limit) {
+                Some(count) => *count += 1,
+                None => drop(self.held_by.insert((*limit).to_owned(), 1)),
+            }
+        }
+    }
+}
+
+fn is_none(count: &u64) -> bool {
+    *count == 0
 }
 
 fn percentiles<S: serde::Serializer>(times: &Latencies, serializer: S) -> Result<S::Ok, S::Error> {

@@ -13,6 +13,7 @@ use super::{
     disks::Disks,
     error::TraceError,
     format::Format,
+    outcome::{Noted, Outcome},
     reader::{Options, Reader},
     record::{DiskId, Record},
 };
@@ -98,9 +99,23 @@ impl Merged {
         })
     }
 
-    /// The first trace that tells how long its requests waited and took, which records do not.
-    pub(super) fn with_times(&self) -> Option<&str> {
-        self.sources.iter().find(|one| one.reader.tells_times).map(|one| one.reader.name())
+    /// Whether a trace tells how its requests fared.
+    pub(super) fn tells_outcomes(&self) -> bool {
+        self.sources.iter().any(|one| one.reader.tells_outcomes())
+    }
+
+    /// See [`Reader::outcome`].
+    pub(super) fn outcome(&mut self, record: &Record) -> Option<Noted> {
+        self.sources[usize::from(record.file)].reader.outcome(record)
+    }
+
+    pub(super) fn named(&self, record: &Record, noted: Noted) -> Option<Outcome<'_>> {
+        self.sources[usize::from(record.file)].reader.named(noted)
+    }
+
+    /// Requests that could not be recorded, as far as was read.
+    pub(super) fn lost(&self) -> u64 {
+        self.sources.iter().map(|one| one.reader.lost()).sum()
     }
 
     /// One trace's error ends all, but for a recording that is cut off, which is a shorter one.

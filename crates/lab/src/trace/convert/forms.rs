@@ -5,9 +5,9 @@
 use std::{borrow::Cow, fmt, io::Write as _};
 
 use crate::trace::{
-    Format, HEADER,
+    Format, HEADER, MORE_COLUMNS, Outcome,
     format::{SECTOR_BYTES, SHORTEST_WAIT_US},
-    push_request, quoted,
+    push_decimal, push_request, quoted,
     record::{DiskId, Op},
 };
 
@@ -24,6 +24,8 @@ pub(super) struct Request<'a> {
     pub(super) op: Op,
     pub(super) offset: u64,
     pub(super) length: u64,
+    /// How it fared, where that is known.
+    pub(super) outcome: Option<Outcome<'a>>,
 }
 
 /// Why a request is not written.
@@ -57,6 +59,7 @@ pub(super) fn called(format: Format, number: usize) -> Called {
 /// Writes the lines of one format.
 pub(super) struct Form {
     format: Format,
+    with_outcomes: bool,
     /// Disks that were named already.
     named: Vec<bool>,
     waited_us: u64,
@@ -64,7 +67,8 @@ pub(super) struct Form {
 
 impl Form {
     /// With what stands before the first request. A recording is no text, and not written here.
-    pub(super) fn begin(format: Format, text: &mut Vec<u8>) -> Self {
+    /// `with_outcomes`: weir's own CSV has columns for how requests fared.
+    pub(super) fn begin(format: Format, with_outcomes: bool, text: &mut Vec<u8>) -> Self {
         let header = match format {
             Format::Weir => Some(HEADER),
             Format::FioV2 => Some("fio version 2 iolog"),
@@ -73,9 +77,10 @@ impl Form {
             _ => None,
         };
         if let Some(header) = header {
-            line(text, format_args!("{header}"));
+            let more = if with_outcomes && format == Format::Weir { MORE_COLUMNS } else { "" };
+            line(text, format_args!("{header}{more}"));
         }
-        Self { format, named: Vec::new(), waited_us: 0 }
+        Self { format, with_outcomes, named: Vec::new(), waited_us: 0 }
     }
 
     /// Whether it has no names of disks.
@@ -84,11 +89,14 @@ impl Form {
     }
 
     pub(super) fn push(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {
-        let Request { time_ns, disk: DiskId(disk), name, op, offset, length } = request;
+        let Request { time_ns, disk: DiskId(disk), name, op, offset, length, outcome } = request;
         let (us, seconds, rest_ns) = (time_ns / US_NS, time_ns / S_NS, time_ns % S_NS);
         match self.format {
             Format::Weir => {
                 push_request(text, time_ns, &quoted(name), op, offset, length);
+                if self.with_outcomes {
+                    push_outcome(text, time_ns, outcome);
+                }
                 text.push(b'\n');
             }
             Format::FioV2 | Format::FioV3 => self.push_fio(text, request)?,
@@ -135,7 +143,7 @@ impl Form {
     }
 
     fn push_fio(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {
-        let Request { time_ns, disk, name, op, offset, length } = request;
+        let Request { time_ns, disk, name, op, offset, length, .. } = request;
         let action = word(op, "read", "write", Some("trim"), Some("sync"))?;
         let file = without(name, char::is_whitespace);
         let us = time_ns / US_NS;
@@ -174,6 +182,19 @@ fn word(
         Op::WriteZeroes => None,
     };
     word.ok_or(NotWritten::Op(op))
+}
+
+/// Empty columns where nothing is known.
+fn push_outcome(text: &mut Vec<u8>, time_ns: u64, outcome: Option<Outcome<'_>>) {
+    let admitted_ns = outcome.map(|outcome| time_ns.saturating_add(outcome.times.wait_ns));
+    let completed_ns = outcome.map(|outcome| time_ns.saturating_add(outcome.times.latency_ns()));
+    for time_ns in [admitted_ns, completed_ns] {
+        text.push(b',');
+        time_ns.into_iter().for_each(|time_ns| push_decimal(text, time_ns));
+    }
+    text.push(b',');
+    let limit = outcome.and_then(|outcome| outcome.limit).unwrap_or_default();
+    text.extend_from_slice(quoted(limit).as_bytes());
 }
 
 fn line(text: &mut Vec<u8>, line: fmt::Arguments<'_>) {

@@ -5,7 +5,7 @@ use std::{fs::File, io::Read, path::Path};
 use anyhow::Context as _;
 use console::say;
 
-use super::{named, sink::Compression, sink::Sink, with_times, without};
+use super::{as_it_is, in_order, named, sink::Compression, sink::Sink};
 use crate::trace::{Format, Merged, Options, Output, input::Input, lines::Lines, reader::Reader};
 
 /// Requests are recorded once they are complete: so many may be there before one that came earlier.
@@ -33,15 +33,16 @@ impl Transcript {
     /// What cannot be read or written; what was read before is written.
     pub fn write(self, recording: impl Read + Send + 'static, to: File) -> anyhow::Result<()> {
         let cannot = || "cannot be written".to_owned();
-        let mut sink = Sink::new(self.format, self.compression, Output::InPlace(to)).with_context(cannot)?;
+        let out = Output::InPlace(to);
+        let mut sink = Sink::new(self.format, self.compression, out, true).with_context(cannot)?;
         let mut lines = Lines::new(Input::new("the recording".to_owned(), Box::new(recording))?);
         let read = if self.format == Format::Weir {
-            with_times(&mut lines, &mut sink, &cannot).map(drop)
+            as_it_is(&mut lines, &mut sink, &cannot)
         } else {
             let options = Options { format: Some(Format::Recording), window: WINDOW, ..Options::default() };
             let reader = Reader::over(lines, &options);
             let source = reader.and_then(|reader| Merged::new(vec![reader], None));
-            source.map_err(Into::into).and_then(|mut source| without(&mut source, &mut sink, &cannot))
+            source.map_err(Into::into).and_then(|mut source| in_order(&mut source, &mut sink, &cannot))
         };
         let left_out = sink.left_out();
         sink.finish().with_context(cannot)?;

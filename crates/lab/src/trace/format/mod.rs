@@ -39,11 +39,12 @@ pub(super) use self::{
     mqsim::Mqsim,
     msr::Msr,
     spc::Spc,
-    weir::Weir,
+    weir::{Weir, tells_outcomes},
 };
 pub(crate) use self::{columns::Columns, weir::HEADER};
 use super::{
     disks::Disks,
+    outcome::Outcomes,
     record::{Op, Record},
     window::Window,
 };
@@ -106,6 +107,8 @@ pub(super) trait Parse {
 pub(super) struct Found<'a> {
     pub(super) disks: &'a mut Disks,
     pub(super) window: &'a mut Window,
+    /// Where it is asked for how requests fared.
+    pub(super) outcomes: Option<&'a mut Outcomes>,
     pub(super) line: u64,
 }
 
