@@ -79,6 +79,29 @@ fn what_has_no_word_is_counted_and_said() {
     assert!(!scratch.path("none.msr").exists());
 }
 
+#[test]
+fn disks_stay_apart_where_a_format_cannot_have_their_names() {
+    let scratch = Scratch::new();
+    let names = ["a b", "a_b", "\"c,d\"", "c_d", "vm1", "vm1.0", "vm1_2.0"];
+    let header = "time_ns,disk,op,offset,length\n".to_owned();
+    let requests = names
+        .iter()
+        .enumerate()
+        .fold(header, |text, (number, name)| text + &format!("{0}000000,{name},read,{0},4096\n", number + 1));
+    fs::write(scratch.path("own.csv"), requests).unwrap();
+    let fio = "calls disks otherwise: a_b is a b, a_b_2 is a_b";
+    let msr = "calls disks otherwise: a b.0 is a b, a_b.0 is a_b, c_d.0 is c,d, c_d_2.0 is c_d, \
+               vm1.0 is vm1, vm1_2.0 is vm1.0, vm1_2_2.0 is vm1_2.0";
+    for (format, told) in [("fio-v2", fio), ("fio-v3", fio), ("msr", msr)] {
+        let said = convert(&scratch, "own.csv", &format!("out.{format}")).run();
+        assert_eq!((said.code(), said.said()), (0, format!("weir: {format} {told}\n")));
+        let told = info(&scratch, &format!("out.{format}"));
+        let disks = told["disks"].as_object().expect("disks");
+        assert_eq!(disks.len(), names.len(), "{format}: {told:#}");
+        assert!(disks.values().all(|disk| disk["requests"] == 1), "{format}: {told:#}");
+    }
+}
+
 const TIMED: &str = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n\
                      0,vm1,read,4096,8192,5000000,7000000,iops-total\n\
                      1000000,\"a,b\",write,0,4096,1000000,4000000,\n\

@@ -2,7 +2,7 @@
 //!
 //! What a format has no word for is not written, and the caller told.
 
-use std::{borrow::Cow, fmt, io::Write as _};
+use std::{borrow::Cow, collections::HashMap, fmt, io::Write as _};
 
 use crate::trace::{
     Format, HEADER, MORE_COLUMNS, Outcome,
@@ -37,22 +37,77 @@ pub(super) enum NotWritten {
     Unaligned,
 }
 
-/// What a format calls a disk.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// What a format calls disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Called {
     ByName,
-    By(String),
+    /// By their names, but not all characters may be in one.
+    Nearly,
+    ByNumber,
     /// It has one disk only.
     Nothing,
 }
 
-/// What `format` calls the disk of a number.
-pub(super) fn called(format: Format, number: usize) -> Called {
+pub(super) fn called(format: Format) -> Called {
     match format {
-        Format::Blkparse => Called::By(format!("8,{number}")),
-        Format::Alibaba | Format::Spc | Format::Mqsim => Called::By(number.to_string()),
+        Format::Blkparse | Format::Alibaba | Format::Spc | Format::Mqsim => Called::ByNumber,
+        Format::FioV2 | Format::FioV3 | Format::Msr => Called::Nearly,
         Format::CloudPhysics => Called::Nothing,
-        _ => Called::ByName,
+        Format::Weir | Format::Recording | Format::Columns => Called::ByName,
+    }
+}
+
+/// What disks are called that cannot keep their names: each otherwise than all others.
+#[derive(Default)]
+pub(super) struct Calls {
+    /// By number; none where there was no request yet.
+    disks: Vec<Option<Call>>,
+    /// And the last number that was put behind each.
+    taken: HashMap<String, u32>,
+}
+
+/// A disk's name in the trace that is read, and in the one that is written.
+pub(super) struct Call {
+    pub(super) name: String,
+    pub(super) called: String,
+}
+
+impl Calls {
+    /// What the format calls a disk.
+    fn of(&mut self, format: Format, disk: DiskId, name: &str) -> &str {
+        let Self { disks, taken } = self;
+        if disks.len() <= disk.index() {
+            disks.resize_with(disk.index() + 1, || None);
+        }
+        let call = disks[disk.index()].get_or_insert_with(|| {
+            let wanted = call(format, disk, name, "");
+            let mut called = wanted.clone();
+            // A name that another disk has already gets the next number behind it.
+            while taken.contains_key(&called) {
+                let number = taken.entry(wanted.clone()).or_insert(1);
+                *number += 1;
+                called = call(format, disk, name, &format!("_{number}"));
+            }
+            taken.insert(called.clone(), 1);
+            Call { name: name.to_owned(), called }
+        });
+        &call.called
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Call> {
+        self.disks.iter().flatten()
+    }
+}
+
+fn call(format: Format, DiskId(disk): DiskId, name: &str, behind: &str) -> String {
+    match format {
+        Format::FioV2 | Format::FioV3 => without(name, char::is_whitespace).into_owned() + behind,
+        Format::Msr => {
+            let (host, number) = host_and_number(name);
+            format!("{}{behind}.{number}", without(host, |one| one == ','))
+        }
+        Format::Blkparse => format!("8,{disk}"),
+        _ => disk.to_string(),
     }
 }
 
@@ -60,6 +115,7 @@ pub(super) fn called(format: Format, number: usize) -> Called {
 pub(super) struct Form {
     format: Format,
     with_outcomes: bool,
+    pub(super) calls: Calls,
     /// Disks that were named already.
     named: Vec<bool>,
     waited_us: u64,
@@ -80,16 +136,14 @@ impl Form {
             let more = if with_outcomes && format == Format::Weir { MORE_COLUMNS } else { "" };
             line(text, format_args!("{header}{more}"));
         }
-        Self { format, with_outcomes, named: Vec::new(), waited_us: 0 }
-    }
-
-    /// Whether it has no names of disks.
-    pub(super) fn has_no_names(&self) -> bool {
-        called(self.format, 0) != Called::ByName
+        Self { format, with_outcomes, calls: Calls::default(), named: Vec::new(), waited_us: 0 }
     }
 
     pub(super) fn push(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {
         let Request { time_ns, disk: DiskId(disk), name, op, offset, length, outcome } = request;
+        if called(self.format) != Called::ByName {
+            self.calls.of(self.format, DiskId(disk), name);
+        }
         let (us, seconds, rest_ns) = (time_ns / US_NS, time_ns / S_NS, time_ns % S_NS);
         match self.format {
             Format::Weir => {
@@ -112,8 +166,9 @@ impl Form {
             }
             Format::Msr => {
                 let kind = word(op, "Read", "Write", None, None)?;
-                let (host, number) = host_and_number(name);
-                let (host, ticks) = (without(host, |one| one == ','), time_ns / 100);
+                let called = self.calls.of(self.format, DiskId(disk), name);
+                let (host, number) = called.rsplit_once('.').expect("it is called so");
+                let ticks = time_ns / 100;
                 line(text, format_args!("{ticks},{host},{number},{kind},{offset},{length},0"));
             }
             Format::Alibaba => {
@@ -145,7 +200,7 @@ impl Form {
     fn push_fio(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {
         let Request { time_ns, disk, name, op, offset, length, .. } = request;
         let action = word(op, "read", "write", Some("trim"), Some("sync"))?;
-        let file = without(name, char::is_whitespace);
+        let file = self.calls.of(self.format, disk, name);
         let us = time_ns / US_NS;
         let has_times = self.format == Format::FioV3;
         let time = if has_times { format!("{us} ") } else { String::new() };

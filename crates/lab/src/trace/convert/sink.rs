@@ -8,7 +8,7 @@ use std::{
 use console::figures;
 use flate2::write::GzEncoder;
 
-use super::forms::{Called, Form, NotWritten, Request, called};
+use super::forms::{Call, Called, Form, NotWritten, Request, called};
 use crate::trace::{
     Format, Output,
     record::DiskId,
@@ -43,8 +43,6 @@ pub(super) struct Sink {
     /// Requests that were not recorded.
     lost: u64,
     format: Format,
-    /// The names of disks that were written without them, in the order of their numbers.
-    nameless: Vec<String>,
 }
 
 enum To {
@@ -105,12 +103,12 @@ impl Sink {
             };
             To::Lines { file, form, text }
         };
-        let (not_written, nameless) = (BTreeMap::new(), Vec::new());
-        Ok(Self { to, written: 0, not_written, without_outcome: 0, lost: 0, format, nameless })
+        let not_written = BTreeMap::new();
+        Ok(Self { to, written: 0, not_written, without_outcome: 0, lost: 0, format })
     }
 
     pub(super) fn put(&mut self, request: Request<'_>) -> io::Result<()> {
-        let Self { to, written, not_written, without_outcome, format, nameless, .. } = self;
+        let Self { to, written, not_written, without_outcome, format, .. } = self;
         match to {
             To::Recording { writer, limits } => {
                 let Request { time_ns, disk: DiskId(disk), name, op, offset, length, outcome } = request;
@@ -137,10 +135,6 @@ impl Sink {
                         *without_outcome += u64::from(is_lost);
                     }
                     Err(why) => *not_written.entry(why).or_default() += 1,
-                }
-                // The number first: it is asked of each request, and the other makes a text.
-                if request.disk.index() == nameless.len() && form.has_no_names() {
-                    nameless.push(request.name.to_owned());
                 }
                 flush(file, text, BUFFER_BYTES)
             }
@@ -199,22 +193,26 @@ impl Sink {
 
     /// What became of the disks' names, if they are lost.
     fn lost_names(&self) -> Option<String> {
+        let To::Lines { form, .. } = &self.to else { return None };
         let format = self.format.name();
-        let more = if self.nameless.len() > MOST_NAMED { ", …" } else { "" };
-        if called(self.format, 0) == Called::Nothing {
-            let names =
-                self.nameless.iter().take(MOST_NAMED).map(String::as_str).collect::<Vec<_>>().join(", ");
-            let told = format!("{format} has whole seconds and one disk: {names}{more} are one now");
-            return (self.nameless.len() > 1).then_some(told);
-        }
-        let numbered = self.nameless.iter().enumerate().take(MOST_NAMED);
-        let told: Vec<_> = numbered
-            .filter_map(|(number, name)| match called(self.format, number) {
-                Called::By(other) if other != *name => Some(format!("{other} is {name}")),
-                _ => None,
-            })
+        let is_one = called(self.format) == Called::Nothing;
+        let other = form.calls.iter().filter(|call| is_one || call.called != call.name);
+        let mut told: Vec<_> = other
+            .take(MOST_NAMED + 1)
+            .map(|Call { name, called }| if is_one { name.clone() } else { format!("{called} is {name}") })
             .collect();
-        (!told.is_empty()).then(|| format!("{format} calls disks by numbers: {}{more}", told.join(", ")))
+        if told.len() > MOST_NAMED {
+            told[MOST_NAMED] = "…".to_owned();
+        }
+        let (count, told) = (told.len(), told.join(", "));
+        match called(self.format) {
+            Called::Nothing if count > 1 => {
+                Some(format!("{format} has whole seconds and one disk: {told} are one now"))
+            }
+            Called::ByNumber if count > 0 => Some(format!("{format} calls disks by numbers: {told}")),
+            Called::Nearly if count > 0 => Some(format!("{format} calls disks otherwise: {told}")),
+            _ => None,
+        }
     }
 
     /// Writes the rest and gives the file its name.
@@ -238,7 +236,7 @@ fn number_of(limits: &mut HashMap<String, u32>, name: &str) -> u32 {
     number
 }
 
-/// Disks whose numbers are told.
+/// Disks of which it is told what they are called.
 const MOST_NAMED: usize = 16;
 
 fn flush(file: &mut File, text: &mut Vec<u8>, from_bytes: usize) -> io::Result<()> {
