@@ -102,6 +102,36 @@ fn disks_stay_apart_where_a_format_cannot_have_their_names() {
     }
 }
 
+#[test]
+fn discards_and_zeroes_are_summed_up_too() {
+    let scratch = Scratch::new();
+    let requests = "time_ns,disk,op,offset,length\n\
+                    0,a,discard,0,1048576\n\
+                    500000000,a,write-zeroes,0,65536\n\
+                    500000001,a,write-zeroes,65536,65536\n\
+                    1000000000,a,write,0,4096\n\
+                    2000000000,a,flush,0,0\n";
+    fs::write(scratch.path("own.csv"), requests).unwrap();
+    let path = scratch.path("own.csv");
+    let told = &info(&scratch, "own.csv")["disks"]["a"];
+    let number = |name: &str| told[name].as_u64().expect("a number");
+    let counts = ["requests", "reads", "writes", "discards", "write-zeroes", "flushes"].map(number);
+    assert_eq!(counts, [5, 0, 1, 1, 2, 1], "{told:#}");
+    let bytes = ["read-bytes", "written-bytes", "discarded-bytes", "zeroed-bytes"].map(number);
+    assert_eq!(bytes, [0, 4096, 1 << 20, 128 << 10], "{told:#}");
+    // As many as a simulation counts.
+    let simulated = weir(&["simulate", text(&path), "--iops-total", "1000", "--json"]).json();
+    assert_eq!(simulated["disks"][0]["after"]["bytes"].as_u64(), Some(bytes.iter().sum()), "{simulated:#}");
+    let printed = weir(&["trace", "info", text(&path)]).succeeds();
+    let rows: Vec<Vec<_>> = printed.lines().map(|line| line.split_whitespace().collect()).collect();
+    let header = "DISK REQUESTS READS WRITES DISCARDS ZEROES READ WRITTEN DISCARDED ZEROED IOPS BYTES/S";
+    assert_eq!(rows[0].join(" "), header);
+    assert_eq!(rows[1].join(" "), "a 5 0 1 1 2 0 4.0K 1.0M 128K 2.5 578K");
+    fs::write(&path, REQUESTS).unwrap();
+    let printed = weir(&["trace", "info", text(&path)]).succeeds();
+    assert!(!printed.contains("DISCARD") && !printed.contains("ZERO"), "{printed}");
+}
+
 const TIMED: &str = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n\
                      0,vm1,read,4096,8192,5000000,7000000,iops-total\n\
                      1000000,\"a,b\",write,0,4096,1000000,4000000,\n\
@@ -190,7 +220,7 @@ fn fio_replays_what_was_converted() {
     convert(&scratch, "own.csv", "own.iolog").succeeds();
     let log = format!("--read_iolog={}", text(&scratch.path("own.iolog")));
     let printed = Client::new("fio").args(["--name=replay", "--output-format=json", &log]).succeeds();
-    let told: serde_json::Value = serde_json::from_str(&printed).unwrap();
+    let told: Value = serde_json::from_str(&printed).unwrap();
     let job = &told["jobs"][0];
     assert_eq!((job["read"]["total_ios"].as_u64(), job["write"]["total_ios"].as_u64()), (Some(1), Some(1)));
 }

@@ -67,8 +67,13 @@ struct OfDisk {
     requests: u64,
     reads: u64,
     writes: u64,
+    discards: u64,
+    write_zeroes: u64,
+    flushes: u64,
     read_bytes: u64,
     written_bytes: u64,
+    discarded_bytes: u64,
+    zeroed_bytes: u64,
     /// Since 1970, where traces say it.
     first_ns: u64,
     last_ns: u64,
@@ -210,20 +215,36 @@ impl Info {
     }
 
     fn amounts(&self) -> Table {
-        let numbers = ["REQUESTS", "READS", "WRITES", "READ", "WRITTEN", "IOPS", "BYTES/S"];
-        let mut table = Table::new(columns(&["DISK"], &numbers));
-        for (name, disk) in &self.disks {
-            let bytes = disk.read_bytes + disk.written_bytes;
-            table.row(vec![
-                name.clone(),
-                disk.requests.to_string(),
-                disk.reads.to_string(),
-                disk.writes.to_string(),
-                figures::bytes(disk.read_bytes as f64),
-                figures::bytes(disk.written_bytes as f64),
-                disk.a_second(disk.requests).map_or_else(|| "-".to_owned(), figures::count),
-                disk.a_second(bytes).map_or_else(|| "-".to_owned(), figures::bytes),
-            ]);
+        type Column = (&'static str, fn(&OfDisk) -> String);
+        fn size(bytes: u64) -> String {
+            figures::bytes(bytes as f64)
+        }
+        let all: [Column; 11] = [
+            ("REQUESTS", |of| of.requests.to_string()),
+            ("READS", |of| of.reads.to_string()),
+            ("WRITES", |of| of.writes.to_string()),
+            ("DISCARDS", |of| of.discards.to_string()),
+            ("ZEROES", |of| of.write_zeroes.to_string()),
+            ("READ", |of| size(of.read_bytes)),
+            ("WRITTEN", |of| size(of.written_bytes)),
+            ("DISCARDED", |of| size(of.discarded_bytes)),
+            ("ZEROED", |of| size(of.zeroed_bytes)),
+            ("IOPS", |of| of.a_second(of.requests).map_or_else(|| "-".to_owned(), figures::count)),
+            ("BYTES/S", |of| of.a_second(of.bytes()).map_or_else(|| "-".to_owned(), figures::bytes)),
+        ];
+        // Most traces have none of these.
+        let has = |count: fn(&OfDisk) -> u64| self.disks.values().any(|of| count(of) > 0);
+        let (discards, zeroes) = (has(|of| of.discards), has(|of| of.write_zeroes));
+        let is_shown = |(name, _): &Column| match *name {
+            "DISCARDS" | "DISCARDED" => discards,
+            "ZEROES" | "ZEROED" => zeroes,
+            _ => true,
+        };
+        let shown: Vec<Column> = all.into_iter().filter(is_shown).collect();
+        let names: Vec<_> = shown.iter().map(|(name, _)| *name).collect();
+        let mut table = Table::new(columns(&["DISK"], &names));
+        for (name, of) in &self.disks {
+            table.row(std::iter::once(name.clone()).chain(shown.iter().map(|(_, cell)| cell(of))).collect());
         }
         table
     }
@@ -282,8 +303,13 @@ impl OfDisk {
             requests: 0,
             reads: 0,
             writes: 0,
+            discards: 0,
+            write_zeroes: 0,
+            flushes: 0,
             read_bytes: 0,
             written_bytes: 0,
+            discarded_bytes: 0,
+            zeroed_bytes: 0,
             first_ns,
             last_ns: first_ns,
             measured: None,
@@ -294,17 +320,16 @@ impl OfDisk {
     fn count(&mut self, request: &Request) {
         let Request { time_ns, op, length } = *request;
         self.requests += 1;
-        match op {
-            Op::Read => {
-                self.reads += 1;
-                self.read_bytes = self.read_bytes.saturating_add(length);
-            }
-            Op::Write => {
-                self.writes += 1;
-                self.written_bytes = self.written_bytes.saturating_add(length);
-            }
-            Op::Flush | Op::Discard | Op::WriteZeroes => {}
-        }
+        let (count, bytes) = match op {
+            Op::Read => (&mut self.reads, &mut self.read_bytes),
+            Op::Write => (&mut self.writes, &mut self.written_bytes),
+            Op::Discard => (&mut self.discards, &mut self.discarded_bytes),
+            Op::WriteZeroes => (&mut self.write_zeroes, &mut self.zeroed_bytes),
+            // It moves nothing.
+            Op::Flush => (&mut self.flushes, &mut 0),
+        };
+        *count += 1;
+        *bytes = bytes.saturating_add(length);
         self.first_ns = self.first_ns.min(time_ns);
         self.last_ns = self.last_ns.max(time_ns);
     }
@@ -315,6 +340,12 @@ impl OfDisk {
             Some(outcome) => self.measured.get_or_insert_with(Box::default).add(&outcome),
             None => self.unmeasured += 1,
         }
+    }
+
+    /// What it was asked to move, as limits count it.
+    fn bytes(&self) -> u64 {
+        let parts = [self.read_bytes, self.written_bytes, self.discarded_bytes, self.zeroed_bytes];
+        parts.into_iter().fold(0, u64::saturating_add)
     }
 
     /// `None` where all came at once.
