@@ -132,6 +132,63 @@ fn discards_and_zeroes_are_summed_up_too() {
     assert!(!printed.contains("DISCARD") && !printed.contains("ZERO"), "{printed}");
 }
 
+#[test]
+fn converting_keeps_the_clock() {
+    let scratch = Scratch::new();
+    // In 2023.
+    const AT_NS: u64 = 1_700_000_000_123_456_700;
+    const APART_NS: u64 = 12_000_000_000;
+    for (name, at_ns) in [("a", AT_NS), ("b", AT_NS + APART_NS)] {
+        let csv = format!("time_ns,disk,op,offset,length\n{at_ns},vm1,read,0,4096\n");
+        fs::write(scratch.path(&format!("{name}.csv")), csv).unwrap();
+        convert(&scratch, &format!("{name}.csv"), &format!("{name}.recording")).succeeds();
+        for ending in ["again.csv", "msr", "alibaba", "again.recording"] {
+            convert(&scratch, &format!("{name}.recording"), &format!("{name}.{ending}")).succeeds();
+        }
+        convert(&scratch, &format!("{name}.msr"), &format!("{name}.msr.recording")).succeeds();
+    }
+    let endings = ["recording", "again.csv", "msr", "alibaba", "again.recording", "msr.recording"];
+    let path = |name: &str, ending: &str| scratch.path(&format!("{name}.{ending}"));
+    let times = |paths: [&std::path::Path; 2], absolute: &str| {
+        let told = weir(&["trace", "info", "--json", absolute, text(paths[0]), text(paths[1])]).json();
+        // Disks are called otherwise in some formats.
+        let of = |name: &str| -> Vec<u64> {
+            let disks = told["disks"].as_object().expect("disks").values();
+            disks.map(|disk| disk[name].as_u64().expect("a time")).collect()
+        };
+        [of("first-ns").into_iter().min(), of("last-ns").into_iter().max()].map(|ns| ns.expect("a disk"))
+    };
+    for ending in endings {
+        for other in endings {
+            let paths = [&*path("a", ending), &*path("b", other)];
+            let [first_ns, last_ns] = times(paths, "--absolute-time");
+            let is_exact = |ns: u64, expected: u64, ending: &str| {
+                let unit_ns = if ending == "alibaba" { 1000 } else { 100 };
+                ns == expected - expected % unit_ns
+            };
+            assert!(is_exact(first_ns, AT_NS, ending), "{ending}: {first_ns}");
+            assert!(is_exact(last_ns, AT_NS + APART_NS, other), "{other}: {last_ns}");
+        }
+        let [first_ns, last_ns] = times([&*path("a", ending), &*path("b", ending)], "--absolute-time=false");
+        assert_eq!((first_ns, last_ns), (0, 0), "{ending}");
+    }
+    let [a, b] = ["a", "b"].map(|name| path(name, "msr"));
+    let both = scratch.path("both.csv");
+    weir(&["trace", "convert", "--absolute-time", text(&a), text(&b), text(&both)]).succeeds();
+    let csv = fs::read_to_string(&both).unwrap();
+    let times: Vec<u64> =
+        csv.lines().skip(1).map(|line| line.split(',').next().unwrap().parse().unwrap()).collect();
+    assert_eq!(times, [AT_NS, AT_NS + APART_NS]);
+    // Who wants none of it gets none.
+    weir(&["trace", "convert", "--absolute-time=false", text(&a), text(&both)]).succeeds();
+    assert!(fs::read_to_string(&both).unwrap().contains("\n0,vm1.0,read,0,4096\n"));
+    // Of another clock there is nothing to make of.
+    let plain = scratch.path("plain.fio-v3");
+    fs::write(&plain, "fio version 3 iolog\n5 /f read 0 512\n").unwrap();
+    let said = weir(&["trace", "info", "--absolute-time", text(&plain)]).fails();
+    assert_says(&said, &["plain.fio-v3: times of the format fio-v3 count from the trace's own beginning"]);
+}
+
 const TIMED: &str = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n\
                      0,vm1,read,4096,8192,5000000,7000000,iops-total\n\
                      1000000,\"a,b\",write,0,4096,1000000,4000000,\n\

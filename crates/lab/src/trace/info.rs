@@ -19,6 +19,7 @@ use super::{
     Options, Outcome, ReadingArgs,
     error::TraceError,
     lines::Lines,
+    merge,
     reader::{self, Reader},
     record::Op,
     recording::{Blocks, Told},
@@ -139,12 +140,16 @@ pub(super) fn run(arguments: &InfoArgs) -> Result<(), Failure> {
 impl Info {
     fn read(&mut self, mut lines: Lines, options: &Options) -> Result<(), TraceError> {
         if reader::is_recording(&mut lines, options)? {
-            let mut blocks = Blocks::default();
+            let (mut blocks, mut first_ns) = (Blocks::default(), None);
             let read = loop {
                 match blocks.next(&mut lines) {
                     Ok(Some(told)) => {
                         let Told { entry, arrival_ns, disk, limit, .. } = told;
-                        let request = Request { time_ns: arrival_ns, op: entry.op, length: entry.length };
+                        let time_ns = match options.absolute_time {
+                            Some(false) => arrival_ns.saturating_sub(*first_ns.get_or_insert(arrival_ns)),
+                            _ => arrival_ns,
+                        };
+                        let request = Request { time_ns, op: entry.op, length: entry.length };
                         let has_failed = entry.has_failed;
                         let outcome = entry.times.map(|times| Outcome { times, has_failed, limit });
                         self.count(disk, &request).fared(outcome);
@@ -158,8 +163,12 @@ impl Info {
         }
         let options = Options { outcomes: true, ..options.clone() };
         let mut reader = Reader::over(lines, &options)?;
+        let zero_ns = match options.absolute_time {
+            Some(true) => merge::share_clock(std::slice::from_mut(&mut reader))?,
+            _ => 0,
+        };
         while let Some(record) = reader.next()? {
-            let request = Request { time_ns: record.time_ns, op: record.op, length: record.length };
+            let request = Request { time_ns: zero_ns + record.time_ns, op: record.op, length: record.length };
             let noted = reader.outcome(&record);
             let of = self.count(&reader.disks()[record.disk.index()], &request);
             if reader.tells_outcomes() {
@@ -186,8 +195,7 @@ impl Info {
         if let (Some(first), Some(last)) = (self.first_ns(), self.last_ns()) {
             let lasts = figures::age(last - first);
             match u32::try_from(first / 1_000_000_000) {
-                // Other clocks begin with the trace, or with its machine.
-                Ok(seconds) if seconds > YEAR_2000 => {
+                Ok(seconds) if is_since_1970(first) => {
                     text.push(format!("From {} UTC, {lasts} long.\n", figures::date(seconds)));
                 }
                 _ => text.push(format!("{lasts} long.\n")),
@@ -294,8 +302,14 @@ impl Info {
     }
 }
 
-/// Seconds since 1970.
-const YEAR_2000: u32 = 946_684_800;
+/// Whether nanoseconds are of the time of day: other clocks begin with the trace, or with its
+/// machine.
+pub(super) fn is_since_1970(ns: u64) -> bool {
+    ns > YEAR_2000_S * 1_000_000_000
+}
+
+/// Since 1970.
+const YEAR_2000_S: u64 = 946_684_800;
 
 impl OfDisk {
     fn beginning(first_ns: u64) -> Self {

@@ -37,6 +37,17 @@ pub(crate) struct Merged {
     /// Recordings that end in a block hide none of those that follow: reported when all is read.
     torn: Option<TraceError>,
     begun: bool,
+    clock: Clock,
+}
+
+/// What time 0 is.
+enum Clock {
+    /// The first record of the only trace, or of each.
+    First,
+    /// This time of a clock that all share, in nanoseconds.
+    Shared(u64),
+    /// Nobody is to know.
+    Zero,
 }
 
 struct One {
@@ -85,9 +96,11 @@ impl Merged {
             return Err(TraceError::Together { file: format!("{} traces", readers.len()), why });
         }
         let are_recordings = || readers.iter().all(|reader| reader.format == Format::Recording);
-        if absolute_time.unwrap_or_else(|| readers.len() > 1 && are_recordings()) {
-            share_clock(&mut readers)?;
-        }
+        let clock = match absolute_time {
+            Some(false) => Clock::Zero,
+            None if readers.len() == 1 || !are_recordings() => Clock::First,
+            _ => Clock::Shared(share_clock(&mut readers)?),
+        };
         let sources = readers.into_iter().map(|reader| One { reader, ids: Vec::new(), head: None }).collect();
         Ok(Self {
             sources,
@@ -96,7 +109,18 @@ impl Merged {
             failed: None,
             torn: None,
             begun: false,
+            clock,
         })
+    }
+
+    /// Nanoseconds since 1970 at time 0, as far as the traces say that; else 0. To be asked before
+    /// [`next`](Self::next).
+    pub(super) fn clock_ns(&mut self) -> u64 {
+        match (&self.clock, &mut self.sources[..]) {
+            (Clock::Shared(ns), _) => *ns,
+            (Clock::First, [only]) if only.reader.format.is_absolute() => only.reader.first_ns().unwrap_or(0),
+            _ => 0,
+        }
     }
 
     /// Whether a trace tells how its requests fared.
@@ -170,8 +194,8 @@ impl Merged {
     }
 }
 
-/// Times then count from the earliest record of any.
-fn share_clock(readers: &mut [Reader]) -> Result<(), TraceError> {
+/// Times then count from the earliest record of any, which is returned.
+pub(super) fn share_clock(readers: &mut [Reader]) -> Result<u64, TraceError> {
     if let Some(other) = readers.iter().find(|reader| !reader.format.is_absolute()) {
         let why = format!(
             "times of the format {} count from the trace's own beginning, so that its distance to others is not known \
@@ -180,8 +204,7 @@ fn share_clock(readers: &mut [Reader]) -> Result<(), TraceError> {
         );
         return Err(TraceError::Together { file: other.name().to_owned(), why });
     }
-    if let Some(origin_ns) = readers.iter_mut().filter_map(Reader::first_ns).min() {
-        readers.iter_mut().for_each(|reader| reader.count_from(origin_ns));
-    }
-    Ok(())
+    let origin_ns = readers.iter_mut().filter_map(Reader::first_ns).min().unwrap_or(0);
+    readers.iter_mut().for_each(|reader| reader.count_from(origin_ns));
+    Ok(origin_ns)
 }

@@ -6,7 +6,8 @@ use std::{borrow::Cow, collections::HashMap, fmt, io::Write as _};
 
 use crate::trace::{
     Format, HEADER, MORE_COLUMNS, Outcome,
-    format::{SECTOR_BYTES, SHORTEST_WAIT_US},
+    format::{SECTOR_BYTES, SHORTEST_WAIT_US, TICK_NS, TICKS_OF_1970},
+    info::is_since_1970,
     push_decimal, push_request, quoted,
     record::{DiskId, Op},
 };
@@ -17,6 +18,7 @@ const S_NS: u64 = 1_000_000_000;
 /// A request to be written.
 #[derive(Clone, Copy)]
 pub(super) struct Request<'a> {
+    /// Since time 0.
     pub(super) time_ns: u64,
     pub(super) disk: DiskId,
     /// Its name.
@@ -111,10 +113,19 @@ fn call(format: Format, DiskId(disk): DiskId, name: &str, behind: &str) -> Strin
     }
 }
 
+/// What is known before the first request.
+#[derive(Clone, Copy)]
+pub(super) struct Start {
+    /// Nanoseconds since 1970 at time 0; a small number is of another clock, or of none.
+    pub(super) clock_ns: u64,
+    /// Whether it will be told of requests how they fared.
+    pub(super) with_outcomes: bool,
+}
+
 /// Writes the lines of one format.
 pub(super) struct Form {
     format: Format,
-    with_outcomes: bool,
+    start: Start,
     pub(super) calls: Calls,
     /// Disks that were named already.
     named: Vec<bool>,
@@ -123,8 +134,7 @@ pub(super) struct Form {
 
 impl Form {
     /// With what stands before the first request. A recording is no text, and not written here.
-    /// `with_outcomes`: weir's own CSV has columns for how requests fared.
-    pub(super) fn begin(format: Format, with_outcomes: bool, text: &mut Vec<u8>) -> Self {
+    pub(super) fn begin(format: Format, start: Start, text: &mut Vec<u8>) -> Self {
         let header = match format {
             Format::Weir => Some(HEADER),
             Format::FioV2 => Some("fio version 2 iolog"),
@@ -133,10 +143,10 @@ impl Form {
             _ => None,
         };
         if let Some(header) = header {
-            let more = if with_outcomes && format == Format::Weir { MORE_COLUMNS } else { "" };
+            let more = if start.with_outcomes && format == Format::Weir { MORE_COLUMNS } else { "" };
             line(text, format_args!("{header}{more}"));
         }
-        Self { format, with_outcomes, calls: Calls::default(), named: Vec::new(), waited_us: 0 }
+        Self { format, start, calls: Calls::default(), named: Vec::new(), waited_us: 0 }
     }
 
     pub(super) fn push(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {
@@ -144,12 +154,13 @@ impl Form {
         if called(self.format) != Called::ByName {
             self.calls.of(self.format, DiskId(disk), name);
         }
-        let (us, seconds, rest_ns) = (time_ns / US_NS, time_ns / S_NS, time_ns % S_NS);
+        let now_ns = self.start.clock_ns.saturating_add(time_ns);
+        let (seconds, rest_ns) = (time_ns / S_NS, time_ns % S_NS);
         match self.format {
             Format::Weir => {
-                push_request(text, time_ns, &quoted(name), op, offset, length);
-                if self.with_outcomes {
-                    push_outcome(text, time_ns, outcome);
+                push_request(text, now_ns, &quoted(name), op, offset, length);
+                if self.start.with_outcomes {
+                    push_outcome(text, now_ns, outcome);
                 }
                 text.push(b'\n');
             }
@@ -168,12 +179,13 @@ impl Form {
                 let kind = word(op, "Read", "Write", None, None)?;
                 let called = self.calls.of(self.format, DiskId(disk), name);
                 let (host, number) = called.rsplit_once('.').expect("it is called so");
-                let ticks = time_ns / 100;
+                let epoch = if is_since_1970(self.start.clock_ns) { TICKS_OF_1970 } else { 0 };
+                let ticks = epoch + now_ns / TICK_NS;
                 line(text, format_args!("{ticks},{host},{number},{kind},{offset},{length},0"));
             }
             Format::Alibaba => {
                 let kind = word(op, "R", "W", None, None)?;
-                line(text, format_args!("{disk},{kind},{offset},{length},{us}"));
+                line(text, format_args!("{disk},{kind},{offset},{length},{}", now_ns / US_NS));
             }
             Format::CloudPhysics => {
                 let code = match op {

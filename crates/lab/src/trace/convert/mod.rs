@@ -19,7 +19,7 @@ use anyhow::{Context as _, anyhow};
 use arguments::format_of;
 pub use arguments::{ABOUT, Command, ConvertArgs};
 use console::{Failure, figures, say};
-use forms::Request;
+use forms::{Request, Start};
 pub use live::Transcript;
 use sink::{Compression, Sink};
 
@@ -53,9 +53,10 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
         path if path == Path::new("-") => Output::standard().with_context(cannot)?,
         path => Output::create("OUTPUT", path, &arguments.traces)?,
     };
-    let mut sink = Sink::new(format, compression, out, source.tells_outcomes()).with_context(cannot)?;
+    let start = source.start().map_err(anyhow::Error::from)?;
+    let mut sink = Sink::new(format, compression, out, start).with_context(cannot)?;
     let read = match &mut source {
-        Source::Recording(lines) => as_it_is(lines, &mut sink, &cannot),
+        Source::Recording(lines, blocks) => as_it_is(lines, blocks, &mut sink, &cannot),
         Source::Any(traces) => in_order(traces, &mut sink, &cannot),
     };
     if sink.lost() > 0 {
@@ -80,7 +81,7 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
 /// What is converted.
 enum Source {
     /// With all that it tells.
-    Recording(Lines),
+    Recording(Box<Lines>, Box<Blocks>),
     Any(Box<Merged>),
 }
 
@@ -91,18 +92,23 @@ impl Source {
             return Merged::open(&arguments.traces, &options).map(|merged| Self::Any(merged.into()));
         };
         let mut lines = reader::open(only)?;
-        let keeps_all = matches!(to, Format::Weir | Format::Recording);
+        let keeps_all =
+            matches!(to, Format::Weir | Format::Recording) && options.absolute_time != Some(false);
         if keeps_all && reader::is_recording(&mut lines, &options)? {
-            return Ok(Self::Recording(lines));
+            return Ok(Self::Recording(lines.into(), Box::default()));
         }
         let merged = Merged::new(vec![Reader::over(lines, &options)?], options.absolute_time)?;
         Ok(Self::Any(merged.into()))
     }
 
-    fn tells_outcomes(&self) -> bool {
+    fn start(&mut self) -> Result<Start, TraceError> {
         match self {
-            Self::Recording(_) => true,
-            Self::Any(traces) => traces.tells_outcomes(),
+            Self::Recording(lines, blocks) => {
+                Ok(Start { clock_ns: blocks.clock_ns(lines)?, with_outcomes: true })
+            }
+            Self::Any(traces) => {
+                Ok(Start { clock_ns: traces.clock_ns(), with_outcomes: traces.tells_outcomes() })
+            }
         }
     }
 }
@@ -145,8 +151,13 @@ fn in_order(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) -
 }
 
 /// A recording block by block, each as soon as it is there.
-fn as_it_is(lines: &mut Lines, sink: &mut Sink, cannot: &dyn Fn() -> String) -> anyhow::Result<()> {
-    let (mut blocks, mut disks) = (Blocks::default(), Disks::new());
+fn as_it_is(
+    lines: &mut Lines,
+    blocks: &mut Blocks,
+    sink: &mut Sink,
+    cannot: &dyn Fn() -> String,
+) -> anyhow::Result<()> {
+    let mut disks = Disks::new();
     let read = loop {
         let told = match blocks.next(lines) {
             Ok(Some(told)) => told,

@@ -8,7 +8,7 @@ use std::{
 use console::figures;
 use flate2::write::GzEncoder;
 
-use super::forms::{Call, Called, Form, NotWritten, Request, called};
+use super::forms::{Call, Called, Form, NotWritten, Request, Start, called};
 use crate::trace::{
     Format, Output,
     record::DiskId,
@@ -83,19 +83,17 @@ impl File {
 }
 
 impl Sink {
-    /// `with_outcomes`: it will be told of requests how they fared.
     pub(super) fn new(
         format: Format,
         compression: Compression,
         out: Output,
-        with_outcomes: bool,
+        start: Start,
     ) -> io::Result<Self> {
         let to = if format == Format::Recording {
-            // Other formats' times count from the trace's beginning.
-            To::Recording { writer: Writer::new(out, 0)?, limits: HashMap::new() }
+            To::Recording { writer: Writer::new(out, start.clock_ns)?, limits: HashMap::new() }
         } else {
             let mut text = Vec::with_capacity(BUFFER_BYTES + 1024);
-            let form = Form::begin(format, with_outcomes, &mut text);
+            let form = Form::begin(format, start, &mut text);
             let file = match compression {
                 Compression::None => File::Plain(out),
                 Compression::Gzip => File::Gzip(GzEncoder::new(out, flate2::Compression::default())),

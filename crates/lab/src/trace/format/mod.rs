@@ -37,7 +37,7 @@ pub(super) use self::{
     detect::detect,
     fio::{Fio, SHORTEST_WAIT_US},
     mqsim::Mqsim,
-    msr::Msr,
+    msr::{Msr, TICK_NS, TICKS_OF_1970},
     spc::Spc,
     weir::{Weir, tells_outcomes},
 };
