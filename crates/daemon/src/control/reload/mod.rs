@@ -68,7 +68,9 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
     let (record, before) = (plan.service.record.as_ref(), loaded.plan.service.record.as_ref());
     if let Some(wanted) = record.filter(|_| record != before).cloned() {
-        reactor::blocking(move || recording::check(&wanted)).await?;
+        let place = draft.service.record.as_ref().map(|said| said.place.to_string());
+        let checked = reactor::blocking(move || recording::check(&wanted)).await;
+        checked.with_context(|| place.unwrap_or_default())?;
     }
     let mut work = Work {
         inventory,
