@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use crate::harness::{Client, Scratch, assert_says, text, weir};
+use crate::harness::{Client, Scratch, WEIR, assert_says, text, weir};
 
 const REQUESTS: &str = "time_ns,disk,op,offset,length\n\
                         0,vm1,read,4096,8192\n\
@@ -130,6 +130,22 @@ fn discards_and_zeroes_are_summed_up_too() {
     fs::write(&path, REQUESTS).unwrap();
     let printed = weir(&["trace", "info", text(&path)]).succeeds();
     assert!(!printed.contains("DISCARD") && !printed.contains("ZERO"), "{printed}");
+}
+
+#[test]
+fn whoever_has_seen_enough_is_told_no_more() {
+    let scratch = Scratch::new();
+    let lines = (1..=200_000).fold("time_ns,disk,op,offset,length\n".to_owned(), |text, at_ns| {
+        text + &format!("{at_ns},vm1,read,0,4096\n")
+    });
+    fs::write(scratch.path("long.csv"), lines).unwrap();
+    let script = r#"set -o pipefail; "$0" trace convert "$1" - --to "$2" | head -n1 >&2"#;
+    for format in ["weir", "recording"] {
+        let said =
+            Client::new("bash").args(["-c", script, WEIR, text(&scratch.path("long.csv")), format]).run();
+        assert_eq!(said.code(), 0, "{format}: {}", said.said());
+        assert!(!said.said().contains("weir: -"), "{format}: {}", said.said());
+    }
 }
 
 #[test]
