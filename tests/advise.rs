@@ -231,6 +231,26 @@ fn busy_neighbour() -> String {
     text
 }
 
+/// What spares a disk that shares its group with whoever disturbs it is not hidden.
+#[test]
+fn a_noisy_neighbour_in_the_same_group_is_found_without_the_file() {
+    let scratch = Scratch::new();
+    let day = scratch.file("day.csv", busy_neighbour());
+    let rate = "iops=1000,shared=ssd";
+    let disk =
+        |name: &str| format!("[disk.{name}]\nimage = \"null:1G\"\ngroup = \"all\"\nrate = \"{rate}\"\n");
+    let config = scratch.file("weir.toml", format!("[group.all]\n{}{}", disk("a"), disk("b")));
+    let of = |more: &[&str]| advise(&[&[text(&day)][..], more].concat());
+    let said = of(&["--config", text(&config), "--for", "a"]).said();
+    let way = "without --config (name the device with --rate, --delay or --device, and --for a)";
+    assert_says(&said, &["a: is advised together with its group (--for all)", way]);
+    let printed = of(&["--config", text(&config), "--for", "all", "--keep", "p99=5ms"]).printed();
+    assert_says(&printed, &["no limit of the group makes it shorter, though one of a disk in it may"]);
+    let outcome = of(&["--rate", rate, "--for", "a", "--keep", "p99=150ms"]);
+    assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
+    assert_says(&outcome.printed(), &["To set it:"]);
+}
+
 #[test]
 fn weights_that_are_advised_are_taken_word_for_word() {
     let scratch = Scratch::new();

@@ -227,7 +227,7 @@ fn by_itself(search: &Search<'_>, tenant: usize, told: &mut Told, remarks: &mut 
     };
     told.after = Some(need.felt.clone());
     if let Some(ns) = need.impossible_ns {
-        remarks.push(impossible(search, &of.name, ns));
+        remarks.push(impossible(search, tenant, ns));
     } else if of.is_kept {
         told.set = Some(need.limits()).filter(|limits| !limits.is_unlimited());
         if told.set.is_none() {
@@ -237,12 +237,17 @@ fn by_itself(search: &Search<'_>, tenant: usize, told: &mut Told, remarks: &mut 
     unsure(&of.name, need, remarks);
 }
 
-fn impossible(search: &Search<'_>, name: &str, ns: u64) -> String {
+fn impossible(search: &Search<'_>, tenant: usize, ns: u64) -> String {
     let percentile = search.judge.target.name();
+    let (of, took, above) = (&search.house.tenants[tenant], figures::time(ns), above(ns));
+    let name = &of.name;
+    if of.disks.len() > 1 {
+        return format!(
+            "{name}: without limits and alone on its device its {percentile} is {took}; no limit of the group makes it shorter, though one of a disk in it may (leave out --config, name the device with --rate, --delay or --device and with --for the disk that is to be spared; or --keep {percentile}={above} could be kept)."
+        );
+    }
     format!(
-        "{name}: without limits and alone on its device its {percentile} is {}; no limit makes it shorter (--keep {percentile}={} could be kept, or on a faster device less).",
-        figures::time(ns),
-        above(ns)
+        "{name}: without limits and alone on its device its {percentile} is {took}; no limit makes it shorter (--keep {percentile}={above} could be kept, or on a faster device less)."
     )
 }
 
@@ -278,7 +283,7 @@ fn share(
         let need = told[tenant].need.as_ref();
         if let Some(ns) = need.and_then(|need| need.impossible_ns).filter(|_| house.tenants[tenant].is_kept) {
             is_possible = false;
-            remarks.push(impossible(search, name, ns));
+            remarks.push(impossible(search, tenant, ns));
         }
         need.into_iter().for_each(|need| unsure(name, need, remarks));
     }
