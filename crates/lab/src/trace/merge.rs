@@ -23,6 +23,11 @@ pub(crate) trait Source {
     fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()>;
     fn disks(&self) -> &[String];
     fn place(&self, record: &Record) -> String;
+    /// How long a request took when it was recorded, in nanoseconds, where that is known. To be
+    /// asked once of each, by who asked for outcomes.
+    fn latency_ns(&mut self, _record: &Record) -> Option<u64> {
+        None
+    }
 }
 
 pub(crate) struct Merged {
@@ -70,6 +75,11 @@ impl Source for Merged {
             [only] => only.reader.disks(),
             _ => self.disks.names(),
         }
+    }
+
+    fn latency_ns(&mut self, record: &Record) -> Option<u64> {
+        let noted = self.outcome(record)?;
+        Some(self.named(record, noted)?.times.latency_ns())
     }
 
     fn place(&self, record: &Record) -> String {
