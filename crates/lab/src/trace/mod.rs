@@ -34,10 +34,10 @@ mod write;
 
 pub(crate) use arguments::ReadingArgs;
 pub(crate) use fields::push_decimal;
-pub(crate) use format::{Columns, Format, HEADER};
+pub(crate) use format::{Columns, Format, HEADER, MORE_COLUMNS};
 pub(crate) use merge::{Merged, Source};
 pub(crate) use outcome::Outcome;
 pub(crate) use output::Output;
 pub(crate) use reader::Options;
 pub(crate) use record::{DiskId, Op, Record};
-pub(crate) use write::{MORE_COLUMNS, push_request, quoted};
+pub(crate) use write::{push_request, quoted};

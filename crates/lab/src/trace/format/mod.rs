@@ -41,7 +41,10 @@ pub(super) use self::{
     spc::Spc,
     weir::{Weir, tells_outcomes},
 };
-pub(crate) use self::{columns::Columns, weir::HEADER};
+pub(crate) use self::{
+    columns::Columns,
+    weir::{HEADER, MORE_COLUMNS},
+};
 use super::{
     disks::Disks,
     outcome::Outcomes,

@@ -12,12 +12,14 @@ use super::{
         outcome::Told,
         record::Op,
         recording::Times,
-        write::MORE_COLUMNS,
     },
     Found, Parse,
 };
 
 pub(crate) const HEADER: &str = "time_ns,disk,op,offset,length";
+/// What may follow the five: when its limits let the request pass, when it was complete, and which
+/// limit held it longest.
+pub(crate) const MORE_COLUMNS: &str = ",admitted_ns,completed_ns,bucket";
 
 #[derive(Default)]
 pub(in super::super) struct Weir {
