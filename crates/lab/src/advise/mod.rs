@@ -411,7 +411,15 @@ fn lies_between(search: &Search<'_>, name: &str, limits: &Limits, interval: Inte
     let (unit, rate) = only(limits);
     let setting = Setting::Limit(need::kind(unit), Part::Rate);
     let (between, blocks) = (Between::of(rate, interval).shown(unit), search.judge.blocks.name());
-    format!("{name}: {setting} {rate} lies between {between} for other days of the same {blocks}.")
+    if interval.high.is_finite() {
+        return format!(
+            "{name}: {setting} {rate} lies between {between} for other days of the same {blocks}."
+        );
+    }
+    let low = between.trim_end_matches('…');
+    format!(
+        "{name}: {setting} {rate} is {low} or more for other days of the same {blocks}; how much at most cannot be told from this trace."
+    )
 }
 
 /// One that nobody has yet.
