@@ -276,7 +276,7 @@ fn unlike(search: &Search<'_>, tenant: usize, felt: &Felt) -> Option<String> {
     let why = if is_ns > was_ns.saturating_mul(UNLIKE) && in_a_row > requests / 2 {
         "most of its requests begin where the one before ended: weir merges such, which no simulation does, so that they ask for less than it says"
     } else if is_ns > was_ns.saturating_mul(UNLIKE) {
-        "the device is faster than was told, or limits of others were in force"
+        "the device is faster than was told, limits of others were in force, or weir merged what a neighbour asked for in a row"
     } else if was_ns > is_ns.saturating_mul(UNLIKE) {
         "the device is slower than was told, or limits were in force (--config tells them)"
     } else {
