@@ -231,6 +231,56 @@ fn busy_neighbour() -> String {
     text
 }
 
+/// What spares a disk that shares its group with whoever disturbs it is not hidden.
+#[test]
+fn a_noisy_neighbour_in_the_same_group_is_found_without_the_file() {
+    let scratch = Scratch::new();
+    let day = scratch.file("day.csv", busy_neighbour());
+    let rate = "iops=1000,shared=ssd";
+    let disk =
+        |name: &str| format!("[disk.{name}]\nimage = \"null:1G\"\ngroup = \"all\"\nrate = \"{rate}\"\n");
+    let config = scratch.file("weir.toml", format!("[group.all]\n{}{}", disk("a"), disk("b")));
+    let of = |more: &[&str]| advise(&[&[text(&day)][..], more].concat());
+    let said = of(&["--config", text(&config), "--for", "a"]).said();
+    let way = "without --config (name the device with --rate, --delay or --device, and --for a)";
+    assert_says(&said, &["a: is advised together with its group (--for all)", way]);
+    let printed = of(&["--config", text(&config), "--for", "all", "--keep", "p99=5ms"]).printed();
+    assert_says(&printed, &["no limit of the group makes it shorter, though one of a disk in it may"]);
+    let outcome = of(&["--rate", rate, "--for", "a", "--keep", "p99=150ms"]);
+    assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
+    assert_says(&outcome.printed(), &["To set it:"]);
+}
+
+#[test]
+fn what_was_measured_is_told_where_the_simulation_is_far_from_it() {
+    let scratch = Scratch::new();
+    // One after another, or all over the disk; more than the device does in a second.
+    let day = |places: u64, took_ns: u64| {
+        let mut text = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n".to_owned();
+        for number in 0..2000_u64 {
+            let (at, offset) = (number * 5_000_000, number * places % 8192 * 65_536);
+            writeln!(text, "{at},backup,write,{offset},65536,{at},{},", at + took_ns)
+                .expect("it is a string");
+        }
+        scratch.file("day.csv", text)
+    };
+    let printed = |file: &std::path::Path, rate: &str| advise(&[text(file), "--rate", rate]).printed();
+    let remark = "backup: its p99 is ";
+    let merged = printed(&day(1, 3_000_000), "iops=100");
+    let why =
+        "most of its requests begin where the one before ended: weir merges such, which no simulation does";
+    assert_says(&merged, &[remark, " in the simulation, and was 3.0ms when it was recorded: ", why]);
+    let faster = printed(&day(77, 3_000_000), "iops=100");
+    assert_says(&faster, &[remark, "the device is faster than was told"]);
+    let slower = printed(&day(77, 700_000_000), "iops=1000");
+    assert_says(&slower, &[remark, "the device is slower than was told"]);
+    // Near enough, and where nothing was measured.
+    let near = printed(&day(77, 1_200_000), "iops=1000");
+    assert!(!near.contains(remark), "{near}");
+    let bare = printed(&scratch.file("bare.csv", trace(2000)), "iops=100");
+    assert!(!bare.contains("when it was recorded"), "{bare}");
+}
+
 #[test]
 fn weights_that_are_advised_are_taken_word_for_word() {
     let scratch = Scratch::new();

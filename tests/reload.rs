@@ -282,7 +282,15 @@ fn what_cannot_be_is_named_and_nothing_changes() {
         &(line("iops-reservation = 400", "") + secret),
         &["disk c: secret-file:", "pipe is no file, and only a start waits for what it says"],
     );
-    party.refuses(&format!("workers = 7\n{BEFORE}"), &["daemon: workers: cannot be changed while weir runs"]);
+    for (key, said) in [
+        ("workers = 7", "daemon.workers = 7: cannot be changed while weir runs"),
+        ("metrics = \"unix:m\"", "daemon.metrics = \"unix:m\": cannot be changed while weir runs"),
+        ("on-event = \"/bin/true\"", "daemon.on-event = \"/bin/true\": cannot be changed while weir runs"),
+        ("record = { directory = \"nowhere\" }", "daemon.record"),
+    ] {
+        let file = format!("{key}\n{BEFORE}");
+        party.refuses(&file, &[&format!("weir.toml:5: {said}")]);
+    }
     let door = "\n[disk.d]\nimage = \"memory:1M\"\nexport = [{ type = \"nbd\", listen = \"unix:other\" }, { type = \"fuse\", file = \"none\" }]\n";
     party.refuses(
         &(line("iops-reservation = 400", "") + door),

@@ -2,7 +2,9 @@
 
 use std::fs;
 
-use crate::harness::{Client, Scratch, assert_says, text, weir};
+use serde_json::{Value, json};
+
+use crate::harness::{Client, Scratch, WEIR, assert_says, text, weir};
 
 const REQUESTS: &str = "time_ns,disk,op,offset,length\n\
                         0,vm1,read,4096,8192\n\
@@ -66,8 +68,8 @@ fn what_has_no_word_is_counted_and_said() {
     }
     let timed = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n0,a,read,0,512,5,9,\n";
     fs::write(scratch.path("timed.csv"), timed).unwrap();
-    let lost = "timed.csv: left out: how long its requests waited and took";
-    assert_says(&convert(&scratch, "timed.csv", "out.recording").run().said(), &[lost]);
+    let lost = "weir: left out: how long 1 request waited and took (weir's own CSV and recordings keep it)";
+    assert_says(&convert(&scratch, "timed.csv", "out.msr").run().said(), &[lost]);
     // Nothing is left out where nothing was told.
     let plain = convert(&scratch, "own.csv", "plain.recording").run();
     assert!(!plain.said().contains("waited"), "{}", plain.said());
@@ -75,6 +77,194 @@ fn what_has_no_word_is_counted_and_said() {
     let said = convert(&scratch, "flush.csv", "none.msr").fails();
     assert_says(&said, &["no request was written: left out: 1 of flush"]);
     assert!(!scratch.path("none.msr").exists());
+}
+
+#[test]
+fn disks_stay_apart_where_a_format_cannot_have_their_names() {
+    let scratch = Scratch::new();
+    let names = ["a b", "a_b", "\"c,d\"", "c_d", "vm1", "vm1.0", "vm1_2.0"];
+    let header = "time_ns,disk,op,offset,length\n".to_owned();
+    let requests = names
+        .iter()
+        .enumerate()
+        .fold(header, |text, (number, name)| text + &format!("{0}000000,{name},read,{0},4096\n", number + 1));
+    fs::write(scratch.path("own.csv"), requests).unwrap();
+    let fio = "calls disks otherwise: a_b is a b, a_b_2 is a_b";
+    let msr = "calls disks otherwise: a b.0 is a b, a_b.0 is a_b, c_d.0 is c,d, c_d_2.0 is c_d, \
+               vm1.0 is vm1, vm1_2.0 is vm1.0, vm1_2_2.0 is vm1_2.0";
+    for (format, told) in [("fio-v2", fio), ("fio-v3", fio), ("msr", msr)] {
+        let said = convert(&scratch, "own.csv", &format!("out.{format}")).run();
+        assert_eq!((said.code(), said.said()), (0, format!("weir: {format} {told}\n")));
+        let told = info(&scratch, &format!("out.{format}"));
+        let disks = told["disks"].as_object().expect("disks");
+        assert_eq!(disks.len(), names.len(), "{format}: {told:#}");
+        assert!(disks.values().all(|disk| disk["requests"] == 1), "{format}: {told:#}");
+    }
+}
+
+#[test]
+fn discards_and_zeroes_are_summed_up_too() {
+    let scratch = Scratch::new();
+    let requests = "time_ns,disk,op,offset,length\n\
+                    0,a,discard,0,1048576\n\
+                    500000000,a,write-zeroes,0,65536\n\
+                    500000001,a,write-zeroes,65536,65536\n\
+                    1000000000,a,write,0,4096\n\
+                    2000000000,a,flush,0,0\n";
+    fs::write(scratch.path("own.csv"), requests).unwrap();
+    let path = scratch.path("own.csv");
+    let told = &info(&scratch, "own.csv")["disks"]["a"];
+    let number = |name: &str| told[name].as_u64().expect("a number");
+    let counts = ["requests", "reads", "writes", "discards", "write-zeroes", "flushes"].map(number);
+    assert_eq!(counts, [5, 0, 1, 1, 2, 1], "{told:#}");
+    let bytes = ["read-bytes", "written-bytes", "discarded-bytes", "zeroed-bytes"].map(number);
+    assert_eq!(bytes, [0, 4096, 1 << 20, 128 << 10], "{told:#}");
+    // As many as a simulation counts.
+    let simulated = weir(&["simulate", text(&path), "--iops-total", "1000", "--json"]).json();
+    assert_eq!(simulated["disks"][0]["after"]["bytes"].as_u64(), Some(bytes.iter().sum()), "{simulated:#}");
+    let printed = weir(&["trace", "info", text(&path)]).succeeds();
+    let rows: Vec<Vec<_>> = printed.lines().map(|line| line.split_whitespace().collect()).collect();
+    let header = "DISK REQUESTS READS WRITES DISCARDS ZEROES READ WRITTEN DISCARDED ZEROED IOPS BYTES/S";
+    assert_eq!(rows[0].join(" "), header);
+    assert_eq!(rows[1].join(" "), "a 5 0 1 1 2 0 4.0K 1.0M 128K 2.5 578K");
+    fs::write(&path, REQUESTS).unwrap();
+    let printed = weir(&["trace", "info", text(&path)]).succeeds();
+    assert!(!printed.contains("DISCARD") && !printed.contains("ZERO"), "{printed}");
+}
+
+#[test]
+fn whoever_has_seen_enough_is_told_no_more() {
+    let scratch = Scratch::new();
+    let lines = (1..=200_000).fold("time_ns,disk,op,offset,length\n".to_owned(), |text, at_ns| {
+        text + &format!("{at_ns},vm1,read,0,4096\n")
+    });
+    fs::write(scratch.path("long.csv"), lines).unwrap();
+    let script = r#"set -o pipefail; "$0" trace convert "$1" - --to "$2" | head -n1 >&2"#;
+    for format in ["weir", "recording"] {
+        let said =
+            Client::new("bash").args(["-c", script, WEIR, text(&scratch.path("long.csv")), format]).run();
+        assert_eq!(said.code(), 0, "{format}: {}", said.said());
+        assert!(!said.said().contains("weir: -"), "{format}: {}", said.said());
+    }
+}
+
+#[test]
+fn converting_keeps_the_clock() {
+    let scratch = Scratch::new();
+    // In 2023.
+    const AT_NS: u64 = 1_700_000_000_123_456_700;
+    const APART_NS: u64 = 12_000_000_000;
+    for (name, at_ns) in [("a", AT_NS), ("b", AT_NS + APART_NS)] {
+        let csv = format!("time_ns,disk,op,offset,length\n{at_ns},vm1,read,0,4096\n");
+        fs::write(scratch.path(&format!("{name}.csv")), csv).unwrap();
+        convert(&scratch, &format!("{name}.csv"), &format!("{name}.recording")).succeeds();
+        for ending in ["again.csv", "msr", "alibaba", "again.recording"] {
+            convert(&scratch, &format!("{name}.recording"), &format!("{name}.{ending}")).succeeds();
+        }
+        convert(&scratch, &format!("{name}.msr"), &format!("{name}.msr.recording")).succeeds();
+    }
+    let endings = ["recording", "again.csv", "msr", "alibaba", "again.recording", "msr.recording"];
+    let path = |name: &str, ending: &str| scratch.path(&format!("{name}.{ending}"));
+    let times = |paths: [&std::path::Path; 2], absolute: &str| {
+        let told = weir(&["trace", "info", "--json", absolute, text(paths[0]), text(paths[1])]).json();
+        // Disks are called otherwise in some formats.
+        let of = |name: &str| -> Vec<u64> {
+            let disks = told["disks"].as_object().expect("disks").values();
+            disks.map(|disk| disk[name].as_u64().expect("a time")).collect()
+        };
+        [of("first-ns").into_iter().min(), of("last-ns").into_iter().max()].map(|ns| ns.expect("a disk"))
+    };
+    for ending in endings {
+        for other in endings {
+            let paths = [&*path("a", ending), &*path("b", other)];
+            let [first_ns, last_ns] = times(paths, "--absolute-time");
+            let is_exact = |ns: u64, expected: u64, ending: &str| {
+                let unit_ns = if ending == "alibaba" { 1000 } else { 100 };
+                ns == expected - expected % unit_ns
+            };
+            assert!(is_exact(first_ns, AT_NS, ending), "{ending}: {first_ns}");
+            assert!(is_exact(last_ns, AT_NS + APART_NS, other), "{other}: {last_ns}");
+        }
+        let [first_ns, last_ns] = times([&*path("a", ending), &*path("b", ending)], "--absolute-time=false");
+        assert_eq!((first_ns, last_ns), (0, 0), "{ending}");
+    }
+    let [a, b] = ["a", "b"].map(|name| path(name, "msr"));
+    let both = scratch.path("both.csv");
+    weir(&["trace", "convert", "--absolute-time", text(&a), text(&b), text(&both)]).succeeds();
+    let csv = fs::read_to_string(&both).unwrap();
+    let times: Vec<u64> =
+        csv.lines().skip(1).map(|line| line.split(',').next().unwrap().parse().unwrap()).collect();
+    assert_eq!(times, [AT_NS, AT_NS + APART_NS]);
+    // Who wants none of it gets none.
+    weir(&["trace", "convert", "--absolute-time=false", text(&a), text(&both)]).succeeds();
+    assert!(fs::read_to_string(&both).unwrap().contains("\n0,vm1.0,read,0,4096\n"));
+    // Of another clock there is nothing to make of.
+    let plain = scratch.path("plain.fio-v3");
+    fs::write(&plain, "fio version 3 iolog\n5 /f read 0 512\n").unwrap();
+    let said = weir(&["trace", "info", "--absolute-time", text(&plain)]).fails();
+    assert_says(&said, &["plain.fio-v3: times of the format fio-v3 count from the trace's own beginning"]);
+}
+
+const TIMED: &str = "time_ns,disk,op,offset,length,admitted_ns,completed_ns,bucket\n\
+                     0,vm1,read,4096,8192,5000000,7000000,iops-total\n\
+                     1000000,\"a,b\",write,0,4096,1000000,4000000,\n\
+                     3000000,vm1,flush,0,0,,,\n";
+
+fn info(scratch: &Scratch, name: &str) -> Value {
+    weir(&["trace", "info", "--json", text(&scratch.path(name))]).json()
+}
+
+#[test]
+fn how_long_requests_waited_and_took_is_kept() {
+    let scratch = Scratch::new();
+    fs::write(scratch.path("timed.csv"), TIMED).unwrap();
+    for (from, to) in [("timed.csv", "a.recording"), ("a.recording", "b.recording"), ("b.recording", "c.csv")]
+    {
+        let said = convert(&scratch, from, to).run();
+        assert_eq!((said.code(), said.said()), (0, String::new()), "{from} → {to}");
+    }
+    assert_eq!(fs::read_to_string(scratch.path("c.csv")).unwrap(), TIMED);
+    for name in ["timed.csv", "a.recording", "b.recording", "c.csv"] {
+        let told = &info(&scratch, name)["disks"];
+        let mean = |disk: &str, what: &str| told[disk]["measured"][what]["mean"].as_f64().expect("a number");
+        let near = |mean: f64, ns: f64| assert!((mean / ns - 1.0).abs() < 0.01, "{name}: {mean}, not {ns}");
+        near(mean("vm1", "waited-ns"), 5e6);
+        near(mean("vm1", "latency-ns"), 7e6);
+        near(mean("a,b", "latency-ns"), 3e6);
+        assert_eq!(told["vm1"]["measured"]["held-by"], json!({ "iops-total": 1 }), "{name}");
+        assert_eq!(told["vm1"]["unmeasured"], json!(1), "{name}: {told:#}");
+        assert_eq!(told["a,b"]["unmeasured"], Value::Null, "{name}: {told:#}");
+    }
+
+    // Hours of a recording become one.
+    let path = |name: &str| scratch.path(name);
+    let both = [path("a.recording"), path("b.recording")];
+    for to in ["day.recording", "day.csv"] {
+        weir(&["trace", "convert", text(&both[0]), text(&both[1]), text(&path(to))]).succeeds();
+        let told = info(&scratch, to);
+        assert_eq!(told["disks"]["vm1"]["measured"]["held-by"], json!({ "iops-total": 2 }), "{told:#}");
+        assert_eq!(told["disks"]["vm1"]["unmeasured"], json!(2), "{told:#}");
+    }
+
+    let wrong = TIMED.replace("1000000,4000000", "999999,4000000");
+    fs::write(scratch.path("wrong.csv"), wrong).unwrap();
+    let said = convert(&scratch, "wrong.csv", "out.recording").fails();
+    assert_says(&said, &["wrong.csv:3: ", "a request is admitted before it came"]);
+}
+
+#[test]
+fn what_was_not_measured_is_not_told_as_if_it_were() {
+    let scratch = Scratch::new();
+    fs::write(scratch.path("own.csv"), REQUESTS).unwrap();
+    convert(&scratch, "own.csv", "plain.recording").succeeds();
+    let printed = weir(&["trace", "info", text(&scratch.path("plain.recording"))]).succeeds();
+    assert_says(&printed, &["How long 3 requests waited and took was not measured.\n"]);
+    assert!(!printed.contains("latency") && !printed.contains("WAITED"), "{printed}");
+    let told = info(&scratch, "plain.recording");
+    assert_eq!(told["disks"]["vm1"]["measured"], Value::Null, "{told:#}");
+    convert(&scratch, "plain.recording", "plain.csv").succeeds();
+    let csv = fs::read_to_string(scratch.path("plain.csv")).unwrap();
+    assert!(csv.contains("\n0,vm1,read,4096,8192,,,\n"), "{csv}");
 }
 
 #[test]
@@ -103,7 +293,7 @@ fn fio_replays_what_was_converted() {
     convert(&scratch, "own.csv", "own.iolog").succeeds();
     let log = format!("--read_iolog={}", text(&scratch.path("own.iolog")));
     let printed = Client::new("fio").args(["--name=replay", "--output-format=json", &log]).succeeds();
-    let told: serde_json::Value = serde_json::from_str(&printed).unwrap();
+    let told: Value = serde_json::from_str(&printed).unwrap();
     let job = &told["jobs"][0];
     assert_eq!((job["read"]["total_ios"].as_u64(), job["write"]["total_ios"].as_u64()), (Some(1), Some(1)));
 }

@@ -4,7 +4,7 @@
 //!   Host    an address, localhost, or a name that was told: a page of another name that points
 //!           here (DNS rebinding) reads nothing
 //!   Origin  where there is one, this very page
-//!   token   compared in constant time; who sends wrong ones has to wait
+//!   token   compared in constant time; who sends wrong ones has to wait, also with the right one
 //! ```
 //!
 //! There is no cookie, so a request of another page carries no right of anybody's.
@@ -50,6 +50,8 @@ const HEADERS: [(HeaderName, &str); 6] = [
 /// Wrong tokens that an address may send at once, and then one each [`AGAIN`].
 const MOST_WRONG: u32 = 10;
 const AGAIN: Duration = Duration::from_secs(1);
+const WAIT: &str =
+    "too many wrong tokens came from there, so that the right one has to wait too (a second for each)";
 /// Addresses that are remembered for it, the latest.
 const MOST_ADDRESSES: usize = 256;
 /// The log has a line of wrong tokens so often, however many come.
@@ -152,7 +154,7 @@ impl Guard {
         if wrong.is_full(peer, now) {
             // Not even compared: or it would be known which one is right.
             wrong.count(peer, now, false);
-            return Err((StatusCode::TOO_MANY_REQUESTS, "too many wrong tokens came from there (wait)"));
+            return Err((StatusCode::TOO_MANY_REQUESTS, WAIT));
         }
         // Of equal length, whatever was sent.
         if openssl::memcmp::eq(&sha256(bearer), token) {

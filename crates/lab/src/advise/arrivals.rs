@@ -17,6 +17,7 @@ use std::{
 use console::figures;
 
 use crate::{
+    latencies::{self, Latencies},
     simulate::MOST_DISKS,
     trace::{Op, Record, Source},
 };
@@ -51,11 +52,16 @@ pub(super) struct Stream {
     /// Behind the last byte that was asked for.
     pub(super) end_bytes: u64,
     pub(super) last_ns: u64,
+    /// Requests that begin where the one before ended.
+    pub(super) in_a_row: u64,
+    /// How long those took that move data, where the trace tells.
+    pub(super) measured: Option<Latencies>,
     /// Of one slot, the most operations and bytes.
     pub(super) peak: [u64; 2],
     slot: u64,
     in_slot: [u64; 2],
     last_length: u64,
+    last_end: u64,
     encoded: Vec<u8>,
 }
 
@@ -83,6 +89,11 @@ impl Arrivals {
                     anyhow::bail!("there are more than {MOST_DISKS} disks (split the trace)");
                 }
                 arrivals.push(record, &disks[record.disk.index()]);
+            }
+            for record in records.iter().filter(|record| record.op != Op::Flush) {
+                if let Some(latency_ns) = source.latency_ns(record) {
+                    arrivals.measure(record, latency_ns);
+                }
             }
             tell(arrivals.requests);
             match filled {
@@ -120,6 +131,12 @@ impl Arrivals {
         self.length_ns = self.length_ns.max(record.time_ns);
     }
 
+    /// How long a request took when it was recorded.
+    fn measure(&mut self, record: &Record, latency_ns: u64) {
+        let stream = &mut self.streams[record.disk.index()];
+        latencies::note(stream.measured.get_or_insert_with(latencies::growing), latency_ns);
+    }
+
     /// Requests of these disks by time, each with its disk; of equal times the disk named first.
     pub(super) fn of(&self, disks: &[usize]) -> Together<'_> {
         let mut together = Together { sources: Vec::with_capacity(disks.len()), next: BinaryHeap::new() };
@@ -154,6 +171,8 @@ impl Stream {
             return;
         }
         self.requests += 1;
+        self.in_a_row += u64::from(offset == self.last_end);
+        self.last_end = offset.saturating_add(length);
         self.moved_bytes = self.moved_bytes.saturating_add(length);
         let slot = time_ns >> SLOT_BITS;
         if slot != self.slot {

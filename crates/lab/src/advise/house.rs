@@ -143,7 +143,9 @@ impl House {
         let member = self.world.disks.iter().position(|disk| disk.name == name);
         if let Some(group) = member.and_then(|disk| self.world.disks[disk].group) {
             let group = &self.world.groups[group].name;
-            return format!("{name}: is advised together with its group (--for {group})");
+            return format!(
+                "{name}: is advised together with its group (--for {group}); which limit of another member would spare it is told without --config (name the device with --rate, --delay or --device, and --for {name})"
+            );
         }
         let names = self.tenants.iter().map(|tenant| tenant.name.as_str());
         match suggest::nearest(name, names) {

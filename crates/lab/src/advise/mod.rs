@@ -62,8 +62,9 @@ use trial::{Felt, Judge, Trial};
 
 use crate::{
     interruption::Interruption,
+    latencies,
     simulate::{DeviceSpec, device_of},
-    trace::Merged,
+    trace::{Merged, Options},
 };
 
 /// What a group that advice makes is called.
@@ -82,7 +83,8 @@ pub fn run(arguments: AdviseArgs) -> Result<(), Failure> {
     let heard = Arc::clone(&stop);
     Interruption::watch(move || heard.store(true, Ordering::Relaxed), || {})?;
     let progress = Spinner::new();
-    let mut source = Merged::open(&arguments.traces, &arguments.reading.options())?;
+    let options = Options { outcomes: true, ..arguments.reading.options() };
+    let mut source = Merged::open(&arguments.traces, &options)?;
     let tell = |requests: u64| progress.say(|| format!("{} requests read", figures::count(requests as f64)));
     let arrivals = Arrivals::read(&mut source, &stop, &tell)?;
     drop(source);
@@ -168,8 +170,9 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
             }
         }
     }
-    for (told, before) in told.iter_mut().zip(before.into_iter().flatten()) {
-        told.before = Some(before);
+    for (tenant, before) in before.into_iter().flatten().enumerate() {
+        remarks.extend(unlike(search, tenant, &before));
+        told[tenant].before = Some(before);
     }
     for (tenant, told) in told.iter().enumerate() {
         let Some(limits) = told.set else { continue };
@@ -227,7 +230,7 @@ fn by_itself(search: &Search<'_>, tenant: usize, told: &mut Told, remarks: &mut 
     };
     told.after = Some(need.felt.clone());
     if let Some(ns) = need.impossible_ns {
-        remarks.push(impossible(search, &of.name, ns));
+        remarks.push(impossible(search, tenant, ns));
     } else if of.is_kept {
         told.set = Some(need.limits()).filter(|limits| !limits.is_unlimited());
         if told.set.is_none() {
@@ -237,14 +240,61 @@ fn by_itself(search: &Search<'_>, tenant: usize, told: &mut Told, remarks: &mut 
     unsure(&of.name, need, remarks);
 }
 
-fn impossible(search: &Search<'_>, name: &str, ns: u64) -> String {
+fn impossible(search: &Search<'_>, tenant: usize, ns: u64) -> String {
     let percentile = search.judge.target.name();
+    let (of, took, above) = (&search.house.tenants[tenant], figures::time(ns), above(ns));
+    let name = &of.name;
+    if of.disks.len() > 1 {
+        return format!(
+            "{name}: without limits and alone on its device its {percentile} is {took}; no limit of the group makes it shorter, though one of a disk in it may (leave out --config, name the device with --rate, --delay or --device and with --for the disk that is to be spared; or --keep {percentile}={above} could be kept)."
+        );
+    }
     format!(
-        "{name}: without limits and alone on its device its {percentile} is {}; no limit makes it shorter (--keep {percentile}={} could be kept, or on a faster device less).",
-        figures::time(ns),
-        above(ns)
+        "{name}: without limits and alone on its device its {percentile} is {took}; no limit makes it shorter (--keep {percentile}={above} could be kept, or on a faster device less)."
     )
 }
+
+/// What is to be known where a tenant felt something else than the simulation says.
+fn unlike(search: &Search<'_>, tenant: usize, felt: &Felt) -> Option<String> {
+    let Search { judge: Judge { target, whole, .. }, arrivals, house, .. } = search;
+    let of = &house.tenants[tenant];
+    let streams = || of.disks.iter().map(|&disk| &arrivals.streams[disk]);
+    let mut measured = latencies::growing();
+    for latencies in streams().filter_map(|stream| stream.measured.as_ref()) {
+        measured.add(latencies).expect("it grows");
+    }
+    if !whole || felt.given_up || measured.len() < target.enough() {
+        return None;
+    }
+    let [is_ns, was_ns] = [&felt.latency, &measured].map(|times| times.value_at_quantile(target.share()));
+    // What is far below the target decides nothing.
+    if is_ns.max(was_ns).saturating_mul(LITTLE) < target.time_ns {
+        return None;
+    }
+    let [in_a_row, requests] =
+        [streams().map(|of| of.in_a_row).sum::<u64>(), streams().map(|of| of.requests).sum()];
+    let why = if is_ns > was_ns.saturating_mul(UNLIKE) && in_a_row > requests / 2 {
+        "most of its requests begin where the one before ended: weir merges such, which no simulation does, so that they ask for less than it says"
+    } else if is_ns > was_ns.saturating_mul(UNLIKE) {
+        "the device is faster than was told, limits of others were in force, or weir merged what a neighbour asked for in a row"
+    } else if was_ns > is_ns.saturating_mul(UNLIKE) {
+        "the device is slower than was told, or limits were in force (--config tells them)"
+    } else {
+        return None;
+    };
+    Some(format!(
+        "{}: its {} is {} in the simulation, and was {} when it was recorded: {why}.",
+        of.name,
+        target.name(),
+        figures::time(is_ns),
+        figures::time(was_ns)
+    ))
+}
+
+/// Times that differ by more than this are told.
+const UNLIKE: u64 = 2;
+/// Not those that are less than this part of the target.
+const LITTLE: u64 = 4;
 
 /// A time that can be typed, no shorter.
 fn above(ns: u64) -> String {
@@ -278,7 +328,7 @@ fn share(
         let need = told[tenant].need.as_ref();
         if let Some(ns) = need.and_then(|need| need.impossible_ns).filter(|_| house.tenants[tenant].is_kept) {
             is_possible = false;
-            remarks.push(impossible(search, name, ns));
+            remarks.push(impossible(search, tenant, ns));
         }
         need.into_iter().for_each(|need| unsure(name, need, remarks));
     }
@@ -361,7 +411,15 @@ fn lies_between(search: &Search<'_>, name: &str, limits: &Limits, interval: Inte
     let (unit, rate) = only(limits);
     let setting = Setting::Limit(need::kind(unit), Part::Rate);
     let (between, blocks) = (Between::of(rate, interval).shown(unit), search.judge.blocks.name());
-    format!("{name}: {setting} {rate} lies between {between} for other days of the same {blocks}.")
+    if interval.high.is_finite() {
+        return format!(
+            "{name}: {setting} {rate} lies between {between} for other days of the same {blocks}."
+        );
+    }
+    let low = between.trim_end_matches('…');
+    format!(
+        "{name}: {setting} {rate} is {low} or more for other days of the same {blocks}; how much at most cannot be told from this trace."
+    )
 }
 
 /// One that nobody has yet.

@@ -11,9 +11,10 @@ use super::{
     advice::{Advice, Line},
     advise,
     arrivals::{Arrival, Arrivals},
-    certainty::Blocks,
+    certainty::{Blocks, Interval},
     envelope::{Buckets, demand},
     house::House,
+    lies_between,
     need::{Search, amount, limits_of},
     packing::{Supply, pack},
     search::{Smallest, Terms, capacity, smallest},
@@ -408,6 +409,22 @@ fn no_way_to_put_disks_onto_fewer_devices_keeps_the_target() {
             "seed {seed}: {count} are too many"
         );
     }
+}
+
+#[test]
+fn an_interval_without_an_upper_end_says_so() {
+    let arrivals = noisy_neighbour(1, 1);
+    let house = house(&arrivals, None);
+    let judge = judge(Target::new(99.0, 10 * MS), true, &arrivals);
+    let stop = AtomicBool::new(false);
+    let search = Search { house: &house, arrivals: &arrivals, judge, over_s: 60.0, stop: &stop };
+    let limits = limits_of([Some(Limit { rate: 1000, ..Limit::NONE }), None]);
+    let said = |low, high| lies_between(&search, "b", &limits, Interval { low, high });
+    let days = "for other days of the same tenths";
+    assert_eq!(said(0.5, 2.0), format!("b: iops-total 1000 lies between 500…2.0K {days}."));
+    let open =
+        format!("b: iops-total 1000 is 0 or more {days}; how much at most cannot be told from this trace.");
+    assert_eq!(said(0.0, f64::INFINITY), open);
 }
 
 #[test]

@@ -31,6 +31,7 @@ impl ReadingArgs {
             columns: self.columns.clone(),
             window: self.window as usize,
             absolute_time: self.absolute_time,
+            outcomes: false,
         }
     }
 }

@@ -20,7 +20,7 @@ pub fn trace(data: &[u8]) {
     let Some((&choice, text)) = data.split_first() else { return };
     let formats = Format::value_variants();
     let format = formats.get(usize::from(choice & 15)).copied();
-    let options = Options { format, window: usize::from(choice >> 4), ..Options::default() };
+    let options = Options { format, window: usize::from(choice >> 4), outcomes: true, ..Options::default() };
     let (records, disks, error) = read(text, &options);
     if let Some(error) = error {
         let error = error.to_string();
@@ -38,7 +38,12 @@ fn read(text: &[u8], options: &Options) -> (Vec<Record>, Vec<String>, Option<Tra
     let mut records = Vec::new();
     let error = loop {
         match reader.next() {
-            Ok(Some(record)) => records.push(record),
+            Ok(Some(record)) => {
+                let noted = reader.outcome(&record);
+                let outcome = noted.and_then(|noted| reader.named(noted));
+                assert!(outcome.is_none_or(|outcome| outcome.limit != Some("")), "no name is empty");
+                records.push(record);
+            }
             Ok(None) => break None,
             Err(error) => break Some(error),
         }

@@ -1,7 +1,7 @@
 //! `weir trace info`: what traces hold, without replaying them.
 //!
-//! Of recordings also what was measured: how long requests waited, for which limits, and how long
-//! they were served.
+//! Where a trace tells how its requests fared, also how long they waited, for which limits, and how
+//! long they were served.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -16,9 +16,10 @@ use console::{
 use serde::Serialize;
 
 use super::{
-    Options, ReadingArgs,
+    Options, Outcome, ReadingArgs,
     error::TraceError,
     lines::Lines,
+    merge,
     reader::{self, Reader},
     record::Op,
     recording::{Blocks, Told},
@@ -67,14 +68,22 @@ struct OfDisk {
     requests: u64,
     reads: u64,
     writes: u64,
+    discards: u64,
+    write_zeroes: u64,
+    flushes: u64,
     read_bytes: u64,
     written_bytes: u64,
+    discarded_bytes: u64,
+    zeroed_bytes: u64,
     /// Since 1970, where traces say it.
     first_ns: u64,
     last_ns: u64,
-    /// Only of recordings.
+    /// Where a trace tells.
     #[serde(skip_serializing_if = "Option::is_none")]
     measured: Option<Box<Measured>>,
+    /// Requests of a recording that nobody knows of how long they took.
+    #[serde(skip_serializing_if = "is_none")]
+    unmeasured: u64,
 }
 
 #[derive(Serialize)]
@@ -131,10 +140,20 @@ pub(super) fn run(arguments: &InfoArgs) -> Result<(), Failure> {
 impl Info {
     fn read(&mut self, mut lines: Lines, options: &Options) -> Result<(), TraceError> {
         if reader::is_recording(&mut lines, options)? {
-            let mut blocks = Blocks::default();
+            let (mut blocks, mut first_ns) = (Blocks::default(), None);
             let read = loop {
                 match blocks.next(&mut lines) {
-                    Ok(Some(told)) => self.measure(&told),
+                    Ok(Some(told)) => {
+                        let Told { entry, arrival_ns, disk, limit, .. } = told;
+                        let time_ns = match options.absolute_time {
+                            Some(false) => arrival_ns.saturating_sub(*first_ns.get_or_insert(arrival_ns)),
+                            _ => arrival_ns,
+                        };
+                        let request = Request { time_ns, op: entry.op, length: entry.length };
+                        let has_failed = entry.has_failed;
+                        let outcome = entry.times.map(|times| Outcome { times, has_failed, limit });
+                        self.count(disk, &request).fared(outcome);
+                    }
                     Ok(None) => break Ok(()),
                     Err(error) => break Err(error),
                 }
@@ -142,29 +161,21 @@ impl Info {
             self.lost += blocks.lost();
             return read;
         }
-        let mut reader = Reader::over(lines, options)?;
+        let options = Options { outcomes: true, ..options.clone() };
+        let mut reader = Reader::over(lines, &options)?;
+        let zero_ns = match options.absolute_time {
+            Some(true) => merge::share_clock(std::slice::from_mut(&mut reader))?,
+            _ => 0,
+        };
         while let Some(record) = reader.next()? {
-            let request = Request { time_ns: record.time_ns, op: record.op, length: record.length };
-            let disk = &reader.disks()[record.disk.index()];
-            self.count(disk, &request);
-        }
-        Ok(())
-    }
-
-    fn measure(&mut self, told: &Told<'_>) {
-        let Told { entry, arrival_ns, disk, limit, .. } = told;
-        let request = Request { time_ns: *arrival_ns, op: entry.op, length: entry.length };
-        let measured = self.count(disk, &request).measured.get_or_insert_with(Box::default);
-        measured.failed += u64::from(entry.has_failed);
-        latencies::note(&mut measured.waited, entry.wait_ns);
-        latencies::note(&mut measured.served, entry.service_ns);
-        latencies::note(&mut measured.latency, entry.wait_ns.saturating_add(entry.service_ns));
-        if let Some(limit) = limit {
-            match measured.held_by.get_mut(*limit) {
-                Some(count) => *count += 1,
-                None => drop(measured.held_by.insert((*limit).to_owned(), 1)),
+            let request = Request { time_ns: zero_ns + record.time_ns, op: record.op, length: record.length };
+            let noted = reader.outcome(&record);
+            let of = self.count(&reader.disks()[record.disk.index()], &request);
+            if reader.tells_outcomes() {
+                of.fared(noted.and_then(|noted| reader.named(noted)));
             }
         }
+        Ok(())
     }
 
     fn count(&mut self, disk: &str, request: &Request) -> &mut OfDisk {
@@ -184,8 +195,7 @@ impl Info {
         if let (Some(first), Some(last)) = (self.first_ns(), self.last_ns()) {
             let lasts = figures::age(last - first);
             match u32::try_from(first / 1_000_000_000) {
-                // Other clocks begin with the trace, or with its machine.
-                Ok(seconds) if seconds > YEAR_2000 => {
+                Ok(seconds) if is_since_1970(first) => {
                     text.push(format!("From {} UTC, {lasts} long.\n", figures::date(seconds)));
                 }
                 _ => text.push(format!("{lasts} long.\n")),
@@ -194,6 +204,11 @@ impl Info {
         let measured = self.disks.values().any(|disk| disk.measured.is_some());
         if measured {
             text.extend([self.times().render(false), self.held().render(false)]);
+        }
+        let unmeasured: u64 = self.disks.values().map(|disk| disk.unmeasured).sum();
+        if unmeasured > 0 {
+            let requests = figures::counted(unmeasured, "request");
+            text.push(format!("How long {requests} waited and took was not measured.\n"));
         }
         text.retain(|part| !part.is_empty());
         if text.is_empty() { "no requests\n".to_owned() } else { text.join("\n") }
@@ -208,20 +223,36 @@ impl Info {
     }
 
     fn amounts(&self) -> Table {
-        let numbers = ["REQUESTS", "READS", "WRITES", "READ", "WRITTEN", "IOPS", "BYTES/S"];
-        let mut table = Table::new(columns(&["DISK"], &numbers));
-        for (name, disk) in &self.disks {
-            let bytes = disk.read_bytes + disk.written_bytes;
-            table.row(vec![
-                name.clone(),
-                disk.requests.to_string(),
-                disk.reads.to_string(),
-                disk.writes.to_string(),
-                figures::bytes(disk.read_bytes as f64),
-                figures::bytes(disk.written_bytes as f64),
-                disk.a_second(disk.requests).map_or_else(|| "-".to_owned(), figures::count),
-                disk.a_second(bytes).map_or_else(|| "-".to_owned(), figures::bytes),
-            ]);
+        type Column = (&'static str, fn(&OfDisk) -> String);
+        fn size(bytes: u64) -> String {
+            figures::bytes(bytes as f64)
+        }
+        let all: [Column; 11] = [
+            ("REQUESTS", |of| of.requests.to_string()),
+            ("READS", |of| of.reads.to_string()),
+            ("WRITES", |of| of.writes.to_string()),
+            ("DISCARDS", |of| of.discards.to_string()),
+            ("ZEROES", |of| of.write_zeroes.to_string()),
+            ("READ", |of| size(of.read_bytes)),
+            ("WRITTEN", |of| size(of.written_bytes)),
+            ("DISCARDED", |of| size(of.discarded_bytes)),
+            ("ZEROED", |of| size(of.zeroed_bytes)),
+            ("IOPS", |of| of.a_second(of.requests).map_or_else(|| "-".to_owned(), figures::count)),
+            ("BYTES/S", |of| of.a_second(of.bytes()).map_or_else(|| "-".to_owned(), figures::bytes)),
+        ];
+        // Most traces have none of these.
+        let has = |count: fn(&OfDisk) -> u64| self.disks.values().any(|of| count(of) > 0);
+        let (discards, zeroes) = (has(|of| of.discards), has(|of| of.write_zeroes));
+        let is_shown = |(name, _): &Column| match *name {
+            "DISCARDS" | "DISCARDED" => discards,
+            "ZEROES" | "ZEROED" => zeroes,
+            _ => true,
+        };
+        let shown: Vec<Column> = all.into_iter().filter(is_shown).collect();
+        let names: Vec<_> = shown.iter().map(|(name, _)| *name).collect();
+        let mut table = Table::new(columns(&["DISK"], &names));
+        for (name, of) in &self.disks {
+            table.row(std::iter::once(name.clone()).chain(shown.iter().map(|(_, cell)| cell(of))).collect());
         }
         table
     }
@@ -271,8 +302,14 @@ impl Info {
     }
 }
 
-/// Seconds since 1970.
-const YEAR_2000: u32 = 946_684_800;
+/// Whether nanoseconds are of the time of day: other clocks begin with the trace, or with its
+/// machine.
+pub(super) fn is_since_1970(ns: u64) -> bool {
+    ns > YEAR_2000_S * 1_000_000_000
+}
+
+/// Since 1970.
+const YEAR_2000_S: u64 = 946_684_800;
 
 impl OfDisk {
     fn beginning(first_ns: u64) -> Self {
@@ -280,30 +317,49 @@ impl OfDisk {
             requests: 0,
             reads: 0,
             writes: 0,
+            discards: 0,
+            write_zeroes: 0,
+            flushes: 0,
             read_bytes: 0,
             written_bytes: 0,
+            discarded_bytes: 0,
+            zeroed_bytes: 0,
             first_ns,
             last_ns: first_ns,
             measured: None,
+            unmeasured: 0,
         }
     }
 
     fn count(&mut self, request: &Request) {
         let Request { time_ns, op, length } = *request;
         self.requests += 1;
-        match op {
-            Op::Read => {
-                self.reads += 1;
-                self.read_bytes = self.read_bytes.saturating_add(length);
-            }
-            Op::Write => {
-                self.writes += 1;
-                self.written_bytes = self.written_bytes.saturating_add(length);
-            }
-            Op::Flush | Op::Discard | Op::WriteZeroes => {}
-        }
+        let (count, bytes) = match op {
+            Op::Read => (&mut self.reads, &mut self.read_bytes),
+            Op::Write => (&mut self.writes, &mut self.written_bytes),
+            Op::Discard => (&mut self.discards, &mut self.discarded_bytes),
+            Op::WriteZeroes => (&mut self.write_zeroes, &mut self.zeroed_bytes),
+            // It moves nothing.
+            Op::Flush => (&mut self.flushes, &mut 0),
+        };
+        *count += 1;
+        *bytes = bytes.saturating_add(length);
         self.first_ns = self.first_ns.min(time_ns);
         self.last_ns = self.last_ns.max(time_ns);
+    }
+
+    /// `None`: nobody knows.
+    fn fared(&mut self, outcome: Option<Outcome<'_>>) {
+        match outcome {
+            Some(outcome) => self.measured.get_or_insert_with(Box::default).add(&outcome),
+            None => self.unmeasured += 1,
+        }
+    }
+
+    /// What it was asked to move, as limits count it.
+    fn bytes(&self) -> u64 {
+        let parts = [self.read_bytes, self.written_bytes, self.discarded_bytes, self.zeroed_bytes];
+        parts.into_iter().fold(0, u64::saturating_add)
     }
 
     /// `None` where all came at once.
@@ -318,6 +374,26 @@ impl Default for Measured {
         let [latency, waited, served] = [(); 3].map(|()| latencies::growing());
         Self { failed: 0, latency, waited, served, held_by: BTreeMap::new() }
     }
+}
+
+impl Measured {
+    fn add(&mut self, outcome: &Outcome<'_>) {
+        let Outcome { times, has_failed, limit } = outcome;
+        self.failed += u64::from(*has_failed);
+        latencies::note(&mut self.waited, times.wait_ns);
+        latencies::note(&mut self.served, times.service_ns);
+        latencies::note(&mut self.latency, times.latency_ns());
+        if let Some(limit) = limit {
+            match self.held_by.get_mut(*limit) {
+                Some(count) => *count += 1,
+                None => drop(self.held_by.insert((*limit).to_owned(), 1)),
+            }
+        }
+    }
+}
+
+fn is_none(count: &u64) -> bool {
+    *count == 0
 }
 
 fn percentiles<S: serde::Serializer>(times: &Latencies, serializer: S) -> Result<S::Ok, S::Error> {

@@ -13,6 +13,7 @@ use super::{
     disks::Disks,
     error::TraceError,
     format::Format,
+    outcome::{Noted, Outcome},
     reader::{Options, Reader},
     record::{DiskId, Record},
 };
@@ -22,6 +23,11 @@ pub(crate) trait Source {
     fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()>;
     fn disks(&self) -> &[String];
     fn place(&self, record: &Record) -> String;
+    /// How long a request took when it was recorded, in nanoseconds, where that is known. To be
+    /// asked once of each, by who asked for outcomes.
+    fn latency_ns(&mut self, _record: &Record) -> Option<u64> {
+        None
+    }
 }
 
 pub(crate) struct Merged {
@@ -36,6 +42,17 @@ pub(crate) struct Merged {
     /// Recordings that end in a block hide none of those that follow: reported when all is read.
     torn: Option<TraceError>,
     begun: bool,
+    clock: Clock,
+}
+
+/// What time 0 is.
+enum Clock {
+    /// The first record of the only trace, or of each.
+    First,
+    /// This time of a clock that all share, in nanoseconds.
+    Shared(u64),
+    /// Nobody is to know.
+    Zero,
 }
 
 struct One {
@@ -58,6 +75,11 @@ impl Source for Merged {
             [only] => only.reader.disks(),
             _ => self.disks.names(),
         }
+    }
+
+    fn latency_ns(&mut self, record: &Record) -> Option<u64> {
+        let noted = self.outcome(record)?;
+        Some(self.named(record, noted)?.times.latency_ns())
     }
 
     fn place(&self, record: &Record) -> String {
@@ -84,9 +106,11 @@ impl Merged {
             return Err(TraceError::Together { file: format!("{} traces", readers.len()), why });
         }
         let are_recordings = || readers.iter().all(|reader| reader.format == Format::Recording);
-        if absolute_time.unwrap_or_else(|| readers.len() > 1 && are_recordings()) {
-            share_clock(&mut readers)?;
-        }
+        let clock = match absolute_time {
+            Some(false) => Clock::Zero,
+            None if readers.len() == 1 || !are_recordings() => Clock::First,
+            _ => Clock::Shared(share_clock(&mut readers)?),
+        };
         let sources = readers.into_iter().map(|reader| One { reader, ids: Vec::new(), head: None }).collect();
         Ok(Self {
             sources,
@@ -95,12 +119,37 @@ impl Merged {
             failed: None,
             torn: None,
             begun: false,
+            clock,
         })
     }
 
-    /// The first trace that tells how long its requests waited and took, which records do not.
-    pub(super) fn with_times(&self) -> Option<&str> {
-        self.sources.iter().find(|one| one.reader.tells_times).map(|one| one.reader.name())
+    /// Nanoseconds since 1970 at time 0, as far as the traces say that; else 0. To be asked before
+    /// [`next`](Self::next).
+    pub(super) fn clock_ns(&mut self) -> u64 {
+        match (&self.clock, &mut self.sources[..]) {
+            (Clock::Shared(ns), _) => *ns,
+            (Clock::First, [only]) if only.reader.format.is_absolute() => only.reader.first_ns().unwrap_or(0),
+            _ => 0,
+        }
+    }
+
+    /// Whether a trace tells how its requests fared.
+    pub(super) fn tells_outcomes(&self) -> bool {
+        self.sources.iter().any(|one| one.reader.tells_outcomes())
+    }
+
+    /// See [`Reader::outcome`].
+    pub(super) fn outcome(&mut self, record: &Record) -> Option<Noted> {
+        self.sources[usize::from(record.file)].reader.outcome(record)
+    }
+
+    pub(super) fn named(&self, record: &Record, noted: Noted) -> Option<Outcome<'_>> {
+        self.sources[usize::from(record.file)].reader.named(noted)
+    }
+
+    /// Requests that could not be recorded, as far as was read.
+    pub(super) fn lost(&self) -> u64 {
+        self.sources.iter().map(|one| one.reader.lost()).sum()
     }
 
     /// One trace's error ends all, but for a recording that is cut off, which is a shorter one.
@@ -155,8 +204,8 @@ impl Merged {
     }
 }
 
-/// Times then count from the earliest record of any.
-fn share_clock(readers: &mut [Reader]) -> Result<(), TraceError> {
+/// Times then count from the earliest record of any, which is returned.
+pub(super) fn share_clock(readers: &mut [Reader]) -> Result<u64, TraceError> {
     if let Some(other) = readers.iter().find(|reader| !reader.format.is_absolute()) {
         let why = format!(
             "times of the format {} count from the trace's own beginning, so that its distance to others is not known \
@@ -165,8 +214,7 @@ fn share_clock(readers: &mut [Reader]) -> Result<(), TraceError> {
         );
         return Err(TraceError::Together { file: other.name().to_owned(), why });
     }
-    if let Some(origin_ns) = readers.iter_mut().filter_map(Reader::first_ns).min() {
-        readers.iter_mut().for_each(|reader| reader.count_from(origin_ns));
-    }
-    Ok(())
+    let origin_ns = readers.iter_mut().filter_map(Reader::first_ns).min().unwrap_or(0);
+    readers.iter_mut().for_each(|reader| reader.count_from(origin_ns));
+    Ok(origin_ns)
 }

@@ -1,7 +1,8 @@
 //! A file that is written as long as a command runs, and gets its name when that ends well.
 //!
 //! A regular file is made beside the one it will replace; a pipe or a terminal is written in place.
-//! What is read is never written.
+//! What is read is never written. The process ends well where nobody reads its standard output any
+//! more.
 
 use std::{
     fs::{self, File, Permissions},
@@ -11,6 +12,7 @@ use std::{
         unix::fs::{MetadataExt as _, PermissionsExt as _},
     },
     path::{Path, PathBuf},
+    process::exit,
 };
 
 use anyhow::{Context as _, bail};
@@ -25,6 +27,7 @@ pub(crate) enum Output {
     Beside(NamedTempFile, PathBuf),
     /// No regular file: a pipe, a terminal.
     InPlace(File),
+    Standard(File),
 }
 
 impl Output {
@@ -66,14 +69,14 @@ impl Output {
     /// # Errors
     /// Where the process has none.
     pub(crate) fn standard() -> io::Result<Self> {
-        Ok(Self::InPlace(io::stdout().as_fd().try_clone_to_owned()?.into()))
+        Ok(Self::Standard(io::stdout().as_fd().try_clone_to_owned()?.into()))
     }
 
     /// Gives the file its name.
     pub(crate) fn finish(self) -> io::Result<()> {
         match self {
             Self::Beside(file, target) => file.persist(target).map(drop).map_err(|error| error.error),
-            Self::InPlace(_) => Ok(()),
+            Self::InPlace(_) | Self::Standard(_) => Ok(()),
         }
     }
 }
@@ -83,6 +86,11 @@ impl Write for Output {
         match self {
             Self::Beside(file, _) => file.as_file_mut().write(bytes),
             Self::InPlace(file) => file.write(bytes),
+            Self::Standard(file) => match file.write(bytes) {
+                // `… | head`: whoever reads has seen enough, as `console::print` has it.
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => exit(0),
+                written => written,
+            },
         }
     }
 

@@ -3,15 +3,15 @@
 use std::{io::Read, path::Path};
 
 use super::{
-    HEADER, MORE_COLUMNS,
     disks::Disks,
     error::TraceError,
     format::{
         Alibaba, Blkparse, ByColumns, CloudPhysics, Columns, Fio, Format, Found, Mqsim, Msr, Parse, Spc,
-        Weir, detect,
+        Weir, detect, tells_outcomes,
     },
     input::Input,
     lines::Lines,
+    outcome::{self, Noted, Outcome, Outcomes},
     record::Record,
     recording::{Blocks, Told, is_beginning},
     window::Window,
@@ -35,22 +35,24 @@ pub(crate) struct Options {
     /// Keep the distance between several traces on their common clock; `None`: if all are
     /// recordings.
     pub(crate) absolute_time: Option<bool>,
+    /// Keep how each request fared, where a trace tells, until it is asked for.
+    pub(crate) outcomes: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { format: None, columns: None, window: DEFAULT_WINDOW, absolute_time: None }
+        Self { format: None, columns: None, window: DEFAULT_WINDOW, absolute_time: None, outcomes: false }
     }
 }
 
 pub(crate) struct Reader {
     lines: Lines,
     pub(crate) format: Format,
-    /// It tells of its requests how long they waited and took, which records have no place for.
-    pub(super) tells_times: bool,
     parser: Parser,
     disks: Disks,
     window: Window,
+    /// Of those that the window holds.
+    outcomes: Option<Outcomes>,
     held: usize,
     /// The trace's clock at time 0; `None` before the first record.
     origin_ns: Option<u64>,
@@ -103,9 +105,9 @@ impl Reader {
             (Some(format), None) => format,
             (None, None) => detect(ahead).map_err(|hint| TraceError::Unknown { file: file.clone(), hint })?,
         };
-        let tells_times = match format {
+        let tells = match format {
             Format::Recording => true,
-            Format::Weir => ahead.starts_with([HEADER, MORE_COLUMNS].concat().as_bytes()),
+            Format::Weir => tells_outcomes(ahead),
             _ => false,
         };
         let parser = match format {
@@ -128,10 +130,10 @@ impl Reader {
         Ok(Self {
             lines,
             format,
-            tells_times,
             parser,
             disks: Disks::new(),
             window: Window::new(options.window),
+            outcomes: (tells && options.outcomes).then(Outcomes::new),
             held: options.window,
             origin_ns: None,
             ended: false,
@@ -163,6 +165,29 @@ impl Reader {
         }
     }
 
+    /// Whether it tells of its requests how they fared, and was asked to.
+    pub(super) fn tells_outcomes(&self) -> bool {
+        self.outcomes.is_some()
+    }
+
+    /// How a request fared that [`next`](Self::next) told, where that is known. To be asked once of
+    /// each.
+    pub(super) fn outcome(&mut self, record: &Record) -> Option<Noted> {
+        self.outcomes.as_mut()?.take(record)
+    }
+
+    pub(super) fn named(&self, noted: Noted) -> Option<Outcome<'_>> {
+        Some(self.outcomes.as_ref()?.named(noted))
+    }
+
+    /// Requests that could not be recorded, as far as was read.
+    pub(super) fn lost(&self) -> u64 {
+        match &self.parser {
+            Parser::Recording(blocks) => blocks.lost(),
+            _ => 0,
+        }
+    }
+
     /// The first record's time in the trace's own clock. To be asked before [`next`](Self::next).
     pub(super) fn first_ns(&mut self) -> Option<u64> {
         if self.window.len() <= self.held && !self.ended {
@@ -178,19 +203,21 @@ impl Reader {
 
     #[cold]
     fn refill(&mut self) {
-        let Self { lines, disks, window, held, .. } = self;
-        let enough = *held + BATCH;
+        let enough = self.held + BATCH;
+        let Self { lines, disks, window, outcomes, .. } = self;
+        let mut into = Into { disks, window, outcomes: outcomes.as_mut() };
+        let into = &mut into;
         let more = match &mut self.parser {
-            Parser::Weir(parser) => read(parser, lines, disks, window, enough),
-            Parser::Fio(parser) => read(parser, lines, disks, window, enough),
-            Parser::Blkparse(parser) => read(parser, lines, disks, window, enough),
-            Parser::Msr(parser) => read(parser, lines, disks, window, enough),
-            Parser::Alibaba(parser) => read(parser, lines, disks, window, enough),
-            Parser::CloudPhysics(parser) => read(parser, lines, disks, window, enough),
-            Parser::Spc(parser) => read(parser, lines, disks, window, enough),
-            Parser::Mqsim(parser) => read(parser, lines, disks, window, enough),
-            Parser::Recording(blocks) => read_recording(blocks, lines, disks, window, enough),
-            Parser::ByColumns(parser) => read(parser, lines, disks, window, enough),
+            Parser::Weir(parser) => read(parser, lines, into, enough),
+            Parser::Fio(parser) => read(parser, lines, into, enough),
+            Parser::Blkparse(parser) => read(parser, lines, into, enough),
+            Parser::Msr(parser) => read(parser, lines, into, enough),
+            Parser::Alibaba(parser) => read(parser, lines, into, enough),
+            Parser::CloudPhysics(parser) => read(parser, lines, into, enough),
+            Parser::Spc(parser) => read(parser, lines, into, enough),
+            Parser::Mqsim(parser) => read(parser, lines, into, enough),
+            Parser::Recording(blocks) => read_recording(blocks, lines, into, enough),
+            Parser::ByColumns(parser) => read(parser, lines, into, enough),
         };
         match more {
             Ok(more) => self.ended = !more,
@@ -216,21 +243,35 @@ pub(super) fn is_recording(lines: &mut Lines, options: &Options) -> Result<bool,
     }
 }
 
+/// Where what is read goes.
+struct Into<'a> {
+    disks: &'a mut Disks,
+    window: &'a mut Window,
+    outcomes: Option<&'a mut Outcomes>,
+}
+
+impl Into<'_> {
+    /// For the requests of a line.
+    #[inline]
+    fn found(&mut self, line: u64) -> Found<'_> {
+        Found { disks: self.disks, window: self.window, outcomes: self.outcomes.as_deref_mut(), line }
+    }
+}
+
 /// False if there are no more lines.
 fn read(
     parser: &mut impl Parse,
     lines: &mut Lines,
-    disks: &mut Disks,
-    window: &mut Window,
+    into: &mut Into<'_>,
     enough: usize,
 ) -> Result<bool, TraceError> {
-    while window.len() < enough {
+    while into.window.len() < enough {
         let number = lines.number() + 1;
         let Some(line) = lines.next()? else { return Ok(false) };
         if line.is_empty() {
             continue;
         }
-        let mut found = Found { disks, window, line: number };
+        let mut found = into.found(number);
         if let Err(why) = parser.line(line, &mut found) {
             return Err(lines.wrong(why));
         }
@@ -242,16 +283,20 @@ fn read(
 fn read_recording(
     blocks: &mut Blocks,
     lines: &mut Lines,
-    disks: &mut Disks,
-    window: &mut Window,
+    into: &mut Into<'_>,
     enough: usize,
 ) -> Result<bool, TraceError> {
-    while window.len() < enough {
-        let Some(Told { entry, arrival_ns, disk, number, .. }) = blocks.next(lines)? else {
+    while into.window.len() < enough {
+        let Some(Told { entry, arrival_ns, disk, limit, number }) = blocks.next(lines)? else {
             return Ok(false);
         };
-        let mut found = Found { disks, window, line: number };
-        if let Err(why) = found.push(arrival_ns, disk.as_bytes(), entry.op, entry.offset, entry.length) {
+        let mut found = into.found(number);
+        let mut read = found.push(arrival_ns, disk.as_bytes(), entry.op, entry.offset, entry.length);
+        if let (Some(outcomes), Some(times)) = (&mut found.outcomes, entry.times) {
+            let (has_failed, limit) = (entry.has_failed, limit.map(str::as_bytes));
+            read = read.and_then(|()| outcomes.note(number, outcome::Told { times, has_failed, limit }));
+        }
+        if let Err(why) = read {
             return Err(lines.wrong(why));
         }
     }

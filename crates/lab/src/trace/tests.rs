@@ -561,18 +561,9 @@ fn traces_of_one_clock_keep_their_distance() {
 fn recordings_keep_their_distance_unless_they_are_told_not_to() {
     let recording = |clock_ns: u64, offset: u64| {
         let mut writer = recording::Writer::new(Vec::new(), clock_ns).unwrap();
-        let (wait_ns, service_ns, op, has_failed, disk, limit) = (0, 0, Op::Read, false, 0, None);
-        let entry = recording::Entry {
-            arrival_ns: 7,
-            wait_ns,
-            service_ns,
-            offset,
-            length: 512,
-            op,
-            has_failed,
-            disk,
-            limit,
-        };
+        let (times, op, has_failed, disk, limit) = (None, Op::Read, false, 0, None);
+        let entry =
+            recording::Entry { arrival_ns: 7, times, offset, length: 512, op, has_failed, disk, limit };
         writer.push(entry, || "vm1", || "").unwrap();
         writer.finish().unwrap()
     };

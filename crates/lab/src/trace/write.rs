@@ -9,10 +9,6 @@ use std::{
 
 use super::{fields::push_decimal, format::HEADER, record::Op};
 
-/// What may follow the five: when its limits let the request pass, when it was complete, and which
-/// limit held it longest.
-pub(crate) const MORE_COLUMNS: &str = ",admitted_ns,completed_ns,bucket";
-
 const BUFFER_BYTES: usize = 256 << 10;
 
 /// Leaves the line open for more columns. `disk` is already [`quoted`].

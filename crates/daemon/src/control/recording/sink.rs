@@ -15,7 +15,7 @@ use std::{
 };
 
 use block::recorder::{Finished, Operation};
-use lab::recording::{Entry, Op, Writer};
+use lab::recording::{Entry, Op, Times, Writer};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use policy::time::{Duration, Instant};
 
@@ -155,12 +155,15 @@ impl Sink {
         let nanos = |from: Instant, to: Instant| to.nanos_since(from);
         let limit = finished.held.and_then(|held| named.limit(held));
         let length = finished.length / parts;
+        let times = Times {
+            wait_ns: nanos(finished.arrived, finished.admitted),
+            service_ns: nanos(finished.admitted, finished.ended),
+        };
         for part in 0..parts {
             let offset = finished.offset + part * length;
             let entry = Entry {
                 arrival_ns: nanos(self.began, finished.arrived),
-                wait_ns: nanos(finished.arrived, finished.admitted),
-                service_ns: nanos(finished.admitted, finished.ended),
+                times: Some(times),
                 offset,
                 length,
                 op: op(finished.operation),

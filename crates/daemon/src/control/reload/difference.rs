@@ -10,7 +10,7 @@
 use std::rc::Rc;
 
 use anyhow::{Context as _, bail, ensure};
-use settings::{Disk, Draft, Group, Place, Plan, Service};
+use settings::{Disk, Draft, Group, Place, Plan, Said, Service, ServiceDraft, TlsDraft};
 
 use crate::control::{
     inventory::{Inventory, Opening, Refused, RunningDisk, RunningExport},
@@ -42,7 +42,7 @@ impl Difference {
         before: &Plan,
         (draft, plan): (&Draft, &Plan),
     ) -> anyhow::Result<Self> {
-        check_service(&before.service, &plan.service)?;
+        check_service(&before.service, &plan.service, &draft.service)?;
         let mut found = Self::default();
         found.of_groups(inventory, before, (draft, plan))?;
         found.of_disks(inventory, before, (draft, plan))?;
@@ -274,8 +274,8 @@ fn differing((key, differs): (&'static str, bool)) -> Option<&'static str> {
 }
 
 /// Of the process, nothing can be changed but where disks are served that say nothing, and what is
-/// recorded.
-fn check_service(old: &Service, new: &Service) -> anyhow::Result<()> {
+/// recorded. `said` is where the new ones were.
+fn check_service(old: &Service, new: &Service, said: &ServiceDraft) -> anyhow::Result<()> {
     let Service {
         workers,
         poll,
@@ -302,37 +302,61 @@ fn check_service(old: &Service, new: &Service) -> anyhow::Result<()> {
         sandbox,
         user,
     } = old;
-    let keys: Vec<_> = [
-        ("workers", *workers != new.workers),
-        ("poll", *poll != new.poll),
-        ("max-connections", *max_connections != new.max_connections),
-        ("max-connections-per-address", *max_connections_per_address != new.max_connections_per_address),
-        ("allow or deny", access.networks != new.access.networks),
-        ("tls-authz", access.names != new.access.names),
-        ("memory", *memory != new.memory),
-        ("socket-mode or socket-owner", *sockets != new.sockets),
-        ("exit-when-idle", *exit_when_idle != new.exit_when_idle),
-        ("qmp", *qmp != new.qmp),
-        ("control", *control != new.control),
-        ("metrics", *metrics != new.metrics),
-        ("on-event", *on_event != new.on_event),
-        ("http, http-token-file or http-name", *http != new.http),
-        ("tls", *tls != new.tls),
-        ("log or log-format", *log != new.log),
-        ("pid-file", *pid_file != new.pid_file),
-        ("state", *state != new.state),
-        ("image-root", *image_root != new.image_root),
-        ("cgroup-limits", *cgroup_limits != new.cgroup_limits),
-        ("[cluster]", *cluster != new.cluster),
-        ("sandbox", *sandbox != new.sandbox),
-        ("user", *user != new.user),
-    ]
-    .into_iter()
-    .filter_map(differing)
-    .collect();
+    fn at<T>(said: &Option<Said<T>>) -> Option<&Place> {
+        said.as_ref().map(|said| &said.place)
+    }
+    fn first<T>(said: &[Said<T>]) -> Option<&Place> {
+        said.first().map(|said| &said.place)
+    }
+    let sockets_at = [at(&said.socket_mode), at(&said.socket_owner)];
+    let networks_at = [first(&said.access.allow), first(&said.access.deny)];
+    let http_at = [at(&said.http), at(&said.http_token_file), first(&said.http_name)];
+    let log_at = [at(&said.log), at(&said.log_format)];
+    let TlsDraft { mode, certificates, verify_peer, psk } = &said.tls;
+    let tls_at = [at(mode), at(certificates), at(verify_peer), at(psk)];
+    let all: [(&str, bool, &[Option<&Place>]); 23] = [
+        ("workers", *workers != new.workers, &[at(&said.workers)]),
+        ("poll", *poll != new.poll, &[at(&said.poll)]),
+        ("max-connections", *max_connections != new.max_connections, &[at(&said.max_connections)]),
+        (
+            "max-connections-per-address",
+            *max_connections_per_address != new.max_connections_per_address,
+            &[at(&said.max_connections_per_address)],
+        ),
+        ("allow or deny", access.networks != new.access.networks, &networks_at),
+        ("tls-authz", access.names != new.access.names, &[first(&said.access.tls_authz)]),
+        ("memory", *memory != new.memory, &[at(&said.memory)]),
+        ("socket-mode or socket-owner", *sockets != new.sockets, &sockets_at),
+        ("exit-when-idle", *exit_when_idle != new.exit_when_idle, &[at(&said.exit_when_idle)]),
+        ("qmp", *qmp != new.qmp, &[first(&said.qmp)]),
+        ("control", *control != new.control, &[at(&said.control)]),
+        ("metrics", *metrics != new.metrics, &[at(&said.metrics)]),
+        ("on-event", *on_event != new.on_event, &[at(&said.on_event)]),
+        ("http, http-token-file or http-name", *http != new.http, &http_at),
+        ("tls", *tls != new.tls, &tls_at),
+        ("log or log-format", *log != new.log, &log_at),
+        ("pid-file", *pid_file != new.pid_file, &[at(&said.pid_file)]),
+        ("state", *state != new.state, &[at(&said.state)]),
+        ("image-root", *image_root != new.image_root, &[at(&said.image_root)]),
+        ("cgroup-limits", *cgroup_limits != new.cgroup_limits, &[at(&said.cgroup_limits)]),
+        ("[cluster]", *cluster != new.cluster, &[at(&said.cluster)]),
+        ("sandbox", *sandbox != new.sandbox, &[at(&said.sandbox)]),
+        ("user", *user != new.user, &[at(&said.user)]),
+    ];
+    let keys = all.into_iter().filter(|(_, differs, _)| *differs).map(|(key, _, places)| {
+        let told = places.iter().flatten().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        match (told.is_empty(), places) {
+            // It is not in the file any more.
+            (true, _) => format!("daemon: {key}"),
+            (false, [_]) => told,
+            // Which of them it is nobody knows here.
+            (false, _) => format!("daemon: {key} ({told})"),
+        }
+    });
+    let keys: Vec<_> = keys.collect();
     ensure!(
         keys.is_empty(),
-        "daemon: {}: cannot be changed while weir runs (restart it, or put back what was there)",
+        "{}: cannot be changed while weir runs (restart it, or put back what was there)",
         keys.join(", ")
     );
     Ok(())

@@ -67,7 +67,7 @@ pub(crate) async fn foresee(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Val
     let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
     let (draft, plan) = read(&loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
-    let recorded = recorded(&loaded.plan, &plan).await?;
+    let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let mut told = Work::new(inventory, &loaded, (&draft, &plan)).foresee(&difference).await?;
     told.extend(recorded);
     Ok(told)
@@ -86,10 +86,12 @@ fn loaded(inventory: &Inventory) -> anyhow::Result<Rc<Loaded>> {
 ///
 /// # Errors
 /// What is wanted cannot be kept.
-async fn recorded(before: &Plan, after: &Plan) -> anyhow::Result<Vec<Value>> {
+async fn recorded(before: &Plan, (draft, after): (&Draft, &Plan)) -> anyhow::Result<Vec<Value>> {
     let (before, after) = (before.service.record.as_ref(), after.service.record.as_ref());
     if let Some(wanted) = after.filter(|_| after != before).cloned() {
-        reactor::blocking(move || recording::check(&wanted)).await?;
+        let place = draft.service.record.as_ref().map(|said| said.place.to_string());
+        let checked = reactor::blocking(move || recording::check(&wanted)).await;
+        checked.with_context(|| place.unwrap_or_default())?;
     }
     let values = |record: Option<&Record>| vec![("record", json!(record.map(Record::to_string)))];
     Ok(told::settings("daemon", "", values(before), values(after)).collect())
@@ -100,7 +102,7 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
     let (draft, plan) = read(&loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
-    let recorded = recorded(&loaded.plan, &plan).await?;
+    let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let mut work = Work::new(inventory, &loaded, (&draft, &plan));
     let applied = match (work.apply(&difference).await, inventory.cluster()) {
         (Ok(()), Some(cluster)) => cluster.settle_promises(&**inventory).await.map_err(anyhow::Error::msg),

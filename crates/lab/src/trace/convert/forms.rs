@@ -2,12 +2,13 @@
 //!
 //! What a format has no word for is not written, and the caller told.
 
-use std::{borrow::Cow, fmt, io::Write as _};
+use std::{borrow::Cow, collections::HashMap, fmt, io::Write as _};
 
 use crate::trace::{
-    Format, HEADER,
-    format::{SECTOR_BYTES, SHORTEST_WAIT_US},
-    push_request, quoted,
+    Format, HEADER, MORE_COLUMNS, Outcome,
+    format::{SECTOR_BYTES, SHORTEST_WAIT_US, TICK_NS, TICKS_OF_1970},
+    info::is_since_1970,
+    push_decimal, push_request, quoted,
     record::{DiskId, Op},
 };
 
@@ -17,6 +18,7 @@ const S_NS: u64 = 1_000_000_000;
 /// A request to be written.
 #[derive(Clone, Copy)]
 pub(super) struct Request<'a> {
+    /// Since time 0.
     pub(super) time_ns: u64,
     pub(super) disk: DiskId,
     /// Its name.
@@ -24,6 +26,8 @@ pub(super) struct Request<'a> {
     pub(super) op: Op,
     pub(super) offset: u64,
     pub(super) length: u64,
+    /// How it fared, where that is known.
+    pub(super) outcome: Option<Outcome<'a>>,
 }
 
 /// Why a request is not written.
@@ -35,28 +39,94 @@ pub(super) enum NotWritten {
     Unaligned,
 }
 
-/// What a format calls a disk.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// What a format calls disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Called {
     ByName,
-    By(String),
+    /// By their names, but not all characters may be in one.
+    Nearly,
+    ByNumber,
     /// It has one disk only.
     Nothing,
 }
 
-/// What `format` calls the disk of a number.
-pub(super) fn called(format: Format, number: usize) -> Called {
+pub(super) fn called(format: Format) -> Called {
     match format {
-        Format::Blkparse => Called::By(format!("8,{number}")),
-        Format::Alibaba | Format::Spc | Format::Mqsim => Called::By(number.to_string()),
+        Format::Blkparse | Format::Alibaba | Format::Spc | Format::Mqsim => Called::ByNumber,
+        Format::FioV2 | Format::FioV3 | Format::Msr => Called::Nearly,
         Format::CloudPhysics => Called::Nothing,
-        _ => Called::ByName,
+        Format::Weir | Format::Recording | Format::Columns => Called::ByName,
     }
+}
+
+/// What disks are called that cannot keep their names: each otherwise than all others.
+#[derive(Default)]
+pub(super) struct Calls {
+    /// By number; none where there was no request yet.
+    disks: Vec<Option<Call>>,
+    /// And the last number that was put behind each.
+    taken: HashMap<String, u32>,
+}
+
+/// A disk's name in the trace that is read, and in the one that is written.
+pub(super) struct Call {
+    pub(super) name: String,
+    pub(super) called: String,
+}
+
+impl Calls {
+    /// What the format calls a disk.
+    fn of(&mut self, format: Format, disk: DiskId, name: &str) -> &str {
+        let Self { disks, taken } = self;
+        if disks.len() <= disk.index() {
+            disks.resize_with(disk.index() + 1, || None);
+        }
+        let call = disks[disk.index()].get_or_insert_with(|| {
+            let wanted = call(format, disk, name, "");
+            let mut called = wanted.clone();
+            // A name that another disk has already gets the next number behind it.
+            while taken.contains_key(&called) {
+                let number = taken.entry(wanted.clone()).or_insert(1);
+                *number += 1;
+                called = call(format, disk, name, &format!("_{number}"));
+            }
+            taken.insert(called.clone(), 1);
+            Call { name: name.to_owned(), called }
+        });
+        &call.called
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Call> {
+        self.disks.iter().flatten()
+    }
+}
+
+fn call(format: Format, DiskId(disk): DiskId, name: &str, behind: &str) -> String {
+    match format {
+        Format::FioV2 | Format::FioV3 => without(name, char::is_whitespace).into_owned() + behind,
+        Format::Msr => {
+            let (host, number) = host_and_number(name);
+            format!("{}{behind}.{number}", without(host, |one| one == ','))
+        }
+        Format::Blkparse => format!("8,{disk}"),
+        _ => disk.to_string(),
+    }
+}
+
+/// What is known before the first request.
+#[derive(Clone, Copy)]
+pub(super) struct Start {
+    /// Nanoseconds since 1970 at time 0; a small number is of another clock, or of none.
+    pub(super) clock_ns: u64,
+    /// Whether it will be told of requests how they fared.
+    pub(super) with_outcomes: bool,
 }
 
 /// Writes the lines of one format.
 pub(super) struct Form {
     format: Format,
+    start: Start,
+    pub(super) calls: Calls,
     /// Disks that were named already.
     named: Vec<bool>,
     waited_us: u64,
@@ -64,7 +134,7 @@ pub(super) struct Form {
 
 impl Form {
     /// With what stands before the first request. A recording is no text, and not written here.
-    pub(super) fn begin(format: Format, text: &mut Vec<u8>) -> Self {
+    pub(super) fn begin(format: Format, start: Start, text: &mut Vec<u8>) -> Self {
         let header = match format {
             Format::Weir => Some(HEADER),
             Format::FioV2 => Some("fio version 2 iolog"),
@@ -73,22 +143,25 @@ impl Form {
             _ => None,
         };
         if let Some(header) = header {
-            line(text, format_args!("{header}"));
+            let more = if start.with_outcomes && format == Format::Weir { MORE_COLUMNS } else { "" };
+            line(text, format_args!("{header}{more}"));
         }
-        Self { format, named: Vec::new(), waited_us: 0 }
-    }
-
-    /// Whether it has no names of disks.
-    pub(super) fn has_no_names(&self) -> bool {
-        called(self.format, 0) != Called::ByName
+        Self { format, start, calls: Calls::default(), named: Vec::new(), waited_us: 0 }
     }
 
     pub(super) fn push(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {
-        let Request { time_ns, disk: DiskId(disk), name, op, offset, length } = request;
-        let (us, seconds, rest_ns) = (time_ns / US_NS, time_ns / S_NS, time_ns % S_NS);
+        let Request { time_ns, disk: DiskId(disk), name, op, offset, length, outcome } = request;
+        if called(self.format) != Called::ByName {
+            self.calls.of(self.format, DiskId(disk), name);
+        }
+        let now_ns = self.start.clock_ns.saturating_add(time_ns);
+        let (seconds, rest_ns) = (time_ns / S_NS, time_ns % S_NS);
         match self.format {
             Format::Weir => {
-                push_request(text, time_ns, &quoted(name), op, offset, length);
+                push_request(text, now_ns, &quoted(name), op, offset, length);
+                if self.start.with_outcomes {
+                    push_outcome(text, now_ns, outcome);
+                }
                 text.push(b'\n');
             }
             Format::FioV2 | Format::FioV3 => self.push_fio(text, request)?,
@@ -104,13 +177,15 @@ impl Form {
             }
             Format::Msr => {
                 let kind = word(op, "Read", "Write", None, None)?;
-                let (host, number) = host_and_number(name);
-                let (host, ticks) = (without(host, |one| one == ','), time_ns / 100);
+                let called = self.calls.of(self.format, DiskId(disk), name);
+                let (host, number) = called.rsplit_once('.').expect("it is called so");
+                let epoch = if is_since_1970(self.start.clock_ns) { TICKS_OF_1970 } else { 0 };
+                let ticks = epoch + now_ns / TICK_NS;
                 line(text, format_args!("{ticks},{host},{number},{kind},{offset},{length},0"));
             }
             Format::Alibaba => {
                 let kind = word(op, "R", "W", None, None)?;
-                line(text, format_args!("{disk},{kind},{offset},{length},{us}"));
+                line(text, format_args!("{disk},{kind},{offset},{length},{}", now_ns / US_NS));
             }
             Format::CloudPhysics => {
                 let code = match op {
@@ -135,9 +210,9 @@ impl Form {
     }
 
     fn push_fio(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {
-        let Request { time_ns, disk, name, op, offset, length } = request;
+        let Request { time_ns, disk, name, op, offset, length, .. } = request;
         let action = word(op, "read", "write", Some("trim"), Some("sync"))?;
-        let file = without(name, char::is_whitespace);
+        let file = self.calls.of(self.format, disk, name);
         let us = time_ns / US_NS;
         let has_times = self.format == Format::FioV3;
         let time = if has_times { format!("{us} ") } else { String::new() };
@@ -174,6 +249,19 @@ fn word(
         Op::WriteZeroes => None,
     };
     word.ok_or(NotWritten::Op(op))
+}
+
+/// Empty columns where nothing is known.
+fn push_outcome(text: &mut Vec<u8>, time_ns: u64, outcome: Option<Outcome<'_>>) {
+    let admitted_ns = outcome.map(|outcome| time_ns.saturating_add(outcome.times.wait_ns));
+    let completed_ns = outcome.map(|outcome| time_ns.saturating_add(outcome.times.latency_ns()));
+    for time_ns in [admitted_ns, completed_ns] {
+        text.push(b',');
+        time_ns.into_iter().for_each(|time_ns| push_decimal(text, time_ns));
+    }
+    text.push(b',');
+    let limit = outcome.and_then(|outcome| outcome.limit).unwrap_or_default();
+    text.extend_from_slice(quoted(limit).as_bytes());
 }
 
 fn line(text: &mut Vec<u8>, line: fmt::Arguments<'_>) {

@@ -5,8 +5,15 @@ use std::{fs::File, io::Read, path::Path};
 use anyhow::Context as _;
 use console::say;
 
-use super::{named, sink::Compression, sink::Sink, with_times, without};
-use crate::trace::{Format, Merged, Options, Output, input::Input, lines::Lines, reader::Reader};
+use super::{
+    as_it_is,
+    forms::Start,
+    in_order, named,
+    sink::{Compression, Sink},
+};
+use crate::trace::{
+    Format, Merged, Options, Output, input::Input, lines::Lines, reader::Reader, recording::Blocks,
+};
 
 /// Requests are recorded once they are complete: so many may be there before one that came earlier.
 const WINDOW: usize = 1 << 20;
@@ -33,15 +40,22 @@ impl Transcript {
     /// What cannot be read or written; what was read before is written.
     pub fn write(self, recording: impl Read + Send + 'static, to: File) -> anyhow::Result<()> {
         let cannot = || "cannot be written".to_owned();
-        let mut sink = Sink::new(self.format, self.compression, Output::InPlace(to)).with_context(cannot)?;
+        let out = Output::InPlace(to);
         let mut lines = Lines::new(Input::new("the recording".to_owned(), Box::new(recording))?);
-        let read = if self.format == Format::Weir {
-            with_times(&mut lines, &mut sink, &cannot).map(drop)
+        let new = |start| Sink::new(self.format, self.compression, out, start).with_context(cannot);
+        let (sink, read) = if self.format == Format::Weir {
+            let mut blocks = Blocks::default();
+            let clock_ns = blocks.clock_ns(&mut lines)?;
+            let mut sink = new(Start { clock_ns, with_outcomes: true })?;
+            let read = as_it_is(&mut lines, &mut blocks, &mut sink, &cannot);
+            (sink, read)
         } else {
             let options = Options { format: Some(Format::Recording), window: WINDOW, ..Options::default() };
-            let reader = Reader::over(lines, &options);
-            let source = reader.and_then(|reader| Merged::new(vec![reader], None));
-            source.map_err(Into::into).and_then(|mut source| without(&mut source, &mut sink, &cannot))
+            let mut source = Merged::new(vec![Reader::over(lines, &options)?], None)?;
+            let clock_ns = source.clock_ns();
+            let mut sink = new(Start { clock_ns, with_outcomes: false })?;
+            let read = in_order(&mut source, &mut sink, &cannot);
+            (sink, read)
         };
         let left_out = sink.left_out();
         sink.finish().with_context(cannot)?;

@@ -5,8 +5,8 @@
 //!                                                    └─► recording, blocks ─────────────┘
 //! ```
 //!
-//! One recording that becomes weir's own CSV keeps how long each request took, which no other
-//! format has a place for.
+//! Recordings and weir's own CSV keep how long each request took, which no other format has a place
+//! for. One recording goes to them as it is, block by block; all else is put in order first.
 
 mod arguments;
 mod forms;
@@ -19,12 +19,17 @@ use anyhow::{Context as _, anyhow};
 use arguments::format_of;
 pub use arguments::{ABOUT, Command, ConvertArgs};
 use console::{Failure, figures, say};
-use forms::Request;
+use forms::{Request, Start};
 pub use live::Transcript;
 use sink::{Compression, Sink};
 
 use super::{
-    Format, Merged, Output, Source as _, error::TraceError, info, lines::Lines, reader, reader::Reader,
+    Format, Merged, Outcome, Output, Source as _,
+    disks::Disks,
+    error::TraceError,
+    info,
+    lines::Lines,
+    reader::{self, Options, Reader},
     recording::Blocks,
 };
 
@@ -48,26 +53,15 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
         path if path == Path::new("-") => Output::standard().with_context(cannot)?,
         path => Output::create("OUTPUT", path, &arguments.traces)?,
     };
-    let mut sink = Sink::new(format, compression, out).with_context(cannot)?;
+    let start = source.start().map_err(anyhow::Error::from)?;
+    let mut sink = Sink::new(format, compression, out, start).with_context(cannot)?;
     let read = match &mut source {
-        Source::Recording(lines) => with_times(lines, &mut sink, &cannot).map(|lost| {
-            if lost > 0 {
-                say(&format!(
-                    "{}: lost while it was recorded: {}",
-                    lines.name(),
-                    figures::counted(lost, "request")
-                ));
-            }
-        }),
-        Source::Any(traces) => {
-            if let Some(name) = traces.with_times() {
-                say(&format!(
-                    "{name}: left out: how long its requests waited and took (one recording that becomes weir's own CSV keeps it)"
-                ));
-            }
-            without(traces, &mut sink, &cannot)
-        }
+        Source::Recording(lines, blocks) => as_it_is(lines, blocks, &mut sink, &cannot),
+        Source::Any(traces) => in_order(traces, &mut sink, &cannot),
     };
+    if sink.lost() > 0 {
+        say(&format!("lost while it was recorded: {}", figures::counted(sink.lost(), "request")));
+    }
     let written = sink.written();
     if written == 0 {
         read?;
@@ -87,22 +81,35 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
 /// What is converted.
 enum Source {
     /// With all that it tells.
-    Recording(Lines),
+    Recording(Box<Lines>, Box<Blocks>),
     Any(Box<Merged>),
 }
 
 impl Source {
     fn open(arguments: &ConvertArgs, to: Format) -> Result<Self, TraceError> {
-        let options = arguments.reading.options();
+        let options = Options { outcomes: true, ..arguments.reading.options() };
         let [only] = &arguments.traces[..] else {
             return Merged::open(&arguments.traces, &options).map(|merged| Self::Any(merged.into()));
         };
         let mut lines = reader::open(only)?;
-        if to == Format::Weir && reader::is_recording(&mut lines, &options)? {
-            return Ok(Self::Recording(lines));
+        let keeps_all =
+            matches!(to, Format::Weir | Format::Recording) && options.absolute_time != Some(false);
+        if keeps_all && reader::is_recording(&mut lines, &options)? {
+            return Ok(Self::Recording(lines.into(), Box::default()));
         }
         let merged = Merged::new(vec![Reader::over(lines, &options)?], options.absolute_time)?;
         Ok(Self::Any(merged.into()))
+    }
+
+    fn start(&mut self) -> Result<Start, TraceError> {
+        match self {
+            Self::Recording(lines, blocks) => {
+                Ok(Start { clock_ns: blocks.clock_ns(lines)?, with_outcomes: true })
+            }
+            Self::Any(traces) => {
+                Ok(Start { clock_ns: traces.clock_ns(), with_outcomes: traces.tells_outcomes() })
+            }
+        }
     }
 }
 
@@ -125,25 +132,47 @@ fn named(path: &Path) -> (Option<Format>, Compression) {
     (format_of(name), compression)
 }
 
-/// Requests as every format has them.
-fn without(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) -> anyhow::Result<()> {
-    while let Some(record) = source.next()? {
+/// Requests by their times.
+fn in_order(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) -> anyhow::Result<()> {
+    let read = loop {
+        let record = match source.next() {
+            Ok(Some(record)) => record,
+            Ok(None) => break Ok(()),
+            Err(error) => break Err(error.into()),
+        };
+        let noted = source.outcome(&record);
+        let outcome = noted.and_then(|noted| source.named(&record, noted));
         let name = &source.disks()[record.disk.index()];
         let super::Record { time_ns, disk, op, offset, length, .. } = record;
-        sink.put(Request { time_ns, disk, name, op, offset, length }).with_context(cannot)?;
-    }
-    Ok(())
+        sink.put(Request { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
+    };
+    sink.lose(source.lost());
+    read
 }
 
-/// A recording, with all that it tells; returns how many requests were lost while it was made.
-fn with_times(lines: &mut Lines, sink: &mut Sink, cannot: &dyn Fn() -> String) -> anyhow::Result<u64> {
-    let mut blocks = Blocks::default();
-    sink.begin_with_times();
-    while let Some(told) = blocks.next(lines)? {
-        sink.put_with_times(&told).with_context(cannot)?;
+/// A recording block by block, each as soon as it is there.
+fn as_it_is(
+    lines: &mut Lines,
+    blocks: &mut Blocks,
+    sink: &mut Sink,
+    cannot: &dyn Fn() -> String,
+) -> anyhow::Result<()> {
+    let mut disks = Disks::new();
+    let read = loop {
+        let told = match blocks.next(lines) {
+            Ok(Some(told)) => told,
+            Ok(None) => break Ok(()),
+            Err(error) => break Err(error.into()),
+        };
+        let disk = disks.id(told.disk.as_bytes()).map_err(|why| lines.wrong(why))?;
+        let (entry, name, limit) = (told.entry, told.disk, told.limit);
+        let outcome = entry.times.map(|times| Outcome { times, has_failed: entry.has_failed, limit });
+        let (time_ns, op, offset, length) = (entry.arrival_ns, entry.op, entry.offset, entry.length);
+        sink.put(Request { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
         if blocks.is_between() {
             sink.flush().with_context(cannot)?;
         }
-    }
-    Ok(blocks.lost())
+    };
+    sink.lose(blocks.lost());
+    read
 }

@@ -1,18 +1,18 @@
 //! Where requests go, and what became of them.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     io::{self, Write},
 };
 
 use console::figures;
 use flate2::write::GzEncoder;
 
-use super::forms::{Called, Form, NotWritten, Request, called};
+use super::forms::{Call, Called, Form, NotWritten, Request, Start, called};
 use crate::trace::{
-    Format, HEADER, MORE_COLUMNS, Output, push_decimal, push_request, quoted,
+    Format, Output,
     record::DiskId,
-    recording::{Entry, Told, Writer},
+    recording::{Entry, Writer},
 };
 
 const BUFFER_BYTES: usize = 256 << 10;
@@ -38,14 +38,16 @@ pub(super) struct Sink {
     to: To,
     written: u64,
     not_written: BTreeMap<NotWritten, u64>,
+    /// Requests that were written without how they fared.
+    without_outcome: u64,
+    /// Requests that were not recorded.
+    lost: u64,
     format: Format,
-    /// The names of disks that were written without them, in the order of their numbers.
-    nameless: Vec<String>,
 }
 
 enum To {
     Lines { file: File, form: Form, text: Vec<u8> },
-    Recording(Writer<Output>),
+    Recording { writer: Writer<Output>, limits: HashMap<String, u32> },
 }
 
 enum File {
@@ -81,13 +83,17 @@ impl File {
 }
 
 impl Sink {
-    pub(super) fn new(format: Format, compression: Compression, out: Output) -> io::Result<Self> {
+    pub(super) fn new(
+        format: Format,
+        compression: Compression,
+        out: Output,
+        start: Start,
+    ) -> io::Result<Self> {
         let to = if format == Format::Recording {
-            // Other formats' times count from the trace's beginning.
-            To::Recording(Writer::new(out, 0)?)
+            To::Recording { writer: Writer::new(out, start.clock_ns)?, limits: HashMap::new() }
         } else {
             let mut text = Vec::with_capacity(BUFFER_BYTES + 1024);
-            let form = Form::begin(format, &mut text);
+            let form = Form::begin(format, start, &mut text);
             let file = match compression {
                 Compression::None => File::Plain(out),
                 Compression::Gzip => File::Gzip(GzEncoder::new(out, flate2::Compression::default())),
@@ -95,68 +101,65 @@ impl Sink {
             };
             To::Lines { file, form, text }
         };
-        Ok(Self { to, written: 0, not_written: BTreeMap::new(), format, nameless: Vec::new() })
+        let not_written = BTreeMap::new();
+        Ok(Self { to, written: 0, not_written, without_outcome: 0, lost: 0, format })
     }
 
     pub(super) fn put(&mut self, request: Request<'_>) -> io::Result<()> {
-        let Self { to, written, not_written, nameless, .. } = self;
+        let Self { to, written, not_written, without_outcome, format, .. } = self;
         match to {
-            To::Recording(writer) => {
-                let Request { time_ns, disk: DiskId(disk), name, op, offset, length } = request;
-                let (wait_ns, service_ns, has_failed, limit) = (0, 0, false, None);
-                let arrival_ns = time_ns;
-                let entry =
-                    Entry { arrival_ns, wait_ns, service_ns, offset, length, op, has_failed, disk, limit };
-                writer.push(entry, || name, || "")?;
+            To::Recording { writer, limits } => {
+                let Request { time_ns, disk: DiskId(disk), name, op, offset, length, outcome } = request;
+                let limit = outcome.and_then(|outcome| outcome.limit);
+                let entry = Entry {
+                    arrival_ns: time_ns,
+                    times: outcome.map(|outcome| outcome.times),
+                    offset,
+                    length,
+                    op,
+                    has_failed: outcome.is_some_and(|outcome| outcome.has_failed),
+                    disk,
+                    limit: limit.map(|name| number_of(limits, name)),
+                };
+                writer.push(entry, || name, || limit.unwrap_or_default())?;
                 *written += 1;
                 Ok(())
             }
             To::Lines { file, form, text } => {
                 match form.push(text, request) {
-                    Ok(()) => *written += 1,
+                    Ok(()) => {
+                        *written += 1;
+                        let is_lost = request.outcome.is_some() && *format != Format::Weir;
+                        *without_outcome += u64::from(is_lost);
+                    }
                     Err(why) => *not_written.entry(why).or_default() += 1,
-                }
-                // The number first: it is asked of each request, and the other makes a text.
-                if request.disk.index() == nameless.len() && form.has_no_names() {
-                    nameless.push(request.name.to_owned());
                 }
                 flush(file, text, BUFFER_BYTES)
             }
         }
     }
 
-    /// Makes the header of weir's CSV name what a recording tells beyond it.
-    pub(super) fn begin_with_times(&mut self) {
-        if let To::Lines { text, .. } = &mut self.to {
-            *text = [HEADER, MORE_COLUMNS, "\n"].concat().into_bytes();
+    /// So many requests are not to be had, which a recording says.
+    pub(super) fn lose(&mut self, requests: u64) {
+        self.lost += requests;
+        if let To::Recording { writer, .. } = &mut self.to {
+            writer.lose(requests);
         }
-    }
-
-    pub(super) fn put_with_times(&mut self, told: &Told<'_>) -> io::Result<()> {
-        let To::Lines { file, text, .. } = &mut self.to else { unreachable!("it was begun with times") };
-        let Told { entry, disk, limit, .. } = told;
-        push_request(text, entry.arrival_ns, &quoted(disk), entry.op, entry.offset, entry.length);
-        let admitted_ns = entry.arrival_ns.saturating_add(entry.wait_ns);
-        for time_ns in [admitted_ns, admitted_ns.saturating_add(entry.service_ns)] {
-            text.push(b',');
-            push_decimal(text, time_ns);
-        }
-        text.push(b',');
-        text.extend_from_slice(quoted(limit.unwrap_or_default()).as_bytes());
-        text.push(b'\n');
-        self.written += 1;
-        flush(file, text, BUFFER_BYTES)
     }
 
     /// Has all that was put so far written, so that it is there whatever happens to this process.
     pub(super) fn flush(&mut self) -> io::Result<()> {
         match &mut self.to {
-            To::Recording(_) => Ok(()),
+            To::Recording { .. } => Ok(()),
             To::Lines { file, text, .. } => {
                 flush(file, text, 0)?;
                 file.flush()
             }
         }
+    }
+
+    pub(super) fn lost(&self) -> u64 {
+        self.lost
     }
 
     pub(super) fn written(&self) -> u64 {
@@ -177,33 +180,43 @@ impl Sink {
                 )
             }
         };
-        self.not_written.iter().map(line).chain(self.lost_names()).collect()
+        let outcomes = (self.without_outcome > 0).then(|| {
+            format!(
+                "left out: how long {} waited and took (weir's own CSV and recordings keep it)",
+                figures::counted(self.without_outcome, "request")
+            )
+        });
+        self.not_written.iter().map(line).chain(outcomes).chain(self.lost_names()).collect()
     }
 
     /// What became of the disks' names, if they are lost.
     fn lost_names(&self) -> Option<String> {
+        let To::Lines { form, .. } = &self.to else { return None };
         let format = self.format.name();
-        let more = if self.nameless.len() > MOST_NAMED { ", …" } else { "" };
-        if called(self.format, 0) == Called::Nothing {
-            let names =
-                self.nameless.iter().take(MOST_NAMED).map(String::as_str).collect::<Vec<_>>().join(", ");
-            let told = format!("{format} has whole seconds and one disk: {names}{more} are one now");
-            return (self.nameless.len() > 1).then_some(told);
-        }
-        let numbered = self.nameless.iter().enumerate().take(MOST_NAMED);
-        let told: Vec<_> = numbered
-            .filter_map(|(number, name)| match called(self.format, number) {
-                Called::By(other) if other != *name => Some(format!("{other} is {name}")),
-                _ => None,
-            })
+        let is_one = called(self.format) == Called::Nothing;
+        let other = form.calls.iter().filter(|call| is_one || call.called != call.name);
+        let mut told: Vec<_> = other
+            .take(MOST_NAMED + 1)
+            .map(|Call { name, called }| if is_one { name.clone() } else { format!("{called} is {name}") })
             .collect();
-        (!told.is_empty()).then(|| format!("{format} calls disks by numbers: {}{more}", told.join(", ")))
+        if told.len() > MOST_NAMED {
+            told[MOST_NAMED] = "…".to_owned();
+        }
+        let (count, told) = (told.len(), told.join(", "));
+        match called(self.format) {
+            Called::Nothing if count > 1 => {
+                Some(format!("{format} has whole seconds and one disk: {told} are one now"))
+            }
+            Called::ByNumber if count > 0 => Some(format!("{format} calls disks by numbers: {told}")),
+            Called::Nearly if count > 0 => Some(format!("{format} calls disks otherwise: {told}")),
+            _ => None,
+        }
     }
 
     /// Writes the rest and gives the file its name.
     pub(super) fn finish(self) -> io::Result<()> {
         match self.to {
-            To::Recording(writer) => writer.finish()?.finish(),
+            To::Recording { writer, .. } => writer.finish()?.finish(),
             To::Lines { mut file, mut text, .. } => {
                 flush(&mut file, &mut text, 0)?;
                 file.finish()?.finish()
@@ -212,7 +225,16 @@ impl Sink {
     }
 }
 
-/// Disks whose numbers are told.
+fn number_of(limits: &mut HashMap<String, u32>, name: &str) -> u32 {
+    if let Some(&number) = limits.get(name) {
+        return number;
+    }
+    let number = u32::try_from(limits.len()).expect("their reader bounds them");
+    limits.insert(name.to_owned(), number);
+    number
+}
+
+/// Disks of which it is told what they are called.
 const MOST_NAMED: usize = 16;
 
 fn flush(file: &mut File, text: &mut Vec<u8>, from_bytes: usize) -> io::Result<()> {

@@ -37,13 +37,17 @@ pub(super) use self::{
     detect::detect,
     fio::{Fio, SHORTEST_WAIT_US},
     mqsim::Mqsim,
-    msr::Msr,
+    msr::{Msr, TICK_NS, TICKS_OF_1970},
     spc::Spc,
-    weir::Weir,
+    weir::{Weir, tells_outcomes},
 };
-pub(crate) use self::{columns::Columns, weir::HEADER};
+pub(crate) use self::{
+    columns::Columns,
+    weir::{HEADER, MORE_COLUMNS},
+};
 use super::{
     disks::Disks,
+    outcome::Outcomes,
     record::{Op, Record},
     window::Window,
 };
@@ -106,6 +110,8 @@ pub(super) trait Parse {
 pub(super) struct Found<'a> {
     pub(super) disks: &'a mut Disks,
     pub(super) window: &'a mut Window,
+    /// Where it is asked for how requests fared.
+    pub(super) outcomes: Option<&'a mut Outcomes>,
     pub(super) line: u64,
 }
 

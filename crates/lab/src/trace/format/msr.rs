@@ -1,7 +1,8 @@
 //! The CSV of the servers of Microsoft Research in Cambridge:
 //! `Timestamp,Hostname,DiskNumber,Type,Offset,Size,ResponseTime`.
 //!
-//! `Timestamp` counts 100 ns since 1601, as Windows does. `Type` is `Read` or `Write`, offset and
+//! `Timestamp` counts 100 ns since 1601, as Windows does; smaller numbers than 1970 has are of no
+//! known clock, and stay as they are. `Type` is `Read` or `Write`, offset and
 //! size are bytes. A header is skipped. A disk is called `hm.0`: host, dot, number.
 //!
 //! Source: README.txt of the traces (SNIA IOTTA, "MSR Cambridge Traces"; Narayanan, Donnelly and
@@ -12,7 +13,10 @@ use super::{
     FirstLine, Found, Parse, is_header, nanoseconds,
 };
 
-const TICK_NS: u64 = 100;
+/// Nanoseconds.
+pub(in super::super) const TICK_NS: u64 = 100;
+/// 1970, in ticks since 1601 (MS-DTYP, section 2.3.3).
+pub(in super::super) const TICKS_OF_1970: u64 = 11_644_473_600 * (1_000_000_000 / TICK_NS);
 const HEADER: &str = "Timestamp,Hostname,DiskNumber,Type,Offset,Size";
 
 #[derive(Default)]
@@ -40,7 +44,8 @@ impl Parse for Msr {
             return Ok(());
         }
         let mut fields = Fields::new(line);
-        let time_ns = nanoseconds(fields.number("timestamp")?, TICK_NS)?;
+        let ticks = fields.number("timestamp")?;
+        let time_ns = nanoseconds(ticks.checked_sub(TICKS_OF_1970).unwrap_or(ticks), TICK_NS)?;
         self.disk.clear();
         self.disk.extend_from_slice(fields.text("host name")?);
         self.disk.push(b'.');

@@ -1,22 +1,34 @@
 //! weir's own CSV: `time_ns,disk,op,offset,length`.
 //!
 //! `op` is one of `read`, `write`, `flush`, `discard`, `write-zeroes`. Further columns are ignored,
-//! so the output of `weir simulate --events` is a trace. Names with commas or quotes are quoted
+//! so the output of `weir simulate --events` is a trace; those that it has tell how each request
+//! fared, and are empty where nobody knows. Names with commas or quotes are quoted
 //! (RFC 4180): `"8,0"`.
 
 use super::{
-    super::{error::shown, fields::Fields, record::Op},
+    super::{
+        error::shown,
+        fields::{self, Fields},
+        outcome::Told,
+        record::Op,
+        recording::Times,
+    },
     Found, Parse,
 };
 
 pub(crate) const HEADER: &str = "time_ns,disk,op,offset,length";
+/// What may follow the five: when its limits let the request pass, when it was complete, and which
+/// limit held it longest.
+pub(crate) const MORE_COLUMNS: &str = ",admitted_ns,completed_ns,bucket";
 
 #[derive(Default)]
 pub(in super::super) struct Weir {
     begun: bool,
     more: bool,
+    tells_outcomes: bool,
     /// Kept, so that a quoted name costs no allocation.
     unquoted: Vec<u8>,
+    bucket: Vec<u8>,
 }
 
 /// Whether a line is the header, and if so whether it has further columns.
@@ -28,11 +40,45 @@ pub(super) fn header(line: &[u8]) -> Option<bool> {
     }
 }
 
+/// Whether the header has the columns that tell how requests fared.
+pub(in super::super) fn tells_outcomes(line: &[u8]) -> bool {
+    let rest = line.strip_prefix(HEADER.as_bytes());
+    let rest = rest.and_then(|rest| rest.strip_prefix(MORE_COLUMNS.as_bytes()));
+    rest.is_some_and(|rest| matches!(rest, [] | [b',' | b'\r' | b'\n', ..]))
+}
+
+/// How a request that arrived then fared; `None` where that is not known.
+fn outcome<'a>(
+    fields: &mut Fields<'a>,
+    time_ns: u64,
+    bucket: &'a mut Vec<u8>,
+) -> Result<Option<Told<'a>>, String> {
+    let mut until_ns = [None; 2];
+    for (until_ns, what) in until_ns.iter_mut().zip(["admitted_ns", "completed_ns"]) {
+        let field = fields.text(what)?;
+        *until_ns = (!field.is_empty()).then(|| fields::number(field, what)).transpose()?;
+    }
+    let limit = Some(fields.quotable("bucket", bucket)?).filter(|name| !name.is_empty() && *name != b"-");
+    let [Some(admitted_ns), Some(completed_ns)] = until_ns else { return Ok(None) };
+    let after = |later_ns: u64, earlier_ns: u64| {
+        let why = || {
+            format!(
+                "{time_ns}, {admitted_ns}, {completed_ns}: a request is admitted before it came, or complete before that"
+            )
+        };
+        later_ns.checked_sub(earlier_ns).ok_or_else(why)
+    };
+    let times =
+        Times { wait_ns: after(admitted_ns, time_ns)?, service_ns: after(completed_ns, admitted_ns)? };
+    Ok(Some(Told { times, has_failed: false, limit }))
+}
+
 impl Parse for Weir {
     #[inline]
     fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
         if !self.begun {
             self.more = header(line).ok_or_else(|| format!("the header '{HEADER}' is missing"))?;
+            self.tells_outcomes = tells_outcomes(line);
             self.begun = true;
             return Ok(());
         }
@@ -45,7 +91,15 @@ impl Parse for Weir {
         if !self.more {
             fields.end()?;
         }
-        found.push(time_ns, disk, op, offset, length)
+        let told = match found.outcomes {
+            Some(_) if self.tells_outcomes => outcome(&mut fields, time_ns, &mut self.bucket)?,
+            _ => None,
+        };
+        found.push(time_ns, disk, op, offset, length)?;
+        match (told, &mut found.outcomes) {
+            (Some(told), Some(outcomes)) => outcomes.note(found.line, told),
+            _ => Ok(()),
+        }
     }
 }
 

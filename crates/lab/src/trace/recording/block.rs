@@ -3,7 +3,7 @@
 //! Whatever the bytes are, decoding ends, and takes no more memory than [`MOST_BYTES`] and
 //! [`MOST_ENTRIES`] allow.
 
-use super::{Entry, MOST_BYTES, MOST_ENTRIES, MOST_NAMES};
+use super::{Entry, MOST_BYTES, MOST_ENTRIES, MOST_NAMES, Times};
 use crate::trace::record::Op;
 
 /// What a block holds.
@@ -18,6 +18,8 @@ pub(super) struct Block {
 }
 
 const FAILED: u64 = 8;
+/// Who does not know it takes the kind for none, and the block for damaged.
+const UNMEASURED: u64 = 16;
 const COLUMNS: usize = 8;
 /// Offsets and lengths mostly are multiples of 4096.
 const MOST_SHIFT: u32 = 12;
@@ -50,11 +52,14 @@ impl Block {
         for entry in &self.entries {
             let end = &mut ends[entry.disk as usize];
             let distance = (entry.offset >> shift).wrapping_sub(*end >> shift).cast_signed();
-            let kind = entry.op.code() | if entry.has_failed { FAILED } else { 0 };
+            let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
+            let kind =
+                entry.op.code() | flag(entry.has_failed, FAILED) | flag(entry.times.is_none(), UNMEASURED);
+            let Times { wait_ns, service_ns } = entry.times.unwrap_or_default();
             let numbers = [
                 entry.arrival_ns - before_ns,
-                entry.wait_ns,
-                entry.service_ns,
+                wait_ns,
+                service_ns,
                 zigzag(distance),
                 entry.length >> shift,
                 kind,
@@ -94,13 +99,17 @@ impl Block {
             let end = ends.get_mut(usize::try_from(disk).ok()?)?;
             let place = (*end >> shift).wrapping_add(unzigzag(distance).cast_unsigned());
             let [offset, length] = [place, length].map(|number| number.checked_mul(1 << shift));
+            let times = Times { wait_ns, service_ns };
+            let is_measured = kind & UNMEASURED == 0;
+            if !is_measured && times != Times::default() {
+                return None;
+            }
             let entry = Entry {
                 arrival_ns: before_ns.checked_add(arrival)?,
-                wait_ns,
-                service_ns,
+                times: is_measured.then_some(times),
                 offset: offset?,
                 length: length?,
-                op: Op::of_code(kind & !FAILED)?,
+                op: Op::of_code(kind & !(FAILED | UNMEASURED))?,
                 has_failed: kind & FAILED != 0,
                 disk: u32::try_from(disk).ok()?,
                 limit: limit.checked_sub(1).map(u32::try_from).transpose().ok()?,

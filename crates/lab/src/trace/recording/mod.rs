@@ -20,7 +20,7 @@
 //! | service | nanoseconds from then until it was complete |
 //! | offset | its distance from the end of the disk's last request in the block (zigzag), shifted right |
 //! | length | in bytes, shifted right |
-//! | kind | 0 flush, 1 read, 2 write, 3 discard, 4 zeroes; and 8 if it failed |
+//! | kind | 0 flush, 1 read, 2 write, 3 discard, 4 zeroes; and 8 if it failed, 16 if its wait and service were not measured and are 0 |
 //! | disk | its place among the names |
 //! | limit | 0, or 1 and the place of the name of that which it waited for last |
 //!
@@ -42,10 +42,8 @@ pub use super::record::Op;
 pub struct Entry {
     /// Nanoseconds since the recording's time 0.
     pub arrival_ns: u64,
-    /// Nanoseconds until its limits let it pass.
-    pub wait_ns: u64,
-    /// Nanoseconds from then until it was complete.
-    pub service_ns: u64,
+    /// `None` where nobody measured them.
+    pub times: Option<Times>,
     /// Bytes.
     pub offset: u64,
     /// In bytes; 0 only for a flush.
@@ -58,6 +56,22 @@ pub struct Entry {
     pub disk: u32,
     /// What it waited for last: its place among the names of limits.
     pub limit: Option<u32>,
+}
+
+/// How long a request took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Times {
+    /// Nanoseconds until its limits let it pass.
+    pub wait_ns: u64,
+    /// Nanoseconds from then until it was complete.
+    pub service_ns: u64,
+}
+
+impl Times {
+    /// Both together, in nanoseconds.
+    pub(crate) fn latency_ns(self) -> u64 {
+        self.wait_ns.saturating_add(self.service_ns)
+    }
 }
 
 /// How every recording begins, behind the head of a skippable frame.

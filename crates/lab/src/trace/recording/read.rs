@@ -40,11 +40,16 @@ pub(in crate::trace) struct Told<'a> {
 }
 
 impl Blocks {
+    /// Nanoseconds since 1970 at time 0.
+    pub(in crate::trace) fn clock_ns(&mut self, lines: &mut Lines) -> Result<u64, TraceError> {
+        match self.clock_ns {
+            Some(clock_ns) => Ok(clock_ns),
+            None => Ok(*self.clock_ns.insert(clock(lines)?)),
+        }
+    }
+
     pub(in crate::trace) fn next(&mut self, lines: &mut Lines) -> Result<Option<Told<'_>>, TraceError> {
-        let clock_ns = match self.clock_ns {
-            Some(clock_ns) => clock_ns,
-            None => *self.clock_ns.insert(clock(lines)?),
-        };
+        let clock_ns = self.clock_ns(lines)?;
         while self.taken == self.block.entries.len() {
             let Some(block) = self.read(lines)? else { return Ok(None) };
             self.lost += block.lost;

@@ -13,16 +13,17 @@ const DISKS: [&str; 3] = ["vm1", "vm2", "a disk, \"quoted\""];
 const LIMITS: [&str; 2] = ["iops-total", "gold: bps-write"];
 
 fn entry() -> impl Strategy<Value = Entry> {
-    let times = (0..u64::MAX / 4, any::<u64>(), any::<u64>());
+    let times = (0..u64::MAX / 4, option::of((any::<u64>(), any::<u64>())));
     let place = prop_oneof![
         (0..1_u64 << 20, 1..64_u64).prop_map(|(page, pages)| (page * 4096, pages * 4096)),
         (0..u64::MAX / 2, 1..u64::MAX / 2),
     ];
     let of = (0..DISKS.len() as u32, option::of(0..LIMITS.len() as u32));
     (times, place, select(&Op::ALL[..]), any::<bool>(), of).prop_map(
-        |((arrival_ns, wait_ns, service_ns), (offset, length), op, has_failed, (disk, limit))| {
+        |((arrival_ns, times), (offset, length), op, has_failed, (disk, limit))| {
             let (offset, length) = if op == Op::Flush { (0, 0) } else { (offset, length) };
-            Entry { arrival_ns, wait_ns, service_ns, offset, length, op, has_failed, disk, limit }
+            let times = times.map(|(wait_ns, service_ns)| Times { wait_ns, service_ns });
+            Entry { arrival_ns, times, offset, length, op, has_failed, disk, limit }
         },
     )
 }
@@ -136,8 +137,7 @@ fn a_request_takes_few_bytes() {
     for number in 0..count {
         let entry = Entry {
             arrival_ns: number * 2000 + random.u64(0..2000),
-            wait_ns: 0,
-            service_ns: 80_000 + random.u64(0..40_000),
+            times: Some(Times { wait_ns: 0, service_ns: 80_000 + random.u64(0..40_000) }),
             offset: random.u64(0..100 << 18) * 4096,
             length: 4096,
             op: if random.bool() { Op::Read } else { Op::Write },
@@ -157,8 +157,7 @@ fn what_follows_one_that_is_cut_off_is_read_too() {
     let requests = |from_ns: u64| {
         let of = |number: u64| Entry {
             arrival_ns: from_ns + number,
-            wait_ns: 0,
-            service_ns: 0,
+            times: None,
             offset: number * 4096,
             length: 4096,
             op: Op::Read,
