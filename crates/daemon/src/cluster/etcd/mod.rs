@@ -323,7 +323,7 @@ fn refusal(member: &str, prefix: &str, answer: &Value) -> Error {
     let of_role = format!("give the user of [cluster] a role that reads and writes {prefix}");
     let advice = match () {
         () if text.contains("authentication failed") || text.contains("user name") => {
-            "mend user and password-file of [cluster]"
+            "mend user and password-file of [cluster], which are read at the start"
         }
         () if text.contains("permission denied") => &of_role,
         () if text.contains("database space exceeded") => {
