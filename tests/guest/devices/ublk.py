@@ -302,6 +302,8 @@ class Ublk:
             part said
             stop
             cat $log
+            part failed
+            timeout 60 weir serve {DISK} -f raw --no-control --ublk --record /nowhere 2>&1 || echo ended by $?
             part nodes
             ls /dev/ublkb*
             serve {DISK} --ublk
@@ -317,6 +319,8 @@ class Ublk:
         """)
         return [
             contains("what is said", parts["said"], "the device is in use and stays"),
+            contains("a start that fails later", parts["failed"], "the device is in use and stays"),
+            contains("its end", parts["failed"], "ended by 1"),
             contains("the device", parts["nodes"], NODE),
             fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
         ]

@@ -131,6 +131,8 @@ impl Daemon {
             }
             not => {
                 for entrance in inventory.entrances() {
+                    // A device that was taken over, and is in use, waits on.
+                    entrance.leave();
                     entrance.stop().await;
                 }
                 let closed = flush_and_close(&inventory.disks()).await;
