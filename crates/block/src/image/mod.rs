@@ -11,6 +11,7 @@ pub mod secret;
 
 use std::io;
 
+use self::qcow2::{OpenFailure, header::incompatible};
 pub use self::{
     identity::Layer,
     qcow2::Qcow2,
@@ -95,6 +96,20 @@ impl Image {
         match self {
             Self::Raw(raw) => raw.storage(),
             Self::Qcow2(qcow2) => qcow2.storage(),
+        }
+    }
+
+    /// Whether the image, which was opened to be read alone, lets itself be written to: as its
+    /// opening for that judges. `name` is what the user calls it.
+    ///
+    /// # Errors
+    /// It is marked corrupt.
+    pub fn check_marks(&self, name: &str) -> std::result::Result<(), OpenError> {
+        match self {
+            Self::Qcow2(qcow2) if qcow2.header().incompatible & incompatible::CORRUPT != 0 => {
+                Err(open::said(name, &OpenFailure::Corrupt))
+            }
+            Self::Qcow2(_) | Self::Raw(_) => Ok(()),
         }
     }
 

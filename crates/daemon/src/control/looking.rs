@@ -4,7 +4,7 @@
 
 use block::{
     disk::Disk,
-    image::{Image, qcow2::header::incompatible},
+    image::Image,
     storage::{Identity, OpenError},
 };
 
@@ -22,23 +22,7 @@ pub(crate) fn alone(planned: &settings::Disk) -> settings::Disk {
 
 /// Fails where an image that was looked at says that nobody is to write to it.
 pub(crate) fn check_marks(planned: &settings::Disk, image: &Image) -> Result<(), OpenError> {
-    match image {
-        Image::Qcow2(qcow2) if !planned.read_only => {
-            match qcow2.header().incompatible & incompatible::CORRUPT {
-                0 => Ok(()),
-                _ => Err(OpenError {
-                    image: planned.image.to_string(),
-                    why: "is marked corrupt".to_owned(),
-                    remedy:
-                        "`weir image check --repair` mends what can be mended; --read-only opens it as it is"
-                            .to_owned(),
-                    holder: None,
-                    locked: None,
-                }),
-            }
-        }
-        Image::Qcow2(_) | Image::Raw(_) => Ok(()),
-    }
+    if planned.read_only { Ok(()) } else { image.check_marks(&planned.image.to_string()) }
 }
 
 /// Who would have which files open.

@@ -98,7 +98,7 @@ fn changes(told: &Told, by_itself: Vec<Named>, here: Vec<Named>) -> Option<Strin
 /// A value as users write it.
 fn shown(name: &str, value: &Value) -> String {
     let of_ahead = |setting: &prefetch::Setting| setting.name() == name;
-    let is_size = Setting::ALL.iter().any(|setting| setting.name() == name && setting.is_size())
+    let is_size = Setting::from_name(name).is_some_and(Setting::is_size)
         || prefetch::Setting::ALL
             .iter()
             .find(|one| of_ahead(one))
