@@ -30,7 +30,7 @@ MACHINES ?=
 BESIDE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu test-kernels bench bench-decisions bench-hosts bench-runtimes bench-ublk fuzz miri soak doc lint audit fmt deps clean
+.PHONY: help demo build install uninstall deb test test-unit test-e2e test-cluster test-qemu test-libvirt test-kernels bench bench-decisions bench-hosts bench-runtimes bench-ublk fuzz miri soak doc lint audit fmt deps clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -91,6 +91,12 @@ test-qemu: ## virtual machines' disks with the newest QEMU, beside the installed
 	$(CARGO) build --locked -p weir --bin weir
 	tests/guest/virtual-machines --qemu "$(TARGET)/qemu/bin/qemu-system-x86_64" $(MACHINES) "$(TARGET)/debug/weir"
 
+# Nor this: it needs a libvirt that runs machines.
+test-libvirt: ## a machine of libvirt's with weir's disks, and all that docs/recipes.md has virsh do (about 2 minutes after the build)
+	@scripts/deps build clients guest libvirt
+	$(CARGO) build --locked -p weir --bin weir
+	tests/guest/libvirt "$(TARGET)/debug/weir"
+
 # Nor is this: it takes 220 MB for the one kernel and 135 MB for the other, which changes daily.
 KERNELS ?= linux-image-amd64 linux-image-amd64/unstable
 test-kernels: ## block devices in guests with this Debian's own kernel, which is 6.1 in Debian 12, and with the newest, beside the 6.12 of `make test`, and all that its short form leaves out (about half an hour after the build)
@@ -139,7 +145,7 @@ miri: ## rings and memory of guests under Miri, a few cases each (nightly with i
 	PROPTEST_CASES=3 WEIR_SEEDS=3 MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-disable-weak-memory-emulation" $(CARGO) +nightly miri test --locked --target-dir "$(TARGET)/miri" -p weir-block -p weir-export --lib -- virtio::ring buffer:: guest::dirty
 
 soak: ## the properties and the simulation with many more cases and seeds; how often advice is as sure as it says; qcow2 in every combination, killed, and in random histories with qemu-img; taken over; figures scraped for ten minutes; cgroups for longer; machines killed and moved
-	@scripts/deps build clients guest systemd
+	@scripts/deps build clients guest libvirt systemd
 	WEIR_SEEDS=$(SOAK_SEEDS) PROPTEST_CASES=$(SOAK_CASES) $(CARGO) test --release --locked -p weir-policy -p weir-block -p weir-export
 	WEIR_SEEDS=$(SOAK_DAYS) $(CARGO) test --release --locked -p weir-lab --lib advise::tests::coverage -- --nocapture
 	WEIR_CONFORMANCE=all WEIR_KILLS=$(SOAK_KILLS) $(CARGO) test --release --locked -p weir --test e2e qcow2_c
@@ -154,6 +160,7 @@ soak: ## the properties and the simulation with many more cases and seeds; how o
 	tests/guest/against-weir --systemd "$(TARGET)/release/weir"
 	tests/guest/block-devices --systemd "$(TARGET)/release/weir"
 	tests/guest/virtual-machines --full "$(TARGET)/release/weir"
+	tests/guest/libvirt "$(TARGET)/release/weir"
 	tests/guest/block-devices --full "$(TARGET)/release/weir"
 	@scripts/deps cluster
 	tests/cluster/run --full "$(TARGET)/release/weir"

@@ -211,14 +211,7 @@ class Guest:
         self._console = directory / "console"
         # What QEMU itself says.
         self._complaints = directory / "complaints"
-        initramfs = directory / "initramfs"
-        base = Path(self.cache, "guest.gz").read_bytes()
-        # An archive that is not compressed must begin at a multiple of four (the kernel's
-        # init/initramfs.c).
-        padding = bytes(-len(base) % 4)
-        programs = {self.PROGRAM: self.program, **{f"/bin/{name}": path for name, path in self.more.items()}}
-        archives = [program_archive(program, directory, path) for path, program in programs.items()]
-        initramfs.write_bytes(base + padding + b"".join(archives))
+        initramfs = self._initramfs(directory)
         self._socket, theirs = socket.socketpair()
         hardware, passed = self._hardware()
         passed = [theirs, *passed]
@@ -239,6 +232,18 @@ class Guest:
         for end in passed:
             end.close()
         self._received = self._socket.makefile("rb")
+
+    def _initramfs(self, directory):
+        """Makes what it boots, in that directory; where it is."""
+        initramfs = directory / "initramfs"
+        base = Path(self.cache, "guest.gz").read_bytes()
+        # An archive that is not compressed must begin at a multiple of four (the kernel's
+        # init/initramfs.c).
+        padding = bytes(-len(base) % 4)
+        programs = {self.PROGRAM: self.program, **{f"/bin/{name}": path for name, path in self.more.items()}}
+        archives = [program_archive(program, directory, path) for path, program in programs.items()]
+        initramfs.write_bytes(base + padding + b"".join(archives))
+        return initramfs
 
     def _hardware(self):
         """Further words of QEMU's command line, and the sockets that these hand to it."""

@@ -414,7 +414,8 @@ pub(super) fn export(
     called: &str,
 ) -> Option<(Arc<Server>, usize, Rc<RunningExport>)> {
     inventory.exports().into_iter().find_map(|export| match &export.door {
-        Door::Nbd(serving, number) if name(&serving.endpoint) == endpoint && export.name == called => {
+        // The endpoint's name is made for the comparison, so the other one first: clients wait.
+        Door::Nbd(serving, number) if export.name == called && name(&serving.endpoint) == endpoint => {
             Some((Arc::clone(&serving.server), *number, export))
         }
         _ => None,
