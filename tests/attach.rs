@@ -3,6 +3,7 @@
 //!
 //! ublk and the kernel's NBD client are tried in `tests/guest/block-devices`.
 
+mod ended;
 mod hindered;
 mod killed;
 

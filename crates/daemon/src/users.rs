@@ -141,8 +141,9 @@ impl Users {
         users
     }
 
-    /// Adds processes that have it open, and mounts that only they see. Takes a while on a host
-    /// with many.
+    /// Adds other processes that have it open, and mounts that only they see. Takes a while on a
+    /// host with many. This one is none of them: it may serve the very file that is its image, or
+    /// have been given the device by who started it.
     #[must_use]
     pub fn with_processes(mut self) -> Self {
         let mut paths: Vec<_> =
@@ -155,7 +156,7 @@ impl Users {
             // They come and go, and other users' are not to be seen.
             let open = fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
             let mut open = open.map(|entry| entry.path());
-            if open.any(|open| self.is_of_these(&open, &paths)) {
+            if pid != std::process::id() && open.any(|open| self.is_of_these(&open, &paths)) {
                 self.processes.push(Process { pid, name: name_of(&process) });
             }
             if fs::read_link(process.join("ns/mnt")).is_ok_and(|namespace| namespaces.insert(namespace)) {

@@ -25,6 +25,7 @@ impl Image {
         match self.0 {
             Spec::File(path) => Self(Spec::File(directory.join(path))),
             Spec::Rbd(address) => Self(Spec::Rbd(Box::new(address.relative_to(directory)))),
+            Spec::Nbd(uri) => Self(Spec::Nbd(Box::new(uri.relative_to(directory)))),
             other => Self(other),
         }
     }

@@ -9,7 +9,12 @@
 //! Only the text is judged here: no name is looked up and no file opened. A parameter that is not
 //! known is an error.
 
-use std::{ffi::OsString, fmt, os::unix::ffi::OsStringExt as _, path::PathBuf};
+use std::{
+    ffi::OsString,
+    fmt::{self, Write as _},
+    os::unix::ffi::{OsStrExt as _, OsStringExt as _},
+    path::{Path, PathBuf},
+};
 
 use super::{
     client::{Endpoint, TlsClient},
@@ -98,6 +103,21 @@ impl Uri {
         Ok(Self { text: text.to_owned(), server, export, tls: is_secret.then_some(tls) })
     }
 
+    /// The same, with the files that it names seen from `directory`.
+    #[must_use]
+    pub fn relative_to(self, directory: &Path) -> Self {
+        const FILES: [&str; 3] = ["socket", "tls-certificates", "tls-psk-file"];
+        let Some((before, query)) = self.text.split_once('?') else { return self };
+        let seen = |pair: &str| {
+            let (key, value) = pair.split_once('=')?;
+            let path = path_of(value).ok().filter(|path| path.is_relative() && FILES.contains(&key))?;
+            Some(format!("{key}={}", encoded(&directory.join(path))))
+        };
+        let pairs: Vec<_> =
+            query.split('&').map(|pair| seen(pair).unwrap_or_else(|| pair.to_owned())).collect();
+        Self::parse(&format!("{before}?{}", pairs.join("&"))).unwrap_or(self)
+    }
+
     /// Reads the keys and certificates that it names, if it wants TLS. Blocks.
     ///
     /// # Errors
@@ -174,6 +194,19 @@ fn truth(text: &str) -> Result<bool, Rule> {
     }
 }
 
+/// Percent-encodes all but what needs it nowhere, and slashes (RFC 3986, sections 2.1 and 2.3).
+fn encoded(path: &Path) -> String {
+    let mut text = String::new();
+    for byte in path.as_os_str().as_bytes() {
+        match byte {
+            b'/' | b'-' | b'.' | b'_' | b'~' => text.push(char::from(*byte)),
+            byte if byte.is_ascii_alphanumeric() => text.push(char::from(*byte)),
+            byte => write!(text, "%{byte:02X}").expect("a string takes it"),
+        }
+    }
+    text
+}
+
 /// Undoes percent-encoding (RFC 3986, section 2.1).
 fn decoded(text: &str) -> Result<Vec<u8>, Rule> {
     let mut bytes = Vec::with_capacity(text.len());
@@ -218,6 +251,19 @@ mod tests {
             Uri::parse("nbd://[::1]").unwrap().server,
             Endpoint::Tcp { host: "::1".into(), port: PORT }
         );
+    }
+
+    #[test]
+    fn relative_files_are_seen_from_a_directory() {
+        let seen = |text| Uri::parse(text).unwrap().relative_to(Path::new("/my dir&")).to_string();
+        assert_eq!(seen("nbd+unix:///x?socket=a%20b/s"), "nbd+unix:///x?socket=/my%20dir%26/a%20b/s");
+        assert_eq!(
+            seen("nbds+unix:///x?socket=/s&tls-certificates=pki&tls-hostname=vm"),
+            "nbds+unix:///x?socket=/s&tls-certificates=/my%20dir%26/pki&tls-hostname=vm"
+        );
+        for whole in ["nbd://h/x", "nbd+unix:///x?socket=/a+b"] {
+            assert_eq!(seen(whole), whole);
+        }
     }
 
     #[test]

@@ -285,7 +285,7 @@ const REQUESTS: [u64; 18] = [
     0x127c,      // BLKDISCARDZEROES
 ];
 
-const ALWAYS: [c_long; 122] = [
+const ALWAYS: [c_long; 123] = [
     // The ring.
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_register,
@@ -309,6 +309,7 @@ const ALWAYS: [c_long; 122] = [
     libc::SYS_fsync,
     libc::SYS_fdatasync,
     libc::SYS_sync_file_range,
+    libc::SYS_sync,
     libc::SYS_fadvise64,
     libc::SYS_flock,
     libc::SYS_dup,

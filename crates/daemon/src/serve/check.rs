@@ -310,7 +310,7 @@ fn device(door: &Door) -> anyhow::Result<()> {
     };
     match door {
         Door::VhostUserBlk(_) => Ok(()),
-        Door::Ublk(_) => there(Path::new("/dev/ublk-control"), "`modprobe ublk_drv`; it needs Linux 6.0"),
+        Door::Ublk(_) => there(Path::new("/dev/ublk-control"), "`modprobe ublk_drv`; it needs Linux 6.1"),
         Door::NbdDevice(device) => {
             let path = device.path().unwrap_or_else(|| "/dev/nbd0".into());
             there(&path, "`modprobe nbd`")

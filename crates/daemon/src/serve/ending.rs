@@ -2,11 +2,18 @@
 //!
 //! ```text
 //!   nobody is let in ─► limits are lifted ─► what is in flight ends ─► all is flushed ─► closed
+//!                                             └─ before: what users of files over FUSE keep in memory
 //! ```
 //!
 //! Never ends before every disk is flushed or has failed to be, unless it is asked twice.
 
-use std::{future::poll_fn, pin::pin, rc::Rc, task::Poll};
+use std::{
+    future::poll_fn,
+    path::{Path, PathBuf},
+    pin::pin,
+    rc::Rc,
+    task::Poll,
+};
 
 use anyhow::{Context as _, anyhow};
 use block::{disk::Totals, reactor};
@@ -17,16 +24,20 @@ use sd_notify::NotifyState;
 use super::{Daemon, Event};
 use crate::{
     control::{
+        doors::{Entrance, Host},
         inventory::{End, Inventory, RunningDisk},
         qmp::Ending,
         reload::reload,
     },
     events::actor::Actor,
     notify,
+    users::Users,
 };
 
 /// How often it is looked again whether another daemon still wants to take over.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
+/// How long the kernel may take to write what users of files over FUSE have not.
+const TO_WRITE_BACK: Duration = Duration::from_secs(60);
 /// How long what a stopped disk holds may take to go back to who asked, at the end.
 const TO_GO_BACK: Duration = Duration::from_secs(2);
 
@@ -106,7 +117,12 @@ impl Daemon {
             serving.close();
         }
         let entrances = self.inventory.entrances();
-        entrances.iter().for_each(|entrance| entrance.leave());
+        // Of a file over FUSE nothing is left to the next daemon: what its users wrote comes first.
+        let is_file = |entrance: &&Rc<Entrance>| matches!(entrance.host(), Some(Host::Fuse(_)));
+        let (files, others): (Vec<_>, Vec<_>) = entrances.iter().partition(is_file);
+        others.into_iter().for_each(|entrance| entrance.leave());
+        let files: Vec<_> =
+            files.into_iter().filter_map(|entrance| entrance.device().map(Path::to_owned)).collect();
         let disks = self.inventory.disks();
         let mut stopped = Vec::new();
         for running in &disks {
@@ -137,6 +153,7 @@ impl Daemon {
                 // What cannot go back is answered with the error that stopped its disk.
                 stopped.iter().for_each(|running| running.disk.failures().lift());
             }
+            write_back(files).await;
             for serving in servers {
                 serving.stop().await;
             }
@@ -148,6 +165,34 @@ impl Daemon {
             inventory.recordings.end_all().await;
             let _ = events.try_send(Event::Finished(result));
         });
+    }
+}
+
+/// Has the kernel write what file systems on these files, or on loop devices over them, and loop
+/// devices themselves have in memory: once a file is gone, that has no place to go.
+async fn write_back(files: Vec<PathBuf>) {
+    let used = move || {
+        let users = files.into_iter().map(|file| (Users::of(&file), file));
+        users.filter(|(users, _)| !users.is_empty()).collect::<Vec<_>>()
+    };
+    let used = reactor::blocking(used).await;
+    if used.is_empty() {
+        return;
+    }
+    for (users, file) in &used {
+        tracing::warn!(
+            file = %file.display(), %users,
+            "ends while it is in use: what its users have written reaches the image, and what they write from now on fails"
+        );
+    }
+    // All of the host's, as sync(2) has it: the sandbox opens no directory to name one file system
+    // by, and those of containers are not seen from here.
+    let written = reactor::blocking(rustix::fs::sync);
+    if reactor::timeout(TO_WRITE_BACK, written).await.is_err() {
+        tracing::warn!(
+            patience_s = TO_WRITE_BACK.as_secs(),
+            "the kernel takes too long to write what users of files have written: some of it may be lost"
+        );
     }
 }
 

@@ -1,6 +1,10 @@
 //! `weir detach`: looks who uses a device, unmounts what was mounted for it, and has it let go.
 
-use std::path::{Path, PathBuf, absolute};
+use std::{
+    path::{Path, PathBuf, absolute},
+    sync::mpsc,
+    thread,
+};
 
 use anyhow::{Context as _, anyhow};
 use console::{Failure, say};
@@ -8,7 +12,7 @@ use daemon::users::Users;
 use serde_json::json;
 
 use super::{Attached, DetachArgs, find, host, keeper, lasting, lost, place::Place, server};
-use crate::client::{Client, Target};
+use crate::client::{Client, Target, report::Export};
 
 /// What to do about users.
 const IN_USE: &str = "end that, or detach it with --force: what is not written yet is lost";
@@ -138,10 +142,15 @@ fn remove(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
             None => Err(anyhow!(IN_BETWEEN)),
         };
     }
-    ensure_unused(what, None, None, force)?;
-    match lost::remove(what)? {
+    let is_lost = lost::devices().contains(&absolute(what)?);
+    if is_lost {
+        ensure_unused(what, None, None, force)?;
+    }
+    match is_lost && lost::remove(what)? {
         true => Ok(()),
-        false => Err(anyhow!("nothing is attached under this name (`weir attach --list` shows what is)")),
+        false => Err(anyhow!(
+            "nothing is attached under this name (`weir attach --list` shows what is; with --qmp, what a daemon at that control socket serves)"
+        )),
     }
 }
 
@@ -171,6 +180,31 @@ fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Resul
         Some((users, _)) => anyhow!("{users} ({IN_USE})"),
         None => error.into(),
     })?;
-    watch.await_export_end(&export.id)?;
+    await_end(watch, &export, force)?;
     Ok(true)
+}
+
+/// Waits until a device that is on its way out has gone. The kernel keeps one by force until its
+/// last user closes it.
+fn await_end(watch: Client, export: &Export, force: bool) -> anyhow::Result<()> {
+    let users = export
+        .device
+        .as_deref()
+        .filter(|_| force)
+        .map(|device| Users::of(Path::new(device)).with_processes());
+    let Some(users) = users.filter(|users| !users.is_empty()) else {
+        return Ok(watch.await_export_end(&export.id)?);
+    };
+    say(&format!(
+        "{}: fails all requests now, and goes with its last user: waiting for {users}, {} s at most",
+        export.id,
+        lasting::WRITING_BACK.as_secs()
+    ));
+    let (done, ended) = mpsc::channel();
+    let id = export.id.clone();
+    thread::spawn(move || done.send(watch.await_export_end(&id)));
+    match ended.recv_timeout(lasting::WRITING_BACK) {
+        Ok(result) => Ok(result?),
+        Err(_) => Err(anyhow!("it goes with its last user ({users} had it)")),
+    }
 }

@@ -186,11 +186,11 @@ fn magic(head: &[u8]) -> Option<&'static str> {
 }
 
 pub(super) fn mount(device: &Path, mount: &Mount, read_only: bool) -> anyhow::Result<()> {
+    ensure!(Uid::effective().is_root(), "only root may mount a device (be root, or attach without --mount)");
     let fstype = match &mount.fstype {
         Some(fstype) => fstype.clone(),
         None => fstype(device)?,
     };
-    ensure!(Uid::effective().is_root(), "only root may mount a device (be root, or attach without --mount)");
     let mut options: Vec<&str> = mount.options.as_deref().into_iter().collect();
     if read_only {
         options.push("ro");

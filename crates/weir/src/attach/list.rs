@@ -128,8 +128,13 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
             broken,
         });
     }
+    let is_asked_for = qmp.is_some();
     let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
-    let Some(report) = status(&target) else { return Ok(rows) };
+    let report = match Client::connect(&target).and_then(|mut client| client.status()) {
+        Ok((_, report)) => report,
+        Err(error) if is_asked_for => return Err(error.into()),
+        Err(_) => return Ok(rows),
+    };
     for export in &report.exports {
         let Some(device) = export.device.as_ref().map(PathBuf::from) else { continue };
         if rows.iter().any(|row| row.name == export.id) {

@@ -355,8 +355,8 @@ pub(crate) fn let_go(device: &Path) -> anyhow::Result<bool> {
     Ok(false)
 }
 
-/// What is at work under this name, device, file or directory. Where it is mounted at a directory
-/// of this name by somebody else, that is its mount.
+/// What is at work under this name, device, file, directory or image. Where it is mounted at a
+/// directory of this name by somebody else, that is its mount.
 pub(crate) fn find(what: &Path) -> anyhow::Result<Option<(Place, Attached)>> {
     let whole = absolute(what)?;
     let mut all = Vec::new();
@@ -371,6 +371,13 @@ pub(crate) fn find(what: &Path) -> anyhow::Result<Option<(Place, Attached)>> {
         return Ok(Some(all.swap_remove(index)));
     }
     let Ok(real) = what.canonicalize() else { return Ok(None) };
+    // An image may be attached twice, where nobody writes: then it names neither.
+    let mut of_image = all.iter().enumerate().filter(|(_, (_, attached))| {
+        [&whole, &real].into_iter().any(|path| path.as_os_str() == attached.image.as_str())
+    });
+    if let (Some((index, _)), None) = (of_image.next(), of_image.next()) {
+        return Ok(Some(all.swap_remove(index)));
+    }
     let mounted = all.into_iter().find(|(_, attached)| Users::of(&attached.device).mounts.contains(&real));
     Ok(mounted.map(|(place, attached)| (place, Attached { mount: Some(real), ..attached })))
 }

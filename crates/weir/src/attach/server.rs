@@ -117,13 +117,40 @@ pub(super) fn start(
 /// Tells when an export has gone. Of a server that dies, its process tells.
 fn watch(qmp: &str, export: &str, events: &Sender<Event>) -> anyhow::Result<()> {
     let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
-    let (watch, events, export) = (Client::connect(&target)?, events.clone(), export.to_owned());
-    thread::spawn(move || {
-        if watch.await_export_end(&export).is_ok() {
-            let _ = events.send(Event::Ended { orderly: true });
+    let watch = Client::connect(&target)?;
+    let events = events.clone();
+    tell_end(target, watch, export, move |orderly| {
+        if orderly {
+            let _ = events.send(Event::Ended { orderly });
         }
     });
     Ok(())
+}
+
+/// Tells once an export has gone, and whether in order, or its server. Whoever takes over from that
+/// disconnects those who watch, and has the export.
+fn tell_end(target: Target, mut watch: Client, export: &str, tell: impl FnOnce(bool) + Send + 'static) {
+    let export = export.to_owned();
+    thread::spawn(move || {
+        while watch.await_export_end(&export).is_err() {
+            let Some(again) = watch_again(&target, &export) else { return tell(false) };
+            watch = again;
+        }
+        tell(true);
+    });
+}
+
+/// A client of whoever has the export now, if anybody has.
+fn watch_again(target: &Target, export: &str) -> Option<Client> {
+    loop {
+        match Client::connect(target) {
+            // First: it may end before it is seen.
+            Ok(watch) => return device(&target.to_string(), export).is_ok().then_some(watch),
+            // In a takeover, for a moment nobody answers.
+            Err(Error::Silent(_)) => {}
+            Err(_) => return None,
+        }
+    }
 }
 
 /// Takes up what another keeper had served, if it still is.
@@ -133,9 +160,8 @@ pub(super) fn adopt(attached: &Attached, events: &Sender<Event>) -> bool {
     if device(&attached.qmp, &attached.export).is_err() {
         return false;
     }
-    let (events, export) = (events.clone(), attached.export.clone());
-    thread::spawn(move || {
-        let orderly = watch.await_export_end(&export).is_ok();
+    let events = events.clone();
+    tell_end(target, watch, &attached.export, move |orderly| {
         let _ = events.send(Event::Ended { orderly });
     });
     true
@@ -199,9 +225,8 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
     place.set_asked()?;
     let export = export(wanted, place)?;
     described::node(&wanted.name, &wanted.image, &wanted.options)?.add(&mut client, vec![export])?;
-    let (events, name) = (events.clone(), wanted.name.clone());
-    thread::spawn(move || {
-        let orderly = watch.await_export_end(&name).is_ok();
+    let events = events.clone();
+    tell_end(target, watch, &wanted.name, move |orderly| {
         let _ = events.send(Event::Ended { orderly });
     });
     Ok(())
