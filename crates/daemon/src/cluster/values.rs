@@ -142,7 +142,8 @@ impl Group {
         }
         limits.validate().map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
         let version = u64::from(self.number) << 32 | u64::from(self.nonce);
-        Spec::new(version, limits, self.hosts, self.safe_share_ppm).map_err(|error| error.to_string())
+        let spec = Spec::new(version, limits, self.hosts, self.safe_share_ppm);
+        spec.map_err(|error| error.told("--hosts"))
     }
 
     pub(super) fn from_spec(spec: &Spec, safe_share_ppm: Option<u32>) -> Self {
