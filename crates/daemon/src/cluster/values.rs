@@ -95,6 +95,9 @@ pub(super) struct Group {
     pub(super) hosts: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) safe_share_ppm: Option<u32>,
+    /// Somebody has removed it: it has no limits, and whoever knew some does not write them again.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) removed: bool,
 }
 
 impl Group {
@@ -109,7 +112,7 @@ impl Group {
             .into_iter()
             .filter(|setting| limits.get(*setting) != Limits::default().get(*setting));
         let limits = set.map(|setting| (setting.name().to_owned(), limits.get(setting))).collect();
-        Self { number, nonce, limits, hosts, safe_share_ppm }
+        Self { number, nonce, limits, hosts, safe_share_ppm, removed: false }
     }
 
     /// The same for twice as many hosts. A safe share that is too much for so many is less then:
