@@ -60,6 +60,7 @@ fn shown(changes: &Value, nothing: &str) -> String {
                 let value = |key| setpoint(&name, &change[key]);
                 format!("{name}: {} → {}", value("before"), value("after"))
             }
+            ("left-out", _) => format!("left out: it has moved to host {}", text("host")),
             (listed, _) if text("kind") == "export" => format!("{listed} at {}", text("address")),
             (listed, _) => listed.to_owned(),
         };
@@ -94,6 +95,7 @@ mod tests {
             set("group", json!(""), json!("gold")),
             set("l2-cache-size", Value::Null, json!("full")),
             { "kind": "export", "name": "vm1", "disk": "vm1", "address": "unix:/run/a", "change": "removed" },
+            { "kind": "disk", "name": "vm2", "change": "left-out", "host": "host2" },
         ]);
         let expect = "\
 WHAT    NAME  CHANGE
@@ -102,6 +104,7 @@ disk    vm1   bps-total: none → 10M
 disk    vm1   group: none → gold
 disk    vm1   l2-cache-size: none → full
 export  vm1   removed at unix:/run/a
+disk    vm2   left out: it has moved to host host2
 ";
         assert_eq!(shown(&changes, ""), expect);
         assert_eq!(shown(&json!([]), "nothing has changed"), "nothing has changed\n");

@@ -112,12 +112,12 @@ impl Agent {
                 Err(error) => Err(error),
             };
             session.end();
-            let why = match ended {
+            let (why, lasts) = match ended {
                 Ok(End::Stopped) => return,
-                Ok(End::Broken(why)) => why,
-                Err(error) => error.to_string(),
+                Ok(End::Broken(why)) => (why, false),
+                Err(error) => (error.to_string(), matches!(error, Error::Refused(_))),
             };
-            if self.words.send(Word::Apart { why: why.clone() }).await.is_err() {
+            if self.words.send(Word::Apart { why: why.clone(), lasts }).await.is_err() {
                 return;
             }
             // Not all hosts at once.
@@ -200,6 +200,7 @@ impl Session<'_> {
         }
         (self.known.leader, self.known.usurped) = (None, None);
         self.known.promises.clear();
+        self.known.not_understood.clear();
         self.known.groups.values_mut().for_each(|stored| stored.changed = 0);
         self.known.promises_at = revision;
         self.silence = Silence::new(self.agent.timing.lease / 2);
@@ -212,6 +213,8 @@ impl Session<'_> {
                 _ => self.on_put(&value).await?,
             }
         }
+        // What was removed is forgotten with etcd, which is all that it says.
+        self.known.groups.retain(|_, stored| stored.changed != 0 || !stored.group.removed);
         self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
         self.tell(Word::Promises(self.known.promises.clone())).await?;
         self.join(etcd, own.as_ref()).await?;
@@ -398,6 +401,8 @@ impl Session<'_> {
                 }
                 // They stay as they are known; the leader writes them again.
                 Some(Key::Group(name)) => {
+                    self.known.not_understood.remove(name);
+                    self.known.groups.retain(|known, stored| known != name || !stored.group.removed);
                     if let Some(stored) = self.known.groups.get_mut(name) {
                         stored.changed = 0;
                     }
@@ -424,6 +429,11 @@ impl Session<'_> {
                     let term = Term { revision: value.create_revision.cast_unsigned(), nonce: leader.nonce };
                     self.known.leader = Some((term, leader.host));
                 }
+                // It goes with its lease, whoever has it.
+                Err(why) if value.lease != 0 => {
+                    wrong(why);
+                    self.known.leader = None;
+                }
                 _ => {
                     tracing::warn!(key = %value.key, "cluster: what is in etcd there is no leader's: it is deleted");
                     (self.known.leader, self.known.usurped) = (None, Some(value.mod_revision));
@@ -436,10 +446,14 @@ impl Session<'_> {
                 let read = values::read::<Group>(&value.value).and_then(|group| Ok((group.spec()?, group)));
                 match read {
                     Ok((spec, group)) => {
+                        self.known.not_understood.remove(name);
                         let stored = Stored { group, spec, changed: value.mod_revision };
                         self.on_limits(name.to_owned(), stored).await?;
                     }
-                    Err(why) => wrong(why),
+                    Err(why) => {
+                        tracing::warn!(key = %value.key, "cluster: what is in etcd there {why}: it is left alone, and this host has its safe share of group {name}");
+                        self.known.not_understood.insert(name.to_owned(), why);
+                    }
                 }
             }
             Some(Key::Promise(name)) => match values::read::<Promises>(&value.value) {
@@ -452,7 +466,9 @@ impl Session<'_> {
             Some(Key::Grant(name)) if name == self.agent.cluster.host => {
                 match values::read::<Grants>(&value.value) {
                     Ok(grants) => {
-                        for (group, grant) in grants.groups {
+                        let is_understood =
+                            |(group, _): &(String, _)| !self.known.not_understood.contains_key(group);
+                        for (group, grant) in grants.groups.into_iter().filter(is_understood) {
                             match grant.read() {
                                 Ok(grant) => self.tell(Word::Granted { group, grant }).await?,
                                 Err(why) => wrong(why),
@@ -575,7 +591,7 @@ impl Session<'_> {
             "the name {host:?} is taken in cluster {:?} by {by} (give each host a name of its own)",
             self.agent.cluster.name
         );
-        self.tell(Word::Apart { why }).await
+        self.tell(Word::Apart { why, lasts: true }).await
     }
 
     /// Writes what is promised here by now, where nobody else has promised what is not known here.
@@ -631,11 +647,18 @@ impl Session<'_> {
     async fn change(&mut self, etcd: &mut Etcd, change: &Change) -> Result<Result<Value, String>, Error> {
         let version = |known: &Known| known.groups.get(&change.group).map(|stored| stored.spec.version());
         let before = version(&self.known);
+        if change.removes {
+            // Who has it may have left a moment ago, which the watch has not told yet.
+            self.read_promises(etcd).await?;
+        }
         for _ in 0..5 {
             match changing::change(&self.known, etcd, change).await? {
                 Some(Ok(stored)) => {
                     let shown = changing::shown(&self.known, &change.group, &stored.group);
                     self.on_limits(change.group.clone(), stored).await?;
+                    if change.removes {
+                        changing::forget_removed(&self.known, etcd).await?;
+                    }
                     return Ok(Ok(shown));
                 }
                 Some(Err(why)) => return Ok(Err(why)),
@@ -648,7 +671,7 @@ impl Session<'_> {
                 .and_then(|value| values::read::<Group>(&value.value).ok())
                 .map(|group| group.number);
             match (there, self.known.groups.get_mut(&change.group)) {
-                (Some(value), Some(known)) if number < Some(known.group.number) => {
+                (Some(value), Some(known)) if number.is_some_and(|number| number < known.group.number) => {
                     known.changed = value.mod_revision;
                 }
                 (Some(value), _) => self.on_put(&value).await?,

@@ -1,4 +1,5 @@
-//! Changes that hold for all hosts: other limits for a group, a host that will not come back.
+//! Changes that hold for all hosts: other limits for a group, or none any more; a host that will
+//! not come back.
 //!
 //! Each is one transaction, which holds only where nobody has changed the same meanwhile. So of two
 //! commands at once one is refused, and says so.
@@ -13,7 +14,7 @@ use super::{
     keys::Key,
     known::Known,
     outside::draw,
-    promising::most,
+    promising::{MOST_NAMED, most},
     stored::Stored,
     values::{self, Group, Promises},
     words::Change,
@@ -21,6 +22,8 @@ use super::{
 
 /// For so many hosts limits are made at first; more are made room for as they come.
 const FIRST_HOSTS: u32 = 16;
+/// Groups that were removed and are remembered, so that nobody writes them again who was away then.
+const MOST_REMOVED: usize = 64;
 
 type Done = Result<Value, String>;
 
@@ -30,8 +33,17 @@ pub(super) async fn change(
     etcd: &mut Etcd,
     change: &Change,
 ) -> Result<Option<Result<Stored, String>>, Error> {
+    let key = known.keys.key(Key::Group(&change.group));
+    if let Some(why) = known.not_understood.get(&change.group) {
+        let name = &change.group;
+        return Ok(Some(Err(format!("group {name}: it is left alone, as what is in etcd at {key} {why}"))));
+    }
     let before = known.groups.get(&change.group);
-    let group = match next(before.map(|stored| &stored.group), change, known.cluster.safe_share_ppm) {
+    let next = match change.removes {
+        true => removed(known, &change.group, before.map(|stored| &stored.group)),
+        false => next(before.map(|stored| &stored.group), change, known.cluster.safe_share_ppm),
+    };
+    let group = match next {
         Ok(group) => group,
         Err(why) => return Ok(Some(Err(why))),
     };
@@ -42,7 +54,6 @@ pub(super) async fn change(
     if let Some(why) = overcommitted(&known.promises, &change.group, spec.limits()) {
         return Ok(Some(Err(why)));
     }
-    let key = known.keys.key(Key::Group(&change.group));
     let compare = [
         match before.map_or(0, |stored| stored.changed) {
             0 => Compare::Absent(key.clone()),
@@ -57,26 +68,71 @@ pub(super) async fn change(
 
 /// What whoever asked for a change is told of it.
 pub(super) fn shown(known: &Known, name: &String, group: &Group) -> Value {
-    // An older weir does not say which groups it has.
-    let has = |promises: &Promises| promises.members.as_ref().is_none_or(|all| all.contains(name));
     json!({
         "group": name,
         "change": group.number,
         "limits": group.limits,
         "hosts": group.hosts,
-        "used": known.promises.values().any(has),
+        "used": known.promises.values().any(|promises| takes_part(promises, name)),
     })
+}
+
+/// An older weir does not say which groups it has.
+fn takes_part(promises: &Promises, group: &str) -> bool {
+    promises.members.as_ref().is_none_or(|all| all.contains(group))
+}
+
+/// What says that a group was removed: it stands where its limits stood, so that whoever changes
+/// them at the same time is refused, and nobody writes them again.
+fn removed(known: &Known, name: &str, before: Option<&Group>) -> Result<Group, String> {
+    let Some(before) = before.filter(|group| !group.removed) else {
+        return Err(format!(
+            "group {name}: cluster {:?} knows none of this name (`weir cluster status` lists them)",
+            known.cluster.name
+        ));
+    };
+    // What a host has promised that has ended waits for its next run.
+    let has = |promises: &Promises| takes_part(promises, name) || promises.groups.contains_key(name);
+    let has: Vec<_> = known.promises.iter().filter(|(_, promises)| has(promises)).collect();
+    if !has.is_empty() {
+        let hosts: Vec<_> = has.iter().map(|(host, _)| host.as_str()).take(MOST_NAMED).collect();
+        let more = match has.len() - hosts.len() {
+            0 => String::new(),
+            more => format!(" and {more} more hosts"),
+        };
+        return Err(format!(
+            "group {name}: it is on {}{more} (take [group.{name}] out of the config files there, and reload; `weir cluster forget HOST` takes away what one has left that will not come back)",
+            hosts.join(", ")
+        ));
+    }
+    let number = before.number.checked_add(1);
+    let number = number.ok_or_else(|| format!("group {name}: it was changed too often"))?;
+    Ok(Group { removed: true, ..Group::of(&Limits::default(), FIRST_HOSTS, None, number, draw() as u32) })
+}
+
+/// Forgets that groups were removed of which that is longest ago.
+pub(super) async fn forget_removed(known: &Known, etcd: &mut Etcd) -> Result<(), Error> {
+    let removed = known.groups.iter().filter(|(_, stored)| stored.group.removed && stored.changed != 0);
+    let mut removed: Vec<_> = removed.map(|(name, stored)| (stored.changed, name)).collect();
+    removed.sort_unstable();
+    for (changed, name) in removed.iter().rev().skip(MOST_REMOVED) {
+        let compare = Compare::Changed(known.keys.key(Key::Group(name)), *changed);
+        etcd.transact(&[compare], &[Operation::Delete(known.keys.one(Key::Group(name)))]).await?;
+    }
+    Ok(())
 }
 
 fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) -> Result<Group, String> {
     let name = &change.group;
+    let number = before.map_or(0, |group| group.number);
+    // One that was removed begins as at first.
+    let before = before.filter(|group| !group.removed);
     let limits = match before {
         Some(group) => *group.spec()?.limits(),
         None => Limits::default(),
     };
     let limits = limits.changed(&change.limits);
     let limits = limits.map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
-    let number = before.map_or(0, |group| group.number);
     let number = number.checked_add(1).ok_or_else(|| format!("group {name}: it was changed too often"))?;
     let hosts = change.hosts.or(before.map(|group| group.hosts)).unwrap_or(FIRST_HOSTS);
     if !(1..=MAX_HOSTS).contains(&hosts) {
@@ -164,6 +220,10 @@ mod tests {
                 if gone == IOPS { third.limits.clone() } else { second.limits.clone() }
             );
         }
+        let gone = Group { removed: true, ..second.clone() };
+        let anew = next(Some(&gone), &of(&[(IOPS, 500)]), None).unwrap();
+        assert_eq!((anew.number, anew.hosts, anew.removed), (3, FIRST_HOSTS, false));
+        assert!(next(Some(&gone), &hosts, None).unwrap().limits.is_empty());
         let share = |ppm| Change { safe_share_ppm: Some(ppm), ..of(&[]) };
         let fourth = next(Some(&second), &share(Some(700)), None).unwrap();
         assert_eq!(fourth.safe_share_ppm, Some(700));

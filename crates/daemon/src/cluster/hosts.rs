@@ -117,8 +117,12 @@ struct Member {
 pub(super) enum Turn {
     /// It has its part again.
     Joined,
-    /// Etcd is away, or the name is another's, for this reason.
-    Apart(String),
+    /// Etcd is away, or the name is another's, for this reason; some last until somebody has mended
+    /// them.
+    Apart {
+        why: String,
+        lasts: bool,
+    },
     Led(Option<String>),
 }
 
@@ -396,9 +400,9 @@ impl Hosts {
                 }
                 turn = Some(Turn::Joined);
             }
-            Word::Apart { why } => {
+            Word::Apart { why, lasts } => {
                 self.is_joined = false;
-                turn = Some(Turn::Apart(why));
+                turn = Some(Turn::Apart { why, lasts });
             }
             Word::Led { leader } => {
                 self.term = leader.as_ref().map(|(term, _)| *term);

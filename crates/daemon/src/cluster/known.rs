@@ -26,6 +26,9 @@ pub(super) struct Known {
     /// Of the session.
     pub(super) number: u64,
     pub(super) groups: BTreeMap<String, Stored>,
+    /// Groups of which something stands in etcd that is not understood, and why not: it is left
+    /// alone, and nobody here has more of them than the safe share.
+    pub(super) not_understood: BTreeMap<String, String>,
     pub(super) promises: BTreeMap<String, Promises>,
     /// The revision up to which promises of others are known.
     pub(super) promises_at: i64,
@@ -52,6 +55,7 @@ impl Known {
             inbox,
             number: 0,
             groups,
+            not_understood: BTreeMap::new(),
             promises: BTreeMap::new(),
             promises_at: 0,
             leader: None,

@@ -22,6 +22,9 @@ use super::{
     watching::{Watching, forward},
 };
 
+/// Grants that are taken away in a row: each is a transaction, and the lead must be kept meanwhile.
+const MOST_SWEPT: usize = 32;
+
 /// It is elected.
 #[derive(Debug)]
 pub(super) struct Leading {
@@ -41,6 +44,8 @@ pub(super) struct Leading {
     too_many: BTreeSet<String>,
     /// When limits were written again last.
     restored: BTreeMap<String, Instant>,
+    /// When to look for grants of hosts that have left.
+    sweep_at: Option<Instant>,
     _watching: Watching,
 }
 
@@ -79,6 +84,8 @@ impl Leading {
             changed: BTreeSet::new(),
             too_many: BTreeSet::new(),
             restored: BTreeMap::new(),
+            // Of those that left before its election there may be some too.
+            sweep_at: Some(now() + 2 * timing.lease),
             _watching: forward(watch, known.number, known.inbox.clone()),
         };
         for value in found.iter().flatten() {
@@ -90,7 +97,7 @@ impl Leading {
         }
         // Of hosts that were there before nobody knows how long ago.
         leading.heard.clear();
-        leading.follow(&known.groups, known);
+        leading.follow(known);
         tracing::info!(cluster = %known.cluster.name, "this host divides the cluster's limits");
         Ok(Some(leading))
     }
@@ -105,7 +112,8 @@ impl Leading {
     }
 
     pub(super) fn next(&self) -> Instant {
-        self.leaders.values().map(Leader::next).min().unwrap_or(Instant::MAX).min(self.kept_at + self.keep())
+        let leaders = self.leaders.values().map(Leader::next);
+        leaders.chain(self.sweep_at).fold(self.kept_at + self.keep(), Instant::min)
     }
 
     /// How often its key's lease is prolonged: policy's own lease is as long as that.
@@ -131,12 +139,16 @@ impl Leading {
             hosts.remove(host);
         });
         self.leaders.values_mut().for_each(|leader| leader.on_gone(host));
+        self.sweep_at.get_or_insert(now() + 2 * policy::cluster::Timing::DEFAULT.lease);
     }
 
-    /// Limits as they are in etcd now.
-    fn follow(&mut self, groups: &BTreeMap<String, Stored>, known: &Known) {
+    /// Limits as they are in etcd now. Of those that are not understood nobody is lent anything
+    /// here: perhaps a leader who understands them is there soon.
+    fn follow(&mut self, known: &Known) {
         let at = now();
-        for (name, stored) in groups {
+        let is_understood = |name: &String| !known.not_understood.contains_key(name);
+        self.leaders.retain(|name, _| known.groups.contains_key(name) && is_understood(name));
+        for (name, stored) in known.groups.iter().filter(|(name, _)| is_understood(name)) {
             if let Some(leader) = self.leaders.get_mut(name) {
                 leader.on_spec(stored.spec, at);
                 continue;
@@ -161,7 +173,7 @@ impl Leading {
             self.asked = asked;
             self.leaders.values_mut().for_each(|leader| leader.kept_alive(asked));
         }
-        self.follow(&known.groups, known);
+        self.follow(known);
         let at = now();
         let mut stands_down = false;
         for (group, leader) in &mut self.leaders {
@@ -191,6 +203,7 @@ impl Leading {
         }
         self.restore(known, etcd).await?;
         self.make_room(known, etcd).await?;
+        self.sweep(known, etcd).await?;
         Ok(true)
     }
 
@@ -223,7 +236,10 @@ impl Leading {
 
     /// Writes limits anew that etcd has lost.
     async fn restore(&mut self, known: &Known, etcd: &mut Etcd) -> Result<(), Error> {
-        for (name, stored) in known.groups.iter().filter(|(_, stored)| stored.changed == 0) {
+        let is_lost = |(name, stored): &(&String, &Stored)| {
+            stored.changed == 0 && !stored.group.removed && !known.not_understood.contains_key(*name)
+        };
+        for (name, stored) in known.groups.iter().filter(is_lost) {
             let last = self.restored.get(name);
             if last.is_some_and(|last| now() < *last + known.timing.lease) {
                 continue;
@@ -270,6 +286,44 @@ impl Leading {
                     tracing::warn!(group = %name, percent, "the safe share was too much for so many hosts, and is less now");
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Takes away grants of hosts that have left: their keys have no lease, and would stay there.
+    ///
+    /// A host has left when neither its name nor its report is there; it may be back before this is
+    /// done, and then keeps what is new. What is taken away is worth nothing by then.
+    async fn sweep(&mut self, known: &Known, etcd: &mut Etcd) -> Result<(), Error> {
+        if self.sweep_at.is_none_or(|at| now() < at) {
+            return Ok(());
+        }
+        self.sweep_at = None;
+        let found = etcd.keys(&[self.keys.of_hosts(), self.keys.reports()]).await?;
+        let (mut there, mut grants) = (BTreeSet::new(), Vec::new());
+        for value in found.iter().flatten() {
+            match self.keys.read(&value.key) {
+                Some(Key::Host(host) | Key::Report(host)) => drop(there.insert(host)),
+                Some(Key::Grant(host)) => grants.push((host, value)),
+                _ => {}
+            }
+        }
+        grants.retain(|(host, _)| !there.contains(host));
+        let at = now();
+        let may_hold = |host: &str| self.leaders.values().any(|leader| leader.may_hold(host, at));
+        let (held, over): (Vec<_>, Vec<_>) = grants.into_iter().partition(|(host, _)| may_hold(host));
+        for (host, value) in over.iter().take(MOST_SWEPT) {
+            let mut compare = self.fence().to_vec();
+            let absent = [Key::Host(host), Key::Report(host)].map(|key| Compare::Absent(self.keys.key(key)));
+            compare.extend(absent);
+            compare.push(Compare::Changed(value.key.clone(), value.mod_revision));
+            let gone = Operation::Delete(self.keys.one(Key::Grant(host)));
+            if etcd.transact(&compare, &[gone]).await?.held {
+                self.grants.remove(*host);
+            }
+        }
+        if over.len() > MOST_SWEPT || !held.is_empty() {
+            self.sweep_at = Some(now() + known.timing.lease);
         }
         Ok(())
     }

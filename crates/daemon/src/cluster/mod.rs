@@ -73,6 +73,8 @@ use crate::sandbox;
 const MOST_QUEUED: usize = 1024;
 /// How long a command waits for etcd: longer than all members are asked once.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// For which it is told that a host is apart, until it has joined again.
+const MOST_REASONS: usize = 32;
 const ENDED: &str = "what speaks with etcd has ended, as the log says (restart weir)";
 /// How long the end waits for the name to be given back.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -134,8 +136,8 @@ pub(crate) struct Cluster {
     /// What is promised here is being asked for.
     is_asking: Cell<bool>,
     is_connected: Cell<bool>,
-    /// It was told that this host is apart, and not since that it has joined.
-    is_told_apart: Cell<bool>,
+    /// For which reasons it was told that this host is apart, since it was told that it has joined.
+    told_apart: RefCell<BTreeSet<String>>,
     /// Why not.
     reason: RefCell<String>,
     leader: RefCell<Option<String>>,
@@ -167,8 +169,10 @@ impl Drop for Running {
 }
 
 /// What etcd says at the start.
+#[derive(Default)]
 struct First {
     specs: BTreeMap<String, Spec>,
+    removed: BTreeSet<String>,
     promises: BTreeMap<String, Promises>,
     moved: BTreeMap<String, String>,
 }
@@ -185,7 +189,7 @@ impl First {
     /// Adds what this host knew last and etcd has lost: without limits a group would have none.
     fn recall(&mut self, known: &BTreeMap<String, Stored>) {
         for (name, stored) in known {
-            if !self.specs.contains_key(name) {
+            if !self.specs.contains_key(name) && !self.removed.contains(name) {
                 tracing::warn!(group = %name, "etcd has lost this group's limits: those that were known here last hold");
                 self.specs.insert(name.clone(), stored.spec);
             }
@@ -259,7 +263,7 @@ impl Cluster {
             overpromised: RefCell::default(),
             is_asking: Cell::new(false),
             is_connected: Cell::new(false),
-            is_told_apart: Cell::new(false),
+            told_apart: RefCell::default(),
             reason: RefCell::new(reason),
             leader: RefCell::default(),
             offers: async_channel::bounded(MOST_QUEUED),
@@ -437,16 +441,18 @@ impl Cluster {
         match turn {
             Some(Turn::Joined) if !self.is_connected.replace(true) => {
                 self.reason.borrow_mut().clear();
-                self.is_told_apart.set(false);
+                self.told_apart.borrow_mut().clear();
                 around.tell(&self.name, &self.host, None);
             }
-            Some(Turn::Apart(why)) => {
-                // Each member may have another reason, and is asked again and again.
-                let before = self.reason.replace(why.clone());
-                let is_new = why != before && why.contains("is taken");
+            Some(Turn::Apart { why, lasts }) => {
+                self.reason.replace(why.clone());
                 self.is_connected.set(false);
-                if !self.is_told_apart.replace(true) || is_new {
+                let mut told = self.told_apart.borrow_mut();
+                // Each member may have another reason, and is asked again and again.
+                let is_new = lasts && told.len() < MOST_REASONS && !told.contains(&why);
+                if told.is_empty() || is_new {
                     around.tell(&self.name, &self.host, Some(&why));
+                    told.insert(why);
                 }
             }
             Some(Turn::Led(leader)) => drop(self.leader.replace(leader)),
@@ -502,6 +508,13 @@ impl Cluster {
     /// Why it was not done.
     pub(crate) async fn change(&self, change: Change) -> Result<Value, String> {
         let is_here = self.has(&change.group);
+        if is_here && change.removes {
+            let name = &change.group;
+            return Err(format!(
+                "group {name}: it is on {} (take [group.{name}] out of the config file here, and reload)",
+                self.host
+            ));
+        }
         let mut done = self.ask(|answer| Input::Change(change, answer)).await?;
         if is_here {
             done["used"] = json!(true);
@@ -673,13 +686,14 @@ async fn first_of(terms: &Terms, member: usize, keys: &Keys, own: &Asked) -> Res
     let mut etcd = Etcd::connect_to(terms, member).await?;
     let (_, found) = etcd.read(&[keys.groups(), keys.promises()]).await?;
     let moved = moving::gone(keys, &mut etcd, &own.host, &own.disks).await?;
-    let mut first = First { specs: BTreeMap::new(), promises: BTreeMap::new(), moved };
+    let mut first = First { moved, ..First::default() };
     for value in found.iter().flatten() {
         match keys.read(&value.key) {
             Some(Key::Group(name)) => {
-                let read = values::read::<values::Group>(&value.value).and_then(|group| group.spec());
-                match read {
-                    Ok(spec) => drop(first.specs.insert(name.to_owned(), spec)),
+                let read = values::read::<values::Group>(&value.value);
+                match read.and_then(|group| Ok((group.removed, group.spec()?))) {
+                    Ok((true, _)) => drop(first.removed.insert(name.to_owned())),
+                    Ok((false, spec)) => drop(first.specs.insert(name.to_owned(), spec)),
                     Err(why) if own.groups.iter().any(|own| own == name) => {
                         let why = format!("group {name}: what is in etcd at {} {why}", value.key);
                         return Err(Error::Refused(why));
@@ -716,7 +730,7 @@ fn known(file: &Path, plan: &Plan, why: &str) -> anyhow::Result<First> {
             "group {group}: nobody knows its limits: {why}, and this host has not asked for them before (mend etcd of [cluster], or start it; later starts do without)"
         );
     }
-    Ok(First { specs, promises: BTreeMap::new(), moved: BTreeMap::new() })
+    Ok(First { specs, ..First::default() })
 }
 
 /// Whoever the daemon goes on as writes there.

@@ -15,7 +15,7 @@ use policy::throttle::{LimitKind, Limits};
 use super::values::Promises;
 
 /// Hosts that an error names.
-const MOST_NAMED: usize = 8;
+pub(super) const MOST_NAMED: usize = 8;
 
 /// What was asked for finds no room.
 #[derive(Clone, Debug, PartialEq, Eq)]

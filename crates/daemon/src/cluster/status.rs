@@ -86,7 +86,8 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> V
         }
         entry
     };
-    let groups = known.groups.iter().map(|(name, stored)| {
+    let there = known.groups.iter().filter(|(_, stored)| !stored.group.removed);
+    let groups = there.map(|(name, stored)| {
         let member = |host: &&str| {
             let report = reports.get(host)?.groups.get(name)?;
             let granted =
@@ -136,6 +137,10 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> V
         "promised": promises(all),
         "capacity": promises(capacity(known.promises.values())),
     });
+    if !known.not_understood.is_empty() {
+        let one = |(group, why): (&String, &String)| json!({ "group": group, "reason": why });
+        answer["not-understood"] = known.not_understood.iter().map(one).collect();
+    }
     if let Some((_, leader)) = &known.leader {
         answer["leader"] = json!(leader);
     }

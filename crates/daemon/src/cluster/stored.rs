@@ -32,6 +32,9 @@ struct Known {
     /// Of which etcd has said that it has no limits.
     #[serde(default)]
     without_limits: BTreeSet<String>,
+    /// Which were removed, as far as etcd knows that still.
+    #[serde(default)]
+    removed: BTreeSet<String>,
 }
 
 /// Held while the file is read and written again.
@@ -55,7 +58,8 @@ pub(super) fn load(file: &Path) -> io::Result<BTreeMap<String, Group>> {
 
 /// Groups that had no limits when they were asked for.
 pub(super) fn without_limits(file: &Path) -> BTreeSet<String> {
-    known(file).map(|known| known.without_limits).unwrap_or_default()
+    let known = known(file).unwrap_or_default();
+    known.without_limits.into_iter().chain(known.removed).collect()
 }
 
 fn known(file: &Path) -> io::Result<Known> {
@@ -76,11 +80,12 @@ pub(super) fn recall(file: &Path) -> BTreeMap<String, Stored> {
 
 /// Keeps them. What fails is said: the next start may have to do without.
 pub(super) fn save(file: &Path, groups: &BTreeMap<String, Stored>) {
-    let groups: BTreeMap<_, _> =
-        groups.iter().map(|(name, stored)| (name.clone(), stored.group.clone())).collect();
+    let all = groups.iter().map(|(name, stored)| (name.clone(), stored.group.clone()));
+    let (removed, groups): (BTreeMap<_, _>, BTreeMap<_, _>) = all.partition(|(_, group)| group.removed);
     change(file, |known| Known {
         without_limits: known.without_limits.into_iter().filter(|name| !groups.contains_key(name)).collect(),
         groups,
+        removed: removed.into_keys().collect(),
     });
 }
 
@@ -129,6 +134,12 @@ mod tests {
         let stored = Stored { spec: group.spec().unwrap(), group: group.clone(), changed: 1 };
         save(&path, &["gold", "later"].map(|name| (name.to_owned(), stored.clone())).into());
         assert_eq!((without_limits(&path), load(&path).unwrap().len()), (bare(&["bare"]), 2));
+        // What was removed has none either, and is not written to etcd again.
+        let gone = Group { removed: true, ..group.clone() };
+        let gone = Stored { spec: gone.spec().unwrap(), group: gone, changed: 2 };
+        save(&path, &[("gold", gone), ("later", stored)].map(|(name, one)| (name.to_owned(), one)).into());
+        assert_eq!(without_limits(&path), bare(&["bare", "gold"]));
+        assert!(recall(&path).keys().eq(["later"]));
         std::fs::write(&path, "{").unwrap();
         assert!(load(&path).is_err());
     }

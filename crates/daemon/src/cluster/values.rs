@@ -95,6 +95,9 @@ pub(super) struct Group {
     pub(super) hosts: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) safe_share_ppm: Option<u32>,
+    /// Somebody has removed it: it has no limits, and whoever knew some does not write them again.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) removed: bool,
 }
 
 impl Group {
@@ -109,7 +112,7 @@ impl Group {
             .into_iter()
             .filter(|setting| limits.get(*setting) != Limits::default().get(*setting));
         let limits = set.map(|setting| (setting.name().to_owned(), limits.get(setting))).collect();
-        Self { number, nonce, limits, hosts, safe_share_ppm }
+        Self { number, nonce, limits, hosts, safe_share_ppm, removed: false }
     }
 
     /// The same for twice as many hosts. A safe share that is too much for so many is less then:
@@ -142,7 +145,8 @@ impl Group {
         }
         limits.validate().map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
         let version = u64::from(self.number) << 32 | u64::from(self.nonce);
-        Spec::new(version, limits, self.hosts, self.safe_share_ppm).map_err(|error| error.to_string())
+        let spec = Spec::new(version, limits, self.hosts, self.safe_share_ppm);
+        spec.map_err(|error| error.told("--hosts"))
     }
 
     pub(super) fn from_spec(spec: &Spec, safe_share_ppm: Option<u32>) -> Self {

@@ -24,6 +24,8 @@ pub(crate) struct Change {
     pub(crate) hosts: Option<u32>,
     /// None within: all hosts' together are what they are at first.
     pub(crate) safe_share_ppm: Option<Option<u32>>,
+    /// None at all: the group is removed, and nothing else is said.
+    pub(crate) removes: bool,
 }
 
 /// What arrives at the thread.
@@ -56,6 +58,8 @@ pub(super) enum Word {
     /// It does not, or the name is another's: leases run out.
     Apart {
         why: String,
+        /// Until somebody has mended it.
+        lasts: bool,
     },
     Led {
         leader: Option<(Term, String)>,

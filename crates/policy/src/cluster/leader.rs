@@ -258,6 +258,17 @@ impl Leader {
         }
     }
 
+    /// Whether a lease of this host may be in force, of this leader's or of one before. If not,
+    /// what was granted to it last is worth nothing to anybody, and may be taken away once its
+    /// report has gone.
+    pub fn may_hold(&self, name: &str, now: Instant) -> bool {
+        let holds = |member: &Member| {
+            (member.held != [0; 6] && now < member.until)
+                || member.sent.is_some_and(|sent| sent.leased != [0; 6] && now < sent.until)
+        };
+        now < self.unknown_until || self.members.get(name).is_some_and(holds)
+    }
+
     /// Sooner than at the next tick, but not for each report alone.
     fn hurry(&mut self, now: Instant) {
         self.next = self.next.min((self.ticked + self.timing.tick / 8).max(now));

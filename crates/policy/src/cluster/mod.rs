@@ -45,6 +45,8 @@ pub use leader::{Action, Leader};
 
 use crate::throttle::{LimitKind, Limits, MAX_VALUE, Part, Setting};
 use crate::time::Duration;
+use alloc::format;
+use alloc::string::String;
 use core::fmt;
 
 /// A number for each limit, by [`LimitKind::index`].
@@ -81,24 +83,29 @@ pub enum Indivisible {
     SafeShare(u32, u32),
 }
 
-impl fmt::Display for Indivisible {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl Indivisible {
+    /// What is wrong and what helps, for somebody who says by this name how many hosts there are.
+    pub fn told(&self, name: &str) -> String {
         match self {
-            Self::Hosts(hosts) => write!(f, "hosts: {hosts} is not between 1 and {MAX_HOSTS}"),
-            Self::TooLow(kind, rate, hosts) => write!(
-                f,
+            Self::Hosts(hosts) => format!("hosts: {hosts} is not between 1 and {MAX_HOSTS}"),
+            Self::TooLow(kind, rate, hosts) => format!(
                 "{}: {rate} is too low: each of up to {hosts} hosts may use 1 a second without etcd (set \
-                 at least {hosts}, or fewer --hosts)",
+                 at least {hosts}, or fewer {name})",
                 Setting::Limit(*kind, Part::Rate).name()
             ),
-            Self::SafeShare(ppm, hosts) => write!(
-                f,
+            Self::SafeShare(ppm, hosts) => format!(
                 "safe-share: {} % for each of up to {hosts} hosts is more than there is (set at most {} %, \
-                 or fewer --hosts)",
+                 or fewer {name})",
                 f64::from(*ppm) / 10_000.0,
                 f64::from(1_000_000 / hosts) / 10_000.0
             ),
         }
+    }
+}
+
+impl fmt::Display for Indivisible {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.told("hosts"))
     }
 }
 

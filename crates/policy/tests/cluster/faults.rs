@@ -1,7 +1,7 @@
 //! Everything that can go wrong, at random, for half a minute.
 
 use crate::seeds::for_each;
-use crate::setting;
+use crate::{TIMING, setting};
 use policy::cluster::simulated::{Client, Load, MS, Random, S, World};
 use policy::cluster::{Spec, Timing};
 use policy::throttle::{LimitKind, Limits};
@@ -63,6 +63,8 @@ fn one(seed: u64) {
         // As the daemon's: leases outlive the leader's key.
         setting.timing = Timing::DEFAULT;
     }
+    // One that has left is forgotten, with the safe share of other limits that it knows.
+    let leaves = !changes && random.one_in(2);
     let mut world = World::new(seed, spec, &clients, setting);
     let mut version = 1;
     // Since when each host has had a greedy client, and nothing has stopped it.
@@ -89,6 +91,10 @@ fn one(seed: u64) {
                 }
             }
             9 => world.store.stop(),
+            17 if place < hosts && leaves => {
+                world.leave(place, random.below(8 * S));
+                since[place] = u64::MAX;
+            }
             10..=12 => world.start_store(),
             13 => world.store.mark(),
             14 => world.lose(0.1),
@@ -130,4 +136,31 @@ fn one(seed: u64) {
     }
     // Of a byte a second nothing may have passed yet.
     assert!(slowest >= SECONDS * S || world.passed.iter().any(|(passed, _)| *passed > 0));
+}
+
+/// What was granted to hosts that have left goes, and nothing else.
+#[test]
+fn what_was_granted_to_a_host_that_left_is_taken_away_once_its_lease_is_over() {
+    for_each("--test cluster", "what_was_granted", 20, |seed| {
+        let mut random = Random::new(seed ^ 0x1eaf);
+        let spec = Spec::new(1, limits(&mut random, false), 3, None).unwrap();
+        let clients = [const { Client::new(Load::Greedy(4), 4096, 100, 0) }; 3].map(|client| vec![client]);
+        let mut world = World::new(seed, spec, &clients, setting(2, None));
+        world.run_until(8 * S);
+        assert!(!world.store.has_leftovers());
+        let before = world.machines[0].host.rates();
+        world.leave(1, 60 * S);
+        world.run_until(world.now + TIMING.lease.as_nanos() as u64 / 4);
+        assert!(world.store.has_leftovers(), "a lease may be in force");
+        // Another leads from now on, and knows nothing of it.
+        if let Some(leader) = world.leader().filter(|_| random.one_in(2)) {
+            world.restart(leader);
+        }
+        world.run_until(world.now + 10 * S);
+        assert!(!world.store.has_leftovers());
+        assert!(before.iter().zip(world.machines[0].host.rates()).all(|(before, now)| *before <= now));
+        world.run_until(90 * S);
+        assert!(world.machines[1].host.is_leased(), "it is back");
+        assert_eq!(world.violation(), None);
+    });
 }

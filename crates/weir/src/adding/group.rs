@@ -23,6 +23,8 @@ Examples:
       Within the limits of the group host.
   weir group remove gold --save
       Once nothing is in it.
+  weir group remove gold --cluster
+      The limits of all hosts, once no host has the group.
 
 ",
     settings::sizes!()
@@ -60,6 +62,9 @@ pub(crate) struct AddArgs {
     /// Percent of the device in use below which its limits do not hold [default: 0]
     #[arg(long, value_name = "PERCENT", value_parser = settings::count)]
     watermark: Option<u64>,
+    /// Told apart, to say how a group comes to be the cluster's.
+    #[arg(long, hide = true)]
+    cluster: bool,
     #[command(flatten)]
     asked: Asked,
     #[command(flatten)]
@@ -74,6 +79,9 @@ pub(crate) struct RemoveArgs {
     /// The group
     #[arg(value_name = "NAME")]
     name: String,
+    /// Its limits of all hosts of the cluster, none of which may have the group
+    #[arg(long, conflicts_with_all = ["save", "config"])]
+    cluster: bool,
     #[command(flatten)]
     asked: Asked,
     #[command(flatten)]
@@ -128,6 +136,12 @@ fn object(name: &str, change: &Change) -> Value {
 }
 
 fn add(arguments: AddArgs) -> Result<(), Failure> {
+    if arguments.cluster {
+        let name = &arguments.name;
+        return Err(Failure::Usage(anyhow::anyhow!(
+            "--cluster: each host has the group by its config file (put [group.{name}] with cluster = true there, and `weir reload`; `weir throttle {name} --cluster --iops-total N` says the limits, once for all hosts)"
+        )));
+    }
     let change = arguments.change();
     change.judge().map_err(|wrong| Failure::Usage(wrong.into()))?;
     let AddArgs { name, asked: Asked { json, qmp }, save, .. } = arguments;
@@ -144,11 +158,18 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
 }
 
 fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
-    let RemoveArgs { name, asked: Asked { json, qmp }, save } = arguments;
+    let RemoveArgs { name, cluster, asked: Asked { json, qmp }, save } = arguments;
     let mut client = Client::reach(qmp)?;
+    if cluster {
+        client.execute("x-weir-cluster-remove", json!({ "group": name }))?;
+        return finish(("group", &name, "removed"), None, json);
+    }
     let (_, report) = client.status()?;
     if !report.groups.iter().any(|group| group.name == name) {
-        return Err(anyhow::anyhow!("{name}: no group has this name (`weir status` lists them)").into());
+        return Err(anyhow::anyhow!(
+            "{name}: no group here has this name (`weir status` lists them; with --cluster it is one of the cluster's)"
+        )
+        .into());
     }
     let saving = saving::prepare(&report, &save, |text| saving::removed(text, "group", &name))?;
     client.execute("object-del", json!({ "id": name }))?;

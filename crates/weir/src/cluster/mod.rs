@@ -17,6 +17,8 @@ Examples:
       What is promised on all hosts together.
   weir throttle gold --cluster --iops-total 10000
       Limits of the group gold on all hosts together.
+  weir group remove gold --cluster
+      Limits that no host needs any more.
   weir cluster forget host7
       A host that will not come back; its safe share is free for others.";
 
@@ -104,6 +106,11 @@ fn show(shown: &Value) -> String {
     for group in shown["groups"].as_array().into_iter().flatten() {
         said += &of_group(group);
     }
+    for one in shown["not-understood"].as_array().into_iter().flatten() {
+        let (group, why) = (text(&one["group"]), text(&one["reason"]));
+        said +=
+            &format!("\ngroup {group}: what is in etcd {why}: each host of this weir has its safe share\n");
+    }
     said
 }
 
@@ -165,6 +172,7 @@ mod tests {
             "name": "lab", "host": "a", "connected": true, "joined": true, "etcd": "http://e:2379", "leader": "b",
             "promised": { "iops": 2000 }, "capacity": {},
             "hosts": [{ "name": "a", "present": true, "age-ms": 1200, "weir": "1.2.3" }, { "name": "b", "present": false }],
+            "not-understood": [{ "group": "new", "reason": "is of version 9" }],
             "groups": [{
                 "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "promised": { "iops": 2000 },
                 "promised-by": { "a": { "iops": 1500 }, "c": { "iops": 500 } }, "overpromised": { "iops": 500 },
@@ -182,6 +190,7 @@ mod tests {
             "promised 2000 IOPS (a 1500 IOPS, c 500 IOPS)\n  that is 500 IOPS more than there is",
             "all     9812",
             "change 3",
+            "\ngroup new: what is in etcd is of version 9: each host of this weir has its safe share\n",
         ] {
             assert!(said.contains(expect), "{expect}: {said}");
         }

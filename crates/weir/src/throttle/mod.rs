@@ -57,6 +57,11 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
     let safe_share = arguments.cluster.safe_share;
     asked.extend(safe_share.map(|part| ("safe-share-ppm".to_owned(), json!(part.0.unwrap_or(0)))));
     if asked.is_empty() {
+        let is_it = |one: &&Value| one["group"] == arguments.name.as_str();
+        let not_understood = shown["not-understood"].as_array().into_iter().flatten().find(is_it);
+        if let Some(why) = not_understood.and_then(|one| one["reason"].as_str()) {
+            return Err(anyhow::anyhow!("group {}: what is in etcd {why}", arguments.name).into());
+        }
         let Some(group) = before else {
             let why = shown["reason"].as_str().map(|why| format!(": {why}")).unwrap_or_default();
             let name = &arguments.name;

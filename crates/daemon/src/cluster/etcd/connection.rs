@@ -11,7 +11,8 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, anyhow};
+use anyhow::{Context as _, anyhow, ensure};
+use block::nbd::keys;
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::{
     Request, Response, StatusCode,
@@ -21,7 +22,7 @@ use hyper::{
 };
 use hyper_util::rt::TokioIo;
 use openssl::{
-    ssl::{SslConnector, SslFiletype, SslMethod, SslVerifyMode},
+    ssl::{SslConnector, SslConnectorBuilder, SslMethod, SslVerifyMode},
     x509::{GeneralNameRef, X509Ref, X509VerifyResult},
 };
 use rustix::net::sockopt;
@@ -56,18 +57,38 @@ impl Tls {
     pub(super) fn new(certificates: Option<&Path>) -> anyhow::Result<Self> {
         let mut builder = SslConnector::builder(SslMethod::tls_client()).context("TLS")?;
         if let Some(directory) = certificates {
-            let said = |name: &str| format!("certificates: {}", directory.join(name).display());
-            builder.set_ca_file(directory.join("ca-cert.pem")).with_context(|| said("ca-cert.pem"))?;
-            let (own, key) = (directory.join("client-cert.pem"), directory.join("client-key.pem"));
-            if own.exists() || key.exists() {
-                builder.set_certificate_chain_file(own).with_context(|| said("client-cert.pem"))?;
-                builder
-                    .set_private_key_file(key, SslFiletype::PEM)
-                    .with_context(|| said("client-key.pem"))?;
-                builder.check_private_key().with_context(|| said("client-key.pem"))?;
-            }
+            Self::read(&mut builder, directory).context("certificates")?;
         }
         Ok(Self(builder.build()))
+    }
+
+    fn read(builder: &mut SslConnectorBuilder, directory: &Path) -> anyhow::Result<()> {
+        ensure!(
+            directory.is_dir(),
+            "{}: is no directory (put ca-cert.pem there, which signs etcd's members; or mend certificates of [cluster])",
+            directory.display()
+        );
+        let signs =
+            "the authority that signs etcd's members: put it there, or mend certificates of [cluster]";
+        for authority in keys::certificates(&directory.join("ca-cert.pem"), signs)? {
+            builder.cert_store_mut().add_cert(authority)?;
+        }
+        let (own, own_key) = (directory.join("client-cert.pem"), directory.join("client-key.pem"));
+        if !own.exists() && !own_key.exists() {
+            return Ok(());
+        }
+        let mut chain = keys::certificates(&own, "which client-key.pem is the key of")?.into_iter();
+        let key = keys::private_key(&own_key, "the private key of client-cert.pem")?;
+        if let Some(leaf) = chain.next() {
+            let is_its = leaf.public_key()?.public_eq(&key);
+            let (own, key) = (own.display(), own_key.display());
+            ensure!(is_its, "{key}: not the key of {own} (exchange one of them)");
+            builder.set_certificate(&leaf)?;
+        }
+        for intermediate in chain {
+            builder.add_extra_chain_cert(intermediate)?;
+        }
+        Ok(builder.set_private_key(&key)?)
     }
 }
 

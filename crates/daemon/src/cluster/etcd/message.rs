@@ -47,8 +47,14 @@ pub(in crate::cluster) enum Compare {
 /// What a transaction does.
 #[derive(Clone, Debug)]
 pub(in crate::cluster) enum Operation {
-    Put { key: String, value: Vec<u8>, lease: Option<i64> },
+    Put {
+        key: String,
+        value: Vec<u8>,
+        lease: Option<i64>,
+    },
     Get(Range),
+    /// The keys alone: their values are empty.
+    Keys(Range),
     Delete(Range),
 }
 
@@ -139,6 +145,11 @@ impl Operation {
         match self {
             Self::Put { .. } => json!({ "request_put": self.put_body() }),
             Self::Get(range) => json!({ "request_range": range.body() }),
+            Self::Keys(range) => {
+                let mut body = range.body();
+                body["keys_only"] = json!(true);
+                json!({ "request_range": body })
+            }
             Self::Delete(range) => json!({ "request_delete_range": range.body() }),
         }
     }

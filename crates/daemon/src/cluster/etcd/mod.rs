@@ -217,7 +217,7 @@ impl Etcd {
     async fn post(&mut self, path: &str, body: Value) -> Result<Value, Error> {
         match self.post_once(path, body.clone()).await {
             // Tokens end after five minutes.
-            Err(Error::Refused(why)) if self.token.is_some() && why.contains("invalid auth token") => {
+            Err(Error::Refused(why)) if self.token.is_some() && is_of_token(&why) => {
                 self.authenticate().await?;
                 self.post_once(path, body).await
             }
@@ -242,6 +242,12 @@ impl Etcd {
         let operations: Vec<_> = ranges.iter().cloned().map(Operation::Get).collect();
         let done = self.transact(&[], &operations).await?;
         Ok((done.revision, done.found))
+    }
+
+    /// The same without their values.
+    pub(super) async fn keys(&mut self, ranges: &[Range]) -> Result<Vec<Vec<KeyValue>>, Error> {
+        let operations: Vec<_> = ranges.iter().cloned().map(Operation::Keys).collect();
+        Ok(self.transact(&[], &operations).await?.found)
     }
 
     /// The value of one key.
@@ -302,6 +308,11 @@ impl Etcd {
     }
 }
 
+/// It has ended, or users have changed since.
+fn is_of_token(why: &str) -> bool {
+    why.contains("invalid auth token") || why.contains("auth store is old")
+}
+
 /// What a member says where it does not do as asked. Some of it another member may do.
 fn refusal(member: &str, prefix: &str, answer: &Value) -> Error {
     let text = ["message", "error"].iter().find_map(|key| answer[*key].as_str()).unwrap_or("no reason given");
@@ -320,11 +331,13 @@ fn refusal(member: &str, prefix: &str, answer: &Value) -> Error {
     if passing.iter().any(|word| text.contains(word)) {
         return Error::Unreachable(anyhow!(said));
     }
+    if text.contains("authentication failed") || text.contains("user name") {
+        return Error::Refused(format!(
+            "etcd {member} refuses the user and password of [cluster]: {text} (mend user and password-file, and restart weir, which reads them at its start)"
+        ));
+    }
     let of_role = format!("give the user of [cluster] a role that reads and writes {prefix}");
     let advice = match () {
-        () if text.contains("authentication failed") || text.contains("user name") => {
-            "mend user and password-file of [cluster], which are read at the start"
-        }
         () if text.contains("permission denied") => &of_role,
         () if text.contains("database space exceeded") => {
             "compact and defragment etcd, then disarm its alarm"
@@ -343,6 +356,12 @@ mod tests {
         let answer = json!({ "message": "etcdserver: permission denied" });
         let said = refusal("http://e:2379", "/weir/v1/lab/", &answer).to_string();
         assert!(said.ends_with("a role that reads and writes /weir/v1/lab/)"), "{said}");
+        let answer = json!({ "message": "etcdserver: authentication failed, invalid user ID or password" });
+        let said = refusal("http://e:2379", "/weir/v1/lab/", &answer).to_string();
+        assert!(
+            said.starts_with("etcd http://e:2379 refuses the user and password of [cluster]: "),
+            "{said}"
+        );
         let answer = json!({ "error": "\x1b[2J\u{202e}" });
         let said = refusal("http://e:2379", "/weir/v1/lab/", &answer).to_string();
         assert!(said.starts_with("etcd http://e:2379: ?[2J? ("), "{said}");

@@ -16,13 +16,20 @@ mod foreseen;
 pub(in crate::control) mod seats;
 pub(crate) mod told;
 
-use std::{cell::Cell, collections::BTreeSet, fs, rc::Rc, sync::Arc};
+use std::{
+    cell::Cell,
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+    rc::Rc,
+    sync::Arc,
+};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::{
     image::Image,
     layer::throttle::{Group, GroupSettings},
-    reactor,
+    reactor, storage,
 };
 use difference::Difference;
 use export::nbd::{self, Removal};
@@ -65,11 +72,13 @@ pub(crate) async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Valu
 pub(crate) async fn foresee(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let loaded = loaded(inventory)?;
     let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
-    let (draft, plan) = read(&loaded).await?;
+    let (mut draft, mut plan) = read(&loaded).await?;
+    let moved = leave_out_moved(inventory, (&mut draft, &mut plan)).await;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let mut told = Work::new(inventory, &loaded, (&draft, &plan)).foresee(&difference).await?;
     told.extend(recorded);
+    told.extend(moved);
     Ok(told)
 }
 
@@ -100,7 +109,8 @@ async fn recorded(before: &Plan, (draft, after): (&Draft, &Plan)) -> anyhow::Res
 async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let loaded = loaded(inventory)?;
     let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
-    let (draft, plan) = read(&loaded).await?;
+    let (mut draft, mut plan) = read(&loaded).await?;
+    let moved = leave_out_moved(inventory, (&mut draft, &mut plan)).await;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let mut work = Work::new(inventory, &loaded, (&draft, &plan));
@@ -135,6 +145,7 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
         inventory.recordings.keep_instead(plan.service.record.as_ref()).await;
         told.extend(recorded);
     }
+    told.extend(moved);
     if let Some(cluster) = inventory.cluster() {
         for &index in &difference.new_disks {
             cluster.has_again(&plan.disks[index].name);
@@ -184,6 +195,32 @@ async fn read(loaded: &Loaded) -> anyhow::Result<(Draft, Plan)> {
         Ok((draft, plan))
     })
     .await
+}
+
+/// Leaves out disks that other hosts of the cluster have taken, as a start does, and tells where
+/// they are. One whose image is a file that nobody has locked is taken back; nothing keeps two
+/// hosts from writing to another image.
+async fn leave_out_moved(inventory: &Inventory, (draft, plan): (&mut Draft, &mut Plan)) -> Vec<Value> {
+    let moved = inventory.cluster().map(|cluster| cluster.moved()).unwrap_or_default();
+    let mut out = BTreeMap::new();
+    for (disk, host) in moved.into_iter().filter(|(disk, _)| inventory.disk(disk).is_err()) {
+        let Some(planned) = plan.disks.iter().find(|planned| planned.name == disk) else { continue };
+        let is_free = match planned.image.path().map(Path::to_owned) {
+            Some(path) => {
+                let read_only = planned.read_only;
+                let is_free =
+                    move || fs::File::open(&path).is_ok() && storage::in_use(&path, read_only).is_none();
+                reactor::blocking(is_free).await
+            }
+            None => false,
+        };
+        if !is_free {
+            out.insert(disk, host);
+        }
+    }
+    draft.disks.retain(|said| !out.contains_key(&said.name.value));
+    plan.leave_out(|disk| out.contains_key(disk));
+    out.iter().map(|(disk, host)| told::left_out(disk, host)).collect()
 }
 
 /// A pipe may never say its passphrase, and every later reload would wait for this one.
@@ -323,18 +360,15 @@ impl Work<'_> {
             self.inventory.check_image(&planned.image).with_context(place)?;
             check_secrets(planned)?;
             let moved = self.inventory.cluster().and_then(|cluster| cluster.moved_to(&planned.name));
-            let gone = |why: &str| {
-                let (name, host) = (&planned.name, moved.as_deref().unwrap_or_default());
-                format!(
-                    "disk {name} has moved to host {host}{why} (take [disk.{name}] out of the config file)"
-                )
-            };
-            if moved.is_some() && planned.image.path().is_none() {
-                bail!("{}: {}", place(), gone(", and nothing keeps two hosts from writing to its image"));
-            }
             let opened = assembly.open(planned).await;
             let opened = opened.map_err(|error| self.inventory.naming_holder_of(error)).with_context(place);
-            images.push((index, if moved.is_some() { opened.with_context(|| gone(""))? } else { opened? }));
+            let opened = match moved {
+                Some(host) => {
+                    opened.with_context(|| format!("disk {} has moved to host {host}", planned.name))
+                }
+                None => opened,
+            };
+            images.push((index, opened?));
         }
         Ok(images)
     }

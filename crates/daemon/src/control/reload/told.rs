@@ -16,6 +16,11 @@ pub(super) fn listed(kind: &str, name: &str, change: &str) -> Value {
     json!({ "kind": kind, "name": name, "change": change })
 }
 
+/// That a disk of the config file is on another host.
+pub(super) fn left_out(disk: &str, host: &str) -> Value {
+    json!({ "kind": "disk", "name": disk, "change": "left-out", "host": host })
+}
+
 /// The same of an export, and where.
 pub(super) fn exported((name, address): (String, String), disk: &str, change: &str) -> Value {
     json!({ "kind": "export", "name": name, "disk": disk, "address": address, "change": change })

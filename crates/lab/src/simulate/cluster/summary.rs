@@ -31,6 +31,9 @@ pub(in crate::simulate) struct Summary {
     /// How many ticks after a change so many hosts were within 5 % of their ideal share.
     pub(super) followed: Vec<Followed>,
     pub(super) changes: usize,
+    /// Changes that nothing disturbed.
+    #[serde(skip)]
+    undisturbed: usize,
     /// Since the last change half of the time until the next has passed, two leases since the
     /// beginning, and nothing went wrong.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -188,6 +191,7 @@ impl Summary {
             seed,
             followed: PARTS.map(|(name, part)| followed(name, part, outcome)).into(),
             changes: outcome.changes.len(),
+            undisturbed: undisturbed(outcome).count(),
             steady: (!stretches.is_empty()).then(|| figures(&stretches)),
             all: figures(&[samples]),
             most_in_force: outcome.most_in_force,
@@ -210,6 +214,7 @@ impl Summary {
         ];
         let mut text: Vec<String> = vec![format!("{}\n", self.title())];
         text.extend(tables.into_iter().flatten());
+        text.extend(self.why_nothing().map(|why| format!("- stands where {why}.\n")));
         text.push(format!("{}\n", self.safety()));
         text.extend(self.faults.iter().map(|fault| format!("At {:.1} s: {}.\n", fault.seconds, fault.what)));
         text.extend(self.remarks.iter().map(|remark| format!("{remark}\n")));
@@ -217,6 +222,27 @@ impl Summary {
             text.push(format!("Not complete: {why}. The figures are of what came before.\n"));
         }
         text.join("\n")
+    }
+
+    /// Why figures are not there.
+    fn why_nothing(&self) -> impl Iterator<Item = &'static str> {
+        let unknown = self.changes > 0 && self.followed.iter().any(|followed| followed.worst.is_none());
+        let never_steady = self.steady.is_none();
+        let mut figures = [self.steady.as_ref(), Some(&self.all)].into_iter().flatten();
+        let nobody_waits = figures.any(|figures| figures.unused.is_none());
+        let reasons = [
+            (unknown && self.undisturbed == 0, "each change fell together with something that went wrong"),
+            (
+                unknown && self.undisturbed > 0,
+                "hosts did not have their share before the next change, or the end (every=, seconds=)",
+            ),
+            (
+                never_steady,
+                "demand was never steady: half of `every` after a change or a fault, and two leases after the beginning (seconds=, every=)",
+            ),
+            (nobody_waits, "no host was busy, so nobody waited (busy=)"),
+        ];
+        reasons.into_iter().filter_map(|(is_so, why)| is_so.then_some(why))
     }
 
     pub(super) fn title(&self) -> String {
@@ -303,15 +329,19 @@ impl Summary {
     }
 }
 
+/// By the number of their phase.
+fn undisturbed(outcome: &Outcome) -> impl Iterator<Item = usize> {
+    (1..=outcome.changes.len()).filter(|phase| !outcome.disturbed.contains(phase))
+}
+
 /// After each change that nothing disturbed.
 fn followed(name: &'static str, part: f64, outcome: &Outcome) -> Followed {
-    let phases = (1..=outcome.changes.len()).filter(|phase| !outcome.disturbed.contains(phase));
     let ticks = |phase: usize| {
         let mut seen = outcome.samples.iter().filter(|sample| sample.phase == phase).peekable();
         seen.peek()?;
         Some(seen.find(|sample| sample.near >= part).map_or(u64::MAX, |sample| sample.since))
     };
-    let mut ticks: Vec<u64> = phases.filter_map(ticks).collect();
+    let mut ticks: Vec<u64> = undisturbed(outcome).filter_map(ticks).collect();
     ticks.sort_unstable();
     let known = |ticks: Option<&u64>| ticks.copied().filter(|ticks| *ticks < u64::MAX);
     Followed { of_hosts: part, name, median: known(ticks.get(ticks.len() / 2)), worst: known(ticks.last()) }

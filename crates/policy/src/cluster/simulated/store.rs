@@ -154,6 +154,35 @@ impl Store {
         holds
     }
 
+    /// A host has ended in order, and takes its report away.
+    pub(super) fn leave(&mut self, host: usize) {
+        self.state.revision += 1;
+        self.state.reports.remove(&host);
+    }
+
+    /// Grants of hosts that have left.
+    pub(super) fn left(&self) -> Vec<(usize, Grant)> {
+        let has_left = |(host, _): &(&usize, &Grant)| !self.state.reports.contains_key(host);
+        self.state.grants.iter().filter(has_left).map(|(host, grant)| (*host, *grant)).collect()
+    }
+
+    /// Takes a grant away, while this term leads and the host has not come back. Whether it did.
+    pub(super) fn sweep(&mut self, term: Term, host: usize, grant: &Grant, now: u64) -> bool {
+        self.traffic.transactions += 1;
+        let is_so = self.leader(now) == Some(term) && !self.state.reports.contains_key(&host);
+        let holds = is_so && self.state.grants.get(&host) == Some(grant);
+        if holds {
+            self.state.revision += 1;
+            self.state.grants.remove(&host);
+        }
+        holds
+    }
+
+    /// Whether something is granted to a host that is not there.
+    pub fn has_leftovers(&self) -> bool {
+        !self.left().is_empty()
+    }
+
     pub(super) fn reports(&self) -> Vec<(usize, Report)> {
         self.state.reports.iter().map(|(host, report)| (*host, report.clone())).collect()
     }

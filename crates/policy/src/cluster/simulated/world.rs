@@ -13,6 +13,7 @@ use crate::cluster::{Action, ByKind, Demand, Grant, Host, Leader, NAME_LEASE, Re
 use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
+use alloc::format;
 use alloc::string::{String, ToString as _};
 use alloc::vec::Vec;
 use events::{Answer, Ask, Event, Place};
@@ -369,6 +370,13 @@ impl World {
                 }
                 Answer::Deposed(term)
             }
+            Ask::Sweep(term, host, grant) => {
+                if self.store.sweep(term, host, &grant, now) && self.is_worth_something(host, &grant) {
+                    let why = format!("a lease of host {host} is in force, and its grant was taken away");
+                    self.violation.get_or_insert(why);
+                }
+                return;
+            }
         };
         if self.places[place].run == run {
             self.tell_leader(place - hosts, answer);
@@ -412,8 +420,19 @@ impl World {
                     self.kept_at[number] = now;
                     self.ask(place, Ask::KeepAlive(term, now));
                 }
+                self.sweep(number, now);
                 self.lead(number);
             }
+        }
+    }
+
+    /// Has grants taken away that are worth nothing any more.
+    fn sweep(&mut self, number: usize, now: Instant) {
+        let Some(leader) = &self.leaders[number] else { return };
+        let (term, left) = (leader.term(), self.store.left().into_iter());
+        let over: Vec<_> = left.filter(|(host, _)| !leader.may_hold(&host.to_string(), now)).collect();
+        for (host, grant) in over {
+            self.ask(self.machines.len() + number, Ask::Sweep(term, host, Box::new(grant)));
         }
     }
 
@@ -428,6 +447,7 @@ impl World {
             }
             (Answer::Kept(asked), Some(leader)) => leader.kept_alive(asked),
             (Answer::Deposed(term), Some(leader)) if leader.term() == term => leader.depose(),
+            (Answer::Gone(host), Some(leader)) => leader.on_gone(&host.to_string()),
             (Answer::Read(spec, reports), Some(leader)) => {
                 leader.on_spec(spec, now);
                 for (host, report) in reports {

@@ -59,7 +59,7 @@ impl Command for ClusterSet {
         let hosts = arguments.number("hosts", 1..=MAX_HOSTS)?.map(|hosts| hosts as u32);
         let safe_share = arguments.number("safe-share-ppm", 0..=1_000_000)?;
         let safe_share = safe_share.map(|ppm| (ppm > 0).then_some(ppm as u32));
-        Ok(Self { change: Change { group, limits, hosts, safe_share_ppm: safe_share } })
+        Ok(Self { change: Change { group, limits, hosts, safe_share_ppm: safe_share, removes: false } })
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
@@ -71,6 +71,25 @@ impl Command for ClusterSet {
             )));
         }
         cluster.change(self.change).await.map_err(Error::generic)
+    }
+}
+
+/// Limits of all hosts that were a slip, or that nobody needs any more.
+#[derive(Debug)]
+pub(super) struct ClusterRemove {
+    group: String,
+}
+
+impl Command for ClusterRemove {
+    const NAME: &'static str = "x-weir-cluster-remove";
+
+    fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+        Ok(Self { group: arguments.required("group")? })
+    }
+
+    async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        let change = Change { group: self.group, removes: true, ..Change::default() };
+        cluster(&inventory)?.change(change).await.map_err(Error::generic)
     }
 }
 

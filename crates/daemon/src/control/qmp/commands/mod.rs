@@ -86,6 +86,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<weir::Set>(),
     Entry::of::<cluster::QueryCluster>(),
     Entry::of::<cluster::ClusterSet>(),
+    Entry::of::<cluster::ClusterRemove>(),
     Entry::of::<cluster::ClusterForget>(),
     Entry::of::<reload::Reload>(),
     Entry::of::<adding::AddDisk>(),

@@ -26,6 +26,7 @@ pub(super) enum Ask {
     KeepAlive(Term, Instant),
     Read,
     Write(Term, Vec<(usize, Grant)>),
+    Sweep(Term, usize, Box<Grant>),
 }
 
 #[derive(Clone, Debug)]
@@ -34,6 +35,7 @@ pub(super) enum Answer {
     Kept(Instant),
     Deposed(Term),
     Read(Spec, Vec<(usize, Report)>),
+    Gone(usize),
 }
 
 #[derive(Clone, Copy, Debug)]

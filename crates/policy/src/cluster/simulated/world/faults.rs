@@ -1,6 +1,6 @@
 //! What goes wrong, and what is told otherwise: the store, limits, partitions, pauses, restarts.
 
-use super::{Ask, COMES_BACK, Event, World, demand_of};
+use super::{Answer, Ask, COMES_BACK, Event, World, demand_of};
 use crate::cluster::simulated::{MS, Machine};
 use crate::cluster::{Host, Spec};
 
@@ -67,21 +67,48 @@ impl World {
         self.places[place].paused_until > self.now
     }
 
+    /// A host ends in order, where the store can be told, and starts again after so many
+    /// nanoseconds, with the limits that the store has then.
+    pub fn leave(&mut self, host: usize, away: u64) {
+        let mut spec = self.machines[host].host.spec();
+        if !self.store.is_down() && !self.places[host].is_cut {
+            spec = self.store.spec();
+            self.store.leave(host);
+            for leader in 0..self.leaders.len() {
+                if self.leaders[leader].is_some() {
+                    self.tell_leader(leader, Answer::Gone(host));
+                }
+            }
+        }
+        self.end(host);
+        self.start(host, spec);
+        self.pause(host, away);
+    }
+
     /// Kills a process, and starts another in its place.
     pub fn restart(&mut self, place: usize) {
+        self.end(place);
+        if place >= self.machines.len() {
+            let (leader, run) = (place - self.machines.len(), self.places[place].run);
+            self.leaders[leader] = None;
+            return self.at(self.now + MS, Event::LeaderTicks(leader, run));
+        }
+        self.start(place, self.machines[place].host.spec());
+    }
+
+    fn end(&mut self, place: usize) {
         self.places[place].run += 1;
         self.places[place].paused_until = 0;
-        let run = self.places[place].run;
-        if place >= self.machines.len() {
-            self.leaders[place - self.machines.len()] = None;
-            return self.at(self.now + MS, Event::LeaderTicks(place - self.machines.len(), run));
-        }
-        let now = self.places[place].local(self.now);
+    }
+
+    /// Another run of a host, which knows these limits.
+    fn start(&mut self, place: usize, spec: Spec) {
+        let (run, now) = (self.places[place].run, self.places[place].local(self.now));
         let old = &self.machines[place];
         let bytes = old.clients.iter().map(|client| client.length).sum();
         self.audit.forgive(old.clients.len() as u64, bytes);
         let seed = self.seed.wrapping_add(place as u64 + 1) ^ run << 32;
-        let host = Host::new(run, old.host.spec(), self.setting.timing);
+        let host = Host::new(run, spec, self.setting.timing);
         let machine = Machine::new(host, &old.clients, seed, now);
         self.demands[place] = demand_of(&machine, now);
         self.machines[place] = machine;

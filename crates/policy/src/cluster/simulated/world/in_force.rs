@@ -2,17 +2,30 @@
 
 use super::World;
 use crate::cluster::simulated::MS;
-use crate::cluster::{ByKind, zip};
+use crate::cluster::{ByKind, Grant, zip};
 use crate::throttle::LimitKind;
+use crate::time::Instant;
 use alloc::format;
 
 impl World {
+    pub(super) fn has_lease(&self, host: usize) -> bool {
+        let (machine, place) = (&self.machines[host].host, &self.places[host]);
+        machine.is_leased() && place.local(self.now) < machine.next().as_nanos()
+    }
+
+    /// Whether what is in force on a host came with this grant, or would be prolonged by it. One
+    /// that an earlier run had is not, though the store has lost what was granted since.
+    pub(super) fn is_worth_something(&self, host: usize, grant: &Grant) -> bool {
+        let (machine, place) = (&self.machines[host].host, &self.places[host]);
+        let lasts = |until: Instant| place.local(self.now) < until.as_nanos();
+        self.has_lease(host) && grant.instance == place.run && machine.lease_of(grant).is_some_and(lasts)
+    }
+
     /// What is in force on a host. One without a lease that knows other limits, which the store has
     /// lost or a leader has not heard of, counts as if it knew these.
     fn in_force_on(&self, host: usize) -> ByKind {
-        let (machine, place) = (&self.machines[host].host, &self.places[host]);
-        let has_lease = machine.is_leased() && place.local(self.now) < machine.next().as_nanos();
-        if has_lease {
+        let machine = &self.machines[host].host;
+        if self.has_lease(host) {
             return machine.rates();
         }
         let (safe, known) = (machine.spec().safe(), self.store.spec());
