@@ -10,6 +10,7 @@
 //! said.
 
 use std::{
+    cell::Cell,
     io::{self, ErrorKind, IoSlice, IoSliceMut, Read as _, Write as _},
     mem::MaybeUninit,
     net::Shutdown,
@@ -187,11 +188,8 @@ impl Channel {
         patience: Duration,
     ) -> anyhow::Result<(Self, T, Luggage)> {
         reactor::blocking(move || {
-            let received = self.receive(patience).or_else(|_| {
-                self.0.shutdown(Shutdown::Both)?;
-                self.receive(patience)
-            });
-            received.map(|(message, luggage)| (self, message, luggage))
+            let (message, luggage) = self.receive_or(patience, AtLast::Close)?;
+            Ok((self, message, luggage))
         })
         .await
     }
@@ -221,7 +219,16 @@ impl Channel {
     }
 
     fn receive<T: DeserializeOwned>(&self, patience: Duration) -> anyhow::Result<(T, Luggage)> {
-        let until = Until { socket: &self.0, end: Instant::now() + patience };
+        self.receive_or(patience, AtLast::GiveUp)
+    }
+
+    fn receive_or<T: DeserializeOwned>(
+        &self,
+        patience: Duration,
+        at_last: AtLast,
+    ) -> anyhow::Result<(T, Luggage)> {
+        let until =
+            Until { socket: &self.0, end: Cell::new(Instant::now() + patience), at_last: Cell::new(at_last) };
         let [text, bytes, count] = [until.number()?, until.number()?, until.number()?];
         ensure!(
             text <= MOST_TEXT && bytes <= MOST_BYTES && count <= MOST_DESCRIPTORS,
@@ -250,22 +257,44 @@ impl Channel {
 /// then must not keep everybody.
 struct Until<'a> {
     socket: &'a UnixStream,
-    end: Instant,
+    end: Cell<Instant>,
+    at_last: Cell<AtLast>,
+}
+
+/// What is done when the time is up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum AtLast {
+    GiveUp,
+    /// The other can say no more, and what it has said is read where it was left: there may be the
+    /// rest of a message of which a part is read.
+    Close,
 }
 
 impl io::Read for &Until<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.wait_no_longer()?;
-        let mut socket = self.socket;
-        socket.read(buffer)
+        loop {
+            self.wait_no_longer()?;
+            let mut socket = self.socket;
+            match socket.read(buffer) {
+                // It is looked once more what that means.
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                done => return done,
+            }
+        }
     }
 }
 
 impl Until<'_> {
     fn wait_no_longer(&self) -> io::Result<()> {
-        let left = self.end.saturating_duration_since(Instant::now());
+        let mut left = self.end.get().saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(ErrorKind::WouldBlock.into());
+            if self.at_last.replace(AtLast::GiveUp) == AtLast::GiveUp {
+                return Err(ErrorKind::WouldBlock.into());
+            }
+            self.socket.shutdown(Shutdown::Both)?;
+            // For what is there, and nothing is waited for any more.
+            left = PATIENCE;
+            self.end.set(Instant::now() + left);
         }
         self.socket.set_read_timeout(Some(left))
     }
@@ -355,6 +384,31 @@ mod tests {
     }
 
     #[test]
+    fn what_was_said_in_time_is_heard_wherever_the_time_was_up() {
+        const OVER: Duration = Duration::ZERO;
+        let text = serde_json::to_vec("yours").unwrap();
+        let message = [[text.len() as u64, 0, 0].map(u64::to_le_bytes).concat(), text].concat();
+        for read in 0..message.len() {
+            let (one, other) = pair();
+            one.send(&"yours", &[], &[]).unwrap();
+            let until = Until {
+                socket: &other.0,
+                end: Cell::new(Instant::now() + PATIENCE),
+                at_last: Cell::new(AtLast::Close),
+            };
+            assert_eq!(until.exactly(read as u64).unwrap(), message[..read]);
+            until.end.set(Instant::now() + OVER);
+            assert_eq!(until.exactly((message.len() - read) as u64).unwrap(), message[read..]);
+            one.send(&"more", &[], &[]).unwrap_err();
+        }
+        // Of what was not said whole, the rest cannot be said any more.
+        let (one, other) = pair();
+        (&one.0).write_all(&message[..9]).unwrap();
+        other.receive_or::<String>(OVER, AtLast::Close).unwrap_err();
+        (&one.0).write_all(&message[9..]).unwrap_err();
+    }
+
+    #[test]
     fn whoever_goes_says_nonsense_or_nothing_is_given_up() {
         let said = |bytes: &[u8]| {
             let (one, other) = pair();
@@ -376,7 +430,8 @@ mod tests {
         let (slow, other) = pair();
         let slow = std::thread::spawn(move || while (&slow.0).write_all(&[1]).is_ok() {});
         let end = Instant::now() + Duration::from_millis(50);
-        let late = Until { socket: &other.0, end }.exactly(u64::MAX).unwrap_err();
+        let until = Until { socket: &other.0, end: Cell::new(end), at_last: Cell::new(AtLast::GiveUp) };
+        let late = until.exactly(u64::MAX).unwrap_err();
         assert_eq!(late.to_string(), "no answer in time");
         drop(other);
         slow.join().unwrap();
