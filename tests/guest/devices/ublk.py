@@ -348,6 +348,12 @@ class Ublk:
             part mounted
             weir detach --force {NODE}
             ! grep /mnt/d /proc/mounts
+            part goes
+            serve {DISK} --ublk
+            exec 3<{NODE}
+            killed
+            ! weir detach --force {NODE} 2>&1 3<&-
+            exec 3<&-
             part after
             ls /dev/ublk*
             weir attach --list
@@ -356,6 +362,7 @@ class Ublk:
             contains("the list", parts["listed"], "ublk, lost"),
             contains("one that somebody uses", parts["used"], "in use: "),
             fact("one that is mounted", not parts["mounted"].strip(), parts["mounted"], "mounted no more"),
+            contains("one that is open for long", parts["goes"], "goes with its last user (in use: open in "),
             contains("nodes afterwards", parts["after"].split()[0], "/dev/ublk-control"),
             fact("and devices", NODE not in parts["after"], parts["after"], "none"),
         ]
