@@ -267,6 +267,10 @@ class Ublk:
             part guarded
             counted
             part others
+            take_over {DISK} --prefetch off --ublk
+            part carried
+            counted
+            part others
             stop
             serve {DISK} -f raw --prefetch off --ublk=0,zero-copy=off
             dd if={NODE} bs=64k count=128 iflag=direct 2>/dev/null | compare - {DISK} -n 8388608
@@ -287,6 +291,7 @@ class Ublk:
             fact("it stays", counted("stayed") == (can, 0), counted("stayed"), (can, 0)),
             fact("what was read ahead", ahead[0] == can and (ahead[1] > 1 << 20) == can, ahead, "is copied"),
             fact("what might be a header", guarded == (can, can * (128 << 10)), guarded, "is copied, twice"),
+            fact("what was counted, taken over", counted("carried") == guarded, counted("carried"), guarded),
             fact("switched off", counted("off") == (False, 0), counted("off"), (False, 0)),
         ]
 
