@@ -7,15 +7,24 @@ use std::{
     thread,
 };
 
-use anyhow::anyhow;
+use anyhow::{Context as _, anyhow};
+use console::{Failure, say};
 use daemon::users::Users;
-use export::ublk::node;
+use export::ublk::{guard, node};
 
 use super::{host, lasting};
 
 /// Their nodes; none for users who may not know of them.
 pub(super) fn devices() -> Vec<PathBuf> {
     numbers().map(node::path).collect()
+}
+
+/// Removes one some time after its server has ended, as that has told.
+pub(crate) fn run_guard() -> Result<(), Failure> {
+    if let Some(done) = guard::run().context("a device by ublk is not guarded any more")? {
+        say(&done);
+    }
+    Ok(())
 }
 
 /// Removes the device at this path, and unmounts it. Whether it was one.

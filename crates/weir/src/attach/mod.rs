@@ -41,6 +41,7 @@ use console::{Failure, print, print_json, say};
 use daemon::users::{Users, is_stopped};
 pub(crate) use detach::run as detach;
 pub(crate) use keeper::run as keep;
+pub(crate) use lost::run_guard as guard;
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},

@@ -75,6 +75,7 @@ fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &Ublk) -> Off
     Offer {
         number: settings.number,
         depth: settings.queue_depth,
+        dead_timeout_s: settings.dead_timeout_s,
         read_only: read_only || settings.read_only || disk.image().is_read_only(),
         discard: settings.discard,
         write_zeroes: settings.write_zeroes,
