@@ -445,7 +445,8 @@ class Ublk:
         """Whoever takes the device over before has it for good: twice, the second time while the first
         weir's patience would have ended, and in an upgrade. Without `dead-timeout` it waits for ever.
         """
-        door = f"--ublk=0,dead-timeout={PATIENCE}"
+        # With a limit, or the machine has much to emulate meanwhile.
+        door = f"--ublk=0,dead-timeout={PATIENCE} --iops-total {LIMIT}"
         parts = self._parts(f"""
             serve {DISK} {door}
             numbers {NODE}
