@@ -45,7 +45,7 @@ const HANDED_ON: [&str; 8] = [
     WATERMARK,
     settings::prefetch::MODE,
 ];
-/// How an image becomes a device: options of `weir attach` that take no value.
+/// How an image becomes a device: options of `weir attach` that need no value.
 const DEVICES: [&str; 3] = ["ublk", "nbd", "fuse"];
 
 /// Options that obey their rules.

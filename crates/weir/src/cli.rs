@@ -103,6 +103,9 @@ pub(crate) enum Command {
     /// What `attach` leaves in the background
     #[command(hide = true)]
     AttachKeeper,
+    /// What removes a device by ublk that nobody serves any more
+    #[command(hide = true)]
+    UblkGuard,
     /// Show what runs, how fast, and what holds it back
     #[command(after_help = status::EXAMPLES)]
     Status(status::StatusArgs),

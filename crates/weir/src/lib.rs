@@ -88,6 +88,7 @@ pub fn main() -> ExitCode {
         Command::Attach(arguments) => attach::run(*arguments),
         Command::Detach(arguments) => attach::detach(arguments),
         Command::AttachKeeper => attach::keep(),
+        Command::UblkGuard => attach::guard(),
         Command::OnEventRunner => daemon::run_on_event(),
         Command::Status(arguments) => status::run(arguments),
         Command::Verify(arguments) => verify::run(arguments),

@@ -75,6 +75,7 @@ class Attach:
                 f"attach: killed {self._kills} times under load, by {way}",
                 lambda way=way: self.killed(way),
             )
+        yield "attach: killed, and nobody goes on in time", self.given_up
         for way in WAYS:
             yield f"attach: its daemon killed, by {way}", lambda way=way: self.daemon_killed(way)
 
@@ -84,7 +85,10 @@ class Attach:
             [ -e /dev/ublk-control ] || load ublk_drv
             mkdir -p /mnt/d
             truncate -s {DISK_MIB}M {DISK}
-            weir=
+            weir= place=/run/weir/attached/disk
+            kill_keeper() {{
+                kill -KILL "$(sed -n 's/.*"keeper": \\([0-9]*\\).*/\\1/p' $place/attached.json)"
+            }}
             {body}""",
             CLEAN,
         )
@@ -249,10 +253,7 @@ class Attach:
         was killed, --recover goes on. Nothing is lost, and nothing comes twice.
         """
         parts = self._parts(f"""
-            device=$(weir attach {DISK} -f raw --{way}) place=/run/weir/attached/disk
-            kill_keeper() {{
-                kill -KILL "$(sed -n 's/.*"keeper": \\([0-9]*\\).*/\\1/p' $place/attached.json)"
-            }}
+            device=$(weir attach {DISK} -f raw --{way})
             numbers $device
             more_numbers 8
             for time in $(seq {self._kills}); do
@@ -282,6 +283,36 @@ class Attach:
             contains("the client", parts["ended"], "ok "),
             nothing("what is left", parts["left"]),
             kept(parts["acknowledged"], parts["found"]),
+        ]
+
+    def given_up(self):
+        """All of it is killed: the device goes when its `dead-timeout` is over, and --recover makes
+        another, as it was asked for.
+        """
+        parts = self._parts(f"""
+            device=$(weir attach {DISK} -f raw --ublk=0,dead-timeout=2,zero-copy=off)
+            dd if=$device of=/dev/null bs=64k count=4 iflag=direct
+            kill_keeper
+            kill -KILL $(pidof_server)
+            dd if=$device of=/dev/null bs=64k iflag=direct || :
+            until_no $device
+            weir attach --recover
+            numbers $device
+            more_numbers 8
+            part ended
+            end_numbers
+            part served
+            tr '\\0' ' ' </proc/$(pidof_server)/cmdline
+            part others
+            weir detach disk
+            part left
+            left
+            stuck
+        """)
+        return [
+            contains("the client", parts["ended"], "ok "),
+            contains("the server", parts["served"], "--ublk=0,dead-timeout=2,zero-copy=off"),
+            nothing("what is left", parts["left"]),
         ]
 
     def daemon_killed(self, way):

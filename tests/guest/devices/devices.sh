@@ -155,6 +155,11 @@ stuck() {
     [ -z "$found" ] || echo "stuck:$found"
 }
 
+# guards: how many processes guard devices
+guards() {
+    grep -lsz '^ublk-guard$' /proc/[0-9]*/cmdline | wc -l
+}
+
 # left: names what there still is of devices that were attached, and which of weir's processes are
 # still there after ten seconds: a keeper lets go before it ends
 left() {
@@ -162,7 +167,7 @@ left() {
         [ ! -e "$path" ] || echo "$path"
     done
     tries=0
-    while processes=$(grep -lsz '^serve$\|^attach-keeper$' /proc/[0-9]*/cmdline || :) && [ -n "$processes" ]; do
+    while processes=$(grep -lsz '^serve$\|^attach-keeper$\|^ublk-guard$' /proc/[0-9]*/cmdline || :) && [ -n "$processes" ]; do
         [ $tries -lt 100 ] || { echo $processes; break; }
         tries=$((tries + 1))
         pause 0.1

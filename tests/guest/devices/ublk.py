@@ -20,6 +20,9 @@ KILLS, FULL_KILLS = 3, 20
 TAKEOVERS, FULL_TAKEOVERS = 3, 20
 # Operations per second, and how many are asked for at once: a tenth passes at the beginning.
 LIMIT, ASKED = 200, 400
+# Seconds for which requests wait for weir to come back, and how much later they may fail, the
+# kernel's own time to notice on 6.1 included.
+PATIENCE, LATER = 3, 6
 # What ends a case, however it went.
 CLEAN = f"""
     touch /tmp/stop
@@ -54,6 +57,8 @@ class Ublk:
         yield "ublk: without a copy", self.not_copied
         yield "ublk: ended while it is mounted", self.ended
         yield "ublk: killed, and nobody goes on", self.lost
+        yield "ublk: killed, and nobody goes on in time", self.given_up
+        yield "ublk: killed, and somebody goes on in time", self.in_time
         yield "ublk: removed under load", self.removed
         yield "ublk: of another user than root", self.unprivileged
         yield "ublk: what cannot be", self.refused
@@ -267,6 +272,10 @@ class Ublk:
             part guarded
             counted
             part others
+            take_over {DISK} --prefetch off --ublk
+            part carried
+            counted
+            part others
             stop
             serve {DISK} -f raw --prefetch off --ublk=0,zero-copy=off
             dd if={NODE} bs=64k count=128 iflag=direct 2>/dev/null | compare - {DISK} -n 8388608
@@ -287,6 +296,7 @@ class Ublk:
             fact("it stays", counted("stayed") == (can, 0), counted("stayed"), (can, 0)),
             fact("what was read ahead", ahead[0] == can and (ahead[1] > 1 << 20) == can, ahead, "is copied"),
             fact("what might be a header", guarded == (can, can * (128 << 10)), guarded, "is copied, twice"),
+            fact("what was counted, taken over", counted("carried") == guarded, counted("carried"), guarded),
             fact("switched off", counted("off") == (False, 0), counted("off"), (False, 0)),
         ]
 
@@ -328,7 +338,7 @@ class Ublk:
     def lost(self):
         """A device that no weir serves any more is listed, and can be removed."""
         parts = self._parts(f"""
-            serve {DISK} --ublk
+            serve {DISK} --ublk=0,dead-timeout=600
             killed
             part listed
             weir attach --list
@@ -340,6 +350,9 @@ class Ublk:
             part forced
             weir detach --force {NODE}
             ! wait $waiting
+            part guards
+            guards
+            part others
             serve {DISK} --ublk
             mkfs.ext4 -q {NODE}
             mount -t ext4 {NODE} /mnt/d
@@ -348,6 +361,12 @@ class Ublk:
             part mounted
             weir detach --force {NODE}
             ! grep /mnt/d /proc/mounts
+            part goes
+            serve {DISK} --ublk
+            exec 3<{NODE}
+            killed
+            ! weir detach --force {NODE} 2>&1 3<&-
+            exec 3<&-
             part after
             ls /dev/ublk*
             weir attach --list
@@ -355,9 +374,124 @@ class Ublk:
         return [
             contains("the list", parts["listed"], "ublk, lost"),
             contains("one that somebody uses", parts["used"], "in use: "),
+            fact("its guard", parts["guards"].strip() == "0", parts["guards"], "has gone with it"),
             fact("one that is mounted", not parts["mounted"].strip(), parts["mounted"], "mounted no more"),
+            contains("one that is open for long", parts["goes"], "goes with its last user (in use: open in "),
             contains("nodes afterwards", parts["after"].split()[0], "/dev/ublk-control"),
             fact("and devices", NODE not in parts["after"], parts["after"], "none"),
+        ]
+
+    def given_up(self):
+        """Requests fail after `dead-timeout`, and nothing is left of the device; but its number, while
+        somebody has it open, whom the next weir does not wait for.
+        """
+        parts = self._parts(f"""
+            read_on() {{
+                while dd if={NODE} of=/dev/null bs=64k iflag=direct 2>/dev/null; do :; done
+                now; echo $now >/tmp/failed
+            }}
+            serve {DISK} --ublk=0,dead-timeout={PATIENCE}
+            read_on & reader=$!
+            pause 0.5
+            part guards
+            guards
+            part failed
+            now; echo $now
+            killed
+            gone $reader
+            cat /tmp/failed
+            until_no {NODE}
+            # Which goes after it.
+            until_no /dev/ublkc0
+            part left
+            left
+            stuck
+            weir attach --list | grep ublkb || :
+            part said
+            cat $log
+            part others
+            serve {DISK} --ublk=0,dead-timeout=1
+            exec 3<{NODE}
+            killed
+            until_no {NODE}
+            part another
+            serve {DISK} --ublk 3<&-
+            ls /dev/ublkb*
+            part others
+            exec 3<&-
+            stop
+            rm /tmp/failed
+            part after
+            left
+            ls /dev/ublk*
+        """)
+        # The shell may say that it has killed weir.
+        died, failed = map(float, re.findall(r"^[\d.]+$", parts["failed"], re.MULTILINE))
+        return [
+            fact("guards", parts["guards"].strip() == "1", parts["guards"], "one"),
+            fact(
+                "the reader fails",
+                PATIENCE <= failed - died <= PATIENCE + LATER,
+                f"after {failed - died:.2f} s",
+                f"after {PATIENCE} s, {LATER} s later at most",
+            ),
+            contains("what is said", parts["said"], f"nobody has served it for {PATIENCE} s"),
+            fact("what is left", not parts["left"].strip(), parts["left"], "nothing"),
+            contains("the next one beside one that is open", parts["another"], "/dev/ublkb1"),
+            fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
+        ]
+
+    def in_time(self):
+        """Whoever takes the device over before has it for good: twice, the second time while the first
+        weir's patience would have ended, and in an upgrade. Without `dead-timeout` it waits for ever.
+        """
+        # With a limit, or the machine has much to emulate meanwhile.
+        door = f"--ublk=0,dead-timeout={PATIENCE} --iops-total {LIMIT}"
+        parts = self._parts(f"""
+            serve {DISK} {door}
+            numbers {NODE}
+            more_numbers 8
+            for time in 1 2; do
+                killed
+                pause {PATIENCE - 1}
+                serve {DISK} {door}
+                grep 'took over' $log
+                more_numbers 1
+            done
+            pause {PATIENCE + 1}
+            more_numbers 4
+            part killed
+            guards
+            part others
+            take_over {DISK} {door}
+            more_numbers 4
+            pause {PATIENCE + 1}
+            more_numbers 4
+            part taken_over
+            guards
+            part others
+            take_over {DISK} --ublk=0
+            part unguarded
+            guards
+            part others
+            killed
+            pause {PATIENCE + 1}
+            serve {DISK} {door}
+            more_numbers 4
+            part ended
+            end_numbers
+            part rest
+            stop
+            check_numbers {DISK}
+            part after
+            left
+            ls /dev/ublk*
+        """)
+        counted = [parts[name].strip() for name in ("killed", "taken_over", "unguarded")]
+        return [
+            fact("guards", counted == ["1", "1", "0"], counted, ["1", "1", "0"]),
+            contains("the client", parts["ended"], "ok "),
+            fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
         ]
 
     def removed(self):

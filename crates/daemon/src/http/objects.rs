@@ -256,7 +256,7 @@ fn disk(
 
 fn export(figures: &ExportFigures) -> Value {
     let ExportFigures { id, kind, connections, door, .. } = figures;
-    let Figures { queues, requests, in_flight, kicks, calls, copies, front_end } = door;
+    let Figures { queues, requests, in_flight, kicks, calls, copies, copied_bytes: _, front_end } = door;
     let process = front_end.as_ref().map(|Process { pid, name }| json!({ "pid": pid, "name": &**name }));
     json!({
         "id": id, "type": kind, "connections": connections, "front_end": process,

@@ -367,7 +367,7 @@ fn capabilities(needs: Needs) -> CapabilitySet {
     }
     if needs.host {
         // Drivers, mounts, the kernel's NBD client; who uses a device; to serve what others write
-        // memory to (PR_SET_IO_FLUSHER); ending the process that unmounts.
+        // memory to (PR_SET_IO_FLUSHER); ending what unmounts, and what guards a device.
         kept |= CapabilitySet::SYS_ADMIN
             | CapabilitySet::NET_ADMIN
             | CapabilitySet::SYS_PTRACE

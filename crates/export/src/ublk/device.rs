@@ -37,6 +37,9 @@ pub struct Offer {
     pub queues: u16,
     /// Requests in flight on each at most.
     pub depth: u16,
+    /// Seconds for which requests wait when nobody serves the device any more, before it goes; 0 is
+    /// for ever. The kernel is not told.
+    pub dead_timeout_s: u32,
     /// Bytes of a read or a write at most: whole pages.
     pub most_bytes: u32,
     /// Nothing may be written.
@@ -68,6 +71,7 @@ impl Default for Offer {
             number: None,
             queues: 1,
             depth: 128,
+            dead_timeout_s: 0,
             // Larger I/O is split: more would be memory that is seldom used.
             most_bytes: 256 << 10,
             read_only: false,

@@ -17,7 +17,7 @@
 //!
 //! **Recovery.** A device outlives the process that serves it: whoever uses it waits. Requests in
 //! hand are given again to whoever takes it over, which [`Server`] does if the device shows the
-//! same image ([`mark`]).
+//! same image ([`mark`]). Where nobody does so in time, its [`guard`] removes it, if it has one.
 //!
 //! - [`node`]: devices as such: found, made, taken over, removed. [`server`]: one at work.
 //! - [`channel`]: the seam between a queue and the kernel, or its simulated twin.
@@ -27,6 +27,8 @@
 mod channel;
 mod device;
 mod execute;
+pub mod guard;
+mod known;
 pub mod mark;
 pub mod node;
 mod queue;

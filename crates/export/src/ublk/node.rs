@@ -7,6 +7,9 @@
 //!      └──────── delete ────────┴────── stop ───────┘ └───── recovery, by mark ────┘
 //! ```
 //!
+//! Of a device that waits, its guard may be there, which removes it some time later: it is ended
+//! before anything is done with such a device ([`guard`](super::guard)).
+//!
 //! A device that waits for a process and shows the image of the disk is taken over, with the queues
 //! and limits that it was made with. One that was made for it and never started is removed: a
 //! process was killed in between. Nobody else serves the image, because it is locked.
@@ -28,13 +31,17 @@ use block::{
 };
 use nix::unistd::{AccessFlags, access};
 
-use super::{Export, mark, request::SECTOR_BYTES};
+use super::{
+    Export,
+    guard::{self, Guard},
+    known::{self, PAUSE, begin_removal, numbers},
+    mark,
+    request::SECTOR_BYTES,
+};
 
 /// How long the kernel may take to notice that a process has gone: before 6.7 it looks every five
 /// seconds.
 const NOTICED: Duration = Duration::from_secs(30);
-/// The driver tells nobody, so it is asked again: users of the device wait meanwhile.
-const PAUSE: Duration = Duration::from_millis(2);
 
 /// How long udev may take to give a device to the user who makes it.
 const GIVEN: Duration = Duration::from_secs(10);
@@ -115,7 +122,7 @@ pub struct Found {
 
 /// The block device of this number.
 pub fn path(number: u32) -> PathBuf {
-    PathBuf::from(format!("/dev/ublkb{number}"))
+    known::path(number)
 }
 
 /// All devices that this user may know of, by their numbers; none without the driver.
@@ -143,6 +150,7 @@ pub fn remove(number: u32) -> Result<(), Refused> {
     if let Some(process) = server_of(&info) {
         return Err(Refused::Taken { number, process: Some(process) });
     }
+    kernel(what.clone(), guard::dismiss(&control, number))?;
     kernel(what, control.delete(&info))
 }
 
@@ -159,13 +167,6 @@ fn found(info: &Info) -> Found {
 fn server_of(info: &Info) -> Option<u32> {
     let process = u32::try_from(info.process).ok().filter(|process| *process != 0)?;
     (info.state() == State::Live && Path::new(&format!("/proc/{process}")).exists()).then_some(process)
-}
-
-/// The numbers of all devices.
-fn numbers() -> BTreeSet<u32> {
-    let entries = fs::read_dir("/sys/class/ublk-char").into_iter().flatten().flatten();
-    let number = |name: &str| name.strip_prefix("ublkc")?.parse().ok();
-    entries.filter_map(|entry| number(entry.file_name().to_str()?)).collect()
 }
 
 fn open() -> Result<Control, Refused> {
@@ -222,6 +223,8 @@ pub(super) struct Node {
     pub(super) info: Info,
     pub(super) params: Params,
     pub(super) is_taken_over: bool,
+    /// Begins when this is dropped.
+    _guard: Option<Guard>,
 }
 
 impl Drop for Node {
@@ -275,7 +278,12 @@ impl Node {
         claimed.insert(info.number);
         drop(claimed);
         let params = offer.params(export.disk.size_bytes());
-        let node = Self { info, params, is_taken_over: false };
+        let mut node = Self { info, params, is_taken_over: false, _guard: None };
+        let guard = guard::replace(control, &info, offer.dead_timeout_s);
+        node._guard = kernel(format!("{}: its guard", node.path().display()), guard).inspect_err(|_| {
+            // It has no use.
+            let _ = control.delete(&info);
+        })?;
         if info.features & feature::UNPRIVILEGED != 0 {
             until_given(info.number)?;
         }
@@ -315,7 +323,7 @@ impl Node {
             if !is_asked_for || !claimed().insert(number) {
                 continue;
             }
-            match Self::left(control, number, mark, waits) {
+            match Self::left(control, export, number, mark, waits) {
                 Ok(None) => claimed().remove(&number),
                 Ok(node) => return Ok(node),
                 Err(error) => {
@@ -328,24 +336,34 @@ impl Node {
     }
 
     /// The device of this number, if it was left and shows this image; if `waits`, once it is left.
-    fn left(control: &mut Control, number: u32, mark: u64, waits: bool) -> Result<Option<Self>, Refused> {
+    fn left(
+        control: &mut Control,
+        export: &Export,
+        number: u32,
+        mark: u64,
+        waits: bool,
+    ) -> Result<Option<Self>, Refused> {
+        let what = || format!("/dev/ublkb{number}, which an earlier weir has left");
+        let look = |control: &mut Control| {
+            let info = control.info(number).ok().filter(|_| numbers().contains(&number))?;
+            let is_it = [mark, mark::zero_copy(mark)].contains(&info.mark);
+            (is_it && (waits || server_of(&info).is_none())).then_some(info)
+        };
+        let Some(info) = look(control) else { return Ok(None) };
+        // From here on nobody removes it but this process.
+        let guard = kernel(what(), guard::replace(control, &info, export.offer.dead_timeout_s))?;
         let end = Instant::now() + NOTICED;
-        loop {
-            let Ok(info) = control.info(number) else { return Ok(None) };
-            if ![mark, mark::zero_copy(mark)].contains(&info.mark) || (!waits && server_of(&info).is_some()) {
-                return Ok(None);
-            }
-            let what = || format!("/dev/ublkb{number}, which an earlier weir has left");
+        while let Some(info) = look(control) {
             match info.state() {
                 // Its process has gone, and the kernel has not noticed.
                 State::Live => {}
                 State::Waiting if begin_recovery(control, &info, what)? => {
                     let params = kernel(what(), control.params(&info))?;
-                    return Ok(Some(Self { info, params, is_taken_over: true }));
+                    return Ok(Some(Self { info, params, is_taken_over: true, _guard: guard }));
                 }
                 State::Waiting => {}
                 State::Dead | State::Failing => {
-                    kernel(what(), control.delete(&info))?;
+                    kernel(what(), begin_removal(info))?;
                     return Ok(None);
                 }
             }
@@ -355,6 +373,7 @@ impl Node {
             }
             thread::sleep(PAUSE);
         }
+        Ok(None)
     }
 
     pub(super) fn path(&self) -> PathBuf {

@@ -176,9 +176,11 @@ impl Server {
         true
     }
 
-    /// Counts on from the requests that another process has taken.
-    pub fn count_on(&self, requests: u64) {
+    /// Counts on from the requests that another process has taken, and the bytes that it has
+    /// [copied](Statistics::copied_bytes).
+    pub fn count_on(&self, requests: u64, copied_bytes: u64) {
         self.device.requests.fetch_add(requests, Relaxed);
+        self.device.copied.fetch_add(copied_bytes, Relaxed);
     }
 
     /// What it did so far.

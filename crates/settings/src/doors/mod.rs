@@ -196,6 +196,9 @@ fn number(text: &str, what: &str, least: u32, most: u32) -> Result<u32, String> 
     number.ok_or_else(|| format!("is not a number of {what}; that is from {least} to {most}"))
 }
 
+/// A day: of whoever wants to wait for ever, that is what a disk can be away.
+const MAX_SECONDS: u32 = 86_400;
+
 /// A sector: what blocks are where nothing is said.
 const LEAST_BLOCK_BYTES: u32 = 512;
 /// A page: larger blocks few kernels know.

@@ -3,12 +3,12 @@
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
-use super::{Keyed, LEAST_BLOCK_BYTES, block_bytes, number, number_of_device, read_keys, write_keys};
+use super::{
+    Keyed, LEAST_BLOCK_BYTES, MAX_SECONDS, block_bytes, number, number_of_device, read_keys, write_keys,
+};
 
 /// Each is a socket, and a thread of the kernel.
 const MAX_CONNECTIONS: u32 = 64;
-/// A day: of whoever wants to wait for ever, that is what a disk can be away.
-const MAX_SECONDS: u32 = 86_400;
 /// Enough for weir to be started again.
 const DEFAULT_DEAD_SECONDS: u32 = 60;
 

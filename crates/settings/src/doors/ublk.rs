@@ -3,7 +3,7 @@
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
-use super::{Keyed, LEAST_BLOCK_BYTES, MAX_DEVICE, block_bytes, number, read_keys, write_keys};
+use super::{Keyed, LEAST_BLOCK_BYTES, MAX_DEVICE, MAX_SECONDS, block_bytes, number, read_keys, write_keys};
 
 /// `UBLK_MAX_NR_QUEUES`, as the driver has it.
 const MAX_QUEUES: u32 = 4096;
@@ -20,6 +20,9 @@ pub struct Ublk {
     pub queues: Option<u16>,
     /// Requests of a queue at a time.
     pub queue_depth: u16,
+    /// How long requests wait for weir to come back once it has gone, in seconds, before the device
+    /// goes; 0 is for ever.
+    pub dead_timeout_s: u32,
     /// A block as this host sees it, in bytes: a power of two from 512 to 4096.
     pub block_bytes: u32,
     /// Whether DISCARD is offered.
@@ -43,6 +46,8 @@ impl Default for Ublk {
             number: None,
             queues: None,
             queue_depth: DEFAULT_QUEUE_DEPTH,
+            // What a mounted file system has not written yet would be lost.
+            dead_timeout_s: 0,
             block_bytes: LEAST_BLOCK_BYTES,
             discard: true,
             write_zeroes: true,
@@ -62,13 +67,14 @@ impl Ublk {
 }
 
 impl Keyed for Ublk {
-    const VALUES: &'static [&'static str] = &["queues", "queue-depth", "logical-block-size"];
+    const VALUES: &'static [&'static str] = &["queues", "queue-depth", "dead-timeout", "logical-block-size"];
 
     // The ranges fit.
     fn set(&mut self, key: &str, value: &str) -> Result<(), String> {
         match key {
             "queues" => self.queues = Some(number(value, "queues", 1, MAX_QUEUES)? as u16),
             "queue-depth" => self.queue_depth = number(value, "requests", 1, MAX_QUEUE_DEPTH)? as u16,
+            "dead-timeout" => self.dead_timeout_s = number(value, "seconds", 0, MAX_SECONDS)?,
             _ => self.block_bytes = block_bytes(value)?,
         }
         Ok(())
@@ -87,11 +93,13 @@ impl Keyed for Ublk {
 
     fn said(&self) -> Vec<(&'static str, String)> {
         let depth = Some(self.queue_depth).filter(|depth| *depth != DEFAULT_QUEUE_DEPTH);
+        let dead = Some(self.dead_timeout_s).filter(|seconds| *seconds != 0);
         let block = Some(self.block_bytes).filter(|bytes| *bytes != LEAST_BLOCK_BYTES);
         let queues = self.queues.map(|queues| ("queues", queues.to_string()));
         let depth = depth.map(|depth| ("queue-depth", depth.to_string()));
+        let dead = dead.map(|seconds| ("dead-timeout", seconds.to_string()));
         let block = block.map(|bytes| ("logical-block-size", bytes.to_string()));
-        [queues, depth, block].into_iter().flatten().collect()
+        [queues, depth, dead, block].into_iter().flatten().collect()
     }
 }
 
@@ -137,7 +145,7 @@ mod tests {
         for text in [
             "",
             "0",
-            "3,queues=4,queue-depth=64,logical-block-size=4096",
+            "3,queues=4,queue-depth=64,dead-timeout=60,logical-block-size=4096",
             ",discard=off,write-zeroes=off,write-cache=off,read-only=on",
             ",zero-copy=off",
         ] {
@@ -145,6 +153,7 @@ mod tests {
         }
         let short: Ublk = "queues=2,read-only,unprivileged".parse().unwrap();
         assert_eq!(short.to_string(), ",queues=2,read-only=on,unprivileged=on");
+        assert_eq!("dead-timeout=0".parse(), Ok(Ublk::default()), "requests wait for ever");
         assert_eq!("7".parse::<Ublk>().unwrap().path(), Some(PathBuf::from("/dev/ublkb7")));
     }
 
@@ -158,6 +167,7 @@ mod tests {
                 "0,logical-block-size=4K",
                 "logical-block-size=4K: is not the size of a block; that is 512, 1024, 2048 or 4096 bytes",
             ),
+            ("dead-timeout=86401", "dead-timeout=86401: is not a number of seconds; that is from 0 to 86400"),
             ("0,", "has a comma with nothing behind it (leave it away)"),
             ("0,discard=no", "discard=no: is neither on nor off"),
             ("queues=1,queues=2", "queues is given twice (leave one away)"),

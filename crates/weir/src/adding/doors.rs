@@ -87,7 +87,7 @@ fn all_keys(door: &Door) -> Vec<(&'static str, Value)> {
 }
 
 /// What `block-export-add` is told, but for id and node. QEMU's arguments have QEMU's names.
-pub(super) fn asked(door: &Door, is_writable: bool) -> Map<String, Value> {
+pub(crate) fn asked(door: &Door, is_writable: bool) -> Map<String, Value> {
     let kind = match door {
         Door::Ublk(_) => "x-ublk",
         Door::NbdDevice(_) => "x-nbd-device",

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use settings::Image;
+use settings::{Image, Ublk};
 
 use super::way::Way;
 use crate::{client::Target, described::DiskOptions};
@@ -47,9 +47,10 @@ pub(crate) struct AttachArgs {
     /// Print what was made as JSON
     #[arg(long)]
     pub(super) json: bool,
-    /// By the kernel's ublk driver, and nothing else
-    #[arg(long, conflicts_with_all = ["nbd", "fuse"])]
-    ublk: bool,
+    /// By the kernel's ublk driver, and nothing else; N and what may stand behind commas are those
+    /// of --ublk of `weir serve`
+    #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::read::<Ublk>, conflicts_with_all = ["nbd", "fuse"])]
+    pub(super) ublk: Option<Ublk>,
     /// By the kernel's NBD client, and nothing else
     #[arg(long, conflicts_with = "fuse")]
     nbd: bool,
@@ -100,7 +101,7 @@ impl AttachArgs {
         let what = if self.list { "--list" } else { "--recover" };
         let named = [
             (self.name.is_some(), "--name"),
-            (self.ublk, "--ublk"),
+            (self.ublk.is_some(), "--ublk"),
             (self.nbd, "--nbd"),
             (self.fuse, "--fuse"),
             (self.alone, "--alone"),
@@ -120,7 +121,7 @@ impl AttachArgs {
 
     /// The one that was asked for.
     pub(super) fn way(&self) -> Option<Way> {
-        let asked = [(self.ublk, Way::Ublk), (self.nbd, Way::Nbd), (self.fuse, Way::Fuse)];
+        let asked = [(self.ublk.is_some(), Way::Ublk), (self.nbd, Way::Nbd), (self.fuse, Way::Fuse)];
         asked.into_iter().find_map(|(asked, way)| asked.then_some(way))
     }
 }

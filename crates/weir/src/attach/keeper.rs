@@ -303,6 +303,7 @@ pub(super) fn remains(place: &Place) -> Attached {
         image: "-".to_owned(),
         options: Vec::new(),
         way: Way::Fuse,
+        ublk: String::new(),
         number: None,
         daemon: None,
         mount: None,

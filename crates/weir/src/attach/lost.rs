@@ -7,15 +7,24 @@ use std::{
     thread,
 };
 
-use anyhow::anyhow;
+use anyhow::{Context as _, anyhow};
+use console::{Failure, say};
 use daemon::users::Users;
-use export::ublk::node;
+use export::ublk::{guard, node};
 
 use super::{host, lasting};
 
 /// Their nodes; none for users who may not know of them.
 pub(super) fn devices() -> Vec<PathBuf> {
     numbers().map(node::path).collect()
+}
+
+/// Removes one some time after its server has ended, as that has told.
+pub(crate) fn run_guard() -> Result<(), Failure> {
+    if let Some(done) = guard::run().context("a device by ublk is not guarded any more")? {
+        say(&done);
+    }
+    Ok(())
 }
 
 /// Removes the device at this path, and unmounts it. Whether it was one.
@@ -27,6 +36,7 @@ pub(super) fn remove(what: &Path) -> anyhow::Result<bool> {
     let Some(number) = numbers().find(|number| node::path(*number) == whole) else { return Ok(false) };
     // Later it has no node to ask for them.
     let users = Users::of(&whole);
+    let all = users.clone().with_processes();
     let (done, removed) = mpsc::channel();
     // First what waits for it fails, unmounting too; then the kernel waits for its last user.
     thread::spawn(move || done.send(node::remove(number)));
@@ -35,12 +45,33 @@ pub(super) fn remove(what: &Path) -> anyhow::Result<bool> {
     }
     match removed.recv_timeout(lasting::WRITING_BACK) {
         Ok(result) => Ok(result.map(|()| true)?),
-        Err(_) => Err(anyhow!("it fails all requests now, and goes with its last user ({users} had it)")),
+        Err(_) => Err(goes_later(&all)),
     }
+}
+
+fn goes_later(users: &Users) -> anyhow::Error {
+    let whom = if users.is_empty() { String::new() } else { format!(" (in use: {users})") };
+    anyhow!("it fails all requests now, and goes with its last user{whom}")
 }
 
 fn numbers() -> impl Iterator<Item = u32> {
     let lost =
         node::list().unwrap_or_default().into_iter().filter(|found| found.is_ours && found.process.is_none());
     lost.map(|found| found.number)
+}
+
+#[cfg(test)]
+mod tests {
+    use daemon::users::Process;
+
+    use super::*;
+
+    #[test]
+    fn who_keeps_a_device_is_named_where_that_is_known() {
+        let mut users = Users::default();
+        let said = "it fails all requests now, and goes with its last user";
+        assert_eq!(goes_later(&users).to_string(), said);
+        users.processes.push(Process { pid: 12, name: "dd".to_owned() });
+        assert_eq!(goes_later(&users).to_string(), format!("{said} (in use: open in dd (12))"));
+    }
 }

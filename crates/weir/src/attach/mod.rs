@@ -41,13 +41,14 @@ use console::{Failure, print, print_json, say};
 use daemon::users::{Users, is_stopped};
 pub(crate) use detach::run as detach;
 pub(crate) use keeper::run as keep;
+pub(crate) use lost::run_guard as guard;
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags, PollTimeout, poll},
 };
 use place::Place;
 use serde::{Deserialize, Serialize};
-use settings::control::VARIABLE;
+use settings::{Ublk, control::VARIABLE};
 use way::Way;
 
 use crate::client::{Client, Error, Target};
@@ -64,6 +65,9 @@ pub(crate) struct Wanted {
     /// Options of `weir serve` about the disk: names, and values where they take one.
     pub(crate) options: Vec<(String, Option<String>)>,
     pub(crate) way: Way,
+    /// Of ublk, what is said behind `--ublk=`.
+    #[serde(default)]
+    pub(crate) ublk: String,
     /// The device's number, where it has to be this.
     pub(crate) number: Option<u32>,
     /// The daemon's control socket; none: a server of its own.
@@ -74,8 +78,15 @@ pub(crate) struct Wanted {
 }
 
 impl Wanted {
+    /// How ublk is to make the device.
+    pub(crate) fn ublk(&self) -> anyhow::Result<Ublk> {
+        let ublk: Ublk = self.ublk.parse().map_err(|rule: String| anyhow!("--ublk={}: {rule}", self.ublk))?;
+        Ok(Ublk { number: self.number.or(ublk.number), ..ublk })
+    }
+
     pub(crate) fn is_read_only(&self) -> bool {
-        self.options.iter().any(|(name, _)| name == "read-only" || name == "snapshot")
+        let is_by_device = self.way == Way::Ublk && self.ublk().is_ok_and(|ublk| ublk.read_only);
+        is_by_device || self.options.iter().any(|(name, _)| name == "read-only" || name == "snapshot")
     }
 }
 
@@ -277,7 +288,8 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
     }
     let image = image.clone().relative_to(&from).to_string();
     let options = disk.with_whole_paths();
-    Ok(Wanted { name, image, options, way, number: None, daemon, mount, udev: *udev })
+    let ublk = arguments.ublk.as_ref().map(Ublk::to_string).unwrap_or_default();
+    Ok(Wanted { name, image, options, way, ublk, number: None, daemon, mount, udev: *udev })
 }
 
 /// Whether a daemon is to serve what is attached, by its control socket.

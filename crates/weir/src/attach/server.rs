@@ -20,9 +20,11 @@ use nix::{
     unistd::{Pid, Uid},
 };
 use serde_json::{Value, json};
+use settings::{Door, Ublk};
 
 use super::{Attached, Wanted, place::Place, way::Way};
 use crate::{
+    adding::asked,
     client::{Client, Error, Target},
     described,
 };
@@ -190,9 +192,11 @@ fn last_words(log: &Path) -> String {
 fn door(wanted: &Wanted, place: &Place) -> anyhow::Result<String> {
     Ok(match wanted.way {
         Way::Ublk => {
-            let number = wanted.number.map(|number| number.to_string()).unwrap_or_default();
-            let unprivileged = if Uid::effective().is_root() { "" } else { ",unprivileged" };
-            format!("--ublk={number}{unprivileged}")
+            let ublk = wanted.ublk()?;
+            format!(
+                "--ublk={}",
+                Ublk { unprivileged: ublk.unprivileged || !Uid::effective().is_root(), ..ublk }
+            )
         }
         Way::Nbd => match wanted.number {
             Some(number) => format!("--nbd-device=/dev/nbd{number}"),
@@ -233,19 +237,22 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
 }
 
 fn export(wanted: &Wanted, place: &Place) -> anyhow::Result<Value> {
-    let mut export = json!({ "id": wanted.name, "writable": !wanted.is_read_only() });
+    let is_writable = !wanted.is_read_only();
+    let mut export = json!({ "id": wanted.name, "writable": is_writable });
     match wanted.way {
-        Way::Ublk => export["type"] = json!("x-ublk"),
+        Way::Ublk => {
+            for (key, value) in asked(&Door::Ublk(wanted.ublk()?), is_writable) {
+                export[key] = value;
+            }
+        }
         Way::Nbd => export["type"] = json!("x-nbd-device"),
         Way::Fuse => {
             export["type"] = json!("fuse");
             export["mountpoint"] = json!(make_file(place)?);
         }
     }
-    match (wanted.way, wanted.number) {
-        (Way::Ublk, Some(number)) => export["number"] = json!(number),
-        (Way::Nbd, Some(number)) => export["device"] = json!(format!("/dev/nbd{number}")),
-        _ => {}
+    if let (Way::Nbd, Some(number)) = (wanted.way, wanted.number) {
+        export["device"] = json!(format!("/dev/nbd{number}"));
     }
     Ok(export)
 }

@@ -11,6 +11,7 @@ use std::{
 };
 
 use io_uring::{IoUring, cqueue, opcode, squeue::Entry128, types};
+use nix::fcntl::{FcntlArg, fcntl};
 
 use super::{super::restricted, Dialect, feature};
 
@@ -292,6 +293,27 @@ impl Control {
         self.tell(command::UPDATE_SIZE, device, sectors)
     }
 
+    /// Has this process be [found](Self::guardian) as the one that guards a device of this number,
+    /// until it ends, or closes any [`Control`]: such is a lock of fcntl(2).
+    ///
+    /// # Errors
+    /// `EAGAIN`: another is that.
+    pub fn guard(&self, number: u32) -> io::Result<()> {
+        fcntl(&self.driver, FcntlArg::F_SETLK(&byte(number)))?;
+        Ok(())
+    }
+
+    /// The process that guards a device of this number: not one that calls this by itself. 0 where
+    /// it is in a container, and not to be seen from here.
+    ///
+    /// # Errors
+    /// What fcntl(2) says.
+    pub fn guardian(&self, number: u32) -> io::Result<Option<i32>> {
+        let mut answer = byte(number);
+        fcntl(&self.driver, FcntlArg::F_GETLK(&mut answer))?;
+        Ok((i32::from(answer.l_type) != libc::F_UNLCK).then_some(answer.l_pid))
+    }
+
     fn tell(&mut self, command: (u32, bool), device: &Info, data: u64) -> io::Result<()> {
         self.exchange::<Info>(Command { data, ..Command::to(command, device) }, None)
     }
@@ -337,6 +359,17 @@ impl Control {
                 };
             }
         }
+    }
+}
+
+/// A lock of the driver's node, in which each number has a byte.
+fn byte(number: u32) -> libc::flock {
+    libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: i64::from(number),
+        l_len: 1,
+        l_pid: 0,
     }
 }
 

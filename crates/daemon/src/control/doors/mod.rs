@@ -84,6 +84,8 @@ pub(crate) struct Figures {
     pub(crate) calls: Option<u64>,
     /// How often its data was copied.
     pub(crate) copies: Option<u64>,
+    /// Bytes that were copied of a device that need not have any copied.
+    pub(crate) copied_bytes: Option<u64>,
     /// The process that a machine is connected by.
     pub(crate) front_end: Option<Process>,
 }

@@ -55,15 +55,16 @@ fn statistics(statistics: Statistics) -> Value {
 }
 
 fn count_on(server: &Server, before: &Figures) {
-    server.count_on(before.requests.unwrap_or(0));
+    server.count_on(before.requests.unwrap_or(0), before.copied_bytes.unwrap_or(0));
 }
 
 fn figures(statistics: Statistics) -> Figures {
-    let Statistics { queues, requests, in_flight, .. } = statistics;
+    let Statistics { queues, requests, in_flight, copied_bytes, .. } = statistics;
     Figures {
         queues: Some(queues as u64),
         requests: Some(requests),
         in_flight: Some(in_flight),
+        copied_bytes: Some(copied_bytes),
         ..Figures::default()
     }
 }
@@ -74,6 +75,7 @@ fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &Ublk) -> Off
     Offer {
         number: settings.number,
         depth: settings.queue_depth,
+        dead_timeout_s: settings.dead_timeout_s,
         read_only: read_only || settings.read_only || disk.image().is_read_only(),
         discard: settings.discard,
         write_zeroes: settings.write_zeroes,

@@ -66,6 +66,7 @@ fn figures(statistics: Statistics) -> Figures {
         kicks: Some(kicks),
         calls: Some(calls),
         copies: Some(copies),
+        copied_bytes: None,
         front_end,
     }
 }

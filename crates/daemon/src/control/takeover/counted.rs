@@ -199,8 +199,8 @@ pub(super) struct OfDaemon {
     /// By where they listen: clients that were refused for their network, for connections, names
     /// and exports.
     servers: BTreeMap<String, [u64; 4]>,
-    /// By their exports' ids: requests, kicks, calls and copies.
-    doors: BTreeMap<String, [u64; 4]>,
+    /// By their exports' ids: requests, kicks, calls, copies, and bytes that were copied.
+    doors: BTreeMap<String, [u64; 5]>,
     /// By kind: told, left out.
     event_counts: BTreeMap<String, [u64; 2]>,
     /// As clients are told, the oldest first.
@@ -216,9 +216,11 @@ impl OfDaemon {
             (super::name(&serving.endpoint), [networks, connections, names, exports])
         });
         let doors = inventory.exports().into_iter().filter_map(|export| {
-            let Figures { requests, kicks, calls, copies, .. } = export.entrance()?.server.figures();
-            let counts = [requests?, kicks.unwrap_or(0), calls.unwrap_or(0), copies.unwrap_or(0)];
-            Some((export.id.clone(), counts))
+            let Figures { requests, kicks, calls, copies, copied_bytes, .. } =
+                export.entrance()?.server.figures();
+            let [kicks, calls, copies, copied] =
+                [kicks, calls, copies, copied_bytes].map(|count| count.unwrap_or(0));
+            Some((export.id.clone(), [requests?, kicks, calls, copies, copied]))
         });
         let counts = inventory.events.counts().into_iter();
         let deliveries = inventory.deliveries.get().map(|counts| counts.numbers());
@@ -253,8 +255,9 @@ impl OfDaemon {
     /// The same for the door of an export, which the other called so.
     pub(super) fn count_on_at(&mut self, called: &str, export: &RunningExport) {
         if let (Some(told), Some(entrance)) = (self.doors.remove(called), export.entrance()) {
-            let [requests, kicks, calls, copies] = told.map(Some);
-            entrance.server.count_on(&Figures { requests, kicks, calls, copies, ..Figures::default() });
+            let [requests, kicks, calls, copies, copied_bytes] = told.map(Some);
+            let before = Figures { requests, kicks, calls, copies, copied_bytes, ..Figures::default() };
+            entrance.server.count_on(&before);
         }
     }
 }

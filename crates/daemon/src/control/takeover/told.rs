@@ -32,7 +32,7 @@ use super::{
 
 /// Of these messages. Another one has other members, or means something else by them. Only what is
 /// for the log alone may be missing: an older side does not tell it.
-pub(crate) const FORMAT: u64 = 7;
+pub(crate) const FORMAT: u64 = 8;
 
 /// A step that takes no more words.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]

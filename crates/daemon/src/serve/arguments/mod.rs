@@ -181,8 +181,9 @@ struct NetworkArgs {
     vhost_user_blk: Vec<VhostUserBlk>,
     /// Serve a block device of this host, /dev/ublkbN, by the kernel's ublk driver; once for each
     /// IMAGE, or several for one [default N: the first that is free]. Behind commas: queues=N,
-    /// queue-depth=N, logical-block-size=N, discard=off, write-zeroes=off, write-cache=off,
-    /// read-only, unprivileged, zero-copy=off
+    /// queue-depth=N, dead-timeout=SECONDS (how long requests wait for weir to come back, before
+    /// they fail and the device goes; 0 is for ever), logical-block-size=N, discard=off,
+    /// write-zeroes=off, write-cache=off, read-only, unprivileged, zero-copy=off
     #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::read::<Ublk>, conflicts_with = "config")]
     ublk: Vec<Ublk>,
     /// Serve the disk as a file, by FUSE: it is seen in place of FILE, which is there already; once
