@@ -84,6 +84,8 @@ pub(crate) async fn foresee(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Val
 
 fn loaded(inventory: &Inventory) -> anyhow::Result<Rc<Loaded>> {
     let loaded = inventory.loaded.borrow().clone();
+    let is_starting = loaded.is_none() && inventory.config.is_some();
+    ensure!(!is_starting, "weir has not heard yet that the one it takes over from has ended (try again)");
     let loaded = loaded.context(
         "weir was started without a config file, so there is nothing to reload (start it with --config FILE)",
     )?;
