@@ -169,7 +169,7 @@ fn it_stays_while_its_rings_stand_still() {
         one.let_go().await;
         two.hold(Duration::ZERO, || true).await.expect_err("it is kept");
         one.lay_down().await.expect("room");
-        one.take_up().await.expect("nobody has changed it");
+        one.take_up(&[]).await.expect("nobody has changed it");
         one.hold(PATIENT, || true).await.expect("it is here");
         one.let_go().await;
         two.hold(Duration::ZERO, || true).await.expect_err("it is kept once, not twice");

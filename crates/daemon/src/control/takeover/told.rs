@@ -4,7 +4,7 @@
 //! ```text
 //!   the old one                       the new one
 //!     Offer        ──────────────►      opens all of it
-//!                  ◄──────────────    Prepared, or Refused
+//!                  ◄──────────────    OpensAs, perhaps several; then Prepared, or Refused
 //!     (stands still)
 //!     Standing     ──────────────►      reads tables, takes clients in
 //!                  ◄──────────────    Ready
@@ -32,12 +32,14 @@ use super::{
 
 /// Of these messages. Another one has other members, or means something else by them. Only what is
 /// for the log alone may be missing: an older side does not tell it.
-pub(crate) const FORMAT: u64 = 7;
+pub(crate) const FORMAT: u64 = 8;
 
 /// A step that takes no more words.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) enum Word {
+    /// It is about to open images of a cluster, which knows it by this number.
+    OpensAs(u64),
     /// Everything is open that could be opened beside the other.
     Prepared,
     /// It cannot be: why.
