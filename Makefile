@@ -79,7 +79,7 @@ test-e2e: ## tests with real clients: the program's own, a browser, a guest's ke
 		$(foreach test,tests/guest/block-devices tests/guest/against-weir tests/guest/virtual-machines tests/package/run $(BESIDE),"$(test) $(TARGET)/debug/weir")
 
 # Not a part of `make test`: it takes 50 MB of packages. `.ci/run` has it.
-test-cluster: ## images of a real Ceph cluster, which it installs and starts: bytes, snapshots, faults (about a minute after the build)
+test-cluster: ## images of a real Ceph cluster, which it installs and starts: bytes, snapshots, faults, takeovers (about four minutes after the build)
 	@scripts/deps build cluster
 	$(CARGO) build --locked -p weir --bin weir
 	tests/cluster/run "$(TARGET)/debug/weir"

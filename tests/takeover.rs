@@ -42,7 +42,7 @@ use crate::{
 };
 
 /// Of the messages.
-const FORMAT: u64 = 7;
+const FORMAT: u64 = 8;
 /// What the log says where a newcomer has failed.
 const GOES_ON: &str = "nobody has taken over, and all goes on";
 

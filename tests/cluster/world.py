@@ -96,21 +96,28 @@ class Weir:
     """A daemon, from its line `ready` to its end."""
 
     program = "weir"
+    started = []
 
-    def __init__(self, cluster, directory, *images, options=(), sandbox="require", config=True):
+    def __init__(self, cluster, directory, *images, options=(), sandbox="require", config=True, takes=None):
+        self.taker = lambda takes, images=images, more=(): Weir(
+            cluster, directory, *images, options=[*options, *more], sandbox=sandbox, config=config, takes=takes
+        )
         self.socket, self.qmp = Path(directory) / "nbd.sock", Path(directory) / "qmp.sock"
         command = [self.program, "serve", *images, "--nbd", f"unix:{self.socket}", "--qmp", f"unix:{self.qmp}"]
         command += ["--sandbox", sandbox, *options]
         if config:
             command += ["--rbd-config", str(cluster.config)]
+        command += [takes] if takes else []
         env = {key: value for key, value in cluster.env.items() if key != "CEPH_CONF"}
         self.process = subprocess.Popen(
             [str(word) for word in command], env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
+        self.started.append(self.process)
         self.log, self.lines, self.has_ended = [], queue.Queue(), False
         threading.Thread(target=self.read, daemon=True).start()
         try:
-            self.wait_for(r"INFO .* ready ")
+            if not takes:
+                self.wait_for(r"INFO .* ready ")
         except Failed:
             self.process.kill()
             self.process.wait()
@@ -121,9 +128,9 @@ class Weir:
             self.lines.put(line)
         self.lines.put(None)
 
-    def wait_for(self, pattern):
-        """A line of the log, perhaps one that was there already."""
-        for line in self.log:
+    def wait_for(self, pattern, since=0):
+        """A line of the log, perhaps one that was there already, behind so many."""
+        for line in self.log[since:]:
             if re.search(pattern, line):
                 return line
         while True:
@@ -151,6 +158,46 @@ class Weir:
         while (line := self.lines.get(timeout=PATIENCE_S)) is not None:
             self.log.append(line)
         check(self.process.returncode == status, f"weir ends with {status}", "".join(self.log))
+
+    @classmethod
+    def end_all(cls):
+        """Those that a case has left behind."""
+        for process in cls.started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        cls.started.clear()
+
+    def kill(self):
+        self.has_ended = True
+        self.process.kill()
+        self.process.wait()
+
+    def ended(self):
+        """Its status and its log, once it has ended by itself."""
+        self.has_ended = True
+        self.process.wait(timeout=PATIENCE_S)
+        while (line := self.lines.get(timeout=PATIENCE_S)) is not None:
+            self.log.append(line)
+        return self.process.returncode, "".join(self.log)
+
+    def take_over(self, **changed):
+        """The daemon that goes on in its place, and how long nobody was served, in ms."""
+        new = self.taker("--takeover", **changed)
+        new.wait_for(r"INFO .* ready ")
+        status, log = self.ended()
+        check(status == 0 and "another weir has taken over" in log, "the old one ends", log)
+        check("nothing is written any more" not in log, "and has lost nothing", log)
+        pause = re.search(r"pause_us=(\d+)", new.wait_for("taken over"))
+        return new, int(pause.group(1)) / 1000
+
+    def refuses(self, **changed):
+        """What a newcomer says that does not get it."""
+        since = len(self.log)
+        status, said = self.taker("--takeover", **changed).ended()
+        check(status == 1, "the newcomer fails", said)
+        self.wait_for(GOES_ON, since)
+        return said
 
     def __enter__(self):
         return self
@@ -189,6 +236,151 @@ class Weir:
         holds = status == 0 and "failed" not in output and "error" not in output.lower()
         check(not ok or holds, f"qemu-io {commands} succeeds", output)
         return output if ok else (status, output)
+
+
+GOES_ON = "nobody has taken over, and all goes on"
+
+
+class Between:
+    """Between a newcomer and the daemon that it takes over from: what both say passes here, so that
+    it can be known where they are, and the newcomer killed there. Knows no message, only where one
+    ends, and that of the daemon's first what there is comes, then how all stands."""
+
+    # As many descriptors come beside one byte at most.
+    AT_ONCE = 250
+
+    def __init__(self, weir, place):
+        path = Path(place) / "between.sock"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen()
+            listener.settimeout(PATIENCE_S)
+            self.newcomer = weir.taker(f"--takeover=unix:{path}")
+            connection = listener.accept()[0]
+        path.unlink()
+        with connection:
+            connection.settimeout(PATIENCE_S)
+            connection.sendall(b'{"QMP": {}}\n')
+            # Not more than the line: descriptors come with the next.
+            while self.exactly(connection, 1) != b"\n":
+                pass
+            connection.sendall(b'{"return": {}}\n')
+            command, descriptors, _, _ = socket.recv_fds(connection, 4096, 1)
+            self.its = socket.socket(fileno=descriptors[0])
+            self.daemons, passed = socket.socketpair()
+            with passed, socket.socket(socket.AF_UNIX) as control:
+                control.settimeout(PATIENCE_S)
+                control.connect(str(weir.qmp))
+                answers = control.makefile("r")
+                answers.readline()
+                control.sendall(b'{"execute": "qmp_capabilities"}\n')
+                answers.readline()
+                socket.send_fds(control, [command], [passed.fileno()])
+                answer = answers.readline()
+                check('"return"' in answer, "the daemon offers all", answer)
+            connection.sendall(answer.encode())
+        for one in (self.its, self.daemons):
+            one.settimeout(PATIENCE_S)
+
+    def hear(self, one):
+        head = self.exactly(one, 24)
+        text, more, count = (int.from_bytes(head[at : at + 8], "little") for at in (0, 8, 16))
+        said, beside = self.exactly(one, text + more), []
+        while count > 0:
+            _, some, _, _ = socket.recv_fds(one, 1, self.AT_ONCE)
+            beside.append(some)
+            count -= len(some)
+        return head + said, beside
+
+    @staticmethod
+    def exactly(one, count):
+        data = b""
+        while len(data) < count:
+            some = one.recv(count - len(data))
+            check(some, "nobody closes the connection")
+            data += some
+        return data
+
+    @staticmethod
+    def say(one, message):
+        said, beside = message
+        one.sendall(said)
+        for some in beside:
+            socket.send_fds(one, [b"."], some)
+            for descriptor in some:
+                os.close(descriptor)
+
+    def offered(self):
+        """It knows what there is."""
+        self.say(self.its, self.hear(self.daemons))
+
+    def prepared(self):
+        """It has everything open, and the daemon knows no more than that it opens it."""
+        self.offered()
+        self.told = self.hear(self.its)
+        while self.told[0][24:].startswith(b'{"opens-as"'):
+            self.say(self.daemons, self.told)
+            self.told = self.hear(self.its)
+        check(self.told[0][24:] == b'"prepared"', "all is open", self.told)
+
+    def stands_still(self):
+        """The daemon has given everything up, and the newcomer does not know."""
+        self.prepared()
+        self.say(self.daemons, self.told)
+        self.told = self.hear(self.daemons)
+
+    def state(self):
+        """The newcomer takes it."""
+        self.stands_still()
+        self.say(self.its, self.told)
+
+    def ready(self):
+        """It has everything, and the daemon does not know."""
+        self.state()
+        self.told = self.hear(self.its)
+        check(self.told[0][24:] == b'"ready"', "it could serve", self.told)
+
+    def end(self):
+        """The newcomer is killed, and the daemon hears of it."""
+        self.newcomer.kill()
+        self.its.close()
+        self.daemons.close()
+
+
+STEPS = ["offered", "prepared", "stands_still", "state", "ready"]
+
+# A client that takes an image's lock and keeps it, until its input ends.
+KEEPER = """
+import ctypes, sys
+rbd, cluster, pool, image = ctypes.CDLL("librbd.so.1"), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+for function, *arguments in [
+    ("rados_create", ctypes.byref(cluster), b"admin"),
+    ("rados_conf_read_file", lambda: cluster, sys.argv[1].encode()),
+    ("rados_connect", lambda: cluster),
+    ("rados_ioctx_create", lambda: cluster, b"rbd", ctypes.byref(pool)),
+    ("rbd_open", lambda: pool, sys.argv[2].encode(), ctypes.byref(image), None),
+    ("rbd_lock_acquire", lambda: image, 0),
+]:
+    assert getattr(rbd, function)(*(a() if callable(a) else a for a in arguments)) == 0, function
+print("locked", flush=True)
+sys.stdin.read()
+assert rbd.rbd_close(image) == 0
+"""
+
+
+class Keeper:
+    """Of an image's lock."""
+
+    def __init__(self, cluster, image):
+        self.process = subprocess.Popen(
+            ["python3", "-c", KEEPER, str(cluster.config), image], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        check(self.process.stdout.readline() == "locked\n", "a third client has the lock")
+
+    def end(self):
+        self.process.communicate(timeout=PATIENCE_S)
+        check(self.process.returncode == 0, "it closes the image")
 
 
 def refused(weir, cluster, *words, config=True):

@@ -9,7 +9,7 @@ use nix::{
 };
 
 use super::{FORMAT, GOES_ON, House, Stranger, between::Step, load};
-use crate::harness::{Client, MIB, Scratch, Serve, need, qemu_img, text};
+use crate::harness::{Client, MIB, Scratch, Serve, need, pause, qemu_img, text};
 
 #[test]
 fn a_disk_at_a_server_goes_over_between_two_of_its_connections() {
@@ -57,7 +57,13 @@ impl Nbdkit {
         need("nbdkit");
         let (at, pid) = (scratch.socket("nbdkit"), scratch.path("pid"));
         Client::new("nbdkit").args(["-U", text(&at), "-P", text(&pid)]).args(words).succeeds();
-        let process = fs::read_to_string(pid).unwrap().trim().parse().expect("a number");
+        // It is written by the process in the background, which need not have come to that yet.
+        let process = loop {
+            match fs::read_to_string(&pid).ok().filter(|text| text.ends_with('\n')) {
+                Some(text) => break text.trim().parse().expect("a number"),
+                None => pause(),
+            }
+        };
         Self { process: Pid::from_raw(process), uri: format!("nbd+unix:///?socket={}", text(&at)) }
     }
 }

@@ -620,11 +620,15 @@ impl Disk {
     pub async fn look_again(&self) -> Result<u64> {
         let before = self.size_bytes();
         let size_bytes = self.image.look_again().await?;
+        self.heard_of_size(before, size_bytes);
+        Ok(size_bytes)
+    }
+
+    fn heard_of_size(&self, before: u64, size_bytes: u64) {
         self.compare_size(before, size_bytes);
         if size_bytes != before {
             self.resized.notify(usize::MAX);
         }
-        Ok(size_bytes)
     }
 
     fn compare_size(&self, before: u64, size_bytes: u64) {

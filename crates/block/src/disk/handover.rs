@@ -94,7 +94,7 @@ impl Disk {
             self.take_locks(began, patience, wanted).await?;
             let taken = {
                 let _inside = handover.inside.exclusive(0..1).await;
-                let taken = self.prefetch.change(0, u64::MAX, self.image.take_over()).await;
+                let taken = self.prefetch.change(0, u64::MAX, self.image.take_over(&[])).await;
                 handover.held.store(taken.is_ok(), SeqCst);
                 taken
             };

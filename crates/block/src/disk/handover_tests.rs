@@ -169,7 +169,7 @@ fn it_stays_while_its_rings_stand_still() {
         one.let_go().await;
         two.hold(Duration::ZERO, || true).await.expect_err("it is kept");
         one.lay_down().await.expect("room");
-        one.take_up().await.expect("nobody has changed it");
+        one.take_up(&[]).await.expect("nobody has changed it");
         one.hold(PATIENT, || true).await.expect("it is here");
         one.let_go().await;
         two.hold(Duration::ZERO, || true).await.expect_err("it is kept once, not twice");
@@ -178,6 +178,32 @@ fn it_stays_while_its_rings_stand_still() {
         assert_eq!(read(&two, 0).await, Ok(1));
         two.let_go().await;
     });
+}
+
+/// Written or not, it was answered: the first of what leads to it fails, or the last.
+#[test]
+fn what_could_not_be_laid_down_is_not_forgotten() {
+    for fault in ["kind=flush,count=1", "kind=write,offset=0-256K,count=1"] {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("image");
+        real(async move {
+            make(&path, Format::Qcow2).await;
+            let faults = vec![fault.parse().expect("a rule")];
+            let storage = OpenOptions { format: Some(Format::Qcow2), faults, ..OpenOptions::default() };
+            let image = open(&spec(&path), ImageOptions { storage, ..ImageOptions::default() }).await;
+            let disk = Disk::new("disk", image.expect("opens"), Default::default(), None).expect("no limits");
+            write(&disk, 0, 7).await.expect("written");
+            assert_eq!(disk.lay_down().await, Err(Error::IO), "{fault}");
+            disk.take_up(&[]).await.expect("what is left can be written now");
+            assert_eq!(read(&disk, 0).await, Ok(7), "{fault}");
+            write(&disk, 8 << 20, 8).await.expect("written");
+            disk.close().await.expect("room");
+            drop(disk);
+            let storage = open_storage(&spec(&path), OpenOptions::default()).expect("it is free");
+            let report = check(&storage, Repair::Nothing).await.expect("readable");
+            assert!(report.corruptions == 0 && report.leaks == 0, "{fault}: {report:?}");
+        });
+    }
 }
 
 /// What each has written is marked in the bitmap that the other has then.

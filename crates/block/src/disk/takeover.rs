@@ -9,7 +9,9 @@
 //! ```
 //!
 //! Descriptors pass between them with their locks. What the page cache has is everybody's, so
-//! nothing is flushed but what a format orders. Never decides who goes on: both processes agree on
+//! nothing is flushed but what a format orders. An image of a cluster both have open; its lock is
+//! given up by the one and taken by the other, or by the one again, and in between its requests
+//! wait. Never decides who goes on: both processes agree on
 //! that, and only one of them uses the image.
 
 use std::io;
@@ -26,8 +28,10 @@ use crate::{
 /// How often it is looked again whether the kernel is done. It tells nobody.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 /// How long storage may take while everybody waits: for what nobody waited for to end, and for
-/// servers to make durable what came last.
+/// servers to make durable what came last, or clusters to have it and let go of it.
 const AT_REST: Duration = Duration::from_secs(5);
+/// How long it may take to close what nobody here uses any more, while whoever goes on may wait.
+const TO_LEAVE: Duration = Duration::from_secs(2);
 /// How long an image may take to be written while it is still in use: whoever takes over waits.
 const TO_LIGHTEN: Duration = Duration::from_secs(20);
 
@@ -37,9 +41,6 @@ pub enum NotTaken {
     /// Its data is in this process alone.
     #[error("its data is in memory of this process")]
     Memory,
-    /// The library that has it open cannot pass it on.
-    #[error("its image is in a Ceph cluster, which has it locked for this process")]
-    Cluster,
     /// Clients wait until somebody lets it go on.
     #[error("an error has stopped it (`weir resume` lets it go on)")]
     Stopped,
@@ -49,7 +50,7 @@ pub enum NotTaken {
     )]
     Remote,
     /// Nothing is written to it any more.
-    #[error("its image was found corrupt, or its writes were lost")]
+    #[error("its image was found corrupt, its writes were lost, or its cluster has shut weir out")]
     Broken,
 }
 
@@ -62,9 +63,6 @@ impl Disk {
         if self.image.storage().is_memory() {
             return Err(NotTaken::Memory);
         }
-        if self.image.storage().is_in_cluster() {
-            return Err(NotTaken::Cluster);
-        }
         let mut remote = self.image.files().filter(|storage| storage.remote().is_some());
         if !self.image.is_read_only() && remote.any(|storage| !storage.is_common()) {
             return Err(NotTaken::Remote);
@@ -72,7 +70,7 @@ impl Disk {
         if self.failures.stopped_by().is_some() {
             return Err(NotTaken::Stopped);
         }
-        if self.image.storage().has_lost_writes() {
+        if self.image.storage().has_lost_writes() || self.is_lost() {
             return Err(NotTaken::Broken);
         }
         Ok(())
@@ -98,8 +96,30 @@ impl Disk {
         self.image.is_anothers()
     }
 
-    /// Writes what a format keeps in memory, and what a server has not written yet, while it is
-    /// still in use, so that [`Disk::lay_down`] has little to do. No longer than [`TO_LIGHTEN`].
+    /// Whether a cluster has shut this process out: then nothing brings its image back.
+    pub fn is_lost(&self) -> bool {
+        self.image.is_lost()
+    }
+
+    /// Has a cluster take nothing more from clients that still have its image open to write to it.
+    /// They are told by their numbers there, as they have [announced](crate::storage::Passed) them.
+    ///
+    /// # Errors
+    /// What the cluster says.
+    pub async fn shut_out(&self, clients: &[u64]) -> Result<(), Error> {
+        self.image.shut_out(clients).await
+    }
+
+    /// Closes what is this process's own although another goes on with the image: what it has open
+    /// in a cluster, which would see it there for 30 s. No longer than [`TO_LEAVE`].
+    pub async fn leave(&self) {
+        // Whether that can be done or not, the other goes on.
+        let _ = reactor::timeout(TO_LEAVE, self.image.close_own()).await;
+    }
+
+    /// Writes what a format keeps in memory, and what a server or a cluster does not have yet,
+    /// while it is still in use, so that [`Disk::lay_down`] has little to do. No longer than
+    /// [`TO_LIGHTEN`].
     ///
     /// # Errors
     /// The image's; [`Error::TIMED_OUT`].
@@ -138,18 +158,28 @@ impl Disk {
             return Ok(());
         }
         self.image.lay_down().await?;
-        reactor::timeout(AT_REST, self.image.flush_servers()).await.unwrap_or(Err(Error::TIMED_OUT))
+        let elsewhere = async {
+            self.image.flush_servers().await?;
+            self.image.leave_clusters().await
+        };
+        reactor::timeout(AT_REST, elsewhere).await.unwrap_or(Err(Error::TIMED_OUT))
     }
 
     /// Reads what is in the files, here or in another process than the one that laid it down. One
     /// that is handed over is held since, by the one who has called this and is to let it
-    /// [go](Disk::let_go).
+    /// [go](Disk::let_go). One whose image is in a cluster waits for that as long as it takes, if it
+    /// is not [another's](Disk::is_anothers); `heirs` are those that it was laid down for there and
+    /// that are not to have it: they are [shut out](Disk::shut_out) first.
     ///
     /// # Errors
     /// [`OpenError`]: it is not to be used.
-    pub async fn take_up(&self) -> Result<(), OpenError> {
+    pub async fn take_up(&self, heirs: &[u64]) -> Result<(), OpenError> {
         if !self.image.is_read_only() {
-            self.image.take_over().await?;
+            let before = self.size_bytes();
+            self.image.take_over(heirs).await?;
+            if self.image.storage().is_in_cluster() {
+                self.heard_of_size(before, self.size_bytes());
+            }
         }
         self.come_held();
         self.prefetch.go_on();

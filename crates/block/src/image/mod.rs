@@ -327,11 +327,7 @@ impl Image {
             Self::Raw(_) => {}
             Self::Qcow2(qcow2) => qcow2.close().await?,
         }
-        let mut outcome = Ok(());
-        for storage in self.files() {
-            outcome = outcome.and(storage.close().await);
-        }
-        outcome
+        self.close_own().await
     }
 
     /// Whether it was opened for handover: see
@@ -405,12 +401,44 @@ impl Image {
         }
     }
 
-    /// What servers have of it is durable: there is no page cache there that other processes see.
+    /// What servers and clusters have of it is where other processes see it: there is no page
+    /// cache.
     pub(crate) async fn flush_servers(&self) -> Result<()> {
-        for storage in self.files().filter(|storage| storage.remote().is_some()) {
-            storage.flush().await?;
+        for storage in self.files() {
+            storage.write_back().await?;
         }
         Ok(())
+    }
+
+    /// See [`Storage::lay_down`], which comes last.
+    pub(crate) async fn leave_clusters(&self) -> Result<()> {
+        for storage in self.files() {
+            storage.lay_down().await?;
+        }
+        Ok(())
+    }
+
+    /// See [`Storage::shut_out`].
+    pub(crate) async fn shut_out(&self, clients: &[u64]) -> Result<()> {
+        for storage in self.files() {
+            storage.shut_out(clients).await?;
+        }
+        Ok(())
+    }
+
+    /// See [`Storage::is_lost`].
+    pub(crate) fn is_lost(&self) -> bool {
+        self.files().any(Storage::is_lost)
+    }
+
+    /// Closes what is this process's own although another goes on with the image: what it has open
+    /// in clusters.
+    pub(crate) async fn close_own(&self) -> Result<()> {
+        let mut outcome = Ok(());
+        for storage in self.files() {
+            outcome = outcome.and(storage.close().await);
+        }
+        outcome
     }
 
     /// Everything reaches the file, for another to take over.
@@ -421,11 +449,13 @@ impl Image {
         }
     }
 
-    /// Once the locks are taken: reads what another may have written.
-    pub(crate) async fn take_over(&self) -> std::result::Result<(), OpenError> {
+    /// Once the locks of files are taken: takes those of clusters, and reads what another may have
+    /// written. `heirs`: see [`Storage::take_up`].
+    pub(crate) async fn take_over(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
         let name = self.files().next().and_then(Storage::path).unwrap_or_default();
         let said = |failure| open::said(name, &failure);
         for storage in self.files() {
+            storage.take_up(heirs).await?;
             storage.refresh_size().map_err(|error| said(error.into()))?;
             storage.was_changed();
         }

@@ -4,7 +4,7 @@
 //! Only looks; never opens or locks anything. How fast or how reliable a storage was made on
 //! purpose is no part of it.
 
-use super::{CacheMode, Part, Storage};
+use super::{CacheMode, Part, Storage, rbd::Rbd};
 
 /// Two that are alike read and write the same bytes in the same way.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,7 +15,7 @@ pub struct Identity {
     pub path: Option<String>,
     /// The part of it, and the part of that: the outermost first.
     pub parts: Vec<Part>,
-    /// Of a file.
+    /// Of a file, or an image of a cluster.
     pub cache: Option<CacheMode>,
     /// Whether writes fail.
     pub read_only: bool,
@@ -30,12 +30,17 @@ impl Storage {
             parts.extend(wrapped.cut());
             bottom = wrapped.inner();
         }
-        let file = bottom.file();
+        let (file, image) = (bottom.file(), bottom.rbd());
+        let what = match (bottom.file_identity(), image) {
+            (Some(file), _) => file.to_string(),
+            (None, Some(image)) => image.what().to_owned(),
+            (None, None) => bottom.description(),
+        };
         Identity {
-            what: bottom.file_identity().map_or_else(|| bottom.description(), |file| file.to_string()),
-            path: self.path().map(str::to_owned),
+            what,
+            path: self.path().or_else(|| image.map(Rbd::name)).map(str::to_owned),
             parts,
-            cache: file.map(super::File::cache),
+            cache: file.map(super::File::cache).or_else(|| image.map(Rbd::cache)),
             read_only: self.read_only(),
         }
     }

@@ -371,7 +371,7 @@ impl Storage {
 
     /// Whether the kernel may be at work on it, also for those who do not wait for that.
     pub(crate) fn is_busy(&self) -> bool {
-        self.file().is_some_and(File::is_busy)
+        self.file().is_some_and(File::is_busy) || self.rbd().and_then(Rbd::oldest_request).is_some()
     }
 
     /// Its descriptors, for a process that takes over; none of what is no file, or only read.
@@ -390,12 +390,70 @@ impl Storage {
 
     /// Whether another process has it, which passed it on where it is a file.
     pub(crate) fn is_passed(&self) -> bool {
-        self.file().is_some_and(File::is_passed) || self.nbd().is_some_and(Nbd::is_passed)
+        self.file().is_some_and(File::is_passed)
+            || self.nbd().is_some_and(Nbd::is_passed)
+            || self.rbd().is_some_and(Rbd::is_passed)
     }
 
     /// The same, and the other may go on.
     pub(crate) fn is_anothers(&self) -> bool {
-        self.file().is_some_and(File::is_anothers) || self.nbd().is_some_and(Nbd::is_anothers)
+        self.file().is_some_and(File::is_anothers)
+            || self.nbd().is_some_and(Nbd::is_anothers)
+            || self.rbd().is_some_and(Rbd::is_anothers)
+    }
+
+    /// Whether its cluster has shut this process out, so that every request fails.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.rbd().is_some_and(Rbd::is_lost)
+    }
+
+    /// Brings what is written to where another process sees it: a server, or a cluster.
+    ///
+    /// # Errors
+    /// What these say.
+    pub(crate) async fn write_back(&self) -> Result<()> {
+        match self.rbd() {
+            Some(image) if !self.read_only() => image.write_back().await,
+            None if self.nbd().is_some() => self.flush().await,
+            _ => Ok(()),
+        }
+    }
+
+    /// Lets another process have an image of a cluster, which is not to be used before
+    /// [`Storage::take_up`].
+    ///
+    /// # Errors
+    /// What the cluster says; it can be taken up again.
+    pub(crate) async fn lay_down(&self) -> Result<()> {
+        match self.rbd() {
+            Some(image) => image.lay_down().await,
+            None => Ok(()),
+        }
+    }
+
+    /// Takes an image of a cluster up that was laid down, here or in another process. `heirs` are
+    /// clients that it was laid down for and that are not to have it: first they are
+    /// [shut out](Storage::shut_out).
+    ///
+    /// # Errors
+    /// Why it cannot be had.
+    pub(crate) async fn take_up(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
+        match self.rbd() {
+            Some(image) => image.take_up(heirs).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Has a cluster take nothing more from clients of it, by their numbers, that still have this
+    /// image open to write to it.
+    ///
+    /// # Errors
+    /// What the cluster says.
+    pub(crate) async fn shut_out(&self, clients: &[u64]) -> Result<()> {
+        match self.rbd() {
+            Some(image) => image.shut_out(clients).await,
+            None => Ok(()),
+        }
     }
 
     /// Whether another process reads what was written to it and flushed.
@@ -408,8 +466,9 @@ impl Storage {
         match self {
             Self::File(file) => file.was_changed(),
             Self::Nbd(nbd) => nbd.was_changed(),
+            Self::Rbd(image) => image.was_changed(),
             Self::Wrapped(wrapped) => wrapped.inner().was_changed(),
-            Self::Memory(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => {}
+            Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => {}
         }
     }
 

@@ -44,8 +44,8 @@ pub struct OpenOptions {
     pub root: Option<Root>,
     /// The file itself, already open: its name is not looked at, nor where it lies.
     pub descriptor: Option<Arc<OwnedFd>>,
-    /// Files that another process has open, for those that are written to. It may be at any export
-    /// of a server's, of which it passes nothing.
+    /// Files that another process has open, and images of clusters, for those that are written to.
+    /// It may be at any export of a server's, of which it passes nothing.
     pub passed: Option<Passed>,
     /// The part of it that is the disk; only of raw images.
     pub part: Option<Part>,
@@ -162,7 +162,7 @@ pub(crate) fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage,
         Spec::Null(size) => Ok((Storage::Null(Null::new(not_empty(spec, size)?)), Probed::Raw)),
         Spec::Rbd(address) => {
             let OpenOptions { cache, read_only, force_share, .. } = *options;
-            let how = rbd::How { cache, read_only, force_share };
+            let how = rbd::How { cache, read_only, force_share, passed: options.passed.clone() };
             let (image, probed) = rbd::open(&address, how, options.format.is_none())?;
             Ok((Storage::Rbd(Align::new(image)), probed))
         }

@@ -147,10 +147,11 @@ async fn exports(
 pub(super) async fn late_ones(
     plan: &Plan,
     inventory: &Rc<Inventory>,
+    newcomer: Option<&Newcomer>,
     late: &mut Late,
 ) -> anyhow::Result<Vec<String>> {
     late.open(plan, inventory, assemble::is_late).await?;
-    exports(plan, inventory, None, assemble::is_late).await
+    exports(plan, inventory, newcomer, assemble::is_late).await
 }
 
 /// Of exports that there are, or are to be.

@@ -265,6 +265,7 @@ pub(super) async fn flush_and_close(disks: &[Rc<RunningDisk>]) -> anyhow::Result
 async fn flush_and_close_one(running: Rc<RunningDisk>) -> anyhow::Result<()> {
     let RunningDisk { disk, .. } = &*running;
     if disk.is_anothers() {
+        disk.leave().await;
         return Ok(());
     }
     let name = disk.name();

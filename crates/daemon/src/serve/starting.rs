@@ -276,11 +276,13 @@ async fn complete(
     };
     done?;
     if let Some(newcomer) = &newcomer {
-        newcomer.check_config(inventory)?;
+        let is_late = |name: &str| plan.disks.iter().any(|disk| disk.name == name && assemble::is_late(disk));
+        newcomer.check_config(inventory, is_late)?;
     }
     let pid_file = settle(plan, inventory, workers, is_alone).await?;
     let mut uris = uris_beyond(&before, inventory, &plan.service.tls);
-    let Some(more) = until_ended(late_ones(plan, inventory, late), DISKS_OPEN, events).await else {
+    let late_ones = late_ones(plan, inventory, newcomer.as_deref(), late);
+    let Some(more) = until_ended(late_ones, DISKS_OPEN, events).await else {
         return Ok(None);
     };
     uris.extend(more?);

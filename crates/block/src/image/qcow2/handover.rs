@@ -31,14 +31,18 @@ impl Qcow2 {
     }
 
     /// Reads what another may have written. Nobody else uses the image, and nobody has since it was
-    /// handed over, or laid down: what bitmaps recorded before that is in memory then.
+    /// handed over, or laid down: what bitmaps recorded before that is in memory then. What could
+    /// not be written then, or came since, is written first, as nobody else has the image.
     ///
     /// # Errors
-    /// [`OpenFailure`]; it is still not to be used.
+    /// [`OpenFailure`]; it is still not to be used, but by whoever had it before.
     pub(crate) async fn take_over(&self) -> std::result::Result<(), OpenFailure> {
         // Somebody who reads ahead may still be inside, and would keep what he finds.
         let _giving = self.giving.exclusive(0..1).await;
         let _closed = self.gate.close().await;
+        if self.is_dirty() {
+            self.write_what_is_left().await?;
+        }
         let storage = self.file.storage();
         let header = read_header(storage).await?;
         if lasting(&header) != lasting(&self.file.header()) {

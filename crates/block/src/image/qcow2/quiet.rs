@@ -34,7 +34,7 @@ impl Qcow2 {
         self.flush_files().await
     }
 
-    async fn write_what_is_left(&self) -> Result<()> {
+    pub(super) async fn write_what_is_left(&self) -> Result<()> {
         loop {
             self.write_tables().await?;
             // Nobody is inside: what is not used can be given back at once, which changes refcounts

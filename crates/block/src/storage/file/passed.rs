@@ -6,7 +6,8 @@
 //! still its own: whoever gives up before that leaves them in place.
 
 use std::{
-    fs,
+    collections::HashSet,
+    fmt, fs,
     os::fd::{AsFd, OwnedFd},
     sync::{
         Arc, Mutex, PoisonError,
@@ -31,6 +32,20 @@ pub struct PassedFile {
     pub buffered: OwnedFd,
 }
 
+/// Hears by which number a cluster knows this process, before that opens an image there; once for
+/// each number, and nothing more once all is settled.
+#[derive(Default)]
+struct Announce {
+    hears: Option<Box<dyn Fn(u64) + Send>>,
+    heard: HashSet<u64>,
+}
+
+impl fmt::Debug for Announce {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Announce")
+    }
+}
+
 /// Those that were passed and nobody has opened. Clones are the same.
 #[derive(Clone, Debug, Default)]
 pub struct Passed(Arc<Shared>);
@@ -38,18 +53,54 @@ pub struct Passed(Arc<Shared>);
 #[derive(Debug, Default)]
 struct Shared {
     files: Mutex<Vec<PassedFile>>,
+    /// Of clusters, by what they really are.
+    images: Mutex<HashSet<String>>,
+    announce: Mutex<Announce>,
     are_ours: AtomicBool,
 }
 
 impl Passed {
-    /// All that came.
-    pub fn new(files: Vec<PassedFile>) -> Self {
-        Self(Arc::new(Shared { files: Mutex::new(files), are_ours: AtomicBool::new(false) }))
+    /// All that came; `images` are those of clusters among these, as
+    /// [`Identity::what`](crate::storage::Identity::what) has them. Before this process opens one
+    /// there, `announce` hears by which number the cluster knows it.
+    pub fn new(
+        files: Vec<PassedFile>,
+        images: impl IntoIterator<Item = String>,
+        announce: impl Fn(u64) + Send + 'static,
+    ) -> Self {
+        Self(Arc::new(Shared {
+            files: Mutex::new(files),
+            images: Mutex::new(images.into_iter().collect()),
+            announce: Mutex::new(Announce { hears: Some(Box::new(announce)), heard: HashSet::new() }),
+            ..Shared::default()
+        }))
+    }
+
+    /// This process is about to open an image, as this client of its cluster's.
+    pub(in crate::storage) fn opens_as(&self, client: u64) {
+        let mut announce = self.announce();
+        if let Some(hears) = &announce.hears
+            && !announce.heard.contains(&client)
+        {
+            hears(client);
+            announce.heard.insert(client);
+        }
+    }
+
+    fn announce(&self) -> std::sync::MutexGuard<'_, Announce> {
+        self.0.announce.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes this image of a cluster's, if the other process has it; then it is opened without its
+    /// lock.
+    pub(in crate::storage) fn take_image(&self, what: &str) -> bool {
+        self.0.images.lock().unwrap_or_else(PoisonError::into_inner).remove(what)
     }
 
     /// The other process does not go on: the locks are released with the files from now on.
     pub fn settle(&self) {
         self.0.are_ours.store(true, SeqCst);
+        self.announce().hears = None;
     }
 
     /// How many nobody has opened.

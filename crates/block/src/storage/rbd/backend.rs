@@ -12,6 +12,15 @@ use std::{fmt::Debug, ops::Range, sync::Arc};
 use super::{bell::Bell, in_flight::Place};
 use crate::{buffer::Segments, error::Result};
 
+/// What became of taking an image up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Taken {
+    /// It is written to from here; its size in bytes.
+    Ours(u64),
+    /// Another client has its lock, and keeps it: its address, if that is known.
+    Anothers(Option<String>),
+}
+
 /// What is asked of an image's library.
 pub trait Backend: Debug + Send + Sync + 'static {
     /// Fills `target` with what is at `offset`; returns how many bytes that were.
@@ -31,6 +40,16 @@ pub trait Backend: Debug + Send + Sync + 'static {
     /// What is allocated in a range, in order, at most so many pieces, of which the last may have
     /// more behind it; none where that is not known without looking at every object.
     async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>>;
+    /// Another client may write to it, and this one does not until it takes it up again. What the
+    /// cache has was flushed.
+    async fn give_up(&self) -> Result<()>;
+    /// Takes it up, here or where another gave it up, and forgets what the cache has. First
+    /// [`Backend::shut_out`] for these.
+    async fn take_up(&self, heirs: &[u64]) -> Result<Taken>;
+    /// Has the cluster take nothing more from those of these clients, by their numbers, that still
+    /// have the image open to write to it, whatever of theirs is under way; a lock of theirs is
+    /// free then. Never from this client.
+    async fn shut_out(&self, clients: &[u64]) -> Result<()>;
     /// Rings once somebody has changed the image's size, or its snapshots: perhaps too often, never
     /// too seldom.
     fn bell(&self) -> &Arc<Bell>;

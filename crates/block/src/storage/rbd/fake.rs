@@ -1,9 +1,11 @@
 //! The library's twin in memory: an image in a cluster that is slow, fails, stands still, is
-//! resized by others and shuts this client out, on the simulated reactor.
+//! resized by others and shuts clients out, on the simulated reactor.
 //!
 //! It does what librbd was seen to do (`tests/cluster`): a write that has ended is there for good,
-//! since the cluster has it; with a cache it is there once a flush has ended. Requests that overlap
-//! take effect in any order. One that nobody waits for any more still takes effect.
+//! since the cluster has it; with a cache it is there once a flush has ended, and what others have
+//! written is seen once the cache was dropped. Requests that overlap take effect in any order. One
+//! that nobody waits for any more still takes effect. Only who has the lock writes, if there is
+//! one. What is asked of a lock's owner that refuses fails; a dead one's is not to be had.
 
 use std::{
     collections::BTreeSet,
@@ -14,61 +16,100 @@ use std::{
 use event_listener::Event;
 use policy::time::Duration;
 
-use super::{backend::Backend, bell::Bell, in_flight::Place};
+use super::{
+    backend::{Backend, Taken},
+    bell::Bell,
+    in_flight::Place,
+};
 use crate::{
     buffer::{Buffer, Segments},
     error::{Error, Result},
     reactor,
+    storage::RangeLocks,
 };
 
 /// Of the fake image.
 pub(super) const OBJECT: u64 = 4096;
 
+/// Who has the image open.
+type Client = u64;
+const FIRST: Client = 0;
+
 #[derive(Debug)]
 struct Cluster {
-    /// What readers see.
-    bytes: Vec<u8>,
-    /// What a crash of this host would leave.
+    /// What is there when all hosts have crashed.
     safe: Vec<u8>,
     objects: BTreeSet<u64>,
-    is_shut_out: bool,
-    is_closed: bool,
+    owner: Option<Client>,
+    open: BTreeSet<Client>,
+    clients: Client,
+    shut_out: BTreeSet<Client>,
     /// Zero: it answers when it likes.
     stands_still: bool,
-    /// The next so many requests fail with this.
-    failing: (u32, i32),
+    /// Behind so many requests, so many fail with this.
+    failing: (u32, u32, i32),
     most_under_way: usize,
     under_way: usize,
     /// The longest piece that was zeroed or discarded at once.
     longest: u64,
 }
 
-/// A twin; clones are of one image.
+/// What a client's cache has, if it has anything: the image as it sees it, and what of that only it
+/// has.
+type Cache = Option<(Vec<u8>, Vec<Range<usize>>)>;
+
+/// A twin; clones are of one client.
 #[derive(Clone, Debug)]
 pub(super) struct Fake {
     cluster: Arc<Mutex<Cluster>>,
+    cache: Arc<Mutex<Cache>>,
     goes_on: Arc<Event>,
     bell: Arc<Bell>,
+    /// One at a time takes the lock or gives it up.
+    turn: Arc<RangeLocks>,
+    pub(super) client: Client,
     has_map: bool,
     has_cache: bool,
+    has_lock: bool,
 }
 
 impl Fake {
     pub(super) fn new(size_bytes: usize) -> Self {
         let cluster = Cluster {
-            bytes: vec![0; size_bytes],
             safe: vec![0; size_bytes],
             objects: BTreeSet::new(),
-            is_shut_out: false,
-            is_closed: false,
+            owner: Some(FIRST),
+            open: BTreeSet::from([FIRST]),
+            clients: 1,
+            shut_out: BTreeSet::new(),
             stands_still: false,
-            failing: (0, 0),
+            failing: (0, 0, 0),
             most_under_way: 0,
             under_way: 0,
             longest: 0,
         };
-        let (goes_on, bell) = Default::default();
-        Self { cluster: Arc::new(Mutex::new(cluster)), goes_on, bell, has_map: true, has_cache: false }
+        let (goes_on, bell, cache, turn) = Default::default();
+        let cluster = Arc::new(Mutex::new(cluster));
+        let (client, has_map, has_cache, has_lock) = (FIRST, true, false, true);
+        Self { cluster, cache, goes_on, bell, turn, client, has_map, has_cache, has_lock }
+    }
+
+    /// Another client that has the image open.
+    pub(super) fn another(&self) -> Self {
+        let client = {
+            let mut cluster = self.cluster();
+            cluster.clients += 1;
+            let client = cluster.clients - 1;
+            cluster.open.insert(client);
+            client
+        };
+        let (bell, cache, turn) = Default::default();
+        Self { cache, bell, turn, client, ..self.clone() }
+    }
+
+    pub(super) fn without_lock(self) -> Self {
+        self.cluster().owner = None;
+        Self { has_lock: false, ..self }
     }
 
     pub(super) fn without_map(self) -> Self {
@@ -92,12 +133,43 @@ impl Fake {
         self.goes_on.notify(usize::MAX);
     }
 
-    pub(super) fn shut_out(&self) {
-        self.cluster().is_shut_out = true;
+    pub(super) fn is_to_be_shut_out(&self) {
+        self.cluster().shut_out.insert(self.client);
+    }
+
+    pub(super) fn is_shut_out(&self) -> bool {
+        self.cluster().shut_out.contains(&self.client)
+    }
+
+    pub(super) fn has_the_lock(&self) -> bool {
+        self.cluster().owner == Some(self.client)
+    }
+
+    /// Takes the lock if nobody has it, whatever becomes of others.
+    pub(super) fn grab(&self) -> bool {
+        let mut cluster = self.cluster();
+        if cluster.owner.is_none() {
+            cluster.owner = Some(self.client);
+        }
+        cluster.owner == Some(self.client)
+    }
+
+    /// Of the image as this client sees it.
+    fn look<T>(&self, look: impl FnOnce(&mut Cluster, &mut Cache) -> T) -> T {
+        let mut cluster = self.cluster();
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.has_cache && cache.is_none() {
+            *cache = Some((cluster.safe.clone(), Vec::new()));
+        }
+        look(&mut cluster, &mut cache)
     }
 
     pub(super) fn fail(&self, times: u32, errno: i32) {
-        self.cluster().failing = (times, errno);
+        self.fail_behind(0, times, errno);
+    }
+
+    pub(super) fn fail_behind(&self, first: u32, times: u32, errno: i32) {
+        self.cluster().failing = (first, times, errno);
     }
 
     /// As another client does.
@@ -115,7 +187,7 @@ impl Fake {
     }
 
     pub(super) fn is_closed(&self) -> bool {
-        self.cluster().is_closed
+        !self.cluster().open.contains(&self.client)
     }
 
     /// What is there after this host has crashed.
@@ -127,83 +199,142 @@ impl Fake {
     async fn run<T: 'static>(
         &self,
         place: Place,
-        request: impl FnOnce(&mut Cluster) -> Result<T> + 'static,
+        request: impl FnOnce(&mut Cluster, &mut Cache) -> Result<T> + 'static,
     ) -> Result<T> {
         {
             let mut cluster = self.cluster();
-            assert!(!cluster.is_closed, "a request after the end");
+            assert!(cluster.open.contains(&self.client), "a request after the end");
             cluster.under_way += 1;
             cluster.most_under_way = cluster.most_under_way.max(cluster.under_way);
         }
         let twin = self.clone();
         let task = async move {
-            let delay = Duration::from_micros(fastrand::u64(1..500));
-            reactor::sleep_until(reactor::now() + delay).await;
-            loop {
-                let listener = twin.goes_on.listen();
-                if !twin.cluster().stands_still {
-                    break;
-                }
-                listener.await;
-            }
-            let mut cluster = twin.cluster();
-            cluster.under_way -= 1;
-            let result = match cluster.failing {
-                _ if cluster.is_shut_out => Err(Error::SHUTDOWN),
-                (0, _) => request(&mut cluster),
-                (left, errno) => {
-                    cluster.failing.0 = left - 1;
-                    Err(Error::from_errno(errno))
-                }
+            twin.answer().await;
+            twin.cluster().under_way -= 1;
+            let result = match twin.outcome() {
+                Ok(()) => twin.look(request),
+                Err(error) => Err(error),
             };
-            drop((cluster, place));
+            drop(place);
             result
         };
         reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
+
+    /// Waits until the cluster answers.
+    async fn answer(&self) {
+        let delay = Duration::from_micros(fastrand::u64(1..500));
+        reactor::sleep_until(reactor::now() + delay).await;
+        loop {
+            let listener = self.goes_on.listen();
+            if !self.cluster().stands_still {
+                return;
+            }
+            listener.await;
+        }
+    }
+
+    /// Whether it fails whatever it is.
+    fn outcome(&self) -> Result<()> {
+        let mut cluster = self.cluster();
+        match cluster.failing {
+            _ if cluster.shut_out.contains(&self.client) => Err(Error::SHUTDOWN),
+            (_, 0, _) => Ok(()),
+            (first @ 1.., ..) => {
+                cluster.failing.0 = first - 1;
+                Ok(())
+            }
+            (0, left, errno) => {
+                cluster.failing.1 = left - 1;
+                Err(Error::from_errno(errno))
+            }
+        }
+    }
+
+    /// The same of one that writes.
+    async fn change<T: 'static>(
+        &self,
+        place: Place,
+        request: impl FnOnce(&mut Cluster, &mut Cache) -> Result<T> + 'static,
+    ) -> Result<T> {
+        let (client, has_lock) = (self.client, self.has_lock);
+        let permitted = move |cluster: &mut Cluster, cache: &mut Cache| {
+            if has_lock && cluster.owner != Some(client) {
+                return Err(Error::from_errno(libc::EROFS));
+            }
+            request(cluster, cache)
+        };
+        self.run(place, permitted).await
+    }
+}
+
+fn name(client: Client) -> String {
+    format!("127.0.0.1:0/{client}")
 }
 
 impl Cluster {
     fn resize(&mut self, size_bytes: usize) {
-        self.bytes.resize(size_bytes, 0);
         self.safe.resize(size_bytes, 0);
         self.objects.retain(|object| object * OBJECT < size_bytes as u64);
     }
 
     fn range(&self, offset: u64, length: usize) -> Result<Range<usize>> {
         let start = offset as usize;
-        if start + length > self.bytes.len() { Err(Error::INVALID) } else { Ok(start..start + length) }
+        if start + length > self.safe.len() { Err(Error::INVALID) } else { Ok(start..start + length) }
     }
 
-    fn change(&mut self, offset: u64, data: &[u8], is_safe: bool) -> Result<()> {
+    fn change(&mut self, offset: u64, data: &[u8], cache: &mut Cache) -> Result<()> {
         let range = self.range(offset, data.len())?;
-        self.bytes[range.clone()].copy_from_slice(data);
-        if is_safe {
-            self.safe[range.clone()].copy_from_slice(data);
+        match cache {
+            Some((bytes, dirty)) => {
+                bytes.resize(self.safe.len(), 0);
+                bytes[range.clone()].copy_from_slice(data);
+                dirty.push(range.clone());
+            }
+            None => self.safe[range.clone()].copy_from_slice(data),
         }
         self.objects.extend(range.start as u64 / OBJECT..(range.end as u64).div_ceil(OBJECT));
         Ok(())
     }
 
-    fn zero(&mut self, offset: u64, length: u64) -> Result<()> {
+    /// At once, as with librbd: its cache only hears of it.
+    fn zero(&mut self, offset: u64, length: u64, cache: &mut Cache) -> Result<()> {
         let range = self.range(offset, length as usize)?;
-        self.bytes[range.clone()].fill(0);
+        self.flush(cache);
+        if let Some((bytes, _)) = cache {
+            bytes[range.clone()].fill(0);
+        }
         self.safe[range.clone()].fill(0);
         let whole = (range.start as u64).div_ceil(OBJECT)..range.end as u64 / OBJECT;
         self.objects.retain(|object| !whole.contains(object));
         self.longest = self.longest.max(length);
         Ok(())
     }
+
+    fn flush(&mut self, cache: &mut Cache) {
+        let Some((bytes, dirty)) = cache else { return };
+        bytes.resize(self.safe.len(), 0);
+        for range in dirty.drain(..) {
+            let range = range.start.min(self.safe.len())..range.end.min(self.safe.len());
+            self.safe[range.clone()].copy_from_slice(&bytes[range]);
+        }
+    }
 }
 
 impl Backend for Fake {
     async fn read(&self, place: Place, offset: u64, mut target: Segments) -> (Result<usize>, Segments) {
         let length = target.len();
-        let read = self.run(place, move |cluster| {
+        let read = self.run(place, move |cluster, cache| {
             // What lies past the end is not read, as librbd has it.
-            let start = (offset as usize).min(cluster.bytes.len());
-            let end = (start + length).min(cluster.bytes.len());
-            Ok(cluster.bytes[start..end].to_vec())
+            let start = (offset as usize).min(cluster.safe.len());
+            let end = (start + length).min(cluster.safe.len());
+            Ok(match cache {
+                Some((bytes, _)) => {
+                    bytes.resize(cluster.safe.len(), 0);
+                    bytes[start..end].to_vec()
+                }
+                None => cluster.safe[start..end].to_vec(),
+            })
         });
         let bytes = match read.await {
             Ok(bytes) => bytes,
@@ -216,45 +347,41 @@ impl Backend for Fake {
     }
 
     async fn write(&self, place: Place, offset: u64, data: Segments) -> Result<()> {
-        let (bytes, is_safe) = (data.to_vec(), !self.has_cache);
-        self.run(place, move |cluster| cluster.change(offset, &bytes, is_safe)).await
+        let bytes = data.to_vec();
+        self.change(place, move |cluster, cache| cluster.change(offset, &bytes, cache)).await
     }
 
     async fn flush(&self, place: Place) -> Result<()> {
-        self.run(place, |cluster| {
-            cluster.safe = cluster.bytes.clone();
+        self.change(place, |cluster, cache| {
+            cluster.flush(cache);
             Ok(())
         })
         .await
     }
 
     async fn write_zeroes(&self, place: Place, offset: u64, length: u64, is_thick: bool) -> Result<()> {
-        self.run(place, move |cluster| {
-            cluster.zero(offset, length)?;
-            if is_thick { cluster.change(offset, &vec![0; length as usize], true) } else { Ok(()) }
+        self.change(place, move |cluster, cache| {
+            cluster.zero(offset, length, cache)?;
+            if is_thick { cluster.change(offset, &vec![0; length as usize], &mut None) } else { Ok(()) }
         })
         .await
     }
 
     async fn discard(&self, place: Place, offset: u64, length: u64) -> Result<()> {
-        self.run(place, move |cluster| cluster.zero(offset, length)).await
+        self.change(place, move |cluster, cache| cluster.zero(offset, length, cache)).await
     }
 
     async fn resize(&self, size_bytes: u64) -> Result<()> {
         reactor::yield_now().await;
-        let mut cluster = self.cluster();
-        if cluster.is_shut_out {
-            return Err(Error::SHUTDOWN);
-        }
-        cluster.resize(size_bytes as usize);
-        drop(cluster);
+        self.outcome()?;
+        self.cluster().resize(size_bytes as usize);
         self.bell.ring();
         Ok(())
     }
 
     async fn size_bytes(&self) -> Result<u64> {
         reactor::yield_now().await;
-        Ok(self.cluster().bytes.len() as u64)
+        Ok(self.cluster().safe.len() as u64)
     }
 
     async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {
@@ -277,12 +404,60 @@ impl Backend for Fake {
         Ok(Some(pieces))
     }
 
+    async fn give_up(&self) -> Result<()> {
+        let twin = self.clone();
+        let task = async move {
+            let _one = twin.turn.exclusive(0..1).await;
+            twin.answer().await;
+            twin.outcome()?;
+            assert!(!twin.has_lock || twin.has_the_lock(), "a lock that it does not have");
+            twin.look(|cluster, cache| {
+                assert!(cache.as_ref().is_none_or(|(_, dirty)| dirty.is_empty()), "what nobody else sees");
+                cluster.owner = None;
+            });
+            Ok(())
+        };
+        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    async fn take_up(&self, heirs: &[u64]) -> Result<Taken> {
+        let (twin, heirs) = (self.clone(), heirs.to_vec());
+        let task = async move {
+            let _one = twin.turn.exclusive(0..1).await;
+            twin.shut_out(&heirs).await?;
+            twin.answer().await;
+            twin.outcome()?;
+            let mut cluster = twin.cluster();
+            let owner = cluster.owner.filter(|owner| !cluster.shut_out.contains(owner));
+            if let Some(owner) = owner.filter(|owner| twin.has_lock && *owner != twin.client) {
+                return Ok(Taken::Anothers(Some(name(owner))));
+            }
+            cluster.owner = Some(twin.client).filter(|_| twin.has_lock);
+            *twin.cache.lock().unwrap_or_else(PoisonError::into_inner) = None;
+            Ok(Taken::Ours(cluster.safe.len() as u64))
+        };
+        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+    }
+
+    async fn shut_out(&self, clients: &[u64]) -> Result<()> {
+        self.answer().await;
+        self.outcome()?;
+        let mut cluster = self.cluster();
+        let there: Vec<_> = clients.iter().copied().filter(|client| cluster.open.contains(client)).collect();
+        cluster.shut_out.extend(there);
+        Ok(())
+    }
+
     fn bell(&self) -> &Arc<Bell> {
         &self.bell
     }
 
     async fn close(&self) -> Result<()> {
-        self.cluster().is_closed = true;
+        let mut cluster = self.cluster();
+        cluster.open.remove(&self.client);
+        if cluster.owner == Some(self.client) {
+            cluster.owner = None;
+        }
         Ok(())
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   Rbd             what of a request is whose: places, durability, pieces, extents, a lost lock
+//!    │            (in turn: who waits while another process has the image)
 //!    │ Backend
 //!    ├─ librbd      the library, loaded when the first image is opened; its callbacks wake tasks
 //!    └─ fake        its twin in memory, in tests
@@ -20,6 +21,10 @@
 //! lock away by force has this client shut out by the cluster. From then on nothing is written, and
 //! every request fails.
 //!
+//! A daemon that takes over from another opens the image beside it, without the lock
+//! ([`Passed`]). The other [lays it down](Rbd::lay_down): all is in the cluster, the lock is free;
+//! then one of the two [takes it up](Rbd::take_up). In between nothing is written: who asks waits.
+//!
 //! Never gives a request a time limit: a write that was given up could still land, on top of a
 //! later one. A cluster that stands still is seen by the age of the oldest request.
 
@@ -33,6 +38,7 @@ mod in_flight;
 mod librbd;
 #[cfg(test)]
 mod tests;
+mod turn;
 
 use std::{
     future::Future,
@@ -51,9 +57,13 @@ use policy::time::Duration;
 pub use self::librbd::Librbd;
 pub use self::librbd::{is_loaded, load, remedy, wait_for_ends};
 pub use self::{address::Address, bell::Bell};
-use self::{backend::Backend, in_flight::InFlight};
+use self::{
+    backend::{Backend, Taken},
+    in_flight::InFlight,
+    turn::Turn,
+};
 use super::{
-    BlockSize, CacheMode, Durability, Extent, MOST_EXTENTS, OpenError, RangeLocks, ZeroOptions,
+    BlockSize, CacheMode, Durability, Extent, MOST_EXTENTS, OpenError, Passed, RangeLocks, ZeroOptions,
     align::{Alignment, Device},
     probe::{HEADER_BYTES, Probed, probe_header},
     push_extent,
@@ -69,6 +79,8 @@ use crate::{
 /// The most that is zeroed or discarded by one request of the library's: it asks all objects of it
 /// at once, which are 64 of the usual 4 MiB.
 const MOST_AT_ONCE: u64 = 256 << 20;
+/// How long a lock may take where another process goes on unless it comes.
+const TO_TAKE: Duration = Duration::from_secs(5);
 /// What OSDs allocate at least (`bluestore_min_alloc_size`).
 const BLOCK: BlockSize = BlockSize { minimum: 4096, preferred: 4096 };
 
@@ -77,6 +89,11 @@ const BLOCK: BlockSize = BlockSize { minimum: 4096, preferred: 4096 };
 pub struct Rbd<B = Librbd> {
     backend: B,
     name: String,
+    /// What it really is: the same for all its names.
+    what: String,
+    /// Another process has it, and goes on with it for all that is known here.
+    passed: Option<Passed>,
+    turn: Turn,
     cache: CacheMode,
     read_only: bool,
     /// Snapshots never change.
@@ -95,11 +112,13 @@ pub struct Rbd<B = Librbd> {
 }
 
 /// How an image is opened.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct How {
     pub(super) cache: CacheMode,
     pub(super) read_only: bool,
     pub(super) force_share: bool,
+    /// What another process has, which may have this image too, if it is to be written to.
+    pub(super) passed: Option<Passed>,
 }
 
 /// Opens an image, and says what its first bytes look like if that is asked for. Blocks: a cluster
@@ -110,7 +129,7 @@ pub(super) fn open(
     probes: bool,
 ) -> std::result::Result<(Rbd, Probed), OpenError> {
     let how = How { read_only: how.read_only || address.snapshot.is_some(), ..how };
-    let (backend, size_bytes) = Librbd::open(address, how)?;
+    let (backend, size_bytes) = Librbd::open(address, &how)?;
     let probed = if probes {
         let header =
             backend.first_bytes(HEADER_BYTES.min(usize::try_from(size_bytes).unwrap_or(HEADER_BYTES)));
@@ -121,7 +140,9 @@ pub(super) fn open(
     } else {
         Probed::Raw
     };
-    Ok((Rbd::new(backend, address, how, size_bytes), probed))
+    let what = backend.what().to_owned();
+    let how = How { passed: how.passed.filter(|_| backend.is_passed()), ..how };
+    Ok((Rbd::new(backend, address, what, how, size_bytes), probed))
 }
 
 impl Rbd {
@@ -132,10 +153,13 @@ impl Rbd {
 }
 
 impl<B: Backend> Rbd<B> {
-    fn new(backend: B, address: &Address, how: How, size_bytes: u64) -> Self {
+    fn new(backend: B, address: &Address, what: String, how: How, size_bytes: u64) -> Self {
         Self {
             backend,
             name: address.name(),
+            what,
+            turn: Turn::new(how.passed.is_none()),
+            passed: how.passed,
             cache: how.cache,
             read_only: how.read_only,
             is_snapshot: address.snapshot.is_some(),
@@ -152,6 +176,32 @@ impl<B: Backend> Rbd<B> {
     /// Whether every write is durable when it has completed.
     pub(super) fn writes_through(&self) -> bool {
         !self.cache.has_write_cache()
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it really is, whatever it was called.
+    pub(super) fn what(&self) -> &str {
+        &self.what
+    }
+
+    pub(super) fn cache(&self) -> CacheMode {
+        self.cache
+    }
+
+    pub(super) fn is_passed(&self) -> bool {
+        self.passed.is_some()
+    }
+
+    pub(super) fn is_anothers(&self) -> bool {
+        self.passed.as_ref().is_some_and(|passed| !passed.are_ours())
+    }
+
+    /// Another client has it, by force.
+    pub(super) fn is_lost(&self) -> bool {
+        self.is_lost.load(Relaxed)
     }
 
     /// How long the oldest request has been with the cluster.
@@ -172,9 +222,104 @@ impl<B: Backend> Rbd<B> {
     /// Looks whether it was resized from outside; returns its size in bytes.
     pub(super) async fn look_again(&self) -> Result<u64> {
         let _one = self.slow.exclusive(0..1).await;
+        if !self.turn.is_ours() {
+            // Whoever takes it up looks; and perhaps it was closed.
+            return Ok(self.size_bytes());
+        }
         let size_bytes = self.done(self.backend.size_bytes().await)?;
         self.size_bytes.store(size_bytes, Relaxed);
         Ok(size_bytes)
+    }
+
+    /// Brings what the library's cache has to the cluster, whatever the cache mode.
+    pub(super) async fn write_back(&self) -> Result<()> {
+        let cached = self.cached.load(Acquire);
+        self.change(|place| self.backend.flush(place)).await?;
+        self.flushed.fetch_max(cached, Release);
+        Ok(())
+    }
+
+    /// Lets another process take it up. No request is under way, and whoever asks waits until it is
+    /// taken up here.
+    ///
+    /// # Errors
+    /// The cluster's; it can be taken up again.
+    pub(super) async fn lay_down(&self) -> Result<()> {
+        if self.read_only {
+            return Ok(());
+        }
+        self.write_back().await?;
+        let _one = self.slow.exclusive(0..1).await;
+        self.turn.give();
+        self.backend.give_up().await
+    }
+
+    /// Goes on with it, here or in another process than the one that laid it down; with what
+    /// others have made of its size. `heirs`: see [`Storage::take_up`](super::Storage::take_up).
+    ///
+    /// Where another client has the lock and keeps it, it may have written: then the image is lost
+    /// to the process that had it before.
+    ///
+    /// # Errors
+    /// Why it cannot be had; it can be tried again.
+    pub(super) async fn take_up(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
+        if self.read_only {
+            return Ok(());
+        }
+        let _one = self.slow.exclusive(0..1).await;
+        if self.turn.is_ours() {
+            return Ok(());
+        }
+        let taking = self.backend.take_up(heirs);
+        let taken = match self.is_anothers() {
+            // The other goes on.
+            true => reactor::timeout(TO_TAKE, taking).await.unwrap_or(Err(Error::TIMED_OUT)),
+            // Given up, it could come at any time.
+            false => taking.await,
+        };
+        let why = match taken {
+            Ok(Taken::Ours(size_bytes)) => {
+                self.size_bytes.store(size_bytes, Relaxed);
+                self.turn.take();
+                return Ok(());
+            }
+            Ok(Taken::Anothers(owner)) => {
+                let owner = owner.unwrap_or_else(|| "its address is not known".to_owned());
+                format!("another client has taken its lock: {owner}")
+            }
+            Err(error) if error.errno() == libc::ESHUTDOWN => {
+                "the cluster has shut this client out".to_owned()
+            }
+            Err(error) => {
+                let why = format!("its lock cannot be had: {error}");
+                return Err(OpenError::new(&self.name, why, "`ceph -s` tells how the cluster is"));
+            }
+        };
+        if !self.is_anothers() {
+            self.lose(&why);
+        }
+        Err(OpenError::new(&self.name, why, "`rbd lock ls` and `rbd status` tell who has it"))
+    }
+
+    /// See [`Storage::shut_out`](super::Storage::shut_out).
+    pub(super) async fn shut_out(&self, clients: &[u64]) -> Result<()> {
+        if self.read_only {
+            return Ok(());
+        }
+        let _one = self.slow.exclusive(0..1).await;
+        self.backend.shut_out(clients).await
+    }
+
+    /// Nothing is written any more, and every request fails.
+    fn lose(&self, why: &str) {
+        if !self.is_lost.swap(true, Relaxed) {
+            tracing::error!(
+                image = self.name,
+                "{why}: nothing is written any more (once nobody else writes to it, remove the disk and add it again)"
+            );
+        }
+        // Who waits need not wait any more.
+        self.turn.take();
     }
 
     /// See [`Storage::close`](super::Storage::close).
@@ -190,13 +335,11 @@ impl<B: Backend> Rbd<B> {
         };
         // ESHUTDOWN is Ceph's EBLOCKLISTED; EROFS comes where the lock is another's.
         let is_lost = matches!(error.errno(), libc::ESHUTDOWN | libc::EROFS) && !self.read_only;
-        if is_lost && !self.is_lost.swap(true, Relaxed) {
-            tracing::error!(
-                image = self.name,
-                "another client has taken the lock of the image by force, and the cluster has shut this one out: \
-                 nothing is written any more (once nobody else writes to it, remove the disk and add it again)"
+        if is_lost {
+            self.lose(
+                "another client has taken the lock of the image by force, and the cluster has shut this one out",
             );
-        } else if !is_lost && let Some(left_out) = self.failures.line(reactor::recently()) {
+        } else if let Some(left_out) = self.failures.line(reactor::recently()) {
             tracing::warn!(image = self.name, %error, left_out, "the cluster failed a request");
         }
         Err(match error.errno() {
@@ -212,11 +355,23 @@ impl<B: Backend> Rbd<B> {
         request: impl FnOnce(in_flight::Place) -> F,
     ) -> Result<T> {
         // The cluster would say the same, after a round trip or a long wait.
-        if self.is_lost.load(Relaxed) {
+        if self.is_lost() {
             return Err(Error::IO);
         }
         let place = self.in_flight.enter().await;
         self.done(request(place).await)
+    }
+
+    /// The same of one that may write. While another process may have the image, it waits.
+    async fn change<T, F: Future<Output = Result<T>>>(
+        &self,
+        request: impl FnOnce(in_flight::Place) -> F,
+    ) -> Result<T> {
+        self.ask(async |place| {
+            self.turn.come().await;
+            if self.is_lost() { Err(Error::IO) } else { request(place).await }
+        })
+        .await
     }
 
     /// A range in pieces of [`MOST_AT_ONCE`], one after the other.
@@ -232,7 +387,7 @@ impl<B: Backend> Rbd<B> {
             // Ends where one of these begins, so that no object is asked twice.
             let next = (at / MOST_AT_ONCE + 1) * MOST_AT_ONCE;
             let piece = next.min(end) - at;
-            self.ask(|place| request(place, at, piece)).await?;
+            self.change(|place| request(place, at, piece)).await?;
             at += piece;
         }
         Ok(())
@@ -241,7 +396,7 @@ impl<B: Backend> Rbd<B> {
     async fn made_durable(&self, asked: Durability) -> Result<()> {
         let is_asked = asked == Durability::Synchronous && self.cache != CacheMode::Unsafe;
         if is_asked || self.writes_through() {
-            return self.ask(|place| self.backend.flush(place)).await;
+            return self.change(|place| self.backend.flush(place)).await;
         }
         if self.cache == CacheMode::Writeback {
             self.cached.fetch_add(1, Release);
@@ -272,6 +427,7 @@ impl<B: Backend> Device for Rbd<B> {
         if self.read_only {
             return Err(ResizeError::ReadOnly);
         }
+        self.turn.come().await;
         let _one = self.slow.exclusive(0..1).await;
         let old = self.size_bytes();
         if size_bytes < old {
@@ -315,7 +471,7 @@ impl<B: Backend> Device for Rbd<B> {
 
     async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         if !data.is_empty() {
-            self.ask(|place| self.backend.write(place, offset, data)).await?;
+            self.change(|place| self.backend.write(place, offset, data)).await?;
         }
         self.made_durable(durability).await
     }
@@ -332,10 +488,7 @@ impl<B: Backend> Device for Rbd<B> {
         if self.cache == CacheMode::Unsafe || self.read_only {
             return Ok(());
         }
-        let cached = self.cached.load(Acquire);
-        self.ask(|place| self.backend.flush(place)).await?;
-        self.flushed.fetch_max(cached, Release);
-        Ok(())
+        self.write_back().await
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
@@ -356,7 +509,7 @@ impl<B: Backend> Device for Rbd<B> {
     }
 
     async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        if self.is_lost.load(Relaxed) {
+        if self.is_lost() {
             return Err(Error::IO);
         }
         let whole = offset..offset + length;

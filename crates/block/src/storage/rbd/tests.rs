@@ -1,4 +1,7 @@
-//! [`Rbd`] over its twin: bytes against a model, places, durability, a lost lock, sizes.
+//! [`Rbd`] over its twin: bytes against a model, places, durability, a lost lock, sizes; and how it
+//! passes between processes in [`takeover`].
+
+mod takeover;
 
 use std::{cell::RefCell, rc::Rc};
 
@@ -18,10 +21,12 @@ use crate::{
 const SIZE: usize = 64 * OBJECT as usize;
 
 fn rbd(fake: &Fake, cache: CacheMode, read_only: bool) -> Align<Rbd<Fake>> {
+    opened(fake, How { cache, read_only, force_share: false, passed: None })
+}
+
+fn opened(fake: &Fake, how: How) -> Align<Rbd<Fake>> {
     let address = Address::read("vms/vm1").expect("an address");
-    let size_bytes = fake.clone();
-    let size = SIZE as u64;
-    Align::new(Rbd::new(size_bytes, &address, How { cache, read_only, force_share: false }, size))
+    Align::new(Rbd::new(fake.clone(), &address, address.name(), how, SIZE as u64))
 }
 
 fn zeroes(may_unmap: bool) -> ZeroOptions {
@@ -169,7 +174,7 @@ fn a_writer_that_was_shut_out_writes_nothing_more_and_says_so() {
         let fake = Fake::new(SIZE);
         let image = rbd(&fake, CacheMode::None, false);
         image.write(0, full_of(1, 512), Durability::Cached).await.expect("written");
-        fake.shut_out();
+        fake.is_to_be_shut_out();
         assert_eq!(image.write(0, full_of(2, 512), Durability::Cached).await, Err(Error::IO));
         assert_eq!(image.flush().await, Err(Error::IO));
         let before = fake.most_under_way();

@@ -156,10 +156,15 @@ impl Awaited {
         self.0.borrow().iter().map(|(offered, _)| offered.id.clone()).collect()
     }
 
-    /// Whether the newcomer's config has all of them, perhaps but for what was added.
-    pub(super) fn check(&self, inventory: &Inventory, for_added: bool) -> anyhow::Result<()> {
-        for (OfferedDevice { id, address, read_only, origin, .. }, wanted) in self.0.borrow().iter() {
-            if wanted.is_none() && for_added && origin.is_added() {
+    /// Whether the newcomer's config has all of them, but for what may come: added or not, of a
+    /// disk.
+    pub(super) fn check(
+        &self,
+        inventory: &Inventory,
+        may_come: impl Fn(bool, &str) -> bool,
+    ) -> anyhow::Result<()> {
+        for (OfferedDevice { id, address, disk, read_only, origin, .. }, wanted) in self.0.borrow().iter() {
+            if wanted.is_none() && may_come(origin.is_added(), disk) {
                 continue;
             }
             let wanted = wanted.as_ref();

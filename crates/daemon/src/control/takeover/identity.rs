@@ -64,6 +64,12 @@ impl Identity {
         }
     }
 
+    /// What is written to.
+    pub(super) fn written(&self) -> impl Iterator<Item = &str> {
+        let files = self.layers.iter().flat_map(|layer| &layer.files);
+        files.filter(|file| !file.read_only).map(|file| file.what.as_str())
+    }
+
     /// Why `here` is not the disk that the other serves; none where it is. It may have become
     /// longer.
     pub(super) fn difference(&self, here: &Self) -> Option<String> {

@@ -61,6 +61,8 @@ const UNREAD: Duration = Duration::from_secs(5);
 const UNREAD_AT_REST: Duration = Duration::from_secs(1);
 /// Descriptors of a front end: its socket and its memory. Each ring has two more.
 const OF_A_FRONT_END: u64 = 10;
+/// How long everybody waits for an image that is to be had back.
+const TO_BE_BACK: Duration = Duration::from_secs(5);
 /// How often an image that could not be read is tried again.
 const READ_AGAIN: Duration = Duration::from_secs(1);
 
@@ -228,12 +230,17 @@ async fn leave(
 ) -> anyhow::Result<std::convert::Infallible> {
     let process = channel.process();
     let channel = channel.say(offer, Vec::new(), descriptors).await?;
-    let (channel, word, _) = channel.hear(TO_PREPARE).await?;
-    match word {
-        Word::Prepared => {}
-        Word::Refused(why) => bail!("{why}"),
-        other => bail!("the other said {other:?} too early"),
-    }
+    let mut heirs = Vec::new();
+    let prepared = hear_prepared(channel, &mut heirs).await;
+    let channel = match prepared {
+        Ok(Ok(channel)) => channel,
+        // In order: it closes what it has open.
+        Ok(Err(why)) => bail!("{why}"),
+        Err(error) => {
+            shut_out(inventory, &heirs).await;
+            return Err(error);
+        }
+    };
     let machines = inventory.exports().into_iter().filter_map(|export| match &export.door {
         Door::Own(entrance) => Some((export.id.clone(), Arc::clone(&entrance.machine()?.server))),
         Door::Nbd(..) => None,
@@ -248,6 +255,8 @@ async fn leave(
         hosts: hosts.collect(),
         kept: Vec::new(),
         laid_down: Vec::new(),
+        heirs,
+        is_told: false,
     };
     let again = channel.again()?;
     let given = give(inventory, channel, &mut still).await;
@@ -267,6 +276,13 @@ async fn leave(
     each(&still.servers, |server| async move { server.leave().await }).await;
     // What was served here is in them; the other has its own.
     inventory.recordings.end_all().await;
+    // Others that look would take it for one that uses them.
+    let disks =
+        inventory.disks().into_iter().filter(|running| running.disk.image().storage().is_in_cluster());
+    let leaving = disks.map(|running| reactor::spawn_joinable(async move { running.disk.leave().await }));
+    for leaving in leaving.collect::<Vec<_>>() {
+        leaving.await;
+    }
     let process = process.unwrap_or_default();
     if disconnected > 0 {
         tracing::info!(
@@ -282,6 +298,36 @@ async fn leave(
     // Nothing is undone on the way out: all of it is the other's. That this has ended it hears from
     // the channel.
     std::process::exit(0)
+}
+
+/// Waits until all is prepared, or for why it cannot be, and for how clusters call the other.
+async fn hear_prepared(
+    mut channel: Channel,
+    heirs: &mut Vec<u64>,
+) -> anyhow::Result<Result<Channel, String>> {
+    let end = reactor::now() + TO_PREPARE;
+    loop {
+        let (next, word, _) = channel.hear(end - reactor::now()).await?;
+        channel = next;
+        match word {
+            Word::OpensAs(client) => heirs.push(client),
+            Word::Prepared => return Ok(Ok(channel)),
+            Word::Refused(why) => return Ok(Err(why)),
+            other => bail!("the other said {other:?} too early"),
+        }
+    }
+}
+
+/// Of a newcomer that has ended without a word: clusters would still see it for 30 s, and everybody
+/// who asks all that have an image open waits for it.
+async fn shut_out(inventory: &Inventory, heirs: &[u64]) {
+    for running in inventory.disks() {
+        let disk = &running.disk;
+        let shut_out = reactor::timeout(TO_BE_BACK, disk.shut_out(heirs)).await;
+        if let Err(error) = shut_out.unwrap_or(Err(Error::TIMED_OUT)) {
+            tracing::warn!(disk = %disk.name(), %error, "the newcomer cannot be shut out of its cluster");
+        }
+    }
 }
 
 /// Stands still and gives everything away. The other serves once this has returned. Also says how
@@ -356,12 +402,21 @@ async fn give(
     for running in &disks {
         let disk = &running.disk;
         disk.check_takeover().with_context(|| format!("disk {}: cannot be taken over", disk.name()))?;
-        if disk.is_let_go() {
-            continue;
-        }
-        still.laid_down.push(Arc::clone(disk));
-        disk.lay_down().await.map_err(|error| not_written(disk, error))?;
     }
+    let in_use = disks.iter().map(|running| &running.disk).filter(|disk| !disk.is_let_go());
+    still.laid_down = in_use.cloned().collect();
+    // All at once, as each may wait for another storage.
+    let laying = still.laid_down.iter().map(|disk| {
+        let disk = Arc::clone(disk);
+        reactor::spawn_joinable(
+            async move { disk.lay_down().await.map_err(|error| not_written(&disk, error)) },
+        )
+    });
+    let mut all = Ok(());
+    for laying in laying.collect::<Vec<_>>() {
+        all = all.and(laying.await);
+    }
+    all?;
     let (mut clients, mut bytes, mut descriptors) = (Vec::new(), Vec::new(), Vec::new());
     let mut left = 0;
     for serving in &still.servers {
@@ -417,6 +472,7 @@ async fn give(
     let last_event = inventory.events.last();
     let counted = OfDaemon::of(inventory);
     let state = Box::new(State { began_ns, last_event, clients, machines, devices, disks, groups, counted });
+    still.is_told = true;
     let channel = channel.say(Standing::Still(state), bytes, descriptors).await?;
     let (channel, word, _) = channel.hear(TO_BE_READY).await?;
     match word {
@@ -491,21 +547,30 @@ struct Still {
     /// That are handed over, and somebody held.
     kept: Vec<Arc<Disk>>,
     laid_down: Vec<Arc<Disk>>,
+    /// What clusters call the other.
+    heirs: Vec<u64>,
+    /// The other may have gone on with them.
+    is_told: bool,
 }
 
 impl Still {
     async fn go_on(self) {
-        for disk in self.laid_down {
-            if let Err(error) = disk.take_up().await {
-                let error = anyhow!(error);
-                tracing::error!(
-                    disk = %disk.name(),
-                    "its image cannot be read again after the takeover that failed, which is tried each \
-                     second; until then it goes on with what it knows, and reads nothing ahead: {error:#}"
-                );
-                reactor::spawn(read_again(disk));
+        let tried = self.laid_down.into_iter().map(|disk| {
+            // One that was told nothing has nothing.
+            let heirs = if self.is_told { self.heirs.clone() } else { Vec::new() };
+            let (trying, tried) = async_channel::bounded::<()>(1);
+            reactor::spawn(take_back(disk, heirs, trying));
+            tried
+        });
+        let tried: Vec<_> = tried.collect();
+        // A disk whose cluster does not answer waits alone.
+        let all = async {
+            for tried in tried {
+                // Closed once it was.
+                let _ = tried.recv().await;
             }
-        }
+        };
+        let _ = reactor::timeout(TO_BE_BACK, all).await;
         for serving in self.servers {
             serving.server.go_on();
         }
@@ -519,15 +584,35 @@ impl Still {
     }
 }
 
-/// The other has served nobody, so what is in memory is right, but for what an opening changes.
-async fn read_again(disk: Arc<Disk>) {
+/// Has an image back that was laid down, as often as that takes; `trying` is dropped once it was
+/// tried. The other has served nobody, so what is in memory is right, but for what an opening
+/// changes; and of an image in a cluster, requests that write wait for its lock.
+async fn take_back(disk: Arc<Disk>, heirs: Vec<u64>, trying: async_channel::Sender<()>) {
+    let Err(error) = disk.take_up(&heirs).await else { return };
+    drop(trying);
+    if disk.is_lost() {
+        // The log has it.
+        return;
+    }
+    let error = anyhow!(error);
+    let until_then = match disk.image().storage().is_in_cluster() {
+        true => "its writes wait",
+        false => "it goes on with what it knows, and reads nothing ahead",
+    };
+    tracing::error!(
+        disk = %disk.name(),
+        "its image cannot be read again after the takeover that failed, which is tried each second; until \
+         then {until_then}: {error:#}"
+    );
     loop {
         reactor::sleep_until(reactor::now() + READ_AGAIN).await;
-        if disk.take_up().await.is_ok() {
-            tracing::info!(disk = %disk.name(), "its image is read again, and can be taken over");
-            return;
+        match disk.take_up(&heirs).await {
+            Ok(()) => break,
+            Err(_) if disk.is_lost() => return,
+            Err(_) => {}
         }
     }
+    tracing::info!(disk = %disk.name(), "its image is read again, and can be taken over");
 }
 
 /// What its buckets hold; of limits of a cluster nothing: a new run begins at its safe share, full.

@@ -24,7 +24,8 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::{
-    reactor::{Worker, op},
+    disk::Disk,
+    reactor::{self, Worker, op},
     storage::{Passed, PassedFile},
 };
 use export::{
@@ -162,7 +163,13 @@ impl Newcomer {
         let machines = some(offer.machines.iter().filter(|machine| machine.listening.is_some()).count())?;
         let mut offer = offer;
         let devices = Awaited::new(std::mem::take(&mut offer.devices));
-        Ok(Self { channel, sockets, control, machines, devices, passed: Passed::new(files), offer })
+        let images = offer.disks.iter().flat_map(|disk| disk.identity.written()).map(str::to_owned);
+        let announcing = channel.again()?;
+        let passed = Passed::new(files, images, move |client| {
+            // Where it cannot be told the other has gone.
+            let _ = announcing.say_now(&Word::OpensAs(client));
+        });
+        Ok(Self { channel, sockets, control, machines, devices, passed, offer })
     }
 
     /// How many sockets of the service manager the other has.
@@ -240,13 +247,17 @@ impl Newcomer {
         Listener::adopt(socket, &endpoint, 0, Some(&path), &self.passed).map(Some)
     }
 
-    /// Whether everything that the other has is here, but for what was added to it, which is added
-    /// here once this process has given up its rights.
+    /// Whether everything that the other has is here, but for what comes once this process has
+    /// given up its rights: what was added to the other, and what has these disks.
     ///
     /// # Errors
     /// What is not.
-    pub(crate) fn check_config(&self, inventory: &Inventory) -> anyhow::Result<()> {
-        self.check_but(inventory, true)
+    pub(crate) fn check_config(
+        &self,
+        inventory: &Inventory,
+        is_late: impl Fn(&str) -> bool,
+    ) -> anyhow::Result<()> {
+        self.check_but(inventory, |is_added, disk| is_added || is_late(disk))
     }
 
     /// The same, with what was added.
@@ -254,30 +265,34 @@ impl Newcomer {
     /// # Errors
     /// What is not here.
     pub(crate) fn check(&self, inventory: &Inventory) -> anyhow::Result<()> {
-        self.check_but(inventory, false)
+        self.check_but(inventory, |_, _| false)
     }
 
-    fn check_but(&self, inventory: &Inventory, for_added: bool) -> anyhow::Result<()> {
+    /// `may_come` says whether something may come later, that was added or not, of this disk.
+    fn check_but(&self, inventory: &Inventory, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
         let left = self
             .offer
             .servers
             .iter()
             .zip(&self.sockets)
-            .find(|(server, left)| !(left.is_empty() || for_added && server.origin.is_added()));
+            .find(|(server, left)| !(left.is_empty() || may_come(server.origin.is_added(), "")));
         let left = left.map(|(server, _)| (server.endpoint.clone(), &server.origin));
         let control = || Some((format!("unix:{}", self.offer.control.first()?.display()), &Origin::Config));
         let sockets = left.or_else(control).map_or(Ok(()), |(left, origin)| {
             let what = format!("{left}: it is open, and is not in this config");
             Err(anyhow!("{}", remedied(what, origin, inventory)))
         });
-        check(&self.offer, inventory, for_added)?;
-        ensure!(for_added || self.passed.left() == 0, "images are in use that this config does not have");
+        check(&self.offer, inventory, &may_come)?;
+        ensure!(
+            may_come(true, "") || self.passed.left() == 0,
+            "images are in use that this config does not have"
+        );
         let (to_come, free) = (self.offer.descriptors, op::free_descriptors());
         ensure!(
             to_come < free,
             "descriptors that come with its clients: {to_come}, and only {free} more may be open here (`ulimit -n` or LimitNOFILE= must be larger)"
         );
-        self.devices.check(inventory, for_added)?;
+        self.devices.check(inventory, &may_come)?;
         sockets
     }
 
@@ -327,11 +342,11 @@ impl Newcomer {
     }
 }
 
-/// Whether everything that the other has is here, perhaps but for what was added.
-fn check(offer: &Offer, inventory: &Inventory, for_added: bool) -> anyhow::Result<()> {
+/// Whether everything that the other has is here, but for what may come.
+fn check(offer: &Offer, inventory: &Inventory, may_come: impl Fn(bool, &str) -> bool) -> anyhow::Result<()> {
     for offered in &offer.disks {
         let disk = inventory.disk(&offered.name);
-        if disk.is_err() && for_added && offered.origin.is_added() {
+        if disk.is_err() && may_come(offered.origin.is_added(), &offered.name) {
             continue;
         }
         let disk = disk.map_err(|_| {
@@ -341,15 +356,16 @@ fn check(offer: &Offer, inventory: &Inventory, for_added: bool) -> anyhow::Resul
         if let Some(difference) = offered.identity.difference(&Identity::of(&disk.disk)) {
             bail!("disk {}: it runs {difference} (give it the same, or restart)", offered.name);
         }
+        let is_elsewhere = disk.disk.image().storage().is_in_cluster() && !disk.disk.image().is_read_only();
         ensure!(
-            offered.files == 0 || disk.disk.is_passed(),
+            offered.files == 0 && !is_elsewhere || disk.disk.is_passed(),
             "disk {}: its image is open here in another way",
             offered.name
         );
     }
     for offered in &offer.exports {
         let export = export(inventory, &offered.endpoint, &offered.name);
-        if export.is_none() && for_added && offered.origin.is_added() {
+        if export.is_none() && may_come(offered.origin.is_added(), &offered.disk) {
             continue;
         }
         let (_, _, export) = export.with_context(|| {
@@ -371,7 +387,7 @@ fn check(offer: &Offer, inventory: &Inventory, for_added: bool) -> anyhow::Resul
     }
     for offered in &offer.machines {
         let here = machine(inventory, offered);
-        if here.is_none() && for_added && offered.origin.is_added() {
+        if here.is_none() && may_come(offered.origin.is_added(), &offered.disk) {
             continue;
         }
         let (export, _) = here.with_context(|| {
@@ -431,12 +447,24 @@ async fn take_up(
     (offered, devices): (&[OfferedMachine], &Awaited),
     inventory: &Rc<Inventory>,
 ) -> anyhow::Result<(Vec<(Arc<Server>, Rested)>, Vec<String>, OfDaemon)> {
-    for running in inventory.disks() {
+    let standing = |disk: &Disk| state.disks.iter().find(|standing| *standing.name == **disk.name());
+    // All at once, as each may wait for another storage.
+    let taking = inventory.disks().into_iter().map(|running| {
+        let is_to_be = standing(&running.disk).is_none_or(|standing| standing.is_laid_down);
+        let is_to_be = is_to_be && running.disk.is_passed();
+        let disk = Arc::clone(&running.disk);
+        let taking =
+            reactor::spawn_joinable(async move { if is_to_be { disk.take_up(&[]).await } else { Ok(()) } });
+        (running, taking)
+    });
+    let mut taken = Vec::new();
+    for (running, taking) in taking.collect::<Vec<_>>() {
+        taken.push((running, taking.await));
+    }
+    for (running, taken) in taken {
         let disk = &running.disk;
-        let standing = state.disks.iter().find(|standing| *standing.name == **disk.name());
-        if disk.is_passed() && standing.is_none_or(|standing| standing.is_laid_down) {
-            disk.take_up().await.with_context(|| format!("disk {}", disk.name()))?;
-        }
+        let standing = standing(disk);
+        taken.with_context(|| format!("disk {}", disk.name()))?;
         let before = standing.map_or(0, |standing| standing.size_bytes);
         ensure!(
             disk.size_bytes() >= before || disk.is_let_go(),

@@ -4,7 +4,7 @@
 //! ```text
 //!   the old one                       the new one
 //!     Offer        ──────────────►      opens all of it
-//!                  ◄──────────────    Prepared, or Refused
+//!                  ◄──────────────    OpensAs, perhaps several; then Prepared, or Refused
 //!     (stands still)
 //!     Standing     ──────────────►      reads tables, takes clients in
 //!                  ◄──────────────    Ready
@@ -38,6 +38,8 @@ pub(crate) const FORMAT: u64 = 8;
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub(super) enum Word {
+    /// It is about to open images of a cluster, which knows it by this number.
+    OpensAs(u64),
     /// Everything is open that could be opened beside the other.
     Prepared,
     /// It cannot be: why.

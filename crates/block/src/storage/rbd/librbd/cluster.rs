@@ -133,6 +133,12 @@ pub(super) fn text(text: &str) -> CString {
     CString::new(text.replace('\0', "")).unwrap_or_default()
 }
 
+/// What the library has written, up to its zero byte.
+pub(super) fn until_zero(mut bytes: Vec<u8>) -> String {
+    bytes.truncate(bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len()));
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
 /// What the library returned, as an error where it is negative.
 pub(super) fn outcome(result: impl Into<i64>) -> Result<u64, Error> {
     let result = result.into();
@@ -249,9 +255,7 @@ impl Cluster {
             )
         };
         outcome(result).ok()?;
-        let end = value.iter().position(|&byte| byte == 0)?;
-        value.truncate(end);
-        String::from_utf8(value).ok()
+        Some(until_zero(value))
     }
 
     /// The config file that was named, or the one that Ceph finds, if there is any.
@@ -270,6 +274,29 @@ impl Cluster {
     pub(super) fn id(&self) -> u64 {
         // SAFETY: it is connected.
         unsafe { (self.library.rados_get_instance_id)(self.handle) }
+    }
+
+    /// What the cluster calls itself.
+    pub(super) fn fsid(&self) -> Result<String, Error> {
+        let mut fsid = vec![0_u8; 64];
+        // SAFETY: it is connected, and it writes no more than there is room for.
+        let result = unsafe {
+            (self.library.rados_cluster_fsid)(self.handle, fsid.as_mut_ptr().cast::<c_char>(), fsid.len())
+        };
+        outcome(result)?;
+        Ok(until_zero(fsid))
+    }
+
+    /// Has the cluster take nothing from a client any more, at this address, whatever of it is
+    /// under way. Returns once what is asked here is asked behind that.
+    pub(super) fn shut_out(&self, client: &str) -> Result<(), Error> {
+        let client = text(client);
+        // SAFETY: it is connected, and the text ends with a zero byte and is only read.
+        let shut_out =
+            unsafe { (self.library.rados_blocklist_add)(self.handle, client.as_ptr().cast_mut(), 0) };
+        outcome(shut_out)?;
+        // SAFETY: it is connected.
+        outcome(unsafe { (self.library.rados_wait_for_latest_osdmap)(self.handle) }).map(drop)
     }
 }
 

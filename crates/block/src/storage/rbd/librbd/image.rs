@@ -5,12 +5,17 @@
 //! has it open is looked at once, and the log says so. Who reads shares with nobody who writes,
 //! unless that was allowed; snapshots never change, and are open to all.
 //!
-//! A client that died is still seen for as long as the cluster watches it
+//! Between two daemons of which one goes on with the other's image, the lock passes: the other
+//! opens it beside the one that has it, gives its lock up once the time has come, and a client that
+//! has died with it is shut out by the cluster at once, so that nothing of it lands later.
+//!
+//! Otherwise a client that died is still seen for as long as the cluster watches it
 //! (`osd_client_watch_timeout`, 30 s).
 //!
 //! All of this blocks.
 
 use std::{
+    collections::BTreeSet,
     ffi::{CStr, c_char, c_int, c_void},
     ops::Range,
     sync::{Arc, Condvar, Mutex, PoisonError},
@@ -18,8 +23,8 @@ use std::{
 };
 
 use super::{
-    super::{Address, How, bell::Bell},
-    cluster::{Pool, connection, outcome, text},
+    super::{Address, How, backend::Taken, bell::Bell},
+    cluster::{Pool, connection, outcome, text, until_zero},
     library::{Handle, Library, Watcher},
 };
 use crate::{
@@ -51,6 +56,14 @@ pub(super) struct Image {
     watch: Option<u64>,
     pub(super) bell: Arc<Bell>,
     pub(super) size_bytes: u64,
+    /// What it really is, whatever it was called.
+    pub(super) what: String,
+    /// Another process has it, and passes it on.
+    pub(super) is_passed: bool,
+    /// It has a lock.
+    is_locked: bool,
+    /// One at a time takes it or gives it up.
+    turn: Mutex<()>,
     /// Told once it is closed.
     closed: Option<async_channel::Sender<Result<()>>>,
     /// After the image.
@@ -66,10 +79,13 @@ impl Image {
     /// Opens it, and tells the channel when it was closed again.
     pub(super) fn open(
         address: &Address,
-        how: How,
+        how: &How,
         closed: async_channel::Sender<Result<()>>,
     ) -> std::result::Result<Self, OpenError> {
         let cluster = connection(address, how.cache)?;
+        if let Some(passed) = how.passed.as_ref().filter(|_| !how.read_only) {
+            passed.opens_as(cluster.id());
+        }
         let pool = Pool::open(cluster, address)?;
         let library = pool.library;
         let (image, snapshot) = (text(&address.image), address.snapshot.as_deref().map(text));
@@ -81,8 +97,19 @@ impl Image {
         let opened = unsafe { open(pool.handle, image.as_ptr(), &raw mut handle, snapshot) };
         outcome(opened).map_err(|error| refused(address, error))?;
         let bell = Arc::new(Bell::default());
-        let mut image =
-            Self { handle, library, watch: None, bell, size_bytes: 0, closed: None, pool: Some(pool) };
+        let mut image = Self {
+            handle,
+            library,
+            watch: None,
+            bell,
+            size_bytes: 0,
+            what: String::new(),
+            is_passed: false,
+            is_locked: false,
+            turn: Mutex::new(()),
+            closed: None,
+            pool: Some(pool),
+        };
         if let Err(error) = image.settle(address, how) {
             // At once: seen by nobody any more when the next one tries.
             image.into_end().run();
@@ -109,18 +136,24 @@ impl Image {
         }
     }
 
-    fn settle(&mut self, address: &Address, how: How) -> std::result::Result<(), OpenError> {
+    fn settle(&mut self, address: &Address, how: &How) -> std::result::Result<(), OpenError> {
         let name = address.name();
         let failed = |error: Error| {
             OpenError::new(&name, format!("cannot be read: {error}"), "`ceph -s` tells how the cluster is")
         };
+        self.what = self.identify(address).map_err(failed)?;
         if address.snapshot.is_none() {
             self.watch().map_err(failed)?;
-            if !how.force_share {
-                self.check_alone(&name, how.read_only)?;
-            }
-            if !how.read_only {
-                self.lock(&name)?;
+            self.is_locked = !how.read_only && self.has_lock(&name).map_err(failed)?;
+            let passed = how.passed.as_ref().filter(|_| !how.read_only);
+            self.is_passed = passed.is_some_and(|passed| passed.take_image(&self.what));
+            if !self.is_passed {
+                if !how.force_share {
+                    self.check_alone(&name, how.read_only)?;
+                }
+                if self.is_locked {
+                    self.lock(&name)?;
+                }
             }
         }
         // After the lock: nobody resizes it between the two.
@@ -152,6 +185,37 @@ impl Image {
         Ok(())
     }
 
+    /// What it is, by numbers of the cluster's, which no other image has or ever had.
+    fn identify(&self, address: &Address) -> Result<String> {
+        let Some(pool) = &self.pool else { return Err(Error::SHUTDOWN) };
+        let (fsid, namespace) = (pool.cluster.fsid()?, address.namespace.as_deref().unwrap_or(""));
+        // SAFETY: the pool is open.
+        let number = unsafe { (self.library.rados_ioctx_get_id)(pool.handle) };
+        let mut id = vec![0_u8; 256];
+        // SAFETY: the image is open, and it writes no more than there is room for.
+        let found =
+            unsafe { (self.library.rbd_get_id)(self.handle, id.as_mut_ptr().cast::<c_char>(), id.len()) };
+        // Those of the first format have a name alone.
+        let id = match outcome(found) {
+            Ok(_) => format!("id {}", until_zero(id)),
+            Err(error) if error == Error::INVALID => format!("name {}", address.image),
+            Err(error) => return Err(error),
+        };
+        let snapshot = match &address.snapshot {
+            None => String::new(),
+            Some(snapshot) => {
+                let (snapshot, mut number) = (text(snapshot), 0);
+                // SAFETY: the image is open, the name ends with a zero byte, and it writes one
+                // number.
+                outcome(unsafe {
+                    (self.library.rbd_snap_get_id)(self.handle, snapshot.as_ptr(), &raw mut number)
+                })?;
+                format!(" at snapshot {number}")
+            }
+        };
+        Ok(format!("image of {id} in pool {number}/{namespace} of cluster {fsid}{snapshot}"))
+    }
+
     /// Fails where another has it open to write to it.
     fn check_alone(&self, name: &str, read_only: bool) -> std::result::Result<(), OpenError> {
         let others = self.others(read_only).map_err(|error| {
@@ -172,28 +236,39 @@ impl Image {
 
     /// Others that watch the image, as who writes to it does.
     fn others(&self, read_only: bool) -> Result<Vec<String>> {
+        let own = self.own_id();
+        // Who opens it to write to it watches it once.
+        let mut ours = usize::from(!read_only);
+        let is_other = |(id, _): &(u64, String)| {
+            let is_ours = *id == own && ours > 0;
+            ours -= usize::from(is_ours);
+            !is_ours
+        };
+        let others = self.watchers()?.into_iter().filter(is_other);
+        Ok(others.map(|(id, address)| format!("client.{id} at {address}")).collect())
+    }
+
+    fn own_id(&self) -> u64 {
+        self.pool.as_ref().map_or(0, |pool| pool.cluster.id())
+    }
+
+    /// Who watches the image: numbers and addresses of clients.
+    fn watchers(&self) -> Result<Vec<(u64, String)>> {
         let empty = Watcher { address: std::ptr::null_mut(), id: 0, cookie: 0 };
         let (mut watchers, mut count) = (vec![empty; MOST_WATCHERS], MOST_WATCHERS);
         // SAFETY: the image is open, and it writes no more than `count` watchers.
         let listed =
             unsafe { (self.library.rbd_watchers_list)(self.handle, watchers.as_mut_ptr(), &raw mut count) };
         outcome(listed)?;
-        let own = self.pool.as_ref().map_or(0, |pool| pool.cluster.id());
-        // Who opens it to write to it watches it once.
-        let mut ours = usize::from(!read_only);
-        let mut others = Vec::new();
-        for watcher in watchers.iter().take(count) {
-            if watcher.id.unsigned_abs() == own && ours > 0 {
-                ours -= 1;
-                continue;
-            }
+        let found = watchers.iter().take(count).map(|watcher| {
             // SAFETY: the library has put a text there, which stays until the cleanup below.
             let address = unsafe { CStr::from_ptr(watcher.address) }.to_string_lossy();
-            others.push(format!("client.{} at {address}", watcher.id));
-        }
+            (watcher.id.unsigned_abs(), address.into_owned())
+        });
+        let found = found.collect();
         // SAFETY: these are what the library has put there.
         unsafe { (self.library.rbd_watchers_list_cleanup)(watchers.as_mut_ptr(), count) }
-        Ok(others)
+        Ok(found)
     }
 
     fn features(&self) -> Result<u64> {
@@ -201,6 +276,15 @@ impl Image {
         // SAFETY: the image is open, and it writes one number.
         outcome(unsafe { (self.library.rbd_get_features)(self.handle, &raw mut features) })?;
         Ok(features)
+    }
+
+    fn has_lock(&self, name: &str) -> Result<bool> {
+        let has_lock = self.features()? & EXCLUSIVE_LOCK != 0;
+        if !has_lock {
+            let what = "nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)";
+            tracing::warn!(image = name, "the image has no exclusive lock: {what}");
+        }
+        Ok(has_lock)
     }
 
     fn lock(&self, name: &str) -> std::result::Result<(), OpenError> {
@@ -215,14 +299,76 @@ impl Image {
                 "stop it; `rbd lock ls` lists locks, one that has died loses it after 30 s",
             )
         };
-        if self.features().map_err(failed)? & EXCLUSIVE_LOCK == 0 {
-            let what = "nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)";
-            tracing::warn!(image = name, "the image has no exclusive lock: {what}");
+        self.acquire().map_err(failed)
+    }
+
+    /// Waits for who lets go of the lock when asked, and fails with EROFS where that refuses.
+    fn acquire(&self) -> Result<()> {
+        // SAFETY: the image is open.
+        outcome(unsafe { (self.library.rbd_lock_acquire)(self.handle, EXCLUSIVE) }).map(drop)
+    }
+
+    /// See [`Backend::give_up`](super::super::backend::Backend::give_up).
+    pub(super) fn give_up(&self) -> Result<()> {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.is_locked {
             return Ok(());
         }
         // SAFETY: the image is open.
-        outcome(unsafe { (self.library.rbd_lock_acquire)(self.handle, EXCLUSIVE) }).map_err(failed)?;
+        outcome(unsafe { (self.library.rbd_lock_release)(self.handle) }).map(drop)
+    }
+
+    /// See [`Backend::take_up`](super::super::backend::Backend::take_up).
+    pub(super) fn take_up(&self, heirs: &[u64]) -> Result<Taken> {
+        // Behind a giving up that nobody waits for any more: until that has ended the library says
+        // that the lock is held.
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.shut_out(heirs)?;
+        if self.is_locked {
+            match self.acquire() {
+                Ok(()) => {}
+                Err(error) if error.errno() == libc::EROFS => return Ok(Taken::Anothers(self.owner())),
+                Err(error) => return Err(error),
+            }
+        }
+        // SAFETY: the image is open.
+        outcome(unsafe { (self.library.rbd_invalidate_cache)(self.handle) })?;
+        self.current_size().map(Taken::Ours)
+    }
+
+    /// See [`Backend::shut_out`](super::super::backend::Backend::shut_out).
+    pub(super) fn shut_out(&self, clients: &[u64]) -> Result<()> {
+        if clients.is_empty() {
+            return Ok(());
+        }
+        let own = self.own_id();
+        let watchers = self.watchers()?.into_iter();
+        let there: BTreeSet<_> = watchers.filter(|(id, _)| *id != own && clients.contains(id)).collect();
+        for (client, address) in there {
+            // To break its lock shuts it out too, and else librbd does so once more for a lock
+            // whose owner has gone: each takes the monitors up to a second.
+            if !self.break_lock(&address)
+                && let Some(pool) = &self.pool
+            {
+                pool.cluster.shut_out(&address)?;
+            }
+            tracing::info!(
+                client,
+                address,
+                "the cluster takes nothing more from a newcomer that has ended with an image open"
+            );
+        }
         Ok(())
+    }
+
+    /// Frees the lock of this owner, which is shut out; whether it was its.
+    fn break_lock(&self, owner: &str) -> bool {
+        if !self.is_locked || self.owner().as_deref() != Some(owner) {
+            return false;
+        }
+        let owner = text(owner);
+        // SAFETY: the image is open, and the text ends with a zero byte.
+        outcome(unsafe { (self.library.rbd_lock_break)(self.handle, EXCLUSIVE, owner.as_ptr()) }).is_ok()
     }
 
     /// Who has the lock, if anybody.

@@ -30,7 +30,12 @@ pub use self::{
     image::wait_for_ends,
     library::{is_loaded, load, remedy},
 };
-use super::{Address, How, backend::Backend, bell::Bell, in_flight::Place};
+use super::{
+    Address, How,
+    backend::{Backend, Taken},
+    bell::Bell,
+    in_flight::Place,
+};
 use crate::{
     buffer::{Buffer, Segment, Segments},
     error::{Error, Result},
@@ -46,6 +51,8 @@ pub struct Librbd {
     image: Mutex<Option<Arc<Image>>>,
     bell: Arc<Bell>,
     cache_bytes: u64,
+    what: String,
+    is_passed: bool,
     closed: async_channel::Receiver<Result<()>>,
 }
 
@@ -57,12 +64,24 @@ impl fmt::Debug for Librbd {
 
 impl Librbd {
     /// Opens an image; returns its size in bytes too. Blocks.
-    pub(super) fn open(address: &Address, how: How) -> std::result::Result<(Self, u64), OpenError> {
+    pub(super) fn open(address: &Address, how: &How) -> std::result::Result<(Self, u64), OpenError> {
         let (sender, closed) = async_channel::bounded(1);
         let image = Image::open(address, how, sender)?;
         let (bell, size_bytes, cache_bytes) =
             (Arc::clone(&image.bell), image.size_bytes, image.cache_bytes());
-        Ok((Self { image: Mutex::new(Some(Arc::new(image))), bell, cache_bytes, closed }, size_bytes))
+        let (what, is_passed) = (image.what.clone(), image.is_passed);
+        let image = Mutex::new(Some(Arc::new(image)));
+        Ok((Self { image, bell, cache_bytes, what, is_passed, closed }, size_bytes))
+    }
+
+    /// What the image really is, whatever it was called.
+    pub(super) fn what(&self) -> &str {
+        &self.what
+    }
+
+    /// Whether another process has it, and passes it on.
+    pub(super) fn is_passed(&self) -> bool {
+        self.is_passed
     }
 
     /// The first bytes, as many as are there of so many. Blocks.
@@ -154,6 +173,20 @@ impl Backend for Librbd {
 
     async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {
         self.apart(move |image| image.allocated(&range, most)).await
+    }
+
+    async fn give_up(&self) -> Result<()> {
+        self.apart(Image::give_up).await
+    }
+
+    async fn take_up(&self, heirs: &[u64]) -> Result<Taken> {
+        let heirs = heirs.to_vec();
+        self.apart(move |image| image.take_up(&heirs)).await
+    }
+
+    async fn shut_out(&self, clients: &[u64]) -> Result<()> {
+        let clients = clients.to_vec();
+        self.apart(move |image| image.shut_out(&clients)).await
     }
 
     fn bell(&self) -> &Arc<Bell> {
