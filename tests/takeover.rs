@@ -269,7 +269,7 @@ fn what_cannot_be_taken_over_is_named_and_goes_on() {
     let first = memory.serve().start();
     let said = memory.newcomer().fails();
     assert!(
-        said.contains("disk memory: cannot be taken over (restart weir): its data is in memory"),
+        said.contains("disk memory: cannot be taken over (remove it with `weir disk remove`, or restart weir): its data is in memory"),
         "{said}"
     );
     first.nbdsh("memory", "h.pwrite(b'x' * 512, 0)\n");

@@ -89,7 +89,7 @@ fn a_server_that_promises_nothing_has_the_old_daemon_go_on() {
             let said = house.newcomer().fails();
             assert!(
                 said.contains(
-                    "disk disk: cannot be taken over (restart weir): its image is at an NBD server"
+                    "disk disk: cannot be taken over (remove it with `weir disk remove`, or restart weir): its image is at an NBD server"
                 ),
                 "{said}"
             );

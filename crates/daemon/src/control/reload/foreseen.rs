@@ -1,6 +1,7 @@
 //! What a reload would change, told beforehand. Nothing is changed, opened to be written to, or
 //! listened at; so what only the deed shows is not foreseen: that somebody listens at a new
-//! address, or that a device was measured to do less than is promised.
+//! address, that a device was measured to do less than is promised, promises beside those of what
+//! was added over the control socket, caches that have no room, bitmaps that are not there.
 
 use anyhow::Context as _;
 use block::storage;
@@ -113,6 +114,9 @@ impl Work<'_> {
                 && let Some(path) = machine.socket.path().filter(|_| !machine.client)
             {
                 let address = Address::Unix(path.to_owned());
+                if let Some(sandbox) = self.inventory.sandbox() {
+                    sandbox.check_address(&address).map_err(|error| self.at(wanted, error))?;
+                }
                 listen::check(&address, Others::MayHave).map_err(|error| self.at(wanted, error))?;
             }
         }

@@ -163,7 +163,12 @@ fn offer(inventory: &Inventory) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
     for running in inventory.disks() {
         let disk = &running.disk;
         let can_be = disk.check_takeover();
-        can_be.with_context(|| format!("disk {}: cannot be taken over (restart weir)", disk.name()))?;
+        can_be.with_context(|| {
+            format!(
+                "disk {}: cannot be taken over (remove it with `weir disk remove`, or restart weir)",
+                disk.name()
+            )
+        })?;
         // As a client would be told that comes now.
         disk.refresh_size().with_context(|| format!("disk {}: its size cannot be seen", disk.name()))?;
         let files = disk.descriptors()?;

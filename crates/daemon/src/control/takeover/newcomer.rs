@@ -562,7 +562,11 @@ fn count_on_at_devices(counted: &mut OfDaemon, inventory: &Inventory) {
 /// while the other had the images.
 async fn check_bitmaps(disks: &[StandingDisk], inventory: &Inventory) -> anyhow::Result<()> {
     for disk in disks {
-        let here = inventory.disk(&disk.name)?.disk.image().recorded_bitmaps();
+        // What came while this one started is not here.
+        let here = inventory.disk(&disk.name).map_err(|_| {
+            anyhow!("disk {}: it was added while this weir started, and is not here (try again)", disk.name)
+        })?;
+        let here = here.disk.image().recorded_bitmaps();
         if let Some(missing) = disk.bitmaps.iter().find(|bitmap| !here.contains(bitmap)) {
             bail!("disk {}: its bitmap {missing:?} records, and cannot be read here", disk.name);
         }
@@ -587,7 +591,12 @@ async fn check_bitmaps(disks: &[StandingDisk], inventory: &Inventory) -> anyhow:
 fn command(control: &Path, user: Option<&str>, passed: OwnedFd) -> anyhow::Result<()> {
     /// Longest line that is read.
     const MOST: u64 = 1 << 20;
-    let socket = UnixStream::connect(control).context("nobody listens there (start without --takeover)")?;
+    let socket = UnixStream::connect(control).map_err(|error| match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            anyhow!("no permission to ask the daemon there (be root, or the daemon's own user)")
+        }
+        _ => anyhow!(error).context("nobody listens there (start without --takeover)"),
+    })?;
     check_listener(&socket, user)?;
     socket.set_read_timeout(Some(PATIENCE))?;
     socket.set_write_timeout(Some(PATIENCE))?;
