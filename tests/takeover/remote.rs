@@ -1,15 +1,18 @@
 //! Disks of other NBD servers that are written to: each daemon has a connection of its own, and the
 //! server says that both see the same.
 
-use std::fs;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
 
-use super::{FORMAT, GOES_ON, House, Stranger, between::Step, load};
-use crate::harness::{Client, MIB, Scratch, Serve, need, pause, qemu_img, text};
+use super::{FORMAT, GOES_ON, House, Stranger, between::Step, control, load};
+use crate::harness::{Client, MIB, Scratch, Serve, need, pause, qemu_img, text, weir};
 
 #[test]
 fn a_disk_at_a_server_goes_over_between_two_of_its_connections() {
@@ -108,11 +111,10 @@ fn a_server_that_promises_nothing_has_the_old_daemon_go_on() {
     first.stop();
 }
 
-#[test]
-fn everybody_is_served_while_a_server_holds_a_flush() {
-    let scratch = Scratch::new();
+/// A server with an image of one MiB, and a path: a flush waits until somebody opens the pipe there
+/// to write, if there is one.
+fn holding(scratch: &Scratch) -> (Nbdkit, PathBuf) {
     let (image, held) = (scratch.sparse("image", MIB), scratch.path("held"));
-    // A flush waits until somebody opens the pipe to write, if there is one.
     let plugin = scratch.file(
         "plugin",
         format!(
@@ -133,24 +135,65 @@ esac
         ),
     );
     fs::set_permissions(&plugin, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    let server = Nbdkit::start(&scratch, &["sh", text(&plugin)]);
+    (Nbdkit::start(scratch, &["sh", text(&plugin)]), held)
+}
+
+fn hold(held: &Path) {
+    nix::unistd::mkfifo(held, nix::sys::stat::Mode::S_IRWXU).unwrap();
+}
+
+/// What waits is let go, and what comes does not wait.
+fn let_go(held: &Path) {
+    let held_up = fs::File::options().write(true).open(held).unwrap();
+    fs::remove_file(held).unwrap();
+    drop(held_up);
+}
+
+#[test]
+fn everybody_is_served_while_a_server_holds_a_flush() {
+    let scratch = Scratch::new();
+    let (server, held) = holding(&scratch);
     let house = House::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
     let first = house.serve().start();
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)");
-    nix::unistd::mkfifo(&held, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    hold(&held);
     std::thread::scope(|scope| {
         let newcomer = scope.spawn(|| house.newcomer().args(["--log", "warn"]).fails());
         first.wait_for_log("another weir is about to take over");
         first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
         let said = newcomer.join();
-        // What waits is let go, and what comes does not wait.
-        let held_up = fs::File::options().write(true).open(&held).unwrap();
-        fs::remove_file(&held).unwrap();
-        drop(held_up);
+        let_go(&held);
         let said = said.unwrap();
         assert!(said.contains("disk disk: its storage takes too long to write what it has"), "{said}");
     });
     first.nbdsh("disk", "assert h.pread(512, 0) == b'x' * 512");
+    house.take_over(first).0.stop();
+}
+
+/// It is on no list any more, and what it has not written would be lost with the old daemon.
+#[test]
+fn a_disk_that_is_being_removed_is_closed_first() {
+    let scratch = Scratch::new();
+    let (server, held) = holding(&scratch);
+    let plain = scratch.sparse("plain.raw", MIB);
+    let house = House::new(scratch, &[text(&plain), "--sandbox", "off"]);
+    let first = house.serve().start();
+    let ask = |words: &[&str]| weir(words).env("WEIR_QMP", control(&house));
+    ask(&["disk", "add", "held", &server.uri, "-f", "raw"]).succeeds();
+    first.nbdsh("held", "h.pwrite(b'x' * 512, 0)");
+    hold(&held);
+    std::thread::scope(|scope| {
+        let removal = scope.spawn(|| ask(&["disk", "remove", "held"]).succeeds());
+        let is_listed = || ask(&["status", "--interval", "0"]).succeeds().contains("held");
+        while is_listed() {
+            pause();
+        }
+        let said = house.newcomer().args(["--log", "warn"]).fails();
+        let_go(&held);
+        assert!(said.contains("a disk is being added, removed or moved"), "{said}");
+        first.wait_for_log("another weir cannot take over");
+        removal.join().unwrap();
+    });
     house.take_over(first).0.stop();
 }
 

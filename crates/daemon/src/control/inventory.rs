@@ -100,6 +100,8 @@ pub(crate) struct Inventory {
     /// The control sockets, by their paths.
     pub(crate) control: RefCell<Vec<(PathBuf, Fd)>>,
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
+    /// How many disks that were removed are being closed.
+    closing: Cell<usize>,
     /// Disks on their way to or from another host: their names are nobody else's.
     pub(crate) moving: RefCell<BTreeSet<String>>,
     /// Disks that are being added: see [`Inventory::arrival`].
@@ -144,6 +146,22 @@ pub(crate) struct Inventory {
     pub(crate) ender: Ender,
 }
 
+/// While it is held, a disk is being closed.
+struct Closing<'a>(&'a Cell<usize>);
+
+impl<'a> Closing<'a> {
+    fn begin(count: &'a Cell<usize>) -> Self {
+        count.set(count.get() + 1);
+        Self(count)
+    }
+}
+
+impl Drop for Closing<'_> {
+    fn drop(&mut self) {
+        self.0.set(self.0.get() - 1);
+    }
+}
+
 /// All disks of an inventory, at any time.
 fn disks_of(inventory: Weak<Inventory>) -> impl Fn() -> Vec<Arc<Disk>> {
     move || inventory.upgrade().map(|inventory| inventory.block_disks()).unwrap_or_default()
@@ -164,6 +182,7 @@ impl Inventory {
             told: RefCell::default(),
             control: RefCell::default(),
             disks: RefCell::default(),
+            closing: Cell::default(),
             moving: RefCell::default(),
             arriving: RefCell::default(),
             watches: RefCell::default(),
@@ -345,8 +364,16 @@ impl Inventory {
 
     /// Removes a disk that nobody uses, and closes it.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
-        self.unlist_disk(name)?.close().await;
+        let disk = self.unlist_disk(name)?;
+        let _closing = Closing::begin(&self.closing);
+        disk.close().await;
         Ok(())
+    }
+
+    /// Whether there is a disk that is on no list: one that was removed and is still being written,
+    /// that is not whole yet, or is on its way from or to another host.
+    pub(crate) fn is_in_between(&self) -> bool {
+        self.closing.get() > 0 || !self.moving.borrow().is_empty() || !self.arriving.borrow().is_empty()
     }
 
     /// Takes a disk that nobody uses out, to be put back as a part of another.

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Of a device that waits, its guard may be there, which removes it some time later: it is ended
-//! before anything is done with such a device ([`guard`](super::guard)).
+//! before anything is done with such a device ([`guard`]).
 //!
 //! A device that waits for a process and shows the image of the disk is taken over, with the queues
 //! and limits that it was made with. One that was made for it and never started is removed: a

@@ -80,6 +80,12 @@ pub(crate) struct Asked {
 /// # Errors
 /// What cannot be taken over.
 pub(crate) fn begin(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()> {
+    begin_or_refuse(inventory, asked).inspect_err(|error| {
+        tracing::warn!("another weir cannot take over, and all goes on: {error:#}");
+    })
+}
+
+fn begin_or_refuse(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()> {
     ensure!(
         asked.format == FORMAT,
         "weir {} takes over in the format {}, and this is weir {}, which has {FORMAT} (restart it)",
@@ -90,6 +96,11 @@ pub(crate) fn begin(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<(
     ensure!(!inventory.leaving.get(), "another is taking over already (wait for it)");
     ensure!(!inventory.ending.get(), "weir is stopping");
     ensure!(!inventory.reloading.get(), "the config file is being read (try again)");
+    // From then on nobody begins with that.
+    ensure!(
+        !inventory.is_in_between(),
+        "a disk is being added, removed or moved at this moment (try again once that is done)"
+    );
     let (offer, descriptors) = offer(inventory)?;
     let channel = Channel::passed(asked.socket)?;
     tracing::info!(

@@ -31,7 +31,7 @@ pub(crate) mod newcomer;
 mod told;
 mod unsaved;
 
-use std::sync::Arc;
+use std::{path, sync::Arc};
 
 use block::{disk::Disk, reactor};
 use policy::time::Duration;
@@ -44,9 +44,15 @@ use super::inventory::Inventory;
 /// The command that asks for it.
 pub(crate) const COMMAND: &str = "x-weir-takeover";
 
-/// What both call a place where clients connect.
+/// What both call a place where clients connect, from whatever directory each sees it.
 fn name(endpoint: &Endpoint) -> String {
-    endpoint.to_string()
+    match endpoint {
+        Endpoint::Address(Address::Unix(path)) => {
+            Endpoint::Address(Address::Unix(path::absolute(path).unwrap_or_else(|_| path.clone())))
+                .to_string()
+        }
+        _ => endpoint.to_string(),
+    }
 }
 
 /// The same of a place where figures are asked for, `metrics` or `http`.
@@ -88,4 +94,19 @@ fn clock_ns() -> u64 {
 #[cfg(test)]
 fn there_and_back<T: serde::Serialize + serde::de::DeserializeOwned>(value: &T) -> T {
     serde_json::from_slice(&serde_json::to_vec(value).unwrap()).unwrap()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_is_the_same_from_whatever_directory_it_is_seen() {
+        let called = |path: path::PathBuf| name(&Endpoint::Address(Address::Unix(path)));
+        let here = std::env::current_dir().unwrap();
+        let whole = called(here.join("w.sock"));
+        assert_eq!(called("w.sock".into()), whole);
+        assert_eq!(called("./w.sock".into()), whole);
+        assert_ne!(called("v.sock".into()), whole);
+    }
 }

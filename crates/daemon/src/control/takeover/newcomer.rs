@@ -336,7 +336,7 @@ impl Newcomer {
         }
         let pause_us = since_us(began_ns);
         tracing::info!(from = offer.version, clients = count, pause_us, "taken over");
-        set_otherwise.iter().for_each(|line| tracing::info!("{line}"));
+        set_otherwise.iter().for_each(|line| tracing::warn!("{line}"));
         let in_use = machines.into_iter().chain(device_ids).collect();
         Ok(Before { channel, devices, began_ns, in_use, clients: count, counted })
     }
