@@ -264,7 +264,7 @@ fn what_fails_leaves_nothing() {
         (&["disk", "remove", "b"], "b: no disk has this name"),
         (&["group", "add", "gold"], "gold"),
         (&["group", "add", "new", "--iops-total-max", "5"], "iops-total-max (5) is set without iops-total"),
-        (&["group", "remove", "a"], "a: no group has this name"),
+        (&["group", "remove", "a"], "a: no group here has this name"),
     ] {
         assert_says(&fails(&scratch, arguments), &[expect]);
         let now = status(&scratch, "0");
