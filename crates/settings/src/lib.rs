@@ -195,6 +195,19 @@ pub enum Endpoint {
     Passed(String),
 }
 
+impl Endpoint {
+    /// The same from whatever directory it is seen.
+    #[must_use]
+    pub fn whole(&self) -> Self {
+        match self {
+            Self::Address(Address::Unix(path)) => {
+                Self::Address(Address::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())))
+            }
+            other => other.clone(),
+        }
+    }
+}
+
 impl FromStr for Endpoint {
     type Err = String;
 

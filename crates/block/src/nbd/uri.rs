@@ -11,7 +11,7 @@
 
 use std::{
     ffi::OsString,
-    fmt::{self, Write as _},
+    fmt,
     os::unix::ffi::{OsStrExt as _, OsStringExt as _},
     path::{Path, PathBuf},
 };
@@ -111,7 +111,7 @@ impl Uri {
         let seen = |pair: &str| {
             let (key, value) = pair.split_once('=')?;
             let path = path_of(value).ok().filter(|path| path.is_relative() && FILES.contains(&key))?;
-            Some(format!("{key}={}", encoded(&directory.join(path))))
+            Some(format!("{key}={}", encoded(directory.join(path).as_os_str().as_bytes())))
         };
         let pairs: Vec<_> =
             query.split('&').map(|pair| seen(pair).unwrap_or_else(|| pair.to_owned())).collect();
@@ -194,14 +194,15 @@ fn truth(text: &str) -> Result<bool, Rule> {
     }
 }
 
-/// Percent-encodes all but what needs it nowhere, and slashes (RFC 3986, sections 2.1 and 2.3).
-fn encoded(path: &Path) -> String {
-    let mut text = String::new();
-    for byte in path.as_os_str().as_bytes() {
-        match byte {
-            b'/' | b'-' | b'.' | b'_' | b'~' => text.push(char::from(*byte)),
-            byte if byte.is_ascii_alphanumeric() => text.push(char::from(*byte)),
-            byte => write!(text, "%{byte:02X}").expect("a string takes it"),
+/// Percent-encodes everything but unreserved characters and the slash (RFC 3986, sections 2.1 and
+/// 2.3), as it may stand in any part of a URI.
+pub fn encoded(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len());
+    for &byte in bytes {
+        if byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte) {
+            text.push(char::from(byte));
+        } else {
+            text.push_str(&format!("%{byte:02X}"));
         }
     }
     text

@@ -6,7 +6,6 @@
 
 use std::{
     cell::{Cell, RefCell},
-    path,
     rc::Rc,
     sync::Arc,
 };
@@ -14,7 +13,7 @@ use std::{
 use anyhow::anyhow;
 use block::reactor::{self, JoinHandle, Worker, op::Fd};
 use export::nbd;
-use settings::{Address, Endpoint, Tls};
+use settings::{Endpoint, Tls};
 
 use crate::listen::{self, Authority, Listener, Listening, SocketFile};
 
@@ -95,14 +94,7 @@ impl Serving {
 
     /// What a config file calls it; none where it has no words for it.
     pub(crate) fn written(&self) -> Option<String> {
-        Some(match &self.endpoint {
-            Endpoint::Address(Address::Unix(path)) => {
-                let whole = path::absolute(path).unwrap_or_else(|_| path.clone());
-                Address::Unix(whole).to_string()
-            }
-            Endpoint::Address(_) | Endpoint::Passed(_) => self.endpoint.to_string(),
-            Endpoint::Inherited => return None,
-        })
+        (self.endpoint != Endpoint::Inherited).then(|| self.endpoint.whole().to_string())
     }
 
     /// Whether it is the one at this address, as text, however a path to its socket is spelled.

@@ -6,6 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use block::nbd::uri::encoded;
 use settings::Tls;
 
 /// The part of a URI that says how to reach a server.
@@ -51,19 +52,6 @@ impl fmt::Display for Authority {
             Self::Unnamed(index) => write!(f, "inherited socket {index}"),
         }
     }
-}
-
-/// Encodes everything but RFC 3986's unreserved characters and the slash.
-fn encoded(bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len());
-    for &byte in bytes {
-        if byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte) {
-            text.push(char::from(byte));
-        } else {
-            text.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    text
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use block::reactor::ublk::{Control, Info};
 pub(super) const PAUSE: Duration = Duration::from_millis(2);
 
 /// The block device of this number.
-pub(super) fn path(number: u32) -> PathBuf {
+pub fn path(number: u32) -> PathBuf {
     PathBuf::from(format!("/dev/ublkb{number}"))
 }
 

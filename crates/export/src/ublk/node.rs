@@ -31,10 +31,11 @@ use block::{
 };
 use nix::unistd::{AccessFlags, access};
 
+pub use super::known::path;
 use super::{
     Export,
     guard::{self, Guard},
-    known::{self, PAUSE, begin_removal, numbers},
+    known::{PAUSE, begin_removal, numbers},
     mark,
     request::SECTOR_BYTES,
 };
@@ -118,11 +119,6 @@ pub struct Found {
     pub process: Option<u32>,
     /// Whether weir made it.
     pub is_ours: bool,
-}
-
-/// The block device of this number.
-pub fn path(number: u32) -> PathBuf {
-    known::path(number)
 }
 
 /// All devices that this user may know of, by their numbers; none without the driver.

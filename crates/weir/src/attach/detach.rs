@@ -142,16 +142,15 @@ fn remove(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
             None => Err(anyhow!(IN_BETWEEN)),
         };
     }
-    let is_lost = lost::devices().contains(&absolute(what)?);
-    if is_lost {
+    if lost::devices().contains(&absolute(what)?) {
         ensure_unused(what, None, None, force)?;
+        if lost::remove(what)? {
+            return Ok(());
+        }
     }
-    match is_lost && lost::remove(what)? {
-        true => Ok(()),
-        false => Err(anyhow!(
-            "nothing is attached under this name (`weir attach --list` shows what is; with --qmp, what a daemon at that control socket serves)"
-        )),
-    }
+    Err(anyhow!(
+        "nothing is attached under this name (`weir attach --list` shows what is; with --qmp, what a daemon at that control socket serves)"
+    ))
 }
 
 /// Of a device that `weir serve` made itself. Whether it was one.
@@ -205,6 +204,6 @@ fn await_end(watch: Client, export: &Export, force: bool) -> anyhow::Result<()> 
     thread::spawn(move || done.send(watch.await_export_end(&id)));
     match ended.recv_timeout(lasting::WRITING_BACK) {
         Ok(result) => Ok(result?),
-        Err(_) => Err(anyhow!("it goes with its last user ({users} had it)")),
+        Err(_) => Err(lost::goes_later(&users)),
     }
 }

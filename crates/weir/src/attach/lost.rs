@@ -49,7 +49,8 @@ pub(super) fn remove(what: &Path) -> anyhow::Result<bool> {
     }
 }
 
-fn goes_later(users: &Users) -> anyhow::Error {
+/// Of a device whose removal the kernel has begun.
+pub(super) fn goes_later(users: &Users) -> anyhow::Error {
     let whom = if users.is_empty() { String::new() } else { format!(" (in use: {users})") };
     anyhow!("it fails all requests now, and goes with its last user{whom}")
 }

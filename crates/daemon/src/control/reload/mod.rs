@@ -72,8 +72,7 @@ pub(crate) async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Valu
 pub(crate) async fn foresee(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let loaded = loaded(inventory)?;
     let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
-    let (mut draft, mut plan) = read(&loaded).await?;
-    let moved = leave_out_moved(inventory, (&mut draft, &mut plan)).await;
+    let (draft, plan, moved) = read(inventory, &loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let mut told = Work::new(inventory, &loaded, (&draft, &plan)).foresee(&difference).await?;
@@ -111,8 +110,7 @@ async fn recorded(before: &Plan, (draft, after): (&Draft, &Plan)) -> anyhow::Res
 async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let loaded = loaded(inventory)?;
     let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
-    let (mut draft, mut plan) = read(&loaded).await?;
-    let moved = leave_out_moved(inventory, (&mut draft, &mut plan)).await;
+    let (draft, plan, moved) = read(inventory, &loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let mut work = Work::new(inventory, &loaded, (&draft, &plan));
@@ -185,18 +183,21 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// On another thread: the file may lie on a network.
-async fn read(loaded: &Loaded) -> anyhow::Result<(Draft, Plan)> {
+/// The file, without the disks that are on other hosts now, and what is told of these. On another
+/// thread: the file may lie on a network.
+async fn read(inventory: &Inventory, loaded: &Loaded) -> anyhow::Result<(Draft, Plan, Vec<Value>)> {
     let (file, said, inherited) = (loaded.file.clone(), loaded.said.clone(), loaded.inherited);
-    reactor::blocking(move || {
+    let reading = reactor::blocking(move || {
         let is_file = fs::metadata(&file).with_context(|| file.display().to_string())?.is_file();
         ensure!(is_file, "{}: is no regular file (put the config file back there)", file.display());
         let draft = config::load(&file)?;
         let draft = Draft { service: said.or(draft.service), ..draft };
         let plan = Plan::new(draft.clone(), inherited)?;
-        Ok((draft, plan))
-    })
-    .await
+        anyhow::Ok((draft, plan))
+    });
+    let (mut draft, mut plan) = reading.await?;
+    let moved = leave_out_moved(inventory, (&mut draft, &mut plan)).await;
+    Ok((draft, plan, moved))
 }
 
 /// Leaves out disks that other hosts of the cluster have taken, as a start does, and tells where

@@ -31,7 +31,7 @@ pub(crate) mod newcomer;
 mod told;
 mod unsaved;
 
-use std::{path, sync::Arc};
+use std::sync::Arc;
 
 use block::{disk::Disk, reactor};
 use policy::time::Duration;
@@ -46,13 +46,7 @@ pub(crate) const COMMAND: &str = "x-weir-takeover";
 
 /// What both call a place where clients connect, from whatever directory each sees it.
 fn name(endpoint: &Endpoint) -> String {
-    match endpoint {
-        Endpoint::Address(Address::Unix(path)) => {
-            Endpoint::Address(Address::Unix(path::absolute(path).unwrap_or_else(|_| path.clone())))
-                .to_string()
-        }
-        _ => endpoint.to_string(),
-    }
+    endpoint.whole().to_string()
 }
 
 /// The same of a place where figures are asked for, `metrics` or `http`.
@@ -102,7 +96,7 @@ mod tests {
 
     #[test]
     fn a_socket_is_the_same_from_whatever_directory_it_is_seen() {
-        let called = |path: path::PathBuf| name(&Endpoint::Address(Address::Unix(path)));
+        let called = |path: std::path::PathBuf| name(&Endpoint::Address(Address::Unix(path)));
         let here = std::env::current_dir().unwrap();
         let whole = called(here.join("w.sock"));
         assert_eq!(called("w.sock".into()), whole);

@@ -24,7 +24,6 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::{
-    disk::Disk,
     reactor::{self, Worker, op},
     storage::{Passed, PassedFile},
 };
@@ -447,24 +446,27 @@ async fn take_up(
     (offered, devices): (&[OfferedMachine], &Awaited),
     inventory: &Rc<Inventory>,
 ) -> anyhow::Result<(Vec<(Arc<Server>, Rested)>, Vec<String>, OfDaemon)> {
-    let standing = |disk: &Disk| state.disks.iter().find(|standing| *standing.name == **disk.name());
+    let standing: HashMap<&str, &StandingDisk> =
+        state.disks.iter().map(|standing| (&*standing.name, standing)).collect();
     // All at once, as each may wait for another storage.
     let taking = inventory.disks().into_iter().map(|running| {
-        let is_to_be = standing(&running.disk).is_none_or(|standing| standing.is_laid_down);
-        let is_to_be = is_to_be && running.disk.is_passed();
-        let disk = Arc::clone(&running.disk);
-        let taking =
-            reactor::spawn_joinable(async move { if is_to_be { disk.take_up(&[]).await } else { Ok(()) } });
-        (running, taking)
+        let standing = standing.get(&**running.disk.name()).copied();
+        let is_to_be = running.disk.is_passed() && standing.is_none_or(|standing| standing.is_laid_down);
+        let disk = is_to_be.then(|| Arc::clone(&running.disk));
+        let taking = disk.map(|disk| reactor::spawn_joinable(async move { disk.take_up(&[]).await }));
+        (running, standing, taking)
     });
     let mut taken = Vec::new();
-    for (running, taking) in taking.collect::<Vec<_>>() {
-        taken.push((running, taking.await));
+    for (running, standing, taking) in taking.collect::<Vec<_>>() {
+        let done = match taking {
+            Some(taking) => taking.await,
+            None => Ok(()),
+        };
+        taken.push((running, standing, done));
     }
-    for (running, taken) in taken {
+    for (running, standing, done) in taken {
         let disk = &running.disk;
-        let standing = standing(disk);
-        taken.with_context(|| format!("disk {}", disk.name()))?;
+        done.with_context(|| format!("disk {}", disk.name()))?;
         let before = standing.map_or(0, |standing| standing.size_bytes);
         ensure!(
             disk.size_bytes() >= before || disk.is_let_go(),

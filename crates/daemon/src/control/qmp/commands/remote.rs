@@ -10,6 +10,8 @@
 //!
 //! Source: `BlockdevOptionsNbd` of QEMU's `qapi/block-core.json`.
 
+use block::nbd::uri::encoded;
+
 use crate::control::qmp::{arguments::Arguments, error::Error};
 
 /// The export as a URI.
@@ -32,35 +34,22 @@ pub(super) fn uri(arguments: &mut Arguments) -> Result<String, Error> {
         }
         return uri.ok_or_else(|| Error::missing(&arguments.name_of("server")));
     };
-    let export = encoded(&export.unwrap_or_default());
+    let export = encoded(export.unwrap_or_default().as_bytes());
     let place = match server.choice("type", &["inet", "unix"])? {
         Some(0) => {
             let host: String = server.required("host")?;
             let port: String = server.required("port")?;
-            let host = if host.contains(':') { format!("[{host}]") } else { encoded(&host) };
-            format!("nbd://{host}:{}/{export}", encoded(&port))
+            let host = if host.contains(':') { format!("[{host}]") } else { encoded(host.as_bytes()) };
+            format!("nbd://{host}:{}/{export}", encoded(port.as_bytes()))
         }
         Some(_) => {
             let path: String = server.required("path")?;
-            format!("nbd+unix:///{export}?socket={}", encoded(&path))
+            format!("nbd+unix:///{export}?socket={}", encoded(path.as_bytes()))
         }
         None => return Err(Error::missing(&server.name_of("type"))),
     };
     server.finish()?;
     Ok(place)
-}
-
-/// With RFC 3986's unreserved characters and the slash as they are.
-fn encoded(text: &str) -> String {
-    let mut encoded = String::with_capacity(text.len());
-    for byte in text.bytes() {
-        if byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte) {
-            encoded.push(char::from(byte));
-        } else {
-            encoded.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    encoded
 }
 
 #[cfg(test)]
