@@ -282,7 +282,7 @@ fn shells_complete_from_the_running_daemon() {
         let last = words.len() - 1;
         let script = format!(
             "source {bash}; COMP_WORDS=({line}''); COMP_CWORD={last}; COMP_TYPE=9; \
-             _clap_complete_weir weir \"${{COMP_WORDS[COMP_CWORD]}}\"; \
+             _weir weir \"${{COMP_WORDS[COMP_CWORD]}}\"; \
              echo \"${{COMPREPLY[*]}}\""
         );
         let said = shell("bash", &script, &qmp, &home);
@@ -295,6 +295,17 @@ fn shells_complete_from_the_running_daemon() {
     assert_eq!(offered("weir throttle v"), ["vm1", "vm2"]);
     assert_eq!(offered("weir throttle vm1 --group "), ["gold"]);
     assert_eq!(offered("weir serve --cache d"), ["directsync"]);
+    // As readline cuts it.
+    let cut = |words: &str, last: &str| {
+        let script = format!(
+            "source {bash}; COMP_WORDS=({words} '{last}'); COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 )); COMP_TYPE=9; \
+             _weir weir '{last}'; echo \"${{COMPREPLY[*]}}\""
+        );
+        shell("bash", &script, &qmp, &home)
+    };
+    assert_eq!(cut("weir serve --cache =", "writet"), "writethrough\n");
+    assert_eq!(cut("weir throttle vm1 --group =", ""), cut("weir throttle vm1 --group", "="));
+    assert!(cut("weir serve --cache", "=").contains("directsync"));
     daemon.stop();
     assert_eq!(offered("weir throttle v"), [""; 0], "without a daemon there is nothing, and nothing is said");
     Client::new("zsh").args(["-n", text(&scratch.path("zsh/site-functions/_weir"))]).succeeds();

@@ -331,6 +331,23 @@ fn what_cannot_be_is_named_and_nothing_changes() {
 }
 
 #[test]
+fn exports_that_are_put_back_are_each_what_they_were() {
+    let disk = |more: &str, last: &str| {
+        let listens =
+            ["one", "two", "three"].map(|end| format!("{{ type = \"nbd\", listen = \"unix:{end}\" }}"));
+        let exports = listens.join(", ") + last;
+        format!("{BEFORE}[disk.d]\nimage = \"memory:1M\"\n{more}\nexport = [{exports}]\n")
+    };
+    let party = Party::new(&disk("", ""));
+    let _taken = UnixListener::bind(party.scratch.path("taken")).unwrap();
+    party.refuses_in_the_end(
+        &disk("description = \"another\"", ", { type = \"vhost-user-blk\", listen = \"unix:taken\" }"),
+        &["taken: a socket is there already"],
+    );
+    party.weir.stop();
+}
+
+#[test]
 fn a_change_of_an_export_in_use_is_refused_with_its_line_and_keys() {
     let disk = |more: &str| {
         let export = format!("export = {{ type = \"vhost-user-blk\", listen = \"unix:vm\"{more} }}");

@@ -44,20 +44,21 @@ impl Table {
         if self.rows.is_empty() {
             return String::new();
         }
+        let widths: Vec<usize> = (0..self.columns.len()).map(|column| self.width(column)).collect();
         let heading: Vec<String> = self.columns.iter().map(|(name, _)| name.clone()).collect();
-        let heading = self.line(&heading);
+        let heading = self.line(&heading, &widths);
         let mut text = if bold { format!("\x1b[1m{heading}\x1b[0m\n") } else { heading + "\n" };
         for row in &self.rows {
-            text += &self.line(row);
+            text += &self.line(row, &widths);
             text.push('\n');
         }
         text
     }
 
-    fn line(&self, cells: &[String]) -> String {
+    fn line(&self, cells: &[String], widths: &[usize]) -> String {
         let mut line = String::new();
         for (index, cell) in cells.iter().enumerate() {
-            let padding = " ".repeat(self.width(index).saturating_sub(cell.chars().count()));
+            let padding = " ".repeat(widths[index].saturating_sub(cell.chars().count()));
             if index > 0 {
                 line += "  ";
             }

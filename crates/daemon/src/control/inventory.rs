@@ -289,20 +289,29 @@ impl Inventory {
         listeners.iter().for_each(|listener| listener(change));
     }
 
-    /// Finds the devices below the disks, now and after each change. Called once. Fails if more is
-    /// reserved than a device was measured to do.
+    /// Finds the devices below the disks, now and after each change; once after many, as one reload
+    /// makes them. Called once. Fails if more is reserved than a device was measured to do.
     pub(crate) fn look_at_devices(self: &Rc<Self>, state: Option<&Path>) -> anyhow::Result<()> {
-        let devices = self.devices.get_or_init(|| Devices::new(state));
-        devices.refresh(self.block_disks(), self.groups())?;
-        let inventory = Rc::downgrade(self);
+        self.devices.get_or_init(|| Devices::new(state));
+        self.check_devices()?;
+        let (inventory, is_due) = (Rc::downgrade(self), Rc::new(Cell::new(false)));
         self.listen(move |change| {
-            if let (Some(inventory), Change::Listed { .. } | Change::SettingsChanged { .. }) =
-                (inventory.upgrade(), change)
-                && let Some(devices) = inventory.devices.get()
-                && let Err(error) = devices.refresh(inventory.block_disks(), inventory.groups())
+            if !matches!(change, Change::Listed { .. } | Change::SettingsChanged { .. })
+                || is_due.replace(true)
             {
-                tracing::warn!("{error:#}");
+                return;
             }
+            let (inventory, is_due) = (Weak::clone(&inventory), Rc::clone(&is_due));
+            reactor::spawn(async move {
+                // More come before anything else has its turn.
+                reactor::yield_now().await;
+                is_due.set(false);
+                if let Some(inventory) = inventory.upgrade()
+                    && let Err(error) = inventory.check_devices()
+                {
+                    tracing::warn!("{error:#}");
+                }
+            });
         });
         Ok(())
     }

@@ -1,6 +1,9 @@
 //! An export as the config file or the command line has it, and how it comes to run.
 
-use std::{collections::BTreeSet, rc::Rc};
+use std::{
+    collections::{BTreeSet, HashMap},
+    rc::Rc,
+};
 
 use anyhow::{Context as _, bail};
 use policy::access::Access;
@@ -53,18 +56,16 @@ impl Wanted {
         nbd.chain(own).collect()
     }
 
-    /// The one that runs, unless it is on its way out.
-    pub(crate) fn running(&self, inventory: &Inventory) -> Option<Rc<RunningExport>> {
-        let is_this = |export: &Rc<RunningExport>| match (&self.way, &export.door) {
+    /// Whether this export is the one, and not on its way out.
+    fn is(&self, export: &RunningExport) -> bool {
+        let is_there = match (&self.way, &export.door) {
             (Way::Nbd { endpoint, name, .. }, inventory::Door::Nbd(serving, _)) => {
                 serving.endpoint == *endpoint && export.name == *name
             }
             (Way::Own(door), inventory::Door::Own(..)) => export.said.as_ref() == Some(door),
             _ => false,
         };
-        let is_of_disk = |export: &Rc<RunningExport>| **export.disk.disk.name() == *self.disk;
-        let exports = inventory.exports();
-        exports.into_iter().find(|export| !export.is_ending() && is_of_disk(export) && is_this(export))
+        is_there && !export.is_ending()
     }
 
     /// Whether the other is for the same name at the same server, or behind the same door.
@@ -117,13 +118,27 @@ impl Wanted {
 
     /// Has it run, at a server that runs or behind a door of its own.
     pub(crate) async fn add(&self, inventory: &Rc<Inventory>) -> anyhow::Result<Rc<RunningExport>> {
+        let id = match &self.way {
+            Way::Nbd { endpoint, name, .. } => {
+                let name = if name.is_empty() { &self.disk } else { name };
+                inventory.free_id(name, &serving(inventory, endpoint)?.address())
+            }
+            Way::Own(door) => inventory.free_id(&self.disk, &door.address()),
+        };
+        self.add_by(inventory, id).await
+    }
+
+    /// The same, by an id that nobody has.
+    pub(crate) async fn add_by(
+        &self,
+        inventory: &Rc<Inventory>,
+        id: String,
+    ) -> anyhow::Result<Rc<RunningExport>> {
         let disk = inventory.disk(&self.disk)?;
         match &self.way {
             Way::Nbd { endpoint, name, description, access, bitmaps } => {
-                let serving = server(inventory, endpoint).context("no server listens there")?;
                 let new = NewExport {
-                    id: inventory
-                        .free_id(if name.is_empty() { &self.disk } else { name }, &serving.address()),
+                    id: id.clone(),
                     name: name.clone(),
                     description: description.clone(),
                     access: access.clone(),
@@ -131,16 +146,13 @@ impl Wanted {
                     read_only: self.read_only,
                     bitmaps: bitmaps::of_image(&disk, bitmaps).await?,
                 };
-                let id = new.id.clone();
-                inventory.add_export(&serving, new)?;
-                Ok(inventory.export(&id)?)
+                inventory.add_export(&serving(inventory, endpoint)?, new)?;
             }
             Way::Own(door) => {
-                let id = inventory.free_id(&self.disk, &door.address());
                 inventory.add_door(id.clone(), disk, self.read_only, door, None).await?;
-                Ok(inventory.export(&id)?)
             }
         }
+        Ok(inventory.export(&id)?)
     }
 
     /// Has a door of its own open, by this id, and made of what another daemon had.
@@ -177,6 +189,24 @@ impl Wanted {
     }
 }
 
+/// The exports that there were at one moment, to find those in that are wanted.
+pub(crate) struct Running(HashMap<String, Vec<Rc<RunningExport>>>);
+
+impl Running {
+    pub(crate) fn of(inventory: &Inventory) -> Self {
+        let mut of_disks: HashMap<_, Vec<_>> = HashMap::new();
+        for export in inventory.exports() {
+            of_disks.entry(export.disk.disk.name().to_string()).or_default().push(export);
+        }
+        Self(of_disks)
+    }
+
+    pub(crate) fn find(&self, wanted: &Wanted) -> Option<Rc<RunningExport>> {
+        let of_disk = self.0.get(&wanted.disk)?;
+        of_disk.iter().find(|export| wanted.is(export)).cloned()
+    }
+}
+
 /// How clients call an export that runs.
 pub(crate) fn uris(export: &RunningExport, tls: &Tls) -> Vec<String> {
     let entrance = match &export.door {
@@ -201,6 +231,10 @@ pub(crate) fn uris(export: &RunningExport, tls: &Tls) -> Vec<String> {
         },
         _ => address.to_owned(),
     }]
+}
+
+fn serving(inventory: &Inventory, endpoint: &Endpoint) -> anyhow::Result<Rc<Serving>> {
+    server(inventory, endpoint).context("no server listens there")
 }
 
 /// The server of an endpoint.

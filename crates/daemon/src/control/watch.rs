@@ -205,15 +205,17 @@ impl Watch {
         match change {
             // It may be undone, and then nothing has happened.
             Change::Listed { name } | Change::SettingsChanged { name } if is_reload() => {
-                if !self.put_off.contains(name) {
-                    self.put_off.push(name.clone());
-                }
+                self.put_off.push(name.clone());
             }
             Change::Listed { name } if inventory.is_arriving(name) => {}
             Change::Listed { name } => self.listed(inventory, name),
             Change::SettingsChanged { name } => self.settings_changed(inventory, name),
             Change::Reloaded => {
+                let mut told = BTreeSet::new();
                 for name in std::mem::take(&mut self.put_off) {
+                    if !told.insert(name.clone()) {
+                        continue;
+                    }
                     match self.known.contains_key(&name) == Self::find(inventory, &name).is_some() {
                         true => self.settings_changed(inventory, &name),
                         false => self.listed(inventory, &name),

@@ -42,7 +42,7 @@ pub(crate) fn run(arguments: &GenerateArgs, command: Command) -> Result<(), Fail
         write(&directory.join("man/man1").join(page.file), &page.text)?;
     }
     let scripts: [(&dyn EnvCompleter, &str, &str); 3] = [
-        (&Bash, "bash-completion/completions/weir", ""),
+        (&Bash, "bash-completion/completions/weir", WHOLE_WORDS),
         (&Zsh, "zsh/site-functions/_weir", AT_ONCE),
         (&Fish, "fish/vendor_completions.d/weir.fish", ""),
     ];
@@ -57,6 +57,26 @@ pub(crate) fn run(arguments: &GenerateArgs, command: Command) -> Result<(), Fail
 
 /// zsh reads the script when it needs it first, as a function that is to complete something then.
 const AT_ONCE: &str = "if [[ $funcstack[1] == _weir ]]; then\n    _clap_dynamic_completer_weir \"$@\"\nfi\n";
+
+/// Bash cuts `--cache=w` at the `=`, and puts what is offered in the place of the last piece alone.
+const WHOLE_WORDS: &str = r#"
+_weir() {
+    local word whole=() joined='' before
+    for word in "${COMP_WORDS[@]:0:COMP_CWORD}" "$2"; do
+        if [[ $word == = || $joined == = ]] && (( ${#whole[@]} )); then
+            whole[-1]+=$word
+        else
+            whole+=("$word")
+        fi
+        joined=$word
+    done
+    local COMP_WORDS=("${whole[@]}") COMP_CWORD=$(( ${#whole[@]} - 1 ))
+    _clap_complete_weir "$1" "${whole[-1]}"
+    before=${whole[-1]%"${whole[-1]##*=}"}
+    COMPREPLY=("${COMPREPLY[@]#"$before"}")
+}
+complete -o nospace -o bashdefault -F _weir weir
+"#;
 
 fn write(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     let written = path.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(path, bytes));

@@ -19,6 +19,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
+use console::say;
 use nix::fcntl::{Flock, FlockArg};
 use settings::{Plan, config};
 use tempfile::NamedTempFile;
@@ -30,6 +31,8 @@ pub(crate) struct Saving {
     old_text: String,
     /// None where the text stays as it is.
     new: Option<NamedTempFile>,
+    /// What is wrong with the file, and was.
+    remark: Option<String>,
 }
 
 impl Saving {
@@ -43,13 +46,13 @@ impl Saving {
         let path = fs::canonicalize(path).with_context(|| format!("{shown}: cannot be saved to"))?;
         let (old, old_text) = open(&path).with_context(|| format!("{shown}: cannot be saved to"))?;
         let new_text = edit(&old_text).map_err(|said| anyhow!("{shown}: {said}"))?;
-        check(&path, &old_text, &new_text)
+        let remark = check(&path, &old_text, &new_text)
             .with_context(|| format!("{shown}: not saved, nor changed live"))?;
         let write = || write_beside(&path, &old.metadata()?, &new_text);
         let new = (new_text != old_text).then(write).transpose().with_context(|| {
             format!("{shown}: cannot be replaced (its directory must be writable, and its owner this user)")
         })?;
-        Ok(Self { path, old, old_text, new })
+        Ok(Self { path, old, old_text, new, remark })
     }
 
     /// Whether anything in the file is to change.
@@ -62,6 +65,9 @@ impl Saving {
         let shown = self.path.display().to_string();
         if !self.is_unchanged().with_context(|| shown.clone())? {
             bail!("{shown}: was changed by somebody else meanwhile (run the command again)");
+        }
+        if let Some(remark) = self.remark {
+            say(&remark);
         }
         let Some(new) = self.new else { return Ok(shown) };
         new.persist(&self.path).map_err(|error| error.error).with_context(|| shown.clone())?;
@@ -96,14 +102,18 @@ fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
     Ok((file, text))
 }
 
-/// Refuses what `weir serve` would, unless it refuses the old text too: options may complete it.
-fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<()> {
+/// Refuses what `weir serve` would. What it refuses in the old text too is told, as options of the
+/// command line may complete it.
+fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<Option<String>> {
     let name = path.display().to_string();
     let directory = path.parent().unwrap_or(Path::new(""));
     let plan = |text| config::parse(&name, text, directory).and_then(|draft| Plan::new(draft, 0).map(drop));
     match (plan(old_text), plan(new_text)) {
         (Ok(()), Err(wrong)) => Err(anyhow!("the next start would fail: {wrong}")),
-        _ => Ok(()),
+        (Err(_), Err(wrong)) => {
+            Ok(Some(format!("the next start fails by this file alone, as before: {wrong}")))
+        }
+        _ => Ok(None),
     }
 }
 
@@ -214,7 +224,12 @@ mod tests {
         assert!(said.contains("iops-total-max = 2: is below iops-total (5)"), "{said}");
         // A file that options of the command line complete is nothing this can judge.
         fs::write(&path, "[disk.a]\niops-total = 5\n").unwrap();
-        prepare(&path, &set("iops-total-max", 2)).unwrap();
+        let saving = prepare(&path, &set("iops-total-max", 2)).unwrap();
+        let remark = saving.remark.unwrap();
+        assert!(
+            remark.contains("as before: ") && remark.contains("weir.toml:1: disk.a: no image"),
+            "{remark}"
+        );
     }
 
     #[test]

@@ -61,7 +61,9 @@ impl Execute for Commands {
 
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Running, Error> {
         if self.inventory.leaving.get() && !name.starts_with("query-") && !name.starts_with("x-weir-query-") {
-            return Err(Error::generic("Another weir is about to take over; nothing is changed (try again)"));
+            return Err(Error::generic(
+                "Another weir is about to take over; nothing is changed (try again; the log names its process, which may be stopped, and has a minute)",
+            ));
         }
         if let Some(entry) = self.table.iter().find(|entry| entry.name == name) {
             return (entry.start)(&self.inventory, arguments);

@@ -13,8 +13,9 @@ use serde_json::Value;
 
 /// Above this the next command waits.
 const ENOUGH_BYTES: usize = 256 << 10;
-/// Above this an event ends the connection.
-const MAX_EVENT_BYTES: usize = 1 << 20;
+/// Above this an event ends the connection. One reload may change ten thousand disks, all before
+/// anything can leave, and each has its event.
+const MAX_EVENT_BYTES: usize = 16 << 20;
 
 pub(super) struct Outbox {
     bytes: RefCell<Vec<u8>>,

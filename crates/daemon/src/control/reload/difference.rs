@@ -7,14 +7,14 @@
 //!
 //! Changes nothing.
 
-use std::rc::Rc;
+use std::{collections::HashMap, rc::Rc};
 
 use anyhow::{Context as _, bail, ensure};
 use settings::{Disk, Draft, Group, Place, Plan, Said, Service, ServiceDraft, TlsDraft};
 
 use crate::control::{
     inventory::{Inventory, Opening, Refused, RunningDisk, RunningExport},
-    wanted::{Wanted, Way},
+    wanted::{Running, Wanted, Way},
 };
 
 const REMEDY: &str = "take the disk out of the file and reload, and put it back then; or restart weir";
@@ -47,9 +47,15 @@ impl Difference {
         found.of_groups(inventory, before, (draft, plan))?;
         found.of_disks(inventory, before, (draft, plan))?;
         let (old, new) = (Wanted::all(before), Wanted::all(plan));
-        let is_there = |wanted: &Wanted| wanted.running(inventory).is_some();
-        found.old_exports = old.iter().filter(|one| !new.contains(one) && is_there(one)).cloned().collect();
-        let is_new = |one: &&Wanted| !old.contains(one) || !is_there(one);
+        let (of_old, of_new) = (of_disks(&old), of_disks(&new));
+        let is_in = |all: &HashMap<&str, Vec<&Wanted>>, one: &Wanted| {
+            all.get(one.disk.as_str()).is_some_and(|all| all.contains(&one))
+        };
+        let running = Running::of(inventory);
+        let is_there = |wanted: &Wanted| running.find(wanted).is_some();
+        let is_old = |one: &&Wanted| !is_in(&of_new, one) && is_there(one);
+        found.old_exports = old.iter().filter(is_old).cloned().collect();
+        let is_new = |one: &&Wanted| !is_in(&of_old, one) || !is_there(one);
         found.new_exports = new.iter().filter(is_new).cloned().collect();
         // What came over the control socket may be what the file asks for.
         found.new_exports.retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.is_at(one)));
@@ -91,14 +97,16 @@ impl Difference {
         Ok(())
     }
 
-    fn of_disks(
+    fn of_disks<'p>(
         &mut self,
         inventory: &Inventory,
-        before: &Plan,
-        (draft, plan): (&Draft, &Plan),
+        before: &'p Plan,
+        (draft, plan): (&Draft, &'p Plan),
     ) -> anyhow::Result<()> {
-        let is_old = |disk: &&Disk| plan.disks.iter().all(|new| new.name != disk.name);
-        let old = before.disks.iter().filter(is_old).map(|disk| disk.name.clone());
+        let named = |plan: &'p Plan| plan.disks.iter().map(|disk| (disk.name.as_str(), disk));
+        let (known, new): (HashMap<_, _>, HashMap<_, _>) = (named(before).collect(), named(plan).collect());
+        let old = before.disks.iter().map(|disk| disk.name.clone());
+        let old = old.filter(|name| !new.contains_key(name.as_str()));
         self.old_disks = old.filter(|name| inventory.disk(name).is_ok()).collect();
         for (index, (disk, said)) in plan.disks.iter().zip(&draft.disks).enumerate() {
             let place = &said.name.place;
@@ -116,7 +124,7 @@ impl Difference {
                 self.new_disks.push(index);
                 continue;
             };
-            let old = before.disks.iter().find(|old| old.name == disk.name);
+            let old = known.get(disk.name.as_str());
             let keys = old.map_or_else(|| otherwise_opened(&running, disk), |old| fixed(old, disk));
             if !keys.is_empty() {
                 let rule =
@@ -135,8 +143,9 @@ impl Difference {
         (draft, plan): (&Draft, &Plan),
     ) -> anyhow::Result<()> {
         let mut old = Vec::new();
+        let running = Running::of(inventory);
         for one in &self.old_exports {
-            let Some(export) = one.running(inventory) else { continue };
+            let Some(export) = running.find(one) else { continue };
             let unused = export.check_unused().await;
             match self.new_exports.iter().find(|new| new.is_at(one)) {
                 Some(new) => unused.with_context(|| {
@@ -171,6 +180,14 @@ impl Difference {
         }
         Ok(())
     }
+}
+
+fn of_disks(all: &[Wanted]) -> HashMap<&str, Vec<&Wanted>> {
+    let mut of_disks: HashMap<_, Vec<_>> = HashMap::new();
+    for wanted in all {
+        of_disks.entry(wanted.disk.as_str()).or_default().push(wanted);
+    }
+    of_disks
 }
 
 /// Where the file asks for an export.

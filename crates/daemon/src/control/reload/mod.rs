@@ -46,7 +46,7 @@ use super::{
     loaded::Loaded,
     recording,
     serving::Serving,
-    wanted::{self, Wanted, Way},
+    wanted::{self, Running, Wanted, Way},
 };
 use crate::{events::actor::Actor, listen};
 
@@ -126,7 +126,7 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
         return Err(error);
     }
     for done in std::mem::take(&mut work.done) {
-        if let Done::ExportRemoved(_, Some(gone)) = done {
+        if let Done::ExportRemoved { gone: Some(gone), .. } = done {
             inventory.tell(&gone);
         }
     }
@@ -262,7 +262,11 @@ enum Done {
     DiskAdded(String),
     ServerAdded(Rc<Serving>),
     /// With what is to be told of it once it is not put back.
-    ExportRemoved(Wanted, Option<Change>),
+    ExportRemoved {
+        wanted: Wanted,
+        id: String,
+        gone: Option<Change>,
+    },
     ExportAdded(String),
 }
 
@@ -287,13 +291,14 @@ impl Work<'_> {
             self.inventory.add_server(serving);
             self.done.push(Done::ServerAdded(Rc::clone(serving)));
         }
+        let running = Running::of(self.inventory);
         for wanted in &difference.old_exports {
-            let Some(export) = wanted.running(self.inventory) else { continue };
+            let Some(export) = running.find(wanted) else { continue };
             let told = wanted.told(self.inventory);
             // Images took their time to open.
             export.check_unused().await?;
             let gone = self.inventory.removal(&export.id, Removal::Safe)?.await;
-            self.done.push(Done::ExportRemoved(wanted.clone(), gone));
+            self.done.push(Done::ExportRemoved { wanted: wanted.clone(), id: export.id.clone(), gone });
             self.told.push(told::exported(told, &wanted.disk, "removed"));
         }
         for wanted in &difference.new_exports {
@@ -538,8 +543,8 @@ impl Work<'_> {
                 self.inventory.remove_server(&serving);
                 serving.stop().await;
             }
-            Done::ExportRemoved(wanted, gone) => {
-                if let Err(error) = wanted.add(self.inventory).await {
+            Done::ExportRemoved { wanted, id, gone } => {
+                if let Err(error) = wanted.add_by(self.inventory, id).await {
                     gone.iter().for_each(|gone| self.inventory.tell(gone));
                     return Err(error);
                 }

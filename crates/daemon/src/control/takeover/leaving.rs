@@ -10,6 +10,7 @@
 //! serves: files, locks and sockets are the other's.
 
 use std::{
+    io,
     os::fd::{AsFd as _, OwnedFd},
     rc::Rc,
     sync::Arc,
@@ -41,6 +42,7 @@ use crate::{
 use anyhow::{Context as _, anyhow, bail, ensure};
 use block::{disk::Disk, error::Error, layer::throttle::Group, reactor};
 use export::vhost_user_blk::{self, Rested, Said};
+use nix::errno::Errno;
 use policy::time::Duration;
 use sd_notify::NotifyState;
 
@@ -101,7 +103,7 @@ fn begin_or_refuse(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()
         !inventory.is_in_between(),
         "a disk is being added, removed or moved at this moment (try again once that is done)"
     );
-    let (offer, descriptors) = offer(inventory)?;
+    let (offer, descriptors) = offer(inventory).map_err(of_descriptors)?;
     let channel = Channel::passed(asked.socket)?;
     tracing::info!(
         version = asked.version,
@@ -117,6 +119,21 @@ fn begin_or_refuse(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()
         inventory.leaving.set(false);
     });
     Ok(())
+}
+
+/// That descriptors ran out on this side: whoever is told would look for it on his own.
+fn of_descriptors(error: anyhow::Error) -> anyhow::Error {
+    let is_out = |cause: &(dyn std::error::Error + 'static)| {
+        let of_system = cause.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+        of_system.or(cause.downcast_ref().copied().map(Error::errno)) == Some(Errno::EMFILE as i32)
+    };
+    match error.chain().any(is_out) {
+        true => anyhow!(
+            "the weir that runs may open no more descriptors, and has to for all that goes over (`prlimit --pid {} --nofile=NUMBER` raises that while it runs)",
+            std::process::id()
+        ),
+        false => error,
+    }
 }
 
 /// Everything that there is.

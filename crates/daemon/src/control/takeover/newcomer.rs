@@ -606,7 +606,12 @@ fn command(control: &Path, user: Option<&str>, passed: OwnedFd) -> anyhow::Resul
     let mut next = || -> anyhow::Result<Value> {
         loop {
             let mut line = String::new();
-            lines.read_line(&mut line).context("no answer in time")?;
+            lines.read_line(&mut line).map_err(|error| match error.kind() {
+                io::ErrorKind::WouldBlock => {
+                    anyhow!("no answer in time (is the daemon stopped, or something else listening there?)")
+                }
+                _ => anyhow!(error).context("the daemon there gives no answer"),
+            })?;
             let message: Value = serde_json::from_str(&line).context("what listens there is not weir")?;
             if message.get("event").is_none() {
                 return Ok(message);

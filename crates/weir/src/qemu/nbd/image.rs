@@ -56,7 +56,8 @@ impl Described {
                 "driver" | "format" => {
                     image.format = Some(match &*value {
                         "file" | "host_device" => "raw".to_owned(),
-                        _ => value,
+                        "raw" | "qcow2" => value,
+                        _ => return Err(refused()),
                     });
                 }
                 "file.driver" if ["file", "host_device"].contains(&&*value) => {}

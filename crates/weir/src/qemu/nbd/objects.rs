@@ -44,6 +44,16 @@ impl Objects {
             if objects.find(&id).is_some() {
                 bail!("--object {text}: attempt to add duplicate property '{id}' to object");
             }
+            let is_secret = value("qom-type") == Some("secret");
+            match (value("file"), value("data")) {
+                (Some(_), Some(_)) if is_secret => {
+                    bail!("--object {text}: 'file' and 'data' are mutually exclusive")
+                }
+                (None, None) if is_secret => {
+                    bail!("--object {text}: Either 'file' or 'data' must be provided")
+                }
+                _ => {}
+            }
             objects.0.push((id, pairs));
         }
         Ok(objects)
@@ -64,12 +74,11 @@ impl Objects {
         if let Some(format) = value(pairs, "format").filter(|format| *format != "raw") {
             bail!("secret {id}: format={format} is not to be had (write it raw)");
         }
-        match (value(pairs, "file"), value(pairs, "data")) {
-            (Some(file), None) => Ok(format!("--secret-file={file}")),
-            (None, Some(data)) => Ok(format!("--secret-fd={}", descriptor(data)?)),
-            (Some(_), Some(_)) => bail!("'file' and 'data' are mutually exclusive"),
-            (None, None) => bail!("Either 'file' or 'data' must be provided"),
-        }
+        // It has one of the two.
+        Ok(match value(pairs, "file") {
+            Some(file) => format!("--secret-file={file}"),
+            None => format!("--secret-fd={}", descriptor(value(pairs, "data").unwrap_or_default())?),
+        })
     }
 
     /// The options of `weir serve` that let in the clients with these names.
@@ -220,13 +229,12 @@ mod tests {
         refused("authz-pam,id=a", "invalid object type: authz-pam");
         refused("tls-creds-x509,id=a,priority=x", "priority: is not to be had");
         refused("secret,data=x", "Parameter 'id' is missing");
-        let found =
-            objects(&["tls-creds-psk,id=p,dir=/k", "secret,id=s,data=x,format=base64", "secret,id=e"])
-                .unwrap();
+        refused("secret,id=e", "Either 'file' or 'data'");
+        refused("secret,id=e,file=x,data=y", "mutually exclusive");
+        let found = objects(&["tls-creds-psk,id=p,dir=/k", "secret,id=s,data=x,format=base64"]).unwrap();
         assert!(found.tls("p").unwrap_err().to_string().contains("server endpoint"));
         assert!(found.tls("s").unwrap_err().to_string().contains("No TLS credentials with id 's'"));
         assert!(found.secret("s").unwrap_err().to_string().contains("format=base64"));
-        assert!(found.secret("e").unwrap_err().to_string().contains("Either 'file' or 'data'"));
         assert!(found.secret("p").unwrap_err().to_string().contains("No secret with id 'p'"));
     }
 }

@@ -33,7 +33,7 @@ impl Execute for Commands {
             }),
             "big" => Box::pin(async { Ok(json!("x".repeat(1 << 20))) }),
             "emit" => Box::pin(async move {
-                events.emit("X", json!({ "data": "x".repeat(100_000) }));
+                events.emit("X", json!({ "data": "x".repeat(1_000_000) }));
                 answer
             }),
             "quit" => Box::pin(async move {
