@@ -129,9 +129,9 @@ fn figures_are_those_of_fio() {
         let labels = format!("{{disk=\"memory\",operation=\"{operation}\"}}");
         let count = page.value(&format!("weir_disk_request_duration_seconds_count{labels}"));
         assert_eq!(count, total, "{operation}");
-        // Each request comes to the daemon after fio has begun it, and ends before fio knows. So none
-        // takes longer than for fio, however slow both are. It may seem to take less, as the daemon
-        // reads its clock once a turn.
+        // Each request comes to the daemon after fio has begun it, and ends before fio knows. So
+        // none takes longer than for fio, however slow both are. It may seem to take less, as the
+        // daemon reads its clock once a turn.
         let sum = page.value(&format!("weir_disk_request_duration_seconds_sum{labels}"));
         let (mean, latency) = (sum / count, &of["lat_ns"]);
         let of_client = latency["mean"].as_f64().unwrap() / 1e9;
