@@ -231,24 +231,44 @@ fn busy_neighbour() -> String {
     text
 }
 
-/// What spares a disk that shares its group with whoever disturbs it is not hidden.
+/// A disk that shares its group with whoever disturbs it is spared in the group as it is.
 #[test]
-fn a_noisy_neighbour_in_the_same_group_is_found_without_the_file() {
+fn a_noisy_neighbour_in_the_same_group_is_found() {
     let scratch = Scratch::new();
     let day = scratch.file("day.csv", busy_neighbour());
     let rate = "iops=1000,shared=ssd";
-    let disk =
-        |name: &str| format!("[disk.{name}]\nimage = \"null:1G\"\ngroup = \"all\"\nrate = \"{rate}\"\n");
-    let config = scratch.file("weir.toml", format!("[group.all]\n{}{}", disk("a"), disk("b")));
+    let config = |name: &str, group: &str, disk: &str| {
+        let disk = |name: &str| format!("[disk.{name}]\nimage = \"null:1G\"\ngroup = \"all\"\n{disk}\n");
+        scratch.file(name, format!("[group.all]\n{group}\n{}{}", disk("a"), disk("b")))
+    };
     let of = |more: &[&str]| advise(&[&[text(&day)][..], more].concat());
-    let said = of(&["--config", text(&config), "--for", "a"]).said();
-    let way = "without --config (name the device with --rate, --delay or --device, and --for a)";
-    assert_says(&said, &["a: is advised together with its group (--for all)", way]);
-    let printed = of(&["--config", text(&config), "--for", "all", "--keep", "p99=5ms"]).printed();
-    assert_says(&printed, &["no limit of the group makes it shorter, though one of a disk in it may"]);
-    let outcome = of(&["--rate", rate, "--for", "a", "--keep", "p99=150ms"]);
-    assert_eq!(outcome.ended(), Some(0), "{}", outcome.said());
-    assert_says(&outcome.printed(), &["To set it:"]);
+    let on_device = config("device.toml", "", &format!("rate = \"{rate}\""));
+    let printed = of(&["--config", text(&on_device), "--for", "all", "--keep", "p99=5ms"]).printed();
+    let way = "though one of a disk in it may (--for the disk that is to be spared; ";
+    assert_says(&printed, &["no limit of the group makes it shorter, ", way]);
+    let new = scratch.path("new.toml");
+    for (arguments, command) in [
+        (&["--rate", rate][..], None),
+        (&["--config", text(&on_device)], Some("weir throttle b --iops-total ")),
+        // Here it is the group's limit that both ask for.
+        (
+            &["--config", text(&config("limited.toml", "iops-total = 900", ""))],
+            Some("weir throttle a --weight "),
+        ),
+    ] {
+        let more = ["--for", "a", "--keep", "p99=80ms", "--write-config", text(&new)];
+        let outcome = of(&[arguments, &more].concat());
+        assert_eq!(outcome.ended(), Some(0), "{arguments:?}: {}", outcome.said());
+        let printed = outcome.printed();
+        assert_says(&printed, &["To set it:", "not asked"]);
+        if let Some(command) = command {
+            assert_says(&printed, &[&format!("\n{command}")]);
+            assert_says(&fs::read_to_string(&new).expect("it was written"), &["group = \"all\""]);
+            weir(&["check-config", text(&new)]).succeeds();
+        }
+    }
+    let both = of(&["--config", text(&on_device), "--for", "a", "--for", "all"]);
+    assert_says(&both.said(), &["all: so is a disk in it (--for takes a group or disks of it, not both)"]);
 }
 
 #[test]

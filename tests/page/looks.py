@@ -21,6 +21,16 @@ import visit
 from axe_playwright_python.sync_playwright import Axe
 from visit import expect
 
+# Widths of phones, tablets and desks; next to where the page changes its shape.
+WIDTHS = (360, 390, 640, 641, 900, 1099, 1100, 1280, 1399, 1400, 1440, 1920)
+# What is told of a disk, and what LIMIT shows of it.
+LIMITS = {
+    "wiki": ({"limits": {"iops-total": 10000, "iops-total-max": 20000, "iops-total-max-length": 10}}, "iops 10000↑20000×10s"),
+    "monitoring": ({"limits": {"bps-write": 1536001 << 10}}, "bps-w 1536001K"),
+    "registry": ({"held_by": {"name": "silver", "limit": "bps-write"}, "wait_ratio": 1}, "silver: bps-w"),
+}
+MANY = {f"{kind}-{which}{more}": 1234567 for kind in ("iops", "bps") for which in ("read", "write") for more in ("", "-max")}
+
 PICTURES = daemon.ROOT / "docs" / "pictures"
 APART, MOST = 16, 16
 # As long as other expectations of a page may take.
@@ -78,6 +88,55 @@ def run(weir):
                         colours(page)
                     elif name == "page-phone-dark":
                         dialog(page, name)
+            with visit.Visit(browser, running.url, prepare=lambda page: scene.play(page, limited)) as reader:
+                limits_are_whole(reader)
+
+
+def limited(overview):
+    for one in overview["disks"]:
+        one |= LIMITS.get(one["name"], [{}])[0]
+        if one["name"] == "build":
+            one |= {"limits": MANY, "held_by": None, "wait_ratio": 0, "waiting_requests": 0}
+        if one["name"] == "mail":
+            one |= {"held_by": {"name": "a group with a name that is long", "limit": "iops-total"}}
+
+
+def limits_are_whole(reader):
+    """No figure is cut, however wide the page is; where not all fit, the rest is one mark."""
+    page = reader.open()
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        for name, (_, told) in LIMITS.items():
+            cell = reader.row(name).locator(".c-limits")
+            expect(cell).to_have_text(told)
+            expect(cell).not_to_have_attribute("data-more", "")
+            assert cut(cell) == [], f"{width}: {told} is cut: {cut(cell)}"
+        # Of a name its end may be missing, as in the first column, but not what it is that holds.
+        assert "iops" not in cut(reader.row("mail").locator(".c-limits")), f"{width}: which limit it is cannot be read"
+        many = reader.row("build").locator(".c-limits")
+        expect(many).to_have_attribute("data-more", "")
+        expect(many).to_have_attribute("title", many.inner_text())
+        seen = many.evaluate(SEEN)
+        assert seen and all(seen.values()) and "bps-r 1234567" in seen, f"{width}: {seen}"
+
+
+# The figures of a cell that can be seen, and whether each is all within it.
+SEEN = """(cell) => {
+    const at = cell.getBoundingClientRect();
+    const inside = (one) => one.top >= at.top - 1 && one.bottom <= at.bottom + 1;
+    const parts = [...cell.querySelectorAll(".parts > span")].map((part) => [part.textContent, part.getBoundingClientRect()]);
+    return Object.fromEntries(parts.filter(([, one]) => one.width > 0 && inside(one)).map(([text, one]) =>
+        [text, one.left >= at.left - 1 && one.right <= at.right + 1]));
+}"""
+# What is cut off of a cell, or has a part that is.
+CUT = """(cell) => [cell, ...cell.querySelectorAll("*")]
+    .filter((part) => part.scrollWidth > part.clientWidth + 1 && getComputedStyle(part).display !== "inline" || part.scrollHeight > part.clientHeight + 4)
+    .map((part) => part.textContent)"""
+
+
+def cut(cell):
+    return cell.evaluate(CUT)
 
 
 def becomes_like(blank, name, page):

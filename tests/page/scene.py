@@ -35,8 +35,10 @@ window.EventSource = class extends EventTarget {
 """
 
 
-def play(page):
+def play(page, change=lambda overview: None):
+    """The scene, with what `change` makes of its overview."""
     scene = json.loads(SCENE.read_text())
+    change(scene["overview"])
     page.clock.set_fixed_time(scene["overview"]["time_ms"])
     page.add_init_script(STREAM)
 

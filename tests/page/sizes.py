@@ -56,10 +56,14 @@ def look(reader, disks):
     last = f"vm{disks - 1}"
     page.get_by_label("Filter").fill(last.upper())
     expect(grid).to_have_attribute("aria-rowcount", "3")
+    by_arrows(page, grid, last)
     reader.choose(last)
     expect(page.locator(".above")).to_have_text(f" in g{(disks - 1) % GROUPS}")
     page.get_by_label("Filter").fill("no such")
     expect(page.locator("#tree .nothing")).to_have_text("Nothing has such a name.")
+    # There is nothing to go down to.
+    page.keyboard.press("ArrowDown")
+    expect(page.get_by_label("Filter")).to_be_focused()
     page.keyboard.press("Escape")
     expect(grid).to_have_attribute("aria-rowcount", str(disks + GROUPS + 1))
     # A group is closed and opened by the keyboard.
@@ -72,3 +76,23 @@ def look(reader, disks):
     assert disks + GROUPS + 1 - count in (0, 1, members, members - 1), f"{count} rows are left"
     page.keyboard.press("ArrowRight")
     expect(grid).to_have_attribute("aria-rowcount", str(disks + GROUPS + 1))
+
+
+def by_arrows(page, grid, found):
+    """Down from the filter is the first row, and up from the first row is the filter, as it was."""
+    filtered, active = page.get_by_label("Filter"), page.locator(".row.is-active:visible .name")
+    page.keyboard.press("ArrowDown")
+    expect(grid).to_be_focused()
+    group = active.inner_text()
+    page.keyboard.press("ArrowDown")
+    expect(active).to_have_text(found)
+    page.keyboard.press("ArrowUp")
+    expect(active).to_have_text(group)
+    expect(grid).to_be_focused()
+    page.keyboard.press("ArrowUp")
+    expect(filtered).to_be_focused()
+    expect(filtered).to_have_value(found.upper())
+    page.keyboard.press("End")
+    page.keyboard.press("Backspace")
+    expect(filtered).to_have_value(found.upper()[:-1])
+    filtered.fill(found.upper())

@@ -138,7 +138,7 @@ struct Ring {
 }
 
 /// Tells the collector, if there is one, of a request of the disk that `recorded` is of.
-pub(crate) fn tell(finished: Finished, recorded: &Recorded) {
+pub fn tell(finished: Finished, recorded: &Recorded) {
     if !IS_THERE_ONE.load(Ordering::Relaxed) {
         return;
     }

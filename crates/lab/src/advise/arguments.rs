@@ -17,6 +17,8 @@ Examples:
       The disks share a device that `weir probe` has measured: which limits of the others keep web fast there.
   weir advise day.recording --config /etc/weir.toml --write-config new.toml
       The same for the groups and disks of a daemon's file, and a file with the limits in it.
+  weir advise day.recording --config /etc/weir.toml --for vm1
+      Which weights or limits of the other disks of its group keep vm1 fast, with the group's own limits.
   weir advise day.csv.zst --rate iops=5000,shared=ssd
       On a device that is imitated, as `weir serve` does.
   weir advise day.csv.gz --pack --device read=200us,write=300us,parallel=8
@@ -44,14 +46,15 @@ pub struct AdviseArgs {
     /// How long so many of 100 requests may take
     #[arg(long, value_name = "pPERCENT=TIME", default_value = "p99=10ms", value_parser = settings::read::<Target>)]
     pub(super) keep: Target,
-    /// Who the target is for; the others may be held back as it takes [default: all]
+    /// Who the target is for; the others may be held back as it takes. A disk of a group: it is
+    /// spared in the group as that is [default: all]
     #[arg(long = "for", value_name = "DISK|GROUP")]
     pub(super) whom: Vec<String>,
     /// The time that a burst is spread over to compare it with a rate
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = settings::long_duration)]
     pub(super) over: Duration,
     /// Take disks, groups and devices from this file of `weir serve`: disks of a group are advised
-    /// together
+    /// together, unless --for names one of them
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
     #[command(flatten)]

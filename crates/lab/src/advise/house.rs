@@ -4,11 +4,12 @@
 //!   names of the trace, a config file, devices ─► simulate's Setup ─► World ─► tenants
 //! ```
 //!
-//! A tenant is what a limit would be set on: the group that a disk is in, or the disk. What the
-//! file holds tenants to is what is to be replaced; what it says of others (groups around them,
-//! members of a group) stays in force in every simulation, but reading ahead does not.
+//! A tenant is what a limit would be set on: the group that a disk is in, or the disk. Where a
+//! member of a group is chosen, its group is open: the disks in it are tenants. What the file holds
+//! tenants to is what is to be replaced; what it says of others (groups around them, members of a
+//! group) stays in force in every simulation, but reading ahead does not.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use anyhow::anyhow;
 use block::layer::throttle::DiskSettings;
@@ -21,7 +22,7 @@ use policy::{
 use settings::suggest;
 
 use super::{arguments::AdviseArgs, arrivals::Arrivals};
-use crate::simulate::{Names, Place, Setup, Terms, UNKNOWN_SIZE, World, device_of};
+use crate::simulate::{Disk, Names, Place, Setup, Terms, UNKNOWN_SIZE, World, device_of};
 
 #[derive(Debug)]
 pub(super) struct House {
@@ -34,6 +35,10 @@ pub(super) struct House {
     pub(super) tenants: Vec<Tenant>,
     /// The tenant by the world's disk.
     pub(super) tenant_of: Vec<usize>,
+    /// Groups whose disks are tenants, though the group is none.
+    open: HashSet<usize>,
+    /// These, and those that they lie in: what they hold tenants to stays.
+    around: HashSet<usize>,
     /// Whether anything takes time.
     pub(super) has_device: bool,
     pub(super) remarks: Vec<String>,
@@ -99,39 +104,70 @@ impl House {
         }
         world.disks.iter_mut().for_each(|disk| disk.prefetch = prefetch::Settings::off());
         let disks = known.known;
-        let mut tenants: Vec<Tenant> = Vec::new();
-        let mut tenant_of = vec![usize::MAX; world.disks.len()];
+        let takes_time = |place: &Place| place.station.is_some() || place.budget.is_some();
+        let has_device = world.disks.iter().any(|disk| takes_time(&disk.place));
+        let remarks = setup.remarks.clone();
+        let mut house = Self {
+            bare: World::default(),
+            world,
+            disks,
+            tenants: Vec::new(),
+            tenant_of: Vec::new(),
+            open: HashSet::new(),
+            around: HashSet::new(),
+            has_device,
+            remarks,
+        };
+        house.settle();
+        Ok(house)
+    }
+
+    /// Finds the tenants.
+    pub(super) fn settle(&mut self) {
+        self.tenants.clear();
+        self.tenant_of = vec![usize::MAX; self.world.disks.len()];
         let mut of_group = HashMap::new();
-        for (of_trace, &of_world) in disks.iter().enumerate() {
-            let group = world.disks[of_world].group;
+        for (of_trace, &of_world) in self.disks.iter().enumerate() {
+            let disk = &self.world.disks[of_world];
+            let group = disk.group.filter(|group| !self.open.contains(group));
+            let tenants = &mut self.tenants;
             let mut add = |name: &str| {
                 tenants.push(Tenant { name: name.to_owned(), group, disks: Vec::new(), is_kept: true });
                 tenants.len() - 1
             };
             let tenant = match group {
-                Some(group) => *of_group.entry(group).or_insert_with(|| add(&world.groups[group].name)),
-                None => add(&world.disks[of_world].name),
+                Some(group) => *of_group.entry(group).or_insert_with(|| add(&self.world.groups[group].name)),
+                None => add(&disk.name),
             };
-            tenants[tenant].disks.push(of_trace);
-            tenant_of[of_world] = tenant;
+            self.tenants[tenant].disks.push(of_trace);
+            self.tenant_of[of_world] = tenant;
         }
-        let takes_time = |place: &Place| place.station.is_some() || place.budget.is_some();
-        let has_device = world.disks.iter().any(|disk| takes_time(&disk.place));
-        let remarks = setup.remarks.clone();
-        let bare = world.clone();
-        let mut house = Self { world, bare, disks, tenants, tenant_of, has_device, remarks };
-        let mut bare = std::mem::take(&mut house.bare);
-        (0..house.tenants.len()).for_each(|tenant| house.limit(&mut bare, tenant, Limits::default()));
-        house.bare = bare;
-        Ok(house)
+        let mut bare = self.world.clone();
+        (0..self.tenants.len()).for_each(|tenant| self.limit(&mut bare, tenant, Limits::default()));
+        self.bare = bare;
     }
 
     /// The target is for these alone, if any is named.
     pub(super) fn choose(&mut self, whom: &[String]) -> Result<(), String> {
-        for name in whom {
-            if !self.tenants.iter().any(|tenant| tenant.name == *name) {
-                return Err(self.unknown(name));
-            }
+        let is_tenant = |house: &Self, name: &String| house.tenants.iter().any(|tenant| tenant.name == *name);
+        let unknown: Vec<&String> = whom.iter().filter(|name| !is_tenant(self, name)).collect();
+        if !unknown.is_empty() {
+            let group_of = |name: &String| {
+                let disk = self.disks.iter().find(|disk| self.world.disks[**disk].name == *name);
+                disk.and_then(|disk| self.world.disks[*disk].group)
+            };
+            let groups: Result<_, _> =
+                unknown.iter().map(|name| group_of(name).ok_or_else(|| self.unknown(name))).collect();
+            self.open = groups?;
+            let parent = |group: &usize| self.world.groups[*group].parent;
+            let above = |&group: &usize| std::iter::successors(Some(group), parent);
+            self.around = self.open.iter().flat_map(above).collect();
+            self.settle();
+        }
+        if let Some(group) = whom.iter().find(|name| !is_tenant(self, name)) {
+            return Err(format!(
+                "{group}: so is a disk in it (--for takes a group or disks of it, not both)"
+            ));
         }
         if !whom.is_empty() {
             self.tenants.iter_mut().for_each(|tenant| tenant.is_kept = whom.contains(&tenant.name));
@@ -140,13 +176,6 @@ impl House {
     }
 
     fn unknown(&self, name: &str) -> String {
-        let member = self.world.disks.iter().position(|disk| disk.name == name);
-        if let Some(group) = member.and_then(|disk| self.world.disks[disk].group) {
-            let group = &self.world.groups[group].name;
-            return format!(
-                "{name}: is advised together with its group (--for {group}); which limit of another member would spare it is told without --config (name the device with --rate, --delay or --device, and --for {name})"
-            );
-        }
         let names = self.tenants.iter().map(|tenant| tenant.name.as_str());
         match suggest::nearest(name, names) {
             Some(near) => format!("{name}: the trace has no requests of it (did you mean {near}?)"),
@@ -172,6 +201,27 @@ impl House {
             Some(group) => &self.world.groups[*group].hold,
             None => &self.world.disks[self.disks[disks[0]]].hold,
         }
+    }
+
+    /// Groups around a tenant that hold it to something, and are no tenants where members of one
+    /// are; innermost first.
+    pub(super) fn limited_around(&self, tenant: usize) -> impl Iterator<Item = usize> + '_ {
+        let groups = self.world.groups_above(self.first_disk(tenant));
+        groups.filter(|group| {
+            self.around.contains(group) && self.world.groups[*group].hold.limits != Limits::default()
+        })
+    }
+
+    /// The open group with limits that all of these are disks of.
+    pub(super) fn common_group(&self, tenants: &[usize]) -> Option<usize> {
+        let group = self.first_disk(*tenants.first()?).group?;
+        let is_in = |tenant: &usize| self.first_disk(*tenant).group == Some(group);
+        let is_limited = self.limited_around(tenants[0]).any(|limited| limited == group);
+        (self.open.contains(&group) && is_limited && tenants.iter().all(is_in)).then_some(group)
+    }
+
+    fn first_disk(&self, tenant: usize) -> &Disk {
+        &self.world.disks[self.disks[self.tenants[tenant].disks[0]]]
     }
 
     pub(super) fn share(&self, world: &mut World, tenant: usize, share: Share) {
@@ -217,16 +267,23 @@ impl House {
         room
     }
 
-    /// Tenants that share a device, together.
+    /// Tenants that share a device, or an open group with limits, together.
     pub(super) fn neighbours(&self) -> Vec<Vec<usize>> {
-        let mut devices: HashMap<(bool, usize), usize> = HashMap::new();
+        #[derive(PartialEq, Eq, Hash)]
+        enum Common {
+            Station(usize),
+            Budget(usize),
+            Group(usize),
+        }
+        let mut first: HashMap<Common, usize> = HashMap::new();
         let mut sets: Vec<Vec<usize>> = (0..self.tenants.len()).map(|tenant| vec![tenant]).collect();
         let mut set_of: Vec<usize> = (0..self.tenants.len()).collect();
         for (disk, &tenant) in self.tenant_of.iter().enumerate().filter(|(_, tenant)| **tenant != usize::MAX)
         {
             let Place { station, budget } = self.world.disks[disk].place;
-            for device in station.map(|at| (true, at)).into_iter().chain(budget.map(|at| (false, at))) {
-                let other = set_of[*devices.entry(device).or_insert(tenant)];
+            let devices = station.map(Common::Station).into_iter().chain(budget.map(Common::Budget));
+            for common in devices.chain(self.limited_around(tenant).map(Common::Group)) {
+                let other = set_of[*first.entry(common).or_insert(tenant)];
                 let own = set_of[tenant];
                 if own != other {
                     let moved = std::mem::take(&mut sets[own]);

@@ -143,9 +143,10 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
     let mut told = Vec::with_capacity(house.tenants.len());
     for (number, tenant) in house.tenants.iter().enumerate() {
         tell(&format!("{number} of {} tenants: {}", house.tenants.len(), tenant.name));
-        // On a device, what it has least of; without one, nobody knows which that will be.
-        let units = if judge.whole { vec![shared::cost(search, number).0] } else { Unit::ALL.to_vec() };
-        let need = if tenant.is_kept || judge.whole { search.need(number, &units)? } else { None };
+        // On a device or in a group, what that has least of; else nobody knows which that will be.
+        let is_shared = judge.whole || house.limited_around(number).next().is_some();
+        let units = if is_shared { vec![shared::cost(search, number).0] } else { Unit::ALL.to_vec() };
+        let need = if tenant.is_kept || is_shared { search.need(number, &units)? } else { None };
         told.push(Told { need, before: None, after: None, set: None, joins: None, between: None });
     }
     let mut remarks = house.remarks.clone();
@@ -160,7 +161,7 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
     for neighbours in house.neighbours() {
         match &bare {
             Some(bare) if neighbours.len() > 1 => {
-                tell("those that share a device");
+                tell("those that share a device or a group");
                 share(search, &neighbours, bare, &mut told, &mut changes, &mut remarks)?;
             }
             _ => {
@@ -184,7 +185,7 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
         }
         changes.push(change(search, tenant, limits));
     }
-    if is_held && !changes.iter().any(|change| change.is_new) {
+    if is_held && !told.iter().any(|told| told.joins.is_some()) {
         let mut world = house.bare.clone();
         for (tenant, told) in told.iter().enumerate() {
             // Whoever has nothing to set keeps what the file has.
@@ -246,7 +247,13 @@ fn impossible(search: &Search<'_>, tenant: usize, ns: u64) -> String {
     let name = &of.name;
     if of.disks.len() > 1 {
         return format!(
-            "{name}: without limits and alone on its device its {percentile} is {took}; no limit of the group makes it shorter, though one of a disk in it may (leave out --config, name the device with --rate, --delay or --device and with --for the disk that is to be spared; or --keep {percentile}={above} could be kept)."
+            "{name}: without limits and alone on its device its {percentile} is {took}; no limit of the group makes it shorter, though one of a disk in it may (--for the disk that is to be spared; or --keep {percentile}={above} could be kept)."
+        );
+    }
+    let around = search.house.limited_around(tenant).next();
+    if let Some(group) = around.map(|group| &search.house.world.groups[group].name) {
+        return format!(
+            "{name}: without limits of its own and alone in {group} its {percentile} is {took}; no limit of a disk makes it shorter, though more for {group} may (--keep {percentile}={above} could be kept)."
         );
     }
     format!(
@@ -337,12 +344,19 @@ fn share(
     let names = |tenants: &mut dyn Iterator<Item = usize>| {
         tenants.map(|tenant| house.tenants[tenant].name.as_str()).collect::<Vec<_>>().join(", ")
     };
+    let group = house.common_group(neighbours).map(|group| house.world.groups[group].name.clone());
+    let is_device = group.is_none() && search.judge.whole;
+    let place = match &group {
+        Some(group) => format!("in {group}"),
+        None if is_device => "on their device".to_owned(),
+        None => "in their groups".to_owned(),
+    };
     if neighbours.iter().all(holds) {
         for (&tenant, felt) in neighbours.iter().zip(felt) {
             told[tenant].after = Some(felt);
         }
         let who = names(&mut neighbours.iter().copied());
-        remarks.push(format!("{who}: together on their device the target is kept without any limit."));
+        remarks.push(format!("{who}: together {place} the target is kept without any limit."));
         return Ok(());
     }
     let needs: Vec<Option<Need>> = told.iter().map(|told| told.need.clone()).collect();
@@ -358,16 +372,18 @@ fn share(
         }
     }
     if let Some((limits, shares)) = plan.group {
-        let name = group_name(house);
+        let name = group.clone().unwrap_or_else(|| group_name(house));
         let are_weights = shares.iter().any(|share| share.weight() != Share::default().weight());
         let what = if are_weights { "weights" } else { "promises" };
-        changes.push(Change {
-            is_group: true,
-            is_new: true,
-            name: name.clone(),
-            limits,
-            ..Change::default()
-        });
+        if group.is_none() {
+            changes.push(Change {
+                is_group: true,
+                is_new: true,
+                name: name.clone(),
+                limits,
+                ..Change::default()
+            });
+        }
         for (&tenant, share) in neighbours.iter().zip(shares) {
             told[tenant].joins = Some(Joins::of(&name, share));
             changes.push(Change {
@@ -377,9 +393,12 @@ fn share(
                 ..change(search, tenant, Limits::default())
             });
         }
-        remarks.push(format!(
-            "In one group, {name}, requests wait where {what} count, and not in the device's queue: with limits on the noisy alone these would wait longer."
-        ));
+        remarks.push(match &group {
+            Some(_) => format!("With other {what} in {name} it takes no limit: with limits on the noisy alone these would wait longer."),
+            None => format!(
+                "In one group, {name}, requests wait where {what} count, and not in the device's queue: with limits on the noisy alone these would wait longer."
+            ),
+        });
         remarks.extend(interval.map(|interval| lies_between(search, &name, &limits, interval)));
     }
     if !is_kept && is_possible {
@@ -389,12 +408,18 @@ fn share(
         };
         let who = names(&mut neighbours.iter().filter(late).copied());
         let percentile = target.name();
+        let cannot = if is_device {
+            "the device cannot do it".to_owned()
+        } else {
+            format!("it cannot be done {place}")
+        };
+        let more = if is_device { " (--pack tells how many it would take)" } else { "" };
         remarks.push(match could_ns {
             Some(ns) => format!(
-                "{who}: the device cannot do it for all. With the limits told the others' target is kept; for all of them about --keep {percentile}={} could be (or --for says whose target counts).",
+                "{who}: {cannot} for all. With the limits told the others' target is kept; for all of them about --keep {percentile}={} could be (or --for says whose target counts).",
                 above(ns)
             ),
-            None => format!("{who}: the device cannot do it, however far the others are held back (--pack tells how many it would take)."),
+            None => format!("{who}: {cannot}, however far the others are held back{more}."),
         });
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! Tenants that share a device: how far the noisy ones have to be held back for the target to be
-//! kept, and whether promises do it with less.
+//! Tenants that share a device, or the limits of a group: how far the noisy ones have to be held
+//! back for the target to be kept, and whether weights or promises do it with less.
 //!
 //! ```text
 //!   level: the part of the device that nobody may have more than
@@ -14,16 +14,18 @@
 //! least capacity. Else the highest: that does the least harm. Beside it a group over the device is
 //! tried, whose limit makes requests wait where shares decide and not in the device's queue: with
 //! more weight for those left alone, which promises nothing, and with promises for them. What keeps
-//! the target with the least harm is told, and of what does as little the simplest.
+//! the target with the least harm is told, and of what does as little the simplest. Disks of one
+//! group that stays as it is get other weights in it.
 //!
 //! The search looks at the parts of the trace where requests took too long, at most
 //! [`MOST_SEARCHED`] of them, and each time at all disks. What it finds is tried on all of it.
 
 mod group;
 
-use policy::throttle::{Limit, Limits, Share, Unit};
+use policy::throttle::{Limit, LimitKind, Limits, Share, Unit};
 
 use super::{
+    arrivals::Arrival,
     certainty::{Interval, Judged, between},
     house::Room,
     need::{Need, Search, amount, limits_of},
@@ -46,7 +48,8 @@ const LESS: f64 = 0.95;
 pub(super) struct Plan {
     /// By place among the neighbours; none where nothing is to be set.
     pub(super) limits: Vec<Option<Limits>>,
-    /// All of them in one group with these limits, and each one's share in it.
+    /// All of them in one group with these limits, and each one's share in it. If they are in one
+    /// already, its limits stay.
     pub(super) group: Option<(Limits, Vec<Share>)>,
 }
 
@@ -63,15 +66,18 @@ pub(super) struct Found {
     pub(super) interval: Option<Interval>,
 }
 
-/// A tenant's part in a device.
+/// A plan that was tried on everything, what is felt with it, and whether it keeps the target.
+type Confirmed = (Plan, Vec<Felt>, bool);
+
+/// A tenant's part in a device, or in what a group lets pass, whichever it takes more of.
 #[derive(Clone, Copy, Debug)]
 struct Load {
     unit: Unit,
-    /// Seconds of the whole device that a unit takes.
+    /// Seconds of all of it that a unit takes.
     unit_s: f64,
     /// The smallest rate that its target takes by itself; nothing above is ever a limit.
     steady: f64,
-    /// Units of the whole trace, and seconds of the device.
+    /// Units of the whole trace, and seconds of all of it.
     units: f64,
     work_s: f64,
 }
@@ -84,6 +90,8 @@ pub(super) struct Shared<'a> {
     kept: Vec<bool>,
     room: Room,
     disks: Vec<usize>,
+    /// The group with limits that all are disks of.
+    common: Option<usize>,
     /// Which blocks are searched, and how many requests may take too long in them, by tenant.
     blocks: Vec<bool>,
     allowed: Vec<u64>,
@@ -102,7 +110,8 @@ struct Tried {
 /// Beside the level that was found these are tried to tell how sure it is.
 const BESIDE: [f64; 10] = [0.25, 0.35, 0.5, 0.7, 0.85, 1.15, 1.4, 2.0, 3.0, 4.0];
 
-/// In which unit a tenant costs its device more, and seconds of all of the device for one unit.
+/// In which unit a tenant costs its device or its groups more, seconds of all of that for one unit,
+/// and for all units.
 pub(super) fn cost(search: &Search<'_>, tenant: usize) -> (Unit, f64, f64) {
     let of = &search.house.tenants[tenant];
     let place = search.house.world.disks[search.house.disks[of.disks[0]]].place;
@@ -117,9 +126,33 @@ pub(super) fn cost(search: &Search<'_>, tenant: usize) -> (Unit, f64, f64) {
         devices.worked_ns(place, u64::MAX / 2) as f64 / 1e9
     };
     let (whole, small) = (worked_s(true), worked_s(false));
-    let unit = if small >= whole / 2.0 { Unit::Iops } else { Unit::Bps };
+    let of_device = (if small >= whole / 2.0 { Unit::Iops } else { Unit::Bps }, whole);
+    let groups = search.house.limited_around(tenant).map(|group| &world.groups[group].hold.limits);
+    let of_groups =
+        groups.flat_map(|limits| LimitKind::ALL.map(|kind| taken(search, &of.disks, limits, kind)));
+    let (unit, whole) = std::iter::once(of_device)
+        .chain(of_groups)
+        .max_by(|one, other| one.1.total_cmp(&other.1))
+        .expect("there is one");
     let units = amount(search.arrivals, &of.disks, unit).units.max(1) as f64;
     (unit, whole / units, whole)
+}
+
+/// Seconds of all that a limit lets pass.
+fn taken(search: &Search<'_>, disks: &[usize], limits: &Limits, kind: LimitKind) -> (Unit, f64) {
+    let unit = if kind.counts_bytes() { Unit::Bps } else { Unit::Iops };
+    let arrivals = disks.iter().flat_map(|&disk| search.arrivals.streams[disk].iter());
+    let applies = |arrival: &Arrival| {
+        arrival.op.direction().is_some_and(|direction| LimitKind::applying_to(direction).contains(&kind))
+    };
+    let units = |arrival: Arrival| match (unit, limits.iops_size) {
+        (Unit::Bps, _) => arrival.length as f64,
+        (Unit::Iops, 0) => 1.0,
+        (Unit::Iops, size) => (arrival.length as f64 / size as f64).max(1.0),
+    };
+    let rate = limits.limit(kind).rate;
+    let units: f64 = arrivals.filter(applies).map(units).sum();
+    (unit, if rate == 0 { 0.0 } else { units / rate as f64 })
 }
 
 impl<'a> Shared<'a> {
@@ -151,6 +184,7 @@ impl<'a> Shared<'a> {
             kept,
             room,
             disks,
+            common: search.house.common_group(tenants),
             blocks: Vec::new(),
             allowed: Vec::new(),
             tried: Vec::new(),
@@ -239,7 +273,9 @@ impl<'a> Shared<'a> {
                 .for_each(|(&tenant, share)| house.share(&mut world, tenant, *share));
         }
         let mut world = house.room(&world, self.tenants).world;
-        if let Some((limits, _)) = &plan.group {
+        if let Some((limits, _)) = &plan.group
+            && self.common.is_none()
+        {
             world.put_together(*limits);
         }
         world
@@ -322,6 +358,12 @@ impl<'a> Shared<'a> {
                 }
             }
         }
+        if let Some(weighed) = self.by_own_weight()? {
+            let limited: Vec<bool> = self.limited(LOWEST).iter().map(Option::is_some).collect();
+            if best.as_ref().is_none_or(|before| self.is_better(&weighed, before, &limited)) {
+                (best, interval) = (Some(weighed), None);
+            }
+        }
         let (plan, felt, is_kept) = match best {
             Some(best) => best,
             None => {
@@ -390,7 +432,7 @@ impl<'a> Shared<'a> {
     }
 
     /// Tightens a plan until it keeps the target on the whole trace. The last is told in any case.
-    fn confirm(&self, plan: impl Fn(&Self, i32) -> Plan) -> anyhow::Result<(Plan, Vec<Felt>, bool)> {
+    fn confirm(&self, plan: impl Fn(&Self, i32) -> Plan) -> anyhow::Result<Confirmed> {
         let mut step = 0;
         loop {
             let plan = plan(self, step);
@@ -409,12 +451,7 @@ impl<'a> Shared<'a> {
 
     /// Whether one keeps the target where the other does not, or harms those less that are held
     /// back.
-    fn is_better(
-        &self,
-        one: &(Plan, Vec<Felt>, bool),
-        other: &(Plan, Vec<Felt>, bool),
-        limited: &[bool],
-    ) -> bool {
+    fn is_better(&self, one: &Confirmed, other: &Confirmed, limited: &[bool]) -> bool {
         let harm = |felt: &[Felt]| {
             let limited = (0..self.tenants.len()).filter(|&place| limited[place]);
             limited.map(|place| felt[place].latency.mean()).fold(0.0, f64::max)

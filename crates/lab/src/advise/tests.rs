@@ -427,6 +427,51 @@ fn an_interval_without_an_upper_end_says_so() {
     assert_eq!(said(0.0, f64::INFINITY), open);
 }
 
+/// Disks that are in one group, which is held to this rate, and on a device.
+fn grouped(arrivals: &Arrivals, rate: u64, device: Option<&str>) -> House {
+    let mut house = house(arrivals, device);
+    house.world.put_together(limits_of([Some(Limit { rate, ..Limit::NONE }), None]));
+    house.world.groups[0].name = "all".into();
+    house.settle();
+    house
+}
+
+#[test]
+fn a_member_is_spared_in_its_group_as_it_is() {
+    let (arrivals, target) = (busy_neighbour(20, 30), Target::new(99.0, 70 * MS));
+    let of = |rate: u64, device: Option<&str>, whom: &str, target: Target| {
+        let mut house = grouped(&arrivals, rate, device);
+        house.choose(&[whom.to_owned()]).unwrap();
+        let (stop, judge) = (AtomicBool::new(false), judge(target, device.is_some(), &arrivals));
+        let search = Search { house: &house, arrivals: &arrivals, judge, over_s: 60.0, stop: &stop };
+        advise(&search, None, &|_| ()).unwrap()
+    };
+    // Without a device they are in each other's way where the group holds them.
+    let advice = of(900, None, "a", target);
+    let (a, b) = (line(&advice, "a"), line(&advice, "b"));
+    assert!(advice.kept && a.asked && !b.asked, "{}", advice.text(true));
+    assert!(a.before.unwrap().wait_ns > 100 * MS, "{}", advice.text(true));
+    let weight = a.joins.as_ref().map(|joins| joins.weight).unwrap();
+    let command = format!("weir throttle a --weight {weight} --group all");
+    assert_eq!(advice.commands, [&*command, "weir throttle b --weight 100 --group all"]);
+    // Where its device is what they share, a limit on the noisy.
+    let advice = of(0, Some(DEVICE), "a", target);
+    assert!(advice.kept, "{}", advice.text(true));
+    let command = &advice.commands[..];
+    assert!(command.len() == 1 && command[0].starts_with("weir throttle b --iops-total "), "{command:?}");
+    // The group's limit stays, and is what makes it impossible.
+    let said = of(50, None, "a", target).remarks.join("\n");
+    assert!(said.contains("a: without limits of its own and alone in all its p99 is "), "{said}");
+    // Nobody is in the way of anybody.
+    let advice = of(100_000, None, "a", target);
+    assert_eq!(advice.remarks.last().unwrap(), "a, b: together in all the target is kept without any limit.");
+    // The group itself is advised upon as before.
+    let advice = of(1000, None, "all", target);
+    assert_eq!((advice.tenants.len(), advice.tenants[0].kind), (1, "group"));
+    let error = grouped(&arrivals, 1000, None).choose(&["all".to_owned(), "a".to_owned()]).unwrap_err();
+    assert!(error.starts_with("all: so is a disk in it"), "{error}");
+}
+
 #[test]
 fn who_is_not_in_the_trace_is_not_advised_upon() {
     let arrivals = noisy_neighbour(1, 1);

@@ -75,7 +75,7 @@ pub(crate) use sweep::Sweep;
 use swept::{Point, Swept, sweep};
 use workload::names;
 pub(crate) use workload::{Workload, generators};
-pub(crate) use world::{UNKNOWN_SIZE, World};
+pub(crate) use world::{Disk, UNKNOWN_SIZE, World};
 
 use super::{
     interruption::Interruption,

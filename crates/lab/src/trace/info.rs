@@ -35,6 +35,8 @@ Examples:
   weir trace info web.spc.gz
       Any other trace: how much is in it.
 
+What waited is told of all requests, with those that waited for nothing, and until they went on;
+`weir status` tells it of those alone that limits held, and until the limits let them pass.
 Exit status: 0 all was read, 1 failed or not to the end, 2 wrong use of the command line.";
 
 /// What `weir trace info` is told.

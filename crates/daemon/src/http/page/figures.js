@@ -82,14 +82,19 @@ export const countsBytes = (name) => name.startsWith("bps-") && !name.endsWith("
 /// A setting's value as it would be typed.
 export const exact = (name, value) => countsBytes(name) ? exactSize(value) : isNumber(value) ? String(value) : UNKNOWN;
 
-/// Limits in short, `-` if there are none: `iops 1000↑5000×5s, bps-r 10M`.
-export function limits(of) {
-    const told = Object.entries(KINDS).filter(([kind]) => of?.[kind] > 0).map(([kind, short]) => {
+/// Limits in short, each as its rate and its burst: `["iops 1000", "↑5000×5s"]`.
+export function limitParts(of) {
+    return Object.entries(KINDS).filter(([kind]) => of?.[kind] > 0).map(([kind, short]) => {
         const burst = of[`${kind}-max`] > 0 ? `↑${exact(kind, of[`${kind}-max`])}` : "";
         const length = of[`${kind}-max-length`] > 1 ? `×${of[`${kind}-max-length`]}s` : "";
-        return `${short} ${exact(kind, of[kind])}${burst}${length}`;
+        return [`${short} ${exact(kind, of[kind])}`, burst + length];
     });
-    return told.length ? told.join(", ") : UNKNOWN;
+}
+
+/// Limits in one line, `-` if there are none: `iops 1000↑5000×5s, bps-r 10M`.
+export function limits(of) {
+    const told = limitParts(of);
+    return told.length ? told.map((parts) => parts.join("")).join(", ") : UNKNOWN;
 }
 
 /// What was typed for a setting, as a number; null where it is none.

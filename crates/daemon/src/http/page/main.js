@@ -18,7 +18,7 @@ const BETWEEN_MS = 100;
 const store = new Store();
 const announce = (text) => { part("said").textContent = text; };
 const token = new Token(store);
-const tree = new Tree(part("tree"), store, (key, goThere) => choose(key, goThere));
+const tree = new Tree(part("tree"), store, (key, goThere) => choose(key, goThere), () => part("filter").focus());
 const events = new Events(store, { choose: (key) => choose(key, true), announce });
 const detail = new Detail(part("detail"), store, { back, choose: (key) => choose(key), token, announce });
 
@@ -112,7 +112,7 @@ addEventListener("hashchange", route);
 for (const button of document.querySelectorAll(".views button")) button.addEventListener("click", () => view(button.dataset.to));
 part("filter").addEventListener("input", ({ target }) => tree.setFilter(target.value));
 part("filter").addEventListener("keydown", (event) => {
-    if (event.key === "ArrowDown" || event.key === "Enter") {
+    if ((event.key === "ArrowDown" || event.key === "Enter") && tree.rows.length) {
         event.preventDefault();
         tree.grid.focus();
         tree.go(0);

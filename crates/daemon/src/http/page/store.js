@@ -99,10 +99,16 @@ export const transferred = (node) => sum(node.read_bytes_per_second, node.write_
 /// Whether something of it waits, or waited in the last second.
 export const isHeld = (node) => node.wait_ratio > 0 || node.waiting_requests > 0;
 
-/// The limit that it waits for: `iops-total`, of a group above `gold: iops-total`; or null.
-export function binding(node, isShort = false) {
-    const held = node.held_by ?? (node.kind === "group" && node.limit ? { limit: node.limit } : null);
-    if (!held) return null;
-    const limit = (isShort ? KINDS[held.limit] : null) ?? held.limit ?? "a limit";
-    return held.name && held.name !== node.name ? `${held.name}: ${limit}` : limit;
+/// The limit that it waits for, and the group above whose it is, if it is not its own; or null.
+export function held(node, isShort = false) {
+    const by = node.held_by ?? (node.kind === "group" && node.limit ? { limit: node.limit } : null);
+    if (!by) return null;
+    const limit = (isShort ? KINDS[by.limit] : null) ?? by.limit ?? "a limit";
+    return { whose: by.name && by.name !== node.name ? by.name : null, limit };
+}
+
+/// The same in words: `iops-total`, of a group above `gold: iops-total`; or null.
+export function binding(node) {
+    const by = held(node);
+    return by && (by.whose === null ? by.limit : `${by.whose}: ${by.limit}`);
 }

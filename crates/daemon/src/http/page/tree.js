@@ -8,7 +8,7 @@
 
 import { attribute, element, say } from "./element.js";
 import * as figures from "./figures.js";
-import { Store, binding, isHeld, operations, transferred } from "./store.js";
+import { Store, binding, held, isHeld, operations, transferred } from "./store.js";
 
 const REORDER_MS = 3000;
 /// Rows that exist beyond the edges.
@@ -29,8 +29,9 @@ const COLUMNS = [
 ];
 
 export class Tree {
-    constructor(host, store, choose) {
-        Object.assign(this, { host, store, choose });
+    /// `leave` is called where the keyboard goes up from the first row.
+    constructor(host, store, choose, leave) {
+        Object.assign(this, { host, store, choose, leave });
         this.sort = { column: "held", reversed: false };
         this.filter = "";
         this.closed = new Set();
@@ -200,11 +201,12 @@ export class Tree {
         const cells = COLUMNS.map(({ id }) => element("div", { role: "gridcell", class: `c-${id}` }));
         const [twist, name, kind] = [element("span", { class: "twist", "aria-hidden": "true" }), element("span", { class: "name" }), element("span", { class: "unseen" })];
         cells[0].append(twist, name, kind);
-        const [bar, held] = [element("span", { class: "share" }), element("span", {})];
-        cells[COLUMNS.findIndex(({ id }) => id === "held")].append(bar, held);
+        const [bar, share] = [element("span", { class: "share" }), element("span", {})];
+        cells[COLUMNS.findIndex(({ id }) => id === "held")].append(bar, share);
+        const limit = new LimitCell(cells[cells.length - 1]);
         const row = element("div", { role: "row", class: "row" }, ...cells);
         this.body.append(row);
-        return { row, cells, twist, name, kind, bar, held, index: -1 };
+        return { row, cells, twist, name, kind, bar, share, limit };
     }
 
     write(made, { node, level, holds, isOpen, position, of }, index, height) {
@@ -227,16 +229,10 @@ export class Tree {
             const value = figure(node);
             if (id === "held") {
                 made.bar.style.width = `${Math.min(1, Math.max(0, value ?? 0)) * 100}%`;
-                say(made.held, show(value));
+                say(made.share, show(value));
             } else say(cells[column], show(value));
         });
-        const held = binding(node, true);
-        const text = node.is_stopped ? "stopped" : held ?? figures.limits(node.limits);
-        const last = cells[cells.length - 1];
-        say(last, text);
-        attribute(last, "title", held ? binding(node) : text === "-" ? null : text);
-        last.toggleAttribute("data-none", text === "-");
-        last.classList.toggle("is-set", !held && !node.is_stopped);
+        made.limit.write(node, this.grid.clientWidth);
     }
 
     click(event) {
@@ -283,7 +279,7 @@ export class Tree {
         const page = Math.max(1, Math.floor(this.grid.clientHeight / this.height()) - 2);
         const parent = () => this.rows.findLastIndex((other, at) => at < index && other.level < row.level);
         const act = {
-            ArrowDown: () => this.go(index + 1), ArrowUp: () => this.go(index - 1),
+            ArrowDown: () => this.go(index + 1), ArrowUp: () => index === 0 ? this.leave() : this.go(index - 1),
             PageDown: () => this.go(index + page), PageUp: () => this.go(index - page),
             Home: () => this.go(0), End: () => this.go(this.rows.length - 1),
             Enter: () => this.choose(row.node.key, true), " ": () => this.choose(row.node.key, true),
@@ -305,6 +301,32 @@ export class Tree {
         const order = [...this.rows.keys()].map((step) => (start + step) % this.rows.length);
         const found = order.find((at) => this.rows[at].node.name.toLowerCase().startsWith(this.typed));
         if (found !== undefined) this.go(found);
+    }
+}
+
+/// What of a row's limits is seen. A figure is whole or not there: of the name of a group the end may
+/// be missing, and where not all figures fit, a mark stands for those that are missing.
+class LimitCell {
+    constructor(cell) {
+        Object.assign(this, { cell, whose: element("span", { class: "whose" }), parts: element("span", { class: "parts" }), seen: null });
+        cell.append(this.whose, this.parts);
+    }
+
+    write(node, width) {
+        const by = node.is_stopped ? null : held(node, true);
+        const told = node.is_stopped ? [["stopped"]] : by ? [[by.limit]] : figures.limitParts(node.limits);
+        const seen = JSON.stringify([by?.whose, told, width]);
+        if (seen === this.seen) return;
+        this.seen = seen;
+        const isSet = !by && !node.is_stopped;
+        say(this.whose, by?.whose ? `${by.whose}: ` : "");
+        this.parts.replaceChildren(...told.flatMap((parts, at) => [
+            at > 0 ? ", " : "", ...parts.filter(Boolean).flatMap((part) => [element("span", {}, part), element("wbr")]),
+        ]));
+        attribute(this.cell, "title", by ? binding(node) : told.length ? this.cell.textContent : null);
+        this.cell.toggleAttribute("data-none", told.length === 0);
+        this.cell.classList.toggle("is-set", isSet);
+        this.cell.toggleAttribute("data-more", isSet && this.parts.scrollHeight > this.parts.clientHeight + 2);
     }
 }
 

@@ -3,11 +3,11 @@
 //! Its limit is a part of what the device does for requests like these, so that they wait in the
 //! group and not in the device's queue. Whoever is left alone there has more weight than the
 //! others, or a promise. Weights come first: they hold at any size of the group, and take nothing
-//! of what can be promised on a device.
+//! of what can be promised on a device. Disks of a group that stays as it is get weights in it.
 
 use policy::throttle::{Limit, Share, Unit};
 
-use super::{CLOSE, Plan, Shared, TIGHTENINGS};
+use super::{CLOSE, Confirmed, Plan, Shared, TIGHTENINGS};
 use crate::advise::{
     certainty::{Interval, between},
     need::{amount, limits_of},
@@ -53,8 +53,8 @@ impl Shared<'_> {
 
     /// Whether there can be a group that divides the device between those limited and the others.
     fn can_be_grouped(&self, limited: &[bool]) -> bool {
-        let is_group = |tenant: &usize| self.search.house.tenants[*tenant].group.is_some();
-        !self.tenants.iter().any(is_group) && limited.contains(&true) && limited.contains(&false)
+        let is_grouped = |&disk: &usize| self.room.world.disks[self.room.disks[disk]].group.is_some();
+        !self.disks.iter().any(is_grouped) && limited.contains(&true) && limited.contains(&false)
     }
 
     /// The largest part of the device that a group may have whose members have these shares, of
@@ -136,6 +136,29 @@ impl Shared<'_> {
         };
         self.largest(shares, limited)
     }
+
+    /// The smallest weight with which those that the target is for keep it in the group that all
+    /// are in, as it is.
+    pub(super) fn by_own_weight(&mut self) -> anyhow::Result<Option<Confirmed>> {
+        let Some(group) = self.common else { return Ok(None) };
+        if !self.kept.contains(&true) || !self.kept.contains(&false) {
+            return Ok(None);
+        }
+        let limits = self.search.house.world.groups[group].hold.limits;
+        for weight in WEIGHTS {
+            let heavy = Share::new(weight).expect("it is a weight");
+            let shares = self.kept.iter().map(|&is_kept| if is_kept { heavy } else { Share::default() });
+            let group = Some((limits, shares.collect()));
+            let plan = Plan { limits: vec![None; self.tenants.len()], group };
+            let felt = self.run(&plan, true)?;
+            self.keep(None, &plan, &felt);
+            if self.keeps_all(&felt, |_| true) {
+                return Ok(Some((plan, felt, true)));
+            }
+        }
+        Ok(None)
+    }
+
     /// How much larger or smaller the group could have been on other days of the same hours.
     pub(super) fn interval_of_group(
         &self,

@@ -16,7 +16,7 @@
 //! | Column | For each request |
 //! | --- | --- |
 //! | arrival | nanoseconds since the one before, the first since time 0 |
-//! | wait | nanoseconds until its limits let it pass |
+//! | wait | nanoseconds until its limits had let it pass and it went on |
 //! | service | nanoseconds from then until it was complete |
 //! | offset | its distance from the end of the disk's last request in the block (zigzag), shifted right |
 //! | length | in bytes, shifted right |

@@ -1,0 +1,144 @@
+//! What recording costs a request: on the worker that hands it to its ring, and on the thread that
+//! takes it from there, packs and compresses it. One iteration is one request.
+//!
+//! Half a million requests a second leave 2000 ns for each on the thread that writes, of which
+//! there is one. The requests are reads of 4 KiB at random places, 32 in flight, half a million a
+//! second, of 16 disks, of which every second waits for a limit.
+//!
+//! A figure is that of the fastest of many batches: other work on the machine only adds to it.
+
+use std::{
+    hint::black_box,
+    io::{self, Write},
+    time::{Duration, Instant as Clock},
+};
+
+use block::recorder::{self, Collector, Finished, Operation, Recorded};
+use criterion::{Bencher, Criterion, criterion_group, criterion_main};
+use lab::recording::{Entry, Op, Times, Writer};
+use policy::time::Instant;
+
+/// Less than a ring has room for.
+const BATCH: usize = 30_000;
+const DISKS: u32 = 16;
+const BETWEEN_NS: u64 = 2000;
+const PLACES: u64 = 1 << 28;
+
+/// A batch of requests in the order in which they end.
+fn requests(random: &mut fastrand::Rng, begin_ns: u64) -> Vec<Finished> {
+    let mut requests: Vec<Finished> = (0..BATCH as u64)
+        .map(|number| {
+            let disk = random.u32(..DISKS);
+            let arrived = begin_ns + number * BETWEEN_NS + random.u64(..BETWEEN_NS);
+            let wait = if disk.is_multiple_of(2) { random.u64(1_000_000..20_000_000) } else { 0 };
+            // As long as 32 of them take at that rate, more or less.
+            let service = 64_000 + random.u64(..16_000) + random.u64(..16_000);
+            Finished {
+                disk,
+                operation: Operation::Read,
+                offset: random.u64(..PLACES) * 4096,
+                length: 4096,
+                requests: 1,
+                has_failed: false,
+                arrived: Instant::from_nanos(arrived),
+                admitted: Instant::from_nanos(arrived + wait),
+                held: None,
+                ended: Instant::from_nanos(arrived + wait + service),
+            }
+        })
+        .collect();
+    requests.sort_by_key(|request| request.ended);
+    requests
+}
+
+/// Counts what is written.
+#[derive(Default)]
+struct Counted(u64);
+
+impl Write for Counted {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0 += black_box(bytes).len() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Has criterion count every iteration like one of the fastest batch.
+fn timed(mut batch: impl FnMut() -> Duration) -> impl FnMut(&mut Bencher<'_>) {
+    move |bencher: &mut Bencher<'_>| {
+        bencher.iter_custom(|iterations| {
+            let batches = iterations.div_ceil(BATCH as u64);
+            let least = (0..batches).map(|_| batch()).min().expect("there is one");
+            least.mul_f64(iterations as f64 / BATCH as f64)
+        });
+    }
+}
+
+#[expect(clippy::print_stderr, reason = "criterion tells times alone")]
+fn record(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("record");
+    let mut random = fastrand::Rng::with_seed(1);
+    let mut collector = Collector::begin().expect("there is no other");
+    let recorded = Recorded::default();
+    let some = requests(&mut random, 0);
+    group.bench_function(
+        "handed to the ring",
+        timed(|| {
+            let begin = Clock::now();
+            some.iter().for_each(|request| recorder::tell(*black_box(request), &recorded));
+            let took = begin.elapsed();
+            assert!(!collector.take(|_| ()), "there was room for all");
+            took
+        }),
+    );
+
+    let names: Vec<String> = (0..DISKS).map(|disk| format!("vm{disk}")).collect();
+    let mut writer = Writer::new(Counted::default(), 0).expect("it only counts");
+    let (mut written, mut begin_ns) = (0_u64, 0);
+    group.bench_function(
+        "taken, packed and compressed",
+        timed(|| {
+            requests(&mut random, begin_ns).iter().for_each(|request| recorder::tell(*request, &recorded));
+            begin_ns += BATCH as u64 * BETWEEN_NS;
+            written += BATCH as u64;
+            let begin = Clock::now();
+            let has_lost = collector.take(|request: &Finished| {
+                let wait_ns = request.admitted.nanos_since(request.arrived);
+                let service_ns = request.ended.nanos_since(request.admitted);
+                let entry = Entry {
+                    arrival_ns: request.arrived.as_nanos(),
+                    times: Some(Times { wait_ns, service_ns }),
+                    offset: request.offset,
+                    length: request.length,
+                    op: Op::Read,
+                    has_failed: request.has_failed,
+                    disk: request.disk,
+                    limit: (wait_ns > 0).then_some(request.disk),
+                };
+                let (disk, limit) = (|| &*names[request.disk as usize], || "iops-total");
+                writer.push(entry, disk, limit).expect("it only counts");
+            });
+            // Earlier than a full block would be, so that the fastest batch has its part too.
+            writer.cut().expect("it only counts");
+            assert!(!has_lost, "there was room for all");
+            begin.elapsed()
+        }),
+    );
+    group.finish();
+    let bytes = writer.out().0 as f64 / written as f64;
+    eprintln!("record: {bytes:.1} bytes a request");
+    assert!(bytes <= 12.0, "a request at a random place takes 12 bytes at most");
+}
+
+criterion_group! {
+    name = recording;
+    config = Criterion::default()
+        .warm_up_time(Duration::from_millis(300))
+        .measurement_time(Duration::from_secs(2))
+        .sample_size(20);
+    targets = record
+}
+criterion_main!(recording);
