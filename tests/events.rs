@@ -13,7 +13,11 @@ use std::{
     thread,
 };
 
-use nix::{sys::signal::kill, unistd::Pid};
+use nix::{
+    fcntl::{FcntlArg, FdFlag, fcntl},
+    sys::signal::kill,
+    unistd::Pid,
+};
 use serde_json::{Value, json};
 
 use crate::harness::{
@@ -342,6 +346,28 @@ fn a_command_has_the_event_on_standard_input_inside_the_sandbox() {
     has("NoNewPrivs:", "1");
     has("CapEff:", "0000000000000000");
     has("Threads:", "1");
+}
+
+#[test]
+fn a_command_has_none_of_what_was_passed_to_the_daemon() {
+    let scratch = Scratch::new();
+    let passed = fs::File::open(scratch.file("passed", "geheim")).unwrap();
+    // The standard library's own are closed at exec.
+    fcntl(&passed, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
+    let weir = with_command(&scratch, "readlink /proc/$$/fd/* > $1.new; mv $1.new $1");
+    drop(passed);
+    let has = |pid: Pid| {
+        let open = fs::read_dir(format!("/proc/{pid}/fd"))
+            .unwrap()
+            .filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
+        open.map(|file| file.display().to_string()).collect::<Vec<_>>().join("\n")
+    };
+    assert!(has(weir.pid()).contains("/passed"), "the daemon has it");
+    let runner = children(weir.pid()).next().expect("it has one beside it");
+    assert!(!has(runner).contains("/passed"), "{}", has(runner));
+    limit(&scratch, 100);
+    let open = left(&scratch.path("out"));
+    assert!(open.contains("/dev/null") && !open.contains("/passed"), "{open}");
 }
 
 #[test]

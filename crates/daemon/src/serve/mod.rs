@@ -27,7 +27,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow};
 pub use arguments::{EXAMPLES, ServeArgs};
-use block::reactor;
+use block::reactor::{self, op};
 pub use check::{CHECK_EXAMPLES, CheckArgs, check_config};
 use console::{
     Failure, descriptors, logging, on_reactor,
@@ -75,6 +75,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let passed = before.as_ref().map_or_else(|| inherited.count(), Newcomer::inherited);
     let plan = plan(&draft, file.is_some(), passed)?;
     logging::start(&plan.service.log);
+    op::keep_from_children().context("what was passed cannot be kept from other programs")?;
     let runner = plan.service.on_event.as_ref().map(|target| Runner::start(target, &plan.service));
     let runner = runner.transpose()?;
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
