@@ -11,7 +11,10 @@ use std::{
 };
 
 use nix::{
-    sys::signal::{Signal, kill},
+    sys::{
+        signal::{Signal, kill},
+        stat::Mode,
+    },
     unistd::Pid,
 };
 use serde_json::{Value, json};
@@ -277,6 +280,14 @@ fn a_recording_is_of_the_disks_and_groups_that_it_names() {
     let nowhere = scratch.path("nowhere/a");
     let said = fails(&scratch, &["record", "--output", text(&nowhere)]);
     assert_says(&said, &["nowhere/a: cannot be made", "No such file or directory"]);
+    let pipe = scratch.path("pipe");
+    nix::unistd::mkfifo(&pipe, Mode::S_IRUSR | Mode::S_IWUSR).expect("a pipe");
+    let said = fails(&scratch, &["record", "--output", text(&pipe)]);
+    assert_says(&said, &["pipe: nobody reads from this pipe"]);
+    let recorder = Recorder::begin(&scratch, &file, &["b"]);
+    let said = fails(&scratch, &["record", "--output", text(&file)]);
+    assert_says(&said, &["another weir records into it"]);
+    recorder.end();
     misuses(&scratch, &["record"]);
     weir.stop();
 }

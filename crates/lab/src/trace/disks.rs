@@ -1,4 +1,4 @@
-//! The names of a trace's disks, each with a number.
+//! The names of a trace's disks, or of the limits that held them, each with a number.
 //!
 //! Looking up one of the last few names costs one comparison and no hashing.
 
@@ -20,11 +20,13 @@ pub(super) struct Disks {
     bytes: usize,
 }
 
-impl Disks {
-    pub(super) fn new() -> Self {
+impl Default for Disks {
+    fn default() -> Self {
         Self { names: Vec::new(), ids: HashMap::new(), recent: [DiskId(0); RECENT], bytes: 0 }
     }
+}
 
+impl Disks {
     pub(super) fn names(&self) -> &[String] {
         &self.names
     }
@@ -82,7 +84,7 @@ mod tests {
 
     #[test]
     fn a_name_keeps_its_number() {
-        let mut disks = Disks::new();
+        let mut disks = Disks::default();
         let names: Vec<_> = (0..2000).map(|number| format!("vm{number}")).collect();
         for _ in 0..3 {
             for (number, name) in names.iter().enumerate() {
@@ -94,7 +96,7 @@ mod tests {
 
     #[test]
     fn what_is_no_name_is_refused() {
-        let mut disks = Disks::new();
+        let mut disks = Disks::default();
         let long = "x".repeat(MAX_NAME_BYTES + 1);
         for (name, why) in [
             (&b""[..], "the disk's name is missing"),
@@ -110,7 +112,7 @@ mod tests {
 
     #[test]
     fn there_is_a_bound_to_names() {
-        let mut disks = Disks::new();
+        let mut disks = Disks::default();
         for number in 0..MAX_DISKS {
             disks.id(number.to_string().as_bytes()).unwrap();
         }

@@ -4,8 +4,9 @@
 //! long they were served.
 
 use std::{
-    collections::{BTreeMap, btree_map::Entry},
+    collections::{BTreeMap, HashSet, btree_map::Entry},
     path::PathBuf,
+    rc::Rc,
 };
 
 use clap::Args;
@@ -52,11 +53,16 @@ pub struct InfoArgs {
     reading: ReadingArgs,
 }
 
+/// Names, each held once.
+type Limits = HashSet<Rc<str>>;
+
 /// What is in all traces together.
 #[derive(Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Info {
     disks: BTreeMap<String, OfDisk>,
+    #[serde(skip)]
+    limits: Limits,
     /// Requests that could not be recorded.
     lost: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -99,7 +105,8 @@ struct Measured {
     #[serde(rename = "served-ns", serialize_with = "percentiles")]
     served: Latencies,
     /// Requests that waited, by the limit that each waited for last.
-    held_by: BTreeMap<String, u64>,
+    #[serde(serialize_with = "by_name")]
+    held_by: BTreeMap<Rc<str>, u64>,
 }
 
 /// What every trace tells of a request.
@@ -154,13 +161,14 @@ impl Info {
                         let request = Request { time_ns, op: entry.op, length: entry.length };
                         let has_failed = entry.has_failed;
                         let outcome = entry.times.map(|times| Outcome { times, has_failed, limit });
-                        self.count(disk, &request).fared(outcome);
+                        let (of, limits) = self.count(disk, &request);
+                        of.fared(outcome, limits);
                     }
                     Ok(None) => break Ok(()),
                     Err(error) => break Err(error),
                 }
             };
-            self.lost += blocks.lost();
+            self.lost = self.lost.saturating_add(blocks.lost());
             return read;
         }
         let options = Options { outcomes: true, ..options.clone() };
@@ -172,15 +180,16 @@ impl Info {
         while let Some(record) = reader.next()? {
             let request = Request { time_ns: zero_ns + record.time_ns, op: record.op, length: record.length };
             let noted = reader.outcome(&record);
-            let of = self.count(&reader.disks()[record.disk.index()], &request);
+            let (of, limits) = self.count(&reader.disks()[record.disk.index()], &request);
             if reader.tells_outcomes() {
-                of.fared(noted.and_then(|noted| reader.named(noted)));
+                of.fared(noted.and_then(|noted| reader.named(noted)), limits);
             }
         }
         Ok(())
     }
 
-    fn count(&mut self, disk: &str, request: &Request) -> &mut OfDisk {
+    /// With the names of limits, of which each disk has those that held it.
+    fn count(&mut self, disk: &str, request: &Request) -> (&mut OfDisk, &mut Limits) {
         // The name is copied for the first request alone.
         if !self.disks.contains_key(disk)
             && let Entry::Vacant(place) = self.disks.entry(disk.to_owned())
@@ -189,7 +198,7 @@ impl Info {
         }
         let of = self.disks.get_mut(disk).expect("it was put there");
         of.count(request);
-        of
+        (of, &mut self.limits)
     }
 
     fn text(&self) -> String {
@@ -351,9 +360,9 @@ impl OfDisk {
     }
 
     /// `None`: nobody knows.
-    fn fared(&mut self, outcome: Option<Outcome<'_>>) {
+    fn fared(&mut self, outcome: Option<Outcome<'_>>, limits: &mut Limits) {
         match outcome {
-            Some(outcome) => self.measured.get_or_insert_with(Box::default).add(&outcome),
+            Some(outcome) => self.measured.get_or_insert_with(Box::default).add(&outcome, limits),
             None => self.unmeasured += 1,
         }
     }
@@ -379,7 +388,7 @@ impl Default for Measured {
 }
 
 impl Measured {
-    fn add(&mut self, outcome: &Outcome<'_>) {
+    fn add(&mut self, outcome: &Outcome<'_>, limits: &mut Limits) {
         let Outcome { times, has_failed, limit } = outcome;
         self.failed += u64::from(*has_failed);
         latencies::note(&mut self.waited, times.wait_ns);
@@ -388,10 +397,18 @@ impl Measured {
         if let Some(limit) = limit {
             match self.held_by.get_mut(*limit) {
                 Some(count) => *count += 1,
-                None => drop(self.held_by.insert((*limit).to_owned(), 1)),
+                None => {
+                    let name = limits.get(*limit).map_or_else(|| Rc::from(*limit), Rc::clone);
+                    limits.insert(Rc::clone(&name));
+                    self.held_by.insert(name, 1);
+                }
             }
         }
     }
+}
+
+fn by_name<S: serde::Serializer>(counts: &BTreeMap<Rc<str>, u64>, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(counts.iter().map(|(name, count)| (&**name, count)))
 }
 
 fn is_none(count: &u64) -> bool {

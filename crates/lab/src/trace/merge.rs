@@ -114,7 +114,7 @@ impl Merged {
         let sources = readers.into_iter().map(|reader| One { reader, ids: Vec::new(), head: None }).collect();
         Ok(Self {
             sources,
-            disks: Disks::new(),
+            disks: Disks::default(),
             upcoming: BinaryHeap::new(),
             failed: None,
             torn: None,

@@ -34,7 +34,7 @@ pub(super) struct Outcomes {
 
 impl Outcomes {
     pub(super) fn new() -> Self {
-        Self { by_line: HashMap::new(), limits: Disks::new() }
+        Self { by_line: HashMap::new(), limits: Disks::default() }
     }
 
     pub(super) fn note(&mut self, line: u64, outcome: Told<'_>) -> Result<(), String> {

@@ -131,7 +131,7 @@ impl Reader {
             lines,
             format,
             parser,
-            disks: Disks::new(),
+            disks: Disks::default(),
             window: Window::new(options.window),
             outcomes: (tells && options.outcomes).then(Outcomes::new),
             held: options.window,

@@ -11,9 +11,12 @@
 //! daemon stops recording.
 
 use std::{
-    fs::{self, File},
+    fs::{self, File, OpenOptions},
     io::{self, IsTerminal as _, Read as _, Write as _, stdout},
-    os::fd::{AsFd as _, OwnedFd},
+    os::{
+        fd::{AsFd as _, OwnedFd},
+        unix::fs::OpenOptionsExt as _,
+    },
     path::{Path, PathBuf},
     process,
     sync::mpsc,
@@ -29,7 +32,8 @@ use console::{
 };
 use lab::trace::convert::Transcript;
 use nix::{
-    fcntl::{FcntlArg, OFlag, fcntl},
+    errno::Errno,
+    fcntl::{FcntlArg, Flock, FlockArg, OFlag, fcntl},
     unistd::pipe2,
 };
 use serde_json::{Value, json};
@@ -90,12 +94,15 @@ enum Event {
 pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
     let signals = Signals::block().context("signals cannot be awaited")?;
     let mut client = Client::reach(arguments.qmp)?.with_patience(Client::LONG)?;
+    let (file, _alone) = open(&arguments.output)?;
     let (reader, writer) = pipe().context("no pipe can be made")?;
     client.pass(NAME, &writer)?;
     drop(writer);
     let begun = client.execute("x-weir-record-start", json!({ "fdname": NAME, "of": arguments.of }))?;
     let transcript = Transcript::named(&arguments.output);
-    let file = create(&arguments.output)?;
+    if file.metadata().is_ok_and(|of| of.is_file()) {
+        file.set_len(0).with_context(|| cannot(&arguments.output))?;
+    }
     let (events, event) = mpsc::channel();
     let asked = events.clone();
     let hear = move |request| match request {
@@ -159,14 +166,36 @@ fn summarise(told: &Value, bytes: Option<u64>) -> Result<(), Failure> {
     }
 }
 
-fn create(path: &Path) -> anyhow::Result<File> {
+/// The file as it is, and what keeps others from recording into it.
+fn open(path: &Path) -> anyhow::Result<(File, Option<Flock<File>>)> {
     if path == Path::new("-") {
         if stdout().is_terminal() {
             bail!("--output -: a recording is nothing to look at (redirect it, or name a file)");
         }
-        return Ok(stdout().as_fd().try_clone_to_owned()?.into());
+        return Ok((stdout().as_fd().try_clone_to_owned()?.into(), None));
     }
-    File::create(path).with_context(|| format!("--output {}: cannot be made", path.display()))
+    // A pipe without a reader would be waited for, and no signal would be heard.
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(false).custom_flags(OFlag::O_NONBLOCK.bits());
+    let file = options.open(path).map_err(|error| match error.raw_os_error() {
+        Some(number) if number == Errno::ENXIO as i32 => {
+            anyhow!("--output {}: nobody reads from this pipe (start its reader first)", path.display())
+        }
+        _ => anyhow!(error).context(cannot(path)),
+    })?;
+    fcntl(&file, FcntlArg::F_SETFL(OFlag::empty())).with_context(|| cannot(path))?;
+    if !file.metadata().with_context(|| cannot(path))?.is_file() {
+        return Ok((file, None));
+    }
+    let held = Flock::lock(file.try_clone()?, FlockArg::LockExclusiveNonblock);
+    let held = held.map_err(|_| {
+        anyhow!("--output {}: another weir records into it (name another file)", path.display())
+    })?;
+    Ok((file, Some(held)))
+}
+
+fn cannot(path: &Path) -> String {
+    format!("--output {}: cannot be made", path.display())
 }
 
 /// A large one, if it may be.

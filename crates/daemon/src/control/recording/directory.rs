@@ -119,6 +119,10 @@ impl Directory {
             let name = entry.file_name();
             if name.to_str().is_some_and(is_ours) {
                 let known = entry.metadata()?;
+                // Somebody else's, whatever it is called.
+                if !known.is_file() {
+                    continue;
+                }
                 let age = self.age(&name, now, known.modified()?);
                 files.push((age, name, known.len()));
             }

@@ -157,7 +157,7 @@ fn as_it_is(
     sink: &mut Sink,
     cannot: &dyn Fn() -> String,
 ) -> anyhow::Result<()> {
-    let mut disks = Disks::new();
+    let mut disks = Disks::default();
     let read = loop {
         let told = match blocks.next(lines) {
             Ok(Some(told)) => told,

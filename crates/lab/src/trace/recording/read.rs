@@ -3,7 +3,7 @@
 use zstd::bulk::Decompressor;
 
 use super::{Entry, MAGIC, MOST_BYTES, SKIPPABLE, block::Block};
-use crate::trace::{error::TraceError, lines::Lines};
+use crate::trace::{disks::Disks, error::TraceError, lines::Lines};
 
 const HEAD_BYTES: usize = SKIPPABLE.len() + 4;
 const CLOCK_BYTES: usize = 8;
@@ -26,6 +26,9 @@ pub(in crate::trace) struct Blocks {
     count: u64,
     /// Requests that could not be recorded, as far as was read.
     lost: u64,
+    /// Of all blocks so far, which bounds what they take of whoever reads.
+    disks: Disks,
+    limits: Disks,
 }
 
 /// A request and the names that belong to it.
@@ -52,7 +55,12 @@ impl Blocks {
         let clock_ns = self.clock_ns(lines)?;
         while self.taken == self.block.entries.len() {
             let Some(block) = self.read(lines)? else { return Ok(None) };
-            self.lost += block.lost;
+            self.lost = self.lost.saturating_add(block.lost);
+            for (names, known) in [(&block.disks, &mut self.disks), (&block.limits, &mut self.limits)] {
+                for name in names {
+                    known.id(name.as_bytes()).map_err(|why| damaged(lines, &why))?;
+                }
+            }
             (self.block, self.taken) = (block, 0);
         }
         let entry = self.block.entries[self.taken];

@@ -187,3 +187,39 @@ fn what_follows_one_that_is_cut_off_is_read_too() {
     assert!(matches!(error, TraceError::Torn { file, requests } if file == "torn" && requests == alone));
     assert!(merged.next().unwrap().is_none());
 }
+
+/// Whoever reads keeps names and counts: names that no disk can have are refused.
+#[test]
+fn names_and_counts_of_a_recording_take_a_bounded_amount() {
+    let at = |arrival_ns| Entry {
+        arrival_ns,
+        times: Some(Times { wait_ns: 1, service_ns: 1 }),
+        offset: 0,
+        length: 4096,
+        op: Op::Read,
+        has_failed: false,
+        disk: 0,
+        limit: Some(0),
+    };
+    let long = "n".repeat(5000);
+    for (disk, limit, rule) in [
+        (long.as_str(), "iops-total", "longer than 4096 bytes"),
+        ("vm1", &long, "longer than 4096 bytes"),
+        ("vm\n1", "iops-total", "is not text"),
+        ("vm1", "", "name is missing"),
+    ] {
+        let mut writer = Writer::new(Vec::new(), 0).unwrap();
+        writer.push(at(1), || disk, || limit).unwrap();
+        let (records, error) = read(&writer.finish().unwrap());
+        assert_eq!(records, []);
+        let error = error.unwrap();
+        assert!(error.contains(rule) && error.contains("it is damaged"), "{error}");
+    }
+    let mut writer = Writer::new(Vec::new(), 0).unwrap();
+    for number in 0..2 {
+        writer.lose(u64::MAX);
+        writer.push(at(number), || "vm1", || "iops-total").unwrap();
+        writer.cut().unwrap();
+    }
+    assert_eq!(read(&writer.finish().unwrap()).0.len(), 2);
+}

@@ -86,8 +86,11 @@ fn the_oldest_go_and_what_is_not_ours_stays() {
     make("2025-11-24T04-00-00.000Z.recording", 3600, 6 << 20);
     make("2025-11-24T05-00-00.000Z.recording", 1, 6 << 20);
     make("day.recording", 99999, 99 << 20);
+    let others = place.path().join("2020-01-01T00-00-00.000Z.recording");
+    fs::create_dir(&others).unwrap();
     let mut world = World::new(place);
     world.directory.turn(0);
+    fs::remove_dir(&others).unwrap();
     let left = ["2025-11-24T04-00-00.000Z.recording", "2025-11-24T05-00-00.000Z.recording", "day.recording"];
     assert_eq!(world.files(), left);
 }
