@@ -78,7 +78,7 @@ pub(crate) fn check(
         && !http.is_encrypted(tls)
     {
         let rule = format!(
-            "would be sent over the network in plain text to {} (set tls-certificates, or use an address of this host alone)",
+            "would be sent over the network in plain text to {} (set tls and tls-certificates, or use an address of this host alone)",
             http.address
         );
         return Err(said.place.wrong(rule));

@@ -4,9 +4,19 @@
 pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     // As clap treats misspelt options.
     const ALIKE: f64 = 0.7;
-    let likeness = |candidate: &'a str| (strsim::jaro(word, candidate), candidate);
-    let best = known.into_iter().map(likeness).max_by(|left, right| left.0.total_cmp(&right.0))?;
-    (best.0 > ALIKE).then_some(best.1)
+    let begins = |candidate: &str| candidate.strip_prefix(word).is_some_and(|rest| rest.starts_with('-'));
+    let mut best = None;
+    for candidate in known {
+        // The first that goes on where the word ends: `iops` is `iops-total`, before `iops-size`.
+        if begins(candidate) {
+            return Some(candidate);
+        }
+        let likeness = strsim::jaro(word, candidate);
+        if likeness > best.map_or(ALIKE, |(best, _)| best) {
+            best = Some((likeness, candidate));
+        }
+    }
+    best.map(|(_, candidate)| candidate)
 }
 
 #[cfg(test)]
@@ -18,6 +28,7 @@ mod tests {
         let known = ["cache", "iops-total", "iops-total-max", "image"];
         assert_eq!(nearest("iops_total", known), Some("iops-total"));
         assert_eq!(nearest("cahce", known), Some("cache"));
+        assert_eq!(nearest("iops", ["iops-total", "iops-size", "iops"]), Some("iops-total"));
         assert_eq!(nearest("zzz", known), None);
         assert_eq!(nearest("cache", []), None);
     }

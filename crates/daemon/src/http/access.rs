@@ -11,7 +11,7 @@
 
 use std::{
     collections::VecDeque,
-    net::{IpAddr, Ipv6Addr},
+    net::{Ipv4Addr, Ipv6Addr},
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
@@ -84,14 +84,17 @@ impl Guard {
     }
 
     fn knows_host(&self, authority: &str) -> bool {
-        let host = match authority.strip_prefix('[') {
-            Some(rest) => {
-                return rest.split_once(']').is_some_and(|(host, _)| host.parse::<Ipv6Addr>().is_ok());
-            }
-            None => authority.rsplit_once(':').map_or(authority, |(host, _)| host),
+        // A port is a number, or said to be none (RFC 3986, section 3.2.3).
+        let is_port = |port: &str| port.bytes().all(|digit| digit.is_ascii_digit());
+        let host = match authority.rsplit_once(':') {
+            Some((host, port)) if is_port(port) && !host.ends_with(':') => host,
+            _ => authority,
         };
+        if let Some(host) = host.strip_prefix('[') {
+            return host.strip_suffix(']').is_some_and(|host| host.parse::<Ipv6Addr>().is_ok());
+        }
         let host = host.strip_suffix('.').unwrap_or(host);
-        host.parse::<IpAddr>().is_ok()
+        host.parse::<Ipv4Addr>().is_ok()
             || host.eq_ignore_ascii_case("localhost")
             || self.names.iter().any(|name| host.eq_ignore_ascii_case(name))
     }
@@ -232,6 +235,8 @@ pub(super) async fn check_token(
 
 #[cfg(test)]
 mod tests {
+    use std::net::IpAddr;
+
     use super::*;
 
     fn guard() -> Arc<Guard> {
@@ -270,9 +275,11 @@ mod tests {
             "[::1",
             "[evil]:80",
             "[::1]evil",
+            "[::1]:evil",
+            "::1",
+            "localhost:evil",
         ] {
-            let is_known = other == "[::1]evil";
-            assert_eq!(status(&[(HOST, other)]), (!is_known).then_some(421), "{other}");
+            assert_eq!(status(&[(HOST, other)]), Some(421), "{other}");
         }
         assert_eq!(status(&[]), Some(400));
         let twice = guard().check(&Uri::from_static("http://evil.org/"), &headers(&[(HOST, "localhost")]));

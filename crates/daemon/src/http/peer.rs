@@ -2,7 +2,10 @@
 //!
 //! Never what a client says of itself.
 
-use std::{fmt, net::IpAddr};
+use std::{
+    fmt,
+    net::{IpAddr, Ipv4Addr},
+};
 
 /// Who asks; every request has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,9 +16,11 @@ pub(super) enum Peer {
 }
 
 impl Peer {
-    /// Whom bounds count: of IPv6 a network, which one host may have all of.
+    /// Whom bounds count: of IPv6 a network, which one host may have all of, and so may who is on
+    /// this host of its own.
     pub(super) fn source(self) -> Self {
         match self {
+            Self::Address(address) if address.is_loopback() => Self::Address(Ipv4Addr::LOCALHOST.into()),
             Self::Address(IpAddr::V6(v6)) => {
                 Self::Address(IpAddr::V6((v6.to_bits() & !u128::from(u64::MAX)).into()))
             }

@@ -72,7 +72,7 @@ pub(super) fn told(
         if !is_encrypted && !page.is_local() {
             tracing::warn!(
                 at = %page.address,
-                "http: everybody on the way reads the names of disks and what they do (set tls-certificates, or use an address of this host alone)"
+                "http: everybody on the way reads the names of disks and what they do (set tls and tls-certificates, or use an address of this host alone)"
             );
         }
         let keys = tls.filter(|_| is_encrypted).map(|tls| tls.keys.clone());

@@ -9,6 +9,7 @@ use policy::prefetch;
 use settings::{
     Place, Said, Settings, Wrong,
     arguments::{LimitArgs, LongArgs, ShareArgs},
+    check::MAX_WORKERS,
 };
 
 use crate::{
@@ -136,8 +137,8 @@ pub(crate) struct OutputArgs {
     /// Write what became of each request to this file (CSV); on one thread
     #[arg(long, value_name = "FILE")]
     pub(crate) events: Option<PathBuf>,
-    /// Threads that simulate; results do not depend on it [default: one for each CPU]
-    #[arg(long, value_name = "N")]
+    /// Threads that simulate, at most 256; results do not depend on it [default: one for each CPU]
+    #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<NonZeroUsize>,
     /// Print a JSON object
     #[arg(long)]
@@ -210,4 +211,10 @@ impl SimulateArgs {
         let disk = if group.is_some() { self.shares.of_member() } else { self.shares.of_loner(&self.limits) };
         Ok(Terms { group, disk: disk.check()?, prefetch: self.prefetch.draft().check()? })
     }
+}
+
+/// As many as a daemon may have for its disks.
+fn threads(text: &str) -> Result<NonZeroUsize, String> {
+    let threads = text.parse().ok().filter(|threads: &NonZeroUsize| threads.get() <= MAX_WORKERS);
+    threads.ok_or_else(|| format!("is no number from 1 to {MAX_WORKERS}"))
 }

@@ -13,7 +13,7 @@
 use std::{cmp::Reverse, collections::BinaryHeap};
 
 use policy::{
-    device::{Lines, Rates},
+    device::{CATCH_UP_NS, Lines, Rates},
     request::Direction,
     time::{Instant, NANOS_PER_SECOND},
 };
@@ -76,8 +76,8 @@ impl Devices {
         // As in the daemon, where the rate lies over the delay, a flush costs no rate.
         if let (Some(budget), Some(direction)) = (place.budget, op.direction()) {
             let bytes = if matches!(op, Op::Read | Op::Write) { length } else { 0 };
-            let done = self.budgets[budget].charge(direction, bytes, Instant::from_nanos(now));
-            end = end.max(done.as_nanos());
+            let done = self.budgets[budget].charge(direction, bytes, of_budget(now));
+            end = end.max(done.as_nanos().saturating_sub(CATCH_UP_NS));
         }
         if let Some(station) = place.station {
             end = end.max(self.stations[station].begin(op, length, now));
@@ -87,10 +87,15 @@ impl Devices {
 
     /// Nanoseconds of full use by `now`.
     pub(crate) fn worked_ns(&self, place: Place, now: u64) -> u64 {
-        let worked = |budget: usize| self.budgets[budget].worked(Instant::from_nanos(now)).as_nanos();
+        let worked = |budget: usize| self.budgets[budget].worked(of_budget(now)).as_nanos();
         let budget = u64::try_from(place.budget.map_or(0, worked)).unwrap_or(u64::MAX);
         budget.max(place.station.map_or(0, |station| self.stations[station].worked_ns(now)))
     }
+}
+
+/// A budget was idle before the trace begins, as the daemon's is: it may be caught up at once.
+const fn of_budget(now: u64) -> Instant {
+    Instant::from_nanos(now.saturating_add(CATCH_UP_NS))
 }
 
 #[derive(Clone, Debug)]
@@ -205,9 +210,9 @@ mod tests {
     fn a_line_passes_its_rate_and_catches_up_ten_milliseconds() {
         let spec = Rates { bytes: Some(1000), write: Some(500), ..Rates::default() };
         let mut devices = devices(&[], &[spec]);
-        assert_eq!(devices.begin(BUDGET, Op::Read, 1000, 0), 1000 * MS);
-        assert_eq!(devices.begin(BUDGET, Op::Write, 1000, 0), 2000 * MS);
-        assert_eq!(devices.begin(BUDGET, Op::Discard, 1000, 0), 2000 * MS, "no bytes");
+        assert_eq!(devices.begin(BUDGET, Op::Read, 1000, 0), 990 * MS, "idle until then");
+        assert_eq!(devices.begin(BUDGET, Op::Write, 1000, 0), 1990 * MS);
+        assert_eq!(devices.begin(BUDGET, Op::Discard, 1000, 0), 1990 * MS, "no bytes");
         assert_eq!(devices.begin(BUDGET, Op::Flush, 0, 0), 0, "no rate at all");
         assert_eq!(devices.begin(BUDGET, Op::Read, 1000, 5000 * MS), 5990 * MS);
         assert_eq!(devices.worked_ns(BUDGET, 5490 * MS), 2500 * MS);

@@ -166,6 +166,9 @@ impl Summary {
         let tables = [Some(self.latencies()), self.parts(), self.limits(), self.prefetched()];
         let tables = tables.into_iter().flatten();
         let mut text: Vec<String> = tables.map(|table| table.render(false)).collect();
+        if self.disks.is_empty() {
+            text = vec!["no requests\n".to_owned()];
+        }
         text.extend(self.remarks.iter().map(|remark| format!("{remark}\n")));
         if let Some(why) = &self.partial {
             text.push(format!("Not complete: {why}. The figures are of what came before.\n"));

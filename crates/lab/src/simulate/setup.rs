@@ -11,7 +11,7 @@
 
 use std::{collections::HashMap, fs, io::Read as _, path::Path};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use block::{
     device::{Identity, Number, Roots},
     storage::{Spec, delay::DelayOptions, rate::RateOptions},
@@ -121,7 +121,22 @@ impl Setup {
                 "The fault rules of the disk {name:?} are not simulated: its requests neither fail nor hang."
             )
         };
-        let remarks = faulty.map(|disk| remark(&disk.name)).collect();
+        let mut remarks: Vec<_> = faulty.map(|disk| remark(&disk.name)).collect();
+        if let Some(shared) = shared {
+            let own = world.disks.iter().filter(|disk| disk.place != shared).count();
+            ensure!(
+                own == 0 || own < world.disks.len(),
+                "--device: no disk is on it, as each in {} has a delay or rate of its own (take those out, or leave --device out)",
+                path.display()
+            );
+            if own > 0 {
+                remarks.push(format!(
+                    "On --device are the disks without a delay or rate of their own: {} of {}.",
+                    world.disks.len() - own,
+                    world.disks.len()
+                ));
+            }
+        }
         Ok(Self { world, remarks, kind: Kind::Config { file: path.display().to_string(), by_name } })
     }
 

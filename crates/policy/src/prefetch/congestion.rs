@@ -110,7 +110,7 @@ impl Congestion {
             *pace = Pace { best_ns: took_ns, smoothed_ns: took_ns };
         }
         // The best ages, as devices change: it doubles after some hundred.
-        pace.best_ns = took_ns.min(pace.best_ns + pace.best_ns / 512 + 1);
+        pace.best_ns = took_ns.min(pace.best_ns.saturating_add(pace.best_ns / 512 + 1));
         pace.smoothed_ns = pace.smoothed_ns - pace.smoothed_ns / 8 + took_ns / 8;
         let bound_ns = pace.best_ns.saturating_mul(CONGESTED).max(TOLERATED_NS);
         self.is_congested = pace.smoothed_ns > bound_ns;

@@ -205,7 +205,7 @@ fn names_must_be_there_and_their_own() {
         "weir.toml:3: disk.vm1.iops_total: unknown key (did you mean \"iops-total\"?)",
     );
     check("[disks.vm1]\nimage = \"a\"\n", "weir.toml:1: disks: unknown key (did you mean \"disk\"?)");
-    check("[group.g]\niops = 5\n", "weir.toml:2: group.g.iops: unknown key (did you mean \"iops-size\"?)");
+    check("[group.g]\niops = 5\n", "weir.toml:2: group.g.iops: unknown key (did you mean \"iops-total\"?)");
     check(
         &disk_with("export = [{ type = \"nbd\", listen = \"h:1\", zzz = 1 }]"),
         "weir.toml:3: disk.vm1.export[0].zzz: unknown key; here may be type, listen, name, read-only",

@@ -8,32 +8,45 @@ use settings::{Plan, config};
 use super::judge::{Finding, Verdict};
 use crate::client::report::{Node, Report};
 
-/// Of disks and groups, by their names.
-pub(super) struct Intended(Vec<(&'static str, String, Limits, Share)>);
+/// Of disks and groups what can be changed while they run: what they may, and whose members they
+/// are. How an image was opened is another matter.
+pub(super) struct Intended(Vec<Of>);
+
+struct Of {
+    kind: &'static str,
+    name: String,
+    limits: Limits,
+    share: Share,
+    group: Option<String>,
+}
 
 /// # Errors
 /// What a daemon would say of the file.
 pub(super) fn load(path: &Path) -> anyhow::Result<Intended> {
     let plan = Plan::new(config::load(path)?, 0)?;
-    let groups = plan.groups.iter().map(|group| ("group", &group.name, group.settings.of_disk()));
-    let disks = plan.disks.iter().map(|disk| ("disk", &disk.name, disk.settings.of_disk()));
-    let all = groups.chain(disks);
-    Ok(Intended(all.map(|(kind, name, hold)| (kind, name.clone(), hold.limits, hold.share)).collect()))
+    let named = |index: usize| plan.groups[index].name.clone();
+    let of = |kind, name: &String, settings: &settings::Settings, group: Option<usize>| {
+        let hold = settings.of_disk();
+        Of { kind, name: name.clone(), limits: hold.limits, share: hold.share, group: group.map(named) }
+    };
+    let groups = plan.groups.iter().map(|group| of("group", &group.name, &group.settings, group.parent));
+    let disks = plan.disks.iter().map(|disk| of("disk", &disk.name, &disk.settings, disk.group));
+    Ok(Intended(groups.chain(disks).collect()))
 }
 
 impl Intended {
     /// A line for each disk and group: whether the daemon has all that the file says.
     pub(super) fn compare(&self, report: &Report) -> Vec<Finding> {
-        let line = |(kind, name, limits, share): &(&'static str, String, Limits, Share)| {
-            let wrong = match report.find(name).filter(|node| node.kind() == *kind) {
+        let line = |of: &Of| {
+            let wrong = match report.find(&of.name).filter(|node| node.kind() == of.kind) {
                 None => Some("there is none".to_owned()),
-                Some(node) => difference(node, limits, *share),
+                Some(node) => difference(node, of),
             };
             Finding {
-                kind,
-                name: name.clone(),
+                kind: of.kind,
+                name: of.name.clone(),
                 promise: "config".to_owned(),
-                asked: "as in the file".to_owned(),
+                asked: "limits, shares, group".to_owned(),
                 figures: Vec::new(),
                 verdict: if wrong.is_none() { Verdict::Held } else { Verdict::Broken },
                 measured: wrong.unwrap_or_else(|| "in force".to_owned()),
@@ -44,8 +57,13 @@ impl Intended {
 }
 
 /// The first that is another.
-fn difference(node: Node<'_>, limits: &Limits, share: Share) -> Option<String> {
+fn difference(node: Node<'_>, of: &Of) -> Option<String> {
+    let Of { limits, share, group, .. } = of;
     let settings = node.settings();
+    if settings.group != *group {
+        let shown = |group: &Option<String>| group.clone().unwrap_or_else(|| "none".to_owned());
+        return Some(format!("group is {}, not {}", shown(&settings.group), shown(group)));
+    }
     let limits = Setting::ALL.into_iter().map(|setting| {
         let in_force = settings.limits.get(setting.name()).copied();
         // What is not set is not told.

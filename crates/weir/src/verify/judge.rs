@@ -306,7 +306,7 @@ impl Seen {
             let show = |units: f64| shown(kind.counts_bytes(), units);
             let (rate, passed) = (self.setting(kind, Part::Rate), a_second(units, seconds));
             let asked = format!("{}/s and {} at once", show(rate), show(burst));
-            let measured = format!("{}/s, {} beyond it", show(passed), show(beyond));
+            let measured = format!("{}/s and {} at once", show(passed), show(beyond));
             let figures = vec![("rate", rate), ("burst", burst), ("passed", passed), ("beyond", beyond)];
             let promise = Setting::Limit(kind, Part::Rate).name();
             findings.push(line(promise, [asked, measured], figures, verdict));

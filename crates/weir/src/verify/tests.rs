@@ -168,8 +168,8 @@ fn a_table_has_a_line_for_each_promise() {
     let findings = of_100(&[0, 50, 100, 150]);
     assert_eq!(
         text(&findings),
-        "OF   PROMISE     ASKED                 MEASURED           VERDICT\n\
-         vm1  iops-total  100/s and 10 at once  50/s, 0 beyond it  held\n"
+        "OF   PROMISE     ASKED                 MEASURED            VERDICT\n\
+         vm1  iops-total  100/s and 10 at once  50/s and 0 at once  held\n"
     );
 }
 

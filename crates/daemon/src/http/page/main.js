@@ -108,7 +108,10 @@ function route() {
 }
 
 addEventListener("popstate", route);
-addEventListener("hashchange", route);
+addEventListener("hashchange", () => {
+    // The link to the disks goes there, and chooses none.
+    if (location.hash !== "#tree") route();
+});
 for (const button of document.querySelectorAll(".views button")) button.addEventListener("click", () => view(button.dataset.to));
 part("filter").addEventListener("input", ({ target }) => tree.setFilter(target.value));
 part("filter").addEventListener("keydown", (event) => {

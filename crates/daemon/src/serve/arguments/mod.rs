@@ -244,8 +244,8 @@ struct NetworkArgs {
     #[arg(long, value_name = "TARGET", value_parser = settings::read::<OnEvent>)]
     on_event: Option<OnEvent>,
     /// Show what runs on a page, over HTTP at unix:PATH or HOST:PORT, and tell programs the same as
-    /// JSON, in /api/v1. Over TLS where --tls-certificates are given and the address is no
-    /// unix:PATH. Nothing can be changed there without --http-token-file [default: nowhere]
+    /// JSON, in /api/v1. Over TLS with --tls and --tls-certificates, but at unix:PATH. Nothing can
+    /// be changed there without --http-token-file [default: nowhere]
     #[arg(long, value_name = "ADDRESS")]
     http: Option<Address>,
     /// Let whoever sends what is in this file, in one line of 16 characters or more, change limits
