@@ -12,7 +12,7 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
             return Some(candidate);
         }
         let likeness = strsim::jaro(word, candidate);
-        if likeness > best.map_or(ALIKE, |(best, _)| best) {
+        if likeness > ALIKE && best.is_none_or(|(best, _)| likeness >= best) {
             best = Some((likeness, candidate));
         }
     }
