@@ -287,7 +287,8 @@ fn a_recording_is_of_the_disks_and_groups_that_it_names() {
     let recorder = Recorder::begin(&scratch, &file, &["b"]);
     let said = fails(&scratch, &["record", "--output", text(&file)]);
     assert_says(&said, &["another weir records into it"]);
-    recorder.end();
+    fio(&weir, "b", "write", 50);
+    assert_eq!(recorder.end().counts().get(&("b", "write")), Some(&50));
     misuses(&scratch, &["record"]);
     weir.stop();
 }
