@@ -307,12 +307,14 @@ pub(super) fn let_go(attached: &Attached, place: &Place) -> anyhow::Result<()> {
     };
     let watch = Client::connect(&target);
     match client.execute("block-export-del", json!({ "id": attached.export, "mode": "hard" })) {
-        Ok(_) => {
+        // It has gone.
+        Err(Error::Refused(said)) if !said.ends_with("already shutting down") => {}
+        // Its keeper, which sees that it was unmounted, may have been faster to say so.
+        Ok(_) | Err(Error::Refused(_)) => {
             if let Ok(watch) = watch {
                 let _ = watch.await_export_end(&attached.export);
             }
         }
-        Err(Error::Refused(_)) => {}
         Err(silent @ Error::Silent(_)) => return Err(silent.into()),
         // It ended as it was told.
         Err(Error::Unreachable(_)) => return Ok(()),
