@@ -312,6 +312,16 @@ fn a_recording_ends_when_its_time_is_over() {
     // And to standard output.
     let printed = self::weir(&["record", "--for", "10ms", "--output", "-", "--qmp", &socket(&scratch)]).run();
     assert_says(&printed.printed(), &["weir recording 1\n"]);
+    // What a file has that it goes into is not this command's.
+    let others = scratch.file("others", "before\n");
+    let script =
+        format!("{WEIR} record --for 10ms --output - --qmp {} >> {}", socket(&scratch), text(&others));
+    Client::new("sh").args(["-c", &script]).succeeds();
+    assert!(fs::read(&others).expect("it is there").starts_with(b"before\n"));
+    // Of a recording that never began nothing is left.
+    let never = scratch.path("never");
+    fails(&scratch, &["record", "nobody", "--output", text(&never)]);
+    assert!(!never.exists());
     weir.stop();
 }
 

@@ -94,13 +94,20 @@ enum Event {
 pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
     let signals = Signals::block().context("signals cannot be awaited")?;
     let mut client = Client::reach(arguments.qmp)?.with_patience(Client::LONG)?;
-    let (file, _alone) = open(&arguments.output)?;
+    let is_new = !arguments.output.exists();
+    let (file, alone) = open(&arguments.output)?;
     let (reader, writer) = pipe().context("no pipe can be made")?;
     client.pass(NAME, &writer)?;
     drop(writer);
-    let begun = client.execute("x-weir-record-start", json!({ "fdname": NAME, "of": arguments.of }))?;
+    let begun = client.execute("x-weir-record-start", json!({ "fdname": NAME, "of": arguments.of }));
+    let begun = begun.inspect_err(|_| {
+        if is_new && alone.is_some() {
+            let _ = fs::remove_file(&arguments.output);
+        }
+    })?;
     let transcript = Transcript::named(&arguments.output);
-    if file.metadata().is_ok_and(|of| of.is_file()) {
+    // What is behind standard output is somebody else's.
+    if alone.is_some() {
         file.set_len(0).with_context(|| cannot(&arguments.output))?;
     }
     let (events, event) = mpsc::channel();
@@ -166,7 +173,7 @@ fn summarise(told: &Value, bytes: Option<u64>) -> Result<(), Failure> {
     }
 }
 
-/// The file as it is, and what keeps others from recording into it.
+/// The file as it is, and of a regular one what keeps others from recording into it.
 fn open(path: &Path) -> anyhow::Result<(File, Option<Flock<File>>)> {
     if path == Path::new("-") {
         if stdout().is_terminal() {
@@ -188,8 +195,11 @@ fn open(path: &Path) -> anyhow::Result<(File, Option<Flock<File>>)> {
         return Ok((file, None));
     }
     let held = Flock::lock(file.try_clone()?, FlockArg::LockExclusiveNonblock);
-    let held = held.map_err(|_| {
-        anyhow!("--output {}: another weir records into it (name another file)", path.display())
+    let held = held.map_err(|(_, errno)| match errno {
+        Errno::EWOULDBLOCK => {
+            anyhow!("--output {}: another weir records into it (name another file)", path.display())
+        }
+        other => anyhow!(other).context(cannot(path)),
     })?;
     Ok((file, Some(held)))
 }
