@@ -16,8 +16,8 @@ pub(super) enum Peer {
 }
 
 impl Peer {
-    /// Whom bounds count: of IPv6 a network, which one host may have all of, and so may who is on
-    /// this host of its own.
+    /// Whom bounds count: of IPv6 a network, and all of this host's own addresses, as one may have
+    /// all of them.
     pub(super) fn source(self) -> Self {
         match self {
             Self::Address(address) if address.is_loopback() => Self::Address(Ipv4Addr::LOCALHOST.into()),

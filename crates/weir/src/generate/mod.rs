@@ -75,7 +75,9 @@ _weir() {
     before=${whole[-1]%"${whole[-1]##*=}"}
     COMPREPLY=("${COMPREPLY[@]#"$before"}")
 }
-complete -o nospace -o bashdefault -F _weir weir
+# Bash before 4.4 has no nosort.
+complete -o nospace -o bashdefault -o nosort -F _weir weir 2> /dev/null \
+    || complete -o nospace -o bashdefault -F _weir weir
 "#;
 
 fn write(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {

@@ -47,7 +47,7 @@ impl Difference {
         found.of_groups(inventory, before, (draft, plan))?;
         found.of_disks(inventory, before, (draft, plan))?;
         let (old, new) = (Wanted::all(before), Wanted::all(plan));
-        let (of_old, of_new) = (of_disks(&old), of_disks(&new));
+        let (of_old, of_new) = (by_disk(&old), by_disk(&new));
         let is_in = |all: &HashMap<&str, Vec<&Wanted>>, one: &Wanted| {
             all.get(one.disk.as_str()).is_some_and(|all| all.contains(&one))
         };
@@ -59,7 +59,7 @@ impl Difference {
         found.new_exports = new.iter().filter(is_new).cloned().collect();
         // What came over the control socket may be what the file asks for.
         found.new_exports.retain(|one| !is_there(one) || found.old_exports.iter().any(|old| old.is_at(one)));
-        found.check_unused(inventory, (draft, plan)).await?;
+        found.check_unused(inventory, &running, (draft, plan)).await?;
         Ok(found)
     }
 
@@ -140,10 +140,10 @@ impl Difference {
     async fn check_unused(
         &self,
         inventory: &Inventory,
+        running: &Running,
         (draft, plan): (&Draft, &Plan),
     ) -> anyhow::Result<()> {
         let mut old = Vec::new();
-        let running = Running::of(inventory);
         for one in &self.old_exports {
             let Some(export) = running.find(one) else { continue };
             let unused = export.check_unused().await;
@@ -182,12 +182,12 @@ impl Difference {
     }
 }
 
-fn of_disks(all: &[Wanted]) -> HashMap<&str, Vec<&Wanted>> {
-    let mut of_disks: HashMap<_, Vec<_>> = HashMap::new();
+fn by_disk(all: &[Wanted]) -> HashMap<&str, Vec<&Wanted>> {
+    let mut by_disk: HashMap<_, Vec<_>> = HashMap::new();
     for wanted in all {
-        of_disks.entry(wanted.disk.as_str()).or_default().push(wanted);
+        by_disk.entry(wanted.disk.as_str()).or_default().push(wanted);
     }
-    of_disks
+    by_disk
 }
 
 /// Where the file asks for an export.
