@@ -107,7 +107,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let usage = |text: String| Failure::Usage(anyhow!("{name}: {text}"));
     if opening::is_elsewhere(&path) {
         return Err(usage(
-            "can only be made where it is (by its NBD server, or with `rbd create`)".to_owned(),
+            "can only be made where it is (by its NBD server, with `rbd create`, or `qemu-img create -f qcow2` in a Ceph cluster)"
+                .to_owned(),
         ));
     }
     let mut options = Options::read(&arguments.options).map_err(usage)?;

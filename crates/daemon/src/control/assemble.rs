@@ -1,6 +1,8 @@
 //! From a plan to the parts of the data path: opened images, groups, disks, servers.
 
-use std::{cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, rc::Rc, sync::Arc};
+use std::{
+    cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, pin::pin, rc::Rc, sync::Arc,
+};
 
 use anyhow::{Context as _, anyhow};
 use block::{
@@ -14,6 +16,7 @@ use block::{
     storage::{OpenOptions, Passed, Root, rate::Budgets, rbd},
 };
 use export::nbd;
+use policy::time::Duration;
 use settings::{Credentials, Plan, SecretSource, Service, Settings, Tls, secret::Secrets};
 
 use super::inventory::{Inventory, RunningDisk};
@@ -151,7 +154,7 @@ impl Late {
     ) -> anyhow::Result<()> {
         for planned in plan.disks.iter().filter(|disk| which(disk)) {
             let group = planned.group.map(|index| &self.groups[index]);
-            let image = self.assembly.open(planned).await;
+            let image = telling_if_long(&planned.name, self.assembly.open(planned)).await;
             let image = image.map_err(|error| inventory.naming_holder_of(error))?;
             if inventory.shared_group(group).is_none() {
                 inventory.add_disk(disk(planned, group, image)?)?;
@@ -170,6 +173,20 @@ impl Late {
         self.assembly.budgets
     }
 }
+
+/// Waits for a disk to be open, and says so where that takes long: a cluster that stands still may
+/// never answer.
+async fn telling_if_long<T>(disk: &str, opened: impl Future<Output = T>) -> T {
+    let mut opened = pin!(opened);
+    if let Ok(done) = reactor::timeout(LONG, opened.as_mut()).await {
+        return done;
+    }
+    tracing::warn!(disk, "it is still being opened, and waited for: what it lies on has not answered yet");
+    opened.await
+}
+
+/// After this it is told that a disk is still being opened.
+const LONG: Duration = Duration::from_secs(10);
 
 /// Says that everybody on the machine can read a secret: whoever has it is let in.
 fn warn_of_readers(what: &str, path: &Path) {

@@ -44,6 +44,8 @@ use super::{
 use crate::events::{Kind, News, actor};
 
 const SECOND: Duration = Duration::from_secs(1);
+/// A storage that has not answered for so long is told of.
+const LATE: Duration = Duration::from_secs(10);
 
 /// Looks each second in which somebody does something, and at each change, until this is dropped,
 /// or the inventory is. The exports `in_use` have users that came from another daemon, which are no
@@ -114,6 +116,8 @@ struct Watch {
     devices: Devices,
     stopped: BTreeSet<String>,
     backing_changed: BTreeSet<String>,
+    /// Disks whose storage, in a cluster or at a server, owes an answer; whether that was told.
+    unanswered: BTreeMap<String, bool>,
     /// What a reload has changed that is at work.
     put_off: Vec<String>,
     held_back: HeldBack,
@@ -172,9 +176,35 @@ impl Watch {
             }
         }
         self.look_at_devices(inventory);
+        let all_is_told = self.look_for_answers(inventory);
         let limited_ns = self.conditions.limited_ns();
         self.held_back.look(inventory, limited_ns, now);
-        self.conditions.are_still() && self.devices.are_still() && self.held_back.has_told(limited_ns)
+        let is_told = all_is_told && self.held_back.has_told(limited_ns);
+        self.conditions.are_still() && self.devices.are_still() && is_told
+    }
+
+    /// Whether no storage that is far away owes an answer, but for those of which that was told.
+    fn look_for_answers(&mut self, inventory: &Inventory) -> bool {
+        let mut before = std::mem::take(&mut self.unanswered);
+        for running in inventory.disks() {
+            let storage = running.disk.image().storage();
+            let Some(age) = storage.oldest_request().filter(|_| storage.is_far()) else { continue };
+            let name = running.disk.name().to_string();
+            let was_told = before.remove(&name).unwrap_or(false);
+            // Of one that was told, others may be waited for still.
+            let is_late = age >= LATE;
+            if is_late && !was_told {
+                let seconds = age.as_secs();
+                tracing::warn!(disk = name, seconds, "its storage does not answer: requests wait for it");
+            } else if was_told && !is_late {
+                tracing::info!(disk = name, "its storage answers again");
+            }
+            self.unanswered.insert(name, is_late);
+        }
+        for (disk, _) in before.into_iter().filter(|(_, was_told)| *was_told) {
+            tracing::info!(disk, "its storage answers again");
+        }
+        self.unanswered.values().all(|is_told| *is_told)
     }
 
     /// Devices and files come and go seldom: who comes and goes within a second is not seen.

@@ -16,7 +16,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::{disk::Totals, reactor};
+use block::{disk::Totals, reactor, storage::rbd};
 use console::signals::Request;
 use policy::time::Duration;
 use sd_notify::NotifyState;
@@ -56,6 +56,7 @@ impl Daemon {
                     reactor::spawn(async move { hang_up(&inventory).await });
                 }
                 Event::Signal(Request::EndAtOnce(signal)) => {
+                    rbd::abandon_ends();
                     return Err(anyhow!(
                         "{signal}: ended at once, as asked twice (check what was being written)"
                     ));

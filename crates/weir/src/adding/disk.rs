@@ -148,6 +148,7 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     }
     let here = absolute(".")?;
     // The daemon may be in another directory, and so is the config file.
+    let is_snapshot = image.is_snapshot();
     let image = image.relative_to(&here).to_string();
     let options = disk.with_whole_paths();
     let described = described::node(&name, &image, &options)?;
@@ -170,7 +171,8 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
         keys.extend(said.map(|(key, texts)| ((*key).to_owned(), toml_edit::Array::from_iter(texts).into())));
         saving::added(text, "disk", &name, keys)
     })?;
-    let is_writable = !options.iter().any(|(option, _)| ["read-only", "snapshot"].contains(&option.as_str()));
+    let is_written = !options.iter().any(|(option, _)| ["read-only", "snapshot"].contains(&option.as_str()));
+    let is_writable = is_written && !is_snapshot;
     let mut exports = Vec::new();
     // As a daemon calls those of its config file.
     let id = |exports: &[Value], address: &str| {

@@ -55,7 +55,7 @@ use std::{
 use policy::time::Duration;
 
 pub use self::librbd::Librbd;
-pub use self::librbd::{is_loaded, load, remedy, wait_for_ends};
+pub use self::librbd::{abandon_ends, is_loaded, load, remedy, wait_for_ends};
 pub use self::{address::Address, bell::Bell};
 use self::{
     backend::{Backend, Taken},
@@ -70,7 +70,7 @@ use super::{
     resize::ResizeError,
 };
 use crate::{
-    buffer::Segments,
+    buffer::{Buffer, Segments},
     error::{Error, Result},
     reactor,
     seldom::Seldom,
@@ -79,6 +79,10 @@ use crate::{
 /// The most that is zeroed or discarded by one request of the library's: it asks all objects of it
 /// at once, which are 64 of the usual 4 MiB.
 const MOST_AT_ONCE: u64 = 256 << 20;
+/// Thick zeroes that do not begin and end at these, librbd (16) cuts into three and calls them
+/// under way before they are let pass: where another client shrinks the image in that moment, its
+/// flush waits for them, and they wait for it, for ever. What is beyond is written.
+const SECTOR: u64 = 512;
 /// How long a lock may take where another process goes on unless it comes.
 const TO_TAKE: Duration = Duration::from_secs(5);
 /// What OSDs allocate at least (`bluestore_min_alloc_size`).
@@ -497,7 +501,20 @@ impl<B: Backend> Device for Rbd<B> {
             // It writes them.
             return Err(Error::UNSUPPORTED);
         }
-        self.in_pieces(offset, length, |place, at, piece| {
+        let end = offset.checked_add(length).filter(|&end| end <= self.size_bytes()).ok_or(Error::INVALID)?;
+        let inner = match is_thick {
+            true => offset.next_multiple_of(SECTOR).min(end)..(end / SECTOR * SECTOR).max(offset),
+            false => offset..end,
+        };
+        // Within one sector there is nothing between.
+        let inner = inner.start..inner.end.max(inner.start);
+        for part in [offset..inner.start, inner.end..end] {
+            if !part.is_empty() {
+                let zeroes = Buffer::zeroed((part.end - part.start) as usize);
+                self.change(|place| self.backend.write(place, part.start, zeroes.into())).await?;
+            }
+        }
+        self.in_pieces(inner.start, inner.end - inner.start, |place, at, piece| {
             self.backend.write_zeroes(place, at, piece, is_thick)
         })
         .await?;

@@ -18,7 +18,10 @@ use std::{
     collections::BTreeSet,
     ffi::{CStr, c_char, c_int, c_void},
     ops::Range,
-    sync::{Arc, Condvar, Mutex, PoisonError},
+    sync::{
+        Arc, Condvar, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     time::Duration,
 };
 
@@ -58,10 +61,13 @@ pub(super) struct Image {
     pub(super) size_bytes: u64,
     /// What it really is, whatever it was called.
     pub(super) what: String,
+    name: String,
     /// Another process has it, and passes it on.
     pub(super) is_passed: bool,
     /// It has a lock.
     is_locked: bool,
+    /// Its lock was taken away with the feature, and that was told.
+    is_unlocked: AtomicBool,
     /// One at a time takes it or gives it up.
     turn: Mutex<()>,
     /// Told once it is closed.
@@ -104,8 +110,10 @@ impl Image {
             bell,
             size_bytes: 0,
             what: String::new(),
+            name: address.name(),
             is_passed: false,
             is_locked: false,
+            is_unlocked: AtomicBool::new(false),
             turn: Mutex::new(()),
             closed: None,
             pool: Some(pool),
@@ -400,7 +408,25 @@ impl Image {
         let mut size = 0;
         // SAFETY: the image is open, and it writes one number.
         outcome(unsafe { (self.library.rbd_get_size)(self.handle, &raw mut size) })?;
+        self.look_for_lock()?;
         Ok(size)
+    }
+
+    /// A lock is a feature of the image, which others can take away and give back.
+    fn look_for_lock(&self) -> Result<()> {
+        if !self.is_locked {
+            return Ok(());
+        }
+        let is_unlocked = self.features()? & EXCLUSIVE_LOCK == 0;
+        if is_unlocked && !self.is_unlocked.swap(is_unlocked, Relaxed) {
+            tracing::warn!(
+                image = self.name,
+                "the image has no exclusive lock any more: nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)"
+            );
+        } else {
+            self.is_unlocked.store(is_unlocked, Relaxed);
+        }
+        Ok(())
     }
 
     pub(super) fn resize(&self, size_bytes: u64) -> Result<()> {
@@ -533,6 +559,8 @@ impl Drop for Image {
 /// How many images are being closed.
 static ENDING: Mutex<usize> = Mutex::new(0);
 static ENDED: Condvar = Condvar::new();
+/// Whoever ends now waits for none of them.
+static ARE_ABANDONED: AtomicBool = AtomicBool::new(false);
 
 struct Ending;
 
@@ -553,9 +581,15 @@ impl Drop for Ending {
 /// Waits until every image that nobody has any more is closed, for so long at most; whether all
 /// are. A process that ends before leaves locks behind, which the cluster keeps for 30 s.
 pub fn wait_for_ends(patience: Duration) -> bool {
+    let patience = if ARE_ABANDONED.load(Relaxed) { Duration::ZERO } else { patience };
     let ending = ENDING.lock().unwrap_or_else(PoisonError::into_inner);
     let waited = ENDED.wait_timeout_while(ending, patience, |ending| *ending > 0);
     *waited.unwrap_or_else(PoisonError::into_inner).0 == 0
+}
+
+/// From here on nobody waits for images that are being closed: the process is to end at once.
+pub fn abandon_ends() {
+    ARE_ABANDONED.store(true, Relaxed);
 }
 
 /// What is left to be done of an image.

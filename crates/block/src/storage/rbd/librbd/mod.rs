@@ -27,7 +27,7 @@ use self::{
     operation::{Operation, What},
 };
 pub use self::{
-    image::wait_for_ends,
+    image::{abandon_ends, wait_for_ends},
     library::{is_loaded, load, remedy},
 };
 use super::{
