@@ -116,7 +116,7 @@ bench-decisions: ## what one decision of the throttling, one request of a record
 	$(CARGO) bench --locked -p weir-lab --bench record
 	$(CARGO) test --release --locked -p weir-export --lib an_indirect_chain_of_three -- --ignored --nocapture
 
-bench-hosts: ## one limit over three hosts and three members of etcd, which are killed, stopped and put to sleep: how fast shares follow, and that the limit holds (about 2 minutes)
+bench-hosts: ## one limit over three hosts and three members of etcd, which are killed, stopped and put to sleep: how fast shares follow, and that the limit holds (about 3 minutes)
 	@scripts/deps build clients
 	@scripts/etcd
 	$(RELEASE)

@@ -5,6 +5,7 @@ Never judges anything, and leaves nothing behind.
 """
 
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -77,6 +78,14 @@ class Etcd:
         """Which member leads the others."""
         rows = self.control("endpoint", "status").splitlines()
         return next((at for at, row in enumerate(rows) if row.split(", ")[4] == "true"), 0)
+
+    def freeze(self, at):
+        """It is silent, and its connections stay."""
+        self.members[at].send_signal(signal.SIGSTOP)
+
+    def thaw(self, at):
+        """It goes on."""
+        self.members[at].send_signal(signal.SIGCONT)
 
     def kill(self, at):
         """At once."""

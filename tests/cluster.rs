@@ -385,7 +385,12 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
         shown().ends_with("  iops-total  2000\n  hosts       16\n  safe-share  0.125%\n")
     });
     let said = one.run(&["throttle", "gold", "--cluster", "--safe-share", "default"]).succeeds();
-    assert_eq!(said, "gold: safe-share: default\n");
+    assert_eq!(said, "gold: safe-share: 0.125% → default, on all hosts\n");
+    // Most of it would be for hosts that are not there.
+    let outcome = one.run(&["throttle", "gold", "--cluster", "--safe-share", "5%"]).run();
+    assert_eq!((outcome.ended(), &*outcome.printed()), (Some(0), "gold: safe-share: 5%, on all hosts\n"));
+    assert_says(&outcome.said(), &["80% of its limits are set aside, 5% for each of 16 hosts", "--hosts"]);
+    one.run(&["throttle", "gold", "--cluster", "--safe-share", "default"]).succeeds();
     until("it is as at first", || shown().ends_with("  iops-total  2000\n  hosts       16\n"));
     let said = one.run(&["throttle", "gold", "--cluster", "--safe-share", "2"]).run();
     assert_says(&said.said(), &["such as 2%", "or default"]);

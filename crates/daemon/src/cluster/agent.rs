@@ -18,7 +18,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::PathBuf,
+    path::{Path, PathBuf},
     time::Duration,
 };
 
@@ -53,10 +53,17 @@ const NAME_TTL: u64 = NAME_LEASE.as_secs();
 /// machine that starts again takes minutes for.
 const PROMISE_TTL: u64 = 600;
 const KEEP_NAME: Duration = Duration::from_secs(NAME_TTL / 3);
+/// A session that ends sooner is not gone on with in silence: it may be the next that ends too.
+const LASTING: Duration = Duration::from_secs(10);
 /// How long the loop sleeps at most.
 const IDLE: Duration = Duration::from_secs(1);
-/// Keys that are told of: whoever can write in etcd may write any number.
+/// A request that takes longer is told of, and how often.
+const SLOW: Duration = Duration::from_millis(300);
+const BETWEEN_SLOW: Duration = Duration::from_secs(60);
+/// Keys that are told of.
 const MOST_STRANGE: usize = 64;
+/// Between two times that limits are kept for the next start, of all that have changed by then.
+const KEEP_LIMITS: Duration = Duration::from_secs(1);
 /// Between two tries of all members.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
@@ -95,21 +102,35 @@ impl Agent {
             silence: Silence::new(self.timing.lease / 2),
             answered: None,
             strange: BTreeSet::new(),
+            limits: Limits::default(),
+            told_slow: None,
         };
-        let (mut member, mut pause) = (0, FIRST_PAUSE);
+        // Not all hosts at the same member: when one falls silent, few have to find another.
+        let (mut member, mut pause) = (draw() as usize % Etcd::members(&self.terms).max(1), FIRST_PAUSE);
+        // Where the next member goes on at once nothing has happened: one was stopped, or a proxy
+        // has cut a watch that had nothing to say.
+        let mut is_over;
         loop {
             let ended = match Etcd::connect(&self.terms, member).await {
                 Ok(mut etcd) => {
-                    pause = FIRST_PAUSE;
                     member = etcd.at() + 1;
+                    let began = now();
                     let ended = session.run(&mut etcd).await;
+                    // Another member is asked at once where one has become silent: leases run.
+                    let has_worked = session.known.joined.is_some();
+                    pause = if has_worked { Duration::ZERO } else { FIRST_PAUSE };
+                    is_over = !has_worked || now() - began < LASTING;
+                    session.limits.keep(&self.file, &session.known.groups, Instant::MAX).await;
                     if matches!(ended, Ok(End::Stopped)) {
                         session.leave(&mut etcd).await;
                         return;
                     }
                     ended
                 }
-                Err(error) => Err(error),
+                Err(error) => {
+                    is_over = true;
+                    Err(error)
+                }
             };
             session.end();
             let (why, lasts) = match ended {
@@ -117,12 +138,14 @@ impl Agent {
                 Ok(End::Broken(why)) => (why, false),
                 Err(error) => (error.to_string(), matches!(error, Error::Refused(_))),
             };
-            if self.words.send(Word::Apart { why: why.clone(), lasts }).await.is_err() {
+            if !is_over && !lasts {
+                tracing::info!("cluster: etcd: {why}: the next member is asked");
+            } else if self.words.send(Word::Apart { why: why.clone(), lasts }).await.is_err() {
                 return;
             }
             // Not all hosts at once.
-            let until = now() + pause + pause.mul_f64((draw() % 256) as f64 / 256.0);
-            pause = (pause * 2).min(LAST_PAUSE);
+            let until = now() + pause + pause.max(self.timing.tick).mul_f64((draw() % 256) as f64 / 256.0);
+            pause = (pause * 2).clamp(FIRST_PAUSE, LAST_PAUSE);
             if self.answer_apart(until, &why, &session).await {
                 return;
             }
@@ -172,14 +195,48 @@ struct Session<'a> {
     silence: Silence,
     /// When etcd did last what it was asked.
     answered: Option<Instant>,
-    /// Keys that are none of weir's, and were told of.
+    /// Keys that are none of weir's, or hold nothing of its, and were told of.
     strange: BTreeSet<String>,
+    limits: Limits,
+    told_slow: Option<Instant>,
+}
+
+/// What is known of the groups' limits, as it is kept for the next start. To write it may take
+/// long, while leases have to be kept.
+#[derive(Default)]
+struct Limits {
+    changed: bool,
+    kept_at: Instant,
+    keeping: Option<tokio::task::JoinHandle<()>>,
+}
+
+impl Limits {
+    /// When they are to be kept.
+    fn due(&self) -> Option<Instant> {
+        let is_kept = self.keeping.as_ref().is_some_and(|keeping| !keeping.is_finished());
+        (self.changed && !is_kept).then(|| self.kept_at + KEEP_LIMITS)
+    }
+
+    /// Keeps them, if they have changed and are due by then; at its end, whenever that was.
+    async fn keep(&mut self, file: &Path, groups: &BTreeMap<String, Stored>, by: Instant) {
+        if by == Instant::MAX
+            && let Some(keeping) = self.keeping.take()
+        {
+            let _ = keeping.await;
+        }
+        if self.due().is_none_or(|due| due > by) {
+            return;
+        }
+        (self.changed, self.kept_at) = (false, now());
+        let (file, groups) = (file.to_owned(), groups.clone());
+        self.keeping = Some(tokio::task::spawn_blocking(move || stored::save(&file, &groups)));
+    }
 }
 
 impl Session<'_> {
-    /// Forgets what holds for one session alone.
+    /// Forgets what holds for one session alone. The lead is its key's: the next may go on with it.
     fn end(&mut self) {
-        (self.known.joined, self.leading, self.campaign_at) = (None, None, None);
+        (self.known.joined, self.campaign_at) = (None, None);
     }
 
     async fn tell(&self, word: Word) -> Result<(), Error> {
@@ -218,6 +275,14 @@ impl Session<'_> {
         self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
         self.tell(Word::Promises(self.known.promises.clone())).await?;
         self.join(etcd, own.as_ref()).await?;
+        let leads =
+            |leading: &Leading| self.known.leader.as_ref().is_some_and(|(term, _)| *term == leading.term());
+        if let Some(mut leading) = self.leading.take().filter(leads)
+            && self.known.joined.is_some()
+            && leading.go_on(&self.known, etcd).await?
+        {
+            self.leading = Some(leading);
+        }
         if let Some(value) = granted {
             self.on_put(&value).await?;
         }
@@ -279,12 +344,14 @@ impl Session<'_> {
     fn next(&self) -> Instant {
         let leading = self.leading.as_ref().map(Leading::next);
         let keep = self.known.joined.map(|_| self.kept_at + KEEP_NAME);
-        let all = [leading, keep, self.campaign_at, self.silence.due(), Some(now() + IDLE)];
+        let all =
+            [leading, keep, self.campaign_at, self.silence.due(), self.limits.due(), Some(now() + IDLE)];
         all.into_iter().flatten().min().unwrap_or(Instant::ZERO)
     }
 
     /// Keeps leases, campaigns and leads, as far as that is due.
     async fn tend(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
+        self.limits.keep(&self.agent.file, &self.known.groups, now()).await;
         if let Some(Leases { name, promises }) = self.known.joined
             && now() >= self.kept_at + KEEP_NAME
         {
@@ -307,10 +374,10 @@ impl Session<'_> {
             let (keys, host) = (&self.known.keys, &self.agent.cluster.host);
             let ranges = [keys.one(Key::Leader), keys.of_host(host), keys.one(Key::Report(host))];
             let (_, found) = etcd.read(&ranges).await?;
-            // Reports are watched by who leads, from his election on.
-            let led = self.leading.as_ref().map_or(u64::MAX, |leading| leading.term().revision);
+            // Reports are watched by who leads.
+            let known = self.leading.as_ref().map_or(i64::MAX, Leading::reports_at);
             let report = keys.key(Key::Report(host));
-            let watched = |value: &&KeyValue| value.key != report || value.mod_revision.cast_unsigned() > led;
+            let watched = |value: &&KeyValue| value.key != report || value.mod_revision > known;
             if self.silence.look(found.iter().flatten().filter(watched), now()) {
                 return Err(Error::Unreachable(anyhow::anyhow!(
                     "etcd {}: a watch does not say what has changed",
@@ -333,13 +400,26 @@ impl Session<'_> {
                 }
             }
         }
-        if let Some(mut leading) = self.leading.take() {
-            let goes_on = leading.tend(&self.known, etcd).await?;
-            if goes_on {
-                self.leading = Some(leading);
-            }
+        if let Some(leading) = &mut self.leading
+            && !leading.tend(&self.known, etcd).await?
+        {
+            self.leading = None;
         }
+        self.tell_of_slowness(etcd);
         Ok(())
+    }
+
+    /// A report and its answer are some requests, within what is left of a lease.
+    fn tell_of_slowness(&mut self, etcd: &mut Etcd) {
+        let took = etcd.take_slowest();
+        if took > SLOW && self.told_slow.is_none_or(|told| now() >= told + BETWEEN_SLOW) {
+            self.told_slow = Some(now());
+            tracing::warn!(
+                etcd = etcd.member(),
+                took_ms = took.as_millis() as u64,
+                "cluster: etcd is slow: parts of limits may end before they are prolonged, and the safe share holds then"
+            );
+        }
     }
 
     /// Stands for election soon, not together with all others.
@@ -421,7 +501,6 @@ impl Session<'_> {
 
     /// A value that is not this host's name.
     async fn on_put(&mut self, value: &KeyValue) -> Result<(), Error> {
-        let wrong = |why: String| tracing::warn!(key = %value.key, "cluster: what is in etcd there {why}: it is passed over");
         match self.known.keys.read(&value.key) {
             Some(Key::Leader) => match values::read::<values::Leader>(&value.value) {
                 // Who leads has a lease, or he would for ever.
@@ -431,7 +510,7 @@ impl Session<'_> {
                 }
                 // It goes with its lease, whoever has it.
                 Err(why) if value.lease != 0 => {
-                    wrong(why);
+                    self.pass_over(value, &why);
                     self.known.leader = None;
                 }
                 _ => {
@@ -447,11 +526,23 @@ impl Session<'_> {
                 match read {
                     Ok((spec, group)) => {
                         self.known.not_understood.remove(name);
+                        self.strange.remove(&value.key);
+                        let known = self.known.groups.get(name).map_or(0, |known| known.group.number);
+                        if group.number < known {
+                            tracing::warn!(
+                                group = %name,
+                                change = group.number,
+                                known,
+                                "etcd has older limits for this group than were known here, as if it was restored from a copy: they hold from now on (`weir throttle {name} --cluster` shows and changes them)"
+                            );
+                        }
                         let stored = Stored { group, spec, changed: value.mod_revision };
                         self.on_limits(name.to_owned(), stored).await?;
                     }
                     Err(why) => {
-                        tracing::warn!(key = %value.key, "cluster: what is in etcd there {why}: it is left alone, and this host has its safe share of group {name}");
+                        if self.is_news(value) {
+                            tracing::warn!(key = %value.key, "cluster: what is in etcd there {why}: it is left alone, and this host has its safe share of group {name}");
+                        }
                         self.known.not_understood.insert(name.to_owned(), why);
                     }
                 }
@@ -461,28 +552,27 @@ impl Session<'_> {
                     self.known.promises.insert(name.to_owned(), promises);
                     self.known.promises_at = self.known.promises_at.max(value.mod_revision);
                 }
-                Err(why) => wrong(why),
+                Err(why) => self.pass_over(value, &why),
             },
             Some(Key::Grant(name)) if name == self.agent.cluster.host => {
                 match values::read::<Grants>(&value.value) {
                     Ok(grants) => {
-                        let is_understood =
-                            |(group, _): &(String, _)| !self.known.not_understood.contains_key(group);
-                        for (group, grant) in grants.groups.into_iter().filter(is_understood) {
+                        for (group, grant) in grants.groups {
                             match grant.read() {
+                                _ if self.known.not_understood.contains_key(&group) => {}
                                 Ok(grant) => self.tell(Word::Granted { group, grant }).await?,
-                                Err(why) => wrong(why),
+                                Err(why) => self.pass_over(value, &why),
                             }
                         }
                     }
-                    Err(why) => wrong(why),
+                    Err(why) => self.pass_over(value, &why),
                 }
             }
             Some(Key::Report(name)) => {
                 if let Some(leading) = &mut self.leading {
                     match values::read::<Reports>(&value.value) {
                         Ok(reports) => leading.on_reports(name, &reports),
-                        Err(why) => wrong(why),
+                        Err(why) => self.pass_over(value, &why),
                     }
                 }
             }
@@ -493,19 +583,19 @@ impl Session<'_> {
                         let offered = Offered { disk: disk.to_owned(), offer, revision: value.mod_revision };
                         self.tell(Word::Offered(Box::new(offered))).await?;
                     }
-                    Err(why) => wrong(why),
+                    Err(why) => self.pass_over(value, &why),
                 }
             }
             Some(Key::Moved(host, disk)) if host == self.agent.cluster.host => {
                 let named = |answer: Answer| settings::cluster_name(&answer.by).map(|_| answer);
                 match values::read::<Answer>(&value.value).and_then(named) {
                     Ok(answer) => self.tell(Word::Answered { disk: disk.to_owned(), answer }).await?,
-                    Err(why) => wrong(why),
+                    Err(why) => self.pass_over(value, &why),
                 }
             }
             Some(Key::Host(_) | Key::Grant(_) | Key::Move(..) | Key::Moved(..)) => {}
             None => {
-                if self.strange.len() < MOST_STRANGE && self.strange.insert(value.key.clone()) {
+                if self.is_news(value) {
                     tracing::warn!(key = ?value.key, "cluster: a key in etcd is none of weir's, by its form or its names: it is left alone");
                 }
             }
@@ -513,10 +603,21 @@ impl Session<'_> {
         Ok(())
     }
 
+    fn pass_over(&mut self, value: &KeyValue, why: &str) {
+        if self.is_news(value) {
+            tracing::warn!(key = %value.key, "cluster: what is in etcd there {why}: it is passed over");
+        }
+    }
+
+    /// Whether nothing was told of this key yet. Whoever can write in etcd may write any number.
+    fn is_news(&mut self, value: &KeyValue) -> bool {
+        self.strange.len() < MOST_STRANGE && self.strange.insert(value.key.clone())
+    }
+
     async fn on_limits(&mut self, name: String, stored: Stored) -> Result<(), Error> {
         let spec = stored.spec;
         self.known.groups.insert(name.clone(), stored);
-        stored::save(&self.agent.file, &self.known.groups);
+        self.limits.changed = true;
         self.tell(Word::Group { name, spec }).await
     }
 
@@ -732,5 +833,44 @@ impl Session<'_> {
             let _ = etcd.transact(&[], &[report, promise]).await;
             let _ = etcd.revoke_lease(name).await;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use policy::throttle;
+
+    use super::*;
+
+    fn kept(file: &Path) -> usize {
+        stored::load(file).map_or(0, |groups| groups.len())
+    }
+
+    #[test]
+    fn limits_that_change_again_and_again_are_kept_once_in_a_while_and_at_the_end() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("lab.json");
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let known = |count: usize| -> BTreeMap<String, Stored> {
+                let group = Group::of(&throttle::Limits::default(), 16, None, 1, 1);
+                let one = |number| {
+                    let stored = Stored { spec: group.spec().unwrap(), group: group.clone(), changed: 1 };
+                    (format!("g{number}"), stored)
+                };
+                (0..count).map(one).collect()
+            };
+            let mut limits = Limits::default();
+            // As many as a session begins with, each of which is a change.
+            for count in 1..=1000 {
+                limits.changed = true;
+                let at = if count == 1 { Instant::ZERO + KEEP_LIMITS } else { limits.kept_at };
+                limits.keep(&file, &known(count.min(2)), at).await;
+                assert_eq!(limits.changed, count > 1, "one is under way, or was a moment ago");
+            }
+            limits.keep(&file, &known(3), Instant::MAX).await;
+            limits.keep(&file, &known(3), Instant::MAX).await;
+            assert_eq!((kept(&file), limits.changed), (3, false));
+        });
     }
 }

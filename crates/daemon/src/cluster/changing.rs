@@ -68,13 +68,17 @@ pub(super) async fn change(
 
 /// What whoever asked for a change is told of it.
 pub(super) fn shown(known: &Known, name: &String, group: &Group) -> Value {
-    json!({
+    let mut shown = json!({
         "group": name,
         "change": group.number,
         "limits": group.limits,
         "hosts": group.hosts,
         "used": known.promises.values().any(|promises| takes_part(promises, name)),
-    })
+    });
+    if let Some(ppm) = group.safe_share_ppm {
+        shown["safe-share-ppm"] = ppm.into();
+    }
+    shown
 }
 
 /// An older weir does not say which groups it has.

@@ -13,7 +13,7 @@ use policy::{
 };
 
 use super::{
-    etcd::{Compare, Error, Etcd, MAX_BYTES, MAX_OPERATIONS, Operation},
+    etcd::{Compare, Error, Etcd, KeyValue, MAX_BYTES, MAX_OPERATIONS, Operation},
     keys::{Key, Keys},
     known::Known,
     outside::{draw, now},
@@ -46,7 +46,9 @@ pub(super) struct Leading {
     restored: BTreeMap<String, Instant>,
     /// When to look for grants of hosts that have left.
     sweep_at: Option<Instant>,
-    _watching: Watching,
+    /// Reports that are newer than this revision are watched.
+    reports_at: i64,
+    watching: Watching,
 }
 
 impl Leading {
@@ -67,9 +69,7 @@ impl Leading {
             return Ok(None);
         }
         let term = Term { revision: done.revision.cast_unsigned(), nonce: leader.nonce };
-        let reports = keys.reports();
-        let (revision, found) = etcd.read(std::slice::from_ref(&reports)).await?;
-        let watch = etcd.watch(&reports, revision + 1).await?;
+        let (reports_at, found, watching) = read_reports(known, etcd).await?;
         let mut leading = Self {
             term,
             keys,
@@ -86,20 +86,43 @@ impl Leading {
             restored: BTreeMap::new(),
             // Of those that left before its election there may be some too.
             sweep_at: Some(now() + 2 * timing.lease),
-            _watching: forward(watch, known.number, known.inbox.clone()),
+            reports_at,
+            watching,
         };
-        for value in found.iter().flatten() {
-            if let (Some(Key::Report(host)), Ok(reports)) =
-                (known.keys.read(&value.key), values::read(&value.value))
-            {
-                leading.on_reports(host, &reports);
-            }
-        }
+        found.iter().for_each(|(host, reports)| leading.on_reports(host, reports));
         // Of hosts that were there before nobody knows how long ago.
         leading.heard.clear();
         leading.follow(known);
         tracing::info!(cluster = %known.cluster.name, "this host divides the cluster's limits");
         Ok(Some(leading))
+    }
+
+    /// Leads on with another member of etcd, before its key has gone. Whether it still leads.
+    pub(super) async fn go_on(&mut self, known: &Known, etcd: &mut Etcd) -> Result<bool, Error> {
+        if !self.keep_alive(etcd).await? {
+            return Ok(self.lost());
+        }
+        let found;
+        (self.reports_at, found, self.watching) = read_reports(known, etcd).await?;
+        found.iter().for_each(|(host, reports)| self.on_reports(host, reports));
+        Ok(true)
+    }
+
+    /// Whether its key is there.
+    async fn keep_alive(&mut self, etcd: &mut Etcd) -> Result<bool, Error> {
+        self.kept_at = now();
+        let asked = self.kept_at;
+        if !etcd.keep_lease(self.lease).await? {
+            return Ok(false);
+        }
+        self.asked = asked;
+        self.leaders.values_mut().for_each(|leader| leader.kept_alive(asked));
+        Ok(true)
+    }
+
+    /// See the field.
+    pub(super) const fn reports_at(&self) -> i64 {
+        self.reports_at
     }
 
     pub(super) const fn term(&self) -> Term {
@@ -164,14 +187,8 @@ impl Leading {
 
     /// Divides, and writes what comes of it. Whether it still leads.
     pub(super) async fn tend(&mut self, known: &Known, etcd: &mut Etcd) -> Result<bool, Error> {
-        if now() >= self.kept_at + self.keep() {
-            self.kept_at = now();
-            let asked = self.kept_at;
-            if !etcd.keep_lease(self.lease).await? {
-                return Ok(self.lost());
-            }
-            self.asked = asked;
-            self.leaders.values_mut().for_each(|leader| leader.kept_alive(asked));
+        if now() >= self.kept_at + self.keep() && !self.keep_alive(etcd).await? {
+            return Ok(self.lost());
         }
         self.follow(known);
         let at = now();
@@ -332,6 +349,22 @@ impl Leading {
     pub(super) async fn resign(self, etcd: &mut Etcd) {
         let _ = etcd.revoke_lease(self.lease).await;
     }
+}
+
+/// What hosts say at a revision, and what they say from then on.
+async fn read_reports(
+    known: &Known,
+    etcd: &mut Etcd,
+) -> Result<(i64, Vec<(String, Reports)>, Watching), Error> {
+    let range = known.keys.reports();
+    let (revision, found) = etcd.read(std::slice::from_ref(&range)).await?;
+    let watch = etcd.watch(&range, revision + 1).await?;
+    let read = |value: &KeyValue| match (known.keys.read(&value.key), values::read(&value.value)) {
+        (Some(Key::Report(host)), Ok(reports)) => Some((host.to_owned(), reports)),
+        _ => None,
+    };
+    let found = found.iter().flatten().filter_map(read).collect();
+    Ok((revision, found, forward(watch, known.number, known.inbox.clone())))
 }
 
 /// What one transaction may take, each.

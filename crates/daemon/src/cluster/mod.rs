@@ -103,6 +103,9 @@ pub(crate) trait Surroundings {
     /// operations and bytes per second, 0 where it is not known.
     fn capacity(&self, is_shared: &dyn Fn(&str) -> bool) -> [u64; 2];
 
+    /// Whether this host has a group of that name, the cluster's or its own.
+    fn has_group(&self, name: &str) -> bool;
+
     /// This host has its part of the limits of the cluster of that name; or it is apart, for a
     /// reason: then its safe share holds once leases have run out.
     fn tell(&self, cluster: &str, host: &str, apart: Option<&str>);
@@ -138,6 +141,8 @@ pub(crate) struct Cluster {
     is_connected: Cell<bool>,
     /// For which reasons it was told that this host is apart, since it was told that it has joined.
     told_apart: RefCell<BTreeSet<String>>,
+    /// Groups of this host for which it was told that the cluster has another of the name.
+    told_namesakes: RefCell<BTreeSet<String>>,
     /// Why not.
     reason: RefCell<String>,
     leader: RefCell<Option<String>>,
@@ -264,6 +269,7 @@ impl Cluster {
             is_asking: Cell::new(false),
             is_connected: Cell::new(false),
             told_apart: RefCell::default(),
+            told_namesakes: RefCell::default(),
             reason: RefCell::new(reason),
             leader: RefCell::default(),
             offers: async_channel::bounded(MOST_QUEUED),
@@ -388,9 +394,28 @@ impl Cluster {
                 }
             }
         }
+        self.tell_namesakes(&**around);
         let reports = self.hosts.borrow_mut().tick(reactor::now());
         if let Some(reports) = reports {
             let _ = self.input.try_send(Input::Reports(reports));
+        }
+    }
+
+    /// A group of this host that is called as one of the cluster's, and is none: that may be a
+    /// slip, by which a tenant has more than its limit.
+    fn tell_namesakes(&self, around: &dyn Surroundings) {
+        let mut told = self.told_namesakes.borrow_mut();
+        for (group, spec) in &*self.specs.borrow() {
+            let is_namesake = !spec.limits().is_unlimited() && !self.has(group) && around.has_group(group);
+            if is_namesake && told.insert(group.clone()) {
+                tracing::warn!(
+                    %group,
+                    cluster = self.name,
+                    "the cluster has limits for a group of this name, and this host's takes no part in them: what passes here comes on top (cluster = true in [group.{group}], or another name)"
+                );
+            } else if !is_namesake {
+                told.remove(group);
+            }
         }
     }
 

@@ -75,6 +75,9 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> V
         let heard = leading?.heard(host)?;
         u64::try_from((now() - heard).as_millis()).ok()
     };
+    let lease_ms = u64::try_from(known.timing.lease.as_millis()).unwrap_or(u64::MAX);
+    // Who was not heard of for a lease has none, whether its name is still its own or not.
+    let may_have_lease = |host: &str| hosts.contains_key(host) && age(host).is_none_or(|ms| ms <= lease_ms);
     let host = |name: &&str| {
         let mut entry = json!({ "name": name, "present": hosts.contains_key(name) });
         if let Some(Some(identity)) = hosts.get(name) {
@@ -98,7 +101,7 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> V
                 "demand": wants(report),
                 "waiting-ns": report.waiting_ns(),
                 "weight": report.weight(),
-                "in-force": in_force(report, hosts.contains_key(host)),
+                "in-force": in_force(report, may_have_lease(host)),
                 "safe-share": by_kind(report.safe),
                 "granted": by_kind(granted.unwrap_or_default()),
                 "promised": promises(promised.copied().unwrap_or_default()),
@@ -165,8 +168,8 @@ fn by_kind(numbers: policy::cluster::ByKind) -> Value {
 
 /// What a host may use. One that has gone, or is cut off, has no lease any more: those end long
 /// before its name does.
-fn in_force(report: &Report, is_there: bool) -> Value {
-    let leased = |kind: LimitKind| if is_there { report.leased[kind.index()] } else { 0 };
+fn in_force(report: &Report, may_have_lease: bool) -> Value {
+    let leased = |kind: LimitKind| if may_have_lease { report.leased[kind.index()] } else { 0 };
     by_kind(LimitKind::ALL.map(|kind| leased(kind).saturating_add(report.safe[kind.index()])))
 }
 

@@ -30,6 +30,10 @@ impl Surroundings for Inventory {
         })
     }
 
+    fn has_group(&self, name: &str) -> bool {
+        self.group(name).is_ok()
+    }
+
     fn tell(&self, cluster: &str, host: &str, apart: Option<&str>) {
         let (kind, message) = match apart {
             None => (

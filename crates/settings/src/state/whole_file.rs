@@ -3,7 +3,7 @@
 
 use std::{
     fs,
-    io::{self, Write as _},
+    io::{self, Read as _, Write as _},
     os::unix::fs::PermissionsExt as _,
     path::Path,
 };
@@ -13,14 +13,16 @@ use std::{
 /// # Errors
 /// If it cannot be read, or is longer than so many bytes.
 pub fn read(path: &Path, most_bytes: u64) -> io::Result<Option<Vec<u8>>> {
-    let metadata = match fs::metadata(path) {
+    let file = match fs::File::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other?,
     };
-    if metadata.len() > most_bytes {
+    let mut content = Vec::new();
+    file.take(most_bytes + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > most_bytes {
         return Err(io::Error::other(format!("is too large, above {most_bytes} bytes")));
     }
-    fs::read(path).map(Some)
+    Ok(Some(content))
 }
 
 /// Replaces the file's content, readable for all; with `durably` a loss of power does not undo it.

@@ -84,12 +84,44 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
     }
     let lines = change.describe(&settings).into_iter();
     let text: String = lines.map(|line| format!("{}: {line}, on all hosts\n", arguments.name)).collect();
-    let hosts = arguments.cluster.hosts.map(|hosts| format!("{}: hosts: {hosts}\n", arguments.name));
-    let safe = safe_share.map(|part| format!("{}: safe-share: {part}\n", arguments.name));
+    let was = |key: &str| before.and_then(|group| group[key].as_u64());
+    let line = |what: &str, from: Option<String>, to: String| {
+        let from = from.map(|from| format!("{from} → ")).unwrap_or_default();
+        format!("{}: {what}: {from}{to}, on all hosts\n", arguments.name)
+    };
+    let hosts = arguments
+        .cluster
+        .hosts
+        .map(|hosts| line("hosts", was("most-hosts").map(|hosts| hosts.to_string()), hosts.to_string()));
+    let part_before = was("safe-share-ppm").map(percent);
+    let safe = safe_share.map(|part| line("safe-share", part_before, part.to_string()));
+    print(&[Some(text), hosts, safe].into_iter().flatten().collect::<String>())?;
     if done["used"] == false {
         console::complain(&unused(&arguments.name));
     }
-    Ok(print(&[Some(text), hosts, safe].into_iter().flatten().collect::<String>())?)
+    if let Some(why) = set_aside(&arguments.name, &done) {
+        console::complain(&why);
+    }
+    Ok(())
+}
+
+/// Much of the limits is kept for hosts, whether they are there or not.
+fn set_aside(group: &str, done: &Value) -> Option<anyhow::Error> {
+    let (hosts, each) = (done["hosts"].as_u64()?, done["safe-share-ppm"].as_u64()?);
+    let all = hosts.saturating_mul(each);
+    (all > MUCH_PPM).then(|| {
+        let [all, each] = [all, each].map(percent);
+        anyhow::anyhow!(
+            "group {group}: {all} of its limits are set aside, {each} for each of {hosts} hosts, and those that are not there use nothing of it (--hosts tells how many there are at most)"
+        )
+    })
+}
+
+/// More than this that is set aside is told.
+const MUCH_PPM: u64 = 100_000;
+
+fn percent(ppm: u64) -> String {
+    format!("{}%", ppm as f64 / 10_000.0)
 }
 
 /// Limits were set that nobody is held to.
@@ -106,7 +138,7 @@ fn of_all(group: &Value) -> String {
     }
     rows.push(("hosts", group["most-hosts"].to_string()));
     if let Some(ppm) = group["safe-share-ppm"].as_u64() {
-        rows.push(("safe-share", format!("{}%", ppm as f64 / 10_000.0)));
+        rows.push(("safe-share", percent(ppm)));
     }
     let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
     let mut text = format!("group {}, on all hosts\n", group["name"].as_str().unwrap_or_default());

@@ -16,9 +16,10 @@ mod message;
 mod watch;
 
 use std::{
-    fs,
+    fs::File,
+    io::Read as _,
     net::{SocketAddr, ToSocketAddrs as _},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, anyhow, ensure};
@@ -32,6 +33,9 @@ pub(super) use watch::{Watch, events};
 
 /// How long a member may take over a request: less than half a lease, so that another can be asked.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// The same for a password, which etcd makes slow to try by design.
+const PATIENCE_FOR_PASSWORDS: Duration = Duration::from_secs(4);
+const AUTHENTICATE: &str = "/v3/auth/authenticate";
 /// Operations of a transaction: etcd's `--max-txn-ops`, by default.
 pub(super) const MAX_OPERATIONS: usize = 128;
 /// Keys and values of a transaction: well below etcd's `--max-request-bytes`, by default.
@@ -112,11 +116,13 @@ impl Terms {
         let tls = is_tls.then(|| Tls::new(cluster.certificates.as_deref())).transpose()?;
         let user = match &cluster.user {
             Some((user, file)) => {
-                let read = fs::metadata(file).map(|file| file.len() <= MAX_PASSWORD);
-                let is_short = read.with_context(|| format!("password-file {}", file.display()))?;
+                let mut text = String::new();
+                // A device may go on for ever.
+                let read = File::open(file).map(|file| file.take(MAX_PASSWORD + 1));
+                let read = read.and_then(|mut file| file.read_to_string(&mut text));
+                read.with_context(|| format!("password-file {}", file.display()))?;
+                let is_short = text.len() as u64 <= MAX_PASSWORD;
                 ensure!(is_short, "password-file {}: is no password: too long", file.display());
-                let text = fs::read_to_string(file);
-                let text = text.with_context(|| format!("password-file {}", file.display()))?;
                 Some((user.clone(), text.trim_end_matches(['\n', '\r']).to_owned()))
             }
             None => None,
@@ -141,6 +147,7 @@ pub(super) struct Etcd {
     at: usize,
     connection: Connection,
     token: Option<String>,
+    slowest: Duration,
 }
 
 /// What became of a transaction.
@@ -179,9 +186,14 @@ impl Etcd {
         let connection =
             Connection::open(member.said.clone(), &member.addresses, terms.tls.as_ref(), PATIENCE);
         let connection = connection.await?;
-        let mut etcd = Self { terms: terms.clone(), at, connection, token: None };
+        let mut etcd = Self { terms: terms.clone(), at, connection, token: None, slowest: Duration::ZERO };
         etcd.authenticate().await?;
         Ok(etcd)
+    }
+
+    /// The longest that a request took since this was asked last.
+    pub(super) const fn take_slowest(&mut self) -> Duration {
+        std::mem::replace(&mut self.slowest, Duration::ZERO)
     }
 
     /// How many members there are.
@@ -201,8 +213,7 @@ impl Etcd {
     async fn authenticate(&mut self) -> Result<(), Error> {
         let Some((name, password)) = self.terms.user.clone() else { return Ok(()) };
         self.token = None;
-        let answer =
-            self.post_once("/v3/auth/authenticate", json!({ "name": name, "password": password })).await;
+        let answer = self.post_once(AUTHENTICATE, json!({ "name": name, "password": password })).await;
         match answer {
             Ok(answer) => {
                 self.token = answer["token"].as_str().map(str::to_owned);
@@ -227,13 +238,16 @@ impl Etcd {
 
     async fn post_once(&mut self, path: &str, body: Value) -> Result<Value, Error> {
         let asked = self.connection.ask(path, &body, self.token.as_deref());
-        let asked = tokio::time::timeout(PATIENCE, asked).await;
+        let patience = if path == AUTHENTICATE { PATIENCE_FOR_PASSWORDS } else { PATIENCE };
+        let began = Instant::now();
+        let asked = tokio::time::timeout(patience, asked).await;
+        self.slowest = self.slowest.max(began.elapsed());
         let member = || self.terms.members[self.at].said.to_string();
         match asked {
             Ok(Ok((status, answer))) if status.is_success() => Ok(answer),
             Ok(Ok((_, answer))) => Err(refusal(&member(), &self.terms.prefix, &answer)),
             Ok(Err(error)) => Err(error),
-            Err(_) => Err(Error::Unreachable(anyhow!("{}: no answer in {} s", member(), PATIENCE.as_secs()))),
+            Err(_) => Err(Error::Unreachable(anyhow!("{}: no answer in {} s", member(), patience.as_secs()))),
         }
     }
 
