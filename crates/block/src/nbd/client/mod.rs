@@ -23,6 +23,7 @@ mod credentials;
 mod handshake;
 mod list;
 mod outgoing;
+mod pieces;
 mod reply;
 
 use std::{
@@ -45,6 +46,7 @@ pub use self::{
 };
 use self::{
     outgoing::Outgoing,
+    pieces::Pieces,
     reply::{Chunk, EXTENT_BYTES, Header},
 };
 use super::{
@@ -174,7 +176,7 @@ pub struct RawExtent {
 struct Read {
     offset: u64,
     length: usize,
-    covered: usize,
+    pieces: Pieces,
     data: Option<Buffer>,
 }
 
@@ -241,7 +243,7 @@ impl Client {
     /// # Errors
     /// The server's, or [`GONE`]; [`Error::INVALID`] for more than [`About::maximum_payload`].
     pub async fn read(&self, offset: u64, length: usize) -> Result<Buffer> {
-        let read = Read { offset, length, covered: 0, data: None };
+        let read = Read { offset, length, pieces: Pieces::default(), data: None };
         let ask = Ask { command: cmd::READ, flags: 0, offset, length };
         match self.connection.request(ask, Expects::Data(read), None).await? {
             Expects::Data(Read { data: Some(data), .. }) => Ok(data),
@@ -540,7 +542,6 @@ impl Connection {
         };
         let at = offset.checked_sub(read.offset).and_then(|at| usize::try_from(at).ok());
         let fits = at.filter(|&at| at <= read.length && length <= read.length - at);
-        let fits = fits.filter(|_| length <= read.length - read.covered);
         fits.ok_or(Fault::Breach("more data than was asked for"))
     }
 
@@ -550,7 +551,7 @@ impl Connection {
         let Expects::Data(read) = &mut in_flight[key].expects else {
             return Err(Fault::Breach("data in a reply to what was no read"));
         };
-        read.covered += data.len();
+        read.pieces.add(at..at + data.len()).map_err(Fault::Breach)?;
         if data.len() == read.length {
             read.data = Some(data);
         } else {
@@ -581,7 +582,7 @@ impl Connection {
         let entry = &mut in_flight[key];
         let is_whole = match &entry.expects {
             Expects::Nothing => true,
-            Expects::Data(read) => read.covered == read.length,
+            Expects::Data(read) => read.pieces.are_all_of(read.length),
             Expects::Extents(extents) => !extents.is_empty(),
         };
         if entry.error.is_none() && !is_whole {

@@ -1,0 +1,76 @@
+//! Which parts of a read's data have come: a server may send them in pieces, each once.
+
+use std::ops::Range;
+
+/// More with gaps between them than any server has reason to send: in order they are one.
+const MOST: usize = 1024;
+
+/// In order, with gaps between them.
+#[derive(Debug, Default)]
+pub(super) struct Pieces(Vec<Range<usize>>);
+
+impl Pieces {
+    /// Adds one that is not empty; why it cannot be.
+    pub(super) fn add(&mut self, piece: Range<usize>) -> Result<(), &'static str> {
+        let next = self.0.partition_point(|other| other.start < piece.start);
+        let is_full = self.0.len() == MOST;
+        let (before, after) = self.0.split_at_mut(next);
+        let (before, after) = (before.last_mut(), after.first_mut());
+        let overlaps = before.as_ref().is_some_and(|before| before.end > piece.start)
+            || after.as_ref().is_some_and(|after| after.start < piece.end);
+        if overlaps {
+            return Err("the same data twice");
+        }
+        match (before, after) {
+            (Some(before), Some(after)) if before.end == piece.start && after.start == piece.end => {
+                before.end = after.end;
+                self.0.remove(next);
+            }
+            (Some(before), _) if before.end == piece.start => before.end = piece.end,
+            (_, Some(after)) if after.start == piece.end => after.start = piece.start,
+            _ if is_full => return Err("the data of a read in too many pieces"),
+            _ => self.0.insert(next, piece),
+        }
+        Ok(())
+    }
+
+    /// Whether they are all of so many bytes.
+    pub(super) fn are_all_of(&self, length: usize) -> bool {
+        length == 0 || matches!(&self.0[..], [one] if *one == (0..length))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn each_byte_comes_once(pieces in prop::collection::vec((0..60_usize, 1..30_usize), 0..40)) {
+            let (mut found, mut model) = (Pieces::default(), [false; 90]);
+            for (start, length) in pieces {
+                let part = &mut model[start..start + length];
+                let is_new = part.iter().all(|there| !there);
+                prop_assert_eq!(found.add(start..start + length).is_ok(), is_new);
+                if is_new {
+                    part.fill(true);
+                }
+                let all = model.iter().take_while(|there| **there).count();
+                let is_one = model[all..].iter().all(|there| !there);
+                prop_assert!((0..90).all(|length| found.are_all_of(length) == (length == 0 || (is_one && length == all))));
+            }
+        }
+    }
+
+    #[test]
+    fn gaps_are_bounded() {
+        let mut pieces = Pieces::default();
+        for number in 0..MOST {
+            assert_eq!(pieces.add(2 * number..2 * number + 1), Ok(()));
+        }
+        assert!(pieces.add(2 * MOST..2 * MOST + 1).is_err());
+        assert_eq!(pieces.add(1..2), Ok(()));
+    }
+}
