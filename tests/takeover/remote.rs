@@ -190,7 +190,7 @@ fn a_disk_that_is_being_removed_is_closed_first() {
         }
         let said = house.newcomer().args(["--log", "warn"]).fails();
         let_go(&held);
-        assert!(said.contains("a disk is being added, removed or moved"), "{said}");
+        assert!(said.contains("disk held is being removed at this moment"), "{said}");
         first.wait_for_log("another weir cannot take over");
         removal.join().unwrap();
     });

@@ -100,8 +100,8 @@ pub(crate) struct Inventory {
     /// The control sockets, by their paths.
     pub(crate) control: RefCell<Vec<(PathBuf, Fd)>>,
     disks: RefCell<BTreeMap<String, Rc<RunningDisk>>>,
-    /// How many disks that were removed are being closed.
-    closing: Cell<usize>,
+    /// Disks that were removed, and are being closed.
+    closing: RefCell<Vec<String>>,
     /// Disks on their way to or from another host: their names are nobody else's.
     pub(crate) moving: RefCell<BTreeSet<String>>,
     /// Disks that are being added: see [`Inventory::arrival`].
@@ -147,18 +147,25 @@ pub(crate) struct Inventory {
 }
 
 /// While it is held, a disk is being closed.
-struct Closing<'a>(&'a Cell<usize>);
+struct Closing<'a> {
+    all: &'a RefCell<Vec<String>>,
+    name: &'a str,
+}
 
 impl<'a> Closing<'a> {
-    fn begin(count: &'a Cell<usize>) -> Self {
-        count.set(count.get() + 1);
-        Self(count)
+    fn begin(all: &'a RefCell<Vec<String>>, name: &'a str) -> Self {
+        all.borrow_mut().push(name.to_owned());
+        Self { all, name }
     }
 }
 
 impl Drop for Closing<'_> {
     fn drop(&mut self) {
-        self.0.set(self.0.get() - 1);
+        let mut all = self.all.borrow_mut();
+        // One that was added again, and removed again, has the same name.
+        if let Some(at) = all.iter().position(|name| name == self.name) {
+            all.swap_remove(at);
+        }
     }
 }
 
@@ -182,7 +189,7 @@ impl Inventory {
             told: RefCell::default(),
             control: RefCell::default(),
             disks: RefCell::default(),
-            closing: Cell::default(),
+            closing: RefCell::default(),
             moving: RefCell::default(),
             arriving: RefCell::default(),
             watches: RefCell::default(),
@@ -374,15 +381,18 @@ impl Inventory {
     /// Removes a disk that nobody uses, and closes it.
     pub(crate) async fn remove_disk(&self, name: &str) -> Result<(), Refused> {
         let disk = self.unlist_disk(name)?;
-        let _closing = Closing::begin(&self.closing);
+        let _closing = Closing::begin(&self.closing, name);
         disk.close().await;
         Ok(())
     }
 
-    /// Whether there is a disk that is on no list: one that was removed and is still being written,
-    /// that is not whole yet, or is on its way from or to another host.
-    pub(crate) fn is_in_between(&self) -> bool {
-        self.closing.get() > 0 || !self.moving.borrow().is_empty() || !self.arriving.borrow().is_empty()
+    /// A disk that is on no list, and what becomes of it: one that was removed and is still being
+    /// written, that is not whole yet, or is on its way from or to another host.
+    pub(crate) fn in_between(&self) -> Option<(String, &'static str)> {
+        let first = |set: &RefCell<BTreeSet<String>>| set.borrow().first().cloned();
+        let closing = self.closing.borrow().first().cloned().map(|name| (name, "removed"));
+        let moving = || first(&self.moving).map(|name| (name, "moved"));
+        closing.or_else(moving).or_else(|| first(&self.arriving).map(|name| (name, "added")))
     }
 
     /// Takes a disk that nobody uses out, to be put back as a part of another.

@@ -99,10 +99,9 @@ fn begin_or_refuse(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()
     ensure!(!inventory.ending.get(), "weir is stopping");
     ensure!(!inventory.reloading.get(), "the config file is being read (try again)");
     // From then on nobody begins with that.
-    ensure!(
-        !inventory.is_in_between(),
-        "a disk is being added, removed or moved at this moment (try again once that is done)"
-    );
+    if let Some((disk, what)) = inventory.in_between() {
+        bail!("disk {disk} is being {what} at this moment (try again once that is done)");
+    }
     let (offer, descriptors) = offer(inventory).map_err(of_descriptors)?;
     let channel = Channel::passed(asked.socket)?;
     tracing::info!(
