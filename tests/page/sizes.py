@@ -76,6 +76,12 @@ def look(reader, disks):
     assert disks + GROUPS + 1 - count in (0, 1, members, members - 1), f"{count} rows are left"
     page.keyboard.press("ArrowRight")
     expect(grid).to_have_attribute("aria-rowcount", str(disks + GROUPS + 1))
+    # So is the order chosen.
+    heading = page.get_by_role("columnheader", name="NAME")
+    page.keyboard.press("Tab")
+    for order in ("ascending", "descending"):
+        page.keyboard.press("Enter")
+        expect(heading).to_have_attribute("aria-sort", order)
 
 
 def by_arrows(page, grid, found):

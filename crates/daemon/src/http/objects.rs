@@ -284,6 +284,9 @@ fn group(figures: &GroupFigures, passed: &Passed, before: &mut Lately<1>, now: I
     );
     passed.tell(&mut object, &figures.throttle.stats);
     throttle(&mut object, &figures.throttle);
+    let lent = figures.lent.as_ref();
+    let cluster = lent.map(|(whole, is_leased)| json!({ "limits": set(whole), "is_leased": is_leased }));
+    insert(&mut object, [("cluster", json!(cluster))]);
     object
 }
 

@@ -109,6 +109,9 @@ pub(super) struct GroupFigures {
     pub(super) name: String,
     /// The group that it lies in.
     pub(super) parent: Option<String>,
+    /// Those of a cluster that its limits are a part of; and whether that is more than the safe
+    /// share.
+    pub(super) lent: Option<(Limits, bool)>,
     pub(super) throttle: ThrottleFigures,
 }
 
@@ -224,6 +227,7 @@ fn group(group: &block::layer::throttle::Group) -> GroupFigures {
     GroupFigures {
         name: group.name().to_owned(),
         parent: group.parent().map(|parent| parent.name().to_owned()),
+        lent: group.lent().map(|lent| (lent.whole, limits != lent.safe)),
         throttle: ThrottleFigures {
             stats: group.stats(),
             limits,

@@ -250,7 +250,12 @@ function about(node, store) {
     ].filter(Boolean).join(" · ");
 }
 
-const limitsOf = (node) => figures.limits(node.limits) === "-" ? "no limit of its own" : figures.limits(node.limits);
+const limitsOf = (node) => {
+    const own = figures.limits(node.limits) === "-" ? "no limit of its own" : figures.limits(node.limits);
+    if (!node.cluster) return own;
+    const part = node.cluster.is_leased ? "a part" : "the safe share";
+    return `${own}, ${part} of the cluster's ${figures.limits(node.cluster.limits)}`;
+};
 
 /// What there is beside: members of objects by their names, shown by their units.
 function facts(node) {

@@ -50,7 +50,7 @@ export class Tree {
         this.headings = COLUMNS.map((column) => {
             const text = element("span", {}, column.title);
             const sorts = column.id === "limits" ? text
-                : element("button", { type: "button", tabindex: "-1", title: column.says, onclick: () => this.sortBy(column.id) }, text);
+                : element("button", { type: "button", title: column.says, onclick: () => this.sortBy(column.id) }, text);
             return element("div", { role: "columnheader", class: `c-${column.id}` }, sorts);
         });
         this.body = element("div", { role: "rowgroup", class: "rows" });
