@@ -6,12 +6,16 @@ use std::{
     time::Instant,
 };
 
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::harness::{
-    Client, DEADLINE, Outcome, Scratch, Serve, WEIR, Weir, assert_says, need,
-    operator::{socket, start},
-    pause, search_path, text,
+use crate::{
+    bench::interrupted,
+    harness::{
+        Client, DEADLINE, Outcome, Scratch, Serve, WEIR, Weir, assert_says, need,
+        operator::{socket, start},
+        pause, search_path, text,
+    },
 };
 
 /// Reads until it is dropped.
@@ -124,6 +128,32 @@ fn a_config_file_is_compared_to_what_is_in_force() {
     assert_eq!(outcome.ended(), Some(1));
     assert!(outcome.printed().contains("iops-total is 500, not 600"), "{}", outcome.printed());
     weir.stop();
+}
+
+#[test]
+fn whoever_is_interrupted_tells_what_was_seen() {
+    let scratch = Scratch::new();
+    let weir = start(&scratch, &["--iops-total", "500"]);
+    let mut command = Command::new(WEIR);
+    command.args(["verify", "--for", "1h", "--qmp", &socket(&scratch)]);
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it is there");
+    let end = Instant::now() + DEADLINE;
+    while !hears(&child, Signal::SIGINT) {
+        assert!(Instant::now() < end, "it does not await signals");
+        pause();
+    }
+    let [printed, said] = interrupted(child);
+    assert_says(&said, &["interrupted: what is told is of the first "]);
+    assert!(printed.contains("iops-total") && printed.contains("not asked"), "{printed}");
+    weir.stop();
+}
+
+/// Whether it awaits a signal, so that it is not ended by it.
+fn hears(child: &Child, signal: Signal) -> bool {
+    let status = fs::read_to_string(format!("/proc/{}/status", child.id())).expect("it runs");
+    let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("a line");
+    let blocked = u64::from_str_radix(blocked.trim(), 16).expect("a mask");
+    blocked >> (signal as u32 - 1) & 1 == 1
 }
 
 #[test]

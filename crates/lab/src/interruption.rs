@@ -1,5 +1,5 @@
-//! Ctrl-C in the lab: the first ends what is under way, which the command defines; the second ends
-//! the process ([`console::signals`] says what a second is).
+//! Ctrl-C in a command that measures: the first ends what is under way, which the command defines;
+//! the second ends the process ([`console::signals`] says what a second is).
 
 use std::{
     io::{Write as _, stderr},
@@ -15,12 +15,15 @@ use console::signals::{Request, Signals};
 
 /// Whether SIGINT, SIGTERM or SIGHUP has come.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Interruption(Arc<AtomicBool>);
+pub struct Interruption(Arc<AtomicBool>);
 
 impl Interruption {
     /// Runs `first` at the first signal, then `second` and the end. To be called before threads
     /// start.
-    pub(super) fn watch(
+    ///
+    /// # Errors
+    /// Where signals cannot be awaited.
+    pub fn watch(
         first: impl Fn() + Send + 'static,
         second: impl Fn() + Send + 'static,
     ) -> anyhow::Result<Self> {
@@ -46,7 +49,8 @@ impl Interruption {
         self.0.store(true, Ordering::SeqCst);
     }
 
-    pub(super) fn happened(&self) -> bool {
+    /// Whether the first has come.
+    pub fn happened(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
 }

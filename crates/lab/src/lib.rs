@@ -11,7 +11,7 @@
 
 pub mod advise;
 pub mod bench;
-mod interruption;
+pub mod interruption;
 mod latencies;
 mod load;
 pub mod probe;

@@ -19,7 +19,7 @@ use console::figures;
 use crate::{
     latencies::{self, Latencies},
     simulate::MOST_DISKS,
-    trace::{Op, Record, Source},
+    trace::{Measured, Op, Record, Source},
 };
 
 /// Some 70 million requests: a vector may have twice of it while it grows.
@@ -56,6 +56,8 @@ pub(super) struct Stream {
     pub(super) in_a_row: u64,
     /// How long those took that move data, where the trace tells.
     pub(super) measured: Option<Latencies>,
+    /// Of those, the ones that a limit held.
+    pub(super) held: u64,
     /// Of one slot, the most operations and bytes.
     pub(super) peak: [u64; 2],
     slot: u64,
@@ -91,8 +93,8 @@ impl Arrivals {
                 arrivals.push(record, &disks[record.disk.index()]);
             }
             for record in records.iter().filter(|record| record.op != Op::Flush) {
-                if let Some(latency_ns) = source.latency_ns(record) {
-                    arrivals.measure(record, latency_ns);
+                if let Some(measured) = source.measured(record) {
+                    arrivals.measure(record, measured);
                 }
             }
             tell(arrivals.requests);
@@ -131,10 +133,11 @@ impl Arrivals {
         self.length_ns = self.length_ns.max(record.time_ns);
     }
 
-    /// How long a request took when it was recorded.
-    fn measure(&mut self, record: &Record, latency_ns: u64) {
+    /// How a request fared when it was recorded.
+    fn measure(&mut self, record: &Record, measured: Measured) {
         let stream = &mut self.streams[record.disk.index()];
-        latencies::note(stream.measured.get_or_insert_with(latencies::growing), latency_ns);
+        stream.held += u64::from(measured.was_held);
+        latencies::note(stream.measured.get_or_insert_with(latencies::growing), measured.latency_ns);
     }
 
     /// Requests of these disks by time, each with its disk; of equal times the disk named first.

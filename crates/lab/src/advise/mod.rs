@@ -150,6 +150,7 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
         told.push(Told { need, before: None, after: None, set: None, joins: None, between: None });
     }
     let mut remarks = house.remarks.clone();
+    remarks.extend((0..house.tenants.len()).filter_map(|tenant| held_back(search, tenant)));
     let mut changes = Vec::new();
     let is_held = house.world.is_limited();
     let before = (judge.whole || is_held).then(|| everything(search, &house.world)).transpose()?;
@@ -261,6 +262,21 @@ fn impossible(search: &Search<'_>, tenant: usize, ns: u64) -> String {
     )
 }
 
+/// What is to be known of a tenant that limits held when it was recorded.
+fn held_back(search: &Search<'_>, tenant: usize) -> Option<String> {
+    let of = &search.house.tenants[tenant];
+    let streams = || of.disks.iter().map(|&disk| &search.arrivals.streams[disk]);
+    let [held, requests] =
+        [streams().map(|of| of.held).sum::<u64>(), streams().map(|of| of.requests).sum()].map(|it| it as f64);
+    (held > requests * MUCH).then(|| {
+        format!(
+            "{}: limits held {:.0} % of its requests when it was recorded. Who waits for answers asks for less then, so that it may want more than is told here: record it without these limits, or with looser ones.",
+            of.name,
+            held / requests * 100.0
+        )
+    })
+}
+
 /// What is to be known where a tenant felt something else than the simulation says.
 fn unlike(search: &Search<'_>, tenant: usize, felt: &Felt) -> Option<String> {
     let Search { judge: Judge { target, whole, .. }, arrivals, house, .. } = search;
@@ -298,6 +314,8 @@ fn unlike(search: &Search<'_>, tenant: usize, felt: &Felt) -> Option<String> {
     ))
 }
 
+/// Fewer that were held than this part of all is the odd burst.
+const MUCH: f64 = 0.1;
 /// Times that differ by more than this are told.
 const UNLIKE: u64 = 2;
 /// Not those that are less than this part of the target.
@@ -368,7 +386,9 @@ fn share(
         told[tenant].between =
             limits.zip(interval).map(|(limits, interval)| Between::of(only(&limits).1, interval));
         if let (Some(limits), Some(interval)) = (limits, interval) {
-            remarks.push(lies_between(search, &house.tenants[tenant].name, limits, interval));
+            let of = &house.tenants[tenant];
+            let spares = if of.is_kept { "" } else { " Its lower end spares the others on most of them." };
+            remarks.push(lies_between(search, &of.name, limits, interval) + spares);
         }
     }
     if let Some((limits, shares)) = plan.group {

@@ -473,6 +473,21 @@ fn a_member_is_spared_in_its_group_as_it_is() {
 }
 
 #[test]
+fn whoever_was_held_when_it_was_recorded_may_want_more() {
+    let mut arrivals = busy_neighbour(20, 5);
+    let said = |arrivals: &Arrivals| advised(arrivals, None, &[], Target::new(99.0, MS)).remarks.join("\n");
+    // A burst at its end, now and then, is no reason.
+    arrivals.streams[0].held = arrivals.streams[0].requests / 20;
+    assert!(!said(&arrivals).contains("limits held"), "{}", said(&arrivals));
+    arrivals.streams[0].held = arrivals.streams[0].requests / 2;
+    assert!(
+        said(&arrivals).contains("a: limits held 50 % of its requests when it was recorded."),
+        "{}",
+        said(&arrivals)
+    );
+}
+
+#[test]
 fn who_is_not_in_the_trace_is_not_advised_upon() {
     let arrivals = noisy_neighbour(1, 1);
     let error = house(&arrivals, None).choose(&["bb".to_owned()]).unwrap_err();

@@ -176,10 +176,10 @@ pub struct BenchArgs {
     #[arg(long, value_name = "HOW", default_value = "poisson", requires = "rate_iops")]
     pub(crate) arrivals: Spacing,
     /// So long nothing counts yet, such as 5s
-    #[arg(long, value_name = "TIME", value_parser = settings::duration)]
+    #[arg(long, value_name = "TIME", value_parser = settings::long_duration)]
     pub(crate) ramp_time: Option<Duration>,
     /// Send for so long, such as 30s; with -c, whichever ends first
-    #[arg(long, value_name = "TIME", value_parser = settings::duration)]
+    #[arg(long, value_name = "TIME", value_parser = settings::long_duration)]
     pub(crate) runtime: Option<Duration>,
     /// Tell latencies and the IOPS of each second too; --rwmixread, --zipf, --hot, --jobs,
     /// --rate-iops, --ramp-time and --runtime do so by themselves

@@ -23,11 +23,19 @@ pub(crate) trait Source {
     fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()>;
     fn disks(&self) -> &[String];
     fn place(&self, record: &Record) -> String;
-    /// How long a request took when it was recorded, in nanoseconds, where that is known. To be
-    /// asked once of each, by who asked for outcomes.
-    fn latency_ns(&mut self, _record: &Record) -> Option<u64> {
+    /// How a request fared when it was recorded, where that is known. To be asked once of each, by
+    /// who asked for outcomes.
+    fn measured(&mut self, _record: &Record) -> Option<Measured> {
         None
     }
+}
+
+/// How a request fared when it was recorded.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Measured {
+    pub(crate) latency_ns: u64,
+    /// A limit let it wait.
+    pub(crate) was_held: bool,
 }
 
 pub(crate) struct Merged {
@@ -77,9 +85,10 @@ impl Source for Merged {
         }
     }
 
-    fn latency_ns(&mut self, record: &Record) -> Option<u64> {
+    fn measured(&mut self, record: &Record) -> Option<Measured> {
         let noted = self.outcome(record)?;
-        Some(self.named(record, noted)?.times.latency_ns())
+        let outcome = self.named(record, noted)?;
+        Some(Measured { latency_ns: outcome.times.latency_ns(), was_held: outcome.limit.is_some() })
     }
 
     fn place(&self, record: &Record) -> String {

@@ -35,7 +35,7 @@ mod write;
 pub(crate) use arguments::ReadingArgs;
 pub(crate) use fields::push_decimal;
 pub(crate) use format::{Columns, Format, HEADER, MORE_COLUMNS};
-pub(crate) use merge::{Merged, Source};
+pub(crate) use merge::{Measured, Merged, Source};
 pub(crate) use outcome::Outcome;
 pub(crate) use output::Output;
 pub(crate) use reader::Options;

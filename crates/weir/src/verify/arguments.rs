@@ -21,7 +21,8 @@ A limit has held if never more passed than its rate and one burst let pass, betw
 let pass, since limits admit whole ones. A reservation is held to 95 % of it, over the time in which requests of \
 the disk waited; and so are shares of a group, to 90 %, among disks that waited together for the group's limits \
 alone. Latencies are of all requests that succeeded in that time. What nobody asked for, and what \
-cannot be judged, is told as such.
+cannot be judged, is told as such. Interrupted, or left by the daemon, it tells what it has seen until then, and \
+fails.
 Exit status: 0 everything held that could be judged, 1 something did not, or nothing could be judged, 2 wrong use \
 of the command line.";
 

@@ -14,16 +14,18 @@ mod latency;
 
 use std::{
     collections::BTreeMap,
-    thread,
+    sync::mpsc,
     time::{Duration, Instant},
 };
 
+use anyhow::anyhow;
 pub(crate) use arguments::{EXAMPLES, VerifyArgs};
 use console::{
-    Failure, print, print_json, say,
+    Failure, figures, print, print_json, say,
     table::{Table, columns},
 };
 use judge::{Finding, Judge, Look, Verdict};
+use lab::interruption::Interruption;
 use latency::Latencies;
 use serde_json::json;
 
@@ -35,7 +37,11 @@ const BROKEN: u8 = 1;
 
 pub(crate) fn run(arguments: VerifyArgs) -> Result<(), Failure> {
     let intended = arguments.config.as_deref().map(intended::load).transpose()?;
+    let (interrupted, stop) = mpsc::channel();
+    // Nobody listens where the look has ended.
+    Interruption::watch(move || _ = interrupted.send(()), || {})?;
     let mut client = Client::reach(arguments.qmp)?;
+    let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     let begun = Instant::now();
     let look = |client: &mut Client| -> Result<Look, Failure> {
         let asked_s = begun.elapsed().as_secs_f64();
@@ -50,7 +56,6 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), Failure> {
     let is_wanted = |name: &str| wanted.as_ref().is_none_or(|names| names.iter().any(|one| one == name));
     let mut findings = intended.map(|intended| intended.compare(&first.report)).unwrap_or_default();
     findings.retain(|finding| is_wanted(&finding.name));
-    let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     let mut latencies = arguments.latency_p99.map(|most| Latencies::new(nanoseconds(most)));
     let mut count = |client: &mut Client| -> Result<(), Failure> {
         let Some(latencies) = &mut latencies else { return Ok(()) };
@@ -59,15 +64,30 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), Failure> {
     count(&mut client)?;
     let mut judge = Judge::new(arguments.wait_p99.map(nanoseconds));
     judge.take(first);
+    let mut cut = None;
     while let Some(left) = arguments.length.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
-        // Not a wait for an event: the interval is what is measured over.
-        thread::sleep(left.min(INTERVAL));
-        judge.take(look(&mut client)?);
+        if stop.recv_timeout(left.min(INTERVAL)).is_ok() {
+            let after = figures::time(nanoseconds(begun.elapsed()));
+            cut = Some(Failure::Failed(anyhow!("interrupted: what is told is of the first {after}")));
+            break;
+        }
+        match look(&mut client) {
+            Ok(look) => judge.take(look),
+            // What was seen is told all the same.
+            Err(error) => {
+                cut = Some(error);
+                break;
+            }
+        }
     }
-    count(&mut client)?;
+    match count(&mut client) {
+        Err(error) if cut.is_none() => return Err(error),
+        _ => {}
+    }
     findings.extend(judge.findings(is_wanted));
     findings.extend(latencies.iter().flat_map(|latencies| latencies.findings(is_wanted)));
-    tell(&findings, arguments.json)
+    let told = tell(&findings, arguments.json);
+    cut.map_or(told, Err)
 }
 
 /// These, and the disks in such a group; `None` for all.
