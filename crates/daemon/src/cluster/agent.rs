@@ -18,7 +18,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::{Path, PathBuf},
+    path::PathBuf,
     time::Duration,
 };
 
@@ -41,7 +41,7 @@ use super::{
     outside::{self, draw, now},
     promising::{self, Refusal},
     status,
-    stored::{self, Stored},
+    stored::{Keeper, Stored},
     values::{self, Grants, Group, Identity, MAX_INSTANCE, Promises, Reports},
     watching::{Silence, forward},
     words::{Change, Input, Word},
@@ -62,8 +62,6 @@ const SLOW: Duration = Duration::from_millis(300);
 const BETWEEN_SLOW: Duration = Duration::from_secs(60);
 /// Keys that are told of.
 const MOST_STRANGE: usize = 64;
-/// Between two times that limits are kept for the next start, of all that have changed by then.
-const KEEP_LIMITS: Duration = Duration::from_secs(1);
 /// Between two tries of all members.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
@@ -102,7 +100,7 @@ impl Agent {
             silence: Silence::new(self.timing.lease / 2),
             answered: None,
             strange: BTreeSet::new(),
-            limits: Limits::default(),
+            keeper: Keeper::default(),
             told_slow: None,
         };
         // Not all hosts at the same member: when one falls silent, few have to find another.
@@ -120,11 +118,11 @@ impl Agent {
                     let has_worked = session.known.joined.is_some();
                     pause = if has_worked { Duration::ZERO } else { FIRST_PAUSE };
                     is_over = !has_worked || now() - began < LASTING;
-                    session.limits.keep(&self.file, &session.known.groups, Instant::MAX).await;
                     if matches!(ended, Ok(End::Stopped)) {
                         session.leave(&mut etcd).await;
                         return;
                     }
+                    session.keeper.keep(&self.file, &session.known.groups, Instant::MAX);
                     ended
                 }
                 Err(error) => {
@@ -197,40 +195,9 @@ struct Session<'a> {
     answered: Option<Instant>,
     /// Keys that are none of weir's, or hold nothing of its, and were told of.
     strange: BTreeSet<String>,
-    limits: Limits,
+    /// Of limits, for the next start.
+    keeper: Keeper,
     told_slow: Option<Instant>,
-}
-
-/// What is known of the groups' limits, as it is kept for the next start. To write it may take
-/// long, while leases have to be kept.
-#[derive(Default)]
-struct Limits {
-    changed: bool,
-    kept_at: Instant,
-    keeping: Option<tokio::task::JoinHandle<()>>,
-}
-
-impl Limits {
-    /// When they are to be kept.
-    fn due(&self) -> Option<Instant> {
-        let is_kept = self.keeping.as_ref().is_some_and(|keeping| !keeping.is_finished());
-        (self.changed && !is_kept).then(|| self.kept_at + KEEP_LIMITS)
-    }
-
-    /// Keeps them, if they have changed and are due by then; at its end, whenever that was.
-    async fn keep(&mut self, file: &Path, groups: &BTreeMap<String, Stored>, by: Instant) {
-        if by == Instant::MAX
-            && let Some(keeping) = self.keeping.take()
-        {
-            let _ = keeping.await;
-        }
-        if self.due().is_none_or(|due| due > by) {
-            return;
-        }
-        (self.changed, self.kept_at) = (false, now());
-        let (file, groups) = (file.to_owned(), groups.clone());
-        self.keeping = Some(tokio::task::spawn_blocking(move || stored::save(&file, &groups)));
-    }
 }
 
 impl Session<'_> {
@@ -345,13 +312,13 @@ impl Session<'_> {
         let leading = self.leading.as_ref().map(Leading::next);
         let keep = self.known.joined.map(|_| self.kept_at + KEEP_NAME);
         let all =
-            [leading, keep, self.campaign_at, self.silence.due(), self.limits.due(), Some(now() + IDLE)];
+            [leading, keep, self.campaign_at, self.silence.due(), self.keeper.due(), Some(now() + IDLE)];
         all.into_iter().flatten().min().unwrap_or(Instant::ZERO)
     }
 
     /// Keeps leases, campaigns and leads, as far as that is due.
     async fn tend(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
-        self.limits.keep(&self.agent.file, &self.known.groups, now()).await;
+        self.keeper.keep(&self.agent.file, &self.known.groups, now());
         if let Some(Leases { name, promises }) = self.known.joined
             && now() >= self.kept_at + KEEP_NAME
         {
@@ -617,7 +584,7 @@ impl Session<'_> {
     async fn on_limits(&mut self, name: String, stored: Stored) -> Result<(), Error> {
         let spec = stored.spec;
         self.known.groups.insert(name.clone(), stored);
-        self.limits.changed = true;
+        self.keeper.note();
         self.tell(Word::Group { name, spec }).await
     }
 
@@ -833,44 +800,6 @@ impl Session<'_> {
             let _ = etcd.transact(&[], &[report, promise]).await;
             let _ = etcd.revoke_lease(name).await;
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use policy::throttle;
-
-    use super::*;
-
-    fn kept(file: &Path) -> usize {
-        stored::load(file).map_or(0, |groups| groups.len())
-    }
-
-    #[test]
-    fn limits_that_change_again_and_again_are_kept_once_in_a_while_and_at_the_end() {
-        let directory = tempfile::tempdir().unwrap();
-        let file = directory.path().join("lab.json");
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        runtime.block_on(async {
-            let known = |count: usize| -> BTreeMap<String, Stored> {
-                let group = Group::of(&throttle::Limits::default(), 16, None, 1, 1);
-                let one = |number| {
-                    let stored = Stored { spec: group.spec().unwrap(), group: group.clone(), changed: 1 };
-                    (format!("g{number}"), stored)
-                };
-                (0..count).map(one).collect()
-            };
-            let mut limits = Limits::default();
-            // As many as a session begins with, each of which is a change.
-            for count in 1..=1000 {
-                limits.changed = true;
-                let at = if count == 1 { Instant::ZERO + KEEP_LIMITS } else { limits.kept_at };
-                limits.keep(&file, &known(count.min(2)), at).await;
-                assert_eq!(limits.changed, count > 1, "one is under way, or was a moment ago");
-            }
-            limits.keep(&file, &known(3), Instant::MAX).await;
-            limits.keep(&file, &known(3), Instant::MAX).await;
-            assert_eq!((kept(&file), limits.changed), (3, false));
-        });
+        self.keeper.end(&self.agent.file, &self.known.groups).await;
     }
 }

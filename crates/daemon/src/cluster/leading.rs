@@ -104,6 +104,11 @@ impl Leading {
         }
         let found;
         (self.reports_at, found, self.watching) = read_reports(known, etcd).await?;
+        let known: BTreeSet<String> = self.reports.values().flat_map(BTreeMap::keys).cloned().collect();
+        // Who has left meanwhile was in nobody's watch.
+        for host in known.iter().filter(|host| found.iter().all(|(there, _)| there != *host)) {
+            self.on_gone(host);
+        }
         found.iter().for_each(|(host, reports)| self.on_reports(host, reports));
         Ok(true)
     }

@@ -6,13 +6,18 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::Mutex,
+    time::Duration,
 };
 
-use policy::cluster::Spec;
+use policy::{cluster::Spec, time::Instant};
 use serde::{Deserialize, Serialize};
 use settings::state::{Store, whole_file};
+use tokio::task::JoinHandle;
 
-use super::values::{self, Group};
+use super::{
+    outside::now,
+    values::{self, Group},
+};
 
 /// Of a thousand groups with all their limits.
 const MAX_FILE_BYTES: u64 = 4 << 20;
@@ -35,6 +40,51 @@ struct Known {
     /// Which were removed, as far as etcd knows that still.
     #[serde(default)]
     removed: BTreeSet<String>,
+}
+
+/// Between two times that limits are kept.
+const BETWEEN: Duration = Duration::from_secs(1);
+
+/// Keeps limits that change, often many at once, and beside the thread that has leases to keep: to
+/// write them may take long.
+#[derive(Debug, Default)]
+pub(super) struct Keeper {
+    changed: bool,
+    kept_at: Instant,
+    keeping: Option<JoinHandle<()>>,
+}
+
+impl Keeper {
+    /// Some have changed.
+    pub(super) const fn note(&mut self) {
+        self.changed = true;
+    }
+
+    /// When they are to be kept; never while they are being kept as they were.
+    pub(super) fn due(&self) -> Option<Instant> {
+        let is_kept = self.keeping.as_ref().is_some_and(|keeping| !keeping.is_finished());
+        (self.changed && !is_kept).then(|| self.kept_at + BETWEEN)
+    }
+
+    /// Begins to keep them where that is due by then.
+    pub(super) fn keep(&mut self, file: &Path, groups: &BTreeMap<String, Stored>, by: Instant) {
+        if self.due().is_none_or(|due| due > by) {
+            return;
+        }
+        (self.changed, self.kept_at) = (false, now());
+        let (file, groups) = (file.to_owned(), groups.clone());
+        self.keeping = Some(tokio::task::spawn_blocking(move || save(&file, &groups)));
+    }
+
+    /// Keeps what was not yet.
+    pub(super) async fn end(&mut self, file: &Path, groups: &BTreeMap<String, Stored>) {
+        if let Some(keeping) = self.keeping.take() {
+            let _ = keeping.await;
+        }
+        if self.changed {
+            save(file, groups);
+        }
+    }
 }
 
 /// Held while the file is read and written again.
@@ -79,7 +129,7 @@ pub(super) fn recall(file: &Path) -> BTreeMap<String, Stored> {
 }
 
 /// Keeps them. What fails is said: the next start may have to do without.
-pub(super) fn save(file: &Path, groups: &BTreeMap<String, Stored>) {
+fn save(file: &Path, groups: &BTreeMap<String, Stored>) {
     let all = groups.iter().map(|(name, stored)| (name.clone(), stored.group.clone()));
     let (removed, groups): (BTreeMap<_, _>, BTreeMap<_, _>) = all.partition(|(_, group)| group.removed);
     change(file, |known| Known {
@@ -142,5 +192,29 @@ mod tests {
         assert!(recall(&path).keys().eq(["later"]));
         std::fs::write(&path, "{").unwrap();
         assert!(load(&path).is_err());
+    }
+
+    #[test]
+    fn limits_that_change_again_and_again_are_kept_once_in_a_while() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("lab.json");
+        let group = Group::of(&Limits::default(), 16, None, 1, 1);
+        let known = |count: usize| -> BTreeMap<String, Stored> {
+            let one = Stored { spec: group.spec().unwrap(), group: group.clone(), changed: 1 };
+            (0..count).map(|number| (format!("g{number}"), one.clone())).collect()
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let mut keeper = Keeper::default();
+        runtime.block_on(async {
+            // As many as a session begins with, each of which is a change.
+            for count in 1..=1000 {
+                keeper.note();
+                let at = if count == 1 { Instant::ZERO + BETWEEN } else { keeper.kept_at };
+                keeper.keep(&path, &known(count.min(2)), at);
+                assert_eq!(keeper.changed, count > 1, "one is under way, or was a moment ago");
+            }
+            keeper.end(&path, &known(3)).await;
+        });
+        assert_eq!(load(&path).unwrap().len(), 3);
     }
 }
