@@ -242,6 +242,7 @@ fn what_fails_leaves_nothing() {
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     for (arguments, expect) in [
         (&["disk", "add", "a", image, "-f", "raw"][..], "a: a disk or a group has this name already (choose"),
+        (&["disk", "add", "..", image, "-f", "raw"], "disk ..: the name is a directory's"),
         (&["disk", "add", "b", "none.raw", "-f", "raw"], "none.raw"),
         (&["disk", "add", "b", "none.raw"], "none.raw: no such file (create it first, or check the path)"),
         (&["disk", "add", "b", "/"], "/: is a directory (an image is a regular file or a block device)"),

@@ -37,6 +37,9 @@ fn all(house: &House) -> [Vec<Value>; 3] {
     ]
 }
 
+/// As Kubernetes calls one: longer than any node of QEMU's.
+const VOLUME: &str = "pvc-0f0a2c4e-6b7d-4c1e-9f00-3d2b1a765432";
+
 #[test]
 fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
     let scratch = Scratch::new();
@@ -52,7 +55,7 @@ fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
     prints(&house, &["group", "add", "gold", "--iops-total", "4000", "--iops-total-max", "9000"]);
     prints(&house, &["group", "add", "inner", "--group", "gold", "--weight", "300"]);
     let added = ["--group", "inner", "--bps-total", "40M", "--prefetch", "on", "--on-write-error", "stop"];
-    prints(&house, &[&["disk", "add", "plain", text(&plain), "-f", "raw"][..], &added].concat());
+    prints(&house, &[&["disk", "add", VOLUME, text(&plain), "-f", "raw"][..], &added].concat());
     let mut qmp = Qmp::negotiated(&house.control());
     // A node over another, whose file is closed for it.
     let file = json!({"driver": "file", "node-name": "f0", "filename": text(&layered)});
@@ -61,7 +64,7 @@ fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
     qmp.command("blockdev-add", format);
     let over = json!({"driver": "throttle", "node-name": "t0", "file": "q0", "throttle-group": "gold"});
     qmp.command("blockdev-add", over);
-    for (id, node, socket) in [("x2", "t0", &used), ("x3", "plain", &unused)] {
+    for (id, node, socket) in [("x2", "t0", &used), ("x3", VOLUME, &unused)] {
         let addr = json!({"type": "unix", "path": text(socket)});
         let export = json!({"type": "vhost-user-blk", "id": id, "node-name": node, "addr": addr,
             "num-queues": 2, "discard": false});
@@ -88,10 +91,7 @@ fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
         if turn < 2 {
             current = house.take_over(current).0;
             let line = current.wait_for_log("comes along");
-            assert_says(
-                &line,
-                &["group gold, group inner", "disk plain", "disk t0", "export n", "export x3"],
-            );
+            assert_says(&line, &["group gold, group inner", "disk pvc-", "disk t0", "export n", "export x3"]);
             // Whoever waits for it finds them where all others are.
             let sockets = [&used, &unused].map(|socket| format!("vhost-user:{}", text(socket)));
             assert_says(current.ready_line(), &["of%20t0", &sockets[0], &sockets[1]]);
@@ -116,7 +116,7 @@ fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
     }
     let current = house.take_over(current).0;
     assert!(!current.logged().contains("disk t0"), "it is gone");
-    prints(&house, &["disk", "remove", "plain"]).clear();
+    prints(&house, &["disk", "remove", VOLUME]).clear();
     current.stop();
     let written =
         Client::new("qemu-io").args(["-r", "-f", "qcow2", "-c", "read -P 67 1024 512"]).arg(&layered);

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::control::{
     inventory::Inventory,
-    qmp::{arguments::Arguments, command::Command, error::Error},
+    qmp::{arguments::Arguments, command::Command, error::Error, json::shown},
 };
 
 #[derive(Debug)]
@@ -37,7 +37,13 @@ impl Command for AddDisk {
             secret.finish()?;
         }
         let mut node = arguments.object("node")?.ok_or_else(|| Error::missing("node"))?;
-        let added = BlockdevAdd::read(&mut node)?;
+        // As in the config file: volumes are often called by 36 digits and hyphens.
+        let name: Option<String> = node.optional("node-name")?;
+        if let Some(name) = &name {
+            settings::check::named(name)
+                .map_err(|rule| Error::generic(format!("disk {}: {rule}", shown(name))))?;
+        }
+        let added = BlockdevAdd::read_as(&mut node, name)?;
         if !added.has_storage() {
             let rule = "is to be described here; what lies on another node is for `blockdev-add`";
             return Err(Error::rule(&node.name_of("file"), rule));

@@ -42,6 +42,16 @@ impl BlockdevAdd {
         &self.chain.names[0]
     }
 
+    /// See [`Chain::read`].
+    pub(super) fn read_as(arguments: &mut Arguments, name: Option<String>) -> Result<Self, Error> {
+        let told = arguments.sent().map(|mut sent| {
+            // Another daemon is told all of it.
+            sent.extend(name.clone().map(|name| ("node-name".to_owned(), name.into())));
+            vec![sent]
+        });
+        Ok(Self { chain: Chain::read(arguments, name)?, told })
+    }
+
     /// Whether it lies on no node that is there already.
     pub(super) fn has_storage(&self) -> bool {
         matches!(self.chain.bottom, Bottom::Storage(_))
@@ -52,8 +62,7 @@ impl Command for BlockdevAdd {
     const NAME: &'static str = "blockdev-add";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
-        let told = arguments.sent().map(|sent| vec![sent]);
-        Ok(Self { chain: Chain::read(arguments)?, told })
+        Self::read_as(arguments, None)
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
@@ -152,7 +161,8 @@ pub(in crate::control::qmp) async fn add_again(
     for sent in told {
         let mut arguments = Arguments::new(sent.clone());
         // Its group may be another by now, and is set afterwards.
-        let chain = Chain { group: None, ..Chain::read(&mut arguments)? };
+        let name = arguments.optional("node-name")?;
+        let chain = Chain { group: None, ..Chain::read(&mut arguments, name)? };
         arguments.finish()?;
         chains.push((chain, sent.clone()));
     }

@@ -78,9 +78,10 @@ pub(super) enum Bottom {
 }
 
 impl Chain {
-    pub(super) fn read(arguments: &mut Arguments) -> Result<Self, Error> {
+    /// `name` is the disk's where that was read already, by weir's rule and not QEMU's.
+    pub(super) fn read(arguments: &mut Arguments, name: Option<String>) -> Result<Self, Error> {
         let mut chain = Self {
-            names: Vec::new(),
+            names: name.into_iter().collect(),
             group: None,
             read_only: false,
             qcow2: None,
@@ -260,13 +261,15 @@ impl Chain {
         above: Inherited,
         root: bool,
     ) -> Result<(), Error> {
-        let name: Option<String> = arguments.optional("node-name")?;
-        if let Some(name) = &name {
-            check_name(name)?;
-        } else if root {
-            return Err(Error::generic("'node-name' must be specified for the root node"));
+        if !root || self.names.is_empty() {
+            let name: Option<String> = arguments.optional("node-name")?;
+            if let Some(name) = &name {
+                check_name(name)?;
+            } else if root {
+                return Err(Error::generic("'node-name' must be specified for the root node"));
+            }
+            self.names.extend(name);
         }
-        self.names.extend(name);
         let common = Inherited::read(arguments, above)?;
         self.read_only |= common.read_only;
         // Of several nodes each has to let a discard through, and QEMU's default is not weir's.
@@ -510,7 +513,7 @@ mod tests {
     use super::*;
 
     fn read(value: Value) -> Result<Chain, String> {
-        Arguments::read_all(value, Chain::read)
+        Arguments::read_all(value, |arguments| Chain::read(arguments, None))
     }
 
     #[track_caller]
