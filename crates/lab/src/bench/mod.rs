@@ -29,6 +29,7 @@ use anyhow::{Context as _, anyhow, bail};
 pub use arguments::{BenchArgs, EXAMPLES};
 use block::{
     disk::Disk,
+    error::Error,
     guest::driver::Slots,
     image::{
         Image,
@@ -36,7 +37,7 @@ use block::{
     },
     layer::throttle::DiskSettings,
     nbd::{client::Wanted, uri::Uri},
-    storage::OpenOptions,
+    storage::{OpenOptions, rbd},
 };
 use console::{Failure, complain, on_reactor, print, print_json};
 use export::vhost_user_blk::client;
@@ -99,10 +100,18 @@ impl Run {
     }
 
     async fn measure_image(&self, image: &settings::Image) -> anyhow::Result<()> {
-        let disk = Arc::new(open_disk(&self.arguments, image).await?);
+        let disk = Arc::new(self.unless_stopped(open_disk(&self.arguments, image)).await?);
         let (job, ran) = self.put(disk.size_bytes(), Source::Disk(Arc::clone(&disk))).await?;
         let prefetch = disk.prefetch().stats();
-        let closed = disk.close().await.context("the image could not be completed");
+        let closed = match disk.image().storage().is_far() {
+            true => self.stop.unless_overdue(disk.close()).await.unwrap_or_else(|| {
+                // A cluster that stands still has it until it misses this client.
+                rbd::abandon_ends();
+                Err(Error::TIMED_OUT)
+            }),
+            false => disk.close().await,
+        };
+        let closed = closed.context("the image could not be completed");
         self.tell(&job, ran, Some(prefetch)).and(closed)
     }
 

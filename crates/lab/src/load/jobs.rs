@@ -182,7 +182,8 @@ async fn end(mut ran: Ran, target: Target, writes: bool, stop: &Stop) -> Ran {
     }
     if writes && ran.failed.is_none() {
         let flush = target.flush();
-        let flushed = if target.is_remote() { stop.unless_overdue(flush).await } else { Some(flush.await) };
+        let is_bounded = target.may_never_answer();
+        let flushed = if is_bounded { stop.unless_overdue(flush).await } else { Some(flush.await) };
         match flushed {
             Some(flushed) => ran.failed = flushed.context("the last flush failed").err(),
             None => {

@@ -84,7 +84,7 @@ pub(crate) async fn put(
             task.await;
         }
     };
-    let overdue = if run.target.is_remote() {
+    let overdue = if run.target.may_never_answer() {
         run.job.stop.unless_overdue(all).await.is_none()
     } else {
         all.await;

@@ -52,9 +52,17 @@ impl Target {
         }
     }
 
-    /// A server may never answer.
+    /// Whether it is a server's.
     pub(super) fn is_remote(&self) -> bool {
         !matches!(self, Self::Disk(_))
+    }
+
+    /// A server may, and so may a cluster.
+    pub(super) fn may_never_answer(&self) -> bool {
+        match self {
+            Self::Disk(disk) => disk.image().storage().is_far(),
+            Self::Nbd(_) | Self::VhostUser(_) => true,
+        }
     }
 
     /// The reason behind the last error, if there is one.

@@ -54,7 +54,7 @@ impl Stop {
     }
 
     /// `None` once it has been stopped for [`GRACE`]: a server's answer may never come.
-    pub(super) async fn unless_overdue<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
+    pub(crate) async fn unless_overdue<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
         self.unless_stopped_for(GRACE, awaited).await
     }
 
