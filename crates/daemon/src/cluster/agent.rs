@@ -105,10 +105,10 @@ impl Agent {
         };
         // Not all hosts at the same member: when one falls silent, few have to find another.
         let (mut member, mut pause) = (draw() as usize % Etcd::members(&self.terms).max(1), FIRST_PAUSE);
-        // Where the next member goes on at once nothing has happened: one was stopped, or a proxy
-        // has cut a watch that had nothing to say.
-        let mut is_over;
         loop {
+            // Then nothing has happened, if the next member goes on at once: one was stopped, or a
+            // proxy has cut a watch that had nothing to say.
+            let mut has_lasted = false;
             let ended = match Etcd::connect(&self.terms, member).await {
                 Ok(mut etcd) => {
                     member = etcd.at() + 1;
@@ -117,7 +117,7 @@ impl Agent {
                     // Another member is asked at once where one has become silent: leases run.
                     let has_worked = session.known.joined.is_some();
                     pause = if has_worked { Duration::ZERO } else { FIRST_PAUSE };
-                    is_over = !has_worked || now() - began < LASTING;
+                    has_lasted = has_worked && now() - began >= LASTING;
                     if matches!(ended, Ok(End::Stopped)) {
                         session.leave(&mut etcd).await;
                         return;
@@ -125,10 +125,7 @@ impl Agent {
                     session.keeper.keep(&self.file, &session.known.groups, Instant::MAX);
                     ended
                 }
-                Err(error) => {
-                    is_over = true;
-                    Err(error)
-                }
+                Err(error) => Err(error),
             };
             session.end();
             let (why, lasts) = match ended {
@@ -136,7 +133,7 @@ impl Agent {
                 Ok(End::Broken(why)) => (why, false),
                 Err(error) => (error.to_string(), matches!(error, Error::Refused(_))),
             };
-            if !is_over && !lasts {
+            if has_lasted && !lasts {
                 tracing::info!("cluster: etcd: {why}: the next member is asked");
             } else if self.words.send(Word::Apart { why: why.clone(), lasts }).await.is_err() {
                 return;

@@ -171,8 +171,8 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
         keys.extend(said.map(|(key, texts)| ((*key).to_owned(), toml_edit::Array::from_iter(texts).into())));
         saving::added(text, "disk", &name, keys)
     })?;
-    let is_written = !options.iter().any(|(option, _)| ["read-only", "snapshot"].contains(&option.as_str()));
-    let is_writable = is_written && !is_snapshot;
+    let is_read = |(option, _): &(String, _)| ["read-only", "snapshot"].contains(&option.as_str());
+    let is_writable = !is_snapshot && !options.iter().any(is_read);
     let mut exports = Vec::new();
     // As a daemon calls those of its config file.
     let id = |exports: &[Value], address: &str| {

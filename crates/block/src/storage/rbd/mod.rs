@@ -502,19 +502,16 @@ impl<B: Backend> Device for Rbd<B> {
             return Err(Error::UNSUPPORTED);
         }
         let end = offset.checked_add(length).filter(|&end| end <= self.size_bytes()).ok_or(Error::INVALID)?;
-        let inner = match is_thick {
-            true => offset.next_multiple_of(SECTOR).min(end)..(end / SECTOR * SECTOR).max(offset),
-            false => offset..end,
-        };
-        // Within one sector there is nothing between.
-        let inner = inner.start..inner.end.max(inner.start);
-        for part in [offset..inner.start, inner.end..end] {
+        // Where all lies within one sector there is nothing between.
+        let start = if is_thick { offset.next_multiple_of(SECTOR).min(end) } else { offset };
+        let stop = if is_thick { (end / SECTOR * SECTOR).max(start) } else { end };
+        for part in [offset..start, stop..end] {
             if !part.is_empty() {
                 let zeroes = Buffer::zeroed((part.end - part.start) as usize);
                 self.change(|place| self.backend.write(place, part.start, zeroes.into())).await?;
             }
         }
-        self.in_pieces(inner.start, inner.end - inner.start, |place, at, piece| {
+        self.in_pieces(start, stop - start, |place, at, piece| {
             self.backend.write_zeroes(place, at, piece, is_thick)
         })
         .await?;

@@ -192,8 +192,8 @@ impl Etcd {
     }
 
     /// The longest that a request took since this was asked last.
-    pub(super) const fn take_slowest(&mut self) -> Duration {
-        std::mem::replace(&mut self.slowest, Duration::ZERO)
+    pub(super) fn take_slowest(&mut self) -> Duration {
+        std::mem::take(&mut self.slowest)
     }
 
     /// How many members there are.

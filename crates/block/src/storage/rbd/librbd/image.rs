@@ -418,13 +418,12 @@ impl Image {
             return Ok(());
         }
         let is_unlocked = self.features()? & EXCLUSIVE_LOCK == 0;
-        if is_unlocked && !self.is_unlocked.swap(is_unlocked, Relaxed) {
+        let was_unlocked = self.is_unlocked.swap(is_unlocked, Relaxed);
+        if is_unlocked && !was_unlocked {
             tracing::warn!(
                 image = self.name,
                 "the image has no exclusive lock any more: nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)"
             );
-        } else {
-            self.is_unlocked.store(is_unlocked, Relaxed);
         }
         Ok(())
     }
