@@ -1,0 +1,197 @@
+//! What hosts promise of one limit: no more than there is of it, whoever starts, stops or raises.
+
+use std::{fs, iter, thread};
+
+use serde_json::json;
+
+use super::{Etcd, Host, leader_of, until};
+use crate::harness::{Qmp, Scratch, assert_says};
+
+#[test]
+fn promises_of_all_hosts_fit_into_the_limit() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let hosts: Vec<_> = ["a", "b"].iter().map(|name| Host::start(name, &etcd)).collect();
+    until("both have joined", || hosts.iter().all(|host| host.cluster()["joined"] == true));
+    hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
+    until("both know it", || hosts.iter().all(|host| host.part() < 3000));
+    hosts[0].run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
+    let promised = |host: &Host| host.cluster()["groups"][0]["promised"]["iops"].as_u64();
+    until("the other knows of it", || promised(&hosts[1]) == Some(2000));
+    until("and of what is left", || {
+        let said = hosts[1].run(&["throttle", "vm", "--iops-reservation", "1500"]).run();
+        said.ended() == Some(1)
+            && said.said().contains("more than what the cluster's other hosts leave of 1000")
+    });
+    hosts[1].run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
+    until("all is told", || promised(&hosts[0]) == Some(3000));
+    // Nor can the limit be lowered below.
+    let said = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2500"]).fails();
+    assert!(said.contains("3000 is promised on its hosts"), "{said}");
+    // Of two that promise at once one is refused.
+    let promise = |host: &Host, iops: &str| {
+        host.run(&["throttle", "vm", "--iops-reservation", iops]).run().ended() == Some(0)
+    };
+    for round in 0..5 {
+        for host in &hosts {
+            assert!(promise(host, "0"));
+        }
+        until("nothing is promised", || hosts.iter().all(|host| promised(host).is_none()));
+        let done: Vec<_> = thread::scope(|scope| {
+            let both: Vec<_> = hosts.iter().map(|host| scope.spawn(move || promise(host, "2900"))).collect();
+            both.into_iter().map(|one| one.join().unwrap()).collect()
+        });
+        assert!(done[0] != done[1], "round {round}: {done:?}");
+        until("one is told", || hosts.iter().all(|host| promised(host) == Some(2900)));
+    }
+    // Whatever promises is known to all before it is done.
+    assert!(hosts.iter().all(|host| promise(host, "0")));
+    let at_etcd = || etcd.control(&["get", "--print-value-only", "/weir/v1/lab/all/promise/b"]).succeeds();
+    until("nothing is promised", || !at_etcd().contains("2900"));
+    let mut qmp = Qmp::negotiated(&hosts[1].control);
+    let inner = json!({ "qom-type": "throttle-group", "id": "inner", "x-weir-parent": "gold", "x-weir-iops-reservation": 600 });
+    qmp.command("object-add", inner);
+    assert!(at_etcd().contains("[600,0]"), "{}", at_etcd());
+    let more = json!({ "path": "inner", "property": "x-weir-iops-reservation", "value": 700 });
+    qmp.command("qom-set", more);
+    assert!(at_etcd().contains("[700,0]"), "{}", at_etcd());
+    qmp.command("object-del", json!({ "id": "inner" }));
+    let file = hosts[1].scratch.path("weir.toml");
+    let config = fs::read_to_string(&file).unwrap();
+    fs::write(&file, format!("{config}iops-reservation = 2900\n")).unwrap();
+    hosts[1].run(&["reload"]).succeeds();
+    assert!(at_etcd().contains("[2900,0]"), "{}", at_etcd());
+    let said = hosts[0].run(&["cluster", "forget", "b", "--json"]).fails();
+    assert!(said.contains("host b: it is there"), "{said}");
+    // What is too much all the same is told by who leads.
+    let ghost = "{\"version\":1,\"groups\":{\"gold\":[600,0]},\"capacity\":[0,0]}";
+    etcd.control(&["put", "/weir/v1/lab/all/promise/ghost", ghost]).succeeds();
+    let leader = leader_of(&hosts[0]).unwrap();
+    let leader = &hosts[usize::from(leader == "b")];
+    leader.weir().wait_for_log("3500 is promised on its hosts, more than the limit of 3000");
+    let shown = hosts[0].cluster();
+    assert_eq!(shown["groups"][0]["overpromised"]["iops"], 500);
+    let said = hosts[1].run(&["cluster", "status"]).succeeds();
+    assert!(said.contains("that is 500 IOPS more than there is"), "{said}");
+}
+
+/// What a host's disk is promised, and what is left out of that.
+fn promise_of(host: &Host) -> (Option<u64>, Option<u64>) {
+    let disk = host.status()["disks"][0].clone();
+    (disk["iops-reservation"].as_u64(), disk["promise-left-out"]["iops-reservation"].as_u64())
+}
+
+/// A host whose config file promises so much to its disk.
+fn promising(name: &str, etcd: &Etcd, iops: u64) -> Host {
+    let scratch = Scratch::new();
+    Host::config(&scratch, name, &etcd.url(), "");
+    let control = scratch.socket("control");
+    let host = Host { scratch, weir: None, control };
+    write_promise(&host, iops);
+    host
+}
+
+fn write_promise(host: &Host, iops: u64) {
+    let file = host.scratch.path("weir.toml");
+    let config = fs::read_to_string(&file).unwrap();
+    let rest = config.split("iops-reservation").next().unwrap();
+    fs::write(&file, format!("{rest}iops-reservation = {iops}\n")).unwrap();
+}
+
+#[test]
+fn a_start_is_served_without_what_others_leave_no_room_for() {
+    let scratch = Scratch::new();
+    let etcd = Etcd::start(&scratch);
+    let mut a = promising("a", &etcd, 2000);
+    let mut b = promising("b", &etcd, 1500);
+    a.again();
+    until("it has joined", || a.cluster()["joined"] == true);
+    a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
+    let at_etcd = |host: &str| {
+        let key = format!("/weir/v1/lab/all/promise/{host}");
+        etcd.control(&["get", "--print-value-only", &key]).succeeds()
+    };
+    until("it is promised", || at_etcd("a").contains("[2000,0]"));
+    // Its disk comes up, and says what it does without, and why.
+    b.again();
+    assert_eq!(promise_of(&b), (None, Some(1500)));
+    let expect = ["vm: served without its iops-reservation 1500", "others have promised: a 2000 IOPS"];
+    for expect in expect {
+        b.weir().wait_for_log(expect);
+    }
+    assert_says(&b.run(&["status"]).succeeds(), &["NOT PROMISED", "iops 1500", "a 2000 IOPS"]);
+    until("both are known", || b.cluster()["groups"][0]["promised-by"]["a"]["iops"] == 2000);
+    assert_says(&a.run(&["cluster", "status"]).succeeds(), &["promised 2000 IOPS (a 2000 IOPS)"]);
+    // A reload that asks for the same goes on; one that asks for more is refused.
+    b.run(&["reload"]).succeeds();
+    assert_eq!(promise_of(&b), (None, Some(1500)));
+    write_promise(&b, 1600);
+    assert_says(&b.run(&["reload"]).fails(), &["disk vm", "iops-reservation: 1600"]);
+    write_promise(&b, 1500);
+    // There is room: it is promised by itself.
+    let mut events = Qmp::negotiated(&b.control);
+    a.run(&["throttle", "vm", "--iops-reservation", "1000"]).succeeds();
+    let made = iter::repeat_with(|| events.event("X_WEIR_EVENT")).find(|one| one["kind"] == "promise_made");
+    assert_eq!(made.unwrap()["data"]["iops-reservation"], 1500);
+    assert_eq!(promise_of(&b), (Some(1500), None));
+    assert!(at_etcd("b").contains("[1500,0]"));
+    // What a command says holds.
+    b.run(&["throttle", "vm", "--iops-reservation", "2000"]).succeeds();
+    b.weir.take().unwrap().stop();
+    write_promise(&b, 2500);
+    b.again();
+    assert_eq!(promise_of(&b), (None, Some(2500)));
+    b.run(&["throttle", "vm", "--iops-reservation", "0"]).succeeds();
+    assert_eq!(promise_of(&b), (None, None));
+}
+
+#[test]
+fn what_a_host_has_promised_waits_for_its_next_run() {
+    let scratch = Scratch::new();
+    let mut etcd = Etcd::start(&scratch);
+    let (mut a, mut b) = (promising("a", &etcd, 2000), promising("b", &etcd, 500));
+    a.again();
+    b.again();
+    until("both have joined", || [&a, &b].iter().all(|host| host.cluster()["joined"] == true));
+    a.run(&["throttle", "gold", "--cluster", "--iops-total", "3000"]).succeeds();
+    let by = |host: &Host, name: &str| host.cluster()["groups"][0]["promised-by"][name]["iops"].as_u64();
+    until("both are promised", || by(&b, "a") == Some(2000) && by(&a, "b") == Some(500));
+    let raise = |host: &Host, iops: &str| host.run(&["throttle", "vm", "--iops-reservation", iops]);
+    for is_crash in [false, true] {
+        let weir = a.weir.take().unwrap();
+        if is_crash {
+            weir.crash()
+        } else {
+            drop(weir.stop())
+        }
+        assert_says(&raise(&b, "1500").fails(), &["leave of 1000"]);
+        assert_eq!(by(&b, "a"), Some(2000));
+        a.again();
+        assert_eq!(promise_of(&a), (Some(2000), None));
+        until("it has joined", || a.cluster()["joined"] == true);
+    }
+    // Of one that will not come back it can be had, and then that host finds no room.
+    a.weir.take().unwrap().stop();
+    until("its name is free", || {
+        let name = etcd.control(&["get", "--print-value-only", "/weir/v1/lab/host/a/name"]);
+        name.succeeds().is_empty()
+    });
+    b.run(&["cluster", "forget", "a"]).succeeds();
+    until("it is forgotten", || by(&b, "a").is_none());
+    raise(&b, "1500").succeeds();
+    a.again();
+    assert_eq!(promise_of(&a), (None, Some(2000)));
+    // Without etcd nobody is asked. Once it is back it is, and whoever was first has it.
+    a.weir.take().unwrap().stop();
+    etcd.kill();
+    a.again();
+    assert_eq!(promise_of(&a), (Some(2000), None));
+    etcd.start_again();
+    until("it finds no room", || promise_of(&a) == (None, Some(2000)));
+    a.weir().wait_for_log(
+        "2000 would be promised on a, and 1500 is left; of group gold others have promised: b 1500 IOPS",
+    );
+    assert_eq!(promise_of(&b), (Some(1500), None));
+    until("it is so in etcd", || by(&b, "a").is_none() && by(&b, "b") == Some(1500));
+    assert!(b.cluster()["groups"][0]["overpromised"].as_object().unwrap().is_empty());
+}
