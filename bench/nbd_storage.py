@@ -1,5 +1,5 @@
-"""Rows for disks at other NBD servers: what weir in front of a server costs, and what reading ahead
-gains where the server is far away.
+"""Rows for disks at other NBD servers: what weir in front of a server costs, beside others in front of
+it, and what reading ahead gains where the server is far away.
 
 The server has its disk in memory, so that every request costs what the way to it costs. Far away is
 weir with `--delay`: 5 ms for each read, as many at a time as are asked.
@@ -14,6 +14,7 @@ from results import Faster
 from rows import WEIR, Row, under_load
 
 ALONE = "the server alone"
+QEMU, NBDKIT = "qemu-nbd before it", "nbdkit before it"
 PREFETCH = "prefetch"
 NONE = "none"
 LOCAL = "the same disk here"
@@ -28,16 +29,21 @@ def front(setup, stack, behind, *options):
 
 
 def beside(argv_of, load):
-    """The server, and weir in front of another one like it."""
+    """The server, and weir and its peers in front of another one like it."""
 
     def contenders(setup, stack):
         alone = rows.in_memory(setup, stack, argv_of(setup))
         behind = rows.in_memory(setup, stack, argv_of(setup))
-        before = front(setup, stack, behind, "--prefetch", "off")
-        return {
-            WEIR: lambda: under_load(before, load, setup.seconds),
-            ALONE: lambda: under_load(alone, load, setup.seconds),
+        fronts = {
+            WEIR: front(setup, stack, behind, "--prefetch", "off"),
+            QEMU: stack.enter_context(servers.Server(servers.qemu_nbd_before(behind.uri))),
+            NBDKIT: stack.enter_context(servers.Server(servers.nbdkit_before(behind.uri))),
         }
+
+        def sample(server):
+            return lambda: under_load(server, load, setup.seconds)
+
+        return {name: sample(server) for name, server in (fronts | {ALONE: alone}).items()}
 
     return contenders
 
@@ -65,9 +71,9 @@ def far(setup, stack):
 def _beside(kind, depth, name, argv_of):
     return Row(
         f"nbd-storage-{name}-{kind}-{depth}",
-        f"4 KiB {kind}, depth {depth}, weir in front of {name} with its disk in memory",
+        f"4 KiB {kind}, depth {depth}, weir, qemu-nbd and nbdkit in front of {name} with its disk in memory",
         beside(argv_of, Load(kind, depth)),
-        (Faster(WEIR, 0.7, (ALONE,)),),
+        (Faster(WEIR, 0.7, (ALONE,)), Faster(WEIR, 1.0, (QEMU, NBDKIT))),
         needs_weir=True,
     )
 

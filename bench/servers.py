@@ -237,6 +237,16 @@ def qemu_nbd(path, aio):
     return ["qemu-nbd", "--persistent", "--shared=8", "--format=raw", "--cache=none", f"--aio={aio}", path]
 
 
+def qemu_nbd_before(uri):
+    """qemu-nbd in front of another server."""
+    return ["qemu-nbd", "--persistent", "--shared=8", "--format=raw", uri]
+
+
+def nbdkit_before(uri):
+    """nbdkit in front of another server."""
+    return ["nbdkit", "--foreground", "nbd", f"uri={uri}"]
+
+
 def nbdkit_file(path, access):
     """nbdkit's file plugin; `access` is `random` or `sequential`.
 
