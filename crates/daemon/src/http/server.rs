@@ -15,9 +15,14 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use axum::{Extension, Router};
+use axum::Router;
 use export::nbd::TlsServer;
-use hyper::server::conn::http1;
+use hyper::{
+    Request,
+    body::Incoming,
+    server::conn::http1,
+    service::{Service as _, service_fn},
+};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -184,8 +189,14 @@ impl Door {
         let mut protocol = http1::Builder::new();
         protocol.timer(TokioTimer::new()).header_read_timeout(LONGEST);
         protocol.keep_alive(has_more).max_buf_size(MOST_HEAD);
-        let router = self.router.clone().layer(Extension(peer)).layer(Extension(connection));
-        let service = TowerToHyperService::new(router);
+        let router = TowerToHyperService::new(self.router.clone());
+        // Not by layers: those are put around each route, for each connection anew, and that was most
+        // of what a connection cost.
+        let service = service_fn(move |mut request: Request<Incoming>| {
+            request.extensions_mut().insert(peer);
+            request.extensions_mut().insert(connection.clone());
+            router.call(request)
+        });
         // What a client does wrong is its own affair: it is told so, or has gone.
         let _ = protocol.serve_connection(TokioIo::new(Patient::new(stream)), service).await;
     }
