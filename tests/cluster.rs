@@ -407,6 +407,59 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     drop(etcd);
 }
 
+#[test]
+fn a_check_asks_etcd_as_a_start_does() {
+    let scratch = Scratch::new();
+    let mut etcd = Etcd::start(&scratch);
+    let there = Scratch::new();
+    let (state, socket) = (there.path("state"), there.socket("control"));
+    let config = |members: &str, more: &str| {
+        let file = Host::config(&there, "x", "MEMBERS", more);
+        let text = fs::read_to_string(&file).unwrap();
+        fs::write(&file, text.replace("\"MEMBERS\"", members)).unwrap();
+        file
+    };
+    let check = |file: &PathBuf| weir(&["check-config", text(file)]).run();
+    let alive = format!("[{:?}]", etcd.url());
+    let nobody = "[\"http://127.0.0.1:1\"]";
+    let half = format!("[\"http://127.0.0.1:1\", {:?}]", etcd.url());
+    // Nobody knows the limits, and a start would say so.
+    let said = check(&config(nobody, ""));
+    assert_eq!(said.ended(), Some(1));
+    assert!(said.said().starts_with(&format!("weir: {}:", text(&there.path("weir.toml")))), "{}", said.said());
+    let expect = "group gold: nobody knows its limits: etcd http://127.0.0.1:1: Connection refused";
+    assert_says(&said.said(), &[": cluster: cluster lab: ", expect]);
+    // One member is enough, and the other is told.
+    let said = check(&config(&half, ""));
+    assert_eq!(said.ended(), Some(0), "{}", said.said());
+    assert_says(&said.printed(), &["it would start, with 1 warning"]);
+    let expect = "cluster lab: etcd http://127.0.0.1:1: Connection refused";
+    assert_says(&said.said(), &[expect, "another member is asked instead"]);
+    assert_says(&check(&config(&alive, "")).printed(), &["nothing is wrong"]);
+    assert!(!state.exists(), "a check leaves no trace");
+    // What a start would refuse, of the password and of what stands there.
+    for words in ["user add root:secret", "user grant-role root root", "auth enable"] {
+        etcd.control(&words.split(' ').collect::<Vec<_>>()).succeeds();
+    }
+    let password = there.file("password", "wrong\n");
+    let more = format!("user = \"root\"\npassword-file = \"{}\"", text(&password));
+    let said = check(&config(&half, &more));
+    assert_eq!(said.ended(), Some(1));
+    assert_says(&said.said(), &["refuses the user and password of [cluster]", "127.0.0.1:1: Connection refused"]);
+    etcd.control(&["--user", "root:secret", "auth", "disable"]).succeeds();
+    etcd.control(&["put", "/weir/v1/lab/all/group/gold", "garbage"]).succeeds();
+    assert_says(&check(&config(&alive, "")).said(), &["group gold: what is in etcd at", "is not weir's"]);
+    etcd.control(&["del", "/weir/v1/lab/all/group/gold"]).succeeds();
+    // What was known last is enough for a start without etcd.
+    let file = config(&alive, "");
+    Host::serve(&there, &file, &socket).start().stop();
+    etcd.kill();
+    let said = check(&file);
+    assert_eq!(said.ended(), Some(0), "{}", said.said());
+    let reason = format!("cluster lab: etcd {}: Connection refused", etcd.url());
+    assert_says(&said.said(), &[&reason, "a start goes on at the safe share of what was known last"]);
+}
+
 /// Each host has its safe share as soon as it is there, so it must not be more than all can have.
 #[test]
 fn a_host_more_than_the_safe_share_is_enough_for_makes_it_less() {

@@ -53,6 +53,7 @@ use policy::{
 };
 use serde_json::{Value, json};
 use settings::Plan;
+use tokio::runtime::{Builder, Runtime};
 
 use agent::Agent;
 use etcd::{Error, Etcd, Terms};
@@ -89,12 +90,41 @@ pub(crate) fn directory(state: Option<&Path>, cluster: &settings::Cluster) -> Op
     stored::file(state, &cluster.name).parent().map(Path::to_owned)
 }
 
-/// Whether a start would find its keys, its password and etcd's addresses. Blocks.
+/// Whether a start would have limits for its groups. Each member of etcd is asked, as a start asks
+/// the first that answers; without etcd it is looked for what was known last. What a start goes on
+/// without is a warning. Leaves no trace.
 ///
 /// # Errors
-/// What is wrong with them.
-pub(crate) fn check(cluster: &settings::Cluster) -> anyhow::Result<()> {
-    Terms::new(cluster).map(drop).with_context(|| format!("cluster {}", cluster.name))
+/// Those of [`Cluster::prepare`].
+pub(crate) async fn check(plan: &Plan) -> anyhow::Result<()> {
+    let Some(cluster) = &plan.service.cluster else { return Ok(()) };
+    let name = &cluster.name;
+    let (settings, own) = (cluster.clone(), Asked::of(plan, cluster)?);
+    let asked = reactor::blocking(move || {
+        let terms = Terms::new(&settings)?;
+        anyhow::Ok(of_each(Keys::of(&settings.name), own, terms)?)
+    });
+    let answers = asked.await.with_context(|| format!("cluster {name}"))?;
+    let has_answer = answers.iter().any(Result::is_ok);
+    let mut errors: Vec<_> = answers.into_iter().filter_map(Result::err).collect();
+    // What a start fails with stands last.
+    errors.sort_by_key(|error| matches!(error, Error::Refused(_)));
+    let last = errors.pop_if(|_| !has_answer);
+    for error in errors {
+        tracing::warn!("cluster {name}: {error}: another member is asked instead");
+    }
+    match last {
+        None => {}
+        Some(Error::Refused(why)) => bail!("cluster {name}: {why}"),
+        Some(error) => {
+            let file = stored::file(plan.service.state.as_deref(), name);
+            known(&file, plan, &error.to_string()).with_context(|| format!("cluster {name}"))?;
+            tracing::warn!(
+                "cluster {name}: {error}: a start goes on at the safe share of what was known last"
+            );
+        }
+    }
+    Ok(())
 }
 
 /// The daemon around it.
@@ -190,6 +220,19 @@ struct Asked {
     disks: BTreeMap<String, String>,
 }
 
+impl Asked {
+    fn of(plan: &Plan, cluster: &settings::Cluster) -> io::Result<Self> {
+        let here = path::absolute(".")?;
+        let image = |disk: &settings::Disk| disk.image.clone().relative_to(&here).to_string();
+        let own = plan.groups.iter().filter(|group| group.cluster);
+        Ok(Self {
+            groups: own.map(|group| group.name.clone()).collect(),
+            host: cluster.host.clone(),
+            disks: plan.disks.iter().map(|disk| (disk.name.clone(), image(disk))).collect(),
+        })
+    }
+}
+
 impl First {
     /// Adds what this host knew last and etcd has lost: without limits a group would have none.
     fn recall(&mut self, known: &BTreeMap<String, Stored>) {
@@ -214,12 +257,8 @@ impl Cluster {
         make_directory(&file, plan)
             .with_context(|| format!("cluster {}: {}", cluster.name, file.display()))?;
         let settings = cluster.clone();
-        let own = plan.groups.iter().filter(|group| group.cluster);
-        let groups: Vec<_> = own.map(|group| group.name.clone()).collect();
-        let here = path::absolute(".")?;
-        let image = |disk: &settings::Disk| disk.image.clone().relative_to(&here).to_string();
-        let disks = plan.disks.iter().map(|disk| (disk.name.clone(), image(disk))).collect();
-        let own = Asked { groups: groups.clone(), host: cluster.host.clone(), disks };
+        let own = Asked::of(plan, &cluster)?;
+        let groups = own.groups.clone();
         let asked = reactor::blocking(move || {
             let terms = Terms::new(&settings)?;
             let first = first(&Keys::of(&settings.name), &own, &terms);
@@ -692,8 +731,7 @@ impl Cluster {
 
 /// Asks on a runtime of its own, before threads are confined.
 fn first(keys: &Keys, own: &Asked, terms: &Terms) -> Result<First, Error> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
-    let runtime = runtime.map_err(|error| Error::Unreachable(anyhow!(error)))?;
+    let runtime = runtime().map_err(|error| Error::Unreachable(anyhow!(error)))?;
     runtime.block_on(async {
         let mut last = Error::no_member();
         for member in 0..Etcd::members(terms) {
@@ -704,6 +742,27 @@ fn first(keys: &Keys, own: &Asked, terms: &Terms) -> Result<First, Error> {
         }
         Err(last)
     })
+}
+
+/// What each member says, all of them asked at once: as long as the slowest takes.
+fn of_each(keys: Keys, own: Asked, terms: Terms) -> io::Result<Vec<Result<First, Error>>> {
+    let asked = Arc::new((keys, own, terms));
+    Ok(runtime()?.block_on(async {
+        let ask = |member| {
+            let asked = Arc::clone(&asked);
+            tokio::spawn(async move { first_of(&asked.2, member, &asked.0, &asked.1).await })
+        };
+        let asking: Vec<_> = (0..Etcd::members(&asked.2)).map(ask).collect();
+        let mut answers = Vec::new();
+        for answer in asking {
+            answers.push(answer.await.unwrap_or_else(|error| Err(Error::Unreachable(anyhow!(error)))));
+        }
+        answers
+    }))
+}
+
+fn runtime() -> io::Result<Runtime> {
+    Builder::new_current_thread().enable_io().enable_time().build()
 }
 
 /// By this member.

@@ -4,6 +4,7 @@
 //! ```text
 //!   the file      as every start reads it: all that is wrong is told, and ends it
 //!   the machine   images, passphrases, keys, sockets' directories, devices: all that is wrong is told
+//!   a cluster     each member of etcd, as a start asks it: some seconds in all
 //! ```
 //!
 //! Goes the way of the start as far as that leaves no trace. Images are opened for reading, whoever
@@ -143,11 +144,8 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others) -> Vec<anyhow::Error>
         let error = Token::read(http.token_file.as_deref()?).err()?;
         Some(at(service.http_token_file.as_ref().map(|said| &said.place), error))
     }));
-    found.extend(
-        service.cluster.as_ref().and_then(|Said { value: settings, place }| {
-            Some(at(Some(place), cluster::check(settings).err()?))
-        }),
-    );
+    let place = service.cluster.as_ref().map(|said| &said.place);
+    found.extend(cluster::check(plan).await.err().map(|error| at(place, error)));
     found.extend(service.record.as_ref().and_then(|Said { value: record, place }| {
         // The dot, because of a file it would tell nothing.
         let writable = access(&record.directory.join("."), AccessFlags::W_OK);
