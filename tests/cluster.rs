@@ -426,7 +426,11 @@ fn a_check_asks_etcd_as_a_start_does() {
     // Nobody knows the limits, and a start would say so.
     let said = check(&config(nobody, ""));
     assert_eq!(said.ended(), Some(1));
-    assert!(said.said().starts_with(&format!("weir: {}:", text(&there.path("weir.toml")))), "{}", said.said());
+    assert!(
+        said.said().starts_with(&format!("weir: {}:", text(&there.path("weir.toml")))),
+        "{}",
+        said.said()
+    );
     let expect = "group gold: nobody knows its limits: etcd http://127.0.0.1:1: Connection refused";
     assert_says(&said.said(), &[": cluster: cluster lab: ", expect]);
     // One member is enough, and the other is told.
@@ -445,7 +449,10 @@ fn a_check_asks_etcd_as_a_start_does() {
     let more = format!("user = \"root\"\npassword-file = \"{}\"", text(&password));
     let said = check(&config(&half, &more));
     assert_eq!(said.ended(), Some(1));
-    assert_says(&said.said(), &["refuses the user and password of [cluster]", "127.0.0.1:1: Connection refused"]);
+    assert_says(
+        &said.said(),
+        &["refuses the user and password of [cluster]", "127.0.0.1:1: Connection refused"],
+    );
     etcd.control(&["--user", "root:secret", "auth", "disable"]).succeeds();
     etcd.control(&["put", "/weir/v1/lab/all/group/gold", "garbage"]).succeeds();
     assert_says(&check(&config(&alive, "")).said(), &["group gold: what is in etcd at", "is not weir's"]);

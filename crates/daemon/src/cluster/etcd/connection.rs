@@ -22,8 +22,9 @@ use hyper::{
 };
 use hyper_util::rt::TokioIo;
 use openssl::{
-    ssl::{SslConnector, SslConnectorBuilder, SslMethod, SslVerifyMode},
-    x509::{GeneralNameRef, X509Ref, X509VerifyResult},
+    error::ErrorStack,
+    ssl::{self, SslConnector, SslConnectorBuilder, SslMethod, SslVerifyMode},
+    x509::{GeneralNameRef, X509Ref, X509StoreContextRef},
 };
 use rustix::net::sockopt;
 use serde_json::Value;
@@ -35,11 +36,16 @@ use super::Error;
 
 /// Of an answer: 10,000 hosts with ten groups each.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
-/// What OpenSSL says of a certificate that is good, and another's (x509_vfy.h).
+/// What OpenSSL says of a certificate whose time has not come, or has passed, and of one that is
+/// good, and another's (x509_vfy.h).
+const X509_V_ERR_CERT_NOT_YET_VALID: i32 = 9;
+const X509_V_ERR_CERT_HAS_EXPIRED: i32 = 10;
 const X509_V_ERR_HOSTNAME_MISMATCH: i32 = 62;
 const X509_V_ERR_IP_ADDRESS_MISMATCH: i32 = 64;
 /// Names of a certificate that are told.
 const MOST_NAMES: usize = 8;
+/// Of what Go's servers say to a client that speaks no TLS to them.
+const HTTPS: &[u8] = b"HTTP request to an HTTPS server";
 /// After which an idle connection is tried, and how often.
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
 
@@ -92,8 +98,33 @@ impl Tls {
     }
 }
 
-fn is_for_another(error: X509VerifyResult) -> bool {
-    [X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH].contains(&error.as_raw())
+/// What is wrong with the certificate of the member that is called `host`, and what helps.
+fn fault(host: &str, chain: &X509StoreContextRef) -> String {
+    let (error, certificate) = (chain.error(), chain.current_cert());
+    let whose = match chain.error_depth() {
+        0 => "etcd's certificate",
+        _ => "the certificate of the authority that signs etcd's",
+    };
+    match (error.as_raw(), certificate) {
+        (X509_V_ERR_CERT_HAS_EXPIRED, Some(certificate)) => {
+            let end = certificate.not_after();
+            format!("{whose} has expired, at {end} (renew it, or set this host's clock)")
+        }
+        (X509_V_ERR_CERT_NOT_YET_VALID, Some(certificate)) => {
+            let begin = certificate.not_before();
+            format!("{whose} is not valid before {begin} (set this host's clock, or renew it)")
+        }
+        (X509_V_ERR_HOSTNAME_MISMATCH | X509_V_ERR_IP_ADDRESS_MISMATCH, certificate) => {
+            let names = certificate.map(names_of).unwrap_or_default();
+            format!(
+                "the name {host:?} is expected, and etcd's certificate is for {names} (call it so in etcd of [cluster], or give it a certificate for this name)"
+            )
+        }
+        _ => {
+            let why = error.error_string();
+            format!("{whose} is not trusted: {why} (mend certificates of [cluster], or etcd's)")
+        }
+    }
 }
 
 /// What a certificate is for, the first of many names.
@@ -111,6 +142,27 @@ fn names_of(certificate: &X509Ref) -> String {
     if all.is_empty() { "no name".to_owned() } else { all.join(", ") }
 }
 
+/// Why TLS did not come about, where that was not for the member's certificate.
+fn of_handshake(said: &Etcd, error: &ssl::Error) -> Error {
+    let has = |reason| {
+        let errors = error.ssl_error().map_or(&[][..], ErrorStack::errors);
+        errors.iter().any(|error| error.reason() == Some(reason))
+    };
+    match (error.io_error(), error.ssl_error()) {
+        (Some(why), _) => Error::Unreachable(anyhow!("TLS: {why}")),
+        _ if has("wrong version number") => Error::Refused(format!(
+            "etcd {said}: what answers there speaks no TLS \
+             (write http:// in etcd of [cluster], or give the member a certificate)"
+        )),
+        (None, Some(_)) if !has("unexpected eof while reading") => {
+            Error::Refused(format!("etcd {said}: TLS: {error} (mend certificates of [cluster], or etcd's)"))
+        }
+        _ => Error::Unreachable(anyhow!(
+            "TLS: it closed the connection (a member that speaks no TLS has an address with http://)"
+        )),
+    }
+}
+
 trait Stream: io::AsyncRead + io::AsyncWrite + Send + Unpin {}
 impl<S: io::AsyncRead + io::AsyncWrite + Send + Unpin> Stream for S {}
 
@@ -119,6 +171,7 @@ pub(super) struct Connection {
     said: Etcd,
     sender: http1::SendRequest<Full<Bytes>>,
     driver: AbortHandle,
+    has_answered: bool,
 }
 
 impl Drop for Connection {
@@ -161,31 +214,23 @@ impl Connection {
             Some(Tls(connector)) => {
                 let session = connector.configure().and_then(|tls| tls.into_ssl(&said.host));
                 let mut session = session.map_err(Error::unreachable)?;
-                let names = Arc::new(OnceLock::new());
+                let found = Arc::new(OnceLock::new());
                 session.set_verify_callback(SslVerifyMode::PEER, {
-                    let names = Arc::clone(&names);
+                    let (found, host) = (Arc::clone(&found), said.host.clone());
                     move |is_good, chain| {
-                        if !is_good && is_for_another(chain.error()) {
-                            // One certificate is the member's, and it is looked at once.
-                            let _ = names.set(chain.current_cert().map(names_of).unwrap_or_default());
+                        if !is_good {
+                            // The first that is wrong ends it.
+                            let _ = found.set(fault(&host, chain));
                         }
                         is_good
                     }
                 });
                 let mut stream = SslStream::new(session, stream).map_err(Error::unreachable)?;
                 if let Err(error) = Pin::new(&mut stream).connect().await {
-                    return Err(match error.io_error() {
-                        Some(_) => Error::Unreachable(anyhow!("TLS: {error}")),
+                    return Err(match found.get() {
                         // Nothing but another certificate helps.
-                        None => Error::Refused(match names.get() {
-                            Some(names) => format!(
-                                "etcd {said}: TLS: the name {:?} is expected, and etcd's certificate is for {names} (call it so in etcd of [cluster], or give it a certificate for this name)",
-                                said.host
-                            ),
-                            None => format!(
-                                "etcd {said}: TLS: {error} (mend certificates of [cluster], or etcd's; a member that has none has an address with http://)"
-                            ),
-                        }),
+                        Some(fault) => Error::Refused(format!("etcd {said}: TLS: {fault}")),
+                        None => of_handshake(said, &error),
                     });
                 }
                 Box::new(stream)
@@ -195,7 +240,7 @@ impl Connection {
             http1::handshake(TokioIo::new(stream)).await.map_err(Error::unreachable)?;
         // It ends with the connection.
         let driver = tokio::spawn(async move { drop(connection.await) }).abort_handle();
-        Ok(Self { said: said.clone(), sender, driver })
+        Ok(Self { said: said.clone(), sender, driver, has_answered: false })
     }
 
     /// Sends a request, and gives back the beginning of its answer.
@@ -215,10 +260,19 @@ impl Connection {
             request = request.header(header::AUTHORIZATION, token);
         }
         let request = request.body(Full::new(Bytes::from(body))).map_err(Error::unreachable)?;
-        let named =
-            |error: hyper::Error| Error::Unreachable(anyhow!(error).context(format!("etcd {}", self.said)));
-        self.sender.ready().await.map_err(named)?;
-        self.sender.send_request(request).await.map_err(named)
+        let sent = match self.sender.ready().await {
+            Ok(()) => self.sender.send_request(request).await,
+            Err(error) => Err(error),
+        };
+        self.has_answered |= sent.is_ok();
+        sent.map_err(|error| {
+            let may_be = match self.said.tls || self.has_answered {
+                true => "",
+                false => " (a member that speaks TLS has an address with https://)",
+            };
+            let error = anyhow!(error);
+            Error::Unreachable(anyhow!("etcd {}: {error:#}{may_be}", self.said))
+        })
     }
 
     /// Sends a request, and gives back the whole answer; JSON, or it is not etcd that answers.
@@ -232,20 +286,27 @@ impl Connection {
         let status = response.status();
         let answer = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await;
         let answer = answer.map_err(|error| Error::Unreachable(anyhow!("etcd {}: {error}", self.said)))?;
-        let answer = serde_json::from_slice(&answer.to_bytes());
+        let answer = answer.to_bytes();
         let not_etcd = |_| {
-            Error::Refused(format!(
-                "etcd {}: what answers there is not etcd's gateway, version 3.4 or newer (mend etcd of [cluster])",
-                self.said
-            ))
+            let (what, remedy) = match answer.windows(HTTPS.len()).any(|bytes| bytes == HTTPS) {
+                true => ("speaks TLS", "write https:// in etcd of [cluster]"),
+                false => ("is not etcd's gateway, version 3.4 or newer", "mend etcd of [cluster]"),
+            };
+            Error::Refused(format!("etcd {}: what answers there {what} ({remedy})", self.said))
         };
-        answer.map(|answer| (status, answer)).map_err(not_etcd)
+        serde_json::from_slice(&answer).map(|answer| (status, answer)).map_err(not_etcd)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, net::TcpListener, thread};
+    use std::{
+        fs,
+        io::{Read as _, Write as _},
+        net::TcpListener,
+        thread,
+        time::{SystemTime, UNIX_EPOCH},
+    };
 
     use openssl::{
         asn1::Asn1Time,
@@ -258,7 +319,13 @@ mod tests {
 
     use super::*;
 
-    fn certificate() -> (X509, PKey<Private>) {
+    const DAY_S: i64 = 86_400;
+    const HERE: &str = "127.0.0.1";
+
+    /// Of this address, valid from and until so many days from now.
+    fn certificate(address: &str, from: i64, until: i64) -> (X509, PKey<Private>) {
+        let now = i64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()).unwrap();
+        let day = |days: i64| Asn1Time::from_unix(now + days * DAY_S).unwrap();
         let key = PKey::from_rsa(Rsa::generate(2048).unwrap()).unwrap();
         let mut name = X509Name::builder().unwrap();
         name.append_entry_by_text("CN", "other").unwrap();
@@ -268,11 +335,11 @@ mod tests {
         builder.set_subject_name(&name).unwrap();
         builder.set_issuer_name(&name).unwrap();
         builder.set_pubkey(&key).unwrap();
-        builder.set_not_before(&Asn1Time::days_from_now(0).unwrap()).unwrap();
-        builder.set_not_after(&Asn1Time::days_from_now(2).unwrap()).unwrap();
+        builder.set_not_before(&day(from)).unwrap();
+        builder.set_not_after(&day(until)).unwrap();
         let names = SubjectAlternativeName::new()
             .dns("etcd1.example")
-            .ip("192.0.2.7")
+            .ip(address)
             .build(&builder.x509v3_context(None, None))
             .unwrap();
         builder.append_extension(names).unwrap();
@@ -280,14 +347,24 @@ mod tests {
         (builder.build(), key)
     }
 
-    #[test]
-    fn a_certificate_for_another_name_is_told_with_both() {
+    /// What is said of a member at this address, by who trusts this certificate.
+    fn refused(trusted: &X509, address: SocketAddr) -> Error {
         let directory = tempfile::tempdir().unwrap();
-        let (certificate, key) = certificate();
-        fs::write(directory.path().join("ca-cert.pem"), certificate.to_pem().unwrap()).unwrap();
+        fs::write(directory.path().join("ca-cert.pem"), trusted.to_pem().unwrap()).unwrap();
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().unwrap();
+        let tls = Tls::new(Some(directory.path())).unwrap();
+        let said: Etcd = format!("https://{address}").parse().unwrap();
+        let patience = Duration::from_secs(60);
+        runtime.block_on(Connection::open(said, &[address], Some(&tls), patience)).unwrap_err()
+    }
+
+    /// The same of one with a certificate.
+    fn said_of(shown: &(X509, PKey<Private>), trusted: &X509) -> String {
+        let (certificate, key) = shown;
         let mut acceptor = SslAcceptor::mozilla_intermediate(SslMethod::tls_server()).unwrap();
-        acceptor.set_certificate(&certificate).unwrap();
-        acceptor.set_private_key(&key).unwrap();
+        acceptor.set_certificate(certificate).unwrap();
+        acceptor.set_private_key(key).unwrap();
         let acceptor = acceptor.build();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -296,15 +373,88 @@ mod tests {
             // The client breaks it off.
             assert!(acceptor.accept(stream).is_err());
         });
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().unwrap();
-        let tls = Tls::new(Some(directory.path())).unwrap();
-        let said: Etcd = format!("https://{address}").parse().unwrap();
-        let patience = Duration::from_secs(60);
-        let opened = runtime.block_on(Connection::open(said, &[address], Some(&tls), patience));
-        let said = opened.unwrap_err().to_string();
-        let expect = "the name \"127.0.0.1\" is expected, and etcd's certificate is for \"etcd1.example\", 192.0.2.7 (";
-        assert!(said.contains(expect), "{said}");
+        let said = refused(trusted, address);
         member.join().unwrap();
+        let text = said.to_string();
+        assert!(matches!(said, Error::Refused(_)), "{text}");
+        assert!(text.starts_with(&format!("etcd https://{address}: TLS: ")), "{text}");
+        text
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_certificate_is_told() {
+        let other = certificate("192.0.2.7", -1, 2);
+        let expect = "the name \"127.0.0.1\" is expected, and etcd's certificate is for \"etcd1.example\", 192.0.2.7 (";
+        let said = said_of(&other, &other.0);
+        assert!(said.contains(expect), "{said}");
+        let old = certificate(HERE, -9, -2);
+        let said = said_of(&old, &old.0);
+        let end = old.0.not_after();
+        assert!(said.contains(&format!("etcd's certificate has expired, at {end} (renew it")), "{said}");
+        let early = certificate(HERE, 2, 9);
+        let said = said_of(&early, &early.0);
+        assert!(said.contains("etcd's certificate is not valid before "), "{said}");
+        let said = said_of(&certificate(HERE, -1, 2), &other.0);
+        assert!(said.contains("etcd's certificate is not trusted: self"), "{said}");
+    }
+
+    /// What is said of a member that answers this to whatever comes first, and goes.
+    fn said_to(answer: &'static [u8]) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let member = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let _hello = stream.read(&mut [0; 4096]).unwrap();
+            stream.write_all(answer).unwrap();
+        });
+        let said = refused(&certificate(HERE, -1, 2).0, address).to_string();
+        member.join().unwrap();
+        said
+    }
+
+    #[test]
+    fn a_member_without_tls_is_told_as_one() {
+        let said = said_to(b"HTTP/1.0 400 Bad Request\r\n\r\n");
+        assert!(
+            said.ends_with(
+                "speaks no TLS (write http:// in etcd of [cluster], or give the member a certificate)"
+            ),
+            "{said}"
+        );
+        let said = said_to(b"");
+        assert!(
+            said.contains("closed the connection (a member that speaks no TLS has an address with http://)"),
+            "{said}"
+        );
+    }
+
+    #[test]
+    fn a_member_with_tls_is_told_as_one() {
+        let ask = |answer: &'static [u8]| {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = listener.local_addr().unwrap();
+            let member = thread::spawn(move || {
+                let (mut stream, _) = listener.accept().unwrap();
+                let _request = stream.read(&mut [0; 4096]).unwrap();
+                stream.write_all(answer).unwrap();
+            });
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().unwrap();
+            let said: Etcd = format!("http://{address}").parse().unwrap();
+            let error = runtime.block_on(async {
+                let mut connection =
+                    Connection::open(said, &[address], None, Duration::from_secs(60)).await.unwrap();
+                connection.ask("/", &Value::Null, None).await.unwrap_err()
+            });
+            member.join().unwrap();
+            error.to_string()
+        };
+        let said = ask(b"");
+        assert!(said.ends_with("(a member that speaks TLS has an address with https://)"), "{said}");
+        let said = ask(b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n");
+        assert!(
+            said.ends_with("what answers there speaks TLS (write https:// in etcd of [cluster])"),
+            "{said}"
+        );
     }
 }
