@@ -36,7 +36,8 @@ impl<'a> Keys<'a> {
         range: RangeInclusive<u64>,
     ) -> Result<u64, String> {
         let Some(text) = self.take(key) else { return Ok(default) };
-        let number = settings::count(text).map_err(|rule| format!("{key}={text} {rule}"))?;
+        let number = settings::count(text)
+            .map_err(|rule| format!("{key}={text} {rule}; it must be {}", bounds(&range)))?;
         within(key, text, number, &range)
     }
 
@@ -56,7 +57,8 @@ impl<'a> Keys<'a> {
         range: RangeInclusive<Duration>,
     ) -> Result<Duration, String> {
         let Some(text) = self.take(key) else { return Ok(default) };
-        let time = settings::duration(text).map_err(|rule| format!("{key}={text} {rule}"))?;
+        let time = settings::duration(text)
+            .map_err(|rule| format!("{key}={text} {rule}; it must be {}", bounds(&range)))?;
         within(key, text, time, &range)
     }
 
@@ -84,7 +86,11 @@ fn within<T: PartialOrd + fmt::Debug>(
     range: &RangeInclusive<T>,
 ) -> Result<T, String> {
     if !range.contains(&value) {
-        return Err(format!("{key}={text} is not between {:?} and {:?}", range.start(), range.end()));
+        return Err(format!("{key}={text} is not {}", bounds(range)));
     }
     Ok(value)
+}
+
+fn bounds<T: fmt::Debug>(range: &RangeInclusive<T>) -> String {
+    format!("between {:?} and {:?}", range.start(), range.end())
 }

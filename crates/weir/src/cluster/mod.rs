@@ -137,7 +137,11 @@ fn of_group(group: &Value) -> String {
     let mut table = Table::new(columns(&["HOST", "LIMIT"], &["WANTS", "MAY USE", "SAFE SHARE"]));
     for host in hosts {
         for (name, safe) in host["safe-share"].as_object().into_iter().flatten() {
-            let number = |value: &Value| value.as_u64().map_or_else(|| "-".to_owned(), |n| n.to_string());
+            let number = |value: &Value| match value.as_u64() {
+                Some(bytes) if name.starts_with("bps") => figures::bytes(bytes as f64),
+                Some(operations) => operations.to_string(),
+                None => "-".to_owned(),
+            };
             let wants = match &host["demand"][name] {
                 Value::String(all) => all.clone(),
                 other => number(other),
@@ -157,8 +161,9 @@ fn of_group(group: &Value) -> String {
 
 /// Operations and bytes per second, where there are any.
 fn amounts(value: &Value) -> Option<String> {
-    let one = |key: &str, unit: &str| value[key].as_u64().map(|amount| format!("{amount} {unit}"));
-    let known: Vec<_> = [one("iops", "IOPS"), one("bps", "B/s")].into_iter().flatten().collect();
+    let iops = value["iops"].as_u64().map(|amount| format!("{amount} IOPS"));
+    let bps = value["bps"].as_u64().map(|amount| format!("{} a second", figures::sized(amount)));
+    let known: Vec<_> = [iops, bps].into_iter().flatten().collect();
     (!known.is_empty()).then(|| known.join(" and "))
 }
 
@@ -170,25 +175,27 @@ mod tests {
     fn hosts_and_parts_are_tables() {
         let shown = json!({
             "name": "lab", "host": "a", "connected": true, "joined": true, "etcd": "http://e:2379", "leader": "b",
-            "promised": { "iops": 2000 }, "capacity": {},
+            "promised": { "iops": 2000, "bps": 10 << 20 }, "capacity": {},
             "hosts": [{ "name": "a", "present": true, "age-ms": 1200, "weir": "1.2.3" }, { "name": "b", "present": false }],
             "not-understood": [{ "group": "new", "reason": "is of version 9" }],
             "groups": [{
                 "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "promised": { "iops": 2000 },
                 "promised-by": { "a": { "iops": 1500 }, "c": { "iops": 500 } }, "overpromised": { "iops": 500 },
                 "hosts": [{
-                    "host": "a", "demand": { "iops-total": "all" }, "in-force": { "iops-total": 9812 },
-                    "safe-share": { "iops-total": 12 },
+                    "host": "a", "demand": { "bps-total": 512, "iops-total": "all" },
+                    "in-force": { "bps-total": 7_u64 << 30, "iops-total": 9812 },
+                    "safe-share": { "bps-total": 1 << 20, "iops-total": 12 },
                 }],
             }],
         });
         let said = show(&shown);
         for expect in [
             "led by b",
-            "promised 2000 IOPS; what devices can do is not known",
+            "promised 2000 IOPS and 10.0M a second; what devices can do is not known",
             "1.2 s ago",
             "promised 2000 IOPS (a 1500 IOPS, c 500 IOPS)\n  that is 500 IOPS more than there is",
-            "all     9812",
+            "  512     7.0G        1.0M\n",
+            "  all     9812          12\n",
             "change 3",
             "\ngroup new: what is in etcd is of version 9: each host of this weir has its safe share\n",
         ] {

@@ -150,6 +150,13 @@ mod tests {
         let error = |text: &str| text.parse::<ClusterSpec>().unwrap_err();
         assert_eq!(error("hosts=0"), "hosts=0 is not between 1 and 10000");
         assert_eq!(error("hosts=10001"), "hosts=10001 is not between 1 and 10000");
+        for (wrong, expect) in [
+            ("hosts=-1", "hosts=-1 is not a whole number of 0 or more; it must be between 1 and 10000"),
+            ("disks=1K", "(write 1000); it must be between 1 and 1000"),
+            ("every=x", "; it must be between 2s and 100000s"),
+        ] {
+            assert!(error(wrong).ends_with(expect), "{}", error(wrong));
+        }
         assert!(error("hosts=10000,disks=11").ends_with("are more than 100000 disks (lower one)"));
         assert_eq!(error("busy=101%"), "busy=101% is not a percentage from 0% to 100%");
         assert_eq!(error("busy=60%,idle=50"), "busy=60,idle=50 are more than 100% of the hosts");
