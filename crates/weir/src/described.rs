@@ -18,7 +18,7 @@ use clap::{ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parse
 use daemon::serve::ServeArgs;
 use serde_json::{Map, Value, json};
 
-use crate::client::{self, Client};
+use crate::client::{self, Client, report::Disk};
 
 /// Options of `weir serve` about a disk, as they were written.
 #[derive(Clone, Debug, Default)]
@@ -47,6 +47,20 @@ const OTHERS: [&str; 15] = [
 const FORMAT_HELP: &str = "How the image's bytes are laid out: raw or qcow2 [default: found by probing, \
      where that is safe; a daemon that runs finds qcow2 alone]";
 
+/// A daemon that runs has images of clusters, perhaps.
+const RBD_HELP: [(&str, &str); 2] = [
+    (
+        "rbd_config",
+        "Ceph's config file, for images rbd:POOL/IMAGE [default: as the daemon has it for all others, \
+         else the one that Ceph finds]",
+    ),
+    (
+        "rbd_user",
+        "Who asks the Ceph cluster, without `client.` [default: as the daemon has it for all others, \
+         else admin]",
+    ),
+];
+
 impl DiskOptions {
     fn arguments() -> Vec<clap::Arg> {
         let serve = ServeArgs::augment_args(Command::new("serve"));
@@ -58,7 +72,11 @@ impl DiskOptions {
         // Here `-o` is mount's.
         let plain = |argument: &clap::Arg| {
             let plain = argument.clone().conflicts_with(Resettable::Reset);
-            let plain = if plain.get_id() == "format" { plain.help(FORMAT_HELP) } else { plain };
+            let help = [("format", FORMAT_HELP)].into_iter().chain(RBD_HELP);
+            let plain = match help.into_iter().find(|(id, _)| plain.get_id() == id) {
+                Some((_, help)) => plain.help(help),
+                None => plain,
+            };
             if plain.get_short() == Some('o') { plain.short(Resettable::Reset) } else { plain }
         };
         serve.get_arguments().filter(is_of_disk).map(plain).collect()
@@ -117,6 +135,41 @@ impl FromArgMatches for DiskOptions {
         *self = Self::from_arg_matches(matches)?;
         Ok(())
     }
+}
+
+/// The options of an image, with how a daemon reaches its own images of a Ceph cluster, where all
+/// are reached in one way, and nothing else is said of this one.
+pub(crate) fn reached_alike(
+    image: &str,
+    mut options: Vec<(String, Option<String>)>,
+    disks: &[Disk],
+) -> Vec<(String, Option<String>)> {
+    let mut ways = disks.iter().filter_map(|disk| way(&disk.image));
+    let (Some(own), Some((config, user))) = (way(image), ways.next()) else { return options };
+    if !ways.all(|other| other == (config.clone(), user.clone())) {
+        return options;
+    }
+    let said = |key: &str, own: Option<String>| {
+        own.or_else(|| options.iter().find(|(name, _)| name == key)?.1.clone())
+    };
+    let (own_config, own_user) = (said("rbd-config", own.0), said("rbd-user", own.1));
+    // Who is known to another cluster need not be to this one.
+    if own_config.is_some() && own_config != config {
+        return options;
+    }
+    let more = [
+        ("rbd-config", config.filter(|_| own_config.is_none())),
+        ("rbd-user", user.filter(|_| own_user.is_none())),
+    ];
+    options.extend(more.into_iter().filter_map(|(key, value)| Some((key.to_owned(), Some(value?)))));
+    options
+}
+
+/// Ceph's config file and user, as far as they are named; `None` for what is in no cluster.
+fn way(image: &str) -> Option<(Option<String>, Option<String>)> {
+    let image: settings::Image = image.parse().ok()?;
+    let Ok(Spec::Rbd(address)) = image.spec().ok()?.parse() else { return None };
+    Some((address.config.map(|path| path.to_string_lossy().into_owned()), address.user))
 }
 
 /// Options that are said where the node is made; all others are settings of the disk.
@@ -303,4 +356,33 @@ fn file_driver(image: &str) -> &'static str {
 fn is_qcow2(image: &str) -> bool {
     let mut magic = [0; 4];
     fs::File::open(image).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"QFI\xfb"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_of_a_cluster_are_reached_as_all_others_are() {
+        let with = |image: &str, said: &[(&str, &str)], others: &[&str]| {
+            let disk = |image: &&str| Disk { image: (*image).to_owned(), ..Disk::default() };
+            let disks: Vec<_> = others.iter().map(disk).collect();
+            let said = said.iter().map(|(key, value)| ((*key).to_owned(), Some((*value).to_owned())));
+            let options = reached_alike(image, said.collect(), &disks);
+            let shown = |(key, value): (String, Option<String>)| format!("{key}={}", value.unwrap());
+            options.into_iter().map(shown).collect::<Vec<_>>().join(" ")
+        };
+        let others = ["vm.raw", "rbd:p/a:conf=/c:id=weir", "rbd:p/b@one:conf=/c:id=weir"];
+        assert_eq!(with("rbd:p/x", &[], &others), "rbd-config=/c rbd-user=weir");
+        assert_eq!(with("rbd:p/x", &[("rbd-user", "me")], &others), "rbd-user=me rbd-config=/c");
+        assert_eq!(with("rbd:p/x:id=me", &[], &others), "rbd-config=/c");
+        assert_eq!(with("rbd:p/x:conf=/c", &[], &others), "rbd-user=weir");
+        // Of another cluster.
+        assert_eq!(with("rbd:p/x:conf=/d", &[], &others), "");
+        assert_eq!(with("rbd:p/x", &[("rbd-config", "/d")], &others), "rbd-config=/d");
+        // Nobody can tell which, or there is nothing to tell.
+        assert_eq!(with("rbd:p/x", &[], &["rbd:p/a:conf=/c", "rbd:p/b:conf=/d"]), "");
+        assert_eq!(with("rbd:p/x", &[], &["rbd:p/a"]), "");
+        assert_eq!(with("vm.raw", &[], &others), "");
+    }
 }

@@ -151,9 +151,12 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     let is_snapshot = image.is_snapshot();
     let image = image.relative_to(&here).to_string();
     let options = disk.with_whole_paths();
-    let described = described::node(&name, &image, &options)?;
+    // What is wrong with it whatever a daemon has.
+    described::node(&name, &image, &options)?;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     let (_, report) = client.status()?;
+    let options = described::reached_alike(&image, options, &report.disks);
+    let described = described::node(&name, &image, &options)?;
     let places = match is_over_nbd {
         true => places(&name, &nbd, &here, &report.servers)?,
         false => Vec::new(),

@@ -228,7 +228,8 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
     );
     place.set_asked()?;
     let export = export(wanted, place)?;
-    described::node(&wanted.name, &wanted.image, &wanted.options)?.add(&mut client, vec![export])?;
+    let options = described::reached_alike(&wanted.image, wanted.options.clone(), &report.disks);
+    described::node(&wanted.name, &wanted.image, &options)?.add(&mut client, vec![export])?;
     let events = events.clone();
     tell_end(target, watch, &wanted.name, move |orderly| {
         let _ = events.send(Event::Ended { orderly });
