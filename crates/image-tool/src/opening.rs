@@ -104,11 +104,8 @@ pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Forma
         return Ok(format);
     }
     let name = path.display();
-    if is_in_cluster(path) {
-        bail!("{name}: the format of an image in a cluster is to be said (add -f raw, or -f qcow2)");
-    }
-    let probed = match path.to_str().filter(|text| Uri::is_meant(text)) {
-        Some(uri) => probe_anywhere(uri)?,
+    let probed = match path.to_str().filter(|_| is_elsewhere(path)) {
+        Some(elsewhere) => probe_anywhere(elsewhere)?,
         None => probe::probe(path).with_context(|| format!("{name}: cannot be read"))?,
     };
     match probed {
@@ -132,14 +129,11 @@ pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
     Ok(if is_elsewhere(path) { text.to_owned() } else { format!("file:{text}") })
 }
 
-/// Whether it names no file of this host: an image of a Ceph cluster, or at an NBD server.
+/// Whether it names no file of this host: an image of a Ceph cluster, or at an NBD server. A file
+/// of such a name is `./rbd:…`.
 pub(super) fn is_elsewhere(path: &Path) -> bool {
-    is_in_cluster(path) || path.to_str().is_some_and(Uri::is_meant)
-}
-
-/// Whether it names an image of a Ceph cluster. A file of such a name is `./rbd:…`.
-pub(super) fn is_in_cluster(path: &Path) -> bool {
-    path.as_os_str().as_encoded_bytes().starts_with(b"rbd:")
+    let is_in_cluster = path.as_os_str().as_encoded_bytes().starts_with(b"rbd:");
+    is_in_cluster || path.to_str().is_some_and(Uri::is_meant)
 }
 
 pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {

@@ -28,6 +28,10 @@ use crate::{
 const PATIENCE_S: &str = "30";
 const OF_CEPH_S: &str = "300";
 
+/// What every command takes, and what `weir serve` has besides.
+const CONFIG: &str = ":conf=FILE behind the image, or --rbd-config of `weir serve`,";
+const USER: &str = ":id=USER behind the image, or --rbd-user of `weir serve`,";
+
 /// What images have to agree on to share a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Way {
@@ -170,7 +174,7 @@ impl Cluster {
             failed(
                 &format!("{file} cannot be used"),
                 error,
-                "--rbd-config names the file, as ceph.conf(5) has it",
+                &format!("{CONFIG} names it, as ceph.conf(5) has it"),
             )
         })?;
         let keyring = way.keyring.as_ref().map(|path| path.to_string_lossy().into_owned());
@@ -217,13 +221,13 @@ impl Cluster {
                 name,
                 format!("the cluster does not let {user} in: {error}"),
                 format!(
-                    "is its key in the keyring? `ceph auth get {user}` shows the right one; --rbd-user names another user"
+                    "is its key in the keyring? `ceph auth get {user}` shows the right one; {USER} names another user"
                 ),
             ),
             libc::ENOENT => OpenError::new(
                 name,
                 format!("no monitor is known, or no keyring of {user} is found: {error}"),
-                "--rbd-config names Ceph's config file, with mon_host and keyring; --rbd-user another user",
+                format!("{CONFIG} names Ceph's config file, with mon_host and keyring; {USER} another user"),
             ),
             _ => OpenError::new(
                 name,
