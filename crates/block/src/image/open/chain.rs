@@ -76,15 +76,15 @@ async fn find_top(
     seen: &mut Seen,
 ) -> Result<(Level, Option<Next>), OpenError> {
     let own = &options.storage;
-    let (path, is_remote) = match spec.parse() {
+    let (path, is_far) = match spec.parse() {
         Ok(Spec::File(path)) => (Some(path), false),
-        Ok(Spec::Nbd(_)) => (None, true),
+        Ok(Spec::Nbd(_) | Spec::Rbd(_)) => (None, true),
         _ => (None, false),
     };
     let name = path.as_ref().map_or_else(|| spec.to_owned(), |path| path.display().to_string());
     let (bottom, probed) = bottom(spec.to_owned(), own.clone()).await?;
     seen.add(&bottom, &name)?;
-    let guessed = own.format.is_none() && (path.is_some() || is_remote);
+    let guessed = own.format.is_none() && (path.is_some() || is_far);
     let format = check_format(own.format, probed, &name)?;
     if own.part.is_some() && format != Format::Raw {
         return Err(OpenError::new(
