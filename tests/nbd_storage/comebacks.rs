@@ -3,10 +3,11 @@
 
 use std::{
     fs,
-    io::{Read as _, Write as _},
+    io::{BufRead as _, BufReader, Read as _, Write as _},
     net::Shutdown,
     os::unix::net::{UnixListener, UnixStream},
     path::{Path, PathBuf},
+    process::{Command, Stdio},
     sync::{Arc, Condvar, Mutex, MutexGuard},
     thread,
 };
@@ -15,8 +16,8 @@ use serde_json::json;
 
 use super::{Server, half_full, in_front, uri};
 use crate::harness::{
-    DEADLINE, MIB, Scratch, Serve, Weir, assert_says,
-    operator::{find, wait_until},
+    DEADLINE, MIB, Scratch, Serve, WEIR, Weir, assert_says,
+    operator::{find, socket, wait_until},
     text,
 };
 
@@ -434,4 +435,35 @@ fn a_server_that_comes_late_is_waited_for_when_the_disk_is_opened() {
     weir.stop();
     server.crash();
     assert!(fs::read(&file).unwrap()[..4096].iter().all(|&byte| byte == b'l'));
+}
+
+#[test]
+fn whoever_removes_a_disk_is_told_what_that_waits_for() {
+    let scratch = Scratch::new();
+    let at = scratch.socket("back");
+    let server = Other::start(&at, vec![0; MIB as usize], Ways { holds: Some(FLUSH), ..ORDINARY });
+    let weir = waiting(&scratch, &at, &["memory:1M", "--name", "back"]);
+    weir.nbdsh("back", "h.pwrite(b'a' * 4096, 0)");
+    let remove = |disk: &str| {
+        let mut command = Command::new(WEIR);
+        command.args(["disk", "remove", disk, "--qmp", &socket(&scratch)]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let mut removing = remove("back");
+    drop(server.shared.wait_until(|state| state.held.is_some()));
+    let mut said = String::new();
+    BufReader::new(removing.stderr.as_mut().unwrap()).read_line(&mut said).unwrap();
+    let expect = format!("back: waits for {}, to close it (Ctrl-C ends this command alone", uri(&at, ""));
+    assert_says(&said, &[&expect]);
+    // Nobody else does, and nobody has to.
+    let others = remove("front").wait_with_output().unwrap();
+    assert_eq!((others.status.code(), &*others.stderr), (Some(0), &b""[..]));
+    wait_until(&scratch, |told| told["disks"].as_array().is_some_and(Vec::is_empty));
+    removing.kill().unwrap();
+    removing.wait().unwrap();
+    server.shared.lock().may_answer = true;
+    server.shared.changed.notify_all();
+    drop(server.shared.wait_until(|state| state.streams.is_empty()));
+    weir.stop();
+    server.stop();
 }

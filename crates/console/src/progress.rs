@@ -3,12 +3,18 @@
 use std::{
     cell::RefCell,
     io::{IsTerminal as _, Write as _, stderr},
+    sync::mpsc::{RecvTimeoutError, Sender, channel},
+    thread::{self, JoinHandle},
     time::Duration,
 };
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::say;
+
 const TICK: Duration = Duration::from_millis(100);
+/// After which somebody wonders.
+const MOMENT: Duration = Duration::from_secs(2);
 const SPINNER: &str = "{spinner} {msg} {elapsed}";
 
 /// A bar of this length and form, in the standard one if the template is none.
@@ -114,5 +120,33 @@ impl Drop for Spinner {
         if let Some(bar) = self.0.take() {
             bar.finish_and_clear();
         }
+    }
+}
+
+/// Says on standard error what is waited for, once that has taken a moment; nothing where this is
+/// dropped before.
+#[derive(Debug)]
+#[must_use]
+pub struct IfLong(Option<(Sender<()>, JoinHandle<()>)>);
+
+impl IfLong {
+    /// The waiting begins.
+    pub fn say(text: String) -> Self {
+        let (end, ended) = channel();
+        let telling = thread::spawn(move || {
+            if ended.recv_timeout(MOMENT) == Err(RecvTimeoutError::Timeout) {
+                say(&text);
+            }
+        });
+        Self(Some((end, telling)))
+    }
+}
+
+impl Drop for IfLong {
+    fn drop(&mut self) {
+        let Some((end, telling)) = self.0.take() else { return };
+        drop(end);
+        // What follows stands behind what was said.
+        let _ = telling.join();
     }
 }

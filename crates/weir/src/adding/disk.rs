@@ -4,7 +4,7 @@ use std::path::{Path, absolute};
 
 use anyhow::{anyhow, bail};
 use clap::{Args, Subcommand};
-use console::{Failure, print};
+use console::{Failure, print, progress::IfLong};
 use policy::access::Network;
 use serde_json::{Value, json};
 use settings::{Address, Endpoint, Image, Nbd};
@@ -300,11 +300,18 @@ fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
     let RemoveArgs { name, asked: Asked { json, qmp }, save } = arguments;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     let (_, report) = client.status()?;
-    if !report.disks.iter().any(|disk| disk.name == name) {
+    let Some(disk) = report.disks.iter().find(|disk| disk.name == name) else {
         return Err(anyhow!("{name}: no disk has this name (`weir status` lists them)").into());
-    }
+    };
     let saving = saving::prepare(&report, &save, |text| saving::removed(text, "disk", &name))?;
-    let _: Value = client.execute("x-weir-remove-disk", json!({ "name": name }))?;
+    let unsaved = if saving.is_some() { ", and nothing is saved" } else { "" };
+    let waiting = IfLong::say(format!(
+        "{name}: waits for {}, to close it (Ctrl-C ends this command alone: the daemon goes on with it{unsaved})",
+        disk.image
+    ));
+    let removed = client.execute("x-weir-remove-disk", json!({ "name": name }));
+    drop(waiting);
+    removed?;
     finish(("disk", &name, "removed"), saving, json)
 }
 
