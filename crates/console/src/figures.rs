@@ -4,7 +4,10 @@
 
 use std::collections::BTreeMap;
 
-use policy::throttle::{LimitKind, Part, Setting};
+use policy::{
+    throttle::{LimitKind, Part, Setting},
+    time::Date,
+};
 
 /// Settings by their names, such as `iops-total`; those that are 0 may be missing.
 pub type Limits = BTreeMap<String, u64>;
@@ -115,17 +118,7 @@ fn short(kind: LimitKind) -> &'static str {
 
 /// A date of UTC, from seconds since 1970.
 pub fn date(seconds: u32) -> String {
-    let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms".
-    let days = days + 719_468;
-    let (era, day) = (days / 146_097, days % 146_097);
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let (date, month) = (day - (153 * month + 2) / 5 + 1, if month < 10 { month + 3 } else { month - 9 });
-    let year = era * 400 + year + u32::from(month <= 2);
-    let (hours, minutes, seconds) = (second / 3600, second / 60 % 60, second % 60);
-    format!("{year}-{month:02}-{date:02} {hours:02}:{minutes:02}:{seconds:02}")
+    Date(seconds).to_string()
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 //! The reactor counts from its own start on the monotonic clock, the simulated one from zero.
 //! Policy code only subtracts and compares. It never reads a clock.
 
+use core::fmt;
 use core::ops::{Add, AddAssign, Sub};
 pub use core::time::Duration;
 
@@ -35,6 +36,26 @@ impl Instant {
     /// before they take a group's lock, so their instants may arrive out of order.
     pub const fn nanos_since(self, earlier: Self) -> u64 {
         self.0.saturating_sub(earlier.0)
+    }
+}
+
+/// A date of UTC, in seconds since 1970, as people read it: `2026-11-21 06:15:21`.
+#[derive(Clone, Copy, Debug)]
+pub struct Date(pub u32);
+
+impl fmt::Display for Date {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (days, second) = (self.0 / 86_400, self.0 % 86_400);
+        // Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms".
+        let days = days + 719_468;
+        let (era, day) = (days / 146_097, days % 146_097);
+        let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+        let day = day - (365 * year + year / 4 - year / 100);
+        let month = (5 * day + 2) / 153;
+        let (date, month) = (day - (153 * month + 2) / 5 + 1, if month < 10 { month + 3 } else { month - 9 });
+        let year = era * 400 + year + u32::from(month <= 2);
+        let (hours, minutes, seconds) = (second / 3600, second / 60 % 60, second % 60);
+        write!(f, "{year}-{month:02}-{date:02} {hours:02}:{minutes:02}:{seconds:02}")
     }
 }
 

@@ -73,8 +73,8 @@ impl Capacity {
 
     /// What can be promised, in operations and bytes per second: the slower of reading and writing.
     /// 0 where one of them is unknown.
-    pub fn reservable(&self) -> (u64, u64) {
-        (self.read_iops.min(self.write_iops), self.read_bps.min(self.write_bps))
+    pub fn reservable(&self) -> [u64; 2] {
+        [self.read_iops.min(self.write_iops), self.read_bps.min(self.write_bps)]
     }
 }
 

@@ -346,7 +346,7 @@ fn use_is_the_larger_of_operations_and_bytes() {
     assert_eq!(capacity.use_of(rates), Some(900));
     assert_eq!(capacity.use_of(Rates { read_bps: 0, ..rates }), Some(300));
     assert_eq!(Capacity::default().use_of(rates), None);
-    assert_eq!(capacity.reservable(), (500, 0));
+    assert_eq!(capacity.reservable(), [500, 0]);
     assert!(Watermark::new(100).is_some() && Watermark::new(101).is_none());
 }
 

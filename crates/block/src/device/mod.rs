@@ -35,6 +35,7 @@ use std::{
 };
 
 use policy::{
+    throttle::Reservable,
     time::{Duration, Instant, NANOS_PER_SECOND},
     watermark::{Capacity, Rates},
 };
@@ -80,6 +81,8 @@ pub struct Device {
     kind: Kind,
     name: String,
     capacity: Option<Capacity>,
+    /// When that was measured, in seconds since 1970, where it was and that is known.
+    probed_at_s: Option<u32>,
     last: Mutex<(Meter, u32)>,
 }
 
@@ -143,8 +146,8 @@ pub fn id_of(disk: &Disk, roots: &Roots) -> io::Result<Option<DeviceId>> {
 }
 
 impl Device {
-    /// The device under a disk. `measured` says what is known of it, from the name that it has for
-    /// good.
+    /// The device under a disk. `measured` says what is known of it, and since when in seconds
+    /// since 1970, from the name that it has for good.
     ///
     /// `None` for disks in memory, which have no device.
     ///
@@ -153,15 +156,15 @@ impl Device {
     pub fn under(
         disk: &Disk,
         roots: &Roots,
-        measured: impl FnOnce(&Identity) -> Option<Capacity>,
+        measured: impl FnOnce(&Identity) -> Option<(Capacity, u32)>,
     ) -> io::Result<Option<Self>> {
         match below(disk.image().storage()) {
             Below::Nothing => Ok(None),
             Below::Imitated(budget) => Ok(Some(Self::imitated(budget, disk.name()))),
             Below::File(number) => {
                 let identity = Identity::resolve(Number::unpack(number), roots)?;
-                let capacity = measured(&identity);
-                Self::physical(identity, capacity).map(Some)
+                let (capacity, probed_at_s) = measured(&identity).unzip();
+                Ok(Some(Self { probed_at_s, ..Self::physical(identity, capacity)? }))
             }
         }
     }
@@ -186,7 +189,7 @@ impl Device {
     }
 
     fn new(kind: Kind, name: String, capacity: Option<Capacity>) -> Self {
-        Self { kind, name, capacity, last: Mutex::new((Meter::default(), 0)) }
+        Self { kind, name, capacity, probed_at_s: None, last: Mutex::new((Meter::default(), 0)) }
     }
 
     /// What tells it from others.
@@ -213,6 +216,12 @@ impl Device {
     /// What it can do, as far as that is known.
     pub fn capacity(&self) -> Option<Capacity> {
         self.capacity
+    }
+
+    /// What of it can be promised.
+    pub fn reservable(&self) -> Reservable {
+        let amounts = self.capacity.map(|capacity| capacity.reservable()).unwrap_or_default();
+        Reservable { amounts, probed_at_s: self.probed_at_s }
     }
 
     /// How that is known, or what is looked at instead.

@@ -119,10 +119,11 @@ fn a_file_is_on_the_disk_of_its_file_system() {
         let Ok(Some(id)) = id_of(&disk, &Roots::default()) else { return };
         let measured = |identity: &Identity| {
             assert_eq!(DeviceId::Physical(identity.number()), id);
-            Some(CAPACITY)
+            Some((CAPACITY, 7))
         };
         let device = Device::under(&disk, &Roots::default(), measured).expect("readable").expect("a disk");
         assert_eq!((device.capacity(), device.capacity_source()), (Some(CAPACITY), CapacitySource::Probe));
+        assert_eq!(device.reservable().probed_at_s, Some(7));
         assert!(device.name().starts_with("/dev/"));
         assert!(device.reading(now()).is_ok());
     });

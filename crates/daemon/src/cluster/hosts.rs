@@ -20,7 +20,7 @@ use policy::{
 
 use super::{
     outside,
-    promising::{self, most},
+    promising::{self, Left, most},
     values::{Promises, Report, Reports},
     words::Word,
 };
@@ -108,7 +108,7 @@ struct Member {
     /// None while nobody knows what passes.
     demand: Option<Demand>,
     wants: Usage,
-    left: [Option<u64>; 2],
+    left: Left,
     report: Option<Report>,
 }
 
@@ -155,7 +155,7 @@ impl Member {
         Self { group, host: None, demand, wants: Usage::default(), left: [None; 2], report: None }
     }
 
-    fn lent(host: &Host, until: Instant, left: [Option<u64>; 2]) -> Lent {
+    fn lent(host: &Host, until: Instant, left: Left) -> Lent {
         Lent { until, safe: host.safe(), whole: *host.spec().limits(), left }
     }
 
@@ -289,7 +289,7 @@ impl Hosts {
     }
 
     /// What others leave of a group's limits, and of what is below all hosts, to be promised here.
-    fn left(&self, group: &str, whole: Option<&Limits>) -> [Option<u64>; 2] {
+    fn left(&self, group: &str, whole: Option<&Limits>) -> Left {
         promising::left(&self.promises, (&self.name, &self.own), group, whole)
     }
 

@@ -10,7 +10,7 @@
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
-use policy::throttle::{LimitKind, Limits};
+use policy::throttle::{Bound, LimitKind, Limits};
 
 use super::values::Promises;
 
@@ -67,14 +67,18 @@ pub(super) fn sums<'a>(promises: impl Iterator<Item = &'a Promises>) -> BTreeMap
     sums
 }
 
-/// What may be promised of a group on a host, in operations and bytes per second; `None` is not
-/// bounded. `all` are the promises of all hosts as etcd has them, `own` what the host promises now.
+/// What may be promised of a group on a host, in operations and bytes per second, and what sets
+/// that bound; `None` is not bounded.
+pub(super) type Left = [Option<(u64, Bound)>; 2];
+
+/// That of a group on a host. `all` are the promises of all hosts as etcd has them, `own` what the
+/// host promises now.
 pub(super) fn left(
     all: &BTreeMap<String, Promises>,
     (host, own): (&str, &Promises),
     group: &str,
     limits: Option<&Limits>,
-) -> [Option<u64>; 2] {
+) -> Left {
     let others = || all.iter().filter(|(name, _)| *name != host).map(|(_, promises)| promises);
     let there = capacity(others().chain([own]));
     [0, 1].map(|unit| {
@@ -84,9 +88,10 @@ pub(super) fn left(
         let of_all = others().flat_map(|promises| promises.groups.values()).chain(own_others).fold(0, sum);
         let of_limit = limits.and_then(|limits| most(limits, unit)).map(|most| most.saturating_sub(of_group));
         let of_pool = (there[unit] > 0).then(|| there[unit].saturating_sub(of_all));
-        let left = [of_limit, of_pool].into_iter().flatten().min()?;
+        let all_of_them = [of_limit.zip(Some(Bound::Cluster)), of_pool.zip(Some(Bound::Pool))];
+        let (left, bound) = all_of_them.into_iter().flatten().min_by_key(|(left, _)| *left)?;
         let stands = all.get(host).and_then(|before| before.groups.get(group)).map_or(0, |had| had[unit]);
-        Some(left.max(stands))
+        Some((left.max(stands), bound))
     })
 }
 
@@ -98,14 +103,30 @@ pub(super) fn judge(
 ) -> Option<Refusal> {
     own.groups.iter().find_map(|(group, asked)| {
         let left = left(all, (host, own), group, limits(group).as_ref());
-        let unit = (0..2).find(|unit| left[*unit].is_some_and(|left| asked[*unit] > left))?;
-        let (name, room) = (["iops", "bps"][unit], left[unit].unwrap_or_default());
+        let too_much = |unit: usize| Some((unit, left[unit].filter(|(left, _)| asked[unit] > *left)?));
+        let (unit, (room, bound)) = (0..2).find_map(too_much)?;
+        let name = ["iops", "bps"][unit];
+        let (of, remedy) = match bound {
+            Bound::Pool => (measured(all, (host, own), unit), bound.remedy()),
+            _ => (String::new(), "set a higher limit"),
+        };
         let why = format!(
-            "group {group}: {name}-reservation: {} would be promised on {host}, and {room} is left{} (lower a reservation here or there, or set a higher limit; `weir cluster forget HOST` ends those of one that will not come back)",
+            "group {group}: {name}-reservation: {} would be promised on {host}, and {room} is left{of}{} (lower a reservation here or there, or {remedy}; `weir cluster forget HOST` ends those of one that will not come back)",
             asked[unit],
             elsewhere(all, host, group)
         );
-        Some(Refusal { group: Some((group.clone(), left)), why })
+        Some(Refusal { group: Some((group.clone(), left.map(|left| Some(left?.0)))), why })
+    })
+}
+
+/// ` of the 2000 that `weir probe` measured below a`: the host that knows the least.
+fn measured(all: &BTreeMap<String, Promises>, (host, own): (&str, &Promises), unit: usize) -> String {
+    let others =
+        all.iter().filter(|(name, _)| *name != host).map(|(name, promises)| (name.as_str(), promises));
+    let known = others.chain([(host, own)]).map(|(name, promises)| (promises.capacity[unit], name));
+    let least = known.filter(|(there, _)| *there > 0).min();
+    least.map_or_else(String::new, |(there, name)| {
+        format!(" of the {there} that `weir probe` measured below {name}")
     })
 }
 
@@ -176,10 +197,17 @@ mod tests {
         let measured = Promises { capacity: [2000, 0], ..of(&[("silver", 900)]) };
         let there = all(&[("a", measured)]);
         let own = of(&[("gold", 500), ("silver", 200)]);
-        assert_eq!(left(&there, ("b", &own), "gold", None), [Some(900), None]);
-        assert_eq!(left(&there, ("b", &own), "gold", Some(&limits(LIMIT))), [Some(900), None]);
-        assert_eq!(left(&there, ("b", &own), "silver", None), [Some(600), None]);
+        let of_pool = |amount| [Some((amount, Bound::Pool)), None];
+        assert_eq!(left(&there, ("b", &own), "gold", None), of_pool(900));
+        assert_eq!(left(&there, ("b", &own), "gold", Some(&limits(LIMIT))), of_pool(900));
+        assert_eq!(left(&there, ("b", &own), "silver", None), of_pool(600));
         let refused = judge(&there, ("b", &of(&[("gold", 1200)])), |_| None).unwrap();
+        for expect in [
+            "1100 is left of the 2000 that `weir probe` measured below a (",
+            "measure again with `weir probe`",
+        ] {
+            assert!(refused.why.contains(expect), "{}", refused.why);
+        }
         assert_eq!(refused.group.unwrap().1, [Some(1100), None]);
     }
 

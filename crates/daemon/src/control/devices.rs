@@ -23,6 +23,7 @@ use block::{
     disk::Disk,
     layer::throttle::Group,
 };
+use policy::throttle::Reservable;
 use settings::state::Store;
 
 type Found = (Weak<Disk>, Option<Arc<Device>>);
@@ -88,7 +89,7 @@ impl Devices {
         if let Some(known) = self.known(&id) {
             return Ok(Some(known));
         }
-        let measured = |identity: &block::device::Identity| self.store.capacity(identity.key());
+        let measured = |identity: &block::device::Identity| self.store.measured(identity.key());
         Device::under(disk, &self.roots, measured).map(|device| device.map(Arc::new))
     }
 
@@ -139,9 +140,9 @@ impl Devices {
 /// A group can promise what its device can do; one on several, or on one that was not measured,
 /// what its limits say.
 fn bound(group: &Group, devices: &[Arc<Device>]) -> anyhow::Result<()> {
-    let capacity = match devices {
-        [device] => device.capacity().map(|capacity| capacity.reservable()),
-        _ => None,
+    let reservable = match devices {
+        [device] => device.reservable(),
+        _ => Reservable::default(),
     };
-    group.set_capacity(capacity).with_context(|| format!("group {}", group.name()))
+    group.set_device(reservable).with_context(|| format!("group {}", group.name()))
 }

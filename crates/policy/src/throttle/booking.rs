@@ -6,6 +6,7 @@
 
 use super::limits::{Invalid, LimitKind, Limits};
 use super::share::Share;
+use crate::time::Date;
 use core::fmt;
 
 /// What a reservation is measured in.
@@ -49,10 +50,14 @@ impl fmt::Display for Unit {
 pub enum Bound {
     /// A limit of the node itself or of one above it.
     Limit,
-    /// The measured capacity of the device below.
-    Capacity,
-    /// What other hosts leave of a limit over many hosts, or of what is below all of them.
+    /// The rate of the device below, which is imitated.
+    Rate,
+    /// What a probe measured of the device below, at this time in seconds since 1970.
+    Probe(u32),
+    /// What other hosts leave of a limit over many hosts.
     Cluster,
+    /// What other hosts leave of what is below all of them, as probes measured it.
+    Pool,
     /// A limit over many hosts, whatever others are promised.
     Whole,
 }
@@ -61,7 +66,21 @@ impl Bound {
     /// Whether other hosts have to do with it: what fits now may not later, though nothing is
     /// changed here.
     pub const fn is_shared(self) -> bool {
-        matches!(self, Self::Cluster | Self::Whole)
+        matches!(self, Self::Cluster | Self::Pool | Self::Whole)
+    }
+
+    /// What helps besides a lower reservation.
+    pub const fn remedy(self) -> &'static str {
+        match self {
+            Self::Limit => "raise the limit",
+            Self::Rate => "raise the rate that is imitated",
+            Self::Probe(_) | Self::Pool => {
+                "measure again with `weir probe`, or remove its file in capacity/ of the state directory, and \
+                 restart weir"
+            }
+            Self::Cluster => "one on another host",
+            Self::Whole => "raise that limit",
+        }
     }
 }
 
@@ -88,18 +107,21 @@ impl Overbooked {
 impl fmt::Display for Overbooked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { unit, asked, available, bound } = self;
-        let (bound, remedy) = match bound {
-            Bound::Limit => ("the limit", "raise the limit"),
-            Bound::Capacity => ("the device's measured capacity", "use a faster device"),
-            Bound::Cluster => ("what the cluster's other hosts leave", "one on another host"),
-            Bound::Whole => ("the limit of all hosts", "raise that limit"),
-        };
         let (name, excess) = (unit.reservation(), self.excess());
-        write!(
-            f,
-            "{name}: {asked} {unit} would be promised, {excess} more than {bound} of {available} \
-             (lower a reservation, or {remedy})"
-        )
+        write!(f, "{name}: {asked} {unit} would be promised, {excess} more than ")?;
+        match bound {
+            Bound::Limit => write!(f, "the limit of {available}"),
+            Bound::Rate => write!(f, "the imitated rate of {available}"),
+            Bound::Probe(at) => {
+                write!(f, "the {available} that `weir probe` measured of the device, {} UTC", Date(*at))
+            }
+            Bound::Cluster => write!(f, "what the cluster's other hosts leave of {available}"),
+            Bound::Pool => {
+                write!(f, "the {available} that other hosts leave of what `weir probe` measured below all")
+            }
+            Bound::Whole => write!(f, "the limit of all hosts of {available}"),
+        }?;
+        write!(f, " (lower a reservation, or {})", bound.remedy())
     }
 }
 
@@ -154,20 +176,30 @@ impl From<Overbooked> for Refused {
     }
 }
 
-/// What a node has to give its children: limits and the device's capacity, by unit (0 if unknown).
+/// What can be promised of the device below a node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Reservable {
+    /// In operations and bytes per second; 0 is unknown, and bounds nothing.
+    pub amounts: [u64; 2],
+    /// When a probe measured it, in seconds since 1970; `None` where the device is imitated.
+    pub probed_at_s: Option<u32>,
+}
+
+/// What a node has to give its children.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Supply {
     pub(super) limits: Limits,
-    pub(super) capacity: [u64; 2],
+    pub(super) device: Reservable,
 }
 
 impl Supply {
     pub(super) fn check(&self, promised: [u64; 2]) -> Result<(), Overbooked> {
         for unit in Unit::ALL {
             let asked = promised[unit.index()];
+            let of_device = self.device.probed_at_s.map_or(Bound::Rate, Bound::Probe);
             let bounds = [
                 (Bound::Limit, most_that_passes(&self.limits, unit)),
-                (Bound::Capacity, self.capacity[unit.index()]),
+                (of_device, self.device.amounts[unit.index()]),
             ];
             for (bound, available) in bounds {
                 if available > 0 && asked > available {

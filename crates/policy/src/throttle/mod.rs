@@ -61,7 +61,7 @@ mod spare;
 mod stats;
 mod tree;
 
-pub use booking::{Bound, MAX_LEVELS, Overbooked, Refused, Unit};
+pub use booking::{Bound, MAX_LEVELS, Overbooked, Refused, Reservable, Unit};
 pub use bucket::{Contents, Filled};
 pub use cost::Cost;
 pub use enforcement::{Enforcement, Scale};

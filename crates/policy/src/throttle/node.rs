@@ -2,7 +2,7 @@
 //!
 //! Knows nothing of its neighbours. An idle node takes a few hundred bytes and no time.
 
-use super::booking::demand;
+use super::booking::{Reservable, demand};
 use super::bucket::Buckets;
 use super::cost::Cost;
 use super::enforcement::{Enforcement, Scale};
@@ -135,8 +135,8 @@ pub(super) struct Node<T> {
     waits: Option<Box<AllWaits>>,
     /// None without a reservation of its own: few have one.
     pub(super) promise: Option<Box<Promise>>,
-    /// By unit: what the device below can do; 0 if unknown.
-    pub(super) capacity: [u64; 2],
+    /// Of the device below.
+    pub(super) device: Reservable,
     /// By unit: what is promised to its children.
     pub(super) promised: [u64; 2],
 }
@@ -174,7 +174,7 @@ impl<T> Node<T> {
             binding: None,
             waits: None,
             promise: None,
-            capacity: [0; 2],
+            device: Reservable::default(),
             promised: [0; 2],
         };
         node.set_limits(limits, now);

@@ -19,7 +19,7 @@
 //! Never rejects, loses or reorders: each token comes out exactly once, and a disk's requests of
 //! one direction pass in the order in which they came.
 
-use super::booking::{MAX_LEVELS, Overbooked, Refused, Supply, demand};
+use super::booking::{MAX_LEVELS, Overbooked, Refused, Reservable, Supply, demand};
 use super::cost::Cost;
 use super::enforcement::Enforcement;
 use super::heap::Heap;
@@ -195,7 +195,7 @@ impl<T> Tree<T> {
         let waits = Direction::ALL.iter().any(|direction| !self.nodes[parent].queue(*direction).is_empty());
         assert!(!waits, "a disk with requests waiting cannot become a group");
         let wanted = demand(share, [0; 2]);
-        Supply { limits, capacity: [0; 2] }.check(wanted)?;
+        Supply { limits, device: Reservable::default() }.check(wanted)?;
         let freed = leaving.map(|leaving| self.promised_without(leaving)).unwrap_or_default();
         self.check_promises(parent, [0; 2], wanted, &freed)?;
 
@@ -279,7 +279,7 @@ impl<T> Tree<T> {
         let (old, new) = (demand(here.share, here.promised), demand(share, here.promised));
         let limits = match self.lent(node) {
             Some(_) => self.check_supply(slot, new).map(|()| here.limits())?,
-            None => Supply { limits, capacity: here.capacity }.check(new).map(|()| limits)?,
+            None => Supply { limits, device: here.device }.check(new).map(|()| limits)?,
         };
         self.check_promises(self.nodes[slot].parent, old, new, &[])?;
         let here = &self.nodes[slot];
@@ -315,17 +315,16 @@ impl<T> Tree<T> {
         Ok(self.put_part(slot, limits, credit))
     }
 
-    /// Says what the device below a node can do, in operations and bytes per second: reservations
-    /// at and below the node must fit in it. 0 or `None` is unknown.
+    /// Says what can be promised of the device below a node: reservations at and below the node
+    /// must fit in it.
     ///
     /// # Errors
     /// If more is promised already. What was known before stays in force then.
-    pub fn set_capacity(&mut self, node: NodeId, capacity: Option<(u64, u64)>) -> Result<(), Refused> {
+    pub fn set_device(&mut self, node: NodeId, device: Reservable) -> Result<(), Refused> {
         let slot = self.slot(node);
-        let capacity = capacity.map_or([0; 2], |(iops, bps)| [iops, bps]);
         let node = &mut self.nodes[slot];
-        Supply { limits: Limits::default(), capacity }.check(demand(node.share, node.promised))?;
-        node.capacity = capacity;
+        Supply { limits: Limits::default(), device }.check(demand(node.share, node.promised))?;
+        node.device = device;
         Ok(())
     }
 

@@ -2,7 +2,9 @@
 
 use crate::timeline::{limits, promise, s};
 use policy::request::Direction;
-use policy::throttle::{Admission, Bound, Cost, Limits, NodeId, Overbooked, Refused, Share, Tree, Unit};
+use policy::throttle::{
+    Admission, Bound, Cost, Limits, NodeId, Overbooked, Refused, Reservable, Share, Tree, Unit,
+};
 
 fn group(text: &str) -> (Tree<()>, NodeId) {
     let mut tree = Tree::new(s(0));
@@ -109,15 +111,22 @@ fn a_refused_move_leaves_no_trace() {
 #[test]
 fn the_device_s_capacity_bounds_promises_too() {
     let (mut tree, group) = group("");
-    tree.set_capacity(group, Some((1000, 0))).unwrap();
+    let of = |iops, probed_at_s| Reservable { amounts: [iops, 0], probed_at_s };
+    tree.set_device(group, of(1000, Some(1_795_241_721))).unwrap();
     let disk = tree.add(Some(group), Limits::default(), promise(1000, u64::MAX)).unwrap();
+    let error = tree.configure(disk, Limits::default(), promise(1200, 0), s(0)).unwrap_err();
+    let expect = "iops-reservation: 1200 IOPS would be promised, 200 more than the 1000 that `weir probe` \
+                  measured of the device, 2026-11-21 06:15:21 UTC (lower a reservation, or measure again with \
+                  `weir probe`, or remove its file in capacity/ of the state directory, and restart weir)";
+    assert_eq!(error.to_string(), expect);
+    assert!(tree.set_device(group, of(999, None)).is_err());
+    tree.set_device(group, of(1000, None)).unwrap();
     let error = tree.configure(disk, Limits::default(), promise(1200, 0), s(0)).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "iops-reservation: 1200 IOPS would be promised, 200 more than the device's measured capacity of 1000 \
-         (lower a reservation, or use a faster device)"
+        "iops-reservation: 1200 IOPS would be promised, 200 more than the imitated rate of 1000 (lower a \
+         reservation, or raise the rate that is imitated)"
     );
-    assert!(tree.set_capacity(group, Some((999, 0))).is_err());
-    tree.set_capacity(group, None).unwrap();
+    tree.set_device(group, Reservable::default()).unwrap();
     tree.configure(disk, Limits::default(), promise(1200, 0), s(0)).unwrap();
 }

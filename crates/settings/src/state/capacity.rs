@@ -100,13 +100,16 @@ impl Store {
 
     /// The capacity of a device; unknown, and logged, if its file cannot be used.
     pub fn capacity(&self, key: &str) -> Option<Capacity> {
-        match self.load(key) {
-            Ok(record) => record.map(|record| record.capacity.into()),
-            Err(error) => {
-                tracing::warn!("{error:#}");
-                None
-            }
-        }
+        self.measured(key).map(|(capacity, _)| capacity)
+    }
+
+    /// The same, with when it was measured, in seconds since 1970.
+    pub fn measured(&self, key: &str) -> Option<(Capacity, u32)> {
+        let record = self.load(key).unwrap_or_else(|error| {
+            tracing::warn!("{error:#}");
+            None
+        })?;
+        Some((record.capacity.into(), u32::try_from(record.time).unwrap_or(u32::MAX)))
     }
 
     /// Whether a record could be kept: the directory is made, and a file in it, which goes again.
@@ -191,7 +194,8 @@ mod tests {
         let path = store.save(&again).unwrap();
         assert_eq!(store.load("serial a/b").unwrap(), Some(again));
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "nothing is left beside it");
-        assert_eq!(store.capacity("serial a/b").unwrap().write_bps, 4);
+        let (capacity, time_s) = store.measured("serial a/b").unwrap();
+        assert_eq!((capacity.write_bps, time_s), (4, 6));
         assert_eq!(fnv1a(b"a"), 0xaf63_dc4c_8601_ec8c, "the hash's published test value");
     }
 

@@ -9,7 +9,10 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use policy::{
-    throttle::{Brief, Counted, Enforcement, Filled, Invalid, Lent, Limits, NodeId, Refused, Stats, Wanted},
+    throttle::{
+        Brief, Counted, Enforcement, Filled, Invalid, Lent, Limits, NodeId, Refused, Reservable, Stats,
+        Wanted,
+    },
     time::Instant,
     watermark::Watermark,
 };
@@ -223,13 +226,13 @@ impl Group {
         arm(self.arbiter.release(now));
     }
 
-    /// Says what the device below it can do, in operations and bytes per second: what is promised
-    /// here and inside fits into it from now on. 0 or `None` is unknown and bounds nothing.
+    /// Says what can be promised of the device below it: what is promised here and inside fits into
+    /// it from now on.
     ///
     /// # Errors
     /// [`Refused`] if more is promised already; then nothing has changed.
-    pub fn set_capacity(&self, capacity: Option<(u64, u64)>) -> Result<(), Refused> {
-        self.arbiter.lock().tree().set_capacity(self.node, capacity)
+    pub fn set_device(&self, device: Reservable) -> Result<(), Refused> {
+        self.arbiter.lock().tree().set_device(self.node, device)
     }
 
     /// Lifts every limit in its tree for good: its own, those above and below, and those of all

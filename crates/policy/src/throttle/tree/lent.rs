@@ -29,9 +29,9 @@ pub struct Lent {
     pub safe: Limits,
     /// Of all hosts together.
     pub whole: Limits,
-    /// What may be promised here, in operations and bytes per second, besides what `whole` allows;
-    /// `None` is not bounded.
-    pub left: [Option<u64>; 2],
+    /// What may be promised here, in operations and bytes per second, besides what `whole` allows,
+    /// and what sets that bound; `None` is not bounded.
+    pub left: [Option<(u64, Bound)>; 2],
 }
 
 /// What the members of a group want, for whoever divides limits over hosts.
@@ -121,12 +121,13 @@ impl<T> Tree<T> {
             (Bound::Limit, Some(_)) => Overbooked { bound: Bound::Whole, ..overbooked },
             _ => overbooked,
         };
-        Supply { limits, capacity: node.capacity }.check(promised).map_err(whole)?;
+        Supply { limits, device: node.device }.check(promised).map_err(whole)?;
         let left = lent.map_or([None; 2], |lent| lent.left);
         for unit in Unit::ALL {
             let asked = promised[unit.index()];
-            if let Some(available) = left[unit.index()].filter(|left| asked > *left && asked > 0) {
-                return Err(Overbooked { unit, asked, available, bound: Bound::Cluster });
+            let left = left[unit.index()].filter(|(left, _)| asked > *left && asked > 0);
+            if let Some((available, bound)) = left {
+                return Err(Overbooked { unit, asked, available, bound });
             }
         }
         Ok(())
@@ -199,7 +200,7 @@ mod tests {
     }
 
     /// A group with 1000 of 10,000 until the instant of 1 s, 100 of them its safe share.
-    fn lent(left: [Option<u64>; 2]) -> (Tree<u32>, NodeId) {
+    fn lent(left: [Option<(u64, Bound)>; 2]) -> (Tree<u32>, NodeId) {
         let mut tree = Tree::new(at(0));
         let group = tree.add(None, Limits::default(), Share::default()).unwrap();
         tree.divide(group, iops(1000), [0; 6], at(0)).unwrap();
@@ -239,7 +240,7 @@ mod tests {
         assert_eq!(tree.promised(group), [2000, 0]);
         let Err(Refused::Overbooked(overbooked)) = promised(&mut tree, group, 8001) else { panic!() };
         assert_eq!((overbooked.available, overbooked.bound), (10_000, Bound::Whole));
-        let (mut tree, group) = lent([Some(1500), None]);
+        let (mut tree, group) = lent([Some((1500, Bound::Cluster)), None]);
         let Err(Refused::Overbooked(overbooked)) = promised(&mut tree, group, 2000) else { panic!() };
         assert_eq!((overbooked.available, overbooked.bound), (1500, Bound::Cluster));
         promised(&mut tree, group, 1500).unwrap();
