@@ -48,9 +48,13 @@ fn a_limit_changes_under_load_and_the_status_says_what_binds() {
         let [p50, p99, max] =
             ["p50", "p99", "max"].map(|key| disk["throttle"]["wait-ns"][key].as_u64().expect("it waited"));
         assert!(p50 <= p99 && p99 <= max && max > 0, "{disk:#}");
+        for of in [&disk["latency-ns"], &disk["rate"]["latency-ns"]] {
+            let [p50, p99] = ["p50", "p99"].map(|key| of[key].as_u64().expect("some were answered"));
+            assert!(0 < p50 && p50 <= p99, "{disk:#}");
+        }
         let idle = find(&status, "disks", "b");
         assert_eq!((&idle["rate"]["limited"], &idle["throttle"]["binding"]), (&0.0.into(), &Value::Null));
-        assert_says(&prints(&scratch, &["status"]), &["DISK", "iops 500"]);
+        assert_says(&prints(&scratch, &["status"]), &["DISK", "P50", "iops 500"]);
 
         let said = prints(&scratch, &["throttle", "a", "--total-iops-sec", "1500"]);
         assert_eq!(said, "a: iops-total: 500 → 1500\n");

@@ -9,6 +9,7 @@
 
 mod answer;
 pub(crate) mod change;
+pub(crate) mod latency;
 pub(crate) mod rates;
 pub(crate) mod report;
 
@@ -25,6 +26,7 @@ use std::{
 
 use answer::{Answer, Event, Refusal};
 use console::Failure;
+use latency::Counted;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use report::Report;
 use serde_json::{Value, json};
@@ -213,8 +215,21 @@ impl Client {
     }
 
     /// How many requests of each disk took how long; counted from the first time this is asked.
-    pub(crate) fn latencies(&mut self) -> Result<Value, Error> {
-        self.execute("x-weir-query-latencies", json!({}))
+    pub(crate) fn latencies(&mut self) -> Result<Counted, Error> {
+        let answer = self.execute("x-weir-query-latencies", json!({}))?;
+        latency::read(answer)
+            .map_err(|error| self.nonsense(&format!("answered with latencies that cannot be read: {error}")))
+    }
+
+    /// As [`Client::status`], with [`Client::latencies`] in the report; without, of a daemon of
+    /// before, which does not count them.
+    pub(crate) fn measured(&mut self) -> Result<(Value, Report), Error> {
+        let (value, mut report) = self.status()?;
+        report.latencies = match self.latencies() {
+            Err(Error::Refused(_)) => Counted::default(),
+            counted => counted?,
+        };
+        Ok((value, report))
     }
 
     /// Changes all or none; a refusal names the setting and the rule.

@@ -7,7 +7,10 @@ use std::collections::HashMap;
 
 use policy::throttle::limited_with_groups;
 
-use super::report::{Disk, Group, Node, Report, Work};
+use super::{
+    latency::{self, Bucket, Latency},
+    report::{Disk, Group, Node, Report, Work},
+};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Rate {
@@ -17,6 +20,9 @@ pub(crate) struct Rate {
     pub(crate) write_bps: f64,
     /// The share of the time, 0 to 1, in which its requests waited for its limits or a group's.
     pub(crate) limited: f64,
+    /// Of the requests that were answered meanwhile; `None` where there were none, or they were not
+    /// counted.
+    pub(crate) latency: Option<Latency>,
 }
 
 impl Rate {
@@ -64,14 +70,23 @@ impl Rates {
                 of.insert(group.name.clone(), rate);
             }
         }
+        let mut took: HashMap<&str, Vec<Bucket>> = HashMap::new();
         for disk in &later.disks {
-            let Some(rate) = comparison.disk(disk) else { continue };
+            let Some(mut rate) = comparison.disk(disk) else { continue };
+            let answered = comparison.answered(disk);
+            rate.latency = Latency::of(&answered);
             for group in later.groups_above(&disk.settings) {
                 if let Some(sum) = of.get_mut(&group.name) {
                     sum.add(&rate);
                 }
+                took.entry(&group.name).or_default().extend(&answered);
             }
             of.insert(disk.name.clone(), rate);
+        }
+        for (group, took) in took {
+            if let Some(rate) = of.get_mut(group) {
+                rate.latency = Latency::of(&latency::sum(&took));
+            }
         }
         Self { interval_ns, of }
     }
@@ -96,7 +111,13 @@ impl Comparison<'_> {
         let (write_iops, write_bps) = self.work(before.writes, disk.writes)?;
         let waited = disk.throttle.waited_ns().saturating_sub(before.throttle.waited_ns());
         let limited = self.limited(Node::Disk(before), Node::Disk(disk), waited)?;
-        Some(Rate { read_iops, write_iops, read_bps, write_bps, limited })
+        Some(Rate { read_iops, write_iops, read_bps, write_bps, limited, latency: None })
+    }
+
+    /// How long those requests took that were answered meanwhile.
+    fn answered(&self, disk: &Disk) -> Vec<Bucket> {
+        let [before, now] = [self.earlier, self.later].map(|report| report.latencies.get(&disk.name));
+        before.zip(now).and_then(|(before, now)| latency::grown(before, now)).unwrap_or_default()
     }
 
     fn group(&self, group: &Group, waited_ns: u64) -> Option<Rate> {
@@ -191,6 +212,31 @@ mod tests {
         assert_eq!(Rates::between(&earlier, &later).of("inner").unwrap().limited, 0.0, "another does");
         later.disks[0].throttle.reads.waited_ns = 300_000_000;
         assert_eq!(Rates::between(&earlier, &later).of("inner").unwrap().limited, 0.5);
+    }
+
+    #[test]
+    fn latencies_are_of_what_was_answered_meanwhile_and_a_group_s_of_all_in_it() {
+        let counted = |a: u64, b: u64| {
+            let of = |name: &str, above_ns: u64, requests: u64| {
+                let bucket =
+                    json!({ "above-ns": above_ns, "at-most-ns": above_ns + 2, "requests": requests });
+                json!({ "name": name, "latencies": [bucket] })
+            };
+            latency::read(json!([of("a", 10, a), of("b", 20, b)])).unwrap()
+        };
+        let (mut earlier, mut later) = (report(0, 100, 0, 0), report(500_000_000, 150, 0, 0));
+        (earlier.latencies, later.latencies) = (counted(900, 7), counted(910, 107));
+        let latency =
+            |name: &str, earlier: &Report| Rates::between(earlier, &later).of(name).unwrap().latency;
+        let both = |p50_ns, p99_ns| Some(Latency { p50_ns, p99_ns });
+        assert_eq!(latency("a", &earlier), both(11, 11));
+        assert_eq!(latency("inner", &earlier), both(11, 11));
+        assert_eq!(latency("outer", &earlier), both(21, 21), "ten of a, a hundred of b");
+        earlier.latencies = counted(0, 107);
+        assert_eq!(latency("b", &earlier), None, "none was answered");
+        assert_eq!(latency("outer", &earlier), both(11, 11));
+        earlier.latencies.clear();
+        assert_eq!(latency("a", &earlier), None, "it was not counted");
     }
 
     #[test]

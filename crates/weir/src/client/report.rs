@@ -13,6 +13,8 @@ use serde::Deserialize;
 use serde_json::Value;
 use settings::prefetch::short_name;
 
+use super::latency::Counted;
+
 #[derive(Clone, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case", default)]
 pub(crate) struct Report {
@@ -31,6 +33,9 @@ pub(crate) struct Report {
     pub(crate) devices: Vec<Device>,
     pub(crate) exports: Vec<Export>,
     pub(crate) servers: Vec<Server>,
+    /// How long requests took since that is counted; asked for by itself.
+    #[serde(skip)]
+    pub(crate) latencies: Counted,
 }
 
 /// How this host stands with those that share limits with it.

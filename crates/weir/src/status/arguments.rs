@@ -15,17 +15,20 @@ Examples:
   weir status --json | jq '.disks[] | {name, limited: .rate.limited}'
       The share of time during which each disk waited for limits.
 
-HELD is the share of the interval during which requests waited for limits; BINDING the limit they wait for now; \
-WAIT how many do; P99 how long 99 of 100 requests that had to wait have waited at most, in the last ten to twenty \
-seconds, and P99 ALL since the daemon started. A disk that its device failed has its errors below. Of a \
+P50 and P99 are how long half of the reads and writes that were answered in the interval, and 99 of 100, took at \
+most, from their arrival on, known to a tenth; the daemon counts that from the first time that somebody asks. HELD \
+is the share of the interval during which requests waited for limits; BINDING the limit they wait for now; WAIT how \
+many do; P99 WAIT how long 99 of 100 requests that had to wait have waited at most, in the last ten to twenty \
+seconds, and P99 WAIT ALL since the daemon started. In JSON, latency-ns of rate has P50 and P99, and latency-ns of a \
+disk the same of all requests since they are counted. A disk that its device failed has its errors below. Of a \
 MACHINE'S EXPORT, USED BY is the process that is connected, QUEUES the rings that are served now, IN FLIGHT what is \
 being carried out of its REQUESTS, as the guest sent them; KICKS how often the guest said that there are requests, \
 CALLS how often it was told that there are answers, and COPIES how often data could not go straight between its \
-memory and the disk. Of what is read ahead, HIT RATE is the share of reads that were answered from memory, and ACCURACY the share that was used. \
-Of the memory for data, OF is how much there may be, RESERVED is set aside for metadata caches, reading ahead and \
-buffers, DISKS is what was written to disks in memory, REQUESTS the data of requests in flight and of replies that \
-clients have not read yet, and WAIT how many requests wait for memory. In JSON, the key memory has these in bytes, \
-and most-requests, what REQUESTS may be at most.";
+memory and the disk. Of what is read ahead, HIT RATE is the share of reads that were answered from memory, and \
+ACCURACY the share that was used. Of the memory for data, OF is how much there may be, RESERVED is set aside for \
+metadata caches, reading ahead and buffers, DISKS is what was written to disks in memory, REQUESTS the data of \
+requests in flight and of replies that clients have not read yet, and WAIT how many requests wait for memory. In \
+JSON, the key memory has these in bytes, and most-requests, what REQUESTS may be at most.";
 
 /// What `weir status` is told.
 #[derive(Debug, Args)]

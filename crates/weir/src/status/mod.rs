@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 
 use crate::client::{
     Client,
+    latency::Latency,
     rates::{Rate, Rates},
     report::Report,
 };
@@ -24,15 +25,15 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
     let mut client = Client::reach(arguments.qmp)?;
     let mut earlier = None;
     if !arguments.interval.is_zero() {
-        earlier = Some(client.status()?.1);
+        earlier = Some(client.measured()?.1);
         // Not a wait for an event: the interval is what is measured over.
         thread::sleep(arguments.interval);
     }
-    let (answer, report) = client.status()?;
+    let (answer, report) = client.measured()?;
     let rates = earlier.map(|earlier| Rates::between(&earlier, &report)).unwrap_or_default();
     let shown = Shown::new(&report, &arguments.names).map_err(anyhow::Error::msg)?;
     if arguments.json {
-        return Ok(print_json(&with_rates(shown.only(answer), &rates))?);
+        return Ok(print_json(&with_rates(shown.only(answer), &report, &rates))?);
     }
     Ok(print(&tables::render(&report, &rates, &shown, stdout().is_terminal()))?)
 }
@@ -81,7 +82,14 @@ impl Shown {
     }
 }
 
-fn with_rates(mut answer: Value, rates: &Rates) -> Value {
+/// With how long requests took of late, and of disks also since that is counted.
+fn with_rates(mut answer: Value, report: &Report, rates: &Rates) -> Value {
+    for disk in answer["disks"].as_array_mut().into_iter().flatten() {
+        let counted = disk["name"].as_str().and_then(|name| report.latencies.get(name));
+        if let Some(latency) = counted.and_then(|counted| Latency::of(counted)) {
+            disk["latency-ns"] = latency_json(latency);
+        }
+    }
     for list in ["disks", "groups"] {
         for entry in answer[list].as_array_mut().into_iter().flatten() {
             let rate = entry["name"].as_str().and_then(|name| rates.of(name));
@@ -94,12 +102,20 @@ fn with_rates(mut answer: Value, rates: &Rates) -> Value {
 }
 
 fn rate_json(rate: &Rate, interval_ns: u64) -> Value {
-    json!({
+    let mut told = json!({
         "interval-ns": interval_ns,
         "reads": { "iops": rate.read_iops, "bps": rate.read_bps },
         "writes": { "iops": rate.write_iops, "bps": rate.write_bps },
         "limited": rate.limited,
-    })
+    });
+    if let Some(latency) = rate.latency {
+        told["latency-ns"] = latency_json(latency);
+    }
+    told
+}
+
+fn latency_json(Latency { p50_ns, p99_ns }: Latency) -> Value {
+    json!({ "p50": p50_ns, "p99": p99_ns })
 }
 
 #[cfg(test)]

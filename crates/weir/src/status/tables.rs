@@ -7,6 +7,7 @@ use console::{
 
 use super::Shown;
 use crate::client::{
+    latency::Latency,
     rates,
     rates::{Rate, Rates},
     report::{
@@ -337,25 +338,33 @@ fn watermark(group: &Group) -> String {
     format!("{percent}% {state}{}", scale.unwrap_or_default()).trim_end().to_owned()
 }
 
-const MEASURED: [(&str, Side); 8] = [
+const MEASURED: [(&str, Side); 10] = [
     ("IOPS", Side::Right),
     ("READ/s", Side::Right),
     ("WRITE/s", Side::Right),
+    ("P50", Side::Right),
+    ("P99", Side::Right),
     ("WAIT", Side::Right),
     ("HELD", Side::Right),
-    ("P99", Side::Right),
-    ("P99 ALL", Side::Right),
+    ("P99 WAIT", Side::Right),
+    ("P99 WAIT ALL", Side::Right),
     ("BINDING", Side::Left),
 ];
 
-fn measured(report: &Report, node: Node<'_>, rate: Option<&Rate>) -> [String; 8] {
+fn measured(report: &Report, node: Node<'_>, rate: Option<&Rate>) -> [String; 10] {
     let of = |figure: fn(&Rate) -> String| rate.map_or_else(nothing, figure);
     let Throttle { waiting, wait_ns, recent_wait_ns, .. } = node.throttle();
+    let latency = |of: fn(&Latency) -> u64| {
+        let latency = rate.and_then(|rate| rate.latency);
+        latency.as_ref().map_or_else(nothing, |latency| figures::time(of(latency)))
+    };
     let p99 = |waits: Option<Waits>| waits.map_or_else(nothing, |waits| figures::time(waits.p99));
     [
         of(|rate| figures::count(rate.iops())),
         of(|rate| figures::bytes(rate.read_bps)),
         of(|rate| figures::bytes(rate.write_bps)),
+        latency(|latency| latency.p50_ns),
+        latency(|latency| latency.p99_ns),
         waiting.total().to_string(),
         of(|rate| figures::share(rate.limited)),
         p99(*recent_wait_ns),

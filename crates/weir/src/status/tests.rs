@@ -3,6 +3,7 @@
 use serde_json::json;
 
 use super::*;
+use crate::client::latency::{self, Counted};
 
 fn answer(uptime_ns: u64, reads: u64) -> Value {
     let waits = json!({ "p50": 9_000_000, "p99": 31_000_000, "max": 40_000_000 });
@@ -60,9 +61,17 @@ fn answer(uptime_ns: u64, reads: u64) -> Value {
     })
 }
 
+/// So many requests of vm1 took 1.0 ms, and as few as ever 31 ms.
+fn latencies(quick: u64) -> Counted {
+    let bucket = |above_ns: u64, requests: u64| json!({ "above-ns": above_ns, "at-most-ns": above_ns + 2, "requests": requests });
+    let vm1 = json!({ "name": "vm1", "latencies": [bucket(999_999, quick), bucket(31_000_000, quick / 50)] });
+    latency::read(json!([vm1, { "name": "vm2", "latencies": [] }])).unwrap()
+}
+
 fn reports() -> (Value, Report, Rates) {
-    let earlier = Report::read(&answer(1_000_000_000, 1000)).unwrap();
-    let later = Report::read(&answer(2_000_000_000, 2000)).unwrap();
+    let mut earlier = Report::read(&answer(1_000_000_000, 1000)).unwrap();
+    let mut later = Report::read(&answer(2_000_000_000, 2000)).unwrap();
+    (earlier.latencies, later.latencies) = (latencies(9_000), latencies(10_000));
     let rates = Rates::between(&earlier, &later);
     (answer(2_000_000_000, 2000), later, rates)
 }
@@ -76,9 +85,9 @@ fn the_tables() {
     let (_, report, rates) = reports();
     let shown = Shown::new(&report, &[]).unwrap();
     let expect = "\
-DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s  WAIT  HELD   P99  P99 ALL  BINDING
-vm1   gold   iops 1000↑5000×5s  1.0K    3.9M        0    31   75%  12ms     31ms  iops-total
-vm2   -      -                     0       0        0     0    0%     -        -  -
+DISK  GROUP  LIMITS             IOPS  READ/s  WRITE/s    P50   P99  WAIT  HELD  P99 WAIT  P99 WAIT ALL  BINDING
+vm1   gold   iops 1000↑5000×5s  1.0K    3.9M        0  1.0ms  31ms    31   75%      12ms          31ms  iops-total
+vm2   -      -                     0       0        0      -     -     0    0%         -             -  -
 
 DISK  FORMAT  L2 CACHE    OF  COVERS  HITS  MISSES  EVICTED  REFCOUNTS
 vm2   qcow2       1.0M  1.0M     50%  123K     300       44      64.0K
@@ -86,8 +95,8 @@ vm2   qcow2       1.0M  1.0M     50%  123K     300       44      64.0K
 DISK  PREFETCH     HIT RATE  ACCURACY  READ AHEAD  WASTED  MEMORY    OF  STREAMS
 vm1   auto closed       93%       96%        1.0G   24.0M    3.0M  4.0M       12
 
-GROUP  IN  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s  WAIT  HELD  P99  P99 ALL  BINDING
-gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0     0    0%    -        -  -
+GROUP  IN  DISKS  LIMITS   WATERMARK        IOPS  READ/s  WRITE/s    P50   P99  WAIT  HELD  P99 WAIT  P99 WAIT ALL  BINDING
+gold   -       1  bps 20M  90% scaled ×3.5  1.0K    3.9M        0  1.0ms  31ms     0    0%         -             -  -
 
 GROUP  CLUSTER  OF ALL HOSTS  HERE
 gold   lab      bps 200M      its safe share: apart, etcd http://e:2379: refused
@@ -122,7 +131,7 @@ fn names_choose_disks_groups_and_what_is_in_them() {
 fn json_is_the_daemon_s_answer_with_rates() {
     let (answer, report, rates) = reports();
     let shown = Shown::new(&report, &names(&["vm1"])).unwrap();
-    let printed = with_rates(shown.only(answer.clone()), &rates);
+    let printed = with_rates(shown.only(answer.clone()), &report, &rates);
     assert_eq!(printed["disks"].as_array().unwrap().len(), 1);
     assert_eq!(printed["exports"].as_array().unwrap().len(), 1);
     assert_eq!(printed["groups"], json!([]));
@@ -130,6 +139,12 @@ fn json_is_the_daemon_s_answer_with_rates() {
     let rate = &printed["disks"][0]["rate"];
     assert_eq!((&rate["reads"]["iops"], &rate["limited"]), (&json!(1000.0), &json!(0.75)));
     assert_eq!(rate["interval-ns"], 1_000_000_000);
+    assert_eq!(rate["latency-ns"], json!({ "p50": 1_000_000, "p99": 31_000_001 }));
+    assert_eq!(printed["disks"][0]["latency-ns"], json!({ "p50": 1_000_000, "p99": 31_000_001 }));
+    let all = with_rates(answer, &report, &rates);
+    assert!(
+        all["disks"][1].get("latency-ns").is_none() && all["disks"][1]["rate"].get("latency-ns").is_none()
+    );
 }
 
 #[test]
@@ -137,5 +152,5 @@ fn one_report_has_no_rates() {
     let (_, report, _) = reports();
     let shown = Shown::new(&report, &[]).unwrap();
     let table = tables::render(&report, &Rates::default(), &shown, false);
-    assert!(table.contains("vm1   gold   iops 1000↑5000×5s     -       -        -    31     -"));
+    assert!(table.contains("vm1   gold   iops 1000↑5000×5s     -       -        -    -    -    31     -"));
 }

@@ -14,21 +14,23 @@ pub(super) enum Column {
     Iops,
     Reads,
     Writes,
+    LatencyP50,
+    LatencyP99,
     Waiting,
     Limited,
-    Wait,
 }
 
 impl Column {
-    pub(super) const ALL: [Self; 8] = [
+    pub(super) const ALL: [Self; 9] = [
         Self::Name,
         Self::Group,
         Self::Iops,
         Self::Reads,
         Self::Writes,
+        Self::LatencyP50,
+        Self::LatencyP99,
         Self::Waiting,
         Self::Limited,
-        Self::Wait,
     ];
 
     pub(super) fn title(self) -> &'static str {
@@ -38,9 +40,10 @@ impl Column {
             Self::Iops => "IOPS",
             Self::Reads => "READ/s",
             Self::Writes => "WRITE/s",
+            Self::LatencyP50 => "P50",
+            Self::LatencyP99 => "P99",
             Self::Waiting => "WAIT",
             Self::Limited => "HELD",
-            Self::Wait => "P99",
         }
     }
 
@@ -104,9 +107,10 @@ fn number(row: &Row<'_>, column: Column) -> f64 {
         Column::Iops => rate.iops(),
         Column::Reads => rate.read_bps,
         Column::Writes => rate.write_bps,
+        Column::LatencyP50 => rate.latency.map_or(0.0, |latency| latency.p50_ns as f64),
+        Column::LatencyP99 => rate.latency.map_or(0.0, |latency| latency.p99_ns as f64),
         Column::Limited => rate.limited,
         Column::Waiting => throttle.waiting.total() as f64,
-        Column::Wait => throttle.recent_wait_ns.map_or(0.0, |waits| waits.p99 as f64),
         Column::Name | Column::Group => 0.0,
     }
 }

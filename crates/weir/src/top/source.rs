@@ -62,7 +62,7 @@ impl Source {
 fn ask(client: Client, requests: &Receiver<Asked>, events: &Sender<Event>, interval: Duration) {
     let mut daemon = Daemon { target: client.target().clone(), client: Some(client) };
     loop {
-        let event = match daemon.try_with(Client::status) {
+        let event = match daemon.try_with(Client::measured) {
             Ok((_, report)) => Event::Report(Box::new(report)),
             Err(error) => Event::Unreachable(error.to_string()),
         };
@@ -112,7 +112,9 @@ mod tests {
     #[test]
     fn a_daemon_is_asked_again_and_its_loss_reported() {
         let status = |uptime: u64| json!({ "return": { "uptime-ns": uptime } }).to_string();
-        let fake = Fake::start(GREETING, vec![status(1), r#"{"return": {}}"#.to_owned(), status(2)]);
+        let [latencies, done] = [r#"{"return": []}"#, r#"{"return": {}}"#].map(str::to_owned);
+        let answers = vec![status(1), latencies.clone(), done, status(2), latencies];
+        let fake = Fake::start(GREETING, answers);
         let (events, receiver) = mpsc::channel();
         let (asked, requests) = mpsc::channel();
         let change = Change::default();
@@ -129,7 +131,8 @@ mod tests {
         let Event::Unreachable(said) = receiver.recv().unwrap() else { panic!("the script has ended") };
         assert!(said.contains("closed the connection"), "{said}");
         let commands: Vec<_> = fake.asked().iter().map(|command| command["execute"].clone()).collect();
-        assert_eq!(commands[1..], ["x-weir-query-status", "x-weir-set", "x-weir-query-status"]);
+        let measured = ["x-weir-query-status", "x-weir-query-latencies"];
+        assert_eq!(commands[1..], [&measured[..], &["x-weir-set"], &measured].concat());
         drop(asked);
         drop(receiver);
         thread.join().unwrap();

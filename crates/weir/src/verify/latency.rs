@@ -3,43 +3,13 @@
 //! This is what `weir advise --keep p99=TIME` aims at: the whole time from a request's arrival to
 //! its answer, not that which a limit held it back. Never asks the daemon itself.
 
-use std::collections::BTreeMap;
-
 use console::figures;
-use serde::Deserialize;
-use serde_json::Value;
 
 use super::judge::{Finding, RESTARTED, Verdict};
+use crate::client::latency::{self, Bucket, Counted};
 
 /// The part of requests that has to be in time.
 const PART: f64 = 0.99;
-
-/// An answer to `x-weir-query-latencies`: one disk of it.
-#[derive(Deserialize)]
-struct Disk {
-    name: String,
-    latencies: Vec<Bucket>,
-}
-
-/// Requests that took longer than this and no longer than that; as long as may be where that is
-/// absent.
-#[derive(Clone, Copy, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-struct Bucket {
-    above_ns: u64,
-    at_most_ns: Option<u64>,
-    requests: u64,
-}
-
-impl Bucket {
-    /// What it tells of a request: known to a tenth.
-    fn middle_ns(&self) -> u64 {
-        self.at_most_ns.map_or(self.above_ns, |most| self.above_ns.midpoint(most))
-    }
-}
-
-/// Of disks, by their names.
-type Counted = BTreeMap<String, Vec<Bucket>>;
 
 pub(super) struct Latencies {
     most_ns: u64,
@@ -53,14 +23,9 @@ impl Latencies {
     }
 
     /// What is judged is between the first answer and the last.
-    ///
-    /// # Errors
-    /// Where it cannot be read.
-    pub(super) fn take(&mut self, answer: Value) -> Result<(), serde_json::Error> {
-        let disks = Vec::<Disk>::deserialize(answer)?;
-        self.last = disks.into_iter().map(|disk| (disk.name, disk.latencies)).collect();
+    pub(super) fn take(&mut self, counted: Counted) {
+        self.last = counted;
         self.first.get_or_insert_with(|| self.last.clone());
-        Ok(())
     }
 
     /// A line for each disk that is wanted and was there from the first answer to the last.
@@ -71,7 +36,7 @@ impl Latencies {
     }
 
     fn finding(&self, name: &str, before: &[Bucket], now: &[Bucket]) -> Finding {
-        let p99 = difference(before, now).map(|grown| rank(&grown));
+        let p99 = latency::grown(before, now).map(|grown| latency::rank_ns(&grown, PART));
         let (p99_ns, verdict) = match p99 {
             None => (0, Verdict::NotJudged(RESTARTED)),
             Some(None) => (0, Verdict::NotAsked),
@@ -87,26 +52,4 @@ impl Latencies {
             verdict,
         }
     }
-}
-
-/// What came to each; `None` where some have gone.
-fn difference(before: &[Bucket], now: &[Bucket]) -> Option<Vec<Bucket>> {
-    let of = |all: &[Bucket], above_ns| {
-        all.iter().find(|one| one.above_ns == above_ns).map_or(0, |one| one.requests)
-    };
-    let is_less = before.iter().any(|one| of(now, one.above_ns) < one.requests);
-    let grown = now.iter().map(|one| Bucket { requests: one.requests - of(before, one.above_ns), ..*one });
-    (!is_less).then(|| grown.collect())
-}
-
-/// How long the slowest of the quickest 99 of 100 took; `None` where there were none.
-fn rank(buckets: &[Bucket]) -> Option<u64> {
-    let all: u64 = buckets.iter().map(|bucket| bucket.requests).sum();
-    let rank = (all as f64 * PART).ceil() as u64;
-    let mut seen = 0;
-    let place = buckets.iter().find(|bucket| {
-        seen += bucket.requests;
-        seen >= rank && all > 0
-    });
-    place.map(Bucket::middle_ns)
 }

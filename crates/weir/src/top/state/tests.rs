@@ -4,7 +4,7 @@ use ratatui::crossterm::event::KeyModifiers;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::client::report::Report;
+use crate::client::{latency, report::Report};
 
 /// A report of these disks, all in the group `gold`, with about 1000 operations and 4 MiB more each
 /// second.
@@ -29,6 +29,11 @@ pub(in crate::top) fn report(second: u64, disks: &[&str]) -> Report {
             "read-ahead": { "hit-rate": 0.93, "accuracy": 0.98, "wasted-bytes": 24 << 20, "memory": 3 << 20, "streams": 3 }
         })
     };
+    let took = |name: &&str| {
+        let bucket = |above_ns: u64, requests: u64| json!({ "above-ns": above_ns, "at-most-ns": above_ns + 2, "requests": requests });
+        json!({ "name": name, "latencies": [bucket(850_000, second * 1000), bucket(42_000_000, second * 20)] })
+    };
+    let latencies = latency::read(disks.iter().map(took).collect()).unwrap();
     let disks: Vec<Value> = disks.iter().map(disk).collect();
     let gold = json!({
         "name": "gold", "disks": ["vm1"], "weight": 100, "limits": { "bps-total": 20 << 20 },
@@ -37,7 +42,7 @@ pub(in crate::top) fn report(second: u64, disks: &[&str]) -> Report {
     let report = json!({
         "version": "0.1.0", "uptime-ns": second * 1_000_000_000, "disks": disks, "groups": [gold]
     });
-    Report::read(&report).unwrap()
+    Report { latencies, ..Report::read(&report).unwrap() }
 }
 
 /// After that many seconds of watching.

@@ -13,12 +13,12 @@ use ratatui::{
 };
 
 use crate::{
-    client::{rates::Rate, report::Node},
+    client::{latency::Latency, rates::Rate, report::Node},
     top::{list, list::Column, state::State},
 };
 
 /// Columns of the group and the numbers; names and limits share what is left.
-const WIDTHS: [u16; 8] = [0, 9, 6, 7, 8, 5, 5, 6];
+const WIDTHS: [u16; 9] = [0, 9, 6, 7, 8, 5, 5, 5, 5];
 
 pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let rows = state.rows();
@@ -56,8 +56,11 @@ fn heading(state: &State, column: Column) -> Cell<'static> {
 
 fn row(row: &list::Row<'_>) -> Row<'static> {
     let of = |figure: fn(&Rate) -> String| right(row.rate.map_or_else(|| "-".to_owned(), figure));
-    let throttle = row.node.throttle();
-    let waiting = throttle.waiting.total();
+    let latency = |of: fn(&Latency) -> u64| {
+        let latency = row.rate.and_then(|rate| rate.latency);
+        right(latency.as_ref().map_or_else(|| "-".to_owned(), |latency| figures::time(of(latency))))
+    };
+    let waiting = row.node.throttle().waiting.total();
     let held = row.rate.is_some_and(|rate| rate.limited > 0.0) || waiting > 0;
     let settings = row.node.settings();
     let (mark, style) = match row.node {
@@ -71,9 +74,10 @@ fn row(row: &list::Row<'_>) -> Row<'static> {
         of(|rate| figures::count(rate.iops())),
         of(|rate| figures::bytes(rate.read_bps)),
         of(|rate| figures::bytes(rate.write_bps)),
+        latency(|latency| latency.p50_ns),
+        latency(|latency| latency.p99_ns),
         figure(right(waiting.to_string())),
         figure(of(|rate| figures::share(rate.limited))),
-        right(throttle.recent_wait_ns.map_or_else(|| "-".to_owned(), |waits| figures::time(waits.p99))),
         Cell::from(figures::limits(&settings.limits)),
     ])
     .style(style)

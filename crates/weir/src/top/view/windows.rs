@@ -21,10 +21,11 @@ t Enter                      change limits, prefetch … of the chosen one
 Ctrl-Z                       stop; `fg` continues
 q Ctrl-C                     quit
 
-HELD is the share of the time in which requests waited for limits, of its
-own or of a group above; WAIT how many wait now; P99 how long 99 of 100 that
-had to wait waited at most. In the charts, lines that never move are limits.
-Of what is read ahead, accuracy is the share that was used.
+P50 and P99 are how long half of the reads and writes took at most, and 99
+of 100, since the last look; HELD the share of the time in which requests
+waited for limits, of its own or of a group above; WAIT how many wait now.
+How long those waited is below the charts, in which lines that never move
+are limits. Of what is read ahead, accuracy is the share that was used.
 ";
 
 pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &Edit) {
