@@ -126,7 +126,55 @@ fn a_config_file_is_compared_to_what_is_in_force() {
     fs::write(&config, text_of_file.replace("500", "600")).expect("it is ours");
     let outcome = compare();
     assert_eq!(outcome.ended(), Some(1));
-    assert!(outcome.printed().contains("iops-total is 500, not 600"), "{}", outcome.printed());
+    assert_eq!(told(&outcome), [["config", "vm1", "broken"], ["iops-total", "vm1", "not asked"]]);
+    assert!(outcome.printed().contains("iops-total is 500, and the file says 600"), "{}", outcome.printed());
+    weir.stop();
+}
+
+#[test]
+fn a_disk_that_was_opened_otherwise_than_the_file_says_is_told_line_by_line() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("vm1.raw", 1 << 20);
+    let nbd = text(&scratch.socket("nbd")).to_owned();
+    let written = |of_group: &str, of_disk: &str| {
+        format!(
+            "[group.gold]\niops-total = 500\n{of_group}[disk.vm1]\nimage = \"vm1.raw\"\n{of_disk}\
+             export = [{{ type = \"nbd\", listen = \"unix:{nbd}\" }}]\n"
+        )
+    };
+    let of_disk = "cache = \"writeback\"\nformat = \"raw\"\ngroup = \"gold\"\n";
+    let config = scratch.file("weir.toml", written("", of_disk));
+    // By a path that means nothing elsewhere.
+    let inside = ["env", "--chdir", text(config.parent().expect("it is in a directory"))];
+    let serve = Serve::new(&scratch).where_said().behind(inside);
+    let weir = serve.args(["--config", "weir.toml", "--qmp", &socket(&scratch)]).start();
+    let compare = || verify(&scratch, &["--for", "1s", "--config", text(&config), "--json"]);
+    assert_eq!(told(&compare())[1], ["config", "vm1", "held"].map(str::to_owned));
+    let link = scratch.path("link.raw");
+    std::os::unix::fs::symlink(&image, &link).expect("nobody else has it");
+    let other = "cache = \"writeback\"\nimage = \"link.raw\"\ngroup = \"gold\"\n";
+    fs::write(&config, written("", other).replace("image = \"vm1.raw\"\n", "")).expect("it is ours");
+    assert_eq!(told(&compare())[1], ["config", "vm1", "held"].map(str::to_owned), "it is one file");
+    let other = "cache = \"none\"\nformat = \"qcow2\"\nprefetch = \"off\"\nread-only = true\n\
+                 on-write-error = \"stop\"\n";
+    let changed = written("watermark = 90\n", other).replace("vm1.raw", "vm2.raw");
+    fs::write(&config, changed).expect("it is ours");
+    let outcome = compare();
+    assert_eq!(outcome.ended(), Some(1));
+    let [running, named] = ["vm1.raw", "vm2.raw"].map(|name| text(&scratch.path(name)).to_owned());
+    assert_says(
+        &outcome.printed(),
+        &[
+            "watermark is none, and the file says 90",
+            &format!("image is {running}, and the file says {named}"),
+            "format is raw, and the file says qcow2",
+            "cache is writeback, and the file says none",
+            "read-only is false, and the file says true",
+            "on-write-error is report, and the file says stop",
+            "group is gold, and the file says none",
+            "prefetch is auto, and the file says off",
+        ],
+    );
     weir.stop();
 }
 

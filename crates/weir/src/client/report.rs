@@ -135,6 +135,8 @@ impl Export {
 pub(crate) struct Disk {
     pub(crate) name: String,
     pub(crate) image: String,
+    /// The whole of it, of a file.
+    pub(crate) path: Option<String>,
     pub(crate) size: u64,
     pub(crate) read_only: bool,
     pub(crate) cache: Option<String>,
@@ -150,6 +152,8 @@ pub(crate) struct Disk {
     pub(crate) throttle: Throttle,
     pub(crate) read_ahead: ReadAhead,
     pub(crate) errors: Errors,
+    pub(crate) on_read_error: Option<String>,
+    pub(crate) on_write_error: Option<String>,
     /// `ok`, `nospace` or `failed`; absent where no error can stop it.
     pub(crate) io_status: Option<String>,
     /// Of an image in a cluster or at a server: how long the oldest request has been there, in

@@ -1,80 +1,194 @@
-//! What a config file says is to be in force.
+//! What a config file says is to run.
 
-use std::path::Path;
+use std::path::{self, Path};
 
-use policy::throttle::{Limits, Setting, Share};
-use settings::{Plan, config};
+use settings::{Plan, config, prefetch::short_name};
 
 use super::judge::{Finding, Verdict};
-use crate::client::report::{Node, Report};
+use crate::client::{
+    change::Name,
+    report::{self, Node, Prefetch, Report},
+};
 
-/// Of disks and groups what can be changed while they run: what they may, and whose members they
-/// are. How an image was opened is another matter.
+/// Of disks and groups what can be changed while they run, and of disks what they were opened as.
 pub(super) struct Intended(Vec<Of>);
 
 struct Of {
-    kind: &'static str,
     name: String,
-    limits: Limits,
-    share: Share,
-    group: Option<String>,
+    settings: report::Settings,
+    as_what: As,
+}
+
+enum As {
+    Group {
+        /// Its limits are not the file's.
+        is_cluster: bool,
+    },
+    Disk(Box<settings::Disk>),
 }
 
 /// # Errors
 /// What a daemon would say of the file.
 pub(super) fn load(path: &Path) -> anyhow::Result<Intended> {
-    let plan = Plan::new(config::load(path)?, 0)?;
-    let named = |index: usize| plan.groups[index].name.clone();
-    let of = |kind, name: &String, settings: &settings::Settings, group: Option<usize>| {
-        let hold = settings.of_disk();
-        Of { kind, name: name.clone(), limits: hold.limits, share: hold.share, group: group.map(named) }
-    };
-    let groups = plan.groups.iter().map(|group| of("group", &group.name, &group.settings, group.parent));
-    let disks = plan.disks.iter().map(|disk| of("disk", &disk.name, &disk.settings, disk.group));
-    Ok(Intended(groups.chain(disks).collect()))
+    Ok(Intended::of(Plan::new(config::load(path)?, 0)?))
 }
 
 impl Intended {
-    /// A line for each disk and group: whether the daemon has all that the file says.
+    fn of(plan: Plan) -> Self {
+        let named = |index: usize| plan.groups[index].name.clone();
+        let groups = plan.groups.iter().map(|group| Of {
+            name: group.name.clone(),
+            settings: in_words(&group.settings, group.parent.map(named), None),
+            as_what: As::Group { is_cluster: group.cluster },
+        });
+        let disks = plan.disks.iter().map(|disk| Of {
+            name: disk.name.clone(),
+            settings: in_words(&disk.settings, disk.group.map(named), Some(&disk.prefetch)),
+            as_what: As::Disk(Box::new(disk.clone())),
+        });
+        Self(groups.chain(disks).collect())
+    }
+
+    /// Of each disk and group a line for each difference between what runs and what the file says,
+    /// or one that there is none.
     pub(super) fn compare(&self, report: &Report) -> Vec<Finding> {
-        let line = |of: &Of| {
-            let wrong = match report.find(&of.name).filter(|node| node.kind() == of.kind) {
-                None => Some("there is none".to_owned()),
-                Some(node) => difference(node, of),
-            };
-            Finding {
-                kind: of.kind,
-                name: of.name.clone(),
-                promise: "config".to_owned(),
-                asked: "limits, shares, group".to_owned(),
-                figures: Vec::new(),
-                verdict: if wrong.is_none() { Verdict::Held } else { Verdict::Broken },
-                measured: wrong.unwrap_or_else(|| "in force".to_owned()),
-            }
-        };
-        self.0.iter().map(line).collect()
+        self.0.iter().flat_map(|of| of.compare(report)).collect()
     }
 }
 
-/// The first that is another.
-fn difference(node: Node<'_>, of: &Of) -> Option<String> {
-    let Of { limits, share, group, .. } = of;
-    let settings = node.settings();
-    if settings.group != *group {
-        let shown = |group: &Option<String>| group.clone().unwrap_or_else(|| "none".to_owned());
-        return Some(format!("group is {}, not {}", shown(&settings.group), shown(group)));
+impl Of {
+    fn compare(&self, report: &Report) -> Vec<Finding> {
+        let line = |asked: String, measured: String, verdict| Finding {
+            kind: self.kind(),
+            name: self.name.clone(),
+            promise: "config".to_owned(),
+            asked,
+            figures: Vec::new(),
+            verdict,
+            measured,
+        };
+        let Some(node) = report.find(&self.name).filter(|node| node.kind() == self.kind()) else {
+            return vec![line(format!("a {}", self.kind()), "there is none".to_owned(), Verdict::Broken)];
+        };
+        let differs = |Difference { key, runs, said }| {
+            let measured = format!("{key} is {runs}, and the file says {said}");
+            line(format!("{key} {said}"), measured, Verdict::Broken)
+        };
+        let lines: Vec<_> = self.differences(node).into_iter().map(differs).collect();
+        if lines.is_empty() {
+            return vec![line("what the file says".to_owned(), "in force".to_owned(), Verdict::Held)];
+        }
+        lines
     }
-    let limits = Setting::ALL.into_iter().map(|setting| {
-        let in_force = settings.limits.get(setting.name()).copied();
-        // What is not set is not told.
-        (setting.name(), limits.get(setting), in_force.unwrap_or_else(|| Limits::default().get(setting)))
-    });
-    let shares = [
-        ("weight", share.weight().into(), settings.weight.unwrap_or_default()),
-        ("iops-reservation", share.iops_reservation(), settings.iops_reservation.unwrap_or_default()),
-        ("bps-reservation", share.bps_reservation(), settings.bps_reservation.unwrap_or_default()),
+
+    fn kind(&self) -> &'static str {
+        match self.as_what {
+            As::Group { .. } => "group",
+            As::Disk(_) => "disk",
+        }
+    }
+
+    fn differences(&self, node: Node<'_>) -> Vec<Difference> {
+        let opened = match (&self.as_what, node) {
+            (As::Disk(said), Node::Disk(runs)) => otherwise_opened(runs, said),
+            _ => Vec::new(),
+        };
+        let is_cluster = matches!(self.as_what, As::Group { is_cluster: true });
+        let names = Name::all().filter(|name| !(is_cluster && matches!(name, Name::Limit(_))));
+        let set = names.filter_map(|name| {
+            let [runs, said] = [node.settings(), &self.settings].map(|settings| name.of(settings));
+            let differs = runs != said;
+            differs.then(|| Difference { key: name.text(), runs: name.show(&runs), said: name.show(&said) })
+        });
+        opened.into_iter().chain(set).collect()
+    }
+}
+
+struct Difference {
+    key: &'static str,
+    runs: String,
+    said: String,
+}
+
+/// As a daemon tells them.
+fn in_words(
+    settings: &settings::Settings,
+    group: Option<String>,
+    prefetch: Option<&policy::prefetch::Settings>,
+) -> report::Settings {
+    let hold = settings.of_group();
+    let limit = |setting: policy::throttle::Setting| (setting.name().to_owned(), hold.limits.get(setting));
+    let number = |prefetch: &policy::prefetch::Settings, setting| {
+        (short_name(setting).to_owned(), prefetch.get(setting))
+    };
+    report::Settings {
+        group,
+        weight: Some(hold.share.weight().into()),
+        iops_reservation: Some(hold.share.iops_reservation()),
+        bps_reservation: Some(hold.share.bps_reservation()),
+        promise_left_out: None,
+        watermark: Some(hold.watermark.percent().into()),
+        limits: policy::throttle::Setting::ALL.map(limit).into(),
+        prefetch: prefetch.map(|prefetch| Prefetch {
+            mode: prefetch.mode.to_string(),
+            numbers: policy::prefetch::Setting::ALL.map(|setting| number(prefetch, setting)).into(),
+        }),
+    }
+}
+
+/// What cannot be changed while a disk runs, and what is done about errors; as far as a daemon
+/// tells it.
+fn otherwise_opened(runs: &report::Disk, said: &settings::Disk) -> Vec<Difference> {
+    let image = said.image.path().and_then(|path| path::absolute(path).ok());
+    let image = image.map_or_else(|| said.image.to_string(), |path| path.display().to_string());
+    let runs_image = runs.path.as_ref().unwrap_or(&runs.image);
+    let read_only = |is: bool| if is { "true" } else { "false" };
+    let told = [
+        ("image", Some(runs_image.as_str()), Some(image.as_str())),
+        ("format", Some(&*runs.format), said.format.map(|format| format.name())),
+        ("cache", runs.cache.as_deref(), Some(said.cache.name())),
+        ("read-only", Some(read_only(runs.read_only)), Some(read_only(said.read_only))),
+        (settings::on_error::READ, runs.on_read_error.as_deref(), Some(said.on_error.read.name())),
+        (settings::on_error::WRITE, runs.on_write_error.as_deref(), Some(said.on_error.write.name())),
     ];
-    let (name, intended, in_force) =
-        limits.chain(shares).find(|(_, intended, in_force)| intended != in_force)?;
-    Some(format!("{name} is {in_force}, not {intended}"))
+    // What is found by looking, or not told, is no difference.
+    let told = told.into_iter().filter_map(|(key, runs, said)| Some((key, runs?, said?)));
+    let differing =
+        told.filter(|(key, runs, said)| runs != said && !(*key == "image" && is_same(runs, said)));
+    let difference =
+        |(key, runs, said): (_, &str, &str)| Difference { key, runs: runs.to_owned(), said: said.to_owned() };
+    differing.map(difference).collect()
+}
+
+/// Whether two paths lead to one file.
+fn is_same(one: &str, other: &str) -> bool {
+    let [one, other] = [one, other].map(|path| Path::new(path).canonicalize().ok());
+    one.is_some() && one == other
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn limits_that_are_a_cluster_s_are_not_the_file_s() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("weir.toml");
+        let text = "[cluster]\nname = \"lab\"\nhost = \"a\"\netcd = [\"http://127.0.0.1:2379\"]\n\
+                    [group.all]\ncluster = true\n[group.own]\nweight = 50\n[disk.vm1]\nimage = \"memory:1M\"\n";
+        std::fs::write(&file, text).unwrap();
+        let intended = load(&file).unwrap();
+        let group = |name: &str, weight: u64| json!({ "name": name, "weight": weight, "limits": { "iops-total": 500 } });
+        let report = Report::read(&json!({ "groups": [group("all", 100), group("own", 100)] })).unwrap();
+        let told: Vec<_> = intended.compare(&report).into_iter().map(|finding| finding.measured).collect();
+        let expect = [
+            "in force",
+            "iops-total is 500, and the file says none",
+            "weight is 100, and the file says 50",
+            "there is none",
+        ];
+        assert_eq!(told, expect);
+    }
 }

@@ -3,7 +3,7 @@
 //! `weir status`, `weir top`, `weir throttle` and `weir prefetch` are clients of these two;
 //! `docs/reference/qmp.md` describes the answer.
 
-use std::{rc::Rc, sync::Arc};
+use std::{path, rc::Rc, sync::Arc};
 
 use block::{
     image::{
@@ -296,6 +296,9 @@ fn disk(running: &Rc<RunningDisk>, exports: &[Rc<RunningExport>]) -> Value {
             "reconnections": remote.reconnections,
             "unflushed-bytes": remote.unflushed_bytes,
         });
+    }
+    if let Some(path) = running.image.path().and_then(|path| path::absolute(path).ok()) {
+        answer["path"] = json!(path.display().to_string());
     }
     errors::describe(disk.failures(), &mut answer);
     let storage = disk.image().storage();
