@@ -416,6 +416,8 @@ fn changes_are_all_or_nothing_and_need_the_token() {
     let by = &changed["data"]["by"];
     assert_eq!(by["kind"], "http");
     assert!(by["client"].as_str().unwrap().starts_with("127.0.0.1"), "{by}");
+    // The same, as JSON has it.
+    assert_eq!(daemon.change(of_group, TOKEN, &json!({"iops-total": 2048.0})).status, 200);
     let before = limits();
     for (body, why) in [
         (json!({"bps-read": 1, "iops-total-max": 7}), "iops-total-max (7) is below iops-total (2048)"),

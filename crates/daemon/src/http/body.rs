@@ -52,10 +52,14 @@ async fn numbers(body: Body) -> Result<Map<String, Value>, (StatusCode, String)>
     parse(&whole).map_err(|why| (StatusCode::UNPROCESSABLE_ENTITY, why))
 }
 
+/// What can be set.
+fn known() -> impl Iterator<Item = &'static str> {
+    Setting::ALL.into_iter().map(Setting::name).chain(OTHERS)
+}
+
 fn parse(body: &[u8]) -> Result<Map<String, Value>, String> {
     let Members(members) = serde_json::from_slice(body)
         .map_err(|error| format!("the body is no JSON object: {error} (send {{\"iops-total\": 2000}})"))?;
-    let known = || Setting::ALL.into_iter().map(Setting::name).chain(OTHERS);
     let number = |(key, value): (String, Value)| {
         if !known().any(|name| name == key) {
             let near = suggest::nearest(&key, known());
@@ -78,6 +82,19 @@ mod tests {
     fn numbers_may_have_units() {
         let read = parse(br#"{"bps-total": "10M", "iops-total": 2000, "weight": 300}"#).unwrap();
         assert_eq!(Value::Object(read), json!({"bps-total": 10 << 20, "iops-total": 2000, "weight": 300}));
+    }
+
+    #[test]
+    fn what_can_be_set_is_described_and_nothing_else() {
+        let described: Value =
+            serde_json::from_str(include_str!("../../../../docs/reference/openapi.json")).unwrap();
+        let changes = &described["components"]["schemas"]["Changes"];
+        let mut names: Vec<_> = known().collect();
+        names.sort_unstable();
+        let mut told: Vec<_> = changes["properties"].as_object().unwrap().keys().collect();
+        told.sort_unstable();
+        assert_eq!(told, names);
+        assert_eq!(changes["additionalProperties"], false);
     }
 
     #[test]

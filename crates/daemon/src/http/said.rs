@@ -10,6 +10,8 @@ use policy::throttle::Setting;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
 use serde_json::{Value, json};
 
+use crate::control::qmp;
+
 /// The members of an object, in their order.
 pub(super) struct Members(pub(super) Vec<(String, Value)>);
 
@@ -41,12 +43,20 @@ impl<'de> Deserialize<'de> for Members {
     }
 }
 
-/// A text as its number; what is no text stays as it is.
+/// A text as its number, and a whole number as one, however it is written; anything else stays as
+/// it is.
 ///
 /// # Errors
 /// The rule that the text breaks.
 pub(super) fn number(key: &str, value: Value) -> Result<Value, String> {
-    let Value::String(text) = value else { return Ok(value) };
+    let text = match value {
+        Value::String(text) => text,
+        Value::Number(number) if number.is_f64() => {
+            let whole = number.as_f64().and_then(qmp::whole);
+            return Ok(whole.map_or(Value::Number(number), |whole| json!(whole)));
+        }
+        other => return Ok(other),
+    };
     let is_size = key == "bps-reservation" || Setting::from_name(key).is_some_and(Setting::is_size);
     let read = if is_size { settings::size(&text) } else { settings::count(&text) };
     read.map(|number| json!(number)).map_err(|rule| format!("{key}={text} {rule}"))
@@ -69,6 +79,18 @@ mod tests {
                 let rule = said(key, text).unwrap_err();
                 assert!(rule.ends_with("is not a whole number of 0 or more"), "{rule}");
             }
+        }
+    }
+
+    #[test]
+    fn a_whole_number_is_one_however_it_is_written() {
+        for (said, expected) in
+            [(json!(10.0), json!(10)), (json!(1e3), json!(1000)), (json!(-1.0), json!(-1))]
+        {
+            assert_eq!(number("iops-total", said), Ok(expected));
+        }
+        for said in [json!(0.4), json!(1e30), json!(true)] {
+            assert_eq!(number("iops-total", said.clone()), Ok(said), "which is refused for what it is");
         }
     }
 

@@ -10,6 +10,13 @@ pub(super) fn parse(text: &[u8]) -> Result<Value, String> {
     serde_json::from_slice::<Strict>(text).map(|strict| strict.0).map_err(|error| error.to_string())
 }
 
+/// The whole number that was written with a fraction or an exponent: in JSON `10`, `10.0` and `1e1`
+/// are one. `None` where it is not whole, or too large to tell it from the next.
+pub(crate) fn whole(number: f64) -> Option<i64> {
+    const MOST: f64 = (1_u64 << f64::MANTISSA_DIGITS) as f64;
+    (number.fract() == 0.0 && number.abs() < MOST).then_some(number as i64)
+}
+
 struct Strict(Value);
 
 impl<'de> Deserialize<'de> for Strict {
@@ -44,7 +51,8 @@ impl<'de> Visitor<'de> for Reader {
     }
 
     fn visit_f64<E: serde::de::Error>(self, value: f64) -> Result<Value, E> {
-        Number::from_f64(value).map(Value::Number).ok_or_else(|| E::custom("number out of range"))
+        let number = whole(value).map(Number::from).or_else(|| Number::from_f64(value));
+        number.map(Value::Number).ok_or_else(|| E::custom("number out of range"))
     }
 
     fn visit_str<E>(self, value: &str) -> Result<Value, E> {
@@ -93,6 +101,15 @@ mod tests {
         let text = br#" {"a": [1, -2, 2.5, 18446744073709551615, true, null, "\u00e9\n"], "b": {}} "#;
         let expected = json!({"a": [1, -2, 2.5, u64::MAX, true, null, "é\n"], "b": {}});
         assert_eq!(parse(text), Ok(expected));
+    }
+
+    #[test]
+    fn a_whole_number_is_one_however_it_is_written() {
+        let expected = json!([10, 1000, 0, -3, 9_007_199_254_740_991_u64, 1_000_000_000_000_000_u64]);
+        assert_eq!(parse(b"[10.0, 1e3, -0.0, -3.0, 9007199254740991.0, 1E15]"), Ok(expected));
+        for number in [0.5, 1e30, 9_007_199_254_740_992.0, f64::NAN, f64::INFINITY] {
+            assert_eq!(whole(number), None);
+        }
     }
 
     #[test]

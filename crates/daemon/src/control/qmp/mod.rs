@@ -39,6 +39,7 @@ use std::rc::Rc;
 use arguments::Arguments;
 use block::{layer::throttle::GroupSettings, storage::Passed};
 pub(crate) use control::Control;
+pub(crate) use json::whole;
 use serde_json::{Map, Value};
 pub(crate) use server::Ending;
 use server::Execute as _;
