@@ -468,7 +468,11 @@ impl Reader<'_> {
     }
 
     fn record(&self, entry: Entry<'_>) -> Option<Said<Record>> {
-        let section = entry.section()?;
+        let directory = entry.text().unwrap_or("PATH");
+        let section = entry.section_or(format!(
+            "is not a table; write record = {{ directory = {directory:?} }}, \
+             with keep and limit if they are to be others"
+        ))?;
         section.whole(|| {
             let path = |text: &str| Ok(self.directory.join(crate::record::directory(text)?));
             let directory = section.parse("directory", path);

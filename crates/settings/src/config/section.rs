@@ -253,8 +253,17 @@ impl<'a> Entry<'a> {
 
     /// The table that it is; tells if it is none.
     pub(super) fn section(self) -> Option<Section<'a>> {
+        self.section_or("is not a table; write its settings as KEY = VALUE lines below it")
+    }
+
+    /// The text that it is, if it is one.
+    pub(super) fn text(&self) -> Option<&'a str> {
+        self.value.get_ref().as_str()
+    }
+
+    /// The table that it is; tells the rule if it is none.
+    pub(super) fn section_or(self, rule: impl Into<String>) -> Option<Section<'a>> {
         let Some(table) = self.value.get_ref().as_table() else {
-            let rule = "is not a table; write its settings as KEY = VALUE lines below it";
             self.source.mistakes.tell(self.place().wrong(rule));
             return None;
         };

@@ -316,6 +316,10 @@ fn values_are_refused_with_their_rule() {
     );
     check_disk("export = []", "is empty (leave the key out, or give a value)");
     check_disk("export = \"nbd\"", "is not a table; write its settings as KEY = VALUE lines below it");
+    check_daemon(
+        "record = \"day\"",
+        "is not a table; write record = { directory = \"day\" }, with keep and limit if they are to be others",
+    );
     check_daemon("nbd = \"localhost\"", "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT");
     check_daemon("workers = 0", "is out of range; it is from 1 to 256");
     check_daemon("poll = \"2s\"", "is too long; it is 1s at most (0 never polls)");
