@@ -414,7 +414,18 @@ fn a_daemon_keeps_what_its_disks_are_asked_in_the_directory_of_its_config() {
     fio(&daemon, "a", "read", 500);
     config("record = { directory = \"day\" }");
     assert_says(&prints(&scratch, &["reload"]), &["record: none → "]);
+    config("record = { directory = \"day\", keep = \"3h\" }");
+    assert_says(&prints(&scratch, &["reload"]), &["keep=10800s"]);
     assert_eq!(fio(&daemon, "a", "write", 30), 30);
+    // Another would remove what this one keeps.
+    let other = Serve::alone().args(["memory:1M", "--record", text(&directory)]);
+    let said = format!(
+        "record: {}: another daemon records there (give each a directory of its own)",
+        text(&directory)
+    );
+    let (status, log) = other.begin().wait();
+    assert_eq!(status.code(), Some(1), "{log}");
+    assert_says(&log, &[&said]);
     daemon.stop();
     let mut counts = BTreeMap::<String, u64>::new();
     for file in kept(&directory) {

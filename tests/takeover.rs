@@ -194,6 +194,23 @@ fn load(uri: String, scratch: &Scratch, offset: u64, seed: usize) -> thread::Joi
 }
 
 #[test]
+fn what_was_recorded_in_a_directory_goes_on_there() {
+    let scratch = Scratch::new();
+    let (disk, kept) = (scratch.filled("disk.raw", MIB), scratch.path("kept"));
+    fs::create_dir(&kept).expect("it can be made");
+    let house = House::new(scratch, &[text(&disk), "--record", text(&kept)]);
+    let read = |weir: &Weir| weir.nbdsh("disk", "for i in range(10): h.pread(4096, 0)");
+    let first = house.serve().start();
+    read(&first);
+    let (second, _) = house.take_over(first);
+    read(&second);
+    second.stop();
+    let files = fs::read_dir(&kept).expect("it is there").map(|file| file.expect("it can be read").path());
+    let info = Client::new(crate::harness::WEIR).args(["trace", "info", "--json"]).args(files).json();
+    assert_eq!(info["disks"]["disk"]["reads"], 20, "{info:#}");
+}
+
+#[test]
 fn a_client_keeps_its_connection_and_its_terms() {
     let scratch = Scratch::new();
     let disk = scratch.filled("disk.raw", MIB);

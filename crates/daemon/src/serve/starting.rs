@@ -23,7 +23,7 @@ use block::{
 use console::{figures, signals::Signals};
 use sd_notify::NotifyState;
 use serde_json::{Map, Value};
-use settings::{DoorExport, Plan, Service, ServiceDraft, state::Store};
+use settings::{DoorExport, Plan, Record, Service, ServiceDraft, state::Store};
 
 use super::{
     Daemon, Event,
@@ -279,7 +279,9 @@ async fn complete(
         let is_late = |name: &str| plan.disks.iter().any(|disk| disk.name == name && assemble::is_late(disk));
         newcomer.check_config(inventory, is_late)?;
     }
-    let pid_file = settle(plan, inventory, workers, is_alone).await?;
+    // Who is taken over from records until it ends.
+    let own = plan.service.record.as_ref().filter(|_| newcomer.is_some());
+    let pid_file = settle(plan, inventory, workers, (is_alone, own)).await?;
     let mut uris = uris_beyond(&before, inventory, &plan.service.tls);
     let late_ones = late_ones(plan, inventory, newcomer.as_deref(), late);
     let Some(more) = until_ended(late_ones, DISKS_OPEN, events).await else {
@@ -294,12 +296,13 @@ async fn complete(
     Ok(Some((pid_file, uris)))
 }
 
-/// The last that takes rights, and then without them.
+/// The last that takes rights, and then without them. `own` is what is recorded already by who is
+/// taken over from.
 async fn settle(
     plan: &Plan,
     inventory: &Inventory,
     workers: &[Worker],
-    is_alone: bool,
+    (is_alone, own): (bool, Option<&Record>),
 ) -> anyhow::Result<Option<PidFile>> {
     let pid_file = plan.service.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
     let awaited = inventory.awaited.borrow().values().cloned().collect::<Vec<_>>();
@@ -329,7 +332,7 @@ async fn settle(
     }
     // By who it is now, with the rights that are left.
     if let Some(record) = &plan.service.record {
-        recording::check(record)?;
+        recording::check(record, own)?;
         inventory.recordings.keep(record)?;
     }
     Ok(pid_file)

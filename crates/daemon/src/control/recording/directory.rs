@@ -8,7 +8,8 @@
 //!
 //! A file is made when there is something to write to it. Where none can be written, that is said
 //! once; nothing is recorded until it can again, and what was not is counted in the next file.
-//! Never touches a file that is not called so.
+//! One daemon to a directory, which it has locked: only while one takes over from another both
+//! write, and who has the lock removes. Never touches a file that is not called so.
 
 use std::{
     collections::BTreeMap,
@@ -24,6 +25,10 @@ use std::{
 use block::recorder::Finished;
 use console::figures::date;
 use policy::time::Instant;
+use rustix::{
+    fs::{FlockOperation, flock},
+    io::Errno,
+};
 use settings::Record;
 
 use super::{
@@ -59,6 +64,8 @@ pub(super) struct Directory {
     stopped: Option<Stopped>,
     has_ended: bool,
     progress: Arc<Progress>,
+    /// None while another daemon has it.
+    lock: Option<File>,
     /// How long ago each file that is there had ended, at a moment of a clock that nobody sets.
     ended: BTreeMap<OsString, (Duration, Instant)>,
 }
@@ -76,6 +83,7 @@ impl Directory {
             stopped: None,
             has_ended: false,
             progress,
+            lock: None,
             ended,
         }
     }
@@ -110,8 +118,12 @@ impl Directory {
         Ok((sink, path))
     }
 
-    /// Removes what is too old, and the oldest where there is too much.
+    /// Removes what is too old, and the oldest where there is too much; nothing of another daemon
+    /// that records here too.
     fn prune(&mut self) -> io::Result<()> {
+        if !self.is_locked() {
+            return Ok(());
+        }
         let now = block::reactor::real_time();
         let mut files = Vec::new();
         for entry in fs::read_dir(&self.record.directory)? {
@@ -138,6 +150,15 @@ impl Directory {
             }
         }
         Ok(())
+    }
+
+    /// Whether this daemon is the only one here.
+    fn is_locked(&mut self) -> bool {
+        if self.lock.is_none() {
+            // A directory that cannot be read is told of where a file is to be made.
+            self.lock = lock(&self.record.directory).ok().flatten();
+        }
+        self.lock.is_some()
     }
 
     /// Since it ended. The clock is asked once, when a file is first seen: however it is set
@@ -241,6 +262,7 @@ impl Output for Directory {
         if !self.is_there() {
             self.leave();
         }
+        self.is_locked();
         if let Some((sink, _)) = &mut self.current {
             let is_over = is_another || self.has_ended || sink.bytes() >= self.record.limit / PART;
             if is_over {
@@ -268,6 +290,25 @@ impl Output for Directory {
 pub(super) fn check(directory: &Path) -> io::Result<()> {
     let (_, path) = create(directory)?;
     fs::remove_file(path)
+}
+
+/// Whether no other daemon records there. `own` is where this one does, or one that it takes over
+/// from.
+///
+/// # Errors
+/// Where it cannot be opened.
+pub(super) fn is_free(directory: &Path, own: Option<&Path>) -> io::Result<bool> {
+    let there = identity(&fs::metadata(directory)?);
+    let is_own = own.is_some_and(|own| fs::metadata(own).is_ok_and(|own| identity(&own) == there));
+    Ok(is_own || lock(directory)?.is_some())
+}
+
+/// Locked as long as it is open; `None` where another has it. Where a file system has no locks,
+/// nobody is kept apart.
+fn lock(directory: &Path) -> io::Result<Option<File>> {
+    let file = File::open(directory)?;
+    let locked = flock(&file, FlockOperation::NonBlockingLockExclusive);
+    Ok((locked != Err(Errno::WOULDBLOCK)).then_some(file))
 }
 
 fn create(directory: &Path) -> io::Result<(File, PathBuf)> {

@@ -28,7 +28,7 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use block::{disk::Disk, reactor};
 use directory::Directory;
 use engine::{Engine, Output};
@@ -54,12 +54,21 @@ pub(crate) struct Running {
     ended: async_channel::Receiver<Infallible>,
 }
 
-/// Whether this daemon, with the rights that it has now, can record there. Leaves nothing.
+/// Whether this daemon, with the rights that it has now, can record there, and no other does. `own`
+/// is where this one records, or one that it takes over from. Leaves nothing.
 ///
 /// # Errors
 /// With what to do about it.
-pub(crate) fn check(record: &Record) -> anyhow::Result<()> {
-    directory::check(&record.directory).with_context(|| cannot_be_kept(record))
+pub(crate) fn check(record: &Record, own: Option<&Record>) -> anyhow::Result<()> {
+    let cannot = || cannot_be_kept(record);
+    directory::check(&record.directory).with_context(cannot)?;
+    let own = own.map(|own| &*own.directory);
+    ensure!(
+        directory::is_free(&record.directory, own).with_context(cannot)?,
+        "record: {}: another daemon records there (give each a directory of its own)",
+        record.directory.display()
+    );
+    Ok(())
 }
 
 /// To follow a name and precede a reason.

@@ -100,7 +100,8 @@ async fn recorded(before: &Plan, (draft, after): (&Draft, &Plan)) -> anyhow::Res
     let (before, after) = (before.service.record.as_ref(), after.service.record.as_ref());
     if let Some(wanted) = after.filter(|_| after != before).cloned() {
         let place = draft.service.record.as_ref().map(|said| said.place.to_string());
-        let checked = reactor::blocking(move || recording::check(&wanted)).await;
+        let own = before.cloned();
+        let checked = reactor::blocking(move || recording::check(&wanted, own.as_ref())).await;
         checked.with_context(|| place.unwrap_or_default())?;
     }
     let values = |record: Option<&Record>| vec![("record", json!(record.map(Record::to_string)))];

@@ -96,6 +96,27 @@ fn the_oldest_go_and_what_is_not_ours_stays() {
 }
 
 #[test]
+fn of_two_daemons_the_first_alone_removes_and_the_next_follows() {
+    let mut first = World::new(place());
+    first.ask(1);
+    let path = first.place.path().to_owned();
+    assert!(!is_free(&path, None).unwrap() && is_free(&path, Some(&path)).unwrap());
+    let mut second = Directory::new(first.directory.record.clone());
+    let old = path.join("2025-11-24T02-00-00.000Z.recording");
+    let make_old = || {
+        let file = File::create(&old).unwrap();
+        file.set_modified(SystemTime::now() - Duration::from_secs(7300)).unwrap();
+    };
+    make_old();
+    second.turn(0);
+    assert!(old.exists() && second.lock.is_none());
+    drop(first.directory);
+    second.hour -= 1;
+    second.turn(0);
+    assert!(!old.exists() && !is_free(&path, None).unwrap());
+}
+
+#[test]
 fn a_clock_that_is_set_makes_nothing_old() {
     let mut world = World::new(place());
     world.ask(5);
