@@ -215,6 +215,32 @@ fn info(scratch: &Scratch, name: &str) -> Value {
 }
 
 #[test]
+fn what_was_asked_of_no_length_is_left_out_and_counted() {
+    let scratch = Scratch::new();
+    let disk = |length: u64, micros: u64| format!("0,R,0,{length},{micros}\n");
+    fs::write(scratch.path("t.csv"), disk(0, 1) + &disk(512, 2) + &disk(0, 3)).unwrap();
+    let told = weir(&["trace", "info", text(&scratch.path("t.csv"))]).run();
+    assert_eq!((told.code(), told.said()), (0, "weir: left out: 2 requests of no length\n".to_owned()));
+    let told = info(&scratch, "t.csv");
+    assert_eq!((&told["empty"], &told["disks"]["0"]["requests"]), (&json!(2), &json!(1)));
+    let said = convert(&scratch, "t.csv", "t.spc").run();
+    assert_eq!((said.code(), said.said()), (0, "weir: left out: 2 requests of no length\n".to_owned()));
+}
+
+#[test]
+fn a_format_that_the_file_is_not_is_told_with_the_one_that_it_is() {
+    let scratch = Scratch::new();
+    fs::write(scratch.path("t.msr"), TIMED).unwrap();
+    let path = scratch.path("t.msr");
+    weir(&["trace", "info", text(&path)]).succeeds();
+    for format in ["msr", "recording"] {
+        let said = weir(&["trace", "info", "--format", format, text(&path)]).fails();
+        let expected = format!("--format says {format}, and it begins as weir does (leave --format out)");
+        assert_says(&said, &[&expected]);
+    }
+}
+
+#[test]
 fn how_long_requests_waited_and_took_is_kept() {
     let scratch = Scratch::new();
     fs::write(scratch.path("timed.csv"), TIMED).unwrap();
@@ -227,10 +253,9 @@ fn how_long_requests_waited_and_took_is_kept() {
     for name in ["timed.csv", "a.recording", "b.recording", "c.csv"] {
         let told = &info(&scratch, name)["disks"];
         let mean = |disk: &str, what: &str| told[disk]["measured"][what]["mean"].as_f64().expect("a number");
-        let near = |mean: f64, ns: f64| assert!((mean / ns - 1.0).abs() < 0.01, "{name}: {mean}, not {ns}");
-        near(mean("vm1", "waited-ns"), 5e6);
-        near(mean("vm1", "latency-ns"), 7e6);
-        near(mean("a,b", "latency-ns"), 3e6);
+        assert_eq!((mean("vm1", "waited-ns"), mean("vm1", "latency-ns")), (5e6, 7e6), "{name}");
+        assert_eq!(mean("a,b", "latency-ns"), 3e6, "{name}");
+        assert_eq!(told["vm1"]["measured"]["latency-ns"]["max"], json!(7_000_000), "{name}");
         assert_eq!(told["vm1"]["measured"]["held-by"], json!({ "iops-total": 1 }), "{name}");
         assert_eq!(told["vm1"]["unmeasured"], json!(1), "{name}: {told:#}");
         assert_eq!(told["a,b"]["unmeasured"], Value::Null, "{name}: {told:#}");

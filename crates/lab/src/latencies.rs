@@ -74,6 +74,39 @@ impl Percentiles {
     }
 }
 
+/// Times of any length whose mean and maximum are exact; percentiles are known to a hundredth.
+pub(super) struct Exact {
+    times: Latencies,
+    sum_ns: u128,
+    max_ns: u64,
+}
+
+impl Default for Exact {
+    fn default() -> Self {
+        Self { times: growing(), sum_ns: 0, max_ns: 0 }
+    }
+}
+
+impl Exact {
+    pub(super) fn note(&mut self, ns: u64) {
+        note(&mut self.times, ns);
+        self.sum_ns += u128::from(ns);
+        self.max_ns = self.max_ns.max(ns);
+    }
+
+    /// How many.
+    pub(super) fn count(&self) -> u64 {
+        self.times.len()
+    }
+
+    pub(super) fn percentiles(&self) -> Percentiles {
+        let Percentiles { p50, p90, p99, p99_9, .. } = Percentiles::of(&self.times);
+        let [p50, p90, p99, p99_9] = [p50, p90, p99, p99_9].map(|ns| ns.min(self.max_ns));
+        let mean = self.sum_ns as f64 / self.count().max(1) as f64;
+        Percentiles { mean, p50, p90, p99, p99_9, max: self.max_ns }
+    }
+}
+
 /// For simulated times of any length; [`note`] adds to it.
 pub(super) fn growing() -> Latencies {
     Histogram::new(SIMULATED_DIGITS).expect("between 0 and 5 digits")
@@ -146,6 +179,24 @@ mod tests {
             "it begins with those that took no time"
         );
         assert_eq!(growing().value_at_quantile(0.99), 0);
+    }
+
+    #[test]
+    fn a_mean_and_a_maximum_are_exact() {
+        let mut times = Exact::default();
+        for ns in [1, 1_000_003, 123_456_789, u64::MAX] {
+            times.note(ns);
+        }
+        let told = times.percentiles();
+        assert_eq!((told.max, told.mean), (u64::MAX, (u128::from(u64::MAX) + 124_456_793) as f64 / 4.0));
+        let mut one = Exact::default();
+        one.note(1_000_003);
+        let told = one.percentiles();
+        assert_eq!(
+            (told.p50, told.p99_9, told.max, told.mean),
+            (1_000_003, 1_000_003, 1_000_003, 1_000_003.0)
+        );
+        assert_eq!(Exact::default().percentiles().mean, 0.0);
     }
 
     #[test]

@@ -25,7 +25,7 @@ use super::{
     record::Op,
     recording::{Blocks, Told},
 };
-use crate::latencies::{self, Latencies, Percentiles};
+use crate::latencies::Exact;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -65,6 +65,9 @@ struct Info {
     limits: Limits,
     /// Requests that could not be recorded.
     lost: u64,
+    /// Requests of no length, which are not among the others.
+    #[serde(skip_serializing_if = "is_none")]
+    empty: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     partial: Option<String>,
 }
@@ -94,16 +97,16 @@ struct OfDisk {
     unmeasured: u64,
 }
 
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Measured {
     failed: u64,
     #[serde(rename = "latency-ns", serialize_with = "percentiles")]
-    latency: Latencies,
+    latency: Exact,
     #[serde(rename = "waited-ns", serialize_with = "percentiles")]
-    waited: Latencies,
+    waited: Exact,
     #[serde(rename = "served-ns", serialize_with = "percentiles")]
-    served: Latencies,
+    served: Exact,
     /// Requests that waited, by the limit that each waited for last.
     #[serde(serialize_with = "by_name")]
     held_by: BTreeMap<Rc<str>, u64>,
@@ -137,12 +140,20 @@ pub(super) fn run(arguments: &InfoArgs) -> Result<(), Failure> {
     } else {
         print(&info.text())?;
     }
+    tell_empty(info.empty);
     if info.lost > 0 {
         say(&format!("lost while it was recorded: {}", figures::counted(info.lost, "request")));
     }
     match info.partial {
         Some(why) => Err(anyhow::anyhow!("not read to the end: {why}").into()),
         None => Ok(()),
+    }
+}
+
+/// Of requests of no length, which were passed over.
+pub(super) fn tell_empty(count: u64) {
+    if count > 0 {
+        say(&format!("left out: {} of no length", figures::counted(count, "request")));
     }
 }
 
@@ -177,15 +188,21 @@ impl Info {
             Some(true) => merge::share_clock(std::slice::from_mut(&mut reader))?,
             _ => 0,
         };
-        while let Some(record) = reader.next()? {
+        let read = loop {
+            let record = match reader.next() {
+                Ok(Some(record)) => record,
+                Ok(None) => break Ok(()),
+                Err(error) => break Err(error),
+            };
             let request = Request { time_ns: zero_ns + record.time_ns, op: record.op, length: record.length };
             let noted = reader.outcome(&record);
             let (of, limits) = self.count(&reader.disks()[record.disk.index()], &request);
             if reader.tells_outcomes() {
                 of.fared(noted.and_then(|noted| reader.named(noted)), limits);
             }
-        }
-        Ok(())
+        };
+        self.empty = self.empty.saturating_add(reader.empty());
+        read
     }
 
     /// With the names of limits, of which each disk has those that held it.
@@ -278,7 +295,7 @@ impl Info {
         for (name, measured) in self.measured() {
             let Measured { latency, waited, served, .. } = measured;
             for (what, times) in [("latency", latency), ("waited", waited), ("served", served)] {
-                let percentiles = Percentiles::of(times);
+                let percentiles = times.percentiles();
                 let mut row = vec![name.clone(), what.to_owned()];
                 row.extend(percentiles.shown());
                 row.push(figures::time(percentiles.mean as u64));
@@ -296,7 +313,7 @@ impl Info {
             ("HELD BY", Side::Left),
         ]);
         for (name, measured) in self.measured() {
-            let all = measured.waited.len().max(1) as f64;
+            let all = measured.waited.count().max(1) as f64;
             let share = |count: u64| figures::share(count as f64 / all);
             let mut held: Vec<_> = measured.held_by.iter().collect();
             held.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
@@ -380,20 +397,13 @@ impl OfDisk {
     }
 }
 
-impl Default for Measured {
-    fn default() -> Self {
-        let [latency, waited, served] = [(); 3].map(|()| latencies::growing());
-        Self { failed: 0, latency, waited, served, held_by: BTreeMap::new() }
-    }
-}
-
 impl Measured {
     fn add(&mut self, outcome: &Outcome<'_>, limits: &mut Limits) {
         let Outcome { times, has_failed, limit } = outcome;
         self.failed += u64::from(*has_failed);
-        latencies::note(&mut self.waited, times.wait_ns);
-        latencies::note(&mut self.served, times.service_ns);
-        latencies::note(&mut self.latency, times.latency_ns());
+        self.waited.note(times.wait_ns);
+        self.served.note(times.service_ns);
+        self.latency.note(times.latency_ns());
         if let Some(limit) = limit {
             match self.held_by.get_mut(*limit) {
                 Some(count) => *count += 1,
@@ -415,6 +425,6 @@ fn is_none(count: &u64) -> bool {
     *count == 0
 }
 
-fn percentiles<S: serde::Serializer>(times: &Latencies, serializer: S) -> Result<S::Ok, S::Error> {
-    Percentiles::of(times).serialize(serializer)
+fn percentiles<S: serde::Serializer>(times: &Exact, serializer: S) -> Result<S::Ok, S::Error> {
+    times.percentiles().serialize(serializer)
 }

@@ -41,7 +41,12 @@ impl Lines {
     }
 
     pub(super) fn wrong(&self, why: String) -> TraceError {
-        TraceError::Line { file: self.input.name.clone(), line: self.number, why }
+        self.wrong_at(self.number, why)
+    }
+
+    /// The same of a recording, whose requests count as lines.
+    pub(super) fn wrong_at(&self, line: u64, why: String) -> TraceError {
+        TraceError::Line { file: self.input.name.clone(), line, why }
     }
 
     /// Unread text, a mebibyte if there is so much. An error is reported after it.

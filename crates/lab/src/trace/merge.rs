@@ -161,6 +161,11 @@ impl Merged {
         self.sources.iter().map(|one| one.reader.lost()).sum()
     }
 
+    /// Requests of no length, which were passed over, as far as was read.
+    pub(super) fn empty(&self) -> u64 {
+        self.sources.iter().map(|one| one.reader.empty()).sum()
+    }
+
     /// One trace's error ends all, but for a recording that is cut off, which is a shorter one.
     #[inline]
     pub(crate) fn next(&mut self) -> Result<Option<Record>, TraceError> {

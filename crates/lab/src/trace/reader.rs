@@ -53,6 +53,10 @@ pub(crate) struct Reader {
     window: Window,
     /// Of those that the window holds.
     outcomes: Option<Outcomes>,
+    /// Requests of no length so far.
+    empty: u64,
+    /// What it begins as, where another format was asked for.
+    otherwise: Option<Format>,
     held: usize,
     /// The trace's clock at time 0; `None` before the first record.
     origin_ns: Option<u64>,
@@ -105,6 +109,7 @@ impl Reader {
             (Some(format), None) => format,
             (None, None) => detect(ahead).map_err(|hint| TraceError::Unknown { file: file.clone(), hint })?,
         };
+        let otherwise = options.format.and_then(|_| detect(ahead).ok()).filter(|seen| *seen != format);
         let tells = match format {
             Format::Recording => true,
             Format::Weir => tells_outcomes(ahead),
@@ -134,6 +139,8 @@ impl Reader {
             disks: Disks::default(),
             window: Window::new(options.window),
             outcomes: (tells && options.outcomes).then(Outcomes::new),
+            empty: 0,
+            otherwise,
             held: options.window,
             origin_ns: None,
             ended: false,
@@ -188,6 +195,11 @@ impl Reader {
         }
     }
 
+    /// Requests of no length, which were passed over, as far as was read.
+    pub(super) fn empty(&self) -> u64 {
+        self.empty
+    }
+
     /// The first record's time in the trace's own clock. To be asked before [`next`](Self::next).
     pub(super) fn first_ns(&mut self) -> Option<u64> {
         if self.window.len() <= self.held && !self.ended {
@@ -204,8 +216,10 @@ impl Reader {
     #[cold]
     fn refill(&mut self) {
         let enough = self.held + BATCH;
-        let Self { lines, disks, window, outcomes, .. } = self;
-        let mut into = Into { disks, window, outcomes: outcomes.as_mut() };
+        let Self { lines, disks, window, outcomes, empty, .. } = self;
+        // What weir writes has none.
+        let empty = (!matches!(self.format, Format::Weir | Format::Recording)).then_some(empty);
+        let mut into = Into { disks, window, outcomes: outcomes.as_mut(), empty };
         let into = &mut into;
         let more = match &mut self.parser {
             Parser::Weir(parser) => read(parser, lines, into, enough),
@@ -223,7 +237,15 @@ impl Reader {
             Ok(more) => self.ended = !more,
             Err(error) => {
                 self.ended = true;
-                self.failed = Some(error);
+                // What could be read before is of that format.
+                let is_first = self.window.len() == 0 && self.origin_ns.is_none();
+                let is_content = matches!(error, TraceError::Line { .. } | TraceError::Together { .. });
+                self.failed = Some(match self.otherwise {
+                    Some(seen) if is_first && is_content => {
+                        misnamed(self.name(), self.format, seen, &error.to_string())
+                    }
+                    _ => error,
+                });
             }
         }
     }
@@ -238,9 +260,24 @@ pub(super) fn open(path: &Path) -> Result<Lines, TraceError> {
 pub(super) fn is_recording(lines: &mut Lines, options: &Options) -> Result<bool, TraceError> {
     match (options.format, &options.columns) {
         (_, Some(_)) => Ok(false),
-        (Some(format), None) => Ok(format == Format::Recording),
+        (Some(Format::Recording), None) => {
+            let ahead = lines.ahead()?;
+            if let (false, Ok(seen)) = (is_beginning(ahead), detect(ahead)) {
+                let why = "a recording begins otherwise";
+                return Err(misnamed(lines.name(), Format::Recording, seen, why));
+            }
+            Ok(true)
+        }
+        (Some(_), None) => Ok(false),
         (None, None) => Ok(is_beginning(lines.ahead()?)),
     }
+}
+
+/// Not what it was said to be, as `why` tells.
+fn misnamed(file: &str, said: Format, seen: Format, why: &str) -> TraceError {
+    let (said, seen) = (said.name(), seen.name());
+    let why = format!("--format says {said}, and it begins as {seen} does (leave --format out): {why}");
+    TraceError::Together { file: file.to_owned(), why }
 }
 
 /// Where what is read goes.
@@ -248,13 +285,15 @@ struct Into<'a> {
     disks: &'a mut Disks,
     window: &'a mut Window,
     outcomes: Option<&'a mut Outcomes>,
+    empty: Option<&'a mut u64>,
 }
 
 impl Into<'_> {
     /// For the requests of a line.
     #[inline]
     fn found(&mut self, line: u64) -> Found<'_> {
-        Found { disks: self.disks, window: self.window, outcomes: self.outcomes.as_deref_mut(), line }
+        let (outcomes, empty) = (self.outcomes.as_deref_mut(), self.empty.as_deref_mut());
+        Found { disks: self.disks, window: self.window, outcomes, empty, line }
     }
 }
 
@@ -297,7 +336,7 @@ fn read_recording(
             read = read.and_then(|()| outcomes.note(number, outcome::Told { times, has_failed, limit }));
         }
         if let Err(why) = read {
-            return Err(lines.wrong(why));
+            return Err(lines.wrong_at(number, why));
         }
     }
     Ok(true)

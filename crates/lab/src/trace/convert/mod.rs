@@ -59,6 +59,9 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
         Source::Recording(lines, blocks) => as_it_is(lines, blocks, &mut sink, &cannot),
         Source::Any(traces) => in_order(traces, &mut sink, &cannot),
     };
+    if let Source::Any(traces) = &source {
+        info::tell_empty(traces.empty());
+    }
     if sink.lost() > 0 {
         say(&format!("lost while it was recorded: {}", figures::counted(sink.lost(), "request")));
     }
@@ -164,7 +167,7 @@ fn as_it_is(
             Ok(None) => break Ok(()),
             Err(error) => break Err(error.into()),
         };
-        let disk = disks.id(told.disk.as_bytes()).map_err(|why| lines.wrong(why))?;
+        let disk = disks.id(told.disk.as_bytes()).map_err(|why| lines.wrong_at(told.number, why))?;
         let (entry, name, limit) = (told.entry, told.disk, told.limit);
         let outcome = entry.times.map(|times| Outcome { times, has_failed: entry.has_failed, limit });
         let (time_ns, op, offset, length) = (entry.arrival_ns, entry.op, entry.offset, entry.length);

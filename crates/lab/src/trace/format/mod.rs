@@ -112,11 +112,14 @@ pub(super) struct Found<'a> {
     pub(super) window: &'a mut Window,
     /// Where it is asked for how requests fared.
     pub(super) outcomes: Option<&'a mut Outcomes>,
+    /// Requests of no length so far, which are passed over; `None` where there can be none.
+    pub(super) empty: Option<&'a mut u64>,
     pub(super) line: u64,
 }
 
 impl Found<'_> {
-    /// Passes on a request. A flush's place and length are ignored.
+    /// Passes on a request. A flush's place and length are ignored. What others recorded may have
+    /// no length: it asks for nothing.
     #[inline(always)]
     pub(super) fn push(
         &mut self,
@@ -128,18 +131,22 @@ impl Found<'_> {
     ) -> Result<(), String> {
         let (offset, length) = if op == Op::Flush { (0, 0) } else { (offset, length) };
         if (length == 0 && op != Op::Flush) || offset.checked_add(length).is_none() {
-            return Err(no_request(op, offset, length));
+            return self.no_request(op, offset, length);
         }
         let disk = self.disks.id(disk)?;
         self.window.push(Record { time_ns, offset, length, line: self.line, disk, file: 0, op })
     }
-}
 
-#[cold]
-fn no_request(op: Op, offset: u64, length: u64) -> String {
-    match length {
-        0 => format!("the length of a {} is 0", op.name()),
-        _ => format!("offset {offset} and length {length} together do not fit into 64 bits"),
+    #[cold]
+    fn no_request(&mut self, op: Op, offset: u64, length: u64) -> Result<(), String> {
+        match (length, &mut self.empty) {
+            (0, Some(empty)) => {
+                **empty += 1;
+                Ok(())
+            }
+            (0, None) => Err(format!("the length of a {} is 0", op.name())),
+            _ => Err(format!("offset {offset} and length {length} together do not fit into 64 bits")),
+        }
     }
 }
 

@@ -151,6 +151,22 @@ fn a_request_takes_few_bytes() {
     assert!(bytes < 12 * count, "{} bytes a request", bytes as f64 / count as f64);
 }
 
+#[test]
+fn what_is_wrong_with_a_request_is_told_with_its_number() {
+    let entry = |arrival_ns: u64, length: u64| Entry {
+        arrival_ns,
+        times: None,
+        offset: 0,
+        length,
+        op: Op::Read,
+        has_failed: false,
+        disk: 0,
+        limit: None,
+    };
+    let (records, error) = read(&write(&[entry(1, 512), entry(2, 0)], 1));
+    assert_eq!((records.len(), error.as_deref()), (1, Some("t:2: the length of a read is 0")));
+}
+
 /// An hour whose disk was full hides none of the hours after it.
 #[test]
 fn what_follows_one_that_is_cut_off_is_read_too() {
