@@ -124,6 +124,36 @@ def by_mouse(reader, running):
     with daemon.qmp.Monitor(running.monitor_path) as monitor:
         monitor.run("x-weir-set", name="gold", **{"iops-total": 3000})
     expect(rate).to_have_value("3000")
+    were_limits(reader, page)
+
+
+def were_limits(reader, page):
+    """The charts have each limit over its own time, also for a disk below; before all of it there was none."""
+    page.wait_for_function("""async () => {
+        const told = await fetch("/api/v1/disks/vm1/history");
+        return (await told.json()).limits.at(-1).value === 3000;
+    }""")
+    # What it has asked before then is older.
+    page.reload()
+    reader.is_live()
+    for name, whose in (("gold", ""), ("vm1", "gold: ")):
+        reader.choose(name)
+        at = page.get_by_label("Time in the charts")
+        drawn = page.get_by_role("img", name="Operations per second")
+        expect(drawn).to_have_attribute("aria-label", re.compile(f"; limits: {whose}iops-total 3000$"))
+        at.focus()
+        were = []
+        for _ in range(1000):
+            page.keyboard.press("ArrowLeft")
+            (said,) = re.findall(r" operations per second(?:; limits: (.*))?$", at.get_attribute("aria-valuetext"))
+            if said not in were[-1:]:
+                were.append(said)
+            if said == "":
+                break
+        first, *_, oldest, none = were
+        assert (first, oldest, none) == (f"{whose}iops-total 3000", f"{whose}iops-total 2000", ""), were
+        # What is told of now is of now.
+        expect(drawn).to_have_attribute("aria-label", re.compile(f"; limits: {whose}iops-total 3000$"))
 
 
 def by_keyboard(reader, running):

@@ -90,10 +90,56 @@ def run(weir):
                         dialog(page, name)
             with visit.Visit(browser, running.url, prepare=lambda page: scene.play(page, limited)) as reader:
                 limits_are_whole(reader)
+            with visit.Visit(browser, running.url, prepare=lambda page: scene.play(page, changed)) as reader:
+                limits_are_over_their_time(reader)
 
 
-def limited(overview):
-    for one in overview["disks"]:
+def changed(told):
+    """The limit of the group was two thirds of what it is, in the first half of the chart."""
+    history = told["history"]["gold"]
+    start, middle = history["start_ms"], history["start_ms"] + 300 * history["step_ms"]
+    line = {"name": "iops-total", "group": None}
+    history["limits"] = [
+        line | {"value": 2000, "start_ms": start, "end_ms": middle},
+        line | {"value": 3000, "start_ms": middle, "end_ms": None},
+    ]
+
+
+# The rows of a chart that are a dashed line in the colour of limits, left and right of its middle: how
+# far above its axis.
+DASHED = """(canvas) => {
+    const [left, right, bottom] = [46, canvas.width - 8, canvas.height - 18];
+    const { data, width } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    const said = getComputedStyle(canvas).getPropertyValue("--limit");
+    const ink = said.match(/[0-9a-f]{2}/g).map((part) => parseInt(part, 16));
+    const is = (x, y) => ink.every((value, part) => Math.abs(value - data[(y * width + x) * 4 + part]) < 24);
+    const middle = (left + right) / 2;
+    return [[left, middle - 8], [middle + 8, right]].map(([from, to]) => {
+        const rows = [];
+        for (let y = 0; y < bottom; y += 1) {
+            let dashes = 0;
+            for (let x = Math.ceil(from); x < to; x += 1) dashes += is(x, y) ? 1 : 0;
+            if (dashes > (to - from) / 2) rows.push(bottom - y);
+        }
+        return rows;
+    });
+}"""
+
+
+def limits_are_over_their_time(reader):
+    page = reader.open("#group/gold")
+    chart = page.get_by_role("img", name="Operations per second")
+    expect(chart).to_have_attribute("aria-label", visit.KNOWN)
+    scene.settle(page)
+    before, after = chart.evaluate(DASHED)
+    # A line may be two pixels thick.
+    thick = [max(rows, default=9) - min(rows, default=0) for rows in (before, after)]
+    assert max(thick) <= 1, f"rows with a limit before and after its change: {before}, {after}"
+    assert abs(before[0] / after[0] - 2 / 3) < 0.03, f"at {before[0]} and {after[0]} pixels above the axis"
+
+
+def limited(told):
+    for one in told["overview"]["disks"]:
         one |= LIMITS.get(one["name"], [{}])[0]
         if one["name"] == "build":
             one |= {"limits": MANY, "held_by": None, "wait_ratio": 0, "waiting_requests": 0}

@@ -35,10 +35,10 @@ window.EventSource = class extends EventTarget {
 """
 
 
-def play(page, change=lambda overview: None):
-    """The scene, with what `change` makes of its overview."""
+def play(page, change=lambda scene: None):
+    """The scene, with what `change` makes of it."""
     scene = json.loads(SCENE.read_text())
-    change(scene["overview"])
+    change(scene)
     page.clock.set_fixed_time(scene["overview"]["time_ms"])
     page.add_init_script(STREAM)
 

@@ -23,7 +23,7 @@ HISTORIES = [
     {},
     {"step_ms": 1000, "start_ms": 0},
     {"step_ms": 1000, "start_ms": 0, "series": {"read_operations_per_second": [1, None, 3]}, "latency_heat": None},
-    {"step_ms": 1000, "start_ms": 0, "series": {"wait_ratio": None}, "latency_heat": {"bounds_ns": [], "rows": [None, [1, 2, 3]]}},
+    {"step_ms": 1000, "start_ms": 0, "series": {"wait_ratio": None}, "latency_heat": {"bounds_ns": [], "rows": [None, [1, 2, 3]]}, "limits": [None, {"name": "iops-total", "value": 7}, {"value": 1}]},
 ]
 
 

@@ -2,17 +2,22 @@
 //!
 //! ```text
 //!   a second ─► 1 s, for 10 min ─► the oldest ten ─► 10 s, to 2 h ─► the oldest six ─► 1 min, to 2 days
-//!          └──► latencies ─► columns of 15 s, 3 min and 1 h ─► how many requests took how long
+//!          ├──► latencies ─► columns of 15 s, 3 min and 1 h ─► how many requests took how long
+//!          └──► limits that are others than before ─► lines
 //! ```
 //!
 //! Whoever asks for a longer time has what is newer in steps of that length too. The memory is
-//! there from a disk's first second on and never grows: less than 42 KB, which a test adds up.
+//! there from a disk's first second on, but for lines, of which there are few: less than 42 KB,
+//! which a test adds up.
 
 use std::collections::VecDeque;
 
 use serde_json::{Value, json};
 
-use super::sample::{BOUNDS, Latencies, Packed, ROWS, Sample, rounded};
+use super::{
+    lines::{Drawn, Lines},
+    sample::{BOUNDS, Latencies, Packed, ROWS, Sample, rounded},
+};
 
 /// Seconds of a step, and how many steps are kept of it.
 const LEVELS: [(u64, usize); 3] = [(1, 600), (10, 660), (60, 2760)];
@@ -72,6 +77,7 @@ pub(super) struct History {
     /// Steps that left a level and are not a step of the next yet.
     leaving: [Vec<Packed>; 2],
     heat: [Heat; 3],
+    lines: Lines,
     /// Since the Epoch, of the last second.
     second: u64,
 }
@@ -93,12 +99,19 @@ impl History {
             levels: LEVELS.map(|(_, most)| Ring::new(most)),
             leaving: [ten, minute / ten].map(|most| Vec::with_capacity(most as usize)),
             heat: COLUMNS.map(|(seconds, most)| Heat::new(seconds, most)),
+            lines: Lines::default(),
             second: 0,
         }
     }
 
     /// One second more; of those between the last and this one nothing is known.
-    pub(super) fn add(&mut self, second: u64, sample: &Sample, latencies: Option<&Latencies>) {
+    pub(super) fn add(
+        &mut self,
+        second: u64,
+        sample: &Sample,
+        latencies: Option<&Latencies>,
+        drawn: Vec<Drawn>,
+    ) {
         if self.second != 0 && second <= self.second {
             return;
         }
@@ -112,6 +125,7 @@ impl History {
         for heat in &mut self.heat {
             heat.add(second, latencies);
         }
+        self.lines.add(second, drawn);
     }
 
     fn push(&mut self, level: usize, step: Packed) {
@@ -143,6 +157,7 @@ impl History {
     /// What there was, as the page and programs are told, from the first step on that begins at
     /// `since_ms` or later. That is of a clock which was set forward by so many seconds since
     /// seconds are counted, and so is what is told: what was before it was set has the right time.
+    /// Limits are those of all the span, since one that began before goes on.
     pub(super) fn tell(&self, span: Span, since_ms: u64, set_s: i64) -> Value {
         let since_ms = since_ms.saturating_add_signed(set_s.saturating_mul(-1000));
         let clock_ms = |seconds: u64| seconds.saturating_add_signed(set_s) * 1000;
@@ -177,13 +192,14 @@ impl History {
                 "cache_hit_ratio": series(&|sample| sample.ratios[3]),
             },
             "latency_heat": self.heat[level].tell(since_ms, clock_ms),
+            "limits": self.lines.tell(self.second.saturating_sub(span.seconds()), clock_ms),
         })
     }
 }
 
 #[cfg(test)]
 impl History {
-    /// What one takes, in bytes, full or not.
+    /// What one takes, in bytes, full or not, but for its lines.
     pub(super) fn size_bytes(&self) -> usize {
         let levels: usize = self.levels.iter().map(|ring| ring.values.capacity() * size_of::<Packed>()).sum();
         let leaving: usize = self.leaving.iter().map(|steps| steps.capacity() * size_of::<Packed>()).sum();
@@ -258,10 +274,26 @@ fn column(counts: &Latencies) -> [u8; CELLS] {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::collections::BTreeMap;
+
+    use super::{super::lines::drawn, *};
 
     fn of_rate(rate: f64) -> Sample {
         Sample { rates: [Some(rate); 4], ..Sample::default() }
+    }
+
+    fn limited(iops: u64) -> Vec<Drawn> {
+        let object = json!({ "limits": { "iops-total": iops } });
+        drawn(object.as_object().unwrap(), &BTreeMap::new())
+    }
+
+    /// Value, beginning and end of each line.
+    fn lines(told: &Value) -> Vec<(u64, u64, Option<u64>)> {
+        let number = |line: &Value, key: &str| line[key].as_u64();
+        let line = |line: &Value| {
+            (number(line, "value").unwrap(), number(line, "start_ms").unwrap(), number(line, "end_ms"))
+        };
+        told["limits"].as_array().unwrap().iter().map(line).collect()
     }
 
     #[test]
@@ -270,7 +302,7 @@ mod tests {
         let empty = history.size_bytes();
         let counts = [u32::MAX / 3600; ROWS];
         for second in 1_000_000..1_200_000 {
-            history.add(second, &of_rate(second as f64), Some(&counts));
+            history.add(second, &of_rate(second as f64), Some(&counts), Vec::new());
         }
         assert_eq!(history.size_bytes(), empty);
         assert_eq!(history.levels.each_ref().map(|ring| ring.values.len()), LEVELS.map(|(_, most)| most));
@@ -281,7 +313,7 @@ mod tests {
         let mut history = History::new();
         let (begin, end) = (1_000_000, 1_000_000 + 9_000);
         for second in begin..end {
-            history.add(second, &of_rate((second - begin + 1) as f64), None);
+            history.add(second, &of_rate((second - begin + 1) as f64), None, Vec::new());
         }
         for (name, span) in Span::ALL {
             let told = history.tell(span, 0, 0);
@@ -312,7 +344,7 @@ mod tests {
     fn seconds_that_were_missed_are_not_known() {
         let mut history = History::new();
         for second in [100, 101, 104, 104, 103, 105] {
-            history.add(second, &of_rate(64.0), None);
+            history.add(second, &of_rate(64.0), None, Vec::new());
         }
         let told = history.tell(Span::TenMinutes, 0, 0);
         let known: Vec<_> = told["series"]["write_bytes_per_second"]
@@ -326,13 +358,27 @@ mod tests {
     }
 
     #[test]
+    fn limits_are_those_of_the_span() {
+        let mut history = History::new();
+        for second in 1_000_000..1_009_000 {
+            history.add(second, &Sample::default(), None, limited(1 + second / 1000));
+            // What comes late is known already.
+            history.add(second, &Sample::default(), None, limited(5));
+        }
+        let values = |span| lines(&history.tell(span, 0, 0)).iter().map(|line| line.0).collect::<Vec<_>>();
+        assert_eq!(values(Span::TenMinutes), [1009]);
+        assert_eq!(values(Span::TwoHours), (1002..=1009).collect::<Vec<_>>());
+        assert_eq!(values(Span::TwoDays), (1001..=1009).collect::<Vec<_>>());
+    }
+
+    #[test]
     fn latencies_are_parts_of_their_column() {
         let mut history = History::new();
         let mut counts = [0; ROWS];
         (counts[3], counts[5], counts[ROWS - 1]) = (800, 190, 1);
         for second in 150..180 {
             // Nothing in the second column.
-            history.add(second, &Sample::default(), (second < 165).then_some(&counts));
+            history.add(second, &Sample::default(), (second < 165).then_some(&counts), Vec::new());
         }
         let heat = &history.tell(Span::TenMinutes, 0, 0)["latency_heat"];
         let rows = heat["rows"].as_array().unwrap();
@@ -349,7 +395,8 @@ mod tests {
     fn a_clock_that_was_set_is_that_of_what_is_told() {
         let mut history = History::new();
         for second in 100_000..100_100 {
-            history.add(second, &of_rate(second as f64), Some(&[1; ROWS]));
+            let drawn = limited(if second < 100_050 { 7 } else { 8 });
+            history.add(second, &of_rate(second as f64), Some(&[1; ROWS]), drawn);
         }
         for set_s in [-7200, -1, 0, 3, 10_800] {
             let now_ms = 100_000_u64.saturating_add_signed(set_s) * 1000;
@@ -357,6 +404,8 @@ mod tests {
             assert_eq!(told["start_ms"], now_ms);
             let heat = told["latency_heat"]["start_ms"].as_u64().unwrap();
             assert_eq!(heat, 99_990_u64.saturating_add_signed(set_s) * 1000);
+            let change_ms = now_ms + 50_000;
+            assert_eq!(lines(&told), [(7, now_ms, Some(change_ms)), (8, change_ms, None)]);
             // What a program asks for that has the clock's time of the last five.
             let told = history.tell(Span::TenMinutes, now_ms + 95_000, set_s);
             let last = told["series"]["read_operations_per_second"].as_array().unwrap().len();
@@ -368,7 +417,7 @@ mod tests {
     fn what_is_known_already_need_not_be_told_again() {
         let mut history = History::new();
         for second in 100..200 {
-            history.add(second, &of_rate(second as f64), None);
+            history.add(second, &of_rate(second as f64), None, limited(second / 150));
         }
         for (since_ms, start, steps) in [
             (0, 100, 100),
@@ -385,6 +434,8 @@ mod tests {
                 (Some(start * 1000), steps),
                 "since {since_ms}"
             );
+            // Of a limit it is told from when on it goes on.
+            assert_eq!(lines(&told), [(1, 150_000, None)], "since {since_ms}");
         }
     }
 }

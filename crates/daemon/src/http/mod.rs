@@ -26,6 +26,7 @@ mod desk;
 mod families;
 mod history;
 mod lately;
+mod lines;
 mod metrics;
 mod objects;
 mod patient;

@@ -25,6 +25,7 @@ use tokio::{
 use super::{
     desk::{Desk, Silent},
     history::History,
+    lines::drawn,
     objects::{Before, Object, Objects, milliseconds, sample},
     peer::Peer,
     stream::{self, Listeners, Refused, Streamed},
@@ -192,7 +193,7 @@ impl State {
             for (name, object) in all {
                 let latencies = if is_disk { before.latencies(name) } else { None };
                 let history = histories.entry(Arc::clone(name)).or_insert_with(History::new);
-                history.add(*second, &sample(object), latencies);
+                history.add(*second, &sample(object), latencies, drawn(object, &objects.groups));
             }
         }
     }
@@ -290,7 +291,10 @@ fn changes(
 
 #[cfg(test)]
 mod tests {
-    use super::{super::objects::MOST_OF_A_DISK, *};
+    use super::{
+        super::{lines::Lines, objects::MOST_OF_A_DISK},
+        *,
+    };
 
     fn objects(disks: &[(&str, Value)]) -> Objects {
         let disk = |(name, value): &(&str, Value)| {
@@ -345,8 +349,8 @@ mod tests {
 
     #[test]
     fn a_hundred_disks_take_less_than_4_mib() {
-        // With what has to be known of the second before.
-        let all = 100 * (History::new().size_bytes() + MOST_OF_A_DISK);
+        // With all lines of limits, and what has to be known of the second before.
+        let all = 100 * (History::new().size_bytes() + Lines::MOST_BYTES + MOST_OF_A_DISK);
         assert!(all <= 4 << 20, "{all} bytes");
     }
 }

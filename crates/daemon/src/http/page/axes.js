@@ -103,6 +103,7 @@ export function frame(pen, { width, height, colour, marks, times, y, x, clock })
 /// The cursor's line.
 export function point(pen, at, { height, colour }) {
     pen.strokeStyle = colour("ink");
+    pen.lineWidth = 1;
     pen.globalAlpha = 0.5;
     pen.beginPath();
     pen.moveTo(Math.round(at) + 0.5, ROOM.top);

@@ -58,11 +58,12 @@ class Chart {
     }
 }
 
-/// `series`: `[{ key, label, colour, thin }]`; `limits()`: `[{ label, value, colour, isDraft }]`.
+/// `series`: `[{ key, label, colour, thin }]`; `limits()`: `[{ key, label, value, colour, isBurst, isDraft, from, to }]`.
+/// `from` is null of one that was always there, and `to` of one that is there now.
 export class Lines extends Chart {
     constructor({ title, note, series, show, base = 1000, top = null, isWhole = false, limits = () => [] }, cursor) {
         super(title, note, cursor);
-        Object.assign(this, { series, show, base, fixed: top, isWhole, limits });
+        Object.assign(this, { series, show, base, fixed: top, isWhole, limits, inForce: [] });
         this.told = series.map(({ label, colour }) => {
             const value = element("b", {});
             this.legend.append(element("span", { class: `key key-${colour}` }, element("i", { "aria-hidden": "true" }), `${label} `, value));
@@ -83,17 +84,31 @@ export class Lines extends Chart {
         const colour = colours(this.canvas);
         const series = this.series.map(({ key }) => this.history.series[key] ?? []);
         const highest = series.reduce((most, values) => values.reduce((most, value) => Math.max(most, value ?? 0), most), 0);
-        const limits = this.limits().filter(({ value }) => value > 0);
+        const { x, from } = this.bounds(width);
+        const limits = this.limits().filter(({ value, to }) => value > 0 && (to === null || to > from));
         const near = limits.filter(({ value, isDraft }) => value <= highest * FAR || isDraft && highest === 0);
         const top = this.fixed ?? Math.max(this.isWhole ? 4 : 0, Math.max(highest, ...near.map(({ value }) => value)) * 1.12 || 1);
         const y = (value) => height - ROOM.bottom - value / top * (height - ROOM.top - ROOM.bottom);
-        const { x } = this.bounds(width);
         const marks = ticks(top, this.base, this.isWhole).map((value) => [value, this.show(value)]);
         frame(pen, { width, height, colour, marks, times: this.times(width), y, x, clock: (at) => clock(at, false) });
         this.series.forEach(({ colour: name, thin }, index) => this.line(pen, series[index], { x, y, colour: colour(name), thin }));
-        for (const limit of near) this.limit(pen, limit, { y: y(limit.value), width, colour });
+        const within = (at) => Math.min(width - ROOM.right, Math.max(ROOM.left, x(at)));
+        const places = near.map(({ value, from, to }) => ({
+            y: Math.round(y(value)) + 0.5,
+            left: from === null ? ROOM.left : within(from),
+            right: to === null ? width - ROOM.right : within(to),
+        }));
+        near.forEach((limit, index) => {
+            const before = near.findIndex(({ key, to }) => to !== null && key === limit.key && to === limit.from);
+            this.limit(pen, limit, places[index], { before: places[before], colour });
+        });
+        near.forEach((limit, index) => {
+            if (this.isThere(limit)) this.name(pen, limit, places[index], { width, colour });
+        });
         if (this.cursor.at !== null) point(pen, x(this.cursor.at), { height, colour });
-        this.tell(series, limits.filter((limit) => !near.includes(limit)), limits);
+        const there = limits.filter((limit) => this.isThere(limit));
+        this.inForce = there.filter(({ isDraft }) => !isDraft).map(({ label }) => label);
+        this.tell(series, there.filter((limit) => !near.includes(limit)), limits);
     }
 
     line(pen, values, { x, y, colour, thin }) {
@@ -119,23 +134,36 @@ export class Lines extends Chart {
         pen.stroke();
     }
 
-    limit(pen, { label, colour: name, isBurst, isDraft }, { y, width, colour }) {
-        const ink = colour(isDraft ? "draft" : name ?? "limit");
-        pen.strokeStyle = ink;
+    /// Whether a limit is there at the cursor, or now; a draft always is.
+    isThere({ from, to }) {
+        const { at } = this.cursor;
+        if (at === null) return to === null;
+        return (from === null || from <= at) && (to === null || at < to);
+    }
+
+    /// From where the one before it ended, if it follows one.
+    limit(pen, { colour: name, isBurst, isDraft }, { y, left, right }, { before, colour }) {
+        pen.strokeStyle = colour(isDraft ? "draft" : name ?? "limit");
         pen.lineWidth = isDraft ? 2 : 1.25;
         pen.setLineDash(isDraft ? [2, 3] : isBurst ? [2, 4] : [7, 4]);
         pen.beginPath();
-        pen.moveTo(ROOM.left, Math.round(y) + 0.5);
-        pen.lineTo(width - ROOM.right, Math.round(y) + 0.5);
+        if (before) pen.moveTo(left, before.y);
+        pen[before ? "lineTo" : "moveTo"](left, y);
+        pen.lineTo(right, y);
         pen.stroke();
         pen.setLineDash([]);
+    }
+
+    /// Behind the end of its line, or at the left where that is too short for it.
+    name(pen, { label, colour: name, isDraft }, { y, right }, { width, colour }) {
+        const edge = Math.max(right - 4, Math.min(width - ROOM.right - 4, ROOM.left + 4 + pen.measureText(label).width));
         pen.textAlign = isDraft ? "left" : "right";
-        const [at, base] = [isDraft ? ROOM.left + 4 : width - ROOM.right - 4, y < ROOM.top + 14 ? y + 12 : y - 4];
+        const [at, base] = [isDraft ? ROOM.left + 4 : edge, y < ROOM.top + 14 ? y + 12 : y - 4];
         // A rim of the ground, so that it can be read over lines.
         pen.lineWidth = 3;
         pen.strokeStyle = colour("ground");
         pen.strokeText(label, at, base);
-        pen.fillStyle = ink;
+        pen.fillStyle = colour(isDraft ? "draft" : name ?? "limit");
         pen.fillText(label, at, base);
     }
 
@@ -148,7 +176,8 @@ export class Lines extends Chart {
         const most = (values) => values.reduce((most, value) => Math.max(most, value), 0);
         const parts = this.series.map(({ label }, index) => known[index].length
             ? `${label} ${this.show(known[index].at(-1))} now, ${this.show(most(known[index]))} at most` : `${label} not known`);
-        const drawn = limits.length ? `; limits: ${limits.map(({ label }) => label).join(", ")}` : "";
+        const now = limits.filter(({ to }) => to === null).map(({ label }) => label);
+        const drawn = now.length ? `; limits: ${now.join(", ")}` : "";
         attribute(this.canvas, "aria-label", `${this.title}: ${parts.join("; ")}${drawn}`);
     }
 }

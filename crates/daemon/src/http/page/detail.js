@@ -121,19 +121,31 @@ export class Detail {
         this.hits.shown.hidden = node.kind === "group";
     }
 
-    /// The limits that a chart of this unit has: its own, else those of the nearest group that has.
+    /// The limits that a chart of this unit has, each from when until when: its own, else those of the
+    /// nearest group above that has some. Those of now have no end.
     lines(unit) {
         const node = this.store.get(this.key);
         if (!node) return [];
-        const set = (of) => Object.entries(of?.limits ?? {}).filter(([name, value]) => name.startsWith(unit) && !name.endsWith("-length") && name !== "iops-size" && value > 0);
-        const holder = [node, ...this.store.groupsAbove(node)].find((one) => set(one).length);
-        const line = (whose) => ([name, value]) => ({
-            label: `${whose}${name} ${figures.exact(name, value)}`, value, isBurst: name.endsWith("-max"),
+        const isDrawn = (name) => name.startsWith(unit) && !name.endsWith("-length") && name !== "iops-size";
+        const set = (of) => Object.entries(of ?? {}).filter(([name, value]) => isDrawn(name) && value > 0);
+        const line = (whose, name, value, from = null, to = null) => ({
+            key: name, label: `${whose ? `${whose}: ` : ""}${name} ${figures.exact(name, value)}`, value, from, to,
+            isBurst: name.endsWith("-max"),
             colour: name.includes("-read") ? "read" : name.includes("-write") ? "write" : "limit",
         });
-        const drafts = Object.entries(this.limits?.draft() ?? {}).filter(([name, value]) => name.startsWith(unit) && !name.endsWith("-length") && name !== "iops-size" && value > 0);
-        const own = holder ? set(holder).map(line(holder === node ? "" : `${holder.name}: `)) : [];
-        return [...own, ...drafts.map((one) => ({ ...line("draft: ")(one), isDraft: true }))];
+        const holder = [node, ...this.store.groupsAbove(node)].find((one) => set(one.limits).length);
+        const now = set(holder?.limits).map(([name, value]) => line(holder === node ? null : holder.name, name, value));
+        const drafts = set(this.limits?.draft()).map((one) => ({ ...line("draft", ...one), key: null, isDraft: true }));
+        const told = this.history?.limits?.filter(({ name }) => isDrawn(name));
+        if (!told) return [...now, ...drafts];
+        const was = told.map(({ group, name, value, start_ms, end_ms }) => line(group, name, value, start_ms, end_ms));
+        for (const one of now) {
+            const same = was.findIndex(({ label, to }) => label === one.label && to === null);
+            // What is newer than the history begins where that ends.
+            one.from = same < 0 ? this.history.end_ms : was.splice(same, 1)[0].from;
+        }
+        for (const one of was) one.to ??= this.history.end_ms;
+        return [...was, ...now, ...drafts];
     }
 
     times() {
@@ -173,7 +185,8 @@ export class Detail {
         if (at === null) this.instant.value = "1000";
         else if (this.history) this.instant.value = String(Math.round(1000 - (this.history.end_ms - at) / this.history.span_ms * 1000));
         const told = this.operations.told.map((value, index) => `${this.operations.series[index].label} ${value.textContent}`).join(", ");
-        attribute(this.instant, "aria-valuetext", at === null ? "now" : `${text}: ${told} operations per second`);
+        const limits = this.operations.inForce.length ? `; limits: ${this.operations.inForce.join(", ")}` : "";
+        attribute(this.instant, "aria-valuetext", at === null ? "now" : `${text}: ${told} operations per second${limits}`);
     }
 
     follow(node) {
@@ -186,13 +199,14 @@ export class Detail {
     }
 
     take(history) {
+        // Charts ask for the limits of it.
+        this.history = history;
         for (const unit of ["operations", "bytes"]) {
             const [reads, writes] = [history.series[`read_${unit}_per_second`] ?? [], history.series[`write_${unit}_per_second`] ?? []];
             const sums = Array.from({ length: history.steps }, (_, index) => reads[index] == null && writes[index] == null ? null : (reads[index] ?? 0) + (writes[index] ?? 0));
             const chart = unit === "operations" ? this.operations : this.bytes;
             chart.set({ ...history, series: { ...history.series, sum: sums } });
         }
-        this.history = history;
         this.limits?.setPeak(history);
         // The latencies of a group are its disks'.
         this.heat.shown.hidden = this.node.kind === "group" && !history.series.latency_p99_ns?.some((value) => value !== null);

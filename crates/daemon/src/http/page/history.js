@@ -1,7 +1,8 @@
 // What the chosen disk or group did: asked once whole, then only what is new.
 //
 // The daemon keeps steps of 1 s for 10 minutes, 10 s for 2 hours, 1 min for 2 days. A step that it
-// answers again replaces what is here; one that nothing is known of stays a gap.
+// answers again replaces what is here; one that nothing is known of stays a gap. The limits of the
+// span are answered whole each time.
 
 import { ask, place } from "./api.js";
 
@@ -28,7 +29,9 @@ function read(told, span_ms) {
     const map = told.latency_heat ?? {};
     const rows = (map.rows ?? []).slice(0, MOST_STEPS);
     const heat = { step_ms: map.step_ms > 0 ? map.step_ms : step_ms, start_ms: map.start_ms ?? start_ms, bounds_ns: map.bounds_ns ?? [], rows };
-    return { step_ms, span_ms, start_ms, steps, series, heat, end_ms: start_ms + steps * step_ms };
+    // An older daemon says nothing of limits that were.
+    const limits = told.limits?.filter((line) => typeof line?.name === "string" && line.value > 0) ?? null;
+    return { step_ms, span_ms, start_ms, steps, series, heat, limits, end_ms: start_ms + steps * step_ms };
 }
 
 /// Steps of which `fresh` begins at `start_ms`, behind those before it that are within the span.

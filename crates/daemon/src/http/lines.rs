@@ -1,0 +1,222 @@
+//! Which limits a disk or a group had, and from when until when: the lines that charts draw over
+//! what it did.
+//!
+//! Its own, else those of the nearest group above that has some, for operations and for bytes each.
+//! A change closes the line of each limit that is another now, and begins one. So there is memory
+//! for what changes alone, and of a second in which nothing does, nothing is kept. Past a fixed
+//! number of lines the oldest is forgotten: the one behind it stands for both.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use policy::throttle::{LimitKind, Part, Setting};
+use serde_json::{Value, json};
+
+use super::objects::Object;
+
+/// Lines of one disk or group at most. Eight limits can be set at a time.
+const MOST: usize = 24;
+/// Lines that there is room for at a time: most have one or two.
+const ROOM: usize = 4;
+/// The end of a line that goes on.
+const STILL: u64 = u64::MAX;
+
+/// A limit that charts draw.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Drawn {
+    setting: Setting,
+    /// The group above whose it is; none where it is its own.
+    of: Option<Arc<str>>,
+    value: u64,
+}
+
+/// From a second since the Epoch until before another.
+#[derive(Debug)]
+struct Line {
+    drawn: Drawn,
+    from: u64,
+    until: u64,
+}
+
+/// The latest lines, in the order in which they began.
+#[derive(Debug, Default)]
+pub(super) struct Lines(Vec<Line>);
+
+/// What charts draw of a disk or a group now.
+pub(super) fn drawn(object: &Object, groups: &BTreeMap<Arc<str>, Object>) -> Vec<Drawn> {
+    let above = |object: &Object| {
+        let name = ["group", "parent"].iter().find_map(|key| object.get(*key)?.as_str())?;
+        groups.get_key_value(name)
+    };
+    let own_and_above = std::iter::successors(Some((None, object)), |(_, object)| {
+        above(object).map(|(name, group)| (Some(name), group))
+    });
+    let holders: Vec<_> = own_and_above.map(|(of, object)| (of, limits(object))).collect();
+    let of_unit = |bytes: bool| {
+        let is_of_unit = move |(kind, ..): &&(LimitKind, Setting, u64)| kind.counts_bytes() == bytes;
+        let mut each = holders.iter().map(move |(of, limits)| (of, limits.iter().filter(is_of_unit)));
+        let nearest = each.find(|(_, limits)| limits.clone().next().is_some());
+        nearest.into_iter().flat_map(|(of, limits)| {
+            limits.map(move |&(_, setting, value)| Drawn { setting, of: of.cloned(), value })
+        })
+    };
+    [false, true].into_iter().flat_map(of_unit).collect()
+}
+
+/// Rates and rates of bursts that are set.
+fn limits(object: &Object) -> Vec<(LimitKind, Setting, u64)> {
+    let all = object.get("limits").and_then(Value::as_object);
+    let rate = |(name, value): (&String, &Value)| match Setting::from_name(name)? {
+        setting @ Setting::Limit(kind, Part::Rate | Part::BurstRate) => {
+            Some((kind, setting, value.as_u64().filter(|value| *value > 0)?))
+        }
+        _ => None,
+    };
+    all.into_iter().flatten().filter_map(rate).collect()
+}
+
+impl Lines {
+    /// What is drawn from this second on.
+    pub(super) fn add(&mut self, second: u64, drawn: Vec<Drawn>) {
+        for line in self.0.iter_mut().filter(|line| line.until == STILL) {
+            if !drawn.contains(&line.drawn) {
+                line.until = second;
+            }
+        }
+        for drawn in drawn {
+            if !self.0.iter().any(|line| line.until == STILL && line.drawn == drawn) {
+                self.begin(second, drawn);
+            }
+        }
+    }
+
+    fn begin(&mut self, second: u64, drawn: Drawn) {
+        if self.0.len() >= MOST {
+            self.forget_oldest();
+        }
+        if self.0.len() == self.0.capacity() {
+            self.0.reserve_exact(ROOM);
+        }
+        self.0.push(Line { drawn, from: second, until: STILL });
+    }
+
+    fn forget_oldest(&mut self) {
+        let ended = self.0.iter().enumerate().filter(|(_, line)| line.until != STILL);
+        let Some((place, _)) = ended.min_by_key(|(_, line)| line.until) else { return };
+        let Line { drawn, from, until } = self.0.remove(place);
+        let follows = |line: &&mut Line| line.from == until && line.drawn.setting == drawn.setting;
+        if let Some(next) = self.0.iter_mut().find(follows) {
+            next.from = from;
+        }
+    }
+
+    /// Those that were there after that second, in milliseconds of a clock.
+    pub(super) fn tell(&self, after: u64, clock_ms: impl Fn(u64) -> u64) -> Value {
+        let told = self.0.iter().filter(|line| line.until > after).map(|line| {
+            let Drawn { setting, of, value } = &line.drawn;
+            json!({
+                "name": setting.name(),
+                "group": of.as_deref(),
+                "value": value,
+                "start_ms": clock_ms(line.from),
+                "end_ms": (line.until != STILL).then(|| clock_ms(line.until)),
+            })
+        });
+        told.collect()
+    }
+
+    /// What all of them take beside this, in bytes, however many there are.
+    #[cfg(test)]
+    pub(super) const MOST_BYTES: usize = MOST * size_of::<Line>();
+
+    #[cfg(test)]
+    pub(super) fn size_bytes(&self) -> usize {
+        self.0.capacity() * size_of::<Line>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn object(value: Value) -> Object {
+        let Value::Object(object) = value else { panic!("an object") };
+        object
+    }
+
+    fn of(limits: Value) -> Vec<Drawn> {
+        drawn(&object(json!({ "limits": limits })), &BTreeMap::new())
+    }
+
+    /// Name, value, beginning and end, in seconds.
+    fn told(lines: &Lines) -> Vec<(String, u64, u64, Option<u64>)> {
+        let all = lines.tell(0, |second| second);
+        let line = |line: &Value| {
+            let number = |key: &str| line[key].as_u64();
+            let name = line["name"].as_str().unwrap().to_owned();
+            (name, number("value").unwrap(), number("start_ms").unwrap(), number("end_ms"))
+        };
+        all.as_array().unwrap().iter().map(line).collect()
+    }
+
+    #[test]
+    fn a_line_goes_on_until_its_limit_is_another() {
+        let mut lines = Lines::default();
+        lines.add(10, of(json!({ "iops-total": 2000, "iops-total-max": 3000, "iops-size": 4096 })));
+        let one = lines.size_bytes();
+        (11..1000).for_each(|second| {
+            lines.add(second, of(json!({ "iops-total": 2000, "iops-total-max": 3000, "iops-size": 8192 })));
+        });
+        lines.add(1000, of(json!({ "iops-total": 500, "iops-total-max": 3000 })));
+        lines.add(1001, of(json!({})));
+        let line = |name: &str, value, from, until| (name.to_owned(), value, from, Some(until));
+        assert_eq!(
+            told(&lines),
+            [
+                line("iops-total", 2000, 10, 1000),
+                line("iops-total-max", 3000, 10, 1001),
+                line("iops-total", 500, 1000, 1001),
+            ]
+        );
+        assert_eq!(lines.size_bytes(), one);
+        // What had ended is not of a later time.
+        assert_eq!(lines.tell(1000, |second| second).as_array().unwrap().len(), 2);
+    }
+
+    #[test]
+    fn each_unit_has_the_limits_of_the_nearest_that_has_some() {
+        let groups = [
+            ("outer", json!({ "parent": null, "limits": { "bps-read": 9, "iops-total": 8 } })),
+            ("inner", json!({ "parent": "outer", "limits": { "iops-write": 7, "iops-write-max": 70 } })),
+        ];
+        let groups = groups.map(|(name, group)| (name.into(), object(group))).into();
+        let disk = object(json!({ "group": "inner", "limits": { "bps-total-max-length": 5 } }));
+        let mut lines = Lines::default();
+        lines.add(1, drawn(&disk, &groups));
+        let own = object(json!({ "group": "inner", "limits": { "iops-total": 3 } }));
+        lines.add(2, drawn(&own, &groups));
+        let all = lines.tell(0, |second| second);
+        let line = |name: &str, group: Value, value, from, until: Value| json!({ "name": name, "group": group, "value": value, "start_ms": from, "end_ms": until });
+        let expected = json!([
+            line("iops-write", json!("inner"), 7, 1, json!(2)),
+            line("iops-write-max", json!("inner"), 70, 1, json!(2)),
+            line("bps-read", json!("outer"), 9, 1, Value::Null),
+            line("iops-total", Value::Null, 3, 2, Value::Null),
+        ]);
+        assert_eq!(all, expected);
+    }
+
+    #[test]
+    fn however_often_a_limit_is_changed_there_are_few_lines() {
+        let mut lines = Lines::default();
+        for second in 100..10_000 {
+            lines.add(second, of(json!({ "iops-total": second, "bps-total": 5 })));
+            assert!(lines.0.len() <= MOST && lines.size_bytes() <= Lines::MOST_BYTES);
+        }
+        let told = told(&lines);
+        assert_eq!(told.len(), MOST);
+        assert!(told.contains(&("bps-total".to_owned(), 5, 100, None)));
+        // The oldest that is known stands for those before it.
+        let first = told.iter().find(|(name, ..)| name == "iops-total").unwrap();
+        assert_eq!((first.1, first.2, first.3), (9_977, 100, Some(9_978)));
+    }
+}
