@@ -227,12 +227,22 @@ fn totals_without_limits_are_those_of_metrics_and_of_status() {
             assert!(page.contains(&line), "{line} is not in {page}");
         }
     }
-    // Rates of a group are its disks', too.
+    // Rates and latencies of a group are its disks', too.
+    let history = |of: &str| daemon.get(&format!("/api/v1/{of}/history?span=10m")).json();
     until(|| {
-        let history = daemon.get("/api/v1/groups/outer/history?span=10m").json();
-        let rates = history["series"]["read_operations_per_second"].as_array()?.clone();
+        let rates = history("groups/outer")["series"]["read_operations_per_second"].as_array()?.clone();
         rates.iter().any(|rate| rate.as_f64() > Some(0.0)).then_some(())
     });
+    // Those of `b` came last.
+    let known = |of: &str| -> Option<Vec<Value>> {
+        let all = history(of)["series"]["latency_p99_ns"].as_array()?.clone();
+        Some(all.into_iter().filter(|latency| !latency.is_null()).collect())
+    };
+    until(|| known("disks/b").filter(|all| !all.is_empty()));
+    assert_eq!(known("groups/inner"), known("disks/a"));
+    let [outer, inner] = ["groups/outer", "groups/inner"].map(|of| history(of)["latency_heat"].clone());
+    let columns = |heat: &Value| heat["rows"].as_array().unwrap().iter().filter(|row| !row.is_null()).count();
+    assert!(columns(&outer) >= columns(&inner) && columns(&inner) > 0, "{outer} and {inner}");
     daemon.weir.stop();
 }
 

@@ -9,6 +9,7 @@ import daemon
 import visit
 from visit import expect
 
+TIME = re.compile(r"^[0-9.]+(us|ms|s)$")
 CONFIG = (
     "[group.gold]\niops-total = 2000\n"
     + daemon.disk("vm1", 'group = "gold"', socket="vm1")
@@ -60,6 +61,10 @@ def by_mouse(reader, running):
     expect(reader.row("vm1").locator(".c-limits")).to_have_text("gold: iops")
     page.locator(".above button").click()
     expect(page.locator("#detail-title")).to_have_text("gold")
+    # Its latencies are its disks'.
+    expect(page.locator(".t-p99 dd")).to_have_text(TIME)
+    expect(reader.row("gold").locator(".c-p99")).to_have_text(TIME)
+    expect(page.get_by_role("img", name="Latency")).to_have_attribute("aria-label", visit.KNOWN)
     rate = page.get_by_label("iops-total", exact=True)
     expect(rate).to_have_value("2000")
     apply = page.get_by_role("button", name="Apply")

@@ -25,6 +25,7 @@ use policy::{
 use serde_json::{Map, Value, json};
 
 use super::{
+    desk::Of,
     lately::{Growth, Lately},
     sample::{Latencies, Sample, rounded},
     snapshot::{DeviceFigures, DiskFigures, ExportFigures, GroupFigures, Snapshot, ThrottleFigures},
@@ -47,7 +48,7 @@ pub(super) struct Objects {
 #[derive(Debug, Default)]
 pub(super) struct Before {
     disks: HashMap<Arc<str>, DiskBefore>,
-    groups: HashMap<Arc<str>, Lately<1>>,
+    groups: HashMap<Arc<str>, GroupBefore>,
     devices: HashMap<Arc<str>, Lately<5>>,
 }
 
@@ -57,6 +58,12 @@ struct DiskBefore {
     last: LastSecond,
 }
 
+#[derive(Debug, Default)]
+struct GroupBefore {
+    limited: Lately<1>,
+    took: Took,
+}
+
 /// What is looked at once a second, since it is long: latencies, and what held a disk back.
 #[derive(Debug, Default)]
 struct LastSecond {
@@ -64,10 +71,16 @@ struct LastSecond {
     counts: Vec<u32>,
     /// By owner, limit and direction.
     held: Option<[u64; HELD]>,
+    took: Took,
+    held_longest: Option<(Whose, LimitKind)>,
+}
+
+/// How long the requests of a second took; none where that is not known.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Took {
     p50_ns: Option<u64>,
     p99_ns: Option<u64>,
     latencies: Option<Latencies>,
-    held_longest: Option<(Whose, LimitKind)>,
 }
 
 /// Of what is kept here, in bytes, at most for each disk: counts have 135 buckets.
@@ -95,24 +108,25 @@ impl Before {
             started_ms: u64::try_from(snapshot.started.as_millis()).unwrap_or(u64::MAX),
             ..Objects::default()
         };
-        let mut of_groups: HashMap<&str, Passed> = HashMap::new();
+        let mut of_groups: HashMap<&str, OfDisks> = HashMap::new();
         for figures in &snapshot.disks {
             let before = self.disks.entry(Arc::clone(&figures.name)).or_default();
-            if is_another {
-                before.last.look(figures);
-            }
+            let grown = if is_another { before.last.look(figures) } else { None };
             let exports = exports.get(&*figures.name).map(Vec::as_slice).unwrap_or_default();
             let (object, passed) = disk(figures, exports, &groups, before, snapshot.taken);
             objects.disks.insert(Arc::clone(&figures.name), object);
             let own = groups.get(&*figures.group).copied();
             for group in std::iter::successors(own, |group| groups.get(group.parent.as_deref()?).copied()) {
-                of_groups.entry(&group.name).or_default().add(&passed);
+                of_groups.entry(&group.name).or_default().add(&passed, grown.as_deref());
             }
         }
         for figures in &snapshot.groups {
             let name: Arc<str> = figures.name.as_str().into();
             let before = self.groups.entry(Arc::clone(&name)).or_default();
-            let passed = of_groups.remove(&*figures.name).unwrap_or_default();
+            let OfDisks { passed, grown } = of_groups.remove(&*figures.name).unwrap_or_default();
+            if is_another {
+                before.took = Took::of(grown.as_deref());
+            }
             objects.groups.insert(name, group(figures, &passed, before, snapshot.taken));
         }
         for figures in &snapshot.devices {
@@ -172,6 +186,24 @@ impl Passed {
     }
 }
 
+/// What the disks in and below a group have done.
+#[derive(Debug, Default)]
+struct OfDisks {
+    passed: Passed,
+    /// In the last second, by how long it took.
+    grown: Option<Vec<u64>>,
+}
+
+impl OfDisks {
+    fn add(&mut self, passed: &Passed, grown: Option<&[u64]>) {
+        self.passed.add(passed);
+        if let Some(grown) = grown {
+            let sums = self.grown.get_or_insert_with(|| vec![0; grown.len()]);
+            sums.iter_mut().zip(grown).for_each(|(sum, more)| *sum = sum.saturating_add(*more));
+        }
+    }
+}
+
 /// Of counters in this order: operations, then bytes; reads, then writes.
 fn per_second<const N: usize>(growth: Option<&Growth<N>>) -> [f64; 4] {
     array::from_fn(|index| growth.map_or(0.0, |growth| growth.per_second(index)))
@@ -225,8 +257,8 @@ fn disk(
         ("format", json!(figures.format)),
         ("cache_mode", json!(figures.cache)),
         ("size_bytes", json!(figures.size_bytes)),
-        ("latency_p50_ns", json!(before.last.p50_ns)),
-        ("latency_p99_ns", json!(before.last.p99_ns)),
+        ("latency_p50_ns", json!(before.last.took.p50_ns)),
+        ("latency_p99_ns", json!(before.last.took.p99_ns)),
         ("wait_ratio", ratio(Some(if is_stuck { 1.0 } else { waited }))),
         ("held_by", held_by(figures, groups, before.last.held_longest)),
         ("is_stopped", json!(figures.is_stopped)),
@@ -265,14 +297,16 @@ fn export(figures: &ExportFigures) -> Value {
     })
 }
 
-fn group(figures: &GroupFigures, passed: &Passed, before: &mut Lately<1>, now: Instant) -> Object {
-    let growth = before.look(now, [figures.throttle.stats.limited_ns]);
+fn group(figures: &GroupFigures, passed: &Passed, before: &mut GroupBefore, now: Instant) -> Object {
+    let growth = before.limited.look(now, [figures.throttle.stats.limited_ns]);
     let mut object = Object::new();
     insert(
         &mut object,
         [
             ("name", json!(figures.name)),
             ("parent", json!(figures.parent)),
+            ("latency_p50_ns", json!(before.took.p50_ns)),
+            ("latency_p99_ns", json!(before.took.p99_ns)),
             ("wait_ratio", ratio(Some(growth.map_or(0.0, |growth| growth.part(0))))),
             (
                 "limit",
@@ -437,7 +471,8 @@ fn held_by(
 }
 
 impl LastSecond {
-    fn look(&mut self, figures: &DiskFigures) {
+    /// What has been counted since the look before; none of the first.
+    fn look(&mut self, figures: &DiskFigures) -> Option<Vec<u64>> {
         let [reads, writes] = [Timed::Read, Timed::Write].map(|of| figures.measures.latency(of));
         let sums =
             reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
@@ -448,9 +483,23 @@ impl LastSecond {
             grown.collect::<Vec<u64>>()
         });
         self.counts = counts;
-        let rank = |part| grown.as_ref().and_then(|grown| Spread::rank_ns(grown, part));
-        (self.p50_ns, self.p99_ns) = (rank(0.5), rank(0.99));
-        self.latencies = grown.as_ref().map(|grown| {
+        self.took = Took::of(grown.as_deref());
+        let now = held(figures);
+        self.held_longest = self.held.replace(now).and_then(|before| {
+            let grown = now.iter().zip(&before).map(|(now, before)| now.saturating_sub(*before));
+            let (place, ns) = grown.enumerate().max_by_key(|(_, ns)| *ns)?;
+            let place = (ns > 0).then_some(place / Direction::ALL.len())?;
+            Some((Whose::ALL[place / LimitKind::ALL.len()], LimitKind::ALL[place % LimitKind::ALL.len()]))
+        });
+        grown
+    }
+}
+
+impl Took {
+    /// Of so many by how long they took.
+    fn of(grown: Option<&[u64]>) -> Self {
+        let rank = |part| grown.and_then(|grown| Spread::rank_ns(grown, part));
+        let latencies = grown.map(|grown| {
             let round = Spread::round_of(grown);
             let mut rows = Latencies::default();
             for (place, count) in round.into_iter().enumerate() {
@@ -459,20 +508,18 @@ impl LastSecond {
             }
             rows
         });
-        let now = held(figures);
-        self.held_longest = self.held.replace(now).and_then(|before| {
-            let grown = now.iter().zip(&before).map(|(now, before)| now.saturating_sub(*before));
-            let (place, ns) = grown.enumerate().max_by_key(|(_, ns)| *ns)?;
-            let place = (ns > 0).then_some(place / Direction::ALL.len())?;
-            Some((Whose::ALL[place / LimitKind::ALL.len()], LimitKind::ALL[place % LimitKind::ALL.len()]))
-        });
+        Self { p50_ns: rank(0.5), p99_ns: rank(0.99), latencies }
     }
 }
 
 impl Before {
-    /// How many requests of a disk took how long in the last second.
-    pub(super) fn latencies(&self, disk: &str) -> Option<&Latencies> {
-        self.disks.get(disk)?.last.latencies.as_ref()
+    /// How many requests of a disk or a group took how long in the last second.
+    pub(super) fn latencies(&self, of: Of, name: &str) -> Option<&Latencies> {
+        let took = match of {
+            Of::Disk => self.disks.get(name).map(|disk| &disk.last.took),
+            Of::Group => self.groups.get(name).map(|group| &group.took),
+        };
+        took?.latencies.as_ref()
     }
 }
 
@@ -490,5 +537,33 @@ pub(super) fn sample(object: &Object) -> Sample {
         latency_ns: [number("latency_p50_ns"), number("latency_p99_ns")],
         waiting: number("waiting_requests"),
         ratios: [number("wait_ratio"), number("bucket_level_ratio"), within("prefetch"), within("cache")],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use block::measures::Measures;
+
+    use super::*;
+
+    #[test]
+    fn a_group_s_latencies_are_those_of_all_its_disks() {
+        let buckets = Measures::default().latency(Timed::Read).counts().len();
+        let counts = |place: usize, count| {
+            let mut counts = vec![0; buckets];
+            counts[place] = count;
+            counts
+        };
+        let mut of_disks = OfDisks::default();
+        // Nothing is known of a disk that has just come.
+        of_disks.add(&Passed::default(), None);
+        assert_eq!(Took::of(of_disks.grown.as_deref()), Took::default());
+        let (short, long) = (20, 60);
+        of_disks.add(&Passed::default(), Some(&counts(short, 900)));
+        of_disks.add(&Passed::default(), Some(&counts(long, 100)));
+        let took = Took::of(of_disks.grown.as_deref());
+        let alone = |place| Spread::rank_ns(&counts(place, 1), 0.5);
+        assert_eq!((took.p50_ns, took.p99_ns), (alone(short), alone(long)));
+        assert_eq!(took.latencies.unwrap().iter().sum::<u32>(), 1000);
     }
 }

@@ -23,7 +23,7 @@ use tokio::{
 };
 
 use super::{
-    desk::{Desk, Silent},
+    desk::{Desk, Of, Silent},
     history::History,
     lines::drawn,
     objects::{Before, Object, Objects, milliseconds, sample},
@@ -188,10 +188,11 @@ impl State {
     /// One second more, of all there is; what is gone is forgotten.
     fn remember(&mut self, objects: &Objects) {
         let Self { before, disks, groups, second, .. } = self;
-        for (all, histories, is_disk) in [(&objects.disks, disks, true), (&objects.groups, groups, false)] {
+        for (of, all, histories) in [(Of::Disk, &objects.disks, disks), (Of::Group, &objects.groups, groups)]
+        {
             histories.retain(|name, _| all.contains_key(name));
             for (name, object) in all {
-                let latencies = if is_disk { before.latencies(name) } else { None };
+                let latencies = before.latencies(of, name);
                 let history = histories.entry(Arc::clone(name)).or_insert_with(History::new);
                 history.add(*second, &sample(object), latencies, drawn(object, &objects.groups));
             }

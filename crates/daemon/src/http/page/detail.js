@@ -16,8 +16,8 @@ const TILES = [
     ["IOPS", (node) => figures.count(operations(node))],
     ["READ/s", (node) => figures.bytes(node.read_bytes_per_second)],
     ["WRITE/s", (node) => figures.bytes(node.write_bytes_per_second)],
-    ["P50", (node) => figures.time(node.latency_p50_ns), "disk"],
-    ["P99", (node) => figures.time(node.latency_p99_ns), "disk"],
+    ["P50", (node) => figures.time(node.latency_p50_ns)],
+    ["P99", (node) => figures.time(node.latency_p99_ns)],
     ["WAIT P99", (node) => figures.time(node.wait_p99_ns)],
     ["WAIT", (node) => node.waiting_requests == null ? "-" : String(node.waiting_requests)],
     ["HELD", (node) => figures.share(node.wait_ratio)],
@@ -79,8 +79,8 @@ export class Detail {
         this.above = element("span", { class: "above" });
         this.about = element("p", { class: "about" });
         this.tiles = TILES.map(() => element("dd", {}));
-        const tiles = element("dl", { class: "tiles" }, ...TILES.map(([name, , kind], index) => kind && kind !== node.kind ? null
-            : element("div", { class: `t-${name.toLowerCase().replace(/[ /]/, "-")}`, title: TITLES[name] }, element("dt", {}, name), this.tiles[index])));
+        const tiles = element("dl", { class: "tiles" }, ...TILES.map(([name], index) =>
+            element("div", { class: `t-${name.toLowerCase().replace(/[ /]/, "-")}`, title: TITLES[name] }, element("dt", {}, name), this.tiles[index])));
         this.held = element("p", { class: "held" });
         this.cursor = new Cursor();
         this.charts(node);
@@ -208,8 +208,6 @@ export class Detail {
             chart.set({ ...history, series: { ...history.series, sum: sums } });
         }
         this.limits?.setPeak(history);
-        // The latencies of a group are its disks'.
-        this.heat.shown.hidden = this.node.kind === "group" && !history.series.latency_p99_ns?.some((value) => value !== null);
         for (const chart of [this.heat, this.queue, this.shares]) chart.set(history);
         this.hits.history = history;
         this.hits.shown.hidden = this.hits.isEmpty;
