@@ -2,6 +2,7 @@
 //! shows is the browser's to test.
 
 use std::{
+    cell::Cell,
     env, fs,
     io::{BufRead as _, BufReader, Read as _, Write as _},
     net::TcpStream,
@@ -243,6 +244,37 @@ fn totals_without_limits_are_those_of_metrics_and_of_status() {
     let [outer, inner] = ["groups/outer", "groups/inner"].map(|of| history(of)["latency_heat"].clone());
     let columns = |heat: &Value| heat["rows"].as_array().unwrap().iter().filter(|row| !row.is_null()).count();
     assert!(columns(&outer) >= columns(&inner) && columns(&inner) > 0, "{outer} and {inner}");
+    daemon.weir.stop();
+}
+
+#[test]
+fn an_imitated_device_is_as_busy_as_its_rate_has_it() {
+    let scratch = Scratch::new();
+    let metrics = scratch.socket("metrics");
+    let serve = Serve::new(&scratch).args(["memory:1M", "--rate", "iops=40", "--prefetch", "off"]);
+    let daemon = Daemon::start(serve.args(["--metrics", &format!("unix:{}", text(&metrics))]));
+    let reads = Cell::new(0);
+    until(|| {
+        daemon.weir.nbdsh("memory", "for i in range(20): h.pread(512, 1024 * i)");
+        reads.set(reads.get() + 20);
+        let overview = daemon.overview();
+        let device = one(&overview, "devices", "rate of memory");
+        (device["busy_ratio"].as_f64() > Some(0.0)
+            && device["read_operations_per_second"].as_f64() > Some(0.0))
+        .then_some(())
+    });
+    let curl = ["--silent", "--fail", "--unix-socket", text(&metrics), "http://weir/metrics"];
+    let reads = reads.get();
+    let expected = [f64::from(reads), 512.0 * f64::from(reads), f64::from(reads) / 40.0];
+    // An answer is given again for a quarter of a second.
+    until(|| {
+        let page = Client::new("curl").args(curl).succeeds();
+        let of = |family: &str| -> Option<f64> {
+            let name = format!("weir_device_{family}_total{{device=\"rate of memory\"}} ");
+            page.lines().find_map(|line| line.strip_prefix(&name))?.parse().ok()
+        };
+        (["reads", "read_bytes", "busy_seconds"].map(of) == expected.map(Some)).then_some(())
+    });
     daemon.weir.stop();
 }
 

@@ -44,7 +44,7 @@ use crate::{
     disk::Disk,
     storage::{
         Storage,
-        rate::{Budget, RateOptions},
+        rate::{Budget, Completed, RateOptions},
     },
 };
 
@@ -247,14 +247,15 @@ impl Device {
         Ok(last.1)
     }
 
-    /// What the kernel counts of it; `None` of one that is imitated.
+    /// What the kernel counts of it, or who imitates it: then since it was made, and it is busy for
+    /// as long as it has worked.
     ///
     /// # Errors
     /// If its statistics cannot be read; the device may be gone.
-    pub fn statistics(&self) -> io::Result<Option<Statistics>> {
+    pub fn statistics(&self, now: Instant) -> io::Result<Statistics> {
         match &self.kind {
-            Kind::Physical { source, .. } => source.read().map(Some),
-            Kind::Imitated(_) => Ok(None),
+            Kind::Physical { source, .. } => source.read(),
+            Kind::Imitated(budget) => Ok(statistics_of(budget, now)),
         }
     }
 
@@ -276,6 +277,15 @@ fn capacity_of(options: &RateOptions) -> Capacity {
         read_bps: narrower(options.bytes, options.read),
         write_bps: narrower(options.bytes, options.write),
     }
+}
+
+/// As the kernel would count it.
+fn statistics_of(budget: &Budget, now: Instant) -> Statistics {
+    let Completed { requests: [reads, writes], bytes: [read_bytes, written_bytes], in_flight } =
+        budget.completed();
+    let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    let (busy_ms, queued_ms) = (milliseconds(budget.worked(now)), milliseconds(in_flight));
+    Statistics { reads, read_bytes, writes, written_bytes, busy_ms, queued_ms }
 }
 
 /// What can be read of a device at one moment.

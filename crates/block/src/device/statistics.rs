@@ -1,4 +1,5 @@
-//! What a disk has done since the machine started, as the kernel counts it.
+//! What a disk has done since the machine started, as the kernel counts it; of an imitated one,
+//! since it was made.
 //!
 //! The fields are those of the kernel's Documentation/block/stat.rst. Requests are counted as the
 //! device saw them, after merging and splitting, when they completed.

@@ -1,11 +1,14 @@
 //! Use against capacity, and which device a disk is on.
 
+use policy::{request::Direction, throttle::Cost};
+
 use super::*;
 use crate::{
+    buffer::Buffer,
     image::{Image, open_raw},
     layer::throttle::DiskSettings,
     reactor::{now, sim, sleep_until},
-    storage::{OpenOptions, rate::Budgets},
+    storage::{Durability, OpenOptions, rate::Budgets},
 };
 
 const CAPACITY: Capacity =
@@ -98,12 +101,44 @@ fn an_imitated_device_s_use_is_its_work() {
         let at = |ms| Instant::ZERO + Duration::from_millis(ms);
         sleep_until(at(1000)).await;
         assert_eq!(device.use_now(now()).expect("readable"), 0);
-        let pass = disk.admit(policy::request::Direction::Read, policy::throttle::Cost::one(1 << 20)).await;
+        let pass = disk.admit(Direction::Read, Cost::one(1 << 20)).await;
         disk.read(pass, 0, 1 << 20).await.expect("null");
         sleep_until(at(1200)).await;
         // A tenth of a second's work in a fifth.
         assert_eq!(device.use_now(now()).expect("readable"), 500);
         assert_eq!(device.use_now(now()).expect("readable"), 500, "asked again at once, it is the same");
+    });
+}
+
+#[test]
+fn what_an_imitated_device_did_is_counted_as_the_kernel_does() {
+    sim::run(1, async {
+        let disk = disk("a", "null:1G", Some("bytes=10M"), &Budgets::default());
+        let device =
+            Device::under(&disk, &Roots::default(), |_| None).expect("nothing is read").expect("imitated");
+        sleep_until(Instant::ZERO + Duration::from_secs(1)).await;
+        assert_eq!(device.statistics(now()).expect("readable"), Statistics::default());
+        for (direction, bytes) in [(Direction::Read, 1 << 20), (Direction::Write, 2 << 20)] {
+            let pass = disk.admit(direction, Cost::one(bytes)).await;
+            match direction {
+                Direction::Read => drop(disk.read(pass, 0, 1 << 20).await.expect("null")),
+                Direction::Write => {
+                    let data = Buffer::zeroed(2 << 20);
+                    disk.write(pass, 0, data.into(), Durability::Cached).await.expect("null");
+                }
+            }
+        }
+        sleep_until(Instant::ZERO + Duration::from_secs(9)).await;
+        // It began 10 ms before it was asked: the line was caught up.
+        let expect = Statistics {
+            reads: 1,
+            read_bytes: 1 << 20,
+            writes: 1,
+            written_bytes: 2 << 20,
+            busy_ms: 300,
+            queued_ms: 290,
+        };
+        assert_eq!(device.statistics(now()).expect("readable"), expect);
     });
 }
 

@@ -13,7 +13,7 @@
 use std::{
     collections::HashMap,
     str::FromStr,
-    sync::{Arc, Mutex, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
 };
 
 use policy::{
@@ -83,14 +83,32 @@ impl FromStr for RateOptions {
 #[derive(Debug)]
 pub struct Budget {
     options: RateOptions,
-    lines: Mutex<Lines>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    lines: Lines,
+    completed: Completed,
+}
+
+/// What an imitated device has completed since it was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Completed {
+    /// By direction.
+    pub requests: [u64; 2],
+    /// Those that were moved, by direction.
+    pub bytes: [u64; 2],
+    /// The time for which requests were in flight, of all added up.
+    pub in_flight: Duration,
 }
 
 impl Budget {
     /// A device of these rates. A rate of zero is no limit.
     pub fn new(options: RateOptions) -> Self {
         let RateOptions { bytes, iops, read, write, .. } = options;
-        Self { lines: Mutex::new(Lines::new(Rates { bytes, iops, read, write })), options }
+        let lines = Lines::new(Rates { bytes, iops, read, write });
+        Self { state: Mutex::new(State { lines, completed: Completed::default() }), options }
     }
 
     /// What it was made of.
@@ -101,12 +119,29 @@ impl Budget {
     /// How long the device has worked by `now`, since it was made. At full use it grows as the
     /// clock does.
     pub fn worked(&self, now: Instant) -> Duration {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner).worked(now)
+        self.state().lines.worked(now)
+    }
+
+    /// What it has completed so far.
+    pub fn completed(&self) -> Completed {
+        self.state().completed
     }
 
     /// When a request that moves `bytes` will be done.
     pub(super) fn charge(&self, direction: Direction, bytes: u64) -> Instant {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner).charge(direction, bytes, now())
+        self.state().lines.charge(direction, bytes, now())
+    }
+
+    /// Counts a request that has come to its end.
+    pub(super) fn count(&self, direction: Direction, bytes: u64, took: Duration) {
+        let Completed { requests, bytes: all, in_flight } = &mut self.state().completed;
+        requests[direction.index()] += 1;
+        all[direction.index()] += bytes;
+        *in_flight = in_flight.saturating_add(took);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

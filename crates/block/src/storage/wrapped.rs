@@ -14,7 +14,11 @@ use super::{
     fault::{FaultRule, Faults, Kind},
     rate::Budget,
 };
-use crate::{buffer::Segments, error::Result, reactor::sleep_until};
+use crate::{
+    buffer::Segments,
+    error::Result,
+    reactor::{now, sleep_until},
+};
 
 /// A storage and what is put around it.
 #[derive(Debug)]
@@ -160,9 +164,11 @@ impl Wrapped {
                 };
                 // The request runs first and its time counts as part of the device's, so a slower
                 // storage adds nothing.
+                let began = now();
                 let done = budget.charge(direction, bytes);
                 let result = below.await;
                 sleep_until(done).await;
+                budget.count(direction, bytes, now() - began);
                 result
             }
             How::Fault(faults) => {

@@ -20,7 +20,7 @@ use block::{
     layer::throttle::{DiskSettings, GroupSettings},
     measures::Measures,
     memory::{Budget, Usage},
-    reactor::{RingTotals, Worker},
+    reactor::{RingTotals, Worker, now},
 };
 use export::nbd::Refused;
 use policy::{
@@ -121,7 +121,7 @@ pub(super) struct DeviceFigures {
     /// Those that lie on it.
     pub(super) disks: Vec<String>,
     pub(super) capacity: Option<Capacity>,
-    /// None of one that is imitated, or has gone.
+    /// None of one that has gone.
     pub(super) statistics: Option<Statistics>,
 }
 
@@ -243,7 +243,7 @@ fn device(Listed { device, disks }: Listed) -> DeviceFigures {
         name: device.name().to_owned(),
         disks,
         capacity: device.capacity(),
-        statistics: device.statistics().ok().flatten(),
+        statistics: device.statistics(now()).ok(),
     }
 }
 

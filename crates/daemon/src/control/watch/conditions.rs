@@ -7,7 +7,7 @@ use std::{
 };
 
 use block::{
-    device::{Device, Statistics},
+    device::{CapacitySource, Device, Statistics},
     layer::throttle::Group,
 };
 use policy::{
@@ -211,7 +211,9 @@ impl Devices {
     }
 
     fn look_at(&mut self, device: &Arc<Device>, events: &Events, now: Instant) {
-        let (Some(capacity), Ok(Some(statistics))) = (device.capacity(), device.statistics()) else { return };
+        // One that is imitated was not measured: it is as it was asked for.
+        let capacity = device.capacity().filter(|_| device.capacity_source() == CapacitySource::Probe);
+        let (Some(capacity), Ok(statistics)) = (capacity, device.statistics(now)) else { return };
         let known = match self.known.entry(device.name().to_owned()) {
             Entry::Occupied(known) => known.into_mut(),
             Entry::Vacant(new) => {
