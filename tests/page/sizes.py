@@ -7,6 +7,8 @@ import visit
 from visit import expect
 
 GROUPS = 5
+# Those with both panes, next to where these change their shape, and where columns are at their narrowest.
+WIDTHS = (1100, 1120, 1190, 1280, 1399, 1400, 1440)
 
 
 def config(disks):
@@ -15,7 +17,7 @@ def config(disks):
 
 
 def run(weir):
-    with visit.browser() as browser:
+    with visit.browser(scrollbars=True) as browser:
         for disks in (2, 100, 1000):
             with tempfile.TemporaryDirectory() as directory, daemon.Daemon(weir, directory, config(disks)) as running:
                 with visit.Visit(browser, running.url) as reader:
@@ -36,6 +38,12 @@ def look(reader, disks):
         active = page.locator(f"[id='{grid.get_attribute('aria-activedescendant')}']")
         expect(active).to_have_attribute("aria-rowindex", str(place + 1))
         expect(active).to_be_in_viewport()
+    # Beside the scrollbar there is room for all columns.
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 900})
+        expect(page.locator("body")).to_have_js_property("clientWidth", width)
+        wide = grid.evaluate("(grid) => [grid.scrollWidth, grid.clientWidth]")
+        assert wide[0] == wide[1], f"{width}: the tree moves sideways: {wide}"
     # Wherever it is scrolled to, no place is empty.
     gaps = page.evaluate("""async () => {
         const grid = document.querySelector("[role=treegrid]"), row = document.querySelector(".rows");

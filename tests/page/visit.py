@@ -27,9 +27,13 @@ document.addEventListener("securitypolicyviolation", (event) =>
 
 
 @contextmanager
-def browser():
+def browser(scrollbars=False):
+    """One that hides scrollbars, as pictures want it, or has them as wide as those of a desk."""
+    left_out = ["--hide-scrollbars"] if scrollbars else []
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=OPTIONS)
+        started = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=OPTIONS, ignore_default_args=left_out
+        )
         try:
             yield started
         finally:
