@@ -158,6 +158,10 @@ mod tests {
         all.as_array().unwrap().iter().map(line).collect()
     }
 
+    fn as_told(name: &str, group: Option<&str>, value: u64, from: u64, until: Option<u64>) -> Value {
+        json!({ "name": name, "group": group, "value": value, "start_ms": from, "end_ms": until })
+    }
+
     #[test]
     fn a_line_goes_on_until_its_limit_is_another() {
         let mut lines = Lines::default();
@@ -195,12 +199,11 @@ mod tests {
         let own = object(json!({ "group": "inner", "limits": { "iops-total": 3 } }));
         lines.add(2, drawn(&own, &groups));
         let all = lines.tell(0, |second| second);
-        let line = |name: &str, group: Value, value, from, until: Value| json!({ "name": name, "group": group, "value": value, "start_ms": from, "end_ms": until });
         let expected = json!([
-            line("iops-write", json!("inner"), 7, 1, json!(2)),
-            line("iops-write-max", json!("inner"), 70, 1, json!(2)),
-            line("bps-read", json!("outer"), 9, 1, Value::Null),
-            line("iops-total", Value::Null, 3, 2, Value::Null),
+            as_told("iops-write", Some("inner"), 7, 1, Some(2)),
+            as_told("iops-write-max", Some("inner"), 70, 1, Some(2)),
+            as_told("bps-read", Some("outer"), 9, 1, None),
+            as_told("iops-total", None, 3, 2, None),
         ]);
         assert_eq!(all, expected);
     }

@@ -58,8 +58,8 @@ class Chart {
     }
 }
 
-/// `series`: `[{ key, label, colour, thin }]`; `limits()`: `[{ key, label, value, colour, isBurst, isDraft, from, to }]`.
-/// `from` is null of one that was always there, and `to` of one that is there now.
+/// `series`: `[{ key, label, colour, thin }]`; `limits()`: `[{ key, label, value, colour, isBurst, isDraft,
+/// from, to }]`, where `from` is null of one that was always there, and `to` of one that is there now.
 export class Lines extends Chart {
     constructor({ title, note, series, show, base = 1000, top = null, isWhole = false, limits = () => [] }, cursor) {
         super(title, note, cursor);
@@ -156,7 +156,8 @@ export class Lines extends Chart {
 
     /// Behind the end of its line, or at the left where that is too short for it.
     name(pen, { label, colour: name, isDraft }, { y, right }, { width, colour }) {
-        const edge = Math.max(right - 4, Math.min(width - ROOM.right - 4, ROOM.left + 4 + pen.measureText(label).width));
+        const long = pen.measureText(label).width;
+        const edge = Math.max(right - 4, Math.min(width - ROOM.right - 4, ROOM.left + 4 + long));
         pen.textAlign = isDraft ? "left" : "right";
         const [at, base] = [isDraft ? ROOM.left + 4 : edge, y < ROOM.top + 14 ? y + 12 : y - 4];
         // A rim of the ground, so that it can be read over lines.
