@@ -74,8 +74,15 @@ impl Client {
     }
 }
 
+/// What a chain may ask before it is held to [`LEAST_NS`]: a batch comes at one instant where its
+/// answers take no time, as a recorder sees them.
+const BATCH: usize = 256;
+
 /// A client with one request in flight that asks again what it was recorded to ask, each as long
 /// after the answer to the one before as it was; over and over.
+///
+/// Where answers take no time it is never faster than one in [`LEAST_NS`], or than it was recorded
+/// to be.
 #[derive(Clone, Debug)]
 pub(crate) struct Chain {
     disk: usize,
@@ -83,6 +90,10 @@ pub(crate) struct Chain {
     next: usize,
     /// From the beginning of what was recorded to the first request.
     begins_ns: u64,
+    /// Of a request, at least, in the mean.
+    least_ns: u64,
+    /// When the first was asked last.
+    began_ns: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -96,7 +107,7 @@ struct Link {
 
 impl Chain {
     pub(crate) fn new(disk: usize) -> Self {
-        Self { disk, links: Vec::new(), next: 0, begins_ns: 0 }
+        Self { disk, links: Vec::new(), next: 0, begins_ns: 0, least_ns: LEAST_NS, began_ns: 0 }
     }
 
     /// One more; the first is so long after the beginning of what was recorded.
@@ -105,11 +116,12 @@ impl Chain {
     }
 
     /// All begins anew, so long after the last answer as it was to the end of what was recorded and
-    /// from there to the first request.
+    /// from there to the first request. All of it took `whole_ns`.
     ///
     /// No longer than between two requests that is only where the recording was cut: whoever asks
     /// always has been waiting for an answer then.
-    pub(crate) fn again_after(mut self, rest_ns: u64, longest_ns: u64) -> Self {
+    pub(crate) fn again_after(mut self, rest_ns: u64, longest_ns: u64, whole_ns: u64) -> Self {
+        self.least_ns = LEAST_NS.min(whole_ns / self.links.len().max(1) as u64).max(1);
         let second_ns = self.links.get(1).map(|second| second.think_ns);
         if let Some(first) = self.links.first_mut() {
             self.begins_ns = first.think_ns;
@@ -125,13 +137,21 @@ impl Chain {
         self.links.first().map(|_| self.begins_ns)
     }
 
-    pub(super) fn answered(&self, now: u64, at_once: bool) -> u64 {
-        let least_ns = if at_once { LEAST_NS } else { 0 };
-        now.saturating_add(self.links[self.next].think_ns.max(least_ns))
+    pub(super) fn answered(&self, now: u64) -> u64 {
+        let at = now.saturating_add(self.links[self.next].think_ns);
+        // The first of all follows the last.
+        let asked = if self.next == 0 { self.links.len() } else { self.next };
+        let least_ns = self.least_ns.saturating_mul(asked.saturating_sub(BATCH) as u64);
+        // A round that is no longer than a batch still takes some time.
+        let round_ns = if self.next == 0 { self.least_ns } else { 0 };
+        at.max(self.began_ns.saturating_add(least_ns.max(round_ns)))
     }
 
     /// The next request, and how long its device takes.
     pub(super) fn next(&mut self, now: u64) -> (Request, u64) {
+        if self.next == 0 {
+            self.began_ns = now;
+        }
         let Link { op, length, service_ns, .. } = self.links[self.next];
         self.next = (self.next + 1) % self.links.len();
         (Request { at_ns: now, disk: self.disk, op, offset: 0, length }, service_ns)

@@ -292,7 +292,7 @@ impl Engine {
                 let now = self.state.now;
                 let at = match &self.clients[client as usize] {
                     Sender::Client(known) => known.answered(now, at_once),
-                    Sender::Chain { chain, .. } => Some(chain.answered(now, at_once)),
+                    Sender::Chain { chain, .. } => Some(chain.answered(now)),
                 };
                 if let Some(at) = at {
                     self.state.flow.foresee(at, What::Send(client));

@@ -281,7 +281,7 @@ fn chains(disk: usize, past: &[Past], begin_ns: u64, end_ns: u64) -> Vec<Chain> 
         asked.push(Reverse((*free_ns, place)));
     }
     let again = |Recorded { chain, free_ns, longest_ns }: Recorded| {
-        chain.again_after(end_ns.saturating_sub(free_ns), longest_ns)
+        chain.again_after(end_ns.saturating_sub(free_ns), longest_ns, end_ns - begin_ns)
     };
     chains.into_iter().map(again).collect()
 }
@@ -467,6 +467,29 @@ mod tests {
         assert!((felt.latency_ns(0.99) as f64 / 1e6 - 1.0).abs() < 0.02);
         assert_eq!(felt.waiting_ratio(), 0.0);
         assert!(alone(iops(50), past).waiting_ratio() > 0.9);
+    }
+
+    #[test]
+    fn answers_that_took_no_time_keep_nobody_from_asking_as_fast_again() {
+        // 32 at a time, of which the recorder sees no service: one chain, that does not pause.
+        let batches = |between_ns: u64, wait_ns: u64| {
+            let past = (0..3200).map(|number| Past {
+                arrived_ns: number / 32 * between_ns,
+                wait_ns,
+                service_ns: 0,
+                length: 4096,
+                op: Op::Read,
+            });
+            past.collect::<Vec<_>>()
+        };
+        let felt = alone(DiskSettings::default(), batches(92_000, 0));
+        let recorded = 32.0 / 92e-6;
+        let ratio = felt.operations_per_second() / recorded;
+        assert!((0.9..1.1).contains(&ratio), "{ratio}");
+        // Of those whom a limit held, nobody knows how fast they would be.
+        let felt = alone(DiskSettings::default(), batches(32 * MS, 32 * MS));
+        let clients = 32.0;
+        assert!(felt.operations_per_second() <= clients * 1.3e5, "{}", felt.operations_per_second());
     }
 
     #[test]
