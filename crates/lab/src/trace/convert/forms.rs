@@ -66,6 +66,8 @@ pub(super) struct Calls {
     disks: Vec<Option<Call>>,
     /// And the last number that was put behind each.
     taken: HashMap<String, u32>,
+    /// The least that may be free, where disks are called by numbers.
+    free: u32,
 }
 
 /// A disk's name in the trace that is read, and in the one that is written.
@@ -77,18 +79,24 @@ pub(super) struct Call {
 impl Calls {
     /// What the format calls a disk.
     fn of(&mut self, format: Format, disk: DiskId, name: &str) -> &str {
-        let Self { disks, taken } = self;
+        let Self { disks, taken, free } = self;
         if disks.len() <= disk.index() {
             disks.resize_with(disk.index() + 1, || None);
         }
         let call = disks[disk.index()].get_or_insert_with(|| {
-            let wanted = call(format, disk, name, "");
+            let by_number = called(format) == Called::ByNumber;
+            let is_fit = !by_number || is_number(format, name);
+            let wanted = if is_fit { call(format, name, "") } else { numbered(format, free) };
             let mut called = wanted.clone();
-            // A name that another disk has already gets the next number behind it.
+            // What another disk is called already gets the next number, or that behind it.
             while taken.contains_key(&called) {
-                let number = taken.entry(wanted.clone()).or_insert(1);
-                *number += 1;
-                called = call(format, disk, name, &format!("_{number}"));
+                called = if by_number {
+                    numbered(format, free)
+                } else {
+                    let number = taken.entry(wanted.clone()).or_insert(1);
+                    *number += 1;
+                    call(format, name, &format!("_{number}"))
+                };
             }
             taken.insert(called.clone(), 1);
             Call { name: name.to_owned(), called }
@@ -101,15 +109,32 @@ impl Calls {
     }
 }
 
-fn call(format: Format, DiskId(disk): DiskId, name: &str, behind: &str) -> String {
+/// Whether a name is a number as this format has it.
+fn is_number(format: Format, name: &str) -> bool {
+    let is_whole = |text: &str| text.parse::<u32>().is_ok_and(|number| number.to_string() == text);
+    match format {
+        Format::Blkparse => {
+            name.split_once(',').is_some_and(|(major, minor)| is_whole(major) && is_whole(minor))
+        }
+        _ => is_whole(name),
+    }
+}
+
+/// The next number.
+fn numbered(format: Format, free: &mut u32) -> String {
+    let number = *free;
+    *free += 1;
+    if format == Format::Blkparse { format!("8,{number}") } else { number.to_string() }
+}
+
+fn call(format: Format, name: &str, behind: &str) -> String {
     match format {
         Format::FioV2 | Format::FioV3 => without(name, char::is_whitespace).into_owned() + behind,
         Format::Msr => {
             let (host, number) = host_and_number(name);
             format!("{}{behind}.{number}", without(host, |one| one == ','))
         }
-        Format::Blkparse => format!("8,{disk}"),
-        _ => disk.to_string(),
+        _ => name.to_owned(),
     }
 }
 
@@ -150,10 +175,11 @@ impl Form {
     }
 
     pub(super) fn push(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {
-        let Request { time_ns, disk: DiskId(disk), name, op, offset, length, outcome } = request;
-        if called(self.format) != Called::ByName {
-            self.calls.of(self.format, DiskId(disk), name);
-        }
+        let Request { time_ns, disk, name, op, offset, length, outcome } = request;
+        let called = match called(self.format) {
+            Called::ByName => name,
+            _ => self.calls.of(self.format, disk, name),
+        };
         let now_ns = self.start.clock_ns.saturating_add(time_ns);
         let (seconds, rest_ns) = (time_ns / S_NS, time_ns % S_NS);
         match self.format {
@@ -167,7 +193,7 @@ impl Form {
             Format::FioV2 | Format::FioV3 => self.push_fio(text, request)?,
             Format::Blkparse => {
                 let letters = word(op, "R", "W", Some("D"), Some("FN"))?;
-                let head = format_args!("8,{disk} 0 1 {seconds}.{rest_ns:09} 1 Q {letters}");
+                let head = format_args!("{called} 0 1 {seconds}.{rest_ns:09} 1 Q {letters}");
                 if op == Op::Flush {
                     line(text, format_args!("{head} [weir]"));
                 } else {
@@ -177,7 +203,6 @@ impl Form {
             }
             Format::Msr => {
                 let kind = word(op, "Read", "Write", None, None)?;
-                let called = self.calls.of(self.format, DiskId(disk), name);
                 let (host, number) = called.rsplit_once('.').expect("it is called so");
                 let epoch = if is_since_1970(self.start.clock_ns) { TICKS_OF_1970 } else { 0 };
                 let ticks = epoch + now_ns / TICK_NS;
@@ -185,7 +210,7 @@ impl Form {
             }
             Format::Alibaba => {
                 let kind = word(op, "R", "W", None, None)?;
-                line(text, format_args!("{disk},{kind},{offset},{length},{}", now_ns / US_NS));
+                line(text, format_args!("{called},{kind},{offset},{length},{}", now_ns / US_NS));
             }
             Format::CloudPhysics => {
                 let code = match op {
@@ -197,16 +222,21 @@ impl Form {
             Format::Spc => {
                 let kind = word(op, "R", "W", None, None)?;
                 let sector = sectors(offset)?;
-                line(text, format_args!("{disk},{sector},{length},{kind},{seconds}.{rest_ns:09}"));
+                line(text, format_args!("{called},{sector},{length},{kind},{seconds}.{rest_ns:09}"));
             }
             Format::Mqsim => {
                 let kind = word(op, "1", "0", None, None)?;
                 let (sector, sectors) = (sectors(offset)?, sectors(length)?);
-                line(text, format_args!("{time_ns} {disk} {sector} {sectors} {kind}"));
+                line(text, format_args!("{time_ns} {called} {sector} {sectors} {kind}"));
             }
             Format::Recording | Format::Columns => unreachable!("no lines are made of them"),
         }
         Ok(())
+    }
+
+    /// Whether a time is told by how long fio is to wait.
+    pub(super) fn has_waits(&self) -> bool {
+        self.waited_us > 0
     }
 
     fn push_fio(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {

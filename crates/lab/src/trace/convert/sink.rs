@@ -186,7 +186,20 @@ impl Sink {
                 figures::counted(self.without_outcome, "request")
             )
         });
-        self.not_written.iter().map(line).chain(outcomes).chain(self.lost_names()).collect()
+        self.not_written
+            .iter()
+            .map(line)
+            .chain(outcomes)
+            .chain(self.lost_names())
+            .chain(self.waits())
+            .collect()
+    }
+
+    /// What fio makes of a time that its format has.
+    fn waits(&self) -> Option<String> {
+        let To::Lines { form, .. } = &self.to else { return None };
+        let text = "fio replays waits of fio-v2 otherwise than its documentation says (fio-v3 keeps times)";
+        form.has_waits().then(|| text.to_owned())
     }
 
     /// What became of the disks' names, if they are lost.
