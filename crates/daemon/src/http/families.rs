@@ -315,7 +315,7 @@ fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
             })
         })
     });
-    let help = "Time during which some request was held back, by the limit that let it go last.";
+    let help = "Time during which some request was held back, by the limit that held it.";
     to.counters("weir_disk_throttled_seconds", help, held)
 }
 

@@ -156,6 +156,8 @@ fn insert(object: &mut Object, members: impl IntoIterator<Item = (&'static str, 
 struct Passed {
     totals: Totals,
     per_second: [f64; 4],
+    /// The part of the last second in which some request was held back.
+    held: f64,
 }
 
 impl Passed {
@@ -171,6 +173,8 @@ impl Passed {
             *sum = sum.saturating_add(more);
         }
         self.per_second.iter_mut().zip(other.per_second).for_each(|(sum, more)| *sum += more);
+        // Of two that are, nobody knows whether it was at one time.
+        self.held = self.held.max(other.held);
     }
 
     /// Of those requests, what the counters of limits say had to wait.
@@ -250,6 +254,7 @@ fn disk(
     let waited = growth.map_or(0.0, |growth| growth.part(4).max(growth.part(5)));
     // What waits for longer than a second has not been counted yet.
     let is_stuck = waiting > 0 && growth.is_some_and(|growth| growth.by[..2] == [0, 0]);
+    let held = if is_stuck { 1.0 } else { waited };
     let mut object = Object::new();
     insert(&mut object, [
         ("name", json!(*figures.name)),
@@ -259,7 +264,7 @@ fn disk(
         ("size_bytes", json!(figures.size_bytes)),
         ("latency_p50_ns", json!(before.last.took.p50_ns)),
         ("latency_p99_ns", json!(before.last.took.p99_ns)),
-        ("wait_ratio", ratio(Some(if is_stuck { 1.0 } else { waited }))),
+        ("wait_ratio", ratio(Some(held))),
         ("held_by", held_by(figures, groups, before.last.held_longest)),
         ("is_stopped", json!(figures.is_stopped)),
         ("has_backing_changed", json!(figures.has_changed_below)),
@@ -280,7 +285,7 @@ fn disk(
         }))),
         ("memory_bytes", json!(figures.reserved_bytes.saturating_add(figures.requests_bytes))),
     ]);
-    let passed = Passed { totals: *totals, per_second: per_second(growth.as_ref()) };
+    let passed = Passed { totals: *totals, per_second: per_second(growth.as_ref()), held };
     passed.tell(&mut object, stats);
     throttle(&mut object, &figures.throttle);
     (object, passed)
@@ -307,7 +312,7 @@ fn group(figures: &GroupFigures, passed: &Passed, before: &mut GroupBefore, now:
             ("parent", json!(figures.parent)),
             ("latency_p50_ns", json!(before.took.p50_ns)),
             ("latency_p99_ns", json!(before.took.p99_ns)),
-            ("wait_ratio", ratio(Some(growth.map_or(0.0, |growth| growth.part(0))))),
+            ("wait_ratio", ratio(Some(passed.held.max(growth.map_or(0.0, |growth| growth.part(0)))))),
             (
                 "limit",
                 limit_name(

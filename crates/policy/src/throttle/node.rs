@@ -44,6 +44,9 @@ pub(super) struct Waiter<T> {
     pub(super) cost: Cost,
     /// Of [`WHOLE`](super::price::WHOLE): what it has been charged so far, a slice at a time.
     pub(super) paid: u32,
+    /// For how long limits of its disk and of the group around it had held something when it came,
+    /// in nanoseconds.
+    pub(super) limited_ns: [u64; 2],
     pub(super) token: T,
 }
 
@@ -316,14 +319,19 @@ impl<T> Node<T> {
         }
     }
 
+    /// For how long its limits have held something so far, in nanoseconds.
+    pub(super) fn limited_ns(&self, now: Instant) -> u64 {
+        let so_far = if self.blocked == [false; 2] { 0 } else { now.nanos_since(self.blocked_or_free_since) };
+        self.limited_ns + so_far
+    }
+
     pub(super) fn brief(&self, now: Instant) -> Brief {
         let is_blocked = self.blocked != [false; 2];
         let since = now.nanos_since(self.blocked_or_free_since);
-        let so_far = if is_blocked { since } else { 0 };
         // Work that passes here as soon as it comes may wait for a group above.
         let binds = is_blocked || (self.waiting != [0; 2] && since < BINDS_NO_MORE);
         Brief {
-            limited_ns: self.limited_ns + so_far,
+            limited_ns: self.limited_ns(now),
             binding: self.binding.filter(|_| binds),
             waiting: self.waiting,
             kept: self.promise.as_ref().map(|promise| promise.kept(now)),

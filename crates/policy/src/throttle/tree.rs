@@ -359,7 +359,9 @@ impl<T> Tree<T> {
         }
         let number = self.next_number;
         self.next_number += 1;
-        let waiter = Waiter { number, since: self.now, cost, paid: 0, token };
+        let around = self.nodes[disk.slot].parent;
+        let limited_ns = [disk.slot, around].map(|slot| self.nodes[slot].limited_ns(self.now));
+        let waiter = Waiter { number, since: self.now, cost, paid: 0, limited_ns, token };
         let queue = self.nodes[disk.slot].queue_mut(direction);
         let is_first = queue.is_empty();
         queue.push_back(waiter);

@@ -103,6 +103,31 @@ fn what_held_a_request_is_the_limit_that_let_go_last() {
 }
 
 #[test]
+fn whoever_waits_for_its_group_for_most_of_the_time_is_held_by_that_and_not_by_a_full_host() {
+    let mut tree = Tree::new(s(0));
+    let host = tree.add(None, limits("bps-total=40960"), Share::default()).unwrap();
+    let own = tree.add(Some(host), limits("iops-total=2"), Share::default()).unwrap();
+    let disk = tree.add(Some(own), Limits::default(), Share::default()).unwrap();
+    let greedy = tree.add(Some(host), Limits::default(), Share::default()).unwrap();
+    for number in 0..240 {
+        let of = if number < 40 { disk } else { greedy };
+        let _ = tree.request(of, Read, Cost::one(4096), of == disk, s(0));
+    }
+    let (mut now, mut mine, mut others) = (s(0), Vec::new(), Vec::new());
+    loop {
+        match tree.poll(now) {
+            Decision::Admit(is_mine) => if is_mine { &mut mine } else { &mut others }.push(tree.held()),
+            Decision::Wait { until } => now = until,
+            Decision::Idle => break,
+        }
+    }
+    assert!(mine.len() > 30 && others.len() > 150);
+    let by = |level, kind| Some(Held { level, kind });
+    assert!(mine[10..].iter().all(|held| *held == by(1, LimitKind::IopsTotal)), "{mine:?}");
+    assert!(others[50..].iter().all(|held| *held == by(1, LimitKind::BpsTotal)), "{others:?}");
+}
+
+#[test]
 fn a_disk_s_requests_pass_in_order_and_disks_take_turns() {
     let mut group = Disks::new("iops-total=10");
     let (a, b) = (group.add(), group.add());

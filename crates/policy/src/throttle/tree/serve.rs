@@ -3,6 +3,7 @@
 //! *settle* these levels again, bottom up.
 
 use super::super::cost::{BILLION, Cost};
+use super::super::node::Waiter;
 use super::super::price::{LONGEST_NS, SLICE_NS, WHOLE, part_of, slice_of};
 use super::super::schedule::{Candidate, Phase, Service};
 use super::{Decision, Held, MAX_LEVELS, NodeId, ROOT, Tree, lane_of, wake_item};
@@ -139,20 +140,31 @@ impl<T> Tree<T> {
         self.count_waiting(slot, direction, |waiting| waiting - 1);
         self.charge(direction, &waiter.cost, &(from..to));
         let waited_ns = self.now.nanos_since(waiter.since);
-        self.held = self.last_hold(direction, waiter.since);
+        self.held = self.hold(direction, &waiter);
         self.count(direction, &waiter.cost, Some(waited_ns));
         Some(waiter.token)
     }
 
-    /// Which limit on the path let go last of what waited there, since `since`.
-    fn last_hold(&self, direction: Direction, since: Instant) -> Option<Held> {
+    /// Which limit on the path held a request: its disk's own or its group's, if that was blocked
+    /// for half of the wait; else that which let go last.
+    ///
+    /// Who waits at a group waits for the limits above it only after that, and where these are
+    /// always asked for more, for a moment each time: nobody is helped by more of that.
+    fn hold(&self, direction: Direction, waiter: &Waiter<T>) -> Option<Held> {
         let steps = self.path.steps[1..self.path.length].iter().rev().enumerate();
         let freed = steps.filter_map(|(level, step)| {
-            let (kind, until) = self.nodes[step.slot].freed(direction)?;
-            (until >= since).then_some((until, Held { level, kind }))
+            let node = &self.nodes[step.slot];
+            let (kind, until) = node.freed(direction)?;
+            let before = waiter.limited_ns.get(level);
+            let limited_ns = before.map_or(0, |before| node.limited_ns(self.now).saturating_sub(*before));
+            let is_most = limited_ns > 0 && limited_ns >= self.now.nanos_since(waiter.since) / 2;
+            (until >= waiter.since).then_some((is_most, until, Held { level, kind }))
         });
         // Of those that let go together the disk's own.
-        freed.reduce(|one, other| if other.0 > one.0 { other } else { one }).map(|(_, held)| held)
+        let later = |one: (bool, Instant, Held), other: (bool, Instant, Held)| {
+            if !one.0 && (other.0 || other.1 > one.1) { other } else { one }
+        };
+        freed.reduce(later).map(|(_, _, held)| held)
     }
 
     /// What held the request that [`Tree::poll`] has admitted last; `None` where that was the turns
