@@ -12,7 +12,7 @@
 //! write, and who has the lock removes. Never touches a file that is not called so.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     ffi::{OsStr, OsString},
     fs::{self, File},
     io::{self, ErrorKind},
@@ -51,6 +51,8 @@ struct Stopped {
     /// Requests that were not recorded.
     lost: u64,
     again: Instant,
+    /// As it was said.
+    why: String,
 }
 
 pub(super) struct Directory {
@@ -68,6 +70,8 @@ pub(super) struct Directory {
     lock: Option<File>,
     /// How long ago each file that is there had ended, at a moment of a clock that nobody sets.
     ended: BTreeMap<OsString, (Duration, Instant)>,
+    /// Files that should go and cannot be removed, as was said.
+    stuck: BTreeSet<OsString>,
 }
 
 impl Directory {
@@ -85,6 +89,7 @@ impl Directory {
             progress,
             lock: None,
             ended,
+            stuck: BTreeSet::new(),
         }
     }
 
@@ -142,14 +147,29 @@ impl Directory {
         // The newest first; of those that another daemon wrote at once, by their names.
         files.sort_by(|a, b| a.0.cmp(&b.0).then_with(|| b.1.cmp(&a.1)));
         self.ended.retain(|known, _| files.iter().any(|(_, name, _)| name == known));
+        self.stuck.retain(|known| files.iter().any(|(_, name, _)| name == known));
         let mut room = self.record.limit - self.record.limit / PART;
         for (age, name, length) in files {
             room = room.saturating_sub(length);
             if age > self.record.keep || room == 0 {
-                fs::remove_file(self.record.directory.join(name))?;
+                self.remove(name);
             }
         }
         Ok(())
+    }
+
+    /// One that stays, because somebody protects it, keeps nothing else from being recorded.
+    fn remove(&mut self, name: OsString) {
+        let path = self.record.directory.join(&name);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != ErrorKind::NotFound && self.stuck.insert(name) => {
+                tracing::warn!(
+                    "record: {}: {error} (an old recording that stays takes room)",
+                    path.display()
+                );
+            }
+            _ => {}
+        }
     }
 
     /// Whether this daemon is the only one here.
@@ -179,12 +199,18 @@ impl Directory {
     fn stop(&mut self, error: &io::Error, lost: u64) {
         let again = block::reactor::real_time() + AGAIN;
         let before = self.stopped.take();
-        if before.is_none() {
+        let why = error.to_string();
+        if before.as_ref().is_none_or(|before| before.why != why) {
             let directory = self.record.directory.display();
-            tracing::warn!("record: {directory}: {error} (nothing is recorded until that is mended)");
+            // The sandbox lets write where the directory was at the start.
+            let way = match (&before, error.kind()) {
+                (Some(_), ErrorKind::PermissionDenied) => "; one that was replaced needs weir started again",
+                _ => "",
+            };
+            tracing::warn!("record: {directory}: {why} (nothing is recorded until that is mended{way})");
         }
         self.progress.lose(lost);
-        self.stopped = Some(Stopped { lost: before.map_or(0, |before| before.lost) + lost, again });
+        self.stopped = Some(Stopped { lost: before.map_or(0, |before| before.lost) + lost, again, why });
     }
 
     fn lose(&mut self, requests: u64) {
