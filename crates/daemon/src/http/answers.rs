@@ -1,7 +1,7 @@
 //! How it is said over HTTP: a JSON object, or why there is none.
 
 use axum::{
-    body::to_bytes,
+    body::{Bytes, to_bytes},
     http::{
         HeaderValue, StatusCode,
         header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER},
@@ -17,7 +17,12 @@ const MOST_REASON: usize = 4096;
 
 /// A JSON object that nobody keeps.
 pub(super) fn answer(value: &Value) -> Response {
-    ([(CONTENT_TYPE, "application/json"), (CACHE_CONTROL, "no-store")], value.to_string()).into_response()
+    written(value.to_string().into())
+}
+
+/// The same, of its text.
+pub(super) fn written(json: Bytes) -> Response {
+    ([(CONTENT_TYPE, "application/json"), (CACHE_CONTROL, "no-store")], json).into_response()
 }
 
 /// Why there is no other answer, as the daemon says it elsewhere.

@@ -20,7 +20,7 @@ use axum::{
 
 use super::{
     access::{self, Guard},
-    answers::{answer, failure, in_one_form, silent},
+    answers::{answer, failure, in_one_form, silent, written},
     assets, change,
     connections::Connection,
     desk::Of,
@@ -29,7 +29,7 @@ use super::{
     preview,
     site::Site,
     stream::{MOST_OF_A_PEER, Refused},
-    watch::{LONGEST, SHORTEST},
+    watch::LONGEST,
 };
 
 pub(super) fn router(site: Arc<Site>, guard: Arc<Guard>) -> Router {
@@ -90,8 +90,8 @@ async fn events(State(site): State<Arc<Site>>, uri: Uri) -> Response {
 }
 
 async fn overview(State(site): State<Arc<Site>>) -> Response {
-    match site.watch.look(SHORTEST).await {
-        Ok(state) => answer(&site.watch.overview(&state.objects)),
+    match site.watch.told().await {
+        Ok(told) => written(told),
         Err(why) => silent(why),
     }
 }

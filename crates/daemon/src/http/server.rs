@@ -190,8 +190,8 @@ impl Door {
         protocol.timer(TokioTimer::new()).header_read_timeout(LONGEST);
         protocol.keep_alive(has_more).max_buf_size(MOST_HEAD);
         let router = TowerToHyperService::new(self.router.clone());
-        // Not by layers: those are put around each route, for each connection anew, and that was most
-        // of what a connection cost.
+        // Not by layers: those are put around each route, for each connection anew, and that was
+        // most of what a connection cost.
         let service = service_fn(move |mut request: Request<Incoming>| {
             request.extensions_mut().insert(peer);
             request.extensions_mut().insert(connection.clone());

@@ -90,6 +90,10 @@ pub(super) struct State {
     event: u64,
     said: Option<Instant>,
     pause: Duration,
+    /// How old an overview may be.
+    age: Duration,
+    /// What there is, as an overview tells it: written once for all who ask.
+    overview: Option<Bytes>,
 }
 
 impl Watch {
@@ -143,14 +147,29 @@ impl Watch {
             let bytes = state.tell(objects) + state.tell_events(&self.events);
             state.looked = Some(began);
             let sent = bytes as f64 * state.listeners.len() as f64;
-            let pause = Duration::from_secs_f64(sent / MOST_SENT).max(began.elapsed() * PART);
-            state.pause = pause.clamp(SHORTEST, LONGEST);
+            let rest = began.elapsed() * PART;
+            state.pause = Duration::from_secs_f64(sent / MOST_SENT).max(rest).clamp(SHORTEST, LONGEST);
+            state.age = rest.clamp(SHORTEST, SECOND);
         }
         Ok(state)
     }
 
+    /// All there is. However many ask, there is a look at it in a tenth of the time at most.
+    ///
+    /// # Errors
+    /// Where nothing is known.
+    pub(super) async fn told(&self) -> Result<Bytes, Silent> {
+        let age = self.state.lock().await.age;
+        let mut state = self.look(age).await?;
+        if let Some(told) = &state.overview {
+            return Ok(told.clone());
+        }
+        let told = Bytes::from(self.overview(&state.objects).to_string());
+        Ok(state.overview.insert(told).clone())
+    }
+
     /// All there is.
-    pub(super) fn overview(&self, objects: &Objects) -> Value {
+    fn overview(&self, objects: &Objects) -> Value {
         let list =
             |all: &BTreeMap<Arc<str>, Object>| all.values().cloned().map(Value::Object).collect::<Vec<_>>();
         json!({
@@ -205,7 +224,7 @@ impl State {
         let is_time = self.said.is_none_or(|said| now.duration_since(said) >= HEARTBEAT);
         let nothing = || is_time.then(|| json!({ "time_ms": objects.time_ms }));
         let news = self.news(&objects).or_else(nothing);
-        self.objects = objects;
+        (self.objects, self.overview) = (objects, None);
         let Some(news) = news else { return 0 };
         self.id += 1;
         let message = stream::message("delta", self.id, &news);
