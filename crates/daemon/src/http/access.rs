@@ -122,7 +122,8 @@ impl Guard {
         };
         match origin {
             Some(origin) if is_doubtful || !is_here(origin) => {
-                Err((StatusCode::FORBIDDEN, "Origin: another page must not ask here"))
+                let why = "Origin: another page must not ask here (a proxy passes on the browser's Host)";
+                Err((StatusCode::FORBIDDEN, why))
             }
             _ => Ok(()),
         }

@@ -108,9 +108,12 @@ function route() {
 }
 
 addEventListener("popstate", route);
-addEventListener("hashchange", () => {
-    // The link to the disks goes there, and chooses none.
-    if (location.hash !== "#tree") route();
+addEventListener("hashchange", route);
+// The link to the disks leaves the address, and what it names, as it is.
+document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    view("list");
+    tree.grid.focus();
 });
 for (const button of document.querySelectorAll(".views button")) button.addEventListener("click", () => view(button.dataset.to));
 part("filter").addEventListener("input", ({ target }) => tree.setFilter(target.value));
@@ -118,7 +121,7 @@ part("filter").addEventListener("keydown", (event) => {
     if ((event.key === "ArrowDown" || event.key === "Enter") && tree.rows.length) {
         event.preventDefault();
         tree.grid.focus();
-        tree.go(0);
+        tree.goToFirst();
     }
 });
 document.addEventListener("keydown", (event) => {

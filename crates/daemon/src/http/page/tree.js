@@ -149,7 +149,7 @@ export class Tree {
         const shown = [];
         for (const node of members) {
             const fits = isWanted || this.filter === "" || node.name.toLowerCase().includes(this.filter);
-            const row = { node, level, holds: node.kind === "group" && below.has(node.key) };
+            const row = { node, level, fits, holds: node.kind === "group" && below.has(node.key) };
             const start = this.rows.length;
             this.rows.push(row);
             row.isOpen = row.holds && (this.filter !== "" || !this.closed.has(node.key));
@@ -259,6 +259,11 @@ export class Tree {
         this.active = this.rows[Math.min(this.rows.length - 1, Math.max(0, index))].node.key;
         this.reveal(this.active);
         this.place();
+    }
+
+    /// To the first row that fits the filter: those above are there for its sake.
+    goToFirst() {
+        this.go(this.rows.findIndex(({ fits }) => fits));
     }
 
     reveal(key) {
