@@ -151,7 +151,7 @@ pub(crate) enum Command {
     /// Keep what disks are asked, and how long it takes, in a file
     #[command(after_help = record::EXAMPLES)]
     Record(record::RecordArgs),
-    /// Write traces in another format
+    /// Tell what is in traces, and write them in another format
     #[command(subcommand, long_about = lab::trace::convert::ABOUT)]
     Trace(lab::trace::convert::Command),
     /// Send requests to an image, and tell how long they took

@@ -46,6 +46,8 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
     let value = argument.get_value_names().and_then(|names| names.first()).map(ToString::to_string);
     match (long.as_deref(), value.as_deref().unwrap_or_default()) {
         (Some("cache"), "MODE") => argument.add(words(CacheMode::ALL.map(CacheMode::name))),
+        // Of traces, whose definition has all.
+        (Some("format"), "FORMAT") if !argument.get_possible_values().is_empty() => argument,
         (Some("format"), "FORMAT") => argument.add(words([Format::Raw, Format::Qcow2].map(Format::name))),
         (Some("prefetch"), "MODE") => argument.add(words(["on", "off", "auto"])),
         (None, "MODE") if command[1] == "prefetch" => argument.add(words(["on", "off", "auto"])),
@@ -135,6 +137,7 @@ mod tests {
     fn words_that_are_known_are_offered() {
         assert_eq!(offered("weir serve --cache w"), ["writeback", "writethrough"]);
         assert_eq!(offered("weir serve -f "), ["raw", "qcow2"]);
+        assert_eq!(offered("weir trace info --format fi"), ["fio-v2", "fio-v3"]);
         assert_eq!(offered("weir image comp"), ["compare"]);
         assert_eq!(offered("weir serve --sandbox "), ["on", "require", "off"]);
         assert_eq!(offered("weir serve --tls re"), ["required"]);

@@ -207,7 +207,11 @@ impl Client {
 
     /// The state of everything that runs, as the daemon words it and as this program reads it.
     pub(crate) fn status(&mut self) -> Result<(Value, Report), Error> {
-        let value = self.execute("x-weir-query-status", json!({}))?;
+        let value: Value = self.execute("x-weir-query-status", json!({}))?;
+        // A list has members by their order, for who reads it.
+        if !value.is_object() {
+            return Err(self.nonsense("answered with a status that is no object"));
+        }
         match Report::read(&value) {
             Ok(report) => Ok((value, report)),
             Err(error) => Err(self.nonsense(&format!("answered with a status that cannot be read: {error}"))),
