@@ -321,6 +321,7 @@ mod tests {
 
     const DAY_S: i64 = 86_400;
     const HERE: &str = "127.0.0.1";
+    const PATIENCE: Duration = Duration::from_secs(60);
 
     /// Of this address, valid from and until so many days from now.
     fn certificate(address: &str, from: i64, until: i64) -> (X509, PKey<Private>) {
@@ -347,16 +348,18 @@ mod tests {
         (builder.build(), key)
     }
 
+    fn on_runtime<T>(asking: impl Future<Output = T>) -> T {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
+        runtime.unwrap().block_on(asking)
+    }
+
     /// What is said of a member at this address, by who trusts this certificate.
     fn refused(trusted: &X509, address: SocketAddr) -> Error {
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join("ca-cert.pem"), trusted.to_pem().unwrap()).unwrap();
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().unwrap();
         let tls = Tls::new(Some(directory.path())).unwrap();
         let said: Etcd = format!("https://{address}").parse().unwrap();
-        let patience = Duration::from_secs(60);
-        runtime.block_on(Connection::open(said, &[address], Some(&tls), patience)).unwrap_err()
+        on_runtime(Connection::open(said, &[address], Some(&tls), PATIENCE)).unwrap_err()
     }
 
     /// The same of one with a certificate.
@@ -398,30 +401,31 @@ mod tests {
         assert!(said.contains("etcd's certificate is not trusted: self"), "{said}");
     }
 
-    /// What is said of a member that answers this to whatever comes first, and goes.
-    fn said_to(answer: &'static [u8]) -> String {
+    /// What is said to a member that answers this to whatever comes first, and goes.
+    fn said_to(answer: &'static [u8], say: impl FnOnce(SocketAddr) -> Error) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let member = thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
-            let _hello = stream.read(&mut [0; 4096]).unwrap();
+            let _first = stream.read(&mut [0; 4096]).unwrap();
             stream.write_all(answer).unwrap();
         });
-        let said = refused(&certificate(HERE, -1, 2).0, address).to_string();
+        let said = say(address).to_string();
         member.join().unwrap();
         said
     }
 
     #[test]
     fn a_member_without_tls_is_told_as_one() {
-        let said = said_to(b"HTTP/1.0 400 Bad Request\r\n\r\n");
+        let hello = |address| refused(&certificate(HERE, -1, 2).0, address);
+        let said = said_to(b"HTTP/1.0 400 Bad Request\r\n\r\n", hello);
         assert!(
             said.ends_with(
                 "speaks no TLS (write http:// in etcd of [cluster], or give the member a certificate)"
             ),
             "{said}"
         );
-        let said = said_to(b"");
+        let said = said_to(b"", hello);
         assert!(
             said.contains("closed the connection (a member that speaks no TLS has an address with http://)"),
             "{said}"
@@ -430,28 +434,19 @@ mod tests {
 
     #[test]
     fn a_member_with_tls_is_told_as_one() {
-        let ask = |answer: &'static [u8]| {
-            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-            let address = listener.local_addr().unwrap();
-            let member = thread::spawn(move || {
-                let (mut stream, _) = listener.accept().unwrap();
-                let _request = stream.read(&mut [0; 4096]).unwrap();
-                stream.write_all(answer).unwrap();
-            });
-            let runtime =
-                tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().unwrap();
+        let ask = |address: SocketAddr| {
             let said: Etcd = format!("http://{address}").parse().unwrap();
-            let error = runtime.block_on(async {
-                let mut connection =
-                    Connection::open(said, &[address], None, Duration::from_secs(60)).await.unwrap();
-                connection.ask("/", &Value::Null, None).await.unwrap_err()
-            });
-            member.join().unwrap();
-            error.to_string()
+            on_runtime(async {
+                let opened = Connection::open(said, &[address], None, PATIENCE).await;
+                opened.unwrap().ask("/", &Value::Null, None).await.unwrap_err()
+            })
         };
-        let said = ask(b"");
+        let said = said_to(b"", ask);
         assert!(said.ends_with("(a member that speaks TLS has an address with https://)"), "{said}");
-        let said = ask(b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n");
+        let said = said_to(
+            b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n",
+            ask,
+        );
         assert!(
             said.ends_with("what answers there speaks TLS (write https:// in etcd of [cluster])"),
             "{said}"

@@ -126,7 +126,7 @@ impl Directory {
     /// Removes what is too old, and the oldest where there is too much; nothing of another daemon
     /// that records here too.
     fn prune(&mut self) -> io::Result<()> {
-        if !self.is_locked() {
+        if !self.lock() {
             return Ok(());
         }
         let now = block::reactor::real_time();
@@ -172,8 +172,8 @@ impl Directory {
         }
     }
 
-    /// Whether this daemon is the only one here.
-    fn is_locked(&mut self) -> bool {
+    /// Locks it if nobody has; whether this daemon is the only one here.
+    fn lock(&mut self) -> bool {
         if self.lock.is_none() {
             // A directory that cannot be read is told of where a file is to be made.
             self.lock = lock(&self.record.directory).ok().flatten();
@@ -288,7 +288,7 @@ impl Output for Directory {
         if !self.is_there() {
             self.leave();
         }
-        self.is_locked();
+        self.lock();
         if let Some((sink, _)) = &mut self.current {
             let is_over = is_another || self.has_ended || sink.bytes() >= self.record.limit / PART;
             if is_over {

@@ -84,20 +84,10 @@ impl Calls {
             disks.resize_with(disk.index() + 1, || None);
         }
         let call = disks[disk.index()].get_or_insert_with(|| {
-            let by_number = called(format) == Called::ByNumber;
-            let is_fit = !by_number || is_number(format, name);
-            let wanted = if is_fit { call(format, name, "") } else { numbered(format, free) };
-            let mut called = wanted.clone();
-            // What another disk is called already gets the next number, or that behind it.
-            while taken.contains_key(&called) {
-                called = if by_number {
-                    numbered(format, free)
-                } else {
-                    let number = taken.entry(wanted.clone()).or_insert(1);
-                    *number += 1;
-                    call(format, name, &format!("_{number}"))
-                };
-            }
+            let called = match called(format) {
+                Called::ByNumber => number_of(format, name, taken, free),
+                _ => name_of(format, name, taken),
+            };
             taken.insert(called.clone(), 1);
             Call { name: name.to_owned(), called }
         });
@@ -109,7 +99,44 @@ impl Calls {
     }
 }
 
-/// Whether a name is a number as this format has it.
+/// A name; where another disk is called so already, with the next number behind it.
+fn name_of(format: Format, name: &str, taken: &mut HashMap<String, u32>) -> String {
+    let wanted = name_with(format, name, "");
+    let mut called = wanted.clone();
+    while taken.contains_key(&called) {
+        let number = taken.entry(wanted.clone()).or_insert(1);
+        *number += 1;
+        called = name_with(format, name, &format!("_{number}"));
+    }
+    called
+}
+
+fn name_with(format: Format, name: &str, behind: &str) -> String {
+    match format {
+        Format::Msr => {
+            let (host, number) = host_and_number(name);
+            format!("{}{behind}.{number}", without(host, |one| one == ','))
+        }
+        _ => without(name, char::is_whitespace).into_owned() + behind,
+    }
+}
+
+/// The name where it is a number as this format has it, and no other disk's; else the next that is
+/// free.
+fn number_of(format: Format, name: &str, taken: &HashMap<String, u32>, free: &mut u32) -> String {
+    if is_number(format, name) && !taken.contains_key(name) {
+        return name.to_owned();
+    }
+    loop {
+        let number = *free;
+        *free += 1;
+        let called = if format == Format::Blkparse { format!("8,{number}") } else { number.to_string() };
+        if !taken.contains_key(&called) {
+            return called;
+        }
+    }
+}
+
 fn is_number(format: Format, name: &str) -> bool {
     let is_whole = |text: &str| text.parse::<u32>().is_ok_and(|number| number.to_string() == text);
     match format {
@@ -117,24 +144,6 @@ fn is_number(format: Format, name: &str) -> bool {
             name.split_once(',').is_some_and(|(major, minor)| is_whole(major) && is_whole(minor))
         }
         _ => is_whole(name),
-    }
-}
-
-/// The next number.
-fn numbered(format: Format, free: &mut u32) -> String {
-    let number = *free;
-    *free += 1;
-    if format == Format::Blkparse { format!("8,{number}") } else { number.to_string() }
-}
-
-fn call(format: Format, name: &str, behind: &str) -> String {
-    match format {
-        Format::FioV2 | Format::FioV3 => without(name, char::is_whitespace).into_owned() + behind,
-        Format::Msr => {
-            let (host, number) = host_and_number(name);
-            format!("{}{behind}.{number}", without(host, |one| one == ','))
-        }
-        _ => name.to_owned(),
     }
 }
 
