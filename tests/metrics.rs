@@ -47,7 +47,9 @@ impl Daemon {
         stream.read_to_end(&mut answer).unwrap();
         let end = answer.windows(4).position(|window| window == b"\r\n\r\n").expect("a head") + 4;
         let body = answer.split_off(end);
-        (String::from_utf8(answer).unwrap(), body)
+        let head = String::from_utf8(answer).unwrap();
+        let body = if head.contains("transfer-encoding: chunked\r\n") { unchunked(&body) } else { body };
+        (head, body)
     }
 
     fn page(&self) -> Page {
@@ -60,6 +62,22 @@ impl Daemon {
     /// A page of which this is so; a page may be a moment old.
     fn until(&self, is_so: impl Fn(&Page) -> bool) -> Page {
         until(|| Some(self.page()).filter(&is_so))
+    }
+}
+
+/// What is sent while it is written (RFC 9112, section 7.1), which is whole.
+fn unchunked(mut rest: &[u8]) -> Vec<u8> {
+    let mut body = Vec::new();
+    loop {
+        let line = rest.windows(2).position(|window| window == b"\r\n").expect("the length of a chunk");
+        let length = usize::from_str_radix(std::str::from_utf8(&rest[..line]).unwrap(), 16).unwrap();
+        let chunk = &rest[line + 2..];
+        body.extend_from_slice(&chunk[..length]);
+        rest = chunk[length..].strip_prefix(b"\r\n").expect("the end of a chunk");
+        if length == 0 {
+            assert!(rest.is_empty(), "nothing follows the last chunk");
+            return body;
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use crate::{
 const ABOUT: &str = "Throttle, prefetch, cache and tune the disks of virtual machines and containers";
 
 #[derive(Debug, Parser)]
-#[command(name = "weir", version, about = ABOUT, max_term_width = 100, arg_required_else_help = false)]
+#[command(name = "weir", version, about = ABOUT, max_term_width = 100, arg_required_else_help = true)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,

@@ -1,14 +1,20 @@
 //! `/metrics`: figures in the form that whoever asks prefers.
 //!
-//! An answer is given again within [`FRESH`]: however many ask, this thread has little to do.
-//! While clients that read slowly have [`MOST_READ`] answers, whoever asks gets the last of them:
-//! an answer of a thousand disks has twelve megabytes, and each connection could hold another one.
+//! An answer is given again within [`FRESH`]: however many ask, there is little to do. It is
+//! written on a thread of its own and sent meanwhile: that of a thousand disks has eight megabytes,
+//! and everybody else would wait for it. While clients that read slowly have [`MOST_READ`] answers,
+//! whoever asks gets the last of them: each connection could hold another.
 
-use std::{fmt, mem, sync::Arc, time::Instant};
+use std::{
+    fmt::{self, Write as _},
+    mem,
+    sync::Arc,
+    time::Instant,
+};
 
 use axum::{
     Router,
-    body::Bytes,
+    body::{Body, Bytes},
     extract::State,
     http::{
         HeaderMap, StatusCode,
@@ -22,11 +28,12 @@ use prometheus_client::{
     encoding::{prometheus_protobuf, text},
     registry::Registry,
 };
-use tokio::sync::Mutex;
+use tokio::{sync::Mutex, task::spawn_blocking};
 
 use super::{
     desk::{Desk, FRESH, Silent},
     families::Families,
+    pieces::{self, Pieces, Sheet},
     process::Process,
     snapshot::Snapshot,
 };
@@ -38,65 +45,64 @@ const INDEX: &str = "weir: its figures for Prometheus are at /metrics\n";
 
 /// Everything that can be asked for.
 pub(super) fn router(desk: Arc<Desk>, cgroups: Option<Reader>) -> Router {
-    let page = Page { desk, cgroups, given: Mutex::default() };
+    let page = Page { desk, cgroups, given: Default::default() };
     Router::new().route("/", get(async || INDEX)).route("/metrics", get(metrics)).with_state(Arc::new(page))
 }
 
 struct Page {
     desk: Arc<Desk>,
     cgroups: Option<Reader>,
-    /// By [`Form`].
-    given: Mutex<[Given; 3]>,
+    /// By [`Form`]. Locked while an answer is written.
+    given: [Arc<Mutex<Given>>; 3],
 }
 
 async fn metrics(State(page): State<Arc<Page>>, headers: HeaderMap) -> Response {
     let accepted = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let form = Form::preferred(accepted);
     match page.answer(form).await {
-        Ok(body) => ([(CONTENT_TYPE, form.content_type())], body).into_response(),
+        Ok(pieces) => ([(CONTENT_TYPE, form.content_type())], Body::new(pieces)).into_response(),
         Err(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("weir: {why}\n")).into_response(),
     }
 }
 
 impl Page {
-    async fn answer(&self, form: Form) -> Result<Bytes, Silent> {
-        let mut given = self.given.lock().await;
-        let given = &mut given[form as usize];
-        if let Some(body) = given.again() {
-            return Ok(body);
+    async fn answer(self: &Arc<Self>, form: Form) -> Result<Pieces, Silent> {
+        let mut given = Arc::clone(&self.given[form as usize]).lock_owned().await;
+        if let Some(written) = given.again() {
+            return Ok(written.into());
         }
         let snapshot = self.desk.figures(FRESH).await?;
-        let before = given.length();
-        let body =
-            form.write(snapshot, self.cgroups.as_ref(), before).ok_or("the figures cannot be written")?;
-        Ok(given.keep(body))
+        let page = Arc::clone(self);
+        let (mut sheet, pieces) = pieces::blank();
+        spawn_blocking(move || {
+            if form.write(snapshot, page.cgroups.as_ref(), &mut sheet).is_some() {
+                given.keep(sheet.end());
+            } else {
+                tracing::error!(?form, "figures cannot be written (ask for another format)");
+            }
+        });
+        Ok(pieces)
     }
 }
 
 /// Answers of one form that somebody may still be reading, the newest last.
 #[derive(Default)]
-struct Given(Vec<(Instant, Bytes)>);
+struct Given(Vec<(Instant, Vec<Bytes>)>);
 
 impl Given {
     /// The last, if it will do.
-    fn again(&mut self) -> Option<Bytes> {
-        let (at, last) = self.0.last().cloned()?;
-        if at.elapsed() < FRESH {
-            return Some(last);
+    fn again(&mut self) -> Option<Vec<Bytes>> {
+        if let Some((at, last)) = self.0.last()
+            && at.elapsed() < FRESH
+        {
+            return Some(last.clone());
         }
-        drop(last);
-        self.0.retain(|(_, body)| !body.is_unique());
-        (self.0.len() >= MOST_READ).then(|| self.0.last().map(|(_, body)| body.clone()))?
+        self.0.retain(|(_, pieces)| !pieces.iter().all(Bytes::is_unique));
+        (self.0.len() >= MOST_READ).then(|| self.0.last().map(|(_, pieces)| pieces.clone()))?
     }
 
-    /// Of the last.
-    fn length(&self) -> usize {
-        self.0.last().map_or(0, |(_, body)| body.len())
-    }
-
-    fn keep(&mut self, body: Bytes) -> Bytes {
-        self.0.push((Instant::now(), body.clone()));
-        body
+    fn keep(&mut self, pieces: Vec<Bytes>) {
+        self.0.push((Instant::now(), pieces));
     }
 }
 
@@ -158,23 +164,21 @@ impl Form {
         best.0
     }
 
-    /// `None` where the form has no way to say it. As long as `before`, nearly always.
-    fn write(self, snapshot: Arc<Snapshot>, cgroups: Option<&Reader>, before: usize) -> Option<Bytes> {
+    /// `None` where the form has no way to say it.
+    fn write(self, snapshot: Arc<Snapshot>, cgroups: Option<&Reader>, to: &mut Sheet) -> Option<()> {
         let cgroups = cgroups.map(Reader::read).unwrap_or_default().into();
         let families = Families { snapshot, process: Process::now(), cgroups };
         let mut registry = Registry::default();
         registry.register_collector(Box::new(families));
-        let mut body = String::with_capacity(before + before / 64);
         match self {
-            Self::Open => text::encode(&mut body, &registry).ok()?,
+            Self::Open => text::encode(to, &registry).ok()?,
             Self::Plain => {
-                let mut older = Older { text: body, line: String::new(), help: String::new() };
+                let mut older = Older { to, line: String::new(), help: String::new() };
                 text::encode_registry(&mut older, &registry).ok()?;
-                body = older.text;
             }
-            Self::Messages => return Some(prometheus_protobuf::encode_to_vec(&registry).ok()?.into()),
+            Self::Messages => to.add(prometheus_protobuf::encode_to_vec(&registry).ok()?),
         }
-        Some(body.into())
+        Some(())
     }
 }
 
@@ -183,34 +187,32 @@ impl Form {
 ///
 /// It is written as it is told and not made of the whole of it: a second copy of nine megabytes
 /// took a fifth of a scrape.
-struct Older {
-    text: String,
+struct Older<'a> {
+    to: &'a mut Sheet,
     /// About a family, as far as it is told.
     line: String,
     /// Comes before TYPE, which tells of what kind it is.
     help: String,
 }
 
-impl fmt::Write for Older {
+impl fmt::Write for Older<'_> {
     /// A line about a family begins with a piece of its own.
     fn write_str(&mut self, piece: &str) -> fmt::Result {
-        let is_about =
-            piece.starts_with('#') && self.text.as_bytes().last().is_none_or(|last| *last == b'\n');
+        let is_about = piece.starts_with('#') && self.to.is_at_line();
         if self.line.is_empty() && !is_about {
-            self.text.push_str(piece);
-            return Ok(());
+            return self.to.write_str(piece);
         }
         self.line.push_str(piece);
         if self.line.ends_with('\n') {
-            self.tell();
+            self.tell()?;
             self.line.clear();
         }
         Ok(())
     }
 }
 
-impl Older {
-    fn tell(&mut self) {
+impl Older<'_> {
+    fn tell(&mut self) -> fmt::Result {
         if self.line.starts_with("# HELP ") {
             mem::swap(&mut self.help, &mut self.line);
         } else if let Some(of) = self.line.strip_prefix("# TYPE ") {
@@ -222,15 +224,14 @@ impl Older {
             };
             let said =
                 self.help.strip_prefix("# HELP ").and_then(|help| help.strip_prefix(name)).unwrap_or("\n");
-            self.text.push_str(&format!("# HELP {name}{suffix}{said}# TYPE {name}{suffix} {kind}\n"));
+            writeln!(self.to, "# HELP {name}{suffix}{said}# TYPE {name}{suffix} {kind}")?;
         }
+        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fmt::Write as _;
-
     use super::*;
 
     #[test]
@@ -238,17 +239,25 @@ mod tests {
         let mut given = Given::default();
         let mut ask = |number: usize| {
             given.0.iter_mut().for_each(|(at, _)| *at -= FRESH);
-            given.again().unwrap_or_else(|| given.keep(Bytes::from(vec![0; number])))
+            let again = given.again();
+            again.unwrap_or_else(|| {
+                let written = vec![Bytes::from(vec![0; number]), Bytes::from(vec![0; 1])];
+                given.keep(written.clone());
+                written
+            })
         };
         let mut readers: Vec<_> = (1..=16).map(&mut ask).collect();
-        let lengths: Vec<_> = readers.iter().map(Bytes::len).collect();
+        let length = |pieces: &Vec<Bytes>| pieces[0].len();
+        let lengths: Vec<_> = readers.iter().map(length).collect();
         assert_eq!(lengths[..4], [1, 2, 3, 3]);
         assert!(lengths[3..].iter().all(|length| *length == 3));
-        // The first has read all of it: there is room for another.
+        // The first has read some of it, and then all: there is room for another.
+        readers[0].pop();
+        assert_eq!(length(&ask(16)), 3);
         readers.remove(0);
-        assert_eq!((ask(17).len(), ask(18).len()), (17, 17));
+        assert_eq!((length(&ask(17)), length(&ask(18))), (17, 17));
         readers.clear();
-        assert_eq!(ask(19).len(), 19);
+        assert_eq!(length(&ask(19)), 19);
     }
 
     #[test]
@@ -280,8 +289,9 @@ mod tests {
                       weir_disk_read_bytes_total{disk=\"# TYPE\"} 1\n\
                       # HELP weir_build_info About.\n# TYPE weir_build_info gauge\nweir_build_info{version=\"1\"} 1\n\
                       # HELP weir_disk_size_bytes Size.\n# TYPE weir_disk_size_bytes gauge\n";
-        let mut older = Older { text: String::new(), line: String::new(), help: String::new() };
+        let (mut sheet, _reader) = pieces::blank();
+        let mut older = Older { to: &mut sheet, line: String::new(), help: String::new() };
         open.concat().into_iter().try_for_each(|piece| older.write_str(piece)).unwrap();
-        assert_eq!(older.text, expect);
+        assert_eq!(sheet.end().concat(), expect.as_bytes());
     }
 }

@@ -31,6 +31,7 @@ mod metrics;
 mod objects;
 mod patient;
 mod peer;
+mod pieces;
 mod preview;
 mod previews;
 mod process;

@@ -74,7 +74,9 @@ pub(super) fn run(
     begin: impl FnOnce(),
     stopped: oneshot::Receiver<()>,
 ) -> io::Result<()> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+    // The other threads of it write long answers.
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    let runtime = runtime.enable_io().enable_time().thread_name("metrics").build()?;
     runtime.block_on(async {
         // Files of Unix sockets are removed once nobody listens.
         let mut files = Vec::new();
