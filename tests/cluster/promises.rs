@@ -47,7 +47,9 @@ fn promises_of_all_hosts_fit_into_the_limit() {
     // Whatever promises is known to all before it is done.
     assert!(hosts.iter().all(|host| promise(host, "0")));
     let at_etcd = || etcd.control(&["get", "--print-value-only", "/weir/v1/lab/all/promise/b"]).succeeds();
-    until("nothing is promised", || !at_etcd().contains("2900"));
+    until("nothing is promised", || {
+        !at_etcd().contains("2900") && hosts.iter().all(|host| promised(host).is_none())
+    });
     let mut qmp = Qmp::negotiated(&hosts[1].control);
     let inner = json!({ "qom-type": "throttle-group", "id": "inner", "x-weir-parent": "gold", "x-weir-iops-reservation": 600 });
     qmp.command("object-add", inner);

@@ -44,10 +44,12 @@ struct Ways {
     refuses: Option<(u16, u32)>,
     /// A command that is carried out, and not answered until the test says so.
     holds: Option<u16>,
+    /// A command at which it breaks off.
+    breaks: Option<u16>,
 }
 
 const ORDINARY: Ways =
-    Ways { flags: USUAL, size: MIB, blocks: [1, 4096, 32 << 20], refuses: None, holds: None };
+    Ways { flags: USUAL, size: MIB, blocks: [1, 4096, 32 << 20], refuses: None, holds: None, breaks: None };
 
 #[derive(Default)]
 struct State {
@@ -169,7 +171,7 @@ fn answer(stream: &mut UnixStream, shared: &Shared, ways: Ways, number: usize) -
         let command = u16::from_be_bytes(header[6..8].try_into().unwrap());
         let offset = u64::from_be_bytes(header[16..24].try_into().unwrap()) as usize;
         let length = u32::from_be_bytes(header[24..].try_into().unwrap()) as usize;
-        if command == LEAVE {
+        if command == LEAVE || ways.breaks == Some(command) {
             return Ok(());
         }
         let mut data = vec![0; if command == WRITE { length } else { 0 }];
@@ -239,6 +241,23 @@ fn refused_after_a_break(command: u16, errno: u32, request: &str, name: &str) {
 fn what_was_in_flight_at_a_break_is_its_askers_affair_alone() {
     refused_after_a_break(ZEROES, 95, "h.zero(4096, 0, nbd.CMD_FLAG_FAST_ZERO)", "EOPNOTSUPP");
     refused_after_a_break(WRITE, 28, "h.pwrite(b'z' * 4096, 0)", "ENOSPC");
+}
+
+#[test]
+fn a_request_that_breaks_every_connection_fails_and_its_server_is_left_in_peace() {
+    let (scratch, disk) = (Scratch::new(), vec![0; MIB as usize]);
+    let at = scratch.socket("back");
+    let server = Other::start(&at, disk, Ways { breaks: Some(READ), ..ORDINARY });
+    let weir = in_front(&scratch, &uri(&at, ""), &["-f", "raw", "--reconnect-delay", "2s"]);
+    let refused = "import errno\ntry:\n    h.pread(4096, 0)\n    raise SystemExit('it was answered')\n\
+                   except nbd.Error as e:\n    assert e.errnum == errno.EIO, e";
+    weir.nbdsh("front", refused);
+    // After 0.2, 0.4, and then 0.5 s each.
+    let connections = server.shared.lock().next_number;
+    assert!(connections <= 8, "{connections} connections");
+    weir.nbdsh("front", "h.pwrite(b'x' * 4096, 0)\nh.flush()");
+    weir.stop();
+    server.stop();
 }
 
 #[test]

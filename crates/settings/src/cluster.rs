@@ -47,7 +47,16 @@ impl FromStr for Etcd {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let rule = || "is not the address of etcd; write http://HOST:PORT or https://HOST:PORT".to_owned();
+        let rule = || {
+            let more = match text {
+                _ if text.contains(',') => {
+                    ", and several as a list: etcd = [\"http://A:2379\", \"http://B:2379\"]"
+                }
+                _ if text.contains('@') => "; who asks stands in user and password-file",
+                _ => "",
+            };
+            format!("is not the address of etcd; write http://HOST:PORT or https://HOST:PORT{more}")
+        };
         let (tls, rest) = match text.split_once("://") {
             Some(("http", rest)) => (false, rest),
             Some(("https", rest)) => (true, rest),

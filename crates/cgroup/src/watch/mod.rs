@@ -84,6 +84,8 @@ const FILE: Duration = Duration::from_millis(100);
 const KEEP: Duration = Duration::from_secs(2);
 /// Pools verified each time: more would be a load of its own where there are thousands.
 const VERIFIED: usize = 64;
+/// After which what goes on failing is told again.
+const REMINDER: Duration = Duration::from_secs(60);
 /// Limits for which the usual number of open files is enough.
 const FEW: usize = 200;
 
@@ -157,7 +159,7 @@ struct Watch {
     /// Of the daemon's cluster.
     lending: Option<Lending>,
     /// Why nothing more is lent, logged already.
-    not_lent: Option<String>,
+    not_lent: Option<Instant>,
 }
 
 impl Watch {
@@ -311,11 +313,11 @@ impl Watch {
                 if is_published { due } else { Vec::new() }
             }
             Err(error) => {
-                let text = format!("{error:#}");
-                if self.not_lent.as_ref() != Some(&text) {
-                    tracing::error!("{text}; nothing more is lent to control groups meanwhile");
+                // It is tried again many times a second, and names of files differ each time.
+                if self.not_lent.is_none_or(|told| now >= told + REMINDER) {
+                    tracing::error!("{error:#}; nothing more is lent to control groups meanwhile");
+                    self.not_lent = Some(now);
                 }
-                self.not_lent = Some(text);
                 Vec::new()
             }
         }
@@ -556,6 +558,14 @@ impl Watch {
         self.systemd.is_to_hear_of(new);
         self.systemd.tell(&self.hierarchy, &self.path, &self.kept);
     }
+}
+
+/// Whether limits of control groups can be watched on this machine.
+///
+/// # Errors
+/// Why not.
+pub fn check_machine() -> anyhow::Result<()> {
+    check(&Hierarchy::discover(Roots::default())?)
 }
 
 fn check(hierarchy: &Hierarchy) -> anyhow::Result<()> {

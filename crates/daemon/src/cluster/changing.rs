@@ -144,7 +144,11 @@ fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) ->
     }
     let first = before.map_or(safe_share_ppm, |group| group.safe_share_ppm);
     let group = Group::of(&limits, hosts, change.safe_share_ppm.unwrap_or(first), number, draw() as u32);
-    group.spec()?;
+    let is_of_file = change.safe_share_ppm.is_none() && before.is_none() && safe_share_ppm.is_some();
+    group.spec().map_err(|why| match is_of_file && why.starts_with("safe-share: ") {
+        true => format!("{why}; it is that of [cluster] in this host's config file"),
+        false => why,
+    })?;
     Ok(group)
 }
 

@@ -35,6 +35,11 @@ pub(super) struct Leading {
     asked: Instant,
     kept_at: Instant,
     leaders: BTreeMap<String, Leader>,
+    /// Since when nobody else can have led: by then it was elected, or its key was found still
+    /// there after a time in which it could have ended.
+    alone: Instant,
+    /// When it last divided a group that has no limits any more.
+    dropped: BTreeMap<String, Instant>,
     /// What was said last, for groups whose limits come later.
     reports: BTreeMap<String, BTreeMap<String, Report>>,
     heard: BTreeMap<String, Instant>,
@@ -68,6 +73,7 @@ impl Leading {
             etcd.revoke_lease(lease).await?;
             return Ok(None);
         }
+        let alone = now();
         let term = Term { revision: done.revision.cast_unsigned(), nonce: leader.nonce };
         let (reports_at, found, watching) = read_reports(known, etcd).await?;
         let mut leading = Self {
@@ -78,6 +84,8 @@ impl Leading {
             asked,
             kept_at: asked,
             leaders: BTreeMap::new(),
+            alone,
+            dropped: BTreeMap::new(),
             reports: BTreeMap::new(),
             heard: BTreeMap::new(),
             grants: BTreeMap::new(),
@@ -119,6 +127,10 @@ impl Leading {
         let asked = self.kept_at;
         if !etcd.keep_lease(self.lease).await? {
             return Ok(false);
+        }
+        if asked >= self.asked + policy::cluster::Timing::DEFAULT.term_lease() {
+            // This process has slept: etcd may have had another leader, and lost it again.
+            self.alone = now();
         }
         self.asked = asked;
         self.leaders.values_mut().for_each(|leader| leader.kept_alive(asked));
@@ -175,14 +187,23 @@ impl Leading {
     fn follow(&mut self, known: &Known) {
         let at = now();
         let is_understood = |name: &String| !known.not_understood.contains_key(name);
-        self.leaders.retain(|name, _| known.groups.contains_key(name) && is_understood(name));
+        let dropped = &mut self.dropped;
+        self.leaders.retain(|name, _| {
+            let stays = known.groups.contains_key(name) && is_understood(name);
+            if !stays {
+                dropped.insert(name.clone(), at);
+            }
+            stays
+        });
         for (name, stored) in known.groups.iter().filter(|(name, _)| is_understood(name)) {
             if let Some(leader) = self.leaders.get_mut(name) {
                 leader.on_spec(stored.spec, at);
                 continue;
             }
-            // What may be in force of it is counted from its election on, which is longer.
-            let mut leader = Leader::new(self.term, stored.spec, known.timing, self.asked, at);
+            // Limits that come later do not wait as if somebody else had lent them: their hosts
+            // would have their safe shares meanwhile.
+            let since = self.dropped.remove(name).map_or(self.alone, |at| at.max(self.alone));
+            let mut leader = Leader::new(self.term, stored.spec, known.timing, self.asked, since);
             for (host, report) in self.reports.get(name).into_iter().flatten() {
                 leader.on_report(host, report.into(), at);
             }

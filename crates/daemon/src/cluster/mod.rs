@@ -105,8 +105,20 @@ pub(crate) async fn check(plan: &Plan) -> anyhow::Result<()> {
         anyhow::Ok(of_each(Keys::of(&settings.name), own, terms)?)
     });
     let answers = asked.await.with_context(|| format!("cluster {name}"))?;
-    let has_answer = answers.iter().any(Result::is_ok);
-    let mut errors: Vec<_> = answers.into_iter().filter_map(Result::err).collect();
+    let (mut errors, mut first) = (Vec::new(), None);
+    for answer in answers {
+        match answer {
+            Ok(answer) => first = first.or(Some(answer)),
+            Err(error) => errors.push(error),
+        }
+    }
+    let has_answer = first.is_some();
+    let specs = first.iter().flat_map(|first| &first.specs);
+    for (group, _) in specs.filter(|(_, spec)| !spec.limits().is_unlimited()) {
+        if plan.groups.iter().any(|own| own.name == *group && !own.cluster) {
+            warn_of_namesake(group, name);
+        }
+    }
     // What a start fails with stands last.
     errors.sort_by_key(|error| matches!(error, Error::Refused(_)));
     let last = errors.pop_if(|_| !has_answer);
@@ -125,6 +137,16 @@ pub(crate) async fn check(plan: &Plan) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// A group of this host is called as one of the cluster's, and is none: that may be a slip, by
+/// which a tenant has more than its limit.
+fn warn_of_namesake(group: &str, cluster: &str) {
+    tracing::warn!(
+        group,
+        cluster,
+        "the cluster has limits for a group of this name, and this host's takes no part in them: what passes here comes on top (cluster = true in [group.{group}], or another name)"
+    );
 }
 
 /// The daemon around it.
@@ -440,18 +462,13 @@ impl Cluster {
         }
     }
 
-    /// A group of this host that is called as one of the cluster's, and is none: that may be a
-    /// slip, by which a tenant has more than its limit.
+    /// As [`warn_of_namesake`], once.
     fn tell_namesakes(&self, around: &dyn Surroundings) {
         let mut told = self.told_namesakes.borrow_mut();
         for (group, spec) in &*self.specs.borrow() {
             let is_namesake = !spec.limits().is_unlimited() && !self.has(group) && around.has_group(group);
             if is_namesake && told.insert(group.clone()) {
-                tracing::warn!(
-                    %group,
-                    cluster = self.name,
-                    "the cluster has limits for a group of this name, and this host's takes no part in them: what passes here comes on top (cluster = true in [group.{group}], or another name)"
-                );
+                warn_of_namesake(group, &self.name);
             } else if !is_namesake {
                 told.remove(group);
             }

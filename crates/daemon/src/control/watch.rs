@@ -148,6 +148,10 @@ impl InUse {
     }
 }
 
+fn answers(disk: &str) -> News {
+    News::new(Kind::StorageAnswers, format!("the storage of disk {disk} answers again")).of_disk(disk)
+}
+
 impl Watch {
     /// What is there already is no news.
     fn adopt(&mut self, inventory: &Inventory) {
@@ -195,14 +199,18 @@ impl Watch {
             let is_late = age >= LATE;
             if is_late && !was_told {
                 let seconds = age.as_secs();
-                tracing::warn!(disk = name, seconds, "its storage does not answer: requests wait for it");
+                let message =
+                    format!("the storage of disk {name} does not answer: a request has waited {seconds} s");
+                let news = News::new(Kind::StorageSilent, message).of_disk(&name).with("seconds", seconds);
+                let connected = storage.remote().map(|remote| remote.is_connected);
+                inventory.events.tell(news.with("connected", connected));
             } else if was_told && !is_late {
-                tracing::info!(disk = name, "its storage answers again");
+                inventory.events.tell(answers(&name));
             }
             self.unanswered.insert(name, is_late);
         }
-        for (disk, _) in before.into_iter().filter(|(_, was_told)| *was_told) {
-            tracing::info!(disk, "its storage answers again");
+        for (name, _) in before.into_iter().filter(|(_, was_told)| *was_told) {
+            inventory.events.tell(answers(&name));
         }
         self.unanswered.values().all(|is_told| *is_told)
     }

@@ -72,6 +72,8 @@ kinds! {
     DiskStopped "disk_stopped" Error
     DiskResumed "disk_resumed" Info
     BackingFileChanged "backing_file_changed" Error
+    StorageSilent "storage_silent" Warning
+    StorageAnswers "storage_answers" Info
     DeviceSlow "device_slow" Warning
     DeviceRecovered "device_recovered" Info
     ClientIn "client_in" Info

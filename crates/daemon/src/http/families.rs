@@ -258,11 +258,30 @@ fn of_disks(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     to.gauges("weir_disk_stopped", help, each(|disk| disk.is_stopped.into()))?;
     let help = "Whether somebody else changed a file below an image.";
     to.gauges("weir_disk_backing_changed", help, each(|disk| disk.has_changed_below.into()))?;
+    far_away(to, disks)?;
     let memory = disks.iter().flat_map(|disk| {
         [("reserved", disk.reserved_bytes), ("requests", disk.requests_bytes)]
             .map(|(owner, bytes)| ([("disk", &*disk.name), ("owner", owner)], bytes))
     });
     to.gauges("weir_disk_memory_bytes", "What a disk has of the memory for data.", memory)
+}
+
+/// Of disks in Ceph and at NBD servers.
+fn far_away(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
+    let waited =
+        disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], disk.oldest_request?.as_secs_f64())));
+    let help = "How long the oldest request has waited for a storage far away; 0 where none waits.";
+    to.gauges("weir_disk_oldest_request_seconds", help, waited)?;
+    let servers = || disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], disk.remote?)));
+    let help = "Whether there is a connection to the NBD server.";
+    let rows = servers().map(|(labels, server)| (labels, u64::from(server.is_connected)));
+    to.gauges("weir_disk_server_connected", help, rows)?;
+    let help = "How often a connection to the NBD server was made anew.";
+    let rows = servers().map(|(labels, server)| (labels, server.reconnections));
+    to.counters("weir_disk_server_reconnections", help, rows)?;
+    let help = "What is kept until the NBD server has flushed it.";
+    let rows = servers().map(|(labels, server)| (labels, server.unflushed_bytes));
+    to.gauges("weir_disk_unflushed_bytes", help, rows)
 }
 
 /// A disk that has done nothing has no samples here, nor one that never waited: they would be most

@@ -21,6 +21,7 @@ use block::{
     measures::Measures,
     memory::{Budget, Usage},
     reactor::{RingTotals, Worker, now},
+    storage::nbd::Remote,
 };
 use export::nbd::Refused;
 use policy::{
@@ -84,6 +85,10 @@ pub(super) struct DiskFigures {
     pub(super) errors: Errors,
     pub(super) is_stopped: bool,
     pub(super) has_changed_below: bool,
+    /// How long the oldest request has waited for a storage that is far away; zero for none.
+    pub(super) oldest_request: Option<Duration>,
+    /// Of a disk at an NBD server.
+    pub(super) remote: Option<Remote>,
     pub(super) reserved_bytes: u64,
     pub(super) requests_bytes: u64,
     pub(super) throttle: ThrottleFigures,
@@ -190,7 +195,7 @@ fn recording(running: &Running) -> Option<RecordingFigures> {
 
 fn disk(running: &RunningDisk) -> DiskFigures {
     let disk = &running.disk;
-    let member = disk.throttle();
+    let (member, storage) = (disk.throttle(), disk.image().storage());
     let DiskSettings { limits, share, watermark } = member.settings();
     let caches = match disk.image() {
         Image::Qcow2(qcow2) => Some((qcow2.cache_statistics(), qcow2.refcount_statistics())),
@@ -207,6 +212,8 @@ fn disk(running: &RunningDisk) -> DiskFigures {
         errors: disk.failures().errors(),
         is_stopped: disk.failures().stopped_by().is_some(),
         has_changed_below: disk.image().has_changed_below(),
+        oldest_request: storage.is_far().then(|| storage.oldest_request().unwrap_or_default()),
+        remote: storage.remote(),
         reserved_bytes: disk.memory().reserved(),
         requests_bytes: disk.memory().used(),
         throttle: ThrottleFigures {

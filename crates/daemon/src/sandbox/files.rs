@@ -35,6 +35,8 @@ use crate::listen::directory_of;
 const LEAST: ABI = ABI::V2;
 /// What rules for files were written for: truncation, devices' ioctls.
 const BEST: ABI = ABI::V5;
+/// Of a config file of Ceph's.
+const MOST_CONFIG_BYTES: u64 = 1 << 20;
 
 /// Readable whoever runs: what the C library, TLS and backtraces look at.
 const PUBLIC: [&str; 15] = [
@@ -231,7 +233,9 @@ impl Rules {
     /// A config file, and the keyrings that it names.
     fn beside_of_ceph(&mut self, path: &Path) -> anyhow::Result<()> {
         self.beside(path)?;
-        let text = fs::read_to_string(path).unwrap_or_default();
+        // What has no end, or waits for who writes to it, is refused when the cluster is called.
+        let is_file = fs::metadata(path).is_ok_and(|file| file.is_file() && file.len() <= MOST_CONFIG_BYTES);
+        let text = if is_file { fs::read_to_string(path).unwrap_or_default() } else { String::new() };
         let named = text.lines().filter_map(|line| line.split_once('='));
         let keyrings = named.filter(|(key, _)| key.trim() == "keyring");
         for keyring in keyrings.flat_map(|(_, value)| value.split(',')) {

@@ -144,6 +144,10 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others) -> Vec<anyhow::Error>
         let error = Token::read(http.token_file.as_deref()?).err()?;
         Some(at(service.http_token_file.as_ref().map(|said| &said.place), error))
     }));
+    found.extend(service.cgroup_limits.as_ref().and_then(|said| {
+        let error = cgroup::watch::check_machine().err()?;
+        Some(at(Some(&said.place), error))
+    }));
     let place = service.cluster.as_ref().map(|said| &said.place);
     found.extend(cluster::check(plan).await.err().map(|error| at(place, error)));
     found.extend(service.record.as_ref().and_then(|Said { value: record, place }| {
@@ -199,7 +203,9 @@ async fn images(
         if !planned.qcow2.secrets.iter().all(is_kept) {
             continue;
         }
-        let looked = looking::alone(planned);
+        let mut looked = looking::alone(planned);
+        // Of an image elsewhere nobody tells whether it is the daemon that serves this file.
+        looked.force_share |= others == Others::MayHave;
         let group = planned.group.and_then(|index| groups.get(index));
         let opened = async {
             let image = assembly.open(&looked).await?;

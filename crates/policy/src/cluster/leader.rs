@@ -139,20 +139,21 @@ pub struct Leader {
 }
 
 impl Leader {
-    /// The winner of an election that was asked for at `asked` and won by `now`.
-    pub fn new(term: Term, spec: Spec, timing: Timing, asked: Instant, now: Instant) -> Self {
+    /// The winner of an election that was asked for at `asked` and won by `won`, since when nobody
+    /// else has lent anything of this group.
+    pub fn new(term: Term, spec: Spec, timing: Timing, asked: Instant, won: Instant) -> Self {
         let mut leader = Self {
             term,
             spec,
             timing,
             valid_until: asked,
             is_deposed: false,
-            unknown_until: now + timing.lease + timing.margin(),
+            unknown_until: won + timing.lease + timing.margin(),
             found: [0; 6],
             counted: BTreeSet::new(),
             members: BTreeMap::new(),
             room: [0; 6],
-            next: now,
+            next: won,
             ticked: Instant::ZERO,
         };
         leader.kept_alive(asked);

@@ -75,7 +75,7 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
                 "what was known last is shown, as etcd cannot be asked: {why}"
             ));
         }
-        return Ok(if arguments.json { print_json(group) } else { print(&of_all(group)) }?);
+        return Ok(if arguments.json { print_json(group) } else { print(&of_all(group, &settings)) }?);
     }
     asked.insert("group".to_owned(), json!(arguments.name));
     let done = client.execute("x-weir-cluster-set", Value::Object(asked))?;
@@ -131,10 +131,11 @@ fn unused(group: &str) -> anyhow::Error {
     )
 }
 
-fn of_all(group: &Value) -> String {
+fn of_all(group: &Value, settings: &Settings) -> String {
     let mut rows: Vec<(&str, String)> = Vec::new();
-    for (name, value) in group["limits"].as_object().into_iter().flatten() {
-        rows.push((name, value.to_string()));
+    let is_set = |name: &Name| name.of(settings) != name.default() && *name != Name::Weight;
+    for name in Name::of_throttle().filter(is_set) {
+        rows.push((name.text(), name.show(&name.of(settings))));
     }
     rows.push(("hosts", group["most-hosts"].to_string()));
     if let Some(ppm) = group["safe-share-ppm"].as_u64() {

@@ -15,9 +15,10 @@
 //! it.
 //!
 //! If one connection of a session breaks, all end: nobody knows whether the server is still the
-//! same. From then on it is tried to connect again, at once (after a moment, if the session has
-//! only just begun) and then ever more seldom, for as long as the disk exists. Requests wait for
-//! that as long as `reconnect_delay` says, counted from the break; after it they fail. Once
+//! same. From then on it is tried to connect again, at once and then ever more seldom, for as long
+//! as the disk exists; a session in which nothing was answered counts as an attempt that failed.
+//! Requests wait for that as long as `reconnect_delay` says, counted from the break, and from the
+//! first one that they met themselves: a request that breaks each connection fails too. Once
 //! connected:
 //! 1. what was acknowledged and never flushed is written again ([`Unflushed`]);
 //! 2. requests that were in flight are asked again, by those who asked. None of them had been
@@ -74,6 +75,8 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 /// Between attempts to connect: at first, and at most.
 pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(100);
 pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// Lines of the log about breaks that are written at once, before it is one a second.
+const BREAKS_IN_FULL: u64 = 3;
 /// Writes that are written again at once.
 const AGAIN_AT_ONCE: usize = 64;
 
@@ -147,6 +150,8 @@ pub(super) struct Link {
     next_request: AtomicU64,
     reconnections: AtomicU64,
     complaints: Seldom,
+    breaks_told: Seldom,
+    returns_told: Seldom,
 }
 
 #[derive(Debug)]
@@ -154,6 +159,10 @@ struct State {
     session: u64,
     /// When it began.
     began: Instant,
+    /// Whether something was answered in it.
+    has_answered: bool,
+    /// Before the next attempt, counted from the beginning of the session.
+    pause: Duration,
     about: About,
     stage: Stage,
     unflushed: Unflushed,
@@ -215,6 +224,8 @@ impl Link {
         let state = State {
             session: 0,
             began: now(),
+            has_answered: false,
+            pause: FIRST_PAUSE,
             about: about.clone(),
             stage: Stage::Ready(Box::new(established)),
             unflushed: Unflushed::default(),
@@ -236,6 +247,8 @@ impl Link {
             next_request: AtomicU64::new(0),
             reconnections: AtomicU64::new(0),
             complaints: Seldom::default(),
+            breaks_told: Seldom::default(),
+            returns_told: Seldom::default(),
         })
     }
 
@@ -272,6 +285,11 @@ impl Link {
         in_flight.first_key_value().map(|(_, began)| reactor::real_time() - *began)
     }
 
+    /// Between sessions in which nothing is answered.
+    fn longest_pause(&self) -> Duration {
+        (self.terms.reconnect_delay / 4).clamp(FIRST_PAUSE, LONGEST_PAUSE)
+    }
+
     fn retries(&self) -> bool {
         !self.terms.reconnect_delay.is_zero()
     }
@@ -289,21 +307,31 @@ impl Link {
     /// The same; `then` notes that it succeeded, before the session of the answer can end.
     async fn ask_then(self: &Arc<Self>, ask: Ask, then: impl FnOnce(&mut State)) -> Result<Answer> {
         let _in_flight = self.enter();
+        let mut until = None;
         loop {
             let way = self.way().await?;
             match way.ask(&ask).await {
                 // It was not asked, or only by a thread that has ended.
                 None => {}
-                Some(Err(GONE)) if self.retries() => self.note_break(&way),
+                Some(Err(GONE)) if self.retries() => {
+                    self.note_break(&way);
+                    if *until.get_or_insert(now() + self.terms.reconnect_delay) <= now() {
+                        return Err(Error::IO);
+                    }
+                }
                 Some(Err(GONE)) => return Err(Error::IO),
                 Some(Ok(answer)) => {
                     let mut state = self.lock();
                     if state.session == way.session() || !ask.is_lasting() || !self.retries() {
+                        state.has_answered = true;
                         then(&mut state);
                         return Ok(answer);
                     }
                 }
-                Some(Err(error)) => return Err(error),
+                Some(Err(error)) => {
+                    self.lock().has_answered = true;
+                    return Err(error);
+                }
             }
             drop(way);
             reactor::yield_now().await;
@@ -374,6 +402,7 @@ impl Link {
     fn written(&self, breaks: u64, force: bool, result: Result<()>) -> Result<()> {
         let result = result.map_err(|error| if error == GONE { Error::IO } else { error });
         let mut state = self.lock();
+        state.has_answered |= result.is_ok();
         if result.is_ok() && !force && self.terms.flushes && state.about.can_flush() {
             state.written += 1;
             // Its answer came before the break, and is heard after it.
@@ -623,6 +652,11 @@ impl Home for Link {
                 return;
             }
             state.session += 1;
+            state.pause = match std::mem::take(&mut state.has_answered) {
+                true => FIRST_PAUSE,
+                // Whoever waits meanwhile is not to give up because of it.
+                false => (2 * state.pause).clamp(FIRST_PAUSE, self.longest_pause()),
+            };
             state.breaks += u64::from(by == Break::Server);
             let patience = match by {
                 Break::Server => self.terms.reconnect_delay,
@@ -639,8 +673,10 @@ impl Home for Link {
             forgotten
         };
         let nbd = &self.terms.name;
-        if by == Break::Server {
-            tracing::warn!(%nbd, why, "the connection to the server is lost");
+        if by == Break::Server
+            && let Some(left_out) = self.breaks_told.line_of(now(), BREAKS_IN_FULL)
+        {
+            tracing::warn!(%nbd, why, left_out, "the connection to the server is lost");
         }
         if forgotten {
             tracing::error!(

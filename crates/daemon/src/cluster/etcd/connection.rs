@@ -12,7 +12,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, ensure};
-use block::nbd::keys;
+use block::{nbd::keys, plain::plain};
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::{
     Request, Response, StatusCode,
@@ -46,6 +46,8 @@ const X509_V_ERR_IP_ADDRESS_MISMATCH: i32 = 64;
 const MOST_NAMES: usize = 8;
 /// Of what Go's servers say to a client that speaks no TLS to them.
 const HTTPS: &[u8] = b"HTTP request to an HTTPS server";
+/// Of what etcd's gateway says of a client certificate, to who may be a user.
+const COMMON_NAME: &[u8] = b"CommonName of client";
 /// After which an idle connection is tried, and how often.
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
 
@@ -266,12 +268,19 @@ impl Connection {
         };
         self.has_answered |= sent.is_ok();
         sent.map_err(|error| {
-            let may_be = match self.said.tls || self.has_answered {
-                true => "",
-                false => " (a member that speaks TLS has an address with https://)",
-            };
-            let error = anyhow!(error);
-            Error::Unreachable(anyhow!("etcd {}: {error:#}{may_be}", self.said))
+            let (said, error) = (&self.said, anyhow!(error));
+            Error::Unreachable(match (self.has_answered, said.tls) {
+                (true, _) => anyhow!("etcd {said}: {error:#}"),
+                (false, false) => {
+                    anyhow!("etcd {said}: {error:#} (a member that speaks TLS has an address with https://)")
+                }
+                // With TLS 1.3 a server says so after the handshake, in OpenSSL's words or in none.
+                (false, true) => anyhow!(
+                    "etcd {said}: it hangs up once there is TLS (a member with --client-cert-auth wants \
+                     client-cert.pem and client-key.pem of an authority that it knows, in certificates of \
+                     [cluster])"
+                ),
+            })
         })
     }
 
@@ -287,12 +296,23 @@ impl Connection {
         let answer = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await;
         let answer = answer.map_err(|error| Error::Unreachable(anyhow!("etcd {}: {error}", self.said)))?;
         let answer = answer.to_bytes();
+        let has = |words: &[u8]| answer.windows(words.len()).any(|bytes| bytes == words);
         let not_etcd = |_| {
-            let (what, remedy) = match answer.windows(HTTPS.len()).any(|bytes| bytes == HTTPS) {
-                true => ("speaks TLS", "write https:// in etcd of [cluster]"),
-                false => ("is not etcd's gateway, version 3.4 or newer", "mend etcd of [cluster]"),
+            let why = if has(HTTPS) {
+                "what answers there speaks TLS (write https:// in etcd of [cluster])".to_owned()
+            } else if has(COMMON_NAME) {
+                "its gateway takes no client certificate with a common name (CN) while etcd has users (make \
+                 client-cert.pem without a CN; user and password-file say who asks)"
+                    .to_owned()
+            } else {
+                let first: String = String::from_utf8_lossy(&answer).trim().chars().take(80).collect();
+                format!(
+                    "what answers there is not etcd's gateway, version 3.4 or newer: {status}, {:?} (mend etcd \
+                     of [cluster])",
+                    plain(&first)
+                )
             };
-            Error::Refused(format!("etcd {}: what answers there {what} ({remedy})", self.said))
+            Error::Refused(format!("etcd {}: {why}", self.said))
         };
         serde_json::from_slice(&answer).map(|answer| (status, answer)).map_err(not_etcd)
     }

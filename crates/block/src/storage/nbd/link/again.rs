@@ -6,7 +6,7 @@
 
 use std::sync::{Arc, Weak, atomic::Ordering::Relaxed};
 
-use super::{AGAIN_AT_ONCE, FIRST_PAUSE, LONGEST_PAUSE, Link, Stage};
+use super::{AGAIN_AT_ONCE, BREAKS_IN_FULL, LONGEST_PAUSE, Link, Stage};
 use crate::{
     error::Result,
     nbd::client::{self, About, Established, GONE},
@@ -116,10 +116,14 @@ impl Drop for Trying {
 }
 
 pub(super) async fn reconnect(trying: Trying) {
-    let mut pause = FIRST_PAUSE;
     // A server that takes everybody and serves nobody is not asked without end.
-    let Some(not_before) = trying.link.upgrade().map(|link| link.lock().began + FIRST_PAUSE) else { return };
-    sleep_until(not_before).await;
+    let Some((began, mut pause)) = trying.link.upgrade().map(|link| {
+        let state = link.lock();
+        (state.began, state.pause)
+    }) else {
+        return;
+    };
+    sleep_until(began + pause).await;
     loop {
         let Some(link) = trying.link.upgrade() else { return };
         match link.terms.establish().await {
@@ -131,7 +135,10 @@ pub(super) async fn reconnect(trying: Trying) {
                 match taken {
                     Ok(()) => {
                         link.reconnections.fetch_add(1, Relaxed);
-                        tracing::info!(nbd = %link.terms.name, "connected to the server again");
+                        if let Some(left_out) = link.returns_told.line_of(now(), BREAKS_IN_FULL) {
+                            let nbd = &link.terms.name;
+                            tracing::info!(%nbd, left_out, "connected to the server again");
+                        }
                         return;
                     }
                     Err(why) => link.complain(&why),

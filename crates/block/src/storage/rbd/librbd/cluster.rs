@@ -27,6 +27,8 @@ use crate::{
 /// nobody waits for a disk.
 const PATIENCE_S: &str = "30";
 const OF_CEPH_S: &str = "300";
+/// Of a config file or a keyring.
+const MOST_FILE_BYTES: u64 = 1 << 20;
 
 /// What every command takes, and what `weir serve` has besides.
 const CONFIG: &str = ":conf=FILE behind the image, or --rbd-config of `weir serve`,";
@@ -158,6 +160,17 @@ impl Cluster {
         let failed = |what: &str, error: Error, remedy: &str| {
             OpenError::new(&name, format!("{what}: {error}"), remedy)
         };
+        for path in [&way.config, &way.keyring].into_iter().flatten() {
+            // The library reads whatever there is to its end.
+            if std::fs::metadata(path).is_ok_and(|file| !file.is_file() || file.len() > MOST_FILE_BYTES) {
+                let what = format!("{} is no file, or longer than any of Ceph's", path.display());
+                return Err(OpenError::new(
+                    &name,
+                    what,
+                    "name a config file as ceph.conf(5) has it, or a keyring",
+                ));
+            }
+        }
         let user = way.user.as_deref().map(text);
         let mut handle = std::ptr::null_mut();
         let user_or_null = user.as_ref().map_or(std::ptr::null(), |user| user.as_ptr());
@@ -215,6 +228,13 @@ impl Cluster {
                         "the cluster does not answer: no monitor at {monitors} did so within {seconds} s"
                     ),
                     "start it, or correct mon_host; client_mount_timeout in the config file is how long that may take",
+                )
+            }
+            libc::EACCES | libc::EPERM | libc::EINVAL if user.starts_with("client.client.") => {
+                OpenError::new(
+                    name,
+                    format!("the cluster does not know {user}: {error}"),
+                    "users are named without `client.` here",
                 )
             }
             libc::EACCES | libc::EPERM | libc::EINVAL => OpenError::new(

@@ -42,6 +42,10 @@ const FAST_DIFF: u64 = 1 << 4;
 const MAP_INVALID: u64 = 3;
 /// `RBD_LOCK_MODE_EXCLUSIVE`.
 const EXCLUSIVE: c_int = 0;
+/// How the library calls locks that it takes and gives up by itself.
+const OWN_LOCKS: &str = "auto ";
+/// Room for the names of all who have a lock.
+const MOST_LOCKERS_BYTES: usize = 4096;
 /// The most watchers that are looked at: more are others in any case.
 const MOST_WATCHERS: usize = 64;
 
@@ -158,6 +162,9 @@ impl Image {
             if !self.is_passed {
                 if !how.force_share {
                     self.check_alone(&name, how.read_only)?;
+                }
+                if !how.read_only {
+                    self.check_lockers(&name)?;
                 }
                 if self.is_locked {
                     self.lock(&name)?;
@@ -295,17 +302,64 @@ impl Image {
         Ok(has_lock)
     }
 
+    /// Fails where somebody has locked it by hand: nobody answers for such a lock, and taking the
+    /// library's own would wait for it without end.
+    fn check_lockers(&self, name: &str) -> std::result::Result<(), OpenError> {
+        let by_hand = self.lockers().ok().into_iter().flatten().find(|(_, id)| !id.starts_with(OWN_LOCKS));
+        let Some((client, id)) = by_hand else { return Ok(()) };
+        Err(OpenError::new(
+            name,
+            format!("{client} has locked it by hand, as {id:?}"),
+            format!("`rbd lock rm IMAGE {id:?} {client}` once nobody needs that lock"),
+        ))
+    }
+
+    /// Who has a lock, with what they call it.
+    fn lockers(&self) -> Result<Vec<(String, String)>> {
+        let mut exclusive = 0;
+        let [mut tag, mut clients, mut ids, mut addresses] = [(); 4].map(|()| vec![0_u8; MOST_LOCKERS_BYTES]);
+        let mut lengths = [MOST_LOCKERS_BYTES; 4];
+        let [tag_bytes, clients_bytes, ids_bytes, addresses_bytes] = &mut lengths;
+        // SAFETY: the image is open, and it writes no more of each than there is room for.
+        let listed = unsafe {
+            (self.library.rbd_list_lockers)(
+                self.handle,
+                &raw mut exclusive,
+                tag.as_mut_ptr().cast::<c_char>(),
+                tag_bytes,
+                clients.as_mut_ptr().cast::<c_char>(),
+                clients_bytes,
+                ids.as_mut_ptr().cast::<c_char>(),
+                ids_bytes,
+                addresses.as_mut_ptr().cast::<c_char>(),
+                addresses_bytes,
+            )
+        };
+        let count = outcome(listed as i64)? as usize;
+        // Each text ends with a zero byte.
+        let texts = |bytes: &[u8]| -> Vec<String> {
+            bytes
+                .split(|&byte| byte == 0)
+                .take(count)
+                .map(|text| String::from_utf8_lossy(text).into_owned())
+                .collect()
+        };
+        Ok(texts(&clients).into_iter().zip(texts(&ids)).collect())
+    }
+
     fn lock(&self, name: &str) -> std::result::Result<(), OpenError> {
         let failed = |error: Error| {
-            let why = match self.owner() {
-                Some(owner) => format!("another client has it locked: {owner}"),
-                None => format!("cannot be locked: {error}"),
+            let of_others = "stop it; `rbd lock ls` lists locks, one that has died loses it after 30 s";
+            let (why, remedy) = match self.owner() {
+                Some(owner) => (format!("another client has it locked: {owner}"), of_others),
+                // So of a mirror's copy.
+                None if error == Error::INVALID => (
+                    format!("cannot be locked: {error}"),
+                    "is it a mirror's copy? `rbd mirror image promote` makes it the one to write to; --read-only reads it",
+                ),
+                None => (format!("cannot be locked: {error}"), of_others),
             };
-            OpenError::new(
-                name,
-                why,
-                "stop it; `rbd lock ls` lists locks, one that has died loses it after 30 s",
-            )
+            OpenError::new(name, why, remedy)
         };
         self.acquire().map_err(failed)
     }
@@ -515,8 +569,14 @@ fn refused(address: &Address, error: Error) -> OpenError {
     match (error.errno(), &address.snapshot) {
         (libc::ENOENT, None) => OpenError::new(
             &name,
-            format!("the pool {:?} has no image {:?}", address.pool, address.image),
-            "`rbd ls` lists them, `rbd create` makes one",
+            match &address.namespace {
+                None => format!("the pool {:?} has no image {:?}", address.pool, address.image),
+                Some(namespace) => format!(
+                    "the namespace {namespace:?} of the pool {:?} is not there, or has no image {:?}",
+                    address.pool, address.image
+                ),
+            },
+            "`rbd ls` lists them, `rbd trash ls` those that were thrown away, `rbd create` makes one",
         ),
         (libc::ENOENT, Some(snapshot)) => OpenError::new(
             &name,

@@ -87,6 +87,7 @@ functions! {
     rbd_lock_break(Handle, c_int, *const c_char) -> c_int;
     rbd_lock_get_owners(Handle, *mut c_int, *mut *mut c_char, *mut usize) -> c_int;
     rbd_lock_get_owners_cleanup(*mut *mut c_char, usize);
+    rbd_list_lockers(Handle, *mut c_int, *mut c_char, *mut usize, *mut c_char, *mut usize, *mut c_char, *mut usize, *mut c_char, *mut usize) -> isize;
     rbd_update_watch(Handle, *mut u64, Updated, *mut c_void) -> c_int;
     rbd_update_unwatch(Handle, u64) -> c_int;
     rbd_diff_iterate2(Handle, *const c_char, u64, u64, u8, u8, Found, *mut c_void) -> c_int;
