@@ -68,15 +68,17 @@ test-unit: ## tests in virtual time, and those of one crate: units, properties, 
 
 # The guests and the bench take the program that the tests have made and run: `cargo build` would
 # make another, with other features of its dependencies, for minutes. A guest keeps one processor
-# busy and waits often: three scripts run at a time, the longest first.
+# busy and waits often: three scripts run at a time, the longest first, and beside them what `BESIDE`
+# names, from the beginning.
 test-e2e: ## tests with real clients: the program's own, a browser, a guest's kernel, its disks and its cgroups, every row of the bench
 	@scripts/deps build clients browser containers guest packages
 	@scripts/python-clients
 	@scripts/prometheus
 	@scripts/etcd
 	RUST_TEST_THREADS=$(TEST_THREADS) $(TESTS) --test e2e
-	scripts/side-by-side 3 "bench/run.py --short --weir $(TARGET)/debug/weir" \
-		$(foreach test,tests/guest/block-devices tests/guest/against-weir tests/guest/virtual-machines tests/package/run $(BESIDE),"$(test) $(TARGET)/debug/weir")
+	scripts/side-by-side $(words three at once $(BESIDE)) $(foreach test,$(BESIDE),"$(test) $(TARGET)/debug/weir") \
+		"bench/run.py --short --weir $(TARGET)/debug/weir" \
+		$(foreach test,tests/guest/block-devices tests/guest/against-weir tests/guest/virtual-machines tests/package/run,"$(test) $(TARGET)/debug/weir")
 
 # Not a part of `make test`: it takes 50 MB of packages. `.ci/run` has it.
 test-cluster: ## images of a real Ceph cluster, which it installs and starts: bytes, snapshots, faults, takeovers (about four minutes after the build)

@@ -58,15 +58,17 @@ def _server(stage, kind, queues=1, packed=False, **offer):
 
 
 def taken_over(stage):
-    """Another process goes on, again and again, and nobody connects anew."""
+    """Another process goes on, again and again, and nobody connects anew. The last is killed: so a
+    qcow2 image is without a write cache here too.
+    """
     stage.case("taken-over-raw", lambda: _taken_over(stage, "raw", queues=2))
-    stage.case("taken-over-packed", lambda: _taken_over(stage, "qcow2", packed=True))
+    stage.case("taken-over-packed", lambda: _taken_over(stage, "qcow2", packed=True, write_through=True))
 
 
-def _taken_over(stage, kind, queues=1, packed=False):
+def _taken_over(stage, kind, queues=1, packed=False, **offer):
     if not stage.features.TAKES_OVER:
         raise LeftOut("no other process goes on")
-    server = stage.serve(stage.image("over", kind), kind, queues=queues)
+    server = stage.serve(stage.image("over", kind), kind, queues=queues, **offer)
     machine = stage.machine([Drive(server.socket, queues, packed)], processors=queues)
     make_files(machine, "vda")
     load = Load("vda")

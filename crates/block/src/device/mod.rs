@@ -50,6 +50,10 @@ use crate::{
 
 /// Shorter than this, a use would be that of a few requests.
 const SHORTEST_MEASURE: Duration = Duration::from_millis(20);
+/// Use is told of about as long.
+const A_WHILE: Duration = Duration::from_secs(1);
+/// What was so before is no news.
+const LONG_AGO: Duration = Duration::from_secs(3);
 
 /// A use beyond what any device does: a thousand times what was measured.
 const MOST: u32 = 1_000_000;
@@ -83,7 +87,16 @@ pub struct Device {
     capacity: Option<Capacity>,
     /// When that was measured, in seconds since 1970, where it was and that is known.
     probed_at_s: Option<u32>,
-    last: Mutex<(Meter, u32)>,
+    lately: Mutex<Lately>,
+}
+
+/// What several who ask now and then are told of its use: each of them what was so for a while.
+#[derive(Clone, Copy, Debug, Default)]
+struct Lately {
+    /// Begun at least [`A_WHILE`] before the next.
+    older: Meter,
+    newer: Meter,
+    told: u32,
 }
 
 #[derive(Debug)]
@@ -189,7 +202,7 @@ impl Device {
     }
 
     fn new(kind: Kind, name: String, capacity: Option<Capacity>) -> Self {
-        Self { kind, name, capacity, probed_at_s: None, last: Mutex::new((Meter::default(), 0)) }
+        Self { kind, name, capacity, probed_at_s: None, lately: Mutex::default() }
     }
 
     /// What tells it from others.
@@ -233,18 +246,24 @@ impl Device {
         }
     }
 
-    /// How much of it has been in use lately, in thousandths: since the last time somebody asked
-    /// here, or since it was made.
+    /// How much of it has been in use lately, in thousandths: in the last second to three where it
+    /// is asked often, by whomever, and else since it was asked last, or since it was made.
     ///
     /// # Errors
     /// If its statistics cannot be read; the device may be gone.
     pub fn use_now(&self, now: Instant) -> io::Result<u32> {
-        // The meter and its last answer are replaced together.
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(used) = last.0.measure(self, now)? {
-            last.1 = used;
+        // What was told and where it began are replaced together.
+        let mut lately = self.lately.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_for = |meter: &Meter, time| meter.last.is_none_or(|(at, _)| now - at >= time);
+        let is_old = is_for(&lately.older, LONG_AGO);
+        let mut meter = if is_old { lately.newer } else { lately.older };
+        if let Some(used) = meter.measure(self, now)? {
+            lately.told = used;
         }
-        Ok(last.1)
+        if is_for(&lately.newer, A_WHILE) {
+            (lately.older, lately.newer) = (lately.newer, meter);
+        }
+        Ok(lately.told)
     }
 
     /// What the kernel counts of it, or who imitates it: then since it was made, and it is busy for

@@ -107,6 +107,15 @@ fn an_imitated_device_s_use_is_its_work() {
         // A tenth of a second's work in a fifth.
         assert_eq!(device.use_now(now()).expect("readable"), 500);
         assert_eq!(device.use_now(now()).expect("readable"), 500, "asked again at once, it is the same");
+        // Who asks is told of as long a time, however often others ask.
+        for ms in (1300..=2000).step_by(100) {
+            sleep_until(at(ms)).await;
+            assert_eq!(device.use_now(now()).expect("readable"), 100_000 / (ms as u32 - 1000));
+        }
+        for (ms, expect) in [(2900, 52), (3100, 47), (9000, 0)] {
+            sleep_until(at(ms)).await;
+            assert_eq!(device.use_now(now()).expect("readable"), expect, "{ms}");
+        }
     });
 }
 

@@ -158,7 +158,7 @@ struct Watch {
     known: Known,
     /// Of the daemon's cluster.
     lending: Option<Lending>,
-    /// Why nothing more is lent, logged already.
+    /// When it was logged last that nothing more is lent.
     not_lent: Option<Instant>,
 }
 

@@ -195,6 +195,9 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
         for (told, after) in told.iter_mut().zip(everything(search, &world)?) {
             told.after = Some(after);
         }
+        for (tenant, told) in told.iter().enumerate() {
+            remarks.extend(too_narrow(search, &world, tenant, told)?);
+        }
     }
     let before = config.map(fs::read_to_string).transpose().context("the config file cannot be read")?;
     let lines: Vec<Line> = told.iter().enumerate().map(|(tenant, told)| line(search, tenant, told)).collect();
@@ -220,6 +223,32 @@ fn everything(search: &Search<'_>, world: &crate::simulate::World) -> anyhow::Re
     let all: Vec<usize> = (0..search.arrivals.streams.len()).collect();
     let trial = Trial { world, disks, tenants: tenant_of, count: tenants.len() };
     trial.run(search.arrivals.of(&all), &search.judge, search.stop)
+}
+
+/// What is to be known of a tenant whose own limits alone keep it from the target.
+fn too_narrow(
+    search: &Search<'_>,
+    world: &crate::simulate::World,
+    tenant: usize,
+    told: &Told,
+) -> anyhow::Result<Option<String>> {
+    let Search { house, judge: Judge { target, .. }, .. } = search;
+    let of = &house.tenants[tenant];
+    let misses = told.after.as_ref().is_some_and(|felt| felt.requests > 0 && !felt.holds(target));
+    if !of.is_kept || !misses || told.set.is_some() || house.held(tenant).limits.is_unlimited() {
+        return Ok(None);
+    }
+    let mut world = world.clone();
+    house.limit(&mut world, tenant, Limits::default());
+    let felt = everything(search, &world)?.swap_remove(tenant);
+    Ok(felt.holds(target).then(|| {
+        format!(
+            "{}: its own limits, of the config file, are what keeps it from the target: without them its {} is {}. Raise them, or take them out.",
+            of.name,
+            target.name(),
+            figures::time(felt.latency.value_at_quantile(target.share()))
+        )
+    }))
 }
 
 fn by_itself(search: &Search<'_>, tenant: usize, told: &mut Told, remarks: &mut Vec<String>) {

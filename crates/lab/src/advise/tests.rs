@@ -241,6 +241,22 @@ fn a_noisy_neighbour_is_recorded_advised_upon_and_quiet() {
 }
 
 #[test]
+fn whoever_is_kept_from_the_target_by_its_own_limits_is_told() {
+    let arrivals = noisy_neighbour(1, 60);
+    let said = |rate: u64| {
+        let mut house = house(&arrivals, Some(DEVICE));
+        house.choose(&["a".to_owned()]).unwrap();
+        house.world.disks[0].hold.limits = limits_of([Some(Limit { rate, ..Limit::NONE }), None]);
+        let (stop, judge) = (AtomicBool::new(false), judge(Target::new(99.0, 20 * MS), true, &arrivals));
+        let search = Search { house: &house, arrivals: &arrivals, judge, over_s: 60.0, stop: &stop };
+        let advice = advise(&search, None, &|_| ()).unwrap();
+        (advice.kept, advice.remarks.iter().any(|remark| remark.starts_with("a: its own limits, of the ")))
+    };
+    // It asks for some 100 a second.
+    assert_eq!((said(50), said(10_000)), ((false, true), (true, false)));
+}
+
+#[test]
 fn limits_of_the_noisy_are_as_loose_as_a_scan_of_all_finds() {
     for seed in 10..14 {
         let arrivals = noisy_neighbour(seed, 30);

@@ -7,8 +7,11 @@ use std::{fmt, ops::RangeInclusive, time::Duration};
 /// Keeps sums within 64 bits.
 const MOST_BYTES: u64 = 1 << 50;
 
-/// `key=value,…` not yet taken.
-pub(super) struct Keys<'a>(Vec<(&'a str, &'a str)>);
+/// `key=value,…` not yet taken, and what was asked for.
+pub(super) struct Keys<'a> {
+    left: Vec<(&'a str, &'a str)>,
+    known: Vec<String>,
+}
 
 impl<'a> Keys<'a> {
     pub(super) fn new(text: &'a str) -> Result<Self, String> {
@@ -21,12 +24,13 @@ impl<'a> Keys<'a> {
             }
             pairs.push((key, value));
         }
-        Ok(Self(pairs))
+        Ok(Self { left: pairs, known: Vec::new() })
     }
 
     pub(super) fn take(&mut self, key: &str) -> Option<&'a str> {
-        let at = self.0.iter().position(|(known, _)| *known == key)?;
-        Some(self.0.remove(at).1)
+        self.known.push(key.to_owned());
+        let at = self.left.iter().position(|(said, _)| *said == key)?;
+        Some(self.left.remove(at).1)
     }
 
     pub(super) fn number(
@@ -72,10 +76,12 @@ impl<'a> Keys<'a> {
     }
 
     pub(super) fn finish(self, name: &str) -> Result<(), String> {
-        match self.0.first() {
-            Some((key, _)) => Err(format!("{key:?} is nothing that {name} knows")),
-            None => Ok(()),
-        }
+        let Some((key, _)) = self.left.first() else { return Ok(()) };
+        let advice = match settings::suggest::nearest(key, self.known.iter().map(String::as_str)) {
+            Some(near) => format!("did you mean {near}?"),
+            None => format!("there are {}", self.known.join(", ")),
+        };
+        Err(format!("{key:?} is nothing that {name} knows ({advice})"))
     }
 }
 

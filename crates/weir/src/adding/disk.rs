@@ -33,7 +33,7 @@ Examples:
   weir disk move vm3 --to host2
       To another host of the [cluster], which reaches the same image; its burst does not begin anew.
 
-A disk that is added whole or not at all. What a control socket has no words for (descriptions, bitmaps) is written \
+A disk is added whole or not at all. What a control socket has no words for (descriptions, bitmaps) is written \
 into the config file, which `weir reload` applies; `weir attach` makes devices with mounts and all.";
 
 /// What is done to disks.

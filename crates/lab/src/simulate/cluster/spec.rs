@@ -164,7 +164,7 @@ mod tests {
         assert_eq!(error("drift=500"), "drift=500 is not between 0 and 400");
         assert!(error("safe-share=2").starts_with("safe-share=2 is not a part of a limit"));
         assert_eq!(error("arrivals=odd"), "arrivals=odd is neither even nor random");
-        assert_eq!(error("host=3"), "\"host\" is nothing that --cluster knows");
+        assert_eq!(error("host=3"), "\"host\" is nothing that --cluster knows (did you mean hosts?)");
         assert!(error("hosts").contains("is not of the form key=value"));
     }
 
