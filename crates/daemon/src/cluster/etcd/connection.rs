@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow, ensure};
 use block::{nbd::keys, plain::plain};
-use http_body_util::{BodyExt as _, Full, Limited};
+use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
 use hyper::{
     Request, Response, StatusCode,
     body::{Bytes, Incoming},
@@ -294,7 +294,16 @@ impl Connection {
         let response = self.begin(path, body.to_string().into_bytes(), token).await?;
         let status = response.status();
         let answer = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await;
-        let answer = answer.map_err(|error| Error::Unreachable(anyhow!("etcd {}: {error}", self.said)))?;
+        let answer = answer.map_err(|error| {
+            let said = &self.said;
+            Error::Unreachable(match error.is::<LengthLimitError>() {
+                true => anyhow!(
+                    "etcd {said}: its answer is longer than {} MiB (somebody keeps more than weir there: `etcdctl get --prefix --keys-only /weir/v1/` shows what)",
+                    MAX_ANSWER_BYTES >> 20
+                ),
+                false => anyhow!("etcd {said}: {error}"),
+            })
+        })?;
         let answer = answer.to_bytes();
         let has = |words: &[u8]| answer.windows(words.len()).any(|bytes| bytes == words);
         let not_etcd = |_| {
