@@ -402,7 +402,6 @@ impl Link {
     fn written(&self, breaks: u64, force: bool, result: Result<()>) -> Result<()> {
         let result = result.map_err(|error| if error == GONE { Error::IO } else { error });
         let mut state = self.lock();
-        state.has_answered |= result.is_ok();
         if result.is_ok() && !force && self.terms.flushes && state.about.can_flush() {
             state.written += 1;
             // Its answer came before the break, and is heard after it.
