@@ -65,6 +65,20 @@ impl Stream {
         }
     }
 
+    /// The same for what the other end has to work on: it goes out before the turn of the reactor
+    /// has ended.
+    ///
+    /// # Errors
+    /// As [`Stream::send`].
+    pub async fn send_now(&self, mut segments: Segments) -> io::Result<()> {
+        if let Self::Plain(fd) = self {
+            let (result, rest) = op::send_now(fd, segments).await;
+            segments = rest;
+            segments.advance(uninterrupted(result)?);
+        }
+        self.send(segments).await
+    }
+
     /// Bytes, with the kernel's overhead, that the client has yet to read. Only a Unix socket
     /// tells; TCP counts what the other *kernel* has not confirmed.
     pub fn unread_bytes(&self) -> usize {
@@ -192,13 +206,17 @@ async fn send_plain(fd: &Fd, mut segments: Segments) -> io::Result<()> {
     while !segments.is_empty() {
         let (result, rest) = op::send(fd, segments).await;
         segments = rest;
-        match result {
-            Ok(count) => segments.advance(count),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
+        segments.advance(uninterrupted(result)?);
     }
     Ok(())
+}
+
+/// What was sent; nothing where a signal came first.
+fn uninterrupted(sent: io::Result<usize>) -> io::Result<usize> {
+    match sent {
+        Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
+        sent => sent,
+    }
 }
 
 async fn encrypt(fd: &Fd, tls: &RefCell<Box<TlsStream>>, mut plaintext: &[u8]) -> io::Result<()> {

@@ -210,12 +210,30 @@ pub async fn receive(fd: &Fd, mut buffer: Buffer, filled: usize) -> (io::Result<
 /// # Errors
 /// As `sendmsg(2)`; a closed peer is `EPIPE`, never a signal.
 pub async fn send(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) {
+    sent(start_send(fd, segments)).await
+}
+
+/// The same, submitted now with all else that waits: where the receiver has work to do on it, and
+/// the rest of the turn would keep it from that.
+///
+/// # Errors
+/// As [`send`].
+pub async fn send_now(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) {
+    sent(start_send(fd, segments).soon(1)).await
+}
+
+type Sending = Op<(Fd, Segments, Box<Message>)>;
+
+fn start_send(fd: &Fd, segments: Segments) -> Sending {
     let mut message = Box::new(Message::new(Vectors::of(&segments)));
     let entry = opcode::SendMsg::new(fd.target(), message.header())
         .flags((libc::MSG_NOSIGNAL | libc::MSG_WAITALL) as u32)
         .build();
     // SAFETY: header and vectors are boxed, and the buffers they point to are held in `segments`.
-    let op = unsafe { Op::start(&entry, (fd.clone(), segments, message)) };
+    unsafe { Op::start(&entry, (fd.clone(), segments, message)) }
+}
+
+async fn sent(op: Sending) -> (io::Result<usize>, Segments) {
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
 }

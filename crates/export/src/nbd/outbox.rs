@@ -86,6 +86,11 @@ impl Outbox {
         self.requests.get() == 0
     }
 
+    /// Whether nothing else is in flight.
+    pub(super) fn is_all(&self, message: &Message) -> bool {
+        self.requests.get() == message.requests
+    }
+
     pub(super) fn push_header(&self, header: &ReplyHeader, bytes: usize) {
         self.push(header.as_bytes(), Segments::default(), 1, bytes);
     }

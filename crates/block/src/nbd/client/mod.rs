@@ -398,7 +398,7 @@ impl Connection {
             let batch = self.outgoing.borrow_mut().take();
             match batch {
                 Some(batch) => {
-                    if let Err(error) = self.stream.send(batch).await {
+                    if let Err(error) = self.stream.send_now(batch).await {
                         self.stream.close();
                         self.lose(error.into());
                         return;
