@@ -7,6 +7,7 @@
 //! shares follow, nor that a rate is reached.
 
 mod promises;
+mod told;
 
 use std::{
     fs,

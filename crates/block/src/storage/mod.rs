@@ -308,7 +308,12 @@ impl Storage {
     /// Rings once others may have given it another size: then [`Storage::look_again`]. None where
     /// nobody says so.
     pub fn bell(&self) -> Option<&Arc<rbd::Bell>> {
-        self.rbd().and_then(Rbd::bell)
+        self.rbd().map(Rbd::bell)
+    }
+
+    /// How often [`Storage::look_again`] is due where nobody may say so; none where somebody does.
+    pub fn look_every(&self) -> Option<Duration> {
+        self.rbd().and_then(Rbd::look_every)
     }
 
     /// As [`Storage::refresh_size`], and asks also where that takes a while.

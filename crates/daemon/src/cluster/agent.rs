@@ -97,6 +97,7 @@ impl Agent {
             kept_at: Instant::ZERO,
             campaign_at: None,
             leading: None,
+            told_silent: None,
             silence: Silence::new(self.timing.lease / 2),
             answered: None,
             strange: BTreeSet::new(),
@@ -187,6 +188,7 @@ struct Session<'a> {
     kept_at: Instant,
     campaign_at: Option<Instant>,
     leading: Option<Leading>,
+    told_silent: Option<BTreeSet<String>>,
     silence: Silence,
     /// When etcd did last what it was asked.
     answered: Option<Instant>,
@@ -368,6 +370,11 @@ impl Session<'_> {
             && !leading.tend(&self.known, etcd).await?
         {
             self.leading = None;
+        }
+        let silent = self.leading.as_ref().map(|leading| leading.silent(&self.known));
+        if silent != self.told_silent {
+            self.told_silent.clone_from(&silent);
+            self.tell(Word::Silent(silent)).await?;
         }
         self.tell_of_slowness(etcd);
         Ok(())

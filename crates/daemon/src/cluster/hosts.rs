@@ -429,7 +429,7 @@ impl Hosts {
                 }
             }
             // No limit changes by them.
-            Word::Offered(_) | Word::Answered { .. } => {}
+            Word::Offered(_) | Word::Answered { .. } | Word::Silent(_) => {}
             Word::Promises(promises) => {
                 self.promises = promises;
                 self.leave_others_theirs();

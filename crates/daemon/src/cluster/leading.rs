@@ -18,7 +18,7 @@ use super::{
     known::Known,
     outside::{draw, now},
     stored::Stored,
-    values::{self, Grants, Report, Reports},
+    values::{self, Grants, Promises, Report, Reports},
     watching::{Watching, forward},
 };
 
@@ -43,6 +43,8 @@ pub(super) struct Leading {
     /// What was said last, for groups whose limits come later.
     reports: BTreeMap<String, BTreeMap<String, Report>>,
     heard: BTreeMap<String, Instant>,
+    /// Since when another report of a host is awaited: since the last, or this leader's election.
+    awaited: BTreeMap<String, Instant>,
     grants: BTreeMap<String, Grants>,
     changed: BTreeSet<String>,
     /// Groups that have more hosts than their limits can be divided among: told once.
@@ -88,6 +90,7 @@ impl Leading {
             dropped: BTreeMap::new(),
             reports: BTreeMap::new(),
             heard: BTreeMap::new(),
+            awaited: BTreeMap::new(),
             grants: BTreeMap::new(),
             changed: BTreeSet::new(),
             too_many: BTreeSet::new(),
@@ -151,6 +154,16 @@ impl Leading {
         self.heard.get(host).copied()
     }
 
+    /// Hosts that should have said something long ago: they have groups, and have not taken leave.
+    pub(super) fn silent(&self, known: &Known) -> BTreeSet<String> {
+        let long_ago = 2 * policy::cluster::Timing::DEFAULT.lease;
+        let at = now();
+        let silent = self.awaited.iter().filter(|(_, since)| at >= **since + long_ago);
+        let takes_part = |promises: &Promises| promises.members.as_ref().is_none_or(|all| !all.is_empty());
+        let silent = silent.filter(|(host, _)| known.promises.get(*host).is_some_and(takes_part));
+        silent.map(|(host, _)| host.clone()).collect()
+    }
+
     pub(super) fn next(&self) -> Instant {
         let leaders = self.leaders.values().map(Leader::next);
         leaders.chain(self.sweep_at).fold(self.kept_at + self.keep(), Instant::min)
@@ -164,6 +177,12 @@ impl Leading {
     pub(super) fn on_reports(&mut self, host: &str, reports: &Reports) {
         let at = now();
         self.heard.insert(host.to_owned(), at);
+        // One that was read before says nothing.
+        let is_known =
+            |(group, report)| self.reports.get(group).and_then(|all| all.get(host)) == Some(report);
+        if reports.groups.is_empty() || !reports.groups.iter().all(is_known) {
+            self.awaited.insert(host.to_owned(), at);
+        }
         for (group, report) in &reports.groups {
             if let Some(leader) = self.leaders.get_mut(group) {
                 leader.on_report(host, report.into(), at);
@@ -175,6 +194,7 @@ impl Leading {
     /// A host has given up its place, or somebody has for it: what is lent to it ends by itself.
     pub(super) fn on_gone(&mut self, host: &str) {
         self.heard.remove(host);
+        self.awaited.remove(host);
         self.reports.values_mut().for_each(|hosts| {
             hosts.remove(host);
         });

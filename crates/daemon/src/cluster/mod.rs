@@ -50,6 +50,7 @@ use block::{layer::throttle::Group, reactor};
 use cgroup::watch::Lending;
 use policy::{
     cluster::{Spec, Timing},
+    throttle::Limits,
     time::Duration,
 };
 use serde_json::{Value, json};
@@ -69,7 +70,10 @@ use values::Promises;
 pub(crate) use words::Change;
 use words::{Input, Word};
 
-use crate::sandbox;
+use crate::{
+    events::actor::{self, Actor},
+    sandbox,
+};
 
 /// Of what arrives at the thread, and of words from there.
 const MOST_QUEUED: usize = 1024;
@@ -124,6 +128,13 @@ pub(crate) trait Surroundings {
     /// What was left out stays so for now, and what was promised again is so on all hosts.
     fn tell_promises(&self);
 
+    /// Limits of all hosts are others now, for a group that this host has or was asked about.
+    fn tell_limits(&self, cluster: &str, group: &str, limits: [&Limits; 2], by: &Actor);
+
+    /// This host leads, and another is not heard of any more; or, not `silent`, is again, or has
+    /// left.
+    fn tell_silent(&self, cluster: &str, host: &str, silent: bool);
+
     /// More is promised of this group on all hosts, `promised` a second, than its limit has.
     fn tell_overpromised(&self, cluster: &str, group: &str, unit: &'static str, promised: [u64; 2]);
 }
@@ -134,6 +145,10 @@ pub(crate) struct Cluster {
     host: String,
     hosts: RefCell<Hosts>,
     specs: RefCell<BTreeMap<String, Spec>>,
+    /// Hosts that this one, as it leads, has not heard of for long.
+    silent: RefCell<Option<BTreeSet<String>>>,
+    /// Who has asked here for other limits of a group, until those are there.
+    asked_by: RefCell<BTreeMap<String, Actor>>,
     /// Groups for which etcd had no limits when it was asked last.
     without_limits: BTreeSet<String>,
     file: PathBuf,
@@ -233,6 +248,8 @@ impl Cluster {
             host,
             hosts: RefCell::new(hosts),
             specs: RefCell::new(first.specs),
+            asked_by: RefCell::default(),
+            silent: RefCell::default(),
             without_limits: stored::without_limits(&file),
             file,
             moved: RefCell::new(first.moved),
@@ -409,6 +426,14 @@ impl Cluster {
         });
     }
 
+    fn hear_silence(&self, silent: Option<BTreeSet<String>>, around: &dyn Surroundings) {
+        let before = self.silent.replace(silent.clone()).unwrap_or_default();
+        // Who does not lead any more knows nothing of them.
+        let Some(silent) = silent else { return };
+        silent.difference(&before).for_each(|host| around.tell_silent(&self.name, host, true));
+        before.difference(&silent).for_each(|host| around.tell_silent(&self.name, host, false));
+    }
+
     fn hear(&self, word: Word, around: &dyn Surroundings) {
         let word = match word {
             Word::Offered(offered) => {
@@ -420,10 +445,20 @@ impl Cluster {
                 self.hear_answer(disk, answer);
                 return;
             }
+            Word::Silent(silent) => {
+                self.hear_silence(silent, around);
+                return;
+            }
             word => word,
         };
         if let Word::Group { name, spec } = &word {
-            self.specs.borrow_mut().insert(name.clone(), *spec);
+            let before = self.specs.borrow_mut().insert(name.clone(), *spec);
+            let none = Limits::default();
+            let limits = [before.as_ref().map_or(&none, Spec::limits), spec.limits()];
+            let by = self.asked_by.borrow().get(name).cloned();
+            if limits[0] != limits[1] && (by.is_some() || self.has(name)) {
+                around.tell_limits(&self.name, name, limits, &by.unwrap_or(Actor::AnotherHost));
+            }
         }
         let (turn, reports) = self.hosts.borrow_mut().hear(word, reactor::now());
         if let Some(reports) = reports {
@@ -472,6 +507,11 @@ impl Cluster {
         self.leader.borrow().as_deref() == Some(&self.host)
     }
 
+    /// How many hosts this one, if it leads, has not heard of for long.
+    pub(crate) fn silent(&self) -> Option<usize> {
+        self.silent.borrow().as_ref().map(BTreeSet::len)
+    }
+
     pub(crate) fn standings(&self) -> Vec<Standing> {
         self.hosts.borrow().standings()
     }
@@ -506,7 +546,13 @@ impl Cluster {
                 self.host
             ));
         }
-        let mut done = self.ask(|answer| Input::Change(change, answer)).await?;
+        let group = change.group.clone();
+        if let Some(actor) = actor::now_acting() {
+            self.asked_by.borrow_mut().insert(group.clone(), actor);
+        }
+        let done = self.ask(|answer| Input::Change(change, answer)).await;
+        self.asked_by.borrow_mut().remove(&group);
+        let mut done = done?;
         if is_here {
             done["used"] = json!(true);
         }

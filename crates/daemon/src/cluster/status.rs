@@ -85,7 +85,7 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> V
             entry["pid"] = json!(identity.pid);
         }
         if let Some(age) = age(name) {
-            entry["age-ms"] = json!(age);
+            entry["heard-ms-ago"] = json!(age);
         }
         entry
     };

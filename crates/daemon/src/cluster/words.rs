@@ -1,6 +1,6 @@
 //! What the main thread and the one that speaks with etcd tell each other.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use async_channel::Sender;
 use policy::{
@@ -79,6 +79,8 @@ pub(super) enum Word {
         disk: String,
         answer: Answer,
     },
+    /// Hosts that this one, which leads, has not heard of for long; none where it does not lead.
+    Silent(Option<BTreeSet<String>>),
     /// All hosts', this one's included.
     Promises(BTreeMap<String, Promises>),
 }

@@ -2,10 +2,13 @@
 
 use std::iter;
 
+use policy::throttle::{Limits, Setting};
+use serde_json::json;
+
 use super::inventory::Inventory;
 use crate::{
     cluster::{Refusal, Surroundings},
-    events::{Kind, News},
+    events::{Kind, News, actor::Actor},
 };
 
 impl Surroundings for Inventory {
@@ -59,6 +62,33 @@ impl Surroundings for Inventory {
 
     fn tell_promises(&self) {
         self.tell_left_out();
+    }
+
+    fn tell_limits(&self, cluster: &str, group: &str, [before, after]: [&Limits; 2], by: &Actor) {
+        let figures = |setting: Setting| (setting, before.get(setting), after.get(setting));
+        let changes = Setting::ALL.into_iter().map(figures).filter(|(_, before, after)| before != after);
+        let (mut said, mut told) = (Vec::new(), Vec::new());
+        for (setting, before, after) in changes {
+            said.push(format!("{} {after} (was {before})", setting.name()));
+            told.push(json!({ "setting": setting.name(), "before": before, "after": after }));
+        }
+        let message =
+            format!("group {group} was changed on all hosts by {}: {}", by.shown(), said.join(", "));
+        let news = News::new(Kind::ConfigChanged, message).of_group(group).with("cluster", cluster);
+        self.events.tell(news.with("by", by.to_json()).with("changes", told));
+    }
+
+    fn tell_silent(&self, cluster: &str, host: &str, silent: bool) {
+        let (kind, message) = match silent {
+            true => (
+                Kind::ClusterHostSilent,
+                format!(
+                    "host {host} has not been heard of: what it had is lent to others, but for its safe share (`weir cluster forget {host}` if it will not come back)"
+                ),
+            ),
+            false => (Kind::ClusterHostHeard, format!("host {host} is heard of again, or has left")),
+        };
+        self.events.tell(News::new(kind, message).with("cluster", cluster).with("host", host));
     }
 
     fn tell_overpromised(&self, cluster: &str, group: &str, unit: &'static str, [promised, there]: [u64; 2]) {

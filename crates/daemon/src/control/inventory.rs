@@ -356,8 +356,10 @@ impl Inventory {
         let failures = tell_failures(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.failures()));
         let sizes = tell_sizes(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.resized()));
         let mut watches = vec![reactor::spawn_joinable(failures), reactor::spawn_joinable(sizes)];
-        if let Some(bell) = disk.disk.image().storage().bell() {
-            let changes = look_at_changes(Rc::downgrade(self), name.clone(), Arc::clone(bell));
+        let storage = disk.disk.image().storage();
+        if let Some(bell) = storage.bell() {
+            let (bell, every) = (Arc::clone(bell), storage.look_every());
+            let changes = look_at_changes(Rc::downgrade(self), name.clone(), bell, every);
             watches.push(reactor::spawn_joinable(changes));
         }
         self.watches.borrow_mut().insert(name.clone(), watches);

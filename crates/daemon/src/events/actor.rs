@@ -27,6 +27,8 @@ pub(crate) enum Actor {
     Reload(Box<Actor>),
     /// A client over HTTP: its address, or the socket's path.
     Http { client: String },
+    /// Another host of the cluster: that knows who asked it.
+    AnotherHost,
 }
 
 thread_local! {
@@ -56,6 +58,7 @@ impl Actor {
             Self::Signal => "SIGHUP".to_owned(),
             Self::Reload(by) => format!("the config file, read again for {}", by.shown()),
             Self::Http { client } => format!("{client}, over HTTP"),
+            Self::AnotherHost => "another host".to_owned(),
         }
     }
 
@@ -65,6 +68,7 @@ impl Actor {
             Self::Signal => json!({ "kind": "signal" }),
             Self::Reload(by) => json!({ "kind": "reload", "by": by.to_json() }),
             Self::Http { client } => json!({ "kind": "http", "client": client }),
+            Self::AnotherHost => json!({ "kind": "cluster" }),
         }
     }
 }

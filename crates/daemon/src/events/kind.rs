@@ -90,6 +90,8 @@ kinds! {
     TakenOver "taken_over" Info
     ClusterJoined "cluster_joined" Info
     ClusterApart "cluster_apart" Warning
+    ClusterHostSilent "cluster_host_silent" Warning
+    ClusterHostHeard "cluster_host_heard" Info
     ClusterOverpromised "cluster_overpromised" Warning
     PromiseLeftOut "promise_left_out" Warning
     PromiseMade "promise_made" Info

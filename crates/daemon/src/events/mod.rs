@@ -39,7 +39,7 @@ use policy::time::Instant;
 /// Events that are kept: with what a message may have, less than two megabytes.
 const KEPT: usize = 1024;
 /// Of each kind so many are kept whatever comes of the others.
-const ROOM: usize = 32;
+const ROOM: usize = 30;
 // So that there is always a kind that has more than its room.
 const _: () = assert!(ROOM * Kind::ALL.len() < KEPT);
 /// Of each kind, a disk has a share: a thousand of them may reach their limits at once.

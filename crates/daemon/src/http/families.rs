@@ -140,13 +140,30 @@ impl Families {
             one(cluster.map(|cluster| cluster.is_leader)),
         )?;
         to.gauges(
+            "weir_cluster_silent_hosts",
+            "Hosts that have not been heard of, where this host divides the limits.",
+            cluster.and_then(|cluster| cluster.silent).map(|silent| ([], silent as u64)),
+        )?;
+        to.gauges(
             "weir_cluster_promises_left_out",
             "Disks and groups that are served without what they are promised.",
             cluster.map(|cluster| ([], cluster.left_out as u64)),
         )?;
         let leases = cluster.into_iter().flat_map(|cluster| &cluster.leases);
         let rows = leases.map(|(group, is)| ([("group", &**group)], u64::from(*is)));
-        to.gauges("weir_cluster_leased", "1 while a group has more than its safe share.", rows)
+        to.gauges("weir_cluster_leased", "1 while a group has more than its safe share.", rows)?;
+        for (bytes, unit) in [(false, "operations"), (true, "bytes")] {
+            let lent =
+                self.snapshot.groups.iter().filter_map(|group| Some((&*group.name, &group.lent.as_ref()?.0)));
+            let rows = lent.flat_map(|(group, limits)| {
+                let kinds = LimitKind::ALL.into_iter().filter(|kind| kind.counts_bytes() == bytes);
+                let set = kinds.map(|kind| (kind, limits.limit(kind).rate)).filter(|(_, rate)| *rate > 0);
+                set.map(move |(kind, rate)| ([("group", group), ("limit", name_of_limit(kind))], rate))
+            });
+            let name = format!("weir_cluster_limit_{unit}_per_second");
+            to.gauges(&name, "A limit of all hosts together.", rows)?;
+        }
+        Ok(())
     }
 
     fn connections(&self, to: &mut Writer<'_>) -> fmt::Result {

@@ -69,6 +69,8 @@ pub(super) struct ClusterFigures {
     pub(super) is_leader: bool,
     /// Groups, and whether they have more than their safe share.
     pub(super) leases: Vec<(String, bool)>,
+    /// Hosts that it has not heard of, where it leads.
+    pub(super) silent: Option<usize>,
     /// Disks and groups that are served without what they are promised.
     pub(super) left_out: usize,
 }
@@ -176,6 +178,7 @@ impl Snapshot {
                 is_connected: cluster.is_connected(),
                 is_leader: cluster.is_leader(),
                 leases: cluster.standings().into_iter().map(|one| (one.group, one.is_leased)).collect(),
+                silent: cluster.silent(),
                 left_out: inventory.left_out.borrow().len(),
             }),
         }

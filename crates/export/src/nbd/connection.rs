@@ -275,9 +275,13 @@ impl Connection {
                 Parsed::Close(breach) => return Err(breach.into()),
                 Parsed::Refused(refused) => {
                     self.make_room(intake, 0).await.keep();
-                    self.refuse(&refused);
                     self.start(intake).await;
-                    inbox.skip(refused.skip as usize, &self.stream).await?;
+                    // libnbd takes an answer to what it still sends for one to nothing, and gives
+                    // up the connection. Only who is interrupted answers at once, as whoever goes
+                    // on knows nothing of the request.
+                    let skipped = inbox.skip(refused.skip as usize, &self.stream).await;
+                    self.refuse(&refused);
+                    skipped?;
                 }
                 Parsed::Request(request::Request { command: Command::Disconnect, .. }) => break,
                 Parsed::Request(request) => {

@@ -1,7 +1,7 @@
 //! Exports that come and go, over real sockets.
 
 use std::{
-    io::{Read, Write},
+    io::{ErrorKind, Read, Write},
     os::unix::net::UnixStream,
 };
 
@@ -127,6 +127,39 @@ fn a_client_that_waits_for_its_limits_goes_with_its_export() {
         assert_eq!(server.remove(number, Removal::Hard), Ok(()));
         let gone = reactor::timeout(Duration::from_secs(30), server.wait_until_unused(number)).await;
         assert!(gone.is_ok(), "it waits for its limits");
+    });
+}
+
+/// libnbd takes an answer to what it still sends for one to nothing, and gives the connection up.
+#[test]
+fn a_write_that_is_refused_is_answered_once_all_of_it_has_come() {
+    real(async {
+        let server = Server::new(None, Terms::default());
+        server.add(export("vm1")).expect("free");
+        let (size_bytes, client) = choose(connect(&server, 1), "vm1").await.expect("found");
+        let request = |command: u8, offset: u64, length: u32| {
+            let head = [&[0x25, 0x60, 0x95, 0x13, 0, 0, 0, command][..], &[command; 8]].concat();
+            [&head, &offset.to_be_bytes()[..], &length.to_be_bytes()].concat()
+        };
+        let payload = vec![1; 1 << 20];
+        let answers = reactor::blocking(move || {
+            let mut client = client;
+            client.write_all(&request(1, size_bytes - 512, 1 << 20)).expect("sent");
+            client.write_all(&payload[1..]).expect("sent");
+            client.set_nonblocking(true).expect("set");
+            let early = client.read(&mut [0; 1]).map_err(|error| error.kind());
+            client.set_nonblocking(false).expect("set");
+            client.write_all(&payload[..1]).expect("sent");
+            client.write_all(&request(0, 0, 1)).expect("sent");
+            let mut answers = [0; 16 + 17];
+            client.read_exact(&mut answers).expect("two answers");
+            (early, answers)
+        });
+        let (early, answers) = answers.await;
+        assert_eq!(early, Err(ErrorKind::WouldBlock), "nothing before the last byte");
+        let (refused, read) = answers.split_at(16);
+        assert_eq!((&refused[4..8], &refused[8..]), (&28_u32.to_be_bytes()[..], &[1; 8][..]));
+        assert_eq!((&read[4..8], &read[8..]), (&[0; 4][..], &[0, 0, 0, 0, 0, 0, 0, 0, 0][..]));
     });
 }
 

@@ -91,14 +91,14 @@ fn show(shown: &Value) -> String {
     );
     said += &format!("  promised {}{of}\n\n", amounts(&shown["promised"]).unwrap_or("nothing".to_owned()));
     let hosts = shown["hosts"].as_array().map_or(&[][..], Vec::as_slice);
-    let mut table = Table::new(columns(&["HOST", "THERE", "HEARD", "WEIR"], &[]));
+    let mut table = Table::new(columns(&["HOST", "PRESENT", "HEARD", "WEIR"], &[]));
     for host in hosts {
-        let there = if host["present"] == true { "yes" } else { "no" };
-        let heard = host["age-ms"]
+        let present = if host["present"] == true { "yes" } else { "no" };
+        let heard = host["heard-ms-ago"]
             .as_u64()
             .map_or_else(|| "-".to_owned(), |age| format!("{:.1} s ago", age as f64 / 1000.0));
         let weir = host["weir"].as_str().unwrap_or("-");
-        table.row(vec![text(&host["name"]).to_owned(), there.to_owned(), heard, weir.to_owned()]);
+        table.row(vec![text(&host["name"]).to_owned(), present.to_owned(), heard, weir.to_owned()]);
     }
     if !hosts.is_empty() {
         said += &table.render(false);
@@ -134,7 +134,7 @@ fn of_group(group: &Value) -> String {
     if hosts.is_empty() {
         return said;
     }
-    let mut table = Table::new(columns(&["HOST", "LIMIT"], &["WANTS", "MAY USE", "SAFE SHARE"]));
+    let mut table = Table::new(columns(&["HOST", "LIMIT"], &["DEMAND", "IN FORCE", "SAFE SHARE"]));
     for host in hosts {
         for (name, safe) in host["safe-share"].as_object().into_iter().flatten() {
             let number = |value: &Value| match value.as_u64() {
@@ -142,14 +142,14 @@ fn of_group(group: &Value) -> String {
                 Some(operations) => operations.to_string(),
                 None => "-".to_owned(),
             };
-            let wants = match &host["demand"][name] {
+            let demand = match &host["demand"][name] {
                 Value::String(all) => all.clone(),
                 other => number(other),
             };
             let row = [
                 text(&host["host"]).to_owned(),
                 name.clone(),
-                wants,
+                demand,
                 number(&host["in-force"][name]),
                 number(safe),
             ];
@@ -176,7 +176,7 @@ mod tests {
         let shown = json!({
             "name": "lab", "host": "a", "connected": true, "joined": true, "etcd": "http://e:2379", "leader": "b",
             "promised": { "iops": 2000, "bps": 10 << 20 }, "capacity": {},
-            "hosts": [{ "name": "a", "present": true, "age-ms": 1200, "weir": "1.2.3" }, { "name": "b", "present": false }],
+            "hosts": [{ "name": "a", "present": true, "heard-ms-ago": 1200, "weir": "1.2.3" }, { "name": "b", "present": false }],
             "not-understood": [{ "group": "new", "reason": "is of version 9" }],
             "groups": [{
                 "name": "gold", "change": 3, "limits": { "iops-total": 10000 }, "promised": { "iops": 2000 },

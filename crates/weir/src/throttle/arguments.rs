@@ -90,7 +90,7 @@ impl fmt::Display for SafeShare {
 pub(crate) struct ClusterArgs {
     /// The group's limits on all hosts of the cluster together, which etcd keeps (weights, promises
     /// and watermarks are each host's own)
-    #[arg(long, conflicts_with_all = ["weight", "iops_reservation", "bps_reservation", "watermark", "group", "no_group", "save"])]
+    #[arg(long, conflicts_with_all = ["weight", "iops_reservation", "bps_reservation", "watermark", "group", "no_group"])]
     pub(crate) cluster: bool,
     /// The most hosts that take part; there is made room for more as they come [at the start: 16]
     #[arg(long, value_name = "N", value_parser = settings::count, requires = "cluster")]

@@ -45,6 +45,10 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
     if !arguments.cluster.cluster {
         return saving::run(arguments);
     }
+    if arguments.save.save {
+        let why = "etcd keeps what --cluster changes, for the next start too (leave --save out)";
+        return Err(anyhow::anyhow!("--save: {why}").into());
+    }
     let mut client = Client::reach(arguments.qmp.clone())?;
     let shown = client.execute("x-weir-query-cluster", json!({}))?;
     let is_known = |group: &&Value| group["name"] == arguments.name.as_str();

@@ -37,6 +37,9 @@ pub trait Backend: Debug + Send + Sync + 'static {
     async fn resize(&self, size_bytes: u64) -> Result<()>;
     /// The size in bytes as the cluster has it now.
     async fn size_bytes(&self) -> Result<u64>;
+    /// The same, asked of the cluster where this client is told of nothing: `ENOENT` where the
+    /// image, or the snapshot, is no more. None where nobody can tell.
+    async fn stored_size(&self) -> Result<Option<u64>>;
     /// What is allocated in a range, in order, at most so many pieces, of which the last may have
     /// more behind it; none where that is not known without looking at every object.
     async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>>;

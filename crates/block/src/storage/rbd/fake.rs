@@ -46,6 +46,8 @@ struct Cluster {
     shut_out: BTreeSet<Client>,
     /// Zero: it answers when it likes.
     stands_still: bool,
+    /// Somebody has removed it, and nobody is told.
+    is_removed: bool,
     /// Behind so many requests, so many fail with this.
     failing: (u32, u32, i32),
     most_under_way: usize,
@@ -83,6 +85,7 @@ impl Fake {
             clients: 1,
             shut_out: BTreeSet::new(),
             stands_still: false,
+            is_removed: false,
             failing: (0, 0, 0),
             most_under_way: 0,
             under_way: 0,
@@ -173,6 +176,10 @@ impl Fake {
     }
 
     /// As another client does.
+    pub(super) fn remove_from_outside(&self) {
+        self.cluster().is_removed = true;
+    }
+
     pub(super) fn resize_from_outside(&self, size_bytes: usize) {
         self.cluster().resize(size_bytes);
         self.bell.ring();
@@ -386,6 +393,14 @@ impl Backend for Fake {
     async fn size_bytes(&self) -> Result<u64> {
         reactor::yield_now().await;
         Ok(self.cluster().safe.len() as u64)
+    }
+
+    async fn stored_size(&self) -> Result<Option<u64>> {
+        reactor::yield_now().await;
+        if self.cluster().is_removed {
+            return Err(Error::from_errno(libc::ENOENT));
+        }
+        Ok(Some(self.cluster().safe.len() as u64))
     }
 
     async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {

@@ -83,6 +83,9 @@ const MOST_AT_ONCE: u64 = 256 << 20;
 /// under way before they are let pass: where another client shrinks the image in that moment, its
 /// flush waits for them, and they wait for it, for ever. What is beyond is written.
 const SECTOR: u64 = 512;
+/// How often it is looked whether an image that is only read is still there: so long reads may give
+/// what is no more of it.
+const LOOK: Duration = Duration::from_secs(1);
 /// How long a lock may take where another process goes on unless it comes.
 const TO_TAKE: Duration = Duration::from_secs(5);
 /// What OSDs allocate at least (`bluestore_min_alloc_size`).
@@ -219,8 +222,13 @@ impl<B: Backend> Rbd<B> {
     }
 
     /// Rings once the image may have another size.
-    pub(super) fn bell(&self) -> Option<&Arc<Bell>> {
-        (!self.is_snapshot).then(|| self.backend.bell())
+    pub(super) fn bell(&self) -> &Arc<Bell> {
+        self.backend.bell()
+    }
+
+    /// How often [`Rbd::look_again`] is due, whether the bell rings or not.
+    pub(super) fn look_every(&self) -> Option<Duration> {
+        self.read_only.then_some(LOOK)
     }
 
     /// Looks whether it was resized from outside; returns its size in bytes.
@@ -230,9 +238,35 @@ impl<B: Backend> Rbd<B> {
             // Whoever takes it up looks; and perhaps it was closed.
             return Ok(self.size_bytes());
         }
+        if self.read_only {
+            return self.look_for_it().await;
+        }
         let size_bytes = self.done(self.backend.size_bytes().await)?;
         self.size_bytes.store(size_bytes, Relaxed);
         Ok(size_bytes)
+    }
+
+    /// The library tells who only reads of nothing, and goes on reading what was removed: zeroes,
+    /// or for a snapshot what the image has now.
+    async fn look_for_it(&self) -> Result<u64> {
+        match self.backend.stored_size().await {
+            Ok(Some(stored)) if !self.is_lost() => {
+                // What was cut off is no more; what was added the library does not read.
+                self.size_bytes.fetch_min(stored, Relaxed);
+                Ok(self.size_bytes())
+            }
+            Err(error) if error.errno() == libc::ENOENT => {
+                if !self.is_lost.swap(true, Relaxed) {
+                    let what = if self.is_snapshot { "the snapshot" } else { "the image" };
+                    tracing::error!(image = self.name, "{what} was removed: every request fails from now on");
+                }
+                Ok(self.size_bytes())
+            }
+            Ok(_) => Ok(self.size_bytes()),
+            // It was closed, or the cluster has shut this client out, as requests will tell.
+            Err(Error::SHUTDOWN) => Ok(self.size_bytes()),
+            Err(error) => self.done(Err(error)),
+        }
     }
 
     /// Brings what the library's cache has to the cluster, whatever the cache mode.
@@ -341,7 +375,7 @@ impl<B: Backend> Rbd<B> {
         let is_lost = matches!(error.errno(), libc::ESHUTDOWN | libc::EROFS) && !self.read_only;
         if is_lost {
             self.lose(
-                "another client has taken the lock of the image by force, and the cluster has shut this one out",
+                "another client has taken the lock of the image by force, or of another image on the same connection, and the cluster has shut this one out",
             );
         } else if let Some(left_out) = self.failures.line(reactor::recently()) {
             tracing::warn!(image = self.name, %error, left_out, "the cluster failed a request");

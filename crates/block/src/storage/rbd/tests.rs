@@ -220,6 +220,21 @@ fn what_is_read_only_is_not_written_to() {
 }
 
 #[test]
+fn what_is_only_read_and_was_removed_is_not_read_on() {
+    sim::run(1, async {
+        let fake = Fake::new(SIZE);
+        let image = rbd(&fake, CacheMode::None, true);
+        assert_eq!(image.device().look_every(), Some(LOOK));
+        assert_eq!(image.device().look_again().await, Ok(SIZE as u64));
+        assert!(read(&image, 0, 512).await.is_ok());
+        fake.remove_from_outside();
+        assert_eq!(image.device().look_again().await, Ok(SIZE as u64));
+        assert_eq!(read(&image, 0, 512).await, Err(Error::IO));
+        assert_eq!(rbd(&fake, CacheMode::None, false).device().look_every(), None);
+    });
+}
+
+#[test]
 fn others_may_resize_it_meanwhile() {
     sim::run(1, async {
         let fake = Fake::new(SIZE);
@@ -229,7 +244,7 @@ fn others_may_resize_it_meanwhile() {
             let (image, seen) = (Rc::clone(&image), Rc::clone(&seen));
             spawn_joinable(async move {
                 for _ in 0..2 {
-                    image.device().bell().expect("it is no snapshot").rung().await;
+                    image.device().bell().rung().await;
                     let size = image.device().look_again().await;
                     seen.borrow_mut().push(size);
                 }

@@ -278,7 +278,8 @@ impl Connection {
                 (false, true) => anyhow!(
                     "etcd {said}: it hangs up once there is TLS (a member with --client-cert-auth wants \
                      client-cert.pem and client-key.pem of an authority that it knows, in certificates of \
-                     [cluster])"
+                     [cluster]; one that has expired is renewed by a restart or a takeover, as files are \
+                     read at the start)"
                 ),
             })
         })

@@ -25,10 +25,20 @@ pub(super) async fn tell_sizes(inventory: Weak<Inventory>, disk: String, resized
     }
 }
 
-/// Looks at the size of an image whenever its cluster says that somebody has changed it.
-pub(super) async fn look_at_changes(inventory: Weak<Inventory>, disk: String, bell: Arc<Bell>) {
+/// Looks at the size of an image whenever its cluster says that somebody has changed it, or, where
+/// that says nothing, from time to time.
+pub(super) async fn look_at_changes(
+    inventory: Weak<Inventory>,
+    disk: String,
+    bell: Arc<Bell>,
+    every: Option<Duration>,
+) {
     loop {
-        bell.rung().await;
+        match every {
+            // Either has it look.
+            Some(every) => drop(reactor::timeout(every, bell.rung()).await),
+            None => bell.rung().await,
+        }
         let Some(inventory) = inventory.upgrade() else { return };
         if let Ok(running) = inventory.disk(&disk)
             && let Err(error) = running.disk.look_again().await

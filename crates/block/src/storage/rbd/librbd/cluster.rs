@@ -5,13 +5,19 @@
 //! file, user, keyring and monitors, whose cache mode asks the same of librbd, since its cache is
 //! set for a whole connection.
 //!
+//! Who takes the lock of one image by force has the cluster shut out the connection that had it,
+//! and with it all images on it. What is opened from then on, also one of those, gets a new one.
+//!
 //! All of this blocks.
 
 use std::{
     collections::HashMap,
     ffi::{CString, c_char},
     path::Path,
-    sync::{Arc, LazyLock, Mutex, PoisonError, Weak},
+    sync::{
+        Arc, LazyLock, Mutex, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
 };
 
 use super::{
@@ -91,6 +97,8 @@ const ALWAYS: [(&str, &str); 6] = [
 pub(super) struct Cluster {
     handle: Handle,
     library: &'static Library,
+    /// The cluster takes nothing from it any more, for good: no other image gets it.
+    is_shut_out: AtomicBool,
     /// Of the cache of one image; 0 without.
     pub(super) cache_bytes: u64,
 }
@@ -126,7 +134,7 @@ pub(super) fn connection(address: &Address, cache: CacheMode) -> Result<Arc<Clus
         Arc::clone(all.entry(way.clone()).or_default())
     };
     let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(cluster) = slot.upgrade() {
+    if let Some(cluster) = slot.upgrade().filter(|cluster| !cluster.is_shut_out()) {
         return Ok(cluster);
     }
     let cluster = Arc::new(Cluster::connect(address, &way)?);
@@ -178,7 +186,7 @@ impl Cluster {
         let created = unsafe { (library.rados_create)(&raw mut handle, user_or_null) };
         outcome(created).map_err(|error| failed("no connection can be made", error, "is memory left?"))?;
         // From here on it is shut down whatever happens.
-        let mut cluster = Self { handle, library, cache_bytes: 0 };
+        let mut cluster = Self { handle, library, is_shut_out: AtomicBool::new(false), cache_bytes: 0 };
         cluster.read(way.config.as_deref()).map_err(|error| {
             let file = way
                 .config
@@ -292,6 +300,19 @@ impl Cluster {
             Err(error) if config.is_none() && error.errno() == libc::ENOENT => Ok(()),
             result => result.map(drop),
         }
+    }
+
+    /// Looks whether an error says that it is shut out.
+    pub(super) fn note(&self, error: Error) {
+        // Ceph's EBLOCKLISTED.
+        if error.errno() == libc::ESHUTDOWN {
+            self.is_shut_out.store(true, Relaxed);
+        }
+    }
+
+    /// Whether an error has said so.
+    pub(super) fn is_shut_out(&self) -> bool {
+        self.is_shut_out.load(Relaxed)
     }
 
     /// How the cluster calls this connection.

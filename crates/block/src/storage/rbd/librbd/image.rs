@@ -16,7 +16,7 @@
 
 use std::{
     collections::BTreeSet,
-    ffi::{CStr, c_char, c_int, c_void},
+    ffi::{CStr, CString, c_char, c_int, c_void},
     ops::Range,
     sync::{
         Arc, Condvar, Mutex, PoisonError,
@@ -27,7 +27,7 @@ use std::{
 
 use super::{
     super::{Address, How, backend::Taken, bell::Bell},
-    cluster::{Pool, connection, outcome, text, until_zero},
+    cluster::{Cluster, Pool, connection, outcome, text, until_zero},
     library::{Handle, Library, Watcher},
 };
 use crate::{
@@ -37,6 +37,8 @@ use crate::{
 
 /// `RBD_FEATURE_…` of `rbd/features.h`.
 const EXCLUSIVE_LOCK: u64 = 1 << 2;
+/// `CEPH_NOSNAP`.
+const NO_SNAPSHOT: u64 = u64::MAX - 1;
 const FAST_DIFF: u64 = 1 << 4;
 /// `RBD_FLAG_OBJECT_MAP_INVALID | RBD_FLAG_FAST_DIFF_INVALID`.
 const MAP_INVALID: u64 = 3;
@@ -66,6 +68,8 @@ pub(super) struct Image {
     /// What it really is, whatever it was called.
     pub(super) what: String,
     name: String,
+    /// Where its header is, and the number of its snapshot; none of the first format.
+    header: Option<(CString, u64)>,
     /// Another process has it, and passes it on.
     pub(super) is_passed: bool,
     /// It has a lock.
@@ -93,10 +97,25 @@ impl Image {
         closed: async_channel::Sender<Result<()>>,
     ) -> std::result::Result<Self, OpenError> {
         let cluster = connection(address, how.cache)?;
+        match Self::open_by(&cluster, address, how, closed.clone()) {
+            // With what became of an image that was opened before.
+            Err(_) if cluster.is_shut_out() => {
+                Self::open_by(&connection(address, how.cache)?, address, how, closed)
+            }
+            opened => opened,
+        }
+    }
+
+    fn open_by(
+        cluster: &Arc<Cluster>,
+        address: &Address,
+        how: &How,
+        closed: async_channel::Sender<Result<()>>,
+    ) -> std::result::Result<Self, OpenError> {
         if let Some(passed) = how.passed.as_ref().filter(|_| !how.read_only) {
             passed.opens_as(cluster.id());
         }
-        let pool = Pool::open(cluster, address)?;
+        let pool = Pool::open(Arc::clone(cluster), address)?;
         let library = pool.library;
         let (image, snapshot) = (text(&address.image), address.snapshot.as_deref().map(text));
         let snapshot = snapshot.as_ref().map_or(std::ptr::null(), |snapshot| snapshot.as_ptr());
@@ -105,7 +124,10 @@ impl Image {
         // SAFETY: the pool is open, both names end with a zero byte or are none, and it writes one
         // handle.
         let opened = unsafe { open(pool.handle, image.as_ptr(), &raw mut handle, snapshot) };
-        outcome(opened).map_err(|error| refused(address, error))?;
+        outcome(opened).map_err(|error| {
+            cluster.note(error);
+            refused(address, error)
+        })?;
         let bell = Arc::new(Bell::default());
         let mut image = Self {
             handle,
@@ -115,6 +137,7 @@ impl Image {
             size_bytes: 0,
             what: String::new(),
             name: address.name(),
+            header: None,
             is_passed: false,
             is_locked: false,
             is_unlocked: AtomicBool::new(false),
@@ -130,6 +153,13 @@ impl Image {
         // From here on somebody waits for its end.
         image.closed = Some(closed);
         Ok(image)
+    }
+
+    /// Looks whether a request's error says that its connection is shut out.
+    pub(super) fn note(&self, error: Error) {
+        if let Some(pool) = &self.pool {
+            pool.cluster.note(error);
+        }
     }
 
     /// What is left to be done of it.
@@ -201,7 +231,7 @@ impl Image {
     }
 
     /// What it is, by numbers of the cluster's, which no other image has or ever had.
-    fn identify(&self, address: &Address) -> Result<String> {
+    fn identify(&mut self, address: &Address) -> Result<String> {
         let Some(pool) = &self.pool else { return Err(Error::SHUTDOWN) };
         let (fsid, namespace) = (pool.cluster.fsid()?, address.namespace.as_deref().unwrap_or(""));
         // SAFETY: the pool is open.
@@ -211,11 +241,16 @@ impl Image {
         let found =
             unsafe { (self.library.rbd_get_id)(self.handle, id.as_mut_ptr().cast::<c_char>(), id.len()) };
         // Those of the first format have a name alone.
-        let id = match outcome(found) {
-            Ok(_) => format!("id {}", until_zero(id)),
-            Err(error) if error == Error::INVALID => format!("name {}", address.image),
+        let (id, header) = match outcome(found) {
+            Ok(_) => {
+                let id = until_zero(id);
+                let header = text(&format!("rbd_header.{id}"));
+                (format!("id {id}"), Some(header))
+            }
+            Err(error) if error == Error::INVALID => (format!("name {}", address.image), None),
             Err(error) => return Err(error),
         };
+        let mut of = NO_SNAPSHOT;
         let snapshot = match &address.snapshot {
             None => String::new(),
             Some(snapshot) => {
@@ -225,9 +260,11 @@ impl Image {
                 outcome(unsafe {
                     (self.library.rbd_snap_get_id)(self.handle, snapshot.as_ptr(), &raw mut number)
                 })?;
+                of = number;
                 format!(" at snapshot {number}")
             }
         };
+        self.header = header.map(|header| (header, of));
         Ok(format!("image of {id} in pool {number}/{namespace} of cluster {fsid}{snapshot}"))
     }
 
@@ -464,6 +501,33 @@ impl Image {
         outcome(unsafe { (self.library.rbd_get_size)(self.handle, &raw mut size) })?;
         self.look_for_lock()?;
         Ok(size)
+    }
+
+    /// The size in bytes that stands in its header, which is asked; none of the first format.
+    ///
+    /// # Errors
+    /// The cluster's; `ENOENT` where there is no such image, or snapshot, any more.
+    pub(super) fn stored_size(&self) -> Result<Option<u64>> {
+        let (Some((header, snapshot)), Some(pool)) = (&self.header, &self.pool) else { return Ok(None) };
+        // Its order, a byte, and its size.
+        let (asked, mut answer) = (snapshot.to_le_bytes(), [0_u8; 9]);
+        // SAFETY: the pool is open, names end with a zero byte, and it reads and writes no more
+        // than there is.
+        let done = unsafe {
+            (self.library.rados_exec)(
+                pool.handle,
+                header.as_ptr(),
+                c"rbd".as_ptr(),
+                c"get_size".as_ptr(),
+                asked.as_ptr().cast::<c_char>(),
+                asked.len(),
+                answer.as_mut_ptr().cast::<c_char>(),
+                answer.len(),
+            )
+        };
+        outcome(done)?;
+        let [_, size @ ..] = answer;
+        Ok(Some(u64::from_le_bytes(size)))
     }
 
     /// A lock is a feature of the image, which others can take away and give back.

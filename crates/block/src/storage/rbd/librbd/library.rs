@@ -71,6 +71,7 @@ functions! {
     rados_ioctx_get_id(Handle) -> i64;
     rados_ioctx_set_namespace(Handle, *const c_char);
     rados_ioctx_destroy(Handle);
+    rados_exec(Handle, *const c_char, *const c_char, *const c_char, *const c_char, usize, *mut c_char, usize) -> c_int;
     rbd_open(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
     rbd_open_read_only(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
     rbd_close(Handle) -> c_int;

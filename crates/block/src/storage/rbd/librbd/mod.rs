@@ -171,6 +171,10 @@ impl Backend for Librbd {
         self.apart(Image::current_size).await
     }
 
+    async fn stored_size(&self) -> Result<Option<u64>> {
+        self.apart(Image::stored_size).await
+    }
+
     async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {
         self.apart(move |image| image.allocated(&range, most)).await
     }

@@ -96,7 +96,7 @@ struct Memory {
     segments: Segments,
     vectors: Box<SmallVec<[libc::iovec; 4]>>,
     /// Not closed before.
-    _image: Arc<Image>,
+    image: Arc<Image>,
     _place: Place,
 }
 
@@ -136,7 +136,7 @@ impl Operation {
         let vectors = Box::new(segments.as_mut_slice().iter_mut().map(vector).collect());
         let library = image.library();
         let shared = Arc::new(Shared { library, state: Mutex::default() });
-        let memory = Memory { segments, vectors, _image: Arc::clone(image), _place: place };
+        let memory = Memory { segments, vectors, image: Arc::clone(image), _place: place };
         let operation = Self { shared, memory: Some(memory) };
         operation.submit(image, what);
         operation
@@ -194,7 +194,11 @@ impl Future for Operation {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let Poll::Ready(result) = self.shared.poll(context) else { return Poll::Pending };
         let memory = self.memory.take().expect("polled after completion");
-        Poll::Ready((outcome(result), memory.segments))
+        let result = outcome(result);
+        if let Err(error) = &result {
+            memory.image.note(*error);
+        }
+        Poll::Ready((result, memory.segments))
     }
 }
 
