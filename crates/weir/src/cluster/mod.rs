@@ -194,8 +194,8 @@ mod tests {
             "promised 2000 IOPS and 10.0M a second; what devices can do is not known",
             "1.2 s ago",
             "promised 2000 IOPS (a 1500 IOPS, c 500 IOPS)\n  that is 500 IOPS more than there is",
-            "  512     7.0G        1.0M\n",
-            "  all     9812          12\n",
+            "  512      7.0G        1.0M\n",
+            "  all      9812          12\n",
             "change 3",
             "\ngroup new: what is in etcd is of version 9: each host of this weir has its safe share\n",
         ] {
