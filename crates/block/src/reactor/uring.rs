@@ -544,7 +544,8 @@ impl<R: 'static> Op<R> {
         self
     }
 
-    /// For reads and writes of a device: submits it now if it is the last of so many.
+    /// For reads and writes of a device, and what another server is asked: submits it now if it is
+    /// the last of so many.
     pub(super) fn soon(self, most_held_back: usize) -> Self {
         self.uring().submit_many(most_held_back);
         self

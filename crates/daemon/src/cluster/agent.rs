@@ -46,6 +46,7 @@ use super::{
     watching::{Silence, forward},
     words::{Change, Input, Word},
 };
+use crate::events::actor::Actor;
 
 /// Seconds of the lease of a host's key: how long a name stays taken after a machine is lost.
 const NAME_TTL: u64 = NAME_LEASE.as_secs();
@@ -508,7 +509,7 @@ impl Session<'_> {
                             );
                         }
                         let stored = Stored { group, spec, changed: value.mod_revision };
-                        self.on_limits(name.to_owned(), stored).await?;
+                        self.on_limits(name.to_owned(), stored, None).await?;
                     }
                     Err(why) => {
                         if self.is_news(value) {
@@ -585,11 +586,11 @@ impl Session<'_> {
         self.strange.len() < MOST_STRANGE && self.strange.insert(value.key.clone())
     }
 
-    async fn on_limits(&mut self, name: String, stored: Stored) -> Result<(), Error> {
+    async fn on_limits(&mut self, name: String, stored: Stored, by: Option<Actor>) -> Result<(), Error> {
         let spec = stored.spec;
         self.known.groups.insert(name.clone(), stored);
         self.keeper.note();
-        self.tell(Word::Group { name, spec }).await
+        self.tell(Word::Group { name, spec, by }).await
     }
 
     async fn on_own_host(&mut self, etcd: &mut Etcd, value: Option<&KeyValue>) -> Result<(), Error> {
@@ -727,7 +728,7 @@ impl Session<'_> {
             match changing::change(&self.known, etcd, change).await? {
                 Some(Ok(stored)) => {
                     let shown = changing::shown(&self.known, &change.group, &stored.group);
-                    self.on_limits(change.group.clone(), stored).await?;
+                    self.on_limits(change.group.clone(), stored, change.by.clone()).await?;
                     if change.removes {
                         changing::forget_removed(&self.known, etcd).await?;
                     }

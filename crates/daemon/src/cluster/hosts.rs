@@ -409,7 +409,7 @@ impl Hosts {
                 self.follow();
                 turn = Some(Turn::Led(leader.map(|(_, host)| host)));
             }
-            Word::Group { name, spec } => {
+            Word::Group { name, spec, .. } => {
                 let left = self.left(&name, Some(spec.limits()));
                 if let Some(member) = self.members.get_mut(&name) {
                     member.left = left;

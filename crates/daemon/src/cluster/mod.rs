@@ -147,8 +147,6 @@ pub(crate) struct Cluster {
     specs: RefCell<BTreeMap<String, Spec>>,
     /// Hosts that this one, as it leads, has not heard of for long.
     silent: RefCell<Option<BTreeSet<String>>>,
-    /// Who has asked here for other limits of a group, until those are there.
-    asked_by: RefCell<BTreeMap<String, Actor>>,
     /// Groups for which etcd had no limits when it was asked last.
     without_limits: BTreeSet<String>,
     file: PathBuf,
@@ -248,7 +246,6 @@ impl Cluster {
             host,
             hosts: RefCell::new(hosts),
             specs: RefCell::new(first.specs),
-            asked_by: RefCell::default(),
             silent: RefCell::default(),
             without_limits: stored::without_limits(&file),
             file,
@@ -451,13 +448,12 @@ impl Cluster {
             }
             word => word,
         };
-        if let Word::Group { name, spec } = &word {
+        if let Word::Group { name, spec, by } = &word {
             let before = self.specs.borrow_mut().insert(name.clone(), *spec);
             let none = Limits::default();
             let limits = [before.as_ref().map_or(&none, Spec::limits), spec.limits()];
-            let by = self.asked_by.borrow().get(name).cloned();
             if limits[0] != limits[1] && (by.is_some() || self.has(name)) {
-                around.tell_limits(&self.name, name, limits, &by.unwrap_or(Actor::AnotherHost));
+                around.tell_limits(&self.name, name, limits, by.as_ref().unwrap_or(&Actor::AnotherHost));
             }
         }
         let (turn, reports) = self.hosts.borrow_mut().hear(word, reactor::now());
@@ -546,13 +542,8 @@ impl Cluster {
                 self.host
             ));
         }
-        let group = change.group.clone();
-        if let Some(actor) = actor::now_acting() {
-            self.asked_by.borrow_mut().insert(group.clone(), actor);
-        }
-        let done = self.ask(|answer| Input::Change(change, answer)).await;
-        self.asked_by.borrow_mut().remove(&group);
-        let mut done = done?;
+        let change = Change { by: actor::now_acting(), ..change };
+        let mut done = self.ask(|answer| Input::Change(change, answer)).await?;
         if is_here {
             done["used"] = json!(true);
         }

@@ -15,6 +15,7 @@ use super::{
     promising::Refusal,
     values::{Promises, Reports},
 };
+use crate::events::actor::Actor;
 
 /// Other limits for a group.
 #[derive(Clone, Debug, Default)]
@@ -26,6 +27,8 @@ pub(crate) struct Change {
     pub(crate) safe_share_ppm: Option<Option<u32>>,
     /// None at all: the group is removed, and nothing else is said.
     pub(crate) removes: bool,
+    /// Who asks for it.
+    pub(crate) by: Option<Actor>,
 }
 
 /// What arrives at the thread.
@@ -67,6 +70,8 @@ pub(super) enum Word {
     Group {
         name: String,
         spec: Spec,
+        /// Who asked this host for it, where somebody did.
+        by: Option<Actor>,
     },
     Granted {
         group: String,

@@ -2,10 +2,12 @@
 
 use std::iter;
 
-use policy::throttle::{Limits, Setting};
-use serde_json::json;
+use policy::throttle::Limits;
 
-use super::inventory::Inventory;
+use super::{
+    inventory::Inventory,
+    watch::settings::{Changed, Settings},
+};
 use crate::{
     cluster::{Refusal, Surroundings},
     events::{Kind, News, actor::Actor},
@@ -65,17 +67,10 @@ impl Surroundings for Inventory {
     }
 
     fn tell_limits(&self, cluster: &str, group: &str, [before, after]: [&Limits; 2], by: &Actor) {
-        let figures = |setting: Setting| (setting, before.get(setting), after.get(setting));
-        let changes = Setting::ALL.into_iter().map(figures).filter(|(_, before, after)| before != after);
-        let (mut said, mut told) = (Vec::new(), Vec::new());
-        for (setting, before, after) in changes {
-            said.push(format!("{} {after} (was {before})", setting.name()));
-            told.push(json!({ "setting": setting.name(), "before": before, "after": after }));
-        }
-        let message =
-            format!("group {group} was changed on all hosts by {}: {}", by.shown(), said.join(", "));
-        let news = News::new(Kind::ConfigChanged, message).of_group(group).with("cluster", cluster);
-        self.events.tell(news.with("by", by.to_json()).with("changes", told));
+        let changes = Settings::of_limits(after).since(&Settings::of_limits(before));
+        let what = format!("group {group} was changed on all hosts by {}", by.shown());
+        let news = Changed::news(&what, &changes).of_group(group).with("cluster", cluster);
+        self.events.tell(news.with("by", by.to_json()));
     }
 
     fn tell_silent(&self, cluster: &str, host: &str, silent: bool) {

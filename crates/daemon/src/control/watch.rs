@@ -15,7 +15,7 @@
 //! statistics.
 
 mod conditions;
-mod settings;
+pub(super) mod settings;
 
 use std::{
     cell::RefCell,
@@ -33,8 +33,8 @@ use policy::{
     request::Direction,
     time::{Duration, Instant},
 };
-use serde_json::{Value, json};
-use settings::Settings;
+use serde_json::json;
+use settings::{Changed, Settings};
 
 use super::{
     change::Change,
@@ -299,12 +299,9 @@ impl Watch {
         if changes.is_empty() {
             return;
         }
-        let said: Vec<_> = changes.iter().map(settings::Changed::to_string).collect();
         let who = actor::now_acting().map(|actor| format!(" by {}", actor.shown())).unwrap_or_default();
-        let message = format!("{} {name} was changed{who}: {}", of.name(), said.join(", "));
-        let changes: Vec<Value> = changes.iter().map(settings::Changed::to_json).collect();
-        let news = by(News::new(Kind::ConfigChanged, message)).with("changes", changes);
-        inventory.events.tell(of.about(name, news));
+        let news = Changed::news(&format!("{} {name} was changed{who}", of.name()), &changes);
+        inventory.events.tell(of.about(name, by(news)));
     }
 
     fn failed(&mut self, inventory: &Inventory, disk: &str, failure: &Failure) {

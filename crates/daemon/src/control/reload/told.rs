@@ -5,7 +5,10 @@ use block::{
     image::qcow2::{CacheSettings, L2Size},
     layer::throttle::GroupSettings,
 };
-use policy::{prefetch, throttle::Setting};
+use policy::{
+    prefetch,
+    throttle::{Limits, Setting},
+};
 use serde_json::{Value, json};
 use settings::on_error;
 
@@ -46,9 +49,12 @@ pub(super) fn settings<'a>(
     )
 }
 
+pub(crate) fn of_limits(limits: &Limits) -> Vec<Named> {
+    Setting::ALL.map(|setting| (setting.name(), json!(limits.get(setting)))).into()
+}
+
 pub(crate) fn of_throttle(settings: &GroupSettings, group: &str) -> Vec<Named> {
     let GroupSettings { limits, share, watermark } = settings;
-    let limits = Setting::ALL.map(|setting| (setting.name(), json!(limits.get(setting))));
     let others = [
         ("weight", json!(share.weight())),
         ("iops-reservation", json!(share.iops_reservation())),
@@ -56,7 +62,7 @@ pub(crate) fn of_throttle(settings: &GroupSettings, group: &str) -> Vec<Named> {
         ("watermark", json!(watermark.percent())),
         ("group", json!(group)),
     ];
-    limits.into_iter().chain(others).collect()
+    of_limits(limits).into_iter().chain(others).collect()
 }
 
 /// Of [`Care::values`], those of qcow2 images alone.

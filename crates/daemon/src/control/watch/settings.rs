@@ -3,20 +3,24 @@
 use std::fmt;
 
 use block::layer::throttle::{DiskSettings, Group, GroupSettings};
+use policy::throttle::Limits;
 use serde_json::{Value, json};
 
-use crate::control::{
-    reload::told::{self, Care, Named},
-    running::RunningDisk,
+use crate::{
+    control::{
+        reload::told::{self, Care, Named},
+        running::RunningDisk,
+    },
+    events::{Kind, News},
 };
 
 /// By their names in the config file.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Settings(Vec<Named>);
+pub(in crate::control) struct Settings(Vec<Named>);
 
 /// One of them.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Changed {
+pub(in crate::control) struct Changed {
     setting: &'static str,
     before: Value,
     after: Value,
@@ -37,7 +41,11 @@ impl Settings {
         Self(told::of_throttle(&group.settings(), group.parent().map_or("", |group| group.name())))
     }
 
-    pub(super) fn since(&self, before: &Self) -> Vec<Changed> {
+    pub(in crate::control) fn of_limits(limits: &Limits) -> Self {
+        Self(told::of_limits(limits))
+    }
+
+    pub(in crate::control) fn since(&self, before: &Self) -> Vec<Changed> {
         let both = before.0.iter().zip(&self.0);
         let changed = both.filter(|((_, before), (_, after))| before != after);
         changed
@@ -51,8 +59,15 @@ impl Settings {
 }
 
 impl Changed {
-    pub(super) fn to_json(&self) -> Value {
+    fn to_json(&self) -> Value {
         json!({ "setting": self.setting, "before": self.before, "after": self.after })
+    }
+
+    /// That `what` was so changed.
+    pub(in crate::control) fn news(what: &str, changes: &[Self]) -> News {
+        let said: Vec<_> = changes.iter().map(Self::to_string).collect();
+        let told: Vec<_> = changes.iter().map(Self::to_json).collect();
+        News::new(Kind::ConfigChanged, format!("{what}: {}", said.join(", "))).with("changes", told)
     }
 }
 

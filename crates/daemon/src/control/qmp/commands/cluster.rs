@@ -59,7 +59,8 @@ impl Command for ClusterSet {
         let hosts = arguments.number("hosts", 1..=MAX_HOSTS)?.map(|hosts| hosts as u32);
         let safe_share = arguments.number("safe-share-ppm", 0..=1_000_000)?;
         let safe_share = safe_share.map(|ppm| (ppm > 0).then_some(ppm as u32));
-        Ok(Self { change: Change { group, limits, hosts, safe_share_ppm: safe_share, removes: false } })
+        let change = Change { group, limits, hosts, safe_share_ppm: safe_share, ..Change::default() };
+        Ok(Self { change })
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
