@@ -60,6 +60,7 @@ fn shown(changes: &Value, nothing: &str) -> String {
                 let value = |key| setpoint(&name, &change[key]);
                 format!("{name}: {} → {}", value("before"), value("after"))
             }
+            ("unopened", _) => "its image is not open yet".to_owned(),
             ("left-out", _) => format!("left out: it has moved to host {}", text("host")),
             (listed, _) if text("kind") == "export" => format!("{listed} at {}", text("address")),
             (listed, _) => listed.to_owned(),
@@ -96,6 +97,7 @@ mod tests {
             set("l2-cache-size", Value::Null, json!("full")),
             { "kind": "export", "name": "vm1", "disk": "vm1", "address": "unix:/run/a", "change": "removed" },
             { "kind": "disk", "name": "vm2", "change": "left-out", "host": "host2" },
+            { "kind": "disk", "name": "vm3", "change": "unopened" },
         ]);
         let expect = "\
 WHAT    NAME  CHANGE
@@ -105,6 +107,7 @@ disk    vm1   group: none → gold
 disk    vm1   l2-cache-size: none → full
 export  vm1   removed at unix:/run/a
 disk    vm2   left out: it has moved to host host2
+disk    vm3   its image is not open yet
 ";
         assert_eq!(shown(&changes, ""), expect);
         assert_eq!(shown(&json!([]), "nothing has changed"), "nothing has changed\n");

@@ -1,8 +1,6 @@
 //! From a plan to the parts of the data path: opened images, groups, disks, servers.
 
-use std::{
-    cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, pin::pin, rc::Rc, sync::Arc,
-};
+use std::{cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, rc::Rc, sync::Arc};
 
 use anyhow::{Context as _, anyhow};
 use block::{
@@ -17,7 +15,7 @@ use block::{
 };
 use export::nbd;
 use policy::time::Duration;
-use settings::{Credentials, Plan, SecretSource, Service, Settings, Tls, secret::Secrets};
+use settings::{Credentials, Place, Plan, SecretSource, Service, Settings, Tls, secret::Secrets};
 
 use super::inventory::{Inventory, RunningDisk};
 use crate::events::Events;
@@ -46,6 +44,11 @@ impl Assembly {
 
     /// Opens the image of a disk.
     pub(crate) async fn open(&mut self, planned: &settings::Disk) -> anyhow::Result<Image> {
+        self.opening(planned).await?.open().await
+    }
+
+    /// What it takes to open the image of a disk, with its passphrases.
+    pub(crate) async fn opening(&mut self, planned: &settings::Disk) -> anyhow::Result<Opening> {
         let sources = planned.qcow2.secrets.clone();
         for source in &sources {
             if let SecretSource::File(path) = source {
@@ -63,12 +66,35 @@ impl Assembly {
         let own = own.with_context(|| format!("disk {}", planned.name))?;
         let mut options = options(planned, &self.budgets, self.root.clone(), own);
         options.storage.passed = self.passed.clone();
-        let image = open(&planned.image.spec()?, options).await?;
-        if let (Image::Raw(_), Some(place)) = (&image, &planned.qcow2.said) {
+        let (name, said) = (planned.name.clone(), planned.qcow2.said.clone());
+        Ok(Opening { name, spec: planned.image.spec()?, options, said })
+    }
+}
+
+/// All that it takes to open the image of a disk, as often as it is tried.
+#[derive(Clone)]
+pub(crate) struct Opening {
+    name: String,
+    spec: String,
+    options: ImageOptions,
+    /// Where something was said that is for qcow2 images.
+    said: Option<Place>,
+}
+
+impl Opening {
+    pub(crate) async fn open(self) -> anyhow::Result<Image> {
+        let image = open(&self.spec, self.options).await?;
+        if let (Image::Raw(_), Some(place)) = (&image, &self.said) {
             return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)").into());
         }
-        tracing::debug!(disk = planned.name, image = image.description(), "opened");
+        tracing::debug!(disk = self.name, image = image.description(), "opened");
         Ok(image)
+    }
+
+    /// The same, now that the daemon that was taken over from has ended.
+    pub(crate) fn without_files(mut self) -> Self {
+        self.options.storage.passed = None;
+        self
     }
 }
 
@@ -121,11 +147,13 @@ pub(crate) struct Late {
 }
 
 /// Opens images and adds all groups and their disks to the inventory, but for what is opened late.
-/// Of that the library is loaded: later nothing is that can run.
+/// Of that the library is loaded: later nothing is that can run. `is_awaited` says which disks are
+/// not put off, however long they take.
 pub(crate) async fn disks(
     plan: &Plan,
     inventory: &Rc<Inventory>,
     passed: Option<Passed>,
+    is_awaited: impl Fn(&str) -> bool,
 ) -> anyhow::Result<Late> {
     let groups = groups(plan, inventory)?;
     if let Some(first) = plan.disks.iter().find(|disk| is_late(disk)) {
@@ -140,7 +168,9 @@ pub(crate) async fn disks(
     let root = inventory.image_root().cloned();
     let assembly = Assembly::new(root, Budgets::default()).with_files(passed);
     let mut late = Late { groups, assembly };
-    late.open(plan, inventory, |disk| !is_late(disk)).await?;
+    let is_remote = |disk: &settings::Disk| disk.image.remote().is_some();
+    late.open(plan, inventory, |disk| !is_late(disk) && !is_remote(disk)).await?;
+    late.open_at_once(plan, inventory, (is_remote, is_awaited)).await?;
     Ok(late)
 }
 
@@ -154,16 +184,43 @@ impl Late {
     ) -> anyhow::Result<()> {
         for planned in plan.disks.iter().filter(|disk| which(disk)) {
             let group = planned.group.map(|index| &self.groups[index]);
-            let image = telling_if_long(&planned.name, self.assembly.open(planned)).await;
-            let image = image.map_err(|error| inventory.naming_holder_of(error))?;
-            if inventory.shared_group(group).is_none() {
-                inventory.add_disk(disk(planned, group, image)?)?;
-                continue;
-            }
-            // It comes up also where others leave no room for what it is promised.
-            let bare = settings::Disk { settings: promising_nothing(planned.settings), ..planned.clone() };
-            inventory.add_disk(disk(&bare, group, image)?)?;
-            promise(inventory, &planned.name, &planned.settings)?;
+            list(inventory, planned, group, self.assembly.open(planned).await)?;
+        }
+        Ok(())
+    }
+
+    /// The same of all of them at once. One that takes long is put off, unless it is one that is
+    /// waited for.
+    pub(crate) async fn open_at_once(
+        &mut self,
+        plan: &Plan,
+        inventory: &Rc<Inventory>,
+        (which, is_awaited): (impl Fn(&settings::Disk) -> bool, impl Fn(&str) -> bool),
+    ) -> anyhow::Result<()> {
+        let (mut all, whole) = (Vec::new(), Rc::new(plan.clone()));
+        for planned in plan.disks.iter().filter(|disk| which(disk)) {
+            let opening = self.assembly.opening(planned).await?;
+            all.push((planned, opening.clone(), reactor::spawn_joinable(opening.open())));
+        }
+        let began = reactor::now();
+        for (planned, opening, mut opened) in all {
+            let image =
+                match reactor::timeout(PATIENCE.saturating_sub(reactor::now() - began), &mut opened).await {
+                    Ok(image) => image,
+                    Err(_) if is_awaited(&planned.name) => {
+                        tracing::warn!(
+                            disk = planned.name,
+                            "it is still being opened, and waited for: what it lies on has not answered yet"
+                        );
+                        opened.await
+                    }
+                    Err(_) => {
+                        let of_plan = (planned.name.as_str(), Rc::clone(&whole));
+                        inventory.put_off(of_plan, began, (opening.without_files(), opened));
+                        continue;
+                    }
+                };
+            list(inventory, planned, planned.group.map(|index| &self.groups[index]), image)?;
         }
         Ok(())
     }
@@ -174,19 +231,26 @@ impl Late {
     }
 }
 
-/// Waits for a disk to be open, and says so where that takes long: a cluster that stands still may
-/// never answer.
-async fn telling_if_long<T>(disk: &str, opened: impl Future<Output = T>) -> T {
-    let mut opened = pin!(opened);
-    if let Ok(done) = reactor::timeout(LONG, opened.as_mut()).await {
-        return done;
-    }
-    tracing::warn!(disk, "it is still being opened, and waited for: what it lies on has not answered yet");
-    opened.await
-}
+/// After this a disk that is still being opened is put off. Less than an NBD server has that lets
+/// weir connect and says nothing: whether such a one fails a start is no matter of chance.
+const PATIENCE: Duration = Duration::from_secs(8);
 
-/// After this it is told that a disk is still being opened.
-const LONG: Duration = Duration::from_secs(10);
+/// Lists a disk of the plan once its image is open, with what is promised to it.
+pub(crate) fn list(
+    inventory: &Rc<Inventory>,
+    planned: &settings::Disk,
+    group: Option<&Arc<Group>>,
+    image: anyhow::Result<Image>,
+) -> anyhow::Result<()> {
+    let image = image.map_err(|error| inventory.naming_holder_of(error))?;
+    if inventory.shared_group(group).is_none() {
+        return Ok(inventory.add_disk(disk(planned, group, image)?)?);
+    }
+    // It comes up also where others leave no room for what it is promised.
+    let bare = settings::Disk { settings: promising_nothing(planned.settings), ..planned.clone() };
+    inventory.add_disk(disk(&bare, group, image)?)?;
+    promise(inventory, &planned.name, &planned.settings)
+}
 
 /// Says that everybody on the machine can read a secret: whoever has it is let in.
 fn warn_of_readers(what: &str, path: &Path) {

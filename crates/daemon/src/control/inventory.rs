@@ -55,6 +55,8 @@ use super::{
     loaded::Loaded,
     recording::Recordings,
     serving::Serving,
+    turns::Turns,
+    unopened::Unopened,
 };
 pub(crate) use super::{
     exports::{Door, NewExport, RunningExport},
@@ -85,8 +87,8 @@ pub(crate) struct Inventory {
     pub(crate) config: Option<PathBuf>,
     /// The config file as it was read last.
     pub(crate) loaded: RefCell<Option<Rc<Loaded>>>,
-    /// It is being read again.
-    pub(crate) reloading: Cell<bool>,
+    /// What the config file says is put into effect: one at a time.
+    pub(crate) turns: Turns,
     /// Another daemon is about to take over: nothing is changed meanwhile.
     pub(crate) leaving: Cell<bool>,
     /// Everything comes to its end.
@@ -104,6 +106,8 @@ pub(crate) struct Inventory {
     closing: RefCell<Vec<String>>,
     /// Disks on their way to or from another host: their names are nobody else's.
     pub(crate) moving: RefCell<BTreeSet<String>>,
+    /// Disks of the config that are not open yet.
+    pub(crate) unopened: RefCell<BTreeMap<String, Rc<Unopened>>>,
     /// Disks that are being added: see [`Inventory::arrival`].
     arriving: RefCell<BTreeSet<String>>,
     /// Tell of the failures of each disk, and of its length, while they are held.
@@ -181,7 +185,7 @@ impl Inventory {
             started: reactor::now(),
             config,
             loaded: RefCell::default(),
-            reloading: Cell::new(false),
+            turns: Turns::default(),
             leaving: Cell::new(false),
             ending: Cell::new(false),
             watchdog: Cell::new(None),
@@ -191,6 +195,7 @@ impl Inventory {
             disks: RefCell::default(),
             closing: RefCell::default(),
             moving: RefCell::default(),
+            unopened: RefCell::default(),
             arriving: RefCell::default(),
             watches: RefCell::default(),
             stopped: Cell::new(false),
@@ -342,7 +347,10 @@ impl Inventory {
     }
 
     pub(crate) fn disk(&self, name: &str) -> Result<Rc<RunningDisk>, Refused> {
-        self.disks.borrow().get(name).cloned().ok_or_else(|| Refused::NoDisk(name.to_owned()))
+        self.disks.borrow().get(name).cloned().ok_or_else(|| match self.is_unopened(name) {
+            true => Refused::NotOpen(name.to_owned()),
+            false => Refused::NoDisk(name.to_owned()),
+        })
     }
 
     pub(crate) fn add_disk(self: &Rc<Self>, disk: RunningDisk) -> Result<(), Refused> {
@@ -436,6 +444,22 @@ impl Inventory {
         self.disks.borrow().values().any(|running| running.disk.failures().stopped_by().is_some())
     }
 
+    /// Whether a disk of the config is not open yet.
+    pub(crate) fn is_unopened(&self, disk: &str) -> bool {
+        self.unopened.borrow().contains_key(disk)
+    }
+
+    /// Gives up a disk that is not open yet; whether it was one.
+    pub(crate) fn give_up_unopened(&self, name: &str) -> bool {
+        self.unopened.borrow_mut().remove(name).is_some()
+    }
+
+    fn unopened_member_of(&self, group: &str) -> Option<String> {
+        let unopened = self.unopened.borrow();
+        let member = unopened.iter().find(|(_, one)| one.group().as_deref() == Some(group));
+        member.map(|(name, _)| name.clone())
+    }
+
     pub(crate) fn is_below(&self, name: &str) -> bool {
         self.disks.borrow().values().any(|disk| disk.below.iter().any(|node| node.name == name))
     }
@@ -458,6 +482,9 @@ impl Inventory {
     pub(crate) fn remove_group(&self, name: &str) -> Result<(), Refused> {
         let group = self.group(name)?;
         if let Some(member) = self.members_of(&group).into_iter().next() {
+            return Err(Refused::HasMembers { group: name.to_owned(), member });
+        }
+        if let Some(member) = self.unopened_member_of(name) {
             return Err(Refused::HasMembers { group: name.to_owned(), member });
         }
         self.groups.borrow_mut().remove(name);
@@ -483,7 +510,7 @@ impl Inventory {
     pub(crate) fn check_name(&self, name: &str) -> Result<(), Refused> {
         let taken = self.disks.borrow().contains_key(name) || self.groups.borrow().contains_key(name);
         let moves = self.moving.borrow().contains(name);
-        if taken || moves || self.is_below(name) {
+        if taken || moves || self.is_below(name) || self.is_unopened(name) {
             return Err(Refused::NameTaken(name.to_owned()));
         }
         Ok(())

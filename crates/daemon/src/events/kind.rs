@@ -84,6 +84,7 @@ kinds! {
     RingServed "ring_served" Info
     ConfigChanged "config_changed" Info
     DiskAdded "disk_added" Info
+    DiskUnopened "disk_unopened" Warning
     DiskRemoved "disk_removed" Info
     GroupAdded "group_added" Info
     GroupRemoved "group_removed" Info

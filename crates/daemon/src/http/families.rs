@@ -68,6 +68,8 @@ impl Families {
         to.gauges("process_resident_memory_bytes", help, gauge(process.resident_bytes))?;
         to.gauges("process_virtual_memory_bytes", "Addresses in use.", gauge(process.virtual_bytes))?;
         to.gauges("process_open_fds", "Descriptors that are open.", gauge(process.open_descriptors))?;
+        let unopened = [([], snapshot.unopened as u64)];
+        to.gauges("weir_unopened_disks", "Disks of the config whose images are not open yet.", unopened)?;
         let threads = process.threads.iter().map(|(name, cpu)| ([("thread", &**name)], cpu.as_secs_f64()));
         to.counters("weir_thread_cpu_seconds", "Processor time of a thread that stays.", threads)?;
         let rings = || snapshot.workers.iter().map(|(name, totals)| ([("thread", &**name)], totals));

@@ -58,6 +58,8 @@ pub(super) struct Snapshot {
     pub(super) recordings: Vec<RecordingFigures>,
     /// Delivered, failed, skipped; none where events are not handed on.
     pub(super) deliveries: Option<[u64; 3]>,
+    /// Disks whose images are not open yet.
+    pub(super) unopened: usize,
     /// None where it is in none.
     pub(super) cluster: Option<ClusterFigures>,
 }
@@ -173,6 +175,7 @@ impl Snapshot {
             recordings: inventory.recordings.running().iter().filter_map(|(_, one)| recording(one)).collect(),
             events: inventory.events.counts(),
             deliveries: inventory.deliveries.get().map(|counts| counts.numbers()),
+            unopened: inventory.unopened.borrow().len(),
             workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.figures())).collect(),
             cluster: inventory.cluster().map(|cluster| ClusterFigures {
                 is_connected: cluster.is_connected(),

@@ -130,7 +130,8 @@ async fn exports(
     newcomer: Option<&Newcomer>,
     which: impl Fn(&settings::Disk) -> bool,
 ) -> anyhow::Result<Vec<String>> {
-    let names: HashSet<_> = plan.disks.iter().filter(|disk| which(disk)).map(|disk| &disk.name).collect();
+    let is_there = |disk: &&settings::Disk| which(disk) && !inventory.is_unopened(&disk.name);
+    let names: HashSet<_> = plan.disks.iter().filter(is_there).map(|disk| &disk.name).collect();
     let mut uris = Vec::new();
     for wanted in Wanted::all(plan).iter().filter(|wanted| names.contains(&wanted.disk)) {
         if newcomer.as_ref().is_some_and(|newcomer| newcomer.puts_off(wanted, inventory)) {
@@ -150,8 +151,19 @@ pub(super) async fn late_ones(
     newcomer: Option<&Newcomer>,
     late: &mut Late,
 ) -> anyhow::Result<Vec<String>> {
-    late.open(plan, inventory, assemble::is_late).await?;
+    late.open_at_once(plan, inventory, (assemble::is_late, is_awaited(plan, inventory, newcomer))).await?;
     exports(plan, inventory, newcomer, assemble::is_late).await
+}
+
+/// Which disks a start waits for, however long they take to open: what another daemon serves
+/// already, and the one disk of a command line.
+pub(super) fn is_awaited(
+    plan: &Plan,
+    inventory: &Inventory,
+    newcomer: Option<&Newcomer>,
+) -> impl Fn(&str) -> bool {
+    let is_alone = plan.disks.len() == 1 && inventory.config.is_none();
+    move |disk| is_alone || newcomer.is_some_and(|newcomer| newcomer.has_disk(disk))
 }
 
 /// Of exports that there are, or are to be.

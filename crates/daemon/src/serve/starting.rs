@@ -27,7 +27,7 @@ use settings::{DoorExport, Plan, Record, Service, ServiceDraft, state::Store};
 
 use super::{
     Daemon, Event,
-    addresses::{control_sockets, export_ids, late_ones, listen, told, uris_beyond},
+    addresses::{control_sockets, export_ids, is_awaited, late_ones, listen, told, uris_beyond},
     ending::{flush_and_close, until_ended},
     memory,
     steps::Steps,
@@ -85,6 +85,8 @@ impl Daemon {
         let config = file.as_ref().map(|(file, _)| path::absolute(file)).transpose()?;
         let inventory = Inventory::new(config, ender);
         inventory.keep_clients_out();
+        // Nothing comes up in between.
+        let turn = inventory.turns.try_take();
         // Written once clients can come; whether it may be is known before anything is touched.
         let claim = |path| match newcomer {
             Some(_) => Claimed::open(path).map(Some),
@@ -95,7 +97,9 @@ impl Daemon {
         join_cluster(&mut plan, &inventory).await?;
         let files = newcomer.as_ref().map(|newcomer| newcomer.passed().clone());
         // A key takes seconds to derive, and a pipe may never say its passphrase.
-        let opened = until_ended(assemble::disks(&plan, &inventory, files), DISKS_OPEN, &events.1).await;
+        let is_awaited = is_awaited(&plan, &inventory, newcomer.as_ref());
+        let opened = assemble::disks(&plan, &inventory, files, is_awaited);
+        let opened = until_ended(opened, DISKS_OPEN, &events.1).await;
         let Some(opened) = opened else {
             flush_and_close(&inventory.disks()).await?;
             return Ok(None);
@@ -203,6 +207,8 @@ impl Daemon {
             None
         });
         watching.extend(moving::receive(&inventory));
+        inventory.tell_unopened();
+        drop(turn);
         let watched = inventory.watchdog.get().map(|allowed| watchdog::start(allowed, &workers));
         let (_watching, _watchdog) = (watching, watched);
         let (_pid_file, _cgroups, _http, _cluster) = (pid_file, cgroups, http, cluster);
@@ -306,17 +312,20 @@ async fn settle(
 ) -> anyhow::Result<Option<PidFile>> {
     let pid_file = plan.service.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
     let awaited = inventory.awaited.borrow().values().cloned().collect::<Vec<_>>();
-    let is_of_late = |export: &&DoorExport| assemble::is_late(&plan.disks[export.disk]);
-    let doors_of_late = plan.doors.iter().filter(is_of_late).map(|export| export.door.clone());
+    let comes_later = |disk: &settings::Disk| assemble::is_late(disk) || inventory.is_unopened(&disk.name);
+    let is_of_later = |export: &&DoorExport| comes_later(&plan.disks[export.disk]);
+    let doors_of_later = plan.doors.iter().filter(is_of_later).map(|export| export.door.clone());
+    let running = inventory.disks();
+    let remotes = running.iter().map(|disk| &disk.image).chain(plan.disks.iter().map(|disk| &disk.image));
     let served = sandbox::Served {
         images: inventory.disks().iter().filter_map(|disk| disk.image.path().map(Path::to_owned)).collect(),
         endpoints: inventory.servers().iter().map(|serving| serving.endpoint.clone()).collect(),
-        remotes: inventory.disks().iter().filter_map(|disk| disk.image.remote().cloned()).collect(),
+        remotes: remotes.filter_map(|image| image.remote().cloned()).collect(),
         doors: inventory
             .exports()
             .iter()
             .filter_map(|export| export.said.clone())
-            .chain(doors_of_late)
+            .chain(doors_of_later)
             .chain(awaited)
             .collect(),
         cluster: plan.disks.iter().any(assemble::is_late)

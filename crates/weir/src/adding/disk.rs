@@ -300,14 +300,15 @@ fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
     let RemoveArgs { name, asked: Asked { json, qmp }, save } = arguments;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     let (_, report) = client.status()?;
-    let Some(disk) = report.disks.iter().find(|disk| disk.name == name) else {
+    let served = report.disks.iter().map(|disk| (&disk.name, &disk.image));
+    let unopened = report.unopened.iter().map(|disk| (&disk.name, &disk.image));
+    let Some((_, image)) = served.chain(unopened).find(|(known, _)| **known == name) else {
         return Err(anyhow!("{name}: no disk has this name (`weir status` lists them)").into());
     };
     let saving = saving::prepare(&report, &save, |text| saving::removed(text, "disk", &name))?;
     let unsaved = if saving.is_some() { ", and nothing is saved" } else { "" };
     let waiting = IfLong::say(format!(
-        "{name}: waits for {}, to close it (Ctrl-C ends this command alone: the daemon goes on with it{unsaved})",
-        disk.image
+        "{name}: waits for {image}, to close it (Ctrl-C ends this command alone: the daemon goes on with it{unsaved})"
     ));
     let removed = client.execute("x-weir-remove-disk", json!({ "name": name }));
     drop(waiting);

@@ -29,6 +29,8 @@ pub(crate) struct Report {
     /// Absent from a daemon that has no budget.
     pub(crate) memory: Option<Memory>,
     pub(crate) disks: Vec<Disk>,
+    /// Disks of the config file that nobody can have yet.
+    pub(crate) unopened: Vec<Unopened>,
     pub(crate) groups: Vec<Group>,
     pub(crate) devices: Vec<Device>,
     pub(crate) exports: Vec<Export>,
@@ -36,6 +38,18 @@ pub(crate) struct Report {
     /// How long requests took since that is counted; asked for by itself.
     #[serde(skip)]
     pub(crate) latencies: Counted,
+}
+
+/// A disk whose image is not open yet.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case", default)]
+pub(crate) struct Unopened {
+    pub(crate) name: String,
+    pub(crate) image: String,
+    /// Since when it is being opened, in nanoseconds.
+    pub(crate) age_ns: u64,
+    /// Why it could not be opened when it was tried last; none where that is still under way.
+    pub(crate) reason: Option<String>,
 }
 
 /// How this host stands with those that share limits with it.
@@ -460,6 +474,9 @@ impl Report {
     pub(crate) fn no_such(&self, name: &str) -> String {
         if name.is_empty() {
             return "the name is empty (`weir status` lists disks and groups)".to_owned();
+        }
+        if self.unopened.iter().any(|disk| disk.name == name) {
+            return format!("{name}: its image is not open yet (`weir status` tells since when, and why)");
         }
         let advice = match settings::suggest::nearest(name, self.names()) {
             Some(near) => format!("did you mean {near:?}?"),

@@ -48,7 +48,9 @@ impl Shown {
         if asked.is_empty() {
             return Ok(Self { names: None });
         }
-        if let Some(unknown) = asked.iter().find(|name| report.find(name).is_none()) {
+        let is_unopened = |name: &str| report.unopened.iter().any(|disk| disk.name == name);
+        let is_known = |name: &&String| report.find(name).is_some() || is_unopened(name);
+        if let Some(unknown) = asked.iter().find(|name| !is_known(name)) {
             return Err(report.no_such(unknown));
         }
         let mut names = asked.to_vec();
@@ -69,7 +71,8 @@ impl Shown {
             return answer;
         }
         let name_of = |entry: &Value, key: &str| entry[key].as_str().unwrap_or_default().to_owned();
-        for (list, key) in [("disks", "name"), ("groups", "name"), ("exports", "disk")] {
+        for (list, key) in [("disks", "name"), ("unopened", "name"), ("groups", "name"), ("exports", "disk")]
+        {
             if let Some(entries) = answer[list].as_array_mut() {
                 entries.retain(|entry| self.has(&name_of(entry, key)));
             }

@@ -12,7 +12,7 @@ use crate::client::{
     rates::{Rate, Rates},
     report::{
         Capacity, Device, Disk, Errors, Export, Group, LeftOut, Memory, MetadataCache, Node, ReadAhead,
-        Refused, Report, Server, Throttle, Waits,
+        Refused, Report, Server, Throttle, Unopened, Waits,
     },
 };
 
@@ -20,6 +20,7 @@ use crate::client::{
 pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, bold: bool) -> String {
     let tables = [
         disks(report, rates, shown),
+        unopened(report, shown),
         caches(report, shown),
         read_ahead(report, shown),
         groups(report, rates, shown),
@@ -49,6 +50,23 @@ fn disks(report: &Report, rates: &Rates, shown: &Shown) -> Table {
         let mut row = vec![name.clone(), group, figures::limits(&settings.limits)];
         row.extend(measured(report, Node::Disk(disk), rates.of(name)));
         table.row(row);
+    }
+    table
+}
+
+/// Disks that nobody can have yet.
+fn unopened(report: &Report, shown: &Shown) -> Table {
+    let mut table = Table::new([
+        ("NOT OPEN YET", Side::Left),
+        ("IMAGE", Side::Left),
+        ("FOR", Side::Right),
+        ("WHY", Side::Left),
+    ]);
+    for Unopened { name, image, age_ns, reason } in &report.unopened {
+        if shown.has(name) {
+            let why = reason.clone().unwrap_or_else(|| "no answer yet".to_owned());
+            table.row(vec![name.clone(), image.clone(), figures::time(*age_ns), why]);
+        }
     }
     table
 }

@@ -3,6 +3,8 @@
 
 use std::rc::Rc;
 
+use export::nbd::Removal;
+
 use super::{Inventory, Refused};
 use crate::control::change::Change;
 
@@ -20,6 +22,16 @@ impl Inventory {
             return Err(Refused::Busy(name.to_owned()));
         }
         Ok(Arrival { inventory: Rc::clone(self), name: name.to_owned() })
+    }
+
+    /// Has a disk go again that did not come whole. Whoever has connected to one of its exports
+    /// meanwhile is disconnected.
+    pub(crate) async fn take_back(self: &Rc<Self>, name: &str) -> Result<(), Refused> {
+        let mut exports = self.exports();
+        exports.retain(|export| **export.disk.disk.name() == *name);
+        self.remove_exports(&exports, Removal::Hard).await?;
+        drop(exports);
+        self.remove_disk(name).await
     }
 
     /// Whether a disk of this name may go yet as if it had never been.

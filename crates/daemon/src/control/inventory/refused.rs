@@ -6,6 +6,8 @@
 pub(crate) enum Refused {
     #[error("disk {0}: there is none of this name (`weir status` lists them)")]
     NoDisk(String),
+    #[error("disk {0}: its image is not open yet (`weir status` tells since when, and why)")]
+    NotOpen(String),
     #[error("group {0}: there is none of this name (`weir status` lists them)")]
     NoGroup(String),
     #[error("export {0}: there is none with this id (`weir status` lists them)")]

@@ -208,7 +208,7 @@ fn shown(place: Option<&Place>) -> String {
 }
 
 /// The keys of a disk that differ and are for the opening alone.
-fn fixed(old: &Disk, new: &Disk) -> Vec<&'static str> {
+pub(super) fn fixed(old: &Disk, new: &Disk) -> Vec<&'static str> {
     // Whoever adds a key decides here whether it can be changed.
     let Disk {
         name: _,

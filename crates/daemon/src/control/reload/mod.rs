@@ -15,9 +15,9 @@ mod difference;
 mod foreseen;
 pub(in crate::control) mod seats;
 pub(crate) mod told;
+mod unopened;
 
 use std::{
-    cell::Cell,
     collections::{BTreeMap, BTreeSet},
     fs,
     path::Path,
@@ -71,13 +71,14 @@ pub(crate) async fn reload(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Valu
 /// What a reload would be refused for, as far as that shows before it is done.
 pub(crate) async fn foresee(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let loaded = loaded(inventory)?;
-    let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
-    let (draft, plan, moved) = read(inventory, &loaded).await?;
+    let _turn = inventory.turns.try_take().context("another reload is at work (try again)")?;
+    let (draft, plan, moved, unopened) = read(inventory, &loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let mut told = Work::new(inventory, &loaded, (&draft, &plan)).foresee(&difference).await?;
     told.extend(recorded);
     told.extend(moved);
+    told.extend(unopened.told(inventory));
     Ok(told)
 }
 
@@ -110,8 +111,8 @@ async fn recorded(before: &Plan, (draft, after): (&Draft, &Plan)) -> anyhow::Res
 
 async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let loaded = loaded(inventory)?;
-    let _turn = Turn::take(&inventory.reloading).context("another reload is at work (try again)")?;
-    let (draft, plan, moved) = read(inventory, &loaded).await?;
+    let _turn = inventory.turns.try_take().context("another reload is at work (try again)")?;
+    let (draft, plan, moved, unopened) = read(inventory, &loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
     let mut work = Work::new(inventory, &loaded, (&draft, &plan));
@@ -134,6 +135,9 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     for name in std::mem::take(&mut work.set) {
         inventory.tell(&Change::SettingsChanged { name });
     }
+    let of_unopened = unopened.told(inventory);
+    // First: they may be planned for groups that go.
+    let whole = unopened.settle(inventory);
     work.clear(&difference).await;
     let groups = plan.groups.iter().map(|group| (&group.name, group.settings));
     for (name, settings) in groups.chain(plan.disks.iter().map(|disk| (&disk.name, disk.settings))) {
@@ -147,12 +151,13 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
         told.extend(recorded);
     }
     told.extend(moved);
+    told.extend(of_unopened);
     if let Some(cluster) = inventory.cluster() {
         for &index in &difference.new_disks {
             cluster.has_again(&plan.disks[index].name);
         }
     }
-    for remark in plan.remarks() {
+    for remark in whole.remarks() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
     }
     // Also of those that only exports keep that no file has.
@@ -165,28 +170,16 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let Loaded { file, said, inherited, tls, budgets, .. } = &*loaded;
     let (file, said, inherited) = (file.clone(), said.clone(), *inherited);
     let (tls, budgets) = (tls.clone(), budgets.clone());
-    inventory.loaded.replace(Some(Rc::new(Loaded { file, said, inherited, plan, tls, budgets })));
+    inventory.loaded.replace(Some(Rc::new(Loaded { file, said, inherited, plan: whole, tls, budgets })));
     Ok(told)
 }
 
-/// While it is held, nobody else has it.
-struct Turn<'a>(&'a Cell<bool>);
-
-impl<'a> Turn<'a> {
-    fn take(taken: &'a Cell<bool>) -> Option<Self> {
-        (!taken.replace(true)).then(|| Self(taken))
-    }
-}
-
-impl Drop for Turn<'_> {
-    fn drop(&mut self) {
-        self.0.set(false);
-    }
-}
-
-/// The file, without the disks that are on other hosts now, and what is told of these. On another
-/// thread: the file may lie on a network.
-async fn read(inventory: &Inventory, loaded: &Loaded) -> anyhow::Result<(Draft, Plan, Vec<Value>)> {
+/// The file, without the disks that are on other hosts now, and what is told of these; and without
+/// those that are not open yet. On another thread: the file may lie on a network.
+async fn read(
+    inventory: &Inventory,
+    loaded: &Loaded,
+) -> anyhow::Result<(Draft, Plan, Vec<Value>, unopened::Said)> {
     let (file, said, inherited) = (loaded.file.clone(), loaded.said.clone(), loaded.inherited);
     let reading = reactor::blocking(move || {
         let is_file = fs::metadata(&file).with_context(|| file.display().to_string())?.is_file();
@@ -198,7 +191,8 @@ async fn read(inventory: &Inventory, loaded: &Loaded) -> anyhow::Result<(Draft, 
     });
     let (mut draft, mut plan) = reading.await?;
     let moved = leave_out_moved(inventory, (&mut draft, &mut plan)).await;
-    Ok((draft, plan, moved))
+    let unopened = unopened::leave_out(inventory, loaded, (&mut draft, &mut plan)).await?;
+    Ok((draft, plan, moved, unopened))
 }
 
 /// Leaves out disks that other hosts of the cluster have taken, as a start does, and tells where

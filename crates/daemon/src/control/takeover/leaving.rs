@@ -97,7 +97,7 @@ fn begin_or_refuse(inventory: &Rc<Inventory>, asked: Asked) -> anyhow::Result<()
     );
     ensure!(!inventory.leaving.get(), "another is taking over already (wait for it)");
     ensure!(!inventory.ending.get(), "weir is stopping");
-    ensure!(!inventory.reloading.get(), "the config file is being read (try again)");
+    ensure!(!inventory.turns.is_taken(), "the config file is being read (try again)");
     // From then on nobody begins with that.
     if let Some((disk, what)) = inventory.in_between() {
         bail!("disk {disk} is being {what} at this moment (try again once that is done)");

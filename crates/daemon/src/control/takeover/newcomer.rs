@@ -199,6 +199,11 @@ impl Newcomer {
         self.offer.servers.iter().any(|server| server.endpoint == name)
     }
 
+    /// Whether the other has a disk of this name.
+    pub(crate) fn has_disk(&self, name: &str) -> bool {
+        self.offer.disks.iter().any(|disk| disk.name == name)
+    }
+
     /// The other's.
     pub(crate) fn version(&self) -> &str {
         &self.offer.version

@@ -4,7 +4,6 @@
 
 use std::rc::Rc;
 
-use export::nbd::Removal;
 use serde_json::{Value, json};
 
 use super::{
@@ -84,7 +83,7 @@ impl Command for AddDisk {
         match complete(&inventory, settings, exports).await {
             Ok(uris) => Ok(json!({ "uris": uris })),
             Err(error) => {
-                if let Err(left) = take_back(&inventory, &name).await {
+                if let Err(left) = inventory.take_back(&name).await {
                     return Err(Error::generic(format!("{error}; and the disk stays: {left}")));
                 }
                 weir::unsettle(&inventory);
@@ -113,13 +112,4 @@ async fn complete(
         uris.extend(one.uris(inventory)?);
     }
     Ok(uris)
-}
-
-/// Whoever has connected to one of its exports meanwhile is disconnected.
-async fn take_back(inventory: &Rc<Inventory>, name: &str) -> Result<(), Error> {
-    let mut exports = inventory.exports();
-    exports.retain(|export| **export.disk.disk.name() == *name);
-    inventory.remove_exports(&exports, Removal::Hard).await?;
-    drop(exports);
-    Ok(inventory.remove_disk(name).await?)
 }

@@ -26,6 +26,9 @@ impl Command for RemoveDisk {
     }
 
     async fn run(self, inventory: Rc<Inventory>) -> Result<Value, Error> {
+        if inventory.give_up_unopened(&self.name) {
+            return Ok(json!({}));
+        }
         let disk = inventory.disk(&self.name)?;
         if disk.below.iter().any(|node| node.stays) {
             let why = format!("disk {}: it lies on another node (`blockdev-del` takes it off)", self.name);

@@ -241,6 +241,10 @@ query!(QueryStatus, "x-weir-query-status", |inventory| {
         "exports": exports.iter().map(|one| export(one)).collect::<Vec<_>>(),
         "servers": inventory.servers().iter().map(|one| server(one)).collect::<Vec<_>>(),
     });
+    let unopened = inventory.describe_unopened();
+    if !unopened.is_empty() {
+        answer["unopened"] = json!(unopened);
+    }
     if let Some(cluster) = inventory.cluster() {
         answer["cluster"] = cluster.summary();
     }

@@ -1,0 +1,75 @@
+//! Disks that are not open yet when the config file is read again: nothing of them runs that could
+//! differ from it. What it says of them holds once they are.
+
+use std::{collections::BTreeMap, rc::Rc};
+
+use anyhow::Context as _;
+use serde_json::Value;
+use settings::{Disk, Draft, Plan};
+
+use super::{check_secrets, difference::fixed, told};
+use crate::control::{
+    assemble::{Assembly, Opening},
+    inventory::Inventory,
+    loaded::Loaded,
+};
+
+/// What the file says of them.
+pub(super) struct Said {
+    /// With them.
+    pub(super) plan: Plan,
+    /// Those that are to be opened in another way than so far.
+    openings: BTreeMap<String, Opening>,
+}
+
+/// Leaves those out that the file still has.
+///
+/// # Errors
+/// One that is to be opened in another way cannot be.
+pub(super) async fn leave_out(
+    inventory: &Inventory,
+    loaded: &Loaded,
+    (draft, plan): (&mut Draft, &mut Plan),
+) -> anyhow::Result<Said> {
+    let mut said = Said { plan: plan.clone(), openings: BTreeMap::new() };
+    let mut assembly = Assembly::new(inventory.image_root().cloned(), loaded.budgets.clone());
+    let mut out = Vec::new();
+    for before in inventory.unopened_disks() {
+        let of_plan = plan.disks.iter().zip(&draft.disks).find(|(planned, _)| planned.name == before.name);
+        let Some((planned, drafted)) = of_plan else { continue };
+        if !fixed(&before, planned).is_empty() {
+            let place = || drafted.image.place.to_string();
+            inventory.check_image(&planned.image).with_context(place)?;
+            check_secrets(planned)?;
+            said.openings.insert(before.name.clone(), assembly.opening(planned).await.with_context(place)?);
+        }
+        out.push(before.name);
+    }
+    draft.disks.retain(|disk| !out.contains(&disk.name.value));
+    plan.leave_out(|disk| out.iter().any(|name| name == disk));
+    Ok(said)
+}
+
+impl Said {
+    /// What is told of them: they are not open yet, or given up.
+    pub(super) fn told(&self, inventory: &Inventory) -> Vec<Value> {
+        let tell = |disk: Disk| {
+            let is_planned = self.plan.disks.iter().any(|planned| planned.name == disk.name);
+            told::listed("disk", &disk.name, if is_planned { "unopened" } else { "removed" })
+        };
+        inventory.unopened_disks().into_iter().map(tell).collect()
+    }
+
+    /// Puts it in force; returns the plan with all disks.
+    pub(super) fn settle(mut self, inventory: &Rc<Inventory>) -> Plan {
+        let plan = Rc::new(self.plan.clone());
+        for Disk { name, .. } in inventory.unopened_disks() {
+            if plan.disks.iter().any(|disk| disk.name == name) {
+                inventory.plan_unopened(&name, Rc::clone(&plan), self.openings.remove(&name));
+            } else {
+                inventory.give_up_unopened(&name);
+            }
+        }
+        self.plan
+    }
+}

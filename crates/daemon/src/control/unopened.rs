@@ -1,0 +1,50 @@
+//! A disk of the config whose image is not open yet.
+//!
+//! Only data: who opens it and lists it is `coming_up`.
+
+use std::{cell::RefCell, rc::Rc};
+
+use policy::time::{Duration, Instant};
+use serde_json::{Value, json};
+use settings::{Disk, Plan};
+
+pub(crate) struct Unopened {
+    name: String,
+    /// When it was begun to open it.
+    pub(super) since: Instant,
+    /// What the config file says now: this disk, its group, its exports.
+    pub(super) plan: RefCell<Rc<Plan>>,
+    /// What was told of it last: why it could not be opened.
+    pub(super) why: RefCell<Option<String>>,
+}
+
+impl Unopened {
+    /// `name` is that of a disk of the plan.
+    pub(super) fn new(name: &str, since: Instant, plan: Rc<Plan>) -> Self {
+        Self { name: name.to_owned(), since, plan: RefCell::new(plan), why: RefCell::default() }
+    }
+
+    pub(super) fn planned(&self) -> Disk {
+        let plan = self.plan.borrow();
+        plan.disks.iter().find(|disk| disk.name == self.name).expect("the plan has it").clone()
+    }
+
+    pub(super) fn group(&self) -> Option<String> {
+        let index = self.planned().group?;
+        Some(self.plan.borrow().groups[index].name.clone())
+    }
+
+    pub(super) fn age(&self, now: Instant) -> Duration {
+        now - self.since
+    }
+
+    /// For `weir status`.
+    pub(super) fn described(&self, now: Instant) -> Value {
+        let age = u64::try_from(self.age(now).as_nanos()).unwrap_or(u64::MAX);
+        let mut told = json!({ "name": self.name, "image": self.planned().image.to_string(), "age-ns": age });
+        if let Some(why) = &*self.why.borrow() {
+            told["reason"] = json!(why);
+        }
+        told
+    }
+}

@@ -1,0 +1,161 @@
+//! A start goes on without disks whose server does not answer, and has them later.
+
+use std::{fs, os::unix::net::UnixListener};
+
+use serde_json::json;
+
+use super::{Server, half_full, uri};
+use crate::harness::{
+    Client, MIB, Scratch, Serve, Weir, assert_says,
+    operator::{fails, find, prints, prints_json, serve, socket, status, wait_until},
+    text,
+};
+
+/// A daemon with a disk of its own and one at a server that lets it connect, and says nothing.
+struct Party {
+    scratch: Scratch,
+    silent: UnixListener,
+    weir: Weir,
+}
+
+impl Party {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let silent = UnixListener::bind(scratch.socket("back")).unwrap();
+        scratch.sparse("near.raw", MIB);
+        let file = write(&scratch, &far(&scratch, "iops-total = 1000"));
+        let weir = serve(&scratch, &file);
+        Self { scratch, silent, weir }
+    }
+}
+
+fn write(scratch: &Scratch, disks: &str) -> std::path::PathBuf {
+    let (qmp, nbd) = (socket(scratch), text(&scratch.socket("nbd")).to_owned());
+    let daemon = format!("[daemon]\nqmp = \"{qmp}\"\nnbd = \"unix:{nbd}\"\nsandbox = \"require\"\n");
+    scratch.file("weir.toml", format!("{daemon}[disk.near]\nimage = \"near.raw\"\nformat = \"raw\"\n{disks}"))
+}
+
+fn far(scratch: &Scratch, more: &str) -> String {
+    let image = uri(&scratch.socket("back"), "");
+    format!(
+        "[group.gold]\n[disk.far]\nimage = \"{image}\"\nformat = \"raw\"\ngroup = \"gold\"\nopen-timeout = \"1m\"\n{more}\n"
+    )
+}
+
+fn at(scratch: &Scratch, name: &str) -> String {
+    format!("nbd+unix:///{name}?socket={}", text(&scratch.socket("nbd")))
+}
+
+#[test]
+fn the_others_are_served_and_it_comes_up_as_the_file_has_it_by_then() {
+    let Party { scratch, silent, weir } = Party::new();
+    Client::new("qemu-io").args(["-f", "raw", "-c", "write -P 1 0 4k", &at(&scratch, "near")]).succeeds();
+    let told = status(&scratch, "0");
+    assert!(find(&told, "unopened", "far")["age-ns"].as_u64() > Some(7_000_000_000), "{told:#}");
+    assert_says(&prints(&scratch, &["status", "far"]), &["NOT OPEN YET", "far", "no answer yet"]);
+    assert_says(&weir.wait_for_log("disk_unopened"), &["disk far: ", "does not answer, and is not open yet"]);
+    // Nobody else can be called so, and what is to be done with it is told why that cannot be.
+    let late = ["is not open yet", "weir status"];
+    assert_says(&fails(&scratch, &["throttle", "far", "--iops-total", "5"]), &late);
+    assert_says(
+        &fails(&scratch, &["disk", "add", "far", "memory:1M"]),
+        &["a disk or a group has this name already"],
+    );
+    assert_says(&fails(&scratch, &["group", "remove", "gold"]), &["far is in it"]);
+    // A reload is about all others, and about what it will be.
+    assert_says(&prints(&scratch, &["reload", "--dry-run"]), &["far", "its image is not open yet"]);
+    write(&scratch, &format!("{}[disk.more]\nimage = \"memory:1M\"\n", far(&scratch, "iops-total = 2000")));
+    let changes = prints_json(&scratch, &["reload", "--json"]);
+    let disks = changes.as_array().unwrap().iter().filter(|change| change["kind"] == "disk");
+    let disks: Vec<_> = disks.map(|change| (change["name"].clone(), change["change"].clone())).collect();
+    assert_eq!(disks, [(json!("more"), json!("added")), (json!("far"), json!("unopened"))]);
+    // The server is there now.
+    let file = half_full(&scratch);
+    drop(silent);
+    let server = Server::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
+    wait_until(&scratch, |told| told["unopened"].is_null());
+    wait_until(&scratch, |told| {
+        told["exports"].as_array().unwrap().iter().any(|export| export["disk"] == "far")
+    });
+    Client::new("qemu-io")
+        .args(["-f", "raw", "-c", "write -P 7 0 4k", "-c", "flush", &at(&scratch, "far")])
+        .succeeds();
+    let told = status(&scratch, "0");
+    let disk = find(&told, "disks", "far");
+    assert_eq!((&disk["limits"]["iops-total"], &disk["group"]), (&json!(2000), &json!("gold")));
+    assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
+    weir.wait_for_log("disk_added");
+    weir.stop();
+    server.crash();
+    assert!(fs::read(&file).unwrap()[..4096].iter().all(|&byte| byte == 7));
+}
+
+#[test]
+fn it_can_be_removed_or_be_another_before_it_is_there() {
+    let Party { scratch, silent, weir } = Party::new();
+    prints(&scratch, &["disk", "remove", "far"]);
+    assert!(status(&scratch, "0")["unopened"].is_null());
+    assert_says(&fails(&scratch, &["disk", "remove", "far"]), &["no disk has this name"]);
+    // The file may have another of that name at once.
+    write(&scratch, "[disk.far]\nimage = \"memory:1M\"\n");
+    prints(&scratch, &["reload"]);
+    Client::new("qemu-io").args(["-f", "raw", "-c", "read -P 0 0 4k", &at(&scratch, "far")]).succeeds();
+    weir.stop();
+    drop(silent);
+}
+
+#[test]
+fn another_image_is_opened_once_the_file_has_it() {
+    let Party { scratch, silent, weir } = Party::new();
+    let elsewhere = Scratch::new();
+    let other = elsewhere.sparse("other.raw", MIB);
+    write(
+        &scratch,
+        &format!(
+            "[group.gold]\n[disk.far]\nimage = \"memory:1M\"\n[disk.file]\nimage = \"{}\"\nformat = \"raw\"\n",
+            text(&other)
+        ),
+    );
+    // The sandbox has directories of images that there were at the start.
+    assert_says(&fails(&scratch, &["reload"]), &["other.raw"]);
+    write(&scratch, "[group.gold]\n[disk.far]\nimage = \"memory:1M\"\n");
+    assert_says(&prints(&scratch, &["reload"]), &["far", "its image is not open yet"]);
+    wait_until(&scratch, |told| told["unopened"].is_null());
+    wait_until(&scratch, |told| {
+        told["exports"].as_array().unwrap().iter().any(|export| export["disk"] == "far")
+    });
+    Client::new("qemu-io").args(["-f", "raw", "-c", "read -P 0 0 4k", &at(&scratch, "far")]).succeeds();
+    assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
+    weir.stop();
+    drop(silent);
+}
+
+#[test]
+fn the_only_disk_of_a_command_line_is_waited_for_and_a_signal_ends_that() {
+    let scratch = Scratch::new();
+    let silent = UnixListener::bind(scratch.socket("back")).unwrap();
+    let image = uri(&scratch.socket("back"), "");
+    let weir = Serve::new(&scratch).args(["-f", "raw", "--open-timeout", "1m", &image]).begin();
+    weir.wait_for_log("it is still being opened, and waited for");
+    let (status, said) = weir.wait_signalling(nix::sys::signal::Signal::SIGTERM);
+    assert!(status.success(), "{said}");
+    assert_says(&said, &["stopping before all disks are open"]);
+    drop(silent);
+}
+
+#[test]
+fn who_takes_over_goes_on_without_it_too() {
+    let Party { scratch, silent, weir } = Party::new();
+    let file = scratch.path("weir.toml");
+    let new = Serve::new(&scratch).where_said().arg("--takeover").arg("--config").arg(file).start();
+    let (status, said) = weir.wait();
+    assert!(status.success(), "{said}");
+    wait_until(&scratch, |told| told["unopened"][0]["name"] == "far");
+    Client::new("qemu-io").args(["-f", "raw", "-c", "read -P 0 0 4k", &at(&scratch, "near")]).succeeds();
+    let file = half_full(&scratch);
+    drop(silent);
+    let server = Server::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
+    wait_until(&scratch, |told| told["unopened"].is_null());
+    new.stop();
+    server.crash();
+}
