@@ -42,9 +42,8 @@ pub(super) struct Leading {
     dropped: BTreeMap<String, Instant>,
     /// What was said last, for groups whose limits come later.
     reports: BTreeMap<String, BTreeMap<String, Report>>,
-    heard: BTreeMap<String, Instant>,
-    /// Since when another report of a host is awaited: since the last, or this leader's election.
-    awaited: BTreeMap<String, Instant>,
+    /// When a host has said something last, and to this leader; or when this leader was elected.
+    heard: BTreeMap<String, (Instant, bool)>,
     grants: BTreeMap<String, Grants>,
     changed: BTreeSet<String>,
     /// Groups that have more hosts than their limits can be divided among: told once.
@@ -90,7 +89,6 @@ impl Leading {
             dropped: BTreeMap::new(),
             reports: BTreeMap::new(),
             heard: BTreeMap::new(),
-            awaited: BTreeMap::new(),
             grants: BTreeMap::new(),
             changed: BTreeSet::new(),
             too_many: BTreeSet::new(),
@@ -102,7 +100,7 @@ impl Leading {
         };
         found.iter().for_each(|(host, reports)| leading.on_reports(host, reports));
         // Of hosts that were there before nobody knows how long ago.
-        leading.heard.clear();
+        leading.heard.values_mut().for_each(|(_, by_this_one)| *by_this_one = false);
         leading.follow(known);
         tracing::info!(cluster = %known.cluster.name, "this host divides the cluster's limits");
         Ok(Some(leading))
@@ -151,14 +149,14 @@ impl Leading {
 
     /// When this leader heard of a host last.
     pub(super) fn heard(&self, host: &str) -> Option<Instant> {
-        self.heard.get(host).copied()
+        self.heard.get(host).filter(|(_, by_this_one)| *by_this_one).map(|(at, _)| *at)
     }
 
     /// Hosts that should have said something long ago: they have groups, and have not taken leave.
     pub(super) fn silent(&self, known: &Known) -> BTreeSet<String> {
         let long_ago = 2 * policy::cluster::Timing::DEFAULT.lease;
         let at = now();
-        let silent = self.awaited.iter().filter(|(_, since)| at >= **since + long_ago);
+        let silent = self.heard.iter().filter(|(_, (since, _))| at >= *since + long_ago);
         let takes_part = |promises: &Promises| promises.members.as_ref().is_none_or(|all| !all.is_empty());
         let silent = silent.filter(|(host, _)| known.promises.get(*host).is_some_and(takes_part));
         silent.map(|(host, _)| host.clone()).collect()
@@ -176,12 +174,11 @@ impl Leading {
 
     pub(super) fn on_reports(&mut self, host: &str, reports: &Reports) {
         let at = now();
-        self.heard.insert(host.to_owned(), at);
         // One that was read before says nothing.
         let is_known =
             |(group, report)| self.reports.get(group).and_then(|all| all.get(host)) == Some(report);
         if reports.groups.is_empty() || !reports.groups.iter().all(is_known) {
-            self.awaited.insert(host.to_owned(), at);
+            self.heard.insert(host.to_owned(), (at, true));
         }
         for (group, report) in &reports.groups {
             if let Some(leader) = self.leaders.get_mut(group) {
@@ -194,7 +191,6 @@ impl Leading {
     /// A host has given up its place, or somebody has for it: what is lent to it ends by itself.
     pub(super) fn on_gone(&mut self, host: &str) {
         self.heard.remove(host);
-        self.awaited.remove(host);
         self.reports.values_mut().for_each(|hosts| {
             hosts.remove(host);
         });
