@@ -6,7 +6,7 @@ use std::{
 };
 
 use crate::harness::{
-    Client, MIB, Scratch, Serve, Weir, Wire, assert_says, qemu_img, qemu_io, text,
+    Client, MIB, Scratch, Serve, WEIR, Weir, Wire, assert_says, qemu_img, qemu_io, text,
     wire::{OPT_LIST, OPT_STARTTLS, REP_ACK, REP_ERR_TLS_REQD},
 };
 
@@ -239,6 +239,49 @@ fn pre_shared_keys_are_enough() {
     }
     size(&weir.uri("disk")).fails();
     size(&uri("alice", &keys)).succeeds();
+}
+
+#[test]
+fn what_was_renewed_is_read_by_a_reload_and_connections_stay() {
+    let scratch = Scratch::new();
+    let (old, new) = (Authority::new(&scratch, "authority"), Authority::new(&scratch, "new"));
+    let control = format!("unix:{}", text(&scratch.socket("qmp")));
+    let config = scratch.file(
+        "weir.toml",
+        format!(
+            "[daemon]\nqmp = \"{control}\"\ntls = \"required\"\ntls-certificates = \"{}\"\ntls-verify-peer = true\n\
+             sandbox = \"require\"\n[disk.disk]\nimage = \"memory:4M\"\n",
+            old.path()
+        ),
+    );
+    let weir = Serve::new(&scratch).on_tcp().arg("--config").arg(config).start();
+    let mine = old.without_client(&scratch, "mine");
+    for name in ["client-cert.pem", "client-key.pem"] {
+        fs::copy(old.file(name), mine.join(name)).unwrap();
+    }
+    let (by_old, by_new) = (uri_with_certificates(&weir, &mine), uri_with_certificates(&weir, &new.0));
+    size(&by_old).succeeds();
+    size(&by_new).fails();
+    let reload = || Client::new(WEIR).args(["reload", "--qmp", &control]);
+    // A client that is there stays, whatever becomes of the certificate that let it in.
+    let script = format!(
+        "import subprocess\nh.set_uri_allow_local_file(True)\nh.connect_uri('{by_old}')\nh.pwrite(b'a' * 512, 0)\n\
+         for name in ['ca-cert', 'server-cert', 'server-key']:\n    \
+         subprocess.check_call(['mv', '-f', f'{new}/{{name}}.pem', '{old}'])\n\
+         subprocess.check_call(['{WEIR}', 'reload', '--qmp', '{control}'])\nassert h.pread(512, 0) == b'a' * 512",
+        new = new.path(),
+        old = old.path(),
+    );
+    fs::copy(new.file("ca-cert.pem"), scratch.path("ca-cert.pem")).unwrap();
+    Client::new("nbdsh").args(["-c", &script]).succeeds();
+    fs::copy(scratch.path("ca-cert.pem"), new.file("ca-cert.pem")).unwrap();
+    size(&by_new).succeeds();
+    size(&by_old).fails();
+    // Half of a pair is refused, and what there was holds on.
+    fs::copy(new.file("client-key.pem"), old.file("server-key.pem")).unwrap();
+    assert_says(&reload().fails(), &["server-key.pem: not the key of", "server-cert.pem"]);
+    size(&by_new).succeeds();
+    weir.stop();
 }
 
 #[test]

@@ -57,6 +57,7 @@ use serde_json::{Value, json};
 use settings::Plan;
 
 use agent::Agent;
+pub(crate) use etcd::Proofs;
 use etcd::{Error, Terms};
 pub(crate) use first::check;
 use first::{Asked, first, known};
@@ -170,6 +171,8 @@ pub(crate) struct Cluster {
     input: Sender<Input>,
     words: Receiver<Word>,
     agent: RefCell<Option<Agent>>,
+    /// The agent's.
+    terms: Terms,
     /// To control groups.
     lending: Option<Lending>,
 }
@@ -239,6 +242,7 @@ impl Cluster {
         let (name, host) = (cluster.name.clone(), cluster.host.clone());
         let inbox = (to_agent.clone(), inbox);
         let machine_id = identity::machine_id();
+        let known_terms = terms.clone();
         let agent =
             Agent { cluster, terms, machine_id, file: file.clone(), recalled, inbox, words: to_main, timing };
         let cluster = Self {
@@ -262,6 +266,7 @@ impl Cluster {
             input: to_agent,
             words,
             agent: RefCell::new(Some(agent)),
+            terms: known_terms,
             lending: (!control_groups.is_empty()).then_some(lending),
         };
         for group in &control_groups {
@@ -271,6 +276,11 @@ impl Cluster {
             }
         }
         Ok(Some(Rc::new(cluster)))
+    }
+
+    /// Connections to etcd that are made from now on have these.
+    pub(crate) fn renew(&self, proofs: Proofs) {
+        self.terms.renew(proofs);
     }
 
     /// A new group takes part from now on, at its safe share, where the cluster has limits for it.

@@ -205,6 +205,10 @@ impl Rules {
         if served.cluster {
             self.of_ceph(plan)?;
         }
+        if let Some(cluster) = &service.cluster {
+            cluster.certificates.iter().try_for_each(|directory| self.readable(directory))?;
+            cluster.user.iter().try_for_each(|(_, password)| self.beside(password))?;
+        }
         match &service.tls {
             Tls::Off => {}
             Tls::On(Credentials::Certificates { directory, .. })

@@ -10,7 +10,8 @@
 //!  PSK     keys.psk          a line `user:hexkey` a client, as `psktool` writes it
 //! ```
 //!
-//! Everything is read once, at the start, and every fault is found then.
+//! Everything is read at the start, and every fault is found then; what was renewed is put in by
+//! [`TlsServer::renew`].
 //!
 //! Clients that connect:
 //! - X.509: `nbdinfo 'nbds://HOST/NAME?tls-certificates=DIR'`, with ca-cert.pem, client-cert.pem
@@ -21,7 +22,10 @@
 //!   DIR/keys.psk.
 //! - Through a Unix socket: `nbds+unix://USER@/NAME?socket=PATH&tls-psk-file=keys.psk`.
 
-use std::path::Path;
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use block::nbd::{
     keys::{self, CredentialsError},
@@ -38,7 +42,7 @@ use super::name;
 /// A server's credentials, ready for any number of connections. Clones share them.
 #[derive(Clone, Debug)]
 pub struct TlsServer {
-    context: SslContext,
+    context: Arc<Mutex<SslContext>>,
 }
 
 impl TlsServer {
@@ -64,7 +68,7 @@ impl TlsServer {
         if verify_peer {
             verify_clients(&mut builder, directory)?;
         }
-        Ok(Self { context: builder.build() })
+        Ok(Self::of(builder))
     }
 
     /// From a file of pre-shared keys, or from the file `keys.psk` in a directory.
@@ -87,12 +91,26 @@ impl TlsServer {
                 None => Ok(0),
             }
         });
-        Ok(Self { context: builder.build() })
+        Ok(Self::of(builder))
+    }
+
+    fn of(builder: SslContextBuilder) -> Self {
+        Self { context: Arc::new(Mutex::new(builder.build())) }
+    }
+
+    /// Has others' credentials for all that connect from now on, at this one and all its clones.
+    pub fn renew(&self, others: Self) {
+        let context = others.context().clone();
+        *self.context() = context;
+    }
+
+    fn context(&self) -> MutexGuard<'_, SslContext> {
+        self.context.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A connection's state, waiting for the client's first bytes.
     pub fn accept(&self) -> Result<TlsStream, TlsError> {
-        TlsStream::server(&self.context)
+        TlsStream::server(&self.context())
     }
 }
 

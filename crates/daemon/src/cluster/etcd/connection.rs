@@ -4,6 +4,7 @@
 //! may have nothing to say for hours.
 
 use std::{
+    fs,
     net::{IpAddr, SocketAddr},
     path::Path,
     pin::Pin,
@@ -22,6 +23,7 @@ use hyper::{
 };
 use hyper_util::rt::TokioIo;
 use openssl::{
+    asn1::Asn1Time,
     error::ErrorStack,
     ssl::{self, SslConnector, SslConnectorBuilder, SslMethod, SslVerifyMode},
     x509::{GeneralNameRef, X509Ref, X509StoreContextRef},
@@ -51,7 +53,7 @@ const COMMON_NAME: &[u8] = b"CommonName of client";
 /// After which an idle connection is tried, and how often.
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
 
-/// What TLS needs. Read once: after that the files are not looked at again.
+/// What TLS needs, as its files had it when they were read.
 #[derive(Clone)]
 pub(super) struct Tls(SslConnector);
 
@@ -71,8 +73,14 @@ impl Tls {
     }
 
     fn read(builder: &mut SslConnectorBuilder, directory: &Path) -> anyhow::Result<()> {
+        let found = fs::metadata(directory);
+        if let Err(error) = &found
+            && error.kind() == io::ErrorKind::PermissionDenied
+        {
+            return found.map(drop).with_context(|| directory.display().to_string());
+        }
         ensure!(
-            directory.is_dir(),
+            found.is_ok_and(|found| found.is_dir()),
             "{}: is no directory (put ca-cert.pem there, which signs etcd's members; or mend certificates of [cluster])",
             directory.display()
         );
@@ -91,6 +99,12 @@ impl Tls {
             let is_its = leaf.public_key()?.public_eq(&key);
             let (own, key) = (own.display(), own_key.display());
             ensure!(is_its, "{key}: not the key of {own} (exchange one of them)");
+            if leaf.not_after() < Asn1Time::days_from_now(0)?.as_ref() {
+                let end = leaf.not_after();
+                tracing::warn!(
+                    "{own}: has expired, at {end}: a member that asks for it refuses it (renew it)"
+                );
+            }
             builder.set_certificate(&leaf)?;
         }
         for intermediate in chain {
@@ -278,8 +292,7 @@ impl Connection {
                 (false, true) => anyhow!(
                     "etcd {said}: it hangs up once there is TLS (a member with --client-cert-auth wants \
                      client-cert.pem and client-key.pem of an authority that it knows, in certificates of \
-                     [cluster]; one that has expired is renewed by a restart or a takeover, as files are \
-                     read at the start)"
+                     [cluster]; `weir reload` reads one that was renewed)"
                 ),
             })
         })
@@ -339,7 +352,6 @@ mod tests {
     };
 
     use openssl::{
-        asn1::Asn1Time,
         hash::MessageDigest,
         pkey::{PKey, Private},
         rsa::Rsa,

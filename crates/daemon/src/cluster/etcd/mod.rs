@@ -19,6 +19,7 @@ use std::{
     fs::File,
     io::Read as _,
     net::{SocketAddr, ToSocketAddrs as _},
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -26,6 +27,7 @@ use anyhow::{Context as _, anyhow, ensure};
 use block::plain::plain;
 use serde_json::{Value, json};
 use settings::Cluster;
+use tokio::task::JoinSet;
 
 use connection::{Connection, Tls};
 pub(super) use message::{Compare, Event, KeyValue, Operation, Range};
@@ -33,6 +35,8 @@ pub(super) use watch::{Watch, events};
 
 /// How long a member may take over a request: less than half a lease, so that another can be asked.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// How long one is waited for before the next is asked too.
+const BESIDE: Duration = Duration::from_millis(100);
 /// The same for a password, which etcd makes slow to try by design.
 const PATIENCE_FOR_PASSWORDS: Duration = Duration::from_secs(4);
 const AUTHENTICATE: &str = "/v3/auth/authenticate";
@@ -80,14 +84,45 @@ struct Member {
     addresses: Vec<SocketAddr>,
 }
 
-/// What all connections are made with. Made before the sandbox is entered.
+/// What all connections are made with. Made before the sandbox is entered. Clones are the same.
 #[derive(Clone, Debug)]
 pub(super) struct Terms {
     members: Vec<Member>,
-    tls: Option<Tls>,
-    user: Option<(String, String)>,
+    proofs: Arc<Mutex<Proofs>>,
     /// Of the cluster's keys.
     prefix: String,
+}
+
+/// Who etcd is, and who asks: of files, which may be replaced.
+#[derive(Clone, Debug)]
+pub(crate) struct Proofs {
+    tls: Option<Tls>,
+    user: Option<(String, String)>,
+}
+
+impl Proofs {
+    /// Blocks.
+    ///
+    /// # Errors
+    /// If a file is not what it is taken for.
+    pub(crate) fn read(cluster: &Cluster) -> anyhow::Result<Self> {
+        let is_tls = cluster.etcd.iter().any(|said| said.tls);
+        let tls = is_tls.then(|| Tls::new(cluster.certificates.as_deref())).transpose()?;
+        let user = match &cluster.user {
+            Some((user, file)) => {
+                let mut text = String::new();
+                // A device may go on for ever.
+                let read = File::open(file).map(|file| file.take(MAX_PASSWORD + 1));
+                let read = read.and_then(|mut file| file.read_to_string(&mut text));
+                read.with_context(|| format!("password-file {}", file.display()))?;
+                let is_short = text.len() as u64 <= MAX_PASSWORD;
+                ensure!(is_short, "password-file {}: is no password: too long", file.display());
+                Some((user.clone(), text.trim_end_matches(['\n', '\r']).to_owned()))
+            }
+            None => None,
+        };
+        Ok(Self { tls, user })
+    }
 }
 
 impl Terms {
@@ -112,23 +147,17 @@ impl Terms {
                 error.context("etcd: no name stands for an address (mend the names, or give addresses)")
             );
         }
-        let is_tls = members.iter().any(|member| member.said.tls);
-        let tls = is_tls.then(|| Tls::new(cluster.certificates.as_deref())).transpose()?;
-        let user = match &cluster.user {
-            Some((user, file)) => {
-                let mut text = String::new();
-                // A device may go on for ever.
-                let read = File::open(file).map(|file| file.take(MAX_PASSWORD + 1));
-                let read = read.and_then(|mut file| file.read_to_string(&mut text));
-                read.with_context(|| format!("password-file {}", file.display()))?;
-                let is_short = text.len() as u64 <= MAX_PASSWORD;
-                ensure!(is_short, "password-file {}: is no password: too long", file.display());
-                Some((user.clone(), text.trim_end_matches(['\n', '\r']).to_owned()))
-            }
-            None => None,
-        };
         let prefix = format!("/weir/v1/{}/", cluster.name);
-        Ok(Self { members, tls, user, prefix })
+        Ok(Self { members, proofs: Arc::new(Mutex::new(Proofs::read(cluster)?)), prefix })
+    }
+
+    /// For connections from now on.
+    pub(super) fn renew(&self, proofs: Proofs) {
+        *self.proofs.lock().unwrap_or_else(PoisonError::into_inner) = proofs;
+    }
+
+    fn proofs(&self) -> Proofs {
+        self.proofs.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Ports that are called.
@@ -160,21 +189,37 @@ pub(super) struct Done {
 }
 
 impl Etcd {
-    /// The first member that lets this daemon in, beginning with this one; asked who this is, if it
-    /// wants that.
+    /// The first member that lets this daemon in and answers, beginning with this one; asked who
+    /// this is, if it wants that. Beside one that takes its time the next is asked: leases run, and
+    /// of a member that stands still only its silence tells.
     ///
     /// # Errors
     /// That of the last one, and of those rather what one refused.
     pub(super) async fn connect(terms: &Terms, first: usize) -> Result<Self, Error> {
         let count = terms.members.len();
         let mut last = Error::no_member();
-        for at in (0..count).map(|step| (first + step) % count) {
-            match Self::connect_to(terms, at).await {
-                Ok(etcd) => return Ok(etcd),
-                Err(error) => last = last.or_rather(error),
+        let (mut next, mut asked) = ((0..count).map(|step| (first + step) % count), JoinSet::new());
+        loop {
+            match next.next() {
+                Some(at) => drop(asked.spawn(Self::connect_to_one_that_answers(terms.clone(), at))),
+                None if asked.is_empty() => return Err(last),
+                None => {}
+            }
+            let patience = if next.len() > 0 { BESIDE } else { Duration::MAX };
+            match tokio::time::timeout(patience, asked.join_next()).await {
+                Ok(Some(Ok(Ok(etcd)))) => return Ok(etcd),
+                Ok(Some(Ok(Err(error)))) => last = last.or_rather(error),
+                // None has answered yet.
+                _ => {}
             }
         }
-        Err(last)
+    }
+
+    /// A member that stands still lets everybody in as well: the kernel does that for it.
+    async fn connect_to_one_that_answers(terms: Terms, at: usize) -> Result<Self, Error> {
+        let mut etcd = Self::connect_to(&terms, at).await?;
+        etcd.keys(&[Range::Key(terms.prefix)]).await?;
+        Ok(etcd)
     }
 
     /// That member, or none.
@@ -183,8 +228,8 @@ impl Etcd {
     /// If it does not answer, or lets nobody of this name in.
     pub(super) async fn connect_to(terms: &Terms, at: usize) -> Result<Self, Error> {
         let member = &terms.members[at];
-        let connection =
-            Connection::open(member.said.clone(), &member.addresses, terms.tls.as_ref(), PATIENCE);
+        let tls = terms.proofs().tls;
+        let connection = Connection::open(member.said.clone(), &member.addresses, tls.as_ref(), PATIENCE);
         let connection = connection.await?;
         let mut etcd = Self { terms: terms.clone(), at, connection, token: None, slowest: Duration::ZERO };
         etcd.authenticate().await?;
@@ -211,7 +256,7 @@ impl Etcd {
     }
 
     async fn authenticate(&mut self) -> Result<(), Error> {
-        let Some((name, password)) = self.terms.user.clone() else { return Ok(()) };
+        let Some((name, password)) = self.terms.proofs().user else { return Ok(()) };
         self.token = None;
         let answer = self.post_once(AUTHENTICATE, json!({ "name": name, "password": password })).await;
         match answer {
@@ -316,8 +361,9 @@ impl Etcd {
     /// What changes in a range from a revision on, over a connection of its own.
     pub(super) async fn watch(&self, range: &Range, from: i64) -> Result<Watch, Error> {
         let member = &self.terms.members[self.at];
-        let tls = self.terms.tls.as_ref();
-        let connection = Connection::open(member.said.clone(), &member.addresses, tls, PATIENCE).await?;
+        let tls = self.terms.proofs().tls;
+        let connection = Connection::open(member.said.clone(), &member.addresses, tls.as_ref(), PATIENCE);
+        let connection = connection.await?;
         Watch::open(connection, range, from, self.token.as_deref(), PATIENCE).await
     }
 }

@@ -13,6 +13,7 @@
 
 mod difference;
 mod foreseen;
+mod renewed;
 pub(in crate::control) mod seats;
 pub(crate) mod told;
 mod unopened;
@@ -34,6 +35,7 @@ use block::{
 use difference::Difference;
 use export::nbd::{self, Removal};
 use policy::throttle::Share;
+use renewed::Renewed;
 use seats::{Node, Seat, promising_nothing};
 use serde_json::{Value, json};
 use settings::{Draft, Endpoint, Plan, Record, SecretSource, config};
@@ -75,6 +77,7 @@ pub(crate) async fn foresee(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Val
     let (draft, plan, moved, unopened) = read(inventory, &loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
+    Renewed::read(&plan).await?;
     let mut told = Work::new(inventory, &loaded, (&draft, &plan)).foresee(&difference).await?;
     told.extend(recorded);
     told.extend(moved);
@@ -115,6 +118,7 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let (draft, plan, moved, unopened) = read(inventory, &loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
+    let renewed = Renewed::read(&plan).await?;
     let mut work = Work::new(inventory, &loaded, (&draft, &plan));
     let applied = match (work.apply(&difference).await, inventory.cluster()) {
         (Ok(()), Some(cluster)) => cluster.settle_promises(&**inventory).await.map_err(anyhow::Error::msg),
@@ -146,6 +150,7 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
         }
     }
     let mut told = work.told;
+    renewed.settle(inventory, &loaded);
     if !recorded.is_empty() {
         inventory.recordings.keep_instead(plan.service.record.as_ref()).await;
         told.extend(recorded);

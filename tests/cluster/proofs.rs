@@ -1,0 +1,64 @@
+//! Who asks etcd, and who answers: passwords and certificates that are changed while weir runs.
+
+use std::{fs, path::Path};
+
+use nix::sys::signal::Signal;
+
+use super::{Etcd, Host, until};
+use crate::harness::{Scratch, assert_says, text};
+
+#[test]
+fn a_password_that_was_changed_is_told_as_what_it_is_and_read_again() {
+    let scratch = Scratch::new();
+    let mut etcd = Etcd::start(&scratch);
+    let change = |etcd: &Etcd, password: &str| {
+        let words = ["--user", "root:secret", "user", "passwd", "weir", "--interactive=false"];
+        etcd.control(&words).reading(password).succeeds();
+    };
+    for words in [
+        "role add lab",
+        "role grant-permission lab readwrite --prefix /weir/v1/lab/",
+        "user add weir:first",
+        "user grant-role weir lab",
+        "user add root:secret",
+        "user grant-role root root",
+        "auth enable",
+    ] {
+        etcd.control(&words.split(' ').collect::<Vec<_>>()).succeeds();
+    }
+    let place = Scratch::new();
+    let password = place.file("password", "first\n");
+    let more = format!("user = \"weir\"\npassword-file = \"{}\"", text(&password));
+    let file = Host::config(&place, "x", &etcd.url(), &more);
+    let socket = place.socket("control");
+    let weir = Some(Host::serve(&place, &file, &socket).start());
+    let host = Host { scratch: place, weir, control: socket };
+    until("it has joined", || host.cluster()["joined"] == true);
+    // It hears of another reason first: etcd has gone.
+    host.weir().signal(Signal::SIGSTOP);
+    change(&etcd, "second\n");
+    etcd.kill();
+    host.weir().signal(Signal::SIGCONT);
+    host.weir().wait_for_log("apart from cluster lab");
+    etcd.child = Etcd::spawn(&etcd.data, etcd.ports);
+    let said = "refuses the user and password of [cluster]: etcdserver: authentication failed";
+    host.weir().wait_for_log(said);
+    until("it is shown", || {
+        host.status()["cluster"]["reason"].as_str().is_some_and(|why| why.contains(said))
+    });
+    assert_eq!(host.weir().logged().matches(said).count(), 1, "it is asked again and again, and told once");
+    // The file is read again when it is told to, and no change of anything else is needed.
+    place_again(&password, "second\n");
+    assert_eq!(host.run(&["reload"]).succeeds(), "nothing has changed\n");
+    until("it has joined again", || host.cluster()["joined"] == true);
+    fs::remove_file(&password).unwrap();
+    assert_says(&host.run(&["reload"]).fails(), &["cluster lab: password-file", "No such file"]);
+    assert_eq!(host.cluster()["joined"], true);
+}
+
+/// As programs do that renew it: another file by its name.
+fn place_again(file: &Path, text: &str) {
+    let beside = file.with_extension("new");
+    fs::write(&beside, text).unwrap();
+    fs::rename(beside, file).unwrap();
+}
