@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 use nix::sys::signal::Signal;
 
 use super::{Etcd, Host, until};
-use crate::harness::{Scratch, assert_says, text};
+use crate::harness::{Client, Scratch, WEIR, assert_says, text};
 
 #[test]
 fn a_password_that_was_changed_is_told_as_what_it_is_and_read_again() {
@@ -20,6 +20,10 @@ fn a_password_that_was_changed_is_told_as_what_it_is_and_read_again() {
         "role grant-permission lab readwrite --prefix /weir/v1/lab/",
         "user add weir:first",
         "user grant-role weir lab",
+        "role add look",
+        "role grant-permission look read --prefix /weir/v1/lab/",
+        "user add reader:first",
+        "user grant-role reader look",
         "user add root:secret",
         "user grant-role root root",
         "auth enable",
@@ -28,6 +32,13 @@ fn a_password_that_was_changed_is_told_as_what_it_is_and_read_again() {
     }
     let place = Scratch::new();
     let password = place.file("password", "first\n");
+    let reader = format!("user = \"reader\"\npassword-file = \"{}\"", text(&password));
+    let file = Host::config(&place, "x", &etcd.url(), &reader);
+    assert_says(
+        &Client::new(WEIR).args(["check-config", text(&file)]).fails(),
+        &["permission denied", "a role that reads and writes /weir/v1/lab/"],
+    );
+    assert_says(&Host::serve(&place, &file, &place.socket("control")).fails(), &["permission denied"]);
     let more = format!("user = \"weir\"\npassword-file = \"{}\"", text(&password));
     let file = Host::config(&place, "x", &etcd.url(), &more);
     let socket = place.socket("control");

@@ -159,6 +159,7 @@ fn runtime() -> io::Result<Runtime> {
 /// By this member.
 async fn first_of(terms: &Terms, member: usize, keys: &Keys, own: &Asked) -> Result<First, Error> {
     let mut etcd = Etcd::connect_to(terms, member).await?;
+    etcd.check_rights().await?;
     let (_, found) = etcd.read(&[keys.groups(), keys.promises()]).await?;
     let moved = moving::gone(keys, &mut etcd, &own.host, &own.disks).await?;
     let mut first = First { moved, ..First::default() };

@@ -56,7 +56,7 @@ pub(crate) struct AddArgs {
     /// The disk's name, which clients ask for: at most 31 letters, digits, `.`, `_` and `-`
     #[arg(value_name = "NAME")]
     name: String,
-    /// A file, a block device, memory:SIZE, null:SIZE or the URI of an NBD export
+    /// A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE or the URI of an NBD export
     #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>)]
     image: Image,
     /// Serve it over NBD at this address, where the daemon listens already; repeatable. With

@@ -37,7 +37,7 @@ written is lost, and what they ask for fails.";
 /// What `weir attach` is told.
 #[derive(Debug, Args)]
 pub(crate) struct AttachArgs {
-    /// A file, a block device, memory:SIZE, null:SIZE or the URI of an NBD export
+    /// A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE or the URI of an NBD export
     #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>, required_unless_present_any = ["list", "recover"])]
     pub(super) image: Option<Image>,
     /// What the attachment and its disk are called, at most 31 letters, digits, `.`, `_` and `-`

@@ -333,6 +333,14 @@ impl Etcd {
         Ok(Done { held, revision, found })
     }
 
+    /// Fails where the user may not write the cluster's keys. Writes nothing: etcd looks at the
+    /// rights first, and no key was made in a revision below 0.
+    pub(super) async fn check_rights(&mut self) -> Result<(), Error> {
+        let key = self.terms.prefix.clone();
+        let put = Operation::put(&key, b"", None);
+        self.transact(&[Compare::Created(key, -1)], &[put]).await.map(drop)
+    }
+
     pub(super) async fn put(&mut self, key: &str, value: &[u8], lease: Option<i64>) -> Result<(), Error> {
         let body = Operation::put(key, value, lease).put_body();
         self.post("/v3/kv/put", body).await.map(drop)
@@ -393,7 +401,7 @@ fn refusal(member: &str, prefix: &str, answer: &Value) -> Error {
     }
     if text.contains("authentication failed") || text.contains("user name") {
         return Error::Refused(format!(
-            "etcd {member} refuses the user and password of [cluster]: {text} (mend user and password-file, and restart weir, which reads them at its start)"
+            "etcd {member} refuses the user and password of [cluster]: {text} (mend user, and restart weir; or mend password-file, which `weir reload` reads)"
         ));
     }
     let of_role = format!("give the user of [cluster] a role that reads and writes {prefix}");
