@@ -280,6 +280,10 @@ fn what_was_renewed_is_read_by_a_reload_and_connections_stay() {
     // Half of a pair is refused, and what there was holds on.
     fs::copy(new.file("client-key.pem"), old.file("server-key.pem")).unwrap();
     assert_says(&reload().fails(), &["server-key.pem: not the key of", "server-cert.pem"]);
+    // Nor is it waited for who would write it.
+    fs::remove_file(old.file("server-key.pem")).unwrap();
+    Client::new("mkfifo").args([text(&old.file("server-key.pem"))]).succeeds();
+    assert_says(&reload().fails(), &["server-key.pem: is no file"]);
     size(&by_new).succeeds();
     weir.stop();
 }

@@ -67,6 +67,27 @@ fn a_password_that_was_changed_is_told_as_what_it_is_and_read_again() {
     assert_eq!(host.cluster()["joined"], true);
 }
 
+#[test]
+fn members_of_two_clusters_in_one_list_are_refused() {
+    let (one, two) = (Scratch::new(), Scratch::new());
+    let (one, two) = (Etcd::start(&one), Etcd::start(&two));
+    let place = Scratch::new();
+    let file = Host::config(&place, "x", &format!("{}\", \"{}", one.url(), two.url()), "");
+    let text = fs::read_to_string(&file).unwrap();
+    let lines = text.lines().map(|line| match line.strip_prefix("etcd = ") {
+        Some(urls) => format!("etcd = [{urls}]\n"),
+        None => format!("{line}\n"),
+    });
+    fs::write(&file, lines.collect::<String>()).unwrap();
+    let said = ["are not of one cluster", "etcdctl member list"];
+    assert_says(&Client::new(WEIR).args(["check-config", self::text(&file)]).fails(), &said);
+    let control = place.socket("control");
+    let weir = Some(Host::serve(&place, &file, &control).start());
+    let host = Host { scratch: place, weir, control };
+    host.weir().wait_for_log("are not of one cluster");
+    assert_ne!(host.cluster()["joined"], true);
+}
+
 /// As programs do that renew it: another file by its name.
 fn place_again(file: &Path, text: &str) {
     let beside = file.with_extension("new");

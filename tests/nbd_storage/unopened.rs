@@ -8,7 +8,7 @@ use super::{Server, half_full, uri};
 use crate::harness::{
     Client, MIB, Scratch, Serve, Weir, assert_says,
     operator::{fails, find, prints, prints_json, serve, socket, status, wait_until},
-    text,
+    text, weir,
 };
 
 /// A daemon with a disk of its own and one at a server that lets it connect, and says nothing.
@@ -94,6 +94,12 @@ fn the_others_are_served_and_it_comes_up_as_the_file_has_it_by_then() {
 fn it_can_be_removed_or_be_another_before_it_is_there() {
     let Party { scratch, silent, weir } = Party::new();
     prints(&scratch, &["disk", "remove", "far"]);
+    // Nobody tries any more, and the try that was under way has ended.
+    silent.set_nonblocking(true).unwrap();
+    for connection in std::iter::from_fn(|| silent.accept().ok()) {
+        connection.0.set_nonblocking(false).unwrap();
+        std::io::copy(&mut &connection.0, &mut std::io::sink()).expect("its end");
+    }
     assert!(status(&scratch, "0")["unopened"].is_null());
     assert_says(&fails(&scratch, &["disk", "remove", "far"]), &["no disk has this name"]);
     // The file may have another of that name at once.
@@ -128,6 +134,85 @@ fn another_image_is_opened_once_the_file_has_it() {
     assert_eq!(prints(&scratch, &["reload"]), "nothing has changed\n");
     weir.stop();
     drop(silent);
+}
+
+#[test]
+fn who_names_no_export_has_the_first_of_the_file_and_never_another() {
+    let scratch = Scratch::new();
+    let file = half_full(&scratch);
+    let size = fs::metadata(&file).unwrap().len();
+    let image = uri(&scratch.socket("back"), "");
+    let (qmp, nbd) = (socket(&scratch), text(&scratch.socket("nbd")).to_owned());
+    let config = scratch.file(
+        "weir.toml",
+        format!(
+            "[daemon]\nqmp = \"{qmp}\"\nnbd = \"unix:{nbd}\"\n[disk.boot]\nimage = \"{image}\"\nformat = \"raw\"\n\
+             [disk.other]\nimage = \"memory:1M\"\n"
+        ),
+    );
+    // Nobody listens there: that is told at once, and is no mistake of the file.
+    assert_says(&weir(&["check-config", text(&config)]).succeeds(), &["1 warning"]);
+    let weir = serve(&scratch, &config);
+    let size_of = |name: &str| Client::new("nbdinfo").args(["--size", &at(&scratch, name)]);
+    assert_says(&prints(&scratch, &["status", "boot"]), &["NOT OPEN YET", "No such file or directory"]);
+    size_of("").fails();
+    assert_eq!(size_of("other").succeeds().trim(), MIB.to_string());
+    let server = Server::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
+    wait_until(&scratch, |told| told["unopened"].is_null());
+    wait_until(&scratch, |told| told["exports"].as_array().unwrap().len() == 2);
+    assert_eq!(size_of("").succeeds().trim(), size.to_string());
+    weir.stop();
+    server.crash();
+    let weir = serve(&scratch, &config);
+    size_of("").fails();
+    // Who gives it up says that the next one is the first.
+    prints(&scratch, &["disk", "remove", "boot"]);
+    assert_eq!(size_of("").succeeds().trim(), MIB.to_string());
+    weir.stop();
+}
+
+#[test]
+fn a_reload_goes_on_without_it_too_and_keeps_no_other_waiting() {
+    let scratch = Scratch::new();
+    scratch.sparse("near.raw", MIB);
+    let silent = UnixListener::bind(scratch.socket("back")).unwrap();
+    let file = write(&scratch, "");
+    // In the sandbox, where it may call nobody that was not there at the start.
+    let at_start = fs::read_to_string(&file).unwrap().replace("sandbox = \"require\"", "sandbox = \"off\"");
+    fs::write(&file, &at_start).unwrap();
+    let weir = serve(&scratch, &file);
+    fs::write(&file, format!("{at_start}{}", far(&scratch, ""))).unwrap();
+    assert_says(&prints(&scratch, &["reload", "--dry-run"]), &["far", "its image is not open yet"]);
+    assert_says(&prints(&scratch, &["reload"]), &["gold", "far", "its image is not open yet"]);
+    weir.wait_for_log("disk_unopened");
+    fs::write(&file, format!("{at_start}{}[disk.more]\nimage = \"memory:1M\"\n", far(&scratch, ""))).unwrap();
+    assert_says(&prints(&scratch, &["reload"]), &["more", "added", "its image is not open yet"]);
+    fs::write(&file, &at_start).unwrap();
+    assert_says(&prints(&scratch, &["reload"]), &["removed"]);
+    assert!(status(&scratch, "0")["unopened"].is_null());
+    weir.stop();
+    drop(silent);
+}
+
+#[test]
+fn what_it_is_promised_keeps_it_from_nobody() {
+    let scratch = Scratch::new();
+    let file = half_full(&scratch);
+    scratch.sparse("near.raw", MIB);
+    let promised = far(&scratch, "iops-reservation = 250")
+        .replace("[group.gold]", "group = \"gold\"\n[group.gold]\niops-total = 1000");
+    let weir = serve(&scratch, &write(&scratch, &promised));
+    prints(&scratch, &["throttle", "near", "--iops-reservation", "900"]);
+    let server = Server::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
+    weir.wait_for_log("promise_left_out");
+    let left_out = |told: &serde_json::Value| find(told, "disks", "far")["promise-left-out"].clone();
+    assert_eq!(left_out(&status(&scratch, "0"))["iops-reservation"], 250);
+    // As soon as there is room.
+    prints(&scratch, &["throttle", "near", "--iops-reservation", "100"]);
+    weir.wait_for_log("promise_made");
+    assert_eq!(find(&status(&scratch, "0"), "disks", "far")["iops-reservation"], 250);
+    weir.stop();
+    server.crash();
 }
 
 #[test]

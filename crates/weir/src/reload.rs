@@ -60,6 +60,7 @@ fn shown(changes: &Value, nothing: &str) -> String {
                 let value = |key| setpoint(&name, &change[key]);
                 format!("{name}: {} → {}", value("before"), value("after"))
             }
+            ("not-read", _) => format!("not read again: {}", text("reason")),
             ("unopened", _) => "its image is not open yet".to_owned(),
             ("left-out", _) => format!("left out: it has moved to host {}", text("host")),
             (listed, _) if text("kind") == "export" => format!("{listed} at {}", text("address")),

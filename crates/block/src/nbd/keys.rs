@@ -7,11 +7,13 @@
 use std::{
     collections::HashMap,
     fs::File,
-    io::{ErrorKind, Read as _},
+    io::{self, ErrorKind, Read as _},
+    os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
 };
 
 use openssl::{
+    asn1::Asn1Time,
     error::ErrorStack,
     pkey::{PKey, Private},
     ssl::{SslContextBuilder, SslFiletype, SslOptions, SslSessionCacheMode, SslVersion},
@@ -36,7 +38,7 @@ pub const PSK_CIPHERS: &str = "ECDHE-PSK-CHACHA20-POLY1305:ECDHE-PSK-AES256-CBC-
 #[derive(Debug, thiserror::Error)]
 pub enum CredentialsError {
     #[error("{}: {source} ({hint})", path.display())]
-    File { path: PathBuf, source: std::io::Error, hint: &'static str },
+    File { path: PathBuf, source: io::Error, hint: &'static str },
     #[error("{}: {why}", path.display())]
     Content { path: PathBuf, why: String },
     #[error("TLS: {0}")]
@@ -84,9 +86,25 @@ fn revoke(store: &mut X509StoreBuilder, path: &Path) -> Result<(), CredentialsEr
     Ok(())
 }
 
+/// Opens a file of secrets. A pipe may only be one that this process was given, by its number:
+/// whoever waited for another to write would wait for ever, and so would each reload after it.
+///
+/// # Errors
+/// The system's; it is no file.
+pub fn open(path: &Path) -> io::Result<File> {
+    if ["/dev/fd/", "/proc/self/fd/"].iter().any(|own| path.starts_with(own)) {
+        return File::open(path);
+    }
+    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::new(ErrorKind::InvalidInput, "is no file")),
+    }
+}
+
 fn read(path: &Path, hint: &'static str) -> Result<Vec<u8>, CredentialsError> {
     let mut bytes = Vec::new();
-    File::open(path)
+    open(path)
         .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes))
         .map_err(|source| CredentialsError::File { path: path.to_owned(), source, hint })?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
@@ -107,6 +125,15 @@ pub fn certificates(path: &Path, hint: &'static str) -> Result<Vec<X509>, Creden
         return Err(CredentialsError::Content { path: path.to_owned(), why });
     }
     Ok(certificates)
+}
+
+/// Says that a certificate of this file's has expired: others refuse it, in words of their own.
+pub fn warn_if_expired(path: &Path, certificate: &X509) {
+    let is_over = Asn1Time::days_from_now(0).is_ok_and(|now| certificate.not_after() < now.as_ref());
+    if is_over {
+        let (file, end) = (path.display(), certificate.not_after());
+        tracing::warn!("{file}: has expired, at {end}: whoever verifies it refuses it (renew it)");
+    }
 }
 
 /// The private key in a file.

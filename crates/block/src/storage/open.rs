@@ -14,7 +14,7 @@ use super::{
     delay::DelayOptions,
     fault::FaultRule,
     file::{self, FileOptions},
-    nbd::NbdOptions,
+    nbd::{Known, NbdOptions},
     probe::{Probed, probe_file},
     rate::{Budgets, RateOptions},
     rbd,
@@ -54,6 +54,8 @@ pub struct OpenOptions {
     pub reconnect_delay: Duration,
     /// How long it is tried to reach an NBD server at first; zero: once.
     pub open_timeout: Duration,
+    /// Of an NBD server that was tried before.
+    pub known: Known,
     /// Latency added.
     pub delay: Option<DelayOptions>,
     /// Bandwidth bounded.
@@ -110,6 +112,7 @@ fn of_export(uri: &Uri, options: &OpenOptions) -> Result<NbdOptions, OpenError> 
         passed: options.passed.clone(),
         reconnect_delay: options.reconnect_delay,
         open_timeout: options.open_timeout,
+        known: options.known.clone(),
     })
 }
 

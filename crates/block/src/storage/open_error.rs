@@ -14,11 +14,24 @@ pub struct OpenError {
     pub holder: Option<String>,
     /// Which file it is that somebody has locked, if that is why: see
     /// [`Identity::what`](super::Identity::what).
-    pub locked: Option<String>,
+    pub locked: Option<Box<str>>,
+    /// It may be otherwise soon: nobody answers where it lies, or one that has died is still seen.
+    pub may_pass: bool,
 }
 
 impl OpenError {
     pub(crate) fn new(image: &str, why: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { image: image.to_owned(), why: why.into(), remedy: remedy.into(), holder: None, locked: None }
+        Self {
+            image: image.to_owned(),
+            why: why.into(),
+            remedy: remedy.into(),
+            holder: None,
+            locked: None,
+            may_pass: false,
+        }
+    }
+
+    pub(crate) fn that_may_pass(self) -> Self {
+        Self { may_pass: true, ..self }
     }
 }

@@ -11,7 +11,7 @@
 //!
 //! A session is with one member of etcd. Whatever goes wrong ends it; the next begins with the next
 //! member, and reads everything anew. Meanwhile hosts fall to their safe share by their own clocks:
-//! nothing here is needed for that.
+//! nothing here is needed for that. What becomes of a key that it hears of is in `hearing`.
 //!
 //! Never asked by a request of a disk. Never waits for the main thread: what that has no room for
 //! ends the session.
@@ -24,29 +24,28 @@ use std::{
 
 use async_channel::{Receiver, Sender};
 use policy::{
-    cluster::{NAME_LEASE, Term, Timing},
+    cluster::{NAME_LEASE, Timing},
     time::Instant,
 };
 use serde_json::Value;
 
 use super::{
     changing,
-    etcd::{Compare, Error, Etcd, Event, KeyValue, Operation, Terms},
+    etcd::{Compare, Error, Etcd, KeyValue, Operation, Terms},
     identity,
     keys::Key,
     known::{Known, Leases},
     leading::Leading,
     moving,
-    offers::{Answer, Offer, Offered, Outcome},
+    offers::Outcome,
     outside::{self, draw, now},
     promising::{self, Refusal},
     status,
     stored::{Keeper, Stored},
-    values::{self, Grants, Group, Identity, MAX_INSTANCE, Promises, Reports},
+    values::{self, Group, Identity, MAX_INSTANCE, Promises, Reports},
     watching::{Silence, forward},
     words::{Change, Input, Word},
 };
-use crate::events::actor::Actor;
 
 /// Seconds of the lease of a host's key: how long a name stays taken after a machine is lost.
 const NAME_TTL: u64 = NAME_LEASE.as_secs();
@@ -61,8 +60,6 @@ const IDLE: Duration = Duration::from_secs(1);
 /// A request that takes longer is told of, and how often.
 const SLOW: Duration = Duration::from_millis(300);
 const BETWEEN_SLOW: Duration = Duration::from_secs(60);
-/// Keys that are told of.
-const MOST_STRANGE: usize = 64;
 /// Between two tries of all members.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
@@ -179,24 +176,24 @@ enum End {
 }
 
 /// One after the other, each with one member of etcd.
-struct Session<'a> {
-    agent: &'a Agent,
-    known: Known,
+pub(super) struct Session<'a> {
+    pub(super) agent: &'a Agent,
+    pub(super) known: Known,
     /// Of this run's last registration.
     instance: u64,
-    own_promises: Option<Promises>,
+    pub(super) own_promises: Option<Promises>,
     reports: Option<Reports>,
     kept_at: Instant,
     campaign_at: Option<Instant>,
-    leading: Option<Leading>,
+    pub(super) leading: Option<Leading>,
     told_silent: Option<BTreeSet<String>>,
-    silence: Silence,
+    pub(super) silence: Silence,
     /// When etcd did last what it was asked.
     answered: Option<Instant>,
     /// Keys that are none of weir's, or hold nothing of its, and were told of.
-    strange: BTreeSet<String>,
+    pub(super) strange: BTreeSet<String>,
     /// Of limits, for the next start.
-    keeper: Keeper,
+    pub(super) keeper: Keeper,
     told_slow: Option<Instant>,
 }
 
@@ -206,7 +203,7 @@ impl Session<'_> {
         (self.known.joined, self.campaign_at) = (None, None);
     }
 
-    async fn tell(&self, word: Word) -> Result<(), Error> {
+    pub(super) async fn tell(&self, word: Word) -> Result<(), Error> {
         let gone = |_| Error::Unreachable(anyhow::anyhow!("the daemon ends"));
         self.agent.words.send(word).await.map_err(gone)
     }
@@ -395,220 +392,13 @@ impl Session<'_> {
     }
 
     /// Stands for election soon, not together with all others.
-    fn stand(&mut self, after: Duration) {
+    pub(super) fn stand(&mut self, after: Duration) {
         let tick = self.agent.timing.tick.mul_f64((draw() % 1024) as f64 / 1024.0);
         self.campaign_at = Some(now() + after + tick);
     }
 
-    async fn on_event(&mut self, etcd: &mut Etcd, event: Event) -> Result<(), Error> {
-        match event {
-            Event::Put(value) => {
-                self.silence.saw(&value);
-                match self.known.keys.read(&value.key) {
-                    Some(Key::Host(name)) => {
-                        if name == self.agent.cluster.host {
-                            self.on_own_host(etcd, Some(&value)).await?;
-                        }
-                    }
-                    Some(Key::Leader) => {
-                        self.on_put(&value).await?;
-                        self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
-                    }
-                    Some(Key::Promise(host)) => {
-                        self.on_put(&value).await?;
-                        self.tell(Word::Promises(self.known.promises.clone())).await?;
-                        let known = self.known.promises.get(host);
-                        if host == self.agent.cluster.host && known != self.own_promises.as_ref() {
-                            self.promise(etcd).await?;
-                        }
-                    }
-                    Some(Key::Grant(_)) => {
-                        self.silence.answered();
-                        self.on_put(&value).await?;
-                    }
-                    Some(Key::Move(..)) => {
-                        // What a disk was promised where it comes from is free by now: that is in
-                        // another range, whose watch may be slower.
-                        self.read_promises(etcd).await?;
-                        self.on_put(&value).await?;
-                    }
-                    _ => self.on_put(&value).await?,
-                }
-            }
-            Event::Deleted(key) => match self.known.keys.read(&key) {
-                Some(Key::Leader) => {
-                    self.known.leader = None;
-                    self.tell(Word::Led { leader: None }).await?;
-                    self.stand(Duration::ZERO);
-                }
-                Some(Key::Host(name)) if name == self.agent.cluster.host => {
-                    self.on_own_host(etcd, None).await?;
-                }
-                Some(Key::Promise(name)) => {
-                    self.known.promises.remove(name);
-                    self.tell(Word::Promises(self.known.promises.clone())).await?;
-                    if name == self.agent.cluster.host {
-                        self.promise(etcd).await?;
-                    }
-                }
-                // They stay as they are known; the leader writes them again.
-                Some(Key::Group(name)) => {
-                    self.known.not_understood.remove(name);
-                    self.known.groups.retain(|known, stored| known != name || !stored.group.removed);
-                    if let Some(stored) = self.known.groups.get_mut(name) {
-                        stored.changed = 0;
-                    }
-                }
-                Some(Key::Report(name)) => {
-                    if let Some(leading) = &mut self.leading {
-                        leading.on_gone(name);
-                    }
-                }
-                // What was granted holds while its lease lasts.
-                _ => {}
-            },
-        }
-        Ok(())
-    }
-
-    /// A value that is not this host's name.
-    async fn on_put(&mut self, value: &KeyValue) -> Result<(), Error> {
-        match self.known.keys.read(&value.key) {
-            Some(Key::Leader) => match values::read::<values::Leader>(&value.value) {
-                // Who leads has a lease, or he would for ever.
-                Ok(leader) if value.lease != 0 => {
-                    let term = Term { revision: value.create_revision.cast_unsigned(), nonce: leader.nonce };
-                    self.known.leader = Some((term, leader.host));
-                }
-                // It goes with its lease, whoever has it.
-                Err(why) if value.lease != 0 => {
-                    self.pass_over(value, &why);
-                    self.known.leader = None;
-                }
-                _ => {
-                    tracing::warn!(key = %value.key, "cluster: what is in etcd there is no leader's: it is deleted");
-                    (self.known.leader, self.known.usurped) = (None, Some(value.mod_revision));
-                }
-            },
-            // The watch may tell later what was read meanwhile, or written by this host.
-            Some(Key::Group(name))
-                if self.known.groups.get(name).is_some_and(|known| known.changed > value.mod_revision) => {}
-            Some(Key::Group(name)) => {
-                let read = values::read::<Group>(&value.value).and_then(|group| Ok((group.spec()?, group)));
-                match read {
-                    Ok((spec, group)) => {
-                        self.known.not_understood.remove(name);
-                        self.strange.remove(&value.key);
-                        let known = self.known.groups.get(name).map_or(0, |known| known.group.number);
-                        if group.number < known {
-                            tracing::warn!(
-                                group = %name,
-                                change = group.number,
-                                known,
-                                "etcd has older limits for this group than were known here, as if it was restored from a copy: they hold from now on (`weir throttle {name} --cluster` shows and changes them)"
-                            );
-                        }
-                        let stored = Stored { group, spec, changed: value.mod_revision };
-                        self.on_limits(name.to_owned(), stored, None).await?;
-                    }
-                    Err(why) => {
-                        if self.is_news(value) {
-                            tracing::warn!(key = %value.key, "cluster: what is in etcd there {why}: it is left alone, and this host has its safe share of group {name}");
-                        }
-                        self.known.not_understood.insert(name.to_owned(), why);
-                    }
-                }
-            }
-            Some(Key::Promise(name)) => match values::read::<Promises>(&value.value) {
-                Ok(promises) => {
-                    self.known.promises.insert(name.to_owned(), promises);
-                    self.known.promises_at = self.known.promises_at.max(value.mod_revision);
-                }
-                Err(why) => self.pass_over(value, &why),
-            },
-            Some(Key::Grant(name)) if name == self.agent.cluster.host => {
-                match values::read::<Grants>(&value.value) {
-                    Ok(grants) => {
-                        for (group, grant) in grants.groups {
-                            match grant.read() {
-                                _ if self.known.not_understood.contains_key(&group) => {}
-                                Ok(grant) => self.tell(Word::Granted { group, grant }).await?,
-                                Err(why) => self.pass_over(value, &why),
-                            }
-                        }
-                    }
-                    Err(why) => self.pass_over(value, &why),
-                }
-            }
-            Some(Key::Report(name)) => {
-                if let Some(leading) = &mut self.leading {
-                    match values::read::<Reports>(&value.value) {
-                        Ok(reports) => leading.on_reports(name, &reports),
-                        Err(why) => self.pass_over(value, &why),
-                    }
-                }
-            }
-            Some(Key::Move(host, disk)) if host == self.agent.cluster.host => {
-                let named = |offer: Offer| settings::cluster_name(&offer.from).map(|_| offer);
-                match values::read::<Offer>(&value.value).and_then(named) {
-                    Ok(offer) => {
-                        let offered = Offered { disk: disk.to_owned(), offer, revision: value.mod_revision };
-                        self.tell(Word::Offered(Box::new(offered))).await?;
-                    }
-                    Err(why) => self.pass_over(value, &why),
-                }
-            }
-            Some(Key::Moved(host, disk)) if host == self.agent.cluster.host => {
-                let named = |answer: Answer| settings::cluster_name(&answer.by).map(|_| answer);
-                match values::read::<Answer>(&value.value).and_then(named) {
-                    Ok(answer) => self.tell(Word::Answered { disk: disk.to_owned(), answer }).await?,
-                    Err(why) => self.pass_over(value, &why),
-                }
-            }
-            Some(Key::Host(_) | Key::Grant(_) | Key::Move(..) | Key::Moved(..)) => {}
-            None => {
-                if self.is_news(value) {
-                    tracing::warn!(key = ?value.key, "cluster: a key in etcd is none of weir's, by its form or its names: it is left alone");
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn pass_over(&mut self, value: &KeyValue, why: &str) {
-        if self.is_news(value) {
-            tracing::warn!(key = %value.key, "cluster: what is in etcd there {why}: it is passed over");
-        }
-    }
-
-    /// Whether nothing was told of this key yet. Whoever can write in etcd may write any number.
-    fn is_news(&mut self, value: &KeyValue) -> bool {
-        self.strange.len() < MOST_STRANGE && self.strange.insert(value.key.clone())
-    }
-
-    async fn on_limits(&mut self, name: String, stored: Stored, by: Option<Actor>) -> Result<(), Error> {
-        let spec = stored.spec;
-        self.known.groups.insert(name.clone(), stored);
-        self.keeper.note();
-        self.tell(Word::Group { name, spec, by }).await
-    }
-
-    async fn on_own_host(&mut self, etcd: &mut Etcd, value: Option<&KeyValue>) -> Result<(), Error> {
-        let read = value.and_then(|value| values::read::<Identity>(&value.value).ok());
-        let is_own = read.is_some_and(|identity| {
-            let own = identity::own(&self.agent.machine_id, identity.instance);
-            self.known.joined.is_some()
-                && (identity.pid, identity.began, &identity.machine) == (own.pid, own.began, &own.machine)
-        });
-        if !is_own {
-            self.known.joined = None;
-            self.join(etcd, value).await?;
-        }
-        Ok(())
-    }
-
     /// Takes this host's name, unless somebody has it who lives.
-    async fn join(&mut self, etcd: &mut Etcd, taken: Option<&KeyValue>) -> Result<(), Error> {
+    pub(super) async fn join(&mut self, etcd: &mut Etcd, taken: Option<&KeyValue>) -> Result<(), Error> {
         let host = self.agent.cluster.host.clone();
         let key = self.known.keys.key(Key::Host(&host));
         self.known.namesake = None;
@@ -668,7 +458,7 @@ impl Session<'_> {
     }
 
     /// Writes what is promised here by now, where nobody else has promised what is not known here.
-    async fn promise(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
+    pub(super) async fn promise(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
         let (Some(own), Some(Leases { promises: lease, .. })) = (&self.own_promises, self.known.joined)
         else {
             return Ok(());
@@ -762,7 +552,7 @@ impl Session<'_> {
     }
 
     /// As they are in etcd now, whatever the watch has told.
-    async fn read_promises(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
+    pub(super) async fn read_promises(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
         let (revision, found) = etcd.read(&[self.known.keys.promises()]).await?;
         let keys = &self.known.keys;
         let names: BTreeSet<_> = found

@@ -21,7 +21,7 @@ use settings::Plan;
 use tokio::runtime::{Builder, Runtime};
 
 use super::{
-    etcd::{Error, Etcd, Terms},
+    etcd::{self, Error, Etcd, Terms},
     keys::{Key, Keys},
     moving,
     stored::{self, Stored},
@@ -36,6 +36,8 @@ pub(super) struct First {
     pub(super) removed: BTreeSet<String>,
     pub(super) promises: BTreeMap<String, Promises>,
     pub(super) moved: BTreeMap<String, String>,
+    /// The number of etcd's cluster, and the member that has said it.
+    cluster: Option<(String, String)>,
 }
 
 /// What is asked for.
@@ -89,7 +91,16 @@ pub(crate) async fn check(plan: &Plan) -> anyhow::Result<()> {
     let (mut errors, mut first) = (Vec::new(), None);
     for answer in answers {
         match answer {
-            Ok(answer) => first = first.or(Some(answer)),
+            Ok(answer) => {
+                let of = |first: &First| first.cluster.clone();
+                if let (Some((one, member)), Some((other, beside))) =
+                    (first.as_ref().and_then(of), of(&answer))
+                    && one != other
+                {
+                    bail!("cluster {name}: {}", etcd::of_two(&member, &beside));
+                }
+                first = first.or(Some(answer));
+            }
             Err(error) => errors.push(error),
         }
     }
@@ -162,7 +173,8 @@ async fn first_of(terms: &Terms, member: usize, keys: &Keys, own: &Asked) -> Res
     etcd.check_rights().await?;
     let (_, found) = etcd.read(&[keys.groups(), keys.promises()]).await?;
     let moved = moving::gone(keys, &mut etcd, &own.host, &own.disks).await?;
-    let mut first = First { moved, ..First::default() };
+    let cluster = etcd.cluster().map(|cluster| (cluster.to_owned(), etcd.member()));
+    let mut first = First { moved, cluster, ..First::default() };
     for value in found.iter().flatten() {
         match keys.read(&value.key) {
             Some(Key::Group(name)) => {

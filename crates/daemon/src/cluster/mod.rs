@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   start:  Cluster::prepare ─► what etcd says, or what was known last ─► groups at their safe share
-//!           … sandbox ─► Cluster::start ─► a thread that speaks with etcd             agent, etcd
+//!           … sandbox ─► Cluster::start ─► a thread that speaks with etcd    agent, hearing, etcd
 //!   then:   main thread  hosts: counters ─► reports; grants ─► parts in force         hosts
 //!           thread       one host of all leads: reports ─► division ─► grants         leading
 //! ```
@@ -18,6 +18,7 @@ mod changing;
 mod etcd;
 mod first;
 mod fuzzing;
+mod hearing;
 mod hosts;
 mod identity;
 mod keys;

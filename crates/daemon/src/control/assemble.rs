@@ -5,19 +5,18 @@ use std::{cell::Cell, fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, 
 use anyhow::{Context as _, anyhow};
 use block::{
     disk::Disk,
-    image::{
-        Image, Secret,
-        open::{ImageOptions, open},
-    },
+    image::{Image, Secret, open::ImageOptions},
     layer::throttle::Group,
     reactor,
     storage::{OpenOptions, Passed, Root, rate::Budgets, rbd},
 };
 use export::nbd;
-use policy::time::Duration;
-use settings::{Credentials, Place, Plan, SecretSource, Service, Settings, Tls, secret::Secrets};
+use settings::{Credentials, Plan, SecretSource, Service, Settings, Tls, secret::Secrets};
 
-use super::inventory::{Inventory, RunningDisk};
+use super::{
+    inventory::{Inventory, RunningDisk},
+    opening::{Opening, Trial},
+};
 use crate::events::Events;
 
 /// What the disks of one daemon have together while their images are opened.
@@ -71,33 +70,6 @@ impl Assembly {
     }
 }
 
-/// All that it takes to open the image of a disk, as often as it is tried.
-#[derive(Clone)]
-pub(crate) struct Opening {
-    name: String,
-    spec: String,
-    options: ImageOptions,
-    /// Where something was said that is for qcow2 images.
-    said: Option<Place>,
-}
-
-impl Opening {
-    pub(crate) async fn open(self) -> anyhow::Result<Image> {
-        let image = open(&self.spec, self.options).await?;
-        if let (Image::Raw(_), Some(place)) = (&image, &self.said) {
-            return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)").into());
-        }
-        tracing::debug!(disk = self.name, image = image.description(), "opened");
-        Ok(image)
-    }
-
-    /// The same, now that the daemon that was taken over from has ended.
-    pub(crate) fn without_files(mut self) -> Self {
-        self.options.storage.passed = None;
-        self
-    }
-}
-
 /// Adds all groups to the inventory, and says what is odd in the plan. In the order of the plan.
 pub(crate) fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<Vec<Arc<Group>>> {
     let mut groups = Vec::new();
@@ -123,7 +95,7 @@ pub(crate) fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<Vec<A
     Ok(groups)
 }
 
-fn promising_nothing(settings: Settings) -> Settings {
+pub(crate) fn promising_nothing(settings: Settings) -> Settings {
     Settings { iops_reservation: 0, bps_reservation: 0, ..settings }
 }
 
@@ -160,7 +132,7 @@ pub(crate) async fn disks(
         let name = &first.name;
         reactor::blocking(rbd::load)
             .await
-            .map_err(|why| anyhow!("disk {name}: librbd cannot be loaded: {why} ({})", rbd::remedy()))?;
+            .map_err(|why| anyhow!("disk {name}: librbd cannot be loaded: {why} ({})", rbd::remedy(&why)))?;
     }
     if let Some(path) = &plan.service.image_root {
         inventory.confine(root(path)?);
@@ -189,8 +161,8 @@ impl Late {
         Ok(())
     }
 
-    /// The same of all of them at once. One that takes long is put off, unless it is one that is
-    /// waited for.
+    /// The same of all of them at once. Those that nobody answers for, or not soon, are put off,
+    /// unless they are waited for.
     pub(crate) async fn open_at_once(
         &mut self,
         plan: &Plan,
@@ -200,27 +172,16 @@ impl Late {
         let (mut all, whole) = (Vec::new(), Rc::new(plan.clone()));
         for planned in plan.disks.iter().filter(|disk| which(disk)) {
             let opening = self.assembly.opening(planned).await?;
-            all.push((planned, opening.clone(), reactor::spawn_joinable(opening.open())));
+            all.push((planned, Trial::begin(opening, is_awaited(&planned.name))));
         }
-        let began = reactor::now();
-        for (planned, opening, mut opened) in all {
-            let image =
-                match reactor::timeout(PATIENCE.saturating_sub(reactor::now() - began), &mut opened).await {
-                    Ok(image) => image,
-                    Err(_) if is_awaited(&planned.name) => {
-                        tracing::warn!(
-                            disk = planned.name,
-                            "it is still being opened, and waited for: what it lies on has not answered yet"
-                        );
-                        opened.await
-                    }
-                    Err(_) => {
-                        let of_plan = (planned.name.as_str(), Rc::clone(&whole));
-                        inventory.put_off(of_plan, began, (opening.without_files(), opened));
-                        continue;
-                    }
-                };
-            list(inventory, planned, planned.group.map(|index| &self.groups[index]), image)?;
+        for (planned, trial) in all {
+            match trial.outcome().await {
+                Ok(image) => {
+                    let group = planned.group.map(|index| &self.groups[index]);
+                    list(inventory, planned, group, image)?;
+                }
+                Err(silent) => inventory.put_off((&planned.name, Rc::clone(&whole)), silent),
+            }
         }
         Ok(())
     }
@@ -231,12 +192,8 @@ impl Late {
     }
 }
 
-/// After this a disk that is still being opened is put off. Less than an NBD server has that lets
-/// weir connect and says nothing: whether such a one fails a start is no matter of chance.
-const PATIENCE: Duration = Duration::from_secs(8);
-
 /// Lists a disk of the plan once its image is open, with what is promised to it.
-pub(crate) fn list(
+fn list(
     inventory: &Rc<Inventory>,
     planned: &settings::Disk,
     group: Option<&Arc<Group>>,
@@ -312,6 +269,7 @@ fn options(
         handover: disk.handover,
         reconnect_delay: disk.reconnect_delay,
         open_timeout: disk.open_timeout,
+        known: Default::default(),
         may_be_empty: false,
         passed: None,
         delay: disk.delay,

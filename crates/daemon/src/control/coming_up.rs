@@ -13,50 +13,58 @@
 
 use std::rc::{Rc, Weak};
 
-use anyhow::ensure;
+use anyhow::{anyhow, ensure};
 use block::{image::Image, reactor};
-use policy::time::{Duration, Instant};
+use policy::time::Duration;
 use serde_json::Value;
 use settings::{Disk, Plan};
 
 use super::{
-    assemble::{self, Opening},
+    assemble,
     inventory::Inventory,
+    opening::{Opening, Silent, State},
     unopened::Unopened,
-    wanted::Wanted,
+    wanted::{self, Wanted, Way},
 };
 use crate::events::{Kind, News};
 
 /// How long until an image is opened again that could not be.
 const AGAIN: Duration = Duration::from_secs(10);
 
-/// An image that is being opened.
-pub(crate) type Opened = reactor::JoinHandle<anyhow::Result<Image>>;
+type Opened = reactor::JoinHandle<anyhow::Result<Image>>;
 
 impl Inventory {
-    /// Goes on without a disk of the plan, whose image has been being opened since then.
-    pub(crate) fn put_off(
-        self: &Rc<Self>,
-        (name, plan): (&str, Rc<Plan>),
-        since: Instant,
-        way: (Opening, Opened),
-    ) {
+    /// Goes on without a disk of the plan.
+    pub(crate) fn put_off(self: &Rc<Self>, (name, plan): (&str, Rc<Plan>), silent: Silent) {
+        let Silent { opening, since, state } = silent;
         let one = Rc::new(Unopened::new(name, since, plan));
-        self.bring_up(name, one, (way.0, Some(way.1)));
+        let first = match state {
+            State::Trying(opened) => Some(opened),
+            State::Failed(error) => {
+                one.why.replace(Some(format!("{error:#}")));
+                None
+            }
+        };
+        self.bring_up(name, one, (opening, first));
     }
 
     fn bring_up(self: &Rc<Self>, name: &str, one: Rc<Unopened>, way: (Opening, Option<Opened>)) {
-        self.unopened.borrow_mut().insert(name.to_owned(), Rc::clone(&one));
-        reactor::spawn(bring_up(Rc::downgrade(self), name.to_owned(), one, way));
+        let task = bring_up(Rc::downgrade(self), name.to_owned(), Rc::clone(&one), way);
+        one.task.replace(Some(reactor::spawn_joinable(task)));
+        if let Some(before) = self.unopened.borrow_mut().insert(name.to_owned(), one) {
+            before.give_up();
+        }
     }
 
     /// Tells of those that a start goes on without.
     pub(crate) fn tell_unopened(&self) {
-        let all = self.unopened.borrow().clone();
-        all.iter().for_each(|(name, one)| self.tell_of_unopened(name, one, None));
+        let all: Vec<_> = self.unopened.borrow().keys().cloned().collect();
+        all.iter().for_each(|name| self.tell_of_unopened(name));
     }
 
-    fn tell_of_unopened(&self, name: &str, one: &Unopened, why: Option<String>) {
+    pub(super) fn tell_of_unopened(&self, name: &str) {
+        let Some(one) = self.unopened.borrow().get(name).cloned() else { return };
+        let why = one.why.borrow().clone();
         let image = one.planned().image.to_string();
         let message = match &why {
             None => format!(
@@ -70,8 +78,7 @@ impl Inventory {
             }
         };
         let news = News::new(Kind::DiskUnopened, message).of_disk(name);
-        self.events.tell(news.with("image", image).with("reason", why.clone()));
-        one.why.replace(why);
+        self.events.tell(news.with("image", image).with("reason", why));
     }
 
     /// Whether it is this one that is to come up.
@@ -92,24 +99,33 @@ impl Inventory {
         let _arrival = self.arrival(name)?;
         self.unopened.borrow_mut().remove(name);
         let listed = async {
-            assemble::list(self, &planned, group.as_ref(), Ok(image))?;
+            let bare = Disk { settings: assemble::promising_nothing(planned.settings), ..planned.clone() };
+            self.add_disk(assemble::disk(&bare, group.as_ref(), image)?)?;
             for export in Wanted::all(&plan).iter().filter(|export| export.disk == name) {
                 export.add(self).await?;
             }
             anyhow::Ok(())
         };
-        if let Err(error) = listed.await {
-            if self.disk(name).is_ok() {
-                self.take_back(name).await?;
-            }
-            self.unopened.borrow_mut().insert(name.to_owned(), Rc::clone(one));
-            return Err(error);
-        }
+        listed.await?;
+        self.promise_late(name, [planned.settings.iops_reservation, planned.settings.bps_reservation]);
         if let Some(cluster) = self.cluster() {
             cluster.promise(&**self);
         }
         tracing::info!(disk = name, after_s = one.age(reactor::now()).as_secs(), "its image is open now");
         Ok(())
+    }
+
+    /// Has one that did not come whole wait again. What was there of it may take its time to go.
+    async fn wait_again(self: &Rc<Self>, name: &str, one: &Rc<Unopened>) {
+        if self.disk(name).is_ok()
+            && let Err(error) = self.take_back(name).await
+        {
+            tracing::error!("disk {name}: it did not come whole, and what is there of it stays: {error}");
+            return;
+        }
+        if self.check_name(name).is_ok() {
+            self.unopened.borrow_mut().insert(name.to_owned(), Rc::clone(one));
+        }
     }
 
     /// As the config has them.
@@ -121,10 +137,32 @@ impl Inventory {
     /// on if there is one.
     pub(super) fn plan_unopened(self: &Rc<Self>, name: &str, plan: Rc<Plan>, opening: Option<Opening>) {
         let Some(one) = self.unopened.borrow().get(name).cloned() else { return };
+        let wanted = Wanted::all(&plan);
+        self.expect_no_more(name, &one, |old| !wanted.contains(old));
         match opening {
             None => drop(one.plan.replace(plan)),
             Some(opening) => {
                 self.bring_up(name, Rc::new(Unopened::new(name, one.since, plan)), (opening, None));
+            }
+        }
+    }
+
+    /// Gives up a disk that is not open yet; whether it was one.
+    pub(crate) fn give_up_unopened(&self, name: &str) -> bool {
+        let Some(one) = self.unopened.borrow_mut().remove(name) else { return false };
+        one.give_up();
+        self.expect_no_more(name, &one, |_| true);
+        true
+    }
+
+    /// Exports of it that do not come any more leave their place to others.
+    fn expect_no_more(&self, name: &str, one: &Unopened, is_gone: impl Fn(&Wanted) -> bool) {
+        let wanted = Wanted::all(&one.plan.borrow());
+        for export in wanted.iter().filter(|export| export.disk == name && is_gone(export)) {
+            if let Way::Nbd { endpoint, name, .. } = &export.way
+                && let Some(serving) = wanted::server(self, endpoint)
+            {
+                serving.server.expect_no_more(name);
             }
         }
     }
@@ -144,25 +182,32 @@ async fn bring_up(
     (opening, mut first): (Opening, Option<Opened>),
 ) {
     loop {
+        // A host that has died may let go of its lock while the disk is another's.
+        let moved = inventory.upgrade().and_then(|inventory| inventory.cluster()?.moved_to(&name));
         let opened = match first.take() {
+            _ if moved.is_some() => Err(anyhow!("the disk has moved to host {}", moved.unwrap_or_default())),
             Some(first) => first.await,
             None => opening.clone().open().await,
         };
         let Some(inventory) = inventory.upgrade() else { return };
-        {
+        let listed = {
             let _turn = inventory.turns.take().await;
             if inventory.ending.get() || !inventory.awaits(&name, &one) {
                 return;
             }
-            let listed = match opened {
+            match opened {
                 Ok(image) => inventory.list_unopened(&name, &one, image).await,
                 Err(error) => Err(error),
-            };
-            let Err(error) = listed else { return };
-            let why = format!("{error:#}");
-            if one.why.borrow().as_ref() != Some(&why) {
-                inventory.tell_of_unopened(&name, &one, Some(why));
             }
+        };
+        let Err(error) = listed else { return };
+        if !inventory.awaits(&name, &one) {
+            inventory.wait_again(&name, &one).await;
+        }
+        let why = format!("{error:#}");
+        if one.why.borrow().as_ref() != Some(&why) {
+            one.why.replace(Some(why));
+            inventory.tell_of_unopened(&name);
         }
         drop(inventory);
         reactor::sleep_until(reactor::now() + AGAIN).await;

@@ -449,11 +449,6 @@ impl Inventory {
         self.unopened.borrow().contains_key(disk)
     }
 
-    /// Gives up a disk that is not open yet; whether it was one.
-    pub(crate) fn give_up_unopened(&self, name: &str) -> bool {
-        self.unopened.borrow_mut().remove(name).is_some()
-    }
-
     fn unopened_member_of(&self, group: &str) -> Option<String> {
         let unopened = self.unopened.borrow();
         let member = unopened.iter().find(|(_, one)| one.group().as_deref() == Some(group));

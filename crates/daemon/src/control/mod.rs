@@ -25,6 +25,7 @@ mod left_out;
 pub(crate) mod loaded;
 pub(crate) mod looking;
 pub(crate) mod moving;
+pub(crate) mod opening;
 mod promises;
 pub(crate) mod qmp;
 pub(crate) mod recording;

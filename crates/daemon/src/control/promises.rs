@@ -6,13 +6,14 @@
 //! promise alone that waits. It is made as soon as there is room, unless somebody says otherwise in
 //! between.
 
-use std::{iter, sync::Arc};
+use std::{iter, rc::Rc, sync::Arc};
 
 use anyhow::Context as _;
 use block::layer::throttle::Group;
 use policy::throttle::{Refused, Share};
 
 use super::{
+    change::Change,
     inventory::Inventory,
     left_out::{LeftOut, State, reservations, wanted_of},
     reload::seats::{Node, Seat},
@@ -44,6 +45,33 @@ impl Inventory {
         let why = format!("{overbooked}{}", self.elsewhere(&node));
         self.note_left_out(name, wanted, why);
         Ok(())
+    }
+
+    /// The same for a disk that comes up later: by then others may be promised what there was. It
+    /// is served in any case.
+    pub(super) fn promise_late(&self, name: &str, wanted: [u64; 2]) {
+        let Some(node) = self.node(name).filter(|_| wanted != [0, 0]) else { return };
+        if let Err(refused) = seat(&node, wanted).take() {
+            let why = format!("{refused}{}", self.elsewhere(&node));
+            self.note_left_out(name, wanted, why);
+            self.tell_left_out();
+        }
+    }
+
+    /// Has what was left out promised as soon as something changes that leaves room for it. In a
+    /// cluster that does it.
+    pub(crate) fn promise_once_there_is_room(self: &Rc<Self>) {
+        let inventory = Rc::downgrade(self);
+        self.listen(move |change| {
+            let may_leave_room = matches!(change, Change::Listed { .. } | Change::SettingsChanged { .. });
+            if let Some(inventory) = inventory.upgrade()
+                && may_leave_room
+                && inventory.cluster().is_none()
+            {
+                inventory.make_left_out();
+                inventory.tell_left_out();
+            }
+        });
     }
 
     /// What others have promised of the cluster's group that it is in, as words.

@@ -4,6 +4,7 @@
 
 use std::{cell::RefCell, rc::Rc};
 
+use block::reactor::JoinHandle;
 use policy::time::{Duration, Instant};
 use serde_json::{Value, json};
 use settings::{Disk, Plan};
@@ -16,12 +17,25 @@ pub(crate) struct Unopened {
     pub(super) plan: RefCell<Rc<Plan>>,
     /// What was told of it last: why it could not be opened.
     pub(super) why: RefCell<Option<String>>,
+    /// Opens it.
+    pub(super) task: RefCell<Option<JoinHandle<()>>>,
 }
 
 impl Unopened {
     /// `name` is that of a disk of the plan.
     pub(super) fn new(name: &str, since: Instant, plan: Rc<Plan>) -> Self {
-        Self { name: name.to_owned(), since, plan: RefCell::new(plan), why: RefCell::default() }
+        Self {
+            name: name.to_owned(),
+            since,
+            plan: RefCell::new(plan),
+            why: RefCell::default(),
+            task: RefCell::default(),
+        }
+    }
+
+    /// Nobody opens it any more.
+    pub(super) fn give_up(&self) {
+        self.task.take();
     }
 
     pub(super) fn planned(&self) -> Disk {

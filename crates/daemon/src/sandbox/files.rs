@@ -206,15 +206,15 @@ impl Rules {
             self.of_ceph(plan)?;
         }
         if let Some(cluster) = &service.cluster {
-            cluster.certificates.iter().try_for_each(|directory| self.readable(directory))?;
-            cluster.user.iter().try_for_each(|(_, password)| self.beside(password))?;
+            cluster.certificates.iter().try_for_each(|directory| self.renewed(directory))?;
+            cluster.user.iter().try_for_each(|(_, password)| self.renewed(password))?;
         }
         match &service.tls {
             Tls::Off => {}
             Tls::On(Credentials::Certificates { directory, .. })
-            | Tls::Required(Credentials::Certificates { directory, .. }) => self.readable(directory)?,
+            | Tls::Required(Credentials::Certificates { directory, .. }) => self.renewed(directory)?,
             Tls::On(Credentials::PreShared(file)) | Tls::Required(Credentials::PreShared(file)) => {
-                self.readable(file)?;
+                self.renewed(file)?;
             }
         }
         Ok(())
@@ -291,6 +291,20 @@ impl Rules {
         let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let directory = directory_of(&real);
         self.readable(if is_own(directory) { directory } else { &real })
+    }
+
+    /// A file of secrets, or a directory of them, which are read again: programs that renew them
+    /// put another in its place, or set links to others that lie beside those there were.
+    fn renewed(&mut self, path: &Path) -> anyhow::Result<()> {
+        let files = fs::read_dir(path).into_iter().flatten().flatten().map(|file| file.path());
+        for place in [path.to_owned()].into_iter().chain(files) {
+            let directory = directory_of(&place);
+            if directory.canonicalize().is_ok_and(|directory| is_own(&directory)) {
+                self.readable(directory)?;
+            }
+            self.beside(&place)?;
+        }
+        self.readable(path)
     }
 
     fn readable(&mut self, path: &Path) -> anyhow::Result<()> {

@@ -114,6 +114,7 @@ pub(super) async fn listen(
     let listeners: Vec<_> = plan.servers.iter().map(open).collect::<anyhow::Result<_>>()?;
     for (planned, listeners) in plan.servers.iter().zip(listeners) {
         let server = nbd::Server::new(tls.clone(), assemble::terms(&plan.service, &inventory.events));
+        server.expect(planned.exports.iter().map(|export| export.name.clone()));
         let serving = Serving::new(server, planned.endpoint.clone(), listeners, workers);
         serving.standard.set(planned.standard);
         inventory.add_server(&serving);

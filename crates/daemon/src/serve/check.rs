@@ -13,7 +13,12 @@
 //! that does not run yet, and tells all. Never listens, makes a device or keeps an image from
 //! anybody.
 
-use std::{fs, path::Path, rc::Rc};
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    rc::Rc,
+};
 
 use anyhow::{Context as _, anyhow};
 use block::storage::{self, rate::Budgets};
@@ -25,14 +30,16 @@ use settings::{
     control::ControlSocket,
 };
 
-use super::memory;
+use super::{addresses::is_awaited, memory};
 use crate::{
     cluster,
     control::{
         assemble::{self, Assembly},
         bitmaps, doors,
         inventory::Inventory,
-        looking, recording,
+        looking,
+        opening::Trial,
+        recording,
     },
     http::Token,
     listen::{self, Others},
@@ -58,7 +65,7 @@ Exit status: 0 nothing is wrong, 1 something is, which is told with its line and
 pub struct CheckArgs {
     /// The config file
     #[arg(value_name = "FILE")]
-    config: std::path::PathBuf,
+    config: PathBuf,
 }
 
 /// Tells what would keep a daemon with this config file from serving.
@@ -68,17 +75,17 @@ pub struct CheckArgs {
 pub fn check_config(arguments: CheckArgs) -> Result<(), Failure> {
     let mistakes = Mistakes::default();
     let draft = settings::config::load_telling(&arguments.config, &mistakes);
-    let name = arguments.config.display().to_string();
     let plan = Plan::judged(draft.clone(), 0, mistakes);
-    check(draft, plan, Others::MayHave, &name)
+    check(draft, plan, Others::MayHave, Some(arguments.config))
 }
 
-/// The same for what was said in any way, by a name for it, and what it comes to.
+/// The same for what was said in any way, in a file or on the command line alone, and what it
+/// comes to.
 pub(super) fn check(
     draft: Draft,
     plan: Result<Plan, Vec<Wrong>>,
     others: Others,
-    name: &str,
+    file: Option<PathBuf>,
 ) -> Result<(), Failure> {
     let plan = match plan {
         Ok(plan) => plan,
@@ -91,7 +98,8 @@ pub(super) fn check(
     descriptors::raise_limit();
     memory::set_aside(&plan.service)?;
     let sum = sum(&plan);
-    let found = on_reactor(async move { Ok(wrong(&draft, &plan, others).await) })?;
+    let name = file.as_ref().map_or_else(|| "weir serve".to_owned(), |file| file.display().to_string());
+    let found = on_reactor(async move { Ok(wrong(&draft, &plan, others, file).await) })?;
     found.iter().for_each(complain);
     if !found.is_empty() {
         return Err(Failure::Found(1));
@@ -118,9 +126,9 @@ fn sum(plan: &Plan) -> String {
 }
 
 /// Everything, in the order of a start.
-async fn wrong(draft: &Draft, plan: &Plan, others: Others) -> Vec<anyhow::Error> {
+async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>) -> Vec<anyhow::Error> {
     let mut found = Vec::new();
-    let inventory = Inventory::new(None, Rc::new(|_| {}));
+    let inventory = Inventory::new(file, Rc::new(|_| {}));
     if let Err(error) = images(draft, plan, others, &inventory, &mut found).await {
         found.push(error);
     }
@@ -178,6 +186,19 @@ fn at(place: Option<&Place>, error: anyhow::Error) -> anyhow::Error {
     }
 }
 
+/// What can be read once is the daemon's.
+fn secrets_are_files(planned: &settings::Disk) -> bool {
+    let is_kept = |source: &SecretSource| matches!(source, SecretSource::File(path) if !is_special(path));
+    planned.qcow2.secrets.iter().all(is_kept)
+}
+
+fn looked_at(planned: &settings::Disk, others: Others) -> settings::Disk {
+    let mut looked = looking::alone(planned);
+    // Of an image elsewhere nobody tells whether it is the daemon that serves this file.
+    looked.force_share |= others == Others::MayHave;
+    looked
+}
+
 /// Fails where nothing can be opened at all.
 async fn images(
     draft: &Draft,
@@ -192,23 +213,41 @@ async fn images(
     let root = root.map_err(|error| at(place, error))?;
     let mut assembly = Assembly::new(root, Budgets::default());
     let mut files = looking::Files::default();
+    let mut trials = BTreeMap::new();
+    let is_awaited = is_awaited(plan, inventory, None);
+    for (index, planned) in plan.disks.iter().enumerate() {
+        let is_far = planned.image.is_rbd() || planned.image.remote().is_some();
+        if is_far && secrets_are_files(planned) {
+            let opening = assembly.opening(&looked_at(planned, others)).await?;
+            trials.insert(index, Trial::begin(opening, is_awaited(&planned.name)));
+        }
+    }
     for (index, (planned, said)) in plan.disks.iter().zip(&draft.disks).enumerate() {
         let place = || said.image.place.to_string();
         if let Some(path) = planned.image.path().filter(|path| path.exists() && !planned.read_only) {
             let writable = access(path, AccessFlags::W_OK).map_err(std::io::Error::from);
             found.extend(writable.context("cannot be written").with_context(place).err());
         }
-        // What can be read once is the daemon's.
-        let is_kept = |source: &SecretSource| matches!(source, SecretSource::File(path) if !is_special(path));
-        if !planned.qcow2.secrets.iter().all(is_kept) {
+        if !secrets_are_files(planned) {
             continue;
         }
-        let mut looked = looking::alone(planned);
-        // Of an image elsewhere nobody tells whether it is the daemon that serves this file.
-        looked.force_share |= others == Others::MayHave;
+        let looked = looked_at(planned, others);
+        let image = match trials.remove(&index) {
+            None => assembly.open(&looked).await,
+            Some(trial) => match trial.outcome().await {
+                Ok(image) => image,
+                Err(silent) => {
+                    tracing::warn!(
+                        "{}: {silent}: a start goes on without the disk, and has it later",
+                        place()
+                    );
+                    continue;
+                }
+            },
+        };
         let group = planned.group.and_then(|index| groups.get(index));
         let opened = async {
-            let image = assembly.open(&looked).await?;
+            let image = image?;
             looking::check_marks(planned, &image)?;
             files.take(planned, &image)?;
             let running = assemble::disk(&looked, group, image)?;

@@ -63,11 +63,11 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let Start { said, draft, mistakes } = Start::read(arguments, monitors)?;
     if is_checked {
         let inherited = inherited.count();
-        let (plan, name) = match file {
-            Some(path) => (Plan::judged(draft.clone(), inherited, mistakes), path.display().to_string()),
-            None => (Ok(plan(&draft, false, inherited)?), "weir serve".to_owned()),
+        let plan = match &file {
+            Some(_) => Plan::judged(draft.clone(), inherited, mistakes),
+            None => Ok(plan(&draft, false, inherited)?),
         };
-        return check::check(draft, plan, Others::AreInTheWay, &name);
+        return check::check(draft, plan, Others::AreInTheWay, file);
     }
     let draft = mistakes.first_unless(draft)?;
     let before = takeover.map(|control| newcomer(control, &draft)).transpose()?;

@@ -207,6 +207,7 @@ impl Daemon {
             None
         });
         watching.extend(moving::receive(&inventory));
+        inventory.promise_once_there_is_room();
         inventory.tell_unopened();
         drop(turn);
         let watched = inventory.watchdog.get().map(|allowed| watchdog::start(allowed, &workers));

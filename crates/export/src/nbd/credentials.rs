@@ -59,6 +59,7 @@ impl TlsServer {
                 let why = format!("not the key of {} (exchange one of them)", chain_path.display());
                 return Err(CredentialsError::Content { path: key_path, why });
             }
+            keys::warn_if_expired(&chain_path, &leaf);
             builder.set_certificate(&leaf)?;
         }
         for intermediate in chain {

@@ -74,16 +74,31 @@ pub(super) struct LiveExports {
     next: usize,
     by_number: BTreeMap<usize, Export>,
     by_name: HashMap<Arc<str>, usize>,
+    /// The numbers of those that are to come.
+    expected: HashMap<String, usize>,
 }
 
 impl LiveExports {
+    /// Those that come by these names stand in this order, whichever comes first.
+    pub(super) fn expect(&mut self, names: impl Iterator<Item = String>) {
+        for name in names {
+            self.expected.insert(name, self.next);
+            self.next += 1;
+        }
+    }
+
+    /// It does not come.
+    pub(super) fn expect_no_more(&mut self, name: &str) {
+        self.expected.remove(name);
+    }
+
     /// `None` where its name is taken.
     pub(super) fn add(&mut self, export: Export) -> Option<usize> {
         if self.by_name.contains_key(&export.name) {
             return None;
         }
-        let number = self.next;
-        self.next += 1;
+        let number = self.expected.remove(&*export.name).unwrap_or(self.next);
+        self.next = self.next.max(number + 1);
         self.by_name.insert(Arc::clone(&export.name), number);
         self.by_number.insert(number, export);
         Some(number)
@@ -99,9 +114,12 @@ impl LiveExports {
         self.by_number.get(&number)
     }
 
-    /// The empty name asks for the default export: the one named so, or else the oldest.
+    /// The empty name asks for the default export: the one named so, or else the oldest. Where that
+    /// is still to come, nobody gets another in its place.
     pub(super) fn find(&self, name: &str) -> Option<usize> {
-        let default = || if name.is_empty() { self.by_number.keys().next() } else { None };
+        let to_come = self.expected.values().min();
+        let is_first = |number: &&usize| to_come.is_none_or(|to_come| *number < to_come);
+        let default = || if name.is_empty() { self.by_number.keys().next().filter(is_first) } else { None };
         self.by_name.get(name).or_else(default).copied()
     }
 

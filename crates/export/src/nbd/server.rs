@@ -174,6 +174,17 @@ impl Server {
         })
     }
 
+    /// Exports of these names are to come: they stand in this order, whichever is there first, and
+    /// the default export is the first of them also before it has come.
+    pub fn expect(&self, names: impl Iterator<Item = String>) {
+        self.exports.write().unwrap_or_else(PoisonError::into_inner).expect(names);
+    }
+
+    /// No export of this name is to come any more.
+    pub fn expect_no_more(&self, name: &str) {
+        self.exports.write().unwrap_or_else(PoisonError::into_inner).expect_no_more(name);
+    }
+
     /// Offers `export` from now on; its number, or `None` where its name is taken. The default
     /// export is the one named "", or else the oldest.
     pub fn add(&self, export: Export) -> Option<usize> {

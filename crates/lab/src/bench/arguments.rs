@@ -87,7 +87,7 @@ pub(crate) enum Aio {
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("anywhere").args(["random", "zipf", "hot"]))]
 pub struct BenchArgs {
-    /// A file, a block device, memory:SIZE, null:SIZE, nbd://HOST:PORT/EXPORT,
+    /// A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE, nbd://HOST:PORT/EXPORT,
     /// nbd+unix:///EXPORT?socket=PATH or vhost-user:PATH
     #[arg(value_name = "IMAGE|URI", value_parser = settings::read::<BenchTarget>)]
     pub(crate) target: BenchTarget,

@@ -146,6 +146,7 @@ fn x509_files(builder: &mut SslContextBuilder, directory: &Path) -> Result<(), C
             let why = format!("not the key of {} (exchange one of them)", own.display());
             return Err(CredentialsError::Content { path: key_path, why });
         }
+        keys::warn_if_expired(&own, &leaf);
         builder.set_certificate(&leaf)?;
     }
     for intermediate in chain {

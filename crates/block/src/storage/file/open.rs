@@ -120,7 +120,7 @@ fn lock_and_look(
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
     let wanted = lock::Use::of(options.read_only, options.force_share);
     // What is locked already is locked again by the same file, which changes nothing.
-    let locked = || FileIdentity::of_open(&main).map(|file| file.to_string());
+    let locked = || FileIdentity::of_open(&main).map(|file| file.to_string().into());
     let is_protected = options.handover
         || lock::acquire(&main, &name, wanted).map_err(|error| OpenError { locked: locked(), ..error })?;
     let size_bytes = buffered.seek(SeekFrom::End(0)).map_err(|error| failed(&error))?;

@@ -64,6 +64,7 @@ use crate::{
     nbd::{
         client::{self, About, Address, Established, GONE, NotConnected, Wanted, shake_hands, within},
         stream::Stream,
+        uri::Uri,
     },
     reactor::{self, now, op::Fd, spawn, spawn_to_end, timeout},
     seldom::Seldom,
@@ -117,6 +118,8 @@ pub(super) struct Terms {
     pub(super) name: String,
     pub(super) dialler: Dialler,
     pub(super) wanted: Wanted,
+    /// Where keys and certificates are read again for each connection; none without TLS.
+    pub(super) keys: Option<Uri>,
     pub(super) reconnect_delay: Duration,
     /// Nothing is written.
     pub(super) read_only: bool,
@@ -127,7 +130,20 @@ pub(super) struct Terms {
 impl Terms {
     /// A conversation that has come to the export.
     pub(super) async fn establish(&self) -> std::result::Result<Established, NotConnected> {
-        within(PATIENCE, async { shake_hands(self.dialler.dial().await?, &self.wanted).await }).await
+        let wanted = self.renewed().await;
+        within(PATIENCE, async { shake_hands(self.dialler.dial().await?, &wanted).await }).await
+    }
+
+    /// With keys and certificates as their files have them now; or as they were, where they cannot
+    /// be read any more.
+    async fn renewed(&self) -> Wanted {
+        let mut wanted = self.wanted.clone();
+        if let Some(place) = self.keys.clone()
+            && let Ok(Ok(tls)) = timeout(PATIENCE, reactor::blocking(move || place.credentials())).await
+        {
+            wanted.tls = tls;
+        }
+        wanted
     }
 }
 

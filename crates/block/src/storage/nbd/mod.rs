@@ -32,7 +32,7 @@ use std::sync::Arc;
 
 pub use self::link::Remote;
 pub(super) use self::open::open;
-pub use self::open::{NbdOptions, Simulation, simulated};
+pub use self::open::{Known, NbdOptions, Simulation, simulated};
 use policy::time::Duration;
 
 use self::{ask::Ask, link::Link, unflushed::Change};

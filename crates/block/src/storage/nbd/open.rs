@@ -1,6 +1,9 @@
 //! From a URI to a disk that is ready: looks the server up, connects, and judges what it says.
 
-use std::io;
+use std::{
+    io,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use policy::time::{Duration, Instant};
 
@@ -10,7 +13,7 @@ use super::{
 };
 use crate::{
     nbd::{
-        client::{NotConnected, Wanted, addresses, within},
+        client::{Address, NotConnected, TlsClient, Wanted, addresses, within},
         stream::Stream,
         uri::Uri,
     },
@@ -21,6 +24,23 @@ use crate::{
         probe::{HEADER_BYTES, Probed, probe_ends},
     },
 };
+
+/// What was found out of a server when it was tried before: the rights to look again may be gone.
+/// Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct Known(Arc<Mutex<Option<Found>>>);
+
+type Found = (Option<TlsClient>, Vec<Address>);
+
+impl Known {
+    fn get(&self) -> Option<Found> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set(&self, found: Found) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(found);
+    }
+}
 
 /// How to open an export.
 #[derive(Clone, Debug, Default)]
@@ -41,6 +61,8 @@ pub struct NbdOptions {
     pub reconnect_delay: Duration,
     /// How long it is tried to reach the server; zero: once.
     pub open_timeout: Duration,
+    /// Of one that was tried before.
+    pub known: Known,
 }
 
 /// Opens an export, and says what its bytes look like if no format was given.
@@ -54,20 +76,28 @@ pub(in crate::storage) async fn open(
     let name = uri.to_string();
     let wrong = |why: String, remedy: &str| OpenError::new(&name, why, remedy);
     let until = now() + options.open_timeout;
-    let place = uri.clone();
-    let tls = timeout(PATIENCE, blocking(move || place.credentials()))
-        .await
-        .map_err(|_| wrong("its keys take too long to read".to_owned(), "is their file system there?"))?
-        .map_err(|error| wrong(error.to_string(), "mend the file, or name another in the URI"))?;
-    let look_up = || {
+    let known = options.known.get();
+    let find = async {
         let place = uri.clone();
-        within(PATIENCE, blocking(move || addresses(&place.server)))
+        let tls = timeout(PATIENCE, blocking(move || place.credentials()))
+            .await
+            .map_err(|_| wrong("its keys take too long to read".to_owned(), "is their file system there?"))?
+            .map_err(|error| wrong(error.to_string(), "mend the file, or name another in the URI"))?;
+        let look_up = || {
+            let place = uri.clone();
+            within(PATIENCE, blocking(move || addresses(&place.server)))
+        };
+        let until = if known.is_some() { now() } else { until };
+        let addresses = persist(until, look_up).await.map_err(|error| failed(&name, &error))?;
+        Ok((tls, addresses))
     };
-    let addresses = persist(until, look_up).await.map_err(|error| failed(&name, &error))?;
+    let (tls, addresses) = find.await.or_else(|error| known.ok_or(error))?;
+    options.known.set((tls.clone(), addresses.clone()));
     let terms = Terms {
         name: name.clone(),
         dialler: Dialler::Socket(addresses),
         wanted: Wanted { export: uri.export.clone(), tls, allocation: true },
+        keys: Some(uri.clone()).filter(|uri| uri.tls.is_some()),
         reconnect_delay: options.reconnect_delay,
         read_only: options.read_only,
         flushes: options.cache != CacheMode::Unsafe,
@@ -99,7 +129,13 @@ async fn open_with(
     until: Instant,
 ) -> Result<(Align<Nbd>, Probed), OpenError> {
     let name = terms.name.clone();
-    let established = persist(until, || terms.establish()).await.map_err(|error| failed(&name, &error))?;
+    let established = persist(until, || terms.establish()).await;
+    let established = established.map_err(|error| {
+        let failed = failed(&name, &error);
+        // Who hangs up in the middle of TLS is there, and refuses.
+        let may_pass = matches!(error, NotConnected::Io(_) | NotConnected::TooLate(_));
+        if may_pass { failed.that_may_pass() } else { failed }
+    })?;
     let blocks = established.about().clone();
     if blocks.is_read_only() && !options.read_only {
         let remedy = "add --read-only, or have the server let you write";
@@ -183,6 +219,7 @@ pub async fn simulated(
         name: format!("simulated:{export}"),
         dialler: Dialler::Simulated(make),
         wanted: Wanted { export: export.to_owned(), tls: None, allocation: true },
+        keys: None,
         reconnect_delay: options.reconnect_delay,
         read_only: options.read_only,
         flushes: options.cache != CacheMode::Unsafe,

@@ -23,7 +23,6 @@ use hyper::{
 };
 use hyper_util::rt::TokioIo;
 use openssl::{
-    asn1::Asn1Time,
     error::ErrorStack,
     ssl::{self, SslConnector, SslConnectorBuilder, SslMethod, SslVerifyMode},
     x509::{GeneralNameRef, X509Ref, X509StoreContextRef},
@@ -99,12 +98,7 @@ impl Tls {
             let is_its = leaf.public_key()?.public_eq(&key);
             let (own, key) = (own.display(), own_key.display());
             ensure!(is_its, "{key}: not the key of {own} (exchange one of them)");
-            if leaf.not_after() < Asn1Time::days_from_now(0)?.as_ref() {
-                let end = leaf.not_after();
-                tracing::warn!(
-                    "{own}: has expired, at {end}: a member that asks for it refuses it (renew it)"
-                );
-            }
+            keys::warn_if_expired(&directory.join("client-cert.pem"), &leaf);
             builder.set_certificate(&leaf)?;
         }
         for intermediate in chain {
@@ -352,6 +346,7 @@ mod tests {
     };
 
     use openssl::{
+        asn1::Asn1Time,
         hash::MessageDigest,
         pkey::{PKey, Private},
         rsa::Rsa,

@@ -16,7 +16,6 @@ mod message;
 mod watch;
 
 use std::{
-    fs::File,
     io::Read as _,
     net::{SocketAddr, ToSocketAddrs as _},
     sync::{Arc, Mutex, PoisonError},
@@ -24,7 +23,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, ensure};
-use block::plain::plain;
+use block::{nbd::keys, plain::plain};
 use serde_json::{Value, json};
 use settings::Cluster;
 use tokio::task::JoinSet;
@@ -112,7 +111,7 @@ impl Proofs {
             Some((user, file)) => {
                 let mut text = String::new();
                 // A device may go on for ever.
-                let read = File::open(file).map(|file| file.take(MAX_PASSWORD + 1));
+                let read = keys::open(file).map(|file| file.take(MAX_PASSWORD + 1));
                 let read = read.and_then(|mut file| file.read_to_string(&mut text));
                 read.with_context(|| format!("password-file {}", file.display()))?;
                 let is_short = text.len() as u64 <= MAX_PASSWORD;
@@ -177,6 +176,8 @@ pub(super) struct Etcd {
     connection: Connection,
     token: Option<String>,
     slowest: Duration,
+    /// The number of the cluster that it is a member of, once it has said that.
+    cluster: Option<String>,
 }
 
 /// What became of a transaction.
@@ -207,12 +208,45 @@ impl Etcd {
             }
             let patience = if next.len() > 0 { BESIDE } else { Duration::MAX };
             match tokio::time::timeout(patience, asked.join_next()).await {
-                Ok(Some(Ok(Ok(etcd)))) => return Ok(etcd),
+                Ok(Some(Ok(Ok(etcd)))) => {
+                    etcd.check_others().await?;
+                    return Ok(etcd);
+                }
                 Ok(Some(Ok(Err(error)))) => last = last.or_rather(error),
                 // None has answered yet.
                 _ => {}
             }
         }
+    }
+
+    /// Fails where another member is of another cluster: hosts that ask one, and hosts that ask the
+    /// other, would have the whole limit each. Who does not answer soon is not waited for.
+    async fn check_others(&self) -> Result<(), Error> {
+        let mut asked = JoinSet::new();
+        for at in (0..self.terms.members.len()).filter(|at| *at != self.at) {
+            asked.spawn(Self::cluster_of(self.terms.clone(), at));
+        }
+        let check = async {
+            while let Some(answer) = asked.join_next().await {
+                if let Ok(Some((member, cluster))) = answer
+                    && self.cluster.as_ref().is_some_and(|own| *own != cluster)
+                {
+                    return Err(Error::Refused(of_two(&self.member(), &member)));
+                }
+            }
+            Ok(())
+        };
+        tokio::time::timeout(BESIDE, check).await.unwrap_or(Ok(()))
+    }
+
+    /// A member, and the number of its cluster, which it tells everybody.
+    async fn cluster_of(terms: Terms, at: usize) -> Option<(String, String)> {
+        let member = &terms.members[at];
+        let tls = terms.proofs().tls;
+        let connection = Connection::open(member.said.clone(), &member.addresses, tls.as_ref(), PATIENCE);
+        let (_, answer) =
+            connection.await.ok()?.ask("/v3/maintenance/status", &json!({}), None).await.ok()?;
+        Some((member.said.to_string(), answer["header"]["cluster_id"].as_str()?.to_owned()))
     }
 
     /// A member that stands still lets everybody in as well: the kernel does that for it.
@@ -231,7 +265,14 @@ impl Etcd {
         let tls = terms.proofs().tls;
         let connection = Connection::open(member.said.clone(), &member.addresses, tls.as_ref(), PATIENCE);
         let connection = connection.await?;
-        let mut etcd = Self { terms: terms.clone(), at, connection, token: None, slowest: Duration::ZERO };
+        let mut etcd = Self {
+            terms: terms.clone(),
+            at,
+            connection,
+            token: None,
+            slowest: Duration::ZERO,
+            cluster: None,
+        };
         etcd.authenticate().await?;
         Ok(etcd)
     }
@@ -239,6 +280,11 @@ impl Etcd {
     /// The longest that a request took since this was asked last.
     pub(super) fn take_slowest(&mut self) -> Duration {
         std::mem::take(&mut self.slowest)
+    }
+
+    /// The number of its cluster, once it was asked something.
+    pub(super) fn cluster(&self) -> Option<&str> {
+        self.cluster.as_deref()
     }
 
     /// How many members there are.
@@ -289,8 +335,13 @@ impl Etcd {
         self.slowest = self.slowest.max(began.elapsed());
         let member = || self.terms.members[self.at].said.to_string();
         match asked {
-            Ok(Ok((status, answer))) if status.is_success() => Ok(answer),
-            Ok(Ok((_, answer))) => Err(refusal(&member(), &self.terms.prefix, &answer)),
+            Ok(Ok((status, answer))) if status.is_success() => {
+                self.cluster = answer["header"]["cluster_id"].as_str().map(str::to_owned);
+                Ok(answer)
+            }
+            Ok(Ok((_, answer))) => {
+                Err(refusal(&member(), &self.terms.prefix, (self.token.is_some(), &answer)))
+            }
             Ok(Err(error)) => Err(error),
             Err(_) => Err(Error::Unreachable(anyhow!("{}: no answer in {} s", member(), patience.as_secs()))),
         }
@@ -381,8 +432,16 @@ fn is_of_token(why: &str) -> bool {
     why.contains("invalid auth token") || why.contains("auth store is old")
 }
 
+/// That two members are of two clusters.
+pub(super) fn of_two(member: &str, beside: &str) -> String {
+    format!(
+        "etcd {member} and {beside} are not of one cluster (have members of one in etcd of [cluster]; \
+         `etcdctl member list` tells who is)"
+    )
+}
+
 /// What a member says where it does not do as asked. Some of it another member may do.
-fn refusal(member: &str, prefix: &str, answer: &Value) -> Error {
+fn refusal(member: &str, prefix: &str, (has_user, answer): (bool, &Value)) -> Error {
     let text = ["message", "error"].iter().find_map(|key| answer[*key].as_str()).unwrap_or("no reason given");
     let text: String = plain(text).chars().take(200).collect();
     // Without a leader, starting, stopping, or slow.
@@ -398,6 +457,10 @@ fn refusal(member: &str, prefix: &str, answer: &Value) -> Error {
     let said = format!("etcd {member}: {text}");
     if passing.iter().any(|word| text.contains(word)) {
         return Error::Unreachable(anyhow!(said));
+    }
+    if !has_user && ["permission denied", "user name is empty"].iter().any(|word| text.contains(word)) {
+        let advice = "etcd has users: set user and password-file of [cluster]";
+        return Error::Refused(format!("{said} ({advice})"));
     }
     if text.contains("authentication failed") || text.contains("user name") {
         return Error::Refused(format!(
@@ -422,16 +485,16 @@ mod tests {
     #[test]
     fn whoever_lacks_a_right_is_told_of_the_clusters_own_keys() {
         let answer = json!({ "message": "etcdserver: permission denied" });
-        let said = refusal("http://e:2379", "/weir/v1/lab/", &answer).to_string();
+        let said = refusal("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
         assert!(said.ends_with("a role that reads and writes /weir/v1/lab/)"), "{said}");
         let answer = json!({ "message": "etcdserver: authentication failed, invalid user ID or password" });
-        let said = refusal("http://e:2379", "/weir/v1/lab/", &answer).to_string();
+        let said = refusal("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
         assert!(
             said.starts_with("etcd http://e:2379 refuses the user and password of [cluster]: "),
             "{said}"
         );
         let answer = json!({ "error": "\x1b[2J\u{202e}" });
-        let said = refusal("http://e:2379", "/weir/v1/lab/", &answer).to_string();
+        let said = refusal("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
         assert!(said.starts_with("etcd http://e:2379: ?[2J? ("), "{said}");
     }
 }

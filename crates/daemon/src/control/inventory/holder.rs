@@ -10,7 +10,7 @@ const REMEDY: &str = "export one disk twice, or make both read-only";
 /// That a disk has the image which is called so.
 pub(crate) fn held_by(disk: &str, image: String) -> OpenError {
     let why = format!("the disk {disk:?} has it");
-    OpenError { image, why, remedy: REMEDY.to_owned(), holder: None, locked: None }
+    OpenError { image, why, remedy: REMEDY.to_owned(), holder: None, locked: None, may_pass: false }
 }
 
 impl Inventory {
@@ -19,7 +19,7 @@ impl Inventory {
         let Some(locked) = &error.locked else { return error };
         let has_it = |running: &&std::rc::Rc<super::RunningDisk>| {
             let layers = running.disk.image().layers();
-            layers.iter().flat_map(|layer| &layer.files).any(|file| file.what == *locked)
+            layers.iter().flat_map(|layer| &layer.files).any(|file| *file.what == **locked)
         };
         match self.disks().iter().find(has_it) {
             Some(other) => {

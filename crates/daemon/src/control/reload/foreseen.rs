@@ -3,6 +3,8 @@
 //! address, that a device was measured to do less than is promised, promises beside those of what
 //! was added over the control socket, caches that have no room, bitmaps that are not there.
 
+use std::collections::BTreeSet;
+
 use anyhow::Context as _;
 use block::storage;
 use serde_json::Value;
@@ -17,7 +19,8 @@ use crate::{
     control::{
         assemble::{self, Assembly},
         doors, looking,
-        wanted::{self, Way},
+        opening::Trial,
+        wanted::{self, Wanted, Way},
     },
     listen::{self, Others},
 };
@@ -29,7 +32,7 @@ impl Work<'_> {
     /// What it would be refused for.
     pub(super) async fn foresee(&self, difference: &Difference) -> anyhow::Result<Vec<Value>> {
         self.check_doors(difference)?;
-        self.look_at_images(difference).await?;
+        let silent = self.look_at_images(difference).await?;
         self.look_at_sockets(difference)?;
         let mut all = Vec::new();
         for &index in &difference.kept_disks {
@@ -60,8 +63,11 @@ impl Work<'_> {
             all.extend(told::settings("disk", &planned.name, now.values(), wanted));
         }
         let new_disks = difference.new_disks.iter().map(|&index| &self.plan.disks[index].name);
-        all.extend(new_disks.map(|name| told::listed("disk", name, "added")));
-        let exports = [(&difference.old_exports, "removed"), (&difference.new_exports, "added")];
+        let becomes = |name| if silent.contains(name) { "unopened" } else { "added" };
+        all.extend(new_disks.map(|name| told::listed("disk", name, becomes(name))));
+        let is_open = |one: &&Wanted| !silent.contains(&one.disk);
+        let new_exports: Vec<_> = difference.new_exports.iter().filter(is_open).cloned().collect();
+        let exports = [(&difference.old_exports, "removed"), (&new_exports, "added")];
         for (wanted, change) in
             exports.into_iter().flat_map(|(list, change)| list.iter().map(move |one| (one, change)))
         {
@@ -72,7 +78,9 @@ impl Work<'_> {
         Ok(all)
     }
 
-    async fn look_at_images(&self, difference: &Difference) -> anyhow::Result<()> {
+    /// The new disks that nobody answers for.
+    async fn look_at_images(&self, difference: &Difference) -> anyhow::Result<BTreeSet<String>> {
+        let mut silent = BTreeSet::new();
         let root = self.inventory.image_root().cloned();
         let mut assembly = Assembly::new(root, self.loaded.budgets.clone());
         let mut files = looking::Files::of(self.inventory);
@@ -82,7 +90,12 @@ impl Work<'_> {
             self.inventory.check_image(&planned.image).with_context(place)?;
             check_secrets(planned)?;
             let looked = looking::alone(planned);
-            let image = assembly.open(&looked).await.with_context(place)?;
+            let trial = Trial::begin(assembly.opening(&looked).await.with_context(place)?, false);
+            let Ok(image) = trial.outcome().await else {
+                silent.insert(planned.name.clone());
+                continue;
+            };
+            let image = image.with_context(place)?;
             looking::check_marks(planned, &image).with_context(place)?;
             files.take(planned, &image).with_context(place)?;
             let path = planned.image.path().filter(|_| !planned.force_share && !planned.handover);
@@ -94,7 +107,7 @@ impl Work<'_> {
                 doors::check_size(&running.disk, &export.door)?;
             }
         }
-        Ok(())
+        Ok(silent)
     }
 
     fn look_at_sockets(&self, difference: &Difference) -> anyhow::Result<()> {

@@ -46,6 +46,7 @@ use super::{
     change::Change,
     inventory::{DoorTerms, Inventory, RunningDisk},
     loaded::Loaded,
+    opening::{Silent, Trial},
     recording,
     serving::Serving,
     wanted::{self, Running, Wanted, Way},
@@ -77,8 +78,9 @@ pub(crate) async fn foresee(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Val
     let (draft, plan, moved, unopened) = read(inventory, &loaded).await?;
     let difference = Difference::find(inventory, &loaded.plan, (&draft, &plan)).await?;
     let recorded = recorded(&loaded.plan, (&draft, &plan)).await?;
-    Renewed::read(&plan).await?;
+    let renewed = Renewed::read(&plan).await?;
     let mut told = Work::new(inventory, &loaded, (&draft, &plan)).foresee(&difference).await?;
+    told.extend(renewed.told());
     told.extend(recorded);
     told.extend(moved);
     told.extend(unopened.told(inventory));
@@ -139,9 +141,14 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     for name in std::mem::take(&mut work.set) {
         inventory.tell(&Change::SettingsChanged { name });
     }
-    let of_unopened = unopened.told(inventory);
+    let mut of_unopened = unopened.told(inventory);
     // First: they may be planned for groups that go.
     let whole = unopened.settle(inventory);
+    for (name, silent) in std::mem::take(&mut work.silent) {
+        of_unopened.push(told::listed("disk", &name, "unopened"));
+        inventory.put_off((&name, Rc::new(whole.clone())), silent);
+        inventory.tell_of_unopened(&name);
+    }
     work.clear(&difference).await;
     let groups = plan.groups.iter().map(|group| (&group.name, group.settings));
     for (name, settings) in groups.chain(plan.disks.iter().map(|disk| (&disk.name, disk.settings))) {
@@ -150,6 +157,7 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
         }
     }
     let mut told = work.told;
+    told.extend(renewed.told());
     renewed.settle(inventory, &loaded);
     if !recorded.is_empty() {
         inventory.recordings.keep_instead(plan.service.record.as_ref()).await;
@@ -252,6 +260,8 @@ struct Work<'a> {
     /// Disks and groups with other settings, to be told once nothing is undone any more.
     set: BTreeSet<String>,
     told: Vec<Value>,
+    /// New disks that nobody answers for.
+    silent: Vec<(String, Silent)>,
 }
 
 /// Something that was done, with what it takes to undo it.
@@ -272,8 +282,8 @@ enum Done {
 
 impl<'a> Work<'a> {
     fn new(inventory: &'a Rc<Inventory>, loaded: &'a Loaded, (draft, plan): (&'a Draft, &'a Plan)) -> Self {
-        let (done, set, told) = (Vec::new(), BTreeSet::new(), Vec::new());
-        Self { inventory, loaded, draft, plan, done, set, told }
+        let (done, set, told, silent) = (Vec::new(), BTreeSet::new(), Vec::new(), Vec::new());
+        Self { inventory, loaded, draft, plan, done, set, told, silent }
     }
 }
 
@@ -301,7 +311,9 @@ impl Work<'_> {
             self.done.push(Done::ExportRemoved { wanted: wanted.clone(), id: export.id.clone(), gone });
             self.told.push(told::exported(told, &wanted.disk, "removed"));
         }
-        for wanted in &difference.new_exports {
+        let silent = &self.silent;
+        let is_open = |wanted: &&Wanted| silent.iter().all(|(disk, _)| *disk != wanted.disk);
+        for wanted in difference.new_exports.iter().filter(is_open) {
             let export = wanted.add(self.inventory).await.map_err(|error| self.at(wanted, error))?;
             self.done.push(Done::ExportAdded(export.id.clone()));
             self.told.push(told::exported(wanted.told(self.inventory), &wanted.disk, "added"));
@@ -358,17 +370,30 @@ impl Work<'_> {
         )
     }
 
-    async fn open(&self, difference: &Difference) -> anyhow::Result<Vec<(usize, Image)>> {
+    async fn open(&mut self, difference: &Difference) -> anyhow::Result<Vec<(usize, Image)>> {
         let root = self.inventory.image_root().cloned();
         let mut assembly = Assembly::new(root, self.loaded.budgets.clone());
-        let mut images = Vec::new();
+        let mut trials = Vec::new();
         for &index in &difference.new_disks {
             let planned = &self.plan.disks[index];
             let place = || self.draft.disks[index].image.place.to_string();
             self.inventory.check_image(&planned.image).with_context(place)?;
             check_secrets(planned)?;
+            let opening = assembly.opening(planned).await.with_context(place)?;
+            trials.push((index, Trial::begin(opening, false)));
+        }
+        let mut images = Vec::new();
+        for (index, trial) in trials {
+            let planned = &self.plan.disks[index];
+            let place = || self.draft.disks[index].image.place.to_string();
             let moved = self.inventory.cluster().and_then(|cluster| cluster.moved_to(&planned.name));
-            let opened = assembly.open(planned).await;
+            let opened = match trial.outcome().await {
+                Ok(opened) => opened,
+                Err(silent) => {
+                    self.silent.push((planned.name.clone(), silent));
+                    continue;
+                }
+            };
             let opened = opened.map_err(|error| self.inventory.naming_holder_of(error)).with_context(place);
             let opened = match moved {
                 Some(host) => {

@@ -6,8 +6,10 @@ use std::io;
 use anyhow::Context as _;
 use block::reactor;
 use export::nbd;
+use serde_json::Value;
 use settings::Plan;
 
+use super::told;
 use crate::{
     cluster::Proofs,
     control::{assemble, inventory::Inventory, loaded::Loaded},
@@ -17,6 +19,8 @@ use crate::{
 pub(super) struct Renewed {
     tls: Option<nbd::Tls>,
     etcd: Option<Proofs>,
+    /// Why some could not.
+    kept: Vec<String>,
 }
 
 impl Renewed {
@@ -26,14 +30,21 @@ impl Renewed {
     pub(super) async fn read(plan: &Plan) -> anyhow::Result<Self> {
         let (tls, cluster) = (plan.service.tls.clone(), plan.service.cluster.clone());
         let reading = reactor::blocking(move || {
-            let tls = unless_forbidden(assemble::credentials(&tls))?.flatten();
-            let proofs = |cluster| {
+            let mut kept = Vec::new();
+            let tls = unless_forbidden(assemble::credentials(&tls), &mut kept)?.flatten();
+            let mut etcd = None;
+            if let Some(cluster) = cluster {
                 let read = Proofs::read(&cluster).with_context(|| format!("cluster {}", cluster.name));
-                unless_forbidden(read)
-            };
-            anyhow::Ok(Self { tls, etcd: cluster.map(proofs).transpose()?.flatten() })
+                etcd = unless_forbidden(read, &mut kept)?;
+            }
+            anyhow::Ok(Self { tls, etcd, kept })
         });
         reading.await
+    }
+
+    /// What is told of it.
+    pub(super) fn told(&self) -> impl Iterator<Item = Value> {
+        self.kept.iter().map(|why| told::not_read(why))
     }
 
     /// Puts it in force.
@@ -47,13 +58,15 @@ impl Renewed {
     }
 }
 
-fn unless_forbidden<T>(read: anyhow::Result<T>) -> anyhow::Result<Option<T>> {
+fn unless_forbidden<T>(read: anyhow::Result<T>, kept: &mut Vec<String>) -> anyhow::Result<Option<T>> {
     let is_forbidden = |cause: &io::Error| cause.kind() == io::ErrorKind::PermissionDenied;
     match read {
         Err(error) if error.chain().any(|cause| cause.downcast_ref().is_some_and(is_forbidden)) => {
-            tracing::warn!(
-                "{error:#}: what was read at the start holds on (`weir serve --takeover` reads it with more rights)"
+            let why = format!(
+                "{error:#}: what was read before holds on (let the daemon's user and its sandbox read it, or have `weir serve --takeover` read it)"
             );
+            tracing::warn!("{why}");
+            kept.push(why);
             Ok(None)
         }
         read => read.map(Some),

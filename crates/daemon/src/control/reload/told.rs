@@ -24,6 +24,11 @@ pub(super) fn left_out(disk: &str, host: &str) -> Value {
     json!({ "kind": "disk", "name": disk, "change": "left-out", "host": host })
 }
 
+/// That keys, certificates or passwords could not be read again.
+pub(super) fn not_read(why: &str) -> Value {
+    json!({ "kind": "daemon", "name": "", "change": "not-read", "reason": why })
+}
+
 /// The same of an export, and where.
 pub(super) fn exported((name, address): (String, String), disk: &str, change: &str) -> Value {
     json!({ "kind": "export", "name": name, "disk": disk, "address": address, "change": change })

@@ -8,11 +8,7 @@ use serde_json::Value;
 use settings::{Disk, Draft, Plan};
 
 use super::{check_secrets, difference::fixed, told};
-use crate::control::{
-    assemble::{Assembly, Opening},
-    inventory::Inventory,
-    loaded::Loaded,
-};
+use crate::control::{assemble::Assembly, inventory::Inventory, loaded::Loaded, opening::Opening};
 
 /// What the file says of them.
 pub(super) struct Said {

@@ -164,7 +164,7 @@ impl Cluster {
     fn connect(address: &Address, way: &Way) -> Result<Self, OpenError> {
         let name = address.name();
         let library = library()
-            .map_err(|why| OpenError::new(&name, format!("librbd cannot be loaded: {why}"), remedy()))?;
+            .map_err(|why| OpenError::new(&name, format!("librbd cannot be loaded: {why}"), remedy(&why)))?;
         let failed = |what: &str, error: Error, remedy: &str| {
             OpenError::new(&name, format!("{what}: {error}"), remedy)
         };
@@ -237,6 +237,7 @@ impl Cluster {
                     ),
                     "start it, or correct mon_host; client_mount_timeout in the config file is how long that may take",
                 )
+                .that_may_pass()
             }
             libc::EACCES | libc::EPERM | libc::EINVAL if user.starts_with("client.client.") => {
                 OpenError::new(
@@ -245,7 +246,12 @@ impl Cluster {
                     "users are named without `client.` here",
                 )
             }
-            libc::EACCES | libc::EPERM | libc::EINVAL => OpenError::new(
+            libc::EINVAL => OpenError::new(
+                name,
+                format!("no connection comes about as {user}: {error}"),
+                "does each name in mon_host stand for an address, and is the keyring whole? `ceph -s` with the same config file says more",
+            ),
+            libc::EACCES | libc::EPERM => OpenError::new(
                 name,
                 format!("the cluster does not let {user} in: {error}"),
                 format!(

@@ -40,6 +40,9 @@ const EXCLUSIVE_LOCK: u64 = 1 << 2;
 /// `CEPH_NOSNAP`.
 const NO_SNAPSHOT: u64 = u64::MAX - 1;
 const FAST_DIFF: u64 = 1 << 4;
+/// The image is being moved from elsewhere: librbd (16) divides by zero where that is no image, as
+/// it looks for data.
+const MIGRATING: u64 = 1 << 9;
 /// `RBD_FLAG_OBJECT_MAP_INVALID | RBD_FLAG_FAST_DIFF_INVALID`.
 const MAP_INVALID: u64 = 3;
 /// `RBD_LOCK_MODE_EXCLUSIVE`.
@@ -283,7 +286,8 @@ impl Image {
         } else {
             "stop it; one that has died is still seen for 30 s"
         };
-        Err(OpenError::new(name, format!("is open elsewhere, to be written to: {other}"), remedy))
+        let why = format!("is open elsewhere, to be written to: {other}");
+        Err(OpenError::new(name, why, remedy).that_may_pass())
     }
 
     /// Others that watch the image, as who writes to it does.
@@ -386,9 +390,12 @@ impl Image {
 
     fn lock(&self, name: &str) -> std::result::Result<(), OpenError> {
         let failed = |error: Error| {
-            let of_others = "stop it; `rbd lock ls` lists locks, one that has died loses it after 30 s";
+            let of_others = "stop it; `rbd lock ls` lists locks, one that has died loses it after 30 s, where this user has mon 'profile rbd'";
             let (why, remedy) = match self.owner() {
-                Some(owner) => (format!("another client has it locked: {owner}"), of_others),
+                Some(owner) => {
+                    let why = format!("another client has it locked: {owner}");
+                    return OpenError::new(name, why, of_others).that_may_pass();
+                }
                 // So of a mirror's copy.
                 None if error == Error::INVALID => (
                     format!("cannot be locked: {error}"),
@@ -570,7 +577,7 @@ impl Image {
         let mut flags = 0;
         // SAFETY: the image is open, and it writes one number.
         outcome(unsafe { (self.library.rbd_get_flags)(self.handle, &raw mut flags) })?;
-        if self.features()? & FAST_DIFF == 0 || flags & MAP_INVALID != 0 {
+        if self.features()? & (FAST_DIFF | MIGRATING) != FAST_DIFF || flags & MAP_INVALID != 0 {
             return Ok(None);
         }
         let mut search = Search { pieces: Vec::new(), most };
@@ -650,7 +657,8 @@ fn refused(address: &Address, error: Error) -> OpenError {
         (libc::EPERM | libc::EACCES, _) => OpenError::new(
             &name,
             format!("the cluster does not let this user have it: {error}"),
-            "its capabilities lack it: `ceph auth caps client.USER mon 'profile rbd' osd 'profile rbd pool=POOL'`",
+            "its capabilities lack it: `ceph auth caps client.USER mon 'profile rbd' osd 'profile rbd pool=POOL'` \
+             (with all that it has already: `ceph auth get client.USER`)",
         ),
         _ => {
             OpenError::new(&name, format!("cannot be opened: {error}"), "`rbd info` and `ceph -s` tell more")

@@ -133,9 +133,13 @@ pub(super) fn library() -> Result<&'static Library, String> {
     Ok(LIBRARY.get_or_init(|| found))
 }
 
-/// What helps where [`library`] fails.
-pub fn remedy() -> String {
-    format!("install the package {PACKAGE}, of Ceph 16 or later")
+/// What helps where [`library`] fails for this reason. The loader has words alone.
+pub fn remedy(why: &str) -> String {
+    let is_scarce = ["map segment", "allocate"].iter().any(|word| why.contains(word));
+    match is_scarce {
+        true => "allow weir more memory: `ulimit -v`, LimitAS= or MemoryMax=".to_owned(),
+        false => format!("install the package {PACKAGE}, of Ceph 16 or later"),
+    }
 }
 
 fn symbol(library: *mut c_void, name: &'static str) -> Result<*mut c_void, String> {
