@@ -1,4 +1,4 @@
-//! Images that are being opened, several at once; and those that nobody answers for.
+//! Images that are being opened, several at once; those that cannot be had now, and may be soon.
 
 use std::fmt;
 
@@ -36,7 +36,7 @@ pub(crate) struct Trial {
     is_awaited: bool,
 }
 
-/// An image that nobody answers for.
+/// An image that nobody answers for, or that one that has died still has.
 pub(crate) struct Silent {
     /// To try it again.
     pub(super) opening: Opening,
