@@ -1,12 +1,17 @@
 //! A start goes on without disks whose server does not answer, and has them later.
 
-use std::{fs, os::unix::net::UnixListener};
+use std::{
+    fs,
+    os::unix::net::UnixListener,
+    process::{Command, Stdio},
+};
 
+use nix::sys::signal::Signal;
 use serde_json::json;
 
 use super::{Server, half_full, uri};
 use crate::harness::{
-    Client, MIB, Scratch, Serve, Weir, assert_says,
+    Client, MIB, Scratch, Serve, WEIR, Weir, assert_says,
     operator::{fails, find, prints, prints_json, serve, socket, status, wait_until},
     text, weir,
 };
@@ -172,6 +177,39 @@ fn who_names_no_export_has_the_first_of_the_file_and_never_another() {
 }
 
 #[test]
+fn it_comes_whole_and_keeps_its_place_until_then() {
+    let scratch = Scratch::new();
+    let file = half_full(&scratch);
+    let image = uri(&scratch.socket("back"), "");
+    let (qmp, nbd) = (socket(&scratch), text(&scratch.socket("nbd")).to_owned());
+    let taken = scratch.socket("machine");
+    let config = scratch.file(
+        "weir.toml",
+        format!(
+            "[daemon]\nqmp = \"{qmp}\"\nnbd = \"unix:{nbd}\"\n[disk.boot]\nimage = \"{image}\"\nformat = \"raw\"\n\
+             export = [{{ type = \"nbd\", listen = \"unix:{nbd}\" }}, {{ type = \"vhost-user-blk\", listen = \"unix:{}\" }}]\n\
+             [disk.other]\nimage = \"memory:1M\"\n",
+            text(&taken)
+        ),
+    );
+    let weir = serve(&scratch, &config);
+    // Somebody else listens where its machine is to connect.
+    let squatter = UnixListener::bind(&taken).unwrap();
+    let server = Server::nbdkit(&scratch, &scratch.socket("back"), &["file", text(&file)]);
+    weir.wait_for_logs("cannot be opened, and is tried again", 2);
+    let size_of = |name: &str| Client::new("nbdinfo").args(["--size", &at(&scratch, name)]);
+    size_of("boot").fails();
+    size_of("").fails();
+    size_of("other").succeeds();
+    drop(squatter);
+    fs::remove_file(&taken).unwrap();
+    wait_until(&scratch, |told| told["exports"].as_array().unwrap().len() == 3);
+    assert_eq!(size_of("").succeeds(), size_of("boot").succeeds());
+    weir.stop();
+    server.crash();
+}
+
+#[test]
 fn a_reload_goes_on_without_it_too_and_keeps_no_other_waiting() {
     let scratch = Scratch::new();
     scratch.sparse("near.raw", MIB);
@@ -222,10 +260,30 @@ fn the_only_disk_of_a_command_line_is_waited_for_and_a_signal_ends_that() {
     let image = uri(&scratch.socket("back"), "");
     let weir = Serve::new(&scratch).args(["-f", "raw", "--open-timeout", "1m", &image]).begin();
     weir.wait_for_log("it is still being opened, and waited for");
-    let (status, said) = weir.wait_signalling(nix::sys::signal::Signal::SIGTERM);
+    let (status, said) = weir.wait_signalling(Signal::SIGTERM);
     assert!(status.success(), "{said}");
     assert_says(&said, &["stopping before all disks are open"]);
     drop(silent);
+}
+
+#[test]
+fn the_end_does_not_wait_for_one_that_is_being_added() {
+    let scratch = Scratch::new();
+    let silent = UnixListener::bind(scratch.socket("back")).unwrap();
+    let weir = Serve::new(&scratch)
+        .args(["memory:1M", "--name", "near", "--sandbox", "off", "--qmp", &socket(&scratch)])
+        .start();
+    let image = uri(&scratch.socket("back"), "");
+    let words = ["disk", "add", "far", &image, "-f", "raw", "--open-timeout", "10m", "--qmp"];
+    let mut adding =
+        Command::new(WEIR).args(words).arg(socket(&scratch)).stderr(Stdio::null()).spawn().unwrap();
+    let connection = silent.accept().unwrap();
+    weir.signal(Signal::SIGTERM);
+    let (status, said) = weir.wait();
+    assert!(status.success(), "{said}");
+    assert_says(&said, &["ends although commands of clients are at work still", "stopped"]);
+    assert!(!adding.wait().unwrap().success());
+    drop(connection);
 }
 
 #[test]

@@ -35,7 +35,7 @@ pub(crate) fn run(arguments: ResumeArgs) -> Result<(), Failure> {
     let mut asked = json!({});
     if let Some(disk) = &arguments.disk {
         if !report.disks.iter().any(|known| known.name == *disk) {
-            return Err(anyhow!("{disk}: no disk has this name (`weir status` lists them)").into());
+            return Err(anyhow!(report.no_such_disk(disk)).into());
         }
         asked["name"] = json!(disk);
     }

@@ -21,7 +21,7 @@ use settings::{Disk, Plan};
 
 use super::{
     assemble,
-    inventory::Inventory,
+    inventory::{Door, Inventory, RunningExport},
     opening::{Opening, Silent, State},
     unopened::Unopened,
     wanted::{self, Wanted, Way},
@@ -117,10 +117,20 @@ impl Inventory {
 
     /// Has one that did not come whole wait again. What was there of it may take its time to go.
     async fn wait_again(self: &Rc<Self>, name: &str, one: &Rc<Unopened>) {
+        let mut exports = self.exports();
+        exports.retain(|export| **export.disk.disk.name() == *name);
+        let place = |export: Rc<RunningExport>| match &export.door {
+            Door::Nbd(serving, number) => Some((Rc::clone(serving), export.name.clone(), *number)),
+            Door::Own(..) => None,
+        };
+        let places: Vec<_> = exports.into_iter().filter_map(place).collect();
+        // First: nobody gets another in between.
+        places.iter().for_each(|(serving, name, number)| serving.server.expect_again(name, *number));
         if self.disk(name).is_ok()
             && let Err(error) = self.take_back(name).await
         {
             tracing::error!("disk {name}: it did not come whole, and what is there of it stays: {error}");
+            places.iter().for_each(|(serving, name, _)| serving.server.expect_no_more(name));
             return;
         }
         if self.check_name(name).is_ok() {

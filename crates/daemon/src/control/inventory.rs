@@ -396,6 +396,11 @@ impl Inventory {
         Ok(())
     }
 
+    /// Whether a disk that is on no list is still being written, or on its way to another host.
+    pub(crate) fn has_unlisted(&self) -> bool {
+        !self.closing.borrow().is_empty() || !self.moving.borrow().is_empty()
+    }
+
     /// A disk that is on no list, and what becomes of it: one that was removed and is still being
     /// written, that is not whole yet, or is on its way from or to another host.
     pub(crate) fn in_between(&self) -> Option<(String, &'static str)> {

@@ -162,6 +162,10 @@ impl Daemon {
                 entrance.stop().await;
             }
             control.await;
+            // Commands that were left may still have some.
+            while inventory.has_unlisted() {
+                reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+            }
             let result = flush_and_close(&disks).await;
             inventory.recordings.end_all().await;
             let _ = events.try_send(Event::Finished(result));

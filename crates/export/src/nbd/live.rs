@@ -87,6 +87,11 @@ impl LiveExports {
         }
     }
 
+    /// One that had this number was taken back, and comes again.
+    pub(super) fn expect_again(&mut self, name: &str, number: usize) {
+        self.expected.insert(name.to_owned(), number);
+    }
+
     /// It does not come.
     pub(super) fn expect_no_more(&mut self, name: &str) {
         self.expected.remove(name);

@@ -180,6 +180,11 @@ impl Server {
         self.exports.write().unwrap_or_else(PoisonError::into_inner).expect(names);
     }
 
+    /// One of this name, which had this number and was removed, is to come again in its place.
+    pub fn expect_again(&self, name: &str, number: usize) {
+        self.exports.write().unwrap_or_else(PoisonError::into_inner).expect_again(name, number);
+    }
+
     /// No export of this name is to come any more.
     pub fn expect_no_more(&self, name: &str) {
         self.exports.write().unwrap_or_else(PoisonError::into_inner).expect_no_more(name);

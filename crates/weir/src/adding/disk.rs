@@ -303,7 +303,7 @@ fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
     let served = report.disks.iter().map(|disk| (&disk.name, &disk.image));
     let unopened = report.unopened.iter().map(|disk| (&disk.name, &disk.image));
     let Some((_, image)) = served.chain(unopened).find(|(known, _)| **known == name) else {
-        return Err(anyhow!("{name}: no disk has this name (`weir status` lists them)").into());
+        return Err(anyhow!(report.no_such_disk(&name)).into());
     };
     let saving = saving::prepare(&report, &save, |text| saving::removed(text, "disk", &name))?;
     let unsaved = if saving.is_some() { ", and nothing is saved" } else { "" };
@@ -321,7 +321,7 @@ fn move_away(arguments: MoveArgs) -> Result<(), Failure> {
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     let (_, report) = client.status()?;
     if !report.disks.iter().any(|disk| disk.name == name) {
-        return Err(anyhow!("{name}: no disk has this name (`weir status` lists them)").into());
+        return Err(anyhow!(report.no_such_disk(&name)).into());
     }
     let saving = saving::prepare(&report, &save, |text| saving::removed(text, "disk", &name))?;
     let is_saved = saving.is_some();

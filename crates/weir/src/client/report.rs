@@ -471,12 +471,24 @@ impl Report {
         disks.chain(self.groups.iter().map(|group| group.name.as_str()))
     }
 
+    pub(crate) fn no_such_disk(&self, name: &str) -> String {
+        let unknown = || format!("{name}: no disk has this name (`weir status` lists them)");
+        self.not_open_yet(name).unwrap_or_else(unknown)
+    }
+
+    fn not_open_yet(&self, name: &str) -> Option<String> {
+        let is_unopened = self.unopened.iter().any(|disk| disk.name == name);
+        is_unopened
+            .then(|| format!("{name}: its image is not open yet (`weir status` tells since when, and why)"))
+    }
+
+    /// Why nothing has this name.
     pub(crate) fn no_such(&self, name: &str) -> String {
         if name.is_empty() {
             return "the name is empty (`weir status` lists disks and groups)".to_owned();
         }
-        if self.unopened.iter().any(|disk| disk.name == name) {
-            return format!("{name}: its image is not open yet (`weir status` tells since when, and why)");
+        if let Some(why) = self.not_open_yet(name) {
+            return why;
         }
         let advice = match settings::suggest::nearest(name, self.names()) {
             Some(near) => format!("did you mean {near:?}?"),

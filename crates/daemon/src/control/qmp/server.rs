@@ -49,6 +49,8 @@ const MAX_CLIENTS: usize = 64;
 const PATIENCE: Duration = Duration::from_secs(30);
 /// The same once everything ends.
 const FAREWELL: Duration = Duration::from_secs(2);
+/// How long commands may go on then.
+const TO_ANSWER: Duration = Duration::from_secs(10);
 /// How often it is looked again whether clients may come.
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 const INTAKE_BYTES: usize = 16 << 10;
@@ -134,7 +136,9 @@ impl Server {
     }
 
     /// Tells every client that the daemon ends, and returns when the last has been answered and is
-    /// gone; those that do not read are cut off after [`FAREWELL`].
+    /// gone; those that do not read are cut off after [`FAREWELL`]. A command that does not end in
+    /// [`TO_ANSWER`] is left: it may wait for storage that never answers, and the disks are to be
+    /// flushed before somebody kills the daemon.
     pub(crate) async fn stop(&self, ending: Ending) {
         self.events.emit("SHUTDOWN", json!({ "guest": false, "reason": ending.reason() }));
         self.stopping.set(true);
@@ -142,8 +146,14 @@ impl Server {
             // Wakes who waits for a command; an answer still goes out.
             hang_up(socket, Shutdown::Read);
         }
-        while !self.clients.borrow().is_empty() {
-            self.empty.wait().await;
+        let all_gone = async {
+            while !self.clients.borrow().is_empty() {
+                self.empty.wait().await;
+            }
+        };
+        if reactor::timeout(TO_ANSWER, all_gone).await.is_err() {
+            let commands = self.clients();
+            tracing::warn!(commands, "ends although commands of clients are at work still");
         }
     }
 
