@@ -320,6 +320,7 @@ impl Session<'_> {
             && now() >= self.kept_at + KEEP_NAME
         {
             self.kept_at = now();
+            etcd.check_others().await?;
             if !etcd.keep_lease(name).await? || !etcd.keep_lease(promises).await? {
                 self.known.joined = None;
                 // Perhaps it was asleep: the key has gone, unless another has it by now.

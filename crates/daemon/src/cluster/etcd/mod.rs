@@ -178,6 +178,8 @@ pub(super) struct Etcd {
     slowest: Duration,
     /// The number of the cluster that it is a member of, once it has said that.
     cluster: Option<String>,
+    /// Whether all others have said that they are of the same.
+    is_checked: bool,
 }
 
 /// What became of a transaction.
@@ -208,7 +210,7 @@ impl Etcd {
             }
             let patience = if next.len() > 0 { BESIDE } else { Duration::MAX };
             match tokio::time::timeout(patience, asked.join_next()).await {
-                Ok(Some(Ok(Ok(etcd)))) => {
+                Ok(Some(Ok(Ok(mut etcd)))) => {
                     etcd.check_others().await?;
                     return Ok(etcd);
                 }
@@ -220,23 +222,31 @@ impl Etcd {
     }
 
     /// Fails where another member is of another cluster: hosts that ask one, and hosts that ask the
-    /// other, would have the whole limit each. Who does not answer soon is not waited for.
-    async fn check_others(&self) -> Result<(), Error> {
+    /// other, would have the whole limit each. Who does not answer soon is not waited for, and is
+    /// asked again the next time. Once all have answered nobody is.
+    pub(super) async fn check_others(&mut self) -> Result<(), Error> {
+        if self.is_checked {
+            return Ok(());
+        }
         let mut asked = JoinSet::new();
         for at in (0..self.terms.members.len()).filter(|at| *at != self.at) {
             asked.spawn(Self::cluster_of(self.terms.clone(), at));
         }
         let check = async {
+            let mut have_all_answered = true;
             while let Some(answer) = asked.join_next().await {
-                if let Ok(Some((member, cluster))) = answer
-                    && self.cluster.as_ref().is_some_and(|own| *own != cluster)
-                {
+                let Ok(Some((member, cluster))) = answer else {
+                    have_all_answered = false;
+                    continue;
+                };
+                if self.cluster.as_ref().is_some_and(|own| *own != cluster) {
                     return Err(Error::Refused(of_two(&self.member(), &member)));
                 }
             }
-            Ok(())
+            Ok(have_all_answered)
         };
-        tokio::time::timeout(BESIDE, check).await.unwrap_or(Ok(()))
+        self.is_checked = tokio::time::timeout(BESIDE, check).await.unwrap_or(Ok(false))?;
+        Ok(())
     }
 
     /// A member, and the number of its cluster, which it tells everybody.
@@ -272,6 +282,7 @@ impl Etcd {
             token: None,
             slowest: Duration::ZERO,
             cluster: None,
+            is_checked: false,
         };
         etcd.authenticate().await?;
         Ok(etcd)
