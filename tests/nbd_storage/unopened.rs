@@ -3,6 +3,7 @@
 use std::{
     fs,
     os::unix::net::UnixListener,
+    path::PathBuf,
     process::{Command, Stdio},
 };
 
@@ -34,7 +35,7 @@ impl Party {
     }
 }
 
-fn write(scratch: &Scratch, disks: &str) -> std::path::PathBuf {
+fn write(scratch: &Scratch, disks: &str) -> PathBuf {
     let (qmp, nbd) = (socket(scratch), text(&scratch.socket("nbd")).to_owned());
     let daemon = format!("[daemon]\nqmp = \"{qmp}\"\nnbd = \"unix:{nbd}\"\nsandbox = \"require\"\n");
     scratch.file("weir.toml", format!("{daemon}[disk.near]\nimage = \"near.raw\"\nformat = \"raw\"\n{disks}"))
@@ -141,20 +142,25 @@ fn another_image_is_opened_once_the_file_has_it() {
     drop(silent);
 }
 
+/// Two disks, of which the first lies at a server.
+fn boot_first(scratch: &Scratch, exports: &str) -> PathBuf {
+    let image = uri(&scratch.socket("back"), "");
+    let (qmp, nbd) = (socket(scratch), text(&scratch.socket("nbd")).to_owned());
+    scratch.file(
+        "weir.toml",
+        format!(
+            "[daemon]\nqmp = \"{qmp}\"\nnbd = \"unix:{nbd}\"\n[disk.boot]\nimage = \"{image}\"\nformat = \"raw\"\n{exports}\
+             [disk.other]\nimage = \"memory:1M\"\n"
+        ),
+    )
+}
+
 #[test]
 fn who_names_no_export_has_the_first_of_the_file_and_never_another() {
     let scratch = Scratch::new();
     let file = half_full(&scratch);
     let size = fs::metadata(&file).unwrap().len();
-    let image = uri(&scratch.socket("back"), "");
-    let (qmp, nbd) = (socket(&scratch), text(&scratch.socket("nbd")).to_owned());
-    let config = scratch.file(
-        "weir.toml",
-        format!(
-            "[daemon]\nqmp = \"{qmp}\"\nnbd = \"unix:{nbd}\"\n[disk.boot]\nimage = \"{image}\"\nformat = \"raw\"\n\
-             [disk.other]\nimage = \"memory:1M\"\n"
-        ),
-    );
+    let config = boot_first(&scratch, "");
     // Nobody listens there: that is told at once, and is no mistake of the file.
     assert_says(&weir(&["check-config", text(&config)]).succeeds(), &["1 warning"]);
     let weir = serve(&scratch, &config);
@@ -180,18 +186,13 @@ fn who_names_no_export_has_the_first_of_the_file_and_never_another() {
 fn it_comes_whole_and_keeps_its_place_until_then() {
     let scratch = Scratch::new();
     let file = half_full(&scratch);
-    let image = uri(&scratch.socket("back"), "");
-    let (qmp, nbd) = (socket(&scratch), text(&scratch.socket("nbd")).to_owned());
-    let taken = scratch.socket("machine");
-    let config = scratch.file(
-        "weir.toml",
-        format!(
-            "[daemon]\nqmp = \"{qmp}\"\nnbd = \"unix:{nbd}\"\n[disk.boot]\nimage = \"{image}\"\nformat = \"raw\"\n\
-             export = [{{ type = \"nbd\", listen = \"unix:{nbd}\" }}, {{ type = \"vhost-user-blk\", listen = \"unix:{}\" }}]\n\
-             [disk.other]\nimage = \"memory:1M\"\n",
-            text(&taken)
-        ),
+    let (nbd, taken) = (scratch.socket("nbd"), scratch.socket("machine"));
+    let exports = format!(
+        "export = [{{ type = \"nbd\", listen = \"unix:{}\" }}, {{ type = \"vhost-user-blk\", listen = \"unix:{}\" }}]\n",
+        text(&nbd),
+        text(&taken)
     );
+    let config = boot_first(&scratch, &exports);
     let weir = serve(&scratch, &config);
     // Somebody else listens where its machine is to connect.
     let squatter = UnixListener::bind(&taken).unwrap();

@@ -95,8 +95,13 @@ pub(crate) fn groups(plan: &Plan, inventory: &Inventory) -> anyhow::Result<Vec<A
     Ok(groups)
 }
 
-pub(crate) fn promising_nothing(settings: Settings) -> Settings {
+fn promising_nothing(settings: Settings) -> Settings {
     Settings { iops_reservation: 0, bps_reservation: 0, ..settings }
+}
+
+/// A disk that is promised nothing yet.
+pub(crate) fn bare(planned: &settings::Disk) -> settings::Disk {
+    settings::Disk { settings: promising_nothing(planned.settings), ..planned.clone() }
 }
 
 fn promise(inventory: &Inventory, name: &str, settings: &Settings) -> anyhow::Result<()> {
@@ -122,7 +127,7 @@ pub(crate) struct Late {
 /// Of that the library is loaded: later nothing is that can run. `is_awaited` says which disks are
 /// not put off, however long they take.
 pub(crate) async fn disks(
-    plan: &Plan,
+    plan: &Rc<Plan>,
     inventory: &Rc<Inventory>,
     passed: Option<Passed>,
     is_awaited: impl Fn(&str) -> bool,
@@ -165,11 +170,11 @@ impl Late {
     /// unless they are waited for.
     pub(crate) async fn open_at_once(
         &mut self,
-        plan: &Plan,
+        plan: &Rc<Plan>,
         inventory: &Rc<Inventory>,
         (which, is_awaited): (impl Fn(&settings::Disk) -> bool, impl Fn(&str) -> bool),
     ) -> anyhow::Result<()> {
-        let (mut all, whole) = (Vec::new(), Rc::new(plan.clone()));
+        let mut all = Vec::new();
         for planned in plan.disks.iter().filter(|disk| which(disk)) {
             let opening = self.assembly.opening(planned).await?;
             all.push((planned, Trial::begin(opening, is_awaited(&planned.name))));
@@ -180,7 +185,7 @@ impl Late {
                     let group = planned.group.map(|index| &self.groups[index]);
                     list(inventory, planned, group, image)?;
                 }
-                Err(silent) => inventory.put_off((&planned.name, Rc::clone(&whole)), silent),
+                Err(silent) => inventory.put_off((&planned.name, Rc::clone(plan)), silent),
             }
         }
         Ok(())
@@ -204,8 +209,7 @@ fn list(
         return Ok(inventory.add_disk(disk(planned, group, image)?)?);
     }
     // It comes up also where others leave no room for what it is promised.
-    let bare = settings::Disk { settings: promising_nothing(planned.settings), ..planned.clone() };
-    inventory.add_disk(disk(&bare, group, image)?)?;
+    inventory.add_disk(disk(&bare(planned), group, image)?)?;
     promise(inventory, &planned.name, &planned.settings)
 }
 

@@ -22,7 +22,7 @@ use settings::{Disk, Plan};
 use super::{
     assemble,
     inventory::{Door, Inventory, RunningExport},
-    opening::{Opening, Silent, State},
+    opening::{Opened, Opening, Silent, State},
     unopened::Unopened,
     wanted::{self, Wanted, Way},
 };
@@ -30,8 +30,6 @@ use crate::events::{Kind, News};
 
 /// How long until an image is opened again that could not be.
 const AGAIN: Duration = Duration::from_secs(10);
-
-type Opened = reactor::JoinHandle<anyhow::Result<Image>>;
 
 impl Inventory {
     /// Goes on without a disk of the plan.
@@ -99,8 +97,7 @@ impl Inventory {
         let _arrival = self.arrival(name)?;
         self.unopened.borrow_mut().remove(name);
         let listed = async {
-            let bare = Disk { settings: assemble::promising_nothing(planned.settings), ..planned.clone() };
-            self.add_disk(assemble::disk(&bare, group.as_ref(), image)?)?;
+            self.add_disk(assemble::disk(&assemble::bare(&planned), group.as_ref(), image)?)?;
             for export in Wanted::all(&plan).iter().filter(|export| export.disk == name) {
                 export.add(self).await?;
             }
@@ -117,13 +114,11 @@ impl Inventory {
 
     /// Has one that did not come whole wait again. What was there of it may take its time to go.
     async fn wait_again(self: &Rc<Self>, name: &str, one: &Rc<Unopened>) {
-        let mut exports = self.exports();
-        exports.retain(|export| **export.disk.disk.name() == *name);
         let place = |export: Rc<RunningExport>| match &export.door {
             Door::Nbd(serving, number) => Some((Rc::clone(serving), export.name.clone(), *number)),
             Door::Own(..) => None,
         };
-        let places: Vec<_> = exports.into_iter().filter_map(place).collect();
+        let places: Vec<_> = self.exports_of(name).into_iter().filter_map(place).collect();
         // First: nobody gets another in between.
         places.iter().for_each(|(serving, name, number)| serving.server.expect_again(name, *number));
         if self.disk(name).is_ok()

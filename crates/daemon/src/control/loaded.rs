@@ -2,7 +2,7 @@
 //!
 //! Only data: who reads it again is `reload`.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, rc::Rc};
 
 use block::storage::rate::Budgets;
 use export::nbd;
@@ -15,7 +15,7 @@ pub(crate) struct Loaded {
     pub(crate) said: ServiceDraft,
     /// How many sockets the service manager passed.
     pub(crate) inherited: usize,
-    pub(crate) plan: Plan,
+    pub(crate) plan: Rc<Plan>,
     pub(crate) tls: Option<nbd::Tls>,
     pub(crate) budgets: Budgets,
 }

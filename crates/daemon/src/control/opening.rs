@@ -28,10 +28,13 @@ pub(crate) struct Opening {
     pub(super) said: Option<Place>,
 }
 
+/// An image, once it is open.
+pub(super) type Opened = JoinHandle<anyhow::Result<Image>>;
+
 /// One that is under way.
 pub(crate) struct Trial {
     opening: Opening,
-    opened: JoinHandle<anyhow::Result<Image>>,
+    opened: Opened,
     began: Instant,
     is_awaited: bool,
 }
@@ -45,7 +48,7 @@ pub(crate) struct Silent {
 }
 
 pub(super) enum State {
-    Trying(JoinHandle<anyhow::Result<Image>>),
+    Trying(Opened),
     Failed(anyhow::Error),
 }
 

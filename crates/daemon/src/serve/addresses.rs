@@ -147,7 +147,7 @@ async fn exports(
 
 /// Opens what is opened in the sandbox, with its exports; returns their URIs.
 pub(super) async fn late_ones(
-    plan: &Plan,
+    plan: &Rc<Plan>,
     inventory: &Rc<Inventory>,
     newcomer: Option<&Newcomer>,
     late: &mut Late,

@@ -95,6 +95,7 @@ impl Daemon {
         let claimed = plan.service.pid_file.as_deref().map(claim).transpose()?.flatten();
         sandbox::check(&plan)?;
         join_cluster(&mut plan, &inventory).await?;
+        let plan = Rc::new(plan);
         let files = newcomer.as_ref().map(|newcomer| newcomer.passed().clone());
         // A key takes seconds to derive, and a pipe may never say its passphrase.
         let is_awaited = is_awaited(&plan, &inventory, newcomer.as_ref());
@@ -270,7 +271,7 @@ fn start_workers(service: &Service) -> anyhow::Result<Vec<Worker>> {
 /// in between the rights go that nothing else needs. Returns the pid file, and the URIs of exports
 /// that have come; none where a signal ended the daemon before.
 async fn complete(
-    plan: &Plan,
+    plan: &Rc<Plan>,
     inventory: &Rc<Inventory>,
     workers: &Rc<Vec<Worker>>,
     (steps, late, mut newcomer): (Steps, &mut Late, Option<&mut Newcomer>),

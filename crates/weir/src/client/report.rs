@@ -476,9 +476,12 @@ impl Report {
         self.not_open_yet(name).unwrap_or_else(unknown)
     }
 
+    pub(crate) fn is_unopened(&self, disk: &str) -> bool {
+        self.unopened.iter().any(|one| one.name == disk)
+    }
+
     fn not_open_yet(&self, name: &str) -> Option<String> {
-        let is_unopened = self.unopened.iter().any(|disk| disk.name == name);
-        is_unopened
+        self.is_unopened(name)
             .then(|| format!("{name}: its image is not open yet (`weir status` tells since when, and why)"))
     }
 

@@ -48,8 +48,7 @@ impl Shown {
         if asked.is_empty() {
             return Ok(Self { names: None });
         }
-        let is_unopened = |name: &str| report.unopened.iter().any(|disk| disk.name == name);
-        let is_known = |name: &&String| report.find(name).is_some() || is_unopened(name);
+        let is_known = |name: &&String| report.find(name).is_some() || report.is_unopened(name);
         if let Some(unknown) = asked.iter().find(|name| !is_known(name)) {
             return Err(report.no_such(unknown));
         }

@@ -118,7 +118,8 @@ pub(super) struct Terms {
     pub(super) name: String,
     pub(super) dialler: Dialler,
     pub(super) wanted: Wanted,
-    /// Where keys and certificates are read again for each connection; none without TLS.
+    /// Where keys and certificates are read again for each connection but the first; none without
+    /// TLS.
     pub(super) keys: Option<Uri>,
     pub(super) reconnect_delay: Duration,
     /// Nothing is written.
@@ -130,20 +131,23 @@ pub(super) struct Terms {
 impl Terms {
     /// A conversation that has come to the export.
     pub(super) async fn establish(&self) -> std::result::Result<Established, NotConnected> {
-        let wanted = self.renewed().await;
-        within(PATIENCE, async { shake_hands(self.dialler.dial().await?, &wanted).await }).await
+        self.establish_with(&self.wanted).await
     }
 
-    /// With keys and certificates as their files have them now; or as they were, where they cannot
-    /// be read any more.
-    async fn renewed(&self) -> Wanted {
+    /// The same, with keys and certificates as their files have them now; or as they were, where
+    /// they cannot be read any more.
+    async fn establish_again(&self) -> std::result::Result<Established, NotConnected> {
         let mut wanted = self.wanted.clone();
         if let Some(place) = self.keys.clone()
             && let Ok(Ok(tls)) = timeout(PATIENCE, reactor::blocking(move || place.credentials())).await
         {
             wanted.tls = tls;
         }
-        wanted
+        self.establish_with(&wanted).await
+    }
+
+    async fn establish_with(&self, wanted: &Wanted) -> std::result::Result<Established, NotConnected> {
+        within(PATIENCE, async { shake_hands(self.dialler.dial().await?, wanted).await }).await
     }
 }
 

@@ -159,6 +159,12 @@ impl Terms {
         self.proofs.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// A connection to a member.
+    async fn open(&self, at: usize) -> Result<Connection, Error> {
+        let (member, tls) = (&self.members[at], self.proofs().tls);
+        Connection::open(member.said.clone(), &member.addresses, tls.as_ref(), PATIENCE).await
+    }
+
     /// Ports that are called.
     pub(super) fn ports(cluster: &Cluster) -> Vec<u16> {
         let mut ports: Vec<_> = cluster.etcd.iter().map(|member| member.port).collect();
@@ -251,12 +257,9 @@ impl Etcd {
 
     /// A member, and the number of its cluster, which it tells everybody.
     async fn cluster_of(terms: Terms, at: usize) -> Option<(String, String)> {
-        let member = &terms.members[at];
-        let tls = terms.proofs().tls;
-        let connection = Connection::open(member.said.clone(), &member.addresses, tls.as_ref(), PATIENCE);
-        let (_, answer) =
-            connection.await.ok()?.ask("/v3/maintenance/status", &json!({}), None).await.ok()?;
-        Some((member.said.to_string(), answer["header"]["cluster_id"].as_str()?.to_owned()))
+        let mut connection = terms.open(at).await.ok()?;
+        let (_, answer) = connection.ask("/v3/maintenance/status", &json!({}), None).await.ok()?;
+        Some((terms.members[at].said.to_string(), answer["header"]["cluster_id"].as_str()?.to_owned()))
     }
 
     /// A member that stands still lets everybody in as well: the kernel does that for it.
@@ -271,10 +274,7 @@ impl Etcd {
     /// # Errors
     /// If it does not answer, or lets nobody of this name in.
     pub(super) async fn connect_to(terms: &Terms, at: usize) -> Result<Self, Error> {
-        let member = &terms.members[at];
-        let tls = terms.proofs().tls;
-        let connection = Connection::open(member.said.clone(), &member.addresses, tls.as_ref(), PATIENCE);
-        let connection = connection.await?;
+        let connection = terms.open(at).await?;
         let mut etcd = Self {
             terms: terms.clone(),
             at,
@@ -430,10 +430,7 @@ impl Etcd {
 
     /// What changes in a range from a revision on, over a connection of its own.
     pub(super) async fn watch(&self, range: &Range, from: i64) -> Result<Watch, Error> {
-        let member = &self.terms.members[self.at];
-        let tls = self.terms.proofs().tls;
-        let connection = Connection::open(member.said.clone(), &member.addresses, tls.as_ref(), PATIENCE);
-        let connection = connection.await?;
+        let connection = self.terms.open(self.at).await?;
         Watch::open(connection, range, from, self.token.as_deref(), PATIENCE).await
     }
 }

@@ -27,8 +27,7 @@ impl Inventory {
     /// Has a disk go again that did not come whole. Whoever has connected to one of its exports
     /// meanwhile is disconnected.
     pub(crate) async fn take_back(self: &Rc<Self>, name: &str) -> Result<(), Refused> {
-        let mut exports = self.exports();
-        exports.retain(|export| **export.disk.disk.name() == *name);
+        let exports = self.exports_of(name);
         self.remove_exports(&exports, Removal::Hard).await?;
         drop(exports);
         self.remove_disk(name).await

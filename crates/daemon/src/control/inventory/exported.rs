@@ -402,6 +402,12 @@ impl Inventory {
         })
     }
 
+    pub(crate) fn exports_of(&self, disk: &str) -> Vec<Rc<RunningExport>> {
+        let mut exports = self.exports();
+        exports.retain(|export| **export.disk.disk.name() == *disk);
+        exports
+    }
+
     /// All, or none where somebody has come meanwhile.
     pub(crate) async fn remove_exports(
         self: &Rc<Self>,

@@ -146,7 +146,7 @@ async fn reload_for(inventory: &Rc<Inventory>) -> anyhow::Result<Vec<Value>> {
     let whole = unopened.settle(inventory);
     for (name, silent) in std::mem::take(&mut work.silent) {
         of_unopened.push(told::listed("disk", &name, "unopened"));
-        inventory.put_off((&name, Rc::new(whole.clone())), silent);
+        inventory.put_off((&name, Rc::clone(&whole)), silent);
         inventory.tell_of_unopened(&name);
     }
     work.clear(&difference).await;

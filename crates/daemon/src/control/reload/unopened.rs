@@ -13,7 +13,7 @@ use crate::control::{assemble::Assembly, inventory::Inventory, loaded::Loaded, o
 /// What the file says of them.
 pub(super) struct Said {
     /// With them.
-    pub(super) plan: Plan,
+    pub(super) plan: Rc<Plan>,
     /// Those that are to be opened in another way than so far.
     openings: BTreeMap<String, Opening>,
 }
@@ -27,7 +27,7 @@ pub(super) async fn leave_out(
     loaded: &Loaded,
     (draft, plan): (&mut Draft, &mut Plan),
 ) -> anyhow::Result<Said> {
-    let mut said = Said { plan: plan.clone(), openings: BTreeMap::new() };
+    let mut said = Said { plan: Rc::new(plan.clone()), openings: BTreeMap::new() };
     let mut assembly = Assembly::new(inventory.image_root().cloned(), loaded.budgets.clone());
     let mut out = Vec::new();
     for before in inventory.unopened_disks() {
@@ -47,21 +47,23 @@ pub(super) async fn leave_out(
 }
 
 impl Said {
+    fn has(&self, disk: &str) -> bool {
+        self.plan.disks.iter().any(|planned| planned.name == disk)
+    }
+
     /// What is told of them: they are not open yet, or given up.
     pub(super) fn told(&self, inventory: &Inventory) -> Vec<Value> {
         let tell = |disk: Disk| {
-            let is_planned = self.plan.disks.iter().any(|planned| planned.name == disk.name);
-            told::listed("disk", &disk.name, if is_planned { "unopened" } else { "removed" })
+            told::listed("disk", &disk.name, if self.has(&disk.name) { "unopened" } else { "removed" })
         };
         inventory.unopened_disks().into_iter().map(tell).collect()
     }
 
     /// Puts it in force; returns the plan with all disks.
-    pub(super) fn settle(mut self, inventory: &Rc<Inventory>) -> Plan {
-        let plan = Rc::new(self.plan.clone());
+    pub(super) fn settle(mut self, inventory: &Rc<Inventory>) -> Rc<Plan> {
         for Disk { name, .. } in inventory.unopened_disks() {
-            if plan.disks.iter().any(|disk| disk.name == name) {
-                inventory.plan_unopened(&name, Rc::clone(&plan), self.openings.remove(&name));
+            if self.has(&name) {
+                inventory.plan_unopened(&name, Rc::clone(&self.plan), self.openings.remove(&name));
             } else {
                 inventory.give_up_unopened(&name);
             }

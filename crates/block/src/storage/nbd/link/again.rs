@@ -126,7 +126,7 @@ pub(super) async fn reconnect(trying: Trying) {
     sleep_until(began + pause).await;
     loop {
         let Some(link) = trying.link.upgrade() else { return };
-        match link.terms.establish().await {
+        match link.terms.establish_again().await {
             Ok(established) => {
                 let taken = match link.suits(established.about(), link.size_bytes()) {
                     Ok(()) => link.resume(established).await,
