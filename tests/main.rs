@@ -54,6 +54,7 @@ mod machines;
 mod measuring;
 mod metrics;
 mod moving;
+mod named_pipes;
 mod nbd_storage;
 mod nbdcopy;
 mod nbdinfo;

@@ -69,7 +69,7 @@ fn every_thread_is_in_it_and_what_lies_outside_is_refused_by_name() {
             "the sandbox does not let this daemon make devices and mounts of this host",
         ),
         ("object-add", json!({"qom-type": "secret", "id": "s", "file": "/etc/shadow"}), "ermission denied"),
-        ("object-add", json!({"qom-type": "secret", "id": "s", "file": pipe}), "it is no file"),
+        ("object-add", json!({"qom-type": "secret", "id": "s", "file": pipe}), "is a named pipe, not a file"),
         (
             "block-export-add",
             json!({"type": "vhost-user-blk", "id": "v", "node-name": "b", "addr": machine}),

@@ -20,7 +20,8 @@
 //! - [`memory`] is the budget of all that, and who has it.
 //! - [`device`] looks at the physical disk below, for watermarks; [`measures`] counts how
 //!   long requests take, [`recorder`] passes on what each was; [`seldom`] keeps the log short, and
-//!   [`plain`](mod@plain) makes names of others fit for it.
+//!   [`plain`](mod@plain) makes names of others fit for it; [`regular`] opens small files that a user
+//!   names.
 //!
 //! Each module knows those to its right in the drawing, and none to its left.
 //!
@@ -46,5 +47,6 @@ pub mod plain;
 #[allow(unsafe_code)]
 pub mod reactor;
 pub mod recorder;
+pub mod regular;
 pub mod seldom;
 pub mod storage;

@@ -6,6 +6,7 @@
 use std::{
     fs,
     io::{self, Read as _},
+    os::unix::fs::OpenOptionsExt as _,
     path::{Path, absolute},
 };
 
@@ -355,7 +356,10 @@ fn file_driver(image: &str) -> &'static str {
 
 fn is_qcow2(image: &str) -> bool {
     let mut magic = [0; 4];
-    fs::File::open(image).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"QFI\xfb"
+    let mut file = fs::OpenOptions::new();
+    // A named pipe, which is no image, would otherwise wait for a writer.
+    file.read(true).custom_flags(nix::libc::O_NONBLOCK);
+    file.open(image).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"QFI\xfb"
 }
 
 #[cfg(test)]

@@ -6,9 +6,7 @@
 
 use std::{
     collections::HashMap,
-    fs::File,
     io::{self, ErrorKind, Read as _},
-    os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
 };
 
@@ -23,6 +21,8 @@ use openssl::{
         verify::X509VerifyFlags,
     },
 };
+
+use crate::regular;
 
 /// Largest credential file that is read, in bytes: tens of thousands of keys.
 const MAX_FILE_BYTES: u64 = 4 << 20;
@@ -86,25 +86,9 @@ fn revoke(store: &mut X509StoreBuilder, path: &Path) -> Result<(), CredentialsEr
     Ok(())
 }
 
-/// Opens a file of secrets. A pipe may only be one that this process was given, by its number:
-/// whoever waited for another to write would wait for ever, and so would each reload after it.
-///
-/// # Errors
-/// The system's; it is no file.
-pub fn open(path: &Path) -> io::Result<File> {
-    if ["/dev/fd/", "/proc/self/fd/"].iter().any(|own| path.starts_with(own)) {
-        return File::open(path);
-    }
-    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
-    match file.metadata()?.is_file() {
-        true => Ok(file),
-        false => Err(io::Error::new(ErrorKind::InvalidInput, "is no file")),
-    }
-}
-
 fn read(path: &Path, hint: &'static str) -> Result<Vec<u8>, CredentialsError> {
     let mut bytes = Vec::new();
-    open(path)
+    regular::open(path)
         .and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes))
         .map_err(|source| CredentialsError::File { path: path.to_owned(), source, hint })?;
     if bytes.len() as u64 > MAX_FILE_BYTES {

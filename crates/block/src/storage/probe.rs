@@ -13,7 +13,14 @@
 //! The signatures are those of the formats' own specifications. The list has the formats that QEMU
 //! guesses, because QEMU may be the next to open the image.
 
-use std::{fs, io, os::unix::fs::FileExt, path::Path, str::FromStr};
+use std::{
+    fs, io,
+    os::unix::fs::{FileExt, OpenOptionsExt as _},
+    path::Path,
+    str::FromStr,
+};
+
+use libc::O_NONBLOCK;
 
 use super::{InvalidValue, OpenError};
 
@@ -106,7 +113,8 @@ fn is_vmdk_descriptor(header: &[u8]) -> bool {
 /// # Errors
 /// Where it cannot be read.
 pub fn probe(path: &Path) -> io::Result<Probed> {
-    probe_file(&fs::File::open(path)?)
+    // Of a named pipe, which is no image, opening would otherwise wait for a writer.
+    probe_file(&fs::File::options().read(true).custom_flags(O_NONBLOCK).open(path)?)
 }
 
 /// As [`probe`], of an open file.

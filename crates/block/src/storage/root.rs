@@ -73,11 +73,11 @@ impl Root {
     /// Opens the file of this name for reading.
     ///
     /// # Errors
-    /// The system's; also if it lies outside.
+    /// The system's; also if it lies outside, or is no regular file.
     pub fn read(&self, path: &Path) -> Result<fs::File, OpenError> {
         let name = path.display().to_string();
         let pinned = self.pin(path, &name)?;
-        fs::File::open(pinned.path())
+        crate::regular::open_found(&pinned.path())
             .map_err(|error| OpenError::new(&name, error.to_string(), "check its owner and mode"))
     }
 

@@ -1,8 +1,9 @@
 //! The file with what whoever changes something has to send: read once, at the start.
 
-use std::{fmt, fs::File, io::Read as _, os::unix::fs::MetadataExt as _, path::Path};
+use std::{fmt, io::Read as _, os::unix::fs::MetadataExt as _, path::Path};
 
 use anyhow::{Context as _, bail, ensure};
+use block::regular;
 
 /// Shorter ones can be found by trying.
 const LEAST: usize = 16;
@@ -30,7 +31,7 @@ impl Token {
     }
 
     fn of(path: &Path) -> anyhow::Result<Self> {
-        let file = File::open(path)?;
+        let file = regular::open(path)?;
         let known = file.metadata()?;
         let mode = known.mode() & 0o777;
         if known.is_file() && mode & 0o077 != 0 {

@@ -199,7 +199,8 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
             remarks.extend(too_narrow(search, &world, tenant, told)?);
         }
     }
-    let before = config.map(fs::read_to_string).transpose().context("the config file cannot be read")?;
+    let before =
+        config.map(::settings::config::read).transpose().context("the config file cannot be read")?;
     let lines: Vec<Line> = told.iter().enumerate().map(|(tenant, told)| line(search, tenant, told)).collect();
     let text = (!changes.is_empty()).then(|| settings::config(before.as_deref(), &changes)).transpose()?;
     Ok(Advice {

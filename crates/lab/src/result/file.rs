@@ -7,12 +7,11 @@
 use std::{
     fs,
     io::{self, Read as _, Write as _},
-    os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _, PermissionsExt as _},
+    os::unix::fs::{FileTypeExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
 };
 
 use anyhow::{Context as _, bail};
-use nix::libc;
 
 use super::{FORMAT, ResultFile, VERSION};
 
@@ -84,7 +83,7 @@ fn followed(path: &Path) -> io::Result<PathBuf> {
             Err(_) => return Ok(path),
         }
     }
-    Err(io::Error::from_raw_os_error(libc::ELOOP))
+    Err(io::Error::from_raw_os_error(nix::libc::ELOOP))
 }
 
 fn directory(path: &Path) -> &Path {
@@ -133,11 +132,7 @@ fn cannot(path: &Path) -> String {
 
 pub(crate) fn load(path: &Path) -> anyhow::Result<ResultFile> {
     let read = || {
-        // Opening a pipe without a writer would block.
-        let file = fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
-        if !file.metadata()?.is_file() {
-            bail!("is no result file: it is no regular file");
-        }
+        let file = block::regular::open(path).context("is no result file")?;
         let mut text = Vec::new();
         file.take(LARGEST_BYTES + 1).read_to_end(&mut text)?;
         if text.len() as u64 > LARGEST_BYTES {
@@ -238,7 +233,7 @@ mod tests {
     fn what_never_ends_is_not_read() {
         for path in ["/dev/zero", "/dev"] {
             let error = format!("{:#}", load(Path::new(path)).unwrap_err());
-            assert!(error.contains("it is no regular file"), "{error}");
+            assert!(error.contains("not a file"), "{error}");
         }
         let directory = tempfile::tempdir().unwrap();
         let pipe = directory.path().join("pipe");

@@ -17,12 +17,12 @@ mod section;
 mod tests;
 
 use std::{
-    fs::File,
-    io::Read as _,
+    io::{self, ErrorKind, Read as _},
     ops::Range,
     path::{Path, PathBuf},
 };
 
+use block::regular;
 use policy::{prefetch, throttle::Setting};
 use section::{Entry, Section, Source};
 use toml::de::DeTable;
@@ -58,15 +58,30 @@ pub fn load(path: &Path) -> Result<Draft, Wrong> {
 pub fn load_telling(path: &Path, mistakes: &Mistakes) -> Draft {
     let name = path.display().to_string();
     let place = Place::new(name.as_str());
+    let text = match read(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == ErrorKind::FileTooLarge => {
+            mistakes.tell(place.wrong(error.to_string()));
+            return Draft::default();
+        }
+        Err(error) => {
+            mistakes.tell(place.wrong(format!("cannot be read: {error}")));
+            return Draft::default();
+        }
+    };
+    parse_telling(&name, &text, path.parent().unwrap_or(Path::new("")), mistakes)
+}
+
+/// Reads the text of a config file.
+///
+/// # Errors
+/// The system's; it is no regular file, or larger than [`MAX_FILE_BYTES`].
+pub fn read(path: &Path) -> io::Result<String> {
     let mut text = String::new();
-    let read = File::open(path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_string(&mut text));
-    if let Err(error) = read {
-        mistakes.tell(place.wrong(format!("cannot be read: {error}")));
-        return Draft::default();
-    }
+    regular::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MAX_FILE_BYTES {
-        mistakes.tell(place.wrong(format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)")));
-        return Draft::default();
+        let why = format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)");
+        return Err(io::Error::new(ErrorKind::FileTooLarge, why));
     }
     parse_telling(&name, &text, path.parent().unwrap_or(Path::new("")), mistakes)
 }

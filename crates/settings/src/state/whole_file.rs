@@ -8,12 +8,14 @@ use std::{
     path::Path,
 };
 
+use block::regular;
+
 /// What is in a file; `None` if there is none.
 ///
 /// # Errors
 /// If it cannot be read, or is longer than so many bytes.
 pub fn read(path: &Path, most_bytes: u64) -> io::Result<Option<Vec<u8>>> {
-    let file = match fs::File::open(path) {
+    let file = match regular::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         other => other?,
     };

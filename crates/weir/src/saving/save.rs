@@ -19,6 +19,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
+use block::regular;
 use console::say;
 use nix::fcntl::{Flock, FlockArg};
 use settings::{Plan, config};
@@ -92,6 +93,7 @@ impl Saving {
 fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
     // For writing too, though it is replaced: who must not write to it must not replace it.
     let file = OpenOptions::new().read(true).write(true).open(path)?;
+    regular::check(&file)?;
     let mut file = Flock::lock(file, FlockArg::LockExclusiveNonblock)
         .map_err(|(_, _)| anyhow!("somebody else is saving to it (run the command again)"))?;
     let mut text = String::new();

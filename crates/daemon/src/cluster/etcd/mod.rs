@@ -23,7 +23,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, ensure};
-use block::{nbd::keys, plain::plain};
+use block::{plain::plain, regular};
 use serde_json::{Value, json};
 use settings::Cluster;
 use tokio::task::JoinSet;
@@ -111,7 +111,7 @@ impl Proofs {
             Some((user, file)) => {
                 let mut text = String::new();
                 // A device may go on for ever.
-                let read = keys::open(file).map(|file| file.take(MAX_PASSWORD + 1));
+                let read = regular::open(file).map(|file| file.take(MAX_PASSWORD + 1));
                 let read = read.and_then(|mut file| file.read_to_string(&mut text));
                 read.with_context(|| format!("password-file {}", file.display()))?;
                 let is_short = text.len() as u64 <= MAX_PASSWORD;

@@ -5,7 +5,7 @@ use std::{
     env,
     fs::File,
     io::Read as _,
-    os::unix::process::CommandExt as _,
+    os::unix::{fs::OpenOptionsExt as _, process::CommandExt as _},
     path::{Path, PathBuf, absolute},
     process::{Command, Stdio},
 };
@@ -60,7 +60,10 @@ impl Overlay {
 /// look like something else.
 fn probed(path: &Path) -> anyhow::Result<&'static str> {
     let mut magic = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(4).read_to_end(&mut magic));
+    let mut options = File::options();
+    // A named pipe, which is no image, would otherwise wait for a writer.
+    options.read(true).custom_flags(nix::libc::O_NONBLOCK);
+    let read = options.open(path).and_then(|file| file.take(4).read_to_end(&mut magic));
     read.with_context(|| format!("Could not open '{}'", path.display()))?;
     Ok(if magic == *b"QFI\xfb" { "qcow2" } else { "raw" })
 }
