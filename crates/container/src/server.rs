@@ -2,15 +2,21 @@
 //! has begun.
 //!
 //! ```text
-//!   accept ──► room for one more? ──► thread: read ─► answer ─► send
-//!                 │  no: the client waits in the socket's queue
+//!   a client waits ──► room for one more? ──► thread: read ─► answer ─► send
+//!                         │  no: of the requests that are still arriving, the oldest is given up;
+//!                         │  where all have arrived, the client waits in the socket's queue
 //!   SIGTERM ──► nothing is begun any more ──► what has begun ends ──► the process does
 //! ```
 //!
 //! Threads, as each may wait for minutes for a child, and there are a few a minute.
+//!
+//! Clients that send half a request and then nothing cost others a fraction of a second each, not
+//! the time that a request may take to arrive.
 
 use std::{
+    collections::BTreeMap,
     io::ErrorKind,
+    net::Shutdown,
     os::{
         fd::AsFd as _,
         unix::net::{UnixListener, UnixStream},
@@ -34,6 +40,9 @@ use crate::{
 const MOST_CONNECTIONS: usize = 32;
 /// How long a request may take to arrive.
 const REQUEST_TIME: Duration = Duration::from_secs(10);
+/// How long a request may arrive undisturbed while another client waits for its place. Docker sends
+/// a request at once.
+const UNDISTURBED: Duration = Duration::from_millis(250);
 
 /// Where descriptors or memory run out, the kernel does not tell when there are some again.
 const TRY_AGAIN: Duration = Duration::from_secs(1);
@@ -48,9 +57,17 @@ struct Doorkeeper {
 #[derive(Default)]
 struct State {
     connections: usize,
+    /// Connections whose requests are still arriving, by their numbers, the oldest first.
+    arriving: BTreeMap<u64, ArrivingRequest>,
+    next: u64,
     /// Requests that have been read and are not answered.
     begun: usize,
     is_ending: bool,
+}
+
+struct ArrivingRequest {
+    since: Instant,
+    stream: UnixStream,
 }
 
 /// Answers whoever comes, on threads of its own.
@@ -68,7 +85,9 @@ impl Server {
         let (keeper, volumes) = (Arc::clone(&door), Arc::new(volumes));
         let accept = move || {
             loop {
-                keeper.wait_while(|state| state.connections >= MOST_CONNECTIONS).connections += 1;
+                // A place is made for a client that is there, not for one that may come.
+                let _ = poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE);
+                keeper.make_room();
                 match listener.accept() {
                     Ok((stream, _)) => serve(stream, &keeper, &volumes),
                     Err(error) => {
@@ -108,6 +127,44 @@ impl Doorkeeper {
         self.changed.notify_all();
     }
 
+    /// Waits for a place for one more connection, and takes it. Where requests are still arriving,
+    /// that of the oldest is taken after a moment.
+    fn make_room(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        while state.connections >= MOST_CONNECTIONS {
+            let oldest = state.arriving.first_entry();
+            let age = oldest.as_ref().map(|oldest| oldest.get().since.elapsed());
+            state = match (oldest, age) {
+                (Some(oldest), Some(age)) if age >= UNDISTURBED => {
+                    // Its thread reads the end of the stream, and finds its place given away.
+                    let _ = oldest.remove().stream.shutdown(Shutdown::Read);
+                    state.connections -= 1;
+                    state
+                }
+                (_, Some(age)) => {
+                    let waited = self.changed.wait_timeout(state, UNDISTURBED - age);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                (_, None) => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+        state.connections += 1;
+    }
+
+    /// A request begins to arrive; the number of its connection.
+    fn arrives(&self, stream: UnixStream) -> u64 {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = state.next;
+        state.next += 1;
+        state.arriving.insert(number, ArrivingRequest { since: Instant::now(), stream });
+        number
+    }
+
+    /// A request has arrived, or never will; false if its place was given away.
+    fn has_arrived(&self, number: u64) -> bool {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).arriving.remove(&number).is_some()
+    }
+
     /// Whether a request may begin; then it counts.
     fn begin(&self) -> bool {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -118,21 +175,36 @@ impl Doorkeeper {
 
 fn serve<D: Devices + 'static>(stream: UnixStream, door: &Arc<Doorkeeper>, volumes: &Arc<Volumes<D>>) {
     let (keeper, volumes) = (Arc::clone(door), Arc::clone(volumes));
+    let number = match stream.try_clone() {
+        Ok(again) => door.arrives(again),
+        Err(error) => {
+            tracing::error!(%error, "a client is sent away: no descriptor is left");
+            return door.change(|state| state.connections -= 1);
+        }
+    };
     let work = move || {
-        one(stream, &keeper, &volumes);
-        keeper.change(|state| state.connections -= 1);
+        if one(stream, number, &keeper, &volumes) {
+            keeper.change(|state| state.connections -= 1);
+        }
     };
     if let Err(error) = thread::Builder::new().name("client".to_owned()).spawn(work) {
         tracing::error!(%error, "a client is sent away: no thread can be started");
-        door.change(|state| state.connections -= 1);
+        if door.has_arrived(number) {
+            door.change(|state| state.connections -= 1);
+        }
     }
 }
 
-fn one<D: Devices>(mut stream: UnixStream, door: &Doorkeeper, volumes: &Volumes<D>) {
-    let answer = match http::read(&mut stream, Instant::now() + REQUEST_TIME) {
+/// Serves one client; false if its place was given to another before its request had arrived.
+fn one<D: Devices>(mut stream: UnixStream, number: u64, door: &Doorkeeper, volumes: &Volumes<D>) -> bool {
+    let request = http::read(&mut stream, Instant::now() + REQUEST_TIME);
+    if !door.has_arrived(number) {
+        return false;
+    }
+    let answer = match request {
         Ok(request) => {
             if !door.begin() {
-                return;
+                return true;
             }
             let answer = protocol::answer(&request, volumes, &|| is_gone(&stream));
             let sent = answer.map(|answer| http::send(&mut stream, &answer));
@@ -145,6 +217,7 @@ fn one<D: Devices>(mut stream: UnixStream, door: &Doorkeeper, volumes: &Volumes<
     if let Some(Err(error)) = answer {
         tracing::info!(%error, "an answer was not taken");
     }
+    true
 }
 
 /// Whether the client has closed its end. One that merely has nothing more to say has not.
@@ -160,7 +233,6 @@ fn is_gone(stream: &UnixStream) -> bool {
 mod tests {
     use std::{
         io::{Read as _, Write as _},
-        net::Shutdown,
         path::Path,
     };
 
@@ -208,6 +280,24 @@ mod tests {
         let next = connect(&directory);
         drop(silent);
         assert!(ask(next).starts_with("HTTP/1.1 200 OK\r\n"));
+    }
+
+    #[test]
+    fn half_requests_give_their_places_to_clients_that_wait() {
+        let (directory, _server) = start();
+        let half: Vec<_> = (0..3 * MOST_CONNECTIONS)
+            .map(|_| {
+                let mut stream = connect(&directory);
+                stream.write_all(&ACTIVATE[..10]).unwrap();
+                stream
+            })
+            .collect();
+        assert!(ask(connect(&directory)).starts_with("HTTP/1.1 200 OK\r\n"));
+        let mut answer = Vec::new();
+        let ended = (&half[0]).read_to_end(&mut answer);
+        // No answer about a timeout, which would come only after the other clients had waited for it.
+        assert!(ended.is_ok() && answer.is_empty(), "{}", String::from_utf8_lossy(&answer));
+        drop(half);
     }
 
     #[test]
